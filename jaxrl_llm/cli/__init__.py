@@ -14,15 +14,17 @@ jaxrl-llm COMMAND --help tells more."""
 
 import gc
 import importlib
+import itertools
 import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
+from jaxrl_llm import __version__
 from jaxrl_llm.cli.flags import let_go
 from jaxrl_llm.errors import InputError, did_you_mean
-from jaxrl_llm.system.paths import NO_ROOM
+from jaxrl_llm.system.paths import NO_ROOM, prepare_libraries
 from jaxrl_llm.system.signals import BETWEEN_STEPS, PREEMPTED, answering, listen, quit_now, while_read
 
 DONE, WRONG_INPUT = 0, 2
@@ -116,11 +118,10 @@ def explain(error: BaseException | None, command: str) -> str | None:
     for link in chain:
         if getattr(link, "errno", None) in NO_ROOM or any(mark in str(link) for mark in MARKS_OF_NO_ROOM):
             return f"the disk is full ({where[id(link)]}): free some space and run the same command again"
-    for link in chain:
-        for mark in MARKS_OF_NO_RIGHT:
-            if mark in str(link):
-                remedy = "make it readable and writable, and run the same command again"
-                return f"{mark.lower()} ({where[id(link)]}): {remedy}"
+    for link, mark in itertools.product(chain, MARKS_OF_NO_RIGHT):
+        if mark in str(link):
+            remedy = "make it readable and writable, and run the same command again"
+            return f"{mark.lower()} ({where[id(link)]}): {remedy}"
     if any(isinstance(link, MemoryError) or any(mark in str(link) for mark in MARKS_OF_NO_MEMORY) for link in chain):
         return f"out of memory: {LESS_MEMORY.get(command, 'use a larger machine')}"
     return None
@@ -137,17 +138,15 @@ def dispatch(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(__doc__)
         return DONE
-    name = arguments[0]
-    rest = arguments[1:]
+    name, *rest = arguments
     if name == "--version":
-        from jaxrl_llm import __version__
-
         print(__version__)
         return DONE
     if name not in COMMANDS:
         hint = did_you_mean(name, COMMANDS, f"there are {', '.join(COMMANDS)}")
         raise InputError(f"no command {name!r}: {hint}")
     module, _, function = COMMANDS[name].partition(":")
+    prepare_libraries()
     quits = answering(lambda number: quit_now(PREEMPTED, BETWEEN_STEPS))
     with quits if name == "train" else nullcontext():
         return getattr(importlib.import_module(f"jaxrl_llm.cli.{module}"), function)(rest)

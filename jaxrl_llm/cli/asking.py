@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.cli.flags import take
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.runs.load import Trained, find_run, load_trained
 from jaxrl_llm.system.signals import on_exit
 from jaxrl_llm.tasks import Task
@@ -26,7 +26,7 @@ class Policy:
       name: as it was given.
       run: the run it comes from; None for a model.
       step: the run's checkpoint; None for a model.
-      model: the decoder, or a reward model, laid out on ``mesh``.
+      model: the decoder, laid out on ``mesh``.
       tokenizer: the tokenizer, or None.
       mesh: over all devices.
     """
@@ -39,13 +39,11 @@ class Policy:
     mesh: Any
 
 
-def load_policy(name: str, trained: Trained | None, writes: bool = False) -> Policy:
+def load_policy(name: str, trained: Trained | None) -> Policy:
     """Load a run's policy, or the model of this name; the weights are float32 for a model. An adapter is merged.
 
-    ``writes``: whether it must be a language model; if not it may be a reward model.
-
     Raises:
-      InputError: the model cannot be found, read or obeyed.
+      InputError: the model cannot be found, read or obeyed, or is a reward model.
     """
     from jaxrl_llm.models.heads import ScalarModel
     from jaxrl_llm.models.pretrained import load_either
@@ -57,10 +55,10 @@ def load_policy(name: str, trained: Trained | None, writes: bool = False) -> Pol
     else:
         mesh = make_mesh(trained.run.mesh)
         model, tokenizer = load_trained(trained, mesh)
-    if writes and isinstance(model, ScalarModel):
-        raise InputError(f"{name} is a reward model, which scores text and writes none: give a language model")
-    run = None if trained is None else trained.run
-    return Policy(name, run, None if trained is None else trained.step, model, tokenizer, mesh)
+    scores = isinstance(model, ScalarModel)
+    require(not scores, f"{name} is a reward model, which scores text and writes none: give a language model")
+    run, step = (None, None) if trained is None else (trained.run, trained.step)
+    return Policy(name, run, step, model, tokenizer, mesh)
 
 
 def find_settings(name: str, arguments: list[str]) -> tuple[Trained | None, configs.Run]:
@@ -74,10 +72,8 @@ def find_settings(name: str, arguments: list[str]) -> tuple[Trained | None, conf
     trained = find_run(name, tests=chosen is None)
     settings = trained.run if trained and chosen is None else configs.find_config(chosen or "quickstart").located
     if not isinstance(settings, configs.Run):
-        raise InputError(
-            f"{chosen or name} is a {type(settings).__name__} run, which asks no problems: name a configuration that "
-            "does with --config"
-        )
+        asks = f"{chosen or name} is a {type(settings).__name__} run, which asks no problems"
+        raise InputError(f"{asks}: name a configuration that does with --config")
     return trained, settings
 
 
@@ -115,7 +111,7 @@ def asking(
     from jaxrl_llm.tasks import Prompts
 
     status(f"loading {name}")
-    policy = load_policy(name, trained, writes=True)
+    policy = load_policy(name, trained)
     check_tokenizer(policy.tokenizer, name)
     verified = all(problem.verifier != "none" for problem in problems)
     rewards: tuple[Any, ...] = (Accuracy(),) if verified else configs.rewards(settings)
@@ -129,7 +125,7 @@ def asking(
         longest = prompts.longest(problems)
         length = longest + options.max_new_tokens
         positions = policy.model.config.attention.max_positions
-        configs.require(
+        require(
             length <= positions,
             f"--max_new_tokens {options.max_new_tokens} after a prompt of {longest} tokens need {length} positions, "
             f"and the model was made for {positions}: lower it by {length - positions}",

@@ -20,8 +20,7 @@ from jaxrl_llm.cli.flags import first, parse, take
 from jaxrl_llm.collection.ledger import check_free
 from jaxrl_llm.data import Collected, check_collected
 from jaxrl_llm.data.datasets import KINDS, Kind
-from jaxrl_llm.errors import InputError
-from jaxrl_llm.system.paths import prepare_libraries
+from jaxrl_llm.errors import require
 from jaxrl_llm.system.setting import Count, check_fields
 from jaxrl_llm.system.signals import answering, quit_now
 
@@ -55,57 +54,46 @@ def collect(arguments: list[str]) -> int:
     name = first(
         arguments, __doc__, "collect needs a run or a model: jaxrl-llm collect runs/quickstart --out answers.jsonl"
     )
-    prepare_libraries()
     out = take(arguments, "--out", True)
     trained, settings = find_settings(name, arguments)
-    configs.require(
+    require(
         not isinstance(settings.task, configs.Mixture),
         f"collect asks one task, and {name} has several: name a configuration of one with --config",
     )
-    options = parse(
-        Options,
-        arguments,
-        f"jaxrl-llm collect {name}",
-        "--out FILE.jsonl is what is written. --config NAME takes another configuration's task.",
-        Options(
-            Collected(settings.task),
-            max_new_tokens=settings.rollout.max_new_tokens,
-            slots=settings.rollout.slots,
-            seed=settings.seed,
-        ),
-    )
+    rollout = settings.rollout
+    proposed = Options(Collected(settings.task), "texts", rollout.max_new_tokens, rollout.slots, settings.seed)
+    description = "--out FILE.jsonl is what is written. --config NAME takes another configuration's task."
+    options = parse(Options, arguments, f"jaxrl-llm collect {name}", description, proposed)
     path = check(name, out, options)
-    options = configs.dated(options, datetime.date.today().isoformat())
+    data = configs.dated(options.data, datetime.date.today().isoformat())
+    task = data.task
     from jaxrl_llm.collection.collect import Asked
     from jaxrl_llm.collection.collect import collect as collect_answers
     from jaxrl_llm.tasks import load
     from jaxrl_llm.telemetry.pace import Schedule
     from jaxrl_llm.telemetry.progress import Progress
 
-    data = options.data
     with answering(lambda number: quit_now(128 + number, STOPPED)), Progress(Schedule(1)) as progress:
-        progress.status(f"reading task {data.task.label}")
-        loaded = load(data.task)
+        progress.status(f"reading task {task.label}")
+        loaded = load(task)
         problems = loaded.train[: data.limit or None]
-        model = asking(name, trained, settings, data.task, problems, options, progress.status)
+        model = asking(name, trained, settings, task, problems, options, progress.status)
         with model as (policy, prompts, by):
             for note in loaded.notes:
                 progress.note(note)
             asked = Asked(prompts, problems, data, options.kind, options.max_new_tokens, options.seed)
             found = collect_answers(by, asked, path, status=progress.status)
-    step = policy.step
-    numbers = {"model": name, "step": step, "kind": options.kind, "out": out, **found.numbers()}
-    print(json.dumps(numbers) if options.json else "\n".join(as_table(name, step, options, path, found)))
+    numbers = {"model": name, "step": policy.step, "kind": options.kind, "out": out, **found.numbers()}
+    print(json.dumps(numbers) if options.json else "\n".join(as_table(name, policy.step, options, path, found)))
     return 0
 
 
 def check(name: str, out: str | None, options: Options) -> Path:
     """Return the file to write; wrong options are refused before anything is loaded."""
-    if out is None:
-        raise InputError(f"collect needs a file to write: jaxrl-llm collect {name} --out answers.jsonl")
+    require(out is not None, f"collect needs a file to write: jaxrl-llm collect {name} --out answers.jsonl")
     path = Path(out)
-    configs.require(path.suffix == ".jsonl", f"--out {out} is written as JSON lines: give it the ending .jsonl")
-    configs.require(not path.is_dir(), f"--out {out} is a folder: give a file in it")
+    require(path.suffix == ".jsonl", f"--out {out} is written as JSON lines: give it the ending .jsonl")
+    require(not path.is_dir(), f"--out {out} is a folder: give a file in it")
     check_free(path)
     check_collected(options.data, options.kind, "--")
     check_fields(options, "--", (Count,))
@@ -118,7 +106,7 @@ def as_table(name: str, step: int | None, options: Options, path: Path, found: A
     data = options.data
     where = f"{name}, step {step}" if step is not None else name
     reader = next(kind.__name__ for kind, known in KINDS.items() if known == options.kind)
-    worded = {"template": data.task.template, "system": data.task.system, "suffix": data.task.suffix}
+    worded = {key: getattr(data.task, key) for key in ("template", "system", "suffix")}
     said = "".join(f", {key}={value!r}" for key, value in worded.items() if value not in (None, ""))
     return [
         f"{where} on {data.task.label}: {found.problems} problems, {data.samples} each, "

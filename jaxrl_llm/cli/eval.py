@@ -19,15 +19,20 @@ from typing import Annotated, Any, Literal
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.cli.asking import Policy, asking, find_settings
-from jaxrl_llm.cli.distance import Distance, check_distance, measure
 from jaxrl_llm.cli.eval_data import evaluate_data
 from jaxrl_llm.cli.flags import first, parse, take
-from jaxrl_llm.cli.reranking import check_rerank, reader_of, reranker
+from jaxrl_llm.cli.second import Distance, check_distance, check_rerank, measure, reader_of, reranker
 from jaxrl_llm.engine.settings import Sampling
+from jaxrl_llm.errors import require
 from jaxrl_llm.runs.load import Trained, find_run
-from jaxrl_llm.system.paths import check_file, new_file, prepare_libraries, writable
+from jaxrl_llm.system.paths import check_file, new_file, writable
 from jaxrl_llm.system.setting import Count, Range, check_fields
 from jaxrl_llm.tasks import Task
+
+HELP = (
+    "--config NAME takes another configuration's task and sampling, --out FILE.jsonl keeps every answer, --kl_to "
+    "RUN_OR_MODEL measures how far the model is from that one."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,12 +73,11 @@ class Options:
 def evaluate(arguments: list[str]) -> int:
     """Run ``eval RUN_OR_MODEL [--config NAME] [--field value ...]``; return the exit code."""
     name = first(arguments, __doc__, "eval needs a run or a model: jaxrl-llm eval runs/quickstart")
-    prepare_libraries()
     own = find_run(name)
     named = any(argument.partition("=")[0] == "--config" for argument in arguments)
     to = take(arguments, "--kl-to", True)
     if own is not None and not named and not isinstance(own.run, configs.Run):
-        configs.require(to is None, f"--kl_to {to} needs a task to answer: name a configuration that has one, --config")
+        require(to is None, f"--kl_to {to} needs a task to answer: name a configuration that has one, --config")
         return evaluate_data(name, arguments)
     trained, settings = find_settings(name, arguments)
     proposed = defaults(settings)
@@ -81,18 +85,11 @@ def evaluate(arguments: list[str]) -> int:
         temperature = configs.resolved(settings).rollout.temperature
         proposed = dataclasses.replace(proposed, temperature=temperature, top_p=1.0)
     out = take(arguments, "--out", True)
-    options = parse(
-        Options,
-        arguments,
-        f"jaxrl-llm eval {name}",
-        "--config NAME takes another configuration's task and sampling, --out FILE.jsonl keeps every answer, --kl_to "
-        "RUN_OR_MODEL measures how far the model is from that one.",
-        proposed,
-    )
+    options = parse(Options, arguments, f"jaxrl-llm eval {name}", HELP, proposed)
     check(options, settings)
     check_distance(to, options)
     if out is not None:  # a file that cannot hold the answers is refused before anything is sampled
-        configs.require(out.endswith(".jsonl"), f"--out {out} is written as JSON lines: end it in .jsonl")
+        require(out.endswith(".jsonl"), f"--out {out} is written as JSON lines: end it in .jsonl")
         check_file(Path(out), "--out")
     # A task that a run only ever tests on has no part that it learned from.
     whole = settings.evaluation.task is not None and options.task == settings.evaluation.task
@@ -106,27 +103,15 @@ def evaluate(arguments: list[str]) -> int:
             rows = [row for one in found for row in one.rows()]
             away = [row for one in far for row in one.rows()] or [{}] * len(rows)
             append_rows(file, [row | more for row, more in zip(rows, away, strict=True)])
-    print(
-        as_json(policy, options, found, far)
-        if options.json
-        else "\n".join(as_table(policy, options, found, far, notes))
-    )
+    results = policy, options, found, far
+    print(as_json(*results) if options.json else as_table(*results, notes))
     return 0
 
 
 def defaults(run: configs.Run) -> Options:
     """Return the options of the run's own evaluations."""
-    e = run.evaluation
-    return Options(
-        e.task or run.task,
-        e.samples,
-        e.temperature,
-        e.top_p,
-        e.limit,
-        run.rollout.max_new_tokens,
-        run.rollout.slots,
-        run.seed,
-    )
+    e, r = run.evaluation, run.rollout
+    return Options(e.task or run.task, e.samples, e.temperature, e.top_p, e.limit, r.max_new_tokens, r.slots, run.seed)
 
 
 def check(options: Options, settings: configs.Run) -> None:
@@ -139,12 +124,12 @@ def check(options: Options, settings: configs.Run) -> None:
     Sampling(options.temperature, 0, options.top_p, options.max_new_tokens)
     check_fields(options, "--", (Count, Range))
     configs.check_seed("--seed", options.seed)
-    configs.require(
+    require(
         options.samples == 1 or options.temperature > 0,
         f"--samples {options.samples} at temperature 0 would all be the same: set --temperature above 0",
     )
     check_rerank(options)
-    configs.require(
+    require(
         options.rerank is None or not isinstance(options.task, configs.Mixture),
         f"--rerank chooses among the answers to one task, and {options.task.label} has several: name a configuration "
         "of one with --config",
@@ -163,22 +148,17 @@ def test(
 
     with Progress(Schedule(1)) as progress:
         problems, notes = read_problems(options, settings, whole, progress.status)
-        configs.require(
+        require(
             options.rerank is None or problems[0].verifier != "none",
             f"--rerank has nothing to measure on task {options.task.label}, which verifies no answers: give a task "
             "with answers and a verifier",
         )
-        with asking(name, trained, settings, options.task, problems, options, progress.status, True) as (
-            policy,
-            prompts,
-            by,
-        ):
+        model = asking(name, trained, settings, options.task, problems, options, progress.status, True)
+        with model as (policy, prompts, by):
             stops = policy.model.config.tokens.eos
             sampling = Sampling(options.temperature, 0, options.top_p, options.max_new_tokens, stops)
-            limits = {
-                name: min(most, options.max_new_tokens)
-                for name, most in configs.limits_of(configs.parts_of_task(options.task), options.max_new_tokens).items()
-            }
+            limits = configs.limits_of(configs.parts_of_task(options.task), options.max_new_tokens)
+            limits = {label: min(most, options.max_new_tokens) for label, most in limits.items()}
             asked = Questions(prompts, problems, options.samples, options.seed, limits)
             longest = by.engine.max_length - options.max_new_tokens
             rerank = reranker(options, policy, prompts, longest, settings, progress.status)
@@ -211,15 +191,10 @@ def read_problems(
 
 def as_json(policy: Policy, options: Options, found: tuple[Any, ...], far: tuple[Distance, ...]) -> str:
     """Return one JSON object: model, sampling, and ``eval/<task>/...`` by their names in metrics.jsonl."""
-    about = {
-        "model": policy.name,
-        "step": policy.step,
-        "samples": options.samples,
-        "temperature": options.temperature,
-        "top_p": options.top_p,
-    }
+    told = ["samples", "temperature", "top_p"]
     if options.rerank is not None:
-        about |= {"rerank": options.rerank, "rerank_by": options.rerank_by, "give_up_after": options.give_up_after}
+        told += ["rerank", "rerank_by", "give_up_after"]
+    about = {"model": policy.name, "step": policy.step} | {name: getattr(options, name) for name in told}
     if far:
         about |= {"kl_to": far[0].to, "kl_to_step": far[0].step}
     from jaxrl_llm.rollout.evaluate import Tested
@@ -230,7 +205,7 @@ def as_json(policy: Policy, options: Options, found: tuple[Any, ...], far: tuple
 
 def as_table(
     policy: Policy, options: Options, found: tuple[Any, ...], far: tuple[Distance, ...], notes: list[str]
-) -> list[str]:
+) -> str:
     """Return a small table for each task, for people, and the average over several."""
     from jaxrl_llm.rollout.evaluate import AVERAGE, averages
 
@@ -245,7 +220,7 @@ def as_table(
             f"{name.removeprefix(f'{AVERAGE}/')} {100 * value:.1f} %" for name, value in mean.items() if "@" in name
         )
         lines += [f"on average over {len(found)} tasks: {shown}"] if shown else []
-    return lines
+    return "\n".join(lines)
 
 
 def of_task(name: str, options: Options, found: Any) -> list[str]:
@@ -258,9 +233,7 @@ def of_task(name: str, options: Options, found: Any) -> list[str]:
     rate = np.array([row[scored].mean() for row, scored in zip(scores, known, strict=True) if scored.any()])
     error = float(rate.std(ddof=1) / len(rate) ** 0.5) if len(rate) > 1 else 0.0
     how = "greedy" if options.temperature == 0 else f"temperature {options.temperature:g}, top_p {options.top_p:g}"
-    lines = [
-        f"{name} on {found.task}: {len(found.problems)} problems, {options.samples} each, {how}",
-    ]
+    lines = [f"{name} on {found.task}: {len(found.problems)} problems, {options.samples} each, {how}"]
     for metric, value in found.metrics().items():
         short = metric.removeprefix(f"eval/{found.task}/")
         if short == "pass@1":

@@ -33,9 +33,8 @@ class DataOptions:
     json: bool = False
 
 
-PARTS = dict.fromkeys(("samples", "temperature", "top_p", "limit"), "evaluation")
-PARTS |= dict.fromkeys(("max_new_tokens", "slots"), "answering")
-"""The part of the run's settings that has each option."""
+PARTS = {"evaluation": ("samples", "temperature", "top_p", "limit"), "answering": ("max_new_tokens", "slots")}
+"""The options that each part of the run's settings has."""
 
 
 def evaluate_data(name: str, arguments: list[str]) -> int:
@@ -43,11 +42,11 @@ def evaluate_data(name: str, arguments: list[str]) -> int:
     trained = find_run(name, tests=True)
     directory = configs.split_step(name)[0]
     run: Any = trained.run
-    before = {option: getattr(getattr(run, part), option) for option, part in PARTS.items()}
+    before = {option: getattr(getattr(run, part), option) for part, own in PARTS.items() for option in own}
     about = "Test a run on what it holds out."
     options = parse(DataOptions, arguments, f"jaxrl-llm eval {name}", about, DataOptions(**before))
-    for part in set(PARTS.values()):
-        given = {option: getattr(options, option) for option, of in PARTS.items() if of == part}
+    for part, own in PARTS.items():
+        given = {option: getattr(options, option) for option in own}
         run = dataclasses.replace(run, **{part: dataclasses.replace(getattr(run, part), **given)})
     configs.validate(run)
     found = tested(dataclasses.replace(trained, run=run), directory)

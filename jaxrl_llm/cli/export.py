@@ -15,10 +15,10 @@ from typing import Any
 import jaxrl_llm
 from jaxrl_llm import config as configs
 from jaxrl_llm.cli.flags import first, status, take
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.runs.load import Trained, find_run, load_adapter, load_trained
 from jaxrl_llm.system.json_lines import read_rows
-from jaxrl_llm.system.paths import check_file, prepare_libraries, writable
+from jaxrl_llm.system.paths import check_file, writable
 from jaxrl_llm.system.text import shown
 from jaxrl_llm.tasks import Steps
 
@@ -65,13 +65,11 @@ def export(arguments: list[str]) -> int:
     """Run ``export RUN[@STEP] --out DIR [--adapter]``, or ``--out FILE.gguf [--gguf_type T]``; return the exit code."""
     name = first(arguments, __doc__, "export needs a run: jaxrl-llm export runs/quickstart --out model", True)
     out = take(arguments, "--out", True)
-    adapter = bool(take(arguments, "--adapter", False))
+    adapter = take(arguments, "--adapter", False)
     gguf_type = take(arguments, "--gguf-type", True)
     if arguments:
         raise InputError(f"export does not know {arguments[0]}: jaxrl-llm export RUN[@STEP] --out DIR")
-    if out is None:
-        raise InputError(f"export needs a folder to write: jaxrl-llm export {shlex.quote(name)} --out DIR")
-    prepare_libraries()
+    require(out is not None, f"export needs a folder to write: jaxrl-llm export {shlex.quote(name)} --out DIR")
     trained = find_run(name) if configs.split_step(name)[0].is_dir() else None
     if trained is None:
         raise InputError(f"{name} is no run: give the folder that holds its config.json and checkpoints")
@@ -79,10 +77,9 @@ def export(arguments: list[str]) -> int:
     if target.suffix == ".gguf":
         export_gguf(name, trained, target, gguf_type or "f32", adapter)
         return 0
-    if gguf_type is not None:
-        raise InputError(f"--gguf_type {gguf_type} is of a file: give --out FILE.gguf, or leave it out")
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise InputError(f"{out} exists and is not empty; give a new directory, or remove it first")
+    require(gguf_type is None, f"--gguf_type {gguf_type} is of a file: give --out FILE.gguf, or leave it out")
+    free = not target.exists() or (target.is_dir() and not any(target.iterdir()))
+    require(free, f"{out} exists and is not empty; give a new directory, or remove it first")
     card = model_card(name, trained, out, adapter)
     (export_adapter if adapter else export_model)(name, trained, target, card)
     return 0
@@ -96,14 +93,11 @@ def export_gguf(name: str, trained: Trained, target: Path, kind: str, adapter: b
     """
     from jaxrl_llm.models.gguf_writing import KINDS, save_gguf
 
-    if kind not in KINDS:
-        raise InputError(f"--gguf_type {kind} is not written here: take one of {', '.join(KINDS)}")
-    if adapter:
-        raise InputError(f"--adapter writes a folder for PEFT, and --out {target} is a file: give a folder")
-    if isinstance(trained.run, configs.RewardModel):
-        raise InputError(f"{name} is a reward model, which a GGUF file cannot hold: give a folder with --out")
-    if target.exists():
-        raise InputError(f"{target} exists: give a new file, or remove it first")
+    scores = isinstance(trained.run, configs.RewardModel)
+    require(kind in KINDS, f"--gguf_type {kind} is not written here: take one of {', '.join(KINDS)}")
+    require(not adapter, f"--adapter writes a folder for PEFT, and --out {target} is a file: give a folder")
+    require(not scores, f"{name} is a reward model, which a GGUF file cannot hold: give a folder with --out")
+    require(not target.exists(), f"{target} exists: give a new file, or remove it first")
     check_file(target, "--out")
     write(name, trained, target, load_trained, lambda *found: save_gguf(*found, target, kind))
     print(f"{name}, step {trained.step}, is written to {target} ({kind}), for llama.cpp and its like. Try next:")
@@ -133,10 +127,9 @@ def export_model(name: str, trained: Trained, target: Path, card: str) -> None:
         save_pretrained(model, tokenizer, target, card, told)
 
     write(name, trained, target, load_trained, save)
-    use = " as AutoModelForSequenceClassification." if scores else ". Try next:"
+    use = f". Try next:\n{GENERATE.format(shlex.quote(str(target)))}"
+    use = " as AutoModelForSequenceClassification." if scores else use
     print(f"{name}, step {trained.step}, is written to {target}; transformers loads it{use}")
-    if not scores:
-        print(GENERATE.format(shlex.quote(str(target))))
 
 
 def export_adapter(name: str, trained: Trained, target: Path, card: str) -> None:
@@ -146,10 +139,10 @@ def export_adapter(name: str, trained: Trained, target: Path, card: str) -> None
       InputError: the run trains the whole model, or the adapter is a reward model's.
     """
     run = trained.run
-    if not run.learner.lora.rank:
-        raise InputError(f"{name} trained the whole model (learner.lora.rank is 0): export it without --adapter")
-    if isinstance(run, configs.RewardModel):
-        raise InputError(f"{name} is a reward model, whose head is no adapter: export it whole, without --adapter")
+    whole = not run.learner.lora.rank
+    require(not whole, f"{name} trained the whole model (learner.lora.rank is 0): export it without --adapter")
+    scores = isinstance(run, configs.RewardModel)
+    require(not scores, f"{name} is a reward model, whose head is no adapter: export it whole, without --adapter")
     from jaxrl_llm.models.lora import save_adapter
 
     def save(base: Any, adapter: Any, tokenizer: Any) -> None:
@@ -196,7 +189,7 @@ def model_card(name: str, trained: Trained, out: str, adapter: bool) -> str:
         steps=run.steps,
         data=data,
         evaluations=table(rows),
-        scoring=how_to_score(run, out) if isinstance(run, configs.RewardModel) else "",
+        scoring=how_to_score(run, out) if scores else "",
         commands="\n".join([f"jaxrl-llm eval {shlex.quote(name)}", *answers]),
     )
 
@@ -219,9 +212,9 @@ def how_to_score(run: configs.RewardModel, out: str) -> str:
     place = "The score is read at the token that ends the answer; of one that was cut off, at its last token."
     if steps:
         place = (
-            "An answer that goes up to the end of a step gets that step's score, which `sigmoid` makes a probability; "
+            "An answer that goes up to the end of a step gets that step's score, which `sigmoid` makes a probability"
         )
-        place += f"steps end with {run.data.separator!r}."
+        place += f"; steps end with {run.data.separator!r}."
     elif whole:
         place = "The score is read at the last token that the chat template writes; of an answer that was cut off, at "
         place += "its own last token."
@@ -249,9 +242,8 @@ def about(run: configs.Configuration) -> tuple[str, str]:
 def table(rows: list[dict[str, Any]]) -> str:
     """Return a Markdown table of the first and the last evaluation; empty without evaluations."""
     found = [{k: v for k, v in row.items() if k.startswith("eval/") and v is not None} for row in rows]
-    found = [numbers for numbers in found if numbers]
+    found = list(filter(None, found))
     if not found:
         return ""
-    first = found[0]
-    lines = [f"| {name} | {shown(first.get(name))} | {shown(value)} |" for name, value in found[-1].items()]
+    lines = [f"| {name} | {shown(found[0].get(name))} | {shown(value)} |" for name, value in found[-1].items()]
     return "\n".join(["| held out | before | after |", "|---|---|---|", *lines, "", ""])

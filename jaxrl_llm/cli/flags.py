@@ -31,8 +31,7 @@ def parse(kind: type, arguments: list[str], program: str, description: str, defa
         known = {flag for action in parser._actions for flag in action.option_strings}
         fields = {flag[2:].replace("-", "_") for flag in known if flag.startswith("--")}
         for flag in (argument.split("=", 1)[0] for argument in arguments if argument.startswith("--")):
-            name = flag[2:].replace("-", "_")
-            if name not in fields:
+            if (name := flag[2:].replace("-", "_")) not in fields:
                 raise InputError(f"no option {flag}: {_meant(name, fields) or f'see {program} --help'}")
         try:
             with contextlib.redirect_stderr(captured):
@@ -69,26 +68,19 @@ def flatten(box: str) -> str:
     """Shorten the text of one of tyro's boxes to one line: ``--steps: expected INT, got 'x'`` where possible."""
     lines = [re.sub(r"[│╰╯─]+|-{4,}", " ", line).strip() for line in box.splitlines() if not line.startswith("╭")]
     text = " ".join(line for line in lines if line and not line.startswith("For full helptext"))
-    choice = re.search(r"invalid choice ('.*?') for argument '(--\S+)'\. Expected one of \((.*?)\)", text)
-    if choice:
+    if choice := re.search(r"invalid choice ('.*?') for argument '(--\S+)'\. Expected one of \((.*?)\)", text):
         known = choice[3].replace("'", "")
         return f"{choice[2]}: expected one of {known}, got {choice[1]}"
-    lacking = re.search(r"Missing value for argument '(--\S+)'", text)
-    if lacking:
+    if lacking := re.search(r"Missing value for argument '(--\S+)'", text):
         return f"{lacking[1]} needs a value"
-    refused = re.search(r"Error parsing (\w[\w.]*): (.*)", text)
-    if refused:
+    if refused := re.search(r"Error parsing (\w[\w.]*): (.*)", text):
         named = re.match(r"[A-Z]\w*\.", refused[2])  # the class's own name stands before the field
         return refused[2] if named else f"{refused[1]}.{refused[2]}"
     value = re.search(r"Error parsing (--\S+?):? (.*?) Argument helptext: .*?(?:\1|^--\S+) (\S+)", text)
     if value is None:
         return re.sub(r" Argument helptext:.*", "", text)
     given = re.findall(r"'([^']*)'", value[2])
-    return (
-        f"{value[1]}: expected {value[3]}, got {given[-1]!r}"
-        if given
-        else f"{value[1]}: expected {value[3]}: {value[2]}"
-    )
+    return f"{value[1]}: expected {value[3]}{f', got {given[-1]!r}' if given else f': {value[2]}'}"
 
 
 def take(arguments: list[str], flag: str, value: bool) -> Any:
@@ -107,8 +99,8 @@ def take(arguments: list[str], flag: str, value: bool) -> Any:
             return True
         if inline:
             return local(inline, flag)
-        if equals or index == len(arguments) or arguments[index].startswith("--"):
-            raise InputError(f"{flag} needs a value")
+        follows = not equals and index < len(arguments) and not arguments[index].startswith("--")
+        require(follows, f"{flag} needs a value")
         return local(arguments.pop(index), flag)
     return None if value else False
 
@@ -124,8 +116,7 @@ def first(arguments: list[str], usage: str | None, missing: str, whole_help: boo
     if {"-h", "--help"} & set(arguments if whole_help else arguments[:1]):
         print(usage)
         raise SystemExit
-    if not arguments or arguments[0].startswith("-"):
-        raise InputError(missing)
+    require(bool(arguments) and not arguments[0].startswith("-"), missing)
     return local(arguments.pop(0))
 
 

@@ -4,11 +4,14 @@ Without --prompt it is a chat, on a terminal: each answer knows what was said be
 chat, /new begins another. From a pipe or a file each line is a prompt by itself, and only the answers are written.
 jaxrl-llm generate MODEL --help tells more."""
 
+import contextlib
 import dataclasses
 import io
+import os
 import re
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxrl_llm import config as configs
@@ -17,15 +20,24 @@ from jaxrl_llm.cli.flags import first, parse, status
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.runs.load import find_run
-from jaxrl_llm.system.paths import prepare_libraries
+from jaxrl_llm.system.signals import answering, on_exit, quit_now
 from jaxrl_llm.tasks import Rows, Task
 from jaxrl_llm.tasks import encode as encode_problem
 from jaxrl_llm.tasks.prompts import unwritable
-from jaxrl_llm.tasks.template import check_tokenizer
+from jaxrl_llm.tasks.template import check_tokenizer, worded
 from jaxrl_llm.types import Completion, Message, Problem
 
+PROMPT = "> "
+GREETING = "a chat: type a message and press Enter; /help tells more, Ctrl-D ends"
+FORGOTTEN = "a new chat: what was said is forgotten"
+HELP = """/new (or /clear)   forget what was said and begin anew
+/bye (or /exit)    end; so does Ctrl-D
+/help              these lines
+Ctrl-C ends an answer before its end; pressed again, or where no answer is being given, it ends the program."""
+NEW, BYE, HELPS = ("/new", "/clear", "/reset"), ("/bye", "/exit", "/quit"), ("/help", "/?")
+UNBRACKETED = b"\x1b[?2004l"
+"""Escape sequence that turns off a terminal's marks around pasted text."""
 SHORTEST_CACHE = 256
-_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _LONGEST_END = 3  # characters of "n't", the longest of those before which some tokenizers take a space away
 
 
@@ -57,24 +69,20 @@ def generate(arguments: list[str]) -> int:
     name = first(
         arguments, __doc__, 'generate needs a model or a run: jaxrl-llm generate smollm2-135m --prompt "Hello"'
     )
-    prepare_libraries()
     options = parse(Options, arguments, f"jaxrl-llm generate {name}", "Answer a prompt.")
-    if options.prompt is not None and not options.prompt.strip():
-        raise InputError("--prompt is empty: give it some text")
+    require(options.prompt is None or options.prompt.strip(), "--prompt is empty: give it some text")
     configs.check_seed("--seed", options.seed)
     # Wrong numbers are refused here, before the model is loaded.
     sampling = Sampling(options.temperature, 0, options.top_p, options.max_new_tokens, min_p=options.min_p)
     run = find_run(name)
     status(f"loading {name}")
-    policy = load_policy(name, run, writes=True)
+    policy = load_policy(name, run)
     check_tokenizer(policy.tokenizer, name)
     status("")
     task = wording(policy, options.system)
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # as arguments are: ``encode`` refuses them
     if options.prompt is None and sys.stdin.isatty():
-        from jaxrl_llm.cli.chat import chat
-
         chat(policy, task, sampling, options.seed)
         return 0
     lines = (line.strip() for line in sys.stdin) if options.prompt is None else [options.prompt]
@@ -85,7 +93,6 @@ def generate(arguments: list[str]) -> int:
 
 def wording(policy: Policy, system: str | None) -> Task:
     """Return the wording of prompts: that of the run's training, else the tokenizer's chat template, else plain text.
-
 
     ``system``: the system message, in place of the run's own.
     """
@@ -163,7 +170,7 @@ def settled(tokens: Sequence[int], tokenizer: Any) -> str:
     remove before punctuation.
     """
     count = len(tokens)
-    while count and _BYTE.fullmatch(tokenizer.convert_ids_to_tokens(int(tokens[count - 1])) or ""):
+    while count and re.fullmatch("<0x[0-9A-F]{2}>", tokenizer.convert_ids_to_tokens(int(tokens[count - 1])) or ""):
         count -= 1
     text = tokenizer.decode(tokens[:count], skip_special_tokens=True).rstrip("\ufffd")
     space = text.find(" ", max(len(text) - _LONGEST_END, 0))
@@ -173,3 +180,114 @@ def settled(tokens: Sequence[int], tokenizer: Any) -> str:
 def harmless(text: str) -> str:
     """Replace control characters, which could drive the terminal, by spaces; line breaks and tabs stay."""
     return "".join(letter if letter.isprintable() or letter in "\n\t" else " " for letter in text)
+
+
+def chat(policy: Policy, task: Task, sampling: Sampling, seed: int) -> None:
+    """Answer message after message; the n-th of all is sampled with ``seed`` + n, counted from 0.
+
+    ``task``: gives the wording of prompts.
+    """
+    history: tuple[Message, ...] = ()
+    note(GREETING)
+    if task.template == "plain":
+        note("the model has no chat template: what was said is told apart by blank lines only")
+    for line in typed():
+        if line in BYE:
+            return
+        if line in NEW:
+            history = ()
+            note(FORGOTTEN)
+        elif line in HELPS:
+            note(HELP)
+        elif re.fullmatch(r"/[a-z?]+", line):
+            note(f"there is no command {line}; /help tells those there are")
+        else:
+            try:
+                history = turn(policy, (*history, {"role": "user", "content": line}), task, sampling, seed)
+            except InputError as error:  # of this message: what was said before it stays
+                note(f"jaxrl-llm: {error}")
+            seed += 1
+
+
+def turn(policy: Policy, messages: Sequence[Message], task: Task, sampling: Sampling, seed: int) -> tuple[Message, ...]:
+    """Answer the last message; return the chat with the answer, or the earlier chat if the answer is empty.
+
+    Raises:
+      InputError: the message alone leaves no room for an answer, or the chat template refuses the chat.
+    """
+    tokens, kept = fitted(policy, messages, task, sampling.max_new_tokens)
+    if len(kept) < len(messages):
+        note(
+            f"the chat is longer than the model was made for ({policy.model.config.attention.max_positions} tokens): "
+            "its beginning is left out"
+        )
+    asked: list[int] = []
+
+    def interrupted(number: int) -> None:  # the first Ctrl-C ends the answer, the second the program
+        if asked or number != signal.SIGINT:
+            quit_now(128 + number, "interrupted")
+        asked.append(number)
+
+    with answering(interrupted):
+        done = say(policy, tokens, seed, sampling, lambda: bool(asked))
+    said = len(done.tokens)
+    if done.finish_reason == "length":
+        why = "--max_new_tokens allows no more" if said == sampling.max_new_tokens else "the model was made for no more"
+        note(f"cut off after {said} tokens: {why}")
+    if not said:
+        return tuple(kept[:-1])
+    return (*worded(kept, task), {"role": "assistant", "content": done.text})
+
+
+def fitted(
+    policy: Policy, messages: Sequence[Message], task: Task, longest: int
+) -> tuple[Sequence[int], Sequence[Message]]:
+    """Return the token ids of a chat, and the chat, without its first turns as needed to leave room for an answer.
+
+    The room is ``longest`` tokens, or a quarter of the model's positions where that is less. The system message and the
+    last message stay.
+    """
+    positions = policy.model.config.attention.max_positions
+    room = positions - min(longest, positions // 4)
+    kept = list(messages)
+    while len(tokens := encode(policy, kept, task)) > room:
+        first = 1 if kept[0]["role"] == "system" else 0
+        if len(kept) - first < 3:  # a turn is what a person says and the answer
+            break
+        del kept[first : first + 2]
+    return tokens, kept
+
+
+def typed() -> Iterator[str]:
+    """Yield the non-empty lines that a person types, up to Ctrl-D."""
+    import termios
+
+    with contextlib.suppress(ImportError):
+        import readline  # from here on lines can be edited, and earlier ones found again
+
+        readline.parse_and_bind("set enable-bracketed-paste on")  # a pasted text is one message, line breaks and all
+
+    def put_back(*reason: object) -> None:
+        os.write(sys.stdin.fileno(), UNBRACKETED)
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, mode)
+
+    while True:
+        mode = termios.tcgetattr(sys.stdin)  # which readline changes
+        try:
+            with on_exit(put_back):
+                if sys.stdout.isatty():
+                    line = input(PROMPT)
+                else:  # answers go elsewhere than to the terminal
+                    print(PROMPT, end="", file=sys.stderr, flush=True)
+                    if not (line := sys.stdin.readline()):
+                        raise EOFError
+        except EOFError:
+            note("")
+            return
+        if line.strip():
+            yield line.strip()
+
+
+def note(text: str) -> None:
+    """Print a notice on stderr, apart from the answers."""
+    print(text, file=sys.stderr, flush=True)

@@ -5,11 +5,9 @@ import itertools
 import re
 import shutil
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 
-from jaxrl_llm.errors import InputError, did_you_mean
-from jaxrl_llm.system.paths import prepare_libraries
+from jaxrl_llm.errors import did_you_mean, require
 
 LONGEST_NOTE = 110
 INDENT = "  "
@@ -36,21 +34,15 @@ Rows = list[tuple[str, str]]
 
 def list_names(arguments: list[str]) -> int:
     """Run ``list [configs|tasks|recipes|models]``; return the exit code."""
-    topics: dict[str, Callable[[bool], Rows]] = {
-        "configs": configs,
-        "tasks": tasks,
-        "recipes": recipes,
-        "models": models,
-    }
+    topics = {topic.__name__: topic for topic in (configs, tasks, recipes, models)}
     if {"-h", "--help"} & set(arguments):
         print(f"usage: jaxrl-llm list [{'|'.join(topics)}]")
         return 0
-    if len(arguments) > 1:
-        raise InputError(f"list takes one of {', '.join(topics)}, got {' '.join(arguments)}")
-    if arguments and arguments[0] not in topics:
-        hint = did_you_mean(arguments[0], topics, f"there are {', '.join(topics)}")
-        raise InputError(f"list does not know {arguments[0]!r}: {hint}")
-    prepare_libraries()
+    known = ", ".join(topics)
+    require(len(arguments) <= 1, f"list takes one of {known}, got {' '.join(arguments)}")
+    for topic in arguments:
+        hint = did_you_mean(topic, topics, f"there are {known}")
+        require(topic in topics, f"list does not know {topic!r}: {hint}")
     found = {name: topics[name](bool(arguments)) for name in arguments or topics}
     print("\n\n".join("\n".join([name, *formatted(rows)]) for name, rows in found.items()))
     return 0

@@ -15,16 +15,12 @@ jaxrl-llm train CONFIG --help lists the fields."""
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.cli.flags import first, parse, status, take
-from jaxrl_llm.errors import InputError
-from jaxrl_llm.system.paths import check_file, prepare_libraries, writable
-
-if TYPE_CHECKING:
-    from jaxrl_llm.plan.machines import Machine
-    from jaxrl_llm.plan.planning import Plan
+from jaxrl_llm.errors import require
+from jaxrl_llm.system.paths import check_file, writable
 
 MISSING = (
     "plan needs a configuration: jaxrl-llm plan quickstart --topology v5e:2x2 (jaxrl-llm list configs names the others)"
@@ -41,7 +37,6 @@ FLAGS = ("--search", "--quick", "--largest", "--loops")
 def plan(arguments: list[str]) -> int:
     """Run ``plan CONFIG --topology NAME ...``; return the exit code."""
     given = first(arguments, __doc__, MISSING)
-    prepare_libraries()
     from jaxrl_llm.plan.machines import NO_COMPILER, compiles_for_gpus, describe, parse_topology, prepare_compilers
 
     prepare_compilers()
@@ -56,19 +51,33 @@ def plan(arguments: list[str]) -> int:
     configs.validate(run)
     run = chosen_phase(run, asked["--phase"])
     config, source = model_config(run.model)
-    if asked["--search"]:
-        return search(run, config, machine, devices, asked)
-    configs.validate_on_devices(run, machine.devices)
-    from jaxrl_llm.plan.planning import plan as plan_one
+    from jaxrl_llm.plan import planning, tables
 
-    compiling = described and not quick
-    made = plan_one(
-        run, config, machine, devices, asked["--mean_tokens"], compiling, compiling and asked["--largest"], status
-    )
+    mean = asked["--mean_tokens"]
+    if asked["--search"]:
+        plans = planning.best(run, config, machine, devices, mean, quick, status)
+        lines, source = tables.table(plans), ""
+        if not plans:
+            longest = "rollout.max_new_tokens" if isinstance(run, configs.Run) else "batch.max_tokens"
+            lines.append(f"nothing fits {machine.name}: take a larger machine, or lower {longest}")
+    else:
+        configs.validate_on_devices(run, machine.devices)
+        compiling = described and not quick
+        largest = compiling and asked["--largest"]
+        plans = [planning.plan(run, config, machine, devices, mean, compiling, largest, status)]
+        lines = tables.lines(plans[0], source)
+        if asked["--loops"] and plans[0].compiled:
+            lines += ["", *tables.loop_lines(plans[0])]
+        if not described and not quick:
+            lines.append(NO_COMPILER["gpu"])
     status("")
-    show(made, source, asked)
-    if not described and not quick:
-        print(NO_COMPILER["gpu"])
+    print("\n".join(lines))
+    if asked["--json"]:
+        with writable(asked["--json"], "--json"):
+            tables.write(asked["--json"], [(made, source) for made in plans])
+    if asked["--plot"] and not asked["--search"]:
+        with writable(asked["--plot"], "--plot"):
+            tables.draw([tables.to_json(plans[0], source)], asked["--plot"])
     return 0
 
 
@@ -82,7 +91,7 @@ def chosen_phase(run: Any, number: int | None) -> Any:
     if len(phases) == 1 and number is None:
         return run
     shown = number or 1
-    configs.require(shown <= len(phases), f"--phase {shown}: this run has {len(phases)}, give one from 1 on")
+    require(shown <= len(phases), f"--phase {shown}: this run has {len(phases)}, give one from 1 on")
     others = "" if number else "; --phase N plans another"
     print(f"phase {shown} of {len(phases)}: {phases[shown - 1].name or 'all of the run'}{others}")
     return configs.in_phase(run, shown - 1)
@@ -96,23 +105,21 @@ def options(arguments: list[str]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {flag: take(arguments, flag, False) for flag in FLAGS}
     found |= {flag: take(arguments, flag, True) for flag in ("--topology", "--json", "--plot")}
-    if not found["--topology"]:
-        raise InputError(
-            "plan needs a machine: --topology v5e:4x4 (v4, v5e, v5p, v6e, tpu7x), or h100:8 (a100, h100, h200, b200)"
-        )
+    machines = "--topology v5e:4x4 (v4, v5e, v5p, v6e, tpu7x), or h100:8 (a100, h100, h200, b200)"
+    require(found["--topology"], f"plan needs a machine: {machines}")
     for flag, default in (("--slices", 1), ("--mean_tokens", None), ("--phase", None)):
         text = take(arguments, flag.replace("_", "-"), True)
-        if text is not None and not (text.isdigit() and int(text)):
-            raise InputError(f"{flag} must be a positive number, got {text}")
+        positive = text is None or (text.isdigit() and int(text))
+        require(positive, f"{flag} must be a positive number, got {text}")
         found[flag] = default if text is None else int(text)
     paths = {flag: Path(found[flag]) for flag in ("--json", "--plot") if found[flag]}
     for flag, path in paths.items():
         check_file(path, flag)
         drawn = flag == "--json" or path.suffix in PICTURES
-        configs.require(drawn, f"--plot {path}: end it in {' or '.join(PICTURES)}")
-    if found["--loops"] and (found["--quick"] or found["--search"]):
-        raise InputError("--loops reads the compiled programs of one plan: leave --quick and --search out")
-    return found
+        require(drawn, f"--plot {path}: end it in {' or '.join(PICTURES)}")
+    compiled = not (found["--loops"] and (found["--quick"] or found["--search"]))
+    require(compiled, "--loops reads the compiled programs of one plan: leave --quick and --search out")
+    return found | paths
 
 
 def settings(given: str, arguments: list[str], slices: int) -> Any:
@@ -125,39 +132,3 @@ def settings(given: str, arguments: list[str], slices: int) -> Any:
         run = dataclasses.replace(run, mesh=dataclasses.replace(run.mesh, slices=slices))
     settled = dataclasses.replace(found, run=parse(type(run), arguments, f"jaxrl-llm plan {given}", HELP, run))
     return configs.resolved(settled.located)
-
-
-def show(made: "Plan", source: str, asked: dict[str, Any]) -> None:
-    """Print a plan, and write the requested files."""
-    from jaxrl_llm.plan.tables import lines, loop_lines, to_json, write
-
-    print("\n".join(lines(made, source)))
-    if asked["--loops"] and made.compiled:
-        print("\n".join(["", *loop_lines(made)]))
-    if asked["--json"]:
-        with writable(Path(asked["--json"]), "--json"):
-            write(Path(asked["--json"]), [(made, source)])
-    if asked["--plot"]:
-        from jaxrl_llm.plan.tables import draw
-
-        with writable(Path(asked["--plot"]), "--plot"):
-            draw([to_json(made, source)], Path(asked["--plot"]))
-
-
-def search(
-    run: configs.Configuration, config: Any, machine: "Machine", devices: list[Any] | None, asked: dict[str, Any]
-) -> int:
-    """Search meshes and microbatches, and print the plans, the best first."""
-    from jaxrl_llm.plan.planning import best
-    from jaxrl_llm.plan.tables import table, write
-
-    found = best(run, config, machine, devices, asked["--mean_tokens"], asked["--quick"], status)
-    status("")
-    print("\n".join(table(found)))
-    if asked["--json"]:
-        with writable(Path(asked["--json"]), "--json"):
-            write(Path(asked["--json"]), [(one, "") for one in found])
-    if not found:
-        longest = "rollout.max_new_tokens" if isinstance(run, configs.Run) else "batch.max_tokens"
-        print(f"nothing fits {machine.name}: take a larger machine, or lower {longest}")
-    return 0

@@ -49,7 +49,7 @@ def reset(arguments: list[str]) -> int:
       InputError: the run does not exist, or keeps no reference in its current phase.
     """
     name = first(arguments, RESET_USAGE, "reset needs a run: jaxrl-llm reset runs/quickstart", True)
-    with_optimiser = bool(take(arguments, "--with-optimiser", False))
+    with_optimiser = take(arguments, "--with-optimiser", False)
     if arguments:
         raise InputError(f"reset does not know {arguments[0]}: jaxrl-llm reset RUN [--with_optimiser]")
     from jaxrl_llm import config as configs

@@ -26,7 +26,6 @@ from jaxrl_llm.cli.flags import first, let_go, parse, take
 from jaxrl_llm.errors import InputError, did_you_mean, require
 from jaxrl_llm.runs.load import find_run, find_start
 from jaxrl_llm.sharding.distributed import Disagreement, Distributed, Peers, join
-from jaxrl_llm.system.paths import prepare_libraries
 from jaxrl_llm.system.signals import on_exit
 from jaxrl_llm.telemetry import Verbosity
 from jaxrl_llm.trainer.launch import launch
@@ -53,7 +52,6 @@ OVERRIDES = {name.partition(".")[0] for name in SPELLINGS if "." in name} | {"da
 def train(arguments: list[str]) -> int:
     """Run ``train CONFIG [--fresh] [--from RUN[@STEP]] [--quiet] [--json] [--field V ...]``; return the exit code."""
     given = first(arguments, __doc__, MISSING)
-    prepare_libraries()
     found = configs.find_config(given)
     settings = found.run
     fresh = take(arguments, "--fresh", False)
@@ -70,12 +68,11 @@ def train(arguments: list[str]) -> int:
     settings = guarded(settings, arguments)
     if recipe:
         settings = configs.with_recipe(settings, recipe)
-    foreign = take_spellings(arguments) if isinstance(settings, configs.Run) else {}
     lines = []
-    if foreign:
-        translated = translate(settings.recipe, foreign)
-        lines = explain(translated, foreign)
-        settings = dataclasses.replace(settings, recipe=translated)
+    if isinstance(settings, configs.Run):
+        foreign = take_spellings(arguments)
+        settings = dataclasses.replace(settings, recipe=translate(settings.recipe, foreign))
+        lines = explain(settings.recipe, foreign)
     settings = parse(type(settings), arguments, f"jaxrl-llm train {given}", HELP, settings)
     settings = configs.resolved(settings)
     configs.validate(settings)
@@ -97,10 +94,8 @@ def guarded(settings: configs.Configuration, arguments: list[str]) -> configs.Co
         kinds.append(kind)
     if not kinds:
         return settings
-    if not isinstance(settings, configs.Run):
-        raise InputError(
-            f"--guard watches reinforcement learning, and this is a {type(settings).__name__} run: leave it out"
-        )
+    unwatched = f"--guard watches reinforcement learning, and this is a {type(settings).__name__} run: leave it out"
+    require(isinstance(settings, configs.Run), unwatched)
     guards = tuple(dict.fromkeys((*settings.rules.guards, *kinds)))
     return dataclasses.replace(settings, rules=dataclasses.replace(settings.rules, guards=guards))
 
@@ -140,12 +135,10 @@ def take_spellings(arguments: list[str]) -> dict[str, str]:
         if not dashed and (not equals or name.partition(".")[0] not in OVERRIDES):
             rest.append(argument)
         elif name in SPELLINGS:
-            if name in found:
-                raise InputError(f"{argument.partition('=')[0]} is given twice")
+            require(name not in found, f"{argument.partition('=')[0]} is given twice")
             if not equals and arguments and not arguments[0].startswith("--"):
                 value = arguments.pop(0)
-            if not value:
-                raise InputError(f"{argument.partition('=')[0]} needs a value")
+            require(bool(value), f"{argument.partition('=')[0]} needs a value")
             found[name] = value
         elif dashed and (whole := [x for x in SPELLINGS if x.endswith(f".{name}")]):
             raise InputError(f"{argument.partition('=')[0]} is short for {' or '.join(whole)} of verl: write it whole")
@@ -172,16 +165,16 @@ def take_distributed(arguments: list[str]) -> Distributed:
         value = take(arguments, f"--distributed.{name}", True)
         if value is None:
             continue
-        if name != "coordinator" and not value.isdecimal():
-            raise InputError(f"--distributed.{name.replace('-', '_')} must be a number, got {value!r}")
-        found[name.replace("-", "_")] = value if name == "coordinator" else int(value)
+        field, number = name.replace("-", "_"), name != "coordinator"
+        require(not number or value.isdecimal(), f"--distributed.{field} must be a number, got {value!r}")
+        found[field] = int(value) if number else value
+    known = [f"--distributed.{name}" for name in DISTRIBUTED]
     for argument in arguments:
         if argument.startswith("--distributed"):
-            known = [f"--distributed.{name}" for name in DISTRIBUTED]
             hint = did_you_mean(argument, known, f"there are {', '.join(known)}")
             raise InputError(f"no option {argument}: {hint}")
-    if found.get("processes", 1) == 0 or found.get("heartbeat_s", 10) < 10:
-        raise InputError("--distributed.processes must be at least 1, and --distributed.heartbeat_s at least 10")
+    enough = found.get("processes", 1) > 0 and found.get("heartbeat_s", 10) >= 10
+    require(enough, "--distributed.processes must be at least 1, and --distributed.heartbeat_s at least 10")
     return Distributed(**found)
 
 

@@ -3,6 +3,7 @@ file that survives the end of the process."""
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jaxrl_llm.collection.ledger import COLLECTED, Entry, Ledger, Tally, opened
-from jaxrl_llm.collection.rows import Answer, Row, distinct, pair_rows, prefix_tokens, row_of, split_steps, text_rows
+from jaxrl_llm.collection.rows import Answer, Row, distinct, prefix_tokens, row_of, rows_from, split_steps
 from jaxrl_llm.data.datasets import KINDS, Collected, Kind
 from jaxrl_llm.engine.requests import first_tokens
 from jaxrl_llm.engine.settings import Sampling
@@ -26,6 +27,10 @@ from jaxrl_llm.types import Completion, Problem
 
 FILL = 4
 """Answers per call, as a multiple of the slots: at its end few slots stay empty for long."""
+EXACTLY = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+"""Options of decoding: the text is tokenised to the same tokens again."""
+READ = {"texts": ("keep",), "pairs": ("match_length", "cut_off", "keep"), "steps": ("continuations",)}
+"""Settings of ``Collected`` that only some kinds of rows read."""
 Data = TypeVar("Data", Texts, Pairs, Steps)
 
 
@@ -88,17 +93,12 @@ class Asked:
             "checked": sorted({f"{problem.verifier} of {problem.extractor}" for problem in self.problems}),
             "prompts": digest([self.prompts[problem] for problem in self.problems]),
             "kind": self.kind,
-            "samples": data.samples,
-            "temperature": data.temperature,
-            "top_p": data.top_p,
+            **{name: getattr(data, name) for name in ("samples", "temperature", "top_p")},
             "max_new_tokens": self.max_new_tokens,
             "seed": self.seed,
+            **{name: getattr(data, name) for name in READ[self.kind]},
         }
-        if self.kind == "steps":
-            return settings | {"continuations": data.continuations, "separator": self.separator}
-        if self.kind == "pairs":
-            settings |= {"match_length": data.match_length, "cut_off": data.cut_off}
-        return settings | {"keep": data.keep}
+        return settings | ({"separator": self.separator} if self.kind == "steps" else {})
 
 
 def collect(
@@ -122,12 +122,12 @@ def collect(
     with contextlib.ExitStack() as stack:
         book: list[Ledger] = []
 
-        def begin() -> tuple[int, dict[str, Any]]:
+        def begin() -> dict[str, Any]:
             book.append(stack.enter_context(opened(path, settings)))
-            return book[0].done, dataclasses.asdict(book[0].counts)
+            return dataclasses.asdict(book[0].counts)
 
-        done, found = peers.first(begin)
-        counts = Tally(**found)
+        counts = Tally(**peers.first(begin))
+        done = counts.problems
         size = asked.at_once(by.engine.slots)
         for first in range(done // size * size, total, size):
             progress = f"collecting {first}/{total} problems, {counts.rows} rows: "
@@ -135,10 +135,10 @@ def collect(
             entries = ask(by, asked, first, lambda text, progress=progress: status(progress + text))
             entries = entries[max(done - first, 0) :]
             share = Tally(seconds=(time.perf_counter() - began) / max(len(entries), 1))
-            new = [dataclasses.replace(entry, counts=entry.counts + share) for entry in entries]
+            new = [(rows, own + share) for rows, own in entries]
             for ledger in book:
                 ledger.add(new)
-            counts = sum((entry.counts for entry in new), counts)
+            counts = sum((own for _, own in new), counts)
         by.engine.start(asked.sampling(()))  # nothing runs any more: what comes next needs the memory of the cache
         peers.first(lambda: [ledger.finish() for ledger in book])
     return counts
@@ -164,17 +164,13 @@ def ask(by: Answerer, asked: Asked, first: int, status: Callable[[str], None]) -
     more = [0] * len(problems)
     if asked.kind == "steps":
         rows, more = _labelled(by, asked, first, answers, requests, done, status)
-    elif asked.kind == "pairs":
-        rows = [pair_rows(p, a, asked.data) for p, a in zip(problems, answers, strict=True)]
     else:
-        rows = [text_rows(p, a, asked.data.keep) for p, a in zip(problems, answers, strict=True)]
+        rows = [rows_from(p, a, asked.data, asked.kind) for p, a in zip(problems, answers, strict=True)]
     entries = []
     for some, own, tokens in zip(answers, rows, more, strict=True):
-        right_ones = sum(answer.right for answer in some)
-        length = sum(answer.length for answer in some)
-        ended = sum(answer.ended for answer in some)
-        counts = Tally(1, int(right_ones > 0), len(some), right_ones, ended, len(own), length, length + tokens)
-        entries.append(Entry(own, counts))
+        solved, ended, length = (sum(getattr(answer, name) for answer in some) for name in ("right", "ended", "length"))
+        counts = Tally(1, int(solved > 0), len(some), solved, ended, len(own), length, length + tokens)
+        entries.append((own, counts))
     return entries
 
 
@@ -195,11 +191,11 @@ def _labelled(
     problems = asked.problems[first:]
     k = asked.data.continuations
     cuts = {}  # of each answer that can be a row: its steps, and its tokens up to the end of each but the last
+    decode = functools.partial(by.tokenizer.decode, **EXACTLY)
     for i, some in enumerate(answers):
         for sample in distinct(some):
             steps = split_steps(some[sample].text, asked.separator)
-            tokens = completions[i, sample].tokens[:-1]
-            cuts[i, sample] = steps, prefix_tokens(tokens, steps, asked.separator, lambda ids: _text(by.tokenizer, ids))
+            cuts[i, sample] = steps, prefix_tokens(completions[i, sample].tokens[:-1], steps, asked.separator, decode)
     # Two steps may end within one token: a continuation's key names the step, not where it begins.
     begins = {(*at, step): begin for at, (_, ends) in cuts.items() for step, begin in enumerate(ends)}
     keys = [(*at, index) for at in begins for index in range(k)]
@@ -225,13 +221,8 @@ def _labelled(
 def answer_of(tokenizer: Any, completion: Completion, right: bool) -> Answer:
     """Make an answer of a verified completion; its text excludes the token that ended it, special or not."""
     ended = completion.finish_reason == "stop"
-    text = _text(tokenizer, completion.tokens[:-1] if ended else completion.tokens)
+    text = tokenizer.decode(completion.tokens[:-1] if ended else completion.tokens, **EXACTLY)
     return Answer(text, len(completion.tokens), ended, right)
-
-
-def _text(tokenizer: Any, tokens: Sequence[int]) -> str:
-    """Decode tokens exactly, so that the text is tokenised to them again."""
-    return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 def collected(

@@ -70,17 +70,8 @@ class Tally:
         ]
 
 
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """One finished problem.
-
-    Attributes:
-      rows: that it gave, perhaps none.
-      counts: its share of the sums.
-    """
-
-    rows: Sequence[Row]
-    counts: Tally
+Entry = tuple[Sequence[Row], Tally]
+"""The rows that a finished problem gave, perhaps none, and its share of the sums."""
 
 
 def part_of(path: Path) -> Path:
@@ -102,21 +93,18 @@ class Ledger:
     """Owner of a file in the making.
 
     Attributes:
-      done: the number of finished problems.
-      counts: of these.
+      counts: of the finished problems.
     """
 
-    def __init__(self, path: Path, file: BinaryIO, done: int, counts: Tally):
-        self.done = done
+    def __init__(self, path: Path, file: BinaryIO, counts: Tally):
         self.counts = counts
         self._path = path
         self._file = file
 
     def add(self, entries: Sequence[Entry]) -> None:
         """Append the next problems; they are on the disk when this returns."""
-        append_rows(self._file, [{"rows": e.rows, "counts": dataclasses.asdict(e.counts)} for e in entries])
-        self.done += len(entries)
-        self.counts = sum((entry.counts for entry in entries), self.counts)
+        append_rows(self._file, [{"rows": rows, "counts": dataclasses.asdict(counts)} for rows, counts in entries])
+        self.counts = sum((counts for _, counts in entries), self.counts)
 
     def finish(self) -> None:
         """Write the final file, atomically, after all problems are done."""
@@ -167,5 +155,4 @@ def opened(path: Path, settings: dict[str, Any]) -> Generator[Ledger]:
                 not names,
                 f"{part} was begun with other settings ({shown}): take the old ones, {ELSEWHERE}, or remove it first",
             )
-        counts = [Tally(**line["counts"]) for line in lines]
-        yield Ledger(path, file, len(counts), sum(counts, Tally()))
+        yield Ledger(path, file, sum((Tally(**line["counts"]) for line in lines), Tally()))

@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxrl_llm.data.datasets import Collected
+from jaxrl_llm.data.datasets import Collected, Kind
 from jaxrl_llm.data.formats import CUT_OFF
 from jaxrl_llm.types import Problem
 
@@ -28,27 +28,21 @@ class Answer:
     ended: bool
     right: bool
 
-    @property
-    def usable(self) -> bool:
-        """Whether it can be a row: it has text, and was not cut off."""
-        return self.ended and bool(self.text.strip())
 
+def rows_from(problem: Problem, answers: Sequence[Answer], data: Collected, kind: Kind) -> list[Row]:
+    """Return rows of texts or of pairs: none, one, or all that the distinct answers give.
 
-def text_rows(problem: Problem, answers: Sequence[Answer], keep: str) -> list[Row]:
-    """Return right answers as rows of texts: none, one, or all distinct ones."""
-    right = _of(answers, True, keep)
-    return [row_of(problem, completion=answer.text) for answer in (right if keep == "all" else right[:1])]
-
-
-def pair_rows(problem: Problem, answers: Sequence[Answer], data: Collected) -> list[Row]:
-    """Return rows of right answers, each preferred to a wrong one, and with ``cut_off`` to one that was cut off as
-    well.
-
-    No wrong answer is used twice. With ``match_length`` the two nearest in length are paired first, the earlier sampled
-    ones on a tie.
+    Texts are right answers. Pairs are right answers, each preferred to a wrong one, and with ``cut_off`` to one that
+    was cut off as well. No wrong answer is used twice. With ``match_length`` the two nearest in length are paired
+    first, the earlier sampled ones on a tie.
     """
-    right = _of(answers, True, data.keep)
-    couples = _coupled(right, _of(answers, False, "all"), data)
+    usable = [answers[index] for index in distinct(answers)]
+    right = [answer for answer in usable if answer.right]
+    if data.keep == "shortest":
+        right.sort(key=lambda answer: answer.length)
+    if kind == "texts":
+        return [row_of(problem, completion=answer.text) for answer in (right if data.keep == "all" else right[:1])]
+    couples = _coupled(right, [answer for answer in usable if not answer.right], data)
     if data.cut_off:  # those that have no end, and are not right as far as they go; each text once
         cut = {a.text: a for a in answers if not a.ended and not a.right and a.text.strip()}
         couples += _coupled(right, list(cut.values()), data)
@@ -73,10 +67,10 @@ def _coupled(right: Sequence[Answer], wrong: Sequence[Answer], data: Collected) 
 
 
 def distinct(answers: Sequence[Answer]) -> list[int]:
-    """Return the indices of the usable answers, the first of each text."""
+    """Return the indices of the answers that can be rows, with text and not cut off; the first of each text."""
     first: dict[str, int] = {}
     for index, answer in enumerate(answers):
-        if answer.usable:
+        if answer.ended and answer.text.strip():
             first.setdefault(answer.text, index)
     return list(first.values())
 
@@ -124,12 +118,6 @@ def prefix_tokens(
     ends = step_lengths(steps, separator)[:-1]
     counts = range(len(tokens) + 1)
     return [bisect.bisect_left(counts, end, key=lambda count: len(decode(tokens[:count]))) for end in ends]
-
-
-def _of(answers: Sequence[Answer], right: bool, keep: str) -> list[Answer]:
-    """Return the usable answers that are right, or wrong; the shortest first, or in the order of sampling."""
-    found = [answers[index] for index in distinct(answers) if answers[index].right == right]
-    return sorted(found, key=lambda answer: answer.length) if keep == "shortest" else found
 
 
 def row_of(problem: Problem, **columns: Any) -> Row:

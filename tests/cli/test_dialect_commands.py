@@ -5,7 +5,8 @@ import re
 import pytest
 from commands import assert_refused, commands
 
-from jaxrl_llm.cli.dialects import ACTOR, SPELLINGS
+from jaxrl_llm.cli.dialects import SPELLINGS
+from jaxrl_llm.cli.dialects.verl import ACTOR
 
 COMMANDS = {
     "train smoke --epsilon_high": ["--epsilon_high needs a value"],

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.collection.collect import answer_of
-from jaxrl_llm.collection.rows import Answer, pair_rows, prefix_tokens, split_steps, step_lengths, text_rows
+from jaxrl_llm.collection.rows import Answer, prefix_tokens, rows_from, split_steps, step_lengths
 from jaxrl_llm.data import Collected
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.tasks import ReasoningGym, Task
@@ -36,9 +36,10 @@ ANSWERS = (
     ("all", ["the right one", "right"]),
 ])  # fmt: skip
 def test_which_right_answers_are_kept(keep, wanted):
-    rows = text_rows(PROBLEM, ANSWERS, keep)
+    data = Collected(TASK, keep=keep)
+    rows = rows_from(PROBLEM, ANSWERS, data, "texts")
     assert rows == [{"prompt": "1 + 1?", "completion": text, "id": "7"} for text in wanted]
-    assert text_rows(PROBLEM, ANSWERS[:1], keep) == []
+    assert rows_from(PROBLEM, ANSWERS[:1], data, "texts") == []
 
 
 @pytest.mark.parametrize(("keep", "match_length", "wanted"), [
@@ -51,9 +52,9 @@ def test_which_right_answers_are_kept(keep, wanted):
 ])  # fmt: skip
 def test_which_pairs_are_made(keep, match_length, wanted):
     data = Collected(TASK, keep=keep, match_length=match_length)
-    rows = pair_rows(PROBLEM, ANSWERS, data)
+    rows = rows_from(PROBLEM, ANSWERS, data, "pairs")
     assert [(row["chosen"], row["rejected"]) for row in rows] == wanted
-    assert pair_rows(PROBLEM, ANSWERS[1:6], data) == []
+    assert rows_from(PROBLEM, ANSWERS[1:6], data, "pairs") == []
 
 
 def test_lengths_are_matched_to_the_shortest_right_answer_where_that_alone_is_kept():
@@ -61,23 +62,25 @@ def test_lengths_are_matched_to_the_shortest_right_answer_where_that_alone_is_ke
     answers += (answer("right", True), answer("wrong, too", False))
     nearest = [("a longer right one", "a longer wrong one"), ("right", "no")]
     for keep, wanted in {"first": nearest[:1], "shortest": nearest[1:], "all": nearest}.items():
-        rows = pair_rows(PROBLEM, answers, Collected(TASK, keep=keep, match_length=True))
+        rows = rows_from(PROBLEM, answers, Collected(TASK, keep=keep, match_length=True), "pairs")
         assert [(row["chosen"], row["rejected"]) for row in rows] == wanted
 
 
 def test_right_answers_are_preferred_to_ones_that_were_cut_off_too_and_their_rows_say_so():
     answers = (answer("right", True), answer("cut", False, ended=False), answer("wrong", False))
-    found = {cut_off: pair_rows(PROBLEM, answers, Collected(TASK, cut_off=cut_off)) for cut_off in (False, True)}
+    found = {
+        cut_off: rows_from(PROBLEM, answers, Collected(TASK, cut_off=cut_off), "pairs") for cut_off in (False, True)
+    }
     told = {
         cut_off: [(row["rejected"], row.get("rejected_cut_off")) for row in rows] for cut_off, rows in found.items()
     }
     assert told == {False: [("wrong", None)], True: [("wrong", None), ("cut", True)]}
     assert {row["chosen"] for rows in found.values() for row in rows} == {"right"}
     more = (answer("right, too", True), answer(" ", False, ended=False), answer("right, though cut", True, ended=False))
-    _, last = pair_rows(PROBLEM, more[::-1] + answers, Collected(TASK, cut_off=True, keep="all"))
+    _, last = rows_from(PROBLEM, more[::-1] + answers, Collected(TASK, cut_off=True, keep="all"), "pairs")
     assert last["rejected"] == "cut", "what is blank, or right as far as it goes, is not rejected"
     never = (answer("right", True, ended=False), answer("wrong", False), answer("cut", False, ended=False))
-    assert pair_rows(PROBLEM, never, Collected(TASK, cut_off=True)) == []
+    assert rows_from(PROBLEM, never, Collected(TASK, cut_off=True), "pairs") == []
 
 
 @pytest.mark.parametrize(("text", "steps"), [

@@ -5,72 +5,21 @@ units and meanings differ.
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
-from jaxrl_llm.errors import InputError
-from jaxrl_llm.recipes import Recipe
+from jaxrl_llm.cli.dialects import trl, verl
+from jaxrl_llm.cli.dialects.spelling import Given, Spelling
+from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.recipes import OLD_RESETS, Recipe
 
-ACTOR = "actor_rollout_ref.actor."
-CORRECTION = "algorithm.rollout_correction."
-KL = "kl kl_coef kl_in"
-TRL = (
-    ("loss_type", "surrogate reduce"),
-    ("importance_sampling_level", "ratio"),
-    ("epsilon epsilon_high delta sapo_temperature_pos sapo_temperature_neg", "surrogate"),
-    ("beta", KL),
-    ("use_bias_correction_kl", "kl"),
-    ("scale_rewards", "advantage"),
-    ("mask_truncated_completions", "drop_truncated"),
-    ("off_policy_mask_threshold", "sequence_filter"),
-    ("vllm_importance_sampling_correction vllm_importance_sampling_mode", "correction"),
-    ("vllm_importance_sampling_clip_max vllm_importance_sampling_cap", "correction"),
-    ("vllm_importance_sampling_clip_min", "correction"),
-    ("entropy_coef", "entropy_coef"),
-    ("use_adaptive_entropy entropy_target entropy_coef_delta entropy_coef_min entropy_coef_max", "controller"),
-)
-VERL = (
-    ("algorithm.adv_estimator algorithm.norm_adv_by_std_in_grpo", "advantage"),
-    (ACTOR + "policy_loss.loss_mode", "ratio surrogate reduce"),
-    (ACTOR + "loss_agg_mode", "reduce"),
-    (f"{ACTOR}clip_ratio_low {ACTOR}clip_ratio_high", "surrogate"),
-    (ACTOR + "clip_ratio", ""),
-    (f"{ACTOR}clip_ratio_c {ACTOR}tau_pos {ACTOR}tau_neg", "surrogate"),
-    (ACTOR + "use_kl_loss", KL),
-    (f"{ACTOR}kl_loss_coef {ACTOR}kl_loss_type", "kl kl_coef"),
-    ("algorithm.use_kl_in_reward", KL),
-    ("algorithm.kl_ctrl.kl_coef", "kl kl_coef"),
-    ("algorithm.filter_groups.enable algorithm.filter_groups.metric", "filter_groups"),
-    (f"{CORRECTION}rollout_is {CORRECTION}rollout_is_threshold", "correction"),
-    (ACTOR + "entropy_coeff", "entropy_coef"),
-)
-"""Names of each dialect, and the fields of ``Recipe`` or ``Algorithm`` that they may change; "" for always refused."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Spelling:
-    """One setting's name in another trainer.
-
-    Attributes:
-      name: as that trainer has it, without dashes.
-      dialect: the trainer.
-      fields: fields of ``Recipe`` or ``Algorithm`` that it may change; empty for a spelling that is always refused.
-    """
-
-    name: str
-    dialect: Literal["TRL", "verl"]
-    fields: tuple[str, ...]
-
-    def typed(self, value: str) -> str:
-        """Return the spelling and value as its trainer has it: ``--beta 0.04``, ``algorithm.adv_estimator=grpo``."""
-        return f"--{self.name} {value}" if self.dialect == "TRL" else f"{self.name}={value}"
-
-
-SPELLINGS = {name: Spelling(name, "TRL", tuple(fields.split())) for names, fields in TRL for name in names.split()}
-SPELLINGS |= {name: Spelling(name, "verl", tuple(fields.split())) for names, fields in VERL for name in names.split()}
+SPELLINGS = {
+    name: Spelling(name, dialect, tuple(fields.split()), *rest)
+    for dialect, table in (("TRL", trl.TABLE), ("verl", verl.TABLE))
+    for names, fields, *rest in table
+    for name in names.split()
+}
 """All spellings that are translated, or refused with a reason, by name."""
-
 HINTS = """
 num_generations rollout.n -> rollout.group
 max_completion_length max_response_length max_tokens -> rollout.max_new_tokens
@@ -118,10 +67,6 @@ num_generations_eval -> evaluation.samples
 log_completions num_completions_to_print -> output.samples: groups of each step
 report_to -> output.wandb: with a project's name; TensorBoard's curves are written anyway
 project_name -> output.wandb
-recipe.reference_reset -> recipe.resets.reference_every
-recipe.reset_on_stall -> recipe.resets.on_stall
-recipe.reset_optimiser -> recipe.resets.with_optimiser
-recipe.optimiser_reset -> recipe.resets.optimiser_every
 use_vllm vllm_mode -> : the sampler is built in; --rollout.slots completions are sampled at a time
 logging_steps -> : every step is logged
 dataset_name -> : problems are the task of the configuration's file: Task(HubDataset(NAME))
@@ -141,12 +86,11 @@ MEANINGS = {
     name: (meaning.partition(": ")[0], meaning.partition(": ")[2])
     for names, _, meaning in (line.partition(" -> ") for line in HINTS.strip().splitlines())
     for name in names.split()
-}
+} | {f"recipe.{old}": (f"recipe.resets.{new}", "") for old, new in OLD_RESETS.items()}
 
 
 def hint(name: str) -> tuple[str, str]:
     """Return (the equivalent field or "", a further note) for a name of another trainer; both empty if it is unknown.
-
 
     >>> hint("learner.lr"), hint("actor_rollout_ref.rollout.n")
     (('learner.optimiser.learning_rate', ''), ('rollout.group', ''))
@@ -154,58 +98,6 @@ def hint(name: str) -> tuple[str, str]:
     parts = name.replace("-", "_").split(".")
     last = MEANINGS.get(parts[-1], ("", ""))
     return MEANINGS.get(".".join(parts[-2:]), last)
-
-
-@dataclasses.dataclass(frozen=True)
-class Given:
-    """The spellings of one command, parsed as numbers, switches and choices.
-
-    Attributes:
-      texts: values by spelling, as typed.
-    """
-
-    texts: Mapping[str, str]
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.texts
-
-    def refuse(self, name: str | None, reason: str, when: bool = True) -> None:
-        """Raise an InputError about a given spelling, unless ``when`` is False or ``name`` is None."""
-        if when and name is not None:
-            raise InputError(f"{SPELLINGS[name].typed(self.texts[name])}: {reason}")
-
-    def first(self, *names: str) -> str | None:
-        """Return the first of these names that was given, or None."""
-        return next((name for name in names if name in self.texts), None)
-
-    def number(self, name: str, default: Any = None, optional: bool = False) -> Any:
-        """Return a finite number; with ``optional`` also None, where ``none`` or ``null`` is given."""
-        if name not in self.texts:
-            return default
-        if optional and self.texts[name].lower() in ("none", "null"):
-            return None
-        try:
-            value = float(self.texts[name])
-        except ValueError:
-            value = math.nan
-        self.refuse(name, "expected a number", not math.isfinite(value))
-        return value
-
-    def switch(self, name: str, default: Any = None) -> Any:
-        """Return True or False; the default where it was not given."""
-        if name not in self.texts:
-            return default
-        word = self.texts[name].lower()
-        self.refuse(name, "expected True or False", word not in ("true", "false"))
-        return word == "true"
-
-    def choice(self, name: str, choices: Mapping[str, Any], refused: Mapping[str, str] | None = None) -> Any:
-        """Return the meaning of the given word; None if not given. ``refused``: reasons against other known words."""
-        if name not in self.texts:
-            return None
-        word = self.texts[name]
-        self.refuse(name, (refused or {}).get(word, f"expected {', '.join(choices)}"), word not in choices)
-        return choices[word]
 
 
 def translate(recipe: Recipe, settings: Mapping[str, str]) -> Recipe:
@@ -219,22 +111,20 @@ def translate(recipe: Recipe, settings: Mapping[str, str]) -> Recipe:
       InputError: names of both dialects; a value that does not parse; a setting that this library cannot express
         exactly, or a contradictory mix. The message is one line that names the spelling and the remedy.
     """
+    if not settings:
+        return recipe
     for name in settings:
-        if name not in SPELLINGS:
-            raise InputError(f"no spelling {name}: docs/dialects.md lists those that are known")
-    first: dict[str, dict[str, str]] = {}
-    for name, value in settings.items():
-        first.setdefault(SPELLINGS[name].dialect, {name: value})
+        require(name in SPELLINGS, f"no spelling {name}: docs/dialects.md lists those that are known")
+    first = {SPELLINGS[name].dialect: {name: value} for name, value in reversed(list(settings.items()))}
     if len(first) > 1:
-        raise InputError(
-            f"{_typed(first['TRL'])} is TRL's and {_typed(first['verl'])} verl's: use one dialect in a command"
-        )
+        each = (f"{_typed(first['TRL'])} is TRL's", f"{_typed(first['verl'])} verl's")
+        raise InputError(f"{' and '.join(each)}: use one dialect in a command")
     try:
         return _changed(recipe, settings)
     except InputError:
         raise
     except ValueError as error:
-        better = "--loss_type grpo" if "TRL" in first else f"{ACTOR}loss_agg_mode=seq-mean-token-mean"
+        better = "--loss_type grpo" if "TRL" in first else f"{verl.AGGREGATION}=seq-mean-token-mean"
         remedy = f" (SequenceMean is {better})" if "SequenceMean" in str(error) else ""
         raise InputError(f"{_typed(_culprits(recipe, settings, str(error)))}: {error}{remedy}") from error
 
@@ -263,12 +153,23 @@ def _typed(settings: Mapping[str, str]) -> str:
 
 
 def _changed(recipe: Recipe, settings: Mapping[str, str]) -> Recipe:
-    from jaxrl_llm.cli.dialects import trl, verl
+    """Return the recipe after the effects of the settings, which come in the order of ``SPELLINGS``.
 
-    if not settings:
-        return recipe
-    dialect = SPELLINGS[next(iter(settings))].dialect
-    return (trl if dialect == "TRL" else verl).change(recipe, Given(settings))
+    Raises:
+      InputError: a setting that cannot be expressed here, in one line.
+      ValueError: the pieces contradict each other.
+    """
+    named = [SPELLINGS[name] for name in SPELLINGS if name in settings]
+    given = Given({one.name: one for one in named}, settings, recipe)
+    for one in named:
+        if one.effect is None:
+            given.fields |= dict.fromkeys(one.fields, given.get(one.name))
+    for effect in dict.fromkeys(one.effect for one in named if one.effect is not None):
+        effect(given)
+    algorithm = dataclasses.replace(
+        recipe.algorithm, **{name: given.fields.pop(name) for name in vars(recipe.algorithm)}
+    )
+    return dataclasses.replace(recipe, **given.fields | {"algorithm": algorithm})
 
 
 def _culprits(recipe: Recipe, settings: Mapping[str, str], message: str) -> Mapping[str, str]:

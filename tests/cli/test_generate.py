@@ -14,8 +14,18 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from jaxrl_llm.cli.asking import load_policy
-from jaxrl_llm.cli.chat import FORGOTTEN, GREETING, HELP, fitted, turn
-from jaxrl_llm.cli.generate import encode, harmless, say, settled, wording
+from jaxrl_llm.cli.generate import (
+    FORGOTTEN,
+    GREETING,
+    HELP,
+    encode,
+    fitted,
+    harmless,
+    say,
+    settled,
+    turn,
+    wording,
+)
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.builtin import tiny_tokenizer
