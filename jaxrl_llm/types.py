@@ -193,7 +193,7 @@ class Role(NamedTuple):
 
     params: Any
     opt_state: Any
-    updates: "jax.Array"
+    updates: Any
     base: Any = None
 
 

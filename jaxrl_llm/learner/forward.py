@@ -122,10 +122,10 @@ def on_mesh(packed: Packed, mesh: Mesh) -> Packed:
 def batch_shardings(packed: Packed, mesh: Any) -> Packed:
     """Return shardings: rows and predictions divided over data and fsdp, small per-completion arrays replicated."""
     names = ("rows", "source", "target", "scatter", "by_prediction", "by_column")
-    divided = {name: getattr(packed, name) for name in names}
+    divided: dict[str, Any] = {name: getattr(packed, name) for name in names}
 
     def lay(x: Any) -> NamedSharding:
         return NamedSharding(mesh, fitting(x.shape, (None, BATCH), mesh))
 
-    rest = jax.tree.map(lambda _: replicated(mesh), packed._replace(**dict.fromkeys(divided)))
+    rest = jax.tree.map(lambda _: replicated(mesh), packed._replace(**dict.fromkeys(divided, None)))
     return rest._replace(**jax.tree.map(lay, divided))

@@ -198,7 +198,7 @@ def compile_one(one: Subject, name: str) -> Compiled:
         except jax.errors.JaxRuntimeError as error:
             return Compiled(name, seconds=time.monotonic() - began, refused=needed(str(error)))
     memory = done.memory_analysis()
-    text = done.as_text()
+    text = str(done.as_text())
     program = hlo.parse(text, programs(one)[name].size)
     repeats = _repeats(one, name)
     return Compiled(

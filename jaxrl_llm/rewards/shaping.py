@@ -164,6 +164,7 @@ Reward = (
     | StepFunction
     | ModelReward
     | StepReward
+    | TaskReward
     | Lost
 )
 

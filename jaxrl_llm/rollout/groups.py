@@ -38,8 +38,8 @@ class PartialGroup:
 
     number: int
     completions: tuple[Completion | None, ...]
-    problem: Problem | None = None
-    prompt: np.ndarray | None = None
+    problem: Any = None
+    prompt: Any = None
     age: int = 0
 
     @property

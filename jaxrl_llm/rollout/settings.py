@@ -140,7 +140,7 @@ class Collect(Setting):
         """Refuse sampling too far ahead, and devices that would wait for it."""
         require(self.staleness in (0, 1), f"{where}staleness must be 0 or 1, got {self.staleness}")
         require(
-            not run.mesh.rollout or self.staleness,
+            not run.mesh.rollout or self.staleness > 0,
             f"mesh.rollout {run.mesh.rollout} sets devices aside that would wait for the learner: set "
             f"{where}staleness 1",
         )

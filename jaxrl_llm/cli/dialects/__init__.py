@@ -67,7 +67,8 @@ class Spelling:
         return f"--{self.name} {value}" if self.dialect == "TRL" else f"{self.name}={value}"
 
 
-SPELLINGS = {name: Spelling(name, "TRL", tuple(fields.split())) for names, fields in TRL for name in names.split()}
+SPELLINGS: dict[str, Spelling] = {}
+SPELLINGS |= {name: Spelling(name, "TRL", tuple(fields.split())) for names, fields in TRL for name in names.split()}
 SPELLINGS |= {name: Spelling(name, "verl", tuple(fields.split())) for names, fields in VERL for name in names.split()}
 """All spellings that are translated, or refused with a reason, by name."""
 
