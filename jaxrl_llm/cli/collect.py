@@ -59,8 +59,9 @@ def collect(arguments: list[str]) -> int:
     prepare_libraries()
     out = take(arguments, "--out", True)
     trained, settings = find_settings(name, arguments)
+    task: Any = settings.task
     configs.require(
-        not isinstance(settings.task, configs.Mixture),
+        not isinstance(task, configs.Mixture),
         f"collect asks one task, and {name} has several: name a configuration of one with --config",
     )
     options = parse(
@@ -69,7 +70,7 @@ def collect(arguments: list[str]) -> int:
         f"jaxrl-llm collect {name}",
         "--out FILE.jsonl is what is written. --config NAME takes another configuration's task.",
         Options(
-            Collected(settings.task),
+            Collected(task),
             max_new_tokens=settings.rollout.max_new_tokens,
             slots=settings.rollout.slots,
             seed=settings.seed,

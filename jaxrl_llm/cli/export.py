@@ -118,7 +118,7 @@ def export_model(name: str, trained: Trained, target: Path, card: str) -> None:
     from jaxrl_llm.stages.taught import taught_by
     from jaxrl_llm.tasks.template import with_template
 
-    run = trained.run
+    run: Any = trained.run
     scores = isinstance(run, configs.RewardModel)
 
     def save(model: Any, tokenizer: Any) -> None:

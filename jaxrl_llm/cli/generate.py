@@ -21,6 +21,7 @@ from jaxrl_llm.system.paths import prepare_libraries
 from jaxrl_llm.tasks import Rows, Task
 from jaxrl_llm.tasks import encode as encode_problem
 from jaxrl_llm.tasks.prompts import unwritable
+from jaxrl_llm.tasks.sources import InMemory
 from jaxrl_llm.tasks.template import check_tokenizer
 from jaxrl_llm.types import Completion, Message, Problem
 
@@ -90,7 +91,7 @@ def wording(policy: Policy, system: str | None) -> Task:
     ``system``: the system message, in place of the run's own.
     """
     template = "tokenizer" if policy.tokenizer.chat_template else "plain"
-    task = configs.wording(policy.run) or Task(Rows(()), template=template)
+    task = configs.wording(policy.run) or Task(Rows(InMemory(())), template=template)
     return dataclasses.replace(task, system=task.system if system is None else system)
 
 
@@ -155,7 +156,7 @@ def say(
     return dataclasses.replace(done["answer"], text=text)
 
 
-def settled(tokens: Sequence[int], tokenizer: Any) -> str:
+def settled(tokens: Any, tokenizer: Any) -> str:
     """Return the beginning of an answer's text that no later token can change.
 
     The rest waits: the bytes of an incomplete character; bytes that are single tokens, since a tokenizer with byte

@@ -229,7 +229,7 @@ def answer_of(tokenizer: Any, completion: Completion, right: bool) -> Answer:
     return Answer(text, len(completion.tokens), ended, right)
 
 
-def _text(tokenizer: Any, tokens: Sequence[int]) -> str:
+def _text(tokenizer: Any, tokens: Sequence[int] | np.ndarray) -> str:
     """Decode tokens exactly, so that the text is tokenised to them again."""
     return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 

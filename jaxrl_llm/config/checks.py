@@ -162,7 +162,7 @@ def _described(wanted: Any) -> str:
     return " or ".join(dict.fromkeys(found))
 
 
-def validate_on_devices(run: Run, devices: int, processes: int = 1) -> None:
+def validate_on_devices(run: Any, devices: int, processes: int = 1) -> None:
     """Refuse a mesh that does not fit the devices or the batch, before any weight is loaded."""
     require(
         processes == 1 or not run.mesh.rollout,

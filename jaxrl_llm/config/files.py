@@ -96,7 +96,7 @@ def find_start(name: str, carry: bool = False) -> Start:
         )
         whole = step in steps_in(directory / CHECKPOINTS)
         require(whole, f"step {step} of {directory} is a snapshot, which has weights alone: leave --carry out")
-    return Start(os.path.abspath(directory), step, carry)
+    return Start(os.path.abspath(directory), step or 0, carry)
 
 
 def _saved(path: Path) -> Found:

@@ -23,7 +23,7 @@ from jaxrl_llm.system.setting import (
     taking_old_names,
     with_parts,
 )
-from jaxrl_llm.tasks.sources import Rows
+from jaxrl_llm.tasks.sources import InMemory, Rows
 from jaxrl_llm.tasks.task import Task
 
 
@@ -301,4 +301,4 @@ def wording(run: Any) -> Task | None:
         return found if isinstance(found, Task) else None
     if isinstance(data.source, Collected):
         return data.source.task
-    return Task(Rows(()), template=data.template, system=data.system, suffix=data.suffix, date=data.date)
+    return Task(Rows(InMemory(())), template=data.template, system=data.system, suffix=data.suffix, date=data.date)

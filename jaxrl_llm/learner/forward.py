@@ -127,5 +127,6 @@ def batch_shardings(packed: Packed, mesh: Any) -> Packed:
     def lay(x: Any) -> NamedSharding:
         return NamedSharding(mesh, fitting(x.shape, (None, BATCH), mesh))
 
-    rest = jax.tree.map(lambda _: replicated(mesh), packed._replace(**dict.fromkeys(divided, None)))
+    nothing: dict[str, Any] = dict.fromkeys(divided)
+    rest = jax.tree.map(lambda _: replicated(mesh), packed._replace(**nothing))
     return rest._replace(**jax.tree.map(lay, divided))

@@ -201,8 +201,9 @@ class Rollout(Setting):
 
     def sampling(self, stop_ids: tuple[int, ...], keep_mask: bool = False) -> Sampling:
         """Return the engine's rules; ``keep_mask`` if the learner is to leave out the same tokens."""
+        temperature: Any = self.temperature  # a resolved run has one
         return Sampling(
-            self.temperature,
+            temperature,
             self.top_k,
             self.top_p,
             self.max_new_tokens,

@@ -57,7 +57,7 @@ class RunWriter:
             elif path.exists() and path.stat().st_size:
                 raise InputError(f"{self._run_dir} already holds a run: choose another --run_dir, or remove it")
         self._last_step = (last_row(metrics) or {"step": -1})["step"]
-        self._wandb = WandbRun(wandb_module, self._run_dir, wandb, config or {}) if wandb_module else None
+        self._wandb = WandbRun(wandb_module, self._run_dir, wandb, config or {}) if wandb and wandb_module else None
         self._metrics = open_nofollow(metrics)
         self._samples = open_nofollow(samples)
         self._curves: Any = None
