@@ -19,12 +19,9 @@ name              distribution                                                  
 import dataclasses
 import functools
 from collections.abc import Hashable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-
-if TYPE_CHECKING:  # reward workers read these types and must start without JAX
-    import jax
 
 Message = dict[str, str]
 """One chat message: ``{"role": "user", "content": "..."}``."""
@@ -193,7 +190,7 @@ class Role(NamedTuple):
 
     params: Any
     opt_state: Any
-    updates: "jax.Array"
+    updates: Any
     base: Any = None
 
 

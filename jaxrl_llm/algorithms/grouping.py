@@ -77,7 +77,7 @@ def context_arrays(context: AdvantageContext | None, owner: str, rows: int, *nam
     Raises:
       ValueError: one is missing or has another shape; the message names it and its user.
     """
-    given = [getattr(context, name, None) for name in names]
+    given: list[Any] = [getattr(context, name, None) for name in names]
     for name, x in zip(names, given, strict=True):
         if x is None:
             raise ValueError(f"{owner} needs context.{name}: pass AdvantageContext({name}=...) of the global batch")
@@ -89,7 +89,7 @@ def context_arrays(context: AdvantageContext | None, owner: str, rows: int, *nam
     return mask, *(array(x, name) for name, x in others.items())
 
 
-def steps_of(context: AdvantageContext, owner: str, mask: jax.Array, dtype: Any) -> jax.Array:
+def steps_of(context: AdvantageContext | None, owner: str, mask: jax.Array, dtype: Any) -> jax.Array:
     """Return ``context.step_rewards`` [B, T] with 0 in place of NaN and where the mask is False."""
     _, steps = context_arrays(context, owner, mask.shape[0], "mask", "step_rewards")
     return jnp.where(mask & ~jnp.isnan(steps), steps, 0).astype(dtype)

@@ -37,7 +37,7 @@ class Tokens(NamedTuple):
     old_logp: jax.Array
     sampler_logp: jax.Array | None = None
     ref_logp: jax.Array | None = None
-    log_ratio: jax.Array | None = None
+    log_ratio: Any = None
     kl_coef: Any = 0.0
     extras: dict[str, jax.Array] | None = None
 
@@ -78,6 +78,7 @@ def clean_tokens(logp: Any, batch: PolicyBatch, kl_coef: Any) -> Tokens:
         return jnp.where(keep, jnp.maximum(array(x, name).astype(dtype), LOWEST_LOGP), 0)
 
     logp = clean(logp, "logp")
+    given: dict[str, Any]
     given = {name: None if x is None else jax.lax.stop_gradient(clean(x, name)) for name, x in optional.items()}
     if given["old_logp"] is None:
         given["old_logp"] = jax.lax.stop_gradient(logp)

@@ -162,7 +162,7 @@ def test(
             asked = Questions(prompts, problems, options.samples, options.seed, limits)
             longest = by.engine.max_length - options.max_new_tokens
             rerank = reranker(options, policy, prompts, longest, settings, progress.status)
-            for line in () if rerank is None else reader_of(options).untold(options.rerank):
+            for line in () if rerank is None else reader_of(options).untold(str(options.rerank)):
                 progress.note(line)
             watch = None if rerank is None else rerank.watch(problems, options.samples)
             found = evaluate(by, asked, sampling, progress.status, watch)

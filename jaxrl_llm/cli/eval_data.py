@@ -39,7 +39,7 @@ PARTS = {"evaluation": ("samples", "temperature", "top_p", "limit"), "answering"
 
 def evaluate_data(name: str, arguments: list[str]) -> int:
     """Evaluate a run on its held-out data and on its task; return the exit code."""
-    trained = find_run(name, tests=True)
+    trained: Any = find_run(name, tests=True)
     directory = configs.split_step(name)[0]
     run: Any = trained.run
     before = {option: getattr(getattr(run, part), option) for part, own in PARTS.items() for option in own}

@@ -113,7 +113,7 @@ def export_model(name: str, trained: Trained, target: Path, card: str) -> None:
     from jaxrl_llm.stages.taught import taught_by
     from jaxrl_llm.tasks.template import template_text
 
-    run = trained.run
+    run: Any = trained.run
     scores = isinstance(run, configs.RewardModel)
 
     def save(model: Any, tokenizer: Any) -> None:

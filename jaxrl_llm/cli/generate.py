@@ -97,7 +97,7 @@ def wording(policy: Policy, system: str | None) -> Task:
     ``system``: the system message, in place of the run's own.
     """
     template = "tokenizer" if policy.tokenizer.chat_template else "plain"
-    task = configs.wording(policy.run) or Task(Rows(()), template=template)
+    task = configs.wording(policy.run) or Task(Rows(InMemory(())), template=template)
     return dataclasses.replace(task, system=task.system if system is None else system)
 
 
@@ -162,7 +162,7 @@ def say(
     return dataclasses.replace(done["answer"], text=text)
 
 
-def settled(tokens: Sequence[int], tokenizer: Any) -> str:
+def settled(tokens: Any, tokenizer: Any) -> str:
     """Return the beginning of an answer's text that no later token can change.
 
     The rest waits: the bytes of an incomplete character; bytes that are single tokens, since a tokenizer with byte

@@ -160,7 +160,7 @@ def take_distributed(arguments: list[str]) -> Distributed:
     Raises:
       InputError: a value is not a number, or such an option is unknown.
     """
-    found: dict[str, str | int] = {}
+    found: dict[str, Any] = {}
     for name in DISTRIBUTED:
         value = take(arguments, f"--distributed.{name}", True)
         if value is None:

@@ -156,7 +156,7 @@ def ask(by: Answerer, asked: Asked, first: int, status: Callable[[str], None]) -
     requests = Requests(by.engine, asked.sampling(by.model.config.tokens.eos))
     prompts = [asked.prompts[problems[i]] for i, _ in places]
     seeds = [asked.answer_seed(first + i, sample) for i, sample in places]
-    requests.submit(places, prompts, seeds, **{"keep": True} if asked.kind == "steps" else {})
+    requests.submit(places, prompts, seeds, keep=asked.kind == "steps")
     done = gather(requests, by.model, by.tokenizer, status)
     right = by.scorer.verify([(problems[i], done[i, sample]) for i, sample in places]) >= 1
     flat = [answer_of(by.tokenizer, c, bool(true)) for c, true in zip(done.values(), right, strict=True)]

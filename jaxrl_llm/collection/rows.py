@@ -103,7 +103,7 @@ def step_lengths(steps: Sequence[str], separator: str) -> list[int]:
 
 
 def prefix_tokens(
-    tokens: Sequence[int], steps: Sequence[str], separator: str, decode: Callable[[Sequence[int]], str]
+    tokens: Any, steps: Sequence[str], separator: str, decode: Callable[[Sequence[int]], str]
 ) -> list[int]:
     """Return, for each step but the last, the number of first tokens up to its end, the separator after it included.
 

@@ -141,7 +141,7 @@ def _described(wanted: Any) -> str:
     return "a dict" if origin is Mapping else f"{wanted.__name__}(...)"
 
 
-def validate_on_devices(run: Run, devices: int, processes: int = 1) -> None:
+def validate_on_devices(run: Any, devices: int, processes: int = 1) -> None:
     """Refuse a mesh that does not fit the devices or the batch, before any weight is loaded."""
     require(
         processes == 1 or not run.mesh.rollout,

@@ -161,7 +161,7 @@ def overlong_weight(run: Any) -> float:
     return max(0.0, sum(reward.weight for reward in run.scoring.rewards if isinstance(reward, Accuracy)) / 2)
 
 
-def rewards(run: Any) -> tuple[Reward | TaskReward, ...]:
+def rewards(run: Any) -> tuple[Reward, ...]:
     """Return the configured rewards and the recipe's punishment of completions near the length limit of their task.
 
     A reward of only some tasks of a mixture is wrapped in ``TaskReward``.

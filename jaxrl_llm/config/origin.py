@@ -199,7 +199,7 @@ def execute(path: Path) -> ModuleType:
     folder = path.absolute().parent
     make_findable(folder)
     name = f"{PREFIX}{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec: Any = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
@@ -272,17 +272,18 @@ def find_class(name: str, origin: Origin | None) -> type | None:
     old, _, path = name.partition(":")
     module_name, _, path = MOVED.get(name, f"{MOVED.get(old, old)}:{path}").partition(":")
     if module_name.partition(".")[0] == OURS:
-        kind = importlib.import_module(module_name)
+        module = importlib.import_module(module_name)
     elif origin is not None and module_name in origin.modules:
-        kind = _own_module(module_name, origin)
+        module = _own_module(module_name, origin)
     else:
         return None
+    found: Any = module
     for part in path.split("."):
-        kind = getattr(kind, part, None)
-        if not isinstance(kind, type):
+        found = getattr(found, part, None)
+        if not isinstance(found, type):
             return None
-    known = is_ours(kind) or (origin is not None and kind.__module__ in origin.modules)
-    return kind if known and isinstance(kind, type) and dataclasses.is_dataclass(kind) else None
+    known = is_ours(found) or (origin is not None and found.__module__ in origin.modules)
+    return found if known and dataclasses.is_dataclass(found) else None
 
 
 def _own_module(name: str, origin: Origin) -> ModuleType:

@@ -10,7 +10,6 @@ from typing import Any
 from jaxrl_llm.codec import flat
 from jaxrl_llm.config.checks import KINDS, check_types
 from jaxrl_llm.config.origin import Origin, find_class, located, make_findable, origin_of, own_modules, why_not_found
-from jaxrl_llm.config.run import Run
 from jaxrl_llm.config.texts import Configuration, RewardModel
 from jaxrl_llm.data.datasets import Pairs
 from jaxrl_llm.errors import InputError, require
@@ -239,7 +238,7 @@ def changed_since(directory: Path, step: int | None) -> str:
     return "; ".join(shown(names) for at, names in changed if at >= (step or 0))
 
 
-def evaluation_key(run: Run) -> str:
+def evaluation_key(run: Any) -> str:
     """Return a key of the settings that evaluations depend on: equal keys measure the same problems in the same way."""
     test = dataclasses.replace(run.evaluation, task=run.evaluation.task or run.task, every=0, judge=None)
     return hashlib.sha256(json.dumps(to_json(test)).encode()).hexdigest()[:16]

@@ -285,4 +285,4 @@ def wording(run: Any) -> Task | None:
         return found if isinstance(found, Task) else None
     if isinstance(data.source, Collected):
         return data.source.task
-    return Task(Rows(()), template=data.template, system=data.system, suffix=data.suffix, date=data.date)
+    return Task(Rows(InMemory(())), template=data.template, system=data.system, suffix=data.suffix, date=data.date)

@@ -70,7 +70,7 @@ def backend_for(
     sampler: Mesh,
     keep: bool = False,
     kind: Callable[..., Backend] = Engine,
-    **sizes: int | bool,
+    **sizes: Any,
 ) -> tuple[Backend, Callable[[Decoder], Any]]:
     """Return a backend for models like this one, and the function from the learner's weights to the sampler's.
 

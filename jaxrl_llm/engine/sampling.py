@@ -234,9 +234,9 @@ class Tail(NamedTuple):
       confident: int32[B], number of the newest tokens in a row with more than the rule's probability.
     """
 
-    recent: jax.Array
-    runs: jax.Array
-    confident: jax.Array
+    recent: Any
+    runs: Any
+    confident: Any
 
 
 def _sure(repetition: Repetition) -> np.float32:

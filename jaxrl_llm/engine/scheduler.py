@@ -28,7 +28,6 @@ from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.engine.slots import (
     Admission,
     Emitted,
-    Slots,
     empty_slots,
     fill_slots,
     idle,
@@ -96,7 +95,7 @@ class Scheduler:
         self._build = build
         self._sampling = sampling
         self._rules = as_rules(sampling)
-        self._state: Slots | None = None
+        self._state: Any = None
         self._held: SlotShape | None = None
         self.running: dict[int, Request] = {}
         self.prefixes = PrefixCache(build.max_length, build.mesh)

@@ -101,8 +101,8 @@ class Slots(NamedTuple):
       active: whether the slot is still sampling.
     """
 
-    cache: Cache
-    blocks: Cache
+    cache: Any
+    blocks: Any
     lanes: jax.Array
     before: jax.Array
     lengths: jax.Array

@@ -63,10 +63,10 @@ def build(config: Optimiser) -> optax.GradientTransformation:
         state = chain.init(optax.tree.cast(params, jnp.float32))
         return Offloaded(state) if config.offload else state
 
-    def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # optax relies on both
             before = state.on_host if config.offload else state
-            wide, weights = optax.tree.cast((grads, params), jnp.float32)
+            wide, weights = optax.tree.cast((updates, params), jnp.float32)
             directions, after = chain.update(wide, before, weights)
         after = jax.tree.map_with_path(lambda path, x: constrain(x, *RULES.get(parameter_path(path), ())), after)
         return directions, Offloaded(after) if config.offload else after
@@ -87,15 +87,15 @@ def _adafactor(config: Optimiser) -> optax.GradientTransformation:
     """
     fold = functools.partial(jax.tree.map_with_path, _folded)
 
-    def decay(step: jax.Array, _: Any) -> jax.Array:
+    def decay(step: Any, _: Any) -> jax.Array:
         return jnp.minimum(1.0 - (step + 1.0) ** -0.8, config.b2)
 
     scale = optax.scale_by_factored_rms(epsilon=config.eps**2, decay_rate_fn=decay)
     momentum = _kept_in(optax.ema(config.b1), "ema", config.momentum_dtype) if config.b1 else optax.identity()
 
-    def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        directions, state = scale.update(fold(grads), state, fold(params))
-        return jax.tree.map(lambda d, g: d.reshape(g.shape), directions, grads), state
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        directions, state = scale.update(fold(updates), state, fold(params))
+        return jax.tree.map(lambda d, g: d.reshape(g.shape), directions, updates), state
 
     return optax.chain(optax.GradientTransformation(lambda params: scale.init(fold(params)), update), momentum)
 
@@ -126,8 +126,8 @@ def _kept_in(inner: optax.GradientTransformation, field: str, dtype: str) -> opt
     def cast(state: Any, to: str) -> Any:
         return state._replace(**{field: optax.tree.cast(getattr(state, field), to)})
 
-    def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        directions, after = inner.update(grads, cast(state, "float32"), params)
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        directions, after = inner.update(updates, cast(state, "float32"), params)
         return directions, cast(after, dtype)
 
     return optax.GradientTransformation(lambda params: cast(inner.init(params), dtype), update)

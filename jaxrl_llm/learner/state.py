@@ -89,7 +89,7 @@ def _fresh(
 ) -> TrainState:
     """Return the state of the run's initial model and of those loaded for other roles."""
     decoder, scalar = split(model)
-    params = create(decoder.config, lora, jax.random.key(seed), scalar) if lora.rank else model
+    params: Any = create(decoder.config, lora, jax.random.key(seed), scalar) if lora.rank else model
     roles = {"policy": Role(params, optimiser.init(params), jnp.int32(0), decoder if lora.rank else None)}
     for other in others:
         first = other.first(loaded.get(other.name, model))

@@ -202,7 +202,7 @@ def forward(model: Decoder, rows: TokenRows, compute: ComputeOptions = ComputeOp
     def one_layer(x: jax.Array, per_layer: Any) -> tuple[jax.Array, None]:
         w, frequencies, window = per_layer
         w = merged(w)
-        attend = functools.partial(attention, window=window)  # ty: ignore[unknown-argument]
+        attend: Any = functools.partial(attention, window=window)  # ty: ignore[unknown-argument]
         x = block(w, config, x, positions[..., None].astype(jnp.float32) * frequencies[None, None], attend)
         return activation(x, "residual"), None
 

@@ -117,9 +117,7 @@ def last_token(text: str, tokens: Sequence[int], end: int, tokenizer: Any) -> in
     )
 
 
-def at_tokens(
-    items: Sequence[Any], said: Sequence[tuple[Any, Sequence[Any]]], tokenizer: Any
-) -> tuple[np.ndarray, ...]:
+def at_tokens(items: Sequence[Any], said: Sequence[tuple[Any, Any]], tokenizer: Any) -> tuple[np.ndarray, ...]:
     """Place the step rewards of completions at their tokens, float32[t] each; empty without any, or without a
     tokenizer.
 

@@ -163,6 +163,7 @@ Reward = (
     | StepFunction
     | ModelReward
     | StepReward
+    | TaskReward
     | Lost
 )
 

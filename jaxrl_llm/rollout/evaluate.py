@@ -39,8 +39,8 @@ class Evaluated:
     task: str
     problems: tuple[Problem, ...]
     completions: tuple[tuple[Completion, ...], ...]
-    correct: np.ndarray | None
-    maj: np.ndarray | None
+    correct: Any
+    maj: Any
     rewards: np.ndarray | None = None
     given_up: float | None = None
     best: np.ndarray | None = None

@@ -38,8 +38,8 @@ class PartialGroup:
 
     number: int
     completions: tuple[Completion | None, ...]
-    problem: Problem | None = None
-    prompt: np.ndarray | None = None
+    problem: Any = None
+    prompt: Any = None
     age: int = 0
 
     @property
@@ -181,7 +181,7 @@ class GroupSource:
         return found
 
 
-def informative(group: Group, reads: str = "accuracy") -> bool:
+def informative(group: Group, reads: str | bool = "accuracy") -> bool:
     """Whether a group can teach: the values that a filter reads differ among the members that could be scored.
 
     "accuracy": of answers that are right or wrong, some but not all are right (DAPO, arXiv 2503.14476, eq. 11); if a

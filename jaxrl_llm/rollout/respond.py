@@ -168,7 +168,7 @@ def gather(
     return done
 
 
-def with_texts(completions: Mapping[Any, Completion], tokenizer: Any) -> dict[Any, Completion]:
+def with_texts(completions: Mapping[Any, Any], tokenizer: Any) -> dict[Any, Completion]:
     """Return the completions with their tokens decoded."""
     if not completions:  # of no text at all tokenizers make one that is empty
         return {}

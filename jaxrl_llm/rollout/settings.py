@@ -140,7 +140,7 @@ class Collect(Setting):
         """Refuse sampling too far ahead, and devices that would wait for it."""
         require(self.staleness in (0, 1), f"{where}staleness must be 0 or 1, got {self.staleness}")
         require(
-            not run.mesh.rollout or self.staleness,
+            not run.mesh.rollout or self.staleness > 0,
             f"mesh.rollout {run.mesh.rollout} sets devices aside that would wait for the learner: set "
             f"{where}staleness 1",
         )
@@ -201,8 +201,9 @@ class Rollout(Setting):
 
     def sampling(self, stop_ids: tuple[int, ...], keep_mask: bool = False) -> Sampling:
         """Return the engine's rules; ``keep_mask`` if the learner is to leave out the same tokens."""
+        temperature: Any = self.temperature  # a resolved run has one
         return Sampling(
-            self.temperature,
+            temperature,
             self.top_k,
             self.top_p,
             self.max_new_tokens,

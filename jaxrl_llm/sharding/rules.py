@@ -108,7 +108,7 @@ def from_parts(
     """
     holders: dict[tuple[tuple[int, ...], ...], list[jax.Device]] = {}
     for device, index in layout.addressable_devices_indices_map(shape).items():
-        place = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+        place = tuple(part.indices(size)[:2] for part, size in zip(index or (), shape, strict=True))
         holders.setdefault(place, []).append(device)
     arrays = []
     for place, devices in holders.items():

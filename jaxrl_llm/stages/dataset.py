@@ -89,7 +89,7 @@ def answers_of(
     length = max(longest, prompts.longest(questions)) + answering.max_new_tokens
     check_positions(length, model.config, "answering.max_new_tokens")
     dtype = compute_for(run.learner, model.config, platform_of(mesh)).dtype
-    sizes = {"slots": answering.slots, "max_length": length, "chunk": answering.chunk}
+    sizes: dict[str, Any] = {"slots": answering.slots, "max_length": length, "chunk": answering.chunk}
     engine, prepared = backend_for(model, dtype, mesh, mesh, **sizes)
     limits = configs.limits_of(tested, answering.max_new_tokens)
     asked = Questions(prompts, questions, run.evaluation.samples, run.seed, limits)
@@ -104,7 +104,7 @@ def answers_of(
 
     if not collects:
         return exam, run.data
-    place = (scorer.folder, peers, status)
+    place: Any = (scorer.folder, peers, status)
     return exam, collected(run.data, problems, lambda: by(model), answering.max_new_tokens, run.seed, *place)
 
 

@@ -98,7 +98,7 @@ def new_file(target: Path) -> Generator[Path]:
         part.unlink(missing_ok=True)
 
 
-def open_nofollow(path: Path, mode: str = "ab", encoding: str | None = None) -> IO[Any]:
+def open_nofollow(path: Path, mode: str = "ab", encoding: str | None = None) -> Any:
     """Open a file of a run's directory for writing: to append, unless ``mode`` says otherwise.
 
     Raises:

@@ -329,4 +329,5 @@ class Scheduled:
 
     @functools.cached_property
     def _difficulty(self) -> np.ndarray:
-        return difficulties(self.curriculum.easy_to_hard, self.problems)
+        easy: Any = self.curriculum.easy_to_hard
+        return difficulties(easy, self.problems)

@@ -90,7 +90,8 @@ def _generate(name: str, options: dict[str, Any], size: int, seed: int) -> list[
 
     if name not in DATASETS:
         raise InputError(f"reasoning-gym has no data set {name!r}; {did_you_mean(name, DATASETS, NAMED)}")
-    fields = [field.name for field in dataclasses.fields(DATASETS[name][1])]
+    settings: Any = DATASETS[name][1]
+    fields = [field.name for field in dataclasses.fields(settings)]
     for option in options:
         require(option not in ("size", "seed"), f"{option} is no option of {name}: set the source's own field {option}")
         if option not in fields:

@@ -144,7 +144,7 @@ class Compiling:
             with self._lock:
                 self._reading.add(threading.get_ident())
 
-    def _ends(self, event: str, seconds: float, **about: Any) -> None:
+    def _ends(self, event: str, duration_secs: float, **about: Any) -> None:
         with self._lock:
             begun = self._open.get(threading.get_ident())
             if not begun or not event.startswith(PHASES) or "fun_name" not in about:
@@ -155,10 +155,10 @@ class Compiling:
             if what == COMPILE:
                 self._reading.discard(threading.get_ident())
                 self.read += read
-                self.compiled += not read and seconds >= SHORTEST_KEPT_S
+                self.compiled += not read and duration_secs >= SHORTEST_KEPT_S
             if begun:
                 return
-            self.seconds += seconds
-        if seconds >= SHORTEST_TOLD_S:
+            self.seconds += duration_secs
+        if duration_secs >= SHORTEST_TOLD_S:
             done = f"read {name} from JAX's cache" if read else f"{DONE.get(what, what)} {name}"
-            log.info("%s in %.1f s", done, seconds)
+            log.info("%s in %.1f s", done, duration_secs)

@@ -238,12 +238,12 @@ def go_back(context: RunContext, cursor: Cursor, decision: rules.Decision) -> ru
     from here, so that no two policies share a version. Groups of the abandoned policy are dropped, and the rules'
     memory is restored (see ``remembered``).
     """
-    host = cursor.host
+    host, before = cursor.host, int(decision.rollback or 0)
     context.store.wait()
     folder = context.directory / CHECKPOINTS
     step = context.peers.first(lambda: newest_before(folder, decision.rollback, host.phase, context.schedule.saves))
     if step is None:
-        why = why_not_back(context.run, context.directory, decision.rollback, host.phase)
+        why = why_not_back(context.run, context.directory, before, host.phase)
         return rules.Decision(rules.GUARD, f"{decision.reason}; {why}", events={"event/guard": decision.reason})
     updates = {name: role.updates for name, role in cursor.state.roles.items()}
     base = cursor.state.policy.base

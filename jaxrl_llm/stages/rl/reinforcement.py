@@ -92,7 +92,7 @@ class Reinforcement(Stage):
             batch = one.batch(batch, left)
         return batch
 
-    def let_go(self, left: Carryover | None) -> Carryover | None:
+    def let_go(self, left: Carryover | None) -> Any:
         """Return the carryover after a rollback of the policy: without groups of the policy that is undone."""
         return None if left is None else dataclasses.replace(left, carried=(), unfinished=(), good=0.0, seen=0.0)
 

@@ -105,7 +105,8 @@ def described(runs: list[RunFiles], chosen: list[SampleLines]) -> dict[str, Any]
     names = [run.directory.resolve().name for run in runs]
     if len(set(names)) < len(names):
         names = [str(run.directory) for run in runs]
-    return {"runs": [{"name": name} | _run(*of, most) for name, *of in zip(names, runs, chosen, strict=True)]}
+    shown = zip(names, runs, chosen, strict=True)
+    return {"runs": [{"name": name} | _run(run, samples, most) for name, run, samples in shown]}
 
 
 def _run(files: RunFiles, chosen: SampleLines, most: int) -> dict[str, Any]:
