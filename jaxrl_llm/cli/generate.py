@@ -97,7 +97,7 @@ def wording(policy: Policy, system: str | None) -> Task:
     ``system``: the system message, in place of the run's own.
     """
     template = "tokenizer" if policy.tokenizer.chat_template else "plain"
-    task = configs.wording(policy.run) or Task(Rows(InMemory(())), template=template)
+    task = configs.wording(policy.run) or Task(Rows(()), template=template)
     return dataclasses.replace(task, system=task.system if system is None else system)
 
 

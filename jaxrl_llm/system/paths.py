@@ -10,7 +10,7 @@ import socket
 import sys
 from collections.abc import Generator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.system.signals import on_exit

@@ -16,7 +16,7 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.learner import Forward, Sample
 from jaxrl_llm.models.decoder import initialise
 from jaxrl_llm.models.heads import with_scalar_head
-from jaxrl_llm.rewards.functions import ON_DEVICE, ModelReward, StepReward
+from jaxrl_llm.rewards.functions import ModelReward, StepReward
 from jaxrl_llm.rewards.shaping import named
 from jaxrl_llm.rollout.groups import Carryover, RolloutBatch
 from jaxrl_llm.stages.rl.device_model import DeviceModel, Item, load_judge
