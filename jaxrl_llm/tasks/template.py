@@ -58,14 +58,10 @@ class Prompts:
 class Wording(Protocol):
     """Settings that say how prompts are written; the attributes are those of ``Task``."""
 
-    @property
-    def template(self) -> str: ...
-    @property
-    def system(self) -> str | None: ...
-    @property
-    def suffix(self) -> str: ...
-    @property
-    def date(self) -> str | None: ...
+    template: str
+    system: str | None
+    suffix: str
+    date: str | None
 
 
 def encode(problem: Problem, task: Wording, tokenizer: Any) -> np.ndarray:
