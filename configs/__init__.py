@@ -1,1 +1,1 @@
-"""Runs, one per file: the docstring says the command, the hardware, and what to expect."""
+"""Runs, one per file: the docstring gives the command, the hardware, and the expected result."""

@@ -1,10 +1,11 @@
-"""The model that ablations begin with: two small layers learn what answers look like, and which are right for some.
+"""The model that ablations start from: two small layers learn how answers look, and which are right for some letters.
 
     jaxrl-llm train ablation_base
 
-No download. The texts are ours: to each of 52 letters some signs of thought, then a number of two digits. For a quarter
-of the letters it is mostly right, for a quarter it is after three signs or more, and for the other half it is any of
-the 52: right once in 52 texts. Accuracy of sampled answers 0 -> 0.23 in 400 steps, 30 to 70 seconds on 2 cores.
+No download. The texts are generated: for each of 52 letters some thinking marks, then a number of two digits. For a
+quarter of the letters it is mostly right, for a quarter it is right after three marks or more, and for the other half
+it is any of the 52: right once in 52 texts. Accuracy of sampled answers 0 -> 0.23 in 400 steps, 30 to 70 seconds on 2
+cores.
 """
 
 import random
@@ -16,8 +17,8 @@ from jaxrl_llm.tasks import Task, Texts
 
 PROBLEMS = [{"prompt": f"{letter}=", "answer": str(20 + i)} for i, letter in enumerate(string.ascii_letters)]
 KNOWN = ((0, 0.95), (3, 0.8))
-"""Signs of thought, and the share of right answers after as many: for the first problem and the second, then for the
-fifth and the sixth, and so on. All other answers are drawn from those to all problems."""
+"""Thinking marks, and the share of right answers after that number of them: for the first problem and the second, then
+for the fifth and the sixth, and so on. All other answers are drawn from those to all problems."""
 
 
 def texts(of_each: int = 40) -> list[dict[str, str]]:

@@ -1,13 +1,14 @@
-"""A small run with everything that the pieces of a recipe act on: rare successes, answers cut off, several updates.
+"""A small run that exercises every piece of a recipe: rare successes, answers cut off, several updates.
 
     jaxrl-llm train ablation_base
     jaxrl-llm train ablation_smoke
 
-The policy is that of ``runs/ablation_base``: it thinks in signs for as long as it likes, then names a number, which is
-right for some letters often, for others hardly ever. The recipe here is GRPO, without a KL, with eight updates of each
-batch. It is what ``python tools/ablate.py ablation_smoke --ladder dapo`` takes its settings from.
+The policy is that of ``runs/ablation_base``: it writes any number of thinking marks, then names a number, which is
+often right for some letters, hardly ever for others. The recipe here is GRPO, without a KL, with eight updates of each
+batch. ``python tools/ablate.py ablation_smoke --ladder dapo`` takes its settings from this file.
 
-Measured with seeds 0 to 2: accuracy 0.23 -> 0.61 (0.57 to 0.63), 45 to 75 seconds on 2 cores that others used too.
+Measured with seeds 0 to 2: accuracy 0.23 -> 0.61 (0.57 to 0.63), 45 to 75 seconds on 2 cores shared with other
+programs.
 """
 
 import dataclasses
@@ -45,7 +46,7 @@ config = Run(
         row_tokens=768,
         remat="none",
     ),
-    # The letters that are learned are tested too: what is compared here is learning, not what carries over.
+    # The evaluation uses the letters of training too: it compares learning, not generalisation.
     evaluation=Evaluation(every=10, samples=4, temperature=1.0, task=task),
     output=Output(checkpoint_every=50, keep=1, samples=0, tensorboard=False),
     steps=100,

@@ -9,13 +9,13 @@ Published, not measured by us: AIME 2024 avg@32 from 30 (plain GRPO) to 50, step
 overlong filtering 36, clip-higher 38, soft overlong punishment 41, token-level loss 42, dynamic sampling 50.
 
 From the paper: 512 prompts of 16 completions, 16 updates a step, clip 0.2 / 0.28, learning rate 1e-6 after a linear
-warm-up of 20 steps, no KL, cap 20480 of which the last 4096 are punished (the recipe's share 0.2). Rewards are 1 and 0
-where the paper's are +1 and -1: the punishment is half of what lies between them in both, so advantages are the same.
-From the authors' script (verl, recipe/dapo): weight decay 0.1, prompts of at most 2048 tokens, overlong filtering off,
-and a bound on dynamic sampling: up to 10 batches of 1,536 prompts for 512, which are 30 times the prompts. There each
-batch is sampled whole; here prompts are begun as they are needed. The script has a dual clip at 10 besides, which the
-paper has not and this run has not: ``--recipe.algorithm.surrogate.dual 10``. Ours: mesh, evaluation every 10 steps,
-number of steps.
+warm-up of 20 steps, no KL, cap 20480, of which the last 4096 are penalised (the recipe's share 0.2). Rewards are 1 and
+0 where the paper's are +1 and -1: the penalty is half of the difference in both, so advantages are the same. From the
+authors' script (verl, recipe/dapo): weight decay 0.1, prompts of at most 2048 tokens, overlong filtering off, and a
+bound on dynamic sampling: up to 10 batches of 1,536 prompts for 512, which are 30 times the prompts. There each batch
+is sampled whole; here prompts are started as they are needed. The script also has a dual clip at 10, which neither the
+paper nor this run has: ``--recipe.algorithm.surrogate.dual 10``. Our choices: mesh, evaluation every 10 steps, number
+of steps.
 """
 
 from jaxrl_llm.config import Evaluation, Output, Run

@@ -5,11 +5,12 @@
 Hardware: written for 8 chips of 16 GB or more; weights, gradients and Adam's moments in float32 take 25 GB in all and
 the reference 6 GB, divided over the chips. Model and data come from the Hugging Face hub.
 
-Not measured by us: neither the accuracy nor the speed. The starting point to expect is the model's own report (arXiv
-2412.15115): 73.2 % on GSM8K with four examples in the prompt; here there are none. DeepSeekMath (arXiv 2402.03300) took
-a 7B model from 82.9 to 88.2 with GRPO, on 144 thousand problems. From it: learning rate 1e-6, KL coefficient 0.04, one
-update of each batch. Ours, for machines so small: 64 prompts of 8 completions of at most 512 tokens, where it has 16
-prompts of 64, 1,024 completions of at most 1,024 tokens; GSM8K alone, the clip range 0.2, mesh and number of steps.
+Not measured by us: neither the accuracy nor the speed. The expected starting point is the model's own report (arXiv
+2412.15115): 73.2 % on GSM8K with four examples in the prompt; here the prompt has none. DeepSeekMath (arXiv 2402.03300)
+took a 7B model from 82.9 to 88.2 with GRPO, on 144 thousand problems. From it: learning rate 1e-6, KL coefficient 0.04,
+one update of each batch. Our choices, for machines of this size: 64 prompts of 8 completions of at most 512 tokens,
+where it has 16 prompts of 64, 1,024 completions of at most 1,024 tokens; GSM8K alone, the clip range 0.2, mesh and
+number of steps.
 """
 
 from jaxrl_llm.config import Evaluation, Output, Run

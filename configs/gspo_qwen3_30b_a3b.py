@@ -2,8 +2,8 @@
 
     jaxrl-llm train gspo_qwen3_30b_a3b
 
-This model is a mixture of experts (model_type qwen3_moe), which load_pretrained refuses by name for now. What runs
-today is the same method on a dense model:
+This model is a mixture of experts (model_type qwen3_moe), which load_pretrained refuses by name for now. The same
+method runs today on a dense model:
 
     jaxrl-llm train gspo_qwen3_30b_a3b --model Qwen/Qwen3-1.7B-Base
 
@@ -11,10 +11,10 @@ Hardware: written for 128 chips; not run by us. Weights, gradients and Adam's mo
 model of the paper.
 
 Published, not measured by us: better rewards than GRPO for equal compute on AIME 2024, LiveCodeBench and CodeForces
-(curves without a table), two orders of magnitude more clipped tokens, and no need of routing replay.
+(curves without a table), two orders of magnitude more clipped tokens, and no need for routing replay.
 
 From the paper: the band 3e-4 / 4e-4 around a sequence ratio of 1, four minibatches of each rollout, no KL. The paper
-gives neither its data nor its batch sizes, lengths and learning rate: those here are ours.
+gives neither its data nor its batch sizes, lengths and learning rate: those here are our choices.
 """
 
 from jaxrl_llm.config import Evaluation, Output, Run

@@ -1,14 +1,14 @@
-"""A small language model learns six kinds of problems and the capitals of a file at once, for as long as one likes.
+"""A small language model learns six kinds of problems and the capitals of a file at once, for any number of steps.
 
     jaxrl-llm train mixture_smollm2
 
-SmolLM2-135M-Instruct; five families of reasoning-gym that have one number as their answer, chosen among nineteen since
-so small a model is right now and then (greatest common divisors, products, counted letters, sums, least common
-multiples), mixed operations, and a file. Each has its share of the prompts, its own held-out problems, and is tested
-every ten steps; the file's answers are compared whole, and have a token limit and rewards of their own.
+SmolLM2-135M-Instruct; five families of reasoning-gym that have one number as their answer, chosen among nineteen
+because such a small model is sometimes right on them (greatest common divisors, products, counted letters, sums, least
+common multiples), mixed operations, and a file. Each has its share of the prompts, its own held-out problems, and is
+evaluated every ten steps; the file's answers are compared whole, and have a separate token limit and separate rewards.
 
-What keeps it learning is ProRL's: a wide upper clip, the groups that can teach, a KL to a reference that is moved to
-where the policy is every twenty steps. Runs on a CPU.
+ProRL's pieces keep it learning: a wide upper clip, the groups that can teach, a KL to a reference that is moved to
+the policy every twenty steps. Runs on a CPU.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ ONE_DIGIT = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
 
 def family(name: str, options: dict, weight: float = 1.0) -> Part:
-    """Problems of one family whose answer is the last number that is said."""
+    """Problems of one family; the answer is the last number in the text."""
     return Part(Task(ReasoningGym(name, options, size=1000), template="chatml", holdout=0.2, name=name), weight)
 
 
@@ -49,7 +49,7 @@ config = Run(
                     name="capitals",
                 ),
                 weight=2.0,
-                # An answer is one short sentence, and right where it is the file's.
+                # An answer is one short sentence, and right if it is the file's.
                 rewards=(Accuracy(), LengthPenalty(0.01)),
                 max_new_tokens=16,
             ),

@@ -1,4 +1,4 @@
-"""Steps are rewarded, outcomes are all alike: process-supervised GRPO learns where outcomes teach nothing.
+"""Steps are rewarded, all outcomes are equal: process-supervised GRPO learns where outcomes teach nothing.
 
     jaxrl-llm train process_smoke
 
@@ -8,9 +8,9 @@ steps. GRPO by outcomes, otherwise the same, has nothing to compare:
 
     jaxrl-llm train process_smoke --recipe grpo --recipe.algorithm.kl_coef 0 --run_dir runs/outcome_smoke
 
-stays where it began (between 0.23 and 0.28), and says at each step that it teaches nothing (event/teaches_nothing).
-That would end it after three steps, were ``rollout.collect.patience`` not 0 here. ``reward/mean`` is 1.0 in both, and
-accuracy on the sums stays near 0. Measured on 2 cores: 20 to 45 seconds, most of it compilation.
+stays at its start (between 0.23 and 0.28), and reports at each step that it teaches nothing (event/teaches_nothing).
+That would end it after three steps, if ``rollout.collect.patience`` were not 0 here. ``reward/mean`` is 1.0 in both,
+and accuracy on the sums stays near 0. Measured on 2 cores: 20 to 45 seconds, most of it compilation.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""ProRL, first version: DeepSeek-R1-Distill-Qwen-1.5B taught for long, with resets (arXiv 2505.24864).
+"""ProRL, first version: long training of DeepSeek-R1-Distill-Qwen-1.5B, with resets (arXiv 2505.24864).
 
     jaxrl-llm train prorl_r1_distill_1_5b
 
@@ -10,9 +10,9 @@ Published, not measured by us: average pass@1 on mathematics 44.45 -> 60.14 (tab
 and instruction following; this is its mathematics alone, from DeepScaleR's open collection, so expect less.
 
 From the paper: clip 0.2 / 0.4, token-level loss, dynamic sampling, learning rate 2e-6, 16 completions at temperature
-1.2, batch 256 in minibatches of 64, context 8096, reference and optimiser begun anew when validation stagnates. It does
-not state its KL coefficient; 1e-4 is that of the second version's open recipe. Ours: prompt limit, mesh, no weight
-decay, evaluation every 50 steps and what counts as stagnation (three evaluations without a better one).
+1.2, batch 256 in minibatches of 64, context 8096, reference and optimiser reset when validation stagnates. It does
+not state its KL coefficient; 1e-4 is that of the second version's open recipe. Our choices: prompt limit, mesh, no
+weight decay, evaluation every 50 steps and the definition of stagnation (three evaluations without a better one).
 """
 
 from jaxrl_llm.config import Evaluation, Output, Run

@@ -2,19 +2,19 @@
 
     jaxrl-llm train prorl_v1_runs
 
-Hardware: written for 32 chips; not run by us. The paper used 4 nodes of 8 H100 for about 16,000 GPU hours. What it
-reached is in ``prorl_r1_distill_1_5b``, which has its settings as one run.
+Hardware: written for 32 chips; not run by us. The paper used 4 nodes of 8 H100 for about 16,000 GPU hours. Its
+results are in ``prorl_r1_distill_1_5b``, which has its settings as one run.
 
-From the paper: what changes from run to run, as below; a reset is of the reference and of the optimiser, when
+From the paper: the changes from run to run, as below; a reset is of the reference and of the optimiser, when
 validation stagnates or degrades: at the beginning of the runs 2, 6 and 7; the last run has about 200 steps. It names
-neither the steps of the others nor what a stagnation or a jump of the lengths is: three evaluations without a better
-one, and a quarter of the completions cut off in five steps in a row, are ours, and so are the most steps of each run.
-Of the runs 4 and 5, which punish answers without an end, it does not say where they differ: the fifth goes on here.
+neither the steps of the others nor its definition of a stagnation or a jump of the lengths: three evaluations without a
+better one, and a quarter of the completions cut off in five steps in a row, are our choices, and so are the most steps
+of each run. Runs 4 and 5 penalise answers without an end; it does not name their difference: the fifth continues here.
 
 Its data are 40 thousand problems of mathematics, 37 thousand puzzles of 96 families, 25 thousand of science, 24
-thousand of code and 10 thousand instructions. Here are the mathematics, puzzles of 16 families in the same share, and
-instructions that are generated and checked (``Instructions``), on what follows the thoughts; science and code are not
-here. ``eval RUN@STEP`` and ``train --from RUN@STEP`` take each run's beginning: it is kept for good.
+thousand of code and 10 thousand instructions. This file has the mathematics, puzzles of 16 families in the same share,
+and instructions that are generated and checked (``Instructions``), on the text after the thoughts; it has no science
+and no code. ``eval RUN@STEP`` and ``train --from RUN@STEP`` take each run's beginning: it is kept for good.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ FAMILIES = (
 
 
 def puzzles(family: str) -> Part:
-    """Those of one family, with its share of all puzzles."""
+    """The puzzles of one family, with its share of all puzzles."""
     task = Task(
         ReasoningGym(family, size=2300),
         extractor="tag:answer",

@@ -1,4 +1,4 @@
-"""ProRL, second version, with its cycles written out: length is punished for 100 steps, and is not for 500.
+"""ProRL, second version, with its cycles written out: length is penalised for 100 steps, and is not for 500.
 
     jaxrl-llm train prorl_v2_cycles
 
@@ -10,10 +10,10 @@ at a jump of the KL or when validation stalls, without the optimiser. From its o
 updates, clip 0.2 / 0.27, coefficient 1e-4, learning rate 1e-6. Published, not measured by us: 3000 steps beat the first
 version's 2000 at 16k, with completions 17.5 % shorter.
 
-Ours: cycles counted in steps; 300 of the 200 to 500 steps; what a jump is (3 times the median of the last 20 steps) and
-what a stall is (three evaluations without a better one); mesh, prompt limit; and the data, DeepScaleR's mathematics
-alone, where it learned five kinds of problems. The recipe ``prorl_v2`` has the cycle in one piece, by updates
-(``LengthCycle``); as phases each turn is an event, a kept snapshot and a line of the summary.
+Our choices: cycles counted in steps; 300 of the 200 to 500 steps; the definition of a jump (3 times the median of the
+last 20 steps) and of a stall (three evaluations without a better one); mesh, prompt limit; and the data, DeepScaleR's
+mathematics alone, where it learned five kinds of problems. The recipe ``prorl_v2`` has the cycle in one piece, by
+updates (``LengthCycle``); as phases each turn is an event, a kept snapshot and a line of the summary.
 """
 
 import dataclasses

@@ -3,13 +3,13 @@
     jaxrl-llm train reward_quickstart
 
 SmolLM2-135M-Instruct (Apache-2.0, downloaded once) answers the training half of ``chain_sum``'s one-digit problems 16
-times each at temperature 0.5. Bradley-Terry makes scores of right answers and wrong ones, those too that were cut off.
+times each at temperature 0.5. Bradley-Terry scores right answers above wrong ones, including those that were cut off.
 A fifth of the prompts with their pairs is held out. ``rm_rl_quickstart`` learns from this judge alone, and
 ``ppo_quickstart`` takes it as its first critic.
 
 Measured on 2 CPU cores without an accelerator: 92.1 % of 76 held-out pairs are in order after 16 steps, 68.4 % before
-by the head that the seed draws. With ``score_at`` stop and a first head of zeros it was 93.4 %, 4 minutes 10 seconds in
-all, compilation and the collection of 370 pairs included; 4.3 GB of memory.
+with the head that the seed draws. With ``score_at`` stop and a first head of zeros it was 93.4 %, 4 minutes 10 seconds
+in all, compilation and the collection of 370 pairs included; 4.3 GB of memory.
 """
 
 from jaxrl_llm.config import Answering, BatchSize, Output, RewardModel

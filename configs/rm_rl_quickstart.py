@@ -1,15 +1,15 @@
-"""A real language model learns from a reward model alone, and the verifier tells what became true of it.
+"""A real language model learns from a reward model alone, and the verifier measures the true accuracy.
 
     jaxrl-llm train reward_quickstart
     jaxrl-llm train rm_rl_quickstart
 
-The judge is the reward model of ``runs/reward_quickstart``; no answer is verified for the reward. Accuracy is measured
-all the same, in every step and on the held-out problems, and the summary shows it beside what the model believes: where
-that goes on rising and the accuracy does not, the judge is being exploited.
+The judge is the reward model of ``runs/reward_quickstart``; no answer is verified for the reward. Accuracy is still
+measured, in every step and on the held-out problems, and the summary shows it next to the judge's score: if
+that keeps rising and the accuracy does not, the judge is being exploited.
 
 Measured on 2 CPU cores without an accelerator: accuracy 0.55 -> 0.85 in 8 steps, 2 minutes 21 seconds in all,
-compilation and both evaluations included; 5.2 GB of memory. In the first five steps only the judge's score rises (what
-it likes first is that answers end), the accuracy of what is sampled only after that: from 0.25 to 0.69.
+compilation and both evaluations included; 5.2 GB of memory. In the first five steps only the judge's score rises (it
+first learns to end its answers), the accuracy of sampled answers only after that: from 0.25 to 0.69.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ config = Run(
         holdout=0.5,
     ),
     scoring=Scoring(rewards=(ModelReward("runs/reward_quickstart"),)),
-    # Scores of a model are never all equal: no group has to be filtered.
+    # Scores of a model are never all equal: no group needs filtering.
     recipe=dataclasses.replace(DAPO, overlong_share=0.0, filter_groups=False),
     rollout=Rollout(prompts=8, group=8, max_prompt_tokens=40, max_new_tokens=24, temperature=0.7, slots=64, chunk=8),
     learner=Learner(optimiser=Optimiser(learning_rate=2e-5), remat="none"),

@@ -3,7 +3,7 @@
     jaxrl-llm train safety_smoke
 
 No download. Each token is worth less than the one before, and none costs anything at first: completions fill their
-budget of 16. The constraint ``length`` holds their mean to 8 tokens. Its multiplier begins at 0.03, rises until the
+budget of 16. The constraint ``length`` limits their mean to 8 tokens. Its multiplier starts at 0.03, rises until the
 tokens beyond cost more than they are worth, falls once completions are too short, and settles near 0.03, the worth of
 the eighth token.
 
@@ -24,7 +24,7 @@ from jaxrl_llm.types import Completion, Problem
 
 
 def fullness(problem: Problem, completion: Completion) -> float:
-    """Every token is better, each further one less so: from 0 towards 1."""
+    """Every token is better, each further one by less: from 0 towards 1."""
     return 1 - math.exp(-len(completion.tokens) / 4)
 
 

@@ -3,7 +3,7 @@
     jaxrl-llm train sft_quickstart
 
 SmolLM2-135M-Instruct (Apache-2.0, downloaded once) answers the training half of ``chain_sum``'s one-digit problems 16
-times each at temperature 0.5; what is right, verified and different becomes the data. The other half of the problems is
+times each at temperature 0.5; right, verified and distinct answers become the data. The other half of the problems is
 answered before and after with greedy decoding.
 
 Measured on 2 CPU cores without an accelerator: accuracy 0.55 -> 0.95 in 14 steps, 3 minutes 25 seconds in all,

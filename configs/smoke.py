@@ -2,8 +2,8 @@
 
     jaxrl-llm train smoke
 
-No download. The reward is 1 where a completion holds a digit: a random model starts near 0.3 and passes 0.9 within the
-six steps. Accuracy on the sums themselves stays near 0, as it should for such a model; evaluation runs at both ends.
+No download. The reward is 1 if a completion contains a digit: a random model starts near 0.3 and passes 0.9 within the
+six steps. Accuracy on the sums themselves stays near 0, as expected for such a model; evaluation runs at both ends.
 Measured on 2 cores: 10 to 15 seconds, most of it compilation.
 """
 
