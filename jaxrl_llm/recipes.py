@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 
 from jaxrl_llm.algorithms import PRESETS, Algorithm
 from jaxrl_llm.algorithms.advantages import GAE
-from jaxrl_llm.algorithms.kl import K1, AdaptiveEntropy, AdaptiveKL, ProportionalKL
+from jaxrl_llm.algorithms.entropy import AdaptiveEntropy
+from jaxrl_llm.algorithms.kl import K1, AdaptiveKL, ProportionalKL
 from jaxrl_llm.algorithms.reduce import ConstantLength
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.learner.settings import Critic

@@ -1,7 +1,6 @@
 """New locations of classes that older config.json files name elsewhere: an alias table, old to new."""
 
 MOVED: dict[str, str] = {
-    "jaxrl_llm.algorithms.entropy": "jaxrl_llm.algorithms.kl",
     "jaxrl_llm.rewards.by_task:OfTasks": "jaxrl_llm.rewards.bounds:TaskReward",
     "jaxrl_llm.rewards.models": "jaxrl_llm.rewards.functions",
     "jaxrl_llm.rewards.refusals": "jaxrl_llm.rewards.shaping",

@@ -155,7 +155,7 @@ def architecture(name: str) -> tuple[ModelConfig, str]:
 
         return read_config(read_gguf(path)[0]), name
     if not looks_like_hub_id(name):
-        return TINY if name == "tiny-random" else BUILTIN[name].load("float32")[0].config, "built in"
+        return TINY if name == "tiny-random" else BUILTIN[name].load("float32", None)[0].config, "built in"
     return read_config(attributes), "the hub's config.json"
 
 

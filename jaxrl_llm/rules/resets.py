@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any
 
-from jaxrl_llm.algorithms.kl import AdaptiveEntropy, AdaptiveKL, ProportionalKL
+from jaxrl_llm.algorithms.entropy import AdaptiveEntropy
+from jaxrl_llm.algorithms.kl import AdaptiveKL, ProportionalKL
 from jaxrl_llm.errors import require
 from jaxrl_llm.rewards.bounds import Constraint
 from jaxrl_llm.rules.decision import LAST_RESET, REFERENCE_AGE, REFERENCE_RESET, Decided, Decision, Own, Row, Rule

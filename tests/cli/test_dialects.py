@@ -10,7 +10,8 @@ from commands import ROOT
 from jaxrl_llm import config as configs
 from jaxrl_llm.algorithms import PRESETS, PolicyBatch, kl, policy_loss, ratios, reduce, surrogates
 from jaxrl_llm.algorithms.advantages import BatchScaled, GroupMean, GroupZScore, KLInReward, LeaveOneOut, Whitened
-from jaxrl_llm.algorithms.kl import AdaptiveEntropy, AdaptiveKL
+from jaxrl_llm.algorithms.entropy import AdaptiveEntropy
+from jaxrl_llm.algorithms.kl import AdaptiveKL
 from jaxrl_llm.cli.dialects import SPELLINGS, explain, translate
 from jaxrl_llm.cli.train import take_spellings
 from jaxrl_llm.codec import flat

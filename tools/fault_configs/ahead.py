@@ -1,7 +1,8 @@
 """Sampling one step ahead of learning, an adapter, and two controllers: of the KL and of the entropy."""
 
 from jaxrl_llm.algorithms import PRESETS
-from jaxrl_llm.algorithms.kl import AdaptiveEntropy, AdaptiveKL
+from jaxrl_llm.algorithms.entropy import AdaptiveEntropy
+from jaxrl_llm.algorithms.kl import AdaptiveKL
 from jaxrl_llm.config import Output, Run, Scoring
 from jaxrl_llm.learner import Learner, Optimiser
 from jaxrl_llm.models.config import Lora

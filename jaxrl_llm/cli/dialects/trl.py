@@ -4,7 +4,8 @@ import dataclasses
 from typing import Any
 
 from jaxrl_llm.algorithms.advantages import BatchScaled, GroupMean, GroupZScore
-from jaxrl_llm.algorithms.kl import K3, AdaptiveEntropy, UnbiasedK3
+from jaxrl_llm.algorithms.entropy import AdaptiveEntropy
+from jaxrl_llm.algorithms.kl import K3, UnbiasedK3
 from jaxrl_llm.algorithms.ratios import MaskedIS, OffPolicySequenceMask, Sequence, SequenceToken, Token, TruncatedIS
 from jaxrl_llm.algorithms.reduce import ConstantLength, SequenceMean, TokenMean
 from jaxrl_llm.algorithms.surrogates import CISPO, SAPO, PPOClip
