@@ -9,7 +9,7 @@ The assistant's text appears word for word, but for surrounding white space, whi
 that a template adds to the last turn only is left out. The end of a turn is learned if the template ends turns with a
 token at which the model's completions stop; else only that of the last turn, by the token that ends a text.
 
-A model that scores an answer may read on to the end of the template's text, ``Writer.closing``: no policy learns that.
+A model that scores an answer may read on to the end of the template's text, ``Pieces.closing``: no policy learns that.
 """
 
 import functools
@@ -39,7 +39,7 @@ def closed(completion: Completion, closing: Sequence[int] | None) -> np.ndarray:
 
     Args:
       completion: sampled by a policy.
-      closing: see ``Writer.closing``; None leaves all completions as they are.
+      closing: see ``Pieces.closing``; None leaves all completions as they are.
     """
     tokens = completion.tokens
     if closing is None or completion.finish_reason != "stop":
@@ -68,30 +68,35 @@ def said_of(before: str, message: Message, whole: str) -> str | None:
     return found and found[0]
 
 
-class Writer:
-    """Encoder of chats and texts as token ids, piece by piece, with the ends of texts and turns.
+def _ends_of(tokenizer: Any, stop_ids: Sequence[int]) -> re.Pattern[str]:
+    """Return what finds the end tokens, and white space after them, at the end of a text."""
+    ids = {*stop_ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])}
+    texts = [tokenizer.decode([token], clean_up_tokenization_spaces=False) for token in sorted(ids)]
+    some = "|".join(re.escape(text) for text in texts if text.strip())
+    return re.compile(rf"(?:(?:{some})\s*)+\Z" if some else r"(?!)")
+
+
+class Pieces:
+    """Encoder of pieces of text as token ids, with the ends of texts and turns.
 
     Args:
       wording: settings of the prompt's text.
       tokenizer: of the model.
       stop_ids: tokens at which the model's completions end.
       options: passed to the template in addition to the messages.
-      closes: whether the last turn ends as the template writes it, not as the model's completions do.
 
     Raises:
       InputError: the tokenizer is missing, or the template does not read one of the options.
     """
 
-    def __init__(
-        self, wording: Wording, tokenizer: Any, stop_ids: Sequence[int], options: dict[str, Any], closes: bool = False
-    ):
+    def __init__(self, wording: Wording, tokenizer: Any, stop_ids: Sequence[int], options: dict[str, Any]):
         check_tokenizer(tokenizer)
         self.plain = wording.template == "plain"
         self.tokenizer = tokenizer
         self._wording = wording
         self._stop_ids = tuple(stop_ids)
         self._options = options
-        self._closes = closes
+        self._ends = _ends_of(tokenizer, stop_ids)
         for name in options:
             self._check_read(name, f"{OPTIONS} has")
 
@@ -147,14 +152,6 @@ class Writer:
         return found
 
     @functools.cached_property
-    def _ends(self) -> re.Pattern[str]:
-        tokenizer = self.tokenizer
-        ids = {*self._stop_ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])}
-        texts = [tokenizer.decode([token], clean_up_tokenization_spaces=False) for token in sorted(ids)]
-        some = "|".join(re.escape(text) for text in texts if text.strip())
-        return re.compile(rf"(?:(?:{some})\s*)+\Z" if some else r"(?!)")
-
-    @functools.cached_property
     def closing(self) -> list[int] | None:
         """Ids of all that a chat template writes after the assistant's last text, such as a stop token and a line end.
 
@@ -187,6 +184,21 @@ class Writer:
             return "", []
         ids = ids[: stops[0] + 1]
         return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False), ids
+
+
+class Writer(Pieces):
+    """Encoder of chats and texts as token ids, piece by piece.
+
+    Args:
+      wording, tokenizer, stop_ids, options: see ``Pieces``.
+      closes: whether the last turn ends as the template writes it, not as the model's completions do.
+    """
+
+    def __init__(
+        self, wording: Wording, tokenizer: Any, stop_ids: Sequence[int], options: dict[str, Any], closes: bool = False
+    ):
+        super().__init__(wording, tokenizer, stop_ids, options)
+        self._closes = closes
 
     @property
     def ending(self) -> list[int]:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.data.chats import Writer, closed
+from jaxrl_llm.data.chats import Pieces, closed
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Forward
 from jaxrl_llm.models.config import ModelConfig
@@ -96,7 +96,7 @@ def load_judge(
     check_template(known, f"{field}: {path}", prompts, tokenizer)
     closes = known is not None and known.score_at == "template"  # else a score is read at the completion's own end
     ends = (
-        {label: Writer(one.task(label), tokenizer, (), {}).closing for label, one in prompts.items()} if closes else {}
+        {label: Pieces(one.task(label), tokenizer, (), {}).closing for label, one in prompts.items()} if closes else {}
     )
     more = max((len(closing) - 1 for closing in ends.values() if closing), default=0)  # a stop token is there already
     longest = run.rollout.max_length + more
