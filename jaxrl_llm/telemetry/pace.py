@@ -4,9 +4,11 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+RECENT = 20
+"""Number of latest durations of each kind of work that determine the time left."""
 STEP, EVALUATION, SAVE = "step", "evaluation", "save"
 PHASES = "/jax/core/compile/"
 """Prefix of JAX's events of tracing, lowering and compiling; each is reported at its begin and at its end."""
@@ -80,6 +82,30 @@ def time_left(durations: Mapping[str, Sequence[float]], ahead: Mapping[str, int]
         usual = done[1:] or done
         total += count * sum(usual) / len(usual) if usual else 0.0
     return total
+
+
+class Pace:
+    """The latest durations of each kind of work, in seconds, without compilations.
+
+    Args:
+      compiled: returns the seconds that this process has spent compiling so far.
+    """
+
+    def __init__(self, compiled: Callable[[], float]):
+        self.durations: dict[str, tuple[float, ...]] = {}
+        self._compiled = compiled
+        self.begin()
+
+    def begin(self) -> None:
+        """Start the clock of the next work: the time before it does not count."""
+        self._told = time.monotonic()
+        self._before = self._compiled()
+
+    def took(self, kind: str) -> None:
+        """Record the time since the last call, or since ``begin``, as a duration of this kind of work."""
+        elapsed = max(time.monotonic() - self._told - (self._compiled() - self._before), 0.0)
+        self.durations[kind] = (*self.durations.get(kind, ()), elapsed)[-RECENT:]
+        self.begin()
 
 
 class Compiling:

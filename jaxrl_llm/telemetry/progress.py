@@ -10,7 +10,7 @@ from rich.console import Console
 
 from jaxrl_llm.diagnosis import FindingTracker
 from jaxrl_llm.system.text import count, seconds
-from jaxrl_llm.telemetry.pace import EVALUATION, STEP, Compiling, Schedule, time_left
+from jaxrl_llm.telemetry.pace import EVALUATION, STEP, Compiling, Pace, Schedule, time_left
 from jaxrl_llm.telemetry.panel import Panel, memory_now
 from jaxrl_llm.telemetry.report.contents import happened
 from jaxrl_llm.telemetry.screens import Screen, evaluation, plain
@@ -18,8 +18,6 @@ from jaxrl_llm.types import Group
 
 WITHIN_A_STEP = ("sampling", "scoring", "updating")
 """First words of statuses within a step."""
-RECENT = 20
-"""Number of latest durations of each kind of work that determine the time left."""
 QUIET_SECONDS = 5.0
 """Longest silence of a log file in seconds, unless an ordinary step takes longer."""
 
@@ -49,7 +47,7 @@ class Progress:
       quiet: show warnings alone.
 
     Attributes:
-      durations: of each kind of work, the latest ones, without compilations; the loop adds those of checkpoints.
+      pace: durations of each kind of work; the loop adds those of checkpoints.
       compiling: JAX's current compilation.
       at: the current step.
       tracker: as given.
@@ -69,13 +67,12 @@ class Progress:
         self._block = contextlib.ExitStack()
         self.compiling = Compiling()
         self.at = first_step
-        self.durations: dict[str, tuple[float, ...]] = {}
-        self._told = time.monotonic(), 0.0
+        self.pace = Pace(lambda: self.compiling.seconds)
         self._status = "starting"
         self._since = time.monotonic()
         self._panel = Panel()
         self._warned: set[str] = set()
-        allowed = lambda: patience(self._status, self.durations.get(STEP, ()))  # noqa: E731
+        allowed = lambda: patience(self._status, self.pace.durations.get(STEP, ()))  # noqa: E731
         self._screen = Screen(console, self.describe, allowed, self._panel, quiet)
 
     def __enter__(self) -> "Progress":
@@ -90,14 +87,8 @@ class Progress:
 
     def begin(self) -> None:
         """Start the clock once everything is loaded: time now counts for evaluations and steps, and memory is shown."""
-        self._told = time.monotonic(), self.compiling.seconds
+        self.pace.begin()
         self._panel.memory = memory_now
-
-    def took(self, kind: str) -> None:
-        """Record the time since the last call, or since ``begin``, as a duration of this kind of work."""
-        (told, compiled), self._told = self._told, (time.monotonic(), self.compiling.seconds)
-        elapsed = max(self._told[0] - told - (self._told[1] - compiled), 0.0)
-        self.durations[kind] = (*self.durations.get(kind, ()), elapsed)[-RECENT:]
 
     def status(self, text: str) -> None:
         """Set the current status, such as ``sampling 120/400 tokens``; another first word starts its clock again."""
@@ -115,9 +106,9 @@ class Progress:
 
     def step(self, metrics: dict[str, Any]) -> None:
         """Print a line for the step ``metrics["step"]`` after its update; its evaluation is still to come."""
-        self.took(STEP)
+        self.pace.took(STEP)
         step = int(metrics["step"])
-        left = time_left(self.durations, self._schedule.ahead(step))
+        left = time_left(self.pace.durations, self._schedule.ahead(step))
         shown = f"{step}/{self._schedule.steps}", seconds(left or 0.0), metrics
         self._panel.step(metrics)
         self._screen.row(*shown)
@@ -127,7 +118,7 @@ class Progress:
 
     def tested(self, step: int, metrics: dict[str, Any]) -> None:
         """Print a line with the metrics of the evaluation after ``step``."""
-        self.took(EVALUATION)
+        self.pace.took(EVALUATION)
         self._panel.tested(metrics)
         if found := evaluation(metrics):
             self.note(f"evaluation at step {step}:  {found}")
@@ -139,24 +130,19 @@ class Progress:
         shows one of its completions now and then.
         """
         for name, reason in happened(metrics):
-            tell = self.warn if reason and name not in self._warned else self.note
-            tell(f"step {step}: {f'{name}: {reason}' if reason else name}")
+            warning = bool(reason) and name not in self._warned
+            self.note(f"step {step}: {f'{name}: {reason}' if reason else name}", warning)
             self._warned.add(name)
         for found in self.tracker.new(metrics) if self.tracker else ():
             told = f"{found.kind.replace('_', ' ')} since step {found.step}: {found.what}"
             self._panel.finding = told
-            self.warn(f"step {step}: {told}")
-            self.warn(f"  {found.why} Try {found.remedy}")
+            self.note(f"step {step}: {told}", warning=True)
+            self.note(f"  {found.why} Try {found.remedy}", warning=True)
         self._panel.learned(step, groups)
 
-    def note(self, text: str) -> None:
-        """Print a line of text."""
-        self._screen.line(text)
-        log.info("%s", text)
-
-    def warn(self, text: str) -> None:
-        """Print a warning, which is shown even without progress."""
-        self._screen.line(text, warning=True)
+    def note(self, text: str, warning: bool = False) -> None:
+        """Print a line of text; a ``warning`` is shown even without progress."""
+        self._screen.line(text, warning=warning)
         log.info("%s", text)
 
 

@@ -4,6 +4,7 @@ requests to it.
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import time
@@ -185,7 +186,7 @@ def opened(
             progress = stack.enter_context(Progress(schedule, first_step, Console(quiet=True)))
         guarded = bool(run.rules.guards)
         sight = progress.tracker if guarded else None
-        stop = Preemption(progress.warn)
+        stop = Preemption(functools.partial(progress.note, warning=True))
         yield RunContext(run, directory, start, weights, peers, mesh, schedule, store, progress, writer, sight, stop)
 
 

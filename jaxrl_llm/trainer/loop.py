@@ -154,7 +154,7 @@ def make_steps(context: RunContext, cursor: Cursor) -> Ending | None:
         if schedule.saves(step) or decision.stop is not None or asked:
             context.progress.status("saving")
             store.save(step, cursor.state, cursor.host.to_json(records, packed=False))
-            context.progress.took(SAVE)
+            context.progress.pace.took(SAVE)
         if decision.stop is not None:
             words = f"step {step}: {decision.reason}"
             if decision.remedy:

@@ -172,7 +172,7 @@ def test_whoever_wants_no_progress_sees_warnings_and_each_but_once(tmp_path):
         progress.tested(2, {"eval/sums/pass@1": 0.5})
         for step in (2, 3):
             progress.happened(step, {"step": step, "event/resumed": True, "event/reward_failed": "mine: no"})
-        progress.warn("stopping")
+        progress.note("stopping", warning=True)
     shown = [
         "step 2: reward failed: mine: no",
         "step 2: stalled since step 2: nothing rises",
