@@ -19,9 +19,10 @@ from typing import Annotated, Any, Literal
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.cli.asking import Policy, asking, find_settings
+from jaxrl_llm.cli.distance import Distance, check_distance, measure
 from jaxrl_llm.cli.eval_data import evaluate_data
 from jaxrl_llm.cli.flags import first, parse, take
-from jaxrl_llm.cli.second import Distance, check_distance, check_rerank, measure, reader_of, reranker
+from jaxrl_llm.cli.reranking import check_rerank, reader_of, reranker
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.errors import require
 from jaxrl_llm.runs.load import Trained, find_run

@@ -20,7 +20,7 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.checkpoints.snapshots import keep, kept, newest_whole
 from jaxrl_llm.checkpoints.store import Checkpoints, holds, restore_policy, steps_in
 from jaxrl_llm.cli.asking import Policy
-from jaxrl_llm.cli.second import measure
+from jaxrl_llm.cli.distance import measure
 from jaxrl_llm.learner import Optimiser, create_state
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.models import load_pretrained, logits

@@ -1,111 +1,15 @@
-"""``jaxrl-llm eval`` with a second model: a reward model that chooses answers (``--rerank``), or one to which the KL is
-measured (``--kl_to``).
-"""
+"""``jaxrl-llm eval --kl_to``: the KL of a policy to another model, on the policy's answers."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.cli.asking import Policy, as_asked
+from jaxrl_llm.cli.asking import Policy
 from jaxrl_llm.errors import require
 from jaxrl_llm.runs.load import find_run, load_model
-from jaxrl_llm.stages.taught import DEFAULT_SEPARATOR, Reader, taught
-from jaxrl_llm.types import Problem
-
-if TYPE_CHECKING:  # a command line that is wrong should say so before JAX is imported
-    from jaxrl_llm.rollout.evaluate import Evaluated
-
-
-def check_rerank(options: Any) -> None:
-    """Refuse options without a choice to make, or a reward model that learned to score something else.
-
-    Raises:
-      InputError: names the flag, its value and the remedy.
-    """
-    by_steps = options.rerank_by != "score"
-    if options.rerank is None:
-        for flag, given in (("rerank_by", by_steps), ("give_up_after", options.give_up_after)):
-            needs = f"--{flag} {getattr(options, flag)} needs a process reward model: add --rerank RUN_OR_MODEL"
-            require(not given, needs)
-        return
-    require(
-        options.samples >= 2,
-        f"--rerank chooses one of several answers, and --samples is {options.samples}: set it to at least 2",
-    )
-    require(
-        by_steps or not options.give_up_after,
-        f"--give_up_after {options.give_up_after} reads the scores of steps: set --rerank_by product, minimum or last",
-    )
-    reader_of(options).check(options.rerank)
-
-
-def reader_of(options: Any) -> Reader:
-    """Return the role of the reward model under ``--rerank_by``."""
-    if options.rerank_by == "score":
-        return Reader("--rerank", "ranking", "set --rerank_by product, minimum or last")
-    return Reader("--rerank", "steps", "set --rerank_by score")
-
-
-@dataclasses.dataclass(frozen=True)
-class Reranker:
-    """A reward model that chooses among answers, and that may end hopeless ones early.
-
-    Attributes:
-      model: scores answers on the devices.
-      by: "score", "product", "minimum" or "last".
-      give_up_after: consecutive steps with falling scores that end an answer; 0 never.
-      separator: ends a step.
-      tokenizer: the policy's.
-    """
-
-    model: Any
-    by: str
-    give_up_after: int
-    separator: str
-    tokenizer: Any
-
-    def watch(self, problems: Sequence[Problem], samples: int) -> Any:
-        """Return a watcher that ends answers early, ``samples`` per problem; None without ``give_up_after``."""
-        from jaxrl_llm.stages.rl.step_rewards import FallingSteps
-
-        if not self.give_up_after:
-            return None
-        asked = [problem for problem in problems for _ in range(samples)]
-        return FallingSteps(self.model, asked, self.separator, self.give_up_after, self.tokenizer)
-
-    def choose(self, found: "Evaluated") -> "Evaluated":
-        """Return the evaluation with its answers reranked."""
-        from jaxrl_llm.rollout.evaluate import reranked
-        from jaxrl_llm.stages.rl.step_rewards import solution_scores
-
-        items = [(problem, c) for problem, row in zip(found.problems, found.completions, strict=True) for c in row]
-        scores = solution_scores(self.model, items, self.by, self.separator, self.tokenizer)
-        scores = scores.reshape(found.correct.shape)
-        weights = 1 / (1 + np.exp(-scores)) if self.by == "score" else scores
-        return reranked(found, scores, weights)
-
-
-def reranker(
-    options: Any, policy: Policy, prompts: Any, longest: int, settings: configs.Run, status: Callable[[str], None]
-) -> Reranker | None:
-    """Return the reranker; None without ``--rerank``. ``longest``: most tokens of a prompt.
-
-    Raises:
-      InputError: the reward model does not exist, is a language model, or cannot read the model's texts.
-    """
-    if options.rerank is None:
-        return None
-    from jaxrl_llm.stages.rl.device_model import load_judge
-
-    asked = as_asked(policy.name, settings, configs.Scoring(()), longest, options.max_new_tokens)
-    known_prompts = {options.task.label: prompts}
-    model = load_judge(asked, options.rerank, "--rerank", policy.mesh, policy.tokenizer, known_prompts, status)
-    known = taught(options.rerank)
-    separator = (known and known.separator) or DEFAULT_SEPARATOR
-    return Reranker(model, options.rerank_by, options.give_up_after, separator, policy.tokenizer)
 
 
 @dataclasses.dataclass(frozen=True)
