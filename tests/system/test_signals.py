@@ -12,8 +12,12 @@ import pytest
 from commands import MAIN, ROOT, environment
 from terminals import CTRL_C, Terminal
 
+from jaxrl_llm.config import load_config, resolved
+from jaxrl_llm.sharding.distributed import ALONE
 from jaxrl_llm.system.signals import BETWEEN_STEPS, QUIT, SIGNALS, STOPPING, UNHEARD, Preemption, while_read
+from jaxrl_llm.telemetry import Verbosity
 from jaxrl_llm.telemetry.records import logged
+from jaxrl_llm.trainer.context import opened
 
 PARENT = """
 import sys
@@ -188,3 +192,13 @@ def test_a_run_stops_after_its_step_when_its_terminal_is_lost(ordinary_handlers)
     with Preemption(said.put) as stop:
         signal.raise_signal(signal.SIGHUP)
         assert not stop.asked
+
+
+def test_a_quiet_run_says_that_it_stops(ordinary_handlers, tmp_path, capsys):
+    run = resolved(load_config("smoke")[1])
+    with opened(run, tmp_path, None, False, None, ALONE, Verbosity(quiet=True)) as context, context.stop:
+        signal.raise_signal(signal.SIGTERM)
+        limit = time.monotonic() + 20
+        while STOPPING not in (screen := capsys.readouterr().err) and time.monotonic() < limit:
+            time.sleep(0.01)
+    assert STOPPING in screen

@@ -1,8 +1,10 @@
 """The time left counts steps, evaluations and saves, each at its own pace."""
 
+import time
+
 import pytest
 
-from jaxrl_llm.telemetry.pace import Schedule, time_left
+from jaxrl_llm.telemetry.pace import Pace, Schedule, time_left
 
 
 @pytest.mark.parametrize(
@@ -26,3 +28,11 @@ def test_the_time_left_is_that_of_all_that_is_ahead():
     assert time_left({"step": (3.0,)}, ahead) == 30.0
     assert time_left({"step": (60.0, 2.0, 4.0), "evaluation": (7.0,), "save": (9.0, 1.0)}, ahead) == 30.0 + 14.0 + 5.0
     assert time_left({"step": (3.0,), "evaluation": (7.0,)}, {"step": 0, "evaluation": 0, "save": 0}) == 0.0
+
+
+def test_each_kind_of_work_takes_the_time_since_the_one_before():
+    pace = Pace(lambda: 0.0)
+    time.sleep(0.05)
+    pace.took("step")
+    pace.took("save")
+    assert pace.durations["save"] < pace.durations["step"]
