@@ -49,6 +49,7 @@ class Reads(ast.NodeVisitor):
         nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
         for node in nodes:
             wanted = {line.target.id for line in node.body if isinstance(line, ast.AnnAssign)}
+            wanted |= {line.name for line in node.body if isinstance(line, ast.FunctionDef) and line.decorator_list}
             if wanted and any("Protocol" in ast.unparse(base) for base in node.bases):
                 self.named[node.name] = {kind for kind in kinds if wanted <= {*dir(kind), *fields_of(kind)}}
         for tree in trees:

@@ -60,8 +60,8 @@ def collect(arguments: list[str]) -> int:
         not isinstance(settings.task, configs.Mixture),
         f"collect asks one task, and {name} has several: name a configuration of one with --config",
     )
-    rollout = settings.rollout
-    proposed = Options(Collected(settings.task), "texts", rollout.max_new_tokens, rollout.slots, settings.seed)
+    rollout, task = settings.rollout, configs.tasks_in(settings.task)[0]
+    proposed = Options(Collected(task), "texts", rollout.max_new_tokens, rollout.slots, settings.seed)
     description = "--out FILE.jsonl is what is written. --config NAME takes another configuration's task."
     options = parse(Options, arguments, f"jaxrl-llm collect {name}", description, proposed)
     path = check(name, out, options)
@@ -91,7 +91,7 @@ def collect(arguments: list[str]) -> int:
 def check(name: str, out: str | None, options: Options) -> Path:
     """Return the file to write; wrong options are refused before anything is loaded."""
     require(out is not None, f"collect needs a file to write: jaxrl-llm collect {name} --out answers.jsonl")
-    path = Path(out)
+    path = Path(str(out))
     require(path.suffix == ".jsonl", f"--out {out} is written as JSON lines: give it the ending .jsonl")
     require(not path.is_dir(), f"--out {out} is a folder: give a file in it")
     check_free(path)

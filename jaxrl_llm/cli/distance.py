@@ -113,4 +113,4 @@ def measure(
         sums.append((float(len(away)), float(-away.sum()), float((np.expm1(away) - away).sum())))
     ends = np.cumsum([len(one.problems) * options.samples for one in found])[:-1]
     of_tasks = zip(found, np.split(np.asarray(sums), ends), strict=True)
-    return tuple(Distance(to, trained and trained.step, one.task, own) for one, own in of_tasks)
+    return tuple(Distance(to, trained.step if trained else None, one.task, own) for one, own in of_tasks)

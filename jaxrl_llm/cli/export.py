@@ -120,7 +120,7 @@ def export_model(name: str, trained: Trained, target: Path, card: str) -> None:
         told = None
         if scores:
             told = taught_by(run, tokenizer).to_json()
-            wording = configs.wording(run)
+            wording: Any = configs.wording(run)
             if wording.template not in ("tokenizer", "plain"):
                 tokenizer = copy.deepcopy(tokenizer)
                 tokenizer.chat_template = template_text(wording, tokenizer)

@@ -24,6 +24,7 @@ from jaxrl_llm.system.signals import answering, on_exit, quit_now
 from jaxrl_llm.tasks import Rows, Task
 from jaxrl_llm.tasks import encode as encode_problem
 from jaxrl_llm.tasks.prompts import unwritable
+from jaxrl_llm.tasks.sources import InMemory
 from jaxrl_llm.tasks.template import check_tokenizer, worded
 from jaxrl_llm.types import Completion, Message, Problem
 
@@ -97,7 +98,7 @@ def wording(policy: Policy, system: str | None) -> Task:
     ``system``: the system message, in place of the run's own.
     """
     template = "tokenizer" if policy.tokenizer.chat_template else "plain"
-    task = configs.wording(policy.run) or Task(Rows(()), template=template)
+    task = configs.wording(policy.run) or Task(Rows(InMemory(())), template=template)
     return dataclasses.replace(task, system=task.system if system is None else system)
 
 

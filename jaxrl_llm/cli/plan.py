@@ -109,7 +109,7 @@ def options(arguments: list[str]) -> dict[str, Any]:
     require(found["--topology"], f"plan needs a machine: {machines}")
     for flag, default in (("--slices", 1), ("--mean_tokens", None), ("--phase", None)):
         text = take(arguments, flag.replace("_", "-"), True)
-        positive = text is None or (text.isdigit() and int(text))
+        positive = text is None or (text.isdigit() and int(text) > 0)
         require(positive, f"{flag} must be a positive number, got {text}")
         found[flag] = default if text is None else int(text)
     paths = {flag: Path(found[flag]) for flag in ("--json", "--plot") if found[flag]}

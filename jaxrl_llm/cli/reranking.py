@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -59,7 +59,7 @@ class Reranker:
     """
 
     model: Any
-    by: str
+    by: Literal["score", "product", "minimum", "last"]
     give_up_after: int
     separator: str
     tokenizer: Any
@@ -101,5 +101,5 @@ def reranker(
     known_prompts = {options.task.label: prompts}
     model = load_judge(asked, options.rerank, "--rerank", policy.mesh, policy.tokenizer, known_prompts, status)
     known = taught(options.rerank)
-    separator = (known and known.separator) or DEFAULT_SEPARATOR
+    separator = DEFAULT_SEPARATOR if known is None else known.separator or DEFAULT_SEPARATOR
     return Reranker(model, options.rerank_by, options.give_up_after, separator, policy.tokenizer)

@@ -180,8 +180,7 @@ class PrefixCache:
         for row, (request, start, base) in enumerate(batch):
             origin = (self._weights, shape) if base is None else base.origin
             exact = len(request.given) if base is None else min(base.exact, start)
-            assert cache is not None
-            self._computed[request.key] = Prefix(cache, row, origin, exact)
+            self._computed[request.key] = Prefix(cache, row, origin, exact)  # ty: ignore[invalid-argument-type]
         self.count += len(batch)
         self.shapes[shape] = None
 

@@ -86,7 +86,7 @@ ARRAYS = ("tokens", "sampler_logp", "mask", "version")
 
 def joined(*parts: Completion) -> Completion:
     """Join completions, finished as the last is; an extra that only some of them have is 0 in the others."""
-    arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in ARRAYS}
+    arrays: dict = {name: np.concatenate([getattr(part, name) for part in parts]) for name in ARRAYS}
     extras = {}
     for name, model in collections.ChainMap(*(part.extras for part in reversed(parts))).items():
         own = (part.extras.get(name) for part in parts)

@@ -96,7 +96,7 @@ class Scheduler:
         self._sampling = sampling
         self._rules = as_rules(sampling)
         self._state: Any = None
-        self._held: SlotShape | None = None
+        self._held: Any = None
         self.running: dict[int, Request] = {}
         self.prefixes = PrefixCache(build.max_length, build.mesh)
 

@@ -154,8 +154,9 @@ def idle(shape: SlotShape, prefilled: int, repetition: Repetition | None) -> Adm
     none = functools.partial(np.full, fill_value=-1, dtype=np.int32)
     rows = shape.rows
     names = ("lanes", "before", "lengths", "tokens", "sampled", "limits")
-    numbers = {name: np.zeros(rows, np.int32) for name in names} | {"seeds": np.zeros((rows, 2), np.uint32)}
-    slots = Slots(None, None, **numbers, tail=fresh_tail(rows, repetition), active=np.zeros(rows, bool))
+    new: dict[str, Any] = {name: np.zeros(rows, np.int32) for name in names}
+    new |= {"seeds": np.zeros((rows, 2), np.uint32), "active": np.zeros(rows, bool)}
+    slots = Slots(None, None, **new, tail=fresh_tail(rows, repetition))
     return Admission(needed=none(prefilled), blocks=none(shape.blocks), source=none(rows), slots=slots)
 
 

@@ -102,7 +102,12 @@ def _defaults(activation: tuple[str, str] = ("hidden_act", "silu"), **changes: A
     return types.MappingProxyType(shared | changes)
 
 
-_QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
+_QWEN_WINDOWS: dict[str, Any] = {
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "layer_types": None,
+}
 _GEMMA = {
     "num_key_value_heads": 4, "head_dim": 256, "activation": ("hidden_activation", "gelu_pytorch_tanh"),
     "tie_word_embeddings": True, "query_pre_attn_scalar": 256, "sliding_window": 4096, "layer_types": None,

@@ -291,7 +291,7 @@ def _splash_rows(
             splash_mask.MultiHeadMask([mask] * q.shape[1]),
             head_shards=1,
             q_seq_shards=1,
-            block_sizes=splash_kernel.BlockSizes(*(block,) * 8),
+            block_sizes=splash_kernel.BlockSizes(*(block,) * 8),  # ty: ignore[invalid-argument-type]
             attn_logits_soft_cap=config.softcap,
             interpret=interpret,
         )

@@ -183,7 +183,7 @@ def compile_one(one: Subject, name: str) -> Compiled:
         except jax.errors.JaxRuntimeError as error:
             return Compiled(seconds=time.monotonic() - began, refused=needed(str(error)))
     memory = done.memory_analysis()
-    text = done.as_text()
+    text = str(done.as_text())
     # Trip counts of loops with a bound in the data: microbatches and chunks of predictions, or decode steps.
     repeats: tuple[float, ...] = ()
     if isinstance(one.arrays, SamplingArrays) and name == "decode":

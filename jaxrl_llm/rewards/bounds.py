@@ -144,7 +144,7 @@ def places_of(reward: Any, items: Sequence[Item]) -> list[int]:
     return [place for place, (problem, _) in enumerate(items) if not some or problem.task in reward.tasks]
 
 
-def spread(values: np.ndarray, places: list[int], count: int) -> np.ndarray:
+def spread(values: np.ndarray, places: Sequence[int], count: int) -> np.ndarray:
     """Return one or several columns of ``count`` completions from the values of the scored ones; NaN for the others."""
     if len(places) == count:
         return values

@@ -20,11 +20,11 @@ def score(answer: str, problem: Problem) -> float:
     An extracted answer is read as LaTeX; with the extractor ``whole`` or ``after:TAG`` the expression is searched in
     the text.
     """
-    reference = math_verify.parse(_latex(normalised(problem.answer)), parsing_timeout=None)
+    reference = math_verify.parse(_latex(normalised(problem.answer)), parsing_timeout=None)  # ty: ignore[invalid-argument-type]
     answer = normalised(answer)
     prose = problem.extractor == "whole" or problem.extractor.startswith("after:")
     text = answer if prose else _latex(answer)
-    candidate = math_verify.parse(text, parsing_timeout=None)
+    candidate = math_verify.parse(text, parsing_timeout=None)  # ty: ignore[invalid-argument-type]
     return float(math_verify.verify(reference, candidate, timeout_seconds=None))
 
 

@@ -268,7 +268,8 @@ class Inside:
             return self._answered.get(timeout=call.limit_s)
         except queue.Empty:
             frame = sys._current_frames().get(self._thread.ident)
-            place = place_in(traceback.extract_stack(frame) if frame else [], call.function)
+            function: Any = call.function
+            place = place_in(traceback.extract_stack(frame) if frame else [], function)
             self._stuck.append(self._thread)
             self.close()
             return [Outcome("timeout", message=overdue(call.limit_s), place=place)] * len(call.items)

@@ -94,8 +94,9 @@ def decide(rules: Mapping[str, Rule], row: Row, memory: Memory) -> tuple[Decisio
     if REFERENCE_RESET in events:
         remembered[LAST] = {REFERENCE_RESET: row["step"]}
     acts = ("reset_reference", "reset_optimiser", "snapshot", "next_phase")
+    chosen: dict[str, Any] = {act: any(getattr(d, act) for d in decisions) for act in acts}
     return Decision(
-        **{act: any(getattr(d, act) for d in decisions) for act in acts},
+        **chosen,
         mix=max((d.mix for d in decisions if d.reset_reference), default=1.0),
         reason="; ".join(d.reason for d in decisions if d.reason),
         coefficients=_merged(d.coefficients for d in decisions),

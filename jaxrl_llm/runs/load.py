@@ -113,7 +113,7 @@ def find_start(name: str, carry: bool = False) -> configs.Start:
             raise InputError(f"--carry is for reinforcement learning, and {directory} is a {kind}: leave it out")
         weights = f"step {step} of {directory} is a snapshot, which has weights alone: leave --carry out"
         require(step in steps_in(directory / CHECKPOINTS), weights)
-    return configs.Start(os.path.abspath(directory), step, carry)
+    return configs.Start(os.path.abspath(directory), int(step or 0), carry)
 
 
 def load_model(name: str, dtype: str, mesh: Any) -> tuple[Any, Any | None]:

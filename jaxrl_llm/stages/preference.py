@@ -60,7 +60,7 @@ def at_start(path: Path, key: str, peers: Peers, compute: Callable[[], Sums]) ->
     known = compute()
     if peers.leads:
         with new_file(path) as part, part.open("wb") as file:
-            np.savez(file, key=np.asarray(key), **known)
+            np.savez(file, key=np.asarray(key), **known)  # ty: ignore[invalid-argument-type]
     return known
 
 

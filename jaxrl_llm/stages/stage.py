@@ -27,7 +27,7 @@ from jaxrl_llm.learner.platform import compute_for, layout_for
 from jaxrl_llm.learner.state import abstract_state
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.rollout.evaluate import Evaluated, Tested
+from jaxrl_llm.rollout.evaluate import Tested
 from jaxrl_llm.rollout.settings import Rollout
 from jaxrl_llm.rules import Memory, Rule
 from jaxrl_llm.sharding import batch_parts, platform_of
@@ -138,7 +138,7 @@ class Stage:
         """Return the text of each token of an example, for people; an empty list omits the texts."""
         return []
 
-    def test(self, policy: Any, first: bool = False) -> Evaluated | Tested | None:
+    def test(self, policy: Any, first: bool = False) -> Tested | None:
         """Evaluate the live model; None without anything to test on. ``first``: whether it is before the first step."""
         return None
 

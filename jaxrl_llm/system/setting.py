@@ -128,7 +128,7 @@ def annotations(kind: type) -> dict[str, tuple[Any, tuple[Any, ...]]]:
 def settings_in(value: Setting, where: str = "") -> Iterator[tuple[Setting, str]]:
     """Yield the setting and those inside it, outer ones first, each with its ``where`` (see ``Setting.check``)."""
     yield value, where
-    for name in dict.fromkeys((*value.first, *(field.name for field in dataclasses.fields(value)))):
+    for name in dict.fromkeys((*value.first, *(field.name for field in dataclasses.fields(value)))):  # ty: ignore[invalid-argument-type]
         part = getattr(value, name)
         if isinstance(part, Setting):
             yield from settings_in(part, f"{where}{name}.")

@@ -58,10 +58,25 @@ class Prompts:
 class Wording(Protocol):
     """Settings that say how prompts are written; the attributes are those of ``Task``."""
 
-    template: str
-    system: str | None
-    suffix: str
-    date: str | None
+    @property
+    def template(self) -> str:
+        """The name of the chat template."""
+        ...
+
+    @property
+    def system(self) -> str | None:
+        """The system message."""
+        ...
+
+    @property
+    def suffix(self) -> str:
+        """Text after the last message."""
+        ...
+
+    @property
+    def date(self) -> str | None:
+        """The date for templates that ask for it."""
+        ...
 
 
 def encode(problem: Problem, task: Wording, tokenizer: Any) -> np.ndarray:

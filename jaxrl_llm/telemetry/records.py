@@ -59,7 +59,7 @@ class RunWriter:
         tell: Callable[[dict[str, Any]], None] | None = None,
     ):
         self._run_dir = Path(run_dir)
-        self._wandb_module = import_extra("wandb", "wandb") if wandb else None
+        self._wandb_module: Any = import_extra("wandb", "wandb") if wandb else None
         metrics = self._run_dir / "metrics.jsonl"
         samples = self._run_dir / "samples.jsonl"
         self._run_dir.mkdir(parents=True, exist_ok=True)

@@ -241,7 +241,7 @@ def go_back(context: RunContext, cursor: Cursor, decision: rules.Decision) -> ru
     host, before = cursor.host, int(decision.rollback or 0)
     context.store.wait()
     folder = context.directory / CHECKPOINTS
-    step = context.peers.first(lambda: newest_before(folder, decision.rollback, host.phase, context.schedule.saves))
+    step = context.peers.first(lambda: newest_before(folder, before, host.phase, context.schedule.saves))
     if step is None:
         why = why_not_back(context.run, context.directory, before, host.phase)
         return rules.Decision(rules.GUARD, f"{decision.reason}; {why}", events={"event/guard": decision.reason})

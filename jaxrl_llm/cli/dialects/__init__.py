@@ -13,8 +13,8 @@ from jaxrl_llm.cli.dialects.spelling import Given, Spelling
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.recipes import OLD_RESETS, Recipe
 
-SPELLINGS = {
-    name: Spelling(name, dialect, tuple(fields.split()), *rest)
+SPELLINGS: dict[str, Spelling] = {
+    name: Spelling(name, dialect, tuple(fields.split()), *rest)  # ty: ignore[invalid-argument-type]
     for dialect, table in (("TRL", trl.TABLE), ("verl", verl.TABLE))
     for names, fields, *rest in table
     for name in names.split()

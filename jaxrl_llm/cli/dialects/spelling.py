@@ -91,7 +91,7 @@ class Given:
 
     def refuse(self, name: str | None, reason: str, when: bool = True) -> None:
         """Raise an InputError about a setting, unless ``when`` is False or it was not given."""
-        if when and name in self.texts:
+        if when and name is not None and name in self.texts:
             raise InputError(f"{self._spellings[name].typed(self.texts[name])}: {reason}")
 
 
