@@ -8,6 +8,6 @@ setup(
     package_data={
         "jaxrl_llm": ["py.typed", "plan/published.json"],
         "jaxrl_llm.configs": ["*.jsonl"],
-        "jaxrl_llm.telemetry.report": ["*.html", "*.css", "*.js", "*.LICENSE"],
+        "jaxrl_llm.telemetry": ["page/*"],
     },
 )

@@ -29,6 +29,8 @@ Message = dict[str, str]
 
 MEAN_OF_TASKS = "average"
 """The task name in metrics that are means over the tasks of a mixture; no task may have it."""
+DISAGREEMENT = "disagreement"
+"""Suffix of the part ``<reward>/disagreement``: the standard deviation over the models of an ensemble."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

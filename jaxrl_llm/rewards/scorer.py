@@ -17,11 +17,11 @@ from jaxrl_llm.rewards.bounds import Gate, base_of, places_of, shaped, spread
 from jaxrl_llm.rewards.calls import LARGEST, Call, Outcome, defined
 from jaxrl_llm.rewards.functions import OF_STEPS, ON_DEVICE, Item, ModelReward, Own, as_reward, form_of
 from jaxrl_llm.rewards.pool import Inside, Pool
-from jaxrl_llm.rewards.scores import DISAGREEMENT, Failures, Scores, at_tokens, interleaved
+from jaxrl_llm.rewards.scores import Failures, Scores, at_tokens, interleaved
 from jaxrl_llm.rewards.shaping import BUILT_IN, Accuracy, Reward
 from jaxrl_llm.rewards.verify import dry_run_completion, verdict
 from jaxrl_llm.system.paths import new_file
-from jaxrl_llm.types import Problem
+from jaxrl_llm.types import DISAGREEMENT, Problem
 
 if TYPE_CHECKING:  # a scorer by itself needs no JAX
     from jaxrl_llm.sharding.distributed import Peers

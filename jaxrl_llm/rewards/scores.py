@@ -7,9 +7,6 @@ from typing import Any
 
 import numpy as np
 
-DISAGREEMENT = "disagreement"
-"""Suffix of the part ``<reward>/disagreement``: the standard deviation over the models of an ensemble."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Failures:

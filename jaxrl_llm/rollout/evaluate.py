@@ -16,6 +16,9 @@ from jaxrl_llm.rollout.respond import Answerer, Requests, SeedSpace, Status, Wat
 from jaxrl_llm.tasks import Prompts, answer_of
 from jaxrl_llm.types import MEAN_OF_TASKS, Completion, Problem
 
+LOGGED_ANSWERS = 200
+"""Most answers of an evaluation that are written to samples.jsonl; its tasks share them."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Evaluated:
@@ -115,6 +118,21 @@ class Tested:
         for one in self.answers:
             found |= one.metrics()
         return dict(self.numbers) | found
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Return lines for samples.jsonl: the first answers to the first problems of each task, with their scores."""
+        most = LOGGED_ANSWERS // max(len(self.answers), 1)
+        return [
+            {
+                "kind": "evaluation",
+                "task": one.task,
+                "prompt": problem.prompt[-1]["content"],
+                "completion": completions[0].text,
+                **one.worth(i, 0),
+            }
+            for one in self.answers
+            for i, (problem, completions) in enumerate(zip(one.problems[:most], one.completions[:most], strict=True))
+        ]
 
 
 AVERAGE = f"eval/{MEAN_OF_TASKS}"

@@ -10,9 +10,9 @@ from rich.console import Console
 
 from jaxrl_llm.diagnosis import FindingTracker
 from jaxrl_llm.system.text import count, seconds
+from jaxrl_llm.telemetry.contents import happened
 from jaxrl_llm.telemetry.pace import EVALUATION, STEP, Compiling, Pace, Schedule, time_left
 from jaxrl_llm.telemetry.panel import Panel, memory_now
-from jaxrl_llm.telemetry.report.contents import happened
 from jaxrl_llm.telemetry.screens import Screen, evaluation, plain
 from jaxrl_llm.types import Group
 

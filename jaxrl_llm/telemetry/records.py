@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib
-import itertools
 import logging
 import uuid
 from collections.abc import Callable, Generator, Sequence
@@ -10,23 +9,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
 
-import numpy as np
 from tokenizers.decoders import DecodeStream
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner import Sample
-from jaxrl_llm.learner.samples import advantage_of
-from jaxrl_llm.rollout.evaluate import Tested
 from jaxrl_llm.system.json_lines import append_rows, cut_after, jsonable, last_row
 from jaxrl_llm.system.paths import new_file, open_nofollow
 from jaxrl_llm.telemetry.report import Reporter
-from jaxrl_llm.types import Completion, Group
 
-LOGGED_ANSWERS = 200
-"""Most answers of an evaluation that are written to samples.jsonl; its tasks share them."""
-LOGGED_TOKENS = 4096
-"""Most tokens of a step that are written one by one: about 150 KB."""
-DIGITS = 4
 SAMPLE_COLUMNS = ("step", "kind", "prompt", "completion", "reward")
 TABLE_ROWS, TABLE_TEXT = 16, 1000
 """Limits of a table: rows of each kind, and characters of a prompt or a completion."""
@@ -227,81 +216,20 @@ def logged(path: Path) -> Generator[None]:
 def record(
     writer: RunWriter | None,
     step: int,
-    found: Tested | None,
     row: dict[str, Any],
     learned: Sequence[dict[str, Any]] = (),
+    answered: Sequence[dict[str, Any]] | None = None,
 ) -> None:
     """Write a step's metrics and samples, and after an evaluation the report, if there is a writer.
 
-    ``learned``: the lines of the step's completions, see ``training_lines``.
+    ``learned``: the lines of the step's completions; ``answered``: those of its evaluation, None without one.
     """
     if writer is None:
         return
-    lines = [*learned]
-    for of_task in found.answers if found else ():
-        # The first answers to the first problems, each with its score.
-        first = zip(of_task.problems, of_task.completions, strict=True)
-        for i, (problem, answers) in enumerate(itertools.islice(first, LOGGED_ANSWERS // len(found.answers))):
-            asked = {"kind": "evaluation", "task": of_task.task, "prompt": problem.prompt[-1]["content"]}
-            lines.append(asked | {"completion": answers[0].text} | of_task.worth(i, 0))
-    writer.samples(step, lines)
+    writer.samples(step, [*learned, *(answered or ())])
     writer.write(step, row)
-    if found:
+    if answered is not None:
         writer.report()
-
-
-def training_lines(
-    groups: Sequence[Group], samples: Sequence[Sample], spell: Callable[[Sequence[int]], list[str]]
-) -> list[dict[str, Any]]:
-    """Return a line for each completion; the first ones, up to ``LOGGED_TOKENS`` tokens, have values of each token.
-
-    Args:
-      groups: the groups to write down.
-      samples: the learner's samples of their completions, each with its place among these groups.
-      spell: returns the text of each token of a completion; if empty, tokens are not written one by one.
-    """
-    seen = {sample.place: sample for sample in samples}
-    room = LOGGED_TOKENS
-    lines = []
-    for number, group in enumerate(groups):
-        for i, completion in enumerate(group.completions):
-            sample = seen.get((number, i))
-            line = {
-                "kind": "training",
-                "group": number,
-                "task": group.problem.task,
-                "prompt": group.problem.prompt[-1]["content"],
-                "completion": completion.text,
-                "reward": float(group.rewards[i]),
-                "parts": {name: float(part[i]) for name, part in group.parts.items()},
-                "finish_reason": completion.finish_reason,
-                "tokens": len(completion.tokens),
-            }
-            if sample is not None:  # where each token has its own advantage, their mean over those that count
-                advantage = np.asarray(advantage_of(sample), np.float64)
-                counted = np.broadcast_to(sample.mask, advantage.shape) if advantage.ndim else np.ones(())
-                line["advantage"] = float(np.sum(advantage * counted) / max(np.sum(counted), 1))
-            room -= len(completion.tokens)
-            if room >= 0 and (texts := spell(completion.tokens.tolist())):
-                line["by_token"] = {"text": texts, **by_token(completion, sample)}
-            lines.append(line)
-    return lines
-
-
-def by_token(completion: Completion, sample: Sample | None) -> dict[str, list[Any]]:
-    """Return the values of each token by name: numbers of sampler and learner; ``mask``, if the policy did not sample
-    all tokens; ``counted``, if the loss leaves out some of those.
-    """
-    arrays = {"sampler_logp": completion.sampler_logp, **completion.extras, **({} if sample is None else sample.arrays)}
-    told: dict[str, list[Any]] = {}
-    for name, array in arrays.items():
-        if array.ndim == 1 and np.issubdtype(array.dtype, np.floating):  # sets and marks are no numbers of tokens
-            told[name] = np.round(array.astype(np.float64), DIGITS).tolist()
-    if not completion.mask.all():
-        told["mask"] = completion.mask.astype(int).tolist()
-    if sample is not None and (sample.mask != completion.mask).any():
-        told["counted"] = sample.mask.astype(int).tolist()
-    return told
 
 
 def token_texts(tokens: Sequence[int], tokenizer: Any) -> list[str]:

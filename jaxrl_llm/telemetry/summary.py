@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.text import Text
 
 from jaxrl_llm.diagnosis import Finding, diagnose
-from jaxrl_llm.rewards.scores import DISAGREEMENT
 from jaxrl_llm.system.json_lines import read_rows
 from jaxrl_llm.system.text import abridge, seconds, short
-from jaxrl_llm.telemetry.report.contents import happened
+from jaxrl_llm.telemetry.contents import happened
+from jaxrl_llm.types import DISAGREEMENT
 
 OTHERS = {
     "eval/pairs/accuracy": ("pairs", True),

@@ -130,7 +130,7 @@ def before_steps(context: RunContext, cursor: Cursor) -> None:
         progress.tested(0, row)
         _, host.memory = decide(stage.rules, row, host.memory)
         progress.happened(0, row)
-        record(context.writer, 0, found, row)
+        record(context.writer, 0, row, answered=None if found is None else found.lines())
     if line := progress.compiling.slower(progress.at):
         progress.note(line)
 

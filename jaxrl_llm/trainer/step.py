@@ -6,25 +6,31 @@ If the stage samples ahead, the next batch is made meanwhile.
 import dataclasses
 import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxrl_llm import config as configs
 from jaxrl_llm import learner
 from jaxrl_llm.config import Configuration
 from jaxrl_llm.learner import Sample
 from jaxrl_llm.learner.optimiser import build
+from jaxrl_llm.learner.samples import advantage_of
 from jaxrl_llm.learner.state import reset_optimiser, reset_reference, with_reference
 from jaxrl_llm.models.lora import model_of
 from jaxrl_llm.rules import BY_HAND, FOUND, LAST, LR_SCALE, OF_ENTROPY, OF_GUARDS, Decision, decide
 from jaxrl_llm.stages.stage import Batch, Stage
-from jaxrl_llm.telemetry.records import record, training_lines
+from jaxrl_llm.telemetry.records import record
 from jaxrl_llm.trainer.context import Cursor, LoopState, RunContext, asked_reset
 from jaxrl_llm.trainer.segment import go_back
-from jaxrl_llm.types import TrainState
+from jaxrl_llm.types import Completion, Group, TrainState
+
+LOGGED_TOKENS = 4096
+"""Most tokens of a step that are written one by one: about 150 KB."""
+DIGITS = 4
 
 
 def make_step(context: RunContext, cursor: Cursor, step: int) -> tuple[dict[str, Any], Batch, Decision]:
@@ -102,7 +108,7 @@ def finish(
     progress.happened(step, row, batch.examples)
     examples = [batch.examples[place] for place in shown_places(batch, cursor.settings.output.samples, step)]
     lines = training_lines(examples, samples, stage.spell) if context.writer else ()
-    record(context.writer, step, found, row, lines)
+    record(context.writer, step, row, lines, None if found is None else found.lines())
     return decision
 
 
@@ -137,6 +143,60 @@ def shown_places(batch: Batch, most: int, step: int) -> list[int]:
     would show only one task of a mixture with a fixed order."""
     count = len(batch.examples)
     return [(step * most + i) % count for i in range(min(most, count))]
+
+
+def training_lines(
+    groups: Sequence[Group], samples: Sequence[Sample], spell: Callable[[Sequence[int]], list[str]]
+) -> list[dict[str, Any]]:
+    """Return a line for each completion; the first ones, up to ``LOGGED_TOKENS`` tokens, have values of each token.
+
+    Args:
+      groups: the groups to write down.
+      samples: the learner's samples of their completions, each with its place among these groups.
+      spell: returns the text of each token of a completion; if empty, tokens are not written one by one.
+    """
+    seen = {sample.place: sample for sample in samples}
+    room = LOGGED_TOKENS
+    lines = []
+    for number, group in enumerate(groups):
+        for i, completion in enumerate(group.completions):
+            sample = seen.get((number, i))
+            line = {
+                "kind": "training",
+                "group": number,
+                "task": group.problem.task,
+                "prompt": group.problem.prompt[-1]["content"],
+                "completion": completion.text,
+                "reward": float(group.rewards[i]),
+                "parts": {name: float(part[i]) for name, part in group.parts.items()},
+                "finish_reason": completion.finish_reason,
+                "tokens": len(completion.tokens),
+            }
+            if sample is not None:  # where each token has its own advantage, their mean over those that count
+                advantage = np.asarray(advantage_of(sample), np.float64)
+                counted = np.broadcast_to(sample.mask, advantage.shape) if advantage.ndim else np.ones(())
+                line["advantage"] = float(np.sum(advantage * counted) / max(np.sum(counted), 1))
+            room -= len(completion.tokens)
+            if room >= 0 and (texts := spell(completion.tokens.tolist())):
+                line["by_token"] = {"text": texts, **by_token(completion, sample)}
+            lines.append(line)
+    return lines
+
+
+def by_token(completion: Completion, sample: Sample | None) -> dict[str, list[Any]]:
+    """Return the values of each token by name: numbers of sampler and learner; ``mask``, if the policy did not sample
+    all tokens; ``counted``, if the loss leaves out some of those.
+    """
+    arrays = {"sampler_logp": completion.sampler_logp, **completion.extras, **({} if sample is None else sample.arrays)}
+    told: dict[str, list[Any]] = {}
+    for name, array in arrays.items():
+        if array.ndim == 1 and np.issubdtype(array.dtype, np.floating):  # sets and marks are no numbers of tokens
+            told[name] = np.round(array.astype(np.float64), DIGITS).tolist()
+    if not completion.mask.all():
+        told["mask"] = completion.mask.astype(int).tolist()
+    if sample is not None and (sample.mask != completion.mask).any():
+        told["counted"] = sample.mask.astype(int).tolist()
+    return told
 
 
 def of_examples(places: Sequence[int], samples: Sequence[Sequence[Sample]]) -> list[Sample]:

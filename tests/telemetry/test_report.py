@@ -13,9 +13,7 @@ from commands import command
 
 from jaxrl_llm.codec import flat
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.telemetry.records import RunWriter
-from jaxrl_llm.telemetry.report import Reporter, page, write_report
-from jaxrl_llm.telemetry.report.contents import (
+from jaxrl_llm.telemetry.contents import (
     MOST_BYTES,
     MOST_COMPLETIONS,
     MOST_POINTS,
@@ -23,6 +21,8 @@ from jaxrl_llm.telemetry.report.contents import (
     curves_of,
     thinned,
 )
+from jaxrl_llm.telemetry.records import RunWriter
+from jaxrl_llm.telemetry.report import Reporter, page, write_report
 
 NASTY = '</script><script>alert(1)</script><img src="x"> & [[data]] \\u2028 \u2028 日'
 CONFIG = {

@@ -22,9 +22,9 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.system.json_lines import jsonable
 from jaxrl_llm.system.paths import new_file
 from jaxrl_llm.system.signals import child, interpreter
-from jaxrl_llm.telemetry.report.contents import choose_lines, described, read_files
+from jaxrl_llm.telemetry.contents import choose_lines, described, read_files
 
-HERE = Path(__file__).parent
+ASSETS = Path(__file__).with_name("page")
 SCRIPTS = ("uplot.js", "values.js", "charts.js", "sections.js", "completions.js", "begin.js")
 STYLES = ("uplot.css", "style.css")
 QUICK = 4
@@ -62,12 +62,12 @@ def page(directories: Sequence[Path]) -> str:
     blobs += [_blob(f"samples-{number}", b"\n".join(one.lines)) for number, one in enumerate(chosen)]
     parts = {
         "title": html.escape(", ".join(run["name"] for run in data["runs"])),
-        "style": "\n".join((HERE / name).read_text() for name in STYLES),
-        "script": "\n".join((HERE / name).read_text() for name in SCRIPTS),
-        "licence": (HERE / "uplot.LICENSE").read_text(),
+        "style": "\n".join((ASSETS / name).read_text() for name in STYLES),
+        "script": "\n".join((ASSETS / name).read_text() for name in SCRIPTS),
+        "licence": (ASSETS / "uplot.LICENSE").read_text(),
         "data": "\n".join(blobs),
     }
-    return MARK.sub(lambda mark: parts[mark[1]], (HERE / "page.html").read_text())
+    return MARK.sub(lambda mark: parts[mark[1]], (ASSETS / "page.html").read_text())
 
 
 def _blob(name: str, data: bytes) -> str:
