@@ -6,6 +6,7 @@ import logging
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import traverse_util
 
 from jaxrl_llm.models.config import Attention, ModelConfig, Norm
 from jaxrl_llm.models.decoder import Decoder, parameter_shapes
@@ -29,13 +30,11 @@ def tiny(kind: str = "plain", seed: int = 0, dtype: str = "float32") -> Decoder:
     """A model whose every weight, norms and biases too, is random and matters; NumPy makes it, so nothing compiles."""
     config, random = KINDS[kind], np.random.default_rng(seed)
 
-    def leaf(path: tuple, shape: tuple[int, ...]) -> jax.Array:
-        centre = 1.0 if "norm" in jax.tree_util.keystr(path) and not config.norm.plus_one else 0.0
-        return jnp.asarray((centre + 0.3 * random.normal(size=shape)).astype(np.float32).astype(dtype))
-
-    return Decoder(
-        config, jax.tree.map_with_path(leaf, parameter_shapes(config), is_leaf=lambda x: isinstance(x, tuple))
-    )
+    leaves = {}
+    for path, shape in parameter_shapes(config).items():
+        centre = 1.0 if "norm" in path and not config.norm.plus_one else 0.0
+        leaves[path] = jnp.asarray((centre + 0.3 * random.normal(size=shape)).astype(np.float32).astype(dtype))
+    return Decoder(config, traverse_util.unflatten_dict(leaves, sep="."))
 
 
 def equations(jaxpr):

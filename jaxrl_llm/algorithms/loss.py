@@ -102,53 +102,34 @@ def _check_mix(algorithm: Algorithm, estimator: Any) -> None:
     """Refuse contradictory pieces and give the reason."""
     ratio = algorithm.ratio
     surrogate = algorithm.surrogate
-    kind = type(algorithm.surrogate).__name__
-    mean = isinstance(algorithm.reduce, reducers.SequenceMean)
-    total = isinstance(algorithm.reduce, reducers.SequenceSum)
-    weighted = algorithm.corrects_sampler
+    kind = type(surrogate).__name__
+    by_sequence = ratio.level == "sequence"
+    to_sampler = ratio.anchor == "sampler"
     in_reward = algorithm.kl_in == "reward"
-    takes_steps = estimator.several or "step_rewards" in estimator.needs
-    for wrong, reason in (
-        (
+    contradictions = {
+        f"kl_coef={algorithm.kl_coef} needs an estimator: set kl, for example kl.K3()":
             algorithm.kl_coef and algorithm.kl is None and not surrogate.reads_kl_coef,
-            f"kl_coef={algorithm.kl_coef} needs an estimator: set kl, for example kl.K3()",
-        ),
-        (
+        f"{kind} has a KL of its own, with the same coefficient: set kl=None":
             algorithm.kl is not None and surrogate.reads_kl_coef,
-            f"{kind} has a KL of its own, with the same coefficient: set kl=None",
-        ),
-        (
-            ratio.level == "sequence" and not mean,
-            "a sequence ratio needs SequenceMean: any other reducer weights GSPO's sequences by length",
-        ),
-        (
-            ratio.level == "sequence" and (surrogate.whole_sequences or not surrogate.reads_ratio),
-            f"{kind} is made of the tokens' own log-probabilities: a sequence ratio would go unread; use "
-            "ratios.Token()",
-        ),
-        (
-            surrogate.whole_sequences and not total,
-            f"{kind} is one value for each sequence: only SequenceSum adds it up once",
-        ),
-        (
-            ratio.anchor == "sampler" and weighted,
-            "the ratio is against the sampler already: a correction, or MiniRL's weight, would count that gap twice",
-        ),
-        (
-            ratio.anchor == "sampler" and not surrogate.reads_ratio and algorithm.kl is None,
-            f"{kind} has no ratio, so that its anchor would go unread: use ratios.Token()",
-        ),
-        (
+        "a sequence ratio needs SequenceMean: any other reducer weights GSPO's sequences by length":
+            by_sequence and not isinstance(algorithm.reduce, reducers.SequenceMean),
+        f"{kind} is made of the tokens' own log-probabilities: a sequence ratio would go unread; use ratios.Token()":
+            by_sequence and (surrogate.whole_sequences or not surrogate.reads_ratio),
+        f"{kind} is one value for each sequence: only SequenceSum adds it up once":
+            surrogate.whole_sequences and not isinstance(algorithm.reduce, reducers.SequenceSum),
+        "the ratio is against the sampler already: a correction, or MiniRL's weight, would count that gap twice":
+            to_sampler and algorithm.corrects_sampler,
+        f"{kind} has no ratio, so that its anchor would go unread: use ratios.Token()":
+            to_sampler and not surrogate.reads_ratio and algorithm.kl is None,
+        f"{kind} weights by the sampler's log-probabilities itself: a correction would count that gap twice":
             algorithm.correction is not None and surrogate.reads_sampler,
-            f"{kind} weights by the sampler's log-probabilities itself: a correction would count that gap twice",
-        ),
-        (
+        "kl_in='reward' puts nothing into the reward: set kl, for example kl.K1()":
             in_reward and algorithm.kl is None,
-            "kl_in='reward' puts nothing into the reward: set kl, for example kl.K1()",
-        ),
-        (in_reward and takes_steps, f"{type(estimator).__name__} has no one reward to put a KL in: set kl_in='loss'"),
-    ):
-        if wrong:
+        f"{type(estimator).__name__} has no one reward to put a KL in: set kl_in='loss'":
+            in_reward and (estimator.several or "step_rewards" in estimator.needs),
+    }  # fmt: skip
+    for reason, holds in contradictions.items():
+        if holds:
             raise ValueError(reason)
 
 

@@ -2,7 +2,6 @@
 
 import math
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
@@ -116,12 +115,11 @@ def tokens_in_memory(
 
     ``sizes``: of the mesh's axes fsdp and tensor. ``memory``: bytes of the device, infinite if unknown.
     """
-    shapes = jax.tree.leaves(parameter_shapes(config), is_leaf=lambda x: isinstance(x, tuple))
     own = jnp.dtype(settings.dtype).itemsize
     each = own + jnp.dtype(compute.dtype).itemsize
     if not settings.lora.rank:  # a reference, a microbatch's gradients, their sum and two moments in float32
         each += 2 * own + 3 * 4
-    free = memory - each * sum(map(math.prod, shapes)) / math.prod(sizes)
+    free = memory - each * sum(map(math.prod, parameter_shapes(config).values())) / math.prod(sizes)
     return ROOM * free / token_bytes(compute, config, row_tokens, 1 / sizes[1])
 
 

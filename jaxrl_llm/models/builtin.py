@@ -74,8 +74,8 @@ def load_smollm2(dtype: str, mesh: Any) -> tuple[Any, Any]:
 
 def load_tiny(dtype: str, mesh: Any) -> tuple[Any, Any]:
     """Build a random Llama of 91 thousand weights over bytes, identical on every machine; nothing is downloaded."""
-    import jax
     import jax.numpy as jnp
+    from flax import traverse_util
 
     from jaxrl_llm.models.decoder import Decoder, parameter_shapes
     from jaxrl_llm.sharding import laid_out, shardings
@@ -83,13 +83,11 @@ def load_tiny(dtype: str, mesh: Any) -> tuple[Any, Any]:
     # RandomState's stream is frozen by NumPy's promise, and uniform draws need no libm, which rounds as it likes.
     random = np.random.RandomState(0)
     bound = 0.05 * 3**0.5  # of a standard deviation of 0.05
-    paths, treedef = jax.tree.flatten_with_path(parameter_shapes(TINY), is_leaf=lambda x: isinstance(x, tuple))
-    leaves = []
-    for path, shape in paths:
-        is_norm = "norm" in jax.tree_util.keystr(path)
-        values = np.ones(shape) if is_norm else bound * (2 * random.random_sample(shape) - 1)
-        leaves.append(jnp.array(values.astype(np.float32), dtype))
-    model = Decoder(TINY, jax.tree.unflatten(treedef, leaves))
+    leaves = {}
+    for path, shape in parameter_shapes(TINY).items():
+        values = np.ones(shape) if "norm" in path else bound * (2 * random.random_sample(shape) - 1)
+        leaves[path] = jnp.array(values.astype(np.float32), dtype)
+    model = Decoder(TINY, traverse_util.unflatten_dict(leaves, sep="."))
     return model if mesh is None else laid_out(model, shardings(model, mesh)), tiny_tokenizer()
 
 

@@ -53,25 +53,22 @@ class Decoder(nnx.Module):
         self.weights = Weights(parameters)
 
 
-def parameter_shapes(config: ModelConfig) -> dict[str, Any]:
-    """Return the shape of every parameter of the architecture as a nested dict."""
-    shapes = {tensor.path: our_shape(tensor, config) for tensor in tensors_of(config)}
-    return traverse_util.unflatten_dict(shapes, sep=".")
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter of the architecture by dotted path, in the order of the model's leaves."""
+    return {tensor.path: our_shape(tensor, config) for tensor in sorted(tensors_of(config), key=lambda t: t.path)}
 
 
 def initialise(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32, scale: float = 0.02) -> Decoder:
     """Create a model with normal weights of standard deviation ``scale``, norms at 1 and biases at 0."""
-    paths, treedef = jax.tree.flatten_with_path(parameter_shapes(config), is_leaf=lambda x: isinstance(x, tuple))
-    leaves = []
-    for index, (path, shape) in enumerate(paths):
-        name = path[-1].key
-        if "norm" in jax.tree_util.keystr(path):
-            leaves.append(jnp.full(shape, 0.0 if config.norm.plus_one else 1.0, dtype))
-        elif name.endswith("_bias"):
-            leaves.append(jnp.zeros(shape, dtype))
+    leaves = {}
+    for index, (path, shape) in enumerate(parameter_shapes(config).items()):
+        if "norm" in path:
+            leaves[path] = jnp.full(shape, 0.0 if config.norm.plus_one else 1.0, dtype)
+        elif path.endswith("_bias"):
+            leaves[path] = jnp.zeros(shape, dtype)
         else:
-            leaves.append((scale * jax.random.normal(jax.random.fold_in(key, index), shape)).astype(dtype))
-    return Decoder(config, jax.tree.unflatten(treedef, leaves))
+            leaves[path] = (scale * jax.random.normal(jax.random.fold_in(key, index), shape)).astype(dtype)
+    return Decoder(config, traverse_util.unflatten_dict(leaves, sep="."))
 
 
 def to_parameters(model: Any) -> dict[str, Any]:

@@ -31,16 +31,15 @@ def create(config: ModelConfig, lora: Lora, key: jax.Array, scalar: Any = None) 
 
     ``scalar`` [D] is the initial head of a scalar model; None for a language model.
     """
-    shapes = parameter_shapes(config)["blocks"]
+    shapes = parameter_shapes(config)
     parameters = {}
     for index, target in enumerate(lora.targets):
         part, name = target.split("/")
-        count, *sizes = shapes[part][name]
+        count, *sizes = shapes[f"blocks.{part}.{name}"]
         inputs = sizes[: INPUTS.get(target, 1)]
         outputs = sizes[INPUTS.get(target, 1) :]
-        a = jax.random.normal(jax.random.fold_in(key, index), (count, *inputs, lora.rank)) / math.sqrt(
-            math.prod(inputs)
-        )
+        drawn = jax.random.normal(jax.random.fold_in(key, index), (count, *inputs, lora.rank))
+        a = drawn / math.sqrt(math.prod(inputs))
         parameters.setdefault(part, {})[name] = {"a": a, "b": jnp.zeros((count, lora.rank, *outputs))}
     head = {} if scalar is None else {"scalar": jnp.asarray(scalar, jnp.float32)}
     return Adapter(lora.alpha / lora.rank, {"blocks": parameters} | head)

@@ -5,8 +5,6 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import jax
-
 from jaxrl_llm.config import Configuration
 from jaxrl_llm.engine.blocks import power_of_two
 from jaxrl_llm.learner.packing import packed_shapes
@@ -43,13 +41,11 @@ class ParameterCounts(NamedTuple):
 
 def counts(config: ModelConfig) -> ParameterCounts:
     """Count the parameters of the architecture."""
-    shapes = jax.tree.leaves_with_path(parameter_shapes(config), is_leaf=lambda x: isinstance(x, tuple))
-    sizes = [(jax.tree_util.keystr(path, simple=True, separator="/"), math.prod(shape)) for path, shape in shapes]
+    sizes = {path: math.prod(shape) for path, shape in parameter_shapes(config).items()}
     # Norms and biases are added or scaled with: no products.
-    layers = sum(
-        n for path, n in sizes if path.startswith("blocks/") and "norm" not in path and not path.endswith("_bias")
-    )
-    return ParameterCounts(sum(n for _, n in sizes), layers, config.width * config.vocab_size)
+    matrices = [path for path in sizes if path.startswith("blocks.") and "norm" not in path and "_bias" not in path]
+    layers = sum(sizes[path] for path in matrices)
+    return ParameterCounts(sum(sizes.values()), layers, config.width * config.vocab_size)
 
 
 def visible_pairs(config: ModelConfig, first: int, last: int) -> float:

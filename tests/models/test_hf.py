@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from flax import traverse_util
 from models.loading import example_of, read
 from safetensors.numpy import load_file, save_file
 
@@ -82,7 +83,8 @@ def test_each_rule_of_a_config_moves_the_logits(name, part, change):
 @pytest.mark.parametrize("name", NAMES)
 def test_parameters_have_the_decoders_shapes(name):
     config, parameters = read(FIXTURES / name, "bfloat16")
-    assert jax.tree.map(lambda x: x.shape, parameters) == parameter_shapes(config)
+    leaves = traverse_util.flatten_dict(parameters, sep=".")
+    assert {path: x.shape for path, x in leaves.items()} == parameter_shapes(config)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(parameters)} == {"bfloat16"}
 
 
