@@ -1,7 +1,8 @@
 """The exception for wrong input, and helpers for its messages."""
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 
 
 class InputError(ValueError):
@@ -15,6 +16,19 @@ def require(fine: bool, message: str) -> None:
     """Raise InputError with this one-line message unless ``fine``."""
     if not fine:
         raise InputError(message)
+
+
+@contextlib.contextmanager
+def as_input_error(what: str, remedy: str) -> Generator[None]:
+    """Turn any exception of a library into the InputError ``what (reason); remedy``: each version has its own
+    classes."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:  # noqa: BLE001
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InputError(f"{what} ({reason}); {remedy}") from None
 
 
 def one_line(error: BaseException, longest: int | None = None) -> str:

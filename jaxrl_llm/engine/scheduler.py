@@ -11,8 +11,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm.engine.blocks import (
+from jaxrl_llm.engine.prefix_cache import Prefix, PrefixCache
+from jaxrl_llm.engine.requests import (
     SIZES,
+    Request,
     SlotShape,
     assign_blocks,
     lane_table,
@@ -21,8 +23,6 @@ from jaxrl_llm.engine.blocks import (
     seat,
     with_blocks_for,
 )  # fmt: skip
-from jaxrl_llm.engine.prefix_cache import Prefix, PrefixCache
-from jaxrl_llm.engine.requests import Request
 from jaxrl_llm.engine.sampling import as_rules, asked, tail_of
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.engine.slots import (

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl_llm.engine.blocks import SlotShape
+from jaxrl_llm.engine.requests import SlotShape
 from jaxrl_llm.engine.sampling import Computed, Rules, Tail, draw, extend_tail, fresh_tail, uniforms
 from jaxrl_llm.engine.settings import Repetition
 from jaxrl_llm.models.cache import (
@@ -191,9 +191,19 @@ def run_chunk(
     before = shared_prefix(slots.blocks, slots.before, slots.lanes, parts_of(mesh, slots.cache.v.shape[1]), group)
 
     def pick(now: Slots, chunk: Cache, step: jax.Array) -> tuple[Slots, Cache, Emitted]:
+        """Sample one token for every row; ``now`` has no caches."""
         hidden, chunk = decode(model, slots.cache, chunk, step, now.tokens, slots.lengths, before, columns)
-        now, emitted = _pick(model, hidden, slots, rules, asked, now, step)
-        return now, chunk, emitted
+        logits = constrain(unembed(model, hidden), BATCH, "tensor")
+        # Each device draws for rows of its own: a vocabulary that is divided cannot be cut into blocks to be summed.
+        logits = constrain(logits, (*BATCH, "tensor"))
+        drawn = draw(logits, uniforms(now.seeds, slots.before + slots.lengths + step + 1), rules, asked)
+        drawn = jax.tree.map(lambda x: constrain(x, BATCH), drawn)
+        sampled = now.sampled + now.active.astype(jnp.int32)
+        tail, repeats = extend_tail(now.tail, drawn.token, drawn.extras["policy_logp"], rules)
+        stopped = jnp.any(drawn.token[:, None] == rules.stop_ids[None], axis=1) | (sampled >= now.limits) | repeats
+        emitted = Emitted(drawn.token, drawn.logp, drawn.extras, now.active, repeats)
+        after = now._replace(tokens=drawn.token, sampled=sampled, tail=tail, active=now.active & ~stopped)
+        return after, chunk, emitted
 
     light = slots._replace(cache=None, blocks=None)
     chunk = empty_cache(config, rows, steps, slots.cache.k.dtype)
@@ -214,22 +224,6 @@ def run_chunk(
     if mesh is not None:
         told = jax.lax.with_sharding_constraint(told, NamedSharding(mesh, PartitionSpec()))
     return now._replace(cache=cache, blocks=slots.blocks, lengths=lengths), told
-
-
-def _pick(
-    model: Decoder, hidden: jax.Array, slots: Slots, rules: Rules, asked: Computed, now: Slots, step: jax.Array
-) -> tuple[Slots, Emitted]:
-    """Sample one token for every row of hidden [B, D]; ``slots``: before the chunk, ``now``: without its caches."""
-    logits = constrain(unembed(model, hidden), BATCH, "tensor")
-    # Each device draws for rows of its own: a vocabulary that is divided cannot be cut into blocks to be summed.
-    logits = constrain(logits, (*BATCH, "tensor"))
-    drawn = draw(logits, uniforms(now.seeds, slots.before + slots.lengths + step + 1), rules, asked)
-    drawn = jax.tree.map(lambda x: constrain(x, BATCH), drawn)
-    sampled = now.sampled + now.active.astype(jnp.int32)
-    tail, repeats = extend_tail(now.tail, drawn.token, drawn.extras["policy_logp"], rules)
-    stopped = jnp.any(drawn.token[:, None] == rules.stop_ids[None], axis=1) | (sampled >= now.limits) | repeats
-    emitted = Emitted(drawn.token, drawn.logp, drawn.extras, now.active, repeats)
-    return now._replace(tokens=drawn.token, sampled=sampled, tail=tail, active=now.active & ~stopped), emitted
 
 
 @functools.partial(jax.jit, static_argnames="mesh", donate_argnums=0)

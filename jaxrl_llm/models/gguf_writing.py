@@ -59,8 +59,8 @@ def save_gguf(model: Any, tokenizer: Any | None, path: str | os.PathLike, kind: 
     from jaxrl_llm.models.decoder import to_parameters
     from jaxrl_llm.models.heads import ScalarModel
 
-    require(kind in KINDS, f"{kind!r} is no type of a GGUF file that is written here: take one of {', '.join(KINDS)}")
-    require(not isinstance(model, ScalarModel), "a GGUF file holds no reward model: write a directory")
+    require(kind in KINDS, f"{kind!r} is not a GGUF type that can be written: use one of {', '.join(KINDS)}")
+    require(not isinstance(model, ScalarModel), "a GGUF file cannot hold a reward model: write a directory")
     config = model.config
     metadata = _metadata(config, tokenizer, Path(path).stem)
     tensors = _tensors(config, metadata["general.architecture"], to_stored(config, to_parameters(model)))
@@ -76,7 +76,7 @@ def _metadata(config: ModelConfig, tokenizer: Any | None, name: str) -> dict[str
     known = {model_type: architecture for architecture, model_type in ARCHITECTURES.items()} | dict(SAME)
     require(
         config.family in known,
-        f"the family {config.family} has no name in GGUF files that is known here: write a directory",
+        f"the family {config.family} has no known name in GGUF files: write a directory",
     )
     prefix = known[config.family]
     attributes = write_config(config, "float32")

@@ -1,14 +1,12 @@
 """Loading of a model from any source: directory, GGUF file, built-in name or hub id."""
 
-import contextlib
 import json
 import os
 import re
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.errors import InputError, did_you_mean, require
+from jaxrl_llm.errors import InputError, as_input_error, did_you_mean, require
 from jaxrl_llm.models.builtin import BUILTIN, TINY
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.hf_config import gives_scores, read_config
@@ -67,7 +65,7 @@ def load_either(
         check_name(name)
         from huggingface_hub import hf_hub_download, snapshot_download
 
-        with _hub_errors(f"cannot fetch {name} from the model hub", "use a local model: --model PATH"):
+        with as_input_error(f"cannot fetch {name} from the model hub", "use a local model: --model PATH"):
             # The configuration first: a model that cannot be loaded is refused before its weights are fetched.
             read_config(read_json(Path(hf_hub_download(name, "config.json"))))
             path = Path(snapshot_download(name, allow_patterns=list(_HUB_FILES)))
@@ -85,18 +83,6 @@ def load_either(
     if path.is_dir():
         return load_directory(path, dtype, mesh)
     return load_gguf(path, dtype, mesh) if name.endswith(".gguf") else BUILTIN[name].load(dtype, mesh)
-
-
-@contextlib.contextmanager
-def _hub_errors(what: str, remedy: str) -> Generator[None]:
-    """Turn errors of the model hub's library into one line: each of its versions has classes of its own."""
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as error:  # noqa: BLE001  no connection, no permission, an unknown repository
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InputError(f"{what} ({reason}); {remedy}") from None
 
 
 def check_name(name: str) -> None:
@@ -173,5 +159,5 @@ def attributes_of(name: str) -> dict[str, Any]:
         return {}
     from huggingface_hub import hf_hub_download
 
-    with _hub_errors(f"cannot fetch config.json of {name}", "put it into a folder and give --model FOLDER"):
+    with as_input_error(f"cannot fetch config.json of {name}", "put it into a folder and give --model FOLDER"):
         return json.loads(Path(hf_hub_download(name, "config.json")).read_text())

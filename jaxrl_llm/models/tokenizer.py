@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, as_input_error
 
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that torch is not installed
 
@@ -54,13 +54,9 @@ def load_tokenizer(directory: Path) -> Any | None:
         return None
     import transformers
 
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:  # noqa: BLE001  transformers raises every kind of exception for a broken file
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InputError(f"{directory}: the tokenizer cannot be read ({reason}); fetch its files again") from None
+    with as_input_error(f"{directory}: the tokenizer cannot be read", "fetch its files again"):
+        load = transformers.AutoTokenizer.from_pretrained
+        tokenizer = load(directory, local_files_only=True, trust_remote_code=False)
     if not tokenizer.is_fast:
         raise InputError(f"{directory}: the tokenizer has no fast form; save it once with its tokenizer.json")
     return tokenizer
@@ -127,7 +123,7 @@ def byte_pairs_of(tokenizer: Any) -> BytePairs:
     cuts = _cuts(described)
     pre = next((name for name in _pre_tokenizers() if _cuts(json.loads(_cutting_as(name).to_str())) == cuts), None)
     if described["model"].get("type") != "BPE" or pre is None:
-        raise InputError("the tokenizer is no byte-level BPE that GGUF files have a name for: write a directory")
+        raise InputError("the tokenizer is not a byte-level BPE known to GGUF files: write a directory")
     texts = {index: text for text, index in tokenizer.get_vocab().items()}
     added = described["added_tokens"]
     first = tokenizer(PROBE)["input_ids"][0]
@@ -144,7 +140,7 @@ def byte_pairs_of(tokenizer: Any) -> BytePairs:
         max_length=tokenizer.model_max_length,
     )
     if build_tokenizer(found)(PROBE)["input_ids"] != tokenizer(PROBE)["input_ids"]:
-        raise InputError("the tokenizer does more than byte-level BPE, which GGUF files cannot say: write a directory")
+        raise InputError("the tokenizer does more than byte-level BPE, which GGUF files cannot hold: write a directory")
     return found
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxrl_llm.config import Configuration
-from jaxrl_llm.engine.blocks import power_of_two
+from jaxrl_llm.engine.requests import power_of_two
 from jaxrl_llm.learner.packing import packed_shapes
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import parameter_shapes

@@ -11,9 +11,8 @@ import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from jaxrl_llm.engine.backend import for_sampling
-from jaxrl_llm.engine.blocks import SlotShape
 from jaxrl_llm.engine.prefix_cache import prefill_shape, rows_of_call
-from jaxrl_llm.engine.requests import Request
+from jaxrl_llm.engine.requests import Request, SlotShape
 from jaxrl_llm.engine.scheduler import Build, wanted
 from jaxrl_llm.engine.slots import Slots, empty_slots, slot_shardings
 from jaxrl_llm.learner import Forward, Training

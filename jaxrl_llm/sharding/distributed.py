@@ -28,7 +28,7 @@ PARTING_MS = 5000
 """Milliseconds in which the others can receive this process's reason to stop."""
 LAST_WORDS_S, SERVICE_S = 3.0, 1.0
 """Seconds for a failing process to report its reason after its connections close; and to receive process 0's reason."""
-AGAIN = "run the same command again, on fewer if need be, to go on"
+AGAIN = "run the same command again, on fewer if need be, to resume"
 LOST = f"another process of this run died or cannot be reached: {AGAIN}"
 KILLED = f"this process was killed, or lost another one of its run: {AGAIN}"
 UNMET = "the processes of this run did not find each other: start all of them, with a coordinator that each can reach"
@@ -65,7 +65,7 @@ def joining(given: Distributed, environment: Mapping[str, str]) -> dict[str, Any
     if named:
         missing = [f"--distributed.{name}" for name in ("coordinator", "processes", "process") if name not in named]
         if missing:
-            raise InputError(f"--distributed.{next(iter(named))} needs {' and '.join(missing)} beside it")
+            raise InputError(f"--distributed.{next(iter(named))} needs {' and '.join(missing)}, too")
         if not re.fullmatch(r".+:\d+", given.coordinator or ""):
             raise InputError(f"--distributed.coordinator must be HOST:PORT, got {given.coordinator!r}")
         if not 0 <= given.process < given.processes:

@@ -118,7 +118,7 @@ def test_a_process_that_is_killed_stops_the_other_with_one_line(killed):
     # JAX may abort the process before it can leave by itself.
     assert first in (1, -signal.SIGABRT) and second == -signal.SIGKILL and seconds < 3 * HEARTBEAT_S
     told = [line for line in said(folder, 0) if line.startswith("jaxrl-llm: ")]
-    assert len(told) == 1 and "run the same command again, on fewer if need be, to go on" in told[0]
+    assert len(told) == 1 and "run the same command again, on fewer if need be, to resume" in told[0]
     assert "Traceback" not in "".join(said(folder, 0))
 
 

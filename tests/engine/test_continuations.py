@@ -9,8 +9,7 @@ import pytest
 from engine.test_engine import distributions, finished, model, same
 from tiny import tiny
 
-from jaxrl_llm.engine.blocks import SlotShape
-from jaxrl_llm.engine.requests import Request
+from jaxrl_llm.engine.requests import Request, SlotShape
 from jaxrl_llm.engine.scheduler import Build, wanted
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.decoder import logits

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny
 
-from jaxrl_llm.engine.blocks import SlotShape, moved_slots
-from jaxrl_llm.engine.requests import Request
+from jaxrl_llm.engine.requests import Request, SlotShape, moved_slots
 from jaxrl_llm.engine.scheduler import Build, wanted
 from jaxrl_llm.engine.slots import empty_slots, rearranged, with_blocks
 from jaxrl_llm.rollout import Engine, Sampling

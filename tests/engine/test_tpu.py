@@ -10,7 +10,7 @@ import pytest
 from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxrl_llm.engine.blocks import SlotShape
+from jaxrl_llm.engine.requests import SlotShape
 from jaxrl_llm.engine.sampling import as_rules, asked
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.engine.slots import empty_slots, fill_slots, idle, rearranged, run_chunk

@@ -184,9 +184,9 @@ def test_what_a_file_cannot_say_is_refused_and_nothing_is_left(tmp_path):
     assert "attention.scale" in refusal(of("gemma2"), None, path)
     assert "cannot express this model's attention" in refusal(of("mistral"), None, path)
     assert "was not published" in refusal(of("llama3_rope"), None, path)
-    assert "'q4_0' is no type of a GGUF file that is written here" in refusal(tiny, None, path, "q4_0")
+    assert "'q4_0' is not a GGUF type that can be written" in refusal(tiny, None, path, "q4_0")
     reward, _ = load_scalar(Path(__file__).parents[1] / "fixtures/reward_models/llama")
-    assert "a GGUF file holds no reward model" in refusal(reward, None, path)
+    assert "a GGUF file cannot hold a reward model" in refusal(reward, None, path)
     assert "the tokenizer has 259 tokens and the model 128" in refusal(of("llama"), tokenizer, path)
     wide = jax.tree.map(lambda leaf: leaf * 1e7, of("llama"))
     assert "holds values that float16 cannot: take bf16 or f32" in refusal(wide, None, path, "f16")
@@ -201,7 +201,7 @@ def test_a_tokenizer_that_cuts_otherwise_is_refused(tmp_path):
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     folder = tmp_path / "out"
     folder.mkdir()
-    assert "no byte-level BPE that GGUF files have a name for" in refusal(model, tokenizer, folder / "m.gguf")
+    assert "not a byte-level BPE known to GGUF files" in refusal(model, tokenizer, folder / "m.gguf")
 
 
 def test_three_ends_are_kept(tmp_path):

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny
 
-from jaxrl_llm.engine.blocks import (
+from jaxrl_llm.engine.requests import (
+    Request,
     SlotShape,
     assign_blocks,
     lane_table,
     seat,
     with_blocks_for,
 )
-from jaxrl_llm.engine.requests import Request
 from jaxrl_llm.rollout import Engine, Sampling
 from jaxrl_llm.types import Prompt
 
