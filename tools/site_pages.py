@@ -1,55 +1,80 @@
-"""What the site shows beside docs/, a hook of mkdocs: CONTRIBUTING.md, CHANGELOG.md, the configurations, the notebooks.
+"""The site: the pages of docs/, with CONTRIBUTING.md, CHANGELOG.md, the configurations and the notebooks.
 
-Links between these files are written as they hold in the repository, and turned here into those of the site.
+``python tools/site_pages.py`` writes all pages to build/pages and builds build/site, which opens from disk. Links
+between these files are written as they hold in the repository, and turned here into those of the site; TeX between
+dollars becomes MathML.
 """
 
+import argparse
 import ast
 import itertools
 import json
+import os
 import posixpath
 import re
+import shutil
+import subprocess
+import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from latex2mathml.converter import convert
-from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 MOVED = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "configs": "configs.md"}
 LINK = re.compile(r"(?<=\]\()([^():#\s]+)(?=[)#])")
 INDENTED = re.compile(r"(?:^    \S.*\n?)+", re.MULTILINE)
-TEX = re.compile(r"(\$\$?)(\S.*?)\1", re.DOTALL)
-FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+BLOCK_TEX = re.compile(r"\$\$(.+?)\$\$", re.DOTALL)
+TEX = re.compile(r"(?<![\\$])\$(?=\S)([^$\n]+?)(?<=\S)\$(?!\d)")
+FENCE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"`[^`\n]+`")
 
 
-def on_config(config: Any) -> None:
-    """The notebooks stand in the navigation, all that there are."""
-    config["nav"].append({"Notebooks": [f"notebooks/{path.stem}.md" for path in NOTEBOOKS]})
+def main() -> None:
+    """Write the pages and build the site of them."""
+    parser = argparse.ArgumentParser(description="Build the site of this repository's pages.")
+    parser.add_argument("--out", type=Path, default=ROOT / "build", help="the folder of pages/ and site/")
+    out = parser.parse_args().out
+    write_pages(out / "pages")
+    shutil.copy(ROOT / "mkdocs.yml", out)
+    program = [sys.executable, "-m", "zensical", "build", "--clean", "--strict", "-f", str(out / "mkdocs.yml")]
+    sys.exit(subprocess.run(program, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False).returncode)
 
 
-def on_files(files: Files, config: Any) -> None:
-    """Add the pages that are made of other files."""
-    pages = {page: (ROOT / name).read_text() for name, page in MOVED.items() if name.endswith(".md")}
+def write_pages(folder: Path) -> None:
+    """Write all pages, and the files that they show, in place of those that are there."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(ROOT / "docs", folder)
+    pages = {path.name: path.read_text() for path in (ROOT / "docs").glob("*.md")}
+    pages |= {page: (ROOT / name).read_text() for name, page in MOVED.items() if name.endswith(".md")}
     pages |= {"configs.md": configurations()}
     pages |= {f"notebooks/{path.stem}.md": notebook(path) for path in NOTEBOOKS}
+    (folder / "notebooks").mkdir()
     for page, text in pages.items():
-        files.append(File.generated(config, page, content=text))
+        (folder / page).write_text(page_of_the_site(text, page))
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Turn links that hold in the repository into those that hold here; code is left alone."""
-    place = page.file.src_uri
+def page_of_the_site(markdown: str, place: str) -> str:
+    """Turn links that hold in the repository into those that hold here, and TeX into MathML; code is left alone."""
     source = next((name for name, moved in MOVED.items() if moved == place), f"docs/{place}")
     if place.startswith("notebooks/"):
         source = place
-    kept = [0, *(end for fence in FENCE.finditer(markdown) for end in fence.span()), len(markdown)]
-    parts = [markdown[begin:end] for begin, end in itertools.pairwise(kept)]
-    return "".join(
-        part if number % 2 else LINK.sub(lambda link: turned(link[1], source, place), part)
-        for number, part in enumerate(parts)
-    )
+
+    def prose(text: str) -> str:
+        linked = LINK.sub(lambda link: turned(link[1], source, place), text)
+        return outside(CODE, linked, formulas)
+
+    return outside(FENCE, markdown, prose)
+
+
+def outside(pattern: re.Pattern[str], text: str, change: Callable[[str], str]) -> str:
+    """``change`` applied to the parts of a text between the matches of a pattern."""
+    kept = [0, *(end for match in pattern.finditer(text) for end in match.span()), len(text)]
+    parts = [text[begin:end] for begin, end in itertools.pairwise(kept)]
+    return "".join(part if number % 2 else change(part) for number, part in enumerate(parts))
 
 
 def turned(link: str, source: str, place: str) -> str:
@@ -90,14 +115,15 @@ def notebook(path: Path) -> str:
     parts = []
     for cell in json.loads(path.read_text())["cells"]:
         text = "".join(cell["source"])
-        parts.append(formulas(text) if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
         parts += [shown(output) for output in cell.get("outputs", ())]
     return "\n\n".join(parts) + "\n"
 
 
 def formulas(text: str) -> str:
     """TeX between dollars as MathML, which browsers draw without a script."""
-    return TEX.sub(lambda found: convert(found[2], display="block" if found[1] == "$$" else "inline"), text)
+    text = BLOCK_TEX.sub(lambda found: convert(found[1].strip(), display="block"), text)
+    return TEX.sub(lambda found: convert(found[1]), text)
 
 
 def shown(output: dict[str, Any]) -> str:
@@ -107,3 +133,7 @@ def shown(output: dict[str, Any]) -> str:
         return f"![What the cell shows](data:image/png;base64,{''.join(data['image/png']).strip()})"
     text = "".join(output.get("text", data.get("text/plain", "")))
     return f"```text\n{text.rstrip()}\n```"
+
+
+if __name__ == "__main__":
+    main()
