@@ -25,6 +25,10 @@ from jaxrl_llm.system.paths import InUse, alone, new_file, prepare_libraries, wr
 from jaxrl_llm.system.signals import on_exit
 from jaxrl_llm.telemetry import Verbosity
 
+GOOGLE = "0x1ae0"
+"""The vendor on the PCI bus of TPUs, and of the network cards of Google's machines."""
+TPUS = ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076")
+"""The PCI devices of Google that are TPUs, those that JAX knows."""
 FILE_SYSTEM_S = 20.0
 """The most seconds until another host sees a file that one host writes."""
 
@@ -292,11 +296,11 @@ def _began(directory: Path) -> bool:
     return any(row["step"] > 0 for row in read_rows(directory / "metrics.jsonl"))
 
 
-def hint_accelerator() -> None:
-    """Print a hint if the machine has an accelerator that this JAX cannot use."""
-    if Path("/proc/driver/nvidia/version").exists():
+def hint_accelerator(root: Path = Path("/")) -> None:
+    """Print a hint if the machine has an accelerator that this JAX cannot use; ``root`` holds its /proc and /sys."""
+    if (root / "proc/driver/nvidia/version").exists():
         extra, device = "cuda", "an NVIDIA GPU"
-    elif any(Path("/dev").glob("accel[0-9]*")):
+    elif any(is_tpu(found) for found in root.glob("sys/bus/pci/devices/*")):
         extra, device = "tpu", "a TPU"
     else:
         return
@@ -307,6 +311,12 @@ def hint_accelerator() -> None:
             f"jaxrl-llm: this machine has {device}, but this JAX runs on the CPU only: pip install -e '.[{extra}]'",
             file=sys.stderr,
         )
+
+
+def is_tpu(device: Path) -> bool:
+    """Whether a folder of the PCI bus describes a TPU, told as JAX tells it: /dev differs between TPU generations."""
+    vendor, name = (device / "vendor", device / "device")
+    return vendor.exists() and vendor.read_text().strip() == GOOGLE and name.read_text().strip() in TPUS
 
 
 def check_shared(peers: Peers, path: Path) -> None:
