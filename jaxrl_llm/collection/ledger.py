@@ -146,7 +146,7 @@ def opened(path: Path, settings: dict[str, Any]) -> Generator[Ledger]:
         if before is None:
             append_rows(file, [{"settings": settings}])
         elif not isinstance(begun := before.get("settings"), dict):
-            raise InputError(f"{part} is no file of a collection: {ELSEWHERE}, or remove it first")
+            raise InputError(f"{part} is not a file of a collection: {ELSEWHERE}, or remove it first")
         else:
             now = json.loads(json.dumps(settings))
             names = sorted(name for name in begun.keys() | now.keys() if begun.get(name) != now.get(name))

@@ -157,11 +157,11 @@ def chat_of(value: Any, column: str) -> list[Message]:
       InputError: the value is not a chat, or a message has a field that is not written, or a weight that is not 0 or 1.
     """
     if not isinstance(value, list | tuple) or not value:
-        raise InputError(f"{column} is no list of chat messages with role and content")
+        raise InputError(f"{column} is not a list of chat messages with role and content")
     chat = []
     for message in value:
         if not (isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))):
-            raise InputError(f"{column} holds what is no chat message with role and content, both text")
+            raise InputError(f"{column} holds an item that is not a chat message with role and content, both text")
         for name, what in UNWRITTEN.items():
             require(_is_empty(message.get(name)), f"{column} holds {what}, which is not written; leave the row out")
         found = {"role": message["role"], "content": message["content"]}
@@ -230,7 +230,7 @@ def ranking_of(row: dict[str, Any], columns: Columns) -> tuple[list[Message], li
     if "completions" in columns:
         sides = row["completions"]
         if not isinstance(sides, list | tuple) or len(sides) < 2:
-            raise InputError("completions is no list of two or more, the best first")
+            raise InputError("completions is not a list of two or more, the best first")
         names = tuple(f"completions[{index}]" for index in range(len(sides)))
     else:
         sides, names = (row["chosen"], row["rejected"]), ("chosen", "rejected")
@@ -243,7 +243,7 @@ def ranking_of(row: dict[str, Any], columns: Columns) -> tuple[list[Message], li
     chats = [chat_of(side, name) for side, name in zip(sides, names, strict=True)]
     begins = shared(*chats)
     if not begins or len(begins) == len(chats[0]) == len(chats[1]):
-        raise InputError(f"chosen and rejected {'are equal' if begins else 'share no prompt'}; mend the row")
+        raise InputError(f"chosen and rejected {'are equal' if begins else 'share no prompt'}; correct the row")
     prompt = prompt_of(begins)
     return prompt, [_rest(chat, prompt, name) for chat, name in zip(chats, names, strict=True)], names
 
@@ -270,7 +270,7 @@ def steps_of(row: dict[str, Any]) -> tuple[list[str], list[float]]:
     steps, labels = row["completions"], row["labels"]
     for name, value in (("completions", steps), ("labels", labels)):
         if not isinstance(value, list | tuple) or not value:
-            raise InputError(f"{name} is no list with something in it; give one for each step")
+            raise InputError(f"{name} is not a list with entries; give one for each step")
     if len(steps) != len(labels):
         raise InputError(f"the row has {len(steps)} steps in completions and {len(labels)} labels; give each step one")
     texts = [plain_text(step, f"completions[{index}]") for index, step in enumerate(steps)]

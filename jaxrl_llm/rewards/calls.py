@@ -142,7 +142,7 @@ def perform(function: Callable[..., Any], call: Call, run: Callable[[Coroutine[A
         if not call.form.batch:
             return [_scored(result, call, call.items[0])]
         if isinstance(result, (str, bytes, Mapping)) or not hasattr(result, "__len__"):
-            raise TypeError(f"returned {result!r:.80}, which is no list of scores")
+            raise TypeError(f"returned {result!r:.80}, which is not a list of scores")
         if len(result) != len(call.items):
             raise ValueError(f"returned {len(result)} scores for {len(call.items)} completions")
         outcomes = []
@@ -194,7 +194,7 @@ def number(result: Any) -> float:
     if isinstance(result, Mapping) and "score" in result:  # verl's functions may say more than the score
         result = result["score"]
     if not isinstance(result, numbers.Real) and not hasattr(result, "__float__"):
-        raise TypeError(f"returned {result!r:.80}, which is no number")
+        raise TypeError(f"returned {result!r:.80}, which is not a number")
     value = float(result)
     if math.isinf(value):
         raise ValueError(f"returned {value}; a reward is finite, or NaN where there is none")
@@ -211,15 +211,15 @@ def steps(result: Any, completion: Any, positions: str) -> list[tuple[int, float
       ValueError: a position is outside the completion, or a value is not finite.
     """
     if isinstance(result, (str, bytes, Mapping)) or not hasattr(result, "__iter__"):
-        raise TypeError(f"returned {result!r:.80}, which is no list of pairs (position, value)")
+        raise TypeError(f"returned {result!r:.80}, which is not a list of pairs (position, value)")
     first, last = (1, len(completion.text)) if positions == "characters" else (0, len(completion.tokens) - 1)
     found = []
     for step in result:
         if isinstance(step, str) or not hasattr(step, "__len__") or len(step) != 2:
-            raise TypeError(f"returned the step {step!r:.80}, which is no pair (position, value)")
+            raise TypeError(f"returned the step {step!r:.80}, which is not a pair (position, value)")
         position, value = step
         if not hasattr(position, "__index__"):
-            raise TypeError(f"returned the position {position!r:.80}, which is no whole number")
+            raise TypeError(f"returned the position {position!r:.80}, which is not a whole number")
         if not first <= operator.index(position) <= last:
             raise ValueError(f"returned the position {position} of a completion with {positions} {first} to {last}")
         if math.isnan(number(value)):

@@ -336,7 +336,7 @@ def as_reward(given: Any) -> Any:
         function, settings = given, (weight if isinstance(weight, (int, float)) else 1.0, None, None)
     else:
         raise InputError(
-            f"scoring.rewards holds {given!r:.80}, which is no reward: give a function, or one such as Accuracy()"
+            f"scoring.rewards holds {given!r:.80}, which is not a reward: give a function, or one such as Accuracy()"
         )
     path, _ = importable(function)
     return Local(function, *settings) if path is None else Function(path, *settings)

@@ -285,4 +285,4 @@ def _compiled(what: str, pattern: str, flags: re.RegexFlag = re.NOFLAG) -> re.Pa
     try:
         return re.compile(pattern, re.DOTALL | flags)
     except re.error as error:
-        raise InputError(f"{what} pattern {pattern!r} is no regular expression ({error}); correct it") from error
+        raise InputError(f"{what} pattern {pattern!r} is not a regular expression ({error}); correct it") from error

@@ -66,7 +66,7 @@ class Replay(Setting):
             ),
             (
                 run.rollout.group >= 2,
-                f"puts a success beside failures, and rollout.group is {run.rollout.group}: set it to at least 2",
+                f"puts a success among failures, and rollout.group is {run.rollout.group}: set it to at least 2",
             ),
             (
                 run.rollout.collect.learn_earlier,

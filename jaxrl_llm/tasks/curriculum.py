@@ -274,7 +274,7 @@ class Scheduled:
             "curriculum/success": float(rates.mean(dtype=np.float64)) if seen.any() else math.nan,
         }
         if dropped.all() and not self.dropped(before["asked"], before).all():
-            found["event/curriculum_exhausted"] = f"all {len(dropped)} problems are dropped, so all are asked on"
+            found["event/curriculum_exhausted"] = f"all {len(dropped)} problems are dropped, so all are asked again"
         return found
 
     def valid(self, memory: Memory) -> Memory:

@@ -42,7 +42,7 @@ def resolve(path: str) -> Callable[..., Any]:
     except Exception as error:  # whatever a person's module raises at import
         raise InputError(
             f"{path} cannot be imported ({one_line(error)}); "
-            f"check the name, and that the module lies in the current folder or is installed"
+            f"check the name, and that the module is in the current folder or is installed"
         ) from error
     if not hasattr(module, name):
         hint = did_you_mean(name, dir(module), "check the spelling")

@@ -93,7 +93,7 @@ def _generate(name: str, options: dict[str, Any], size: int, seed: int) -> list[
     settings: Any = DATASETS[name][1]
     fields = [field.name for field in dataclasses.fields(settings)]
     for option in options:
-        require(option not in ("size", "seed"), f"{option} is no option of {name}: set the source's own field {option}")
+        require(option not in ("size", "seed"), f"{option} is not an option of {name}: set the source's field {option}")
         if option not in fields:
             has = f"it has {', '.join(sorted(fields))}"
             raise InputError(f"reasoning-gym's {name} has no option {option!r}; {did_you_mean(option, fields, has)}")

@@ -78,7 +78,7 @@ def check_instructions(fields: Mapping[str, Any], where: str) -> None:
             hint = did_you_mean(str(name), CHECKS, f"choose of {', '.join(CHECKS)}")
             raise InputError(f"{where}: instruction {name!r} is unknown; {hint}")
         if wrong := _wrong(name, given):
-            raise InputError(f"{where}: instruction {name} {wrong}; mend the row")
+            raise InputError(f"{where}: instruction {name} {wrong}; correct the row")
 
 
 def _wrong(name: str, given: Any) -> str:

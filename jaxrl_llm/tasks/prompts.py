@@ -42,8 +42,8 @@ def sound(where: str, row: Any) -> tuple[str, dict[str, Any]]:
             raise BadRow(f"{where}: field {name!a} is nested too deeply to be read; leave the row out") from None
         if broken:
             raise BadRow(
-                f"{where}: field {name!a} holds {broken!a}, half of a pair that stands for a character, and UTF-8 "
-                "has no place for it; write the character, or leave the row out"
+                f"{where}: field {name!a} holds {broken!a}, half of a surrogate pair, which UTF-8 "
+                "cannot hold; write the character, or leave the row out"
             )
     return where, row
 

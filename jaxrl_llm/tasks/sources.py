@@ -119,7 +119,7 @@ class Table(RowSource):
         if path.suffix not in (".jsonl", ".parquet"):
             raise InputError(f"{path} has the suffix {path.suffix!r}; tables are .jsonl or .parquet files")
         if not path.is_file():
-            raise InputError(f"{path} is no file; paths start at the current folder, {Path.cwd()}")
+            raise InputError(f"{path} not found; paths start at the current folder, {Path.cwd()}")
         return itertools.starmap(_parsed, _lines(path)) if path.suffix == ".jsonl" else _parquet_rows(path)
 
 
@@ -271,7 +271,9 @@ def _parsed(where: str, line: bytes) -> tuple[str, Any]:
     try:
         return where, json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise BadRow(f"{where} is no JSON ({one_line(error, 200)}); write one object on each line, in UTF-8") from error
+        raise BadRow(
+            f"{where} is not JSON ({one_line(error, 200)}); write one object on each line, in UTF-8"
+        ) from error
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
@@ -283,8 +285,8 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
             rows = (row for batch in table.iter_batches() for row in batch.to_pylist())
             yield from ((f"{path}:{count}", row) for count, row in enumerate(rows, start=1))
     except pyarrow.ArrowInvalid as error:
-        raise InputError(f"{path} is no Parquet file ({one_line(error, 200)}); write it again") from error
+        raise InputError(f"{path} is not a Parquet file ({one_line(error, 200)}); write it again") from error
     except UnicodeDecodeError as error:
         raise InputError(
-            f"{path} has text that is no UTF-8 ({one_line(error, 200)}); write it again in UTF-8"
+            f"{path} has text that is not UTF-8 ({one_line(error, 200)}); write it again in UTF-8"
         ) from error

@@ -235,7 +235,7 @@ def _checkable(problems: list[Problem], verifier: str, notes: list[str]) -> list
     if dropped:
         named = ", ".join(f"{_place(problem)} ({problem.answer[:40]!r})" for problem in dropped[:_NAMED])
         more = ", ..." if len(dropped) > _NAMED else ""
-        notes.append(f"{len(dropped)} of {len(problems)} dropped because the answer is no integer: {named}{more}")
+        notes.append(f"{len(dropped)} of {len(problems)} dropped because the answer is not an integer: {named}{more}")
     return [problem for problem in problems if integer(problem.answer) is not None]
 
 

@@ -107,7 +107,7 @@ def check_tokenizer(tokenizer: Any, name: str = "the model's directory") -> None
       InputError: the tokenizer is None.
     """
     if tokenizer is None:
-        raise InputError(f"{name} has no tokenizer: put tokenizer.json and tokenizer_config.json beside its weights")
+        raise InputError(f"{name} has no tokenizer: put tokenizer.json and tokenizer_config.json next to its weights")
 
 
 def worded(prompt: Iterable[Message], wording: Wording) -> list[Message]:
@@ -141,7 +141,7 @@ def rendered(
     except Exception as error:  # a template is a program, and raises whatever it likes
         reason = one_line(error, LONGEST_REASON)
         settings = " or ".join(_option(wording, name) for name in ("system", "template"))
-        told = f", or what the row tells the template ({', '.join(options)})" if options else ""
+        told = f", or the row's template options ({', '.join(options)})" if options else ""
         raise InputError(f"the chat template refuses the messages ({reason}); change {settings}{told}") from error
 
 

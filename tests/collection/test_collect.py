@@ -242,7 +242,7 @@ def test_two_at_one_file_are_refused_and_so_is_another_file_of_that_name(tmp_pat
     with opened(path, {}), pytest.raises(InputError, match="is being written by another process"), opened(path, {}):
         pass
     part_of(path).write_text('{"prompt": "mine"}\n')
-    with pytest.raises(InputError, match="is no file of a collection"), opened(path, {}):
+    with pytest.raises(InputError, match="is not a file of a collection"), opened(path, {}):
         pass
     assert part_of(path).read_text() == '{"prompt": "mine"}\n'
 

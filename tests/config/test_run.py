@@ -212,7 +212,7 @@ REFUSED = [
     ("task.holdout", 1.0, "holdout is 1.0"),
     ("task.keep", "jaxrl_llm.tasks.filters:nonnegative", "did you mean nonnegative_answer?"),
     ("scoring.rewards", (), "scoring.rewards is empty"),
-    ("scoring.rewards", (Format("("),), "is no regular expression"),
+    ("scoring.rewards", (Format("("),), "is not a regular expression"),
     ("scoring.rewards", (Function("nowhere:f"),), "nowhere:f cannot be imported"),
     ("scoring.rewards", (Accuracy(float("nan")),), "give a finite number"),
     ("scoring.rewards", (RepetitionPenalty(),), "set rollout.repetition.longest_period and times, or leave it out"),

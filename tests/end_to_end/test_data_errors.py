@@ -77,7 +77,7 @@ REFUSED = {
     "train sft.py --recipe grpo": ["--recipe grpo is a method of reinforcement learning", "Supervised"],
     "train sft.py --centre 1": ["no option --centre"],
     "train sft.py --batch.max_tokens 2000": ["batch.max_tokens needs 2000 positions", "made for 1024"],
-    "train sft.py --data.source.path nowhere.jsonl": ["nowhere.jsonl is no file"],
+    "train sft.py --data.source.path nowhere.jsonl": ["nowhere.jsonl not found"],
     "train dpo.py --loss.beta 0": ["DPO.beta must be above 0"],
     "train dpo.py --loss.label_smoothing 0.5": ["DPO.label_smoothing must be from 0 to below 0.5"],
     "train dpo.py --evaluation.every 1": ["nothing to test on: set data.holdout above 0, or evaluation.task"],

@@ -139,5 +139,5 @@ def test_a_bound_that_cannot_work_is_refused_in_one_line(bound, told):
 
 def test_a_bound_of_nothing_is_refused_where_it_is_written():
     for made in (lambda: Hinge(3.0, 1.0), lambda: Constraint("harm", 1.0, 1.0), lambda: Hinge(Gate(harms), 1.0)):
-        with pytest.raises(InputError, match="which is no reward"):
+        with pytest.raises(InputError, match="which is not a reward"):
             made()

@@ -59,7 +59,7 @@ def values(function, items=ITEMS, batch=None):
 )
 def test_the_names_of_its_parameters_say_what_a_function_is_given(function, expected):
     if expected is None:  # what it waits for is no number
-        assert "returned [7.0], which is no number" in asked(function, ITEMS)[0].message
+        assert "returned [7.0], which is not a number" in asked(function, ITEMS)[0].message
     else:
         assert values(function) == expected
 
@@ -147,7 +147,7 @@ def test_calls_of_an_async_function_wait_together_and_are_lost_one_by_one():
 def test_none_in_a_batch_cannot_be_scored_and_what_is_no_number_fails_alone():
     outcomes = asked(forms.some_none, [item(text) for text in ("1", "none", "text")])
     assert outcomes[0] == Outcome("ok", 1.0) and outcomes[1].status == "ok" and math.isnan(outcomes[1].value)
-    assert outcomes[2].message == "TypeError: returned 'a', which is no number"
+    assert outcomes[2].message == "TypeError: returned 'a', which is not a number"
 
 
 @pytest.mark.parametrize(
@@ -155,10 +155,10 @@ def test_none_in_a_batch_cannot_be_scored_and_what_is_no_number_fails_alone():
     [
         (forms.too_few, "ValueError: returned 1 scores for 2 completions"),
         (forms.whole_batch_fails, "ZeroDivisionError: division by zero"),
-        (lambda problems, completions: 1.0, "TypeError: returned 1.0, which is no list of scores"),
+        (lambda problems, completions: 1.0, "TypeError: returned 1.0, which is not a list of scores"),
         (
             lambda problems, completions: {"score": 1.0},
-            "TypeError: returned {'score': 1.0}, which is no list of scores",
+            "TypeError: returned {'score': 1.0}, which is not a list of scores",
         ),
     ],
 )

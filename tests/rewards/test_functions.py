@@ -170,7 +170,7 @@ def test_what_has_a_name_is_kept_by_its_name():
 
 @pytest.mark.parametrize("given", [3, "sample_forms:single", Accuracy, None])
 def test_what_cannot_be_called_is_no_reward(given):
-    with pytest.raises(InputError, match="which is no reward: give a function, or one such as Accuracy"):
+    with pytest.raises(InputError, match="which is not a reward: give a function, or one such as Accuracy"):
         as_reward(given)
 
 

@@ -61,7 +61,7 @@ def test_only_the_beginning_is_looked_at():
 @pytest.mark.parametrize(("refusals", "words"), [
     (Refusals(()), "Refusals has no pattern"),
     (Refusals(("no", "")), "or an empty one"),
-    (Refusals(("(",)), r"Refusals pattern '\(' is no regular expression"),
+    (Refusals(("(",)), r"Refusals pattern '\(' is not a regular expression"),
     (Refusals(within=0), "Refusals.within must be at least 1 character, got 0"),
 ])  # fmt: skip
 def test_what_can_find_nothing_is_refused(refusals, words):

@@ -50,7 +50,7 @@ def test_a_reward_that_fails_is_refused_and_its_traceback_kept_until_it_does_not
         assert not list(tmp_path.iterdir())
         broken = None
         with pytest.raises(
-            InputError, match=r"test_rehearsal.py:\d+: TypeError: returned \[1.0\], which is no number$"
+            InputError, match=r"test_rehearsal.py:\d+: TypeError: returned \[1.0\], which is not a number$"
         ):
             scorer.dry_run(problem("12"), tokenizer)
 

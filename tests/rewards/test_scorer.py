@@ -133,9 +133,9 @@ def obeying():
         ("die", "def obey", "the worker died (exit code 7)"),
         ("segfault", "def obey", f"the worker died (exit code -{int(signal.SIGSEGV)})"),
         ("exit", '"exit"', "SystemExit: 3"),
-        ("None", "def obey", "TypeError: returned None, which is no number"),
-        ("text", "def obey", "TypeError: returned '1', which is no number"),
-        ("list", "def obey", "TypeError: returned [1.0], which is no number"),
+        ("None", "def obey", "TypeError: returned None, which is not a number"),
+        ("text", "def obey", "TypeError: returned '1', which is not a number"),
+        ("list", "def obey", "TypeError: returned [1.0], which is not a number"),
         ("infinite", "def obey", "ValueError: returned inf; a reward is finite, or NaN where there is none"),
         (
             "huge",

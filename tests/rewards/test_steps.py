@@ -85,16 +85,16 @@ def test_without_a_tokenizer_only_the_means_are_there(tokenizer):
 @pytest.mark.parametrize(
     ("said", "kind", "told"),
     [
-        (3.0, TypeError, "returned 3.0, which is no list of pairs (position, value)"),
-        (None, TypeError, "returned None, which is no list"),
-        ({1: 2}, TypeError, "returned {1: 2}, which is no list"),
-        ([1, 2], TypeError, "returned the step 1, which is no pair (position, value)"),
-        ([(1.5, 1.0)], TypeError, "returned the position 1.5, which is no whole number"),
+        (3.0, TypeError, "returned 3.0, which is not a list of pairs (position, value)"),
+        (None, TypeError, "returned None, which is not a list"),
+        ({1: 2}, TypeError, "returned {1: 2}, which is not a list"),
+        ([1, 2], TypeError, "returned the step 1, which is not a pair (position, value)"),
+        ([(1.5, 1.0)], TypeError, "returned the position 1.5, which is not a whole number"),
         ([(4, 1.0)], ValueError, "returned the position 4 of a completion with characters 1 to 3"),
         ([(0, 1.0)], ValueError, "returned the position 0 of a completion with characters 1 to 3"),
         ([(1, math.inf)], ValueError, "returned inf"),
         ([(1, math.nan)], ValueError, "returned nan for the step at 1"),
-        ([(1, "good")], TypeError, "returned 'good', which is no number"),
+        ([(1, "good")], TypeError, "returned 'good', which is not a number"),
     ],
 )
 def test_nonsense_of_steps_is_named(said, kind, told):

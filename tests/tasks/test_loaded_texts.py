@@ -71,8 +71,8 @@ def test_bad_rows_are_dropped_and_counted_on_demand(tmp_path, kind):
     path.write_text("\n".join([json.dumps(GOOD[kind]), "{", '["q"]', '{"prompt": "q"}', other]))
     found = loaded(kind(Table(str(path)), bad_rows="drop"))
     assert [row.where for row in found.train] == [f"{path}:1", f"{path}:5"]
-    assert found.left_out.startswith(f"of 5 rows 3 bad dropped (first: {path}:2 is no JSON") and found.notes[0]
-    with pytest.raises(InputError, match=r"rows.jsonl:2 is no JSON"):
+    assert found.left_out.startswith(f"of 5 rows 3 bad dropped (first: {path}:2 is not JSON") and found.notes[0]
+    with pytest.raises(InputError, match=r"rows.jsonl:2 is not JSON"):
         loaded(kind(Table(str(path))))
     path.write_text("{\n{")
     with pytest.raises(
@@ -80,8 +80,8 @@ def test_bad_rows_are_dropped_and_counted_on_demand(tmp_path, kind):
     ) as caught:
         loaded(kind(Table(str(path)), bad_rows="drop"))
     assert "\n" not in str(caught.value)
-    with pytest.raises(InputError, match=r"none.jsonl is no file"):
+    with pytest.raises(InputError, match=r"none.jsonl not found"):
         loaded(kind(Table(str(tmp_path / "none.jsonl")), bad_rows="drop"))
     (tmp_path / "rows.parquet").write_text("{")
-    with pytest.raises(InputError, match=r"rows.parquet is no Parquet file"):
+    with pytest.raises(InputError, match=r"rows.parquet is not a Parquet file"):
         loaded(kind(Table(str(tmp_path / "rows.parquet")), bad_rows="drop"))

@@ -78,7 +78,7 @@ def test_rows_are_read_with_where_they_stand(tmp_path):
     assert found == [(f"{tmp_path}/rows.jsonl:1", rows[0]), (f"{tmp_path}/rows.jsonl:2", rows[1])]
     assert list(Rows(rows).read()) == [("rows[0]", rows[0]), ("rows[1]", rows[1])]
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{')
-    with pytest.raises(InputError, match=r"rows.jsonl:2 is no JSON"):
+    with pytest.raises(InputError, match=r"rows.jsonl:2 is not JSON"):
         list(Table(str(tmp_path / "rows.jsonl")).read())
 
 
@@ -102,8 +102,11 @@ GOOD = '{"prompt": "a", "answer": "b"}'
         ('{"prompt": 3, "answer": "b"}', "rows.jsonl:2: the prompt is neither text nor chat messages"),
         ('{"prompt": [{"role": "user"}], "answer": "b"}', "rows.jsonl:2: the prompt is neither"),
         ('{"prompt": [{"role": "system", "content": "a"}], "answer": "b"}', "rows.jsonl:2: the prompt has no message"),
-        ('{"prompt": "a"', "rows.jsonl:2 is no JSON"),
-        (r'{"prompt": "a \ud800", "answer": "b"}', r"rows.jsonl:2: field 'prompt' holds '\\ud800', half of a pair"),
+        ('{"prompt": "a"', "rows.jsonl:2 is not JSON"),
+        (
+            r'{"prompt": "a \ud800", "answer": "b"}',
+            r"rows.jsonl:2: field 'prompt' holds '\\ud800', half of a surrogate pair",
+        ),
         (r'{"prompt": "a", "answer": "b", "seen": [{"\ude00": 1}]}', r"rows.jsonl:2: field 'seen' holds '\\ude00'"),
         ('"prompt"', "rows.jsonl:2 is a str; a row is an object"),
     ],
@@ -117,12 +120,12 @@ def test_a_bad_row_is_named_with_file_and_line(tmp_path, line, message):
 
 def test_bytes_that_are_no_text_are_named_with_their_file(tmp_path):
     (tmp_path / "rows.jsonl").write_bytes(GOOD.encode() + b'\n{"prompt": "\xff"}\n')
-    with pytest.raises(InputError, match=r"rows.jsonl:2 is no JSON"):
+    with pytest.raises(InputError, match=r"rows.jsonl:2 is not JSON"):
         list(Table(str(tmp_path / "rows.jsonl")).problems())
     broken = pyarrow.array([b"a", b"\xff"], pyarrow.binary()).buffers()
     column = pyarrow.Array.from_buffers(pyarrow.string(), 2, broken)
     pyarrow.parquet.write_table(pyarrow.table({"prompt": column}), tmp_path / "rows.parquet")
-    with pytest.raises(InputError, match=r"rows.parquet has text that is no UTF-8"):
+    with pytest.raises(InputError, match=r"rows.parquet has text that is not UTF-8"):
         list(Table(str(tmp_path / "rows.parquet"), answer_field=None).problems())
 
 
@@ -136,8 +139,8 @@ def test_a_reference_that_cannot_be_cut_out_is_named(tmp_path):
     ("name", "content", "message"),
     [
         ("rows.csv", b"", r"suffix '.csv'; tables are .jsonl or .parquet"),
-        ("missing.jsonl", None, "missing.jsonl is no file"),
-        ("rows.parquet", b"no parquet", "rows.parquet is no Parquet file"),
+        ("missing.jsonl", None, "missing.jsonl not found"),
+        ("rows.parquet", b"no parquet", "rows.parquet is not a Parquet file"),
     ],
 )
 def test_a_bad_file_is_refused(tmp_path, name, content, message):
@@ -225,7 +228,7 @@ def test_reasoning_gym_passes_its_options_on():
         (ReasoningGym("chain_sum", {"max_term": 2}), "chain_sum has no option 'max_term'; did you mean max_terms"),
         (ReasoningGym("chain_sum", {"max_terms": 0}), "chain_sum refuses .*max_terms must be >= min_terms"),
         (ReasoningGym("chain_sum", {"max_terms": "two"}), "chain_sum refuses"),
-        (ReasoningGym("chain_sum", {"size": 5}), "set the source's own field size"),
+        (ReasoningGym("chain_sum", {"size": 5}), "set the source's field size"),
         (ReasoningGym("chain_sum", size=0), "size must be positive"),
     ],
 )

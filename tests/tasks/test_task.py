@@ -87,7 +87,7 @@ def test_the_integer_verifier_drops_and_names_what_is_no_integer(tmp_path):
     loaded = load(Task(table(tmp_path, rows), verifier="integer"))
     assert texts(loaded.train) == ["a", "b"]
     (note,) = loaded.notes
-    assert note.startswith("4 of 6 dropped because the answer is no integer: ")
+    assert note.startswith("4 of 6 dropped because the answer is not an integer: ")
     assert "rows.jsonl:3 ('half')" in note and "rows.jsonl:5" in note and note.endswith(", ...")
 
 

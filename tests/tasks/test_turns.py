@@ -202,7 +202,7 @@ def test_what_a_row_tells_the_template_is_in_its_prompt():
         for options in (None, {"enable_thinking": False, "other": None})
     )
     assert told[0] == usual[0] + "<think>\n\n</think>\n\n" and told[1:] == usual[1:]
-    with pytest.raises(InputError, match=r"multiple values .*what the row tells the template .add_generation_prompt"):
+    with pytest.raises(InputError, match=r"multiple values .*the row's template options .add_generation_prompt"):
         one(row | {"chat_template_kwargs": {"add_generation_prompt": False}}, template=THINKS)
 
 

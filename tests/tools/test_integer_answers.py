@@ -154,7 +154,7 @@ def test_chats_nested_fields_and_solutions_are_rewritten_and_others_kept(tmp_pat
 @pytest.mark.parametrize(
     ("rows", "arguments", "message"),
     [
-        (ROWS, ["nowhere.jsonl"], "nowhere.jsonl is no file"),
+        (ROWS, ["nowhere.jsonl"], "nowhere.jsonl not found"),
         (ROWS, [], "no file is given: python tools/integer_answers.py FILE"),
         (ROWS, ["in.jsonl", "--out", "in.jsonl"], "--out in.jsonl is the file itself: give another"),
         (ROWS, ["in.jsonl", "--out", "out.csv"], "--out out.csv is no .jsonl file"),
