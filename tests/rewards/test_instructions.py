@@ -201,10 +201,7 @@ ROW = {"prompt": "a", "instruction_id_list": [WORDS], "kwargs": [{"num_words": 2
             "language:response_language takes a model or a splitter of sentences, and is not checked here; leave such "
             "rows out with keep='jaxrl_llm.tasks.filters:checkable_instructions'",
         ),
-        (
-            {"kwargs": ["many"]},
-            f"instruction {WORDS} has 'many' for arguments, which are an object with names; correct the row",
-        ),
+        ({"kwargs": ["many"]}, f"instruction {WORDS} has 'many' for arguments, which are an object with names; corr"),
         ({"kwargs": [{"num_words": 2}]}, "lacks the argument relation, 'at least' or 'less than'; correct the row"),
         ({"kwargs": [{"num_words": None, "relation": "at least"}]}, ""),
         ({"kwargs": [{"num_words": "2", "relation": "at least"}]}, "has num_words '2', which is not a whole number"),
@@ -213,10 +210,7 @@ ROW = {"prompt": "a", "instruction_id_list": [WORDS], "kwargs": [{"num_words": 2
         ({"kwargs": [{"num_words": 2, "relation": "at most"}]}, "has relation 'at most', which is not 'at least' or"),
         ({"kwargs": [{"num_word": 2, "relation": "at least"}]}, "has no argument 'num_word'; did you mean num_words?"),
         ({"instruction_id_list": ["startend:quotation"]}, "has no argument 'num_words'; it has none; correct the row"),
-        (
-            {"instruction_id_list": [NTH], "kwargs": [THIRD | {"nth_paragraph": 4}]},
-            "speaks of paragraph 4 of 3; correct the row",
-        ),
+        ({"instruction_id_list": [NTH], "kwargs": [THIRD | {"nth_paragraph": 4}]}, "speaks of paragraph 4 of 3; corr"),
         ({"instruction_id_list": [NTH], "kwargs": [THIRD | {"nth_paragraph": 0}]}, "not a whole number from 1 on"),
         ({"instruction_id_list": ["keywords:existence"], "kwargs": [{"keywords": "a"}]}, "is not a list of texts"),
         ({"instruction_id_list": ["keywords:existence"], "kwargs": [{"keywords": []}]}, "which is not a list of texts"),
