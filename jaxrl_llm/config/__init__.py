@@ -1,7 +1,29 @@
 """Configurations of runs: frozen dataclasses that validate themselves and round-trip through JSON."""
 
 from jaxrl_llm.config.checks import check_types, resolved, validate_on_devices, validate_on_model
-from jaxrl_llm.config.files import config_folder, config_names, find_config, load_config, with_recipe
+from jaxrl_llm.config.files import (
+    FREE_TO_CHANGE,
+    RECORDED_CHANGES,
+    Found,
+    as_read,
+    changed_since,
+    changes,
+    config_folder,
+    config_names,
+    evaluation_key,
+    find_config,
+    from_json,
+    is_run,
+    is_whole,
+    load_config,
+    read,
+    reloads,
+    shown,
+    to_json,
+    whole,
+    with_recipe,
+    write,
+)
 from jaxrl_llm.config.mixture import (
     JUDGED,
     Mixture,
@@ -22,23 +44,6 @@ from jaxrl_llm.config.notes import notes
 from jaxrl_llm.config.origin import Origin, Pin, Start, located, own_modules, split_step, without_step
 from jaxrl_llm.config.phases import SHIFT, in_phase, phases_of, unreached, validate
 from jaxrl_llm.config.run import Evaluation, Output, Run, Scoring, check_seed, keeps_reference
-from jaxrl_llm.config.saved import (
-    FREE_TO_CHANGE,
-    RECORDED_CHANGES,
-    Found,
-    as_read,
-    changed_since,
-    changes,
-    evaluation_key,
-    from_json,
-    is_run,
-    is_whole,
-    read,
-    reloads,
-    shown,
-    to_json,
-    whole,
-)
 from jaxrl_llm.config.texts import (
     Answering,
     AtStart,

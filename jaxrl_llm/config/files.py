@@ -1,16 +1,83 @@
-"""Configurations by name: one Python file per run."""
+"""Configurations in files: Python files by name, and runs as JSON that loads again, with the changes between two."""
 
 import dataclasses
+import hashlib
 import importlib
+import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from jaxrl_llm.codec import flat
 from jaxrl_llm.config.checks import KINDS, check_types
-from jaxrl_llm.config.origin import Origin, execute
+from jaxrl_llm.config.origin import (
+    Origin,
+    execute,
+    find_class,
+    located,
+    make_findable,
+    origin_of,
+    own_modules,
+    why_not_found,
+)
 from jaxrl_llm.config.run import Run
-from jaxrl_llm.config.saved import Found, is_run, read, whole
-from jaxrl_llm.config.texts import Configuration
+from jaxrl_llm.config.texts import Configuration, RewardModel
+from jaxrl_llm.data.datasets import Pairs
 from jaxrl_llm.errors import InputError, did_you_mean, require
-from jaxrl_llm.recipes import RECIPES
+from jaxrl_llm.recipes import RECIPES, Recipe
+from jaxrl_llm.rewards.functions import Local, Lost, StepFunction
+from jaxrl_llm.system.paths import new_file
+from jaxrl_llm.system.setting import FREE, RECORDED, names_marked, parts_of
+from jaxrl_llm.tasks.sources import MISSING, InMemory
+
+FREE_TO_CHANGE = tuple(dict.fromkeys(name for kind in KINDS for name in names_marked(kind, FREE)))
+"""Fields (and all below them) that may change when a run is resumed."""
+RECORDED_CHANGES = tuple(dict.fromkeys(name for kind in KINDS for name in names_marked(kind, RECORDED)))
+"""Fields that may change when a run is resumed, with the change recorded, since it affects what is measured later."""
+LONGEST_SHOWN = 100
+"""The most characters shown of a changed value."""
+RUNS = tuple(f"{kind.__module__}:{kind.__qualname__}" for kind in KINDS)
+"""The values of ``type`` in a config.json."""
+ABOUT = ("type", "origin", "from")
+"""The keys of a config.json that are not fields of the run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Unsaveable:
+    """A placeholder in a loaded run for a value that its config.json could not hold, or that is not found again.
+
+    Attributes:
+      why: the reason; a part of a sentence.
+    """
+
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A configuration and its origin.
+
+    Attributes:
+      name: of the file or the run's directory; the name of a new run.
+      run: its value; as ``read`` returns it, perhaps with ``Unsaveable`` in some places.
+      origin: its file, and the folder in which relative paths start.
+      directory: of the run, if it is loaded from a run's config.json.
+    """
+
+    name: str
+    run: Configuration
+    origin: Origin
+    directory: Path | None = None
+
+    @property
+    def located(self) -> Configuration:
+        """The run with the paths of its data and models resolved from the current folder."""
+        return located(self.run, self.origin, self.directory)
+
+    @property
+    def pinned(self) -> Configuration:
+        """The run as ``located`` gives it, with the step of each model that is another run."""
+        return located(self.run, self.origin, self.directory, pinned=True)
 
 
 def config_folder() -> Path:
@@ -81,3 +148,185 @@ def with_recipe(run: Configuration, name: str) -> Run:
         hint = did_you_mean(name, RECIPES, f"there are {', '.join(RECIPES)}")
         raise InputError(f"no recipe {name!r}: {hint}")
     return dataclasses.replace(run, recipe=RECIPES[name])
+
+
+def to_json(value: Any) -> Any:
+    """Convert a value to nested JSON values; a dataclass becomes an object with its class name as ``type``.
+
+    A value that JSON cannot hold becomes ``{"unsaveable": why}``.
+    """
+    if isinstance(value, Unsaveable):
+        return {"unsaveable": value.why}
+    if isinstance(value, (Local, StepFunction, InMemory)):
+        value = value.to_save()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        why = why_not_found(type(value))
+        fields = {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
+        return {"unsaveable": why} if why else {"type": _name(type(value))} | fields
+    if isinstance(value, (tuple, list)):
+        return [to_json(item) for item in value]
+    if isinstance(value, dict):
+        return {k: to_json(v) for k, v in value.items()}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    name = getattr(value, "__qualname__", None)
+    made = f"a {type(value).__qualname__}" if name is None else f"{value.__module__}.{name}"
+    return {"unsaveable": f"the run holds {made}, which only the program that began it has: go on with it from there"}
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def whole(value: Any, where: str = "config.json") -> Any:
+    """Return the value after checking that no part of it is ``Unsaveable``.
+
+    Raises:
+      InputError: a part is; the line begins with ``where`` and gives the reason.
+    """
+    for part in parts_of(value):
+        if isinstance(part, Unsaveable):
+            raise InputError(f"{where}: {part.why}")
+    return value
+
+
+def is_whole(value: Any) -> bool:
+    """Whether no part of the value is ``Unsaveable``."""
+    return not any(isinstance(part, Unsaveable) for part in parts_of(value))
+
+
+def as_read(run: Configuration) -> Configuration:
+    """Return the run as loading its config.json would give it."""
+    return from_json(to_json(run), Origin("", modules=own_modules(run)))
+
+
+def from_json(data: Any, origin: Origin | None = None) -> Any:
+    """Rebuild a value from ``to_json``; lists become tuples. Only dataclasses are constructed. A part that was not
+    saved, or has a class that is not allowed or not found, becomes ``Unsaveable``, and so does one that needs such a
+    part.
+
+    Args:
+      data: nested JSON values, such as those of a config.json.
+      origin: classes of its modules and of this package may be named.
+    """
+    if isinstance(data, list):
+        return tuple(from_json(item, origin) for item in data)
+    if not isinstance(data, dict):
+        return data
+    if data.keys() == {"unsaveable"}:
+        return Unsaveable(data["unsaveable"])
+    about = ABOUT if data.get("type") in RUNS else ("type",)
+    fields = {name: from_json(item, origin) for name, item in data.items() if name not in about}
+    if "type" not in data:
+        return fields
+    try:
+        kind = find_class(data["type"], origin)
+    except (InputError, ImportError) as error:
+        return Unsaveable(str(error))
+    if kind is None:
+        return Unsaveable(f"it names {data['type']}, which is no configuration class of this version")
+    missing = [item for item in fields.values() if isinstance(item, Unsaveable)]
+    try:
+        # A field added since the file was written, where its meaning then differs from the new default.
+        then: dict[str, Any] = {}
+        if kind is RewardModel and isinstance(fields.get("data"), Pairs):
+            then = {"score_at": "stop"}
+        if kind is Recipe and fields.get("overlong_share"):
+            then = {"overlong_weight": 1.0}
+        return kind(**then | fields)
+    except (TypeError, ValueError, AttributeError):
+        if not missing:
+            raise
+        return missing[0]
+
+
+def write(path: Path, data: dict[str, Any]) -> None:
+    """Write a config.json, atomically."""
+    with new_file(path) as part:
+        part.write_text(json.dumps(data, indent=1))
+
+
+def read(path: Path, own: bool = True) -> Found:
+    """Read a config.json; values that cannot be loaded from it are ``Unsaveable``.
+
+    Args:
+      path: of the file.
+      own: whether files of own classes may be run for it, and modules where it began be found.
+    """
+    try:
+        data = json.loads(path.read_text())
+        origin = origin_of(data, path.parent)
+        if own:
+            for folder in origin.places():
+                make_findable(folder)
+        run = from_json(data, origin if own else None)
+        if is_whole(run) and isinstance(run, KINDS):
+            check_types(run)
+    except FileNotFoundError:
+        raise InputError(f"no such file: {path}") from None
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path} is no whole JSON ({error}): put the file back as the run wrote it") from None
+    except (ValueError, TypeError, ImportError) as error:
+        raise InputError(
+            f"{path} does not describe a run of this version ({error}): take the version of jaxrl_llm that wrote it, "
+            "or begin a new run"
+        ) from None
+    require(isinstance(run, KINDS), f"{path} does not describe a run")
+    return Found(path.parent.absolute().name, run, origin, path.parent)
+
+
+def is_run(path: Path) -> bool:
+    """Whether a file is a run's config.json; a model's directory has a file of that name too.
+
+    An unreadable one is a run's if its folder has checkpoints.
+    """
+    try:
+        data = json.loads(path.read_text())
+    except OSError:
+        return False
+    except ValueError:
+        return (path.parent / "checkpoints").is_dir()
+    return isinstance(data, dict) and data.get("type") in RUNS
+
+
+def reloads(run: Configuration) -> bool:
+    """Whether config.json holds everything the run trains with; functions and large tables exist only in the
+    program."""
+    values = flat(to_json(run)).values()
+    lost = any(value == _name(Lost) or str(value).startswith(MISSING) for value in values)
+    return not lost and is_whole(as_read(run))
+
+
+def changes(old: Configuration, new: Configuration) -> list[str]:
+    """List the fields that differ, as ``name: old -> new``."""
+    before = flat(to_json(old))
+    after = flat(to_json(new))
+    found = []
+    for name in sorted(before.keys() | after.keys()):
+        values = before.get(name), after.get(name)
+        if repr(values[0]) != repr(values[1]):  # as text, since nan is not equal to itself
+            texts = [str(value) for value in values]
+            then, now = (text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..." for text in texts)
+            found.append(f"{name}: {then} -> {now}")
+    return found
+
+
+def shown(found: Sequence[str]) -> str:
+    """Format changes in one line: the first three, and the number of others."""
+    return "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
+
+
+def changed_since(directory: Path, step: int | None) -> str:
+    """Report the settings of the run in a directory that changed at this step or later, in one line; empty if none
+    did."""
+    path = directory / "config.json"
+    if not path.is_file():
+        return ""
+    changed = origin_of(json.loads(path.read_text()), directory).changed
+    return "; ".join(shown(names) for at, names in changed if at >= (step or 0))
+
+
+def evaluation_key(run: Any) -> str:
+    """Return a key of the settings that evaluations depend on: equal keys measure the same problems in the same way."""
+    test = dataclasses.replace(run.evaluation, task=run.evaluation.task or run.task, every=0, judge=None)
+    return hashlib.sha256(json.dumps(to_json(test)).encode()).hexdigest()[:16]

@@ -11,16 +11,15 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from jaxrl_llm.config.legacy import MOVED
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.settings import Critic
 from jaxrl_llm.system.paths import local
-from jaxrl_llm.system.setting import MODEL, OURS, PATH, Mark, annotations, is_ours, parts_of, with_parts
+from jaxrl_llm.system.setting import MODEL, OURS, PATH, annotations, is_ours, parts_of, with_parts
 
 SAVED_RUNS = "runs"
 """The folder of runs: ``runs/NAME`` below the folder where the run began, unless ``run_dir`` says otherwise."""
@@ -133,32 +132,29 @@ def located(run: Any, origin: Origin, directory: Path | None = None, pinned: boo
     ``pinned``: first put ``RUN@STEP`` in place of each ``RUN`` that is pinned to a step.
     """
 
-    def at_step(name: str) -> str:
+    def placed(name: str, marks: Sequence[Any]) -> str:
         pin = (origin.models or {}).get(name, Pin())
-        return name if pin.step is None or split_step(name)[1] is not None else f"{name}@{pin.step}"
+        if pinned and MODEL in marks and pin.step is not None and split_step(name)[1] is None:
+            name = f"{name}@{pin.step}"
+        return place_of(name, origin, directory)
 
-    run = _renamed(run, (MODEL,), at_step) if pinned else run
-    return _renamed(run, (PATH, MODEL), lambda name: place_of(name, origin, directory))
-
-
-def _named(part: Any, marks: Sequence[Mark]) -> list[str]:
-    """Return the fields of a settings dataclass that have one of these marks."""
-    found = annotations(type(part)) if dataclasses.is_dataclass(part) else {}
-    return [name for name, (_, its) in found.items() if not set(marks).isdisjoint(its)]
-
-
-def _renamed(run: Any, marks: Sequence[Mark], rename: Callable[[str], str]) -> Any:
-    """Return the run with ``rename`` applied to the fields that have one of these marks."""
-
-    def renamed(part: Any) -> Any:
+    def change(part: Any) -> Any:
         new = {}
-        for field in _named(part, marks):
+        for field, marks in _naming(part).items():
             named = getattr(part, field)
-            several = isinstance(named, (tuple, list))
-            new[field] = tuple(rename(one) for one in named) if several else None if named is None else rename(named)
+            if isinstance(named, (tuple, list)):
+                new[field] = tuple(placed(name, marks) for name in named)
+            elif named is not None:
+                new[field] = placed(named, marks)
         return dataclasses.replace(part, **new) if new else part
 
-    return with_parts(run, renamed)
+    return with_parts(run, change)
+
+
+def _naming(part: Any) -> dict[str, Sequence[Any]]:
+    """Return the marks of the fields of a settings dataclass that name models, files or folders."""
+    found = annotations(type(part)) if dataclasses.is_dataclass(part) else {}
+    return {name: marks for name, (_, marks) in found.items() if MODEL in marks or PATH in marks}
 
 
 def place_of(text: str, origin: Origin, directory: Path | None) -> str:
@@ -178,10 +174,11 @@ def models_of(run: Any) -> Iterator[tuple[str, str]]:
     """Yield each model name in the settings, with the field or reward that names it."""
     yield run.model, "model"
     for part in parts_of(run):
-        for field in _named(part, (MODEL,)) if part is not run else ():
-            named = getattr(part, field) or ()
-            label = OF_CRITIC if isinstance(part, Critic) else f"reward {part.name}"
-            yield from ((name, label) for name in ((named,) if isinstance(named, str) else named))
+        for field, marks in _naming(part).items():
+            if MODEL in marks and part is not run:
+                named = getattr(part, field) or ()
+                label = OF_CRITIC if isinstance(part, Critic) else f"reward {part.name}"
+                yield from ((name, label) for name in ((named,) if isinstance(named, str) else named))
 
 
 PREFIX = f"{OURS}_config_"
@@ -258,6 +255,18 @@ def why_not_found(kind: type) -> str:
     module = sys.modules.get(kind.__module__)
     found = "<locals>" not in kind.__qualname__ and getattr(module, "__file__", None) is not None
     return "" if found else f"its class {kind.__qualname__} is not at the top of a file: put it there"
+
+
+MOVED: dict[str, str] = {
+    "jaxrl_llm.rewards.by_task:OfTasks": "jaxrl_llm.rewards.bounds:TaskReward",
+    "jaxrl_llm.rewards.models": "jaxrl_llm.rewards.functions",
+    "jaxrl_llm.rewards.refusals": "jaxrl_llm.rewards.shaping",
+    "jaxrl_llm.rewards.steps": "jaxrl_llm.rewards.functions",
+    "jaxrl_llm.tasks.collected": "jaxrl_llm.data.datasets",
+    "jaxrl_llm.tasks.texts": "jaxrl_llm.data.datasets",
+}
+"""New names by old ones in config.json: modules (``package.module``) that keep their class names, and classes
+(``package.module:Class``)."""
 
 
 def find_class(name: str, origin: Origin | None) -> type | None:

@@ -22,7 +22,6 @@ from jaxrl_llm.config.origin import OF_CRITIC, models_of, place_of
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.builtin import BUILTIN
 from jaxrl_llm.sharding.distributed import Peers
-from jaxrl_llm.system.paths import new_file
 
 FILES = "files"
 """The key of the fingerprint of a run's step."""
@@ -198,8 +197,7 @@ class Pins:
         path = self._directory / "config.json"
         data = json.loads(path.read_text())
         data["origin"]["models"] = {name: dataclasses.asdict(pin) for name, pin in self._pins.items()}
-        with new_file(path) as part:
-            part.write_text(json.dumps(data, indent=1))
+        configs.write(path, data)
 
 
 PINS: contextvars.ContextVar[Pins | None] = contextvars.ContextVar("pins", default=None)

@@ -21,7 +21,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.scorer import REWARD_ERROR
 from jaxrl_llm.runs import pins
 from jaxrl_llm.sharding.distributed import ALONE, Peers
-from jaxrl_llm.system.paths import InUse, alone, new_file, prepare_libraries, writable
+from jaxrl_llm.system.paths import InUse, alone, prepare_libraries, writable
 from jaxrl_llm.system.signals import on_exit
 from jaxrl_llm.telemetry import Verbosity
 
@@ -275,8 +275,7 @@ def claimed(directory: Path, found: configs.Found) -> Generator[None]:
             with writable(directory, "--run_dir"):
                 directory.mkdir(parents=True, exist_ok=True)
                 lock = stack.enter_context(alone(directory, "take --fresh for a new folder"))
-                with new_file(directory / "config.json") as part:
-                    part.write_text(json.dumps(settings | found.origin.to_json(), indent=1))
+                configs.write(directory / "config.json", settings | found.origin.to_json())
             with on_exit(lambda *reason: lock.unlink(missing_ok=True)), on_exit(remove):
                 yield
         except InUse:

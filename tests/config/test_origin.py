@@ -11,7 +11,7 @@ from commands import ROOT
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.config import Evaluation, Origin, Scoring, Start
-from jaxrl_llm.config.saved import Unsaveable
+from jaxrl_llm.config.files import Unsaveable
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards import Function
 from jaxrl_llm.runs.load import find_start
