@@ -7,7 +7,7 @@ document.addEventListener("DOMContentLoaded", () => {
       [...row.cells].forEach((cell, number) => (cell.dataset.heading = headings[number]));
     }
     for (const code of table.querySelectorAll("td code")) {
-      const pieces = code.textContent.split(/(?<=[/_.,=:@])/);
+      const pieces = code.textContent.split(/(?<=[/_,=:@])|(?<=\.)(?=[a-z])/i);
       code.replaceChildren(...pieces.flatMap((piece) => [piece, document.createElement("wbr")]));
     }
   }
