@@ -7,7 +7,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.collection.collect import Asked
+from jaxrl_llm.collection.rejection_sampling import Asked
 from jaxrl_llm.data import Collected
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.models.decoder import Decoder, to_parameters

@@ -35,7 +35,7 @@ from jaxrl_llm.models.decoder import initialise
 from jaxrl_llm.models.lora import model_of
 from jaxrl_llm.rewards import Failures, Scores
 from jaxrl_llm.rollout import Collect, Engine, Replay, Sampling
-from jaxrl_llm.rollout.collect import Sampler, collect
+from jaxrl_llm.rollout.dynamic_sampling import Sampler, collect
 from jaxrl_llm.rollout.groups import AdmissionPolicy, Carryover, GroupSource, informative
 from jaxrl_llm.sharding import MeshShape, make_mesh
 from jaxrl_llm.tasks import Shuffled

@@ -67,8 +67,7 @@ def collect(arguments: list[str]) -> int:
     path = check(name, out, options)
     data = configs.dated(options.data, datetime.date.today().isoformat())
     task = data.task
-    from jaxrl_llm.collection.collect import Asked
-    from jaxrl_llm.collection.collect import collect as collect_answers
+    from jaxrl_llm.collection.rejection_sampling import Asked, collect_rows
     from jaxrl_llm.tasks import load
     from jaxrl_llm.telemetry.pace import Schedule
     from jaxrl_llm.telemetry.progress import Progress
@@ -82,7 +81,7 @@ def collect(arguments: list[str]) -> int:
             for note in loaded.notes:
                 progress.note(note)
             asked = Asked(prompts, problems, data, options.kind, options.max_new_tokens, options.seed)
-            found = collect_answers(by, asked, path, status=progress.status)
+            found = collect_rows(by, asked, path, status=progress.status)
     numbers = {"model": name, "step": policy.step, "kind": options.kind, "out": out, **found.numbers()}
     print(json.dumps(numbers) if options.json else "\n".join(as_table(name, policy.step, options, path, found)))
     return 0

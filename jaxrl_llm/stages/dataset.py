@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxrl_llm import config as configs
 from jaxrl_llm import tasks
-from jaxrl_llm.collection.collect import collected
+from jaxrl_llm.collection.rejection_sampling import collected
 from jaxrl_llm.config.texts import FromData
 from jaxrl_llm.data import Collected, Pairs, Steps, Texts, load_texts, longest
 from jaxrl_llm.engine import Sampling

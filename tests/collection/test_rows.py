@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxrl_llm.collection.collect import answer_of
+from jaxrl_llm.collection.rejection_sampling import answer_of
 from jaxrl_llm.collection.rows import Answer, prefix_tokens, rows_from, split_steps, step_lengths
 from jaxrl_llm.data import Collected
 from jaxrl_llm.models import load_pretrained

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxrl_llm.rewards import Failures
 from jaxrl_llm.rollout import Collect, Sampling
-from jaxrl_llm.rollout.collect import Sampler, collect
+from jaxrl_llm.rollout.dynamic_sampling import Sampler, collect
 from jaxrl_llm.rollout.groups import AdmissionPolicy, Carryover, PartialGroup
 from jaxrl_llm.rollout.respond import request_seed
 from jaxrl_llm.types import Completion, Group, Problem

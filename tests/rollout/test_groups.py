@@ -11,7 +11,7 @@ import pytest
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.rewards import Accuracy, Scorer
 from jaxrl_llm.rollout import Collect, Engine, Sampling
-from jaxrl_llm.rollout.collect import Sampler, collect
+from jaxrl_llm.rollout.dynamic_sampling import Sampler, collect
 from jaxrl_llm.rollout.groups import AdmissionPolicy, Carryover, GroupSource, informative, whole
 from jaxrl_llm.rollout.measures import describe, loops
 from jaxrl_llm.rollout.respond import request_seed

@@ -15,7 +15,7 @@ from jaxrl_llm.learner import Forward, Sample, Training, make_update
 from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.learner.platform import compute_for, layout_for
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.rollout.collect import Sampler
+from jaxrl_llm.rollout.dynamic_sampling import Sampler
 from jaxrl_llm.rollout.groups import AdmissionPolicy, GroupSource
 from jaxrl_llm.runs.load import config_of
 from jaxrl_llm.sharding import platform_of

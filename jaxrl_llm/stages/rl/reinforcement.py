@@ -13,7 +13,7 @@ from jaxrl_llm.learner import Sample, Training, to_samples
 from jaxrl_llm.learner.samples import advantage_of, size_of_advantages
 from jaxrl_llm.models.lora import model_of
 from jaxrl_llm.rewards.shaping import named
-from jaxrl_llm.rollout.collect import Sampler, collect
+from jaxrl_llm.rollout.dynamic_sampling import Sampler, collect
 from jaxrl_llm.rollout.evaluate import Evaluated, Tested
 from jaxrl_llm.rollout.groups import RECORDS, Carryover, RolloutBatch
 from jaxrl_llm.stages.rl.constraints import separately

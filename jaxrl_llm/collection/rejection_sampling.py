@@ -1,5 +1,5 @@
-"""Collection of data from a model's own answers: sampled and verified some problems at a time, and written as rows to a
-file that survives the end of the process."""
+"""Rejection sampling: a model's own answers, sampled and verified some problems at a time, become rows of a file that
+survives the end of the process."""
 
 import contextlib
 import dataclasses
@@ -101,7 +101,7 @@ class Asked:
         return settings | ({"separator": self.separator} if self.kind == "steps" else {})
 
 
-def collect(
+def collect_rows(
     by: Answerer,
     asked: Asked,
     path: Path,
@@ -259,7 +259,7 @@ def collected(
         asked = Asked(
             Prompts(task, by.tokenizer), problems, data.source, KINDS[type(data)], max_new_tokens, seed, separator
         )
-        counts = collect(by, asked, path, peers, status)
+        counts = collect_rows(by, asked, path, peers, status)
         if not counts.rows:
             peers.first(path.unlink)  # another attempt may ask otherwise
             raise InputError(

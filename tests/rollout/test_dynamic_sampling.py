@@ -11,7 +11,7 @@ import pytest
 from rollout.simulation import LONGEST, ToyEngine, ToySource, drawn, long_tailed, places, sampler, steps
 
 from jaxrl_llm import codec
-from jaxrl_llm.rollout.collect import collect
+from jaxrl_llm.rollout.dynamic_sampling import collect
 from jaxrl_llm.rollout.groups import RECORDS, Carryover, tokens_in
 
 

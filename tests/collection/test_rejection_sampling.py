@@ -11,8 +11,8 @@ import pytest
 from several import codes, launch, said
 from talkative import LONGEST, answerer, asked, task_in
 
-from jaxrl_llm.collection.collect import collect, collected
 from jaxrl_llm.collection.ledger import COLLECTED, Tally, opened, part_of
+from jaxrl_llm.collection.rejection_sampling import collect_rows, collected
 from jaxrl_llm.data import Collected, Pairs, Steps, Texts, load_texts
 from jaxrl_llm.engine.requests import first_tokens
 from jaxrl_llm.errors import InputError
@@ -27,13 +27,13 @@ import sys
 from pathlib import Path
 from talkative import answerer, asked, task_in
 from jaxrl_llm.cli.train import take_distributed, together
-from jaxrl_llm.collection.collect import collect
+from jaxrl_llm.collection.rejection_sampling import collect_rows
 with together(take_distributed(sys.argv[1:])) as peers:
     by = answerer()
     with by.scorer:
         folder = Path(f"own{peers.index}")
         folder.mkdir()
-        print(collect(by, asked(by, task_in(folder), "texts", keep="all"), Path("rows.jsonl"), peers).rows)
+        print(collect_rows(by, asked(by, task_in(folder), "texts", keep="all"), Path("rows.jsonl"), peers).rows)
 """
 
 
@@ -56,7 +56,7 @@ def files(by, task, tmp_path_factory):
     found = {}
     for kind in FORMS:
         question = asked(by, task, kind, **OPTIONS[kind])
-        found[kind] = question, folder / f"{kind}.jsonl", collect(by, question, folder / f"{kind}.jsonl")
+        found[kind] = question, folder / f"{kind}.jsonl", collect_rows(by, question, folder / f"{kind}.jsonl")
     return found
 
 
@@ -200,18 +200,18 @@ def test_stopped_anywhere_it_goes_on_to_the_same_file(by, files, tmp_path, kind)
 
     for problems in (0, 2, 4):
         with pytest.raises(Stop):
-            collect(by, question, path, status=stop)
+            collect_rows(by, question, path, status=stop)
         lines = part_of(path).read_bytes().splitlines(keepends=True)
         assert not path.exists() and len(lines) == 1 + problems
         # What a process leaves that is killed while it writes: whole lines of some problems, and half a line.
         part_of(path).write_bytes(b"".join(lines[: 1 + max(problems - 1, 0)]) + b'{"rows": [{"prompt": "to')
     heard = []
-    found = collect(by, question, path, status=heard.append)
+    found = collect_rows(by, question, path, status=heard.append)
     assert path.read_bytes() == whole.read_bytes() and [entry.name for entry in tmp_path.iterdir()] == ["rows.jsonl"]
     assert dataclasses.replace(found, seconds=0) == dataclasses.replace(counts, seconds=0)
     assert heard[-1].startswith("collecting 6/7 problems")
     with pytest.raises(InputError, match="is there already: give another file with --out"):
-        collect(by, question, path)
+        collect_rows(by, question, path)
 
 
 @pytest.mark.parametrize(("change", "words"), [
@@ -226,14 +226,14 @@ def test_a_file_that_was_begun_otherwise_is_left_alone(by, files, tmp_path, chan
     question, _, _ = files["pairs"]
     path = tmp_path / "rows.jsonl"
     with contextlib.suppress(Stop):
-        collect(by, question, path, status=lambda text: (_ for _ in ()).throw(Stop))
+        collect_rows(by, question, path, status=lambda text: (_ for _ in ()).throw(Stop))
     before = part_of(path).read_bytes()
     other = dataclasses.replace(question, data=dataclasses.replace(question.data, **change))
     with pytest.raises(InputError, match=words):
-        collect(by, other, path)
+        collect_rows(by, other, path)
     for other in (dataclasses.replace(question, seed=4), dataclasses.replace(question, problems=question.problems[1:])):
         with pytest.raises(InputError, match="was begun with other settings"):
-            collect(by, other, path)
+            collect_rows(by, other, path)
     assert part_of(path).read_bytes() == before
 
 

@@ -1,4 +1,6 @@
-"""Collection of one step's groups as a stream: slots stay full, a group is scored once its last completion ends."""
+"""Dynamic sampling: one step's groups are collected as a stream. Slots stay full, and a group is scored once its last
+completion ends.
+"""
 
 import collections
 import dataclasses
