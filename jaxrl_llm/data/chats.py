@@ -68,14 +68,6 @@ def said_of(before: str, message: Message, whole: str) -> str | None:
     return found and found[0]
 
 
-def _ends_of(tokenizer: Any, stop_ids: Sequence[int]) -> re.Pattern[str]:
-    """Return what finds the end tokens, and white space after them, at the end of a text."""
-    ids = {*stop_ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])}
-    texts = [tokenizer.decode([token], clean_up_tokenization_spaces=False) for token in sorted(ids)]
-    some = "|".join(re.escape(text) for text in texts if text.strip())
-    return re.compile(rf"(?:(?:{some})\s*)+\Z" if some else r"(?!)")
-
-
 class Pieces:
     """Encoder of pieces of text as token ids, with the ends of texts and turns.
 
@@ -96,7 +88,10 @@ class Pieces:
         self._wording = wording
         self._stop_ids = tuple(stop_ids)
         self._options = options
-        self._ends = _ends_of(tokenizer, stop_ids)
+        ids = {*stop_ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])}
+        texts = [tokenizer.decode([token], clean_up_tokenization_spaces=False) for token in sorted(ids)]
+        some = "|".join(re.escape(text) for text in texts if text.strip())
+        self._ends = re.compile(rf"(?:(?:{some})\s*)+\Z" if some else r"(?!)")  # end tokens at the end of a text
         for name in options:
             self._check_read(name, f"{OPTIONS} has")
 

@@ -79,7 +79,7 @@ def asked(sampling: Sampling) -> Computed:
 
 
 class Draw(NamedTuple):
-    """One token for each row.
+    """One token for each row; arrays of a chunk of C steps are [C, B, ...].
 
     Attributes:
       token: int32[B].
@@ -87,11 +87,15 @@ class Draw(NamedTuple):
       extras: by name: ``entropy`` float32[B], nats, of the policy at the sampling temperature without truncation;
         ``policy_logp`` float32[B], nats, of the policy at temperature 1 without truncation, which costs nothing where
         that is sampled from; ``kept`` uint32[B, ceil(V / 32)], token v as bit v % 32 of word v // 32.
+      real: bool[B], which rows count; None until the slots are known.
+      repeats: bool[B], where the completion ends because it only repeats itself; None likewise.
     """
 
     token: jax.Array
     logp: jax.Array
     extras: dict[str, jax.Array]
+    real: jax.Array | None = None
+    repeats: jax.Array | None = None
 
 
 def uniforms(seeds: jax.Array, positions: jax.Array) -> jax.Array:

@@ -23,11 +23,10 @@ from jaxrl_llm.engine.requests import (
     seat,
     with_blocks_for,
 )  # fmt: skip
-from jaxrl_llm.engine.sampling import as_rules, asked, tail_of
+from jaxrl_llm.engine.sampling import Draw, as_rules, asked, tail_of
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.engine.slots import (
     Admission,
-    Emitted,
     empty_slots,
     fill_slots,
     idle,
@@ -144,7 +143,7 @@ class Scheduler:
         if taken:
             self.prefixes.release(queue)
 
-    def run(self, model: Decoder) -> tuple[Emitted, jax.Array]:
+    def run(self, model: Decoder) -> tuple[Draw, jax.Array]:
         """Send a chunk to the device; return the tokens it samples, and which slots are active after it."""
         build, rules = self._build, asked(self._sampling)
         self._state, told = run_chunk(

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.engine.requests import SlotShape
-from jaxrl_llm.engine.sampling import Computed, Rules, Tail, draw, extend_tail, fresh_tail, uniforms
+from jaxrl_llm.engine.sampling import Computed, Draw, Rules, Tail, draw, extend_tail, fresh_tail, uniforms
 from jaxrl_llm.engine.settings import Repetition
 from jaxrl_llm.models.cache import (
     Cache,
@@ -114,24 +114,6 @@ class Slots(NamedTuple):
     active: jax.Array
 
 
-class Emitted(NamedTuple):
-    """Output of a chunk of C steps, [C, B] each.
-
-    Attributes:
-      token: sampled.
-      logp: nats, of the distribution that was sampled from.
-      extras: further arrays by name.
-      real: which entries count.
-      repeats: where the completion ends because it only repeats itself.
-    """
-
-    token: jax.Array
-    logp: jax.Array
-    extras: dict[str, jax.Array]
-    real: jax.Array
-    repeats: jax.Array
-
-
 class Admission(NamedTuple):
     """Slots and blocks that begin, and the prefilled rows that they are made of.
 
@@ -179,7 +161,7 @@ def empty_slots(
 def run_chunk(
     model: Decoder, slots: Slots, rules: Rules, steps: int, asked: Computed, group: int = 1, mesh: Mesh | None = None,
     columns: int | None = None,
-) -> tuple[Slots, tuple[Emitted, jax.Array]]:  # fmt: skip
+) -> tuple[Slots, tuple[Draw, jax.Array]]:  # fmt: skip
     """Sample up to ``steps`` tokens for every active slot; end early once none is active.
 
     The cache needs ``steps`` columns beyond the longest active row; ``columns`` of it are read, which must hold all
@@ -190,7 +172,7 @@ def run_chunk(
     rows = slots.tokens.shape[0]
     before = shared_prefix(slots.blocks, slots.before, slots.lanes, parts_of(mesh, slots.cache.v.shape[1]), group)
 
-    def pick(now: Slots, chunk: Cache, step: jax.Array) -> tuple[Slots, Cache, Emitted]:
+    def pick(now: Slots, chunk: Cache, step: jax.Array) -> tuple[Slots, Cache, Draw]:
         """Sample one token for every row; ``now`` has no caches."""
         hidden, chunk = decode(model, slots.cache, chunk, step, now.tokens, slots.lengths, before, columns)
         logits = constrain(unembed(model, hidden), BATCH, "tensor")
@@ -201,9 +183,8 @@ def run_chunk(
         sampled = now.sampled + now.active.astype(jnp.int32)
         tail, repeats = extend_tail(now.tail, drawn.token, drawn.extras["policy_logp"], rules)
         stopped = jnp.any(drawn.token[:, None] == rules.stop_ids[None], axis=1) | (sampled >= now.limits) | repeats
-        emitted = Emitted(drawn.token, drawn.logp, drawn.extras, now.active, repeats)
         after = now._replace(tokens=drawn.token, sampled=sampled, tail=tail, active=now.active & ~stopped)
-        return after, chunk, emitted
+        return after, chunk, drawn._replace(real=now.active, repeats=repeats)
 
     light = slots._replace(cache=None, blocks=None)
     chunk = empty_cache(config, rows, steps, slots.cache.k.dtype)

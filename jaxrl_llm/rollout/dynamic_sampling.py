@@ -2,7 +2,6 @@
 completion ends.
 """
 
-import collections
 import dataclasses
 import math
 import time
@@ -59,6 +58,8 @@ class Step:
 
     Attributes:
       first: groups to learn from that an earlier step found.
+      asked: groups with open requests, and the completions that the backend has returned.
+      returned: numbers of the groups with a completion that the backend has returned.
       tokens: sampled in this step, in completions that the backend has returned.
     """
 
@@ -70,7 +71,8 @@ class Step:
         self.successes = left.successes
         self.begun = left.cursor
         self.requests = Requests(sampler.engine, sampler.sampling)
-        self.asked: dict[int, tuple[PartialGroup, list[Completion | None], int]] = {}
+        self.asked: dict[int, PartialGroup] = {}
+        self.returned: set[int] = set()
         self.kept: dict[int, Group] = {}
         self.sampled: dict[int, Group] = {}
         self.held: list[PartialGroup] = []
@@ -105,7 +107,7 @@ class Step:
         limits = [admission.limit(len(c.tokens) if c else 0, task) for c in begun]
         keys = [(group.number, i) for i in lacking]
         self.requests.submit(keys, [group.prompt] * len(lacking), [seeds[i] for i in lacking], limits, begun)
-        self.asked[group.number] = group, list(group.completions), len(lacking)
+        self.asked[group.number] = group
 
     def stop(self) -> None:
         """Abort requests once there are enough groups: all with ``interrupt``, else those of groups that have not run
@@ -113,26 +115,26 @@ class Step:
         """
         ending = self.requests.keys
         if not self.sampler.admission.collect.interrupt:
-            running = self.requests.running
-            queued = [key for key in ending if key not in running]
-            waiting = collections.Counter(number for number, _ in queued)
-            ending = [key for key in queued if waiting[key[0]] == self.asked[key[0]][2]]
+            ran = self.returned | {number for number, _ in self.requests.running}
+            ending = [key for key in ending if key[0] not in ran]
         self.requests.abort(ending)
 
     def take(self, over: dict[Any, Completion]) -> None:
         """Take returned completions: whole groups are scored and kept if they can teach, others are held."""
         admission = self.sampler.admission
         for (number, index), completion in over.items():
-            so_far = self.asked[number][1]
-            before = so_far[index]
+            group = self.asked[number]
+            before = group.completions[index]
             self.tokens += len(completion.tokens) - (len(before.tokens) if before else 0)
             if len(completion.tokens):  # what never began keeps no trace
-                so_far[index] = completion
+                completions = (*group.completions[:index], completion, *group.completions[index + 1 :])
+                self.asked[number] = dataclasses.replace(group, completions=completions)
+        returned = {number for number, _ in over}
+        self.returned |= returned
         done = []
-        for number in sorted({number for number, _ in over} - {number for number, _ in self.requests.keys}):
-            group, completions, _ = self.asked.pop(number)
-            group = dataclasses.replace(group, completions=tuple(completions))
-            ended = all(whole(c, admission.longest_of(group.problem.task)) for c in completions)
+        for number in sorted(returned - {number for number, _ in self.requests.keys}):
+            group = self.asked.pop(number)
+            ended = all(whole(c, admission.longest_of(group.problem.task)) for c in group.completions)
             (done if ended else self.held).append(group)
         if done:
             self.score(done)

@@ -61,22 +61,18 @@ class Wording(Protocol):
     @property
     def template(self) -> str:
         """The name of the chat template."""
-        ...
 
     @property
     def system(self) -> str | None:
         """The system message."""
-        ...
 
     @property
     def suffix(self) -> str:
         """Text after the last message."""
-        ...
 
     @property
     def date(self) -> str | None:
         """The date for templates that ask for it."""
-        ...
 
 
 def encode(problem: Problem, task: Wording, tokenizer: Any) -> np.ndarray:
