@@ -131,7 +131,7 @@ def test_tests_lie_where_the_package_has_what_they_test():
     own = {"end_to_end", "tools"}  # whole runs, and what tools/ has
     assert folders - own <= {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     loose = {path.stem.removeprefix("test_") for path in files if len(path.parts) == 1}
-    pages = {"house", "contributing", "notebooks", "pages", "errata"}
+    pages = {"house", "cloud", "contributing", "notebooks", "pages", "errata"}
     assert loose - pages <= {path.stem for path in PACKAGE.glob("*.py")}
 
 
