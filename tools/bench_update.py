@@ -193,7 +193,7 @@ def run(options: Options) -> dict[str, Any]:
 def computed(packed: Any) -> int:
     """Positions of the rows that are computed, padding included."""
     _, rows, tokens = packed.rows.tokens.shape
-    return int(packed.totals.microbatches) * rows * tokens
+    return int(packed.microbatches) * rows * tokens
 
 
 if __name__ == "__main__":

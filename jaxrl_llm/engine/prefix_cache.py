@@ -52,7 +52,7 @@ class PrefillShape(NamedTuple):
 
     def __str__(self) -> str:
         """Describe the shape in words."""
-        return f"prompts: {self.calls} x {self.piece} tokens{', going on' if self.continues else ''}"
+        return f"prompts: {self.calls} x {self.piece} tokens{', resumed' if self.continues else ''}"
 
 
 class Prefix(NamedTuple):

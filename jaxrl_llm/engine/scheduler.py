@@ -211,7 +211,7 @@ def room(build: Build, sampling: Sampling) -> tuple[int, int]:
     # With few slots it is small, and one size then serves whatever the sampler is asked for.
     few = build.slots <= FEWEST_SLOTS and not build.strict
     columns = build.chunk + (build.max_length if few else sampling.max_new_tokens)
-    # TPUs hold numbers by 128: a cache of other sizes lies otherwise than prompts, and is turned over to take one in.
+    # TPUs store numbers by 128: a cache of other sizes has another layout than prompts, which are then transposed.
     return build.slots, columns if columns < MANY_COLUMNS else -(-columns // LANES) * LANES
 
 
@@ -226,7 +226,7 @@ def wanted(
     if build.strict:
         return SlotShape(slots, longest, 0, build.max_length - sampling.max_new_tokens, parts, build.group)
     least = (FEWEST_COLUMNS, FEWEST_PROMPT_COLUMNS)
-    if slots <= FEWEST_SLOTS:  # no setting of the sampler compiles anything, and neighbours hardly ever do
+    if slots <= FEWEST_SLOTS:  # no setting of the sampler compiles anything, and neighbours rarely do
         least = (FEW_SLOTS_COLUMNS, FEW_SLOTS_COLUMNS)
     rows, blocks = _rows_and_blocks(build, requests, held)
     # What the chunk before has sampled is not known yet.
@@ -245,7 +245,7 @@ def _rows_and_blocks(build: Build, requests: list[Request], held: SlotShape | No
     # Requests stay in their part of the mesh, so the fullest decides.
     crowd = collections.Counter(held.part(r.slot) for r in requests if r.slot >= 0) if held else {}
     needed = max(len(requests), max(crowd.values(), default=0) * (held.parts if held else 1))
-    # Of slots that the mesh does not divide, some would lie on other devices than their rows of the cache.
+    # Of slots that the mesh does not divide, some would be on other devices than their rows of the cache.
     rows = -(-needed // part) * part if slots > FEWEST_SLOTS and slots % parts == 0 else slots
     if max(request.limit - request.earlier - request.count for request in requests) < WORTH_SHRINKING * build.chunk:
         few = -(-slots // (FEW * part)) * part if rows < slots else slots

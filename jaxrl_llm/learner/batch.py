@@ -66,18 +66,6 @@ class Counts(NamedTuple):
     sequences: Any
 
 
-class Totals(NamedTuple):
-    """The size of an optimiser step.
-
-    Attributes:
-      microbatches: int32[], the non-empty ones; the rest is padding.
-      counts: by objective.
-    """
-
-    microbatches: Any
-    counts: dict[str, Counts]
-
-
 class Packed(NamedTuple):
     """One optimiser step's data as M microbatches of R rows of S tokens, B completions of T tokens.
 
@@ -95,7 +83,8 @@ class Packed(NamedTuple):
       by_token: [M, B, T, ...] each: ``Sample.arrays``, and arrays computed before the first update.
       by_prediction: [M, P, N, ...] each, aligned with ``target``: the names in ``READ_BY_THE_HEAD``.
       by_column: [M, R, S, ...] each, aligned with ``rows``: the names that prompts have too.
-      totals: of the step; None for a single microbatch, without the axis M.
+      microbatches: int32[], the non-empty ones; the rest is padding. None for a single microbatch, without the axis M.
+      counts: of the step, by objective; None likewise.
     """
 
     rows: TokenRows
@@ -108,7 +97,8 @@ class Packed(NamedTuple):
     by_token: dict[str, Any]
     by_prediction: dict[str, Any]
     by_column: dict[str, Any]
-    totals: Totals | None
+    microbatches: Any
+    counts: dict[str, Counts] | None
 
     def with_tokens(self, **arrays: Any) -> "Packed":
         """Add arrays [M, B, T] to ``by_token``."""

@@ -162,7 +162,7 @@ def kl_of_policy(state: TrainState, batches: Sequence[Packed], forward: Forward)
     """
     model = model_of(state, "policy")
     far = sum(divergence(packed, forward.score(model, packed)) for packed in batches)
-    counts = [packed.totals.counts["policy"] for packed in batches]
+    counts = [packed.counts["policy"] for packed in batches]
     return {
         "controller/kl": far / sum(one.tokens for one in counts),
         "controller/kl_sequence": far / sum(one.sequences for one in counts),
@@ -180,7 +180,7 @@ def kl_to_reference(state: TrainState, batches: Sequence[Packed], forward: Forwa
         lacking = {"old_logp", "ref_logp"} - set(packed.by_token)
         both = packed.with_tokens(**before(state, packed, forward, lacking))
         far += divergence(both, both.by_token["old_logp"])
-    return {"kl": far / sum(packed.totals.counts["policy"].tokens for packed in batches)}
+    return {"kl": far / sum(packed.counts["policy"].tokens for packed in batches)}
 
 
 def _passes(batches: list[Packed], epochs: int, seed: int) -> Iterator[tuple[int, Packed]]:

@@ -97,7 +97,7 @@ def to_rows(values: jax.Array, batch: Packed) -> jax.Array:
 def microbatch(packed: Packed, index: jax.Array) -> Packed:
     """Return microbatch ``index``, without the leading axis."""
     take = partial(jax.lax.dynamic_index_in_dim, index=index, keepdims=False)
-    return jax.tree.map(take, packed._replace(totals=None))
+    return jax.tree.map(take, packed._replace(microbatches=None, counts=None))
 
 
 @partial(jax.jit, static_argnames=("compute", "output"))
@@ -111,7 +111,7 @@ def score(
         found = outputs_of(model, microbatch(packed, index), (output,), temperature, compute)
         return out.at[index].set(found[output])
 
-    return jax.lax.fori_loop(0, packed.totals.microbatches, body, jnp.zeros(packed.mask.shape, jnp.float32))
+    return jax.lax.fori_loop(0, packed.microbatches, body, jnp.zeros(packed.mask.shape, jnp.float32))
 
 
 def on_mesh(packed: Packed, mesh: Mesh) -> Packed:

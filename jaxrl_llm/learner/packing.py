@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner.batch import POLICY, READ_BY_THE_HEAD, Counts, Layout, Packed, Sample, Totals
+from jaxrl_llm.learner.batch import POLICY, READ_BY_THE_HEAD, Counts, Layout, Packed, Sample
 from jaxrl_llm.models.decoder import TokenRows
 from jaxrl_llm.types import Prompt
 
@@ -38,7 +38,7 @@ def pack(samples: Sequence[Sample], layout: Layout, objectives: Sequence[str] = 
     for name in objectives:
         tokens = [sample.mask.sum() for sample in samples if _counts(name, sample)]
         counts[name] = Counts(np.float32(sum(tokens)), np.float32(sum(count > 0 for count in tokens)))
-    return empty._replace(totals=Totals(np.int32(len(batches)), counts))
+    return empty._replace(microbatches=np.int32(len(batches)), counts=counts)
 
 
 def packed_shapes(samples: Sequence[Sample], layout: Layout, objectives: Sequence[str] = POLICY) -> tuple[Packed, int]:
@@ -46,8 +46,8 @@ def packed_shapes(samples: Sequence[Sample], layout: Layout, objectives: Sequenc
     batches = _batches(samples, layout)
     total = jax.ShapeDtypeStruct((), np.float32)
     blank = jax.eval_shape(lambda: _blank(samples, batches, layout, objectives))
-    totals = Totals(jax.ShapeDtypeStruct((), np.int32), {name: Counts(total, total) for name in objectives})
-    return blank._replace(totals=totals), len(batches)
+    counts = {name: Counts(total, total) for name in objectives}
+    return blank._replace(microbatches=jax.ShapeDtypeStruct((), np.int32), counts=counts), len(batches)
 
 
 def _counts(objective: str, sample: Sample) -> bool:
@@ -96,7 +96,8 @@ def _blank(
         by_token=named(by_token, (width, T)),
         by_prediction=named(by_prediction, predicted),
         by_column=named(by_column, (R, S)),
-        totals=None,
+        microbatches=None,
+        counts=None,
     )
 
 

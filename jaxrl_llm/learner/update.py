@@ -27,7 +27,7 @@ def accumulate(
     """Sum gradients of a role's parameters, and metrics, over the microbatches of a whole optimiser step.
 
     The sum is float32 whatever the weights' dtype: bfloat16 would round away a microbatch's share in a sum of many. The
-    loop runs ``packed.totals.microbatches`` times: ragged steps of one padded shape share one compiled program.
+    loop runs ``packed.microbatches`` times: ragged steps of one padded shape share one compiled program.
     """
 
     names = {name for objective in objectives for name in objective.outputs}
@@ -41,7 +41,7 @@ def accumulate(
         metrics = {}
         for objective in objectives:
             own = batch._replace(mask=batch.mask & batch.counted[objective.name][:, None])
-            counts = packed.totals.counts[objective.name]
+            counts = packed.counts[objective.name]
             loss, metrics[objective.name] = objective(outputs, own, counts, coefficients)
             total += loss
         return total, jax.lax.stop_gradient(metrics)
@@ -62,7 +62,7 @@ def accumulate(
             }
         return summed, combined
 
-    grads, sums = jax.lax.fori_loop(0, packed.totals.microbatches, body, zeros)
+    grads, sums = jax.lax.fori_loop(0, packed.microbatches, body, zeros)
     each = [objective.finalize(sums[objective.name]) for objective in objectives]
     # Losses are added, other names belong to one of them.
     loss: Any = sum(metrics["loss"] for metrics in each)
@@ -102,7 +102,7 @@ def make_update(
         directions, opt_state = optimiser.update(grads, before.opt_state, role.params)
         params = jax.tree.map(lambda w, d: (w.astype(d.dtype) - lr * d).astype(w.dtype), role.params, directions)
         new = Role(params, opt_state, role.updates + 1, role.base)
-        counted = sum(packed.totals.counts[objective.name].tokens for objective in objectives)
+        counted = sum(packed.counts[objective.name].tokens for objective in objectives)
         refused = {"refused/empty": counted == 0, "refused/not_finite": ~jnp.isfinite(norm)}
         if "target_kl" in coefficients and "policy_kl" in metrics:
             refused["refused/far"] = metrics["policy_kl"] > coefficients["target_kl"]

@@ -159,7 +159,6 @@ def decode(
 class PartialAttention(NamedTuple):
     """Attention of one query per row over some of the columns, float32.
 
-
     Attributes:
       top: [B, K, N / K, 1], the largest score.
       mass: [B, K, N / K, 1], the sum of exp(score - top).

@@ -11,22 +11,9 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.models import gguf as tables
 from jaxrl_llm.models.config import Llama3Rope, ModelConfig
 from jaxrl_llm.models.families import family_of, tensors_of
-from jaxrl_llm.models.gguf import (
-    ARCHITECTURES,
-    ATTRIBUTES,
-    CONTROL,
-    ENDS,
-    LLAMA3_ROPE,
-    NAMED,
-    PATHS,
-    USER_DEFINED,
-    attributes_of,
-    changes_of,
-    llama3_table,
-    shortest,
-)
 from jaxrl_llm.models.hf_config import differences, read_config, write_config
 from jaxrl_llm.models.weights import StoredTensor, to_stored
 from jaxrl_llm.system.paths import new_file
@@ -73,24 +60,25 @@ def save_gguf(model: Any, tokenizer: Any | None, path: str | os.PathLike, kind: 
 
 def _metadata(config: ModelConfig, tokenizer: Any | None, name: str) -> dict[str, Any]:
     """Return the file's metadata by key; floats are rounded to float32."""
-    known = {model_type: architecture for architecture, model_type in ARCHITECTURES.items()} | dict(SAME)
+    known = {model_type: architecture for architecture, model_type in tables.ARCHITECTURES.items()} | dict(SAME)
     require(
         config.family in known,
         f"the family {config.family} has no known name in GGUF files: write a directory",
     )
     prefix = known[config.family]
     attributes = write_config(config, "float32")
-    found = {key: attributes[attribute] for key, attribute in ATTRIBUTES.items() if attributes.get(attribute)}
+    found = {key: attributes[attribute] for key, attribute in tables.ATTRIBUTES.items() if attributes.get(attribute)}
     scaling = config.attention.rope_scaling
     if isinstance(scaling, float):
         found |= {"rope.scaling.type": "linear", "rope.scaling.factor": scaling}
     found |= {"vocab_size": config.vocab_size, "attention.value_length": config.attention.head_dim}
     found["rope.dimension_count"] = config.attention.head_dim
     metadata = {"general.architecture": prefix, "general.name": name}
-    metadata |= {f"{prefix}.{key}": shortest(value) for key, value in found.items()}
+    metadata |= {f"{prefix}.{key}": tables.shortest(value) for key, value in found.items()}
     own = None if tokenizer is None else tokenizer.eos_token_id
     ends = sorted(config.tokens.eos, key=lambda index: index != own)  # the tokenizer's own is the first
-    ids = dict(zip(ENDS, ends, strict=False)) | {NAMED["bos"]: config.tokens.bos, NAMED["pad"]: config.tokens.pad}
+    ids = dict(zip(tables.ENDS, ends, strict=False))
+    ids |= {tables.NAMED["bos"]: config.tokens.bos, tables.NAMED["pad"]: config.tokens.pad}
     metadata |= {f"tokenizer.ggml.{name}_token_id": index for name, index in ids.items() if index is not None}
     return metadata | _tokenizer(tokenizer, config.vocab_size)
 
@@ -106,8 +94,8 @@ def _tokenizer(tokenizer: Any | None, size: int) -> dict[str, Any]:
         len(pairs.tokens) <= size,
         f"the tokenizer has {len(pairs.tokens)} tokens and the model {size}: write a directory",
     )
-    kinds = dict.fromkeys(pairs.tokens, NORMAL) | dict.fromkeys(pairs.special, CONTROL)
-    kinds |= dict.fromkeys(pairs.added, USER_DEFINED)
+    kinds = dict.fromkeys(pairs.tokens, NORMAL) | dict.fromkeys(pairs.special, tables.CONTROL)
+    kinds |= dict.fromkeys(pairs.added, tables.USER_DEFINED)
     unused = [f"[PAD{index}]" for index in range(len(pairs.tokens), size)]
     found = {
         "model": "gpt2",
@@ -118,7 +106,7 @@ def _tokenizer(tokenizer: Any | None, size: int) -> dict[str, Any]:
         "add_bos_token": pairs.begin,
     }
     if tokenizer.unk_token_id is not None:
-        found[f"{NAMED['unk']}_token_id"] = tokenizer.unk_token_id
+        found[f"{tables.NAMED['unk']}_token_id"] = tokenizer.unk_token_id
     # The format has no empty arrays; a tokenizer of single bytes has no merges.
     metadata = {f"tokenizer.ggml.{name}": value for name, value in found.items() if value != []}
     return metadata | ({} if pairs.chat_template is None else {"tokenizer.chat_template": pairs.chat_template})
@@ -126,11 +114,11 @@ def _tokenizer(tokenizer: Any | None, size: int) -> dict[str, Any]:
 
 def _tensors(config: ModelConfig, architecture: str, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Return the file's tensors by name, float32 when read."""
-    family = family_of(ARCHITECTURES[architecture])
-    names = {path: name for name, path in PATHS.items()}
+    family = family_of(tables.ARCHITECTURES[architecture])
+    names = {path: name for name, path in tables.PATHS.items()}
     found = {}
     for tensor in tensors_of(config):
-        change, _ = changes_of(family, tensor.path, config.attention.head_dim)
+        change, _ = tables.changes_of(family, tensor.path, config.attention.head_dim)
         for layer in range(config.layers) if tensor.layered else (0,):
             prefix = f"blk.{layer}." if tensor.layered else ""
             plain = stored[tensor.name.format(layer)]
@@ -138,18 +126,19 @@ def _tensors(config: ModelConfig, architecture: str, stored: dict[str, StoredTen
                 plain.shape, lambda place, plain=plain, change=change: change(plain.part(place).astype(np.float32))
             )
     attention = config.attention
-    if isinstance(attention.rope_scaling, Llama3Rope):
-        table = llama3_table(attention.rope_scaling, attention.rope_theta, attention.head_dim // 2).astype(np.float32)
-        found[LLAMA3_ROPE] = StoredTensor(table.shape, lambda place: table[place])
+    rope = attention.rope_scaling
+    if isinstance(rope, Llama3Rope):
+        table = tables.llama3_table(rope, attention.rope_theta, attention.head_dim // 2).astype(np.float32)
+        found[tables.LLAMA3_ROPE] = StoredTensor(table.shape, lambda place: table[place])
     return found
 
 
 def _check(config: ModelConfig, metadata: dict[str, Any], tensors: dict[str, StoredTensor]) -> None:
     """Refuse a model that the file would not reproduce when it is read again."""
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    table = tensors[LLAMA3_ROPE].read() if LLAMA3_ROPE in tensors else None
+    table = tensors[tables.LLAMA3_ROPE].read() if tables.LLAMA3_ROPE in tensors else None
     try:
-        again = read_config(attributes_of(metadata.get, shapes, table))
+        again = read_config(tables.attributes_of(metadata.get, shapes, table))
     except InputError:
         raise InputError(
             f"a GGUF file of {metadata['general.architecture']} cannot express this model's attention (its windows, or "

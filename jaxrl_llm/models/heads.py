@@ -93,7 +93,7 @@ def scores(model: ScalarModel, tokens: Any, lengths: Any) -> jax.Array:
     tokens = np.asarray(tokens, np.int32)
     lengths = np.asarray(lengths, np.int32)
     if np.any(lengths < 1) or np.any(lengths > tokens.shape[1]):
-        raise InputError(f"lengths {lengths.tolist()} do not lie in 1 to {tokens.shape[1]}; give each row's own")
+        raise InputError(f"lengths {lengths.tolist()} must be from 1 to {tokens.shape[1]}; give each row's own")
     return _scores(model, tokens, lengths)
 
 

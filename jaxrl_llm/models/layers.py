@@ -177,7 +177,6 @@ Window 0 sees everything.
 def attention_over(rows: TokenRows, config: Attention, compute: ComputeOptions) -> Windowed:
     """Return the attention function of every layer over these rows.
 
-
     Raises:
       InputError: rows of a length that splash attention cannot divide.
     """

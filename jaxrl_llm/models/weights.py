@@ -161,25 +161,23 @@ def open_checkpoint(directory: Path) -> dict[str, StoredTensor]:
 def write_checkpoint(stored: Mapping[str, StoredTensor], directory: Path, dtype: str, limit: int = SHARD_BYTES) -> None:
     """Write the tensors as one file, or as shards of at most ``limit`` bytes with an index."""
     import ml_dtypes
+    from huggingface_hub import split_state_dict_into_shards_factory
     from safetensors.numpy import save_file
 
     kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
-    sizes = {name: math.prod(tensor.shape) * kind.itemsize for name, tensor in stored.items()}
-    shards: list[list[str]] = [[]]
-    for name, size in sizes.items():
-        if shards[-1] and sum(sizes[other] for other in shards[-1]) + size > limit:
-            shards.append([])
-        shards[-1].append(name)
-    places = {}
-    for number, names in enumerate(shards, start=1):
-        file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+    shards = split_state_dict_into_shards_factory(
+        dict(stored),
+        get_storage_size=lambda tensor: math.prod(tensor.shape) * kind.itemsize,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=limit,
+    )
+    for file, names in shards.filename_to_tensors.items():
         # save_file writes the memory of an array as it lies, so a transposed view would be stored scrambled.
         arrays = {name: np.ascontiguousarray(stored[name].read().astype(kind, copy=False)) for name in names}
         save_file(arrays, directory / file, metadata={"format": "pt"})
         (directory / file).chmod(0o644)
-        places |= dict.fromkeys(names, file)
-    if len(shards) > 1:
-        write_json(directory / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places})
+    if shards.is_sharded:
+        write_json(directory / INDEX, {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename})
 
 
 def read_json(path: Path) -> dict[str, Any]:

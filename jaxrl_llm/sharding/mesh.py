@@ -115,7 +115,7 @@ def _mesh(sizes: Mapping[str, int], devices: list[Any], slices: int) -> Mesh:
     for part in parts:
         try:  # devices with coordinates: neighbours along each axis are near each other
             arranged.append(jax.make_mesh(shape, names, devices=part, axis_types=kinds).devices)
-        except NotImplementedError:  # the axes are no products of the torus' sides: let two of them share a side
+        except NotImplementedError:  # the axes do not multiply to the torus' sides: let two of them share a side
             arranged.append(mesh_utils.create_device_mesh(shape, part, allow_split_physical_axes=True))
     return Mesh(np.concatenate(arranged), names, axis_types=kinds)
 

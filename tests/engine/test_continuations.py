@@ -168,7 +168,7 @@ def test_going_on_from_a_kept_cache_computes_only_what_is_new():
     (first,) = finished(e, e.submit(PROMPTS[2:3], SEEDS[2:3], [4], keep=True))
     assert prefills(e) == ["prompts: 1 x 16 tokens"]
     finished(e, e.submit(PROMPTS[2:3], SEEDS[2:3], begun=[with_tokens(first, [7, 7, 9])]))
-    assert prefills(e) == ["prompts: 1 x 16 tokens", "prompts: 1 x 16 tokens, going on"]
+    assert prefills(e) == ["prompts: 1 x 16 tokens", "prompts: 1 x 16 tokens, resumed"]
 
 
 @pytest.mark.parametrize("at", [1, 5, 11])

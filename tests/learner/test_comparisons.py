@@ -73,7 +73,7 @@ def packed_of(name, layout):
 def alone(name):
     """Gradient and metrics on one device, over several microbatches."""
     packed = packed_of(name, small(name))
-    assert int(packed.totals.microbatches) > 1
+    assert int(packed.microbatches) > 1
     return graded(case(name).params, packed, case(name).objective)
 
 
@@ -102,7 +102,7 @@ ONE_OF_EACH = ("texts", "dpo of averages, smoothed", "centred", "steps")
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_eight_devices_and_one_microbatch_change_nothing(name):
     packed = packed_of(name, DIVIDED)
-    assert int(packed.totals.microbatches) == 1
+    assert int(packed.microbatches) == 1
     mesh = make_mesh(MeshShape(2, 2, 2))
     params = case(name).params
     with jax.set_mesh(mesh):
@@ -232,11 +232,11 @@ def given(objective, groups, output, values):
     """Loss and metrics of an objective where the model says ``values``: of each sample by token."""
     samples = together(groups)
     packed = pack(samples, Layout(len(samples), 18, T), (objective.name,))
-    batch = jax.tree.map(lambda x: x[0], packed._replace(totals=None))
+    batch = jax.tree.map(lambda x: x[0], packed._replace(microbatches=None, counts=None))
     found = np.full(batch.mask.shape, 3.0, np.float32)
     for row, own in zip(found, values, strict=False):
         row[: len(own)] = own
-    counts = packed.totals.counts[objective.name]
+    counts = packed.counts[objective.name]
     return called(objective, {output: found}, batch, counts)
 
 

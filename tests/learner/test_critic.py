@@ -131,13 +131,13 @@ def test_a_critic_does_not_learn_from_what_could_not_be_scored():
     rewards[0, 2] = math.nan
     samples, measured = valued(GAE(), rewards)
     assert [s.counted_by for s in samples] == [("policy",) if n == 2 else None for n in range(len(samples))]
-    counts = pack(samples, LAYOUT, ("policy", "values")).totals.counts
+    counts = pack(samples, LAYOUT, ("policy", "values")).counts
     assert counts["policy"].tokens - counts["values"].tokens == samples[2].mask.sum() > 0
     text = Text("1", samples[0].prompt, samples[0].tokens, np.ones(len(samples[0].tokens), bool), "rows.jsonl:1")
     beside = PretrainingMix([text], (), 1, 0, ("policy", "values"), forward_on(one_device(), LAYOUT), print)
     batch = RolloutBatch([], [], Carryover(texts=1), 0, 0, {})
     mixed = [s for group in beside.samples(groups(samples), batch) for s in group]
-    again = pack(mixed, LAYOUT, ("policy", "values", "text")).totals.counts
+    again = pack(mixed, LAYOUT, ("policy", "values", "text")).counts
     assert {name: again[name] for name in counts} == counts, "nor where texts stand beside it"
     assert again["text"].tokens == len(text.tokens)
     known = [s for n, s in enumerate(samples) if n != 2]

@@ -47,7 +47,7 @@ class Record:
         kl = self.kl[count - 1] if self.kl else 0.0
         metrics = {"policy_kl": kl, "sampler/logp_abs_diff_max": count, "loss": count}
         refused = {
-            "refused/empty": packed.totals.counts["policy"].tokens == 0,
+            "refused/empty": packed.counts["policy"].tokens == 0,
             "refused/not_finite": np.isnan(kl),
             "refused/far": kl > target_kl,
         }
@@ -109,8 +109,8 @@ def test_each_update_divides_by_its_own_counts():
     record = Record()
     run(Learner(minibatches=3), record)
     for packed, group in zip(record.seen, groups(rollout()), strict=True):
-        assert float(packed.totals.counts["policy"].tokens) == sum(s.mask.sum() for s in group)
-        assert float(packed.totals.counts["policy"].sequences) == sum(s.mask.any() for s in group)
+        assert float(packed.counts["policy"].tokens) == sum(s.mask.sum() for s in group)
+        assert float(packed.counts["policy"].sequences) == sum(s.mask.any() for s in group)
 
 
 def test_one_update_needs_no_old_policy_and_no_coefficient_no_reference():

@@ -115,7 +115,7 @@ def test_packed_gradients_are_those_of_dense_masked_logits(name):
         np.testing.assert_allclose(values, row[: len(values)], atol=1e-5)
     wide = Layout(2, 60, T)
     packed = pack(samples, wide)
-    assert packed.totals.microbatches == 1, "one microbatch, in the order of the samples"
+    assert packed.microbatches == 1, "one microbatch, in the order of the samples"
     ref = np.zeros(packed.mask.shape, np.float32)
     ref[0, : len(samples)] = reference
     found, metrics = packed_gradient(MOVED, packed.with_tokens(ref_logp=ref), algorithm)

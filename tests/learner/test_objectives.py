@@ -95,7 +95,7 @@ def pairs():
 def test_a_loss_of_pairs_is_that_of_rows_side_by_side(layout):
     samples = pairs()
     packed = pack(samples, layout, ("pairs",))
-    assert int(packed.totals.microbatches) == (3 if layout is LAYOUTS[0] else 1)
+    assert int(packed.microbatches) == (3 if layout is LAYOUTS[0] else 1)
     forwards = forward_on(one_device(), layout)
     packed = packed.with_tokens(ref_logp=forwards.score(MODEL, packed))
     found, metrics = objective_gradient(MOVED, packed, (Pairs(),))
@@ -117,7 +117,7 @@ def test_what_belongs_together_is_never_split_or_refused():
     for rows in (2, 3, 4):
         packed = pack(samples, Layout(rows, 20, T), ("pairs",))
         seen = 0
-        for m in range(int(packed.totals.microbatches)):
+        for m in range(int(packed.microbatches)):
             side, together = (packed.by_sequence[name][m] for name in ("side", "together"))
             for key in set(together[side != 0]):
                 assert sorted(side[(together == key) & (side != 0)]) == [-1.0, 1.0]
@@ -134,9 +134,9 @@ def test_samples_without_a_key_are_packed_as_before():
     plain = pack(loose, LAYOUTS[0], ("pairs",))
     assert "together" not in plain.by_sequence
     mixed = pack([*loose, *pairs()], LAYOUTS[0], ("pairs",))
-    counts = mixed.totals.counts["pairs"]
-    assert counts.sequences == 2 * plain.totals.counts["pairs"].sequences
-    assert counts.tokens == 2 * plain.totals.counts["pairs"].tokens
+    counts = mixed.counts["pairs"]
+    assert counts.sequences == 2 * plain.counts["pairs"].sequences
+    assert counts.tokens == 2 * plain.counts["pairs"].tokens
 
 
 @dataclasses.dataclass(frozen=True)

@@ -57,7 +57,7 @@ def test_every_completion_is_there_once_behind_its_prompt(samples, rows, parts, 
     numbers = []
     for m in range(len(packed.mask)):
         found = read_back(packed, m)
-        assert (len(found) > 0) == (m < packed.totals.microbatches)
+        assert (len(found) > 0) == (m < packed.microbatches)
         for b, tokens in found.items():
             one = samples[int(packed.by_sequence["advantages"][m, b])]
             numbers.append(int(packed.by_sequence["advantages"][m, b]))
@@ -73,8 +73,8 @@ def test_every_completion_is_there_once_behind_its_prompt(samples, rows, parts, 
         unused = [b for b in range(packed.mask.shape[1]) if b not in found]
         assert not packed.mask[m, unused].any()
     assert sorted(numbers) == list(range(len(samples)))
-    assert packed.totals.counts["policy"].tokens == sum(s.mask.sum() for s in samples)
-    assert packed.totals.counts["policy"].sequences == sum(s.mask.any() for s in samples)
+    assert packed.counts["policy"].tokens == sum(s.mask.sum() for s in samples)
+    assert packed.counts["policy"].sequences == sum(s.mask.any() for s in samples)
 
 
 @settings(max_examples=30, deadline=None)
@@ -96,7 +96,7 @@ def test_a_group_that_fits_costs_its_prompt_once():
         sample(prompt, np.full(2, i + 20, np.int32), np.ones(2, bool), np.zeros(2, np.float32), 0.0) for i in range(4)
     ]
     packed = pack(samples, Layout(1, S, T))
-    assert packed.totals.microbatches == 1 and (packed.rows.group > 0).sum() == 6 + 4 * 2
+    assert packed.microbatches == 1 and (packed.rows.group > 0).sum() == 6 + 4 * 2
 
 
 @settings(max_examples=30, deadline=None)
@@ -116,7 +116,7 @@ def test_shapes_are_few(samples, rows):
         assert value & (value - 1) == 0
     assert length == T and packed.rows.tokens.shape == (microbatches, rows, S)
     assert packed.source.shape[2] % -(-rows * S // 4) == 0
-    assert packed.totals.microbatches <= microbatches < 2 * packed.totals.microbatches
+    assert packed.microbatches <= microbatches < 2 * packed.microbatches
 
 
 def test_the_longest_that_fits_and_one_more():

@@ -116,6 +116,6 @@ def test_the_policy_learns_the_same_whoever_learns_beside_it():
 
 
 def test_an_unread_output_is_not_computed():
-    packed = jax.tree.map(lambda x: x[0], pack(rollout(), LAYOUTS[0])._replace(totals=None))
+    packed = jax.tree.map(lambda x: x[0], pack(rollout(), LAYOUTS[0])._replace(microbatches=None, counts=None))
     found = outputs_of(critic_of(MODEL), packed, ("values",), jnp.float32(1), COMPUTE)
     assert set(found) == {"values"} and found["values"].shape == packed.mask.shape

@@ -106,7 +106,7 @@ def test_the_probability_of_clipped_tokens_is_that_of_the_policy():
 
 def test_the_layouts_above_really_differ():
     packed = [pack(rollout(), layout) for layout, _ in LAYOUTS.values()]
-    one, two, four, parts = (int(p.totals.microbatches) for p in packed)
+    one, two, four, parts = (int(p.microbatches) for p in packed)
     assert one > two > four == 1 == parts
     assert (packed[3].rows.group > 0).sum() > (packed[2].rows.group > 0).sum()
     assert packed[3].source.shape[1] == 2 and (packed[3].scatter[0, 1] < packed[3].mask[0].size).any()
@@ -118,7 +118,7 @@ def test_scores_of_a_packed_step_are_those_of_single_rows():
     wanted = np.asarray(unpacked_logp(MODEL, rollout()))
     numbers = {s.scalars["advantages"]: i for i, s in enumerate(rollout())}
     seen = 0
-    for m in range(int(packed.totals.microbatches)):
+    for m in range(int(packed.microbatches)):
         for b in range(packed.mask.shape[1]):
             index = next(
                 (i for a, i in numbers.items() if np.float32(a) == packed.by_sequence["advantages"][m, b]), None

@@ -77,7 +77,7 @@ def test_a_score_is_of_the_last_token_and_padding_moves_none():
     np.testing.assert_allclose(scores(model, tokens, lengths - 1), everywhere[np.arange(4), lengths - 2], atol=1e-6)
     assert np.abs(everywhere[np.arange(4), lengths - 2] - example["scores"]).min() > 1e-3
     for wrong in (lengths * 0, lengths + 1):
-        assert "do not lie in 1 to 12" in refusal(scores, model, tokens, wrong)
+        assert "must be from 1 to 12" in refusal(scores, model, tokens, wrong)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -128,7 +128,7 @@ def test_the_compiler_is_given_as_many_bytes_as_planned(mesh):
     done = compile_one(one, "update")
     given = size(one.arrays.state) + size(one.arrays.packed) + 4  # and the temperature
     packed = one.arrays.packed
-    unused = size(packed.totals.counts["policy"].sequences) + size(packed.by_token["sampler_logp"])
+    unused = size(packed.counts["policy"].sequences) + size(packed.by_token["sampler_logp"])
     assert given - unused <= done.arguments <= given and done.outputs < 0.01 * given
     assert done.temporary > size(one.arrays.state.policy.params)  # the gradient at least
 
