@@ -19,6 +19,7 @@ which depends on each completion only by its own share.
 """
 
 import dataclasses
+import operator
 from typing import Annotated
 
 import jax
@@ -125,8 +126,6 @@ def _totals_jvp(
 
 def _sum_together(*arrays: jax.Array) -> list[jax.Array]:
     zeros = [jnp.zeros((), x.dtype) for x in arrays]
-
-    def add(left: tuple[jax.Array, ...], right: tuple[jax.Array, ...]) -> list[jax.Array]:
-        return [a + b for a, b in zip(left, right, strict=True)]
-
-    return jax.lax.optimization_barrier(jax.lax.reduce(list(arrays), zeros, add, tuple(range(arrays[0].ndim))))
+    axes = tuple(range(arrays[0].ndim))
+    sums = jax.lax.reduce(list(arrays), zeros, lambda left, right: list(map(operator.add, left, right)), axes)
+    return jax.lax.optimization_barrier(sums)

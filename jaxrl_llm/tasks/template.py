@@ -12,13 +12,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxrl_llm.errors import InputError, one_line
+from jaxrl_llm.models.builtin import CHATML
 from jaxrl_llm.tasks.task import Task, check_template
 from jaxrl_llm.types import Message, Problem
-
-CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 LONGEST_REASON = 200
 """Maximum number of characters quoted from a template's own error."""
