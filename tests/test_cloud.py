@@ -1,6 +1,7 @@
 """The files of docs/cloud, which no cloud has run: against schemas, the shell, and this program's own flags."""
 
 import json
+import math
 import os
 import re
 import shlex
@@ -201,7 +202,7 @@ def test_the_program_understands_the_commands(shell, name):
 
 @pytest.mark.parametrize(("code", "restarts", "again"), [
     (0, 0, False), (WRONG, 0, False), (GUARD, 0, False), (PREEMPTED, 40, True), (1, 4, True), (1, 5, False),
-    (134, 0, True),
+    (134, 0, True), (137, 0, True),
 ])  # fmt: skip
 def test_slurm_queues_a_run_again_that_was_preempted(shell, code, restarts, again):
     done = shell(starts()["slurm"], CODE=str(code), SLURM_RESTART_COUNT=str(restarts))
@@ -254,7 +255,7 @@ def test_the_page_shows_lines_of_the_files():
     assert blocks and not [line for block in blocks for line in block.splitlines() if line.strip() not in lines]
 
 
-def test_sizes_of_checkpoints_are_four_bytes_for_each_number():
+def test_sizes_of_checkpoints_and_device_hours_are_right():
     row = re.compile(r"^\| (Qwen/\S+) \| ([\d.]+) GB \| ([\d.]+) GB \| ([\d.]+) GB \|$", re.MULTILINE)
     rows = row.findall(PAGE.read_text())
     groups = json.loads((ROOT / "jaxrl_llm" / "plan" / "published.json").read_text())
@@ -263,3 +264,8 @@ def test_sizes_of_checkpoints_are_four_bytes_for_each_number():
     for name, *sizes in rows:
         total = counts(read_config(published[name])).total
         assert [float(size) for size in sizes] == [round(4 * each * total / 1e9, 1) for each in (1, 3, 4)], name
+    runs = re.findall(r"\| \w+:[\dx]+: (\d+) \| (\d+) \| ([\d.]+) s \| ([\d,.]+) \|", PAGE.read_text())
+    assert len(runs) == 3
+    for *factors, hours in runs:
+        expected = math.prod(map(float, factors)) / 3600
+        assert abs(float(hours.replace(",", "")) - expected) < 0.03 * expected

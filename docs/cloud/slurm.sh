@@ -17,7 +17,7 @@ srun jaxrl-llm train grpo_qwen2_5_1_5b_gsm8k --run_dir /shared/runs/grpo --learn
 
 case "$code" in
   75) most=1000 ;; # preempted, state saved
-  1 | 134) most=5 ;; # a process died
+  1 | 134 | 137 | 143) most=5 ;; # a process died or was killed
   *) most=0 ;; # 0: done; 2: the input was wrong; 3: a guard stopped the run
 esac
 if [ "${SLURM_RESTART_COUNT:-0}" -lt "$most" ]; then
