@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import inspect
+import math
 import re
 import subprocess
 import sys
@@ -18,6 +19,8 @@ import jaxrl_llm
 from jaxrl_llm.cli import COMMANDS
 from jaxrl_llm.config import config_names, load_config
 from jaxrl_llm.diagnosis.checks import RULES
+from jaxrl_llm.models.families import FAMILIES, our_shape, tensors_of
+from jaxrl_llm.plan.lowering import model_config, published
 from jaxrl_llm.recipes import RECIPES
 
 ROOT = Path(__file__).parents[1]
@@ -226,3 +229,24 @@ def test_the_configuration_of_a_run_that_is_brought_over_loads(page, tmp_path):
     (run,) = [name for name, where, _ in blocks if where == "here"]
     config = load_config(str(tmp_path / run))[1]
     assert config.rollout.group == 8 and config.model == "Qwen/Qwen2.5-1.5B-Instruct"
+
+
+def test_messages_that_are_explained_are_those_of_the_code():
+    page = (DOCS / "troubleshooting.md").read_text()
+    messages = [cell for cell in re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE) if cell != "..."]
+    sources = (path.read_text() for path in (ROOT / "jaxrl_llm").rglob("*.py"))
+    texts = "".join(re.sub(r'"\n\s*f?"', "", source) for source in sources)
+    assert len(messages) > 40
+    assert not [message for message in messages if message not in texts]
+
+
+def test_parameters_of_models_are_those_of_their_shapes():
+    page = (DOCS / "models.md").read_text()
+    stated = dict(re.findall(r"^\| `([^`]+/[^`]+)` \| ([\d,]+) \|", page, re.MULTILINE))
+    assert set(stated) <= set(published()) and len(stated) > 15
+    for name, number in stated.items():
+        config = model_config(name)[0]
+        counted = sum(math.prod(our_shape(tensor, config)) for tensor in tensors_of(config))
+        assert counted == int(number.replace(",", "")), name
+    types = re.findall(r"^\| [^|`]+ \| `(\w+)` \| `\w+` \|$", page, re.MULTILINE)
+    assert sorted(types) == sorted(FAMILIES)
