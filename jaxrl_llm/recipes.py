@@ -14,10 +14,9 @@ from jaxrl_llm.algorithms.kl import K1, AdaptiveKL, ProportionalKL
 from jaxrl_llm.algorithms.reduce import ConstantLength
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.learner.settings import Critic
-from jaxrl_llm.rewards import group_shaping
 from jaxrl_llm.rewards.group_shaping import GroupShaping, LengthCycle, RelativeLength, StopProperly
 from jaxrl_llm.rules import Resets
-from jaxrl_llm.system.setting import FIXED, FREE, Range, Setting, take_old_names
+from jaxrl_llm.system.setting import FIXED, FREE, Range, Setting, check_fields, take_old_names
 
 OLD_RESETS = {
     "reference_reset": "reference_every",
@@ -148,7 +147,7 @@ class Recipe(Setting):
             "every step already; leave it out",
         )
         for shape in self.shaping:
-            group_shaping.check(shape)
+            check_fields(shape, f"{type(shape).__name__}.")
 
     def _check_critic(self) -> None:
         """Refuse an estimator that lacks the critic it reads, and a critic that no estimator reads."""

@@ -3,13 +3,14 @@
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import numpy as np
 
 from jaxrl_llm.data import formats
 from jaxrl_llm.data.chats import Writer
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.system.setting import Range
 from jaxrl_llm.tasks.prompts import prompt_key
 from jaxrl_llm.tasks.sources import HubDataset, Rows, Table
 from jaxrl_llm.tasks.task import Task
@@ -299,13 +300,13 @@ class Collected:
 
     task: Task
     samples: int = 8
-    temperature: float = 1.0
-    top_p: float = 1.0
-    limit: int = 0
+    temperature: Annotated[float, Range("(0, inf]", words="above 0, so that answers differ")] = 1.0
+    top_p: Annotated[float, Range("(0, 1]")] = 1.0
+    limit: Annotated[int, Range("[0, inf]")] = 0
     keep: Literal["first", "shortest", "all"] = "first"
     match_length: bool = False
     cut_off: bool = False
-    continuations: int = 8
+    continuations: Annotated[int, Range("[1, inf]")] = 8
 
     @property
     def label(self) -> str:

@@ -12,6 +12,7 @@ from jaxrl_llm.data.chats import Writer
 from jaxrl_llm.data.datasets import Collected, Data, Kind, Row
 from jaxrl_llm.data.formats import options_of, unboxed
 from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.system.setting import check_fields
 from jaxrl_llm.tasks.prompts import BadRow, content, sound
 from jaxrl_llm.tasks.task import Loaded, check, check_split, check_template, held_out_keys
 
@@ -115,15 +116,11 @@ def check_collected(source: Collected, kind: Kind, before: str) -> None:
       InputError: names field, value and remedy.
     """
     check(source.task)
-    for name, least in {"samples": 2 if kind == "pairs" else 1, "continuations": 1, "limit": 0}.items():
-        value = getattr(source, name)
-        require(value >= least, f"{before}{name} must be at least {least} to collect {kind}, got {value}")
-    if source.temperature <= 0:
-        raise InputError(
-            f"{before}temperature must be above 0, got {source.temperature}: without it all answers to a problem are "
-            "the same"
-        )
-    require(0 < source.top_p <= 1, f"{before}top_p must be above 0 and at most 1, got {source.top_p}")
+    check_fields(source, before)
+    least = 2 if kind == "pairs" else 1
+    require(
+        source.samples >= least, f"{before}samples must be at least {least} to collect {kind}, got {source.samples}"
+    )
     if source.task.verifier == "none":
         raise InputError(
             f"{before}task.verifier none leaves nothing to collect by: give the task its answers and a verifier"

@@ -28,7 +28,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.system.setting import MODEL
+from jaxrl_llm.system.setting import MODEL, Choice, Range
 from jaxrl_llm.tasks.filters import resolve
 from jaxrl_llm.types import Completion, Problem
 
@@ -228,8 +228,8 @@ class ModelReward:
 
     path: Annotated[str | tuple[str, ...], MODEL]
     weight: float = 1.0
-    of: Literal["mean", "minimum", "conservative"] = "mean"
-    spread: float = 1.0
+    of: Annotated[Literal["mean", "minimum", "conservative"], Choice("mean", "minimum", "conservative")] = "mean"
+    spread: Annotated[float, Range("[0, inf]")] = 1.0
     name: str = "model"
 
     def __post_init__(self):

@@ -10,9 +10,8 @@ from typing import Annotated
 
 import numpy as np
 
-from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.shaping import CosineLength, free_name
-from jaxrl_llm.system.setting import Range, check_fields
+from jaxrl_llm.system.setting import Range
 from jaxrl_llm.types import Group
 
 Finite = Annotated[float, Range("(-inf, inf)", words="finite")]
@@ -68,7 +67,7 @@ class LengthCycle:
     low: float = -1.0
     high: float = 0.0
     weight: Finite = 0.5
-    on: Natural = 100
+    on: Annotated[int, Range("[1, inf]")] = 100
     off: Natural = 500
 
     def __call__(self, group: Group, updates: int, budget: int) -> Group:
@@ -79,17 +78,6 @@ class LengthCycle:
 
 
 GroupShaping = StopProperly | RelativeLength | LengthCycle
-
-
-def check(shaping: GroupShaping) -> None:
-    """Refuse a shaping that cannot work.
-
-    Raises:
-      InputError: a number is out of its range.
-    """
-    check_fields(shaping, f"{type(shaping).__name__}.")
-    if isinstance(shaping, LengthCycle) and shaping.on == 0:
-        raise InputError("LengthCycle.on is 0, so that it is never on: leave it out, or set at least 1")
 
 
 def _added(group: Group, name: str, part: np.ndarray, weight: float) -> Group:

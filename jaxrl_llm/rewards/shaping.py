@@ -5,12 +5,13 @@ import functools
 import math
 import re
 from collections.abc import Collection, Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.bounds import Bound, Constraint, Hinge, TaskReward, Threshold, base_of
 from jaxrl_llm.rewards.functions import OF_STEPS, Function, Local, Lost, ModelReward, StepFunction, StepReward, form_of
 from jaxrl_llm.rewards.verify import accuracy
+from jaxrl_llm.system.setting import Range, check_fields
 from jaxrl_llm.types import Completion, Problem
 
 REFUSED = "completions/refusal"
@@ -79,7 +80,7 @@ class CosineLength:
     switches it on for some updates only, which is the recipe's part.
     """
 
-    max_length: int
+    max_length: Annotated[int, Range("[1, inf]")]
     low: float = -1.0
     high: float = 0.0
     weight: float = 1.0
@@ -132,7 +133,7 @@ class Refusals:
     """
 
     patterns: tuple[str, ...] = ENGLISH
-    within: int = 300
+    within: Annotated[int, Range("[1, inf]", words="at least 1 character")] = 300
     weight: float = 1.0
     name: ClassVar[str] = "refusal"
 
@@ -197,30 +198,26 @@ def check(reward: Any) -> None:
     """Refuse a reward, a constraint or a gate that cannot work.
 
     Raises:
-      InputError: a weight or a time that is not a finite number, a length below 1, a bad or missing pattern, a path
-        that does not name a function, a function that cannot take a problem and a completion, one that a config.json
-        could not hold, or a bound with a number out of its range, a name that metrics cannot have, or an inner reward
-        that is of steps, has a weight of its own, or cannot work.
+      InputError: a number out of its range, a bad or missing pattern, a path that does not name a function, a function
+        that cannot take a problem and a completion, one that a config.json could not hold, a name that metrics cannot
+        have, or an inner reward that is of steps, has a weight of its own, or cannot work.
     """
     weight = getattr(reward, "weight", 1.0)  # a gate and a constraint have none
     if not isinstance(weight, (int, float)) or not math.isfinite(weight):
         raise InputError(f"reward {reward.name} has the weight {weight}; give a finite number")
+    check_fields(reward, f"{type(reward).__name__}.")
     match reward:
         case SoftOverlong() if not 0 < reward.cache <= reward.max_length:
             raise InputError(
                 f"soft_overlong has cache {reward.cache} and max_length {reward.max_length}; "
                 f"it needs 0 < cache <= max_length"
             )
-        case CosineLength() if reward.max_length < 1:
-            raise InputError(f"cosine_length has max_length {reward.max_length}; give 1 or more")
         case Format():
             _compiled("format", reward.pattern)
         case Refusals() if not reward.patterns or not all(reward.patterns):
             raise InputError(
                 "Refusals has no pattern, or an empty one, which is found in every text: give regular expressions"
             )
-        case Refusals() if reward.within < 1:
-            raise InputError(f"Refusals.within must be at least 1 character, got {reward.within}")
         case Refusals():
             for pattern in reward.patterns:
                 _compiled("Refusals", pattern, re.IGNORECASE)
@@ -232,10 +229,6 @@ def check(reward: Any) -> None:
             raise InputError(f"reward {reward.name} has an empty separator; give what ends a step, such as a line end")
         case ModelReward() if not reward.paths:
             raise InputError(f"reward {reward.name} names no model; give RUN, or a directory")
-        case ModelReward() if reward.of not in ("mean", "minimum", "conservative"):
-            raise InputError(f"reward {reward.name} is of {reward.of!r}; give mean, minimum or conservative")
-        case ModelReward() if not reward.spread >= 0:
-            raise InputError(f"reward {reward.name} has the spread {reward.spread}; give 0 or more")
         case Function() | Local() | StepFunction():
             _check_function(reward)
         case Lost():

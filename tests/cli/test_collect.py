@@ -40,7 +40,7 @@ REFUSED = {
     f"{ASK} a.jsonl --kind pairs --samples 1": ["--samples must be at least 2 to collect pairs, got 1"],
     f"{ASK} a.jsonl --kind rows": ["--kind: expected one of texts, pairs, steps, got 'rows'"],
     f"{ASK} a.jsonl --kind steps --continuations 0": ["--continuations must be at least 1"],
-    f"{ASK} a.jsonl --temperature 0": ["--temperature must be above 0, got 0.0"],
+    f"{ASK} a.jsonl --temperature 0": ["--temperature must be above 0, so that answers differ, got 0.0"],
     f"{ASK} a.jsonl --top_p 0": ["--top_p must be above 0 and at most 1"],
     f"{ASK} a.jsonl --limit -1": ["--limit must be at least 0"],
     f"{ASK} a.jsonl --slots 0": ["--slots must be at least 1"],

@@ -120,7 +120,7 @@ def test_what_cannot_be_watched_is_refused(folder, answers):
 @pytest.mark.parametrize(("changes", "words"), [
     ({"task": None, "every": 0}, "evaluation.judge digits has no answers to compare: set task.holdout above 0"),
     ({"judge": Format("a", weight=2.0)}, "evaluation.judge has the weight 2, which nothing reads"),
-    ({"judge": Format("(")}, "no regular expression"),
+    ({"judge": Format("(")}, "is not a regular expression"),
     ({"judge": StepReward("a")}, "evaluation.judge is the step reward steps"),
 ])  # fmt: skip
 def test_a_judge_of_nothing_is_refused(changes, words):

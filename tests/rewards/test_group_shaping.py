@@ -7,7 +7,8 @@ import pytest
 from oracles import NUMBERS
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.rewards.group_shaping import LengthCycle, RelativeLength, StopProperly, check
+from jaxrl_llm.rewards.group_shaping import LengthCycle, RelativeLength, StopProperly
+from jaxrl_llm.system.setting import check_fields
 from jaxrl_llm.types import Completion, Group, Problem
 
 PROBLEM = Problem("1", ({"role": "user", "content": "?"},), "3", "test")
@@ -86,12 +87,12 @@ def test_the_cosine_comes_and_goes_with_the_updates():
 
 
 @pytest.mark.parametrize(("shape", "words"), [
-    (LengthCycle(on=0), "LengthCycle.on is 0"),
+    (LengthCycle(on=0), "LengthCycle.on must be at least 1, got 0"),
     (LengthCycle(off=-1), "LengthCycle.off must be at least 0, got -1"),
     (RelativeLength(warmup=-2), "RelativeLength.warmup must be at least 0, got -2"),
     (StopProperly(float("nan")), "StopProperly.scale must be finite, got nan"),
 ])  # fmt: skip
 def test_a_shaping_that_cannot_work_is_refused(shape, words):
     with pytest.raises(InputError, match=words):
-        check(shape)
-    check(StopProperly())
+        check_fields(shape, f"{type(shape).__name__}.")
+    check_fields(StopProperly())

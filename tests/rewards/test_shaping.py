@@ -65,8 +65,8 @@ def test_format_matches_the_whole_text():
     [
         (SoftOverlong(max_length=100, cache=200), "0 < cache <= max_length"),
         (SoftOverlong(cache=0), "0 < cache <= max_length"),
-        (CosineLength(0), "max_length 0; give 1 or more"),
-        (Format("("), "no regular expression"),
+        (CosineLength(0), "CosineLength.max_length must be at least 1, got 0"),
+        (Format("("), "is not a regular expression"),
         (Function("brevity"), "names no function"),
         (Function("jaxrl_llm.rewards.shaping:Accuracies"), "did you mean Accuracy"),
         (Accuracy(weight=math.nan), "weight nan; give a finite number"),

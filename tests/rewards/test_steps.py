@@ -149,9 +149,15 @@ def test_a_step_function_survives_config_json_or_says_that_it_is_lost():
 @pytest.mark.parametrize(
     ("reward", "told"),
     [
-        (StepFunction("sample_steps:words", positions="lines"), "positions 'lines'; give characters or tokens"),
+        (
+            StepFunction("sample_steps:words", positions="lines"),
+            "positions 'lines'; give characters or tokens",
+        ),
         (StepFunction("sample_steps:absent"), "has no absent"),
-        (StepFunction("sample_steps:words", timeout_s=0.0), "timeout_s 0.0; give more than 0 seconds"),
+        (
+            StepFunction("sample_steps:words", timeout_s=0.0),
+            "timeout_s 0.0; give more than 0 seconds",
+        ),
         (StepFunction("sample_steps:words", weight=NAN), "weight nan; give a finite number"),
         (StepFunction("sample_steps:words", name="a/b"), "name 'a/b'; give a text without a slash"),
         (StepFunction(lambda: []), "cannot be a reward"),
