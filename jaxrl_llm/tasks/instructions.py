@@ -12,7 +12,7 @@ Each check takes time linear in the text, since a model's completion may be long
 import json
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxrl_llm.errors import InputError, did_you_mean
 
@@ -33,16 +33,8 @@ _FENCE = re.compile(r"```(?:json)?", re.IGNORECASE)
 _ENDS_A_WORD = ".,?!'\""
 
 
-class Argument(NamedTuple):
-    """Requirement on an instruction's argument.
-
-    Attributes:
-      fits: whether a value meets it.
-      name: describes it in errors.
-    """
-
-    fits: Callable[[Any], bool]
-    name: str
+Argument = tuple[Callable[[Any], bool], str]
+"""Requirement on an instruction's argument: whether a value meets it, and its description in errors."""
 
 
 def followed(text: str, fields: Mapping[str, Any]) -> list[bool]:
@@ -90,11 +82,11 @@ def _wrong(name: str, given: Any) -> str:
         if argument not in needed:
             hint = did_you_mean(argument, needed, f"it has {', '.join(needed) or 'none'}")
             return f"has no argument {argument!r}; {hint}"
-    for argument, kind in needed.items():
+    for argument, (fits, described) in needed.items():
         if argument not in present:
-            return f"lacks the argument {argument}, {kind.name}"
-        if not kind.fits(present[argument]):
-            return f"has {argument} {present[argument]!r}, which is not {kind.name}"
+            return f"lacks the argument {argument}, {described}"
+        if not fits(present[argument]):
+            return f"has {argument} {present[argument]!r}, which is not {described}"
     if present.get("nth_paragraph", 0) > present.get("num_paragraphs", 0):
         return f"speaks of paragraph {present['nth_paragraph']} of {present['num_paragraphs']}"
     return ""
@@ -108,14 +100,15 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
-COUNT = Argument(lambda value: type(value) is int and value >= 0, "a whole number from 0 on")
-FROM_ONE = Argument(lambda value: type(value) is int and value >= 1, "a whole number from 1 on")
-TEXT = Argument(_is_text, "a text that is not empty")
-TEXTS = Argument(
-    lambda value: isinstance(value, list | tuple) and bool(value) and all(map(_is_text, value)), "a list of texts"
+COUNT: Argument = (lambda value: type(value) is int and value >= 0, "a whole number from 0 on")
+FROM_ONE: Argument = (lambda value: type(value) is int and value >= 1, "a whole number from 1 on")
+TEXT: Argument = (_is_text, "a text that is not empty")
+TEXTS: Argument = (
+    lambda value: isinstance(value, list | tuple) and bool(value) and all(map(_is_text, value)),
+    "a list of texts",
 )
-LETTER = Argument(lambda value: _is_text(value) and len(value) == 1, "one character")
-RELATION = Argument(lambda value: value in RELATIONS, " or ".join(map(repr, RELATIONS)))
+LETTER: Argument = (lambda value: _is_text(value) and len(value) == 1, "one character")
+RELATION: Argument = (lambda value: value in RELATIONS, " or ".join(map(repr, RELATIONS)))
 
 
 def _follows(text: str, name: str, given: Mapping[str, Any]) -> bool:
