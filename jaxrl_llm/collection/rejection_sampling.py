@@ -159,7 +159,7 @@ def ask(by: Answerer, asked: Asked, first: int, status: Callable[[str], None]) -
     requests.submit(places, prompts, seeds, keep=asked.kind == "steps")
     done = gather(requests, by.model, by.tokenizer, status)
     right = by.scorer.verify([(problems[i], done[i, sample]) for i, sample in places]) >= 1
-    flat = [answer_of(by.tokenizer, c, bool(true)) for c, true in zip(done.values(), right, strict=True)]
+    flat = [decoded_answer(by.tokenizer, c, bool(true)) for c, true in zip(done.values(), right, strict=True)]
     answers = [flat[i * count : (i + 1) * count] for i in range(len(problems))]
     more = [0] * len(problems)
     if asked.kind == "steps":
@@ -218,7 +218,7 @@ def _labelled(
     return rows, tokens
 
 
-def answer_of(tokenizer: Any, completion: Completion, right: bool) -> Answer:
+def decoded_answer(tokenizer: Any, completion: Completion, right: bool) -> Answer:
     """Make an answer of a verified completion; its text excludes the token that ended it, special or not."""
     ended = completion.finish_reason == "stop"
     text = tokenizer.decode(completion.tokens[:-1] if ended else completion.tokens, **EXACTLY)

@@ -114,22 +114,22 @@ def last_token(text: str, tokens: Sequence[int], end: int, tokenizer: Any) -> in
     )
 
 
-def at_tokens(items: Sequence[Any], said: Sequence[tuple[Any, Any]], tokenizer: Any) -> tuple[np.ndarray, ...]:
+def at_tokens(items: Sequence[Any], stepped: Sequence[tuple[Any, Any]], tokenizer: Any) -> tuple[np.ndarray, ...]:
     """Place the step rewards of completions at their tokens, float32[t] each; empty without any, or without a
     tokenizer.
 
     Args:
       items: problems with completions.
-      said: step rewards, each with its steps of each completion.
+      stepped: step rewards, each with its steps of each completion.
       tokenizer: that wrote the texts.
     """
-    if not said or tokenizer is None:
+    if not stepped or tokenizer is None:
         return ()
     found = []
     for at, (_, completion) in enumerate(items):
         tokens = completion.tokens.tolist()
         columns = []
-        for reward, steps in said:
+        for reward, steps in stepped:
             values = np.full(len(tokens), np.nan, np.float32)
             for position, value in steps[at]:
                 if reward.positions == "characters":

@@ -122,7 +122,7 @@ def check_split(holdout: float, date: str | None) -> None:
     try:
         datetime.date.fromisoformat(date or "2025-07-01")
     except ValueError:
-        raise InputError(f"date {date!r} is none; write it as 2025-07-01") from None
+        raise InputError(f"date {date!r} is not a date; write it as 2025-07-01") from None
 
 
 def load(task: Task, answers: bool = True) -> Loaded[Problem]:

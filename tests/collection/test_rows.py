@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxrl_llm.collection.rejection_sampling import answer_of
+from jaxrl_llm.collection.rejection_sampling import decoded_answer
 from jaxrl_llm.collection.rows import Answer, prefix_tokens, rows_from, split_steps, step_lengths
 from jaxrl_llm.data import Collected
 from jaxrl_llm.models import load_pretrained
@@ -111,4 +111,4 @@ def test_a_step_ends_with_the_token_that_holds_its_end():
 def test_what_ends_an_answer_is_no_part_of_its_text(last, reason, text):
     tokens = np.array([*b"12 3", last], np.int32)
     done = Completion(tokens, np.zeros(5, np.float32), reason, np.ones(5, bool), np.zeros(5, np.int32))
-    assert answer_of(load_pretrained("tiny-random")[1], done, True) == Answer(text, 5, reason == "stop", True)
+    assert decoded_answer(load_pretrained("tiny-random")[1], done, True) == Answer(text, 5, reason == "stop", True)

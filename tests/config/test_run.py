@@ -207,7 +207,7 @@ REFUSED = [
         "task.verifier none leaves the reward Accuracy nothing to compare: give the task its answers",
     ),
     ("task.source.answer_field", None, "task.source.answer_field None leaves the reward Accuracy nothing to compare"),
-    ("task.date", "yesterday", "date 'yesterday' is none"),
+    ("task.date", "yesterday", "date 'yesterday' is not a date"),
     ("task.extractor", "no", "extractor 'no' is unknown"),
     ("task.holdout", 1.0, "holdout is 1.0"),
     ("task.keep", "jaxrl_llm.tasks.filters:nonnegative", "did you mean nonnegative_answer?"),

@@ -170,7 +170,7 @@ def test_all_problems_have_an_answer_or_none_has(tmp_path, answers):
 
 @pytest.mark.parametrize("date", ["today", "2025-13-01", "01.07.2025"])
 def test_a_date_that_is_none_is_refused(tmp_path, date):
-    with pytest.raises(InputError, match=f"date '{date}' is none; write it as 2025-07-01"):
+    with pytest.raises(InputError, match=f"date '{date}' is not a date; write it as 2025-07-01"):
         load(Task(table(tmp_path, [("a", "1")]), date=date))
 
 
