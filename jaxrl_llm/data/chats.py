@@ -76,18 +76,22 @@ class Pieces:
       tokenizer: of the model.
       stop_ids: tokens at which the model's completions end.
       options: passed to the template in addition to the messages.
+      closes: whether the last turn ends as the template writes it, not as the model's completions do.
 
     Raises:
       InputError: the tokenizer is missing, or the template does not read one of the options.
     """
 
-    def __init__(self, wording: Wording, tokenizer: Any, stop_ids: Sequence[int], options: dict[str, Any]):
+    def __init__(
+        self, wording: Wording, tokenizer: Any, stop_ids: Sequence[int], options: dict[str, Any], closes: bool = False
+    ):
         check_tokenizer(tokenizer)
         self.plain = wording.template == "plain"
         self.tokenizer = tokenizer
         self._wording = wording
         self._stop_ids = tuple(stop_ids)
         self._options = options
+        self._closes = closes
         ids = {*stop_ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])}
         texts = [tokenizer.decode([token], clean_up_tokenization_spaces=False) for token in sorted(ids)]
         some = "|".join(re.escape(text) for text in texts if text.strip())
@@ -163,6 +167,12 @@ class Pieces:
         """
         return self._turn_end[1] or [self.end]
 
+    @property
+    def ending(self) -> list[int]:
+        """Ids that end the last turn of an answer or a chat."""
+        closing = self.closing if self._closes else None
+        return self.turn if closing is None else closing
+
     @functools.cached_property
     def _turn_end(self) -> tuple[str, list[int]]:
         """Text and ids up to the first stop token after a turn of the assistant; empty without one."""
@@ -182,24 +192,7 @@ class Pieces:
 
 
 class Writer(Pieces):
-    """Encoder of chats and texts as token ids, piece by piece.
-
-    Args:
-      wording, tokenizer, stop_ids, options: see ``Pieces``.
-      closes: whether the last turn ends as the template writes it, not as the model's completions do.
-    """
-
-    def __init__(
-        self, wording: Wording, tokenizer: Any, stop_ids: Sequence[int], options: dict[str, Any], closes: bool = False
-    ):
-        super().__init__(wording, tokenizer, stop_ids, options)
-        self._closes = closes
-
-    @property
-    def ending(self) -> list[int]:
-        """Ids that end the last turn of an answer or a chat."""
-        closing = self.closing if self._closes else None
-        return self.turn if closing is None else closing
+    """Encoder of chats and texts as token ids, piece by piece; its arguments are those of ``Pieces``."""
 
     def prompt(self, messages: Iterable[Message]) -> tuple[str, np.ndarray]:
         """Return a prompt's text up to the start of the answer, and its ids, int32[p]: those of ``encode``."""

@@ -9,9 +9,10 @@ One completion at a time, which returns a number:
 
 A batch, which returns a list with one number for each completion; its arguments are lists too:
 
-- ``f(problems, completions)``. With ``batch=True`` they may be called as you like. - ``f(prompts, completions,
-completion_ids)`` or some of them, TRL's. Prompts and completions are texts, or chats if the rows' prompts are chats. -
-``f(data_sources, solution_strs, ground_truths, extra_infos)``, verl's.
+- ``f(problems, completions)``. With ``batch=True`` they may be called as you like.
+- ``f(prompts, completions, completion_ids)`` or some of them, TRL's. Prompts and completions are texts, or chats if the
+  rows' prompts are chats.
+- ``f(data_sources, solution_strs, ground_truths, extra_infos)``, verl's.
 
 Every further parameter is a column of the problem's row, by its name; if the row has none its default stays.
 ``**kwargs`` takes all columns. ``answer`` is the reference, unless a column has that name. Each form may be ``async``.
