@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrl_llm.errors import InputError, require
-from jaxrl_llm.tasks.prompts import shown
+from jaxrl_llm.tasks.prompts import is_empty, shown
 from jaxrl_llm.types import Message
 
 Columns = tuple[str, ...]
@@ -101,7 +101,7 @@ def columns_of(row: dict[str, Any], form: RowFormat) -> Columns:
     has = [name for name, value in row.items() if value is not None]
     reads = {*form.beside, *itertools.chain(*form.sets)}
     for name in has:
-        if name in ELSEWHERE and name not in reads and not _is_empty(row[name]):
+        if name in ELSEWHERE and name not in reads and not is_empty(row[name]):
             raise InputError(
                 f"the row has {name}, which {form.kind} does not read ({ELSEWHERE[name]}); leave the column out"
             )
@@ -163,10 +163,10 @@ def chat_of(value: Any, column: str) -> list[Message]:
         if not (isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))):
             raise InputError(f"{column} holds an item that is not a chat message with role and content, both text")
         for name, what in UNWRITTEN.items():
-            require(_is_empty(message.get(name)), f"{column} holds {what}, which is not written; leave the row out")
+            require(is_empty(message.get(name)), f"{column} holds {what}, which is not written; leave the row out")
         found = {"role": message["role"], "content": message["content"]}
         for name in THOUGHTS:
-            if not _is_empty(message.get(name)):
+            if not is_empty(message.get(name)):
                 found[name] = plain_text(message[name], f"{name} in {column}")
         weight = message.get(WEIGHT)
         if weight is not None and _number(weight) not in (0.0, 1.0):
@@ -175,10 +175,6 @@ def chat_of(value: Any, column: str) -> list[Message]:
             )
         chat.append(found if weight is None or _number(weight) else found | {WEIGHT: "0"})
     return chat
-
-
-def _is_empty(value: Any) -> bool:
-    return value is None or (isinstance(value, str | list | tuple | dict) and not value)
 
 
 def prompt_of(value: Any) -> list[Message]:

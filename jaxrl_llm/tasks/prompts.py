@@ -86,7 +86,7 @@ def answer_in(source: Any, row: dict[str, Any], where: str, needed: bool) -> str
     if source.answer_field is None:
         return ""
     found = field_of(row, source.answer_field)
-    if not needed and (_is_empty(found) or isinstance(found, list | dict)):
+    if not needed and (is_empty(found) or isinstance(found, list | dict)):
         return ""
     answer = required(row, source.answer_field, where, "answer")
     if isinstance(answer, list | dict):
@@ -103,7 +103,7 @@ def answer_in(source: Any, row: dict[str, Any], where: str, needed: bool) -> str
 def required(row: dict[str, Any], name: str, where: str, role: str) -> Any:
     """Return the value of a field, the prompt's or the answer's by its ``role``; InputError if it is empty."""
     value = field_of(row, name)
-    if _is_empty(value):
+    if is_empty(value):
         remedy = ", or take rewards that need no answer (no Accuracy)" if role == "answer" else ""
         raise InputError(
             f"{where} has no {role} in field {name!r} (it has {', '.join(row) or 'none'}); "
@@ -120,8 +120,9 @@ def field_of(row: dict[str, Any], name: str) -> Any:
     return value
 
 
-def _is_empty(value: Any) -> bool:
-    return value is None or (isinstance(value, str | list | tuple) and not value)
+def is_empty(value: Any) -> bool:
+    """Whether a field has no value: None, or a text, list or record without content."""
+    return value is None or (isinstance(value, str | list | tuple | dict) and not value)
 
 
 def messages_of(prompt: Any, where: str) -> tuple[Message, ...]:
