@@ -307,7 +307,8 @@ class Scheduled:
             return left
         hard = 1 - self.success(memory) if easy.by == BY_SUCCESS else self._difficulty
         since = memory.get("since", 0)
-        return easy(hard, left, 0 if since == NONE else number - since, self._shuffled)
+        ties = permutation(self.seed, 0, len(self.problems))
+        return easy(hard, left, 0 if since == NONE else number - since, ties)
 
     @functools.cached_property
     def first(self) -> Memory:
@@ -318,10 +319,6 @@ class Scheduled:
         known = {name: array for name, array in self.known.items() if name in counts}
         places = {"last": np.full(size, NONE, np.int64), "begun": 0, "asked": 0, "since": NONE}
         return counts | known | places | {"problems": digest(self.problems)}
-
-    @functools.cached_property
-    def _shuffled(self) -> np.ndarray:
-        return permutation(self.seed, 0, len(self.problems))
 
     @functools.cached_property
     def _index(self) -> dict[str, int]:
