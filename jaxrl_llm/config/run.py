@@ -87,6 +87,9 @@ class Output(Setting):
 
     Attributes:
       checkpoint_every: steps between checkpoints; the last step always has one.
+      checkpoint_minutes: minutes after which a step is saved in any case; 0 saves by steps only.
+      grace_s: seconds that the run has from a signal to stop (SIGTERM, Ctrl-C) until it may be killed. A step that
+        would not end in half of them is stopped within its sampling, and resumes there.
       keep: checkpoints that stay.
       samples: groups of each step that are written to samples.jsonl with their completions; in turn, so that all
         tasks of a mixture are seen.
@@ -101,6 +104,8 @@ class Output(Setting):
     """
 
     checkpoint_every: Annotated[int, Count(1), FREE] = 50
+    checkpoint_minutes: Annotated[float, Range("[0, inf)", "0 saves by steps only"), FREE] = 30.0
+    grace_s: Annotated[float, Range("(0, inf]"), FREE] = 25.0
     keep: Annotated[int, Count(1), FREE] = 2
     samples: Annotated[int, Count(0), FREE] = 1
     ratios: Annotated[bool, FREE] = False

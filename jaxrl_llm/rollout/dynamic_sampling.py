@@ -5,6 +5,7 @@ completion ends.
 import dataclasses
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 from jaxrl_llm.engine.backend import Backend
@@ -14,6 +15,7 @@ from jaxrl_llm.rollout.groups import (
     AdmissionPolicy,
     Carryover,
     GroupSource,
+    OutOfTime,
     PartialGroup,
     RolloutBatch,
     Underway,
@@ -48,18 +50,27 @@ class Sampler:
     status: Status
 
 
+PROGRESS = (
+    *("cursor", "good", "seen", "stream", "successes", "asked", "limits", "returned"),
+    *("kept", "sampled", "held", "replaced", "failures", "tokens", "seconds"),
+)
+"""The attributes of a ``Step`` that change while it is filled."""
+
+
 class Step:
     """Owner of the requests and results of one step, by a group's number in the stream of prompts.
 
     Args:
       sampler: engine, prompts, scores.
       version: of the weights.
-      left: carryover of the step before; its unfinished groups are requested at once.
+      left: carryover of the step before; its unfinished groups are requested at once. If the run was stopped within
+        this step, it goes on there.
 
     Attributes:
       first: groups to learn from that an earlier step found.
       asked: groups with open requests, and the completions that the backend has returned.
-      returned: numbers of the groups with a completion that the backend has returned.
+      limits: of those groups, by number: the length at which this step ends each completion that it samples.
+      returned: numbers of the groups with tokens that this step has sampled, and the backend has returned.
       tokens: sampled in this step, in completions that the backend has returned.
     """
 
@@ -72,6 +83,7 @@ class Step:
         self.begun = left.cursor
         self.requests = Requests(sampler.engine, sampler.sampling)
         self.asked: dict[int, PartialGroup] = {}
+        self.limits: dict[int, dict[int, int]] = {}
         self.returned: set[int] = set()
         self.kept: dict[int, Group] = {}
         self.sampled: dict[int, Group] = {}
@@ -80,8 +92,13 @@ class Step:
         self.failures = Failures()
         self.tokens = 0
         self.seconds = 0.0
-        for group in left.unfinished:
-            self.ask(group)
+        vars(self).update(left.underway)
+        for number in self.asked:
+            self.request(number)
+        self.close(set(self.asked))
+        if not left.underway:
+            for group in left.unfinished:
+                self.ask(group)
 
     @property
     def underway(self) -> Underway:
@@ -101,13 +118,20 @@ class Step:
         """Request the completions that a group lacks."""
         admission = self.sampler.admission
         task = group.problem.task
-        seeds = self.sampler.source.seeds(group.number)
         lacking = [i for i, c in enumerate(group.completions) if not whole(c, admission.longest_of(task))]
-        begun = [group.completions[i] for i in lacking]
-        limits = [admission.limit(len(c.tokens) if c else 0, task) for c in begun]
-        keys = [(group.number, i) for i in lacking]
-        self.requests.submit(keys, [group.prompt] * len(lacking), [seeds[i] for i in lacking], limits, begun)
         self.asked[group.number] = group
+        self.limits[group.number] = {i: admission.limit(length(group.completions[i]), task) for i in lacking}
+        self.request(group.number)
+
+    def request(self, number: int) -> None:
+        """Request those completions of a group that this step has to sample and has not ended."""
+        group, limits = self.asked[number], self.limits[number]
+        seeds = self.sampler.source.seeds(number)
+        lacking = [i for i in limits if not whole(group.completions[i], limits[i])]
+        begun = [group.completions[i] for i in lacking]
+        keys = [(number, i) for i in lacking]
+        prompts = [group.prompt] * len(lacking)
+        self.requests.submit(keys, prompts, [seeds[i] for i in lacking], [limits[i] for i in lacking], begun)
 
     def stop(self) -> None:
         """Abort requests once there are enough groups: all with ``interrupt``, else those of groups that have not run
@@ -121,19 +145,33 @@ class Step:
 
     def take(self, over: dict[Any, Completion]) -> None:
         """Take returned completions: whole groups are scored and kept if they can teach, others are held."""
-        admission = self.sampler.admission
+        self.note(over)
+        self.close({number for number, _ in over})
+
+    def note(self, over: dict[Any, Completion]) -> None:
+        """Put returned completions into their groups."""
         for (number, index), completion in over.items():
             group = self.asked[number]
-            before = group.completions[index]
-            self.tokens += len(completion.tokens) - (len(before.tokens) if before else 0)
-            if len(completion.tokens):  # what never began keeps no trace
+            fresh = length(completion) - length(group.completions[index])
+            if fresh:  # what never began keeps no trace
+                self.tokens += fresh
                 completions = (*group.completions[:index], completion, *group.completions[index + 1 :])
                 self.asked[number] = dataclasses.replace(group, completions=completions)
-        returned = {number for number, _ in over}
-        self.returned |= returned
+                self.returned.add(number)
+
+    def progress(self) -> dict[str, Any]:
+        """Abort all requests, and return the progress, with which another ``Step`` goes on."""
+        self.requests.abort(self.requests.keys)
+        self.note(self.requests.take(self.version, None))
+        return {name: getattr(self, name) for name in PROGRESS}
+
+    def close(self, numbers: set[int]) -> None:
+        """Score those of the groups that are whole, and hold the others; groups with open requests stay."""
+        admission = self.sampler.admission
         done = []
-        for number in sorted(returned - {number for number, _ in self.requests.keys}):
+        for number in sorted(numbers - {number for number, _ in self.requests.keys}):
             group = self.asked.pop(number)
+            del self.limits[number]
             ended = all(whole(c, admission.longest_of(group.problem.task)) for c in group.completions)
             (done if ended else self.held).append(group)
         if done:
@@ -162,7 +200,14 @@ class Step:
         self.good, self.seen = remember(self.good, self.seen, len(good), len(found))
 
 
-def collect(sampler: Sampler, model: Any, version: int, left: Carryover) -> RolloutBatch:
+def length(completion: Completion | None) -> int:
+    """Return the number of tokens of a completion, which may not have begun."""
+    return 0 if completion is None else len(completion.tokens)
+
+
+def collect(
+    sampler: Sampler, model: Any, version: int, left: Carryover, late: Callable[[], bool] = lambda: False
+) -> RolloutBatch:
     """Fill a step with groups.
 
     The carryover of earlier steps comes first: surplus groups, then unfinished ones. New prompts are begun as
@@ -177,12 +222,18 @@ def collect(sampler: Sampler, model: Any, version: int, left: Carryover) -> Roll
       model: weights to sample from.
       version: of the weights; every token sampled here is marked with it.
       left: carryover of the step before.
+      late: asked after each chunk: whether to stop within the step.
+
+    Raises:
+      OutOfTime: ``late`` says so, and groups are missing.
     """
     start = time.perf_counter()
     needed = sampler.admission.needed
     step = Step(sampler, version, left)
     for over in respond(step.requests, model, version):
         step.take(over)
+        if (step.requests or step.underway.kept < needed) and late():
+            raise OutOfTime(dataclasses.replace(left, underway=step.progress()))
         step.admit()
         if step.underway.kept >= needed:
             step.stop()

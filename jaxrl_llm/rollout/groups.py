@@ -61,6 +61,8 @@ class Carryover:
       stream: memory of the stream of prompts.
       texts: texts drawn in addition to the groups.
       successes: stored for replay.
+      underway: progress of the next step (``dynamic_sampling.Step.progress``) if the run was stopped within it; else
+        empty.
     """
 
     cursor: int = 0
@@ -71,6 +73,14 @@ class Carryover:
     stream: dict[str, Any] = dataclasses.field(default_factory=dict)
     texts: int = 0
     successes: Store = dataclasses.field(default_factory=dict)
+    underway: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class OutOfTime(Exception):
+    """A step is stopped within its sampling; ``left`` is the carryover that it began with, and its progress."""
+
+    def __init__(self, left: Carryover):
+        self.left = left
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +122,7 @@ class RolloutBatch:
                 yield from (array for name, array in completion.extras.items() if name == STEP_REWARDS)
 
 
-RECORDS = (RolloutBatch, Carryover, PartialGroup, Group, Completion, Problem, Solved, Success)
+RECORDS = (RolloutBatch, Carryover, PartialGroup, Group, Completion, Problem, Solved, Success, Failures)
 """Types that checkpoints hold to save groups."""
 
 

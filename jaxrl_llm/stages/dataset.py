@@ -167,7 +167,7 @@ class DatasetStage(Stage):
         answers = () if self.exam is None else self.exam(policy)
         return Tested(numbers, answers) if numbers or answers else None
 
-    def next(self, weights: Any, version: int, left: int | None) -> Drawn:
+    def next(self, weights: Any, version: int, left: int | None, late: Callable[[], bool] = lambda: False) -> Drawn:
         """Return the rows of one step."""
         begin = left or 0
         end = begin + self.count

@@ -88,13 +88,17 @@ class Stage:
     measures_kl: bool = False
     records: ClassVar[Sequence[type]] = ()
 
-    def next(self, weights: Any, version: int, left: Any) -> Batch:
+    def next(self, weights: Any, version: int, left: Any, late: Callable[[], bool] = lambda: False) -> Batch:
         """Return the next batch.
 
         Args:
           weights: the result of ``weights`` for the policy.
           version: optimiser updates of the policy so far.
           left: the carryover of the batch before; None before the first.
+          late: whether the run has to stop now; a batch that takes long to make asks now and then.
+
+        Raises:
+          OutOfTime: the run has to stop before the batch is made.
         """
         raise NotImplementedError
 

@@ -9,11 +9,13 @@ import errno
 import io
 import json
 import logging
+import math
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NoReturn, TextIO
 
@@ -21,7 +23,7 @@ PREEMPTED = 75
 """Exit code of a training that was stopped by a signal: its state is saved, and the same command resumes it."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 INTERRUPTED = 128 + signal.SIGINT
-STOPPING = "stopping after this step; again to quit now"
+STOPPING = "stopping after this step, or within it if it takes long; again to quit now"
 BETWEEN_STEPS = "stopped between steps, nothing is lost: run the same command again to go on"
 QUIT = "quit within a step: run the same command again to go on from the last checkpoint"
 LAST_WORDS = "\r\x1b[2K\x1b[?25h"
@@ -153,13 +155,16 @@ class Preemption:
 
     Args:
       say: called in another thread with a line at the first signal.
+      grace_s: seconds from the first signal until whoever sent it may kill the process. Half of them are for saving.
 
     Attributes:
       asked: whether there was a signal.
     """
 
-    def __init__(self, say: Callable[[str], None]):
+    def __init__(self, say: Callable[[str], None], grace_s: float = math.inf):
         self._say = say
+        self._grace_s = grace_s
+        self._limit = math.inf
         self.asked = False
         self._block = contextlib.ExitStack()
 
@@ -174,6 +179,10 @@ class Preemption:
     def __exit__(self, *exception: object) -> None:
         self._block.close()
 
+    def late(self, seconds: float = 0.0) -> bool:
+        """Whether there was a signal, and work of this duration would end in the time for saving."""
+        return self.asked and time.monotonic() + seconds > self._limit
+
     def _answer(self, number: int, *frame: Any) -> None:
         """Handle a signal, with a frame in a process that this package does not own: there the second goes to the
         owner, and another thread prints, since a handler must not."""
@@ -184,6 +193,7 @@ class Preemption:
         if self.asked:
             self._block.close()
             signal.raise_signal(number)
+        self._limit = time.monotonic() + self._grace_s / 2
         self.asked = True
         if frame:
             threading.Thread(target=self._say, args=(STOPPING,)).start()

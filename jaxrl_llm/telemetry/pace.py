@@ -57,7 +57,8 @@ class Schedule:
 
     def saves(self, step: int) -> bool:
         """Whether ``step`` has a checkpoint; the last one always has."""
-        return step == self.steps or step in self.moved or (self.save_every > 0 and step % self.save_every == 0)
+        regular = self.save_every > 0 and step > 0 and step % self.save_every == 0
+        return step == self.steps or step in self.moved or regular
 
     def ahead(self, step: int) -> dict[str, int]:
         """Return the remaining amount of each kind after the update of ``step``, including its evaluation and save."""

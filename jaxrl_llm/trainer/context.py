@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import os
 import time
 from collections.abc import Generator, Iterator, Sequence
@@ -113,6 +114,10 @@ class RunContext:
     sight: FindingTracker | None
     stop: Preemption
 
+    def late(self, seconds: float = 0.0) -> bool:
+        """Whether any process was asked to stop and has no time left for work of this duration."""
+        return any(self.peers.gather(self.stop.late(seconds)))
+
 
 @dataclasses.dataclass
 class Cursor:
@@ -126,6 +131,7 @@ class Cursor:
       host: the host state.
       step: the last one that is made.
       row: the first entries of the next row.
+      learning_s: seconds of the last step's updates; infinite before the first one of this process.
     """
 
     settings: Configuration
@@ -135,6 +141,7 @@ class Cursor:
     host: LoopState
     step: int
     row: dict[str, Any]
+    learning_s: float = math.inf
 
 
 def rows_until(directory: Path, step: int | None, having: tuple[str, ...] = ()) -> Iterator[dict[str, Any]]:
@@ -186,8 +193,25 @@ def opened(
             progress = stack.enter_context(Progress(schedule, first_step, Console(quiet=True)))
         guarded = bool(run.rules.guards)
         sight = progress.tracker if guarded else None
-        stop = Preemption(functools.partial(progress.note, warning=True))
+        stop = Preemption(functools.partial(progress.note, warning=True), run.output.grace_s)
         yield RunContext(run, directory, start, weights, peers, mesh, schedule, store, progress, writer, sight, stop)
+
+
+UNDERWAY = "underway.json"
+"""A file in the run's folder: the host state of a step that was stopped within its sampling, by the step before it."""
+
+
+def keep_underway(directory: Path, step: int, host: dict[str, Any]) -> None:
+    """Write the host state for the step after ``step``, which has a checkpoint without it."""
+    with new_file(directory / UNDERWAY) as part:
+        part.write_text(json.dumps({"step": step, "host": host}))
+
+
+def underway_after(directory: Path, step: int) -> dict[str, Any] | None:
+    """Return the host state that was written for the step after this one; None without it."""
+    path = directory / UNDERWAY
+    found = json.loads(path.read_text()) if path.exists() else {}
+    return found.get("host") if found.get("step") == step else None
 
 
 REQUEST = "reset.json"

@@ -16,7 +16,8 @@ import numpy as np
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.checkpoints import snapshots
-from jaxrl_llm.checkpoints.snapshots import check_writable, newest_whole
+from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS, check_writable, newest_whole
+from jaxrl_llm.checkpoints.store import steps_in
 from jaxrl_llm.config import Configuration, Start
 from jaxrl_llm.models.lora import model_of
 from jaxrl_llm.rules import DONE, decide
@@ -26,9 +27,11 @@ from jaxrl_llm.system.signals import PREEMPTED, Preemption, on_exit
 from jaxrl_llm.telemetry import Verbosity
 from jaxrl_llm.telemetry.pace import SAVE
 from jaxrl_llm.telemetry.records import record
-from jaxrl_llm.trainer.context import Cursor, RunContext, forget_reset, opened
+from jaxrl_llm.trainer.context import Cursor, RunContext, forget_reset, keep_underway, opened
 from jaxrl_llm.trainer.segment import load
 from jaxrl_llm.trainer.step import make_step, next_phase
+
+AGAIN = "run the same command again to go on"
 
 
 class Ending(NamedTuple):
@@ -138,9 +141,16 @@ def before_steps(context: RunContext, cursor: Cursor) -> None:
 def make_steps(context: RunContext, cursor: Cursor) -> Ending | None:
     """Make and save a phase's steps, moving ``cursor``; return the run's ending, or None if its next phase begins."""
     run, directory, store, schedule = context.run, context.directory, context.store, context.schedule
+    saved = time.monotonic()
     for step in range(cursor.step + 1, run.steps + 1):
-        row, batch, decision = make_step(context, cursor, step)
+        made = make_step(context, cursor, step)
+        if made is None:
+            save_underway(context, cursor)
+            return Ending(PREEMPTED, f"stopped within step {step}, state and samples saved: {AGAIN}")
+        row, batch, decision = made
         asked = agreed_to_stop(context.peers, context.stop, step, batch.common, row)
+        minutes = context.peers.first(lambda since=saved: (time.monotonic() - since) / 60)
+        overdue = 0 < run.output.checkpoint_minutes <= minutes
         records = cursor.stage.records
         if decision.next_phase:
             cursor.state = next_phase(run, cursor.stage, cursor.state, cursor.host)
@@ -151,7 +161,8 @@ def make_steps(context: RunContext, cursor: Cursor) -> Ending | None:
             forget_reset(directory, cursor.host.memory)
         if decision.next_phase or decision.rollback is not None:
             schedule.moved.add(step)
-        if schedule.saves(step) or decision.stop is not None or asked:
+        if schedule.saves(step) or decision.stop is not None or asked or overdue:
+            saved = time.monotonic()
             context.progress.status("saving")
             store.save(step, cursor.state, cursor.host.to_json(records, packed=False))
             context.progress.pace.took(SAVE)
@@ -162,10 +173,23 @@ def make_steps(context: RunContext, cursor: Cursor) -> Ending | None:
                 words += f"; go on from it with jaxrl-llm train {name} --from {name} {decision.remedy}"
             return Ending(decision.stop, words)
         if asked and step < run.steps:
-            return Ending(PREEMPTED, f"stopped after step {step}, state saved: run the same command again to go on")
+            return Ending(PREEMPTED, f"stopped after step {step}, state saved: {AGAIN}")
         if decision.next_phase and step < run.steps:
             return None
     return Ending(DONE)
+
+
+def save_underway(context: RunContext, cursor: Cursor) -> None:
+    """Save the state before a step that was begun, with its samples so far: as a checkpoint, or, if that step has one
+    already, beside it."""
+    store, records = context.store, cursor.stage.records
+    context.progress.status("saving")
+    store.wait()
+    if context.peers.first(lambda: cursor.step in steps_in(context.directory / CHECKPOINTS)):
+        if context.peers.leads:
+            keep_underway(context.directory, cursor.step, cursor.host.to_json(records))
+    else:
+        store.save(cursor.step, cursor.state, cursor.host.to_json(records, packed=False))
 
 
 def agreed_to_stop(

@@ -27,7 +27,7 @@ from jaxrl_llm.runs.load import as_trained, load_model
 from jaxrl_llm.stages import stage_of
 from jaxrl_llm.stages.stage import Fingerprints, Stage
 from jaxrl_llm.telemetry.progress import model_line
-from jaxrl_llm.trainer.context import Cursor, LoopState, RunContext
+from jaxrl_llm.trainer.context import Cursor, LoopState, RunContext, underway_after
 from jaxrl_llm.types import TrainState
 
 
@@ -67,6 +67,8 @@ def load(context: RunContext, number: int, cursor: Cursor | None, resources: Any
         sizes = parameters, optax.tree.size(state.policy.params), jax.device_count()
         progress.note(model_line(run.model, *sizes, jax.devices()[0].device_kind))
         notes = (*configs.unreached(whole), *notes)
+        if start is not None and (underway := underway_after(context.directory, start)):
+            host = LoopState.from_json(underway, stage.records)
         cursor = Cursor(run, tokenizer, stage, state, host, start or 0, {})
     cursor.settings, cursor.stage = run, stage
     cursor.host.problems = stage.problems

@@ -21,6 +21,7 @@ from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.samples import advantage_of
 from jaxrl_llm.learner.state import reset_optimiser, reset_reference, with_reference
 from jaxrl_llm.models.lora import model_of
+from jaxrl_llm.rollout.groups import OutOfTime
 from jaxrl_llm.rules import BY_HAND, FOUND, LAST, LR_SCALE, OF_ENTROPY, OF_GUARDS, Decision, decide
 from jaxrl_llm.stages.stage import Batch, Stage
 from jaxrl_llm.telemetry.records import record
@@ -33,17 +34,26 @@ LOGGED_TOKENS = 4096
 DIGITS = 4
 
 
-def make_step(context: RunContext, cursor: Cursor, step: int) -> tuple[dict[str, Any], Batch, Decision]:
+def make_step(context: RunContext, cursor: Cursor, step: int) -> tuple[dict[str, Any], Batch, Decision] | None:
     """Take a batch, learn from it, evaluate, decide and record; return the row, the batch and the decision.
 
-    ``cursor`` ends with the state after the decision, and with the batch's leftovers for the next step.
+    ``cursor`` ends with the state after the decision, and with the batch's leftovers for the next step. If the run has
+    to stop before it learns, the result is None: the state is that before the step, and the host state has the
+    samples so far.
     """
     stage, host, progress = cursor.stage, cursor.host, context.progress
     began = time.perf_counter()
     progress.status("sampling")
     version = int(cursor.state.policy.updates)
     make = functools.partial(stage.next, stage.weights(model_of(cursor.state)), version)
-    batch = make(host.left) if host.ready is None else host.ready
+    try:
+        batch = make(host.left, context.late) if host.ready is None else host.ready
+    except OutOfTime as stopped:
+        host.left = stopped.left
+        return None
+    if context.late(cursor.learning_s):
+        host.ready = batch if stage.records else None  # rows of data are drawn again
+        return None
     host.left = batch.left
     host.ready = None
     progress.status("updating")
@@ -67,6 +77,7 @@ def make_step(context: RunContext, cursor: Cursor, step: int) -> tuple[dict[str,
     lately, host.memory = stage.remembered(measured, host.memory)
     row = batch.metrics | measured | lately | host.coefficients | {"step": step} | cursor.row
     row["time/step_s"] = time.perf_counter() - began
+    cursor.learning_s = row["time/update_s"]
     progress.step(row)
     return row, batch, finish(context, cursor, row, batch, samples, began)
 

@@ -12,7 +12,7 @@ from rollout.simulation import LONGEST, ToyEngine, ToySource, drawn, long_tailed
 
 from jaxrl_llm import codec
 from jaxrl_llm.rollout.dynamic_sampling import collect
-from jaxrl_llm.rollout.groups import RECORDS, Carryover, tokens_in
+from jaxrl_llm.rollout.groups import RECORDS, Carryover, OutOfTime, tokens_in
 
 
 def versions(group):
@@ -283,6 +283,29 @@ def test_a_step_depends_on_the_backlog_alone_and_that_survives_the_checkpoint(se
         assert places(found.groups) == places(whole[version].groups)
         spared = lambda step: {n: v for n, v in step.metrics.items() if not n.startswith(("time/", "throughput/"))}
         assert spared(found) == spared(whole[version])
+
+
+@pytest.mark.parametrize("settings", [{}, {"interrupt": True}, {"token_budget": 25}, {"filter_groups": False}])
+def test_a_step_that_is_stopped_within_its_sampling_goes_on_as_if_nobody_had_stopped_it(settings):
+    """After every chunk of every step, through the file; one step is stopped several times."""
+    whole = steps(sampler(5, 24, 0.3, **settings), 3)
+    clock = ("time/", "throughput/", "rollout/utilisation")
+    spared = lambda step: {n: v for n, v in step.metrics.items() if not n.startswith(clock)}
+    stops = 0
+    for version in range(3):
+        left = Carryover() if version == 0 else whole[version - 1].left
+        while True:
+            asked = iter([False, True])
+            try:
+                found = collect(sampler(5, 24, 0.3, **settings), None, version, left, lambda asked=asked: next(asked))
+                break
+            except OutOfTime as stopped:
+                left = codec.from_json(json.loads(saved(stopped.left)), RECORDS)
+                stops += 1
+        assert saved(found.left) == saved(whole[version].left)
+        assert codec.to_json(found.groups, RECORDS) == codec.to_json(whole[version].groups, RECORDS)
+        assert spared(found) == spared(whole[version])
+    assert stops > 6
 
 
 def test_the_toys_lengths_are_not_all_alike():

@@ -83,10 +83,12 @@ class Reinforcement(Stage):
         """Return the text of each token."""
         return token_texts(tokens, self.sampler.source.tokenizer)
 
-    def next(self, weights: Any, version: int, left: Carryover | None) -> RolloutBatch:
+    def next(
+        self, weights: Any, version: int, left: Carryover | None, late: Callable[[], bool] = lambda: False
+    ) -> RolloutBatch:
         """Return the groups of one step; the batch no longer lists all sampled groups, which are counted already."""
         left = left or Carryover()
-        batch = collect(self.sampler, weights, version, left)
+        batch = collect(self.sampler, weights, version, left, late)
         batch = dataclasses.replace(batch, sampled=[], metrics={"kl": math.nan} | batch.metrics)
         for one in self.ingredients:
             batch = one.batch(batch, left)
@@ -94,7 +96,8 @@ class Reinforcement(Stage):
 
     def let_go(self, left: Carryover | None) -> Any:
         """Return the carryover after a rollback of the policy: without groups of the policy that is undone."""
-        return None if left is None else dataclasses.replace(left, carried=(), unfinished=(), good=0.0, seen=0.0)
+        fresh: dict[str, Any] = {"carried": (), "unfinished": (), "good": 0.0, "seen": 0.0, "underway": {}}
+        return None if left is None else dataclasses.replace(left, **fresh)
 
     def carried_over(
         self, left: Carryover | None, before: configs.Run, after: configs.Run, anew: bool = False
