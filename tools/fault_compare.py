@@ -13,7 +13,7 @@ from jaxrl_llm.checkpoints.snapshots import ARRAY, CHECKPOINTS, SNAPSHOTS
 from jaxrl_llm.checkpoints.store import read_host, steps_in
 from jaxrl_llm.system.json_lines import read_rows
 
-OF_THE_CLOCK = ("time/", "throughput/", "memory", "event/resumed")
+OF_THE_CLOCK = ("time/", "throughput/", "memory", "event/resumed", "rollout/utilisation")
 """How the names of metrics begin that no two runs have in common."""
 
 

@@ -44,6 +44,8 @@ POLL_S = 0.001
 PATIENCE_S = 300.0
 """Nothing is waited for longer, and no process outlives the first one of its run for so long."""
 ORPHANS_S = 20.0
+GRACE_S = "0.02"
+"""A SIGTERM stops a run within its step."""
 MAIN = 'File "<string>"'
 """A frame of the main thread alone: the program itself."""
 LOADING = "loading"
@@ -155,6 +157,7 @@ class Life:
             own = f" --distributed.coordinator 127.0.0.1:{port} --distributed.processes {count}"
             own += f" --distributed.process {number} --distributed.heartbeat_s 10"
             command = [sys.executable, "-c", PROGRAM, "train", str(config), "--run_dir", str(run_dir)]
+            command += ["--output.grace_s", GRACE_S]
             command += own.split() if count > 1 else []
             log = first_log if number == 0 else first_log.with_suffix(f".{number}.log")
             with open(log, "wb") as file:
