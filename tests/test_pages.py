@@ -18,7 +18,7 @@ from end_to_end.test_resume import documented
 import jaxrl_llm
 from jaxrl_llm.cli import COMMANDS
 from jaxrl_llm.config import config_names, load_config
-from jaxrl_llm.diagnosis.checks import RULES
+from jaxrl_llm.diagnosis.detectors import RULES
 from jaxrl_llm.models.families import FAMILIES, our_shape, tensors_of
 from jaxrl_llm.plan.lowering import model_config, published
 from jaxrl_llm.recipes import RECIPES

@@ -12,10 +12,8 @@ from typing import Any, BinaryIO
 from jaxrl_llm.collection.rows import Row
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.system.json_lines import append_rows, encode_row, read_rows
-from jaxrl_llm.system.paths import HELD, InUse, new_file, open_nofollow, writable
+from jaxrl_llm.system.paths import HELD, InUse, new_file, open_nofollow, part_of, writable
 
-COLLECTED = "collected.jsonl"
-"""The file in a run's directory with its collected data."""
 ELSEWHERE = "give another file with --out"
 
 
@@ -72,11 +70,6 @@ class Tally:
 
 Entry = tuple[Sequence[Row], Tally]
 """The rows that a finished problem gave, perhaps none, and its share of the sums."""
-
-
-def part_of(path: Path) -> Path:
-    """Return the file of the finished problems while others remain: one line each, after a line with the settings."""
-    return path.with_name(f"{path.name}.part")
 
 
 def check_free(path: Path) -> None:

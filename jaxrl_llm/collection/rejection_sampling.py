@@ -12,15 +12,16 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from jaxrl_llm.collection.ledger import COLLECTED, Entry, Ledger, Tally, opened
-from jaxrl_llm.collection.rows import Answer, Row, distinct, prefix_tokens, row_of, rows_from, split_steps
-from jaxrl_llm.data.datasets import KINDS, Collected, Kind
+from jaxrl_llm.collection.ledger import Entry, Ledger, Tally, opened
+from jaxrl_llm.collection.rows import Answer, Row, distinct, prefix_tokens, row_of, rows_from
+from jaxrl_llm.data.datasets import KINDS, Collected, Kind, split_steps
 from jaxrl_llm.engine.requests import first_tokens
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rollout.respond import Answerer, Requests, SeedSpace, gather, request_seed
 from jaxrl_llm.sharding.distributed import ALONE, Peers
 from jaxrl_llm.sharding.rules import digest, weights_digest
+from jaxrl_llm.system.paths import COLLECTED
 from jaxrl_llm.tasks import Pairs, Prompts, Steps, Table, Texts
 from jaxrl_llm.tasks import fingerprint as fingerprint_of_problems
 from jaxrl_llm.types import Completion, Problem

@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxrl_llm.data.datasets import Collected, Kind
+from jaxrl_llm.data.datasets import Collected, Kind, step_lengths
 from jaxrl_llm.data.formats import CUT_OFF
 from jaxrl_llm.types import Problem
 
@@ -73,33 +73,6 @@ def distinct(answers: Sequence[Answer]) -> list[int]:
         if answer.ended and answer.text.strip():
             first.setdefault(answer.text, index)
     return list(first.values())
-
-
-def split_steps(text: str, separator: str) -> list[str]:
-    """Split the text at each separator; joined by it, the steps are the text again.
-
-    No step is blank: a blank one joins the step before, or the first one. A blank text has no steps.
-
-    >>> split_steps("a = 1\\n\\nb = 2", "\\n")
-    ['a = 1\\n', 'b = 2']
-    """
-    steps: list[str] = []
-    for piece in text.split(separator):
-        if steps and (not piece.strip() or not steps[0].strip()):
-            steps[-1] += separator + piece
-        else:
-            steps.append(piece)
-    return steps if steps[0].strip() else []
-
-
-def step_lengths(steps: Sequence[str], separator: str) -> list[int]:
-    """Return, for each step, the length of the text up to its end, the separator after it included.
-
-    >>> step_lengths(["a = 1\\n", "b = 2"], "\\n")
-    [7, 12]
-    """
-    lengths = [len(separator.join(steps[:count])) for count in range(1, len(steps) + 1)]
-    return [length + len(separator) for length in lengths[:-1]] + lengths[-1:]
 
 
 def prefix_tokens(

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import numpy as np
@@ -267,6 +267,33 @@ class Steps(Data[Stepped]):
         tokens = np.asarray([*itertools.chain(*written), *writer.turn], np.int32)
         ends = np.cumsum([len(step) for step in written]).astype(np.int32) - np.int32(1)
         return Stepped(prompt_key(prompt)[:16], asked, tokens, ends, np.asarray(labels, np.float32), where)
+
+
+def split_steps(text: str, separator: str) -> list[str]:
+    """Split the text at each separator; joined by it, the steps are the text again.
+
+    No step is blank: a blank one joins the step before, or the first one. A blank text has no steps.
+
+    >>> split_steps("a = 1\\n\\nb = 2", "\\n")
+    ['a = 1\\n', 'b = 2']
+    """
+    steps: list[str] = []
+    for piece in text.split(separator):
+        if steps and (not piece.strip() or not steps[0].strip()):
+            steps[-1] += separator + piece
+        else:
+            steps.append(piece)
+    return steps if steps[0].strip() else []
+
+
+def step_lengths(steps: Sequence[str], separator: str) -> list[int]:
+    """Return, for each step, the length of the text up to its end, the separator after it included.
+
+    >>> step_lengths(["a = 1\\n", "b = 2"], "\\n")
+    [7, 12]
+    """
+    lengths = [len(separator.join(steps[:count])) for count in range(1, len(steps) + 1)]
+    return [length + len(separator) for length in lengths[:-1]] + lengths[-1:]
 
 
 Kind = Literal["texts", "pairs", "steps"]

@@ -20,14 +20,12 @@ from jaxrl_llm.rewards.pool import Inside, Pool
 from jaxrl_llm.rewards.scores import Failures, Scores, at_tokens, interleaved
 from jaxrl_llm.rewards.shaping import BUILT_IN, Accuracy, Reward
 from jaxrl_llm.rewards.verify import dry_run_completion, verdict
-from jaxrl_llm.system.paths import new_file
+from jaxrl_llm.system.paths import REWARD_ERROR, new_file
 from jaxrl_llm.types import DISAGREEMENT, Problem
 
 if TYPE_CHECKING:  # a scorer by itself needs no JAX
     from jaxrl_llm.sharding.distributed import Peers
 
-REWARD_ERROR = "reward_error.txt"
-"""File in the run's directory with the traceback of a reward that failed."""
 RECORDS = (Scores, Failures)
 """Types that processes send to each other."""
 BATCH_TIMES = 60

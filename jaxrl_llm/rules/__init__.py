@@ -21,7 +21,6 @@ from jaxrl_llm.rules.resets import (
     OF_ENTROPY,
     Resets,
     by_hand,
-    constrained,
     entropy_controlled,
     kl_controlled,
     rules_of,

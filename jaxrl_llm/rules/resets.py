@@ -3,14 +3,11 @@
 import dataclasses
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Annotated, Any
 
-from jaxrl_llm.algorithms.entropy import AdaptiveEntropy
-from jaxrl_llm.algorithms.kl import AdaptiveKL, ProportionalKL
 from jaxrl_llm.errors import require
-from jaxrl_llm.rewards.bounds import Constraint
 from jaxrl_llm.rules.decision import LAST_RESET, REFERENCE_AGE, REFERENCE_RESET, Decided, Decision, Own, Row, Rule
 from jaxrl_llm.system.setting import Range, Setting
 
@@ -201,16 +198,19 @@ def averaged(row: Row, own: Own, ema: float) -> Decided:
     return Decision(reset_reference=moves, mix=1 - ema if moves else 1.0), own
 
 
-def kl_controlled(row: Row, own: Own, controller: AdaptiveKL | ProportionalKL) -> Decided:
-    """Update the KL coefficient from the KL measured after the step's last update, if there is one: a ``Rule``."""
-    measured = row.get(controller.reads, math.nan)
+def kl_controlled(row: Row, own: Own, reads: str, controller: Callable[[float, float, int], float]) -> Decided:
+    """Update the KL coefficient from the KL measured after the step's last update, if there is one: a ``Rule``.
+
+    ``reads``: the metric that the controller (``algorithms.kl.AdaptiveKL``) reads.
+    """
+    measured = row.get(reads, math.nan)
     if math.isnan(measured):
         return Decision(), own
     coefficient = controller(row["kl_coef"], measured, int(row["completions"]))
     return Decision(coefficients={"kl_coef": float(coefficient)}), own
 
 
-def entropy_controlled(row: Row, own: Own, controller: AdaptiveEntropy) -> Decided:
+def entropy_controlled(row: Row, own: Own, controller: Callable[[float, float], tuple[float, float]]) -> Decided:
     """Update the coefficient of the entropy bonus from the step's entropy, if it is measured: a ``Rule``.
 
     It remembers the controller's internal coefficient, which is kept while the bonus is off.
@@ -220,18 +220,6 @@ def entropy_controlled(row: Row, own: Own, controller: AdaptiveEntropy) -> Decid
         return Decision(), own
     moved, coefficient = controller(own.get("moved", row["entropy_coef"]), entropy)
     return Decision(coefficients={"entropy_coef": coefficient}), {"moved": moved}
-
-
-def constrained(row: Row, own: Own, limited: Constraint) -> Decided:
-    """Update the multiplier of a constraint, ``lam <- max(0, lam + rate * (mean cost - limit))``: a ``Rule``.
-
-    A step without a cost leaves it unchanged.
-    """
-    cost = row.get(limited.part, math.nan)
-    if math.isnan(cost):
-        return Decision(), own
-    moved = max(0.0, row[limited.coefficient] + limited.rate * (cost - limited.limit))
-    return Decision(coefficients={limited.coefficient: moved}), own
 
 
 def stalls(row: Row, own: Mapping[str, Any], every: int, test: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS, check_whole, kept, listed, phase_of
-from jaxrl_llm.checkpoints.store import steps_in
+from jaxrl_llm.checkpoints.store import read_host, steps_in
 from jaxrl_llm.config import Configuration
 from jaxrl_llm.config.origin import SAVED_RUNS
 from jaxrl_llm.errors import InputError, require
@@ -114,6 +114,11 @@ def find_start(name: str, carry: bool = False) -> configs.Start:
         weights = f"step {step} of {directory} is a snapshot, which has weights alone: leave --carry out"
         require(step in steps_in(directory / CHECKPOINTS), weights)
     return configs.Start(os.path.abspath(directory), int(step or 0), carry)
+
+
+def host_state(start: configs.Start) -> Any:
+    """Return the host state in a run's checkpoint, as JSON values; no weights are read."""
+    return read_host(kept(Path(start.run))[start.step])
 
 
 def load_model(name: str, dtype: str, mesh: Any) -> tuple[Any, Any | None]:

@@ -8,7 +8,7 @@ from jaxrl_llm.config import Configuration, Preference, RewardModel, Run, Superv
 STAGES: dict[type, str] = {
     Run: "jaxrl_llm.stages.rl.prepare",
     Supervised: "jaxrl_llm.stages.supervised",
-    Preference: "jaxrl_llm.stages.preference",
+    Preference: "jaxrl_llm.stages.dpo",
     RewardModel: "jaxrl_llm.stages.reward_model",
 }
 """The module of each kind of training, by the type of its configuration."""

@@ -153,6 +153,34 @@ AFTER = 0
 """A placeholder token after the last one: the prediction there is the value of the whole text; it is never read."""
 
 
+def check_problems(
+    before: Fingerprints,
+    now: Fingerprints,
+    label: str,
+    origin: str = "that the run began with",
+    otherwise: str = "begin a new run with --from RUN (on from its weights) or --fresh",
+) -> None:
+    """Refuse problems that are not those that were asked before.
+
+    Args:
+      before: fingerprints of its problems; missing ones are not compared.
+      now: fingerprints of the problems as they are.
+      label: of the data, for people.
+      origin: completes "those", for people.
+      otherwise: what to do without the old problems.
+
+    Raises:
+      InputError: names the change.
+    """
+    for name, found in now.items():
+        changed = tasks.difference(before.get(name, found), found)
+        require(
+            not changed,
+            f"the {name.split()[0]} problems of {label} are not those {origin} ({changed}): put the old ones back, or "
+            f"{otherwise}",
+        )
+
+
 def check_positions(length: int, config: ModelConfig, field: str) -> None:
     """Refuse sequences longer than the model's positions, before anything is compiled."""
     positions = config.attention.max_positions

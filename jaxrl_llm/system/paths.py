@@ -15,6 +15,10 @@ from typing import Any
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.system.signals import on_exit
 
+COLLECTED = "collected.jsonl"
+"""The file in a run's directory with its collected data."""
+REWARD_ERROR = "reward_error.txt"
+"""The file in a run's directory with the traceback of a reward that failed."""
 GPU_SHARE = 0.9
 """The share of a GPU's memory that JAX may take (its own default is 0.75); the rest is for its libraries."""
 GPU_DRIVERS = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg")
@@ -35,6 +39,11 @@ def cache_directory() -> Path:
     if given := os.environ.get("JAXRL_LLM_CACHE"):
         return Path(given).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jaxrl_llm"
+
+
+def part_of(path: Path) -> Path:
+    """Return the file of the finished problems while others remain: one line each, after a line with the settings."""
+    return path.with_name(f"{path.name}.part")
 
 
 @contextlib.contextmanager

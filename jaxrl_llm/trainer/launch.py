@@ -15,13 +15,11 @@ from typing import Any
 from jaxrl_llm import config as configs
 from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS, check_whole, fault, kept
 from jaxrl_llm.checkpoints.store import steps_in
-from jaxrl_llm.collection.ledger import COLLECTED, part_of
 from jaxrl_llm.config.origin import origin_of
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.rewards.scorer import REWARD_ERROR
 from jaxrl_llm.runs import pins
 from jaxrl_llm.sharding.distributed import ALONE, Peers
-from jaxrl_llm.system.paths import InUse, alone, prepare_libraries, writable
+from jaxrl_llm.system.paths import COLLECTED, REWARD_ERROR, InUse, alone, part_of, prepare_libraries, writable
 from jaxrl_llm.system.signals import on_exit
 from jaxrl_llm.telemetry import Verbosity
 

@@ -14,18 +14,18 @@ import jax.numpy as jnp
 import optax
 
 from jaxrl_llm import config as configs
-from jaxrl_llm import learner, rules, tasks
+from jaxrl_llm import learner, rules
 from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS, SNAPSHOTS, damage, kept, phase_of
-from jaxrl_llm.checkpoints.store import Checkpoints, holds, parts_of, read_host, restore_parts, steps_in
+from jaxrl_llm.checkpoints.store import Checkpoints, holds, parts_of, restore_parts, steps_in
 from jaxrl_llm.config import Configuration, Start
 from jaxrl_llm.diagnosis.history import ROLLED_BACK
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.state import NewRole, abstract_state, reset_reference
 from jaxrl_llm.models.heads import split
-from jaxrl_llm.runs.load import as_trained, load_model
+from jaxrl_llm.runs.load import as_trained, host_state, load_model
 from jaxrl_llm.stages import stage_of
-from jaxrl_llm.stages.stage import Fingerprints, Stage
+from jaxrl_llm.stages.stage import Stage, check_problems
 from jaxrl_llm.telemetry.progress import model_line
 from jaxrl_llm.trainer.context import Cursor, LoopState, RunContext, underway_after
 from jaxrl_llm.types import TrainState
@@ -102,21 +102,6 @@ def with_phase(stage: Stage, run: Configuration, number: int) -> Stage:
     return dataclasses.replace(stage, rules=deciding)
 
 
-def check_problems(before: Fingerprints, now: Fingerprints, label: str) -> None:
-    """Refuse to resume a run with other problems than it began with.
-
-    Raises:
-      InputError: names the change.
-    """
-    for name, found in now.items():
-        changed = tasks.difference(before.get(name, found), found)
-        configs.require(
-            not changed,
-            f"the {name.split()[0]} problems of {label} are not those that the run began with ({changed}): put the "
-            "old ones back, or begin a new run with --from RUN (on from its weights) or --fresh",
-        )
-
-
 def begin(
     run: Configuration,
     stage: Stage,
@@ -148,17 +133,13 @@ def carried(run: Configuration, stage: Stage, weights: Start, note: Callable[[st
     Raises:
       InputError: the same task has other problems than it had there.
     """
-    host = LoopState.from_json(read_host(kept(Path(weights.run))[weights.step]), stage.records)
+    host = LoopState.from_json(host_state(weights), stage.records)
     found = configs.read(Path(weights.run) / "config.json", own=False)
     before: Any = configs.in_phase(found.pinned, host.phase)
     shown = f"step {weights.step} of {weights.run}"
-    if "training" in host.problems and before.task == getattr(run, "task", None):
-        changed = tasks.difference(host.problems["training"], stage.problems["training"])
-        configs.require(
-            not changed,
-            f"the problems of {stage.label} are not those of {shown} ({changed}), so no place in them can be carried: "
-            "put the old ones back, or leave --carry out",
-        )
+    if before.task == getattr(run, "task", None):
+        asked = {"training": stage.problems["training"]}
+        check_problems(host.problems, asked, stage.label, f"of {shown}", "leave --carry out")
     note(f"goes on from {shown} in its data, curriculum and stored successes too")
     return stage.carried_over(host.carried, before, run, anew=True)
 

@@ -11,13 +11,14 @@ import pytest
 from several import codes, launch, said
 from talkative import LONGEST, answerer, asked, task_in
 
-from jaxrl_llm.collection.ledger import COLLECTED, Tally, opened, part_of
+from jaxrl_llm.collection.ledger import Tally, opened
 from jaxrl_llm.collection.rejection_sampling import collect_rows, collected
 from jaxrl_llm.data import Collected, Pairs, Steps, Texts, load_texts
 from jaxrl_llm.engine.requests import first_tokens
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rollout.respond import SeedSpace, request_seed
 from jaxrl_llm.sharding.distributed import ALONE
+from jaxrl_llm.system.paths import COLLECTED, part_of
 from jaxrl_llm.tasks import Table
 
 FORMS = {"texts": Texts, "pairs": Pairs, "steps": Steps}

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.collection.rejection_sampling import decoded_answer
-from jaxrl_llm.collection.rows import Answer, prefix_tokens, rows_from, split_steps, step_lengths
+from jaxrl_llm.collection.rows import Answer, prefix_tokens, rows_from
 from jaxrl_llm.data import Collected
+from jaxrl_llm.data.datasets import split_steps, step_lengths
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.tasks import ReasoningGym, Task
 from jaxrl_llm.types import Completion, Problem

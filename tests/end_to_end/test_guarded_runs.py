@@ -20,7 +20,7 @@ from learner.rollouts import one_device
 
 from jaxrl_llm.checkpoints.store import Checkpoints, flatten, host_file
 from jaxrl_llm.config import load_config, resolved, validate
-from jaxrl_llm.diagnosis.checks import EVERY, FindingTracker, looks
+from jaxrl_llm.diagnosis.detectors import EVERY, FindingTracker, looks
 from jaxrl_llm.diagnosis.history import ROLLED_BACK
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.optimiser import build

@@ -16,7 +16,7 @@ from jaxrl_llm.learner.objectives import NextToken
 from jaxrl_llm.models.decoder import causal_rows, forward, logits
 from jaxrl_llm.models.heads import ScalarModel
 from jaxrl_llm.models.lora import attached
-from jaxrl_llm.stages.preference import pair_samples
+from jaxrl_llm.stages.dpo import pair_samples
 from jaxrl_llm.stages.reward_model import samples_of
 from jaxrl_llm.stages.supervised import sample_of
 

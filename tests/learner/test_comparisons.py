@@ -44,7 +44,7 @@ from jaxrl_llm.models.lora import create
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
 from jaxrl_llm.stages import preference
 from jaxrl_llm.stages.dataset import with_room
-from jaxrl_llm.stages.preference import pair_samples, sums
+from jaxrl_llm.stages.dpo import pair_samples, sums
 from jaxrl_llm.stages.reward_model import pair_numbers, samples_of, step_numbers
 from jaxrl_llm.stages.supervised import text_numbers
 from jaxrl_llm.types import Role

@@ -69,7 +69,7 @@ def test_a_run_may_have_one_for_the_kl_and_one_for_the_entropy():
         assert ("controller" in rules, "entropy" in rules) == ("kl_coef" in names, "entropy_coef" in names)
         assert objectives_of(run)[0].entropy_moves == ("entropy_coef" in names)
         assert configs.from_json(json.loads(json.dumps(configs.to_json(run)))) == run
-    assert rules["controller"].keywords == {"controller": kl}
+    assert rules["controller"].keywords == {"reads": kl.reads, "controller": kl}
     assert rules["entropy"].keywords == {"controller": entropy}
     assert moved_by_rules(run)["entropy_coef"] == 0.01
     assert objectives_of(with_controller(entropy))[0].entropy_gradient

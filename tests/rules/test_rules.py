@@ -66,7 +66,7 @@ def stalls_at(count, every, **settings):
 
 
 def controlled(controller):
-    return partial(kl_controlled, controller=controller)
+    return partial(kl_controlled, reads=controller.reads, controller=controller)
 
 
 def teaching(patience, only_advantages, reads):

@@ -14,13 +14,12 @@ from commands import environment
 from jax._src.hardware_utils import _TPU_PCI_DEVICE_IDS
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.collection.ledger import COLLECTED
 from jaxrl_llm.config import Found, Origin, Start, Supervised, changed_since
 from jaxrl_llm.data import Texts
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Learner, Optimiser
 from jaxrl_llm.sharding.distributed import ALONE
-from jaxrl_llm.system.paths import InUse, alone
+from jaxrl_llm.system.paths import COLLECTED, InUse, alone
 from jaxrl_llm.tasks import Table
 from jaxrl_llm.trainer.launch import TPUS, begin, choose_directory, claimed, first_weights, hint_accelerator
 

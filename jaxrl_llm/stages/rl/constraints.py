@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Self
 
@@ -15,7 +16,7 @@ from jaxrl_llm.rewards import Reward
 from jaxrl_llm.rewards.bounds import REJECTED, Constraint
 from jaxrl_llm.rewards.functions import OF_STEPS
 from jaxrl_llm.rollout.groups import RolloutBatch
-from jaxrl_llm.rules import constrained
+from jaxrl_llm.rules.decision import Decided, Decision, Own, Row
 from jaxrl_llm.stages.rl.ingredient import Ingredient
 from jaxrl_llm.types import Group
 
@@ -54,6 +55,18 @@ class Constraints(Ingredient):
             [without_gain(one) if out else one for one, out in zip(members, group.parts[REJECTED], strict=True)]
             for members, group in zip(samples, batch.groups, strict=True)
         ]
+
+
+def constrained(row: Row, own: Own, limited: Constraint) -> Decided:
+    """Update the multiplier of a constraint, ``lam <- max(0, lam + rate * (mean cost - limit))``: a ``Rule``.
+
+    A step without a cost leaves it unchanged.
+    """
+    cost = row.get(limited.part, math.nan)
+    if math.isnan(cost):
+        return Decision(), own
+    moved = max(0.0, row[limited.coefficient] + limited.rate * (cost - limited.limit))
+    return Decision(coefficients={limited.coefficient: moved}), own
 
 
 def separately(algorithm: Algorithm, parts: dict[str, Reward], groups: list[Group]) -> tuple[Algorithm, np.ndarray]:

@@ -70,7 +70,7 @@ def rules_for(run: configs.Run) -> dict[str, Rule]:
     if configs.keeps_reference(run):
         rules[BY_HAND] = partial(by_hand, resets=run.recipe.resets)
     if run.recipe.of_kl is not None:
-        rules["controller"] = partial(kl_controlled, controller=run.recipe.of_kl)
+        rules["controller"] = partial(kl_controlled, reads=run.recipe.of_kl.reads, controller=run.recipe.of_kl)
     if run.recipe.of_entropy is not None:
         rules[OF_ENTROPY] = partial(entropy_controlled, controller=run.recipe.of_entropy)
     return rules

@@ -6,15 +6,12 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from jaxrl_llm import codec, tasks
 from jaxrl_llm import config as configs
-from jaxrl_llm.checkpoints.snapshots import kept
-from jaxrl_llm.checkpoints.store import read_host
 from jaxrl_llm.errors import InputError, require
-from jaxrl_llm.runs.load import find_start
+from jaxrl_llm.runs.load import find_start, host_state
 from jaxrl_llm.stages.stage import Fingerprints, read_parts
 from jaxrl_llm.stages.taught import untold
 from jaxrl_llm.tasks.curriculum import BY_SUCCESS, Curriculum, difficulties
@@ -168,9 +165,7 @@ def statistics(name: str, problems: Sequence[Problem]) -> Memory:
     Raises:
       InputError: the run is missing, had no curriculum or other problems, or has them in several tasks of other names.
     """
-    start = find_start(name)
-    saved = read_host(kept(Path(start.run))[start.step])
-    found = list(_memories(saved))
+    found = _memories(host_state(find_start(name)))
     if not found:
         raise InputError(
             f"{FIELD}.statistics {name} has none: that run had no {FIELD}, or this is a snapshot; give another, or "

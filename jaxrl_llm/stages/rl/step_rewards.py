@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxrl_llm.algorithms.preference import solution_score, step_differences
-from jaxrl_llm.collection.rows import split_steps, step_lengths
+from jaxrl_llm.data.datasets import split_steps, step_lengths
 from jaxrl_llm.rewards.functions import StepReward
 from jaxrl_llm.rewards.scores import last_token
 from jaxrl_llm.stages.rl.device_model import DeviceModel, Item
@@ -47,7 +47,7 @@ def solution_scores(
 def step_ends(completion: Completion, separator: str, tokenizer: Any) -> np.ndarray:
     """Return the index of each step's last token, int64[k], rising: that of the separator, or of the text's end.
 
-    Steps are those of ``collection.rows.split_steps``: a part of only white space belongs to the step before.
+    Steps are those of ``data.datasets.split_steps``: a part of only white space belongs to the step before.
     """
     text = completion.text
     tokens = completion.tokens.tolist()

@@ -13,9 +13,9 @@ import pytest
 from learner.rollouts import one_device
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.collection.rows import split_steps
 from jaxrl_llm.config import Scoring
 from jaxrl_llm.data import Steps, load_texts
+from jaxrl_llm.data.datasets import split_steps
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Critic
 from jaxrl_llm.models import load_pretrained, save_pretrained, scores
