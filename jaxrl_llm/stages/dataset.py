@@ -70,6 +70,8 @@ def answers_of(
     if run.evaluation.task is None and not collects:
         return None, run.data
     answering, status = run.answering, progress.status
+    tested = configs.parts_of_task(run.evaluation.task or source.task)
+    most = run.evaluation.limit or None
     problems: Sequence[Problem] = ()
     questions: Sequence[Problem] = ()
     longest = 0
@@ -77,20 +79,18 @@ def answers_of(
         status(f"reading task {source.task.label}")
         loaded = tasks.load(source.task)
         problems = loaded.train[: source.limit or None]
-        questions = loaded.held_out[: run.evaluation.limit or None]
+        questions = loaded.held_out[:most]
         longest = tasks.Prompts(source.task, tokenizer).longest(problems)
-    tested = configs.parts_of_task(run.evaluation.task)
-    if tested:
+    if run.evaluation.task is not None:
         read = read_parts(tested, lambda part: True, status)
-        questions = [problem for one in read for problem in one.train[: run.evaluation.limit or None]]
-    else:
-        tested = configs.parts_of_task(source.task)
+        questions = [problem for one in read for problem in one.train[:most]]
     prompts = tasks.Prompts([part.task for part in tested], tokenizer)
     length = max(longest, prompts.longest(questions)) + answering.max_new_tokens
     check_positions(length, model.config, "answering.max_new_tokens")
     dtype = compute_for(run.learner, model.config, platform_of(mesh)).dtype
-    sizes: dict[str, Any] = {"slots": answering.slots, "max_length": length, "chunk": answering.chunk}
-    engine, prepared = backend_for(model, dtype, mesh, mesh, **sizes)
+    engine, prepared = backend_for(
+        model, dtype, mesh, mesh, slots=answering.slots, max_length=length, chunk=answering.chunk
+    )
     limits = configs.limits_of(tested, answering.max_new_tokens)
     asked = Questions(prompts, questions, run.evaluation.samples, run.seed, limits)
     stops = model.config.tokens.eos

@@ -42,7 +42,7 @@ from jaxrl_llm.learner.update import accumulate
 from jaxrl_llm.models.config import ComputeOptions, Lora
 from jaxrl_llm.models.lora import create
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
-from jaxrl_llm.stages import preference
+from jaxrl_llm.stages import dpo
 from jaxrl_llm.stages.dataset import with_room
 from jaxrl_llm.stages.dpo import pair_samples, sums
 from jaxrl_llm.stages.reward_model import pair_numbers, samples_of, step_numbers
@@ -182,7 +182,7 @@ def test_numbers_of_pairs_are_of_their_order_and_implicit_rewards_in_a_step_and_
     margins = by_hand_margins(loss.average)
     assert 0 < np.mean(margins > 0) < 1
     pairs = rankings(2)
-    tested = preference.pair_numbers(loss, pairs, sums(forwards(), MODEL, pairs, silent), known())
+    tested = dpo.pair_numbers(loss, pairs, sums(forwards(), MODEL, pairs, silent), known())
     for prefix, found in (("", alone(name)[1]), ("eval/", tested)):
         np.testing.assert_allclose(found[f"{prefix}pairs/accuracy"], np.mean(margins > 0), rtol=1e-6)
         np.testing.assert_allclose(found[f"{prefix}pairs/margin"], loss.beta * np.mean(margins), rtol=1e-4)

@@ -134,7 +134,7 @@ def test_a_run_has_the_rules_of_its_recipe():
     kimi = rules_for(configs.with_recipe(SMOKE, "kimi_k1_5"))
     assert kimi["optimiser"].keywords["every"] == 1 and kimi["optimiser"].keywords["reference"] is False
     controlled = dataclasses.replace(SMOKE, recipe=dataclasses.replace(SMOKE.recipe, controller=AdaptiveKL(0.1)))
-    assert rules_for(controlled)["controller"].keywords == {"controller": AdaptiveKL(0.1)}
+    assert rules_for(controlled)["controller"].keywords == {"reads": AdaptiveKL.reads, "controller": AdaptiveKL(0.1)}
     only = {
         name: rules_for(configs.with_recipe(SMOKE, name))["teaches_nothing"].keywords["only_advantages"]
         for name in RECIPES

@@ -15,8 +15,7 @@ from jaxrl_llm.sharding import rollout_mesh
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.stages.rl.ingredient import Around
 from jaxrl_llm.stages.rl.ingredients import ingredients_of, moved_by_rules, rules_for
-from jaxrl_llm.stages.rl.phase_carryover import same_groups
-from jaxrl_llm.stages.rl.problems import about, check_prompts, problems_of, read_problems, streams_of
+from jaxrl_llm.stages.rl.problems import about, check_prompts, problems_of, read_problems, same_groups, streams_of
 from jaxrl_llm.stages.rl.programs import answering, groups, learning_of, outline, sampler_of, sampling_of
 from jaxrl_llm.stages.rl.reinforcement import Reinforcement
 from jaxrl_llm.tasks.template import check_tokenizer

@@ -1,9 +1,11 @@
-"""The problems of a run: the training problems in the order in which they are asked, and the evaluation problems."""
+"""The problems of a run: the training problems in the order in which they are asked, and the evaluation problems; and
+what a phase of a run leaves to the next one: the place in its problems, and stored successes (``rollout.replay``)."""
 
 import dataclasses
 import functools
 import hashlib
 import json
+import operator
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,13 +13,16 @@ from typing import Any
 from jaxrl_llm import codec, tasks
 from jaxrl_llm import config as configs
 from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.rollout.replay import Store, no_longer_than, of_another_policy
 from jaxrl_llm.runs.load import find_start, host_state
 from jaxrl_llm.stages.stage import Fingerprints, read_parts
 from jaxrl_llm.stages.taught import untold
-from jaxrl_llm.tasks.curriculum import BY_SUCCESS, Curriculum, difficulties
-from jaxrl_llm.tasks.stream import Memory, PromptStream, digest
+from jaxrl_llm.tasks.curriculum import BY_SUCCESS, PLACES, Curriculum, difficulties
+from jaxrl_llm.tasks.stream import NONE, Memory, PromptStream, digest, going_on, places_in
 from jaxrl_llm.types import Problem
 
+ROWS = ("source", "keep", "holdout")
+"""Settings of a task that decide which rows it asks."""
 FIELD = "rollout.collect.curriculum"
 """The setting that holds the curriculum, for messages."""
 _OPENS_A_THOUGHT = re.compile(r"<(\w*(?:think|thought|reason)\w*)>\s*$", re.IGNORECASE)
@@ -196,3 +201,77 @@ def _memories(saved: Any, name: str = "") -> list[tuple[str, dict[str, Any]]]:
             return [(name, saved)]
         return [memory for inner, item in saved.items() for memory in _memories(item, inner)]
     return [memory for item in saved for memory in _memories(item, name)] if isinstance(saved, list) else []
+
+
+def same_groups(one: configs.Run, other: configs.Run) -> bool:
+    """Whether both runs sample and score groups in the same way."""
+    parts = operator.attrgetter(
+        "task", "rollout", "scoring", "learner.keep_sampling_mask", "recipe.filter_groups", "recipe.shaping"
+    )
+    return parts(one) == parts(other)
+
+
+def same_task(one: tasks.Task, other: tasks.Task) -> bool:
+    """Whether two tasks differ only in name: problems, prompts and the judging of answers are equal."""
+    return dataclasses.replace(one, name=other.name) == other
+
+
+def going_together(one: configs.Run, other: configs.Run) -> list[tuple[tasks.Task, tasks.Task]]:
+    """Pair each task of ``other`` with the task of ``one`` that it continues, old one first.
+
+    Both ask the same rows, alone or in a mixture, under any name; of several candidates the most similar one is taken.
+    """
+    before, after = configs.tasks_in(one.task), configs.tasks_in(other.task)
+    found = []
+    rows = operator.attrgetter(*ROWS)
+    for alike in (operator.eq, same_task, lambda old, task: rows(old) == rows(task)):
+        for task in list(after):
+            fitting = [old for old in before if alike(old, task)]
+            if fitting:
+                old = min(fitting, key=lambda old, task=task: old.label != task.label)
+                found.append((old, task))
+                before.remove(old)
+                after.remove(task)
+    return found
+
+
+def stream_left(memory: Memory, prompts: int, one: configs.Run, other: configs.Run) -> Memory:
+    """Return the prompt stream's memory of the tasks that the next phase keeps, alone or in a mixture.
+
+    A task resumes at its place if it asks the same rows, and keeps the counts of its curriculum if answers are judged
+    as before. If ``easy_to_hard`` changes, it begins with its easiest problems.
+
+    ``prompts``: asked in the run so far.
+    """
+    curricula = [run.rollout.collect.curriculum for run in (one, other)]
+    before, after = (None if curriculum is None else curriculum.easy_to_hard for curriculum in curricula)
+    anew = before != after
+    if one.task == other.task and not anew:
+        return memory
+    labels, new_labels = ([task.label for task in configs.tasks_in(run.task)] for run in (one, other))
+    places = places_in(memory, labels, prompts)
+    left = {}
+    for old, new in going_together(one, other):
+        count, own = places[old.label]
+        own = own if same_task(old, new) else {name: own[name] for name in PLACES if name in own}
+        left[new.label] = count, own | {"since": NONE} if anew and own else own
+    return going_on(left, new_labels, prompts)
+
+
+def successes_left(known: Store, one: configs.Run, other: configs.Run, anew: bool = False) -> Store:
+    """Return the stored successes that are also right in the next phase, and fit into its limits.
+
+    A run without replay keeps those of an earlier phase for a later one. ``anew``: they are those of another run's
+    policy.
+    """
+    if one.learner.keep_sampling_mask != other.learner.keep_sampling_mask or not same_rewards(one, other):
+        return {}
+    limits = configs.limits_of(configs.parts_of_task(other.task), other.rollout.max_new_tokens)
+    names = {old.label: new.label for old, new in going_together(one, other) if same_task(old, new)}
+    known = of_another_policy(known) if anew else known
+    return no_longer_than(known, {old: limits[new] for old, new in names.items()}, names)
+
+
+def same_rewards(one: configs.Run, other: configs.Run) -> bool:
+    """Whether both runs score all completions in the same way, including the penalty of long ones."""
+    return one.scoring == other.scoring and configs.rewards(one) == configs.rewards(other)

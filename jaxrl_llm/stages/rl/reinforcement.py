@@ -19,7 +19,7 @@ from jaxrl_llm.rollout.groups import RECORDS, Carryover, RolloutBatch
 from jaxrl_llm.stages.rl.constraints import separately
 from jaxrl_llm.stages.rl.ingredient import Ingredient
 from jaxrl_llm.stages.rl.ingredients import dropped_endings
-from jaxrl_llm.stages.rl.phase_carryover import same_groups, stream_left, successes_left
+from jaxrl_llm.stages.rl.problems import same_groups, stream_left, successes_left
 from jaxrl_llm.stages.stage import Stage
 from jaxrl_llm.telemetry.records import token_texts
 from jaxrl_llm.types import TrainState

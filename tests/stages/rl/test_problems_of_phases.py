@@ -25,8 +25,7 @@ from jaxrl_llm.rollout.groups import Carryover, PartialGroup
 from jaxrl_llm.rollout.replay import Solved, Success
 from jaxrl_llm.rules import DONE, Phase, Rules, decide, guards_of
 from jaxrl_llm.stages.rl.ingredients import ingredients_of
-from jaxrl_llm.stages.rl.phase_carryover import same_rewards, stream_left, successes_left
-from jaxrl_llm.stages.rl.problems import streams_of
+from jaxrl_llm.stages.rl.problems import same_rewards, stream_left, streams_of, successes_left
 from jaxrl_llm.stages.rl.reinforcement import Reinforcement
 from jaxrl_llm.stages.stage import Stage
 from jaxrl_llm.tasks import Curriculum, EasyToHard
