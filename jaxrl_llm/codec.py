@@ -84,7 +84,7 @@ def from_json(data: Any, records: Sequence[type] = ()) -> Any:
         if name == _SIGN + record.__name__:
             return record(**content)
     if name.removeprefix(_SIGN) not in _KINDS:
-        raise ValueError(f"{name} is no kind of value that this version knows")
+        raise ValueError(f"{name} is not a kind of value known to this version")
     _, _, read = _KINDS[name.removeprefix(_SIGN)]
     return read(content)
 

@@ -106,7 +106,7 @@ class FindingTracker:
         try:
             new = [finding for finding in diagnose(self._rows, self._steps) if finding.kind not in self._told]
         except Exception:
-            log.exception("what goes wrong could not be told")  # no run ends for its diagnosis
+            log.exception("the diagnosis failed")  # no run ends for its diagnosis
             return []
         self._told |= {finding.kind for finding in new}
         return new

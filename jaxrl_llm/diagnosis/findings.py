@@ -37,26 +37,25 @@ WORDS = {
     ),
     "entropy_explosion": (
         "entropy rose from {before} to {after} nats{meanwhile}",
-        "The policy dissolves towards random tokens: updates are too large, or an entropy bonus outweighs the reward.",
+        "The policy drifts towards random tokens: updates are too large, or an entropy bonus outweighs the reward.",
         f"a lower {RATE}, --recipe.algorithm.entropy_coef 0, a lower --rollout.temperature",
     ),
     "length_collapse": (
         "completions shrank from {before} to {after} tokens{meanwhile}",
         "Short answers pay at least as well as good ones: a length penalty is too strong, or a loss that averages over "
         "each sequence favours the short ones.",
-        "weaken what punishes length in --scoring.rewards or --recipe.overlong_share; --recipe dr_grpo weights all "
+        "weaken the length penalty in --scoring.rewards or --recipe.overlong_share; --recipe dr_grpo weights all "
         "tokens alike",
     ),
     "length_explosion": (
         "completions grew from {before} to {after} tokens{meanwhile}",
-        "Tokens are added that bring no reward: long wrong answers are punished too little for each token, or the end "
+        "Added tokens bring no reward: long wrong answers are punished too little for each token, or the end "
         "of an answer is no longer learned.",
         "--recipe.overlong_share 0.2, a LengthPenalty among scoring.rewards, or a smaller --rollout.max_new_tokens",
     ),
     "truncation": (
         "{share} of the completions are cut off at the limit{share_before}",
-        "Answers that are cut off are scored as if they were wrong, so the run learns from its limit and not from its "
-        "task.",
+        "Answers that are cut off are scored as if they were wrong, so the run learns its limit instead of its task.",
         "a larger --rollout.max_new_tokens; --recipe.drop_truncated leaves them out of the loss; "
         "--recipe.overlong_share 0.2 punishes them gently",
     ),
@@ -69,15 +68,15 @@ WORDS = {
     "reward_hacking": (
         "the {reward} rose from {reward_then} to {reward_now} while {task} fell from {best} to {now}",
         "The policy has found answers that the reward likes and the evaluation does not: a gap in the reward, or "
-        "training problems learned by heart.",
-        "read the best rewarded answers in samples.jsonl and mend scoring.rewards; hold the policy back with "
+        "training problems memorised.",
+        "read the best rewarded answers in samples.jsonl and repair scoring.rewards; hold the policy back with "
         f"--recipe.algorithm.kl_coef (of a recipe with a KL, such as --recipe grpo) or a lower {RATE}; the run can "
-        "begin again from a checkpoint before it, --from RUN@STEP",
+        "start again from a checkpoint before it, --from RUN@STEP",
     ),
     "no_signal": (
         "in {share} of the groups all rewards are equal{meanwhile}",
-        "A group without a difference has advantage 0: the problems are too hard or too easy for this policy, or the "
-        "reward is blind to what differs.",
+        "A group with equal rewards has advantage 0: the problems are too hard or too easy for this policy, or the "
+        "reward does not see the difference.",
         "--recipe.filter_groups reward samples on until groups differ, a larger --rollout.group finds differences more "
         "often; else take problems that are sometimes solved (task.source), or a higher --rollout.temperature",
     ),
@@ -85,7 +84,7 @@ WORDS = {
         "the KL to the reference rose from {before} to {after} nats per token",
         "The policy runs away from its reference faster than the penalty holds it, commonly on its way to nonsense.",
         f"a larger --recipe.algorithm.kl_coef, a lower {RATE}; where the policy is still good, "
-        "--recipe.resets.reference_every begins the reference anew",
+        "--recipe.resets.reference_every resets the reference",
     ),
     "clip_saturation": (
         "{share} of the tokens have their gradient cut by the clip{share_before}",
@@ -98,7 +97,7 @@ WORDS = {
         "The learner's gradient is of another policy than the one that sampled, by rounding, by truncated sampling or "
         "by stale weights.",
         "--learner.compute_dtype float32 and --rollout.strict; --learner.keep_sampling_mask where top_k or top_p cut; "
-        "--rollout.collect.staleness 0; or --recipe.algorithm.correction, which weighs it out",
+        "--rollout.collect.staleness 0; or --recipe.algorithm.correction, which corrects for it",
     ),
     "gradient_spikes": (
         "the gradient's norm {changed}",
@@ -109,16 +108,16 @@ WORDS = {
     ),
     "stalled": (
         "no progress since step {step} of {last}: at best {best}, now {now}",
-        "What the policy still fails at it never gets right by chance, or its updates are too small to matter.",
+        "The remaining failures are never right by chance, or its updates are too small to matter.",
         f"a larger --rollout.group or easier problems (task.source), --recipe.filter_groups reward; a higher {RATE}; "
         "--recipe.resets.on_stall 3 where there is a KL",
     ),
     "overfitting": (
         "training rose from {then} to {training} since step {step}, and {tested} stays at {now}",
-        "The policy learns its training rows by heart: there are too few of them for so many passes, or what is held "
-        "out asks for something else.",
+        "The policy memorises its training rows: there are too few of them for so many passes, or the held-out "
+        "rows ask for something else.",
         f"more training rows (task.source), or fewer passes over them; a lower {RATE}, or a larger "
-        "--recipe.algorithm.kl_coef; --from RUN@STEP takes a checkpoint of that time",
+        "--recipe.algorithm.kl_coef; --from RUN@STEP takes a checkpoint from then",
     ),
 }
 """The texts what, why and remedy of each kind; names in braces are replaced by numbers."""
@@ -126,8 +125,8 @@ LOST = (
     "what was learned is lost: at best {best}, until step {step}; now {now}",
     "Updates have thrown the policy off course, commonly after gradients or a KL that grew, or its problems or "
     "rewards have changed.",
-    f"begin again from a checkpoint before it, --from RUN@STEP, with a lower {RATE} or a larger "
-    "--recipe.algorithm.kl_coef; --guard stalled with --rules.on_guard rollback does so by itself",
+    f"start again from a checkpoint before it, --from RUN@STEP, with a lower {RATE} or a larger "
+    "--recipe.algorithm.kl_coef; --guard stalled with --rules.on_guard rollback does this automatically",
 )
 """The texts for a run that has stalled because it lost its progress."""
 

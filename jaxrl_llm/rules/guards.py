@@ -102,7 +102,7 @@ def _emptiness(row: Row, only_advantages: bool, filter_reads: str) -> str:
         if _unscored(row):
             return UNSCORED
         if "critic/loss" in row:
-            return "all advantages are 0, since the critic foresees every reward"
+            return "all advantages are 0, since the critic predicts every reward"
         return "all advantages are 0, since the rewards of each group are equal"
     kept = row.get("dynamic_sampling/kept_fraction", 0.0)
     # Nothing went through the filter, or it kept some.

@@ -61,7 +61,9 @@ class Resets(Setting):
             f"{where}on_kl_jump must be above 1, or 0 for off, got {self.on_kl_jump}",
         )
         algorithm = run.recipe.algorithm
-        for name in (*self.of_reference, *["ema"] * bool(self.ema)):
+        resetting = ("reference_every", "on_stall", "on_kl", "on_kl_share", "on_kl_jump")
+        given = [name for name in (*resetting, "ema") if getattr(self, name)]
+        for name in given:
             require(
                 algorithm.needs_reference or run.output.monitor_kl,
                 f"{where}{name} {getattr(self, name)} has no reference to reset: set recipe.algorithm.kl_coef above 0, "
@@ -73,7 +75,7 @@ class Resets(Setting):
             f"recipe.algorithm.kl_coef above 0 and kl_in 'loss', or take {where}on_kl",
         )
         require(
-            self.mix == 1 or bool(self.of_reference),
+            self.mix == 1 or bool({*given} - {"ema"}),
             f"{where}mix {self.mix} has no reset to act in: set {where}reference_every, or {where}mix 1",
         )
         for name, off in (("mix", 1.0), ("ema", 0.0)):
@@ -93,12 +95,6 @@ class Resets(Setting):
             f"{where}on_stall {self.on_stall} waits for evaluations: set evaluation.every above 0, or "
             f"{where}on_stall 0",
         )
-
-    @property
-    def of_reference(self) -> list[str]:
-        """Return the fields that reset the reference."""
-        fields = ("reference_every", "on_stall", "on_kl", "on_kl_share", "on_kl_jump")
-        return [name for name in fields if getattr(self, name)]
 
 
 def rules_of(resets: Resets, evaluation_every: int, kl_coef: float = 0.0, test: str = "") -> dict[str, Rule]:
@@ -162,7 +158,7 @@ def on_kl(row: Row, own: Own, resets: Resets, kl_coef: float) -> Decided:
         if resets.on_kl and kl > resets.on_kl:
             reason = f"the KL, {kl:.4g}, is above {resets.on_kl:g}"
         elif resets.on_kl_share and pull > resets.on_kl_share * whole:
-            reason = f"the KL is {100 * pull / whole:.0f} % of what pulls, above {100 * resets.on_kl_share:g} %"
+            reason = f"the KL is {100 * pull / whole:.0f} % of the total pull, above {100 * resets.on_kl_share:g} %"
         elif resets.on_kl_jump and kl > resets.on_kl_jump * usual > 0:
             reason = f"the KL, {kl:.4g}, is {kl / usual:.1f} times what it was, above {resets.on_kl_jump:g}"
     remembered = {"since": since, "kls": [*before, kl][-resets.kl_window :]}
@@ -181,7 +177,7 @@ def by_hand(row: Row, own: Own, resets: Resets) -> Decided:
         return Decision(), own
     requests = [asked] * new + [own] * bool(own.get(AGAIN))
     optimiser = any(request.get("with_optimiser", False) for request in requests)
-    why = "by hand" if new else "by hand, again since the run went back"
+    why = "by hand" if new else "by hand, again after a rollback"
     return _reset(resets, True, optimiser, why), {
         "id": requests[0]["id"],
         "step": row["step"],

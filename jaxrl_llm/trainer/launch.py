@@ -19,6 +19,7 @@ from jaxrl_llm.config.origin import origin_of
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.runs import pins
 from jaxrl_llm.sharding.distributed import ALONE, Peers
+from jaxrl_llm.system.json_lines import read_rows
 from jaxrl_llm.system.paths import COLLECTED, REWARD_ERROR, InUse, alone, part_of, prepare_libraries, writable
 from jaxrl_llm.system.signals import on_exit
 from jaxrl_llm.telemetry import Verbosity
@@ -54,10 +55,10 @@ def launch(
       InputError: the directory cannot be used, or whatever the run cannot work with.
     """
     began = time.monotonic()
-    begun = begin(peers, found, fresh, start)
-    if begun is None:
+    chosen = begin(peers, found, fresh, start)
+    if chosen is None:
         return 0
-    directory, found = begun
+    directory, found = chosen
 
     def say(line: str) -> None:
         if peers.leads:
@@ -133,12 +134,10 @@ def begin(
         weights = first_weights(directory, start or found.origin.start)
         models = pins.decide(found, directory, _began(directory), weights)
         origin = dataclasses.replace(found.origin, start=weights, models=models)
-        path = directory / "config.json"
-        if path.exists() and _began(directory):
-            before = configs.read(path, own=False).origin.changed
+        if (before := begun(directory)) is not None:
             last = max(steps_in(directory / CHECKPOINTS), default=0)
             now = [(last, list(at_start.changed))] if at_start.changed else []
-            origin = dataclasses.replace(origin, changed=[*before, *now])
+            origin = dataclasses.replace(origin, changed=[*before.origin.changed, *now])
         return str(directory), at_start, origin.to_json()
 
     chosen = peers.first(choose)
@@ -185,11 +184,12 @@ def begun_so(directory: Path, settings: configs.Configuration, start: configs.St
 
     Another learning rate makes another run here, where it would only be recorded on resume; other measurements do not.
     """
-    if not _began(directory):
+    before = begun(directory)
+    if before is None:
         return True
-    same = configs.read(directory / "config.json").origin.start == start
     measured = tuple(name for name in configs.RECORDED_CHANGES if name.startswith("evaluation."))
-    return same and not other_settings(directory, settings, configs.FREE_TO_CHANGE + measured)[0]
+    free = configs.FREE_TO_CHANGE + measured
+    return before.origin.start == start and not other_settings(directory, settings, free)[0]
 
 
 def other_settings(
@@ -202,9 +202,10 @@ def other_settings(
     ``free``: settings (and all below them) that may differ.
     """
     today = datetime.date.today().isoformat()
-    if not (directory / "config.json").exists() or not _began(directory):
+    before = begun(directory)
+    if before is None:
         return [], configs.AtStart(today)
-    old = configs.read(directory / "config.json").run
+    old = before.run
     at_start = configs.decided_by(old, today)
     if configs.is_whole(old):  # an older version may have left open what this one fills in
         old = configs.as_started(configs.resolved(old), at_start)
@@ -219,13 +220,13 @@ def first_weights(directory: Path, start: configs.Start | None) -> configs.Start
     Raises:
       InputError: it is missing or damaged, and the run has no checkpoint of its own yet.
     """
-    if _began(directory) and (directory / "config.json").exists():
-        start = configs.read(directory / "config.json", own=False).origin.start
+    if (before := begun(directory)) is not None:
+        start = before.origin.start
     if start is None or steps_in(directory / CHECKPOINTS):
         return start
     if start.step not in kept(Path(start.run)):
         raise InputError(
-            f"{directory} begins with step {start.step} of {start.run}, which is not there any more: give another with "
+            f"{directory} begins with step {start.step} of {start.run}, which is missing: give another with "
             "--from RUN@STEP"
         )
     check_whole(kept(Path(start.run))[start.step])
@@ -238,7 +239,7 @@ def finished(directory: Path, settings: configs.Configuration) -> bool:
     if done < settings.steps or fault(directory / CHECKPOINTS / str(done)):
         return False
     print(
-        f"{directory} is finished: {done} of {settings.steps} steps. Go on with --steps {2 * done}, or "
+        f"{directory} is finished: {done} of {settings.steps} steps. Continue with --steps {2 * done}, or "
         "start over with --fresh."
     )
     return True
@@ -283,13 +284,17 @@ def claimed(directory: Path, found: configs.Found) -> Generator[None]:
             raise
 
 
+def begun(directory: Path) -> configs.Found | None:
+    """Return the configuration of the run that has begun in a directory; None without one."""
+    path = directory / "config.json"
+    return configs.read(path) if path.exists() and _began(directory) else None
+
+
 def _began(directory: Path) -> bool:
     """Whether the directory has anything to lose: a checkpoint, collected answers, or a row of a training step."""
     answers = directory / COLLECTED
     if steps_in(directory / CHECKPOINTS) or answers.exists() or part_of(answers).exists():
         return True
-    from jaxrl_llm.system.json_lines import read_rows
-
     return any(row["step"] > 0 for row in read_rows(directory / "metrics.jsonl"))
 
 

@@ -9,7 +9,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -32,18 +32,6 @@ from jaxrl_llm.trainer.segment import load
 from jaxrl_llm.trainer.step import make_step, next_phase
 
 AGAIN = "run the same command again to go on"
-
-
-class Ending(NamedTuple):
-    """The end of a run.
-
-    Attributes:
-      code: of the exit.
-      words: why it ends before its steps are made; empty where it does not.
-    """
-
-    code: int
-    words: str = ""
 
 
 def train(
@@ -90,9 +78,10 @@ def train(
         context.store.close()
         if peers.leads:
             forget_reset(directory, cursor.host.memory)
-    if ending.words:
-        say(ending.words)
-    return ending.code
+    code, reason = ending
+    if reason:
+        say(reason)
+    return code
 
 
 def resume_point(
@@ -138,15 +127,18 @@ def before_steps(context: RunContext, cursor: Cursor) -> None:
         progress.note(line)
 
 
-def make_steps(context: RunContext, cursor: Cursor) -> Ending | None:
-    """Make and save a phase's steps, moving ``cursor``; return the run's ending, or None if its next phase begins."""
+def make_steps(context: RunContext, cursor: Cursor) -> tuple[int, str] | None:
+    """Make and save a phase's steps, moving ``cursor``.
+
+    Returns None if the next phase begins; else the exit code, and why the run ends before its steps are made, or "".
+    """
     run, directory, store, schedule = context.run, context.directory, context.store, context.schedule
     saved = time.monotonic()
     for step in range(cursor.step + 1, run.steps + 1):
         made = make_step(context, cursor, step)
         if made is None:
             save_underway(context, cursor)
-            return Ending(PREEMPTED, f"stopped within step {step}, state and samples saved: {AGAIN}")
+            return PREEMPTED, f"stopped within step {step}, state and samples saved: {AGAIN}"
         row, batch, decision = made
         asked = agreed_to_stop(context.peers, context.stop, step, batch.common, row)
         minutes = context.peers.first(lambda since=saved: (time.monotonic() - since) / 60)
@@ -170,13 +162,13 @@ def make_steps(context: RunContext, cursor: Cursor) -> Ending | None:
             words = f"step {step}: {decision.reason}"
             if decision.remedy:
                 name = shlex.quote(str(directory))
-                words += f"; go on from it with jaxrl-llm train {name} --from {name} {decision.remedy}"
-            return Ending(decision.stop, words)
+                words += f"; resume from it with jaxrl-llm train {name} --from {name} {decision.remedy}"
+            return decision.stop, words
         if asked and step < run.steps:
-            return Ending(PREEMPTED, f"stopped after step {step}, state saved: {AGAIN}")
+            return PREEMPTED, f"stopped after step {step}, state saved: {AGAIN}"
         if decision.next_phase and step < run.steps:
             return None
-    return Ending(DONE)
+    return DONE, ""
 
 
 def save_underway(context: RunContext, cursor: Cursor) -> None:

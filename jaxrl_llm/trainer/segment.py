@@ -21,11 +21,11 @@ from jaxrl_llm.config import Configuration, Start
 from jaxrl_llm.diagnosis.history import ROLLED_BACK
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.optimiser import build
-from jaxrl_llm.learner.state import NewRole, abstract_state, reset_reference
+from jaxrl_llm.learner.state import NewRole, reset_reference
 from jaxrl_llm.models.heads import split
 from jaxrl_llm.runs.load import as_trained, host_state, load_model
 from jaxrl_llm.stages import stage_of
-from jaxrl_llm.stages.stage import Stage, check_problems
+from jaxrl_llm.stages.stage import Stage, check_problems, state_of
 from jaxrl_llm.telemetry.progress import model_line
 from jaxrl_llm.trainer.context import Cursor, LoopState, RunContext, underway_after
 from jaxrl_llm.types import TrainState
@@ -113,13 +113,12 @@ def begin(
     note: Callable[[str], None],
 ) -> tuple[TrainState, LoopState]:
     """Return a fresh state, or that of step ``start``; ``model`` is consumed, or read for its shapes only."""
-    optimiser = build(run.learner.optimiser)
-    lora = run.learner.lora
-    others = [one.begins for one in stage.training if one.begins is not None]
     if start is not None:
-        like = abstract_state(model, optimiser, stage.reference, lora, others)
+        like = state_of(run, model, stage.training, stage.reference)
         return restored(store, start, like, mesh, split(model)[0], stage)
-    state = learner.create_state(model, optimiser, stage.reference, mesh, lora, run.seed, others)
+    others = [one.begins for one in stage.training if one.begins is not None]
+    optimiser = build(run.learner.optimiser)
+    state = learner.create_state(model, optimiser, stage.reference, mesh, run.learner.lora, run.seed, others)
     if weights is not None:
         state = borrowed(state, run, weights, mesh, note)
         state = with_others(state, others, kept(Path(weights.run))[weights.step], mesh, note)
@@ -140,7 +139,7 @@ def carried(run: Configuration, stage: Stage, weights: Start, note: Callable[[st
     if before.task == getattr(run, "task", None):
         asked = {"training": stage.problems["training"]}
         check_problems(host.problems, asked, stage.label, f"of {shown}", "leave --carry out")
-    note(f"goes on from {shown} in its data, curriculum and stored successes too")
+    note(f"continues the data, curriculum and stored successes of {shown} too")
     return stage.carried_over(host.carried, before, run, anew=True)
 
 
@@ -260,15 +259,12 @@ def why_not_back(run: Configuration, directory: Path, step: int, phase: int) -> 
 
 
 def newest_before(checkpoints: Path, step: int, phase: int, due: Callable[[int], bool]) -> int | None:
-    """Return the newest whole checkpoint of this phase before a step, among those that are ``due``, or
-    None."""
-    found = [number for number in steps_in(checkpoints) if number < step and due(number)]
-    whole = (
-        number
-        for number in reversed(found)
-        if phase_of(checkpoints / str(number)) == phase and not damage(checkpoints / str(number))
-    )
-    return next(whole, None)
+    """Return the newest whole checkpoint of this phase before a step, among those that are ``due``, or None."""
+    for number in reversed(steps_in(checkpoints)):
+        place = checkpoints / str(number)
+        if number < step and due(number) and phase_of(place) == phase and not damage(place):
+            return number
+    return None
 
 
 def remembered(then: rules.Memory, now: rules.Memory, undone: int) -> rules.Memory:

@@ -248,16 +248,12 @@ def next_phase(run: Configuration, stage: Stage, state: TrainState, host: LoopSt
     host.memory = {name: own for name, own in host.memory.items() if name in stay}
     if not same:
         host.coefficients = {name: value for name, value in host.coefficients.items() if name == LR_SCALE}
-    state = with_reference(state, configs.keeps_reference(after))
-    if phase.reset:
-        state = reset_reference(state)
-    if phase.reset_optimiser:
-        state = reset_optimiser(state, build(after.learner.optimiser))
-    return state
+    resets = Decision(reset_reference=phase.reset, reset_optimiser=phase.reset_optimiser)
+    return apply(resets, with_reference(state, configs.keeps_reference(after)), after)
 
 
 def apply(decision: Decision, state: TrainState, run: Configuration) -> TrainState:
-    """Return the state after the rules' decision; only this function applies decisions to it."""
+    """Return the state after the resets of a decision; only this function applies decisions to it."""
     if decision.reset_reference:
         state = reset_reference(state, decision.mix)
     if decision.reset_optimiser:

@@ -137,7 +137,7 @@ def test_fresh_begins_in_a_folder_of_its_own(folder, answers):
 
 
 def test_a_template_that_opens_a_thought_is_told_of_where_the_whole_text_is_judged(answers):
-    said = "the chat template opens a thought, <think>, and extractor whole judges chain_sum by what is thought too"
+    said = "the chat template opens a thought, <think>, and extractor whole judges the thoughts of chain_sum too"
     assert answers["fresh"].err.count(said) == 1 and said not in answers["train"].err
 
 

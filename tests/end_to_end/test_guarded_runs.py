@@ -278,7 +278,7 @@ def test_a_reset_by_hand_that_is_undone_is_made_again_once():
     for asked in ({}, ask("b")):
         decision, after = decide(rules, {"step": 16} | asked, memory)
         assert decision.reset_reference and decision.reset_optimiser and not after[BY_HAND].get("again")
-        assert decision.events["event/reference_reset"] == "by hand, again since the run went back"
+        assert decision.events["event/reference_reset"] == "by hand, again after a rollback"
         assert not decide(rules, {"step": 17} | asked, after)[0].reset_reference
     both, _ = decide(rules, {"step": 16} | ask("c"), memory)
     assert both.reset_optimiser and both.events["event/reference_reset"] == "by hand"

@@ -126,7 +126,7 @@ def test_parts_of_a_checkpoint_are_read_alone(folder, answers):
 
 def test_a_run_that_carries_goes_on_where_the_other_one_was(folder, answers):
     assert answers["carried"].code == 0, answers["carried"].err
-    assert "in its data, curriculum and stored successes too" in answers["carried"].err
+    assert "continues the data, curriculum and stored successes of" in answers["carried"].err
     asked = {}
     for directory in (folder / "project" / "runs" / "mine", folder / "elsewhere" / "carried"):
         samples = map(json.loads, (directory / "samples.jsonl").read_text().splitlines())

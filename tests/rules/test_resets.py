@@ -71,7 +71,7 @@ def test_a_share_is_of_what_pulls_at_a_token():
     # The coefficient of a controller is the row's: 0.05 * 6 / (0.05 * 6 + 0.9) = 0.25
     assert resets_at(resets, [6.0, 6.0], static_coef=9.0, **{"advantage/abs_mean": 0.9, "kl_coef": 0.05}) == []
     flat = decided(resets, [0.1, 0.1], **{"advantage/abs_mean": 0.0})[-1]
-    assert flat.events == {KL: "the KL is 100 % of what pulls, above 39 %"}
+    assert flat.events == {KL: "the KL is 100 % of the total pull, above 39 %"}
     assert resets_at(resets, [0.0, 0.0], **{"advantage/abs_mean": 0.0}) == [] == resets_at(resets, [6.0, 6.0])
 
 

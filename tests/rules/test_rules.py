@@ -250,7 +250,7 @@ def test_a_step_in_which_only_the_critic_learns_teaches():
     flat = TAUGHT | {"step": 1, "advantage/nonzero_fraction": 0.0, "critic/updates": 4.0}
     assert rule(warming, {}) == (Decision(), {"empty": 0}) == rule(flat | {"critic/loss": 0.1}, {})
     decision, _ = rule(flat | {"critic/loss": 0.0}, {})
-    assert decision.stop == GUARD and "the critic foresees every reward" in decision.reason
+    assert decision.stop == GUARD and "the critic predicts every reward" in decision.reason
     empty = {"critic/updates": 0.0, "critic/loss": math.nan}
     assert "no token is in the loss" in rule(warming | empty, {})[0].reason
 

@@ -171,7 +171,7 @@ def test_a_run_knows_whose_weights_it_began_with_as_long_as_it_needs_them(tmp_pa
     (new / "metrics.jsonl").write_text('{"step": 1}\n')
     assert first_weights(new, None) == start
     (old / "checkpoints" / "4").rmdir()
-    with pytest.raises(InputError, match=r"x-2 begins with step 4 of .*x, which is not there any more"):
+    with pytest.raises(InputError, match=r"x-2 begins with step 4 of .*x, which is missing"):
         first_weights(new, None)
     (new / "checkpoints" / "1").mkdir(parents=True)
     assert first_weights(new, None) == start

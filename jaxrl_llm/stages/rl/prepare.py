@@ -15,7 +15,7 @@ from jaxrl_llm.sharding import rollout_mesh
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.stages.rl.ingredient import Around
 from jaxrl_llm.stages.rl.ingredients import ingredients_of, moved_by_rules, rules_for
-from jaxrl_llm.stages.rl.problems import about, check_prompts, problems_of, read_problems, same_groups, streams_of
+from jaxrl_llm.stages.rl.problems import about, problems_of, prompts_of, read_problems, same_groups, streams_of
 from jaxrl_llm.stages.rl.programs import answering, groups, learning_of, outline, sampler_of, sampling_of
 from jaxrl_llm.stages.rl.reinforcement import Reinforcement
 from jaxrl_llm.tasks.template import check_tokenizer
@@ -50,10 +50,8 @@ def prepare(
     read = read_problems(run, progress.status)
     prints = problems_of(run, read)
     peers.check_same(f"problems of {run.task.label}", " ".join(found["order"] for found in prints.values()))
-    prompts = tasks.Prompts(configs.tasks_in(run.task), tokenizer)
-    test_prompts = tasks.Prompts(configs.tasks_in(read.tested), tokenizer)
-    check_prompts(run, prompts, read.all_train)
-    check_prompts(run, test_prompts, read.asked)
+    prompts = prompts_of(run, run.task, read.all_train, tokenizer)
+    test_prompts = prompts_of(run, read.tested, read.asked, tokenizer)
     scorer.tokenizer = tokenizer
     progress.status("calling each reward once")
     for problems in read.train:
@@ -113,8 +111,8 @@ def check_ahead(
     if same_groups(before, run) and before.evaluation.task == run.evaluation.task:
         return
     read = read_problems(run, status)
-    check_prompts(run, tasks.Prompts(configs.tasks_in(run.task), tokenizer), read.all_train)
-    check_prompts(run, tasks.Prompts(configs.tasks_in(read.tested), tokenizer), read.asked)
+    prompts_of(run, run.task, read.all_train, tokenizer)
+    prompts_of(run, read.tested, read.asked, tokenizer)
     scoring = run.scoring
     with Scorer(configs.rewards(run), scoring.workers, scoring.timeout_s, watched=configs.watched(run)) as scorer:
         for problems in read.train:

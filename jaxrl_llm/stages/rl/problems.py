@@ -92,13 +92,21 @@ def problems_of(run: configs.Run, read: Problems) -> Fingerprints:
     return {"training": tasks.fingerprint(read.all_train), name: tasks.fingerprint(read.held_out)}
 
 
-def check_prompts(run: configs.Run, prompts: tasks.Prompts, problems: Sequence[Problem]) -> None:
-    """Refuse tasks with a prompt that is too long."""
+def prompts_of(
+    run: configs.Run, task: tasks.Task | configs.Mixture, problems: Sequence[Problem], tokenizer: Any
+) -> tasks.Prompts:
+    """Return the prompts of these problems of a task or mixture.
+
+    Raises:
+      InputError: a prompt is too long.
+    """
+    prompts = tasks.Prompts(configs.tasks_in(task), tokenizer)
     longest = prompts.longest(problems)
     limit = run.rollout.max_prompt_tokens
     remedy = f"set --rollout.max_prompt_tokens {longest} (now {limit})"
     label = " and ".join(task.label for task in prompts.tasks)
-    configs.require(longest <= limit, f"the longest prompt of {label} has {longest} tokens: {remedy}")
+    require(longest <= limit, f"the longest prompt of {label} has {longest} tokens: {remedy}")
+    return prompts
 
 
 def about(run: configs.Run, read: Problems, prompts: tasks.Prompts) -> list[str]:
@@ -110,9 +118,9 @@ def about(run: configs.Run, read: Problems, prompts: tasks.Prompts) -> list[str]
         opened = _OPENS_A_THOUGHT.search(prompts.tokenizer.decode(prompts[problems[0]][-16:]))
         if opened and task.extractor == "whole" and problems[0].verifier != "none":
             lines.append(
-                f"the chat template opens a thought, {opened[0].strip()}, and extractor whole judges {task.label} by "
-                f"what is thought too: extractor after:{opened[1]} (--task.extractor) reads what follows "
-                f"</{opened[1]}>, and without one there is no answer"
+                f"the chat template opens a thought, {opened[0].strip()}, and extractor whole judges the "
+                f"thoughts of {task.label} too: extractor after:{opened[1]} (--task.extractor) reads the text after "
+                f"</{opened[1]}>; a completion without it has no answer"
             )
     updates = "one update" if run.learner.updates == 1 else f"{run.learner.updates} updates"
     lines.append(
