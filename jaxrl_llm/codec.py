@@ -23,7 +23,7 @@ _SIGN = "$"
 _ARRAY = "$array"
 
 
-def to_json(value: Any, records: Sequence[type] = (), packed: bool = True) -> Any:
+def to_json(value: Any, records: Sequence[type] = (), arrays: bytearray | None = None) -> Any:
     """Convert a value to JSON values.
 
     Lists, tuples, dictionaries, sets, text, numbers (NumPy's and decimal ones too), bytes, dates and times with their
@@ -36,7 +36,8 @@ def to_json(value: Any, records: Sequence[type] = (), packed: bool = True) -> An
       value: the value to convert.
       records: dataclasses that it may hold. They are identified by their names alone, and a field that was not there
         yet when a value was written gets its default.
-      packed: whether arrays become JSON too. If not, arrays of numbers stay, for ``apart``.
+      arrays: gets the bytes of arrays of numbers, and the JSON refers to them (see ``together``); None to convert them
+        too.
 
     Raises:
       TypeError: a value of another type; the message names it.
@@ -45,14 +46,16 @@ def to_json(value: Any, records: Sequence[type] = (), packed: bool = True) -> An
     if kind in _JSON:
         return value
     if kind is list:
-        return [to_json(item, records, packed) for item in value]
+        return [to_json(item, records, arrays) for item in value]
     if kind is dict and _is_json_object(value):
-        return {key: to_json(item, records, packed) for key, item in value.items()}
+        return {key: to_json(item, records, arrays) for key, item in value.items()}
     if kind in records:
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return {_SIGN + kind.__name__: to_json(fields, records, packed)}
-    if kind is np.ndarray and not packed and value.dtype.kind in "biuf":
-        return value
+        return {_SIGN + kind.__name__: to_json(fields, records, arrays)}
+    if kind is np.ndarray and arrays is not None and value.dtype.kind in "biuf":
+        about = {"dtype": str(value.dtype), "shape": list(value.shape), "at": len(arrays)}
+        arrays.extend(value.tobytes())
+        return {_ARRAY: about}
     if isinstance(value, np.generic | np.ndarray) and value.dtype.hasobject:
         raise TypeError(f"{kind.__name__} of {value.dtype}")
     if kind.__module__.partition(".")[0] == "pandas" and kind.__name__ == "Timestamp":
@@ -63,7 +66,7 @@ def to_json(value: Any, records: Sequence[type] = (), packed: bool = True) -> An
     if name is None:
         raise TypeError(kind.__name__)
     _, write, _ = _KINDS[name]
-    return {_SIGN + name: to_json(write(value), records, packed)}
+    return {_SIGN + name: to_json(write(value), records, arrays)}
 
 
 def from_json(data: Any, records: Sequence[type] = ()) -> Any:
@@ -89,25 +92,8 @@ def from_json(data: Any, records: Sequence[type] = ()) -> Any:
     return read(content)
 
 
-def apart(value: Any) -> tuple[Any, bytes]:
-    """Split the output of ``to_json`` (``packed=False``) into JSON values with references to arrays, and the arrays'
-    bytes."""
-    arrays = bytearray()
-
-    def walk(item: Any) -> Any:
-        if isinstance(item, np.ndarray):
-            about = {"dtype": str(item.dtype), "shape": list(item.shape), "at": len(arrays)}
-            arrays.extend(item.tobytes())
-            return {_ARRAY: about}
-        if isinstance(item, dict):
-            return {key: walk(inner) for key, inner in item.items()}
-        return [walk(inner) for inner in item] if isinstance(item, list) else item
-
-    return walk(value), bytes(arrays)
-
-
 def together(value: Any, arrays: bytes) -> Any:
-    """Put the arrays back in their places; the inverse of ``apart``. Packed arrays stay packed."""
+    """Put the arrays that ``to_json`` took out back in their places; arrays that it converted stay as they are."""
     if isinstance(value, list):
         return [together(item, arrays) for item in value]
     if not isinstance(value, dict):

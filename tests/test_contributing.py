@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import types
 from pathlib import Path
 
@@ -56,7 +57,7 @@ def source_with(path, code, after=None):
         return f"{source}\n\n{code}\n"
     line = next(line for line in source.splitlines() if line.strip().startswith(after))
     indent = line[: len(line) - len(line.lstrip())]
-    return source.replace(line, f"{line}\n{indent}{code}", 1)
+    return source.replace(line, f"{line}\n{textwrap.indent(code, indent)}", 1)
 
 
 def module_with(path, code, after=None):
@@ -120,7 +121,7 @@ def test_the_example_of_a_setting_works_in_two_files(tmp_path):
     shutil.copytree(ROOT / "jaxrl_llm", tmp_path / "jaxrl_llm", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("configs", "pyproject.toml"):
         (tmp_path / name).symlink_to(ROOT / name)
-    with_line = source_with(guards, line, after="rules: Rules")
+    with_line = source_with(guards, line, after='rules = {"not_a_number"')
     imported = (ROOT / settings).read_text().replace("import RECORDED,", "import FREE, RECORDED,")
     (tmp_path / settings).write_text(imported.replace("rollbacks: Annotated", f"{field}\n    rollbacks: Annotated"))
     (tmp_path / guards).write_text(f"{with_line}\n\n{rule}\n")

@@ -133,18 +133,19 @@ class Checkpoints(contextlib.AbstractContextManager):
         self._manager = ocp.CheckpointManager(self._directory, options=options)
         self._arrays: dict[int, bytes] = {}  # of the host, by step, until they are written
 
-    def save(self, step: int, state: TrainState, host: dict[str, Any]) -> None:
+    def save(self, step: int, state: TrainState, host: dict[str, Any], records: Sequence[type] = ()) -> None:
         """Start to write a step; the arrays are copied off the device before this returns, so the state may be donated.
 
-        ``host``: JSON values and arrays.
         An existing checkpoint of this step, from before the run was resumed at an earlier one, is replaced.
+        ``host``: values that ``codec.to_json`` converts, with these ``records`` in them.
         """
         if step in self._manager.all_steps():
             self._manager.delete(step)
-        host, arrays = codec.apart(host)
+        arrays = bytearray()
+        told = codec.to_json(host, records, arrays)
         if jax.process_index() == 0:
-            self._arrays[step] = arrays
-        items = self._args.Composite(state=self._args.StandardSave(flatten(state)), host=self._args.JsonSave(host))
+            self._arrays[step] = bytes(arrays)
+        items = self._args.Composite(state=self._args.StandardSave(flatten(state)), host=self._args.JsonSave(told))
         self._manager.save(step, args=items, force=True)
 
     def wait(self) -> None:

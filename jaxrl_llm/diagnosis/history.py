@@ -101,12 +101,10 @@ def history(rows: Iterable[Mapping[str, Any]], steps: int = 0) -> History:
             continue
         last = max(last, int(at))
         for name, value in row.items():
-            if name not in found:
-                if not (name.startswith("eval/") and TESTED.fullmatch(name)):
-                    continue
-                found[name] = {}
-            if (measured := number(value)) is not None:
-                found[name][int(at)] = min(max(measured, -LARGEST), LARGEST)
+            if name in found or TESTED.fullmatch(name):
+                measured = number(value)
+                if measured is not None:
+                    found.setdefault(name, {})[int(at)] = min(max(measured, -LARGEST), LARGEST)
         if (back := number(row.get(ROLLED_BACK))) is not None:
             for name, values in found.items():
                 found[name] = {step: value for step, value in values.items() if step <= back}

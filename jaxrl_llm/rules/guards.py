@@ -268,14 +268,14 @@ def guards_of(run: Any, own: Mapping[str, Rule] = types.MappingProxyType({}), ot
     """
     algorithm = run.recipe.algorithm
     others = others or bool((algorithm.kl_in_loss and algorithm.kl_coef) or algorithm.entropy_coef)
-    unstable: dict[str, Rule] = {
-        "not_a_number": partial(not_a_number, learning_rate=run.learner.optimiser.learning_rate),
-        **own,
-    }
-    rules: Rules = run.rules
-    unstable |= {OF_GUARDS: partial(on_finding, rules=rules)} if rules.guards else {}
-    reads = run.recipe.filter_groups
-    unstable |= {OF_FILTER: partial(few_kept, filter_reads=reads, group=run.rollout.group)} if reads else {}
-    patience = run.rollout.collect.patience
-    lessons = partial(teaches_nothing, patience=patience, only_advantages=not others, filter_reads=reads or "")
-    return unstable | {"reward_fails": reward_fails, OF_LESSONS: lessons}
+    rules = {"not_a_number": partial(not_a_number, learning_rate=run.learner.optimiser.learning_rate), **own}
+    if run.rules.guards:
+        rules[OF_GUARDS] = partial(on_finding, rules=run.rules)
+    reads = run.recipe.filter_groups or ""
+    if reads:
+        rules[OF_FILTER] = partial(few_kept, filter_reads=reads, group=run.rollout.group)
+    rules["reward_fails"] = reward_fails
+    rules[OF_LESSONS] = partial(
+        teaches_nothing, patience=run.rollout.collect.patience, only_advantages=not others, filter_reads=reads
+    )
+    return rules

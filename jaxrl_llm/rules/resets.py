@@ -106,20 +106,18 @@ def rules_of(resets: Resets, evaluation_every: int, kl_coef: float = 0.0, test: 
       kl_coef: of the loss, if no controller updates it.
       test: identifies the evaluation's settings; results of other evaluations are not compared.
     """
-    offered: dict[str, tuple[Any, Rule]] = {
-        "stall": (resets.on_stall, partial(on_stall, resets=resets, every=evaluation_every, test=test)),
-        "reference": (resets.reference_every, partial(on_schedule, resets=resets, every=resets.reference_every)),
-        "optimiser": (
-            resets.optimiser_every,
-            partial(on_schedule, resets=resets, every=resets.optimiser_every, reference=False),
-        ),
-        "kl": (
-            resets.on_kl or resets.on_kl_share or resets.on_kl_jump,
-            partial(on_kl, resets=resets, kl_coef=kl_coef),
-        ),
-        "ema": (resets.ema, partial(averaged, ema=resets.ema)),
-    }
-    return {name: rule for name, (wanted, rule) in offered.items() if wanted}
+    rules: dict[str, Rule] = {}
+    if resets.on_stall:
+        rules["stall"] = partial(on_stall, resets=resets, every=evaluation_every, test=test)
+    if resets.reference_every:
+        rules["reference"] = partial(on_schedule, resets=resets, every=resets.reference_every)
+    if resets.optimiser_every:
+        rules["optimiser"] = partial(on_schedule, resets=resets, every=resets.optimiser_every, reference=False)
+    if resets.on_kl or resets.on_kl_share or resets.on_kl_jump:
+        rules["kl"] = partial(on_kl, resets=resets, kl_coef=kl_coef)
+    if resets.ema:
+        rules["ema"] = partial(averaged, ema=resets.ema)
+    return rules
 
 
 def on_schedule(row: Row, own: Own, resets: Resets, every: int, reference: bool = True) -> Decided:

@@ -63,13 +63,9 @@ class LoopState:
         """The state that the last batch made leaves to the next one."""
         return self.left if self.ready is None else self.ready.left
 
-    def to_json(self, records: Sequence[type], packed: bool = True) -> dict[str, Any]:
-        """Convert to JSON values, exactly. ``records``: the dataclasses in it; ``packed``: as in ``codec.to_json``."""
-        return codec.to_json(vars(self), records, packed)
-
     @classmethod
     def from_json(cls, data: dict[str, Any], records: Sequence[type]) -> "LoopState":
-        """Rebuild the state from ``to_json``.
+        """Rebuild the state from the JSON values in a checkpoint. ``records``: the dataclasses in it.
 
         Raises:
           InputError: a version before the first release wrote it.

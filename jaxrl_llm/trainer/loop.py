@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrl_llm import codec
 from jaxrl_llm import config as configs
 from jaxrl_llm.checkpoints import snapshots
 from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS, check_writable, newest_whole
@@ -143,7 +144,6 @@ def make_steps(context: RunContext, cursor: Cursor) -> tuple[int, str] | None:
         asked = agreed_to_stop(context.peers, context.stop, step, batch.common, row)
         minutes = context.peers.first(lambda since=saved: (time.monotonic() - since) / 60)
         overdue = 0 < run.output.checkpoint_minutes <= minutes
-        records = cursor.stage.records
         if decision.next_phase:
             cursor.state = next_phase(run, cursor.stage, cursor.state, cursor.host)
         if decision.snapshot:
@@ -156,7 +156,7 @@ def make_steps(context: RunContext, cursor: Cursor) -> tuple[int, str] | None:
         if schedule.saves(step) or decision.stop is not None or asked or overdue:
             saved = time.monotonic()
             context.progress.status("saving")
-            store.save(step, cursor.state, cursor.host.to_json(records, packed=False))
+            store.save(step, cursor.state, vars(cursor.host), cursor.stage.records)
             context.progress.pace.took(SAVE)
         if decision.stop is not None:
             words = f"step {step}: {decision.reason}"
@@ -179,9 +179,9 @@ def save_underway(context: RunContext, cursor: Cursor) -> None:
     store.wait()
     if context.peers.first(lambda: cursor.step in steps_in(context.directory / CHECKPOINTS)):
         if context.peers.leads:
-            keep_underway(context.directory, cursor.step, cursor.host.to_json(records))
+            keep_underway(context.directory, cursor.step, codec.to_json(vars(cursor.host), records))
     else:
-        store.save(cursor.step, cursor.state, cursor.host.to_json(records, packed=False))
+        store.save(cursor.step, cursor.state, vars(cursor.host), records)
 
 
 def agreed_to_stop(

@@ -167,9 +167,10 @@ def same(a, b):
 
 def again(host):
     """A run's host values once they were saved and read."""
-    packed = LoopState.from_json(json.loads(json.dumps(host.to_json(RECORDS))), RECORDS)
-    told, arrays = codec.apart(host.to_json(RECORDS, packed=False))
-    found = LoopState.from_json(codec.together(json.loads(json.dumps(told)), arrays), RECORDS)
+    packed = LoopState.from_json(json.loads(json.dumps(codec.to_json(vars(host), RECORDS))), RECORDS)
+    arrays = bytearray()
+    told = codec.to_json(vars(host), RECORDS, arrays)
+    found = LoopState.from_json(codec.together(json.loads(json.dumps(told)), bytes(arrays)), RECORDS)
     assert same(vars(packed), vars(found))
     return found
 

@@ -165,7 +165,8 @@ def test_processes_compare_the_rewards_of_steps():
 def test_a_group_that_is_carried_over_keeps_the_rewards_of_its_steps():
     group = group_of([completion(3, [(1, 0.1)])], [1.0], steps=[0.1], **{REJECTED: [0.0]})
     left = Carryover(7, (group,))
-    data = json.loads(json.dumps(LoopState(left, coefficients={HELD: 0.1 + 0.2}).to_json(RECORDS)))
+    host = LoopState(left, coefficients={HELD: 0.1 + 0.2})
+    data = json.loads(json.dumps(codec.to_json(vars(host), RECORDS)))
     found = LoopState.from_json(data, RECORDS)
     before, after = group.completions[0].extras["step_rewards"], found.left.carried[0].completions[0].extras
     assert after["step_rewards"].tobytes() == before.tobytes() and after["step_rewards"].dtype == before.dtype

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from tiny import Compilations
 
+from jaxrl_llm import codec
 from jaxrl_llm import config as configs
 from jaxrl_llm.algorithms.kl import AdaptiveKL, ProportionalKL
 from jaxrl_llm.data import Texts
@@ -313,7 +314,7 @@ def test_apply_copies_the_policy_and_empties_the_optimiser():
 
 def test_what_rules_remember_is_saved():
     host = LoopState(memory={"stall": {"best": 0.3, "stalled": 2}}, coefficients={"kl_coef": 0.08})
-    assert LoopState.from_json(json.loads(json.dumps(host.to_json(()))), ()) == host
+    assert LoopState.from_json(json.loads(json.dumps(codec.to_json(vars(host)))), ()) == host
 
 
 def test_resets_after_the_first_compile_nothing():

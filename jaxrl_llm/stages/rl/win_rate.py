@@ -48,16 +48,12 @@ class WinRate(Ingredient):
         prompts = around.test_prompts
         # The length of answers may grow from phase to phase.
         how = np.asarray([around.answers.temperature, around.answers.top_p], np.float64)
-
-        def made_from(problem: Problem) -> str:
-            return digest([np.asarray(prompts[problem], np.int32), how])
-
         return dataclasses.replace(
             self,
             path=around.scorer.folder / FIRST_ANSWERS,
             scorer=around.scorer,
             peers=around.peers,
-            made_from=made_from,
+            made_from=lambda problem: digest([np.asarray(prompts[problem], np.int32), how]),
         )
 
     def tested(self, found: Tested, policy: Decoder, first: bool) -> Tested:
