@@ -130,9 +130,6 @@ class Rules(Setting):
     def check(self, run: Any, where: str) -> None:
         """Refuse rollbacks without a guard."""
         require(
-            self.on_guard in ("stop", "rollback"), f"{where}on_guard must be stop or rollback, got {self.on_guard!r}"
-        )
-        require(
             bool(self.guards) or self.on_guard == "stop",
             f"{where}on_guard rollback waits for no guard: add --guard KIND, or set it to stop",
         )

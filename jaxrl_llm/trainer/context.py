@@ -187,8 +187,7 @@ def opened(
             stack.enter_context(writer)
         else:
             progress = stack.enter_context(Progress(schedule, first_step, Console(quiet=True)))
-        guarded = bool(run.rules.guards)
-        sight = progress.tracker if guarded else None
+        sight = progress.tracker if run.rules.guards else None
         stop = Preemption(functools.partial(progress.note, warning=True), run.output.grace_s)
         yield RunContext(run, directory, start, weights, peers, mesh, schedule, store, progress, writer, sight, stop)
 

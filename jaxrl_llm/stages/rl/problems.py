@@ -68,11 +68,8 @@ def read_problems(run: configs.Run, status: Callable[[str], None]) -> Problems:
         return found
 
     loaded = read(configs.parts_of_task(run.task))
-    tested = [one.held_out for one in loaded]
-    others: list[tasks.Loaded] = []
-    if run.evaluation.task:
-        others = read(configs.parts_of_task(run.evaluation.task))
-        tested = [one.train for one in others]
+    others = read(configs.parts_of_task(run.evaluation.task))
+    tested = [one.train for one in others] if others else [one.held_out for one in loaded]
     most = run.evaluation.limit or None
     return Problems(
         train=tuple(one.train for one in loaded),
@@ -224,7 +221,7 @@ def same_task(one: tasks.Task, other: tasks.Task) -> bool:
     return dataclasses.replace(one, name=other.name) == other
 
 
-def going_together(one: configs.Run, other: configs.Run) -> list[tuple[tasks.Task, tasks.Task]]:
+def continued_tasks(one: configs.Run, other: configs.Run) -> list[tuple[tasks.Task, tasks.Task]]:
     """Pair each task of ``other`` with the task of ``one`` that it continues, old one first.
 
     Both ask the same rows, alone or in a mixture, under any name; of several candidates the most similar one is taken.
@@ -259,7 +256,7 @@ def stream_left(memory: Memory, prompts: int, one: configs.Run, other: configs.R
     labels, new_labels = ([task.label for task in configs.tasks_in(run.task)] for run in (one, other))
     places = places_in(memory, labels, prompts)
     left = {}
-    for old, new in going_together(one, other):
+    for old, new in continued_tasks(one, other):
         count, own = places[old.label]
         own = own if same_task(old, new) else {name: own[name] for name in PLACES if name in own}
         left[new.label] = count, own | {"since": NONE} if anew and own else own
@@ -275,7 +272,7 @@ def successes_left(known: Store, one: configs.Run, other: configs.Run, anew: boo
     if one.learner.keep_sampling_mask != other.learner.keep_sampling_mask or not same_rewards(one, other):
         return {}
     limits = configs.limits_of(configs.parts_of_task(other.task), other.rollout.max_new_tokens)
-    names = {old.label: new.label for old, new in going_together(one, other) if same_task(old, new)}
+    names = {old.label: new.label for old, new in continued_tasks(one, other) if same_task(old, new)}
     known = of_another_policy(known) if anew else known
     return no_longer_than(known, {old: limits[new] for old, new in names.items()}, names)
 
