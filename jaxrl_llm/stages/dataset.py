@@ -243,15 +243,18 @@ def with_room(forward: Forward, groups: Iterable[tuple[str, Sequence[Sample]]], 
     return dataclasses.replace(forward, layout=layout)
 
 
-def programs_of(run: FromData, model: Any, mesh: Any, objective: Objective) -> tuple[Forward, tuple[Training, ...]]:
-    """Return how the model is run, and how it is trained."""
+def programs_of(
+    run: FromData, model: Any, mesh: Any, objective: Objective, groups: Iterable[tuple[str, Sequence[Sample]]] = ()
+) -> tuple[Forward, tuple[Training, ...]]:
+    """Return how the model is run, and how it is trained; ``groups``: as for ``with_room``."""
     compute = compute_for(run.learner, model.config, platform_of(mesh))
     longest = run.batch.max_tokens + 1  # a scalar model reads its score where one more token would be predicted
     tokens = -(-run.batch.rows // run.learner.minibatches) * longest
     layout = layout_for(run.learner, compute, longest, longest, mesh, model.config, tokens)
     optimiser = run.learner.optimiser
     update = make_update((objective,), build(optimiser), learning_rate(optimiser), compute)
-    return Forward(layout, compute, 1.0, mesh), (Training((objective,), update),)
+    forward = with_room(Forward(layout, compute, 1.0, mesh), groups, run.learner.microbatch_rows)
+    return forward, (Training((objective,), update),)
 
 
 def outline_of(
@@ -266,7 +269,6 @@ def outline_of(
       objective: of the model.
       samples_of: maps a prompt, its continuation and a row's number to the samples of the row.
     """
-    forward, training = programs_of(run, model, mesh, objective)
 
     def samples(tokens: int) -> list[Sample]:
         rows = range(-(-run.batch.rows // run.learner.minibatches))
@@ -274,7 +276,7 @@ def outline_of(
         return [sample for row in rows for sample in samples_of(np.full(1, row, np.int32), follows, row)]
 
     whole = samples_of(np.zeros(1, np.int32), np.zeros(run.batch.max_tokens - 1, np.int32), 0)
-    forward = with_room(forward, [("the longest row", whole)], run.learner.microbatch_rows)
+    forward, training = programs_of(run, model, mesh, objective, [("the longest row", whole)])
     answers = run.evaluation.task is not None or isinstance(run.data.source, Collected)
     return Outline(
         state=state_of(run, model, training, False),

@@ -18,7 +18,7 @@ from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rewards import Scorer
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.sharding.rules import weights_digest
-from jaxrl_llm.stages.dataset import DatasetStage, groups, outline_of, programs_of, read, resources, with_room
+from jaxrl_llm.stages.dataset import DatasetStage, groups, outline_of, programs_of, read, resources
 from jaxrl_llm.stages.stage import SCORED_AT_ONCE, Outline, Pass, scored
 from jaxrl_llm.system.paths import new_file
 from jaxrl_llm.telemetry.progress import Progress
@@ -122,9 +122,8 @@ def prepare(
             f"{row.where} ranks {len(row.completions)} completions, and this loss compares two: take the best and "
             "the worst, or train a RewardModel, which learns from rankings",
         )
-    forward, training = programs_of(run, model, mesh, PairLoss(run.loss))
     pairs = ((pair.where, pair_samples(pair, (0.0, 0.0), 0)) for pair in every)
-    forward = with_room(forward, pairs, run.learner.microbatch_rows)
+    forward, training = programs_of(run, model, mesh, PairLoss(run.loss), pairs)
 
     def compute() -> Sums:
         parts = {"train": loaded.train, "held_out": loaded.held_out}

@@ -16,7 +16,7 @@ from jaxrl_llm.models.heads import ScalarModel
 from jaxrl_llm.rewards import Scorer
 from jaxrl_llm.runs.load import as_trained
 from jaxrl_llm.sharding.distributed import Peers
-from jaxrl_llm.stages.dataset import DatasetStage, groups, outline_of, programs_of, read, resources, with_room
+from jaxrl_llm.stages.dataset import DatasetStage, groups, outline_of, programs_of, read, resources
 from jaxrl_llm.stages.stage import AFTER, Outline, scored, scored_sample
 from jaxrl_llm.telemetry.progress import Progress
 
@@ -100,12 +100,11 @@ def prepare(
     if run.bootstrap:
         count = len(loaded.train)
         drawn = np.random.default_rng([run.seed, count]).integers(count, size=count)
-        rows = f"{count:,} rows to learn from are drawn by seed {run.seed}, {len(set(drawn.tolist())):,} different ones"
+        told = f"{count:,} rows to learn from are drawn by seed {run.seed}, {len(set(drawn.tolist())):,} different ones"
         fields["rows"] = tuple(loaded.train[place] for place in drawn)
-        fields["notes"].insert(-1, f"bootstrap: {rows}")
-    forward, training = programs_of(run, model, mesh, objective_of(run))
-    rankings = ((row.where, samples_of(row, 0)) for row in (*fields["rows"], *loaded.held_out))
-    forward = with_room(forward, rankings, run.learner.microbatch_rows)
+        fields["notes"].insert(-1, f"bootstrap: {told}")
+    rows = ((row.where, samples_of(row, 0)) for row in (*fields["rows"], *loaded.held_out))
+    forward, training = programs_of(run, model, mesh, objective_of(run), rows)
 
     def numbers(policy: ScalarModel, rows: Sequence[Any]) -> dict[str, float]:
         samples = [sample for number, row in enumerate(rows) for sample in samples_of(row, number)]
