@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.diagnosis import findings, trends
-from jaxrl_llm.diagnosis.findings import Finding, of_change
+from jaxrl_llm.diagnosis.findings import LOST, Finding, make_finding, of_change
 from jaxrl_llm.diagnosis.generalisation import overfitting, reward_hacking
 from jaxrl_llm.diagnosis.history import (
     MEASURED,
@@ -27,7 +26,7 @@ from jaxrl_llm.diagnosis.history import (
     lasting,
     smoothed,
 )
-from jaxrl_llm.diagnosis.trends import fallen, improved, learned, recent, risen
+from jaxrl_llm.diagnosis.trends import fallen, improved, learned, lost, plateau, recent, risen
 from jaxrl_llm.system.json_lines import jsonable
 from jaxrl_llm.system.text import short
 
@@ -142,8 +141,8 @@ def entropy_collapse(run: History) -> Finding | None:
     step = found.step
     # Texts have no reward: there the loss tells.
     if improved(run, step) if _scored(run) else fallen(run["loss"], step):
-        plateau = trends.stalled(run)
-        late = max(plateau.step, found.reached) if plateau else run.last
+        flat = plateau(run)
+        late = max(flat.step, found.reached) if flat else run.last
         if run.last - late < run.last / 3:
             return None
         step = found.reached
@@ -235,7 +234,7 @@ def gradient_spikes(run: History) -> Finding | None:
         start = np.median(gradients.values[: recent(len(gradients))])
         if found.after > 5 * start:
             changed = f"grew from {short(found.before)} to {short(found.after)} and stays there"
-            return findings.finding("gradient_spikes", found.step, changed=changed)
+            return make_finding("gradient_spikes", found.step, changed=changed)
     values = gradients.values
     # Of every second gradient that is a spike, the median is one, too.
     usual = np.maximum(smoothed(values, 15, 0.35), np.quantile(values, 0.35))
@@ -255,19 +254,19 @@ def gradient_spikes(run: History) -> Finding | None:
     often = f"{times:.0f}" if times < 1000 else "more than 1000"  # where most are next to nothing
     highest = short(float(values[spikes].max()))
     changed = f"spiked {len(spikes)} times, up to {highest}, {often} times what is usual"
-    return findings.finding("gradient_spikes", int(gradients.steps[spikes[0]]), changed=changed)
+    return make_finding("gradient_spikes", int(gradients.steps[spikes[0]]), changed=changed)
 
 
 def stalled(run: History) -> Finding | None:
     """Find a run without a rise of reward or evaluation for at least half of it, far from perfect; or one that lost
     most of its best reward and evaluation.
     """
-    if found := trends.lost(run):
-        return findings.finding("stalled", found.step, findings.LOST, best=short(found.best), now=short(found.now))
-    found = trends.stalled(run)
+    if found := lost(run):
+        return make_finding("stalled", found.step, LOST, best=short(found.best), now=short(found.now))
+    found = plateau(run)
     if found is None or (run.last < run.planned and run.last - found.step < run.planned / 2):
         return None
-    return findings.finding("stalled", found.step, last=run.last, best=short(found.best), now=short(found.now))
+    return make_finding("stalled", found.step, last=run.last, best=short(found.best), now=short(found.now))
 
 
 RULES: dict[str, Callable[[History], Finding | None]] = {

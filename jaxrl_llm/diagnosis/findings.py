@@ -131,7 +131,7 @@ LOST = (
 """The texts for a run that has stalled because it lost its progress."""
 
 
-def finding(kind: str, step: int, words: tuple[str, str, str] | None = None, **told: str | int) -> Finding:
+def make_finding(kind: str, step: int, words: tuple[str, str, str] | None = None, **told: str | int) -> Finding:
     """Make the finding of a trouble that began at a step.
 
     Args:
@@ -152,7 +152,7 @@ def of_change(kind: str, step: int, found: ChangePoint, run: History) -> Finding
             before = series.before(step)
             then = level(before) if len(before) else float(series.values[0])
             meanwhile.append(f"{name} {short(then)} -> {short(level(series))}")
-    return finding(
+    return make_finding(
         kind,
         step,
         before=short(found.before),

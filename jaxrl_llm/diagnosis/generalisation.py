@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from jaxrl_llm.diagnosis.findings import Finding, finding
+from jaxrl_llm.diagnosis.findings import Finding, make_finding
 from jaxrl_llm.diagnosis.history import History, Series, noise
 from jaxrl_llm.diagnosis.trends import FEW, fallen, level, line, recent, risen
 from jaxrl_llm.system.text import percent, short
@@ -39,7 +39,7 @@ def reward_hacking(run: History) -> Finding | None:
                 continue
             stays = risen(series, int(series.steps[0])) and not fallen(series, step + 1)
             if stays or risen(series, step + 1):
-                return finding(
+                return make_finding(
                     "reward_hacking",
                     step,
                     task=task,
@@ -139,7 +139,7 @@ def _gap(training: Series, tests: Mapping[str, Series]) -> Finding | None:
     if not all(_flat(test, step, breaks[name][1], now - then) for name, test in tests.items()):
         return None
     held_out = percent(level(tests[worst]))
-    return finding("overfitting", step, tested=worst, then=percent(then), training=percent(now), now=held_out)
+    return make_finding("overfitting", step, tested=worst, then=percent(then), training=percent(now), now=held_out)
 
 
 def _flat(test: Series, step: int, deviation: float, rise: float) -> bool:

@@ -167,7 +167,7 @@ def perfection(rewards: Series) -> tuple[float, int]:
     return last / next((best for best in (1, 2, 5) if high <= 1.05 * best), high), UNKNOWN
 
 
-def stalled(run: History) -> Plateau | None:
+def plateau(run: History) -> Plateau | None:
     """Find the plateau of a run without a rise of reward or evaluation for at least half of it, far from perfect."""
     rewards = run["reward/mean"]
     tests = list(run.evaluations.values())

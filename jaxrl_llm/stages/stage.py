@@ -16,9 +16,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm import config as configs
 from jaxrl_llm import tasks
-from jaxrl_llm.config import Configuration
+from jaxrl_llm.config import Configuration, Part
 from jaxrl_llm.engine import Sampling
 from jaxrl_llm.errors import require
 from jaxrl_llm.learner import Forward, Learner, Sample, Training
@@ -191,7 +190,7 @@ def check_positions(length: int, config: ModelConfig, field: str) -> None:
 
 
 def read_parts(
-    parts: Sequence[configs.Part], verifies: Callable[[configs.Part], bool], status: Callable[[str], None]
+    parts: Sequence[Part], verifies: Callable[[Part], bool], status: Callable[[str], None]
 ) -> list[tasks.Loaded]:
     """Read the problems of each part; ``verifies``: whether the run reads which answers to it are right."""
     found = []

@@ -17,10 +17,9 @@ import jax
 from rich.console import Console
 
 from jaxrl_llm import codec
-from jaxrl_llm import config as configs
 from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS
 from jaxrl_llm.checkpoints.store import Checkpoints, steps_in
-from jaxrl_llm.config import Configuration, Start
+from jaxrl_llm.config import Configuration, Start, to_json
 from jaxrl_llm.diagnosis import FindingTracker
 from jaxrl_llm.diagnosis.history import ROLLED_BACK
 from jaxrl_llm.errors import require
@@ -182,7 +181,7 @@ def opened(
             progress = stack.enter_context(Progress(schedule, first_step, tracker=tracker, quiet=voice.quiet))
             cut = (-1 if start is None else start) if resumed else None
             output = run.output
-            settings = configs.to_json(run)
+            settings = to_json(run)
             writer = RunWriter(directory, cut, output.tensorboard, output.wandb, settings, voice.rows)
             stack.enter_context(writer)
         else:

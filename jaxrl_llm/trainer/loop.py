@@ -17,9 +17,7 @@ import numpy as np
 from jaxrl_llm import codec
 from jaxrl_llm import config as configs
 from jaxrl_llm.checkpoints import snapshots
-from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS, check_writable, newest_whole
 from jaxrl_llm.checkpoints.store import steps_in
-from jaxrl_llm.config import Configuration, Start
 from jaxrl_llm.models.lora import model_of
 from jaxrl_llm.rules import DONE, decide
 from jaxrl_llm.sharding.distributed import ALONE, Peers
@@ -36,11 +34,11 @@ AGAIN = "run the same command again to go on"
 
 
 def train(
-    run: Configuration,
+    run: configs.Configuration,
     directory: Path,
     say: Callable[[str], None],
     peers: Peers = ALONE,
-    weights: Start | None = None,
+    weights: configs.Start | None = None,
     voice: Verbosity = Verbosity(),
 ) -> int:
     """Train, or resume from the directory's newest whole checkpoint; return the exit code.
@@ -86,7 +84,7 @@ def train(
 
 
 def resume_point(
-    run: Configuration, directory: Path, peers: Peers, say: Callable[[str], None]
+    run: configs.Configuration, directory: Path, peers: Peers, say: Callable[[str], None]
 ) -> tuple[int | None, int, dict[str, Any]]:
     """Return the step of the checkpoint to resume from (None without one), the number of its phase, and the entries in
     the row of the next step that record the resumption (empty for a new run).
@@ -96,8 +94,8 @@ def resume_point(
     """
 
     def look() -> tuple[int | None, int, str, bool, str]:
-        check_writable(directory)
-        start, passed_over = newest_whole(directory)
+        snapshots.check_writable(directory)
+        start, passed_over = snapshots.newest_whole(directory)
         phased = start is not None and len(configs.phases_of(run)) > 1
         phase = snapshots.phase_of(snapshots.kept(directory)[start]) if phased else 0
         begun = (directory / "metrics.jsonl").exists()
@@ -177,7 +175,7 @@ def save_underway(context: RunContext, cursor: Cursor) -> None:
     store, records = context.store, cursor.stage.records
     context.progress.status("saving")
     store.wait()
-    if context.peers.first(lambda: cursor.step in steps_in(context.directory / CHECKPOINTS)):
+    if context.peers.first(lambda: cursor.step in steps_in(context.directory / snapshots.CHECKPOINTS)):
         if context.peers.leads:
             keep_underway(context.directory, cursor.step, codec.to_json(vars(cursor.host), records))
     else:

@@ -17,7 +17,6 @@ from jaxrl_llm import config as configs
 from jaxrl_llm import learner, rules
 from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS, SNAPSHOTS, damage, kept, phase_of
 from jaxrl_llm.checkpoints.store import Checkpoints, holds, parts_of, restore_parts, steps_in
-from jaxrl_llm.config import Configuration, Start
 from jaxrl_llm.diagnosis.history import ROLLED_BACK
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.optimiser import build
@@ -84,7 +83,7 @@ def base_of_policy(state: TrainState) -> Any:
     return policy.params if policy.base is None else policy.base
 
 
-def with_phase(stage: Stage, run: Configuration, number: int) -> Stage:
+def with_phase(stage: Stage, run: configs.Configuration, number: int) -> Stage:
     """Return the stage with the rule that ends its phase if another one follows; the end of a solved run then ends only
     the phase."""
     phases = configs.phases_of(run)
@@ -103,13 +102,13 @@ def with_phase(stage: Stage, run: Configuration, number: int) -> Stage:
 
 
 def begin(
-    run: Configuration,
+    run: configs.Configuration,
     stage: Stage,
     model: Any,
     store: Checkpoints,
     start: int | None,
     mesh: Any,
-    weights: Start | None,
+    weights: configs.Start | None,
     note: Callable[[str], None],
 ) -> tuple[TrainState, LoopState]:
     """Return a fresh state, or that of step ``start``; ``model`` is consumed, or read for its shapes only."""
@@ -126,7 +125,7 @@ def begin(
     return state, LoopState(left, coefficients=dict(stage.coefficients))
 
 
-def carried(run: Configuration, stage: Stage, weights: Start, note: Callable[[str], None]) -> Any:
+def carried(run: configs.Configuration, stage: Stage, weights: configs.Start, note: Callable[[str], None]) -> Any:
     """Return what the other run's checkpoint leaves to the first step of this one.
 
     Raises:
@@ -157,7 +156,7 @@ def restored(
 
 
 def borrowed(
-    state: TrainState, run: Configuration, weights: Start, mesh: Any, note: Callable[[str], None]
+    state: TrainState, run: configs.Configuration, weights: configs.Start, mesh: Any, note: Callable[[str], None]
 ) -> TrainState:
     """Return a fresh state with the policy and reference of another run's checkpoint or snapshot.
 
@@ -249,7 +248,7 @@ def go_back(context: RunContext, cursor: Cursor, decision: rules.Decision) -> ru
     return dataclasses.replace(decision, events=events)
 
 
-def why_not_back(run: Configuration, directory: Path, step: int, phase: int) -> str:
+def why_not_back(run: configs.Configuration, directory: Path, step: int, phase: int) -> str:
     """Explain why no checkpoint before this step is available for a rollback."""
     begun = min((number for number, found in kept(directory).items() if phase_of(found) == phase), default=0)
     if phase and step <= begun:

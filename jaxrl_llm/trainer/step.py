@@ -13,9 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl_llm import config as configs
 from jaxrl_llm import learner
-from jaxrl_llm.config import Configuration
+from jaxrl_llm.config import Configuration, in_phase, keeps_reference, phases_of
 from jaxrl_llm.learner import Sample
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.samples import advantage_of
@@ -236,10 +235,10 @@ def next_phase(run: Configuration, stage: Stage, state: TrainState, host: LoopSt
       host: updated for the next phase. Coefficients moved by rules are kept if recipe and constraints stay equal; the
         learning rate scale after a rollback is always kept. The rules' memory is cleared, except for ``BEYOND``.
     """
-    before: Any = configs.in_phase(run, host.phase)
+    before: Any = in_phase(run, host.phase)
     host.phase += 1
-    after: Any = configs.in_phase(run, host.phase)
-    phase = configs.phases_of(run)[host.phase]
+    after: Any = in_phase(run, host.phase)
+    phase = phases_of(run)[host.phase]
     host.left = stage.carried_over(host.carried, before, after)
     host.ready = None
     host.problems = {}  # the next phase may have others
@@ -249,7 +248,7 @@ def next_phase(run: Configuration, stage: Stage, state: TrainState, host: LoopSt
     if not same:
         host.coefficients = {name: value for name, value in host.coefficients.items() if name == LR_SCALE}
     resets = Decision(reset_reference=phase.reset, reset_optimiser=phase.reset_optimiser)
-    return apply(resets, with_reference(state, configs.keeps_reference(after)), after)
+    return apply(resets, with_reference(state, keeps_reference(after)), after)
 
 
 def apply(decision: Decision, state: TrainState, run: Configuration) -> TrainState:

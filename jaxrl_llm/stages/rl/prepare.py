@@ -111,8 +111,8 @@ def check_ahead(
     if same_groups(before, run) and before.evaluation.task == run.evaluation.task:
         return
     read = read_problems(run, status)
-    prompts_of(run, run.task, read.all_train, tokenizer)
-    prompts_of(run, read.tested, read.asked, tokenizer)
+    for task, problems in ((run.task, read.all_train), (read.tested, read.asked)):
+        prompts_of(run, task, problems, tokenizer)  # refuses those that are too long
     scoring = run.scoring
     with Scorer(configs.rewards(run), scoring.workers, scoring.timeout_s, watched=configs.watched(run)) as scorer:
         for problems in read.train:
