@@ -14,6 +14,8 @@ from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.pretrained import architecture, check_name
 from jaxrl_llm.runs.pins import PINS
+from jaxrl_llm.system.json_lines import read_rows
+from jaxrl_llm.system.paths import COLLECTED, part_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +116,20 @@ def find_start(name: str, carry: bool = False) -> configs.Start:
         weights = f"step {step} of {directory} is a snapshot, which has weights alone: leave --carry out"
         require(step in steps_in(directory / CHECKPOINTS), weights)
     return configs.Start(os.path.abspath(directory), int(step or 0), carry)
+
+
+def has_begun(directory: Path) -> bool:
+    """Whether the directory has anything to lose: a checkpoint, collected answers, or a row of a training step."""
+    answers = directory / COLLECTED
+    if steps_in(directory / CHECKPOINTS) or answers.exists() or part_of(answers).exists():
+        return True
+    return any(row["step"] > 0 for row in read_rows(directory / "metrics.jsonl"))
+
+
+def begun(directory: Path) -> configs.Found | None:
+    """Return the configuration of the run that has begun in a directory; None without one."""
+    path = directory / "config.json"
+    return configs.read(path) if path.exists() and has_begun(directory) else None
 
 
 def host_state(start: configs.Start) -> Any:

@@ -23,6 +23,10 @@ GPU_SHARE = 0.9
 """The share of a GPU's memory that JAX may take (its own default is 0.75); the rest is for its libraries."""
 GPU_DRIVERS = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg")
 """Paths of NVIDIA's driver, at least one of which exists where it is installed; the last is that of Windows (WSL)."""
+GOOGLE = "0x1ae0"
+"""The vendor on the PCI bus of TPUs, and of the network cards of Google's machines."""
+TPUS = ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076")
+"""The PCI devices of Google that are TPUs, those that JAX knows."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers of a full disk, a used-up quota and a file over its limit."""
 HELD = (errno.EWOULDBLOCK, errno.EACCES)
@@ -180,3 +184,26 @@ def prepare_libraries() -> None:
         sys.modules["jax"].config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     logging.getLogger("jax._src.xla_bridge").setLevel(logging.ERROR)
+
+
+def hint_accelerator(root: Path = Path("/")) -> None:
+    """Print a hint if the machine has an accelerator that this JAX cannot use; ``root`` holds its /proc and /sys."""
+    if (root / "proc/driver/nvidia/version").exists():
+        extra, device = "cuda", "an NVIDIA GPU"
+    elif any(is_tpu(found) for found in root.glob("sys/bus/pci/devices/*")):
+        extra, device = "tpu", "a TPU"
+    else:
+        return
+    import jax
+
+    if jax.default_backend() == "cpu":
+        print(
+            f"jaxrl-llm: this machine has {device}, but this JAX runs on the CPU only: pip install -e '.[{extra}]'",
+            file=sys.stderr,
+        )
+
+
+def is_tpu(device: Path) -> bool:
+    """Whether a folder of the PCI bus describes a TPU, told as JAX tells it: /dev differs between TPU generations."""
+    vendor, name = (device / "vendor", device / "device")
+    return vendor.exists() and vendor.read_text().strip() == GOOGLE and name.read_text().strip() in TPUS

@@ -18,16 +18,12 @@ from jaxrl_llm.checkpoints.store import steps_in
 from jaxrl_llm.config.origin import origin_of
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.runs import pins
+from jaxrl_llm.runs.load import begun, find_run, find_start, has_begun
 from jaxrl_llm.sharding.distributed import ALONE, Peers
-from jaxrl_llm.system.json_lines import read_rows
-from jaxrl_llm.system.paths import COLLECTED, REWARD_ERROR, InUse, alone, part_of, prepare_libraries, writable
+from jaxrl_llm.system.paths import REWARD_ERROR, InUse, alone, hint_accelerator, prepare_libraries, writable
 from jaxrl_llm.system.signals import on_exit
 from jaxrl_llm.telemetry import Verbosity
 
-GOOGLE = "0x1ae0"
-"""The vendor on the PCI bus of TPUs, and of the network cards of Google's machines."""
-TPUS = ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076")
-"""The PCI devices of Google that are TPUs, those that JAX knows."""
 FILE_SYSTEM_S = 20.0
 """The most seconds until another host sees a file that one host writes."""
 
@@ -102,8 +98,6 @@ def train(
     Raises:
       InputError: the settings cannot work, in one line that names field, value and remedy.
     """
-    from jaxrl_llm.runs.load import find_run, find_start
-
     prepare_libraries()
     configs.check_types(run)
     settings = configs.resolved(run)
@@ -132,7 +126,7 @@ def begin(
         if finished(directory, found.run):
             return None
         weights = first_weights(directory, start or found.origin.start)
-        models = pins.decide(found, directory, _began(directory), weights)
+        models = pins.decide(found, directory, has_begun(directory), weights)
         origin = dataclasses.replace(found.origin, start=weights, models=models)
         if (before := begun(directory)) is not None:
             last = max(steps_in(directory / CHECKPOINTS), default=0)
@@ -255,7 +249,7 @@ def claimed(directory: Path, found: configs.Found) -> Generator[None]:
     made = next((p for p in reversed([directory, *directory.parents]) if not p.exists()), None)
 
     def remove(*reason: object) -> None:
-        if made is None or _began(directory):
+        if made is None or has_begun(directory):
             return
         if not (directory / REWARD_ERROR).exists():
             shutil.rmtree(directory, ignore_errors=True)
@@ -282,43 +276,6 @@ def claimed(directory: Path, found: configs.Found) -> Generator[None]:
         except BaseException:
             remove()
             raise
-
-
-def begun(directory: Path) -> configs.Found | None:
-    """Return the configuration of the run that has begun in a directory; None without one."""
-    path = directory / "config.json"
-    return configs.read(path) if path.exists() and _began(directory) else None
-
-
-def _began(directory: Path) -> bool:
-    """Whether the directory has anything to lose: a checkpoint, collected answers, or a row of a training step."""
-    answers = directory / COLLECTED
-    if steps_in(directory / CHECKPOINTS) or answers.exists() or part_of(answers).exists():
-        return True
-    return any(row["step"] > 0 for row in read_rows(directory / "metrics.jsonl"))
-
-
-def hint_accelerator(root: Path = Path("/")) -> None:
-    """Print a hint if the machine has an accelerator that this JAX cannot use; ``root`` holds its /proc and /sys."""
-    if (root / "proc/driver/nvidia/version").exists():
-        extra, device = "cuda", "an NVIDIA GPU"
-    elif any(is_tpu(found) for found in root.glob("sys/bus/pci/devices/*")):
-        extra, device = "tpu", "a TPU"
-    else:
-        return
-    import jax
-
-    if jax.default_backend() == "cpu":
-        print(
-            f"jaxrl-llm: this machine has {device}, but this JAX runs on the CPU only: pip install -e '.[{extra}]'",
-            file=sys.stderr,
-        )
-
-
-def is_tpu(device: Path) -> bool:
-    """Whether a folder of the PCI bus describes a TPU, told as JAX tells it: /dev differs between TPU generations."""
-    vendor, name = (device / "vendor", device / "device")
-    return vendor.exists() and vendor.read_text().strip() == GOOGLE and name.read_text().strip() in TPUS
 
 
 def check_shared(peers: Peers, path: Path) -> None:

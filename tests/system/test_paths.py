@@ -5,11 +5,12 @@ import json
 
 import pytest
 from commands import assert_refused, commands
+from jax._src.hardware_utils import _TPU_PCI_DEVICE_IDS
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.system.json_lines import cut_after
-from jaxrl_llm.system.paths import new_file, open_nofollow
+from jaxrl_llm.system.paths import TPUS, hint_accelerator, new_file, open_nofollow
 
 REFUSED = {
     "train smoke --run_dir gs://bucket/x": ["run_dir gs://bucket/x is an address", "a local or mounted folder"],
@@ -90,3 +91,29 @@ def test_what_a_killed_process_left_behind_is_in_nobodys_way(tmp_path):
     with open_nofollow(tmp_path / "rows") as file:
         file.write(b"b")
     assert (tmp_path / "rows").read_bytes() == b"ab"
+
+
+def on_the_bus(root, **devices):
+    """Folders of the PCI bus under a root, as Linux has them: ``address="VENDOR DEVICE"``."""
+    for address, numbers in devices.items():
+        folder = root / "sys" / "bus" / "pci" / "devices" / address
+        folder.mkdir(parents=True)
+        for name, number in zip(("vendor", "device"), numbers.split(), strict=True):
+            (folder / name).write_text(f"{number}\n")
+
+
+def test_a_tpu_that_this_jax_cannot_use_is_named_with_the_remedy(tmp_path, capsys):
+    assert set(TPUS) == set(_TPU_PCI_DEVICE_IDS), "JAX knows other TPUs"
+    on_the_bus(tmp_path, card="0x1ae0 0x0042", disk="0x8086 0x0063")  # Google's network card, another maker's device
+    hint_accelerator(tmp_path)
+    assert capsys.readouterr().err == ""
+    on_the_bus(tmp_path, chip="0x1ae0 0x0063")
+    hint_accelerator(tmp_path)
+    assert (
+        "this machine has a TPU, but this JAX runs on the CPU only: pip install -e '.[tpu]'" in capsys.readouterr().err
+    )
+    driver = tmp_path / "proc" / "driver" / "nvidia"
+    driver.mkdir(parents=True)
+    (driver / "version").write_text("")
+    hint_accelerator(tmp_path)
+    assert "an NVIDIA GPU" in capsys.readouterr().err

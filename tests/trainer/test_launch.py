@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from commands import environment
-from jax._src.hardware_utils import _TPU_PCI_DEVICE_IDS
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.config import Found, Origin, Start, Supervised, changed_since
@@ -21,7 +20,7 @@ from jaxrl_llm.learner import Learner, Optimiser
 from jaxrl_llm.sharding.distributed import ALONE
 from jaxrl_llm.system.paths import COLLECTED, InUse, alone
 from jaxrl_llm.tasks import Table
-from jaxrl_llm.trainer.launch import TPUS, begin, choose_directory, claimed, first_weights, hint_accelerator
+from jaxrl_llm.trainer.launch import begin, choose_directory, claimed, first_weights
 
 SMOKE = configs.dated(configs.resolved(configs.load_config("smoke")[1]), "2025-07-01")
 HOLD = "import sys\nfrom pathlib import Path\nfrom jaxrl_llm.system.paths import alone\n" \
@@ -220,29 +219,3 @@ def test_a_run_of_which_nothing_comes_removes_no_other_beside_it(tmp_path):
     with pytest.raises(InputError, match="refused"), claimed(tmp_path / "a" / "b" / "c", found(first)):
         raise InputError("refused")
     assert not (tmp_path / "a").exists() and tmp_path.exists()
-
-
-def on_the_bus(root, **devices):
-    """Folders of the PCI bus under a root, as Linux has them: ``address="VENDOR DEVICE"``."""
-    for address, numbers in devices.items():
-        folder = root / "sys" / "bus" / "pci" / "devices" / address
-        folder.mkdir(parents=True)
-        for name, number in zip(("vendor", "device"), numbers.split(), strict=True):
-            (folder / name).write_text(f"{number}\n")
-
-
-def test_a_tpu_that_this_jax_cannot_use_is_named_with_the_remedy(tmp_path, capsys):
-    assert set(TPUS) == set(_TPU_PCI_DEVICE_IDS), "JAX knows other TPUs"
-    on_the_bus(tmp_path, card="0x1ae0 0x0042", disk="0x8086 0x0063")  # Google's network card, another maker's device
-    hint_accelerator(tmp_path)
-    assert capsys.readouterr().err == ""
-    on_the_bus(tmp_path, chip="0x1ae0 0x0063")
-    hint_accelerator(tmp_path)
-    assert (
-        "this machine has a TPU, but this JAX runs on the CPU only: pip install -e '.[tpu]'" in capsys.readouterr().err
-    )
-    driver = tmp_path / "proc" / "driver" / "nvidia"
-    driver.mkdir(parents=True)
-    (driver / "version").write_text("")
-    hint_accelerator(tmp_path)
-    assert "an NVIDIA GPU" in capsys.readouterr().err
