@@ -22,10 +22,9 @@ from contextlib import nullcontext
 from typing import Any
 
 from jaxrl_llm import __version__
-from jaxrl_llm.cli.flags import let_go
 from jaxrl_llm.errors import InputError, did_you_mean
 from jaxrl_llm.system.paths import NO_ROOM, prepare_libraries
-from jaxrl_llm.system.signals import BETWEEN_STEPS, PREEMPTED, answering, listen, quit_now, while_read
+from jaxrl_llm.system.signals import BETWEEN_STEPS, PREEMPTED, answering, let_go, listen, quit_now, while_read
 
 DONE, WRONG_INPUT = 0, 2
 MARKS_OF_NO_ROOM = ("No space left on device", "Disk quota exceeded", "File too large")

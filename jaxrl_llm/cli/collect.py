@@ -95,7 +95,7 @@ def check(name: str, out: str | None, options: Options) -> Path:
     require(not path.is_dir(), f"--out {out} is a folder: give a file in it")
     check_free(path)
     check_collected(options.data, options.kind, "--")
-    check_fields(options, "--", (Count,))
+    check_fields(options, "--")
     configs.check_seed("--seed", options.seed)
     return path
 

@@ -12,6 +12,7 @@ jaxrl-llm eval RUN_OR_MODEL --help tells more."""
 
 import dataclasses
 import datetime
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -20,14 +21,14 @@ from typing import Annotated, Any, Literal
 from jaxrl_llm import config as configs
 from jaxrl_llm.cli.asking import Policy, asking, find_settings
 from jaxrl_llm.cli.distance import Distance, check_distance, measure
-from jaxrl_llm.cli.eval_data import evaluate_data
 from jaxrl_llm.cli.flags import first, parse, take
 from jaxrl_llm.cli.reranking import check_rerank, reader_of, reranker
 from jaxrl_llm.engine.settings import Sampling
-from jaxrl_llm.errors import require
-from jaxrl_llm.runs.load import Trained, find_run
+from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.runs.load import Trained, find_run, load_base, load_trained
 from jaxrl_llm.system.paths import check_file, new_file, writable
 from jaxrl_llm.system.setting import Count, Range, check_fields
+from jaxrl_llm.system.signals import on_exit
 from jaxrl_llm.tasks import Task
 
 HELP = (
@@ -69,6 +70,29 @@ class Options:
     rerank: str | None = None
     rerank_by: Literal["score", "product", "minimum", "last"] = "score"
     give_up_after: Annotated[int, Count(0)] = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class DataOptions:
+    """Options of the evaluation of a run that learns from data.
+
+    Attributes:
+      samples: k, answers to each problem of the run's task, where it has one.
+      temperature: 0 is greedy.
+      top_p: keep the smallest set of most likely tokens with at least this total probability; 1 keeps all.
+      limit: rows and problems at most; 0 for all.
+      max_new_tokens: longest answer, in tokens.
+      slots: answers sampled at one time.
+      json: print one JSON object instead of lines.
+    """
+
+    samples: int = 1
+    temperature: float = 0.0
+    top_p: float = 1.0
+    limit: int = 0
+    max_new_tokens: int = 256
+    slots: int = 64
+    json: bool = False
 
 
 def evaluate(arguments: list[str]) -> int:
@@ -123,7 +147,7 @@ def check(options: Options, settings: configs.Run) -> None:
         check_task(task)
     configs.check_answers(dataclasses.replace(settings, task=options.task))
     Sampling(options.temperature, 0, options.top_p, options.max_new_tokens)
-    check_fields(options, "--", (Count, Range))
+    check_fields(options, "--")
     configs.check_seed("--seed", options.seed)
     require(
         options.samples == 1 or options.temperature > 0,
@@ -177,12 +201,9 @@ def read_problems(
     options: Options, settings: configs.Run, whole: bool, status: Callable[[str], None]
 ) -> tuple[list[Any], list[str]]:
     """Return the problems to test on, task by task, and a note if the run may have learned from them."""
-    from jaxrl_llm.tasks import load
+    from jaxrl_llm.stages.stage import read_parts
 
-    loaded = []
-    for part in configs.parts_of_task(options.task):
-        status(f"reading task {part.task.label}")
-        loaded.append(load(part.task, configs.verifies(settings, part)))
+    loaded = read_parts(configs.parts_of_task(options.task), functools.partial(configs.verifies, settings), status)
     held_out = any(one.held_out for one in loaded)
     chosen = [one.held_out if held_out and not whole else one.train for one in loaded]
     warning = "no problems are held out (task.holdout is 0): these may be the ones that a run learned from"
@@ -248,3 +269,58 @@ def of_task(name: str, options: Options, found: Any) -> list[str]:
         elif short == "mean_length":
             lines.append(f"  {'length':<16}{value:6.1f} tokens")
     return lines
+
+
+def evaluate_data(name: str, arguments: list[str]) -> int:
+    """Evaluate a run on its held-out data and on its task; return the exit code."""
+    trained: Any = find_run(name, tests=True)
+    run: Any = trained.run
+    e, a = run.evaluation, run.answering
+    proposed = DataOptions(e.samples, e.temperature, e.top_p, e.limit, a.max_new_tokens, a.slots)
+    given = parse(DataOptions, arguments, f"jaxrl-llm eval {name}", "Test a run on its held-out data.", proposed)
+    e = dataclasses.replace(
+        e, samples=given.samples, temperature=given.temperature, top_p=given.top_p, limit=given.limit
+    )
+    a = dataclasses.replace(a, max_new_tokens=given.max_new_tokens, slots=given.slots)
+    run = dataclasses.replace(run, evaluation=e, answering=a)
+    configs.validate(run)
+    found = tested(dataclasses.replace(trained, run=run))
+    if given.json:
+        print(json.dumps({"model": name, "step": trained.step} | found))
+        return 0
+    print(f"{name}, step {trained.step}:")
+    for metric, value in found.items():
+        print(f"  {metric.removeprefix('eval/'):<24}{value:10.4f}")
+    return 0
+
+
+def tested(trained: Trained) -> dict[str, float]:
+    """Return ``eval/...`` metrics by their names in metrics.jsonl."""
+    import jax
+
+    from jaxrl_llm.sharding import make_mesh
+    from jaxrl_llm.sharding.distributed import ALONE
+    from jaxrl_llm.stages import stage_of
+    from jaxrl_llm.telemetry.pace import Schedule
+    from jaxrl_llm.telemetry.progress import Progress
+
+    run: Any = trained.run
+    directory = trained.directory.parents[1]
+    mesh = make_mesh(run.mesh)
+    kind = stage_of(run)
+    with (
+        jax.set_mesh(mesh),
+        Progress(Schedule(1)) as progress,
+        kind.resources(run, ALONE, directory) as resources,
+        on_exit(lambda *reason: resources.close()),
+    ):
+        progress.status(f"loading {run.model}")
+        compares = isinstance(run, configs.Preference)  # with the model as it was at the start
+        model, tokenizer = load_base(trained, mesh, compares or run.learner.lora.rank > 0)
+        stage = kind.prepare(run, model, tokenizer, mesh, resources, progress, ALONE)
+        del model
+        progress.status(f"loading {directory}")
+        found = stage.test(load_trained(trained, mesh)[0])
+    if found is None:
+        raise InputError(f"{directory} holds nothing out to test on, and has no task: give one with --config NAME")
+    return found.metrics()

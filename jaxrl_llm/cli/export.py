@@ -222,21 +222,16 @@ def how_to_score(run: configs.RewardModel, out: str) -> str:
 
 
 def about(run: configs.Configuration) -> tuple[str, str]:
-    """Return a description of the run's training method, and the label of its data or task.
-
-    Raises:
-      TypeError: an unknown kind of run.
-    """
+    """Return a description of the run's training method, and the label of its data or task."""
     match run:
         case configs.Run():
             return f"Reinforcement learning by the recipe {run.recipe.name}", run.task.label
-        case configs.Supervised():
-            return "Supervised fine-tuning", run.data.label
         case configs.Preference():
             return f"Preference learning by {type(run.loss).__name__}", run.data.label
-        case configs.RewardModel():
+        case configs.Supervised():
+            return "Supervised fine-tuning", run.data.label
+        case _:
             return "A reward model", run.data.label
-    raise TypeError(f"no kind of run: {type(run).__name__}")
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -3,11 +3,10 @@
 import contextlib
 import difflib
 import io
-import os
 import re
 import sys
 import warnings
-from typing import Any, TextIO
+from typing import Any
 
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.system.paths import local
@@ -118,11 +117,6 @@ def first(arguments: list[str], usage: str | None, missing: str, whole_help: boo
         raise SystemExit
     require(bool(arguments) and not arguments[0].startswith("-"), missing)
     return local(arguments.pop(0))
-
-
-def let_go(file: TextIO) -> None:
-    """Discard further output to a file with a closed reader: Python would complain again when it closes the file."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
 
 
 def status(text: str) -> None:

@@ -22,11 +22,11 @@ from typing import Any
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.cli.dialects import SPELLINGS, explain, hint, translate
-from jaxrl_llm.cli.flags import first, let_go, parse, take
+from jaxrl_llm.cli.flags import first, parse, take
 from jaxrl_llm.errors import InputError, did_you_mean, require
 from jaxrl_llm.runs.load import find_run, find_start
 from jaxrl_llm.sharding.distributed import Disagreement, Distributed, Peers, join
-from jaxrl_llm.system.signals import on_exit
+from jaxrl_llm.system.signals import let_go, on_exit
 from jaxrl_llm.telemetry import Verbosity
 from jaxrl_llm.trainer.launch import launch
 

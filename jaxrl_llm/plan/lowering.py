@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm.config import Configuration, Run, split_step, without_step
+from jaxrl_llm.config import Configuration, split_step, without_step
 from jaxrl_llm.config.origin import SAVED_RUNS
 from jaxrl_llm.engine.prefix_cache import bucket
 from jaxrl_llm.engine.sampling import as_rules
@@ -36,7 +36,6 @@ from jaxrl_llm.plan.shapes import Arrays, SamplingArrays, abstract_mesh, abstrac
 from jaxrl_llm.runs.load import config_of, find_run
 from jaxrl_llm.sharding import abstract, batch_parts, make_mesh, rollout_mesh
 from jaxrl_llm.stages import stage_of
-from jaxrl_llm.stages.rl.ingredients import ingredients_of
 from jaxrl_llm.stages.stage import Architectures, Outline
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -230,31 +229,28 @@ def model_config(name: str) -> tuple[ModelConfig, str]:
     return config, f"of run {name}: {source}"
 
 
-def architectures(run: Configuration, policy: ModelConfig) -> tuple[Architectures, tuple[str, ...]]:
-    """Return a function from names of the run's other models to their architectures, and notes of what was assumed.
+def architectures(policy: ModelConfig) -> tuple[Architectures, list[str]]:
+    """Return a function from the name of a run's other model to its architecture, and the notes that it adds to.
 
-    A run that has not been trained yet has no directory: it is planned with the policy's architecture.
-
-    Raises:
-      InputError: a model exists, but cannot be read.
+    A run that has not been trained yet has no directory: the function assumes the policy's architecture and notes that.
+    It raises InputError for a model that exists, but cannot be read.
     """
-    found = {}
-    notes = []
-    named = [name for one in ingredients_of(run) for name in one.loads] if isinstance(run, Run) else []
-    for name in dict.fromkeys(named):
+    notes: list[str] = []
+
+    @functools.cache
+    def find(name: str) -> ModelConfig:
         directory, _ = split_step(name)
         # Where there is no folder of runs yet, its name would read as a hub id.
-        there = directory.parent.name != SAVED_RUNS or directory.exists()
-        try:
-            config = model_config(name)[0] if there else None
-        except InputError:
-            if directory.exists():
-                raise
-            config = None
-        if config is None:
-            notes.append(f"{name} is not there: planned as a model of the policy's architecture")
-        found[name] = config or policy
-    return found.__getitem__, tuple(notes)
+        if directory.parent.name != SAVED_RUNS or directory.exists():
+            try:
+                return model_config(name)[0]
+            except InputError:
+                if directory.exists():
+                    raise
+        notes.append(f"{name} not found: planned as a model of the policy's architecture")
+        return policy
+
+    return find, notes
 
 
 @functools.cache

@@ -133,15 +133,16 @@ def plan(
       say: called with a line about each compilation.
     """
     run, lacking = compilable(run, config, machine) if compiling else (run, ())
-    find, assumed = architectures(run, config)
+    find, assumed = architectures(config)
     run = with_rows(run, config, machine, find)
-    notes = (*lacking, *assumed)
     one = subject(run, config, devices, find, machine)
     done = {}
     for name in programs(one) if compiling else ():
         say(f"compiling {name} for {machine.name}")
         done[name] = compile_one(one, name)
-    found = _assembled(one, machine, places(machine, devices and one.mesh.devices.flat), mean, done, notes)
+    found = _assembled(
+        one, machine, places(machine, devices and one.mesh.devices.flat), mean, done, (*lacking, *assumed)
+    )
     if not more or not compiling:
         return found
     say(f"compiling update for {machine.name} with other microbatches")

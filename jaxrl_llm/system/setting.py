@@ -64,15 +64,11 @@ class Range:
         require(from_low and to_high, f"{name} must be {self.words or words}, got {value}")
 
 
-@dataclasses.dataclass(frozen=True)
-class Count:
+class Count(Range):
     """The smallest value of an integer. Counts are checked before everything else, since other checks compare them."""
 
-    least: int
-
-    def check(self, name: str, value: Any) -> None:
-        """Raise InputError if the value is smaller; ``name`` is the field."""
-        require(value >= self.least, f"{name} must be at least {self.least}, got {value}")
+    def __init__(self, least: int):
+        super().__init__(f"[{least}, inf]")
 
 
 class Choice:

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, NoReturn, TextIO
+from typing import IO, Any, NoReturn, TextIO
 
 PREEMPTED = 75
 """Exit code of a training that was stopped by a signal: its state is saved, and the same command resumes it."""
@@ -111,6 +111,13 @@ def quit_now(code: int, line: str) -> NoReturn:
     os._exit(code)
 
 
+def let_go(file: IO) -> None:
+    """Discard further output to a file with a closed reader: Python would complain again when it closes the file."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, file.fileno())
+    os.close(nowhere)
+
+
 def while_read(file: TextIO) -> TextIO:
     """Return an output like ``file`` that drops what is written once its reader is gone, and logs that.
 
@@ -136,9 +143,7 @@ class _WhileRead(io.FileIO):
         except OSError as error:
             if error.errno not in GONE:
                 raise
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.fileno())
-            os.close(nowhere)
+            let_go(self)
             self._untold = True
         if self._untold and logging.getLogger("jaxrl_llm").handlers:  # a run's log may begin only later
             self._untold = False

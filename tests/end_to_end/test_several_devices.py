@@ -23,7 +23,7 @@ def test_a_shipped_configuration_is_divided_over_eight_devices(name):
     validate_on_devices(run, jax.device_count())
     mesh, where = meshes(run, jax.devices())
     model = abstract_model(KINDS["plain"], run.learner.dtype)
-    found, _ = architectures(run, KINDS["plain"])
+    found, _ = architectures(KINDS["plain"])
     outline = planned_stage(run).outline(run, model, mesh, where, found)
     layouts = [one.layout for one in outline.forwards.values()] + [one.forward.layout for one in outline.passes]
     for layout in layouts:
@@ -35,7 +35,7 @@ def test_a_shipped_configuration_is_divided_over_eight_devices(name):
 def test_on_one_cpu_a_microbatch_of_a_quickstart_is_a_row(name):
     run = resolved(load_config(name)[1])
     model = abstract_model(KINDS["plain"], run.learner.dtype)
-    found, _ = architectures(run, KINDS["plain"])
+    found, _ = architectures(KINDS["plain"])
     outline = planned_stage(run).outline(run, model, one_device(), one_device(), found)
     assert {one.layout.rows for one in outline.forwards.values()} == {1}
 

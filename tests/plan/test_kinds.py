@@ -106,7 +106,7 @@ def test_the_report_names_every_model(ppo, tmp_path):
     for words in ("critic (float32)", "optimiser of the critic", "reward models (float32)", "critic x 2", "values x 1"):
         assert words in text, words
     for path in ("runs/one", "runs/two"):
-        assert f"{path} is not there: planned as a model of the policy's architecture" in text
+        assert f"{path} not found: planned as a model of the policy's architecture" in text
     value = to_json(ppo, "")
     assert value["memory"]["learning"]["critic"] == ppo.learning.critic > 0
     assert value["memory"]["sampling"]["judges"] == ppo.learning.judges > 0
@@ -163,7 +163,7 @@ def test_reward_models_on_devices_that_only_sample_take_no_memory_where_the_poli
 def test_a_model_that_is_there_and_cannot_be_read_is_no_model_of_the_policys_architecture(tmp_path):
     run = dataclasses.replace(four_models(), scoring=Scoring((ModelReward(str(tmp_path)),)))
     with pytest.raises(InputError, match=r"config\.json"):
-        architectures(run, CONFIG)
+        plan(run, CONFIG, GPUS, None, None, False)
 
 
 def test_a_run_of_another_model_has_its_architecture(tmp_path):
@@ -173,8 +173,7 @@ def test_a_run_of_another_model_has_its_architecture(tmp_path):
     (directory / "config.json").write_text(json.dumps(saved))
     config, source = model_config(str(directory))
     assert config == model_config("tiny-random")[0] and source == f"of run {directory}: built in"
-    run = dataclasses.replace(four_models(), scoring=Scoring((ModelReward(f"{directory}@1"),)))
-    find, assumed = architectures(run, CONFIG)
+    find, assumed = architectures(CONFIG)
     assert find(f"{directory}@1") == config != CONFIG and not assumed
 
 

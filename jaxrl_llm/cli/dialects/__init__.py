@@ -74,10 +74,8 @@ train_files -> : problems are the task of the configuration's file: Task(Table(P
 val_files -> : problems to test on are evaluation.task of the configuration's file
 reward reward_funcs -> : rewards are scoring.rewards of the configuration's file, functions too
 reward_weights -> : each of scoring.rewards has its weight in the configuration's file
-recipe.controller -> : a controller is set in the configuration's file: replace(GRPO, controller=AdaptiveKL())
-kl_ctrl.type -> : a controller is set in the configuration's file: replace(GRPO, controller=AdaptiveKL())
-resume_from_checkpoint -> : the same command goes on; --from RUN[@STEP] begins a new run with another's weights
-resume_mode -> : the same command goes on; --from RUN[@STEP] begins a new run with another's weights
+recipe.controller kl_ctrl.type -> : a controller is set in the configuration: replace(GRPO, controller=AdaptiveKL())
+resume_from_checkpoint resume_mode -> : the same command resumes; --from RUN[@STEP] starts a run with another's weights
 """
 """Names of other trainers, and of older versions of this package; the equivalent field, if any; a further note.
 They are matched by their last part, or the last two.
