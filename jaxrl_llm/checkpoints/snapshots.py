@@ -83,7 +83,7 @@ def newest_whole(directory: Path) -> tuple[int | None, str]:
         place = directory / CHECKPOINTS / str(step)
         names = (f"{step}.{DAMAGED}" + (f"-{number}" if number > 1 else "") for number in itertools.count(1))
         place.rename(next(aside for aside in map(place.with_name, names) if not aside.exists()))
-    return whole, f"{told}; going on from {whole}"
+    return whole, f"{told}; resuming from {whole}"
 
 
 def damage(step: Path) -> str:
@@ -168,6 +168,6 @@ def check_writable(directory: Path) -> None:
             pass
     except OSError as error:
         raise InputError(
-            f"{place} cannot be written ({error.strerror}): make it writable and run the same command again; the "
-            "checkpoints that are there stay as they are"
+            f"{place} cannot be written ({error.strerror}): make it writable and run the same command again; "
+            "existing checkpoints stay as they are"
         ) from error

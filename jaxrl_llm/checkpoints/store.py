@@ -258,8 +258,8 @@ def restore_parts(step_directory: Path, like: TrainState, mesh: Mesh, base: Any 
     for name, value in prints.items():
         if not np.array_equal(arrays[f"base/{name}"], value):
             raise InputError(
-                f"the adapter was trained beside another model than the one that is loaded now ({name} differs): "
-                "give the files it was begun with, or start over with --fresh"
+                f"the adapter was trained on another model than the loaded one ({name} differs): "
+                "give the files it was started with, or start over with --fresh"
             )
     return unflatten(arrays, like)
 

@@ -72,7 +72,7 @@ def export(arguments: list[str]) -> int:
     require(out is not None, f"export needs a folder to write: jaxrl-llm export {shlex.quote(name)} --out DIR")
     trained = find_run(name) if configs.split_step(name)[0].is_dir() else None
     if trained is None:
-        raise InputError(f"{name} is no run: give the folder that holds its config.json and checkpoints")
+        raise InputError(f"{name} is not a run: give the folder that holds its config.json and checkpoints")
     target = Path(out)
     if target.suffix == ".gguf":
         export_gguf(name, trained, target, gguf_type or "f32", adapter)

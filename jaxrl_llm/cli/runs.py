@@ -14,7 +14,7 @@ Several runs are drawn over each other. The page needs no network. Without --out
 runs it is report.html in this folder. Training writes RUN/report.html by itself, at evaluations and at its end."""
 RESET_USAGE = """usage: jaxrl-llm reset RUN [--with_optimiser]
 
-Makes the policy of a run its reference; with --with_optimiser the optimiser begins anew too. A run that is training
+Makes the policy of a run its reference; with --with_optimiser the optimiser is reset too. A run that is training
 does so after the step that it is in, another one after its next step, once it is gone on with. It is an event of that
 step, whose models are kept for good as RUN@STEP."""
 
@@ -29,7 +29,7 @@ def report(arguments: list[str]) -> int:
     directories = list(dict.fromkeys(Path(local(run)) for run in runs))
     for directory in directories:
         if not directory.is_dir():
-            raise InputError(f"{directory} is no run: give the folder that holds its metrics.jsonl")
+            raise InputError(f"{directory} is not a run: give the folder that holds its metrics.jsonl")
     path = Path(out or ("report.html" if len(directories) > 1 else directories[0] / "report.html"))
     if path.is_dir() or not path.parent.is_dir():
         wrong = "is a folder" if path.is_dir() else f"cannot be written: there is no folder {path.parent}"
@@ -58,7 +58,7 @@ def reset(arguments: list[str]) -> int:
 
     directory = Path(name)
     path = directory / "config.json"
-    require(configs.is_run(path), f"{name} is no run: give the folder that holds its config.json")
+    require(configs.is_run(path), f"{name} is not a run: give the folder that holds its config.json")
     # Classes of its own are looked for only where the method, or a phase, is made of some.
     run: Any = configs.read(path, own=False).run
     phased = bool(run.rules.phases)

@@ -154,8 +154,8 @@ def validate_on_devices(run: Any, devices: int, processes: int = 1) -> None:
     row_tokens = run.learner.row_tokens
     require(
         row_tokens % tensor == 0,
-        f"learner.row_tokens {row_tokens} does not divide over mesh tensor {tensor}, so its positions would lie "
-        f"whole on each of these devices: make it a multiple of {tensor}, or 0 to choose",
+        f"learner.row_tokens {row_tokens} does not divide over mesh tensor {tensor}, so each of these devices "
+        f"would hold all positions: make it a multiple of {tensor}, or 0 to choose",
     )
     require(
         rows % parts == 0,

@@ -171,7 +171,7 @@ def to_json(value: Any) -> Any:
         return value
     name = getattr(value, "__qualname__", None)
     made = f"a {type(value).__qualname__}" if name is None else f"{value.__module__}.{name}"
-    return {"unsaveable": f"the run holds {made}, which only the program that began it has: go on with it from there"}
+    return {"unsaveable": f"the run holds {made}, which only the program that started it has: resume it from there"}
 
 
 def _name(kind: type) -> str:
@@ -224,7 +224,7 @@ def from_json(data: Any, origin: Origin | None = None) -> Any:
     except (InputError, ImportError) as error:
         return Unsaveable(str(error))
     if kind is None:
-        return Unsaveable(f"it names {data['type']}, which is no configuration class of this version")
+        return Unsaveable(f"it names {data['type']}, which is not a configuration class of this version")
     missing = [item for item in fields.values() if isinstance(item, Unsaveable)]
     try:
         # A field added since the file was written, where its meaning then differs from the new default.
@@ -265,7 +265,7 @@ def read(path: Path, own: bool = True) -> Found:
     except FileNotFoundError:
         raise InputError(f"no such file: {path}") from None
     except json.JSONDecodeError as error:
-        raise InputError(f"{path} is no whole JSON ({error}): put the file back as the run wrote it") from None
+        raise InputError(f"{path} is not complete JSON ({error}): put the file back as the run wrote it") from None
     except (ValueError, TypeError, ImportError) as error:
         raise InputError(
             f"{path} does not describe a run of this version ({error}): take the version of jaxrl_llm that wrote it, "

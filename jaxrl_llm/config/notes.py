@@ -81,12 +81,12 @@ def _at_ratio_one(run: Run) -> list[str]:
     }
     idle = [piece for piece, waits in waiting.items() if piece and waits]
     if _learns_earlier(run):
-        idle = [f"{piece} but on tokens of earlier steps" for piece in idle]
+        idle = [f"{piece} except on tokens of earlier steps" for piece in idle]
     if run.learner.target_kl is not None:
         idle.append("learner.target_kl stops nothing")
     critic = run.recipe.critic
     if critic is not None and critic.clip is not None and critic.epochs < 2:
-        idle.append("recipe.critic.clip holds no value")
+        idle.append("recipe.critic.clip never binds")
     if not idle or run.learner.updates > 1:
         return []
     paper, prompts = run.recipe.paper, run.rollout.prompts
@@ -131,7 +131,7 @@ def _short_memory(run: Run) -> list[str]:
     flags = [f"--learner.minibatches {minibatches}"] if minibatches != learner.minibatches else []
     flags += [f"--learner.epochs {epochs}"] if epochs != learner.epochs else []
     remedy = f"{' '.join(flags)}, or --recipe.resets.optimiser_every {math.ceil(memory / run.learner.updates)}"
-    return [f"the optimiser begins anew after every {when}, and {seen}; {remedy}"]
+    return [f"the optimiser is reset after every {when}, and {seen}; {remedy}"]
 
 
 def _rewards(run: Run) -> list[str]:

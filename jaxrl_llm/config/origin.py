@@ -300,9 +300,7 @@ def _own_module(name: str, origin: Origin) -> ModuleType:
     if not path.is_file():  # it may be at the same place below the current folder as it was below the run's
         here = path.relative_to(origin.folder) if path.is_relative_to(origin.folder) else Path(path.name)
         if not here.is_file():
-            raise InputError(
-                f"it has classes of {path}, which is not there any more: go to the folder that has it as {here}"
-            )
+            raise InputError(f"it has classes of {path}, which is missing: go to the folder that has it as {here}")
         path = here.absolute()
     loaded = sys.modules.get(name)
     if loaded is not None and _same(loaded, path):

@@ -301,7 +301,7 @@ class Run(Setting):
         for kind in self.rules.guards:
             if kind != ALL and kind not in WORDS:
                 meant = did_you_mean(kind, WORDS, f"there are {', '.join(WORDS)}, or all", near=0.5)
-                raise InputError(f"rules.guards has {kind!r}, which is no kind of finding: {meant}")
+                raise InputError(f"rules.guards has {kind!r}, which is not a kind of finding: {meant}")
         for task in tasks_in(self.task, self.evaluation.task):
             tasks.check(task)
 

@@ -60,7 +60,7 @@ def find_run(name: str, tests: bool = False) -> Trained | None:
         config = directory.name
         # A shipped run that is not there yet would read as a hub id.
         if directory.parent.name == SAVED_RUNS and not directory.exists() and config in configs.config_names():
-            raise InputError(f"{directory} is not there yet: jaxrl-llm train {config} makes it")
+            raise InputError(f"{directory} not found: jaxrl-llm train {config} makes it")
         check_name(name)
         return None
     if not configs.is_run(path):
@@ -76,7 +76,7 @@ def find_run(name: str, tests: bool = False) -> Trained | None:
     while configs.is_run((other := configs.split_step(model)[0]) / "config.json"):
         require(
             other.resolve() not in above,
-            f"{other} begins as its own model, at once or by way of other runs: set model in its config.json to what "
+            f"{other} starts from itself, directly or by way of other runs: set model in its config.json to what "
             "it was trained from",
         )
         above.append(other.resolve())
@@ -97,14 +97,16 @@ def find_start(name: str, carry: bool = False) -> configs.Start:
     """
     directory, step = configs.split_step(name)
     path = directory / "config.json"
-    require(configs.is_run(path), f"{directory} is no run: give the folder that holds its config.json and checkpoints")
+    require(
+        configs.is_run(path), f"{directory} is not a run: give the folder that holds its config.json and checkpoints"
+    )
     run = configs.read(path, own=False).run
     found = kept(directory)
     newest = max(steps_in(directory / CHECKPOINTS), default=None)
     keeps = f"it keeps {listed(directory)}"
     require(
         bool(found) and (step is not None or newest is not None),
-        f"{directory} has no checkpoint yet: go on with its training first, or give the model itself ({run.model})"
+        f"{directory} has no checkpoint yet: resume its training first, or give the model itself ({run.model})"
         + (f", or give RUN@STEP: {keeps}" if found else ""),
     )
     step = newest if step is None else step

@@ -73,8 +73,8 @@ def decide(found: Found, directory: Path, began: bool, start: Start | None) -> d
                 pin = _at_hand(place)
         pins[name] = pin
     if known is None and new:
-        told = f"{directory}: an earlier version has not written down which weights its models have; from here on"
-        print(f"jaxrl-llm: {told} they are those of now: {'; '.join(new)}", file=sys.stderr)
+        told = f"{directory}: an earlier version did not record the weights of its models; from here on"
+        print(f"jaxrl-llm: {told} they are the current ones: {'; '.join(new)}", file=sys.stderr)
     return pins
 
 

@@ -62,7 +62,7 @@ def read_files(directory: Path) -> RunFiles:
     if not metrics.is_file():
         begun = (directory / "config.json").is_file()
         remedy = "it has no metrics.jsonl yet: wait for its first step" if begun else "give a folder with metrics.jsonl"
-        raise InputError(f"{directory} is no run to report on: {remedy}")
+        raise InputError(f"{directory} is not a run: {remedy}")
     rows = list(read_rows(metrics))
     if not rows:
         raise InputError(f"{metrics} is empty: wait for the run's first step")
@@ -73,7 +73,7 @@ def read_files(directory: Path) -> RunFiles:
         try:
             config = flat(json.loads(path.read_text()), whole_lists=True)
         except ValueError:
-            raise InputError(f"{path} is no JSON: give the folder of a run") from None
+            raise InputError(f"{path} is not JSON: give the folder of a run") from None
     return RunFiles(directory, config, rows, curves_of(rows))
 
 
@@ -200,5 +200,5 @@ def _told_apart(path: Path) -> Iterator[tuple[int, int, tuple[str, int]]]:
                 yield begin, len(line), key
             except (ValueError, KeyError, TypeError):
                 if line.endswith(b"\n"):
-                    raise InputError(f"{path}: line {number} is no sample; remove that line and run again") from None
+                    raise InputError(f"{path}: line {number} is not a sample; remove that line and run again") from None
             begin += len(line)

@@ -125,7 +125,7 @@ def print_summary(
     """
     console = console or Printer(highlight=False)
     begun = [_field(f"after step {step}", text) for step, text in summary.phases]
-    lines = [*_results(summary), *begun, _field("the run lies in", summary.run_dir)]
+    lines = [*_results(summary), *begun, _field("the run is in", summary.run_dir)]
     if not brief:
         lines = [Text(""), *_results(summary), *begun, *_judged(summary), *_samples(summary, console)]
         lines += [Text(""), *_next(summary, reloads, writes)]
@@ -219,7 +219,7 @@ def _next(summary: RunSummary, reloads: bool, writes: bool) -> list[Text]:
         commands.insert(1, f"jaxrl-llm generate {run} --prompt {shlex.quote(ask)}")
     report = Path(summary.run_dir, "report.html")
     return [
-        _field("the run lies in", summary.run_dir),
+        _field("the run is in", summary.run_dir),
         *([_field("look at it", f"{report}, in a browser")] if report.is_file() else []),
         _field("try next", ""),
         *(Text(f"  {command}") for command in commands),

@@ -95,7 +95,7 @@ def test_every_file_of_a_checkpoint_and_of_a_snapshot_has_a_checksum(run):
 def test_a_damaged_checkpoint_is_passed_over_and_kept_aside(run, damage):
     damage(run, 3)
     step, told = newest_whole(run)
-    assert step == 2 and told.startswith("checkpoints/3 is damaged (file ") and told.endswith("; going on from 2")
+    assert step == 2 and told.startswith("checkpoints/3 is damaged (file ") and told.endswith("; resuming from 2")
     assert DAMAGES[damage] in told and "\n" not in told
     assert steps_in(run / "checkpoints") == [1, 2] and (run / "checkpoints" / "3.damaged" / "state").is_dir()
     assert newest_whole(run) == (2, "")

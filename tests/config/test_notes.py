@@ -58,7 +58,7 @@ IDLE = {
     "deepseek_v3_2": "the clip range never binds, the sequence filter drops nothing",
     "minirl": "the clip range never binds, the weight against the sampler is 1",
     "reinforce_pp": "the clip range never binds",
-    "ppo": "the clip range never binds, recipe.critic.clip holds no value",
+    "ppo": "the clip range never binds, recipe.critic.clip never binds",
 }
 
 
@@ -128,7 +128,7 @@ def test_the_flag_that_is_advised_works(prompts, flag):
 
 
 def test_tokens_of_earlier_steps_are_compared_with_the_policy_of_their_time():
-    but = "the clip range never binds but on tokens of earlier steps;"
+    but = "the clip range never binds except on tokens of earlier steps;"
     assert but in inert(run_of("dapo"))[0]
     for collect in (Collect(interrupt=True), Collect(token_budget=8)):
         assert but in inert(run_of("grpo", collect=collect))[0]
@@ -151,7 +151,7 @@ def test_settings_beside_the_recipe_wait_too():
     assert inert(dataclasses.replace(run, learner=dataclasses.replace(learner, epochs=2))) == []
     carried = dataclasses.replace(run_of("dapo"), learner=learner)
     assert (
-        ": the clip range never binds but on tokens of earlier steps, learner.target_kl stops nothing;"
+        ": the clip range never binds except on tokens of earlier steps, learner.target_kl stops nothing;"
         in inert(carried)[0]
     )
     penalty = with_algorithm("grpo", surrogate=PenaltyKL(), kl=None, kl_coef=1.0)
@@ -186,9 +186,9 @@ def test_what_begins_after_the_end_is_said():
 
 
 def test_an_optimiser_that_begins_anew_too_often_is_told_of():
-    anew = lambda run: [line for line in configs.notes(run) if line.startswith("the optimiser begins anew")]
+    anew = lambda run: [line for line in configs.notes(run) if line.startswith("the optimiser is reset")]
     assert anew(run_of("kimi_k1_5", prompts=64)) == [
-        "the optimiser begins anew after every update, and AdamW's steps are the signs of one gradient; "
+        "the optimiser is reset after every update, and AdamW's steps are the signs of one gradient; "
         "--learner.minibatches 10, "
         "or --recipe.resets.optimiser_every 10"
     ]

@@ -109,7 +109,7 @@ def test_nothing_of_a_run_is_run_that_it_did_not_record(project, tmp_path):
         "pieces:ReasoningGym.problems",
     ):
         path.write_text(json.dumps(data | {"learner": {"type": kind}}))
-        with pytest.raises(InputError, match=f"it names {kind}, which is no configuration class of this version"):
+        with pytest.raises(InputError, match=f"it names {kind}, which is not a configuration class of this version"):
             configs.whole(configs.read(path).run)
     assert not (tmp_path / "ran").exists()
     # Nor anything of its own where only the model is wanted.
@@ -124,9 +124,7 @@ def test_a_module_that_is_gone_or_another_is_told_in_one_line(project, tmp_path,
     del sys.modules["pieces"]
     moved = shutil.move(project, tmp_path / "moved")
     path = moved / "runs" / "mine" / "config.json"
-    with pytest.raises(
-        InputError, match=r"it has classes of .*pieces.py, which is not there any more: go to the folder"
-    ):
+    with pytest.raises(InputError, match=r"it has classes of .*pieces.py, which is missing: go to the folder"):
         configs.whole(configs.read(path).run)
     request.addfinalizer(lambda here=os.getcwd(): os.chdir(here))
     os.chdir(moved)
@@ -148,7 +146,7 @@ def test_what_cannot_be_saved_is_told_when_it_is_read(tmp_path):
         configs.whole(configs.read(path).run)
     run = configs.read(path).run
     assert configs.changes(run, configs.as_read(shaped)) == [] and run.model == "tiny-random"
-    assert "the run holds a set, which only the program that began it has" in run.recipe.shaping[1].why
+    assert "the run holds a set, which only the program that started it has" in run.recipe.shaping[1].why
     algorithm = configs.to_json(SMOKE.recipe.algorithm) | {"surrogate": {"unsaveable": "gone"}}
     assert configs.from_json(algorithm) == Unsaveable("gone")  # which cannot be made without it
 
@@ -210,7 +208,7 @@ def test_a_step_of_a_run_has_a_name(project):
     with pytest.raises(InputError, match="has no checkpoint of step 3: it keeps 2, 4"):
         find_start(f"{directory}@3")
     (project / "runs" / "mine@4").mkdir()
-    with pytest.raises(InputError, match="mine@4 is no run"):
+    with pytest.raises(InputError, match="mine@4 is not a run"):
         find_start(f"{directory}@4")  # a folder of this name comes first
     origin = Origin(str(project), start=Start(str(directory), 2))
     path = write(project / "runs" / "new", SMOKE, origin)

@@ -326,7 +326,7 @@ def test_a_saved_run_builds_nothing_but_configuration(tmp_path):
     for kind in ("os:system", "subprocess:Popen", "jaxrl_llm.config:validate", "jaxrl_llm.config.run:Runs"):
         path = tmp_path / "config.json"
         path.write_text(json.dumps(saved | {"learner": {"type": kind}}))
-        with pytest.raises(InputError, match="no configuration class of this version"):
+        with pytest.raises(InputError, match="not a configuration class of this version"):
             configs.whole(configs.read(path).run)
     path.write_text(json.dumps(saved | {"unknown": 1}))
     with pytest.raises(InputError, match="does not describe a run of this version"):

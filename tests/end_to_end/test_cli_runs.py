@@ -178,7 +178,7 @@ def test_with_json_stdout_has_the_rows_and_nothing_else(folder, answers):
 def test_a_quiet_run_says_how_it_ended_and_no_more(folder, answers):
     assert (answers["quiet"].code, answers["quiet"].err) == (0, "")
     words = [line.split("  ")[0] for line in answers["quiet"].out.splitlines()]
-    assert words == ["finished", "accuracy before", "accuracy after", "of the problems", "the run lies in"]
+    assert words == ["finished", "accuracy before", "accuracy after", "of the problems", "the run is in"]
     assert "step 1/1" in (folder / "runs/told/log.txt").read_text()
 
 

@@ -120,7 +120,7 @@ PATH = "train rl.py --run_dir refused --scoring.rewards.0.path"
 RERANK = "eval whole --samples 2 --temperature 1 --rerank"
 REFUSED = {
     f"{PATH} nowhere": ["reward model: no such model: nowhere"],
-    f"{PATH} runs/reward_quickstart": ["reward model: runs/reward_quickstart is not there yet: jaxrl-llm train reward"],
+    f"{PATH} runs/reward_quickstart": ["reward model: runs/reward_quickstart not found: jaxrl-llm train reward"],
     f"{PATH} tiny-random": ["reward model: tiny-random is a language model, which gives no score: train a RewardModel"],
     f"{PATH} whole": ["reward model: whole@2 is a language model"],
     f"{PATH} foreign": ["reward model: the tokens of foreign are not those of tiny-random"],

@@ -204,7 +204,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint_and_says_so(folder, gone
     assert "checkpoints/3 is damaged (file state/" in answers["damaged"].err
     before, after = rows(folder / "run"), rows(folder / "damaged")
     assert [row["step"] for row in after] == [0, 1, 2, 3] and after[:3] == before[:3]
-    assert after[3]["event/resumed"].endswith("its checksum differs); going on from 2")
+    assert after[3]["event/resumed"].endswith("its checksum differs); resuming from 2")
     assert after[3]["loss"] == before[3]["loss"] and after[3]["kl"] == before[3]["kl"]
     assert steps_in(folder / "damaged" / "checkpoints") == [2, 3], "it was saved again"
     assert newest_whole(folder / "damaged") == (3, "")

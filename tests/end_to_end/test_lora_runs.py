@@ -114,7 +114,7 @@ def test_a_run_is_not_continued_beside_another_base(folder, answers):
     longer, asked = commands(
         [f"train smoke {FLAGS} --steps 4 --run_dir broken", "generate broken --prompt hello"], folder
     )
-    assert_refused(asked, "trained beside another model", "embed differs")
+    assert_refused(asked, "trained on another model", "embed differs")
     assert longer.code == 2 and "Traceback" not in longer.err
     refusal = "model: base is not as it was when broken began (its weights have changed): put it back, or begin a new"
     assert refusal in longer.err.splitlines()[-1]

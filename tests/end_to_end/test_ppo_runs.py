@@ -260,7 +260,7 @@ def test_the_rows_have_room_for_the_state_after_the_last_token():
 
 def test_pieces_that_do_nothing_are_told():
     once = with_learner(RUN, minibatches=1, epochs=1)
-    assert any("recipe.critic.clip holds no value" in line for line in notes(once))
+    assert any("recipe.critic.clip never binds" in line for line in notes(once))
     assert not any("recipe.critic.clip" in line for line in notes(RUN))
     again = with_critic(epochs=2)
     assert not any("recipe.critic.clip" in line for line in notes(with_learner(again, minibatches=1, epochs=1)))

@@ -248,14 +248,14 @@ def test_a_checkpoint_holds_the_adapter_and_knows_its_base(tmp_path):
             ):
                 assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
                 assert a.sharding.is_equivalent_to(layout, a.ndim)
-        with pytest.raises(InputError, match=r"trained beside another model.*blocks/attn/k differs") as refused:
+        with pytest.raises(InputError, match=r"trained on another model.*blocks/attn/k differs") as refused:
             store.restore(3, like, mesh, other_base())
         assert "\n" not in str(refused.value)
         with pytest.raises(InputError, match="start over with --fresh"):
             store.restore(3, abstract_state(MODEL, build(OPTIMISER), True), mesh)
     alone = restore_policy(tmp_path / "3", jax.eval_shape(lambda: state.policy.params), other, MODEL)
     chex.assert_trees_all_equal(leaves(alone), leaves(state.policy.params))
-    with pytest.raises(InputError, match="trained beside another model"):
+    with pytest.raises(InputError, match="trained on another model"):
         restore_policy(tmp_path / "3", jax.eval_shape(lambda: state.policy.params), other, other_base())
 
 

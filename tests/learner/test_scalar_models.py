@@ -237,7 +237,7 @@ def test_the_model_of_a_run_learns_and_is_saved(lora, tmp_path):
     params = jax.eval_shape(lambda: state.policy.params)
     assert_same(restore_policy(tmp_path / "1", params, other, base), state.policy.params, other)
     if lora.rank:
-        with pytest.raises(InputError, match="trained beside another model"):
+        with pytest.raises(InputError, match="trained on another model"):
             restore_policy(tmp_path / "1", params, mesh, split(with_scalar_head(tiny("plain", seed=1)))[0])
 
 

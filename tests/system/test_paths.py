@@ -25,11 +25,11 @@ REFUSED = {
     "generate gs://bucket/x": ["gs://bucket/x is an address"],
     "export itself --out gs://bucket/x": ["--out gs://bucket/x is an address"],
     "report itself gs://bucket/x": ["gs://bucket/x is an address"],
-    "train smoke --model itself": ["itself begins as its own model, at once or by way of other runs: set model in"],
-    "eval itself": ["itself begins as its own model"],
-    "generate hen --prompt a": ["hen begins as its own model"],
-    "export egg@4 --out x": ["egg begins as its own model"],
-    "train smoke --model chick": ["egg begins as its own model"],
+    "train smoke --model itself": ["itself starts from itself, at once or by way of other runs: set model in"],
+    "eval itself": ["itself starts from itself"],
+    "generate hen --prompt a": ["hen starts from itself"],
+    "export egg@4 --out x": ["egg starts from itself"],
+    "train smoke --model chick": ["egg starts from itself"],
     "train smoke --run_dir linked": ["linked/lock is a symbolic link, and nothing is written through one: remove it"],
 }
 LINKS = (".report.html.part", ".config.json.part", "lock", "samples.jsonl", "log.txt")

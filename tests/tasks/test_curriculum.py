@@ -317,7 +317,7 @@ def test_a_curriculum_begins_with_what_another_run_has_counted(other):
         (name, problems(6)[::-1], "is about other problems than the 6 of toy"),
         (f"{name}@1", problems(6), "that run had no rollout.collect.curriculum"),
         (str(other / "runs" / "plain"), problems(6), "that run had no rollout.collect.curriculum"),
-        (str(other / "runs" / "nobody"), problems(6), "is no run"),
+        (str(other / "runs" / "nobody"), problems(6), "is not a run"),
         (f"{name}@7", problems(6), "has no checkpoint of step 7: it keeps 1, 2"),
     ):
         with pytest.raises(InputError, match=wanted) as raised:

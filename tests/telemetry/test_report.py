@@ -153,7 +153,7 @@ def test_a_broken_line_inside_is_named(tmp_path):
         page([run])
     a_run(run, [{"step": 1}])
     (run / "samples.jsonl").write_text('{"kind": "training"}\n')
-    with pytest.raises(InputError, match=r"samples.jsonl: line 1 is no sample"):
+    with pytest.raises(InputError, match=r"samples.jsonl: line 1 is not a sample"):
         page([run])
 
 
@@ -307,9 +307,9 @@ def test_the_command_writes_a_page_into_the_run_or_where_it_is_told_to(tmp_path)
     ("arguments", "said"),
     [
         ("", "report needs a run: jaxrl-llm report runs/quickstart"),
-        ("nowhere", "nowhere is no run: give the folder that holds its metrics.jsonl"),
-        ("empty", "empty is no run to report on: give a folder with metrics.jsonl"),
-        ("begun", "begun is no run to report on: it has no metrics.jsonl yet: wait for its first step"),
+        ("nowhere", "nowhere is not a run: give the folder that holds its metrics.jsonl"),
+        ("empty", "empty is not a run: give a folder with metrics.jsonl"),
+        ("begun", "begun is not a run: it has no metrics.jsonl yet: wait for its first step"),
         ("a --out none/x.html", "none/x.html cannot be written: there is no folder none; give a file in a folder"),
         ("a --out empty", "empty is a folder; give a file in a folder that exists with --out"),
         ("a --out", "--out needs a value"),

@@ -118,7 +118,7 @@ def test_a_run_that_its_configuration_does_not_hold_is_not_said_to_go_on_from_it
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_samples_fit_the_terminal_and_carry_no_escape_codes(width):
     text = printed(width, pairs=pair_samples(BEFORE, AFTER)[3:])
-    assert max(len(line) for line in text.split("the run lies in")[0].splitlines() if "went" not in line) <= width
+    assert max(len(line) for line in text.split("the run is in")[0].splitlines() if "went" not in line) <= width
     assert "(nothing)" in text and "…" in text
     assert "\x1b" not in printed(width) and "[b]11[/b]" in printed(width)
 

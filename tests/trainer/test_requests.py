@@ -65,7 +65,7 @@ def test_what_has_nothing_to_reset_is_refused_and_the_rest_is_asked(tmp_path, ca
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(configs.to_json(settings)))
     for line, told in {
-        "nowhere": "nowhere is no run: give the folder that holds its config.json",
+        "nowhere": "nowhere is not a run: give the folder that holds its config.json",
         "run --with": "reset does not know --with: jaxrl-llm reset RUN [--with_optimiser]",
         "": "reset needs a run: jaxrl-llm reset runs/quickstart",
         "free": "free keeps no reference, since its recipe.algorithm.kl_coef is 0: begin a run with a KL",

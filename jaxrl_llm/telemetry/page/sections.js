@@ -8,7 +8,7 @@ const GROUPS = [
   ["Completions", /^(completions|eval\/.*(length|given_up))/],
   ["Learning", /^(loss|grad_norm|lr|updates|advantage\/|epoch|tokens$)/],
   ["Critic", /^critic\//],
-  ["Sampler beside learner", /^(sampler\/|correction|sequence_filter)/],
+  ["Sampler against learner", /^(sampler\/|correction|sequence_filter)/],
   ["Sampling and its waste", /^(dynamic_sampling\/|rollout\/|prompts|throughput\/)/],
   ["Time", /^time\//],
   ["By task", /^task\//],
