@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from jaxrl_llm.algorithms.reduce import ConstantLength
 from jaxrl_llm.config.checks import check_run, check_types, resolved
 from jaxrl_llm.config.mixture import overlong_weight
-from jaxrl_llm.config.run import MAX_SEED, Run
+from jaxrl_llm.config.run import MAX_SEED, Run, keeps_reference
 from jaxrl_llm.config.texts import Configuration
 from jaxrl_llm.errors import InputError, did_you_mean, require
 from jaxrl_llm.learner.settings import Optimiser
@@ -155,8 +155,10 @@ def _check_changes(run: Run, number: int, where: str) -> None:
             f"{where} changes learner.optimiser.{field}, which decides what the optimiser remembers: set its "
             "reset_optimiser True",
         )
-    if phase.reset and not (after.recipe.algorithm.needs_reference or run.output.monitor_kl):
-        raise InputError(f"{where}.reset True has no reference to reset: give the recipe a KL, or set reset False")
+    require(
+        not phase.reset or keeps_reference(after),
+        f"{where}.reset True has no reference to reset: give the recipe a KL, or set reset False",
+    )
     require(
         run.evaluation.judge is None or after.task == before.task,
         f"{where} changes task, and evaluation.judge compares answers to the problems of the first phase: set one of "

@@ -111,22 +111,20 @@ def described(runs: list[RunFiles], chosen: list[SampleLines]) -> dict[str, Any]
 
 def _run(files: RunFiles, chosen: SampleLines, most: int) -> dict[str, Any]:
     rows = files.rows
-    curves = {name: thinned(*curve, most) for name, curve in files.curves.items()}
     seconds = {row["step"]: 0.0 for row in rows}
     for name in SECONDS:
         for step, value in zip(*files.curves.get(name, ([], [])), strict=True):
             seconds[step] += value
     clock = list(seconds), list(itertools.accumulate(seconds.values()))  # the work up to the end of each step
-    events = [[row["step"], *event] for row in rows for event in happened(row)]
     return {
         "directory": str(files.directory),
         "config": files.config,
         "last": rows[-1]["step"],
-        "curves": {name: _compact(*curve) for name, curve in curves.items()},
+        "curves": {name: _compact(*thinned(*curve, most)) for name, curve in files.curves.items()},
         "means": {name: [float(f"{sum(y) / len(y):.5g}"), len(y)] for name, (_, y) in files.curves.items()},
         "clock": _compact(*thinned(*clock, most)),
         "thinned": [most, max(map(len, (steps for steps, _ in files.curves.values())), default=0)],
-        "events": events,
+        "events": [[row["step"], *event] for row in rows for event in happened(row)],
         "findings": [dataclasses.asdict(finding) for finding in diagnose(rows)],
         "samples": [len(chosen.lines), chosen.there],
     }
@@ -171,7 +169,7 @@ def choose_lines(path: Path, runs: int = 1) -> SampleLines:
     kinds = [[batch for (of, _), batch in batches.items() if of == kind] for kind in {of for of, _ in batches}]
     every = 1
     while True:
-        # Each so-manieth batch of a kind, and the last.
+        # One of ``every`` batches of a kind, and the last.
         batches_kept = [batch for kind in kinds for batch in (*kind[:-1][::every], kind[-1])]
         kept = sorted(place for batch in batches_kept for place in batch)
         fits = len(kept) * runs <= MOST_COMPLETIONS and sum(size for _, size in kept) * runs <= MOST_BYTES

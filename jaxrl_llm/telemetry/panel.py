@@ -169,7 +169,6 @@ class Panel:
 def sparkline(values: Sequence[float], width: int, blocks: str = BLOCKS) -> str:
     """Draw at most ``width`` characters: means of equally many neighbours, scaled from the lowest to the highest level.
 
-
     >>> sparkline([0, 1, 2, 3], 4)
     '▁▃▆█'
     """

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Any
+from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
@@ -58,9 +58,12 @@ class RunWriter:
             elif path.exists() and path.stat().st_size:
                 raise InputError(f"{self._run_dir} already holds a run: choose another --run_dir, or remove it")
         self._last_step = (last_row(metrics) or {"step": -1})["step"]
+        self._block = contextlib.ExitStack()
         self._wandb = wandb_run(self._wandb_module, self._run_dir, wandb, config or {}) if wandb else None
-        self._metrics = open_nofollow(metrics)
-        self._samples = open_nofollow(samples)
+        if self._wandb is not None:
+            self._block.callback(self._wandb.finish)
+        self._metrics = self._block.enter_context(open_nofollow(metrics))
+        self._samples = self._block.enter_context(open_nofollow(samples))
         self._curves: Any = None
         if tensorboard:
             from tensorboardX import SummaryWriter
@@ -70,8 +73,9 @@ class RunWriter:
                 # File names count whole seconds: without the suffix a quick restart would overwrite the curves so far.
                 after = {"purge_step": resumed_at + 1, "filename_suffix": f".from{resumed_at + 1:09d}"}
             self._curves = SummaryWriter(str(self._run_dir / "tensorboard"), flush_secs=10, **after)
+            self._block.callback(self._curves.close)
         self._tell = tell
-        self._reporter = Reporter(self._run_dir)
+        self._reporter = self._block.enter_context(contextlib.closing(Reporter(self._run_dir)))
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
         """Append one step's row, ``step`` first; it is on the disk when this returns. NaN and infinity become null.
@@ -110,14 +114,7 @@ class RunWriter:
 
     def close(self) -> None:
         """Flush and close all files; further calls do nothing."""
-        self._metrics.close()
-        self._samples.close()
-        if self._curves is not None:
-            self._curves.close()
-        if self._wandb is not None:
-            self._wandb.finish()
-        self._curves = self._wandb = None
-        self._reporter.close()
+        self._block.close()
 
     def __enter__(self) -> "RunWriter":
         return self
@@ -184,11 +181,8 @@ def table(step: int, rows: list[dict[str, Any]]) -> list[list[Any]]:
     return lines
 
 
-class _Log(logging.FileHandler):
+class _Log(logging.StreamHandler):
     """A log file that ignores write errors: the records, which matter more, report a full disk."""
-
-    def _open(self) -> IO[str]:
-        return open_nofollow(Path(self.baseFilename), "a", self.encoding)
 
     def handleError(self, record: logging.LogRecord) -> None:
         pass
@@ -197,20 +191,20 @@ class _Log(logging.FileHandler):
 @contextlib.contextmanager
 def logged(path: Path) -> Generator[None]:
     """Append the package's log messages to ``path`` within the block, each line with its time."""
-    handler = _Log(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s  %(message)s"))
     package = logging.getLogger("jaxrl_llm")
     before = package.level, package.propagate
-    package.addHandler(handler)
-    package.setLevel(logging.INFO)
-    package.propagate = False  # some libraries print on the terminal whatever comes to the root
-    try:
-        yield
-    finally:
-        package.setLevel(before[0])
-        package.propagate = before[1]
-        package.removeHandler(handler)
-        handler.close()
+    with open_nofollow(path, "a", "utf-8") as file:
+        handler = _Log(file)
+        handler.setFormatter(logging.Formatter("%(asctime)s  %(message)s"))
+        package.addHandler(handler)
+        package.setLevel(logging.INFO)
+        package.propagate = False  # some libraries print on the terminal whatever comes to the root
+        try:
+            yield
+        finally:
+            package.setLevel(before[0])
+            package.propagate = before[1]
+            package.removeHandler(handler)
 
 
 def record(

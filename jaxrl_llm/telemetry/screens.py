@@ -19,7 +19,7 @@ HEADING_EVERY = 40
 
 
 class Column(NamedTuple):
-    """One column of the progress
+    """One column of the table of steps.
 
     Attributes:
       title: its heading.

@@ -125,9 +125,11 @@ def print_summary(
     """
     console = console or Printer(highlight=False)
     begun = [_field(f"after step {step}", text) for step, text in summary.phases]
-    lines = [*_results(summary), *begun, _field("the run is in", summary.run_dir)]
-    if not brief:
-        lines = [Text(""), *_results(summary), *begun, *_judged(summary), *_samples(summary, console)]
+    lines = [*_results(summary), *begun]
+    if brief:
+        lines.append(_field("the run is in", summary.run_dir))
+    else:
+        lines = [Text(""), *lines, *_judged(summary), *_samples(summary, console)]
         lines += [Text(""), *_next(summary, reloads, writes)]
     for found in summary.findings:
         lines += [Text(""), _field(found.kind.replace("_", " "), f"since step {found.step}: {found.what}", "bold")]
