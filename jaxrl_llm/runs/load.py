@@ -5,15 +5,18 @@ import os
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jaxrl_llm import config as configs
 from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS, check_whole, kept, listed, phase_of
-from jaxrl_llm.checkpoints.store import read_host, steps_in
+from jaxrl_llm.checkpoints.store import read_host, restore_policy, steps_in
 from jaxrl_llm.config import Configuration
 from jaxrl_llm.config.origin import SAVED_RUNS
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.pretrained import architecture, check_name
+from jaxrl_llm.models.pretrained import architecture, check_name, load_either
 from jaxrl_llm.runs.pins import PINS
+from jaxrl_llm.sharding import shardings
 from jaxrl_llm.system.json_lines import read_rows
 from jaxrl_llm.system.paths import COLLECTED, part_of
 
@@ -148,8 +151,6 @@ def load_model(name: str, dtype: str, mesh: Any) -> tuple[Any, Any | None]:
       InputError: the model cannot be found, read or used; or its weights differ from those that the run in
         training began with.
     """
-    from jaxrl_llm.models.pretrained import load_either
-
     trained = find_run(name)
     if trained is not None:
         return load_trained(trained, mesh, dtype)
@@ -192,11 +193,7 @@ def load_trained(trained: Trained, mesh: Any, dtype: str | None = None) -> tuple
 
     ``dtype``: of the weights; None keeps that of training.
     """
-    import jax
-
-    from jaxrl_llm.checkpoints.store import restore_policy
     from jaxrl_llm.models.lora import attached, merge
-    from jaxrl_llm.sharding import shardings
 
     run = trained.run
     if run.learner.lora.rank:
@@ -216,9 +213,6 @@ def load_trained(trained: Trained, mesh: Any, dtype: str | None = None) -> tuple
 
 def load_adapter(trained: Trained, mesh: Any) -> tuple[Any, Any, Any | None]:
     """Load (base, adapter, tokenizer or None) of a run's checkpoint that has an adapter."""
-    import jax
-
-    from jaxrl_llm.checkpoints.store import restore_policy
     from jaxrl_llm.models.heads import split
     from jaxrl_llm.models.lora import create
 

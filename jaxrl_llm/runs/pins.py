@@ -22,6 +22,7 @@ from jaxrl_llm.config.origin import OF_CRITIC, models_of, place_of
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.builtin import BUILTIN
 from jaxrl_llm.sharding.distributed import Peers
+from jaxrl_llm.sharding.rules import weights_digest
 
 FILES = "files"
 """The key of the fingerprint of a run's step."""
@@ -180,8 +181,6 @@ class Pins:
         Raises:
           InputError: they differ from those of the previous start.
         """
-        from jaxrl_llm.sharding.rules import weights_digest
-
         if place in self._names:
             found = weights_digest(model)
             self._peers.first(lambda: self._settle(self._names[place], dtype, found))
