@@ -72,10 +72,9 @@ def reset(arguments: list[str]) -> int:
     phase = configs.phases_of(run)[number].name
     where = f" in phase {phase}" if phase else ""
     run = configs.in_phase(run, number)
-    algorithm = run.recipe.algorithm
     require(
-        algorithm.needs_reference or run.output.monitor_kl,
-        f"{name} keeps no reference{where}, since its recipe.algorithm.kl_coef is {algorithm.kl_coef:g}: "
+        configs.keeps_reference(run),
+        f"{name} keeps no reference{where}, since its recipe.algorithm.kl_coef is {run.recipe.algorithm.kl_coef:g}: "
         f"begin a run with a KL, or with --monitor_kl, from its weights: jaxrl-llm train CONFIG --from {name}",
     )
     with writable(directory, "RUN"):

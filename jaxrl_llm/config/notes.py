@@ -147,8 +147,8 @@ def _rewards(run: Run) -> list[str]:
     if recipe.overlong_share and recipe.overlong_weight is None:
         lines.append(
             f"no Accuracy among the rewards: recipe.overlong_share {recipe.overlong_share:g} punishes nothing; "
-            "--recipe.overlong_weight W takes W away at the end of the budget (half of what lies between right "
-            "and wrong)"
+            "--recipe.overlong_weight W takes W away at the end of the budget (half of the distance between "
+            "right and wrong)"
         )
     if recipe.drop_truncated and overlong_weight(run):
         lines.append(

@@ -184,7 +184,7 @@ def config_of(name: str) -> ModelConfig:
     Raises:
       InputError: the name or the architecture is unknown.
     """
-    trained = find_run(configs.without_step(name))  # a role that goes on needs its step no more
+    trained = find_run(configs.without_step(name))  # a resumed role no longer needs its step
     return architecture(name)[0] if trained is None else config_of(trained.run.model)
 
 

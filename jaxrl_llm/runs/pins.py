@@ -58,7 +58,7 @@ def decide(found: Found, directory: Path, began: bool, start: Start | None) -> d
         if name in BUILTIN and not Path(place).is_dir():
             continue
         if pin is None and began and name == found.run.model and found.run.learner.lora.rank:
-            continue  # an earlier version's checkpoints say which one their adapter was trained beside
+            continue  # an earlier version's checkpoints identify the model of their adapter
         if pin is None:
             pin = _at_hand(place)
             new.append(name if pin.step is None else f"{place}, step {pin.step}")

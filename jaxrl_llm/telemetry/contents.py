@@ -186,7 +186,7 @@ def choose_lines(path: Path, runs: int = 1) -> SampleLines:
 
 def _told_apart(path: Path) -> Iterator[tuple[int, int, tuple[str, int]]]:
     """Yield the offset, the length, and (kind, step) of each line."""
-    if not path.is_file():  # a device is none
+    if not path.is_file():  # nor a device
         return
     begin = 0
     with open(path, "rb") as file:

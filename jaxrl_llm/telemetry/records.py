@@ -239,5 +239,5 @@ def token_texts(tokens: Sequence[int], tokenizer: Any) -> list[str]:
     stream = DecodeStream(skip_special_tokens=False)
     try:
         return [stream.step(tokenizer.backend_tokenizer, token) or "" for token in tokens]
-    except Exception:  # noqa: BLE001  it has no kind of its own
+    except Exception:  # noqa: BLE001  tokenizers raises no narrower class
         return [tokenizer.decode([token]) for token in tokens]

@@ -93,7 +93,7 @@ def evaluation(metrics: dict[str, Any]) -> str:
     for name, value in metrics.items():
         _, _, measured = name.partition("eval/")
         task, _, metric = measured.rpartition("/")
-        if task and metric != "problems":  # which the run has said before
+        if task and metric != "problems":  # the run printed their number before
             told[task] = f"{told.get(task, task)}  {metric.replace('_', ' ')} {shown(value)}"
     return "  ".join(told.values())
 

@@ -208,7 +208,7 @@ def _block(label: str, verdict: tuple[str, str], text: str, console: Console) ->
 def _next(summary: RunSummary, reloads: bool, writes: bool) -> list[Text]:
     run = shlex.quote(summary.run_dir)
     ask = "What is 3 + 5?"
-    # The run's own configuration: it may have been begun with flags beside the one that was named.
+    # The run's own configuration: it may have started with flags on top of the named one.
     config = shlex.quote(f"{summary.run_dir}/config.json")
     if summary.pairs and len(summary.pairs[0].prompt) <= LONGEST_ASKED:
         ask = abridge(summary.pairs[0].prompt, LONGEST_ASKED)
