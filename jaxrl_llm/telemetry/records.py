@@ -21,7 +21,7 @@ TABLE_ROWS, TABLE_TEXT = 16, 1000
 """Limits of a table: rows of each kind, and characters of a prompt or a completion."""
 
 
-class RunWriter:
+class RunWriter(contextlib.AbstractContextManager):
     """Writer of each step's metrics to all outputs; construct it on one process of a run only.
 
     Args:
@@ -115,9 +115,6 @@ class RunWriter:
     def close(self) -> None:
         """Flush and close all files; further calls do nothing."""
         self._block.close()
-
-    def __enter__(self) -> "RunWriter":
-        return self
 
     def __exit__(self, kind: object, *exception: object) -> None:
         if kind is None:
