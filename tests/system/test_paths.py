@@ -25,7 +25,7 @@ REFUSED = {
     "generate gs://bucket/x": ["gs://bucket/x is an address"],
     "export itself --out gs://bucket/x": ["--out gs://bucket/x is an address"],
     "report itself gs://bucket/x": ["gs://bucket/x is an address"],
-    "train smoke --model itself": ["itself starts from itself, at once or by way of other runs: set model in"],
+    "train smoke --model itself": ["itself starts from itself, directly or by way of other runs: set model in"],
     "eval itself": ["itself starts from itself"],
     "generate hen --prompt a": ["hen starts from itself"],
     "export egg@4 --out x": ["egg starts from itself"],
