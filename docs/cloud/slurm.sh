@@ -10,10 +10,11 @@
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
 
-# The tasks, not this shell, get SIGTERM 600 s before the time is up: they finish the step, save, and exit with 75.
+# The tasks, not this shell, get SIGTERM 600 s before the time is up: they save and exit with 75.
 export HF_HOME=/shared/huggingface JAX_COMPILATION_CACHE_DIR=/shared/compiled
 code=0
-srun jaxrl-llm train grpo_qwen2_5_1_5b_gsm8k --run_dir /shared/runs/grpo --learner.microbatch_rows 32 || code=$?
+srun jaxrl-llm train grpo_qwen2_5_1_5b_gsm8k --run_dir /shared/runs/grpo --learner.microbatch_rows 32 \
+  --output.grace_s 500 || code=$?
 
 case "$code" in
   75) most=1000 ;; # preempted, state saved
