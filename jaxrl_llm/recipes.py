@@ -18,15 +18,6 @@ from jaxrl_llm.rewards.group_shaping import GroupShaping, LengthCycle, RelativeL
 from jaxrl_llm.rules import Resets
 from jaxrl_llm.system.setting import FIXED, FREE, Range, Setting, check_fields, take_old_names
 
-OLD_RESETS = {
-    "reference_reset": "reference_every",
-    "reset_on_stall": "on_stall",
-    "reset_optimiser": "with_optimiser",
-    "optimiser_reset": "optimiser_every",
-}
-"""Old field names of ``Recipe`` and their names in ``resets``: older configurations and runs still use them."""
-
-
 Controller = AdaptiveKL | ProportionalKL | AdaptiveEntropy
 """A rule that moves a coefficient of the loss from step to step."""
 
@@ -185,7 +176,15 @@ class Recipe(Setting):
         )
 
 
-take_old_names(Recipe, "resets", OLD_RESETS)
+take_old_names(
+    Recipe,
+    {
+        "reference_reset": "resets.reference_every",
+        "reset_on_stall": "resets.on_stall",
+        "reset_optimiser": "resets.with_optimiser",
+        "optimiser_reset": "resets.optimiser_every",
+    },
+)
 
 GRPO = Recipe("grpo", PRESETS["grpo"], paper=Updates(1, 1024))
 """DeepSeekMath (arXiv 2402.03300): GSM8K 82.9 -> 88.2 and MATH 46.8 -> 51.7 with a 7B model, 64 completions per prompt,

@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.system.paths import local
+from jaxrl_llm.system.setting import current_name
 
 
 def parse(kind: type, arguments: list[str], program: str, description: str, default: Any = None) -> Any:
@@ -29,6 +30,7 @@ def parse(kind: type, arguments: list[str], program: str, description: str, defa
         parser = tyro.extras.get_parser(kind, **options)  # ty: ignore[deprecated]  nothing else lists the flags
         known = {flag for action in parser._actions for flag in action.option_strings}
         fields = {flag[2:].replace("-", "_") for flag in known if flag.startswith("--")}
+        arguments = [_renamed(argument, fields, default) for argument in arguments]
         for flag in (argument.split("=", 1)[0] for argument in arguments if argument.startswith("--")):
             if (name := flag[2:].replace("-", "_")) not in fields:
                 raise InputError(f"no option {flag}: {_meant(name, fields) or f'see {program} --help'}")
@@ -45,6 +47,16 @@ def parse(kind: type, arguments: list[str], program: str, description: str, defa
             f"{name} belongs to no option: write --option value; a switch stands alone (--x.name, --x.no-name)"
         )
     return found
+
+
+def _renamed(argument: str, fields: set[str], default: Any) -> str:
+    """Return an argument with the present name of its option, if it has an old one."""
+    flag, equals, value = argument.partition("=")
+    where, dot, field = flag.removeprefix("--").replace("-", "_").rpartition(".")
+    off = "no_" * field.startswith("no_")
+    where, dot, field = current_name(default, f"{where}{dot}{field.removeprefix(off)}").rpartition(".")
+    renamed = f"{where}{dot}{off}{field}"
+    return f"--{renamed}{equals}{value}" if flag.startswith("--") and renamed in fields else argument
 
 
 def _meant(name: str, fields: set[str]) -> str:

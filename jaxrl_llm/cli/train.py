@@ -14,7 +14,6 @@ TRL's and verl's names of the loss's settings are understood too: docs/dialects.
 import contextlib
 import dataclasses
 import json
-import re
 import sys
 import traceback
 from collections.abc import Generator
@@ -64,7 +63,6 @@ def train(arguments: list[str]) -> int:
     distributed = take_distributed(arguments)
     if take(arguments, "--monitor-kl", False):
         arguments.append("--output.monitor_kl")
-    arguments[:] = [re.sub("^--run[-_]dir(?==|$)", "--output.run_dir", argument) for argument in arguments]
     settings = guarded(settings, arguments)
     if recipe:
         settings = configs.with_recipe(settings, recipe)

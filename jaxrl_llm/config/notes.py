@@ -119,7 +119,7 @@ def _short_memory(run: Run) -> list[str]:
     optimiser = run.learner.optimiser
     learner = run.learner
     updates = every * run.learner.updates
-    memory = round(1 / (1 - optimiser.b1))
+    memory = round(1 / (1 - optimiser.moments.b1))
     if not 0 < updates < memory or every > run.steps:
         return []
     when = "update" if updates == 1 else f"{updates} updates"

@@ -13,13 +13,13 @@ from jaxrl_llm.config.texts import Configuration
 from jaxrl_llm.errors import InputError, did_you_mean, require
 from jaxrl_llm.learner.settings import Optimiser
 from jaxrl_llm.rules.settings import Phase, Stalls
-from jaxrl_llm.system.setting import FIXED, check_fields, names_marked
+from jaxrl_llm.system.setting import FIXED, check_fields, current_name, names_marked
 
 Kind = TypeVar("Kind", bound=Configuration)
 
-OF_THE_OPTIMISER = ("name", "momentum_dtype", "offload")
+OF_THE_OPTIMISER = ("name", "moments.dtype", "moments.offload")
 """Settings of the optimiser that decide the form of its state: they may change where it is reset. So may whether
-adafactor's ``b1`` is 0: then it has no momentum."""
+adafactor's ``moments.b1`` is 0: then it has no momentum."""
 
 
 def phases_of(run: Configuration) -> tuple[Phase, ...]:
@@ -54,6 +54,7 @@ def changed(run: Run, changes: Mapping[str, Any]) -> Run:
     constant, and the weight of an overlong punishment.
     """
     before = run
+    changes = {current_name(run, name): value for name, value in changes.items()}
     for name, value in changes.items():
         run = _with(run, name, value)
     check_types(run)
@@ -120,8 +121,8 @@ def unreached(run: Configuration) -> list[str]:
 
 def remembered(optimiser: Optimiser) -> dict[str, Any]:
     """Return the settings that decide the form of the optimiser's state, by name."""
-    form = {field: getattr(optimiser, field) for field in OF_THE_OPTIMISER}
-    return form | {"b1": optimiser.name == "adafactor" and optimiser.b1 > 0}
+    form = {field: operator.attrgetter(field)(optimiser) for field in OF_THE_OPTIMISER}
+    return form | {"moments.b1": optimiser.name == "adafactor" and optimiser.moments.b1 > 0}
 
 
 def _check_changes(run: Run, number: int, where: str) -> None:
@@ -131,6 +132,7 @@ def _check_changes(run: Run, number: int, where: str) -> None:
     whole = {name.rpartition(".")[0] for name in fixed}
     for name in phase.changes:
         require(isinstance(name, str), f"{where} changes {name!r}: give a setting by its dotted name, as text")
+        name = current_name(run, name)
         if name in whole:
             continue  # a whole part: what it holds is compared below
         near = [one for one in fixed if f"{name}.".startswith(f"{one}.") or one.startswith(f"{name}.")]

@@ -216,8 +216,8 @@ def check_model(model: str) -> None:
     )
 
 
-MOVED = {"run_dir": "run_dir"}
-"""Old fields of configurations that moved to ``output``."""
+MOVED = {"run_dir": "output.run_dir"}
+"""Old field names of configurations of all kinds, and the dotted names of the fields now."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -306,7 +306,7 @@ class Run(Setting):
             tasks.check(task)
 
 
-take_old_names(Run, "output", MOVED)
+take_old_names(Run, MOVED)
 
 
 def keeps_reference(run: Run) -> bool:

@@ -207,7 +207,7 @@ class RewardModel(FromData):
 
 
 for _kind in (Supervised, Preference, RewardModel):
-    take_old_names(_kind, "output", MOVED)
+    take_old_names(_kind, MOVED)
 
 Configuration = Run | FromData
 """Every kind of run: of reinforcement learning, or from data."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from optax import contrib
 
-from jaxrl_llm.learner.settings import MUON_RMS, Optimiser
+from jaxrl_llm.learner.settings import MUON_RMS, Moments, Optimiser
 from jaxrl_llm.models.lora import INPUTS
 from jaxrl_llm.sharding import constrain
 from jaxrl_llm.sharding.rules import RULES, parameter_path
@@ -50,35 +50,37 @@ def build(config: Optimiser) -> optax.GradientTransformation:
 
     Equal settings give the same value, so that a reset compiles nothing anew.
 
-    All of it is float32 whatever the weights' dtype, except the first moment if ``momentum_dtype`` differs. The
+    All of it is float32 whatever the weights' dtype, except the first moment if ``moments.dtype`` differs. The
     learning rate is excluded: the update multiplies by it, so that it is known, logged and survives a reset.
     """
     clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
     # Without a decay the state has the same form, so that a phase may begin or end one.
     none = optax.masked(optax.identity(), _decayed)
     decay = optax.add_decayed_weights(config.weight_decay, _decayed) if config.weight_decay else none
-    chain = optax.chain(clip, {"adamw": _adam, "adafactor": _adafactor, "muon": _muon}[config.name](config), decay)
+    chain = optax.chain(
+        clip, {"adamw": _adam, "adafactor": _adafactor, "muon": _muon}[config.name](config.moments), decay
+    )
 
     def init(params: Any) -> Any:
         state = chain.init(optax.tree.cast(params, jnp.float32))
-        return Offloaded(state) if config.offload else state
+        return Offloaded(state) if config.moments.offload else state
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # optax relies on both
-            before = state.on_host if config.offload else state
+            before = state.on_host if config.moments.offload else state
             wide, weights = optax.tree.cast((updates, params), jnp.float32)
             directions, after = chain.update(wide, before, weights)
         after = jax.tree.map_with_path(lambda path, x: constrain(x, *RULES.get(parameter_path(path), ())), after)
-        return directions, Offloaded(after) if config.offload else after
+        return directions, Offloaded(after) if config.moments.offload else after
 
     return optax.GradientTransformation(init, update)
 
 
-def _adam(config: Optimiser) -> optax.GradientTransformation:
-    return _kept_in(optax.scale_by_adam(config.b1, config.b2, config.eps), "mu", config.momentum_dtype)
+def _adam(moments: Moments) -> optax.GradientTransformation:
+    return _kept_in(optax.scale_by_adam(moments.b1, moments.b2, moments.eps), "mu", moments.dtype)
 
 
-def _adafactor(config: Optimiser) -> optax.GradientTransformation:
+def _adafactor(moments: Moments) -> optax.GradientTransformation:
     """Return Adafactor: factored second moments, with a decay rising to b2 as 1 - t ** -0.8; momentum unless b1 is 0.
 
     Arrays are folded to matrices, so that the paper's matrix is factored, not a head of it; those with fewer than 128
@@ -88,10 +90,10 @@ def _adafactor(config: Optimiser) -> optax.GradientTransformation:
     fold = functools.partial(jax.tree.map_with_path, _folded)
 
     def decay(step: Any, _: Any) -> jax.Array:
-        return jnp.minimum(1.0 - (step + 1.0) ** -0.8, config.b2)
+        return jnp.minimum(1.0 - (step + 1.0) ** -0.8, moments.b2)
 
-    scale = optax.scale_by_factored_rms(epsilon=config.eps**2, decay_rate_fn=decay)
-    momentum = _kept_in(optax.ema(config.b1), "ema", config.momentum_dtype) if config.b1 else optax.identity()
+    scale = optax.scale_by_factored_rms(epsilon=moments.eps**2, decay_rate_fn=decay)
+    momentum = _kept_in(optax.ema(moments.b1), "ema", moments.dtype) if moments.b1 else optax.identity()
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         directions, state = scale.update(fold(updates), state, fold(params))
@@ -100,7 +102,7 @@ def _adafactor(config: Optimiser) -> optax.GradientTransformation:
     return optax.chain(optax.GradientTransformation(lambda params: scale.init(fold(params)), update), momentum)
 
 
-def _muon(config: Optimiser) -> optax.GradientTransformation:
+def _muon(moments: Moments) -> optax.GradientTransformation:
     """Return Muon (arXiv 2502.16982): momentum of each layer's matrices, orthogonalised.
 
     Embeddings, head, norms and biases use Adam.
@@ -114,10 +116,10 @@ def _muon(config: Optimiser) -> optax.GradientTransformation:
     def resize(path: tuple, x: jax.Array) -> jax.Array:
         return MUON_RMS * math.sqrt(max(_folded(path, x).shape[1:])) * x
 
-    momentum = contrib.scale_by_muon(beta=config.b1, eps=config.eps, weight_dimension_numbers=axes)
-    momentum = _kept_in(momentum, "mu", config.momentum_dtype)
+    momentum = contrib.scale_by_muon(beta=moments.b1, eps=moments.eps, weight_dimension_numbers=axes)
+    momentum = _kept_in(momentum, "mu", moments.dtype)
     sized = optax.stateless(lambda grads, _: jax.tree.map_with_path(resize, grads))
-    return optax.partition({"muon": optax.chain(momentum, sized), "adam": _adam(config)}, label)
+    return optax.partition({"muon": optax.chain(momentum, sized), "adam": _adam(moments)}, label)
 
 
 def _kept_in(inner: optax.GradientTransformation, field: str, dtype: str) -> optax.GradientTransformation:

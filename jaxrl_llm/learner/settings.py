@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from jaxrl_llm.errors import require
 from jaxrl_llm.models.config import Lora
-from jaxrl_llm.system.setting import FIXED, FREE, MODEL, RECORDED, Choice, Count, Range, Setting
+from jaxrl_llm.system.setting import FIXED, FREE, MODEL, RECORDED, Choice, Count, Range, Setting, take_old_names
 
 MUON_RMS = 0.2
 """Root mean square of Muon's steps: AdamW's, so that one learning rate serves both (arXiv 2502.16982, section 2.2)."""
@@ -31,6 +31,25 @@ RL_RATE = Usual(1e-6)
 
 
 @dataclasses.dataclass(frozen=True)
+class Moments(Setting):
+    """Settings of the moments: moving averages of the gradients, which the optimiser keeps for each weight.
+
+    Attributes:
+      b1: decay of the first moment; Muon's papers take 0.95; adafactor keeps no first moment at 0.
+      b2: decay of the second moment.
+      eps: added to the root of the second moment.
+      dtype: of the first moment. The second one stays float32: bfloat16 would round away what (1 - b2) adds to it.
+      offload: keep them in host memory between updates, and fetch them whole for each.
+    """
+
+    b1: Annotated[float, Range("[0, 1)")] = 0.9
+    b2: Annotated[float, Range("[0, 1)")] = 0.999
+    eps: Annotated[float, Range("(0, inf)")] = 1e-8
+    dtype: Annotated[str, Choice("float32", "bfloat16")] = "float32"
+    offload: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class Optimiser(Setting):
     """The optimiser: how gradients become steps.
 
@@ -44,14 +63,9 @@ class Optimiser(Setting):
       schedule: "constant", or how it falls to 0 over ``decay``: "cosine" or "linear".
       decay: optimiser updates between which it falls; with a late first one it is warm-up, stable, decay (arXiv
         2404.06395).
-      b1: decay of the first moment; Muon's papers take 0.95; adafactor keeps no first moment at 0.
-      b2: decay of the second moment.
-      eps: added to the root of the second moment.
       weight_decay: on matrices, not on norms and biases.
       clip_norm: gradients are scaled down to this global norm; 0 leaves them alone.
-      momentum_dtype: of the first moment. The second one stays float32: bfloat16 would round away what (1 - b2) adds to
-        it.
-      offload: keep the optimiser's state in host memory between updates, and fetch it whole for each.
+      moments: see ``Moments``.
     """
 
     name: Annotated[str, Choice("adamw", "adafactor", "muon")] = "adamw"
@@ -59,13 +73,9 @@ class Optimiser(Setting):
     warmup: Annotated[int, Range("[0, inf]")] = 0
     schedule: Annotated[str, Choice("constant", "cosine", "linear")] = "constant"
     decay: tuple[int, int] = (0, 0)
-    b1: Annotated[float, Range("[0, 1)")] = 0.9
-    b2: Annotated[float, Range("[0, 1)")] = 0.999
-    eps: Annotated[float, Range("(0, inf)")] = 1e-8
     weight_decay: Annotated[float, Range("[0, inf)")] = 0.0
     clip_norm: Annotated[float, Range("[0, inf)", "0 does not clip")] = 1.0
-    momentum_dtype: Annotated[str, Choice("float32", "bfloat16")] = "float32"
-    offload: bool = False
+    moments: Moments = Moments()
 
     def check(self, run: Any, where: str) -> None:
         """Refuse a schedule without its decay, and a decay without its schedule."""
@@ -92,6 +102,18 @@ class Optimiser(Setting):
             f"learner.dtype 'bfloat16' rounds away steps of {step:g} ({where}.learning_rate "
             f"{self.learning_rate:g}): set learner.dtype float32 and learner.compute_dtype bfloat16, or {adapter}",
         )
+
+
+take_old_names(
+    Optimiser,
+    {
+        "b1": "moments.b1",
+        "b2": "moments.b2",
+        "eps": "moments.eps",
+        "momentum_dtype": "moments.dtype",
+        "offload": "moments.offload",
+    },
+)
 
 
 @dataclasses.dataclass(frozen=True)

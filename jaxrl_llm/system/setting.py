@@ -12,6 +12,7 @@ A field's annotation says which values it may have, and how they may change::
 import dataclasses
 import enum
 import functools
+import operator
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -202,21 +203,36 @@ def with_parts(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(dataclasses.replace(value, **new) if new else value)
 
 
-def take_old_names(kind: type, part: str, moved: Mapping[str, str]) -> None:
-    """Make the constructor of a dataclass, and ``dataclasses.replace``, accept old field names.
+def take_old_names(kind: type, moved: Mapping[str, str]) -> None:
+    """Make a dataclass accept old field names: in its constructor, in ``dataclasses.replace``, as attributes, and in
+    dotted names (``current_name``).
 
     Args:
       kind: the dataclass.
-      part: its field that has the moved fields now; it has a default value.
-      moved: from the old names to those of the part's fields.
+      moved: from the old names to the dotted ones of the fields now, such as ``{"b1": "moments.b1"}``; the parts that
+        have them now have default values.
     """
     made = kind.__init__
 
     @functools.wraps(made)
     def __init__(self: Any, *args: Any, **values: Any) -> None:
-        old = {moved[name]: values.pop(name) for name in moved if name in values}
-        if old:
-            values[part] = dataclasses.replace(values.get(part, getattr(kind, part)), **old)
+        for old in moved.keys() & values.keys():
+            part, _, field = moved[old].partition(".")
+            values[part] = dataclasses.replace(values.get(part, getattr(kind, part)), **{field: values.pop(old)})
         made(self, *args, **values)
 
-    setattr(kind, "__init__", __init__)  # noqa: B010  a type checker takes no assignment to it
+    def __getattr__(self: Any, name: str) -> Any:
+        if name not in moved:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return operator.attrgetter(moved[name])(self)
+
+    for name, value in (("__init__", __init__), ("__getattr__", __getattr__), ("old_names", moved)):
+        setattr(kind, name, value)
+
+
+def current_name(value: Any, name: str) -> str:
+    """Return the dotted name that a setting in ``value`` has now, for one that may be old; others are unchanged."""
+    field, dot, rest = name.partition(".")
+    if not dot:
+        return getattr(value, "old_names", {}).get(field, field)
+    return f"{field}.{current_name(getattr(value, field, None), rest)}"

@@ -111,7 +111,6 @@ REFUSED = {
     "train smoke --learner.lr 1e-6": ["no option --learner.lr: here it is --learner.optimiser.learning_rate"],
     "train smoke --num_train_epochs 1": ["here it is --steps (each of rollout.prompts prompts)"],
     "train smoke --use_vllm True": ["the sampler is built in"],
-    "train smoke --recipe.reference_reset 5": ["here it is --recipe.resets.reference_every"],
     "train smoke data.train_batch_size=8": ["no translation of data.train_batch_size: here it is --rollout.prompts"],
     "train smoke actor_rollout_ref.rollout.n=8": ["here it is --rollout.group"],
     "eval tiny-random --max_completion_length 9": ["did you mean --max_new_tokens?"],

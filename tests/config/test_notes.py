@@ -12,7 +12,7 @@ from jaxrl_llm.algorithms.ratios import SequenceMask, TruncatedIS
 from jaxrl_llm.algorithms.surrogates import CISPO, SAPO, MiniRL, MirrorDescent, PenaltyKL, PPOClip
 from jaxrl_llm.config import Run, Scoring
 from jaxrl_llm.config.notes import inert
-from jaxrl_llm.learner import Learner, Optimiser
+from jaxrl_llm.learner import Learner, Moments, Optimiser
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rewards import Format
 from jaxrl_llm.rewards.group_shaping import RelativeLength
@@ -200,7 +200,7 @@ def test_an_optimiser_that_begins_anew_too_often_is_told_of():
     assert not anew(run_of("kimi_k1_5", minibatches=2, resets=Resets(optimiser_every=5)))
     never = run_of("kimi_k1_5", resets=Resets(optimiser_every=3))
     assert anew(never) and not anew(dataclasses.replace(never, steps=2))
-    muon = dataclasses.replace(run_of("kimi_k1_5"), learner=Learner(Optimiser(name="muon", b1=0.95)))
+    muon = dataclasses.replace(run_of("kimi_k1_5"), learner=Learner(Optimiser(name="muon", moments=Moments(b1=0.95))))
     assert "its moments average over 20" in anew(muon)[0]
 
 

@@ -276,7 +276,7 @@ WRONG = {
         Phase("a", 1), Phase("b", changes={"recipe.temperature": float("-inf"), "rollout.temperature": 1.0})
     ],
     "which counts the updates of the whole run": [Phase("a", 1), Phase("b", changes={"learner.optimiser.warmup": 5})],
-    "changes learner.optimiser.b1, which decides": [
+    "changes learner.optimiser.moments.b1, which decides": [
         Phase("a", 1, changes={"learner.optimiser": Optimiser("adafactor", b1=0.0)}, reset_optimiser=True),
         Phase("b", changes={"learner.optimiser.b1": 0.9}),
     ],

@@ -14,7 +14,7 @@ from tiny import tiny
 from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.checkpoints.store import Checkpoints
 from jaxrl_llm.config.phases import remembered
-from jaxrl_llm.learner import Layout, Optimiser, create_state, pack
+from jaxrl_llm.learner import Layout, Moments, Optimiser, create_state, pack
 from jaxrl_llm.learner.forward import on_mesh
 from jaxrl_llm.learner.optimiser import build, moved
 from jaxrl_llm.learner.state import abstract_state, reset_optimiser
@@ -23,12 +23,12 @@ from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
 
 KINDS = {
     "adamw": Optimiser(learning_rate=1e-2, weight_decay=0.1),
-    "adamw, bfloat16 momentum": Optimiser(learning_rate=1e-2, momentum_dtype="bfloat16"),
+    "adamw, bfloat16 momentum": Optimiser(learning_rate=1e-2, moments=Moments(dtype="bfloat16")),
     "adafactor": Optimiser("adafactor", 1e-2, weight_decay=0.1),
-    "adafactor, no momentum": Optimiser("adafactor", 1e-2, b1=0.0),
-    "muon": Optimiser("muon", 1e-2, b1=0.95, weight_decay=0.1),
-    "muon, bfloat16 momentum": Optimiser("muon", 1e-2, b1=0.95, momentum_dtype="bfloat16"),
-    "offloaded": Optimiser(learning_rate=1e-2, weight_decay=0.1, offload=True),
+    "adafactor, no momentum": Optimiser("adafactor", 1e-2, moments=Moments(b1=0.0)),
+    "muon": Optimiser("muon", 1e-2, moments=Moments(b1=0.95), weight_decay=0.1),
+    "muon, bfloat16 momentum": Optimiser("muon", 1e-2, moments=Moments(b1=0.95, dtype="bfloat16")),
+    "offloaded": Optimiser(learning_rate=1e-2, weight_decay=0.1, moments=Moments(offload=True)),
 }
 MATRICES = {"blocks/attn/q": 1, "blocks/attn/o": 2, "blocks/mlp/down": 1}
 """Axes that each one sums over."""
@@ -80,44 +80,46 @@ def narrow(x, dtype):
 def adam(config, grads):
     m = v = 0.0
     for t, g in enumerate(grads, start=1):
-        exact = config.b1 * m + (1 - config.b1) * g
-        v = config.b2 * v + (1 - config.b2) * g**2
-        yield exact / (1 - config.b1**t) / (np.sqrt(v / (1 - config.b2**t)) + config.eps)
-        m = narrow(exact, config.momentum_dtype)
+        exact = config.moments.b1 * m + (1 - config.moments.b1) * g
+        v = config.moments.b2 * v + (1 - config.moments.b2) * g**2
+        yield exact / (1 - config.moments.b1**t) / (np.sqrt(v / (1 - config.moments.b2**t)) + config.moments.eps)
+        m = narrow(exact, config.moments.dtype)
 
 
 def adafactor(config, grads):
     rows = columns = m = 0.0
     for t, g in enumerate(grads, start=1):
-        decay, square = min(1 - t**-0.8, config.b2), g**2 + config.eps**2
+        decay, square = min(1 - t**-0.8, config.moments.b2), g**2 + config.moments.eps**2
         rows = decay * rows + (1 - decay) * square.mean(axis=1)
         columns = decay * columns + (1 - decay) * square.mean(axis=0)
         step = g / np.sqrt(np.outer(rows, columns) / rows.mean())
-        m = config.b1 * m + (1 - config.b1) * step
-        yield m / (1 - config.b1**t)
+        m = config.moments.b1 * m + (1 - config.moments.b1) * step
+        yield m / (1 - config.moments.b1**t)
 
 
 def whole_moments(config, grads):
     """Adafactor where nothing is factored."""
     v = m = 0.0
     for t, g in enumerate(grads, start=1):
-        decay = min(1 - t**-0.8, config.b2)
-        v = decay * v + (1 - decay) * (g**2 + config.eps**2)
-        m = config.b1 * m + (1 - config.b1) * g / np.sqrt(v)
-        yield m / (1 - config.b1**t)
+        decay = min(1 - t**-0.8, config.moments.b2)
+        v = decay * v + (1 - decay) * (g**2 + config.moments.eps**2)
+        m = config.moments.b1 * m + (1 - config.moments.b1) * g / np.sqrt(v)
+        yield m / (1 - config.moments.b1**t)
 
 
 def muon(config, grads):
     m = 0.0
     for t, g in enumerate(grads, start=1):
-        exact = config.b1 * m + (1 - config.b1) * g
-        x = config.b1 * exact / (1 - config.b1 ** (t + 1)) + (1 - config.b1) * g / (1 - config.b1**t)
+        exact = config.moments.b1 * m + (1 - config.moments.b1) * g
+        x = config.moments.b1 * exact / (1 - config.moments.b1 ** (t + 1)) + (1 - config.moments.b1) * g / (
+            1 - config.moments.b1**t
+        )
         x = x / np.linalg.norm(x)
         for _ in range(5):
             a = x @ x.T
             x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
         yield 0.2 * np.sqrt(max(x.shape)) * x
-        m = narrow(exact, config.momentum_dtype)
+        m = narrow(exact, config.moments.dtype)
 
 
 ORACLES = {"adamw": (adam, adam), "adafactor": (adafactor, whole_moments), "muon": (muon, adam)}
@@ -236,7 +238,7 @@ def test_a_state_is_divided_saved_and_reset(kind, lora, tmp_path):
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "muon"])
 def test_what_an_optimiser_remembers_has_a_form_that_these_settings_alone_decide(name):
     model = tiny("plain")
-    before = Optimiser(name, b1=0.9, weight_decay=0.0)
+    before = Optimiser(name, moments=Moments(b1=0.9), weight_decay=0.0)
 
     def form(optimiser):
         state = jax.eval_shape(build(optimiser).init, model)

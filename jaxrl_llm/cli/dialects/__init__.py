@@ -11,7 +11,7 @@ from typing import Any
 from jaxrl_llm.cli.dialects import trl, verl
 from jaxrl_llm.cli.dialects.spelling import Given, Spelling
 from jaxrl_llm.errors import InputError, require
-from jaxrl_llm.recipes import OLD_RESETS, Recipe
+from jaxrl_llm.recipes import Recipe
 
 SPELLINGS: dict[str, Spelling] = {
     name: Spelling(name, dialect, tuple(fields.split()), *rest)  # ty: ignore[invalid-argument-type]
@@ -44,9 +44,9 @@ warmup_steps lr_warmup_steps warmup_ratio lr_warmup_steps_ratio -> learner.optim
 lr_scheduler_type -> learner.optimiser.schedule
 optim -> learner.optimiser.name
 weight_decay -> learner.optimiser.weight_decay
-adam_beta1 -> learner.optimiser.b1
-adam_beta2 -> learner.optimiser.b2
-adam_epsilon -> learner.optimiser.eps
+adam_beta1 -> learner.optimiser.moments.b1
+adam_beta2 -> learner.optimiser.moments.b2
+adam_epsilon -> learner.optimiser.moments.eps
 max_grad_norm grad_clip -> learner.optimiser.clip_norm
 model_name_or_path model.path -> model
 bf16 fp16 -> learner.compute_dtype: bfloat16
@@ -77,14 +77,14 @@ reward_weights -> : each of scoring.rewards has its weight in the configuration'
 recipe.controller kl_ctrl.type -> : a controller is set in the configuration: replace(GRPO, controller=AdaptiveKL())
 resume_from_checkpoint resume_mode -> : the same command resumes; --from RUN[@STEP] starts a run with another's weights
 """
-"""Names of other trainers, and of older versions of this package; the equivalent field, if any; a further note.
-They are matched by their last part, or the last two.
+"""Names of other trainers; the equivalent field, if any; a further note. They are matched by their last part, or
+the last two.
 """
 MEANINGS = {
     name: (meaning.partition(": ")[0], meaning.partition(": ")[2])
     for names, _, meaning in (line.partition(" -> ") for line in HINTS.strip().splitlines())
     for name in names.split()
-} | {f"recipe.{old}": (f"recipe.resets.{new}", "") for old, new in OLD_RESETS.items()}
+}
 
 
 def hint(name: str) -> tuple[str, str]:

@@ -1,0 +1,98 @@
+"""A setting that moved to another part is still given by its old name, in each way to give a setting."""
+
+import dataclasses
+import functools
+import json
+import operator
+
+import pytest
+
+from jaxrl_llm import config as configs
+from jaxrl_llm.cli.flags import parse
+from jaxrl_llm.config.phases import in_phase, validate
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.rules.settings import Phase, Rules
+from jaxrl_llm.system.setting import current_name, settings_in
+
+RUN = configs.load_config("smoke")[1]
+
+
+def replaced(run, path, value):
+    """The run with another value at a dotted path."""
+    name, _, rest = path.partition(".")
+    return dataclasses.replace(run, **{name: replaced(getattr(run, name), rest, value) if rest else value})
+
+
+OLD = {
+    "run_dir": "elsewhere",
+    "learner.optimiser.b1": 0.8,
+    "learner.optimiser.b2": 0.9,
+    "learner.optimiser.eps": 1e-4,
+    "learner.optimiser.momentum_dtype": "bfloat16",
+    "learner.optimiser.offload": True,
+    "recipe.reference_reset": 3,
+    "recipe.reset_on_stall": 4,
+    "recipe.reset_optimiser": True,
+    "recipe.optimiser_reset": 5,
+}
+"""Another value than the default for each old name."""
+NOW = {current_name(RUN, name): value for name, value in OLD.items()}
+OTHER = functools.reduce(lambda run, name: replaced(run, name, NOW[name]), NOW, RUN)
+"""The run with all these values."""
+SHARED = {"run_dir"}
+"""Those that all phases share."""
+
+
+def test_every_old_name_is_tested():
+    found = {f"{where}{name}" for part, where in settings_in(RUN) for name in getattr(part, "old_names", {})}
+    assert found == OLD.keys()
+    assert all(operator.attrgetter(name)(RUN) != NOW[name] for name in NOW)
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_python_takes_and_reads_it(name):
+    assert operator.attrgetter(name)(OTHER) == OLD[name]
+    assert replaced(RUN, name, OLD[name]) == replaced(RUN, current_name(RUN, name), OLD[name]) != RUN
+    where, _, field = name.rpartition(".")
+    part = operator.attrgetter(where)(RUN) if where else RUN
+    kept = {one.name: getattr(part, one.name) for one in dataclasses.fields(part)}
+    assert type(part)(**kept, **{field: OLD[name]}) == dataclasses.replace(part, **{field: OLD[name]})
+
+
+@pytest.mark.filterwarnings("ignore:get_parser")
+def test_the_command_line_takes_it():
+    switches = [name for name, value in OLD.items() if value is True]
+    flags = [text for name in OLD.keys() - switches for text in (f"--{name}", str(OLD[name]))]
+    given = [*flags, *(f"--{name.replace('_', '-')}" for name in switches)]
+    assert parse(type(RUN), given, "train", "", RUN) == OTHER
+    off = [f"--{'.no-'.join(name.rsplit('.', 1))}" for name in switches]
+    assert parse(type(RUN), [*given, *off], "train", "", RUN) == functools.reduce(
+        lambda run, name: replaced(run, name, False), switches, OTHER
+    )
+
+
+def test_a_phase_changes_it():
+    names = OLD.keys() - SHARED
+    old, new = (
+        dataclasses.replace(RUN, rules=Rules((Phase("a", 1), Phase("b", changes=changes, reset_optimiser=True))))
+        for changes in ({name: OLD[name] for name in names}, {current_name(RUN, name): OLD[name] for name in names})
+    )
+    assert in_phase(old, 1) == in_phase(new, 1) != in_phase(old, 0)
+    for name in SHARED:
+        run = dataclasses.replace(RUN, rules=Rules((Phase("a", 1), Phase("b", changes={name: OLD[name]}))))
+        with pytest.raises(InputError, match=f"changes {current_name(RUN, name)}, which is the same in all phases"):
+            validate(run)
+
+
+def test_an_older_file_has_it():
+    data = json.loads(json.dumps(configs.to_json(OTHER)))
+    for name in OLD:
+        *where, old = name.split(".")
+        *_, group, field = current_name(RUN, name).split(".")
+        part = functools.reduce(operator.getitem, where, data)
+        part[old] = part[group].pop(field)
+        if part[group].keys() == {"type"}:
+            del part[group]
+    assert "moments" not in data["learner"]["optimiser"] and data["learner"]["optimiser"]["b1"] == 0.8
+    assert configs.from_json(data) == OTHER
+    assert configs.changes(configs.from_json(data), OTHER) == []
