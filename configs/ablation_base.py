@@ -12,7 +12,7 @@ import random
 import string
 
 from jaxrl_llm.config import Answering, BatchSize, Evaluation, Output, Supervised
-from jaxrl_llm.learner import Learner, Optimiser
+from jaxrl_llm.learner import Compute, Learner, Optimiser
 from jaxrl_llm.tasks import Task, Texts
 
 PROBLEMS = [{"prompt": f"{letter}=", "answer": str(20 + i)} for i, letter in enumerate(string.ascii_letters)]
@@ -39,7 +39,7 @@ config = Supervised(
     model="tiny-random",
     data=Texts(texts(), template="plain"),
     batch=BatchSize(rows=64, max_tokens=48),
-    learner=Learner(optimiser=Optimiser(learning_rate=3e-3), row_tokens=512, remat="none"),
+    learner=Learner(optimiser=Optimiser(learning_rate=3e-3), compute=Compute(row_tokens=512, remat="none")),
     evaluation=Evaluation(every=100, samples=4, temperature=1.0, task=Task(PROBLEMS, template="plain", name="letters")),
     answering=Answering(max_new_tokens=12, slots=208, chunk=12),
     output=Output(checkpoint_every=400, keep=1, tensorboard=False),

@@ -15,7 +15,7 @@ import dataclasses
 import string
 
 from jaxrl_llm.config import Evaluation, Output, Run
-from jaxrl_llm.learner import Learner, Optimiser
+from jaxrl_llm.learner import Compute, Learner, Optimiser
 from jaxrl_llm.recipes import GRPO
 from jaxrl_llm.rollout import Collect, Rollout
 from jaxrl_llm.tasks import Task
@@ -43,8 +43,7 @@ config = Run(
         optimiser=Optimiser(learning_rate=3e-4),
         epochs=2,
         minibatches=4,
-        row_tokens=768,
-        remat="none",
+        compute=Compute(row_tokens=768, remat="none"),
     ),
     # The evaluation uses the letters of training too: it compares learning, not generalisation.
     evaluation=Evaluation(every=10, samples=4, temperature=1.0, task=task),

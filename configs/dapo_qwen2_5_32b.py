@@ -2,8 +2,8 @@
 
     jaxrl-llm train dapo_qwen2_5_32b
 
-Hardware: written for 256 chips (elsewhere change mesh and learner.microbatch_rows); not run by us. Weights, gradients
-and Adam's moments in float32 alone are 525 GB, divided over the mesh; a completion may have 20480 tokens.
+Hardware: written for 256 chips (elsewhere change mesh and learner.compute.microbatch_rows); not run by us. Weights,
+gradients and Adam's moments in float32 alone are 525 GB, divided over the mesh; a completion may have 20480 tokens.
 
 Published, not measured by us: AIME 2024 avg@32 from 30 (plain GRPO) to 50, step by step in the paper's table 1:
 overlong filtering 36, clip-higher 38, soft overlong punishment 41, token-level loss 42, dynamic sampling 50.
@@ -19,7 +19,7 @@ of steps.
 """
 
 from jaxrl_llm.config import Evaluation, Output, Run
-from jaxrl_llm.learner import Learner, Optimiser
+from jaxrl_llm.learner import Compute, Learner, Optimiser
 from jaxrl_llm.recipes import DAPO
 from jaxrl_llm.rollout import Collect, Rollout
 from jaxrl_llm.sharding import MeshShape
@@ -50,8 +50,7 @@ config = Run(
         # The warm-up counts updates: 20 steps of 16.
         optimiser=Optimiser(learning_rate=1e-6, warmup=20 * UPDATES, weight_decay=0.1),
         minibatches=UPDATES,
-        microbatch_rows=32,
-        compute_dtype="bfloat16",
+        compute=Compute(microbatch_rows=32, dtype="bfloat16"),
     ),
     mesh=MeshShape(data=1, fsdp=-1, tensor=8),
     evaluation=Evaluation(

@@ -14,7 +14,7 @@ order; less than 4 and a half minutes in all, compilation, the collection of 370
 
 from jaxrl_llm.algorithms.preference import DPO
 from jaxrl_llm.config import Answering, BatchSize, Output, Preference
-from jaxrl_llm.learner import Learner, Optimiser
+from jaxrl_llm.learner import Compute, Learner, Optimiser
 from jaxrl_llm.tasks import Collected, Pairs, ReasoningGym, Task
 
 task = Task(
@@ -30,7 +30,7 @@ config = Preference(
     data=Pairs(Collected(task, samples=16, temperature=0.5, keep="all", cut_off=True), holdout=0.2),
     loss=DPO(beta=0.1),
     batch=BatchSize(rows=32, max_tokens=64),
-    learner=Learner(optimiser=Optimiser(learning_rate=1e-5), remat="none"),
+    learner=Learner(optimiser=Optimiser(learning_rate=1e-5), compute=Compute(remat="none")),
     answering=Answering(max_new_tokens=24, slots=80, chunk=8),
     output=Output(checkpoint_every=8, keep=1),
     steps=8,

@@ -14,7 +14,7 @@ number of steps.
 """
 
 from jaxrl_llm.config import Evaluation, Output, Run
-from jaxrl_llm.learner import Learner, Optimiser
+from jaxrl_llm.learner import Compute, Learner, Optimiser
 from jaxrl_llm.recipes import GRPO
 from jaxrl_llm.rollout import Rollout
 from jaxrl_llm.tasks import HubDataset, Task
@@ -34,7 +34,7 @@ config = Run(
     recipe=GRPO,
     rollout=Rollout(prompts=64, group=8, max_prompt_tokens=384, max_new_tokens=512, slots=256, chunk=32),
     learner=Learner(
-        optimiser=Optimiser(learning_rate=1e-6), microbatch_rows=8, row_tokens=4096, compute_dtype="bfloat16"
+        optimiser=Optimiser(learning_rate=1e-6), compute=Compute(microbatch_rows=8, row_tokens=4096, dtype="bfloat16")
     ),
     evaluation=Evaluation(every=20, task=gsm8k("test")),
     output=Output(checkpoint_every=20),

@@ -18,7 +18,7 @@ gives neither its data nor its batch sizes, lengths and learning rate: those her
 """
 
 from jaxrl_llm.config import Evaluation, Output, Run
-from jaxrl_llm.learner import Learner, Optimiser
+from jaxrl_llm.learner import Compute, Learner, Optimiser
 from jaxrl_llm.recipes import GSPO
 from jaxrl_llm.rollout import Rollout
 from jaxrl_llm.sharding import MeshShape
@@ -36,7 +36,7 @@ config = Run(
     recipe=GSPO,
     rollout=Rollout(prompts=256, group=8, max_prompt_tokens=1024, max_new_tokens=8192, slots=512, chunk=64),
     learner=Learner(
-        optimiser=Optimiser(learning_rate=1e-6), minibatches=4, microbatch_rows=32, compute_dtype="bfloat16"
+        optimiser=Optimiser(learning_rate=1e-6), minibatches=4, compute=Compute(microbatch_rows=32, dtype="bfloat16")
     ),
     mesh=MeshShape(data=1, fsdp=-1, tensor=4),
     evaluation=Evaluation(every=20, samples=4, temperature=0.6, top_p=0.95),

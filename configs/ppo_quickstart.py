@@ -20,7 +20,7 @@ import dataclasses
 from pathlib import Path
 
 from jaxrl_llm.config import Output, Run
-from jaxrl_llm.learner import Critic, Learner, Optimiser
+from jaxrl_llm.learner import Compute, Critic, Learner, Optimiser
 from jaxrl_llm.recipes import PPO
 from jaxrl_llm.rollout import Rollout
 from jaxrl_llm.tasks import ReasoningGym, Task
@@ -48,7 +48,7 @@ config = Run(
         ),
     ),
     rollout=Rollout(prompts=56, group=1, max_prompt_tokens=40, max_new_tokens=24, temperature=0.9, slots=56, chunk=8),
-    learner=Learner(optimiser=Optimiser(learning_rate=2e-5), minibatches=4, remat="none"),
+    learner=Learner(optimiser=Optimiser(learning_rate=2e-5), minibatches=4, compute=Compute(remat="none")),
     output=Output(checkpoint_every=9, keep=1),
     steps=9,
 )

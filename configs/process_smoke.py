@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 from jaxrl_llm.algorithms.advantages import ProcessSupervised
 from jaxrl_llm.config import Output, Run, Scoring
-from jaxrl_llm.learner import Learner, Optimiser
+from jaxrl_llm.learner import Compute, Learner, Optimiser
 from jaxrl_llm.recipes import GRPO
 from jaxrl_llm.rewards import Format, StepFunction
 from jaxrl_llm.rollout import Collect, Rollout
@@ -47,7 +47,7 @@ config = Run(
     rollout=Rollout(
         prompts=8, group=8, max_prompt_tokens=80, max_new_tokens=12, slots=64, chunk=12, collect=Collect(patience=0)
     ),
-    learner=Learner(optimiser=Optimiser(learning_rate=1e-2), minibatches=2, row_tokens=256),
+    learner=Learner(optimiser=Optimiser(learning_rate=1e-2), minibatches=2, compute=Compute(row_tokens=256)),
     output=Output(checkpoint_every=10, tensorboard=False),
     steps=10,
 )

@@ -16,7 +16,7 @@ weight decay, evaluation every 50 steps and the definition of stagnation (three 
 """
 
 from jaxrl_llm.config import Evaluation, Output, Run
-from jaxrl_llm.learner import Learner, Optimiser
+from jaxrl_llm.learner import Compute, Learner, Optimiser
 from jaxrl_llm.recipes import PRORL_V1
 from jaxrl_llm.rollout import Rollout
 from jaxrl_llm.tasks import HubDataset, Task
@@ -43,7 +43,7 @@ config = Run(
         chunk=64,
     ),
     learner=Learner(
-        optimiser=Optimiser(learning_rate=2e-6), minibatches=4, microbatch_rows=32, compute_dtype="bfloat16"
+        optimiser=Optimiser(learning_rate=2e-6), minibatches=4, compute=Compute(microbatch_rows=32, dtype="bfloat16")
     ),
     evaluation=Evaluation(every=50, samples=4, temperature=0.6, top_p=0.95),
     output=Output(checkpoint_every=50),

@@ -20,7 +20,7 @@ and no code. ``eval RUN@STEP`` and ``train --from RUN@STEP`` take each run's beg
 import dataclasses
 
 from jaxrl_llm.config import Evaluation, Mixture, Output, Part, Run
-from jaxrl_llm.learner import Learner, Optimiser
+from jaxrl_llm.learner import Compute, Learner, Optimiser
 from jaxrl_llm.recipes import PRORL_V1
 from jaxrl_llm.rewards.group_shaping import StopProperly
 from jaxrl_llm.rollout import Rollout
@@ -72,7 +72,7 @@ config = Run(
         prompts=256, group=16, max_prompt_tokens=PROMPT, max_new_tokens=CONTEXT - PROMPT, slots=512, chunk=64
     ),
     learner=Learner(
-        optimiser=Optimiser(learning_rate=2e-6), minibatches=4, microbatch_rows=32, compute_dtype="bfloat16"
+        optimiser=Optimiser(learning_rate=2e-6), minibatches=4, compute=Compute(microbatch_rows=32, dtype="bfloat16")
     ),
     evaluation=Evaluation(every=50, samples=4, temperature=0.6, top_p=0.95),
     output=Output(checkpoint_every=50),

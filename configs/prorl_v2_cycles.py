@@ -19,7 +19,7 @@ updates (``LengthCycle``); as phases each turn is an event, a kept snapshot and 
 import dataclasses
 
 from jaxrl_llm.config import Evaluation, Output, Run
-from jaxrl_llm.learner import Learner, Optimiser
+from jaxrl_llm.learner import Compute, Learner, Optimiser
 from jaxrl_llm.recipes import PRORL_V2
 from jaxrl_llm.rewards.group_shaping import LengthCycle, StopProperly
 from jaxrl_llm.rollout import Rollout
@@ -54,7 +54,7 @@ config = Run(
     recipe=dataclasses.replace(PRORL_V2, resets=Resets(reference_every=300, on_stall=3, on_kl_jump=3.0, kl_window=20)),
     rollout=Rollout(prompts=512, group=16, max_prompt_tokens=PROMPT, max_new_tokens=COMPLETION, slots=512, chunk=64),
     learner=Learner(
-        optimiser=Optimiser(learning_rate=1e-6), minibatches=8, microbatch_rows=32, compute_dtype="bfloat16"
+        optimiser=Optimiser(learning_rate=1e-6), minibatches=8, compute=Compute(microbatch_rows=32, dtype="bfloat16")
     ),
     evaluation=Evaluation(every=50, samples=4, temperature=0.6, top_p=0.95),
     output=Output(checkpoint_every=50),

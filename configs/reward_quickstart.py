@@ -13,7 +13,7 @@ in all, compilation and the collection of 370 pairs included; 4.3 GB of memory.
 """
 
 from jaxrl_llm.config import Answering, BatchSize, Output, RewardModel
-from jaxrl_llm.learner import Learner, Optimiser
+from jaxrl_llm.learner import Compute, Learner, Optimiser
 from jaxrl_llm.tasks import Collected, Pairs, ReasoningGym, Task
 
 task = Task(
@@ -28,7 +28,7 @@ config = RewardModel(
     model="smollm2-135m",
     data=Pairs(Collected(task, samples=16, temperature=0.5, keep="all", cut_off=True), holdout=0.2),
     batch=BatchSize(rows=32, max_tokens=64),
-    learner=Learner(optimiser=Optimiser(learning_rate=1e-4, warmup=3), remat="none"),
+    learner=Learner(optimiser=Optimiser(learning_rate=1e-4, warmup=3), compute=Compute(remat="none")),
     answering=Answering(max_new_tokens=24, slots=80, chunk=8),
     output=Output(checkpoint_every=16, keep=1),
     steps=16,

@@ -15,7 +15,7 @@ first learns to end its answers), the accuracy of sampled answers only after tha
 import dataclasses
 
 from jaxrl_llm.config import Output, Run, Scoring
-from jaxrl_llm.learner import Learner, Optimiser
+from jaxrl_llm.learner import Compute, Learner, Optimiser
 from jaxrl_llm.recipes import DAPO
 from jaxrl_llm.rewards import ModelReward
 from jaxrl_llm.rollout import Rollout
@@ -34,7 +34,7 @@ config = Run(
     # Scores of a model are never all equal: no group needs filtering.
     recipe=dataclasses.replace(DAPO, overlong_share=0.0, filter_groups=False),
     rollout=Rollout(prompts=8, group=8, max_prompt_tokens=40, max_new_tokens=24, temperature=0.7, slots=64, chunk=8),
-    learner=Learner(optimiser=Optimiser(learning_rate=2e-5), remat="none"),
+    learner=Learner(optimiser=Optimiser(learning_rate=2e-5), compute=Compute(remat="none")),
     output=Output(checkpoint_every=8, keep=1),
     steps=8,
 )

@@ -15,7 +15,7 @@ steps; ``constraint/length/multiplier`` rises to between 0.055 and 0.073 and end
 import math
 
 from jaxrl_llm.config import Output, Run, Scoring
-from jaxrl_llm.learner import Learner, Optimiser
+from jaxrl_llm.learner import Compute, Learner, Optimiser
 from jaxrl_llm.recipes import DR_GRPO
 from jaxrl_llm.rewards import Constraint, Function, LengthPenalty
 from jaxrl_llm.rollout import Collect, Rollout
@@ -50,7 +50,7 @@ config = Run(
         chunk=16,
         collect=Collect(patience=0),
     ),
-    learner=Learner(optimiser=Optimiser(learning_rate=1e-2), minibatches=2, row_tokens=256),
+    learner=Learner(optimiser=Optimiser(learning_rate=1e-2), minibatches=2, compute=Compute(row_tokens=256)),
     output=Output(checkpoint_every=25, tensorboard=False),
     steps=50,
 )

@@ -11,7 +11,7 @@ compilation, the collection of 241 texts and both evaluations included; 4.9 GB o
 """
 
 from jaxrl_llm.config import Answering, BatchSize, Output, Supervised
-from jaxrl_llm.learner import Learner, Optimiser
+from jaxrl_llm.learner import Compute, Learner, Optimiser
 from jaxrl_llm.tasks import Collected, ReasoningGym, Task, Texts
 
 task = Task(
@@ -26,7 +26,7 @@ config = Supervised(
     model="smollm2-135m",
     data=Texts(Collected(task, samples=16, temperature=0.5, keep="all")),
     batch=BatchSize(rows=32, max_tokens=64),
-    learner=Learner(optimiser=Optimiser(learning_rate=2e-5), remat="none"),
+    learner=Learner(optimiser=Optimiser(learning_rate=2e-5), compute=Compute(remat="none")),
     answering=Answering(max_new_tokens=24, slots=80, chunk=8),
     output=Output(checkpoint_every=14, keep=1),
     steps=14,

@@ -1,7 +1,7 @@
 """How fast and how large the learner's update is, on one device of this machine's default kind.
 
-    python tools/bench_update.py [--model 7m] [--lengths equal] [--rows 64] [--group 8] [--repeats 5] [--learner.remat
-    full]
+    python tools/bench_update.py [--model 7m] [--lengths equal] [--rows 64] [--group 8] [--repeats 5]
+    [--learner.compute.remat full]
 
 Prints one JSON line. The work is one optimiser step of GRPO without a reference on random completions, packed and
 computed as the trainer does it; every setting of the learner is an option. ``lengths`` are those of bench_rollout.
@@ -30,6 +30,7 @@ from bench_rollout import measured_peaks, model_of, requests
 
 from jaxrl_llm.algorithms import PRESETS, Algorithm
 from jaxrl_llm.learner import (
+    Compute,
     Forward,
     Layout,
     Learner,
@@ -52,7 +53,7 @@ from jaxrl_llm.types import Role, TrainState
 
 ALGORITHM: Algorithm = dataclasses.replace(PRESETS["grpo"], kl_coef=0.0)
 ADAM = Optimiser(learning_rate=1e-4, clip_norm=0.0)
-LEARNER = Learner(optimiser=ADAM, microbatch_rows=4, remat="none")
+LEARNER = Learner(optimiser=ADAM, compute=Compute(microbatch_rows=4, remat="none"))
 """The settings that were fastest on CPUs at 7m."""
 
 
@@ -172,7 +173,7 @@ def run(options: Options) -> dict[str, Any]:
         holder[0], _ = updated(holder[0], groups, setup)
 
     compile_s, update_s = timed(once, options.repeats)
-    _, speed = measured_peaks(options.learner.compute_dtype)
+    _, speed = measured_peaks(options.learner.compute.dtype)
     least = least_operations(model, options.prompt, limits, options.group) / speed
     return dataclasses.asdict(options) | {
         "device": jax.devices()[0].device_kind,

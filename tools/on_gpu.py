@@ -178,11 +178,12 @@ def update(shape: str) -> Callable[[Options], dict[str, Any]]:
 
     def check(options: Options) -> dict[str, Any]:
         work = ("--model", f"random:{shape}", "--rows", "32", "--prompt", "256", "--completion", "960")
-        rows = ("--learner.row_tokens", "4096", "--learner.microbatch_rows", "4", "--learner.remat", "dots")
+        sizes = ("--learner.compute.row_tokens", "4096", "--learner.compute.microbatch_rows", "4")
+        rows = (*sizes, "--learner.compute.remat", "dots")
         if options.small:
             work = ("--model", "tiny-random", "--rows", "16", "--group", "2", "--prompt", "8", "--completion", "8")
-            rows = ("--learner.row_tokens", "32", "--learner.microbatch_rows", "8")
-        flags = ("--repeats", "3", *rows, "--learner.compute_dtype", "bfloat16")
+            rows = ("--learner.compute.row_tokens", "32", "--learner.compute.microbatch_rows", "8")
+        flags = ("--repeats", "3", *rows, "--learner.compute.dtype", "bfloat16")
         row = row_of(f"update {shape.split('-')[-1]}", "bench_update.py", options, *work, *flags)
         kept = ("parameters_m", "tokens_per_s", "mfu", "filled", "update_s", "backward_s", "temp_mb", "compile_s")
         return {name: row[name] for name in kept} | {"ok": True}

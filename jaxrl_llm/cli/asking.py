@@ -134,7 +134,7 @@ def asking(
         asked = as_asked(name, settings, scoring, longest, options.max_new_tokens)
         by_task = {one.label: prompts for one in prompts.tasks}
         scorer.models = judges_of(asked, policy.mesh, policy.tokenizer, by_task, status)
-        dtype = jax.numpy.dtype(settings.learner.compute_dtype)
+        dtype = jax.numpy.dtype(settings.learner.compute.dtype)
         sizes: dict[str, Any] = {"slots": options.slots, "max_length": length, "chunk": settings.rollout.chunk}
         engine, prepared = backend_for(policy.model, dtype, policy.mesh, policy.mesh, **sizes)
         yield policy, prompts, Answerer(engine, prepared(policy.model), policy.tokenizer, scorer)

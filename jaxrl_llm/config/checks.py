@@ -150,16 +150,16 @@ def validate_on_devices(run: Any, devices: int, processes: int = 1) -> None:
     )
     sizes = run.mesh.sizes(devices)
     tensor, parts = sizes["tensor"], batch_parts(sizes)
-    rows = run.learner.microbatch_rows
-    row_tokens = run.learner.row_tokens
+    rows = run.learner.compute.microbatch_rows
+    row_tokens = run.learner.compute.row_tokens
     require(
         row_tokens % tensor == 0,
-        f"learner.row_tokens {row_tokens} does not divide over mesh tensor {tensor}, so each of these devices "
+        f"learner.compute.row_tokens {row_tokens} does not divide over mesh tensor {tensor}, so each of these devices "
         f"would hold all positions: make it a multiple of {tensor}, or 0 to choose",
     )
     require(
         rows % parts == 0,
-        f"learner.microbatch_rows {rows} does not divide over mesh {' x '.join(BATCH)} = "
+        f"learner.compute.microbatch_rows {rows} does not divide over mesh {' x '.join(BATCH)} = "
         f"{' x '.join(str(sizes[axis]) for axis in BATCH)}: make it a multiple of {parts}, or 0 to choose",
     )
 

@@ -1,6 +1,6 @@
 """Learning from scored completions: packing, the update, epochs over a rollout."""
 
-from jaxrl_llm.learner.settings import Critic, Learner, Moments, Optimiser
+from jaxrl_llm.learner.settings import Compute, Critic, Learner, Moments, Optimiser
 from jaxrl_llm.system import attach
 
 __getattr__ = attach(

@@ -137,7 +137,7 @@ class _Filling:
             length = len(self._samples[index].tokens)
             if prompt + length > room:
                 raise InputError(
-                    f"a prompt of {prompt} and a completion of {length} tokens exceed learner.row_tokens {room}"
+                    f"a prompt of {prompt} and a completion of {length} tokens exceed learner.compute.row_tokens {room}"
                 )
             if length + (0 if piece else prompt) > self._left:
                 self.rows.append([])
@@ -167,7 +167,7 @@ class _Filling:
                 return
         raise InputError(
             f"{sum(map(len, groups))} completions that are compared with each other fill more than one microbatch: "
-            f"raise learner.microbatch_rows (now {rows})"
+            f"raise learner.compute.microbatch_rows (now {rows})"
         )
 
 

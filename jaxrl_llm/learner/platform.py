@@ -32,27 +32,27 @@ def compute_for(settings: Learner, config: ModelConfig, platform: str) -> Comput
     Raises:
       InputError: the settings ask for an attention that the platform lacks, or that cannot compute the model.
     """
-    asked = settings.attention
+    asked = settings.compute.attention
     if asked == "auto":
         asked = next((name for name in KERNELS if not _obstacle(name, settings, config, platform)), "xla")
     obstacle = _obstacle(asked, settings, config, platform)
     if obstacle:
-        raise InputError(f"learner.attention {asked!r} {obstacle}: set it to 'auto' or 'xla'")
+        raise InputError(f"learner.compute.attention {asked!r} {obstacle}: set it to 'auto' or 'xla'")
     unroll = platform == "cpu" and config.layers <= UNROLLED_LAYERS
-    return ComputeOptions(settings.compute_dtype, settings.remat, asked, unroll)
+    return ComputeOptions(settings.compute.dtype, settings.compute.remat, asked, unroll)
 
 
 def _obstacle(name: str, settings: Learner, config: ModelConfig, platform: str) -> str | None:
     """Return why this attention backend cannot be used; None if it can."""
     if name in KERNELS and platform != KERNELS[name]:
         return f"is for {KERNELS[name]}, and this is {platform}"
-    if name == "splash" and settings.row_tokens % 128:
-        return f"needs learner.row_tokens to be a multiple of 128, got {settings.row_tokens}"
+    if name == "splash" and settings.compute.row_tokens % 128:
+        return f"needs learner.compute.row_tokens to be a multiple of 128, got {settings.compute.row_tokens}"
     if name != "cudnn":
         return None
     attention = config.attention
     reasons = {
-        f"needs learner.compute_dtype 'bfloat16', got {settings.compute_dtype!r}": settings.compute_dtype != "bfloat16",
+        f"needs learner.compute.dtype 'bfloat16', got {settings.compute.dtype!r}": settings.compute.dtype != "bfloat16",
         "has no soft cap, which this model needs": attention.softcap is not None,
         f"needs heads of at most {CUDNN_HEAD}, a multiple of 8, and this model's have {attention.head_dim}":
             attention.head_dim > CUDNN_HEAD or attention.head_dim % 8 != 0,
@@ -82,7 +82,7 @@ def layout_for(
       config: of the model; if given, chosen rows fit into the devices' memory with it.
       update_tokens: tokens of an optimiser update, prompts with their completions; no more rows are chosen.
     """
-    row_tokens = settings.row_tokens
+    row_tokens = settings.compute.row_tokens
     if not row_tokens:
         # Enough for one prompt and as many of its longest completions as make a row of 256 tokens, in the tiles of the
         # platform, and divided by ``tensor``, as positions are between matrix products.
@@ -92,7 +92,7 @@ def layout_for(
         row_tokens = -(-(prompt + completions * completion_tokens) // tile) * tile
     share = compute.attention != "splash"
     parts = batch_parts(mesh)
-    rows = settings.microbatch_rows
+    rows = settings.compute.microbatch_rows
     if not rows:
         most = MICROBATCH_TOKENS_OF.get(platform_of(mesh), MICROBATCH_TOKENS)
         tokens = min(most, update_tokens / parts)

@@ -100,7 +100,7 @@ class Optimiser(Setting):
         require(
             dtype != "bfloat16" or step >= LEAST_STEP,
             f"learner.dtype 'bfloat16' rounds away steps of {step:g} ({where}.learning_rate "
-            f"{self.learning_rate:g}): set learner.dtype float32 and learner.compute_dtype bfloat16, or {adapter}",
+            f"{self.learning_rate:g}): set learner.dtype float32 and learner.compute.dtype bfloat16, or {adapter}",
         )
 
 
@@ -170,6 +170,39 @@ class Critic(Setting):
 
 
 @dataclasses.dataclass(frozen=True)
+class Compute(Setting):
+    """How forward and backward passes are computed: speed and memory, and results by rounding only.
+
+    ``learner.platform`` makes ``ComputeOptions`` and ``Layout`` of it, for a model and its devices.
+
+    Attributes:
+      microbatch_rows: rows R of packed tokens with activations in memory at one time; divided by the mesh's data and
+        fsdp. 0 chooses, at each start, for the mesh and the memory of its devices.
+      row_tokens: tokens S of a row, at least the longest prompt with its completion; divided by the mesh's tensor. 0
+        chooses.
+      remat: recomputation of a layer in the backward pass: "none" (keeps all activations), "dots" (keeps the results of
+        matrix products) or "full" (keeps only its input).
+      attention: "xla" everywhere, "splash" on TPUs, "cudnn" on GPUs; "auto" takes the kernel that supports the model.
+      dtype: of matrix products and activations; sums, softmax and logits are float32.
+    """
+
+    microbatch_rows: Annotated[int, Count(0), FREE] = 0
+    row_tokens: Annotated[int, Count(0), FREE] = 0
+    remat: Annotated[str, FREE, Choice("none", "dots", "full", unknown=True)] = "full"
+    attention: Annotated[str, FREE, Choice("auto", "xla", "splash", "cudnn", unknown=True)] = "auto"
+    dtype: Annotated[str, Choice("float32", "bfloat16", unknown=True)] = "float32"
+
+    def check(self, run: Any, where: str) -> None:
+        """Refuse rows shorter than a prompt with its completion."""
+        longest = run.longest_row
+        require(
+            self.row_tokens == 0 or self.row_tokens >= longest,
+            f"{where}row_tokens {self.row_tokens} cannot hold a prompt with its completion: set it to at "
+            f"least {longest}, or 0 to choose",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class Learner(Setting):
     """How the learner trains on a rollout.
 
@@ -179,16 +212,9 @@ class Learner(Setting):
       minibatches: optimiser updates in each pass; groups stay whole.
       target_kl: early stopping: end the passes with the first update before which the policy is this far (k3, nats per
         token) from where they began; that update is not applied. None never.
-      microbatch_rows: rows R of packed tokens with activations in memory at one time; divided by the mesh's data and
-        fsdp. 0 chooses, at each start, for the mesh and the memory of its devices.
-      row_tokens: tokens S of a row, at least the longest prompt with its completion; divided by the mesh's tensor. 0
-        chooses.
-      remat: recomputation of a layer in the backward pass: "none" (keeps all activations), "dots" (keeps the results of
-        matrix products) or "full" (keeps only its input).
-      attention: "xla" everywhere, "splash" on TPUs, "cudnn" on GPUs; "auto" takes the kernel that supports the model.
+      compute: see ``Compute``.
       dtype: of the weights that are trained and saved; under ``lora`` of the frozen model (adapters are float32).
         bfloat16 is refused for weights that are trained at a rate with steps that it would round away.
-      compute_dtype: of matrix products and activations; sums, softmax and logits are float32.
       lora: train low-rank adapters on the frozen model.
       keep_sampling_mask: take every log-probability (live, old, reference) among the tokens that the sampler's top-k
         and top-p kept at that position; needs V / 8 bytes for each sampled token, on the host and on every device.
@@ -198,17 +224,13 @@ class Learner(Setting):
     epochs: Annotated[int, Count(1)] = 1
     minibatches: Annotated[int, Count(1)] = 1
     target_kl: Annotated[float | None, Range("(0, inf]", words="above 0, or None to learn on")] = None
-    microbatch_rows: Annotated[int, Count(0), FREE] = 0
-    row_tokens: Annotated[int, Count(0), FREE] = 0
-    remat: Annotated[str, FREE, Choice("none", "dots", "full", unknown=True)] = "full"
-    attention: Annotated[str, FREE, Choice("auto", "xla", "splash", "cudnn", unknown=True)] = "auto"
+    compute: Compute = Compute()
     dtype: Annotated[str, FIXED, Choice("float32", "bfloat16", unknown=True)] = "float32"
-    compute_dtype: Annotated[str, Choice("float32", "bfloat16", unknown=True)] = "float32"
     keep_sampling_mask: bool = False
     lora: Annotated[Lora, FIXED] = Lora()
 
     def check(self, run: Any, where: str) -> None:
-        """Refuse minibatches without groups, steps that rounding swallows, and rows shorter than a completion."""
+        """Refuse minibatches without groups, and steps that rounding swallows."""
         groups = operator.attrgetter(run.group_field)(run)
         require(
             self.minibatches <= groups,
@@ -217,17 +239,27 @@ class Learner(Setting):
         self.optimiser.check_rounding(
             f"{where}optimiser", "float32" if self.lora.rank else self.dtype, f"{where}lora.rank above 0"
         )
-        longest = run.longest_row
-        require(
-            self.row_tokens == 0 or self.row_tokens >= longest,
-            f"{where}row_tokens {self.row_tokens} cannot hold a prompt with its completion: set it to at "
-            f"least {longest}, or 0 to choose",
-        )
 
     @property
     def updates(self) -> int:
         """Return the number of optimiser updates of each batch."""
         return self.epochs * self.minibatches
+
+    def computing(self, **changes: Any) -> "Learner":
+        """Return the learner with changes of ``compute``."""
+        return dataclasses.replace(self, compute=dataclasses.replace(self.compute, **changes))
+
+
+take_old_names(
+    Learner,
+    {
+        "microbatch_rows": "compute.microbatch_rows",
+        "row_tokens": "compute.row_tokens",
+        "remat": "compute.remat",
+        "attention": "compute.attention",
+        "compute_dtype": "compute.dtype",
+    },
+)
 
 
 def at_usual_rate(learner: Learner, rate: float) -> Learner:

@@ -281,7 +281,9 @@ def _splash_rows(
     columns = q.shape[2]
     block = next((b for b in BLOCKS if columns % b == 0), None)
     if block is None:
-        raise InputError(f"learner.row_tokens {columns} must be a multiple of {BLOCKS[-1]} for splash attention")
+        raise InputError(
+            f"learner.compute.row_tokens {columns} must be a multiple of {BLOCKS[-1]} for splash attention"
+        )
     shape = (columns, columns)
     mask = splash_mask.LocalMask(shape, (window - 1, 0), 0) if window else splash_mask.CausalMask(shape)
 

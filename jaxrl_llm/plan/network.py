@@ -106,7 +106,7 @@ def traffic_by_formula(
         sent[one.name] = _passed(one, one.microbatches, axes)
     for one in arrays.learned:
         # ``passes`` passes after the first one, and the sums of gradients.
-        passes = 2 + REMAT_PASSES[run.learner.remat]
+        passes = 2 + REMAT_PASSES[run.learner.compute.remat]
         weights, activations = _passed(one, work.microbatches, axes)
         sent[one.name] = [
             Collective("all-gather", weights.size, axes["fsdp"], passes * work.microbatches),

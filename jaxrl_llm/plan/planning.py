@@ -104,7 +104,7 @@ class Plan:
         half, now, unit = {
             "groups": (self.learning, self.groups.count, learner.minibatches),
             "slots": (self.sampling, self.sampling and self.run.rollout.slots, parts),
-            "rows": (self.learning, learner.microbatch_rows, parts),
+            "rows": (self.learning, learner.compute.microbatch_rows, parts),
         }[kind]
         free = self.machine.chip.memory - half.total
         return max(int((now + free / self.more[kind]) // unit * unit), 0)
@@ -147,12 +147,12 @@ def plan(
         return found
     say(f"compiling update for {machine.name} with other microbatches")
     # Twice as many rows, or half as many if the update was refused.
-    update, rows = done["update"], run.learner.microbatch_rows
+    update, rows = done["update"], run.learner.compute.microbatch_rows
     unit = batch_parts(run.mesh.sizes(machine.devices))
     other = 2 * rows if not update.refused else rows // 2 // unit * unit
     if not other:
         return found
-    changed = dataclasses.replace(run, learner=dataclasses.replace(run.learner, microbatch_rows=other))
+    changed = dataclasses.replace(run, learner=run.learner.computing(microbatch_rows=other))
     again = compile_one(subject(changed, config, devices, find), "update")
     needs = [one.refused or one.arguments + one.temporary for one in (update, again)]
     if math.inf in needs:
@@ -162,7 +162,7 @@ def plan(
 
 def with_rows(run: Configuration, config: ModelConfig, machine: Machine, find: Architectures) -> Configuration:
     """Return the run with the rows of a microbatch that it would choose on the machine, if it leaves them open."""
-    if run.learner.microbatch_rows:
+    if run.learner.compute.microbatch_rows:
         return run
     one = subject(run, config, None, find, machine)
     layout = one.outline.forward.layout
@@ -170,14 +170,14 @@ def with_rows(run: Configuration, config: ModelConfig, machine: Machine, find: A
     compute = one.outline.forward.compute
     tokens = tokens_in_memory(run.learner, compute, config, layout.row_tokens, sizes, machine.chip.memory)
     rows = min(layout.rows, layout.parts * max(int(tokens // layout.row_tokens), 1))
-    return dataclasses.replace(run, learner=dataclasses.replace(run.learner, microbatch_rows=rows))
+    return dataclasses.replace(run, learner=run.learner.computing(microbatch_rows=rows))
 
 
 def compilable(run: Any, config: ModelConfig, machine: Machine) -> tuple[Any, tuple[str, ...]]:
     """Return the run with an attention that can be compiled here, and a note if that is not its own."""
     if compute_for(run.learner, config, machine.chip.platform).attention != "cudnn" or installed(CUDNN):
         return run, ()
-    learner = dataclasses.replace(run.learner, attention="xla")
+    learner = run.learner.computing(attention="xla")
     return dataclasses.replace(run, learner=learner), (
         "the run takes cuDNN's attention, which needs less memory; to compile that: pip install nvidia-cudnn-cu13",
     )
@@ -231,7 +231,7 @@ def candidates(run: Any, config: ModelConfig, machine: Machine) -> list[Any]:
     meshes = [
         dataclasses.replace(run.mesh, data=data, fsdp=inside // tensor // data, tensor=tensor)
         for tensor in range(1, inside + 1)
-        if inside % tensor == config.attention.kv_heads % tensor == run.learner.row_tokens % tensor == 0
+        if inside % tensor == config.attention.kv_heads % tensor == run.learner.compute.row_tokens % tensor == 0
         for data in range(1, math.isqrt(inside // tensor) + 1)
         if inside // tensor % data == 0
     ]
@@ -239,7 +239,7 @@ def candidates(run: Any, config: ModelConfig, machine: Machine) -> list[Any]:
     for mesh in meshes:
         parts = inside // mesh.tensor * mesh.slices
         rows = [n * parts for n in ROWS if n == 1 or n * parts <= completions]
-        learners = [dataclasses.replace(run.learner, microbatch_rows=n) for n in rows]
+        learners = [run.learner.computing(microbatch_rows=n) for n in rows]
         found += [dataclasses.replace(run, mesh=mesh, learner=learner) for learner in learners]
     return found
 

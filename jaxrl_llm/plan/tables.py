@@ -55,8 +55,8 @@ def head(plan: Plan, source: str) -> list[str]:
         f"{run.model}: {plan.parameters:,} parameters ({source})",
         f"on {plan.machine.name}: {plan.machine.devices} devices, mesh {mesh}{apart}",
         f"a step: {g.count} {g.words} {w.mean} tokens, {w.updates} "
-        f"update{'s' * (w.updates > 1)} of {w.microbatches} microbatches ({run.learner.microbatch_rows} rows of "
-        f"{w.row_tokens} tokens)",
+        f"update{'s' * (w.updates > 1)} of {w.microbatches} microbatches ({run.learner.compute.microbatch_rows} rows "
+        f"of {w.row_tokens} tokens)",
         f"by formula: {work} (6 N per "
         f"token and causal attention; {sum(p.flops for p in plan.phases) * plan.machine.devices:.2e} are run), "
         f"{sum(p.bytes for p in plan.phases) * plan.machine.devices:.2e} bytes of memory read and written",
@@ -66,7 +66,7 @@ def head(plan: Plan, source: str) -> list[str]:
 def memory_lines(plan: Plan) -> list[str]:
     """Return the table of memory."""
     words = {
-        name: text.format(dtype=plan.run.learner.dtype, compute=plan.run.learner.compute_dtype)
+        name: text.format(dtype=plan.run.learner.dtype, compute=plan.run.learner.compute.dtype)
         for name, (text, _) in KINDS.items()
     }
     whose = "the compiler's" if plan.compiled else "a formula's"
@@ -127,7 +127,7 @@ def conclusion(plan: Plan) -> list[str]:
     if plan.sampling is not None:
         most += f", rollout.slots {plan.most('slots')} (by the cache)"
     if (rows_fit := plan.most("rows")) is not None:
-        most += f", learner.microbatch_rows {rows_fit} (from two compilations)"
+        most += f", learner.compute.microbatch_rows {rows_fit} (from two compilations)"
     rows.append(f"the largest of each that fits beside the rest: {most}")
     rows.append(
         f"a step takes at least {plan.seconds:.1f} s, of which {slowest.name} {slowest.seconds:.1f} s, bound by "
@@ -142,7 +142,7 @@ def table(plans: list[Plan]) -> list[str]:
     rows = ["data x fsdp x tensor   microbatch_rows   slots   GiB sampling   learning   seconds of a step   binds"]
     for p in plans:
         mesh = " x ".join(map(str, p.mesh.values()))
-        rows_each = p.run.learner.microbatch_rows
+        rows_each = p.run.learner.compute.microbatch_rows
         where = f"{p.slowest.name}, {p.slowest.binds}"
         slots, sampling = "-", "-"
         if p.sampling is not None:

@@ -226,7 +226,7 @@ def with_room(forward: Forward, groups: Iterable[tuple[str, Sequence[Sample]]], 
     Args:
       forward: as laid out without them.
       groups: the location of each row in the data, and its samples.
-      rows: ``learner.microbatch_rows``; 0 takes as many as it needs.
+      rows: ``learner.compute.microbatch_rows``; 0 takes as many as it needs.
 
     Raises:
       InputError: they do not fit; names the row and the remedy. Nothing is compiled yet.
@@ -253,7 +253,7 @@ def programs_of(
     layout = layout_for(run.learner, compute, longest, longest, mesh, model.config, tokens)
     optimiser = run.learner.optimiser
     update = make_update((objective,), build(optimiser), learning_rate(optimiser), compute)
-    forward = with_room(Forward(layout, compute, 1.0, mesh), groups, run.learner.microbatch_rows)
+    forward = with_room(Forward(layout, compute, 1.0, mesh), groups, run.learner.compute.microbatch_rows)
     return forward, (Training((objective,), update),)
 
 

@@ -214,8 +214,8 @@ def run_by(
       temperature: of its log-probabilities.
     """
     parts = batch_parts(mesh)
-    rows = -(-learner.microbatch_rows // parts) * parts
-    settings = dataclasses.replace(learner, microbatch_rows=rows, attention="auto", row_tokens=0)
+    rows = -(-learner.compute.microbatch_rows // parts) * parts
+    settings = learner.computing(microbatch_rows=rows, attention="auto", row_tokens=0)
     compute = compute_for(settings, config, platform_of(mesh))
     return Forward(layout_for(settings, compute, longest, completion, mesh, config), compute, temperature, mesh)
 

@@ -54,9 +54,11 @@ def test_a_full_disk_at_the_configuration(tmp_path):
 
 def test_too_little_memory_names_the_two_fields_and_leaves_the_way_free(tmp_path):
     answer = train(tmp_path, "--rollout.slots", "30000000", before=MEMORY)
-    expected = "jaxrl-llm: out of memory: lower --learner.microbatch_rows (learning) or --rollout.slots (sampling)"
+    expected = (
+        "jaxrl-llm: out of memory: lower --learner.compute.microbatch_rows (learning) or --rollout.slots (sampling)"
+    )
     assert last_line(answer) == expected
     assert not list(tmp_path.iterdir())
-    answer = train(tmp_path, "--learner.microbatch_rows", "30000000", before=MEMORY)
+    answer = train(tmp_path, "--learner.compute.microbatch_rows", "30000000", before=MEMORY)
     assert last_line(answer) == expected
     assert not list(tmp_path.iterdir())

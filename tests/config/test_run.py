@@ -146,16 +146,16 @@ REFUSED = [
     ("rollout.collect.max_age", -1, "rollout.collect.max_age must be at least 0"),
     ("rollout.top_k", -1, "rollout.top_k must be at least 0"),
     ("learner.minibatches", 9, "learner.minibatches 9 exceeds rollout.prompts 8"),
-    ("learner.remat", "some", "none, dots or full"),
-    ("learner.attention", "flash", "auto, xla, splash or cudnn"),
+    ("learner.compute.remat", "some", "none, dots or full"),
+    ("learner.compute.attention", "flash", "auto, xla, splash or cudnn"),
     ("learner.dtype", "float64", "learner.dtype 'float64' is unknown: float32 or bfloat16"),
     (
         "learner.dtype",
         "bfloat16",
         "rounds away steps of 1e-06 (learner.optimiser.learning_rate 1e-06): set learner.dtype float32 "
-        "and learner.compute_dtype bfloat16, or learner.lora.rank above 0",
+        "and learner.compute.dtype bfloat16, or learner.lora.rank above 0",
     ),
-    ("learner.row_tokens", 100, "set it to at least 512"),
+    ("learner.compute.row_tokens", 100, "set it to at least 512"),
     ("learner.target_kl", 0.0, "learner.target_kl must be above 0"),
     ("learner.optimiser.learning_rate", 0.0, "learner.optimiser.learning_rate must be above 0"),
     ("learner.optimiser.schedule", "wsd", "constant, cosine or linear, got wsd"),
@@ -286,9 +286,9 @@ def test_a_date_stands_where_none_is_given():
 
 def test_a_batch_that_the_mesh_does_not_divide_is_refused():
     for rows in (0, 8):
-        configs.validate_on_devices(replaced(RUN, "learner.microbatch_rows", rows), 8)
+        configs.validate_on_devices(replaced(RUN, "learner.compute.microbatch_rows", rows), 8)
     with pytest.raises(InputError, match=r"rows 2 does not divide over mesh .* = 1 x 8: make it a multiple of 8, or 0"):
-        configs.validate_on_devices(replaced(RUN, "learner.microbatch_rows", 2), 8)
+        configs.validate_on_devices(replaced(RUN, "learner.compute.microbatch_rows", 2), 8)
 
 
 def write(folder, text):

@@ -13,7 +13,7 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.algorithms.preference import DPO, IPO
 from jaxrl_llm.config import BatchSize, Evaluation, Preference, RewardModel, Run, Supervised
 from jaxrl_llm.data import Collected, Pairs, Steps, Texts
-from jaxrl_llm.learner import Learner, Optimiser
+from jaxrl_llm.learner import Compute, Learner, Optimiser
 from jaxrl_llm.models.config import Lora
 from jaxrl_llm.tasks import Table, Task
 
@@ -68,7 +68,7 @@ REFUSED = {
     "train sft.py --data.overlong shorten": ["--data.overlong: expected one of refuse, drop, truncate"],
     "train sft.py --answering.timeout_s 0": ["answering.timeout_s must be above 0"],
     "train sft.py --learner.minibatches 5": ["learner.minibatches", "batch.rows"],
-    "train sft.py --learner.row_tokens 24": ["learner.row_tokens", "25"],
+    "train sft.py --learner.compute.row_tokens 24": ["learner.compute.row_tokens", "25"],
     "train sft.py --learner.target_kl 0.1": ["learner.target_kl 0.1 is for reinforcement learning: leave it out"],
     "train sft.py --learner.keep_sampling_mask": ["learner.keep_sampling_mask is for tokens that a sampler drew"],
     "train sft.py --mesh.rollout 1": ["mesh.rollout 1 sets devices aside for sampling"],
@@ -184,7 +184,7 @@ def test_a_kind_of_run_has_a_learning_rate_of_its_own_unless_one_is_named(kind):
     def rate(run):
         return run.learner.optimiser.learning_rate
 
-    others = Learner(Optimiser(warmup=2), microbatch_rows=4)
+    others = Learner(Optimiser(warmup=2), compute=Compute(microbatch_rows=4))
     assert rate(run) == rate(dataclasses.replace(run, learner=others)) == usual
     for named in (1e-6, 3e-3):
         assert rate(dataclasses.replace(run, learner=Learner(Optimiser(learning_rate=named)))) == named

@@ -253,7 +253,7 @@ def test_what_works_is_not_refused():
 def test_the_rows_have_room_for_the_state_after_the_last_token():
     assert RUN.longest_row == RUN.rollout.max_length + 1
     assert configs.with_recipe(RUN, "ppo").longest_row == RUN.rollout.max_length
-    tight = with_learner(RUN, row_tokens=RUN.rollout.max_length)
+    tight = dataclasses.replace(RUN, learner=RUN.learner.computing(row_tokens=RUN.rollout.max_length))
     with pytest.raises(InputError, match=f"set it to at least {RUN.rollout.max_length + 1}"):
         configs.validate(tight)
 

@@ -53,11 +53,11 @@ def test_a_run_from_data_makes_its_step_on_eight_devices_and_saves_no_choice(tmp
     assert jax.device_count() == 8 and train(run_in(tmp_path, "sft_quickstart", data=texts, steps=1)) == 0
     row = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])
     assert row["step"] == 1 and row["grad_norm"] > 0
-    assert json.loads((tmp_path / "run/config.json").read_text())["learner"]["microbatch_rows"] == 0
+    assert json.loads((tmp_path / "run/config.json").read_text())["learner"]["compute"]["microbatch_rows"] == 0
 
 
 def test_a_number_that_the_mesh_does_not_divide_is_refused_and_leaves_nothing(tmp_path):
-    learner = dataclasses.replace(load_config("smoke")[1].learner, microbatch_rows=2)
+    learner = load_config("smoke")[1].learner.computing(microbatch_rows=2)
     with pytest.raises(InputError, match=r"rows 2 does not divide over .* = 1 x 8: make it a multiple of 8, or 0 to"):
         train(run_in(tmp_path, "smoke", learner=learner))
     assert not list(tmp_path.iterdir())

@@ -280,7 +280,9 @@ def test_a_row_that_fills_more_than_a_microbatch_is_named_or_given_room_where_ro
     groups = [(f"rows.jsonl:{n}", samples) for n, samples in enumerate(case("centred").groups, start=1)]
     one = Forward(Layout(1, 18, T), ComputeOptions(), 1.0, one_device())
     assert with_room(dataclasses.replace(one, layout=Layout(2, 18, T)), groups, 2).layout.rows == 2
-    with pytest.raises(InputError, match=r"rows.jsonl:3: 3 completions .* raise learner.microbatch_rows \(now 1\)"):
+    with pytest.raises(
+        InputError, match=r"rows.jsonl:3: 3 completions .* raise learner.compute.microbatch_rows \(now 1\)"
+    ):
         with_room(one, groups, 1)
     assert with_room(one, groups, 0).layout.rows == 2
     assert with_room(dataclasses.replace(one, layout=Layout(8, 18, T, 8)), groups, 0).layout.rows == 8

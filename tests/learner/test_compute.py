@@ -9,7 +9,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from learner.rollouts import one_device
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner import Learner
+from jaxrl_llm.learner import Compute, Learner
 from jaxrl_llm.learner.platform import compute_for, layout_for, tokens_in_memory
 from jaxrl_llm.models.config import Attention, ComputeOptions, Lora, ModelConfig
 from jaxrl_llm.sharding import MeshShape, make_mesh, platform_of
@@ -17,28 +17,31 @@ from jaxrl_llm.sharding import MeshShape, make_mesh, platform_of
 MODEL = ModelConfig("llama", 50, 64, 2, 64, Attention(4, 2, 64))
 CAPPED = dataclasses.replace(MODEL, attention=Attention(4, 2, 64, softcap=50.0))
 WIDE = dataclasses.replace(MODEL, attention=Attention(4, 2, 256))
-HALF = Learner(compute_dtype="bfloat16")
+HALF = Learner(compute=Compute(dtype="bfloat16"))
+ROWS = Learner(compute=Compute(row_tokens=200))
+CUDNN = Learner(compute=Compute(attention="cudnn"))
 
 
 @pytest.mark.parametrize(("settings", "model", "platform", "wanted"), [
-    (HALF, MODEL, "tpu", "splash"), (HALF, CAPPED, "tpu", "splash"), (Learner(row_tokens=200), MODEL, "tpu", "xla"),
+    (HALF, MODEL, "tpu", "splash"), (HALF, CAPPED, "tpu", "splash"), (ROWS, MODEL, "tpu", "xla"),
     (HALF, MODEL, "gpu", "cudnn"), (Learner(), MODEL, "gpu", "xla"), (HALF, CAPPED, "gpu", "xla"),
     (HALF, WIDE, "gpu", "xla"),
-    (HALF, MODEL, "cpu", "xla"), (Learner(attention="xla"), MODEL, "tpu", "xla"),
+    (HALF, MODEL, "cpu", "xla"), (Learner(compute=Compute(attention="xla")), MODEL, "tpu", "xla"),
 ])  # fmt: skip
 def test_the_attention_that_can_serve_is_taken(settings, model, platform, wanted):
     assert compute_for(settings, model, platform).attention == wanted
 
 
 @pytest.mark.parametrize(("settings", "model", "platform", "message"), [
-    (Learner(attention="splash"), MODEL, "cpu",
-     "learner.attention 'splash' is for tpu, and this is cpu: set it to 'auto'"),
-    (Learner(attention="cudnn"), MODEL, "tpu", "'cudnn' is for gpu, and this is tpu"),
-    (Learner(attention="cudnn"), MODEL, "gpu", "needs learner.compute_dtype 'bfloat16', got 'float32'"),
-    (dataclasses.replace(HALF, attention="cudnn"), CAPPED, "gpu", "has no soft cap"),
-    (dataclasses.replace(HALF, attention="cudnn"), WIDE, "gpu",
+    (Learner().computing(attention="splash"), MODEL, "cpu",
+     "learner.compute.attention 'splash' is for tpu, and this is cpu: set it to 'auto'"),
+    (CUDNN, MODEL, "tpu", "'cudnn' is for gpu, and this is tpu"),
+    (CUDNN, MODEL, "gpu", "needs learner.compute.dtype 'bfloat16', got 'float32'"),
+    (HALF.computing(attention="cudnn"), CAPPED, "gpu", "has no soft cap"),
+    (HALF.computing(attention="cudnn"), WIDE, "gpu",
      "heads of at most 128, a multiple of 8, and this model's have 256"),
-    (Learner(attention="splash", row_tokens=200), MODEL, "tpu", "learner.row_tokens to be a multiple of 128, got 200"),
+    (ROWS.computing(attention="splash"), MODEL, "tpu",
+     "learner.compute.row_tokens to be a multiple of 128, got 200"),
 ])  # fmt: skip
 def test_what_cannot_serve_is_refused(settings, model, platform, message):
     with pytest.raises(InputError, match=message):
@@ -49,26 +52,26 @@ def test_few_layers_are_unrolled_on_cpus_only():
     deep = dataclasses.replace(MODEL, layers=30)
     assert compute_for(HALF, MODEL, "cpu").unroll and not compute_for(HALF, MODEL, "tpu").unroll
     assert not compute_for(HALF, deep, "cpu").unroll
-    found = compute_for(Learner(remat="dots"), MODEL, "cpu")
+    found = compute_for(Learner(compute=Compute(remat="dots")), MODEL, "cpu")
     assert (found.dtype, found.remat, found.interpret) == ("float32", "dots", False)
 
 
 def test_layouts_follow_the_mesh_and_the_attention():
     mesh = one_device()
     assert platform_of(mesh) == "cpu"
-    layout = layout_for(Learner(microbatch_rows=4), ComputeOptions(), 300, 200, mesh)
+    layout = layout_for(Learner(compute=Compute(microbatch_rows=4)), ComputeOptions(), 300, 200, mesh)
     assert (layout.rows, layout.row_tokens, layout.completion_tokens, layout.parts) == (4, 320, 200, 1)
     assert layout_for(Learner(), ComputeOptions(), 160, 128, mesh).row_tokens == 32 + 2 * 128
     assert (
         layout.share_prompts
         and not layout_for(Learner(), ComputeOptions(attention="splash"), 300, 200, mesh).share_prompts
     )
-    assert layout_for(Learner(row_tokens=310), ComputeOptions(), 300, 200, mesh).row_tokens == 310
+    assert layout_for(Learner(compute=Compute(row_tokens=310)), ComputeOptions(), 300, 200, mesh).row_tokens == 310
 
 
 def test_rows_of_a_microbatch_are_chosen_for_the_mesh_the_platform_and_the_memory():
     def rows(mesh, update_tokens=math.inf, **settings):
-        return layout_for(Learner(**settings), ComputeOptions(), 300, 200, mesh, MODEL, update_tokens).rows
+        return layout_for(Learner().computing(**settings), ComputeOptions(), 300, 200, mesh, MODEL, update_tokens).rows
 
     def described(platform, fsdp):
         kind = AbstractDevice("a device", 1, platform)
@@ -84,8 +87,8 @@ def test_rows_of_a_microbatch_are_chosen_for_the_mesh_the_platform_and_the_memor
 
 
 def test_the_more_a_device_holds_the_fewer_tokens_of_a_microbatch_fit():
-    def tokens(sizes=(1, 1), memory=2e9, **settings):
-        learner = Learner(**settings)
+    def tokens(sizes=(1, 1), memory=2e9, lora=Lora(), **settings):
+        learner = Learner(lora=lora).computing(**settings)
         compute = compute_for(learner, MODEL, "tpu")
         return tokens_in_memory(learner, compute, MODEL, 512, sizes, memory)
 

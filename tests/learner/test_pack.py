@@ -123,7 +123,9 @@ def test_the_longest_that_fits_and_one_more():
     longest = sample(np.ones(S - T), np.arange(T, dtype=np.int32), np.ones(T, bool), np.zeros(T, np.float32), 1.0)
     packed = pack([longest], Layout(1, S, T))
     assert (packed.rows.group == 1).all() and packed.mask[0, 0].all()
-    with pytest.raises(InputError, match=r"a prompt of 10 and a completion of 5 tokens exceed learner.row_tokens 14"):
+    with pytest.raises(
+        InputError, match=r"a prompt of 10 and a completion of 5 tokens exceed learner.compute.row_tokens 14"
+    ):
         pack([dataclasses.replace(longest, prompt=np.ones(S - T + 1, np.int32))], Layout(1, S, T))
 
 

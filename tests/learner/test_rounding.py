@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner import Learner, Optimiser
+from jaxrl_llm.learner import Compute, Learner, Optimiser
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.settings import LEAST_STEP
 from jaxrl_llm.models.config import Lora
@@ -38,10 +38,10 @@ def test_rates_whose_steps_are_rounded_away_are_refused(name, least):
     checked(dtype="bfloat16", optimiser=Optimiser(name, least * 1.01))
     small = Optimiser(name, least * 0.99)
     with pytest.raises(
-        InputError, match=r"rounds away steps of .*: set learner.dtype float32 and learner.compute_dtype bfloat16"
+        InputError, match=r"rounds away steps of .*: set learner.dtype float32 and learner.compute.dtype bfloat16"
     ):
         checked(dtype="bfloat16", optimiser=small)
-    checked(compute_dtype="bfloat16", optimiser=small)
+    checked(compute=Compute(dtype="bfloat16"), optimiser=small)
     checked(dtype="bfloat16", optimiser=small, lora=Lora(4))
 
 
@@ -59,11 +59,12 @@ def test_a_row_that_tensor_does_not_divide_is_refused():
     on = lambda tokens, tensor: dataclasses.replace(
         RUN,
         mesh=MeshShape(1, -1, tensor),
-        learner=dataclasses.replace(RUN.learner, row_tokens=tokens, microbatch_rows=4),
+        learner=RUN.learner.computing(row_tokens=tokens, microbatch_rows=4),
     )
     configs.validate_on_devices(on(256, 2), 8)
     configs.validate_on_devices(on(0, 2), 8)
     with pytest.raises(
-        InputError, match=r"learner.row_tokens 255 does not divide over mesh tensor 2, .*: make it a multiple of 2"
+        InputError,
+        match=r"learner.compute.row_tokens 255 does not divide over mesh tensor 2, .*: make it a multiple of 2",
     ):
         configs.validate_on_devices(on(255, 2), 8)

@@ -125,5 +125,7 @@ def test_splash_attention_divides_over_a_mesh(shape):
 
 def test_rows_that_splash_attention_cannot_divide():
     attend = attention_over(packed(96, (96,), False), KINDS["plain"].attention, SPLASH)
-    with pytest.raises(InputError, match=r"learner.row_tokens 96 must be a multiple of 128 for splash attention"):
+    with pytest.raises(
+        InputError, match=r"learner.compute.row_tokens 96 must be a multiple of 128 for splash attention"
+    ):
         attend(*inputs(KINDS["plain"].attention, 2, 96), jnp.int32(0))

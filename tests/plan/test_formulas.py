@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
-from plan.tinyrun import CONFIG, tiny_run, with_learner
+from plan.tinyrun import CONFIG, computing, tiny_run, with_learner
 from tiny import compiled
 
 from jaxrl_llm import learner
@@ -50,7 +50,7 @@ def products(jaxpr):
 
 @pytest.mark.parametrize("remat", ["full", "none"])
 def test_an_update_runs_the_products_that_the_formula_says(remat):
-    run = with_learner(tiny_run((1, 1, 1), prompts=2, group=2), remat=remat)
+    run = computing(tiny_run((1, 1, 1), prompts=2, group=2), remat=remat)
     one = subject(run, CONFIG, jax.devices()[:1])
     held = one.arrays
     (policy,) = held.learned

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from commands import commands
-from plan.tinyrun import CONFIG, tiny_run, with_learner
+from plan.tinyrun import CONFIG, computing, tiny_run, with_learner
 from rich.console import Console
 from tiny import compiled
 
@@ -18,7 +18,7 @@ from jaxrl_llm.config import BatchSize, Preference, RewardModel, Scoring, Superv
 from jaxrl_llm.config.origin import Origin
 from jaxrl_llm.data import Pairs, Steps, Texts
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner import Critic, Learner
+from jaxrl_llm.learner import Compute, Critic, Learner
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.models.config import Attention, Lora, ModelConfig
@@ -67,7 +67,7 @@ def four_models(**critic):
 def from_data(name, mesh=(1, 4, 1), rank=0):
     """A run that learns from data, in rows of 64 tokens."""
     kind, data = DATA[name]
-    settings = Learner(microbatch_rows=4, row_tokens=128, lora=Lora(rank))
+    settings = Learner(compute=Compute(microbatch_rows=4, row_tokens=128), lora=Lora(rank))
     return kind("tiny-random", data, batch=BatchSize(8, 64), learner=settings, mesh=MeshShape(*mesh))
 
 
@@ -267,6 +267,6 @@ def test_the_command_plans_every_kind(tmp_path):
 
 
 def test_the_model_in_compute_type_is_what_is_scored_with():
-    one = subject(with_learner(four_models(), compute_dtype="bfloat16"), CONFIG, jax.devices()[:4], lambda _: CONFIG)
+    one = subject(computing(four_models(), dtype="bfloat16"), CONFIG, jax.devices()[:4], lambda _: CONFIG)
     (judges, _) = one.arrays.readings
     assert {x.dtype for x in jax.tree.leaves(judges.model)} == {jnp.dtype("bfloat16")}

@@ -6,7 +6,7 @@ import re
 
 import pytest
 from commands import command, commands
-from plan.tinyrun import CONFIG, tiny_run, with_learner
+from plan.tinyrun import CONFIG, computing, tiny_run
 
 from jaxrl_llm.learner.platform import compute_for
 from jaxrl_llm.plan.lowering import compile_one, needed, subject
@@ -57,7 +57,7 @@ def test_the_report_says_what_is_compiled_and_what_is_a_formula(compiled, tmp_pa
 @pytest.mark.compilers
 def test_a_program_that_needs_too_much_is_a_number_and_no_traceback():
     run = tiny_run((1, 4, 1), slots=1 << 16, max_prompt_tokens=1024, max_new_tokens=16384, chunk=16)
-    run = with_learner(run, row_tokens=0)
+    run = computing(run, row_tokens=0)
     one = subject(run, CONFIG, describe(SLICE))
     done = compile_one(one, "decode")
     assert done.refused > SLICE.chip.memory and not done.temporary
@@ -82,7 +82,7 @@ def test_without_a_compiler_gpus_are_planned_by_formula():
 
 
 def test_a_row_whose_length_is_left_open_is_planned_too():
-    found = by_formula(with_learner(tiny_run((1, 4, 2)), row_tokens=0))
+    found = by_formula(computing(tiny_run((1, 4, 2)), row_tokens=0))
     assert found.work.row_tokens % 128 == 0 and found.fits
 
 
@@ -91,7 +91,7 @@ def test_more_of_everything_costs_more():
     base = by_formula(run)
     slots = by_formula(dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, slots=128)))
     assert slots.sampling.cache == 2 * base.sampling.cache and slots.learning == base.learning
-    rows = by_formula(with_learner(run, microbatch_rows=16))
+    rows = by_formula(computing(run, microbatch_rows=16))
     assert rows.learning.temporary > base.learning.temporary and rows.sampling == base.sampling
     prompts = by_formula(dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, prompts=64)))
     assert prompts.learning.batch > base.learning.batch and prompts.seconds > base.seconds
@@ -114,9 +114,9 @@ def test_what_fits_at_most_fits_and_more_does_not():
 def test_a_search_ranks_meshes_that_fit():
     run = tiny_run((1, 8, 1))
     every = candidates(run, CONFIG, GPUS)
-    assert len({(one.mesh, one.learner.microbatch_rows) for one in every}) == len(every) > 4
+    assert len({(one.mesh, one.learner.compute.microbatch_rows) for one in every}) == len(every) > 4
     assert {one.mesh.tensor for one in every} == {1, 2}  # two key/value heads
-    assert {one.mesh.tensor for one in candidates(with_learner(run, row_tokens=81), CONFIG, GPUS)} == {1}
+    assert {one.mesh.tensor for one in candidates(computing(run, row_tokens=81), CONFIG, GPUS)} == {1}
     found = best(run, CONFIG, GPUS, None, None, True, lambda text: None)
     assert found and [p.seconds for p in found] == sorted(p.seconds for p in found) and all(p.fits for p in found)
     assert len(table(found)) == 1 + len(found)
@@ -149,10 +149,10 @@ def test_a_gpu_samples_from_weights_by_layer_and_a_tpu_from_stacked_ones():
 
 def test_a_run_whose_attention_cannot_be_compiled_here_says_so():
     config = dataclasses.replace(CONFIG, attention=dataclasses.replace(CONFIG.attention, head_dim=16))
-    run = with_learner(tiny_run((1, 4, 2)), compute_dtype="bfloat16")
+    run = computing(tiny_run((1, 4, 2)), dtype="bfloat16")
     planned, said = compilable(run, config, GPUS)
     assert compute_for(run.learner, config, "gpu").attention == "cudnn"
-    assert (planned.learner.attention, bool(said)) == (("auto", False) if installed(CUDNN) else ("xla", True))
+    assert (planned.learner.compute.attention, bool(said)) == (("auto", False) if installed(CUDNN) else ("xla", True))
     assert compilable(tiny_run((1, 4, 2)), config, GPUS)[1] == ()
 
 
@@ -171,7 +171,7 @@ def test_what_cannot_be_planned_is_refused_in_one_line(tmp_path):
         "plan smoke": "--topology v5e:4x4",
         "plan smoke --topology v5litepod-16": "write v5e:4x4",
         "plan smoke --topology v5e:2x2 --quick --loops": "leave --quick and --search out",
-        "plan smoke --topology h100:3 --learner.microbatch_rows 4": "make it a multiple of 3",
+        "plan smoke --topology h100:3 --learner.compute.microbatch_rows 4": "make it a multiple of 3",
         "plan smoke --topology h100:2 --slices x": "--slices must be a positive number",
     }
     for answer, words in zip(commands(list(refused), tmp_path), refused.values(), strict=True):

@@ -3,7 +3,7 @@
 import dataclasses
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.learner import Learner
+from jaxrl_llm.learner import Compute, Learner
 from jaxrl_llm.models.config import Attention, ModelConfig, Norm
 from jaxrl_llm.recipes import GRPO
 from jaxrl_llm.rollout import Rollout
@@ -19,7 +19,8 @@ def tiny_run(mesh, model="tiny-random", recipe=GRPO, **rollout):
     sizes = {"prompts": 8, "group": 4, "max_prompt_tokens": 24, "max_new_tokens": 40, "slots": 32, "chunk": 8} | rollout
     run = configs.Run(
         model=model, task=Task(ReasoningGym("chain_sum")), recipe=recipe, rollout=Rollout(**sizes),
-        learner=Learner(microbatch_rows=2 * data * fsdp, row_tokens=128), mesh=MeshShape(data, fsdp, tensor),
+        learner=Learner(compute=Compute(microbatch_rows=2 * data * fsdp, row_tokens=128)),
+        mesh=MeshShape(data, fsdp, tensor),
     )  # fmt: skip
     return configs.resolved(run)
 
@@ -27,3 +28,8 @@ def tiny_run(mesh, model="tiny-random", recipe=GRPO, **rollout):
 def with_learner(run, **changes):
     """The run with other settings of its learner."""
     return dataclasses.replace(run, learner=dataclasses.replace(run.learner, **changes))
+
+
+def computing(run, **changes):
+    """The run with another way to compute."""
+    return dataclasses.replace(run, learner=run.learner.computing(**changes))

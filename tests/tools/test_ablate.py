@@ -24,7 +24,7 @@ from ladder_statistics import area, gain_at_equal_tokens, interval, lines_of, me
 from ladders import LADDERS, Rung  # noqa: E402
 
 TINY = """--model tiny-random --steps 40 --rollout.prompts 2 --rollout.group 2 --rollout.slots 4
---rollout.max_new_tokens 2 --rollout.chunk 2 --learner.epochs 1 --learner.minibatches 1 --learner.row_tokens 32
+--rollout.max_new_tokens 2 --rollout.chunk 2 --learner.epochs 1 --learner.minibatches 1 --learner.compute.row_tokens 32
 --evaluation.every 40 --evaluation.limit 2 --evaluation.samples 1""".split()
 MANY = """
 import contextlib, io, json, sys

@@ -13,10 +13,10 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 import bench_rollout
 import bench_update
 
-from jaxrl_llm.learner import Learner
+from jaxrl_llm.learner import Compute, Learner
 from jaxrl_llm.models.decoder import initialise
 
-SMALL = Learner(optimiser=bench_update.ADAM, microbatch_rows=8, row_tokens=32)
+SMALL = Learner(optimiser=bench_update.ADAM, compute=Compute(microbatch_rows=8, row_tokens=32))
 
 
 def test_a_row_counts_the_tokens_of_completions_and_the_padding_around_them():
@@ -29,7 +29,10 @@ def test_a_row_counts_the_tokens_of_completions_and_the_padding_around_them():
     assert row["filled"] == 0.75
     assert row["tokens_per_s"] == pytest.approx(128 / row["update_s"], rel=0.1)
     assert (
-        0 < row["mfu"] < 1 and row["temp_mb"] > 0 and row["backward_s"] > 0 and row["learner"]["microbatch_rows"] == 8
+        0 < row["mfu"] < 1
+        and row["temp_mb"] > 0
+        and row["backward_s"] > 0
+        and row["learner"]["compute"]["microbatch_rows"] == 8
     )
 
 

@@ -186,7 +186,7 @@ def test_a_worker_that_dies_is_told_with_the_end_of_its_log(tmp_path):
 OWN = """
 import dataclasses
 from jaxrl_llm.config import Run
-from jaxrl_llm.learner import Learner
+from jaxrl_llm.learner import Compute, Learner
 from jaxrl_llm.recipes import DAPO
 from jaxrl_llm.rollout import Rollout
 from jaxrl_llm.tasks import Table, Task
@@ -196,7 +196,7 @@ config = Run(
     Task(Table("FOLDER/sums.jsonl"), template="plain", holdout=0.5),
     recipe=dataclasses.replace(DAPO, overlong_share=0.0, filter_groups=False),
     rollout=Rollout(prompts=2, group=2, max_prompt_tokens=16, max_new_tokens=8, slots=4),
-    learner=Learner(microbatch_rows=8),
+    learner=Learner(compute=Compute(microbatch_rows=8)),
     steps=9,
 )
 """

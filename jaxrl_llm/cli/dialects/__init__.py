@@ -28,9 +28,9 @@ temperature -> rollout.temperature
 top_p -> rollout.top_p
 top_k -> rollout.top_k
 train_batch_size generation_batch_size -> rollout.prompts: prompts, each with rollout.group completions
-per_device_train_batch_size -> learner.microbatch_rows: of all devices; rollout.prompts is how many prompts a step has
-ppo_micro_batch_size ppo_micro_batch_size_per_gpu -> learner.microbatch_rows: of all devices
-gradient_accumulation_steps -> learner.microbatch_rows: as many microbatches as an update needs are accumulated
+per_device_train_batch_size -> learner.compute.microbatch_rows: of all devices; a step has rollout.prompts prompts
+ppo_micro_batch_size ppo_micro_batch_size_per_gpu -> learner.compute.microbatch_rows: of all devices
+gradient_accumulation_steps -> learner.compute.microbatch_rows: as many microbatches as an update needs are accumulated
 steps_per_generation -> learner.minibatches: updates of each batch
 ppo_mini_batch_size -> learner.minibatches: how many there are, not how large they are
 num_iterations ppo_epochs -> learner.epochs
@@ -49,9 +49,9 @@ adam_beta2 -> learner.optimiser.moments.b2
 adam_epsilon -> learner.optimiser.moments.eps
 max_grad_norm grad_clip -> learner.optimiser.clip_norm
 model_name_or_path model.path -> model
-bf16 fp16 -> learner.compute_dtype: bfloat16
+bf16 fp16 -> learner.compute.dtype: bfloat16
 torch_dtype -> learner.dtype
-gradient_checkpointing enable_gradient_checkpointing -> learner.remat
+gradient_checkpointing enable_gradient_checkpointing -> learner.compute.remat
 use_peft -> learner.lora.rank: above 0
 lora_r lora_rank -> learner.lora.rank
 lora_alpha -> learner.lora.alpha

@@ -78,7 +78,7 @@ class CriticRole(Ingredient):
             config = critic_config(name, run, policy, find)
             # Another architecture, in rows laid out for the policy's attention.
             attention = "auto" if compute.attention == "cudnn" else compute.attention
-            settings = dataclasses.replace(run.learner, attention=attention, row_tokens=forward.layout.row_tokens)
+            settings = run.learner.computing(attention=attention, row_tokens=forward.layout.row_tokens)
             compute = compute_for(settings, config, platform_of(forward.mesh))
             dtype = jnp.dtype(run.learner.dtype)
             begins = begins._replace(

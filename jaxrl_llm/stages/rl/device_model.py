@@ -81,7 +81,7 @@ def load_judge(
     """
     status(f"loading {path}")
     try:
-        model, own = load_model(path, run.learner.compute_dtype, where)
+        model, own = load_model(path, run.learner.compute.dtype, where)
     except InputError as error:
         raise InputError(f"{field}: {error}") from None
     if not isinstance(model, ScalarModel):

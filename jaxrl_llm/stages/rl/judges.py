@@ -58,7 +58,7 @@ class Judges(Ingredient):
         models = collections.Counter(find(path) for path in self.loads)
         calls = -(-len(samples) // SCORED_AT_ONCE)
         some = [scored_sample(one.prompt, one.tokens, {}) for one in samples[:SCORED_AT_ONCE]]
-        dtype = jnp.dtype(self.run.learner.compute_dtype)
+        dtype = jnp.dtype(self.run.learner.compute.dtype)
         passes, rollout = [], self.run.rollout
         for number, (config, count) in enumerate(models.items(), start=1):
             forward = run_by(self.run.learner, config, where, rollout.max_length + 1, rollout.max_new_tokens + 1)
