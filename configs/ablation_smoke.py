@@ -17,7 +17,7 @@ import string
 from jaxrl_llm.config import Evaluation, Output, Run
 from jaxrl_llm.learner import Compute, Learner, Optimiser
 from jaxrl_llm.recipes import GRPO
-from jaxrl_llm.rollout import Collect, Rollout
+from jaxrl_llm.rollout import Collect, EngineOptions, Rollout
 from jaxrl_llm.tasks import Task
 
 task = Task(
@@ -35,8 +35,7 @@ config = Run(
         group=8,
         max_prompt_tokens=8,
         max_new_tokens=12,
-        slots=128,
-        chunk=12,
+        engine=EngineOptions(slots=128, chunk=12),
         collect=Collect(max_rounds=4, patience=0),
     ),
     learner=Learner(

@@ -21,7 +21,7 @@ of steps.
 from jaxrl_llm.config import Evaluation, Output, Run
 from jaxrl_llm.learner import Compute, Learner, Optimiser
 from jaxrl_llm.recipes import DAPO
-from jaxrl_llm.rollout import Collect, Rollout
+from jaxrl_llm.rollout import Collect, EngineOptions, Rollout
 from jaxrl_llm.sharding import MeshShape
 from jaxrl_llm.tasks import HubDataset, Task
 
@@ -42,8 +42,7 @@ config = Run(
         group=16,
         max_prompt_tokens=2048,
         max_new_tokens=20480,
-        slots=1024,
-        chunk=64,
+        engine=EngineOptions(slots=1024, chunk=64),
         collect=Collect(max_rounds=30),
     ),
     learner=Learner(

@@ -16,7 +16,7 @@ number of steps.
 from jaxrl_llm.config import Evaluation, Output, Run
 from jaxrl_llm.learner import Compute, Learner, Optimiser
 from jaxrl_llm.recipes import GRPO
-from jaxrl_llm.rollout import Rollout
+from jaxrl_llm.rollout import EngineOptions, Rollout
 from jaxrl_llm.tasks import HubDataset, Task
 
 INSTRUCTION = "\nThink step by step, and put the final number in \\boxed{}."
@@ -32,7 +32,9 @@ config = Run(
     model="Qwen/Qwen2.5-1.5B-Instruct",
     task=gsm8k("train"),
     recipe=GRPO,
-    rollout=Rollout(prompts=64, group=8, max_prompt_tokens=384, max_new_tokens=512, slots=256, chunk=32),
+    rollout=Rollout(
+        prompts=64, group=8, max_prompt_tokens=384, max_new_tokens=512, engine=EngineOptions(slots=256, chunk=32)
+    ),
     learner=Learner(
         optimiser=Optimiser(learning_rate=1e-6), compute=Compute(microbatch_rows=8, row_tokens=4096, dtype="bfloat16")
     ),

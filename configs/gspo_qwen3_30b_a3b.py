@@ -20,7 +20,7 @@ gives neither its data nor its batch sizes, lengths and learning rate: those her
 from jaxrl_llm.config import Evaluation, Output, Run
 from jaxrl_llm.learner import Compute, Learner, Optimiser
 from jaxrl_llm.recipes import GSPO
-from jaxrl_llm.rollout import Rollout
+from jaxrl_llm.rollout import EngineOptions, Rollout
 from jaxrl_llm.sharding import MeshShape
 from jaxrl_llm.tasks import HubDataset, Task
 
@@ -34,7 +34,9 @@ config = Run(
         holdout=0.005,
     ),
     recipe=GSPO,
-    rollout=Rollout(prompts=256, group=8, max_prompt_tokens=1024, max_new_tokens=8192, slots=512, chunk=64),
+    rollout=Rollout(
+        prompts=256, group=8, max_prompt_tokens=1024, max_new_tokens=8192, engine=EngineOptions(slots=512, chunk=64)
+    ),
     learner=Learner(
         optimiser=Optimiser(learning_rate=1e-6), minibatches=4, compute=Compute(microbatch_rows=32, dtype="bfloat16")
     ),

@@ -18,7 +18,7 @@ from jaxrl_llm.config import Evaluation, Mixture, Output, Part, Run
 from jaxrl_llm.learner import Compute, Learner, Optimiser
 from jaxrl_llm.recipes import PRORL_V2
 from jaxrl_llm.rewards import Accuracy, LengthPenalty
-from jaxrl_llm.rollout import Rollout
+from jaxrl_llm.rollout import EngineOptions, Rollout
 from jaxrl_llm.rules import Resets
 from jaxrl_llm.tasks import ReasoningGym, Table, Task
 
@@ -56,7 +56,14 @@ config = Run(
         )
     ),
     recipe=dataclasses.replace(PRORL_V2, shaping=(), resets=Resets(reference_every=20)),
-    rollout=Rollout(prompts=8, group=8, max_prompt_tokens=96, max_new_tokens=24, temperature=0.9, slots=80, chunk=8),
+    rollout=Rollout(
+        prompts=8,
+        group=8,
+        max_prompt_tokens=96,
+        max_new_tokens=24,
+        temperature=0.9,
+        engine=EngineOptions(slots=80, chunk=8),
+    ),
     learner=Learner(optimiser=Optimiser(learning_rate=1e-5), minibatches=2, compute=Compute(remat="none")),
     evaluation=Evaluation(every=10, limit=16),
     output=Output(checkpoint_every=20, keep=2),

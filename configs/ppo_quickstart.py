@@ -22,7 +22,7 @@ from pathlib import Path
 from jaxrl_llm.config import Output, Run
 from jaxrl_llm.learner import Compute, Critic, Learner, Optimiser
 from jaxrl_llm.recipes import PPO
-from jaxrl_llm.rollout import Rollout
+from jaxrl_llm.rollout import EngineOptions, Rollout
 from jaxrl_llm.tasks import ReasoningGym, Task
 
 JUDGE = Path("runs/reward_quickstart")
@@ -47,7 +47,14 @@ config = Run(
             warmup=1,
         ),
     ),
-    rollout=Rollout(prompts=56, group=1, max_prompt_tokens=40, max_new_tokens=24, temperature=0.9, slots=56, chunk=8),
+    rollout=Rollout(
+        prompts=56,
+        group=1,
+        max_prompt_tokens=40,
+        max_new_tokens=24,
+        temperature=0.9,
+        engine=EngineOptions(slots=56, chunk=8),
+    ),
     learner=Learner(optimiser=Optimiser(learning_rate=2e-5), minibatches=4, compute=Compute(remat="none")),
     output=Output(checkpoint_every=9, keep=1),
     steps=9,

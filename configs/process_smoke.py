@@ -21,7 +21,7 @@ from jaxrl_llm.config import Output, Run, Scoring
 from jaxrl_llm.learner import Compute, Learner, Optimiser
 from jaxrl_llm.recipes import GRPO
 from jaxrl_llm.rewards import Format, StepFunction
-from jaxrl_llm.rollout import Collect, Rollout
+from jaxrl_llm.rollout import Collect, EngineOptions, Rollout
 from jaxrl_llm.tasks import ReasoningGym, Task
 from jaxrl_llm.types import Completion, Problem
 
@@ -45,7 +45,12 @@ config = Run(
         GRPO, name="process_grpo", algorithm=dataclasses.replace(GRPO.algorithm, advantage=ProcessSupervised())
     ),
     rollout=Rollout(
-        prompts=8, group=8, max_prompt_tokens=80, max_new_tokens=12, slots=64, chunk=12, collect=Collect(patience=0)
+        prompts=8,
+        group=8,
+        max_prompt_tokens=80,
+        max_new_tokens=12,
+        engine=EngineOptions(slots=64, chunk=12),
+        collect=Collect(patience=0),
     ),
     learner=Learner(optimiser=Optimiser(learning_rate=1e-2), minibatches=2, compute=Compute(row_tokens=256)),
     output=Output(checkpoint_every=10, tensorboard=False),

@@ -18,7 +18,7 @@ weight decay, evaluation every 50 steps and the definition of stagnation (three 
 from jaxrl_llm.config import Evaluation, Output, Run
 from jaxrl_llm.learner import Compute, Learner, Optimiser
 from jaxrl_llm.recipes import PRORL_V1
-from jaxrl_llm.rollout import Rollout
+from jaxrl_llm.rollout import EngineOptions, Rollout
 from jaxrl_llm.tasks import HubDataset, Task
 
 CONTEXT, PROMPT = 8096, 1024
@@ -39,8 +39,7 @@ config = Run(
         max_prompt_tokens=PROMPT,
         max_new_tokens=CONTEXT - PROMPT,
         temperature=1.2,
-        slots=512,
-        chunk=64,
+        engine=EngineOptions(slots=512, chunk=64),
     ),
     learner=Learner(
         optimiser=Optimiser(learning_rate=2e-6), minibatches=4, compute=Compute(microbatch_rows=32, dtype="bfloat16")

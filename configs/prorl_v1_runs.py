@@ -23,7 +23,7 @@ from jaxrl_llm.config import Evaluation, Mixture, Output, Part, Run
 from jaxrl_llm.learner import Compute, Learner, Optimiser
 from jaxrl_llm.recipes import PRORL_V1
 from jaxrl_llm.rewards.group_shaping import StopProperly
-from jaxrl_llm.rollout import Rollout
+from jaxrl_llm.rollout import EngineOptions, Rollout
 from jaxrl_llm.rules import Phase, Reaches, Resets, Rules, Stalls
 from jaxrl_llm.tasks import HubDataset, Instructions, ReasoningGym, Task
 
@@ -69,7 +69,11 @@ config = Run(
     task=FIRST,
     recipe=dataclasses.replace(PRORL_V1, resets=Resets()),
     rollout=Rollout(
-        prompts=256, group=16, max_prompt_tokens=PROMPT, max_new_tokens=CONTEXT - PROMPT, slots=512, chunk=64
+        prompts=256,
+        group=16,
+        max_prompt_tokens=PROMPT,
+        max_new_tokens=CONTEXT - PROMPT,
+        engine=EngineOptions(slots=512, chunk=64),
     ),
     learner=Learner(
         optimiser=Optimiser(learning_rate=2e-6), minibatches=4, compute=Compute(microbatch_rows=32, dtype="bfloat16")

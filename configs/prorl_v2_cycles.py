@@ -22,7 +22,7 @@ from jaxrl_llm.config import Evaluation, Output, Run
 from jaxrl_llm.learner import Compute, Learner, Optimiser
 from jaxrl_llm.recipes import PRORL_V2
 from jaxrl_llm.rewards.group_shaping import LengthCycle, StopProperly
-from jaxrl_llm.rollout import Rollout
+from jaxrl_llm.rollout import EngineOptions, Rollout
 from jaxrl_llm.rules import Phase, Resets, Rules
 from jaxrl_llm.tasks import HubDataset, Task
 
@@ -52,7 +52,13 @@ config = Run(
         holdout=0.005,
     ),
     recipe=dataclasses.replace(PRORL_V2, resets=Resets(reference_every=300, on_stall=3, on_kl_jump=3.0, kl_window=20)),
-    rollout=Rollout(prompts=512, group=16, max_prompt_tokens=PROMPT, max_new_tokens=COMPLETION, slots=512, chunk=64),
+    rollout=Rollout(
+        prompts=512,
+        group=16,
+        max_prompt_tokens=PROMPT,
+        max_new_tokens=COMPLETION,
+        engine=EngineOptions(slots=512, chunk=64),
+    ),
     learner=Learner(
         optimiser=Optimiser(learning_rate=1e-6), minibatches=8, compute=Compute(microbatch_rows=32, dtype="bfloat16")
     ),

@@ -16,7 +16,7 @@ import dataclasses
 from jaxrl_llm.config import Output, Run
 from jaxrl_llm.learner import Compute, Learner, Optimiser
 from jaxrl_llm.recipes import DAPO
-from jaxrl_llm.rollout import Rollout
+from jaxrl_llm.rollout import EngineOptions, Rollout
 from jaxrl_llm.tasks import ReasoningGym, Task
 
 config = Run(
@@ -32,7 +32,14 @@ config = Run(
     # 24 tokens have no long end to penalise: the paper's penalty is for thousands.
     recipe=dataclasses.replace(DAPO, overlong_share=0.0),
     # Two groups more than needed fit the slots, since one in ten is all right or all wrong: else they would wait.
-    rollout=Rollout(prompts=8, group=8, max_prompt_tokens=40, max_new_tokens=24, temperature=0.7, slots=80, chunk=8),
+    rollout=Rollout(
+        prompts=8,
+        group=8,
+        max_prompt_tokens=40,
+        max_new_tokens=24,
+        temperature=0.7,
+        engine=EngineOptions(slots=80, chunk=8),
+    ),
     learner=Learner(optimiser=Optimiser(learning_rate=2e-5), compute=Compute(remat="none")),
     output=Output(checkpoint_every=5, keep=1),
     steps=5,

@@ -18,7 +18,7 @@ from jaxrl_llm.config import Output, Run, Scoring
 from jaxrl_llm.learner import Compute, Learner, Optimiser
 from jaxrl_llm.recipes import DAPO
 from jaxrl_llm.rewards import ModelReward
-from jaxrl_llm.rollout import Rollout
+from jaxrl_llm.rollout import EngineOptions, Rollout
 from jaxrl_llm.tasks import ReasoningGym, Task
 
 config = Run(
@@ -33,7 +33,14 @@ config = Run(
     scoring=Scoring(rewards=(ModelReward("runs/reward_quickstart"),)),
     # Scores of a model are never all equal: no group needs filtering.
     recipe=dataclasses.replace(DAPO, overlong_share=0.0, filter_groups=False),
-    rollout=Rollout(prompts=8, group=8, max_prompt_tokens=40, max_new_tokens=24, temperature=0.7, slots=64, chunk=8),
+    rollout=Rollout(
+        prompts=8,
+        group=8,
+        max_prompt_tokens=40,
+        max_new_tokens=24,
+        temperature=0.7,
+        engine=EngineOptions(slots=64, chunk=8),
+    ),
     learner=Learner(optimiser=Optimiser(learning_rate=2e-5), compute=Compute(remat="none")),
     output=Output(checkpoint_every=8, keep=1),
     steps=8,

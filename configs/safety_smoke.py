@@ -18,7 +18,7 @@ from jaxrl_llm.config import Output, Run, Scoring
 from jaxrl_llm.learner import Compute, Learner, Optimiser
 from jaxrl_llm.recipes import DR_GRPO
 from jaxrl_llm.rewards import Constraint, Function, LengthPenalty
-from jaxrl_llm.rollout import Collect, Rollout
+from jaxrl_llm.rollout import Collect, EngineOptions, Rollout
 from jaxrl_llm.tasks import ReasoningGym, Task
 from jaxrl_llm.types import Completion, Problem
 
@@ -46,8 +46,7 @@ config = Run(
         group=8,
         max_prompt_tokens=80,
         max_new_tokens=16,
-        slots=64,
-        chunk=16,
+        engine=EngineOptions(slots=64, chunk=16),
         collect=Collect(patience=0),
     ),
     learner=Learner(optimiser=Optimiser(learning_rate=1e-2), minibatches=2, compute=Compute(row_tokens=256)),

@@ -11,7 +11,7 @@ from jaxrl_llm.config import Output, Run, Scoring
 from jaxrl_llm.learner import Compute, Learner, Optimiser
 from jaxrl_llm.recipes import GRPO
 from jaxrl_llm.rewards import Format
-from jaxrl_llm.rollout import Rollout
+from jaxrl_llm.rollout import EngineOptions, Rollout
 from jaxrl_llm.tasks import ReasoningGym, Task
 
 config = Run(
@@ -23,7 +23,9 @@ config = Run(
     ),
     scoring=Scoring(rewards=(Format(r".*[0-9].*"),)),
     recipe=GRPO,
-    rollout=Rollout(prompts=8, group=8, max_prompt_tokens=80, max_new_tokens=8, slots=64, chunk=8),
+    rollout=Rollout(
+        prompts=8, group=8, max_prompt_tokens=80, max_new_tokens=8, engine=EngineOptions(slots=64, chunk=8)
+    ),
     learner=Learner(optimiser=Optimiser(learning_rate=1e-2), minibatches=2, compute=Compute(row_tokens=256)),
     output=Output(checkpoint_every=2),
     steps=6,

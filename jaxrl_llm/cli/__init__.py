@@ -31,7 +31,7 @@ MARKS_OF_NO_ROOM = ("No space left on device", "Disk quota exceeded", "File too 
 MARKS_OF_NO_RIGHT = ("Permission denied", "Read-only file system", "Operation not permitted")
 MARKS_OF_NO_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory")
 LESS_MEMORY = {
-    "train": "lower --learner.compute.microbatch_rows (learning) or --rollout.slots (sampling)",
+    "train": "lower --learner.compute.microbatch_rows (learning) or --rollout.engine.slots (sampling)",
     "eval": "lower --slots or --max_new_tokens",
     "collect": "lower --slots or --max_new_tokens",
     "generate": "lower --max_new_tokens",

@@ -135,7 +135,7 @@ def asking(
         by_task = {one.label: prompts for one in prompts.tasks}
         scorer.models = judges_of(asked, policy.mesh, policy.tokenizer, by_task, status)
         dtype = jax.numpy.dtype(settings.learner.compute.dtype)
-        sizes: dict[str, Any] = {"slots": options.slots, "max_length": length, "chunk": settings.rollout.chunk}
+        sizes: dict[str, Any] = {"slots": options.slots, "max_length": length, "chunk": settings.rollout.engine.chunk}
         engine, prepared = backend_for(policy.model, dtype, policy.mesh, policy.mesh, **sizes)
         yield policy, prompts, Answerer(engine, prepared(policy.model), policy.tokenizer, scorer)
 

@@ -135,8 +135,8 @@ def evaluate(arguments: list[str]) -> int:
 
 def defaults(run: configs.Run) -> Options:
     """Return the options of the run's own evaluations."""
-    e, r = run.evaluation, run.rollout
-    return Options(e.task or run.task, e.samples, e.temperature, e.top_p, e.limit, r.max_new_tokens, r.slots, run.seed)
+    e, longest, slots = run.evaluation, run.rollout.max_new_tokens, run.rollout.engine.slots
+    return Options(e.task or run.task, e.samples, e.temperature, e.top_p, e.limit, longest, slots, run.seed)
 
 
 def check(options: Options, settings: configs.Run) -> None:

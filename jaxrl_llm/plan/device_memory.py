@@ -111,7 +111,7 @@ def sampling(run: Configuration, arrays: SamplingArrays, done: Mapping[str, Comp
     blocks = bytes_per_device(arrays.slots.blocks) / 2
     # Calls with keys and values that wait at one time to be copied into slots, at the first filling.
     rows, piece, calls = prompt_calls(rollout.max_prompt_tokens, parts)
-    filling = -(-min(-(-rollout.slots // rollout.group), rollout.prompts) // rows)
+    filling = -(-min(-(-rollout.engine.slots // rollout.group), rollout.prompts) // rows)
     needs = [reading_bytes(one, done) for one in arrays.readings if one.asked.copies]
     if done:
         waiting = max(done["prompts"].outputs + done["prompts"].arguments - sampled, 0) * filling
@@ -129,7 +129,7 @@ def sampling(run: Configuration, arrays: SamplingArrays, done: Mapping[str, Comp
         heads = kv_heads * share if kv_heads * share >= 1 else kv_heads
         tokens = filling * rows / parts * piece * calls
         waiting = tokens * 2 * config.layers * heads * config.attention.head_dim * arrays.slots.cache.k.dtype.itemsize
-        logits = 4 * 4 * rollout.slots / parts * config.vocab_size * share
+        logits = 4 * 4 * rollout.engine.slots / parts * config.vocab_size * share
         needs.append(max(logits, blocks) + waiting)
     base = DeviceMemory() if run.mesh.rollout else resident(arrays)
     return dataclasses.replace(base, judges=judges(arrays), sampled=sampled, cache=slots, temporary=max(needs))

@@ -160,7 +160,7 @@ def lowered(one: Subject, name: str) -> jax.stages.Lowered:
             begun = jax.eval_shape(lambda: idle(shape, cache.v.shape[1], sampler.rules.repetition))
             return fill_slots.lower(held.slots, cache, begun, where)
         rules = jax.eval_shape(lambda: as_rules(sampler.rules))
-        chunk = sampler.rollout.chunk
+        chunk = sampler.rollout.engine.chunk
         return run_chunk.lower(held.sampled, held.slots, rules, chunk, asked_of(sampler.rules), shape.group, where)
 
 
@@ -186,7 +186,7 @@ def compile_one(one: Subject, name: str) -> Compiled:
     # Trip counts of loops with a bound in the data: microbatches and chunks of predictions, or decode steps.
     repeats: tuple[float, ...] = ()
     if isinstance(one.arrays, SamplingArrays) and name == "decode":
-        repeats = (one.arrays.sampler.rollout.chunk,)
+        repeats = (one.arrays.sampler.rollout.engine.chunk,)
     for model in (*one.arrays.learned, *one.arrays.readings):
         if model.name == name:
             repeats = (model.microbatches,) + (-(-model.packed.target.shape[-1] // CHUNK),) * model.predicts

@@ -98,9 +98,9 @@ def traffic_by_formula(
         rollout = arrays.sampler.rollout
         config = arrays.sampled.config
         width = arrays.slots.cache.k.dtype.itemsize
-        size = rollout.slots / batch_parts(sizes) * config.width * width
+        size = rollout.engine.slots / batch_parts(sizes) * config.width * width
         sent["weights"] = [Collective("all-gather", bytes_per_device(arrays.sampled), axes["fsdp"], 1)]
-        sent["decode"] = [Collective("all-reduce", size, axes["tensor"], 2 * config.layers * rollout.chunk)]
+        sent["decode"] = [Collective("all-reduce", size, axes["tensor"], 2 * config.layers * rollout.engine.chunk)]
     sent["score"] = _passed(arrays.learned[0], work.microbatches, axes)
     for one in arrays.readings:
         sent[one.name] = _passed(one, one.microbatches, axes)

@@ -103,7 +103,7 @@ class Plan:
         learner, parts = self.run.learner, batch_parts(self.mesh)
         half, now, unit = {
             "groups": (self.learning, self.groups.count, learner.minibatches),
-            "slots": (self.sampling, self.sampling and self.run.rollout.slots, parts),
+            "slots": (self.sampling, self.sampling and self.run.rollout.engine.slots, parts),
             "rows": (self.learning, learner.compute.microbatch_rows, parts),
         }[kind]
         free = self.machine.chip.memory - half.total
@@ -201,7 +201,7 @@ def _assembled(
     sampling = None
     if isinstance(held, SamplingArrays):
         sampling = device_memory.sampling(run, held, done)
-        more["slots"] = (sampling.cache + sampling.temporary) / held.sampler.rollout.slots
+        more["slots"] = (sampling.cache + sampling.temporary) / held.sampler.rollout.engine.slots
     products = [  # where the compiler had a choice
         f"matrix products of {name}, as compiled: {', '.join(f'{count} by {who}' for who, count in made.items())}"
         for name in ("update", "decode")

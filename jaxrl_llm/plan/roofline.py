@@ -268,20 +268,20 @@ def sampling_phases(arrays: SamplingArrays, work: Work) -> dict[str, tuple[float
     rows, piece, calls = prompt_calls(rollout.max_prompt_tokens, shape.parts)
     pairs = visible_pairs(config, 0, piece * calls) / calls
     prefill = forward_flops(config, piece, pairs, 0) * rows / shape.parts * share
-    slots = rollout.slots / shape.parts
+    slots, chunk = rollout.engine.slots / shape.parts, rollout.engine.chunk
     pairs = config.layers * (rollout.max_prompt_tokens + work.mean / 2)
     decode = forward_flops(config, 1, pairs, 1) * slots * share
     # A chunk reads the next power of two of the columns that are there while all slots grow together.
-    steps = range(0, work.mean, rollout.chunk)
-    columns = sum(min(power_of_two(at + rollout.chunk), shape.columns) for at in steps) / len(steps)
+    steps = range(0, work.mean, chunk)
+    columns = sum(min(power_of_two(at + chunk), shape.columns) for at in steps) / len(steps)
     prompts = min(slots / shape.group * 2, slots)  # some groups end while others begin
     blocks = bytes_per_device(arrays.slots.blocks) * prompts * shape.parts / shape.blocks
     moved = weights + bytes_per_device(arrays.slots.cache) * columns / shape.columns + blocks
-    waves = max(work.completions / rollout.slots, 1.0)
+    waves = max(work.completions / rollout.engine.slots, 1.0)
     return {
         "weights": (1.0, (0.0, bytes_per_device((policy.params, policy.base)) + weights)),
         "prompts": (math.ceil(rollout.prompts / rows) * calls, (prefill, weights)),
-        "decode": (math.ceil(waves * work.mean / rollout.chunk), (decode * rollout.chunk, moved * rollout.chunk)),
+        "decode": (math.ceil(waves * work.mean / chunk), (decode * chunk, moved * chunk)),
     }
 
 

@@ -169,11 +169,12 @@ def _with_sampler(held: Arrays, sampler: PlannedSampler, model: Decoder, dtype: 
     the most prompt blocks."""
     rollout = sampler.rollout
     sampled = jax.eval_shape(lambda m: for_sampling(cast(m, dtype), platform_of(where)), model)
-    group = 1 if rollout.strict else min(rollout.group, rollout.slots)
-    build = Build(model.config, dtype, rollout.slots, rollout.max_length, rollout.chunk, where, rollout.strict, group)
+    engine = rollout.engine
+    group = 1 if engine.strict else min(rollout.group, engine.slots)
+    build = Build(model.config, dtype, engine.slots, rollout.max_length, engine.chunk, where, engine.strict, group)
     prompt = Prompt(np.zeros(rollout.max_prompt_tokens, np.int32))
     most = rollout.max_new_tokens
-    at_their_end = [Request(i, prompt, 0, most, count=most - 1, block_key=i) for i in range(rollout.slots)]
+    at_their_end = [Request(i, prompt, 0, most, count=most - 1, block_key=i) for i in range(engine.slots)]
     shape = wanted(build, sampler.rules, at_their_end, None, False)
     shape = shape._replace(blocks=shape.rows)
     slots = jax.eval_shape(lambda: empty_slots(model.config, shape, dtype, None, sampler.rules.repetition))

@@ -125,7 +125,7 @@ def conclusion(plan: Plan) -> list[str]:
     rows = [f"{verdict}: {plan.peak / GIB:.1f} of {plan.machine.chip.memory / GIB:.1f} GiB, most while {half}"]
     most = f"{plan.groups.field} {plan.most('groups')} (by its data)"
     if plan.sampling is not None:
-        most += f", rollout.slots {plan.most('slots')} (by the cache)"
+        most += f", rollout.engine.slots {plan.most('slots')} (by the cache)"
     if (rows_fit := plan.most("rows")) is not None:
         most += f", learner.compute.microbatch_rows {rows_fit} (from two compilations)"
     rows.append(f"the largest of each that fits beside the rest: {most}")
@@ -146,7 +146,7 @@ def table(plans: list[Plan]) -> list[str]:
         where = f"{p.slowest.name}, {p.slowest.binds}"
         slots, sampling = "-", "-"
         if p.sampling is not None:
-            slots, sampling = str(p.run.rollout.slots), f"{p.sampling.total / GIB:.1f}"
+            slots, sampling = str(p.run.rollout.engine.slots), f"{p.sampling.total / GIB:.1f}"
         rows.append(
             f"{mesh:<20}   {rows_each:>15}   {slots:>5}   {sampling:>12}   "
             f"{p.learning.total / GIB:>8.1f}   {p.seconds:>17.1f}   {where}"

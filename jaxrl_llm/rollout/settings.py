@@ -7,7 +7,7 @@ from jaxrl_llm.data.datasets import Collected, Texts
 from jaxrl_llm.data.loading import check_texts
 from jaxrl_llm.engine.settings import Repetition, Sampling
 from jaxrl_llm.errors import require
-from jaxrl_llm.system.setting import FREE, RECORDED, Count, Range, Setting
+from jaxrl_llm.system.setting import FREE, RECORDED, Count, Range, Setting, take_old_names
 from jaxrl_llm.tasks.curriculum import Curriculum
 
 
@@ -147,6 +147,22 @@ class Collect(Setting):
 
 
 @dataclasses.dataclass(frozen=True)
+class EngineOptions(Setting):
+    """How the engine samples: speed and memory, and results by rounding only.
+
+    Attributes:
+      slots: completions sampled at one time.
+      chunk: decode steps in one compiled call.
+      strict: read the whole cache at every step, so that no bit of a completion depends on the length of its
+        neighbours.
+    """
+
+    slots: Annotated[int, Count(1), FREE] = 64
+    chunk: Annotated[int, Count(1)] = 16
+    strict: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class Rollout(Setting):
     """Sampling of groups for training.
 
@@ -158,10 +174,7 @@ class Rollout(Setting):
       temperature: of the sampling and of every log-probability; above 0. None takes the recipe's.
       top_k: keep the k most likely tokens; 0 keeps all.
       top_p: keep the smallest set of most likely tokens that reaches this mass; 1 keeps all.
-      slots: completions sampled at one time.
-      chunk: decode steps in one compiled call.
-      strict: read the whole cache at every step, so that no bit of a completion depends on the length of its
-        neighbours.
+      engine: see ``EngineOptions``.
       repetition: ends completions that repeat themselves, in training only.
       collect: collection of the groups of a step.
     """
@@ -173,9 +186,7 @@ class Rollout(Setting):
     temperature: Annotated[float | None, Range("(0, inf)", words="above 0 to learn from samples, and finite")] = None
     top_k: Annotated[int, Count(0)] = 0
     top_p: Annotated[float, Range("(0, 1]")] = 1.0
-    slots: Annotated[int, Count(1), FREE] = 64
-    chunk: Annotated[int, Count(1)] = 16
-    strict: bool = False
+    engine: EngineOptions = EngineOptions()
     repetition: Repetition = Repetition()
     collect: Collect = Collect()
 
@@ -211,3 +222,6 @@ class Rollout(Setting):
             repetition=self.repetition,
             keep_mask=keep_mask,
         )
+
+
+take_old_names(Rollout, {"slots": "engine.slots", "chunk": "engine.chunk", "strict": "engine.strict"})

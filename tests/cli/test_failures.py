@@ -53,10 +53,9 @@ def test_a_full_disk_at_the_configuration(tmp_path):
 
 
 def test_too_little_memory_names_the_two_fields_and_leaves_the_way_free(tmp_path):
-    answer = train(tmp_path, "--rollout.slots", "30000000", before=MEMORY)
-    expected = (
-        "jaxrl-llm: out of memory: lower --learner.compute.microbatch_rows (learning) or --rollout.slots (sampling)"
-    )
+    answer = train(tmp_path, "--rollout.engine.slots", "30000000", before=MEMORY)
+    fields = "--learner.compute.microbatch_rows (learning) or --rollout.engine.slots (sampling)"
+    expected = f"jaxrl-llm: out of memory: lower {fields}"
     assert last_line(answer) == expected
     assert not list(tmp_path.iterdir())
     answer = train(tmp_path, "--learner.compute.microbatch_rows", "30000000", before=MEMORY)

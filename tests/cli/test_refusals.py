@@ -104,7 +104,7 @@ REFUSED = {
     "train smoke --stpes 3": ["no option --stpes", "did you mean --steps?"],
     "train smoke --quiet=false": ["--quiet=false: --quiet stands alone, without a value"],
     "train smoke --json rows.jsonl": ["rows.jsonl belongs to no option", "a switch stands alone"],
-    "train smoke --slots 3": ["no option --slots", "did you mean --rollout.slots?"],
+    "train smoke --slots 3": ["no option --slots", "did you mean --rollout.engine.slots?"],
     "train smoke --num_generations 4": ["no option --num_generations: here it is --rollout.group"],
     "train smoke --max-completion-length=9": ["here it is --rollout.max_new_tokens"],
     "train smoke --learning_rate 1e-6": ["here it is --learner.optimiser.learning_rate"],

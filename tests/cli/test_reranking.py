@@ -50,7 +50,8 @@ def folder(tmp_path_factory):
 def evaluated(folder, by, give_up_after=0, chunk=None):
     """What an evaluation found, its settings being those of the command line."""
     settings = configs.find_config(str(folder / "counting.py")).located
-    rollout = dataclasses.replace(settings.rollout, chunk=chunk or settings.rollout.chunk)
+    engine = dataclasses.replace(settings.rollout.engine, chunk=chunk or settings.rollout.engine.chunk)
+    rollout = dataclasses.replace(settings.rollout, engine=engine)
     settings = dataclasses.replace(settings, rollout=rollout)
     options = dataclasses.replace(
         command.defaults(settings),

@@ -44,13 +44,14 @@ from jaxrl_llm.config import *
 from jaxrl_llm.learner import Critic, Learner, Optimiser
 from jaxrl_llm.recipes import Recipe
 from jaxrl_llm.rewards import *
-from jaxrl_llm.rollout import Rollout
+from jaxrl_llm.rollout import EngineOptions, Rollout
 from jaxrl_llm.tasks import *
 config = Run(
     "tiny-random", Task(Table("digits.jsonl"), template="chatml"),
     scoring=Scoring(({reward},)),
     recipe=Recipe("own", {recipe}),
-    rollout=Rollout(prompts=4, group=4, max_prompt_tokens=32, max_new_tokens=8, slots=16, chunk=8),
+    rollout=Rollout(prompts=4, group=4, max_prompt_tokens=32, max_new_tokens=8,
+                    engine=EngineOptions(slots=16, chunk=8)),
     learner=Learner(Optimiser(learning_rate=2e-3)), evaluation=Evaluation(every=0, limit=2),
     output=Output(checkpoint_every=1, keep=9, tensorboard=False), steps=2,
 )

@@ -73,7 +73,7 @@ def test_a_decode_step_runs_the_products_that_the_formula_says():
     jaxpr = jax.make_jaxpr(lambda m, s, r: run_chunk(m, s, r, 1, asked(a.sampler.rules), a.slot_shape.group))(
         model, a.slots, rules
     )
-    slots, columns = run.rollout.slots, a.slot_shape.columns + 1
+    slots, columns = run.rollout.engine.slots, a.slot_shape.columns + 1
     lanes = a.slot_shape.blocks * a.slot_shape.group * a.slot_shape.prompt_columns
     pairs = CONFIG.layers * (slots * columns + lanes)
     assert products(jaxpr.jaxpr) == forward_flops(CONFIG, slots, pairs, slots)

@@ -89,7 +89,7 @@ def test_a_row_whose_length_is_left_open_is_planned_too():
 def test_more_of_everything_costs_more():
     run = tiny_run((1, 4, 2), prompts=32, slots=64)
     base = by_formula(run)
-    slots = by_formula(dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, slots=128)))
+    slots = by_formula(tiny_run((1, 4, 2), prompts=32, slots=128))
     assert slots.sampling.cache == 2 * base.sampling.cache and slots.learning == base.learning
     rows = by_formula(computing(run, microbatch_rows=16))
     assert rows.learning.temporary > base.learning.temporary and rows.sampling == base.sampling
@@ -105,8 +105,7 @@ def test_what_fits_at_most_fits_and_more_does_not():
     assert most > 64
 
     def fits(slots):
-        changed = dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, slots=slots))
-        return plan(changed, CONFIG, small, None, None, False).fits
+        return plan(tiny_run((1, 4, 2), slots=slots), CONFIG, small, None, None, False).fits
 
     assert fits(most) and not fits(most * 4)
 

@@ -6,19 +6,20 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.learner import Compute, Learner
 from jaxrl_llm.models.config import Attention, ModelConfig, Norm
 from jaxrl_llm.recipes import GRPO
-from jaxrl_llm.rollout import Rollout
+from jaxrl_llm.rollout import EngineOptions, Rollout
 from jaxrl_llm.sharding import MeshShape
 from jaxrl_llm.tasks import ReasoningGym, Task
 
 CONFIG = ModelConfig("qwen2", 512, 64, 2, 128, Attention(4, 2, 16), Norm(1e-6), tied_embeddings=True)
 
 
-def tiny_run(mesh, model="tiny-random", recipe=GRPO, **rollout):
+def tiny_run(mesh, model="tiny-random", recipe=GRPO, slots=32, chunk=8, **rollout):
     """Resolved, with a mesh of these sizes; two rows of a microbatch for each part of the batch."""
     data, fsdp, tensor = mesh
-    sizes = {"prompts": 8, "group": 4, "max_prompt_tokens": 24, "max_new_tokens": 40, "slots": 32, "chunk": 8} | rollout
+    sizes = {"prompts": 8, "group": 4, "max_prompt_tokens": 24, "max_new_tokens": 40} | rollout
     run = configs.Run(
-        model=model, task=Task(ReasoningGym("chain_sum")), recipe=recipe, rollout=Rollout(**sizes),
+        model=model, task=Task(ReasoningGym("chain_sum")), recipe=recipe,
+        rollout=Rollout(**sizes, engine=EngineOptions(slots, chunk)),
         learner=Learner(compute=Compute(microbatch_rows=2 * data * fsdp, row_tokens=128)),
         mesh=MeshShape(data, fsdp, tensor),
     )  # fmt: skip

@@ -23,8 +23,9 @@ import ablate  # noqa: E402
 from ladder_statistics import area, gain_at_equal_tokens, interval, lines_of, measures_of, table  # noqa: E402
 from ladders import LADDERS, Rung  # noqa: E402
 
-TINY = """--model tiny-random --steps 40 --rollout.prompts 2 --rollout.group 2 --rollout.slots 4
---rollout.max_new_tokens 2 --rollout.chunk 2 --learner.epochs 1 --learner.minibatches 1 --learner.compute.row_tokens 32
+TINY = """--model tiny-random --steps 40 --rollout.prompts 2 --rollout.group 2 --rollout.engine.slots 4
+--rollout.max_new_tokens 2 --rollout.engine.chunk 2 --learner.epochs 1 --learner.minibatches 1
+--learner.compute.row_tokens 32
 --evaluation.every 40 --evaluation.limit 2 --evaluation.samples 1""".split()
 MANY = """
 import contextlib, io, json, sys

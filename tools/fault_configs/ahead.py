@@ -8,7 +8,7 @@ from jaxrl_llm.learner import Learner, Optimiser
 from jaxrl_llm.models.config import Lora
 from jaxrl_llm.recipes import Recipe
 from jaxrl_llm.rewards import Format
-from jaxrl_llm.rollout import Collect, Rollout
+from jaxrl_llm.rollout import Collect, EngineOptions, Rollout
 from jaxrl_llm.rules import Resets
 from jaxrl_llm.tasks import Rows, Task
 
@@ -31,8 +31,7 @@ config = Run(
         group=4,
         max_prompt_tokens=32,
         max_new_tokens=8,
-        slots=16,
-        chunk=8,
+        engine=EngineOptions(slots=16, chunk=8),
         collect=Collect(staleness=1),
     ),
     learner=Learner(optimiser=Optimiser(learning_rate=1e-3), minibatches=2, lora=Lora(4)),

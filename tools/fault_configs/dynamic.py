@@ -7,7 +7,7 @@ from jaxrl_llm.config import Output, Run, Scoring
 from jaxrl_llm.learner import Learner, Optimiser
 from jaxrl_llm.recipes import Recipe
 from jaxrl_llm.rewards import Accuracy, Function
-from jaxrl_llm.rollout import Collect, Replay, Rollout
+from jaxrl_llm.rollout import Collect, EngineOptions, Replay, Rollout
 from jaxrl_llm.tasks import Curriculum, Dropping, Prioritised, Rows, Task
 
 
@@ -31,8 +31,7 @@ config = Run(
         group=6,
         max_prompt_tokens=32,
         max_new_tokens=32,
-        slots=24,
-        chunk=8,
+        engine=EngineOptions(slots=24, chunk=8),
         collect=Collect(
             8, 20, True, curriculum=Curriculum(Prioritised(), drop=Dropping(3, 2, again=1)), replay=Replay(2, 16)
         ),

@@ -8,7 +8,7 @@ from jaxrl_llm.config import Output, Run, Scoring
 from jaxrl_llm.learner import Learner, Optimiser
 from jaxrl_llm.recipes import PRORL_V2
 from jaxrl_llm.rewards import Format
-from jaxrl_llm.rollout import Rollout
+from jaxrl_llm.rollout import EngineOptions, Rollout
 from jaxrl_llm.rules import Phase, Rules
 from jaxrl_llm.tasks import Rows, Task
 
@@ -21,7 +21,9 @@ config = Run(
     ),
     scoring=Scoring((Format(".*[0-9].*"),), timeout_s=60.0),
     recipe=dataclasses.replace(PRORL_V2, shaping=(), filter_groups=False, controller=AdaptiveKL(100.0)),
-    rollout=Rollout(prompts=4, group=4, max_prompt_tokens=32, max_new_tokens=8, slots=16, chunk=8),
+    rollout=Rollout(
+        prompts=4, group=4, max_prompt_tokens=32, max_new_tokens=8, engine=EngineOptions(slots=16, chunk=8)
+    ),
     learner=Learner(optimiser=Optimiser(learning_rate=5e-2), minibatches=2),
     output=Output(checkpoint_every=2, keep=4, tensorboard=False),
     steps=30,

@@ -11,7 +11,7 @@ from jaxrl_llm.config import Evaluation, Mixture, Output, Part, Run, Scoring
 from jaxrl_llm.learner import Learner, Optimiser
 from jaxrl_llm.recipes import Recipe
 from jaxrl_llm.rewards import Accuracy, Format, Function
-from jaxrl_llm.rollout import Collect, Replay, Rollout
+from jaxrl_llm.rollout import Collect, EngineOptions, Replay, Rollout
 from jaxrl_llm.rules import Phase, Reaches, Resets, Rules
 from jaxrl_llm.tasks import Curriculum, Dropping, Prioritised, Rows, Task
 
@@ -49,8 +49,7 @@ config = Run(
         group=4,
         max_prompt_tokens=32,
         max_new_tokens=32,
-        slots=16,
-        chunk=8,
+        engine=EngineOptions(slots=16, chunk=8),
         collect=Collect(
             max_rounds=8,
             token_budget=20,

@@ -6,7 +6,7 @@ from jaxrl_llm.config import Evaluation, Mixture, Output, Part, Run, Scoring
 from jaxrl_llm.learner import Learner, Optimiser
 from jaxrl_llm.recipes import DAPO, PRORL_V2
 from jaxrl_llm.rewards import Format
-from jaxrl_llm.rollout import Rollout
+from jaxrl_llm.rollout import EngineOptions, Rollout
 from jaxrl_llm.rules import Phase, Reaches, Resets, Rules
 from jaxrl_llm.tasks import Rows, Task
 
@@ -22,7 +22,9 @@ config = Run(
     task=DIGITS,
     scoring=Scoring((Format(".*[0-9].*"),), timeout_s=60.0),
     recipe=DAPO,
-    rollout=Rollout(prompts=4, group=4, max_prompt_tokens=32, max_new_tokens=8, slots=16, chunk=8),
+    rollout=Rollout(
+        prompts=4, group=4, max_prompt_tokens=32, max_new_tokens=8, engine=EngineOptions(slots=16, chunk=8)
+    ),
     learner=Learner(optimiser=Optimiser(learning_rate=1e-3), minibatches=2),
     evaluation=Evaluation(every=6, limit=4),
     output=Output(checkpoint_every=2, tensorboard=False),

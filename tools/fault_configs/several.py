@@ -4,7 +4,7 @@ from jaxrl_llm.config import Output, Run, Scoring
 from jaxrl_llm.learner import Learner, Optimiser
 from jaxrl_llm.recipes import GRPO
 from jaxrl_llm.rewards import Accuracy, Format
-from jaxrl_llm.rollout import Collect, Replay, Rollout
+from jaxrl_llm.rollout import Collect, EngineOptions, Replay, Rollout
 from jaxrl_llm.tasks import Curriculum, Prioritised, Rows, Task
 
 config = Run(
@@ -21,8 +21,7 @@ config = Run(
         group=4,
         max_prompt_tokens=32,
         max_new_tokens=16,
-        slots=16,
-        chunk=8,
+        engine=EngineOptions(slots=16, chunk=8),
         collect=Collect(curriculum=Curriculum(Prioritised()), replay=Replay(2, 16)),
     ),
     learner=Learner(optimiser=Optimiser(learning_rate=1e-3), minibatches=2),

@@ -67,7 +67,7 @@ num_generations_eval -> evaluation.samples
 log_completions num_completions_to_print -> output.samples: groups of each step
 report_to -> output.wandb: with a project's name; TensorBoard's curves are written anyway
 project_name -> output.wandb
-use_vllm vllm_mode -> : the sampler is built in; --rollout.slots completions are sampled at a time
+use_vllm vllm_mode -> : the sampler is built in; --rollout.engine.slots completions are sampled at a time
 logging_steps -> : every step is logged
 dataset_name -> : problems are the task of the configuration's file: Task(HubDataset(NAME))
 train_files -> : problems are the task of the configuration's file: Task(Table(PATH))

@@ -89,10 +89,10 @@ def sampling_of(
       mesh: learns; its devices may be described only.
       where: samples.
     """
-    rollout = run.rollout
+    rollout, engine = run.rollout, run.rollout.engine
     return backend_for(
-        model, dtype, mesh, where, rollout.collect.staleness > 0, slots=rollout.slots, max_length=rollout.max_length,
-        chunk=rollout.chunk, strict=rollout.strict, group=rollout.group,
+        model, dtype, mesh, where, rollout.collect.staleness > 0, slots=engine.slots, max_length=rollout.max_length,
+        chunk=engine.chunk, strict=engine.strict, group=rollout.group,
     )  # fmt: skip
 
 
@@ -103,7 +103,7 @@ def sampler_of(
     rollout = run.rollout
     reads, left_out = run.recipe.filter_groups, dropped_endings(run)
     admission = AdmissionPolicy(
-        rollout.prompts, rollout.slots, rollout.max_new_tokens, reads, rollout.collect,
+        rollout.prompts, rollout.engine.slots, rollout.max_new_tokens, reads, rollout.collect,
         configs.limits_of(configs.parts_of_task(run.task), rollout.max_new_tokens), left_out,
     )  # fmt: skip
     return Sampler(engine, source, rollout.sampling(stops, run.learner.keep_sampling_mask), admission, status)

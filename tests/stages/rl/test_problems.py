@@ -16,7 +16,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Learner
 from jaxrl_llm.recipes import GRPO
 from jaxrl_llm.rewards import Format
-from jaxrl_llm.rollout import Rollout
+from jaxrl_llm.rollout import EngineOptions, Rollout
 from jaxrl_llm.tasks import Table, Task
 
 rows = [{"prompt": f"Say {n}", "level": n} for n in range(10)]
@@ -24,7 +24,8 @@ table, config = pathlib.Path("rows.jsonl"), pathlib.Path("runs/x/config.json")
 template = "{{ strftime_now('%d.%m.%Y') }} {{ messages[0]['content'] }}"
 run = Run(
     "tiny-random", Task(Table("rows.jsonl"), template=template, holdout=0.4), Scoring((Format(".*[0-9].*"),)), GRPO,
-    Rollout(prompts=4, group=4, max_prompt_tokens=32, max_new_tokens=8, slots=16, chunk=8), Learner(),
+    Rollout(prompts=4, group=4, max_prompt_tokens=32, max_new_tokens=8, engine=EngineOptions(slots=16, chunk=8)),
+    Learner(),
     evaluation=Evaluation(limit=4), output=Output(checkpoint_every=1, tensorboard=False), steps=1,
 )
 answers = {}
