@@ -15,7 +15,7 @@ import dataclasses
 
 from jaxrl_llm.config import Output, Run
 from jaxrl_llm.learner import Compute, Learner, Optimiser
-from jaxrl_llm.recipes import DAPO
+from jaxrl_llm.recipes import DAPO, Overlong
 from jaxrl_llm.rollout import EngineOptions, Rollout
 from jaxrl_llm.tasks import ReasoningGym, Task
 
@@ -30,7 +30,7 @@ config = Run(
         holdout=0.5,
     ),
     # 24 tokens have no long end to penalise: the paper's penalty is for thousands.
-    recipe=dataclasses.replace(DAPO, overlong_share=0.0),
+    recipe=dataclasses.replace(DAPO, overlong=Overlong(share=0.0)),
     # Two groups more than needed fit the slots, since one in ten is all right or all wrong: else they would wait.
     rollout=Rollout(
         prompts=8,

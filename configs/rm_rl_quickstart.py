@@ -16,7 +16,7 @@ import dataclasses
 
 from jaxrl_llm.config import Output, Run, Scoring
 from jaxrl_llm.learner import Compute, Learner, Optimiser
-from jaxrl_llm.recipes import DAPO
+from jaxrl_llm.recipes import DAPO, Overlong
 from jaxrl_llm.rewards import ModelReward
 from jaxrl_llm.rollout import EngineOptions, Rollout
 from jaxrl_llm.tasks import ReasoningGym, Task
@@ -32,7 +32,7 @@ config = Run(
     ),
     scoring=Scoring(rewards=(ModelReward("runs/reward_quickstart"),)),
     # Scores of a model are never all equal: no group needs filtering.
-    recipe=dataclasses.replace(DAPO, overlong_share=0.0, filter_groups=False),
+    recipe=dataclasses.replace(DAPO, overlong=Overlong(share=0.0), filter_groups=False),
     rollout=Rollout(
         prompts=8,
         group=8,

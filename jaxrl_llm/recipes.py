@@ -36,6 +36,31 @@ class Updates:
 
 
 @dataclasses.dataclass(frozen=True)
+class Overlong(Setting):
+    """Handling of completions that come near the length limit, or are cut off there.
+
+    Attributes:
+      drop: leave completions cut off at the limit out of the loss (their reward still counts).
+      share: the last share of the generation budget, in which a completion is punished the more the longer it is; 0 is
+        off.
+      weight: the punishment at the end of the budget; None for half the distance from a right answer to a wrong one,
+        which is half of ``Accuracy``'s weight; 0 without an ``Accuracy``.
+    """
+
+    drop: bool = False
+    share: Annotated[float, Range("[0, 1)")] = 0.0
+    weight: Annotated[float | None, Range("[0, inf)", words="at least 0")] = None
+
+    def check(self, run: Any, where: str) -> None:
+        """Refuse a punishment without a part of the budget."""
+        require(
+            self.weight is None or self.share > 0,
+            f"{where}weight {self.weight} has no part of the budget to act in: set {where}share above 0, or "
+            f"{where}weight None",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class Recipe(Setting):
     """A method of training.
 
@@ -47,11 +72,7 @@ class Recipe(Setting):
         "accuracy" (some, not all, completions are correct, or some are so in a larger part; of a run without the reward
         ``Accuracy``, the reward), or "reward" (not all are equal, whatever shapes them). False is off; True is
         "accuracy".
-      drop_truncated: leave completions cut off at the length limit out of the loss (their reward still counts).
-      overlong_share: the last share of the generation budget, in which a completion is punished the more the longer it
-        is; 0 is off.
-      overlong_weight: the punishment at the end of the budget; None for half the distance from a right answer to a
-        wrong one, which is half of ``Accuracy``'s weight; 0 without an ``Accuracy``.
+      overlong: see ``Overlong``.
       shaping: further changes of a group's rewards, in order.
       resets: when reference and optimiser are reset.
       controller: moves the KL coefficient after each step by the KL, or the coefficient of the entropy bonus by the
@@ -64,9 +85,7 @@ class Recipe(Setting):
     algorithm: Algorithm
     temperature: float = 1.0
     filter_groups: Literal["accuracy", "reward"] | bool = False
-    drop_truncated: bool = False
-    overlong_share: Annotated[float, Range("[0, 1)")] = 0.0
-    overlong_weight: Annotated[float | None, Range("[0, inf)", words="at least 0")] = None
+    overlong: Overlong = Overlong()
     shaping: tuple[GroupShaping, ...] = ()
     resets: Resets = Resets()
     controller: Controller | tuple[Controller, ...] | None = None
@@ -109,11 +128,6 @@ class Recipe(Setting):
         self._check_critic()
         if self.filter_groups not in (False, "accuracy", "reward"):
             raise InputError(f"recipe.filter_groups must be accuracy, reward or False, got {self.filter_groups!r}")
-        require(
-            self.overlong_weight is None or self.overlong_share > 0,
-            f"recipe.overlong_weight {self.overlong_weight} has no part of the budget to act in: set "
-            "recipe.overlong_share above 0, or recipe.overlong_weight None",
-        )
         require(
             not (isinstance(algorithm.kl, K1) and algorithm.kl_in == "loss" and algorithm.kl_coef),
             f"recipe.algorithm.kl K1 with kl_coef {algorithm.kl_coef} in the loss pulls nowhere, since its expected "
@@ -183,6 +197,9 @@ take_old_names(
         "reset_on_stall": "resets.on_stall",
         "reset_optimiser": "resets.with_optimiser",
         "optimiser_reset": "resets.optimiser_every",
+        "drop_truncated": "overlong.drop",
+        "overlong_share": "overlong.share",
+        "overlong_weight": "overlong.weight",
     },
 )
 
@@ -195,17 +212,17 @@ DR_GRPO = Recipe("dr_grpo", dataclasses.replace(PRESETS["dr_grpo"], reduce=Const
 wrong answers do not grow. AIME 2024 43.3 with Qwen2.5-Math-7B. The constant is the run's generation budget; the updates
 are those of the authors' script."""
 
-DAPO = Recipe("dapo", PRESETS["dapo"], filter_groups="accuracy", overlong_share=0.2, paper=Updates(16, 512))
+DAPO = Recipe("dapo", PRESETS["dapo"], filter_groups="accuracy", overlong=Overlong(share=0.2), paper=Updates(16, 512))
 """DAPO (arXiv 2503.14476): AIME 2024 30 -> 50 with Qwen2.5-32B; of these 20 points overlong filtering brought 6,
 clip-higher 2, soft punishment 3, the token-level loss 1 and dynamic sampling 8. L_max 20480 and L_cache 4096 are the
 share 0.2. Overlong filtering is off, as in the released system: it would remove the punished tokens from the loss.
-``drop_truncated`` turns it on."""
+``overlong.drop`` turns it on."""
 
 GSPO = Recipe("gspo", PRESETS["gspo"], paper=Updates(4))
 """Group sequence policy optimisation (arXiv 2507.18071): no KL, a band of 3e-4 / 4e-4 on the sequence ratio, 4 updates
 per batch. Better than GRPO at equal compute with Qwen3-30B-A3B, without routing replay; curves, no table."""
 
-CISPO = Recipe("cispo", PRESETS["cispo"], filter_groups="accuracy", overlong_share=0.2, paper=Updates(16))
+CISPO = Recipe("cispo", PRESETS["cispo"], filter_groups="accuracy", overlong=Overlong(share=0.2), paper=Updates(16))
 """MiniMax-M1 (arXiv 2506.13585): DAPO's dynamic sampling and length penalty, 16 updates per batch. It reaches DAPO's
 AIME 2024 with Qwen2.5-32B in half the steps. Its optimiser (b2 0.95, eps 1e-15) and the end of repetitive completions
 (rollout.repetition) are settings of a run. The cap of 5 is that of TRL and ScaleRL: the paper publishes none."""

@@ -16,7 +16,7 @@ from jaxrl_llm.algorithms.advantages import GAE, GDPO, KLInReward, Whitened
 from jaxrl_llm.algorithms.kl import K1, K2, AdaptiveKL
 from jaxrl_llm.algorithms.reduce import ConstantLength
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.recipes import RECIPES
+from jaxrl_llm.recipes import RECIPES, Overlong
 from jaxrl_llm.rewards import Accuracy, LengthPenalty
 from jaxrl_llm.rewards.group_shaping import LengthCycle, StopProperly
 from jaxrl_llm.rollout import Repetition
@@ -69,10 +69,10 @@ def test_a_recipe_is_its_preset_and_survives_its_json(name):
 def test_what_the_papers_fix_around_the_loss():
     filtering = {name for name, r in RECIPES.items() if r.filter_groups}
     assert filtering == {"dapo", "cispo", "prorl_v1", "prorl_v2"}
-    assert {n for n, r in RECIPES.items() if r.overlong_share} == {"dapo", "cispo"}
-    assert RECIPES["dapo"].overlong_share * 20480 == 4096
+    assert {n for n, r in RECIPES.items() if r.overlong.share} == {"dapo", "cispo"}
+    assert RECIPES["dapo"].overlong.share * 20480 == 4096
     # What a punishment of long completions is for is never unlearned where those are left out of the loss.
-    assert not any(r.drop_truncated for r in RECIPES.values())
+    assert not any(r.overlong.drop for r in RECIPES.values())
     updates = {n: (r.paper.count, r.paper.completions) for n, r in RECIPES.items() if r.paper}
     assert updates == {
         "grpo": (1, 1024), "dr_grpo": (8, 128), "dapo": (16, 512), "gspo": (4, None), "cispo": (16, None),
@@ -114,7 +114,7 @@ def test_the_recipe_and_the_repetition_rule_say_which_endings_the_loss_leaves_ou
     silent = dataclasses.replace(
         SMOKE, rollout=dataclasses.replace(SMOKE.rollout, repetition=Repetition(4, 3, learn=False))
     )
-    cut = dataclasses.replace(RECIPES["grpo"], drop_truncated=True)
+    cut = dataclasses.replace(RECIPES["grpo"], overlong=Overlong(drop=True))
     assert dropped_endings(SMOKE) == () and dropped_endings(silent) == ("repetition",)
     assert dropped_endings(dataclasses.replace(SMOKE, recipe=cut)) == ("length",)
     assert dropped_endings(dataclasses.replace(silent, recipe=cut)) == ("length", "repetition")

@@ -46,10 +46,10 @@ LADDERS: dict[str, tuple[Rung, ...]] = {
     # arXiv 2503.14476, table 1: AIME 2024 with Qwen2.5-32B, one run of each rung. No rung has a KL, as in the paper.
     "dapo": (
         Rung("GRPO", {"recipe": GRPO}, published=30),
-        Rung("+ overlong filtering", {"recipe.drop_truncated": True}, published=36),
+        Rung("+ overlong filtering", {"recipe.overlong.drop": True}, published=36),
         Rung("+ clip-higher", {"recipe.algorithm.surrogate": PPOClip(0.2, 0.28)}, published=38),
         # It takes the filter's place, as in the released recipe: filtering would leave out of the loss what it is for.
-        Rung("+ soft punishment", {"recipe.drop_truncated": False, "recipe.overlong_share": 0.2}, published=41),
+        Rung("+ soft punishment", {"recipe.overlong.drop": False, "recipe.overlong.share": 0.2}, published=41),
         Rung("+ token mean", {REDUCE: TokenMean()}, published=42),
         Rung("+ dynamic sampling", {"recipe.filter_groups": "accuracy"}, published=50),
     ),

@@ -89,7 +89,7 @@ def refuse_what_peers_have_not(run: Run, config: str) -> None:
     alike = {
         "rewards": run.scoring.rewards == Run.scoring.rewards and run.task.extractor == "last_number",
         "loss": run.recipe.algorithm == PRESETS["dapo"],
-        "long answers": run.recipe.overlong_share == 0 and not run.recipe.drop_truncated,
+        "long answers": run.recipe.overlong.share == 0 and not run.recipe.overlong.drop,
         "updates": run.learner.updates == 1,
     }
     other = [name for name, same in alike.items() if not same]

@@ -55,8 +55,8 @@ def resolved(run: Any) -> Any:
         algorithm = dataclasses.replace(algorithm, reduce=ConstantLength(rollout.max_new_tokens))
     if rollout.collect.staleness and not (algorithm.corrects_sampler or algorithm.ratio.anchor == "sampler"):
         algorithm = dataclasses.replace(algorithm, correction=TruncatedIS())
-    weight = overlong_weight(run) or recipe.overlong_weight
-    recipe = dataclasses.replace(recipe, algorithm=algorithm, filter_groups=reads, overlong_weight=weight)
+    overlong = dataclasses.replace(recipe.overlong, weight=overlong_weight(run) or recipe.overlong.weight)
+    recipe = dataclasses.replace(recipe, algorithm=algorithm, filter_groups=reads, overlong=overlong)
     return dataclasses.replace(run, rollout=rollout, recipe=recipe)
 
 

@@ -153,11 +153,11 @@ def overlong_weight(run: Any) -> float:
     the 2 between +1 and -1. Without an ``Accuracy`` that distance is unknown, and it is 0. In a mixture of tasks
     with rewards of their own, ``scoring.rewards`` decides it.
     """
-    recipe = run.recipe
-    if not recipe.overlong_share:
+    overlong = run.recipe.overlong
+    if not overlong.share:
         return 0.0
-    if recipe.overlong_weight is not None:
-        return recipe.overlong_weight
+    if overlong.weight is not None:
+        return overlong.weight
     return max(0.0, sum(reward.weight for reward in run.scoring.rewards if isinstance(reward, Accuracy)) / 2)
 
 
@@ -173,7 +173,7 @@ def rewards(run: Any) -> tuple[Reward, ...]:
     for part in parts:
         label = part.task.label
         longest = limits[label]
-        cache = round(run.recipe.overlong_share * longest)
+        cache = round(run.recipe.overlong.share * longest)
         punished = (SoftOverlong(longest, cache, weight),) if cache and weight else ()
         for reward in rewards_of(run, part) + punished:
             same = [having for one, having in found if one == reward and label not in having]

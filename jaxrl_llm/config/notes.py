@@ -25,10 +25,10 @@ def notes(run: Run) -> list[str]:
     run = resolved(run)
     own = [line for setting, _ in settings_in(run) for line in setting.notes(run)]
     lines = [*inert(run), *_short_memory(run), *_rewards(run), *own]
-    if run.recipe.drop_truncated and "bootstrap" in run.recipe.algorithm.advantage.needs:
+    if run.recipe.overlong.drop and "bootstrap" in run.recipe.algorithm.advantage.needs:
         lines.append(
             "completions that are cut off are left out of the loss: the value of the state after them is never read; "
-            "--recipe.no-drop_truncated"
+            "--recipe.overlong.no-drop"
         )
     return lines
 
@@ -144,16 +144,16 @@ def _rewards(run: Run) -> list[str]:
     if recipe.filter_groups and lacking:
         whose = "" if len(lacking) == len(parts) else f" of {', '.join(lacking)}"
         lines.append(f"no Accuracy among the rewards{whose}: groups are filtered by reward")
-    if recipe.overlong_share and recipe.overlong_weight is None:
+    if recipe.overlong.share and recipe.overlong.weight is None:
         lines.append(
-            f"no Accuracy among the rewards: recipe.overlong_share {recipe.overlong_share:g} punishes nothing; "
-            "--recipe.overlong_weight W takes W away at the end of the budget (half of the distance between "
+            f"no Accuracy among the rewards: recipe.overlong.share {recipe.overlong.share:g} punishes nothing; "
+            "--recipe.overlong.weight W takes W away at the end of the budget (half of the distance between "
             "right and wrong)"
         )
-    if recipe.drop_truncated and overlong_weight(run):
+    if recipe.overlong.drop and overlong_weight(run):
         lines.append(
             "completions that are cut off are punished but left out of the loss: being cut off is never unlearned; "
-            "--recipe.no-drop_truncated"
+            "--recipe.overlong.no-drop"
         )
     rewards = given_rewards(run)
     steps = of_steps(rewards)

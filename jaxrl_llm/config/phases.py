@@ -64,10 +64,10 @@ def changed(run: Run, changes: Mapping[str, Any]) -> Run:
     follows = before.rollout.temperature == before.recipe.temperature and "rollout.temperature" not in changes
     if follows and run.recipe.temperature != before.recipe.temperature:
         run = _with(run, "rollout.temperature", None)
-    own = {"recipe", "recipe.overlong_weight"} & changes.keys()
-    filled_in = overlong_weight(_with(before, "recipe.overlong_weight", None))  # nothing where it is 0
-    if not own and filled_in and before.recipe.overlong_weight == filled_in:
-        run = _with(run, "recipe.overlong_weight", None)
+    own = {"recipe", "recipe.overlong", "recipe.overlong.weight"} & changes.keys()
+    filled_in = overlong_weight(_with(before, "recipe.overlong.weight", None))  # nothing where it is 0
+    if not own and filled_in and before.recipe.overlong.weight == filled_in:
+        run = _with(run, "recipe.overlong.weight", None)
     return run
 
 

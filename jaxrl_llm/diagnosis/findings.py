@@ -44,20 +44,20 @@ WORDS = {
         "completions shrank from {before} to {after} tokens{meanwhile}",
         "Short answers pay at least as well as good ones: a length penalty is too strong, or a loss that averages over "
         "each sequence favours the short ones.",
-        "weaken the length penalty in --scoring.rewards or --recipe.overlong_share; --recipe dr_grpo weights all "
+        "weaken the length penalty in --scoring.rewards or --recipe.overlong.share; --recipe dr_grpo weights all "
         "tokens alike",
     ),
     "length_explosion": (
         "completions grew from {before} to {after} tokens{meanwhile}",
         "Added tokens bring no reward: long wrong answers are punished too little for each token, or the end "
         "of an answer is no longer learned.",
-        "--recipe.overlong_share 0.2, a LengthPenalty among scoring.rewards, or a smaller --rollout.max_new_tokens",
+        "--recipe.overlong.share 0.2, a LengthPenalty among scoring.rewards, or a smaller --rollout.max_new_tokens",
     ),
     "truncation": (
         "{share} of the completions are cut off at the limit{share_before}",
         "Answers that are cut off are scored as if they were wrong, so the run learns its limit instead of its task.",
-        "a larger --rollout.max_new_tokens; --recipe.drop_truncated leaves them out of the loss; "
-        "--recipe.overlong_share 0.2 punishes them gently",
+        "a larger --rollout.max_new_tokens; --recipe.overlong.drop leaves them out of the loss; "
+        "--recipe.overlong.share 0.2 punishes them gently",
     ),
     "repetition": (
         "{share} of the completions repeat themselves to their end{share_before}",

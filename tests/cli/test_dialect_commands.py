@@ -53,9 +53,9 @@ def test_no_flag_of_a_run_has_a_foreign_name(answers):
     assert "recipe.algorithm.kl_coef" in flags and not flags & SPELLINGS.keys()
     # What the lines at a run's start advise.
     advised = {
-        "recipe.overlong_weight",
+        "recipe.overlong.weight",
         "recipe.resets.optimiser_every",
         "rollout.collect.staleness",
-        "recipe.no_drop_truncated",
+        "recipe.overlong.no_drop",
     }
     assert advised | {"learner.minibatches", "learner.epochs"} <= flags

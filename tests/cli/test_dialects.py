@@ -16,7 +16,7 @@ from jaxrl_llm.cli.dialects import SPELLINGS, explain, translate
 from jaxrl_llm.cli.train import take_spellings
 from jaxrl_llm.codec import flat
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.recipes import RECIPES
+from jaxrl_llm.recipes import RECIPES, Overlong
 
 ACTOR, CORRECTION, VLLM = "actor_rollout_ref.actor.", "algorithm.rollout_correction.", "vllm_importance_sampling_"
 CLIP, CISPO, SAPO = surrogates.PPOClip, surrogates.CISPO, surrogates.SAPO
@@ -63,8 +63,8 @@ TRANSLATED = [
     ("dr_grpo", "scale_rewards=group", {"advantage": GroupZScore(eps=1e-4)}),
     ("grpo", "scale_rewards=batch", {"advantage": BatchScaled(eps=1e-4)}),
     ("grpo", "scale_rewards=none", {"advantage": GroupMean()}),
-    ("dapo", "mask_truncated_completions=True", {"drop_truncated": True}),
-    ("filtered", "mask_truncated_completions=False", {"drop_truncated": False}),
+    ("dapo", "mask_truncated_completions=True", {"overlong": Overlong(drop=True, share=0.2)}),
+    ("filtered", "mask_truncated_completions=False", {"overlong": Overlong(share=0.2)}),
     ("grpo", "off_policy_mask_threshold=0.4", {"sequence_filter": ratios.OffPolicySequenceMask(0.4)}),
     ("grpo", "off_policy_mask_threshold=None", {}),
     ("grpo", f"{VLLM}correction=False", {}),
@@ -201,7 +201,7 @@ ALGORITHMS = PRESETS | {
 START = {key: dataclasses.replace(RECIPES["grpo"], name=key, algorithm=a) for key, a in ALGORITHMS.items()} | RECIPES
 BOTH = (AdaptiveKL(0.1), AdaptiveEntropy(0.9))
 START["both"] = dataclasses.replace(RECIPES["dapo"], controller=BOTH)
-START["filtered"] = dataclasses.replace(RECIPES["dapo"], drop_truncated=True)
+START["filtered"] = dataclasses.replace(RECIPES["dapo"], overlong=Overlong(drop=True, share=0.2))
 
 
 def given(line):

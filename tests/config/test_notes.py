@@ -13,7 +13,7 @@ from jaxrl_llm.algorithms.surrogates import CISPO, SAPO, MiniRL, MirrorDescent, 
 from jaxrl_llm.config import Run, Scoring
 from jaxrl_llm.config.notes import inert
 from jaxrl_llm.learner import Learner, Moments, Optimiser
-from jaxrl_llm.recipes import RECIPES
+from jaxrl_llm.recipes import RECIPES, Overlong
 from jaxrl_llm.rewards import Format
 from jaxrl_llm.rewards.group_shaping import RelativeLength
 from jaxrl_llm.rollout import Collect, Rollout
@@ -207,12 +207,12 @@ def test_an_optimiser_that_begins_anew_too_often_is_told_of():
 def test_what_needs_a_right_answer_says_so_where_there_is_none():
     unverified = run_of("dapo", 2, scoring=FORMAT)
     assert any(
-        "recipe.overlong_share 0.2 punishes nothing; --recipe.overlong_weight W" in line
+        "recipe.overlong.share 0.2 punishes nothing; --recipe.overlong.weight W" in line
         for line in configs.notes(unverified)
     )
     for sized in (
         run_of("dapo", 2),
-        run_of("dapo", 2, scoring=FORMAT, overlong_weight=0.5),
+        run_of("dapo", 2, scoring=FORMAT, overlong=Overlong(share=0.2, weight=0.5)),
         run_of("gspo", 2, scoring=FORMAT),
     ):
         assert not any("overlong" in line for line in configs.notes(sized))
@@ -226,8 +226,8 @@ def test_a_punishment_of_what_the_loss_leaves_out_is_told_of():
     told = lambda run: [
         line for line in configs.notes(run) if line.startswith("completions that are cut off are punished")
     ]
-    assert len(told(run_of("dapo", drop_truncated=True))) == 1
-    assert not told(run_of("dapo")) and not told(run_of("gspo", drop_truncated=True))
+    assert len(told(run_of("dapo", overlong=Overlong(drop=True, share=0.2)))) == 1
+    assert not told(run_of("dapo")) and not told(run_of("gspo", overlong=Overlong(drop=True)))
 
 
 @pytest.mark.parametrize("name", configs.config_names())

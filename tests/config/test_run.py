@@ -13,7 +13,7 @@ from jaxrl_llm.config.run import MAX_SEED
 from jaxrl_llm.data import Texts
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Learner, Optimiser
-from jaxrl_llm.recipes import DAPO, GRPO, PRORL_V1, PRORL_V2, RECIPES
+from jaxrl_llm.recipes import DAPO, GRPO, PRORL_V1, PRORL_V2, RECIPES, Overlong
 from jaxrl_llm.rewards import Accuracy, CosineLength, Format, Function, LengthPenalty, RepetitionPenalty
 from jaxrl_llm.rollout import Repetition
 from jaxrl_llm.rules import Phase, Rules
@@ -57,7 +57,7 @@ def test_dapo_has_the_numbers_of_its_paper():
     assert run.learner.optimiser.warmup == 20 * run.learner.minibatches * run.learner.epochs
     right, overlong = configs.rewards(run)
     assert (overlong.max_length, overlong.cache, overlong.weight) == (20480, 4096, right.weight / 2)
-    assert (run.learner.optimiser.weight_decay, run.recipe.drop_truncated, run.recipe) == (0.1, False, DAPO)
+    assert (run.learner.optimiser.weight_decay, run.recipe.overlong.drop, run.recipe) == (0.1, False, DAPO)
     surrogate = run.recipe.algorithm.surrogate
     assert (surrogate.low, surrogate.high, run.recipe.algorithm.needs_reference) == (0.2, 0.28, False)
 
@@ -174,14 +174,14 @@ REFUSED = [
         Optimiser(schedule="linear", warmup=9, decay=(0, 9)),
         "above warmup (9)",
     ),
-    ("recipe.overlong_share", 1.0, "recipe.overlong_share must be from 0 to below 1"),
+    ("recipe.overlong.share", 1.0, "recipe.overlong.share must be from 0 to below 1"),
     ("recipe.filter_groups", "acc", "recipe.filter_groups must be accuracy, reward or False, got 'acc'"),
-    ("recipe.overlong_weight", -1.0, "recipe.overlong_weight must be at least 0, got -1.0"),
-    ("recipe.overlong_weight", INF, "recipe.overlong_weight must be at least 0, got inf"),
+    ("recipe.overlong.weight", -1.0, "recipe.overlong.weight must be at least 0, got -1.0"),
+    ("recipe.overlong.weight", INF, "recipe.overlong.weight must be at least 0, got inf"),
     (
         "recipe",
-        dataclasses.replace(GRPO, overlong_weight=1.0),
-        "recipe.overlong_weight 1.0 has no part of the budget to act in",
+        dataclasses.replace(GRPO, overlong=Overlong(weight=1.0)),
+        "recipe.overlong.weight 1.0 has no part of the budget to act in",
     ),
     ("recipe.resets.reference_every", 5, "recipe.resets.reference_every 5 has no reference to reset"),
     ("recipe.resets.on_stall", 5, "recipe.resets.on_stall 5 has no reference to reset"),

@@ -36,7 +36,7 @@ from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.state import abstract_state
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.models.config import Lora
-from jaxrl_llm.recipes import DR_GRPO, GRPO, PRORL_V1
+from jaxrl_llm.recipes import DR_GRPO, GRPO, PRORL_V1, Overlong
 from jaxrl_llm.rewards import Accuracy, Format, Function
 from jaxrl_llm.rollout.groups import RECORDS
 from jaxrl_llm.rules import Phase, Reaches, Rules, Stalls
@@ -212,7 +212,7 @@ def test_what_was_filled_in_follows_what_it_was_filled_in_from():
 
 def test_what_rules_have_moved_stays_where_the_recipe_does():
     same = Phase("b", 1, changes={"rollout.group": 2})
-    run = changed(Phase("a", 1), same, Phase("c", changes={"recipe.drop_truncated": True}))
+    run = changed(Phase("a", 1), same, Phase("c", changes={"recipe.overlong.drop": True}))
     stage = Stage(training=(), forward=None, label="sums")
     moved = {"lr_scale": 0.5, "entropy_coef": 0.0}
     memory = {"last": {"event/reference_reset": 3}, "by_hand": {"id": "a"}, "guard": {"times": 1}}
@@ -227,15 +227,15 @@ def test_what_rules_have_moved_stays_where_the_recipe_does():
 @pytest.mark.parametrize(("said", "becomes"), [(None, 2.0), (0.25, 0.25)])
 def test_an_overlong_punishment_follows_the_rewards_that_its_weight_was_made_of(said, becomes):
     heavier = Phase("b", 1, changes={"scoring.rewards": (Accuracy(weight=4.0),)})
-    recipe = dataclasses.replace(GRPO, overlong_share=0.5, overlong_weight=said)
+    recipe = dataclasses.replace(GRPO, overlong=Overlong(share=0.5, weight=said))
     run = changed(Phase("a", 1), heavier, Phase("c"), recipe=recipe, scoring=Scoring(rewards=(Accuracy(),)))
-    assert [in_phase(run, number).recipe.overlong_weight for number in (0, 1)] == [said or 0.5, becomes]
-    own = Phase("c", changes={"recipe.overlong_weight": 0.5})
+    assert [in_phase(run, number).recipe.overlong.weight for number in (0, 1)] == [said or 0.5, becomes]
+    own = Phase("c", changes={"recipe.overlong.weight": 0.5})
     run = changed(Phase("a", 1), heavier, own, recipe=recipe, scoring=Scoring(rewards=(Accuracy(),)))
-    assert in_phase(run, 2).recipe.overlong_weight == 0.5
-    nothing = dataclasses.replace(recipe, overlong_weight=0.0)
+    assert in_phase(run, 2).recipe.overlong.weight == 0.5
+    nothing = dataclasses.replace(recipe, overlong=Overlong(share=0.5, weight=0.0))
     run = changed(Phase("a", 1), heavier, Phase("c"), recipe=nothing, scoring=RUN.scoring)
-    assert in_phase(run, 1).recipe.overlong_weight == 0.0, "nothing was filled in"
+    assert in_phase(run, 1).recipe.overlong.weight == 0.0, "nothing was filled in"
 
 
 @pytest.mark.parametrize("rewards", [posixpath.join, (lambda completion: 1.0, Function(len))])

@@ -27,7 +27,7 @@ from jaxrl_llm.models.builtin import TINY
 from jaxrl_llm.models.config import Lora
 from jaxrl_llm.models.decoder import initialise
 from jaxrl_llm.models.heads import with_scalar_head
-from jaxrl_llm.recipes import RECIPES
+from jaxrl_llm.recipes import RECIPES, Overlong
 from jaxrl_llm.rewards.group_shaping import RelativeLength
 from jaxrl_llm.stages.taught import Taught
 from jaxrl_llm.tasks.template import template_fingerprint
@@ -267,7 +267,8 @@ def test_pieces_that_do_nothing_are_told():
     assert any(
         "recipe.critic.warmup 3 leaves the policy none of 3 steps" in line for line in notes(with_critic(warmup=3))
     )
-    assert any("the value of the state after them is never read" in x for x in notes(with_recipe(drop_truncated=True)))
+    cut = notes(with_recipe(overlong=Overlong(drop=True)))
+    assert any("the value of the state after them is never read" in line for line in cut)
 
 
 def test_the_recipe_is_a_value_with_its_critic():

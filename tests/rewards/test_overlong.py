@@ -21,7 +21,7 @@ def test_the_overlong_punishment_is_the_recipes_share_of_the_budget():
         ("accuracy", None),
         ("soft_overlong", 20),
     ]
-    assert configs.rewards(replaced(run, "recipe.overlong_share", 0.0)) == run.scoring.rewards
+    assert configs.rewards(replaced(run, "recipe.overlong.share", 0.0)) == run.scoring.rewards
 
 
 @pytest.mark.parametrize(("rewards", "given", "weight"), [
@@ -31,19 +31,20 @@ def test_the_overlong_punishment_is_the_recipes_share_of_the_budget():
     ((Accuracy(-1.0),), None, None),
 ])  # fmt: skip
 def test_the_overlong_punishment_is_half_of_what_a_right_answer_is_worth(rewards, given, weight):
-    run = replaced(dataclasses.replace(RUN, scoring=Scoring(rewards)), "recipe.overlong_weight", given)
+    run = replaced(dataclasses.replace(RUN, scoring=Scoring(rewards)), "recipe.overlong.weight", given)
     for named in (run, configs.resolved(run)):
         assert [r.weight for r in configs.rewards(named)[len(rewards) :]] == ([] if weight is None else [weight])
-    assert configs.resolved(run).recipe.overlong_weight == (given if weight is None else weight)
+    assert configs.resolved(run).recipe.overlong.weight == (given if weight is None else weight)
 
 
 def test_a_run_of_old_keeps_its_punishment():
     saved = configs.to_json(configs.resolved(RUN))
-    assert saved["recipe"]["overlong_weight"] == 0.5
-    for name in ("overlong_weight", "paper"):
+    assert saved["recipe"]["overlong"]["weight"] == 0.5
+    saved["recipe"]["overlong_share"] = saved["recipe"]["overlong"]["share"]
+    for name in ("overlong", "paper"):
         del saved["recipe"][name]
     old = configs.from_json(saved)
-    assert (old.recipe.overlong_weight, configs.rewards(old)[-1].weight) == (1.0, 1.0)
+    assert (old.recipe.overlong.weight, configs.rewards(old)[-1].weight) == (1.0, 1.0)
     given = [
         change
         for change in configs.changes(old, configs.resolved(old))
@@ -55,6 +56,6 @@ def test_a_run_of_old_keeps_its_punishment():
         for change in configs.changes(old, configs.resolved(RUN))
         if not change.startswith(configs.FREE_TO_CHANGE)
     ]
-    assert changed == ["recipe.overlong_weight: 1.0 -> 0.5"]
+    assert changed == ["recipe.overlong.weight: 1.0 -> 0.5"]
     saved["recipe"]["overlong_share"] = 0.0
-    assert configs.from_json(saved).recipe.overlong_weight is None
+    assert configs.from_json(saved).recipe.overlong.weight is None

@@ -187,14 +187,14 @@ OWN = """
 import dataclasses
 from jaxrl_llm.config import Run
 from jaxrl_llm.learner import Compute, Learner
-from jaxrl_llm.recipes import DAPO
+from jaxrl_llm.recipes import DAPO, Overlong
 from jaxrl_llm.rollout import EngineOptions, Rollout
 from jaxrl_llm.tasks import Table, Task
 
 config = Run(
     "tiny-random",
     Task(Table("FOLDER/sums.jsonl"), template="plain", holdout=0.5),
-    recipe=dataclasses.replace(DAPO, overlong_share=0.0, filter_groups=False),
+    recipe=dataclasses.replace(DAPO, overlong=Overlong(share=0.0), filter_groups=False),
     rollout=Rollout(prompts=2, group=2, max_prompt_tokens=16, max_new_tokens=8, engine=EngineOptions(slots=4)),
     learner=Learner(compute=Compute(microbatch_rows=8)),
     steps=9,

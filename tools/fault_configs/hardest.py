@@ -9,7 +9,7 @@ from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.algorithms.entropy import AdaptiveEntropy
 from jaxrl_llm.config import Evaluation, Mixture, Output, Part, Run, Scoring
 from jaxrl_llm.learner import Learner, Optimiser
-from jaxrl_llm.recipes import Recipe
+from jaxrl_llm.recipes import Overlong, Recipe
 from jaxrl_llm.rewards import Accuracy, Format, Function
 from jaxrl_llm.rollout import Collect, EngineOptions, Replay, Rollout
 from jaxrl_llm.rules import Phase, Reaches, Resets, Rules
@@ -35,7 +35,7 @@ RECIPE = Recipe(
     "hardest",
     PRESETS["grpo"],
     filter_groups="reward",
-    overlong_share=0.25,
+    overlong=Overlong(share=0.25),
     resets=Resets(on_kl=1e-3, kl_window=3, reference_every=9, mix=0.6),
     controller=AdaptiveEntropy(5.45, 0.01),
 )

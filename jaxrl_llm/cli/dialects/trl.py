@@ -145,6 +145,12 @@ def _controller(given: Given) -> None:
     given.fields["controller"] = own if of_kl is None else (of_kl, own)
 
 
+def _mask(given: Given) -> None:
+    """Set whether completions that are cut off are left out of the loss."""
+    drop = given.get("mask_truncated_completions")
+    given.fields["overlong"] = dataclasses.replace(given.fields["overlong"], drop=drop)
+
+
 TABLE = (
     ("loss_type", "surrogate reduce", LOSSES, _loss, NO_LOSSES),
     ("importance_sampling_level", "ratio", LEVELS, _level),
@@ -154,7 +160,7 @@ TABLE = (
     ("beta", KL, "number", _kl),
     ("use_bias_correction_kl", "kl", "switch", _kl),
     ("scale_rewards", "advantage", SCALES, _scale),
-    ("mask_truncated_completions", "drop_truncated", "switch", None),
+    ("mask_truncated_completions", "overlong", "switch", _mask),
     ("off_policy_mask_threshold", "sequence_filter", "number or None", _filter),
     (SWITCHED, "correction", "switch", _correction),
     (MODE, "correction", MODES, _correction),

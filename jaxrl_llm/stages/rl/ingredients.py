@@ -78,5 +78,5 @@ def rules_for(run: configs.Run) -> dict[str, Rule]:
 
 def dropped_endings(run: configs.Run) -> tuple[str, ...]:
     """Return the finish reasons of completions that the loss excludes."""
-    cut_off = ("length",) if run.recipe.drop_truncated else ()
+    cut_off = ("length",) if run.recipe.overlong.drop else ()
     return cut_off if run.rollout.repetition.learn else (*cut_off, "repetition")

@@ -19,7 +19,7 @@ from jaxrl_llm.config import (
     validate,
 )
 from jaxrl_llm.config.run import MAX_SEED
-from jaxrl_llm.recipes import DAPO, GRPO
+from jaxrl_llm.recipes import DAPO, GRPO, Overlong
 from jaxrl_llm.rewards import Format
 from jaxrl_llm.rollout.groups import Carryover, PartialGroup
 from jaxrl_llm.rollout.replay import Solved, Success
@@ -42,9 +42,10 @@ def phased(*phases, **changes):
 
 
 def test_stored_successes_stay_where_completions_score_the_same():
-    run = resolved(dataclasses.replace(RUN, recipe=dataclasses.replace(DAPO, overlong_weight=0.5)))
+    run = resolved(dataclasses.replace(RUN, recipe=dataclasses.replace(DAPO, overlong=Overlong(share=0.2, weight=0.5))))
     assert same_rewards(run, dataclasses.replace(run, recipe=dataclasses.replace(run.recipe, filter_groups=False)))
-    assert not same_rewards(run, dataclasses.replace(run, recipe=dataclasses.replace(run.recipe, overlong_weight=1.0)))
+    heavier = dataclasses.replace(run.recipe, overlong=Overlong(share=0.2, weight=1.0))
+    assert not same_rewards(run, dataclasses.replace(run, recipe=heavier))
     weighed = Mixture((Part(run.task, rewards=(Format(".*[0-9].*", weight=2.0),)),))
     assert not same_rewards(run, dataclasses.replace(run, task=weighed))
     assert not same_rewards(run, dataclasses.replace(run, scoring=dataclasses.replace(run.scoring, on_error=-1.0)))
