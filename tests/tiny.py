@@ -8,20 +8,21 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
-from jaxrl_llm.models.config import Attention, ModelConfig, Norm
+from jaxrl_llm.models.config import Attention, Embeddings, ModelConfig, Norm, Rope
 from jaxrl_llm.models.decoder import Decoder, parameter_shapes
 
 VOCAB = 50
 KINDS = {
     "plain": ModelConfig("llama", VOCAB, 16, 2, 24, Attention(4, 2, 8)),
-    "windows": ModelConfig("mistral", VOCAB, 16, 3, 24, Attention(4, 2, 8, windows=(0, 3, 4)), tied_embeddings=True),
-    "bias": ModelConfig("qwen2", VOCAB, 16, 2, 24, Attention(2, 1, 8, rope_scaling=2.0)),
+    "windows": ModelConfig(
+        "mistral", VOCAB, 16, 3, 24, Attention(4, 2, 8, windows=(0, 3, 4)), embeddings=Embeddings(tied=True)),
+    "bias": ModelConfig("qwen2", VOCAB, 16, 2, 24, Attention(2, 1, 8, rope=Rope(scaling=2.0))),
     "head_norm": ModelConfig("qwen3", VOCAB, 16, 2, 24, Attention(4, 4, 8)),
     "full_norm": ModelConfig("olmo2", VOCAB, 16, 2, 24, Attention(4, 2, 8), Norm(placement="post")),
     "gemma": ModelConfig(
         "gemma2", VOCAB, 16, 3, 24,
-        Attention(4, 2, 8, scale=0.5, softcap=5.0, windows=(3, 0, 4), local_rope_theta=100.0),
-        Norm(eps=1e-6, plus_one=True, placement="both"), "gelu_tanh", True, 4.0, 8.0),
+        Attention(4, 2, 8, scale=0.5, softcap=5.0, windows=(3, 0, 4), rope=Rope(local_theta=100.0)),
+        Norm(eps=1e-6, plus_one=True, placement="both"), "gelu_tanh", Embeddings(True, 4.0, 8.0)),
 }  # fmt: skip
 """A configuration for each thing that a family may have; all else is as small as can be."""
 

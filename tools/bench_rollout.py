@@ -26,7 +26,7 @@ import tyro
 
 from jaxrl_llm.engine.backend import for_sampling
 from jaxrl_llm.models import layers, load_pretrained
-from jaxrl_llm.models.config import Attention, ModelConfig, Norm
+from jaxrl_llm.models.config import Attention, Embeddings, ModelConfig, Norm, Rope
 from jaxrl_llm.models.decoder import Decoder, initialise
 from jaxrl_llm.plan.lowering import model_config
 from jaxrl_llm.rollout import Engine, Sampling
@@ -34,8 +34,8 @@ from jaxrl_llm.rollout import Engine, Sampling
 
 def qwen3_shape(width: int, layers: int) -> ModelConfig:
     """A small model of Qwen3's architecture with 8192 words."""
-    attention = Attention(width // 64, width // 128, 64, 1e6)
-    return ModelConfig("qwen3", 8192, width, layers, 3 * width, attention, Norm(1e-6), tied_embeddings=True)
+    attention = Attention(width // 64, width // 128, 64, Rope(1e6))
+    return ModelConfig("qwen3", 8192, width, layers, 3 * width, attention, Norm(1e-6), embeddings=Embeddings(tied=True))
 
 
 SHAPES = {"7m": qwen3_shape(256, 6), "20m": qwen3_shape(384, 9)}

@@ -130,7 +130,7 @@ def least_operations(model: Decoder, prompt: int, limits: np.ndarray, group: int
     """
     config, attention = model.config, model.config.attention
     head = config.vocab_size * config.width
-    layers = sum(x.size for x in jax.tree.leaves(model)) - head * (1 if config.tied_embeddings else 2)
+    layers = sum(x.size for x in jax.tree.leaves(model)) - head * (1 if config.embeddings.tied else 2)
     prompts, completed = len(limits) / group, float(limits.sum())
     pairs = prompts * prompt * (prompt + 1) / 2 + float(np.sum(limits * prompt + limits * (limits + 1) / 2))
     products = layers * (prompts * prompt + completed) + head * completed

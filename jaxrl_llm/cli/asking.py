@@ -124,7 +124,7 @@ def asking(
         prompts = Prompts(configs.tasks_in(task), policy.tokenizer)
         longest = prompts.longest(problems)
         length = longest + options.max_new_tokens
-        positions = policy.model.config.attention.max_positions
+        positions = policy.model.config.attention.rope.max_positions
         require(
             length <= positions,
             f"--max_new_tokens {options.max_new_tokens} after a prompt of {longest} tokens need {length} positions, "

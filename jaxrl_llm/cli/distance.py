@@ -100,7 +100,7 @@ def measure(
         for completion in row
     ]
     length = max(len(sample.prompt) for sample in samples) + options.max_new_tokens
-    positions = other.config.attention.max_positions
+    positions = other.config.attention.rope.max_positions
     require(length <= positions, f"--kl_to {to} was made for {positions} positions, and {length} are needed")
     shape = policy.mesh, length, options.max_new_tokens, options.temperature
     logps = []

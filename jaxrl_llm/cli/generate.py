@@ -139,7 +139,7 @@ def say(
 
     status("thinking")
     config = policy.model.config
-    longest = config.attention.max_positions
+    longest = config.attention.rope.max_positions
     room = longest - len(prompt)
     require(room > 0, f"the prompt has {len(prompt)} tokens, and the model was made for {longest}: shorten it")
     # Powers of two, so that prompts of about one length share a compiled program.
@@ -218,10 +218,8 @@ def turn(policy: Policy, messages: Sequence[Message], task: Task, sampling: Samp
     """
     tokens, kept = fitted(policy, messages, task, sampling.max_new_tokens)
     if len(kept) < len(messages):
-        note(
-            f"the chat is longer than the model was made for ({policy.model.config.attention.max_positions} tokens): "
-            "its beginning is left out"
-        )
+        longest = policy.model.config.attention.rope.max_positions
+        note(f"the chat is longer than the model was made for ({longest} tokens): its beginning is left out")
     asked: list[int] = []
 
     def interrupted(number: int) -> None:  # the first Ctrl-C ends the answer, the second the program
@@ -248,7 +246,7 @@ def fitted(
     The room is ``longest`` tokens, or a quarter of the model's positions where that is less. The system message and the
     last message stay.
     """
-    positions = policy.model.config.attention.max_positions
+    positions = policy.model.config.attention.rope.max_positions
     room = positions - min(longest, positions // 4)
     kept = list(messages)
     while len(tokens := encode(policy, kept, task)) > room:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.errors import InputError, require
-from jaxrl_llm.models.config import Attention, ModelConfig, TokenIds
+from jaxrl_llm.models.config import Attention, Embeddings, ModelConfig, Rope, TokenIds
 from jaxrl_llm.system.paths import cache_directory
 from jaxrl_llm.system.signals import child
 
@@ -38,8 +38,8 @@ CHATML = (
 )
 
 TINY = ModelConfig(
-    family="llama", vocab_size=259, width=64, layers=2, mlp_width=128, tied_embeddings=True,
-    attention=Attention(heads=4, kv_heads=2, head_dim=16, max_positions=1024),
+    family="llama", vocab_size=259, width=64, layers=2, mlp_width=128, embeddings=Embeddings(tied=True),
+    attention=Attention(heads=4, kv_heads=2, head_dim=16, rope=Rope(max_positions=1024)),
     tokens=TokenIds(bos=256, eos=(257,), pad=258),
 )  # fmt: skip
 
@@ -102,7 +102,7 @@ def tiny_tokenizer() -> Any:
     named = (("bos_token", special[0]), ("eos_token", special[1]), ("pad_token", special[2]))
     return build_tokenizer(BytePairs(
         tokens=byte_alphabet() + special, merges=(), special=special, pre="none", chat_template=CHATML, named=named,
-        max_length=TINY.attention.max_positions,
+        max_length=TINY.attention.rope.max_positions,
     ))  # fmt: skip
 
 

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Annotated, Any
 
 from jaxrl_llm.errors import require
-from jaxrl_llm.system.setting import Range, Setting
+from jaxrl_llm.system.setting import Range, Setting, take_old_names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,6 +18,23 @@ class Llama3Rope:
 
 
 @dataclasses.dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding (arXiv 2104.09864).
+
+    Attributes:
+      theta: base of the frequencies.
+      scaling: Llama-3 rescaling, a float (linear: positions divided by it), or None.
+      local_theta: base used by the layers that have a window, unscaled; None means ``theta``.
+      max_positions: the longest sequence the model was made for.
+    """
+
+    theta: float = 10000.0
+    scaling: Llama3Rope | float | None = None
+    local_theta: float | None = None
+    max_positions: int = 2048
+
+
+@dataclasses.dataclass(frozen=True)
 class Attention:
     """Shape and rules of the attention of every layer.
 
@@ -25,25 +42,30 @@ class Attention:
       heads: N, query heads.
       kv_heads: K, key/value heads; divides N.
       head_dim: H.
-      rope_theta: base of the rotary frequencies.
-      rope_scaling: Llama-3 rescaling, a float (linear: positions divided by it), or None.
+      rope: see ``Rope``.
       scale: factor on the scores; None means H ** -0.5.
       softcap: scores become softcap * tanh(scores / softcap); None means off.
       windows: sliding window of each layer in tokens, 0 for full attention; () means all full.
-      local_rope_theta: base used by the layers that have a window, unscaled; None means rope_theta.
-      max_positions: the longest sequence the model was made for.
     """
 
     heads: int
     kv_heads: int
     head_dim: int
-    rope_theta: float = 10000.0
-    rope_scaling: Llama3Rope | float | None = None
+    rope: Rope = Rope()
     scale: float | None = None
     softcap: float | None = None
     windows: tuple[int, ...] = ()
-    local_rope_theta: float | None = None
-    max_positions: int = 2048
+
+
+take_old_names(
+    Attention,
+    {
+        "rope_theta": "rope.theta",
+        "rope_scaling": "rope.scaling",
+        "local_rope_theta": "rope.local_theta",
+        "max_positions": "rope.max_positions",
+    },
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +121,21 @@ class Lora(Setting):
 
 
 @dataclasses.dataclass(frozen=True)
+class Embeddings:
+    """Token embeddings and the LM head.
+
+    Attributes:
+      tied: the LM head is the embedding.
+      scale: embeddings are multiplied by it (Gemma: sqrt(D)).
+      logit_softcap: logits become softcap * tanh(logits / softcap); None means off.
+    """
+
+    tied: bool = False
+    scale: float = 1.0
+    logit_softcap: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only transformer.
 
@@ -109,9 +146,6 @@ class ModelConfig:
       layers: L.
       mlp_width: F.
       activation: "silu" or "gelu_tanh".
-      tied_embeddings: the LM head is the embedding.
-      embedding_scale: embeddings are multiplied by it (Gemma: sqrt(D)).
-      logit_softcap: logits become softcap * tanh(logits / softcap); None means off.
     """
 
     family: str
@@ -122,10 +156,18 @@ class ModelConfig:
     attention: Attention
     norm: Norm = Norm()
     activation: str = "silu"
-    tied_embeddings: bool = False
-    embedding_scale: float = 1.0
-    logit_softcap: float | None = None
+    embeddings: Embeddings = Embeddings()
     tokens: TokenIds = TokenIds()
+
+
+take_old_names(
+    ModelConfig,
+    {
+        "tied_embeddings": "embeddings.tied",
+        "embedding_scale": "embeddings.scale",
+        "logit_softcap": "embeddings.logit_softcap",
+    },
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -170,18 +170,18 @@ def block(w: Weights, config: ModelConfig, x: jax.Array, angles: jax.Array, atte
 def embed(model: Decoder, tokens: jax.Array) -> jax.Array:
     """Return token embeddings, [..., D]; ids outside the vocabulary (padding may hold anything) are clamped into it."""
     x = model.weights.embed[...].at[tokens].get(mode="clip")
-    scale = model.config.embedding_scale
+    scale = model.config.embeddings.scale
     return x if scale == 1.0 else x * jnp.asarray(scale, x.dtype)
 
 
 def unembed(model: Decoder, hidden: jax.Array) -> jax.Array:
     """Return float32 logits [..., V] of final hidden states [..., D]."""
     w = model.weights
-    if model.config.tied_embeddings:
+    if model.config.embeddings.tied:
         raw = layers.product("...d,vd->...v", hidden, w.embed[...])
     else:
         raw = layers.product("...d,dv->...v", hidden, w.head[...])
-    return layers.softcap(raw, model.config.logit_softcap)
+    return layers.softcap(raw, model.config.embeddings.logit_softcap)
 
 
 def forward(model: Decoder, rows: TokenRows, compute: ComputeOptions = ComputeOptions()) -> jax.Array:

@@ -78,13 +78,13 @@ FIELDS = types.MappingProxyType(
         "hidden_size": "width",
         "num_hidden_layers": "layers",
         "intermediate_size": "mlp_width",
-        "tie_word_embeddings": "tied_embeddings",
-        "final_logit_softcapping": "logit_softcap",
+        "tie_word_embeddings": "embeddings.tied",
+        "final_logit_softcapping": "embeddings.logit_softcap",
         "rms_norm_eps": "norm.eps",
         "num_attention_heads": "attention.heads",
         "num_key_value_heads": "attention.kv_heads",
         "head_dim": "attention.head_dim",
-        "max_position_embeddings": "attention.max_positions",
+        "max_position_embeddings": "attention.rope.max_positions",
         "attn_logit_softcapping": "attention.softcap",
     }
 )
@@ -217,7 +217,7 @@ def tensors_of(config: ModelConfig, scalar: bool = False) -> tuple[Tensor, ...]:
 
     ``scalar``: it is a reward model.
     """
-    headless = scalar or config.tied_embeddings
+    headless = scalar or config.embeddings.tied
     named = tuple(t for t in FAMILIES[config.family].tensors if not (headless and t.path == "head"))
     return (*named, SCORE) if scalar else named
 

@@ -68,7 +68,7 @@ def _metadata(config: ModelConfig, tokenizer: Any | None, name: str) -> dict[str
     prefix = known[config.family]
     attributes = write_config(config, "float32")
     found = {key: attributes[attribute] for key, attribute in tables.ATTRIBUTES.items() if attributes.get(attribute)}
-    scaling = config.attention.rope_scaling
+    scaling = config.attention.rope.scaling
     if isinstance(scaling, float):
         found |= {"rope.scaling.type": "linear", "rope.scaling.factor": scaling}
     found |= {"vocab_size": config.vocab_size, "attention.value_length": config.attention.head_dim}
@@ -125,10 +125,9 @@ def _tensors(config: ModelConfig, architecture: str, stored: dict[str, StoredTen
             found[prefix + names[tensor.path]] = StoredTensor(
                 plain.shape, lambda place, plain=plain, change=change: change(plain.part(place).astype(np.float32))
             )
-    attention = config.attention
-    rope = attention.rope_scaling
-    if isinstance(rope, Llama3Rope):
-        table = tables.llama3_table(rope, attention.rope_theta, attention.head_dim // 2).astype(np.float32)
+    rope = config.attention.rope
+    if isinstance(rope.scaling, Llama3Rope):
+        table = tables.llama3_table(rope.scaling, rope.theta, config.attention.head_dim // 2).astype(np.float32)
         found[tables.LLAMA3_ROPE] = StoredTensor(table.shape, lambda place: table[place])
     return found
 

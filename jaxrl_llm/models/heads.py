@@ -181,12 +181,12 @@ def token_logprobs(
     config = model.config
     weights = model.weights
     total = hidden.shape[1]
-    head = weights.embed[...] if config.tied_embeddings else weights.head[...]
-    letters, layout = ("pcd,vd->pcv", ("tensor", None)) if config.tied_embeddings else ("pcd,dv->pcv", (None, "tensor"))
+    head = weights.embed[...] if config.embeddings.tied else weights.head[...]
+    letters, layout = ("pcd,vd->pcv", ("tensor", None)) if config.embeddings.tied else ("pcd,dv->pcv", (None, "tensor"))
     # A whole number of equal chunks: at most a few positions more than there are.
     pieces = -(-total // min(chunk, total))
     size = -(-total // pieces)
-    static = Head(letters, layout, config.logit_softcap, size, entropy_gradient)
+    static = Head(letters, layout, config.embeddings.logit_softcap, size, entropy_gradient)
 
     room = (0, pieces * size - total)
     hidden, targets, kept = jax.tree.map(

@@ -1,12 +1,13 @@
 """Conversion config.json <-> ModelConfig, for transformers 4 (rope_theta, rope_scaling) and 5 (rope_parameters)."""
 
+import collections
 import dataclasses
 import operator
 from collections.abc import Mapping
 from typing import Any
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models.config import Attention, Llama3Rope, ModelConfig, Norm, TokenIds
+from jaxrl_llm.models.config import Attention, Embeddings, Llama3Rope, ModelConfig, Norm, Rope, TokenIds
 from jaxrl_llm.models.families import ACTIVATIONS, FAMILIES, FIELDS, REQUIRED, Family, family_of
 
 OURS = "jaxrl_llm"
@@ -57,17 +58,19 @@ def read_config(attributes: Mapping[str, Any]) -> ModelConfig:
         values |= {
             "family": family.model_type,
             "activation": ACTIVATIONS[activation],
-            "embedding_scale": float(known["hidden_size"] ** 0.5) if family.scaled_embedding else 1.0,
+            "embeddings.scale": float(known["hidden_size"] ** 0.5) if family.scaled_embedding else 1.0,
             "attention.windows": _read_windows(known, family),
             "tokens": read_token_ids(attributes),
         }
         if "query_pre_attn_scalar" in known:
             values["attention.scale"] = float(known["query_pre_attn_scalar"]) ** -0.5
-        parts: dict[str, dict[str, Any]] = {"": {}, "attention": {}, "norm": {}}
+        parts: dict[str, dict[str, Any]] = collections.defaultdict(dict)
         for path, value in values.items():
             part, _, name = path.rpartition(".")
             parts[part][name] = value
-        return ModelConfig(attention=Attention(**parts["attention"]), norm=Norm(**parts["norm"]), **parts[""])
+        attention = Attention(rope=Rope(**parts["attention.rope"]), **parts["attention"])
+        embeddings = Embeddings(**parts["embeddings"])
+        return ModelConfig(attention=attention, norm=Norm(**parts["norm"]), embeddings=embeddings, **parts[""])
     except InputError:
         raise
     except (TypeError, ValueError, AttributeError) as error:  # a list where a number belongs, and the like
@@ -118,9 +121,9 @@ def write_config(config: ModelConfig, dtype: str, scalar: bool = False) -> dict[
         "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
     }
     written |= {name: value for name, value in sliding.items() if name in family.defaults}
-    written |= {"rope_theta": config.attention.rope_theta, "rope_scaling": write_scaling(config.attention.rope_scaling)}
-    if config.attention.local_rope_theta is not None:
-        written["rope_local_base_freq"] = config.attention.local_rope_theta
+    written |= {"rope_theta": config.attention.rope.theta, "rope_scaling": write_scaling(config.attention.rope.scaling)}
+    if config.attention.rope.local_theta is not None:
+        written["rope_local_base_freq"] = config.attention.rope.local_theta
     written |= write_token_ids(config.tokens)
     lost = differences(config, read_config(written))
     if lost:
@@ -129,12 +132,16 @@ def write_config(config: ModelConfig, dtype: str, scalar: bool = False) -> dict[
     return written
 
 
-def differences(config: ModelConfig, other: ModelConfig) -> list[str]:
+def differences(config: Any, other: Any) -> list[str]:
     """Return the dotted names of the fields that differ between two configurations."""
-    names = [field.name for field in dataclasses.fields(config) if field.name not in ("attention", "norm")]
-    for part in ("attention", "norm"):
-        names += [f"{part}.{field.name}" for field in dataclasses.fields(getattr(config, part))]
-    return [name for name in names if operator.attrgetter(name)(config) != operator.attrgetter(name)(other)]
+    found = []
+    for field in dataclasses.fields(config):
+        ours, theirs = getattr(config, field.name), getattr(other, field.name)
+        if ours == theirs:
+            continue
+        parts = dataclasses.is_dataclass(ours) and type(ours) is type(theirs)
+        found += [f"{field.name}.{name}" for name in differences(ours, theirs)] if parts else [field.name]
+    return found
 
 
 def read_token_ids(attributes: Mapping[str, Any]) -> TokenIds:
@@ -205,10 +212,10 @@ def _read_rope(attributes: Mapping[str, Any], family: Family, max_positions: int
     else:
         full = dict(attributes.get("rope_scaling") or full)
     theta = full.get("rope_theta", attributes.get("rope_theta", family.default_theta))
-    values = {"attention.rope_theta": float(theta), "attention.rope_scaling": _read_scaling(full, max_positions)}
+    values = {"attention.rope.theta": float(theta), "attention.rope.scaling": _read_scaling(full, max_positions)}
     if family.local_theta is not None:
         local_theta = local.get("rope_theta", attributes.get("rope_local_base_freq", family.local_theta))
-        values["attention.local_rope_theta"] = float(local_theta)
+        values["attention.rope.local_theta"] = float(local_theta)
         if _read_scaling(local, max_positions) is not None:
             raise InputError(
                 "config.json scales the rotary positions of sliding layers; only full layers may be scaled"

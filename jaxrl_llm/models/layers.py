@@ -95,8 +95,8 @@ def layer_constants(config: ModelConfig) -> tuple[jax.Array, jax.Array]:
     attention = config.attention
     windows = layer_windows(config)
     exponents = np.arange(0, attention.head_dim, 2, dtype=np.float64) / attention.head_dim
-    full = 1.0 / attention.rope_theta**exponents
-    scaling = attention.rope_scaling
+    full = 1.0 / attention.rope.theta**exponents
+    scaling = attention.rope.scaling
     if isinstance(scaling, Llama3Rope):
         turns = scaling.original_positions * full / (2 * np.pi)
         low = scaling.low_frequency_factor
@@ -104,7 +104,7 @@ def layer_constants(config: ModelConfig) -> tuple[jax.Array, jax.Array]:
         full = keep * full + (1 - keep) * full / scaling.factor
     elif scaling is not None:
         full = full / scaling
-    local = full if attention.local_rope_theta is None else 1.0 / attention.local_rope_theta**exponents
+    local = full if attention.rope.local_theta is None else 1.0 / attention.rope.local_theta**exponents
     frequencies = np.stack([local if window else full for window in windows]).astype(np.float32)
     return jnp.asarray(frequencies), jnp.asarray(windows, jnp.int32)
 

@@ -210,7 +210,7 @@ def _ignorable(name: str, config: ModelConfig, stored: Mapping[str, StoredTensor
     """Whether an unknown tensor may be skipped: old rotary tables, or a tied LM head that repeats the embedding."""
     if name.endswith("rotary_emb.inv_freq"):
         return True
-    if name != "lm_head.weight" or not config.tied_embeddings:
+    if name != "lm_head.weight" or not config.embeddings.tied:
         return False
     head = stored[name]
     embedding = stored["model.embed_tokens.weight"]

@@ -182,7 +182,7 @@ def check_problems(
 
 def check_positions(length: int, config: ModelConfig, field: str) -> None:
     """Refuse sequences longer than the model's positions, before anything is compiled."""
-    positions = config.attention.max_positions
+    positions = config.attention.rope.max_positions
     require(
         length <= positions,
         f"{field} needs {length} positions, and the model was made for {positions}: lower it by {length - positions}",

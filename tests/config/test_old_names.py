@@ -11,6 +11,7 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.cli.flags import parse
 from jaxrl_llm.config.phases import in_phase, validate
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.models.config import Attention, Embeddings, ModelConfig, Rope
 from jaxrl_llm.rules.settings import Phase, Rules
 from jaxrl_llm.system.setting import current_name, settings_in
 
@@ -107,3 +108,14 @@ def test_an_older_file_has_it():
     assert "moments" not in data["learner"]["optimiser"] and data["learner"]["optimiser"]["b1"] == 0.8
     assert configs.from_json(data) == OTHER
     assert configs.changes(configs.from_json(data), OTHER) == []
+
+
+def test_an_architecture_has_it():
+    rope = {"rope_theta": 500.0, "rope_scaling": 2.0, "local_rope_theta": 50.0, "max_positions": 64}
+    ends = {"tied_embeddings": True, "embedding_scale": 4.0, "logit_softcap": 8.0}
+    attention = Attention(4, 2, 8, rope=Rope(500.0, 2.0, 50.0, 64))
+    config = ModelConfig("llama", 50, 16, 2, 24, attention, embeddings=Embeddings(True, 4.0, 8.0))
+    assert ModelConfig("llama", 50, 16, 2, 24, Attention(4, 2, 8, **rope), **ends) == config
+    assert dataclasses.replace(ModelConfig("llama", 50, 16, 2, 24, attention), **ends) == config
+    for part, old in ((attention, rope), (config, ends)):
+        assert part.old_names.keys() == old.keys() and {name: getattr(part, name) for name in old} == old

@@ -18,6 +18,7 @@ from jaxrl_llm.cli.export import how_to_score
 from jaxrl_llm.data import Pairs, Steps
 from jaxrl_llm.models import load_pretrained, save_pretrained, scores
 from jaxrl_llm.models.builtin import TINY, tiny_tokenizer
+from jaxrl_llm.models.config import Rope
 from jaxrl_llm.models.decoder import initialise
 from jaxrl_llm.models.heads import with_scalar_head
 from jaxrl_llm.runs.load import find_run, load_model
@@ -148,7 +149,7 @@ def models_in(folder):
     """Reward models that the policy's completions cannot be given to."""
     _, tokenizer = load_pretrained("tiny-random")
     for name, positions in (("short", 39), ("foreign", 64), ("mute", 64)):
-        attention = dataclasses.replace(TINY.attention, max_positions=positions)
+        attention = dataclasses.replace(TINY.attention, rope=Rope(max_positions=positions))
         config = dataclasses.replace(TINY, layers=1, attention=attention)
         save_pretrained(with_scalar_head(initialise(config, jax.random.key(0))), tokenizer, folder / name)
     for path in (folder / "mute").glob("*token*"):

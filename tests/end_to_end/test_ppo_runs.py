@@ -24,7 +24,7 @@ from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.state import NewRole, abstract_state, create_state
 from jaxrl_llm.models import load_pretrained, save_pretrained
 from jaxrl_llm.models.builtin import TINY
-from jaxrl_llm.models.config import Lora
+from jaxrl_llm.models.config import Lora, Rope
 from jaxrl_llm.models.decoder import initialise
 from jaxrl_llm.models.heads import with_scalar_head
 from jaxrl_llm.recipes import RECIPES, Overlong
@@ -54,7 +54,7 @@ def other_models(folder):
     _, tokenizer = load_pretrained("tiny-random")
     config = dataclasses.replace(TINY, layers=1)
     save_pretrained(initialise(config, jax.random.key(0), scale=0.2), tokenizer, folder / "scores")
-    attention = dataclasses.replace(TINY.attention, max_positions=39)
+    attention = dataclasses.replace(TINY.attention, rope=Rope(max_positions=39))
     save_pretrained(
         initialise(dataclasses.replace(config, attention=attention), jax.random.key(0)), tokenizer, folder / "short"
     )

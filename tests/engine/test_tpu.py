@@ -15,14 +15,14 @@ from jaxrl_llm.engine.sampling import as_rules, asked
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.engine.slots import empty_slots, fill_slots, idle, rearranged, run_chunk
 from jaxrl_llm.models.cache import empty_cache
-from jaxrl_llm.models.config import Attention, ModelConfig, Norm
+from jaxrl_llm.models.config import Attention, Embeddings, ModelConfig, Norm
 from jaxrl_llm.models.decoder import initialise
 
 OPTIMISED = True
 pytestmark = pytest.mark.compilers
 
 SLOTS, GROUP, COLUMNS, STEPS = 32, 4, (1024, 2048), 16
-CONFIG = ModelConfig("qwen2", 1024, 256, 3, 512, Attention(4, 2, 64), Norm(1e-6), tied_embeddings=True)
+CONFIG = ModelConfig("qwen2", 1024, 256, 3, 512, Attention(4, 2, 64), Norm(1e-6), embeddings=Embeddings(tied=True))
 
 
 @functools.cache

@@ -28,7 +28,7 @@ from jaxrl_llm.learner import Layout, Optimiser, create_state, pack
 from jaxrl_llm.learner.forward import on_mesh, score
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.state import abstract_state
-from jaxrl_llm.models.config import ComputeOptions, Lora, ModelConfig
+from jaxrl_llm.models.config import ComputeOptions, Embeddings, Lora, ModelConfig
 from jaxrl_llm.models.decoder import Decoder, initialise, logits, to_parameters
 from jaxrl_llm.models.lora import attached, create, merge, model_of
 from jaxrl_llm.rollout import Engine, Sampling
@@ -163,7 +163,7 @@ def test_in_bfloat16_both_round_the_same_sum():
 @functools.cache
 def memory(lora):
     """Bytes of the compiled update of a model that is large beside its activations: (temporary, model, trained)."""
-    config = ModelConfig("llama", 4096, 256, 4, 768, KINDS["plain"].attention, tied_embeddings=True)
+    config = ModelConfig("llama", 4096, 256, 4, 768, KINDS["plain"].attention, embeddings=Embeddings(tied=True))
     model = jax.eval_shape(lambda: initialise(config, jax.random.key(0)))
     state = abstract_state(model, build(OPTIMISER), False, lora)
     packed = pack(rollout(), Layout(1, 20, T))

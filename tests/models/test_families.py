@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models.config import Llama3Rope
+from jaxrl_llm.models.config import Embeddings, Llama3Rope
 from jaxrl_llm.models.families import FAMILIES
 from jaxrl_llm.models.hf_config import read_config, write_config
 
@@ -60,19 +60,19 @@ def test_window_rules_follow_each_family():
 def test_gemma_constants():
     config = read_config(attributes("gemma2"))
     assert config.attention.scale == pytest.approx(24**-0.5)
-    assert (config.attention.softcap, config.logit_softcap) == (3.0, 5.0)
-    assert config.embedding_scale == pytest.approx(32**0.5)
+    assert (config.attention.softcap, config.embeddings.logit_softcap) == (3.0, 5.0)
+    assert config.embeddings.scale == pytest.approx(32**0.5)
     assert config.norm.plus_one and config.norm.placement == "both"
     assert config.activation == "gelu_tanh"
     local = read_config(attributes("gemma3_text")).attention
-    assert (local.rope_theta, local.local_rope_theta, local.rope_scaling) == (1000.0, 50.0, 8.0)
+    assert (local.rope.theta, local.rope.local_theta, local.rope.scaling) == (1000.0, 50.0, 8.0)
 
 
 def test_llama3_rope_falls_back_to_the_models_length():
     rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     config = read_config(attributes(rope_parameters=None, rope_scaling=rope, rope_theta=5e5))
-    assert config.attention.rope_scaling == Llama3Rope(8.0, 1.0, 4.0, 64)
-    assert config.attention.rope_theta == 5e5
+    assert config.attention.rope.scaling == Llama3Rope(8.0, 1.0, 4.0, 64)
+    assert config.attention.rope.theta == 5e5
 
 
 def test_left_out_attributes_take_the_familys_default():
@@ -80,7 +80,7 @@ def test_left_out_attributes_take_the_familys_default():
             "intermediate_size", "num_hidden_layers", "num_attention_heads")}  # fmt: skip
     config = read_config(bare)
     assert (config.attention.kv_heads, config.attention.head_dim) == (4, 8)
-    assert (config.norm.eps, config.attention.rope_theta, config.tied_embeddings) == (1e-6, 10000.0, False)
+    assert (config.norm.eps, config.attention.rope.theta, config.embeddings.tied) == (1e-6, 10000.0, False)
     assert read_config(bare | {"model_type": "olmo2"}).norm.eps == 1e-5
 
 
@@ -140,6 +140,6 @@ def test_a_config_that_the_family_cannot_say_is_not_written():
     import dataclasses
 
     config = read_config(attributes())
-    capped = dataclasses.replace(config, logit_softcap=30.0)
-    with pytest.raises(InputError, match=r"logit_softcap=30\.0"):
+    capped = dataclasses.replace(config, embeddings=Embeddings(logit_softcap=30.0))
+    with pytest.raises(InputError, match=r"embeddings\.logit_softcap=30\.0"):
         write_config(capped, "float32")

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from oracles import number
 from tiny import VOCAB, equations, largest_difference, logprob_and_entropy, tiny
 
-from jaxrl_llm.models.config import Attention, ModelConfig
+from jaxrl_llm.models.config import Attention, Embeddings, ModelConfig
 from jaxrl_llm.models.decoder import Decoder, initialise, unembed
 from jaxrl_llm.models.heads import token_logprobs
 from jaxrl_llm.sharding import BATCH, MeshShape, make_mesh, shardings
@@ -175,7 +175,7 @@ def moved_in_loops(program):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_on_a_mesh_the_head_moves_once_and_not_for_each_chunk(tied):
-    config = ModelConfig("llama", 640, D, 1, 8, Attention(1, 1, 8), tied_embeddings=tied)
+    config = ModelConfig("llama", 640, D, 1, 8, Attention(1, 1, 8), embeddings=Embeddings(tied=tied))
     model, mesh = initialise(config, jax.random.key(0), scale=0.3), make_mesh(MeshShape(2, 2, 2))
     hidden, targets = jnp.tile(HIDDEN, (2, 1, 1)), np.tile(TARGETS, (2, 1))
 

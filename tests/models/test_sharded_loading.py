@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 from tiny import KINDS
 
 from jaxrl_llm.models import load_pretrained
-from jaxrl_llm.models.config import Attention, ModelConfig
+from jaxrl_llm.models.config import Attention, Embeddings, ModelConfig
 from jaxrl_llm.models.families import axis_sizes, our_shape, tensors_of
 from jaxrl_llm.models.gguf import read_gguf
 from jaxrl_llm.models.hf_config import write_config
@@ -142,7 +142,7 @@ def test_a_process_reads_only_what_its_devices_hold():
 
 def large_model(directory):
     """71 million weights in bfloat16, 138 MB; returns the bytes of the largest stacked leaf in float32."""
-    config = ModelConfig("llama", 8192, 1024, 4, 4096, Attention(16, 4, 64), tied_embeddings=True)
+    config = ModelConfig("llama", 8192, 1024, 4, 4096, Attention(16, 4, 64), embeddings=Embeddings(tied=True))
     sizes, arrays = axis_sizes(config), {}
     for tensor in tensors_of(config):
         for layer in range(config.layers if tensor.layered else 1):

@@ -4,13 +4,13 @@ import dataclasses
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.learner import Compute, Learner
-from jaxrl_llm.models.config import Attention, ModelConfig, Norm
+from jaxrl_llm.models.config import Attention, Embeddings, ModelConfig, Norm
 from jaxrl_llm.recipes import GRPO
 from jaxrl_llm.rollout import EngineOptions, Rollout
 from jaxrl_llm.sharding import MeshShape
 from jaxrl_llm.tasks import ReasoningGym, Task
 
-CONFIG = ModelConfig("qwen2", 512, 64, 2, 128, Attention(4, 2, 16), Norm(1e-6), tied_embeddings=True)
+CONFIG = ModelConfig("qwen2", 512, 64, 2, 128, Attention(4, 2, 16), Norm(1e-6), embeddings=Embeddings(tied=True))
 
 
 def tiny_run(mesh, model="tiny-random", recipe=GRPO, slots=32, chunk=8, **rollout):

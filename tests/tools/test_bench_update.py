@@ -14,6 +14,7 @@ import bench_rollout
 import bench_update
 
 from jaxrl_llm.learner import Compute, Learner
+from jaxrl_llm.models.config import Embeddings
 from jaxrl_llm.models.decoder import initialise
 
 SMALL = Learner(optimiser=bench_update.ADAM, compute=Compute(microbatch_rows=8, row_tokens=32))
@@ -38,7 +39,7 @@ def test_a_row_counts_the_tokens_of_completions_and_the_padding_around_them():
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_operations_are_those_of_single_tokens(tied):
-    config = dataclasses.replace(bench_rollout.SHAPES["7m"], tied_embeddings=tied)
+    config = dataclasses.replace(bench_rollout.SHAPES["7m"], embeddings=Embeddings(tied=tied))
     model = jax.eval_shape(lambda key: initialise(config, key), jax.random.key(0))
     D, L, F, a = config.width, config.layers, config.mlp_width, config.attention
     weights = D * a.heads * a.head_dim * 2 + D * a.kv_heads * a.head_dim * 2 + 3 * D * F

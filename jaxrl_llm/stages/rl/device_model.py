@@ -100,7 +100,7 @@ def load_judge(
     )
     more = max((len(closing) - 1 for closing in ends.values() if closing), default=0)  # a stop token is there already
     longest = run.rollout.max_length + more
-    positions = model.config.attention.max_positions
+    positions = model.config.attention.rope.max_positions
     configs.require(
         longest <= positions,
         f"{field}: {path} was made for {positions} positions, and prompts with completions have up to {longest}: lower "
@@ -125,7 +125,7 @@ def critic_config(name: str, run: configs.Run, policy: ModelConfig, find: Archit
         config = find(name)
     except InputError as error:
         raise InputError(f"recipe.critic.model: {error}") from None
-    positions = config.attention.max_positions
+    positions = config.attention.rope.max_positions
     configs.require(
         run.rollout.max_length <= positions,
         f"recipe.critic.model {name} was made for {positions} positions, and prompts with completions have up to "

@@ -46,7 +46,7 @@ def prepare(
       InputError: data, rewards or prompts that the run cannot use.
     """
     check_tokenizer(tokenizer, run.model)
-    configs.validate_on_model(run, model.config.attention.max_positions)
+    configs.validate_on_model(run, model.config.attention.rope.max_positions)
     read = read_problems(run, progress.status)
     prints = problems_of(run, read)
     peers.check_same(f"problems of {run.task.label}", " ".join(found["order"] for found in prints.values()))
@@ -107,7 +107,7 @@ def check_ahead(
     Raises:
       InputError: as ``prepare``.
     """
-    configs.validate_on_model(run, model.attention.max_positions)
+    configs.validate_on_model(run, model.attention.rope.max_positions)
     if same_groups(before, run) and before.evaluation.task == run.evaluation.task:
         return
     read = read_problems(run, status)

@@ -20,6 +20,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Critic
 from jaxrl_llm.models import load_pretrained, save_pretrained, scores
 from jaxrl_llm.models.builtin import TINY
+from jaxrl_llm.models.config import Rope
 from jaxrl_llm.models.decoder import initialise
 from jaxrl_llm.models.heads import with_scalar_head
 from jaxrl_llm.rewards import Accuracy, Constraint, Gate, Hinge, ModelReward, Scorer, StepReward, Threshold
@@ -259,7 +260,8 @@ def test_the_mean_is_that_of_the_first_reward_model_and_nan_where_nothing_was_sc
 
 
 def test_a_model_for_just_as_many_positions_is_taken(folder, tokenizer):
-    config = dataclasses.replace(TINY, layers=1, attention=dataclasses.replace(TINY.attention, max_positions=WIDTH))
+    attention = dataclasses.replace(TINY.attention, rope=Rope(max_positions=WIDTH))
+    config = dataclasses.replace(TINY, layers=1, attention=attention)
     path = str(folder / "just_enough")
     save_pretrained(with_scalar_head(initialise(config, jax.random.key(0))), tokenizer, path)
     run = run_with(ModelReward(path))
