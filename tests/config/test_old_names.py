@@ -119,3 +119,11 @@ def test_an_architecture_has_it():
     assert dataclasses.replace(ModelConfig("llama", 50, 16, 2, 24, attention), **ends) == config
     for part, old in ((attention, rope), (config, ends)):
         assert part.old_names.keys() == old.keys() and {name: getattr(part, name) for name in old} == old
+
+
+def test_moved_settings_may_still_change_when_a_run_is_resumed():
+    moved = {current_name(RUN, name) for name in OLD}
+    assert moved & set(configs.FREE_TO_CHANGE) == {
+        "output.run_dir", "rollout.engine.slots",
+        *(f"learner.compute.{name}" for name in ("microbatch_rows", "row_tokens", "remat", "attention")),
+    }  # fmt: skip
