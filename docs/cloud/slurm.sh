@@ -13,7 +13,7 @@
 # The tasks, not this shell, get SIGTERM 600 s before the time is up: they save and exit with 75.
 export HF_HOME=/shared/huggingface JAX_COMPILATION_CACHE_DIR=/shared/compiled
 code=0
-srun jaxrl-llm train grpo_qwen2_5_1_5b_gsm8k --run_dir /shared/runs/grpo --learner.microbatch_rows 32 \
+srun jaxrl-llm train grpo_qwen2_5_1_5b_gsm8k --run_dir /shared/runs/grpo --learner.compute.microbatch_rows 32 \
   --output.grace_s 500 || code=$?
 
 case "$code" in
