@@ -4,6 +4,9 @@ import doctest
 import re
 from pathlib import Path
 
+from jaxrl_llm.algorithms import advantages, kl, ratios, reduce, surrogates
+from jaxrl_llm.recipes import RECIPES
+
 DOCS = Path(__file__).parents[1] / "docs"
 ENGLISH, CHINESE = ((DOCS / f"{name}.md").read_text() for name in ("errata", "zh"))
 
@@ -40,3 +43,25 @@ def test_both_languages_state_the_same_numbers():
     assert list(rows(CHINESE)) == list(rows(ENGLISH))
     for number, cell in rows(ENGLISH).items():
         assert sorted(decimals(cell)) == sorted(decimals(rows(CHINESE)[number])), number
+
+
+def test_methods_side_by_side_are_the_recipes():
+    table = CHINESE[CHINESE.index("| 配方 |") :]
+    cells = [[cell.strip() for cell in line.split("|")[2:-1]] for line in table.split("\n\n")[0].splitlines()]
+    names, estimators, levels, clips, reducers, _, penalties, temperatures = cells[:8]
+    words = vars(advantages) | vars(ratios) | vars(surrogates) | vars(reduce) | vars(kl)
+    for column, name in enumerate(names):
+        recipe = RECIPES[name.strip("`")]
+        algorithm = recipe.algorithm
+        pieces = (
+            (estimators, getattr(algorithm.advantage, "estimator", algorithm.advantage)),
+            (levels, algorithm.ratio),
+            (clips, algorithm.surrogate),
+            (reducers, algorithm.reduce),
+            (penalties, algorithm.kl),
+        )
+        for row, piece in pieces:
+            written = re.match(r"`([^`]+)`|无", row[column])[1]
+            assert (eval(written, dict(words)) if written else None) == piece, (name, row[column])
+        assert not algorithm.kl_coef or float(row[column].split("，")[-1]) == algorithm.kl_coef
+        assert float(temperatures[column]) == recipe.temperature
