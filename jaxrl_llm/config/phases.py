@@ -12,7 +12,7 @@ from jaxrl_llm.config.run import MAX_SEED, Run, keeps_reference
 from jaxrl_llm.config.texts import Configuration
 from jaxrl_llm.errors import InputError, did_you_mean, require
 from jaxrl_llm.learner.settings import Optimiser
-from jaxrl_llm.rules.settings import Phase, Stalls
+from jaxrl_llm.rules.settings import Phase, Stalls, Until
 from jaxrl_llm.system.setting import FIXED, check_fields, current_name, names_marked
 
 Kind = TypeVar("Kind", bound=Configuration)
@@ -24,7 +24,7 @@ adafactor's ``moments.b1`` is 0: then it has no momentum."""
 
 def phases_of(run: Configuration) -> tuple[Phase, ...]:
     """Return the run's phases in order; a run without phases has one, with an empty name."""
-    return run.rules.phases or (Phase(""),)
+    return run.rules.phases or (Phase("", until=run.rules.until),)
 
 
 def in_phase(run: Kind, number: int) -> Kind:
@@ -94,13 +94,13 @@ def validate(run: Configuration) -> None:
     """
     if not isinstance(run, Run) or not run.rules.phases:
         check_run(run)
+        if isinstance(run, Run):
+            _check_until(run, run.rules.until, "rules.until")
         return
     for number, phase in enumerate(run.rules.phases):
         where = f"rules.phases[{number}]"
         phase.check(run, f"{where}.")
-        if phase.until is not None:
-            check_fields(phase.until, f"{where}.until.")
-            phase.until.check(run, f"{where}.until.")
+        _check_until(run, phase.until, f"{where}.until")
         try:
             _check_changes(run, number, where)
             check_run(in_phase(run, number))
@@ -125,8 +125,18 @@ def remembered(optimiser: Optimiser) -> dict[str, Any]:
     return form | {"moments.b1": optimiser.name == "adafactor" and optimiser.moments.b1 > 0}
 
 
+def _check_until(run: Run, until: Until | None, where: str) -> None:
+    """Refuse a condition that cannot hold."""
+    if until is None:
+        return
+    check_fields(until, f"{where}.")
+    until.check(run, f"{where}.")
+    if isinstance(until, Stalls) and not until.metric and run.evaluation.every <= 0:
+        raise InputError(f"{where} waits for evaluations: set evaluation.every above 0")
+
+
 def _check_changes(run: Run, number: int, where: str) -> None:
-    """Refuse changes of settings that all phases share, and phases that wait for evaluations that never come."""
+    """Refuse changes of settings that all phases share."""
     phase = run.rules.phases[number]
     fixed = names_marked(type(run), FIXED)
     whole = {name.rpartition(".")[0] for name in fixed}
@@ -137,8 +147,6 @@ def _check_changes(run: Run, number: int, where: str) -> None:
             continue  # a whole part: what it holds is compared below
         near = [one for one in fixed if f"{name}.".startswith(f"{one}.") or one.startswith(f"{name}.")]
         require(not near, f"{where} changes {name}, which is the same in all phases: set it for the run")
-    if isinstance(phase.until, Stalls) and run.evaluation.every <= 0:
-        raise InputError(f"{where}.until waits for evaluations: set evaluation.every above 0")
     before, after = in_phase(run, max(number - 1, 0)), in_phase(run, number)
     for name in fixed:
         if "." in name:

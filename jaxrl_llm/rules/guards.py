@@ -195,7 +195,9 @@ UNMEASURED = 10
 """Steps after which that event is reported, or twice the steps between evaluations if that is more."""
 
 
-def phase_ends(row: Row, own: Own, phase: Phase, following: Phase, evaluation_every: int, test: str = "") -> Decided:
+def phase_ends(
+    row: Row, own: Own, phase: Phase, following: Phase | None, evaluation_every: int, test: str = ""
+) -> Decided:
     """End a phase after its steps, or once its condition holds: a ``Rule``.
 
     It remembers the ``steps`` of the phase and the state of its condition: ``times`` in a row, or the ``best`` result
@@ -206,7 +208,7 @@ def phase_ends(row: Row, own: Own, phase: Phase, following: Phase, evaluation_ev
       row: of the step.
       own: its memory.
       phase: that the run is in.
-      following: the one after it.
+      following: the one after it; None for the last one, which ends the run.
       evaluation_every: steps between evaluations; those of other steps are ignored (see ``on_stall``).
       test: identifies the evaluation's settings; results of other evaluations are not compared.
     """
@@ -219,9 +221,10 @@ def phase_ends(row: Row, own: Own, phase: Phase, following: Phase, evaluation_ev
     if phase.steps is not None and steps >= phase.steps:
         reason = f"after {steps} step{'s' * (steps != 1)}"
     if isinstance(until, Stalls):
-        own |= stalls(row, own, evaluation_every, test)
+        own |= stalls(row, own, evaluation_every, test, until)
         if own.get("stalled", 0) >= until.evaluations:
-            reason = f"since {until.evaluations} evaluations found nothing better"
+            measured = f"measurements of {until.metric}" if until.metric else "evaluations"
+            reason = f"since {until.evaluations} {measured} found nothing better"
     events: dict[str, bool | str] = {}
     if isinstance(until, Reaches):
         value = row.get(until.metric)
@@ -233,12 +236,15 @@ def phase_ends(row: Row, own: Own, phase: Phase, following: Phase, evaluation_ev
             again = f" for {until.times} steps" if until.times > 1 else ""
             reason = f"since {until.metric} was {bound}{again}"
         if "times" not in own and steps == max(UNMEASURED, 2 * evaluation_every):
-            events[WAITS] = f"{phase.name} waits for {until.metric}, which no step so far has measured"
+            events[WAITS] = f"{phase.name or 'the run'} waits for {until.metric}, which no step so far has measured"
     return phase_ended(phase, following, reason) if reason else Decision(events=events), own
 
 
-def phase_ended(phase: Phase, following: Phase, reason: str) -> Decision:
-    """Return the decision to begin the next phase, with its resets; ``reason``: why this one has ended."""
+def phase_ended(phase: Phase, following: Phase | None, reason: str) -> Decision:
+    """Return the decision to begin the next phase, with its resets, or to end the run; ``reason``: why this one has
+    ended."""
+    if following is None:
+        return Decision(DONE, f"the {f'phase {phase.name}' if phase.name else 'run'} ends {reason}")
     events: dict[str, bool | str] = {PHASE: f"{following.name} ({phase.name} ended {reason})"}
     events |= {"event/reference_reset": True} if following.reset else {}
     events |= {"event/optimiser_reset": True} if following.reset_optimiser else {}

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from jaxrl_llm.errors import require
 from jaxrl_llm.rules.decision import LAST_RESET, REFERENCE_AGE, REFERENCE_RESET, Decided, Decision, Own, Row, Rule
+from jaxrl_llm.rules.settings import Stalls
 from jaxrl_llm.system.setting import Range, Setting
 
 ASKED = "asked/reset"
@@ -216,19 +217,22 @@ def entropy_controlled(row: Row, own: Own, controller: Callable[[float, float], 
     return Decision(coefficients={"entropy_coef": coefficient}), {"moved": moved}
 
 
-def stalls(row: Row, own: Mapping[str, Any], every: int, test: str) -> dict[str, Any]:
+def stalls(row: Row, own: Mapping[str, Any], every: int, test: str, until: Stalls | None = None) -> dict[str, Any]:
     """Return the ``best`` result of a ``test`` and the evaluations ``stalled`` since; empty without one that counts.
 
-    A change of the test restarts the count; a memory without a test's name is taken to be of this one.
+    A change of the test restarts the count; a memory without a test's name is taken to be of this one. If ``until``
+    names a metric, each of its measurements counts.
     """
     # The share of problems solved, or the mean reward if nothing is verified; the average of several tasks comes first.
     tested = [name for name in row if name.startswith("eval/")]
     names = [name for ending in ("/pass@1", "/reward") for name in tested if name.endswith(ending)]
-    result = row[names[0]] if names else None
-    if result is None or row["step"] % every:
+    result = row[names[0]] if names and not row["step"] % every else None
+    if until is not None and until.metric:
+        result, test = row.get(until.metric), until.metric
+    if result is None or math.isnan(result):
         return {}
     best = own.get("best") if own.get("test", test) == test else None
-    better = best is None or result > best
+    better = best is None or (result < best if until is not None and until.lower else result > best)
     return {"best": result if better else best, "stalled": 0 if better else own["stalled"] + 1, "test": test}
 
 

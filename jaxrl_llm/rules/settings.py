@@ -38,13 +38,17 @@ class Reaches(Setting):
 
 @dataclasses.dataclass(frozen=True)
 class Stalls(Setting):
-    """A condition: ``evaluations`` in a row were not better than the best one of the phase.
+    """A condition: ``evaluations`` in a row were not better than the best one of the phase: early stopping.
 
     Attributes:
-      evaluations: how many.
+      evaluations: how many; the patience.
+      metric: a name in the rows of metrics.jsonl whose measurements are counted; empty for the result of evaluations.
+      lower: lower values of the metric are better.
     """
 
     evaluations: Annotated[int, Range("[1, inf]")]
+    metric: str = ""
+    lower: bool = False
 
 
 Until = Reaches | Stalls
@@ -57,7 +61,8 @@ class Phase(Setting):
     Attributes:
       name: for people: in the summary, the report and the event ``event/phase`` at its beginning.
       steps: the most steps of the phase; None for no limit. The last phase lasts until the run's steps are made.
-      until: it ends after the step at which this condition holds; None for ``steps`` alone.
+      until: it ends after the step at which this condition holds; None for ``steps`` alone. In the last phase this
+        ends the run.
       changes: settings by their dotted names, as on the command line (``{"rollout.group": 32}``), from here on:
         settings that a later phase does not change stay. A value may be a whole part: ``{"task": Mixture(...)}``. Your
         own functions among rewards are converted as ``Scoring`` converts them, and stored in config.json in that form.
@@ -81,16 +86,17 @@ class Phase(Setting):
         """Refuse a phase without a unique name, one that never ends, and a last one that would end early."""
         names = [phase.name for phase in run.rules.phases]
         last = self is run.rules.phases[-1]
-        phase = where.removesuffix(".")
         require(bool(self.name), f"{where}name is empty: say what it is, for the summary and the report")
         require(
             names.count(self.name) == 1, f"{where}name {self.name!r} is another phase's too: give it one of its own"
         )
         require(self.steps is None or self.steps >= 1, f"{where}steps must be at least 1, got {self.steps}")
         ends = self.steps is not None or self.until is not None
+        phase = where.removesuffix(".")
         require(
-            not (last and ends),
-            f"{phase} is the last phase, which lasts until the run's steps are made: leave out its steps and until",
+            not last or self.steps is None,
+            f"{phase} is the last phase, which lasts until the run's steps are made: leave out its steps (until may "
+            "end it before)",
         )
         require(last or ends, f"{phase} never ends, and others come after it: give it steps, or until")
 
@@ -119,6 +125,8 @@ class Rules(Setting):
         finding began, with ``slower`` times the learning rate; the data continues at its place.
       slower: the factor on the learning rate at each rollback, above 0 and at most 1.
       rollbacks: after so many the next finding stops the run.
+      until: the run ends, done, after the step at which this condition holds; None for its steps alone. A run with
+        phases has it in its last one.
     """
 
     phases: tuple[Phase, ...] = ()
@@ -126,9 +134,14 @@ class Rules(Setting):
     on_guard: Annotated[Literal["stop", "rollback"], RECORDED] = "stop"
     slower: Annotated[float, Range("(0, 1]"), RECORDED] = 0.5
     rollbacks: Annotated[int, Range("[1, inf]"), RECORDED] = 3
+    until: Annotated[Until | None, RECORDED] = None
 
     def check(self, run: Any, where: str) -> None:
-        """Refuse rollbacks without a guard."""
+        """Refuse rollbacks without a guard, and two conditions for the end."""
+        require(
+            self.until is None or not self.phases,
+            f"{where}until would end the last phase: give it to that phase (Phase(until=...))",
+        )
         require(
             bool(self.guards) or self.on_guard == "stop",
             f"{where}on_guard rollback waits for no guard: add --guard KIND, or set it to stop",

@@ -84,18 +84,20 @@ def base_of_policy(state: TrainState) -> Any:
 
 
 def with_phase(stage: Stage, run: configs.Configuration, number: int) -> Stage:
-    """Return the stage with the rule that ends its phase if another one follows; the end of a solved run then ends only
-    the phase."""
-    phases = configs.phases_of(run)
-    if number + 1 == len(phases):
+    """Return the stage with the rule that ends its phase, or the run in its last one; if another phase follows, the end
+    of a solved run ends only the phase."""
+    if not isinstance(run, configs.Run):
+        return stage
+    phase, *later = configs.phases_of(run)[number:]
+    following = later[0] if later else None
+    if following is None and phase.until is None:
         return stage
     test = configs.evaluation_key(configs.in_phase(run, number))
-    phase, following = phases[number : number + 2]
     ends = functools.partial(
         rules.phase_ends, phase=phase, following=following, evaluation_every=run.evaluation.every, test=test
     )
     deciding = {**stage.rules, rules.OF_PHASES: ends}
-    if rules.OF_LESSONS in deciding:
+    if following is not None and rules.OF_LESSONS in deciding:
         ended = functools.partial(rules.phase_ended, phase, following)
         deciding[rules.OF_LESSONS] = functools.partial(deciding[rules.OF_LESSONS], ended=ended)
     return dataclasses.replace(stage, rules=deciding)

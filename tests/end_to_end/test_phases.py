@@ -255,6 +255,7 @@ WRONG = {
     "name is empty": [Phase("", 1), Phase("b")],
     "is another phase's too": [Phase("a", 1), Phase("a")],
     "is the last phase": [Phase("a", 1), Phase("b", 2)],
+    "rules.phases[1].until waits for evaluations": [Phase("a", 1), Phase("b", until=Stalls(1))],
     "never ends, and others come after it": [Phase("a"), Phase("b")],
     "steps must be at least 1, got 0": [Phase("a", 0), Phase("b")],
     "needs one finite bound": [Phase("a", until=Reaches("kl")), Phase("b")],

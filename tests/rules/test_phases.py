@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.rules import PHASE, Decision, Phase, Reaches, Resets, Stalls, decide
+from jaxrl_llm.rules import DONE, PHASE, Decision, Phase, Reaches, Resets, Rules, Stalls, decide
 from jaxrl_llm.rules.guards import WAITS, phase_ends
 from jaxrl_llm.rules.resets import on_stall
 from jaxrl_llm.stages.rl.ingredients import rules_for
@@ -50,6 +50,33 @@ def test_once_a_metric_was_beyond_its_bound_so_many_times_in_a_row():
     below = Phase("a", until=Reaches("entropy", below=0.1))
     found = ends_at(below, rows(0.3, 0.05, metric="entropy"))
     assert found == (2, "next (a ended since entropy was below 0.1)")
+
+
+def test_the_condition_of_the_last_phase_ends_the_run():
+    rule = ending(Phase("a", until=Reaches("kl", above=0.5)), None, 0)
+    decision, _ = decide({"phase": rule}, {"step": 1, "kl": 0.6}, {})
+    assert decision == Decision(DONE, "the phase a ends since kl was above 0.5")
+    assert decide({"phase": rule}, {"step": 1, "kl": 0.4}, {})[0] == Decision()
+    whole = dataclasses.replace(SMOKE, rules=Rules(until=Reaches("kl", above=0.5)))
+    rule = ending(configs.phases_of(whole)[0], None, 0)
+    assert decide({"phase": rule}, {"step": 1, "kl": 0.6}, {})[0].reason == "the run ends since kl was above 0.5"
+
+
+@pytest.mark.parametrize("lower", [False, True])
+def test_early_stopping_on_a_metric_by_patience(lower):
+    """Every measurement counts, the first one too; what was not measured says nothing."""
+    values = [3.0, 4.0, None, math.nan, 4.0, 3.5, 5.0, 4.0]
+    values = [value if value is None or not lower else -value for value in values]
+    rule = ending(Phase("", until=Stalls(2, "eval/loss", lower)), None, 0)
+    memory, found = {}, []
+    for row in rows(*values, 0.0, metric="eval/loss"):
+        decision, memory = decide({"phase": rule}, row, memory)
+        found.append(decision.stop)
+    assert found[:8] == [None] * 5 + [DONE, None, None]
+    assert (
+        "the run ends since 2 measurements of eval/loss found nothing better"
+        in decide({"phase": rule}, {"step": 9, "eval/loss": 9.0 if lower else -9.0}, memory)[0].reason
+    )
 
 
 def test_whichever_comes_first():
