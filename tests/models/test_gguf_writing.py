@@ -191,7 +191,7 @@ def test_what_a_file_cannot_say_is_refused_and_nothing_is_left(tmp_path):
     wide = jax.tree.map(lambda leaf: leaf * 1e7, of("llama"))
     assert "holds values that float16 cannot: take bf16 or f32" in refusal(wide, None, path, "f16")
     ends = dataclasses.replace(tiny.config, tokens=dataclasses.replace(tiny.config.tokens, eos=(1, 2, 3, 4)))
-    assert "cannot express tokens=" in refusal(Decoder(ends, to_parameters(tiny)), None, path)
+    assert "cannot express tokens.eos=(1, 2, 3, 4)" in refusal(Decoder(ends, to_parameters(tiny)), None, path)
 
 
 def test_a_tokenizer_that_cuts_otherwise_is_refused(tmp_path):
