@@ -11,14 +11,18 @@ document.addEventListener("DOMContentLoaded", () => {
       });
     }
   }
-  for (const code of document.querySelectorAll(".md-typeset :not(pre) > code")) {
-    const inTable = code.closest("td");
-    if (code.textContent.length <= (inTable ? 16 : 34)) {
-      code.style.whiteSpace = "nowrap";
-    } else if (inTable) {
-      const pieces = code.textContent.split(/(?<=[/_,=:@])|(?<=\.)(?=[a-z])/i);
-      code.replaceChildren(...pieces.flatMap((piece) => [piece, document.createElement("wbr")]));
-    }
+  for (const code of document.querySelectorAll(".md-typeset :is(p, li, td) > code")) {
+    if (code.children.length) continue;
+    const pieces = code.textContent.split(/(?<=[/_,=:@ ])|(?<=\.)(?=[a-z])/i);
+    const whole = code.textContent.length <= (code.closest("td") ? 16 : 34);
+    code.replaceChildren(
+      ...(whole ? [code.textContent] : pieces).flatMap((piece) => {
+        const part = document.createElement("span");
+        part.textContent = piece;
+        part.style.whiteSpace = whole || piece.length <= 24 ? "nowrap" : "normal";
+        return [part, document.createElement("wbr")];
+      }),
+    );
   }
   for (const picture of document.querySelectorAll('.md-typeset p > img:not([src^="data:"])')) {
     const link = document.createElement("a");
