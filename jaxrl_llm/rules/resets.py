@@ -217,18 +217,31 @@ def entropy_controlled(row: Row, own: Own, controller: Callable[[float, float], 
     return Decision(coefficients={"entropy_coef": coefficient}), {"moved": moved}
 
 
+def evaluation_result(row: Row) -> float | None:
+    """Return the result of a row's evaluation, higher is better; None without one.
+
+    It is the share of problems solved, or the mean reward if nothing is verified, or the accuracy of a reward model, or
+    the negative loss on texts. The average of several tasks comes first.
+    """
+    tested = [name for name in row if name.startswith("eval/") and row[name] is not None]
+    for ending, sign in (("/pass@1", 1), ("/reward", 1), ("/accuracy", 1), ("/loss", -1)):
+        found = next((name for name in tested if name.endswith(ending)), None)
+        if found is not None:
+            return sign * row[found]
+    return None
+
+
 def stalls(row: Row, own: Mapping[str, Any], every: int, test: str, until: Stalls | None = None) -> dict[str, Any]:
     """Return the ``best`` result of a ``test`` and the evaluations ``stalled`` since; empty without one that counts.
 
     A change of the test restarts the count; a memory without a test's name is taken to be of this one. If ``until``
     names a metric, each of its measurements counts.
     """
-    # The share of problems solved, or the mean reward if nothing is verified; the average of several tasks comes first.
-    tested = [name for name in row if name.startswith("eval/")]
-    names = [name for ending in ("/pass@1", "/reward") for name in tested if name.endswith(ending)]
-    result = row[names[0]] if names and not row["step"] % every else None
+    result = evaluation_result(row)
     if until is not None and until.metric:
         result, test = row.get(until.metric), until.metric
+    elif result is not None and row["step"] % every:
+        result = None
     if result is None or math.isnan(result):
         return {}
     best = own.get("best") if own.get("test", test) == test else None

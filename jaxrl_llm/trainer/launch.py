@@ -3,12 +3,13 @@
 import contextlib
 import dataclasses
 import datetime
+import functools
 import hashlib
 import json
 import shutil
 import sys
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,55 @@ from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS, check_whole, fault, kep
 from jaxrl_llm.checkpoints.store import steps_in
 from jaxrl_llm.config.origin import origin_of
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.rules.resets import evaluation_result
 from jaxrl_llm.runs import pins
 from jaxrl_llm.runs.load import begun, find_run, find_start, has_begun
 from jaxrl_llm.sharding.distributed import ALONE, Peers
+from jaxrl_llm.system.json_lines import read_rows
 from jaxrl_llm.system.paths import REWARD_ERROR, InUse, alone, hint_accelerator, prepare_libraries, writable
 from jaxrl_llm.system.signals import on_exit
 from jaxrl_llm.telemetry import Verbosity
 
 FILE_SYSTEM_S = 20.0
 """The most seconds until another host sees a file that one host writes."""
+
+
+class Result(int):
+    """The exit code of a training (0 done, 3 stopped by a guard, 75 preempted: call it again to resume), with the run.
+
+    Attributes:
+      directory: the run's.
+    """
+
+    directory: Path
+
+    @classmethod
+    def of(cls, code: int, directory: Path) -> "Result":
+        """Return the result of a run."""
+        result = cls(code)
+        result.directory = directory
+        return result
+
+    @functools.cached_property
+    def history(self) -> list[dict[str, Any]]:
+        """The rows of metrics.jsonl, by step."""
+        return list(read_rows(self.directory / "metrics.jsonl"))
+
+    @property
+    def evaluations(self) -> list[tuple[float, dict[str, Any]]]:
+        """The result of each evaluation, higher is better, with its row."""
+        found = [(evaluation_result(row), row) for row in self.history]
+        return [(result, row) for result, row in found if result is not None]
+
+    @property
+    def last(self) -> dict[str, Any] | None:
+        """The row of the last evaluation; None without one."""
+        return self.evaluations[-1][1] if self.evaluations else None
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """The row of the best evaluation, the first of equal ones; None without one."""
+        return max(self.evaluations, key=lambda one: one[0])[1] if self.evaluations else None
 
 
 def launch(
@@ -35,8 +76,8 @@ def launch(
     peers: Peers = ALONE,
     lines: Sequence[str] = (),
     voice: Verbosity = Verbosity(),
-) -> int:
-    """Train, or resume, in the run's directory, and print a summary; return the exit code.
+) -> Result:
+    """Train, or resume, in the run's directory, and print a summary; return the exit code with the run.
 
     Args:
       found: settings, resolved and validated, and where they came from. The directory is ``runs/NAME`` where they name
@@ -51,10 +92,10 @@ def launch(
       InputError: the directory cannot be used, or whatever the run cannot work with.
     """
     began = time.monotonic()
-    chosen = begin(peers, found, fresh, start)
-    if chosen is None:
-        return 0
-    directory, found = chosen
+    directory, ready = begin(peers, found, fresh, start)
+    if ready is None:
+        return Result.of(0, directory)
+    found = ready
 
     def say(line: str) -> None:
         if peers.leads:
@@ -77,12 +118,17 @@ def launch(
         summary = summarise(directory, time.monotonic() - began)
         writes = not isinstance(found.run, configs.RewardModel)
         print_summary(summary, brief=voice.quiet, reloads=configs.reloads(found.run), writes=writes)
-    return code
+    return Result.of(code, directory)
 
 
 def train(
-    run: configs.Configuration, name: str = "run", fresh: bool = False, start: str | None = None, carry: bool = False
-) -> int:
+    run: configs.Configuration,
+    name: str = "run",
+    fresh: bool = False,
+    start: str | None = None,
+    carry: bool = False,
+    on_step: Callable[[dict[str, Any]], None] | None = None,
+) -> Result:
     """Train as ``jaxrl-llm train`` does: check the settings, start or resume the run in its directory, print a summary.
 
     Args:
@@ -91,9 +137,7 @@ def train(
       fresh: start over in a new directory.
       start: ``RUN`` or ``RUN@STEP``: begin a new run with the weights of that one's checkpoint, as ``--from`` does.
       carry: with ``start``, also go on in its data, curriculum and stored successes, as ``--carry`` does.
-
-    Returns:
-      0 done, 3 stopped by a guard with state saved, 75 preempted: call it again to resume.
+      on_step: called with each row of metrics.jsonl once it is written.
 
     Raises:
       InputError: the settings cannot work, in one line that names field, value and remedy.
@@ -104,14 +148,15 @@ def train(
     configs.validate(settings)
     find_run(settings.model)
     found = configs.Found(name, settings, configs.Origin(str(Path.cwd())))
-    return launch(found, fresh, None if start is None else find_start(start, carry))
+    voice = Verbosity(rows=on_step)
+    return launch(found, fresh, None if start is None else find_start(start, carry), voice=voice)
 
 
 def begin(
     peers: Peers, found: configs.Found, fresh: bool, start: configs.Start | None
-) -> tuple[Path, configs.Found] | None:
+) -> tuple[Path, configs.Found | None]:
     """Return the run's directory, and the settings with its origin and the choices of its start, as process 0 decides;
-    None if the run has finished its steps."""
+    None in place of the settings if the run has finished its steps."""
     import jax
 
     from jaxrl_llm import __version__
@@ -121,10 +166,10 @@ def begin(
     if start is not None:
         configs.check_start(found.run, start.carry)
 
-    def choose() -> tuple[str, configs.AtStart, dict[str, Any]] | None:
+    def choose() -> tuple[str, configs.AtStart | None, dict[str, Any]]:
         directory, at_start = choose_directory(found.run, found.name, fresh, start)
         if finished(directory, found.run):
-            return None
+            return str(directory), None, {}
         weights = first_weights(directory, start or found.origin.start)
         models = pins.decide(found, directory, has_begun(directory), weights)
         origin = dataclasses.replace(found.origin, start=weights, models=models)
@@ -134,10 +179,9 @@ def begin(
             origin = dataclasses.replace(origin, changed=[*before.origin.changed, *now])
         return str(directory), at_start, origin.to_json()
 
-    chosen = peers.first(choose)
-    if chosen is None:
-        return None
-    directory, at_start, decided = chosen
+    directory, at_start, decided = peers.first(choose)
+    if at_start is None:
+        return Path(directory), None
     decided = origin_of(decided, Path(directory))
     modules = configs.own_modules(found.run)
     origin = dataclasses.replace(

@@ -49,8 +49,13 @@ def run_in(folder, name, **changes):
 
 def test_a_run_from_data_makes_its_step_on_eight_devices_and_saves_no_choice(tmp_path):
     """``smoke`` does in test_phases.py."""
-    texts = Texts([{"text": f"{number} + 1 = {number + 1}"} for number in range(40)])
-    assert jax.device_count() == 8 and train(run_in(tmp_path, "sft_quickstart", data=texts, steps=1)) == 0
+    texts = Texts([{"text": f"{number} + 1 = {number + 1}"} for number in range(40)], holdout=0.2)
+    told = []
+    result = train(run_in(tmp_path, "sft_quickstart", data=texts, steps=1), on_step=told.append)
+    assert jax.device_count() == 8 and result == 0 and result.directory == tmp_path / "run"
+    assert result.history == told and [row["step"] for row in told] == [0, 1]
+    losses = [row["eval/text/loss"] for row in told]
+    assert result.last == told[-1] and result.best == told[losses.index(min(losses))]
     row = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])
     assert row["step"] == 1 and row["grad_norm"] > 0
     assert json.loads((tmp_path / "run/config.json").read_text())["learner"]["compute"]["microbatch_rows"] == 0
