@@ -1,6 +1,6 @@
 """Rules between steps: pure functions of a step's row and of their own memory."""
 
-from jaxrl_llm.rules.decision import DONE, GUARD, LAST, UNDONE, Decision, Memory, Rule, decide
+from jaxrl_llm.rules.decision import DONE, GUARD, LAST, UNDONE, Decision, Memory, Rule, decide, decide_by_own
 from jaxrl_llm.rules.guards import (
     ALL,
     FOUND,

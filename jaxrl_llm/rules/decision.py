@@ -1,6 +1,7 @@
 """Decisions of rules after a step, and their combination."""
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -60,6 +61,20 @@ Decided = tuple[Decision, Own]
 Rule = Callable[[Row, Own], Decided]
 """A pure function of a step's row and of its own memory: it returns the decision and the new memory. Equal rows and
 memories give equal decisions, on every process and after every resume."""
+
+
+def decide_by_own(row: Row, own: Own, rule: Any) -> Decided:
+    """Call a user's rule (``Rules.own``): a ``Rule``. If it fails, the run stops with its state saved."""
+    try:
+        found = rule.function(dict(row), dict(own))
+        decision, memory = found if isinstance(found, tuple) else (found or Decision(), own)
+        if not isinstance(decision, Decision):
+            raise TypeError(f"it returned {found!r:.80} in place of a Decision, of a pair with its memory, or of None")
+        memory = json.loads(json.dumps(memory))
+    except Exception as error:  # noqa: BLE001  whatever the user's function raises
+        reason = f"rule {rule.name} failed: {type(error).__name__}: {error}"
+        return Decision(GUARD, reason, events={"event/rule_failed": reason}), own
+    return decision, memory
 
 
 def decide(rules: Mapping[str, Rule], row: Row, memory: Memory) -> tuple[Decision, Memory]:

@@ -127,6 +127,9 @@ class Rules(Setting):
       rollbacks: after so many the next finding stops the run.
       until: the run ends, done, after the step at which this condition holds; None for its steps alone. A run with
         phases has it in its last one.
+      own: rules of your own: functions ``rule(row, memory)``, or ``"module:function"`` in a ``Function``. ``row`` is
+        the step's row of metrics.jsonl, and ``memory`` the rule's own dict, empty at first and saved with the run. They
+        return a ``Decision``, a pair of it and the new memory, or None. Every process calls them with equal arguments.
     """
 
     phases: tuple[Phase, ...] = ()
@@ -135,9 +138,18 @@ class Rules(Setting):
     slower: Annotated[float, Range("(0, 1]"), RECORDED] = 0.5
     rollbacks: Annotated[int, Range("[1, inf]"), RECORDED] = 3
     until: Annotated[Until | None, RECORDED] = None
+    own: Annotated[tuple[Any, ...], RECORDED] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "own", tuple(as_reward(rule) for rule in self.own))
 
     def check(self, run: Any, where: str) -> None:
-        """Refuse rollbacks without a guard, and two conditions for the end."""
+        """Refuse rollbacks without a guard, two conditions for the end, and rules that cannot be found or called."""
+        for rule in self.own:
+            require(callable(getattr(rule, "function", None)), f"{where}own holds {rule}, which is not a function")
+        names = [rule.name for rule in self.own]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        require(not twice, f"{where}own has two rules of the name {', '.join(twice)}: rename one")
         require(
             self.until is None or not self.phases,
             f"{where}until would end the last phase: give it to that phase (Phase(until=...))",
