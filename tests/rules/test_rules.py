@@ -15,10 +15,8 @@ from jaxrl_llm import codec
 from jaxrl_llm import config as configs
 from jaxrl_llm.algorithms.kl import AdaptiveKL, ProportionalKL
 from jaxrl_llm.data import Texts
-from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.recipes import RECIPES
-from jaxrl_llm.rewards.functions import as_reward
 from jaxrl_llm.rollout.settings import Ptx
 from jaxrl_llm.rules import (
     DONE,
@@ -30,7 +28,6 @@ from jaxrl_llm.rules import (
     Resets,
     Rules,
     decide,
-    decide_by_own,
     not_a_number,
 )  # fmt: skip
 from jaxrl_llm.rules.guards import few_kept, on_finding, phase_ends, reward_fails, teaches_nothing
@@ -335,43 +332,6 @@ def test_what_rules_remember_that_are_not_there_stays():
     before = {"by_hand": {"id": "a", "step": 3}, "controller": {}}
     _, memory = decide({"controller": controlled(AdaptiveKL(0.1))}, {"step": 4}, before)
     assert memory == before
-
-
-def counting(row, memory):
-    return Decision(events={"event/seen": "yes"}), {"seen": memory.get("seen", 0) + 1}
-
-
-def test_a_rule_of_ones_own_decides_and_remembers():
-    run = dataclasses.replace(SMOKE, rules=Rules(own=(counting, lambda row, memory: None)))
-    configs.validate(run)
-    rules = {name: rule for name, rule in rules_for(run).items() if name.startswith("own/")}
-    assert list(rules) == ["own/counting", "own/lambda"]
-    decision, memory = decide(rules, {"step": 1}, {})
-    decision, memory = decide(rules, {"step": 2}, memory)
-    assert decision == Decision(events={"event/seen": "yes"}) and memory == {
-        "own/counting": {"seen": 2},
-        "own/lambda": {},
-    }
-
-
-@pytest.mark.parametrize(
-    ("rule", "why"),
-    [
-        (lambda row, memory: row["none"], "KeyError: 'none'"),
-        (lambda row, memory: 0.5, "TypeError: it returned 0.5 in place of a Decision"),
-        (lambda row, memory: (Decision(), {"set": {1}}), "TypeError: Object of type set is not JSON serializable"),
-    ],
-)
-def test_a_rule_of_ones_own_that_fails_stops_the_run_with_its_state_saved(rule, why):
-    rules = {"own": partial(decide_by_own, rule=as_reward(rule))}
-    decision, memory = decide(rules, {"step": 1}, {"own": {"kept": 1}})
-    assert decision.stop == GUARD and f"rule lambda failed: {why}" in decision.reason
-    assert decision.events["event/rule_failed"] == decision.reason and memory == {"own": {"kept": 1}}
-
-
-def test_rules_of_ones_own_have_names_of_their_own():
-    with pytest.raises(InputError, match="own has two rules of the name lambda: rename one"):
-        configs.validate(dataclasses.replace(SMOKE, rules=Rules(own=(lambda r, m: None, lambda r, m: None))))
 
 
 def test_nothing_else_acts_on_a_run_that_goes_back_or_is_stopped():
