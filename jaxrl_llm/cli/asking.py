@@ -72,8 +72,8 @@ def find_settings(name: str, arguments: list[str]) -> tuple[Trained | None, conf
     trained = find_run(name, tests=chosen is None)
     settings = trained.run if trained and chosen is None else configs.find_config(chosen or "quickstart").located
     if not isinstance(settings, configs.Run):
-        asks = f"{chosen or name} is a {type(settings).__name__} run, which asks no problems"
-        raise InputError(f"{asks}: name a configuration that does with --config")
+        kind = f"{chosen or name} is a {type(settings).__name__} run, which has no problems to ask"
+        raise InputError(f"{kind}: name a configuration that has some with --config")
     return trained, settings
 
 

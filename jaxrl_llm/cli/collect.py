@@ -25,7 +25,7 @@ from jaxrl_llm.system.setting import Count, check_fields
 from jaxrl_llm.system.signals import answering, quit_now
 
 EMPTY = "ask a better model, for more (--samples) or longer answers (--max_new_tokens)"
-STOPPED = "interrupted: run the same command again to go on"
+STOPPED = "interrupted: run the same command again to resume"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Options:
     kind: Kind = "texts"
     max_new_tokens: Annotated[int, Count(1)] = 256
     slots: Annotated[int, Count(1)] = 64
-    seed: int = 0
+    seed: Annotated[int, configs.SEED] = 0
     json: bool = False
 
 
@@ -62,15 +62,14 @@ def collect(arguments: list[str]) -> int:
     )
     rollout, task = settings.rollout, configs.tasks_in(settings.task)[0]
     proposed = Options(Collected(task), "texts", rollout.max_new_tokens, rollout.engine.slots, settings.seed)
-    description = "--out FILE.jsonl is what is written. --config NAME takes another configuration's task."
+    description = "--out FILE.jsonl is the output. --config NAME takes another configuration's task."
     options = parse(Options, arguments, f"jaxrl-llm collect {name}", description, proposed)
     path = check(name, out, options)
     data = configs.dated(options.data, datetime.date.today().isoformat())
     task = data.task
     from jaxrl_llm.collection.rejection_sampling import Asked, collect_rows
     from jaxrl_llm.tasks import load
-    from jaxrl_llm.telemetry.pace import Schedule
-    from jaxrl_llm.telemetry.progress import Progress
+    from jaxrl_llm.telemetry.progress import Progress, Schedule
 
     with answering(lambda number: quit_now(128 + number, STOPPED)), Progress(Schedule(1)) as progress:
         progress.status(f"reading task {task.label}")
@@ -96,7 +95,6 @@ def check(name: str, out: str | None, options: Options) -> Path:
     check_free(path)
     check_collected(options.data, options.kind, "--")
     check_fields(options, "--")
-    configs.check_seed("--seed", options.seed)
     return path
 
 

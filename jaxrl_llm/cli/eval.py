@@ -65,7 +65,7 @@ class Options:
     limit: Annotated[int, Range("[0, inf]", "0 is all")] = 0
     max_new_tokens: int = 256
     slots: Annotated[int, Count(1)] = 64
-    seed: int = 0
+    seed: Annotated[int, configs.SEED] = 0
     json: bool = False
     rerank: str | None = None
     rerank_by: Literal["score", "product", "minimum", "last"] = "score"
@@ -148,7 +148,6 @@ def check(options: Options, settings: configs.Run) -> None:
     configs.check_answers(dataclasses.replace(settings, task=options.task))
     Sampling(options.temperature, 0, options.top_p, options.max_new_tokens)
     check_fields(options, "--")
-    configs.check_seed("--seed", options.seed)
     require(
         options.samples == 1 or options.temperature > 0,
         f"--samples {options.samples} at temperature 0 would all be the same: set --temperature above 0",
@@ -168,8 +167,7 @@ def test(
     empty without ``to``).
     """
     from jaxrl_llm.rollout.evaluate import Questions, evaluate
-    from jaxrl_llm.telemetry.pace import Schedule
-    from jaxrl_llm.telemetry.progress import Progress
+    from jaxrl_llm.telemetry.progress import Progress, Schedule
 
     with Progress(Schedule(1)) as progress:
         problems, notes = read_problems(options, settings, whole, progress.status)
@@ -186,13 +184,14 @@ def test(
             limits = {label: min(most, options.max_new_tokens) for label, most in limits.items()}
             asked = Questions(prompts, problems, options.samples, options.seed, limits)
             longest = by.engine.max_length - options.max_new_tokens
-            rerank = reranker(options, policy, prompts, longest, settings, progress.status)
-            for line in () if rerank is None else reader_of(options).untold(str(options.rerank)):
-                progress.note(line)
-            watch = None if rerank is None else rerank.watch(problems, options.samples)
+            watch, choose = None, None
+            if options.rerank is not None:
+                watch, choose = reranker(options, policy, prompts, problems, longest, settings, progress.status)
+                for line in reader_of(options).untold(options.rerank):
+                    progress.note(line)
             found = evaluate(by, asked, sampling, progress.status, watch)
-            if rerank is not None:
-                found = tuple(rerank.choose(one) for one in found)
+            if choose is not None:
+                found = tuple(map(choose, found))
             far = () if to is None else measure(to, policy, prompts, settings, options, found, progress.status)
     return policy, found, notes, far
 
@@ -301,8 +300,7 @@ def tested(trained: Trained) -> dict[str, float]:
     from jaxrl_llm.sharding import make_mesh
     from jaxrl_llm.sharding.distributed import ALONE
     from jaxrl_llm.stages import stage_of
-    from jaxrl_llm.telemetry.pace import Schedule
-    from jaxrl_llm.telemetry.progress import Progress
+    from jaxrl_llm.telemetry.progress import Progress, Schedule
 
     run: Any = trained.run
     directory = trained.directory.parents[1]

@@ -6,9 +6,10 @@ README.md that says what was trained and what tests found. --adapter writes a ru
 must not exist, or be empty. FILE.gguf is what llama.cpp runs: matrices as --gguf_type says (f32 unless it does), with
 tokenizer and chat template."""
 
+import contextlib
 import copy
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def export(arguments: list[str]) -> int:
     if target.suffix == ".gguf":
         export_gguf(name, trained, target, gguf_type or "f32", adapter)
         return 0
-    require(gguf_type is None, f"--gguf_type {gguf_type} is of a file: give --out FILE.gguf, or leave it out")
+    require(gguf_type is None, f"--gguf_type {gguf_type} needs a file: give --out FILE.gguf, or leave it out")
     free = not target.exists() or (target.is_dir() and not any(target.iterdir()))
     require(free, f"{out} exists and is not empty; give a new directory, or remove it first")
     card = model_card(name, trained, out, adapter)
@@ -94,12 +95,13 @@ def export_gguf(name: str, trained: Trained, target: Path, kind: str, adapter: b
     from jaxrl_llm.models.gguf_writing import KINDS, save_gguf
 
     scores = isinstance(trained.run, configs.RewardModel)
-    require(kind in KINDS, f"--gguf_type {kind} is not written here: take one of {', '.join(KINDS)}")
+    require(kind in KINDS, f"--gguf_type {kind} is not supported: use one of {', '.join(KINDS)}")
     require(not adapter, f"--adapter writes a folder for PEFT, and --out {target} is a file: give a folder")
     require(not scores, f"{name} is a reward model, which a GGUF file cannot hold: give a folder with --out")
     require(not target.exists(), f"{target} exists: give a new file, or remove it first")
     check_file(target, "--out")
-    write(name, trained, target, load_trained, lambda *found: save_gguf(*found, target, kind))
+    with writing(name, trained, target, load_trained) as (model, tokenizer):
+        save_gguf(model, tokenizer, target, kind)
     print(f"{name}, step {trained.step}, is written to {target} ({kind}), for llama.cpp and its like. Try next:")
     print(GENERATE.format(shlex.quote(str(target))))
 
@@ -115,9 +117,8 @@ def export_model(name: str, trained: Trained, target: Path, card: str) -> None:
 
     run: Any = trained.run
     scores = isinstance(run, configs.RewardModel)
-
-    def save(model: Any, tokenizer: Any) -> None:
-        told = None
+    told = None
+    with writing(name, trained, target, load_trained) as (model, tokenizer):
         if scores:
             told = taught_by(run, tokenizer).to_json()
             wording: Any = configs.wording(run)
@@ -125,8 +126,6 @@ def export_model(name: str, trained: Trained, target: Path, card: str) -> None:
                 tokenizer = copy.deepcopy(tokenizer)
                 tokenizer.chat_template = template_text(wording, tokenizer)
         save_pretrained(model, tokenizer, target, card, told)
-
-    write(name, trained, target, load_trained, save)
     use = f". Try next:\n{GENERATE.format(shlex.quote(str(target)))}"
     use = " as AutoModelForSequenceClassification." if scores else use
     print(f"{name}, step {trained.step}, is written to {target}; transformers loads it{use}")
@@ -142,25 +141,24 @@ def export_adapter(name: str, trained: Trained, target: Path, card: str) -> None
     whole = not run.learner.lora.rank
     require(not whole, f"{name} trained the whole model (learner.lora.rank is 0): export it without --adapter")
     scores = isinstance(run, configs.RewardModel)
-    require(not scores, f"{name} is a reward model, whose head is no adapter: export it whole, without --adapter")
+    require(not scores, f"{name} is a reward model; its head is not an adapter: export it whole, without --adapter")
     from jaxrl_llm.models.lora import save_adapter
 
-    def save(base: Any, adapter: Any, tokenizer: Any) -> None:
+    with writing(name, trained, target, load_adapter) as (base, adapter, _):
         save_adapter(adapter, base.config, run.learner.lora, run.model, target, card)
-
-    write(name, trained, target, load_adapter, save)
-    print(f"the adapter of {name}, step {trained.step}, is written to {target}; PEFT loads it beside {run.model}.")
+    print(f"the adapter of {name}, step {trained.step}, is written to {target}; PEFT loads it with {run.model}.")
 
 
-def write(name: str, trained: Trained, target: Path, load: Callable[..., Any], save: Callable[..., None]) -> None:
-    """Load the run on its mesh and save the result, with a status line for each."""
+@contextlib.contextmanager
+def writing(name: str, trained: Trained, target: Path, load: Callable[..., Any]) -> Generator[Any]:
+    """Load the run on its mesh and yield the result, to be saved to ``target``, with a status line for each."""
     from jaxrl_llm.sharding import make_mesh
 
     status(f"loading {name}")
     found = load(trained, make_mesh(trained.run.mesh))
     status(f"writing {target}")
     with writable(target, "--out"):
-        save(*found)
+        yield found
     status("")
 
 

@@ -12,7 +12,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.cli.asking import Policy, load_policy
@@ -20,6 +20,7 @@ from jaxrl_llm.cli.flags import first, parse, status
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.runs.load import find_run
+from jaxrl_llm.system.setting import check_fields
 from jaxrl_llm.system.signals import answering, on_exit, quit_now
 from jaxrl_llm.tasks import Rows, Task
 from jaxrl_llm.tasks import encode as encode_problem
@@ -29,9 +30,9 @@ from jaxrl_llm.tasks.template import check_tokenizer, worded
 from jaxrl_llm.types import Completion, Message, Problem
 
 PROMPT = "> "
-GREETING = "a chat: type a message and press Enter; /help tells more, Ctrl-D ends"
-FORGOTTEN = "a new chat: what was said is forgotten"
-HELP = """/new (or /clear)   forget what was said and begin anew
+GREETING = "a chat: type a message and press Enter; /help shows more, Ctrl-D ends"
+FORGOTTEN = "a new chat: the conversation is forgotten"
+HELP = """/new (or /clear)   forget the conversation and start again
 /bye (or /exit)    end; so does Ctrl-D
 /help              these lines
 Ctrl-C ends an answer before its end; pressed again, or where no answer is being given, it ends the program."""
@@ -61,7 +62,7 @@ class Options:
     temperature: float = 0.7
     top_p: float = 1.0
     min_p: float = 0.0
-    seed: int = 0
+    seed: Annotated[int, configs.SEED] = 0
     system: str | None = None
 
 
@@ -72,7 +73,7 @@ def generate(arguments: list[str]) -> int:
     )
     options = parse(Options, arguments, f"jaxrl-llm generate {name}", "Answer a prompt.")
     require(options.prompt is None or options.prompt.strip(), "--prompt is empty: give it some text")
-    configs.check_seed("--seed", options.seed)
+    check_fields(options, "--")
     # Wrong numbers are refused here, before the model is loaded.
     sampling = Sampling(options.temperature, 0, options.top_p, options.max_new_tokens, min_p=options.min_p)
     run = find_run(name)
@@ -109,7 +110,7 @@ def encode(policy: Policy, messages: Sequence[Message], task: Task) -> Any:
       InputError: a text is not valid UTF-8, or the chat template refuses the chat.
     """
     broken = unwritable([task.system, task.suffix, *(message["content"] for message in messages)])
-    require(not broken, f"what is asked, or the system message, holds {broken!a}, which is no UTF-8: write it in UTF-8")
+    require(not broken, f"the prompt or the system message holds {broken!a}, which is not UTF-8: write it in UTF-8")
     return encode_problem(Problem("prompt", tuple(messages), "", "prompt"), task, policy.tokenizer)
 
 
@@ -191,7 +192,7 @@ def chat(policy: Policy, task: Task, sampling: Sampling, seed: int) -> None:
     history: tuple[Message, ...] = ()
     note(GREETING)
     if task.template == "plain":
-        note("the model has no chat template: what was said is told apart by blank lines only")
+        note("the model has no chat template: messages are separated by blank lines only")
     for line in typed():
         if line in BYE:
             return
@@ -201,7 +202,7 @@ def chat(policy: Policy, task: Task, sampling: Sampling, seed: int) -> None:
         elif line in HELPS:
             note(HELP)
         elif re.fullmatch(r"/[a-z?]+", line):
-            note(f"there is no command {line}; /help tells those there are")
+            note(f"unknown command {line}; /help lists the commands")
         else:
             try:
                 history = turn(policy, (*history, {"role": "user", "content": line}), task, sampling, seed)
@@ -219,7 +220,7 @@ def turn(policy: Policy, messages: Sequence[Message], task: Task, sampling: Samp
     tokens, kept = fitted(policy, messages, task, sampling.max_new_tokens)
     if len(kept) < len(messages):
         longest = policy.model.config.attention.rope.max_positions
-        note(f"the chat is longer than the model was made for ({longest} tokens): its beginning is left out")
+        note(f"the chat is longer than the model's context ({longest} tokens): its beginning is left out")
     asked: list[int] = []
 
     def interrupted(number: int) -> None:  # the first Ctrl-C ends the answer, the second the program
@@ -231,7 +232,7 @@ def turn(policy: Policy, messages: Sequence[Message], task: Task, sampling: Samp
         done = say(policy, tokens, seed, sampling, lambda: bool(asked))
     said = len(done.tokens)
     if done.finish_reason == "length":
-        why = "--max_new_tokens allows no more" if said == sampling.max_new_tokens else "the model was made for no more"
+        why = "--max_new_tokens allows no more" if said == sampling.max_new_tokens else "the model's context is full"
         note(f"cut off after {said} tokens: {why}")
     if not said:
         return tuple(kept[:-1])

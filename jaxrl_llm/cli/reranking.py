@@ -1,8 +1,7 @@
 """``jaxrl-llm eval --rerank``: a reward model chooses among several answers to each problem."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -10,10 +9,12 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.cli.asking import Policy, as_asked
 from jaxrl_llm.errors import require
 from jaxrl_llm.stages.taught import DEFAULT_SEPARATOR, Reader, taught
+from jaxrl_llm.tasks import Prompts
 from jaxrl_llm.types import Problem
 
 if TYPE_CHECKING:  # a command line that is wrong should say so before JAX is imported
     from jaxrl_llm.rollout.evaluate import Evaluated
+    from jaxrl_llm.stages.rl.step_rewards import FallingSteps
 
 
 def check_rerank(options: Any) -> None:
@@ -46,60 +47,38 @@ def reader_of(options: Any) -> Reader:
     return Reader("--rerank", "steps", "set --rerank_by score")
 
 
-@dataclasses.dataclass(frozen=True)
-class Reranker:
-    """A reward model that chooses among answers, and that may end hopeless ones early.
-
-    Attributes:
-      model: scores answers on the devices.
-      by: "score", "product", "minimum" or "last".
-      give_up_after: consecutive steps with falling scores that end an answer; 0 never.
-      separator: ends a step.
-      tokenizer: the policy's.
-    """
-
-    model: Any
-    by: Literal["score", "product", "minimum", "last"]
-    give_up_after: int
-    separator: str
-    tokenizer: Any
-
-    def watch(self, problems: Sequence[Problem], samples: int) -> Any:
-        """Return a watcher that ends answers early, ``samples`` per problem; None without ``give_up_after``."""
-        from jaxrl_llm.stages.rl.step_rewards import FallingSteps
-
-        if not self.give_up_after:
-            return None
-        asked = [problem for problem in problems for _ in range(samples)]
-        return FallingSteps(self.model, asked, self.separator, self.give_up_after, self.tokenizer)
-
-    def choose(self, found: "Evaluated") -> "Evaluated":
-        """Return the evaluation with its answers reranked."""
-        from jaxrl_llm.rollout.evaluate import reranked
-        from jaxrl_llm.stages.rl.step_rewards import solution_scores
-
-        items = [(problem, c) for problem, row in zip(found.problems, found.completions, strict=True) for c in row]
-        scores = solution_scores(self.model, items, self.by, self.separator, self.tokenizer)
-        scores = scores.reshape(found.correct.shape)
-        weights = 1 / (1 + np.exp(-scores)) if self.by == "score" else scores
-        return reranked(found, scores, weights)
-
-
 def reranker(
-    options: Any, policy: Policy, prompts: Any, longest: int, settings: configs.Run, status: Callable[[str], None]
-) -> Reranker | None:
-    """Return the reranker; None without ``--rerank``. ``longest``: most tokens of a prompt.
+    options: Any,
+    policy: Policy,
+    prompts: Prompts,
+    problems: Sequence[Problem],
+    longest: int,
+    settings: configs.Run,
+    status: Callable[[str], None],
+) -> tuple["FallingSteps | None", Callable[["Evaluated"], "Evaluated"]]:
+    """Load the reward model; return a watcher that ends hopeless answers (None without ``--give_up_after``), and a
+    function that reranks the answers of an evaluation.
+
+    ``longest``: most tokens of a prompt.
 
     Raises:
       InputError: the reward model does not exist, is a language model, or cannot read the model's texts.
     """
-    if options.rerank is None:
-        return None
+    from jaxrl_llm.rollout.evaluate import reranked
     from jaxrl_llm.stages.rl.device_model import load_judge
+    from jaxrl_llm.stages.rl.step_rewards import FallingSteps, solution_scores
 
+    by, falls, tokenizer = options.rerank_by, options.give_up_after, policy.tokenizer
     asked = as_asked(policy.name, settings, configs.Scoring(()), longest, options.max_new_tokens)
     known_prompts = {options.task.label: prompts}
-    model = load_judge(asked, options.rerank, "--rerank", policy.mesh, policy.tokenizer, known_prompts, status)
+    model = load_judge(asked, options.rerank, "--rerank", policy.mesh, tokenizer, known_prompts, status)
     known = taught(options.rerank)
     separator = DEFAULT_SEPARATOR if known is None else known.separator or DEFAULT_SEPARATOR
-    return Reranker(model, options.rerank_by, options.give_up_after, separator, policy.tokenizer)
+
+    def choose(found: "Evaluated") -> "Evaluated":
+        items = [(problem, c) for problem, row in zip(found.problems, found.completions, strict=True) for c in row]
+        scores = solution_scores(model, items, by, separator, tokenizer).reshape(found.correct.shape)
+        return reranked(found, scores, 1 / (1 + np.exp(-scores)) if by == "score" else scores)
+
+    answered = [problem for problem in problems for _ in range(options.samples)]
+    return FallingSteps(model, answered, separator, falls, tokenizer) if falls else None, choose

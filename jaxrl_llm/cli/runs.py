@@ -9,14 +9,14 @@ from jaxrl_llm.system.paths import local, writable
 
 REPORT_USAGE = """usage: jaxrl-llm report RUN [RUN ...] [--out FILE]
 
-Writes what runs have measured and said as one page: curves, findings, where the time went, completions, settings.
+Writes one page about runs: curves, findings, where the time went, completions, settings.
 Several runs are drawn over each other. The page needs no network. Without --out it is RUN/report.html; of several
-runs it is report.html in this folder. Training writes RUN/report.html by itself, at evaluations and at its end."""
+runs it is report.html in this folder. Training also writes RUN/report.html, at evaluations and at its end."""
 RESET_USAGE = """usage: jaxrl-llm reset RUN [--with_optimiser]
 
 Makes the policy of a run its reference; with --with_optimiser the optimiser is reset too. A run that is training
-does so after the step that it is in, another one after its next step, once it is gone on with. It is an event of that
-step, whose models are kept for good as RUN@STEP."""
+does this after its current step, a stopped run after its next step, once it is resumed. The reset is an event of that
+step, and the models of the step are kept for good as RUN@STEP."""
 
 
 def report(arguments: list[str]) -> int:
@@ -53,7 +53,7 @@ def reset(arguments: list[str]) -> int:
     if arguments:
         raise InputError(f"reset does not know {arguments[0]}: jaxrl-llm reset RUN [--with_optimiser]")
     from jaxrl_llm import config as configs
-    from jaxrl_llm.checkpoints import snapshots
+    from jaxrl_llm.runs.load import current_phase
     from jaxrl_llm.trainer.context import ask_reset
 
     directory = Path(name)
@@ -64,9 +64,7 @@ def reset(arguments: list[str]) -> int:
     phased = bool(run.rules.phases)
     if not configs.is_whole(run if phased else getattr(run, "recipe", None)):
         run = configs.read(path).run
-    # Each phase begins with a checkpoint or a snapshot.
-    places = snapshots.kept(directory)
-    number = snapshots.phase_of(places[max(places)]) if places else 0
+    number = current_phase(directory)
     kept_by = isinstance(run, configs.Run)
     require(kept_by, f"{name} is a {type(run).__name__} run, which keeps no reference that could be reset")
     phase = configs.phases_of(run)[number].name
@@ -80,5 +78,5 @@ def reset(arguments: list[str]) -> int:
     with writable(directory, "RUN"):
         ask_reset(directory, with_optimiser)
     also = " and its optimiser" if with_optimiser else ""
-    print(f"{name} resets its reference{also} after the step that it is in, or after its next one")
+    print(f"{name} resets its reference{also} after its current step, or after its next one")
     return 0

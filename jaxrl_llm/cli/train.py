@@ -31,8 +31,8 @@ from jaxrl_llm.trainer.launch import launch
 
 MISSING = "train needs a configuration: jaxrl-llm train quickstart (jaxrl-llm list configs names the others)"
 HELP = (
-    "--recipe NAME takes another method, --fresh starts over in a new folder, --from RUN[@STEP] begins a new run "
-    "with the weights of another, with --carry also where its data, curriculum and stored successes are, --run_dir is "
+    "--recipe NAME takes another method, --fresh starts over in a new folder, --from RUN[@STEP] starts a new run "
+    "from another's weights, with --carry also with its data, curriculum and stored successes, --run_dir is "
     "short for --output.run_dir, --monitor_kl for --output.monitor_kl. "
     "--quiet shows no progress: warnings, findings and errors on stderr, the result in a few lines. --json prints each "
     "step's metrics on stdout, one JSON object a line, and all else on stderr. --distributed.coordinator HOST:PORT "
@@ -57,7 +57,7 @@ def train(arguments: list[str]) -> int:
     recipe = take(arguments, "--recipe", True)
     start = take(arguments, "--from", True)
     carry = take(arguments, "--carry", False)
-    require(start is not None or not carry, "--carry goes on where another run was: give that one with --from RUN")
+    require(start is not None or not carry, "--carry continues another run: name it with --from RUN")
     quiet = take(arguments, "--quiet", False)
     as_json = take(arguments, "--json", False)
     distributed = take_distributed(arguments)

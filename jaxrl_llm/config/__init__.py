@@ -43,7 +43,7 @@ from jaxrl_llm.config.mixture import (
 from jaxrl_llm.config.notes import notes
 from jaxrl_llm.config.origin import Origin, Pin, Start, located, own_modules, split_step, without_step
 from jaxrl_llm.config.phases import SHIFT, in_phase, phases_of, unreached, validate
-from jaxrl_llm.config.run import Evaluation, Output, Run, Scoring, check_seed, keeps_reference
+from jaxrl_llm.config.run import SEED, Evaluation, Output, Run, Scoring, keeps_reference
 from jaxrl_llm.config.texts import (
     Answering,
     AtStart,

@@ -27,7 +27,6 @@ from jaxrl_llm.tasks.task import Task
 MAX_SEED = 1 << 24
 """The exclusive upper bound of seeds; larger ones would repeat the random numbers of smaller ones."""
 SEED = Range(f"[0, {MAX_SEED - 1}]")
-check_seed = SEED.check
 
 
 @dataclasses.dataclass(frozen=True)

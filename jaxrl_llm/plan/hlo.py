@@ -72,10 +72,6 @@ class Traffic:
     ici_s: float = 0.0
     dcn_s: float = 0.0
 
-    def __add__(self, other: "Traffic") -> "Traffic":
-        pairs = zip(dataclasses.astuple(self)[1:], dataclasses.astuple(other)[1:], strict=True)
-        return Traffic(self.kind, *(a + b for a, b in pairs))
-
     def times(self, repeats: float) -> "Traffic":
         """Return the traffic of ``repeats`` repetitions."""
         return Traffic(self.kind, *(x * repeats for x in dataclasses.astuple(self)[1:]))

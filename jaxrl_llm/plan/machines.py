@@ -125,7 +125,7 @@ def parse_topology(text: str, slices: int = 1) -> Machine:
         if len(shape) == 1 and shape[0] > chip.per_host:
             if shape[0] % chip.per_host:
                 raise InputError(
-                    f"{shape[0]} devices are no whole hosts of {chip.per_host}: write hosts x devices of each, as in "
+                    f"{shape[0]} devices are not whole hosts of {chip.per_host}: write hosts x devices of each, as in "
                     f"{chip.name}:2x{chip.per_host}"
                 )
             shape = shape[0] // chip.per_host, chip.per_host
@@ -194,7 +194,7 @@ def target_config(chip: Chip) -> str:
 
 NO_COMPILER = {
     "tpu": "planning for a TPU needs its compiler: pip install -e '.[compilers]' in the checkout (no TPU is needed)",
-    "gpu": "by formula alone: for the compiler's word pip install -e '.[compilers]' in the checkout (no GPU is needed)",
+    "gpu": "by formula alone; to compile instead: pip install -e '.[compilers]' in the checkout (no GPU is needed)",
 }
 PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 PTX = ("nvidia/cu13/nvvm", "nvidia/cuda_nvcc/nvvm")

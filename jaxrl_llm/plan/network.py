@@ -1,5 +1,6 @@
 """Duration of transfers: over the links of a slice or host (ICI), and between them (DCN); also by formula."""
 
+import collections
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
@@ -77,10 +78,11 @@ def _links(collective: Collective, where: Places) -> float:
 
 def by_kind(all_of: Iterable[Traffic]) -> tuple[Traffic, ...]:
     """Add up traffic by kind, largest first."""
-    sums: dict[str, Traffic] = {}
+    rows = collections.defaultdict(list)
     for one in all_of:
-        sums[one.kind] = sums[one.kind] + one if one.kind in sums else one
-    return tuple(sorted(sums.values(), key=lambda t: -(t.ici + t.dcn)))
+        rows[one.kind].append(dataclasses.astuple(one)[1:])
+    sums = (Traffic(kind, *map(sum, zip(*own, strict=True))) for kind, own in rows.items())
+    return tuple(sorted(sums, key=lambda t: -(t.ici + t.dcn)))
 
 
 def traffic_by_formula(

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from jaxrl_llm.config import Configuration
 from jaxrl_llm.engine.requests import power_of_two
@@ -25,27 +24,12 @@ from jaxrl_llm.plan.shapes import (
 from jaxrl_llm.stages.stage import Outline
 
 
-class ParameterCounts(NamedTuple):
-    """Numbers of weights by their use for a token.
-
-    Attributes:
-      total: all weights, each once.
-      layers: weights in matrix products of the layers; every token passes them.
-      head: weights in the product that makes logits; the embedding, where it is tied.
-    """
-
-    total: int
-    layers: int
-    head: int
-
-
-def counts(config: ModelConfig) -> ParameterCounts:
-    """Count the parameters of the architecture."""
+def counts(config: ModelConfig) -> tuple[int, int]:
+    """Count the parameters of the architecture: all of them, and those in matrix products of the layers."""
     sizes = {path: math.prod(shape) for path, shape in parameter_shapes(config).items()}
     # Norms and biases are added or scaled with: no products.
     matrices = [path for path in sizes if path.startswith("blocks.") and "norm" not in path and "_bias" not in path]
-    layers = sum(sizes[path] for path in matrices)
-    return ParameterCounts(sum(sizes.values()), layers, config.width * config.vocab_size)
+    return sum(sizes.values()), sum(sizes[path] for path in matrices)
 
 
 def visible_pairs(config: ModelConfig, first: int, last: int) -> float:
@@ -65,9 +49,10 @@ def forward_flops(config: ModelConfig, tokens: float, pairs: float, predictions:
 
     Pairs are those of ``visible_pairs``: attention is causal, so published counts of 6 N S D for it are halved.
     """
-    n = counts(config)
+    _, layers = counts(config)
     a = config.attention
-    return 2.0 * n.layers * tokens + 2.0 * n.head * predictions + 4.0 * a.heads * a.head_dim * pairs
+    head = config.width * config.vocab_size
+    return 2.0 * layers * tokens + 2.0 * head * predictions + 4.0 * a.heads * a.head_dim * pairs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -309,7 +294,7 @@ def update_cost(arrays: Arrays, held: PlannedRole, work: Work) -> tuple[float, f
     tokens = work.rows * work.row_tokens / parts
     a = config.attention
     layer = 16 * config.width + (6 * (a.heads + a.kv_heads) * a.head_dim + 8 * config.mlp_width) * share
-    weights = counts(config).total * width * share
+    weights = counts(config)[0] * width * share
     role = arrays.state.roles[held.training.role]
     state = bytes_per_device((role.params, role.opt_state))
     gradients = bytes_per_device(role)

@@ -128,7 +128,7 @@ def conclusion(plan: Plan) -> list[str]:
         most += f", rollout.engine.slots {plan.most('slots')} (by the cache)"
     if (rows_fit := plan.most("rows")) is not None:
         most += f", learner.compute.microbatch_rows {rows_fit} (from two compilations)"
-    rows.append(f"the largest of each that fits beside the rest: {most}")
+    rows.append(f"the largest of each that fits with the rest: {most}")
     rows.append(
         f"a step takes at least {plan.seconds:.1f} s, of which {slowest.name} {slowest.seconds:.1f} s, bound by "
         f"{slowest.binds}; MFU at most {plan.utilisation(plan.seconds):.1%} of the step, "
@@ -228,7 +228,7 @@ def draw(plans: list[dict[str, Any]], path: Path) -> None:
     axes.set_yticks([y for y, _ in labels], [text for _, text in labels], fontsize=8)
     axes.invert_yaxis()
     axes.set_xlim(0, most / GIB * 1.05)
-    axes.set_xlabel("GiB of one device (black line: what there is)")
+    axes.set_xlabel("GiB of one device (black line: the limit)")
     axes.spines[["top", "right"]].set_visible(False)
     handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     shown = [label for label in words.values() if label in handles]

@@ -142,6 +142,12 @@ def host_state(start: configs.Start) -> Any:
     return read_host(kept(Path(start.run))[start.step])
 
 
+def current_phase(directory: Path) -> int:
+    """Return the number of a run's current phase: each begins with a checkpoint or a snapshot."""
+    places = kept(directory)
+    return phase_of(places[max(places)]) if places else 0
+
+
 def load_model(name: str, dtype: str, mesh: Any) -> tuple[Any, Any | None]:
     """Load (model, tokenizer or None) by any name that ``load_pretrained`` knows, or by ``RUN`` or ``RUN@STEP``.
 

@@ -67,7 +67,7 @@ def read_rows(path: str | Path, having: tuple[str, ...] = ()) -> Iterator[dict[s
             if row is not None:
                 yield row
             elif line.endswith(b"\n"):
-                raise InputError(f"{path}: line {number} is no JSON object; remove that line and run again")
+                raise InputError(f"{path}: line {number} is not a JSON object; remove that line and run again")
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
@@ -96,7 +96,7 @@ def cut_after(path: str | Path, step: int) -> None:
             if row is None and line.endswith(b"\n"):
                 file.seek(0)
                 number = file.read(start).count(b"\n") + 1
-                raise InputError(f"{path}: line {number} is no JSON object; remove that line and run again")
+                raise InputError(f"{path}: line {number} is not a JSON object; remove that line and run again")
             if row is not None and row["step"] <= step:
                 keep, whole = start + len(line), line.endswith(b"\n")
                 break

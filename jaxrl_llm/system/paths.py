@@ -77,8 +77,8 @@ def local(name: str, field: str = "") -> str:
     """
     require(
         re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", name) is None,
-        f"{field} {name} is an address, and nothing is read from one or written to one: give a local or mounted "
-        "folder (a model may be OWNER/MODEL of the hub)".strip(),
+        f"{field} {name} is an address, which cannot be read or written: give a local or mounted folder "
+        "(a model may be OWNER/MODEL of the hub)".strip(),
     )
     return name
 

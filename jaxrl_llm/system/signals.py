@@ -22,16 +22,15 @@ from typing import IO, Any, NoReturn, TextIO
 PREEMPTED = 75
 """Exit code of a training that was stopped by a signal: its state is saved, and the same command resumes it."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-INTERRUPTED = 128 + signal.SIGINT
 STOPPING = "stopping after this step, or within it if it takes long; again to quit now"
-BETWEEN_STEPS = "stopped between steps, nothing is lost: run the same command again to go on"
-QUIT = "quit within a step: run the same command again to go on from the last checkpoint"
+BETWEEN_STEPS = "stopped between steps, nothing is lost: run the same command again to resume"
+QUIT = "quit within a step: run the same command again to resume from the last checkpoint"
 LAST_WORDS = "\r\x1b[2K\x1b[?25h"
 """The escape sequence that clears a terminal's live line and shows its cursor."""
 
 GONE = (errno.EPIPE, errno.EIO)
 """Error numbers of a write to a pipe without a reader, or to a terminal that is gone."""
-UNHEARD = "nobody reads the error output any more; what is said from here on is in this file"
+UNHEARD = "nobody reads the error output any more; further output is in this file"
 
 log = logging.getLogger(__name__)
 

@@ -145,7 +145,7 @@ def test_after_ctrl_c_and_after_a_kill_it_goes_on_to_the_same_file(folder, answe
     first = started(arguments, folder, 8)
     first.press(CTRL_C)
     assert first.finish() == 130
-    assert first.lines()[-2:] == ["jaxrl-llm: interrupted: run the same command again to go on", ""]
+    assert first.lines()[-2:] == ["jaxrl-llm: interrupted: run the same command again to resume", ""]
     second = started(arguments, folder, done(folder / "stopped.jsonl.part") + 8)
     os.kill(second.process.pid, signal.SIGKILL)
     assert second.finish() == -signal.SIGKILL

@@ -141,7 +141,7 @@ def test_the_runs_own_wording_holds_for_every_message(policy):
 
 def test_bytes_that_are_no_text_are_refused(policy):
     for system, said in ((None, "caf\udce9"), ("caf\udce9", "hello")):
-        with pytest.raises(InputError, match=r"holds '\\udce9', which is no UTF-8"):
+        with pytest.raises(InputError, match=r"holds '\\udce9', which is not UTF-8"):
             encode(policy, [HELLO | {"content": said}], wording(policy, system))
 
 
@@ -153,7 +153,7 @@ def test_a_long_chat_loses_its_beginning_with_a_word_said(policy, task, capsys):
     assert fitted(policy, kept, task, 40)[1] == kept
     assert fitted(policy, [*long[:2], HELLO], task, 2000)[1] == [*long[:2], HELLO]  # a quarter is room enough
     turn(policy, [*long, *long[1:]], task, GREEDY, 0)
-    assert "the chat is longer than the model was made for (1024 tokens): its beginning" in capsys.readouterr().err
+    assert "the chat is longer than the model's context (1024 tokens): its beginning" in capsys.readouterr().err
     with pytest.raises(InputError, match=r"the prompt has \d+ tokens, and the model was made for 1024: shorten it"):
         turn(policy, [*long, {"role": "user", "content": "x" * 1100}], task, GREEDY, 0)
 

@@ -222,7 +222,7 @@ def test_generate_answers_as_the_run_was_tested(folder, answers):
 
 
 def test_generate_refuses_bytes_that_are_no_text(answers):
-    assert_refused(answers["generate no text"], r"holds '\udcff', which is no UTF-8: write it in UTF-8")
+    assert_refused(answers["generate no text"], r"holds '\udcff', which is not UTF-8: write it in UTF-8")
 
 
 def test_a_run_leaves_a_report_of_all_that_it_wrote(folder, answers):

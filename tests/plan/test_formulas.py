@@ -103,9 +103,10 @@ def test_six_n_per_token_is_the_known_count():
     from jaxrl_llm.plan.lowering import model_config
 
     config, _ = model_config("Qwen/Qwen2.5-0.5B")
-    n = counts(config)
-    assert n.layers == 24 * (896 * 896 * 2 + 896 * 128 * 2 + 3 * 896 * 4864) and n.head == 896 * 151936
-    assert 3 * forward_flops(config, 1, 0, 1) == 6 * (n.layers + n.head)
+    (_, layers), head = counts(config), 896 * 151936
+    assert layers == 24 * (896 * 896 * 2 + 896 * 128 * 2 + 3 * 896 * 4864)
+    assert forward_flops(config, 0, 0, 1) == 2 * head
+    assert 3 * forward_flops(config, 1, 0, 1) == 6 * (layers + head)
 
 
 @pytest.mark.parametrize("mesh", MESHES)

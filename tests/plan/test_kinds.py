@@ -28,7 +28,7 @@ from jaxrl_llm.plan import device_memory
 from jaxrl_llm.plan.lowering import architectures, model_config, programs, subject
 from jaxrl_llm.plan.machines import describe, parse_topology
 from jaxrl_llm.plan.planning import best, plan
-from jaxrl_llm.plan.roofline import counts, work
+from jaxrl_llm.plan.roofline import work
 from jaxrl_llm.plan.shapes import bytes_per_device
 from jaxrl_llm.plan.tables import draw, lines, table, to_json
 from jaxrl_llm.recipes import RECIPES
@@ -143,7 +143,7 @@ def test_a_critic_without_a_head_is_less_work_than_the_policy():
     one = subject(four_models(), CONFIG, jax.devices()[:4], lambda name: CONFIG)
     todo = work(one.run, one.outline, one.arrays.learned)
     policy, critic = one.arrays.learned
-    head = 3 * 2 * counts(CONFIG).head * todo.sampled
+    head = 3 * 2 * CONFIG.width * CONFIG.vocab_size * todo.sampled
     assert policy.predicts and not critic.predicts
     without = dataclasses.replace(one.run, recipe=RECIPES["reinforce_pp"])
     alone = subject(without, CONFIG, jax.devices()[:4], lambda name: CONFIG)

@@ -18,7 +18,7 @@ REFUSED = {
     "train smoke --model gs://bucket/model": ["gs://bucket/model is an address", "a local or mounted folder"],
     "train smoke --from gs://bucket/x@3": ["--from gs://bucket/x@3 is an address"],
     "train gs://bucket/run.py": ["gs://bucket/run.py is an address"],
-    "eval gs://bucket/x": ["gs://bucket/x is an address, and nothing is read from one"],
+    "eval gs://bucket/x": ["gs://bucket/x is an address, which cannot be read or written"],
     "eval tiny-random --kl_to gs://bucket/x": ["gs://bucket/x is an address"],
     "eval tiny-random --out gs://bucket/a.jsonl": ["--out gs://bucket/a.jsonl is an address"],
     "collect tiny-random --out gs://bucket/a.jsonl": ["--out gs://bucket/a.jsonl is an address"],

@@ -149,7 +149,7 @@ def test_torn_last_lines_are_passed_over(tmp_path):
 
 def test_a_broken_line_inside_is_named(tmp_path):
     run = a_run(tmp_path / "run", [{"step": 1}], torn="no json\n")
-    with pytest.raises(InputError, match=r"metrics.jsonl: line 2 is no JSON object"):
+    with pytest.raises(InputError, match=r"metrics.jsonl: line 2 is not a JSON object"):
         page([run])
     a_run(run, [{"step": 1}])
     (run / "samples.jsonl").write_text('{"kind": "training"}\n')

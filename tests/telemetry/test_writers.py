@@ -81,7 +81,7 @@ def test_a_whole_row_without_its_newline_is_kept(tmp_path):
 def test_a_broken_line_inside_is_refused_and_the_file_left_alone(tmp_path):
     before = '{"step": 0}\nnot json\n{"step": 1}\n'
     (tmp_path / "metrics.jsonl").write_text(before)
-    with pytest.raises(InputError, match=r"metrics.jsonl: line 2 is no JSON object") as refused:
+    with pytest.raises(InputError, match=r"metrics.jsonl: line 2 is not a JSON object") as refused:
         RunWriter(tmp_path, 0)
     assert "\n" not in str(refused.value)
     assert (tmp_path / "metrics.jsonl").read_text() == before

@@ -78,7 +78,7 @@ def test_what_has_nothing_to_reset_is_refused_and_the_rest_is_asked(tmp_path, ca
     assert not list(tmp_path.glob("*/reset.json"))
     for name in ("run", "watched"):
         assert cli.run(["reset", str(tmp_path / name), "--with_optimiser"]) == 0
-        assert "resets its reference and its optimiser after the step that it is in" in capsys.readouterr().out
+        assert "resets its reference and its optimiser after its current step" in capsys.readouterr().out
         assert asked_reset(tmp_path / name)["asked/reset"]["with_optimiser"]
     assert cli.run(["reset", "--help"]) == 0 and "usage: jaxrl-llm reset RUN" in capsys.readouterr().out
 

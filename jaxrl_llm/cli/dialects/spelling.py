@@ -117,7 +117,7 @@ def set_temperatures(given: Given, positive: str, negative: str) -> None:
 def refuse_own_kl(given: Given, name: str | None) -> None:
     """Refuse the spelling of a KL to the reference if the surrogate has its own KL."""
     surrogate = given.fields["surrogate"]
-    unread = f"the KL of {type(surrogate).__name__} is none to a reference: leave it out"
+    unread = f"the KL of {type(surrogate).__name__} is not to a reference: leave it out"
     given.refuse(name, unread, surrogate.reads_kl_coef)
 
 

@@ -37,7 +37,7 @@ TAUS = ("sapo_temperature_pos", "sapo_temperature_neg")
 def _loss(given: Given) -> None:
     surrogate, given.fields["reduce"] = given.get("loss_type")
     if not isinstance(given.fields["surrogate"], surrogate):
-        usual = "TRL's default of 0.2 would be the ratio itself and scale every gradient by 0.2: say the bound with "
+        usual = "TRL's default of 0.2 would be the ratio itself and scale every gradient by 0.2: set the bound with "
         unbound = surrogate is CISPO and "epsilon_high" not in given.texts
         given.refuse("loss_type", f"{usual}--epsilon_high 5.0, which is usual", unbound)
         given.fields["surrogate"] = surrogate()
@@ -83,7 +83,7 @@ def _kl(given: Given) -> None:
     unbiased = given.get(switch, isinstance(fields["kl"], UnbiasedK3))
     lacking = "there is no KL in the loss: add --beta 0.001, or leave it out"
     given.refuse(switch, lacking, switch in given.texts and not coef)
-    biased = "TRL multiplies by the sequence's ratio here, which is no unbiased KL: leave it out"
+    biased = "TRL multiplies by the sequence's ratio here, which is not an unbiased KL: leave it out"
     given.refuse(switch, biased, given.get(switch, False) and fields["ratio"].level == "sequence")
     estimate = UnbiasedK3() if unbiased else K3()
     fields |= {"kl": estimate if coef else None, "kl_coef": coef or 0.0, "kl_in": "loss"}
@@ -107,7 +107,7 @@ def _correction(given: Given) -> None:
         given.refuse(details, f"nothing reads it with --{SWITCHED} False")
         given.fields["correction"] = None
         return
-    given.refuse(details or SWITCHED, f"say how with --{MODE}: {', '.join(MODES)}", MODE not in given.texts)
+    given.refuse(details or SWITCHED, f"choose one with --{MODE}: {', '.join(MODES)}", MODE not in given.texts)
     given.refuse(
         OLDER, f"it is the older name of --{HIGHEST}: leave one out", HIGHEST in given.texts and OLDER in given.texts
     )

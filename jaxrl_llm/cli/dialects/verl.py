@@ -73,7 +73,7 @@ def _mode(given: Given) -> None:
     surrogate = fields["surrogate"]
     if not isinstance(surrogate, wanted):
         unbound = wanted is CISPO and not (LOW in given.texts and HIGH in given.texts)
-        given.refuse(MODE, f"say its bounds with {LOW} (1 for none) and {HIGH}, distances from 1", unbound)
+        given.refuse(MODE, f"set its bounds with {LOW} (1 for none) and {HIGH}, distances from 1", unbound)
         surrogate = wanted()
     if wanted is PPOClip:
         by_sequence = fields["ratio"].level == "sequence"
