@@ -6,7 +6,6 @@ from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.cli.flags import take
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.runs.load import Trained, find_run, load_trained
 from jaxrl_llm.system.signals import on_exit
@@ -61,14 +60,13 @@ def load_policy(name: str, trained: Trained | None) -> Policy:
     return Policy(name, run, step, model, tokenizer, mesh)
 
 
-def find_settings(name: str, arguments: list[str]) -> tuple[Trained | None, configs.Run]:
-    """Return the run of this name, None for a model; and the settings with the task: those of ``--config``, which is
-    removed from the arguments, else the run's own, else quickstart's.
+def find_settings(name: str, chosen: str | None) -> tuple[Trained | None, configs.Run]:
+    """Return the run of this name, None for a model; and the settings with the task: those of the ``chosen``
+    configuration, else the run's own, else quickstart's.
 
     Raises:
       InputError: neither exists, or the run has no task.
     """
-    chosen = take(arguments, "--config", True)
     trained = find_run(name, tests=chosen is None)
     settings = trained.run if trained and chosen is None else configs.find_config(chosen or "quickstart").located
     if not isinstance(settings, configs.Run):
@@ -108,6 +106,7 @@ def asking(
     from jaxrl_llm.rewards import Accuracy, Scorer
     from jaxrl_llm.rollout.respond import Answerer
     from jaxrl_llm.stages.rl.judges import judges_of
+    from jaxrl_llm.stages.stage import check_positions
     from jaxrl_llm.tasks import Prompts
 
     status(f"loading {name}")
@@ -124,12 +123,8 @@ def asking(
         prompts = Prompts(configs.tasks_in(task), policy.tokenizer)
         longest = prompts.longest(problems)
         length = longest + options.max_new_tokens
-        positions = policy.model.config.attention.rope.max_positions
-        require(
-            length <= positions,
-            f"--max_new_tokens {options.max_new_tokens} after a prompt of {longest} tokens need {length} positions, "
-            f"and the model was made for {positions}: lower it by {length - positions}",
-        )
+        field = f"--max_new_tokens {options.max_new_tokens} after a prompt of {longest} tokens"
+        check_positions(length, policy.model.config, field)
         scoring = configs.Scoring(rewards, refusals=settings.scoring.refusals if refusals else None)
         asked = as_asked(name, settings, scoring, longest, options.max_new_tokens)
         by_task = {one.label: prompts for one in prompts.tasks}

@@ -55,7 +55,7 @@ def collect(arguments: list[str]) -> int:
         arguments, __doc__, "collect needs a run or a model: jaxrl-llm collect runs/quickstart --out answers.jsonl"
     )
     out = take(arguments, "--out", True)
-    trained, settings = find_settings(name, arguments)
+    trained, settings = find_settings(name, take(arguments, "--config", True))
     require(
         not isinstance(settings.task, configs.Mixture),
         f"collect asks one task, and {name} has several: name a configuration of one with --config",

@@ -99,12 +99,12 @@ def evaluate(arguments: list[str]) -> int:
     """Run ``eval RUN_OR_MODEL [--config NAME] [--field value ...]``; return the exit code."""
     name = first(arguments, __doc__, "eval needs a run or a model: jaxrl-llm eval runs/quickstart")
     own = find_run(name)
-    named = any(argument.partition("=")[0] == "--config" for argument in arguments)
+    chosen = take(arguments, "--config", True)
     to = take(arguments, "--kl-to", True)
-    if own is not None and not named and not isinstance(own.run, configs.Run):
+    if own is not None and chosen is None and not isinstance(own.run, configs.Run):
         require(to is None, f"--kl_to {to} needs a task to answer: name a configuration that has one, --config")
         return evaluate_data(name, arguments)
-    trained, settings = find_settings(name, arguments)
+    trained, settings = find_settings(name, chosen)
     proposed = defaults(settings)
     if to is not None:  # answers are drawn from the policy as it was trained: at its temperature, with nothing cut off
         temperature = configs.resolved(settings).rollout.temperature

@@ -173,7 +173,15 @@ def model_card(name: str, trained: Trained, out: str, adapter: bool) -> str:
     """
     run = trained.run
     rows = [row for row in read_rows(trained.directory.parent.parent / "metrics.jsonl") if row["step"] <= trained.step]
-    method, data = about(run)
+    match run:
+        case configs.Run():
+            method = f"Reinforcement learning by the recipe {run.recipe.name}"
+        case configs.Preference():
+            method = f"Preference learning by {type(run.loss).__name__}"
+        case configs.Supervised():
+            method = "Supervised fine-tuning"
+        case _:
+            method = "A reward model"
     scores = isinstance(run, configs.RewardModel)
     answers = [] if adapter or scores else [f'jaxrl-llm generate {shlex.quote(out)} --prompt "..."']
     return HEAD.format(
@@ -185,7 +193,7 @@ def model_card(name: str, trained: Trained, out: str, adapter: bool) -> str:
         version=jaxrl_llm.__version__,
         step=trained.step,
         steps=run.steps,
-        data=data,
+        data=(run.task if isinstance(run, configs.Run) else run.data).label,
         evaluations=table(rows),
         scoring=how_to_score(run, out) if scores else "",
         commands="\n".join([f"jaxrl-llm eval {shlex.quote(name)}", *answers]),
@@ -217,19 +225,6 @@ def how_to_score(run: configs.RewardModel, out: str) -> str:
         place = "The score is read at the last token that the chat template writes; of an answer that was cut off, at "
         place += "its own last token."
     return SCORING.format(out=out, ids="\n".join(lines), place=place)
-
-
-def about(run: configs.Configuration) -> tuple[str, str]:
-    """Return a description of the run's training method, and the label of its data or task."""
-    match run:
-        case configs.Run():
-            return f"Reinforcement learning by the recipe {run.recipe.name}", run.task.label
-        case configs.Preference():
-            return f"Preference learning by {type(run.loss).__name__}", run.data.label
-        case configs.Supervised():
-            return "Supervised fine-tuning", run.data.label
-        case _:
-            return "A reward model", run.data.label
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxrl_llm.cli.flags import first, take
 from jaxrl_llm.errors import InputError, require
-from jaxrl_llm.system.paths import local, writable
+from jaxrl_llm.system.paths import check_file, local, writable
 
 REPORT_USAGE = """usage: jaxrl-llm report RUN [RUN ...] [--out FILE]
 
@@ -28,12 +28,9 @@ def report(arguments: list[str]) -> int:
         raise InputError(f"report does not know {unknown[0]}: jaxrl-llm report RUN [RUN ...] [--out FILE]")
     directories = list(dict.fromkeys(Path(local(run)) for run in runs))
     for directory in directories:
-        if not directory.is_dir():
-            raise InputError(f"{directory} is not a run: give the folder that holds its metrics.jsonl")
+        require(directory.is_dir(), f"{directory} is not a run: give the folder that holds its metrics.jsonl")
     path = Path(out or ("report.html" if len(directories) > 1 else directories[0] / "report.html"))
-    if path.is_dir() or not path.parent.is_dir():
-        wrong = "is a folder" if path.is_dir() else f"cannot be written: there is no folder {path.parent}"
-        raise InputError(f"{path} {wrong}; give a file in a folder that exists with --out")
+    check_file(path, "--out")
     from jaxrl_llm.telemetry.report import write_report
 
     with writable(path, "--out"):

@@ -238,7 +238,7 @@ REFUSED = {
     "report nowhere": ["nowhere is not a run: give the folder that holds its metrics.jsonl"],
     "report empty": ["empty is not a run"],
     "report hollow --format pdf": ["report does not know --format"],
-    "report hollow --out nowhere/a.html": ["there is no folder nowhere; give a file in a folder that exists"],
+    "report hollow --out nowhere/a.html": ["--out nowhere/a.html: there is no folder nowhere; make it first"],
     "list runs": ["list does not know 'runs': there are configs, tasks, recipes, models"],
     "train smoke --task.source.name gsm8k": ["no data set 'gsm8k'; jaxrl-llm list tasks names"],
     "train smoke --rollout.max_new_tokens 100000 --learner.row_tokens 0": ["the model was made for 1024: lower one"],
