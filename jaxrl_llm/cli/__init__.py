@@ -1,6 +1,6 @@
 """usage: jaxrl-llm COMMAND ...
 
-  train CONFIG     teach a model; run it again to go on       jaxrl-llm train quickstart
+  train CONFIG     train a model; run it again to resume      jaxrl-llm train quickstart
   eval RUN         test a run or a model on its task          jaxrl-llm eval runs/quickstart
   collect RUN      write its verified answers as data         jaxrl-llm collect runs/quickstart --out answers.jsonl
   generate MODEL   a chat, or one answer with --prompt        jaxrl-llm generate smollm2-135m
@@ -10,7 +10,7 @@
   plan CONFIG      will it fit a machine, how fast is it      jaxrl-llm plan quickstart --topology v5e:2x2
   list             configurations, tasks, recipes, models     jaxrl-llm list
 
-jaxrl-llm COMMAND --help tells more."""
+jaxrl-llm COMMAND --help shows more."""
 
 import gc
 import importlib

@@ -3,8 +3,8 @@
 
 Samples K answers to each problem that a run trains on, or to those of a configuration (quickstart unless --config names
 another), and writes the right ones (texts), a right and a wrong one (pairs), or answers in steps with the share of
-continuations from each that come out right (steps). Stopped, the same command goes on where it was.
-jaxrl-llm collect RUN_OR_MODEL --help tells more."""
+continuations from each that come out right (steps). Run the same command again to resume it.
+jaxrl-llm collect RUN_OR_MODEL --help shows more."""
 
 import dataclasses
 import datetime

@@ -8,7 +8,7 @@ of its steps, their product, the lowest or the last; --give_up_after ends an ans
 its score. --out writes every answer to a file. --kl_to measures how far the model is from another: the mean KL of a
 token on its own answers, sampled at the temperature that it was trained at unless --temperature says otherwise.
 RUN@STEP is a checkpoint or a snapshot of the run.
-jaxrl-llm eval RUN_OR_MODEL --help tells more."""
+jaxrl-llm eval RUN_OR_MODEL --help shows more."""
 
 import dataclasses
 import datetime

@@ -2,7 +2,7 @@
        jaxrl-llm export RUN[@STEP] --out FILE.gguf [--gguf_type f32|f16|bf16|q8_0]
 
 Writes a run's policy, the newest one unless STEP names another checkpoint: config.json, safetensors, tokenizer, and a
-README.md that says what was trained and what tests found. --adapter writes a run's adapter alone, as PEFT loads it. DIR
+README.md with the training and its evaluations. --adapter writes a run's adapter alone, as PEFT loads it. DIR
 must not exist, or be empty. FILE.gguf is what llama.cpp runs: matrices as --gguf_type says (f32 unless it does), with
 tokenizer and chat template."""
 
@@ -68,8 +68,7 @@ def export(arguments: list[str]) -> int:
     out = take(arguments, "--out", True)
     adapter = take(arguments, "--adapter", False)
     gguf_type = take(arguments, "--gguf-type", True)
-    if arguments:
-        raise InputError(f"export does not know {arguments[0]}: jaxrl-llm export RUN[@STEP] --out DIR")
+    require(not arguments, f"export does not know {' '.join(arguments)}: jaxrl-llm export RUN[@STEP] --out DIR")
     require(out is not None, f"export needs a folder to write: jaxrl-llm export {shlex.quote(name)} --out DIR")
     trained = find_run(name) if configs.split_step(name)[0].is_dir() else None
     if trained is None:

@@ -63,11 +63,9 @@ def _meant(name: str, fields: set[str]) -> str:
     """Suggest a replacement for an unknown option; empty if none is close."""
     from jaxrl_llm.cli.dialects import hint
 
-    field, note = hint(name)
-    if note and not field:
-        return note
-    if field in fields:
-        return f"here it is --{field}{f' ({note})' if note else ''}"
+    field, line = hint(name)
+    if line and (not field or field in fields):
+        return line
     # A field is often named without the part that it belongs to, or with another.
     ends = [f".{given.rpartition('.')[2]}" for given in (name, field) if given]
     close = sorted(known for known in fields if any(f".{known}".endswith(end) for end in ends))

@@ -1,8 +1,8 @@
 """usage: jaxrl-llm generate MODEL_OR_RUN [--prompt TEXT] [--max_new_tokens N] [--temperature T] [--top_p P]
 
-Without --prompt it is a chat, on a terminal: each answer knows what was said before; Ctrl-C ends an answer, Ctrl-D the
-chat, /new begins another. From a pipe or a file each line is a prompt by itself, and only the answers are written.
-jaxrl-llm generate MODEL --help tells more."""
+Without --prompt it is a chat, on a terminal: each answer follows the conversation so far; Ctrl-C ends an answer, Ctrl-D
+the chat, /new starts another. From a pipe or a file each line is a prompt by itself, and only the answers are written.
+jaxrl-llm generate MODEL --help shows more."""
 
 import contextlib
 import dataclasses

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.cli.flags import first, take
-from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.errors import require
 from jaxrl_llm.system.paths import check_file, local, writable
 
 REPORT_USAGE = """usage: jaxrl-llm report RUN [RUN ...] [--out FILE]
@@ -24,8 +24,7 @@ def report(arguments: list[str]) -> int:
     out = take(arguments, "--out", True)
     runs = [first(arguments, REPORT_USAGE, "report needs a run: jaxrl-llm report runs/quickstart", True), *arguments]
     unknown = [argument for argument in arguments if argument.startswith("-")]
-    if unknown:
-        raise InputError(f"report does not know {unknown[0]}: jaxrl-llm report RUN [RUN ...] [--out FILE]")
+    require(not unknown, f"report does not know {' '.join(unknown)}: jaxrl-llm report RUN [RUN ...] [--out FILE]")
     directories = list(dict.fromkeys(Path(local(run)) for run in runs))
     for directory in directories:
         require(directory.is_dir(), f"{directory} is not a run: give the folder that holds its metrics.jsonl")
@@ -47,8 +46,7 @@ def reset(arguments: list[str]) -> int:
     """
     name = first(arguments, RESET_USAGE, "reset needs a run: jaxrl-llm reset runs/quickstart", True)
     with_optimiser = take(arguments, "--with-optimiser", False)
-    if arguments:
-        raise InputError(f"reset does not know {arguments[0]}: jaxrl-llm reset RUN [--with_optimiser]")
+    require(not arguments, f"reset does not know {' '.join(arguments)}: jaxrl-llm reset RUN [--with_optimiser]")
     from jaxrl_llm import config as configs
     from jaxrl_llm.runs.load import current_phase
     from jaxrl_llm.trainer.context import ask_reset

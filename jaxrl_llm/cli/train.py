@@ -1,14 +1,13 @@
 """usage: jaxrl-llm train CONFIG [--recipe NAME] [--fresh] [--from RUN[@STEP] [--carry]] [--guard KIND] [--monitor_kl]
                        [--quiet] [--json] [--field value ...]
 
-CONFIG is a name (jaxrl-llm list configs), a Python file that sets config = Run(...), or the directory of a run, which
-goes on. --from RUN[@STEP] begins a new run with the weights of another, and with its optimiser where the settings of
-that are the same; with --carry it also goes on in that run's data, curriculum and stored successes. --guard KIND stops
-the run once that trouble is found (or goes back: --rules.on_guard rollback).
---monitor_kl watches how far the policy is from its beginning where the recipe has no KL. --quiet shows no progress:
-warnings, findings and errors on stderr, the result in a few lines. --json prints each step's metrics on stdout, one
-JSON object a line, and all else on stderr; with --quiet the last line is the result. jaxrl-llm train CONFIG --help
-lists the fields with their values.
+CONFIG is a name (jaxrl-llm list configs), a Python file that sets config = Run(...), or the directory of a run to
+resume. --from RUN[@STEP] starts a new run from another's weights, and from its optimiser where its settings are the
+same; with --carry also from its place in the data, its curriculum and its stored successes. --guard KIND stops the run
+once that trouble is found (or rolls it back: --rules.on_guard rollback). --monitor_kl measures the distance of the
+policy from its beginning where the recipe has no KL. --quiet shows no progress: warnings, findings and errors on
+stderr, the result in a few lines. --json prints each step's metrics on stdout, one JSON object a line, and all else on
+stderr; with --quiet the last line is the result. jaxrl-llm train CONFIG --help lists the fields with their values.
 TRL's and verl's names of the loss's settings are understood too: docs/dialects.md."""
 
 import contextlib
@@ -143,11 +142,8 @@ def take_spellings(arguments: list[str]) -> dict[str, str]:
         elif dashed:
             rest.append(argument)
         else:
-            field, note = hint(name)
-            meant = did_you_mean(name, SPELLINGS, "docs/dialects.md lists those that are understood", near=0.8)
-            if field or note:
-                meant = f"here it is --{field}{f' ({note})' if note else ''}" if field else note
-            raise InputError(f"no translation of {name}: {meant}")
+            near = did_you_mean(name, SPELLINGS, "docs/dialects.md lists those that are understood", near=0.8)
+            raise InputError(f"no translation of {name}: {hint(name)[1] or near}")
     arguments[:] = rest
     return found
 

@@ -21,7 +21,7 @@ from jaxrl_llm.engine.prefix_cache import bucket
 from jaxrl_llm.engine.sampling import as_rules
 from jaxrl_llm.engine.sampling import asked as asked_of
 from jaxrl_llm.engine.slots import extend_prompts, fill_slots, idle, run_chunk, slot_shardings
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.learner.forward import score
 from jaxrl_llm.models.cache import empty_cache
 from jaxrl_llm.models.config import ModelConfig
@@ -117,8 +117,8 @@ def planned_stage(run: Configuration) -> ModuleType:
       InputError: the module has no outline.
     """
     stage = stage_of(run)
-    if not hasattr(stage, "outline"):
-        raise InputError(f"a {type(run).__name__} cannot be planned: its stage has no outline (stages/stage.py)")
+    kind = type(run).__name__
+    require(hasattr(stage, "outline"), f"a {kind} cannot be planned: its stage has no outline (stages/stage.py)")
     return stage
 
 
@@ -207,8 +207,7 @@ def needed(text: str) -> float:
       InputError: the compiler failed for another reason.
     """
     found = re.search(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm", text)
-    if "RESOURCE_EXHAUSTED" not in text and not found:
-        raise InputError(f"the compiler failed: {text.splitlines()[0]}")
+    require("RESOURCE_EXHAUSTED" in text or found is not None, f"the compiler failed: {text.splitlines()[0]}")
     return float(found[1]) * _UNITS[found[2]] if found else float("inf")
 
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Generator
 from typing import Any
 
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.system.paths import GPU_SHARE
 
 GB, GIB = 1e9, 2.0**30
@@ -109,8 +109,7 @@ def parse_topology(text: str, slices: int = 1) -> Machine:
     Raises:
       InputError: no such chip, or no such shape; the message shows the correct form.
     """
-    if slices < 1:
-        raise InputError(f"--slices must be at least 1, got {slices}")
+    require(slices >= 1, f"--slices must be at least 1, got {slices}")
     match = re.fullmatch(r"([a-z0-9]+)[:=_](\d+(?:x\d+)*)", text.lower())
     chip = CHIPS.get(match[1]) if match else None
     if chip is None:
@@ -120,16 +119,16 @@ def parse_topology(text: str, slices: int = 1) -> Machine:
         kind = f"{chip.dimensions} sizes" if chip.dimensions else "a number of devices, or hosts x devices of each"
         raise InputError(f"topology {text!r}: {chip.name} takes {kind}, as in {EXAMPLES[chip.name]}")
     if chip.platform == "gpu":
-        if slices > 1:
-            raise InputError(f"--slices is for TPUs; write hosts x devices of each: {chip.name}:{slices}x{shape[0]}")
-        if len(shape) == 1 and shape[0] > chip.per_host:
-            if shape[0] % chip.per_host:
-                raise InputError(
-                    f"{shape[0]} devices are not whole hosts of {chip.per_host}: write hosts x devices of each, as in "
-                    f"{chip.name}:2x{chip.per_host}"
-                )
-            shape = shape[0] // chip.per_host, chip.per_host
-        shape = shape if len(shape) == 2 else (1, *shape)
+        apart = f"--slices is for TPUs; write hosts x devices of each: {chip.name}:{slices}x{shape[0]}"
+        require(slices == 1, apart)
+        if len(shape) == 1:
+            hosts, left = divmod(shape[0], chip.per_host)
+            require(
+                not hosts or not left,
+                f"{shape[0]} devices are not whole hosts of {chip.per_host}: write hosts x devices of each, as in "
+                f"{chip.name}:2x{chip.per_host}",
+            )
+            shape = (hosts, chip.per_host) if hosts else (1, *shape)
     return Machine(chip, shape, slices)
 
 
@@ -210,8 +209,7 @@ def describe(machine: Machine) -> list[Any]:
       InputError: the compiler is not installed, is in use by a process that does not share it, or lacks the shape.
     """
     prepare_compilers()
-    if machine.chip.platform == "gpu" and not compiles_for_gpus():
-        raise InputError(NO_COMPILER["gpu"])
+    require(machine.chip.platform != "gpu" or compiles_for_gpus(), NO_COMPILER["gpu"])
     import jax
     from jax.experimental import topologies
 

@@ -208,10 +208,6 @@ def draw(plans: list[dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(9, 0.9 + 0.95 * len(plans)), layout="constrained")
     axes = figure.add_subplot()
     halves = [[half for half in ("sampling", "learning") if p["memory"][half]] for p in plans]
-    most = max(
-        max(p["memory"]["available"], *(p["memory"][half]["total"] for half in shown))
-        for p, shown in zip(plans, halves, strict=True)
-    )
     words = {kind: text.partition(" (")[0].replace(" and other", ",") for kind, (text, _) in KINDS.items()}
     labels = []
     for number, one in enumerate(plans):
@@ -227,7 +223,6 @@ def draw(plans: list[dict[str, Any]], path: Path) -> None:
             axes.plot([available, available], [y - 0.5, y + 0.5], color="black", linewidth=1.5)
     axes.set_yticks([y for y, _ in labels], [text for _, text in labels], fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlim(0, most / GIB * 1.05)
     axes.set_xlabel("GiB of one device (black line: the limit)")
     axes.spines[["top", "right"]].set_visible(False)
     handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))

@@ -1,7 +1,4 @@
-"""What the package needs of the machine and of Python.
-
-Here: lazy imports of a package's names, so that ``--help`` need not load JAX's libraries.
-"""
+"""Helpers for Python and the operating system; here: lazy imports, so that ``--help`` does not load JAX's libraries."""
 
 import importlib
 from collections.abc import Callable

@@ -88,14 +88,15 @@ MEANINGS = {
 
 
 def hint(name: str) -> tuple[str, str]:
-    """Return (the equivalent field or "", a further note) for a name of another trainer; both empty if it is unknown.
+    """Return (the equivalent field or "", a line about it) for a name of another trainer; both empty if it is unknown.
 
-    >>> hint("learner.lr"), hint("actor_rollout_ref.rollout.n")
-    (('learner.optimiser.learning_rate', ''), ('rollout.group', ''))
+    >>> hint("actor_rollout_ref.rollout.n")
+    ('rollout.group', 'here it is --rollout.group')
     """
     parts = name.replace("-", "_").split(".")
     last = MEANINGS.get(parts[-1], ("", ""))
-    return MEANINGS.get(".".join(parts[-2:]), last)
+    field, note = MEANINGS.get(".".join(parts[-2:]), last)
+    return (field, f"here it is --{field}{f' ({note})' if note else ''}") if field else ("", note)
 
 
 def translate(recipe: Recipe, settings: Mapping[str, str]) -> Recipe:
