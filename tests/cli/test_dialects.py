@@ -161,7 +161,7 @@ REFUSED = [
     ("dapo", "use_adaptive_entropy=True entropy_coef_min=0.01", "may fall to 0"),
     ("dapo", "use_adaptive_entropy=True entropy_coef_delta=0", "AdaptiveEntropy.rate must be above 0"),
     ("grpo", f"{VLLM}correction=True", f"choose one with --{VLLM}mode: token_truncate"),
-    ("grpo", f"{VLLM}clip_max=2", "say how"),
+    ("grpo", f"{VLLM}clip_max=2", "choose one with"),
     ("grpo", f"{VLLM}correction=False {VLLM}clip_max=2", "nothing reads it"),
     ("grpo", f"{VLLM}mode=token_mask {VLLM}cap=2 {VLLM}clip_max=2", "the older name"),
     ("grpo", f"{VLLM}mode=token_truncate {VLLM}clip_min=0.5", "no lower bound here", "token_mask"),
