@@ -34,14 +34,11 @@ def counts(config: ModelConfig) -> tuple[int, int]:
 
 def visible_pairs(config: ModelConfig, first: int, last: int) -> float:
     """Count pairs of a query at positions first .. last - 1 and a key it sees, itself included, summed over layers."""
-
-    def one(window: int) -> float:
-        if not window:
-            return (last * (last + 1) - first * (first + 1)) / 2
-        full = min(max(window - 1, first), last)  # queries before it see all
-        return (full * (full + 1) - first * (first + 1)) / 2 + (last - full) * window
-
-    return sum(one(window) for window in layer_windows(config))
+    pairs = 0.0
+    for window in layer_windows(config):
+        full = min(max(window - 1, first), last) if window else last  # queries before it see all
+        pairs += (full * (full + 1) - first * (first + 1)) / 2 + (last - full) * window
+    return pairs
 
 
 def forward_flops(config: ModelConfig, tokens: float, pairs: float, predictions: float) -> float:
