@@ -180,7 +180,7 @@ def talks(tmp_path_factory):
     long.wait_for("> ")
     for line, last in [
         (b"/new", FORGOTTEN), (b"hello", CUT), (b"and again", CUT), (b"/clear", FORGOTTEN), (b"and again", CUT),
-        (b"/old", "no command /old"), (b"/help", HELP.splitlines()[-1]),
+        (b"/old", "unknown command /old"), (b"/help", HELP.splitlines()[-1]),
     ]:  # fmt: skip
         long.press(line + b"\r")
         long.wait_for(last)
