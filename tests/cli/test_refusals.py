@@ -221,7 +221,7 @@ REFUSED = {
     "generate tiny-random --prompt a --seed -1": ["--seed must be from 0 to 16777215, got -1"],
     "export smoke --out x": ["smoke is not a run: give the folder that holds its config.json and checkpoints"],
     "export torn --out x": ["torn/config.json is not complete JSON"],
-    "export hollow --out x --step 3": ["export does not know --step: jaxrl-llm export RUN[@STEP] --out DIR"],
+    "export hollow --out x --step 3": ["export does not know --step 3: jaxrl-llm export RUN[@STEP] --out DIR"],
     "export hollow --out full": ["full exists and is not empty; give a new directory, or remove it first"],
     "export hollow --out nowhere/a.gguf": ["--out nowhere/a.gguf: there is no folder nowhere; make it first"],
     "export hollow --out a.gguf --gguf_type q4": ["--gguf_type q4 is not supported: use one of f32, f16"],

@@ -310,7 +310,7 @@ def test_the_command_writes_a_page_into_the_run_or_where_it_is_told_to(tmp_path)
         ("nowhere", "nowhere is not a run: give the folder that holds its metrics.jsonl"),
         ("empty", "empty is not a run: give a folder with metrics.jsonl"),
         ("begun", "begun is not a run: it has no metrics.jsonl yet: wait for its first step"),
-        ("a --out none/x.html", "none/x.html cannot be written: there is no folder none; give a file in a folder"),
+        ("a --out none/x.html", "--out none/x.html: there is no folder none; make it first"),
         ("a --out empty", "--out empty is a folder: give a file in it"),
         ("a --out", "--out needs a value"),
         ("a --otu x.html", "report does not know --otu: jaxrl-llm report RUN [RUN ...] [--out FILE]"),
