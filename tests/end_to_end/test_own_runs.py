@@ -135,7 +135,7 @@ def test_a_run_that_carries_goes_on_where_the_other_one_was(folder, answers):
     assert again == sorted((prompt, text) for step, prompt, text in asked["mine"] if step == 3)
     assert len({prompt for prompt, _ in again}) == 8 + 5, "of the step, and of the evaluation"
     assert configs.read(folder / "elsewhere" / "carried" / "config.json").origin.start.carry
-    assert answers["alone"].code == 2 and "give that one with --from RUN" in answers["alone"].err
+    assert answers["alone"].code == 2 and "name it with --from RUN" in answers["alone"].err
 
 
 def test_a_place_in_other_problems_is_not_carried(folder, answers):
