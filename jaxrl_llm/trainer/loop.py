@@ -30,7 +30,7 @@ from jaxrl_llm.trainer.context import Cursor, RunContext, forget_reset, keep_und
 from jaxrl_llm.trainer.segment import load
 from jaxrl_llm.trainer.step import make_step, next_phase
 
-AGAIN = "run the same command again to go on"
+AGAIN = "run the same command again to resume"
 
 
 def train(

@@ -139,7 +139,7 @@ def test_asking_one_process_to_stop_stops_all_after_the_same_step(stopped):
     last = rows(folder / "run")[-1]["step"]
     assert COMPARED <= last < 60
     assert max(int(path.name) for path in (folder / "run" / "checkpoints").iterdir()) == last
-    assert f"stopped after step {last}, state saved: run the same command again to go on" in said(folder, 0)
+    assert f"stopped after step {last}, state saved: run the same command again to resume" in said(folder, 0)
     printed = [json.loads(line) for line in said(folder, 0) if line.startswith('{"step": ')]
     assert printed == rows(folder / "run")
     for number in (1, 2, 3):  # they write nothing, and say nothing

@@ -109,7 +109,7 @@ def test_the_signals_came_in_the_middle(folders):
     assert 5 <= between < 8
     said = folders[1].with_suffix(".log").read_text()
     assert (
-        STOPPING in said and f"stopped after step {between}, state saved: run the same command again to go on" in said
+        STOPPING in said and f"stopped after step {between}, state saved: run the same command again to resume" in said
     )
     assert said.count("stopped within step ") == 2
     assert any(row.get("dynamic_sampling/carried_in") for row in rows(whole)), "no group was ever carried over"
