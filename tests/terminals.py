@@ -3,6 +3,7 @@
 import os
 import pty
 import re
+import select
 import subprocess
 import sys
 import termios
@@ -44,7 +45,8 @@ class Terminal:
         limit = time.monotonic() + PATIENCE_S
         seen = len(self.screen)
         while text not in self.screen[seen:]:
-            assert self._read() and time.monotonic() < limit, f"no {text!r} on:\n{self.screen}"
+            more, _, _ = select.select([self._ours], [], [], max(limit - time.monotonic(), 0))
+            assert more and self._read(), f"no {text!r} on:\n{self.screen}"
 
     def press(self, key: bytes) -> None:
         """Type."""
