@@ -190,7 +190,7 @@ def lives(whole: Whole, faults: Sequence[Fault], run_dir: Path, folder: Path, hi
             if broken is not None:
                 said += life.records.said()
                 if life.records.resumed_at() is not None:
-                    if f"checkpoints/{broken} is damaged (" not in said or "; going on from" not in said:
+                    if f"checkpoints/{broken} is damaged (" not in said or "; resuming from" not in said:
                         raise Wrong(f"nothing was said of the damage of checkpoint {broken}:\n{said[-1500:]}")
                     broken = None
             if hit is None:

@@ -74,7 +74,7 @@ def folders(tmp_path_factory):
         (1, signal.SIGTERM, *at_once, "--output.checkpoint_every", "100"),
         (3, signal.SIGKILL),
         (4, signal.SIGTERM, *at_once),
-        (5, signal.SIGHUP),
+        (5, signal.SIGHUP, "--output.grace_s", "inf"),
     )
     codes = [stop_after(folder / "broken", *life) for life in lives]
     between = max(row["step"] for row in rows(folder / "broken"))

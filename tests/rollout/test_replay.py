@@ -333,4 +333,4 @@ def test_one_update_a_batch_is_clipped_on_replayed_tokens_then():
     idle = lambda replay: [
         line for line in notes(a_run(replay, learner={"minibatches": 1, "epochs": 1})) if "one update" in line
     ]
-    assert "but on tokens of earlier steps" in idle(Replay())[0] and "but on" not in idle(None)[0]
+    assert "except on tokens of earlier steps" in idle(Replay())[0] and "except on" not in idle(None)[0]

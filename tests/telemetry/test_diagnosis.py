@@ -330,6 +330,7 @@ def test_every_setting_that_is_advised_exists():
         ("recipe", "algorithm"): type(recipes.DAPO.algorithm),
         ("recipe", "algorithm", "surrogate"): surrogates.PPOClip,
         ("recipe", "resets"): type(recipes.DAPO.resets),
+        ("recipe", "overlong"): type(recipes.DAPO.overlong),
         ("learner",): learner.Learner,
         ("learner", "optimiser"): learner.Optimiser,
         ("rollout",): rollout.Rollout,
