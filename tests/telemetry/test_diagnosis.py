@@ -336,6 +336,7 @@ def test_every_setting_that_is_advised_exists():
         ("rollout",): rollout.Rollout,
         ("rollout", "repetition"): rollout.Repetition,
         ("rollout", "collect"): rollout.Collect,
+        ("rollout", "engine"): rollout.EngineOptions,
         ("scoring",): config.Scoring,
         ("rules",): rules.Rules,
     }
