@@ -333,6 +333,7 @@ def test_every_setting_that_is_advised_exists():
         ("recipe", "overlong"): type(recipes.DAPO.overlong),
         ("learner",): learner.Learner,
         ("learner", "optimiser"): learner.Optimiser,
+        ("learner", "compute"): learner.Compute,
         ("rollout",): rollout.Rollout,
         ("rollout", "repetition"): rollout.Repetition,
         ("rollout", "collect"): rollout.Collect,
