@@ -25,6 +25,12 @@ def test_the_process_itself_exits_with_code_2_and_one_line(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_python_runs_the_package_as_the_command(tmp_path):
+    program = [sys.executable, "-m", "jaxrl_llm", "trian"]
+    done = subprocess.run(program, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "") and "did you mean train?" in done.stderr
+
+
 @pytest.mark.parametrize(
     "line", ["train smoke --stpes 3", "train smoke --steps x", "train smok", "eval nowhere", "train smoke --help"]
 )
