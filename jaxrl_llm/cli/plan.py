@@ -1,5 +1,6 @@
 """usage: jaxrl-llm plan CONFIG --topology NAME [--slices N] [--mean_tokens N] [--search] [--quick] [--largest]
-                      [--loops] [--phase N] [--json FILE] [--plot FILE] [--recipe NAME] [--field value ...]
+                      [--loops] [--phase N] [--price_per_device_hour X] [--json FILE] [--plot FILE] [--recipe NAME]
+                      [--field value ...]
 
 NAME is a TPU slice (v5e:4x4, v5p:8x8x4, v6e:16x16) or a number of GPUs (h100:64; hosts x devices of each: h100:2x4).
 --slices N         so many such slices
@@ -9,11 +10,14 @@ NAME is a TPU slice (v5e:4x4, v5p:8x8x4, v6e:16x16) or a number of GPUs (h100:64
 --largest          also how many microbatch_rows fit, which compiles the update once more
 --loops            also what the compiled programs move in memory: each loop's bytes, copies and transfers
 --phase N          as the run is in its phase N, counted from 1, where it has several
+--price_per_device_hour X
+                   also the cost of the run, in the currency of X
 --json FILE        all numbers, in bytes and seconds
 --plot FILE        a picture of the memory (.svg, .png or .pdf; needs matplotlib)
 jaxrl-llm train CONFIG --help lists the fields."""
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +30,12 @@ MISSING = (
     "plan needs a configuration: jaxrl-llm plan quickstart --topology v5e:2x2 (jaxrl-llm list configs names the others)"
 )
 HELP = (
-    "Also --topology, --slices, --mean_tokens, --search, --quick, --largest, --loops, --phase, --json, --plot and "
-    "--recipe: jaxrl-llm plan --help."
+    "Also --topology, --slices, --mean_tokens, --search, --quick, --largest, --loops, --phase, "
+    "--price_per_device_hour, --json, --plot and --recipe: jaxrl-llm plan --help."
 )
 PICTURES = (".svg", ".png", ".pdf")
 """Suffixes of a picture's file."""
+PRICE = "--price-per-device-hour"
 FLAGS = ("--search", "--quick", "--largest", "--loops")
 
 
@@ -65,7 +70,7 @@ def plan(arguments: list[str]) -> int:
         compiling = described and not quick
         largest = compiling and asked["--largest"]
         plans = [planning.plan(run, config, machine, devices, mean, compiling, largest, status)]
-        lines = tables.lines(plans[0], source)
+        lines = tables.lines(plans[0], source, asked[PRICE])
         if asked["--loops"] and plans[0].compiled:
             lines += ["", *tables.loop_lines(plans[0])]
         if not described and not quick:
@@ -74,7 +79,7 @@ def plan(arguments: list[str]) -> int:
     print("\n".join(lines))
     if asked["--json"]:
         with writable(asked["--json"], "--json"):
-            tables.write(asked["--json"], [(made, source) for made in plans])
+            tables.write(asked["--json"], [(made, source) for made in plans], asked[PRICE])
     if asked["--plot"] and not asked["--search"]:
         with writable(asked["--plot"], "--plot"):
             tables.draw([tables.to_json(plans[0], source)], asked["--plot"])
@@ -112,6 +117,13 @@ def options(arguments: list[str]) -> dict[str, Any]:
         positive = text is None or (text.isdigit() and int(text) > 0)
         require(positive, f"{flag} must be a positive number, got {text}")
         found[flag] = default if text is None else int(text)
+    price = take(arguments, PRICE, True)
+    try:
+        found[PRICE] = None if price is None else float(price)
+    except ValueError:
+        found[PRICE] = 0.0
+    priced = found[PRICE] is None or 0 < found[PRICE] < math.inf
+    require(priced, f"--price_per_device_hour must be a number above 0, such as 1.2, got {price}")
     paths = {flag: Path(found[flag]) for flag in ("--json", "--plot") if found[flag]}
     for flag, path in paths.items():
         check_file(path, flag)

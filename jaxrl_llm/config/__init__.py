@@ -8,6 +8,7 @@ from jaxrl_llm.config.files import (
     as_read,
     changed_since,
     changes,
+    chosen,
     config_folder,
     config_names,
     evaluation_key,

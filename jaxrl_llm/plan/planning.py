@@ -19,6 +19,7 @@ from jaxrl_llm.plan.roofline import StepPart, Work, phases, work
 from jaxrl_llm.plan.shapes import SamplingArrays, bytes_per_device
 from jaxrl_llm.sharding import batch_parts
 from jaxrl_llm.stages.stage import Architectures, Groups
+from jaxrl_llm.types import TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Plan:
       run: with its settings resolved.
       machine: the machine that it is planned for.
       mesh: sizes of data, fsdp and tensor.
-      parameters: of the model.
+      state: all that the run learns and keeps, as shapes.
       work: of a step.
       groups: the data that a step learns from.
       learning: memory of one device while it learns.
@@ -43,7 +44,7 @@ class Plan:
     run: Any
     machine: Machine
     mesh: Mapping[str, int]
-    parameters: int
+    state: TrainState
     work: Work
     groups: Groups
     learning: DeviceMemory
@@ -52,6 +53,12 @@ class Plan:
     compiled: dict[str, Compiled]
     chosen: tuple[str, ...]
     more: dict[str, float]
+
+    @property
+    def parameters(self) -> int:
+        """Return the number of the policy's parameters; an adapter is not counted."""
+        policy = self.state.policy
+        return sum(x.size for x in jax.tree.leaves(policy.params if policy.base is None else policy.base))
 
     @property
     def refused(self) -> tuple[str, ...]:
@@ -207,10 +214,8 @@ def _assembled(
         for name in ("update", "decode")
         if name in done and (made := done[name].products)
     ]
-    policy = held.learned[0].role
-    whole = policy.params if policy.base is None else policy.base  # an adapter is not counted
     return Plan(
-        run, machine, sizes, sum(x.size for x in jax.tree.leaves(whole)), todo, outline.groups,
+        run, machine, sizes, held.state, todo, outline.groups,
         device_memory.learning(run, held, done), sampling,
         tuple(phases(run, held, todo, machine.chip, traffics)), done,
         (f"attention: {outline.forward.compute.attention}", *products, *notes, *outline.notes), more,
