@@ -14,7 +14,7 @@ NAME is a TPU slice (v5e:4x4, v5p:8x8x4, v6e:16x16) or a number of GPUs (h100:64
                    also the cost of the run, in the currency of X
 --json FILE        all numbers, in bytes and seconds
 --plot FILE        a picture of the memory (.svg, .png or .pdf; needs matplotlib)
-jaxrl-llm train CONFIG --help lists the fields."""
+jaxrl-llm train CONFIG --help all lists the fields."""
 
 import dataclasses
 import math

@@ -33,7 +33,7 @@ COMMANDS = {
     f"train smoke --beta 1 {ACTOR}clip_ratio_low=0.3": ["use one dialect in a command"],
     f"train smoke {ACTOR}kl_loss_type=k1": ["recipe.algorithm.kl K1 with kl_coef 0.04", "its expected gradient is 0"],
 }
-HELP = "train smoke --help"
+HELP = "train smoke --help all"
 UNDERSTOOD = "train smoke --recipe gspo --epsilon_high 5e-4 --mesh.data 3"
 
 

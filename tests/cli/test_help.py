@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 
@@ -64,8 +65,9 @@ def test_a_run_goes_on_when_nobody_reads_its_rows_any_more(capfd):
 
 
 def test_help_tells_the_commands_and_the_fields(tmp_path):
-    top, none, version, *helps = commands(
-        ["--help", "", "--version", "train --help", "train smoke --help", "eval --help", "eval tiny-random --help",
+    top, none, version, wrong, part, *helps = commands(
+        ["--help", "", "--version", "train smoke --help rollot", "train smoke --help output",
+         "train --help", "train smoke --help", "eval --help", "eval tiny-random --help",
          "generate --help", "generate tiny-random --help", "export --help", "list --help"],
         tmp_path,
     )  # fmt: skip
@@ -74,9 +76,13 @@ def test_help_tells_the_commands_and_the_fields(tmp_path):
     assert version.out.count(".") == 2
     for answer in helps:
         assert answer.code == 0 and "usage" in answer.out.lower() and not answer.err
-    assert "--learner.optimiser.learning-rate" in helps[1].out and "--recipe NAME" in helps[1].out
+    assert "--output.no_tensorboard" in part.out and "--steps" not in part.out
+    assert_refused(wrong, "no part 'rollot' of the settings: did you mean rollout?")
+    usual = re.findall(r"^  --([a-z._]+) (?:None.)?[A-Z]+\b", helps[1].out, re.MULTILINE)
+    assert usual[usual.index("model") :][:4] == ["model", "run_dir", "steps", "learner.optimiser.learning_rate"]
+    assert "--recipe NAME" in helps[1].out and "--help all lists all" in helps[1].out
     assert all(flag in helps[number].out for flag in ("--quiet", "--json") for number in (0, 1))
-    assert "--top-p" in helps[5].out and "--samples" in helps[3].out
+    assert "--top_p" in helps[5].out and "--samples" in helps[3].out
     assert not list(tmp_path.iterdir())
 
 
