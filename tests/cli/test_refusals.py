@@ -88,7 +88,8 @@ CONFIGS = {
     ),
     "latin": ('read("latin.jsonl")', "latin.jsonl:1 is not JSON", "write one object on each line, in UTF-8"),
     "listed": ('read("listed.jsonl")', "listed.jsonl:2 is a list; a row is an object with fields"),
-    "csv": ('read("good.csv")', "good.csv has the suffix '.csv'; tables are .jsonl or .parquet files"),
+    "csv": ('read("good.csv")', "good.csv:2 has no answer in field 'answer' (it has prompt)"),
+    "workbook": ('read("good.xlsx")', "good.xlsx has the suffix '.xlsx'; tables are .jsonl, .json, .csv or .parquet"),
     "parquet": ('read("broken.parquet")', "broken.parquet is not a Parquet file", "write it again"),
     "texts": (
         'Supervised("tiny-random", Texts(Table("good.jsonl"), template="plain"))',
@@ -258,7 +259,7 @@ FILES = {
     "halved.jsonl": ROW + '{"prompt": "1 + 2 =", ',
     "long.jsonl": ROW + json.dumps({"prompt": "1 + " * 50, "answer": 3}),
     "listed.jsonl": f"{ROW}[1]\n",
-    "good.csv": "prompt\n",
+    "good.csv": "prompt\n1 + 1 =\n",
     "good.py": f"{HEAD}task()\n",
     "own_rewards.py": OWN_REWARDS,
 } | {f"{name}.py": f"{HEAD}{source}\n" for name, (source, *_) in CONFIGS.items()}
