@@ -64,7 +64,7 @@ def parse(kind: type, arguments: list[str], program: str, description: str, defa
     if surplus:
         name = surplus[0]
         raise InputError(
-            f"{name} belongs to no option: write --option value; a switch stands alone (--x.name, --x.no-name)"
+            f"{name} belongs to no option: write --option value; a switch stands alone (--x.name, --x.no_name)"
         )
     return found
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from commands import MAIN, assert_refused, command, commands, environment
+from commands import MAIN, Answer, assert_refused, command, commands, environment
 
 from jaxrl_llm.algorithms.preference import IPO
 from jaxrl_llm.cli.export import model_card
@@ -30,6 +30,16 @@ def test_python_runs_the_package_as_the_command(tmp_path):
     program = [sys.executable, "-m", "jaxrl_llm", "trian"]
     done = subprocess.run(program, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "") and "did you mean train?" in done.stderr
+
+
+def test_windows_is_refused_in_one_line():
+    program = (
+        "import sys; sys.platform, sys.modules['fcntl'] = 'win32', None; from jaxrl_llm.__main__ import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, check=False
+    )
+    assert_refused(Answer(done.returncode, done.stdout, done.stderr), "Windows is not supported: use WSL2")
 
 
 @pytest.mark.parametrize(
