@@ -108,6 +108,25 @@ def test_list_names_what_there_is(tmp_path):
         assert answer.code == 0 and answer.out.strip() in everything.out
 
 
+def test_bash_completes_commands_configurations_recipes_and_flags(tmp_path):
+    bash, zsh, wrong = commands(["completion bash", "completion zsh", "completion fish"], tmp_path)
+    assert_refused(wrong, "completion does not know 'fish': there are bash and zsh")
+    assert "bashcompinit" in zsh.out and zsh.out.endswith(bash.out)
+    typed = {
+        "tr": "train",
+        "train quick": "quickstart",
+        "train quickstart --recipe ds": "",
+        "train quickstart --recipe gs": "gspo",
+        "train quickstart --learner.opt": "--learner.optimiser.learning_rate",
+        "eval runs/quickstart --samp": "--samples",
+        "list rec": "recipes",
+    }
+    lines = [f"COMP_WORDS=(jaxrl-llm {words}) COMP_CWORD={len(words.split())}; _jaxrl_llm" for words in typed]
+    program = bash.out + "".join(f'{line}; echo "${{COMPREPLY[*]}}"\n' for line in lines)
+    done = subprocess.run(["bash", "-u"], input=program, capture_output=True, text=True, check=True)
+    assert (done.stdout.splitlines(), done.stderr) == ([*typed.values()], "")
+
+
 def test_list_fits_a_narrow_terminal_and_a_pipe(tmp_path):
     lines = ["list", "list configs", "list tasks", "list recipes", "list models"]
     for answer in commands(lines, tmp_path, COLUMNS="80"):

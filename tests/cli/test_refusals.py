@@ -88,7 +88,7 @@ CONFIGS = {
     ),
     "latin": ('read("latin.jsonl")', "latin.jsonl:1 is not JSON", "write one object on each line, in UTF-8"),
     "listed": ('read("listed.jsonl")', "listed.jsonl:2 is a list; a row is an object with fields"),
-    "csv": ('read("good.csv")', "good.csv:2 has no answer in field 'answer' (it has prompt)"),
+    "unanswered_csv": ('read("good.csv")', "good.csv:2 has no answer in field 'answer' (it has prompt)"),
     "workbook": ('read("good.xlsx")', "good.xlsx has the suffix '.xlsx'; tables are .jsonl, .json, .csv or .parquet"),
     "parquet": ('read("broken.parquet")', "broken.parquet is not a Parquet file", "write it again"),
     "texts": (
