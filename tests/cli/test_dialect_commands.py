@@ -23,6 +23,8 @@ COMMANDS = {
     f"train smoke {ACTOR}clip_ratio_hihg=0.3": ["did you mean", f"{ACTOR}clip_ratio_high?"],
     "train smoke actor_rollout_ref.model.path=x": ["no translation of actor_rollout_ref.model.path"],
     "train smoke data.train_batch_size=3": ["here it is --rollout.prompts"],
+    "train smoke --output.profile 99": ["output.profile 99 is after the last step", "name a step of the run"],
+    "train smoke --profile 3": ["did you mean --output.profile?"],
     "train smoke --recipe gpro": ["no recipe 'gpro'", "did you mean grpo?"],
     "train smoke --recipe GSPO": ["did you mean gspo?"],
     "train smoke --resume": ["no option --resume: the same command resumes"],
