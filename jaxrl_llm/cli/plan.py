@@ -29,10 +29,6 @@ from jaxrl_llm.system.paths import check_file, writable
 MISSING = (
     "plan needs a configuration: jaxrl-llm plan quickstart --topology v5e:2x2 (jaxrl-llm list configs names the others)"
 )
-HELP = (
-    "Also --topology, --slices, --mean_tokens, --search, --quick, --largest, --loops, --phase, "
-    "--price_per_device_hour, --json, --plot and --recipe: jaxrl-llm plan --help."
-)
 PICTURES = (".svg", ".png", ".pdf")
 """Suffixes of a picture's file."""
 PRICE = "--price-per-device-hour"
@@ -41,7 +37,7 @@ FLAGS = ("--search", "--quick", "--largest", "--loops")
 
 def plan(arguments: list[str]) -> int:
     """Run ``plan CONFIG --topology NAME ...``; return the exit code."""
-    given = first(arguments, __doc__, MISSING)
+    given = first(arguments, __doc__, MISSING, True)
     from jaxrl_llm.plan.machines import NO_COMPILER, compiles_for_gpus, describe, parse_topology, prepare_compilers
 
     prepare_compilers()
@@ -142,5 +138,5 @@ def settings(given: str, arguments: list[str], slices: int) -> Any:
     run = configs.with_recipe(run, recipe) if recipe else run
     if slices > 1:
         run = dataclasses.replace(run, mesh=dataclasses.replace(run.mesh, slices=slices))
-    settled = dataclasses.replace(found, run=parse(type(run), arguments, f"jaxrl-llm plan {given}", HELP, run))
+    settled = dataclasses.replace(found, run=parse(type(run), arguments, f"jaxrl-llm plan {given}", "", run))
     return configs.resolved(settled.located)
