@@ -88,7 +88,7 @@ CONFIGS = {
     ),
     "latin": ('read("latin.jsonl")', "latin.jsonl:1 is not JSON", "write one object on each line, in UTF-8"),
     "listed": ('read("listed.jsonl")', "listed.jsonl:2 is a list; a row is an object with fields"),
-    "unanswered_csv": ('read("good.csv")', "good.csv:2 has no answer in field 'answer' (it has prompt)"),
+    "wide_csv": ('read("good.csv")', "good.csv:2 has 3 cells, and the first line names 2 columns"),
     "workbook": ('read("good.xlsx")', "good.xlsx has the suffix '.xlsx'; tables are .jsonl, .json, .csv or .parquet"),
     "parquet": ('read("broken.parquet")', "broken.parquet is not a Parquet file", "write it again"),
     "texts": (
@@ -259,7 +259,7 @@ FILES = {
     "halved.jsonl": ROW + '{"prompt": "1 + 2 =", ',
     "long.jsonl": ROW + json.dumps({"prompt": "1 + " * 50, "answer": 3}),
     "listed.jsonl": f"{ROW}[1]\n",
-    "good.csv": "prompt\n1 + 1 =\n",
+    "good.csv": "prompt,answer\n1, 1,2\n",
     "good.py": f"{HEAD}task()\n",
     "own_rewards.py": OWN_REWARDS,
 } | {f"{name}.py": f"{HEAD}{source}\n" for name, (source, *_) in CONFIGS.items()}
