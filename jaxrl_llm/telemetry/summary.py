@@ -135,8 +135,7 @@ def print_summary(
     for found in summary.findings:
         lines += [Text(""), _field(found.kind.replace("_", " "), f"since step {found.step}: {found.what}", "bold")]
         lines += [Text(f"{'':<{LABEL_WIDTH}}{text}") for text in (found.why, f"try {found.remedy}")]
-    for line in lines:
-        console.print(line, soft_wrap=True)
+    console.print(*lines, sep="\n", soft_wrap=True)  # at once: in a notebook each call is an output
 
 
 def _field(label: str, value: str, style: str = "") -> Text:
