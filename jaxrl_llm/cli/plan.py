@@ -51,6 +51,7 @@ def plan(arguments: list[str]) -> int:
     devices = describe(machine) if described else None
     configs.validate(run)
     run = chosen_phase(run, asked["--phase"])
+    configs.validate_on_processes(run, machine.hosts)
     config, source = model_config(run.model)
     from jaxrl_llm.plan import planning, tables
 

@@ -140,6 +140,18 @@ def test_a_step_is_compared_with_the_time_that_a_signal_leaves():
     assert "however long" in told(math.inf)
 
 
+def test_a_cache_that_the_mesh_cannot_divide_is_told_with_its_reason():
+    told = "mesh.tensor 8 does not divide the model's 2 key/value heads"
+    assert told in "\n".join(lines(by_formula(tiny_run((1, 1, 8))), ""))
+    assert "key/value heads" not in "\n".join(lines(by_formula(tiny_run((1, 4, 2))), ""))
+
+
+def test_a_machine_has_a_process_for_each_host():
+    names = {"h100:8": 1, "h100:2x4": 2, "v5e:2x4": 1, "v5e:4x4": 4, "v6e:2x2": 1, "v5p:2x2x4": 4, "tpu7x:2x2x2": 2}
+    assert {name: parse_topology(name).hosts for name in names} == names
+    assert parse_topology("v5e:2x4", 2).hosts == 2
+
+
 def test_a_search_ranks_meshes_that_fit():
     run = tiny_run((1, 8, 1))
     every = candidates(run, CONFIG, GPUS)
@@ -201,6 +213,7 @@ def test_what_cannot_be_planned_is_refused_in_one_line(tmp_path):
         "plan smoke --topology v5litepod-16": "write v5e:4x4",
         "plan smoke --topology v5e:2x2 --quick --loops": "leave --quick and --search out",
         "plan smoke --topology h100:3 --learner.compute.microbatch_rows 4": "make it a multiple of 3",
+        "plan smoke --topology h100:16 --mesh.rollout 8 --rollout.collect.staleness 1": "run has 2, one on each",
         "plan smoke --topology h100:2 --slices x": "--slices must be a positive number",
         "plan smoke --topology h100:2 --price_per_device_hour free": "--price_per_device_hour must be a number above 0",
     }

@@ -4,11 +4,12 @@
 // the loss, stands under the name of the value.
 function settingsOf(run) {
   const own = Object.entries(run.config).filter(([key]) => !/^(origin\.|type$|chosen$)/.test(key));
-  const chosen = run.config.chosen ?? [];
+  const chosen = Array.isArray(run.config.chosen) ? run.config.chosen : [];
   const text = value => (typeof value === "string" ? value : JSON.stringify(value));
   return new Map(own.map(([key, value]) => {
-    const name = key.replace(/\.type$/, ""), differs = chosen.some(one => one === key || key.startsWith(`${one}.`));
-    return [name, { text: name === key ? text(value) : value.split(":").pop(), differs }];
+    const named = key.endsWith(".type") && /:/.test(value), name = named ? key.slice(0, -".type".length) : key;
+    const differs = chosen.some(one => one === key || key.startsWith(`${one}.`));
+    return [name, { text: named ? value.split(":").pop() : text(value), differs }];
   }));
 }
 
