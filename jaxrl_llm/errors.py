@@ -40,8 +40,12 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", near: flo
     """Return a hint for an unknown name: the nearest known one as a question, or ``otherwise`` if no similarity is at
     least ``near``, from 0 to 1.
 
-    >>> did_you_mean("boxd", ["boxed", "whole"])
-    'did you mean boxed?'
+    Capitals do not count, and a name of the same letters in another order comes first.
+
+    >>> did_you_mean("gpro", ["gspo", "grpo"])
+    'did you mean grpo?'
     """
-    close = difflib.get_close_matches(name, list(known), 1, near)
-    return f"did you mean {close[0]}?" if close else otherwise
+    names = {one.lower(): one for one in known}
+    close = difflib.get_close_matches(name.lower(), names, 3, near)
+    close.sort(key=lambda one: sorted(one) != sorted(name.lower()))
+    return f"did you mean {names[close[0]]}?" if close else otherwise

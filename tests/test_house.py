@@ -47,6 +47,7 @@ ROOMS = (
     "plan",
     "trainer",
     "cli",
+    "__main__",
 )
 STRANGERS = {
     ("rollout", "learner"),

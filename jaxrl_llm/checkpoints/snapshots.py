@@ -30,10 +30,15 @@ def keep(directory: Path, step: int, state: TrainState, phase: int = 0) -> None:
     An existing snapshot of the step, from before the run was resumed at an earlier one, is replaced. No checkpoint
     may be in writing.
     """
+    with Checkpoints(directory / SNAPSHOTS, None) as snapshots:
+        snapshots.save(step, snapshot_of(state), {"phase": phase})
+
+
+def snapshot_of(state: TrainState) -> TrainState:
+    """Return the part of a state that a snapshot holds."""
     for name in state.roles:
         state = state.with_role(name, opt_state=None)
-    with Checkpoints(directory / SNAPSHOTS, None) as snapshots:
-        snapshots.save(step, state._replace(frozen={}), {"phase": phase})
+    return state._replace(frozen={})
 
 
 def kept(directory: Path) -> dict[int, Path]:

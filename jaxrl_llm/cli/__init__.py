@@ -9,6 +9,7 @@
   report RUN       one page: curves, findings, completions    jaxrl-llm report runs/quickstart
   plan CONFIG      will it fit a machine, how fast is it      jaxrl-llm plan quickstart --topology v5e:2x2
   list             configurations, tasks, recipes, models     jaxrl-llm list
+  completion SHELL a script for tab completion, bash or zsh   jaxrl-llm completion bash --help
 
 jaxrl-llm COMMAND --help shows more."""
 
@@ -47,6 +48,7 @@ COMMANDS = {
     "report": "runs:report",
     "plan": "plan:plan",
     "list": "names:list_names",
+    "completion": "completion:completion",
 }
 """Module and function of each command, imported on demand."""
 SELDOM = (50_000, 10, 10)

@@ -1,35 +1,55 @@
-"""Parsing of flags into values by tyro; any error becomes one line with a suggestion."""
+"""Parsing of flags into values by tyro, with help of their own; any error becomes one line with a suggestion."""
 
+import argparse
 import contextlib
 import difflib
+import functools
 import io
 import re
+import shutil
 import sys
+import textwrap
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
-from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.errors import InputError, did_you_mean, require
 from jaxrl_llm.system.paths import local
 from jaxrl_llm.system.setting import current_name
+
+USUAL = (
+    "model run_dir steps learner.optimiser.learning_rate rollout.prompts rollout.group rollout.max_new_tokens "
+    "rollout.temperature batch.rows batch.max_tokens learner.lora.rank evaluation.every output.checkpoint_every"
+).split()
+"""Settings that most people change, which help shows first; some are of other kinds of runs."""
+HELP_FLAGS = ("-h", "--help")
+HELP_COLUMN = 34
 
 
 def parse(kind: type, arguments: list[str], program: str, description: str, default: Any = None) -> Any:
     """Parse flags into a value of the dataclass ``kind``, starting from ``default``; ``--help`` prints and exits.
+
+    ``description``: the text of the help above the settings; one that begins with ``usage:`` is shown as it is.
 
     Raises:
       InputError: an unknown flag (the nearest one is named) or a value of the wrong type.
     """
     import tyro
 
-    options: dict[str, Any] = {"prog": program, "description": description, "config": (tyro.conf.AvoidSubcommands,)}
+    options: dict[str, Any] = {"config": (tyro.conf.AvoidSubcommands,), "use_underscores": True, "add_help": False}
     options |= {} if default is None else {"default": default}
     captured = io.StringIO()
     with warnings.catch_warnings():
         # A class of one's own stands where the annotation names those that come with the package.
         warnings.filterwarnings("ignore", category=UserWarning, module="tyro")
         parser = tyro.extras.get_parser(kind, **options)  # ty: ignore[deprecated]  nothing else lists the flags
-        known = {flag for action in parser._actions for flag in action.option_strings}
+        known = {flag: action for action in parser._actions for flag in action.option_strings}
         fields = {flag[2:].replace("-", "_") for flag in known if flag.startswith("--")}
+        if asked := [index for index, argument in enumerate(arguments) if argument in HELP_FLAGS]:
+            topic = "".join(arguments[asked[0] + 1 : asked[0] + 2])
+            topic = "" if topic.startswith("-") else topic
+            print(help_text(known.values(), topic, program, description, default))
+            raise SystemExit
         arguments = [_renamed(argument, fields, default) for argument in arguments]
         for flag in (argument.split("=", 1)[0] for argument in arguments if argument.startswith("--")):
             if (name := flag[2:].replace("-", "_")) not in fields:
@@ -44,9 +64,50 @@ def parse(kind: type, arguments: list[str], program: str, description: str, defa
     if surplus:
         name = surplus[0]
         raise InputError(
-            f"{name} belongs to no option: write --option value; a switch stands alone (--x.name, --x.no-name)"
+            f"{name} belongs to no option: write --option value; a switch stands alone (--x.name, --x.no_name)"
         )
     return found
+
+
+def help_text(actions: Iterable[Any], topic: str, program: str, description: str, default: Any) -> str:
+    """Return the help of a command: ``description``, then flags.
+
+    Args:
+      actions: tyro's, one for each flag.
+      topic: empty for the usual settings and those that belong to no part, ``all``, or a part, such as ``rollout``.
+      program: the command, for the line that tells of the other settings.
+      description: the text before.
+      default: a value of the settings, which knows old and short names.
+
+    Raises:
+      InputError: there is no such part.
+    """
+    flags = {action.dest: action for action in actions if action.dest}
+    parts = sorted({name.partition(".")[0] for name in flags if "." in name})
+    known = f"there are all, {', '.join(parts)}"
+    require(
+        topic in ("", "all", *parts),
+        f"no part {topic!r} of the settings: {did_you_mean(topic, ['all', *parts], known)}",
+    )
+    names = {name: name for name in flags if topic in ("all", name.partition(".")[0])}
+    if not topic:
+        usual = {name: current_name(default, name) for name in USUAL}
+        names = {name: now for name, now in usual.items() if now in flags}
+        names |= {name: name for name in flags if "." not in name and name not in names}
+    width = min(120, max(60, shutil.get_terminal_size((80, 24)).columns))
+    layout = functools.partial(argparse.HelpFormatter, max_help_position=HELP_COLUMN, width=width)
+    table = argparse.ArgumentParser(usage=argparse.SUPPRESS, add_help=False, formatter_class=layout)
+    group = table.add_argument_group("settings" if topic else "usual settings")
+    for name, now in names.items():
+        told = " ".join(str(flags[now].help or "").replace("``", "").replace("%", "%%").split())
+        if flags[now].nargs == 0:
+            group.add_argument(*flags[now].option_strings, help=told, action="store_true")
+        else:
+            group.add_argument(f"--{name}", help=told, metavar=str(flags[now].metavar).replace("{None}", "None"))
+    more = f"{program} --help all lists all {len(flags)}, --help PART those of one part: {', '.join(parts)}."
+    usage = f"usage: {program} [--option value ...]\n\n{textwrap.fill(description, width)}"
+    texts = [description if description.startswith("usage:") else usage, table.format_help().strip()]
+    return "\n\n".join(texts + [textwrap.fill(more, width)] * (len(names) < len(flags)))
 
 
 def _renamed(argument: str, fields: set[str], default: Any) -> str:

@@ -13,7 +13,10 @@ LONGEST_NOTE = 110
 INDENT = "  "
 KINDS_OF_TASK = [
     ("--task.source.name NAME", "where the source is ReasoningGym or HubDataset: another of its kind"),
-    ('Table("file.jsonl")', 'your own problems: one JSON object a line with "prompt" and "answer"; .parquet too'),
+    (
+        'Table("file.jsonl")',
+        'your own problems: one JSON object a line with "prompt" and "answer"; .json, .csv, .parquet too',
+    ),
     (
         "HubDataset(NAME, ...)",
         'a data set of the Hugging Face hub: HubDataset("openai/gsm8k", subset="main", answer_extractor="last_number")',

@@ -1,5 +1,6 @@
 """usage: jaxrl-llm plan CONFIG --topology NAME [--slices N] [--mean_tokens N] [--search] [--quick] [--largest]
-                      [--loops] [--phase N] [--json FILE] [--plot FILE] [--recipe NAME] [--field value ...]
+                      [--loops] [--phase N] [--price_per_device_hour X] [--json FILE] [--plot FILE] [--recipe NAME]
+                      [--field value ...]
 
 NAME is a TPU slice (v5e:4x4, v5p:8x8x4, v6e:16x16) or a number of GPUs (h100:64; hosts x devices of each: h100:2x4).
 --slices N         so many such slices
@@ -9,11 +10,14 @@ NAME is a TPU slice (v5e:4x4, v5p:8x8x4, v6e:16x16) or a number of GPUs (h100:64
 --largest          also how many microbatch_rows fit, which compiles the update once more
 --loops            also what the compiled programs move in memory: each loop's bytes, copies and transfers
 --phase N          as the run is in its phase N, counted from 1, where it has several
+--price_per_device_hour X
+                   also the cost of the run, in the currency of X
 --json FILE        all numbers, in bytes and seconds
 --plot FILE        a picture of the memory (.svg, .png or .pdf; needs matplotlib)
-jaxrl-llm train CONFIG --help lists the fields."""
+jaxrl-llm train CONFIG --help all lists the fields."""
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +29,15 @@ from jaxrl_llm.system.paths import check_file, writable
 MISSING = (
     "plan needs a configuration: jaxrl-llm plan quickstart --topology v5e:2x2 (jaxrl-llm list configs names the others)"
 )
-HELP = (
-    "Also --topology, --slices, --mean_tokens, --search, --quick, --largest, --loops, --phase, --json, --plot and "
-    "--recipe: jaxrl-llm plan --help."
-)
 PICTURES = (".svg", ".png", ".pdf")
 """Suffixes of a picture's file."""
+PRICE = "--price-per-device-hour"
 FLAGS = ("--search", "--quick", "--largest", "--loops")
 
 
 def plan(arguments: list[str]) -> int:
     """Run ``plan CONFIG --topology NAME ...``; return the exit code."""
-    given = first(arguments, __doc__, MISSING)
+    given = first(arguments, __doc__, MISSING, True)
     from jaxrl_llm.plan.machines import NO_COMPILER, compiles_for_gpus, describe, parse_topology, prepare_compilers
 
     prepare_compilers()
@@ -50,6 +51,7 @@ def plan(arguments: list[str]) -> int:
     devices = describe(machine) if described else None
     configs.validate(run)
     run = chosen_phase(run, asked["--phase"])
+    configs.validate_on_processes(run, machine.hosts)
     config, source = model_config(run.model)
     from jaxrl_llm.plan import planning, tables
 
@@ -65,7 +67,7 @@ def plan(arguments: list[str]) -> int:
         compiling = described and not quick
         largest = compiling and asked["--largest"]
         plans = [planning.plan(run, config, machine, devices, mean, compiling, largest, status)]
-        lines = tables.lines(plans[0], source)
+        lines = tables.lines(plans[0], source, asked[PRICE])
         if asked["--loops"] and plans[0].compiled:
             lines += ["", *tables.loop_lines(plans[0])]
         if not described and not quick:
@@ -74,7 +76,7 @@ def plan(arguments: list[str]) -> int:
     print("\n".join(lines))
     if asked["--json"]:
         with writable(asked["--json"], "--json"):
-            tables.write(asked["--json"], [(made, source) for made in plans])
+            tables.write(asked["--json"], [(made, source) for made in plans], asked[PRICE])
     if asked["--plot"] and not asked["--search"]:
         with writable(asked["--plot"], "--plot"):
             tables.draw([tables.to_json(plans[0], source)], asked["--plot"])
@@ -112,6 +114,13 @@ def options(arguments: list[str]) -> dict[str, Any]:
         positive = text is None or (text.isdigit() and int(text) > 0)
         require(positive, f"{flag} must be a positive number, got {text}")
         found[flag] = default if text is None else int(text)
+    price = take(arguments, PRICE, True)
+    try:
+        found[PRICE] = None if price is None else float(price)
+    except ValueError:
+        found[PRICE] = 0.0
+    priced = found[PRICE] is None or 0 < found[PRICE] < math.inf
+    require(priced, f"--price_per_device_hour must be a number above 0, such as 1.2, got {price}")
     paths = {flag: Path(found[flag]) for flag in ("--json", "--plot") if found[flag]}
     for flag, path in paths.items():
         check_file(path, flag)
@@ -130,5 +139,5 @@ def settings(given: str, arguments: list[str], slices: int) -> Any:
     run = configs.with_recipe(run, recipe) if recipe else run
     if slices > 1:
         run = dataclasses.replace(run, mesh=dataclasses.replace(run.mesh, slices=slices))
-    settled = dataclasses.replace(found, run=parse(type(run), arguments, f"jaxrl-llm plan {given}", HELP, run))
+    settled = dataclasses.replace(found, run=parse(type(run), arguments, f"jaxrl-llm plan {given}", "", run))
     return configs.resolved(settled.located)

@@ -2,12 +2,21 @@
                        [--quiet] [--json] [--field value ...]
 
 CONFIG is a name (jaxrl-llm list configs), a Python file that sets config = Run(...), or the directory of a run to
-resume. --from RUN[@STEP] starts a new run from another's weights, and from its optimiser where its settings are the
-same; with --carry also from its place in the data, its curriculum and its stored successes. --guard KIND stops the run
-once that trouble is found (or rolls it back: --rules.on_guard rollback). --monitor_kl measures the distance of the
-policy from its beginning where the recipe has no KL. --quiet shows no progress: warnings, findings and errors on
-stderr, the result in a few lines. --json prints each step's metrics on stdout, one JSON object a line, and all else on
-stderr; with --quiet the last line is the result. jaxrl-llm train CONFIG --help lists the fields with their values.
+resume; the command that started a run resumes it, too.
+
+  --recipe NAME       another method: grpo, dapo, gspo, ... (jaxrl-llm list recipes)
+  --fresh             start over in a new folder
+  --from RUN[@STEP]   start a new run from another's weights, and its optimiser if that has the same settings
+  --carry             with --from: also from its place in the data, its curriculum and stored successes
+  --guard KIND        stop once that trouble is found (or roll back: --rules.on_guard rollback)
+  --monitor_kl        measure the distance of the policy from its beginning where the recipe has no KL
+  --quiet             no progress: warnings, findings and errors on stderr, the result in a few lines
+  --json              each step's metrics on stdout, one JSON object a line, all else on stderr; with --quiet the last
+                      line is the result
+  --distributed.coordinator HOST:PORT --distributed.processes N --distributed.process I
+                      on several hosts: docs/hosts.md
+  --help [all|PART]   the usual settings; all of them; those of a part, such as rollout
+
 TRL's and verl's names of the loss's settings are understood too: docs/dialects.md."""
 
 import contextlib
@@ -29,16 +38,6 @@ from jaxrl_llm.telemetry import Verbosity
 from jaxrl_llm.trainer.launch import launch
 
 MISSING = "train needs a configuration: jaxrl-llm train quickstart (jaxrl-llm list configs names the others)"
-HELP = (
-    "--recipe NAME takes another method, --fresh starts over in a new folder, --from RUN[@STEP] starts a new run "
-    "from another's weights, with --carry also with its data, curriculum and stored successes, --run_dir is "
-    "short for --output.run_dir, --monitor_kl for --output.monitor_kl. "
-    "--quiet shows no progress: warnings, findings and errors on stderr, the result in a few lines. --json prints each "
-    "step's metrics on stdout, one JSON object a line, and all else on stderr. --distributed.coordinator HOST:PORT "
-    "--distributed.processes N --distributed.process I runs it on several hosts: docs/hosts.md. TRL's and verl's names "
-    "of the loss's settings are understood too: docs/dialects.md."
-)
-
 DISTRIBUTED = ("coordinator", "processes", "process", "heartbeat-s")
 MARKS_OF_LOSS = ("Gloo", "CoordinationService", "coordination service", "Connection reset", "heartbeat")
 """Texts in errors of collectives and of the coordination service after the loss of a process."""
@@ -49,7 +48,9 @@ OVERRIDES = {name.partition(".")[0] for name in SPELLINGS if "." in name} | {"da
 
 def train(arguments: list[str]) -> int:
     """Run ``train CONFIG [--fresh] [--from RUN[@STEP]] [--quiet] [--json] [--field V ...]``; return the exit code."""
-    given = first(arguments, __doc__, MISSING)
+    if {"-h", "--help"} & set(arguments[:1]):
+        arguments.insert(0, "quickstart")  # the settings are shown with its values
+    given = first(arguments, None, MISSING)
     found = configs.find_config(given)
     settings = found.run
     fresh = take(arguments, "--fresh", False)
@@ -70,7 +71,7 @@ def train(arguments: list[str]) -> int:
         foreign = take_spellings(arguments)
         settings = dataclasses.replace(settings, recipe=translate(settings.recipe, foreign))
         lines = explain(settings.recipe, foreign)
-    settings = parse(type(settings), arguments, f"jaxrl-llm train {given}", HELP, settings)
+    settings = parse(type(settings), arguments, f"jaxrl-llm train {given}", str(__doc__), settings)
     settings = configs.resolved(settings)
     configs.validate(settings)
     found = dataclasses.replace(found, run=settings)

@@ -1,6 +1,6 @@
 """Configurations of runs: frozen dataclasses that validate themselves and round-trip through JSON."""
 
-from jaxrl_llm.config.checks import check_types, resolved, validate_on_devices, validate_on_model
+from jaxrl_llm.config.checks import check_types, resolved, validate_on_devices, validate_on_model, validate_on_processes
 from jaxrl_llm.config.files import (
     FREE_TO_CHANGE,
     RECORDED_CHANGES,
@@ -8,6 +8,7 @@ from jaxrl_llm.config.files import (
     as_read,
     changed_since,
     changes,
+    chosen,
     config_folder,
     config_names,
     evaluation_key,

@@ -141,13 +141,18 @@ def _described(wanted: Any) -> str:
     return "a dict" if origin is Mapping else f"{wanted.__name__}(...)"
 
 
-def validate_on_devices(run: Any, devices: int, processes: int = 1) -> None:
-    """Refuse a mesh that does not fit the devices or the batch, before any weight is loaded."""
+def validate_on_processes(run: Any, processes: int) -> None:
+    """Refuse devices set aside for sampling in a run of several processes."""
     require(
         processes == 1 or not run.mesh.rollout,
-        f"mesh.rollout {run.mesh.rollout} sets devices aside within one process, and this run has {processes}: set "
-        "it to 0",
+        f"mesh.rollout {run.mesh.rollout} sets devices aside within one process, and this run has {processes}, one on "
+        "each host: set it to 0",
     )
+
+
+def validate_on_devices(run: Any, devices: int, processes: int = 1) -> None:
+    """Refuse a mesh that does not fit the devices or the batch, before any weight is loaded."""
+    validate_on_processes(run, processes)
     sizes = run.mesh.sizes(devices)
     tensor, parts = sizes["tensor"], batch_parts(sizes)
     rows = run.learner.compute.microbatch_rows

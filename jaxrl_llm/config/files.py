@@ -27,7 +27,7 @@ from jaxrl_llm.errors import InputError, did_you_mean, require
 from jaxrl_llm.recipes import RECIPES, Recipe
 from jaxrl_llm.rewards.functions import Local, Lost, StepFunction
 from jaxrl_llm.system.paths import new_file
-from jaxrl_llm.system.setting import FREE, RECORDED, names_marked, parts_of
+from jaxrl_llm.system.setting import FREE, RECORDED, differing, has_default, names_marked, parts_of
 from jaxrl_llm.tasks.sources import MISSING, InMemory
 
 FREE_TO_CHANGE = tuple(dict.fromkeys(name for kind in KINDS for name in names_marked(kind, FREE)))
@@ -38,7 +38,7 @@ LONGEST_SHOWN = 100
 """The most characters shown of a changed value."""
 RUNS = tuple(f"{kind.__module__}:{kind.__qualname__}" for kind in KINDS)
 """The values of ``type`` in a config.json."""
-ABOUT = ("type", "origin", "from")
+ABOUT = ("type", "origin", "from", "chosen")
 """The keys of a config.json that are not fields of the run."""
 
 
@@ -238,6 +238,14 @@ def from_json(data: Any, origin: Origin | None = None) -> Any:
         if not missing:
             raise
         return missing[0]
+
+
+def chosen(run: Configuration) -> list[str]:
+    """List the settings that differ from their defaults, by their names in config.json; ``X.type``: another class."""
+    usual = {field.name: field.default for field in dataclasses.fields(run) if not has_default(field)}
+    given = {name: getattr(run, name) for name in usual}
+    own = [name for one in given for name in differing(given[one], usual[one], one)]
+    return [*own, *differing(run, type(run)(**given))]
 
 
 def write(path: Path, data: dict[str, Any]) -> None:

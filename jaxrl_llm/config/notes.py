@@ -28,7 +28,7 @@ def notes(run: Run) -> list[str]:
     if run.recipe.overlong.drop and "bootstrap" in run.recipe.algorithm.advantage.needs:
         lines.append(
             "completions that are cut off are left out of the loss: the value of the state after them is never read; "
-            "--recipe.overlong.no-drop"
+            "--recipe.overlong.no_drop"
         )
     return lines
 
@@ -53,7 +53,7 @@ def inert(run: Run) -> list[str]:
     if resets.snapshots and kept > MANY_SNAPSHOTS:
         lines.append(
             f"recipe.resets.reference_every {resets.reference_every} keeps {kept} snapshots of the models for good; "
-            "--recipe.resets.no-snapshots keeps none"
+            "--recipe.resets.no_snapshots keeps none"
         )
     if recipe.critic is not None and recipe.critic.warmup >= run.steps:
         lines.append(f"recipe.critic.warmup {recipe.critic.warmup} leaves the policy none of {run.steps} steps")
@@ -153,7 +153,7 @@ def _rewards(run: Run) -> list[str]:
     if recipe.overlong.drop and overlong_weight(run):
         lines.append(
             "completions that are cut off are punished but left out of the loss: being cut off is never unlearned; "
-            "--recipe.overlong.no-drop"
+            "--recipe.overlong.no_drop"
         )
     rewards = given_rewards(run)
     steps = of_steps(rewards)

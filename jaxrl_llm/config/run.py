@@ -97,6 +97,8 @@ class Output(Setting):
       monitor_kl: where the recipe has no KL, keep the policy that the run begins with and measure each step how far the
         policy is from it (``kl``); takes its memory and two forward passes, and what is learned stays the same bit for
         bit.
+      profile: the step in which JAX's profiler runs, for a trace in RUN/profile; 0 for none. A process compiles in its
+        first step, so take a later one.
       tensorboard: write curves for TensorBoard.
       wandb: project on Weights & Biases, for metrics and some completions of each evaluation; None for none.
       run_dir: the run's directory; None for runs/NAME below the current folder. ``--run_dir`` is short for it.
@@ -109,14 +111,17 @@ class Output(Setting):
     samples: Annotated[int, Count(0), FREE] = 1
     ratios: Annotated[bool, FREE] = False
     monitor_kl: bool = False
+    profile: Annotated[int, Count(0), FREE] = 0
     tensorboard: Annotated[bool, FREE] = True
     wandb: Annotated[str | None, FREE] = None
     run_dir: Annotated[str | None, FREE] = None
 
     def check(self, run: Any, where: str) -> None:
-        """Refuse an address or an empty name as ``run_dir``."""
+        """Refuse an address or an empty name as ``run_dir``, and a ``profile`` of no step."""
         local(self.run_dir or "", "run_dir")
         require(self.run_dir != "", "run_dir is empty: give a folder, or leave it out for runs/NAME")
+        beyond = f"{where}profile {self.profile} is after the last step, {run.steps}: name a step of the run"
+        require(self.profile <= run.steps, beyond)
 
 
 @dataclasses.dataclass(frozen=True)

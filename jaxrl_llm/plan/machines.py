@@ -88,6 +88,15 @@ class Machine:
     slices: int = 1
 
     @property
+    def hosts(self) -> int:
+        """Return the number of hosts, each with a process of a run; up to eight chips of v5e and v6e are one."""
+        if self.chip.platform == "gpu":
+            return self.shape[0]
+        inside = self.devices // self.slices
+        alone = self.chip.dimensions == 2 and inside <= 8
+        return self.slices * (1 if alone else -(-inside // self.chip.per_host))
+
+    @property
     def devices(self) -> int:
         """Return the number of all devices."""
         return math.prod(self.shape) * (2 if self.chip.name == "tpu7x" else 1) * self.slices

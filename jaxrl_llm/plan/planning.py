@@ -17,8 +17,9 @@ from jaxrl_llm.plan.machines import CUDNN, Machine, installed
 from jaxrl_llm.plan.network import Places, by_kind, places, traffic, traffic_by_formula
 from jaxrl_llm.plan.roofline import StepPart, Work, phases, work
 from jaxrl_llm.plan.shapes import SamplingArrays, bytes_per_device
-from jaxrl_llm.sharding import batch_parts
+from jaxrl_llm.sharding import batch_parts, shared_heads
 from jaxrl_llm.stages.stage import Architectures, Groups
+from jaxrl_llm.types import TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Plan:
       run: with its settings resolved.
       machine: the machine that it is planned for.
       mesh: sizes of data, fsdp and tensor.
-      parameters: of the model.
+      state: all that the run learns and keeps, as shapes.
       work: of a step.
       groups: the data that a step learns from.
       learning: memory of one device while it learns.
@@ -43,7 +44,7 @@ class Plan:
     run: Any
     machine: Machine
     mesh: Mapping[str, int]
-    parameters: int
+    state: TrainState
     work: Work
     groups: Groups
     learning: DeviceMemory
@@ -52,6 +53,12 @@ class Plan:
     compiled: dict[str, Compiled]
     chosen: tuple[str, ...]
     more: dict[str, float]
+
+    @property
+    def parameters(self) -> int:
+        """Return the number of the policy's parameters; an adapter is not counted."""
+        policy = self.state.policy
+        return sum(x.size for x in jax.tree.leaves(policy.params if policy.base is None else policy.base))
 
     @property
     def refused(self) -> tuple[str, ...]:
@@ -198,22 +205,22 @@ def _assembled(
         if not one.refused
     }
     more = {"groups": bytes_per_device(held.packed) * run.learner.minibatches / outline.groups.count}
-    sampling = None
+    sampling, shared = None, []
     if isinstance(held, SamplingArrays):
         sampling = device_memory.sampling(run, held, done)
+        tensor = run.mesh.sampling_sizes(machine.devices)["tensor"]
+        shared = shared_heads(held.sampled.config.attention.kv_heads, tensor)
         more["slots"] = (sampling.cache + sampling.temporary) / held.sampler.rollout.engine.slots
     products = [  # where the compiler had a choice
         f"matrix products of {name}, as compiled: {', '.join(f'{count} by {who}' for who, count in made.items())}"
         for name in ("update", "decode")
         if name in done and (made := done[name].products)
     ]
-    policy = held.learned[0].role
-    whole = policy.params if policy.base is None else policy.base  # an adapter is not counted
     return Plan(
-        run, machine, sizes, sum(x.size for x in jax.tree.leaves(whole)), todo, outline.groups,
+        run, machine, sizes, held.state, todo, outline.groups,
         device_memory.learning(run, held, done), sampling,
         tuple(phases(run, held, todo, machine.chip, traffics)), done,
-        (f"attention: {outline.forward.compute.attention}", *products, *notes, *outline.notes), more,
+        (f"attention: {outline.forward.compute.attention}", *products, *shared, *notes, *outline.notes), more,
     )  # fmt: skip
 
 

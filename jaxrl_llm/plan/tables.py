@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.plan import totals
 from jaxrl_llm.plan.machines import GIB
 from jaxrl_llm.plan.planning import Plan
 from jaxrl_llm.system.paths import new_file
@@ -25,8 +26,9 @@ SENT = f"{'sent by one device in a step':<50}{'count':>10}{'ICI, GB':>10}{'DCN, 
 """Heads of the tables of times and of collectives."""
 
 
-def lines(plan: Plan, source: str) -> list[str]:
-    """Return the report's lines; ``source`` names the source of the model's shapes."""
+def lines(plan: Plan, source: str, price: float | None = None) -> list[str]:
+    """Return the report's lines; ``source`` names the source of the model's shapes, ``price`` is that of a device and
+    hour."""
     rows = [*head(plan, source), "", *memory_lines(plan), "", TIMES]
     for p in plan.phases:
         times = "".join(f"{x:>10.3f}" for x in (p.compute_s, p.memory_s, p.ici_s, p.dcn_s))
@@ -38,7 +40,8 @@ def lines(plan: Plan, source: str) -> list[str]:
             amounts = f"{t.count:>10.0f}{t.ici / 1e9:>10.2f}{t.dcn / 1e9:>10.2f}"
             sent.append(f"  {f'{p.name}: {t.kind} ({whose})':<48}{amounts}")
     rows += ["", *([SENT, *sent] if sent else ["nothing is sent between devices"])]
-    return [*rows, "", *plan.chosen, *conclusion(plan)]
+    whole = totals.lines(plan, totals.totals(plan, price))
+    return [*rows, "", *plan.chosen, *conclusion(plan), "", *whole]
 
 
 def head(plan: Plan, source: str) -> list[str]:
@@ -154,7 +157,7 @@ def table(plans: list[Plan]) -> list[str]:
     return rows
 
 
-def to_json(plan: Plan, source: str) -> dict[str, Any]:
+def to_json(plan: Plan, source: str, price: float | None = None) -> dict[str, Any]:
     """Return everything in the report as plain values: bytes, seconds, FLOPs."""
 
     halves = {
@@ -178,7 +181,7 @@ def to_json(plan: Plan, source: str) -> dict[str, Any]:
         "compiled_s": {name: one.seconds for name, one in plan.compiled.items()},
         "loops": loops,
         "chosen": list(plan.chosen), "refused": list(plan.refused), "fits": plan.fits,
-        "step_s": plan.seconds,
+        "step_s": plan.seconds, "run": dataclasses.asdict(totals.totals(plan, price)),
         "mfu": plan.utilisation(plan.seconds),
         "most": {
             plan.groups.field.rpartition(".")[2]: plan.most("groups"),
@@ -188,9 +191,9 @@ def to_json(plan: Plan, source: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def write(path: Path, plans: list[tuple[Plan, str]]) -> None:
+def write(path: Path, plans: list[tuple[Plan, str]], price: float | None = None) -> None:
     """Write the plans as JSON: a list, or an object for a single plan."""
-    values = [to_json(*one) for one in plans]
+    values = [to_json(*one, price) for one in plans]
     with new_file(path) as part:
         part.write_text(json.dumps(values[0] if len(values) == 1 else values, indent=1))
 

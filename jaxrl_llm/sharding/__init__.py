@@ -11,6 +11,7 @@ from jaxrl_llm.sharding.mesh import (
     platform_of,
     replicated,
     rollout_mesh,
+    shared_heads,
 )
 from jaxrl_llm.sharding.rules import (
     abstract,

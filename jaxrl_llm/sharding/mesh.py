@@ -96,6 +96,16 @@ def rollout_mesh(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh
     return _mesh(shape.sampling_sizes(len(devices), slices), apart, slices)
 
 
+def shared_heads(kv_heads: int, tensor: int) -> list[str]:
+    """Return a note if ``tensor`` devices cannot divide the heads of a key/value cache: each then holds all of it."""
+    if kv_heads % tensor == 0:
+        return []
+    return [
+        f"mesh.tensor {tensor} does not divide the model's {kv_heads} key/value heads: each of {tensor} devices holds "
+        f"the cache of all heads; mesh.tensor {math.gcd(kv_heads, tensor)} and a larger mesh.fsdp divide it"
+    ]
+
+
 def _mesh(sizes: Mapping[str, int], devices: list[Any], slices: int) -> Mesh:
     """Make a mesh with slices along its first axis; the other axes stay inside a slice."""
     found = _by_slice(devices)

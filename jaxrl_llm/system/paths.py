@@ -19,6 +19,8 @@ COLLECTED = "collected.jsonl"
 """The file in a run's directory with its collected data."""
 REWARD_ERROR = "reward_error.txt"
 """The file in a run's directory with the traceback of a reward that failed."""
+PROFILE = "profile"
+"""The folder in a run's directory with a trace of one step by JAX's profiler."""
 GPU_SHARE = 0.9
 """The share of a GPU's memory that JAX may take (its own default is 0.75); the rest is for its libraries."""
 GPU_DRIVERS = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg")

@@ -12,6 +12,7 @@ A field's annotation says which values it may have, and how they may change::
 import dataclasses
 import enum
 import functools
+import itertools
 import operator
 import types
 import typing
@@ -183,6 +184,34 @@ def parts_of(value: Any) -> Iterator[Any]:
         return
     for item in value:
         yield from parts_of(item)
+
+
+def has_default(field: dataclasses.Field) -> bool:
+    """Whether a field of a dataclass may be left out."""
+    return field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+
+
+def differing(value: Any, usual: Any, where: str = "") -> list[str]:
+    """List the dotted names at which a value differs from the usual one.
+
+    A value of another class is named ``X.type``, and its fields are compared with the defaults of that class.
+    """
+    if isinstance(value, (tuple, list)) and any(map(dataclasses.is_dataclass, value)):
+        others = usual if isinstance(usual, (tuple, list)) else ()
+        pairs = itertools.zip_longest(value, others[: len(value)])
+        return [name for at, pair in enumerate(pairs) for name in differing(*pair, f"{where}.{at}")]
+    if not dataclasses.is_dataclass(value):
+        return [where] if usual is dataclasses.MISSING or repr(value) != repr(usual) else []
+    alike = type(value) is type(usual)
+    found = [] if alike else [f"{where}.type"]
+    for field in dataclasses.fields(value):
+        if not field.init:
+            continue
+        made = field.default_factory is not dataclasses.MISSING
+        default = field.default_factory() if made else field.default
+        name = f"{where}.{field.name}" if where else field.name
+        found += differing(getattr(value, field.name), getattr(usual, field.name) if alike else default, name)
+    return found
 
 
 def with_parts(value: Any, change: Callable[[Any], Any]) -> Any:

@@ -12,7 +12,8 @@ from jaxrl_llm import codec
 from jaxrl_llm.errors import InputError, one_line
 from jaxrl_llm.system.setting import PATH
 from jaxrl_llm.tasks import gym
-from jaxrl_llm.tasks.prompts import CHAT, BadRow, answer_in, messages_of, problem_of, required, sound
+from jaxrl_llm.tasks.prompts import CHAT, answer_in, messages_of, problem_of, required, sound
+from jaxrl_llm.tasks.tables import rows_of
 from jaxrl_llm.types import Problem
 
 
@@ -89,7 +90,8 @@ class RowSource:
 
 @dataclasses.dataclass(frozen=True)
 class Table(RowSource):
-    """Problems in a file, one row each: ``.jsonl`` (one JSON object a line) or ``.parquet``.
+    """Problems in a file, one row each: ``.jsonl`` (one JSON object a line), ``.json`` (a list of objects), ``.csv``
+    (names of the columns first, all values are text) or ``.parquet``.
 
     Attributes:
       path: of the file, from the current folder.
@@ -110,17 +112,12 @@ class Table(RowSource):
         return Path(self.path).stem
 
     def read(self) -> Iterator[tuple[str, Any]]:
-        """Yield the rows, each after its place: ``path:line``, counted from 1.
+        """Yield the rows, each after its place: ``path:line`` or ``path:row``, counted from 1.
 
         Raises:
-          InputError: the file is missing, its suffix is unknown, or a line is not JSON.
+          InputError: the file is missing, its suffix is unknown, or it is not what the suffix says.
         """
-        path = Path(self.path)
-        if path.suffix not in (".jsonl", ".parquet"):
-            raise InputError(f"{path} has the suffix {path.suffix!r}; tables are .jsonl or .parquet files")
-        if not path.is_file():
-            raise InputError(f"{path} not found; paths start at the current folder, {Path.cwd()}")
-        return itertools.starmap(_parsed, _lines(path)) if path.suffix == ".jsonl" else _parquet_rows(path)
+        return rows_of(Path(self.path))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,33 +257,3 @@ class Rows(RowSource):
           InputError: the rows are not in memory.
         """
         return ((f"rows[{index}]", row) for index, row in enumerate(self.rows))
-
-
-def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    with path.open("rb") as lines:
-        yield from ((f"{path}:{count}", line) for count, line in enumerate(lines, start=1) if line.strip())
-
-
-def _parsed(where: str, line: bytes) -> tuple[str, Any]:
-    try:
-        return where, json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise BadRow(
-            f"{where} is not JSON ({one_line(error, 200)}); write one object on each line, in UTF-8"
-        ) from error
-
-
-def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        with contextlib.closing(pyarrow.parquet.ParquetFile(path)) as table:
-            rows = (row for batch in table.iter_batches() for row in batch.to_pylist())
-            yield from ((f"{path}:{count}", row) for count, row in enumerate(rows, start=1))
-    except pyarrow.ArrowInvalid as error:
-        raise InputError(f"{path} is not a Parquet file ({one_line(error, 200)}); write it again") from error
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"{path} has text that is not UTF-8 ({one_line(error, 200)}); write it again in UTF-8"
-        ) from error

@@ -25,7 +25,7 @@ from jaxrl_llm.system.signals import child, interpreter
 from jaxrl_llm.telemetry.contents import choose_lines, described, read_files
 
 ASSETS = Path(__file__).with_name("page")
-SCRIPTS = ("uplot.js", "values.js", "charts.js", "sections.js", "completions.js", "begin.js")
+SCRIPTS = ("uplot.js", "values.js", "charts.js", "sections.js", "settings.js", "completions.js", "begin.js")
 STYLES = ("uplot.css", "style.css")
 QUICK = 4
 """Level of gzip: a tenth larger than the smallest, at a third of the time, since runs wait for it."""

@@ -1,4 +1,6 @@
-"""Output of a run's lines: a terminal with live lines below a table of steps, a log file, or warnings only."""
+"""Output of a run's lines: a terminal or a notebook with live lines below a table of steps, a log file, or warnings
+only.
+"""
 
 import threading
 import time
@@ -11,6 +13,7 @@ from rich.spinner import Spinner
 from rich.text import Text
 
 from jaxrl_llm.system.text import short, shown
+from jaxrl_llm.telemetry.cell import CellOutput
 from jaxrl_llm.telemetry.panel import Panel
 
 LONGEST_SILENCE = 60.0
@@ -101,8 +104,9 @@ def evaluation(metrics: dict[str, Any]) -> str:
 class Screen:
     """Output of a run's lines; a context manager, so that a terminal is restored in any case.
 
-    On a terminal finished steps scroll by as a table above live lines. A log file has one line for each step, and a
-    line when a phase takes long: no bars, no escape codes.
+    On a terminal finished steps scroll by as a table above live lines; in a notebook both are one output of the cell,
+    updated in place. A log file has one line for each step, and a line when a phase takes long: no bars, no escape
+    codes.
 
     Args:
       console: of the terminal or file.
@@ -126,6 +130,7 @@ class Screen:
         self._panel = panel
         self._quiet = quiet
         self._live: Live | None = None
+        self._cell: CellOutput | None = None
         if not quiet and console.is_terminal and not console.is_dumb_terminal:
             self._spinner = Spinner("dots" if console.encoding.lower().startswith("utf") else "line")
             self._live = Live(console=console, get_renderable=self._render, refresh_per_second=5, transient=True)
@@ -136,6 +141,8 @@ class Screen:
         self._repeats = 0
 
     def __enter__(self) -> "Screen":
+        if self._console.is_jupyter and not self._quiet:
+            self._cell = CellOutput()
         if self._live is not None:
             self._live.start()
         elif not self._quiet:
@@ -148,6 +155,8 @@ class Screen:
         elif not self._quiet:
             self._stopped.set()
             self._watch.join()
+            if self._cell is not None:
+                self._cell.show([])
 
     def _render(self) -> Group:
         self._spinner.update(text=Text(self._describe(), style="dim", overflow="ellipsis", no_wrap=True))
@@ -155,6 +164,10 @@ class Screen:
 
     def _break_silence(self) -> None:
         while not self._stopped.wait(0.5):
+            if self._cell is not None:
+                panel = self._panel.lines(self._console.width)
+                self._cell.show([*(line.plain for line in panel), f"... {self._describe()}"])
+                continue
             shortest = self._patience()
             if time.monotonic() - self._last >= max(shortest, min(shortest * 2**self._repeats, LONGEST_SILENCE)):
                 repeats = self._repeats + 1
@@ -162,13 +175,13 @@ class Screen:
                 self._repeats = repeats
 
     def row(self, step: str, left: str, metrics: dict[str, Any]) -> None:
-        """Print a finished step: ``3/9``, the time left, and its metrics; on a terminal with a heading now and then."""
-        if self._live is None:
+        """Print a finished step: ``3/9``, the time left, and its metrics; except in a file with a heading at times."""
+        if self._live is None and self._cell is None:
             self.line(plain(step, left, metrics))
             return
         layout = columns_for(self._console.width, metrics)
         if self._rows % HEADING_EVERY == 0:
-            self._console.print(Text(in_columns(*layout, "step", "left"), style="bold"))
+            self._print(in_columns(*layout, "step", "left"), "bold")
         self._rows += 1
         self.line(in_columns(*layout, step, left, metrics))
 
@@ -176,7 +189,12 @@ class Screen:
         """Print a line, which ends a silence; warnings are coloured on a terminal."""
         if self._quiet and not warning:
             return
-        style = "yellow" if warning and self._live is not None else ""
-        self._console.print(Text(text, style=style), soft_wrap=self._live is None)
+        self._print(text, "yellow" if warning and (self._live or self._cell) else "")
         self._last = time.monotonic()
         self._repeats = 0
+
+    def _print(self, text: str, style: str) -> None:
+        if self._cell is not None:
+            self._cell.add(text, bool(style))
+        else:
+            self._console.print(Text(text, style=style), soft_wrap=self._live is None)

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from jaxrl_llm.diagnosis import Finding, diagnose
 from jaxrl_llm.system.json_lines import read_rows
+from jaxrl_llm.system.paths import PROFILE
 from jaxrl_llm.system.text import abridge, seconds, short
 from jaxrl_llm.telemetry.contents import happened
 from jaxrl_llm.types import DISAGREEMENT
@@ -134,8 +135,7 @@ def print_summary(
     for found in summary.findings:
         lines += [Text(""), _field(found.kind.replace("_", " "), f"since step {found.step}: {found.what}", "bold")]
         lines += [Text(f"{'':<{LABEL_WIDTH}}{text}") for text in (found.why, f"try {found.remedy}")]
-    for line in lines:
-        console.print(line, soft_wrap=True)
+    console.print(*lines, sep="\n", soft_wrap=True)  # at once: in a notebook each call is an output
 
 
 def _field(label: str, value: str, style: str = "") -> Text:
@@ -219,10 +219,11 @@ def _next(summary: RunSummary, reloads: bool, writes: bool) -> list[Text]:
     commands = [f"jaxrl-llm eval {run}", more]
     if writes:
         commands.insert(1, f"jaxrl-llm generate {run} --prompt {shlex.quote(ask)}")
-    report = Path(summary.run_dir, "report.html")
+    report, profile = Path(summary.run_dir, "report.html"), Path(summary.run_dir, PROFILE)
     return [
         _field("the run is in", summary.run_dir),
         *([_field("look at it", f"{report}, in a browser")] if report.is_file() else []),
+        *([_field("its profile", f"{profile} (pip install xprof, then xprof {profile})")] if profile.is_dir() else []),
         _field("try next", ""),
         *(Text(f"  {command}") for command in commands),
     ]

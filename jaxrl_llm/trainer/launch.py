@@ -290,6 +290,7 @@ def claimed(directory: Path, found: configs.Found) -> Generator[None]:
     """
     own = found.directory is not None and found.run.run_dir == str(found.directory)  # a run lies where its directory is
     settings = configs.to_json(dataclasses.replace(found.run, run_dir=None) if own else found.run)
+    settings |= {"chosen": configs.chosen(found.run)}
     made = next((p for p in reversed([directory, *directory.parents]) if not p.exists()), None)
 
     def remove(*reason: object) -> None:

@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import shlex
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from jaxrl_llm.models.lora import model_of
 from jaxrl_llm.rules import DONE, decide
 from jaxrl_llm.sharding.distributed import ALONE, Peers
 from jaxrl_llm.stages import stage_of
+from jaxrl_llm.system.paths import PROFILE
 from jaxrl_llm.system.signals import PREEMPTED, Preemption, on_exit
 from jaxrl_llm.telemetry import Verbosity
 from jaxrl_llm.telemetry.pace import SAVE
@@ -134,7 +135,8 @@ def make_steps(context: RunContext, cursor: Cursor) -> tuple[int, str] | None:
     run, directory, store, schedule = context.run, context.directory, context.store, context.schedule
     saved = time.monotonic()
     for step in range(cursor.step + 1, run.steps + 1):
-        made = make_step(context, cursor, step)
+        with profiled(context, step):
+            made = make_step(context, cursor, step)
         if made is None:
             save_underway(context, cursor)
             return PREEMPTED, f"stopped within step {step}, state and samples saved: {AGAIN}"
@@ -167,6 +169,16 @@ def make_steps(context: RunContext, cursor: Cursor) -> tuple[int, str] | None:
         if decision.next_phase and step < run.steps:
             return None
     return DONE, ""
+
+
+@contextlib.contextmanager
+def profiled(context: RunContext, step: int) -> Generator[None]:
+    """Write a trace of the step in which JAX's profiler shall run; each host writes its own."""
+    if step != context.run.output.profile:
+        yield
+        return
+    with jax.profiler.trace(context.directory / PROFILE):
+        yield
 
 
 def save_underway(context: RunContext, cursor: Cursor) -> None:

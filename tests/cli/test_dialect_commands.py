@@ -1,4 +1,4 @@
-"""TRL's and verl's names on the command line: what is refused in one line, and what is said of the others."""
+"""Names of other trainers on the command line: what is refused in one line, and what is said of the others."""
 
 import re
 
@@ -23,11 +23,19 @@ COMMANDS = {
     f"train smoke {ACTOR}clip_ratio_hihg=0.3": ["did you mean", f"{ACTOR}clip_ratio_high?"],
     "train smoke actor_rollout_ref.model.path=x": ["no translation of actor_rollout_ref.model.path"],
     "train smoke data.train_batch_size=3": ["here it is --rollout.prompts"],
+    "train smoke --output.profile 99": ["output.profile 99 is after the last step", "name a step of the run"],
+    "train smoke --profile 3": ["did you mean --output.profile?"],
+    "train smoke --recipe gpro": ["no recipe 'gpro'", "did you mean grpo?"],
+    "train smoke --recipe GSPO": ["did you mean gspo?"],
+    "train smoke --resume": ["no option --resume: the same command resumes"],
+    "train smoke --load_in_4bit True": ["weights are not quantised; --learner.lora.rank 16"],
+    "train smoke --batch-size=8": ["no option --batch-size: --rollout.prompts, each with --rollout.group completions"],
+    "train smoke --push_to_hub": ["jaxrl-llm export RUN --out DIR writes the model"],
     "train smoke --recipe cispo --epsilon_high 0.2": ["--epsilon_high 0.2", "write --epsilon_high 1.2"],
     f"train smoke --beta 1 {ACTOR}clip_ratio_low=0.3": ["use one dialect in a command"],
     f"train smoke {ACTOR}kl_loss_type=k1": ["recipe.algorithm.kl K1 with kl_coef 0.04", "its expected gradient is 0"],
 }
-HELP = "train smoke --help"
+HELP = "train smoke --help all"
 UNDERSTOOD = "train smoke --recipe gspo --epsilon_high 5e-4 --mesh.data 3"
 
 

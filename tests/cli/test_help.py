@@ -2,11 +2,12 @@
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 
 import pytest
-from commands import MAIN, assert_refused, command, commands, environment
+from commands import MAIN, Answer, assert_refused, command, commands, environment
 
 from jaxrl_llm.algorithms.preference import IPO
 from jaxrl_llm.cli.export import model_card
@@ -23,6 +24,22 @@ def test_the_process_itself_exits_with_code_2_and_one_line(tmp_path):
     assert_refused(command("train", "smoke", "--stpes", "3", folder=tmp_path), "did you mean --steps?")
     assert_refused(command("train", "smoke", "--model", "r.gguf", folder=tmp_path), "no such file: r.gguf")
     assert not list(tmp_path.iterdir())
+
+
+def test_python_runs_the_package_as_the_command(tmp_path):
+    program = [sys.executable, "-m", "jaxrl_llm", "trian"]
+    done = subprocess.run(program, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "") and "did you mean train?" in done.stderr
+
+
+def test_windows_is_refused_in_one_line():
+    program = (
+        "import sys; sys.platform, sys.modules['fcntl'] = 'win32', None; from jaxrl_llm.__main__ import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, check=False
+    )
+    assert_refused(Answer(done.returncode, done.stdout, done.stderr), "Windows is not supported: use WSL2")
 
 
 @pytest.mark.parametrize(
@@ -58,8 +75,9 @@ def test_a_run_goes_on_when_nobody_reads_its_rows_any_more(capfd):
 
 
 def test_help_tells_the_commands_and_the_fields(tmp_path):
-    top, none, version, *helps = commands(
-        ["--help", "", "--version", "train --help", "train smoke --help", "eval --help", "eval tiny-random --help",
+    top, none, version, wrong, part, *helps = commands(
+        ["--help", "", "--version", "train smoke --help rollot", "train smoke --help output",
+         "train --help", "train smoke --help", "eval --help", "eval tiny-random --help",
          "generate --help", "generate tiny-random --help", "export --help", "list --help"],
         tmp_path,
     )  # fmt: skip
@@ -68,9 +86,13 @@ def test_help_tells_the_commands_and_the_fields(tmp_path):
     assert version.out.count(".") == 2
     for answer in helps:
         assert answer.code == 0 and "usage" in answer.out.lower() and not answer.err
-    assert "--learner.optimiser.learning-rate" in helps[1].out and "--recipe NAME" in helps[1].out
+    assert "--output.no_tensorboard" in part.out and "--steps" not in part.out
+    assert_refused(wrong, "no part 'rollot' of the settings: did you mean rollout?")
+    usual = re.findall(r"^  --([a-z._]+) (?:None.)?[A-Z]+\b", helps[1].out, re.MULTILINE)
+    assert usual[usual.index("model") :][:4] == ["model", "run_dir", "steps", "learner.optimiser.learning_rate"]
+    assert "--recipe NAME" in helps[1].out and "--help all lists all" in helps[1].out
     assert all(flag in helps[number].out for flag in ("--quiet", "--json") for number in (0, 1))
-    assert "--top-p" in helps[5].out and "--samples" in helps[3].out
+    assert "--top_p" in helps[5].out and "--samples" in helps[3].out
     assert not list(tmp_path.iterdir())
 
 
@@ -84,6 +106,25 @@ def test_list_names_what_there_is(tmp_path):
     assert "tiny-random" in models.out and "qwen3" in models.out
     for answer in (configurations, recipes, models):
         assert answer.code == 0 and answer.out.strip() in everything.out
+
+
+def test_bash_completes_commands_configurations_recipes_and_flags(tmp_path):
+    bash, zsh, wrong = commands(["completion bash", "completion zsh", "completion fish"], tmp_path)
+    assert_refused(wrong, "completion does not know 'fish': there are bash and zsh")
+    assert "bashcompinit" in zsh.out and zsh.out.endswith(bash.out)
+    typed = {
+        "tr": "train",
+        "train quick": "quickstart",
+        "train quickstart --recipe ds": "",
+        "train quickstart --recipe gs": "gspo",
+        "train quickstart --learner.opt": "--learner.optimiser.learning_rate",
+        "eval runs/quickstart --samp": "--samples",
+        "list rec": "recipes",
+    }
+    lines = [f"COMP_WORDS=(jaxrl-llm {words}) COMP_CWORD={len(words.split())}; _jaxrl_llm" for words in typed]
+    program = bash.out + "".join(f'{line}; echo "${{COMPREPLY[*]}}"\n' for line in lines)
+    done = subprocess.run(["bash", "-u"], input=program, capture_output=True, text=True, check=True)
+    assert (done.stdout.splitlines(), done.stderr) == ([*typed.values()], "")
 
 
 def test_list_fits_a_narrow_terminal_and_a_pipe(tmp_path):

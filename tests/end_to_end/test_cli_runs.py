@@ -19,7 +19,7 @@ LINES = {
     "train": "train smoke",
     "again": "train smoke",
     "other settings": "train smoke --seed 5",
-    "go on": "train smoke --steps 8 --learner.compute.microbatch_rows 4 --scoring.timeout_s 9",
+    "go on": "train smoke --steps 8 --learner.compute.microbatch_rows 4 --scoring.timeout_s 9 --output.profile 8",
     "fresh": "train smoke --fresh --recipe gspo --learner.minibatches 1 --steps 1 --output.wandb tests "
     "--task.template {{messages[0].content}}<think> --task.extractor whole --json",
     "what fresh suggests": "train runs/smoke-2/config.json --run_dir runs/smoke-2 --steps 1",
@@ -122,6 +122,12 @@ def test_a_finished_run_says_so_and_goes_on_for_more_steps(folder, answers):
     assert [row["step"] for row in metrics if "event/resumed" in row] == [7]
     assert [row.get("event/settings") for row in metrics[6:]] == [None, "scoring.timeout_s: 5.0 -> 9.0", None]
     assert json.loads((folder / "runs/smoke/config.json").read_text())["steps"] == 8
+
+
+def test_a_step_is_profiled_and_the_end_says_where(folder, answers):
+    assert "xprof runs/smoke/profile" in answers["go on"].out
+    (trace,) = (folder / "runs/smoke/profile").rglob("*.xplane.pb")
+    assert b"update" in trace.read_bytes()
 
 
 def test_a_run_is_not_continued_with_other_settings(answers):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 
 import pytest
@@ -13,6 +14,8 @@ from jaxrl_llm.plan.lowering import compile_one, needed, subject
 from jaxrl_llm.plan.machines import CUDNN, describe, installed, parse_topology
 from jaxrl_llm.plan.planning import best, candidates, compilable, plan
 from jaxrl_llm.plan.tables import draw, lines, table, write
+from jaxrl_llm.plan.totals import totals
+from jaxrl_llm.rollout import Collect
 
 GPUS = parse_topology("h100:8")
 SLICE = parse_topology("v5e:2x2")
@@ -110,6 +113,45 @@ def test_what_fits_at_most_fits_and_more_does_not():
     assert fits(most) and not fits(most * 4)
 
 
+def test_the_whole_run_is_its_steps_its_devices_and_its_checkpoints():
+    run = dataclasses.replace(tiny_run((1, 4, 2)), steps=300)
+    one = by_formula(run)
+    found = totals(one, 2.0)
+    assert found.run_s == pytest.approx(300 * one.seconds)
+    assert found.device_hours == pytest.approx(8 * found.run_s / 3600) and found.cost == pytest.approx(
+        2 * found.device_hours
+    )
+    assert found.checkpoint_every_s == pytest.approx(50 * one.seconds)
+    weights = 4 * one.parameters
+    assert found.snapshot_bytes == pytest.approx(weights, rel=1e-3)
+    assert found.checkpoint_bytes == pytest.approx(4 * weights, rel=1e-3), "weights, two moments, reference"
+    assert found.disk_bytes == 4 * found.checkpoint_bytes and totals(one).cost is None
+
+
+def test_a_step_is_compared_with_the_time_that_a_signal_leaves():
+    def told(grace, **collect):
+        run = tiny_run((1, 4, 2), collect=Collect(**collect))
+        run = dataclasses.replace(run, output=dataclasses.replace(run.output, grace_s=grace))
+        return lines(by_formula(run), "")[-1]
+
+    assert "a step can end in 12.5 s" in told(25.0)
+    assert "stopped within its sampling" in told(1e-6) and "once it learns, it is finished" in told(1e-6)
+    assert "set output.grace_s to 1" in told(1e-6, staleness=1), "a step that samples ahead is finished"
+    assert "however long" in told(math.inf)
+
+
+def test_a_cache_that_the_mesh_cannot_divide_is_told_with_its_reason():
+    told = "mesh.tensor 8 does not divide the model's 2 key/value heads"
+    assert told in "\n".join(lines(by_formula(tiny_run((1, 1, 8))), ""))
+    assert "key/value heads" not in "\n".join(lines(by_formula(tiny_run((1, 4, 2))), ""))
+
+
+def test_a_machine_has_a_process_for_each_host():
+    names = {"h100:8": 1, "h100:2x4": 2, "v5e:2x4": 1, "v5e:4x4": 4, "v6e:2x2": 1, "v5p:2x2x4": 4, "tpu7x:2x2x2": 2}
+    assert {name: parse_topology(name).hosts for name in names} == names
+    assert parse_topology("v5e:2x4", 2).hosts == 2
+
+
 def test_a_search_ranks_meshes_that_fit():
     run = tiny_run((1, 8, 1))
     every = candidates(run, CONFIG, GPUS)
@@ -171,7 +213,9 @@ def test_what_cannot_be_planned_is_refused_in_one_line(tmp_path):
         "plan smoke --topology v5litepod-16": "write v5e:4x4",
         "plan smoke --topology v5e:2x2 --quick --loops": "leave --quick and --search out",
         "plan smoke --topology h100:3 --learner.compute.microbatch_rows 4": "make it a multiple of 3",
+        "plan smoke --topology h100:16 --mesh.rollout 8 --rollout.collect.staleness 1": "run has 2, one on each",
         "plan smoke --topology h100:2 --slices x": "--slices must be a positive number",
+        "plan smoke --topology h100:2 --price_per_device_hour free": "--price_per_device_hour must be a number above 0",
     }
     for answer, words in zip(commands(list(refused), tmp_path), refused.values(), strict=True):
         assert answer.code == 2 and words in answer.err and answer.err.count("\n") == 1

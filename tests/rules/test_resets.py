@@ -238,7 +238,7 @@ def test_a_watched_kl_resets_where_none_is_in_the_loss():
 def test_many_snapshots_are_told_before_the_run():
     recipe = Recipe("mine", PRESETS["grpo"], resets=Resets(reference_every=1))
     run = dataclasses.replace(SMOKE, recipe=recipe, steps=21)
-    told = "recipe.resets.reference_every 1 keeps 21 snapshots of the models for good; --recipe.resets.no-snapshots"
+    told = "recipe.resets.reference_every 1 keeps 21 snapshots of the models for good; --recipe.resets.no_snapshots"
     assert any(told in line for line in configs.notes(run))
     silent = dataclasses.replace(recipe, resets=Resets(reference_every=1, snapshots=False))
     assert not any("snapshots" in line for line in configs.notes(dataclasses.replace(run, recipe=silent)))

@@ -51,6 +51,40 @@ def test_parquet_gives_what_jsonl_gives(tmp_path):
     assert from_parquet[4].metadata["row"].endswith("rows.parquet:5")
 
 
+def test_csv_and_json_give_what_jsonl_gives(tmp_path):
+    rows = [{"prompt": f'What is "{n}", + 1?\nIn words.', "answer": str(n + 1)} for n in range(3)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "rows.json").write_text(json.dumps(rows, indent=1))
+    (tmp_path / "rows.csv").write_bytes(pandas.DataFrame(rows).to_csv(index=False).encode("utf-8-sig"))
+    found = {name: list(Table(str(tmp_path / f"rows.{name}")).problems()) for name in ("jsonl", "json", "csv")}
+    for ours in (found["json"], found["csv"]):
+        assert [(one.id, one.prompt, one.answer) for one in ours] == [
+            (one.id, one.prompt, one.answer) for one in found["jsonl"]
+        ]
+    assert found["json"][2].metadata["row"].endswith("rows.json:3")
+    assert found["csv"][2].metadata["row"].endswith("rows.csv:6"), "its first line"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", b'{"prompt": "a"}\n{"prompt": "b"}', "a.json is not JSON .*one object a line is a .jsonl file"),
+        ("a.json", b'{"rows": []}', "a.json holds a dict; write a list of objects"),
+        ("a.json", b'[{"prompt": "a", "answer": 1}, 3]', "a.json:2 is a int; a row is an object"),
+        ("a.csv", b"", "a.csv:1 must name the columns"),
+        ("a.csv", b"prompt,prompt\n1,2\n", "a.csv:1 must name the columns, each once"),
+        ("a.csv", b"prompt;answer\na;1\n", "a.csv:2 has no prompt in field 'prompt'"),
+        ("a.csv", b"prompt,answer\na,b,1\n", "a.csv:2 has 3 cells, and the first line names 2"),
+        ("a.csv", b'prompt,answer\n"a"b,1\n', "a.csv:2 is not CSV"),
+        ("a.csv", b"prompt,answer\n\xff,1\n", "a.csv has text that is not UTF-8"),
+    ],
+)
+def test_csv_and_json_that_cannot_be_read_are_named(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=message):
+        list(Table(str(tmp_path / name)).problems())
+
+
 def test_parquet_keeps_its_types_and_a_checkpoint_can_hold_them(tmp_path):
     zone = zoneinfo.ZoneInfo("Europe/Berlin")
     row = {
@@ -138,7 +172,7 @@ def test_a_reference_that_cannot_be_cut_out_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("rows.csv", b"", r"suffix '.csv'; tables are .jsonl or .parquet"),
+        ("rows.tsv", b"", r"suffix '.tsv'; tables are .jsonl, .json, .csv or .parquet"),
         ("missing.jsonl", None, "missing.jsonl not found"),
         ("rows.parquet", b"no parquet", "rows.parquet is not a Parquet file"),
     ],

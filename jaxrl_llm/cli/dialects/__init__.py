@@ -27,6 +27,7 @@ max_prompt_length -> rollout.max_prompt_tokens
 temperature -> rollout.temperature
 top_p -> rollout.top_p
 top_k -> rollout.top_k
+batch_size -> : --rollout.prompts, each with --rollout.group completions; of data to learn from, --batch.rows
 train_batch_size generation_batch_size -> rollout.prompts: prompts, each with rollout.group completions
 per_device_train_batch_size -> learner.compute.microbatch_rows: of all devices; a step has rollout.prompts prompts
 ppo_micro_batch_size ppo_micro_batch_size_per_gpu -> learner.compute.microbatch_rows: of all devices
@@ -52,7 +53,8 @@ model_name_or_path model.path -> model
 bf16 fp16 -> learner.compute.dtype: bfloat16
 torch_dtype -> learner.dtype
 gradient_checkpointing enable_gradient_checkpointing -> learner.compute.remat
-use_peft -> learner.lora.rank: above 0
+use_peft lora -> learner.lora.rank: above 0
+load_in_4bit load_in_8bit -> : weights are not quantised; --learner.lora.rank 16 --learner.dtype bfloat16 saves memory
 lora_r lora_rank -> learner.lora.rank
 lora_alpha -> learner.lora.alpha
 lora_target_modules target_modules -> learner.lora.targets
@@ -69,13 +71,15 @@ report_to -> output.wandb: with a project's name; TensorBoard's curves are writt
 project_name -> output.wandb
 use_vllm vllm_mode -> : the sampler is built in; --rollout.engine.slots completions are sampled at a time
 logging_steps -> : every step is logged
-dataset_name -> : problems are the task of the configuration's file: Task(HubDataset(NAME))
+dataset_name dataset -> : problems are the task of the configuration's file: Task(HubDataset(NAME))
 train_files -> : problems are the task of the configuration's file: Task(Table(PATH))
 val_files -> : problems to test on are evaluation.task of the configuration's file
 reward reward_funcs -> : rewards are scoring.rewards of the configuration's file, functions too
 reward_weights -> : each of scoring.rewards has its weight in the configuration's file
 recipe.controller kl_ctrl.type -> : a controller is set in the configuration: replace(GRPO, controller=AdaptiveKL())
-resume_from_checkpoint resume_mode -> : the same command resumes; --from RUN[@STEP] starts a run with another's weights
+push_to_hub -> : jaxrl-llm export RUN --out DIR writes the model, and hf upload NAME DIR publishes it
+gpus num_gpus n_gpus_per_node -> : all devices are used; CUDA_VISIBLE_DEVICES chooses among GPUs
+resume resume_from_checkpoint resume_mode -> : the same command resumes; --from RUN[@STEP] starts one with its weights
 """
 """Names of other trainers; the equivalent field, if any; a further note. They are matched by their last part, or
 the last two.

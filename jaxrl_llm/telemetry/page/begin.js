@@ -20,6 +20,8 @@ async function begin() {
   const where = report.runs.map(run => run.directory).join(", ");
   document.querySelector("footer").textContent = `Written by jaxrl-llm on ${report.written} from ${where}.`;
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+  addEventListener("beforeprint", () => toPaper(true));
+  addEventListener("afterprint", () => toPaper(false));
   await new Promise(done => requestAnimationFrame(() => setTimeout(done)));
   await Promise.all(report.runs.map(async run => {
     run.rows = rowsOf(await unpack(`samples-${run.number}`));

@@ -57,6 +57,13 @@ function redraw() {
   }
 }
 
+// Paper has one width and light colours, and all curves are on it; on the screen they are drawn again in its own.
+function toPaper(there) {
+  document.documentElement.classList.toggle("paper", there);
+  if (there) view.charts.forEach(draw);
+  else redraw();
+}
+
 function draw(own) {
   own.u?.destroy();
   own.stale = false;

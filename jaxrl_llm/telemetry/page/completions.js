@@ -22,7 +22,8 @@ const GRADES = {
 };
 const NO_VALUES = ["text", "mask", "counted"];
 const SORTS = {
-  "as sampled": null,
+  "latest step first": group => -group.step,
+  "earliest step first": null,
   "highest reward first": group => -group.score,
   "lowest reward first": group => group.score,
   "largest difference first": group => Math.min(...group.scores) - Math.max(...group.scores),
@@ -136,7 +137,7 @@ function browser(runs) {
     shown_kind = kind.value;
     const own = shown_run.groups.filter(group => group.kind === kind.value).map(group => group.step);
     const options = [...new Set(own)].map(value => [String(value), whole(value)]);
-    fillOptions(step, [["", "all"], ...options], options.at(-1)?.[0]);
+    fillOptions(step, [...options, ["", "all"]], "");
     ofStep.hidden = kind.value === "pair";
     ofPair.hidden = !ofStep.hidden;
   }
@@ -158,7 +159,8 @@ function browser(runs) {
   function fill() {
     const groups = found(), left = groups.length - room;
     const word = { training: "group", evaluation: "answer", pair: "problem" }[kind.value];
-    count.textContent = groups.length ? many(groups.length, word) : "nothing of that kind: widen the search";
+    const here = left > 0 ? `${whole(room)} of ` : "";
+    count.textContent = groups.length ? here + many(groups.length, word) : "nothing of that kind: widen the search";
     scale.replaceChildren(...legendOf(shade.value));
     list.replaceChildren(...groups.slice(0, room).map(group => groupCard(group, shade.value)));
     const widen = () => { room += 3 * PAGE; fill(); };

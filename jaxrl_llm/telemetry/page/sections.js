@@ -1,4 +1,4 @@
-// What stands above and below the curves: runs at a glance, findings, groups of curves, time, settings.
+// What stands above and below the curves: runs at a glance, findings, groups of curves, time.
 
 const REWARD = /^(eval\/.*(@|accuracy|reward|loss|perplexity|margin|win|ref)|(reward\w*|pairs|steps|constraint)\/)/;
 const GROUPS = [
@@ -51,7 +51,9 @@ const TILES = [
   [/^kl$/, "KL, nats", shown],
   [/^loss$/, "loss", shown, /^reward\/mean$/],
   [/^grad_norm$/, "gradient norm", shown],
+  [/^completions\/truncated_fraction$/, "cut off", percent],
   [/^throughput\/sampled_tokens_per_s$/, "sampled tokens/s", shown],
+  [/^time\/step_s$/, "time of a step", duration],
 ];
 const MOST_TILES = 8;
 const SPLIT = [
@@ -74,7 +76,7 @@ function section(title, ...children) {
 }
 
 function atAGlance() {
-  return section("Overview", box("runs", ...report.runs.map(glance)));
+  return section("Overview", box("runs", ...report.runs.map(glance)), differences());
 }
 
 function glance(run) {
@@ -280,34 +282,4 @@ function waste(run) {
   if (!facts.length) return null;
   const keys = facts.map(([label, value, style]) => el("span", {}, `${label} `, el("b", {}, style(value))));
   return el("div", {}, el("h3", {}, titled("Sampling", run)), box("keys", ...keys));
-}
-
-function settingsTable() {
-  const runs = report.runs.filter(run => Object.keys(run.config).length);
-  if (!runs.length) return null;
-  const text = value => (typeof value === "string" ? value : value === undefined ? "" : JSON.stringify(value));
-  const values = key => runs.map(run => text(run.config[key]));
-  const differs = key => new Set(values(key)).size > 1;
-  const own = key => !/^origin\.|(^|\.)type$/.test(key);
-  const keys = [...new Set(runs.flatMap(run => Object.keys(run.config)))].filter(own);
-  const looks = { type: "search", placeholder: "Find a setting", "aria-label": "Find a setting" };
-  const find = el("input", { ...looks, oninput: fill });
-  const all = el("input", { type: "checkbox", checked: runs.length < 2, onchange: fill });
-  const body = el("tbody"), count = span("", "legend");
-  function fill() {
-    const has = key => [key, ...values(key)].join(" ").toLowerCase().includes(find.value.toLowerCase());
-    const found = keys.filter(key => (all.checked || differs(key)) && has(key));
-    body.replaceChildren(...found.map(key => {
-      const row = el("tr", {}, ...[key, ...values(key)].map(cell => el("td", {}, cell)));
-      row.classList.toggle("differs", all.checked && differs(key));
-      return row;
-    }));
-    count.textContent = many(found.length, "setting");
-  }
-  fill();
-  const titles = el("tr", {}, el("th", {}, "setting"), ...runs.map(run => el("th", {}, dot(run.number), run.name)));
-  const more = runs.length > 1 ? el("label", {}, all, "also those that are equal") : null;
-  const table = el("table", {}, el("thead", {}, titles), body);
-  return section("Settings", box("tools", find, more, count),
-    el("div", { class: "card table", tabindex: 0, role: "region", "aria-label": "Settings" }, table));
 }

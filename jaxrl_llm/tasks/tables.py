@@ -1,0 +1,105 @@
+"""Rows of files: JSON lines, JSON, CSV and Parquet."""
+
+import contextlib
+import csv
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm.errors import InputError, one_line, require
+from jaxrl_llm.tasks.prompts import BadRow
+
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+NOT_UTF8 = "{} has text that is not UTF-8 ({}); write it again in UTF-8"
+LONGEST_CELL = 2**31 - 1
+"""Characters of one cell of a CSV file; Python's own limit is 131072, which a long solution may pass."""
+
+
+def rows_of(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the rows of a file, each after its place; a row that is not well-formed does not end the iterator.
+
+    Raises:
+      InputError: the file is missing, its suffix is unknown, or it is not what the suffix says.
+      BadRow: one row cannot be read; the next one may be.
+    """
+    known = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
+    require(path.suffix in SUFFIXES, f"{path} has the suffix {path.suffix!r}; tables are {known} files")
+    require(path.is_file(), f"{path} not found; paths start at the current folder, {Path.cwd()}")
+    if path.suffix == ".jsonl":
+        return itertools.starmap(_parsed, _lines(path))
+    if path.suffix == ".csv":
+        return itertools.starmap(_named, _cells(path))
+    return _json_rows(path) if path.suffix == ".json" else _parquet_rows(path)
+
+
+def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    with path.open("rb") as lines:
+        yield from ((f"{path}:{count}", line) for count, line in enumerate(lines, start=1) if line.strip())
+
+
+def _parsed(where: str, line: bytes) -> tuple[str, Any]:
+    try:
+        return where, json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise BadRow(
+            f"{where} is not JSON ({one_line(error, 200)}); write one object on each line, in UTF-8"
+        ) from error
+
+
+def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    remedy = "write a list of objects, in UTF-8; one object a line is a .jsonl file"
+    try:
+        rows = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path} is not JSON ({one_line(error, 200)}); {remedy}") from error
+    require(isinstance(rows, list), f"{path} holds a {type(rows).__name__}; {remedy}")
+    return ((f"{path}:{count}", row) for count, row in enumerate(rows, start=1))
+
+
+def _cells(path: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Yield place (its first line), names and cells of each row of a CSV file; a mark of byte order is skipped."""
+    csv.field_size_limit(LONGEST_CELL)
+    before = 0
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.reader(file, strict=True)
+            names = next(reader, [])
+            wrong = f"{path}:1 must name the columns, each once, such as prompt,answer"
+            require(bool(names) and all(names) and len({*names}) == len(names), wrong)
+            before = reader.line_num
+            for cells in reader:
+                if cells:
+                    yield f"{path}:{before + 1}", names, cells
+                before = reader.line_num
+    except UnicodeDecodeError as error:
+        raise InputError(NOT_UTF8.format(path, one_line(error, 200))) from error
+    except csv.Error as error:
+        raise InputError(
+            f"{path}:{before + 1} is not CSV ({one_line(error, 200)}); put text with commas, quotes or line ends in "
+            "double quotes, and double each quote in it"
+        ) from error
+
+
+def _named(where: str, names: list[str], cells: list[str]) -> tuple[str, Any]:
+    if len(cells) != len(names):
+        raise BadRow(
+            f"{where} has {len(cells)} cells, and the first line names {len(names)} columns; put text with commas in "
+            "double quotes"
+        )
+    return where, dict(zip(names, cells, strict=True))
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with contextlib.closing(pyarrow.parquet.ParquetFile(path)) as table:
+            rows = (row for batch in table.iter_batches() for row in batch.to_pylist())
+            yield from ((f"{path}:{count}", row) for count, row in enumerate(rows, start=1))
+    except pyarrow.ArrowInvalid as error:
+        raise InputError(f"{path} is not a Parquet file ({one_line(error, 200)}); write it again") from error
+    except UnicodeDecodeError as error:
+        raise InputError(NOT_UTF8.format(path, one_line(error, 200))) from error
