@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 import math
+import operator
 import re
 import time
 import warnings
@@ -12,9 +13,9 @@ import numpy as np
 import pytest
 from histories import change, flat_then, healthy, kinds, of, rise, rows, sick
 
-from jaxrl_llm import config, learner, recipes, rewards, rollout, rules
-from jaxrl_llm.algorithms import surrogates
+from jaxrl_llm import config, recipes, rewards
 from jaxrl_llm.diagnosis.history import MEASURED, ROLLED_BACK, history
+from jaxrl_llm.tasks import Task
 from jaxrl_llm.telemetry import Finding, diagnose
 
 MATTERS = {
@@ -325,27 +326,12 @@ def fields(kind):
 
 
 def test_every_setting_that_is_advised_exists():
-    homes = {
-        ("recipe",): recipes.Recipe,
-        ("recipe", "algorithm"): type(recipes.DAPO.algorithm),
-        ("recipe", "algorithm", "surrogate"): surrogates.PPOClip,
-        ("recipe", "resets"): type(recipes.DAPO.resets),
-        ("recipe", "overlong"): type(recipes.DAPO.overlong),
-        ("learner",): learner.Learner,
-        ("learner", "optimiser"): learner.Optimiser,
-        ("learner", "compute"): learner.Compute,
-        ("rollout",): rollout.Rollout,
-        ("rollout", "repetition"): rollout.Repetition,
-        ("rollout", "collect"): rollout.Collect,
-        ("rollout", "engine"): rollout.EngineOptions,
-        ("scoring",): config.Scoring,
-        ("rules",): rules.Rules,
-    }
+    run = config.Run("tiny-random", Task([{"prompt": "1", "answer": "1"}]), recipe=recipes.DAPO)
     advised = {flag for finding in every_finding() for flag in re.findall(r"--([a-z_.]+[a-z_])", finding.remedy)}
     assert len(advised) > 20
     for flag in advised - {"recipe", "from", "guard"}:
-        *home, name = flag.split(".")
-        assert name in fields(homes[tuple(home)]), flag
+        home, _, name = flag.rpartition(".")
+        assert name in fields(operator.attrgetter(home)(run)), flag
     said = " ".join(finding.remedy for finding in every_finding())
     assert all(name in recipes.RECIPES for name in re.findall(r"--recipe ([a-z_]+)", said))
     assert all(hasattr(rewards, name) for name in re.findall(r"\b([A-Z][a-z]+Penalty)\b", said))
