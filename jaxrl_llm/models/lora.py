@@ -7,19 +7,14 @@ a ``ScalarModel``: its head is trained directly, and its base may be a language 
 """
 
 import math
-import os
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxrl_llm.models.config import Lora, ModelConfig
 from jaxrl_llm.models.decoder import Adapter, Decoder, merged, parameter_shapes, to_parameters
-from jaxrl_llm.models.families import Tensor, axis_sizes, tensors_of
 from jaxrl_llm.models.heads import ScalarModel, split, with_scalar_head
-from jaxrl_llm.models.hf import new_directory
-from jaxrl_llm.models.weights import to_hf, write_json
 from jaxrl_llm.types import TrainState
 
 INPUTS = {"attn/o": 2}
@@ -87,57 +82,3 @@ def model_of(state: TrainState, name: str = "policy") -> Any:
     """Return the model of a role's parameters, or of a frozen copy's; by default the current policy."""
     params = state.roles[name].params if name in state.roles else state.frozen[name]
     return attached(base_of(state, name), params)
-
-
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-
-
-def save_adapter(
-    adapter: Adapter, config: ModelConfig, lora: Lora, base: str, directory: str | os.PathLike, card: str | None = None
-) -> None:
-    """Write ``adapter_config.json`` and ``adapter_model.safetensors`` (float32), which PEFT loads.
-
-    PEFT adds ``alpha / r * B A`` to a weight [out, in], with A [r, in] and B [out, r]; ours are their transposes, with
-    heads as separate axes.
-
-    Args:
-      adapter: adapter of a language model; its arrays are addressable.
-      config: the model's configuration.
-      lora: the settings that the adapter was made with.
-      base: the name by which PEFT finds the model.
-      directory: must not exist, or be empty.
-      card: the text of README.md, or None for no such file.
-
-    Raises:
-      InputError: the directory exists and is not empty.
-    """
-    from safetensors.numpy import save_file
-
-    sizes = axis_sizes(config) | {"R": lora.rank}
-    stored = {}
-    modules = []
-    for tensor in tensors_of(config):
-        part, _, name = tensor.path.removeprefix("blocks.").partition(".")
-        if f"{part}/{name}" not in lora.targets:
-            continue
-        modules.append(tensor.name.split(".")[-2])
-        factors = to_parameters(adapter)["blocks"][part][name]
-        outputs, inputs = tensor.hf_axes.split()
-        summed = INPUTS.get(f"{part}/{name}", 1)
-        shapes = {
-            "lora_A": ("a", Tensor("", "", f"R {inputs}", tensor.axes[:summed] + "R")),
-            "lora_B": ("b", Tensor("", "", f"{outputs} R", "R" + tensor.axes[summed:])),
-        }
-        for layer in range(config.layers):
-            module = "base_model.model." + tensor.name.format(layer).removesuffix(".weight")
-            for side, (ours, axes) in shapes.items():
-                stored[f"{module}.{side}.weight"] = to_hf(axes, np.asarray(factors[ours][layer], np.float32), sizes)
-    described = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base,
-        "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0, "target_modules": modules, "bias": "none",
-        "fan_in_fan_out": False, "inference_mode": True,
-    }  # fmt: skip
-    with new_directory(directory, card) as folder:
-        write_json(folder / CONFIG, described)
-        save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
-        (folder / WEIGHTS).chmod(0o644)

@@ -1,8 +1,10 @@
 """Loading of a model from any source: directory, GGUF file, built-in name or hub id."""
 
+import contextlib
 import json
 import os
 import re
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from jaxrl_llm.errors import InputError, as_input_error, did_you_mean, require
 from jaxrl_llm.models.builtin import BUILTIN, TINY
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.hf_config import gives_scores, read_config
+from jaxrl_llm.models.peft import MERGED, base_named, is_adapter, read_adapter
 from jaxrl_llm.models.weights import read_json
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -23,6 +26,7 @@ def load_pretrained(
 ) -> tuple[Any, Any | None]:
     """Load (model, tokenizer or None) from a Hugging Face directory, a ``.gguf`` file, a built-in name or a hub id.
 
+    The directory of an adapter in PEFT's format gives its base with the adapter added to the weights.
     ``dtype`` ("float32", "bfloat16", "float16") is that of every parameter. With a mesh every array is created in its
     layout, and each process reads only the parts of its devices; otherwise all are on the default device.
     InputError, in one line, if the model cannot be found, read or obeyed, and for a reward model.
@@ -61,6 +65,8 @@ def load_either(
     require(dtype in DTYPES, f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     name = os.fspath(path_or_name)
     path = Path(name).expanduser()
+    if is_adapter(path):
+        return load_adapted(path, dtype, mesh, scores)
     if not path.is_dir() and not name.endswith(".gguf") and name not in BUILTIN:
         check_name(name)
         from huggingface_hub import hf_hub_download, snapshot_download
@@ -85,19 +91,63 @@ def load_either(
     return load_gguf(path, dtype, mesh) if name.endswith(".gguf") else BUILTIN[name].load(dtype, mesh)
 
 
+def load_adapted(folder: Path, dtype: str, mesh: Any, scores: bool | None) -> tuple[Any, Any | None]:
+    """Load (model, tokenizer or None) of an adapter's directory: the sum of base and adapter, in ``dtype``.
+
+    The tokenizer is the directory's own, with its chat template and end of text, or else the base's.
+    """
+    import jax
+
+    from jaxrl_llm.models.decoder import Decoder, to_parameters
+    from jaxrl_llm.models.heads import split, with_scalar_head
+    from jaxrl_llm.models.hf import with_special_ids
+    from jaxrl_llm.models.lora import attached, merge
+    from jaxrl_llm.models.tokenizer import load_tokenizer
+    from jaxrl_llm.sharding import laid_out, shardings
+
+    with of_adapter(folder) as base:
+        model, tokenizer = load_either(base, dtype, mesh, scores)
+    decoder, head = split(model)
+    adapter = read_adapter(folder, decoder.config)
+    own = load_tokenizer(folder)
+    if own is not None:
+        decoder = Decoder(with_special_ids(decoder.config, {}, own), to_parameters(decoder))
+    if mesh is not None:
+        adapter = laid_out(adapter, shardings(adapter, mesh))
+    layout = None if mesh is None else shardings(decoder, mesh)
+    add = jax.jit(lambda base, adapter: merge(attached(base, adapter)), donate_argnums=0, out_shardings=layout)
+    summed = add(decoder, adapter)
+    return summed if head is None else with_scalar_head(summed, head), own or tokenizer
+
+
+@contextlib.contextmanager
+def of_adapter(folder: Path) -> Generator[str]:
+    """Yield the name of an adapter's base; an InputError about the base names the adapter, too."""
+    base = base_named(folder)
+    require(not is_adapter(Path(base).expanduser()), f"{folder}: its base {base} is an adapter too: {MERGED}")
+    try:
+        yield base
+    except InputError as error:
+        raise InputError(f"the base_model_name_or_path of the adapter {folder}: {error}") from None
+
+
 def check_name(name: str) -> None:
     """Refuse, without reading anything or any network access, a name that ``load_pretrained`` cannot resolve.
 
     Raises:
-      InputError: not a directory with a config.json, a .gguf file, a built-in name or a hub id; or the hub id of a
-        mixture of experts, by its name.
+      InputError: not a directory with a config.json, an adapter that can be read, a .gguf file, a built-in name or a
+        hub id; or the hub id of a mixture of experts, by its name.
     """
     path = Path(name).expanduser()
     experts = _EXPERTS.search(name)
-    if path.is_dir():
+    if is_adapter(path):
+        with of_adapter(path) as base:
+            check_name(base)
+    elif path.is_dir():
         if not (path / "config.json").is_file():
             raise InputError(
-                f"{path} holds no config.json: give a Hugging Face model directory, or a run with its checkpoints"
+                f"{path} holds no config.json: give a Hugging Face model directory, an adapter's directory "
+                "(adapter_config.json), or a run with its checkpoints"
             )
     elif path.exists():
         if path.suffix != ".gguf":
@@ -132,8 +182,12 @@ def architecture(name: str) -> tuple[ModelConfig, str]:
     Raises:
       InputError: no such model, or an unknown architecture.
     """
-    attributes = attributes_of(name)
     path = Path(name).expanduser()
+    if is_adapter(path):
+        with of_adapter(path) as base:
+            config, source = architecture(base)
+        return config, f"of the base {base}: {source}"
+    attributes = attributes_of(name)
     if path.is_dir():
         return read_config(attributes), str(path / "config.json")
     if name.endswith(".gguf"):
@@ -148,11 +202,16 @@ def architecture(name: str) -> tuple[ModelConfig, str]:
 def attributes_of(name: str) -> dict[str, Any]:
     """Return the content of config.json of a directory or a hub id; {} for a GGUF file or a built-in name.
 
+    That of an adapter is its base's.
+
     Raises:
       InputError: no such model.
     """
     check_name(name)
     path = Path(name).expanduser()
+    if is_adapter(path):
+        with of_adapter(path) as base:
+            return attributes_of(base)
     if path.is_dir():
         return read_json(path / "config.json")
     if name.endswith(".gguf") or not looks_like_hub_id(name):

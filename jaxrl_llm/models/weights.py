@@ -147,15 +147,35 @@ def open_checkpoint(directory: Path) -> dict[str, StoredTensor]:
     """Open the tensors of a directory, from one safetensors file or the shards of its index."""
     if (directory / INDEX).is_file():
         places = read_json(directory / INDEX).get("weight_map", {})
-        shards = {file: _open_file(directory / file) for file in sorted(set(places.values()))}
+        shards = {file: open_file(directory / file) for file in sorted(set(places.values()))}
         lost = [name for name, file in places.items() if name not in shards[file]]
         if lost:
             raise InputError(f"{directory / places[lost[0]]} lacks {lost[0]}, which the index names; fetch it again")
         return {name: shards[file][name] for name, file in places.items()}
     if (directory / SINGLE).is_file():
-        return _open_file(directory / SINGLE)
+        return open_file(directory / SINGLE)
     remedy = "convert the weights to safetensors" if any(directory.glob("*.bin")) else "fetch the weights"
     raise InputError(f"{directory} holds no {SINGLE} and no {INDEX}; {remedy} (pickled ones are never read)")
+
+
+def open_file(path: Path) -> dict[str, StoredTensor]:
+    """Open the tensors of one safetensors file."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        file = safe_open(path, framework="np")
+    except FileNotFoundError:
+        raise InputError(f"{path} is missing though the index names it; fetch it again") from None
+    except SafetensorError as error:
+        raise InputError(f"{path} is not a whole safetensors file ({error}); fetch it again") from None
+    views = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+    for name, view in views.items():
+        if view.get_dtype() not in _FLOATS:
+            raise InputError(f"{path}: {name} is stored as {view.get_dtype()}; only {', '.join(_FLOATS)} are read")
+    return {
+        name: StoredTensor(tuple(view.get_shape()), functools.partial(operator.getitem, view))
+        for name, view in views.items()
+    }
 
 
 def write_checkpoint(stored: Mapping[str, StoredTensor], directory: Path, dtype: str, limit: int = SHARD_BYTES) -> None:
@@ -227,22 +247,3 @@ def _part_to_hf(
 ) -> np.ndarray:
     array = np.asarray(leaf)
     return to_hf(tensor, array[layer] if tensor.layered else array, sizes)[place]
-
-
-def _open_file(path: Path) -> dict[str, StoredTensor]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        file = safe_open(path, framework="np")
-    except FileNotFoundError:
-        raise InputError(f"{path} is missing though the index names it; fetch it again") from None
-    except SafetensorError as error:
-        raise InputError(f"{path} is not a whole safetensors file ({error}); fetch it again") from None
-    views = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-    for name, view in views.items():
-        if view.get_dtype() not in _FLOATS:
-            raise InputError(f"{path}: {name} is stored as {view.get_dtype()}; only {', '.join(_FLOATS)} are read")
-    return {
-        name: StoredTensor(tuple(view.get_shape()), functools.partial(operator.getitem, view))
-        for name, view in views.items()
-    }

@@ -28,6 +28,7 @@ from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.heads import CHUNK
 from jaxrl_llm.models.hf_config import read_config
 from jaxrl_llm.models.lora import model_of
+from jaxrl_llm.models.peft import base_named, is_adapter
 from jaxrl_llm.models.pretrained import architecture
 from jaxrl_llm.plan import hlo
 from jaxrl_llm.plan.machines import Machine, without_compilation_cache
@@ -212,7 +213,8 @@ def needed(text: str) -> float:
 
 
 def model_config(name: str) -> tuple[ModelConfig, str]:
-    """Return the architecture of a directory, .gguf file, built-in name, hub id or RUN[@STEP], and its source.
+    """Return the architecture of a model or adapter directory, .gguf file, built-in name, hub id or RUN[@STEP], and its
+    source.
 
     The package holds a copy of config.json for well-known models, so that planning needs no network.
 
@@ -222,10 +224,12 @@ def model_config(name: str) -> tuple[ModelConfig, str]:
     if name in published() and not Path(name).is_dir():
         return read_config(published()[name]), "the published config.json, copied into this package"
     trained = find_run(name)
-    if trained is None:
+    adapter = is_adapter(Path(name).expanduser())
+    if trained is None and not adapter:
         return architecture(name)
-    config, source = model_config(without_step(trained.run.model))
-    return config, f"of run {name}: {source}"
+    base = base_named(Path(name).expanduser()) if trained is None else without_step(trained.run.model)
+    config, source = model_config(base)
+    return config, f"of {'adapter' if adapter else 'run'} {name}: {source}"
 
 
 def architectures(policy: ModelConfig) -> tuple[Architectures, list[str]]:

@@ -30,7 +30,7 @@ COMMANDS = {
     "train smoke --resume": ["no option --resume: the same command resumes"],
     "train smoke --load_in_4bit True": ["weights are not quantised; --learner.lora.rank 16"],
     "train smoke --batch-size=8": ["no option --batch-size: --rollout.prompts, each with --rollout.group completions"],
-    "train smoke --push_to_hub": ["jaxrl-llm export RUN --out DIR writes the model"],
+    "train smoke --push_to_hub": ["jaxrl-llm export RUN --out DIR --push USER/NAME"],
     "train smoke --recipe cispo --epsilon_high 0.2": ["--epsilon_high 0.2", "write --epsilon_high 1.2"],
     f"train smoke --beta 1 {ACTOR}clip_ratio_low=0.3": ["use one dialect in a command"],
     f"train smoke {ACTOR}kl_loss_type=k1": ["recipe.algorithm.kl K1 with kl_coef 0.04", "its expected gradient is 0"],

@@ -1,6 +1,7 @@
 """The command line before any weight is loaded: help, lists, and what the process itself answers."""
 
 import contextlib
+import json
 import os
 import re
 import subprocess
@@ -10,10 +11,13 @@ import pytest
 from commands import MAIN, Answer, assert_refused, command, commands, environment
 
 from jaxrl_llm.algorithms.preference import IPO
-from jaxrl_llm.cli.export import model_card
+from jaxrl_llm.cli.export import check_adapter, model_card
 from jaxrl_llm.cli.train import speaking
-from jaxrl_llm.config import Preference, RewardModel, Supervised
+from jaxrl_llm.config import Preference, RewardModel, Supervised, to_json
 from jaxrl_llm.data import Pairs, Texts
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner import Learner
+from jaxrl_llm.models.config import Lora
 from jaxrl_llm.runs.load import Trained
 from jaxrl_llm.tasks import Table
 
@@ -150,3 +154,20 @@ def test_the_card_of_an_export_names_method_base_and_data(run, told, use, tmp_pa
     card = model_card("run", Trained(run, tmp_path / "checkpoints/40", 40), "out", adapter=False)
     assert told in card and "step 40 of 100, learned from `rows`" in card and use in card
     assert ("generate" in card) == (not isinstance(run, RewardModel)) and "| held out |" not in card
+
+
+def test_an_export_names_a_base_that_others_find(tmp_path):
+    first = tmp_path / "first"
+    first.mkdir()
+    (first / "config.json").write_text(json.dumps(to_json(Supervised("smollm2-135m", Texts(ROWS)))))
+    over_model, over_run = (
+        Trained(Supervised(name, Texts(ROWS), learner=Learner(lora=Lora(2))), tmp_path / "checkpoints/40", 40)
+        for name in ("smollm2-135m", f"{first}@3")
+    )
+    check_adapter("second", over_model)
+    with pytest.raises(InputError, match=r"@3, and PEFT .* without what that run learned \(Supervised fine-tuning\)"):
+        check_adapter("second", over_run)
+    hub = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    for trained, told in ((over_model, f"from `{hub}`"), (over_run, f"from `{first}@3` (from `{hub}`)")):
+        card = model_card("second", trained, "out", adapter=True)
+        assert f"base_model: {hub}\n" in card and told in card

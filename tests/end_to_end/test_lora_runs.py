@@ -1,6 +1,10 @@
 """A run that trains an adapter, through the command line: broken off, gone on with, tested, asked and exported."""
 
+import base64
 import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -19,8 +23,14 @@ LINES = {
     "eval 2": "eval whole@2 --json",
     "eval": "eval whole --json",
     "export": "export whole --out model",
-    "adapter": "export whole --out adapter --adapter",
+    "adapter": "export whole --out adapter --adapter --push someone/adapter",
     "eval export": "eval model --config smoke --json",
+    "eval adapter": "eval adapter --config smoke --json",
+    "over": f"train smoke {FLAGS.replace('base', 'adapter')} --steps 1 --run_dir over",
+    "over adapter": "export over --out over_adapter --adapter",
+    "push lost": "export whole --out lost --push someone/lost",
+    "push name": "export whole --out pushed --push adapter",
+    "push file": "export whole --out pushed.gguf --push someone/file",
     "generate": "generate whole --temperature 0 --max_new_tokens 8 --prompt hello",
     "no rank": "train smoke --learner.lora.rank -1",
     "no target": "train smoke --learner.lora.rank 2 --learner.lora.targets embed",
@@ -34,9 +44,55 @@ def folder(tmp_path_factory):
     return folder
 
 
+class Hub(BaseHTTPRequestHandler):
+    """What a client that uploads a folder asks of the hub; all that it sends is kept in ``told``, by address."""
+
+    told: ClassVar[dict[str, tuple[str, list]]] = {}
+
+    def do_GET(self):
+        self.answer({"name": "someone", "type": "user"})
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        rows = [json.loads(line) for line in body.splitlines()]
+        self.told[self.path] = self.headers["Authorization"], rows
+        place = self.path.removeprefix("/api/models/").partition("/main")[0]
+        if "lost" in place:
+            self.answer({"error": "no room"}, 507)
+        elif "preupload" in self.path:
+            names = [file["path"] for file in rows[0]["files"]]
+            self.answer({"files": [{"path": x, "uploadMode": "regular", "shouldIgnore": False} for x in names]})
+        elif "commit" in self.path:
+            self.answer({"commitUrl": f"{place}/commit/1", "commitOid": "1", "success": True})
+        else:
+            url = f"http://{self.headers['Host']}/someone/{rows[0].get('name')}"
+            self.answer({"url": url, "errors": [], "warnings": []})
+
+    def answer(self, value, code=200):
+        data = json.dumps(value).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *words):
+        pass
+
+
 @pytest.fixture(scope="module")
-def answers(folder):
-    return dict(zip(LINES, commands(list(LINES.values()), folder), strict=True))
+def hub():
+    """The address of a hub on this machine, whatever proxy leads to others."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        yield {"HF_ENDPOINT": address, "NO_PROXY": "127.0.0.1", "HF_HUB_OFFLINE": "0"}
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def answers(folder, hub):
+    return dict(zip(LINES, commands(list(LINES.values()), folder, **hub, HF_TOKEN="hf_mine"), strict=True))
 
 
 def rows(path):
@@ -96,12 +152,51 @@ def test_an_exported_adapter_is_the_difference_of_base_and_model(folder, answers
 
 def test_an_export_says_what_it_is(folder, answers):
     whole, adapter = ((folder / name / "README.md").read_text() for name in ("model", "adapter"))
-    assert "base_model: base" in whole and "library_name: transformers" in whole and "library_name: peft" in adapter
+    assert "base_model:" not in whole, "the hub knows no folder of this machine"
+    assert "library_name: transformers" in whole and "library_name: peft" in adapter
     assert "Reinforcement learning by the recipe grpo from `base`" in whole and "step 3 of 3" in whole
     rows = [json.loads(line) for line in (folder / "whole/metrics.jsonl").read_text().splitlines()]
     before, after = (row["eval/chain_sum/pass@1"] for row in (rows[0], rows[-1]))
     assert f"| eval/chain_sum/pass@1 | {before:.3f} | {after:.3f} |" in whole
-    assert "jaxrl-llm eval whole\njaxrl-llm generate model" in whole and "generate" not in adapter
+    assert "jaxrl-llm eval whole\njaxrl-llm generate model" in whole and "generate adapter" in adapter
+
+
+def test_an_exported_adapter_is_a_model_here(folder, answers):
+    for name in ("eval adapter", "over"):
+        assert answers[name].code == 0, answers[name].err
+    whole, adapter = (json.loads(answers[name].out) for name in ("eval export", "eval adapter"))
+    assert {k: v for k, v in adapter.items() if "/" in k} == {k: v for k, v in whole.items() if "/" in k}
+    first = json.loads((folder / "over/metrics.jsonl").read_text().splitlines()[0])
+    assert first["eval/chain_sum/pass@1"] == adapter["eval/chain_sum/pass@1"], "a run begins with the sum"
+
+
+def test_an_adapter_over_an_adapter_is_not_exported(answers):
+    lacks = "the adapter of over belongs to adapter, and PEFT would add it to base, without that adapter"
+    assert_refused(answers["over adapter"], f"{lacks}: export the whole model, without --adapter")
+
+
+def test_an_export_is_pushed_with_its_card_and_the_token(folder, hub, answers):
+    assert answers["adapter"].code == 0 and f"{hub['HF_ENDPOINT']}/someone/adapter" in answers["adapter"].out
+    token, (created,) = Hub.told["/api/repos/create"]
+    token, (header, *files) = Hub.told["/api/models/someone/adapter/commit/main"]
+    assert token == "Bearer hf_mine" and "private" in (created.get("visibility"), *created), "however it is written"
+    assert header["value"]["summary"] == "whole, step 3"
+    sent = {file["value"]["path"]: base64.b64decode(file["value"]["content"]) for file in files}
+    assert sent == {path.name: path.read_bytes() for path in (folder / "adapter").iterdir()} and "README.md" in sent
+
+
+def test_a_push_that_fails_leaves_the_folder_and_says_how_to_go_on(folder, answers):
+    lost = answers["push lost"]
+    assert lost.code == 2 and (folder / "lost/model.safetensors").is_file()
+    assert "cannot push to someone/lost" in lost.err and "hf upload someone/lost lost --private" in lost.err
+
+
+def test_a_push_without_a_name_a_folder_or_a_token_is_refused_before_it_begins(folder, hub, answers):
+    assert_refused(answers["push name"], "--push adapter is not a repository of the hub: give USER/NAME")
+    assert_refused(answers["push file"], "--push uploads a folder, and --out pushed.gguf is a file")
+    (nobody,) = commands(["export whole --out pushed --push someone/x"], folder, **hub, HF_HOME=str(folder / "hf"))
+    assert_refused(nobody, "--push someone/x needs a token that may write there: set HF_TOKEN, or hf auth login")
+    assert not (folder / "pushed").exists()
 
 
 def test_a_run_is_not_continued_beside_another_base(folder, answers):

@@ -77,7 +77,7 @@ val_files -> : problems to test on are evaluation.task of the configuration's fi
 reward reward_funcs -> : rewards are scoring.rewards of the configuration's file, functions too
 reward_weights -> : each of scoring.rewards has its weight in the configuration's file
 recipe.controller kl_ctrl.type -> : a controller is set in the configuration: replace(GRPO, controller=AdaptiveKL())
-push_to_hub -> : jaxrl-llm export RUN --out DIR writes the model, and hf upload NAME DIR publishes it
+push_to_hub -> : jaxrl-llm export RUN --out DIR --push USER/NAME writes the model and publishes it
 gpus num_gpus n_gpus_per_node -> : all devices are used; CUDA_VISIBLE_DEVICES chooses among GPUs
 resume resume_from_checkpoint resume_mode -> : the same command resumes; --from RUN[@STEP] starts one with its weights
 """

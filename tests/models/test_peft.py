@@ -1,0 +1,163 @@
+"""Adapters in PEFT's format: read as PEFT adds them up, or refused by the name of what is not done."""
+
+import json
+import math
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.models import load_pretrained, load_scalar, logits, save_pretrained, scores
+from jaxrl_llm.models.decoder import to_parameters
+from jaxrl_llm.models.heads import with_scalar_head
+from jaxrl_llm.models.pretrained import architecture, check_name
+from jaxrl_llm.models.tokenizer import save_tokenizer
+from jaxrl_llm.plan.lowering import model_config
+from jaxrl_llm.sharding import MeshShape, make_mesh
+
+TOKENS = np.array([[1, 5, 9, 200, 33, 17, 4]])
+PLAIN = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "tiny-random", "r": 4}
+PLAIN |= {"lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], "bias": "none", "lora_dropout": 0.1}
+ALL = ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down")
+WITHOUT_PATTERN = {f"layers.{layer}.{name}_proj": (4, 16 / 4) for layer in (0, 1) for name in ALL}
+ADAPTERS = {
+    "plain": (PLAIN, {f"layers.{i}.self_attn.{name}_proj": (4, 16 / 4) for i in (0, 1) for name in "qv"}),
+    "rslora": (
+        PLAIN | {"use_rslora": True, "target_modules": "all-linear", "megatron_core": "megatron.core"},
+        {name: (4, 16 / math.sqrt(4)) for name in WITHOUT_PATTERN},
+    ),
+    "patterns": (
+        PLAIN
+        | {"rank_pattern": {"q_proj": 2, "layers.1.mlp.down_proj": 6}, "target_modules": "all-linear"}
+        | {"alpha_pattern": {"o_proj": 5, r"^model\.layers\.0\..*up_proj": 3}},
+        WITHOUT_PATTERN
+        | {f"layers.{i}.self_attn.q_proj": (2, 16 / 2) for i in (0, 1)}
+        | {f"layers.{i}.self_attn.o_proj": (4, 5 / 4) for i in (0, 1)}
+        | {"layers.1.mlp.down_proj": (6, 16 / 6), "layers.0.mlp.up_proj": (4, 3 / 4)},
+    ),
+    "expression": (
+        PLAIN | {"target_modules": r".*layers\.1\.(self_attn\.o|mlp\.gate)_proj", "auto_mapping": {"parent": "x"}},
+        {f"layers.1.{name}_proj": (4, 16 / 4) for name in ("self_attn.o", "mlp.gate")},
+    ),
+}
+"""What adapter_config.json says, and by hand rank and scale of each module that it adapts."""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base") / "base"
+    save_pretrained(*load_pretrained("tiny-random"), folder)
+    return folder
+
+
+def write(folder, said, adapted, base):
+    """Write a random adapter; return the weights of base and adapter, added up in float64."""
+    random = np.random.default_rng(0)
+    weights = load_file(base / "model.safetensors")
+    stored = {}
+    for name, (rank, scale) in adapted.items():
+        outputs, inputs = weights[f"model.{name}.weight"].shape
+        a, b = (0.1 * random.normal(size=size) for size in ((rank, inputs), (outputs, rank)))
+        module = f"base_model.model.model.{name}"
+        stored |= {f"{module}.lora_A.weight": a.astype(np.float32), f"{module}.lora_B.weight": b.astype(np.float32)}
+        whole = weights[f"model.{name}.weight"] + scale * b @ a
+        weights[f"model.{name}.weight"] = whole.astype(np.float32)
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps(said))
+    save_file(stored, folder / "adapter_model.safetensors")
+    return weights
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_logits_are_those_of_base_and_adapter_added_up(name, base, tmp_path):
+    summed = tmp_path / "summed"
+    save_pretrained(*load_pretrained(base), summed)
+    save_file(write(tmp_path / "adapter", *ADAPTERS[name], base), summed / "model.safetensors")
+    (ours, tokenizer), (theirs, _) = (load_pretrained(tmp_path / folder) for folder in ("adapter", "summed"))
+    found, wanted = (np.asarray(logits(model, TOKENS)) for model in (ours, theirs))
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
+    assert np.abs(found - np.asarray(logits(load_pretrained(base)[0], TOKENS))).max() > 0.1 and tokenizer is not None
+    assert architecture(str(tmp_path / "adapter"))[0] == theirs.config
+
+
+def test_an_adapter_is_read_in_any_dtype_and_layout_and_of_a_reward_model(base, tmp_path):
+    write(tmp_path / "adapter", *ADAPTERS["plain"], base)
+    whole, _ = load_pretrained(tmp_path / "adapter")
+    parts, _ = load_pretrained(tmp_path / "adapter", mesh=make_mesh(MeshShape(fsdp=4, tensor=2)))
+    half, _ = load_pretrained(tmp_path / "adapter", "bfloat16")
+    assert "tensor" in str(to_parameters(parts)["blocks"]["attn"]["q"].sharding.spec)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-6), whole, parts)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, np.asarray(b, np.float32), rtol=0.02, atol=1e-2), whole, half
+    )
+
+    judge, tokenizer = load_pretrained("tiny-random")
+    scalar = np.linspace(-1, 1, judge.config.width, dtype=np.float32)
+    save_pretrained(with_scalar_head(judge, scalar), tokenizer, tmp_path / "judge")
+    write(
+        tmp_path / "adapter", PLAIN | {"base_model_name_or_path": str(tmp_path / "judge")}, ADAPTERS["plain"][1], base
+    )
+    found = scores(load_scalar(tmp_path / "adapter")[0], TOKENS, np.array([7]))
+    np.testing.assert_allclose(found, scores(with_scalar_head(whole, scalar), TOKENS, np.array([7])), atol=1e-5)
+    with pytest.raises(InputError, match=r"the base_model_name_or_path of the adapter .* is a reward model"):
+        load_pretrained(tmp_path / "adapter")
+
+
+def test_the_tokenizer_is_the_adapters_own_with_its_end_of_text(base, tmp_path):
+    write(tmp_path / "adapter", *ADAPTERS["plain"], base)
+    model, tokenizer = load_pretrained("tiny-random")
+    tokenizer.chat_template, tokenizer.eos_token = "{{ messages }}", "<|im_start|>"
+    save_tokenizer(tokenizer, tmp_path / "adapter")
+    adapted, own = load_pretrained(tmp_path / "adapter")
+    assert own.chat_template == "{{ messages }}" and adapted.config.tokens.eos == (*model.config.tokens.eos, 256)
+
+
+def test_a_plan_over_a_known_base_needs_no_network(base, tmp_path):
+    write(tmp_path / "adapter", PLAIN | {"base_model_name_or_path": "Qwen/Qwen2.5-1.5B"}, ADAPTERS["plain"][1], base)
+    config, source = model_config(str(tmp_path / "adapter"))
+    assert config.width == 1536 and "of adapter" in source
+
+
+REFUSED = {
+    "sets use_dora True, which jaxrl_llm does not do: merge the adapter with PEFT": {"use_dora": True},
+    "has peft_type 'IA3', not LORA": {"peft_type": "IA3"},
+    "sets modules_to_save": {"modules_to_save": ["lm_head"]},
+    "sets bias 'all'": {"bias": "all"},
+    "sets fan_in_fan_out True": {"fan_in_fan_out": True},
+    "sets layers_to_transform [0]": {"layers_to_transform": [0]},
+    "sets init_lora_weights 'pissa'": {"init_lora_weights": "pissa"},
+    "sets task_type 'TOKEN_CLS'": {"task_type": "TOKEN_CLS"},
+    "sets new_thing 3": {"new_thing": 3},
+    "has r None": {"r": None},
+    "has rank_pattern ['q_proj']": {"rank_pattern": ["q_proj"]},
+    "has ranks [4, 0] and alphas [16]": {"rank_pattern": {"q_proj": 0}},
+    "'(q' is not a regular expression": {"target_modules": "(q"},
+    "has base_model_name_or_path None": {"base_model_name_or_path": None},
+    "no such model directory: ./missing": {"base_model_name_or_path": "./missing"},
+}
+UNFIT = {
+    "lacks base_model.model.model.layers.0.self_attn.k_proj.lora_A": {"target_modules": ["q_proj", "v_proj", "k_proj"]},
+    "holds base_model.model.model.layers.0.self_attn.v_proj": {"target_modules": ["q_proj"]},
+    "has shape [4, 64], and base and adapter_config.json say [5, 64]": {"r": 5},
+    "and the base has none of them": {"target_modules": ["c_attn"]},
+}
+
+
+@pytest.mark.parametrize("words", [*REFUSED, *UNFIT])
+def test_what_is_not_done_is_refused_by_name(words, base, tmp_path):
+    adapted = {} if "none of them" in words else ADAPTERS["plain"][1]
+    write(tmp_path / "adapter", PLAIN | (REFUSED | UNFIT)[words], adapted, base)
+    with pytest.raises(InputError) as refused:
+        (check_name if words in REFUSED else load_pretrained)(str(tmp_path / "adapter"))
+    assert words in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_pickled_weights_and_an_adapter_of_an_adapter_are_refused(base, tmp_path):
+    write(tmp_path / "one", *ADAPTERS["plain"], base)
+    write(tmp_path / "two", PLAIN | {"base_model_name_or_path": str(tmp_path / "one")}, ADAPTERS["plain"][1], base)
+    (tmp_path / "one/adapter_model.safetensors").rename(tmp_path / "one/adapter_model.bin")
+    for name, words in {"one": "holds no adapter_model.safetensors", "two": "is an adapter too"}.items():
+        with pytest.raises(InputError, match=words):
+            check_name(str(tmp_path / name))
