@@ -17,6 +17,7 @@ the judge's layers with a head of zeros 0.23 (0.82).
 
 import dataclasses
 
+from jaxrl_llm.algorithms.advantages import GAE
 from jaxrl_llm.config import Output, Run
 from jaxrl_llm.learner import Compute, Critic, Learner, Optimiser
 from jaxrl_llm.recipes import PPO
@@ -35,9 +36,7 @@ config = Run(
     recipe=dataclasses.replace(
         PPO,
         # Such a short run stays near its start: no KL, and so no reference.
-        algorithm=dataclasses.replace(
-            PPO.algorithm, advantage=dataclasses.replace(PPO.algorithm.advantage, lam=0.8), kl_coef=0.0
-        ),
+        algorithm=dataclasses.replace(PPO.algorithm, advantage=GAE(lam=0.8, whiten=True), kl_coef=0.0),
         critic=Critic(optimiser=Optimiser(learning_rate=2e-4), clip=None, warmup=1, epochs=2),
     ),
     rollout=Rollout(
