@@ -40,12 +40,15 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", near: flo
     """Return a hint for an unknown name: the nearest known one as a question, or ``otherwise`` if no similarity is at
     least ``near``, from 0 to 1.
 
-    Capitals do not count, and a name of the same letters in another order comes first.
+    Capitals count little, and a name of the same letters in another order comes first.
 
     >>> did_you_mean("gpro", ["gspo", "grpo"])
     'did you mean grpo?'
     """
-    names = {one.lower(): one for one in known}
+    names: dict[str, list[str]] = {}
+    for one in known:
+        names.setdefault(one.lower(), []).append(one)
     close = difflib.get_close_matches(name.lower(), names, 3, near)
     close.sort(key=lambda one: sorted(one) != sorted(name.lower()))
-    return f"did you mean {names[close[0]]}?" if close else otherwise
+    nearest = difflib.get_close_matches(name, names[close[0]], 1, 0.0) if close else []
+    return f"did you mean {nearest[0]}?" if nearest else otherwise

@@ -258,7 +258,7 @@ def test_sizes_of_checkpoints_and_device_hours_are_right():
     page = PAGE.read_text()
     groups = json.loads((ROOT / "jaxrl_llm" / "plan" / "published.json").read_text())
     published = {name: group["config"] for group in groups for name in group["names"]}
-    total = counts(read_config(published["Qwen/Qwen2.5-1.5B-Instruct"])).total
+    total = counts(read_config(published["Qwen/Qwen2.5-1.5B-Instruct"]))[0]
     sizes = re.search(r"a checkpoint has ([\d.]+) GB, a snapshot ([\d.]+) GB; disk needed: ([\d.]+) GB", page)
     assert [float(size) for size in sizes.groups()] == [round(4 * each * total / 1e9, 1) for each in (4, 1, 16)]
     minutes, hours, cost = map(

@@ -82,7 +82,7 @@ def help_text(actions: Iterable[Any], topic: str, program: str, description: str
     Raises:
       InputError: there is no such part.
     """
-    flags = {action.dest: action for action in actions if action.dest}
+    flags = {action.option_strings[0].removeprefix("--"): action for action in actions if action.option_strings}
     parts = sorted({name.partition(".")[0] for name in flags if "." in name})
     known = f"there are all, {', '.join(parts)}"
     require(

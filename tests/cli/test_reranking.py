@@ -222,7 +222,7 @@ REFUSED = {
     f"{LINE} --rerank nowhere": ["--rerank: no such model: nowhere"],
     f"{LINE} --rerank model": ["--rerank: model is a language model, which gives no score"],
     f"{LINE} --rerank rm --task.verifier none": ["--rerank has nothing to measure on task numbers", "verifier"],
-    f"{LINE} --rerank rm --rerank_by best": ["--rerank-by: expected one of score, product, minimum, last, got 'best'"],
+    f"{LINE} --rerank rm --rerank_by best": ["--rerank_by: expected one of score, product, minimum, last, got 'best'"],
 }
 
 
