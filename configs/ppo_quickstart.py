@@ -6,8 +6,8 @@ One completion of each prompt: an answer is compared with the critic's predictio
 a head of zeros, and learns alone in the first step (``recipe.critic.model`` takes a reward model in its place).
 
 Measured on 2 CPU cores without an accelerator: accuracy on the held-out problems 0.55 -> 0.91, 0.94 and 0.82 in 9 steps
-with seeds 0, 1 and 2; about 7 minutes 30 seconds in all, compilation and both evaluations included; 7.3 GB of memory. Of the
-last five steps together the critic explains 0.45, 0.34 and 0.44 of the variance of the returns
+with seeds 0, 1 and 2; about 7 minutes 30 seconds in all, compilation and both evaluations included; 7.3 GB of memory.
+Of the last five steps together the critic explains 0.45, 0.34 and 0.44 of the variance of the returns
 (``critic/explained_variance_pooled``). GAE's ``lam`` is 0.8: an outcome that one digit decides reaches the tokens
 before it through the critic's own predictions, which the returns then contain, more than directly, which nothing can
 foresee. With 0.95 the same critic explained 0.14 (seed 0, accuracy 0.96); one that started as the judge of
