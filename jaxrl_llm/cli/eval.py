@@ -100,7 +100,7 @@ def evaluate(arguments: list[str]) -> int:
     name = first(arguments, __doc__, "eval needs a run or a model: jaxrl-llm eval runs/quickstart")
     own = find_run(name)
     chosen = take(arguments, "--config", True)
-    to = take(arguments, "--kl-to", True)
+    to = take(arguments, "--kl_to", True)
     if own is not None and chosen is None and not isinstance(own.run, configs.Run):
         require(to is None, f"--kl_to {to} needs a task to answer: name a configuration that has one, --config")
         return evaluate_data(name, arguments)

@@ -74,7 +74,7 @@ def export(arguments: list[str]) -> int:
     name = first(arguments, __doc__, "export needs a run: jaxrl-llm export runs/quickstart --out model", True)
     out = take(arguments, "--out", True)
     adapter = take(arguments, "--adapter", False)
-    gguf_type = take(arguments, "--gguf-type", True)
+    gguf_type = take(arguments, "--gguf_type", True)
     push = take(arguments, "--push", True)
     require(not arguments, f"export does not know {' '.join(arguments)}: jaxrl-llm export RUN[@STEP] --out DIR")
     require(out is not None, f"export needs a folder to write: jaxrl-llm export {shlex.quote(name)} --out DIR")

@@ -161,7 +161,7 @@ def take(arguments: list[str], flag: str, value: bool) -> Any:
     """
     for index, argument in enumerate(arguments):
         name, equals, inline = argument.partition("=")
-        if name.replace("_", "-") != flag:
+        if f"--{name.removeprefix('--').replace('-', '_')}" != flag:
             continue
         del arguments[index]
         if not value:

@@ -45,7 +45,7 @@ def reset(arguments: list[str]) -> int:
       InputError: the run does not exist, or keeps no reference in its current phase.
     """
     name = first(arguments, RESET_USAGE, "reset needs a run: jaxrl-llm reset runs/quickstart", True)
-    with_optimiser = take(arguments, "--with-optimiser", False)
+    with_optimiser = take(arguments, "--with_optimiser", False)
     require(not arguments, f"reset does not know {' '.join(arguments)}: jaxrl-llm reset RUN [--with_optimiser]")
     from jaxrl_llm import config as configs
     from jaxrl_llm.runs.load import current_phase

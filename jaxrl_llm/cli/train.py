@@ -38,7 +38,7 @@ from jaxrl_llm.telemetry import Verbosity
 from jaxrl_llm.trainer.launch import launch
 
 MISSING = "train needs a configuration: jaxrl-llm train quickstart (jaxrl-llm list configs names the others)"
-DISTRIBUTED = ("coordinator", "processes", "process", "heartbeat-s")
+DISTRIBUTED = ("coordinator", "processes", "process", "heartbeat_s")
 MARKS_OF_LOSS = ("Gloo", "CoordinationService", "coordination service", "Connection reset", "heartbeat")
 """Texts in errors of collectives and of the coordination service after the loss of a process."""
 
@@ -61,7 +61,7 @@ def train(arguments: list[str]) -> int:
     quiet = take(arguments, "--quiet", False)
     as_json = take(arguments, "--json", False)
     distributed = take_distributed(arguments)
-    if take(arguments, "--monitor-kl", False):
+    if take(arguments, "--monitor_kl", False):
         arguments.append("--output.monitor_kl")
     settings = guarded(settings, arguments)
     if recipe:
@@ -160,9 +160,9 @@ def take_distributed(arguments: list[str]) -> Distributed:
         value = take(arguments, f"--distributed.{name}", True)
         if value is None:
             continue
-        field, number = name.replace("-", "_"), name != "coordinator"
-        require(not number or value.isdecimal(), f"--distributed.{field} must be a number, got {value!r}")
-        found[field] = int(value) if number else value
+        number = name != "coordinator"
+        require(not number or value.isdecimal(), f"--distributed.{name} must be a number, got {value!r}")
+        found[name] = int(value) if number else value
     known = [f"--distributed.{name}" for name in DISTRIBUTED]
     for argument in arguments:
         if argument.startswith("--distributed"):

@@ -17,7 +17,7 @@ import jax
 from rich.console import Console
 
 from jaxrl_llm import codec
-from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS
+from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS, mark
 from jaxrl_llm.checkpoints.store import Checkpoints, steps_in
 from jaxrl_llm.config import Configuration, Start, to_json
 from jaxrl_llm.diagnosis import FindingTracker
@@ -192,20 +192,40 @@ def opened(
 
 
 UNDERWAY = "underway.json"
-"""A file in the run's folder: the host state of a step that was stopped within its sampling, by the step before it."""
+"""A file in the run's folder: the host state of a step that was stopped within its sampling, and the checkpoint that
+the step begins with."""
 
 
 def keep_underway(directory: Path, step: int, host: dict[str, Any]) -> None:
     """Write the host state for the step after ``step``, which has a checkpoint without it."""
     with new_file(directory / UNDERWAY) as part:
-        part.write_text(json.dumps({"step": step, "host": host}))
+        part.write_text(json.dumps({"checkpoint": _checkpoint(directory, step), "host": host}))
 
 
 def underway_after(directory: Path, step: int) -> dict[str, Any] | None:
-    """Return the host state that was written for the step after this one; None without it."""
+    """Return the host state that was written for the step after this one; None without it.
+
+    It belongs to one checkpoint: a run that went back further may have saved this step anew, with other weights.
+    """
+    found = _underway(directory)
+    return found.get("host") if found.get("checkpoint") == _checkpoint(directory, step) else None
+
+
+def forget_underway(directory: Path) -> None:
+    """Remove the host state of a stopped step once there is a later checkpoint."""
+    step, _ = _underway(directory).get("checkpoint", (math.inf, ""))
+    if max(steps_in(directory / CHECKPOINTS), default=0) > step:
+        (directory / UNDERWAY).unlink(missing_ok=True)
+
+
+def _underway(directory: Path) -> dict[str, Any]:
     path = directory / UNDERWAY
-    found = json.loads(path.read_text()) if path.exists() else {}
-    return found.get("host") if found.get("step") == step else None
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _checkpoint(directory: Path, step: int) -> list[Any]:
+    """Return the step of a checkpoint and what identifies its files."""
+    return [step, mark(directory / CHECKPOINTS / str(step))]
 
 
 REQUEST = "reset.json"

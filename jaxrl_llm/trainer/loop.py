@@ -27,7 +27,7 @@ from jaxrl_llm.system.signals import PREEMPTED, Preemption, on_exit
 from jaxrl_llm.telemetry import Verbosity
 from jaxrl_llm.telemetry.pace import SAVE
 from jaxrl_llm.telemetry.records import record
-from jaxrl_llm.trainer.context import Cursor, RunContext, forget_reset, keep_underway, opened
+from jaxrl_llm.trainer.context import Cursor, RunContext, forget_reset, forget_underway, keep_underway, opened
 from jaxrl_llm.trainer.segment import load
 from jaxrl_llm.trainer.step import make_step, next_phase
 
@@ -78,6 +78,7 @@ def train(
         context.store.close()
         if peers.leads:
             forget_reset(directory, cursor.host.memory)
+            forget_underway(directory)
     code, reason = ending
     if reason:
         say(reason)
@@ -151,6 +152,7 @@ def make_steps(context: RunContext, cursor: Cursor) -> tuple[int, str] | None:
             snapshots.keep(directory, step, cursor.state, cursor.host.phase)
         if context.peers.leads:
             forget_reset(directory, cursor.host.memory)
+            forget_underway(directory)
         if decision.next_phase or decision.rollback is not None:
             schedule.moved.add(step)
         if schedule.saves(step) or decision.stop is not None or asked or overdue:

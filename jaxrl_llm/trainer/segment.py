@@ -62,12 +62,12 @@ def load(context: RunContext, number: int, cursor: Cursor | None, resources: Any
             progress.status(f"restoring step {start}")
         parameters = optax.tree.size(trained)
         state, host = begin(run, stage, trained, context.store, start, mesh, context.weights, progress.note)
+        if start is not None and (underway := underway_after(context.directory, start)):
+            host = LoopState.from_json(underway, stage.records)
         check_problems(host.problems, stage.problems, stage.label)
         sizes = parameters, optax.tree.size(state.policy.params), jax.device_count()
         progress.note(model_line(run.model, *sizes, jax.devices()[0].device_kind))
         notes = (*configs.unreached(whole), *notes)
-        if start is not None and (underway := underway_after(context.directory, start)):
-            host = LoopState.from_json(underway, stage.records)
         cursor = Cursor(run, tokenizer, stage, state, host, start or 0, {})
     cursor.settings, cursor.stage = run, stage
     cursor.host.problems = stage.problems

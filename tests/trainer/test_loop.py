@@ -1,0 +1,77 @@
+"""A run that is told to stop within a step goes on there, and checkpoints come by time as well."""
+
+import dataclasses
+import os
+import signal
+
+import pytest
+
+from jaxrl_llm import config as configs
+from jaxrl_llm import train
+from jaxrl_llm.checkpoints.store import steps_in
+from jaxrl_llm.config import Output
+from jaxrl_llm.system.json_lines import read_rows
+from jaxrl_llm.trainer.context import UNDERWAY, keep_underway, underway_after
+
+SMOKE = configs.load_config("smoke")[1]
+CLOCK = ("time/", "throughput/", "rollout/utilisation", "event/")
+
+
+def plain(folder):
+    """Rows without what the clock decides, and samples."""
+    rows = [{k: v for k, v in row.items() if not k.startswith(CLOCK)} for row in read_rows(folder / "metrics.jsonl")]
+    return rows, (folder / "samples.jsonl").read_text()
+
+
+def run_in(folder, stopping, **output):
+    """Three steps of the smoke test with that reward, in a folder."""
+    settings = Output(run_dir=str(folder), tensorboard=False, **output)
+    scoring = dataclasses.replace(SMOKE.scoring, rewards=(stopping.reward,))
+    return dataclasses.replace(SMOKE, steps=3, scoring=scoring, output=settings)
+
+
+class Stopping:
+    """A reward that tells the run to stop while it scores in the given calls, counted over all starts."""
+
+    def __init__(self, *calls):
+        self.calls, self.count = calls, 0
+
+    def reward(self, prompts, completions):
+        self.count += 1
+        if self.count in self.calls:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return [len(text) % 3 for text in completions]
+
+
+@pytest.mark.parametrize("every", [1, 100])
+def test_a_run_that_is_stopped_while_it_scores_goes_on_as_if_nobody_had_stopped_it(tmp_path, capsys, every):
+    """Before the first checkpoint, and where the step before has one: then the samples lie beside it."""
+    whole, seen = tmp_path / "whole", []
+    run = run_in(whole, Stopping(), checkpoint_every=100)
+    assert train(run, on_step=lambda row: seen.append(steps_in(whole / "checkpoints"))) == 0 and not any(seen)
+    stopping = Stopping(2, 4)  # the first call tries the reward
+    run = run_in(tmp_path / "stopped", stopping, checkpoint_every=every, grace_s=0.01)
+    codes, beside = [], []
+    for _ in range(3):
+        codes.append(int(train(run)))
+        beside.append((tmp_path / "stopped" / UNDERWAY).exists())
+    assert codes == [75, 75, 0] and beside == [False, every == 1, False]
+    assert capsys.readouterr().err.count("stopped within step ") == 2
+    assert plain(tmp_path / "stopped") == plain(whole)
+
+
+def test_samples_of_a_stopped_step_belong_to_one_checkpoint(tmp_path):
+    for step, files in ((3, "one"), (4, "other")):
+        place = tmp_path / "checkpoints" / str(step)
+        place.mkdir(parents=True)
+        (place / "checksums.json").write_text(f'{{"{files}": [1, 2]}}')
+    keep_underway(tmp_path, 3, {"left": None})
+    assert underway_after(tmp_path, 3) == {"left": None} and underway_after(tmp_path, 4) is None
+    (tmp_path / "checkpoints/3/checksums.json").write_text('{"one": [1, 3]}')  # saved anew, with other weights
+    assert underway_after(tmp_path, 3) is None
+
+
+def test_a_checkpoint_is_written_when_the_last_one_is_too_old(tmp_path):
+    seen = []
+    run = run_in(tmp_path, Stopping(), checkpoint_every=100, checkpoint_minutes=1e-9)
+    assert train(run, on_step=lambda row: seen.append(steps_in(tmp_path / "checkpoints"))) == 0 and any(seen)
