@@ -106,7 +106,7 @@ def read(arguments: list[str]) -> Asked:
     require(seeds.isdecimal() and int(seeds) > 0, f"--seeds {seeds}: give how many, at least 1")
     folder = take(arguments, "--folder", True)
     draw, as_json = take(arguments, "--draw", False), take(arguments, "--json", False)
-    require(take(arguments, "--run-dir", True) is None, "--run_dir is each run's own: give --folder for all of them")
+    require(take(arguments, "--run_dir", True) is None, "--run_dir is each run's own: give --folder for all of them")
     found = configs.find_config(given)
     require(isinstance(found.run, configs.Run), f"{given} is no run of reinforcement learning: a ladder needs one")
     run = parse(configs.Run, arguments, f"ablate {given}", HELP, found.run)

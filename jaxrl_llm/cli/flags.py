@@ -161,7 +161,7 @@ def take(arguments: list[str], flag: str, value: bool) -> Any:
     """
     for index, argument in enumerate(arguments):
         name, equals, inline = argument.partition("=")
-        if f"--{name.removeprefix('--').replace('-', '_')}" != flag:
+        if not name.startswith("--") or name[2:].replace("-", "_") != flag[2:]:
             continue
         del arguments[index]
         if not value:

@@ -31,7 +31,7 @@ MISSING = (
 )
 PICTURES = (".svg", ".png", ".pdf")
 """Suffixes of a picture's file."""
-PRICE = "--price-per-device-hour"
+PRICE = "--price_per_device_hour"
 FLAGS = ("--search", "--quick", "--largest", "--loops")
 
 
