@@ -98,6 +98,20 @@ class ToyEngine:
         return done
 
 
+class ToyEngineAhead(ToyEngine):
+    """A chunk is under way when requests are aborted: some end in it."""
+
+    version = 0
+
+    def step(self, model, version=0):
+        self.version = version
+        return super().step(model, version)
+
+    def abort(self, handles):
+        self.step(None, self.version)
+        super().abort([handle for handle in handles if handle in self.seated or handle in self.waiting])
+
+
 @dataclasses.dataclass(frozen=True)
 class ToySource:
     """Prompt n is degenerate with the given chance; an informative group has right and wrong answers.

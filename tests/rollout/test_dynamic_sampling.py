@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 import pytest
-from rollout.simulation import LONGEST, ToyEngine, ToySource, drawn, long_tailed, places, sampler, steps
+from rollout.simulation import LONGEST, ToyEngine, ToyEngineAhead, ToySource, drawn, long_tailed, places, sampler, steps
 
 from jaxrl_llm import codec
 from jaxrl_llm.rollout.dynamic_sampling import collect
@@ -285,10 +285,16 @@ def test_a_step_depends_on_the_backlog_alone_and_that_survives_the_checkpoint(se
         assert spared(found) == spared(whole[version])
 
 
-@pytest.mark.parametrize("settings", [{}, {"interrupt": True}, {"token_budget": 25}, {"filter_groups": False}])
-def test_a_step_that_is_stopped_within_its_sampling_goes_on_as_if_nobody_had_stopped_it(settings):
+IN_ORDER = [{}, {"filter_groups": False}]
+"""Where the groups of a step do not depend on what ends first."""
+STOPPED = [(ToyEngine, settings) for settings in (*IN_ORDER, {"interrupt": True}, {"token_budget": 25})]
+
+
+@pytest.mark.parametrize("engine, settings", [*STOPPED, *((ToyEngineAhead, settings) for settings in IN_ORDER)])
+def test_a_step_that_is_stopped_within_its_sampling_goes_on_as_if_nobody_had_stopped_it(engine, settings):
     """After every chunk of every step, through the file; one step is stopped several times."""
-    whole = steps(sampler(5, 24, 0.3, **settings), 3)
+    make = lambda: sampler(5, 24, 0.3, engine=engine(24), **settings)
+    whole = steps(make(), 3)
     clock = ("time/", "throughput/", "rollout/utilisation")
     spared = lambda step: {n: v for n, v in step.metrics.items() if not n.startswith(clock)}
     stops = 0
@@ -297,7 +303,7 @@ def test_a_step_that_is_stopped_within_its_sampling_goes_on_as_if_nobody_had_sto
         while True:
             asked = iter([False, True])
             try:
-                found = collect(sampler(5, 24, 0.3, **settings), None, version, left, lambda asked=asked: next(asked))
+                found = collect(make(), None, version, left, lambda asked=asked: next(asked))
                 break
             except OutOfTime as stopped:
                 left = codec.from_json(json.loads(saved(stopped.left)), RECORDS)

@@ -194,6 +194,13 @@ def test_a_run_stops_after_its_step_when_its_terminal_is_lost(ordinary_handlers)
         assert not stop.asked
 
 
+def test_half_of_the_grace_is_for_saving(ordinary_handlers):
+    with Preemption(lambda text: None, grace_s=1000.0) as stop:
+        assert not stop.late(2000.0)
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.late(600.0) and not stop.late(400.0)
+
+
 def test_a_quiet_run_says_that_it_stops(ordinary_handlers, tmp_path, capsys):
     run = resolved(load_config("smoke")[1])
     with opened(run, tmp_path, None, False, None, ALONE, Verbosity(quiet=True)) as context, context.stop:

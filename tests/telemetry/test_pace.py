@@ -22,6 +22,10 @@ def test_what_is_ahead_is_what_the_loop_will_do(schedule, step, ahead):
     assert tuple(schedule.ahead(step).values()) == ahead
 
 
+def test_the_start_of_a_run_is_not_saved():
+    assert [step for step in range(5) if Schedule(9, save_every=2).saves(step)] == [2, 4]
+
+
 def test_the_time_left_is_that_of_all_that_is_ahead():
     ahead = {"step": 10, "evaluation": 2, "save": 5}
     assert time_left({}, ahead) is None and time_left({"evaluation": (9.0,)}, ahead) is None

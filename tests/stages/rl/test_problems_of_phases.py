@@ -23,7 +23,7 @@ from jaxrl_llm.recipes import DAPO, GRPO, Overlong
 from jaxrl_llm.rewards import Format
 from jaxrl_llm.rollout.groups import Carryover, PartialGroup
 from jaxrl_llm.rollout.replay import Solved, Success
-from jaxrl_llm.rules import DONE, Phase, Rules, decide, guards_of
+from jaxrl_llm.rules import DONE, Phase, Reaches, Rules, decide, guards_of
 from jaxrl_llm.stages.rl.ingredients import ingredients_of
 from jaxrl_llm.stages.rl.problems import same_rewards, stream_left, streams_of, successes_left
 from jaxrl_llm.stages.rl.reinforcement import Reinforcement
@@ -85,11 +85,12 @@ def test_a_phase_leaves_the_successes_that_fit_the_next_one_and_no_group_of_its_
         training=(), forward=None, label="", run=run, sampler=None, transfer=None, evaluation=None,
         ingredients=ingredients_of(run),
     )  # fmt: skip
-    left = Carryover(cursor=5, unfinished=(PartialGroup(4, (None,)),), successes=store)
+    left = Carryover(cursor=5, unfinished=(PartialGroup(4, (None,)),), successes=store, underway={"cursor": 6})
     assert stage.carried_over(left, run, run) is left
     shorter = dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, max_new_tokens=3))
     after = stage.carried_over(left, run, shorter)
     assert set(after.successes) == {f"{run.task.label}/a"} and not after.unfinished and after.cursor == 5
+    assert not after.underway
 
 
 def test_another_run_takes_up_the_place_and_the_successes_as_those_of_no_policy_of_its_own():
@@ -99,9 +100,10 @@ def test_another_run_takes_up_the_place_and_the_successes_as_those_of_no_policy_
         training=(), forward=None, label="", run=run, sampler=None, transfer=None, evaluation=None,
         ingredients=ingredients_of(run),
     )  # fmt: skip
-    left = Carryover(cursor=5, unfinished=(PartialGroup(4, (None,)),), texts=3, successes={place: solved(3)})
+    groups = (PartialGroup(4, (None,)),)
+    left = Carryover(cursor=5, unfinished=groups, texts=3, successes={place: solved(3)}, underway={"cursor": 6})
     found = stage.carried_over(left, run, run, anew=True)
-    assert found.cursor == 5 and found.texts == 3 and not found.unfinished
+    assert found.cursor == 5 and found.texts == 3 and not found.unfinished and not found.underway
     assert found.successes[place].successes[0].completion.version.tolist() == [-1, -1, -1]
     assert stage.carried_over(None, run, run, anew=True) is None
     boxed = dataclasses.replace(run, task=dataclasses.replace(run.task, extractor="boxed"))
@@ -252,3 +254,7 @@ def test_a_phase_whose_problems_are_solved_gives_way_to_the_next():
     assert goes_on.stop is None and goes_on.next_phase and goes_on.snapshot
     assert goes_on.events["event/phase"].startswith("hard (easy ended since it is solved: ")
     assert goes_on.events["event/reference_reset"] and after["teaches_nothing"] == {"empty": 0}
+    row["reward/accuracy"] = 0.5
+    alone = dataclasses.replace(run, rules=Rules(until=Reaches("reward/accuracy", above=0.4)))
+    ended, _ = decide(with_phase(stage, alone, 0).rules, row, {})
+    assert ended.stop == DONE and with_phase(stage, run, 1) is stage
