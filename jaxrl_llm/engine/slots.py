@@ -172,9 +172,8 @@ def run_chunk(
     rows = slots.tokens.shape[0]
     before = shared_prefix(slots.blocks, slots.before, slots.lanes, parts_of(mesh, slots.cache.v.shape[1]), group)
 
-    def pick(now: Slots, chunk: Cache, step: jax.Array) -> tuple[Slots, Cache, Draw]:
+    def pick(now: Slots, hidden: jax.Array, step: jax.Array) -> tuple[Slots, Draw]:
         """Sample one token for every row; ``now`` has no caches."""
-        hidden, chunk = decode(model, slots.cache, chunk, step, now.tokens, slots.lengths, before, columns)
         logits = constrain(unembed(model, hidden), BATCH, "tensor")
         # Each device draws for rows of its own: a vocabulary that is divided cannot be cut into blocks to be summed.
         logits = constrain(logits, (*BATCH, "tensor"))
@@ -184,16 +183,18 @@ def run_chunk(
         tail, repeats = extend_tail(now.tail, drawn.token, drawn.extras["policy_logp"], rules)
         stopped = jnp.any(drawn.token[:, None] == rules.stop_ids[None], axis=1) | (sampled >= now.limits) | repeats
         after = now._replace(tokens=drawn.token, sampled=sampled, tail=tail, active=now.active & ~stopped)
-        return after, chunk, drawn._replace(real=now.active, repeats=repeats)
+        return after, drawn._replace(real=now.active, repeats=repeats)
 
     light = slots._replace(cache=None, blocks=None)
     chunk = empty_cache(config, rows, steps, slots.cache.k.dtype)
-    shapes = jax.eval_shape(lambda: pick(light, chunk, jnp.int32(0))[2])
+    hidden = jax.ShapeDtypeStruct((rows, config.width), model.weights.embed[...].dtype)
+    shapes = jax.eval_shape(lambda hidden: pick(light, hidden, jnp.int32(0))[1], hidden)
     out = jax.tree.map(lambda x: jnp.zeros((steps, *x.shape), x.dtype), shapes)
 
     def one(carry: tuple) -> tuple:
         step, now, chunk, out = carry
-        now, chunk, new = pick(now, chunk, step)
+        hidden, chunk = decode(model, slots.cache, chunk, step, now.tokens, slots.lengths, before, columns)
+        now, new = pick(now, hidden, step)
         return step + 1, now, chunk, jax.tree.map(lambda a, b: a.at[step].set(b), out, new)
 
     # The cache is read, never carried: only the small chunk travels through the loop.

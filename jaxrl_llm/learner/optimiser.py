@@ -21,8 +21,9 @@ class Offloaded(NamedTuple):
     on_host: Any
 
 
+@functools.cache
 def learning_rate(config: Optimiser) -> optax.Schedule:
-    """Return the learning rate as a function of the optimiser updates done so far."""
+    """Return the learning rate as a function of the optimiser updates done so far; the same for equal settings."""
     peak = float(config.learning_rate)  # JAX takes no class of its own
     warmup = config.warmup
     begin = max(config.decay[0], warmup)

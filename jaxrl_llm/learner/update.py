@@ -47,8 +47,9 @@ def accumulate(
         return total, jax.lax.stop_gradient(metrics)
 
     gradient = jax.grad(share, has_aux=True)
-    shapes = jax.eval_shape(gradient, role.params, microbatch(packed, jnp.int32(0)))
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
+    # The gradient has the shapes of the parameters; tracing it to find them would take as long as tracing the loop.
+    _, metrics = jax.eval_shape(share, role.params, microbatch(packed, jnp.int32(0)))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (role.params, metrics))
 
     def body(index: jax.Array, total: tuple[Any, dict[str, Scalars]]) -> tuple[Any, dict[str, Scalars]]:
         grads, metrics = gradient(role.params, microbatch(packed, index))
@@ -69,6 +70,7 @@ def accumulate(
     return grads, {name: value for metrics in each for name, value in metrics.items()} | {"loss": loss}
 
 
+@functools.cache
 def make_update(
     objectives: tuple[Objective, ...],
     optimiser: optax.GradientTransformation,
@@ -77,10 +79,11 @@ def make_update(
 ) -> Update:
     """Return the jitted update ``(state, packed, coefficients) -> (state, metrics)`` of one role; the state is donated.
 
-    A new value of a coefficient does not recompile it. An update is refused, and the new state equals the old one in
-    all its parts, if no token is in the loss, if the gradient is not finite (so the state that a guard saves is sound),
-    or if the policy is already further than ``target_kl`` from the old one (k3, nats per token); the metrics
-    ``refused/...`` give the reason, as 0 or 1.
+    Equal arguments give the same function, so that a second run in one process, or a segment that begins anew, compiles
+    nothing. A new value of a coefficient does not recompile it either. An update is refused, and the new state equals
+    the old one in all its parts, if no token is in the loss, if the gradient is not finite (so the state that a guard
+    saves is sound), or if the policy is already further than ``target_kl`` from the old one (k3, nats per token); the
+    metrics ``refused/...`` give the reason, as 0 or 1.
 
     Args:
       objectives: all of the same role.

@@ -329,7 +329,7 @@ def shortened(sample):
     return dataclasses.replace(sample, tokens=sample.tokens[:-1], mask=sample.mask[:-1], arrays=arrays)
 
 
-def test_steps_of_other_lengths_share_one_program():
+def test_steps_of_other_lengths_and_updates_of_equal_settings_share_one_program():
     optimiser = Optimiser(learning_rate=1e-3)
     update = policy_update(PRESETS["dapo"], optimiser, COMPUTE)
     state, data = state_and_data(optimiser)
@@ -337,6 +337,7 @@ def test_steps_of_other_lengths_share_one_program():
     shorter = [shortened(s) if len(s.tokens) > 1 else s for s in rollout()]
     other = on_mesh(pack(shorter, LAYOUTS["two rows"][0]), one_device())
     assert jax.tree.map(jnp.shape, other) == jax.tree.map(jnp.shape, data)
+    again = policy_update(PRESETS["dapo"], Optimiser(learning_rate=1e-3), COMPUTE)
     with Compilations() as compilations:
-        state, _ = update(state, other, 0.5)
+        state, _ = again(state, other, 0.5)
     assert compilations.heard == [] and int(state.policy.updates) == 2
