@@ -1,8 +1,9 @@
 """Runs of several phases: the settings in each phase, and their validation."""
 
 import dataclasses
+import itertools
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from jaxrl_llm.algorithms.reduce import ConstantLength
@@ -37,10 +38,16 @@ def in_phase(run: Kind, number: int) -> Kind:
     """
     if not isinstance(run, Run) or not run.rules.phases:
         return run
+    *_, found = itertools.islice(_by_phase(run), number + 1)
+    return found
+
+
+def _by_phase(run: Any) -> Iterator[Any]:
+    """Yield the settings of each phase in order; those of one are made from those of the phase before it."""
     found = dataclasses.replace(run, rules=dataclasses.replace(run.rules, phases=()))
-    for phase in run.rules.phases[: number + 1]:
+    for number, phase in enumerate(run.rules.phases):
         found = resolved(changed(found, phase.changes))
-    return dataclasses.replace(found, seed=(run.seed + number * SHIFT) % MAX_SEED)
+        yield dataclasses.replace(found, seed=(run.seed + number * SHIFT) % MAX_SEED)
 
 
 SHIFT = 1 << 16
@@ -97,13 +104,18 @@ def validate(run: Configuration) -> None:
         if isinstance(run, Run):
             _check_until(run, run.rules.until, "rules.until")
         return
+    settings = _by_phase(run)
+    before = None
     for number, phase in enumerate(run.rules.phases):
         where = f"rules.phases[{number}]"
         phase.check(run, f"{where}.")
         _check_until(run, phase.until, f"{where}.until")
         try:
-            _check_changes(run, number, where)
-            check_run(in_phase(run, number))
+            _check_names(run, phase, where)
+            after = next(settings)
+            _check_changes(run, phase, before, after, where)
+            check_run(after)
+            before = after
         except InputError as error:
             raise InputError(f"phase {phase.name!r}: {error}") from None
 
@@ -135,9 +147,8 @@ def _check_until(run: Run, until: Until | None, where: str) -> None:
         raise InputError(f"{where} waits for evaluations: set evaluation.every above 0")
 
 
-def _check_changes(run: Run, number: int, where: str) -> None:
-    """Refuse changes of settings that all phases share."""
-    phase = run.rules.phases[number]
+def _check_names(run: Run, phase: Phase, where: str) -> None:
+    """Refuse changes that name settings that all phases share."""
     fixed = names_marked(type(run), FIXED)
     whole = {name.rpartition(".")[0] for name in fixed}
     for name in phase.changes:
@@ -147,14 +158,19 @@ def _check_changes(run: Run, number: int, where: str) -> None:
             continue  # a whole part: what it holds is compared below
         near = [one for one in fixed if f"{name}.".startswith(f"{one}.") or one.startswith(f"{name}.")]
         require(not near, f"{where} changes {name}, which is the same in all phases: set it for the run")
-    before, after = in_phase(run, max(number - 1, 0)), in_phase(run, number)
-    for name in fixed:
+
+
+def _check_changes(run: Run, phase: Phase, before: Run | None, after: Run, where: str) -> None:
+    """Refuse changes of settings that all phases share, from the settings before the phase, if it is not the first."""
+    first = before is None
+    before = before or after
+    for name in names_marked(type(run), FIXED):
         if "." in name:
             same = operator.attrgetter(name)(before) == operator.attrgetter(name)(after)
             require(same, f"{where} changes {name}, which is the same in all phases: set it for the run")
     warmup = after.learner.optimiser.warmup
     require(
-        number == 0 or warmup in (0, before.learner.optimiser.warmup),
+        first or warmup in (0, before.learner.optimiser.warmup),
         f"{where} changes learner.optimiser.warmup to {warmup}, which counts the updates of the whole run, not "
         "of a phase: set it for the run, or give the phase a lower learning_rate",
     )
