@@ -5,15 +5,16 @@ the parameters of every role, and the fingerprint of its weights in place of a f
 checkpoint is, and read by the same functions.
 """
 
-import hashlib
 import itertools
 import json
-import os
 import tempfile
 from pathlib import Path
 
-from jaxrl_llm.checkpoints.store import CHECKSUMS, Checkpoints, Sums, host_file, steps_in, sums
+from jaxrl_llm.checkpoints import objects
+from jaxrl_llm.checkpoints.integrity import CHECKSUMS, fault, written
+from jaxrl_llm.checkpoints.store import Checkpoints, host_file, steps_in
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.system import storage
 from jaxrl_llm.types import TrainState
 
 CHECKPOINTS, SNAPSHOTS = "checkpoints", "snapshots"
@@ -87,7 +88,11 @@ def newest_whole(directory: Path) -> tuple[int | None, str]:
     for step in damaged:
         place = directory / CHECKPOINTS / str(step)
         names = (f"{step}.{DAMAGED}" + (f"-{number}" if number > 1 else "") for number in itertools.count(1))
-        place.rename(next(aside for aside in map(place.with_name, names) if not aside.exists()))
+        aside = next(aside for aside in map(place.with_name, names) if not storage.place(aside).exists())
+        if storage.address(place):
+            objects.move(place, aside)
+        else:
+            place.rename(aside)
     return whole, f"{told}; resuming from {whole}"
 
 
@@ -98,6 +103,8 @@ def damage(step: Path) -> str:
     """
     if written(step):
         return fault(step)
+    if storage.address(step):
+        return f"its {CHECKSUMS} is missing"
     import tensorstore as ts
 
     try:
@@ -110,40 +117,6 @@ def damage(step: Path) -> str:
     except Exception as error:  # noqa: BLE001  damaged files fail in ways of their own
         return str(error).splitlines()[0]
     return "" if names else "it holds no arrays"
-
-
-def fault(step: Path) -> str:
-    """Describe the first bad file of a sealed step; return an empty string if all are intact, or the step has no
-    checksums.
-    """
-    wanted = written(step)
-    missing = next((name for name in wanted if not (step / name).is_file()), None)
-    if missing is not None:
-        return f"file {missing} is missing"
-    for name, (was, _) in wanted.items():
-        size = os.path.getsize(step / name)
-        if size != was:
-            more = "missing" if size < was else "too many"
-            count = abs(size - was)
-            return f"file {name}: {count} byte{'s' * (count > 1)} {more}"
-    for name, found in sums(step, list(wanted)).items():
-        if found != wanted[name]:
-            return f"file {name} is not what was written: its checksum differs"
-    return ""
-
-
-def written(step: Path) -> Sums:
-    """Return the recorded sizes and checksums of a step, by file; {} if the record is missing or unreadable."""
-    try:
-        return {name: [size, crc] for name, (size, crc) in json.loads((step / CHECKSUMS).read_text()).items()}
-    except (OSError, ValueError, TypeError, AttributeError):
-        return {}
-
-
-def mark(step: Path) -> str:
-    """Return 16 hexadecimal digits that identify the files of a sealed step; empty for one without checksums."""
-    found = dict(sorted(written(step).items()))
-    return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16] if found else ""
 
 
 def check_whole(step: Path) -> None:
@@ -166,6 +139,8 @@ def check_writable(directory: Path) -> None:
     Raises:
       InputError: quotes the operating system's error.
     """
+    if storage.address(directory):  # where the run's lock has been written
+        return
     place = directory / CHECKPOINTS
     try:
         place.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,6 @@ import json
 import shutil
 import zlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm import codec
+from jaxrl_llm.checkpoints import objects
+from jaxrl_llm.checkpoints.integrity import CHECKSUMS, mark, sums
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.sharding import abstract, replicated, shardings
 from jaxrl_llm.sharding.rules import fingerprint
+from jaxrl_llm.system import lease, storage
 from jaxrl_llm.types import Role, TrainState
 
 
@@ -65,29 +67,6 @@ def _name(path: tuple) -> str:
     return name
 
 
-CHECKSUMS = "checksums.json"
-"""The file of a step with the sizes and checksums of its other files."""
-READERS = 8
-"""The number of threads that compute checksums of files, in parallel with each other and with the interpreter."""
-Sums = dict[str, list[int]]
-"""The size in bytes and CRC-32 of files, by name: against accidents of disks and copies."""
-
-
-def sums(step: Path, names: list[str]) -> Sums:
-    """Compute the sizes and checksums of these files."""
-
-    def of_file(name: str) -> list[int]:
-        crc = size = 0
-        with open(step / name, "rb") as file:
-            while chunk := file.read(1 << 22):
-                crc = zlib.crc32(chunk, crc)
-                size += len(chunk)
-        return [size, crc]
-
-    with ThreadPoolExecutor(READERS) as readers:
-        return dict(zip(names, readers.map(of_file, names), strict=True))
-
-
 @dataclasses.dataclass(frozen=True)
 class _Newest:
     """Orbax's preservation policy: the newest checkpoints that count, and the newest of all."""
@@ -97,7 +76,10 @@ class _Newest:
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         """Return which of these checkpoints, the oldest first, are kept."""
-        steps = [one.step for one in checkpoints]
+        return self.kept([one.step for one in checkpoints])
+
+    def kept(self, steps: Sequence[int]) -> list[bool]:
+        """Return which of these steps, in rising order, are kept."""
         kept = {*[step for step in steps if self.counts(step)][-self.keep :], *steps[-1:]}
         return [step in kept for step in steps]
 
@@ -112,7 +94,7 @@ class Checkpoints(contextlib.AbstractContextManager):
     """Owner of a run's ``checkpoints`` folder; a step is there completely or not at all. Close it, or use ``with``.
 
     Args:
-      directory: the folder; made when first needed.
+      directory: the folder, or the mirror of one in object storage; made when first needed.
       keep: the number of checkpoints to keep; None for all.
       counts: whether a step counts towards these. Of the others, such as one at which a run was stopped, only the
         newest is kept, until there is a newer checkpoint.
@@ -123,14 +105,19 @@ class Checkpoints(contextlib.AbstractContextManager):
 
         self._args = ocp.args
         self._directory = Path(directory).absolute()
+        self._newest = None if keep is None else _Newest(keep, counts)
+        self._direct = storage.written_directly(self._directory)
+        if not self._direct:  # only the way to the storage
+            shutil.rmtree(self._directory, ignore_errors=True)
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=None if keep is None else _Newest(keep, counts),
+            preservation_policy=self._newest if self._direct else _Newest(1, counts),
             create=True,
             enable_async_checkpointing=True,
             cleanup_tmp_directories=True,
             async_options=ocp.AsyncOptions(post_finalization_callback=self._seal),
         )
-        self._manager = ocp.CheckpointManager(self._directory, options=options)
+        place = storage.place(self._directory) if self._direct else self._directory
+        self._manager = ocp.CheckpointManager(place, options=options)
         self._arrays: dict[int, bytes] = {}  # of the host, by step, until they are written
 
     def save(self, step: int, state: TrainState, host: dict[str, Any], records: Sequence[type] = ()) -> None:
@@ -174,15 +161,39 @@ class Checkpoints(contextlib.AbstractContextManager):
 
     def _seal(self) -> None:
         """Write the host's arrays and the checksums of a step, in the writing thread, before the step gets its final
-        name: no step exists without them."""
-        if jax.process_index() == 0:
-            for step in self._directory.glob(UNFINISHED):
-                arrays = self._arrays.pop(int(step.name.partition(".")[0]), b"")
-                if arrays:
-                    (step / "host" / ARRAYS).write_bytes(zlib.compress(arrays, 1))
-                # Files next to the step's folders are Orbax's own.
-                names = sorted(str(path.relative_to(step)) for path in step.glob("*/**/*") if path.is_file())
-                (step / CHECKSUMS).write_text(json.dumps(sums(step, names)))
+        name or marker: no step exists without them."""
+        if jax.process_index() != 0:
+            return
+        stored = storage.address(self._directory) != ""
+        in_writing = list(self._directory.glob(UNFINISHED))
+        if stored and self._direct:  # under the final name; a step is sealed before the next one is written
+            in_writing = [storage.place(self._directory / str(next(iter(self._arrays))))]
+        for step in in_writing:
+            number = int(step.name.partition(".")[0])
+            arrays = self._arrays.pop(number, b"")
+            if arrays:
+                (step / "host" / ARRAYS).write_bytes(zlib.compress(arrays, 1))
+            if stored:
+                self._seal_stored(step, self._directory / str(number))
+                continue
+            # Files next to the step's folders are Orbax's own.
+            names = sorted(str(path.relative_to(step)) for path in step.glob("*/**/*") if path.is_file())
+            (step / CHECKSUMS).write_text(json.dumps(sums(step, names)))
+
+    def _seal_stored(self, step: Any, final: Path) -> None:
+        """Seal a step in object storage, uploading that of ``s3://`` from ``step``; Orbax completes others."""
+        lease.before_commit(self._directory.parent)
+        if not self._direct:
+            objects.upload(step, final)
+        storage.place(final / CHECKSUMS).write_text(json.dumps(objects.sums(final)))
+        if self._direct:
+            return
+        objects.complete(final)
+        steps = steps_in(self._directory)
+        keeps = [True] * len(steps) if self._newest is None else self._newest.kept(steps)
+        for number, keep in zip(steps, keeps, strict=True):
+            if not keep:
+                objects.remove(self._directory / str(number))
 
     def close(self) -> None:
         """Wait for pending writes; unfinished ones are removed. Further calls do nothing.
@@ -254,7 +265,7 @@ def restore_parts(step_directory: Path, like: TrainState, mesh: Mesh, base: Any 
             raise InputError(f"the checkpoint has {name} of shape {has}, this configuration {wants}: {remedy}")
     with ocp.PyTreeCheckpointer() as reader:
         args = ocp.args.PyTreeRestore(wanted, ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=True)
-        arrays = reader.restore(Path(step_directory).absolute() / "state", args=args)
+        arrays = reader.restore(objects.readable(step_directory, mark(step_directory)) / "state", args=args)
     for name, value in prints.items():
         if not np.array_equal(arrays[f"base/{name}"], value):
             raise InputError(
@@ -286,7 +297,7 @@ def _saved(step_directory: Path) -> dict[str, tuple[int, ...]]:
 
     with ocp.PyTreeCheckpointer() as reader:
         try:
-            found = reader.metadata(Path(step_directory).absolute() / "state").item_metadata.tree
+            found = reader.metadata(objects.readable(step_directory, mark(step_directory)) / "state").item_metadata.tree
             return {name: tuple(meta.shape) for name, meta in found.items()}
         except (OSError, ValueError, AttributeError) as error:
             reason = "it holds no state" if isinstance(error, AttributeError) else str(error).splitlines()[0]
@@ -295,9 +306,9 @@ def _saved(step_directory: Path) -> dict[str, tuple[int, ...]]:
             ) from None
 
 
-def host_file(step_directory: Path) -> Path:
+def host_file(step_directory: Path) -> Any:
     """Return the path of the host state's JSON of a complete step: readable without JAX or Orbax."""
-    return step_directory / "host" / "metadata"
+    return storage.place(step_directory / "host" / "metadata")
 
 
 def read_host(step_directory: Path) -> Any:
@@ -310,6 +321,8 @@ def read_host(step_directory: Path) -> Any:
 
 def steps_in(directory: Path) -> list[int]:
     """Return the complete steps in a ``checkpoints`` folder, sorted, without starting JAX or Orbax."""
+    if storage.address(directory):
+        return sorted(objects.steps(directory))
     if not directory.is_dir():
         return []
     return sorted(int(p.name) for p in directory.iterdir() if p.name.isdigit())

@@ -130,7 +130,9 @@ def explain(error: BaseException | None, command: str) -> str | None:
 
 def refuse(message: str) -> int:
     """Print one line on stderr and return exit code 2."""
-    print(f"jaxrl-llm: {' '.join(message.split())}", file=sys.stderr)
+    from jaxrl_llm.system.storage import shown
+
+    print(f"jaxrl-llm: {' '.join(shown(message).split())}", file=sys.stderr)
     return WRONG_INPUT
 
 

@@ -17,6 +17,8 @@ from jaxrl_llm.errors import InputError, did_you_mean, require
 from jaxrl_llm.system.paths import local
 from jaxrl_llm.system.setting import current_name
 
+OUTPUTS = ("--out", "--json", "--plot", "--dump")
+"""Flags with a file or folder to write."""
 USUAL = (
     "model run_dir steps learner.optimiser.learning_rate rollout.prompts rollout.group rollout.max_new_tokens "
     "rollout.temperature batch.rows batch.max_tokens learner.lora.rank evaluation.every output.checkpoint_every"
@@ -157,7 +159,7 @@ def take(arguments: list[str], flag: str, value: bool) -> Any:
     """Remove ``flag`` (and its value) from the arguments; return the value, or whether the flag was given.
 
     Raises:
-      InputError: the value is missing, unexpected, or an address.
+      InputError: the value is missing or unexpected, or an address to write to.
     """
     for index, argument in enumerate(arguments):
         name, equals, inline = argument.partition("=")
@@ -168,10 +170,11 @@ def take(arguments: list[str], flag: str, value: bool) -> Any:
             require(not equals, f"{argument}: {flag} stands alone, without a value")
             return True
         if inline:
-            return local(inline, flag)
+            return local(inline, flag) if flag in OUTPUTS else inline
         follows = not equals and index < len(arguments) and not arguments[index].startswith("--")
         require(follows, f"{flag} needs a value")
-        return local(arguments.pop(index), flag)
+        given = arguments.pop(index)
+        return local(given, flag) if flag in OUTPUTS else given
     return None if value else False
 
 
@@ -181,13 +184,13 @@ def first(arguments: list[str], usage: str | None, missing: str, whole_help: boo
     ``whole_help``: ``usage`` is all the help that the command has, so it answers ``--help`` in any place.
 
     Raises:
-      InputError: the argument is missing (the message is ``missing``), or an address.
+      InputError: the argument is missing (the message is ``missing``).
     """
     if {"-h", "--help"} & set(arguments if whole_help else arguments[:1]):
         print(usage)
         raise SystemExit
     require(bool(arguments) and not arguments[0].startswith("-"), missing)
-    return local(arguments.pop(0))
+    return arguments.pop(0)
 
 
 def status(text: str) -> None:

@@ -5,7 +5,8 @@ from typing import Any
 
 from jaxrl_llm.cli.flags import first, take
 from jaxrl_llm.errors import require
-from jaxrl_llm.system.paths import check_file, local, writable
+from jaxrl_llm.system import storage
+from jaxrl_llm.system.paths import check_file, writable
 
 REPORT_USAGE = """usage: jaxrl-llm report RUN [RUN ...] [--out FILE]
 
@@ -25,7 +26,7 @@ def report(arguments: list[str]) -> int:
     runs = [first(arguments, REPORT_USAGE, "report needs a run: jaxrl-llm report runs/quickstart", True), *arguments]
     unknown = [argument for argument in arguments if argument.startswith("-")]
     require(not unknown, f"report does not know {' '.join(unknown)}: jaxrl-llm report RUN [RUN ...] [--out FILE]")
-    directories = list(dict.fromkeys(Path(local(run)) for run in runs))
+    directories = list(dict.fromkeys(storage.folder(run) for run in runs))
     for directory in directories:
         require(directory.is_dir(), f"{directory} is not a run: give the folder that holds its metrics.jsonl")
     path = Path(out or ("report.html" if len(directories) > 1 else directories[0] / "report.html"))
@@ -51,7 +52,7 @@ def reset(arguments: list[str]) -> int:
     from jaxrl_llm.runs.load import current_phase
     from jaxrl_llm.trainer.context import ask_reset
 
-    directory = Path(name)
+    directory = storage.folder(name)
     path = directory / "config.json"
     require(configs.is_run(path), f"{name} is not a run: give the folder that holds its config.json")
     # Classes of its own are looked for only where the method, or a phase, is made of some.
@@ -72,6 +73,8 @@ def reset(arguments: list[str]) -> int:
     )
     with writable(directory, "RUN"):
         ask_reset(directory, with_optimiser)
+    if storage.address(directory):
+        storage.push(directory)
     also = " and its optimiser" if with_optimiser else ""
     print(f"{name} resets its reference{also} after its current step, or after its next one")
     return 0

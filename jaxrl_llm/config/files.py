@@ -26,6 +26,7 @@ from jaxrl_llm.data.datasets import Pairs
 from jaxrl_llm.errors import InputError, did_you_mean, require
 from jaxrl_llm.recipes import RECIPES, Recipe
 from jaxrl_llm.rewards.functions import Local, Lost, StepFunction
+from jaxrl_llm.system import storage
 from jaxrl_llm.system.paths import new_file
 from jaxrl_llm.system.setting import FREE, RECORDED, differing, has_default, names_marked, parts_of
 from jaxrl_llm.tasks.sources import MISSING, InMemory
@@ -103,12 +104,15 @@ def load_config(name: str) -> tuple[str, Configuration]:
 
 def find_config(name: str) -> Found:
     """Find a configuration by name, as ``load_config`` does, and return it with its origin. A run's directory, or the
-    config.json in it, gives that run, with its ``run_dir`` there.
+    config.json in it, gives that run, with its ``run_dir`` there. The directory may be an address.
 
     Raises:
       InputError: it is missing or unreadable; the line names the remedy.
     """
     path = Path(name)
+    if storage.split(name):
+        path = storage.folder(name.removesuffix("/config.json"))
+        require(path.is_dir(), f"there is no run at {name}: give the folder that holds its config.json")
     if path.suffix != ".json" and name not in config_names() and is_run(path / "config.json"):
         path = path / "config.json"
     if path.suffix == ".json":

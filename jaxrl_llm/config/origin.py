@@ -18,7 +18,7 @@ from typing import Any
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.settings import Critic
-from jaxrl_llm.system.paths import local
+from jaxrl_llm.system import storage
 from jaxrl_llm.system.setting import MODEL, OURS, PATH, annotations, is_ours, parts_of, with_parts
 
 SAVED_RUNS = "runs"
@@ -30,7 +30,7 @@ class Start:
     """The step of another run that gives a run its first weights.
 
     Attributes:
-      run: its directory.
+      run: its directory, or its address.
       step: of a checkpoint, or of a snapshot.
       carry: whether the run also continues the place in the data, the curriculum and the stored successes.
     """
@@ -38,6 +38,11 @@ class Start:
     run: str
     step: int
     carry: bool = False
+
+    @property
+    def directory(self) -> Path:
+        """The folder of the run on this machine."""
+        return storage.folder(self.run)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,17 +115,21 @@ OF_CRITIC = "recipe.critic.model"
 def split_step(name: str) -> tuple[Path, int | None]:
     """Split ``RUN@STEP`` into a directory and a step; the step is None without one, or if a folder has this exact name.
 
+    The directory of an address is its mirror.
+
     Raises:
-      InputError: it is an address.
+      InputError: it is an address that cannot be read.
     """
-    run, _, step = local(name).rpartition("@")
-    return (Path(run), int(step)) if run and step.isdecimal() and not Path(name).exists() else (Path(name), None)
+    run, _, step = name.rpartition("@")
+    if run and step.isdecimal() and not Path(name).exists():
+        return storage.folder(run), int(step)
+    return storage.folder(name), None
 
 
 def without_step(name: str) -> str:
     """Return ``RUN`` for ``RUN@STEP``, and any other name unchanged."""
-    directory, step = split_step(name)
-    return name if step is None else str(directory)
+    step = split_step(name)[1]
+    return name if step is None else name.rpartition("@")[0]
 
 
 def located(run: Any, origin: Origin, directory: Path | None = None, pinned: bool = False) -> Any:
@@ -159,7 +168,7 @@ def _naming(part: Any) -> dict[str, Sequence[Any]]:
 
 def place_of(text: str, origin: Origin, directory: Path | None) -> str:
     """Resolve a relative path by the rules of ``located``; return it unchanged if no folder has it."""
-    if Path(text).is_absolute() or not text:
+    if Path(text).is_absolute() or not text or storage.split(text):
         return text
     folders = [Path(origin.folder), *origin.places()]
     if directory is not None and directory.absolute().parent.name == SAVED_RUNS:

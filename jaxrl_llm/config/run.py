@@ -20,7 +20,7 @@ from jaxrl_llm.rollout.settings import Rollout
 from jaxrl_llm.rules import ALL
 from jaxrl_llm.rules.settings import Rules
 from jaxrl_llm.sharding.mesh import MeshShape
-from jaxrl_llm.system.paths import local
+from jaxrl_llm.system import storage
 from jaxrl_llm.system.setting import FIXED, FREE, MODEL, RECORDED, Count, Range, Setting, take_old_names
 from jaxrl_llm.tasks.task import Task
 
@@ -101,7 +101,8 @@ class Output(Setting):
         first step, so take a later one.
       tensorboard: write curves for TensorBoard.
       wandb: project on Weights & Biases, for metrics and some completions of each evaluation; None for none.
-      run_dir: the run's directory; None for runs/NAME below the current folder. ``--run_dir`` is short for it.
+      run_dir: the run's directory, or its address (gs://, s3://); None for runs/NAME below the current folder.
+        ``--run_dir`` is short for it.
     """
 
     checkpoint_every: Annotated[int, Count(1), FREE] = 50
@@ -117,8 +118,8 @@ class Output(Setting):
     run_dir: Annotated[str | None, FREE] = None
 
     def check(self, run: Any, where: str) -> None:
-        """Refuse an address or an empty name as ``run_dir``, and a ``profile`` of no step."""
-        local(self.run_dir or "", "run_dir")
+        """Refuse an address without a folder or an empty name as ``run_dir``, and a ``profile`` of no step."""
+        storage.split(self.run_dir or "", "run_dir")
         require(self.run_dir != "", "run_dir is empty: give a folder, or leave it out for runs/NAME")
         beyond = f"{where}profile {self.profile} is after the last step, {run.steps}: name a step of the run"
         require(self.profile <= run.steps, beyond)

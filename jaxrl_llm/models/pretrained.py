@@ -14,6 +14,7 @@ from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.hf_config import gives_scores, read_config
 from jaxrl_llm.models.peft import MERGED, base_named, is_adapter, read_adapter
 from jaxrl_llm.models.weights import read_json
+from jaxrl_llm.system import storage
 
 DTYPES = ("float32", "bfloat16", "float16")
 _EXPERTS = re.compile(r"(?i:(?<![a-z0-9])\d+(?:\.\d+)?[BT]-A\d+(?:\.\d+)?[BM](?![a-z0-9])|\d+x\d+B|Mixtral)|MoE")
@@ -26,7 +27,8 @@ def load_pretrained(
 ) -> tuple[Any, Any | None]:
     """Load (model, tokenizer or None) from a Hugging Face directory, a ``.gguf`` file, a built-in name or a hub id.
 
-    The directory of an adapter in PEFT's format gives its base with the adapter added to the weights.
+    Those at an address (``gs://``, ``s3://``) are copied to the cache. The directory of an adapter in PEFT's format
+    gives its base with the adapter added to the weights.
     ``dtype`` ("float32", "bfloat16", "float16") is that of every parameter. With a mesh every array is created in its
     layout, and each process reads only the parts of its devices; otherwise all are on the default device.
     InputError, in one line, if the model cannot be found, read or obeyed, and for a reward model.
@@ -64,7 +66,7 @@ def load_either(
 
     require(dtype in DTYPES, f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     name = os.fspath(path_or_name)
-    path = Path(name).expanduser()
+    path = storage.folder(name)
     if is_adapter(path):
         return load_adapted(path, dtype, mesh, scores)
     if not path.is_dir() and not name.endswith(".gguf") and name not in BUILTIN:
@@ -124,7 +126,7 @@ def load_adapted(folder: Path, dtype: str, mesh: Any, scores: bool | None) -> tu
 def of_adapter(folder: Path) -> Generator[str]:
     """Yield the name of an adapter's base; an InputError about the base names the adapter, too."""
     base = base_named(folder)
-    require(not is_adapter(Path(base).expanduser()), f"{folder}: its base {base} is an adapter too: {MERGED}")
+    require(not is_adapter(storage.folder(base)), f"{folder}: its base {base} is an adapter too: {MERGED}")
     try:
         yield base
     except InputError as error:
@@ -138,7 +140,7 @@ def check_name(name: str) -> None:
       InputError: not a directory with a config.json, an adapter that can be read, a .gguf file, a built-in name or a
         hub id; or the hub id of a mixture of experts, by its name.
     """
-    path = Path(name).expanduser()
+    path = storage.folder(name)
     experts = _EXPERTS.search(name)
     if is_adapter(path):
         with of_adapter(path) as base:
@@ -152,6 +154,8 @@ def check_name(name: str) -> None:
     elif path.exists():
         if path.suffix != ".gguf":
             raise InputError(f"{path} is neither a model directory nor a .gguf file; give one of these with --model")
+    elif storage.split(name):
+        raise InputError(f"no model at {name}: give a folder with config.json, or a .gguf file")
     elif name.endswith(".gguf"):
         raise InputError(f"no such file: {name}")
     elif looks_like_hub_id(name):
@@ -160,8 +164,6 @@ def check_name(name: str) -> None:
                 f"{name} is a mixture of experts ({experts[0]} in its name), which cannot be loaded yet: give a dense "
                 "model, such as --model Qwen/Qwen3-1.7B-Base"
             )
-    elif "://" in name:
-        raise InputError(f"no such model: {name}; one of the hub is named OWNER/MODEL, without the address")
     elif os.sep in name or name.startswith((".", "~")):
         raise InputError(f"no such model directory: {name}")
     elif name not in BUILTIN:
@@ -182,7 +184,7 @@ def architecture(name: str) -> tuple[ModelConfig, str]:
     Raises:
       InputError: no such model, or an unknown architecture.
     """
-    path = Path(name).expanduser()
+    path = storage.folder(name)
     if is_adapter(path):
         with of_adapter(path) as base:
             config, source = architecture(base)
@@ -208,7 +210,7 @@ def attributes_of(name: str) -> dict[str, Any]:
       InputError: no such model.
     """
     check_name(name)
-    path = Path(name).expanduser()
+    path = storage.folder(name)
     if is_adapter(path):
         with of_adapter(path) as base:
             return attributes_of(base)

@@ -38,6 +38,7 @@ from jaxrl_llm.runs.load import config_of, find_run
 from jaxrl_llm.sharding import abstract, batch_parts, make_mesh, rollout_mesh
 from jaxrl_llm.stages import stage_of
 from jaxrl_llm.stages.stage import Architectures, Outline
+from jaxrl_llm.system import storage
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -224,10 +225,10 @@ def model_config(name: str) -> tuple[ModelConfig, str]:
     if name in published() and not Path(name).is_dir():
         return read_config(published()[name]), "the published config.json, copied into this package"
     trained = find_run(name)
-    adapter = is_adapter(Path(name).expanduser())
+    adapter = is_adapter(storage.folder(name))
     if trained is None and not adapter:
         return architecture(name)
-    base = base_named(Path(name).expanduser()) if trained is None else without_step(trained.run.model)
+    base = base_named(storage.folder(name)) if trained is None else without_step(trained.run.model)
     config, source = model_config(base)
     return config, f"of {'adapter' if adapter else 'run'} {name}: {source}"
 

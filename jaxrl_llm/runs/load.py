@@ -1,7 +1,6 @@
 """Models by name, including those of runs: the result of one run's training can be the start of the next."""
 
 import dataclasses
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.pretrained import architecture, check_name, load_either
 from jaxrl_llm.runs.pins import PINS
 from jaxrl_llm.sharding import shardings
+from jaxrl_llm.system import storage
 from jaxrl_llm.system.json_lines import read_rows
 from jaxrl_llm.system.paths import COLLECTED, part_of
 
@@ -120,7 +120,7 @@ def find_start(name: str, carry: bool = False) -> configs.Start:
             raise InputError(f"--carry is for reinforcement learning, and {directory} is a {kind}: leave it out")
         weights = f"step {step} of {directory} is a snapshot, which has weights alone: leave --carry out"
         require(step in steps_in(directory / CHECKPOINTS), weights)
-    return configs.Start(os.path.abspath(directory), int(step or 0), carry)
+    return configs.Start(storage.named(directory.absolute()), int(step or 0), carry)
 
 
 def has_begun(directory: Path) -> bool:
@@ -139,7 +139,7 @@ def begun(directory: Path) -> configs.Found | None:
 
 def host_state(start: configs.Start) -> Any:
     """Return the host state in a run's checkpoint, as JSON values; no weights are read."""
-    return read_host(kept(Path(start.run))[start.step])
+    return read_host(kept(start.directory)[start.step])
 
 
 def current_phase(directory: Path) -> int:

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS, kept, listed, mark, phase_of
+from jaxrl_llm.checkpoints.integrity import mark
+from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS, kept, listed, phase_of
 from jaxrl_llm.checkpoints.store import steps_in
 from jaxrl_llm.config import Found, Pin, Start
 from jaxrl_llm.config.origin import OF_CRITIC, models_of, place_of

@@ -31,6 +31,8 @@ TPUS = ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076")
 """The PCI devices of Google that are TPUs, those that JAX knows."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers of a full disk, a used-up quota and a file over its limit."""
+ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+"""The beginning of an address."""
 HELD = (errno.EWOULDBLOCK, errno.EACCES)
 """Error numbers of a lock that another process holds; any other means that the file system has no locks."""
 
@@ -70,7 +72,8 @@ def writable(place: Path, flag: str) -> Generator[None]:
 
 
 def local(name: str, field: str = "") -> str:
-    """Return the name after checking that it is local: as a path, ``gs://bucket/x`` would be the folder ``gs:`` here.
+    """Return the name of an output after checking that it is local: as a path, ``gs://bucket/x`` would be the folder
+    ``gs:`` here.
 
     ``field``: the field or flag that has this value.
 
@@ -78,9 +81,8 @@ def local(name: str, field: str = "") -> str:
       InputError: it is an address.
     """
     require(
-        re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", name) is None,
-        f"{field} {name} is an address, which cannot be read or written: give a local or mounted folder "
-        "(a model may be OWNER/MODEL of the hub)".strip(),
+        ADDRESS.match(name) is None,
+        f"{field} {name} is an address, and this is written to a file system: give a local or mounted folder".strip(),
     )
     return name
 

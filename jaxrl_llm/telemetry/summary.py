@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from jaxrl_llm.diagnosis import Finding, diagnose
+from jaxrl_llm.system import storage
 from jaxrl_llm.system.json_lines import read_rows
 from jaxrl_llm.system.paths import PROFILE
 from jaxrl_llm.system.text import abridge, seconds, short
@@ -59,7 +60,7 @@ class RunSummary:
     """The contents of a finished run's summary.
 
     Attributes:
-      run_dir: the run's directory.
+      run_dir: the run's directory, or its address.
       task: the task that was evaluated.
       took: the steps of this process, which may have resumed the run, and its duration.
       measure: measure of the evaluation: ``accuracy``, or ``reward`` where nothing is verified.
@@ -219,7 +220,8 @@ def _next(summary: RunSummary, reloads: bool, writes: bool) -> list[Text]:
     commands = [f"jaxrl-llm eval {run}", more]
     if writes:
         commands.insert(1, f"jaxrl-llm generate {run} --prompt {shlex.quote(ask)}")
-    report, profile = Path(summary.run_dir, "report.html"), Path(summary.run_dir, PROFILE)
+    folder = storage.mirror(summary.run_dir)
+    report, profile = folder / "report.html", folder / PROFILE
     return [
         _field("the run is in", summary.run_dir),
         *([_field("look at it", f"{report}, in a browser")] if report.is_file() else []),
@@ -247,7 +249,7 @@ def summarise(run_dir: Path, seconds: float) -> RunSummary:
             names = (name for name in row if name.startswith("reward/") and name.endswith(f"/{DISAGREEMENT}"))
             judged.append((row["step"], score, right, row.get(next(names, ""))))
     summary = RunSummary(
-        str(run_dir), "", took, others=tuple(others), judged=tuple(judged), findings=diagnose(rows),
+        storage.named(run_dir), "", took, others=tuple(others), judged=tuple(judged), findings=diagnose(rows),
         phases=tuple((row["step"], text) for row in rows for name, text in happened(row) if name == "phase"),
     )  # fmt: skip
     # The main metric comes first in a row: the accuracy, or the reward where nothing is verified, of several tasks the

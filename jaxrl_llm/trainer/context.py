@@ -17,7 +17,8 @@ import jax
 from rich.console import Console
 
 from jaxrl_llm import codec
-from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS, mark
+from jaxrl_llm.checkpoints.integrity import mark
+from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS
 from jaxrl_llm.checkpoints.store import Checkpoints, steps_in
 from jaxrl_llm.config import Configuration, Start, to_json
 from jaxrl_llm.diagnosis import FindingTracker
@@ -214,7 +215,7 @@ def underway_after(directory: Path, step: int) -> dict[str, Any] | None:
 def forget_underway(directory: Path) -> None:
     """Remove the host state of a stopped step once there is a later checkpoint."""
     step, _ = _underway(directory).get("checkpoint", (math.inf, ""))
-    if max(steps_in(directory / CHECKPOINTS), default=0) > step:
+    if step < math.inf and max(steps_in(directory / CHECKPOINTS), default=0) > step:
         (directory / UNDERWAY).unlink(missing_ok=True)
 
 

@@ -6,36 +6,34 @@ import datetime
 import functools
 import hashlib
 import json
-import shutil
 import sys
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS, check_whole, fault, kept
+from jaxrl_llm.checkpoints.integrity import fault
+from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS, check_whole, kept
 from jaxrl_llm.checkpoints.store import steps_in
 from jaxrl_llm.config.origin import origin_of
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.rules.resets import evaluation_result
 from jaxrl_llm.runs import pins
 from jaxrl_llm.runs.load import begun, find_run, find_start, has_begun
 from jaxrl_llm.sharding.distributed import ALONE, Peers
+from jaxrl_llm.system import storage
 from jaxrl_llm.system.json_lines import read_rows
-from jaxrl_llm.system.paths import REWARD_ERROR, InUse, alone, hint_accelerator, prepare_libraries, writable
-from jaxrl_llm.system.signals import on_exit
+from jaxrl_llm.system.paths import hint_accelerator, prepare_libraries
 from jaxrl_llm.telemetry import Verbosity
-
-FILE_SYSTEM_S = 20.0
-"""The most seconds until another host sees a file that one host writes."""
+from jaxrl_llm.trainer.claim import check_shared, claimed
 
 
 class Result(int):
     """The exit code of a training (0 done, 3 stopped by a guard, 75 preempted: call it again to resume), with the run.
 
     Attributes:
-      directory: the run's.
+      directory: the run's; of one in object storage, the folder on this machine with its files but the checkpoints.
     """
 
     directory: Path
@@ -99,7 +97,7 @@ def launch(
 
     def say(line: str) -> None:
         if peers.leads:
-            print(line, file=sys.stderr)
+            print(storage.shown(line), file=sys.stderr)
 
     with contextlib.ExitStack() as stack:
         # The directory is made, and removed again, by process 0.
@@ -161,6 +159,8 @@ def begin(
 
     from jaxrl_llm import __version__
 
+    shared = peers.count == 1 or not (found.run.run_dir or "").startswith("s3://")
+    require(shared, f"run_dir {found.run.run_dir}: only one process writes to s3://; give gs://, or a shared folder")
     text = json.dumps([configs.to_json(found.run), __version__, jax.__version__])
     peers.check_same("settings", hashlib.sha256(text.encode()).hexdigest()[:16])
     if start is not None:
@@ -169,7 +169,7 @@ def begin(
     def choose() -> tuple[str, configs.AtStart | None, dict[str, Any]]:
         directory, at_start = choose_directory(found.run, found.name, fresh, start)
         if finished(directory, found.run):
-            return str(directory), None, {}
+            return storage.named(directory), None, {}
         weights = first_weights(directory, start or found.origin.start)
         models = pins.decide(found, directory, has_begun(directory), weights)
         origin = dataclasses.replace(found.origin, start=weights, models=models)
@@ -177,17 +177,18 @@ def begin(
             last = max(steps_in(directory / CHECKPOINTS), default=0)
             now = [(last, list(at_start.changed))] if at_start.changed else []
             origin = dataclasses.replace(origin, changed=[*before.origin.changed, *now])
-        return str(directory), at_start, origin.to_json()
+        return storage.named(directory), at_start, origin.to_json()
 
-    directory, at_start, decided = peers.first(choose)
+    name, at_start, decided = peers.first(choose)
+    directory = storage.mirror(name)
     if at_start is None:
-        return Path(directory), None
-    decided = origin_of(decided, Path(directory))
+        return directory, None
+    decided = origin_of(decided, directory)
     modules = configs.own_modules(found.run)
     origin = dataclasses.replace(
         found.origin, modules=modules, start=decided.start, models=decided.models, changed=decided.changed
     )
-    return Path(directory), dataclasses.replace(found, run=configs.as_started(found.run, at_start), origin=origin)
+    return directory, dataclasses.replace(found, run=configs.as_started(found.run, at_start), origin=origin)
 
 
 def choose_directory(
@@ -196,15 +197,16 @@ def choose_directory(
     """Return the run's directory and the choices of its first start, which may be now.
 
     With ``fresh`` it is the first free name; with ``start`` that, or a run that began with these settings and weights.
+    For an address it is the mirror.
 
     Raises:
-      InputError: the path is a file, or has a run that began with other settings.
+      InputError: the path is a file, or has a run that began with other settings; or the storage cannot be reached.
     """
-    base = Path(settings.run_dir or Path("runs") / name)
-    directory = base
+    base = storage.mirror(settings.run_dir or f"runs/{name}", "run_dir")
+    directory = storage.refreshed(base)
     number = 2
     while directory.exists() and (fresh or (start is not None and not begun_so(directory, settings, start))):
-        directory = base.with_name(f"{base.name}-{number}")
+        directory = storage.refreshed(base.with_name(f"{base.name}-{number}"))
         number = number + 1
     if directory.exists() and not directory.is_dir():
         raise InputError(f"{directory} is a file: give a folder with --run_dir")
@@ -262,12 +264,12 @@ def first_weights(directory: Path, start: configs.Start | None) -> configs.Start
         start = before.origin.start
     if start is None or steps_in(directory / CHECKPOINTS):
         return start
-    if start.step not in kept(Path(start.run)):
+    if start.step not in kept(start.directory):
         raise InputError(
             f"{directory} begins with step {start.step} of {start.run}, which is missing: give another with "
             "--from RUN@STEP"
         )
-    check_whole(kept(Path(start.run))[start.step])
+    check_whole(kept(start.directory)[start.step])
     return start
 
 
@@ -276,68 +278,6 @@ def finished(directory: Path, settings: configs.Configuration) -> bool:
     done = max(steps_in(directory / CHECKPOINTS), default=0)
     if done < settings.steps or fault(directory / CHECKPOINTS / str(done)):
         return False
-    print(
-        f"{directory} is finished: {done} of {settings.steps} steps. Continue with --steps {2 * done}, or "
-        "start over with --fresh."
-    )
+    more = f"Continue with --steps {2 * done}, or start over with --fresh."
+    print(f"{storage.named(directory)} is finished: {done} of {settings.steps} steps. {more}")
     return True
-
-
-@contextlib.contextmanager
-def claimed(directory: Path, found: configs.Found) -> Generator[None]:
-    """Create and lock the run's directory with its config.json. A directory made here is removed if the run does not
-    begin, except for the traceback of a reward, which the message names.
-    """
-    own = found.directory is not None and found.run.run_dir == str(found.directory)  # a run lies where its directory is
-    settings = configs.to_json(dataclasses.replace(found.run, run_dir=None) if own else found.run)
-    settings |= {"chosen": configs.chosen(found.run)}
-    made = next((p for p in reversed([directory, *directory.parents]) if not p.exists()), None)
-
-    def remove(*reason: object) -> None:
-        if made is None or has_begun(directory):
-            return
-        if not (directory / REWARD_ERROR).exists():
-            shutil.rmtree(directory, ignore_errors=True)
-            with contextlib.suppress(OSError):  # other runs may lie beside it by now
-                for parent in directory.parents[: len(directory.parts) - len(made.parts)]:
-                    parent.rmdir()
-            return
-        for path in directory.iterdir():
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            elif path.name != REWARD_ERROR:
-                path.unlink(missing_ok=True)
-
-    with contextlib.ExitStack() as stack:
-        try:
-            with writable(directory, "--run_dir"):
-                directory.mkdir(parents=True, exist_ok=True)
-                lock = stack.enter_context(alone(directory, "take --fresh for a new folder"))
-                configs.write(directory / "config.json", settings | found.origin.to_json())
-            with on_exit(lambda *reason: lock.unlink(missing_ok=True)), on_exit(remove):
-                yield
-        except InUse:
-            raise
-        except BaseException:
-            remove()
-            raise
-
-
-def check_shared(peers: Peers, path: Path) -> None:
-    """Refuse a run directory that is not shared by all hosts.
-
-    ``path``: a file that process 0 has just written.
-
-    Raises:
-      InputError: a process does not see it, or sees other content.
-    """
-    content = peers.first(path.read_text)
-    limit = time.monotonic() + FILE_SYSTEM_S
-    while not (seen := path.is_file() and path.read_text() == content) and time.monotonic() < limit:
-        time.sleep(0.2)
-    blind = [i for i, sees in enumerate(peers.gather(seen)) if not sees]
-    if blind:
-        raise InputError(
-            f"process {blind[0]} does not see {path}: all processes write the checkpoints, so give a folder that they "
-            "share with --run_dir"
-        )

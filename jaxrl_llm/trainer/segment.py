@@ -122,7 +122,7 @@ def begin(
     state = learner.create_state(model, optimiser, stage.reference, mesh, run.learner.lora, run.seed, others)
     if weights is not None:
         state = borrowed(state, run, weights, mesh, note)
-        state = with_others(state, others, kept(Path(weights.run))[weights.step], mesh, note)
+        state = with_others(state, others, kept(weights.directory)[weights.step], mesh, note)
     left = None if weights is None or not weights.carry else carried(run, stage, weights, note)
     return state, LoopState(left, coefficients=dict(stage.coefficients))
 
@@ -134,7 +134,7 @@ def carried(run: configs.Configuration, stage: Stage, weights: configs.Start, no
       InputError: the same task has other problems than it had there.
     """
     host = LoopState.from_json(host_state(weights), stage.records)
-    found = configs.read(Path(weights.run) / "config.json", own=False)
+    found = configs.read(weights.directory / "config.json", own=False)
     before: Any = configs.in_phase(found.pinned, host.phase)
     shown = f"step {weights.step} of {weights.run}"
     if before.task == getattr(run, "task", None):
@@ -167,7 +167,7 @@ def borrowed(
     Raises:
       InputError: the other run's model or adapter is of another kind.
     """
-    other = configs.read(Path(weights.run) / "config.json", own=False).run
+    other = configs.read(weights.directory / "config.json", own=False).run
     old = configs.whole(other.learner)
     shown = f"step {weights.step} of {weights.run}"
     kinds = [isinstance(one, configs.RewardModel) for one in (other, run)]
@@ -176,7 +176,7 @@ def borrowed(
         raise InputError(f"{shown} is of a {names[0]}, and this is a {names[1]}: give it as --model, not as --from")
     if old.lora != run.learner.lora:
         raise InputError(f"{shown} has {old.lora}, this run {run.learner.lora}: set learner.lora to what it is there")
-    place = kept(Path(weights.run))[weights.step]
+    place = kept(weights.directory)[weights.step]
     snapshot = place.parent.name == SNAPSHOTS
     same = old.optimiser == run.learner.optimiser and not snapshot
     policy = state.policy

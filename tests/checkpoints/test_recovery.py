@@ -10,8 +10,9 @@ import pytest
 from learner.rollouts import one_device
 from tiny import tiny
 
-from jaxrl_llm.checkpoints.snapshots import check_whole, check_writable, fault, keep, newest_whole, written
-from jaxrl_llm.checkpoints.store import CHECKSUMS, Checkpoints, steps_in
+from jaxrl_llm.checkpoints.integrity import CHECKSUMS, fault, written
+from jaxrl_llm.checkpoints.snapshots import check_whole, check_writable, keep, newest_whole
+from jaxrl_llm.checkpoints.store import Checkpoints, steps_in
 from jaxrl_llm.cli import explain
 from jaxrl_llm.config import load_config
 from jaxrl_llm.errors import InputError

@@ -11,7 +11,7 @@ import pytest
 from learner.rollouts import one_device
 from tiny import tiny
 
-from jaxrl_llm.checkpoints.snapshots import fault as fault_of
+from jaxrl_llm.checkpoints.integrity import fault as fault_of
 from jaxrl_llm.checkpoints.snapshots import keep
 from jaxrl_llm.checkpoints.store import Checkpoints, steps_in
 from jaxrl_llm.learner import Optimiser, create_state

@@ -20,7 +20,8 @@ from jaxrl_llm.learner import Learner, Optimiser
 from jaxrl_llm.sharding.distributed import ALONE
 from jaxrl_llm.system.paths import COLLECTED, InUse, alone
 from jaxrl_llm.tasks import Table
-from jaxrl_llm.trainer.launch import begin, choose_directory, claimed, first_weights
+from jaxrl_llm.trainer.claim import claimed
+from jaxrl_llm.trainer.launch import begin, choose_directory, first_weights
 
 SMOKE = configs.dated(configs.resolved(configs.load_config("smoke")[1]), "2025-07-01")
 HOLD = "import sys\nfrom pathlib import Path\nfrom jaxrl_llm.system.paths import alone\n" \

@@ -1,0 +1,76 @@
+"""Checksums of the files of a step: recorded when it is written, and compared when it is read."""
+
+import hashlib
+import json
+import os
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from jaxrl_llm.checkpoints import objects
+from jaxrl_llm.checkpoints.objects import Sums
+from jaxrl_llm.system import storage
+
+CHECKSUMS = "checksums.json"
+"""The file of a step with the sizes and checksums of its other files."""
+READERS = 8
+"""The number of threads that compute checksums of files, in parallel with each other and with the interpreter."""
+
+
+def sums(step: Path, names: list[str]) -> Sums:
+    """Compute the sizes and checksums of these files."""
+
+    def of_file(name: str) -> list[int]:
+        crc = size = 0
+        with open(step / name, "rb") as file:
+            while chunk := file.read(1 << 22):
+                crc = zlib.crc32(chunk, crc)
+                size += len(chunk)
+        return [size, crc]
+
+    with ThreadPoolExecutor(READERS) as readers:
+        return dict(zip(names, readers.map(of_file, names), strict=True))
+
+
+def written(step: Path) -> Sums:
+    """Return the recorded sizes and checksums of a step, by file; {} if the record is missing or unreadable."""
+    try:
+        text = storage.place(step / CHECKSUMS).read_text()
+        return {name: [size, crc] for name, (size, crc) in json.loads(text).items()}
+    except (FileNotFoundError, ValueError, TypeError, AttributeError):
+        return {}
+    except OSError:
+        if storage.address(step):  # away for a moment, which says nothing about the record
+            raise
+        return {}
+
+
+def mark(step: Path) -> str:
+    """Return 16 hexadecimal digits that identify the files of a sealed step; empty for one without checksums."""
+    found = dict(sorted(written(step).items()))
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16] if found else ""
+
+
+def fault(step: Path) -> str:
+    """Describe the first bad file of a sealed step; return an empty string if all are intact, or the step has no
+    checksums.
+    """
+    wanted = written(step)
+    stored = objects.sums(step) if wanted and storage.address(step) else None
+    if stored is None:
+        sizes = {name: os.path.getsize(step / name) for name in wanted if (step / name).is_file()}
+    else:
+        sizes = {name: size for name, (size, _) in stored.items()}
+    missing = next((name for name in wanted if name not in sizes), None)
+    if missing is not None:
+        return f"file {missing} is missing"
+    for name, (was, _) in wanted.items():
+        if sizes[name] != was:
+            more = "missing" if sizes[name] < was else "too many"
+            count = abs(sizes[name] - was)
+            return f"file {name}: {count} byte{'s' * (count > 1)} {more}"
+    found = sums(step, list(wanted)) if stored is None else stored
+    for name in wanted:
+        if found[name] != wanted[name]:
+            return f"file {name} is not what was written: its checksum differs"
+    return ""
