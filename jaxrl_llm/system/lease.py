@@ -170,10 +170,9 @@ class Lease:
         """Write the lock again.
 
         Raises:
-          InputError: another process has taken it over.
-          Exception: the storage's own, if it cannot be reached.
+          InputError: another process has taken it over; or the storage cannot be reached.
         """
-        with self._one:
+        with self._one, reaching(self._run):
             if not self._lost:
                 self._me["beat"] += 1
                 if not self._ours(self._version):
@@ -190,11 +189,10 @@ class Lease:
         while not self._end.wait(self._beat_s):
             try:
                 self.renew()
-            except InputError as error:
-                warn(str(error))
-                return
-            except Exception as error:  # noqa: BLE001  the storage is away: the next renewal may succeed
-                warn(f"the lock of {self._run} could not be renewed ({type(error).__name__}: {error})"[:300])
+            except InputError as error:  # where the storage is away, the next renewal may succeed
+                warn(f"the lock was not renewed: {error}")
+                if self._lost:
+                    return
 
     def close(self) -> None:
         """Remove the lock, if it is still ours."""
@@ -242,12 +240,17 @@ def before_commit(path: Path) -> None:
     """
     if path in HELD:
         HELD[path].renew()
-    upload_files(path)
-
-
-def upload_files(path: Path) -> None:
-    """Upload the files of a run's mirror; a failure is a warning, since the next checkpoint uploads them too."""
     try:
         push(path)
     except InputError as error:
         warn(shown(f"{error}; the files of the run are uploaded again at the next checkpoint"))
+
+
+def upload_last(path: Path) -> None:
+    """Upload a run's files as it ends, unless another process has taken the run over; a failure is a warning."""
+    try:
+        if path in HELD:
+            HELD[path].renew()
+        push(path)
+    except InputError as error:
+        warn(f"the last files of the run are only in {path}: {error}")

@@ -37,7 +37,7 @@ def claimed(directory: Path, found: configs.Found) -> Generator[None]:
         if not (directory / REWARD_ERROR).exists():
             shutil.rmtree(directory, ignore_errors=True)
             if storage.address(directory):
-                lease.upload_files(directory)
+                lease.upload_last(directory)
             with contextlib.suppress(OSError):  # other runs may lie beside it by now
                 for parent in directory.parents[: len(directory.parts) - len(made.parts)]:
                     parent.rmdir()
@@ -60,7 +60,7 @@ def claimed(directory: Path, found: configs.Found) -> Generator[None]:
                 configs.write(directory / "config.json", settings | found.origin.to_json())
             if storage.address(directory):
                 storage.push(directory)
-                stack.callback(lease.upload_files, directory)
+                stack.callback(lease.upload_last, directory)
             with on_exit(lambda *reason: lock.unlink(missing_ok=True)), on_exit(remove):
                 yield
         except InUse:

@@ -159,7 +159,7 @@ def begin(
 
     from jaxrl_llm import __version__
 
-    shared = peers.count == 1 or not (found.run.run_dir or "").startswith("s3://")
+    shared = peers.count == 1 or storage.written_directly(storage.mirror(found.run.run_dir or ""))
     require(shared, f"run_dir {found.run.run_dir}: only one process writes to s3://; give gs://, or a shared folder")
     text = json.dumps([configs.to_json(found.run), __version__, jax.__version__])
     peers.check_same("settings", hashlib.sha256(text.encode()).hexdigest()[:16])

@@ -106,4 +106,7 @@ def test_who_has_lost_the_run_completes_no_checkpoint(run, elsewhere):
         store.save(1, run[1], {})
         with pytest.raises(InputError, match="lost was taken over by process 1 on far"):
             store.close()
+        (path / "config.json").write_text("{}")
+        lease.upload_last(path)
+    assert not stored.place(path / "config.json").exists()
     assert steps_in(path / "checkpoints") == []

@@ -17,8 +17,9 @@ from jaxrl_llm.config import Found, Origin, Start, Supervised, changed_since
 from jaxrl_llm.data import Texts
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Learner, Optimiser
-from jaxrl_llm.sharding.distributed import ALONE
+from jaxrl_llm.sharding.distributed import ALONE, Peers
 from jaxrl_llm.system.paths import COLLECTED, InUse, alone
+from jaxrl_llm.system.storage import mirror
 from jaxrl_llm.tasks import Table
 from jaxrl_llm.trainer.claim import claimed
 from jaxrl_llm.trainer.launch import begin, choose_directory, first_weights
@@ -220,3 +221,12 @@ def test_a_run_of_which_nothing_comes_removes_no_other_beside_it(tmp_path):
     with pytest.raises(InputError, match="refused"), claimed(tmp_path / "a" / "b" / "c", found(first)):
         raise InputError("refused")
     assert not (tmp_path / "a").exists() and tmp_path.exists()
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_several_processes_do_not_write_to_s3(tmp_path, resumed):
+    address = "s3://bucket/run"
+    one = found(mirror(address) if resumed else tmp_path)
+    one = one if resumed else dataclasses.replace(one, run=dataclasses.replace(one.run, run_dir=address))
+    with pytest.raises(InputError, match="only one process writes to s3://; give gs://, or a shared folder"):
+        begin(Peers(0, 2), one, False, None)
