@@ -66,6 +66,15 @@ def compiled_sooner(request):
         yield
 
 
+@pytest.fixture(autouse=True, scope="module")
+def same_cache():
+    """The cache is that of all tests again after a module that has had others (``storages.on_another_machine``)."""
+    before = os.environ.get("JAXRL_LLM_CACHE")
+    yield
+    os.environ.pop("JAXRL_LLM_CACHE", None)
+    os.environ |= {} if before is None else {"JAXRL_LLM_CACHE": before}
+
+
 COMPILERS = find_spec("libtpu") is not None and compiles_for_gpus()
 """Whether programs can be compiled for TPUs and GPUs that are not there."""
 

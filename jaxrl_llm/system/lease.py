@@ -153,7 +153,7 @@ class Lease:
             warn(f"{self._run} is locked by {who}: it is watched for up to {self._lease_s:.0f} s, whether it lives")
             until = time.monotonic() + self._lease_s
             while not alive and time.monotonic() < until:
-                time.sleep(min(1.0, self._beat_s))
+                time.sleep(min(1.0, self._lease_s / 4))
                 there = get(self._lock)
                 if there is None:
                     return None

@@ -168,7 +168,7 @@ def elsewhere(address):
 def test_the_lock_of_another_machine_is_watched(address, capsys):
     path, lock = stored.mirror(address), f"{address}/lock"
     version = lease.put(lock, elsewhere(address), None)
-    mine = lease.Lease(path, "wait", beat_s=0.01, lease_s=0.1)
+    mine = lease.Lease(path, "wait", beat_s=100.0, lease_s=0.1)
     mine.take()
     assert "far: it is watched for up to 0 s, whether it lives" in capsys.readouterr().err
     with pytest.raises(lease.Refused):  # the other one wakes up again
@@ -190,7 +190,7 @@ def test_the_lock_of_another_machine_is_watched(address, capsys):
     other.start()
     try:
         with pytest.raises(InUse, match=r"is in use by process .* on far: wait until it ends, or wait"):
-            lease.Lease(path, "wait", beat_s=0.01, lease_s=10.0).take()
+            lease.Lease(path, "wait", lease_s=2.0).take()
     finally:
         end.set()
         other.join()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from commands import environment
+from storages import BUCKET, on_another_machine, storage
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.config import Found, Origin, Start, Supervised, changed_since
@@ -19,7 +20,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Learner, Optimiser
 from jaxrl_llm.sharding.distributed import ALONE, Peers
 from jaxrl_llm.system.paths import COLLECTED, InUse, alone
-from jaxrl_llm.system.storage import mirror
+from jaxrl_llm.system.storage import folder, mirror, system
 from jaxrl_llm.tasks import Table
 from jaxrl_llm.trainer.claim import claimed
 from jaxrl_llm.trainer.launch import begin, choose_directory, first_weights
@@ -230,3 +231,19 @@ def test_several_processes_do_not_write_to_s3(tmp_path, resumed):
     one = one if resumed else dataclasses.replace(one, run=dataclasses.replace(one.run, run_dir=address))
     with pytest.raises(InputError, match="only one process writes to s3://; give gs://, or a shared folder"):
         begin(Peers(0, 2), one, False, None)
+
+
+def test_fresh_takes_a_free_address(tmp_path):
+    storage("gs")
+    on_another_machine(tmp_path / "one")
+    address = f"gs://{BUCKET}/launch/run"
+    one = dataclasses.replace(found(tmp_path), run=dataclasses.replace(SMOKE, run_dir=address))
+    with claimed(mirror(address), one):
+        pass
+    on_another_machine(tmp_path / "other")
+    assert choose_directory(one.run, "x", False)[0] == mirror(address)
+    assert choose_directory(one.run, "x", True)[0] == mirror(f"{address}-2")
+    assert json.loads((mirror(address) / "config.json").read_text())["output"]["run_dir"] == address
+    with pytest.raises(InputError, match="nothing came of it"), claimed(mirror(f"{address}-2"), one):
+        raise InputError("nothing came of it")
+    assert not folder(f"{address}-2").exists() and system(address).find(f"{address}-2") == []
