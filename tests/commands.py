@@ -1,10 +1,13 @@
-"""Runs jaxrl-llm for tests: one process for each command, or several commands in one process that imports JAX once."""
+"""Runs jaxrl-llm for tests: a process for each command, or for several, which begins with everything imported."""
 
+import atexit
 import dataclasses
+import functools
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -25,6 +28,37 @@ for arguments, typed in json.load(sys.stdin):
     answers.append([code, out.getvalue(), err.getvalue()])
 print(json.dumps(answers))
 """
+NURSERY = """
+import json, os, sys
+from jaxrl_llm.system.paths import prepare_libraries
+prepare_libraries()
+import jax, orbax.checkpoint, tensorboardX, transformers
+import jaxrl_llm.cli.train, jaxrl_llm.trainer.launch, jaxrl_llm.trainer.loop
+while line := sys.stdin.readline():
+    folder, program, changes, paths = json.loads(line)
+    child = os.fork()
+    if not child:
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+else:
+    sys.exit()
+os.chdir(folder)
+os.environ.update(changes)
+if count := changes.get("JAX_NUM_CPU_DEVICES"):
+    jax.config.update("jax_num_cpu_devices", int(count))  # JAX has read its environment already
+for number, path in enumerate(paths):
+    file = os.open(path, os.O_RDWR)
+    os.dup2(file, number)
+    os.close(file)
+sys.stdin = open(0, closefd=False)
+exec(program)
+"""
+"""Imports all that a command needs, once, and forks a process for each line of its standard input; prints exit codes.
+
+No thread of JAX has started by then.
+"""
+LATE = {"COLUMNS", "JAX_NUM_CPU_DEVICES", "WANDB_MODE"}
+"""Variables that are read after the imports, or are given to JAX by the nursery."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,21 +92,48 @@ def command(*arguments: str, folder: Path, before: str = "", **changes: str) -> 
     return Answer(done.returncode, done.stdout, done.stderr)
 
 
+@functools.cache
+def nursery() -> subprocess.Popen:
+    """One for each process of tests; it ends with it."""
+    program = [sys.executable, "-c", NURSERY]
+    process = subprocess.Popen(program, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    atexit.register(process.communicate)
+    return process
+
+
+def forked(program: str, given: str, folder: Path, **changes: str) -> Answer:
+    """A Python program as a process of its own that begins with everything imported."""
+    with tempfile.TemporaryDirectory() as place:
+        files = [Path(place) / name for name in ("in", "out", "err")]
+        for file, text in zip(files, (given, "", ""), strict=True):
+            file.write_text(text)
+        process = nursery()
+        process.stdin.write(json.dumps([str(folder), program, changes, list(map(str, files))]) + "\n")
+        process.stdin.flush()
+        code = int(process.stdout.readline())
+        return Answer(code, *(file.read_text() for file in files[1:]))
+
+
 def commands(lines: list[str | tuple[str, str]], folder: Path, **changes: str) -> list[Answer]:
     """Command lines (split at spaces), one after the other in one process; with a pair, the second is what is typed."""
     pairs = [line if isinstance(line, tuple) else (line, "") for line in lines]
     given = json.dumps([(line.split(" "), typed) for line, typed in pairs])
-    done = subprocess.run(
-        [sys.executable, "-c", MANY],
-        cwd=folder,
-        env=environment(**changes),
-        input=given,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return [Answer(*answer) for answer in json.loads(done.stdout.splitlines()[-1])]
+    if changes.keys() <= LATE:
+        done = forked(MANY, given, folder, **changes)
+    else:
+        program = [sys.executable, "-c", MANY]
+        ran = subprocess.run(
+            program,
+            cwd=folder,
+            env=environment(**changes),
+            input=given,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        done = Answer(ran.returncode, ran.stdout, ran.stderr)
+    assert done.code == 0, done.err
+    return [Answer(*answer) for answer in json.loads(done.out.splitlines()[-1])]
 
 
 def assert_refused(answer: Answer, *words: str) -> None:
