@@ -26,6 +26,7 @@ from jaxrl_llm.cli.reranking import check_rerank, reader_of, reranker
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.runs.load import Trained, find_run, load_base, load_trained
+from jaxrl_llm.runs.pins import needs_base
 from jaxrl_llm.system.paths import check_file, new_file, writable
 from jaxrl_llm.system.setting import Count, Range, check_fields
 from jaxrl_llm.system.signals import on_exit
@@ -313,8 +314,7 @@ def tested(trained: Trained) -> dict[str, float]:
         on_exit(lambda *reason: resources.close()),
     ):
         progress.status(f"loading {run.model}")
-        compares = isinstance(run, configs.Preference)  # with the model as it was at the start
-        model, tokenizer = load_base(trained, mesh, compares or run.learner.lora.rank > 0)
+        model, tokenizer = load_base(trained, mesh if needs_base(run) else mesh.abstract_mesh)
         stage = kind.prepare(run, model, tokenizer, mesh, resources, progress, ALONE)
         del model
         progress.status(f"loading {directory}")

@@ -30,7 +30,8 @@ def load_pretrained(
     Those at an address (``gs://``, ``s3://``) are copied to the cache. The directory of an adapter in PEFT's format
     gives its base with the adapter added to the weights.
     ``dtype`` ("float32", "bfloat16", "float16") is that of every parameter. With a mesh every array is created in its
-    layout, and each process reads only the parts of its devices; otherwise all are on the default device.
+    layout, and each process reads only the parts of its devices; with an abstract mesh (``mesh.abstract_mesh``) only
+    the shapes are read; with None all arrays are on the default device.
     InputError, in one line, if the model cannot be found, read or obeyed, and for a reward model.
     """
     return load_either(path_or_name, dtype, mesh, scores=False)
@@ -105,7 +106,7 @@ def load_adapted(folder: Path, dtype: str, mesh: Any, scores: bool | None) -> tu
     from jaxrl_llm.models.hf import with_special_ids
     from jaxrl_llm.models.lora import attached, merge
     from jaxrl_llm.models.tokenizer import load_tokenizer
-    from jaxrl_llm.sharding import laid_out, shardings
+    from jaxrl_llm.sharding import laid_out, only_shapes, shardings
 
     with of_adapter(folder) as base:
         model, tokenizer = load_either(base, dtype, mesh, scores)
@@ -116,9 +117,9 @@ def load_adapted(folder: Path, dtype: str, mesh: Any, scores: bool | None) -> tu
         decoder = Decoder(with_special_ids(decoder.config, {}, own), to_parameters(decoder))
     if mesh is not None:
         adapter = laid_out(adapter, shardings(adapter, mesh))
-    layout = None if mesh is None else shardings(decoder, mesh)
+    layout = None if mesh is None or only_shapes(mesh) else shardings(decoder, mesh)
     add = jax.jit(lambda base, adapter: merge(attached(base, adapter)), donate_argnums=0, out_shardings=layout)
-    summed = add(decoder, adapter)
+    summed = add.eval_shape(decoder, adapter) if only_shapes(mesh) else add(decoder, adapter)
     return summed if head is None else with_scalar_head(summed, head), own or tokenizer
 
 

@@ -1,6 +1,7 @@
 """Models by name, including those of runs: the result of one run's training can be the start of the next."""
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.pretrained import architecture, check_name, load_either
 from jaxrl_llm.runs.pins import PINS
-from jaxrl_llm.sharding import shardings
+from jaxrl_llm.sharding import only_shapes, shardings
 from jaxrl_llm.system import storage
 from jaxrl_llm.system.json_lines import read_rows
 from jaxrl_llm.system.paths import COLLECTED, part_of
@@ -151,7 +152,7 @@ def current_phase(directory: Path) -> int:
 def load_model(name: str, dtype: str, mesh: Any) -> tuple[Any, Any | None]:
     """Load (model, tokenizer or None) by any name that ``load_pretrained`` knows, or by ``RUN`` or ``RUN@STEP``.
 
-    A reward model is a ``ScalarModel``.
+    A reward model is a ``ScalarModel``. With an abstract mesh the arrays are only shapes.
 
     Raises:
       InputError: the model cannot be found, read or used; or its weights differ from those that the run in
@@ -161,7 +162,7 @@ def load_model(name: str, dtype: str, mesh: Any) -> tuple[Any, Any | None]:
     if trained is not None:
         return load_trained(trained, mesh, dtype)
     model, tokenizer = load_either(name, dtype, mesh)
-    if (pins := PINS.get()) is not None:
+    if (pins := PINS.get()) is not None and not only_shapes(mesh):
         pins.check(name, dtype, model)
     return model, tokenizer
 
@@ -197,24 +198,25 @@ def config_of(name: str) -> ModelConfig:
 def load_trained(trained: Trained, mesh: Any, dtype: str | None = None) -> tuple[Any, Any | None]:
     """Load (model, tokenizer or None) of a run's checkpoint; an adapter is merged.
 
-    ``dtype``: of the weights; None keeps that of training.
+    ``mesh``: as for ``load_model``. ``dtype``: of the weights; None keeps that of training.
     """
+    from jaxrl_llm.models.decoder import cast
     from jaxrl_llm.models.lora import attached, merge
 
     run = trained.run
-    if run.learner.lora.rank:
+    if run.learner.lora.rank and not only_shapes(mesh):
         base, adapter, tokenizer = load_adapter(trained, mesh)
         policy = attached(base, adapter)
         found = jax.jit(merge, out_shardings=shardings(jax.eval_shape(merge, policy), mesh))(policy)
     else:
         check_whole(trained.directory)
-        model, tokenizer = load_base(trained, mesh, False)
-        like = jax.eval_shape(lambda m: m, as_trained(run, model))
-        del model  # only its shapes are needed: two copies of the weights might not fit
-        found = restore_policy(trained.directory, like, mesh)
+        model, tokenizer = load_base(trained, mesh.abstract_mesh)
+        like = jax.eval_shape(lambda m: as_trained(run, m), model)
+        found = like if only_shapes(mesh) else restore_policy(trained.directory, like, mesh)
     if dtype is None:
         return found, tokenizer
-    return jax.tree.map(lambda x: x.astype(dtype), found), tokenizer
+    narrow = functools.partial(cast, dtype=dtype)
+    return jax.eval_shape(narrow, found) if only_shapes(mesh) else narrow(found), tokenizer
 
 
 def load_adapter(trained: Trained, mesh: Any) -> tuple[Any, Any, Any | None]:
@@ -223,21 +225,21 @@ def load_adapter(trained: Trained, mesh: Any) -> tuple[Any, Any, Any | None]:
     from jaxrl_llm.models.lora import create
 
     check_whole(trained.directory)
-    model, tokenizer = load_base(trained, mesh, True)
+    model, tokenizer = load_base(trained, mesh)
     base, head = split(as_trained(trained.run, model))
     adapter = jax.eval_shape(lambda: create(base.config, trained.run.learner.lora, jax.random.key(0), head))
     return base, restore_policy(trained.directory, adapter, mesh, base), tokenizer
 
 
-def load_base(trained: Trained, mesh: Any, exact: bool) -> tuple[Any, Any | None]:
+def load_base(trained: Trained, mesh: Any) -> tuple[Any, Any | None]:
     """Load (model, tokenizer or None) that the run was trained from.
 
-    ``exact``: with exactly its weights; otherwise those of any step will do, for their shapes.
+    ``mesh``: as for ``load_model``; for shapes any step of another run will do.
 
     Raises:
       InputError: the model is missing; the line names the run.
     """
-    name = trained.run.model if exact else configs.without_step(trained.run.model)
+    name = configs.without_step(trained.run.model) if only_shapes(mesh) else trained.run.model
     try:
         return load_model(name, trained.run.learner.dtype, mesh)
     except InputError as error:

@@ -80,11 +80,14 @@ def decide(found: Found, directory: Path, began: bool, start: Start | None) -> d
     return pins
 
 
+def needs_base(run: configs.Configuration) -> bool:
+    """Whether a run with a checkpoint still needs the weights of its model: below an adapter, or to compare with."""
+    return bool(run.learner.lora.rank) or isinstance(run, configs.Preference)
+
+
 def of_shapes(run: configs.Configuration, directory: Path) -> bool:
-    """Whether a start needs only the shapes of the run's own model: its checkpoints have all weights, and its first
-    weights are not needed any more."""
-    kept_whole = not run.learner.lora.rank and not isinstance(run, configs.Preference)
-    return kept_whole and bool(steps_in(directory / CHECKPOINTS))
+    """Whether a start needs only the shapes of the run's own model."""
+    return not needs_base(run) and bool(steps_in(directory / CHECKPOINTS))
 
 
 def _read_from_here(run: configs.Configuration, directory: Path, start: Start | None) -> dict[str, str]:
@@ -170,8 +173,7 @@ class Pins:
     def __init__(self, found: Found, directory: Path, peers: Peers):
         self._run = found.run
         self._pins = dict(found.origin.models or {})
-        compared = [name for name in self._pins if name != found.run.model or not of_shapes(found.run, directory)]
-        self._names = {place_of(name, found.origin, found.directory): name for name in compared}
+        self._names = {place_of(name, found.origin, found.directory): name for name in self._pins}
         self._fields = dict(models_of(found.run))
         self._directory = directory
         self._peers = peers

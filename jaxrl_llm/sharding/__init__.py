@@ -19,6 +19,7 @@ from jaxrl_llm.sharding.rules import (
     from_parts,
     laid_out,
     layout_of,
+    only_shapes,
     sampling_shardings,
     shardings,
 )

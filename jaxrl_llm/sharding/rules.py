@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxrl_llm.sharding.mesh import BATCH, constrain, fitting
 
@@ -92,10 +92,15 @@ def parameter_path(path: tuple) -> str:
     return parameter if inside else ""
 
 
+def only_shapes(mesh: Any) -> bool:
+    """Whether the mesh is abstract (``mesh.abstract_mesh``): what is loaded for it are shapes, and no weights."""
+    return isinstance(mesh, AbstractMesh)
+
+
 def from_parts(
     shape: tuple[int, ...], dtype: Any, layout: NamedSharding, read: Callable[[tuple[slice, ...]], np.ndarray]
-) -> jax.Array:
-    """Make a global array of the parts that ``read`` returns, one at a time.
+) -> jax.Array | jax.ShapeDtypeStruct:
+    """Make a global array of the parts that ``read`` returns, one at a time; on an abstract mesh only its shape.
 
     Each process reads only the parts of its own devices; a part that several of them have is read once.
 
@@ -106,6 +111,8 @@ def from_parts(
       read: from a part's place (slices with start and stop) to its values in that dtype; they are copied, so the
         memory may be anyone's.
     """
+    if only_shapes(layout.mesh):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=layout)
     holders: dict[tuple[tuple[int, ...], ...], list[jax.Device]] = {}
     for device, index in layout.addressable_devices_indices_map(shape).items():
         place = tuple(part.indices(size)[:2] for part, size in zip(index or (), shape, strict=True))
@@ -120,7 +127,7 @@ def from_parts(
 
 
 def laid_out(tree: Any, layout: Any) -> Any:
-    """Turn host values that are equal on every process into global arrays.
+    """Turn host values that are equal on every process into global arrays, or into shapes on an abstract mesh.
 
     ``jax.device_put`` would first compare them across the processes, in one program per shape.
 
@@ -128,6 +135,9 @@ def laid_out(tree: Any, layout: Any) -> Any:
       tree: of arrays.
       layout: a sharding for all of them, or a tree of shardings.
     """
+    layout = jax.tree.broadcast(layout, tree)
+    if only_shapes(jax.tree.leaves(layout)[0].mesh):
+        return abstract(tree, layout)
     if jax.process_count() == 1:
         return jax.device_put(tree, layout)
 
@@ -136,7 +146,7 @@ def laid_out(tree: Any, layout: Any) -> Any:
             np.shape(x), layout, lambda index: np.asarray(np.asarray(x)[index])
         ),
         tree,
-        jax.tree.broadcast(layout, tree),
+        layout,
     )
 
 

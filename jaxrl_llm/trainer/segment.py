@@ -23,6 +23,7 @@ from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.state import NewRole, reset_reference
 from jaxrl_llm.models.heads import split
 from jaxrl_llm.runs.load import as_trained, host_state, load_model
+from jaxrl_llm.runs.pins import needs_base
 from jaxrl_llm.stages import stage_of
 from jaxrl_llm.stages.stage import Stage, check_problems, state_of
 from jaxrl_llm.telemetry.progress import model_line
@@ -44,7 +45,8 @@ def load(context: RunContext, number: int, cursor: Cursor | None, resources: Any
     run = configs.in_phase(whole, number)
     if cursor is None:
         progress.status(f"loading {run.model}")
-        model, tokenizer = load_model(run.model, run.learner.dtype, mesh)
+        weights = start is None or needs_base(run)
+        model, tokenizer = load_model(run.model, run.learner.dtype, mesh if weights else mesh.abstract_mesh)
         trained = as_trained(run, model)
     else:
         model, tokenizer = jax.eval_shape(base_of_policy, cursor.state), cursor.tokenizer
@@ -60,7 +62,7 @@ def load(context: RunContext, number: int, cursor: Cursor | None, resources: Any
                 raise InputError(f"phase {configs.phases_of(whole)[later].name!r}: {error}") from None
         if start is not None:
             progress.status(f"restoring step {start}")
-        parameters = optax.tree.size(trained)
+        parameters = sum(x.size for x in jax.tree.leaves(trained))  # of shapes, or of arrays which are consumed below
         state, host = begin(run, stage, trained, context.store, start, mesh, context.weights, progress.note)
         if start is not None and (underway := underway_after(context.directory, start)):
             host = LoopState.from_json(underway, stage.records)

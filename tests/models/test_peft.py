@@ -87,6 +87,8 @@ def test_an_adapter_is_read_in_any_dtype_and_layout_and_of_a_reward_model(base, 
     whole, _ = load_pretrained(tmp_path / "adapter")
     parts, _ = load_pretrained(tmp_path / "adapter", mesh=make_mesh(MeshShape(fsdp=4, tensor=2)))
     half, _ = load_pretrained(tmp_path / "adapter", "bfloat16")
+    shapes, _ = load_pretrained(tmp_path / "adapter", "bfloat16", make_mesh(MeshShape(fsdp=8)).abstract_mesh)
+    assert [(x.shape, x.dtype) for x in jax.tree.leaves(shapes)] == [(x.shape, x.dtype) for x in jax.tree.leaves(half)]
     assert "tensor" in str(to_parameters(parts)["blocks"]["attn"]["q"].sharding.spec)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-6), whole, parts)
     jax.tree.map(

@@ -68,6 +68,17 @@ def test_a_built_in_model_too():
     )
 
 
+@pytest.mark.parametrize("name", [FIXTURES / "olmo2", next(FIXTURES.glob("*.gguf")), "tiny-random"])
+def test_an_abstract_mesh_gives_shapes(name):
+    mesh = mesh_of((2, 2, 2))
+    whole = load_pretrained(name, "bfloat16", mesh)[0]
+    shapes = load_pretrained(name, "bfloat16", mesh.abstract_mesh)[0]
+    assert jax.tree.structure(shapes) == jax.tree.structure(whole)
+    for found, wanted in zip(jax.tree.leaves(shapes), jax.tree.leaves(whole), strict=True):
+        assert isinstance(found, jax.ShapeDtypeStruct) and (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
+        assert found.sharding.spec == wanted.sharding.spec
+
+
 @pytest.mark.parametrize("name", sorted(path.name for path in FIXTURES.glob("*.gguf")))
 def test_quantised_tensors_are_read_in_part(name):
     """Also where a part begins or ends within a block."""
@@ -95,6 +106,7 @@ def test_any_part_can_be_read(kind):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_element_is_read_once_in_parts_of_a_layer(shape):
+    assert not load_counted(FIXTURES / "qwen3", mesh_of(shape).abstract_mesh)[1]
     parameters, reads = load_counted(FIXTURES / "qwen3", mesh_of(shape))
     leaves = jax.tree.leaves_with_path(parameters)
     assert sum(reads) == sum(leaf.size for _, leaf in leaves)
