@@ -42,6 +42,6 @@ config = Supervised(
     learner=Learner(optimiser=Optimiser(learning_rate=3e-3), compute=Compute(row_tokens=512, remat="none")),
     evaluation=Evaluation(every=100, samples=4, temperature=1.0, task=Task(PROBLEMS, template="plain", name="letters")),
     answering=Answering(max_new_tokens=12, slots=208, chunk=12),
-    output=Output(checkpoint_every=400, keep=1, tensorboard=False),
+    output=Output(checkpoint_every=400, keep=1, trackers=()),
     steps=400,
 )

@@ -46,6 +46,6 @@ config = Run(
     ),
     # The evaluation uses the letters of training too: it compares learning, not generalisation.
     evaluation=Evaluation(every=10, samples=4, temperature=1.0, task=task),
-    output=Output(checkpoint_every=50, keep=1, samples=0, tensorboard=False),
+    output=Output(checkpoint_every=50, keep=1, samples=0, trackers=()),
     steps=100,
 )

@@ -53,6 +53,6 @@ config = Run(
         collect=Collect(patience=0),
     ),
     learner=Learner(optimiser=Optimiser(learning_rate=1e-2), minibatches=2, compute=Compute(row_tokens=256)),
-    output=Output(checkpoint_every=10, tensorboard=False),
+    output=Output(checkpoint_every=10, trackers=()),
     steps=10,
 )

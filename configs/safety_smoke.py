@@ -50,6 +50,6 @@ config = Run(
         collect=Collect(patience=0),
     ),
     learner=Learner(optimiser=Optimiser(learning_rate=1e-2), minibatches=2, compute=Compute(row_tokens=256)),
-    output=Output(checkpoint_every=25, tensorboard=False),
+    output=Output(checkpoint_every=25, trackers=()),
     steps=50,
 )

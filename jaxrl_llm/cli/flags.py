@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import difflib
 import functools
 import io
@@ -15,7 +16,7 @@ from typing import Any
 
 from jaxrl_llm.errors import InputError, did_you_mean, require
 from jaxrl_llm.system.paths import local
-from jaxrl_llm.system.setting import current_name
+from jaxrl_llm.system.setting import Setting, current_name, former_in
 
 OUTPUTS = ("--out", "--json", "--plot", "--dump")
 """Flags with a file or folder to write."""
@@ -38,6 +39,8 @@ def parse(kind: type, arguments: list[str], program: str, description: str, defa
     """
     import tyro
 
+    arguments = list(arguments)
+    default = _with_former(arguments, default) if isinstance(default, Setting) else default
     options: dict[str, Any] = {"config": (tyro.conf.AvoidSubcommands,), "use_underscores": True, "add_help": False}
     options |= {} if default is None else {"default": default}
     captured = io.StringIO()
@@ -110,6 +113,31 @@ def help_text(actions: Iterable[Any], topic: str, program: str, description: str
     usage = f"usage: {program} [--option value ...]\n\n{textwrap.fill(description, width)}"
     texts = [description if description.startswith("usage:") else usage, table.format_help().strip()]
     return "\n\n".join(texts + [textwrap.fill(more, width)] * (len(names) < len(flags)))
+
+
+def _with_former(arguments: list[str], default: Setting) -> Setting:
+    """Remove options for settings that others now hold in another form, and return the default with their values.
+
+    Raises:
+      InputError: the present option is given too.
+    """
+    given = {argument.partition("=")[0] for argument in arguments}
+    for name, former in former_in(default).items():
+        where, _, field = name.rpartition(".")
+        off = take(arguments, f"--{where}.no_{field}", False) if former.kind is bool else None
+        found = take(arguments, f"--{name}", former.kind is not bool)
+        if not (found or off):
+            continue
+        now = f"--{where}.{former.field}"
+        require(now not in given, f"--{name} is an old name for a part of {now}: give {now} alone")
+        default = _put(default, name, None if found == "None" else found)
+    return default
+
+
+def _put(value: Any, name: str, new: Any) -> Any:
+    """Return a dataclass with another value of a field, by its dotted name."""
+    field, dot, rest = name.partition(".")
+    return dataclasses.replace(value, **{field: _put(getattr(value, field), rest, new) if dot else new})
 
 
 def _renamed(argument: str, fields: set[str], default: Any) -> str:

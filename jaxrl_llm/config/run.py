@@ -21,8 +21,9 @@ from jaxrl_llm.rules import ALL
 from jaxrl_llm.rules.settings import Rules
 from jaxrl_llm.sharding.mesh import MeshShape
 from jaxrl_llm.system import storage
-from jaxrl_llm.system.setting import FIXED, FREE, MODEL, RECORDED, Count, Range, Setting, take_old_names
+from jaxrl_llm.system.setting import FIXED, FREE, MODEL, RECORDED, Count, Former, Range, Setting, take_old_names
 from jaxrl_llm.tasks.task import Task
+from jaxrl_llm.telemetry.trackers import parts_of_name
 
 MAX_SEED = 1 << 24
 """The exclusive upper bound of seeds; larger ones would repeat the random numbers of smaller ones."""
@@ -99,8 +100,8 @@ class Output(Setting):
         bit.
       profile: the step in which JAX's profiler runs, for a trace in RUN/profile; 0 for none. A process compiles in its
         first step, so take a later one.
-      tensorboard: write curves for TensorBoard.
-      wandb: project on Weights & Biases, for metrics and some completions of each evaluation; None for none.
+      trackers: what else shows the metrics, ``NAME`` or ``NAME:PROJECT`` each: tensorboard (curves in
+        RUN/tensorboard), wandb and trackio (some completions of each evaluation too), or one of another package.
       run_dir: the run's directory, or its address (gs://, s3://); None for runs/NAME below the current folder.
         ``--run_dir`` is short for it.
     """
@@ -113,16 +114,43 @@ class Output(Setting):
     ratios: Annotated[bool, FREE] = False
     monitor_kl: bool = False
     profile: Annotated[int, Count(0), FREE] = 0
-    tensorboard: Annotated[bool, FREE] = True
-    wandb: Annotated[str | None, FREE] = None
+    trackers: Annotated[tuple[str, ...], FREE] = ("tensorboard",)
     run_dir: Annotated[str | None, FREE] = None
 
     def check(self, run: Any, where: str) -> None:
-        """Refuse an address without a folder or an empty name as ``run_dir``, and a ``profile`` of no step."""
+        """Refuse an address without a folder or an empty name as ``run_dir``, a ``profile`` of no step, and trackers
+        that are named twice or not at all."""
         storage.split(self.run_dir or "", "run_dir")
         require(self.run_dir != "", "run_dir is empty: give a folder, or leave it out for runs/NAME")
         beyond = f"{where}profile {self.profile} is after the last step, {run.steps}: name a step of the run"
         require(self.profile <= run.steps, beyond)
+        names = [parts_of_name(tracker)[0] for tracker in self.trackers]
+        for tracker, name in zip(self.trackers, names, strict=True):
+            whole = "" not in parts_of_name(tracker) and "," not in name
+            require(whole, f"{where}trackers has {tracker!r}: write NAME or NAME:PROJECT for each, apart by spaces")
+            require(names.count(name) == 1, f"{where}trackers has {name} twice: name it once")
+
+
+def _with_tensorboard(trackers: tuple[str, ...], wanted: bool) -> tuple[str, ...]:
+    require(isinstance(wanted, bool), f"output.tensorboard is {wanted!r}: give True or False")
+    others = tuple(tracker for tracker in trackers if tracker != "tensorboard")
+    return ("tensorboard", *others) if wanted else others
+
+
+def _with_wandb(trackers: tuple[str, ...], project: str | None) -> tuple[str, ...]:
+    require(project is None or isinstance(project, str), f"output.wandb is {project!r}: give text or None")
+    others = tuple(tracker for tracker in trackers if parts_of_name(tracker)[0] != "wandb")
+    return (*others, f"wandb:{project}") if project else others
+
+
+take_old_names(
+    Output,
+    {},
+    {
+        "tensorboard": Former("trackers", bool, _with_tensorboard, lambda trackers: "tensorboard" in trackers),
+        "wandb": Former("trackers", str, _with_wandb, lambda trackers: dict(map(parts_of_name, trackers)).get("wandb")),
+    },
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -181,9 +181,8 @@ def opened(
             tracker = FindingTracker(run.steps, rows_until(directory, start))
             progress = stack.enter_context(Progress(schedule, first_step, tracker=tracker, quiet=voice.quiet))
             cut = (-1 if start is None else start) if resumed else None
-            output = run.output
-            settings = to_json(run)
-            writer = RunWriter(directory, cut, output.tensorboard, output.wandb, settings, voice.rows)
+            warn = functools.partial(progress.note, warning=True)
+            writer = RunWriter(directory, cut, run.output.trackers, to_json(run), voice.rows, warn)
             stack.enter_context(writer)
         else:
             progress = stack.enter_context(Progress(schedule, first_step, Console(quiet=True)))

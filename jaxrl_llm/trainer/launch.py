@@ -26,6 +26,7 @@ from jaxrl_llm.system import storage
 from jaxrl_llm.system.json_lines import read_rows
 from jaxrl_llm.system.paths import hint_accelerator, prepare_libraries
 from jaxrl_llm.telemetry import Verbosity
+from jaxrl_llm.telemetry.trackers import makers
 from jaxrl_llm.trainer.claim import check_shared, claimed
 
 
@@ -170,6 +171,7 @@ def begin(
         directory, at_start = choose_directory(found.run, found.name, fresh, start)
         if finished(directory, found.run):
             return storage.named(directory), None, {}
+        makers(found.run.output.trackers)  # what is missing is refused before anything is made or compiled
         weights = first_weights(directory, start or found.origin.start)
         models = pins.decide(found, directory, has_begun(directory), weights)
         origin = dataclasses.replace(found.origin, start=weights, models=models)

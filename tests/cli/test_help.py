@@ -90,7 +90,7 @@ def test_help_tells_the_commands_and_the_fields(tmp_path):
     assert version.out.count(".") == 2
     for answer in helps:
         assert answer.code == 0 and "usage" in answer.out.lower() and not answer.err
-    assert "--output.no_tensorboard" in part.out and "--steps" not in part.out
+    assert "--output.no_ratios" in part.out and "--output.trackers [STR" in part.out and "--steps" not in part.out
     assert_refused(wrong, "no part 'rollot' of the settings: did you mean rollout?")
     usual = re.findall(r"^  --([a-z._]+) (?:None.)?[A-Z]+\b", helps[1].out, re.MULTILINE)
     assert usual[usual.index("model") :][:4] == ["model", "run_dir", "steps", "learner.optimiser.learning_rate"]

@@ -13,7 +13,7 @@ from jaxrl_llm.config.phases import in_phase, validate
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import Attention, Embeddings, ModelConfig, Rope
 from jaxrl_llm.rules.settings import Phase, Rules
-from jaxrl_llm.system.setting import current_name, settings_in
+from jaxrl_llm.system.setting import current_name, former_in, settings_in
 
 RUN = configs.load_config("smoke")[1]
 
@@ -127,3 +127,54 @@ def test_moved_settings_may_still_change_when_a_run_is_resumed():
         "output.run_dir", "rollout.engine.slots",
         *(f"learner.compute.{name}" for name in ("microbatch_rows", "row_tokens", "remat", "attention")),
     }  # fmt: skip
+
+
+FORMER = {
+    "output.tensorboard": {False: (), True: ("tensorboard",)},
+    "output.wandb": {None: ("tensorboard",), "": ("tensorboard",), "sums": ("tensorboard", "wandb:sums")},
+}
+"""Old settings in another form: for each value what ``output.trackers`` is, where all others are as usual."""
+
+
+def test_old_settings_in_another_form_are_read_in_python_and_from_files():
+    assert former_in(RUN).keys() == FORMER.keys()
+    for name, values in FORMER.items():
+        field = name.rpartition(".")[2]
+        for value, trackers in values.items():
+            run = replaced(RUN, name, value)
+            assert run.output.trackers == trackers and operator.attrgetter(name)(run) in (value, value or None)
+            data = json.loads(json.dumps(configs.to_json(RUN)))
+            del data["output"]["trackers"]
+            data["output"][field] = value
+            assert configs.from_json(data) == run
+    both = configs.from_json({"type": "jaxrl_llm.config.run:Output", "tensorboard": False, "wandb": "sums"})
+    assert both.trackers == ("wandb:sums",) and dataclasses.replace(both, wandb=None).trackers == ()
+    assert dataclasses.replace(both, tensorboard=True, wandb="a").trackers == ("tensorboard", "wandb:a")
+    with pytest.raises(InputError, match=r"output.tensorboard is 'no': give True or False"):
+        replaced(RUN, "output.tensorboard", "no")
+
+
+@pytest.mark.filterwarnings("ignore:get_parser")
+@pytest.mark.parametrize(
+    ("flags", "trackers"),
+    [
+        ("--output.no_tensorboard --output.wandb sums", ("wandb:sums",)),
+        ("--output.wandb=sums --output.no-tensorboard --output.tensorboard", ("tensorboard", "wandb:sums")),
+        ("--output.wandb None", ("tensorboard",)),
+        ("--output.trackers trackio wandb:sums", ("trackio", "wandb:sums")),
+        ("--output.trackers", ()),
+    ],
+)
+def test_the_command_line_takes_old_settings_in_another_form(flags, trackers):
+    assert parse(type(RUN), flags.split(), "train", "", RUN).output.trackers == trackers
+
+
+def test_an_old_setting_and_the_present_one_are_not_given_together():
+    with pytest.raises(InputError, match=r"--output.wandb is an old name for a part of --output.trackers"):
+        parse(type(RUN), "--output.trackers trackio --output.wandb sums".split(), "train", "", RUN)
+
+
+def test_a_phase_cannot_change_an_old_setting_of_the_output():
+    run = dataclasses.replace(RUN, rules=Rules((Phase("a", 1), Phase("b", changes={"output.wandb": "sums"}))))
+    with pytest.raises(InputError, match=r"changes output.wandb, which is the same in all phases"):
+        validate(run)

@@ -122,7 +122,7 @@ def test_every_kind_of_value_survives_its_json():
             task=Task(source),
             scoring=Scoring(rewards),
             evaluation=Evaluation(task=TASK),
-            output=Output(wandb="w"),
+            output=Output(trackers=("wandb:w",)),
         )
         assert configs.from_json(json.loads(json.dumps(configs.to_json(run)))) == run
 

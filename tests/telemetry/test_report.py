@@ -229,7 +229,7 @@ def test_settings_have_dotted_names():
 
 def test_a_run_writes_its_report_at_evaluations_and_at_its_end(tmp_path):
     report = tmp_path / "report.html"
-    with RunWriter(tmp_path, None, tensorboard=False) as writer:
+    with RunWriter(tmp_path, None) as writer:
         writer.write(0, {"eval/x/pass@1": 0.5})
         writer.report()
         while not report.exists():
@@ -242,7 +242,7 @@ def test_a_run_writes_its_report_at_evaluations_and_at_its_end(tmp_path):
 
 def test_no_run_ends_for_its_report(tmp_path, caplog):
     (tmp_path / "report.html").mkdir()
-    with RunWriter(tmp_path, None, tensorboard=False) as writer:
+    with RunWriter(tmp_path, None) as writer:
         writer.write(0, {"loss": 0.5})
         writer.report()
         writer.write(1, {"loss": 0.5})
@@ -252,7 +252,7 @@ def test_no_run_ends_for_its_report(tmp_path, caplog):
 
 
 def test_a_run_that_is_quit_does_not_wait_for_its_report(tmp_path):
-    with pytest.raises(KeyboardInterrupt), RunWriter(tmp_path, None, tensorboard=False) as writer:
+    with pytest.raises(KeyboardInterrupt), RunWriter(tmp_path, None) as writer:
         writer.write(0, {"loss": 0.5})
         writer.report()
         raise KeyboardInterrupt

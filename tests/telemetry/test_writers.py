@@ -8,22 +8,22 @@ import pytest
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.system.json_lines import read_rows
-from jaxrl_llm.telemetry.records import RunWriter, import_extra, table
+from jaxrl_llm.telemetry.records import RunWriter
 
 
 def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def write_steps(run_dir, steps, resumed_at=None, tensorboard=False):
-    with RunWriter(run_dir, resumed_at, tensorboard=tensorboard) as writer:
+def write_steps(run_dir, steps, resumed_at=None, trackers=()):
+    with RunWriter(run_dir, resumed_at, trackers) as writer:
         for step in steps:
             writer.write(step, {"loss": step / 4})
             writer.samples(step, [{"prompt": "p", "completion": str(n)} for n in range(2)])
 
 
 def test_a_row_is_on_the_disk_when_write_returns_with_step_first(tmp_path):
-    writer = RunWriter(tmp_path / "run", None, tensorboard=False)
+    writer = RunWriter(tmp_path / "run", None)
     writer.write(3, {"loss": 0.5, "event/resumed": True, "model": "tiny", "step": 3})
     row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
     assert row == {"step": 3, "loss": 0.5, "event/resumed": True, "model": "tiny"}
@@ -42,7 +42,7 @@ def test_what_is_not_finite_becomes_null(tmp_path):
 
 
 def test_a_step_is_written_once(tmp_path):
-    with RunWriter(tmp_path, None, tensorboard=False) as writer:
+    with RunWriter(tmp_path, None) as writer:
         writer.write(1, {})
         with pytest.raises(ValueError, match="step 1 is already written"):
             writer.write(1, {})
@@ -105,56 +105,6 @@ def test_a_new_run_does_not_write_into_an_old_one(tmp_path):
     with pytest.raises(InputError, match="already holds a run"):
         RunWriter(tmp_path, None)
     assert len(lines(tmp_path / "metrics.jsonl")) == 1
-
-
-def test_curves_hold_what_the_rows_hold_and_hide_the_repeated_steps(tmp_path):
-    write_steps(tmp_path, range(4), tensorboard=True)
-    write_steps(tmp_path, range(3, 6), resumed_at=2, tensorboard=True)
-    assert curve(tmp_path / "tensorboard", "loss") == [(step, step / 4) for step in range(6)]
-
-
-def curve(folder, tag):
-    """Points of one tag over all event files, in the way TensorBoard reads them: a purge hides later steps."""
-    from tensorboardX.proto.event_pb2 import Event, SessionLog
-
-    points = []
-    for path in sorted(folder.glob("events*")):
-        for record in records(path.read_bytes()):
-            event = Event.FromString(record)
-            if event.session_log.status == SessionLog.START:
-                points = [point for point in points if point[0] < event.step]
-            points += [(event.step, value.simple_value) for value in event.summary.value if value.tag == tag]
-    return points
-
-
-def records(data):
-    """The records of a TFRecord file: length (8 bytes), its checksum (4), the record, its checksum (4)."""
-    while data:
-        size = int.from_bytes(data[:8], "little")
-        yield data[12 : 12 + size]
-        data = data[16 + size :]
-
-
-def test_a_missing_extra_is_named_in_one_line():
-    with pytest.raises(InputError, match=r"no_such_package is not installed: pip install -e '\.\[wandb\]'"):
-        import_extra("no_such_package", "wandb")
-
-
-def test_what_wandb_refuses_is_said_in_one_line(tmp_path):
-    with pytest.raises(InputError, match=r"wandb: Invalid project name 'a/b'.*WANDB_MODE=offline") as refused:
-        RunWriter(tmp_path, None, tensorboard=False, wandb="a/b")
-    assert "\n" not in str(refused.value)
-
-
-def test_a_table_of_completions_is_of_evaluations_and_bounded():
-    trained = {"kind": "training", "prompt": "p" * 5000, "completion": "c", "reward": 0.5, "parts": {}}
-    verified = {"kind": "evaluation", "prompt": "q", "completion": "d" * 1000, "correct": True}
-    judged = verified | {"reward": math.nan}
-    rows = [trained] * 40 + [verified] * 15 + [judged] * 40
-    assert table(3, [trained]) == []
-    found = table(3, rows)
-    assert found[:15] == [[3, "evaluation", "q", "d" * 1000, 1.0]] * 15
-    assert found[15:] == [[3, "evaluation", "q", "d" * 1000, None]] + [[3, "training", f"{'p' * 999}…", "c", 0.5]] * 16
 
 
 def test_no_file_has_no_rows(tmp_path):

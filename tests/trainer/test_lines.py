@@ -82,7 +82,7 @@ def test_what_cannot_be_spelled_or_was_not_learned_from_is_left_out():
 
 def test_lines_on_the_disk_are_rows_of_the_step(tmp_path):
     odd = completion("a", extras={"step_rewards": np.array([np.nan], np.float32)})
-    with RunWriter(tmp_path, None, tensorboard=False) as writer:
+    with RunWriter(tmp_path, None) as writer:
         record(writer, 3, {"loss": 0.5}, training_lines(*learned_from(group(odd))))
     line = (tmp_path / "samples.jsonl").read_text()
     assert line.startswith('{"step": 3, "kind": "training", "group": 0, "task": "sums", "prompt": "1 + 1 ="')
@@ -103,7 +103,7 @@ def test_the_same_answers_are_written_of_every_evaluation(tmp_path):
     answers = ((completion("2"),),) * count
     found = evaluate.Evaluated("sums", (PROBLEM,) * count, answers, np.ones((count, 1), bool), None)
     other, alone = dataclasses.replace(found, task="words"), evaluate.Tested({}, (found,))
-    with RunWriter(tmp_path, None, tensorboard=False) as writer:
+    with RunWriter(tmp_path, None) as writer:
         record(writer, 0, {}, answered=alone.lines())
         learned = training_lines(*learned_from(group(*[completion("a")] * 3 * evaluate.LOGGED_ANSWERS)))
         record(writer, 1, {}, learned, alone.lines())

@@ -35,6 +35,6 @@ config = Run(
         collect=Collect(staleness=1),
     ),
     learner=Learner(optimiser=Optimiser(learning_rate=1e-3), minibatches=2, lora=Lora(4)),
-    output=Output(checkpoint_every=2, tensorboard=False),
+    output=Output(checkpoint_every=2, trackers=()),
     steps=40,
 )

@@ -37,6 +37,6 @@ config = Run(
         ),
     ),
     learner=Learner(optimiser=Optimiser(learning_rate=1e-3, warmup=3), minibatches=2),
-    output=Output(checkpoint_every=1, tensorboard=False),
+    output=Output(checkpoint_every=1, trackers=()),
     steps=30,
 )

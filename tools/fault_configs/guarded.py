@@ -25,7 +25,7 @@ config = Run(
         prompts=4, group=4, max_prompt_tokens=32, max_new_tokens=8, engine=EngineOptions(slots=16, chunk=8)
     ),
     learner=Learner(optimiser=Optimiser(learning_rate=5e-2), minibatches=2),
-    output=Output(checkpoint_every=2, keep=4, tensorboard=False),
+    output=Output(checkpoint_every=2, keep=4, trackers=()),
     steps=30,
     rules=Rules(
         phases=(

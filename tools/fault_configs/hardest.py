@@ -61,7 +61,7 @@ config = Run(
     ),
     learner=Learner(optimiser=Optimiser(learning_rate=1e-3), minibatches=2),
     evaluation=Evaluation(every=8, limit=4),
-    output=Output(checkpoint_every=1, tensorboard=False),
+    output=Output(checkpoint_every=1, trackers=()),
     steps=30,
     rules=Rules(
         phases=(

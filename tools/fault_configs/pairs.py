@@ -19,6 +19,6 @@ config = Preference(
     batch=BatchSize(rows=8, max_tokens=32),
     learner=Learner(optimiser=Optimiser(learning_rate=1e-3)),
     evaluation=Evaluation(every=20),
-    output=Output(checkpoint_every=2, tensorboard=False),
+    output=Output(checkpoint_every=2, trackers=()),
     steps=80,
 )

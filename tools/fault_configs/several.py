@@ -25,6 +25,6 @@ config = Run(
         collect=Collect(curriculum=Curriculum(Prioritised()), replay=Replay(2, 16)),
     ),
     learner=Learner(optimiser=Optimiser(learning_rate=1e-3), minibatches=2),
-    output=Output(checkpoint_every=1, keep=3, tensorboard=False),
+    output=Output(checkpoint_every=1, keep=3, trackers=()),
     steps=30,
 )

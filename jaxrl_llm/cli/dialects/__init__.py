@@ -67,8 +67,8 @@ save_total_limit -> output.keep
 eval_steps test_freq -> evaluation.every: in steps
 num_generations_eval -> evaluation.samples
 log_completions num_completions_to_print -> output.samples: groups of each step
-report_to -> output.wandb: with a project's name; TensorBoard's curves are written anyway
-project_name -> output.wandb
+report_to logger -> output.trackers: tensorboard, wandb:PROJECT, trackio:PROJECT
+project_name -> output.trackers: tensorboard wandb:PROJECT
 use_vllm vllm_mode -> : the sampler is built in; --rollout.engine.slots completions are sampled at a time
 logging_steps -> : every step is logged
 dataset_name dataset -> : problems are the task of the configuration's file: Task(HubDataset(NAME))
