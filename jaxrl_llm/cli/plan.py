@@ -1,6 +1,6 @@
 """usage: jaxrl-llm plan CONFIG --topology NAME [--slices N] [--mean_tokens N] [--search] [--quick] [--largest]
-                      [--loops] [--phase N] [--price_per_device_hour X] [--json FILE] [--plot FILE] [--recipe NAME]
-                      [--field value ...]
+                      [--loops] [--phase N] [--price_per_device_hour X] [--json FILE] [--plot FILE] [--dump DIR]
+                      [--recipe NAME] [--field value ...]
 
 NAME is a TPU slice (v5e:4x4, v5p:8x8x4, v6e:16x16) or a number of GPUs (h100:64; hosts x devices of each: h100:2x4).
 --slices N         so many such slices
@@ -14,6 +14,7 @@ NAME is a TPU slice (v5e:4x4, v5p:8x8x4, v6e:16x16) or a number of GPUs (h100:64
                    also the cost of the run, in the currency of X
 --json FILE        all numbers, in bytes and seconds
 --plot FILE        a picture of the memory (.svg, .png or .pdf; needs matplotlib)
+--dump DIR         the text of each compiled program (update.txt, decode.txt, ...)
 jaxrl-llm train CONFIG --help all lists the fields."""
 
 import dataclasses
@@ -80,6 +81,11 @@ def plan(arguments: list[str]) -> int:
     if asked["--plot"] and not asked["--search"]:
         with writable(asked["--plot"], "--plot"):
             tables.draw([tables.to_json(plans[0], source)], asked["--plot"])
+    if asked["--dump"]:
+        with writable(asked["--dump"], "--dump"):
+            asked["--dump"].mkdir(parents=True, exist_ok=True)
+            for name, program in plans[0].compiled.items():
+                (asked["--dump"] / f"{name}.txt").write_text(program.text)
     return 0
 
 
@@ -106,11 +112,11 @@ def options(arguments: list[str]) -> dict[str, Any]:
       InputError: the topology is missing, or a value is not a number.
     """
     found: dict[str, Any] = {flag: take(arguments, flag, False) for flag in FLAGS}
-    found |= {flag: take(arguments, flag, True) for flag in ("--topology", "--json", "--plot")}
+    found |= {flag: take(arguments, flag, True) for flag in ("--topology", "--json", "--plot", "--dump")}
     machines = "--topology v5e:4x4 (v4, v5e, v5p, v6e, tpu7x), or h100:8 (a100, h100, h200, b200)"
     require(found["--topology"], f"plan needs a machine: {machines}")
     for flag, default in (("--slices", 1), ("--mean_tokens", None), ("--phase", None)):
-        text = take(arguments, flag.replace("_", "-"), True)
+        text = take(arguments, flag, True)
         positive = text is None or (text.isdigit() and int(text) > 0)
         require(positive, f"{flag} must be a positive number, got {text}")
         found[flag] = default if text is None else int(text)
@@ -126,8 +132,12 @@ def options(arguments: list[str]) -> dict[str, Any]:
         check_file(path, flag)
         drawn = flag == "--json" or path.suffix in PICTURES
         require(drawn, f"--plot {path}: end it in {' or '.join(PICTURES)}")
-    compiled = not (found["--loops"] and (found["--quick"] or found["--search"]))
-    require(compiled, "--loops reads the compiled programs of one plan: leave --quick and --search out")
+    reads = next((flag for flag in ("--loops", "--dump") if found[flag]), "")
+    compiled = not (reads and (found["--quick"] or found["--search"]))
+    require(compiled, f"{reads} reads the compiled programs of one plan: leave --quick and --search out")
+    if found["--dump"]:
+        paths["--dump"] = Path(found["--dump"])
+        require(not paths["--dump"].is_file(), f"--dump {found['--dump']} is a file: give a folder")
     return found | paths
 
 

@@ -16,7 +16,7 @@ from jaxrl_llm.models import layers
 from jaxrl_llm.models.config import ComputeOptions, ModelConfig
 from jaxrl_llm.models.families import our_shape, tensors_of
 from jaxrl_llm.models.layers import TokenRows, attention_over
-from jaxrl_llm.sharding import activation
+from jaxrl_llm.sharding import activation, gathered
 
 REMAT = {
     "none": None,
@@ -198,7 +198,7 @@ def forward(model: Decoder, rows: TokenRows, compute: ComputeOptions = ComputeOp
 
     def one_layer(x: jax.Array, per_layer: Any) -> tuple[jax.Array, None]:
         w, frequencies, window = per_layer
-        w = merged(w)
+        w = gathered(merged(w))
         attend: Any = functools.partial(attention, window=window)  # ty: ignore[unknown-argument]
         x = block(w, config, x, positions[..., None].astype(jnp.float32) * frequencies[None, None], attend)
         return activation(x, "residual"), None

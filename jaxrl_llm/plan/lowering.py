@@ -55,6 +55,7 @@ class Compiled:
       products: number of matrix products by implementation, which a GPU's compiler chooses.
       seconds: duration of the compilation.
       refused: bytes that it would need, if that is more than the device has; the other numbers are then 0.
+      text: the compiled program.
     """
 
     arguments: int = 0
@@ -64,6 +65,7 @@ class Compiled:
     products: Mapping[str, int] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
     refused: float = 0.0
+    text: str = dataclasses.field(default="", repr=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,6 +201,7 @@ def compile_one(one: Subject, name: str) -> Compiled:
         tuple(loops(hlo.parse(text, programs(one)[name].size), repeats)),
         hlo.products(text),
         time.monotonic() - began,
+        text=text,
     )
 
 

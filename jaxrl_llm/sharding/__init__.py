@@ -17,6 +17,7 @@ from jaxrl_llm.sharding.rules import (
     abstract,
     activation,
     from_parts,
+    gathered,
     laid_out,
     layout_of,
     only_shapes,

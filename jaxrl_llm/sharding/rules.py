@@ -74,7 +74,7 @@ sampling_shardings = functools.partial(shardings, whole=("fsdp",))
 """``shardings`` of weights that only sample: whole over ``fsdp``, or each decode step would gather them all."""
 
 
-def layout_of(path: str, shape: tuple[int, ...], mesh: Mesh, whole: Sequence[str] = ()) -> NamedSharding:
+def layout_of(path: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, whole: Sequence[str] = ()) -> NamedSharding:
     """Return the layout of one parameter, such as ``blocks/attn/q``, or of a layer's own, ``blocks/0/attn/q``.
 
     ``whole``: mesh axes that do not divide it.
@@ -83,6 +83,34 @@ def layout_of(path: str, shape: tuple[int, ...], mesh: Mesh, whole: Sequence[str
     axes = [(axis,) if isinstance(axis, str) else axis or () for axis in RULES.get(name, ())[layers:]]
     spec = [tuple(one for one in several if one not in whole) for several in axes]
     return NamedSharding(mesh, fitting(shape, spec, mesh))
+
+
+def gathered(layer: Any) -> Any:
+    """Return one layer's weights whole over ``fsdp``, inside jit on the mesh set by ``jax.set_mesh``.
+
+    Their gradients are divided again (ZeRO-3, arXiv 1910.02054). A product with divided weights would be computed in as many parts, which are added up in the dtype of activations.
+    Without a mesh, or with one part, the weights are returned unchanged.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    return layer if mesh.empty or mesh.shape["fsdp"] == 1 else _gathered(layer)
+
+
+@jax.custom_vjp
+def _gathered(layer: Any) -> Any:
+    return _constrained(layer, ("fsdp",))
+
+
+_gathered.defvjp(lambda layer: (_gathered(layer), None), lambda _, gradient: (_constrained(gradient, ()),))
+
+
+def _constrained(layer: Any, whole: Sequence[str]) -> Any:
+    mesh = jax.sharding.get_abstract_mesh()
+
+    def leaf(path: tuple, x: jax.Array) -> jax.Array:
+        name = jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
+        return jax.lax.with_sharding_constraint(x, layout_of(f"blocks/0/{name}", x.shape, mesh, whole).spec)
+
+    return jax.tree.map_with_path(leaf, layer)
 
 
 def parameter_path(path: tuple) -> str:

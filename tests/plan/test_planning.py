@@ -166,12 +166,14 @@ def test_a_search_ranks_meshes_that_fit():
 @pytest.mark.compilers
 def test_the_command_compiles_for_gpus_of_two_hosts(tmp_path):
     asked = "plan smoke --topology h100:2x2 --mesh.data 2 --mesh.fsdp 2 --learner.microbatch_rows 4 --json plan.json"
-    done = command(*asked.split(), "--loops", folder=tmp_path)
+    done = command(*asked.split(), "--loops", "--dump", "programs", folder=tmp_path)
     assert done.code == 0 and "tiny-random: 90,624 parameters" in done.out and "FITS" in done.out, done
     assert "activations and other temporaries, the compiler's" in done.out and "by formula alone" not in done.out
     assert "attention: xla\n" in done.out and re.search(r"products of update, as compiled: \d+ by Triton", done.out)
     found = json.loads((tmp_path / "plan.json").read_text())
     assert set(found["compiled_s"]) == {"weights", "prompts", "decode", "refill", "update"}
+    assert "ENTRY" in (tmp_path / "programs/update.txt").read_text()
+    assert {path.stem for path in (tmp_path / "programs").iterdir()} == set(found["compiled_s"])
     decode = found["loops"]["decode"]
     assert [loop["depth"] for loop in decode[:2]] == [0, 1] and decode[0]["bytes"] > decode[1]["bytes"] > 0
     assert "times weights and cache" in done.out and any(one["collectives"] for one in found["loops"]["update"])
@@ -212,8 +214,10 @@ def test_what_cannot_be_planned_is_refused_in_one_line(tmp_path):
         "plan smoke": "--topology v5e:4x4",
         "plan smoke --topology v5litepod-16": "write v5e:4x4",
         "plan smoke --topology v5e:2x2 --quick --loops": "leave --quick and --search out",
+        "plan smoke --topology v5e:2x2 --search --dump x": "--dump reads the compiled programs of one plan",
         "plan smoke --topology h100:3 --learner.compute.microbatch_rows 4": "make it a multiple of 3",
         "plan smoke --topology h100:16 --mesh.rollout 8 --rollout.collect.staleness 1": "run has 2, one on each",
+        "plan smoke --topology h100:2 --mean_tokens 0": "--mean_tokens must be a positive number",
         "plan smoke --topology h100:2 --slices x": "--slices must be a positive number",
         "plan smoke --topology h100:2 --price_per_device_hour free": "--price_per_device_hour must be a number above 0",
     }

@@ -20,7 +20,17 @@ from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.models.decoder import by_layer, causal_rows, forward, initialise
 from jaxrl_llm.rollout import Engine, Sampling
-from jaxrl_llm.sharding import BATCH, MeshShape, batch_parts, constrain, fitting, make_mesh, shardings
+from jaxrl_llm.sharding import (
+    BATCH,
+    MeshShape,
+    batch_parts,
+    constrain,
+    fitting,
+    gathered,
+    layout_of,
+    make_mesh,
+    shardings,
+)
 from jaxrl_llm.sharding.rules import RULES, parameter_path, sampling_shardings
 
 SHAPES = [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 2, 4), (1, 1, 8)]
@@ -138,6 +148,27 @@ def test_what_is_kept_of_a_layer_is_divided_over_tensor():
     grown = kept_of_a_layer(mesh_of((1, 1, 8)), columns)
     assert residual / 8 <= grown <= residual / 8 + weights
     assert kept_of_a_layer(mesh_of((1, 1, 8)), columns + 1) > residual, "129 positions do not divide"
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 1), (2, 2, 2)])
+def test_a_layers_weights_are_gathered_once_for_its_products_and_its_gradients_are_divided(shape):
+    mesh = mesh_of(shape)
+    model = jax.device_put(tiny("plain"), shardings(tiny("plain"), mesh))
+    tokens = causal_rows(np.zeros((8, T)))
+    constraints = lambda: str(jax.make_jaxpr(forward)(model, tokens)).count("sharding_constraint")
+    with jax.set_mesh(mesh_of((8, 1, 1))):
+        others = constraints()  # of activations
+    with jax.set_mesh(mesh):
+        layer = jax.tree.map(lambda x: x[0], model.weights.blocks)
+        name, x = "blocks/0/mlp/up", layer.mlp.up[...]
+        divided, whole = (layout_of(name, x.shape, mesh, axes) for axes in ((), ("fsdp",)))
+        loss = lambda layer: jnp.sum(jnp.sin(gathered(layer).mlp.up[...]))
+        found = jax.jit(gathered)(layer).mlp.up[...].sharding
+        gradient = jax.jit(jax.grad(loss))(layer).mlp.up[...]
+        assert constraints() == others + len(jax.tree.leaves(layer))
+    assert found.is_equivalent_to(whole, 2) and gradient.sharding.is_equivalent_to(divided, 2)
+    np.testing.assert_allclose(gradient, np.cos(x), rtol=1e-5)
+    assert not whole.is_equivalent_to(divided, 2)
 
 
 def test_a_model_that_lies_as_it_should_becomes_the_policy():
