@@ -88,8 +88,9 @@ def layout_of(path: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, whol
 def gathered(layer: Any) -> Any:
     """Return one layer's weights whole over ``fsdp``, inside jit on the mesh set by ``jax.set_mesh``.
 
-    Their gradients are divided again (ZeRO-3, arXiv 1910.02054). A product with divided weights would be computed in as many parts, which are added up in the dtype of activations.
-    Without a mesh, or with one part, the weights are returned unchanged.
+    Their gradients are divided again (ZeRO-3, arXiv 1910.02054). A product with divided weights would be computed in as
+    many parts, which are added up in the dtype of activations. Without a mesh, or with one part, the weights are
+    returned unchanged.
     """
     mesh = jax.sharding.get_abstract_mesh()
     return layer if mesh.empty or mesh.shape["fsdp"] == 1 else _gathered(layer)
