@@ -8,10 +8,9 @@ from jaxrl_llm.config import Configuration
 from jaxrl_llm.engine.requests import power_of_two
 from jaxrl_llm.learner.packing import packed_shapes
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.decoder import parameter_shapes
-from jaxrl_llm.models.layers import BLOCKS, layer_windows, part_columns
+from jaxrl_llm.models.flops import counts, forward_flops, training_flops, visible_pairs
+from jaxrl_llm.models.layers import BLOCKS, part_columns
 from jaxrl_llm.plan.hlo import Traffic
-from jaxrl_llm.plan.machines import Chip
 from jaxrl_llm.plan.shapes import (
     Arrays,
     PlannedModel,
@@ -21,35 +20,8 @@ from jaxrl_llm.plan.shapes import (
     prompt_calls,
     share_of,
 )
+from jaxrl_llm.sharding.chips import Chip
 from jaxrl_llm.stages.stage import Outline
-
-
-def counts(config: ModelConfig) -> tuple[int, int]:
-    """Count the parameters of the architecture: all of them, and those in matrix products of the layers."""
-    sizes = {path: math.prod(shape) for path, shape in parameter_shapes(config).items()}
-    # Norms and biases are added or scaled with: no products.
-    matrices = [path for path in sizes if path.startswith("blocks.") and "norm" not in path and "_bias" not in path]
-    return sum(sizes.values()), sum(sizes[path] for path in matrices)
-
-
-def visible_pairs(config: ModelConfig, first: int, last: int) -> float:
-    """Count pairs of a query at positions first .. last - 1 and a key it sees, itself included, summed over layers."""
-    pairs = 0.0
-    for window in layer_windows(config):
-        full = min(max(window - 1, first), last) if window else last  # queries before it see all
-        pairs += (full * (full + 1) - first * (first + 1)) / 2 + (last - full) * window
-    return pairs
-
-
-def forward_flops(config: ModelConfig, tokens: float, pairs: float, predictions: float) -> float:
-    """Return the FLOPs of a forward pass: ``2 n_layers tokens + 2 D V predictions + 4 N H pairs``.
-
-    Pairs are those of ``visible_pairs``: attention is causal, so published counts of 6 N S D for it are halved.
-    """
-    _, layers = counts(config)
-    a = config.attention
-    head = config.width * config.vocab_size
-    return 2.0 * layers * tokens + 2.0 * head * predictions + 4.0 * a.heads * a.head_dim * pairs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,10 +76,10 @@ def work(run: Configuration, outline: Outline, learned: Sequence[PlannedRole], m
     tokens = len(samples[0].tokens)
     completions = groups.count * groups.each
 
-    def flops(config: ModelConfig, predicts: bool) -> tuple[float, float]:
-        own = forward_flops(config, prompt, visible_pairs(config, 0, prompt), 0)
-        after = visible_pairs(config, prompt, prompt + tokens)
-        return groups.count * own, completions * forward_flops(config, tokens, after, tokens if predicts else 0)
+    def sizes(config: ModelConfig, predicts: bool) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
+        own = groups.count * prompt, groups.count * visible_pairs(config, 0, prompt), 0.0
+        after = completions * visible_pairs(config, prompt, prompt + tokens)
+        return own, (completions * tokens, after, completions * tokens * predicts)
 
     _, microbatches = packed_shapes(samples, layout)
     policy = outline.training[0]
@@ -115,12 +87,14 @@ def work(run: Configuration, outline: Outline, learned: Sequence[PlannedRole], m
     in_reward = outline.state.reference is not None and "ref_logp" not in scored
     settings = run.learner
     counted = sum(
-        one.passes * sum(flops(one.model.config, one.predicts)) * one.training.passes(settings) / settings.epochs
+        training_flops(one.model.config, *size, one.adapter) * one.training.passes(settings) / settings.epochs
         for one in learned
+        for size in sizes(one.model.config, one.predicts)
     )
-    sampling = (0.0, 0.0) if outline.sampler is None else flops(learned[0].model.config, True)
+    config = learned[0].model.config
+    prefill, decode = (forward_flops(config, *size) if outline.sampler else 0.0 for size in sizes(config, True))
     return Work(
-        completions, mean, *sampling, len(scored) + in_reward, counted / settings.minibatches,
+        completions, mean, prefill, decode, len(scored) + in_reward, counted / settings.minibatches,
         sum(len(sample.tokens) for sample in samples), microbatches * layout.rows, layout.row_tokens, microbatches,
         settings.updates,
     )  # fmt: skip
@@ -143,18 +117,18 @@ def update_flops(one: Work, learned: PlannedRole) -> float:
     config = learned.model.config
     compute = learned.forward.compute
     tokens = one.rows * one.row_tokens
-    body = packed_flops(config, compute.attention, one.rows, one.row_tokens)
+    pairs = packed_pairs(config, compute.attention, one.rows, one.row_tokens)
+    predictions = one.predictions if learned.predicts else 0
+    once = training_flops(config, tokens, pairs, predictions, learned.adapter)
     # Nobody asks for what the last product of a layer returned, so that one is not repeated.
-    repeated = body - 2.0 * config.layers * config.width * config.mlp_width * tokens
+    repeated = forward_flops(config, tokens, pairs, 0) - 2.0 * config.layers * config.width * config.mlp_width * tokens
     # The head's logits are always computed again in the backward pass.
-    head = forward_flops(config, 0, 0, one.predictions) if learned.predicts else 0.0
-    return learned.passes * body + REMAT_PASSES[compute.remat] * repeated + (learned.passes + 1) * head
+    return once + REMAT_PASSES[compute.remat] * repeated + forward_flops(config, 0, 0, predictions)
 
 
-def packed_flops(config: ModelConfig, attention: str, rows: int, row_tokens: int) -> float:
-    """Return the FLOPs of the layers in a forward pass over packed rows, padding included."""
-    pairs = config.layers * rows * row_tokens**2 * min(attention_share(attention, row_tokens), 1.0)
-    return forward_flops(config, rows * row_tokens, pairs, 0)
+def packed_pairs(config: ModelConfig, attention: str, rows: int, row_tokens: int) -> float:
+    """Return the pairs of queries and keys that attention computes in packed rows, padding included."""
+    return config.layers * rows * row_tokens**2 * min(attention_share(attention, row_tokens), 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,8 +245,9 @@ def pass_cost(one: PlannedModel, microbatches: int, predictions: int) -> tuple[f
     """Return FLOPs and bytes of one device in a pass over ``microbatches`` that predicts ``predictions`` tokens."""
     layout = one.forward.layout
     config = one.model.config
-    flops = packed_flops(config, one.forward.compute.attention, microbatches * layout.rows, layout.row_tokens)
-    flops += forward_flops(config, 0, 0, predictions)
+    rows = microbatches * layout.rows
+    pairs = packed_pairs(config, one.forward.compute.attention, rows, layout.row_tokens)
+    flops = forward_flops(config, rows * layout.row_tokens, pairs, predictions)
     moved = microbatches * 2 * bytes_per_device(one.gathered)
     return flops * share_of(one.gathered) / layout.parts, moved
 

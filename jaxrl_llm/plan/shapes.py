@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from jaxrl_llm.engine.backend import for_sampling
@@ -73,9 +74,9 @@ class PlannedRole(PlannedModel):
     role: Role
 
     @property
-    def passes(self) -> int:
-        """Return the cost of learning in forward passes: gradients of frozen weights do not count."""
-        return 2 if isinstance(self.role.params, Adapter) else 3
+    def adapter(self) -> int | None:
+        """Return the number of weights of its adapter, as in ``training_flops``; None if the whole model learns."""
+        return optax.tree.size(self.role.params) if isinstance(self.role.params, Adapter) else None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Any
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.plan import totals
-from jaxrl_llm.plan.machines import GIB
 from jaxrl_llm.plan.planning import Plan
+from jaxrl_llm.sharding.chips import GIB
 from jaxrl_llm.system.paths import new_file
 
 KINDS = {

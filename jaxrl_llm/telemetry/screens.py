@@ -53,6 +53,7 @@ COLUMNS = (
     Column("entropy", "entropy", 7, short, 6),
     Column("grad norm", "grad_norm", 9, short, 7),
     Column("tokens/s", "throughput/sampled_tokens_per_s", 8, lambda value: f"{value:.0f}", 5),
+    Column("MFU", "throughput/mfu", 6, lambda value: f"{100 * value:.1f} %", 9),
     Column("seconds", "time/step_s", 7, lambda value: f"{value:.1f}", 3),
 )
 STEP_WIDTH, LEFT_WIDTH = 9, 7

@@ -19,6 +19,7 @@ from jaxrl_llm.learner import Sample
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.samples import advantage_of
 from jaxrl_llm.learner.state import reset_optimiser, reset_reference, with_reference
+from jaxrl_llm.learner.utilisation import utilisation
 from jaxrl_llm.models.lora import model_of
 from jaxrl_llm.rollout.groups import OutOfTime
 from jaxrl_llm.rules import BY_HAND, FOUND, LAST, LR_SCALE, OF_ENTROPY, OF_GUARDS, Decision, decide
@@ -131,12 +132,13 @@ def learn_from(
         return state, {"updates": 0.0, "time/update_s": 0.0}, []
     with jax.set_mesh(stage.forward.mesh):  # of this thread
         samples, measured = stage.samples(state, batch, coefficients)
+        training = stage.learning(step)
         state, metrics = learner.learn(
             state,
             samples,
             run.learner,
             stage.forward,
-            stage.learning(step),
+            training,
             dict(coefficients),
             run.seed + step,
             stage.measures_kl,
@@ -145,7 +147,10 @@ def learn_from(
         shown = of_examples(shown_places(batch, run.output.samples, step), samples)
         if run.output.ratios and shown:
             shown = stage.followed(state, shown)
-    return state, measured | metrics | {"time/update_s": time.perf_counter() - began}, shown
+    metrics["time/update_s"] = time.perf_counter() - began
+    devices = list(stage.forward.mesh.devices.flat)
+    metrics |= utilisation(state, samples, training, run.learner.minibatches, metrics, devices)
+    return state, measured | metrics, shown
 
 
 def shown_places(batch: Batch, most: int, step: int) -> list[int]:

@@ -16,9 +16,10 @@ from jaxrl_llm.engine.sampling import as_rules, asked
 from jaxrl_llm.engine.slots import empty_slots, run_chunk
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.models.decoder import initialise
+from jaxrl_llm.models.flops import counts, forward_flops, visible_pairs
 from jaxrl_llm.plan.device_memory import resident
 from jaxrl_llm.plan.lowering import compile_one, subject
-from jaxrl_llm.plan.roofline import attention_share, counts, forward_flops, update_flops, visible_pairs, work
+from jaxrl_llm.plan.roofline import attention_share, update_flops, work
 from jaxrl_llm.plan.shapes import abstract_mesh, arrays, bytes_per_device
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rollout import Engine

@@ -6,9 +6,10 @@ import pytest
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.families import FAMILIES
+from jaxrl_llm.models.flops import counts
 from jaxrl_llm.plan.lowering import model_config, published
-from jaxrl_llm.plan.machines import CHIPS, EXAMPLES, parse_topology
-from jaxrl_llm.plan.roofline import counts
+from jaxrl_llm.plan.machines import EXAMPLES, describe, parse_topology
+from jaxrl_llm.sharding.chips import CHIPS, chip_of
 
 
 @pytest.mark.parametrize("text, devices, shape", [
@@ -40,6 +41,13 @@ def test_another_name_is_refused_with_the_right_one(text, remedy):
 def test_slices_that_make_no_sense_are_refused(text, slices):
     with pytest.raises(InputError, match="--slices"):
         parse_topology(text, slices)
+
+
+@pytest.mark.compilers
+@pytest.mark.parametrize("name", [name for name, chip in CHIPS.items() if chip.platform == "tpu"])
+def test_jax_names_of_tpus_are_known(name):
+    kind = describe(parse_topology(EXAMPLES[name]))[0].device_kind
+    assert chip_of(kind) is CHIPS[name]
 
 
 def test_every_chip_has_an_example_and_sound_peaks():

@@ -58,6 +58,7 @@ def test_eighty_characters_hold_what_a_step_of_reinforcement_learning_has():
     assert titles(80) == titles(80, ROW | {"loss": 0.5}) == everything
     assert [screens.columns_for(width, ROW)[1] for width in (80, 120)] == [1, 2]
     assert "loss" in titles(120, ROW | {"loss": 0.5})
+    assert titles(120, ROW | {"throughput/mfu": 0.4})[5:8] == ["tokens/s", "MFU", "seconds"]
 
 
 def test_a_run_has_the_columns_of_what_it_measures():
@@ -80,6 +81,7 @@ def test_the_reward_is_the_last_column_to_go():
 
 def test_what_is_missing_or_not_finite_is_shown_as_such():
     cells = {column.title: column.cell(ROW) for column in screens.COLUMNS}
+    assert next(x for x in screens.COLUMNS if x.title == "MFU").cell({"throughput/mfu": 0.412}) == "41.2 %"
     assert cells["grad norm"] == "-" and cells["accuracy"] == "100.0 %"
     assert [screens.COLUMNS[0].cell(row) for row in ({}, {"reward/mean": None})] == ["-", "-"]
     assert screens.COLUMNS[0].cell({"reward/mean": float("inf")}) == "inf"

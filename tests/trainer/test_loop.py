@@ -5,12 +5,15 @@ import os
 import re
 import signal
 
+import jax
 import pytest
 
 from jaxrl_llm import config as configs
-from jaxrl_llm import train
+from jaxrl_llm import load_pretrained, train
 from jaxrl_llm.checkpoints.store import steps_in
 from jaxrl_llm.config import Output
+from jaxrl_llm.models.flops import counts
+from jaxrl_llm.sharding.chips import CHIPS, KINDS
 from jaxrl_llm.system.json_lines import read_rows
 from jaxrl_llm.trainer.context import UNDERWAY, keep_underway, underway_after
 
@@ -44,15 +47,35 @@ class Stopping:
         return [len(text) % 3 for text in completions]
 
 
+@pytest.fixture
+def known():
+    """These devices have a peak of 1 GFLOP/s."""
+    CHIPS["known"], KINDS["cpu"] = dataclasses.replace(CHIPS["v5e"], name="known", flops=1e9), "known"
+    yield
+    del CHIPS["known"], KINDS["cpu"]
+
+
+def check_utilisation(rows):
+    """It is between what the completions alone need, and thrice that of completions with prompts."""
+    _, layers = counts(load_pretrained(SMOKE.model)[0].config)
+    completions = SMOKE.rollout.prompts * SMOKE.rollout.group
+    for row in rows:
+        flops = row["throughput/mfu"] * row["time/update_s"] * jax.device_count() * 1e9
+        sampled = completions * row["completions/mean_length"]
+        epochs = row["updates"] / SMOKE.learner.minibatches
+        assert 6 * layers * sampled < flops / epochs < 3 * 6 * layers * (sampled + completions * 64)
+
+
 @pytest.mark.parametrize("every, grace_s, ends", [(1, 0.01, ("within", "within")), (100, 1000.0, ("within", "after"))])
 def test_a_run_that_is_stopped_while_it_scores_goes_on_as_if_nobody_had_stopped_it(
-    tmp_path, capsys, every, grace_s, ends
+    tmp_path, capsys, known, every, grace_s, ends
 ):
     """Before the first checkpoint, and where the step before has one: then the samples lie beside it. The first update
     is not begun, since how long it takes is not known; a later one is, where there is time."""
     whole, seen = tmp_path / "whole", []
     run = run_in(whole, Stopping(), checkpoint_every=100)
     assert train(run, on_step=lambda row: seen.append(steps_in(whole / "checkpoints"))) == 0 and not any(seen)
+    check_utilisation(list(read_rows(whole / "metrics.jsonl"))[1:])
     stopping = Stopping(2, 4)  # the first call tries the reward
     run = run_in(tmp_path / "stopped", stopping, checkpoint_every=every, grace_s=grace_s)
     codes, beside = [], []

@@ -53,6 +53,7 @@ const TILES = [
   [/^grad_norm$/, "gradient norm", shown],
   [/^completions\/truncated_fraction$/, "cut off", percent],
   [/^throughput\/sampled_tokens_per_s$/, "sampled tokens/s", shown],
+  [/^throughput\/mfu$/, "MFU of the updates", percent],
   [/^time\/step_s$/, "time of a step", duration],
 ];
 const MOST_TILES = 8;
