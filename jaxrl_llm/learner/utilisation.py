@@ -32,7 +32,8 @@ def utilisation(
 
     The FLOPs are those of ``training_flops``, summed over roles and epochs. A prompt counts once in each group;
     padding, recomputation and passes without a gradient never count. An update that was refused counts nothing; one
-    that was applied counts as an equal share of its epoch. The peak is that of bfloat16 products, whatever the run computes in.
+    that was applied counts as an equal share of its epoch. The peak is that of bfloat16 products, whatever the run
+    computes in.
 
     Args:
       state: with each role's parameters, at least as shapes.
