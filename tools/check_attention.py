@@ -1,6 +1,6 @@
 """How far a fused attention is from plain scores, through a whole model, on this machine's default device.
 
-    python tools/check_attention.py [--attention cudnn] [--layers 4] [--tokens 1024]
+    python tools/check_attention.py [--attention cudnn|splash] [--layers 4] [--tokens 1024]
 
 Prints one JSON line. The model has the published shape of Qwen2.5-0.5B with fewer layers and random weights; packed
 rows hold groups that share a prompt. ``logp`` is the mean distance of log-probabilities, ``gradient`` that of gradients
@@ -29,6 +29,7 @@ from jaxrl_llm.types import Role
 
 GROUP, PROMPT = 4, 32
 TOLERANCE = 1.5
+FUSED = {"tpu": "splash"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,14 +37,14 @@ class Options:
     """The work.
 
     Attributes:
-      attention: the fused one.
+      attention: the fused one; empty for that of the device: splash on a TPU, otherwise cudnn.
       model: whose shape.
       layers: of it.
       tokens: of a row.
       rows: of them.
     """
 
-    attention: str = "cudnn"
+    attention: str = ""
     model: str = "Qwen/Qwen2.5-0.5B"
     layers: int = 4
     tokens: int = 1024
@@ -84,10 +85,11 @@ def distance(found: Any, wanted: Any) -> float:
 
 def run(options: Options) -> dict[str, Any]:
     """The row."""
+    device = jax.devices()[0]
+    options = dataclasses.replace(options, attention=options.attention or FUSED.get(device.platform, "cudnn"))
     config = dataclasses.replace(model_config(options.model)[0], layers=options.layers)
     model = initialise(config, jax.random.key(0))
     packed = batch(options, config.vocab_size)
-    device = jax.devices()[0]
     wanted, gradient = results(model, packed, ComputeOptions("float32"))
     row = dataclasses.asdict(options) | {"device": device.device_kind}
     fused = ComputeOptions("bfloat16", attention=options.attention, interpret=device.platform == "cpu")

@@ -1,11 +1,12 @@
-"""Everything that a GPU can tell of this project, by one command: is it right there, and how fast is it.
+"""Everything that a GPU or TPU can tell of this project, by one command: is it right there, and how fast is it.
 
     python tools/on_gpu.py [--minutes 9] [--only decode_1.5b,resume] [--out on_gpu]
 
-For a bare machine with JAX and this checkout; but for the quickstart's model nothing is downloaded. Each check is a
-command of its own, so that none keeps the GPU's memory from the next, in the order of what one would miss most; those
-for which no time is left are said to be missing. Writes ``OUT/results.json`` and ``OUT/table.md`` after every check,
-and each command's output beside them; ends with 1 where a check failed. A goal that is missed fails nothing.
+For a bare machine with JAX and this checkout; notebooks/accelerator_check.ipynb is the same for a hosted notebook. But
+for the quickstart's model nothing is downloaded. Each check is a command of its own, so that none keeps the device or
+its memory from the next, in the order of what one would miss most; those for which no time is left are said to be
+missing. Writes ``OUT/results.json`` and ``OUT/table.md`` after every check, and each command's output beside them; ends
+with 1 where a check failed. A goal that is missed fails nothing.
 ``--small`` takes shapes of a laptop: it rehearses the commands on a CPU.
 """
 
@@ -24,7 +25,13 @@ import tyro
 
 TOOLS = Path(__file__).parent
 TRAIN = (sys.executable, "-c", "from jaxrl_llm.cli import main; main()", "train")
-DEVICE = "import jax, json; d = jax.devices()[0]; print(json.dumps({'device': d.device_kind, 'jax': jax.__version__}))"
+DEVICE = """
+import jax, jaxlib, json
+d = jax.devices()
+versions = {"jax": jax.__version__, "jaxlib": jaxlib.__version__}
+versions["runtime"] = d[0].client.platform_version.splitlines()[0]
+print(json.dumps({"device": d[0].device_kind, "count": len(d), "platform": d[0].platform} | versions))
+"""
 LONGEST_S = 240
 """That one command may take."""
 
@@ -50,6 +57,12 @@ class Failed(Exception):
     """A check has not come to its end; the line says why."""
 
 
+def environment() -> dict[str, str]:
+    """Of each command: it finds this checkout, and the last line of a traceback says what is wrong."""
+    path = os.pathsep.join(filter(None, (str(TOOLS.parent), os.environ.get("PYTHONPATH"))))
+    return os.environ | {"JAX_TRACEBACK_FILTERING": "off", "PYTHONPATH": path}
+
+
 def told(name: str, command: tuple[str, ...], options: Options) -> str:
     """What a command prints, kept in ``OUT/NAME.log`` too.
 
@@ -57,7 +70,9 @@ def told(name: str, command: tuple[str, ...], options: Options) -> str:
       Failed: it ends with another code than 0, or not at all; with its last line.
     """
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_S, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=LONGEST_S, check=False, env=environment()
+        )
     except subprocess.TimeoutExpired:
         raise Failed(f"it took longer than {LONGEST_S} s") from None
     (options.out / f"{name}.log").write_text(done.stdout + done.stderr)
@@ -97,12 +112,11 @@ def learned(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def device(options: Options) -> dict[str, Any]:
     """What JAX finds."""
-    found = json.loads(told("device", (sys.executable, "-c", DEVICE), options).splitlines()[-1])
-    return found | {"ok": True}
+    return json.loads(told("device", (sys.executable, "-c", DEVICE), options).splitlines()[-1]) | {"ok": True}
 
 
 def attention(options: Options) -> dict[str, Any]:
-    """cuDNN's attention against plain scores."""
+    """The device's fused attention against plain scores: cuDNN's, or splash attention on a TPU."""
     small = ("--model", "tiny-random", "--layers", "2", "--tokens", "256", "--rows", "2") if options.small else ()
     return row_of("attention", "check_attention.py", options, *small)
 
@@ -135,7 +149,8 @@ def resume(options: Options) -> dict[str, Any]:
     whole = trained("whole", "smoke", options, *flags)
     folder = options.out / "killed"
     with (options.out / "killed.log").open("w") as log:
-        process = subprocess.Popen([*TRAIN, "smoke", "--run_dir", str(folder), *flags], stdout=log, stderr=log)
+        command = [*TRAIN, "smoke", "--run_dir", str(folder), *flags]
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment())
         limit = time.monotonic() + LONGEST_S
         while process.poll() is None and time.monotonic() < limit and len(rows_of(folder)) < 4:
             time.sleep(0.01)
@@ -222,7 +237,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 
 def run(options: Options) -> dict[str, dict[str, Any]]:
     """Every check's row, by name; a check that could not be made has ``failed`` or ``missing``."""
-    options.out.mkdir(parents=True)
+    options.out.mkdir(parents=True, exist_ok=True)
     wanted = options.only.split(",") if options.only else list(CHECKS)
     began = time.monotonic()
     results: dict[str, dict[str, Any]] = {}
@@ -250,8 +265,6 @@ def main() -> None:
         sys.exit(f"no check {unknown[0]}: there are {', '.join(CHECKS)}")
     if options.out.exists():
         sys.exit(f"{options.out} is there already: name another folder with --out")
-    os.environ["JAX_TRACEBACK_FILTERING"] = "off"  # the last line then says what is wrong
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(TOOLS.parent), os.environ.get("PYTHONPATH"))))
     results = run(options)
     print(table(results))
     sys.exit(any("failed" in row or row.get("ok") is False for row in results.values()))

@@ -1,8 +1,10 @@
 """The command that checks a GPU, rehearsed on the CPU with shapes of a laptop."""
 
 import json
+import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 TOOLS = Path(__file__).parents[2] / "tools"
@@ -24,11 +26,27 @@ def on_cpu(folder, *flags, **changes):
 
 
 def test_checks_are_run_recorded_and_shown(tmp_path):
-    code, results, shown = on_cpu(tmp_path / "on_gpu", "--only", "device,attention,decode_0.5b,update_1.5b")
-    assert code == 0 and [row["ok"] for row in results.values()] == [True] * 4, results
-    assert results["device"]["device"] == "cpu" and 0 < results["attention"]["logp"] < 0.1
-    assert 0 < results["decode_0.5b"]["mbu"] < 1 and 0 < results["update_1.5b"]["mfu"] < 1
-    assert "| decode_0.5b | right: " in shown and "mbu 0.5: **missed**" in shown and "mfu 0.4: **missed**" in shown
+    code, results, shown = on_cpu(tmp_path / "on_gpu", "--only", "device,attention,decode_0.5b")
+    assert code == 0 and [row["ok"] for row in results.values()] == [True] * 3, results
+    assert results["device"]["device"] == results["device"]["platform"] == "cpu"
+    assert results["device"]["jax"] == version("jax") and results["device"]["jaxlib"] == version("jaxlib")
+    assert 0 < results["attention"]["logp"] < 0.1 and results["attention"]["attention"] == "cudnn"
+    assert 0 < results["decode_0.5b"]["mbu"] < 1
+    assert "| decode_0.5b | right: " in shown and "mbu 0.5: **missed**" in shown
+
+
+def test_updates_are_rehearsed_by_the_notebook():
+    notebook = json.loads((TOOLS.parent / "notebooks" / "accelerator_check.ipynb").read_text())
+    tables = [output["data"] for cell in notebook["cells"] for output in cell.get("outputs", []) if "data" in output]
+    (table,) = ["".join(data["text/markdown"]) for data in tables if "text/markdown" in data]
+    assert re.search(r"\| device \| right: device cpu.*\n\| update_0.5b \| right: .*mfu 0\.\d+", table)
+
+
+def test_a_goal_is_met_or_missed():
+    results = {"update_1.5b": {"mfu": 0.39, "ok": True}, "decode_1.5b": {"mbu": 0.5, "ok": False}}
+    first, second = on_gpu.table(results).splitlines()[2:]
+    assert first == "| update_1.5b | right: mfu 0.39 | mfu 0.4: **missed** |"
+    assert second == "| decode_1.5b | **WRONG**: mbu 0.5 | mbu 0.5: met |"
 
 
 def test_what_fails_and_what_there_is_no_time_for_is_said(tmp_path):
