@@ -75,7 +75,7 @@ def formatted(rows: Rows) -> list[str]:
 
 def configs(whole: bool) -> Rows:
     """List each shipped configuration with the first line of its docstring, without executing it."""
-    from jaxrl_llm.config import config_folder, config_names
+    from jaxrl_llm.system.paths import config_folder, config_names
 
     texts = {name: (config_folder() / f"{name}.py").read_text() for name in config_names()}
     return [(name, (ast.get_docstring(ast.parse(text)) or "").split("\n", 1)[0]) for name, text in texts.items()]

@@ -9,8 +9,6 @@ from jaxrl_llm.config.files import (
     changed_since,
     changes,
     chosen,
-    config_folder,
-    config_names,
     evaluation_key,
     find_config,
     from_json,
@@ -60,3 +58,4 @@ from jaxrl_llm.config.texts import (
     wording,
 )
 from jaxrl_llm.errors import require
+from jaxrl_llm.system.paths import config_folder, config_names

@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import importlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +26,7 @@ from jaxrl_llm.errors import InputError, did_you_mean, require
 from jaxrl_llm.recipes import RECIPES, Recipe
 from jaxrl_llm.rewards.functions import Local, Lost, StepFunction
 from jaxrl_llm.system import storage
-from jaxrl_llm.system.paths import new_file
+from jaxrl_llm.system.paths import config_folder, config_names, new_file
 from jaxrl_llm.system.setting import FREE, RECORDED, differing, has_default, names_marked, parts_of
 from jaxrl_llm.tasks.sources import MISSING, InMemory
 
@@ -79,20 +78,6 @@ class Found:
     def pinned(self) -> Configuration:
         """The run as ``located`` gives it, with the step of each model that is another run."""
         return located(self.run, self.origin, self.directory, pinned=True)
-
-
-def config_folder() -> Path:
-    """Return the folder of the shipped configurations: next to the package in a source tree, inside it once
-    installed."""
-    tree = Path(__file__).resolve().parents[2]
-    if (tree / "pyproject.toml").is_file() and (tree / "configs").is_dir():
-        return tree / "configs"
-    return Path(importlib.import_module("jaxrl_llm.configs").__path__[0])
-
-
-def config_names() -> list[str]:
-    """Return the names of the shipped configurations, sorted."""
-    return sorted(p.stem for p in config_folder().glob("*.py") if p.stem != "__init__")
 
 
 def load_config(name: str) -> tuple[str, Configuration]:

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import importlib
 import logging
 import os
 import re
@@ -211,3 +212,17 @@ def is_tpu(device: Path) -> bool:
     """Whether a folder of the PCI bus describes a TPU, told as JAX tells it: /dev differs between TPU generations."""
     vendor, name = (device / "vendor", device / "device")
     return vendor.exists() and vendor.read_text().strip() == GOOGLE and name.read_text().strip() in TPUS
+
+
+def config_folder() -> Path:
+    """Return the folder of the shipped configurations: next to the package in a source tree, inside it once
+    installed."""
+    tree = Path(__file__).resolve().parents[2]
+    if (tree / "pyproject.toml").is_file() and (tree / "configs").is_dir():
+        return tree / "configs"
+    return Path(importlib.import_module("jaxrl_llm.configs").__path__[0])
+
+
+def config_names() -> list[str]:
+    """Return the names of the shipped configurations, sorted."""
+    return sorted(p.stem for p in config_folder().glob("*.py") if p.stem != "__init__")

@@ -7,7 +7,6 @@ import io
 import logging
 import uuid
 from collections.abc import Callable, Generator, Iterable, Mapping
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -188,6 +187,8 @@ def makers(trackers: Iterable[str]) -> dict[str, Maker]:
       InputError: an unknown tracker, with those that there are; or a package is missing, with the command to install
         it.
     """
+    from importlib.metadata import entry_points  # which is slow to import
+
     offered = [entry for entry in entry_points(group=GROUP) if entry.name not in BUILT_IN]
     found: dict[str, Maker] = {}
     for tracker in trackers:

@@ -50,14 +50,26 @@ def test_windows_is_refused_in_one_line():
     "line", ["train smoke --stpes 3", "train smoke --steps x", "train smok", "eval nowhere", "train smoke --help"]
 )
 def test_a_typo_is_answered_without_the_slow_libraries(tmp_path, line):
+    assert slow_libraries(tmp_path, line) <= {"jax"}
+
+
+@pytest.mark.parametrize("line", ["--help", "list configs"])
+def test_names_are_listed_without_jax(tmp_path, line):
+    assert not slow_libraries(tmp_path, line)
+
+
+def slow_libraries(folder, line):
+    """Those that a command imports."""
     program = (
         "import sys\nfrom jaxrl_llm.cli import run\ntry:\n    run(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
         "print('loaded', "
-        "*sorted({'flax', 'optax', 'orbax', 'transformers', 'reasoning_gym', 'datasets'} & set(sys.modules)))"
+        "*{'jax', 'flax', 'optax', 'orbax', 'transformers', 'reasoning_gym', 'datasets'} & set(sys.modules))"
     )
     arguments = [sys.executable, "-c", program, *line.split()]
-    done = subprocess.run(arguments, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "loaded"
+    done = subprocess.run(arguments, cwd=folder, env=environment(), capture_output=True, text=True, check=True)
+    loaded, *found = done.stdout.splitlines()[-1].split()
+    assert loaded == "loaded"
+    return set(found)
 
 
 def test_types_that_tyro_keeps_are_not_mixed_up(tmp_path):
