@@ -54,7 +54,7 @@ def utilisation(
         model = model_of(state, one.role)
         tokens, pairs, predictions = work_of(model.config, groups)
         predictions = 0 if isinstance(model, ScalarModel) else predictions
-        epochs = updates / min(minibatches, len(groups))
+        epochs = updates / max(min(minibatches, len(groups)), 1)
         flops += epochs * training_flops(model.config, tokens, pairs, predictions, adapter)
     return {MFU: flops / (row["time/update_s"] * len(devices) * chip.flops)}
 

@@ -272,15 +272,15 @@ def import_extra(module: str, extra: str) -> None:
     """Import an optional package.
 
     Raises:
-      InputError: it is not installed; the message names the extra to install.
+      InputError: it is not installed, or something that it needs; the message names the extra to install.
     """
     try:
         importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name != module:
-            raise
+    except ImportError as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name == module
+        said = "is not installed" if missing else f"cannot be imported ({one_line(error, 200)})"
         raise InputError(
-            f"{module} is not installed: pip install 'jaxrl-llm[{extra}]', or -e '.[{extra}]' in the checkout"
+            f"{module} {said}: pip install 'jaxrl-llm[{extra}]', or -e '.[{extra}]' in the checkout"
         ) from None
 
 

@@ -244,6 +244,17 @@ def test_a_missing_extra_is_named_in_one_line():
         import_extra("no_such_package", "wandb")
 
 
+def test_a_package_that_lacks_another_says_which(tmp_path):
+    (tmp_path / "half_there.py").write_text("import no_such_package")
+    sys.path.insert(0, str(tmp_path))
+    with pytest.raises(
+        InputError, match=r"half_there cannot be imported \(.*no_such_package.*\): pip install"
+    ) as refused:
+        import_extra("half_there", "wandb")
+    sys.path.remove(str(tmp_path))
+    assert "\n" not in str(refused.value)
+
+
 def test_what_wandb_refuses_is_said_in_one_line(tmp_path):
     with pytest.raises(InputError, match=r"wandb: Invalid project name 'a/b'.*WANDB_MODE=offline") as refused:
         RunWriter(tmp_path, None, ("wandb:a/b",))
