@@ -14,6 +14,7 @@ from jaxrl_llm.checkpoints import objects
 from jaxrl_llm.checkpoints.integrity import CHECKSUMS, fault, written
 from jaxrl_llm.checkpoints.store import Checkpoints, host_file, steps_in
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.sharding.distributed import ALONE, Peers
 from jaxrl_llm.system import storage
 from jaxrl_llm.types import TrainState
 
@@ -61,19 +62,21 @@ def listed(directory: Path) -> str:
     return " and ".join([checkpoints] * bool(checkpoints) + [f"snapshots of {snapshots}"] * bool(snapshots))
 
 
-def newest_whole(directory: Path) -> tuple[int | None, str]:
+def newest_whole(directory: Path, peers: Peers = ALONE) -> tuple[int | None, str]:
     """Return the newest whole checkpoint of a run, None without any, and a line about the damaged ones.
 
-    Damaged ones are renamed to ``checkpoints/STEP.damaged``, so that their steps can be saved again. Called by one
-    process.
+    Damaged ones are renamed to ``checkpoints/STEP.damaged``, so that their steps can be saved again.
+
+    ``peers``: processes that call this together; each reads a part of the files.
 
     Raises:
       InputError: all checkpoints are damaged: they stay where they are.
     """
     damaged = {}
     whole = None
-    for step in reversed(steps_in(directory / CHECKPOINTS)):
-        why = damage(directory / CHECKPOINTS / str(step))
+    for step in reversed(peers.first(lambda: steps_in(directory / CHECKPOINTS))):
+        found = peers.gather(damage(directory / CHECKPOINTS / str(step), peers.index, peers.count))
+        why = next(filter(None, found), "")
         if not why:
             whole = step
             break
@@ -85,24 +88,27 @@ def newest_whole(directory: Path) -> tuple[int | None, str]:
         snapshots = steps_in(directory / SNAPSHOTS)
         begin = f"--from {directory}@{snapshots[-1]} for a new run from that snapshot, or " if snapshots else ""
         raise InputError(f"{directory} has no whole checkpoint: {told}; take {begin}--fresh to start over")
-    for step in damaged:
-        place = directory / CHECKPOINTS / str(step)
-        names = (f"{step}.{DAMAGED}" + (f"-{number}" if number > 1 else "") for number in itertools.count(1))
-        aside = next(aside for aside in map(place.with_name, names) if not storage.place(aside).exists())
-        if storage.address(place):
-            objects.move(place, aside)
-        else:
-            place.rename(aside)
+    peers.first(lambda: [_put_aside(directory / CHECKPOINTS / str(step)) for step in damaged])
     return whole, f"{told}; resuming from {whole}"
 
 
-def damage(step: Path) -> str:
+def _put_aside(place: Path) -> None:
+    names = (f"{place.name}.{DAMAGED}" + (f"-{number}" if number > 1 else "") for number in itertools.count(1))
+    aside = next(aside for aside in map(place.with_name, names) if not storage.place(aside).exists())
+    if storage.address(place):
+        objects.move(place, aside)
+    else:
+        place.rename(aside)
+
+
+def damage(step: Path, part: int = 0, parts: int = 1) -> str:
     """Describe the damage of a checkpoint; return an empty string if it is whole.
 
-    One without checksums, written by an earlier version, counts as whole if its files can be read.
+    One without checksums, written by an earlier version, counts as whole if its files can be read. ``part`` and
+    ``parts`` as for ``fault``.
     """
     if written(step):
-        return fault(step)
+        return fault(step, part, parts)
     if storage.address(step):
         return f"its {CHECKSUMS} is missing"
     import tensorstore as ts

@@ -95,15 +95,16 @@ def resume_point(
       InputError: none of its checkpoints is whole, or no other could be written.
     """
 
-    def look() -> tuple[int | None, int, str, bool, str]:
-        snapshots.check_writable(directory)
-        start, passed_over = snapshots.newest_whole(directory)
+    peers.first(lambda: snapshots.check_writable(directory))
+    start, passed_over = snapshots.newest_whole(directory, peers)
+
+    def look() -> tuple[int, bool, str]:
         phased = start is not None and len(configs.phases_of(run)) > 1
         phase = snapshots.phase_of(snapshots.kept(directory)[start]) if phased else 0
         begun = (directory / "metrics.jsonl").exists()
-        return start, phase, passed_over, begun, configs.changed_since(directory, start)
+        return phase, begun, configs.changed_since(directory, start)
 
-    start, phase, passed_over, begun, changed = peers.first(look)
+    phase, begun, changed = peers.first(look)
     if passed_over:
         say(passed_over)
     told = {"event/settings": changed} if changed else {}

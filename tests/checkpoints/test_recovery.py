@@ -92,6 +92,16 @@ def test_every_file_of_a_checkpoint_and_of_a_snapshot_has_a_checksum(run):
     assert newest_whole(run) == (3, "")
 
 
+def test_processes_read_each_file_of_a_checkpoint_once(run):
+    step = run / "checkpoints" / "3"
+    for name in written(step):
+        content = (step / name).read_bytes()
+        (step / name).write_bytes(bytes([content[0] ^ 4]) + content[1:])
+        found = sorted(fault(step, part, 3) for part in range(3))
+        assert found[:2] == ["", ""] and found[2].startswith(f"file {name} is not what was written")
+        (step / name).write_bytes(content)
+
+
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 def test_a_damaged_checkpoint_is_passed_over_and_kept_aside(run, damage):
     damage(run, 3)
