@@ -93,10 +93,10 @@ def command(*arguments: str, folder: Path, before: str = "", **changes: str) -> 
 
 
 @functools.cache
-def nursery() -> subprocess.Popen:
-    """One for each process of tests; it ends with it."""
+def nursery(variables: frozenset[tuple[str, str]]) -> subprocess.Popen:
+    """One for each environment in a process of tests; it ends with it. Packages may read theirs when imported."""
     program = [sys.executable, "-c", NURSERY]
-    process = subprocess.Popen(program, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(program, env=dict(variables), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     atexit.register(process.communicate)
     return process
 
@@ -107,7 +107,8 @@ def forked(program: str, given: str, folder: Path, **changes: str) -> Answer:
         files = [Path(place) / name for name in ("in", "out", "err")]
         for file, text in zip(files, (given, "", ""), strict=True):
             file.write_text(text)
-        process = nursery()
+        # pytest names the current test in the environment.
+        process = nursery(frozenset(one for one in environment().items() if not one[0].startswith("PYTEST_")))
         process.stdin.write(json.dumps([str(folder), program, changes, list(map(str, files))]) + "\n")
         process.stdin.flush()
         code = int(process.stdout.readline())
