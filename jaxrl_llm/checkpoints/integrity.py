@@ -1,11 +1,15 @@
-"""Checksums of the files of a step: recorded when it is written, and compared when it is read."""
+"""Checksums of the files of a step, recorded when it is written and compared before it is read, and the way to its
+arrays.
+"""
 
 import hashlib
 import json
 import os
+import shutil
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from jaxrl_llm.checkpoints import objects
 from jaxrl_llm.checkpoints.objects import Sums
@@ -77,3 +81,18 @@ def fault(step: Path, part: int = 0, parts: int = 1) -> str:
         if found[name] != wanted[name]:
             return f"file {name} is not what was written: its checksum differs"
     return ""
+
+
+def readable(step: Path) -> Any:
+    """Return the folder from which Orbax reads the arrays of a step; those of ``s3://`` are downloaded once."""
+    if storage.written_directly(step):
+        return storage.place(step)
+    target = step.parents[1] / ".steps" / f"{step.parent.name}-{step.name}-{mark(step)}"
+    if not target.exists():
+        found = storage.address(step)
+        part = target.with_name(f"{target.name}.part")
+        shutil.rmtree(part, ignore_errors=True)
+        with storage.reaching(found):
+            storage.system(found).get(f"{found}/", f"{part}/", recursive=True)
+        part.rename(target)
+    return target

@@ -1,7 +1,6 @@
 """Steps in object storage: listed, checked, downloaded, uploaded and removed; all by the mirror of the run."""
 
 import contextlib
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -50,24 +49,6 @@ def sums(step: Path) -> Sums:
         objects = files.find(found, detail=True).items()
         named = {name[begin:]: [one["size"], one.get("crc32c") or one.get("ETag")] for name, one in objects}
         return dict(sorted((name, one) for name, one in named.items() if "/" in name))
-
-
-def readable(step: Path, mark: str) -> Any:
-    """Return the folder from which Orbax reads the arrays of a step; those of ``s3://`` are downloaded once.
-
-    ``mark``: identifies the files of the step.
-    """
-    if storage.written_directly(step):
-        return storage.place(step)
-    target = step.parents[1] / ".steps" / f"{step.parent.name}-{step.name}-{mark}"
-    if not target.exists():
-        found = storage.address(step)
-        part = target.with_name(f"{target.name}.part")
-        shutil.rmtree(part, ignore_errors=True)
-        with storage.reaching(found):
-            storage.system(found).get(f"{found}/", f"{part}/", recursive=True)
-        part.rename(target)
-    return target
 
 
 def upload(source: Path, step: Path) -> None:

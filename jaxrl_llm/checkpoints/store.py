@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm import codec
 from jaxrl_llm.checkpoints import objects
-from jaxrl_llm.checkpoints.integrity import CHECKSUMS, mark, sums
+from jaxrl_llm.checkpoints.integrity import CHECKSUMS, readable, sums
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.sharding import abstract, replicated, shardings
 from jaxrl_llm.sharding.rules import fingerprint
@@ -265,7 +265,7 @@ def restore_parts(step_directory: Path, like: TrainState, mesh: Mesh, base: Any 
             raise InputError(f"the checkpoint has {name} of shape {has}, this configuration {wants}: {remedy}")
     with ocp.PyTreeCheckpointer() as reader:
         args = ocp.args.PyTreeRestore(wanted, ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=True)
-        arrays = reader.restore(objects.readable(step_directory, mark(step_directory)) / "state", args=args)
+        arrays = reader.restore(readable(step_directory) / "state", args=args)
     for name, value in prints.items():
         if not np.array_equal(arrays[f"base/{name}"], value):
             raise InputError(
@@ -297,7 +297,7 @@ def _saved(step_directory: Path) -> dict[str, tuple[int, ...]]:
 
     with ocp.PyTreeCheckpointer() as reader:
         try:
-            found = reader.metadata(objects.readable(step_directory, mark(step_directory)) / "state").item_metadata.tree
+            found = reader.metadata(readable(step_directory) / "state").item_metadata.tree
             return {name: tuple(meta.shape) for name, meta in found.items()}
         except (OSError, ValueError, AttributeError) as error:
             reason = "it holds no state" if isinstance(error, AttributeError) else str(error).splitlines()[0]

@@ -314,7 +314,7 @@ def tested(trained: Trained) -> dict[str, float]:
         on_exit(lambda *reason: resources.close()),
     ):
         progress.status(f"loading {run.model}")
-        model, tokenizer = load_base(trained, mesh if needs_base(run) else mesh.abstract_mesh)
+        model, tokenizer = load_base(trained, mesh if needs_base(run, directory) else mesh.abstract_mesh)
         stage = kind.prepare(run, model, tokenizer, mesh, resources, progress, ALONE)
         del model
         progress.status(f"loading {directory}")

@@ -117,7 +117,7 @@ def load_adapted(folder: Path, dtype: str, mesh: Any, scores: bool | None) -> tu
         decoder = Decoder(with_special_ids(decoder.config, {}, own), to_parameters(decoder))
     if mesh is not None:
         adapter = laid_out(adapter, shardings(adapter, mesh))
-    layout = None if mesh is None or only_shapes(mesh) else shardings(decoder, mesh)
+    layout = None if mesh is None else shardings(decoder, mesh)
     add = jax.jit(lambda base, adapter: merge(attached(base, adapter)), donate_argnums=0, out_shardings=layout)
     summed = add.eval_shape(decoder, adapter) if only_shapes(mesh) else add(decoder, adapter)
     return summed if head is None else with_scalar_head(summed, head), own or tokenizer

@@ -143,11 +143,6 @@ class Step:
             ending = [key for key in ending if key[0] not in ran]
         self.requests.abort(ending)
 
-    def take(self, over: dict[Any, Completion]) -> None:
-        """Take returned completions: whole groups are scored and kept if they can teach, others are held."""
-        self.note(over)
-        self.close({number for number, _ in over})
-
     def note(self, over: dict[Any, Completion]) -> None:
         """Put returned completions into their groups."""
         for (number, index), completion in over.items():
@@ -231,7 +226,8 @@ def collect(
     needed = sampler.admission.needed
     step = Step(sampler, version, left)
     for over in respond(step.requests, model, version):
-        step.take(over)
+        step.note(over)
+        step.close({number for number, _ in over})
         if (step.requests or step.underway.kept < needed) and late():
             raise OutOfTime(dataclasses.replace(left, underway=step.progress()))
         step.admit()

@@ -20,10 +20,13 @@ from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS, kept, listed, phase_of
 from jaxrl_llm.checkpoints.store import steps_in
 from jaxrl_llm.config import Found, Pin, Start
 from jaxrl_llm.config.origin import OF_CRITIC, models_of, place_of
+from jaxrl_llm.config.texts import FromData
+from jaxrl_llm.data import Collected
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.builtin import BUILTIN
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.sharding.rules import weights_digest
+from jaxrl_llm.system.paths import COLLECTED
 
 FILES = "files"
 """The key of the fingerprint of a run's step."""
@@ -80,14 +83,17 @@ def decide(found: Found, directory: Path, began: bool, start: Start | None) -> d
     return pins
 
 
-def needs_base(run: configs.Configuration) -> bool:
-    """Whether a run with a checkpoint still needs the weights of its model: below an adapter, or to compare with."""
-    return bool(run.learner.lora.rank) or isinstance(run, configs.Preference)
+def needs_base(run: configs.Configuration, directory: Path) -> bool:
+    """Whether a run with a checkpoint still needs the weights of its model: below an adapter, to compare with, or to
+    collect its data again."""
+    collects = isinstance(run, FromData) and isinstance(run.data.source, Collected)
+    lacks_data = collects and not (directory / COLLECTED).exists()
+    return bool(run.learner.lora.rank) or isinstance(run, configs.Preference) or lacks_data
 
 
 def of_shapes(run: configs.Configuration, directory: Path) -> bool:
     """Whether a start needs only the shapes of the run's own model."""
-    return not needs_base(run) and bool(steps_in(directory / CHECKPOINTS))
+    return not needs_base(run, directory) and bool(steps_in(directory / CHECKPOINTS))
 
 
 def _read_from_here(run: configs.Configuration, directory: Path, start: Start | None) -> dict[str, str]:

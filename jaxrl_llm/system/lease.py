@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.system.paths import InUse
-from jaxrl_llm.system.storage import LOCK, address, push, reaching, shown, system, warn
+from jaxrl_llm.system.paths import LOCK, InUse
+from jaxrl_llm.system.storage import address, push, reaching, shown, system, warn
 
 BEAT_S = 15.0
 """Seconds between two renewals."""
@@ -24,7 +24,7 @@ LEASE_S = 60.0
 """Seconds without renewal after which a lock counts as left behind."""
 REFUSED = ("PreconditionFailed", "ConditionalRequestConflict")
 """S3's codes for a write that names another version than there is."""
-HELD: dict[Path, "Lease"] = {}
+LEASES: dict[Path, "Lease"] = {}
 """The locks of this process, by the mirror of the run."""
 
 
@@ -222,11 +222,11 @@ def leased(path: Path, remedy: str) -> Generator[None]:
         return
     lease = Lease(path, remedy)
     lease.take()
-    HELD[path] = lease
+    LEASES[path] = lease
     try:
         yield
     finally:
-        del HELD[path]
+        del LEASES[path]
         lease.close()
 
 
@@ -238,8 +238,8 @@ def before_commit(path: Path) -> None:
     Raises:
       InputError: another process has taken the run over.
     """
-    if path in HELD:
-        HELD[path].renew()
+    if path in LEASES:
+        LEASES[path].renew()
     try:
         push(path)
     except InputError as error:
@@ -249,8 +249,8 @@ def before_commit(path: Path) -> None:
 def upload_last(path: Path) -> None:
     """Upload a run's files as it ends, unless another process has taken the run over; a failure is a warning."""
     try:
-        if path in HELD:
-            HELD[path].renew()
+        if path in LEASES:
+            LEASES[path].renew()
         push(path)
     except InputError as error:
         warn(f"the last files of the run are only in {path}: {error}")

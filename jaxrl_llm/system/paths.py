@@ -34,6 +34,8 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers of a full disk, a used-up quota and a file over its limit."""
 ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 """The beginning of an address."""
+LOCK = "lock"
+"""The name of the file, or object, that only the run in training has."""
 HELD = (errno.EWOULDBLOCK, errno.EACCES)
 """Error numbers of a lock that another process holds; any other means that the file system has no locks."""
 
@@ -145,7 +147,7 @@ def alone(directory: Path, remedy: str) -> Generator[Path]:
     Raises:
       InUse: another process holds it; the line names that process.
     """
-    path = directory / "lock"
+    path = directory / LOCK
     while True:
         file = open_nofollow(path, "a+")
         try:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.errors import InputError, require
-from jaxrl_llm.system.paths import ADDRESS, HELD, cache_directory
+from jaxrl_llm.system.paths import ADDRESS, HELD, LOCK, cache_directory
 
 SCHEMES = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
 """By the scheme of an address: the module that reads it, and the extra that installs this."""
@@ -32,8 +32,6 @@ CREDENTIALS = {
 """Ways to give credentials, by the scheme of an address."""
 STEPS = ("checkpoints", "snapshots")
 """The folders of a run with steps."""
-LOCK = "lock"
-"""The name of the file, or object, that only the run in training has."""
 BEGINNINGS = ("config.json", "adapter_config.json")
 """Files of which a folder has at least one, if it holds a run or a model."""
 FRESH_S = 5.0

@@ -45,7 +45,7 @@ def load(context: RunContext, number: int, cursor: Cursor | None, resources: Any
     run = configs.in_phase(whole, number)
     if cursor is None:
         progress.status(f"loading {run.model}")
-        weights = start is None or needs_base(run)
+        weights = start is None or needs_base(run, context.directory)
         model, tokenizer = load_model(run.model, run.learner.dtype, mesh if weights else mesh.abstract_mesh)
         trained = as_trained(run, model)
     else:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.config import Found, Origin, Pin, Preference, RewardModel, Start
-from jaxrl_llm.data import Pairs
+from jaxrl_llm.config import Found, Origin, Pin, Preference, RewardModel, Start, Supervised
+from jaxrl_llm.data import Collected, Pairs, Texts
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Critic
 from jaxrl_llm.models.config import Lora
@@ -17,8 +17,9 @@ from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rewards import Accuracy, ModelReward
 from jaxrl_llm.rules import Phase, Rules
 from jaxrl_llm.runs.load import find_run
-from jaxrl_llm.runs.pins import Pins, decide
+from jaxrl_llm.runs.pins import Pins, decide, needs_base
 from jaxrl_llm.sharding.distributed import ALONE
+from jaxrl_llm.system.paths import COLLECTED
 from jaxrl_llm.tasks import Table
 from jaxrl_llm.trainer.launch import claimed
 
@@ -171,3 +172,10 @@ def test_other_weights_in_a_directory_are_refused_where_they_are_read(at):
     compared(first)
     with pytest.raises(InputError, match=r"^model: base is not as it was .*its weights have changed"):
         compared(other)
+
+
+def test_a_run_with_a_checkpoint_needs_its_models_weights_where_its_answers_are_gone(tmp_path):
+    learned = Supervised("base", Texts(Collected(SMOKE.task)))
+    assert needs_base(learned, tmp_path) and not needs_base(SMOKE, tmp_path)
+    (tmp_path / COLLECTED).touch()
+    assert not needs_base(learned, tmp_path)

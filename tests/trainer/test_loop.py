@@ -3,15 +3,18 @@
 import dataclasses
 import os
 import re
+import shutil
 import signal
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxrl_llm import config as configs
 from jaxrl_llm import load_pretrained, train
 from jaxrl_llm.checkpoints.store import steps_in
 from jaxrl_llm.config import Output
+from jaxrl_llm.models import save_pretrained
 from jaxrl_llm.models.flops import counts
 from jaxrl_llm.sharding.chips import CHIPS, KINDS
 from jaxrl_llm.system.json_lines import read_rows
@@ -102,3 +105,20 @@ def test_a_checkpoint_is_written_when_the_last_one_is_too_old(tmp_path):
     seen = []
     run = run_in(tmp_path, Stopping(), checkpoint_every=100, checkpoint_minutes=1e-9)
     assert train(run, on_step=lambda row: seen.append(steps_in(tmp_path / "checkpoints"))) == 0 and any(seen)
+
+
+def test_a_resumed_run_reads_nothing_of_the_model_that_it_began_with(tmp_path):
+    """Otherwise it would refuse weights that have changed."""
+    model, tokenizer = load_pretrained("tiny-random")
+    found = []
+    for name in ("whole", "resumed"):
+        save_pretrained(model, tokenizer, tmp_path / name / "model")
+        run = run_in(tmp_path / name / "run", Stopping(), checkpoint_every=1)
+        run = dataclasses.replace(run, model=str(tmp_path / name / "model"))
+        if name == "resumed":
+            assert train(dataclasses.replace(run, steps=1)) == 0
+            shutil.rmtree(tmp_path / name / "model")
+            save_pretrained(jax.tree.map(jnp.zeros_like, model), tokenizer, tmp_path / name / "model")
+        assert train(run) == 0
+        found.append(plain(tmp_path / name / "run"))
+    assert found[0] == found[1]
