@@ -18,6 +18,7 @@ from jaxrl_llm.config import load_config
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Optimiser, create_state
 from jaxrl_llm.learner.optimiser import build
+from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.trainer.launch import finished
 
 
@@ -100,6 +101,26 @@ def test_processes_read_each_file_of_a_checkpoint_once(run):
         found = sorted(fault(step, part, 3) for part in range(3))
         assert found[:2] == ["", ""] and found[2].startswith(f"file {name} is not what was written")
         (step / name).write_bytes(content)
+
+
+class FirstOfTwo(Peers):
+    """The other process says what it finds in its part of the files of each step, the newest first."""
+
+    def __init__(self, run):
+        super().__init__(0, 2)
+        self.others = iter([fault(run / "checkpoints" / str(step), 1, 2) for step in (3, 2)])
+
+    def gather(self, value):
+        return [value, next(self.others)] if isinstance(value, str) else [value, None]
+
+
+def test_damage_that_another_process_finds_counts(run):
+    name = list(written(run / "checkpoints" / "3"))[1]
+    path = run / "checkpoints" / "3" / name
+    path.write_bytes(bytes([path.read_bytes()[0] ^ 4]) + path.read_bytes()[1:])
+    told = f"checkpoints/3 is damaged (file {name} is not what was written: its checksum differs); resuming from 2"
+    assert newest_whole(run, FirstOfTwo(run)) == (2, told)
+    assert steps_in(run / "checkpoints") == [1, 2]
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
