@@ -40,7 +40,8 @@ LINES = [
 def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("older")
     with tarfile.open(OLD) as archive:
-        archive.extractall(place, filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.3 and older have none
+        archive.extractall(place)
     (place / "judged.py").write_text(JUDGED)
     return place
 
