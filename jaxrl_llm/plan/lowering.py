@@ -152,9 +152,9 @@ def lowered(one: Subject, name: str) -> jax.stages.Lowered:
     shape, where = held.slot_shape, one.where
     rows, piece, calls = prompt_calls(sampler.rollout.max_prompt_tokens, batch_parts(where))
     dtype = held.slots.cache.k.dtype
-    cache = jax.eval_shape(lambda: empty_cache(held.sampled.config, rows, bucket(calls * piece), dtype))
-    cache = abstract(cache, slot_shardings(cache, where))
     with jax.set_mesh(where):
+        cache = jax.eval_shape(lambda: empty_cache(held.sampled.config, rows, bucket(calls * piece), dtype))
+        cache = abstract(cache, slot_shardings(cache, where))
         if name == "prompts":
             lengths = jax.ShapeDtypeStruct((rows,), np.int32)
             tokens = jax.ShapeDtypeStruct((rows, piece), np.int32)
