@@ -216,11 +216,16 @@ def _assembled(
         for name in ("update", "decode")
         if name in done and (made := done[name].products)
     ]
+    compute = outline.forward.compute
+    options = []
+    if compute.compiler:
+        values = (f"{name} {str(value).lower()}" for name, value in compute.compiler)
+        options = [f"options of the learner's compiler: {', '.join(values)}"]
     return Plan(
         run, machine, sizes, held.state, todo, outline.groups,
         device_memory.learning(run, held, done), sampling,
         tuple(phases(run, held, todo, machine.chip, traffics)), done,
-        (f"attention: {outline.forward.compute.attention}", *products, *repeated, *notes, *outline.notes), more,
+        (f"attention: {compute.attention}", *options, *products, *repeated, *notes, *outline.notes), more,
     )  # fmt: skip
 
 
