@@ -26,8 +26,9 @@ _GATHERING: Options = (
     ("xla_tpu_data_parallel_opt_different_sized_ops", True),
 )
 """Weights are gathered while matrix products run."""
-OPTIONS: dict[str, Options] = {"v5p": _GATHERING}
-"""Options of the learner's programs by ``Chip.name``; chips that are not listed, and CPUs, have none."""
+OPTIONS: dict[str, Options] = dict.fromkeys(("v4", "v5p", "v6e"), _GATHERING)
+"""Options of the learner's programs by ``Chip.name``; other chips, and CPUs, have none. For v5e the same is the default.
+"""
 
 
 def compiler_options(mesh: Mesh | AbstractMesh) -> Options:
