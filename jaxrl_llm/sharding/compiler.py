@@ -27,7 +27,9 @@ _GATHERING: Options = (
 )
 """Weights are gathered while matrix products run."""
 OPTIONS: dict[str, Options] = dict.fromkeys(("v4", "v5p", "v6e"), _GATHERING)
-"""Options of the learner's programs by ``Chip.name``; other chips, and CPUs, have none. For v5e the same is the default.
+"""Options of the learner's programs by ``Chip.name``; other chips, and CPUs, have none.
+
+A v5e's compiler takes these by default.
 """
 
 
