@@ -48,6 +48,7 @@ from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.learner.platform import compute_for, layout_for
 from jaxrl_llm.learner.update import accumulate
 from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.sharding.compiler import compiler_options
 from jaxrl_llm.sharding.mesh import MeshShape, make_mesh, platform_of
 from jaxrl_llm.types import Role, TrainState
 
@@ -98,7 +99,8 @@ class Setup(NamedTuple):
 def set_up(model: Decoder, settings: Learner, prompt: int, completion: int) -> tuple[TrainState, Setup]:
     """A fresh state, and what updates it by completions of at most so many tokens."""
     mesh = make_mesh(MeshShape())
-    optimiser, compute = build(settings.optimiser), compute_for(settings, model.config, platform_of(mesh))
+    optimiser = build(settings.optimiser)
+    compute = compute_for(settings, model.config, platform_of(mesh), compiler_options(mesh))
     objectives = (PolicyGradient(ALGORITHM),)
     update = make_update(objectives, optimiser, learning_rate(settings.optimiser), compute)
     forward = Forward(layout_for(settings, compute, prompt + completion, completion, mesh), compute, 1.0, mesh)

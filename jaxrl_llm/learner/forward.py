@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Collection, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -100,11 +100,20 @@ def microbatch(packed: Packed, index: jax.Array) -> Packed:
     return jax.tree.map(take, packed._replace(microbatches=None, counts=None))
 
 
-@partial(jax.jit, static_argnames=("compute", "output"))
 def score(
     model: Any, packed: Packed, temperature: jax.Array, compute: ComputeOptions, output: str = "logp"
 ) -> jax.Array:
     """Compute one output float32[M, B, T] of a whole step's completions, without a gradient."""
+    return scoring(compute.compiler)(model, packed, temperature, compute, output)
+
+
+@cache
+def scoring(compiler: tuple[tuple[str, bool], ...]) -> Any:
+    """Return the jitted function behind ``score``, compiled with these options."""
+    return jax.jit(_score, static_argnames=("compute", "output"), compiler_options=dict(compiler))
+
+
+def _score(model: Any, packed: Packed, temperature: jax.Array, compute: ComputeOptions, output: str) -> jax.Array:
     model = cast(model, compute.dtype)
 
     def body(index: jax.Array, out: jax.Array) -> jax.Array:

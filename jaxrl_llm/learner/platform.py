@@ -26,8 +26,12 @@ UNROLLED_LAYERS = 12
 """The most layers that are unrolled in a CPU program."""
 
 
-def compute_for(settings: Learner, config: ModelConfig, platform: str) -> ComputeOptions:
+def compute_for(
+    settings: Learner, config: ModelConfig, platform: str, compiler: tuple[tuple[str, bool], ...] = ()
+) -> ComputeOptions:
     """Return compute options for a platform ("cpu", "gpu" or "tpu") and a model; all such choices are made here.
+
+    ``compiler``: of ``compiler_options``, for the mesh on which the model is computed.
 
     Raises:
       InputError: the settings ask for an attention that the platform lacks, or that cannot compute the model.
@@ -39,7 +43,7 @@ def compute_for(settings: Learner, config: ModelConfig, platform: str) -> Comput
     if obstacle:
         raise InputError(f"learner.compute.attention {asked!r} {obstacle}: set it to 'auto' or 'xla'")
     unroll = platform == "cpu" and config.layers <= UNROLLED_LAYERS
-    return ComputeOptions(settings.compute.dtype, settings.compute.remat, asked, unroll)
+    return ComputeOptions(settings.compute.dtype, settings.compute.remat, asked, unroll, compiler=compiler)
 
 
 def _obstacle(name: str, settings: Learner, config: ModelConfig, platform: str) -> str | None:

@@ -93,7 +93,7 @@ def make_update(
     """
     (name,) = {objective.role for objective in objectives}
 
-    @functools.partial(jax.jit, donate_argnums=0)
+    @functools.partial(jax.jit, donate_argnums=0, compiler_options=dict(compute.compiler))
     def update(state: TrainState, packed: Packed, coefficients: dict[str, Any]) -> tuple[TrainState, Scalars]:
         coefficients = {key: jnp.asarray(value, jnp.float32) for key, value in coefficients.items()}
         role = state.roles[name]

@@ -16,11 +16,14 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.sharding import BATCH, fitting
+from jaxrl_llm.sharding import BATCH, fitting, head_copies
 
 
 class Cache(NamedTuple):
-    """Keys [L, B, K, H, S] and values [L, B, K, S, H]; column s of a row holds its position s."""
+    """Keys [L, B, K, H, S] and values [L, B, K, S, H]; column s of a row holds its position s.
+
+    On a mesh whose ``tensor`` is no divisor of K, each head is there several times (``head_copies``).
+    """
 
     k: Any
     v: Any
@@ -32,8 +35,10 @@ class Cache(NamedTuple):
 
 
 def empty_cache(config: ModelConfig, rows: int, columns: int, dtype: Any) -> Cache:
-    """Return a cache of zeros for ``rows`` sequences of up to ``columns`` positions."""
-    outer = (config.layers, rows, config.attention.kv_heads)
+    """Return a cache of zeros for ``rows`` sequences of up to ``columns`` positions, on the mesh set by
+    ``jax.set_mesh``."""
+    heads = config.attention.kv_heads
+    outer = (config.layers, rows, heads * head_copies(heads))
     width = config.attention.head_dim
     return Cache(jnp.zeros((*outer, width, columns), dtype), jnp.zeros((*outer, columns, width), dtype))
 

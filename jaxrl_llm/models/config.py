@@ -182,6 +182,7 @@ class ComputeOptions:
       attention: "xla", "splash" or "cudnn".
       unroll: every layer has its own part of the program; otherwise one loop body serves all.
       interpret: XLA computes the attention of another platform's kernels on this one, slowly: for tests.
+      compiler: options of the device's compiler by name (``sharding.compiler``).
     """
 
     dtype: str = "float32"
@@ -189,3 +190,4 @@ class ComputeOptions:
     attention: str = "xla"
     unroll: bool = False
     interpret: bool = False
+    compiler: tuple[tuple[str, bool], ...] = ()

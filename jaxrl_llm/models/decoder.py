@@ -16,7 +16,7 @@ from jaxrl_llm.models import layers
 from jaxrl_llm.models.config import ComputeOptions, ModelConfig
 from jaxrl_llm.models.families import our_shape, tensors_of
 from jaxrl_llm.models.layers import TokenRows, attention_over
-from jaxrl_llm.sharding import activation, gathered
+from jaxrl_llm.sharding import activation, gathered, head_copies
 
 REMAT = {
     "none": None,
@@ -135,7 +135,10 @@ def over_layers(layer: Callable[[Any, Any], tuple[Any, Any]], x: Any, model: Dec
 
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""(q [B, S, K, N / K, H], k [B, K, H, S], v [B, K, S, H]) -> [B, S, K, N / K, H]; rotary already applied."""
+"""(q [B, S, K, N / K, H], k [B, K, H, S], v [B, K, S, H]) -> [B, S, K, N / K, H]; rotary already applied.
+
+On a mesh K counts the copies of heads.
+"""
 
 
 def block(w: Weights, config: ModelConfig, x: jax.Array, angles: jax.Array, attend: Attend) -> jax.Array:
@@ -154,9 +157,7 @@ def block(w: Weights, config: ModelConfig, x: jax.Array, angles: jax.Array, atte
             k = norm(k, w.attn.k_norm[...])
         q = layers.rotate(q, angles)
         k = layers.rotate(k, angles)
-        q = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
-        out = attend(q, jnp.moveaxis(k, 1, 3), jnp.swapaxes(v, 1, 2))
-        out = activation(out.reshape(*out.shape[:2], -1, out.shape[-1]), "heads")
+        out = activation(with_copies(attend, head_copies(k.shape[2]), q, k, v), "heads")
         h = activation(jnp.einsum("bsnh,nhd->bsd", out, w.attn.o[...]), "residual")
     x = x + (norm(h, w.norms.attn_post[...]) if post else h)
     h = activation(norm(x, w.norms.mlp[...]) if pre else x, "hidden")
@@ -165,6 +166,25 @@ def block(w: Weights, config: ModelConfig, x: jax.Array, angles: jax.Array, atte
         h = layers.project(layers.ACTIVATIONS[config.activation](gate) * up, w.mlp.down[...])
         h = activation(h, "residual")
     return x + (norm(h, w.norms.mlp_post[...]) if post else h)
+
+
+def with_copies(attend: Attend, copies: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Attend with q [B, S, N, H] over ``copies`` of each head of k and v [B, S, K, H]; returns [B, S, N, H].
+
+    The copies share the queries of their head evenly. If these do not divide, zeros are added and their results
+    dropped.
+    """
+    (_, _, heads, width) = k.shape
+    q = q.reshape(*q.shape[:2], heads, -1, width)
+    group = q.shape[3]
+    each = -(-group // copies)
+    if copies > 1:
+        q = jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, copies * each - group), (0, 0)))
+        q = activation(q.reshape(*q.shape[:2], -1, each, width), "heads")
+        k, v = (activation(jnp.repeat(x, copies, axis=2), "heads") for x in (k, v))
+    out = attend(q, jnp.moveaxis(k, 1, 3), jnp.swapaxes(v, 1, 2))
+    out = out.reshape(*out.shape[:2], heads, -1, width)[:, :, :, :group]
+    return out.reshape(*out.shape[:2], -1, width)
 
 
 def embed(model: Decoder, tokens: jax.Array) -> jax.Array:

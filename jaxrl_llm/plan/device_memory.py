@@ -125,10 +125,10 @@ def sampling(run: Configuration, arrays: SamplingArrays, done: Mapping[str, Comp
     else:
         config = arrays.sampled.config
         share = share_of(arrays.sampled)
-        kv_heads = config.attention.kv_heads
-        heads = kv_heads * share if kv_heads * share >= 1 else kv_heads
+        keys = arrays.slots.cache.k
+        heads = keys.sharding.shard_shape(keys.shape)[2]
         tokens = filling * rows / parts * piece * calls
-        waiting = tokens * 2 * config.layers * heads * config.attention.head_dim * arrays.slots.cache.k.dtype.itemsize
+        waiting = tokens * 2 * config.layers * heads * config.attention.head_dim * keys.dtype.itemsize
         logits = 4 * 4 * rollout.engine.slots / parts * config.vocab_size * share
         needs.append(max(logits, blocks) + waiting)
     base = DeviceMemory() if run.mesh.rollout else resident(arrays)

@@ -22,7 +22,7 @@ from jaxrl_llm.engine.sampling import as_rules
 from jaxrl_llm.engine.sampling import asked as asked_of
 from jaxrl_llm.engine.slots import extend_prompts, fill_slots, idle, run_chunk, slot_shardings
 from jaxrl_llm.errors import InputError, require
-from jaxrl_llm.learner.forward import score
+from jaxrl_llm.learner.forward import scoring
 from jaxrl_llm.models.cache import empty_cache
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.heads import CHUNK
@@ -31,11 +31,12 @@ from jaxrl_llm.models.lora import model_of
 from jaxrl_llm.models.peft import base_named, is_adapter
 from jaxrl_llm.models.pretrained import architecture
 from jaxrl_llm.plan import hlo
-from jaxrl_llm.plan.machines import Machine, without_compilation_cache
+from jaxrl_llm.plan.machines import Machine
 from jaxrl_llm.plan.movement import Loop, loops
 from jaxrl_llm.plan.shapes import Arrays, SamplingArrays, abstract_mesh, abstract_model, arrays, prompt_calls
 from jaxrl_llm.runs.load import config_of, find_run
 from jaxrl_llm.sharding import abstract, batch_parts, make_mesh, rollout_mesh
+from jaxrl_llm.sharding.compiler import without_compilation_cache
 from jaxrl_llm.stages import stage_of
 from jaxrl_llm.stages.stage import Architectures, Outline
 from jaxrl_llm.system import storage
@@ -142,7 +143,9 @@ def lowered(one: Subject, name: str) -> jax.stages.Lowered:
     for reading in held.readings:
         if reading.name == name:
             with jax.set_mesh(reading.forward.mesh):
-                return score.lower(reading.model, reading.packed, scalar, reading.forward.compute, reading.asked.output)
+                compute = reading.forward.compute
+                program = scoring(compute.compiler)
+                return program.lower(reading.model, reading.packed, scalar, compute, reading.asked.output)
     assert isinstance(held, SamplingArrays)
     sampler = held.sampler
     if name == "weights":
@@ -152,9 +155,9 @@ def lowered(one: Subject, name: str) -> jax.stages.Lowered:
     shape, where = held.slot_shape, one.where
     rows, piece, calls = prompt_calls(sampler.rollout.max_prompt_tokens, batch_parts(where))
     dtype = held.slots.cache.k.dtype
-    cache = jax.eval_shape(lambda: empty_cache(held.sampled.config, rows, bucket(calls * piece), dtype))
-    cache = abstract(cache, slot_shardings(cache, where))
     with jax.set_mesh(where):
+        cache = jax.eval_shape(lambda: empty_cache(held.sampled.config, rows, bucket(calls * piece), dtype))
+        cache = abstract(cache, slot_shardings(cache, where))
         if name == "prompts":
             lengths = jax.ShapeDtypeStruct((rows,), np.int32)
             tokens = jax.ShapeDtypeStruct((rows, piece), np.int32)

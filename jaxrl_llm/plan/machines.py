@@ -238,19 +238,3 @@ def _quiet() -> Generator[None]:
         finally:
             os.dup2(kept, 2)
             os.close(kept)
-
-
-@contextlib.contextmanager
-def without_compilation_cache() -> Generator[None]:
-    """Switch off JAX's compilation cache: a cached program of an absent device cannot be loaded."""
-    import jax
-    from jax.experimental.compilation_cache import compilation_cache
-
-    on = jax.config.jax_enable_compilation_cache  # ty: ignore[missing-attribute]  made at run time
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_compilation_cache", on)
-        compilation_cache.reset_cache()

@@ -17,7 +17,7 @@ from jaxrl_llm.plan.machines import CUDNN, Machine, installed
 from jaxrl_llm.plan.network import Places, by_kind, places, traffic, traffic_by_formula
 from jaxrl_llm.plan.roofline import StepPart, Work, phases, work
 from jaxrl_llm.plan.shapes import SamplingArrays, bytes_per_device
-from jaxrl_llm.sharding import batch_parts, shared_heads
+from jaxrl_llm.sharding import batch_parts, repeated_heads
 from jaxrl_llm.stages.stage import Architectures, Groups
 from jaxrl_llm.types import TrainState
 
@@ -205,22 +205,27 @@ def _assembled(
         if not one.refused
     }
     more = {"groups": bytes_per_device(held.packed) * run.learner.minibatches / outline.groups.count}
-    sampling, shared = None, []
+    sampling, repeated = None, []
     if isinstance(held, SamplingArrays):
         sampling = device_memory.sampling(run, held, done)
         tensor = run.mesh.sampling_sizes(machine.devices)["tensor"]
-        shared = shared_heads(held.sampled.config.attention.kv_heads, tensor)
+        repeated = repeated_heads(held.sampled.config.attention.kv_heads, tensor)
         more["slots"] = (sampling.cache + sampling.temporary) / held.sampler.rollout.engine.slots
     products = [  # where the compiler had a choice
         f"matrix products of {name}, as compiled: {', '.join(f'{count} by {who}' for who, count in made.items())}"
         for name in ("update", "decode")
         if name in done and (made := done[name].products)
     ]
+    compute = outline.forward.compute
+    options = []
+    if compute.compiler:
+        values = (f"{name} {str(value).lower()}" for name, value in compute.compiler)
+        options = [f"options of the learner's compiler: {', '.join(values)}"]
     return Plan(
         run, machine, sizes, held.state, todo, outline.groups,
         device_memory.learning(run, held, done), sampling,
         tuple(phases(run, held, todo, machine.chip, traffics)), done,
-        (f"attention: {outline.forward.compute.attention}", *products, *shared, *notes, *outline.notes), more,
+        (f"attention: {compute.attention}", *options, *products, *repeated, *notes, *outline.notes), more,
     )  # fmt: skip
 
 

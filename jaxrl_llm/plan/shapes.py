@@ -178,7 +178,8 @@ def _with_sampler(held: Arrays, sampler: PlannedSampler, model: Decoder, dtype: 
     at_their_end = [Request(i, prompt, 0, most, count=most - 1, block_key=i) for i in range(engine.slots)]
     shape = wanted(build, sampler.rules, at_their_end, None, False)
     shape = shape._replace(blocks=shape.rows)
-    slots = jax.eval_shape(lambda: empty_slots(model.config, shape, dtype, None, sampler.rules.repetition))
+    with jax.sharding.use_abstract_mesh(where.abstract_mesh):
+        slots = jax.eval_shape(lambda: empty_slots(model.config, shape, dtype, None, sampler.rules.repetition))
     return SamplingArrays(
         **vars(held),
         sampler=sampler,

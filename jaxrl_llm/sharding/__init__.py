@@ -6,12 +6,13 @@ from jaxrl_llm.sharding.mesh import (
     batch_parts,
     constrain,
     fitting,
+    head_copies,
     make_mesh,
     memory_of,
     platform_of,
+    repeated_heads,
     replicated,
     rollout_mesh,
-    shared_heads,
 )
 from jaxrl_llm.sharding.rules import (
     abstract,

@@ -96,13 +96,25 @@ def rollout_mesh(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh
     return _mesh(shape.sampling_sizes(len(devices), slices), apart, slices)
 
 
-def shared_heads(kv_heads: int, tensor: int) -> list[str]:
-    """Return a note if ``tensor`` devices cannot divide the heads of a key/value cache: each then holds all of it."""
-    if kv_heads % tensor == 0:
+def head_copies(kv_heads: int, tensor: int | None = None) -> int:
+    """Return the number of copies of each key/value head with which ``tensor`` devices divide them all evenly.
+
+    ``tensor``: None for the size on the mesh set by ``jax.set_mesh``, which is 1 without a mesh.
+    """
+    if tensor is None:
+        mesh = jax.sharding.get_abstract_mesh()
+        tensor = 1 if mesh.empty else mesh.shape["tensor"]
+    return tensor // math.gcd(kv_heads, tensor)
+
+
+def repeated_heads(kv_heads: int, tensor: int) -> list[str]:
+    """Return a note if ``tensor`` devices hold copies of the heads of a key/value cache, since they are too many."""
+    copies = head_copies(kv_heads, tensor)
+    if copies == 1:
         return []
     return [
-        f"mesh.tensor {tensor} does not divide the model's {kv_heads} key/value heads: each of {tensor} devices holds "
-        f"the cache of all heads; mesh.tensor {math.gcd(kv_heads, tensor)} and a larger mesh.fsdp divide it"
+        f"mesh.tensor {tensor} does not divide the model's {kv_heads} key/value heads: the cache holds each of them "
+        f"{copies} times; mesh.tensor {tensor // copies} and a larger mesh.fsdp hold it once"
     ]
 
 

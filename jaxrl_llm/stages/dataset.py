@@ -27,6 +27,7 @@ from jaxrl_llm.rollout.evaluate import Evaluated, Questions, Tested, evaluate
 from jaxrl_llm.rollout.respond import Answerer
 from jaxrl_llm.rules import not_a_number
 from jaxrl_llm.sharding import platform_of
+from jaxrl_llm.sharding.compiler import compiler_options
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.stages.stage import Groups, Outline, Stage, check_positions, read_parts, state_of
 from jaxrl_llm.tasks.template import check_tokenizer
@@ -247,7 +248,7 @@ def programs_of(
     run: FromData, model: Any, mesh: Any, objective: Objective, groups: Iterable[tuple[str, Sequence[Sample]]] = ()
 ) -> tuple[Forward, tuple[Training, ...]]:
     """Return how the model is run, and how it is trained; ``groups``: as for ``with_room``."""
-    compute = compute_for(run.learner, model.config, platform_of(mesh))
+    compute = compute_for(run.learner, model.config, platform_of(mesh), compiler_options(mesh))
     longest = run.batch.max_tokens + 1  # a scalar model reads its score where one more token would be predicted
     tokens = -(-run.batch.rows // run.learner.minibatches) * longest
     layout = layout_for(run.learner, compute, longest, longest, mesh, model.config, tokens)

@@ -30,6 +30,7 @@ from jaxrl_llm.rollout.evaluate import Tested
 from jaxrl_llm.rollout.settings import Rollout
 from jaxrl_llm.rules import Memory, Rule
 from jaxrl_llm.sharding import batch_parts, platform_of
+from jaxrl_llm.sharding.compiler import compiler_options
 from jaxrl_llm.types import Group, TrainState
 
 Fingerprints = dict[str, Any]
@@ -216,7 +217,7 @@ def run_by(
     parts = batch_parts(mesh)
     rows = -(-learner.compute.microbatch_rows // parts) * parts
     settings = learner.computing(microbatch_rows=rows, attention="auto", row_tokens=0)
-    compute = compute_for(settings, config, platform_of(mesh))
+    compute = compute_for(settings, config, platform_of(mesh), compiler_options(mesh))
     return Forward(layout_for(settings, compute, longest, completion, mesh, config), compute, temperature, mesh)
 
 

@@ -140,10 +140,13 @@ def test_a_step_is_compared_with_the_time_that_a_signal_leaves():
     assert "however long" in told(math.inf)
 
 
-def test_a_cache_that_the_mesh_cannot_divide_is_told_with_its_reason():
-    told = "mesh.tensor 8 does not divide the model's 2 key/value heads"
-    assert told in "\n".join(lines(by_formula(tiny_run((1, 1, 8))), ""))
-    assert "key/value heads" not in "\n".join(lines(by_formula(tiny_run((1, 4, 2))), ""))
+def test_heads_of_a_cache_that_the_mesh_does_not_divide_are_repeated_and_told():
+    once, copied = by_formula(tiny_run((1, 4, 2))), by_formula(tiny_run((1, 1, 8)))
+    told = "mesh.tensor 8 does not divide the model's 2 key/value heads: the cache holds each of them 4 times"
+    assert told in "\n".join(lines(copied, ""))
+    assert "key/value heads" not in "\n".join(lines(once, ""))
+    cache = subject(tiny_run((1, 1, 8)), CONFIG, None, machine=GPUS).arrays.slots.cache.k
+    assert cache.shape[2] == 8 and cache.sharding.shard_shape(cache.shape)[2] == 1
 
 
 def test_a_machine_has_a_process_for_each_host():

@@ -11,7 +11,7 @@ from jaxrl_llm.rewards import Scorer
 from jaxrl_llm.rollout.evaluate import Evaluated, Questions, evaluate
 from jaxrl_llm.rollout.groups import GroupSource
 from jaxrl_llm.rollout.respond import Answerer
-from jaxrl_llm.sharding import rollout_mesh, shared_heads
+from jaxrl_llm.sharding import repeated_heads, rollout_mesh
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.stages.rl.ingredient import Around
 from jaxrl_llm.stages.rl.ingredients import ingredients_of, moved_by_rules, rules_for
@@ -76,7 +76,7 @@ def prepare(
         asked = Questions(test_prompts, read.asked, run.evaluation.samples, run.seed, limits)
         return evaluate(Answerer(engine, weights, tokenizer, scorer), asked, answers, progress.status)
 
-    shared = shared_heads(model.config.attention.kv_heads, where.shape["tensor"])
+    repeated = repeated_heads(model.config.attention.kv_heads, where.shape["tensor"])
     told = [line for one in ingredients for line in one.notes]
     return Reinforcement(
         training=training,
@@ -86,7 +86,7 @@ def prepare(
         reference=configs.keeps_reference(run),
         coefficients=moved_by_rules(run),
         rules=rules_for(run),
-        notes=[*read.notes, *told, *about(run, read, prompts), *shared],
+        notes=[*read.notes, *told, *about(run, read, prompts), *repeated],
         ahead=run.rollout.collect.staleness > 0,
         apart=run.mesh.rollout > 0 or mesh.size == 1,
         measures_kl=run.recipe.of_kl is not None,

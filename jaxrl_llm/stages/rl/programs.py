@@ -19,6 +19,7 @@ from jaxrl_llm.rollout.dynamic_sampling import Sampler
 from jaxrl_llm.rollout.groups import AdmissionPolicy, GroupSource
 from jaxrl_llm.runs.load import config_of
 from jaxrl_llm.sharding import platform_of
+from jaxrl_llm.sharding.compiler import compiler_options
 from jaxrl_llm.stages.rl.ingredients import coefficients_of, dropped_endings, ingredients_of, objectives_of
 from jaxrl_llm.stages.stage import Architectures, Groups, Outline, PlannedSampler, state_of
 
@@ -58,7 +59,7 @@ def learning_of(
     ``mesh`` may be abstract; ``tokenizer``: the policy's; ``find``: the architecture of a model that is not loaded yet.
     """
     optimiser = run.learner.optimiser
-    compute = compute_for(run.learner, model.config, platform_of(mesh))
+    compute = compute_for(run.learner, model.config, platform_of(mesh), compiler_options(mesh))
     objectives = objectives_of(run)
     update = make_update(objectives, build(optimiser), learning_rate(optimiser), compute)
     longest = run.longest_row

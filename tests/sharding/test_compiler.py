@@ -1,0 +1,61 @@
+"""Options of compilers: the learner's programs get them, on absent TPUs too, and unknown ones stop nothing."""
+
+import dataclasses
+import logging
+
+import jax
+import jax.numpy as jnp
+import pytest
+from learner.rollouts import T, one_device, policy_update, rollout
+from plan.tinyrun import CONFIG, computing, tiny_run
+from tiny import tiny
+
+from jaxrl_llm.algorithms import PRESETS
+from jaxrl_llm.learner import Layout, Optimiser, create_state, pack
+from jaxrl_llm.learner.forward import on_mesh, score
+from jaxrl_llm.learner.optimiser import build
+from jaxrl_llm.models.config import ComputeOptions
+from jaxrl_llm.plan.lowering import compile_one, subject
+from jaxrl_llm.plan.machines import describe, parse_topology
+from jaxrl_llm.plan.planning import plan
+from jaxrl_llm.plan.tables import lines
+from jaxrl_llm.sharding import make_mesh
+from jaxrl_llm.sharding.compiler import OPTIONS, compiler_options, known_options
+
+SLICE = parse_topology("v5p:2x2x1")
+UNKNOWN = ("xla_no_such_option", True)
+
+
+def test_cpus_have_no_options():
+    assert compiler_options(make_mesh(tiny_run((1, 8, 1)).mesh)) == ()
+
+
+def test_the_learners_programs_are_compiled_with_their_options():
+    compute = ComputeOptions(compiler=(UNKNOWN,))
+    mesh, optimiser = one_device(), Optimiser()
+    with jax.set_mesh(mesh):
+        data = on_mesh(pack(rollout(), Layout(4, 24, T)), mesh)
+        with pytest.raises(jax.errors.JaxRuntimeError, match=UNKNOWN[0]):
+            score(tiny(), data, jnp.float32(1), compute)
+        state = create_state(tiny(), build(optimiser), False, mesh)
+        with pytest.raises(jax.errors.JaxRuntimeError, match=UNKNOWN[0]):
+            policy_update(PRESETS["dapo"], optimiser, compute)(state, data)
+
+
+def test_an_option_that_a_compiler_does_not_know_is_left_out_with_a_warning(caplog):
+    known = ("xla_embed_ir_in_executable", True)
+    with caplog.at_level(logging.WARNING):
+        assert known_options((known, UNKNOWN), jax.devices()[0]) == (known,)
+    assert f"does not know {UNKNOWN[0]}: left out" in caplog.text and known[0] not in caplog.text
+
+
+@pytest.mark.compilers
+def test_weights_are_gathered_while_products_run_on_an_absent_tpu():
+    devices = describe(SLICE)
+    config = dataclasses.replace(CONFIG, width=256, mlp_width=1024)
+    run = computing(tiny_run((1, 4, 1)), dtype="bfloat16", attention="xla")
+    one = subject(run, config, devices)
+    assert one.outline.forward.compute.compiler == OPTIONS["v5p"], "the installed compiler knows all of them"
+    assert "%async-collective-start" in compile_one(one, "update").text
+    told = "\n".join(lines(plan(run, config, SLICE, devices, None, False), ""))
+    assert all(f"{name} true" in told for name, _ in OPTIONS["v5p"])
