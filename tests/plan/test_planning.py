@@ -201,11 +201,11 @@ def test_a_run_whose_attention_cannot_be_compiled_here_says_so():
 
 def test_without_the_compiler_one_line_says_how_to_get_it(tmp_path):
     hidden = "import sys; sys.modules['jax_plugins.xla_cuda13'] = sys.modules['jax_plugins.xla_cuda12'] = None"
-    done = command("plan", "smoke", "--topology", "h100:2", folder=tmp_path, before=hidden)
+    done = command("plan", "smoke", "--topology", "h100:2", folder=tmp_path, before=hidden, anew=True)
     assert done.code == 0 and "pip install -e '.[compilers]'" in done.out.splitlines()[-1], done
     # As where it is not installed; JAX has told this process, and so its children, where it is.
     without = "import os, sys; sys.modules['libtpu'] = None; os.environ.pop('TPU_LIBRARY_PATH', None)"
-    answer = command("plan", "smoke", "--topology", "v5e:2x2", folder=tmp_path, before=without)
+    answer = command("plan", "smoke", "--topology", "v5e:2x2", folder=tmp_path, before=without, anew=True)
     assert answer.code == 2 and "pip install -e '.[compilers]'" in answer.err and answer.err.count("\n") == 1
 
 
