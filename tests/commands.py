@@ -1,14 +1,15 @@
 """Runs jaxrl-llm for tests: a process for each command, or for several, which begins with everything imported."""
 
-import atexit
 import dataclasses
-import functools
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+
+from nursery import EARLY, Forked
 
 ROOT = Path(__file__).parents[1]
 MAIN = "from jaxrl_llm.cli import main; main()"
@@ -28,37 +29,6 @@ for arguments, typed in json.load(sys.stdin):
     answers.append([code, out.getvalue(), err.getvalue()])
 print(json.dumps(answers))
 """
-NURSERY = """
-import json, os, sys
-from jaxrl_llm.system.paths import prepare_libraries
-prepare_libraries()
-import jax, orbax.checkpoint, tensorboardX, transformers
-import jaxrl_llm.cli.train, jaxrl_llm.trainer.launch, jaxrl_llm.trainer.loop
-while line := sys.stdin.readline():
-    folder, program, changes, paths = json.loads(line)
-    child = os.fork()
-    if not child:
-        break
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-else:
-    sys.exit()
-os.chdir(folder)
-os.environ.update(changes)
-if count := changes.get("JAX_NUM_CPU_DEVICES"):
-    jax.config.update("jax_num_cpu_devices", int(count))  # JAX has read its environment already
-for number, path in enumerate(paths):
-    file = os.open(path, os.O_RDWR)
-    os.dup2(file, number)
-    os.close(file)
-sys.stdin = open(0, closefd=False)
-exec(program)
-"""
-"""Imports all that a command needs, once, and forks a process for each line of its standard input; prints exit codes.
-
-No thread of JAX has started by then.
-"""
-LATE = {"COLUMNS", "JAX_NUM_CPU_DEVICES", "WANDB_MODE"}
-"""Variables that are read after the imports, or are given to JAX by the nursery."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,14 +47,24 @@ def environment(**changes: str) -> dict[str, str]:
     return os.environ | own | changes
 
 
-def command(*arguments: str, folder: Path, before: str = "", **changes: str) -> Answer:
-    """``jaxrl-llm ARGUMENTS`` as a process of its own; ``before`` is Python that it runs first."""
-    program = [sys.executable, "-c", f"{before}\n{MAIN}", *arguments]
+def command(*arguments: str, folder: Path, before: str = "", anew: bool = False, **changes: str) -> Answer:
+    """``jaxrl-llm ARGUMENTS`` as a process of its own; ``before`` is Python that it runs first.
+
+    ``anew``: nothing is imported before that.
+    """
+    program = f"{before}\n{MAIN}"
+    if not anew:
+        return forked(program, "", folder, arguments, **changes)
+    return started(program, "", folder, arguments, **changes)
+
+
+def started(program: str, given: str, folder: Path, arguments: Sequence[str] = (), **changes: str) -> Answer:
+    """A Python program as a process that begins with nothing imported; ``given`` is its standard input."""
     done = subprocess.run(
-        program,
+        [sys.executable, "-c", program, *arguments],
         cwd=folder,
         env=environment(**changes),
-        stdin=subprocess.DEVNULL,
+        input=given,
         capture_output=True,
         text=True,
         check=False,
@@ -92,47 +72,26 @@ def command(*arguments: str, folder: Path, before: str = "", **changes: str) -> 
     return Answer(done.returncode, done.stdout, done.stderr)
 
 
-@functools.cache
-def nursery(variables: frozenset[tuple[str, str]]) -> subprocess.Popen:
-    """One for each environment in a process of tests; it ends with it. Packages may read theirs when imported."""
-    program = [sys.executable, "-c", NURSERY]
-    process = subprocess.Popen(program, env=dict(variables), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    atexit.register(process.communicate)
-    return process
-
-
-def forked(program: str, given: str, folder: Path, **changes: str) -> Answer:
+def forked(program: str, given: str, folder: Path, arguments: Sequence[str] = (), **changes: str) -> Answer:
     """A Python program as a process of its own that begins with everything imported."""
     with tempfile.TemporaryDirectory() as place:
         files = [Path(place) / name for name in ("in", "out", "err")]
-        for file, text in zip(files, (given, "", ""), strict=True):
-            file.write_text(text)
-        # pytest names the current test in the environment.
-        process = nursery(frozenset(one for one in environment().items() if not one[0].startswith("PYTEST_")))
-        process.stdin.write(json.dumps([str(folder), program, changes, list(map(str, files))]) + "\n")
-        process.stdin.flush()
-        code = int(process.stdout.readline())
+        files[0].write_text(given)
+        code = Forked(program, arguments, folder, files, environment(), changes).wait()
         return Answer(code, *(file.read_text() for file in files[1:]))
+
+
+def logged(log: Path, *arguments: str, folder: Path, program: str = MAIN, **changes: str) -> Forked:
+    """``jaxrl-llm ARGUMENTS``, or another program, as a process that runs on; what it prints is added to a file."""
+    return Forked(program, arguments, folder, ["/dev/null", log, log], environment(), changes)
 
 
 def commands(lines: list[str | tuple[str, str]], folder: Path, **changes: str) -> list[Answer]:
     """Command lines (split at spaces), one after the other in one process; with a pair, the second is what is typed."""
     pairs = [line if isinstance(line, tuple) else (line, "") for line in lines]
     given = json.dumps([(line.split(" "), typed) for line, typed in pairs])
-    if changes.keys() <= LATE:
-        done = forked(MANY, given, folder, **changes)
-    else:
-        program = [sys.executable, "-c", MANY]
-        ran = subprocess.run(
-            program,
-            cwd=folder,
-            env=environment(**changes),
-            input=given,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        done = Answer(ran.returncode, ran.stdout, ran.stderr)
+    early = any(name.startswith(EARLY) for name in changes)
+    done = (started if early else forked)(MANY, given, folder, **changes)
     assert done.code == 0, done.err
     return [Answer(*answer) for answer in json.loads(done.out.splitlines()[-1])]
 

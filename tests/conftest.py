@@ -86,10 +86,16 @@ def pytest_report_header() -> str:
     return "compilers of absent TPUs and GPUs: missing, so their tests are left out; pip install -e '.[compilers]'"
 
 
+LONGEST = ("fault_injection", "resume", "notebooks", "processes", "planning", "your_own_run", "reranking", "kinds")
+"""Files that take longest of all, or that lie behind many short ones by name."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list) -> None:
-    """Whole runs first: they take longest, and what is last should be short, so that all workers end together."""
+    """The longest files and whole runs first: what is last should be short, so that all workers end together."""
     if not COMPILERS:
         left_out = [item for item in items if item.get_closest_marker("compilers")]
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)
-    items.sort(key=lambda item: item.path.parent.name not in ("end_to_end", "tools"))
+    ranks = {f"test_{name}": rank for rank, name in enumerate(LONGEST)}
+    whole_runs = ("end_to_end", "tools")
+    items.sort(key=lambda one: (ranks.get(one.path.stem, len(ranks)), one.path.parent.name not in whole_runs))

@@ -2,12 +2,11 @@
 
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
-from commands import MAIN, environment
+from commands import MAIN, ROOT, logged
+from nursery import Forked
 
 PATIENCE_S = 240
 """On a busy machine a run may be slow; none hangs for longer."""
@@ -19,22 +18,21 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def launch(count: int, *arguments: str, folder: Path, program: str = MAIN, **changes: str) -> list[subprocess.Popen]:
+def launch(count: int, *arguments: str, folder: Path, program: str = MAIN, **changes: str) -> list[Forked]:
     """The command as ``count`` processes; each writes what it says to ``folder/NUMBER.log``."""
     flags = ["--distributed.coordinator", f"127.0.0.1:{free_port()}", "--distributed.processes", str(count)]
     folder.mkdir(parents=True, exist_ok=True)
-    variables = environment(NOTES=str(folder), **changes)
-    variables["PYTHONPATH"] += f":{Path(__file__).parent}"
-    started = []
+    changes |= {"NOTES": str(folder), "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"}
+    begun = []
     for number in range(count):
         many = [*flags, "--distributed.process", str(number)] if count > 1 else []
-        with open(folder / f"{number}.log", "wb") as log:
-            command = [sys.executable, "-c", program, *arguments, *many]
-            started.append(subprocess.Popen(command, env=variables, cwd=folder.parent, stdout=log, stderr=log))
-    return started
+        log = folder / f"{number}.log"
+        log.unlink(missing_ok=True)
+        begun.append(logged(log, *arguments, *many, folder=folder.parent, program=program, **changes))
+    return begun
 
 
-def codes(processes: list[subprocess.Popen], seconds: float = PATIENCE_S) -> list[int]:
+def codes(processes: list[Forked], seconds: float = PATIENCE_S) -> list[int]:
     """Their exit codes; one that is still there after so many seconds is killed."""
     limit = time.monotonic() + seconds
     while time.monotonic() < limit and any(process.poll() is None for process in processes):

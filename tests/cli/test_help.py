@@ -75,7 +75,7 @@ def slow_libraries(folder, line):
 def test_types_that_tyro_keeps_are_not_mixed_up(tmp_path):
     # Where pytest is loaded, tyro compares a tenth of what it keeps with what it would find anew; here all of it.
     checks = "import random, pytest; random.random = lambda: 0.0"
-    done = command("train", "smoke", "--steps", "x", folder=tmp_path, before=checks)
+    done = command("train", "smoke", "--steps", "x", folder=tmp_path, before=checks, anew=True)
     assert_refused(done, "--steps")
 
 

@@ -3,16 +3,13 @@
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from commands import MAIN, assert_refused, commands, environment
+from commands import assert_refused, commands, logged
 from learner.rollouts import one_device
 from tiny import tiny
 
@@ -150,14 +147,11 @@ def killed_once_asked(folder):
     (folder / "asked").mkdir()
     ask_reset(folder / "asked", True)
     arguments = f"{BY_HAND} --steps 60 --output.checkpoint_every 59".split()
-    with open(folder / "log", "w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-c", MAIN, *arguments], cwd=folder, env=environment(), stdout=log, stderr=log
-        )
-        while process.poll() is None and not any(row["step"] >= 2 for row in rows(folder / "asked")):
-            time.sleep(0.002)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+    process = logged(folder / "log", *arguments, folder=folder)
+    while process.poll() is None and not any(row["step"] >= 2 for row in rows(folder / "asked")):
+        time.sleep(0.002)
+    process.kill()
+    process.wait()
 
 
 @pytest.fixture(scope="module")

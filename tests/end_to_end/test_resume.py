@@ -3,15 +3,13 @@
 import json
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from commands import environment
+from commands import logged
 from learner.rollouts import one_device
 
 from jaxrl_llm import codec
@@ -24,7 +22,6 @@ from jaxrl_llm.system.signals import STOPPING
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "tests" / "fixtures" / "runs" / "resume.py"
-COMMAND = [sys.executable, "-c", "from jaxrl_llm.cli import main; main()", "train", str(CONFIG), "--run_dir"]
 PREEMPTED = 75
 
 
@@ -32,11 +29,8 @@ def start(folder, *flags):
     """The command line, training in ``folder``; on two devices, over which the weights are divided unless flags say
     else.
     """
-    variables = environment(JAX_NUM_CPU_DEVICES="2")
-    with open(folder.with_suffix(".log"), "ab") as log:
-        return subprocess.Popen(
-            [*COMMAND, str(folder), *flags], env=variables, cwd=folder.parent, stdout=log, stderr=log
-        )
+    command = ["train", str(CONFIG), "--run_dir", str(folder), *flags]
+    return logged(folder.with_suffix(".log"), *command, folder=folder.parent, JAX_NUM_CPU_DEVICES="2")
 
 
 def rows(folder):

@@ -2,14 +2,12 @@
 
 import json
 import signal
-import subprocess
-import sys
 import time
 
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from commands import MAIN, assert_refused, command, commands, environment
+from commands import assert_refused, command, commands, logged
 from end_to_end.test_resume import plain
 from storages import BUCKET, on_another_machine, storage
 
@@ -54,17 +52,14 @@ def answers(tmp_path_factory):
     """What is said on the second machine, after the first one was killed; and of a start while that one trained."""
     folder = tmp_path_factory.mktemp("stored")
     storage("gs")
-    program = [sys.executable, "-c", MAIN, *LINES["resume"].split()]
     metrics = folder / f"first/storage/gs/{BUCKET}/runs/broken/metrics.jsonl"
-    with open(folder / "first.log", "wb") as log:
-        process = subprocess.Popen(
-            program, cwd=folder, env=environment(JAXRL_LLM_CACHE=str(folder / "first")), stdout=log, stderr=log
-        )
+    line = LINES["resume"].split()
+    process = logged(folder / "first.log", *line, folder=folder, JAXRL_LLM_CACHE=str(folder / "first"))
     try:
         while process.poll() is None and not (metrics.exists() and '"step": 3' in metrics.read_text()):
             time.sleep(0.002)
         process.send_signal(signal.SIGSTOP)  # it has the run, however long the other one takes
-        at_once = command(*LINES["resume"].split(), folder=folder, JAXRL_LLM_CACHE=str(folder / "third"))
+        at_once = command(*line, folder=folder, JAXRL_LLM_CACHE=str(folder / "third"))
     finally:
         process.kill()
         process.wait()

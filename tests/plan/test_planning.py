@@ -169,7 +169,7 @@ def test_a_search_ranks_meshes_that_fit():
 @pytest.mark.compilers
 def test_the_command_compiles_for_gpus_of_two_hosts(tmp_path):
     asked = "plan smoke --topology h100:2x2 --mesh.data 2 --mesh.fsdp 2 --learner.microbatch_rows 4 --json plan.json"
-    done = command(*asked.split(), "--loops", "--dump", "programs", folder=tmp_path)
+    done = command(*asked.split(), "--loops", "--dump", "programs", folder=tmp_path, anew=True)
     assert done.code == 0 and "tiny-random: 90,624 parameters" in done.out and "FITS" in done.out, done
     assert "activations and other temporaries, the compiler's" in done.out and "by formula alone" not in done.out
     assert "attention: xla\n" in done.out and re.search(r"products of update, as compiled: \d+ by Triton", done.out)
@@ -204,11 +204,11 @@ def test_a_run_whose_attention_cannot_be_compiled_here_says_so():
 
 def test_without_the_compiler_one_line_says_how_to_get_it(tmp_path):
     hidden = "import sys; sys.modules['jax_plugins.xla_cuda13'] = sys.modules['jax_plugins.xla_cuda12'] = None"
-    done = command("plan", "smoke", "--topology", "h100:2", folder=tmp_path, before=hidden)
+    done = command("plan", "smoke", "--topology", "h100:2", folder=tmp_path, before=hidden, anew=True)
     assert done.code == 0 and "pip install -e '.[compilers]'" in done.out.splitlines()[-1], done
     # As where it is not installed; JAX has told this process, and so its children, where it is.
     without = "import os, sys; sys.modules['libtpu'] = None; os.environ.pop('TPU_LIBRARY_PATH', None)"
-    answer = command("plan", "smoke", "--topology", "v5e:2x2", folder=tmp_path, before=without)
+    answer = command("plan", "smoke", "--topology", "v5e:2x2", folder=tmp_path, before=without, anew=True)
     assert answer.code == 2 and "pip install -e '.[compilers]'" in answer.err and answer.err.count("\n") == 1
 
 

@@ -2,13 +2,13 @@
 
 import json
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 from commands import environment
+from nursery import Forked
 from rollout.two_processes import LENGTH, sampled
+from several import codes
 from tiny import tiny
 
 from jaxrl_llm.rollout import Engine
@@ -16,20 +16,25 @@ from jaxrl_llm.rollout import Engine
 PROGRAM = Path(__file__).parent / "two_processes.py"
 
 
-def test_two_processes_sample_what_one_does():
+def test_two_processes_sample_what_one_does(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    variables = environment(JAX_NUM_CPU_DEVICES="2")
-    variables["PYTHONPATH"] += f":{PROGRAM.parents[1]}"
-    command = [sys.executable, str(PROGRAM), address, "2"]
+    changes = {"JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": str(PROGRAM.parents[1])}
+    outs, errs = ([tmp_path / f"{kind}{i}" for i in range(2)] for kind in ("out", "err"))
     processes = [
-        subprocess.Popen([*command, str(i)], env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        Forked(
+            PROGRAM.read_text(),
+            [address, "2", str(i)],
+            tmp_path,
+            ["/dev/null", outs[i], errs[i]],
+            environment(),
+            changes,
+        )
         for i in range(2)
     ]
-    said = [process.communicate(timeout=300) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], said
-    first, second = (json.loads(out.splitlines()[-1]) for out, _ in said)
+    assert codes(processes) == [0, 0], [path.read_text() for path in errs]
+    first, second = (json.loads(out.read_text().splitlines()[-1]) for out in outs)
     assert first == second
     for (tokens, logp, reason), alone in zip(
         first, sampled(Engine(tiny("windows"), 4, LENGTH, 2), tiny("windows")), strict=True

@@ -131,7 +131,7 @@ def test_troubles_are_one_line_each(address, tmp_path):
 
 
 def test_a_missing_package_is_named(tmp_path):
-    answer = command("report", "s3://b/x", folder=tmp_path, before="import sys; sys.modules['s3fs'] = None")
+    answer = command("report", "s3://b/x", folder=tmp_path, before="import sys; sys.modules['s3fs'] = None", anew=True)
     assert_refused(answer, "s3://b/x needs s3fs: pip install -e '.[s3]'")
 
 

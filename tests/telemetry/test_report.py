@@ -330,10 +330,10 @@ def test_wrong_input_is_one_line_and_writes_nothing(tmp_path, arguments, said):
 def test_help_and_a_report_need_no_jax(tmp_path):
     run = a_run(tmp_path / "a", [{"step": 1, "loss": 1.0}])
     check = "import atexit, sys; atexit.register(lambda: print(*{'jax', 'transformers'} & set(sys.modules)))"
-    told = command("report", "--help", folder=tmp_path, before=check)
+    told = command("report", "--help", folder=tmp_path, before=check, anew=True)
     assert told.code == 0 and told.out.startswith("usage: jaxrl-llm report")
     assert told.out.endswith("end.\n\n")
-    answer = command("report", "a", folder=tmp_path, before=check)
+    answer = command("report", "a", folder=tmp_path, before=check, anew=True)
     assert answer.code == 0 and answer.out.splitlines()[1:] == [""]
     write_report([run], tmp_path / "again.html")
     assert (tmp_path / "again.html").stat().st_size < 300_000

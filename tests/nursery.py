@@ -1,0 +1,131 @@
+"""Processes of tests that begin with everything imported: each is forked from one that has imported it once."""
+
+import atexit
+import contextlib
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+NURSERY = """
+import gc, json, os, sys
+from jaxrl_llm.system.paths import prepare_libraries
+prepare_libraries()
+import jax, orbax.checkpoint, tensorboardX, transformers
+import jaxrl_llm.cli.train, jaxrl_llm.trainer.launch, jaxrl_llm.trainer.loop
+gc.set_threshold(100_000, 20, 100)  # as in conftest.py
+gc.freeze()
+while line := sys.stdin.readline():
+    if not os.fork():
+        break
+    while os.waitpid(-1, os.WNOHANG)[0]:
+        pass
+else:
+    sys.exit()
+folder, program, arguments, changes, files, ending = json.loads(line)
+if child := os.fork():
+    with open(ending, "w", buffering=1) as told:
+        print(child, file=told)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=told)
+    os._exit(0)
+os.chdir(folder)
+os.environ.update(changes)
+sys.path[1:1] = [path for path in changes.get("PYTHONPATH", "").split(":") if path and path not in sys.path]
+for name, text in changes.items():
+    if name.startswith("JAX_"):  # JAX has read its environment already
+        kind = type(jax.config.values[name.lower()])
+        jax.config.update(name.lower(), text in ("1", "true") if kind is bool else kind(text))
+for number, path in enumerate(files):
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, number)
+    os.close(file)
+sys.stdin = open(0, closefd=False)
+sys.argv = ["-c", *arguments]
+exec(program)
+"""
+"""Imports all that a command needs, once, and forks a process for each line of its standard input.
+
+No thread of JAX has started by then, and no backend. Between the two is a process that waits: it writes down the number
+of the program's process, and then its exit code.
+"""
+EARLY = ("HF_", "LANG", "LC_", "PYTHON", "TRANSFORMERS_")
+"""How variables begin that are read by an import, or before; a path of imports may be added to."""
+
+
+@functools.cache
+def nursery(variables: frozenset[tuple[str, str]]) -> subprocess.Popen:
+    """One for each environment in a process of tests; it ends with it. Packages may read theirs when imported."""
+    program = [sys.executable, "-c", NURSERY]
+    process = subprocess.Popen(program, env=dict(variables), stdin=subprocess.PIPE, text=True)
+    atexit.register(process.communicate)
+    return process
+
+
+class Forked:
+    """A Python program as a process of its own, with the methods of ``subprocess.Popen``.
+
+    Args:
+      program: its text.
+      arguments: ``sys.argv`` from the second on.
+      folder: where it runs.
+      files: its standard input, output and error.
+      variables: the environment that its packages are imported in.
+      changes: variables that it has besides.
+
+    Attributes:
+      pid: its number.
+      returncode: None while it runs.
+    """
+
+    def __init__(
+        self, program: str, arguments: Sequence[str], folder: Path, files: Sequence[Path | str],
+        variables: dict[str, str], changes: dict[str, str],
+    ):  # fmt: skip
+        early = [name for name in changes if name.startswith(EARLY) and name != "PYTHONPATH"]
+        assert not early, f"{early} would come too late"
+        self.returncode: int | None = None
+        self._place = tempfile.TemporaryDirectory()
+        self._ending = Path(self._place.name) / "ending"
+        # pytest names the current test in the environment.
+        parent = nursery(frozenset(one for one in variables.items() if not one[0].startswith("PYTEST_")))
+        asked = [str(folder), program, list(arguments), changes, list(map(str, files)), str(self._ending)]
+        parent.stdin.write(json.dumps(asked) + "\n")
+        parent.stdin.flush()
+        while not (told := self._told()):
+            assert parent.poll() is None, "the nursery has ended"
+            time.sleep(0.002)
+        self.pid = told[0]
+
+    def _told(self) -> list[int]:
+        """What is known: its number, and its exit code."""
+        text = self._ending.read_text() if self._ending.exists() else ""
+        return [int(line) for line in text[: text.rfind("\n") + 1].split()]
+
+    def poll(self) -> int | None:
+        """Return its exit code, or None while it runs."""
+        if self.returncode is None and len(told := self._told()) == 2:
+            self.returncode = told[1]
+            self._place.cleanup()
+        return self.returncode
+
+    def wait(self) -> int:
+        """Return its exit code once it has ended."""
+        while self.poll() is None:
+            time.sleep(0.005)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, unless it has ended."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self.send_signal(signal.SIGKILL)
