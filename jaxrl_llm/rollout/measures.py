@@ -59,8 +59,9 @@ def describe(groups: Sequence[Group]) -> dict[str, float]:
     accuracy = np.stack([g.accuracy for g in groups])
     completions = [c for g in groups for c in g.completions]
     ended = [c.finish_reason for c in completions]
-    lengths = np.array([len(c.tokens) for c in completions])
-    written = [c.tokens[:-1] if c.finish_reason == "stop" else c.tokens for c in completions]
+    lengths = np.array([c.length for c in completions])
+    sampled = [c.tokens[c.mask] for c in completions]
+    written = [tokens[:-1] if why == "stop" else tokens for tokens, why in zip(sampled, ended, strict=True)]
     looping = loops(written) | (np.array(ended) == "repetition")
     found = {}
     for name in groups[0].parts:

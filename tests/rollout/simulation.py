@@ -53,7 +53,7 @@ class ToyEngine:
         self.sampling, self.waiting, self.seated, self.finished = sampling, {}, {}, []
         self.handles = self.slot_steps = 0
 
-    def submit(self, prompts, seeds, limits=None, begun=None):
+    def submit(self, prompts, seeds, limits=None, begun=None, keep_prompt=False):
         limits = limits or [self.sampling.max_new_tokens] * len(prompts)
         begun = begun or [None] * len(prompts)
         handles = list(range(self.handles, self.handles + len(prompts)))

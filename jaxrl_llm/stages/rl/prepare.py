@@ -8,6 +8,7 @@ from typing import Any
 from jaxrl_llm import config as configs
 from jaxrl_llm import tasks
 from jaxrl_llm.rewards import Scorer
+from jaxrl_llm.rollout.episodes import episodes_of
 from jaxrl_llm.rollout.evaluate import Evaluated, Questions, evaluate
 from jaxrl_llm.rollout.groups import GroupSource
 from jaxrl_llm.rollout.respond import Answerer
@@ -67,14 +68,26 @@ def prepare(
     forward = forwards["policy"]
     engine, transfer = sampling_of(run, model, forward.compute.dtype, mesh, where)
     stream = streams_of(run, read.train)
-    source = GroupSource(tokenizer, prompts, stream, scorer, run.rollout.group, run.seed, run.recipe.shaping)
+    episodes = [
+        episodes_of(configs.tasks_in(task), tokenizer, run.rollout, stops, peers) for task in (run.task, read.tested)
+    ]
+    progress.status("beginning an episode")
+    played = [
+        line
+        for one, problems in zip(episodes, (read.all_train, read.asked), strict=True)
+        if one is not None
+        for line in one.rehearse(problems)
+    ]
+    source = GroupSource(
+        tokenizer, prompts, stream, scorer, run.rollout.group, run.seed, run.recipe.shaping, episodes[0]
+    )
     limits = configs.limits_of(configs.parts_of_task(read.tested), run.rollout.max_new_tokens)
 
     def test(weights: Any) -> tuple[Evaluated, ...]:
         if not read.asked:
             return ()
         asked = Questions(test_prompts, read.asked, run.evaluation.samples, run.seed, limits)
-        return evaluate(Answerer(engine, weights, tokenizer, scorer), asked, answers, progress.status)
+        return evaluate(Answerer(engine, weights, tokenizer, scorer, episodes[1]), asked, answers, progress.status)
 
     shared = shared_heads(model.config.attention.kv_heads, where.shape["tensor"])
     told = [line for one in ingredients for line in one.notes]
@@ -86,7 +99,7 @@ def prepare(
         reference=configs.keeps_reference(run),
         coefficients=moved_by_rules(run),
         rules=rules_for(run),
-        notes=[*read.notes, *told, *about(run, read, prompts), *shared],
+        notes=[*read.notes, *told, *dict.fromkeys(played), *about(run, read, prompts), *shared],
         ahead=run.rollout.collect.staleness > 0,
         apart=run.mesh.rollout > 0 or mesh.size == 1,
         measures_kl=run.recipe.of_kl is not None,

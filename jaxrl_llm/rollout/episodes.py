@@ -1,0 +1,380 @@
+"""Episodes: completions of several turns, between which an environment answers.
+
+The sampler never waits for a slow environment: answers are made on threads, and an episode that waits has no slot. What
+the model sampled is never tokenised again; what the environment says follows as tokens with mask False.
+
+An episode is a function of weights, problem, seed and what its environment answers. Answers are saved with the
+completion: after a restart the environment is begun anew and given the same replies. If it then answers otherwise, the
+episode begins anew too, and is counted.
+"""
+
+import concurrent.futures
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxrl_llm import codec
+from jaxrl_llm.engine.requests import with_tokens
+from jaxrl_llm.environments.environment import ENDS, Message
+from jaxrl_llm.environments.episode_format import EpisodeFormat
+from jaxrl_llm.environments.factory import Factory
+from jaxrl_llm.environments.limits import Limits
+from jaxrl_llm.environments.world import Answer, World
+from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.tasks.task import Task
+from jaxrl_llm.tasks.template import worded
+from jaxrl_llm.types import Completion, Episode, Group, Problem, Turn
+
+if TYPE_CHECKING:
+    from jaxrl_llm.sharding.distributed import Peers
+
+AT_ONCE = 256
+"""Maximum number of environments that answer at one time."""
+CUT_OFF = ("max_tokens", "context_overflow", "max_turns", "max_tool_calls")
+"""Ends of episodes that were cut off: their completions have the finish reason "length"."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scene:
+    """One episode to play.
+
+    Attributes:
+      key: of its request; within a process, its name.
+      problem: the row that the environment begins with.
+      seed: of the environment; equal for all members of a group.
+    """
+
+    key: Hashable
+    problem: Problem
+    seed: int
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The row as environments see it: its columns, ``prompt`` (chat messages) and ``answer``."""
+        return {**self.problem.metadata, "prompt": list(self.problem.prompt), "answer": self.problem.answer}
+
+
+def environment_seed(seed: int) -> int:
+    """Return the 31-bit seed of an environment, made from the 64-bit seed of a request."""
+    return int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:4], "big") >> 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Reply:
+    """Addition of an environment to an episode.
+
+    Attributes:
+      turn: the record of the turn that it answers.
+      tokens: its words, up to the start of the model's next turn; empty at the end.
+      end: reason of the end, empty if the episode goes on.
+      reward: of the whole episode, at its end.
+      metrics: the environment's own.
+      error: why it failed; empty if it did not.
+      restarts: of this episode so far.
+    """
+
+    turn: Turn
+    tokens: tuple[int, ...] = ()
+    end: str = ""
+    reward: float = 0.0
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    error: str = ""
+    restarts: int = 0
+
+
+RECORDS = (Reply, Turn)
+"""Types that processes send to each other."""
+
+
+@dataclasses.dataclass
+class Live:
+    """An episode under way, on the process that has its environment.
+
+    Attributes:
+      world: the environment.
+      form: writes and reads its chat.
+      messages: the prompt, and all turns so far.
+      turns: those answered.
+      restarts: times that it began anew.
+    """
+
+    world: World
+    form: EpisodeFormat
+    messages: list[Message]
+    turns: tuple[Turn, ...] = ()
+    restarts: int = 0
+
+
+class Episodes:
+    """Owner of the episodes under way and of their environments; a ``respond.Responder``.
+
+    With several processes each environment lives on one, and all get its answers.
+
+    Args:
+      tasks: of the problems, one or several, found by label; some have environments or tools.
+      tokenizer: of the model.
+      limits: of every episode.
+      longest_prompt: maximum number of tokens of a prompt.
+      stops: tokens at which the model ends its turns.
+      peers: the run's processes; None for one.
+    """
+
+    def __init__(
+        self, tasks: Sequence[Task], tokenizer: Any, limits: Limits, longest_prompt: int, stops: Sequence[int],
+        peers: "Peers | None" = None,
+    ):  # fmt: skip
+        self._tasks = {task.label: task for task in tasks}
+        self._only = tasks[0] if len(tasks) == 1 else None
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._longest_prompt = longest_prompt
+        self._stops = stops
+        self._peers = peers
+        self._makers = {task.label: Factory(task.environment, task.tools) for task in tasks if task.plays}
+        self._forms: dict[str, EpisodeFormat] = {}
+        self._live: dict[Hashable, Live] = {}
+        self._asked: dict[Hashable, Completion] = {}
+        self._answers: dict[Hashable, concurrent.futures.Future[Reply]] = {}
+        self._threads = concurrent.futures.ThreadPoolExecutor(AT_ONCE, "environment")
+
+    def plays(self, problem: Problem) -> bool:
+        """Whether an environment or tools belong to the problem's task."""
+        return self._task(problem).plays
+
+    def rehearse(self, problems: Sequence[Problem]) -> list[str]:
+        """Begin an episode of the first problem of each task that has episodes, and drop it; return notes for people.
+
+        Raises:
+          InputError: the environment fails, the template cannot render its tools, or the prompt is too long.
+        """
+        firsts: dict[str, Problem] = {}
+        for problem in problems:
+            if self.plays(problem):
+                firsts.setdefault(self._task(problem).label, problem)
+        self.begin([Scene(("first", label), problem, 0) for label, problem in firsts.items()])
+        self.retain(())
+        return [form.note for form in self._forms.values() if form.note]
+
+    def begin(self, scenes: Sequence[Scene]) -> list[np.ndarray]:
+        """Begin episodes; return their prompts, int32[p] each.
+
+        Raises:
+          InputError: an environment fails, or a prompt is too long.
+        """
+        prompts = self._everywhere(self._begun, scenes)
+        for scene, prompt in zip(scenes, prompts, strict=True):
+            label = self._task(scene.problem).label
+            require(isinstance(prompt, list), f"the environment of task {label} cannot begin an episode: {prompt}")
+            require(
+                len(prompt) <= self._longest_prompt,
+                f"a prompt of task {label} has {len(prompt)} tokens with what its environment says first: set "
+                f"--rollout.max_prompt_tokens {len(prompt)} (now {self._longest_prompt})",
+            )
+        return [np.asarray(prompt, np.int32) for prompt in prompts]
+
+    def resume(self, scenes: Sequence[Scene], begun: Sequence[Completion | None]) -> list[Completion | None]:
+        """Return the completions that go on; those whose environment answers otherwise than before are None, begun anew.
+
+        Episodes of this process's memory go on with their environments as they are. For others a new environment is
+        given the same replies.
+        """
+        known = dict(zip((scene.key for scene in scenes), begun, strict=True))
+        same = self._everywhere(lambda scene: self._resumed(scene, known[scene.key]), scenes)
+        return [one if fine else None for one, fine in zip(begun, same, strict=True)]
+
+    def ask(self, key: Hashable, turn: Completion, limit: int) -> None:
+        """Let the environment answer a turn that the model has ended; ``limit``: tokens of the episode at most."""
+        self._asked[key] = turn
+        if key not in self._answers and self._is_own(key):  # it may have been asked before an interruption
+            self._answers[key] = self._threads.submit(self._reply, self._live[key], turn, limit)
+
+    def abort(self, keys: Sequence[Hashable]) -> None:
+        """Leave the answers to these episodes for later: ``answered`` does not return them unless asked again."""
+        for key in keys:
+            self._asked.pop(key, None)
+
+    def answered(self, wait_s: float) -> dict[Hashable, Completion]:
+        """Return the episodes answered since the last call, those with an end being over.
+
+        ``wait_s``: seconds to wait if there are none.
+        """
+        own = {key: self._answers[key] for key in self._asked if key in self._answers}
+        if wait_s and own:
+            concurrent.futures.wait(own.values(), wait_s, concurrent.futures.FIRST_COMPLETED)
+        done = [(key, self._answers.pop(key).result()) for key, answer in own.items() if answer.done()]
+        if self._peers is not None and self._peers.count > 1:
+            parts = self._peers.gather(codec.to_json(done, RECORDS))
+            done = [one for part in parts for one in codec.from_json(part, RECORDS)]
+        return {key: _continued(self._asked.pop(key), reply) for key, reply in done}
+
+    def retain(self, keys: Sequence[Hashable] | set[Hashable]) -> None:
+        """Close the environments of all other episodes."""
+        for key in self._live.keys() - set(keys):
+            self._asked.pop(key, None)
+            self._answers.pop(key, None)
+            self._threads.submit(self._live.pop(key).world.close)
+
+    def close(self) -> None:
+        """Close all environments."""
+        self.retain(())
+        self._threads.shutdown(wait=False)
+
+    def _task(self, problem: Problem) -> Task:
+        return self._only or self._tasks[problem.task]
+
+    def _is_own(self, key: Hashable) -> bool:
+        """Whether the environment of an episode is on this process; the same answer everywhere."""
+        return self._peers is None or hash(key) % self._peers.count == self._peers.index
+
+    def _everywhere(self, call: Callable[[Scene], Any], scenes: Sequence[Scene]) -> list[Any]:
+        """Call a function for each scene, on the process that has its environment; return the results on all."""
+        found = dict(zip(range(len(scenes)), [None] * len(scenes), strict=True))
+        own = [place for place, scene in enumerate(scenes) if self._is_own(scene.key)]
+        found |= dict(zip(own, self._threads.map(call, [scenes[place] for place in own]), strict=True))
+        if self._peers is not None and self._peers.count > 1:
+            for part in self._peers.gather({str(place): found[place] for place in own}):
+                found |= {int(place): result for place, result in part.items()}
+        return [found[place] for place in range(len(scenes))]
+
+    def _form(self, task: Task, tools: Sequence[Mapping[str, Any]]) -> EpisodeFormat:
+        """Return the form of a task's chats with these tools."""
+        key = json.dumps([task.label, tools])
+        if key not in self._forms:
+            self._forms[key] = EpisodeFormat(self._tokenizer, task, tools, self._stops)
+        return self._forms[key]
+
+    def _begun(self, scene: Scene, restarts: int = 0) -> list[int] | str:
+        """Begin an episode; return the tokens of its prompt, or why it cannot begin."""
+        task = self._task(scene.problem)
+        before = self._live.pop(scene.key, None)
+        if before is not None:
+            before.world.close()
+        self._answers.pop(scene.key, None)
+        try:
+            factory = self._makers[task.label]
+            world = World(
+                factory.maker(scene.row), factory.columns(scene.row), scene.seed, self._limits, factory.functions
+            )
+            messages, answer = world.reset(scene.problem.prompt)
+            if answer.end:
+                return answer.error
+            form = self._form(task, world.tools)
+            prompt = [int(token) for token in form.prompt(messages)]
+        except InputError as error:
+            return str(error)
+        self._live[scene.key] = Live(world, form, worded(messages, task), restarts=restarts)
+        return prompt
+
+    def _resumed(self, scene: Scene, begun: Completion | None) -> bool:
+        """Bring the environment of an episode to where it was; whether it answered as before."""
+        turns = () if begun is None or begun.episode is None else begun.episode.turns
+        live = self._live.get(scene.key)
+        if live is not None and (live.turns == turns or scene.key in self._answers):
+            return True
+        restarts = 0 if begun is None or begun.episode is None else begun.episode.restarts
+        if isinstance(self._begun(scene, restarts), str):
+            return False
+        live = self._live[scene.key]
+        start = 0
+        for turn in turns:
+            tokens = begun.tokens[start : turn.end]
+            again = self._turn(live, tokens[_first_sampled(begun.mask[start : turn.end]) :], turn.end)[0]
+            if again != turn:
+                self._begun(scene, restarts + 1)
+                return False
+            start = turn.end
+        return True
+
+    def _turn(self, live: Live, sampled: np.ndarray, end: int) -> tuple[Turn, Answer]:
+        """Give a turn of the model to the environment; return its record and the answer."""
+        parsed = live.form.parse(sampled.tolist())
+        answer = live.world.reply(parsed)
+        turn = Turn(end, parsed.message, tuple(answer.messages), answer.reward, answer.tool_calls, answer.tool_errors)
+        live.turns += (turn,)
+        live.messages += [parsed.message, *answer.messages]
+        return turn, answer
+
+    def _reply(self, live: Live, turn: Completion, limit: int) -> Reply:
+        """Answer a turn, on a thread."""
+        sampled = turn.tokens[turn.last_turn :]
+        size = len(turn.tokens)
+        if turn.finish_reason != "stop":
+            record = Turn(size, live.form.parse(sampled.tolist()).message)
+            return self._ended(live, Reply(record, end="max_tokens"))
+        history = list(live.messages)
+        record, answer = self._turn(live, sampled, size)
+        reply = Reply(record, (), answer.end, 0.0, dict(answer.metrics), answer.error)
+        if answer.end:
+            return self._ended(live, reply)
+        tokens = live.form.suffix([*history, record.reply], answer.messages, sampled.tolist())
+        if size + len(tokens) >= limit:
+            return self._ended(live, dataclasses.replace(reply, end="context_overflow"))
+        return dataclasses.replace(reply, tokens=tuple(int(token) for token in tokens), restarts=live.restarts)
+
+    def _ended(self, live: Live, reply: Reply) -> Reply:
+        """Return the last reply of an episode, with the environment's reward for all of it."""
+        failed = reply.end in ("environment_error", "timeout")
+        reward = math.nan if failed else live.world.reward()
+        error = reply.error if failed else live.world.error
+        live.world.close()
+        return dataclasses.replace(
+            reply, reward=0.0 if reward is None else reward, error=error, restarts=live.restarts
+        )
+
+
+def episodes_of(
+    tasks: Sequence[Task], tokenizer: Any, rollout: Any, stops: Sequence[int], peers: "Peers | None" = None
+) -> Episodes | None:
+    """Return the owner of the episodes of these tasks, within the limits of ``rollout``; None if no task has any."""
+    if not any(task.plays for task in tasks):
+        return None
+    return Episodes(tasks, tokenizer, rollout.episode, rollout.max_prompt_tokens, stops, peers)
+
+
+def _first_sampled(mask: np.ndarray) -> int:
+    """Return the index of the first token of a turn, after the environment's words before it."""
+    given = np.flatnonzero(~mask)
+    return int(given[-1]) + 1 if len(given) else 0
+
+
+def _continued(turn: Completion, reply: Reply) -> Completion:
+    """Return the completion after an environment's reply."""
+    before = turn.episode or Episode()
+    metrics = {name: before.metrics.get(name, 0.0) + value for name, value in reply.metrics.items()}
+    episode = Episode(
+        (*before.turns, reply.turn),
+        reply.end,
+        before.reward + reply.turn.reward + reply.reward,
+        before.metrics | metrics,
+        reply.error,
+        reply.restarts,
+    )
+    if reply.end:
+        reason = "length" if reply.end in CUT_OFF and turn.finish_reason == "stop" else turn.finish_reason
+        return dataclasses.replace(turn, episode=episode, finish_reason=reason)
+    version = int(turn.version[-1])
+    return dataclasses.replace(with_tokens(turn, reply.tokens, version), episode=episode)
+
+
+def describe_episodes(groups: Sequence[Group]) -> dict[str, float]:
+    """Compute metrics of the groups' episodes; {} without any."""
+    found = [c.episode for group in groups for c in group.completions if c.episode is not None]
+    if not found:
+        return {}
+    calls = [sum(turn.calls for turn in episode.turns) for episode in found]
+    errors = [sum(turn.errors for turn in episode.turns) for episode in found]
+    ends = [episode.end for episode in found]
+    names = sorted({name for episode in found for name in episode.metrics})
+    return {
+        "episode/turns": float(np.mean([len(episode.turns) for episode in found])),
+        "episode/tool_calls": float(np.mean(calls)),
+        "episode/tool_errors": float(np.mean(errors)),
+        "episode/restarts": float(sum(episode.restarts for episode in found)),
+        **{f"episode/ends/{end}": ends.count(end) / len(ends) for end in ENDS},
+        **{f"environment/{name}": float(np.mean([one.metrics.get(name, 0.0) for one in found])) for name in names},
+    }
