@@ -3,17 +3,21 @@
 import asyncio
 import ctypes
 import inspect
+import os
 import queue
 import threading
 import time
+import traceback
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxrl_llm.errors import one_line
-
+LONGEST = 500
+"""Maximum number of characters of an exception's text."""
+HERE = str(Path(__file__).parent) + os.sep
 GRACE_S = 1.0
 """Seconds after its limit in which an ``async`` call must have been cancelled; then it is abandoned."""
 
@@ -56,12 +60,23 @@ class Overdue(BaseException):
     """Raised in a thread that is abandoned, so that a loop of Python code ends."""
 
 
-def told(error: BaseException) -> str:
-    """Format an exception of foreign code on one line, even if its own text cannot be made."""
+def told(error: BaseException | None, kind: bool = True) -> str:
+    """Format an exception of foreign code on one line, even if its own text cannot be made; with its class if ``kind``
+    or if it has no text."""
+    name = type(error).__name__
     try:
-        return one_line(error, 500)
+        text = " ".join(str(error).split())[:LONGEST]
     except Exception:  # noqa: BLE001  a person's exception may have a __str__ that raises
-        return type(error).__name__
+        text = ""
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return f"{name}: {text}" if kind and text else text or name
+
+
+def place(error: BaseException | None) -> str:
+    """Return the file and line where foreign code raised, in parentheses; empty if it did not."""
+    frames = [] if error is None else traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in frames if not frame.filename.startswith(HERE)]
+    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
 
 
 class Loop:
