@@ -1,12 +1,14 @@
 """Environments of a task's rows: from a class, a callable, several by name, a text that names one, and tools."""
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxrl_llm.environments.environment import Environment, Message, has
+from jaxrl_llm.environments.duck_typed import DuckTyped, can_copy
+from jaxrl_llm.environments.environment import Environment
+from jaxrl_llm.environments.limits import Limits
 from jaxrl_llm.environments.threads import Caller
-from jaxrl_llm.environments.tools import Tool, methods_of, name_of, tools_of
+from jaxrl_llm.environments.tools import Tool, name_of, tools_of
+from jaxrl_llm.environments.world import World
 from jaxrl_llm.errors import InputError, did_you_mean, require
 from jaxrl_llm.tasks.filters import resolve
 
@@ -14,47 +16,6 @@ COLUMN = "environment"
 """Column of the row that names its environment, where a task has several."""
 PROBE_S = 60.0
 """Seconds in which the first instance of an environment must be made."""
-
-
-class DuckTyped(Environment):
-    """An environment after TRL's interface: any object with ``reset(**row)`` that returns None or text.
-
-    The text is appended to the last user message. Every public method is a tool, ``get_reward()`` is optional.
-
-    Args:
-      instance: the object.
-    """
-
-    joint = ""
-
-    def __init__(self, instance: Any):
-        self.instance = instance
-        self.methods = methods_of(instance)
-        self.tools = tuple(tool.schema for tool in self.methods.values())
-
-    def reset(self, row: Mapping[str, Any], seed: int) -> Any:
-        """Begin the episode with the columns that the object's ``reset`` takes, and with ``seed`` if it names it."""
-        parameters = inspect.signature(self.instance.reset).parameters
-        given = {"seed": seed, **row} if "seed" in parameters else dict(row)
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-            given = {name: value for name, value in given.items() if name in parameters}
-        result = self.instance.reset(**given)
-        return self._later(result) if inspect.isawaitable(result) else self._messages(result)
-
-    async def _later(self, result: Any) -> Sequence[Message]:
-        return self._messages(await result)
-
-    def _messages(self, result: Any) -> Sequence[Message]:
-        if result is None:
-            return ()
-        if not isinstance(result, str):
-            raise TypeError(f"reset returned a {type(result).__name__}; return None or text")
-        return [{"role": "user", "content": result}]
-
-    @property
-    def reward(self) -> Callable[[], Any] | None:
-        """The object's ``get_reward``; None if its class has none."""
-        return self.instance.get_reward if callable(getattr(type(self.instance), "get_reward", None)) else None
 
 
 class Factory:
@@ -88,19 +49,20 @@ class Factory:
         self.rewards = any(isinstance(probe, DuckTyped) and probe.reward is not None for probe in probes.values())
         """Whether an environment has a reward of its own, ``get_reward``."""
 
-    def maker(self, row: Mapping[str, Any]) -> Callable[[], Environment]:
-        """Return the callable that makes the environment of a row.
+    def world(self, row: Mapping[str, Any], seed: int, limits: Limits) -> World:
+        """Return the world of an episode of a row; its environment is made on the episode's own thread, at its reset.
 
         Raises:
-          InputError: there are several, and the row names none of them.
+          InputError: there are several environments, and the row names none of them.
         """
-        return self._makers[self._name(row)]
+        seen = {name: value for name, value in row.items() if not (self._by_name and name == COLUMN)}
+        return World(self._makers[self._name(row)], seen, seed, limits, self.functions)
 
     def tools(self, row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
         """Return the schemas of the tools that a row's model may call.
 
         Raises:
-          InputError: as ``maker``.
+          InputError: as ``world``.
         """
         return self._tools[self._name(row)]
 
@@ -113,10 +75,6 @@ class Factory:
             hint = did_you_mean(str(name), map(str, self._makers), f"it may be {known}")
             raise InputError(f"the row's column {COLUMN} is {name!r}, which the task's environments lack; {hint}")
         return name
-
-    def columns(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what an environment sees of a row: all of it but the column that named the environment."""
-        return {name: value for name, value in row.items() if not (self._by_name and name == COLUMN)}
 
     def _probe(self, name: Any) -> Environment:
         caller = Caller()
@@ -137,19 +95,12 @@ class Factory:
         names = [name_of(schema) for schema in own]
         require(
             all(names),
-            f"{label} has tools that are no schemas: write each as {{'type': 'function', 'function': {{'name': ...}}}}, "
-            f"or give functions to the task's tools",
+            f"{label} has tools without schema: write each as {{'type': 'function', 'function': {{'name': ...}}}}; "
+            "functions belong to the task's tools",
         )
         twice = {name for name in names if name in self.functions or names.count(name) > 1}
         require(not twice, f"two tools of {label} are called {', '.join(sorted(twice))}: rename one")
         return (*own, *(tool.schema for tool in self.functions.values()))
-
-
-def can_copy(environment: Environment) -> bool:
-    """Whether an environment can be copied in the middle of an episode."""
-    if type(environment) is Environment:
-        return True
-    return has(environment, "copy")
 
 
 def _label(name: Any) -> str:

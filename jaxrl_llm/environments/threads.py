@@ -3,19 +3,21 @@
 import asyncio
 import ctypes
 import inspect
+import os
 import queue
 import threading
 import time
+import traceback
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxrl_llm.errors import one_line
-
-GRACE_S = 1.0
-"""Seconds after its limit in which an ``async`` call must have been cancelled; then it is abandoned."""
+LONGEST = 500
+"""Maximum number of characters of an exception's text."""
+HERE = str(Path(__file__).parent) + os.sep
 
 NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 
@@ -56,21 +58,36 @@ class Overdue(BaseException):
     """Raised in a thread that is abandoned, so that a loop of Python code ends."""
 
 
-def told(error: BaseException) -> str:
-    """Format an exception of foreign code on one line, even if its own text cannot be made."""
+def told(error: BaseException | None, kind: bool = True) -> str:
+    """Format an exception of foreign code on one line, even if its own text cannot be made; with its class if ``kind``
+    or if it has no text."""
+    name = type(error).__name__
     try:
-        return one_line(error, 500)
+        text = " ".join(str(error).split())[:LONGEST]
     except Exception:  # noqa: BLE001  a person's exception may have a __str__ that raises
-        return type(error).__name__
+        text = ""
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return f"{name}: {text}" if kind and text else text or name
+
+
+def place(error: BaseException | None) -> str:
+    """Return the file and line where foreign code raised, in parentheses; empty if it did not."""
+    frames = [] if error is None else traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in frames if not frame.filename.startswith(HERE)]
+    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
 
 
 class Loop:
     """Owner of an event loop on a daemon thread, which all episodes share: ``async`` clients belong to one loop.
 
     A call that blocks the loop is left with it, and the calls after it get another.
+
+    Args:
+      grace_s: seconds after its limit in which a call must have been cancelled; then it is abandoned.
     """
 
-    def __init__(self):
+    def __init__(self, grace_s: float = 1.0):
+        self.grace_s = grace_s
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -89,7 +106,7 @@ class Loop:
             alive = threading.Event()
             if loop is not None:
                 loop.call_soon_threadsafe(alive.set)
-                self._loop = loop if alive.wait(GRACE_S) else None
+                self._loop = loop if alive.wait(self.grace_s) else None
 
 
 LOOP = Loop()
@@ -107,8 +124,9 @@ async def _awaited(awaitable: Any, limit_s: float, finish: Callable[[Any], Any])
 class _Slot:
     """Place of one outcome."""
 
-    def __init__(self, call: Call, limit_s: float, finish: Callable[[Any], Any]):
+    def __init__(self, call: Call, limit_s: float, finish: Callable[[Any], Any], loop: Loop):
         self.call = call
+        self.loop = loop
         self.limit_s = limit_s
         self.finish = finish
         self.ended = threading.Event()
@@ -134,7 +152,7 @@ class _Slot:
     def wait_for_it(self) -> None:
         """Begin to wait for what the function returned."""
         if self.awaitable is not None and self.future is None and not self.late:
-            self.future = LOOP.submit(self.awaitable, self.limit_s, self.finish)
+            self.future = self.loop.submit(self.awaitable, self.limit_s, self.finish)
 
     def result(self) -> Outcome:
         """Return the outcome."""
@@ -143,10 +161,10 @@ class _Slot:
         if self.future is None:
             return self.outcome
         try:
-            return self.future.result(self.limit_s + GRACE_S)
+            return self.future.result(self.limit_s + self.loop.grace_s)
         except TimeoutError:
             self.future.cancel()
-            LOOP.abandon_if_blocked()
+            self.loop.abandon_if_blocked()
             return Outcome("timeout")
 
 
@@ -154,11 +172,12 @@ class Caller:
     """Owner of an episode's thread, started at its first call; used from one thread at a time.
 
     All calls run there, one after the other, since many resources belong to one thread; those ``apart`` have threads of
-    their own. What they return to await runs at the same time, on ``LOOP``. A call that ran out of time keeps its
+    their own. What they return to await runs at the same time, on the loop. A call that ran out of time keeps its
     thread, and the next ones get another. No thread blocks the interpreter's exit.
     """
 
-    def __init__(self):
+    def __init__(self, loop: Loop = LOOP):
+        self._loop = loop
         self._thread: threading.Thread | None = None
         self._jobs: queue.SimpleQueue[_Slot | None] = queue.SimpleQueue()
         self._finalizer: Any = None
@@ -172,7 +191,7 @@ class Caller:
 
         ``finish`` makes the value of what a call returned, within its limit.
         """
-        slots = [_Slot(call, limit_s, finish) for call in calls]
+        slots = [_Slot(call, limit_s, finish, self._loop) for call in calls]
         apart = [(slot, Caller()) for slot in slots if slot.call.apart]
         began = time.monotonic()
         for slot, caller in apart:
