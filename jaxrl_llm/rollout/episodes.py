@@ -135,7 +135,7 @@ class Episodes:
         self._longest_prompt = longest_prompt
         self._stops = stops
         self._peers = peers
-        self._makers = {task.label: Factory(task.environment, task.tools) for task in tasks if task.plays}
+        self._factories = {task.label: Factory(task.environment, task.tools) for task in tasks if task.plays}
         self._forms: dict[str, EpisodeFormat] = {}
         self._live: dict[Hashable, Live] = {}
         self._asked: dict[Hashable, Completion] = {}
@@ -256,10 +256,7 @@ class Episodes:
             before.world.close()
         self._answers.pop(scene.key, None)
         try:
-            factory = self._makers[task.label]
-            world = World(
-                factory.maker(scene.row), factory.columns(scene.row), scene.seed, self._limits, factory.functions
-            )
+            world = self._factories[task.label].world(scene.row, scene.seed, self._limits)
             messages, answer = world.reset(scene.problem.prompt)
             if answer.end:
                 return answer.error
