@@ -113,6 +113,7 @@ class Requests:
         self._asked: dict[int, Asked] = {}  # by handle, in the order of the backend's queue
         self._waiting: dict[Hashable, tuple[Asked, Completion]] = {}  # turns that the responder answers
         self._aborted: dict[Hashable, Completion] = {}
+        self._ending: set[Hashable] = set()  # aborted, and not returned by the backend yet
         backend.start(sampling)
 
     def __len__(self) -> int:
@@ -176,6 +177,7 @@ class Requests:
             self._responder.abort(waiting)
         handles = [handle for handle, asked in self._asked.items() if asked.key in ending]
         if handles:  # the chunk that is being computed has to be waited for
+            self._ending |= {self._asked[handle].key for handle in handles}
             self.backend.abort(handles)
 
     def step(self, weights: Any, version: int) -> None:
@@ -193,8 +195,11 @@ class Requests:
             asked = self._asked.pop(handle)
             if self._responder is None or completion.finish_reason == "aborted":
                 over[asked.key] = completion
+            elif asked.key in self._ending:  # its turn has ended meanwhile, and nobody answers it now
+                over[asked.key] = dataclasses.replace(completion, finish_reason="aborted")
             else:
                 self._hear(asked, completion)
+            self._ending.discard(asked.key)
         if self._waiting:
             over |= self._answers(wait and not self._asked and not over)
         return over
