@@ -123,9 +123,8 @@ def asking(
     ):
         prompts = Prompts(configs.tasks_in(task), policy.tokenizer)
         longest = prompts.longest(problems)
-        episodes = episodes_of(prompts.tasks, policy.tokenizer, settings.rollout, policy.model.config.tokens.eos)
-        if episodes is not None:  # what environments say first is not known yet
-            longest = max(longest, settings.rollout.max_prompt_tokens)
+        episodes = episodes_of(prompts, settings.rollout, policy.model.config.tokens.eos)  # say more than the rows
+        longest = longest if episodes is None else max(longest, settings.rollout.max_prompt_tokens)
         length = longest + options.max_new_tokens
         field = f"--max_new_tokens {options.max_new_tokens} after a prompt of {longest} tokens"
         check_positions(length, policy.model.config, field)

@@ -67,6 +67,7 @@ def collect(arguments: list[str]) -> int:
     path = check(name, out, options)
     data = configs.dated(options.data, datetime.date.today().isoformat())
     task = data.task
+    configs.refuse_episodes([task], "task")
     from jaxrl_llm.collection.rejection_sampling import Asked, collect_rows
     from jaxrl_llm.tasks import load
     from jaxrl_llm.telemetry.progress import Progress, Schedule

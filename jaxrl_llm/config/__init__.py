@@ -34,6 +34,7 @@ from jaxrl_llm.config.mixture import (
     limits_of,
     parts_of_task,
     refusals,
+    refuse_episodes,
     refuse_readers,
     rewards,
     tasks_in,

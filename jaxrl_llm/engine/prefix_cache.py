@@ -20,7 +20,7 @@ LONGEST_CALL, PIECE = 1024, 512
 """Lengths in tokens: sequences longer than the first are computed in pieces of the second."""
 
 KEPT_PROMPTS = 64
-"""Most prompts of episodes whose keys and values are kept between turns; another one is computed again, to equal bits."""
+"""Most prompts of episodes whose keys and values are kept between turns; others are computed again, to equal bits."""
 
 _resized = jax.jit(with_columns, static_argnums=1)
 _one_row = jax.jit(lambda cache, row, columns: with_columns(take_rows(cache, row[None]), columns), static_argnums=2)

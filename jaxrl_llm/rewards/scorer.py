@@ -103,7 +103,9 @@ class Scorer(contextlib.AbstractContextManager):
     def score(self, items: Sequence[Item], only: Collection[str] | None = None) -> Scores:
         """Score each completion; the order is kept, and a failing call costs its own part only.
 
-        The reward of an episode's environment is the part ``environment``. ``only``: names of watched or requested parts; these, as far as they exist, and the accuracy alone are scored.
+        The reward of an episode's environment is the part ``environment``.
+
+        ``only``: names of watched or requested parts; these, as far as they exist, and the accuracy alone are scored.
 
         Raises:
           InputError: a problem names an unknown extractor or verifier, or a sum of rewards is beyond ``LARGEST``.

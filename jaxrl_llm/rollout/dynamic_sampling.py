@@ -11,7 +11,6 @@ from typing import Any
 from jaxrl_llm.engine.backend import Backend
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.rewards import Failures
-from jaxrl_llm.rollout.episodes import describe_episodes
 from jaxrl_llm.rollout.groups import (
     AdmissionPolicy,
     Carryover,
@@ -26,7 +25,7 @@ from jaxrl_llm.rollout.groups import (
     tokens_in,
     whole,
 )
-from jaxrl_llm.rollout.measures import describe, describe_tasks
+from jaxrl_llm.rollout.measures import describe, describe_episodes, describe_tasks
 from jaxrl_llm.rollout.replay import PLACE, replay
 from jaxrl_llm.rollout.respond import Requests, Status, respond
 from jaxrl_llm.types import Completion, Group
@@ -242,7 +241,9 @@ def collect(
     seconds = {"time/rollout_s": time.perf_counter() - start - step.seconds, "time/reward_s": step.seconds}
     if sampler.source.episodes is not None:
         seconds["time/environment_s"] = step.requests.waited_s
-        sampler.source.episodes.retain([(group.number, i) for group in step.held for i in range(len(group.completions))])
+        sampler.source.episodes.retain(
+            [(group.number, i) for group in step.held for i in range(len(group.completions))]
+        )
     collected = _collected(step, left, seconds)
     sampler.engine.start(sampler.sampling)  # nothing runs any more: learning needs the memory of the cache
     return collected

@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxrl_llm import codec
-from jaxrl_llm.engine.requests import with_tokens
-from jaxrl_llm.environments.environment import ENDS, Message
+from jaxrl_llm.engine.requests import EMPTY, first_tokens, with_tokens
+from jaxrl_llm.environments.environment import Message
 from jaxrl_llm.environments.episode_format import EpisodeFormat
 from jaxrl_llm.environments.factory import Factory
 from jaxrl_llm.environments.limits import Limits
 from jaxrl_llm.environments.world import Answer, World
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.tasks.task import Task
-from jaxrl_llm.tasks.template import worded
-from jaxrl_llm.types import Completion, Episode, Group, Problem, Turn
+from jaxrl_llm.tasks.template import Prompts, worded
+from jaxrl_llm.types import Completion, Episode, Problem, Turn
 
 if TYPE_CHECKING:
     from jaxrl_llm.sharding.distributed import Peers
@@ -116,8 +116,7 @@ class Episodes:
     With several processes each environment lives on one, and all get its answers.
 
     Args:
-      tasks: of the problems, one or several, found by label; some have environments or tools.
-      tokenizer: of the model.
+      prompts: of the tasks, some of which have environments or tools; gives the tokenizer.
       limits: of every episode.
       longest_prompt: maximum number of tokens of a prompt.
       stops: tokens at which the model ends its turns.
@@ -125,17 +124,15 @@ class Episodes:
     """
 
     def __init__(
-        self, tasks: Sequence[Task], tokenizer: Any, limits: Limits, longest_prompt: int, stops: Sequence[int],
-        peers: "Peers | None" = None,
-    ):  # fmt: skip
-        self._tasks = {task.label: task for task in tasks}
-        self._only = tasks[0] if len(tasks) == 1 else None
-        self._tokenizer = tokenizer
+        self, prompts: Prompts, limits: Limits, longest_prompt: int, stops: Sequence[int], peers: "Peers | None" = None
+    ):
+        self._prompts = prompts
         self._limits = limits
         self._longest_prompt = longest_prompt
         self._stops = stops
         self._peers = peers
-        self._factories = {task.label: Factory(task.environment, task.tools) for task in tasks if task.plays}
+        playing = [task for task in prompts.tasks if task.plays]
+        self._factories = {task.label: Factory(task.environment, task.tools) for task in playing}
         self._forms: dict[str, EpisodeFormat] = {}
         self._live: dict[Hashable, Live] = {}
         self._asked: dict[Hashable, Completion] = {}
@@ -144,7 +141,7 @@ class Episodes:
 
     def plays(self, problem: Problem) -> bool:
         """Whether an environment or tools belong to the problem's task."""
-        return self._task(problem).plays
+        return self._prompts.task(problem.task).plays
 
     def rehearse(self, problems: Sequence[Problem]) -> list[str]:
         """Begin an episode of the first problem of each task that has episodes, and drop it; return notes for people.
@@ -155,7 +152,7 @@ class Episodes:
         firsts: dict[str, Problem] = {}
         for problem in problems:
             if self.plays(problem):
-                firsts.setdefault(self._task(problem).label, problem)
+                firsts.setdefault(self._prompts.task(problem.task).label, problem)
         self.begin([Scene(("first", label), problem, 0) for label, problem in firsts.items()])
         self.retain(())
         return [form.note for form in self._forms.values() if form.note]
@@ -167,25 +164,38 @@ class Episodes:
           InputError: an environment fails, or a prompt is too long.
         """
         prompts = self._everywhere(self._begun, scenes)
+        alike: dict[Hashable, Any] = {}
         for scene, prompt in zip(scenes, prompts, strict=True):
-            label = self._task(scene.problem).label
-            require(isinstance(prompt, list), f"the environment of task {label} cannot begin an episode: {prompt}")
+            label = self._prompts.task(scene.problem.task).label
+            self._require_begun(scene, prompt)
             require(
                 len(prompt) <= self._longest_prompt,
                 f"a prompt of task {label} has {len(prompt)} tokens with what its environment says first: set "
                 f"--rollout.max_prompt_tokens {len(prompt)} (now {self._longest_prompt})",
             )
+            require(
+                alike.setdefault((label, scene.problem.id, scene.seed), prompt) == prompt,
+                f"the environment of task {label} begins two episodes of one row and seed with different words: draw "
+                "what it says in reset() from the row and the seed alone",
+            )
         return [np.asarray(prompt, np.int32) for prompt in prompts]
 
     def resume(self, scenes: Sequence[Scene], begun: Sequence[Completion | None]) -> list[Completion | None]:
-        """Return the completions that go on; those whose environment answers otherwise than before are None, begun anew.
+        """Return the completions that go on; those whose environment answers otherwise than before begin anew, as None.
 
         Episodes of this process's memory go on with their environments as they are. For others a new environment is
         given the same replies.
         """
         known = dict(zip((scene.key for scene in scenes), begun, strict=True))
-        same = self._everywhere(lambda scene: self._resumed(scene, known[scene.key]), scenes)
+        same = self._everywhere(lambda scene: self._resumed(scene, known[scene.key] or EMPTY), scenes)
+        for scene, result in zip(scenes, same, strict=True):
+            self._require_begun(scene, result)
         return [one if fine else None for one, fine in zip(begun, same, strict=True)]
+
+    def _require_begun(self, scene: Scene, result: Any) -> None:
+        """Raise InputError if the result is a text, the reason why an episode cannot begin."""
+        where = f"the environment of task {self._prompts.task(scene.problem.task).label} cannot begin an episode"
+        require(not isinstance(result, str), f"{where}: {result}")
 
     def ask(self, key: Hashable, turn: Completion, limit: int) -> None:
         """Let the environment answer a turn that the model has ended; ``limit``: tokens of the episode at most."""
@@ -224,9 +234,6 @@ class Episodes:
         self.retain(())
         self._threads.shutdown(wait=False)
 
-    def _task(self, problem: Problem) -> Task:
-        return self._only or self._tasks[problem.task]
-
     def _is_own(self, key: Hashable) -> bool:
         """Whether the environment of an episode is on this process; the same answer everywhere."""
         return self._peers is None or hash(key) % self._peers.count == self._peers.index
@@ -245,12 +252,12 @@ class Episodes:
         """Return the form of a task's chats with these tools."""
         key = json.dumps([task.label, tools])
         if key not in self._forms:
-            self._forms[key] = EpisodeFormat(self._tokenizer, task, tools, self._stops)
+            self._forms[key] = EpisodeFormat(self._prompts.tokenizer, task, tools, self._stops)
         return self._forms[key]
 
     def _begun(self, scene: Scene, restarts: int = 0) -> list[int] | str:
         """Begin an episode; return the tokens of its prompt, or why it cannot begin."""
-        task = self._task(scene.problem)
+        task = self._prompts.task(scene.problem.task)
         before = self._live.pop(scene.key, None)
         if before is not None:
             before.world.close()
@@ -267,24 +274,20 @@ class Episodes:
         self._live[scene.key] = Live(world, form, worded(messages, task), restarts=restarts)
         return prompt
 
-    def _resumed(self, scene: Scene, begun: Completion | None) -> bool:
-        """Bring the environment of an episode to where it was; whether it answered as before."""
-        turns = () if begun is None or begun.episode is None else begun.episode.turns
+    def _resumed(self, scene: Scene, begun: Completion) -> bool | str:
+        """Bring the environment of an episode to where it was; whether it answered as before, or why it cannot begin."""
+        episode = begun.episode or Episode()
         live = self._live.get(scene.key)
-        if live is not None and (live.turns == turns or scene.key in self._answers):
+        if live is not None and (live.turns == episode.turns or scene.key in self._answers):
             return True
-        restarts = 0 if begun is None or begun.episode is None else begun.episode.restarts
-        if isinstance(self._begun(scene, restarts), str):
-            return False
-        live = self._live[scene.key]
-        start = 0
-        for turn in turns:
-            tokens = begun.tokens[start : turn.end]
-            again = self._turn(live, tokens[_first_sampled(begun.mask[start : turn.end]) :], turn.end)[0]
-            if again != turn:
-                self._begun(scene, restarts + 1)
-                return False
-            start = turn.end
+        prompt = self._begun(scene, episode.restarts)
+        if isinstance(prompt, str):
+            return prompt
+        for turn in episode.turns:
+            whole = first_tokens(begun, turn.end)
+            if self._turn(self._live[scene.key], whole.tokens[whole.last_turn :], turn.end)[0] != turn:
+                again = self._begun(scene, episode.restarts + 1)
+                return again if isinstance(again, str) else False
         return True
 
     def _turn(self, live: Live, sampled: np.ndarray, end: int) -> tuple[Turn, Answer]:
@@ -319,24 +322,14 @@ class Episodes:
         reward = math.nan if failed else live.world.reward()
         error = reply.error if failed else live.world.error
         live.world.close()
-        return dataclasses.replace(
-            reply, reward=0.0 if reward is None else reward, error=error, restarts=live.restarts
-        )
+        return dataclasses.replace(reply, reward=0.0 if reward is None else reward, error=error, restarts=live.restarts)
 
 
-def episodes_of(
-    tasks: Sequence[Task], tokenizer: Any, rollout: Any, stops: Sequence[int], peers: "Peers | None" = None
-) -> Episodes | None:
-    """Return the owner of the episodes of these tasks, within the limits of ``rollout``; None if no task has any."""
-    if not any(task.plays for task in tasks):
+def episodes_of(prompts: Prompts, rollout: Any, stops: Sequence[int], peers: "Peers | None" = None) -> Episodes | None:
+    """Return the owner of the episodes of some tasks, within the limits of ``rollout``; None if no task has any."""
+    if not any(task.plays for task in prompts.tasks):
         return None
-    return Episodes(tasks, tokenizer, rollout.episode, rollout.max_prompt_tokens, stops, peers)
-
-
-def _first_sampled(mask: np.ndarray) -> int:
-    """Return the index of the first token of a turn, after the environment's words before it."""
-    given = np.flatnonzero(~mask)
-    return int(given[-1]) + 1 if len(given) else 0
+    return Episodes(prompts, rollout.episode, rollout.max_prompt_tokens, stops, peers)
 
 
 def _continued(turn: Completion, reply: Reply) -> Completion:
@@ -356,22 +349,3 @@ def _continued(turn: Completion, reply: Reply) -> Completion:
         return dataclasses.replace(turn, episode=episode, finish_reason=reason)
     version = int(turn.version[-1])
     return dataclasses.replace(with_tokens(turn, reply.tokens, version), episode=episode)
-
-
-def describe_episodes(groups: Sequence[Group]) -> dict[str, float]:
-    """Compute metrics of the groups' episodes; {} without any."""
-    found = [c.episode for group in groups for c in group.completions if c.episode is not None]
-    if not found:
-        return {}
-    calls = [sum(turn.calls for turn in episode.turns) for episode in found]
-    errors = [sum(turn.errors for turn in episode.turns) for episode in found]
-    ends = [episode.end for episode in found]
-    names = sorted({name for episode in found for name in episode.metrics})
-    return {
-        "episode/turns": float(np.mean([len(episode.turns) for episode in found])),
-        "episode/tool_calls": float(np.mean(calls)),
-        "episode/tool_errors": float(np.mean(errors)),
-        "episode/restarts": float(sum(episode.restarts for episode in found)),
-        **{f"episode/ends/{end}": ends.count(end) / len(ends) for end in ENDS},
-        **{f"environment/{name}": float(np.mean([one.metrics.get(name, 0.0) for one in found])) for name in names},
-    }

@@ -142,9 +142,12 @@ class Requests:
             else:
                 sampled.append(asked)
         if sampled:
-            _, *columns = zip(*sampled, strict=True)
             more |= {"keep_prompt": True} if self._responder is not None else {}
-            self._asked |= dict(zip(self.backend.submit(*columns, **more), sampled, strict=True))
+            handles = self.backend.submit(
+                [one.prompt for one in sampled], [one.seed for one in sampled], [one.limit for one in sampled],
+                [one.begun for one in sampled], **more,
+            )  # fmt: skip
+            self._asked |= dict(zip(handles, sampled, strict=True))
 
     def _is_turn(self, begun: Completion) -> bool:
         """Whether a completion ends with a whole turn of the model."""

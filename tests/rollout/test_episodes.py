@@ -17,9 +17,10 @@ from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.rewards import Scorer
 from jaxrl_llm.rollout import Collect, Engine, Sampling
 from jaxrl_llm.rollout.dynamic_sampling import Sampler, collect
-from jaxrl_llm.rollout.episodes import Episodes, describe_episodes
+from jaxrl_llm.rollout.episodes import Episodes
 from jaxrl_llm.rollout.evaluate import Questions, evaluate
 from jaxrl_llm.rollout.groups import RECORDS, AdmissionPolicy, Carryover, GroupSource, OutOfTime
+from jaxrl_llm.rollout.measures import describe_episodes
 from jaxrl_llm.rollout.respond import Answerer
 from jaxrl_llm.tasks import Prompts, Shuffled, Task, load
 
@@ -98,11 +99,12 @@ def engine(slots=6):
 
 
 def sampler(environment, needed=2, limits=Limits(), settings=Collect(), rules=RULES, slots=6):
-    model, tokenizer = loaded()
+    tokenizer = loaded()[1]
     task = Task(ROWS, template="chatml", verifier="none", environment=environment)
-    episodes = Episodes([task], tokenizer, limits, 120, STOPS)
+    prompts = Prompts(task, tokenizer)
+    episodes = Episodes(prompts, limits, 120, STOPS)
     stream = Shuffled(load(task, answers=False).train, 7)
-    source = GroupSource(tokenizer, Prompts(task, tokenizer), stream, Scorer((), 1), 3, 7, (), episodes)
+    source = GroupSource(tokenizer, prompts, stream, Scorer((), 1), 3, 7, (), episodes)
     admission = AdmissionPolicy(needed, slots, rules.max_new_tokens, False, settings)
     return Sampler(engine(slots), source, rules, admission, lambda text: None)
 
@@ -253,5 +255,7 @@ def test_an_evaluation_plays_with_one_seed_for_all_samples_of_a_problem():
     by = Answerer(engine(), model, tokenizer, made.source.judge, made.source.episodes)
     [found] = evaluate(by, Questions(made.source.prompts, problems, 2, 5), RULES)
     assert found.metrics()["eval/rows/reward"] == 6.0
-    seeds = [{turn.messages[0]["content"] for turn in one.episode.turns[:1]} for row in found.completions for one in row]
+    seeds = [
+        {turn.messages[0]["content"] for turn in one.episode.turns[:1]} for row in found.completions for one in row
+    ]
     assert len(seeds) == 4 and math.isfinite(found.metrics()["eval/rows/mean_length"])

@@ -121,7 +121,9 @@ def test_an_interrupted_episode_resumes_with_its_answer():
     requests = Requests(engine, RULES, Tool(never=True))
     requests.submit("ab", ([3, 1, 4], [1, 5]), (3, 4))
     for _ in respond(requests, model):
-        waiting = [key for key, turn in requests.running.items() if len(turn.tokens) and turn.tokens[-1] in RULES.stop_ids]
+        waiting = [
+            key for key, turn in requests.running.items() if len(turn.tokens) and turn.tokens[-1] in RULES.stop_ids
+        ]
         if len(waiting) == 2:
             break
     assert len(requests) == 2, "both wait for the tool"
