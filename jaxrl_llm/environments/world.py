@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm.environments.calls import Parsed
-from jaxrl_llm.environments.checks import checked_reset, checked_step, finite, joined, readable
+from jaxrl_llm.environments.checks import checked_copy, checked_reset, checked_step, finite, joined, readable
 from jaxrl_llm.environments.duck_typed import DuckTyped
 from jaxrl_llm.environments.environment import Environment, Message, Step, has
 from jaxrl_llm.environments.limits import Limits
@@ -149,10 +149,10 @@ class World:
         """
         environment = self.environment
         if type(environment) is not Environment:
-            outcome = self._call(environment.copy)
+            outcome = self._call(environment.copy, checked_copy)
+            if outcome.status != "ok":
+                raise RuntimeError(self._failure(outcome, "copy").error)
             environment = outcome.value
-            if not isinstance(environment, Environment):
-                raise RuntimeError(self._failure(outcome, "copy").error or f"{self._kind}.copy returned no environment")
         found = World(environment, self._row, self._seed, self._limits, self._functions)
         found.tools, found._turns, found._calls = self.tools, self._turns, self._calls
         found._parse_errors = self._parse_errors
