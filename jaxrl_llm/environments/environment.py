@@ -70,6 +70,6 @@ class Environment:
         raise NotImplementedError
 
 
-def has(environment: Environment, method: str) -> bool:
+def has(environment: Any, method: str) -> bool:
     """Whether the environment defines this method itself, such as ``step`` or ``copy``."""
     return getattr(type(environment), method) is not getattr(Environment, method)
