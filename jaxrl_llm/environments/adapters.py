@@ -80,10 +80,13 @@ class TextArena(Environment):
         """Return what the model's player sees next; the opponent moves for the others."""
         while not done:
             player, seen = self._game.get_observation()
-            own = [said for sender, said, kind in seen if not (sender == player and kind.name == "PLAYER_ACTION")]
+            own = (
+                (player,) if self._players > 1 else (player, -1)
+            )  # some games of one player speak its moves as the game
+            news = [said for sender, said, kind in seen if not (sender in own and kind.name == "PLAYER_ACTION")]
             if player == self._player:
-                return "\n\n".join(own)
-            done, _ = self._game.step(self._opponent("\n\n".join(own)))
+                return "\n\n".join(news)
+            done, _ = self._game.step(self._opponent("\n\n".join(news)))
         return ""
 
     @contextlib.contextmanager

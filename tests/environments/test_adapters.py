@@ -30,6 +30,17 @@ def test_a_game_is_played_and_shows_the_model_nothing_of_its_own():
     assert searched(0) == searched(0)
 
 
+def test_moves_that_a_game_repeats_as_its_own_are_not_shown_either():
+    class Repeating(GuessTheNumber):
+        def step(self, action):
+            ended = super().step(action)
+            self.seen[0] = (-1, *self.seen[0][1:])
+            return ended
+
+    answer = begun(lambda: TextArena(Repeating), seed=1).reply(says("[20]"))
+    assert len(contents(answer)) == 1 and "[20]" not in contents(answer)[0]
+
+
 def test_games_that_draw_from_global_random_numbers_are_those_of_their_seeds():
     one_by_one = [searched(seed) for seed in range(12)]
     state = random.getstate()
