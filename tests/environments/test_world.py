@@ -123,6 +123,25 @@ def test_arguments_that_fit_no_tool_are_an_error_of_the_call(arguments):
     assert (answer.end, answer.tool_errors) == ("", 1)
 
 
+def test_arguments_nested_deeply_are_no_harm():
+    deep = []
+    for _ in range(900):
+        deep = [deep]
+
+    def depth(value: list) -> int:
+        """Measure.
+
+        Args:
+          value: nested.
+        """
+        found = 0
+        while value:
+            value, found = value[0], found + 1
+        return found
+
+    assert contents(begun(tools=[depth]).reply(says("", call("depth", value=deep)))) == ["900"]
+
+
 @pytest.mark.parametrize("asked", [{}, 3, None, {"function": 3}, {"function": {}}, {"name": ["x"]}])
 def test_calls_without_a_name_are_unknown_tools(asked):
     answer = begun(tools=[multiply]).reply(says("", asked))
@@ -184,6 +203,7 @@ def test_calls_that_cannot_be_parsed_are_answered_and_then_end_the_episode():
     bad = Parsed({"role": "assistant", "content": "<tool_call>{"}, "no JSON")
     answer = world.reply(bad)
     assert (answer.end, answer.tool_errors) == ("", 1)
+    assert answer.metrics == {"tool_errors/unparsed": 1.0}
     assert answer.messages == ({"role": "user", "content": "The tool call could not be read: no JSON"},)
     assert world.reply(says("", call("multiply", a=1, b=1))).end == ""
     assert world.reply(bad).end == "parse_error"
