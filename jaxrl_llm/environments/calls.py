@@ -66,7 +66,7 @@ def end_of_calls(text: str, syntax: str) -> int:
     """Return where the calls end whose last argument ends at the start of this text."""
     form = SYNTAXES.get(syntax)
     if form is None or not form.closes:
-        return len(text) - len(text.lstrip("\"'}])`")) if form else 0
+        return len(text) - len(text.lstrip("\"'}])`"))
     at = text.find(form.closes) + len(form.closes) if form.closes in text else 0
     while mark := next((mark for mark in form.around if text.startswith(mark, at)), ""):
         at += len(mark)

@@ -219,5 +219,5 @@ def test_a_template_teaches_its_syntax():
         assert syntax_of(template) == name
     assert syntax_of("{{ tools }}<|channel|>commentary") == HARMONY
     assert syntax_of("{{ messages }}<tool_call>") == "plain"
-    with pytest.raises(InputError, match="form that is not known here; set --task.template chatml"):
+    with pytest.raises(InputError, match="form that is not known here; set --task"):
         syntax_of("{{ tools }}")
