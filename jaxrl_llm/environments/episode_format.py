@@ -20,7 +20,7 @@ from jaxrl_llm.tasks.template import Wording, bos, check_tokenizer, worded
 _LAST = 16  # tokens before a reply that tell whether it continues reasoning
 _THINKING = ("<think>", "<|channel>thought", "<|channel>", "<|START_THINKING|>", "[THINK]")
 _APPEND_ONLY = (
-    "the chat template writes earlier replies anew (it drops their reasoning); every token is kept as it was sampled "
+    "the chat template rewrites earlier replies, as by dropping their reasoning; every token is kept as it was sampled "
     "(append_only)"
 )
 
