@@ -44,8 +44,8 @@ class Scene:
     """One episode to play.
 
     Attributes:
-      key: of its request; within a process, its name.
-      problem: the row that the environment begins with.
+      key: of its request.
+      problem: its row.
       seed: of the environment; equal for all members of a group.
     """
 
@@ -183,8 +183,7 @@ class Episodes:
     def resume(self, scenes: Sequence[Scene], begun: Sequence[Completion | None]) -> list[Completion | None]:
         """Return the completions that go on; those whose environment answers otherwise than before begin anew, as None.
 
-        Episodes of this process's memory go on with their environments as they are. For others a new environment is
-        given the same replies.
+        Those in memory go on as they are. For others a new environment is given the same replies.
         """
         known = dict(zip((scene.key for scene in scenes), begun, strict=True))
         same = self._everywhere(lambda scene: self._resumed(scene, known[scene.key] or EMPTY), scenes)
@@ -275,7 +274,7 @@ class Episodes:
         return prompt
 
     def _resumed(self, scene: Scene, begun: Completion) -> bool | str:
-        """Bring the environment of an episode to where it was; whether it answered as before, or why it cannot begin."""
+        """Bring an episode's environment to where it was; whether it answered as before, or why it cannot begin."""
         episode = begun.episode or Episode()
         live = self._live.get(scene.key)
         if live is not None and (live.turns == episode.turns or scene.key in self._answers):
