@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import importlib
 import json
 import random
 import threading
@@ -48,12 +49,11 @@ class TextArena(Environment):
             with as_input_error(
                 f"game {game!r} cannot be made", "pip install 'jaxrl-llm[environments]', or check its name"
             ):
-                import textarena
-
-                self._game: Any = textarena.make(f"{game.removesuffix('-raw')}-raw")
+                self._game: Any = importlib.import_module("textarena").make(f"{game.removesuffix('-raw')}-raw")
         else:
             self._game = game()
-        self._player, self._players, self._opponent = player, players, opponent
+        self._player, self._players = player, players
+        self._opponent: Any = opponent
 
     def reset(self, row: Mapping[str, Any], seed: int) -> list[Message]:
         """Begin the game, with moves of the opponent before the model's first."""
