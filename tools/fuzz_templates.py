@@ -19,6 +19,8 @@ calls and results, others conversations. Prints a JSON line for each template, o
 
 import collections
 import dataclasses
+import datetime
+import functools
 import itertools
 import json
 import random
@@ -93,8 +95,8 @@ WORDS = (
     "  ",
     "\n\n",
 )
-DATE = "2025-07-01"
-_CLOCK = re.compile(r"""strftime_now\((["'])%Y-%m-%d\1\)""")
+DATE = datetime.date(2025, 7, 1)
+_CLOCK = re.compile(r"""strftime_now\((?P<quote>["'])(?P<format>.*?)(?P=quote)\)""")
 _ONE_CALL = ("llama", "gpt_oss")
 
 
@@ -126,12 +128,12 @@ class Fuzz:
     """
 
     def __init__(self, template: str, stops: Sequence[str], tokenizer: Any):
-        self.template = _CLOCK.sub(json.dumps(DATE), template)
+        self.template = _CLOCK.sub(lambda asked: json.dumps(DATE.strftime(asked["format"])), template)
         self.stops, self.tokenizer = stops, tokenizer
         self.counts: collections.Counter[str] = collections.Counter()
         self.stop_ids = tokenizer.convert_tokens_to_ids(list(stops))
         self.special = {*special_ids(tokenizer)}
-        task = Task([], template=template, date=DATE)
+        task = Task([], template=template, date=DATE.isoformat())
         self.tools: list[dict[str, Any]] = [TOOL]
         try:
             self.form = EpisodeFormat(tokenizer, task, self.tools, self.stop_ids)
@@ -161,13 +163,14 @@ class Fuzz:
         chat = self.chat(draws)
         places = [index for index, message in enumerate(chat) if message["role"] == "assistant"]
         told = [message["content"] for message in chat if message["role"] in ("user", "tool")]
-        text = self.rendered(chat)
+        upto = functools.cache(lambda end: self.rendered(chat[:end]))
+        text = upto(len(chat))
         row = self.form.prompt(chat[: places[0]])
         learned: list[tuple[int, list[int]]] = []
         feeds = []
         keeps, straight = not any(CONTROL.search(content) for content in told), True
         for index, after in itertools.pairwise([*places, len(chat)]):
-            said, kept = self.said(chat, index, after, text)
+            said, kept = self.said(chat[index]["content"], text, upto(index), len(upto(after)))
             crooked = draws.random() < 0.2
             sampled = self.crooked(said, draws) if crooked else self.ids(said)
             if kept and draws.random() < 0.1:
@@ -178,7 +181,8 @@ class Fuzz:
             straight = straight and not crooked and self.ids(before + said) == self.ids(before) + self.ids(said)
             feeds.append(list(row))
             suffix = self.form.suffix(chat[: index + 1], chat[index + 1 : after], sampled)
-            self.check_suffix(chat, index, after, sampled, suffix)
+            self.counts["untailed"] += not upto(after).endswith(self.tokenizer.decode(suffix))
+            self.check_control(chat[: index + 1], chat[index + 1 : after], sampled, suffix)
             learned.append((len(row), list(sampled)))
             row = [*row, *sampled, *suffix]
             keeps = keeps and kept
@@ -194,15 +198,20 @@ class Fuzz:
             same = row == anew if straight else self.tokenizer.decode(row) == self.tokenizer.decode(anew)
             self.counts["unlike"] += not same
 
-    def said(self, chat: Sequence[dict[str, Any]], index: int, after: int, text: str) -> tuple[str, bool]:
-        """Return what the model says in a turn, its stop token last, and whether the whole chat's text has it so."""
-        start = self.rendered(chat[:index])
+    def said(self, content: str, text: str, start: str, latest: int) -> tuple[str, bool]:
+        """Return what the model says in a turn, its stop token last, and whether the whole chat's text has it so.
+
+        Args:
+          content: of the message.
+          text: of the whole chat.
+          start: text of the chat before the turn.
+          latest: where in the text the next turn starts.
+        """
         if text.startswith(start):
-            latest = len(self.rendered(chat[:after]))
             ends = [text.find(stop, len(start)) + len(stop) for stop in self.stops if stop in text[len(start) : latest]]
             if ends:
                 return text[len(start) : min(ends)], True
-        return chat[index]["content"] + self.stops[0], False
+        return content + self.stops[0], False
 
     def crooked(self, text: str, draws: random.Random) -> list[int]:
         """Return ids of a text, cut otherwise than the tokenizer would."""
@@ -222,12 +231,10 @@ class Fuzz:
         self.counts["calls"] += len(meant)
         self.counts["misread"] += read != meant
 
-    def check_suffix(
-        self, chat: Sequence[dict[str, Any]], index: int, after: int, sampled: list[int], suffix: list[int]
+    def check_control(
+        self, turns: list[dict[str, Any]], messages: list[dict[str, Any]], sampled: list[int], suffix: list[int]
     ) -> None:
-        """Count what a suffix has that the template would not write."""
-        turns, messages = chat[: index + 1], chat[index + 1 : after]
-        self.counts["untailed"] += not self.rendered(chat[:after]).endswith(self.tokenizer.decode(suffix))
+        """Count the suffixes that have control tokens which their contents spell out."""
         if any(CONTROL.search(message["content"]) for message in messages):
             harmless = self.form.suffix(turns, [message | {"content": "x"} for message in messages], sampled)
             number, expected = (sum(token in self.special for token in ids) for ids in (suffix, harmless))

@@ -103,6 +103,10 @@ def test_a_part_of_the_end_that_was_sampled_is_not_written_twice():
     for turns, message, said in (([USER, CALL], RESULT, "</tool_call>"), ([USER, SAID], MORE, "It is 3. <")):
         rows = [[*ids(said + end), *form.suffix(turns, [message], ids(said + end))] for end in ends]
         assert rows[0] == rows[1] == rows[2]
+    spaced = HERMES.replace("</tool_call>{%", "</tool_call>{{ '\\n' }}{%")
+    form = EpisodeFormat(byte_tokenizer("<|im_end|>"), Task([], template=spaced), [ADD])
+    suffixes = [form.suffix([USER, CALL], [RESULT], ids(f"</tool_call>{space}")) for space in ("\n", "")]
+    assert ids("\n") + suffixes[0] == suffixes[1] and suffixes[0][0] == ids("<|im_end|>")[0]
 
 
 def test_another_stop_token_takes_the_place_of_the_end_but_of_nothing_else():
