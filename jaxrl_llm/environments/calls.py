@@ -135,7 +135,7 @@ def _marked(text: str, form: Syntax | None, types: Types, thinking: bool) -> Ite
         if mark in closing:
             inner, _, _ = text[found.end() :].partition(closing[mark])
             at = found.end() + len(inner) + len(closing[mark])
-            yield _Piece("thought", inner)
+            yield _Piece("thought", inner.removeprefix("thought\n"))  # gemma names its channel
         else:
             assert form is not None
             piece = _closed_call(text, found, form, types, begins)

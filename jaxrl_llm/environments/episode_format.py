@@ -12,7 +12,7 @@ from typing import Any
 from jaxrl_llm.environments.calls import Parsed, end_of_calls, marks_of, parse_reply
 from jaxrl_llm.environments.environment import Message
 from jaxrl_llm.environments.guarding import Guard
-from jaxrl_llm.environments.renderings import ASKED, OTHER, REPLIED, Renderings
+from jaxrl_llm.environments.renderings import ASKED, OTHER, REPLIED, After, Renderings
 from jaxrl_llm.errors import require
 from jaxrl_llm.models.tokenizer import special_ids
 from jaxrl_llm.tasks.template import Wording, bos, check_tokenizer, worded
@@ -92,13 +92,13 @@ class EpisodeFormat:
         Raises:
           InputError: the template refuses the messages, or leaves them out.
         """
-        stop = self._decoded(sampled[-1:]) if len(sampled) and sampled[-1] in self._stops else ""
         following = [self._guard(message) for message in messages]
+        last = self._decoded(sampled[-1:]) if len(sampled) and sampled[-1] in self._control else ""
         if self._plain:
             contents = [message["content"] for message in self._renderings.said(following)]
-            return self._guard.ids("".join(f"\n\n{content}" for content in contents), stop)
+            return self._guard.ids("".join(f"\n\n{content}" for content in contents), last)
         after = self._renderings.after(turns, following)
-        return self._guard.ids(after.text[self._cut(after.region, after.inside, stop) :], stop)
+        return self._guard.ids(after.text[self._cut(after, sampled, last) :], last)
 
     def parse(self, tokens: Sequence[int], before: Sequence[int] | None = None) -> Parsed:
         """Return the message of a sampled reply.
@@ -114,15 +114,19 @@ class EpisodeFormat:
         start = self._start if before is None else self._decoded(before[-_LAST:])
         return parse_reply(text, self.syntax, self.tools, start.rstrip().endswith(_THINKING))
 
-    def _cut(self, region: str, inside: bool, stop: str) -> int:
-        """Return where the suffix begins in the text after a reply."""
-        if stop and stop in region:
-            return region.index(stop) + len(stop)
-        at = end_of_calls(region, self.syntax) if inside else 0
+    def _cut(self, after: After, sampled: Sequence[int], last: str) -> int:
+        """Return where the suffix begins in the text after a reply; ``last``: its last token if that is special."""
+        region = after.region
+        stopped = bool(last) and sampled[-1] in self._stops
+        if stopped and last in region:
+            return region.index(last) + len(last)
+        at = end_of_calls(region, self.syntax) if after.inside else 0
         rest = region[at:].lstrip()
-        if stop and self._end and rest.startswith(self._end):
-            return len(region) - len(rest) + len(self._end)
-        return at
+        begins = len(region) - len(rest)
+        for end in (last, self._end if stopped else ""):
+            if end and rest.startswith(end):
+                return begins + len(end)
+        return begins if self._decoded(sampled[-_LAST:]).endswith(region[at:begins]) else at
 
     def _check_turns(self) -> None:
         """Refuse a template that cannot write a second turn."""
@@ -150,6 +154,11 @@ class EpisodeFormat:
 
     def _decoded(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode([int(token) for token in ids], clean_up_tokenization_spaces=False)
+
+    @functools.cached_property
+    def _control(self) -> frozenset[int]:
+        """Tokens that are no text."""
+        return frozenset((*special_ids(self.tokenizer), *self._stops))
 
     @functools.cached_property
     def _hidden(self) -> frozenset[int]:

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxrl_llm.environments import plain_form
@@ -23,6 +23,7 @@ REPLIED: Message = {"role": "assistant", "content": REPLY}
 _CHATML = "set --task.template chatml, with which tools and calls are plain text"
 _UNKNOWN = f"the chat template writes tool calls in a form that is not known here; {_CHATML}"
 
+_MOST_REGIONS = 512
 _UNCLOSED = re.compile(r"[<\[][^<>\[\]]*\Z")  # the first half of a mark at the end of a text
 
 
@@ -69,6 +70,7 @@ class Renderings:
         self._tools = [dict(tool) for tool in tools]
         self._tokenizer = tokenizer
         self._guard = guard
+        self._regions: dict[Hashable, tuple[_Shape | None, str]] = {}
         if self._native and wording.template == "tokenizer" and isinstance(tokenizer.chat_template, dict):
             named = tokenizer.get_chat_template(tools=self._tools)  # some models have a template for tools
             wording = dataclasses.replace(wording, template=named)  # ty: ignore[invalid-argument-type]
@@ -91,13 +93,28 @@ class Renderings:
         Raises:
           InputError: the template refuses the messages, or leaves them or the reply out.
         """
-        told = [message | {"content": RESULT} if index == 0 else message for index, message in enumerate(messages)]
+        shape, region = self._region(turns, messages)
+        history = self._history(turns, messages, shape)
+        text = self.text([*history, *self.said(messages)], True).partition(REPLY)[2]
+        return After(_common(region, text), text, bool(history[-1].get("tool_calls")))
+
+    def _region(self, turns: Sequence[Message], messages: Sequence[Message]) -> tuple[_Shape | None, str]:
+        """Return a shape that the template takes, and the text after the last reply up to the content that follows."""
+        key = (*map(_outline, turns), None, *map(_outline, messages))
+        found = self._regions.get(key)
+        if found is None:
+            if len(self._regions) >= _MOST_REGIONS:
+                self._regions.clear()
+            found = self._regions[key] = self._new_region(turns, messages)
+        return found
+
+    def _new_region(self, turns: Sequence[Message], messages: Sequence[Message]) -> tuple[_Shape | None, str]:
+        told = [message | {"content": OTHER if index else RESULT} for index, message in enumerate(messages)]
         refusal = InputError(f"the chat template leaves out replies; {_CHATML}")
         for shape in (*_SHAPES, None) if self._native else (None,):
-            history = self._history(turns, messages, shape)
             try:
+                history = self._history(turns, messages, shape)
                 _, found, region = self.text([*history, *self.said(told)], True).partition(REPLY)
-                text = self.text([*history, *self.said(messages)], True).partition(REPLY)[2]
             except InputError as error:
                 refusal = error
                 continue
@@ -108,7 +125,7 @@ class Renderings:
         if messages:
             region, found, _ = region.partition(RESULT)
             require(bool(found), f"the chat template leaves out messages of the role {messages[0]['role']}; {_CHATML}")
-        return After(_common(region, text), text, bool(history[-1].get("tool_calls")))
+        return shape, region
 
     def end_of_turns(self) -> str:
         """Return the token that the template writes after each reply; empty if it writes none, or only the token with
@@ -202,6 +219,12 @@ class Renderings:
             }
             told.append({**call, "function": function})
         return {"content": shape.content, "tool_calls": told} if told else {}
+
+
+def _outline(message: Message) -> Hashable:
+    """Return all of a message that stand-ins keep."""
+    calls = tuple((call.get("id"), call["function"]["name"]) for call in message.get("tool_calls", ()))
+    return message["role"], message.get("name"), message.get("tool_call_id"), calls
 
 
 def _common(one: str, other: str) -> str:

@@ -96,6 +96,19 @@ def test_a_reply_without_a_stop_token_gets_the_templates_end(name):
     assert end + form.suffix(turns, [MORE], answered) == form.suffix(turns, [MORE], answered[:-1])
 
 
+def test_a_part_of_the_end_that_was_sampled_is_not_written_twice():
+    template = HERMES.replace("<|im_end|>", "<|end|><|im_end|>")
+    form = EpisodeFormat(byte_tokenizer("<|im_end|>"), Task([], template=template), [ADD])
+    ends = ["<|end|><|im_end|>", "<|end|>", ""]
+    for turns, message, said in (([USER, CALL], RESULT, "</tool_call>"), ([USER, SAID], MORE, "It is 3. <")):
+        rows = [[*ids(said + end), *form.suffix(turns, [message], ids(said + end))] for end in ends]
+        assert rows[0] == rows[1] == rows[2]
+    spaced = HERMES.replace("</tool_call>{%", "</tool_call>{{ '\\n' }}{%")
+    form = EpisodeFormat(byte_tokenizer("<|im_end|>"), Task([], template=spaced), [ADD])
+    suffixes = [form.suffix([USER, CALL], [RESULT], ids(f"</tool_call>{space}")) for space in ("\n", "")]
+    assert ids("\n") + suffixes[0] == suffixes[1] and suffixes[0][0] == ids("<|im_end|>")[0]
+
+
 def test_another_stop_token_takes_the_place_of_the_end_but_of_nothing_else():
     llama = made("llama")
     assert llama.suffix([USER, SAID], [MORE], ids("3<|eom_id|>")) == llama.suffix(
