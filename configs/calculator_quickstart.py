@@ -1,13 +1,13 @@
 """SmolLM2-135M-Instruct learns to use a calculator: episodes of two turns with a tool, on two CPU cores.
 
-    jaxrl-llm train calculator_quickstart
+jaxrl-llm train calculator_quickstart
 """
 
 from jaxrl_llm.config import Evaluation, Output, Run
+from jaxrl_llm.environments import Limits
 from jaxrl_llm.environments.examples import Products, multiply
 from jaxrl_llm.learner import Compute, Learner, Optimiser
 from jaxrl_llm.recipes import GRPO
-from jaxrl_llm.environments import Limits
 from jaxrl_llm.rollout import EngineOptions, Rollout
 from jaxrl_llm.tasks import Task
 

@@ -17,7 +17,7 @@ from end_to_end.test_resume import documented
 
 import jaxrl_llm
 from jaxrl_llm.cli import COMMANDS
-from jaxrl_llm.config import config_names, load_config
+from jaxrl_llm.config import config_names, load_config, validate
 from jaxrl_llm.diagnosis.detectors import RULES
 from jaxrl_llm.models.families import FAMILIES, our_shape, tensors_of
 from jaxrl_llm.plan.lowering import model_config, published
@@ -230,6 +230,16 @@ def test_the_configuration_of_a_run_that_is_brought_over_loads(page, tmp_path):
     (run,) = [name for name, where, _ in blocks if where == "here"]
     config = load_config(str(tmp_path / run))[1]
     assert config.rollout.group == 8 and config.model == "Qwen/Qwen2.5-1.5B-Instruct"
+
+
+def test_the_configurations_of_environments_load(tmp_path):
+    blocks = re.findall(r"```python\n# (\w+\.py): .*?\n(.*?)```", (DOCS / "environments.md").read_text(), re.DOTALL)
+    assert [name for name, _ in blocks] == ["calculator.py", "guess.py"]
+    for name, text in blocks:
+        (tmp_path / name).write_text(text)
+        run = load_config(str(tmp_path / name))[1]
+        validate(run)
+        assert run.task.plays
 
 
 def test_messages_that_are_explained_are_those_of_the_code():

@@ -61,13 +61,13 @@ def collect(arguments: list[str]) -> int:
         f"collect asks one task, and {name} has several: name a configuration of one with --config",
     )
     rollout, task = settings.rollout, configs.tasks_in(settings.task)[0]
+    configs.refuse_episodes([task], "task")
     proposed = Options(Collected(task), "texts", rollout.max_new_tokens, rollout.engine.slots, settings.seed)
     description = "--out FILE.jsonl is the output. --config NAME takes another configuration's task."
     options = parse(Options, arguments, f"jaxrl-llm collect {name}", description, proposed)
     path = check(name, out, options)
     data = configs.dated(options.data, datetime.date.today().isoformat())
     task = data.task
-    configs.refuse_episodes([task], "task")
     from jaxrl_llm.collection.rejection_sampling import Asked, collect_rows
     from jaxrl_llm.tasks import load
     from jaxrl_llm.telemetry.progress import Progress, Schedule
