@@ -7,10 +7,12 @@ __version__ = "0.1.0"
 
 HOMES = {
     "Engine": "rollout",
+    "Environment": "environments",
     "PRESETS": "algorithms",
     "RECIPES": "recipes",
     "Run": "config",
     "Sampling": "rollout",
+    "Step": "environments",
     "Task": "tasks",
     "load_pretrained": "models",
     "policy_loss": "algorithms",

@@ -86,6 +86,48 @@ class Problem:
 
 
 @dataclasses.dataclass(frozen=True)
+class Turn:
+    """One turn of an episode: the model's message, and the environment's answer.
+
+    Attributes:
+      end: number of the completion's tokens up to the end of the model's message.
+      reply: the model's message, with its tool calls parsed: JSON values.
+      messages: the environment's; empty at the end of the episode.
+      reward: that the environment gave for this turn.
+      calls: tool calls.
+      errors: calls that failed: an unknown tool, an error, a time limit, or a call that cannot be parsed.
+    """
+
+    end: int
+    reply: dict[str, Any]
+    messages: tuple[dict[str, Any], ...] = ()
+    reward: float = 0.0
+    calls: int = 0
+    errors: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Episode:
+    """The environment's side of a completion of several turns.
+
+    Attributes:
+      turns: those that the environment has answered, in order.
+      end: reason of its end, one of ``environments.ENDS``; empty while it goes on.
+      reward: sum of the rewards of its turns and of the whole episode; NaN if the environment failed.
+      metrics: the environment's own numbers, summed over the turns.
+      error: why the environment failed, in one line; empty if it did not.
+      restarts: times that it began anew, since its environment could not be brought back to where it was.
+    """
+
+    turns: tuple[Turn, ...] = ()
+    end: str = ""
+    reward: float = 0.0
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    error: str = ""
+    restarts: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
 class Completion:
     """The tokens that the engine sampled after one prompt, with their data; every array has one entry per token.
 
@@ -100,7 +142,10 @@ class Completion:
         sampling temperature; where they were asked for, ``policy_logp`` float32[T], nats, at temperature 1 with nothing
         cut off, and ``kept`` uint32[T, ceil(V / 32)], the tokens that truncation kept, token v as bit v % 32 of word v
         // 32; once scored by step rewards, ``step_rewards`` float32[T], NaN where no step ends.
-      text: the decoded tokens without special ones; empty until a tokenizer has seen it.
+      text: the decoded tokens without special ones, of an episode those of its last turn; empty until a tokenizer has
+        seen it.
+      episode: what the environment said and decided; None without one. Its tokens are among ``tokens``, with mask
+        False.
     """
 
     tokens: np.ndarray
@@ -110,6 +155,42 @@ class Completion:
     version: np.ndarray
     extras: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     text: str = ""
+    episode: Episode | None = None
+
+    @property
+    def length(self) -> int:
+        """Number of tokens that the policy sampled."""
+        return int(np.count_nonzero(self.mask))
+
+    @property
+    def last_turn(self) -> int:
+        """Index of the first token after the environment's last message; 0 without one."""
+        given = np.flatnonzero(~self.mask)
+        return int(given[-1]) + 1 if len(given) else 0
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The chat that follows the prompt: the model's messages, and the environment's between them."""
+        if self.episode is None:
+            return [{"role": "assistant", "content": self.text}]
+        return [message for turn in self.episode.turns for message in (turn.reply, *turn.messages)]
+
+    @property
+    def transcript(self) -> str:
+        """The text, of an episode that of all its messages, each after its role."""
+        if self.episode is None:
+            return self.text
+        return "\n\n".join(f"[{one['role']}] {shown_message(one)}" for one in self.messages)
+
+
+def shown_message(message: Mapping[str, Any]) -> str:
+    """Return the content of a chat message, and its tool calls as ``name(argument=value)``."""
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    written = [
+        f"{call['name']}({', '.join(f'{name}={value!r}' for name, value in call['arguments'].items())})"
+        for call in calls
+    ]
+    return "\n".join(filter(None, [str(message.get("content") or ""), *written]))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -92,10 +92,29 @@ class Reads(ast.NodeVisitor):
         outside = self.own
         lines = [line for line in node.body if isinstance(line, ast.AnnAssign)]
         self.own = {line.target.id: found for line in lines if (found := self.annotated(line.annotation))}
+        for method in node.body:
+            if isinstance(method, ast.FunctionDef) and method.name == "__init__":
+                self.own |= self.kept(method)
         self.scopes.append({"self": self.named.get(node.name, set())})
         self.generic_visit(node)
         self.scopes.pop()
         self.own = outside
+
+    def kept(self, method):
+        """Types of the attributes that a constructor sets to its annotated arguments."""
+        given = {one.arg: self.annotated(one.annotation) for one in method.args.args if one.annotation}
+        pairs = []
+        for line in ast.walk(method):
+            match line:
+                case ast.Assign([ast.Tuple(targets)], ast.Tuple(values)):
+                    pairs += zip(targets, values, strict=True)
+                case ast.Assign([target], value):
+                    pairs.append((target, value))
+        return {
+            target.attr: given[value.id]
+            for target, value in pairs
+            if isinstance(target, ast.Attribute) and isinstance(value, ast.Name) and given.get(value.id)
+        }
 
     def visit_FunctionDef(self, node):
         if node.name in SELF_CHECKS:

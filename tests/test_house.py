@@ -30,6 +30,7 @@ ROOMS = (
     "sharding",
     "models",
     "tasks",
+    "environments",
     "data",
     "rewards",
     "engine",

@@ -17,7 +17,7 @@ from end_to_end.test_resume import documented
 
 import jaxrl_llm
 from jaxrl_llm.cli import COMMANDS
-from jaxrl_llm.config import config_names, load_config
+from jaxrl_llm.config import config_names, load_config, validate
 from jaxrl_llm.diagnosis.detectors import RULES
 from jaxrl_llm.models.families import FAMILIES, our_shape, tensors_of
 from jaxrl_llm.plan.lowering import model_config, published
@@ -77,7 +77,7 @@ def test_docstrings_are_on_the_api_page(site):
 def test_names_of_the_api_page_can_be_imported():
     rows = re.findall(r"^\| `(jaxrl_llm[\w.]*)` \| (.*) \|$", (DOCS / "api.md").read_text(), re.MULTILINE)
     names = {module: re.findall(r"`(\w+)`", cell) for module, cell in rows}
-    assert sorted(names["jaxrl_llm"]) == jaxrl_llm.__all__ and len(names) == 9
+    assert sorted(names["jaxrl_llm"]) == jaxrl_llm.__all__ and len(names) == 10
     for module, of in names.items():
         assert all(hasattr(importlib.import_module(module), name) for name in of), module
 
@@ -230,6 +230,16 @@ def test_the_configuration_of_a_run_that_is_brought_over_loads(page, tmp_path):
     (run,) = [name for name, where, _ in blocks if where == "here"]
     config = load_config(str(tmp_path / run))[1]
     assert config.rollout.group == 8 and config.model == "Qwen/Qwen2.5-1.5B-Instruct"
+
+
+def test_the_configurations_of_environments_load(tmp_path):
+    blocks = re.findall(r"```python\n# (\w+\.py): .*?\n(.*?)```", (DOCS / "environments.md").read_text(), re.DOTALL)
+    assert [name for name, _ in blocks] == ["calculator.py", "guess.py"]
+    for name, text in blocks:
+        (tmp_path / name).write_text(text)
+        run = load_config(str(tmp_path / name))[1]
+        validate(run)
+        assert run.task.plays
 
 
 def test_messages_that_are_explained_are_those_of_the_code():

@@ -104,6 +104,7 @@ def asking(
 
     from jaxrl_llm.engine.backend import backend_for
     from jaxrl_llm.rewards import Accuracy, Scorer
+    from jaxrl_llm.rollout.episodes import episodes_of
     from jaxrl_llm.rollout.respond import Answerer
     from jaxrl_llm.stages.rl.judges import judges_of
     from jaxrl_llm.stages.stage import check_positions
@@ -122,6 +123,8 @@ def asking(
     ):
         prompts = Prompts(configs.tasks_in(task), policy.tokenizer)
         longest = prompts.longest(problems)
+        episodes = episodes_of(prompts, settings.rollout, policy.model.config.tokens.eos)  # say more than the rows
+        longest = longest if episodes is None else max(longest, settings.rollout.max_prompt_tokens)
         length = longest + options.max_new_tokens
         field = f"--max_new_tokens {options.max_new_tokens} after a prompt of {longest} tokens"
         check_positions(length, policy.model.config, field)
@@ -132,7 +135,7 @@ def asking(
         dtype = jax.numpy.dtype(settings.learner.compute.dtype)
         sizes: dict[str, Any] = {"slots": options.slots, "max_length": length, "chunk": settings.rollout.engine.chunk}
         engine, prepared = backend_for(policy.model, dtype, policy.mesh, policy.mesh, **sizes)
-        yield policy, prompts, Answerer(engine, prepared(policy.model), policy.tokenizer, scorer)
+        yield policy, prompts, Answerer(engine, prepared(policy.model), policy.tokenizer, scorer, episodes)
 
 
 def as_asked(

@@ -61,6 +61,7 @@ def collect(arguments: list[str]) -> int:
         f"collect asks one task, and {name} has several: name a configuration of one with --config",
     )
     rollout, task = settings.rollout, configs.tasks_in(settings.task)[0]
+    configs.refuse_episodes([task], "task")
     proposed = Options(Collected(task), "texts", rollout.max_new_tokens, rollout.engine.slots, settings.seed)
     description = "--out FILE.jsonl is the output. --config NAME takes another configuration's task."
     options = parse(Options, arguments, f"jaxrl-llm collect {name}", description, proposed)

@@ -147,6 +147,11 @@ def check(options: Options, settings: configs.Run) -> None:
     for task in configs.tasks_in(options.task):
         check_task(task)
     configs.check_answers(dataclasses.replace(settings, task=options.task))
+    configs.check_episodes(dataclasses.replace(settings, task=options.task))
+    require(
+        options.rerank is None or not any(task.plays for task in configs.tasks_in(options.task)),
+        f"--rerank scores single answers, and task {options.task.label} has episodes: leave it out",
+    )
     Sampling(options.temperature, 0, options.top_p, options.max_new_tokens)
     check_fields(options, "--")
     require(

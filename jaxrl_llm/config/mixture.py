@@ -6,6 +6,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
+from jaxrl_llm.environments.factory import Factory
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.rewards.bounds import REJECTED, TaskReward, Threshold, base_of
 from jaxrl_llm.rewards.functions import OF_STEPS, as_reward
@@ -234,6 +235,40 @@ def check_answers(run: Any) -> None:
                 refuse_readers(run, part, f"{field}.verifier none")
             elif part.task.verifier not in UNANSWERED and getattr(part.task.source, "answer_field", "") is None:
                 refuse_readers(run, part, f"{field}.source.answer_field None")
+
+
+def check_episodes(run: Any) -> None:
+    """Refuse environments and tools that cannot work, and settings that episodes cannot have, before anything is
+    loaded.
+
+    Raises:
+      InputError: names the field and the remedy.
+    """
+    playing = [task for task in tasks_in(run.task, run.evaluation.task) if task.plays]
+    for task in playing:
+        Factory(task.environment, task.tools)
+    trained = [task for task in tasks_in(run.task) if task.plays]
+    budget = run.rollout.collect.token_budget
+    require(
+        not (trained and budget),
+        f"rollout.collect.token_budget {budget} cuts answers in the middle of a turn, and task {run.task.label} has "
+        "episodes: set it to 0, and rollout.max_new_tokens to the longest episode",
+    )
+    for reward in of_steps(given_rewards(run)) if trained else ():
+        raise InputError(
+            f"reward {reward.name} values steps of one text, and task {run.task.label} has episodes: let its "
+            "environment reward each turn (Step.reward), or leave the reward out"
+        )
+
+
+def refuse_episodes(tasks: Sequence[Task], field: str) -> None:
+    """Refuse tasks with environments or tools where one answer is asked for; ``field`` holds them."""
+    for task in tasks:
+        require(
+            not task.plays,
+            f"{field} {task.label} has an environment or tools, and single answers are asked for here: leave "
+            "environment and tools out, or train and evaluate it by reinforcement learning (Run)",
+        )
 
 
 def refuse_readers(run: Any, part: Part, cause: str) -> None:

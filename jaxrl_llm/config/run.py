@@ -159,7 +159,8 @@ class Scoring(Setting):
 
     Attributes:
       rewards: named parts, or functions of your own (``jaxrl_llm.rewards.functions`` says which); the reward is their
-        weighted sum, without those that value steps (``StepFunction``).
+        weighted sum, without those that value steps (``StepFunction``). Environments of episodes add their own rewards
+        to it, and then it may be empty.
       workers: processes for rewards that may hang or crash.
       timeout_s: seconds after which one completion's score is given up and its worker killed.
       on_error: the score of such a completion, and of one for which a reward raises an error.
@@ -190,7 +191,8 @@ class Scoring(Setting):
         self._check_bounds(run)
         self._check_steps(run)
         require(not math.isinf(self.on_error), f"{where}on_error must be a finite number or nan, got {self.on_error}")
-        require(bool(self.rewards), f"{where}rewards is empty: give at least one, such as Accuracy()")
+        plays = all(task.plays for task in tasks_in(run.task))
+        require(bool(self.rewards) or plays, f"{where}rewards is empty: give at least one, such as Accuracy()")
         for reward in mixture.rewards(run):
             shaping.check(reward)
         require(
@@ -331,6 +333,7 @@ class Run(Setting):
                         "evaluation.task another name, by which reward models tell them apart",
                     )
         mixture.check_answers(self)
+        mixture.check_episodes(self)
         for kind in self.rules.guards:
             if kind != ALL and kind not in WORDS:
                 meant = did_you_mean(kind, WORDS, f"there are {', '.join(WORDS)}, or all", near=0.5)

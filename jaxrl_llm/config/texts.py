@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from jaxrl_llm import tasks
 from jaxrl_llm.algorithms.preference import DPO, IPO
-from jaxrl_llm.config.mixture import tasks_in
+from jaxrl_llm.config.mixture import refuse_episodes, tasks_in
 from jaxrl_llm.config.run import MOVED, SEED, Evaluation, Output, Run, check_model
 from jaxrl_llm.data.datasets import KINDS, Collected, Pairs, Steps, Texts
 from jaxrl_llm.data.loading import check_collected
@@ -118,6 +118,8 @@ class FromData(Setting):
         require(0 <= self.data.holdout < 1, f"data.holdout is a share from 0 to below 1, got {self.data.holdout}")
         if isinstance(source, Collected):
             check_collected(source, KINDS[type(self.data)], "data.source.")
+            refuse_episodes([source.task], "data.source.task")
+        refuse_episodes(tasks_in(self.evaluation.task), "evaluation.task")
         target_kl = self.learner.target_kl
         require(target_kl is None, f"learner.target_kl {target_kl} is for reinforcement learning: leave it out")
         require(

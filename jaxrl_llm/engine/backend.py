@@ -42,6 +42,7 @@ class Backend(Protocol):
         limits: Sequence[int] | None = None,
         begun: Sequence[Completion | None] | None = None,
         keep: bool = False,
+        keep_prompt: bool = False,
     ) -> list[int]:
         """Queue requests; return a handle for each. The arguments are those of ``Engine.submit``."""
         ...

@@ -83,6 +83,7 @@ class Engine:
         limits: Sequence[int] | None = None,
         begun: Sequence[Completion | None] | None = None,
         keep: bool = False,
+        keep_prompt: bool = False,
     ) -> list[int]:
         """Queue requests; return a handle for each.
 
@@ -95,6 +96,8 @@ class Engine:
             random draws are those of a completion that was never interrupted.
           keep: keep the keys and values of these requests when they end, so that requests begun with them (or with any
             of their first tokens) resume from there; until the weights change, or ``start``.
+          keep_prompt: keep the keys and values of these prompts, and compute completions begun from there: for episodes
+            of several turns. Their bits then do not depend on what was kept.
 
         Raises:
           InputError: a request does not fit.
@@ -110,7 +113,7 @@ class Engine:
         for prompt, seed, limit, earlier in zip(prompts, seeds, limits, begun, strict=True):
             given = prompt if isinstance(prompt, Prompt) else Prompt(np.asarray(prompt, np.int32).reshape(-1))
             earlier = earlier if earlier is not None and len(earlier.tokens) else None
-            request = Request(self._handles + len(new), given, int(seed), int(limit), earlier, keep)
+            request = Request(self._handles + len(new), given, int(seed), int(limit), earlier, keep, keep_prompt)
             if not 1 <= len(given) <= room:
                 raise InputError(
                     f"a prompt of {len(given)} tokens and max_new_tokens {sampling.max_new_tokens} do not fit "

@@ -1,5 +1,6 @@
 """Prefix cache: keys and values of token sequences, computed once for all requests that begin with them."""
 
+import dataclasses
 from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.engine.requests import Request
 from jaxrl_llm.engine.slots import Slots, extend_prompts, joined_caches, kept_sequence
-from jaxrl_llm.models.cache import Cache, with_columns
+from jaxrl_llm.models.cache import Cache, take_rows, with_columns
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.sharding import batch_parts
 
@@ -18,7 +19,11 @@ ROWS, TOKENS = 8, 8192
 LONGEST_CALL, PIECE = 1024, 512
 """Lengths in tokens: sequences longer than the first are computed in pieces of the second."""
 
+KEPT_PROMPTS = 64
+"""Most prompts of episodes whose keys and values are kept between turns; others are computed again, to equal bits."""
+
 _resized = jax.jit(with_columns, static_argnums=1)
+_one_row = jax.jit(lambda cache, row, columns: with_columns(take_rows(cache, row[None]), columns), static_argnums=2)
 
 
 def bucket(length: int) -> int:
@@ -91,6 +96,7 @@ class PrefixCache:
         self.rows = rows_of_call(1, self._parts)
         self._computed: dict[Hashable, Prefix] = {}
         self._kept: dict[Hashable, tuple[np.ndarray, Prefix]] = {}
+        self._prompts: dict[Hashable, Prefix] = {}
         self.count = self._weights = 0
         self.shapes: dict[PrefillShape, None] = {}
 
@@ -98,6 +104,7 @@ class PrefixCache:
         """Drop every sequence, because the weights have changed."""
         self._computed = {}
         self._kept = {}
+        self._prompts = {}
         self._weights += 1
 
     def __getitem__(self, request: Request) -> Prefix:
@@ -129,6 +136,10 @@ class PrefixCache:
 
         Rows that a call would leave empty take new sequences of equal shape that are needed next.
         """
+        turns = [request for request in requests if request.keep_prompt and request.begun is not None]
+        missing = {one.prompt.key: one for one in turns if one.prompt.key not in self._prompts}
+        if missing:
+            self.prepare(model, [dataclasses.replace(request, begun=None) for request in missing.values()])
         groups: dict[PrefillShape, list[tuple[Request, int, Prefix | None]]] = {}
         for request in {request.key: request for request in requests}.values():
             if request.key in self._computed:
@@ -151,9 +162,19 @@ class PrefixCache:
                 members = members + [(request, 0, None) for request in found.values()]
             for batch in (members[i : i + rows] for i in range(0, len(members), rows)):
                 self._compute(model, shape, rows, batch)
+        for request in requests:
+            if request.keep_prompt and request.begun is None and request.prompt.key not in self._prompts:
+                held = self._computed[request.key]
+                one = _one_row(held.cache, np.int32(held.row), bucket(len(request.prompt)))
+                self._prompts[request.prompt.key] = held._replace(cache=one, row=0)
+        self._prompts = dict([*self._prompts.items()][-max(KEPT_PROMPTS, len(requests)) :])
 
     def _longest(self, request: Request) -> tuple[int, Prefix | None]:
-        """Return the largest number of a request's first tokens that a kept sequence holds, and that sequence."""
+        """Return the largest number of a request's first tokens that a kept sequence holds, and that sequence; of a
+        turn of an episode always those of the prompt.
+        """
+        if request.keep_prompt:
+            return len(request.prompt), self._prompts[request.prompt.key]
         best: tuple[int, Prefix | None] = (0, None)
         for (_, beside), (other, held) in self._kept.items():
             size = min(len(other), len(request.given))

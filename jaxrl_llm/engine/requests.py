@@ -27,6 +27,7 @@ class Request:
       limit: maximum number of tokens of the completion, those begun with included.
       begun: completion to resume; None for a new one.
       keep: whether its keys and values are kept when it ends.
+      keep_prompt: whether those of its prompt are kept, and what was begun is computed from them.
       block_key: key of the exact contents of its prompt columns; requests with equal keys may share a block.
       slot: number of its slot.
       lane: its block, and its number among the requests of the block; None until it has one.
@@ -40,6 +41,7 @@ class Request:
     limit: int
     begun: Completion | None = None
     keep: bool = False
+    keep_prompt: bool = False
     block_key: Hashable = None
     slot: int = -1
     lane: tuple[int, int] | None = None
@@ -91,7 +93,8 @@ ARRAYS = ("tokens", "sampler_logp", "mask", "version")
 
 
 def joined(*parts: Completion) -> Completion:
-    """Join completions, finished as the last is; an extra that only some of them have is 0 in the others."""
+    """Join completions: finished as the last is, with the episode of the first; an extra that only some of them have is
+    0 in the others."""
     arrays: dict = {name: np.concatenate([getattr(part, name) for part in parts]) for name in ARRAYS}
     extras = {}
     for name, model in collections.ChainMap(*(part.extras for part in reversed(parts))).items():
@@ -99,7 +102,7 @@ def joined(*parts: Completion) -> Completion:
         shapes = ((len(part.tokens), *model.shape[1:]) for part in parts)
         whole = [np.zeros(shape, model.dtype) if x is None else x for x, shape in zip(own, shapes, strict=True)]
         extras[name] = np.concatenate(whole)
-    return Completion(**arrays, finish_reason=parts[-1].finish_reason, extras=extras)
+    return Completion(**arrays, finish_reason=parts[-1].finish_reason, extras=extras, episode=parts[0].episode)
 
 
 def with_tokens(completion: Completion, tokens: Sequence[int], version: int = 0) -> Completion:

@@ -34,7 +34,7 @@ _VERL = {
 }
 _TRL = {
     "prompts": lambda p, c: [dict(m) for m in p.prompt] if is_chat(p) else p.prompt[-1]["content"],
-    "completions": lambda p, c: [{"role": "assistant", "content": c.text}] if is_chat(p) else c.text,
+    "completions": lambda p, c: c.messages if is_chat(p) or c.episode is not None else c.text,
     "completion_ids": lambda p, c: c.tokens.tolist(),
 }
 _OFFERS = {("own", False): _OWN, ("verl", False): _VERL, ("trl", True): _TRL}

@@ -20,7 +20,6 @@ Every further parameter is a column of the problem's row, by its name; if the ro
 
 import dataclasses
 import functools
-import importlib.machinery
 import inspect
 import sys
 from collections.abc import Callable
@@ -30,7 +29,7 @@ import numpy as np
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.system.setting import MODEL, Choice, Range
-from jaxrl_llm.tasks.filters import resolve
+from jaxrl_llm.tasks.filters import importable, resolve
 from jaxrl_llm.types import Completion, Problem
 
 Item = tuple[Problem, Completion]
@@ -292,30 +291,6 @@ class Lost:
     name: str
     weight: float
     reason: str
-
-
-def importable(function: Callable[..., Any]) -> tuple[str | None, str]:
-    """Return the ``module:function`` by which another process finds it; or None, and the reason."""
-    module = getattr(function, "__module__", None)
-    name = getattr(function, "__qualname__", "")
-    if not name or not module:
-        return None, f"it is an object of type {type(function).__name__}"
-    if "<lambda>" in name:
-        return None, "it is a lambda"
-    if "<locals>" in name:
-        return None, "it is made inside another function"
-    if not name.isidentifier():
-        return None, "it belongs to a class"
-    if module == "__main__":
-        return None, "it belongs to the notebook or script that was run"
-    package = module.partition(".")[0]
-    finders = (getattr(finder, "find_spec", None) for finder in (*sys.meta_path, importlib.machinery.PathFinder))
-    found = package in sys.builtin_module_names or any(find(package, None) is not None for find in finders if find)
-    if module not in sys.modules or not found:  # a new interpreter does not know files loaded by their path
-        return None, "it belongs to a file that was run, not imported"
-    if getattr(sys.modules[module], name, None) is not function:
-        return None, f"{module}:{name} is something else"
-    return f"{module}:{name}", ""
 
 
 def as_reward(given: Any) -> Any:

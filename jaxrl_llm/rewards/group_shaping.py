@@ -49,7 +49,7 @@ class RelativeLength:
 
     def __call__(self, group: Group, updates: int, budget: int) -> Group:
         """Return the group with shaped rewards; see the module."""
-        lengths = np.array([len(c.tokens) for c in group.completions], np.float64)
+        lengths = np.array([c.length for c in group.completions], np.float64)
         spread = lengths.max() - lengths.min()
         lam = 0.5 - (lengths - lengths.min()) / spread if spread else np.zeros_like(lengths)
         part = np.where(group.accuracy >= 1, lam, np.minimum(0, lam))

@@ -17,7 +17,7 @@ from jaxrl_llm.rewards.bounds import Gate, base_of, places_of, shaped, spread
 from jaxrl_llm.rewards.calls import LARGEST, Call, Outcome, defined
 from jaxrl_llm.rewards.functions import OF_STEPS, ON_DEVICE, Item, ModelReward, Own, as_reward, form_of
 from jaxrl_llm.rewards.pool import Inside, Pool
-from jaxrl_llm.rewards.scores import Failures, Scores, at_tokens, interleaved
+from jaxrl_llm.rewards.scores import Failures, Scores, at_tokens, interleaved, with_environment
 from jaxrl_llm.rewards.shaping import BUILT_IN, Accuracy, Reward
 from jaxrl_llm.rewards.verify import dry_run_completion, verdict
 from jaxrl_llm.system.paths import REWARD_ERROR, new_file
@@ -68,7 +68,6 @@ class Scorer(contextlib.AbstractContextManager):
                 f"rewards have {workers} workers, timeout_s {timeout_s}, on_error {on_error}; give at "
                 f"least 1 worker, more than 0 seconds, and a finite on_error or NaN"
             )
-        require(bool(rewards), "there are no rewards; give at least one, such as Accuracy()")
         self._rewards = shaping.named([as_reward(reward) for reward in rewards])
         beside = {**(watched or {}), **(on_request or {})}
         self._beside = {name: one if isinstance(one, Gate) else as_reward(one) for name, one in beside.items()}
@@ -104,6 +103,8 @@ class Scorer(contextlib.AbstractContextManager):
     def score(self, items: Sequence[Item], only: Collection[str] | None = None) -> Scores:
         """Score each completion; the order is kept, and a failing call costs its own part only.
 
+        The reward of an episode's environment is the part ``environment``.
+
         ``only``: names of watched or requested parts; these, as far as they exist, and the accuracy alone are scored.
 
         Raises:
@@ -111,7 +112,7 @@ class Scorer(contextlib.AbstractContextManager):
           RuntimeError: the worker processes do not start.
         """
         if only is None:
-            return self._divided(items, self._rewards | self._watched)
+            return with_environment(self._divided(items, self._rewards | self._watched), items)
         return self._divided(items, {name: one for name, one in self._beside.items() if name in only})
 
     def verify(self, items: Sequence[Item]) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 import bisect
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -139,3 +140,29 @@ def at_tokens(items: Sequence[Any], stepped: Sequence[tuple[Any, Any]], tokenize
         stacked = np.stack(columns)
         found.append(np.where(np.isnan(stacked).all(axis=0), np.float32(np.nan), np.nansum(stacked, axis=0)))
     return tuple(found)
+
+
+ENVIRONMENT = "environment"
+"""Name of the part of a reward that the environment of an episode gives."""
+
+
+def with_environment(scores: Scores, items: Sequence[tuple[Any, Any]]) -> Scores:
+    """Add the rewards that environments give to episodes, with weight 1; an episode whose environment failed is
+    unscorable.
+    """
+    episodes = {place: completion.episode for place, (_, completion) in enumerate(items) if completion.episode}
+    if not episodes:
+        return scores
+    given = np.array([episodes[place].reward if place in episodes else math.nan for place in range(len(items))])
+    lacking = [place for place in range(len(items)) if place not in episodes]
+    added = given.copy()
+    added[lacking] = 0.0
+    errors = [episode.error for episode in episodes.values() if episode.error]
+    of = {ENVIRONMENT: (len(episodes), len(errors))}
+    failures = Failures(len(errors), 0, of, {ENVIRONMENT: errors[0]} if errors else {})
+    return dataclasses.replace(
+        scores,
+        reward=scores.reward + added,
+        parts=scores.parts | {ENVIRONMENT: given},
+        failures=scores.failures + failures,
+    )

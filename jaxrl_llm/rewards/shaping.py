@@ -56,7 +56,7 @@ class SoftOverlong:
     name: ClassVar[str] = "soft_overlong"
 
     def __call__(self, problem: Problem, completion: Completion) -> float:
-        left = self.max_length - self.cache - len(completion.tokens)
+        left = self.max_length - self.cache - completion.length
         return max(-self.cache, min(0, left)) / self.cache
 
 
@@ -69,7 +69,7 @@ class LengthPenalty:
     name: ClassVar[str] = "length_penalty"
 
     def __call__(self, problem: Problem, completion: Completion) -> float:
-        return -self.per_token * len(completion.tokens)
+        return -self.per_token * completion.length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ class CosineLength:
     name: ClassVar[str] = "cosine_length"
 
     def __call__(self, problem: Problem, completion: Completion) -> float:
-        share = min(len(completion.tokens), self.max_length) / self.max_length
+        share = min(completion.length, self.max_length) / self.max_length
         return self.low + 0.5 * (self.high - self.low) * (1.0 + math.cos(math.pi * share))
 
 

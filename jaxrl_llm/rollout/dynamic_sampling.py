@@ -25,7 +25,7 @@ from jaxrl_llm.rollout.groups import (
     tokens_in,
     whole,
 )
-from jaxrl_llm.rollout.measures import describe, describe_tasks
+from jaxrl_llm.rollout.measures import describe, describe_episodes, describe_tasks
 from jaxrl_llm.rollout.replay import PLACE, replay
 from jaxrl_llm.rollout.respond import Requests, Status, respond
 from jaxrl_llm.types import Completion, Group
@@ -81,7 +81,7 @@ class Step:
         self.cursor, self.good, self.seen, self.stream = left.cursor, left.good, left.seen, left.stream
         self.successes = left.successes
         self.begun = left.cursor
-        self.requests = Requests(sampler.engine, sampler.sampling)
+        self.requests = Requests(sampler.engine, sampler.sampling, sampler.source.episodes)
         self.asked: dict[int, PartialGroup] = {}
         self.limits: dict[int, dict[int, int]] = {}
         self.returned: set[int] = set()
@@ -125,9 +125,10 @@ class Step:
 
     def request(self, number: int) -> None:
         """Request those completions of a group that this step has to sample and has not ended."""
-        group, limits = self.asked[number], self.limits[number]
+        limits = self.limits[number]
         seeds = self.sampler.source.seeds(number)
-        lacking = [i for i in limits if not whole(group.completions[i], limits[i])]
+        lacking = [i for i in limits if not whole(self.asked[number].completions[i], limits[i])]
+        group = self.asked[number] = self.sampler.source.resumed(self.asked[number], lacking)
         begun = [group.completions[i] for i in lacking]
         keys = [(number, i) for i in lacking]
         prompts = [group.prompt] * len(lacking)
@@ -147,9 +148,11 @@ class Step:
         """Put returned completions into their groups."""
         for (number, index), completion in over.items():
             group = self.asked[number]
-            fresh = length(completion) - length(group.completions[index])
-            if fresh:  # what never began keeps no trace
-                self.tokens += fresh
+            before = group.completions[index]
+            # What never began keeps no trace; an episode may end without a new token.
+            known = None if before is None else before.episode
+            if length(completion) > length(before) or completion.episode != known:
+                self.tokens += completion.length - (0 if before is None else before.length)
                 completions = (*group.completions[:index], completion, *group.completions[index + 1 :])
                 self.asked[number] = dataclasses.replace(group, completions=completions)
                 self.returned.add(number)
@@ -157,7 +160,7 @@ class Step:
     def progress(self) -> dict[str, Any]:
         """Abort all requests, and return the progress, with which another ``Step`` goes on."""
         self.requests.abort(self.requests.keys)
-        self.note(self.requests.take(self.version, None))
+        self.note(self.requests.take())
         return {name: getattr(self, name) for name in PROGRESS}
 
     def close(self, numbers: set[int]) -> None:
@@ -236,6 +239,11 @@ def collect(
         found = min(step.underway.kept, needed)
         sampler.status(f"sampling: {found}/{needed} groups, {step.requests.tokens} tokens")
     seconds = {"time/rollout_s": time.perf_counter() - start - step.seconds, "time/reward_s": step.seconds}
+    if sampler.source.episodes is not None:
+        seconds["time/environment_s"] = step.requests.waited_s
+        sampler.source.episodes.retain(
+            [(group.number, i) for group in step.held for i in range(len(group.completions))]
+        )
     collected = _collected(step, left, seconds)
     sampler.engine.start(sampler.sampling)  # nothing runs any more: learning needs the memory of the cache
     return collected
@@ -260,7 +268,7 @@ def _collected(step: Step, before: Carryover, seconds: dict[str, float]) -> Roll
     sampled = [step.sampled[number] for number in sorted(step.sampled)]
     wasted = [group for number, group in step.sampled.items() if number not in step.kept]
     thrown = tokens_in([*dropped, *expired, *wasted])
-    thrown += sum(len(step.sampled[n].completions[PLACE].tokens) for n in step.replaced if n in step.kept)
+    thrown += sum(step.sampled[n].completions[PLACE].length for n in step.replaced if n in step.kept)
     resumed = before.unfinished if len(step.first) < admission.needed else ()
     metrics = _measured(step, before, sampled, groups, thrown, seconds) | {
         "rollout/resumed": sum(group.begun for group in resumed),
@@ -298,6 +306,7 @@ def _measured(
     tokens = step.tokens
     slot_steps = step.sampler.engine.slot_steps
     found = seconds | (step.failures.metrics() if sampled else {}) | describe(sampled or groups)
+    found |= describe_episodes(sampled or groups)
     found |= describe_tasks(source.labels, sampled or groups, groups) | source.stream.metrics(
         before.stream, step.stream
     )

@@ -11,6 +11,7 @@ import numpy as np
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.rewards import Scorer
 from jaxrl_llm.rewards.shaping import REFUSED
+from jaxrl_llm.rollout.episodes import Scene, environment_seed
 from jaxrl_llm.rollout.measures import over_known
 from jaxrl_llm.rollout.respond import Answerer, Requests, SeedSpace, Status, Watch, gather, request_seed
 from jaxrl_llm.tasks import Prompts, answer_of
@@ -72,7 +73,7 @@ class Evaluated:
             if shares is not None:
                 found[f"{name}/{metric}"] = over_known(np.nanmean, shares)
         found[f"{name}/problems"] = float(len(self.problems))
-        found[f"{name}/mean_length"] = float(np.mean([len(c.tokens) for row in self.completions for c in row]))
+        found[f"{name}/mean_length"] = float(np.mean([c.length for row in self.completions for c in row]))
         return found
 
     def worth(self, problem: int, sample: int) -> dict[str, bool | float]:
@@ -90,10 +91,10 @@ class Evaluated:
                 "sample": j,
                 "messages": list(problem.prompt),
                 "answer": problem.answer,
-                "completion": completion.text,
+                "completion": completion.transcript,
                 **self.worth(i, j),
                 "finish_reason": completion.finish_reason,
-                "tokens": len(completion.tokens),
+                "tokens": completion.length,
             }
             for i, (problem, completions) in enumerate(zip(self.problems, self.completions, strict=True))
             for j, completion in enumerate(completions)
@@ -127,7 +128,7 @@ class Tested:
                 "kind": "evaluation",
                 "task": one.task,
                 "prompt": problem.prompt[-1]["content"],
-                "completion": completions[0].text,
+                "completion": completions[0].transcript,
                 **one.worth(i, 0),
             }
             for one in self.answers
@@ -180,14 +181,18 @@ def evaluate(
     All tasks are sampled together. A completion that ``watch`` aborts is wrong, whatever its text says.
     """
     wanted = [problem for problem in asked.problems for _ in range(asked.samples)]
-    requests = Requests(by.engine, sampling)
+    seeds = [request_seed(asked.seed, SeedSpace.EVALUATION + n) for n in range(len(wanted))]
+    prompts = prompts_for(by, asked, wanted, seeds)
+    requests = Requests(by.engine, sampling, by.episodes)
     requests.submit(
         range(len(wanted)),
-        [asked.prompts[problem] for problem in wanted],
-        [request_seed(asked.seed, SeedSpace.EVALUATION + n) for n in range(len(wanted))],
+        prompts,
+        seeds,
         [asked.limits.get(problem.task, sampling.max_new_tokens) for problem in wanted],
     )
     done = gather(requests, by.model, by.tokenizer, lambda text: status(f"evaluating: {text}"), watch)
+    if by.episodes is not None:
+        by.episodes.retain(())
     answers = tuple(done.values())
     rows = [answers[i : i + asked.samples] for i in range(0, len(answers), asked.samples)]
     labels = [problem.task for problem in asked.problems]
@@ -199,6 +204,18 @@ def evaluate(
         problems = tuple(asked.problems[place] for place in own)
         found.append(checked(label, problems, tuple(rows[place] for place in own), by.scorer, watch is not None))
     return tuple(found)
+
+
+def prompts_for(by: Answerer, asked: Questions, wanted: Sequence[Problem], seeds: Sequence[int]) -> list[Any]:
+    """Return the prompt of each completion; episodes are begun, all of one problem with the same seed."""
+    prompts = [None if by.episodes and by.episodes.plays(problem) else asked.prompts[problem] for problem in wanted]
+    first = [seeds[place // asked.samples * asked.samples] for place in range(len(wanted))]
+    played = [place for place, prompt in enumerate(prompts) if prompt is None]
+    scenes = [Scene(place, wanted[place], environment_seed(first[place])) for place in played]
+    begun = by.episodes.begin(scenes) if scenes else []
+    for place, prompt in zip(played, begun, strict=True):
+        prompts[place] = prompt
+    return prompts
 
 
 def checked(

@@ -5,19 +5,20 @@ Admission is a pure decision from counts, so that all processes of a run decide 
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxrl_llm.rewards import Failures, Scorer
 from jaxrl_llm.rewards.group_shaping import GroupShaping
+from jaxrl_llm.rollout.episodes import Episodes, Scene, environment_seed
 from jaxrl_llm.rollout.replay import Solved, Store, Success, varied
 from jaxrl_llm.rollout.respond import SeedSpace, request_seed, with_texts
 from jaxrl_llm.rollout.settings import Collect
 from jaxrl_llm.tasks import Prompts, PromptStream
 from jaxrl_llm.tasks.stream import Memory
-from jaxrl_llm.types import Completion, Group, Problem
+from jaxrl_llm.types import Completion, Episode, Group, Problem, Turn
 
 STEP_REWARDS = "step_rewards"
 """Name of the extra of a completion that holds the rewards of its steps (``Scores.steps``)."""
@@ -122,7 +123,7 @@ class RolloutBatch:
                 yield from (array for name, array in completion.extras.items() if name == STEP_REWARDS)
 
 
-RECORDS = (RolloutBatch, Carryover, PartialGroup, Group, Completion, Problem, Solved, Success, Failures)
+RECORDS = (RolloutBatch, Carryover, PartialGroup, Group, Completion, Episode, Turn, Problem, Solved, Success, Failures)
 """Types that checkpoints hold to save groups."""
 
 
@@ -138,6 +139,7 @@ class GroupSource:
       group: G.
       seed: the run's; with a prompt's number in the stream it determines every random number.
       shaping: changes of a group's rewards, in order.
+      episodes: of tasks with environments or tools; None without such tasks.
     """
 
     tokenizer: Any
@@ -147,6 +149,7 @@ class GroupSource:
     group: int
     seed: int
     shaping: tuple[GroupShaping, ...]
+    episodes: Episodes | None = None
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -157,7 +160,32 @@ class GroupSource:
     def ask(self, number: int, memory: Memory) -> tuple[PartialGroup, Memory]:
         """Return the group of this number, not begun yet, and the new memory of the stream."""
         problem, memory = self.stream.next(number, memory)
-        return PartialGroup(number, (None,) * self.group, problem, self.prompts[problem]), memory
+        asked = PartialGroup(number, (None,) * self.group, problem)
+        if not self.plays(problem):
+            return dataclasses.replace(asked, prompt=self.prompts[problem]), memory
+        prompt, *_ = self.episodes.begin(self.scenes(asked, range(self.group)))
+        return dataclasses.replace(asked, prompt=prompt), memory
+
+    def plays(self, problem: Problem) -> bool:
+        """Whether completions of this problem are episodes with an environment or tools."""
+        return self.episodes is not None and self.episodes.plays(problem)
+
+    def scenes(self, group: PartialGroup, places: Iterable[int]) -> list[Scene]:
+        """Return the episodes of some completions of a group."""
+        seed = environment_seed(self.seeds(group.number)[0])
+        return [Scene((group.number, place), group.problem, seed) for place in places]
+
+    def resumed(self, group: PartialGroup, places: Sequence[int]) -> PartialGroup:
+        """Bring the environments of some completions to where those are; one whose environment answers otherwise than
+        before begins anew, without tokens.
+        """
+        if not self.plays(group.problem):
+            return group
+        known = list(group.completions)
+        again = self.episodes.resume(self.scenes(group, places), [known[place] for place in places])
+        for place, completion in zip(places, again, strict=True):
+            known[place] = completion
+        return dataclasses.replace(group, completions=tuple(known))
 
     def seeds(self, number: int) -> list[int]:
         """Return the seeds of the G completions of a prompt."""
@@ -208,12 +236,14 @@ def whole(completion: Completion | None, longest: int) -> bool:
     """
     if completion is None or completion.finish_reason == "aborted":
         return False
+    if completion.episode is not None and completion.episode.end:
+        return True
     return completion.finish_reason != "length" or len(completion.tokens) >= longest
 
 
 def tokens_in(groups: Sequence[Group | PartialGroup]) -> int:
-    """Count the tokens of all their completions."""
-    return sum(len(c.tokens) for g in groups for c in g.completions if c is not None)
+    """Count the tokens that were sampled for all their completions."""
+    return sum(c.length for g in groups for c in g.completions if c is not None)
 
 
 MEMORY = 256

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_llm.environments.environment import ENDS
 from jaxrl_llm.rewards.bounds import REJECTED
 from jaxrl_llm.rewards.shaping import REFUSED
 from jaxrl_llm.rollout.groups import informative
@@ -59,8 +60,9 @@ def describe(groups: Sequence[Group]) -> dict[str, float]:
     accuracy = np.stack([g.accuracy for g in groups])
     completions = [c for g in groups for c in g.completions]
     ended = [c.finish_reason for c in completions]
-    lengths = np.array([len(c.tokens) for c in completions])
-    written = [c.tokens[:-1] if c.finish_reason == "stop" else c.tokens for c in completions]
+    lengths = np.array([c.length for c in completions])
+    sampled = [c.tokens[c.mask] for c in completions]
+    written = [tokens[:-1] if why == "stop" else tokens for tokens, why in zip(sampled, ended, strict=True)]
     looping = loops(written) | (np.array(ended) == "repetition")
     found = {}
     for name in groups[0].parts:
@@ -113,6 +115,25 @@ def describe_tasks(labels: Sequence[str], sampled: Sequence[Group], learned: Seq
         found |= {f"task/{label}/{name}": own[metric] for name, metric in OF_A_TASK.items()}
         found[f"task/{label}/groups"] = sum(group.problem.task == label for group in learned)
     return found
+
+
+def describe_episodes(groups: Sequence[Group]) -> dict[str, float]:
+    """Compute metrics of the groups' episodes; {} without any."""
+    found = [c.episode for group in groups for c in group.completions if c.episode is not None]
+    if not found:
+        return {}
+    calls = [sum(turn.calls for turn in episode.turns) for episode in found]
+    errors = [sum(turn.errors for turn in episode.turns) for episode in found]
+    ends = [episode.end for episode in found]
+    names = sorted({name for episode in found for name in episode.metrics})
+    return {
+        "episode/turns": float(np.mean([len(episode.turns) for episode in found])),
+        "episode/tool_calls": float(np.mean(calls)),
+        "episode/tool_errors": float(np.mean(errors)),
+        "episode/restarts": float(sum(episode.restarts for episode in found)),
+        **{f"episode/ends/{end}": ends.count(end) / len(ends) for end in ENDS},
+        **{f"environment/{name}": float(np.mean([one.metrics.get(name, 0.0) for one in found])) for name in names},
+    }
 
 
 def over_known(statistic: Callable[[np.ndarray], Any], values: np.ndarray) -> float:

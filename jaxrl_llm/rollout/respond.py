@@ -6,11 +6,12 @@ in their use of the completions.
 
 import dataclasses
 import enum
+import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from jaxrl_llm.engine.backend import Backend
-from jaxrl_llm.engine.requests import first_tokens, with_tokens
+from jaxrl_llm.engine.requests import first_tokens
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.rewards import Scorer
 from jaxrl_llm.types import Completion
@@ -18,9 +19,25 @@ from jaxrl_llm.types import Completion
 Status = Callable[[str], None]
 Watch = Callable[[Mapping[Any, Completion]], Mapping[Any, int]]
 """Function from completions with texts, by key, to the number of first tokens to keep of each one to stop early."""
-Responder = Callable[[Any, Completion], Sequence[int] | None]
-"""Function from an episode's key and a turn that the model has ended with a stop token to the tokens that answer it;
-None ends the episode. Turns that end otherwise end the episode without it."""
+WAIT_S = 1.0
+"""Longest wait for an environment, in seconds, before the caller is asked again whether to go on."""
+
+
+class Responder(Protocol):
+    """The other side of episodes of several turns, such as ``episodes.Episodes``. It answers beside the sampler."""
+
+    def ask(self, key: Hashable, turn: Completion, limit: int) -> None:
+        """Take a turn that the model has ended, whatever ended it; ``limit``: tokens of the whole episode at most."""
+
+    def abort(self, keys: Sequence[Hashable]) -> None:
+        """Leave the answers to these episodes for later: ``answered`` returns them if they are asked again."""
+
+    def answered(self, wait_s: float) -> dict[Hashable, Completion]:
+        """Return the episodes answered since the last call: those with an end are over, the others are sampled further.
+
+        ``wait_s``: seconds to wait if there are none.
+        """
+        ...
 
 
 class SeedSpace(enum.IntEnum):
@@ -46,12 +63,32 @@ class Answerer:
       model: weights to sample from.
       tokenizer: of the model.
       scorer: verifies, or scores.
+      episodes: of tasks with environments or tools; None without such tasks.
     """
 
     engine: Backend
     model: Any
     tokenizer: Any
     scorer: Scorer
+    episodes: Any = None
+
+
+class Asked(NamedTuple):
+    """One open request.
+
+    Attributes:
+      key: of the caller's choice.
+      prompt: token ids.
+      seed: determines its random numbers.
+      limit: maximum number of tokens.
+      begun: completion that it resumes; None for a new one.
+    """
+
+    key: Hashable
+    prompt: Any
+    seed: int
+    limit: int
+    begun: Completion | None
 
 
 class Requests:
@@ -60,21 +97,28 @@ class Requests:
     Args:
       backend: samples; its earlier requests are dropped.
       sampling: rules.
+      responder: answers the model's turns; None: each completion is one turn.
 
     Attributes:
       tokens: sampled so far.
+      waited_s: seconds in which nothing was sampled, since all requests waited for the responder.
     """
 
-    def __init__(self, backend: Backend, sampling: Sampling):
+    def __init__(self, backend: Backend, sampling: Sampling, responder: Responder | None = None):
         self.backend = backend
         self.tokens = 0
+        self.waited_s = 0.0
         self._sampling = sampling
-        self._asked: dict[int, tuple[Hashable, Any, int, int]] = {}  # by handle, in the order of the backend's queue
+        self._responder = responder
+        self._asked: dict[int, Asked] = {}  # by handle, in the order of the backend's queue
+        self._waiting: dict[Hashable, tuple[Asked, Completion]] = {}  # turns that the responder answers
+        self._aborted: dict[Hashable, Completion] = {}
+        self._ending: set[Hashable] = set()  # aborted, and not returned by the backend yet
         backend.start(sampling)
 
     def __len__(self) -> int:
         """Return the number of open requests."""
-        return len(self._asked)
+        return len(self._asked) + len(self._waiting) + len(self._aborted)
 
     def submit(
         self,
@@ -85,45 +129,100 @@ class Requests:
         begun: Sequence[Completion | None] | None = None,
         **more: bool,
     ) -> None:
-        """Request one completion for each key; the other arguments are those of ``Backend.submit``."""
+        """Request one completion for each key; the other arguments are those of ``Backend.submit``.
+
+        A turn that was begun and is finished waits for the responder first.
+        """
         limits = [self._sampling.max_new_tokens] * len(prompts) if limits is None else limits
-        handles = self.backend.submit(prompts, seeds, limits, begun, **more)
-        self._asked |= dict(zip(handles, zip(keys, prompts, seeds, limits, strict=True), strict=True))
+        begun = [None] * len(prompts) if begun is None else begun
+        sampled = []
+        for asked in map(Asked, keys, prompts, seeds, limits, begun):
+            if self._responder is not None and asked.begun is not None and self._is_turn(asked.begun):
+                self._hear(asked, dataclasses.replace(asked.begun, finish_reason="stop"))
+            else:
+                sampled.append(asked)
+        if sampled:
+            more |= {"keep_prompt": True} if self._responder is not None else {}
+            handles = self.backend.submit(
+                [one.prompt for one in sampled], [one.seed for one in sampled], [one.limit for one in sampled],
+                [one.begun for one in sampled], **more,
+            )  # fmt: skip
+            self._asked |= dict(zip(handles, sampled, strict=True))
+
+    def _is_turn(self, begun: Completion) -> bool:
+        """Whether a completion ends with a whole turn of the model."""
+        return bool(len(begun.tokens) and begun.mask[-1] and begun.tokens[-1] in self._sampling.stop_ids)
+
+    def _hear(self, asked: Asked, turn: Completion) -> None:
+        self._waiting[asked.key] = asked, turn
+        self._responder.ask(asked.key, turn, asked.limit)
 
     @property
     def keys(self) -> list[Hashable]:
-        """Keys of the open requests, in the order in which they were submitted."""
-        return [asked[0] for asked in self._asked.values()]
+        """Keys of the open requests: those at the backend in the order of submission, then those that wait."""
+        return [asked.key for asked in self._asked.values()] + [*self._waiting]
 
     @property
     def running(self) -> dict[Hashable, Completion]:
-        """Completions being sampled now, as far as they are; other requests wait."""
-        return {self._asked[handle][0]: completion for handle, completion in self.backend.running}
+        """Completions under way, as far as they are: those being sampled, and all episodes after their first turn."""
+        found = {one.key: one.begun for one in self._asked.values() if one.begun is not None and one.begun.episode}
+        found |= {self._asked[handle].key: completion for handle, completion in self.backend.running}
+        return found | {key: turn for key, (_, turn) in self._waiting.items()}
 
     def abort(self, keys: Sequence[Hashable]) -> None:
         """Abort the requests of these keys; their completions are returned as they are."""
         ending = set(keys)
-        if ending:  # the chunk that is being computed has to be waited for
-            self.backend.abort([handle for handle, asked in self._asked.items() if asked[0] in ending])
+        waiting = [key for key in self._waiting if key in ending]
+        for key in waiting:
+            _, turn = self._waiting.pop(key)
+            self._aborted[key] = dataclasses.replace(turn, finish_reason="aborted")
+        if waiting:
+            self._responder.abort(waiting)
+        handles = [handle for handle, asked in self._asked.items() if asked.key in ending]
+        if handles:  # the chunk that is being computed has to be waited for
+            self._ending |= {self._asked[handle].key for handle in handles}
+            self.backend.abort(handles)
 
-    def take(self, version: int, responder: Responder | None) -> dict[Hashable, Completion]:
-        """Return the finished episodes; an episode with a turn that the responder answers continues after it."""
-        over = {}
+    def step(self, weights: Any, version: int) -> None:
+        """Sample a chunk, if any request is not waiting for the responder."""
+        if self._asked:
+            self.tokens += self.backend.step(weights, version)
+
+    def take(self, wait: bool = False) -> dict[Hashable, Completion]:
+        """Return the completions that have ended; an episode that the responder answers continues.
+
+        ``wait``: whether to wait for the responder for a while if all requests do.
+        """
+        over, self._aborted = self._aborted, {}
         for handle, completion in self.backend.collect():
-            key, prompt, seed, limit = self._asked.pop(handle)
-            ended = responder is None or completion.finish_reason != "stop"  # aborted, repetitive or out of tokens
-            answer = None if ended else responder(key, completion)
-            more = completion if answer is None else with_tokens(completion, answer, version)
-            if answer is None or len(more.tokens) >= limit:
+            asked = self._asked.pop(handle)
+            if self._responder is None or completion.finish_reason == "aborted":
+                over[asked.key] = completion
+            elif asked.key in self._ending:  # its turn has ended meanwhile, and nobody answers it now
+                over[asked.key] = dataclasses.replace(completion, finish_reason="aborted")
+            else:
+                self._hear(asked, completion)
+            self._ending.discard(asked.key)
+        if self._waiting:
+            over |= self._answers(wait and not self._asked and not over)
+        return over
+
+    def _answers(self, wait: bool) -> dict[Hashable, Completion]:
+        """Return the episodes that are over, and request the next turns of those that the responder has answered."""
+        began = time.perf_counter()
+        answered = self._responder.answered(WAIT_S if wait else 0.0)
+        self.waited_s += (time.perf_counter() - began) * wait
+        over = {}
+        for key, completion in answered.items():
+            asked, _ = self._waiting.pop(key)
+            if completion.episode is not None and completion.episode.end:
                 over[key] = completion
             else:
-                self.submit([key], [prompt], [seed], [limit], [more])
+                self.submit([key], [asked.prompt], [asked.seed], [asked.limit], [completion])
         return over
 
 
-def respond(
-    requests: Requests, weights: Any, version: int = 0, responder: Responder | None = None
-) -> Iterator[dict[Hashable, Completion]]:
+def respond(requests: Requests, weights: Any, version: int = 0) -> Iterator[dict[Hashable, Completion]]:
     """Sample until no request is open; yield, before each chunk, the episodes finished since the last one.
 
     The first yield is empty. At every yield the caller may submit more requests, or abort some.
@@ -132,15 +231,14 @@ def respond(
       requests: open requests.
       weights: to sample from.
       version: of the weights; every token sampled is marked with it.
-      responder: answers each finished turn, or returns None to end its episode; None: all episodes have one turn.
     """
     over: dict[Hashable, Completion] = {}
     yield over
     while requests:
-        over = requests.take(version, responder)  # what was aborted
+        over = requests.take()  # what was aborted
         if not over:
-            requests.tokens += requests.backend.step(weights, version)
-            over = requests.take(version, responder)
+            requests.step(weights, version)
+            over = requests.take(wait=True)
         yield over
 
 
@@ -169,8 +267,8 @@ def gather(
 
 
 def with_texts(completions: Mapping[Any, Any], tokenizer: Any) -> dict[Any, Completion]:
-    """Return the completions with their tokens decoded."""
+    """Return the completions with their tokens decoded, of episodes those of the last turn."""
     if not completions:  # of no text at all tokenizers make one that is empty
         return {}
-    texts = tokenizer.batch_decode([c.tokens for c in completions.values()], skip_special_tokens=True)
+    texts = tokenizer.batch_decode([c.tokens[c.last_turn :] for c in completions.values()], skip_special_tokens=True)
     return {key: dataclasses.replace(c, text=text) for (key, c), text in zip(completions.items(), texts, strict=True)}

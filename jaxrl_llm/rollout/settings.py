@@ -6,6 +6,7 @@ from typing import Annotated, Any
 from jaxrl_llm.data.datasets import Collected, Texts
 from jaxrl_llm.data.loading import check_texts
 from jaxrl_llm.engine.settings import Repetition, Sampling
+from jaxrl_llm.environments.limits import Limits
 from jaxrl_llm.errors import require
 from jaxrl_llm.system.setting import FREE, RECORDED, Count, Range, Setting, take_old_names
 from jaxrl_llm.tasks.curriculum import Curriculum
@@ -177,6 +178,7 @@ class Rollout(Setting):
       engine: see ``EngineOptions``.
       repetition: ends completions that repeat themselves, in training only.
       collect: collection of the groups of a step.
+      episode: limits of episodes, for tasks with environments or tools.
     """
 
     prompts: Annotated[int, Count(1)] = 8
@@ -189,6 +191,7 @@ class Rollout(Setting):
     engine: EngineOptions = EngineOptions()
     repetition: Repetition = Repetition()
     collect: Collect = Collect()
+    episode: Limits = Limits()
 
     def check(self, run: Any, where: str) -> None:
         """Refuse a sampler that is another policy than the one that learns."""

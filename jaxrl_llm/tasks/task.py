@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 from jaxrl_llm import codec
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.tasks.extract import extract, integer
-from jaxrl_llm.tasks.filters import resolve
+from jaxrl_llm.tasks.filters import importable, resolve
 from jaxrl_llm.tasks.instructed import Instructions
 from jaxrl_llm.tasks.instructions import check_instructions
 from jaxrl_llm.tasks.prompts import messages_of, prompt_key
@@ -44,6 +44,9 @@ class Task:
       holdout: share of the distinct prompts, in [0, 1), that is held out for evaluation.
       name: in metrics; None means the source's.
       date: today's date for templates that read the clock, as 2025-07-01; None means the day on which the run began.
+      environment: makes the environment of each episode: an ``Environment`` class, a factory, a class of TRL's form, or
+        a dictionary of them, chosen by the row's column ``environment``; each as ``module:name`` too. None without one.
+      tools: functions with type hints and docstrings that the model may call; in addition to the environment's.
     """
 
     source: ReasoningGym | Table | HubDataset | Instructions | Rows | Any  # Any: flags leave a class of yours as it is
@@ -56,15 +59,32 @@ class Task:
     holdout: float = 0.0
     name: str | None = None
     date: str | None = None
+    environment: Any = None
+    tools: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
         if not hasattr(self.source, "problems"):
             object.__setattr__(self, "source", Rows(self.source))
+        given = self.environment
+        named = {key: by_name(value) for key, value in given.items()} if isinstance(given, dict) else by_name(given)
+        object.__setattr__(self, "environment", named)
+        tools = self.tools if isinstance(self.tools, (tuple, list)) else (self.tools,)
+        object.__setattr__(self, "tools", tuple(map(by_name, tools)))
+
+    @property
+    def plays(self) -> bool:
+        """Whether completions are episodes, with an environment or tools."""
+        return self.environment is not None or bool(self.tools)
 
     @property
     def label(self) -> str:
         """Name of the task in metrics."""
         return self.name or getattr(self.source, "label", type(self.source).__name__)
+
+
+def by_name(given: Any) -> Any:
+    """Return ``module:name`` for a function or class that other processes can import; other values stay."""
+    return (importable(given)[0] or given) if callable(given) else given
 
 
 @dataclasses.dataclass(frozen=True)

@@ -181,11 +181,11 @@ def training_lines(
                 "group": number,
                 "task": group.problem.task,
                 "prompt": group.problem.prompt[-1]["content"],
-                "completion": completion.text,
+                "completion": completion.transcript,
                 "reward": float(group.rewards[i]),
                 "parts": {name: float(part[i]) for name, part in group.parts.items()},
                 "finish_reason": completion.finish_reason,
-                "tokens": len(completion.tokens),
+                "tokens": completion.length,
             }
             if sample is not None:  # where each token has its own advantage, their mean over those that count
                 advantage = np.asarray(advantage_of(sample), np.float64)

@@ -53,7 +53,7 @@ class ToyEngine:
         self.sampling, self.waiting, self.seated, self.finished = sampling, {}, {}, []
         self.handles = self.slot_steps = 0
 
-    def submit(self, prompts, seeds, limits=None, begun=None):
+    def submit(self, prompts, seeds, limits=None, begun=None, keep_prompt=False):
         limits = limits or [self.sampling.max_new_tokens] * len(prompts)
         begun = begun or [None] * len(prompts)
         handles = list(range(self.handles, self.handles + len(prompts)))
@@ -123,6 +123,7 @@ class ToySource:
     degenerate: float
     solved: bool = True
     labels: tuple[str, ...] = ()
+    episodes: None = None
 
     def informative(self, number):
         return drawn(number, 7, 1000) >= 1000 * self.degenerate
@@ -130,6 +131,9 @@ class ToySource:
     def ask(self, number, memory):
         problem = Problem(str(number), ({"role": "user", "content": "?"},), "1", "toy")
         return PartialGroup(number, (None,) * self.group, problem, np.asarray([1 + number], np.int32)), memory
+
+    def resumed(self, group, places):
+        return group
 
     def seeds(self, number):
         return [request_seed(1, number * self.group + g) for g in range(self.group)]

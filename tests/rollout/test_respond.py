@@ -1,16 +1,20 @@
 """The one driver of a backend: what comes back when, aborts while it runs, and episodes of several turns."""
 
+import dataclasses
+
 import numpy as np
+import pytest
 from rollout.simulation import LONGEST, ToyEngine
 from tiny import tiny
 
 from jaxrl_llm.rollout import Engine, Sampling, with_tokens
 from jaxrl_llm.rollout.respond import Requests, SeedSpace, request_seed, respond
+from jaxrl_llm.types import Episode
 
 
-def asked(count, slots=2, longest=LONGEST):
+def asked(count, slots=2, longest=LONGEST, responder=None):
     """Requests for so many completions of the toy, by their numbers."""
-    requests = Requests(ToyEngine(slots), Sampling(max_new_tokens=longest))
+    requests = Requests(ToyEngine(slots), Sampling(max_new_tokens=longest), responder)
     requests.submit(range(count), [(1,)] * count, range(count))
     return requests
 
@@ -50,49 +54,98 @@ def test_the_caller_may_ask_for_more_whenever_it_is_handed_something():
     assert seen == [0, 11, 12, 13]
 
 
-def test_a_responder_answers_a_turn_until_the_episode_is_over():
+@dataclasses.dataclass
+class Tool:
+    """Answers every first turn with two tokens, and ends the episode at its second.
+
+    ``slow``: only when waited for; ``never``: not at all.
+    """
+
+    slow: bool = False
+    never: bool = False
+    asked: dict = dataclasses.field(default_factory=dict)
+    heard: list = dataclasses.field(default_factory=list)
+
+    def ask(self, key, turn, limit):
+        self.heard.append((key, turn.finish_reason))
+        self.asked[key] = turn, limit
+
+    def abort(self, keys):
+        for key in keys:
+            del self.asked[key]
+
+    def answered(self, wait_s):
+        if self.never or (self.slow and not wait_s):
+            return {}
+        found = {}
+        for key, (turn, limit) in self.asked.items():
+            over = turn.episode is not None or turn.finish_reason != "stop" or len(turn.tokens) + 2 >= limit
+            episode = Episode(end="completed" if over else "")
+            found[key] = dataclasses.replace(turn if over else with_tokens(turn, [7, 8]), episode=episode)
+        self.asked = {}
+        return found
+
+
+RULES = Sampling(max_new_tokens=24, stop_ids=(2, 3, 5, 7, 9, 11, 12, 13))
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_responder_answers_a_turn_until_the_episode_is_over(slow):
     model, prompts, seeds = tiny("windows"), ([3, 1, 4], [1, 5], [9]), (3, 4, 5)
-    rules = Sampling(max_new_tokens=24, stop_ids=(2, 3, 5, 7, 9, 11, 12, 13))
     engine = Engine(model, slots=2, max_length=32, chunk=4)
-    turns = engine.generate(model, prompts, seeds, rules)
+    turns = engine.generate(model, prompts, seeds, RULES)
     assert all(turn.finish_reason == "stop" and len(turn.tokens) < 20 for turn in turns)
-    heard = []
-
-    def tool(key, turn):
-        heard.append(key)
-        return [7, 8] if turn.mask.all() else None
-
-    requests = Requests(engine, rules)
+    tool = Tool(slow)
+    requests = Requests(engine, RULES, tool)
     requests.submit("abc", prompts, seeds)
-    found = {key: episode for over in respond(requests, model, 0, tool) for key, episode in over.items()}
-    assert sorted(heard) == sorted("abc" * 2) and set(found) == set("abc")
-    engine.start(rules)
+    found = {key: episode for over in respond(requests, model) for key, episode in over.items()}
+    assert sorted(tool.heard) == sorted((key, "stop") for key in "abc" * 2) and set(found) == set("abc")
+    engine.start(RULES)
     begun = [with_tokens(turn, [7, 8]) for turn in turns]
-    handles = engine.submit(prompts, seeds, begun=begun)
+    handles = engine.submit(prompts, seeds, begun=begun, keep_prompt=True)
     while engine.busy:
         engine.step(model)
     for (_, wanted), key in zip(sorted(engine.collect()), "abc", strict=True):
         np.testing.assert_array_equal(found[key].tokens, wanted.tokens)
         np.testing.assert_array_equal(found[key].mask, wanted.mask)
-        np.testing.assert_allclose(found[key].sampler_logp, wanted.sampler_logp, atol=1e-5)
+        np.testing.assert_array_equal(found[key].sampler_logp, wanted.sampler_logp)
         assert (~found[key].mask).sum() == 2
     assert len(handles) == 3
 
 
-def test_an_answer_that_leaves_no_room_ends_the_episode():
-    requests = asked(1, longest=6)
-    requests.backend.length = lambda seed: 4
-    rounds = list(respond(requests, None, responder=lambda key, turn: [7, 8]))
-    assert rounds[-1][0].tokens.shape == (4,)
+def test_an_interrupted_episode_resumes_with_its_answer():
+    model, engine = tiny("windows"), Engine(tiny("windows"), slots=2, max_length=32, chunk=4)
+    whole = Requests(engine, RULES, Tool())
+    whole.submit("ab", ([3, 1, 4], [1, 5]), (3, 4))
+    wanted = {key: one for over in respond(whole, model) for key, one in over.items()}
+    requests = Requests(engine, RULES, Tool(never=True))
+    requests.submit("ab", ([3, 1, 4], [1, 5]), (3, 4))
+    for _ in respond(requests, model):
+        waiting = [
+            key for key, turn in requests.running.items() if len(turn.tokens) and turn.tokens[-1] in RULES.stop_ids
+        ]
+        if len(waiting) == 2:
+            break
+    assert len(requests) == 2, "both wait for the tool"
+    requests.abort(requests.keys)
+    left = requests.take()
+    assert {one.finish_reason for one in left.values()} == {"aborted"} and not requests
+    again = Requests(engine, RULES, Tool())
+    again.submit("ab", ([3, 1, 4], [1, 5]), (3, 4), begun=[left["a"], left["b"]])
+    found = {key: one for over in respond(again, model) for key, one in over.items()}
+    assert [key for key, _ in again._responder.heard][:2] == ["a", "b"], "nothing is sampled before the tool answers"
+    for key, one in wanted.items():
+        np.testing.assert_array_equal(found[key].tokens, one.tokens)
+        np.testing.assert_array_equal(found[key].sampler_logp, one.sampler_logp)
 
 
 def test_a_turn_that_is_aborted_is_not_answered():
-    requests = asked(4)
-    heard = []
-    for over in respond(requests, None, responder=lambda key, turn: heard.append(turn.finish_reason)):
+    tool = Tool()
+    requests = asked(4, responder=tool)
+    for over in respond(requests, None):
         requests.abort(requests.keys)
         assert {completion.finish_reason for completion in over.values()} <= {"aborted"}
-    assert not heard and not requests
+    assert not tool.heard and not requests
 
 
 def test_no_two_kinds_of_asking_share_a_random_number():

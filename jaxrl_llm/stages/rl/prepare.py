@@ -1,13 +1,14 @@
 """Reinforcement learning as a kind of training: reading its data, building its parts, checking the run."""
 
 import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxrl_llm import config as configs
 from jaxrl_llm import tasks
 from jaxrl_llm.rewards import Scorer
+from jaxrl_llm.rollout.episodes import Episodes, episodes_of
 from jaxrl_llm.rollout.evaluate import Evaluated, Questions, evaluate
 from jaxrl_llm.rollout.groups import GroupSource
 from jaxrl_llm.rollout.respond import Answerer
@@ -15,7 +16,15 @@ from jaxrl_llm.sharding import repeated_heads, rollout_mesh
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.stages.rl.ingredient import Around
 from jaxrl_llm.stages.rl.ingredients import ingredients_of, moved_by_rules, rules_for
-from jaxrl_llm.stages.rl.problems import about, problems_of, prompts_of, read_problems, same_groups, streams_of
+from jaxrl_llm.stages.rl.problems import (
+    Problems,
+    about,
+    problems_of,
+    prompts_of,
+    read_problems,
+    same_groups,
+    streams_of,
+)
 from jaxrl_llm.stages.rl.programs import answering, groups, learning_of, outline, sampler_of, sampling_of
 from jaxrl_llm.stages.rl.reinforcement import Reinforcement
 from jaxrl_llm.tasks.template import check_tokenizer
@@ -66,18 +75,19 @@ def prepare(
     ingredients = [one.prepared(around) for one in ingredients_of(run)]
     forward = forwards["policy"]
     engine, transfer = sampling_of(run, model, forward.compute.dtype, mesh, where)
-    stream = streams_of(run, read.train)
-    source = GroupSource(tokenizer, prompts, stream, scorer, run.rollout.group, run.seed, run.recipe.shaping)
+    episodes = [episodes_of(one, run.rollout, stops, peers) for one in (prompts, test_prompts)]
+    of_run = run.rollout.group, run.seed, run.recipe.shaping
+    source = GroupSource(tokenizer, prompts, streams_of(run, read.train), scorer, *of_run, episodes[0])
     limits = configs.limits_of(configs.parts_of_task(read.tested), run.rollout.max_new_tokens)
 
     def test(weights: Any) -> tuple[Evaluated, ...]:
         if not read.asked:
             return ()
         asked = Questions(test_prompts, read.asked, run.evaluation.samples, run.seed, limits)
-        return evaluate(Answerer(engine, weights, tokenizer, scorer), asked, answers, progress.status)
+        return evaluate(Answerer(engine, weights, tokenizer, scorer, episodes[1]), asked, answers, progress.status)
 
     repeated = repeated_heads(model.config.attention.kv_heads, where.shape["tensor"])
-    told = [line for one in ingredients for line in one.notes]
+    told = [line for one in ingredients for line in one.notes] + rehearsed(episodes, read)
     return Reinforcement(
         training=training,
         forward=forward,
@@ -96,6 +106,14 @@ def prepare(
         evaluation=test,
         ingredients=ingredients,
     )
+
+
+def rehearsed(episodes: Sequence[Episodes | None], read: Problems) -> list[str]:
+    """Begin a first episode of training and of evaluation, so that one that cannot begin is refused; return notes."""
+    notes: list[str] = []
+    for one, problems in zip(episodes, (read.all_train, read.asked), strict=True):
+        notes += [] if one is None else one.rehearse(problems)
+    return list(dict.fromkeys(notes))
 
 
 def check_ahead(

@@ -1,0 +1,172 @@
+"""Episodes as token ids: the prompt, and what follows each reply; sampled tokens are never made anew.
+
+What follows a reply is a difference of two renderings: the chat template writes a history of the episode's shape, with
+stand-ins for its contents, and the world's messages. The text after the last reply's stand-in follows the sampled
+tokens.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxrl_llm.environments.calls import Parsed, end_of_calls, marks_of, parse_reply
+from jaxrl_llm.environments.environment import Message
+from jaxrl_llm.environments.guarding import Guard
+from jaxrl_llm.environments.renderings import ASKED, OTHER, REPLIED, After, Renderings
+from jaxrl_llm.errors import require
+from jaxrl_llm.models.tokenizer import special_ids
+from jaxrl_llm.tasks.template import Wording, bos, check_tokenizer, worded
+
+_LAST = 16  # tokens before a reply that tell whether it continues reasoning
+_THINKING = ("<think>", "<|channel>thought", "<|channel>", "<|START_THINKING|>", "[THINK]")
+_APPEND_ONLY = (
+    "the chat template rewrites earlier replies, as by dropping their reasoning; every token is kept as it was sampled "
+    "(append_only)"
+)
+
+
+class EpisodeFormat:
+    """Token ids of the episodes of one task.
+
+    Args:
+      tokenizer: of the model.
+      wording: the task, or other settings of the prompt's text. With ``template`` plain or chatml, tools are described
+        in the system message, and calls and results are text.
+      tools: JSON schemas.
+      stop_ids: tokens at which the model's completions end; empty means the tokenizer's own.
+
+    Attributes:
+      syntax: of the calls in replies, see ``calls.syntax_of``.
+      note: a line on how the template writes earlier turns if that is not as they were sampled; else empty.
+
+    Raises:
+      InputError: the tokenizer is missing, or the template cannot write the tools, their results or a second turn.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        wording: Wording,
+        tools: Sequence[Mapping[str, Any]] = (),
+        stop_ids: Sequence[int] = (),
+    ):
+        check_tokenizer(tokenizer)
+        self.tokenizer = tokenizer
+        self.tools = tuple(tools)
+        own = tokenizer.eos_token_id
+        self._stops = tuple(stop_ids) or (() if own is None else (own,))
+        self._guard = Guard(tokenizer)
+        self._renderings = Renderings(wording, tokenizer, self.tools, self._guard)
+        self._plain = wording.template == "plain"
+        self.syntax = self._renderings.syntax()
+        self._end = "" if self._plain else self._renderings.end_of_turns()
+        self._check_turns()
+        self.note = "; ".join(filter(None, [self._note_on_history(), self._note_on_ends()]))
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Return the ids of an episode's first messages, up to the start of the first reply.
+
+        Control tokens in the contents of users and tools are text.
+
+        Raises:
+          InputError: no message is a user's, or the template refuses them.
+        """
+        require(
+            any(message["role"] == "user" for message in messages),
+            "an episode begins without a message of the user; let the row or the environment's reset give one",
+        )
+        told = worded([self._guard(message) for message in messages], self._renderings.wording)
+        text = self._renderings.text(told, True)
+        return (bos(text, self.tokenizer) if self._plain else []) + self._guard.ids(text)
+
+    def suffix(self, turns: Sequence[Message], messages: Sequence[Message], sampled: Sequence[int]) -> list[int]:
+        """Return the ids between a reply and the next one: the rest of its turn, the messages, the next one's start.
+
+        A stop token that the template does not write stays in place of the template's own end of the turn.
+
+        Args:
+          turns: the episode so far; the last is the parsed reply.
+          messages: of the world. Control tokens in their contents are text.
+          sampled: ids of the reply, its stop token included if it has one.
+
+        Raises:
+          InputError: the template refuses the messages, or leaves them out.
+        """
+        following = [self._guard(message) for message in messages]
+        last = self._decoded(sampled[-1:]) if len(sampled) and sampled[-1] in self._control else ""
+        if self._plain:
+            contents = [message["content"] for message in self._renderings.said(following)]
+            return self._guard.ids("".join(f"\n\n{content}" for content in contents), last)
+        after = self._renderings.after(turns, following)
+        return self._guard.ids(after.text[self._cut(after, sampled, last) :], last)
+
+    def parse(self, tokens: Sequence[int], before: Sequence[int] | None = None) -> Parsed:
+        """Return the message of a sampled reply.
+
+        Args:
+          tokens: its ids, the stop token included.
+          before: ids that it continues; they tell whether it begins inside reasoning. None means those of a prompt.
+        """
+        ids = [int(token) for token in tokens]
+        if ids and ids[-1] in self._stops:
+            ids.pop()
+        text = self._decoded([token for token in ids if token not in self._hidden])
+        start = self._start if before is None else self._decoded(before[-_LAST:])
+        return parse_reply(text, self.syntax, self.tools, start.rstrip().endswith(_THINKING))
+
+    def _cut(self, after: After, sampled: Sequence[int], last: str) -> int:
+        """Return where the suffix begins in the text after a reply; ``last``: its last token if that is special."""
+        region = after.region
+        stopped = bool(last) and sampled[-1] in self._stops
+        if stopped and last in region:
+            return region.index(last) + len(last)
+        at = end_of_calls(region, self.syntax) if after.inside else 0
+        rest = region[at:].lstrip()
+        begins = len(region) - len(rest)
+        for end in (last, self._end if stopped else ""):
+            if end and rest.startswith(end):
+                return begins + len(end)
+        return begins if self._decoded(sampled[-_LAST:]).endswith(region[at:begins]) else at
+
+    def _check_turns(self) -> None:
+        """Refuse a template that cannot write a second turn."""
+        if not self.tools:
+            self.suffix([ASKED, REPLIED], [ASKED], ())
+            return
+        name = self.tools[0]["function"]["name"]
+        call = {"id": "call00000", "type": "function", "function": {"name": name, "arguments": {}}}
+        reply = {"role": "assistant", "content": "", "tool_calls": [call]}
+        self.suffix([ASKED, reply], [{"role": "tool", "name": name, "tool_call_id": "call00000", "content": OTHER}], ())
+
+    def _note_on_history(self) -> str:
+        return _APPEND_ONLY if not self._plain and self._renderings.rewrites_history() else ""
+
+    def _note_on_ends(self) -> str:
+        if self._plain or not self._stops:
+            return ""
+        region = self._renderings.after([ASKED, REPLIED], [ASKED]).region
+        stops = [self._decoded([token]) for token in self._stops]
+        if any(stop in region for stop in stops):
+            return ""
+        return (
+            f"completions end at {' or '.join(stops)}, which the chat template does not write between turns; it stays"
+        )
+
+    def _decoded(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode([int(token) for token in ids], clean_up_tokenization_spaces=False)
+
+    @functools.cached_property
+    def _control(self) -> frozenset[int]:
+        """Tokens that are no text."""
+        return frozenset((*special_ids(self.tokenizer), *self._stops))
+
+    @functools.cached_property
+    def _hidden(self) -> frozenset[int]:
+        """Special tokens that mark neither calls nor reasoning."""
+        marks = marks_of(self.syntax)
+        return frozenset(token for token in special_ids(self.tokenizer) if self._decoded([token]) not in marks)
+
+    @functools.cached_property
+    def _start(self) -> str:
+        """The text of a prompt."""
+        return self._renderings.text([ASKED], True)

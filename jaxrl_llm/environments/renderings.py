@@ -1,0 +1,233 @@
+"""What a chat template writes for an episode, found with stand-ins for the contents of its messages."""
+
+import dataclasses
+import json
+import re
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxrl_llm.environments import plain_form
+from jaxrl_llm.environments.calls import NO_CALLS, end_of_calls, parse_reply, syntax_of, tool_call
+from jaxrl_llm.environments.environment import Message
+from jaxrl_llm.environments.guarding import Guard
+from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.tasks.template import Wording, rendered, template_text
+
+REPLY = "Zq0replyZq0"
+RESULT = "Zq1resultZq1"
+THOUGHT = "Zq2thoughtZq2"
+OTHER = "x"
+"""Stand-ins for contents, which templates leave as they are."""
+ASKED: Message = {"role": "user", "content": OTHER}
+REPLIED: Message = {"role": "assistant", "content": REPLY}
+_CHATML = "set --task.template chatml, with which tools and calls are plain text"
+_UNKNOWN = f"the chat template writes tool calls in a form that is not known here; {_CHATML}"
+
+_MOST_REGIONS = 512
+_UNCLOSED = re.compile(r"[<\[][^<>\[\]]*\Z")  # the first half of a mark at the end of a text
+
+
+class _Shape(NamedTuple):
+    """A way to hand calls to a template: some take no text, no objects, or no second call."""
+
+    content: str | None
+    as_text: bool
+    most: int | None
+
+
+_SHAPES = tuple(
+    _Shape(content, as_text, most) for most in (None, 1) for as_text in (False, True) for content in ("", None)
+)
+
+
+class After(NamedTuple):
+    """Text after a reply: up to the first content that follows, and whole.
+
+    Attributes:
+      region: what the template alone writes: the rest of the turn, and the head of the next.
+      text: all of it, up to the next reply.
+      inside: whether it begins inside the last argument of the reply's last call.
+    """
+
+    region: str
+    text: str
+    inside: bool
+
+
+class Renderings:
+    """Texts of a chat template.
+
+    Args:
+      wording: settings of the prompt's text.
+      tokenizer: has the template.
+      tools: JSON schemas.
+      guard: makes contents harmless.
+    """
+
+    def __init__(self, wording: Wording, tokenizer: Any, tools: Sequence[Mapping[str, Any]], guard: Guard):
+        self.plain_form = bool(tools) and wording.template in ("plain", "chatml")
+        self._native = bool(tools) and not self.plain_form
+        self._tools = [dict(tool) for tool in tools]
+        self._tokenizer = tokenizer
+        self._guard = guard
+        self._regions: dict[Hashable, tuple[_Shape | None, str]] = {}
+        if self._native and wording.template == "tokenizer" and isinstance(tokenizer.chat_template, dict):
+            named = tokenizer.get_chat_template(tools=self._tools)  # some models have a template for tools
+            wording = dataclasses.replace(wording, template=named)  # ty: ignore[invalid-argument-type]
+        self.wording = wording
+
+    def text(self, messages: Sequence[Message], asks: bool) -> str:
+        """Return the text of messages with the tools; with ``asks`` up to the start of the next reply."""
+        if self.plain_form:
+            messages = plain_form.with_tools(plain_form.as_text(messages), self._tools)
+        options = {"tools": self._tools} if self._native else None
+        return rendered([*messages], self.wording, self._tokenizer, asks, options)
+
+    def said(self, messages: Sequence[Message]) -> list[Message]:
+        """Return the world's messages as the template gets them."""
+        return plain_form.joined(plain_form.as_text(messages) if self.plain_form else messages)
+
+    def after(self, turns: Sequence[Message], messages: Sequence[Message]) -> After:
+        """Return the text after the last of the turns, which is a reply, with these messages of the world.
+
+        Raises:
+          InputError: the template refuses the messages, or leaves them or the reply out.
+        """
+        shape, region = self._region(turns, messages)
+        history = self._history(turns, messages, shape)
+        text = self.text([*history, *self.said(messages)], True).partition(REPLY)[2]
+        return After(_common(region, text), text, bool(history[-1].get("tool_calls")))
+
+    def _region(self, turns: Sequence[Message], messages: Sequence[Message]) -> tuple[_Shape | None, str]:
+        """Return a shape that the template takes, and the text after the last reply up to the content that follows."""
+        key = (*map(_outline, turns), None, *map(_outline, messages))
+        found = self._regions.get(key)
+        if found is None:
+            if len(self._regions) >= _MOST_REGIONS:
+                self._regions.clear()
+            found = self._regions[key] = self._new_region(turns, messages)
+        return found
+
+    def _new_region(self, turns: Sequence[Message], messages: Sequence[Message]) -> tuple[_Shape | None, str]:
+        told = [message | {"content": OTHER if index else RESULT} for index, message in enumerate(messages)]
+        refusal = InputError(f"the chat template leaves out replies; {_CHATML}")
+        for shape in (*_SHAPES, None) if self._native else (None,):
+            try:
+                history = self._history(turns, messages, shape)
+                _, found, region = self.text([*history, *self.said(told)], True).partition(REPLY)
+            except InputError as error:
+                refusal = error
+                continue
+            if found:
+                break
+        else:
+            raise refusal
+        if messages:
+            region, found, _ = region.partition(RESULT)
+            require(bool(found), f"the chat template leaves out messages of the role {messages[0]['role']}; {_CHATML}")
+        return shape, region
+
+    def end_of_turns(self) -> str:
+        """Return the token that the template writes after each reply; empty if it writes none, or only the token with
+        which the next message begins.
+        """
+        try:
+            last = self.text([ASKED, REPLIED], False).partition(REPLY)[2]
+            between = self.after([ASKED, REPLIED], [ASKED]).region
+        except InputError:
+            return ""
+        end = self._guard.first_token(between)
+        follows = end and self._guard.has_token(between.partition(end)[2])
+        return end if follows and self._guard.first_token(last) else ""
+
+    def rewrites_history(self) -> bool:
+        """Whether the template writes an earlier reply otherwise than it was sampled, as by dropping its reasoning."""
+        start = self.text([ASKED], True)
+        written = f"<think>\n{THOUGHT}\n</think>\n\n{REPLY}"
+        forms = [{"content": REPLY, key: THOUGHT} for key in ("reasoning_content", "thinking")]
+        for form in [{"content": written}, *forms]:
+            reply = {"role": "assistant", **form}
+            try:
+                last = self.text([ASKED, reply], False)
+                later = self.text([ASKED, reply, ASKED], True)
+            except InputError:
+                continue
+            if not later.startswith(start) or (THOUGHT in last and THOUGHT not in later):
+                return True
+        return False
+
+    def syntax(self) -> str:
+        """Return the name of the syntax of calls.
+
+        Raises:
+          InputError: the template cannot write the tools, or writes a call that cannot be read back.
+        """
+        if not self._native:
+            return "plain" if self.plain_form else NO_CALLS
+        names = [tool["function"]["name"] for tool in self._tools]
+        told, untold = self.text([ASKED], True), rendered([ASKED], self.wording, self._tokenizer)
+        seen = told != untold and all(name in told for name in names)
+        require(seen, f"the chat template cannot write tools; {_CHATML}, or give a template that can")
+        syntax = syntax_of(template_text(self.wording, self._tokenizer))
+        written = self._written_call(names[0], syntax)
+        message = parse_reply(written, syntax).message
+        functions = [call["function"] for call in message.get("tool_calls", ())]
+        require(not written or functions == [{"name": names[0], "arguments": {"q": REPLY}}], _UNKNOWN)
+        return syntax
+
+    def _written_call(self, name: str, syntax: str) -> str:
+        """Return what the template writes for a reply that calls a tool; empty if it writes none."""
+        turns = [ASKED, {"role": "assistant", "tool_calls": [tool_call(0, name, {})]}]
+        for shape in _SHAPES:
+            try:
+                text = self.text(self._history(turns, (), shape), False)
+                start = _UNCLOSED.sub("", _common(text, self.text([ASKED], True)))
+            except InputError:
+                continue
+            before, found, after = text.partition(REPLY)
+            if found:
+                return text[len(start) : len(before) + len(REPLY) + end_of_calls(after, syntax)]
+        return ""
+
+    def _history(self, turns: Sequence[Message], messages: Sequence[Message], shape: _Shape | None) -> list[Message]:
+        """Return stand-ins for the turns; the last one's content, or its last call's argument, is REPLY."""
+        history: list[Message] = []
+        following = [*turns[1:], *messages[:1], ASKED]
+        for index, message in enumerate(turns):
+            value = REPLY if index == len(turns) - 1 else OTHER
+            stand_in: Message = {"role": message["role"], "content": value}
+            if message["role"] == "assistant" and shape is not None:
+                stand_in |= self._calls(message, following[index], shape, value)
+            elif message["role"] == "tool":
+                stand_in = self._guard(message) | stand_in
+            history.append(stand_in)
+        return history
+
+    def _calls(self, message: Message, following: Message, shape: _Shape, value: str) -> Message:
+        """Return the content and the calls of a stand-in; a result without a call, as of one that cannot be parsed,
+        gets one.
+        """
+        calls = message.get("tool_calls", ())
+        if not calls and following["role"] == "tool":
+            calls = [tool_call(0, following.get("name", "tool"), {})]
+        told = []
+        for index, call in enumerate(calls[: shape.most], 1):
+            arguments = {"q": value if index == len(calls[: shape.most]) else OTHER}
+            function = {
+                "name": self._guard.name(call["function"]["name"]),
+                "arguments": json.dumps(arguments) if shape.as_text else arguments,
+            }
+            told.append({**call, "function": function})
+        return {"content": shape.content, "tool_calls": told} if told else {}
+
+
+def _outline(message: Message) -> Hashable:
+    """Return all of a message that stand-ins keep."""
+    calls = tuple((call.get("id"), call["function"]["name"]) for call in message.get("tool_calls", ()))
+    return message["role"], message.get("name"), message.get("tool_call_id"), calls
+
+
+def _common(one: str, other: str) -> str:
+    """Return the text at which both begin."""
+    size = next((index for index, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
+    return one[: min(len(one), len(other)) if size is None else size]

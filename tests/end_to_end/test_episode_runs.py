@@ -1,0 +1,133 @@
+"""Whole runs whose completions are episodes with an environment of one's own and a tool."""
+
+import json
+
+import pytest
+from commands import commands
+
+from jaxrl_llm.models import load_pretrained, save_pretrained
+
+WORLD = '''
+from jaxrl_llm import Environment, Step
+
+
+class Guess(Environment):
+    """Says whether the model's last reply was longer than the row wants."""
+
+    def reset(self, row, seed):
+        self.row, self.turn = row, 0
+        return [{"role": "user", "content": f"say {row['length']} characters"}]
+
+    def step(self, reply):
+        self.turn += 1
+        right = len(reply["content"]) <= self.row["length"]
+        said = [{"role": "user", "content": "shorter" if not right else "again"}]
+        return Step(said, float(right), self.turn == 3, {"right": float(right)})
+
+
+class Broken(Guess):
+    def reset(self, row, seed):
+        raise OSError("no server")
+
+
+def untyped(a):
+    return a
+'''
+CONFIG = """
+from jaxrl_llm.config import Evaluation, Output, Run, Scoring
+from jaxrl_llm.learner import Compute, Learner, Optimiser
+from jaxrl_llm.recipes import GRPO
+from jaxrl_llm.rollout import EngineOptions, Rollout
+from jaxrl_llm.tasks import Task
+from world import Guess
+
+ROWS = [{"prompt": f"Please {n}", "length": n} for n in range(3, 11)]
+config = Run(
+    model="model",
+    task=Task(ROWS, environment=Guess, template="chatml", verifier="none", holdout=0.25, name="guess"),
+    scoring=Scoring(rewards=()),
+    recipe=GRPO,
+    rollout=Rollout(
+        prompts=2, group=4, max_prompt_tokens=160, max_new_tokens=260, temperature=0.6, engine=EngineOptions(slots=8)
+    ),
+    learner=Learner(optimiser=Optimiser(learning_rate=1e-3), compute=Compute(row_tokens=512)),
+    evaluation=Evaluation(samples=2, temperature=0.6),
+    output=Output(checkpoint_every=1, samples=2),
+    steps=1,
+)
+"""
+LINES = {
+    "train": "train mine.py",
+    "on": "train mine.py --steps 2",
+    "eval": "eval runs/mine --json",
+    "whole": "train mine.py --steps 2 --run_dir runs/whole",
+    "reset": "train mine.py --task.environment world:Broken --run_dir runs/broken",
+    "tool": "train mine.py --task.tools world:untyped --run_dir runs/tool",
+    "budget": "train mine.py --rollout.collect.token_budget 20 --run_dir runs/budget",
+    "collect": "collect runs/mine --out rows.jsonl",
+    "template": "train mine.py --task.template tokenizer --task.tools jaxrl_llm.environments.examples:multiply "
+    "--run_dir runs/template",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a model whose turns are short, since it has eight stop tokens."""
+    folder = tmp_path_factory.mktemp("episodes")
+    model, tokenizer = load_pretrained("tiny-random")
+    save_pretrained(model, tokenizer, folder / "model")
+    path = folder / "model" / "config.json"
+    stops = [183, 185, 122, 86, 239, 186, 74, 257]
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": stops}))
+    (folder / "world.py").write_text(WORLD)
+    (folder / "mine.py").write_text(CONFIG)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def answers(folder):
+    return dict(zip(LINES, commands(list(LINES.values()), folder), strict=True))
+
+
+def rows_of(directory):
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_clocks(row):
+    return {k: v for k, v in row.items() if not k.startswith(("time/", "throughput/", "memory/", "event/"))}
+
+
+def test_a_run_learns_from_episodes_and_resumes_to_the_same_rows(folder, answers):
+    for name in ("train", "on", "eval", "whole"):
+        assert answers[name].code == 0, (name, answers[name].err)
+    resumed, whole = rows_of(folder / "runs" / "mine"), rows_of(folder / "runs" / "whole")
+    assert [row["step"] for row in resumed if "reward/mean" in row] == [1, 2]
+    last = whole[-1]
+    assert without_clocks(resumed[-1]) == without_clocks(last)
+    assert last["episode/turns"] > 1.5 and last["updates"] == 1 and last["environment/right"] > 0
+    assert last["reward/environment"] == last["reward/mean"] and last["time/environment_s"] >= 0
+
+
+def test_an_evaluation_reports_the_reward_of_episodes(answers):
+    found = json.loads(answers["eval"].out)
+    assert 0 <= found["eval/guess/reward"] <= 3 and found["eval/guess/problems"] == 2
+
+
+def test_samples_show_who_spoke(folder, answers):
+    lines = [json.loads(line) for line in (folder / "runs" / "mine" / "samples.jsonl").read_text().splitlines()]
+    shown = [line for line in lines if line["kind"] == "training" and "[user] " in line["completion"]]
+    assert shown and all(line["completion"].startswith("[assistant] ") for line in shown)
+    assert all(0 in line["by_token"]["mask"] for line in shown if "by_token" in line)
+
+
+@pytest.mark.parametrize(("name", "words"), [
+    ("reset", "cannot begin an episode: Broken: reset: OSError: no server"),
+    ("tool", "untyped"),
+    ("budget", "rollout.collect.token_budget 20 cuts answers in the middle of a turn"),
+    ("collect", "has an environment or tools, and single answers are asked for here"),
+    ("template", "the chat template cannot write tools; set --task.template chatml"),
+])  # fmt: skip
+def test_what_cannot_work_is_refused_in_one_line(answers, name, words):
+    answer = answers[name]
+    assert answer.code == 2 and words in answer.err, answer.err
+    assert "Traceback" not in answer.err

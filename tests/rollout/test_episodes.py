@@ -1,0 +1,261 @@
+"""Episodes of several turns: exact tokens, ends, time, what resumes and what begins anew."""
+
+import dataclasses
+import functools
+import itertools
+import math
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from jaxrl_llm import codec
+from jaxrl_llm.environments import ENDS, Environment, Limits, Step
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.models import load_pretrained
+from jaxrl_llm.rewards import Scorer
+from jaxrl_llm.rollout import Collect, Engine, Sampling
+from jaxrl_llm.rollout.dynamic_sampling import Sampler, collect
+from jaxrl_llm.rollout.episodes import Episodes
+from jaxrl_llm.rollout.evaluate import Questions, evaluate
+from jaxrl_llm.rollout.groups import RECORDS, AdmissionPolicy, Carryover, GroupSource, OutOfTime
+from jaxrl_llm.rollout.measures import describe_episodes
+from jaxrl_llm.rollout.respond import Answerer
+from jaxrl_llm.tasks import Prompts, Shuffled, Task, load
+
+STOPS = (183, 185, 122, 86, 239, 186, 74, 257)
+"""Stop tokens that a random model samples often: turns have some 15 tokens."""
+RULES = Sampling(temperature=0.6, max_new_tokens=260, stop_ids=STOPS)
+ROWS = [{"prompt": f"Begin {letter}", "secret": letter} for letter in "abcdefgh"]
+
+
+class Counting(Environment):
+    """Answers twice, with the number of the turn and the row's secret; each turn is worth its number."""
+
+    turns = 3
+    slow = 0.0
+
+    def reset(self, row, seed):
+        self.row, self.seed, self.turn = row, seed, 0
+        return [{"role": "user", "content": f"seed {seed}"}]
+
+    def step(self, reply):
+        time.sleep(self.slow)
+        self.turn += 1
+        content = f"{self.turn} {self.row['secret']} {len(reply['content'])}"
+        return Step([{"role": "user", "content": content}], self.turn, self.turn == self.turns, {"asked": 1.0})
+
+
+class Slow(Counting):
+    slow = 0.05
+
+
+class Meeting(Counting):
+    """Answers a first turn when three episodes ask at one time."""
+
+    others = threading.Barrier(3)
+
+    def step(self, reply):
+        if self.turn == 0:
+            self.others.wait(timeout=60)
+        return super().step(reply)
+
+
+class Forgetful(Counting):
+    """Answers with a number that no other answer has."""
+
+    numbers = itertools.count()
+
+    def step(self, reply):
+        return dataclasses.replace(super().step(reply), messages=[{"role": "user", "content": str(next(self.numbers))}])
+
+
+class Failing(Counting):
+    def step(self, reply):
+        if self.turn == 1:
+            raise ValueError("the world is flat")
+        return super().step(reply)
+
+
+class Divided(Counting):
+    """Begins every episode with other words."""
+
+    numbers = itertools.count()
+
+    def reset(self, row, seed):
+        super().reset(row, seed)
+        return [{"role": "user", "content": str(next(self.numbers))}]
+
+
+@functools.cache
+def loaded():
+    return load_pretrained("tiny-random")
+
+
+@functools.cache
+def engine(slots=6):
+    return Engine(loaded()[0], slots=slots, max_length=380, chunk=4, group=3)
+
+
+def sampler(environment, needed=2, limits=Limits(), settings=Collect(), rules=RULES, slots=6):
+    tokenizer = loaded()[1]
+    task = Task(ROWS, template="chatml", verifier="none", environment=environment)
+    prompts = Prompts(task, tokenizer)
+    episodes = Episodes(prompts, limits, 120, STOPS)
+    stream = Shuffled(load(task, answers=False).train, 7)
+    source = GroupSource(tokenizer, prompts, stream, Scorer((), 1), 3, 7, (), episodes)
+    admission = AdmissionPolicy(needed, slots, rules.max_new_tokens, False, settings)
+    return Sampler(engine(slots), source, rules, admission, lambda text: None)
+
+
+@functools.cache
+def played(environment=Counting, **more):
+    return collect(sampler(environment, **more), loaded()[0], 4, Carryover()).groups
+
+
+def completions(groups):
+    return [completion for group in groups for completion in group.completions]
+
+
+def same(some, others):
+    for one, other in zip(completions(some), completions(others), strict=True):
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+        np.testing.assert_array_equal(one.mask, other.mask)
+        assert one.episode == other.episode and one.finish_reason == other.finish_reason
+        np.testing.assert_array_equal(one.sampler_logp, other.sampler_logp)
+
+
+def test_what_the_environment_says_stands_between_the_turns_with_mask_0():
+    ends = set()
+    for group in played():
+        for completion in group.completions:
+            ends.add(completion.episode.end)
+            start = 0
+            for number, turn in enumerate(completion.episode.turns, 1):
+                text = bytes(int(t) for t in completion.tokens[start : turn.end] if t < 256)
+                given = (~completion.mask[start : turn.end]).sum()
+                assert (given > 0) == (number > 1), "only later turns begin with the environment's words"
+                if number > 1:
+                    before = completion.episode.turns[number - 2]
+                    [said] = before.messages
+                    assert f"user\n{said['content']}" in text.decode(errors="replace")
+                    assert said["content"].startswith(f"{number - 1} {group.problem.metadata['secret']} ")
+                assert completion.mask[turn.end - 1]
+                start = turn.end
+            assert start == len(completion.tokens) and completion.length == completion.mask.sum()
+            assert not completion.sampler_logp[~completion.mask].any()
+    assert ends == {"completed"}, "limits are wide enough"
+
+
+def test_the_reward_is_the_sum_of_its_turns_and_ends_and_lengths_are_measured():
+    groups = played()
+    for group in groups:
+        wanted = [sum(turn.reward for turn in completion.episode.turns) for completion in group.completions]
+        assert group.rewards.tolist() == group.parts["environment"].tolist() == wanted == [6.0] * 3
+        assert all(completion.episode.metrics == {"asked": 3.0} for completion in group.completions)
+    found = describe_episodes(groups)
+    assert found["episode/turns"] == 3 and found["episode/ends/completed"] == 1 and found["environment/asked"] == 3
+    assert {name for name in found if name.startswith("episode/ends/")} == {f"episode/ends/{end}" for end in ENDS}
+    assert describe_episodes([]) == {}
+
+
+def test_the_prompt_has_the_first_words_and_they_follow_from_the_row_and_the_seed():
+    for group in played():
+        text = bytes(int(token) for token in group.prompt if token < 256).decode()
+        assert f"Begin {group.problem.metadata['secret']}\n\nseed " in text
+
+
+@pytest.mark.parametrize("slots", [6, 2])
+def test_an_episode_is_the_same_alone_and_among_others_and_in_a_slow_world(slots):
+    slow = played(Slow, slots=slots)
+    for one, other in zip(completions(slow), completions(played()), strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist() and one.episode == other.episode
+        np.testing.assert_allclose(one.sampler_logp, other.sampler_logp, atol=1e-5)
+
+
+def test_environments_answer_at_one_time_and_what_they_are_waited_for_is_measured():
+    found = collect(sampler(Meeting), loaded()[0], 4, Carryover())
+    same(found.groups, played())
+    assert found.metrics["time/environment_s"] >= 0
+
+
+@pytest.mark.parametrize(("limits", "most", "end"), [
+    (Limits(max_turns=2), 260, "max_turns"),
+    (Limits(), 8, "max_tokens"),
+    (Limits(), 40, "context_overflow"),
+])  # fmt: skip
+def test_an_episode_that_is_cut_off_says_so(limits, most, end):
+    rules = dataclasses.replace(RULES, max_new_tokens=most)
+    found = completions(played(limits=limits, rules=rules))
+    ended = [one for one in found if one.episode.end == end]
+    assert ended and all(one.finish_reason == "length" and one.mask[-1] for one in ended)
+    assert all(len(one.tokens) <= most and one.length == one.mask.sum() for one in found)
+
+
+def test_an_environment_that_fails_costs_its_episode_and_is_told():
+    made = sampler(Failing)
+    found = collect(made, loaded()[0], 0, Carryover())
+    assert np.isnan([group.rewards for group in found.groups]).all()
+    assert {one.episode.end for one in completions(found.groups)} == {"environment_error"}
+    assert "the world is flat" in found.metrics["event/reward_failed"]
+    assert found.metrics["reward/environment/failed_fraction"] == 1
+
+
+def test_members_of_a_group_must_begin_alike():
+    with pytest.raises(InputError, match="draw what it says in reset"):
+        collect(sampler(Divided), loaded()[0], 0, Carryover())
+
+
+def stopped(environment, chunks, episodes=None):
+    """The progress of a step that is stopped after so many chunks, as a checkpoint would bring it back."""
+    count = itertools.count()
+    made = sampler(environment)
+    with pytest.raises(OutOfTime) as stop:
+        collect(made, loaded()[0], 4, Carryover(), lambda: next(count) == chunks)
+    return made, codec.from_json(codec.to_json(stop.value.left, RECORDS), RECORDS)
+
+
+@pytest.mark.parametrize("chunks", [1, 3, 5, 9])
+@pytest.mark.parametrize("again", [False, True])
+def test_a_step_that_is_stopped_goes_on_to_the_same_episodes(chunks, again):
+    made, left = stopped(Counting, chunks)
+    found = collect(made if again else sampler(Counting), loaded()[0], 4, left)
+    for one, other in zip(completions(found.groups), completions(played()), strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist() and one.episode == other.episode
+        np.testing.assert_allclose(one.sampler_logp, other.sampler_logp, atol=1e-5)
+
+
+def test_an_environment_that_answers_otherwise_begins_its_episode_anew_and_is_counted():
+    _, left = stopped(Forgetful, 9)
+    under = [c for group in left.underway["asked"].values() for c in group.completions if c and c.episode]
+    answered = sum(bool(c.episode.turns) and not c.episode.end for c in under)
+    assert answered
+    found = collect(sampler(Forgetful), loaded()[0], 4, left)
+    assert found.metrics["episode/restarts"] == answered
+    assert {one.episode.end for one in completions(found.groups)} == {"completed"}
+
+
+def test_environments_that_are_left_over_are_closed():
+    closed = []
+
+    class Closing(Counting):
+        def close(self):
+            closed.append(self)
+
+    made = sampler(Closing)
+    collect(made, loaded()[0], 0, Carryover())
+    assert len(closed) >= 6 and not made.source.episodes._live
+
+
+def test_an_evaluation_plays_with_one_seed_for_all_samples_of_a_problem():
+    model, tokenizer = loaded()
+    made = sampler(Counting)
+    problems = load(made.source.prompts.tasks[0], answers=False).train[:2]
+    by = Answerer(engine(), model, tokenizer, made.source.judge, made.source.episodes)
+    [found] = evaluate(by, Questions(made.source.prompts, problems, 2, 5), RULES)
+    assert found.metrics()["eval/rows/reward"] == 6.0
+    seeds = [
+        {turn.messages[0]["content"] for turn in one.episode.turns[:1]} for row in found.completions for one in row
+    ]
+    assert len(seeds) == 4 and math.isfinite(found.metrics()["eval/rows/mean_length"])
