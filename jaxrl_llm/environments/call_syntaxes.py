@@ -200,17 +200,24 @@ def gemma_reader(quote: str) -> Callable[[str, Types], list[Call]]:
             if index % 2:
                 parts[index] = json.dumps(part)
             else:
-                parts[index] = re.sub(r"([{,]\s*)([^\W\d][\w.-]*)(\s*:)", r'\1"\2"\3', part)
+                keyed = re.sub(r"([{,]\s*)([^\W\d][\w.-]*)(\s*:)", r'\1"\2"\3', part)
+                parts[index] = re.sub(r"(?<=[:,\[])(?:None|True|False)(?=[,\]}])", _as_json, keyed)
         return [checked(name.removeprefix("call:"), json_value("".join(parts)))]
 
     return read
+
+
+def _as_json(constant: re.Match[str]) -> str:
+    """Write a constant of Python as JSON; templates write both."""
+    return json.dumps(_PYTHON[constant[0]])
 
 
 def read_xml(body: str, types: Types) -> list[Call]:
     """Read ``<function=f>`` with a ``<parameter=x>`` for each argument, its value on lines of its own."""
     found = []
     for name, inner in _elements(body, "<function=", ">", "</function>"):
-        known, values = types.get(name.strip(), {}), {}
+        known = types.get(name.strip(), {})
+        values = {}
         for key, value in _elements(inner, "<parameter=", ">", "</parameter>"):
             values[key.strip()] = _value(value.removeprefix("\n").removesuffix("\n"), known.get(key.strip()))
         found.append(checked(name, values))
@@ -222,12 +229,13 @@ def read_xml(body: str, types: Types) -> list[Call]:
 def read_glm(body: str, types: Types) -> list[Call]:
     """Read the name, then an ``<arg_key>`` and an ``<arg_value>`` for each argument."""
     name, mark, rest = body.partition("<arg_key>")
-    known, values = types.get(name.strip(), {}), {}
+    known = types.get(name.strip(), {})
+    values = {}
     for key, value in _elements(mark + rest, "<arg_key>", "</arg_key>", "</arg_value>"):
-        key, value = key.strip(), value.lstrip()
-        if not value.startswith("<arg_value>"):
-            raise ValueError(f"the argument {key[:_LONGEST_NAME]} has no <arg_value>")
-        values[key] = _value(value.removeprefix("<arg_value>"), known.get(key))
+        written = value.lstrip()
+        if not written.startswith("<arg_value>"):
+            raise ValueError(f"the argument {key.strip()[:_LONGEST_NAME]} has no <arg_value>")
+        values[key.strip()] = _value(written.removeprefix("<arg_value>"), known.get(key.strip()))
     return [checked(name, values)]
 
 

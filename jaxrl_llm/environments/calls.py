@@ -1,6 +1,7 @@
 """Tool calls in the model's replies."""
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -65,7 +66,7 @@ def end_of_calls(text: str, syntax: str) -> int:
     """Return where the calls end whose last argument ends at the start of this text."""
     form = SYNTAXES.get(syntax)
     if form is None or not form.closes:
-        return len(text) - len(text.lstrip("\"'}])`")) if form else 0
+        return len(text) - len(text.lstrip("\"'}])`"))
     at = text.find(form.closes) + len(form.closes) if form.closes in text else 0
     while mark := next((mark for mark in form.around if text.startswith(mark, at)), ""):
         at += len(mark)
@@ -134,10 +135,10 @@ def _marked(text: str, form: Syntax | None, types: Types, thinking: bool) -> Ite
         if mark in closing:
             inner, _, _ = text[found.end() :].partition(closing[mark])
             at = found.end() + len(inner) + len(closing[mark])
-            yield _Piece("thought", inner)
+            yield _Piece("thought", inner.removeprefix("thought\n"))  # gemma names its channel
         else:
             assert form is not None
-            piece = _closed_call(text, found, form, types)
+            piece = _closed_call(text, found, form, types, begins)
             at = found.start() + len(piece.text)
             yield piece
     yield _Piece("text", _without(text[at:], form.around if form else ()))
@@ -153,12 +154,12 @@ def _end_of_first_thought(text: str, begins: re.Pattern[str], thinking: bool) ->
     return at + len(mark) if thinking or first is None or at < first.start() else 0
 
 
-def _closed_call(text: str, found: re.Match[str], form: Syntax, types: Types) -> _Piece:
+def _closed_call(text: str, found: re.Match[str], form: Syntax, types: Types, begins: re.Pattern[str]) -> _Piece:
     """Read the call that begins here, up to the first mark that closes it; its arguments may hold that mark, too."""
-    mark = form.closes or form.opens
-    ends = [one.start() for one in re.finditer(re.escape(mark), text[found.end() :])][:_MOST_TRIES]
+    closing = re.compile(re.escape(form.closes)) if form.closes else begins
+    ends = (end.start() for end in closing.finditer(text, found.end()))
     first: _Piece | None = None
-    for end in [found.end() + end for end in ends] or [len(text)]:
+    for end in (*itertools.islice(ends, _MOST_TRIES), len(text)):
         raw = text[found.start() : end + len(form.closes)]
         piece = _call(raw, text[found.end() : end], form, types)
         if not piece.error:

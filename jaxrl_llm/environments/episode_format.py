@@ -20,7 +20,7 @@ from jaxrl_llm.tasks.template import Wording, bos, check_tokenizer, worded
 _LAST = 16  # tokens before a reply that tell whether it continues reasoning
 _THINKING = ("<think>", "<|channel>thought", "<|channel>", "<|START_THINKING|>", "[THINK]")
 _APPEND_ONLY = (
-    "the chat template writes earlier replies anew (it drops their reasoning); every token is kept as it was sampled "
+    "the chat template rewrites earlier replies, as by dropping their reasoning; every token is kept as it was sampled "
     "(append_only)"
 )
 
@@ -92,13 +92,14 @@ class EpisodeFormat:
         Raises:
           InputError: the template refuses the messages, or leaves them out.
         """
-        stop = self._decoded(sampled[-1:]) if len(sampled) and sampled[-1] in self._stops else ""
+        last = self._decoded(sampled[-1:]) if len(sampled) and sampled[-1] in self._control else ""
         following = [self._guard(message) for message in messages]
         if self._plain:
             contents = [message["content"] for message in self._renderings.said(following)]
-            return self._guard.ids("".join(f"\n\n{content}" for content in contents), stop)
+            return self._guard.ids("".join(f"\n\n{content}" for content in contents), last)
         after = self._renderings.after(turns, following)
-        return self._guard.ids(after.text[self._cut(after.region, after.inside, stop) :], stop)
+        cut = self._cut(after.region, after.inside, last, len(sampled) > 0 and sampled[-1] in self._stops)
+        return self._guard.ids(after.text[cut:], last)
 
     def parse(self, tokens: Sequence[int], before: Sequence[int] | None = None) -> Parsed:
         """Return the message of a sampled reply.
@@ -114,14 +115,15 @@ class EpisodeFormat:
         start = self._start if before is None else self._decoded(before[-_LAST:])
         return parse_reply(text, self.syntax, self.tools, start.rstrip().endswith(_THINKING))
 
-    def _cut(self, region: str, inside: bool, stop: str) -> int:
-        """Return where the suffix begins in the text after a reply."""
-        if stop and stop in region:
-            return region.index(stop) + len(stop)
+    def _cut(self, region: str, inside: bool, last: str, stopped: bool) -> int:
+        """Return where the suffix begins in the text after a reply whose last token is this special one, or none."""
+        if stopped and last in region:
+            return region.index(last) + len(last)
         at = end_of_calls(region, self.syntax) if inside else 0
         rest = region[at:].lstrip()
-        if stop and self._end and rest.startswith(self._end):
-            return len(region) - len(rest) + len(self._end)
+        for end in (last, self._end if stopped else ""):
+            if end and rest.startswith(end):
+                return len(region) - len(rest) + len(end)
         return at
 
     def _check_turns(self) -> None:
@@ -150,6 +152,11 @@ class EpisodeFormat:
 
     def _decoded(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode([int(token) for token in ids], clean_up_tokenization_spaces=False)
+
+    @functools.cached_property
+    def _control(self) -> frozenset[int]:
+        """Tokens that are no text."""
+        return frozenset((*special_ids(self.tokenizer), *self._stops))
 
     @functools.cached_property
     def _hidden(self) -> frozenset[int]:

@@ -46,6 +46,10 @@ class Guard:
         """Return the special token at which a text begins, after white space; empty if there is none."""
         return next((token for token in self._special if text.lstrip().startswith(token)), "")
 
+    def has_token(self, text: str) -> bool:
+        """Whether a text holds a special token."""
+        return any(token in text for token in self._special)
+
     def ids(self, text: str, before: str = "") -> list[int]:
         """Return the ids of a rendered text that follows this text."""
         first, *rest = text.split(_CUT)

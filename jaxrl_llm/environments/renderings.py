@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,8 @@ ASKED: Message = {"role": "user", "content": OTHER}
 REPLIED: Message = {"role": "assistant", "content": REPLY}
 _CHATML = "set --task.template chatml, with which tools and calls are plain text"
 _UNKNOWN = f"the chat template writes tool calls in a form that is not known here; {_CHATML}"
+
+_UNCLOSED = re.compile(r"[<\[][^<>\[\]]*\Z")  # the first half of a mark at the end of a text
 
 
 class _Shape(NamedTuple):
@@ -108,13 +111,17 @@ class Renderings:
         return After(_common(region, text), text, bool(history[-1].get("tool_calls")))
 
     def end_of_turns(self) -> str:
-        """Return the token that the template writes after each reply; empty if it writes none, or plain text."""
+        """Return the token that the template writes after each reply; empty if it writes none, or only the token with
+        which the next message begins.
+        """
         try:
             last = self.text([ASKED, REPLIED], False).partition(REPLY)[2]
             between = self.after([ASKED, REPLIED], [ASKED]).region
         except InputError:
             return ""
-        return self._guard.first_token(between) if self._guard.first_token(last) else ""
+        end = self._guard.first_token(between)
+        follows = end and self._guard.has_token(between.partition(end)[2])
+        return end if follows and self._guard.first_token(last) else ""
 
     def rewrites_history(self) -> bool:
         """Whether the template writes an earlier reply otherwise than it was sampled, as by dropping its reasoning."""
@@ -157,7 +164,7 @@ class Renderings:
         for shape in _SHAPES:
             try:
                 text = self.text(self._history(turns, (), shape), False)
-                start = _common(text, self.text([ASKED], True))
+                start = _UNCLOSED.sub("", _common(text, self.text([ASKED], True)))
             except InputError:
                 continue
             before, found, after = text.partition(REPLY)
