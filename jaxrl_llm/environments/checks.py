@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxrl_llm.environments.environment import Message, Step
+from jaxrl_llm.environments.environment import Environment, Message, Step
 
 LARGEST = 1e15
 """Maximum size of a reward, as that of all rewards."""
@@ -80,6 +80,17 @@ def checked_step(value: Any) -> Step:
         done=bool(value.done),
         metrics={str(name): finite(number, f"metric {name}", nan=True) for name, number in value.metrics.items()},
     )
+
+
+def checked_copy(value: Any) -> Environment:
+    """Return the result of a ``copy``.
+
+    Raises:
+      TypeError: it is no environment.
+    """
+    if not isinstance(value, Environment):
+        raise TypeError(f"it returned a {type(value).__name__}; return an Environment")
+    return value
 
 
 def joined(prompt: Sequence[Message], more: Sequence[Message], joint: str) -> list[Message]:

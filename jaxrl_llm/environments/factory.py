@@ -1,6 +1,6 @@
 """Environments of a task's rows: from a class, a callable, several by name, a text that names one, and tools."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm.environments.duck_typed import DuckTyped, can_copy
@@ -70,7 +70,7 @@ class Factory:
         if not self._by_name:
             return None
         name = row.get(COLUMN)
-        if name not in self._makers:
+        if not isinstance(name, Hashable) or name not in self._makers:
             known = ", ".join(map(str, self._makers))
             hint = did_you_mean(str(name), map(str, self._makers), f"it may be {known}")
             raise InputError(f"the row's column {COLUMN} is {name!r}, which the task's environments lack; {hint}")

@@ -83,7 +83,8 @@ class Loop:
     A call that blocks the loop is left with it, and the calls after it get another.
 
     Args:
-      grace_s: seconds after its limit in which a call must have been cancelled; then it is abandoned.
+      grace_s: seconds after its limit in which a call must have been cancelled; then it is abandoned. A value that
+        comes until then counts: another call may have held the loop.
     """
 
     def __init__(self, grace_s: float = 1.0):

@@ -62,7 +62,7 @@ def _result(call: Any, outcome: Outcome | None, known: Sequence[str], limits: Li
 
 def name_in(call: Any) -> str:
     """Return the name of the tool that a call asks for."""
-    return name_of(call) or (call.get("name", "") if isinstance(call, Mapping) else "")
+    return name_of(call) or name_of({"function": call})
 
 
 def _arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:

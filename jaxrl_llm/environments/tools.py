@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -101,8 +102,16 @@ def methods_of(instance: Any) -> dict[str, Tool]:
         if name.startswith("_") or name in ("reset", "get_reward"):
             continue
         method = getattr(instance, name)
-        found[name] = Tool(method, schema_of(method, f"{kind.__name__}.{name}"), apart=False)
+        function = getattr(method, "__func__", method)
+        schema = _schema_of_method(function, function is not method, f"{kind.__name__}.{name}")
+        found[name] = Tool(method, schema, apart=False)
     return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _schema_of_method(function: Callable[..., Any], bound: bool, name: str) -> Mapping[str, Any]:
+    """Return the schema of a method, made once, since each episode has an instance of its own."""
+    return schema_of(types.MethodType(function, object()) if bound else function, name)
 
 
 def name_of(schema: Any) -> str:

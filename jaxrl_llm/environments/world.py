@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm.environments.calls import Parsed
-from jaxrl_llm.environments.checks import checked_reset, checked_step, finite, joined, readable
+from jaxrl_llm.environments.checks import checked_copy, checked_reset, checked_step, finite, joined, readable
 from jaxrl_llm.environments.duck_typed import DuckTyped
 from jaxrl_llm.environments.environment import Environment, Message, Step, has
 from jaxrl_llm.environments.limits import Limits
@@ -25,7 +25,7 @@ class Answer:
       messages: what the model reads next; at an end they are only shown.
       reward: of this turn.
       end: empty if the episode goes on, else one of ``ENDS``.
-      metrics: of the environment's step, and counts ``tool_errors/unknown``, ``/raised`` and ``/timeout`` above 0.
+      metrics: of the environment's step, and counts ``tool_errors/unknown``, ``/raised``, ``/timeout``, ``/unparsed``.
       tool_calls: calls made in this turn.
       tool_errors: those of them that failed.
       error: one line about an end that is a failure.
@@ -85,7 +85,7 @@ class World:
             if made.status != "ok":
                 return prompt, self._failure(made, "making the environment")
             self.environment = made.value
-        row = copy.deepcopy(dict(self._row))
+        row = _copied(dict(self._row))
         outcome = self._call(functools.partial(self.environment.reset, row, self._seed), checked_reset)
         if outcome.status != "ok":
             return prompt, self._failure(outcome, "reset")
@@ -101,7 +101,7 @@ class World:
         self._turns += 1
         if parsed.error:
             return self._unparsed(parsed.error)
-        message = copy.deepcopy(parsed.message)
+        message = _copied(parsed.message)
         asked = list(message.pop("tool_calls", None) or ())
         left = self._limits.max_tool_calls - self._calls if self._limits.max_tool_calls else len(asked)
         calls = asked[:left]
@@ -149,10 +149,10 @@ class World:
         """
         environment = self.environment
         if type(environment) is not Environment:
-            outcome = self._call(environment.copy)
+            outcome = self._call(environment.copy, checked_copy)
+            if outcome.status != "ok":
+                raise RuntimeError(self._failure(outcome, "copy").error)
             environment = outcome.value
-            if not isinstance(environment, Environment):
-                raise RuntimeError(self._failure(outcome, "copy").error or f"{self._kind}.copy returned no environment")
         found = World(environment, self._row, self._seed, self._limits, self._functions)
         found.tools, found._turns, found._calls = self.tools, self._turns, self._calls
         found._parse_errors = self._parse_errors
@@ -190,7 +190,9 @@ class World:
         said = self._limits.shortened(f"The tool call could not be read: {readable(error)}")
         end = "max_turns" if self._turns >= self._limits.max_turns else ""
         end = "parse_error" if self._parse_errors > self._limits.max_parse_errors else end
-        return Answer(({"role": "user", "content": said},), end=end, tool_errors=1)
+        return Answer(
+            ({"role": "user", "content": said},), end=end, metrics={"tool_errors/unparsed": 1.0}, tool_errors=1
+        )
 
     def _is_own(self, name: str) -> bool:
         """Whether the environment's ``step`` answers calls of this name: all, if the model was offered no tools."""
@@ -220,3 +222,11 @@ class World:
         ]
         end = ("tool_stopped" if calls else "completed") if step.done else ""
         return Answer(tuple(shown), step.reward, end, step.metrics)
+
+
+def _copied(value: Any) -> Any:
+    """Return a deep copy, so that foreign code cannot change the caller's value; a value nested too deeply as it is."""
+    try:
+        return copy.deepcopy(value)
+    except RecursionError:
+        return value

@@ -34,7 +34,11 @@ def test_the_row_names_one_of_several_environments_which_does_not_see_the_name()
     world = factory.world({"environment": "guess", "secret": 3, "level": 1}, 0, Limits())
     world.reset(USER)
     assert world.environment.instance.kwargs == {"level": 1}
-    for row, said in [({}, "is None"), ({"environment": "gues"}, "did you mean guess?")]:
+    for row, said in [
+        ({}, "is None"),
+        ({"environment": ["guess"]}, "is ['guess']"),
+        ({"environment": "gues"}, "did you mean guess?"),
+    ]:
         with pytest.raises(InputError, match=re.escape(said)):
             factory.world(row, 0, Limits())
 

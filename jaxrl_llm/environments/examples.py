@@ -1,0 +1,124 @@
+"""Small environments to begin with: a calculator for products, and a table to look up."""
+
+import dataclasses
+import random
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jaxrl_llm.environments.environment import Environment, Message, Step
+from jaxrl_llm.errors import require
+from jaxrl_llm.tasks.prompts import problem_of
+from jaxrl_llm.types import Problem
+
+
+def multiply(a: int, b: int) -> int:
+    """Multiply two numbers.
+
+    Args:
+        a: The first number.
+        b: The second number.
+
+    Returns:
+        The product.
+    """
+    return a * b
+
+
+CALCULATOR = """\
+Use the tool multiply. For example, for 31 * 24 write exactly
+<tool_call>{"name": "multiply", "arguments": {"a": 31, "b": 24}}</tool_call>
+and after the tool's answer 744 write: The answer is 744.
+
+What is %d * %d?"""
+"""Prompt with one worked example: a small model makes no call without one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Products:
+    """Products of numbers of two digits, to be found with the tool ``multiply``.
+
+    Attributes:
+      size: problems, all different.
+      seed: of the numbers.
+      prompt: with a ``%d`` for each of the two numbers; the example's call is in the form of most chat templates.
+    """
+
+    size: int = 512
+    seed: int = 0
+    prompt: str = CALCULATOR
+    label: str = "products"
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield the problems.
+
+        Raises:
+          InputError: there are not so many.
+        """
+        require(self.size <= 90 * 90, f"Products has size {self.size}: numbers of two digits have {90 * 90} products")
+        for index in random.Random(self.seed).sample(range(90 * 90), self.size):
+            a, b = 10 + index // 90, 10 + index % 90
+            prompt = ({"role": "user", "content": self.prompt % (a, b)},)
+            yield problem_of(prompt, str(a * b), self.label, {"a": a, "b": b})
+
+
+KEYS = ("river", "stone", "cloud", "maple", "tiger", "amber", "piano", "comet", "olive", "cabin", "raven", "cedar")
+LOOKUP = """\
+A table holds a number for each name. To look up the number of fox, write
+<get>fox</get>
+and after the answer, for example 58, write: The answer is 58.
+
+Which number does the table hold for %s?"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Keys:
+    """Questions for the table of ``Lookup``.
+
+    Attributes:
+      size: problems: names, or pairs of them once there are more problems than names.
+      seed: of their order.
+    """
+
+    size: int = 128
+    seed: int = 0
+    label: str = "lookup"
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield the problems; only the table has their answers.
+
+        Raises:
+          InputError: there are not so many.
+        """
+        names = [*KEYS, *(f"{one}-{other}" for one in KEYS for other in KEYS if one != other)]
+        require(self.size <= len(names), f"Keys has size {self.size}: there are {len(names)} names")
+        for name in random.Random(self.seed).sample(names, self.size):
+            yield problem_of(({"role": "user", "content": LOOKUP % name},), "", self.label, {"name": name})
+
+
+class Lookup(Environment):
+    """A table of names and numbers, new in each episode: ``<get>name</get>`` is answered with its number.
+
+    The reward is 1 if the last number of the first reply without a ``<get>`` is that of the row's ``name``.
+    """
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> tuple[()]:
+        """Draw the number of the row's name."""
+        self._name = row["name"]
+        self._number = str(random.Random(seed).randint(10, 99))
+        return ()
+
+    def step(self, reply: Message) -> Step:
+        """Answer a request, or end the episode with the reward."""
+        asked = re.search(r"<get>(.*?)</get>", reply["content"])
+        if asked is None:
+            numbers = re.findall(r"\d+", reply["content"])
+            return Step(reward=float(numbers[-1:] == [self._number]), done=True)
+        found = self._number if asked[1].strip() == self._name else "nothing"
+        return Step([{"role": "user", "content": f"The table holds {found}."}], metrics={"found": found.isdigit()})
+
+    def copy(self) -> "Lookup":
+        """Return the same table."""
+        other = Lookup()
+        other._name, other._number = self._name, self._number
+        return other

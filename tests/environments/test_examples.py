@@ -1,0 +1,60 @@
+import re
+
+import pytest
+from environments.worlds import begun, contents, says
+
+from jaxrl_llm.environments.calls import parse_reply
+from jaxrl_llm.environments.examples import KEYS, Keys, Lookup, Products, multiply
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.tasks import Task
+from jaxrl_llm.tasks.task import load
+
+
+def test_products_are_different_and_their_answers_are_right():
+    problems = load(Task(Products(600), holdout=0.1)).train
+    assert len({problem.prompt[0]["content"] for problem in problems}) == len(problems) == 540
+    for problem in problems:
+        a, b = map(int, re.findall(r"\d+", problem.prompt[0]["content"])[-2:])
+        assert min(a, b) >= 10 and max(a, b) <= 99 and int(problem.answer) == a * b
+    assert len(list(Products(8100).problems())) == 8100
+    with pytest.raises(InputError, match="8100 products"):
+        list(Products(8101).problems())
+
+
+def test_the_worked_example_of_the_prompt_is_a_call_that_the_tool_answers_as_written():
+    (text,) = {problem.prompt[0]["content"] for problem in Products(1).problems()}
+    parsed = parse_reply(text.partition("\n\n")[0], "plain")
+    assert parsed.error == "" and len(parsed.message["tool_calls"]) == 1
+    world = begun(tools=[multiply])
+    assert contents(world.reply(parsed)) == ["744"] and "tool's answer 744" in text
+
+
+def test_an_episode_of_products():
+    (problem,) = Products(1).problems()
+    world = begun(tools=[multiply])
+    a, b = problem.metadata["a"], problem.metadata["b"]
+    asked = parse_reply(f'<tool_call>{{"name": "multiply", "arguments": {{"a": {a}, "b": {b}}}}}</tool_call>', "plain")
+    assert contents(world.reply(asked)) == [problem.answer]
+    assert world.reply(says(f"The answer is {problem.answer}.")).end == "completed"
+
+
+def test_the_table_rewards_only_who_looked_up():
+    (problem,) = Keys(1).problems()
+    name = problem.metadata["name"]
+    world = begun(Lookup, row=problem.metadata, seed=4)
+    first = world.reply(says(f"<get>{name}</get>"))
+    number = re.findall(r"\d+", contents(first)[0])[0]
+    branch = world.copy()
+    assert (first.metrics, first.reward) == ({"found": 1.0}, 0.0)
+    assert contents(branch.reply(says("<get>nothing of the kind</get>"))) == ["The table holds nothing."]
+    assert world.reply(says(f"The answer is {number}.")).reward == 1.0
+    assert branch.reply(says("The answer is 1.")).reward == 0.0
+    tables = [begun(Lookup, row=problem.metadata, seed=seed) for seed in range(30)]
+    assert len({contents(world.reply(says(f"<get>{name}</get>")))[0] for world in tables}) > 10
+
+
+def test_questions_for_the_table_are_different():
+    most = len(KEYS) ** 2
+    assert len({problem.id for problem in Keys(most).problems()}) == most
+    with pytest.raises(InputError, match=f"there are {most} names"):
+        list(Keys(most + 1).problems())
