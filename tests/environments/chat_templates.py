@@ -57,8 +57,8 @@ GEMMA = (
     "{% else %}{% if not (m.role == 'assistant' and not loop.first and messages[loop.index0 - 1].role == 'tool') %}"
     "<|turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{% endif %}"
     "{% for c in m.tool_calls or [] %}<|tool_call>call:{{ c.function.name }}{{ '{' }}"
-    '{% for k, v in c.function.arguments | items %}{{ k }}:{% if v is string %}<|"|>{{ v }}<|"|>{% else %}{{ v }}'
-    "{% endif %}{% if not loop.last %},{% endif %}{% endfor %}}<tool_call|>{% endfor %}"
+    '{% for k, v in c.function.arguments | items %}{{ k }}:{% if v is string %}<|"|>{{ v }}<|"|>{% else %}'
+    "{{ v | tojson }}{% endif %}{% if not loop.last %},{% endif %}{% endfor %}}<tool_call|>{% endfor %}"
     "{{ m.content }}{% if not m.tool_calls %}<turn|>\n{% endif %}{% endif %}{% endfor %}"
     "{% if add_generation_prompt and messages[-1].role != 'tool' %}<|turn>model\n{% endif %}"
 )
@@ -94,7 +94,8 @@ GLM = (
     "{% if m.role == 'tool' %}{% if messages[loop.index0 - 1].role != 'tool' %}<|observation|>{% endif %}"
     "{{ '\n' }}<tool_response>\n{{ m.content }}\n</tool_response>{% else %}<|{{ m.role }}|>\n{{ m.content }}"
     "{% for c in m.tool_calls or [] %}{{ '\n' }}<tool_call>{{ c.function.name }}{{ '\n' }}"
-    "{% for k, v in c.function.arguments | items %}<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v }}</arg_value>\n"
+    "{% for k, v in c.function.arguments | items %}<arg_key>{{ k }}</arg_key>\n"
+    "<arg_value>{{ v if v is string else v | tojson }}</arg_value>\n"
     "{% endfor %}</tool_call>{% endfor %}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
