@@ -25,13 +25,17 @@ def multiply(a: int, b: int) -> int:
     return a * b
 
 
-CALCULATOR = """\
-Use the tool multiply. For example, for 31 * 24 write exactly
-<tool_call>{"name": "multiply", "arguments": {"a": 31, "b": 24}}</tool_call>
-and after the tool's answer 744 write: The answer is 744.
+def example(*contents: str) -> tuple[dict[str, str], ...]:
+    """Return messages of user and assistant in turn: a worked example, without which a small model makes no call."""
+    return tuple({"role": ("user", "assistant")[turn % 2], "content": text} for turn, text in enumerate(contents))
 
-What is %d * %d?"""
-"""Prompt with one worked example: a small model makes no call without one."""
+
+CALCULATOR = example(
+    "What is 31 * 24?",
+    '<tool_call>{"name": "multiply", "arguments": {"a": 31, "b": 24}}</tool_call>',
+    "<tool_response>744</tool_response>",
+    "The answer is 744.",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,12 +45,12 @@ class Products:
     Attributes:
       size: problems, all different.
       seed: of the numbers.
-      prompt: with a ``%d`` for each of the two numbers; the example's call is in the form of most chat templates.
+      before: messages before the question; the example's call is text, in the form of most chat templates.
     """
 
     size: int = 512
     seed: int = 0
-    prompt: str = CALCULATOR
+    before: tuple[dict[str, str], ...] = CALCULATOR
     label: str = "products"
 
     def problems(self) -> Iterator[Problem]:
@@ -58,17 +62,17 @@ class Products:
         require(self.size <= 90 * 90, f"Products has size {self.size}: numbers of two digits have {90 * 90} products")
         for index in random.Random(self.seed).sample(range(90 * 90), self.size):
             a, b = 10 + index // 90, 10 + index % 90
-            prompt = ({"role": "user", "content": self.prompt % (a, b)},)
+            prompt = (*self.before, {"role": "user", "content": f"What is {a} * {b}?"})
             yield problem_of(prompt, str(a * b), self.label, {"a": a, "b": b})
 
 
 KEYS = ("river", "stone", "cloud", "maple", "tiger", "amber", "piano", "comet", "olive", "cabin", "raven", "cedar")
-LOOKUP = """\
-A table holds a number for each name. To look up the number of fox, write
-<get>fox</get>
-and after the answer, for example 58, write: The answer is 58.
-
-Which number does the table hold for %s?"""
+LOOKUP = example(
+    "Which number does the table hold for fox?",
+    "<get>fox</get>",
+    "The table holds 58.",
+    "The answer is 58.",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +97,8 @@ class Keys:
         names = [*KEYS, *(f"{one}-{other}" for one in KEYS for other in KEYS if one != other)]
         require(self.size <= len(names), f"Keys has size {self.size}: there are {len(names)} names")
         for name in random.Random(self.seed).sample(names, self.size):
-            yield problem_of(({"role": "user", "content": LOOKUP % name},), "", self.label, {"name": name})
+            question = {"role": "user", "content": f"Which number does the table hold for {name}?"}
+            yield problem_of((*LOOKUP, question), "", self.label, {"name": name})
 
 
 class Lookup(Environment):

@@ -12,9 +12,9 @@ from jaxrl_llm.tasks.task import load
 
 def test_products_are_different_and_their_answers_are_right():
     problems = load(Task(Products(600), holdout=0.1)).train
-    assert len({problem.prompt[0]["content"] for problem in problems}) == len(problems) == 540
+    assert len({problem.prompt[-1]["content"] for problem in problems}) == len(problems) == 540
     for problem in problems:
-        a, b = map(int, re.findall(r"\d+", problem.prompt[0]["content"])[-2:])
+        a, b = map(int, re.findall(r"\d+", problem.prompt[-1]["content"]))
         assert min(a, b) >= 10 and max(a, b) <= 99 and int(problem.answer) == a * b
     assert len(list(Products(8100).problems())) == 8100
     with pytest.raises(InputError, match="8100 products"):
@@ -22,11 +22,13 @@ def test_products_are_different_and_their_answers_are_right():
 
 
 def test_the_worked_example_of_the_prompt_is_a_call_that_the_tool_answers_as_written():
-    (text,) = {problem.prompt[0]["content"] for problem in Products(1).problems()}
-    parsed = parse_reply(text.partition("\n\n")[0], "plain")
+    (problem,) = Products(1).problems()
+    asked, called, answered, said, _ = (message["content"] for message in problem.prompt)
+    parsed = parse_reply(called, "plain")
     assert parsed.error == "" and len(parsed.message["tool_calls"]) == 1
     world = begun(tools=[multiply])
-    assert contents(world.reply(parsed)) == ["744"] and "tool's answer 744" in text
+    assert contents(world.reply(parsed)) == ["744"]
+    assert asked == "What is 31 * 24?" and "744" in answered and "744" in said
 
 
 def test_an_episode_of_products():
