@@ -14,7 +14,11 @@ calls and results, others conversations. Prints a JSON line for each template, o
   untailed: suffixes that are not the end of the template's rendering of the chat so far.
   harmful, control: suffixes whose contents spell out control tokens; those that got control tokens by it.
   calls, misread: calls; those that were read otherwise than they were meant.
-  anew: episodes whose row would be another one if the chat was rendered and tokenised anew after each turn.
+  anew: episodes whose row would be another one if the chat was rendered and tokenised anew.
+
+10,000 episodes with seed 0 (66 templates of 15 families, 44 of them with tools; 6 for pictures refused; 21 minutes on 2
+shared cores): replies 25082, sampled 667769, changed 0, unfed 0, whole 5069, unlike 0, untailed 0, harmful 2907,
+control 0, calls 11126, misread 0, anew 7205.
 """
 
 import collections

@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxrl_llm import codec
 from jaxrl_llm.engine.requests import EMPTY, first_tokens, with_tokens
+from jaxrl_llm.environments.calls import Parsed
 from jaxrl_llm.environments.environment import Message
 from jaxrl_llm.environments.episode_format import EpisodeFormat
 from jaxrl_llm.environments.factory import Factory
@@ -283,34 +284,38 @@ class Episodes:
         if isinstance(prompt, str):
             return prompt
         for turn in episode.turns:
-            whole = first_tokens(begun, turn.end)
-            if self._turn(self._live[scene.key], whole.tokens[whole.last_turn :], turn.end)[0] != turn:
+            if self._turn(self._live[scene.key], first_tokens(begun, turn.end))[0] != turn:
                 again = self._begun(scene, episode.restarts + 1)
                 return again if isinstance(again, str) else False
         return True
 
-    def _turn(self, live: Live, sampled: np.ndarray, end: int) -> tuple[Turn, Answer]:
-        """Give a turn of the model to the environment; return its record and the answer."""
-        parsed = live.form.parse(sampled.tolist())
+    def _turn(self, live: Live, whole: Completion) -> tuple[Turn, Answer]:
+        """Give the last turn of a completion to the environment; return its record and the answer."""
+        parsed = _parsed(live, whole)
         answer = live.world.reply(parsed)
-        turn = Turn(end, parsed.message, tuple(answer.messages), answer.reward, answer.tool_calls, answer.tool_errors)
+        turn = Turn(
+            len(whole.tokens),
+            parsed.message,
+            tuple(answer.messages),
+            answer.reward,
+            answer.tool_calls,
+            answer.tool_errors,
+        )
         live.turns += (turn,)
         live.messages += [parsed.message, *answer.messages]
         return turn, answer
 
     def _reply(self, live: Live, turn: Completion, limit: int) -> Reply:
         """Answer a turn, on a thread."""
-        sampled = turn.tokens[turn.last_turn :]
         size = len(turn.tokens)
         if turn.finish_reason != "stop":
-            record = Turn(size, live.form.parse(sampled.tolist()).message)
-            return self._ended(live, Reply(record, end="max_tokens"))
+            return self._ended(live, Reply(Turn(size, _parsed(live, turn).message), end="max_tokens"))
         history = list(live.messages)
-        record, answer = self._turn(live, sampled, size)
+        record, answer = self._turn(live, turn)
         reply = Reply(record, (), answer.end, 0.0, dict(answer.metrics), answer.error)
         if answer.end:
             return self._ended(live, reply)
-        tokens = live.form.suffix([*history, record.reply], answer.messages, sampled.tolist())
+        tokens = live.form.suffix([*history, record.reply], answer.messages, turn.tokens[turn.last_turn :].tolist())
         if size + len(tokens) >= limit:
             return self._ended(live, dataclasses.replace(reply, end="context_overflow"))
         return dataclasses.replace(reply, tokens=tuple(int(token) for token in tokens), restarts=live.restarts)
@@ -322,6 +327,12 @@ class Episodes:
         error = reply.error if failed else live.world.error
         live.world.close()
         return dataclasses.replace(reply, reward=0.0 if reward is None else reward, error=error, restarts=live.restarts)
+
+
+def _parsed(live: Live, whole: Completion) -> Parsed:
+    """Return the message of a completion's last turn."""
+    start = whole.last_turn
+    return live.form.parse(whole.tokens[start:].tolist(), whole.tokens[:start].tolist() or None)
 
 
 def episodes_of(prompts: Prompts, rollout: Any, stops: Sequence[int], peers: "Peers | None" = None) -> Episodes | None:

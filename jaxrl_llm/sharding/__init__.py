@@ -1,5 +1,6 @@
 """The device mesh, and the layout of every array on it."""
 
+from jaxrl_llm.sharding.compiler import compiler_options
 from jaxrl_llm.sharding.mesh import (
     BATCH,
     MeshShape,

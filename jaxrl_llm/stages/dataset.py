@@ -26,8 +26,7 @@ from jaxrl_llm.rewards import Accuracy, Scorer
 from jaxrl_llm.rollout.evaluate import Evaluated, Questions, Tested, evaluate
 from jaxrl_llm.rollout.respond import Answerer
 from jaxrl_llm.rules import not_a_number
-from jaxrl_llm.sharding import platform_of
-from jaxrl_llm.sharding.compiler import compiler_options
+from jaxrl_llm.sharding import compiler_options, platform_of
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.stages.stage import Groups, Outline, Stage, check_positions, read_parts, state_of
 from jaxrl_llm.tasks.template import check_tokenizer

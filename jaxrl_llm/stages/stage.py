@@ -29,8 +29,7 @@ from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.evaluate import Tested
 from jaxrl_llm.rollout.settings import Rollout
 from jaxrl_llm.rules import Memory, Rule
-from jaxrl_llm.sharding import batch_parts, platform_of
-from jaxrl_llm.sharding.compiler import compiler_options
+from jaxrl_llm.sharding import batch_parts, compiler_options, platform_of
 from jaxrl_llm.types import Group, TrainState
 
 Fingerprints = dict[str, Any]

@@ -64,17 +64,19 @@ GEMMA = (
 )
 """Goes on in the same turn after results; the mark of the next result ends a call."""
 HARMONY = (
+    "{% set last = namespace(name='') %}"
     "<|start|>system<|message|>{% if tools %}{{ tools | tojson }}{% endif %}<|end|>{% for m in messages %}"
     "{% if m.role == 'user' %}<|start|>user<|message|>{{ m.content }}<|end|>"
-    "{% elif m.role == 'tool' %}<|start|>functions.{{ m.name }} to=assistant<|channel|>commentary<|message|>"
+    "{% elif m.role == 'tool' %}<|start|>functions.{{ last.name }} to=assistant<|channel|>commentary<|message|>"
     "{{ m.content | tojson }}<|end|>"
-    "{% elif m.tool_calls %}<|start|>assistant to=functions.{{ m.tool_calls[0].function.name }}<|channel|>commentary "
+    "{% elif m.tool_calls %}{% set last.name = m.tool_calls[0].function.name %}"
+    "<|start|>assistant to=functions.{{ last.name }}<|channel|>commentary "
     "json<|message|>{{ m.tool_calls[0].function.arguments | tojson }}<|call|>"
     "{% elif m.role == 'assistant' %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}"
     "{{ '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
-"""Ends the last reply with a stop token and earlier ones with another."""
+"""Ends the last reply with a stop token and earlier ones with another; results are named after the call."""
 DEEPSEEK = (
     "{{ bos_token }}{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}"
     "{% if m.role == 'user' %}<｜User｜>{{ m.content }}"

@@ -19,8 +19,7 @@ from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import initialise
 from jaxrl_llm.models.lora import create, model_of
 from jaxrl_llm.rules import not_a_number
-from jaxrl_llm.sharding import platform_of
-from jaxrl_llm.sharding.compiler import compiler_options
+from jaxrl_llm.sharding import compiler_options, platform_of
 from jaxrl_llm.stages.rl.device_model import critic_config, load_critic, with_score
 from jaxrl_llm.stages.rl.ingredient import Around, Ingredient
 from jaxrl_llm.stages.stage import Architectures, Pass

@@ -18,8 +18,7 @@ from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.dynamic_sampling import Sampler
 from jaxrl_llm.rollout.groups import AdmissionPolicy, GroupSource
 from jaxrl_llm.runs.load import config_of
-from jaxrl_llm.sharding import platform_of
-from jaxrl_llm.sharding.compiler import compiler_options
+from jaxrl_llm.sharding import compiler_options, platform_of
 from jaxrl_llm.stages.rl.ingredients import coefficients_of, dropped_endings, ingredients_of, objectives_of
 from jaxrl_llm.stages.stage import Architectures, Groups, Outline, PlannedSampler, state_of
 
