@@ -45,7 +45,7 @@ class Scene:
     """One episode to play.
 
     Attributes:
-      key: of its request.
+      key: of its request: whole numbers.
       problem: its row.
       seed: of the environment; equal for all members of a group.
     """
@@ -154,7 +154,7 @@ class Episodes:
         for problem in problems:
             if self.plays(problem):
                 firsts.setdefault(self._prompts.task(problem.task).label, problem)
-        self.begin([Scene(("first", label), problem, 0) for label, problem in firsts.items()])
+        self.begin([Scene((-1, place), problem, 0) for place, problem in enumerate(firsts.values())])
         self.retain(())
         return [form.note for form in self._forms.values() if form.note]
 
@@ -229,20 +229,14 @@ class Episodes:
             self._answers.pop(key, None)
             self._threads.submit(self._live.pop(key).world.close)
 
-    def close(self) -> None:
-        """Close all environments."""
-        self.retain(())
-        self._threads.shutdown(wait=False)
-
     def _is_own(self, key: Hashable) -> bool:
         """Whether the environment of an episode is on this process; the same answer everywhere."""
         return self._peers is None or hash(key) % self._peers.count == self._peers.index
 
     def _everywhere(self, call: Callable[[Scene], Any], scenes: Sequence[Scene]) -> list[Any]:
         """Call a function for each scene, on the process that has its environment; return the results on all."""
-        found = dict(zip(range(len(scenes)), [None] * len(scenes), strict=True))
         own = [place for place, scene in enumerate(scenes) if self._is_own(scene.key)]
-        found |= dict(zip(own, self._threads.map(call, [scenes[place] for place in own]), strict=True))
+        found = dict(zip(own, self._threads.map(call, [scenes[place] for place in own]), strict=True))
         if self._peers is not None and self._peers.count > 1:
             for part in self._peers.gather({str(place): found[place] for place in own}):
                 found |= {int(place): result for place, result in part.items()}
@@ -258,9 +252,8 @@ class Episodes:
     def _begun(self, scene: Scene, restarts: int = 0) -> list[int] | str:
         """Begin an episode; return the tokens of its prompt, or why it cannot begin."""
         task = self._prompts.task(scene.problem.task)
-        before = self._live.pop(scene.key, None)
-        if before is not None:
-            before.world.close()
+        if scene.key in self._live:
+            self._live.pop(scene.key).world.close()
         self._answers.pop(scene.key, None)
         try:
             world = self._factories[task.label].world(scene.row, scene.seed, self._limits)
@@ -293,14 +286,8 @@ class Episodes:
         """Give the last turn of a completion to the environment; return its record and the answer."""
         parsed = _parsed(live, whole)
         answer = live.world.reply(parsed)
-        turn = Turn(
-            len(whole.tokens),
-            parsed.message,
-            tuple(answer.messages),
-            answer.reward,
-            answer.tool_calls,
-            answer.tool_errors,
-        )
+        counts = answer.tool_calls, answer.tool_errors
+        turn = Turn(len(whole.tokens), parsed.message, tuple(answer.messages), answer.reward, *counts)
         live.turns += (turn,)
         live.messages += [parsed.message, *answer.messages]
         return turn, answer
