@@ -25,17 +25,18 @@ def multiply(a: int, b: int) -> int:
     return a * b
 
 
-def example(*contents: str) -> tuple[dict[str, str], ...]:
-    """Return messages of user and assistant in turn: a worked example, without which a small model makes no call."""
+def in_turns(*contents: str) -> tuple[dict[str, str], ...]:
+    """Return messages of user and assistant in turn."""
     return tuple({"role": ("user", "assistant")[turn % 2], "content": text} for turn, text in enumerate(contents))
 
 
-CALCULATOR = example(
-    "What is 31 * 24?",
-    '<tool_call>{"name": "multiply", "arguments": {"a": 31, "b": 24}}</tool_call>',
-    "<tool_response>744</tool_response>",
-    "The answer is 744.",
-)
+def _product(a: int, b: int) -> tuple[str, ...]:
+    call = f'<tool_call>{{"name": "multiply", "arguments": {{"a": {a}, "b": {b}}}}}</tool_call>'
+    return f"What is {a} * {b}?", call, f"<tool_response>{a * b}</tool_response>", f"The answer is {a * b}."
+
+
+CALCULATOR = in_turns(*_product(31, 24), *_product(58, 17))
+"""Two worked examples: after one, SmolLM2-135M calls the tool with the numbers of the example."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Products:
     Attributes:
       size: problems, all different.
       seed: of the numbers.
-      before: messages before the question; the example's call is text, in the form of most chat templates.
+      before: messages before the question; their calls are text, in the form of most chat templates.
     """
 
     size: int = 512
@@ -67,12 +68,15 @@ class Products:
 
 
 KEYS = ("river", "stone", "cloud", "maple", "tiger", "amber", "piano", "comet", "olive", "cabin", "raven", "cedar")
-LOOKUP = example(
-    "Which number does the table hold for fox?",
-    "<get>fox</get>",
-    "The table holds 58.",
-    "The answer is 58.",
-)
+
+
+def _looked_up(name: str, number: int) -> tuple[str, ...]:
+    asked = f"Which number does the table hold for {name}?"
+    return asked, f"<get>{name}</get>", f"The table holds {number}.", f"The answer is {number}."
+
+
+LOOKUP = in_turns(*_looked_up("fox", 58), *_looked_up("lamp", 31), *_looked_up("sugar", 74))
+"""Three worked examples."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,14 +21,17 @@ def test_products_are_different_and_their_answers_are_right():
         list(Products(8101).problems())
 
 
-def test_the_worked_example_of_the_prompt_is_a_call_that_the_tool_answers_as_written():
+def test_the_worked_examples_of_the_prompt_are_calls_that_the_tool_answers_as_written():
     (problem,) = Products(1).problems()
-    asked, called, answered, said, _ = (message["content"] for message in problem.prompt)
-    parsed = parse_reply(called, "plain")
-    assert parsed.error == "" and len(parsed.message["tool_calls"]) == 1
-    world = begun(tools=[multiply])
-    assert contents(world.reply(parsed)) == ["744"]
-    assert asked == "What is 31 * 24?" and "744" in answered and "744" in said
+    texts = [message["content"] for message in problem.prompt]
+    assert len(texts) == 9
+    for asked, called, answered, said in (texts[:4], texts[4:8]):
+        parsed = parse_reply(called, "plain")
+        assert parsed.error == "" and len(parsed.message["tool_calls"]) == 1
+        arguments = parsed.message["tool_calls"][0]["function"]["arguments"]
+        assert asked == f"What is {arguments['a']} * {arguments['b']}?"
+        (result,) = contents(begun(tools=[multiply]).reply(parsed))
+        assert answered == f"<tool_response>{result}</tool_response>" and said == f"The answer is {result}."
 
 
 def test_an_episode_of_products():
