@@ -123,7 +123,7 @@ def test_different_answers_are_counted_in_whatever_words_they_are_given():
 def completed(*rows, reason="length"):
     """A group of completions of these tokens; its rewards are 0, 1, 2, ..."""
     arrays = [np.array(row, np.int32) for row in rows]
-    completions = tuple(Completion(row, row.astype(np.float32), reason, row == 0, row) for row in arrays)
+    completions = tuple(Completion(row, row.astype(np.float32), reason, np.ones(len(row), bool), row) for row in arrays)
     return dataclasses.replace(group(np.arange(len(rows))), completions=completions)
 
 

@@ -19,7 +19,7 @@ from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import initialise
 from jaxrl_llm.models.lora import create, model_of
 from jaxrl_llm.rules import not_a_number
-from jaxrl_llm.sharding import compiler_options, platform_of
+from jaxrl_llm.sharding import platform_of
 from jaxrl_llm.stages.rl.device_model import critic_config, load_critic, with_score
 from jaxrl_llm.stages.rl.ingredient import Around, Ingredient
 from jaxrl_llm.stages.stage import Architectures, Pass
@@ -79,7 +79,7 @@ class CriticRole(Ingredient):
             # Another architecture, in rows laid out for the policy's attention.
             attention = "auto" if compute.attention == "cudnn" else compute.attention
             settings = run.learner.computing(attention=attention, row_tokens=forward.layout.row_tokens)
-            compute = compute_for(settings, config, platform_of(forward.mesh), compiler_options(forward.mesh))
+            compute = compute_for(settings, config, platform_of(forward.mesh), compute.compiler)
             dtype = jnp.dtype(run.learner.dtype)
             begins = begins._replace(
                 load=lambda: load_critic(name, run, tokenizer, forward.mesh),
