@@ -18,7 +18,7 @@ config = Run(
     rollout=Rollout(
         prompts=6,
         group=8,
-        max_prompt_tokens=320,
+        max_prompt_tokens=352,
         max_new_tokens=128,
         temperature=0.8,
         engine=EngineOptions(slots=48),

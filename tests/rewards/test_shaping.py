@@ -17,7 +17,7 @@ from jaxrl_llm.rewards import (
     Scorer,
     SoftOverlong,
 )  # fmt: skip
-from jaxrl_llm.types import Completion, Problem
+from jaxrl_llm.types import Completion, Episode, Problem
 
 PROBLEM = Problem("1", ({"role": "user", "content": "?"},), "3", "test")
 
@@ -85,6 +85,14 @@ def test_scorer_numbers_out_of_range_are_refused(numbers):
         Scorer((Accuracy(),), **numbers)
 
 
-def test_no_rewards_are_refused():
-    with pytest.raises(InputError, match="no rewards"):
-        Scorer(())
+def test_the_world_adds_its_reward_to_the_others_and_an_episode_that_it_lost_is_not_scored():
+    episodes = [Episode(end="completed", reward=2.0), Episode(end="timeout", reward=math.nan, error="too slow"), None]
+    items = [(PROBLEM, dataclasses.replace(completion(4), episode=episode)) for episode in episodes]
+    with Scorer((LengthPenalty(0.5),), 1) as scorer:
+        scores = scorer.score(items)
+    np.testing.assert_array_equal(scores.reward, [0.0, np.nan, -2.0])
+    np.testing.assert_array_equal(scores.parts["environment"], [2.0, np.nan, np.nan])
+    assert scores.failures.metrics()["reward/environment/failed_fraction"] == 0.5
+    assert scores.failures.message == "too slow"
+    with Scorer((), 1) as scorer:
+        np.testing.assert_array_equal(scorer.score(items).reward, [2.0, np.nan, 0.0])
