@@ -1,6 +1,13 @@
-"""SmolLM2-135M-Instruct learns to use a calculator: episodes of two turns with a tool, on two CPU cores.
+"""SmolLM2-135M-Instruct learns to use a calculator: episodes with a tool, on two CPU cores.
 
-jaxrl-llm train calculator_quickstart
+    jaxrl-llm train calculator_quickstart
+
+Products of two-digit numbers, which the model gets right by itself once in sixty. Two worked turns in the prompt show
+the call of the tool ``multiply``; the tool's answer comes as the next message, and the model writes the answer. GRPO,
+6 groups of 8 episodes a step, rewarded for the right number alone.
+
+Measured on 2 CPU cores: 0.29 of 24 held-out problems right before training, sampled at temperature 0.8. How far four
+steps bring it has not been measured with these settings.
 """
 
 from jaxrl_llm.config import Evaluation, Output, Run
@@ -21,11 +28,11 @@ config = Run(
         max_prompt_tokens=352,
         max_new_tokens=128,
         temperature=0.8,
-        engine=EngineOptions(slots=48),
+        engine=EngineOptions(slots=16),
         episode=Limits(max_turns=3),
     ),
     learner=Learner(optimiser=Optimiser(learning_rate=2e-5), compute=Compute(row_tokens=1024)),
-    evaluation=Evaluation(every=2, limit=40, temperature=0.8),
+    evaluation=Evaluation(limit=24, temperature=0.8),
     output=Output(checkpoint_every=2),
     steps=4,
 )

@@ -191,7 +191,10 @@ class PrefixCache:
         for row, (request, start, _) in enumerate(batch):
             starts[row] = start
             tokens[row, : len(request.given) - start] = request.given[start:]
-        cache = joined_caches([base.cache for _, _, base in batch], rows, shape.columns) if shape.continues else None
+        cache = None
+        if shape.continues:  # as many caches in each call, so that one program joins them
+            bases = [base.cache for _, _, base in batch]
+            cache = joined_caches([*bases, *bases[:1] * (rows - len(bases))], rows, shape.columns)
         for call in range(shape.calls):
             at = call * shape.piece
             now = tokens[:, at : at + shape.piece]
