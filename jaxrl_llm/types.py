@@ -158,9 +158,14 @@ class Completion:
     episode: Episode | None = None
 
     @property
+    def sampled(self) -> np.ndarray:
+        """Tokens without those of an episode's environment."""
+        return self.tokens if self.episode is None else self.tokens[self.mask]
+
+    @property
     def length(self) -> int:
-        """Number of tokens that the policy sampled."""
-        return int(np.count_nonzero(self.mask))
+        """Number of tokens without those of an episode's environment."""
+        return len(self.sampled)
 
     @property
     def last_turn(self) -> int:

@@ -20,6 +20,7 @@ def test_the_length_counts_what_was_sampled_and_the_last_turn_follows_the_last_w
     whole = completion([1, 1, 0, 0, 1, 1], episode=Episode(TURNS))
     assert (whole.length, whole.last_turn) == (4, 4)
     assert (completion([1, 1]).length, completion([1, 1]).last_turn, completion([]).last_turn) == (2, 0, 0)
+    assert completion([1, 0]).length == 2, "without an episode all tokens count"
     assert completion([1, 0]).last_turn == 2, "nothing of the next turn is there yet"
 
 

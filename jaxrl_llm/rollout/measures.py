@@ -61,7 +61,7 @@ def describe(groups: Sequence[Group]) -> dict[str, float]:
     completions = [c for g in groups for c in g.completions]
     ended = [c.finish_reason for c in completions]
     lengths = np.array([c.length for c in completions])
-    sampled = [c.tokens[c.mask] for c in completions]
+    sampled = [c.sampled for c in completions]
     written = [tokens[:-1] if why == "stop" else tokens for tokens, why in zip(sampled, ended, strict=True)]
     looping = loops(written) | (np.array(ended) == "repetition")
     found = {}

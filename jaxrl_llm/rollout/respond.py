@@ -270,5 +270,6 @@ def with_texts(completions: Mapping[Any, Any], tokenizer: Any) -> dict[Any, Comp
     """Return the completions with their tokens decoded, of episodes those of the last turn."""
     if not completions:  # of no text at all tokenizers make one that is empty
         return {}
-    texts = tokenizer.batch_decode([c.tokens[c.last_turn :] for c in completions.values()], skip_special_tokens=True)
+    turns = [c.tokens[c.last_turn if c.episode else 0 :] for c in completions.values()]
+    texts = tokenizer.batch_decode(turns, skip_special_tokens=True)
     return {key: dataclasses.replace(c, text=text) for (key, c), text in zip(completions.items(), texts, strict=True)}
