@@ -44,17 +44,6 @@ def as_text(messages: Sequence[Message]) -> list[Message]:
     return written
 
 
-def joined(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages; one of the user that follows another is joined to it by a blank line."""
-    found: list[Message] = []
-    for message in messages:
-        if found and message["role"] == found[-1]["role"] == "user":
-            found[-1] = found[-1] | {"content": f"{found[-1]['content']}\n\n{message['content']}"}
-        else:
-            found.append(message)
-    return found
-
-
 def _call(function: Mapping[str, Any]) -> str:
     call = {"name": function["name"], "arguments": function["arguments"]}
     return f"<tool_call>{json.dumps(call, ensure_ascii=False)}</tool_call>"

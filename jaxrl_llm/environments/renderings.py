@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm.environments import plain_form
 from jaxrl_llm.environments.calls import NO_CALLS, end_of_calls, parse_reply, syntax_of, tool_call
+from jaxrl_llm.environments.checks import joined
 from jaxrl_llm.environments.environment import Message
 from jaxrl_llm.environments.guarding import Guard
 from jaxrl_llm.errors import InputError, require
@@ -85,7 +86,7 @@ class Renderings:
 
     def said(self, messages: Sequence[Message]) -> list[Message]:
         """Return the world's messages as the template gets them."""
-        return plain_form.joined(plain_form.as_text(messages) if self.plain_form else messages)
+        return joined((), plain_form.as_text(messages) if self.plain_form else messages, "\n\n")
 
     def after(self, turns: Sequence[Message], messages: Sequence[Message]) -> After:
         """Return the text after the last of the turns, which is a reply, with these messages of the world.

@@ -65,30 +65,7 @@ def environment_seed(seed: int) -> int:
     return int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:4], "big") >> 1
 
 
-@dataclasses.dataclass(frozen=True)
-class Reply:
-    """Addition of an environment to an episode.
-
-    Attributes:
-      turn: the record of the turn that it answers.
-      tokens: its words, up to the start of the model's next turn; empty at the end.
-      end: reason of the end, empty if the episode goes on.
-      reward: of the whole episode, at its end.
-      metrics: the environment's own.
-      error: why it failed; empty if it did not.
-      restarts: of this episode so far.
-    """
-
-    turn: Turn
-    tokens: tuple[int, ...] = ()
-    end: str = ""
-    reward: float = 0.0
-    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
-    error: str = ""
-    restarts: int = 0
-
-
-RECORDS = (Reply, Turn)
+RECORDS = (Episode, Turn)
 """Types that processes send to each other."""
 
 
@@ -109,6 +86,51 @@ class Live:
     messages: list[Message]
     turns: tuple[Turn, ...] = ()
     restarts: int = 0
+
+    def parsed(self, whole: Completion) -> Parsed:
+        """Return the message of a completion's last turn."""
+        start = whole.last_turn
+        return self.form.parse(whole.tokens[start:].tolist(), whole.tokens[:start].tolist() or None)
+
+    def play(self, whole: Completion) -> tuple[Turn, Answer]:
+        """Give the last turn of a completion to the environment; return its record and the answer."""
+        parsed = self.parsed(whole)
+        answer = self.world.reply(parsed)
+        counts = answer.tool_calls, answer.tool_errors
+        turn = Turn(len(whole.tokens), parsed.message, tuple(answer.messages), answer.reward, *counts)
+        self.turns += (turn,)
+        self.messages += [parsed.message, *answer.messages]
+        return turn, answer
+
+    def answer(self, whole: Completion, limit: int) -> tuple[Episode, list[int]]:
+        """Answer a completion's last turn; return the episode with it, and the tokens up to the model's next turn.
+
+        ``limit``: tokens of the whole completion at most.
+        """
+        before, size = whole.episode or Episode(), len(whole.tokens)
+        if whole.finish_reason != "stop":
+            turns = (*before.turns, Turn(size, self.parsed(whole).message))
+            return self.ended(dataclasses.replace(before, turns=turns, end="max_tokens", restarts=self.restarts)), []
+        history = list(self.messages)
+        turn, answer = self.play(whole)
+        metrics = {name: before.metrics.get(name, 0.0) + value for name, value in answer.metrics.items()}
+        reward = before.reward + answer.reward
+        turns = (*before.turns, turn)
+        episode = Episode(turns, answer.end, reward, before.metrics | metrics, answer.error, self.restarts)
+        if answer.end:
+            return self.ended(episode), []
+        tokens = self.form.suffix([*history, turn.reply], answer.messages, whole.tokens[whole.last_turn :].tolist())
+        if size + len(tokens) >= limit:
+            return self.ended(dataclasses.replace(episode, end="context_overflow")), []
+        return episode, [int(token) for token in tokens]
+
+    def ended(self, episode: Episode) -> Episode:
+        """Close the environment; return the episode with its reward for all of it, NaN if it has failed."""
+        failed = episode.end in ("environment_error", "timeout")
+        last = math.nan if failed else self.world.reward() or 0.0
+        error = episode.error if failed else self.world.error
+        self.world.close()
+        return dataclasses.replace(episode, reward=episode.reward + last, error=error)
 
 
 class Episodes:
@@ -137,7 +159,7 @@ class Episodes:
         self._forms: dict[str, EpisodeFormat] = {}
         self._live: dict[Hashable, Live] = {}
         self._asked: dict[Hashable, Completion] = {}
-        self._answers: dict[Hashable, concurrent.futures.Future[Reply]] = {}
+        self._answers: dict[Hashable, concurrent.futures.Future[tuple[Episode, list[int]]]] = {}
         self._threads = concurrent.futures.ThreadPoolExecutor(AT_ONCE, "environment")
 
     def plays(self, problem: Problem) -> bool:
@@ -168,7 +190,6 @@ class Episodes:
         alike: dict[Hashable, Any] = {}
         for scene, prompt in zip(scenes, prompts, strict=True):
             label = self._prompts.task(scene.problem.task).label
-            self._require_begun(scene, prompt)
             require(
                 len(prompt) <= self._longest_prompt,
                 f"a prompt of task {label} has {len(prompt)} tokens with what its environment says first: set "
@@ -188,20 +209,13 @@ class Episodes:
         """
         known = dict(zip((scene.key for scene in scenes), begun, strict=True))
         same = self._everywhere(lambda scene: self._resumed(scene, known[scene.key] or EMPTY), scenes)
-        for scene, result in zip(scenes, same, strict=True):
-            self._require_begun(scene, result)
         return [one if fine else None for one, fine in zip(begun, same, strict=True)]
-
-    def _require_begun(self, scene: Scene, result: Any) -> None:
-        """Raise InputError if the result is a text, the reason why an episode cannot begin."""
-        where = f"the environment of task {self._prompts.task(scene.problem.task).label} cannot begin an episode"
-        require(not isinstance(result, str), f"{where}: {result}")
 
     def ask(self, key: Hashable, turn: Completion, limit: int) -> None:
         """Let the environment answer a turn that the model has ended; ``limit``: tokens of the episode at most."""
         self._asked[key] = turn
         if key not in self._answers and self._is_own(key):  # it may have been asked before an interruption
-            self._answers[key] = self._threads.submit(self._reply, self._live[key], turn, limit)
+            self._answers[key] = self._threads.submit(self._live[key].answer, turn, limit)
 
     def abort(self, keys: Sequence[Hashable]) -> None:
         """Leave the answers to these episodes for later: ``answered`` does not return them unless asked again."""
@@ -220,7 +234,7 @@ class Episodes:
         if self._peers is not None and self._peers.count > 1:
             parts = self._peers.gather(codec.to_json(done, RECORDS))
             done = [one for part in parts for one in codec.from_json(part, RECORDS)]
-        return {key: _continued(self._asked.pop(key), reply) for key, reply in done}
+        return {key: _continued(self._asked.pop(key), *answer) for key, answer in done}
 
     def retain(self, keys: Sequence[Hashable] | set[Hashable]) -> None:
         """Close the environments of all other episodes."""
@@ -234,12 +248,19 @@ class Episodes:
         return self._peers is None or hash(key) % self._peers.count == self._peers.index
 
     def _everywhere(self, call: Callable[[Scene], Any], scenes: Sequence[Scene]) -> list[Any]:
-        """Call a function for each scene, on the process that has its environment; return the results on all."""
+        """Call a function for each scene, on the process that has its environment; return the results on all.
+
+        Raises:
+          InputError: a result is a text, the reason why an episode cannot begin.
+        """
         own = [place for place, scene in enumerate(scenes) if self._is_own(scene.key)]
         found = dict(zip(own, self._threads.map(call, [scenes[place] for place in own]), strict=True))
         if self._peers is not None and self._peers.count > 1:
             for part in self._peers.gather({str(place): found[place] for place in own}):
                 found |= {int(place): result for place, result in part.items()}
+        for place, scene in enumerate(scenes):
+            where = f"the environment of task {self._prompts.task(scene.problem.task).label} cannot begin an episode"
+            require(not isinstance(found[place], str), f"{where}: {found[place]}")
         return [found[place] for place in range(len(scenes))]
 
     def _form(self, task: Task, tools: Sequence[Mapping[str, Any]]) -> EpisodeFormat:
@@ -277,49 +298,10 @@ class Episodes:
         if isinstance(prompt, str):
             return prompt
         for turn in episode.turns:
-            if self._turn(self._live[scene.key], first_tokens(begun, turn.end))[0] != turn:
+            if self._live[scene.key].play(first_tokens(begun, turn.end))[0] != turn:
                 again = self._begun(scene, episode.restarts + 1)
                 return again if isinstance(again, str) else False
         return True
-
-    def _turn(self, live: Live, whole: Completion) -> tuple[Turn, Answer]:
-        """Give the last turn of a completion to the environment; return its record and the answer."""
-        parsed = _parsed(live, whole)
-        answer = live.world.reply(parsed)
-        counts = answer.tool_calls, answer.tool_errors
-        turn = Turn(len(whole.tokens), parsed.message, tuple(answer.messages), answer.reward, *counts)
-        live.turns += (turn,)
-        live.messages += [parsed.message, *answer.messages]
-        return turn, answer
-
-    def _reply(self, live: Live, turn: Completion, limit: int) -> Reply:
-        """Answer a turn, on a thread."""
-        size = len(turn.tokens)
-        if turn.finish_reason != "stop":
-            return self._ended(live, Reply(Turn(size, _parsed(live, turn).message), end="max_tokens"))
-        history = list(live.messages)
-        record, answer = self._turn(live, turn)
-        reply = Reply(record, (), answer.end, 0.0, dict(answer.metrics), answer.error)
-        if answer.end:
-            return self._ended(live, reply)
-        tokens = live.form.suffix([*history, record.reply], answer.messages, turn.tokens[turn.last_turn :].tolist())
-        if size + len(tokens) >= limit:
-            return self._ended(live, dataclasses.replace(reply, end="context_overflow"))
-        return dataclasses.replace(reply, tokens=tuple(int(token) for token in tokens), restarts=live.restarts)
-
-    def _ended(self, live: Live, reply: Reply) -> Reply:
-        """Return the last reply of an episode, with the environment's reward for all of it."""
-        failed = reply.end in ("environment_error", "timeout")
-        reward = math.nan if failed else live.world.reward()
-        error = reply.error if failed else live.world.error
-        live.world.close()
-        return dataclasses.replace(reply, reward=0.0 if reward is None else reward, error=error, restarts=live.restarts)
-
-
-def _parsed(live: Live, whole: Completion) -> Parsed:
-    """Return the message of a completion's last turn."""
-    start = whole.last_turn
-    return live.form.parse(whole.tokens[start:].tolist(), whole.tokens[:start].tolist() or None)
 
 
 def episodes_of(prompts: Prompts, rollout: Any, stops: Sequence[int], peers: "Peers | None" = None) -> Episodes | None:
@@ -329,20 +311,9 @@ def episodes_of(prompts: Prompts, rollout: Any, stops: Sequence[int], peers: "Pe
     return Episodes(prompts, rollout.episode, rollout.max_prompt_tokens, stops, peers)
 
 
-def _continued(turn: Completion, reply: Reply) -> Completion:
-    """Return the completion after an environment's reply."""
-    before = turn.episode or Episode()
-    metrics = {name: before.metrics.get(name, 0.0) + value for name, value in reply.metrics.items()}
-    episode = Episode(
-        (*before.turns, reply.turn),
-        reply.end,
-        before.reward + reply.turn.reward + reply.reward,
-        before.metrics | metrics,
-        reply.error,
-        reply.restarts,
-    )
-    if reply.end:
-        reason = "length" if reply.end in CUT_OFF and turn.finish_reason == "stop" else turn.finish_reason
+def _continued(turn: Completion, episode: Episode, tokens: Sequence[int]) -> Completion:
+    """Return the completion with an environment's answer to its last turn."""
+    if episode.end:
+        reason = "length" if episode.end in CUT_OFF and turn.finish_reason == "stop" else turn.finish_reason
         return dataclasses.replace(turn, episode=episode, finish_reason=reason)
-    version = int(turn.version[-1])
-    return dataclasses.replace(with_tokens(turn, reply.tokens, version), episode=episode)
+    return dataclasses.replace(with_tokens(turn, tokens, int(turn.version[-1])), episode=episode)
