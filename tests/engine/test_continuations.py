@@ -118,6 +118,24 @@ def test_weights_are_others_where_any_one_of_their_arrays_is():
         same(found, finished(e, e.submit(PROMPTS[:1], SEEDS[:1], begun=[first]), other)[0])
 
 
+def test_a_prompt_is_kept_for_the_next_turns_until_the_weights_change_and_computed_again_to_equal_bits():
+    e = engine()
+    kept = {"keep_prompt": True}
+    e.start(RULES)
+    (first,) = finished(e, e.submit(PROMPTS[2:3], SEEDS[:1], [4], **kept))
+    turn = with_tokens(first, [7, 8])
+    (found,) = finished(e, e.submit(PROMPTS[2:3], SEEDS[:1], begun=[turn], **kept))
+    assert e.prompts_prefilled == 2, "the prompt, and what follows it"
+    e.start(RULES)
+    (again,) = finished(e, e.submit(PROMPTS[2:3], SEEDS[:1], begun=[turn], **kept))
+    assert e.prompts_prefilled == 2
+    same(found, again)
+    other = with_leaf(0, lambda leaf: leaf * 1.5)
+    (moved,) = finished(e, e.submit(PROMPTS[2:3], SEEDS[:1], begun=[turn], **kept), other)
+    e.start(RULES)
+    same(moved, finished(e, e.submit(PROMPTS[2:3], SEEDS[:1], begun=[turn], **kept), other)[0])
+
+
 def test_an_array_that_may_change_in_place_is_never_taken_for_known():
     e, loose = engine(), with_leaf(-1, lambda leaf: np.array(leaf))
     e.start(RULES)

@@ -3,9 +3,9 @@
 import dataclasses
 import functools
 import itertools
-import math
 import threading
 import time
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -76,6 +76,16 @@ class Failing(Counting):
         if self.turn == 1:
             raise ValueError("the world is flat")
         return super().step(reply)
+
+
+class Noting(Counting):
+    """Notes the seed that each row begins with."""
+
+    seen: ClassVar[list] = []
+
+    def reset(self, row, seed):
+        self.seen.append((row["secret"], seed))
+        return super().reset(row, seed)
 
 
 class Divided(Counting):
@@ -250,12 +260,12 @@ def test_environments_that_are_left_over_are_closed():
 
 def test_an_evaluation_plays_with_one_seed_for_all_samples_of_a_problem():
     model, tokenizer = loaded()
-    made = sampler(Counting)
+    made = sampler(Noting)
     problems = load(made.source.prompts.tasks[0], answers=False).train[:2]
     by = Answerer(engine(), model, tokenizer, made.source.judge, made.source.episodes)
     [found] = evaluate(by, Questions(made.source.prompts, problems, 2, 5), RULES)
     assert found.metrics()["eval/rows/reward"] == 6.0
-    seeds = [
-        {turn.messages[0]["content"] for turn in one.episode.turns[:1]} for row in found.completions for one in row
-    ]
-    assert len(seeds) == 4 and math.isfinite(found.metrics()["eval/rows/mean_length"])
+    assert len(Noting.seen) == 4, "two episodes of each problem"
+    assert len(set(Noting.seen)) == len({secret for secret, _ in Noting.seen}) == len({s for _, s in Noting.seen}) == 2
+    lengths = [completion.length for row in found.completions for completion in row]
+    assert found.metrics()["eval/rows/mean_length"] == np.mean(lengths)

@@ -128,6 +128,7 @@ def test_an_interrupted_episode_resumes_with_its_answer():
             break
     assert len(requests) == 2, "both wait for the tool"
     requests.abort(requests.keys)
+    assert not requests._responder.asked, "nobody is there for its answers"
     left = requests.take()
     assert {one.finish_reason for one in left.values()} == {"aborted"} and not requests
     again = Requests(engine, RULES, Tool())
