@@ -245,9 +245,20 @@ def check_episodes(run: Any) -> None:
       InputError: names the field and the remedy.
     """
     playing = [task for task in tasks_in(run.task, run.evaluation.task) if task.plays]
-    for task in playing:
-        Factory(task.environment, task.tools)
+    factories = [Factory(task.environment, task.tools) for task in playing]
     trained = [task for task in tasks_in(run.task) if task.plays]
+    if run.recipe.branch is not None:
+        require(
+            bool(trained),
+            f"recipe.branch has nothing to branch: no task of {run.task.label} has episodes; give it tools or an "
+            "environment, or set recipe.branch None",
+        )
+        for task, factory in zip(playing, factories, strict=True):
+            require(
+                factory.copyable or task not in trained,
+                f"recipe.branch continues episodes from copies of their environment, and that of task {task.label} has "
+                "no copy(): give it one, or set recipe.branch None",
+            )
     budget = run.rollout.collect.token_budget
     require(
         not (trained and budget),
