@@ -1,10 +1,13 @@
 """Branches of episodes: where they begin, whatever is slow or stopped; what they share, and its advantage."""
 
+import concurrent.futures
 import copy
 import dataclasses
 import functools
 import itertools
+import json
 import math
+import threading
 from typing import ClassVar
 
 import jax
@@ -20,7 +23,7 @@ from jaxrl_llm.algorithms import PRESETS, PolicyBatch, policy_loss
 from jaxrl_llm.environments import Limits
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.recipes import ARPO
-from jaxrl_llm.rollout import Branching
+from jaxrl_llm.rollout import Branching, Collect, Engine
 from jaxrl_llm.rollout.branches import Start, common_lengths, entropy_rise, shared_credit, starts
 from jaxrl_llm.rollout.dynamic_sampling import collect
 from jaxrl_llm.rollout.episodes import Episodes
@@ -67,10 +70,11 @@ class Uncopied(Copied):
         raise OSError("one world is enough")
 
 
-def sampler(environment=Copied, rule=RULE, slots=6, group=GROUP):
-    made = plain(environment, slots=slots)
-    episodes = Episodes(made.source.prompts, Limits(), 120, STOPS, None, rule)
-    return dataclasses.replace(made, source=dataclasses.replace(made.source, group=group, episodes=episodes))
+def sampler(environment=Copied, rule=RULE, slots=6, peers=None, engine=None, settings=Collect()):
+    made = plain(environment, slots=slots, settings=settings)
+    episodes = Episodes(made.source.prompts, Limits(), 120, STOPS, peers, rule)
+    source = dataclasses.replace(made.source, group=GROUP, episodes=episodes)
+    return dataclasses.replace(made, source=source, engine=engine or made.engine)
 
 
 @functools.cache
@@ -237,6 +241,49 @@ def test_a_group_in_which_an_episode_begins_anew_is_whole_all_the_same(chunks):
             shared = common[one, other]
             first, second = (group.completions[i].tokens[:shared].tolist() for i in (one, other))
             assert first == second, "what an episode that began anew no longer has is not shared"
+
+
+class Side:
+    """One of two processes, which are threads here."""
+
+    def __init__(self, index, board):
+        self.index, self.count, self._board = index, 2, board
+
+    def gather(self, value):
+        said, barrier = self._board
+        said[self.index] = json.dumps(value)
+        barrier.wait(timeout=60)
+        found = [json.loads(said[index]) for index in range(self.count)]
+        barrier.wait(timeout=60)
+        return found
+
+
+def test_of_two_processes_the_one_that_has_a_parents_environment_has_its_branches_too():
+    board = {}, threading.Barrier(2)
+    resets = next(Copied.resets)
+
+    def play(index):
+        made = sampler(peers=Side(index, board), engine=Engine(loaded()[0], slots=6, max_length=380, chunk=4, group=3))
+        return collect(made, loaded()[0], 4, Carryover()).groups
+
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        for groups in threads.map(play, range(2)):
+            same(groups, played().groups)
+    branches = sum(one.episode.parent is not None for one in completions(played().groups))
+    assert next(Copied.resets) - resets - 1 == 2 * GROUP - branches, "each environment is on one process"
+
+
+def test_groups_that_are_interrupted_have_the_same_branches():
+    made = sampler(settings=Collect(interrupt=True))
+    made = dataclasses.replace(made, admission=dataclasses.replace(made.admission, needed=1))
+    left, found, interrupted = Carryover(), {}, 0
+    for version in range(4):
+        batch = collect(made, loaded()[0], 4 + version, left)
+        found |= {one.problem.id: one for one in batch.sampled}
+        left, interrupted = batch.left, interrupted + batch.metrics["rollout/interrupted"]
+    assert interrupted
+    for group in played().groups:
+        same([found[group.problem.id]], [group])
 
 
 def test_copies_are_closed_and_an_environment_that_fails_to_copy_itself_is_refused():
