@@ -72,7 +72,7 @@ def starts(episodes: Sequence[Episode | None], rule: Branching) -> list[Start]:
     turn, going = 1, True
     while going and len(found) < len(episodes):
         going = False
-        for member in [i for i, start in enumerate(found) if start.turns < turn]:
+        for member in range(len(found)):  # those that begin at this turn are looked at from the next one on
             episode = episodes[member] or Episode()
             over = len(episode.turns) <= turn
             if over and not episode.end:

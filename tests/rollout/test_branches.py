@@ -35,17 +35,19 @@ GROUP = 6
 
 
 class Copied(Counting):
-    """Counts how many began, and how many were closed."""
+    """Notes which began, which are copies, and which were closed."""
 
-    resets: ClassVar[itertools.count] = itertools.count()
+    began: ClassVar[list] = []
+    copied: ClassVar[list] = []
     closed: ClassVar[list] = []
 
     def reset(self, row, seed):
-        next(type(self).resets)
+        self.began.append(self)
         return super().reset(row, seed)
 
     def copy(self):
-        return copy.copy(self)
+        self.copied.append(copy.copy(self))
+        return self.copied[-1]
 
     def close(self):
         self.closed.append(self)
@@ -157,8 +159,18 @@ def test_members_begin_where_the_papers_loop_begins_them_whatever_is_known_first
 
 
 def test_a_branch_has_its_parents_turns_and_goes_on_by_itself():
-    resets = next(Copied.resets)
-    found = collect(sampler(), loaded()[0], 4, Carryover())
+    began = len(Copied.began)
+    made = sampler()
+
+    def told():
+        """Each episode knows its own chat, and no other's."""
+        episodes = made.source.episodes
+        for key, live in episodes._live.items():
+            if key not in episodes._answers:
+                said = [message for turn in live.turns for message in (turn.reply, *turn.messages)]
+                assert live.messages[1:] == said
+
+    found = collect(made, loaded()[0], 4, Carryover(), told)
     branches = 0
     for group in found.groups:
         assert len(group.completions) == GROUP
@@ -184,7 +196,7 @@ def test_a_branch_has_its_parents_turns_and_goes_on_by_itself():
             assert one.tokens[shared:].tolist() != parent.tokens[shared:].tolist(), "another seed"
         assert group.rewards.tolist() == [6.0] * GROUP
     assert branches >= 3
-    assert next(Copied.resets) - resets - 1 == 2 * GROUP - branches, "a branch goes on in a copy"
+    assert len(Copied.began) - began == 2 * GROUP - branches, "a branch goes on in a copy"
     assert found.metrics["episode/branches"] == branches / 2
     shared = sum(int(one.mask[: one.episode.shared].sum()) for one in completions(found.groups))
     assert found.tokens == sum(one.length for one in completions(found.groups)) - shared, (
@@ -259,8 +271,9 @@ class Side:
 
 
 def test_of_two_processes_the_one_that_has_a_parents_environment_has_its_branches_too():
+    alone = played().groups
     board = {}, threading.Barrier(2)
-    resets = next(Copied.resets)
+    began = len(Copied.began)
 
     def play(index):
         made = sampler(peers=Side(index, board), engine=Engine(loaded()[0], slots=6, max_length=380, chunk=4, group=3))
@@ -268,9 +281,9 @@ def test_of_two_processes_the_one_that_has_a_parents_environment_has_its_branche
 
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
         for groups in threads.map(play, range(2)):
-            same(groups, played().groups)
-    branches = sum(one.episode.parent is not None for one in completions(played().groups))
-    assert next(Copied.resets) - resets - 1 == 2 * GROUP - branches, "each environment is on one process"
+            same(groups, alone)
+    branches = sum(one.episode.parent is not None for one in completions(alone))
+    assert len(Copied.began) - began == 2 * GROUP - branches, "each environment is on one process"
 
 
 def test_groups_that_are_interrupted_have_the_same_branches():
@@ -288,10 +301,15 @@ def test_groups_that_are_interrupted_have_the_same_branches():
 
 def test_copies_are_closed_and_an_environment_that_fails_to_copy_itself_is_refused():
     made = sampler()
-    before = len(Copied.closed)
+    before = [len(Copied.began), len(Copied.copied), len(Copied.closed)]
     collect(made, loaded()[0], 4, Carryover())
     made.source.episodes._threads.shutdown(wait=True)
-    assert len(Copied.closed) - before >= 2 * GROUP and not made.source.episodes._live
+    began, copied, closed = (
+        len(Copied.began) - before[0],
+        len(Copied.copied) - before[1],
+        len(Copied.closed) - before[2],
+    )
+    assert closed == began + copied > 2 * GROUP and not made.source.episodes._live
     source = sampler(Uncopied).source
     with pytest.raises(InputError, match="Uncopied: copy: OSError: one world is enough"):
         source.episodes.rehearse([source.stream.next(0, {})[0]])
