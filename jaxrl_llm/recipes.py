@@ -15,6 +15,7 @@ from jaxrl_llm.algorithms.reduce import ConstantLength
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.learner.settings import Critic
 from jaxrl_llm.rewards.group_shaping import GroupShaping, LengthCycle, RelativeLength, StopProperly
+from jaxrl_llm.rollout.settings import Branching
 from jaxrl_llm.rules import Resets
 from jaxrl_llm.system.setting import FIXED, FREE, Range, Setting, check_fields, take_old_names
 
@@ -79,6 +80,7 @@ class Recipe(Setting):
         step's entropy; or one of each, in a tuple. None leaves both as they are.
       paper: the updates that the paper makes of a batch; None where they are not published.
       critic: of estimators that read values; None for none.
+      branch: where episodes of several turns branch; None for nowhere.
     """
 
     name: str
@@ -91,6 +93,7 @@ class Recipe(Setting):
     controller: Controller | tuple[Controller, ...] | None = None
     paper: Annotated[Updates | None, FREE] = None
     critic: Annotated[Critic | None, FIXED] = None
+    branch: Branching | None = None
 
     def __post_init__(self):
         # Configurations and runs of old say only whether there is a filter.
@@ -299,11 +302,24 @@ TRL's trainer: lambda 0.95, advantages whitened over the batch, values clipped a
 and it makes 4 passes). Nothing compares completions of one prompt, so rollout.group may be 1. The paper's critic begins
 as its reward model: recipe.critic.model. Its moving average of the weights is left out."""
 
+ARPO = Recipe(
+    "arpo",
+    dataclasses.replace(PRESETS["grpo"], kl=None, kl_coef=0.0),
+    paper=Updates(8, 256),
+    branch=Branching(),
+)
+"""Agentic reinforced policy optimisation (arXiv 2507.19849): half of a group's episodes are branches, begun where the
+model is less certain after a tool's answer than at first; GRPO's loss without a KL. Ten tasks with tools 58.3 on
+average with Qwen2.5-7B (GRPO 56.5), with three fifths of its tool calls. Groups of 16, alpha 0.5, beta 0.2, tau 0.5,
+entropies of the first 20 tokens as in the authors' code, 8 updates per batch of 128 prompts; that code takes a mean
+over tokens and a dual clip at 3. Advantages are the paper's soft ones, which it prefers; recipe.branch.credit hard has
+the others. Its limit of tool calls and its reward for answers that used two tools are a run's."""
+
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
         *(GRPO, DR_GRPO, DAPO, GSPO, CISPO, SAPO, PRORL_V1, PRORL_V2),
-        *(KIMI_K1_5, DEEPSEEK_V3_2, MINIRL, RLOO, REINFORCE_PP, PPO),
+        *(KIMI_K1_5, DEEPSEEK_V3_2, MINIRL, RLOO, REINFORCE_PP, PPO, ARPO),
     )
 }
 """Every recipe by name; ``--recipe NAME`` chooses one."""

@@ -96,6 +96,9 @@ class Turn:
       reward: that the environment gave for this turn.
       calls: tool calls.
       errors: calls that failed: an unknown tool, an error, a time limit, or a call that cannot be parsed.
+      metrics: the environment's own numbers.
+      entropy_rise: of an episode that may branch: the entropy of the first tokens of the message above that of the
+        first message's (``rollout.branches.entropy_rise``).
     """
 
     end: int
@@ -104,6 +107,8 @@ class Turn:
     reward: float = 0.0
     calls: int = 0
     errors: int = 0
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict, compare=False)
+    entropy_rise: float = dataclasses.field(default=0.0, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,17 +119,25 @@ class Episode:
       turns: those that the environment has answered, in order.
       end: reason of its end, one of ``environments.ENDS``; empty while it goes on.
       reward: sum of the rewards of its turns and of the whole episode; NaN if the environment failed.
-      metrics: the environment's own numbers, summed over the turns.
       error: why the environment failed, in one line; empty if it did not.
       restarts: times that it began anew, since its environment could not be brought back to where it was.
+      parent: of a branch: the member of the group that it began as; None for a whole episode.
+      shared: number of the first tokens, which a branch has from its parent.
     """
 
     turns: tuple[Turn, ...] = ()
     end: str = ""
     reward: float = 0.0
-    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     error: str = ""
     restarts: int = 0
+    parent: int | None = None
+    shared: int = 0
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The environment's own numbers, summed over the turns."""
+        names = dict.fromkeys(name for turn in self.turns for name in turn.metrics)
+        return {name: sum(turn.metrics.get(name, 0.0) for turn in self.turns) for name in names}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,6 +26,8 @@ from jaxrl_llm.trainer.launch import choose_directory
 from jaxrl_llm.types import Completion, Problem
 
 SMOKE = configs.load_config("smoke")[1]
+PRESET = {"prorl_v1": "prorl", "arpo": "grpo"}
+"""The presets of recipes with names of their own."""
 
 
 def with_algorithm(run=SMOKE, **pieces):
@@ -60,8 +62,9 @@ def test_a_recipe_is_its_preset_and_survives_its_json(name):
         "dr_grpo": {"reduce": PRESETS["dr_grpo"].reduce},
         "reinforce_pp": {"kl_coef": 0.0},
         "ppo": {"advantage": GAE(), "kl": None, "kl_in": "loss", "kl_coef": 0.0},
+        "arpo": {"kl": PRESETS["grpo"].kl, "kl_coef": 0.04},
     }.get(name, {})
-    assert dataclasses.replace(recipe.algorithm, **changed) == PRESETS["prorl" if name == "prorl_v1" else name]
+    assert dataclasses.replace(recipe.algorithm, **changed) == PRESETS[PRESET.get(name, name)]
     run = configs.resolved(configs.with_recipe(SMOKE, name))
     assert configs.from_json(configs.to_json(run)) == run
 
@@ -78,6 +81,7 @@ def test_what_the_papers_fix_around_the_loss():
         "grpo": (1, 1024), "dr_grpo": (8, 128), "dapo": (16, 512), "gspo": (4, None), "cispo": (16, None),
         "sapo": (4, None),
         "prorl_v1": (4, 1024), "prorl_v2": (8, 1024), "minirl": (1, 1024), "ppo": (8, 64),
+        "arpo": (8, 256),
     }  # fmt: skip
     assert {n: r.temperature for n, r in RECIPES.items() if r.temperature != 1} == {"prorl_v1": 1.2}
     one, two = RECIPES["prorl_v1"], RECIPES["prorl_v2"]

@@ -147,7 +147,7 @@ def check(options: Options, settings: configs.Run) -> None:
     for task in configs.tasks_in(options.task):
         check_task(task)
     configs.check_answers(dataclasses.replace(settings, task=options.task))
-    configs.check_episodes(dataclasses.replace(settings, task=options.task))
+    configs.check_environments(configs.tasks_in(options.task))
     require(
         options.rerank is None or not any(task.plays for task in configs.tasks_in(options.task)),
         f"--rerank scores single answers, and task {options.task.label} has episodes: leave it out",

@@ -30,7 +30,7 @@ from jaxrl_llm.config.mixture import (
     asked,
     bases,
     check_answers,
-    check_episodes,
+    check_environments,
     limits_of,
     parts_of_task,
     refusals,

@@ -237,17 +237,36 @@ def check_answers(run: Any) -> None:
                 refuse_readers(run, part, f"{field}.source.answer_field None")
 
 
-def check_episodes(run: Any) -> None:
-    """Refuse environments and tools that cannot work, and settings that episodes cannot have, before anything is
-    loaded.
+def check_environments(tasks: Sequence[Task]) -> list[Factory]:
+    """Refuse environments and tools that cannot work, before anything is loaded; return the factories of the tasks that
+    have some.
 
     Raises:
       InputError: names the field and the remedy.
     """
-    playing = [task for task in tasks_in(run.task, run.evaluation.task) if task.plays]
-    for task in playing:
-        Factory(task.environment, task.tools)
+    return [Factory(task.environment, task.tools) for task in tasks if task.plays]
+
+
+def check_episodes(run: Any) -> None:
+    """Refuse environments and tools that cannot work, and settings that the episodes of a run cannot have.
+
+    Raises:
+      InputError: as ``check_environments``.
+    """
+    check_environments(tasks_in(run.evaluation.task))
     trained = [task for task in tasks_in(run.task) if task.plays]
+    factories = check_environments(trained)
+    require(
+        run.recipe.branch is None or bool(trained),
+        f"recipe.branch has nothing to branch: no task of {run.task.label} has episodes; give it tools or an "
+        "environment, or set recipe.branch None",
+    )
+    for task, factory in zip(trained, factories, strict=True):
+        require(
+            run.recipe.branch is None or factory.copyable,
+            f"recipe.branch continues episodes from copies of their environment, and that of task {task.label} has no "
+            "copy(): give it one, or set recipe.branch None",
+        )
     budget = run.rollout.collect.token_budget
     require(
         not (trained and budget),

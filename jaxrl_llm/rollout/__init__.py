@@ -3,11 +3,11 @@ too.
 """
 
 from jaxrl_llm.engine.settings import Repetition, Sampling
-from jaxrl_llm.rollout.settings import Collect, EngineOptions, Ptx, Replay, Rollout
+from jaxrl_llm.rollout.settings import Branching, Collect, EngineOptions, Ptx, Replay, Rollout
 from jaxrl_llm.system import attach
 
 __all__ = [
-    *("Collect", "Engine", "EngineOptions", "Ptx", "Repetition", "Replay", "Rollout", "Sampling"),
+    *("Branching", "Collect", "Engine", "EngineOptions", "Ptx", "Repetition", "Replay", "Rollout", "Sampling"),
     *("first_tokens", "with_tokens"),
 ]
 

@@ -5,7 +5,7 @@ completion ends.
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxrl_llm.engine.backend import Backend
@@ -93,8 +93,10 @@ class Step:
         self.tokens = 0
         self.seconds = 0.0
         vars(self).update(left.underway)
-        for number in self.asked:
-            self.request(number)
+        for number, limits in self.limits.items():
+            known = self.asked[number].completions
+            self.request(number, [i for i, limit in limits.items() if not whole(known[i], limit)])
+        self.branch()
         self.close(set(self.asked))
         if not left.underway:
             for group in left.unfinished:
@@ -115,20 +117,40 @@ class Step:
             self.cursor += 1
 
     def ask(self, group: PartialGroup) -> None:
-        """Request the completions that a group lacks."""
-        admission = self.sampler.admission
-        task = group.problem.task
-        lacking = [i for i, c in enumerate(group.completions) if not whole(c, admission.longest_of(task))]
+        """Request the completions that a group lacks, except those whose beginning other members decide."""
+        longest = self.sampler.admission.longest_of(group.problem.task)
+        begun = [i for i, c in enumerate(group.completions) if c is not None and not whole(c, longest)]
         self.asked[group.number] = group
-        self.limits[group.number] = {i: admission.limit(length(group.completions[i]), task) for i in lacking}
-        self.request(group.number)
+        self.limits[group.number] = {}
+        self.request(group.number, sorted([*begun, *self.decided(group.number, {})]))
 
-    def request(self, number: int) -> None:
-        """Request those completions of a group that this step has to sample and has not ended."""
-        limits = self.limits[number]
-        seeds = self.sampler.source.seeds(number)
-        lacking = [i for i in limits if not whole(self.asked[number].completions[i], limits[i])]
-        group = self.asked[number] = self.sampler.source.resumed(self.asked[number], lacking)
+    def decided(self, number: int, under_way: Mapping[Any, Completion]) -> list[int]:
+        """Return the members of a group that may begin now and have not been requested; ``under_way``: episodes."""
+        episodes, group = self.sampler.source.episodes, self.asked[number]
+        left = [i for i, c in enumerate(group.completions) if c is None and i not in self.limits[number]]
+        if not left or episodes is None or not episodes.plays(group.problem):
+            return left
+        known = [under_way.get((number, i), c) for i, c in enumerate(group.completions)]
+        new = episodes.beginnings(number, known, left)
+        completions = tuple(new.get(i, c) for i, c in enumerate(group.completions))
+        self.asked[number] = dataclasses.replace(group, completions=completions)
+        return list(new)
+
+    def branch(self) -> None:
+        """Request the members of groups whose beginning has been decided meanwhile."""
+        under_way = self.requests.episodes
+        for number in self.asked:
+            new = self.decided(number, under_way)
+            if new:
+                self.request(number, new)
+
+    def request(self, number: int, lacking: list[int]) -> None:
+        """Request these completions of a group."""
+        source, admission, limits = self.sampler.source, self.sampler.admission, self.limits[number]
+        group = self.asked[number] = source.resumed(self.asked[number], lacking)
+        seeds = source.seeds(number)
+        for i in lacking:
+            limits.setdefault(i, admission.limit(length(group.completions[i]), group.problem.task))
         begun = [group.completions[i] for i in lacking]
         keys = [(number, i) for i in lacking]
         prompts = [group.prompt] * len(lacking)
@@ -230,6 +252,7 @@ def collect(
     step = Step(sampler, version, left)
     for over in respond(step.requests, model, version):
         step.note(over)
+        step.branch()
         step.close({number for number, _ in over})
         if (step.requests or step.underway.kept < needed) and late():
             raise OutOfTime(dataclasses.replace(left, underway=step.progress()))
@@ -306,7 +329,8 @@ def _measured(
     tokens = step.tokens
     slot_steps = step.sampler.engine.slot_steps
     found = seconds | (step.failures.metrics() if sampled else {}) | describe(sampled or groups)
-    found |= describe_episodes(sampled or groups)
+    branching = source.episodes is not None and source.episodes.branching is not None
+    found |= describe_episodes(sampled or groups, branching)
     found |= describe_tasks(source.labels, sampled or groups, groups) | source.stream.metrics(
         before.stream, step.stream
     )

@@ -12,7 +12,6 @@ import concurrent.futures
 import dataclasses
 import hashlib
 import json
-import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +19,13 @@ import numpy as np
 
 from jaxrl_llm import codec
 from jaxrl_llm.engine.requests import EMPTY, first_tokens, with_tokens
-from jaxrl_llm.environments.calls import Parsed
-from jaxrl_llm.environments.environment import Message
 from jaxrl_llm.environments.episode_format import EpisodeFormat
 from jaxrl_llm.environments.factory import Factory
 from jaxrl_llm.environments.limits import Limits
-from jaxrl_llm.environments.world import Answer, World
 from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.rollout.branches import branch, starts
+from jaxrl_llm.rollout.live import Live
+from jaxrl_llm.rollout.settings import Branching
 from jaxrl_llm.tasks.task import Task
 from jaxrl_llm.tasks.template import Prompts, worded
 from jaxrl_llm.types import Completion, Episode, Problem, Turn
@@ -69,72 +68,6 @@ RECORDS = (Episode, Turn)
 """Types that processes send to each other."""
 
 
-@dataclasses.dataclass
-class Live:
-    """An episode under way, on the process that has its environment.
-
-    Attributes:
-      world: the environment.
-      form: writes and reads its chat.
-      messages: the prompt, and all turns so far.
-      turns: those answered.
-      restarts: times that it began anew.
-    """
-
-    world: World
-    form: EpisodeFormat
-    messages: list[Message]
-    turns: tuple[Turn, ...] = ()
-    restarts: int = 0
-
-    def parsed(self, whole: Completion) -> Parsed:
-        """Return the message of a completion's last turn."""
-        start = whole.last_turn
-        return self.form.parse(whole.tokens[start:].tolist(), whole.tokens[:start].tolist() or None)
-
-    def play(self, whole: Completion) -> tuple[Turn, Answer]:
-        """Give the last turn of a completion to the environment; return its record and the answer."""
-        parsed = self.parsed(whole)
-        answer = self.world.reply(parsed)
-        counts = answer.tool_calls, answer.tool_errors
-        turn = Turn(len(whole.tokens), parsed.message, tuple(answer.messages), answer.reward, *counts)
-        self.turns += (turn,)
-        self.messages += [parsed.message, *answer.messages]
-        return turn, answer
-
-    def answer(self, whole: Completion, limit: int) -> tuple[Episode, list[int]]:
-        """Answer a completion's last turn; return the episode with it, and the tokens up to the model's next turn.
-
-        ``limit``: tokens of the whole completion at most.
-        """
-        before, size = whole.episode or Episode(), len(whole.tokens)
-        cut = whole.finish_reason == "length" and size < limit
-        if whole.finish_reason != "stop" and not cut:
-            turns = (*before.turns, Turn(size, self.parsed(whole).message))
-            return self.ended(dataclasses.replace(before, turns=turns, end="max_tokens", restarts=self.restarts)), []
-        history = list(self.messages)
-        turn, answer = self.play(whole)
-        metrics = {name: before.metrics.get(name, 0.0) + value for name, value in answer.metrics.items()}
-        reward = before.reward + answer.reward
-        turns = (*before.turns, turn)
-        end = "max_tokens" if cut and answer.end == "completed" and not self.world.steps else answer.end
-        episode = Episode(turns, end, reward, before.metrics | metrics, answer.error, self.restarts)
-        if end:
-            return self.ended(episode), []
-        tokens = self.form.suffix([*history, turn.reply], answer.messages, whole.tokens[whole.last_turn :].tolist())
-        if size + len(tokens) >= limit:
-            return self.ended(dataclasses.replace(episode, end="context_overflow")), []
-        return episode, [int(token) for token in tokens]
-
-    def ended(self, episode: Episode) -> Episode:
-        """Close the environment; return the episode with its reward for all of it, NaN if it has failed."""
-        failed = episode.end in ("environment_error", "timeout")
-        last = math.nan if failed else self.world.reward() or 0.0
-        error = episode.error if failed else self.world.error
-        self.world.close()
-        return dataclasses.replace(episode, reward=episode.reward + last, error=error)
-
-
 class Episodes:
     """Owner of the episodes under way and of their environments; a ``respond.Responder``.
 
@@ -146,14 +79,22 @@ class Episodes:
       longest_prompt: maximum number of tokens of a prompt.
       stops: tokens at which the model ends its turns.
       peers: the run's processes; None for one.
+      branching: where episodes branch; None for nowhere.
 
     Attributes:
       max_turn_tokens: tokens of one turn at most; 0 for no limit but that of the episode.
     """
 
     def __init__(
-        self, prompts: Prompts, limits: Limits, longest_prompt: int, stops: Sequence[int], peers: "Peers | None" = None
+        self,
+        prompts: Prompts,
+        limits: Limits,
+        longest_prompt: int,
+        stops: Sequence[int],
+        peers: "Peers | None" = None,
+        branching: Branching | None = None,
     ):
+        self.branching = branching
         self._prompts = prompts
         self.max_turn_tokens = limits.max_turn_tokens
         self._limits = limits
@@ -164,6 +105,7 @@ class Episodes:
         self._factories = {task.label: Factory(task.environment, task.tools) for task in playing}
         self._forms: dict[str, EpisodeFormat] = {}
         self._live: dict[Hashable, Live] = {}
+        self._homes: dict[Hashable, Hashable] = {}  # of a branch: the whole episode that it goes back to
         self._asked: dict[Hashable, Completion] = {}
         self._answers: dict[Hashable, concurrent.futures.Future[tuple[Episode, list[int]]]] = {}
         self._threads = concurrent.futures.ThreadPoolExecutor(AT_ONCE, "environment")
@@ -182,7 +124,10 @@ class Episodes:
         for problem in problems:
             if self.plays(problem):
                 firsts.setdefault(self._prompts.task(problem.task).label, problem)
-        self.begin([Scene((-1, place), problem, 0) for place, problem in enumerate(firsts.values())])
+        scenes = [Scene((-1, place), problem, 0) for place, problem in enumerate(firsts.values())]
+        self.begin(scenes)
+        if self.branching is not None:
+            self._everywhere(lambda scene: self._live[scene.key].copy_error(), scenes)
         self.retain(())
         return [form.note for form in self._forms.values() if form.note]
 
@@ -217,6 +162,38 @@ class Episodes:
         same = self._everywhere(lambda scene: self._resumed(scene, known[scene.key] or EMPTY), scenes)
         return [one if fine else None for one, fine in zip(begun, same, strict=True)]
 
+    def beginnings(
+        self, number: int, known: Sequence[Completion | None], left: Sequence[int]
+    ) -> dict[int, Completion | None]:
+        """Return the members of a group that may begin now, of those ``left``: a branch with its first tokens.
+
+        ``number``: of the group; ``known``: its completions, as far as they are.
+        """
+        if self.branching is None:
+            return dict.fromkeys(left)
+        found = starts([None if one is None else one.episode for one in known], self.branching)
+        begun: dict[int, Completion | None] = {}
+        for place in [place for place in left if place < len(found)]:
+            start = found[place]
+            parent = None if start.parent is None else known[start.parent]
+            begun[place] = None if parent is None else branch(parent, start)
+            if parent is not None:
+                self._fork((number, place), (number, start.parent), start.turns)
+        for place in range(len(known)) if len(found) == len(known) else ():
+            if (number, place) in self._live:
+                self._threads.submit(self._live[number, place].settle)
+        return begun
+
+    def _fork(self, key: Hashable, parent: Hashable, turns: int) -> None:
+        """Begin an episode where another one was after so many turns, by the copy of its environment.
+
+        Without a copy, as after a restart, ``resume`` gives a new environment the same replies.
+        """
+        self._homes[key] = self._homes.get(parent, parent)
+        copy = self._live[parent].copies.pop(turns, None) if parent in self._live else None
+        if copy is not None:
+            self._live[key] = copy
+
     def ask(self, key: Hashable, turn: Completion, limit: int) -> None:
         """Let the environment answer a turn that the model has ended; ``limit``: tokens of the episode at most."""
         self._asked[key] = turn
@@ -244,14 +221,17 @@ class Episodes:
 
     def retain(self, keys: Sequence[Hashable] | set[Hashable]) -> None:
         """Close the environments of all other episodes."""
-        for key in self._live.keys() - set(keys):
+        kept = set(keys)
+        for key in self._live.keys() - kept:
             self._asked.pop(key, None)
             self._answers.pop(key, None)
-            self._threads.submit(self._live.pop(key).world.close)
+            self._threads.submit(self._live.pop(key).close)
+        self._homes = {key: home for key, home in self._homes.items() if key in kept}
 
     def _is_own(self, key: Hashable) -> bool:
         """Whether the environment of an episode is on this process; the same answer everywhere."""
-        return self._peers is None or hash(key) % self._peers.count == self._peers.index
+        home = self._homes.get(key, key)
+        return self._peers is None or hash(home) % self._peers.count == self._peers.index
 
     def _everywhere(self, call: Callable[[Scene], Any], scenes: Sequence[Scene]) -> list[Any]:
         """Call a function for each scene, on the process that has its environment; return the results on all.
@@ -280,7 +260,7 @@ class Episodes:
         """Begin an episode; return the tokens of its prompt, or why it cannot begin."""
         task = self._prompts.task(scene.problem.task)
         if scene.key in self._live:
-            self._live.pop(scene.key).world.close()
+            self._live.pop(scene.key).close()
         self._answers.pop(scene.key, None)
         try:
             world = self._factories[task.label].world(scene.row, scene.seed, self._limits)
@@ -291,7 +271,7 @@ class Episodes:
             prompt = [int(token) for token in form.prompt(messages)]
         except InputError as error:
             return str(error)
-        self._live[scene.key] = Live(world, form, worded(messages, task), restarts=restarts)
+        self._live[scene.key] = Live(world, form, worded(messages, task), (), restarts, self.branching)
         return prompt
 
     def _resumed(self, scene: Scene, begun: Completion) -> bool | str:
@@ -310,11 +290,14 @@ class Episodes:
         return True
 
 
-def episodes_of(prompts: Prompts, rollout: Any, stops: Sequence[int], peers: "Peers | None" = None) -> Episodes | None:
-    """Return the owner of the episodes of some tasks, within the limits of ``rollout``; None if no task has any."""
+def episodes_of(prompts: Prompts, rollout: Any, stops: Sequence[int], *others: Any) -> Episodes | None:
+    """Return the owner of the episodes of some tasks, within the limits of ``rollout``; None if no task has any.
+
+    ``others``: the last arguments of ``Episodes``.
+    """
     if not any(task.plays for task in prompts.tasks):
         return None
-    return Episodes(prompts, rollout.episode, rollout.max_prompt_tokens, stops, peers)
+    return Episodes(prompts, rollout.episode, rollout.max_prompt_tokens, stops, *others)
 
 
 def _continued(turn: Completion, episode: Episode, tokens: Sequence[int]) -> Completion:

@@ -163,7 +163,8 @@ class GroupSource:
         asked = PartialGroup(number, (None,) * self.group, problem)
         if not self.plays(problem):
             return dataclasses.replace(asked, prompt=self.prompts[problem]), memory
-        prompt, *_ = self.episodes.begin(self.scenes(asked, range(self.group)))
+        first = self.episodes.branching.whole_of(self.group) if self.episodes.branching else self.group
+        prompt, *_ = self.episodes.begin(self.scenes(asked, range(first)))
         return dataclasses.replace(asked, prompt=prompt), memory
 
     def plays(self, problem: Problem) -> bool:

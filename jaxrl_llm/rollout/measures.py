@@ -117,22 +117,39 @@ def describe_tasks(labels: Sequence[str], sampled: Sequence[Group], learned: Seq
     return found
 
 
-def describe_episodes(groups: Sequence[Group]) -> dict[str, float]:
-    """Compute metrics of the groups' episodes; {} without any."""
+def describe_episodes(groups: Sequence[Group], branching: bool = False) -> dict[str, float]:
+    """Compute metrics of the groups' episodes; {} without any. ``branching``: also of their branches."""
     found = [c.episode for group in groups for c in group.completions if c.episode is not None]
     if not found:
         return {}
     calls = [sum(turn.calls for turn in episode.turns) for episode in found]
     errors = [sum(turn.errors for turn in episode.turns) for episode in found]
     ends = [episode.end for episode in found]
-    names = sorted({name for episode in found for name in episode.metrics})
-    return {
+    numbers = [episode.metrics for episode in found]
+    names = sorted({name for one in numbers for name in one})
+    branches = describe_branches(groups) if branching else {}
+    return branches | {
         "episode/turns": float(np.mean([len(episode.turns) for episode in found])),
         "episode/tool_calls": float(np.mean(calls)),
         "episode/tool_errors": float(np.mean(errors)),
         "episode/restarts": float(sum(episode.restarts for episode in found)),
         **{f"episode/ends/{end}": ends.count(end) / len(ends) for end in ENDS},
-        **{f"environment/{name}": float(np.mean([one.metrics.get(name, 0.0) for one in found])) for name in names},
+        **{f"environment/{name}": float(np.mean([one.get(name, 0.0) for one in numbers])) for name in names},
+    }
+
+
+def describe_branches(groups: Sequence[Group]) -> dict[str, float]:
+    """Compute metrics of the branches of the groups' episodes: how many, what they did not have to sample, and how much
+    less certain the model was after the environment's answers.
+    """
+    played = [[c for c in group.completions if c.episode is not None] for group in groups]
+    members = [(c, c.episode) for group in played for c in group]
+    tokens = sum(c.length for c, _ in members)
+    rises = [turn.entropy_rise for _, episode in members for turn in episode.turns[1:] if turn.end > episode.shared]
+    return {
+        "episode/branches": sum(one.parent is not None for _, one in members) / max(sum(map(bool, played)), 1),
+        "episode/shared_fraction": sum(int(c.mask[: one.shared].sum()) for c, one in members) / max(tokens, 1),
+        "episode/entropy_rise": float(np.mean(rises)) if rises else math.nan,
     }
 
 

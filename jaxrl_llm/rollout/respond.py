@@ -182,10 +182,15 @@ class Requests:
         return [asked.key for asked in self._asked.values()] + [*self._waiting]
 
     @property
+    def episodes(self) -> dict[Hashable, Completion]:
+        """Episodes under way, up to the responder's last answer; those in their first turn are left out."""
+        every = [*self._asked.values(), *(asked for asked, _ in self._waiting.values())]
+        return {one.key: one.begun for one in every if one.begun is not None and one.begun.episode}
+
+    @property
     def running(self) -> dict[Hashable, Completion]:
         """Completions under way, as far as they are: those being sampled, and all episodes after their first turn."""
-        found = {one.key: one.begun for one in self._asked.values() if one.begun is not None and one.begun.episode}
-        found |= {self._asked[handle].key: completion for handle, completion in self.backend.running}
+        found = self.episodes | {self._asked[handle].key: whole for handle, whole in self.backend.running}
         return found | {key: turn for key, (_, turn) in self._waiting.items()}
 
     def abort(self, keys: Sequence[Hashable]) -> None:

@@ -1,14 +1,14 @@
 """Settings of a run's rollouts: values without arrays, quick to import."""
 
 import dataclasses
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from jaxrl_llm.data.datasets import Collected, Texts
 from jaxrl_llm.data.loading import check_texts
 from jaxrl_llm.engine.settings import Repetition, Sampling
 from jaxrl_llm.environments.limits import Limits
 from jaxrl_llm.errors import require
-from jaxrl_llm.system.setting import FREE, RECORDED, Count, Range, Setting, take_old_names
+from jaxrl_llm.system.setting import FREE, RECORDED, Choice, Count, Range, Setting, take_old_names
 from jaxrl_llm.tasks.curriculum import Curriculum
 
 
@@ -97,6 +97,52 @@ class Replay(Setting):
             ),
         ):
             require(fine, f"{name} {reason}; or set {name} None")
+
+
+@dataclasses.dataclass(frozen=True)
+class Branching(Setting):
+    """Branches of episodes where the model became less certain by what the environment said: ARPO (arXiv 2507.19849).
+
+    After each answer of the environment an episode branches if ``alpha + beta dH > tau``, where dH is the rise of the
+    entropy of the model's next tokens (``rollout.branches``).
+
+    Attributes:
+      whole: N, members of a group that begin as whole episodes; the others are left for branches. None for half.
+      tokens: k, first tokens of a turn whose entropies are added up.
+      base: alpha.
+      weight: beta.
+      threshold: tau.
+      credit: advantage of tokens that branches share: "soft", that of each member in its own row; "hard", the mean over
+        the members that share them.
+    """
+
+    whole: Annotated[int | None, Range("[1, inf]")] = None
+    tokens: Annotated[int, Count(1)] = 20
+    base: Annotated[float, Range("[0, 1]")] = 0.5
+    weight: Annotated[float, Range("[0, inf)")] = 0.2
+    threshold: Annotated[float, Range("[0, inf)")] = 0.5
+    credit: Annotated[Literal["soft", "hard"], Choice("soft", "hard")] = "soft"
+
+    def whole_of(self, group: int) -> int:
+        """Return the number of members of a group that begin as whole episodes."""
+        return max(group // 2, 1) if self.whole is None else self.whole
+
+    def probability(self, entropy_rise: float) -> float:
+        """Return P, which is compared with the threshold; no random number is drawn."""
+        return self.base + self.weight * entropy_rise
+
+    def at(self, entropy_rise: float) -> bool:
+        """Whether an episode branches at a turn of this rise."""
+        return self.probability(entropy_rise) > self.threshold
+
+    def check(self, run: Any, where: str) -> None:
+        """Refuse branches without episodes, and a group without members for them."""
+        name, group = where.removesuffix("."), run.rollout.group
+        require(
+            self.whole_of(group) < group,
+            f"{where}whole {self.whole_of(group)} leaves none of rollout.group {group} for branches: set it below, or "
+            f"{name} None",
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -59,6 +59,7 @@ IDLE = {
     "minirl": "the clip range never binds, the weight against the sampler is 1",
     "reinforce_pp": "the clip range never binds",
     "ppo": "the clip range never binds, recipe.critic.clip never binds",
+    "arpo": "the clip range never binds",
 }
 
 

@@ -25,6 +25,13 @@ class Guess(Environment):
         return Step(said, float(right), self.turn == 3, {"right": float(right)})
 
 
+class Copied(Guess):
+    def copy(self):
+        other = Copied()
+        other.row, other.turn = self.row, self.turn
+        return other
+
+
 class Broken(Guess):
     def reset(self, row, seed):
         raise OSError("no server")
@@ -65,6 +72,15 @@ LINES = {
     "tool": "train mine.py --task.tools world:untyped --run_dir runs/tool",
     "budget": "train mine.py --rollout.collect.token_budget 20 --run_dir runs/budget",
     "collect": "collect runs/mine --out rows.jsonl",
+    "branches": "train mine.py --recipe arpo --task.environment world:Copied --run_dir runs/branches",
+    "branches_on": "train mine.py --recipe arpo --task.environment world:Copied --run_dir runs/branches --steps 2",
+    "forest": "train mine.py --recipe arpo --task.environment world:Copied --run_dir runs/forest --steps 2",
+    "hard": "train mine.py --recipe arpo --recipe.branch.credit hard --task.environment world:Copied "
+    "--run_dir runs/hard",
+    "copyless": "train mine.py --recipe arpo --run_dir runs/copyless",
+    "single": "train smoke --recipe arpo --run_dir runs/single",
+    "nobody": "train mine.py --recipe arpo --recipe.branch.whole 4 --task.environment world:Copied "
+    "--run_dir runs/nobody",
     "template": "train mine.py --task.template tokenizer --task.tools jaxrl_llm.environments.examples:multiply "
     "--run_dir runs/template",
 }
@@ -108,6 +124,25 @@ def test_a_run_learns_from_episodes_and_resumes_to_the_same_rows(folder, answers
     assert last["reward/environment"] == last["reward/mean"] and last["time/environment_s"] >= 0
 
 
+def test_a_run_with_branches_resumes_to_the_same_rows(folder, answers):
+    for name in ("branches", "branches_on", "forest"):
+        assert answers[name].code == 0, (name, answers[name].err)
+    resumed, whole = rows_of(folder / "runs" / "branches"), rows_of(folder / "runs" / "forest")
+    # When a slot is free depends on how fast the environments answer.
+    last = [{k: v for k, v in rows[-1].items() if k != "rollout/utilisation"} for rows in (resumed, whole)]
+    assert without_clocks(last[0]) == without_clocks(last[1])
+    assert 0 < whole[-1]["episode/branches"] <= 2 and 0 < whole[-1]["episode/shared_fraction"] < 1
+    assert whole[-1]["updates"] == 1 and whole[-1]["completions"] == 8
+
+
+def test_hard_credit_changes_the_update_and_not_what_is_sampled(folder, answers):
+    assert answers["hard"].code == 0, answers["hard"].err
+    soft, hard = (rows_of(folder / "runs" / name)[1] for name in ("forest", "hard"))
+    assert soft["step"] == hard["step"] == 1 and soft["episode/branches"] == hard["episode/branches"] > 0
+    assert soft["reward/mean"] == hard["reward/mean"] and soft["advantage/abs_mean"] > hard["advantage/abs_mean"]
+    assert soft["grad_norm"] != hard["grad_norm"]
+
+
 def test_an_evaluation_reports_the_reward_of_episodes(answers):
     found = json.loads(answers["eval"].out)
     assert 0 <= found["eval/guess/reward"] <= 3 and found["eval/guess/problems"] == 2
@@ -125,6 +160,9 @@ def test_samples_show_who_spoke(folder, answers):
     ("tool", "untyped"),
     ("budget", "rollout.collect.token_budget 20 cuts answers in the middle of a turn"),
     ("collect", "has an environment or tools, and single answers are asked for here"),
+    ("copyless", "that of task guess has no copy(): give it one, or set recipe.branch None"),
+    ("single", "recipe.branch has nothing to branch"),
+    ("nobody", "recipe.branch.whole 4 leaves none of rollout.group 4 for branches"),
     ("template", "the chat template cannot write tools; set --task.template chatml"),
 ])  # fmt: skip
 def test_what_cannot_work_is_refused_in_one_line(answers, name, words):

@@ -67,15 +67,15 @@ def prepare(
         scorer.dry_run(problems[0], tokenizer)
     stops, where = model.config.tokens.eos, rollout_mesh(run.mesh)
     training, forwards = learning_of(run, model, mesh, tokenizer)
-    names = [objective.name for one in training for objective in one.objectives]
+    forward, names = forwards["policy"], [objective.name for one in training for objective in one.objectives]
     answers = answering(run, stops)
     around = Around(
         tokenizer, prompts, test_prompts, stops, forwards, names, scorer, where, answers, peers, progress,
     )  # fmt: skip
     ingredients = [one.prepared(around) for one in ingredients_of(run)]
-    forward = forwards["policy"]
     engine, transfer = sampling_of(run, model, forward.compute.dtype, mesh, where)
-    episodes = [episodes_of(one, run.rollout, stops, peers) for one in (prompts, test_prompts)]
+    played = (prompts, run.recipe.branch), (test_prompts, None)
+    episodes = [episodes_of(one, run.rollout, stops, peers, branching) for one, branching in played]
     of_run = run.rollout.group, run.seed, run.recipe.shaping
     source = GroupSource(tokenizer, prompts, streams_of(run, read.train), scorer, *of_run, episodes[0])
     limits = configs.limits_of(configs.parts_of_task(read.tested), run.rollout.max_new_tokens)

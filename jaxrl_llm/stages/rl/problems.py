@@ -211,7 +211,13 @@ def _memories(saved: Any, name: str = "") -> list[tuple[str, dict[str, Any]]]:
 def same_groups(one: configs.Run, other: configs.Run) -> bool:
     """Whether both runs sample and score groups in the same way."""
     parts = operator.attrgetter(
-        "task", "rollout", "scoring", "learner.keep_sampling_mask", "recipe.filter_groups", "recipe.shaping"
+        "task",
+        "rollout",
+        "scoring",
+        "learner.keep_sampling_mask",
+        "recipe.filter_groups",
+        "recipe.shaping",
+        "recipe.branch",
     )
     return parts(one) == parts(other)
 
