@@ -79,6 +79,8 @@ class Recipe(Setting):
         step's entropy; or one of each, in a tuple. None leaves both as they are.
       paper: the updates that the paper makes of a batch; None where they are not published.
       critic: of estimators that read values; None for none.
+      observation_coef: lambda of ECHO (arXiv 2605.24517): adds lambda times the mean negative log-likelihood, nats per
+        token, of what environments say to the loss, at the temperature of the sampling; 0 is off. prime-rl takes 0.1.
     """
 
     name: str
@@ -91,6 +93,7 @@ class Recipe(Setting):
     controller: Controller | tuple[Controller, ...] | None = None
     paper: Annotated[Updates | None, FREE] = None
     critic: Annotated[Critic | None, FIXED] = None
+    observation_coef: Annotated[float, Range("[0, inf)", words="at least 0")] = 0.0
 
     def __post_init__(self):
         # Configurations and runs of old say only whether there is a filter.

@@ -96,6 +96,8 @@ class Turn:
       reward: that the environment gave for this turn.
       calls: tool calls.
       errors: calls that failed: an unknown tool, an error, a time limit, or a call that cannot be parsed.
+      said: ranges ``(begin, end)`` of the completion's tokens with the contents of ``messages``; the other tokens after
+        ``end`` are the chat template's. Found after the turn is played, so that they do not tell turns apart.
     """
 
     end: int
@@ -104,6 +106,7 @@ class Turn:
     reward: float = 0.0
     calls: int = 0
     errors: int = 0
+    said: tuple[tuple[int, int], ...] = dataclasses.field(default=(), compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,6 +169,15 @@ class Completion:
     def length(self) -> int:
         """Number of tokens without those of an episode's environment."""
         return len(self.sampled)
+
+    @property
+    def observed(self) -> np.ndarray:
+        """bool[T], True on the contents of an episode's messages of the environment; False on the chat template's."""
+        found = np.zeros(len(self.tokens), bool)
+        for turn in () if self.episode is None else self.episode.turns:
+            for begin, end in turn.said:
+                found[begin:end] = True
+        return found
 
     @property
     def last_turn(self) -> int:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-NUMBERS = json.loads((Path(__file__).parent / "algorithms" / "oracles.json").read_text())
+FILES = [Path(__file__).parent / "algorithms" / name for name in ("oracles.json", "oracle29.json")]
+NUMBERS = {key: value for path in FILES for key, value in json.loads(path.read_text()).items()}
 FIXTURE = {name: np.asarray(values, np.float64) for name, values in NUMBERS["F"].items()}
 """Three completions of 2, 3 and 4 tokens under four policies, as probabilities, with mask and rewards."""
 

@@ -175,6 +175,8 @@ REFUSED = [
         "above warmup (9)",
     ),
     ("recipe.overlong.share", 1.0, "recipe.overlong.share must be from 0 to below 1"),
+    ("recipe.observation_coef", -0.1, "recipe.observation_coef must be at least 0, got -0.1"),
+    ("recipe.observation_coef", 0.1, "recipe.observation_coef 0.1 has nothing to learn from, since task"),
     ("recipe.filter_groups", "acc", "recipe.filter_groups must be accuracy, reward or False, got 'acc'"),
     ("recipe.overlong.weight", -1.0, "recipe.overlong.weight must be at least 0, got -1.0"),
     ("recipe.overlong.weight", INF, "recipe.overlong.weight must be at least 0, got inf"),
