@@ -302,11 +302,22 @@ TRL's trainer: lambda 0.95, advantages whitened over the batch, values clipped a
 and it makes 4 passes). Nothing compares completions of one prompt, so rollout.group may be 1. The paper's critic begins
 as its reward model: recipe.critic.model. Its moving average of the weights is left out."""
 
+GIGPO = Recipe("gigpo", PRESETS["gigpo"])
+"""Group-in-group policy optimisation (arXiv 2505.10978): turns that begin in equal states are compared by their
+discounted returns, in addition to whole episodes. ALFWorld and WebShop with Qwen2.5 of 1.5B and 7B, 8 episodes of each
+task. omega 1, gamma 0.95 and the KL of 0.01 are those of the authors' script for ALFWorld; that for WebShop divides by
+no deviation (recipe.algorithm.advantage.std False). The state is what the environment calls it: Step.state."""
+
+MT_GRPO = Recipe("mt_grpo", PRESETS["mt_grpo"], paper=Updates(2))
+"""Multi-turn GRPO (arXiv 2505.11821): the turns before an answer of the environment are compared by their own rewards,
+in addition to the outcome. TriviaQA with a search tool and Qwen2.5-7B, 21 episodes of each question. The coefficient 1,
+no KL and two updates of each batch are those of the authors' scripts."""
+
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
         *(GRPO, DR_GRPO, DAPO, GSPO, CISPO, SAPO, PRORL_V1, PRORL_V2),
-        *(KIMI_K1_5, DEEPSEEK_V3_2, MINIRL, RLOO, REINFORCE_PP, PPO),
+        *(KIMI_K1_5, DEEPSEEK_V3_2, MINIRL, RLOO, REINFORCE_PP, PPO, GIGPO, MT_GRPO),
     )
 }
 """Every recipe by name; ``--recipe NAME`` chooses one."""

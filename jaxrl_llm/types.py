@@ -96,6 +96,7 @@ class Turn:
       reward: that the environment gave for this turn.
       calls: tool calls.
       errors: calls that failed: an unknown tool, an error, a time limit, or a call that cannot be parsed.
+      state: name that the environment gave the state after it; empty without one.
       said: ranges ``(begin, end)`` of the completion's tokens with the contents of ``messages``; the other tokens after
         ``end`` are the chat template's. Found after the turn is played, so that they do not tell turns apart.
     """
@@ -106,6 +107,7 @@ class Turn:
     reward: float = 0.0
     calls: int = 0
     errors: int = 0
+    state: str = ""
     said: tuple[tuple[int, int], ...] = dataclasses.field(default=(), compare=False)
 
 
@@ -267,6 +269,10 @@ class AdvantageContext(NamedTuple):
       step_rewards: rewards at token positions.
       group_ids: int[B].
       bootstrap: float[B], the critic's value of the state after the last token; 0 where the completion has ended.
+      turn_rewards: rewards of an episode's turns at their last tokens, NaN everywhere else, in padding too; they add up
+        to the completion's reward.
+      states: int[B, T], at a turn's last token the number of the state in which it began, from 0 to below B T: equal
+        for equal states of one prompt's group, and for no others.
     """
 
     mask: Any = None
@@ -276,6 +282,8 @@ class AdvantageContext(NamedTuple):
     step_rewards: Any = None
     group_ids: Any = None
     bootstrap: Any = None
+    turn_rewards: Any = None
+    states: Any = None
 
 
 class Role(NamedTuple):

@@ -260,6 +260,13 @@ def check_episodes(run: Any) -> None:
         f"recipe.observation_coef {coef} has nothing to learn from, since task {run.task.label} has no environment or "
         "tools: set it to 0, or give the task an environment",
     )
+    estimator = run.recipe.algorithm.advantage
+    for task in tasks_in(run.task):
+        require(
+            task.plays or "turn_rewards" not in estimator.needs,
+            f"recipe.algorithm.advantage {type(estimator).__name__} compares turns of episodes, and task {task.label} "
+            "has no environment or tools: take another recipe, such as grpo, or give the task an environment",
+        )
     for reward in of_steps(given_rewards(run)) if trained else ():
         raise InputError(
             f"reward {reward.name} values steps of one text, and task {run.task.label} has episodes: let its "

@@ -119,7 +119,7 @@ class EpisodeFormat:
             changed = [*messages[:index], {**message, "content": other}, *messages[index + 1 :]]
             ids = self.suffix(turns, changed, sampled)
             begin = shared(suffix, ids)
-            end = len(suffix) - shared(suffix[begin:][::-1], ids[begin:][::-1])
+            end = len(suffix) - shared(suffix[begin:][::-1], ids[::-1])
             found.append((begin, end))
         return found
 

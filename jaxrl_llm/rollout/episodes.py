@@ -96,8 +96,8 @@ class Live:
         """Give the last turn of a completion to the environment; return its record and the answer."""
         parsed = self.parsed(whole)
         answer = self.world.reply(parsed)
-        counts = answer.tool_calls, answer.tool_errors
-        turn = Turn(len(whole.tokens), parsed.message, tuple(answer.messages), answer.reward, *counts)
+        about = answer.reward, answer.tool_calls, answer.tool_errors, answer.state
+        turn = Turn(len(whole.tokens), parsed.message, tuple(answer.messages), *about)
         self.turns += (turn,)
         self.messages += [parsed.message, *answer.messages]
         return turn, answer
