@@ -81,6 +81,8 @@ class Recipe(Setting):
       paper: the updates that the paper makes of a batch; None where they are not published.
       critic: of estimators that read values; None for none.
       branch: where episodes of several turns branch; None for nowhere.
+      observation_coef: lambda of ECHO (arXiv 2605.24517): adds lambda times the mean negative log-likelihood, nats per
+        token, of what environments say to the loss, at the temperature of the sampling; 0 is off. prime-rl takes 0.1.
     """
 
     name: str
@@ -94,6 +96,7 @@ class Recipe(Setting):
     paper: Annotated[Updates | None, FREE] = None
     critic: Annotated[Critic | None, FIXED] = None
     branch: Branching | None = None
+    observation_coef: Annotated[float, Range("[0, inf)", words="at least 0")] = 0.0
 
     def __post_init__(self):
         # Configurations and runs of old say only whether there is a filter.
@@ -315,11 +318,22 @@ entropies of the first 20 tokens as in the authors' code, 8 updates per batch of
 over tokens and a dual clip at 3. Advantages are the paper's soft ones, which it prefers; recipe.branch.credit hard has
 the others. Its limit of tool calls and its reward for answers that used two tools are a run's."""
 
+GIGPO = Recipe("gigpo", PRESETS["gigpo"])
+"""Group-in-group policy optimisation (arXiv 2505.10978): turns that begin in equal states are compared by their
+discounted returns, in addition to whole episodes. ALFWorld and WebShop with Qwen2.5 of 1.5B and 7B, 8 episodes of each
+task. omega 1, gamma 0.95 and the KL of 0.01 are those of the authors' script for ALFWorld; that for WebShop divides by
+no deviation (recipe.algorithm.advantage.std False). The state is what the environment calls it: Step.state."""
+
+MT_GRPO = Recipe("mt_grpo", PRESETS["mt_grpo"], paper=Updates(2))
+"""Multi-turn GRPO (arXiv 2505.11821): the turns before an answer of the environment are compared by their own rewards,
+in addition to the outcome. TriviaQA with a search tool and Qwen2.5-7B, 21 episodes of each question. The coefficient 1,
+no KL and two updates of each batch are those of the authors' scripts."""
+
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
         *(GRPO, DR_GRPO, DAPO, GSPO, CISPO, SAPO, PRORL_V1, PRORL_V2),
-        *(KIMI_K1_5, DEEPSEEK_V3_2, MINIRL, RLOO, REINFORCE_PP, PPO, ARPO),
+        *(KIMI_K1_5, DEEPSEEK_V3_2, MINIRL, RLOO, REINFORCE_PP, PPO, GIGPO, MT_GRPO, ARPO),
     )
 }
 """Every recipe by name; ``--recipe NAME`` chooses one."""

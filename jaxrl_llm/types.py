@@ -99,6 +99,9 @@ class Turn:
       metrics: the environment's own numbers.
       entropy_rise: of an episode that may branch: the entropy of the first tokens of the message above that of the
         first message's (``rollout.branches.entropy_rise``).
+      state: name that the environment gave the state after it; empty without one.
+      said: ranges ``(begin, end)`` of the completion's tokens with the contents of ``messages``; the other tokens after
+        ``end`` are the chat template's. Found after the turn is played, so that they do not tell turns apart.
     """
 
     end: int
@@ -109,6 +112,8 @@ class Turn:
     errors: int = 0
     metrics: dict[str, float] = dataclasses.field(default_factory=dict, compare=False)
     entropy_rise: float = dataclasses.field(default=0.0, compare=False)
+    state: str = ""
+    said: tuple[tuple[int, int], ...] = dataclasses.field(default=(), compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,6 +184,15 @@ class Completion:
     def length(self) -> int:
         """Number of tokens without those of an episode's environment."""
         return len(self.sampled)
+
+    @property
+    def observed(self) -> np.ndarray:
+        """bool[T], True on the contents of an episode's messages of the environment; False on the chat template's."""
+        found = np.zeros(len(self.tokens), bool)
+        for turn in () if self.episode is None else self.episode.turns:
+            for begin, end in turn.said:
+                found[begin:end] = True
+        return found
 
     @property
     def last_turn(self) -> int:
@@ -268,6 +282,10 @@ class AdvantageContext(NamedTuple):
       step_rewards: rewards at token positions.
       group_ids: int[B].
       bootstrap: float[B], the critic's value of the state after the last token; 0 where the completion has ended.
+      turn_rewards: rewards of an episode's turns at their last tokens, NaN everywhere else, in padding too; they add up
+        to the completion's reward.
+      states: int[B, T], at a turn's last token the number of the state in which it began, from 0 to below B T: equal
+        for equal states of one prompt's group, and for no others.
     """
 
     mask: Any = None
@@ -277,6 +295,8 @@ class AdvantageContext(NamedTuple):
     step_rewards: Any = None
     group_ids: Any = None
     bootstrap: Any = None
+    turn_rewards: Any = None
+    states: Any = None
 
 
 class Role(NamedTuple):

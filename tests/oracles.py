@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-NUMBERS = json.loads((Path(__file__).parent / "algorithms" / "oracles.json").read_text())
+FILES = [Path(__file__).parent / "algorithms" / name for name in ("oracles.json", "oracle29.json")]
+NUMBERS = {key: value for path in FILES for key, value in json.loads(path.read_text()).items()}
 FIXTURE = {name: np.asarray(values, np.float64) for name, values in NUMBERS["F"].items()}
 """Three completions of 2, 3 and 4 tokens under four policies, as probabilities, with mask and rewards."""
 
@@ -37,9 +38,10 @@ def token_terms(ratio, advantage, low, high):
 
 
 CLIPS = {"reinforce_pp": (0.2, 0.2), "ppo": (0.2, 0.2), "grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "dapo": (0.2, 0.28),
-         "gspo": (3e-4, 4e-4), "prorl": (0.2, 0.4), "prorl_v2": (0.2, 0.27), "deepseek_v3_2": (0.2, 0.2)}  # fmt: skip
-BETAS = {"grpo": 0.04, "prorl": 1e-4, "prorl_v2": 1e-4, "deepseek_v3_2": 0.001}
-TOKEN_MEANS = ("ppo", "dapo", "cispo", "prorl", "prorl_v2")
+         "gspo": (3e-4, 4e-4), "prorl": (0.2, 0.4), "prorl_v2": (0.2, 0.27), "deepseek_v3_2": (0.2, 0.2),
+         "gigpo": (0.2, 0.2), "mt_grpo": (0.2, 0.2)}  # fmt: skip
+BETAS = {"grpo": 0.04, "prorl": 1e-4, "prorl_v2": 1e-4, "deepseek_v3_2": 0.001, "gigpo": 0.01}
+TOKEN_MEANS = ("ppo", "dapo", "cispo", "prorl", "prorl_v2", "gigpo", "mt_grpo")
 SEQUENCE_MEANS = ("reinforce_pp", "grpo", "gspo", "sapo", "deepseek_v3_2")
 
 

@@ -80,7 +80,7 @@ def test_what_the_papers_fix_around_the_loss():
     assert updates == {
         "grpo": (1, 1024), "dr_grpo": (8, 128), "dapo": (16, 512), "gspo": (4, None), "cispo": (16, None),
         "sapo": (4, None),
-        "prorl_v1": (4, 1024), "prorl_v2": (8, 1024), "minirl": (1, 1024), "ppo": (8, 64),
+        "prorl_v1": (4, 1024), "prorl_v2": (8, 1024), "minirl": (1, 1024), "ppo": (8, 64), "mt_grpo": (2, None),
         "arpo": (8, 256),
     }  # fmt: skip
     assert {n: r.temperature for n, r in RECIPES.items() if r.temperature != 1} == {"prorl_v1": 1.2}

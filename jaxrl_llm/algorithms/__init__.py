@@ -3,13 +3,14 @@
 ``PRESETS`` has one ``Algorithm`` per published loss; ``dataclasses.replace`` makes a variant.
 """
 
-from jaxrl_llm.algorithms import advantages, kl, preference, ratios, reduce, surrogates, values
+from jaxrl_llm.algorithms import advantages, kl, preference, ratios, reduce, surrogates, turns, values
 from jaxrl_llm.algorithms.advantages import GAE, GroupMean, GroupZScore, LeaveOneOut, Whitened
 from jaxrl_llm.algorithms.kl import K1, K2, K3, UnbiasedK3
 from jaxrl_llm.algorithms.loss import Algorithm, policy_loss
 from jaxrl_llm.algorithms.ratios import OffPolicySequenceMask, Sequence, SequenceToken, Token
 from jaxrl_llm.algorithms.reduce import ConstantLength, SequenceMean, SequenceSum, TokenMean
 from jaxrl_llm.algorithms.surrogates import CISPO, SAPO, Likelihood, MiniRL, MirrorDescent, PPOClip
+from jaxrl_llm.algorithms.turns import MTGRPO, GiGPO
 from jaxrl_llm.types import AdvantageContext, PolicyBatch
 
 PRESETS: dict[str, Algorithm] = {
@@ -55,5 +56,9 @@ PRESETS: dict[str, Algorithm] = {
     ),
     # arXiv 2512.01374, eq. 5 to 7.
     "minirl": Algorithm(GroupMean(), Token(), MiniRL(0.2, 0.27, 5.0), SequenceSum()),
+    # arXiv 2505.10978. The KL and the mean over tokens are those of the authors' scripts.
+    "gigpo": Algorithm(GiGPO(), Token(), PPOClip(0.2, 0.2), TokenMean(), kl=K3(), kl_coef=0.01),
+    # arXiv 2505.11821. The mean over tokens, and no KL, are those of the authors' scripts.
+    "mt_grpo": Algorithm(MTGRPO(), Token(), PPOClip(0.2, 0.2), TokenMean()),
 }
 """The presets by key."""

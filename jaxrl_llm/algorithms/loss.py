@@ -126,7 +126,7 @@ def _check_mix(algorithm: Algorithm, estimator: Any) -> None:
         "kl_in='reward' puts nothing into the reward: set kl, for example kl.K1()":
             in_reward and algorithm.kl is None,
         f"{type(estimator).__name__} has no one reward to put a KL in: set kl_in='loss'":
-            in_reward and (estimator.several or "step_rewards" in estimator.needs),
+            in_reward and (estimator.several or not {"step_rewards", "turn_rewards"}.isdisjoint(estimator.needs)),
     }  # fmt: skip
     for reason, holds in contradictions.items():
         if holds:

@@ -273,6 +273,19 @@ def check_episodes(run: Any) -> None:
         f"rollout.collect.token_budget {budget} cuts answers in the middle of a turn, and task {run.task.label} has "
         "episodes: set it to 0, and rollout.max_new_tokens to the longest episode",
     )
+    coef = run.recipe.observation_coef
+    require(
+        bool(trained) or not coef,
+        f"recipe.observation_coef {coef} has nothing to learn from, since task {run.task.label} has no environment or "
+        "tools: set it to 0, or give the task an environment",
+    )
+    estimator = run.recipe.algorithm.advantage
+    for task in tasks_in(run.task):
+        require(
+            task.plays or "turn_rewards" not in estimator.needs,
+            f"recipe.algorithm.advantage {type(estimator).__name__} compares turns of episodes, and task {task.label} "
+            "has no environment or tools: take another recipe, such as grpo, or give the task an environment",
+        )
     for reward in of_steps(given_rewards(run)) if trained else ():
         raise InputError(
             f"reward {reward.name} values steps of one text, and task {run.task.label} has episodes: let its "

@@ -164,6 +164,12 @@ def _rewards(run: Run) -> list[str]:
             f"{kind} reads outcome rewards: {', '.join(reward.name for reward in steps)} is measured, and nothing "
             "learns from it; estimators of steps are ProcessSupervised, Whitened and GAE"
         )
+    mute = [part.task.label for part in parts if part.task.environment is None]
+    if "turn_rewards" in estimator.needs and mute:
+        lines.append(
+            f"{kind} reads the rewards of turns, and task {mute[0]} has tools alone, which give none: only the "
+            "end of an episode is rewarded"
+        )
     if isinstance(estimator, ProcessSupervised):
         others = [reward.name for reward in rewards if not isinstance(reward, OF_STEPS) and reward.weight]
         if others:

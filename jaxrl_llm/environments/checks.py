@@ -73,6 +73,8 @@ def checked_step(value: Any) -> Step:
         raise TypeError(f"it returned a {type(value).__name__}; return a Step")
     if not isinstance(value.metrics, Mapping):
         raise TypeError(f"metrics is a {type(value.metrics).__name__}; give a dict of numbers")
+    if not isinstance(value.state, str):
+        raise TypeError(f"state is {value.state!r:.80}; give text, such as str(position)")
     return dataclasses.replace(
         value,
         messages=checked_messages(value.messages, WORLD),

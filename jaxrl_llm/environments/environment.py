@@ -32,12 +32,15 @@ class Step:
       reward: of this turn; an episode's reward has the sum of them.
       done: whether the episode ends here.
       metrics: numbers by name.
+      state: name of the state that the environment is in now, for estimators that compare turns (``GiGPO``): equal
+        names are equal states of one row and seed. Empty: the state is all that was said so far.
     """
 
     messages: Sequence[Message] = ()
     reward: float = 0.0
     done: bool = False
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    state: str = ""
 
 
 class Environment:

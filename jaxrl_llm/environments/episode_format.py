@@ -12,13 +12,14 @@ from typing import Any
 from jaxrl_llm.environments.calls import Parsed, end_of_calls, marks_of, parse_reply
 from jaxrl_llm.environments.environment import Message
 from jaxrl_llm.environments.guarding import Guard
-from jaxrl_llm.environments.renderings import ASKED, OTHER, REPLIED, After, Renderings
+from jaxrl_llm.environments.renderings import ASKED, OTHER, REPLIED, After, Renderings, shared
 from jaxrl_llm.errors import require
 from jaxrl_llm.models.tokenizer import special_ids
 from jaxrl_llm.tasks.template import Wording, bos, check_tokenizer, worded
 
 _LAST = 16  # tokens before a reply that tell whether it continues reasoning
 _THINKING = ("<think>", "<|channel>thought", "<|channel>", "<|START_THINKING|>", "[THINK]")
+_OTHERS = ("x", "0", "-")  # contents to compare with: one of them begins and ends otherwise than any given text
 _APPEND_ONLY = (
     "the chat template rewrites earlier replies, as by dropping their reasoning; every token is kept as it was sampled "
     "(append_only)"
@@ -99,6 +100,28 @@ class EpisodeFormat:
             return self._guard.ids("".join(f"\n\n{content}" for content in contents), last)
         after = self._renderings.after(turns, following)
         return self._guard.ids(after.text[self._cut(after, sampled, last) :], last)
+
+    def said(
+        self, turns: Sequence[Message], messages: Sequence[Message], sampled: Sequence[int], suffix: Sequence[int]
+    ) -> list[tuple[int, int]]:
+        """Return the range ``(begin, end)`` of each message's content among the tokens of their suffix.
+
+        It is what changes with the content. A token that joins the end of a content with the template's text counts.
+
+        Args:
+          turns, messages, sampled: as ``suffix`` got them.
+          suffix: the ids that it returned.
+        """
+        found = []
+        for index, message in enumerate(messages):
+            text = message["content"].strip()
+            other = next(mark for mark in _OTHERS if mark not in (text[:1], text[-1:]))
+            changed = [*messages[:index], {**message, "content": other}, *messages[index + 1 :]]
+            ids = self.suffix(turns, changed, sampled)
+            begin = shared(suffix, ids)
+            end = len(suffix) - shared(suffix[begin:][::-1], ids[::-1])
+            found.append((begin, end))
+        return found
 
     def parse(self, tokens: Sequence[int], before: Sequence[int] | None = None) -> Parsed:
         """Return the message of a sampled reply.

@@ -97,7 +97,7 @@ class Renderings:
         shape, region = self._region(turns, messages)
         history = self._history(turns, messages, shape)
         text = self.text([*history, *self.said(messages)], True).partition(REPLY)[2]
-        return After(_common(region, text), text, bool(history[-1].get("tool_calls")))
+        return After(region[: shared(region, text)], text, bool(history[-1].get("tool_calls")))
 
     def _region(self, turns: Sequence[Message], messages: Sequence[Message]) -> tuple[_Shape | None, str]:
         """Return a shape that the template takes, and the text after the last reply up to the content that follows."""
@@ -182,7 +182,7 @@ class Renderings:
         for shape in _SHAPES:
             try:
                 text = self.text(self._history(turns, (), shape), False)
-                start = _UNCLOSED.sub("", _common(text, self.text([ASKED], True)))
+                start = _UNCLOSED.sub("", text[: shared(text, self.text([ASKED], True))])
             except InputError:
                 continue
             before, found, after = text.partition(REPLY)
@@ -228,7 +228,7 @@ def _outline(message: Message) -> Hashable:
     return message["role"], message.get("name"), message.get("tool_call_id"), calls
 
 
-def _common(one: str, other: str) -> str:
-    """Return the text at which both begin."""
-    size = next((index for index, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
-    return one[: min(len(one), len(other)) if size is None else size]
+def shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return the number of items at which both begin."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -29,6 +29,7 @@ class Answer:
       tool_calls: calls made in this turn.
       tool_errors: those of them that failed.
       error: one line about an end that is a failure.
+      state: of the environment's step.
     """
 
     messages: tuple[Message, ...] = ()
@@ -38,6 +39,7 @@ class Answer:
     tool_calls: int = 0
     tool_errors: int = 0
     error: str = ""
+    state: str = ""
 
 
 class World:
@@ -226,7 +228,7 @@ class World:
             for one in step.messages
         ]
         end = ("tool_stopped" if calls else "completed") if step.done else ""
-        return Answer(tuple(shown), step.reward, end, step.metrics)
+        return Answer(tuple(shown), step.reward, end, step.metrics, state=step.state)
 
 
 def _copied(value: Any) -> Any:

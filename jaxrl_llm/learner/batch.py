@@ -30,7 +30,8 @@ class Sample:
       tokens: int32[t].
       mask: bool[t], tokens that the loss counts.
       scalars: numbers of the whole completion, by name.
-      arrays: [t, ...] each, one entry for each token, by name.
+      arrays: [t, ...] each, one entry for each token, by name. One with the name of an objective, bool[t], is the mask
+        of that objective.
       prompt_arrays: [p, ...] each, one entry for each token of the prompt, by name; a name in both is one array over
         all that the model reads.
       place: of the completion in its batch: its group's index, and its own in the group; None if it was not sampled.

@@ -36,7 +36,7 @@ def pack(samples: Sequence[Sample], layout: Layout, objectives: Sequence[str] = 
         _write(jax.tree.map(lambda x, n=number: x[n], empty), batch, samples, layout)
     counts = {}
     for name in objectives:
-        tokens = [sample.mask.sum() for sample in samples if _counts(name, sample)]
+        tokens = [sample.arrays.get(name, sample.mask).sum() for sample in samples if _counts(name, sample)]
         counts[name] = Counts(np.float32(sum(tokens)), np.float32(sum(count > 0 for count in tokens)))
     return empty._replace(microbatches=np.int32(len(batches)), counts=counts)
 

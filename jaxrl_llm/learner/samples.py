@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 from jaxrl_llm.algorithms import Algorithm
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.batch import POLICY, READ_BY_THE_HEAD, Sample
-from jaxrl_llm.types import AdvantageContext, Completion, Group
+from jaxrl_llm.types import AdvantageContext, Completion, Group, Turn
 
 Models = Mapping[str, Callable[[Sequence[Sample]], list[np.ndarray]]]
 """Model outputs for estimators, one number for each token of each sample: ``ref_logp`` of the frozen reference,
@@ -57,9 +57,13 @@ def to_samples(
     ]
     estimator = algorithm.advantage
     context = _context(samples, [c for group in groups for c in group.completions], estimator, length, models)
+    measured = {}
+    if context is not None and "turn_rewards" in estimator.needs:
+        turns = turns_of(groups, rewards, length)
+        context = context._replace(**turns)
+        measured["episode/equal_states_fraction"] = equal_states(**turns)
     moved = {} if kl_coef is None or algorithm.kl_in == "loss" else {"kl_coef": np.float32(kl_coef)}
     advantages, targets = jax.device_get(_estimate(estimator, rewards.astype(np.float32), context, **moved))
-    measured = {}
     if context is not None and context.ref_logp is not None:  # where the KL is in the reward, the loss sees none
         estimate = np.asarray(algorithm.kl(context.old_logp, context.ref_logp))
         measured["kl"] = float(np.sum(estimate * context.mask) / max(np.sum(context.mask), 1))
@@ -171,6 +175,41 @@ def _context(
         steps = [c.extras.get("step_rewards", ()) for c in completions]
         context = context._replace(step_rewards=padded(steps, np.float32, np.nan))
     return context
+
+
+def turns_of(groups: Sequence[Group], rewards: np.ndarray, length: int) -> dict[str, np.ndarray]:
+    """Return ``turn_rewards`` and ``states`` of ``AdvantageContext``, [B, T] each, for rewards float[P, G].
+
+    A state is what the environment called it (``Step.state``), else all that the model read and wrote before the turn.
+    """
+    values = np.full((rewards.size, length), np.nan, np.float32)
+    states = np.zeros((rewards.size, length), np.int32)
+    numbers: dict[Hashable, int] = {}
+    completions = [(place, one) for place, group in enumerate(groups) for one in group.completions]
+    for row, ((group, completion), reward) in enumerate(zip(completions, rewards.reshape(-1), strict=True)):
+        turns = completion.episode.turns if completion.episode is not None else (Turn(len(completion.tokens), {}),)
+        given = [turn.reward for turn in turns]
+        given[-1] += reward - sum(given)
+        later = (turn.state or _read_before_next(completion, turn) for turn in turns[:-1])
+        for turn, value, state in zip(turns, given, (b"", *later), strict=True):
+            values[row, turn.end - 1] = value
+            states[row, turn.end - 1] = numbers.setdefault((group, state), len(numbers))
+    return {"turn_rewards": values, "states": states}
+
+
+def equal_states(turn_rewards: np.ndarray, states: np.ndarray) -> float:
+    """Return the share of turns that begin in a state in which another of their group begins; NaN without turns.
+
+    An episode's first turn is left out: all of a group begin at one prompt. Both arrays are those of ``turns_of``.
+    """
+    ends = ~np.isnan(turn_rewards)
+    later = ends & (np.cumsum(ends, axis=1) > 1)
+    return float(np.mean(np.bincount(states[ends])[states[later]] > 1)) if later.any() else math.nan
+
+
+def _read_before_next(completion: Completion, turn: Turn) -> bytes:
+    """Return all tokens before the turn that follows this one."""
+    return completion.tokens[: turn.end + int(np.argmax(completion.mask[turn.end :]))].tobytes()
 
 
 def to_value(sample: Sample, one_more: bool) -> Sample:

@@ -40,7 +40,8 @@ def accumulate(
         total: Any = 0
         metrics = {}
         for objective in objectives:
-            own = batch._replace(mask=batch.mask & batch.counted[objective.name][:, None])
+            mask = batch.by_token.get(objective.name, batch.mask)
+            own = batch._replace(mask=mask & batch.counted[objective.name][:, None])
             counts = packed.counts[objective.name]
             loss, metrics[objective.name] = objective(outputs, own, counts, coefficients)
             total += loss

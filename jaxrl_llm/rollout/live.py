@@ -49,7 +49,7 @@ class Live:
         answer = self.world.reply(parsed)
         turn = Turn(
             len(whole.tokens), parsed.message, tuple(answer.messages), answer.reward, answer.tool_calls,
-            answer.tool_errors, dict(answer.metrics), rise,
+            answer.tool_errors, dict(answer.metrics), rise, answer.state,
         )  # fmt: skip
         self.turns += (turn,)
         self.messages += [parsed.message, *answer.messages]
@@ -108,10 +108,13 @@ class Live:
         )  # fmt: skip
         if end:
             return self.ended(episode), []
-        tokens = self.form.suffix([*history, turn.reply], answer.messages, whole.tokens[whole.last_turn :].tolist())
+        asked = [*history, turn.reply], answer.messages, whole.tokens[whole.last_turn :].tolist()
+        tokens = self.form.suffix(*asked)
         if size + len(tokens) >= limit:
             return self.ended(dataclasses.replace(episode, end="context_overflow")), []
-        return episode, [int(token) for token in tokens]
+        said = tuple((size + begin, size + end) for begin, end in self.form.said(*asked, tokens))
+        turns = (*before.turns, dataclasses.replace(turn, said=said))
+        return dataclasses.replace(episode, turns=turns), [int(token) for token in tokens]
 
     def ended(self, episode: Episode) -> Episode:
         """Close the environment; return the episode with its reward for all of it, NaN if it has failed."""

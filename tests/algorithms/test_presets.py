@@ -205,7 +205,8 @@ def test_every_preset_is_a_hashable_value_that_takes_a_context():
         assert twin == algorithm and hash(twin) == hash(algorithm) and twin is not algorithm, name
         rewards, ones = np.array([[1.0, 0.0]]), np.ones((2, 3), np.float32)
         if algorithm.advantage.needs:
-            assert algorithm.advantage(rewards, AdvantageContext(mask=ones, values=ones)).shape == (2, 3)
+            given = AdvantageContext(mask=ones, values=ones, turn_rewards=ones, states=ones.astype(int))
+            assert algorithm.advantage(rewards, given).shape == (2, 3)
         else:
             given = algorithm.advantage(rewards, AdvantageContext())
             np.testing.assert_array_equal(given, algorithm.advantage(rewards))

@@ -12,6 +12,8 @@ from jaxrl_llm.algorithms.ratios import SequenceMask, TruncatedIS
 from jaxrl_llm.algorithms.surrogates import CISPO, SAPO, MiniRL, MirrorDescent, PenaltyKL, PPOClip
 from jaxrl_llm.config import Run, Scoring
 from jaxrl_llm.config.notes import inert
+from jaxrl_llm.environments import Environment
+from jaxrl_llm.environments.examples import multiply
 from jaxrl_llm.learner import Learner, Moments, Optimiser
 from jaxrl_llm.recipes import RECIPES, Overlong
 from jaxrl_llm.rewards import Format
@@ -57,6 +59,8 @@ IDLE = {
     "kimi_k1_5": "tau does nothing",
     "deepseek_v3_2": "the clip range never binds, the sequence filter drops nothing",
     "minirl": "the clip range never binds, the weight against the sampler is 1",
+    "gigpo": "the clip range never binds",
+    "mt_grpo": "the clip range never binds",
     "reinforce_pp": "the clip range never binds",
     "ppo": "the clip range never binds, recipe.critic.clip never binds",
     "arpo": "the clip range never binds",
@@ -67,7 +71,8 @@ IDLE = {
 def test_of_one_update_a_batch_it_is_said_what_waits_for_a_second(name):
     said = [line for line in inert(run_of(name, **without_filter(name))) if line.startswith("one update a batch")]
     assert [line.partition(": ")[2].partition(";")[0] for line in said] == ([IDLE[name]] if name in IDLE else [])
-    assert all("; --learner.minibatches 4" in line for line in said)
+    several = 2 if name == "mt_grpo" else 4  # as the paper makes, or the usual ones
+    assert all(f"; --learner.minibatches {several}" in line for line in said)
     for several in ({"minibatches": 2}, {"epochs": 2}):
         assert not [line for line in inert(run_of(name, **several)) if line.startswith("one update")], several
 
@@ -126,6 +131,13 @@ def test_the_flag_that_is_advised_works(prompts, flag):
     advised = dataclasses.replace(run, learner=dataclasses.replace(run.learner, **{name: int(value)}))
     configs.validate(advised)
     assert inert(advised) == []
+
+
+def test_estimators_of_turns_are_told_that_tools_alone_reward_none():
+    run = run_of("mt_grpo")
+    for changes, silent in (({"tools": (multiply,)}, False), ({"environment": Environment}, True)):
+        told = configs.notes(dataclasses.replace(run, task=dataclasses.replace(run.task, **changes)))
+        assert any("MTGRPO reads the rewards of turns, and task" in line for line in told) != silent
 
 
 def test_tokens_of_earlier_steps_are_compared_with_the_policy_of_their_time():

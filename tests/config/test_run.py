@@ -99,9 +99,10 @@ def test_a_truncated_sampler_is_fine_where_the_learner_leaves_out_the_same_token
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_can_be_chosen_for_a_configuration(name):
-    tools = ("jaxrl_llm.environments.examples:multiply",) if RECIPES[name].branch else ()
-    task = dataclasses.replace(RUN.task, tools=tools)
-    run = dataclasses.replace(configs.with_recipe(RUN, name), task=task, evaluation=Evaluation(every=1))
+    of_turns = bool(RECIPES[name].branch) or "turn_rewards" in RECIPES[name].algorithm.advantage.needs
+    tools = ("jaxrl_llm.environments.examples:multiply",) * of_turns
+    run = dataclasses.replace(configs.with_recipe(RUN, name), evaluation=Evaluation(every=1))
+    run = replaced(run, "task.tools", tools)
     configs.validate(run)
     assert run.recipe == RECIPES[name] and configs.from_json(configs.to_json(run)) == run
 

@@ -22,7 +22,7 @@ class Guess(Environment):
         self.turn += 1
         right = len(reply["content"]) <= self.row["length"]
         said = [{"role": "user", "content": "shorter" if not right else "again"}]
-        return Step(said, float(right), self.turn == 3, {"right": float(right)})
+        return Step(said, float(right), self.turn == 3, {"right": float(right)}, said[0]["content"])
 
 
 class Copied(Guess):
@@ -68,6 +68,10 @@ LINES = {
     "on": "train mine.py --steps 2",
     "eval": "eval runs/mine --json",
     "whole": "train mine.py --steps 2 --run_dir runs/whole",
+    "gigpo": "train mine.py --steps 2 --recipe gigpo --recipe.observation_coef 0.1 --run_dir runs/gigpo",
+    "mt_grpo": "train mine.py --steps 2 --recipe mt_grpo --run_dir runs/mt_grpo",
+    "no turns": "train smoke --recipe mt_grpo --run_dir runs/smoke",
+    "nothing said": "train smoke --recipe.observation_coef 0.1 --run_dir runs/smoke",
     "reset": "train mine.py --task.environment world:Broken --run_dir runs/broken",
     "tool": "train mine.py --task.tools world:untyped --run_dir runs/tool",
     "budget": "train mine.py --rollout.collect.token_budget 20 --run_dir runs/budget",
@@ -143,6 +147,28 @@ def test_hard_credit_changes_the_update_and_not_what_is_sampled(folder, answers)
     assert soft["grad_norm"] != hard["grad_norm"]
 
 
+@pytest.mark.parametrize("name", ["gigpo", "mt_grpo"])
+def test_turns_are_credited_and_what_the_environment_says_is_learned(folder, answers, name):
+    assert answers[name].code == 0, answers[name].err
+    rows = [row for row in rows_of(folder / "runs" / name) if "reward/mean" in row]
+    assert [row["updates"] for row in rows] == [1, 1] and all(row["advantage/abs_mean"] > 0 for row in rows)
+    if name == "gigpo":
+        said = [row["observations/tokens"] for row in rows]
+        # "again" and "shorter": five to seven tokens after each turn but the last.
+        assert all(
+            8 * (row["episode/turns"] - 1) * 5 <= n <= 8 * row["episode/turns"] * 7
+            for n, row in zip(said, rows, strict=True)
+        )
+        assert 0 < rows[1]["observations/loss"] < rows[0]["observations/loss"]
+    else:
+        assert not any(key.startswith("observations/") for row in rows for key in row)
+    # The environment names its state by what it last said, one of two words.
+    assert all(row["episode/equal_states_fraction"] > 0.5 for row in rows)
+    lines = [json.loads(line) for line in (folder / "runs" / name / "samples.jsonl").read_text().splitlines()]
+    learned = [line["advantage"] for line in lines if line["kind"] == "training"]
+    assert len(set(learned)) > 2
+
+
 def test_an_evaluation_reports_the_reward_of_episodes(answers):
     found = json.loads(answers["eval"].out)
     assert 0 <= found["eval/guess/reward"] <= 3 and found["eval/guess/problems"] == 2
@@ -158,6 +184,8 @@ def test_samples_show_who_spoke(folder, answers):
 @pytest.mark.parametrize(("name", "words"), [
     ("reset", "cannot begin an episode: Broken: reset: OSError: no server"),
     ("tool", "untyped"),
+    ("nothing said", "recipe.observation_coef 0.1 has nothing to learn from, since task"),
+    ("no turns", "MTGRPO compares turns of episodes, and task"),
     ("budget", "rollout.collect.token_budget 20 cuts answers in the middle of a turn"),
     ("collect", "has an environment or tools, and single answers are asked for here"),
     ("copyless", "that of task guess has no copy(): give it one, or set recipe.branch None"),

@@ -50,6 +50,7 @@ BAD_STEPS = {
     "reward is None": (Step(TOLD, None), "environment_error"),
     "reward is '1'": (Step(TOLD, "1"), "environment_error"),
     "metric a is 'x'": (Step(TOLD, metrics={"a": "x"}), "environment_error"),
+    "state is 3; give text": (Step(TOLD, state=3), "environment_error"),
     "metrics is a list": (Step(TOLD, metrics=[1]), "environment_error"),
     "not finished after 0.1 s": (lambda: time.sleep(0.3), "timeout"),
     "step: not finished after": (late, "timeout"),

@@ -122,6 +122,30 @@ def test_another_stop_token_takes_the_place_of_the_end_but_of_nothing_else():
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+def test_the_contents_of_the_worlds_messages_are_told_from_the_templates_tokens(name):
+    form, called, answered = made(name), ids(CALLED[name]), ids(ANSWERED[name])
+    texts = ["x 0 -", "x", "0x0", "-", "", HARMFUL.strip()]
+    several = [{"role": "user", "content": text} for text in texts]
+    for turns, messages, sampled in (([USER, CALL], [RESULT], called), ([USER, SAID], several, answered)):
+        suffix = form.suffix(turns, messages, sampled)
+        found = form.said(turns, messages, sampled, suffix)
+        told = [byte_tokenizer().decode(suffix[begin:end]) for begin, end in found]
+        wanted = [message["content"] for message in messages]
+        if name in ("llama", "gpt_oss") and messages == [RESULT]:  # written as JSON
+            wanted = [json.dumps(text, ensure_ascii=False)[1:-1] for text in wanted]
+        assert told == wanted
+
+
+def test_a_token_that_joins_a_content_with_the_templates_text_is_the_contents():
+    tokenizer = byte_tokenizer(merges=(("}", '"'),))
+    form = EpisodeFormat(tokenizer, Task([], template=LLAMA), [ADD], tokenizer.convert_tokens_to_ids(["<|eot_id|>"]))
+    asked = [USER, CALL], [RESULT | {"content": "3}"}], ids(CALLED["llama"], tokenizer)
+    suffix = form.suffix(*asked)
+    [(begin, end)] = form.said(*asked, suffix)
+    assert tokenizer.decode(suffix[begin:end]) == '3}"' and end - begin == 2
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_what_was_sampled_is_never_tokenised_again(name):
     form, stop = made(name), ids(CALLED[name])[-1]
     expected = form.suffix([USER, CALL], [RESULT], [stop])

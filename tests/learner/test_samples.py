@@ -3,6 +3,7 @@ rows.
 """
 
 import dataclasses
+import math
 
 import jax
 import numpy as np
@@ -12,11 +13,12 @@ from tiny import largest_difference, tiny
 
 from jaxrl_llm.algorithms import PRESETS, PolicyBatch, policy_loss
 from jaxrl_llm.algorithms.advantages import GDPO
+from jaxrl_llm.algorithms.turns import GiGPO
 from jaxrl_llm.learner import Layout, pack, to_samples
 from jaxrl_llm.learner.packing import rows_of
-from jaxrl_llm.learner.samples import advantage_of
+from jaxrl_llm.learner.samples import advantage_of, equal_states, turns_of
 from jaxrl_llm.models.config import ComputeOptions
-from jaxrl_llm.types import Completion, Group, Problem
+from jaxrl_llm.types import Completion, Episode, Group, Problem, Turn
 
 PROBLEM = Problem("1", ({"role": "user", "content": "?"},), "3", "test")
 MODEL = tiny("windows")
@@ -151,3 +153,52 @@ def test_advantages_by_token_survive_packing():
         return policy_loss(algorithm, unpacked_logp(model, samples), batch)[0]
 
     assert largest_difference(found, jax.grad(loss)(MODEL)) < 1e-5
+
+
+def episode(words, *turns, **more):
+    """A completion of these tokens (negative ones are the environment's), and turns of an end, a reward and a state."""
+    tokens = np.asarray(words, np.int32)
+    found = tuple(Turn(end, {}, reward=reward, state=state) for end, reward, state in turns)
+    arrays = np.zeros(len(tokens), np.float32), "stop", tokens > 0, np.full(len(tokens), 7)
+    return Completion(np.abs(tokens), *arrays, episode=Episode(found, **more))
+
+
+def test_turns_have_their_rewards_and_the_states_in_which_they_began():
+    """By the environment's name of it or else by all tokens before, in one group; what no turn gave is the last's."""
+    group = (
+        episode([1, -2, 3, -4, 5], (1, 0.1, "door"), (3, 0.2, "door"), (5, 0.0, "")),
+        episode([9, 9, -2, 3, -4, 5], (2, 0.25, ""), (4, 0.0, "door"), (6, 1.0, "")),
+        episode([9, 9, -2, 5], (2, 0.25, ""), (4, 1.0, "")),
+        episode([9, 9, -3, 5], (2, 0.5, ""), (4, math.nan, "")),
+    )
+    rewards = np.array([[0.1 + 0.2, 2.0, 1.25, np.nan]] * 2)
+    groups = [Group(PROBLEM, np.array([1]), group, row, row) for row in rewards]
+    found = turns_of(groups, rewards, T)
+    wanted = np.full((4, T), np.nan, np.float32)
+    wanted[0, [0, 2, 4]], wanted[1, [1, 3, 5]], wanted[2, [1, 3]] = (0.1, 0.2, 0), (0.25, 0, 1.75), (0.25, 1)
+    wanted[3, 1] = 0.5
+    np.testing.assert_array_equal(found["turn_rewards"], np.tile(wanted, (2, 1)))
+    states = found["states"]
+    first = states[[0, 1, 2, 3], [0, 1, 1, 1]]
+    assert len(set(first)) == 1, "all begin at the prompt"
+    assert states[0, 2] == states[0, 4] == states[1, 5], "named by the environment"
+    assert states[1, 3] == states[2, 3] != states[3, 3], "equal words, and others"
+    assert len({first[0], states[0, 2], states[1, 3], states[3, 3]}) == 4
+    assert not set(states[:4][~np.isnan(wanted)]) & set(states[4:][~np.isnan(wanted)]), "of one group alone"
+    assert states.min() == 0 and states.max() < states.size
+    assert equal_states(**found) == 1, "the later turns are three behind the door, and two after equal words"
+    assert equal_states(found["turn_rewards"][:2], states[:2]) == 3 / 4
+    assert math.isnan(equal_states(found["turn_rewards"][3:4], states[3:4])), "a first turn alone"
+
+
+def test_a_turns_tokens_have_its_advantage():
+    group = (episode([1, 1, -2, 3], (2, 0.5, "a"), (4, 0.0, "")), episode([1, -2, 3, 3], (1, 0.0, "a"), (4, 1.0, "")))
+    rewards = np.array([[0.5, 1.0]])
+    algorithm = dataclasses.replace(PRESETS["gigpo"], advantage=GiGPO(gamma=0.5, std=False))
+    [found], _ = to_samples(
+        algorithm, [Group(PROBLEM, np.array([1]), group, rewards[0], rewards[0])], 7, rewards, (), T, {}
+    )
+    # Returns 0.5, 0 and 0.5, 1: the first turns are alike, of the second ones the second is better by one.
+    np.testing.assert_allclose(found[0].arrays["advantages"], [-0.25, -0.25, 0, -0.75])
+    np.testing.assert_allclose(found[1].arrays["advantages"], [0.25, 0, 0.75, 0.75])
+    assert not found[0].scalars

@@ -132,6 +132,7 @@ def same(some, others):
     for one, other in zip(completions(some), completions(others), strict=True):
         np.testing.assert_array_equal(one.tokens, other.tokens)
         np.testing.assert_array_equal(one.mask, other.mask)
+        np.testing.assert_array_equal(one.observed, other.observed)
         assert one.episode == other.episode and one.finish_reason == other.finish_reason
         np.testing.assert_array_equal(one.sampler_logp, other.sampler_logp)
 
@@ -154,6 +155,9 @@ def test_what_the_environment_says_stands_between_the_turns_with_mask_0():
                 assert completion.mask[turn.end - 1]
                 start = turn.end
             assert start == len(completion.tokens) and completion.length == completion.mask.sum()
+            assert not (completion.observed & completion.mask).any()
+            heard = "".join(message["content"] for turn in completion.episode.turns[:-1] for message in turn.messages)
+            assert bytes(int(t) for t in completion.tokens[completion.observed]).decode() == heard
             assert not completion.sampler_logp[~completion.mask].any()
     assert ends == {"completed"}, "limits are wide enough"
 

@@ -73,15 +73,15 @@ def test_a_run_has_the_ingredients_that_its_settings_name():
     assert {one.name for one in ingredients_of(SMOKE)} == ALWAYS
     limit = Constraint(Accuracy(), 0.5, 0.1)
     scoring = dataclasses.replace(SMOKE.scoring, constraints=(limit,), rewards=(Accuracy(), ModelReward("runs/rm")))
-    recipe = dataclasses.replace(SMOKE.recipe, critic=Critic(model="runs/rm"))
+    recipe = dataclasses.replace(SMOKE.recipe, critic=Critic(model="runs/rm"), observation_coef=0.1)
     collect = dataclasses.replace(SMOKE.rollout.collect, ptx=Ptx(Texts(Table("texts.jsonl"))))
     rollout = dataclasses.replace(SMOKE.rollout, collect=collect)
     evaluation = dataclasses.replace(SMOKE.evaluation, judge=ModelReward("runs/judge"))
     run = dataclasses.replace(SMOKE, scoring=scoring, recipe=recipe, rollout=rollout, evaluation=evaluation)
     found = {one.name: one for one in ingredients_of(run)}
-    assert found.keys() == ALWAYS | {"critic", "constraints", "pretraining_mix", "win_rate"}
+    assert found.keys() == ALWAYS | {"critic", "constraints", "observations", "pretraining_mix", "win_rate"}
     assert found["judges"].loads == ("runs/rm", "runs/judge") and found["critic"].loads == ("runs/rm",)
-    assert [one.name for one in objectives_of(run)] == ["policy", "text"]
+    assert [one.name for one in objectives_of(run)] == ["policy", "observations", "text"]
     assert moved_by_rules(run).keys() - moved_by_rules(SMOKE).keys() == {limit.coefficient}
     assert rules_for(run).keys() - rules_for(SMOKE).keys() == {"critic_not_a_number", limit.coefficient}
     assert list(rules_for(run))[:2] == ["not_a_number", "critic_not_a_number"]
