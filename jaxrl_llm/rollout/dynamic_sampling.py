@@ -115,13 +115,15 @@ class Step:
             self.cursor += 1
 
     def ask(self, group: PartialGroup) -> None:
-        """Request the completions that a group lacks."""
+        """Request the completions that a group lacks; one that lacks none is scored at once."""
         admission = self.sampler.admission
         task = group.problem.task
         lacking = [i for i, c in enumerate(group.completions) if not whole(c, admission.longest_of(task))]
         self.asked[group.number] = group
         self.limits[group.number] = {i: admission.limit(length(group.completions[i]), task) for i in lacking}
         self.request(group.number)
+        if not lacking:
+            self.close({group.number})
 
     def request(self, number: int) -> None:
         """Request those completions of a group that this step has to sample and has not ended."""
@@ -176,7 +178,9 @@ class Step:
             self.score(done)
 
     def score(self, done: list[PartialGroup]) -> None:
-        """Score whole groups, replay successes in those that failed, and keep the groups that can teach."""
+        """Score whole groups, replay successes in those that failed, and keep the groups that can teach: none with
+        prompts that were too long, in which nothing was sampled.
+        """
         admission = self.sampler.admission
         source = self.sampler.source
         began = time.perf_counter()
@@ -191,7 +195,11 @@ class Step:
             self.replaced += replaced
         learned = found | source.shaped(replaced, self.version, admission.longest_of)
         reads = admission.filter_groups
-        good = {number: group for number, group in learned.items() if not reads or informative(group, reads)}
+        good = {
+            number: group
+            for number, group in learned.items()
+            if not group.completions[0].unplayed and (not reads or informative(group, reads))
+        }
         self.stream = source.stream.observe(self.stream, list(found.values()))
         self.sampled |= found
         self.kept |= good

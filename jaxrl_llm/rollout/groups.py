@@ -163,8 +163,8 @@ class GroupSource:
         asked = PartialGroup(number, (None,) * self.group, problem)
         if not self.plays(problem):
             return dataclasses.replace(asked, prompt=self.prompts[problem]), memory
-        prompt, *_ = self.episodes.begin(self.scenes(asked, range(self.group)))
-        return dataclasses.replace(asked, prompt=prompt), memory
+        (prompt, over), *_ = self.episodes.begin(self.scenes(asked, range(self.group)))
+        return dataclasses.replace(asked, prompt=prompt, completions=(over,) * self.group), memory
 
     def plays(self, problem: Problem) -> bool:
         """Whether completions of this problem are episodes with an environment or tools."""
