@@ -79,6 +79,7 @@ class Live:
       world: the environment.
       form: writes and reads its chat.
       messages: the prompt, and all turns so far.
+      asked: the prompt as row and environment gave it, without the task's system message and suffix.
       turns: those answered.
       restarts: times that it began anew.
     """
@@ -86,6 +87,7 @@ class Live:
     world: World
     form: EpisodeFormat
     messages: list[Message]
+    asked: list[Message]
     turns: tuple[Turn, ...] = ()
     restarts: int = 0
 
@@ -211,6 +213,15 @@ class Episodes:
             for prompt in prompts
         ]
 
+    def openings(self, scenes: Sequence[Scene]) -> list[dict[str, Any]]:
+        """Return how these episodes, which are not closed yet, began: ``prompt``, messages without the task's system
+        message and suffix, and ``tools``, JSON schemas.
+        """
+        live = self._live
+        return self._everywhere(
+            lambda scene: {"prompt": live[scene.key].asked, "tools": list(live[scene.key].world.tools)}, scenes
+        )
+
     def resume(self, scenes: Sequence[Scene], begun: Sequence[Completion | None]) -> list[Completion | None]:
         """Return the completions that go on; those whose environment answers otherwise than before begin anew, as None.
 
@@ -294,7 +305,7 @@ class Episodes:
             prompt = [int(token) for token in form.prompt(messages)]
         except InputError as error:
             return str(error)
-        self._live[scene.key] = Live(world, form, worded(messages, task), restarts=restarts)
+        self._live[scene.key] = Live(world, form, worded(messages, task), messages, restarts=restarts)
         return prompt
 
     def _resumed(self, scene: Scene, begun: Completion) -> bool | str:
