@@ -195,6 +195,11 @@ class Completion:
         return found
 
     @property
+    def unplayed(self) -> bool:
+        """Whether it is an episode that ended before its first token, since its prompt was too long."""
+        return self.episode is not None and bool(self.episode.end) and not len(self.tokens)
+
+    @property
     def last_turn(self) -> int:
         """Index of the first token after the environment's last message; 0 without one."""
         given = np.flatnonzero(~self.mask)

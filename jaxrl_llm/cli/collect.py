@@ -61,7 +61,6 @@ def collect(arguments: list[str]) -> int:
         f"collect asks one task, and {name} has several: name a configuration of one with --config",
     )
     rollout, task = settings.rollout, configs.tasks_in(settings.task)[0]
-    configs.refuse_episodes([task], "task")
     proposed = Options(Collected(task), "texts", rollout.max_new_tokens, rollout.engine.slots, settings.seed)
     description = "--out FILE.jsonl is the output. --config NAME takes another configuration's task."
     options = parse(Options, arguments, f"jaxrl-llm collect {name}", description, proposed)
@@ -80,7 +79,9 @@ def collect(arguments: list[str]) -> int:
         with model as (policy, prompts, by):
             for note in loaded.notes:
                 progress.note(note)
-            asked = Asked(prompts, problems, data, options.kind, options.max_new_tokens, options.seed)
+            episode = rollout.episode if task.plays else None
+            longest, seed = options.max_new_tokens, options.seed
+            asked = Asked(prompts, problems, data, options.kind, longest, seed, episode=episode)
             found = collect_rows(by, asked, path, status=progress.status)
     numbers = {"model": name, "step": policy.step, "kind": options.kind, "out": out, **found.numbers()}
     print(json.dumps(numbers) if options.json else "\n".join(as_table(name, policy.step, options, path, found)))

@@ -5,8 +5,9 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,9 +16,14 @@ import numpy as np
 from jaxrl_llm.collection.ledger import Entry, Ledger, Tally, opened
 from jaxrl_llm.collection.rows import Answer, Row, distinct, prefix_tokens, row_of, rows_from
 from jaxrl_llm.data.datasets import KINDS, Collected, Kind, split_steps
+from jaxrl_llm.data.formats import TOOLS
 from jaxrl_llm.engine.requests import first_tokens
 from jaxrl_llm.engine.settings import Sampling
+from jaxrl_llm.environments.checks import joined
+from jaxrl_llm.environments.limits import Limits
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.rollout.episodes import Scene
+from jaxrl_llm.rollout.evaluate import prompts_for
 from jaxrl_llm.rollout.respond import Answerer, Requests, SeedSpace, gather, request_seed
 from jaxrl_llm.sharding.distributed import ALONE, Peers
 from jaxrl_llm.sharding.rules import digest, weights_digest
@@ -47,6 +53,7 @@ class Asked:
       max_new_tokens: longest answer, the stop token included.
       seed: decides every random number.
       separator: of steps: the text between two.
+      episode: limits of episodes; None for a task without.
     """
 
     prompts: Prompts
@@ -56,6 +63,7 @@ class Asked:
     max_new_tokens: int
     seed: int
     separator: str = "\n"
+    episode: Limits | None = None
 
     def __post_init__(self) -> None:
         each = self.max_new_tokens * self.data.continuations if self.kind == "steps" else 1
@@ -99,6 +107,10 @@ class Asked:
             "seed": self.seed,
             **{name: getattr(data, name) for name in READ[self.kind]},
         }
+        if self.episode is not None:
+            task = data.task
+            settings |= {"environment": _named(task.environment), "tools": [_named(tool) for tool in task.tools]}
+            settings |= {"episode": dataclasses.asdict(self.episode)}
         return settings | ({"separator": self.separator} if self.kind == "steps" else {})
 
 
@@ -151,22 +163,34 @@ def ask(by: Answerer, asked: Asked, first: int, status: Callable[[str], None]) -
 
     They depend on the weights, the settings and the engine's slots, but not on earlier problems.
     """
-    problems = asked.problems[first : first + asked.at_once(by.engine.slots)]
+    problems = list(asked.problems[first : first + asked.at_once(by.engine.slots)])
     count = asked.data.samples
     places = list(itertools.product(range(len(problems)), range(count)))
-    requests = Requests(by.engine, asked.sampling(by.model.config.tokens.eos))
-    prompts = [asked.prompts[problems[i]] for i, _ in places]
+    requests = Requests(by.engine, asked.sampling(by.model.config.tokens.eos), by.episodes)
+    wanted = [problems[i] for i, _ in places]
     seeds = [asked.answer_seed(first + i, sample) for i, sample in places]
-    requests.submit(places, prompts, seeds, keep=asked.kind == "steps")
+    prompts, begun = prompts_for(by, asked.prompts, wanted, seeds, count, places)
+    requests.submit(places, prompts, seeds, begun=begun, keep=asked.kind == "steps")
     done = gather(requests, by.model, by.tokenizer, status)
-    right = by.scorer.verify([(problems[i], done[i, sample]) for i, sample in places]) >= 1
-    flat = [decoded_answer(by.tokenizer, c, bool(true)) for c, true in zip(done.values(), right, strict=True)]
+    items = [(problem, done[place]) for problem, place in zip(wanted, places, strict=True)]
+    as_text = asked.data.task.template in ("plain", "chatml")
+    right = zip(items, by.scorer.verify(items), strict=True)
+    flat = [
+        decoded_answer(by.tokenizer, c, worth(problem, c, accuracy) >= 1, as_text) for (problem, c), accuracy in right
+    ]
     answers = [flat[i * count : (i + 1) * count] for i in range(len(problems))]
     more = [0] * len(problems)
     if asked.kind == "steps":
         rows, more = _labelled(by, asked, first, answers, requests, done, status)
     else:
+        openings = by.episodes.openings([Scene((i, 0), p, 0) for i, p in enumerate(problems)]) if by.episodes else ()
+        for i, opening in enumerate(openings):
+            problems[i] = dataclasses.replace(problems[i], prompt=tuple(opening["prompt"]))
         rows = [rows_from(p, a, asked.data, asked.kind) for p, a in zip(problems, answers, strict=True)]
+        for own, opening in zip(rows, openings, strict=False):
+            own[:] = [row | ({TOOLS: opening["tools"]} if opening["tools"] else {}) for row in own]
+    if by.episodes is not None:
+        by.episodes.retain(())
     entries = []
     for some, own, tokens in zip(answers, rows, more, strict=True):
         solved, ended, length = (sum(getattr(answer, name) for answer in some) for name in ("right", "ended", "length"))
@@ -219,11 +243,43 @@ def _labelled(
     return rows, tokens
 
 
-def decoded_answer(tokenizer: Any, completion: Completion, right: bool) -> Answer:
-    """Make an answer of a verified completion; its text excludes the token that ended it, special or not."""
+def worth(problem: Problem, completion: Completion, accuracy: float) -> float:
+    """Return the accuracy of a completion; of an episode without a verifier the reward of its environment."""
+    unverified = problem.verifier == "none" and completion.episode is not None
+    return completion.episode.reward if unverified else accuracy
+
+
+def decoded_answer(tokenizer: Any, completion: Completion, right: bool, as_text: bool = False) -> Answer:
+    """Make an answer of a verified completion; its text excludes the token that ended it, special or not.
+
+    An episode that the environment or a limit broke off, or with an empty reply, has no end. ``as_text``: the template
+    writes no reasoning by itself, so that it stays in the text of its message.
+    """
+    if completion.episode is not None:
+        turns = completion.episode.turns
+        told = [(_reply(turn.reply, as_text), *joined((), turn.messages, "\n\n")) for turn in turns]
+        messages = [message for turn in told for message in turn][: sum(map(len, told[:-1])) + 1]
+        whole = all(reply["content"].strip() or reply.get("tool_calls") for reply, *_ in told)
+        ended = whole and completion.episode.end in ("completed", "tool_stopped")
+        return Answer(json.dumps(messages), completion.length, ended, right, messages)
     ended = completion.finish_reason == "stop"
     text = tokenizer.decode(completion.tokens[:-1] if ended else completion.tokens, **EXACTLY)
     return Answer(text, len(completion.tokens), ended, right)
+
+
+def _reply(message: dict[str, Any], as_text: bool) -> dict[str, Any]:
+    """Return the model's message, with its reasoning in the text if ``as_text``."""
+    if not as_text or "reasoning_content" not in message:
+        return message
+    kept = {name: value for name, value in message.items() if name != "reasoning_content"}
+    return kept | {"content": f"<think>\n{message['reasoning_content']}\n</think>\n\n{message['content']}"}
+
+
+def _named(given: Any) -> Any:
+    """Return a name of an environment, a tool, or several environments."""
+    if isinstance(given, Mapping):
+        return {str(name): _named(one) for name, one in given.items()}
+    return given if given is None or isinstance(given, str) else getattr(given, "__qualname__", type(given).__name__)
 
 
 def collected(
@@ -235,6 +291,7 @@ def collected(
     directory: Path,
     peers: Peers,
     status: Callable[[str], None],
+    episode: Limits = Limits(),
 ) -> Data:
     """Collect the data of a run before its first step; return it with a table in place of its ``Collected`` source, and
     with the wording of the prompts that the model read.
@@ -248,6 +305,7 @@ def collected(
       directory: the run's.
       peers: its processes.
       status: called with lines on the progress.
+      episode: limits of episodes.
 
     Raises:
       InputError: no answer makes a row.
@@ -257,9 +315,8 @@ def collected(
     if not peers.first(path.exists):
         by = answerer()
         separator = data.separator if isinstance(data, Steps) else "\n"
-        asked = Asked(
-            Prompts(task, by.tokenizer), problems, data.source, KINDS[type(data)], max_new_tokens, seed, separator
-        )
+        told = data.source, KINDS[type(data)], max_new_tokens, seed, separator, episode if task.plays else None
+        asked = Asked(Prompts(task, by.tokenizer), problems, *told)
         counts = collect_rows(by, asked, path, peers, status)
         if not counts.rows:
             peers.first(path.unlink)  # another attempt may ask otherwise

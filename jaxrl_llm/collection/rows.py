@@ -17,16 +17,18 @@ class Answer:
     """One sampled and verified answer.
 
     Attributes:
-      text: without special tokens and without the token that ended it.
+      text: without special tokens and without the token that ended it; of an episode its messages as JSON.
       length: tokens, that one included.
       ended: whether it was finished; otherwise it was cut off.
       right: the verifier's result.
+      messages: of an episode, up to the model's last one; empty for a single answer.
     """
 
     text: str
     length: int
     ended: bool
     right: bool
+    messages: Sequence[dict[str, Any]] = ()
 
 
 def rows_from(problem: Problem, answers: Sequence[Answer], data: Collected, kind: Kind) -> list[Row]:
@@ -41,7 +43,8 @@ def rows_from(problem: Problem, answers: Sequence[Answer], data: Collected, kind
     if data.keep == "shortest":
         right.sort(key=lambda answer: answer.length)
     if kind == "texts":
-        return [row_of(problem, completion=answer.text) for answer in (right if data.keep == "all" else right[:1])]
+        kept = right if data.keep == "all" else right[:1]
+        return [row_of(problem, completion=answer.messages or answer.text) for answer in kept]
     couples = _coupled(right, [answer for answer in usable if not answer.right], data)
     if data.cut_off:  # those that have no end, and are not right as far as they go; each text once
         cut = {a.text: a for a in answers if not a.ended and not a.right and a.text.strip()}

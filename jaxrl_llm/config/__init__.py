@@ -34,7 +34,6 @@ from jaxrl_llm.config.mixture import (
     limits_of,
     parts_of_task,
     refusals,
-    refuse_episodes,
     refuse_readers,
     rewards,
     tasks_in,

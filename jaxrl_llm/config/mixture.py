@@ -293,16 +293,6 @@ def check_episodes(run: Any) -> None:
         )
 
 
-def refuse_episodes(tasks: Sequence[Task], field: str) -> None:
-    """Refuse tasks with environments or tools where one answer is asked for; ``field`` holds them."""
-    for task in tasks:
-        require(
-            not task.plays,
-            f"{field} {task.label} has an environment or tools, and single answers are asked for here: leave "
-            "environment and tools out, or train and evaluate it by reinforcement learning (Run)",
-        )
-
-
 def refuse_readers(run: Any, part: Part, cause: str) -> None:
     """Refuse a run that reads correctness although no answer can be checked, for this ``cause``."""
     if verifies(run, part):

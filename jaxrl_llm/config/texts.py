@@ -5,10 +5,11 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from jaxrl_llm import tasks
 from jaxrl_llm.algorithms.preference import DPO, IPO
-from jaxrl_llm.config.mixture import refuse_episodes, tasks_in
+from jaxrl_llm.config.mixture import tasks_in
 from jaxrl_llm.config.run import MOVED, SEED, Evaluation, Output, Run, check_model
 from jaxrl_llm.data.datasets import KINDS, Collected, Pairs, Steps, Texts
 from jaxrl_llm.data.loading import check_collected
+from jaxrl_llm.environments.limits import Limits
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.learner.settings import RL_RATE, Learner, Usual, at_usual_rate
 from jaxrl_llm.rules.settings import Rules
@@ -37,6 +38,8 @@ class Answering(Setting):
 
     Attributes:
       max_new_tokens: longest completion, the stop token included.
+      max_prompt_tokens: longest prompt of an episode, with what its environment says first.
+      episode: limits of episodes with an environment or tools.
       slots: completions sampled at one time.
       chunk: decode steps in one compiled call.
       workers: processes for verifiers that may hang or crash.
@@ -44,6 +47,8 @@ class Answering(Setting):
     """
 
     max_new_tokens: Annotated[int, Count(1)] = 256
+    max_prompt_tokens: Annotated[int, Count(1)] = 256
+    episode: Limits = Limits()
     slots: Annotated[int, Count(1), FREE] = 64
     chunk: Annotated[int, Count(1)] = 16
     workers: Annotated[int, Count(1), FREE] = 2
@@ -118,8 +123,6 @@ class FromData(Setting):
         require(0 <= self.data.holdout < 1, f"data.holdout is a share from 0 to below 1, got {self.data.holdout}")
         if isinstance(source, Collected):
             check_collected(source, KINDS[type(self.data)], "data.source.")
-            refuse_episodes([source.task], "data.source.task")
-        refuse_episodes(tasks_in(self.evaluation.task), "evaluation.task")
         target_kl = self.learner.target_kl
         require(target_kl is None, f"learner.target_kl {target_kl} is for reinforcement learning: leave it out")
         require(

@@ -12,15 +12,20 @@ token at which the model's completions stop; else only that of the last turn, by
 A model that scores an answer may read on to the end of the template's text, ``Pieces.closing``: no policy learns that.
 """
 
+import contextlib
 import functools
 import itertools
+import json
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.data.formats import OPTIONS, THOUGHTS, WEIGHT, shared
+from jaxrl_llm.data.formats import CALLS, OPTIONS, THOUGHTS, TOOLS, WEIGHT, shared
+from jaxrl_llm.environments.calls import tool_call
+from jaxrl_llm.environments.checks import joined
+from jaxrl_llm.environments.plain_form import as_text, with_tools
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.tasks.template import Wording, bos, check_tokenizer, rendered, template_text, worded
 from jaxrl_llm.types import Completion, Message
@@ -75,7 +80,8 @@ class Pieces:
       wording: settings of the prompt's text.
       tokenizer: of the model.
       stop_ids: tokens at which the model's completions end.
-      options: passed to the template in addition to the messages.
+      options: passed to the template in addition to the messages, such as the schemas of tools. With ``template`` plain
+        or chatml tools are described in the system message, and calls and results are text.
       closes: whether the last turn ends as the template writes it, not as the model's completions do.
 
     Raises:
@@ -87,6 +93,9 @@ class Pieces:
     ):
         check_tokenizer(tokenizer)
         self.plain = wording.template == "plain"
+        self._as_text = wording.template in ("plain", "chatml")
+        self._tools = options.get(TOOLS, []) if self._as_text else []
+        options = {name: value for name, value in options.items() if name != TOOLS or not self._as_text}
         self.tokenizer = tokenizer
         self._wording = wording
         self._stop_ids = tuple(stop_ids)
@@ -94,10 +103,11 @@ class Pieces:
         self._closes = closes
         ids = {*stop_ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])}
         texts = [tokenizer.decode([token], clean_up_tokenization_spaces=False) for token in sorted(ids)]
-        some = "|".join(re.escape(text) for text in texts if text.strip())
-        self._ends = re.compile(rf"(?:(?:{some})\s*)+\Z" if some else r"(?!)")  # end tokens at the end of a text
+        some = "|".join(re.escape(text) for text in texts if text.strip()) or r"(?!)"
+        self._end_token = re.compile(some)
+        self._ends = re.compile(rf"(?:(?:{some})\s*)+\Z")  # end tokens at the end of a text
         for name in options:
-            self._check_read(name, f"{OPTIONS} has")
+            self._check_read(name, "the row has" if name == TOOLS else f"{OPTIONS} has")
 
     def _check_read(self, name: str, what: str) -> None:
         """Refuse an option or field that the template would ignore.
@@ -111,6 +121,7 @@ class Pieces:
 
     def rendered(self, messages: list[Message], asks: bool = True) -> str:
         """Return the text of a chat; with ``asks`` up to where the assistant continues."""
+        messages = with_tools(messages, self._tools) if self._tools else messages
         return rendered(messages, self._wording, self.tokenizer, asks, self._options)
 
     def ids(self, text: str) -> list[int]:
@@ -228,7 +239,7 @@ class Writer(Pieces):
         mask: list[bool] = []
         for at, following in itertools.pairwise(speaks):
             whole = self.rendered(chat[:following])
-            said = said_of(before, chat[at], whole)
+            said, ended = self._said(before, chat[: at + 1], whole)
             if said is None:
                 raise InputError(
                     f"the chat template rewrites the assistant's earlier turn {chat[at]['content'][:40]!r}, which can "
@@ -236,10 +247,7 @@ class Writer(Pieces):
                 )
             glue = whole[len(before) + len(said) :]
             learned, others = self.after(before, said, glue)
-            end, _ = self._turn_end
-            ends = 0
-            if end and glue.lstrip().startswith(end.lstrip()):
-                ends = next((place + 1 for place, token in enumerate(others) if token in self._stop_ids), 0)
+            ends = next((place + 1 for place, token in enumerate(others) if token in self._stop_ids), 0) * ended
             tokens += learned + others
             mask += [WEIGHT not in chat[at]] * (len(learned) + ends) + [False] * (len(others) - ends)
             before = whole
@@ -270,11 +278,26 @@ class Writer(Pieces):
             ids = self.ids(self.rendered([*chat, *self._ended(rest)], asks=False))
         return np.asarray(ids, np.int32), len(shared(asked, ids))
 
+    def _said(self, before: str, chat: list[Message], whole: str) -> tuple[str | None, bool]:
+        """Return the text in ``whole`` that the last message of the chat is after ``before``, None if other text
+        follows, and whether an end of its turn at which completions stop comes next.
+        """
+        if CALLS not in chat[-1]:
+            said = said_of(before, chat[-1], whole)
+            end, _ = self._turn_end
+            rest = whole[len(before) + len(said or "") :]
+            return said, bool(end) and rest.lstrip().startswith(end.lstrip())
+        alone = self.rendered(chat, asks=False)
+        said = self._ends.sub("", alone[len(before) :])
+        if not (alone.startswith(before) and whole.startswith(before + said)):
+            return None, False
+        return said, bool(self._end_token.match(whole, len(before) + len(said)))
+
     def _last(self, chat: list[Message], before: str) -> list[int]:
         """Return the ids of the assistant's last message, after the text before it, and the end of its turn."""
         content = chat[-1]["content"]
         if not self.plain:
-            said = said_of(before, chat[-1], self.rendered(chat, asks=False))
+            said, _ = self._said(before, chat, self.rendered(chat, asks=False))
             thought = thought_of(chat[-1])
             if said is None and thought:
                 raise InputError(
@@ -293,11 +316,31 @@ class Writer(Pieces):
         Raises:
           InputError: a message has a field that the template does not read, or nothing but its end.
         """
-        found = [dict(message) for message in messages]
+        found: list[Any] = [dict(message) for message in messages]
+        if self._as_text and any(CALLS in message or message["role"] == "tool" for message in found):
+            found = joined((), as_text(found), "\n\n")
         for message in found:
             for name in THOUGHTS:
                 if name in message:
                     self._check_read(name, "a message has")
             if message["role"] == "assistant":
                 message["content"] = self.once(message["content"])
+            if CALLS in message:
+                message |= self._called(message["content"], [call["function"] for call in message[CALLS]])
         return found
+
+    def _called(self, content: str, functions: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the content and the calls of a message in a form that the template takes: some take no text beside
+        calls, or arguments only as text.
+
+        Raises:
+          InputError: the template writes calls in no form.
+        """
+        for no_text, write in itertools.product(("", None), (dict, json.dumps)):
+            made = [tool_call(at, one["name"], write(one["arguments"])) for at, one in enumerate(functions)]
+            message: Any = {"role": "assistant", "content": content or no_text, CALLS: made}
+            with contextlib.suppress(InputError):
+                text = self.rendered([*_ASKED, message], asks=False)
+                if all(one["name"] in text.partition(_ASKED[0]["content"])[2] for one in functions):
+                    return message
+        raise InputError("the chat template cannot write these calls of tools; give another one, such as chatml")

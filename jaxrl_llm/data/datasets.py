@@ -307,7 +307,7 @@ class Collected:
 
     As ``Texts`` they are right answers (rejection sampling), as ``Pairs`` a right one and a wrong one of one problem,
     as ``Steps`` answers with steps labelled by the share of continuations that reach the right result. Unfinished
-    answers never count as right: they would teach not to stop.
+    answers never count as right. An episode is right by the verifier; without one if its environment's reward is 1.
 
     Attributes:
       task: the problems, and their verifier; held-out problems are not asked. Its template, system

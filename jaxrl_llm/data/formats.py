@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.environments.calls import read_calls
+from jaxrl_llm.environments.tools import name_of
+from jaxrl_llm.errors import InputError, as_input_error, require
 from jaxrl_llm.tasks.prompts import is_empty, shown
 from jaxrl_llm.types import Message
 
@@ -42,13 +44,16 @@ OPTIONS = "chat_template_kwargs"
 LABEL = "label"
 """Column of texts, as in TRL's unpaired preferences: true if the completion is a good one."""
 
-TEXTS = RowFormat("Texts", (("messages",), ("prompt", "completion"), ("text",)), (LABEL, OPTIONS))
+TOOLS = "tools"
+"""Column of every kind: JSON schemas of the tools that the assistant may call, which the chat template writes."""
+
+TEXTS = RowFormat("Texts", (("messages",), ("prompt", "completion"), ("text",)), (LABEL, OPTIONS, TOOLS))
 PAIRS = RowFormat(
     "Pairs",
     (("prompt", "chosen", "rejected"), ("chosen", "rejected"), ("prompt", "completions")),
-    ("margin", CUT_OFF, OPTIONS),
+    ("margin", CUT_OFF, OPTIONS, TOOLS),
 )
-STEPS = RowFormat("Steps", (("prompt", "completions", "labels"),), (OPTIONS,))
+STEPS = RowFormat("Steps", (("prompt", "completions", "labels"),), (OPTIONS, TOOLS))
 
 ELSEWHERE = {
     "chosen": "Pairs does",
@@ -58,7 +63,6 @@ ELSEWHERE = {
     "completions": "Pairs does, as a ranking, and Steps, with labels",
     "labels": "Steps does, for a process reward model",
     LABEL: "make Pairs of the good and the bad completions of a prompt",
-    "tools": "tools are not written into prompts",
     "image": "models here read text alone",
     "images": "models here read text alone",
     "videos": "models here read text alone",
@@ -71,9 +75,10 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Fields of a message with the assistant's reasoning; the chat template writes them."""
 WEIGHT = "weight"
 """Field of a message, as in OpenAI's fine-tuning format: ``"0"`` if it is not learned, absent otherwise."""
+CALLS = "tool_calls"
+"""Field of an assistant's message: its calls of tools, as in OpenAI's chats."""
 UNWRITTEN = {
-    "tool_calls": "a call of tools",
-    "function_call": "a call of tools",
+    "function_call": "a call in an older form than tool_calls",
     "images": "images",
     "videos": "videos",
     "audio": "sound",
@@ -125,10 +130,11 @@ def flag_of(row: dict[str, Any], column: str) -> bool | None:
 
 
 def options_of(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the row's options of the chat template by name; an option that is None counts as absent.
+    """Return the row's options of the chat template by name, with its tools under ``TOOLS``; an option that is None
+    counts as absent.
 
     Raises:
-      InputError: the value is not an object with names, or not of plain values.
+      InputError: the value is not an object with names, or not of plain values; a tool has no name.
     """
     given = {} if row.get(OPTIONS) is None else row[OPTIONS]
     try:
@@ -136,7 +142,11 @@ def options_of(row: dict[str, Any]) -> dict[str, Any]:
     except (TypeError, ValueError):
         plain = False
     require(plain, f"{OPTIONS} is {shown(given)}; it must be a JSON object of the template's options by name")
-    return {name: value for name, value in given.items() if value is not None}
+    found = {name: value for name, value in given.items() if value is not None}
+    tools = row.get(TOOLS) or []
+    named = isinstance(tools, list) and all(map(name_of, tools))
+    require(named, f"{TOOLS} is {shown(tools)}; it must be a list of JSON schemas, each with function and its name")
+    return found | ({TOOLS: tools} if tools else {})
 
 
 def plain_text(value: Any, column: str) -> str:
@@ -151,20 +161,30 @@ def plain_text(value: Any, column: str) -> str:
 
 
 def chat_of(value: Any, column: str) -> list[Message]:
-    """Return chat messages with role, content, reasoning, and the weight that decides whether they are learned.
+    """Return chat messages with role, content, reasoning, calls of tools, the call that a result answers, and the
+    weight that decides whether they are learned.
 
     Raises:
-      InputError: the value is not a chat, or a message has a field that is not written, or a weight that is not 0 or 1.
+      InputError: the value is not a chat, or a message has a field that is not written, a call that cannot be read, or
+        a weight that is not 0 or 1.
     """
     if not isinstance(value, list | tuple) or not value:
         raise InputError(f"{column} is not a list of chat messages with role and content")
     chat = []
     for message in value:
+        calls = message.get(CALLS) if isinstance(message, dict) and message.get("role") == "assistant" else None
+        if not is_empty(calls):
+            message = {**message, "content": message.get("content") or ""}
         if not (isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))):
             raise InputError(f"{column} holds an item that is not a chat message with role and content, both text")
         for name, what in UNWRITTEN.items():
             require(is_empty(message.get(name)), f"{column} holds {what}, which is not written; leave the row out")
-        found = {"role": message["role"], "content": message["content"]}
+        found: dict[str, Any] = {"role": message["role"], "content": message["content"]}
+        if not is_empty(calls):
+            with as_input_error(f"{column} holds a call of a tool that cannot be read", "correct it"):
+                found[CALLS] = read_calls(calls)
+        others = ("name", "tool_call_id") if message["role"] == "tool" else ()
+        found |= {name: message[name] for name in others if isinstance(message.get(name), str)}
         for name in THOUGHTS:
             if not is_empty(message.get(name)):
                 found[name] = plain_text(message[name], f"{name} in {column}")
@@ -305,7 +325,7 @@ def shared(one: Sequence[Any], other: Sequence[Any]) -> Sequence[Any]:
 
 
 def _answered(chat: list[Message], column: str) -> list[Message]:
-    """Check a chat and return it.
+    """Check a chat and return it; a message of the assistant with calls may have no text.
 
     Raises:
       InputError: its last message is not the assistant's, or one of the assistant's is empty.
@@ -313,7 +333,7 @@ def _answered(chat: list[Message], column: str) -> list[Message]:
     if chat[-1]["role"] != "assistant":
         raise InputError(f"{column} ends with a message of the {chat[-1]['role']}; the assistant's is learned")
     for message in chat:
-        if message["role"] == "assistant":
+        if message["role"] == "assistant" and CALLS not in message:
             plain_text(message["content"], f"the assistant's message in {column}")
     return chat
 

@@ -80,7 +80,7 @@ def _usable(data: Data[Row], tokenizer: Any, stop_ids: Sequence[int], closes: bo
             where, given = next(rows)
             row = unboxed(given)
             try:
-                options = json.dumps(options_of(row), sort_keys=True)
+                options = json.dumps(options_of(row))  # templates write schemas in their order
                 yield data.example(row, where, writer(options))
             except InputError as error:
                 raise BadRow(f"{where}: {error}") from error
@@ -121,7 +121,13 @@ def check_collected(source: Collected, kind: Kind, before: str) -> None:
     require(
         source.samples >= least, f"{before}samples must be at least {least} to collect {kind}, got {source.samples}"
     )
-    if source.task.verifier == "none":
+    task = source.task
+    require(
+        not task.plays or (kind == "texts" and task.template != "plain"),
+        f"{before}task {task.label} has an environment or tools, and whole episodes are collected: as texts, with a "
+        f"chat template (got {kind}, {before}task.template {task.template:.20})",
+    )
+    if task.verifier == "none" and task.environment is None:
         raise InputError(
             f"{before}task.verifier none leaves nothing to collect by: give the task its answers and a verifier"
         )

@@ -27,7 +27,9 @@ def with_tools(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) 
 
 
 def as_text(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with calls and results as text; adjacent results are one message of the user."""
+    """Return the messages with calls and results as text; adjacent results are one message of the user. Other fields of
+    a message stay.
+    """
     written: list[Message] = []
     before = ""
     for message in messages:
@@ -39,7 +41,8 @@ def as_text(messages: Sequence[Message]) -> list[Message]:
         else:
             calls = [_call(call["function"]) for call in message.get("tool_calls", ())]
             content = "\n".join(filter(None, [message.get("content"), *calls]))
-            written.append({"role": message["role"], "content": content})
+            others = {name: value for name, value in message.items() if name != "tool_calls"}
+            written.append(others | {"content": content})
         before = message["role"]
     return written
 

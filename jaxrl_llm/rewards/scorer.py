@@ -17,7 +17,7 @@ from jaxrl_llm.rewards.bounds import Gate, base_of, places_of, shaped, spread
 from jaxrl_llm.rewards.calls import LARGEST, Call, Outcome, defined
 from jaxrl_llm.rewards.functions import OF_STEPS, ON_DEVICE, Item, ModelReward, Own, as_reward, form_of
 from jaxrl_llm.rewards.pool import Inside, Pool
-from jaxrl_llm.rewards.scores import Failures, Scores, at_tokens, interleaved, with_environment
+from jaxrl_llm.rewards.scores import Failures, Scores, at_tokens, interleaved, with_environment, with_unplayed
 from jaxrl_llm.rewards.shaping import BUILT_IN, Accuracy, Reward
 from jaxrl_llm.rewards.verify import dry_run_completion, verdict
 from jaxrl_llm.system.paths import REWARD_ERROR, new_file
@@ -103,7 +103,8 @@ class Scorer(contextlib.AbstractContextManager):
     def score(self, items: Sequence[Item], only: Collection[str] | None = None) -> Scores:
         """Score each completion; the order is kept, and a failing call costs its own part only.
 
-        The reward of an episode's environment is the part ``environment``.
+        The reward of an episode's environment is the part ``environment``. An episode without a token, whose prompt was
+        too long, is wrong and worth 0, whatever a reward would make of no text.
 
         ``only``: names of watched or requested parts; these, as far as they exist, and the accuracy alone are scored.
 
@@ -111,9 +112,12 @@ class Scorer(contextlib.AbstractContextManager):
           InputError: a problem names an unknown extractor or verifier, or a sum of rewards is beyond ``LARGEST``.
           RuntimeError: the worker processes do not start.
         """
-        if only is None:
-            return with_environment(self._divided(items, self._rewards | self._watched), items)
-        return self._divided(items, {name: one for name, one in self._beside.items() if name in only})
+        beside = {name: one for name, one in self._beside.items() if only is not None and name in only}
+        rewards = self._rewards | self._watched if only is None else beside
+        played = [place for place, (_, completion) in enumerate(items) if not completion.unplayed]
+        scores = self._divided([items[place] for place in played], rewards)
+        scores = scores if len(played) == len(items) else with_unplayed(scores, played, items)
+        return with_environment(scores, items) if only is None else scores
 
     def verify(self, items: Sequence[Item]) -> np.ndarray:
         """Return ``Scores.accuracy`` without calling any reward. Raises the errors of ``score``."""

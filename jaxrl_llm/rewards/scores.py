@@ -146,6 +146,22 @@ ENVIRONMENT = "environment"
 """Name of the part of a reward that the environment of an episode gives."""
 
 
+def with_unplayed(scores: Scores, played: Sequence[int], items: Sequence[tuple[Any, Any]]) -> Scores:
+    """Return the scores of all completions from those of the ``played`` ones: the others are wrong, and worth 0; their
+    parts are NaN.
+    """
+
+    def spread(values: np.ndarray, others: Any) -> np.ndarray:
+        column = np.full(len(items), others, np.float64)
+        column[played] = values
+        return column
+
+    wrong = [math.nan if problem.verifier == "none" else 0.0 for problem, _ in items]
+    parts = {name: spread(values, math.nan) for name, values in scores.parts.items()}
+    accuracy = spread(scores.accuracy, wrong)
+    return dataclasses.replace(scores, reward=spread(scores.reward, 0.0), accuracy=accuracy, parts=parts)
+
+
 def with_environment(scores: Scores, items: Sequence[tuple[Any, Any]]) -> Scores:
     """Add the rewards that environments give to episodes, with weight 1; an episode whose environment failed is
     unscorable.

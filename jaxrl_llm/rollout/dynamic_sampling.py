@@ -117,12 +117,15 @@ class Step:
             self.cursor += 1
 
     def ask(self, group: PartialGroup) -> None:
-        """Request the completions that a group lacks, except those whose beginning other members decide."""
+        """Request the completions that a group lacks and that may begin; a group that lacks none is scored at once."""
         longest = self.sampler.admission.longest_of(group.problem.task)
         begun = [i for i, c in enumerate(group.completions) if c is not None and not whole(c, longest)]
         self.asked[group.number] = group
         self.limits[group.number] = {}
-        self.request(group.number, sorted([*begun, *self.decided(group.number, {})]))
+        lacking = sorted([*begun, *self.decided(group.number, {})])
+        self.request(group.number, lacking)
+        if not lacking:
+            self.close({group.number})
 
     def decided(self, number: int, under_way: Mapping[Any, Completion]) -> list[int]:
         """Return the members of a group that may begin now and have not been requested; ``under_way``: episodes."""
@@ -198,7 +201,9 @@ class Step:
             self.score(done)
 
     def score(self, done: list[PartialGroup]) -> None:
-        """Score whole groups, replay successes in those that failed, and keep the groups that can teach."""
+        """Score whole groups, replay successes in those that failed, and keep the groups that can teach: none with
+        prompts that were too long, in which nothing was sampled.
+        """
         admission = self.sampler.admission
         source = self.sampler.source
         began = time.perf_counter()
@@ -213,7 +218,11 @@ class Step:
             self.replaced += replaced
         learned = found | source.shaped(replaced, self.version, admission.longest_of)
         reads = admission.filter_groups
-        good = {number: group for number, group in learned.items() if not reads or informative(group, reads)}
+        good = {
+            number: group
+            for number, group in learned.items()
+            if not group.completions[0].unplayed and (not reads or informative(group, reads))
+        }
         self.stream = source.stream.observe(self.stream, list(found.values()))
         self.sampled |= found
         self.kept |= good
@@ -329,8 +338,7 @@ def _measured(
     tokens = step.tokens
     slot_steps = step.sampler.engine.slot_steps
     found = seconds | (step.failures.metrics() if sampled else {}) | describe(sampled or groups)
-    branching = source.episodes is not None and source.episodes.branching is not None
-    found |= describe_episodes(sampled or groups, branching)
+    found |= describe_episodes(sampled or groups, bool(source.episodes and source.episodes.branching))
     found |= describe_tasks(source.labels, sampled or groups, groups) | source.stream.metrics(
         before.stream, step.stream
     )

@@ -37,6 +37,8 @@ AT_ONCE = 256
 """Maximum number of environments that answer at one time."""
 CUT_OFF = ("max_tokens", "context_overflow", "max_turns", "max_tool_calls")
 """Ends of episodes that were cut off: their completions have the finish reason "length"."""
+OVERFLOWN = dataclasses.replace(EMPTY, finish_reason="length", episode=Episode(end="context_overflow"))
+"""The completion of an episode whose prompt is too long: it has no token."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +119,8 @@ class Episodes:
     def rehearse(self, problems: Sequence[Problem]) -> list[str]:
         """Begin an episode of the first problem of each task that has episodes, and drop it; return notes for people.
 
+        Later prompts that are too long end their episodes; the first one says that the settings are wrong.
+
         Raises:
           InputError: the environment fails, the template cannot render its tools, or the prompt is too long.
         """
@@ -125,33 +129,46 @@ class Episodes:
             if self.plays(problem):
                 firsts.setdefault(self._prompts.task(problem.task).label, problem)
         scenes = [Scene((-1, place), problem, 0) for place, problem in enumerate(firsts.values())]
-        self.begin(scenes)
+        for label, (prompt, over) in zip(firsts, self.begin(scenes), strict=True):
+            require(
+                over is None,
+                f"a prompt of task {label} has {len(prompt)} tokens with what its environment says first: set "
+                f"--rollout.max_prompt_tokens {len(prompt)} (now {self._longest_prompt})",
+            )
         if self.branching is not None:
             self._everywhere(lambda scene: self._live[scene.key].copy_error(), scenes)
         self.retain(())
         return [form.note for form in self._forms.values() if form.note]
 
-    def begin(self, scenes: Sequence[Scene]) -> list[np.ndarray]:
-        """Begin episodes; return their prompts, int32[p] each.
+    def begin(self, scenes: Sequence[Scene]) -> list[tuple[np.ndarray, Completion | None]]:
+        """Begin episodes; return their prompts, int32[p] each, with the completion of an episode that is over at once,
+        since its prompt is too long.
 
         Raises:
-          InputError: an environment fails, or a prompt is too long.
+          InputError: an environment fails, or begins two members of a group with different words.
         """
         prompts = self._everywhere(self._begun, scenes)
         alike: dict[Hashable, Any] = {}
         for scene, prompt in zip(scenes, prompts, strict=True):
             label = self._prompts.task(scene.problem.task).label
             require(
-                len(prompt) <= self._longest_prompt,
-                f"a prompt of task {label} has {len(prompt)} tokens with what its environment says first: set "
-                f"--rollout.max_prompt_tokens {len(prompt)} (now {self._longest_prompt})",
-            )
-            require(
                 alike.setdefault((label, scene.problem.id, scene.seed), prompt) == prompt,
                 f"the environment of task {label} begins two episodes of one row and seed with different words: draw "
                 "what it says in reset() from the row and the seed alone",
             )
-        return [np.asarray(prompt, np.int32) for prompt in prompts]
+        return [
+            (np.asarray(prompt, np.int32), None if len(prompt) <= self._longest_prompt else OVERFLOWN)
+            for prompt in prompts
+        ]
+
+    def openings(self, scenes: Sequence[Scene]) -> list[dict[str, Any]]:
+        """Return how these episodes, which are not closed yet, began: ``prompt``, messages without the task's system
+        message and suffix, and ``tools``, JSON schemas.
+        """
+        live = self._live
+        return self._everywhere(
+            lambda scene: {"prompt": live[scene.key].asked, "tools": list(live[scene.key].world.tools)}, scenes
+        )
 
     def resume(self, scenes: Sequence[Scene], begun: Sequence[Completion | None]) -> list[Completion | None]:
         """Return the completions that go on; those whose environment answers otherwise than before begin anew, as None.
@@ -271,7 +288,7 @@ class Episodes:
             prompt = [int(token) for token in form.prompt(messages)]
         except InputError as error:
             return str(error)
-        self._live[scene.key] = Live(world, form, worded(messages, task), (), restarts, self.branching)
+        self._live[scene.key] = Live(world, form, worded(messages, task), messages, (), restarts, self.branching)
         return prompt
 
     def _resumed(self, scene: Scene, begun: Completion) -> bool | str:

@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -182,18 +182,15 @@ def evaluate(
     """
     wanted = [problem for problem in asked.problems for _ in range(asked.samples)]
     seeds = [request_seed(asked.seed, SeedSpace.EVALUATION + n) for n in range(len(wanted))]
-    prompts = prompts_for(by, asked, wanted, seeds)
+    places = range(len(wanted))
+    prompts, begun = prompts_for(by, asked.prompts, wanted, seeds, asked.samples, places)
     requests = Requests(by.engine, sampling, by.episodes)
-    requests.submit(
-        range(len(wanted)),
-        prompts,
-        seeds,
-        [asked.limits.get(problem.task, sampling.max_new_tokens) for problem in wanted],
-    )
+    limits = [asked.limits.get(problem.task, sampling.max_new_tokens) for problem in wanted]
+    requests.submit(places, prompts, seeds, limits, begun)
     done = gather(requests, by.model, by.tokenizer, lambda text: status(f"evaluating: {text}"), watch)
     if by.episodes is not None:
         by.episodes.retain(())
-    answers = tuple(done.values())
+    answers = tuple(done[place] for place in places)
     rows = [answers[i : i + asked.samples] for i in range(0, len(answers), asked.samples)]
     labels = [problem.task for problem in asked.problems]
     if len(asked.prompts.tasks) == 1:
@@ -206,16 +203,25 @@ def evaluate(
     return tuple(found)
 
 
-def prompts_for(by: Answerer, asked: Questions, wanted: Sequence[Problem], seeds: Sequence[int]) -> list[Any]:
-    """Return the prompt of each completion; episodes are begun, all of one problem with the same seed."""
-    prompts = [None if by.episodes and by.episodes.plays(problem) else asked.prompts[problem] for problem in wanted]
-    first = [seeds[place // asked.samples * asked.samples] for place in range(len(wanted))]
-    played = [place for place, prompt in enumerate(prompts) if prompt is None]
-    scenes = [Scene(place, wanted[place], environment_seed(first[place])) for place in played]
-    begun = by.episodes.begin(scenes) if scenes else []
-    for place, prompt in zip(played, begun, strict=True):
-        prompts[place] = prompt
-    return prompts
+def prompts_for(
+    by: Answerer,
+    prompts: Prompts,
+    wanted: Sequence[Problem],
+    seeds: Sequence[int],
+    samples: int,
+    keys: Sequence[Hashable],
+) -> tuple[list[Any], list[Completion | None]]:
+    """Return the prompt of each completion, with the completion of an episode that is over at once; episodes are begun
+    under their keys, all ``samples`` of one problem, which are adjacent, with the same seed.
+    """
+    found = [None if by.episodes and by.episodes.plays(problem) else prompts[problem] for problem in wanted]
+    begun: list[Completion | None] = [None] * len(wanted)
+    first = [seeds[place // samples * samples] for place in range(len(wanted))]
+    played = [place for place, prompt in enumerate(found) if prompt is None]
+    scenes = [Scene(keys[place], wanted[place], environment_seed(first[place])) for place in played]
+    for place, (prompt, over) in zip(played, by.episodes.begin(scenes) if scenes else (), strict=True):
+        found[place], begun[place] = prompt, over
+    return found, begun
 
 
 def checked(

@@ -164,8 +164,8 @@ class GroupSource:
         if not self.plays(problem):
             return dataclasses.replace(asked, prompt=self.prompts[problem]), memory
         first = self.episodes.branching.whole_of(self.group) if self.episodes.branching else self.group
-        prompt, *_ = self.episodes.begin(self.scenes(asked, range(first)))
-        return dataclasses.replace(asked, prompt=prompt), memory
+        (prompt, over), *_ = self.episodes.begin(self.scenes(asked, range(first)))
+        return dataclasses.replace(asked, prompt=prompt, completions=(over,) * self.group), memory
 
     def plays(self, problem: Problem) -> bool:
         """Whether completions of this problem are episodes with an environment or tools."""

@@ -21,6 +21,7 @@ class Live:
       world: the environment.
       form: writes and reads its chat.
       messages: the prompt, and all turns so far.
+      asked: the prompt as row and environment gave it, without the task's system message and suffix.
       turns: those answered.
       restarts: times that it began anew.
       branching: where it may branch; None for nowhere.
@@ -31,6 +32,7 @@ class Live:
     world: World
     form: EpisodeFormat
     messages: list[Message]
+    asked: list[Message]
     turns: tuple[Turn, ...] = ()
     restarts: int = 0
     branching: Branching | None = None

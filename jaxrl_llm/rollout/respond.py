@@ -118,13 +118,13 @@ class Requests:
         self._responder = responder
         self._asked: dict[int, Asked] = {}  # by handle, in the order of the backend's queue
         self._waiting: dict[Hashable, tuple[Asked, Completion]] = {}  # turns that the responder answers
-        self._aborted: dict[Hashable, Completion] = {}
+        self._over: dict[Hashable, Completion] = {}  # ended without the backend, and not taken yet
         self._ending: set[Hashable] = set()  # aborted, and not returned by the backend yet
         backend.start(sampling)
 
     def __len__(self) -> int:
         """Return the number of open requests."""
-        return len(self._asked) + len(self._waiting) + len(self._aborted)
+        return len(self._asked) + len(self._waiting) + len(self._over)
 
     def submit(
         self,
@@ -137,14 +137,16 @@ class Requests:
     ) -> None:
         """Request one completion for each key; the other arguments are those of ``Backend.submit``.
 
-        A turn that was begun and is finished waits for the responder first.
+        A turn that was begun and is finished waits for the responder first; an episode that is over is taken as it is.
         """
         limits = [self._sampling.max_new_tokens] * len(prompts) if limits is None else limits
         begun = [None] * len(prompts) if begun is None else begun
         sampled = []
         for asked in map(Asked, keys, prompts, seeds, limits, begun):
             turn = self._whole_turn(asked)
-            if turn is None:
+            if asked.begun is not None and asked.begun.unplayed:
+                self._over[asked.key] = asked.begun
+            elif turn is None:
                 sampled.append(asked)
             else:
                 self._hear(asked, turn)
@@ -178,8 +180,8 @@ class Requests:
 
     @property
     def keys(self) -> list[Hashable]:
-        """Keys of the open requests: those at the backend in the order of submission, then those that wait."""
-        return [asked.key for asked in self._asked.values()] + [*self._waiting]
+        """Keys of the open requests: those at the backend in the order of submission, then those that wait, or end."""
+        return [asked.key for asked in self._asked.values()] + [*self._waiting, *self._over]
 
     @property
     def episodes(self) -> dict[Hashable, Completion]:
@@ -199,7 +201,7 @@ class Requests:
         waiting = [key for key in self._waiting if key in ending]
         for key in waiting:
             _, turn = self._waiting.pop(key)
-            self._aborted[key] = dataclasses.replace(turn, finish_reason="aborted")
+            self._over[key] = dataclasses.replace(turn, finish_reason="aborted")
         if waiting:
             self._responder.abort(waiting)
         handles = [handle for handle, asked in self._asked.items() if asked.key in ending]
@@ -217,7 +219,7 @@ class Requests:
 
         ``wait``: whether to wait for the responder for a while if all requests do.
         """
-        over, self._aborted = self._aborted, {}
+        over, self._over = self._over, {}
         for handle, completion in self.backend.collect():
             asked = self._asked.pop(handle)
             if self._responder is None or completion.finish_reason == "aborted":

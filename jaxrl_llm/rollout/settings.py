@@ -216,7 +216,7 @@ class Rollout(Setting):
     Attributes:
       prompts: P, groups that each step learns from.
       group: G, completions of each prompt.
-      max_prompt_tokens: longer prompts are refused.
+      max_prompt_tokens: longer prompts are refused; those that an environment makes longer end their episodes.
       max_new_tokens: longest completion, the stop token included.
       temperature: of the sampling and of every log-probability; above 0. None takes the recipe's.
       top_k: keep the k most likely tokens; 0 keeps all.

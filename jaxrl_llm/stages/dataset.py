@@ -23,6 +23,8 @@ from jaxrl_llm.learner.packing import rows_of, rows_together
 from jaxrl_llm.learner.platform import compute_for, layout_for
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rewards import Accuracy, Scorer
+from jaxrl_llm.rewards.bounds import TaskReward
+from jaxrl_llm.rollout.episodes import Episodes, episodes_of
 from jaxrl_llm.rollout.evaluate import Evaluated, Questions, Tested, evaluate
 from jaxrl_llm.rollout.respond import Answerer
 from jaxrl_llm.rules import not_a_number
@@ -40,7 +42,13 @@ LEFT_OUT = "event/data"
 def resources(run: FromData, peers: Peers, directory: Path) -> Scorer:
     """Return what verifies answers to a task, with its worker processes."""
     answering = run.answering
-    return Scorer((Accuracy(),), answering.workers, answering.timeout_s, 0.0, peers, directory)
+    source = run.data.source
+    asked = configs.tasks_in(run.evaluation.task) or ([source.task] if isinstance(source, Collected) else [])
+    verified = tuple(task.label for task in asked if task.verifier != "none")  # others have an environment's reward
+    rewards = (TaskReward(Accuracy(), verified),) if 0 < len(verified) < len(asked) else (Accuracy(),)
+    return Scorer(
+        () if asked and not verified else rewards, answering.workers, answering.timeout_s, 0.0, peers, directory
+    )
 
 
 def groups(run: FromData) -> Groups:
@@ -85,7 +93,13 @@ def answers_of(
         read = read_parts(tested, lambda part: True, status)
         questions = [problem for one in read for problem in one.train[:most]]
     prompts = tasks.Prompts([part.task for part in tested], tokenizer)
-    length = max(longest, prompts.longest(questions)) + answering.max_new_tokens
+    stops = model.config.tokens.eos
+    playing = [
+        episodes_of(one, answering, stops, peers)
+        for one in (prompts, tasks.Prompts(source.task if collects else (), tokenizer))
+    ]
+    longest = max(longest, prompts.longest(questions), answering.max_prompt_tokens if any(playing) else 0)
+    length = longest + answering.max_new_tokens
     check_positions(length, model.config, "answering.max_new_tokens")
     dtype = compute_for(run.learner, model.config, platform_of(mesh)).dtype
     engine, prepared = backend_for(
@@ -93,19 +107,19 @@ def answers_of(
     )
     limits = configs.limits_of(tested, answering.max_new_tokens)
     asked = Questions(prompts, questions, run.evaluation.samples, run.seed, limits)
-    stops = model.config.tokens.eos
     sampling = Sampling(run.evaluation.temperature, 0, run.evaluation.top_p, answering.max_new_tokens, stops)
 
-    def by(model: Decoder) -> Answerer:
-        return Answerer(engine, prepared(model), tokenizer, scorer)
+    def by(model: Decoder, episodes: Episodes | None) -> Answerer:
+        return Answerer(engine, prepared(model), tokenizer, scorer, episodes)
 
     def exam(model: Decoder) -> tuple[Evaluated, ...]:
-        return evaluate(by(model), asked, sampling, status) if questions else ()
+        return evaluate(by(model, playing[0]), asked, sampling, status) if questions else ()
 
     if not collects:
         return exam, run.data
-    place: Any = (scorer.folder, peers, status)
-    return exam, collected(run.data, problems, lambda: by(model), answering.max_new_tokens, run.seed, *place)
+    place: Any = (scorer.folder, peers, status, answering.episode)
+    longest = answering.max_new_tokens
+    return exam, collected(run.data, problems, lambda: by(model, playing[1]), longest, run.seed, *place)
 
 
 @dataclasses.dataclass(frozen=True)

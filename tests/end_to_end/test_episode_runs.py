@@ -63,6 +63,23 @@ config = Run(
     steps=1,
 )
 """
+TAUGHT = """
+from jaxrl_llm.config import Answering, BatchSize, Evaluation, Output, Supervised
+from jaxrl_llm.data import Collected, Texts
+from jaxrl_llm.learner import Compute, Learner
+from mine import config as played
+
+config = Supervised(
+    "model",
+    Texts(Collected(played.task, samples=8, temperature=0.6), template="chatml", overlong="drop", bad_rows="drop"),
+    batch=BatchSize(2, 420),
+    learner=Learner(compute=Compute(row_tokens=512)),
+    answering=Answering(max_new_tokens=260, max_prompt_tokens=160, slots=8),
+    evaluation=Evaluation(temperature=0.6),
+    output=Output(run_dir="runs/taught"),
+    steps=1,
+)
+"""
 LINES = {
     "train": "train mine.py",
     "on": "train mine.py --steps 2",
@@ -75,7 +92,6 @@ LINES = {
     "reset": "train mine.py --task.environment world:Broken --run_dir runs/broken",
     "tool": "train mine.py --task.tools world:untyped --run_dir runs/tool",
     "budget": "train mine.py --rollout.collect.token_budget 20 --run_dir runs/budget",
-    "collect": "collect runs/mine --out rows.jsonl",
     "branches": "train mine.py --recipe arpo --task.environment world:Copied --run_dir runs/branches",
     "branches_on": "train mine.py --recipe arpo --task.environment world:Copied --run_dir runs/branches --steps 2",
     "forest": "train mine.py --recipe arpo --task.environment world:Copied --run_dir runs/forest --steps 2",
@@ -85,6 +101,9 @@ LINES = {
     "single": "train smoke --recipe arpo --run_dir runs/single",
     "nobody": "train mine.py --recipe arpo --recipe.branch.whole 4 --task.environment world:Copied "
     "--run_dir runs/nobody",
+    "collect": "collect runs/mine --out rows.jsonl --limit 3 --temperature 0.6 --json",
+    "pairs": "collect runs/mine --out pairs.jsonl --kind pairs",
+    "taught": "train taught.py",
     "template": "train mine.py --task.template tokenizer --task.tools jaxrl_llm.environments.examples:multiply "
     "--run_dir runs/template",
 }
@@ -101,6 +120,7 @@ def folder(tmp_path_factory):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": stops}))
     (folder / "world.py").write_text(WORLD)
     (folder / "mine.py").write_text(CONFIG)
+    (folder / "taught.py").write_text(TAUGHT)
     return folder
 
 
@@ -174,6 +194,19 @@ def test_an_evaluation_reports_the_reward_of_episodes(answers):
     assert 0 <= found["eval/guess/reward"] <= 3 and found["eval/guess/problems"] == 2
 
 
+def test_right_episodes_are_collected_and_a_run_learns_from_its_own(folder, answers):
+    assert answers["collect"].code == 0, answers["collect"].err
+    found = json.loads(answers["collect"].out)
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    assert found["problems"] == 3 and found["rows"] == len(rows) > 0
+    for row in rows:
+        assert [message["role"] for message in row["completion"]][::2] == ["assistant"] * 3
+        assert "say " in row["prompt"] and "characters" in row["prompt"]
+    assert answers["taught"].code == 0, answers["taught"].err
+    first, last = rows_of(folder / "runs" / "taught")
+    assert last["step"] == 1 and last["tokens"] > 0 and 0 <= first["eval/guess/reward"] <= 3
+
+
 def test_samples_show_who_spoke(folder, answers):
     lines = [json.loads(line) for line in (folder / "runs" / "mine" / "samples.jsonl").read_text().splitlines()]
     shown = [line for line in lines if line["kind"] == "training" and "[user] " in line["completion"]]
@@ -187,10 +220,10 @@ def test_samples_show_who_spoke(folder, answers):
     ("nothing said", "recipe.observation_coef 0.1 has nothing to learn from, since task"),
     ("no turns", "MTGRPO compares turns of episodes, and task"),
     ("budget", "rollout.collect.token_budget 20 cuts answers in the middle of a turn"),
-    ("collect", "has an environment or tools, and single answers are asked for here"),
     ("copyless", "that of task guess has no copy(): give it one, or set recipe.branch None"),
     ("single", "recipe.branch has nothing to branch"),
     ("nobody", "recipe.branch.whole 4 leaves none of rollout.group 4 for branches"),
+    ("pairs", "has an environment or tools, and whole episodes are collected: as texts"),
     ("template", "the chat template cannot write tools; set --task.template chatml"),
 ])  # fmt: skip
 def test_what_cannot_work_is_refused_in_one_line(answers, name, words):

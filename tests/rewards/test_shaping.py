@@ -96,3 +96,17 @@ def test_the_world_adds_its_reward_to_the_others_and_an_episode_that_it_lost_is_
     assert scores.failures.message == "too slow"
     with Scorer((), 1) as scorer:
         np.testing.assert_array_equal(scorer.score(items).reward, [2.0, np.nan, 0.0])
+
+
+def test_an_episode_without_a_token_is_wrong_and_no_reward_sees_it():
+    over = dataclasses.replace(completion(0, "3"), episode=Episode(end="context_overflow"))
+    unverified = dataclasses.replace(PROBLEM, verifier="none")
+    with Scorer((Accuracy(), CosineLength(1)), 1) as scorer:
+        scores = scorer.score([(PROBLEM, over), (PROBLEM, completion(1, "3")), (unverified, over)])
+        alone = scorer.score([(PROBLEM, over)])
+        assert scorer.verify([(PROBLEM, over)]).tolist() == [0.0]
+    np.testing.assert_array_equal(scores.reward, [0.0, 0.0, 0.0])
+    np.testing.assert_array_equal(scores.accuracy, [0.0, 1.0, np.nan])
+    np.testing.assert_array_equal(scores.parts["accuracy"], [np.nan, 1.0, np.nan])
+    np.testing.assert_array_equal(scores.parts["environment"], [0.0, np.nan, 0.0])
+    assert alone.reward.tolist() == [0.0] and alone.parts.keys() == scores.parts.keys()

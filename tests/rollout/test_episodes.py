@@ -88,6 +88,14 @@ class Noting(Counting):
         return super().reset(row, seed)
 
 
+class Wordy(Counting):
+    """Begins with more words than fit where the row's secret is one of four letters."""
+
+    def reset(self, row, seed):
+        [said] = super().reset(row, seed)
+        return [said | {"content": said["content"] + " word" * 40 * (row["secret"] in "abcd")}]
+
+
 class Divided(Counting):
     """Begins every episode with other words."""
 
@@ -276,6 +284,42 @@ def test_an_environment_that_answers_otherwise_begins_its_episode_anew_and_is_co
     found = collect(sampler(Forgetful), loaded()[0], 4, left)
     assert found.metrics["episode/restarts"] == answered
     assert {one.episode.end for one in completions(found.groups)} == {"completed"}
+
+
+def test_a_prompt_that_is_too_long_is_an_episode_without_tokens_and_its_place_is_given_to_another():
+    found = collect(sampler(Wordy, needed=3), loaded()[0], 4, Carryover())
+    assert [len(group.completions) for group in found.groups] == [3] * 3
+    assert all(group.problem.metadata["secret"] in "efgh" for group in found.groups)
+    over = [group for group in found.sampled if group.problem.metadata["secret"] in "abcd"]
+    assert over and len(found.sampled) == len(over) + 3 == found.left.cursor
+    for group in over:
+        assert len(group.prompt) > 120 and not group.rewards.any() and not group.parts["environment"].any()
+        assert {(c.episode.end, c.finish_reason, c.length) for c in group.completions} == {
+            ("context_overflow", "length", 0)
+        }
+    share = len(over) / len(found.sampled)
+    assert found.metrics["episode/ends/context_overflow"] == found.metrics["completions/truncated_fraction"] == share
+    assert found.metrics["reward/mean"] == pytest.approx(6 * (1 - share))
+
+
+def test_an_evaluation_counts_an_episode_whose_prompt_is_too_long():
+    model, tokenizer = loaded()
+    made = sampler(Wordy)
+    problems = load(made.source.prompts.tasks[0], answers=False).train
+    fits = [problem.metadata["secret"] in "efgh" for problem in problems]
+    by = Answerer(engine(), model, tokenizer, made.source.judge, made.source.episodes)
+    [found] = evaluate(by, Questions(made.source.prompts, problems, 1, 5), RULES)
+    assert [[bool(c.length) for c in row] for row in found.completions] == [[one] for one in fits]
+    assert found.rewards[:, 0].tolist() == [6.0 * one for one in fits] and len(set(fits)) == 2
+
+
+def test_a_step_in_which_no_prompt_fits_ends_without_groups():
+    class Loud(Wordy):
+        def reset(self, row, seed):
+            return super().reset(row | {"secret": "a"}, seed)
+
+    found = collect(sampler(Loud, settings=Collect(max_rounds=2)), loaded()[0], 4, Carryover())
+    assert not found.groups and found.left.cursor == 4 and found.metrics["episode/ends/context_overflow"] == 1
 
 
 def test_environments_that_are_left_over_are_closed():

@@ -65,6 +65,7 @@ class Tool:
     never: bool = False
     asked: dict = dataclasses.field(default_factory=dict)
     heard: list = dataclasses.field(default_factory=list)
+    max_turn_tokens: int = 0
 
     def ask(self, key, turn, limit):
         self.heard.append((key, turn.finish_reason))

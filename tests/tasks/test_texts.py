@@ -230,8 +230,8 @@ GOOD = {
     (Texts, {"messages": "q"}, "messages is not a list of chat messages"),
     (Texts, {"messages": [ASK, {"role": "assistant", "content": ""}]}, "the assistant's message in messages is empty"),
     (Texts, {"messages": [ASK, {"role": "assistant", "content": " "}, ASK, A]}, "assistant's message in messages is"),
-    (Texts, {"messages": [ASK, A | {"tool_calls": [1]}]}, "messages holds a call of tools"),
-    (Texts, {"messages": [ASK, A], "tools": [{"name": "f"}]}, "the row has tools"),
+    (Texts, {"messages": [ASK, A | {"tool_calls": [1]}]}, "messages holds a call of a tool that cannot be read"),
+    (Texts, {"messages": [ASK, A], "tools": [{"name": "f"}]}, "it must be a list of JSON schemas"),
     (Pairs, {"prompt": "q", "chosen": "a", "rejected": "a"}, "chosen and rejected are equal"),
     (Pairs, {"chosen": [ASK, A], "rejected": [ASK, A]}, "chosen and rejected are equal"),
     (Pairs, {"chosen": [ASK, A], "rejected": [A]}, "chosen and rejected share no prompt"),
@@ -289,7 +289,7 @@ def test_a_bad_row_is_named_with_file_and_line(tmp_path, kind, row, message):
     (Pairs, GOOD[Pairs] | {"margin": decimal.Decimal("sNaN")}, r"margin is Decimal\('sNaN'\); it must be a number"),
     (Pairs, GOOD[Pairs] | {"margin": 10**5000}, "margin is int of too many digits to show; it must be a number"),
     (Texts, {1: "a", "text": "b"}, "has a field named 1; names of fields are text"),
-    (Texts, {"messages": [ASK, A], "tools": np.array([{"name": "f"}])}, "the row has tools, which Texts does not read"),
+    (Texts, {"messages": [ASK, A], "tools": np.array([{"name": "f"}])}, "it must be a list of JSON schemas"),
     (Texts, GOOD[Texts] | {"chat_template_kwargs": {"when": {1}}}, "it must be a JSON object"),
 ])  # fmt: skip
 def test_a_bad_row_in_memory_is_named(kind, row, message):
