@@ -34,7 +34,7 @@ def tiny(kind: str = "plain", seed: int = 0, dtype: str = "float32") -> Decoder:
     leaves = {}
     for path, shape in parameter_shapes(config).items():
         centre = 1.0 if "norm" in path and not config.norm.plus_one else 0.0
-        leaves[path] = jnp.asarray((centre + 0.3 * random.normal(size=shape)).astype(np.float32).astype(dtype))
+        leaves[path] = jax.device_put((centre + 0.3 * random.normal(size=shape)).astype(np.float32).astype(dtype))
     return Decoder(config, traverse_util.unflatten_dict(leaves, sep="."))
 
 

@@ -53,9 +53,12 @@ class Training:
         return self.epochs or settings.epochs
 
     def reads(self, packed: Packed) -> Packed:
-        """Return the data without the arrays that only other roles need."""
+        """Return the data without what only other roles need, so that the update is the same program without them."""
+        own = {objective.name for objective in self.objectives}
         return packed._replace(
-            by_token={name: x for name, x in packed.by_token.items() if name in self.needs or name not in BEFORE}
+            by_token={name: x for name, x in packed.by_token.items() if name in self.needs or name not in BEFORE},
+            counted={name: x for name, x in packed.counted.items() if name in own},
+            counts={name: x for name, x in packed.counts.items() if name in own},
         )
 
 

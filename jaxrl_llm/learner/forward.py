@@ -103,7 +103,11 @@ def microbatch(packed: Packed, index: jax.Array) -> Packed:
 def score(
     model: Any, packed: Packed, temperature: jax.Array, compute: ComputeOptions, output: str = "logp"
 ) -> jax.Array:
-    """Compute one output float32[M, B, T] of a whole step's completions, without a gradient."""
+    """Compute one output float32[M, B, T] of a whole step's completions, without a gradient.
+
+    What objectives alone read is left out, so that this is one program whatever they are.
+    """
+    packed = packed._replace(counted={}, by_sequence={}, by_token={}, by_column={}, counts=None)
     return scoring(compute.compiler)(model, packed, temperature, compute, output)
 
 

@@ -103,7 +103,7 @@ def with_reference(state: TrainState, kept: bool) -> TrainState:
         return state._replace(frozen={name: x for name, x in state.frozen.items() if name != "reference"})
     if state.reference is not None:
         return state
-    return state._replace(frozen=state.frozen | {"reference": jax.tree.map(jnp.copy, state.policy.params)})
+    return state._replace(frozen=state.frozen | {"reference": _copied(state.policy.params)})
 
 
 def reset_reference(state: TrainState, share: float = 1.0) -> TrainState:
@@ -116,8 +116,14 @@ def reset_reference(state: TrainState, share: float = 1.0) -> TrainState:
     if state.reference is None:
         return state
     policy = state.policy.params
-    mixed = jax.tree.map(jnp.copy, policy) if share == 1 else _mixed(state.reference, policy, jnp.float32(share))
+    mixed = _copied(policy) if share == 1 else _mixed(state.reference, policy, jnp.float32(share))
     return state._replace(frozen=state.frozen | {"reference": mixed})
+
+
+@jax.jit
+def _copied(params: Any) -> Any:
+    """Return equal parameters in buffers of their own, by one program for all of them."""
+    return jax.tree.map(jnp.copy, params)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

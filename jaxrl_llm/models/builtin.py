@@ -78,7 +78,7 @@ def load_smollm2(dtype: str, mesh: Any) -> tuple[Any, Any]:
 
 def load_tiny(dtype: str, mesh: Any) -> tuple[Any, Any]:
     """Build a random Llama of 91 thousand weights over bytes, identical on every machine; nothing is downloaded."""
-    import jax.numpy as jnp
+    import jax
     from flax import traverse_util
 
     from jaxrl_llm.models.decoder import Decoder, parameter_shapes
@@ -90,7 +90,8 @@ def load_tiny(dtype: str, mesh: Any) -> tuple[Any, Any]:
     leaves = {}
     for path, shape in parameter_shapes(TINY).items():
         values = np.ones(shape) if "norm" in path else bound * (2 * random.random_sample(shape) - 1)
-        leaves[path] = jnp.array(values.astype(np.float32), dtype)
+        # NumPy rounds, as XLA does: no program is compiled for each shape.
+        leaves[path] = jax.device_put(values.astype(np.float32).astype(dtype))
     model = Decoder(TINY, traverse_util.unflatten_dict(leaves, sep="."))
     return model if mesh is None else laid_out(model, shardings(model, mesh)), tiny_tokenizer()
 

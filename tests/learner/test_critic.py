@@ -17,10 +17,11 @@ from learner.rollouts import (
     groups,
     objective_gradient,
     one_device,
+    policy_training,
     rollout,
     unpacked_values,
 )
-from tiny import largest_difference, tiny
+from tiny import Compilations, largest_difference, tiny
 
 from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.algorithms.advantages import GAE
@@ -267,6 +268,12 @@ def test_while_the_critic_warms_up_the_policy_stays():
     assert metrics["critic/updates"] == 3 == int(state.roles["critic"].updates), "epochs of its own"
     assert not any(name.startswith("controller/") for name in metrics), "the policy has not moved"
     chex.assert_trees_all_equal(state.policy.params, MODEL)
+    both = (policy_training(PPO, optimiser, several=True), training)
+    with Compilations() as compilations:
+        state, metrics = learn(state, samples, Learner(epochs=2), forward, both, {}, 0, True)
+    assert metrics["updates"] == 2 and metrics["controller/kl"] > 0 and metrics["critic/updates"] == 3
+    # The policy's own: the critic's is there, and what scores the policy before its updates does so after them too.
+    assert [compilations.heard.count(f"jit({name})") for name in ("update", "_score")] == [1, 1]
 
 
 def test_a_model_that_a_role_begins_as_is_read_once_and_never_on_resume():
