@@ -111,7 +111,7 @@ class Live:
 
         ``limit``: tokens of the whole completion at most.
         """
-        before, size = whole.episode or Episode(), len(whole.tokens)
+        before, size = whole.episode or Episode(tools=len(self.world.tools)), len(whole.tokens)
         if whole.finish_reason != "stop":
             turns = (*before.turns, Turn(size, self.parsed(whole).message))
             return self.ended(dataclasses.replace(before, turns=turns, end="max_tokens", restarts=self.restarts)), []
@@ -120,7 +120,8 @@ class Live:
         metrics = {name: before.metrics.get(name, 0.0) + value for name, value in answer.metrics.items()}
         reward = before.reward + answer.reward
         turns = (*before.turns, turn)
-        episode = Episode(turns, answer.end, reward, before.metrics | metrics, answer.error, self.restarts)
+        metrics, told = before.metrics | metrics, (answer.error, self.restarts, before.tools)
+        episode = Episode(turns, answer.end, reward, metrics, *told)
         if answer.end:
             return self.ended(episode), []
         tokens = self.form.suffix([*history, turn.reply], answer.messages, whole.tokens[whole.last_turn :].tolist())

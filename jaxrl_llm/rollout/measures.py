@@ -128,6 +128,7 @@ def describe_episodes(groups: Sequence[Group]) -> dict[str, float]:
     names = sorted({name for episode in found for name in episode.metrics})
     return {
         "episode/turns": float(np.mean([len(episode.turns) for episode in found])),
+        "episode/tools": float(np.mean([episode.tools for episode in found])),
         "episode/tool_calls": float(np.mean(calls)),
         "episode/tool_errors": float(np.mean(errors)),
         "episode/restarts": float(sum(episode.restarts for episode in found)),
