@@ -128,6 +128,7 @@ class Episode:
       restarts: times that it began anew, since its environment could not be brought back to where it was.
       parent: of a branch: the member of the group that it began as; None for a whole episode.
       shared: number of the first tokens, which a branch has from its parent.
+      tools: number of tools that the model was offered.
     """
 
     turns: tuple[Turn, ...] = ()
@@ -137,6 +138,7 @@ class Episode:
     restarts: int = 0
     parent: int | None = None
     shared: int = 0
+    tools: int = 0
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -218,6 +220,20 @@ class Completion:
         if self.episode is None:
             return self.text
         return "\n\n".join(f"[{one['role']}] {shown_message(one)}" for one in self.messages)
+
+    @property
+    def played(self) -> dict[str, Any]:
+        """An episode for people: ``{"episode": {"end": ..., "turns": [...]}}``, each turn the role of who spoke, the
+        text with its calls, and of the model's turns reward and failed calls; empty without one.
+        """
+        if self.episode is None:
+            return {}
+        turns: list[dict[str, Any]] = []
+        for turn in self.episode.turns:
+            told = {"role": "assistant", "text": shown_message(turn.reply), "reward": turn.reward}
+            turns.append(told | ({"errors": turn.errors} if turn.errors else {}))
+            turns += [{"role": one["role"], "text": shown_message(one)} for one in turn.messages]
+        return {"episode": {"end": self.episode.end, "turns": turns}}
 
 
 def shown_message(message: Mapping[str, Any]) -> str:

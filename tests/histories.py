@@ -2,7 +2,10 @@
 
 import numpy as np
 
-SEVERAL = {"entropy_collapse", "length_collapse", "length_explosion", "no_signal", "stalled"}
+SEVERAL = {
+    "entropy_collapse", "length_collapse", "length_explosion", "no_signal", "stalled",
+    "tools_unused", "tools_failing", "turns_growing",
+}  # fmt: skip
 """Kinds that take a run which does not learn."""
 
 
@@ -92,6 +95,16 @@ def sick(kind, steps, began, shape="step", noise=0.0, seed=0):
             tested = np.full(steps, 0.4)
         case "repetition":
             columns["completions/repetition_fraction"] = np.clip(to(0.01, 0.5) + added(), 0, 1)
+        case "tools_unused":
+            columns |= {"episode/tools": np.full(steps, 2.0), "episode/tool_calls": to(1.5, 0.0) * times(2)}
+        case "tools_failing":
+            calls = 1.5 * times(2)
+            columns |= {
+                "episode/tool_calls": calls,
+                "episode/tool_errors": calls * np.clip(to(0.1, 0.97) + added(0.5), 0, 1),
+            }
+        case "turns_growing":
+            columns["episode/turns"] = to(2.0, 6.0) * times(2)
     return columns, tested
 
 

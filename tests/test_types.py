@@ -6,7 +6,14 @@ from jaxrl_llm.types import Completion, Episode, Turn
 
 CALL = {"type": "function", "function": {"name": "multiply", "arguments": {"a": 3, "b": "x"}}}
 TURNS = (
-    Turn(2, {"role": "assistant", "content": "let me see", "tool_calls": [CALL]}, ({"role": "tool", "content": "6"},)),
+    Turn(
+        2,
+        {"role": "assistant", "content": "let me see", "tool_calls": [CALL]},
+        ({"role": "tool", "content": "6"},),
+        0.5,
+        1,
+        1,
+    ),
     Turn(6, {"role": "assistant", "content": "six"}),
 )
 
@@ -25,8 +32,19 @@ def test_the_length_counts_what_was_sampled_and_the_last_turn_follows_the_last_w
 
 
 def test_all_turns_are_shown_after_who_spoke():
-    whole = completion([1, 1, 0, 0, 1, 1], text="six", episode=Episode(TURNS))
+    whole = completion([1, 1, 0, 0, 1, 1], text="six", episode=Episode(TURNS, "completed"))
     assert [message["role"] for message in whole.messages] == ["assistant", "tool", "assistant"]
     assert whole.transcript == ("[assistant] let me see\nmultiply(a=3, b='x')\n\n[tool] 6\n\n[assistant] six")
+    assert whole.played == {
+        "episode": {
+            "end": "completed",
+            "turns": [
+                {"role": "assistant", "text": "let me see\nmultiply(a=3, b='x')", "reward": 0.5, "errors": 1},
+                {"role": "tool", "text": "6"},
+                {"role": "assistant", "text": "six", "reward": 0.0},
+            ],
+        }
+    }
+    assert completion([1, 1], text="six").played == {}
     alone = completion([1, 1], text="six")
     assert alone.transcript == "six" and alone.messages == [{"role": "assistant", "content": "six"}]

@@ -1,7 +1,9 @@
 """usage: jaxrl-llm generate MODEL_OR_RUN [--prompt TEXT] [--max_new_tokens N] [--temperature T] [--top_p P]
+                                             [--tools MODULE:FUNCTION ...]
 
 Without --prompt it is a chat, on a terminal: each answer follows the conversation so far; Ctrl-C ends an answer, Ctrl-D
 the chat, /new starts another. From a pipe or a file each line is a prompt by itself, and only the answers are written.
+Calls of tools are run, and the model reads their results, until it answers without a call.
 jaxrl-llm generate MODEL --help shows more."""
 
 import contextlib
@@ -18,6 +20,11 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.cli.asking import Policy, load_policy
 from jaxrl_llm.cli.flags import first, parse, status
 from jaxrl_llm.engine.settings import Sampling
+from jaxrl_llm.environments.environment import Environment
+from jaxrl_llm.environments.episode_format import EpisodeFormat
+from jaxrl_llm.environments.factory import Factory
+from jaxrl_llm.environments.limits import Limits
+from jaxrl_llm.environments.world import World
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.runs.load import find_run
 from jaxrl_llm.system.setting import check_fields
@@ -26,7 +33,7 @@ from jaxrl_llm.tasks import Rows, Task
 from jaxrl_llm.tasks import encode as encode_problem
 from jaxrl_llm.tasks.prompts import unwritable
 from jaxrl_llm.tasks.sources import InMemory
-from jaxrl_llm.tasks.template import check_tokenizer, worded
+from jaxrl_llm.tasks.template import check_tokenizer, template_text, worded
 from jaxrl_llm.types import Completion, Message, Problem
 
 PROMPT = "> "
@@ -55,6 +62,7 @@ class Options:
       min_p: keep the tokens that are at least this share as likely as the most likely one; 0 keeps all.
       seed: another one gives another answer, unless the temperature is 0.
       system: the system message, in place of the run's own.
+      tools: functions that the model may call, each as module:function, in place of the run's own.
     """
 
     prompt: str | None = None
@@ -64,6 +72,7 @@ class Options:
     min_p: float = 0.0
     seed: Annotated[int, configs.SEED] = 0
     system: str | None = None
+    tools: tuple[str, ...] = ()
 
 
 def generate(arguments: list[str]) -> int:
@@ -76,12 +85,13 @@ def generate(arguments: list[str]) -> int:
     check_fields(options, "--")
     # Wrong numbers are refused here, before the model is loaded.
     sampling = Sampling(options.temperature, 0, options.top_p, options.max_new_tokens, min_p=options.min_p)
+    Factory(None, options.tools)
     run = find_run(name)
     status(f"loading {name}")
     policy = load_policy(name, run)
     check_tokenizer(policy.tokenizer, name)
     status("")
-    task = wording(policy, options.system)
+    task = wording(policy, options.system, options.tools)
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # as arguments are: ``encode`` refuses them
     if options.prompt is None and sys.stdin.isatty():
@@ -89,18 +99,25 @@ def generate(arguments: list[str]) -> int:
         return 0
     lines = (line.strip() for line in sys.stdin) if options.prompt is None else [options.prompt]
     for prompt in filter(None, lines):
-        say(policy, encode(policy, [{"role": "user", "content": prompt}], task), options.seed, sampling)
+        exchange(
+            policy, [{"role": "user", "content": prompt}], task, lambda ids: say(policy, ids, options.seed, sampling)
+        )
     return 0
 
 
-def wording(policy: Policy, system: str | None) -> Task:
+def wording(policy: Policy, system: str | None, tools: tuple[str, ...] = ()) -> Task:
     """Return the wording of prompts: that of the run's training, else the tokenizer's chat template, else plain text.
 
-    ``system``: the system message, in place of the run's own.
+    ``system``: the system message; ``tools``: functions that the model may call; both in place of the run's own.
     """
     template = "tokenizer" if policy.tokenizer.chat_template else "plain"
     task = configs.wording(policy.run) or Task(Rows(InMemory(())), template=template)
-    return dataclasses.replace(task, system=task.system if system is None else system)
+    system, tools = task.system if system is None else system, tools or task.tools
+    template = task.template
+    if tools and template == "tokenizer":  # one that writes the same marks, and no tools: they are text
+        text = template_text(task, policy.tokenizer)
+        template = "chatml" if "<|im_start|>" in text and "tools" not in text else template
+    return dataclasses.replace(task, template=template, system=system, tools=tools, environment=None)
 
 
 def encode(policy: Policy, messages: Sequence[Message], task: Task) -> Any:
@@ -111,7 +128,47 @@ def encode(policy: Policy, messages: Sequence[Message], task: Task) -> Any:
     """
     broken = unwritable([task.system, task.suffix, *(message["content"] for message in messages)])
     require(not broken, f"the prompt or the system message holds {broken!a}, which is not UTF-8: write it in UTF-8")
+    if task.tools:
+        return as_episode(policy, task)[0].prompt(messages)
     return encode_problem(Problem("prompt", tuple(messages), "", "prompt"), task, policy.tokenizer)
+
+
+def as_episode(policy: Policy, task: Task) -> tuple[EpisodeFormat, World]:
+    """Return the form of a chat with the task's tools, and the world that runs their calls.
+
+    Raises:
+      InputError: a tool has no schema, or the chat template cannot write it.
+    """
+    functions = Factory(None, task.tools).functions
+    world = World(Environment(), {}, 0, Limits(), functions)
+    world.reset(())
+    return EpisodeFormat(policy.tokenizer, task, world.tools, policy.model.config.tokens.eos), world
+
+
+def exchange(
+    policy: Policy, messages: Sequence[Message], task: Task, speak: Callable[[Any], Completion]
+) -> tuple[list[Any], Completion]:
+    """Let the model answer a chat, and run the calls in its answers, until one calls nothing or is cut off; results are
+    shown on stderr. Return all that was said, and the last answer. ``speak`` answers a prompt (token ids), as ``say``.
+    """
+    done = speak(encode(policy, messages, task))
+    if not task.tools:
+        return [{"role": "assistant", "content": done.text}] if len(done.tokens) else [], done
+    form, world = as_episode(policy, task)
+    said: list[Any] = []
+    while len(done.tokens):
+        said.append((reply := form.parse(done.tokens.tolist())).message)
+        if done.finish_reason != "stop":
+            break
+        answer = world.reply(reply)
+        said += answer.messages
+        for message in answer.messages:
+            note(harmless(f"{message.get('name', message['role'])}: {message['content']}"))
+        if answer.end:
+            break
+        done = speak(encode(policy, [*messages, *said], task))
+    world.close()
+    return said, done
 
 
 def say(
@@ -217,7 +274,7 @@ def turn(policy: Policy, messages: Sequence[Message], task: Task, sampling: Samp
     Raises:
       InputError: the message alone leaves no room for an answer, or the chat template refuses the chat.
     """
-    tokens, kept = fitted(policy, messages, task, sampling.max_new_tokens)
+    _, kept = fitted(policy, messages, task, sampling.max_new_tokens)
     if len(kept) < len(messages):
         longest = policy.model.config.attention.rope.max_positions
         note(f"the chat is longer than the model's context ({longest} tokens): its beginning is left out")
@@ -229,14 +286,12 @@ def turn(policy: Policy, messages: Sequence[Message], task: Task, sampling: Samp
         asked.append(number)
 
     with answering(interrupted):
-        done = say(policy, tokens, seed, sampling, lambda: bool(asked))
-    said = len(done.tokens)
+        said, done = exchange(policy, kept, task, lambda ids: say(policy, ids, seed, sampling, lambda: bool(asked)))
+    count = len(done.tokens)
     if done.finish_reason == "length":
-        why = "--max_new_tokens allows no more" if said == sampling.max_new_tokens else "the model's context is full"
-        note(f"cut off after {said} tokens: {why}")
-    if not said:
-        return tuple(kept[:-1])
-    return (*worded(kept, task), {"role": "assistant", "content": done.text})
+        why = "--max_new_tokens allows no more" if count == sampling.max_new_tokens else "the model's context is full"
+        note(f"cut off after {count} tokens: {why}")
+    return (*worded(kept, task), *said) if said else tuple(kept[:-1])
 
 
 def fitted(
@@ -252,9 +307,10 @@ def fitted(
     kept = list(messages)
     while len(tokens := encode(policy, kept, task)) > room:
         first = 1 if kept[0]["role"] == "system" else 0
-        if len(kept) - first < 3:  # a turn is what a person says and the answer
+        later = [at for at in range(first + 1, len(kept)) if kept[at]["role"] == "user"]
+        if not later:  # a turn is what a person says, and all up to the person's next words
             break
-        del kept[first : first + 2]
+        del kept[first : later[0]]
     return tokens, kept
 
 

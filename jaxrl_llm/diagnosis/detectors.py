@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_llm.diagnosis.episodes import tools_failing, tools_unused, turns_growing
 from jaxrl_llm.diagnosis.findings import LOST, Finding, make_finding, of_change
 from jaxrl_llm.diagnosis.generalisation import overfitting, reward_hacking
 from jaxrl_llm.diagnosis.history import (
@@ -284,6 +285,9 @@ RULES: dict[str, Callable[[History], Finding | None]] = {
     "stalled": stalled,
     "repetition": functools.partial(grown, "repetition"),
     "overfitting": overfitting,
+    "tools_unused": tools_unused,
+    "tools_failing": tools_failing,
+    "turns_growing": turns_growing,
 }
 """The check of each kind of trouble."""
 

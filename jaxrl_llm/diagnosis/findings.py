@@ -119,6 +119,25 @@ WORDS = {
         f"more training rows (task.source), or fewer passes over them; a lower {RATE}, or a larger "
         "--recipe.algorithm.kl_coef; --from RUN@STEP takes a checkpoint from then",
     ),
+    "tools_unused": (
+        "an episode has {after} calls of tools, {before} before{meanwhile}",
+        "A policy that calls nothing never learns what a call is worth: none of its groups has an episode with one.",
+        "show a worked call in the prompt (--task.system), or learn from episodes with calls first (jaxrl-llm "
+        "collect); a higher --rollout.temperature",
+    ),
+    "tools_failing": (
+        "{share} of the calls of tools fail{share_before}",
+        "The policy calls tools that there are not, gives arguments that they refuse, or writes calls that cannot be "
+        "read: environment/tool_errors/* says which.",
+        "read the answers to its calls in samples.jsonl; say in the tools' docstrings what they take, and show a "
+        "worked call in the prompt (--task.system); --rollout.episode.tool_timeout_s for slow ones",
+    ),
+    "turns_growing": (
+        "episodes grew from {before} to {after} turns{meanwhile}",
+        "Added turns bring no reward: the policy asks on instead of answering, or its limit is what ends an episode.",
+        "a smaller --rollout.episode.max_turns or --rollout.episode.max_tool_calls; a cost of each turn in the "
+        "environment's Step.reward",
+    ),
 }
 """The texts what, why and remedy of each kind; names in braces are replaced by numbers."""
 LOST = (

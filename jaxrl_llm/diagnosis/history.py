@@ -18,7 +18,7 @@ MEASURED = (
     "completions/repetition_fraction", "entropy", "kl", "clip_fraction/low", "clip_fraction/high",
     "sampler/logp_abs_diff_mean", "sampler/logp_abs_diff_max", "grad_norm", "loss", "reward/accuracy",
     "reward_model/mean", "pairs/accuracy", "steps/accuracy", "eval/pairs/accuracy", "eval/steps/accuracy",
-    "eval/text/loss",
+    "eval/text/loss", "episode/turns", "episode/tools", "episode/tool_calls", "episode/tool_errors",
 )  # fmt: skip
 """The metrics that are read, in addition to evaluations of tasks."""
 ROLLED_BACK = "rollback/to_step"

@@ -91,7 +91,7 @@ def branch(parent: Completion, start: Start) -> Completion:
     after = int(np.argmax(parent.mask[turns[-1].end :]))
     shared = turns[-1].end + after
     reward = sum(turn.reward for turn in turns)
-    episode = Episode(turns, reward=reward, parent=start.parent, shared=shared)
+    episode = Episode(turns, reward=reward, parent=start.parent, shared=shared, tools=parent.episode.tools)
     return dataclasses.replace(first_tokens(parent, shared), episode=episode)
 
 

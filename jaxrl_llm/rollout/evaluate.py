@@ -92,6 +92,7 @@ class Evaluated:
                 "messages": list(problem.prompt),
                 "answer": problem.answer,
                 "completion": completion.transcript,
+                **completion.played,
                 **self.worth(i, j),
                 "finish_reason": completion.finish_reason,
                 "tokens": completion.length,
@@ -129,6 +130,7 @@ class Tested:
                 "task": one.task,
                 "prompt": problem.prompt[-1]["content"],
                 "completion": completions[0].transcript,
+                **completions[0].played,
                 **one.worth(i, 0),
             }
             for one in self.answers

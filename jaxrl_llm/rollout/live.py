@@ -95,7 +95,7 @@ class Live:
 
         ``limit``: tokens of the whole completion at most.
         """
-        before, size = whole.episode or Episode(), len(whole.tokens)
+        before, size = whole.episode or Episode(tools=len(self.world.tools)), len(whole.tokens)
         cut = whole.finish_reason == "length" and size < limit
         if whole.finish_reason != "stop" and not cut:
             last = Turn(size, self.parsed(whole).message, entropy_rise=self.risen(whole))

@@ -130,6 +130,7 @@ def describe_episodes(groups: Sequence[Group], branching: bool = False) -> dict[
     branches = describe_branches(groups) if branching else {}
     return branches | {
         "episode/turns": float(np.mean([len(episode.turns) for episode in found])),
+        "episode/tools": float(np.mean([episode.tools for episode in found])),
         "episode/tool_calls": float(np.mean(calls)),
         "episode/tool_errors": float(np.mean(errors)),
         "episode/restarts": float(sum(episode.restarts for episode in found)),

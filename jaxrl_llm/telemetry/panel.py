@@ -49,7 +49,7 @@ class Example(NamedTuple):
       which: ``best``, ``lowest``, or empty where all completions of the step have the same reward.
       reward: its reward.
       prompt: the end of the prompt, on one line.
-      completion: on one line.
+      completion: on one line; of an episode all turns, each after its role.
     """
 
     step: int
@@ -81,7 +81,7 @@ def chosen(step: int, groups: Sequence[Group], turn: int) -> Example | None:
     reward, group, i = alike[turn // 2 % len(alike)]
     which = "" if best == worst else ("lowest" if turn % 2 else "best")
     prompt = harmless(group.problem.prompt[-1]["content"][-KEPT:])
-    text = group.completions[i].text
+    text = group.completions[i].transcript
     text = text if len(text) <= 2 * KEPT else f"{text[:KEPT]} {text[-KEPT:]}"
     return Example(step, which, reward, prompt, harmless(text))
 

@@ -186,6 +186,7 @@ def training_lines(
                 "parts": {name: float(part[i]) for name, part in group.parts.items()},
                 "finish_reason": completion.finish_reason,
                 "tokens": completion.length,
+                **completion.played,
             }
             if sample is not None:  # where each token has its own advantage, their mean over those that count
                 advantage = np.asarray(advantage_of(sample), np.float64)

@@ -1,6 +1,7 @@
 """``generate`` on a terminal: a chat that knows what was said, and text that appears as it is sampled."""
 
 import contextlib
+import dataclasses
 import io
 import itertools
 
@@ -19,6 +20,7 @@ from jaxrl_llm.cli.generate import (
     GREETING,
     HELP,
     encode,
+    exchange,
     fitted,
     harmless,
     say,
@@ -26,10 +28,12 @@ from jaxrl_llm.cli.generate import (
     turn,
     wording,
 )
+from jaxrl_llm.config import load_config
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.builtin import tiny_tokenizer
 from jaxrl_llm.rollout import Engine
+from jaxrl_llm.types import Completion
 
 HELLO = {"role": "user", "content": "hello"}
 AGAIN = {"role": "user", "content": "and again"}
@@ -137,6 +141,49 @@ def test_the_runs_own_wording_holds_for_every_message(policy):
     assert [one["content"] for one in chat[::2]] == ["Be brief.", chat[2]["content"], chat[4]["content"]]
     assert [one["content"] for one in chat if one["role"] == "user"] == ["hello!", "and again!"]
     assert [one["role"] for one in chat] == ["system", "user", "assistant", "user", "assistant"]
+
+
+def spoken(policy, texts, prompts, reason="stop"):
+    """A model that says these texts, one after the other, and notes what it is asked."""
+    left = iter(texts)
+
+    def speak(prompt):
+        prompts.append(policy.tokenizer.decode(prompt))
+        text = next(left)
+        tokens = np.asarray([*policy.tokenizer(text, add_special_tokens=False)["input_ids"], 257], np.int32)
+        return Completion(tokens, np.zeros(len(tokens)), reason, tokens > -1, tokens * 0, text=text)
+
+    return speak
+
+
+CALL = 'Wait.\n<tool_call>{"name": "multiply", "arguments": {"a": 6, "b": 7}}</tool_call>'
+MULTIPLY = ("jaxrl_llm.environments.examples:multiply",)
+
+
+def test_calls_are_run_until_an_answer_calls_nothing(policy, capsys):
+    task = wording(policy, None, MULTIPLY)
+    prompts = []
+    said, last = exchange(policy, [HELLO], task, spoken(policy, [CALL, "It is 42."], prompts))
+    assert [one["role"] for one in said] == ["assistant", "tool", "assistant"] and last.text == "It is 42."
+    assert said[1]["content"] == "42" and "multiply: 42" in capsys.readouterr().err.splitlines()
+    assert "Multiply two" in prompts[0] and prompts[1].startswith(prompts[0] + CALL)
+    assert "<tool_response>42</tool_response>" in prompts[1].removeprefix(prompts[0])
+    more = fitted(policy, [HELLO, *said, AGAIN], task, 40)[1]
+    assert more == [HELLO, *said, AGAIN], "calls and results stay in the chat"
+    long = [{"role": "user", "content": "x" * 700}, *said, AGAIN]
+    assert fitted(policy, long, task, 40)[1] == [AGAIN], "a turn is forgotten with its calls"
+
+
+def test_an_answer_that_is_cut_off_calls_nothing(policy, capsys):
+    task = wording(policy, None, MULTIPLY)
+    said, _ = exchange(policy, [HELLO], task, spoken(policy, [CALL], [], "length"))
+    assert [one["role"] for one in said] == ["assistant"] and not capsys.readouterr().err
+
+
+def test_tools_are_those_of_the_run_unless_others_are_given(policy):
+    run = dataclasses.replace(load_config("calculator_quickstart")[1])
+    of_run = dataclasses.replace(policy, run=run)
+    assert wording(of_run, None).tools == run.task.tools and wording(of_run, None, MULTIPLY).tools == MULTIPLY
 
 
 def test_bytes_that_are_no_text_are_refused(policy):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import time
 
 import numpy as np
 import pytest
@@ -55,6 +56,25 @@ def question(by, **changes):
     prompts = Prompts(task, by.tokenizer)
     found = Asked(prompts, load(task).train, data, "texts", LONGEST, 3, episode=LIMITS)
     return dataclasses.replace(by, episodes=Episodes(prompts, LIMITS, 640, by.model.config.tokens.eos)), found
+
+
+class Sometimes(Twice):
+    """Takes turns of unequal length to answer."""
+
+    def step(self, reply):
+        time.sleep(0.01 * (len(reply["content"]) % 5))
+        return super().step(reply)
+
+
+def collected_episodes(by, peers, path):
+    """Collect short episodes with these processes; return the counts in words."""
+    rows = [{"prompt": f"{n}", "answer": n % 2 + 1} for n in range(3)]
+    task = Task(rows, template="chatml", verifier="none", environment=Sometimes)
+    prompts = Prompts(task, by.tokenizer)
+    episodes = Episodes(prompts, LIMITS, 50, by.model.config.tokens.eos, peers)
+    asked = Asked(prompts, load(task).train, Collected(task, samples=8), "texts", 46, 5, episode=LIMITS)
+    found = collect_rows(dataclasses.replace(by, episodes=episodes), asked, path, peers)
+    return f"{found.answers} episodes, {found.right} right, {found.rows} rows, {found.length} tokens"
 
 
 def played(by, asked):

@@ -8,6 +8,7 @@ import re
 
 import numpy as np
 import pytest
+from collection.test_episodes import collected_episodes
 from several import codes, launch, said
 from talkative import LONGEST, answerer, asked, task_in
 
@@ -27,6 +28,7 @@ SEVERAL = """
 import sys
 from pathlib import Path
 from talkative import answerer, asked, task_in
+from collection.test_episodes import collected_episodes
 from jaxrl_llm.cli.train import take_distributed, together
 from jaxrl_llm.collection.rejection_sampling import collect_rows
 with together(take_distributed(sys.argv[1:])) as peers:
@@ -34,6 +36,7 @@ with together(take_distributed(sys.argv[1:])) as peers:
     with by.scorer:
         folder = Path(f"own{peers.index}")
         folder.mkdir()
+        print(collected_episodes(by, peers, Path("episodes.jsonl")))
         print(collect_rows(by, asked(by, task_in(folder), "texts", keep="all"), Path("rows.jsonl"), peers).rows)
 """
 
@@ -275,9 +278,13 @@ def test_a_run_collects_once_and_then_reads_a_table(by, task, tmp_path):
     assert not list((tmp_path / "other").iterdir())
 
 
-def test_of_several_processes_the_first_writes(files, tmp_path):
+def test_of_several_processes_the_first_writes_what_one_would(by, files, tmp_path):
     processes = launch(2, folder=tmp_path / "logs", program=SEVERAL)
     assert codes(processes) == [0, 0], [said(tmp_path / "logs", number)[-5:] for number in range(2)]
     rows = [said(tmp_path / "logs", number)[-1] for number in range(2)]
     assert rows[0] == rows[1] == str(files["texts"][2].rows)
     assert (tmp_path / "rows.jsonl").read_bytes() == files["texts"][1].read_bytes()
+    alone = collected_episodes(by, ALONE, tmp_path / "alone.jsonl")
+    assert [said(tmp_path / "logs", number)[-2] for number in range(2)] == [alone] * 2
+    assert (tmp_path / "episodes.jsonl").read_bytes() == (tmp_path / "alone.jsonl").read_bytes()
+    assert alone.startswith("24 episodes, ") and (tmp_path / "alone.jsonl").stat().st_size

@@ -212,6 +212,10 @@ def test_samples_show_who_spoke(folder, answers):
     shown = [line for line in lines if line["kind"] == "training" and "[user] " in line["completion"]]
     assert shown and all(line["completion"].startswith("[assistant] ") for line in shown)
     assert all(0 in line["by_token"]["mask"] for line in shown if "by_token" in line)
+    for line in shown:
+        turns = line["episode"]["turns"]
+        assert [turn["role"] for turn in turns][::2] == ["assistant"] * len(turns[::2]) and line["episode"]["end"]
+        assert sum(turn.get("reward", 0) for turn in turns) == line["parts"]["environment"]
 
 
 @pytest.mark.parametrize(("name", "words"), [

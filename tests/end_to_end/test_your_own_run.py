@@ -11,7 +11,10 @@ from commands import commands, environment
 
 from jaxrl_llm.config import Run, validate
 from jaxrl_llm.config.origin import execute
+from jaxrl_llm.environments.calls import Parsed, tool_call
+from jaxrl_llm.environments.factory import Factory
 from jaxrl_llm.rollout import Rollout
+from jaxrl_llm.tasks import load
 
 TEXT = (Path(__file__).parents[2] / "docs" / "your_own_run.md").read_text()
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", TEXT, re.DOTALL)
@@ -53,7 +56,9 @@ def answers(folder):
 
 
 def test_the_page_has_its_files_and_commands():
-    assert files().keys() == {"my_rewards.py", "my_run.py", "my_mixture.py", "my_loop.py", "sums.jsonl"}
+    assert files().keys() == {
+        *("my_rewards.py", "my_run.py", "my_mixture.py", "my_shop.py", "my_loop.py", "sums.jsonl")
+    }
     assert [line.split()[1] for line in lines()] == ["train", "train", "eval", "export"]
 
 
@@ -71,6 +76,20 @@ def test_its_mixture_is_a_task(folder):
     mixture = execute(folder / "my_mixture.py").task
     validate(Run("tiny-random", mixture, rollout=Rollout(temperature=1.0)))
     assert [part.task.label for part in mixture.parts] == ["sums", "chain_sum", "letter_counting"]
+
+
+def test_its_shop_tells_prices(folder):
+    config = execute(folder / "my_shop.py").config
+    validate(config)
+    problem = load(config.task).train[0]
+    factory = Factory(config.task.environment)
+    world = factory.world({**problem.metadata, "prompt": list(problem.prompt)}, 0, config.rollout.episode)
+    world.reset(problem.prompt)
+    asked = [tool_call(0, "price", {"item": "pear"}), tool_call(1, "price", {"item": "plum"})]
+    told = world.reply(Parsed({"role": "assistant", "content": "", "tool_calls": asked}))
+    assert told.messages[0]["content"] == str(problem.metadata["prices"]["pear"])
+    assert "plum" in told.messages[1]["content"] and told.tool_errors == 1 and not told.end
+    world.close()
 
 
 def test_its_loop_runs(folder):

@@ -33,6 +33,9 @@ MATTERS = {
     "stalled": ["reward/mean"],
     "repetition": ["completions/repetition_fraction"],
     "overfitting": ["reward/mean", "reward/accuracy"],
+    "tools_unused": ["episode/tools", "episode/tool_calls", "reward/mean"],
+    "tools_failing": ["episode/tool_calls", "episode/tool_errors", "reward/mean"],
+    "turns_growing": ["episode/turns", "reward/mean"],
 }
 """What alone must be there for a kind to be found."""
 AT_ONCE = {"gradient_spikes", "reward_hacking", "stalled", "overfitting"}

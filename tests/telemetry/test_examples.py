@@ -1,12 +1,14 @@
 """Which completion is shown when, and that nothing in it reaches beyond its line."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from rich.cells import cell_len
 
 from jaxrl_llm.system.text import abridge, head, tail
 from jaxrl_llm.telemetry.panel import EVERY_S, Example, Panel, chosen
-from jaxrl_llm.types import Completion, Group, Problem
+from jaxrl_llm.types import Completion, Episode, Group, Problem, Turn
 
 NONE = np.zeros(0, np.int32)
 
@@ -28,6 +30,14 @@ def test_the_best_and_the_worst_take_turns_and_so_do_those_that_are_alike():
         ("first", "a"), ("second", "d"), ("second", "e"), ("third", "f"), ("first", "a")
     ]  # fmt: skip
     assert [(one.step, one.which, one.reward) for one in shown[:2]] == [(3, "best", 1.0), (3, "lowest", 0.0)]
+
+
+def test_of_an_episode_all_turns_are_shown():
+    turns = (Turn(1, {"role": "assistant", "content": "hot"}, ({"role": "user", "content": "colder"},)),)
+    [one] = group("first", a=1.0).completions
+    episode = dataclasses.replace(one, episode=Episode((*turns, Turn(2, {"role": "assistant", "content": "cold"}))))
+    played = dataclasses.replace(group("first", a=1.0), completions=(episode,))
+    assert chosen(1, [played], 0).completion == "[assistant] hot [user] colder [assistant] cold"
 
 
 def test_where_all_are_alike_none_is_the_best():

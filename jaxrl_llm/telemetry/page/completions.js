@@ -200,6 +200,7 @@ function member(row, shade, top, label) {
   facts.push(row.advantage == null ? null : `advantage ${shown(row.advantage)}`);
   facts.push(row.tokens == null ? null : many(row.tokens, "token"));
   facts.push((row.finish_reason ?? "stop") === "stop" ? null : ENDS[row.finish_reason] ?? row.finish_reason);
+  if (row.episode) facts.push(many(turnsOf(row).length, "turn"), `end: ${row.episode.end.replaceAll("_", " ")}`);
   if (parts.length > 1) facts.push(...parts.map(([name, part]) => `${name} ${shown(part)}`));
   const verdict = span(value == null ? "not scored" : judged, `score ${{ true: "good", false: "bad" }[right] ?? ""}`);
   return box("member", box("meta", verdict, ...metaOf(facts)), textOf(row, shade, top));
@@ -210,6 +211,7 @@ function textOf(row, shade, top) {
   const texts = row.by_token?.text, all = row.completion || "(nothing)";
   const look = value => ({ class: "token", style: background(shade, value, top) });
   const token = (text, value, more) => el("span", { ...look(value), ...more }, text);
+  if (!shade && row.episode?.turns.length) return box("text", ...row.episode.turns.map(turnBox));
   if (!shade) return box("text", all);
   if (!texts) return box("text", shade === "advantages" ? token(all, row.advantage) : all);
   const { mask, counted } = row.by_token, values = row.by_token[shade];
@@ -219,6 +221,16 @@ function textOf(row, shade, top) {
     const looks = other ? { class: "token other", style: null } : aside ? { class: "token aside" } : {};
     return token(text.replace(/\n/g, "⏎\n"), value, { title: tokenTitle(row, place, other, aside), ...looks });
   }));
+}
+
+const turnsOf = row => row.episode.turns.filter(turn => turn.role === "assistant");
+
+// Who spoke, what was said and called, and of the model's turns what they were worth, and the calls that failed.
+function turnBox(turn) {
+  const facts = [turn.role];
+  if (turn.reward) facts.push(`reward ${shown(turn.reward)}`);
+  if (turn.errors) facts.push(many(turn.errors, "failed call"));
+  return box(`turn ${turn.role}`, box("meta", ...metaOf(facts)), box("", turn.text || "(nothing)"));
 }
 
 function tokenTitle(row, place, other, aside) {

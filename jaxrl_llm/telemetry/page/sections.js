@@ -11,6 +11,7 @@ const GROUPS = [
   ["Sampler against learner", /^(sampler\/|correction|sequence_filter)/],
   ["Sampling and its waste", /^(dynamic_sampling\/|rollout\/|prompts|throughput\/)/],
   ["Time", /^time\//],
+  ["Episodes", /^(episode|environment)\//],
   ["By task", /^task\//],
   ["Other", /./],
 ];
