@@ -97,11 +97,9 @@ class Turn:
       calls: tool calls.
       errors: calls that failed: an unknown tool, an error, a time limit, or a call that cannot be parsed.
       metrics: the environment's own numbers.
-      entropy_rise: of an episode that may branch: the entropy of the first tokens of the message above that of the
-        first message's (``rollout.branches.entropy_rise``).
+      entropy_rise: of an episode that may branch: see ``rollout.branches.entropy_rise``.
       state: name that the environment gave the state after it; empty without one.
-      said: ranges ``(begin, end)`` of the completion's tokens with the contents of ``messages``; the other tokens after
-        ``end`` are the chat template's. Found after the turn is played, so that they do not tell turns apart.
+      said: ranges ``(begin, end)`` of the completion's tokens with the contents of ``messages``, known once it is played.
     """
 
     end: int
@@ -162,10 +160,8 @@ class Completion:
         sampling temperature; where they were asked for, ``policy_logp`` float32[T], nats, at temperature 1 with nothing
         cut off, and ``kept`` uint32[T, ceil(V / 32)], the tokens that truncation kept, token v as bit v % 32 of word v
         // 32; once scored by step rewards, ``step_rewards`` float32[T], NaN where no step ends.
-      text: the decoded tokens without special ones, of an episode those of its last turn; empty until a tokenizer has
-        seen it.
-      episode: what the environment said and decided; None without one. Its tokens are among ``tokens``, with mask
-        False.
+      text: the decoded tokens without special ones, of an episode those of its last turn; empty until they are decoded.
+      episode: what the environment said, with mask False among ``tokens``, and decided; None without one.
     """
 
     tokens: np.ndarray
@@ -186,15 +182,6 @@ class Completion:
     def length(self) -> int:
         """Number of tokens without those of an episode's environment."""
         return len(self.sampled)
-
-    @property
-    def observed(self) -> np.ndarray:
-        """bool[T], True on the contents of an episode's messages of the environment; False on the chat template's."""
-        found = np.zeros(len(self.tokens), bool)
-        for turn in () if self.episode is None else self.episode.turns:
-            for begin, end in turn.said:
-                found[begin:end] = True
-        return found
 
     @property
     def unplayed(self) -> bool:

@@ -22,6 +22,7 @@ from jaxrl_llm.rollout.evaluate import Questions, evaluate
 from jaxrl_llm.rollout.groups import RECORDS, AdmissionPolicy, Carryover, GroupSource, OutOfTime
 from jaxrl_llm.rollout.measures import describe_episodes
 from jaxrl_llm.rollout.respond import Answerer
+from jaxrl_llm.stages.rl.observations import observed
 from jaxrl_llm.tasks import Prompts, Shuffled, Task, load
 
 STOPS = (183, 185, 122, 86, 239, 186, 74, 257)
@@ -140,7 +141,7 @@ def same(some, others):
     for one, other in zip(completions(some), completions(others), strict=True):
         np.testing.assert_array_equal(one.tokens, other.tokens)
         np.testing.assert_array_equal(one.mask, other.mask)
-        np.testing.assert_array_equal(one.observed, other.observed)
+        np.testing.assert_array_equal(observed(one), observed(other))
         assert one.episode == other.episode and one.finish_reason == other.finish_reason
         np.testing.assert_array_equal(one.sampler_logp, other.sampler_logp)
 
@@ -163,9 +164,9 @@ def test_what_the_environment_says_stands_between_the_turns_with_mask_0():
                 assert completion.mask[turn.end - 1]
                 start = turn.end
             assert start == len(completion.tokens) and completion.length == completion.mask.sum()
-            assert not (completion.observed & completion.mask).any()
+            assert not (observed(completion) & completion.mask).any()
             heard = "".join(message["content"] for turn in completion.episode.turns[:-1] for message in turn.messages)
-            assert bytes(int(t) for t in completion.tokens[completion.observed]).decode() == heard
+            assert bytes(int(t) for t in completion.tokens[observed(completion)]).decode() == heard
             assert not completion.sampler_logp[~completion.mask].any()
     assert ends == {"completed"}, "limits are wide enough"
 

@@ -12,6 +12,7 @@ from jaxrl_llm.learner import Sample
 from jaxrl_llm.learner.objectives import Objective, Scalars, Share
 from jaxrl_llm.rollout.groups import RolloutBatch
 from jaxrl_llm.stages.rl.ingredient import Ingredient
+from jaxrl_llm.types import Completion
 
 NAME = "observations"
 """The name of the objective, and of its mask among a sample's arrays."""
@@ -64,9 +65,18 @@ class Observations(Ingredient):
     def samples(self, samples: list[list[Sample]], batch: RolloutBatch) -> list[list[Sample]]:
         """Add to each sample the mask of what its environment said."""
         return [
-            [with_mask(one, said.observed) for one, said in zip(members, group.completions, strict=True)]
+            [with_mask(one, observed(said)) for one, said in zip(members, group.completions, strict=True)]
             for members, group in zip(samples, batch.groups, strict=True)
         ]
+
+
+def observed(completion: Completion) -> np.ndarray:
+    """Return bool[T], True on the contents of an episode's messages of the environment, False on the chat template's."""
+    found = np.zeros(len(completion.tokens), bool)
+    for turn in () if completion.episode is None else completion.episode.turns:
+        for begin, end in turn.said:
+            found[begin:end] = True
+    return found
 
 
 def with_mask(sample: Sample, said: np.ndarray) -> Sample:
