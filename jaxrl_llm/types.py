@@ -99,7 +99,7 @@ class Turn:
       metrics: the environment's own numbers.
       entropy_rise: of an episode that may branch: see ``rollout.branches.entropy_rise``.
       state: name that the environment gave the state after it; empty without one.
-      said: ranges ``(begin, end)`` of the completion's tokens with the contents of ``messages``, known once it is played.
+      said: ranges ``(begin, end)`` of the completion's tokens with the contents of ``messages``, once they are known.
     """
 
     end: int

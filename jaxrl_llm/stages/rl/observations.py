@@ -71,7 +71,7 @@ class Observations(Ingredient):
 
 
 def observed(completion: Completion) -> np.ndarray:
-    """Return bool[T], True on the contents of an episode's messages of the environment, False on the chat template's."""
+    """Return bool[T], True on the contents of the messages of an episode's environment, False on the template's."""
     found = np.zeros(len(completion.tokens), bool)
     for turn in () if completion.episode is None else completion.episode.turns:
         for begin, end in turn.said:
