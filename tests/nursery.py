@@ -17,8 +17,12 @@ NURSERY = """
 import gc, json, os, sys
 from jaxrl_llm.system.paths import prepare_libraries
 prepare_libraries()
-import jax, orbax.checkpoint, tensorboardX, transformers
-import jaxrl_llm.cli.train, jaxrl_llm.trainer.launch, jaxrl_llm.trainer.loop
+import jax, jaxlib.mlir.dialects.mhlo, orbax.checkpoint, tensorboardX, transformers, typeguard
+import jaxrl_llm.cli.train, jaxrl_llm.stages.rl.prepare, jaxrl_llm.trainer.launch, jaxrl_llm.trainer.loop
+from jaxrl_llm.cli.flags import parse
+from jaxrl_llm.config import Run
+from jaxrl_llm.tasks import ReasoningGym, Task
+parse(Run, [], "", "", Run("", Task(ReasoningGym(""))))  # the texts of all settings are looked up once
 gc.set_threshold(100_000, 20, 100)  # as in conftest.py
 gc.freeze()
 while line := sys.stdin.readline():
@@ -49,7 +53,7 @@ sys.stdin = open(0, closefd=False)
 sys.argv = ["-c", *arguments]
 exec(program)
 """
-"""Imports all that a command needs, once, and forks a process for each line of its standard input.
+"""Imports all that a command needs, and parses flags, once, and forks a process for each line of its standard input.
 
 No thread of JAX has started by then, and no backend. Between the two is a process that waits: it writes down the number
 of the program's process, and then its exit code.

@@ -1,16 +1,14 @@
 """Runs of several phases: what their settings are, what is refused, and runs that are stopped in and between them."""
 
 import dataclasses
-import gc
 import json
 import posixpath
-import signal
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from commands import commands
+from commands import commands, forked
 from commands import rows_but_for_the_clock as rows
 from learner.rollouts import one_device
 
@@ -41,8 +39,6 @@ from jaxrl_llm.rewards import Accuracy, Format, Function
 from jaxrl_llm.rollout.groups import RECORDS
 from jaxrl_llm.rules import Phase, Reaches, Rules, Stalls
 from jaxrl_llm.stages.stage import Stage
-from jaxrl_llm.telemetry import Verbosity
-from jaxrl_llm.trainer import loop
 from jaxrl_llm.trainer.context import LoopState
 from jaxrl_llm.trainer.segment import base_of_policy
 from jaxrl_llm.trainer.step import next_phase
@@ -132,25 +128,41 @@ def test_a_checkpoint_at_a_phases_end_is_of_the_next_one(folder, answers):
     assert moments and not any(array.any() for array in moments)
 
 
+WATCHED = """
+import dataclasses, gc, json, pathlib, signal
+from jaxrl_llm.config import load_config, resolved
+from jaxrl_llm.rules import Phase, Rules
+from jaxrl_llm.stages.stage import Stage
+from jaxrl_llm.telemetry import Verbosity
+from jaxrl_llm.trainer import loop
+
+said, stages = [], []
+
+def count(row):
+    stages.append(sum(isinstance(one, Stage) for one in gc.get_objects()))
+    if row["step"] == 2:
+        signal.raise_signal(signal.SIGTERM)
+
+run = dataclasses.replace(load_config("smoke")[1], steps=2, rules=Rules((Phase("a", 1), Phase("b"))))
+code = loop.train(resolved(run), pathlib.Path("run"), said.append, voice=Verbosity(rows=count))
+print(json.dumps([code, said, stages]))
+"""
+
+
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory):
     """A run of two phases and two steps that is told to stop in its last one: its directory, its exit code, what it
-    said, and how many stages there were when each step was recorded."""
-    folder, said, stages = tmp_path_factory.mktemp("watched"), [], {}
-
-    def count(row):
-        stages[row["step"]] = sum(isinstance(one, Stage) for one in gc.get_objects())
-        if row["step"] == 2:
-            signal.raise_signal(signal.SIGTERM)
-
-    run = dataclasses.replace(load_config("smoke")[1], steps=2, rules=Rules((Phase("a", 1), Phase("b"))))
-    return folder, loop.train(resolved(run), folder, said.append, voice=Verbosity(rows=count)), said, stages
+    said, and how many stages there were when each step was recorded. One device is enough, and compiles sooner."""
+    folder = tmp_path_factory.mktemp("watched")
+    answer = forked(WATCHED, "", folder)
+    assert answer.code == 0, answer.err
+    return folder / "run", *json.loads(answer.out.splitlines()[-1])
 
 
 def test_what_made_the_steps_of_a_phase_is_gone_in_the_next(watched):
     """The sampler's cache is most of a device: two do not fit."""
     *_, stages = watched
-    assert stages[2] == stages[1], stages
+    assert len(stages) == 3 and stages[2] == stages[1] > 0, stages
 
 
 def test_a_run_that_is_told_to_stop_in_its_last_step_is_done(watched):
