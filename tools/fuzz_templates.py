@@ -13,12 +13,13 @@ calls and results, others conversations. Prints a JSON line for each template, o
     nobody spelled out control tokens; those of them that are not.
   untailed: suffixes that are not the end of the template's rendering of the chat so far.
   harmful, control: suffixes whose contents spell out control tokens; those that got control tokens by it.
+  contents, joined, misheard: the world's; those found with up to 3 characters of the template; those found otherwise.
   calls, misread: calls; those that were read otherwise than they were meant.
   anew: episodes whose row would be another one if the chat was rendered and tokenised anew.
 
 10,000 episodes with seed 0 (66 templates of 15 families, 44 of them with tools; 6 for pictures refused; 21 minutes on 2
 shared cores): replies 25082, sampled 667769, changed 0, unfed 0, whole 5069, unlike 0, untailed 0, harmful 2907,
-control 0, calls 11126, misread 0, anew 7205.
+control 0, calls 11126, misread 0, anew 7205. 660 episodes: contents 1954, joined 34, misheard 0.
 """
 
 import collections
@@ -187,6 +188,7 @@ class Fuzz:
             suffix = self.form.suffix(chat[: index + 1], chat[index + 1 : after], sampled)
             self.counts["untailed"] += not upto(after).endswith(self.tokenizer.decode(suffix))
             self.check_control(chat[: index + 1], chat[index + 1 : after], sampled, suffix)
+            self.check_contents(chat[: index + 1], chat[index + 1 : after], sampled, suffix)
             learned.append((len(row), list(sampled)))
             row = [*row, *sampled, *suffix]
             keeps = keeps and kept
@@ -243,6 +245,18 @@ class Fuzz:
             harmless = self.form.suffix(turns, [message | {"content": "x"} for message in messages], sampled)
             number, expected = (sum(token in self.special for token in ids) for ids in (suffix, harmless))
             self.counts.update(harmful=1, control=number != expected)
+
+    def check_contents(
+        self, turns: list[dict[str, Any]], messages: list[dict[str, Any]], sampled: list[int], suffix: list[int]
+    ) -> None:
+        """Count the contents, written as they are or as JSON, whose tokens in the suffix are not found exactly."""
+        ranges = self.form.said(turns, messages, sampled, suffix)
+        for (begin, end), message in zip(ranges, messages, strict=True):
+            content = message["content"]
+            as_json = [json.dumps(text, ensure_ascii=False)[1:-1] for text in (content, content.strip())]
+            told = self.tokenizer.decode(suffix[begin:end]).strip()
+            more = [len(told) - len(form.strip()) for form in (content, *as_json) if form.strip() in told]
+            self.counts.update(contents=1, joined=0 < min(more, default=0) <= 3, misheard=not more or min(more) > 3)
 
     def chat(self, draws: random.Random) -> list[dict[str, Any]]:
         """Return a random chat that ends with a message of the world."""

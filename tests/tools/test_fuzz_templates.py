@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 from fuzz_templates import Fuzz
 
-WRONG = ("changed", "unfed", "unlike", "untailed", "control", "misread")
+WRONG = ("changed", "unfed", "unlike", "untailed", "control", "misread", "joined", "misheard")
 
 
 def ran(name, episodes, form=lambda form: form):
@@ -27,11 +27,11 @@ def ran(name, episodes, form=lambda form: form):
 def test_nothing_is_wrong(name):
     counts = ran(name, 8)
     assert {kind: counts[kind] for kind in WRONG} == dict.fromkeys(WRONG, 0)
-    assert counts["episodes"] == 8 and counts["calls"] > 5 and counts["whole"] > 2
+    assert counts["episodes"] == 8 and counts["calls"] > 5 and counts["whole"] > 2 and counts["contents"] > 10
 
 
 class Erring:
-    """A format that adds the tokenizer's control token to suffixes, and reads no calls."""
+    """A format that adds the tokenizer's control token to suffixes, misses contents, and reads no calls."""
 
     def __init__(self, form):
         self.form, self.prompt, self.syntax = form, form.prompt, form.syntax
@@ -40,10 +40,15 @@ class Erring:
         harmless = {message["content"] for message in messages} == {"x"}
         return [*self.form.suffix(turns, messages, sampled), *([] if harmless else [1])]
 
+    def said(self, turns, messages, sampled, suffix):
+        return [(begin + 5, end) for begin, end in self.form.said(turns, messages, sampled, suffix)]
+
     def parse(self, tokens, before):
         return self.form.parse(tokens[:2], before)
 
 
 def test_what_is_wrong_is_counted():
     counts = ran("hermes", 8, Erring)
-    assert all(counts[kind] for kind in ("unlike", "untailed", "control", "misread")) and counts["anew"] == 8
+    assert (
+        all(counts[kind] for kind in ("unlike", "untailed", "control", "misread", "misheard")) and counts["anew"] == 8
+    )
