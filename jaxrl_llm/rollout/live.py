@@ -87,8 +87,10 @@ class Live:
     def settle(self) -> None:
         """Close the copies, and make no more: no branch will begin here."""
         self.settled = True
-        while self.copies:
-            self.copies.popitem()[1].close()
+        for turns in list(self.copies):
+            copy = self.copies.pop(turns, None)  # which another thread may have closed
+            if copy is not None:
+                copy.close()
 
     def answer(self, whole: Completion, limit: int) -> tuple[Episode, list[int]]:
         """Answer a completion's last turn; return the episode with it, and the tokens up to the model's next turn.

@@ -203,7 +203,13 @@ def test_of_two_processes_the_one_that_has_a_parents_environment_has_its_branche
 
     def play(index):
         made = sampler(peers=Side(index, board), engine=Engine(loaded()[0], slots=6, max_length=380, chunk=4, group=3))
-        return collect(made, loaded()[0], 4, Carryover()).groups
+        try:
+            return collect(made, loaded()[0], 4, Carryover()).groups
+        except threading.BrokenBarrierError:
+            return None  # the other one says why
+        except Exception:
+            board[1].abort()
+            raise
 
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
         for groups in threads.map(play, range(2)):
