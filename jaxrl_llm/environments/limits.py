@@ -12,6 +12,8 @@ class Limits(Setting):
 
     Attributes:
       max_turns: replies of the model; the calls of the last one are still made.
+      max_turn_tokens: tokens of one reply; a longer one is cut there, and the environment answers what there is; 0 for
+        no limit but ``rollout.max_new_tokens``.
       max_tool_calls: calls in an episode; those beyond it are not made, and the episode ends; 0 for no limit.
       tool_timeout_s: seconds for a call of a tool, and for each call of the environment.
       max_result_chars: characters of a tool's result that the model sees; a mark says how many are missing.
@@ -21,6 +23,7 @@ class Limits(Setting):
     """
 
     max_turns: Annotated[int, Count(1)] = 8
+    max_turn_tokens: Annotated[int, Count(0)] = 0
     max_tool_calls: Annotated[int, Count(0)] = 0
     tool_timeout_s: Annotated[float, Range("(0, inf)")] = 30.0
     max_result_chars: Annotated[int, Count(1)] = 2000

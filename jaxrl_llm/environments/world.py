@@ -106,7 +106,7 @@ class World:
         left = self._limits.max_tool_calls - self._calls if self._limits.max_tool_calls else len(asked)
         calls = asked[:left]
         self._calls += len(calls)
-        steps = has(self.environment, "step")
+        steps = self.steps
         own = [index for index, call in enumerate(calls) if steps and self._is_own(name_in(call))]
         results = self._results({index: call for index, call in enumerate(calls) if index not in own})
         answer = Answer()
@@ -128,6 +128,11 @@ class World:
             tool_calls=len(calls),
             tool_errors=len(errors),
         )
+
+    @property
+    def steps(self) -> bool:
+        """Whether the environment answers replies without calls; if not, such a reply is the model's last."""
+        return has(self.environment, "step")
 
     def reward(self) -> float | None:
         """Return the reward of an environment after TRL's interface: NaN if it has none to give or fails (``error``

@@ -112,7 +112,8 @@ class Live:
         ``limit``: tokens of the whole completion at most.
         """
         before, size = whole.episode or Episode(tools=len(self.world.tools)), len(whole.tokens)
-        if whole.finish_reason != "stop":
+        cut = whole.finish_reason == "length" and size < limit
+        if whole.finish_reason != "stop" and not cut:
             turns = (*before.turns, Turn(size, self.parsed(whole).message))
             return self.ended(dataclasses.replace(before, turns=turns, end="max_tokens", restarts=self.restarts)), []
         history = list(self.messages)
@@ -120,9 +121,10 @@ class Live:
         metrics = {name: before.metrics.get(name, 0.0) + value for name, value in answer.metrics.items()}
         reward = before.reward + answer.reward
         turns = (*before.turns, turn)
+        end = "max_tokens" if cut and answer.end == "completed" and not self.world.steps else answer.end
         metrics, told = before.metrics | metrics, (answer.error, self.restarts, before.tools)
-        episode = Episode(turns, answer.end, reward, metrics, *told)
-        if answer.end:
+        episode = Episode(turns, end, reward, metrics, *told)
+        if end:
             return self.ended(episode), []
         tokens = self.form.suffix([*history, turn.reply], answer.messages, whole.tokens[whole.last_turn :].tolist())
         if size + len(tokens) >= limit:
@@ -149,12 +151,16 @@ class Episodes:
       longest_prompt: maximum number of tokens of a prompt.
       stops: tokens at which the model ends its turns.
       peers: the run's processes; None for one.
+
+    Attributes:
+      max_turn_tokens: tokens of one turn at most; 0 for no limit but that of the episode.
     """
 
     def __init__(
         self, prompts: Prompts, limits: Limits, longest_prompt: int, stops: Sequence[int], peers: "Peers | None" = None
     ):
         self._prompts = prompts
+        self.max_turn_tokens = limits.max_turn_tokens
         self._limits = limits
         self._longest_prompt = longest_prompt
         self._stops = stops
@@ -335,6 +341,8 @@ def episodes_of(prompts: Prompts, rollout: Any, stops: Sequence[int], peers: "Pe
 def _continued(turn: Completion, episode: Episode, tokens: Sequence[int]) -> Completion:
     """Return the completion with an environment's answer to its last turn."""
     if episode.end:
-        reason = "length" if episode.end in CUT_OFF and turn.finish_reason == "stop" else turn.finish_reason
+        reason = turn.finish_reason
+        if reason in ("stop", "length"):
+            reason = "length" if episode.end in CUT_OFF else "stop"
         return dataclasses.replace(turn, episode=episode, finish_reason=reason)
     return dataclasses.replace(with_tokens(turn, tokens, int(turn.version[-1])), episode=episode)

@@ -24,7 +24,13 @@ WAIT_S = 1.0
 
 
 class Responder(Protocol):
-    """The other side of episodes of several turns, such as ``episodes.Episodes``. It answers beside the sampler."""
+    """The other side of episodes of several turns, such as ``episodes.Episodes``. It answers beside the sampler.
+
+    Attributes:
+      max_turn_tokens: tokens of one turn at most; 0 for no limit but that of the episode.
+    """
+
+    max_turn_tokens: int
 
     def ask(self, key: Hashable, turn: Completion, limit: int) -> None:
         """Take a turn that the model has ended, whatever ended it; ``limit``: tokens of the whole episode at most."""
@@ -139,21 +145,35 @@ class Requests:
         for asked in map(Asked, keys, prompts, seeds, limits, begun):
             if asked.begun is not None and asked.begun.unplayed:
                 self._over[asked.key] = asked.begun
-            elif self._responder is not None and asked.begun is not None and self._is_turn(asked.begun):
-                self._hear(asked, dataclasses.replace(asked.begun, finish_reason="stop"))
-            else:
+                continue
+            turn = self._whole_turn(asked)
+            if turn is None:
                 sampled.append(asked)
+            else:
+                self._hear(asked, turn)
         if sampled:
             more |= {"keep_prompt": True} if self._responder is not None else {}
             handles = self.backend.submit(
-                [one.prompt for one in sampled], [one.seed for one in sampled], [one.limit for one in sampled],
+                [one.prompt for one in sampled], [one.seed for one in sampled], list(map(self._limit, sampled)),
                 [one.begun for one in sampled], **more,
             )  # fmt: skip
             self._asked |= dict(zip(handles, sampled, strict=True))
 
-    def _is_turn(self, begun: Completion) -> bool:
-        """Whether a completion ends with a whole turn of the model."""
-        return bool(len(begun.tokens) and begun.mask[-1] and begun.tokens[-1] in self._sampling.stop_ids)
+    def _limit(self, asked: Asked) -> int:
+        """Return the tokens that a completion has at most when its present turn ends."""
+        longest = 0 if self._responder is None else self._responder.max_turn_tokens
+        start = 0 if asked.begun is None else asked.begun.last_turn
+        return min(asked.limit, start + longest) if longest else asked.limit
+
+    def _whole_turn(self, asked: Asked) -> Completion | None:
+        """Return an episode that was begun up to the end of a turn, with the reason of that end; None for others."""
+        begun = asked.begun
+        if self._responder is None or begun is None or not len(begun.tokens) or not begun.mask[-1]:
+            return None
+        if begun.tokens[-1] in self._sampling.stop_ids:
+            return dataclasses.replace(begun, finish_reason="stop")
+        ended = len(begun.tokens) >= self._limit(asked)
+        return dataclasses.replace(begun, finish_reason="length") if ended else None
 
     def _hear(self, asked: Asked, turn: Completion) -> None:
         self._waiting[asked.key] = asked, turn

@@ -225,10 +225,36 @@ def test_members_of_a_group_must_begin_alike():
         collect(sampler(Divided), loaded()[0], 0, Carryover())
 
 
-def stopped(environment, chunks, episodes=None):
+SHORT = Limits(max_turn_tokens=5)
+
+
+def test_a_reply_that_is_too_long_is_cut_and_answered_as_it_is():
+    found = completions(played(limits=SHORT))
+    assert {(one.episode.end, one.finish_reason, len(one.episode.turns)) for one in found} == {("completed", "stop", 3)}
+    for one in found:
+        lengths = np.diff([0, *(one.mask[: turn.end].sum() for turn in one.episode.turns)])
+        cut = lengths == 5
+        stops = [one.tokens[turn.end - 1] in STOPS for turn in one.episode.turns]
+        assert (lengths <= 5).all() and (cut | stops).all()
+    free = completions(played())
+    assert all(len(one.tokens) < len(other.tokens) for one, other in zip(found, free, strict=True))
+
+
+class Asking(Environment):
+    """Answers nothing: the first reply is the last."""
+
+
+def test_a_last_answer_that_is_cut_is_no_whole_answer():
+    found = completions(played(Asking, limits=Limits(max_turn_tokens=2)))
+    ends = {(one.episode.end, one.finish_reason, one.length) for one in found if one.tokens[-1] not in STOPS}
+    assert ends == {("max_tokens", "length", 2)}
+    assert all(one.episode.end == "completed" for one in found if one.tokens[-1] in STOPS)
+
+
+def stopped(environment, chunks, limits=Limits()):
     """The progress of a step that is stopped after so many chunks, as a checkpoint would bring it back."""
     count = itertools.count()
-    made = sampler(environment)
+    made = sampler(environment, limits=limits)
     with pytest.raises(OutOfTime) as stop:
         collect(made, loaded()[0], 4, Carryover(), lambda: next(count) == chunks)
     return made, codec.from_json(codec.to_json(stop.value.left, RECORDS), RECORDS)
@@ -237,10 +263,12 @@ def stopped(environment, chunks, episodes=None):
 @pytest.mark.parametrize("chunks", [1, 3, 5, 9])
 @pytest.mark.parametrize("again", [False, True])
 def test_a_step_that_is_stopped_goes_on_to_the_same_episodes(chunks, again):
-    made, left = stopped(Counting, chunks)
-    found = collect(made if again else sampler(Counting), loaded()[0], 4, left)
-    for one, other in zip(completions(found.groups), completions(played()), strict=True):
+    limits = SHORT if chunks == 3 else Limits()
+    made, left = stopped(Counting, chunks, limits)
+    found = collect(made if again else sampler(Counting, limits=limits), loaded()[0], 4, left)
+    for one, other in zip(completions(found.groups), completions(played(limits=limits)), strict=True):
         assert one.tokens.tolist() == other.tokens.tolist() and one.episode == other.episode
+        assert one.finish_reason == other.finish_reason
         np.testing.assert_allclose(one.sampler_logp, other.sampler_logp, atol=1e-5)
 
 
