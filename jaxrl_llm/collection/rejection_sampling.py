@@ -177,7 +177,7 @@ def ask(by: Answerer, asked: Asked, first: int, status: Callable[[str], None]) -
     as_text = asked.data.task.template in ("plain", "chatml")
     right = zip(items, by.scorer.verify(items), strict=True)
     flat = [
-        decoded_answer(by.tokenizer, c, worth(problem, c, accuracy, stops) >= 1, as_text)
+        decoded_answer(by.tokenizer, c, bool(worth(problem, c, accuracy, stops) >= 1), as_text)
         for (problem, c), accuracy in right
     ]
     answers = [flat[i * count : (i + 1) * count] for i in range(len(problems))]
