@@ -166,7 +166,8 @@ def ask(by: Answerer, asked: Asked, first: int, status: Callable[[str], None]) -
     problems = list(asked.problems[first : first + asked.at_once(by.engine.slots)])
     count = asked.data.samples
     places = list(itertools.product(range(len(problems)), range(count)))
-    requests = Requests(by.engine, asked.sampling(by.model.config.tokens.eos), by.episodes)
+    stops = by.model.config.tokens.eos
+    requests = Requests(by.engine, asked.sampling(stops), by.episodes)
     wanted = [problems[i] for i, _ in places]
     seeds = [asked.answer_seed(first + i, sample) for i, sample in places]
     prompts, begun = prompts_for(by, asked.prompts, wanted, seeds, count, places)
@@ -176,7 +177,8 @@ def ask(by: Answerer, asked: Asked, first: int, status: Callable[[str], None]) -
     as_text = asked.data.task.template in ("plain", "chatml")
     right = zip(items, by.scorer.verify(items), strict=True)
     flat = [
-        decoded_answer(by.tokenizer, c, worth(problem, c, accuracy) >= 1, as_text) for (problem, c), accuracy in right
+        decoded_answer(by.tokenizer, c, bool(worth(problem, c, accuracy, stops) >= 1), as_text)
+        for (problem, c), accuracy in right
     ]
     answers = [flat[i * count : (i + 1) * count] for i in range(len(problems))]
     more = [0] * len(problems)
@@ -243,10 +245,15 @@ def _labelled(
     return rows, tokens
 
 
-def worth(problem: Problem, completion: Completion, accuracy: float) -> float:
-    """Return the accuracy of a completion; of an episode without a verifier the reward of its environment."""
-    unverified = problem.verifier == "none" and completion.episode is not None
-    return completion.episode.reward if unverified else accuracy
+def worth(problem: Problem, completion: Completion, accuracy: float, stops: Sequence[int]) -> float:
+    """Return the accuracy of a completion; of an episode without a verifier the reward of its environment, and 0 if one
+    of its turns was cut, whose end would teach not to stop.
+    """
+    if completion.episode is None:
+        return accuracy
+    if any(completion.tokens[turn.end - 1] not in stops for turn in completion.episode.turns):
+        return 0.0
+    return completion.episode.reward if problem.verifier == "none" else accuracy
 
 
 def decoded_answer(tokenizer: Any, completion: Completion, right: bool, as_text: bool = False) -> Answer:

@@ -16,17 +16,16 @@ TIMES, MORE = 1.5, 1.0
 
 def tools_unused(run: History) -> Finding | None:
     """Find episodes with tools that are not called, or hardly any more, while nothing is learned."""
-    calls = _where(run["episode/tool_calls"], run["episode/tools"], 0.0)
+    tools = run["episode/tools"]
+    calls = _where(_tried(run), tools.steps[tools.values > 0])
     return _idle("tools_unused", run, calls, lambda past: np.maximum(FEW_CALLS, SHARE_LEFT * past), up=False)
 
 
 def tools_failing(run: History) -> Finding | None:
     """Find calls of tools that nearly all fail, or cannot be read, while nothing is learned."""
-    calls, errors = run["episode/tool_calls"], run["episode/tool_errors"]
-    made = dict(zip(calls.steps.tolist(), calls.values.tolist(), strict=True))
-    tried = np.array([max(made.get(step, 0.0), error) for step, error in zip(errors.steps.tolist(), errors.values)])  # noqa: B905  of one series
-    known = tried > FEW_CALLS
-    shares = Series(errors.steps[known], errors.values[known] / tried[known])
+    tried, errors = _tried(run), run["episode/tool_errors"]
+    tried = _where(tried, np.intersect1d(tried.steps[tried.values > FEW_CALLS], errors.steps))
+    shares = Series(tried.steps, _where(errors, tried.steps).values / tried.values)
     return _idle("tools_failing", run, shares, lambda past: np.full_like(past, MOSTLY), up=True)
 
 
@@ -45,7 +44,15 @@ def _idle(kind: str, run: History, series: Series, limit: Limit, up: bool) -> Fi
     return of_change(kind, found.steep, found, run)
 
 
-def _where(series: Series, other: Series, least: float) -> Series:
-    """Return the measurements at steps where another series is above ``least``."""
-    kept = np.isin(series.steps, other.steps[other.values > least])
+def _tried(run: History) -> Series:
+    """Return the calls of an episode, with those that could not be read: they are errors, and no calls."""
+    calls, errors = run["episode/tool_calls"], run["episode/tool_errors"]
+    failed = dict(zip(errors.steps.tolist(), errors.values.tolist(), strict=True))
+    values = [max(call, failed.get(step, 0.0)) for step, call in zip(calls.steps.tolist(), calls.values, strict=True)]
+    return Series(calls.steps, np.array(values, float))
+
+
+def _where(series: Series, steps: np.ndarray) -> Series:
+    """Return the measurements at these steps."""
+    kept = np.isin(series.steps, steps)
     return Series(series.steps[kept], series.values[kept])

@@ -121,8 +121,12 @@ def test_a_collection_of_another_environment_is_not_gone_on_with(by, tmp_path):
 def test_a_verifier_decides_before_the_environment(by):
     asked = question(by)[1].problems[0]
     completion = dataclasses.replace(ended(), episode=Episode(end="completed", reward=2.0))
-    assert worth(asked, completion, np.nan) == 2.0
-    assert worth(dataclasses.replace(asked, verifier="match"), completion, 0.0) == 0.0
+    assert worth(asked, completion, np.nan, ()) == 2.0
+    assert worth(dataclasses.replace(asked, verifier="match"), completion, 0.0, ()) == 0.0
+    cut = dataclasses.replace(completion.episode, turns=(Turn(2, {}), Turn(5, {})))
+    assert worth(asked, dataclasses.replace(completion, episode=cut), np.nan, (1,)) == 2.0
+    completion.tokens[1] = 7
+    assert worth(asked, dataclasses.replace(completion, episode=cut), np.nan, (1,)) == 0.0, "its first turn was cut"
 
 
 def ended(*turns, end="completed"):

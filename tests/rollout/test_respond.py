@@ -64,6 +64,7 @@ class Tool:
     slow: bool = False
     never: bool = False
     asked: dict = dataclasses.field(default_factory=dict)
+    max_turn_tokens: int = 0
     heard: list = dataclasses.field(default_factory=list)
     max_turn_tokens: int = 0
 

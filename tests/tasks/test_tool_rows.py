@@ -67,6 +67,21 @@ def test_a_message_that_is_not_learned_may_call():
     assert byte_tokenizer().decode(row.tokens[row.mask]) == "It is 3.<|im_end|>"
 
 
+def test_a_result_and_the_users_words_after_it_are_one_message_as_in_an_episode():
+    stop = byte_tokenizer().convert_tokens_to_ids(["<|im_end|>"])
+    form = EpisodeFormat(byte_tokenizer(), Task([], template="chatml"), [ADD], stop)
+    more = {"role": "user", "content": "And?"}
+    given = form.suffix([USER, CALL], [RESULT, more], ids(IN_TEXT))
+    row = read({**ROW, "completion": [CALL, RESULT, more, SAID]}, "chatml", ["<|im_end|>"])
+    assert row.tokens.tolist() == [*ids(IN_TEXT), *given, *ids("It is 3.<|im_end|>")]
+
+
+def test_the_end_of_anothers_turn_is_not_learned():
+    template = BARE.replace("<|im_end|>", "{% if m.role == 'user' %}<|im_end|>{% endif %}")
+    row = read({"prompt": [USER], "completion": [SAID, USER, SAID]}, template, ["<|im_end|>"])
+    assert byte_tokenizer().decode(row.tokens[row.mask]) == "It is 3.It is 3.<|im_end|>"
+
+
 def test_pairs_may_follow_calls():
     sides = {"chosen": [SAID], "rejected": [{"role": "assistant", "content": "It is 4."}]}
     pair = read({"prompt": [USER, CALL, RESULT], "tools": [ADD], **sides}, *TEMPLATES["hermes"], Pairs)

@@ -20,7 +20,7 @@ def found(reward=None, **columns):
 def test_what_was_so_from_the_first_step_is_found():
     assert found(tools=2, tool_calls=0) == {"tools_unused"}
     assert found(tools=2, tool_calls=1, tool_errors=0.95) == {"tools_failing"}
-    assert found(tools=2, tool_calls=0.5, tool_errors=1) == {"tools_failing"}, "calls that cannot be read fail too"
+    assert found(tools=2, tool_calls=0, tool_errors=1) == {"tools_failing"}, "calls that cannot be read fail too"
 
 
 def test_what_is_no_trouble_is_not_found():
