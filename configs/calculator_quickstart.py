@@ -6,8 +6,9 @@ Products of two-digit numbers, which the model gets right by itself once in sixt
 the call of the tool ``multiply``; the tool's answer comes as the next message, and the model writes the answer. GRPO,
 6 groups of 8 episodes a step, rewarded for the right number alone.
 
-Measured on 2 CPU cores: 0.29 of 24 held-out problems right before training, sampled at temperature 0.8. How far four
-steps bring it has not been measured with these settings.
+Measured on 2 CPU cores: of 40 held-out problems, answered greedily, 2 right before and 40 after two steps; before, the
+model writes the tool's answer itself. Of the episodes of the first step 0.38 are right, of the second 0.96. 10 minutes
+in all, compilation and both evaluations included.
 """
 
 from jaxrl_llm.config import Evaluation, Output, Run
@@ -31,8 +32,8 @@ config = Run(
         engine=EngineOptions(slots=16),
         episode=Limits(max_turns=3),
     ),
-    learner=Learner(optimiser=Optimiser(learning_rate=2e-5), compute=Compute(row_tokens=1024)),
-    evaluation=Evaluation(limit=24, temperature=0.8),
+    learner=Learner(optimiser=Optimiser(learning_rate=4e-5), compute=Compute(row_tokens=1024)),
+    evaluation=Evaluation(limit=40),
     output=Output(checkpoint_every=2),
-    steps=4,
+    steps=2,
 )
