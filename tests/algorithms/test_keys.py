@@ -6,9 +6,6 @@ from pathlib import Path
 from oracles import NUMBERS
 
 UNREAD = {
-    "ARPO_branch": "branching at uncertain tokens is not built",
-    "ARPO_adv": "likewise: advantages over shared prefixes",
-    "ARPO_soft_equiv": "likewise",
     "ARPO_reward": "a reward of tool use, which belongs to a task",
     "Kimi_prior_sampling": "choosing prompts is the trainer's",
     "Kimi_long2short_dpo": "choosing pairs from samples is the data's",
