@@ -4,11 +4,11 @@
 
 Products of two-digit numbers, which the model gets right by itself once in sixty. Two worked turns in the prompt show
 the call of the tool ``multiply``; the tool's answer comes as the next message, and the model writes the answer. GRPO,
-6 groups of 8 episodes a step, rewarded for the right number alone.
+4 groups of 8 episodes a step, rewarded for the right number alone.
 
 Measured on 2 CPU cores: of 40 held-out problems, answered greedily, 2 right before and 40 after two steps; before, the
-model writes the tool's answer itself. Of the episodes of the first step 0.38 are right, of the second 0.96. 10 minutes
-in all, compilation and both evaluations included.
+model writes the tool's answer itself. Of the episodes of the first step 0.34 are right, of the second 0.94. 5 minutes
+in all, compilation and both evaluations included; 6.5 GB of memory.
 """
 
 from jaxrl_llm.config import Evaluation, Output, Run
@@ -24,7 +24,7 @@ config = Run(
     task=Task(Products(size=256), tools=(multiply,), template="chatml", holdout=0.2),
     recipe=GRPO,
     rollout=Rollout(
-        prompts=6,
+        prompts=4,
         group=8,
         max_prompt_tokens=352,
         max_new_tokens=128,
