@@ -7,7 +7,8 @@ examples in the prompt show how. The environment gives the reward: 1 for the rig
 request. GRPO, 6 groups of 8 episodes a step.
 
 Measured on 2 CPU cores: the reward of 32 held-out problems, answered greedily, 0.03 before, 0.81 after one step and
-0.97 after two. Before, the model writes the table's answer itself.
+0.97 after two; before, the model makes up a number. 2 minutes 37 seconds in all, compilation and both evaluations
+included; 5.8 GB of memory.
 """
 
 from jaxrl_llm.config import Evaluation, Output, Run, Scoring
