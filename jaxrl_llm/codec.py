@@ -35,7 +35,7 @@ def to_json(value: Any, records: Sequence[type] = (), arrays: bytearray | None =
     Args:
       value: the value to convert.
       records: dataclasses that it may hold. They are identified by their names alone, and a field that was not there
-        yet when a value was written gets its default.
+        yet when a value was written gets its default; one that they no longer have is left out.
       arrays: gets the bytes of arrays of numbers, and the JSON refers to them (see ``together``); None to convert them
         too.
 
@@ -69,7 +69,7 @@ def to_json(value: Any, records: Sequence[type] = (), arrays: bytearray | None =
     return {_SIGN + name: to_json(write(value), records, arrays)}
 
 
-def from_json(data: Any, records: Sequence[type] = ()) -> Any:
+def from_json(data: Any, records: Sequence[Any] = ()) -> Any:
     """Convert JSON values back; the inverse of ``to_json``.
 
     Raises:
@@ -85,7 +85,8 @@ def from_json(data: Any, records: Sequence[type] = ()) -> Any:
     content = from_json(content, records)
     for record in records:
         if name == _SIGN + record.__name__:
-            return record(**content)
+            names = {field.name for field in dataclasses.fields(record)}
+            return record(**{field: value for field, value in content.items() if field in names})
     if name.removeprefix(_SIGN) not in _KINDS:
         raise ValueError(f"{name} is not a kind of value known to this version")
     _, _, read = _KINDS[name.removeprefix(_SIGN)]
