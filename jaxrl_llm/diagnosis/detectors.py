@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.diagnosis.episodes import tools_failing, tools_unused, turns_growing
 from jaxrl_llm.diagnosis.findings import LOST, Finding, make_finding, of_change
 from jaxrl_llm.diagnosis.generalisation import overfitting, reward_hacking
 from jaxrl_llm.diagnosis.history import (
@@ -27,6 +26,7 @@ from jaxrl_llm.diagnosis.history import (
     lasting,
     smoothed,
 )
+from jaxrl_llm.diagnosis.tool_use import tools_failing, tools_unused, turns_growing
 from jaxrl_llm.diagnosis.trends import fallen, improved, learned, lost, plateau, recent, risen
 from jaxrl_llm.system.json_lines import jsonable
 from jaxrl_llm.system.text import short

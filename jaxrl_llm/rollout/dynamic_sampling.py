@@ -141,11 +141,13 @@ class Step:
 
     def branch(self) -> None:
         """Request the members of groups whose beginning has been decided meanwhile."""
-        under_way = self.requests.episodes
-        for number in self.asked:
-            new = self.decided(number, under_way)
-            if new:
-                self.request(number, new)
+        episodes = self.sampler.source.episodes
+        if episodes and episodes.branching:  # else all members of a group begin together
+            under_way = self.requests.episodes
+            for number in self.asked:
+                new = self.decided(number, under_way)
+                if new:
+                    self.request(number, new)
 
     def request(self, number: int, lacking: list[int]) -> None:
         """Request these completions of a group."""
@@ -201,9 +203,7 @@ class Step:
             self.score(done)
 
     def score(self, done: list[PartialGroup]) -> None:
-        """Score whole groups, replay successes in those that failed, and keep the groups that can teach: none with
-        prompts that were too long, in which nothing was sampled.
-        """
+        """Score whole groups, replay successes in those that failed, and keep those that can teach and were sampled."""
         admission = self.sampler.admission
         source = self.sampler.source
         began = time.perf_counter()
