@@ -131,6 +131,18 @@ def test_a_branch_has_its_parents_turns_and_goes_on_by_itself():
     assert 0 < found.metrics["episode/shared_fraction"] < 1 and math.isfinite(found.metrics["episode/entropy_rise"])
 
 
+def test_a_branch_does_not_wait_for_the_end_of_its_parent():
+    made = sampler(rule=Branching(whole=1, threshold=0.0))
+    seen = set()
+
+    def told():
+        live = made.source.episodes._live
+        seen.update(len(live[key].turns) for key in live if key[1] == 0 and (key[0], 1) in live)
+
+    collect(made, loaded()[0], 4, Carryover(), told)
+    assert 2 in seen, "the first branch begins while its parent, of three turns, is in the last one"
+
+
 @pytest.mark.parametrize("slots", [6, 2])
 def test_branches_are_the_same_in_a_slow_world_and_in_few_slots(slots):
     same(played(Slow, slots=slots).groups, played().groups)
