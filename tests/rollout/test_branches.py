@@ -12,17 +12,16 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from rollout.test_episodes import STOPS, Counting, completions, loaded
+from rollout.test_episodes import STOPS, Counting, completions, loaded, stopped
 from rollout.test_episodes import sampler as plain
 
-from jaxrl_llm import codec
 from jaxrl_llm.environments import Limits
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rollout import Branching, Collect, Engine
 from jaxrl_llm.rollout.branches import Start, common_lengths, entropy_rise, starts
 from jaxrl_llm.rollout.dynamic_sampling import collect
 from jaxrl_llm.rollout.episodes import Episodes
-from jaxrl_llm.rollout.groups import RECORDS, Carryover, OutOfTime
+from jaxrl_llm.rollout.groups import Carryover
 
 RULE = Branching(tokens=4)
 GROUP = 6
@@ -162,18 +161,11 @@ def test_a_group_has_all_its_members_however_many_branch(rule, wanted):
         assert len(texts) == GROUP, "no two members are equal"
 
 
-def stopped(environment, chunks):
-    count = itertools.count()
-    made = sampler(environment)
-    with pytest.raises(OutOfTime) as stop:
-        collect(made, loaded()[0], 4, Carryover(), lambda: next(count) == chunks)
-    return made, codec.from_json(codec.to_json(stop.value.left, RECORDS), RECORDS)
-
-
 @pytest.mark.parametrize("chunks", [2, 8, 14, 20])
 @pytest.mark.parametrize("again", [False, True])
 def test_a_step_that_is_stopped_goes_on_to_the_same_branches(chunks, again):
-    made, left = stopped(Copied, chunks)
+    made = sampler()
+    left = stopped(made, chunks)
     found = collect(made if again else sampler(), loaded()[0], 4, left)
     same(found.groups, played().groups)
     assert found.tokens == played().tokens
@@ -181,7 +173,7 @@ def test_a_step_that_is_stopped_goes_on_to_the_same_branches(chunks, again):
 
 @pytest.mark.parametrize("chunks", [8, 14, 20])
 def test_a_group_in_which_an_episode_begins_anew_is_whole_all_the_same(chunks):
-    _, left = stopped(Forgetful, chunks)
+    left = stopped(sampler(Forgetful), chunks)
     found = collect(sampler(Forgetful), loaded()[0], 4, left)
     assert found.metrics["episode/restarts"] > 0
     for group in found.groups:

@@ -256,20 +256,20 @@ def test_a_last_answer_that_is_cut_is_no_whole_answer():
     assert all(one.episode.end == "completed" for one in found if one.tokens[-1] in STOPS)
 
 
-def stopped(environment, chunks, limits=Limits()):
+def stopped(made, chunks):
     """The progress of a step that is stopped after so many chunks, as a checkpoint would bring it back."""
     count = itertools.count()
-    made = sampler(environment, limits=limits)
     with pytest.raises(OutOfTime) as stop:
         collect(made, loaded()[0], 4, Carryover(), lambda: next(count) == chunks)
-    return made, codec.from_json(codec.to_json(stop.value.left, RECORDS), RECORDS)
+    return codec.from_json(codec.to_json(stop.value.left, RECORDS), RECORDS)
 
 
 @pytest.mark.parametrize("chunks", [1, 3, 5, 9])
 @pytest.mark.parametrize("again", [False, True])
 def test_a_step_that_is_stopped_goes_on_to_the_same_episodes(chunks, again):
     limits = SHORT if chunks == 3 else Limits()
-    made, left = stopped(Counting, chunks, limits)
+    made = sampler(Counting, limits=limits)
+    left = stopped(made, chunks)
     found = collect(made if again else sampler(Counting, limits=limits), loaded()[0], 4, left)
     for one, other in zip(completions(found.groups), completions(played(limits=limits)), strict=True):
         assert one.tokens.tolist() == other.tokens.tolist() and one.episode == other.episode
@@ -278,7 +278,7 @@ def test_a_step_that_is_stopped_goes_on_to_the_same_episodes(chunks, again):
 
 
 def test_an_environment_that_answers_otherwise_begins_its_episode_anew_and_is_counted():
-    _, left = stopped(Forgetful, 9)
+    left = stopped(sampler(Forgetful), 9)
     under = [c for group in left.underway["asked"].values() for c in group.completions if c and c.episode]
     answered = sum(bool(c.episode.turns) and not c.episode.end for c in under)
     assert answered
