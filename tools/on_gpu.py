@@ -101,10 +101,10 @@ def trained(name: str, config: str, options: Options, *flags: str) -> list[dict[
     return rows_of(folder)
 
 
-def learned(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a run's first and last step say."""
+def learned(rows: list[dict[str, Any]], staleness: int = 0) -> dict[str, Any]:
+    """What a run's first and last step say; the gap is that of steps whose samples are of the policy that learns."""
     steps = [row for row in rows if row["step"]]
-    gap = max(row["sampler/logp_abs_diff_mean"] for row in steps)
+    gap = max(row["sampler/logp_abs_diff_mean"] for row in (steps[:staleness] or steps))
     first, last = steps[0]["reward/mean"], steps[-1]["reward/mean"]
     seconds = min(row["time/step_s"] for row in steps)
     return {"reward": [first, last], "step_s": seconds, "sampler_gap": gap, "ok": last > first and gap < 0.02}
@@ -140,7 +140,7 @@ def quickstart(options: Options) -> dict[str, Any]:
 
 def staleness(options: Options) -> dict[str, Any]:
     """It learns as well while the next step is sampled."""
-    return learned(trained("staleness", "smoke", options, "--rollout.collect.staleness", "1"))
+    return learned(trained("staleness", "smoke", options, "--rollout.collect.staleness", "1"), staleness=1)
 
 
 def resume(options: Options) -> dict[str, Any]:

@@ -61,5 +61,9 @@ def test_a_run_that_learns_nothing_or_samples_otherwise_is_wrong():
         row = {"step": 1, "reward/mean": 0.3, "sampler/logp_abs_diff_mean": gap, "time/step_s": 2.0}
         return [{"step": 0}, row, row | {"step": 2, "reward/mean": last}]
 
+    def stale(first):
+        return [{"step": 0}, rows(0.9, first)[1], rows(0.9, 0.4)[2]]
+
     assert on_gpu.learned(rows(0.9, 0.001))["ok"]
     assert not on_gpu.learned(rows(0.3, 0.001))["ok"] and not on_gpu.learned(rows(0.9, 0.1))["ok"]
+    assert on_gpu.learned(stale(0.001), staleness=1)["ok"] and not on_gpu.learned(stale(0.1), staleness=1)["ok"]
