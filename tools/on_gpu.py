@@ -1,6 +1,6 @@
 """Everything that a GPU or TPU can tell of this project, by one command: is it right there, and how fast is it.
 
-    python tools/on_gpu.py [--minutes 9] [--only decode_1.5b,resume] [--out on_gpu]
+    python tools/on_gpu.py [--minutes 12] [--only decode_1.5b,resume] [--out on_gpu]
 
 For a bare machine with JAX and this checkout; notebooks/accelerator_check.ipynb is the same for a hosted notebook. But
 for the quickstart's model nothing is downloaded. Each check is a command of its own, so that none keeps the device or
@@ -49,7 +49,7 @@ class Options:
 
     out: Path = Path("on_gpu")
     only: str = ""
-    minutes: float = 9.0
+    minutes: float = 12.0
     small: bool = False
 
 

@@ -2,10 +2,12 @@
 
 import dataclasses
 import logging
+import re
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import SingleDeviceSharding
 from learner.rollouts import T, one_device, policy_update, rollout
 from plan.tinyrun import CONFIG, computing, tiny_run
 from tiny import tiny
@@ -20,7 +22,7 @@ from jaxrl_llm.plan.machines import describe, parse_topology
 from jaxrl_llm.plan.planning import plan
 from jaxrl_llm.plan.tables import lines
 from jaxrl_llm.sharding import make_mesh
-from jaxrl_llm.sharding.compiler import OPTIONS, compiler_options, known_options
+from jaxrl_llm.sharding.compiler import OPTIONS, REPEATABLE, compiler_options, known_options, without_compilation_cache
 
 SLICE = parse_topology("v5p:2x2x1")
 UNKNOWN = ("xla_no_such_option", True)
@@ -59,3 +61,22 @@ def test_weights_are_gathered_while_products_run_on_an_absent_tpu():
     assert "%async-collective-start" in compile_one(one, "update").text
     told = "\n".join(lines(plan(run, config, SLICE, devices, None, False), ""))
     assert all(f"{name} true" in told for name, _ in OPTIONS["v5p"])
+
+
+@pytest.mark.compilers
+def test_sums_are_added_in_one_order_on_an_absent_gpu():
+    devices = describe(parse_topology("h100:1"))
+    one = subject(computing(tiny_run((1, 1, 1)), dtype="bfloat16", attention="xla"), CONFIG, devices)
+    assert one.outline.forward.compute.compiler == REPEATABLE, "the installed compiler knows it"
+    place = SingleDeviceSharding(devices[0])
+    table = jax.ShapeDtypeStruct((256, 64), jnp.float32, sharding=place)
+    tokens = jax.ShapeDtypeStruct((512,), jnp.int32, sharding=place)
+    gradient = jax.grad(lambda table, tokens: jnp.sum(table[tokens] ** 2))
+    with without_compilation_cache():
+        texts = [
+            jax.jit(gradient, compiler_options=dict(options)).lower(table, tokens).compile().as_text()
+            for options in ((), REPEATABLE)
+        ]
+    scatters = [re.findall(r" = f32.* scatter\(.*", text) for text in texts]
+    unordered = [[line for line in lines if "unique_indices=true" not in line] for lines in scatters]
+    assert unordered[0] and not unordered[1]
