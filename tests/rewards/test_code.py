@@ -11,6 +11,8 @@ from jaxrl_llm.rewards import Accuracy, CodeTests, Scorer
 from jaxrl_llm.rewards.code import grade, read_tests
 from jaxrl_llm.types import Completion, Problem
 
+pytestmark = pytest.mark.sandbox("landlock+seccomp")
+
 ADDS = "print(sum(map(int, input().split())))"
 PRINTED = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7.0\n"]}
 FUNCTION = "Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\nIt adds."

@@ -2,12 +2,17 @@
 
 import os
 
+import pytest
+
 from jaxrl_llm.rewards.sandbox import run_python
+
+pytestmark = pytest.mark.sandbox("landlock+seccomp")
 
 ENDS = {
     "print(input()[::-1])": ("ok", "cba\n"),
     "import sys\nprint('said')\nsys.exit(3)": ("error", "said\n"),
     "print(1)\n1 / 0": ("error", "1\n"),
+    "print(2)\nexit()": ("ok", "2\n"),
     "def f(": ("error", ""),
     "x = [0] * 10**10": ("memory", ""),
     "while True: pass": ("timeout", ""),
