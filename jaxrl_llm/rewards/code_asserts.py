@@ -115,14 +115,14 @@ class _Scope:
         if value is not None and isinstance(target, (ast.Tuple, ast.Name)):
             self.bind(target, value[0])
             return
-        names = bound(node)
+        names = set(bound(node))
         if not isinstance(node, _DEFINES) and self.needs(node):
             # A call may change its arguments: all variables that such a statement names depend on the program.
             names |= {name for name in loads(node) if name in self.literals or name in self.tainted}
             self.tainted |= names
             if isinstance(node, ast.Assign) and self.is_object(node.value):
                 self.objects |= bound(node)
-        for name in names | (loads(node) if isinstance(node, (ast.Expr, ast.AugAssign)) else set()):
+        for name in names | (loads(node) if isinstance(node, (ast.Expr, ast.AugAssign)) else frozenset()):
             self.literals.pop(name, None)
         self.setup.append(node)
 
