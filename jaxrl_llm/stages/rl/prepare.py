@@ -63,8 +63,7 @@ def prepare(
     test_prompts = prompts_of(run, read.tested, read.asked, tokenizer)
     scorer.tokenizer = tokenizer
     progress.status("calling each reward once")
-    for problems in read.train:
-        scorer.dry_run(problems[0], tokenizer)
+    sandboxed = rewarded(scorer, read, tokenizer)
     stops, where = model.config.tokens.eos, rollout_mesh(run.mesh)
     training, forwards = learning_of(run, model, mesh, tokenizer)
     forward, names = forwards["policy"], [objective.name for one in training for objective in one.objectives]
@@ -96,7 +95,7 @@ def prepare(
         reference=configs.keeps_reference(run),
         coefficients=moved_by_rules(run),
         rules=rules_for(run),
-        notes=[*read.notes, *told, *about(run, read, prompts), *repeated],
+        notes=[*read.notes, *told, *sandboxed, *about(run, read, prompts), *repeated],
         ahead=run.rollout.collect.staleness > 0,
         apart=run.mesh.rollout > 0 or mesh.size == 1,
         measures_kl=run.recipe.of_kl is not None,
@@ -106,6 +105,14 @@ def prepare(
         evaluation=test,
         ingredients=ingredients,
     )
+
+
+def rewarded(scorer: Scorer, read: Problems, tokenizer: Any) -> list[str]:
+    """Check that the rewards can judge all problems, and call each once for every task; return notes."""
+    notes = scorer.check([*read.all_train, *read.held_out])
+    for problems in read.train:
+        scorer.dry_run(problems[0], tokenizer)
+    return notes
 
 
 def rehearsed(episodes: Sequence[Episodes | None], read: Problems) -> list[str]:
@@ -134,5 +141,5 @@ def check_ahead(
         prompts_of(run, task, problems, tokenizer)  # refuses those that are too long
     scoring = run.scoring
     with Scorer(configs.rewards(run), scoring.workers, scoring.timeout_s, watched=configs.watched(run)) as scorer:
-        for problems in read.train:
-            scorer.dry_run(problems[0], tokenizer)
+        scorer.check([*read.all_train, *read.held_out])
+        rewarded(scorer, read, tokenizer)
