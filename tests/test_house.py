@@ -26,6 +26,7 @@ ROOMS = (
     "codec",
     "errors",
     "system",
+    "sandbox",
     "algorithms",
     "sharding",
     "models",

@@ -1,0 +1,126 @@
+"""Restrictions that Linux lets a process put on itself: Landlock, seccomp, limits, capabilities, namespaces.
+
+By ctypes, from the kernel's own headers: no library is needed, and no privileges.
+"""
+
+import contextlib
+import ctypes
+import os
+import resource
+import struct
+
+from jaxrl_llm.sandbox import syscalls
+
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+"""Landlock's system calls, of the same numbers on every machine."""
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _REMOVE_FILE, _MAKE_REG, _TRUNCATE = (
+    1 << bit for bit in (0, 1, 2, 3, 5, 8, 14)
+)
+_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 5: 16}
+"""Number of rights of files since a version of Landlock: each newer right is handled, and so denied, too."""
+_NETWORK_SINCE, _SCOPES_SINCE = 4, 6
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
+_CLONE = {"mount": 0x20000, "cgroup": 0x2000000, "uts": 0x4000000, "ipc": 0x8000000, "user": 0x10000000}
+_CLONE |= {"pid": 0x20000000, "net": 0x40000000}
+_CAPABILITIES = 0x20080522
+_PATH = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_PATH", 0)
+
+_library = ctypes.CDLL(None, use_errno=True)
+_library.syscall.restype = ctypes.c_long
+
+
+def _checked(result: int, what: str) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return result
+
+
+def _syscall(number: int, *arguments: int | bytes | None) -> int:
+    words = [ctypes.c_long(one) if isinstance(one, int) else one for one in arguments]
+    return _library.syscall(ctypes.c_long(number), *words)
+
+
+def _prctl(option: int, value: int, more: int | ctypes.Array | None = 0) -> None:
+    last = ctypes.c_ulong(more) if isinstance(more, int) else more
+    words = ctypes.c_ulong(value), last, ctypes.c_ulong(0), ctypes.c_ulong(0)
+    _checked(_library.prctl(ctypes.c_int(option), *words), f"prctl {option}")
+
+
+def landlock_version() -> int:
+    """Return the version of Landlock that the kernel has; 0 without it."""
+    return max(0, _syscall(_CREATE_RULESET, None, 0, 1)) if syscalls.SUPPORTED else 0
+
+
+def ruleset(folder: str, readable: list[str]) -> int:
+    """Return a descriptor of Landlock rules: plain files in ``folder``, reading what is ``readable``, ``/dev/null``.
+
+    Everything else that the kernel's version can deny is denied: other files, folders, links and devices, TCP,
+    abstract Unix sockets, signals to processes outside.
+    """
+    version = landlock_version()
+    rights = _FILE_RIGHTS[max(since for since in _FILE_RIGHTS if since <= version)]
+    handled = [(1 << rights) - 1]
+    handled += [0b11] * (version >= _NETWORK_SINCE) + [0b11] * (version >= _SCOPES_SINCE)
+    packed = struct.pack(f"={len(handled)}Q", *handled)
+    rules = _checked(_syscall(_CREATE_RULESET, packed, len(packed), 0), "landlock_create_ruleset")
+    own = _READ_DIR | _REMOVE_FILE | _MAKE_REG | _READ_FILE | _WRITE_FILE | _TRUNCATE
+    allowed = [(folder, own), ("/dev/null", _READ_FILE | _WRITE_FILE)]
+    allowed += [(path, _READ_FILE | _READ_DIR * os.path.isdir(path)) for path in readable]
+    for path, right in allowed:
+        with contextlib.suppress(FileNotFoundError):
+            place = os.open(path, _PATH)
+            rule = struct.pack("=Qi", right & handled[0], place)
+            _checked(_syscall(_ADD_RULE, rules, 1, rule, 0), f"landlock_add_rule {path}")
+            os.close(place)
+    return rules
+
+
+def confine(rules: int | None) -> None:
+    """Give up, for good, what this process could do beyond ``rules`` and the allowed system calls.
+
+    Without rules (a kernel without Landlock) only the rest; nothing on a system other than Linux.
+    """
+    if not syscalls.SUPPORTED:
+        return
+    header, none = struct.pack("=Ii", _CAPABILITIES, 0), bytes(24)
+    _checked(_library.capset(header, none), "capset")
+    _prctl(_PR_SET_PDEATHSIG, 9)
+    _prctl(_PR_SET_DUMPABLE, 0)
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    if rules is not None:
+        _checked(_syscall(_RESTRICT_SELF, rules, 0), "landlock_restrict_self")
+        os.close(rules)
+    program = ctypes.create_string_buffer(syscalls.seccomp_filter(os.getpid()))
+    count = (len(program) - 1) // 8
+    packed = struct.pack("@HP", count, ctypes.addressof(program))
+    _prctl(_PR_SET_SECCOMP, 2, ctypes.create_string_buffer(packed))
+
+
+def limit(memory: int, seconds: int, file_size: int, files: int) -> None:
+    """Limit address space and file size (bytes), processor time (seconds) and open files of this process."""
+    for name, most in (("AS", memory), ("CPU", seconds), ("FSIZE", file_size), ("NOFILE", files), ("CORE", 0)):
+        with contextlib.suppress(ValueError, OSError):  # macOS has no limit of address space
+            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
+
+
+def leave_namespaces() -> None:
+    """Move into new namespaces of everything; children are in a new one of processes too.
+
+    Raises:
+      OSError: it is forbidden, as containers do.
+    """
+    user, group = os.getuid(), os.getgid()
+    every = 0
+    for flag in _CLONE.values():
+        every |= flag
+    _checked(_library.unshare(ctypes.c_int(every)), "unshare")
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+
+
+def die_with_parent() -> None:
+    """Let the kernel kill this process when the thread that forked it ends."""
+    if syscalls.SUPPORTED:
+        _prctl(_PR_SET_PDEATHSIG, 9)
