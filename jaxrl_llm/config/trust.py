@@ -32,7 +32,10 @@ KEY = "trust.key"
 KEY_BYTES = 32
 SHOWN = 3
 """The most files that a refusal names."""
-SHIPPED = tuple(f"{OURS}.{name}" for name in ("tasks.filters", "environments.examples", "environments.adapters"))
+SHIPPED = tuple(
+    f"{OURS}.{name}"
+    for name in ("tasks.filters", "environments.examples", "environments.adapters", "environments.python_tool")
+)
 """Modules of this package with functions that a configuration may name."""
 PLAIN = ("extractor", "answer_extractor")
 """Fields of this package's classes with texts such as ``tag:answer``, which look like names of functions."""
