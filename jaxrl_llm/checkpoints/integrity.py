@@ -40,8 +40,10 @@ def written(step: Path) -> Sums:
     """Return the recorded sizes and checksums of a step, by file; {} if the record is missing or unreadable."""
     try:
         text = storage.place(step / CHECKSUMS).read_text()
-        return {name: [size, crc] for name, (size, crc) in json.loads(text).items()}
-    except (FileNotFoundError, ValueError, TypeError, AttributeError):
+        found = {name: [size, crc] for name, (size, crc) in json.loads(text).items()}
+        whole = all(type(number) is int for numbers in found.values() for number in numbers)
+        return found if whole else {}
+    except (FileNotFoundError, ValueError, TypeError, AttributeError, RecursionError):
         return {}
     except OSError:
         if storage.address(step):  # away for a moment, which says nothing about the record

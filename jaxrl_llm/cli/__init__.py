@@ -133,8 +133,9 @@ def explain(error: BaseException | None, command: str) -> str | None:
 def refuse(message: str) -> int:
     """Print one line on stderr and return exit code 2."""
     from jaxrl_llm.system.storage import shown
+    from jaxrl_llm.system.text import harmless
 
-    print(f"jaxrl-llm: {' '.join(shown(message).split())}", file=sys.stderr)
+    print(f"jaxrl-llm: {harmless(' '.join(shown(message).split()))}", file=sys.stderr)
     return WRONG_INPUT
 
 

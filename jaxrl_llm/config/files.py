@@ -210,6 +210,8 @@ def from_json(data: Any, origin: Origin | None = None) -> Any:
     fields = {name: from_json(item, origin) for name, item in data.items() if name not in about}
     if "type" not in data:
         return fields
+    if not isinstance(data["type"], str):
+        return Unsaveable(f"it has a value of type {data['type']!r:.40}, which is no name of a class")
     try:
         kind = find_class(data["type"], origin)
     except (InputError, ImportError) as error:
@@ -254,7 +256,7 @@ def _of_this_version(path: Path) -> Generator[None]:
         raise InputError(f"no such file: {path}") from None
     except json.JSONDecodeError as error:
         raise InputError(f"{path} is not complete JSON ({error}): put the file back as the run wrote it") from None
-    except (ValueError, TypeError, ImportError) as error:
+    except (ValueError, TypeError, ImportError, AttributeError, KeyError, OverflowError, RecursionError) as error:
         raise InputError(
             f"{path} does not describe a run of this version ({error}): take the version of jaxrl_llm that wrote it, "
             "or begin a new run"
@@ -280,8 +282,8 @@ def read(path: Path, own: bool = True, calls: bool = True) -> Found:
             make_findable(folder)
     with _of_this_version(path):
         run = from_json(data, origin if own else None)
-        if is_whole(run) and isinstance(run, KINDS):
-            check_types(run)
+        if isinstance(run, KINDS):
+            check_types(run, Unsaveable)
     require(isinstance(run, KINDS), f"{path} does not describe a run")
     return Found(path.parent.absolute().name, run, origin, path.parent)
 
@@ -295,7 +297,7 @@ def is_run(path: Path) -> bool:
         data = json.loads(path.read_text())
     except OSError:
         return False
-    except ValueError:
+    except (ValueError, RecursionError):
         return (path.parent / "checkpoints").is_dir()
     return isinstance(data, dict) and data.get("type") in RUNS
 
