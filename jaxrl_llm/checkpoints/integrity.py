@@ -41,8 +41,7 @@ def written(step: Path) -> Sums:
     try:
         text = storage.place(step / CHECKSUMS).read_text()
         found = {name: [size, crc] for name, (size, crc) in json.loads(text).items()}
-        whole = all(type(number) is int for numbers in found.values() for number in numbers)
-        return found if whole else {}
+        return found if all(type(size) is int for size, _ in found.values()) else {}
     except (FileNotFoundError, ValueError, TypeError, AttributeError, RecursionError):
         return {}
     except OSError:
