@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.rewards.calls import Call, Outcome, in_one_line, overdue, perform, place_in
-from jaxrl_llm.system.setting import OURS
 from jaxrl_llm.system.signals import interpreter, while_read
 from jaxrl_llm.tasks.filters import resolve
 
@@ -43,8 +42,10 @@ START_TIMEOUT_S = 60.0
 MOST_STUCK = 4
 """Number of threads still in abandoned calls at which no further call starts."""
 GRACE_S = 1.0
+BOUNDED = ("jaxrl_llm.rewards.math_answer", "jaxrl_llm.rewards.gym_answer")
+"""Modules of verifiers whose memory is bounded: a formula may stand for a number of any size."""
 VERIFIER_BYTES = 1 << 30
-"""Bytes of memory that a verifier of this package may take for one call, on Linux."""
+"""Bytes of memory that they may take for one call, on Linux."""
 _MAX_FAILED_STARTS = 3
 
 
@@ -243,10 +244,10 @@ def main(handle: str) -> None:
 
 @contextlib.contextmanager
 def _bounded(path: str) -> Generator[None]:
-    """Bound the memory of the block by ``VERIFIER_BYTES`` more than now if it runs a verifier of this package."""
+    """Bound the memory of the block by ``VERIFIER_BYTES`` more than now if it runs a verifier of ``BOUNDED``."""
     statm = Path("/proc/self/statm")
     before = resource.getrlimit(resource.RLIMIT_AS)
-    if not path.startswith(f"{OURS}.") or not statm.exists():
+    if path.partition(":")[0] not in BOUNDED or not statm.exists():
         yield
         return
     most = int(statm.read_text().split()[0]) * resource.getpagesize() + VERIFIER_BYTES
