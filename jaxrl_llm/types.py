@@ -72,7 +72,7 @@ class Problem:
       extractor: How the answer is cut out of a completion: ``last_number``, ``boxed``, ``tag:NAME``, ``after:TAG``
         or ``whole``.
       verifier: How the extracted answer is compared: ``match``, ``integer``, ``math``, ``reasoning_gym``,
-        ``instructions`` or ``none``.
+        ``instructions``, ``code`` or ``none``.
       metadata: Additions of the source (level, generator parameters); verifiers and rewards may read it.
     """
 

@@ -124,14 +124,14 @@ def asking(
     status(f"loading {name}")
     policy = load_policy(name, trained)
     check_tokenizer(policy.tokenizer, name)
-    verified = all(problem.verifier != "none" for problem in problems)
-    rewards: tuple[Any, ...] = (Accuracy(),) if verified else configs.rewards(settings)
+    rewards: tuple = configs.rewards(settings) if any(one.verifier == "none" for one in problems) else (Accuracy(),)
     watched = configs.refusals(settings) if refusals else {}
     with (
         jax.set_mesh(policy.mesh),
         Scorer(rewards, settings.scoring.workers, settings.scoring.timeout_s, watched=watched) as scorer,
         on_exit(lambda *reason: scorer.close()),
     ):
+        scorer.check(problems)
         prompts = Prompts(configs.tasks_in(task), policy.tokenizer)
         longest = prompts.longest(problems)
         episodes = episodes_of(prompts, settings.rollout, policy.model.config.tokens.eos)  # say more than the rows

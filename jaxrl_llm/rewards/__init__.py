@@ -1,6 +1,7 @@
 """Rewards: verifiers, shaping, and the scorer that runs them."""
 
 from jaxrl_llm.rewards.bounds import Constraint, Gate, Hinge, TaskReward, Threshold
+from jaxrl_llm.rewards.code import CodeTests
 from jaxrl_llm.rewards.functions import Function, Local, ModelReward, StepFunction, StepReward
 from jaxrl_llm.rewards.scorer import Scorer
 from jaxrl_llm.rewards.scores import Failures, Scores

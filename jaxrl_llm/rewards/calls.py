@@ -57,6 +57,7 @@ class Call(NamedTuple):
       timeout_s: for one item, or for the whole of a batch.
       positions: unit of the positions that a step function returns (``StepFunction``); empty if it returns numbers.
       function: if no other process can import it; None if ``path`` names it.
+      on_error: score of an item without an outcome, in place of the scorer's own; None for that.
     """
 
     path: str
@@ -65,6 +66,7 @@ class Call(NamedTuple):
     timeout_s: float = 5.0
     positions: str = ""
     function: Callable[..., Any] | None = None
+    on_error: float | None = None
 
     @property
     def limit_s(self) -> float:

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,15 +13,16 @@ import numpy as np
 
 from jaxrl_llm import codec
 from jaxrl_llm.errors import InputError, require
-from jaxrl_llm.rewards import shaping
+from jaxrl_llm.rewards import sandbox, shaping
 from jaxrl_llm.rewards.bounds import Gate, base_of, places_of, shaped, spread
 from jaxrl_llm.rewards.calls import LARGEST, Call, Outcome, defined
+from jaxrl_llm.rewards.code import CodeTests
 from jaxrl_llm.rewards.functions import OF_STEPS, ON_DEVICE, Item, ModelReward, Own, as_reward, form_of
 from jaxrl_llm.rewards.pool import Inside, Pool
 from jaxrl_llm.rewards.scores import Failures, Scores, at_tokens, interleaved, with_environment, with_unplayed
 from jaxrl_llm.rewards.shaping import BUILT_IN, Accuracy, Reward
 from jaxrl_llm.rewards.verify import dry_run_completion, verdict
-from jaxrl_llm.system.paths import REWARD_ERROR, new_file
+from jaxrl_llm.system.paths import REWARD_ERROR, SANDBOX, new_file
 from jaxrl_llm.types import DISAGREEMENT, Problem
 
 if TYPE_CHECKING:  # a scorer by itself needs no JAX
@@ -75,7 +77,7 @@ class Scorer(contextlib.AbstractContextManager):
         for reward in (*self._rewards.values(), *self._beside.values()):
             shaping.check(reward)
         self._bases = {name: base_of(reward) for name, reward in (self._rewards | self._beside).items()}
-        known = (Accuracy, *BUILT_IN, *ON_DEVICE)
+        known = (Accuracy, CodeTests, *BUILT_IN, *ON_DEVICE)
         self._forms = {
             name: form_of(_callable(base), base.batch if isinstance(base, Own) else None)
             for name, base in self._bases.items()
@@ -122,6 +124,29 @@ class Scorer(contextlib.AbstractContextManager):
     def verify(self, items: Sequence[Item]) -> np.ndarray:
         """Return ``Scores.accuracy`` without calling any reward. Raises the errors of ``score``."""
         return self.score(items, only=()).accuracy
+
+    def check(self, problems: Sequence[Problem]) -> list[str]:
+        """Refuse problems with tests of programs that cannot be run; return a line about the sandbox if there are some,
+        and write its level to the run's directory.
+
+        Raises:
+          InputError: tests of a row are missing, or not known; or programs cannot be confined here.
+        """
+        items: list[Any] = [(problem, None) for problem in problems]
+        judged = [(CodeTests(), [problem for problem in problems if problem.verifier == "code"])]
+        for name, reward in (self._rewards | self._beside).items():
+            if isinstance(base := self._bases[name], CodeTests):
+                judged.append((base, [problems[place] for place in places_of(reward, items)]))
+        for judge, share in judged:
+            judge.check(share)
+        if not any(share for _, share in judged):
+            return []
+        level = sandbox.level()
+        require(level != sandbox.LEVELS[0], sandbox.REFUSED)
+        if self._writes and self.folder is not None:
+            with new_file(self.folder / SANDBOX) as part:
+                part.write_text(json.dumps({"level": level}) + "\n")
+        return [f"programs run in the sandbox, level {level}"]
 
     def dry_run(self, problem: Problem, tokenizer: Any) -> None:
         """Call every function once, in each process, on an invented completion, so that one that always fails does so
@@ -183,7 +208,8 @@ class Scorer(contextlib.AbstractContextManager):
         for place, (problem, completion) in enumerate(items):
             found = verdict(problem, completion)
             if isinstance(found, Call):
-                jobs.append((VERIFIED, [place], found._replace(timeout_s=self._timeout_s)))
+                limit = found.timeout_s if problem.verifier == "code" else self._timeout_s
+                jobs.append((VERIFIED, [place], found._replace(timeout_s=limit)))
             else:
                 columns[VERIFIED][place] = found
         for name, at in places.items():
@@ -192,6 +218,9 @@ class Scorer(contextlib.AbstractContextManager):
                 columns[name] = base.combined(given[name]) if isinstance(base, ModelReward) else given[name]
             elif isinstance(base, BUILT_IN):
                 columns[name] = spread(np.array([base(*items[place]) for place in at], np.float64), at, len(items))
+            elif isinstance(base, CodeTests):
+                columns[name] = np.zeros(len(items))
+                jobs += [(name, [place], base.call(items[place][0], items[place][1].text)) for place in at]
             elif not isinstance(base, Accuracy):
                 columns[name] = np.zeros(len(items), object if isinstance(base, OF_STEPS) else np.float64)
                 jobs += [(name, share, call) for share, call in self._calls(name, items, at)]
@@ -203,8 +232,9 @@ class Scorer(contextlib.AbstractContextManager):
                 if outcome.status == "ok":
                     columns[name][place] = outcome.value
                     continue
-                columns[name][place] = () if call.positions else self._on_error
-                defines = name != VERIFIED and not outcome.place and defined(_callable(self._bases[name]))
+                on_error = self._on_error if call.on_error is None else call.on_error
+                columns[name][place] = () if call.positions else on_error
+                defines = name in self._forms and not outcome.place and defined(_callable(self._bases[name]))
                 where = outcome.place or defines or call.path
                 failed[name, place] = outcome._replace(message=f"{where}: {outcome.message}")
         return columns, failed

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.bounds import Bound, Constraint, Hinge, TaskReward, Threshold, base_of
+from jaxrl_llm.rewards.code import CodeTests
 from jaxrl_llm.rewards.functions import OF_STEPS, Function, Local, Lost, ModelReward, StepFunction, StepReward, form_of
 from jaxrl_llm.rewards.verify import accuracy
 from jaxrl_llm.system.setting import Range, check_fields
@@ -157,6 +158,7 @@ Reward = (
     | RepetitionPenalty
     | Format
     | Refusals
+    | CodeTests
     | Hinge
     | Threshold
     | Function

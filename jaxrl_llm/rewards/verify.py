@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.calls import Call
+from jaxrl_llm.rewards.code import CodeTests
 from jaxrl_llm.tasks.extract import extract, integer, marker, normalised, number
 from jaxrl_llm.tasks.filters import resolve
 from jaxrl_llm.tasks.instructions import followed
@@ -40,12 +41,14 @@ def verdict(problem: Problem, completion: Completion) -> float | Call:
     answer = extract(completion.text, problem.extractor)
     if answer is None:
         return 0.0
+    if problem.verifier == "code":
+        return CodeTests().call(problem, answer)
     if problem.verifier in POOLED:
         return Call(POOLED[problem.verifier], [(answer, problem)])
     if problem.verifier not in INLINE:
         raise InputError(
             f"verifier {problem.verifier!r} of problem {problem.id} is unknown; "
-            f"choose one of {', '.join((*INLINE, *POOLED))}"
+            f"choose one of {', '.join((*INLINE, *POOLED, 'code'))}"
         )
     if problem.verifier == "instructions":  # characters count as written: a full-width comma is none, as in IFEval
         kept = followed(answer, problem.metadata)

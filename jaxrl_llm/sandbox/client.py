@@ -72,6 +72,7 @@ class Server:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
+                start_new_session=True,  # it outlives a parent that is killed, to remove its folder
                 env={"PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "1"},
                 cwd=self.folder,
             )

@@ -24,8 +24,9 @@ _DEEPEST = 200
 def run(request: bytes, channel: int) -> int:
     """Run the program that the request holds, and return its exit code.
 
-    The request is JSON: ``code``; ``setup``, executed after it; then either ``expressions``, texts that are evaluated,
-    or ``entry`` and ``args``, a call. Their values are written to ``channel`` as a JSON list.
+    The request is JSON: ``code``, between ``prelude`` and ``setup``; then either ``expressions``, texts that are
+    evaluated, with encoded values for ``names``, or ``entry`` and ``args``, a call. Their values are written to
+    ``channel`` as a JSON list.
     """
     lenient: dict[str, Any] = {"encoding": "utf-8", "errors": "surrogateescape", "closefd": False}
     sys.stdin = open(0, **lenient)  # noqa: SIM115
@@ -46,8 +47,8 @@ def _ended(asked: dict[str, Any], channel: int) -> int:
     sys.modules["__main__"] = module
     code = 0
     try:
-        _execute(asked["code"], module.__dict__)
-        _execute(asked.get("setup", ""), module.__dict__)
+        for text in (asked.get("prelude", ""), asked["code"], asked.get("setup", "")):
+            _execute(text, module.__dict__)
         values = _values(asked, module.__dict__)
         if values is not None:
             said = json.dumps(values).encode()

@@ -92,6 +92,7 @@ def answers_of(
     if run.evaluation.task is not None:
         read = read_parts(tested, lambda part: True, status)
         questions = [problem for one in read for problem in one.train[:most]]
+    scorer.check([*problems, *questions])
     prompts = tasks.Prompts([part.task for part in tested], tokenizer)
     stops = model.config.tokens.eos
     playing = [

@@ -18,6 +18,8 @@ from jaxrl_llm.system.signals import on_exit
 
 COLLECTED = "collected.jsonl"
 """The file in a run's directory with its collected data."""
+SANDBOX = "sandbox.json"
+"""The file in a run's directory with the level of the sandbox that its programs ran in."""
 REWARD_ERROR = "reward_error.txt"
 """The file in a run's directory with the traceback of a reward that failed."""
 PROFILE = "profile"

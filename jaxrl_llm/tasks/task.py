@@ -16,8 +16,8 @@ from jaxrl_llm.tasks.sources import HubDataset, ReasoningGym, Rows, RowSource, T
 from jaxrl_llm.types import Problem
 
 TEMPLATES = ("tokenizer", "chatml", "plain")
-VERIFIERS = ("match", "integer", "math", "reasoning_gym", "instructions", "none")
-UNANSWERED = ("reasoning_gym", "instructions", "none")
+VERIFIERS = ("match", "integer", "math", "reasoning_gym", "instructions", "code", "none")
+UNANSWERED = ("reasoning_gym", "instructions", "code", "none")
 """Verifiers that need no reference answer."""
 
 Item = TypeVar("Item", covariant=True)
@@ -35,7 +35,8 @@ class Task:
         ``after:TAG`` or ``whole`` (see ``extract``).
       verifier: how it is compared: ``match`` (text, or equal numbers), ``integer``, ``math`` (equivalent expressions),
         ``reasoning_gym`` (the data set's own scoring), ``instructions`` (the share of the row's instructions that the
-        text follows, see ``tasks/instructions.py``), or ``none``, no check. The last two need no reference answer.
+        text follows, see ``tasks/instructions.py``), ``code`` (whether the program passes the tests in the row's column
+        ``tests``), or ``none``, no check. The last three need no reference answer.
       keep: ``module:function`` of a Problem; where it returns False the problem is dropped.
       system: the system message, in place of the row's own.
       suffix: text appended to the last user message.
@@ -115,10 +116,10 @@ def check(task: Task) -> None:
     require(task.verifier in VERIFIERS, f"verifier {task.verifier!r} is unknown; choose one of {', '.join(VERIFIERS)}")
     if task.verifier == "reasoning_gym" and isinstance(task.source, RowSource):
         raise InputError(f"verifier 'reasoning_gym' needs a ReasoningGym source; give {task.label} another")
-    if task.verifier == "instructions" and task.extractor in ("last_number", "boxed"):
+    if task.verifier in ("instructions", "code") and task.extractor in ("last_number", "boxed"):
         raise InputError(
-            f"verifier 'instructions' looks at a whole text, of which extractor {task.extractor!r} leaves a piece: set "
-            "extractor whole, tag:NAME or after:TAG"
+            f"verifier {task.verifier!r} looks at a whole text, of which extractor {task.extractor!r} leaves a piece: "
+            "set extractor whole, tag:NAME or after:TAG"
         )
     if task.keep is not None:
         resolve(task.keep)
@@ -244,11 +245,15 @@ def _checkable(problems: list[Problem], verifier: str, notes: list[str]) -> list
     """Return the problems with answers that the verifier can read.
 
     Raises:
-      InputError: a problem has instructions that cannot be checked.
+      InputError: a problem has instructions that cannot be checked, or no tests.
     """
     if verifier == "instructions":
         for problem in problems:
             check_instructions(problem.metadata, _place(problem))
+    if verifier == "code":
+        for problem in problems:
+            there = problem.metadata.get("tests") is not None
+            require(there, f"{_place(problem)} has no tests, which verifier code runs: give each row the column tests")
     if verifier != "integer":
         return problems
     dropped = [problem for problem in problems if integer(problem.answer) is None]

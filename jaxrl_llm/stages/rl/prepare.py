@@ -63,6 +63,7 @@ def prepare(
     test_prompts = prompts_of(run, read.tested, read.asked, tokenizer)
     scorer.tokenizer = tokenizer
     progress.status("calling each reward once")
+    sandboxed = scorer.check([*read.all_train, *read.held_out])
     for problems in read.train:
         scorer.dry_run(problems[0], tokenizer)
     stops, where = model.config.tokens.eos, rollout_mesh(run.mesh)
@@ -96,7 +97,7 @@ def prepare(
         reference=configs.keeps_reference(run),
         coefficients=moved_by_rules(run),
         rules=rules_for(run),
-        notes=[*read.notes, *told, *about(run, read, prompts), *repeated],
+        notes=[*read.notes, *told, *sandboxed, *about(run, read, prompts), *repeated],
         ahead=run.rollout.collect.staleness > 0,
         apart=run.mesh.rollout > 0 or mesh.size == 1,
         measures_kl=run.recipe.of_kl is not None,
@@ -134,5 +135,6 @@ def check_ahead(
         prompts_of(run, task, problems, tokenizer)  # refuses those that are too long
     scoring = run.scoring
     with Scorer(configs.rewards(run), scoring.workers, scoring.timeout_s, watched=configs.watched(run)) as scorer:
+        scorer.check([*read.all_train, *read.held_out])
         for problems in read.train:
             scorer.dry_run(problems[0], tokenizer)

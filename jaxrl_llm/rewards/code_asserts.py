@@ -1,0 +1,301 @@
+"""Assertions, split: the program's process computes the program's calls, and what was expected stays outside it.
+
+``assert f(2) == 4`` has the call ``f(2)``, whose value is compared here. Of ``assert abs(f(2) - 4) < 0.1`` the
+program's process computes ``f(2)``, and another, which never saw the program, ``abs(_0 - 4) < 0.1``. Each gets those
+statements before the assertion that it needs, so that a variable ``expected`` stays outside too. Assertions in loops
+over literals are unrolled. The rest is opaque: the process that runs the program says whether it holds.
+"""
+
+import ast
+import builtins
+import copy
+import dataclasses
+from typing import Any
+
+from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.rewards.code_formats import Asserted
+from jaxrl_llm.rewards.code_names import available, bound, literal, loads, named
+
+_MOST_UNROLLED = 2000
+_PLAIN = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Import, ast.ImportFrom, ast.Pass, ast.Delete)
+_SCOPES = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_DECIDES = (ast.Compare, ast.BoolOp, ast.Not, ast.IfExp, ast.Assert)
+_DEFINES = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+_FOLDED = (ast.Subscript, ast.Name, ast.Constant, ast.Slice, ast.UnaryOp, ast.USub, ast.Load)
+_BUILT_IN = frozenset(dir(builtins))
+
+
+def split_asserts(text: str, entry: str = "") -> list[Asserted]:
+    """Return the assertions of a Python text, in order; ``entry`` is the function that ``check(candidate)`` checks.
+
+    Raises:
+      InputError: it is not Python, or needs a package beyond the standard library.
+    """
+    try:
+        body = ast.parse(text).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise InputError(f"the assertions {text!r:.60} are not Python ({error}): correct them") from None
+    checks = [node for node in body if isinstance(node, ast.FunctionDef) and node.name == "check" and node.args.args]
+    called = [name for name in map(_checked, body) if name] or ([entry] if entry else [])
+    require(not checks or bool(called), 'check(candidate) is never called: give {"test": text, "entry_point": name}')
+    scope = _Scope()
+    found = scope.block([node for node in body if node not in checks and not _checked(node)])
+    for name in called:
+        for check in checks:
+            first = ast.parse(f"{check.args.args[0].arg} = {name}").body[0]
+            found += scope.inner().function(check, [first])
+    return found
+
+
+def _checked(node: ast.stmt) -> str:
+    """Return the name in a statement ``check(name)``; empty for other statements."""
+    call = node.value if isinstance(node, ast.Expr) else None
+    fits = isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "check"
+    return ast.unparse(call.args[0]) if fits and len(call.args) == 1 else ""
+
+
+@dataclasses.dataclass
+class _Scope:
+    """The statements so far, and what they say of names.
+
+    Attributes:
+      setup: the statements.
+      tainted: names whose values depend on the program.
+      objects: those of them that are functions or objects of the program.
+      literals: names of literals, and their values.
+      missing: names of packages that programs do not have.
+    """
+
+    setup: list[ast.stmt] = dataclasses.field(default_factory=list)
+    tainted: set[str] = dataclasses.field(default_factory=set)
+    objects: set[str] = dataclasses.field(default_factory=set)
+    literals: dict[str, Any] = dataclasses.field(default_factory=dict)
+    missing: set[str] = dataclasses.field(default_factory=set)
+
+    def inner(self) -> "_Scope":
+        """Return a copy, for a block of its own."""
+        return _Scope([*self.setup], {*self.tainted}, {*self.objects}, {**self.literals}, {*self.missing})
+
+    def block(self, body: list[ast.stmt]) -> list[Asserted]:
+        """Return the assertions of a block; its other statements join the setup."""
+        found: list[Asserted] = []
+        for node in body:
+            unrolled = self.unrolled(node) if isinstance(node, ast.For) else None
+            if isinstance(node, ast.Assert):
+                found.append(self.split(node))
+            elif isinstance(node, ast.FunctionDef) and node.name.startswith("test"):
+                found += self.inner().function(node, [])
+            elif unrolled is not None:
+                found += unrolled
+            elif _asserts(node) and not isinstance(node, _DEFINES):
+                found.append(self.opaque(node))
+            else:
+                kept, missing = available(node)
+                self.missing |= missing
+                for one in kept:
+                    self.add(one)
+        return found
+
+    def function(self, node: ast.FunctionDef, first: list[ast.stmt]) -> list[Asserted]:
+        """Return the assertions of a function's body after ``first``; all of it is one opaque assertion unless it is a
+        plain block.
+        """
+        if all(isinstance(one, (*_PLAIN, ast.Assert, ast.For, ast.FunctionDef)) for one in node.body):
+            for one in first:
+                self.add(one)
+            return self.block(node.body)
+        arguments = ", ".join(ast.unparse(one.value) for one in first if isinstance(one, ast.Assign))
+        self.setup.append(node)
+        return [self.opaque(ast.parse(f"{node.name}({arguments})").body[0])]
+
+    def add(self, node: ast.stmt) -> None:
+        """Add a statement to the setup."""
+        target = node.targets[0] if isinstance(node, ast.Assign) and len(node.targets) == 1 else None
+        value = literal(node.value, self.literals) if isinstance(node, ast.Assign) and target else None
+        if value is not None and isinstance(target, (ast.Tuple, ast.Name)):
+            self.bind(target, value[0])
+            return
+        names = bound(node)
+        if not isinstance(node, _DEFINES) and self.needs(node):
+            # A call may change its arguments: all variables that such a statement names depend on the program.
+            names |= {name for name in loads(node) if name in self.literals or name in self.tainted}
+            self.tainted |= names
+            if isinstance(node, ast.Assign) and self.is_object(node.value):
+                self.objects |= bound(node)
+        for name in names | (loads(node) if isinstance(node, (ast.Expr, ast.AugAssign)) else set()):
+            self.literals.pop(name, None)
+        self.setup.append(node)
+
+    def bind(self, target: ast.expr, value: Any) -> None:
+        """Bind a target's names to parts of a literal, each by a statement of its own: one may be what is expected."""
+        for name, part in named(target, value).items():
+            self.literals[name] = part
+            self.tainted.discard(name)
+            self.setup.append(ast.parse(f"{name} = {part!r}").body[0])
+
+    def known(self) -> set[str]:
+        """Return the names that the setup binds."""
+        return {name for node in self.setup for name in bound(node)}
+
+    def needs(self, node: ast.AST) -> bool:
+        """Whether it names something of the program."""
+        names = loads(node)
+        return bool(names & self.tainted or names - _BUILT_IN - self.known() - bound(node) - self.missing)
+
+    def is_program(self, node: ast.AST) -> bool:
+        """Whether an expression is a value from the program: a call of its functions, or of a method of its objects, or
+        a variable that depends on it.
+        """
+        if isinstance(node, ast.Name):
+            return self.needs(node)
+        if isinstance(node, ast.Call):
+            return self.is_object(node.func)
+        return isinstance(node, (ast.Attribute, ast.Subscript)) and self.is_object(node)
+
+    def is_object(self, node: ast.AST) -> bool:
+        """Whether an expression is a function or object of the program, or a part of one, and not plain data."""
+        if isinstance(node, ast.Name):
+            return node.id in self.objects or (self.needs(node) and node.id not in self.tainted)
+        if isinstance(node, (ast.Attribute, ast.Subscript)):
+            return self.is_object(node.value)
+        instance = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id[:1].isupper()
+        return instance and self.is_object(node.func)
+
+    def split(self, node: ast.Assert) -> Asserted:
+        """Return one assertion, split if possible."""
+        test = _Folded(self.literals).visit(copy.deepcopy(node.test))
+        if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq):
+            for computed, expected in ((test.left, test.comparators[0]), (test.comparators[0], test.left)):
+                value = literal(expected, self.literals)
+                if value is not None and self.is_program(computed):
+                    return self.asserted("equal", [computed], value[0], node)
+        turned = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
+        if self.is_program(test.operand if turned else test):
+            return self.asserted("truth", [test.operand if turned else test], not turned, node)
+        taken = _Taken(self)
+        rest = taken.visit(copy.deepcopy(test))
+        if taken.hidden or not taken.expressions:
+            return self.opaque(node)
+        return self.asserted("judged", taken.expressions, rest, node)
+
+    def asserted(self, judge: Any, computed: list[ast.expr], expected: Any, node: ast.stmt) -> Asserted:
+        """Return an assertion about computed expressions; opaque if what they need compares something itself."""
+        setup = self.needed(computed)
+        own = [one for one in setup if not isinstance(one, _DEFINES)] + computed
+        values = [one for one in computed if isinstance(one, ast.Name) and self.is_object(one)]
+        if values or any(isinstance(part, _DECIDES) for one in own for part in ast.walk(one)):
+            return self.opaque(node)
+        apart = ""
+        if judge == "judged":
+            apart = _text([one for one in self.needed([expected]) if not self.needs(one)])
+            expected = ast.unparse(expected)
+        for one in computed:
+            if loads(one) & (self.objects | {name for name, value in self.literals.items() if _changes(value)}):
+                self.add(ast.Expr(one))  # it may change them for the assertions that follow
+        return Asserted(_text(setup), tuple(map(ast.unparse, computed)), judge, expected, apart)
+
+    def opaque(self, node: ast.stmt) -> Asserted:
+        """Return a statement as an assertion that the program's process judges."""
+        return Asserted(_text([*self.needed([node]), node]), (), "opaque")
+
+    def needed(self, asked: list[Any]) -> list[ast.stmt]:
+        """Return the statements of the setup that these need, by the names that they bind or may change.
+
+        Raises:
+          InputError: one of them is of a package that programs do not have.
+        """
+        names = {name for one in asked for name in loads(one)}
+        found = []
+        for node in reversed(self.setup):
+            changes = isinstance(node, (ast.Expr, ast.AugAssign, ast.Delete, ast.Assign)) and loads(node) & names
+            changes = changes and not (isinstance(node, ast.Assign) and bound(node))
+            modules = isinstance(node, ast.Expr) and not loads(node) & (self.literals.keys() | self.tainted)
+            if bound(node) & names or changes or modules:
+                found.append(node)
+                names |= loads(node)
+        lacking = names & self.missing
+        require(
+            not lacking, f"an assertion needs {', '.join(sorted(lacking))}: programs have the standard library alone"
+        )
+        return found[::-1]
+
+    def unrolled(self, loop: ast.For) -> list[Asserted] | None:
+        """Return the assertions of a loop over literals; None if it is another."""
+        values = self.items(loop.iter)
+        if values is None or loop.orelse or not all(isinstance(one, (*_PLAIN, ast.Assert)) for one in loop.body):
+            return None
+        found: list[Asserted] = []
+        for value in values:
+            inner = self.inner()
+            try:
+                inner.bind(loop.target, value)
+            except (SyntaxError, ValueError, TypeError):
+                return None
+            for node in loop.body:
+                call = node.value if isinstance(node, ast.Expr) else None
+                if isinstance(call, ast.Call) and ast.unparse(call.func) == "assertion" and len(call.args) >= 2:
+                    expected = literal(call.args[1], inner.literals)
+                    if expected is None or not inner.is_program(call.args[0]):
+                        return None
+                    found.append(inner.asserted("close", [call.args[0]], expected[0], node))
+                else:
+                    found += inner.block([node])
+        return found
+
+    def items(self, node: ast.expr) -> list[Any] | None:
+        """Return the values that a loop over this runs through, if they are literals; None otherwise."""
+        value = literal(node, self.literals)
+        if value is None and isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
+            inner = [items for one in node.args if (items := self.items(one)) is not None]
+            if node.func.id == "zip" and len(inner) == len(node.args):
+                value = (list(zip(*inner, strict=False)),)
+            elif node.func.id == "enumerate" and len(inner) == len(node.args) == 1:
+                value = (list(enumerate(inner[0])),)
+        items = None if value is None else value[0]
+        return list(items) if isinstance(items, (list, tuple)) and len(items) <= _MOST_UNROLLED else None
+
+
+class _Taken(ast.NodeTransformer):
+    """Replaces what an expression asks of the program by ``_0``, ``_1``, ...; ``hidden`` if it asks inside a scope."""
+
+    def __init__(self, scope: _Scope):
+        self.scope = scope
+        self.expressions: list[ast.expr] = []
+        self.hidden = False
+
+    def visit(self, node: ast.AST) -> Any:
+        if isinstance(node, _SCOPES):
+            self.hidden |= self.scope.needs(node)
+            return node
+        if isinstance(node, ast.expr) and self.scope.is_program(node):
+            self.expressions.append(node)
+            return ast.Name(f"_{len(self.expressions) - 1}", ast.Load())
+        return super().visit(node)
+
+
+class _Folded(ast.NodeTransformer):
+    """Replaces parts of literals, ``case[0]``, by their values: the whole may hold what is expected."""
+
+    def __init__(self, literals: dict[str, Any]):
+        self.literals = literals
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        if all(isinstance(one, _FOLDED) for one in ast.walk(node)) and loads(node) <= self.literals.keys():
+            try:
+                value = eval(ast.unparse(node), {"__builtins__": {}}, self.literals)
+                return ast.parse(repr(value), mode="eval").body
+            except (LookupError, TypeError, SyntaxError):
+                return node
+        return self.generic_visit(node)
+
+
+def _changes(value: Any) -> bool:
+    return isinstance(value, (list, dict, set))
+
+
+def _asserts(node: ast.AST) -> bool:
+    return any(isinstance(one, (ast.Assert, ast.With, ast.Try)) for one in ast.walk(node))
+
+
+def _text(body: list[ast.stmt]) -> str:
+    return "\n".join(map(ast.unparse, body))
