@@ -45,7 +45,7 @@ class Programs:
 
     A problem asks for a Python function ``solve``; its tests are asserts in the column ``tests``, for the reward
     ``CodeTests``, and ``solution`` is a program that passes them. Use it as ``Task(..., extractor="whole",
-    verifier="none")``; with a ``holdout`` whole problems are held out, with all of their tests.
+    verifier="code")``; with a ``holdout`` whole problems are held out, with all of their tests.
 
     Attributes:
       levels: of the problems.
