@@ -31,6 +31,6 @@ config = Run(
         prompts=4, group=16, max_prompt_tokens=80, max_new_tokens=1, engine=EngineOptions(slots=64, chunk=1)
     ),
     learner=Learner(optimiser=Optimiser(learning_rate=1e-2), minibatches=2, compute=Compute(row_tokens=256)),
-    output=Output(checkpoint_every=30, trackers=()),
-    steps=30,
+    output=Output(checkpoint_every=12, trackers=()),
+    steps=12,
 )

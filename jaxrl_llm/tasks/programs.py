@@ -16,8 +16,8 @@ NAME = "solve"
 """The name of the function that a problem asks for."""
 TESTS = "tests"
 """The column with a problem's tests."""
-DRAWN = 200
-"""Inputs that are drawn at most to find the tests of a problem."""
+DRAWN = 80
+"""Inputs that are drawn, of which the tests of a problem are chosen."""
 WORDS = ("tree", "a", "moon", "otter", "to", "letters", "sea", "stone", "at", "yellow", "the", "oat", "east", "toe")
 
 
@@ -82,9 +82,13 @@ class Programs:
     def _problem(self, name: str, constants: Mapping[str, Any]) -> Problem:
         template = TEMPLATES[name]
         solution = solution_of(template, constants)
-        inputs = self._inputs(template, solution, random.Random(f"{self.seed} {name} {constants}"))
-        function = loaded(solution)
-        tests = [f"assert {called(given)} == {function(*copies(given))!r}" for given in inputs]
+        others = [solution_of(template, other) for other in constants_of(template) if other != constants]
+        draws = random.Random(f"{self.seed} {name} {constants}")
+        drawn = [tuple(VALUES[kind](draws) for kind in template.parameters.values()) for _ in range(DRAWN)]
+        tests = [
+            f"assert {called(given)} == {result}"
+            for given, result in chosen(drawn, loaded(solution), list(map(loaded, others)), self.tests)
+        ]
         signature = f"{NAME}({', '.join(template.parameters)})"
         text = (
             f"Write a Python function {signature} that returns {filled(template.returns, constants)}.\n"
@@ -93,21 +97,26 @@ class Programs:
         metadata = {TESTS: tests, "solution": solution, "level": template.level, "template": name}
         return problem_of(({"role": "user", "content": text},), "", self.label, metadata)
 
-    def _inputs(self, template: Template, solution: str, draws: random.Random) -> list[tuple[Any, ...]]:
-        """Return different inputs, among which the results differ: the same value for all is wrong."""
-        function = loaded(solution)
-        found: dict[str, tuple[Any, ...]] = {}
-        results: set[str] = set()
-        for _ in range(DRAWN):
-            given = tuple(VALUES[kind](draws) for kind in template.parameters.values())
-            result = repr(function(*copies(given)))
-            room = self.tests - len(found) - (len(results) < 2)  # the last place is for another result
-            if repr(given) not in found and (room > 0 or result not in results):
-                found[repr(given)] = given
-                results.add(result)
-            if len(found) == self.tests:
-                break
-        return list(found.values())
+
+def chosen(
+    drawn: list[tuple[Any, ...]], solution: Callable[..., Any], others: list[Callable[..., Any]], most: int
+) -> list[tuple[tuple[Any, ...], str]]:
+    """Return so many different inputs with their results, as Python text, that every other solution fails on one.
+
+    Each input is the one that most of the remaining others fail on, the first of equal ones; a solution that always
+    returns the first result counts as one of them.
+    """
+    inputs = list({repr(given): given for given in drawn}.values())
+    results = [repr(solution(*copies(given))) for given in inputs]
+    wrong = [[repr(other(*copies(given))) for given in inputs] for other in others]
+    places = [0]
+    left = [one for one in (*wrong, [results[0]] * len(inputs)) if one[0] == results[0]]
+    while len(places) < min(most, len(inputs)):
+        free = [place for place in range(len(inputs)) if place not in places]
+        best = max(free, key=lambda place: sum(one[place] != results[place] for one in left))
+        places.append(best)
+        left = [one for one in left if one[best] == results[best]]
+    return [(inputs[place], results[place]) for place in places]
 
 
 def constants_of(template: Template) -> Iterator[dict[str, Any]]:
