@@ -89,12 +89,11 @@ def parse_calls(case: Any, folder: Path) -> Any:
 
 
 ROWS = [{"prompt": "1 + 1 =", "answer": "2"}, {"prompt": [{"role": "user", "content": "?"}], "answer": 3, "x": [1]}]
-DATA_ROWS = [
-    {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "label": True},
-    {"prompt": "a", "completion": "b", "chat_template_kwargs": {"x": 1}, "tools": [{"type": "function"}]},
-    {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 0.5},
-    {"prompt": "a", "completions": ["b", "c"], "labels": [True, 0.5]},
-]
+DATA_ROWS = {
+    "Texts": {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "label": True},
+    "Pairs": {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 0.5, "chat_template_kwargs": {"x": 1}},
+    "Steps": {"prompt": "a", "completions": ["b", "c"], "labels": [True, 0.5]},
+}
 
 
 def _make_table(draws: random.Random) -> tuple[str, bytes]:
@@ -141,9 +140,10 @@ def read_data(case: Any, folder: Path) -> Any:
 
 
 def _make_data(draws: random.Random) -> Any:
-    lines = [json_text(draws.choice(DATA_ROWS), draws) for _ in range(draws.randint(1, 3))]
+    kind = draws.choice(tuple(DATA_ROWS))
+    lines = [json.dumps(DATA_ROWS[kind]), json_text(DATA_ROWS[kind], draws)]
     template = draws.choice(("plain", "chatml", "tokenizer"))
-    return draws.choice(("Texts", "Pairs", "Steps")), template, "\n".join(lines).encode("utf-8", "surrogatepass")
+    return kind, template, "\n".join(lines).encode("utf-8", "surrogatepass")
 
 
 @functools.cache
@@ -280,8 +280,22 @@ def _llama() -> Any:
 
 
 def _make_adapter(draws: random.Random) -> tuple[bytes, bytes]:
-    weights = (MODELS / "llama" / "model.safetensors").read_bytes()[:5000]
-    return json_text(ADAPTER, draws).encode("utf-8", "surrogatepass"), changed_bytes(weights, draws, 3000)
+    described = json_text(ADAPTER, draws) if draws.random() < 0.6 else json.dumps(ADAPTER)
+    weights = changed_bytes(_factors(), draws, 3000) if draws.random() < 0.6 else _factors()
+    return described.encode("utf-8", "surrogatepass"), weights
+
+
+@functools.cache
+def _factors() -> bytes:
+    from safetensors.numpy import save
+
+    config = _llama()
+    inner = config.attention.heads * config.attention.head_dim
+    at = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
+    shapes = {"A": (2, config.width), "B": (inner, 2)}
+    return save(
+        {at.format(i, k): np.zeros(shape, np.float32) for i in range(config.layers) for k, shape in shapes.items()}
+    )
 
 
 @functools.cache
@@ -296,8 +310,8 @@ def _runs() -> tuple[dict[str, Any], ...]:
 
 def _make_run(draws: random.Random) -> str:
     whole = json.loads(json.dumps(draws.choice(_runs())))
-    if draws.random() < 0.3:
-        whole["recipe"]["shaping"] = [{"type": "evil:Shaping"}] if "recipe" in whole else 1
+    if "recipe" in whole and draws.random() < 0.3:
+        whole["recipe"]["shaping"] = [{"type": "evil:Shaping"}]
     return json_text(whole, draws)
 
 
@@ -355,7 +369,8 @@ def read_checkpoint(case: Any, folder: Path) -> Any:
     for found in kept(folder).values():
         phase_of(found)
         fault(found)
-        codec.from_json(read_host(found), RECORDS)
+        with contextlib.suppress(ValueError):
+            codec.from_json(read_host(found), RECORDS)
     return listed(folder)
 
 
