@@ -8,12 +8,13 @@ import base64
 import dataclasses
 import datetime
 import decimal
+import functools
 import importlib
 import math
 import uuid
 import zlib
 import zoneinfo
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -73,7 +74,7 @@ def from_json(data: Any, records: Sequence[Any] = ()) -> Any:
     """Convert JSON values back; the inverse of ``to_json``.
 
     Raises:
-      ValueError: a value has a kind that this version does not know.
+      ValueError: a value has a kind that this version does not know, or its content is none of this kind.
     """
     if isinstance(data, list):
         return [from_json(item, records) for item in data]
@@ -85,12 +86,23 @@ def from_json(data: Any, records: Sequence[Any] = ()) -> Any:
     content = from_json(content, records)
     for record in records:
         if name == _SIGN + record.__name__:
-            names = {field.name for field in dataclasses.fields(record)}
-            return record(**{field: value for field, value in content.items() if field in names})
+            return _made(name, functools.partial(_record, record), content)
     if name.removeprefix(_SIGN) not in _KINDS:
         raise ValueError(f"{name} is not a kind of value known to this version")
     _, _, read = _KINDS[name.removeprefix(_SIGN)]
-    return read(content)
+    return _made(name, read, content)
+
+
+def _record(kind: Any, content: dict[str, Any]) -> Any:
+    names = {field.name for field in dataclasses.fields(kind)}
+    return kind(**{field: value for field, value in content.items() if field in names})
+
+
+def _made(name: str, read: Callable[[Any], Any], content: Any) -> Any:
+    try:
+        return read(content)
+    except Exception as error:
+        raise ValueError(f"{name} has content that is none of its kind ({type(error).__name__}: {error})") from error
 
 
 def together(value: Any, arrays: bytes) -> Any:
@@ -126,8 +138,9 @@ def pack(array: np.ndarray) -> dict[str, Any]:
 
 
 def unpack(packed: dict[str, Any]) -> np.ndarray:
-    """Rebuild the array from the output of ``pack``."""
-    data = zlib.decompress(base64.b85decode(packed["data"]))
+    """Rebuild the array from the output of ``pack``; no more is decompressed than its shape needs."""
+    size = math.prod(packed["shape"]) * np.dtype(packed["dtype"]).itemsize
+    data = zlib.decompressobj().decompress(base64.b85decode(packed["data"]), size + 1) if size > 0 else b""
     return np.frombuffer(data, packed["dtype"]).reshape(packed["shape"]).copy()
 
 

@@ -40,8 +40,9 @@ def written(step: Path) -> Sums:
     """Return the recorded sizes and checksums of a step, by file; {} if the record is missing or unreadable."""
     try:
         text = storage.place(step / CHECKSUMS).read_text()
-        return {name: [size, crc] for name, (size, crc) in json.loads(text).items()}
-    except (FileNotFoundError, ValueError, TypeError, AttributeError):
+        found = {name: [size, crc] for name, (size, crc) in json.loads(text).items()}
+        return found if all(type(size) is int for size, _ in found.values()) else {}
+    except (FileNotFoundError, ValueError, TypeError, AttributeError, RecursionError):
         return {}
     except OSError:
         if storage.address(step):  # away for a moment, which says nothing about the record

@@ -13,7 +13,7 @@ from pathlib import Path
 from jaxrl_llm.checkpoints import objects
 from jaxrl_llm.checkpoints.integrity import CHECKSUMS, fault, written
 from jaxrl_llm.checkpoints.store import Checkpoints, host_file, steps_in
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, one_line, require
 from jaxrl_llm.sharding.distributed import ALONE, Peers
 from jaxrl_llm.system import storage
 from jaxrl_llm.types import TrainState
@@ -51,8 +51,17 @@ def kept(directory: Path) -> dict[int, Path]:
 
 
 def phase_of(place: Path) -> int:
-    """Return the phase of the run from this checkpoint or snapshot on; 0 in those of earlier versions."""
-    return json.loads(host_file(place).read_text()).get("phase", 0)
+    """Return the phase of the run from this checkpoint or snapshot on; 0 in those of earlier versions.
+
+    Raises:
+      InputError: its host state cannot be read.
+    """
+    try:
+        phase = json.loads(host_file(place).read_text()).get("phase", 0)
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise InputError(f"{place} cannot be read ({one_line(error, 200)}): remove it") from None
+    require(type(phase) is int, f"{place} has phase {phase!r:.40}, which is no number: remove it")
+    return phase
 
 
 def listed(directory: Path) -> str:

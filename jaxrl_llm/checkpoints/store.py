@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from jaxrl_llm import codec
 from jaxrl_llm.checkpoints import objects
 from jaxrl_llm.checkpoints.integrity import CHECKSUMS, readable, sums
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, one_line
 from jaxrl_llm.sharding import abstract, replicated, shardings
 from jaxrl_llm.sharding.rules import fingerprint
 from jaxrl_llm.system import lease, storage
@@ -315,8 +315,13 @@ def read_host(step_directory: Path) -> Any:
     """Read the host state of a complete step: JSON values, and arrays that were stored as such."""
     path = host_file(step_directory)
     arrays = path.with_name(ARRAYS)
-    packed = zlib.decompress(arrays.read_bytes()) if arrays.exists() else b""
-    return codec.together(json.loads(path.read_text()), packed)
+    try:
+        packed = zlib.decompress(arrays.read_bytes()) if arrays.exists() else b""
+        return codec.together(json.loads(path.read_text()), packed)
+    except (OSError, ValueError, TypeError, KeyError, RecursionError, OverflowError, zlib.error) as error:
+        raise InputError(
+            f"{step_directory} cannot be read ({one_line(error, 200)}): remove it to go back to the step before"
+        ) from None
 
 
 def steps_in(directory: Path) -> list[int]:
@@ -325,4 +330,4 @@ def steps_in(directory: Path) -> list[int]:
         return sorted(objects.steps(directory))
     if not directory.is_dir():
         return []
-    return sorted(int(p.name) for p in directory.iterdir() if p.name.isdigit())
+    return sorted(int(p.name) for p in directory.iterdir() if p.name.isascii() and p.name.isdecimal())

@@ -13,13 +13,13 @@
 
 jaxrl-llm COMMAND --help shows more."""
 
+import contextlib
 import gc
 import importlib
 import itertools
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 from jaxrl_llm import __version__
@@ -51,6 +51,8 @@ COMMANDS = {
     "completion": "completion:completion",
 }
 """Module and function of each command, imported on demand."""
+EXECUTING = ("train", "eval", "collect", "reset", "plan")
+"""Commands that may execute code that a run brings: those with ``--trust``."""
 SELDOM = (50_000, 10, 10)
 """Thresholds of Python's garbage collector: nearly all objects that JAX traces stay, so it should run seldom."""
 
@@ -131,8 +133,9 @@ def explain(error: BaseException | None, command: str) -> str | None:
 def refuse(message: str) -> int:
     """Print one line on stderr and return exit code 2."""
     from jaxrl_llm.system.storage import shown
+    from jaxrl_llm.system.text import harmless
 
-    print(f"jaxrl-llm: {' '.join(shown(message).split())}", file=sys.stderr)
+    print(f"jaxrl-llm: {harmless(' '.join(shown(message).split()))}", file=sys.stderr)
     return WRONG_INPUT
 
 
@@ -150,6 +153,12 @@ def dispatch(arguments: list[str]) -> int:
         raise InputError(f"no command {name!r}: {hint}")
     module, _, function = COMMANDS[name].partition(":")
     prepare_libraries()
-    quits = answering(lambda number: quit_now(PREEMPTED, BETWEEN_STEPS))
-    with quits if name == "train" else nullcontext():
+    with contextlib.ExitStack() as stack:
+        if name == "train":
+            stack.enter_context(answering(lambda number: quit_now(PREEMPTED, BETWEEN_STEPS)))
+        if name in EXECUTING:
+            from jaxrl_llm.cli.flags import take
+            from jaxrl_llm.config import trusting
+
+            stack.enter_context(trusting(take(rest, "--trust", False)))
         return getattr(importlib.import_module(f"jaxrl_llm.cli.{module}"), function)(rest)

@@ -60,6 +60,17 @@ def load_policy(name: str, trained: Trained | None) -> Policy:
     return Policy(name, run, step, model, tokenizer, mesh)
 
 
+def check_tools(name: str, trained: Trained) -> None:
+    """Refuse to call tools that a run brings, unless this user made it here.
+
+    Raises:
+      InputError: the line names them.
+    """
+    own = configs.tools_of_others(configs.wording(trained.run), trained.directory.parents[1] / "config.json")
+    calls = f"{name} calls tools of its own ({', '.join(own)}), and was not made by you on this machine"
+    require(not own, f"{calls}: read them, and name those that may be called with --tools {' '.join(own)}")
+
+
 def find_settings(name: str, chosen: str | None) -> tuple[Trained | None, configs.Run]:
     """Return the run of this name, None for a model; and the settings with the task: those of the ``chosen``
     configuration, else the run's own, else quickstart's.

@@ -1,5 +1,5 @@
 """usage: jaxrl-llm eval RUN_OR_MODEL [--config NAME] [--task.* ...] [--samples K] [--temperature T] [--json]
-                      [--out FILE.jsonl] [--kl_to RUN_OR_MODEL]
+                      [--out FILE.jsonl] [--kl_to RUN_OR_MODEL] [--trust]
                       [--rerank REWARD_MODEL [--rerank_by score|product|minimum|last] [--give_up_after K]]
 
 A run is tested on its held-out problems, a model on those of a configuration (quickstart unless --config names
@@ -7,7 +7,7 @@ another). With --rerank a reward model chooses one of the K answers: by its scor
 of its steps, their product, the lowest or the last; --give_up_after ends an answer once K steps in a row have lowered
 its score. --out writes every answer to a file. --kl_to measures how far the model is from another: the mean KL of a
 token on its own answers, sampled at the temperature that it was trained at unless --temperature says otherwise.
-RUN@STEP is a checkpoint or a snapshot of the run.
+RUN@STEP is a checkpoint or a snapshot of the run. --trust executes the code that a run of others brings.
 jaxrl-llm eval RUN_OR_MODEL --help shows more."""
 
 import dataclasses

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.cli.asking import Policy, load_policy
+from jaxrl_llm.cli.asking import Policy, check_tools, load_policy
 from jaxrl_llm.cli.flags import first, parse, status
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.environments.environment import Environment
@@ -83,10 +83,11 @@ def generate(arguments: list[str]) -> int:
     options = parse(Options, arguments, f"jaxrl-llm generate {name}", "Answer a prompt.")
     require(options.prompt is None or options.prompt.strip(), "--prompt is empty: give it some text")
     check_fields(options, "--")
-    # Wrong numbers are refused here, before the model is loaded.
     sampling = Sampling(options.temperature, 0, options.top_p, options.max_new_tokens, min_p=options.min_p)
     Factory(None, options.tools)
     run = find_run(name)
+    if run is not None and not options.tools:
+        check_tools(name, run)
     status(f"loading {name}")
     policy = load_policy(name, run)
     check_tokenizer(policy.tokenizer, name)

@@ -26,6 +26,7 @@ KINDS_OF_TASK = [
         'generated problems with verifiers of their own: ReasoningGym(NAME, {"option": value})',
     ),
     ("Mixture((Part(...), ...))", "several tasks at once: shares of the prompts, rewards of their own"),
+    ("Programs(...)", "generated programming problems of three levels, with tests: extractor whole, verifier code"),
     ("Instructions(...)", "generated prompts with instructions to follow: extractor whole, verifier instructions"),
 ]
 """Kinds of tasks in a configuration, each with a description."""

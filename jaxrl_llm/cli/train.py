@@ -1,5 +1,5 @@
 """usage: jaxrl-llm train CONFIG [--recipe NAME] [--fresh] [--from RUN[@STEP] [--carry]] [--guard KIND] [--monitor_kl]
-                       [--quiet] [--json] [--field value ...]
+                       [--quiet] [--json] [--trust] [--field value ...]
 
 CONFIG is a name (jaxrl-llm list configs), a Python file that sets config = Run(...), or the directory of a run to
 resume; the command that started a run resumes it, too.
@@ -13,6 +13,7 @@ resume; the command that started a run resumes it, too.
   --quiet             no progress: warnings, findings and errors on stderr, the result in a few lines
   --json              each step's metrics on stdout, one JSON object a line, all else on stderr; with --quiet the last
                       line is the result
+  --trust             execute the code that a run brings which others, or other machines, made
   --distributed.coordinator HOST:PORT --distributed.processes N --distributed.process I
                       on several hosts: docs/hosts.md
   --help [all|PART]   the usual settings; all of them; those of a part, such as rollout

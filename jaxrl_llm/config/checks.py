@@ -17,7 +17,7 @@ from jaxrl_llm.config.run import Run
 from jaxrl_llm.config.texts import Configuration, Preference, RewardModel, Supervised
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.sharding import BATCH, batch_parts
-from jaxrl_llm.system.setting import annotations, check_settings, is_ours
+from jaxrl_llm.system.setting import annotations, check_settings, is_ours, parts_of
 
 KINDS = (Run, Supervised, Preference, RewardModel)
 """The types of configurations: a file sets ``config`` to one of them; ``stages.STAGES`` maps each to its training."""
@@ -73,14 +73,16 @@ def check_run(run: Configuration) -> None:
             raise InputError(f"{name} must be finite, got {found}: give a finite number{' or None' if free else ''}")
 
 
-def check_types(value: Any) -> None:
+def check_types(value: Any, but: type | tuple[()] = ()) -> None:
     """Refuse a field of this dataclass, or of a dataclass inside it, if its value matches none of its annotated types.
+
+    ``but``: a class of placeholders; fields with one in their values are not checked.
 
     Raises:
       InputError: names the field, its value, and what it takes.
     """
     for name, found, hint in _fields_in(value):
-        if not _fits(found, hint):
+        if not _fits(found, hint) and not any(isinstance(part, but) for part in parts_of(found)):
             shown = f"{type(found).__name__}(...)" if dataclasses.is_dataclass(type(found)) else f"{found!r:.80}"
             raise InputError(f"{name} is {shown}: give {_described(hint)}")
 

@@ -1,9 +1,10 @@
 """Configurations in files: Python files by name, and runs as JSON that loads again, with the changes between two."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from jaxrl_llm.config.origin import (
 )
 from jaxrl_llm.config.run import Run
 from jaxrl_llm.config.texts import Configuration, RewardModel
+from jaxrl_llm.config.trust import SIGNED, check_trust, signed
 from jaxrl_llm.data.datasets import Pairs
 from jaxrl_llm.errors import InputError, did_you_mean, require
 from jaxrl_llm.recipes import RECIPES, Recipe
@@ -38,7 +40,7 @@ LONGEST_SHOWN = 100
 """The most characters shown of a changed value."""
 RUNS = tuple(f"{kind.__module__}:{kind.__qualname__}" for kind in KINDS)
 """The values of ``type`` in a config.json."""
-ABOUT = ("type", "origin", "from", "chosen")
+ABOUT = ("type", "origin", "from", "chosen", SIGNED)
 """The keys of a config.json that are not fields of the run."""
 
 
@@ -208,6 +210,8 @@ def from_json(data: Any, origin: Origin | None = None) -> Any:
     fields = {name: from_json(item, origin) for name, item in data.items() if name not in about}
     if "type" not in data:
         return fields
+    if not isinstance(data["type"], str):
+        return Unsaveable(f"it has a value of type {data['type']!r:.40}, which is no name of a class")
     try:
         kind = find_class(data["type"], origin)
     except (InputError, ImportError) as error:
@@ -238,36 +242,48 @@ def chosen(run: Configuration) -> list[str]:
 
 
 def write(path: Path, data: dict[str, Any]) -> None:
-    """Write a config.json, atomically."""
+    """Write a config.json, atomically; one that names code of its own is signed (``trust.py``)."""
     with new_file(path) as part:
-        part.write_text(json.dumps(data, indent=1))
+        part.write_text(json.dumps(signed(data, origin_of(data, path.parent)), indent=1))
 
 
-def read(path: Path, own: bool = True) -> Found:
+@contextlib.contextmanager
+def _of_this_version(path: Path) -> Generator[None]:
+    """Turn the exceptions of a file that is no run of this version into one line."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise InputError(f"no such file: {path}") from None
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path} is not complete JSON ({error}): put the file back as the run wrote it") from None
+    except (ValueError, TypeError, ImportError, AttributeError, KeyError, OverflowError, RecursionError) as error:
+        raise InputError(
+            f"{path} does not describe a run of this version ({error}): take the version of jaxrl_llm that wrote it, "
+            "or begin a new run"
+        ) from None
+
+
+def read(path: Path, own: bool = True, calls: bool = True) -> Found:
     """Read a config.json; values that cannot be loaded from it are ``Unsaveable``.
 
     Args:
       path: of the file.
       own: whether files of own classes may be run for it, and modules where it began be found.
+      calls: whether the functions that it names will be called; False if the run is only compared.
+
+    Raises:
+      InputError: it is no run of this version; or code of its own would be executed that this user did not make.
     """
-    try:
+    with _of_this_version(path):
         data = json.loads(path.read_text())
         origin = origin_of(data, path.parent)
-        if own:
-            for folder in origin.places():
-                make_findable(folder)
+    if own and check_trust(path, data, origin, calls):
+        for folder in origin.places():
+            make_findable(folder)
+    with _of_this_version(path):
         run = from_json(data, origin if own else None)
-        if is_whole(run) and isinstance(run, KINDS):
-            check_types(run)
-    except FileNotFoundError:
-        raise InputError(f"no such file: {path}") from None
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path} is not complete JSON ({error}): put the file back as the run wrote it") from None
-    except (ValueError, TypeError, ImportError) as error:
-        raise InputError(
-            f"{path} does not describe a run of this version ({error}): take the version of jaxrl_llm that wrote it, "
-            "or begin a new run"
-        ) from None
+        if isinstance(run, KINDS):
+            check_types(run, Unsaveable)
     require(isinstance(run, KINDS), f"{path} does not describe a run")
     return Found(path.parent.absolute().name, run, origin, path.parent)
 
@@ -281,7 +297,7 @@ def is_run(path: Path) -> bool:
         data = json.loads(path.read_text())
     except OSError:
         return False
-    except ValueError:
+    except (ValueError, RecursionError):
         return (path.parent / "checkpoints").is_dir()
     return isinstance(data, dict) and data.get("type") in RUNS
 

@@ -2,7 +2,7 @@
 
 A person's own Python modules next to a configuration stay importable for the life of the process, and config.json
 names them. Reading a run executes none of them unless the run has values of their classes. Then the files that
-config.json records are executed, as the configuration itself was: treat a run from a stranger as a program.
+config.json records are executed, as the configuration itself was, if this user made the run or trusts it (trust.py).
 """
 
 import dataclasses
@@ -304,15 +304,28 @@ def find_class(name: str, origin: Origin | None) -> type | None:
     return found if known and dataclasses.is_dataclass(found) else None
 
 
-def _own_module(name: str, origin: Origin) -> ModuleType:
+def module_path(name: str, origin: Origin) -> Path | None:
+    """Return the file of an own module where it is now; None if it is missing.
+
+    It may be at the same place below the current folder as it was below the run's.
+    """
     path = Path(origin.modules[name])
-    if not path.is_file():  # it may be at the same place below the current folder as it was below the run's
-        here = path.relative_to(origin.folder) if path.is_relative_to(origin.folder) else Path(path.name)
-        if not here.is_file():
-            raise InputError(f"it has classes of {path}, which is missing: go to the folder that has it as {here}")
-        path = here.absolute()
+    here = _below(path, origin)
+    return path if path.is_file() else here.absolute() if here.is_file() else None
+
+
+def _below(path: Path, origin: Origin) -> Path:
+    return path.relative_to(origin.folder) if path.is_relative_to(origin.folder) else Path(path.name)
+
+
+def _own_module(name: str, origin: Origin) -> ModuleType:
+    path = module_path(name, origin)
+    if path is None:
+        recorded = Path(origin.modules[name])
+        here = _below(recorded, origin)
+        raise InputError(f"it has classes of {recorded}, which is missing: go to the folder that has it as {here}")
     loaded = sys.modules.get(name)
-    if loaded is not None and _same(loaded, path):
+    if loaded is not None and is_from(loaded, path):
         return loaded
     if name.startswith(PREFIX):
         return execute(path)
@@ -321,11 +334,12 @@ def _own_module(name: str, origin: Origin) -> ModuleType:
         module = importlib.import_module(name)
     except Exception as error:  # whatever a person's file raises
         raise InputError(f"{path}: {type(error).__name__}: {error}") from error
-    if not _same(module, path):
+    if not is_from(module, path):
         raise InputError(f"the module {name} is {module.__file__} here, and the run has {path}: rename one of them")
     return module
 
 
-def _same(module: ModuleType, path: Path) -> bool:
+def is_from(module: ModuleType, path: Path) -> bool:
+    """Whether a module was loaded from this file, which may be missing."""
     file = getattr(module, "__file__", None)
-    return file is not None and os.path.exists(file) and os.path.samefile(file, path)
+    return file is not None and os.path.exists(file) and path.exists() and os.path.samefile(file, path)

@@ -37,6 +37,8 @@ class RowFormat(NamedTuple):
     beside: Columns
 
 
+DEEPEST = 200
+"""The deepest nesting of a row's values."""
 CUT_OFF = "rejected_cut_off"
 """Column of pairs: true if the worse completion was truncated, and so has no end of its turn."""
 OPTIONS = "chat_template_kwargs"
@@ -86,14 +88,19 @@ UNWRITTEN = {
 """Fields of a message that are never written, so that a row with one is refused."""
 
 
-def unboxed(value: Any) -> Any:
-    """Convert NumPy arrays to lists and its scalars to Python's numbers, at any depth."""
+def unboxed(value: Any, depth: int = 0) -> Any:
+    """Convert NumPy arrays to lists and its scalars to Python's numbers, at any depth that is written as JSON.
+
+    Raises:
+      InputError: the value is nested too deeply.
+    """
+    require(depth < DEEPEST, f"a value is nested more than {DEEPEST} deep: leave the row out")
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if isinstance(value, dict):
-        return {name: unboxed(item) for name, item in value.items()}
+        return {name: unboxed(item, depth + 1) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [unboxed(item) for item in value]
+        return [unboxed(item, depth + 1) for item in value]
     return value.item() if isinstance(value, np.generic) else value
 
 

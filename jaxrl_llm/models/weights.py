@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.families import Tensor, axis_sizes, our_shape, tensors_of
 
@@ -147,6 +147,9 @@ def open_checkpoint(directory: Path) -> dict[str, StoredTensor]:
     """Open the tensors of a directory, from one safetensors file or the shards of its index."""
     if (directory / INDEX).is_file():
         places = read_json(directory / INDEX).get("weight_map", {})
+        files = places.values() if isinstance(places, dict) else (None,)
+        flat = all(isinstance(file, str) and Path(file).name == file for file in files)
+        require(flat, f"{directory / INDEX} has a weight_map that names no files of this directory; fetch it again")
         shards = {file: open_file(directory / file) for file in sorted(set(places.values()))}
         lost = [name for name, file in places.items() if name not in shards[file]]
         if lost:
@@ -206,7 +209,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"{path.parent} holds no {path.name}; give the directory of a whole model") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is not valid JSON ({error}); fetch it again") from None
     if not isinstance(value, dict):
         raise InputError(f"{path} does not hold a JSON object; fetch it again")

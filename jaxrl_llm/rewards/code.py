@@ -194,6 +194,7 @@ class CodeTests:
     Attributes:
       all_or_nothing: 1 if all tests pass, else 0; the first that fails is then the last that is run.
       column: of the row, with the tests (``code_formats``).
+      before: column of the row with the beginning of the program, which the completion continues; None without one.
       timeout_s: seconds for each test.
       memory_mb: MiB for each test.
       allow_opaque_asserts: count assertions that only the program's own process can judge, which it may deceive.
@@ -203,6 +204,7 @@ class CodeTests:
 
     all_or_nothing: bool = True
     column: str = "tests"
+    before: str | None = None
     timeout_s: Annotated[float, Range("(0, inf)")] = 2.0
     memory_mb: Annotated[int, Range("[16, inf]")] = 256
     allow_opaque_asserts: bool = False
@@ -212,6 +214,7 @@ class CodeTests:
     def call(self, problem: Problem, text: str) -> Call:
         """Return the call that scores a completion's text, in a worker process."""
         tests = problem.metadata[self.column]
+        text = text if self.before is None else problem.metadata[self.before] + extracted(text)
         most = STARVED_TIMES * self.timeout_s * len(read_tests(tests))
         return Call(f"{__name__}:score", [(self, (tests, text))], timeout_s=START_S + most, on_error=math.nan)
 
@@ -223,6 +226,11 @@ class CodeTests:
         """
         for problem in problems:
             place = f"{problem.metadata.get('row', problem.id)}, column {self.column}"
+            begun = self.before is None or isinstance(problem.metadata.get(self.before), str)
+            remedy = "name the column with beginnings of programs (CodeTests.before), or leave it out"
+            require(
+                begun, f"{problem.metadata.get('row', problem.id)}, column {self.before}: there is no text; {remedy}"
+            )
             if self.column not in problem.metadata:
                 raise InputError(f"{place}: there is none; name the column with the tests (CodeTests.column)")
             try:

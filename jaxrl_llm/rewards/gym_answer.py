@@ -1,7 +1,12 @@
-"""Scoring by reasoning-gym itself. For the pool: some of its data sets evaluate the expression that the model wrote."""
+"""Scoring by reasoning-gym itself. For the pool: some of its data sets evaluate the expression that the model wrote.
 
+Those see only texts that cannot do anything: literals, or formulas of numbers, names and known functions.
+"""
+
+import ast
 import functools
 import json
+import re
 from typing import Any
 
 import reasoning_gym
@@ -9,12 +14,56 @@ import reasoning_gym
 from jaxrl_llm.tasks.extract import normalised
 from jaxrl_llm.types import Problem
 
+LITERAL = ("binary_matrix", "n_queens", "number_sorting", "spiral_matrix", "string_insertion")
+"""Data sets that call ``eval`` with the answer, or with the reference, which should be a list."""
+SYMBOLIC = ("countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration")
+"""Data sets that call SymPy's ``parse_expr`` with the answer, which evaluates it as Python does."""
+FUNCTIONS = frozenset(
+    "sin cos tan sec csc cot asin acos atan sinh cosh tanh asinh acosh atanh exp log ln sqrt Abs abs".split()
+)
+"""Functions of formulas."""
+LONGEST = 2000
+"""Characters of an answer that is evaluated."""
+_PLAIN = re.compile(r"[\w\s,.'\"\[\]-]*")
+_FORMULA = re.compile(r"[\w\s.,+*/^()!-]*")
+_CALLED = re.compile(r"([^\W\d]\w*|\))\s*\(")
+_ATTRIBUTE = re.compile(r"\.\s*[^\W\de]|__")
+
 
 def score(answer: str, problem: Problem) -> float:
-    """Score an answer by the problem's data set: 1 is right, less is partial credit."""
+    """Score an answer by the problem's data set: 1 is right, less is partial credit.
+
+    0 where the data set would evaluate a text that is neither a literal nor a formula.
+    """
     metadata = problem.metadata
-    dataset = _dataset(metadata["generator"], json.dumps(metadata["options"], sort_keys=True))
-    return float(dataset.score_answer(normalised(answer), metadata["entry"]))
+    name, answer = metadata["generator"], normalised(answer)
+    harmless = is_literal if name in LITERAL else is_formula if name in SYMBOLIC else lambda text: True
+    if not harmless(answer) or not harmless(str(metadata["entry"]["answer"])):  # the reference may be a checkpoint's
+        return 0.0
+    dataset = _dataset(name, json.dumps(metadata["options"], sort_keys=True))
+    return float(dataset.score_answer(answer, metadata["entry"]))
+
+
+def is_literal(text: str) -> bool:
+    """Whether Python evaluates a text without calling anything: a literal, or words, numbers and brackets."""
+    if len(text) > LONGEST:
+        return False
+    try:
+        ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
+        return _PLAIN.fullmatch(text) is not None
+    return True
+
+
+def is_formula(text: str) -> bool:
+    """Whether a text is made of numbers, names, operators and calls of known functions: no texts, no attributes.
+
+    >>> is_formula("2*x + sin(x)"), is_formula("open(x)"), is_formula("x.y"), is_formula("(exec)(x)")
+    (True, False, False, False)
+    """
+    called = {name for name in _CALLED.findall(text)}
+    fine = len(text) <= LONGEST and _FORMULA.fullmatch(text) is not None and _ATTRIBUTE.search(text) is None
+    return fine and called <= FUNCTIONS
 
 
 @functools.lru_cache(maxsize=64)

@@ -19,6 +19,7 @@ import multiprocessing.connection
 import os
 import pickle
 import queue
+import resource
 import signal
 import subprocess
 import sys
@@ -26,8 +27,9 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.rewards.calls import Call, Outcome, in_one_line, overdue, perform, place_in
@@ -40,6 +42,10 @@ START_TIMEOUT_S = 60.0
 MOST_STUCK = 4
 """Number of threads still in abandoned calls at which no further call starts."""
 GRACE_S = 1.0
+BOUNDED = ("jaxrl_llm.rewards.math_answer", "jaxrl_llm.rewards.gym_answer")
+"""Modules of verifiers whose memory is bounded: a formula may stand for a number of any size."""
+VERIFIER_BYTES = 1 << 30
+"""Bytes of memory that they may take for one call, on Linux."""
 _MAX_FAILED_STARTS = 3
 
 
@@ -230,9 +236,27 @@ def main(handle: str) -> None:
                 continue
             _say(connection, "started")
             faulthandler.dump_traceback_later(call.limit_s + GRACE_S, exit=True, file=nowhere)
-            outcomes = perform(function, call, runner.run)
+            with _bounded(call.path):
+                outcomes = perform(function, call, runner.run)
             faulthandler.cancel_dump_traceback_later()
             _say(connection, "done", outcomes)
+
+
+@contextlib.contextmanager
+def _bounded(path: str) -> Generator[None]:
+    """Bound the memory of the block by ``VERIFIER_BYTES`` more than now if it runs a verifier of ``BOUNDED``."""
+    statm = Path("/proc/self/statm")
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    if path.partition(":")[0] not in BOUNDED or not statm.exists():
+        yield
+        return
+    most = int(statm.read_text().split()[0]) * resource.getpagesize() + VERIFIER_BYTES
+    most = most if before[1] == resource.RLIM_INFINITY else min(most, before[1])
+    resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def _say(connection: Connection, *words: Any) -> None:

@@ -135,7 +135,7 @@ def has_begun(directory: Path) -> bool:
 def begun(directory: Path) -> configs.Found | None:
     """Return the configuration of the run that has begun in a directory; None without one."""
     path = directory / "config.json"
-    return configs.read(path) if path.exists() and has_begun(directory) else None
+    return configs.read(path, calls=False) if path.exists() and has_begun(directory) else None
 
 
 def host_state(start: configs.Start) -> Any:

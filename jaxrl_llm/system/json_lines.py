@@ -30,9 +30,12 @@ def jsonable(value: Any) -> Any:
 
 def number(value: Any) -> float | None:
     """Convert a finite number, of Python or NumPy, to a float; return None for anything else, including booleans."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, Real):
         return None
-    return float(value)
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # a whole number beyond all floats
+        return None
 
 
 def encode_row(row: dict[str, Any]) -> bytes:
@@ -73,7 +76,7 @@ def read_rows(path: str | Path, having: tuple[str, ...] = ()) -> Iterator[dict[s
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) else None
 

@@ -99,7 +99,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
         with contextlib.closing(pyarrow.parquet.ParquetFile(path)) as table:
             rows = (row for batch in table.iter_batches() for row in batch.to_pylist())
             yield from ((f"{path}:{count}", row) for count, row in enumerate(rows, start=1))
-    except pyarrow.ArrowInvalid as error:
+    except (pyarrow.ArrowException, OSError) as error:  # its readers raise either for a damaged file
         raise InputError(f"{path} is not a Parquet file ({one_line(error, 200)}); write it again") from error
     except UnicodeDecodeError as error:
         raise InputError(NOT_UTF8.format(path, one_line(error, 200))) from error

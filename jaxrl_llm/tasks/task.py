@@ -11,6 +11,7 @@ from jaxrl_llm.tasks.extract import extract, integer
 from jaxrl_llm.tasks.filters import importable, resolve
 from jaxrl_llm.tasks.instructed import Instructions
 from jaxrl_llm.tasks.instructions import check_instructions
+from jaxrl_llm.tasks.programs import Programs
 from jaxrl_llm.tasks.prompts import messages_of, prompt_key
 from jaxrl_llm.tasks.sources import HubDataset, ReasoningGym, Rows, RowSource, Table
 from jaxrl_llm.types import Problem
@@ -50,7 +51,9 @@ class Task:
       tools: functions with type hints and docstrings that the model may call; in addition to the environment's.
     """
 
-    source: ReasoningGym | Table | HubDataset | Instructions | Rows | Any  # Any: flags leave a class of yours as it is
+    source: (
+        ReasoningGym | Table | HubDataset | Instructions | Programs | Rows | Any
+    )  # Any: flags leave a class of yours as it is
     extractor: str = "last_number"
     verifier: str = "match"
     keep: str | None = None

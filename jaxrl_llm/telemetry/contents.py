@@ -72,7 +72,7 @@ def read_files(directory: Path) -> RunFiles:
     if (path := directory / "config.json").is_file():
         try:
             config = flat(json.loads(path.read_text()), whole_lists=True)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise InputError(f"{path} is not JSON: give the folder of a run") from None
     return RunFiles(directory, config, rows, curves_of(rows))
 
@@ -196,7 +196,7 @@ def _told_apart(path: Path) -> Iterator[tuple[int, int, tuple[str, int]]]:
                 row = {} if head else json.loads(line)
                 key = (head[2].decode(), int(head[1])) if head else (str(row["kind"]), int(row["step"]))
                 yield begin, len(line), key
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 if line.endswith(b"\n"):
                     raise InputError(f"{path}: line {number} is not a sample; remove that line and run again") from None
             begin += len(line)

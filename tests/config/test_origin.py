@@ -31,7 +31,7 @@ def write(directory, run, origin):
     """The config.json of a run in a directory."""
     directory.mkdir(parents=True)
     path = directory / "config.json"
-    path.write_text(json.dumps(configs.to_json(run) | origin.to_json()))
+    configs.write(path, configs.to_json(run) | origin.to_json())
     return path
 
 
@@ -109,7 +109,8 @@ def test_nothing_of_a_run_is_run_that_it_did_not_record(project, tmp_path):
         "pieces:ReasoningGym.problems",
     ):
         path.write_text(json.dumps(data | {"learner": {"type": kind}}))
-        with pytest.raises(InputError, match=f"it names {kind}, which is not a configuration class of this version"):
+        refused = f"it names {kind}, which is not a configuration class of this version"
+        with pytest.raises(InputError, match=refused), configs.trusting():
             configs.whole(configs.read(path).run)
     assert not (tmp_path / "ran").exists()
     # Nor anything of its own where only the model is wanted.
@@ -124,14 +125,18 @@ def test_a_module_that_is_gone_or_another_is_told_in_one_line(project, tmp_path,
     del sys.modules["pieces"]
     moved = shutil.move(project, tmp_path / "moved")
     path = moved / "runs" / "mine" / "config.json"
-    with pytest.raises(InputError, match=r"it has classes of .*pieces.py, which is missing: go to the folder"):
+    missing = r"it has classes of .*pieces.py, which is missing: go to the folder"
+    with pytest.raises(InputError, match=missing), configs.trusting():
         configs.whole(configs.read(path).run)
     request.addfinalizer(lambda here=os.getcwd(): os.chdir(here))
     os.chdir(moved)
-    assert type(configs.whole(configs.read(path).run).recipe.shaping[0]).__module__ == "pieces"
+    with pytest.raises(InputError, match=r"uses code of its own .*and was not made by you on this machine"):
+        configs.read(path)  # these are other files
+    with configs.trusting():
+        assert type(configs.whole(configs.read(path).run).recipe.shaping[0]).__module__ == "pieces"
     (moved / "pieces.py").write_text("import dataclasses\n1 / 0\n")
     del sys.modules["pieces"]
-    with pytest.raises(InputError, match=r"pieces\.py: ZeroDivisionError"):
+    with pytest.raises(InputError, match=r"pieces\.py: ZeroDivisionError"), configs.trusting():
         configs.whole(configs.read(path).run)
 
 

@@ -32,6 +32,16 @@ FROM_ELSEWHERE = {
     "alone": "train smoke --carry",
     "structure": "train smoke --from {run} --learner.lora.rank 2",
 }
+OF_A_STRANGER = {
+    "eval": "eval {run}",
+    "train": "train {run} --steps 4",
+    "collect": "collect {run} --out answers.jsonl",
+    "report": "report {run} --out report.html",
+    "export": "export {run} --out exported",
+    "generate": "generate {run} --prompt 1 --max_new_tokens 2",
+    "generate --trust": "generate {run} --prompt 1 --trust",
+    "trusted": "eval {run} --json --limit 1 --trust",
+}
 
 
 @pytest.fixture(scope="module")
@@ -149,3 +159,24 @@ def test_a_place_in_other_problems_is_not_carried(folder, answers):
         sums.write_text(text)
     assert answer.code == 2 and "there were 16 and there are 15" in answer.err and "leave --carry out" in answer.err
     assert not (folder / "elsewhere" / "changed").exists()
+
+
+def test_a_run_of_a_stranger_executes_nothing_until_it_is_trusted(folder, answers):
+    theirs = shutil.copytree(folder / "project", folder / "theirs")
+    mark = folder / "ran"
+    for name in ("pieces.py", "my_rewards.py"):
+        with (theirs / name).open("a") as file:
+            file.write(f"\nopen({str(mark)!r}, 'a').write({name!r})\n")
+    config = theirs / "runs" / "mine" / "config.json"
+    config.write_text(config.read_text().replace(str(folder / "project"), str(theirs)))  # still with a signature
+    lines = {name: line.format(run=config.parent) for name, line in OF_A_STRANGER.items()}
+    asked = dict(zip(lines, commands(list(lines.values())[:-1], folder / "elsewhere"), strict=False))
+    for name in ("eval", "train", "collect"):
+        assert asked[name].code == 2 and asked[name].err.count("\n") == 1, asked[name].err
+        assert f"in {theirs / 'pieces.py'}" in asked[name].err and "--trust" in asked[name].err
+    for name in ("report", "export", "generate"):
+        assert asked[name].code == 0, asked[name].err
+    assert asked["generate --trust"].code == 2 and "--trust" in asked["generate --trust"].err
+    assert not mark.exists()
+    (trusted,) = commands([lines["trusted"]], folder / "elsewhere")
+    assert trusted.code == 0 and "pieces.py" in mark.read_text()

@@ -1,0 +1,30 @@
+"""SmolLM2-135M-Instruct writes small Python functions, judged by their tests in the sandbox, on two CPU cores.
+
+jaxrl-llm train code_quickstart
+"""
+
+from jaxrl_llm.config import Evaluation, Output, Run, Scoring
+from jaxrl_llm.learner import Compute, Learner, Optimiser
+from jaxrl_llm.recipes import GRPO
+from jaxrl_llm.rewards import CodeTests
+from jaxrl_llm.rollout import EngineOptions, Rollout
+from jaxrl_llm.tasks import Programs, Task
+
+config = Run(
+    model="smollm2-135m",
+    task=Task(Programs(levels=(1,)), extractor="whole", verifier="code", template="chatml", holdout=0.3),
+    scoring=Scoring(rewards=(CodeTests(all_or_nothing=False),)),
+    recipe=GRPO,
+    rollout=Rollout(
+        prompts=6,
+        group=8,
+        max_prompt_tokens=112,
+        max_new_tokens=64,
+        temperature=0.8,
+        engine=EngineOptions(slots=48, chunk=8),
+    ),
+    learner=Learner(optimiser=Optimiser(learning_rate=2e-5), compute=Compute(remat="none")),
+    evaluation=Evaluation(limit=30),
+    output=Output(checkpoint_every=5, keep=1),
+    steps=5,
+)
