@@ -142,9 +142,8 @@ def decode(
             written.append(fresh)
             q = q[:, 0]
             own = _part(config, q, main, (valid & in_window[0])[:, None, None])
-            # Another value to the compiler: a GPU's merges products that share an operand, and would copy the cache.
-            apart = jax.lax.optimization_barrier(q)
-            near = _part(config, apart, fresh, ((since >= 0) & in_window[1])[:, None, None])
+            # A GPU's compiler merges products that share an operand, and would copy the cache to do so.
+            near = _part(config, jax.lax.optimization_barrier(q), fresh, ((since >= 0) & in_window[1])[:, None, None])
             begun = [] if before is None else [_begun(config, q, first, before, positions, window)]
             return _merged([own, near, *begun]).astype(q.dtype)[:, None]
 
