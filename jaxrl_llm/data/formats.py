@@ -37,13 +37,12 @@ class RowFormat(NamedTuple):
     beside: Columns
 
 
-CUT_OFF = "rejected_cut_off"
-"""Column of pairs: true if the worse completion was truncated, and so has no end of its turn."""
+CUT_OFF, END_CUT_OFF = "rejected_cut_off", "completion_cut_off"
+"""Columns of pairs and of Unpaired: true if the (worse) completion was truncated, and so has no end of its turn."""
 OPTIONS = "chat_template_kwargs"
 """Column of every kind: options of the chat template in addition to the messages, such as ``enable_thinking``."""
 LABEL = "label"
-"""Column of texts, as in TRL's unpaired preferences: true if the completion is a good one."""
-
+"""Column of unpaired preferences and of texts, as in TRL: true if the completion is a good one."""
 TOOLS = "tools"
 """Column of every kind: JSON schemas of the tools that the assistant may call, which the chat template writes."""
 
@@ -53,6 +52,7 @@ PAIRS = RowFormat(
     (("prompt", "chosen", "rejected"), ("chosen", "rejected"), ("prompt", "completions")),
     ("margin", CUT_OFF, OPTIONS, TOOLS),
 )
+UNPAIRED = RowFormat("Unpaired", (("prompt", "completion", LABEL),), (END_CUT_OFF, OPTIONS, TOOLS))
 STEPS = RowFormat("Steps", (("prompt", "completions", "labels"),), (OPTIONS, TOOLS))
 
 ELSEWHERE = {
@@ -62,7 +62,8 @@ ELSEWHERE = {
     CUT_OFF: "Pairs does",
     "completions": "Pairs does, as a ranking, and Steps, with labels",
     "labels": "Steps does, for a process reward model",
-    LABEL: "make Pairs of the good and the bad completions of a prompt",
+    END_CUT_OFF: "Unpaired does",
+    LABEL: "Unpaired does; or make Pairs of the good and the bad completions of a prompt",
     "image": "models here read text alone",
     "images": "models here read text alone",
     "videos": "models here read text alone",
