@@ -26,7 +26,7 @@ from jaxrl_llm.trainer.launch import choose_directory
 from jaxrl_llm.types import Completion, Problem
 
 SMOKE = configs.load_config("smoke")[1]
-PRESET = {"prorl_v1": "prorl", "arpo": "grpo"}
+PRESET = {"prorl_v1": "prorl", "arpo": "grpo", "top_entropy": "dapo"}
 """The presets of recipes with names of their own."""
 
 
@@ -63,6 +63,7 @@ def test_a_recipe_is_its_preset_and_survives_its_json(name):
         "reinforce_pp": {"kl_coef": 0.0},
         "ppo": {"advantage": GAE(), "kl": None, "kl_in": "loss", "kl_coef": 0.0},
         "arpo": {"kl": PRESETS["grpo"].kl, "kl_coef": 0.04},
+        "top_entropy": {"token_filter": None},
     }.get(name, {})
     assert dataclasses.replace(recipe.algorithm, **changed) == PRESETS[PRESET.get(name, name)]
     run = configs.resolved(configs.with_recipe(SMOKE, name))
@@ -71,8 +72,8 @@ def test_a_recipe_is_its_preset_and_survives_its_json(name):
 
 def test_what_the_papers_fix_around_the_loss():
     filtering = {name for name, r in RECIPES.items() if r.filter_groups}
-    assert filtering == {"dapo", "cispo", "prorl_v1", "prorl_v2"}
-    assert {n for n, r in RECIPES.items() if r.overlong.share} == {"dapo", "cispo"}
+    assert filtering == {"dapo", "cispo", "prorl_v1", "prorl_v2", "top_entropy"}
+    assert {n for n, r in RECIPES.items() if r.overlong.share} == {"dapo", "cispo", "top_entropy"}
     assert RECIPES["dapo"].overlong.share * 20480 == 4096
     # What a punishment of long completions is for is never unlearned where those are left out of the loss.
     assert not any(r.overlong.drop for r in RECIPES.values())

@@ -3,14 +3,38 @@
 ``PRESETS`` has one ``Algorithm`` per published loss; ``dataclasses.replace`` makes a variant.
 """
 
-from jaxrl_llm.algorithms import advantages, kl, preference, ratios, reduce, surrogates, turns, values
+from jaxrl_llm.algorithms import (
+    advantages,
+    kl,
+    preference,
+    ratios,
+    reduce,
+    successes,
+    surrogates,
+    turns,
+    values,
+    whole_step,
+)
 from jaxrl_llm.algorithms.advantages import GAE, GroupMean, GroupZScore, LeaveOneOut, Whitened
 from jaxrl_llm.algorithms.kl import K1, K2, K3, UnbiasedK3
 from jaxrl_llm.algorithms.loss import Algorithm, policy_loss
 from jaxrl_llm.algorithms.ratios import OffPolicySequenceMask, Sequence, SequenceToken, Token
 from jaxrl_llm.algorithms.reduce import ConstantLength, SequenceMean, SequenceSum, TokenMean
-from jaxrl_llm.algorithms.surrogates import CISPO, SAPO, Likelihood, MiniRL, MirrorDescent, PPOClip
+from jaxrl_llm.algorithms.successes import MaxRL, PassAtK
+from jaxrl_llm.algorithms.surrogates import (
+    CISPO,
+    DPPO,
+    GMPO,
+    LUSPO,
+    SAPO,
+    VESPO,
+    Likelihood,
+    MiniRL,
+    MirrorDescent,
+    PPOClip,
+)
 from jaxrl_llm.algorithms.turns import MTGRPO, GiGPO
+from jaxrl_llm.algorithms.whole_step import M2PO, ClipCov, KLCov, M2POClip
 from jaxrl_llm.types import AdvantageContext, PolicyBatch
 
 PRESETS: dict[str, Algorithm] = {
@@ -60,5 +84,24 @@ PRESETS: dict[str, Algorithm] = {
     "gigpo": Algorithm(GiGPO(), Token(), PPOClip(0.2, 0.2), TokenMean(), kl=K3(), kl_coef=0.01),
     # arXiv 2505.11821. The mean over tokens, and no KL, are those of the authors' scripts.
     "mt_grpo": Algorithm(MTGRPO(), Token(), PPOClip(0.2, 0.2), TokenMean()),
+    # arXiv 2602.02710, an advantage; the loss around it is DAPO's.
+    "maxrl": Algorithm(MaxRL(), Token(), PPOClip(0.2, 0.28), TokenMean()),
+    # arXiv 2602.04879. Both bounds are those of verl's example; the policy that sampled is the anchor.
+    "dppo_tv": Algorithm(GroupZScore(), Token("sampler"), DPPO(0.15, 0.15, "tv"), TokenMean()),
+    "dppo_kl": Algorithm(GroupZScore(), Token("sampler"), DPPO(0.05, 0.05, "kl"), TokenMean()),
+    # arXiv 2602.10693. Its sum over tokens; the authors' code and TRL take their mean by default.
+    "vespo": Algorithm(GroupZScore(), Token("sampler"), VESPO(), SequenceSum()),
+    # arXiv 2507.20673.
+    "gmpo": Algorithm(GroupZScore(), Token(), GMPO(0.4, 0.4), SequenceMean()),
+    # arXiv 2602.05261.
+    "luspo": Algorithm(GroupZScore(), Sequence(), LUSPO(2e-3, 2.5e-3), SequenceMean()),
+    # arXiv 2510.01161, as stated, against the policy that sampled; and as in its authors' code.
+    "m2po": Algorithm(GroupZScore(), Token("sampler"), M2PO(0.04), TokenMean()),
+    "m2po_clip": Algorithm(GroupZScore(), Token(), M2POClip(0.04), TokenMean()),
+    # arXiv 2503.19595, with k the group's size; no deviation and a sum, so that it is unbiased. The clip is PPO's.
+    "pass_at_k": Algorithm(PassAtK(), Token(), PPOClip(0.2, 0.2), SequenceSum()),
+    # arXiv 2505.22617.
+    "clip_cov": Algorithm(GroupZScore(), Token(), ClipCov(), TokenMean()),
+    "kl_cov": Algorithm(GroupZScore(), Token(), KLCov(), TokenMean()),
 }
 """The presets by key."""

@@ -35,6 +35,7 @@ class Algorithm:
       entropy_coef: coefficient of the entropy bonus.
       correction: weights [B, T] on the policy term, for the gap between training and inference (w).
       sequence_filter: 0 or 1 for each sequence, on the policy term (M); counts are unchanged.
+      token_filter: likewise for each token, chosen among all tokens of an optimiser step.
     """
 
     advantage: Any
@@ -47,11 +48,12 @@ class Algorithm:
     entropy_coef: Annotated[float, AT_LEAST_0, FINITE] = 0.0
     correction: Any = None
     sequence_filter: Any = None
+    token_filter: Any = None
 
     def __post_init__(self):
         for field, (attributes, example) in PIECES.items():
             piece = getattr(self, field)
-            optional = piece is None and field in ("kl", "correction", "sequence_filter")
+            optional = piece is None and field in OPTIONAL
             fits = callable(piece) and not isinstance(piece, type) and all(hasattr(piece, name) for name in attributes)
             if not (optional or fits):
                 raise ValueError(f"{field} must be a value such as {example}, got {piece!r}")
@@ -82,6 +84,11 @@ class Algorithm:
         """Whether ``policy_loss`` reads a KL coefficient."""
         return self.surrogate.reads_kl_coef or (self.kl is not None and self.kl_in == "loss")
 
+    @property
+    def chooses(self) -> tuple[Any, ...]:
+        """Return the pieces that look at all tokens of an optimiser step; see ``whole_step``."""
+        return tuple(piece for piece in (self.surrogate, self.token_filter) if getattr(piece, "of_step", ""))
+
 
 PIECES = {
     "advantage": (("needs", "by_token", "several"), "advantages.GroupZScore()"),
@@ -94,8 +101,11 @@ PIECES = {
     "kl": ((), "kl.K3()"),
     "correction": ((), "ratios.TruncatedIS()"),
     "sequence_filter": ((), "ratios.OffPolicySequenceMask()"),
+    "token_filter": (("of_step", "over_step"), "whole_step.TopEntropy()"),
 }
 """The attributes that each piece must have in addition to being callable, and an example of one."""
+OPTIONAL = ("kl", "correction", "sequence_filter", "token_filter")
+"""Fields of ``Algorithm`` that may be None."""
 
 
 def _check_mix(algorithm: Algorithm, estimator: Any) -> None:
@@ -114,9 +124,12 @@ def _check_mix(algorithm: Algorithm, estimator: Any) -> None:
         "a sequence ratio needs SequenceMean: any other reducer weights GSPO's sequences by length":
             by_sequence and not isinstance(algorithm.reduce, reducers.SequenceMean),
         f"{kind} is made of the tokens' own log-probabilities: a sequence ratio would go unread; use ratios.Token()":
-            by_sequence and (surrogate.whole_sequences or not surrogate.reads_ratio),
+            by_sequence
+            and (surrogate.whole_sequences or not surrogate.reads_ratio or getattr(surrogate, "token_ratios", False)),
         f"{kind} is one value for each sequence: only SequenceSum adds it up once":
             surrogate.whole_sequences and not isinstance(algorithm.reduce, reducers.SequenceSum),
+        f"{kind} is one value for each sequence: only SequenceMean counts it once":
+            getattr(surrogate, "averaged", False) and not isinstance(algorithm.reduce, reducers.SequenceMean),
         "the ratio is against the sampler already: a correction, or MiniRL's weight, would count that gap twice":
             to_sampler and algorithm.corrects_sampler,
         f"{kind} has no ratio, so that its anchor would go unread: use ratios.Token()":
@@ -169,13 +182,12 @@ def policy_loss(
     # What is traced may be 0: only a number can be refused.
     if overridden and _present(kl_coef) and not isinstance(kl_coef, jax.Array) and not algorithm.kl_in_loss:
         raise ValueError("nothing in this loss reads kl_coef: it has no KL term")
-    at = clean_tokens(logp, batch, kl_coef)
-    at = at._replace(log_ratio=algorithm.ratio(at))
+    at = _prepared(algorithm, logp, batch, kl_coef, entropy)
+    at = at._replace(extras=at.extras | _chosen(algorithm.chooses, at))
     tokens = count(token_count, at.lengths, "token_count", at.mask.dtype)
     rows = count(sequence_count, at.lengths > 0, "sequence_count", at.mask.dtype)
     losses, per_token = _terms(algorithm, at)
     if entropy is not None:
-        shaped(at.logp.shape, entropy=entropy)
         per_token["entropy"] = jnp.where(at.mask > 0, array(entropy, "entropy").astype(at.mask.dtype), 0)
     if _present(entropy_coef):
         if entropy is None:
@@ -190,18 +202,55 @@ def policy_loss(
 
 def clipped_tokens(algorithm: Algorithm, logp: Any, batch: PolicyBatch) -> tuple[jax.Array, jax.Array]:
     """Return masks of gradients cut at the lower and at the upper bound: bool[B, T] each, False at padding."""
-    at = clean_tokens(jax.lax.stop_gradient(logp), batch, algorithm.kl_coef)
-    low, high = algorithm.surrogate.clipped(jnp.exp(algorithm.ratio(at)), at.advantages)
+    surrogate = algorithm.surrogate
+    at = _prepared(algorithm, jax.lax.stop_gradient(logp), batch, algorithm.kl_coef)
+    at = at._replace(extras=at.extras | _chosen([one for one in algorithm.chooses if one is surrogate], at))
+    low, high = _cuts(surrogate, at)
     return (at.mask > 0) & low.astype(bool), (at.mask > 0) & high.astype(bool)
+
+
+def whole_step(algorithm: Algorithm, logp: Any, batch: PolicyBatch, entropy: Any = None) -> Metrics:
+    """Return the arrays [B, T], by name, that pieces compute over all tokens of an optimiser step; {} for most
+    algorithms.
+
+    ``policy_loss`` computes them over its own batch unless ``batch.extras`` has them: who splits a step into
+    microbatches computes them first, over the whole step, and gives each microbatch its part. Arguments are those of
+    ``policy_loss``; nothing has a gradient.
+    """
+    at = _prepared(algorithm, jax.lax.stop_gradient(logp), batch, algorithm.kl_coef, entropy)
+    return _chosen(algorithm.chooses, at)
+
+
+def _prepared(algorithm: Algorithm, logp: Any, batch: PolicyBatch, kl_coef: Any, entropy: Any = None) -> Tokens:
+    """Return the cleaned arrays with the log ratio and, where it is given, the entropy."""
+    at = clean_tokens(logp, batch, kl_coef)
+    if entropy is not None:
+        shaped(at.logp.shape, entropy=entropy)
+        entropy = jnp.where(at.mask > 0, array(entropy, "entropy").astype(at.mask.dtype), 0)
+    return at._replace(log_ratio=algorithm.ratio(at), entropy=jax.lax.stop_gradient(entropy))
+
+
+def _chosen(pieces: Any, at: Tokens) -> Metrics:
+    """Return the arrays of these pieces that are not given yet."""
+    lacking = [piece for piece in pieces if piece.of_step not in at.extras]
+    return {piece.of_step: jax.lax.stop_gradient(piece.over_step(at)) for piece in lacking}
+
+
+def _cuts(surrogate: Any, at: Tokens) -> tuple[jax.Array, jax.Array]:
+    """Return the surrogate's masks of cuts; one that is written elsewhere may have ``clipped`` alone."""
+    if hasattr(surrogate, "cut"):
+        return surrogate.cut(at)
+    return surrogate.clipped(jnp.exp(at.log_ratio), at.advantages)
 
 
 def _terms(algorithm: Algorithm, at: Tokens) -> tuple[jax.Array, Metrics]:
     """Return the weighted surrogate with the KL term, and the per-token metrics; [B, T] or [B, 1] each."""
     loss = algorithm.surrogate(at)
     ratio = jnp.exp(at.log_ratio)
-    low, high = algorithm.surrogate.clipped(ratio, at.advantages)
+    low, high = _cuts(algorithm.surrogate, at)
     per_token = {"ratio": ratio, "clip_fraction/low": low, "clip_fraction/high": high}
-    for name, piece in (("correction", algorithm.correction), ("sequence_filter", algorithm.sequence_filter)):
+    for name in ("correction", "sequence_filter", "token_filter"):
+        piece = getattr(algorithm, name)
         if piece is not None:
             per_token[name] = jax.lax.stop_gradient(piece(at))
             loss = loss * per_token[name]

@@ -1,13 +1,15 @@
-"""Losses on preferences and steps: DPO, IPO, Bradley-Terry, process rewards; and the pretraining loss."""
+"""Losses on preferences and steps: DPO, IPO, SimPO, ORPO, KTO, Bradley-Terry, process rewards; and the pretraining
+loss.
+"""
 
 import dataclasses
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.algorithms.contracts import ABOVE_0, array, count, flags, ranked, within_bounds
+from jaxrl_llm.algorithms.contracts import ABOVE_0, AT_LEAST_0, FINITE, array, count, flags, ranked, within_bounds
 from jaxrl_llm.system.setting import Range
 
 
@@ -22,8 +24,33 @@ def sequence_logp(logp: Any, mask: Any) -> jax.Array:
     return jnp.sum(jnp.where(keep, logp, 0), axis=1)
 
 
+class PairwiseLoss:
+    """The interface of a loss of pairs and its defaults: a function of the margin ``value(g_w) - value(g_l)``.
+
+    g is an answer's log-probability, less the reference's if there is one.
+
+    Each loss also has ``beta``, which scales margins to rewards, ``average``, whether log-probabilities are means over
+    an answer's tokens, not sums, and ``nll_coef``, the coefficient of the better answer's negative log-likelihood, nats
+    per token, which is added.
+
+    Attributes:
+      to_reference: whether a reference is subtracted; it is the initial model.
+    """
+
+    to_reference: ClassVar[bool] = True
+    __post_init__ = within_bounds
+
+    def value(self, gap: jax.Array) -> jax.Array:
+        """Return what the margin is the difference of, for each answer; by default g itself."""
+        return gap
+
+    def __call__(self, margin: Any) -> jax.Array:
+        """Return the loss of each pair, float[B], for margins, float[B]."""
+        raise NotImplementedError
+
+
 @dataclasses.dataclass(frozen=True)
-class DPO:
+class DPO(PairwiseLoss):
     """``-(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h)``: direct preference optimisation.
 
     ``h = (logp_w - ref_w) - (logp_l - ref_l)`` of sequence log-probabilities (arXiv 2305.18290, eq. 7). The implicit
@@ -39,8 +66,7 @@ class DPO:
     beta: Annotated[float, ABOVE_0] = 0.1
     label_smoothing: Annotated[float, Range("[0, 0.5)")] = 0.0
     average: bool = False
-
-    __post_init__ = within_bounds
+    nll_coef: ClassVar[float] = 0.0
 
     def __call__(self, margin: Any) -> jax.Array:
         """Return the loss of each pair, float[B], for margins h, float[B]."""
@@ -52,7 +78,7 @@ class DPO:
 
 
 @dataclasses.dataclass(frozen=True)
-class IPO:
+class IPO(PairwiseLoss):
     """``(h - 1 / (2 beta))^2``: identity preference optimisation (arXiv 2310.12036, eq. 17); h as in ``DPO``.
 
     Attributes:
@@ -63,19 +89,105 @@ class IPO:
 
     beta: Annotated[float, ABOVE_0] = 0.1
     average: bool = False
-
-    __post_init__ = within_bounds
+    nll_coef: ClassVar[float] = 0.0
 
     def __call__(self, margin: Any) -> jax.Array:
         """Return the loss of each pair, float[B], for margins h, float[B]."""
         return (_given(margin) - 1 / (2 * self.beta)) ** 2
 
 
-def _given(margin: Any) -> jax.Array:
-    margin = array(margin, "margin")
-    if margin.ndim > 1:
-        raise ValueError(f"margin must be [B], got shape {margin.shape}")
-    return margin
+@dataclasses.dataclass(frozen=True)
+class SimPO(PairwiseLoss):
+    """``-log sigmoid(beta (a_w - a_l) - gamma)``: simple preference optimisation (arXiv 2405.14734, eq. 6).
+
+    a is the mean of the log-probabilities of an answer's tokens, the reward that sampling itself maximises; there is no
+    reference.
+
+    Attributes:
+      beta: scales mean log-probabilities to rewards; above 0.
+      gamma: target margin of rewards; beta and gamma are TRL's defaults, with which the paper's grid begins.
+      nll_coef: coefficient of the better answer's negative log-likelihood, nats per token; 0 in the paper (TRL's
+        ``cpo_alpha`` defaults to 1).
+    """
+
+    beta: Annotated[float, ABOVE_0] = 2.5
+    gamma: Annotated[float, AT_LEAST_0, FINITE] = 1.375
+    nll_coef: Annotated[float, AT_LEAST_0, FINITE] = 0.0
+    average: ClassVar[bool] = True
+    to_reference: ClassVar[bool] = False
+
+    def __call__(self, margin: Any) -> jax.Array:
+        """Return the loss of each pair, float[B], for margins a_w - a_l, float[B]."""
+        return -jax.nn.log_sigmoid(self.beta * _given(margin) - self.gamma)
+
+
+@dataclasses.dataclass(frozen=True)
+class ORPO(PairwiseLoss):
+    """``-a_w - beta log sigmoid(lo)``: odds-ratio preference optimisation (arXiv 2403.07691, eq. 6 and 7).
+
+    a is the mean of the log-probabilities of an answer's tokens, lo the log of the odds ratio: the difference of
+    ``a - log(1 - e^a)``. The first term is fine-tuning on the better answer, so that one run needs neither a fine-tuned
+    start nor a reference. It is of the answer's tokens; TRL's includes those of the prompt.
+
+    Attributes:
+      beta: weight of the odds ratio, the paper's lambda; above 0.
+      nll_coef: coefficient of the first term; 1 in the paper.
+    """
+
+    beta: Annotated[float, ABOVE_0] = 0.1
+    nll_coef: Annotated[float, AT_LEAST_0, FINITE] = 1.0
+    average: ClassVar[bool] = True
+    to_reference: ClassVar[bool] = False
+
+    def value(self, gap: jax.Array) -> jax.Array:
+        """Return the log-odds ``a - log(1 - e^a)``, for a below 0; a sure answer counts as just below it."""
+        below = jnp.minimum(gap, -jnp.finfo(gap.dtype).eps)
+        return below - jnp.log(-jnp.expm1(below))
+
+    def __call__(self, margin: Any) -> jax.Array:
+        """Return the odds-ratio term of each pair, float[B], for margins lo, float[B]."""
+        return -self.beta * jax.nn.log_sigmoid(_given(margin))
+
+
+@dataclasses.dataclass(frozen=True)
+class KTO:
+    """``w (1 - sigmoid(beta (h - z)))`` for a good answer, ``w (1 - sigmoid(beta (z - h)))`` for a bad one: KTO, from
+    answers that are good or bad each by itself (arXiv 2402.01306, eq. 7 and 8).
+
+    ``h = logp - ref`` of the sequence. z, the reference point, estimates KL(policy || reference): the mean of h over
+    answers to other prompts, at least 0, and without a gradient.
+
+    Attributes:
+      beta: how strongly the policy is held to the reference; above 0.
+      desirable: weight of good answers.
+      undesirable: weight of bad ones. The paper advises weights for which those of all good answers are 1 to 4/3 times
+        those of all bad ones.
+    """
+
+    beta: Annotated[float, ABOVE_0] = 0.1
+    desirable: Annotated[float, AT_LEAST_0, FINITE] = 1.0
+    undesirable: Annotated[float, AT_LEAST_0, FINITE] = 1.0
+
+    __post_init__ = within_bounds
+
+    def __call__(self, gap: Any, good: Any, point: Any) -> jax.Array:
+        """Return the loss of each answer, float[B], for h float[B], good bool[B], and the scalar z."""
+        gap = _given(gap, "gap")
+        above = self.beta * (gap - jax.lax.stop_gradient(point))
+        return jnp.where(good, self.desirable * jax.nn.sigmoid(-above), self.undesirable * jax.nn.sigmoid(above))
+
+    def point(self, unrelated: Any, counts: Any) -> jax.Array:
+        """Return z, without a gradient, from h [B] of answers to other prompts, where ``counts`` bool[B] is True."""
+        unrelated = _given(unrelated, "unrelated")
+        mean = jnp.sum(jnp.where(counts, unrelated, 0)) / jnp.maximum(jnp.sum(counts, dtype=unrelated.dtype), 1)
+        return jax.lax.stop_gradient(jnp.maximum(mean, 0))
+
+
+def _given(x: Any, name: str = "margin") -> jax.Array:
+    x = array(x, name)
+    if x.ndim > 1:
+        raise ValueError(f"{name} must be [B], got shape {x.shape}")
+    return x
 
 
 def bradley_terry(difference: jax.Array, margin: Any = 0.0) -> jax.Array:

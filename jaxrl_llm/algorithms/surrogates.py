@@ -13,11 +13,16 @@ SAPO               -(4 / tau) sigmoid(tau (r - 1)) A   r sech^2(tau (r - 1) / 2)
 MirrorDescent      (A - tau sum log r)^2 / (2 tau L)   (A - tau sum log r) / A
 MiniRL             -M sg[min(pi / mu, cap)] A logp     min(pi / mu, cap), and 0 where PPOClip's is
 PenaltyKL          -r A + beta (r - 1 - log r)         r - beta (r - 1) / A
+DPPO               -M sg[min(r, cap)] A logp           min(r, cap), and 0 where the probability moved too far
+VESPO              -sg[phi(W)] A logp                  phi of the sequence's weight W = prod r
+GMPO               -A exp(mean clip(log r))            the geometric mean, by 1 / L; 0 for clipped tokens
+LUSPO              L PPOClip                           L times PPOClip's
 =================  ==================================  ==========================================
 """
 
 import dataclasses
-from typing import Annotated
+import math
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +43,11 @@ class Surrogate:
       reads: names of further arrays [B, T] that it reads from ``Tokens.extras``; in a run the sampler provides them.
       reads_kl_coef: whether it has a KL term of its own with the KL coefficient, instead of a KL to a reference.
       whole_sequences: whether its value is one number per sequence, which only SequenceSum adds up as in its paper.
+      averaged: whether its value is one number per sequence, which only SequenceMean counts once.
+      token_ratios: whether it needs the ratio of each token, so that a sequence ratio would break it.
+      bounds_ratio: whether ``clipped`` has all its cuts, those of a ratio alone; else it overrides ``cut``.
+      of_step: name of the array [B, T] that ``over_step`` computes over all tokens of an optimiser step, and that the
+        surrogate reads from ``Tokens.extras``; empty for none.
       idle: the part, in words, that has no effect while every ratio is 1; empty without such a part.
     """
 
@@ -46,12 +56,20 @@ class Surrogate:
     reads: tuple[str, ...] = ()
     reads_kl_coef = False
     whole_sequences = False
+    averaged = False
+    token_ratios = False
+    bounds_ratio = True
+    of_step = ""
     idle = ""
     __post_init__ = within_bounds
 
     def clipped(self, ratio: jax.Array, advantages: jax.Array) -> Bounds:
         """Return bool[B, T] masks of cuts at the lower and the upper bound, for metrics; all False by default."""
         return jnp.zeros(ratio.shape, bool), jnp.zeros(ratio.shape, bool)
+
+    def cut(self, at: Tokens) -> Bounds:
+        """Return the masks of ``clipped`` where they depend on more than ratio and advantage."""
+        return self.clipped(jnp.exp(at.log_ratio), at.advantages)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,3 +234,114 @@ class PenaltyKL(Surrogate):
         """Return losses [B, T]."""
         excess = jnp.expm1(at.log_ratio)
         return -(excess + 1) * at.advantages + at.kl_coef * (excess - at.log_ratio)
+
+
+@dataclasses.dataclass(frozen=True)
+class DPPO(Surrogate):
+    """``-M sg[min(r, cap)] A logp``: divergence PPO (arXiv 2602.04879).
+
+    M is 0 where the advantage pushes a token's probability p further away from its anchor q, and it is too far already:
+    ``p - q > high`` or ``< -low`` for "tv"; for "kl" the KL of the two-way choice between this token and all others,
+    ``q log(q / p) + (1 - q) log((1 - q) / (1 - p))``, above ``high`` or ``low``. A rare token may so grow a
+    hundredfold, which PPO's clip forbids, and a common one not lose a fifth, which it allows. Masked tokens stay in the
+    counts. The anchor is that of the ratio: the sampler in the presets, the old policy in verl.
+    """
+
+    low: Annotated[float, AT_LEAST_0] = 0.15
+    high: Annotated[float, AT_LEAST_0] = 0.15
+    divergence: Literal["tv", "kl"] = "tv"
+    cap: Annotated[float, ABOVE_0] = 1e4
+    token_ratios = True
+    bounds_ratio = False
+    idle = "no token is masked"
+
+    def __call__(self, at: Tokens) -> jax.Array:
+        """Return losses [B, T]."""
+        low, high = self.cut(at)
+        weight = jnp.where(low | high, 0, jnp.minimum(jnp.exp(at.log_ratio), self.cap))
+        return -jax.lax.stop_gradient(weight) * at.advantages * at.logp
+
+    def cut(self, at: Tokens) -> Bounds:
+        """Return bool[B, T] masks of tokens that fell, and that rose, too far."""
+        p, q = jnp.exp(at.logp), jnp.exp(at.logp - at.log_ratio)
+        if self.divergence == "tv":
+            far = jnp.abs(p - q)
+        else:
+            # Rounded to 1, a probability leaves nothing for the other tokens.
+            p, q = (jnp.minimum(x, 1 - jnp.finfo(x.dtype).eps) for x in (p, q))
+            far = q * -at.log_ratio + (1 - q) * (jnp.log1p(-q) - jnp.log1p(-p))
+        fell = (p < q) & (far > self.low) & (at.advantages < 0)
+        return fell, (p > q) & (far > self.high) & (at.advantages > 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class VESPO(Surrogate):
+    """``-sg[phi(W)] A logp`` with ``phi = W^k exp(lam (1 - W))``: VESPO (arXiv 2602.10693).
+
+    W is the product of the sequence's token ratios, without a mean over its length; its logarithm is clamped to
+    [log 1e-8, 20]. phi(1) = 1, the maximum is at k / lam. The anchor is that of the ratio: the sampler in the preset,
+    so that W includes the gap which a correction would count twice. k and lam by the sign of A are those that the
+    authors' code runs; its docstring has others.
+    """
+
+    k_pos: Annotated[float, ABOVE_0] = 2.0
+    lam_pos: Annotated[float, ABOVE_0] = 3.0
+    k_neg: Annotated[float, ABOVE_0] = 3.0
+    lam_neg: Annotated[float, ABOVE_0] = 2.0
+    token_ratios = True
+    idle = "every sequence has the weight 1"
+
+    def __call__(self, at: Tokens) -> jax.Array:
+        """Return losses [B, T]."""
+        log_w = jnp.clip(at.total(at.log_ratio), math.log(1e-8), 20)
+        good = at.advantages >= 0
+        k, lam = (
+            jnp.where(good, jnp.asarray(pos, at.logp.dtype), neg)
+            for pos, neg in ((self.k_pos, self.k_neg), (self.lam_pos, self.lam_neg))
+        )
+        phi = jnp.exp(k * log_w - lam * jnp.expm1(log_w))
+        return -jax.lax.stop_gradient(phi) * at.advantages * at.logp
+
+
+@dataclasses.dataclass(frozen=True)
+class GMPO(Surrogate):
+    """``-A exp(mean_t clip(log r_t))`` for each sequence: geometric-mean policy optimisation (arXiv 2507.20673).
+
+    The clip is of each token, before the mean (GSPO's comes after it), in logarithms, and on the side that the
+    advantage pushes to: ``min(log r, high)`` for A > 0, ``max(log r, -low)`` for A < 0.
+    """
+
+    low: Annotated[float, AT_LEAST_0] = 0.4
+    high: Annotated[float, AT_LEAST_0] = 0.4
+    averaged = True
+    token_ratios = True
+    idle = "the clip range never binds"
+
+    def __call__(self, at: Tokens) -> jax.Array:
+        """Return losses [B, 1]."""
+        good = at.advantages > 0
+        held = jnp.where(good, jnp.minimum(at.log_ratio, self.high), jnp.maximum(at.log_ratio, -self.low))
+        return -at.mean(at.advantages) * jnp.exp(at.mean(held))
+
+    def clipped(self, ratio: jax.Array, advantages: jax.Array) -> Bounds:
+        """Return bool[B, T] masks of tokens without a gradient at the lower and at the upper bound."""
+        return (ratio < math.exp(-self.low)) & (advantages < 0), (ratio > math.exp(self.high)) & (advantages > 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class LUSPO(Surrogate):
+    """``L_i`` times PPO's clipped loss: length-unbiased sequence policy optimisation (arXiv 2602.05261).
+
+    With a sequence ratio and SequenceMean, GSPO's pieces, every token has the weight 1 / sequences, however long its
+    sequence is.
+    """
+
+    low: Annotated[float, AT_LEAST_0] = 2e-3
+    high: Annotated[float, AT_LEAST_0] = 2.5e-3
+    averaged = True
+    idle = "the clip range never binds"
+    clipped = PPOClip.clipped
+
+    def __call__(self, at: Tokens) -> jax.Array:
+        """Return losses [B, T], or [B, 1] for one ratio and one advantage by sequence."""
+        return at.lengths * PPOClip(self.low, self.high)(at)

@@ -29,6 +29,7 @@ class Tokens(NamedTuple):
       log_ratio: the algorithm's log importance ratio [B, T] or [B, 1], with gradient; None until it is computed.
       kl_coef: scalar, the current KL coefficient.
       extras: further inputs of the pieces, by name, without gradient.
+      entropy: of the policy's distribution at each token, nats, without gradient; None if unknown.
     """
 
     logp: jax.Array
@@ -40,6 +41,7 @@ class Tokens(NamedTuple):
     log_ratio: Any = None
     kl_coef: Any = 0.0
     extras: dict[str, jax.Array] | None = None
+    entropy: jax.Array | None = None
 
     @property
     def lengths(self) -> jax.Array:

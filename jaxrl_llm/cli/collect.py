@@ -1,9 +1,11 @@
 """usage: jaxrl-llm collect RUN_OR_MODEL --out FILE.jsonl [--config NAME] [--task.* ...] [--samples K]
-                         [--kind texts|pairs|steps] [--keep first|shortest|all] [--temperature T] [--limit N] [--json]
+                         [--kind texts|pairs|unpaired|steps] [--keep first|shortest|all] [--temperature T] [--limit N]
+                         [--json]
 
 Samples K answers to each problem that a run trains on, or to those of a configuration (quickstart unless --config names
-another), and writes the right ones (texts), a right and a wrong one (pairs), or answers in steps with the share of
-continuations from each that come out right (steps). Run the same command again to resume it.
+another), and writes the right ones (texts), a right and a wrong one (pairs), both with their labels (unpaired), or
+answers in steps with the share of continuations from each that come out right (steps). Run the same command again to
+resume it.
 jaxrl-llm collect RUN_OR_MODEL --help shows more."""
 
 import dataclasses
@@ -34,7 +36,8 @@ class Options:
 
     Attributes:
       data: which problems to ask and which answers to keep.
-      kind: texts (right answers), pairs (a right and a wrong one), or steps (answers in steps with labels).
+      kind: texts (right answers), pairs (a right and a wrong one), unpaired (right and wrong ones with labels), or
+        steps (answers in steps with labels).
       max_new_tokens: longest answer, in tokens.
       slots: answers sampled at one time.
       seed: of the sampling.

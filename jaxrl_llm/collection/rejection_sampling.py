@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxrl_llm.collection.ledger import Entry, Ledger, Tally, opened
 from jaxrl_llm.collection.rows import Answer, Row, distinct, prefix_tokens, row_of, rows_from
-from jaxrl_llm.data.datasets import KINDS, Collected, Kind, split_steps
+from jaxrl_llm.data.datasets import KINDS, Collected, Kind, Unpaired, split_steps
 from jaxrl_llm.data.formats import TOOLS
 from jaxrl_llm.engine.requests import first_tokens
 from jaxrl_llm.engine.settings import Sampling
@@ -36,9 +36,14 @@ FILL = 4
 """Answers per call, as a multiple of the slots: at its end few slots stay empty for long."""
 EXACTLY = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
 """Options of decoding: the text is tokenised to the same tokens again."""
-READ = {"texts": ("keep",), "pairs": ("match_length", "cut_off", "keep"), "steps": ("continuations",)}
+READ = {
+    "texts": ("keep",),
+    "pairs": ("match_length", "cut_off", "keep"),
+    "unpaired": ("cut_off", "keep"),
+    "steps": ("continuations",),
+}
 """Settings of ``Collected`` that only some kinds of rows read."""
-Data = TypeVar("Data", Texts, Pairs, Steps)
+Data = TypeVar("Data", Texts, Pairs, Unpaired, Steps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,17 +323,18 @@ def collected(
       InputError: no answer makes a row.
     """
     path = directory / COLLECTED
-    task = data.source.task
+    source: Any = data.source
+    task = source.task
     if not peers.first(path.exists):
         by = answerer()
         separator = data.separator if isinstance(data, Steps) else "\n"
-        told = data.source, KINDS[type(data)], max_new_tokens, seed, separator, episode if task.plays else None
+        told = source, KINDS[type(data)], max_new_tokens, seed, separator, episode if task.plays else None
         asked = Asked(Prompts(task, by.tokenizer), problems, *told)
         counts = collect_rows(by, asked, path, peers, status)
         if not counts.rows:
             peers.first(path.unlink)  # another attempt may ask otherwise
             raise InputError(
-                f"none of {counts.answers} answers to {data.source.label} makes a row ({counts.right} are right, "
+                f"none of {counts.answers} answers to {source.label} makes a row ({counts.right} are right, "
                 f"{counts.ended} came to their end): ask a better model, for more samples or longer answers"
             )
     words = {name: getattr(task, name) for name in ("template", "system", "suffix", "date")}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxrl_llm.data.datasets import Collected, Kind, step_lengths
-from jaxrl_llm.data.formats import CUT_OFF
+from jaxrl_llm.data.formats import CUT_OFF, END_CUT_OFF, LABEL
 from jaxrl_llm.types import Problem
 
 Row = dict[str, Any]
@@ -32,11 +32,12 @@ class Answer:
 
 
 def rows_from(problem: Problem, answers: Sequence[Answer], data: Collected, kind: Kind) -> list[Row]:
-    """Return rows of texts or of pairs: none, one, or all that the distinct answers give.
+    """Return rows of texts, of pairs or of unpaired answers: none, one, or all that the distinct answers give.
 
     Texts are right answers. Pairs are right answers, each preferred to a wrong one, and with ``cut_off`` to one that
     was cut off as well. No wrong answer is used twice. With ``match_length`` the two nearest in length are paired
-    first, the earlier sampled ones on a tie.
+    first, the earlier sampled ones on a tie. Unpaired are right answers and as many wrong ones as there are, or one of
+    each kind.
     """
     usable = [answers[index] for index in distinct(answers)]
     right = [answer for answer in usable if answer.right]
@@ -45,10 +46,22 @@ def rows_from(problem: Problem, answers: Sequence[Answer], data: Collected, kind
     if kind == "texts":
         kept = right if data.keep == "all" else right[:1]
         return [row_of(problem, completion=answer.messages or answer.text) for answer in kept]
-    couples = _coupled(right, [answer for answer in usable if not answer.right], data)
-    if data.cut_off:  # those that have no end, and are not right as far as they go; each text once
-        cut = {a.text: a for a in answers if not a.ended and not a.right and a.text.strip()}
-        couples += _coupled(right, list(cut.values()), data)
+    wrong = [answer for answer in usable if not answer.right]
+    # Those that have no end, and are not right as far as they go; each text once.
+    cut = {a.text: a for a in answers if data.cut_off and not a.ended and not a.right and a.text.strip()}
+    if kind == "unpaired":
+        most = None if data.keep == "all" else 1
+        return [
+            row_of(
+                problem,
+                completion=answer.text,
+                **{LABEL: answer.right},
+                **({} if answer.ended else {END_CUT_OFF: True}),
+            )
+            for some in (right, wrong, list(cut.values()))
+            for answer in some[:most]
+        ]
+    couples = _coupled(right, wrong, data) + _coupled(right, list(cut.values()), data)
     return [
         row_of(problem, chosen=better.text, rejected=worse.text, **({} if worse.ended else {CUT_OFF: True}))
         for better, worse in couples

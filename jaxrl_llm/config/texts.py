@@ -4,10 +4,10 @@ import dataclasses
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from jaxrl_llm import tasks
-from jaxrl_llm.algorithms.preference import DPO, IPO
+from jaxrl_llm.algorithms.preference import DPO, IPO, KTO, ORPO, SimPO
 from jaxrl_llm.config.mixture import tasks_in
 from jaxrl_llm.config.run import MOVED, SEED, Evaluation, Output, Run, check_model
-from jaxrl_llm.data.datasets import KINDS, Collected, Pairs, Steps, Texts
+from jaxrl_llm.data.datasets import KINDS, Collected, Pairs, Steps, Texts, Unpaired
 from jaxrl_llm.data.loading import check_collected
 from jaxrl_llm.environments.limits import Limits
 from jaxrl_llm.errors import InputError, require
@@ -152,18 +152,33 @@ class Supervised(FromData):
 
 @dataclasses.dataclass(frozen=True)
 class Preference(FromData):
-    """A preference run: the model learns which of two answers is better, relative to its own start.
+    """A preference run: the model learns which of two answers is better, or which answers are good.
 
     Attributes:
-      model: as in ``FromData``; it is the reference too.
-      data: pairs; or a right and a wrong answer of the model's own (``Pairs(Collected(...))``).
+      model: as in ``FromData``; it is the reference too, of losses that have one.
+      data: pairs; or a right and a wrong answer of the model's own (``Pairs(Collected(...))``); for KTO ``Unpaired``,
+        answers with labels.
       batch, learner, mesh, evaluation, answering, output, steps, seed: as in ``FromData``.
-      loss: of each pair.
+      loss: of each pair; or ``KTO``, of each answer.
     """
 
-    data: Pairs
-    loss: DPO | IPO = DPO()
+    data: Pairs | Unpaired
+    loss: DPO | IPO | SimPO | ORPO | KTO = DPO()
     usual_rate: ClassVar[Usual] = RL_RATE
+
+    def check(self, run: Any, where: str) -> None:
+        """Refuse a loss of pairs on answers with labels, and the reverse."""
+        name = type(self.loss).__name__
+        unpaired = isinstance(self.data, Unpaired)
+        require(
+            unpaired or not isinstance(self.loss, KTO),
+            "loss KTO learns from answers with labels, and data is Pairs: set data to Unpaired(...), or loss to DPO()",
+        )
+        require(
+            not unpaired or isinstance(self.loss, KTO),
+            f"loss {name} compares two answers, and data is Unpaired: set loss to KTO(), or data to Pairs(...)",
+        )
+        super().check(run, where)
 
 
 @dataclasses.dataclass(frozen=True)

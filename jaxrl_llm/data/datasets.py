@@ -1,121 +1,20 @@
-"""Data of the supervised stages: texts to learn, preferences, steps with labels; and the examples made of rows."""
+"""Data of the supervised stages: texts to learn, preferences, completions or steps with labels."""
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import numpy as np
 
 from jaxrl_llm.data import formats
 from jaxrl_llm.data.chats import Writer
+from jaxrl_llm.data.examples import Example, Judged, Ranked, Stepped, Text
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.system.setting import Range
 from jaxrl_llm.tasks.prompts import prompt_key
 from jaxrl_llm.tasks.sources import HubDataset, Rows, Table
 from jaxrl_llm.tasks.task import Task
-
-
-@dataclasses.dataclass(frozen=True)
-class Text:
-    """A text to learn by heart.
-
-    Attributes:
-      id: made from the prompt, as a Problem's is; rows of one prompt share it.
-      prompt: int32[p], p >= 1, the tokens before the first one that may be learned.
-      tokens: int32[t], the tokens after it, with the one that ends the text.
-      mask: bool[t], True where a token is learned.
-      where: place of the row, such as ``rows.jsonl:3``.
-    """
-
-    id: str
-    prompt: np.ndarray
-    tokens: np.ndarray
-    mask: np.ndarray
-    where: str
-
-    @property
-    def length(self) -> int:
-        """Number of tokens of the prompt and the text after it."""
-        return len(self.prompt) + len(self.tokens)
-
-    def cut(self, most: int) -> "Text | None":
-        """Return the example cut to its first ``most`` tokens; None if none of these is learned."""
-        room = max(most - len(self.prompt), 0)
-        mask = self.mask[:room]
-        return dataclasses.replace(self, tokens=self.tokens[:room], mask=mask) if mask.any() else None
-
-
-@dataclasses.dataclass(frozen=True)
-class Ranked:
-    """Completions of one prompt, each better than those after it; two completions make a preference.
-
-    Attributes:
-      id, prompt, where: as in Text.
-      completions: int32[t] each, with the token that ends it, the best first; at least two, no two equal.
-      margin: amount by which the better should win, from the row; 0 if it has none.
-    """
-
-    id: str
-    prompt: np.ndarray
-    completions: tuple[np.ndarray, ...]
-    margin: float
-    where: str
-
-    @property
-    def length(self) -> int:
-        """Number of tokens of the prompt and the longest completion."""
-        return len(self.prompt) + max(len(tokens) for tokens in self.completions)
-
-    def cut(self, most: int) -> "Ranked | None":
-        """Return the example with each completion cut to ``most`` tokens with its prompt; None if one is empty or two
-        are equal.
-        """
-        room = max(most - len(self.prompt), 0)
-        parts = tuple(tokens[:room] for tokens in self.completions)
-        same = len({part.tobytes() for part in parts}) < len(parts)
-        return None if same or not room else dataclasses.replace(self, completions=parts)
-
-
-@dataclasses.dataclass(frozen=True)
-class Stepped:
-    """A completion in steps, with a label of each.
-
-    Attributes:
-      id, prompt, where: as in Text.
-      tokens: int32[t], the steps, each but the last with its separator, and the token that ends the text.
-      ends: int32[k], the index in ``tokens`` of each step's last token, its separator included; rising.
-      labels: float32[k], in [0, 1]; 1 is a right step.
-    """
-
-    id: str
-    prompt: np.ndarray
-    tokens: np.ndarray
-    ends: np.ndarray
-    labels: np.ndarray
-    where: str
-
-    @property
-    def length(self) -> int:
-        """Number of tokens of the prompt and the steps."""
-        return len(self.prompt) + len(self.tokens)
-
-    def cut(self, most: int) -> "Stepped | None":
-        """Return the example cut to the steps that end within its first ``most`` tokens; None without any."""
-        count = int(np.sum(self.ends < most - len(self.prompt)))
-        if not count:
-            return None
-        ends = self.ends[:count]
-        return dataclasses.replace(self, tokens=self.tokens[: ends[-1] + 1], ends=ends, labels=self.labels[:count])
-
-
-Example = Text | Ranked | Stepped
-
-
-def longest(rows: Iterable[Example]) -> tuple[int, str]:
-    """Return the number of tokens of the longest row, and its place; 0 and an empty text without rows."""
-    return max(((row.length, row.where) for row in rows), key=lambda found: found[0], default=(0, ""))
-
 
 Row = TypeVar("Row", bound=Example, covariant=True)
 
@@ -246,6 +145,29 @@ class Pairs(Data[Ranked]):
 
 
 @dataclasses.dataclass(frozen=True)
+class Unpaired(Data[Judged]):
+    """Completions with labels. A row has ``prompt``, ``completion`` and ``label``, true or false; it may mark with
+    ``completion_cut_off`` that the completion was truncated and has no end.
+
+    Attributes:
+      source, template, system, suffix, holdout, name, date, overlong, bad_rows: as in Texts.
+    """
+
+    def example(self, row: dict[str, Any], where: str, writer: Writer) -> Judged:
+        """Encode one row as token ids; see ``Data``."""
+        formats.columns_of(row, formats.UNPAIRED)
+        prompt = formats.prompt_of(row["prompt"])
+        before, asked = writer.prompt(prompt)
+        answer = formats.answer_of(row["completion"], "completion")
+        if len(answer) > 1:
+            raise InputError("completion has several messages, and one answer of the assistant is judged; give one")
+        tokens = writer.answer(prompt, before, answer[0])
+        if formats.flag_of(row, formats.END_CUT_OFF):
+            tokens = tokens[: len(tokens) - len(writer.ending)]
+        return Judged(prompt_key(prompt)[:16], asked, tokens, bool(formats.flag_of(row, formats.LABEL)), where)
+
+
+@dataclasses.dataclass(frozen=True)
 class Steps(Data[Stepped]):
     """Solutions with labelled steps. A row has ``prompt``, ``completions`` (the steps) and ``labels``.
 
@@ -296,9 +218,9 @@ def step_lengths(steps: Sequence[str], separator: str) -> list[int]:
     return [length + len(separator) for length in lengths[:-1]] + lengths[-1:]
 
 
-Kind = Literal["texts", "pairs", "steps"]
-"""Kinds of rows that are made of collected answers: ``Texts``, ``Pairs`` or ``Steps``."""
-KINDS: dict[type, Kind] = {Texts: "texts", Pairs: "pairs", Steps: "steps"}
+Kind = Literal["texts", "pairs", "unpaired", "steps"]
+"""Kinds of rows that are made of collected answers: ``Texts``, ``Pairs``, ``Unpaired`` or ``Steps``."""
+KINDS: dict[type, Kind] = {Texts: "texts", Pairs: "pairs", Unpaired: "unpaired", Steps: "steps"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -306,8 +228,9 @@ class Collected:
     """Answers of the run's own model, sampled before its first step and kept in the run's directory.
 
     As ``Texts`` they are right answers (rejection sampling), as ``Pairs`` a right one and a wrong one of one problem,
-    as ``Steps`` answers with steps labelled by the share of continuations that reach the right result. Unfinished
-    answers never count as right. An episode is right by the verifier; without one if its environment's reward is 1.
+    as ``Unpaired`` right ones and wrong ones with their labels, as ``Steps`` answers with steps labelled by the share
+    of continuations that reach the right result. Unfinished answers never count as right. An episode is right by the
+    verifier; without one if its environment's reward is 1.
 
     Attributes:
       task: the problems, and their verifier; held-out problems are not asked. Its template, system
@@ -317,11 +240,11 @@ class Collected:
       top_p: keep the smallest set of most likely tokens that reaches this mass; 1 keeps all.
       limit: maximum number of problems asked; 0 for all.
       keep: of each problem's right answers the ``first``, the ``shortest``, or ``all`` that differ; of pairs, one with
-        that answer, or as many as can be made without using an answer twice.
+        that answer, or as many as can be made without using an answer twice; of unpaired ones, likewise of the wrong.
       match_length: of pairs: pair answers of similar length, so that length is not a preference; if not, right and
         wrong ones in the order in which they were sampled.
-      cut_off: of pairs: whether right answers are also preferred to truncated ones. Their rows are marked
-        (``rejected_cut_off``), and their end is not learned.
+      cut_off: of pairs and unpaired answers: whether truncated ones are among the worse. Their rows are marked
+        (``rejected_cut_off``, ``completion_cut_off``), and their end is not learned.
       continuations: of steps: k, sampled from the end of each step but the last.
     """
 

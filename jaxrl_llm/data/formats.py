@@ -12,8 +12,6 @@ import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from jaxrl_llm.environments.calls import read_calls
 from jaxrl_llm.environments.tools import name_of
 from jaxrl_llm.errors import InputError, as_input_error, require
@@ -37,15 +35,12 @@ class RowFormat(NamedTuple):
     beside: Columns
 
 
-DEEPEST = 200
-"""The deepest nesting of a row's values."""
-CUT_OFF = "rejected_cut_off"
-"""Column of pairs: true if the worse completion was truncated, and so has no end of its turn."""
+CUT_OFF, END_CUT_OFF = "rejected_cut_off", "completion_cut_off"
+"""Columns of pairs and of Unpaired: true if the (worse) completion was truncated, and so has no end of its turn."""
 OPTIONS = "chat_template_kwargs"
 """Column of every kind: options of the chat template in addition to the messages, such as ``enable_thinking``."""
 LABEL = "label"
-"""Column of texts, as in TRL's unpaired preferences: true if the completion is a good one."""
-
+"""Column of unpaired preferences and of texts, as in TRL: true if the completion is a good one."""
 TOOLS = "tools"
 """Column of every kind: JSON schemas of the tools that the assistant may call, which the chat template writes."""
 
@@ -55,6 +50,7 @@ PAIRS = RowFormat(
     (("prompt", "chosen", "rejected"), ("chosen", "rejected"), ("prompt", "completions")),
     ("margin", CUT_OFF, OPTIONS, TOOLS),
 )
+UNPAIRED = RowFormat("Unpaired", (("prompt", "completion", LABEL),), (END_CUT_OFF, OPTIONS, TOOLS))
 STEPS = RowFormat("Steps", (("prompt", "completions", "labels"),), (OPTIONS, TOOLS))
 
 ELSEWHERE = {
@@ -64,7 +60,8 @@ ELSEWHERE = {
     CUT_OFF: "Pairs does",
     "completions": "Pairs does, as a ranking, and Steps, with labels",
     "labels": "Steps does, for a process reward model",
-    LABEL: "make Pairs of the good and the bad completions of a prompt",
+    END_CUT_OFF: "Unpaired does",
+    LABEL: "Unpaired does; or make Pairs of the good and the bad completions of a prompt",
     "image": "models here read text alone",
     "images": "models here read text alone",
     "videos": "models here read text alone",
@@ -86,22 +83,6 @@ UNWRITTEN = {
     "audio": "sound",
 }
 """Fields of a message that are never written, so that a row with one is refused."""
-
-
-def unboxed(value: Any, depth: int = 0) -> Any:
-    """Convert NumPy arrays to lists and its scalars to Python's numbers, at any depth that is written as JSON.
-
-    Raises:
-      InputError: the value is nested too deeply.
-    """
-    require(depth < DEEPEST, f"a value is nested more than {DEEPEST} deep: leave the row out")
-    if isinstance(value, np.ndarray):
-        value = value.tolist()
-    if isinstance(value, dict):
-        return {name: unboxed(item, depth + 1) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [unboxed(item, depth + 1) for item in value]
-    return value.item() if isinstance(value, np.generic) else value
 
 
 def columns_of(row: dict[str, Any], form: RowFormat) -> Columns:

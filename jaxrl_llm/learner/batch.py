@@ -105,6 +105,11 @@ class Packed(NamedTuple):
         """Add arrays [M, B, T] to ``by_token``."""
         return self._replace(by_token=self.by_token | arrays)
 
+    def counting(self, objective: str) -> "Packed":
+        """Return a batch [B, T], without the microbatch axis, with the mask of the tokens that an objective counts."""
+        mask = self.by_token.get(objective, self.mask)
+        return self._replace(mask=mask & self.counted[objective][:, None])
+
 
 @dataclasses.dataclass(frozen=True)
 class Layout:

@@ -1,4 +1,4 @@
-"""Objectives for comparisons and labelled steps: preferences, reward models, process reward models.
+"""Objectives for comparisons and labels: preferences, reward models, process reward models.
 
 Samples that a loss compares share one ``Sample.together``. They are in one microbatch, where
 ``by_sequence["together"]`` is the row of the first of them.
@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.preference import bradley_terry, sequence_logp, step_entropy
+from jaxrl_llm.algorithms.preference import KTO, bradley_terry, sequence_logp, step_entropy
 from jaxrl_llm.learner.batch import Counts, Packed
 from jaxrl_llm.learner.forward import Outputs
 from jaxrl_llm.learner.objectives import Objective, Scalars, Share
@@ -21,7 +21,7 @@ class PairLoss(Objective):
     """A loss of ``algorithms.preference`` over pairs of completions.
 
     Samples carry the scalars ``sign``, 1 for the better one and -1 for the worse, and ``ref_logp``, the sum over its
-    tokens under the reference, nats. Both of a pair are counted.
+    tokens under the reference, nats, which a loss without a reference does not read. Both of a pair are counted.
 
     Attributes:
       loss: of each pair's margin.
@@ -35,12 +35,20 @@ class PairLoss(Objective):
     def __call__(self, outputs: Outputs, batch: Packed, counts: Counts, coefficients: Scalars) -> Share:
         """Return the mean loss over pairs, and the metrics accuracy and reward margin."""
         pairs = jnp.maximum(counts.sequences / 2, 1)
-        gap = sequence_logp(outputs["logp"], batch.mask) - batch.by_sequence["ref_logp"]
+        logp = sequence_logp(outputs["logp"], batch.mask)
+        lengths = jnp.maximum(jnp.sum(batch.mask, axis=1), 1).astype(logp.dtype)
+        gap = gaps(outputs, batch) if self.loss.to_reference else logp
         if self.loss.average:
-            gap /= jnp.maximum(jnp.sum(batch.mask, axis=1), 1).astype(gap.dtype)
-        margin = of_each(batch, batch.by_sequence["sign"] * gap)
-        whole = of_each(batch, jnp.any(batch.mask, axis=1).astype(jnp.float32)) == 2
-        loss = jnp.sum(jnp.where(whole, self.loss(margin), 0.0)) / pairs
+            gap /= lengths
+        sign = batch.by_sequence["sign"]
+        present = jnp.any(batch.mask, axis=1)
+        # A row of padding has no value; that of 0 may be infinite.
+        margin = of_each(batch, sign * jnp.where(present, self.loss.value(jnp.where(present, gap, -1.0)), 0.0))
+        whole = of_each(batch, present.astype(jnp.float32)) == 2
+        each = self.loss(margin)
+        if self.loss.nll_coef:
+            each -= self.loss.nll_coef * of_each(batch, jnp.where(sign > 0, logp / lengths, 0.0))
+        loss = jnp.sum(jnp.where(whole, each, 0.0)) / pairs
         right = jnp.where(whole, in_order(margin), 0.0)
         reward = jnp.where(whole, self.loss.beta * margin, 0.0)
         return loss, {"loss": loss, "pairs/accuracy": jnp.sum(right) / pairs, "pairs/margin": jnp.sum(reward) / pairs}
@@ -55,6 +63,66 @@ def of_each(batch: Packed, values: jax.Array) -> jax.Array:
 def in_order(margin: jax.Array) -> jax.Array:
     """Return 1 for a positive margin, 0 for a negative one, 0.5 for 0."""
     return (jnp.sign(margin) + 1) / 2
+
+
+POINT = "reference_point"
+"""The array [B, T] with KTO's z at every token."""
+UNRELATED = -1.0
+"""The ``label`` of an answer to another prompt."""
+
+
+@dataclasses.dataclass(frozen=True)
+class UnpairedLoss(Objective):
+    """KTO over completions with labels.
+
+    Samples carry the scalars ``label``, 1 for a good completion, 0 for a bad one and ``UNRELATED`` for the completion
+    of another prompt, one for each labelled sample; and ``ref_logp`` as in ``PairLoss``. The reference point is a mean
+    over the whole step.
+
+    Attributes:
+      loss: of each completion.
+    """
+
+    loss: KTO
+    name: ClassVar[str] = "unpaired"
+    role: ClassVar[str] = "policy"
+    outputs: ClassVar[tuple[str, ...]] = ("logp",)
+
+    @property
+    def looks_ahead(self) -> bool:
+        """True: it needs the reference point first."""
+        return True
+
+    def over_step(self, outputs: Outputs, batch: Packed) -> Scalars:
+        """Return the reference point at every token."""
+        unrelated = jnp.any(batch.mask, axis=1) & (batch.by_sequence["label"] == UNRELATED)
+        return {POINT: jnp.broadcast_to(self.loss.point(gaps(outputs, batch), unrelated), batch.mask.shape)}
+
+    def __call__(self, outputs: Outputs, batch: Packed, counts: Counts, coefficients: Scalars) -> Share:
+        """Return the mean loss over labelled completions, and sums for the metrics."""
+        label = batch.by_sequence["label"]
+        point = batch.by_token[POINT][0, 0]
+        gap = gaps(outputs, batch)
+        labelled = jnp.any(batch.mask, axis=1) & (label != UNRELATED)
+        each = self.loss(gap, label > 0, point)
+        loss = jnp.sum(jnp.where(labelled, each, 0.0)) / jnp.maximum(counts.sequences / 2, 1)
+        found = {"loss": loss, "point_max": point}
+        for name, group in (("good", labelled & (label > 0)), ("bad", labelled & (label == 0))):
+            found |= {
+                name: self.loss.beta * jnp.sum(jnp.where(group, gap, 0.0)),
+                f"{name}/count": jnp.sum(group, dtype=gap.dtype),
+            }
+        return loss, found
+
+    def finalize(self, metrics: Scalars) -> Scalars:
+        """Return the loss, the reference point, and the margin of rewards: NaN without good or without bad ones."""
+        means = [metrics[name] / metrics[f"{name}/count"] for name in ("good", "bad")]
+        return {"loss": metrics["loss"], "pairs/margin": means[0] - means[1], "kto/point": metrics["point_max"]}
+
+
+def gaps(outputs: Outputs, batch: Packed) -> jax.Array:
+    """Return ``logp - ref`` of each completion, summed over its tokens, nats [B]."""
+    return sequence_logp(outputs["logp"], batch.mask) - batch.by_sequence["ref_logp"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm.algorithms import Algorithm, PolicyBatch, policy_loss
 from jaxrl_llm.algorithms.kl import K3, UnbiasedK3
-from jaxrl_llm.algorithms.loss import clipped_tokens
+from jaxrl_llm.algorithms.loss import clipped_tokens, whole_step
 from jaxrl_llm.algorithms.preference import pretraining_loss
 from jaxrl_llm.algorithms.tokens import clamped_log_ratio
 from jaxrl_llm.algorithms.values import value_loss
@@ -44,6 +44,7 @@ class Objective:
       outputs: the outputs of that model's forward pass that it reads.
       needs: names in ``BEFORE``.
       entropy_gradient: whether it differentiates the entropy.
+      looks_ahead: whether ``over_step`` computes arrays, from a forward pass over the whole step before its gradient.
     """
 
     name: ClassVar[str]
@@ -51,6 +52,14 @@ class Objective:
     outputs: ClassVar[tuple[str, ...]]
     needs: tuple[str, ...] = ()
     entropy_gradient: bool = False
+    looks_ahead: bool = False
+
+    def over_step(self, outputs: Outputs, batch: Packed) -> Scalars:
+        """Return arrays [B, T] for ``Packed.by_token``, by name, that depend on all rows of a step; {} for none.
+
+        Outputs and batch hold the rows of all microbatches, without the microbatch axis.
+        """
+        return {}
 
     def __call__(self, outputs: Outputs, batch: Packed, counts: Counts, coefficients: Scalars) -> Share:
         """Return one microbatch's share of the step's loss, and metrics.
@@ -99,19 +108,33 @@ class PolicyGradient(Objective):
         """Whether the loss may have an entropy bonus."""
         return self.entropy_moves or self.algorithm.entropy_coef != 0
 
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether the algorithm chooses tokens among all those of a step."""
+        return bool(self.algorithm.chooses)
+
+    def over_step(self, outputs: Outputs, batch: Packed) -> Scalars:
+        """Return the arrays that the algorithm computes over a whole step."""
+        return whole_step(self.algorithm, outputs["logp"], self.inputs(outputs["logp"], batch), outputs["entropy"])
+
+    def inputs(self, logp: jax.Array, batch: Packed) -> PolicyBatch:
+        """Return the loss's inputs besides the live log-probabilities."""
+        given = batch.by_token
+        names = (*self.algorithm.reads, *(piece.of_step for piece in self.algorithm.chooses))
+        return PolicyBatch(
+            advantages=given["advantages"] if "advantages" in given else batch.by_sequence["advantages"],
+            mask=batch.mask,
+            old_logp=old_policy(self.algorithm, logp, given.get("old_logp"), given["sampler_logp"], given["fresh"]),
+            ref_logp=given.get("ref_logp"),
+            sampler_logp=given["sampler_logp"],
+            extras={name: given[name] for name in names if name in given or name in self.algorithm.reads},
+        )
+
     def __call__(self, outputs: Outputs, batch: Packed, counts: Counts, coefficients: Scalars) -> Share:
         """Return the algorithm's loss and metrics, and the gap between learner and sampler."""
         logp = outputs["logp"]
         given = batch.by_token
-        old = old_policy(self.algorithm, logp, given.get("old_logp"), given["sampler_logp"], given["fresh"])
-        inputs = PolicyBatch(
-            advantages=given["advantages"] if "advantages" in given else batch.by_sequence["advantages"],
-            mask=batch.mask,
-            old_logp=old,
-            ref_logp=given.get("ref_logp"),
-            sampler_logp=given["sampler_logp"],
-            extras={name: given[name] for name in self.algorithm.reads},
-        )
+        inputs = self.inputs(logp, batch)
         kl_coef = coefficients.get("kl_coef") if self.algorithm.kl_in_loss else None
         entropy_coef = coefficients["entropy_coef"] if self.entropy_moves else None
         totals = counts.tokens, counts.sequences
@@ -121,7 +144,7 @@ class PolicyGradient(Objective):
             metrics[f"{CLIPPED}/{side}"] = chance / jnp.maximum(counts.tokens, 1)
         gap = jnp.abs(logp - given["sampler_logp"])
         fresh = (batch.mask & given["fresh"]).astype(jnp.float32)
-        moved = jnp.where(batch.mask, logp - old, 0.0)
+        moved = jnp.where(batch.mask, logp - inputs.old_logp, 0.0)
         metrics |= {
             "sampler/gap_sum": jnp.sum(gap * fresh),
             "sampler/fresh_tokens": jnp.sum(fresh),

@@ -32,6 +32,9 @@ def accumulate(
 
     names = {name for objective in objectives for name in objective.outputs}
     entropy_gradient = any(objective.entropy_gradient for objective in objectives)
+    ahead = [objective for objective in objectives if objective.looks_ahead]
+    if ahead:
+        packed = packed.with_tokens(**looked_ahead(role, packed, ahead, coefficients, compute))
 
     def share(params: Any, batch: Packed) -> tuple[jax.Array, dict[str, Scalars]]:
         """Return one microbatch's share of the step's loss, and each objective's metrics: sums over the counts."""
@@ -40,8 +43,7 @@ def accumulate(
         total: Any = 0
         metrics = {}
         for objective in objectives:
-            mask = batch.by_token.get(objective.name, batch.mask)
-            own = batch._replace(mask=mask & batch.counted[objective.name][:, None])
+            own = batch.counting(objective.name)
             counts = packed.counts[objective.name]
             loss, metrics[objective.name] = objective(outputs, own, counts, coefficients)
             total += loss
@@ -69,6 +71,29 @@ def accumulate(
     # Losses are added, other names belong to one of them.
     loss: Any = sum(metrics["loss"] for metrics in each)
     return grads, {name: value for metrics in each for name, value in metrics.items()} | {"loss": loss}
+
+
+def looked_ahead(
+    role: Role, packed: Packed, objectives: Sequence[Objective], coefficients: Scalars, compute: ComputeOptions
+) -> dict[str, jax.Array]:
+    """Return the arrays [M, B, T] that objectives compute over a whole step, by a forward pass without a gradient."""
+    model = cast(attached(role.base, role.params), compute.dtype)
+    names = sorted({name for objective in objectives for name in objective.outputs})
+
+    def body(index: jax.Array, found: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        outputs = outputs_of(model, microbatch(packed, index), names, coefficients["temperature"], compute)
+        return {name: found[name].at[index].set(outputs[name]) for name in names}
+
+    zeros = jnp.zeros(packed.mask.shape, jnp.float32)
+    outputs = jax.lax.fori_loop(0, packed.microbatches, body, dict.fromkeys(names, zeros))
+    shape = packed.mask.shape
+    together = [{"mask": packed.mask} | outputs, packed.by_token, packed.by_sequence, packed.counted]
+    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), together)
+    whole = packed._replace(mask=flat[0].pop("mask"), by_token=flat[1], by_sequence=flat[2], counted=flat[3])
+    found: dict[str, jax.Array] = {}
+    for objective in objectives:
+        found |= objective.over_step(flat[0], whole.counting(objective.name))
+    return {name: jax.lax.stop_gradient(x.reshape(shape)) for name, x in found.items()}
 
 
 @functools.cache

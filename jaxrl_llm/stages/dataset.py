@@ -12,7 +12,7 @@ from jaxrl_llm import config as configs
 from jaxrl_llm import tasks
 from jaxrl_llm.collection.rejection_sampling import collected
 from jaxrl_llm.config.texts import FromData
-from jaxrl_llm.data import Collected, Pairs, Steps, Texts, load_texts, longest
+from jaxrl_llm.data import Collected, Pairs, Steps, Texts, Unpaired, load_texts, longest
 from jaxrl_llm.engine import Sampling
 from jaxrl_llm.engine.backend import backend_for
 from jaxrl_llm.errors import InputError
@@ -53,7 +53,12 @@ def resources(run: FromData, peers: Peers, directory: Path) -> Scorer:
 
 def groups(run: FromData) -> Groups:
     """Return the size of a step's batch, with two completions per ranking; there may be more."""
-    kinds = {Texts: (1, "texts of"), Steps: (1, "solutions of"), Pairs: (2, "pairs of completions of")}
+    kinds = {
+        Texts: (1, "texts of"),
+        Steps: (1, "solutions of"),
+        Pairs: (2, "pairs of completions of"),
+        Unpaired: (2, "completions, each with that of another prompt, of"),
+    }
     each, words = next(found for kind, found in kinds.items() if isinstance(run.data, kind))
     return Groups(run.group_field, run.batch.rows, each, run.batch.max_tokens, words)
 

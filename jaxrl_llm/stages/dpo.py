@@ -1,4 +1,4 @@
-"""Preference training: the model learns which of two answers is better, relative to its initial self."""
+"""Preference training: the model learns which of two answers is better, or which answers are good."""
 
 import dataclasses
 import json
@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_llm.algorithms.preference import KTO
 from jaxrl_llm.config.texts import Preference
-from jaxrl_llm.data import Ranked
+from jaxrl_llm.data import Judged, Ranked, Unpaired
 from jaxrl_llm.errors import require
 from jaxrl_llm.learner import Forward, Sample
-from jaxrl_llm.learner.comparisons import PairLoss
+from jaxrl_llm.learner.comparisons import UNRELATED, PairLoss, UnpairedLoss
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rewards import Scorer
 from jaxrl_llm.sharding.distributed import Peers
@@ -32,7 +33,7 @@ SIGNS = (1.0, -1.0)
 
 
 Sums = dict[str, np.ndarray]
-"""Log-probabilities of both answers of each pair, summed over their tokens: nats, float64[n, 2] by the data's part."""
+"""Log-probabilities of both answers of each row, summed over their tokens: nats, float64[n, 2] by the data's part."""
 
 
 def at_start(path: Path, key: str, peers: Peers, compute: Callable[[], Sums]) -> Sums:
@@ -68,19 +69,53 @@ def pair_numbers(loss: Any, pairs: Sequence[Ranked], logp: np.ndarray, reference
     """Return accuracy and margin of pairs from the summed log-probabilities of policy and reference, float64[n, 2]."""
     gap = logp - reference
     if loss.average:
-        gap /= np.asarray([[len(tokens) for tokens in pair.completions] for pair in pairs])
-    margin = gap[:, 0] - gap[:, 1]
+        gap = gap / np.asarray([[len(tokens) for tokens in pair.completions] for pair in pairs])
+    value = np.asarray(loss.value(np.asarray(gap, np.float32)), np.float64)
+    margin = value[:, 0] - value[:, 1]
     return {
         "eval/pairs/accuracy": float(np.mean((np.sign(margin) + 1) / 2)),
         "eval/pairs/margin": float(loss.beta * np.mean(margin)),
     }
 
 
-def sums(forward: Forward, model: Decoder, pairs: Sequence[Ranked], status: Callable[[str], None]) -> np.ndarray:
-    """Return log-probabilities of the answers, summed over their tokens, nats: float64[n, 2]."""
-    samples = [sample for number, pair in enumerate(pairs) for sample in pair_samples(pair, (0.0, 0.0), number)]
+def unpaired_numbers(loss: Any, rows: Sequence[Judged], logp: np.ndarray, reference: np.ndarray) -> dict[str, float]:
+    """Return the share of all pairs of a good and a bad answer that the rewards order, and the margin of their means.
+
+    Arguments as in ``pair_numbers``; both numbers are NaN without good or without bad answers.
+    """
+    gap = (logp - reference)[:, 0]
+    good = np.asarray([row.good for row in rows])
+    margins = gap[good][:, None] - gap[~good][None, :]
+    return {
+        "eval/pairs/accuracy": float(np.mean((np.sign(margins) + 1) / 2)) if margins.size else np.nan,
+        "eval/pairs/margin": float(loss.beta * np.mean(margins)) if margins.size else np.nan,
+    }
+
+
+def sums(
+    forward: Forward,
+    model: Decoder,
+    rows: Sequence[Ranked | Judged],
+    status: Callable[[str], None],
+    others: Sequence[np.ndarray] = (),
+) -> np.ndarray:
+    """Return log-probabilities of the two answers of each row, summed over their tokens, nats: float64[n, 2].
+
+    ``others``: of answers with labels, an answer to another prompt for each.
+    """
+    groups = [samples_of(row, (0.0, 0.0), place, others[place : place + 1]) for place, row in enumerate(rows)]
+    samples = [sample for group in groups for sample in group]
     found = scored(forward, model, samples, "logp", lambda text: status(f"comparing: {text}"))
     return np.asarray([np.sum(logp, dtype=np.float64) for logp in found]).reshape(-1, len(SIGNS))
+
+
+def samples_of(
+    row: Ranked | Judged, reference: Sequence[float], number: int, other: Sequence[np.ndarray] = ()
+) -> list[Sample]:
+    """Return the two samples of a row: of a pair, or of an answer with a label and the ``other`` one's answer."""
+    if isinstance(row, Ranked):
+        return pair_samples(row, reference, number)
+    return unpaired_samples(row, other[0], reference)
 
 
 def pair_samples(pair: Ranked, reference: Sequence[float], number: int) -> list[Sample]:
@@ -93,54 +128,116 @@ def pair_samples(pair: Ranked, reference: Sequence[float], number: int) -> list[
     ]
 
 
+def unpaired_samples(row: Judged, unrelated: np.ndarray, reference: Sequence[float]) -> list[Sample]:
+    """Return the samples of an answer and, after the same prompt, of an answer to another one."""
+    answers = ((row.tokens, float(row.good)), (unrelated, UNRELATED))
+    return [
+        Sample(row.prompt, tokens, np.ones(len(tokens), bool), {"label": label, "ref_logp": float(logp)})
+        for (tokens, label), logp in zip(answers, reference, strict=True)
+    ]
+
+
+def unrelated_to(rows: Sequence[Judged], most: int) -> list[np.ndarray]:
+    """Return an answer to another prompt for each row: that of the next row with one, cut to ``most`` tokens with the
+    row's prompt.
+
+    Raises:
+      InputError: all rows have one prompt.
+    """
+    require(
+        len({row.id for row in rows}) != 1,
+        f"{rows[0].where if rows else ''}: all rows answer one prompt, and KTO compares with answers to other prompts: "
+        "add rows of another",
+    )
+    found: list[np.ndarray] = []
+    at = 1
+    for place, row in enumerate(rows):
+        at = max(at, place + 1)
+        while rows[at % len(rows)].id == row.id:
+            at += 1
+        found.append(rows[at % len(rows)].tokens[: most - len(row.prompt)])
+    return found
+
+
 def outline(run: Preference, model: Decoder, mesh: Any, *_: Any) -> Outline:
     """Outline the run's computation, including the log-probabilities of all pairs before its first step."""
 
-    def samples(prompt: np.ndarray, tokens: np.ndarray, number: int) -> list[Sample]:
-        return pair_samples(Ranked("", prompt, (tokens, tokens), 0.0, ""), (0.0, 0.0), number)
+    unpaired = isinstance(run.data, Unpaired)
 
-    found = outline_of(run, model, mesh, PairLoss(run.loss), samples)
+    def samples(prompt: np.ndarray, tokens: np.ndarray, number: int) -> list[Sample]:
+        pair = Ranked("", prompt, (tokens, tokens), 0.0, "")
+        return samples_of(Judged("", prompt, tokens, True, "") if unpaired else pair, (0.0, 0.0), number, [tokens])
+
+    found = outline_of(run, model, mesh, objective_of(run), samples)
+    if not needs_reference(run):
+        return found
     follows = np.zeros(run.batch.max_tokens - 1, np.int32)
     pairs = range(SCORED_AT_ONCE // len(SIGNS))
     read = [sample for pair in pairs for sample in samples(np.full(1, pair, np.int32), follows, pair)]
     return dataclasses.replace(found, passes=(Pass("reference", found.forward, read, "logp", 0, model=model),))
 
 
+def objective_of(run: Preference) -> PairLoss | UnpairedLoss:
+    """Return the objective of a run's loss."""
+    return UnpairedLoss(run.loss) if isinstance(run.loss, KTO) else PairLoss(run.loss)
+
+
+def needs_reference(run: Preference) -> bool:
+    """Whether the loss reads the initial model's log-probabilities."""
+    return isinstance(run.loss, KTO) or run.loss.to_reference
+
+
 def prepare(
     run: Preference, model: Decoder, tokenizer: Any, mesh: Any, scorer: Scorer, progress: Progress, peers: Peers
 ) -> DatasetStage:
-    """Read or collect the pairs; build training and evaluation.
+    """Read or collect the rows; build training and evaluation.
 
     Raises:
       InputError: data that the run cannot use.
     """
-    loaded, fields = read(run, model, tokenizer, mesh, scorer, progress, peers, "pairs")
-    every = (*loaded.train, *loaded.held_out)
-    for row in every:
+    unpaired = isinstance(run.data, Unpaired)
+    what = "answers" if unpaired else "pairs"
+    loaded, fields = read(run, model, tokenizer, mesh, scorer, progress, peers, what)
+    parts = {"train": loaded.train, "held_out": loaded.held_out}
+    for row in () if unpaired else (*loaded.train, *loaded.held_out):
         require(
             len(row.completions) == len(SIGNS),
             f"{row.where} ranks {len(row.completions)} completions, and this loss compares two: take the best and "
             "the worst, or train a RewardModel, which learns from rankings",
         )
-    pairs = ((pair.where, pair_samples(pair, (0.0, 0.0), 0)) for pair in every)
-    forward, training = programs_of(run, model, mesh, PairLoss(run.loss), pairs)
+    # Held-out answers are compared with each other alone.
+    others: dict[str, list[np.ndarray]] = {name: [] for name in parts}
+    if unpaired:
+        others["train"] = unrelated_to(loaded.train, run.batch.max_tokens)
+        others["held_out"] = [row.tokens for row in loaded.held_out]
+    groups = (
+        (row.where, samples_of(row, (0.0, 0.0), 0, others[part][place : place + 1]))
+        for part, rows in parts.items()
+        for place, row in enumerate(rows)
+    )
+    forward, training = programs_of(run, model, mesh, objective_of(run), groups)
 
     def compute() -> Sums:
-        parts = {"train": loaded.train, "held_out": loaded.held_out}
-        return {name: sums(forward, model, pairs, progress.status) for name, pairs in parts.items()}
+        return {name: sums(forward, model, rows, progress.status, others[name]) for name, rows in parts.items()}
 
-    made_from = {"weights": weights_digest(model), "compute": forward.compute.dtype, "pairs": fields["problems"]}
-    key = json.dumps(made_from, sort_keys=True)  # the pairs are tokens: template and tokenizer are in them
-    known = at_start(scorer.folder / REFERENCE, key, peers, compute)
+    made_from = {"weights": weights_digest(model), "compute": forward.compute.dtype, what: fields["problems"]}
+    key = json.dumps(made_from, sort_keys=True)  # the rows are tokens: template and tokenizer are in them
+    if needs_reference(run):
+        known = at_start(scorer.folder / REFERENCE, key, peers, compute)
+    else:
+        known = {name: np.zeros((len(rows), len(SIGNS))) for name, rows in parts.items()}
+    measured = unpaired_numbers if unpaired else pair_numbers
 
-    def numbers(policy: Decoder, pairs: Sequence[Ranked]) -> dict[str, float]:
-        logp = sums(forward, policy, pairs, progress.status)
-        return pair_numbers(run.loss, pairs, logp, known["held_out"][: len(pairs)])
+    def numbers(policy: Decoder, rows: Sequence[Any]) -> dict[str, float]:
+        logp = sums(forward, policy, rows, progress.status, others["held_out"])
+        return measured(run.loss, rows, logp, known["held_out"][: len(rows)])
 
     return DatasetStage(
         forward=forward,
         training=training,
-        samples_of=lambda pair, place, number: pair_samples(pair, known["train"][place], number),
+        samples_of=lambda row, place, number: samples_of(
+            row, known["train"][place], number, others["train"][place : place + 1]
+        ),
         numbers=numbers,
         **fields,
     )

@@ -11,7 +11,7 @@ from jaxrl_llm.tasks.stream import PromptStream, Shuffled, of_tasks, problem_ind
 from jaxrl_llm.tasks.task import Loaded, Task, check, load
 from jaxrl_llm.tasks.template import Prompts, encode
 
-MOVED = ("Collected", "Pairs", "Steps", "Texts")
-"""Names that lay here once: they are still found here, also by ``import *``."""
+MOVED = ("Collected", "Pairs", "Steps", "Texts", "Unpaired")
+"""Names of data to learn from: they are found here too, also by ``import *``."""
 __getattr__ = attach("jaxrl_llm", dict.fromkeys(MOVED, "data"))
 __all__ = [*(name for name in globals() if not name.startswith("_")), *MOVED]

@@ -32,7 +32,11 @@ from jaxrl_llm.algorithms.ratios import (
 from jaxrl_llm.algorithms.reduce import ConstantLength, SequenceMean, SequenceSum, TokenMean
 from jaxrl_llm.algorithms.surrogates import (
     CISPO,
+    DPPO,
+    GMPO,
+    LUSPO,
     SAPO,
+    VESPO,
     Likelihood,
     MiniRL,
     MirrorDescent,
@@ -40,6 +44,7 @@ from jaxrl_llm.algorithms.surrogates import (
     PPOClip,
     Unclipped,
 )
+from jaxrl_llm.algorithms.whole_step import M2PO, ClipCov, KLCov, M2POClip, TopEntropy
 
 ROWS, ONES, WHOLE = np.ones(2, np.float32), np.ones((2, 3), np.float32), np.ones((2, 3), np.int32)
 OTHER, THIRD, LONG = np.ones((2, 4), np.float32), np.ones((2, 3, 1), np.float32), np.ones(3, np.float32)
@@ -202,6 +207,8 @@ CALLS = {
                       {"logp": [None, ROWS, WHOLE], "mask": [None, OTHER]}),
     "DPO": (preference.DPO(), {"margin": ROWS}, {"margin": [None, ONES, ROWS > 0]}),
     "IPO": (preference.IPO(), {"margin": ROWS}, {"margin": [None, ONES, ROWS > 0]}),
+    "SimPO": (preference.SimPO(), {"margin": ROWS}, {"margin": [None, ONES, ROWS > 0]}),
+    "KTO": (preference.KTO(), {"gap": ROWS, "good": ROWS > 0, "point": 0.0}, {"gap": [None, ONES, ROWS > 0]}),
     "pretraining_loss": (preference.pretraining_loss, {"logp": ONES, "mask": ONES, "token_count": 6},
                          {"logp": [None, ROWS, WHOLE], "mask": [None, OTHER], "token_count": [ROWS]}),
 }  # fmt: skip
@@ -233,6 +240,10 @@ def test_a_bound_on_values_needs_old_ones_and_a_distance(old, clip):
     (GroupZScore, {"ddof": -1}), (GroupZScore, {"eps": -1.0}), (BatchScaled, {"of": "tokens"}),
     (BatchScaled, {"eps": -1.0}), (GDPO, {"ddof": -1}), (Whitened, {"baseline": "token"}), (Whitened, {"eps": -1.0}),
     (ProcessSupervised, {"eps": -1.0}),
+    (DPPO, {"low": -0.1}), (DPPO, {"divergence": "js"}), (VESPO, {"k_pos": 0.0}), (GMPO, {"high": -1.0}),
+    (LUSPO, {"low": -1.0}), (M2PO, {"threshold": 0.0}), (M2POClip, {"low": 1.0}), (ClipCov, {"share": 0.0}),
+    (ClipCov, {"least": 6.0}), (KLCov, {"coef": -1.0}), (TopEntropy, {"share": 1.5}),
+    (preference.SimPO, {"gamma": -1.0}), (preference.KTO, {"beta": 0.0}),
     (GAE, {"gamma": -0.1}), (GAE, {"lam": -0.1}), (functools.partial(KLInReward, GroupMean(), K1()), {"coef": 0.0}),
     (functools.partial(dataclasses.replace, GRPO), {"kl_coef": -0.1}),
     (functools.partial(dataclasses.replace, GRPO), {"entropy_coef": -0.1}),
@@ -250,6 +261,12 @@ def test_fields_out_of_range_are_named(kind, fields):
     ("gspo_token", {"reduce": SequenceSum()}, "a sequence ratio needs SequenceMean"),
     ("gspo", {"surrogate": Likelihood()}, "Likelihood is made of the tokens' own"),
     ("gspo_token", {"surrogate": MirrorDescent()}, "MirrorDescent is made of the tokens' own"),
+    ("gmpo", {"reduce": TokenMean()}, "only SequenceMean counts it once"),
+    ("luspo", {"ratio": Token(), "reduce": SequenceSum()}, "only SequenceMean counts it once"),
+    ("gspo", {"surrogate": DPPO()}, "DPPO is made of the tokens' own"),
+    ("gspo", {"surrogate": M2PO()}, "M2PO is made of the tokens' own"),
+    ("m2po", {"correction": MaskedIS()}, "would count that gap twice"),
+    ("dapo", {"token_filter": OffPolicySequenceMask()}, "token_filter must be a value such as whole_step.TopEntropy"),
     ("kimi_k1_5", {"reduce": TokenMean()}, "only SequenceSum adds it up once"),
     ("kimi_k1_5", {"reduce": ConstantLength(8)}, "only SequenceSum adds it up once"),
     ("deepseek_v3_2", {"correction": TruncatedIS()}, "would count that gap twice"),

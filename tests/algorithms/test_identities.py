@@ -63,7 +63,11 @@ def test_on_policy_presets_are_one_method_up_to_the_reducer():
     batch = batch._replace(old_logp=None, sampler_logp=logp)
     plain = dataclasses.replace(PRESETS["grpo"], kl_coef=0.0)
     reinforce = [of(Likelihood(), r) for r in (TokenMean(), SequenceMean(), SequenceSum())]
-    groups = (("dapo", "cispo"), (plain, "sapo"), ("minirl", "kimi_k1_5", "rloo"))
+    groups = (
+        ("dapo", "cispo", "dppo_tv", "dppo_kl", "m2po", "m2po_clip", "kl_cov"),
+        (plain, "sapo", "gmpo"),
+        ("minirl", "kimi_k1_5", "rloo", "vespo", "luspo", "pass_at_k"),
+    )
     for wanted, names in zip(reinforce, groups, strict=True):
         found = each((wanted, *(PRESETS[n] if isinstance(n, str) else n for n in names)), logp, batch)
         assert np.any(found[0][1])

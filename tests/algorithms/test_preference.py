@@ -13,7 +13,7 @@ from tiny import logprob_and_entropy
 
 from jaxrl_llm.algorithms import PRESETS, AdvantageContext, PolicyBatch, policy_loss, preference, values
 from jaxrl_llm.algorithms.advantages import GAE
-from jaxrl_llm.algorithms.preference import DPO, IPO
+from jaxrl_llm.algorithms.preference import DPO, IPO, KTO, ORPO, SimPO
 
 
 def row(path, dtype):
@@ -134,6 +134,53 @@ def test_ipo_on_averages_by_token(dtype):
     np.testing.assert_array_equal(whole, [-6.0, -7.5])
 
 
+def test_simpo_on_means_without_a_reference(dtype):
+    example = NUMBERS["SIMPO"]
+    loss = SimPO(example["beta"], example["gamma"])
+
+    def of_sums(better, worse):
+        return jnp.mean(loss((better / example["len_w"] - worse / example["len_l"])[None]))
+
+    sums = [jnp.asarray(example[name], dtype) for name in ("sum_w", "sum_l")]
+    found, slopes = jax.jit(jax.value_and_grad(of_sums, (0, 1)))(*sums)
+    check(found, "SIMPO/loss", dtype)
+    check(slopes[0], "SIMPO/d_sum_w", dtype)
+    check(slopes[1], "SIMPO/d_sum_l", dtype)
+
+
+def test_orpos_odds_ratio(dtype):
+    example = NUMBERS["ORPO"]
+    loss = ORPO(example["beta"])
+    lo = lambda better, worse: (loss.value(better) - loss.value(worse))[None]
+    means = [jnp.asarray(example[name], dtype) for name in ("avg_w", "avg_l")]
+    check(lo(*means)[0], "ORPO/log_odds", dtype)
+    found, slopes = jax.jit(jax.value_and_grad(lambda *a: jnp.mean(loss(lo(*a))), (0, 1)))(*means)
+    check(found, "ORPO/or_term", dtype)
+    check(slopes[0], "ORPO/d_avg_w", dtype)
+    check(slopes[1], "ORPO/d_avg_l", dtype)
+    sure = jnp.asarray([0.0, -1e-12], dtype)
+    chex.assert_tree_all_finite(jax.vjp(loss.value, sure)[1](jnp.ones(2, dtype)))
+
+
+def test_kto_with_its_reference_point(dtype):
+    example = NUMBERS["KTO"]
+    loss = KTO(example["beta"], example["lam_D"], example["lam_U"])
+    good, unrelated = np.array(example["label"]) > 0, jnp.asarray(example["kl_logratio"], dtype)
+    whole = loss.point(unrelated, np.ones(4, bool))
+    check(whole, "KTO/z_batch4", dtype)
+    gap = jnp.asarray(example["logratio"], dtype)
+    terms, back = jax.vjp(lambda x: loss(x, good, whole), gap)
+    check(terms, "KTO/terms_batch4", dtype)
+    check(jnp.mean(terms), "KTO/loss_batch4", dtype)
+    check(back(jnp.full(4, 0.25, dtype))[0], "KTO/grad_batch4", dtype)
+    halves = jnp.stack([loss.point(unrelated, np.arange(4) // 2 == half) for half in (0, 1)])
+    check(halves, "KTO/z_two_batches", dtype)
+    apart = loss(gap, good, jnp.repeat(halves, 2))
+    check(jnp.mean(apart), "KTO/loss_two_batches", dtype)
+    slope = jax.grad(lambda x: jnp.sum(loss(gap, good, loss.point(x, np.ones(4, bool)))))(unrelated + 1)
+    assert not np.any(slope), "the reference point has no gradient"
+
+
 def test_bradley_terry(dtype):
     difference = jnp.asarray([NUMBERS["BT"]["r"][0]], dtype) - jnp.asarray([NUMBERS["BT"]["r"][1]], dtype)
     loss, grad = jax.jit(jax.value_and_grad(lambda x: jnp.mean(preference.bradley_terry(x))))(difference)
@@ -211,7 +258,7 @@ class Variants(chex.TestCase):
         chex.assert_trees_all_close(found, {name: np.float32(value) for name, value in wanted.items()}, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [DPO, IPO])
+@pytest.mark.parametrize("kind", [DPO, IPO, SimPO, ORPO])
 @pytest.mark.parametrize("beta", [0.0, -0.1])
 def test_a_temperature_that_turns_preferences_around_is_refused(kind, beta):
     with pytest.raises(ValueError, match="beta must be above 0"):

@@ -16,7 +16,8 @@ from jaxrl_llm.algorithms.advantages import GroupMean, GroupZScore, ProcessSuper
 from jaxrl_llm.algorithms.kl import K3, UnbiasedK3
 from jaxrl_llm.algorithms.ratios import MaskedIS, OffPolicySequenceMask, SequenceMask, Token, TruncatedIS
 from jaxrl_llm.algorithms.reduce import ConstantLength, SequenceMean, SequenceSum, TokenMean
-from jaxrl_llm.algorithms.surrogates import CISPO, MirrorDescent, PPOClip
+from jaxrl_llm.algorithms.surrogates import CISPO, GMPO, LUSPO, MirrorDescent, PPOClip
+from jaxrl_llm.algorithms.whole_step import ClipCov, KLCov
 
 Z, POPULATION = GroupZScore(eps=0.0), GroupZScore(ddof=0, eps=0.0)
 WIDE = PPOClip(0.2, 0.2)
@@ -66,6 +67,20 @@ CASES = {
     "TIS/loss_mis": (variant("dapo", surrogate=WIDE, correction=MaskedIS(0.5, 2.0)), None),
     "TIS/loss_seqtis": (variant("dapo", surrogate=WIDE, correction=TruncatedIS(2.0, "sequence")), None),
     # A published description of GSPO that is not GSPO: CISPO with two bounds, averaged by sequence.
+    "MAXRL/loss_tokenmean": (PRESETS["maxrl"], None),
+    # Published with the old policy as anchor; verl's form of the loss has the frozen ratio on the log-probability.
+    "DPPO_TV/loss_sg_form": (variant("dppo_tv", ratio=Token()), "DPPO_TV/grad"),
+    "DPPO_KL/loss_sg_form": (variant("dppo_kl", ratio=Token()), "DPPO_KL/grad"),
+    "VESPO/loss_seqsum": (variant("vespo", ratio=Token()), "VESPO/grad_seqsum"),
+    "VESPO/loss_tokenmean": (variant("vespo", ratio=Token(), reduce=TokenMean()), "VESPO/grad_tokenmean"),
+    "GMPO/loss": (variant("gmpo"), "GMPO/grad"),
+    "GMPO/loss_eps0p2": (variant("gmpo", surrogate=GMPO(0.2, 0.2)), None),
+    "LUSPO/loss_paper_eps": (variant("luspo"), None),
+    "LUSPO/loss_eps0p2": (variant("luspo", surrogate=LUSPO(0.2, 0.2)), "LUSPO/grad_eps0p2"),
+    "M2PO/loss_N_all": (variant("m2po", ratio=Token()), "M2PO/grad_N_all"),
+    "M2PO/code_loss": (variant("m2po_clip"), None),
+    "CLIP_COV/loss": (variant("clip_cov", surrogate=ClipCov(0.25, 0.2)), "CLIP_COV/grad"),
+    "KL_COV/loss": (variant("kl_cov", surrogate=KLCov(0.25)), "KL_COV/grad"),
     "GSPO_seed_wrong/loss": (
         variant("cispo", surrogate=CISPO(1.2, 0.8), reduce=SequenceMean()), "GSPO_seed_wrong/grad",
     ),

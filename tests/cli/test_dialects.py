@@ -12,6 +12,7 @@ from jaxrl_llm.algorithms import PRESETS, PolicyBatch, kl, policy_loss, ratios, 
 from jaxrl_llm.algorithms.advantages import BatchScaled, GroupMean, GroupZScore, KLInReward, LeaveOneOut, Whitened
 from jaxrl_llm.algorithms.entropy import AdaptiveEntropy
 from jaxrl_llm.algorithms.kl import AdaptiveKL
+from jaxrl_llm.algorithms.whole_step import ClipCov, KLCov, TopEntropy
 from jaxrl_llm.cli.dialects import SPELLINGS, explain, translate
 from jaxrl_llm.cli.train import take_spellings
 from jaxrl_llm.codec import flat
@@ -41,6 +42,10 @@ TRANSLATED = [
     ("dapo", "loss_type=sapo", {"surrogate": SAPO(1.0, 1.05), "reduce": reduce.SequenceMean()}),
     ("grpo", "epsilon_high=5 loss_type=cispo", {"surrogate": CISPO(5.0), "reduce": reduce.TokenMean()}),
     ("cispo", "loss_type=cispo", {}),
+    ("gspo", "loss_type=luspo", {"surrogate": surrogates.LUSPO()}),
+    ("gspo", "loss_type=luspo epsilon=1e-3 epsilon_high=2e-3", {"surrogate": surrogates.LUSPO(1e-3, 2e-3)}),
+    ("dapo", "top_entropy_quantile=0.2", {"token_filter": TopEntropy(0.2)}),
+    ("top_entropy", "top_entropy_quantile=1.0", {"token_filter": None}),
     ("cispo", "epsilon_high=1.28", {"surrogate": CISPO(1.28)}),
     ("cispo", "loss_type=dapo", {"surrogate": CLIP(0.2, 0.2)}),
     ("dapo", "epsilon_high=0.3", {"surrogate": CLIP(0.2, 0.3)}),
@@ -91,6 +96,11 @@ TRANSLATED = [
     ("dapo", f"{ACTOR}policy_loss.loss_mode=gspo {CLIPS.format(3e-4, 4e-4)}",
      {"ratio": ratios.SequenceToken(), "surrogate": CLIP(3e-4, 4e-4), "reduce": reduce.SequenceMean()}),
     ("grpo", f"{CLIPS.format(1, 0.25)} {ACTOR}policy_loss.loss_mode=cispo", {"surrogate": CISPO(1.25, 0.0)}),
+    ("dapo", f"{ACTOR}policy_loss.loss_mode=clip_cov {ACTOR}policy_loss.clip_cov_lb=0.5 {CLIPS.format(0.1, 0.3)} "
+     f"{ACTOR}policy_loss.clip_cov_ratio=0.01 {ACTOR}policy_loss.clip_cov_ub=9",
+     {"surrogate": ClipCov(0.01, 0.5, 9.0, 0.1, 0.3)}),
+    ("dapo", f"{ACTOR}policy_loss.loss_mode=kl_cov {ACTOR}policy_loss.ppo_kl_coef=1 "
+     f"{ACTOR}policy_loss.kl_cov_ratio=0.002", {"surrogate": KLCov(0.002, 1.0)}),
     ("cispo", CLIPS.format(0.25, 4), {"surrogate": CISPO(5.0, 0.75)}),
     ("cispo", f"{ACTOR}clip_ratio_high=0.25", {"surrogate": CISPO(1.25)}),
     ("dapo", f"{ACTOR}clip_ratio_high=0.3", {"surrogate": CLIP(0.2, 0.3)}),
@@ -135,6 +145,11 @@ REFUSED = [
     ("dapo", "mask_truncated_completions=maybe", "expected True or False"),
     ("dapo", "loss_type=vespo", "expected grpo, dr_grpo, dapo, cispo, sapo"),
     ("dapo", "loss_type=bnpo", "one microbatch", "write --loss_type dapo"),
+    ("dapo", "loss_type=luspo", "add --importance_sampling_level sequence"),
+    ("dapo", "top_entropy_quantile=1.5", "a share above 0 and at most 1"),
+    ("dapo", f"{ACTOR}policy_loss.loss_mode=dppo_tv", "PRESETS['dppo_tv']", "ratio Token() for verl's anchor"),
+    ("dapo", f"{ACTOR}policy_loss.ppo_kl_coef=1", "only loss_mode=kl_cov reads it"),
+    ("dapo", "algorithm.adv_estimator=grpo_passk", "PRESETS['pass_at_k']"),
     ("dapo", "loss_type=cispo", "default of 0.2", "--epsilon_high 5.0"),
     ("dapo", "loss_type=cispo epsilon=0.2", "default of 0.2", "--epsilon_high 5.0"),
     ("dapo", "loss_type=cispo epsilon_high=0.28", "the ratio itself", "default of 0.2", "--epsilon_high 1.28"),

@@ -84,6 +84,24 @@ def test_right_answers_are_preferred_to_ones_that_were_cut_off_too_and_their_row
     assert rows_from(PROBLEM, never, Collected(TASK, cut_off=True), "pairs") == []
 
 
+def test_unpaired_answers_are_right_and_wrong_ones_with_their_labels():
+    answers = (
+        answer("right", True),
+        answer("cut", False, ended=False),
+        answer("wrong", False),
+        answer("right 2", True),
+    )
+    found = {
+        (keep, cut_off): [
+            (row["completion"], row["label"], row.get("completion_cut_off"))
+            for row in rows_from(PROBLEM, answers, Collected(TASK, keep=keep, cut_off=cut_off), "unpaired")
+        ]
+        for keep, cut_off in (("first", False), ("all", True))
+    }
+    right, wrong, cut = ("right", True, None), ("wrong", False, None), ("cut", False, True)
+    assert found == {("first", False): [right, wrong], ("all", True): [right, ("right 2", True, None), wrong, cut]}
+
+
 @pytest.mark.parametrize(("text", "steps"), [
     ("a\nb", ["a", "b"]),
     ("\n\na\n\n\nb \n", ["\n\na\n\n", "b \n"]),

@@ -64,6 +64,7 @@ IDLE = {
     "reinforce_pp": "the clip range never binds",
     "ppo": "the clip range never binds, recipe.critic.clip never binds",
     "arpo": "the clip range never binds",
+    "top_entropy": "the clip range never binds",
 }
 
 

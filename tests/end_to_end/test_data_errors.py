@@ -18,7 +18,7 @@ from jaxrl_llm.models.config import Lora
 from jaxrl_llm.tasks import Table, Task
 
 CONFIG = """
-from jaxrl_llm.algorithms.preference import DPO, IPO
+from jaxrl_llm.algorithms.preference import DPO, IPO, KTO, SimPO
 from jaxrl_llm.config import *
 from jaxrl_llm.tasks import *
 table = Table("{0}.jsonl")
@@ -31,6 +31,10 @@ CONFIGS = {
     "rm": ("pairs", f'RewardModel("tiny-random", Pairs(table, template="plain", holdout=0.01), {REST})'),
     "prm": ("steps", f'RewardModel("tiny-random", Steps(table, template="plain"), {REST})'),
     "mute": ("sft", f'Supervised("mute", Texts(table, template="plain"), {REST})'),
+    "alone": ("judged", f'Preference("tiny-random", Unpaired(table, template="plain"), loss=KTO(), {REST})'),
+    "unjudged": ("sft", f'Preference("tiny-random", Unpaired(table, template="plain"), loss=KTO(), {REST})'),
+    "kto of pairs": ("pairs", 'Preference("tiny-random", Pairs(table), loss=KTO())'),
+    "simpo of labels": ("judged", 'Preference("tiny-random", Unpaired(table), loss=SimPO())'),
     "sharp": ("pairs", 'Preference("tiny-random", Pairs(table), loss=DPO(float("nan")))'),
     "other kind": ("pairs", 'Preference("tiny-random", Texts(table))'),
     "no kind": ("pairs", "Texts(table)"),
@@ -47,6 +51,7 @@ STEPS = {"prompt": "1+1=", "completions": ["1", "2"], "labels": [True, False]}
 TABLES = {
     "sft": [{"prompt": f"{n}+1=", "completion": f"{n + 1}"} for n in range(9)]
     + [["3+1=", "4"], {"prompt": "3+1=", "completion": "1" * 24}],
+    "judged": [{"prompt": "1+1=", "completion": answer, "label": answer == "2"} for answer in "23"],
     "pairs": [PAIR | {"prompt": f"{n}+1="} for n in range(3)],
     "steps": [STEPS, STEPS | {"prompt": "2+1="}],
     "torn": [PAIR, {"prompt": "1+2=", "chosen": "3"}],
@@ -82,6 +87,12 @@ REFUSED = {
     "train dpo.py --loss.label_smoothing 0.5": ["DPO.label_smoothing must be from 0 to below 0.5"],
     "train dpo.py --evaluation.every 1": ["nothing to test on: set data.holdout above 0, or evaluation.task"],
     "train dpo.py --from odd/sft": ["--from would begin with other weights", "give them as --model RUN@STEP"],
+    "train alone.py": ["judged.jsonl:1: all rows answer one prompt, and KTO compares", "add rows of another"],
+    "train unjudged.py": [
+        "sft.jsonl:1: the row has the columns prompt, completion; a row has prompt, completion, label"
+    ],
+    "train kto_of_pairs.py": ["loss KTO learns from answers with labels, and data is Pairs: set data to Unpaired(...)"],
+    "train simpo_of_labels.py": ["loss SimPO compares two answers, and data is Unpaired: set loss to KTO()"],
     "train rm.py --centre -1": ["centre must be at least 0, and finite, got -1.0"],
     "train prm.py --centre 1": ["centre 1.0 is of pairs and rankings", "leave it out"],
     "train rm.py --evaluation.temperature 1": ["a reward model gives no answers", "every and limit alone"],

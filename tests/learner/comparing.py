@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from tiny import VOCAB, logprob_and_entropy, tiny
 
-from jaxrl_llm.algorithms.preference import DPO, IPO
-from jaxrl_llm.data import Ranked, Stepped, Text
-from jaxrl_llm.learner.comparisons import PairLoss, Ranking, StepEntropy
+from jaxrl_llm.algorithms.preference import DPO, IPO, KTO, ORPO, SimPO
+from jaxrl_llm.data import Judged, Ranked, Stepped, Text
+from jaxrl_llm.learner.comparisons import PairLoss, Ranking, StepEntropy, UnpairedLoss
 from jaxrl_llm.learner.objectives import NextToken
 from jaxrl_llm.models.decoder import causal_rows, forward, logits
 from jaxrl_llm.models.heads import ScalarModel
 from jaxrl_llm.models.lora import attached
-from jaxrl_llm.stages.dpo import pair_samples
+from jaxrl_llm.stages.dpo import pair_samples, unpaired_samples
 from jaxrl_llm.stages.reward_model import samples_of
 from jaxrl_llm.stages.supervised import sample_of
 
@@ -152,6 +152,45 @@ def preference(formula, average):
     return loss
 
 
+def odds(mean):
+    return mean - jnp.log(1 - jnp.exp(mean))
+
+
+def without_reference(formula):
+    """The mean of a formula over pairs, of the mean log-probabilities of both answers."""
+
+    def loss(found):
+        means = [sum(logp[:-1]) / (len(logp) - 1) for logp in found]
+        return sum(formula(a, b) for a, b in zip(means[::2], means[1::2], strict=True)) / len(means) * 2
+
+    return loss
+
+
+def unpaired():
+    """Samples of the better answers as good ones and of the worse as bad ones, each with one of another prompt: the
+    worse answer of the pair before.
+    """
+    rows = [
+        (Judged(row.id, row.prompt, tokens, not place, row.where), before.completions[1])
+        for row, before in zip(rankings(2)[:4], [rankings(2)[3], *rankings(2)[:3]], strict=True)
+        for place, tokens in enumerate(row.completions)
+    ]
+    references = np.linspace(-40, -20, 2 * len(rows)).reshape(-1, 2)
+    return [unpaired_samples(row, other, ref) for (row, other), ref in zip(rows, references, strict=True)]
+
+
+def prospect(found):
+    """KTO with other weights for good and bad answers; z, of the answers to other prompts, is a number."""
+    samples = [sample.scalars for group in unpaired() for sample in group]
+    gaps = [sum(logp[:-1]) - one["ref_logp"] for logp, one in zip(found, samples, strict=True)]
+    point = jax.lax.stop_gradient(jnp.maximum(sum(gaps[1::2]) / len(gaps[1::2]), 0))
+    total = 0.0
+    for gap, one in zip(gaps[::2], samples[::2], strict=True):
+        below = 0.05 * (point - gap)
+        total += 1 / (1 + jnp.exp(-below)) if one["label"] else 1.5 / (1 + jnp.exp(below))
+    return total / len(gaps[::2])
+
+
 def ranked(centre):
     """The mean over prompts of the mean over their pairs of ``-log sigmoid(r_w - r_l - margin)``; a score is what is
     found behind the last token.
@@ -203,6 +242,12 @@ def case(name):
     if name in PREFERENCES:
         loss, formula = PREFERENCES[name]
         return Case(PairLoss(loss), MODEL, pairs(), members(rankings(2)), preference(formula, loss.average))
+    if name in ALONE:
+        loss, formula = ALONE[name]
+        return Case(PairLoss(loss), MODEL, pairs(), members(rankings(2)), without_reference(formula))
+    if name == "kto":
+        completions = [(sample.prompt, sample.tokens) for group in unpaired() for sample in group]
+        return Case(UnpairedLoss(KTO(0.05, undesirable=1.5)), MODEL, unpaired(), completions, prospect)
     if name == "steps":
         groups = [samples_of(row, n) for n, row in enumerate(solutions())]
         return Case(StepEntropy(), SCALAR, groups, members(solutions()), stepwise)
@@ -218,4 +263,9 @@ PREFERENCES = {
     ),
     "ipo": (IPO(0.3), lambda h: (h - 1 / 0.6) ** 2),
 }
-CASES = ("texts", *PREFERENCES, "centred", "steps")
+ALONE = {
+    "simpo": (SimPO(2.0, 1.0), lambda a, b: minus_log_sigmoid(2 * (a - b) - 1)),
+    "orpo": (ORPO(0.3), lambda a, b: -a + 0.3 * minus_log_sigmoid(odds(a) - odds(b))),
+}
+"""Losses without a reference."""
+CASES = ("texts", *PREFERENCES, *ALONE, "kto", "centred", "steps")

@@ -20,6 +20,7 @@ from learner.comparing import (
     drawn,
     known,
     members,
+    odds,
     prompt,
     pulled,
     rankings,
@@ -31,8 +32,8 @@ from learner.rollouts import one_device
 from oracles import number
 from tiny import largest_difference
 
-from jaxrl_llm.algorithms.preference import DPO, IPO
-from jaxrl_llm.data import Ranked, Stepped
+from jaxrl_llm.algorithms.preference import DPO, IPO, KTO
+from jaxrl_llm.data import Judged, Ranked, Stepped
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Layout, pack
 from jaxrl_llm.learner.comparisons import PairLoss, Ranking, StepEntropy
@@ -96,7 +97,7 @@ def test_gradients_through_packing_and_microbatches_are_those_of_the_formula(nam
     assert largest_difference(found, slope) < 1e-5
 
 
-ONE_OF_EACH = ("texts", "dpo of averages, smoothed", "centred", "steps")
+ONE_OF_EACH = ("texts", "dpo of averages, smoothed", "kto", "centred", "steps")
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
@@ -188,13 +189,50 @@ def test_numbers_of_pairs_are_of_their_order_and_implicit_rewards_in_a_step_and_
         np.testing.assert_allclose(found[f"{prefix}pairs/margin"], loss.beta * np.mean(margins), rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["simpo", "orpo"])
+def test_numbers_of_pairs_without_a_reference(name):
+    loss, pairs = case(name).objective.loss, rankings(2)
+    nothing = np.zeros((len(pairs), 2))
+    means = [x[:-1].astype(np.float64).mean() for x in found_of_pairs()]
+    worth = np.reshape([float(odds(mean)) if name == "orpo" else mean for mean in means], (-1, 2))
+    margins = worth @ [1, -1]
+    tested = dpo.pair_numbers(loss, pairs, sums(forwards(), MODEL, pairs, silent), nothing)
+    np.testing.assert_allclose(tested["eval/pairs/accuracy"], np.mean(margins > 0), rtol=1e-6)
+    np.testing.assert_allclose(tested["eval/pairs/margin"], loss.beta * np.mean(margins), rtol=1e-4)
+
+
+def test_numbers_of_answers_with_labels():
+    rows = [Judged(str(n), prompt(n), drawn(3, n), good, str(n)) for n, good in enumerate([True, False, True, False])]
+    logp = np.array([[1.0, 9], [2.0, 9], [3.0, 9], [0.0, 9]])
+    found = dpo.unpaired_numbers(KTO(0.5), rows, logp, np.zeros((4, 2)))
+    assert found == {"eval/pairs/accuracy": 0.75, "eval/pairs/margin": 0.5 * (2 - 1)}
+    assert np.isnan(dpo.unpaired_numbers(KTO(), rows[:1], logp[:1], np.zeros((1, 2)))["eval/pairs/accuracy"])
+    _, metrics = alone("kto")
+    assert metrics["kto/point"] > 0, "below it, the reference point would be held at 0"
+    assert np.isfinite(metrics["pairs/margin"])
+
+
+def test_the_unrelated_answer_is_the_next_one_to_another_prompt():
+    rows = [Judged(name, drawn(4, 1), drawn(5, n), True, str(n)) for n, name in enumerate("aabba")]
+    found = dpo.unrelated_to(rows, 7)
+    for tokens, place in zip(found, (2, 2, 4, 4, 2), strict=True):
+        np.testing.assert_array_equal(tokens, rows[place].tokens[:3])
+    with pytest.raises(InputError, match="0: all rows answer one prompt, and KTO compares with answers to other"):
+        dpo.unrelated_to(rows[:2], 7)
+
+
 def by_hand_margins(average):
     """Of each pair, float64."""
-    rows = rows_of(members(rankings(2)))
-    found, _ = pulled("logp", MODEL, None, rows, np.zeros(rows.shape, np.float32))
-    gaps = [x[:-1].astype(np.float64).sum() for x in at_tokens(np.asarray(found), members(rankings(2)))]
+    gaps = [x[:-1].astype(np.float64).sum() for x in found_of_pairs()]
     sizes = [len(tokens) if average else 1 for _, tokens in members(rankings(2))]
     return (np.reshape(gaps, (-1, 2)) - known()) / np.reshape(sizes, (-1, 2)) @ [1, -1]
+
+
+def found_of_pairs():
+    """Log-probabilities of the tokens of each completion, and one number behind them."""
+    rows = rows_of(members(rankings(2)))
+    found, _ = pulled("logp", MODEL, None, rows, np.zeros(rows.shape, np.float32))
+    return at_tokens(np.asarray(found), members(rankings(2)))
 
 
 def scores():

@@ -24,7 +24,9 @@ from learner.rollouts import (
 from tiny import Compilations, largest_difference, tiny
 
 from jaxrl_llm.algorithms import PRESETS
+from jaxrl_llm.algorithms.ratios import Token
 from jaxrl_llm.algorithms.surrogates import PPOClip
+from jaxrl_llm.algorithms.whole_step import M2PO
 from jaxrl_llm.learner import Layout, Optimiser, PolicyGradient, create_state, pack
 from jaxrl_llm.learner.forward import on_mesh, score
 from jaxrl_llm.learner.optimiser import build
@@ -40,6 +42,8 @@ LAYOUTS = {
 }
 WIDE_GSPO = dataclasses.replace(PRESETS["gspo"], surrogate=PPOClip(0.2, 0.3))
 """GSPO with a band that the tiny model's ratios fall inside and outside of."""
+
+CHOOSING = dataclasses.replace(PRESETS["m2po"], ratio=Token(), surrogate=M2PO(1e-4))
 
 
 def moved(model, seed, scale=0.02):
@@ -68,9 +72,10 @@ def scored(model, packed):
 
 @pytest.mark.parametrize(
     ("algorithm", "layouts"),
-    [(PRESETS["grpo"], LAYOUTS), (PRESETS["dapo"], ["two rows"]), (WIDE_GSPO, ["one row", "two parts, own prompts"])],
-    ids=["grpo", "dapo", "gspo"],
-)
+    [(PRESETS["grpo"], LAYOUTS), (PRESETS["dapo"], ["two rows"]), (WIDE_GSPO, ["one row", "two parts, own prompts"]),
+     (CHOOSING, ["one row"])],
+    ids=["grpo", "dapo", "gspo", "over the whole step"],
+)  # fmt: skip
 def test_packing_and_microbatches_change_nothing_but_rounding(algorithm, layouts):
     wanted, metrics = unpacked_gradient(
         algorithm, MODEL, unpacked_logp(OLD, rollout()), unpacked_logp(REFERENCE, rollout())

@@ -37,6 +37,10 @@ ppo_mini_batch_size -> learner.minibatches: how many there are, not how large th
 num_iterations ppo_epochs -> learner.epochs
 max_steps total_training_steps -> steps
 num_train_epochs total_epochs -> steps: each of rollout.prompts prompts
+desirable_weight -> loss.desirable
+undesirable_weight -> loss.undesirable
+simpo_gamma -> loss.gamma
+cpo_alpha -> loss.nll_coef
 completion_only_loss -> data.learn: completion; all for False, trl for what SFTTrainer learns
 assistant_only_loss -> data.learn: completion; trl for what SFTTrainer learns
 max_length -> batch.max_tokens: of a prompt with its completion

@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from jaxrl_llm.algorithms.advantages import KLInReward
-from jaxrl_llm.algorithms.surrogates import SAPO, MiniRL, PPOClip
+from jaxrl_llm.algorithms.surrogates import LUSPO, SAPO, MiniRL, PPOClip
+from jaxrl_llm.algorithms.whole_step import ClipCov
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.recipes import Recipe
 
 KL = "kl kl_coef kl_in"
-CLIPPED = (PPOClip, MiniRL)
+CLIPPED = (PPOClip, MiniRL, LUSPO, ClipCov)
 """Surrogates with bounds ``low`` and ``high``, distances from 1."""
 
 

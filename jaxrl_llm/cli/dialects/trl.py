@@ -8,7 +8,8 @@ from jaxrl_llm.algorithms.entropy import AdaptiveEntropy
 from jaxrl_llm.algorithms.kl import K3, UnbiasedK3
 from jaxrl_llm.algorithms.ratios import MaskedIS, OffPolicySequenceMask, Sequence, SequenceToken, Token, TruncatedIS
 from jaxrl_llm.algorithms.reduce import ConstantLength, SequenceMean, TokenMean
-from jaxrl_llm.algorithms.surrogates import CISPO, SAPO, PPOClip
+from jaxrl_llm.algorithms.surrogates import CISPO, LUSPO, SAPO, PPOClip
+from jaxrl_llm.algorithms.whole_step import TopEntropy
 from jaxrl_llm.cli.dialects.spelling import KL, Given, check_range, refuse_own_kl, set_bounds, set_temperatures
 
 LOSSES = {
@@ -17,10 +18,11 @@ LOSSES = {
     "dapo": (PPOClip, TokenMean()),
     "cispo": (CISPO, TokenMean()),
     "sapo": (SAPO, SequenceMean()),
+    "luspo": (LUSPO, SequenceMean()),
 }
 NO_LOSSES = {
     "bnpo": "it divides by the tokens of one microbatch, so that the loss depends on its size: write --loss_type dapo, "
-    "which divides by those of the whole update"
+    "which divides by those of the whole update",
 }
 LEVELS = {"token": Token(), "sequence": Sequence(), "sequence_token": SequenceToken()}
 BY_GROUP = GroupZScore(eps=1e-4)
@@ -41,6 +43,9 @@ def _loss(given: Given) -> None:
         unbound = surrogate is CISPO and "epsilon_high" not in given.texts
         given.refuse("loss_type", f"{usual}--epsilon_high 5.0, which is usual", unbound)
         given.fields["surrogate"] = surrogate()
+    by_token = given.get("importance_sampling_level", given.fields["ratio"]).level == "token"
+    wants = "its ratio is a sequence's: add --importance_sampling_level sequence"
+    given.refuse("loss_type", wants, surrogate is LUSPO and by_token)
 
 
 def _level(given: Given) -> None:
@@ -94,6 +99,12 @@ def _scale(given: Given) -> None:
     unread = f"it scales GRPO's advantage, and this recipe has {type(estimator).__name__}: leave it out"
     given.refuse("scale_rewards", unread, not isinstance(estimator, (GroupZScore, BatchScaled, GroupMean)))
     given.fields["advantage"] = given.get("scale_rewards")
+
+
+def _top(given: Given) -> None:
+    share = given.get("top_entropy_quantile")
+    given.refuse("top_entropy_quantile", "it is a share above 0 and at most 1", not 0 < share <= 1)
+    given.fields["token_filter"] = TopEntropy(share) if share < 1 else None
 
 
 def _filter(given: Given) -> None:
@@ -162,6 +173,7 @@ TABLE = (
     ("scale_rewards", "advantage", SCALES, _scale),
     ("mask_truncated_completions", "overlong", "switch", _mask),
     ("off_policy_mask_threshold", "sequence_filter", "number or None", _filter),
+    ("top_entropy_quantile", "token_filter", "number", _top),
     (SWITCHED, "correction", "switch", _correction),
     (MODE, "correction", MODES, _correction),
     (f"{HIGHEST} {OLDER}", "correction", "number", _correction),

@@ -7,6 +7,7 @@ from jaxrl_llm.algorithms.kl import K1, K2, K3, K3Plus
 from jaxrl_llm.algorithms.ratios import SequenceToken, Token, TruncatedIS
 from jaxrl_llm.algorithms.reduce import SequenceMean, SequenceSum, TokenMean
 from jaxrl_llm.algorithms.surrogates import CISPO, SAPO, PPOClip
+from jaxrl_llm.algorithms.whole_step import ClipCov, KLCov
 from jaxrl_llm.cli.dialects.spelling import KL, Given, check_range, refuse_own_kl, set_bounds, set_temperatures
 
 ACTOR = "actor_rollout_ref.actor."
@@ -19,20 +20,39 @@ IN_REWARD, REWARD_COEF = "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coe
 FILTER, METRIC = "algorithm.filter_groups.enable", "algorithm.filter_groups.metric"
 LEVEL, CAP = "algorithm.rollout_correction.rollout_is", "algorithm.rollout_correction.rollout_is_threshold"
 
+COVARIANCES = {
+    ClipCov: {
+        f"{ACTOR}policy_loss.clip_cov_{name}": field
+        for name, field in (("ratio", "share"), ("lb", "least"), ("ub", "most"))
+    },
+    KLCov: {f"{ACTOR}policy_loss.kl_cov_ratio": "share", f"{ACTOR}policy_loss.ppo_kl_coef": "coef"},
+}
+"""Fields of surrogates that choose tokens by covariance, by verl's names."""
 ESTIMATORS = {
     "grpo": GroupZScore(),
     "rloo": LeaveOneOut(),
     "reinforce_plus_plus": Whitened(),
     "reinforce_plus_plus_baseline": Whitened("group"),
 }
-NO_ESTIMATORS = {"gae": "it needs a critic: leave it out and begin with --recipe ppo, which has one"}
+NO_ESTIMATORS = {
+    "gae": "it needs a critic: leave it out and begin with --recipe ppo, which has one",
+    "grpo_passk": "it divides pass@k's advantages by a deviation, which biases them: set recipe.algorithm to "
+    "PRESETS['pass_at_k'] in a configuration",
+}
 MODES = {
     "vanilla": (Token(), PPOClip, None),
     "gspo": (SequenceToken(), PPOClip, SequenceMean()),
     "sapo": (Token(), SAPO, SequenceMean()),
     "cispo": (Token(), CISPO, None),
+    "clip_cov": (Token(), ClipCov, None),
+    "kl_cov": (Token(), KLCov, None),
 }
 """Ratio, surrogate, and the reduction that verl always takes for such a loss."""
+NO_MODES = {
+    name: "verl compares with the old policy, and caps the ratio at 3 unless clip_ratio_c is set: set recipe.algorithm "
+    f"to PRESETS['{name}'] in a configuration, with ratio Token() for verl's anchor"
+    for name in ("dppo_tv", "dppo_kl")
+}
 AGGREGATIONS = {
     "token-mean": TokenMean(),
     "seq-mean-token-mean": SequenceMean(),
@@ -96,6 +116,16 @@ def _bounds(given: Given) -> None:
         set_bounds(given, (LOW, HIGH), low, high)
 
 
+def _covariance(given: Given) -> None:
+    """Set the numbers of Clip-Cov and of KL-Cov."""
+    for kind, names in COVARIANCES.items():
+        surrogate = given.fields["surrogate"]
+        unread = f"only loss_mode={'clip_cov' if kind is ClipCov else 'kl_cov'} reads it: leave it out"
+        given.refuse(given.first(*names), unread, not isinstance(surrogate, kind))
+        told = {field: given.get(name) for name, field in names.items() if name in given.texts}
+        given.fields["surrogate"] = dataclasses.replace(surrogate, **told)
+
+
 def _dual(given: Given) -> None:
     surrogate = given.fields["surrogate"]
     other = not isinstance(surrogate, PPOClip) or given.fields["ratio"].level == "sequence"
@@ -156,10 +186,11 @@ def _correction(given: Given) -> None:
 TABLE = (
     (ESTIMATOR, "advantage", ESTIMATORS, None, NO_ESTIMATORS),
     (DEVIATION, "advantage", "switch", _deviation),
-    (MODE, "ratio surrogate reduce", MODES, _mode),
+    (MODE, "ratio surrogate reduce", MODES, _mode, NO_MODES),
     (AGGREGATION, "reduce", AGGREGATIONS, None, NO_AGGREGATIONS),
     (f"{LOW} {HIGH}", "surrogate", "number", _bounds),
     (CLIP, "", {}, None, f"verl itself does not read it, since its other two have defaults: write {LOW} and {HIGH}"),
+    (" ".join(name for names in COVARIANCES.values() for name in names), "surrogate", "number", _covariance),
     (DUAL, "surrogate", "number", _dual),
     (" ".join(TAUS), "surrogate", "number", lambda given: set_temperatures(given, *TAUS)),
     (IN_LOSS, KL, "switch", _kl),

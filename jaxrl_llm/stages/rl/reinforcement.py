@@ -66,14 +66,15 @@ class Reinforcement(Stage):
         """Add ``ratio``, of the current policy to the sampler, and ``clipped``, 1 where it is outside the surrogate's
         bounds.
 
-        ``clipped`` is added only for algorithms with token ratios. Both are NaN where the loss does not count a token.
+        ``clipped`` is added only for algorithms with bounds on token ratios alone. Both are NaN where the loss does not
+        count a token.
         """
         algorithm = self.run.recipe.algorithm
         found = []
         for sample, logp in zip(samples, self.forward.by_sample(model_of(state, "policy"), samples), strict=True):
             ratio = np.exp(np.where(sample.mask, logp - sample.arrays["sampler_logp"], np.nan))
             arrays = {"ratio": ratio}
-            if algorithm.ratio.level == "token":
+            if algorithm.ratio.level == "token" and getattr(algorithm.surrogate, "bounds_ratio", True):
                 bounds = algorithm.surrogate.clipped(ratio, np.asarray(advantage_of(sample)))
                 arrays["clipped"] = np.where(sample.mask, np.logical_or(*bounds), np.nan)
             found.append(dataclasses.replace(sample, arrays=sample.arrays | arrays))
