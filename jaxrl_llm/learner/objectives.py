@@ -17,7 +17,7 @@ from jaxrl_llm.algorithms.preference import pretraining_loss
 from jaxrl_llm.algorithms.tokens import clamped_log_ratio
 from jaxrl_llm.algorithms.values import value_loss
 from jaxrl_llm.learner.batch import Counts, Packed
-from jaxrl_llm.learner.forward import Outputs
+from jaxrl_llm.learner.forward import Output, Outputs
 
 Scalars = dict[str, jax.Array]
 Share = tuple[jax.Array, Scalars]
@@ -41,14 +41,14 @@ class Objective:
     Attributes:
       name: unique in a run; ``Sample.counted_by`` refers to it.
       role: the role that it trains.
-      outputs: the outputs of that model's forward pass that it reads.
+      outputs: the outputs of that model's forward pass that it reads; see ``learner.forward.Output``.
       needs: names in ``BEFORE``.
       entropy_gradient: whether it differentiates the entropy.
     """
 
     name: ClassVar[str]
     role: ClassVar[str]
-    outputs: ClassVar[tuple[str, ...]]
+    outputs: ClassVar[tuple[Output, ...]]
     needs: tuple[str, ...] = ()
     entropy_gradient: bool = False
 

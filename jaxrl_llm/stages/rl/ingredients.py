@@ -25,10 +25,11 @@ from jaxrl_llm.stages.rl.judges import Judges
 from jaxrl_llm.stages.rl.observations import Observations
 from jaxrl_llm.stages.rl.pretraining_mix import PretrainingMix
 from jaxrl_llm.stages.rl.shared_credit import SharedCredit
+from jaxrl_llm.stages.rl.teachers import Teachers
 from jaxrl_llm.stages.rl.win_rate import WinRate
 
 INGREDIENTS: list[type[Ingredient]] = [
-    *(Judges, CriticRole, SharedCredit, Constraints, Observations, PretrainingMix, WinRate),
+    *(Judges, CriticRole, SharedCredit, Constraints, Teachers, Observations, PretrainingMix, WinRate),
 ]
 """All ingredients, in the order of their hooks' calls."""
 

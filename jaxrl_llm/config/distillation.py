@@ -1,0 +1,105 @@
+"""Settings of distillation: a teacher that values each token of a completion."""
+
+import dataclasses
+from typing import Annotated, Any, ClassVar
+
+from jaxrl_llm.algorithms.divergences import JensenShannon, SampledKL, TeacherSignal
+from jaxrl_llm.config.mixture import tasks_in
+from jaxrl_llm.errors import InputError, did_you_mean, require
+from jaxrl_llm.system.setting import MODEL, Range, Setting, check_fields
+
+NAMED = {
+    "policy_gradient": SampledKL(),
+    "forward_kl": JensenShannon(0.0),
+    "reverse_kl": JensenShannon(1.0),
+    "jsd": JensenShannon(0.5),
+}
+"""Short names of signals."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskTeacher:
+    """A teacher of one task of a mixture.
+
+    Attributes:
+      task: its name.
+      teacher: the model.
+    """
+
+    task: str
+    teacher: Annotated[str, MODEL]
+    label: ClassVar[str] = "distillation.by_task"
+
+
+@dataclasses.dataclass(frozen=True)
+class Distillation(Setting):
+    """A teacher from which the policy learns on its own completions, in addition to rewards or without any.
+
+    Attributes:
+      teacher: any model with the policy's tokens: a run (RUN, RUN@STEP), a directory, a .gguf file, a hub id. Its width
+        and family, and the padding of its vocabulary, may differ. It is sharded as the policy; a policy with adapters
+        that is taught by its own base keeps no second copy.
+      divergence: ``SampledKL()``, an advantage for each sampled token, through the recipe's surrogate; or
+        ``JensenShannon(beta)``, a loss over the vocabulary. Also "policy_gradient", "forward_kl", "reverse_kl", "jsd",
+        or a number: beta.
+      weight: of the advantages, or of the loss.
+      by_task: other teachers for some tasks of a mixture.
+    """
+
+    teacher: Annotated[str, MODEL]
+    divergence: TeacherSignal = SampledKL()
+    weight: Annotated[float, Range("(0, inf)", words="above 0")] = 1.0
+    by_task: tuple[TaskTeacher, ...] = ()
+    label: ClassVar[str] = "distillation.teacher"
+
+    def __post_init__(self) -> None:
+        given: Any = self.divergence
+        if isinstance(given, str):
+            if given not in NAMED:
+                meant = did_you_mean(given, NAMED, f"give one of {', '.join(NAMED)}, or a number: beta")
+                raise InputError(f"distillation.divergence {given!r} is unknown: {meant}")
+            object.__setattr__(self, "divergence", NAMED[given])
+        elif isinstance(given, (int, float)) and not isinstance(given, bool):
+            object.__setattr__(self, "divergence", JensenShannon(float(given)))
+        object.__setattr__(self, "by_task", tuple(self.by_task))
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the policy that the run begins with is kept, for a scaled reward."""
+        return isinstance(self.divergence, SampledKL) and self.divergence.needs_reference
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The teachers' names, each once; the first is that of tasks without their own."""
+        return tuple(dict.fromkeys((self.teacher, *(one.teacher for one in self.by_task))))
+
+    def number_of(self, task: str) -> int:
+        """Return the place in ``names`` of the teacher of a task."""
+        own = {one.task: one.teacher for one in self.by_task}
+        return self.names.index(own.get(task, self.teacher))
+
+    def check(self, run: Any, where: str) -> None:
+        """Refuse a missing teacher, teachers of unknown tasks, and settings that wait for a reward where none is
+        given."""
+        require(bool(self.teacher), f"{where}teacher is empty: give a model, or the run that makes it")
+        check_fields(self.divergence, f"{where}divergence.")
+        labels = [task.label for task in tasks_in(run.task)]
+        for number, one in enumerate(self.by_task):
+            field = f"{where}by_task[{number}]"
+            require(bool(one.teacher), f"{field}.teacher is empty: give a model, or leave it out")
+            require(one.task in labels, f"{field}.task {one.task!r} is no task of the run: {', '.join(labels)}")
+        twice = [one.task for one in self.by_task]
+        require(len(set(twice)) == len(twice), f"{where}by_task has two teachers of one task: leave one of them out")
+        if run.scoring.rewards or any(task.plays for task in tasks_in(run.task)):
+            return
+        for field, found, remedy in (
+            ("recipe.filter_groups", run.recipe.filter_groups, "False"),
+            ("recipe.critic", run.recipe.critic, "None, with another estimator"),
+            ("scoring.constraints", run.scoring.constraints, "()"),
+            ("scoring.gate", run.scoring.gate, "None"),
+        ):
+            require(
+                not found,
+                f"{field} reads rewards, and scoring.rewards is empty, with a teacher alone: set {field} {remedy}, or "
+                "give a reward",
+            )
