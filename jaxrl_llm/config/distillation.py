@@ -69,6 +69,11 @@ class Distillation(Setting):
         return isinstance(self.divergence, SampledKL) and self.divergence.needs_reference
 
     @property
+    def top_k(self) -> int:
+        """The number of the teacher's most likely tokens that are compared; 0 to compare all, or none."""
+        return 0 if isinstance(self.divergence, SampledKL) else self.divergence.top_k
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The teachers' names, each once; the first is that of tasks without their own."""
         return tuple(dict.fromkeys((self.teacher, *(one.teacher for one in self.by_task))))

@@ -5,31 +5,23 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.algorithms.divergences import SampledKL
-from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.learner import Forward, Sample, Training
-from jaxrl_llm.learner.platform import compute_for
 from jaxrl_llm.learner.samples import advantage_of
 from jaxrl_llm.learner.teaching import DISTILLATION, WHICH, DivergenceLoss, Teacher, TopOutput
-from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.decoder import initialise
-from jaxrl_llm.models.heads import ScalarModel
 from jaxrl_llm.models.lora import model_of
 from jaxrl_llm.rollout.groups import Carryover, RolloutBatch
-from jaxrl_llm.rollout.measures import QUANTILES
-from jaxrl_llm.runs.load import config_of, load_model
-from jaxrl_llm.sharding import abstract, platform_of, shardings
+from jaxrl_llm.runs.load import config_of
 from jaxrl_llm.stages.rl.ingredient import Around, Ingredient
 from jaxrl_llm.stages.rl.shared_credit import by_token
+from jaxrl_llm.stages.rl.teacher_models import is_base, load_teacher, run_teacher, teacher_shapes
 from jaxrl_llm.stages.stage import Architectures, Pass
 from jaxrl_llm.types import TrainState
 
-REWARDS = {"reward/mean", "reward/std", "reward/zero_std_fraction", *(f"reward/{name}" for name in QUANTILES)}
+REWARDS = {f"reward/{name}" for name in ("mean", "std", "zero_std_fraction", "p10", "p50", "p90")}
 """Metrics that a run without rewards does not measure."""
 BY_TASK = ("reward", "zero_std_fraction")
 """The same of a task of a mixture."""
@@ -60,11 +52,10 @@ class Teachers(Ingredient):
         own = run.scoring.distillation
         if own is None:
             return None
-        objectives = ()
-        if not isinstance(own.divergence, SampledKL):
-            objectives = (DivergenceLoss(own.weight, own.divergence, own.names),)
+        signal = own.divergence
+        losses = () if isinstance(signal, SampledKL) else (DivergenceLoss(own.weight, signal, own.names),)
         loads = tuple(name for name in own.names if not is_base(name, run))
-        return cls(run, objectives=objectives, loads=loads)
+        return cls(run, objectives=losses, loads=loads)
 
     @property
     def settings(self) -> Any:
@@ -74,7 +65,7 @@ class Teachers(Ingredient):
     @property
     def top_k(self) -> int:
         """The number of tokens of which the teacher's probabilities are read; 0 where it is not so."""
-        return 0 if isinstance(self.settings.divergence, SampledKL) else self.settings.divergence.top_k
+        return self.settings.top_k
 
     @property
     def runs_in_update(self) -> bool:
@@ -87,53 +78,13 @@ class Teachers(Ingredient):
         Raises:
           InputError: one that is missing, scores texts, has too few positions or other tokens than the policy.
         """
-        forward = around.forwards["policy"]
-        forwards = {name: self._forward(name, forward, config_of) for name in self.settings.names}
-        models = {name: self._load(name, forwards[name], around) for name in self.settings.names}
+        forward, loaded = around.forwards["policy"], {}
+        forwards = {name: run_teacher(name, self.run, forward, config_of) for name in self.settings.names}
+        for name, own in forwards.items():
+            around.progress.status(f"loading {name}")
+            loaded[name] = load_teacher(name, self.run, own, around.tokenizer)
         vocab = config_of(self.run.model).vocab_size
-        return dataclasses.replace(self, loaded=models, forwards=forwards, policy=forward, vocab=vocab)
-
-    def _load(self, name: str, forward: Forward, around: Around) -> Any:
-        if is_base(name, self.run):
-            return None
-        around.progress.status(f"loading {name}")
-        try:
-            model, own = load_model(name, self.run.learner.compute.dtype, forward.mesh)
-        except InputError as error:
-            raise InputError(f"{field_of(name, self.settings)}: {error}") from None
-        field = f"{field_of(name, self.settings)}: {name}"
-        if isinstance(model, ScalarModel):
-            raise InputError(f"{field} is a reward model, which gives no distribution of tokens: take ModelReward")
-        require(
-            own is None or own.get_vocab() == around.tokenizer.get_vocab(),
-            f"{field} has another tokenizer than {self.run.model}: give a teacher that reads and writes its tokens",
-        )
-        return model
-
-    def _forward(self, name: str, forward: Forward, find: Architectures) -> Forward:
-        """Return how a teacher is run: in rows laid out for the policy's attention."""
-        if is_base(name, self.run):
-            return forward
-        try:
-            config = find(name)
-        except InputError as error:
-            raise InputError(f"{field_of(name, self.settings)}: {error}") from None
-        positions = config.attention.rope.max_positions
-        require(
-            self.run.longest_row <= positions,
-            f"{field_of(name, self.settings)}: {name} was made for {positions} positions, and prompts with completions "
-            f"have up to {self.run.longest_row}: lower rollout.max_new_tokens or max_prompt_tokens, or take another",
-        )
-        require(
-            self.top_k < config.vocab_size,
-            f"scoring.distillation.divergence.top_k {self.top_k} leaves no other token of the {config.vocab_size} of "
-            f"{name}: set it to 0 to compare all",
-        )
-        compute = forward.compute
-        attention = "auto" if compute.attention == "cudnn" else compute.attention
-        settings = self.run.learner.computing(attention=attention, row_tokens=forward.layout.row_tokens)
-        compute = compute_for(settings, config, platform_of(forward.mesh), compute.compiler)
-        return dataclasses.replace(forward, compute=compute)
+        return dataclasses.replace(self, loaded=loaded, forwards=forwards, policy=forward, vocab=vocab)
 
     def teachers(self, forward: Forward, find: Architectures) -> dict[str, Teacher] | None:
         """Return the teachers that are run in the update, as shapes."""
@@ -141,15 +92,10 @@ class Teachers(Ingredient):
             return None
         found = {}
         for name in self.settings.names:
-            own = self._forward(name, forward, find)
-            model = None if is_base(name, self.run) else self._shapes(find(name), own)
+            own = run_teacher(name, self.run, forward, find)
+            model = None if is_base(name, self.run) else teacher_shapes(find(name), self.run, own)
             found[name] = Teacher(model, own.compute)
         return found
-
-    def _shapes(self, config: ModelConfig, forward: Forward) -> Any:
-        dtype = jnp.dtype(self.run.learner.compute.dtype)
-        model = jax.eval_shape(lambda: initialise(config, jax.random.key(0), dtype))
-        return abstract(model, shardings(model, forward.mesh))
 
     def planned_samples(self, samples: list[Sample], updates: int) -> list[Sample]:
         """Add what the teachers tell of the tokens, as zeros."""
@@ -172,9 +118,9 @@ class Teachers(Ingredient):
             return ()
         found = []
         for number, name in enumerate(self.settings.names, start=1):
-            own = self._forward(name, forwards["policy"], find)
+            own = run_teacher(name, self.run, forwards["policy"], find)
             base = is_base(name, self.run)
-            model = None if base else jax.eval_shape(lambda one=find(name), own=own: self._shapes(one, own))
+            model = None if base else teacher_shapes(find(name), self.run, own)
             label = "teacher" if number == 1 else f"teacher {number}"
             role = "policy" if base else ""
             found.append(Pass(label, own, samples, self._output(), 1, role, model, copies=int(not base)))
@@ -257,16 +203,6 @@ class Teachers(Ingredient):
         if len(self.settings.names) == 1 or not self.runs_in_update:
             return sample
         return dataclasses.replace(sample, scalars=sample.scalars | {WHICH: float(number)})
-
-
-def is_base(name: str, run: configs.Run) -> bool:
-    """Whether a teacher is the frozen base of the policy's own adapter, which the state holds already."""
-    return name == run.model and run.learner.lora.rank > 0
-
-
-def field_of(name: str, settings: configs.Distillation) -> str:
-    """Return the setting that names a teacher, for messages."""
-    return f"scoring.distillation.{'teacher' if name == settings.teacher else 'by_task'}"
 
 
 def with_top(sample: Sample, top: Any) -> Sample:
