@@ -5,8 +5,10 @@ from typing import Annotated, Any, ClassVar
 
 from jaxrl_llm.algorithms.divergences import JensenShannon, SampledKL, TeacherSignal
 from jaxrl_llm.config.mixture import tasks_in
+from jaxrl_llm.data.datasets import Collected, Texts
+from jaxrl_llm.data.loading import check_texts
 from jaxrl_llm.errors import InputError, did_you_mean, require
-from jaxrl_llm.system.setting import MODEL, Range, Setting, check_fields
+from jaxrl_llm.system.setting import MODEL, Range, Setting
 
 NAMED = {
     "policy_gradient": SampledKL(),
@@ -44,12 +46,17 @@ class Distillation(Setting):
         or a number: beta.
       weight: of the advantages, or of the loss.
       by_task: other teachers for some tasks of a mixture.
+      on_policy: lambda of GKD (arXiv 2306.13649), the policy's completions as a share of all rows that the divergence
+        is computed on; the others are ``texts``. Above 0: what samples nothing is supervised.
+      texts: given texts, of which the teacher's distribution is learned at each token of their completions.
     """
 
     teacher: Annotated[str, MODEL]
     divergence: TeacherSignal = SampledKL()
     weight: Annotated[float, Range("(0, inf)", words="above 0")] = 1.0
     by_task: tuple[TaskTeacher, ...] = ()
+    on_policy: Annotated[float, Range("(0, 1]")] = 1.0
+    texts: Texts | None = None
     label: ClassVar[str] = "distillation.teacher"
 
     def __post_init__(self) -> None:
@@ -78,6 +85,10 @@ class Distillation(Setting):
         """The teachers' names, each once; the first is that of tasks without their own."""
         return tuple(dict.fromkeys((self.teacher, *(one.teacher for one in self.by_task))))
 
+    def rows_of(self, completions: int) -> int:
+        """Return the number of texts of a step with so many completions."""
+        return round(completions * (1 - self.on_policy) / self.on_policy)
+
     def number_of(self, task: str) -> int:
         """Return the place in ``names`` of the teacher of a task."""
         own = {one.task: one.teacher for one in self.by_task}
@@ -87,7 +98,7 @@ class Distillation(Setting):
         """Refuse a missing teacher, teachers of unknown tasks, and settings that wait for a reward where none is
         given."""
         require(bool(self.teacher), f"{where}teacher is empty: give a model, or the run that makes it")
-        check_fields(self.divergence, f"{where}divergence.")
+        self._check_texts(run, where)
         labels = [task.label for task in tasks_in(run.task)]
         for number, one in enumerate(self.by_task):
             field = f"{where}by_task[{number}]"
@@ -108,3 +119,37 @@ class Distillation(Setting):
                 f"{field} reads rewards, and scoring.rewards is empty, with a teacher alone: set {field} {remedy}, or "
                 "give a reward",
             )
+
+    def _check_texts(self, run: Any, where: str) -> None:
+        """Refuse a share of texts without texts, and texts that nothing would learn from."""
+        if self.texts is None:
+            require(
+                self.on_policy == 1,
+                f"{where}on_policy {self.on_policy} leaves the others of its rows empty: set {where}texts, or it to 1",
+            )
+            return
+        check_texts(self.texts)
+        completions = run.rollout.prompts * run.rollout.group
+        for fine, reason, remedy in (
+            (
+                not isinstance(self.divergence, SampledKL),
+                "are sampled by no policy, and SampledKL values sampled tokens",
+                f"set {where}divergence forward_kl, or another over the vocabulary",
+            ),
+            (
+                self.rows_of(completions) > 0,
+                f"have no row among {completions} completions at on_policy {self.on_policy}",
+                f"lower {where}on_policy",
+            ),
+            (
+                run.rollout.collect.ptx is None,
+                "and rollout.collect.ptx would both be given texts",
+                "set rollout.collect.ptx None",
+            ),
+            (
+                not isinstance(self.texts.source, Collected),
+                "are collected by no step",
+                "write them with jaxrl-llm collect, and give the table",
+            ),
+        ):
+            require(fine, f"{where}texts {reason}: {remedy}, or leave them out")

@@ -28,7 +28,7 @@ LINES = {
     "--scoring.distillation.teacher base --scoring.distillation.divergence.top_k 5",
     "plan": f"plan {TAUGHT} --topology v5e:2x2 --quick",
     "tokenizer": f"{OWN}.teacher another",
-    "nowhere": f"{OWN}.teacher nowhere/at-all",
+    "nowhere": f"{OWN}.teacher ./nowhere",
     "beta": f"{OWN}.divergence.beta 1.5",
     "top_k": f"{OWN}.divergence.top_k 100000",
     "filter": f"{OWN}.weight 2 --recipe.filter_groups reward",
@@ -98,11 +98,11 @@ def test_the_plan_counts_the_teacher(answers):
 
 REFUSED = {
     "tokenizer": "scoring.distillation.teacher: the tokenizer of another is not that of base: give a teacher that",
-    "beta": "scoring.distillation.divergence.beta must be from 0 to 1, got 1.5",
+    "beta": "JensenShannon.beta must be from 0 to 1, got 1.5",
     "top_k": "scoring.distillation.divergence.top_k 100000 leaves no other token of the",
     "filter": "recipe.filter_groups reads rewards, and scoring.rewards is empty, with a teacher alone: set "
     "recipe.filter_groups False, or give a reward",
-    "nowhere": "scoring.distillation.teacher: nowhere/at-all",
+    "nowhere": "scoring.distillation.teacher: ./nowhere",
 }
 
 

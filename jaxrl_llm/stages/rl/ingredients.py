@@ -29,7 +29,7 @@ from jaxrl_llm.stages.rl.teachers import Teachers
 from jaxrl_llm.stages.rl.win_rate import WinRate
 
 INGREDIENTS: list[type[Ingredient]] = [
-    *(Judges, CriticRole, SharedCredit, Constraints, Teachers, Observations, PretrainingMix, WinRate),
+    *(Judges, CriticRole, SharedCredit, Constraints, Observations, PretrainingMix, Teachers, WinRate),
 ]
 """All ingredients, in the order of their hooks' calls."""
 

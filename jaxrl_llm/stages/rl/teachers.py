@@ -147,13 +147,9 @@ class Teachers(Ingredient):
     ) -> tuple[list[list[Sample]], dict[str, float]]:
         """Add the teachers' advantages to those of the samples, or their most likely tokens; return metrics."""
         sizes = [len(members) for members in samples]
-        numbers = [self.settings.number_of(group.problem.task) for group in batch.groups]
-        each = [number for number, size in zip(numbers, sizes, strict=True) for _ in range(size)]
-        every = [
-            self._with_number(sample, number)
-            for sample, number in zip((one for members in samples for one in members), each, strict=True)
-        ]
-        found: list[Sample] = list(every)
+        every = [sample for members in samples for sample in members]
+        each = [self._number(sample, batch) for sample in every]
+        found = every = [self._with_number(sample, number) for sample, number in zip(every, each, strict=True)]
         measured: dict[str, float] = {}
         if not self.runs_in_update:
             told = self._told(state, every, each)
@@ -198,6 +194,10 @@ class Teachers(Ingredient):
             far += float(np.sum((logp - theirs)[sample.mask], dtype=np.float64))
             count += int(sample.mask.sum())
         return valued, {f"{DISTILLATION}/kl": far / count if count else math.nan}
+
+    def _number(self, sample: Sample, batch: RolloutBatch) -> int:
+        """Return the number of a sample's teacher; given texts have the first."""
+        return 0 if sample.place is None else self.settings.number_of(batch.groups[sample.place[0]].problem.task)
 
     def _with_number(self, sample: Sample, number: int) -> Sample:
         if len(self.settings.names) == 1 or not self.runs_in_update:
