@@ -1,7 +1,7 @@
 """Configurations of runs: frozen dataclasses that validate themselves and round-trip through JSON."""
 
 from jaxrl_llm.config.checks import check_types, resolved, validate_on_devices, validate_on_model, validate_on_processes
-from jaxrl_llm.config.distillation import Distillation, TaskTeacher
+from jaxrl_llm.config.distillation import Context, Distillation, TaskTeacher
 from jaxrl_llm.config.files import (
     FREE_TO_CHANGE,
     RECORDED_CHANGES,

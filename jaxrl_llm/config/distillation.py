@@ -1,6 +1,7 @@
 """Settings of distillation: a teacher that values each token of a completion."""
 
 import dataclasses
+import string
 from typing import Annotated, Any, ClassVar
 
 from jaxrl_llm.algorithms.divergences import JensenShannon, SampledKL, TeacherSignal
@@ -8,7 +9,7 @@ from jaxrl_llm.config.mixture import tasks_in
 from jaxrl_llm.data.datasets import Collected, Texts
 from jaxrl_llm.data.loading import check_texts
 from jaxrl_llm.errors import InputError, did_you_mean, require
-from jaxrl_llm.system.setting import MODEL, Range, Setting
+from jaxrl_llm.system.setting import MODEL, Choice, Range, Setting
 
 NAMED = {
     "policy_gradient": SampledKL(),
@@ -34,6 +35,48 @@ class TaskTeacher:
 
 
 @dataclasses.dataclass(frozen=True)
+class Context(Setting):
+    """What a teacher is told that the policy is not: SDFT (arXiv 2601.19897), SDPO (arXiv 2601.20802), OPSD.
+
+    Attributes:
+      template: takes the place of the last message before the completion, for the teacher. It names facts in braces:
+        ``{prompt}``, that message; ``{answer}``, the problem's reference; ``{attempt}``, the completion itself;
+        ``{verdict}``, the verifier's word on it, "right" or "wrong"; ``{success}``, another completion of the group
+        that is right; or a column of the row, such as a demonstration. A completion without one of them is not taught.
+      max_tokens: more than the prompt may have, for the teacher's. Completions with longer ones are not taught.
+    """
+
+    template: str
+    max_tokens: Annotated[int, Range("[1, inf]")] = 512
+
+    @property
+    def facts(self) -> tuple[str, ...]:
+        """Return the names in braces."""
+        return tuple(name for _, name, _, _ in string.Formatter().parse(self.template) if name is not None)
+
+    def check(self, run: Any, where: str) -> None:
+        """Refuse a template that tells nothing new, and facts that this run does not have."""
+        try:
+            facts = self.facts
+        except ValueError as error:
+            raise InputError(f"{where}template has a brace too many ({error}): write {{{{ for one brace") from None
+        require(
+            "prompt" in facts and len(set(facts)) > 1,
+            f"{where}template must name {{prompt}} and another fact, such as {{answer}}, got {self.template[:60]!r}",
+        )
+        require(
+            "success" not in facts or run.rollout.group > 1,
+            f"{where}template names {{success}}, another completion of the group, and rollout.group is 1: raise it",
+        )
+        for task in tasks_in(run.task):
+            require(
+                not task.plays,
+                f"{where}template is written before one completion, and task {task.label} has episodes: leave context "
+                "out, and give a teacher",
+            )
+
+
+@dataclasses.dataclass(frozen=True)
 class Distillation(Setting):
     """A teacher from which the policy learns on its own completions, in addition to rewards or without any.
 
@@ -41,6 +84,7 @@ class Distillation(Setting):
       teacher: any model with the policy's tokens: a run (RUN, RUN@STEP), a directory, a .gguf file, a hub id. Its width
         and family, and the padding of its vocabulary, may differ. It is sharded as the policy; a policy with adapters
         that is taught by its own base keeps no second copy.
+        None: the policy itself, which is told more (``context``).
       divergence: ``SampledKL()``, an advantage for each sampled token, through the recipe's surrogate; or
         ``JensenShannon(beta)``, a loss over the vocabulary. Also "policy_gradient", "forward_kl", "reverse_kl", "jsd",
         or a number: beta.
@@ -49,14 +93,19 @@ class Distillation(Setting):
       on_policy: lambda of GKD (arXiv 2306.13649), the policy's completions as a share of all rows that the divergence
         is computed on; the others are ``texts``. Above 0: what samples nothing is supervised.
       texts: given texts, of which the teacher's distribution is learned at each token of their completions.
+      context: what the teacher is told in addition.
+      own: without another teacher, which weights teach: "policy", those that the step begins with; or "reference", the
+        frozen copy, which ``recipe.resets.ema`` or ``.reference_every`` moves.
     """
 
-    teacher: Annotated[str, MODEL]
+    teacher: Annotated[str | None, MODEL]
     divergence: TeacherSignal = SampledKL()
     weight: Annotated[float, Range("(0, inf)", words="above 0")] = 1.0
     by_task: tuple[TaskTeacher, ...] = ()
     on_policy: Annotated[float, Range("(0, 1]")] = 1.0
     texts: Texts | None = None
+    context: Context | None = None
+    own: Annotated[str, Choice("policy", "reference")] = "policy"
     label: ClassVar[str] = "distillation.teacher"
 
     def __post_init__(self) -> None:
@@ -72,8 +121,9 @@ class Distillation(Setting):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the policy that the run begins with is kept, for a scaled reward."""
-        return isinstance(self.divergence, SampledKL) and self.divergence.needs_reference
+        """Whether a copy of the policy is kept: for a scaled reward, or as the teacher."""
+        scaled = isinstance(self.divergence, SampledKL) and self.divergence.needs_reference
+        return scaled or (self.teacher is None and self.own == "reference")
 
     @property
     def top_k(self) -> int:
@@ -81,7 +131,7 @@ class Distillation(Setting):
         return 0 if isinstance(self.divergence, SampledKL) else self.divergence.top_k
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def names(self) -> tuple[str | None, ...]:
         """The teachers' names, each once; the first is that of tasks without their own."""
         return tuple(dict.fromkeys((self.teacher, *(one.teacher for one in self.by_task))))
 
@@ -97,7 +147,8 @@ class Distillation(Setting):
     def check(self, run: Any, where: str) -> None:
         """Refuse a missing teacher, teachers of unknown tasks, and settings that wait for a reward where none is
         given."""
-        require(bool(self.teacher), f"{where}teacher is empty: give a model, or the run that makes it")
+        require(self.teacher != "", f"{where}teacher is empty: give a model, or the run that makes it")
+        self._check_context(where)
         self._check_texts(run, where)
         labels = [task.label for task in tasks_in(run.task)]
         for number, one in enumerate(self.by_task):
@@ -119,6 +170,27 @@ class Distillation(Setting):
                 f"{field} reads rewards, and scoring.rewards is empty, with a teacher alone: set {field} {remedy}, or "
                 "give a reward",
             )
+
+    def _check_context(self, where: str) -> None:
+        """Refuse a policy that would teach itself what it knows, and a context where none could be read."""
+        require(
+            self.teacher is not None or self.context is not None,
+            f"{where}teacher None is the policy itself, which learns nothing from what it knows: give a model, or "
+            f"{where}context",
+        )
+        require(
+            self.teacher is None or self.own == "policy",
+            f"{where}own {self.own} is of a policy that teaches itself, and {where}teacher is {self.teacher}: leave it "
+            "out",
+        )
+        if self.context is None:
+            return
+        require(
+            isinstance(self.divergence, SampledKL) or self.top_k > 0,
+            f"{where}context is read in rows of its own, and JensenShannon over all tokens has the policy's: set "
+            f"{where}divergence.top_k 100, or leave it out",
+        )
+        require(self.texts is None, f"{where}texts have no facts for {where}context: leave one of them out")
 
     def _check_texts(self, run: Any, where: str) -> None:
         """Refuse a share of texts without texts, and texts that nothing would learn from."""

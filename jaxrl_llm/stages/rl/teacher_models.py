@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxrl_llm import config as configs
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.learner import Forward
-from jaxrl_llm.learner.platform import compute_for
+from jaxrl_llm.learner.platform import compute_for, layout_for
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Decoder, initialise
 from jaxrl_llm.models.heads import ScalarModel
@@ -18,7 +18,7 @@ from jaxrl_llm.sharding import abstract, platform_of, shardings
 from jaxrl_llm.stages.stage import Architectures
 
 
-def is_base(name: str, run: configs.Run) -> bool:
+def is_base(name: str | None, run: configs.Run) -> bool:
     """Whether a teacher is the frozen base of the policy's own adapter, which the state holds already."""
     return name == run.model and run.learner.lora.rank > 0
 
@@ -45,35 +45,45 @@ def load_teacher(name: str, run: configs.Run, forward: Forward, tokenizer: Any) 
     return model
 
 
-def run_teacher(name: str, run: configs.Run, forward: Forward, find: Architectures) -> Forward:
-    """Return how a teacher is run: in the rows of the policy, which ``forward`` runs.
+def run_teacher(name: str | None, run: configs.Run, forward: Forward, find: Architectures) -> Forward:
+    """Return how a teacher is run: in the rows of the policy, which ``forward`` runs, or in longer ones with a context.
+
+    ``name``: None for the policy itself.
 
     Raises:
       InputError: it is missing, or has fewer positions or tokens than the run needs.
     """
-    if is_base(name, run):
+    settings: Any = run.scoring.distillation
+    more = 0 if settings.context is None else settings.context.max_tokens
+    longest = run.longest_row + more
+    itself = name is None or is_base(name, run)
+    field = "scoring.distillation.context" if itself else field_of(name, run)
+    if itself and not more:
         return forward
-    field, settings = field_of(name, run), run.scoring.distillation
     try:
-        config = find(name)
+        config = find(run.model if name is None else name)
     except InputError as error:
         raise InputError(f"{field}: {error}") from None
     positions = config.attention.rope.max_positions
     require(
-        run.longest_row <= positions,
-        f"{field}: {name} was made for {positions} positions, and prompts with completions have up to "
-        f"{run.longest_row}: lower rollout.max_new_tokens or rollout.max_prompt_tokens, or give another teacher",
+        longest <= positions,
+        f"{field}: {name or run.model} was made for {positions} positions, and what a teacher reads has up to "
+        f"{longest}: lower rollout.max_new_tokens, rollout.max_prompt_tokens, or the context's max_tokens",
     )
-    top_k = 0 if settings is None else settings.top_k
+    top_k = settings.top_k
     require(
         top_k < config.vocab_size,
-        f"scoring.distillation.divergence.top_k {top_k} leaves no other token of the {config.vocab_size} of {name}: "
-        "set it to 0 to compare all",
+        f"scoring.distillation.divergence.top_k {top_k} leaves no other token of the {config.vocab_size} of "
+        f"{name or run.model}: set it to 0 to compare all",
     )
     compute = forward.compute
     attention = "auto" if compute.attention == "cudnn" else compute.attention
-    own = run.learner.computing(attention=attention, row_tokens=forward.layout.row_tokens)
-    return dataclasses.replace(forward, compute=compute_for(own, config, platform_of(forward.mesh), compute.compiler))
+    own = run.learner.computing(attention=attention, row_tokens=0 if more else forward.layout.row_tokens)
+    compute = compute_for(own, config, platform_of(forward.mesh), compute.compiler)
+    layout = forward.layout
+    if more:
+        layout = layout_for(own, compute, longest, run.rollout.max_new_tokens, forward.mesh, config)
+    return dataclasses.replace(forward, compute=compute, layout=layout)
 
 
 def teacher_shapes(config: ModelConfig, run: configs.Run, forward: Forward) -> Decoder:

@@ -17,6 +17,7 @@ from jaxrl_llm.rollout.groups import Carryover, RolloutBatch
 from jaxrl_llm.runs.load import config_of
 from jaxrl_llm.stages.rl.ingredient import Around, Ingredient
 from jaxrl_llm.stages.rl.shared_credit import by_token
+from jaxrl_llm.stages.rl.teacher_context import told_prompt
 from jaxrl_llm.stages.rl.teacher_models import is_base, load_teacher, run_teacher, teacher_shapes
 from jaxrl_llm.stages.stage import Architectures, Pass
 from jaxrl_llm.types import TrainState
@@ -37,13 +38,17 @@ class Teachers(Ingredient):
       forwards: how each is run, in rows of the policy's shapes.
       policy: how the policy is run, and so its reference.
       vocab: of the policy.
+      prompts: writes what a teacher is told.
+      others: names of the run's other objectives.
     """
 
     run: configs.Run
     loaded: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    forwards: Mapping[str, Forward] = dataclasses.field(default_factory=dict)
+    forwards: Mapping[str | None, Forward] = dataclasses.field(default_factory=dict)
     policy: Any = None
     vocab: int = 0
+    prompts: Any = None
+    others: tuple[str, ...] = ()
     name = DISTILLATION
 
     @classmethod
@@ -53,8 +58,9 @@ class Teachers(Ingredient):
         if own is None:
             return None
         signal = own.divergence
-        losses = () if isinstance(signal, SampledKL) else (DivergenceLoss(own.weight, signal, own.names),)
-        loads = tuple(name for name in own.names if not is_base(name, run))
+        named = tuple(name for name in own.names if name is not None)
+        losses = () if isinstance(signal, SampledKL) else (DivergenceLoss(own.weight, signal, named),)
+        loads = tuple(name for name in named if not is_base(name, run))
         return cls(run, objectives=losses, loads=loads)
 
     @property
@@ -81,10 +87,15 @@ class Teachers(Ingredient):
         forward, loaded = around.forwards["policy"], {}
         forwards = {name: run_teacher(name, self.run, forward, config_of) for name in self.settings.names}
         for name, own in forwards.items():
+            if name is None:
+                continue
             around.progress.status(f"loading {name}")
             loaded[name] = load_teacher(name, self.run, own, around.tokenizer)
         vocab = config_of(self.run.model).vocab_size
-        return dataclasses.replace(self, loaded=loaded, forwards=forwards, policy=forward, vocab=vocab)
+        return dataclasses.replace(
+            self, loaded=loaded, forwards=forwards, policy=forward, vocab=vocab, prompts=around.prompts,
+            others=tuple(name for name in around.objectives if name != DISTILLATION),
+        )  # fmt: skip
 
     def teachers(self, forward: Forward, find: Architectures) -> dict[str, Teacher] | None:
         """Return the teachers that are run in the update, as shapes."""
@@ -119,11 +130,11 @@ class Teachers(Ingredient):
         found = []
         for number, name in enumerate(self.settings.names, start=1):
             own = run_teacher(name, self.run, forwards["policy"], find)
-            base = is_base(name, self.run)
-            model = None if base else teacher_shapes(find(name), self.run, own)
+            held = name is None or is_base(name, self.run)
+            model = None if held else teacher_shapes(find(name), self.run, own)
             label = "teacher" if number == 1 else f"teacher {number}"
-            role = "policy" if base else ""
-            found.append(Pass(label, own, samples, self._output(), 1, role, model, copies=int(not base)))
+            role = (self.settings.own if name is None else "policy") if held else ""
+            found.append(Pass(label, own, samples, self._output(), 1, role, model, copies=int(not held)))
         return found
 
     def learning(self, step: int, training: Sequence[Training]) -> Sequence[Training]:
@@ -152,27 +163,50 @@ class Teachers(Ingredient):
         found = every = [self._with_number(sample, number) for sample, number in zip(every, each, strict=True)]
         measured: dict[str, float] = {}
         if not self.runs_in_update:
-            told = self._told(state, every, each)
+            asked = [self._as_asked(sample, batch) for sample in every]
+            told = self._told(state, asked, each)
+            if self.settings.context is not None:
+                sampled = [
+                    one is not None for one, sample in zip(asked, every, strict=True) if sample.place is not None
+                ]
+                measured[f"{DISTILLATION}/told_fraction"] = float(np.mean(sampled))
             if self.top_k:
-                found = [with_top(sample, top) for sample, top in zip(every, told, strict=True)]
+                found = [self._with_top(sample, top) for sample, top in zip(every, told, strict=True)]
             else:
-                found, measured = self._valued(state, every, told)
+                found, numbers = self._valued(state, every, told)
+                measured |= numbers
         ends = np.cumsum(sizes).tolist()
         return [found[end - size : end] for size, end in zip(sizes, ends, strict=True)], measured
 
-    def _told(self, state: TrainState, samples: Sequence[Sample], numbers: Sequence[int]) -> list[Any]:
-        """Return the output of each sample's teacher, of its prompt and tokens."""
+    def _as_asked(self, sample: Sample, batch: RolloutBatch) -> Sample | None:
+        """Return the sample as its teacher reads it, with its context; None where it has none, or none is taught."""
+        if sample.place is None:
+            taught = bool(self.objectives) and DISTILLATION in (sample.counted_by or (DISTILLATION,))
+            return sample if taught else None
+        context = self.settings.context
+        if context is None:
+            return sample
+        number, member = sample.place
+        prompt = told_prompt(context.template, batch.groups[number], member, self.prompts)
+        room = self.run.rollout.max_prompt_tokens + context.max_tokens
+        return None if prompt is None or len(prompt) > room else Sample(prompt, sample.tokens, sample.mask)
+
+    def _told(self, state: TrainState, samples: Sequence[Sample | None], numbers: Sequence[int]) -> list[Any]:
+        """Return the output of each sample's teacher, of its prompt and tokens; None for None."""
         told: list[Any] = [None] * len(samples)
         for number, name in enumerate(self.settings.names):
-            places = [place for place, own in enumerate(numbers) if own == number]
-            if not places:
+            asked = {place: one for place, one in enumerate(samples) if one is not None and numbers[place] == number}
+            if not asked:
                 continue
-            model = state.policy.base if self.loaded[name] is None else self.loaded[name]
-            asked = [samples[place] for place in places]
-            found = self.forwards[name].by_sample(model, asked, self._output())
-            for place, one in zip(places, found, strict=True):
+            found = self.forwards[name].by_sample(self._model(name, state), list(asked.values()), self._output())
+            for place, one in zip(asked, found, strict=True):
                 told[place] = one
         return told
+
+    def _model(self, name: str | None, state: TrainState) -> Any:
+        if name is None:
+            return model_of(state, self.settings.own)
+        return state.policy.base if self.loaded[name] is None else self.loaded[name]
 
     def _output(self) -> Any:
         return TopOutput(self.top_k, self.vocab) if self.top_k else "logp"
@@ -183,16 +217,20 @@ class Teachers(Ingredient):
         """Return the samples with the teacher's advantages added, and how far the policy is from it."""
         own = self.settings
         ref: Sequence[Any] = [None] * len(samples)
-        if own.needs_reference:
+        if own.divergence.needs_reference:
             ref = self.policy.by_sample(model_of(state, "reference"), samples)
         valued, far, count = [], 0.0, 0
         for sample, theirs, before in zip(samples, told, ref, strict=True):
+            if sample.place is None:
+                valued.append(sample)
+                continue
             logp = sample.arrays["sampler_logp"]
-            advantages = own.weight * own.divergence.advantages(logp, theirs, before)
-            advantages = np.where(sample.mask, advantages, 0).astype(np.float32)
+            counts = sample.mask & (theirs is not None)
+            advantages = own.weight * own.divergence.advantages(logp, logp if theirs is None else theirs, before)
+            advantages = np.where(counts, advantages, 0).astype(np.float32)
             valued.append(by_token(sample, np.float32(advantage_of(sample)) + advantages))
-            far += float(np.sum((logp - theirs)[sample.mask], dtype=np.float64))
-            count += int(sample.mask.sum())
+            far += float(np.sum((logp - theirs)[counts], dtype=np.float64)) if theirs is not None else 0.0
+            count += int(counts.sum())
         return valued, {f"{DISTILLATION}/kl": far / count if count else math.nan}
 
     def _number(self, sample: Sample, batch: RolloutBatch) -> int:
@@ -203,6 +241,12 @@ class Teachers(Ingredient):
         if len(self.settings.names) == 1 or not self.runs_in_update:
             return sample
         return dataclasses.replace(sample, scalars=sample.scalars | {WHICH: float(number)})
+
+    def _with_top(self, sample: Sample, top: Any) -> Sample:
+        """Return the sample with the teacher's most likely tokens; without them its teacher teaches nothing."""
+        if top is None:
+            return sample.counting(self.others)
+        return with_top(sample, top)
 
 
 def with_top(sample: Sample, top: Any) -> Sample:
