@@ -25,14 +25,14 @@ config = Run(
     # Nothing is compared within a group, so that none is left out.
     recipe=dataclasses.replace(DAPO, overlong=Overlong(share=0.0), filter_groups=False),
     rollout=Rollout(
-        prompts=32,
-        group=2,
+        prompts=16,
+        group=4,
         max_prompt_tokens=40,
         max_new_tokens=24,
         temperature=0.7,
         engine=EngineOptions(slots=64, chunk=8),
     ),
     learner=Learner(optimiser=Optimiser(learning_rate=2e-5), compute=Compute(remat="none")),
-    output=Output(checkpoint_every=8, keep=1),
-    steps=8,
+    output=Output(checkpoint_every=6, keep=1),
+    steps=6,
 )

@@ -120,6 +120,11 @@ class Distillation(Setting):
         object.__setattr__(self, "by_task", tuple(self.by_task))
 
     @property
+    def by_policy_gradient(self) -> bool:
+        """Whether the teacher gives advantages, rather than a loss."""
+        return isinstance(self.divergence, SampledKL)
+
+    @property
     def needs_reference(self) -> bool:
         """Whether a copy of the policy is kept: for a scaled reward, or as the teacher."""
         scaled = isinstance(self.divergence, SampledKL) and self.divergence.needs_reference

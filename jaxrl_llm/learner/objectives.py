@@ -79,11 +79,13 @@ class PolicyGradient(Objective):
       algorithm: computes the loss.
       several: whether each rollout is followed by more than one update, so that the policy leaves the old one.
       entropy_moves: whether the coefficient of the entropy bonus is given to each update; it may be 0 in some.
+      idle: whether nothing in the loss has a gradient, all advantages being 0: only the metrics are computed.
     """
 
     algorithm: Algorithm
     several: bool = False
     entropy_moves: bool = False
+    idle: bool = False
     name: ClassVar[str] = "policy"
     role: ClassVar[str] = "policy"
     outputs: ClassVar[tuple[str, ...]] = ("logp", "entropy")
@@ -101,6 +103,8 @@ class PolicyGradient(Objective):
 
     def __call__(self, outputs: Outputs, batch: Packed, counts: Counts, coefficients: Scalars) -> Share:
         """Return the algorithm's loss and metrics, and the gap between learner and sampler."""
+        if self.idle:
+            outputs = {name: jax.lax.stop_gradient(outputs[name]) for name in self.outputs}
         logp = outputs["logp"]
         given = batch.by_token
         old = old_policy(self.algorithm, logp, given.get("old_logp"), given["sampler_logp"], given["fresh"])

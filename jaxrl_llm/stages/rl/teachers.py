@@ -146,8 +146,7 @@ class Teachers(Ingredient):
 
     def batch(self, batch: RolloutBatch, left: Carryover) -> RolloutBatch:
         """Leave the metrics of rewards out of a run that has none."""
-        plays = any(task.plays for task in configs.tasks_in(self.run.task))
-        if self.run.scoring.rewards or plays:
+        if not configs.without_rewards(self.run):
             return batch
         of_tasks = {f"task/{task.label}/{name}" for task in configs.tasks_in(self.run.task) for name in BY_TASK}
         measured = {name: x for name, x in batch.metrics.items() if name not in REWARDS | of_tasks}
