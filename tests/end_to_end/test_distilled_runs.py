@@ -10,22 +10,19 @@ import jax
 import numpy as np
 import pytest
 from commands import commands
-from safetensors.numpy import load_file
 
 from jaxrl_llm.models import load_pretrained, save_pretrained
 
 RUNS = Path(__file__).parents[1] / "fixtures" / "runs"
-TAUGHT, TOKENS = RUNS / "taught.py", RUNS / "taught_by_tokens.py"
+TAUGHT = RUNS / "taught.py"
 OWN = f"train {TAUGHT} --steps 1 --run_dir refused --scoring.distillation"
 LINES = {
     "whole": f"train {TAUGHT} --steps 3 --run_dir whole",
     "half": f"train {TAUGHT} --steps 2 --run_dir broken",
     "rest": f"train {TAUGHT} --steps 3 --run_dir broken",
-    "export whole": "export whole --out model",
-    "export broken": "export broken --out model_of_broken",
-    "tokens": f"train {TOKENS} --steps 2 --run_dir tokens --rollout.collect.staleness 1",
-    "adapter": f"train {TAUGHT} --steps 2 --run_dir adapter --learner.lora.rank 2 --learner.lora.targets attn/q "
-    "--scoring.distillation.teacher base --scoring.distillation.divergence.top_k 5",
+    "tokens": f"train {RUNS / 'taught_by_tokens.py'} --steps 2 --run_dir tokens --rollout.collect.staleness 1",
+    "itself": f"train {RUNS / 'taught_by_itself.py'} --steps 2 --run_dir itself",
+    "base": f"train {RUNS / 'taught_by_base.py'} --steps 2 --run_dir adapter",
     "plan": f"plan {TAUGHT} --topology v5e:2x2 --quick",
     "tokenizer": f"{OWN}.teacher another",
     "nowhere": f"{OWN}.teacher ./nowhere",
@@ -47,6 +44,8 @@ def folder(tmp_path_factory):
     save_pretrained(moved, tokenizer, made / "another")
     path = made / "another" / "tokenizer.json"
     path.write_text(path.read_text().replace('"a":', '"\\u00e9\\u00e9":'))
+    rows = [{"prompt": f"{n}+1", "completion": f"{n + 1}"} for n in range(8)]
+    (made / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return made
 
 
@@ -70,12 +69,11 @@ def test_a_run_without_rewards_comes_nearer_to_its_teacher(folder, answers):
 
 def test_a_stopped_run_resumes_to_the_same_bits(folder, answers):
     assert answers["half"].code == answers["rest"].code == 0, answers["rest"].err
-    whole, broken = (load_file(folder / name / "model.safetensors") for name in ("model", "model_of_broken"))
-    assert whole.keys() == broken.keys() and all((whole[name] == broken[name]).all() for name in whole)
-    before = load_file(folder / "base" / "model.safetensors")
-    assert any((whole[name] != before[name]).any() for name in whole)
-    losses = [[row.get("loss") for row in rows(folder, name)] for name in ("whole", "broken")]
-    assert losses[0] == losses[1]
+    names = ("loss", "grad_norm", "entropy", "distillation/divergence")
+    whole, broken = ([[row.get(name) for name in names] for row in rows(folder, run)] for run in ("whole", "broken"))
+    assert whole == broken and len(whole) == 4
+    pins = json.loads((folder / "broken" / "config.json").read_text())["origin"]["models"]
+    assert pins["teacher"]["weights"], "a teacher that has changed is refused"
 
 
 def test_sampled_tokens_teach_through_the_recipe_and_stale_ones_are_weighted(folder, answers):
@@ -86,10 +84,17 @@ def test_sampled_tokens_teach_through_the_recipe_and_stale_ones_are_weighted(fol
     assert first["correction"] == pytest.approx(1, abs=1e-4) and abs(second["correction"] - 1) > 1e-4
 
 
-def test_an_adapter_is_taught_by_its_own_base(folder, answers):
-    """It begins as its base, and stays there."""
-    assert answers["adapter"].code == 0, answers["adapter"].err
-    assert [abs(row["distillation/divergence"]) < 1e-5 for row in rows(folder, "adapter")[1:]] == [True, True]
+def test_a_moving_copy_of_the_policy_teaches_it_what_it_is_told(folder, answers):
+    assert answers["itself"].code == 0, answers["itself"].err
+    for row in rows(folder, "itself")[1:]:
+        assert row["distillation/told_fraction"] == 1 and row["distillation/divergence"] > 0 and row["updates"] == 1
+
+
+def test_an_adapter_is_taught_by_its_own_base_on_given_texts_too(folder, answers):
+    """It begins as its base."""
+    assert answers["base"].code == 0, answers["base"].err
+    first, second = (row["distillation/divergence"] for row in rows(folder, "adapter")[1:])
+    assert abs(first) < 1e-5 and abs(second) < 1e-3
 
 
 def test_the_plan_counts_the_teacher(answers):
@@ -102,7 +107,7 @@ REFUSED = {
     "top_k": "scoring.distillation.divergence.top_k 100000 leaves no other token of the",
     "filter": "recipe.filter_groups reads rewards, and scoring.rewards is empty, with a teacher alone: set "
     "recipe.filter_groups False, or give a reward",
-    "nowhere": "scoring.distillation.teacher: ./nowhere",
+    "nowhere": "scoring.distillation.teacher: no such model directory: ./nowhere",
 }
 
 
