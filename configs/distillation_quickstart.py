@@ -1,7 +1,10 @@
 """The finished quickstart run teaches the model that it began from: on-policy distillation, without any reward.
 
-jaxrl-llm train quickstart
-jaxrl-llm train distillation_quickstart
+    jaxrl-llm train quickstart
+    jaxrl-llm train distillation_quickstart
+
+The student answers, and at each token of its own answers it learns from the teacher's distribution over the vocabulary
+(reverse KL, ``docs/distillation.md``). Answers are verified for the display alone.
 """
 
 import dataclasses

@@ -188,7 +188,9 @@ class Teachers(Ingredient):
         number, member = sample.place
         prompt = told_prompt(context.template, batch.groups[number], member, self.prompts)
         room = self.run.rollout.max_prompt_tokens + context.max_tokens
-        return None if prompt is None or len(prompt) > room else Sample(prompt, sample.tokens, sample.mask)
+        if prompt is None or len(prompt) > room:
+            return None
+        return dataclasses.replace(sample, prompt=prompt)
 
     def _told(self, state: TrainState, samples: Sequence[Sample | None], numbers: Sequence[int]) -> list[Any]:
         """Return the output of each sample's teacher, of its prompt and tokens; None for None."""
@@ -224,11 +226,13 @@ class Teachers(Ingredient):
                 valued.append(sample)
                 continue
             logp = sample.arrays["sampler_logp"]
-            counts = sample.mask & (theirs is not None)
-            advantages = own.weight * own.divergence.advantages(logp, logp if theirs is None else theirs, before)
+            # A teacher with fewer tokens has no log-probability of the others, which are padding.
+            theirs = np.full(len(logp), np.nan, np.float32) if theirs is None else theirs
+            counts = sample.mask & ~np.isnan(theirs)
+            advantages = own.weight * own.divergence.advantages(logp, theirs, before)
             advantages = np.where(counts, advantages, 0).astype(np.float32)
             valued.append(by_token(sample, np.float32(advantage_of(sample)) + advantages))
-            far += float(np.sum((logp - theirs)[counts], dtype=np.float64)) if theirs is not None else 0.0
+            far += float(np.sum((logp - theirs)[counts], dtype=np.float64))
             count += int(counts.sum())
         return valued, {f"{DISTILLATION}/kl": far / count if count else math.nan}
 
