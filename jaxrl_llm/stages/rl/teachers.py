@@ -112,12 +112,10 @@ class Teachers(Ingredient):
         """Add what the teachers tell of the tokens, as zeros."""
         found = []
         for sample in samples:
-            zeros = np.zeros(len(sample.tokens), np.float32)
             if not self.objectives:
-                sample = by_token(sample, zeros)
+                sample = by_token(sample, np.zeros(len(sample.tokens), np.float32))
             if self.top_k:
-                top = np.zeros((len(zeros), self.top_k), np.int32), np.zeros((len(zeros), self.top_k + 1), np.float32)
-                sample = with_top(sample, top)
+                sample = with_top(sample, no_top(sample, self.top_k))
             found.append(self._with_number(sample, 0))
         return found
 
@@ -248,8 +246,14 @@ class Teachers(Ingredient):
     def _with_top(self, sample: Sample, top: Any) -> Sample:
         """Return the sample with the teacher's most likely tokens; without them its teacher teaches nothing."""
         if top is None:
-            return sample.counting(self.others)
+            return with_top(sample.counting(self.others), no_top(sample, self.top_k))
         return with_top(sample, top)
+
+
+def no_top(sample: Sample, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return placeholders of a teacher's most likely tokens and their log-probabilities."""
+    count = len(sample.tokens)
+    return np.zeros((count, k), np.int32), np.zeros((count, k + 1), np.float32)
 
 
 def with_top(sample: Sample, top: Any) -> Sample:

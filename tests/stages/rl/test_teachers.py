@@ -125,6 +125,7 @@ def test_the_policy_teaches_itself_by_what_a_right_completion_shows():
     found, measured = scored(taught(distillation, model="tiny-random"), state)
     assert [one.counted_by for one in found] == [None, ("policy",), ("policy",), ("policy",)]
     assert measured == {"distillation/told_fraction": 0.25}
+    assert all(one.arrays["teacher_logp"].shape == (len(one.tokens), 8) for one in found), "for a step of none, too"
     prompt = found[0].prompt
     content = SHOWN.format(prompt="0 + 1 =", success="two")
     told = Prompts(SMOKE.task, TOKENIZER)[Problem("x", ({"role": "user", "content": content},), "", SMOKE.task.label)]
@@ -144,7 +145,7 @@ def test_given_texts_are_taught_by_the_first_teacher_and_others_not_at_all(folde
     found, _ = scored(taught(distillation, model="tiny-random"), more=given)
     wanted = top_classes(oracle(moved(1), text.prompt, text.tokens), found[4].arrays["teacher_ids"])
     np.testing.assert_allclose(found[4].arrays["teacher_logp"], wanted, rtol=1e-4, atol=1e-5)
-    assert "teacher_ids" in found[0].arrays and not found[5].arrays
+    assert "teacher_ids" in found[0].arrays and found[5].counted_by == ("text",)
     assert [distillation.rows_of(completions) for completions in (64, 8)] == [16, 2]
 
 
