@@ -6,6 +6,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 HOMES = {
+    "Distillation": "config",
     "Engine": "rollout",
     "Environment": "environments",
     "PRESETS": "algorithms",

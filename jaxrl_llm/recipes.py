@@ -124,7 +124,9 @@ class Recipe(Setting):
         """Refuse pieces that nothing reads, that have nothing to act on, or that act twice on one thing."""
         algorithm = self.algorithm
         estimator = algorithm.advantage
-        group, filters = run.rollout.group, self.filter_groups
+        filters = self.filter_groups
+        # A teacher's signal needs no comparison.
+        group = run.rollout.group if run.scoring.rewards or run.scoring.distillation is None else 2
         lengths = any(isinstance(shape, RelativeLength) for shape in self.shaping)
         for compares, what, remedy in (
             (getattr(estimator, "compares", True), "", f"{self.name} needs at least 2 completions of each prompt"),

@@ -186,7 +186,7 @@ def models_of(run: Any) -> Iterator[tuple[str, str]]:
         for field, marks in _naming(part).items():
             if MODEL in marks and part is not run:
                 named = getattr(part, field) or ()
-                label = OF_CRITIC if isinstance(part, Critic) else f"reward {part.name}"
+                label = OF_CRITIC if isinstance(part, Critic) else getattr(part, "label", None) or f"reward {part.name}"
                 yield from ((name, label) for name in ((named,) if isinstance(named, str) else named))
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxrl_llm.models.decoder import TokenRows
 
-READ_BY_THE_HEAD = ("kept",)
+READ_BY_THE_HEAD = ("kept", "teacher_ids", "teacher_logp")
 """Names of per-token arrays that the last layer, not the loss, reads at the token's prediction."""
 POLICY = ("policy",)
 """The objective of a run that trains only a policy."""
@@ -86,6 +86,7 @@ class Packed(NamedTuple):
       by_column: [M, R, S, ...] each, aligned with ``rows``: the names that prompts have too.
       microbatches: int32[], the non-empty ones; the rest is padding. None for a single microbatch, without the axis M.
       counts: of the step, by objective; None likewise.
+      teachers: by name, models that are run with each microbatch (``learner.teaching``); None without any.
     """
 
     rows: TokenRows
@@ -100,6 +101,7 @@ class Packed(NamedTuple):
     by_column: dict[str, Any]
     microbatches: Any
     counts: dict[str, Counts] | None
+    teachers: dict[str, Any] | None = None
 
     def with_tokens(self, **arrays: Any) -> "Packed":
         """Add arrays [M, B, T] to ``by_token``."""

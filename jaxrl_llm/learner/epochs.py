@@ -31,12 +31,14 @@ class Training:
       update: of ``make_update``, for them.
       begins: the initialisation of the role; None for the policy, which is the model of the run.
       epochs: passes over each rollout; 0 takes the learner's setting.
+      teachers: models that its objectives run with each microbatch, by name; see ``learner.teaching``.
     """
 
     objectives: tuple[Objective, ...]
     update: Update
     begins: NewRole | None = None
     epochs: int = 0
+    teachers: dict[str, Any] | None = None
 
     @property
     def role(self) -> str:
@@ -53,12 +55,14 @@ class Training:
         return self.epochs or settings.epochs
 
     def reads(self, packed: Packed) -> Packed:
-        """Return the data without what only other roles need, so that the update is the same program without them."""
+        """Return the data with the teachers, and without what only other roles need, so that the update is the same
+        program without them."""
         own = {objective.name for objective in self.objectives}
         return packed._replace(
             by_token={name: x for name, x in packed.by_token.items() if name in self.needs or name not in BEFORE},
             counted={name: x for name, x in packed.counted.items() if name in own},
             counts={name: x for name, x in packed.counts.items() if name in own},
+            teachers=self.teachers,
         )
 
 

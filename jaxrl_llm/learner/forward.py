@@ -17,7 +17,11 @@ from jaxrl_llm.models.decoder import cast, forward
 from jaxrl_llm.models.heads import ScalarModel, scalars, token_logprobs
 from jaxrl_llm.sharding import BATCH, constrain, fitting, laid_out, replicated
 
-Outputs = dict[str, jax.Array]
+Output = Any
+"""A name in ``Outputs``; or a hashable function that makes an output, [P, N, ...] or several such, of ``(model, hidden
+states [P, N, D] of predictions, microbatch, temperature)``, and is its name.
+"""
+Outputs = dict[Output, Any]
 """Outputs of a forward pass by name: float32[B, T] each, 0 at padding.
 
 ``logp``, ``entropy``: nats, of the token and of its whole distribution, at the sampling temperature. ``values``: a
@@ -45,23 +49,24 @@ class Forward:
         """Pack a step's data on the mesh."""
         return on_mesh(pack(samples, self.layout, objectives), self.mesh)
 
-    def score(self, model: Any, packed: Packed, output: str = "logp") -> jax.Array:
-        """Compute one output float32[M, B, T] of a whole step's completions, without a gradient."""
+    def score(self, model: Any, packed: Packed, output: Output = "logp") -> Any:
+        """Compute one output [M, B, T, ...] of a whole step's completions, without a gradient."""
         return score(model, packed, jnp.float32(self.temperature), self.compute, output)
 
-    def by_sample(self, model: Any, samples: Sequence[Sample], output: str = "logp") -> list[np.ndarray]:
-        """Compute one output without a gradient, float32[t] for each sample, on every process."""
+    def by_sample(self, model: Any, samples: Sequence[Sample], output: Output = "logp") -> list[Any]:
+        """Compute one output without a gradient, [t, ...] for each sample, on every process."""
         packed = self.packed(samples, POLICY)
         # A process can read what its own devices hold, no more.
         everywhere = jax.device_put(self.score(model, packed, output), replicated(self.mesh))
-        values = np.asarray(jax.device_get(everywhere))
-        return [values[at][: len(s.tokens)] for s, at in zip(samples, rows_of(samples, self.layout), strict=True)]
+        values = jax.tree.map(np.asarray, jax.device_get(everywhere))
+        places = zip(samples, rows_of(samples, self.layout), strict=True)
+        return [jax.tree.map(lambda x, s=s, at=at: x[at][: len(s.tokens)], values) for s, at in places]
 
 
 def outputs_of(
     model: Any,
     batch: Packed,
-    names: Collection[str],
+    names: Collection[Output],
     temperature: jax.Array,
     compute: ComputeOptions,
     entropy_gradient: bool = False,
@@ -71,39 +76,59 @@ def outputs_of(
     ``entropy_gradient``: whether the entropy is differentiated; if not, its gradient is 0 and costs nothing.
     """
     scalar = isinstance(model, ScalarModel)
-    rows = jax.tree.map(lambda x: constrain(x, BATCH), batch.rows)
-    hidden = forward(model.decoder if scalar else model, rows, compute)
-    hidden = hidden.reshape(len(batch.source), -1, hidden.shape[-1])
-    hidden = constrain(jax.vmap(lambda part, at: part[at])(hidden, batch.source), BATCH)
-    found = {}
+    hidden = predicting(model.decoder if scalar else model, batch, compute)
+    found: Outputs = {}
     if "values" in names:
         found["values"] = to_rows(scalars(model, hidden), batch)
     if "logp" in names or "entropy" in names:
-        asked = jnp.max(jnp.sum(batch.scatter < batch.mask.size, axis=1))
         kept = batch.by_prediction.get("kept")
         logp, entropy = token_logprobs(
-            model, hidden, batch.target, temperature, kept=kept, count=asked, entropy_gradient=entropy_gradient
+            model,
+            hidden,
+            batch.target,
+            temperature,
+            kept=kept,
+            count=count_of(batch),
+            entropy_gradient=entropy_gradient,
         )
         found |= {"logp": to_rows(logp, batch), "entropy": to_rows(entropy, batch)}
+    for make in names:
+        if callable(make):
+            made = make(model, hidden, batch, temperature)
+            found[make] = jax.tree.map(lambda x: to_rows(x, batch), made)
     return found
 
 
+def predicting(model: Any, batch: Packed, compute: ComputeOptions) -> jax.Array:
+    """Compute the final hidden states [P, N, D] of the positions that predict completion tokens."""
+    rows = jax.tree.map(lambda x: constrain(x, BATCH), batch.rows)
+    hidden = forward(model, rows, compute)
+    hidden = hidden.reshape(len(batch.source), -1, hidden.shape[-1])
+    return constrain(jax.vmap(lambda part, at: part[at])(hidden, batch.source), BATCH)
+
+
+def count_of(batch: Packed) -> jax.Array:
+    """Return the most predictions of any part: those behind them are padding."""
+    return jnp.max(jnp.sum(batch.scatter < batch.mask.size, axis=1))
+
+
 def to_rows(values: jax.Array, batch: Packed) -> jax.Array:
-    """Scatter predictions [P, N] to completions [B, T], 0 at padding."""
-    flat = jnp.zeros(batch.mask.size, jnp.float32)
-    return flat.at[batch.scatter].set(values, mode="drop").reshape(batch.mask.shape)
+    """Scatter predictions [P, N, ...] to completions [B, T, ...], 0 at padding."""
+    rest = values.shape[2:]
+    dtype = jnp.float32 if jnp.issubdtype(values.dtype, jnp.floating) else values.dtype
+    flat = jnp.zeros((batch.mask.size, *rest), dtype)
+    return flat.at[batch.scatter].set(values, mode="drop").reshape(*batch.mask.shape, *rest)
 
 
 def microbatch(packed: Packed, index: jax.Array) -> Packed:
-    """Return microbatch ``index``, without the leading axis."""
+    """Return microbatch ``index``, without the leading axis; the models in it are the same for all."""
     take = partial(jax.lax.dynamic_index_in_dim, index=index, keepdims=False)
-    return jax.tree.map(take, packed._replace(microbatches=None, counts=None))
+    taken = jax.tree.map(take, packed._replace(microbatches=None, counts=None, teachers=None))
+    return taken._replace(teachers=packed.teachers)
 
 
-def score(
-    model: Any, packed: Packed, temperature: jax.Array, compute: ComputeOptions, output: str = "logp"
-) -> jax.Array:
-    """Compute one output float32[M, B, T] of a whole step's completions, without a gradient.
+def score(model: Any, packed: Packed, temperature: jax.Array, compute: ComputeOptions, output: Output = "logp") -> Any:
+    """Compute one output [M, B, T, ...] of a whole step's completions, without a gradient.
 
     What objectives alone read is left out, so that this is one program whatever they are.
     """
@@ -117,14 +142,20 @@ def scoring(compiler: tuple[tuple[str, bool], ...]) -> Any:
     return jax.jit(_score, static_argnames=("compute", "output"), compiler_options=dict(compiler))
 
 
-def _score(model: Any, packed: Packed, temperature: jax.Array, compute: ComputeOptions, output: str) -> jax.Array:
+def _score(model: Any, packed: Packed, temperature: jax.Array, compute: ComputeOptions, output: Output) -> Any:
     model = cast(model, compute.dtype)
 
-    def body(index: jax.Array, out: jax.Array) -> jax.Array:
-        found = outputs_of(model, microbatch(packed, index), (output,), temperature, compute)
-        return out.at[index].set(found[output])
+    def one(index: jax.Array) -> Any:
+        return outputs_of(model, microbatch(packed, index), (output,), temperature, compute)[output]
 
-    return jax.lax.fori_loop(0, packed.microbatches, body, jnp.zeros(packed.mask.shape, jnp.float32))
+    def body(index: jax.Array, out: Any) -> Any:
+        return jax.tree.map(lambda x, new: x.at[index].set(new), out, one(index))
+
+    # Tracing the model to learn the shapes of a named output would take as long as tracing the loop.
+    first: Any = jax.ShapeDtypeStruct(packed.mask.shape[1:], jnp.float32)
+    first = jax.eval_shape(one, jnp.int32(0)) if callable(output) else first
+    blank = jax.tree.map(lambda x: jnp.zeros((len(packed.mask), *x.shape), x.dtype), first)
+    return jax.lax.fori_loop(0, packed.microbatches, body, blank)
 
 
 def on_mesh(packed: Packed, mesh: Mesh) -> Packed:

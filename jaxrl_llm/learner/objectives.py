@@ -17,7 +17,7 @@ from jaxrl_llm.algorithms.preference import pretraining_loss
 from jaxrl_llm.algorithms.tokens import clamped_log_ratio
 from jaxrl_llm.algorithms.values import value_loss
 from jaxrl_llm.learner.batch import Counts, Packed
-from jaxrl_llm.learner.forward import Outputs
+from jaxrl_llm.learner.forward import Output, Outputs
 
 Scalars = dict[str, jax.Array]
 Share = tuple[jax.Array, Scalars]
@@ -41,7 +41,7 @@ class Objective:
     Attributes:
       name: unique in a run; ``Sample.counted_by`` refers to it.
       role: the role that it trains.
-      outputs: the outputs of that model's forward pass that it reads.
+      outputs: the outputs of that model's forward pass that it reads; see ``learner.forward.Output``.
       needs: names in ``BEFORE``.
       entropy_gradient: whether it differentiates the entropy.
       looks_ahead: whether ``over_step`` computes arrays, from a forward pass over the whole step before its gradient.
@@ -49,7 +49,7 @@ class Objective:
 
     name: ClassVar[str]
     role: ClassVar[str]
-    outputs: ClassVar[tuple[str, ...]]
+    outputs: ClassVar[tuple[Output, ...]]
     needs: tuple[str, ...] = ()
     entropy_gradient: bool = False
     looks_ahead: bool = False
@@ -88,11 +88,13 @@ class PolicyGradient(Objective):
       algorithm: computes the loss.
       several: whether each rollout is followed by more than one update, so that the policy leaves the old one.
       entropy_moves: whether the coefficient of the entropy bonus is given to each update; it may be 0 in some.
+      idle: whether nothing in the loss has a gradient, all advantages being 0: only the metrics are computed.
     """
 
     algorithm: Algorithm
     several: bool = False
     entropy_moves: bool = False
+    idle: bool = False
     name: ClassVar[str] = "policy"
     role: ClassVar[str] = "policy"
     outputs: ClassVar[tuple[str, ...]] = ("logp", "entropy")
@@ -132,6 +134,8 @@ class PolicyGradient(Objective):
 
     def __call__(self, outputs: Outputs, batch: Packed, counts: Counts, coefficients: Scalars) -> Share:
         """Return the algorithm's loss and metrics, and the gap between learner and sampler."""
+        if self.idle:
+            outputs = {name: jax.lax.stop_gradient(outputs[name]) for name in self.outputs}
         logp = outputs["logp"]
         given = batch.by_token
         inputs = self.inputs(logp, batch)

@@ -6,6 +6,7 @@ reward model is a decoder with a scalar head in place of its LM head.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -178,15 +179,12 @@ def token_logprobs(
     Returns:
       ``logp`` and ``entropy``, float32[P, N], in nats.
     """
-    config = model.config
-    weights = model.weights
     total = hidden.shape[1]
-    head = weights.embed[...] if config.embeddings.tied else weights.head[...]
-    letters, layout = ("pcd,vd->pcv", ("tensor", None)) if config.embeddings.tied else ("pcd,dv->pcv", (None, "tensor"))
+    head, letters, layout = head_of(model)
     # A whole number of equal chunks: at most a few positions more than there are.
     pieces = -(-total // min(chunk, total))
     size = -(-total // pieces)
-    static = Head(letters, layout, config.embeddings.logit_softcap, size, entropy_gradient)
+    static = Head(letters, layout, model.config.embeddings.logit_softcap, size, entropy_gradient)
 
     room = (0, pieces * size - total)
     hidden, targets, kept = jax.tree.map(
@@ -194,9 +192,16 @@ def token_logprobs(
     )
     count = jnp.asarray(total if count is None else count, jnp.int32)
     chunks = -(-jnp.minimum(count, pieces * size) // size)
-    chosen = Targets(targets, kept, jnp.asarray(temperature, _wide(hidden)), chunks)
+    chosen = Targets(targets, kept, jnp.asarray(temperature, wide(hidden)), chunks)
     logp, entropy = _logprobs(static, hidden, head, chosen)
     return logp[:, :total], entropy[:, :total]
+
+
+def head_of(model: Decoder) -> tuple[jax.Array, str, tuple[str | None, str | None]]:
+    """Return the weights of the LM head, the letters of its product, and the mesh axes of its weights in use."""
+    if model.config.embeddings.tied:
+        return model.weights.embed[...], "pcd,vd->pcv", ("tensor", None)
+    return model.weights.head[...], "pcd,dv->pcv", (None, "tensor")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -210,7 +215,7 @@ def _forward(
     head = constrain(head, *static.layout)
 
     def body(index: jax.Array, out: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        h, targets, words = _take(index, static.chunk, (hidden, chosen.targets, chosen.kept))
+        h, targets, words = take_chunk(index, static.chunk, (hidden, chosen.targets, chosen.kept))
         scaled = layers.softcap(layers.product(static.letters, h, head), static.cap) / chosen.temperature
         # Differences from the largest logit: the logits' mean subtracted from logsumexp would lose the digits both have
         # in common.
@@ -227,22 +232,19 @@ def _forward(
             kept = unpack_kept(words, scaled.shape[-1])
             among = jax.nn.logsumexp(jnp.where(kept, scaled, -jnp.inf), axis=-1)
         logit = jnp.take_along_axis(scaled, targets[..., None], axis=-1)[..., 0]
-        return _put(index, static.chunk, out, (logit - among, jnp.log(mass) - moment / mass, total, among))
+        return put_chunk(index, static.chunk, out, (logit - among, jnp.log(mass) - moment / mass, total, among))
 
-    zeros = jnp.zeros(chosen.targets.shape, _wide(hidden))
+    zeros = jnp.zeros(chosen.targets.shape, wide(hidden))
     logp, entropy, total, among = jax.lax.fori_loop(0, chosen.chunks, body, (zeros,) * 4)
     return (logp, entropy), (hidden, head, chosen, total, among, entropy)
 
 
 def _backward(static: Head, saved: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, None]:
     hidden, head, chosen, total, among, entropy = saved
-    given = static.letters[4:6]
-    per_position = (hidden, *cotangents, total, among, entropy, chosen.targets, chosen.kept)
+    given = (*cotangents, total, among, entropy, chosen.targets, chosen.kept)
 
-    def body(index: jax.Array, out: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        h, g_logp, g_entropy, total, among, entropy, targets, words = _take(index, static.chunk, per_position)
-        capped = layers.softcap(layers.product(static.letters, h, head), static.cap)
-        scaled = capped / chosen.temperature
+    def slopes(scaled: jax.Array, own: Any) -> jax.Array:
+        g_logp, g_entropy, total, among, entropy, targets, words = own
         share = jnp.exp(scaled - among[..., None])
         if words is not None:
             share = jnp.where(unpack_kept(words, scaled.shape[-1]), share, 0)
@@ -251,32 +253,61 @@ def _backward(static: Head, saved: Any, cotangents: tuple[jax.Array, jax.Array])
         if static.entropy_gradient:
             logp = scaled - total[..., None]
             slope = slope - g_entropy[..., None] * jnp.exp(logp) * (logp + entropy[..., None])
-        slope = slope / chosen.temperature
-        slope = slope if static.cap is None else slope * (1 - jnp.square(capped / static.cap))
-        slope = slope.astype(h.dtype)
-        up = layers.product(f"pcv,{given}->pcd", slope, head).astype(h.dtype)
-        down = layers.product(f"pcv,pcd->p{given}", slope, h)
-        return _put(index, static.chunk, out[0], up), out[1] + constrain(down, BATCH, *static.layout)
+        return slope
 
-    parts = constrain(jnp.zeros((hidden.shape[0], *head.shape), _wide(hidden)), BATCH, *static.layout)
-    d_hidden, d_head = jax.lax.fori_loop(0, chosen.chunks, body, (jnp.zeros_like(hidden), parts))
-    return d_hidden, jnp.sum(d_head, axis=0).astype(head.dtype), None
+    return *head_gradients(static, hidden, head, chosen.temperature, chosen.chunks, given, slopes), None
 
 
 _logprobs.defvjp(_forward, _backward)
 
 
-def _wide(x: jax.Array) -> Any:
+def head_gradients(
+    static: Head,
+    hidden: jax.Array,
+    head: jax.Array,
+    temperature: jax.Array,
+    chunks: jax.Array,
+    given: Any,
+    slopes: Callable[[jax.Array, Any], jax.Array],
+) -> tuple[jax.Array, jax.Array]:
+    """Return the gradients to hidden states [P, N, D] and to the head, a chunk of positions at a time.
+
+    Args:
+      static: how the head is computed.
+      hidden, head, temperature, chunks: as in the forward pass.
+      given: arrays [P, N, ...] that the slopes depend on.
+      slopes: maps a chunk's logits over the temperature [P, C, V], and its part of ``given``, to the derivatives by
+        those.
+    """
+    letters = static.letters[4:6]
+
+    def body(index: jax.Array, out: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        h, own = take_chunk(index, static.chunk, (hidden, given))
+        capped = layers.softcap(layers.product(static.letters, h, head), static.cap)
+        slope = slopes(capped / temperature, own) / temperature
+        slope = slope if static.cap is None else slope * (1 - jnp.square(capped / static.cap))
+        slope = slope.astype(h.dtype)
+        up = layers.product(f"pcv,{letters}->pcd", slope, head).astype(h.dtype)
+        down = layers.product(f"pcv,pcd->p{letters}", slope, h)
+        return put_chunk(index, static.chunk, out[0], up), out[1] + constrain(down, BATCH, *static.layout)
+
+    parts = constrain(jnp.zeros((hidden.shape[0], *head.shape), wide(hidden)), BATCH, *static.layout)
+    d_hidden, d_head = jax.lax.fori_loop(0, chunks, body, (jnp.zeros_like(hidden), parts))
+    return d_hidden, jnp.sum(d_head, axis=0).astype(head.dtype)
+
+
+def wide(x: jax.Array) -> Any:
     """Return the dtype of sums and logits: float64 if x is float64, else float32."""
     return jnp.dtype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
 
 
-def _take(index: jax.Array, size: int, arrays: Any) -> Any:
+def take_chunk(index: jax.Array, size: int, arrays: Any) -> Any:
     """Slice chunk ``index`` of every part."""
     return jax.tree.map(lambda x: constrain(jax.lax.dynamic_slice_in_dim(x, index * size, size, axis=1), BATCH), arrays)
 
 
-def _put(index: jax.Array, size: int, out: Any, values: Any) -> Any:
+def put_chunk(index: jax.Array, size: int, out: Any, values: Any) -> Any:
+    """Write the values of chunk ``index`` of every part."""
     return jax.tree.map(lambda o, v: jax.lax.dynamic_update_slice_in_dim(o, v, index * size, axis=1), out, values)
 
 

@@ -55,6 +55,11 @@ def attached(base: Decoder | None, policy: Any) -> Any:
     return with_scalar_head(model, trained["scalar"]) if "scalar" in trained else model
 
 
+def without_adapter(model: Decoder) -> Decoder:
+    """Return the frozen model below an attached adapter; of a model without one an equal model."""
+    return Decoder(model.config, to_parameters(model))
+
+
 def merge(model: Decoder | ScalarModel) -> Any:
     """Return an ordinary model, in one dtype: an attached adapter is added to the weights, one layer at a time."""
     decoder, scalar = split(model)

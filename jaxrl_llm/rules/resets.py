@@ -64,9 +64,11 @@ class Resets(Setting):
         algorithm = run.recipe.algorithm
         resetting = ("reference_every", "on_stall", "on_kl", "on_kl_share", "on_kl_jump")
         given = [name for name in (*resetting, "ema") if getattr(self, name)]
+        distillation = run.scoring.distillation
+        teaches = distillation is not None and distillation.needs_reference
         for name in given:
             require(
-                algorithm.needs_reference or run.output.monitor_kl,
+                algorithm.needs_reference or run.output.monitor_kl or teaches,
                 f"{where}{name} {getattr(self, name)} has no reference to reset: set recipe.algorithm.kl_coef above 0, "
                 f"output.monitor_kl True, or {where}{name} 0",
             )

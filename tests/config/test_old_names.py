@@ -53,12 +53,21 @@ OTHER = functools.reduce(lambda run, name: replaced(run, name, NOW[name]), NOW, 
 """The run with all these values."""
 SHARED = {"run_dir"}
 """Those that all phases share."""
+SHORT = {"distillation"}
+"""A short name of a part, in Python alone."""
 
 
 def test_every_old_name_is_tested():
     found = {f"{where}{name}" for part, where in settings_in(RUN) for name in getattr(part, "old_names", {})}
-    assert found == OLD.keys()
+    assert found == OLD.keys() | SHORT
     assert all(operator.attrgetter(name)(RUN) != NOW[name] for name in NOW)
+
+
+def test_a_teacher_has_a_short_name():
+    teacher = configs.Distillation("teacher")
+    run = dataclasses.replace(RUN, distillation=teacher)
+    assert run == dataclasses.replace(RUN, scoring=dataclasses.replace(RUN.scoring, distillation=teacher))
+    assert configs.Run(RUN.model, RUN.task, distillation=teacher).distillation is teacher
 
 
 @pytest.mark.parametrize("name", OLD)

@@ -104,6 +104,13 @@ class Ingredient:
         """
         return None
 
+    def teachers(self, forward: Forward, find: Architectures) -> dict[str, Any] | None:
+        """Return models that are run with each microbatch of the policy's update, as shapes; None for none.
+
+        The arguments are those of ``role``; see ``learner.teaching``.
+        """
+        return None
+
     def planned_samples(self, samples: list[Sample], updates: int) -> list[Sample]:
         """Add its own data to the samples of a step, at their longest; ``updates``: optimiser updates of the step."""
         return samples
@@ -135,6 +142,12 @@ class Ingredient:
     def samples(self, samples: list[list[Sample]], batch: RolloutBatch) -> list[list[Sample]]:
         """Change the samples of a step, group by group, before the learner gets them."""
         return samples
+
+    def scored(
+        self, state: TrainState, samples: list[list[Sample]], batch: RolloutBatch
+    ) -> tuple[list[list[Sample]], Mapping[str, float]]:
+        """Change the samples by what frozen models tell of them, before ``samples``; return metrics too."""
+        return samples, {}
 
     def remembered(self, measured: Mapping[str, Any], own: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return more metrics of a step, and the memory for later steps: JSON values, saved if there are any metrics.

@@ -25,10 +25,11 @@ from jaxrl_llm.stages.rl.judges import Judges
 from jaxrl_llm.stages.rl.observations import Observations
 from jaxrl_llm.stages.rl.pretraining_mix import PretrainingMix
 from jaxrl_llm.stages.rl.shared_credit import SharedCredit
+from jaxrl_llm.stages.rl.teachers import Teachers
 from jaxrl_llm.stages.rl.win_rate import WinRate
 
 INGREDIENTS: list[type[Ingredient]] = [
-    *(Judges, CriticRole, SharedCredit, Constraints, Observations, PretrainingMix, WinRate),
+    *(Judges, CriticRole, SharedCredit, Constraints, Observations, PretrainingMix, Teachers, WinRate),
 ]
 """All ingredients, in the order of their hooks' calls."""
 
@@ -41,7 +42,11 @@ def ingredients_of(run: configs.Run) -> tuple[Ingredient, ...]:
 
 def objectives_of(run: configs.Run) -> tuple[Objective, ...]:
     """Return the training objectives of the policy."""
-    policy = PolicyGradient(run.recipe.algorithm, run.learner.updates > 1, run.recipe.of_entropy is not None)
+    algorithm, moves = run.recipe.algorithm, run.recipe.of_entropy is not None
+    teacher = run.scoring.distillation
+    others = algorithm.kl_in_loss or algorithm.entropy_coef or moves
+    idle = teacher is not None and configs.without_rewards(run) and not (teacher.by_policy_gradient or others)
+    policy = PolicyGradient(algorithm, run.learner.updates > 1, moves, idle)
     return (policy, *(objective for one in ingredients_of(run) for objective in one.objectives))
 
 

@@ -1,4 +1,5 @@
-"""Texts that steps of reinforcement learning learn from in addition to their groups: PPO-ptx (arXiv 2203.02155)."""
+"""Texts that steps of reinforcement learning learn from in addition to their groups: PPO-ptx (arXiv 2203.02155), or
+those whose completions a teacher values (GKD, arXiv 2306.13649)."""
 
 import dataclasses
 import math
@@ -13,10 +14,10 @@ from jaxrl_llm.data import Text, load_texts
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Sample
 from jaxrl_llm.learner.objectives import TEXT, NextToken
+from jaxrl_llm.learner.teaching import DISTILLATION
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.evaluate import Tested
 from jaxrl_llm.rollout.groups import Carryover, RolloutBatch
-from jaxrl_llm.rollout.settings import Ptx
 from jaxrl_llm.stages.rl.ingredient import Around, Ingredient
 from jaxrl_llm.stages.supervised import sample_of, text_numbers
 
@@ -30,29 +31,34 @@ class PretrainingMix(Ingredient):
       held_out: evaluation texts.
       count: texts of each step.
       seed: of the order: each epoch is a fresh permutation.
-      others: names of the objectives that count completions, and not texts.
+      objective: the name of the one that counts texts.
+      others: names of the objectives that count completions.
       forward: how the model is run to evaluate it, at temperature 1.
       status: receives progress messages.
-      ptx: the settings.
+      source: where the texts come from.
     """
 
     texts: Sequence[Text] = ()
     held_out: Sequence[Text] = ()
     count: int = 0
     seed: int = 0
+    objective: str = TEXT
     others: tuple[str, ...] = ()
     forward: Any = None
     status: Callable[[str], None] = print
-    ptx: Ptx | None = None
+    source: Any = None
     name = "pretraining_mix"
 
     @classmethod
     def of(cls, run: Run) -> Self | None:
         """See ``Ingredient``."""
-        ptx = run.rollout.collect.ptx
+        ptx, taught = run.rollout.collect.ptx, run.scoring.distillation
+        if taught is not None and taught.texts is not None:
+            count = taught.rows_of(run.rollout.prompts * run.rollout.group)
+            return cls(count=count, seed=run.seed, source=taught.texts, objective=DISTILLATION)
         if ptx is None:
             return None
-        return cls(count=ptx.rows, seed=run.seed, ptx=ptx, objectives=(NextToken(ptx.coef, "text/"),))
+        return cls(count=ptx.rows, seed=run.seed, source=ptx.texts, objectives=(NextToken(ptx.coef, "text/"),))
 
     def prepared(self, around: Around) -> Self:
         """Read the texts.
@@ -60,7 +66,7 @@ class PretrainingMix(Ingredient):
         Raises:
           InputError: a row that is unusable, or too long for the run's rows.
         """
-        source = self.ptx.texts
+        source = self.source
         around.progress.status(f"reading {source.label}")
         forward = around.forwards["policy"]
         size = forward.layout.row_tokens, forward.layout.completion_tokens
@@ -72,7 +78,7 @@ class PretrainingMix(Ingredient):
             self,
             texts=train,
             held_out=held_out,
-            others=tuple(name for name in around.objectives if name != TEXT),
+            others=tuple(name for name in around.objectives if name != TEXT),  # a teacher values completions too
             forward=dataclasses.replace(forward, temperature=1.0),
             status=around.progress.status,
             fingerprints={"text": tasks.fingerprint(loaded.train), "held-out text": tasks.fingerprint(loaded.held_out)},
@@ -82,7 +88,7 @@ class PretrainingMix(Ingredient):
     def planned_samples(self, samples: list[Sample], updates: int) -> list[Sample]:
         """Append the texts of one update to the samples."""
         first = samples[0]
-        text = Sample(first.prompt[:1], first.tokens, first.mask).counting((TEXT,))
+        text = Sample(first.prompt[:1], first.tokens, first.mask).counting((self.objective,))
         return samples + [text] * -(-self.count // updates)
 
     def batch(self, batch: RolloutBatch, left: Carryover) -> RolloutBatch:
@@ -94,7 +100,7 @@ class PretrainingMix(Ingredient):
         counted = [[sample.counting(self.others) for sample in group] for group in samples]
         numbers = range(batch.left.texts - self.count, batch.left.texts)
         places = [tasks.problem_index(self.seed, number, len(self.texts)) for number in numbers]
-        texts = [[sample_of(self.texts[place]).counting((TEXT,))] for place in places]
+        texts = [[sample_of(self.texts[place]).counting((self.objective,))] for place in places]
         # Of equal parts of a line the middles: a group's before a text's where they meet.
         order = [((at + 0.5) / len(counted), 0, group) for at, group in enumerate(counted)]
         order += [((at + 0.5) / len(texts), 1, text) for at, text in enumerate(texts)]

@@ -67,7 +67,8 @@ def learning_of(
     tokens = -(-run.rollout.prompts // run.learner.minibatches) * each
     layout = layout_for(run.learner, compute, longest, completion, mesh, model.config, tokens)
     forward = Forward(layout, compute, run.rollout.temperature, mesh)
-    training = [Training(objectives, update)]
+    teachers = [one.teachers(forward, find) for one in ingredients_of(run)]
+    training = [Training(objectives, update, teachers=next(filter(None, teachers), None))]
     forwards = {"policy": forward}
     for one in ingredients_of(run):
         role = one.role(model.config, forward, tokenizer, find)

@@ -140,7 +140,9 @@ class Reinforcement(Stage):
             run.rollout.collect.learn_earlier,
         )
         for one in self.ingredients:
+            samples, told = one.scored(state, samples, batch)
             samples = one.samples(samples, batch)
+            measured |= told
         every = [sample for members in samples for sample in members]
         sampled = [sample for sample in every if "advantages" in (*sample.scalars, *sample.arrays)]
         found = {

@@ -1,0 +1,197 @@
+"""Teachers of a run: what they tell of each token equals the log-softmax of whole distributions, without packing."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from learner.rollouts import one_device
+
+from jaxrl_llm.algorithms.divergences import JensenShannon, SampledKL, top_classes
+from jaxrl_llm.config import Context, Distillation, TaskTeacher, load_config, resolved, validate
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner import Forward, Layout, Sample
+from jaxrl_llm.models import load_pretrained, logits, save_pretrained
+from jaxrl_llm.models.config import ComputeOptions
+from jaxrl_llm.rollout.groups import Carryover, RolloutBatch
+from jaxrl_llm.stages.rl.ingredient import Around
+from jaxrl_llm.stages.rl.teacher_context import facts, told_prompt
+from jaxrl_llm.stages.rl.teachers import Teachers
+from jaxrl_llm.tasks import Prompts, Table, Texts
+from jaxrl_llm.telemetry.pace import Schedule
+from jaxrl_llm.telemetry.progress import Progress
+from jaxrl_llm.types import Completion, Group, Problem, Role, TrainState
+
+SMOKE = load_config("smoke")[1]
+TEMPERATURE, T = 0.8, 6
+MODEL, TOKENIZER = load_pretrained("tiny-random")
+SHOWN = "{prompt}\nA right answer is {success}; now answer yourself."
+
+
+def moved(seed):
+    """Another model of the same kind."""
+    keys = iter(jax.random.split(jax.random.key(seed), 99))
+    return jax.tree.map(lambda x: x + 0.3 * np.abs(x).mean() * jax.random.normal(next(keys), x.shape), MODEL)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("teachers")
+    for seed in (1, 2):
+        save_pretrained(moved(seed), TOKENIZER, made / str(seed))
+    return made
+
+
+def taught(distillation, **changes):
+    return resolved(dataclasses.replace(SMOKE, distillation=distillation, **changes))
+
+
+def groups():
+    """Two tasks' groups of two completions; the second of the first group is right."""
+    random, prompts = np.random.default_rng(0), Prompts(SMOKE.task, TOKENIZER)
+    found = []
+    for number, task in enumerate((SMOKE.task.label, "other")):
+        problem = Problem(str(number), ({"role": "user", "content": f"{number} + 1 ="},), "2", task)
+        members = []
+        for size in (T, T - 2):
+            tokens = random.integers(32, 90, size).astype(np.int32)
+            logp = np.float32(random.normal(size=size) - 5)
+            members.append(Completion(tokens, logp, "stop", np.ones(size, bool), np.zeros(size), text="two"))
+        accuracy = np.float64([0, 1 - number])
+        found.append(Group(problem, prompts[problem], tuple(members), accuracy, accuracy))
+    return found
+
+
+def scored(run, state=None, more=()):
+    """The samples of the groups, in order, with what the teachers tell of them; and the metrics."""
+    forward = Forward(Layout(2, 96, T), ComputeOptions(), TEMPERATURE, one_device())
+    made = groups()
+    batch = RolloutBatch(made, made, Carryover(), 0, 0, {})
+    samples = []
+    for place, group in enumerate(made):
+        members = [
+            Sample(group.prompt, one.tokens, one.mask, {"advantages": 0.5}, {"sampler_logp": one.sampler_logp},
+                   place=(place, member))
+            for member, one in enumerate(group.completions)
+        ]  # fmt: skip
+        samples.append(members)
+    prompts = Prompts(run.task, TOKENIZER)
+    names = ("policy", "distillation")
+    around = Around(
+        TOKENIZER, prompts, prompts, (), {"policy": forward}, names, None, None, None, None, Progress(Schedule(1))
+    )
+    with jax.set_mesh(forward.mesh):
+        found, measured = Teachers.of(run).prepared(around).scored(state, [*samples, *more], batch)
+    return [one for members in found for one in members], measured
+
+
+def oracle(model, prompt, tokens):
+    """Log-probabilities [t, V] of all tokens, from one row."""
+    row = np.concatenate([prompt, tokens])[None]
+    return jax.nn.log_softmax(logits(model, row)[0, len(prompt) - 1 : -1] / TEMPERATURE)
+
+
+def test_each_token_has_its_teachers_advantage_in_addition_to_the_tasks(folder):
+    """The second task has a teacher of its own."""
+    other = (TaskTeacher("other", str(folder / "2")),)
+    found, measured = scored(taught(Distillation(str(folder / "1"), weight=2.0, by_task=other), model="tiny-random"))
+    far = []
+    for sample in found:
+        logp = oracle(moved(1 + sample.place[0]), sample.prompt, sample.tokens)[
+            np.arange(len(sample.tokens)), sample.tokens
+        ]
+        wanted = 0.5 + 2 * (logp - sample.arrays["sampler_logp"])
+        np.testing.assert_allclose(sample.arrays["advantages"], wanted, rtol=1e-4, atol=1e-5)
+        assert "advantages" not in sample.scalars
+        far.append(sample.arrays["sampler_logp"] - logp)
+    np.testing.assert_allclose(measured["distillation/kl"], np.mean(np.concatenate(far)), rtol=1e-4)
+
+
+def test_a_scaled_reward_leads_away_from_the_reference(folder):
+    state = TrainState({"policy": Role(MODEL, None, jnp.int32(0))}, {"reference": moved(3)})
+    found, _ = scored(taught(Distillation(str(folder / "1"), SampledKL(1.5)), model="tiny-random"), state)
+    for sample in found:
+        at = np.arange(len(sample.tokens)), sample.tokens
+        teacher, before = (oracle(moved(seed), sample.prompt, sample.tokens)[at] for seed in (1, 3))
+        wanted = 0.5 + 1.5 * (teacher - before) - (sample.arrays["sampler_logp"] - before)
+        np.testing.assert_allclose(sample.arrays["advantages"], wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_the_policy_teaches_itself_by_what_a_right_completion_shows():
+    """Only the first completion has another one that is right."""
+    distillation = Distillation(None, JensenShannon(0.0, 7), context=Context(SHOWN, 64))
+    state = TrainState({"policy": Role(moved(1), None, jnp.int32(0))}, {})
+    found, measured = scored(taught(distillation, model="tiny-random"), state)
+    assert [one.counted_by for one in found] == [None, ("policy",), ("policy",), ("policy",)]
+    assert measured == {"distillation/told_fraction": 0.25}
+    assert all(one.arrays["teacher_logp"].shape == (len(one.tokens), 8) for one in found), "for a step of none, too"
+    prompt = found[0].prompt
+    content = SHOWN.format(prompt="0 + 1 =", success="two")
+    told = Prompts(SMOKE.task, TOKENIZER)[Problem("x", ({"role": "user", "content": content},), "", SMOKE.task.label)]
+    assert len(told) > len(prompt)
+    logp = oracle(moved(1), told, found[0].tokens)
+    wanted = top_classes(logp, found[0].arrays["teacher_ids"])
+    np.testing.assert_allclose(found[0].arrays["teacher_logp"], wanted, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(np.sort(wanted[:, :-1])[:, ::-1], jax.lax.top_k(logp, 7)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_given_texts_are_taught_by_the_first_teacher_and_others_not_at_all(folder):
+    distillation = Distillation(
+        str(folder / "1"), JensenShannon(0.5, 3), on_policy=0.8, texts=Texts(Table("none.jsonl"))
+    )
+    text = Sample(np.int32([72, 105]), np.int32([44, 45, 46]), np.ones(3, bool))
+    given = [[text.counting(("distillation",))], [text.counting(("text",))]]
+    found, _ = scored(taught(distillation, model="tiny-random"), more=given)
+    wanted = top_classes(oracle(moved(1), text.prompt, text.tokens), found[4].arrays["teacher_ids"])
+    np.testing.assert_allclose(found[4].arrays["teacher_logp"], wanted, rtol=1e-4, atol=1e-5)
+    assert "teacher_ids" in found[0].arrays and found[5].counted_by == ("text",)
+    assert [distillation.rows_of(completions) for completions in (64, 8)] == [16, 2]
+
+
+def test_a_context_has_the_facts_of_a_completion_and_no_others():
+    first = groups()[0]
+    assert facts(first, 0) == {"answer": "2", "attempt": "two", "verdict": "wrong", "success": "two"}
+    assert facts(first, 1) == {"answer": "2", "attempt": "two", "verdict": "right"}
+    prompts = Prompts(SMOKE.task, TOKENIZER)
+    assert told_prompt("{prompt} {solution}", first, 0, prompts) is None
+    with_column = dataclasses.replace(first, problem=dataclasses.replace(first.problem, metadata={"solution": 3}))
+    text = TOKENIZER.decode(told_prompt("{prompt} {solution} {{}}", with_column, 0, prompts))
+    assert text.endswith("0 + 1 = 3 {}")
+
+
+ONE = "model"
+REFUSED = {
+    "unknown": (lambda: Distillation(ONE, "reverse"), "divergence 'reverse' is unknown: did you mean"),
+    "empty": (lambda: Distillation(""), "teacher is empty: give a model"),
+    "itself": (
+        lambda: Distillation(None),
+        "teacher None is the policy itself, which learns nothing from what it knows",
+    ),
+    "own": (lambda: Distillation(ONE, own="reference"), "own reference is of a policy that teaches itself"),
+    "whole": (lambda: Distillation(None, 0.0, context=Context(SHOWN)), "context is read in rows of its own"),
+    "nothing new": (lambda: Distillation(ONE, context=Context("{prompt}")), "must name {prompt} and another fact"),
+    "brace": (lambda: Distillation(ONE, context=Context("{prompt} {")), "template has a brace too many"),
+    "task": (lambda: Distillation(ONE, by_task=(TaskTeacher("sums", "x"),)), "by_task[0].task 'sums' is no task of"),
+    "share": (lambda: Distillation(ONE, 0.5, on_policy=0.5), "on_policy 0.5 leaves the others of its rows empty"),
+    "sampled": (
+        lambda: Distillation(ONE, on_policy=0.5, texts=Texts(Table("a.jsonl"))),
+        "texts are sampled by no policy, and SampledKL values sampled tokens",
+    ),
+    "no text": (lambda: Distillation(ONE, 0.5, texts=Texts(Table("a.jsonl"))), "have no row among 64 completions"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_could_not_teach_is_refused(name):
+    make, words = REFUSED[name]
+    with pytest.raises(InputError) as refusal:
+        validate(dataclasses.replace(SMOKE, distillation=make()))
+    assert words in str(refusal.value), str(refusal.value)
+
+
+def test_signals_have_short_names():
+    named = [
+        Distillation(ONE, name).divergence for name in ("policy_gradient", "forward_kl", "reverse_kl", "jsd", 0.25)
+    ]
+    assert named == [SampledKL(), *map(JensenShannon, (0.0, 1.0, 0.5, 0.25))]
