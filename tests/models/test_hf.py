@@ -115,7 +115,7 @@ def test_layouts_are_inverse(name):
     config, _ = read(FIXTURES / name)
     sizes = axis_sizes(config)
     for tensor in tensors_of(config):
-        shape = [sizes[letter] for letter in tensor.axes]
+        shape = [sizes[letter] for letter in tensor.inner]
         array = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
         np.testing.assert_array_equal(to_ours(tensor, to_hf(tensor, array, sizes), sizes), array)
 

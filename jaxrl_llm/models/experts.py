@@ -1,0 +1,212 @@
+"""Experts: the router's choice, and the products of each token with the MLPs of its experts.
+
+Every token is computed by all of its experts: there is no capacity, and nothing is dropped. The router is float32
+whatever the weights are. ``FORMS`` are equal but for rounding; ``dense`` multiplies every token by every expert and is
+the reference for the others.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.models.config import Experts, ModelConfig
+from jaxrl_llm.models.layers import ACTIVATIONS, product
+
+LEAST_BLOCK, MOST_BLOCK = 8, 512
+"""Bounds of the tokens in a block of one expert."""
+TILE = 128
+"""Tokens that a kernel for TPUs multiplies at a time."""
+
+Activation = Callable[[jax.Array], jax.Array]
+
+
+def id_dtype(experts: Experts) -> Any:
+    """Return the smallest unsigned dtype that holds an expert's number."""
+    return jnp.uint8 if experts.count <= 256 else jnp.uint16
+
+
+def route(
+    router: jax.Array, experts: Experts, x: jax.Array, replayed: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Choose the experts of tokens x [T, D] by the router's weights [D, E].
+
+    ``replayed`` int[T, k]: experts to take in place of the router's own. Their weights come from the live
+    probabilities all the same, so the router learns.
+
+    Returns:
+      Weights float32[T, k]; the experts taken int32[T, k]; and those of the largest probabilities, int32[T, k].
+    """
+    scores = product("td,de->te", x.astype(jnp.float32), router.astype(jnp.float32))
+    probabilities = jax.nn.softmax(scores, axis=-1)
+    _, own = jax.lax.top_k(jax.lax.stop_gradient(probabilities), experts.active)
+    taken = own if replayed is None else replayed.astype(jnp.int32)
+    weights = jnp.take_along_axis(probabilities, taken, axis=1)
+    if experts.renormalise:
+        weights /= jnp.sum(weights, axis=1, keepdims=True)
+    return weights, taken, own
+
+
+def mixture(
+    w: Any, config: ModelConfig, x: jax.Array, replayed: jax.Array | None = None, form: str = "blocks"
+) -> tuple[jax.Array, jax.Array]:
+    """Compute the experts of one layer for x [B, S, D].
+
+    Args:
+      w: of the layer: ``router`` [D, E], ``gate`` and ``up`` [E, D, I], ``down`` [E, I, D].
+      config: of the model.
+      x: normalised.
+      replayed: experts int[B, S, k] to take in place of the router's own; None for its own.
+      form: of ``FORMS``.
+
+    Returns:
+      The output [B, S, D], and the router's own choice [B, S, k].
+    """
+    flat = x.reshape(-1, x.shape[-1])
+    given = None if replayed is None else replayed.reshape(len(flat), -1)
+    weights, taken, own = route(w.router[...], config.experts, flat, given)
+    matrices = (w.gate[...], w.up[...], w.down[...])
+    out = FORMS[form](matrices, ACTIVATIONS[config.activation], flat, weights, taken)
+    own = own.reshape(*x.shape[:2], -1).astype(id_dtype(config.experts))
+    return out.astype(x.dtype).reshape(x.shape), own
+
+
+Matrices = tuple[jax.Array, jax.Array, jax.Array]
+
+
+def dense(matrices: Matrices, act: Activation, x: jax.Array, weights: jax.Array, taken: jax.Array) -> jax.Array:
+    """Multiply all tokens x [T, D] by all experts, and weigh those that were not taken by 0; float32[T, D]."""
+    gate, up, down = matrices
+    whole = jnp.sum(jax.nn.one_hot(taken, len(gate), dtype=jnp.float32) * weights[..., None], axis=1)
+    hidden = act(jnp.einsum("td,edi->tei", x, gate)) * jnp.einsum("td,edi->tei", x, up)
+    return jnp.einsum("te,ted->td", whole, product("tei,eid->ted", hidden, down))
+
+
+class Sorted(NamedTuple):
+    """The pairs of a token and its expert in the order of experts, each expert's from a multiple of ``block`` rows on.
+
+    Attributes:
+      token: int32[M], the token of each row; T for padding.
+      pair: int32[M], its pair, counted through [T, k]; T k for padding.
+      row: int32[T, k], the row of each pair.
+      sizes: int32[E], rows of each expert, padding included.
+      owner: int32[M / block], the expert of each block; any for the blocks after the last.
+      used: int32[], blocks with a pair.
+    """
+
+    token: jax.Array
+    pair: jax.Array
+    row: jax.Array
+    sizes: jax.Array
+    owner: jax.Array
+    used: jax.Array
+
+
+def by_expert(taken: jax.Array, count: int, block: int, multiple: int = 1) -> Sorted:
+    """Sort the pairs of ``taken`` int32[T, k] by expert, of ``count``.
+
+    ``multiple``: the number of blocks is a multiple of it.
+    """
+    tokens, k = taken.shape
+    pairs = tokens * k
+    flat = taken.reshape(-1)
+    blocks = min(pairs, (pairs + count * (block - 1)) // block)
+    blocks = -(-blocks // multiple) * multiple
+    order = jnp.argsort(flat, stable=True)
+    numbers = jnp.zeros(count, jnp.int32).at[flat].add(1)
+    each = -(-numbers // block)
+    ends = jnp.cumsum(each)
+    first = (ends - each) * block - (jnp.cumsum(numbers) - numbers)
+    rows = first[flat[order]] + jnp.arange(pairs, dtype=jnp.int32)
+    pair = jnp.full(blocks * block, pairs, jnp.int32).at[rows].set(order.astype(jnp.int32), unique_indices=True)
+    row = jnp.zeros(pairs, jnp.int32).at[order].set(rows, unique_indices=True)
+    owner = jnp.searchsorted(ends, jnp.arange(blocks, dtype=jnp.int32), side="right").astype(jnp.int32)
+    return Sorted(pair // k, pair, row.reshape(taken.shape), each * block, jnp.minimum(owner, count - 1), ends[-1])
+
+
+@jax.custom_vjp
+def moved(x: jax.Array, there: jax.Array, back: jax.Array) -> jax.Array:
+    """Return rows ``there`` of x, zeros where that is beyond the last.
+
+    ``back`` [len(x), n]: the rows of the result that are made of each row of x. The gradient reads them, where JAX's
+    own would scatter.
+    """
+    return x.at[there].get(mode="fill", fill_value=0)
+
+
+def _moved_back(saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, None, None]:
+    there, back = saved
+    return jnp.sum(g.at[back].get(mode="fill", fill_value=0), axis=1), None, None
+
+
+moved.defvjp(lambda x, there, back: (moved(x, there, back), (there, back)), _moved_back)
+
+
+@jax.custom_vjp
+def grouped(x: jax.Array, w: jax.Array, owner: jax.Array, used: jax.Array) -> jax.Array:
+    """Multiply blocks x [n, b, D] by the matrices w [E, D, F] of their owners int32[n].
+
+    Blocks from ``used`` on hold zeros. CPUs multiply block after block and leave those out; others all at one time.
+    """
+    return _grouped(x, w, owner, used)
+
+
+def _grouped(x: jax.Array, w: jax.Array, owner: jax.Array, used: jax.Array) -> jax.Array:
+    def in_turn(x: jax.Array, w: jax.Array) -> jax.Array:
+        def one(i: jax.Array, out: jax.Array) -> jax.Array:
+            return out.at[i].set(x[i] @ w[owner[i]])
+
+        return jax.lax.fori_loop(0, used, one, jnp.zeros((*x.shape[:2], w.shape[2]), x.dtype))
+
+    def at_once(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.einsum("nbd,ndf->nbf", x, w[owner])
+
+    return jax.lax.platform_dependent(x, w, cpu=in_turn, default=at_once)
+
+
+def _grouped_back(saved: tuple[jax.Array, ...], g: jax.Array) -> tuple[jax.Array, jax.Array, None, None]:
+    x, w, owner, used = saved
+
+    def in_turn(x: jax.Array, g: jax.Array) -> jax.Array:
+        def one(i: jax.Array, sums: jax.Array) -> jax.Array:
+            return sums.at[owner[i]].add(product("bd,bf->df", x[i], g[i]))
+
+        return jax.lax.fori_loop(0, used, one, jnp.zeros(w.shape, jnp.float32))
+
+    def at_once(x: jax.Array, g: jax.Array) -> jax.Array:
+        return jnp.zeros(w.shape, jnp.float32).at[owner].add(product("nbd,nbf->ndf", x, g))
+
+    sums = jax.lax.platform_dependent(x, g, cpu=in_turn, default=at_once)
+    return _grouped(g, w.swapaxes(1, 2), owner, used), sums.astype(w.dtype), None, None
+
+
+grouped.defvjp(lambda *given: (_grouped(*given), given), _grouped_back)
+
+
+def block_of(pairs: int, count: int) -> int:
+    """Return the tokens of a block: about half of what an expert has on average, so that little is padding."""
+    mean = max(pairs // (2 * count), 1)
+    return min(max(1 << (mean.bit_length() - 1), LEAST_BLOCK), MOST_BLOCK)
+
+
+def blocks(matrices: Matrices, act: Activation, x: jax.Array, weights: jax.Array, taken: jax.Array) -> jax.Array:
+    """Multiply tokens x [T, D] after sorting them by expert into padded blocks; float32[T, D]."""
+    gate, up, down = matrices
+    block = block_of(taken.size, len(gate))
+    at = by_expert(taken, len(gate), block)
+    inside = moved(x, at.token, at.row).reshape(-1, block, x.shape[1])
+    each = functools.partial(grouped, owner=at.owner, used=at.used)
+    out = each(act(each(inside, gate)) * each(inside, up), down).reshape(-1, x.shape[1])
+    return mixed(out, weights, at)
+
+
+def mixed(out: jax.Array, weights: jax.Array, at: Sorted) -> jax.Array:
+    """Sum each token's rows of ``out`` [M, D], weighted; float32[T, D]."""
+    own = moved(out, at.row.reshape(-1), at.pair[:, None]).reshape(*at.row.shape, -1)
+    return jnp.einsum("tk,tkd->td", weights, own.astype(jnp.float32))
+
+
+FORMS = {"blocks": blocks, "dense": dense}
+"""Ways to compute experts, by name."""
