@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxrl_llm.models.experts import EXPERTS
 from jaxrl_llm.types import Completion, Prompt
 
 
@@ -31,6 +32,7 @@ class Request:
       block_key: key of the exact contents of its prompt columns; requests with equal keys may share a block.
       slot: number of its slot.
       lane: its block, and its number among the requests of the block; None until it has one.
+      routes: the experts of each token given but the last, [t, L, k]; None for a dense model.
       pieces: the tokens of each chunk, with their data.
       count: tokens in them.
     """
@@ -45,6 +47,7 @@ class Request:
     block_key: Hashable = None
     slot: int = -1
     lane: tuple[int, int] | None = None
+    routes: np.ndarray | None = None
     pieces: list[Completion] = dataclasses.field(default_factory=list)
     count: int = 0
 
@@ -84,7 +87,8 @@ class Request:
 
     def completion(self, reason: str) -> Completion:
         """Return the whole completion, with the reason of its end."""
-        return dataclasses.replace(joined(self.begun or EMPTY, *self.pieces), finish_reason=reason)
+        done = dataclasses.replace(joined(self.begun or EMPTY, *self.pieces), finish_reason=reason)
+        return done if self.routes is None else with_routes(done, self.routes, self.earlier)
 
 
 EMPTY = Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), "aborted", np.zeros(0, bool), np.zeros(0, np.int32))
@@ -102,7 +106,31 @@ def joined(*parts: Completion) -> Completion:
         shapes = ((len(part.tokens), *model.shape[1:]) for part in parts)
         whole = [np.zeros(shape, model.dtype) if x is None else x for x, shape in zip(own, shapes, strict=True)]
         extras[name] = np.concatenate(whole)
-    return Completion(**arrays, finish_reason=parts[-1].finish_reason, extras=extras, episode=parts[0].episode)
+    first = parts[0]
+    kept = {"prompt_extras": first.prompt_extras, "episode": first.episode}
+    return Completion(**arrays, finish_reason=parts[-1].finish_reason, extras=extras, **kept)
+
+
+def with_routes(completion: Completion, routes: np.ndarray, earlier: int) -> Completion:
+    """Return the completion with the experts of the tokens that were given to the sampler, and not sampled by it.
+
+    Args:
+      completion: begun with ``earlier`` tokens.
+      routes: experts of all tokens given but the last, [t, L, k].
+      earlier: tokens; the prompt has the others.
+    """
+    prompt = len(routes) - earlier
+    # Row t is of the pass before token t; the first row of those begun with is of the prompt's last token.
+    given = np.concatenate([np.zeros((1, *routes.shape[1:]), routes.dtype), routes])
+    changes = {}
+    if EXPERTS not in completion.prompt_extras:
+        changes["prompt_extras"] = completion.prompt_extras | {EXPERTS: given[: prompt + 1]}
+    if earlier and not completion.mask[:earlier].all():
+        experts = completion.extras[EXPERTS].copy()
+        known = completion.mask[:earlier, None, None]
+        experts[:earlier] = np.where(known, experts[:earlier], given[prompt + 1 :])
+        changes["extras"] = completion.extras | {EXPERTS: experts}
+    return dataclasses.replace(completion, **changes)
 
 
 def with_tokens(completion: Completion, tokens: Sequence[int], version: int = 0) -> Completion:
@@ -119,7 +147,7 @@ def first_tokens(completion: Completion, count: int) -> Completion:
     """Truncate a completion after ``count`` tokens, so that a branch can resume there."""
     cut = {name: getattr(completion, name)[:count] for name in ARRAYS}
     extras = {name: values[:count] for name, values in completion.extras.items()}
-    return Completion(**cut, finish_reason="aborted", extras=extras)
+    return Completion(**cut, finish_reason="aborted", extras=extras, prompt_extras=completion.prompt_extras)
 
 
 SIZES = 8

@@ -120,6 +120,7 @@ class Scheduler:
         build = self._build
         for request in taken:
             request.block_key = self.prefixes.block_key(request)
+            request.routes = self.prefixes.routes(request)
         shape = wanted(build, self._sampling, [*self.running.values(), *taken], self._held, unread)
         if self._state is not None and shape.rows != self._held.rows:  # those who run move with their slots
             order, source, self.running = moved_slots(self.running, self._held.rows, shape.rows, shape.parts)

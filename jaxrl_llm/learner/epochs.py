@@ -12,6 +12,7 @@ import numpy as np
 from jaxrl_llm.learner.batch import Packed, Sample
 from jaxrl_llm.learner.forward import Forward
 from jaxrl_llm.learner.objectives import BEFORE, CLIPPED, Objective, divergence
+from jaxrl_llm.learner.routing import load_by_expert, replaying, without_routes
 from jaxrl_llm.learner.settings import Learner
 from jaxrl_llm.learner.state import NewRole
 from jaxrl_llm.learner.update import Update
@@ -57,6 +58,7 @@ class Training:
         own = {objective.name for objective in self.objectives}
         return packed._replace(
             by_token={name: x for name, x in packed.by_token.items() if name in self.needs or name not in BEFORE},
+            by_column=packed.by_column if self.role == "policy" else without_routes(packed).by_column,
             counted={name: x for name, x in packed.counted.items() if name in own},
             counts={name: x for name, x in packed.counts.items() if name in own},
         )
@@ -106,6 +108,7 @@ def learn(
     batches = []
     for samples in _split(groups, settings.minibatches):
         packed = forward.packed(samples, objectives)
+        packed = replaying(packed, settings.routing_replay, model_of(state), forward.compute)
         batches.append(packed.with_tokens(**before(state, packed, forward, (needed | kl_to) - set(packed.by_token))))
     watched = kl_to_reference(state, batches, forward) if monitor_kl and of_policy else {}
     coefficients = {"temperature": forward.temperature} | coefficients
@@ -117,6 +120,8 @@ def learn(
             break
     measured = watched | (kl_of_policy(state, batches, forward) if measure_kl else {})
     found = {"updates": 0.0} | {name: float(value) for name, value in jax.device_get(measured).items()}
+    if of_policy:
+        found |= load_by_expert([sample for group in groups for sample in group], model_of(state).config)
     for one in training:
         prefix = "" if one.role == "policy" else f"{one.role}/"
         found |= {prefix + name: value for name, value in _summary(rows[one.role], settings).items()}
@@ -151,9 +156,15 @@ def _update_each(
 
 
 def before(state: TrainState, packed: Packed, forward: Forward, names: set[str]) -> dict[str, jax.Array]:
-    """Compute the arrays [M, B, T] of these names, at the shapes that the updates use."""
-    wanted = {name: BEFORE[name] for name in sorted(names)}
-    return {name: forward.score(model_of(state, whose), packed, output) for name, (whose, output) in wanted.items()}
+    """Compute the arrays [M, B, T] of these names, at the shapes that the updates use. Experts are replayed for the
+    policy alone.
+    """
+    found = {}
+    for name in sorted(names):
+        whose, output = BEFORE[name]
+        given = packed if whose == "policy" else without_routes(packed)
+        found[name] = forward.score(model_of(state, whose), given, output)
+    return found
 
 
 def kl_of_policy(state: TrainState, batches: Sequence[Packed], forward: Forward) -> dict[str, Any]:

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from jaxrl_llm.learner import routing
 from jaxrl_llm.learner.batch import POLICY, Layout, Packed, Sample
 from jaxrl_llm.learner.packing import pack, rows_of
 from jaxrl_llm.models.config import ComputeOptions
-from jaxrl_llm.models.decoder import cast, forward
+from jaxrl_llm.models.decoder import cast, routed
 from jaxrl_llm.models.heads import ScalarModel, scalars, token_logprobs
 from jaxrl_llm.sharding import BATCH, constrain, fitting, laid_out, replicated
 
@@ -21,7 +22,8 @@ Outputs = dict[str, jax.Array]
 """Outputs of a forward pass by name: float32[B, T] each, 0 at padding.
 
 ``logp``, ``entropy``: nats, of the token and of its whole distribution, at the sampling temperature. ``values``: a
-scalar model's output where the token is predicted: the value of the state before it.
+scalar model's output where the token is predicted: the value of the state before it. ``rerouted``, wherever the sampler
+recorded experts: 1 where the router that predicts the token chooses others.
 """
 
 
@@ -72,10 +74,14 @@ def outputs_of(
     """
     scalar = isinstance(model, ScalarModel)
     rows = jax.tree.map(lambda x: constrain(x, BATCH), batch.rows)
-    hidden = forward(model.decoder if scalar else model, rows, compute)
+    replayed = batch.by_column.get(routing.REPLAYED)
+    hidden, experts = routed(model.decoder if scalar else model, rows, compute, replayed)
     hidden = hidden.reshape(len(batch.source), -1, hidden.shape[-1])
     hidden = constrain(jax.vmap(lambda part, at: part[at])(hidden, batch.source), BATCH)
     found = {}
+    if experts is not None and routing.KNOWN in batch.by_column:
+        moved = routing.rerouted(experts, batch.by_column).reshape(len(batch.source), -1)
+        found["rerouted"] = to_rows(jax.vmap(lambda part, at: part[at])(moved, batch.source), batch)
     if "values" in names:
         found["values"] = to_rows(scalars(model, hidden), batch)
     if "logp" in names or "entropy" in names:
@@ -105,9 +111,11 @@ def score(
 ) -> jax.Array:
     """Compute one output float32[M, B, T] of a whole step's completions, without a gradient.
 
-    What objectives alone read is left out, so that this is one program whatever they are.
+    What objectives alone read is left out, so that this is one program whatever they are. Experts are replayed if
+    ``packed`` has those to take.
     """
-    packed = packed._replace(counted={}, by_sequence={}, by_token={}, by_column={}, counts=None)
+    replayed = {name: x for name, x in packed.by_column.items() if name == routing.REPLAYED}
+    packed = packed._replace(counted={}, by_sequence={}, by_token={}, by_column=replayed, counts=None)
     return scoring(compute.compiler)(model, packed, temperature, compute, output)
 
 

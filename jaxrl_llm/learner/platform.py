@@ -34,7 +34,8 @@ def compute_for(
     ``compiler``: of ``compiler_options``, for the mesh on which the model is computed.
 
     Raises:
-      InputError: the settings ask for an attention that the platform lacks, or that cannot compute the model.
+      InputError: the settings ask for an attention that the platform lacks, or that cannot compute the model; or for
+        replay of the routing of a model without experts.
     """
     asked = settings.compute.attention
     if asked == "auto":
@@ -42,6 +43,9 @@ def compute_for(
     obstacle = _obstacle(asked, settings, config, platform)
     if obstacle:
         raise InputError(f"learner.compute.attention {asked!r} {obstacle}: set it to 'auto' or 'xla'")
+    replay = settings.routing_replay
+    if replay != "off" and config.experts is None:
+        raise InputError(f"learner.routing_replay {replay!r} needs a model with experts: set it to 'off'")
     unroll = platform == "cpu" and config.layers <= UNROLLED_LAYERS
     return ComputeOptions(settings.compute.dtype, settings.compute.remat, asked, unroll, compiler=compiler)
 

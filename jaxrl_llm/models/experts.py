@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from jaxrl_llm.models.config import Experts, ModelConfig
 from jaxrl_llm.models.layers import ACTIVATIONS, product
 
+EXPERTS = "experts"
+"""Name of the array of the experts that each token took in each layer, uint8 or uint16[T, L, k]."""
 LEAST_BLOCK, MOST_BLOCK = 8, 512
 """Bounds of the tokens in a block of one expert."""
 TILE = 128
@@ -28,13 +30,19 @@ def id_dtype(experts: Experts) -> Any:
     return jnp.uint8 if experts.count <= 256 else jnp.uint16
 
 
+def routes_shape(config: ModelConfig, *outer: int) -> jax.ShapeDtypeStruct | None:
+    """Return the shape [..., L, k] of the experts that tokens take; None for a dense model."""
+    experts = config.experts
+    return experts and jax.ShapeDtypeStruct((*outer, config.layers, experts.active), id_dtype(experts))
+
+
 def route(
     router: jax.Array, experts: Experts, x: jax.Array, replayed: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Choose the experts of tokens x [T, D] by the router's weights [D, E].
 
-    ``replayed`` int[T, k]: experts to take in place of the router's own. Their weights come from the live
-    probabilities all the same, so the router learns.
+    ``replayed`` int[T, k]: experts to take in place of the router's own; a negative number takes its own. The weights
+    come from the live probabilities all the same, so the router learns.
 
     Returns:
       Weights float32[T, k]; the experts taken int32[T, k]; and those of the largest probabilities, int32[T, k].
@@ -42,7 +50,7 @@ def route(
     scores = product("td,de->te", x.astype(jnp.float32), router.astype(jnp.float32))
     probabilities = jax.nn.softmax(scores, axis=-1)
     _, own = jax.lax.top_k(jax.lax.stop_gradient(probabilities), experts.active)
-    taken = own if replayed is None else replayed.astype(jnp.int32)
+    taken = own if replayed is None else jnp.where(replayed < 0, own, replayed.astype(jnp.int32))
     weights = jnp.take_along_axis(probabilities, taken, axis=1)
     if experts.renormalise:
         weights /= jnp.sum(weights, axis=1, keepdims=True)
@@ -58,7 +66,7 @@ def mixture(
       w: of the layer: ``router`` [D, E], ``gate`` and ``up`` [E, D, I], ``down`` [E, I, D].
       config: of the model.
       x: normalised.
-      replayed: experts int[B, S, k] to take in place of the router's own; None for its own.
+      replayed: experts int[B, S, k] to take in place of the router's own, which a negative number takes, or None.
       form: of ``FORMS``.
 
     Returns:
@@ -136,12 +144,11 @@ def moved(x: jax.Array, there: jax.Array, back: jax.Array) -> jax.Array:
     return x.at[there].get(mode="fill", fill_value=0)
 
 
-def _moved_back(saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, None, None]:
-    there, back = saved
+def _moved_back(back: jax.Array, g: jax.Array) -> tuple[jax.Array, None, None]:
     return jnp.sum(g.at[back].get(mode="fill", fill_value=0), axis=1), None, None
 
 
-moved.defvjp(lambda x, there, back: (moved(x, there, back), (there, back)), _moved_back)
+moved.defvjp(lambda x, there, back: (moved(x, there, back), back), _moved_back)
 
 
 @jax.custom_vjp

@@ -1,0 +1,140 @@
+"""Experts: every form agrees with the dense one, forward and backward, and nothing is dropped."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import KINDS, largest_difference, tiny
+
+from jaxrl_llm.models import experts
+from jaxrl_llm.models.config import ComputeOptions, Experts
+from jaxrl_llm.models.decoder import causal_rows, forward, routed, to_parameters
+
+WIDTH, INNER = 8, 12
+
+
+def inputs(tokens, count, active, seed=0):
+    """Tokens, the three matrices of each expert, and weights and numbers of the experts of each token."""
+    random = np.random.default_rng(seed)
+    shapes = ((count, WIDTH, INNER), (count, WIDTH, INNER), (count, INNER, WIDTH))
+    matrices = tuple(jnp.asarray(random.normal(size=shape), jnp.float32) for shape in shapes)
+    taken = np.stack([random.permutation(count)[:active] for _ in range(tokens)])
+    weights = random.uniform(size=taken.shape)
+    return matrices, jnp.float32(random.normal(size=(tokens, WIDTH))), jnp.float32(weights), jnp.int32(taken)
+
+
+def by_hand(matrices, x, weights, taken):
+    """Token by token, expert by expert, in float64."""
+    gate, up, down = (np.float64(m) for m in matrices)
+    out = np.zeros(x.shape)
+    for t, (own, row) in enumerate(zip(np.float64(weights), taken, strict=True)):
+        for weight, e in zip(own, row, strict=True):
+            a = np.float64(x[t]) @ gate[e]
+            out[t] += weight * ((a / (1 + np.exp(-a)) * (np.float64(x[t]) @ up[e])) @ down[e])
+    return out
+
+
+@functools.cache
+def computed(form):
+    return jax.jit(lambda matrices, *given: experts.FORMS[form](matrices, jax.nn.silu, *given))
+
+
+SIZES = [(1, 4, 2), (5, 3, 3), (40, 6, 2), (33, 2, 1)]
+
+
+@pytest.mark.parametrize("form", experts.FORMS)
+@pytest.mark.parametrize("size", SIZES)
+def test_each_form_is_the_sum_by_hand(form, size):
+    given = inputs(*size)
+    found = computed(form)(given[0], *given[1:])
+    np.testing.assert_allclose(found, by_hand(*given), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", [form for form in experts.FORMS if form != "dense"])
+def test_gradients_are_those_of_the_dense_form(form):
+    matrices, x, weights, taken = inputs(40, 6, 2)
+    weigh = jnp.float32(np.random.default_rng(1).normal(size=x.shape))
+
+    def loss(form, matrices, x, weights):
+        return jnp.sum(weigh * experts.FORMS[form](matrices, jax.nn.silu, x, weights, taken))
+
+    found, wanted = (jax.jit(jax.grad(functools.partial(loss, one), (0, 1, 2)))(matrices, x, weights)
+                     for one in (form, "dense"))  # fmt: skip
+    assert largest_difference(found, wanted) < 1e-5
+
+
+def test_all_tokens_at_one_expert_are_computed():
+    """There is no capacity; experts without a token get gradient 0."""
+    matrices, x, weights, _ = inputs(70, 5, 1)
+    taken = jnp.full((70, 1), 3)
+    found = computed("blocks")(matrices, x, weights, taken)
+    np.testing.assert_allclose(found, by_hand(matrices, x, weights, taken), rtol=1e-5, atol=1e-5)
+    gradient = jax.jit(jax.grad(lambda m: jnp.sum(experts.blocks(m, jax.nn.silu, x, weights, taken))))(matrices)
+    assert [bool(jnp.any(gradient[0][e])) for e in range(5)] == [False, False, False, True, False]
+
+
+@pytest.mark.parametrize("block", [1, 4, 8])
+def test_pairs_are_sorted_into_blocks_of_one_expert(block):
+    *_, taken = inputs(29, 5, 2)
+    at = jax.tree.map(np.asarray, experts.by_expert(taken, 5, block))
+    flat = np.asarray(taken).ravel()
+    assert sorted(at.row.ravel()) == sorted(np.flatnonzero(at.pair < 58)) and len(set(at.row.ravel())) == 58
+    for pair, row in enumerate(at.row.ravel()):
+        assert at.pair[row] == pair and at.token[row] == pair // 2 and at.owner[row // block] == flat[pair]
+    assert (at.token[at.pair == 58] == 29).all()
+    assert at.used == sum(-(-np.sum(flat == e) // block) for e in range(5)) == at.sizes.sum() // block
+
+
+@pytest.mark.parametrize("renormalise", [True, False])
+def test_weights_are_the_largest_probabilities(renormalise):
+    random = np.random.default_rng(0)
+    x, router = random.normal(size=(7, WIDTH)), random.normal(size=(WIDTH, 5))
+    weights, taken, own = experts.route(jnp.float32(router), Experts(5, 2, renormalise=renormalise), jnp.float32(x))
+    np.testing.assert_array_equal(taken, own)
+    scores = np.exp(x @ router)
+    probabilities = scores / scores.sum(axis=1, keepdims=True)
+    for t in range(7):
+        order = np.argsort(-probabilities[t])[:2]
+        np.testing.assert_array_equal(own[t], order)
+        largest = probabilities[t, order]
+        np.testing.assert_allclose(weights[t], largest / (largest.sum() if renormalise else 1), rtol=1e-5)
+
+
+def test_replayed_experts_are_weighed_by_the_live_router():
+    random = np.random.default_rng(0)
+    x, router = jnp.float32(random.normal(size=(4, WIDTH))), jnp.float32(random.normal(size=(WIDTH, 5)))
+    given = jnp.int16([[4, 0], [1, 2], [-1, -1], [3, 1]])
+    settings = Experts(5, 2, renormalise=True)
+    weights, taken, own = experts.route(router, settings, x, given)
+    np.testing.assert_array_equal(taken, np.where(given < 0, own, given))
+    probabilities = jax.nn.softmax(x @ router)
+    largest = np.take_along_axis(np.asarray(probabilities), np.asarray(taken), 1)
+    np.testing.assert_allclose(weights, largest / largest.sum(axis=1, keepdims=True), rtol=1e-5)
+    slope = jax.grad(lambda r: experts.route(r, settings, x, given)[0][0, 0])(router)
+    assert float(jnp.abs(slope).max()) > 0
+
+
+def test_the_router_is_float32_in_bfloat16_models():
+    """Scores that bfloat16 would round to one number decide as they are."""
+    router = jnp.zeros((WIDTH, 4), jnp.bfloat16).at[0].set(jnp.bfloat16([1, 1, 1, 1]))
+    router = router.at[1].set(jnp.bfloat16([0, 2**-7, 2**-6, 0]))
+    x = jnp.zeros((1, WIDTH), jnp.bfloat16).at[0, :2].set(jnp.bfloat16([256, 1]))
+    assert experts.route(router, Experts(4, 2), x)[2].tolist() == [[2, 1]]
+
+
+@pytest.mark.parametrize("kind", ["experts", "shared_expert"])
+def test_a_decoder_replays_its_own_choice_and_no_other_form_moves_it(kind):
+    model, rows = tiny(kind), causal_rows(np.random.default_rng(0).integers(0, 50, (2, 7)))
+    hidden, own = routed(model, rows)
+    count = KINDS[kind].experts
+    assert own.shape == (2, 7, 2, count.active) and own.dtype == jnp.uint8
+    np.testing.assert_allclose(hidden, routed(model, rows, ComputeOptions(experts="dense"))[0], atol=1e-4)
+    np.testing.assert_array_equal(routed(model, rows, replayed=own.astype(jnp.int16))[0], hidden)
+    other = (own.astype(jnp.int16) + 1) % count.count
+    moved, still = routed(model, rows, replayed=other)
+    assert float(jnp.abs(moved - hidden).max()) > 0.01
+    np.testing.assert_array_equal(still[:, :, 0], own[:, :, 0])
+    assert set(to_parameters(model)["blocks"]["experts"]) >= {"router", "gate", "up", "down"}
+    np.testing.assert_array_equal(forward(model, rows), hidden)
