@@ -11,16 +11,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jaxrl_llm.models.config import Experts, ModelConfig
 from jaxrl_llm.models.layers import ACTIVATIONS, product
+from jaxrl_llm.sharding import BATCH, fitting
 
 EXPERTS = "experts"
 """Name of the array of the experts that each token took in each layer, uint8 or uint16[T, L, k]."""
 LEAST_BLOCK, MOST_BLOCK = 8, 512
 """Bounds of the tokens in a block of one expert."""
-TILE = 128
-"""Tokens that a kernel for TPUs multiplies at a time."""
 
 Activation = Callable[[jax.Array], jax.Array]
 
@@ -72,16 +72,58 @@ def mixture(
     Returns:
       The output [B, S, D], and the router's own choice [B, S, k].
     """
-    flat = x.reshape(-1, x.shape[-1])
-    given = None if replayed is None else replayed.reshape(len(flat), -1)
-    weights, taken, own = route(w.router[...], config.experts, flat, given)
+    mesh = jax.sharding.get_abstract_mesh()
     matrices = (w.gate[...], w.up[...], w.down[...])
-    out = FORMS[form](matrices, ACTIVATIONS[config.activation], flat, weights, taken)
-    own = own.reshape(*x.shape[:2], -1).astype(id_dtype(config.experts))
-    return out.astype(x.dtype).reshape(x.shape), own
+    if mesh.empty:
+        return _mixture(w.router[...], matrices, x, replayed, config, form)
+    rows = fitting(x.shape, (BATCH,), mesh)
+    wide = fitting(matrices[0].shape, ("expert", None, "tensor"), mesh)
+    local = functools.partial(_mixture, config=config, form=form, rows=rows[0] or (), divided=(wide[0], wide[2]))
+    specs = (PartitionSpec(), (wide, wide, PartitionSpec(wide[0], wide[2], None)), rows, rows)
+    run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(rows, rows), check_vma=False)
+    return run(w.router[...], matrices, x, replayed)
 
 
 Matrices = tuple[jax.Array, jax.Array, jax.Array]
+
+
+def _mixture(
+    router: jax.Array,
+    matrices: Matrices,
+    x: jax.Array,
+    replayed: jax.Array | None,
+    config: ModelConfig,
+    form: str,
+    rows: str | tuple[str, ...] = (),
+    divided: tuple[str | None, str | None] = (None, None),
+) -> tuple[jax.Array, jax.Array]:
+    """Compute one device's part of ``mixture``.
+
+    ``rows``: mesh axes that divide the batch. ``divided``: the axis that divides the experts, and the one that divides
+    their width; None for none. The tokens of devices with different experts are gathered, and their sums scattered.
+    """
+    experts, width = divided
+    apart = experts is not None and experts in rows
+    flat = x.reshape(-1, x.shape[-1])
+    given = None if replayed is None else replayed.reshape(len(flat), -1)
+    weights, taken, own = route(router, config.experts, flat, given)
+    if apart:
+        flat, weights, taken = (jax.lax.all_gather(t, experts, tiled=True) for t in (flat, weights, taken))
+    if experts is not None:  # other devices' experts become one more, that nobody computes
+        count = len(matrices[0])
+        taken = taken - jax.lax.axis_index(experts) * count
+        here = (taken >= 0) & (taken < count)
+        taken = jnp.where(here, taken, count)
+        weights = jnp.where(here, weights, 0)
+    out = FORMS[form](matrices, ACTIVATIONS[config.activation], flat, weights, taken)
+    if width is not None:
+        out = jax.lax.psum(out, width)
+    if apart:
+        out = jax.lax.psum_scatter(out, experts, tiled=True)
+    elif experts is not None:
+        out = jax.lax.psum(out, experts)
+    own = own.reshape(*x.shape[:2], -1).astype(id_dtype(config.experts))
+    return out.astype(x.dtype).reshape(x.shape), own
 
 
 def dense(matrices: Matrices, act: Activation, x: jax.Array, weights: jax.Array, taken: jax.Array) -> jax.Array:
@@ -112,18 +154,14 @@ class Sorted(NamedTuple):
     used: jax.Array
 
 
-def by_expert(taken: jax.Array, count: int, block: int, multiple: int = 1) -> Sorted:
-    """Sort the pairs of ``taken`` int32[T, k] by expert, of ``count``.
-
-    ``multiple``: the number of blocks is a multiple of it.
-    """
+def by_expert(taken: jax.Array, count: int, block: int) -> Sorted:
+    """Sort the pairs of ``taken`` int32[T, k] by expert, of ``count``; those of expert ``count`` come last, unused."""
     tokens, k = taken.shape
     pairs = tokens * k
     flat = taken.reshape(-1)
-    blocks = min(pairs, (pairs + count * (block - 1)) // block)
-    blocks = -(-blocks // multiple) * multiple
+    blocks = min(pairs, (pairs + (count + 1) * (block - 1)) // block)
     order = jnp.argsort(flat, stable=True)
-    numbers = jnp.zeros(count, jnp.int32).at[flat].add(1)
+    numbers = jnp.zeros(count + 1, jnp.int32).at[flat].add(1)
     each = -(-numbers // block)
     ends = jnp.cumsum(each)
     first = (ends - each) * block - (jnp.cumsum(numbers) - numbers)
@@ -131,7 +169,8 @@ def by_expert(taken: jax.Array, count: int, block: int, multiple: int = 1) -> So
     pair = jnp.full(blocks * block, pairs, jnp.int32).at[rows].set(order.astype(jnp.int32), unique_indices=True)
     row = jnp.zeros(pairs, jnp.int32).at[order].set(rows, unique_indices=True)
     owner = jnp.searchsorted(ends, jnp.arange(blocks, dtype=jnp.int32), side="right").astype(jnp.int32)
-    return Sorted(pair // k, pair, row.reshape(taken.shape), each * block, jnp.minimum(owner, count - 1), ends[-1])
+    sizes = each[:count] * block
+    return Sorted(pair // k, pair, row.reshape(taken.shape), sizes, jnp.minimum(owner, count - 1), ends[count - 1])
 
 
 @jax.custom_vjp
