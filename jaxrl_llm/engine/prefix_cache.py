@@ -130,9 +130,10 @@ class PrefixCache:
         tokens = np.concatenate([request.given, *(piece.tokens for piece in request.pieces)])
         columns = min(bucket(len(tokens)), slots.blocks.columns + slots.cache.columns)
         one = kept_sequence(slots, row, request.slot, request.lane[0], columns)
-        routes = request.routes
-        if routes is not None:
-            routes = np.concatenate([routes, *(piece.extras[EXPERTS] for piece in request.pieces)])
+        done = request.completion("aborted")
+        routes = None
+        if EXPERTS in done.extras:
+            routes = np.concatenate([done.prompt_extras[EXPERTS][1:], done.extras[EXPERTS]])
         entry = Prefix(one, 0, request.block_key[0], request.prompt_columns, routes)
         self._kept[tokens.tobytes(), request.prompt.beside] = tokens[:-1], entry
 

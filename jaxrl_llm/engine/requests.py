@@ -32,7 +32,6 @@ class Request:
       block_key: key of the exact contents of its prompt columns; requests with equal keys may share a block.
       slot: number of its slot.
       lane: its block, and its number among the requests of the block; None until it has one.
-      routes: the experts of each token given but the last, [t, L, k]; None for a dense model.
       pieces: the tokens of each chunk, with their data.
       count: tokens in them.
     """
@@ -47,7 +46,6 @@ class Request:
     block_key: Hashable = None
     slot: int = -1
     lane: tuple[int, int] | None = None
-    routes: np.ndarray | None = None
     pieces: list[Completion] = dataclasses.field(default_factory=list)
     count: int = 0
 
@@ -87,8 +85,7 @@ class Request:
 
     def completion(self, reason: str) -> Completion:
         """Return the whole completion, with the reason of its end."""
-        done = dataclasses.replace(joined(self.begun or EMPTY, *self.pieces), finish_reason=reason)
-        return done if self.routes is None else with_routes(done, self.routes, self.earlier)
+        return dataclasses.replace(joined(self.begun or EMPTY, *self.pieces), finish_reason=reason)
 
 
 EMPTY = Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), "aborted", np.zeros(0, bool), np.zeros(0, np.int32))
@@ -111,26 +108,19 @@ def joined(*parts: Completion) -> Completion:
     return Completion(**arrays, finish_reason=parts[-1].finish_reason, extras=extras, **kept)
 
 
-def with_routes(completion: Completion, routes: np.ndarray, earlier: int) -> Completion:
-    """Return the completion with the experts of the tokens that were given to the sampler, and not sampled by it.
+def with_routes(begun: Completion, routes: np.ndarray) -> Completion:
+    """Return what a completion is begun with, with the experts of the tokens that no policy sampled.
 
-    Args:
-      completion: begun with ``earlier`` tokens.
-      routes: experts of all tokens given but the last, [t, L, k].
-      earlier: tokens; the prompt has the others.
+    ``routes``: experts of the prompt and of what was begun, without the last token, [t, L, k].
     """
-    prompt = len(routes) - earlier
-    # Row t is of the pass before token t; the first row of those begun with is of the prompt's last token.
+    prompt = len(routes) + 1 - len(begun.tokens)
+    # Row t is of the pass before token t; no pass precedes the first one.
     given = np.concatenate([np.zeros((1, *routes.shape[1:]), routes.dtype), routes])
-    changes = {}
-    if EXPERTS not in completion.prompt_extras:
-        changes["prompt_extras"] = completion.prompt_extras | {EXPERTS: given[: prompt + 1]}
-    if earlier and not completion.mask[:earlier].all():
-        experts = completion.extras[EXPERTS].copy()
-        known = completion.mask[:earlier, None, None]
-        experts[:earlier] = np.where(known, experts[:earlier], given[prompt + 1 :])
-        changes["extras"] = completion.extras | {EXPERTS: experts}
-    return dataclasses.replace(completion, **changes)
+    own = given[prompt:]
+    sampled = begun.mask[:, None, None]
+    kept = np.where(sampled, begun.extras[EXPERTS], own) if EXPERTS in begun.extras else own
+    extras = begun.extras | {EXPERTS: kept}
+    return dataclasses.replace(begun, extras=extras, prompt_extras={EXPERTS: given[:prompt]} | begun.prompt_extras)
 
 
 def with_tokens(completion: Completion, tokens: Sequence[int], version: int = 0) -> Completion:

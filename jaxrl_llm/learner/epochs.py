@@ -12,7 +12,7 @@ import numpy as np
 from jaxrl_llm.learner.batch import Packed, Sample
 from jaxrl_llm.learner.forward import Forward
 from jaxrl_llm.learner.objectives import BEFORE, CLIPPED, Objective, divergence
-from jaxrl_llm.learner.routing import load_by_expert, replaying, without_routes
+from jaxrl_llm.learner.routing import replaying, without_routes
 from jaxrl_llm.learner.settings import Learner
 from jaxrl_llm.learner.state import NewRole
 from jaxrl_llm.learner.update import Update
@@ -107,8 +107,7 @@ def learn(
     kl_to = {"ref_logp" if held else "old_logp"} if measure_kl else set()
     batches = []
     for samples in _split(groups, settings.minibatches):
-        packed = forward.packed(samples, objectives)
-        packed = replaying(packed, settings.routing_replay, model_of(state), forward.compute)
+        packed = _packed(state, samples, objectives, settings, forward)
         batches.append(packed.with_tokens(**before(state, packed, forward, (needed | kl_to) - set(packed.by_token))))
     watched = kl_to_reference(state, batches, forward) if monitor_kl and of_policy else {}
     coefficients = {"temperature": forward.temperature} | coefficients
@@ -120,8 +119,6 @@ def learn(
             break
     measured = watched | (kl_of_policy(state, batches, forward) if measure_kl else {})
     found = {"updates": 0.0} | {name: float(value) for name, value in jax.device_get(measured).items()}
-    if of_policy:
-        found |= load_by_expert([sample for group in groups for sample in group], model_of(state).config)
     for one in training:
         prefix = "" if one.role == "policy" else f"{one.role}/"
         found |= {prefix + name: value for name, value in _summary(rows[one.role], settings).items()}
@@ -153,6 +150,14 @@ def _update_each(
         if seen[-1]["refused/not_finite"] or seen[-1].get("refused/far"):
             return state._replace(frozen=frozen), True
     return state._replace(frozen=frozen), False
+
+
+def _packed(
+    state: TrainState, samples: Sequence[Sample], objectives: Sequence[str], settings: Learner, forward: Forward
+) -> Packed:
+    """Return a minibatch's data, with the experts to replay."""
+    packed = forward.packed(samples, objectives)
+    return replaying(packed, settings.routing_replay, model_of(state), forward.compute)
 
 
 def before(state: TrainState, packed: Packed, forward: Forward, names: set[str]) -> dict[str, jax.Array]:

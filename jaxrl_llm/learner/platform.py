@@ -148,9 +148,9 @@ def token_bytes(
     """
     a = config.attention
     width = jnp.dtype(compute.dtype).itemsize
-    layer = (6 * config.mlp_width * share + 12 * config.width + 4 * a.heads * a.head_dim * share) * width
+    layer = (6 * config.active_width * share + 12 * config.width + 4 * a.heads * a.head_dim * share) * width
     forward = layer + 3 * 4 * a.heads * share * min(row_tokens, 1024) + 2 * config.width * width
     if not update:
         return forward
-    dots = 3 * config.width + ((a.heads + 2 * a.kv_heads) * a.head_dim + 2 * config.mlp_width) * share
+    dots = 3 * config.width + ((a.heads + 2 * a.kv_heads) * a.head_dim + 2 * config.active_width) * share
     return {"full": config.width * width, "dots": dots * width, "none": layer}[compute.remat] * config.layers + forward

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.learner.batch import Packed, Sample
-from jaxrl_llm.models.config import ComputeOptions, ModelConfig
+from jaxrl_llm.models.config import ComputeOptions, Experts, ModelConfig
 from jaxrl_llm.models.decoder import cast, routed
-from jaxrl_llm.models.experts import EXPERTS
+from jaxrl_llm.models.experts import EXPERTS, routes_shape
 from jaxrl_llm.sharding import BATCH, constrain
 from jaxrl_llm.types import Completion
 
@@ -40,6 +40,21 @@ def recorded(completion: Completion) -> tuple[dict[str, np.ndarray], dict[str, n
     own = np.concatenate([rows[1:], np.zeros_like(rows[:1])])
     known = np.arange(len(own)) < len(own) - 1
     return {EXPERTS: own, KNOWN: known}, {EXPERTS: prompt, KNOWN: np.ones(len(prompt), bool)}
+
+
+def planned_routes(
+    config: ModelConfig, tokens: int, prompt: int, mode: str
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Return the shapes, as zeros, of a sample's arrays of experts and of its prompt's; {} for a dense model."""
+
+    def zeros(count: int) -> dict[str, np.ndarray]:
+        shape = routes_shape(config, count)
+        if shape is None:
+            return {}
+        arrays = {EXPERTS: np.broadcast_to(shape.dtype.type(0), shape.shape), KNOWN: np.zeros(count, bool)}
+        return arrays | ({} if mode == "off" else {REPLAYED: np.broadcast_to(np.int16(0), shape.shape)})
+
+    return zeros(tokens), zeros(prompt)
 
 
 def replaying(packed: Packed, mode: str, model: Any, compute: ComputeOptions) -> Packed:
@@ -78,7 +93,7 @@ def without_routes(packed: Packed) -> Packed:
     return packed._replace(by_column={name: x for name, x in packed.by_column.items() if name not in NAMES})
 
 
-def load_by_expert(samples: Sequence[Sample], config: ModelConfig) -> dict[str, float]:
+def load_by_expert(samples: Sequence[Sample], experts: Experts | None) -> dict[str, float]:
     """Return how evenly the sampler's tokens were divided among the experts, a mean over layers; {} without any.
 
     ``experts/load_entropy`` is relative to that of equal loads, so 1 at best; ``experts/busiest_share`` is that of the
@@ -86,9 +101,9 @@ def load_by_expert(samples: Sequence[Sample], config: ModelConfig) -> dict[str, 
     ``experts/bytes_per_token`` is what the record of a token takes.
     """
     rows = [sample.arrays[EXPERTS][sample.arrays[KNOWN]] for sample in samples if EXPERTS in sample.arrays]
-    if not sum(map(len, rows)):
+    if experts is None or not sum(map(len, rows)):
         return {}
-    count = config.experts.count
+    count = experts.count
     taken = np.concatenate(rows)
     counts = np.stack([np.bincount(taken[:, i].ravel(), minlength=count) for i in range(taken.shape[1])])
     shares = counts / counts.sum(axis=1, keepdims=True)

@@ -183,7 +183,7 @@ class ModelConfig:
     @property
     def expert_width(self) -> int:
         """Return I, the width of an expert's MLP; of the MLP in a dense model."""
-        return (self.experts and self.experts.width) or self.mlp_width
+        return self.mlp_width if self.experts is None else self.experts.width or self.mlp_width
 
     @property
     def active_width(self) -> int:
@@ -213,16 +213,16 @@ class ComputeOptions:
       dtype: dtype of matrix products and activations.
       remat: "none", "full" or "dots": what the backward pass recomputes (``decoder.REMAT``).
       attention: "xla", "splash" or "cudnn".
-      experts: how experts are computed, of ``experts.FORMS``.
       unroll: every layer has its own part of the program; otherwise one loop body serves all.
       interpret: XLA computes the attention of another platform's kernels on this one, slowly: for tests.
       compiler: options of the device's compiler by name (``sharding.compiler``).
+      experts: how experts are computed, of ``experts.FORMS``.
     """
 
     dtype: str = "float32"
     remat: str = "none"
     attention: str = "xla"
-    experts: str = "blocks"
     unroll: bool = False
     interpret: bool = False
     compiler: tuple[tuple[str, bool], ...] = ()
+    experts: str = "blocks"

@@ -182,7 +182,7 @@ def block(
             routed = activation(routed, "residual")
         if hasattr(w, "mlp"):
             gate = jax.nn.sigmoid(layers.product("bsd,d->bs", h, w.experts.shared_gate[...]))
-            routed += (gate[..., None] * mlp(w.mlp, config, h)).astype(routed.dtype)
+            routed += gate[..., None].astype(h.dtype) * mlp(w.mlp, config, h)
         h = routed
     return x + (norm(h, w.norms.mlp_post[...]) if post else h), own
 

@@ -121,8 +121,7 @@ def decode(
       width: upper bound of the cache's columns in use; None for all.
 
     Returns:
-      Final hidden states [B, D], the chunk with the new column, and the experts of each token, [B, L, k], or None for a
-      dense model.
+      Final hidden states [B, D], the chunk with the new column, and the experts [B, L, k], or None for a dense model.
     """
     config = model.config
     rows = tokens.shape[0]
@@ -155,8 +154,7 @@ def decode(
         return x, (written[0], own)
 
     x = constrain(embed(model, tokens)[:, None], BATCH)
-    blocks = None if before is None else before.cache
-    others = (*layers.layer_constants(config), np.arange(config.layers), cache, chunk, blocks)
+    others = (*layers.layer_constants(config), np.arange(config.layers), cache, chunk, before and before.cache)
     x, (chunk, own) = over_layers(layer, x, model, *others)
     hidden = layers.rms_norm(x[:, 0], model.weights.final_norm[...], config.norm)
     return hidden, chunk, None if own is None else jnp.moveaxis(own[:, :, 0], 0, 1)

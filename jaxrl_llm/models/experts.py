@@ -33,7 +33,9 @@ def id_dtype(experts: Experts) -> Any:
 def routes_shape(config: ModelConfig, *outer: int) -> jax.ShapeDtypeStruct | None:
     """Return the shape [..., L, k] of the experts that tokens take; None for a dense model."""
     experts = config.experts
-    return experts and jax.ShapeDtypeStruct((*outer, config.layers, experts.active), id_dtype(experts))
+    if experts is None:
+        return None
+    return jax.ShapeDtypeStruct((*outer, config.layers, experts.active), id_dtype(experts))
 
 
 def route(
@@ -74,11 +76,14 @@ def mixture(
     """
     mesh = jax.sharding.get_abstract_mesh()
     matrices = (w.gate[...], w.up[...], w.down[...])
+    if config.experts is None:
+        raise ValueError(f"a dense model of the family {config.family} has no experts")
+    alone = functools.partial(_mixture, settings=config.experts, act=ACTIVATIONS[config.activation], form=form)
     if mesh.empty:
-        return _mixture(w.router[...], matrices, x, replayed, config, form)
+        return alone(w.router[...], matrices, x, replayed)
     rows = fitting(x.shape, (BATCH,), mesh)
     wide = fitting(matrices[0].shape, ("expert", None, "tensor"), mesh)
-    local = functools.partial(_mixture, config=config, form=form, rows=rows[0] or (), divided=(wide[0], wide[2]))
+    local = functools.partial(alone, rows=rows[0] or (), divided=(wide[0], wide[2]))
     specs = (PartitionSpec(), (wide, wide, PartitionSpec(wide[0], wide[2], None)), rows, rows)
     run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(rows, rows), check_vma=False)
     return run(w.router[...], matrices, x, replayed)
@@ -92,7 +97,8 @@ def _mixture(
     matrices: Matrices,
     x: jax.Array,
     replayed: jax.Array | None,
-    config: ModelConfig,
+    settings: Experts,
+    act: Activation,
     form: str,
     rows: str | tuple[str, ...] = (),
     divided: tuple[str | None, str | None] = (None, None),
@@ -106,7 +112,7 @@ def _mixture(
     apart = experts is not None and experts in rows
     flat = x.reshape(-1, x.shape[-1])
     given = None if replayed is None else replayed.reshape(len(flat), -1)
-    weights, taken, own = route(router, config.experts, flat, given)
+    weights, taken, own = route(router, settings, flat, given)
     if apart:
         flat, weights, taken = (jax.lax.all_gather(t, experts, tiled=True) for t in (flat, weights, taken))
     if experts is not None:  # other devices' experts become one more, that nobody computes
@@ -115,14 +121,14 @@ def _mixture(
         here = (taken >= 0) & (taken < count)
         taken = jnp.where(here, taken, count)
         weights = jnp.where(here, weights, 0)
-    out = FORMS[form](matrices, ACTIVATIONS[config.activation], flat, weights, taken)
+    out = FORMS[form](matrices, act, flat, weights, taken)
     if width is not None:
         out = jax.lax.psum(out, width)
     if apart:
         out = jax.lax.psum_scatter(out, experts, tiled=True)
     elif experts is not None:
         out = jax.lax.psum(out, experts)
-    own = own.reshape(*x.shape[:2], -1).astype(id_dtype(config.experts))
+    own = own.reshape(*x.shape[:2], -1).astype(id_dtype(settings))
     return out.astype(x.dtype).reshape(x.shape), own
 
 

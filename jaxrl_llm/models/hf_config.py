@@ -174,7 +174,7 @@ def write_token_ids(tokens: TokenIds) -> dict[str, Any]:
 
 def _own_spelling(name: str, family: Family) -> str:
     """Return the name by which the family knows an attribute; versions of transformers write two for one."""
-    other = _SPELLINGS.get(name)
+    other = _SPELLINGS.get(name, name)
     return other if other in family.defaults and name not in family.defaults else name
 
 

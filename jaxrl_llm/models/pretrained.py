@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.errors import InputError, as_input_error, did_you_mean, require
-from jaxrl_llm.models.builtin import BUILTIN, TINY
+from jaxrl_llm.models.builtin import BUILTIN
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.hf_config import gives_scores, read_config
 from jaxrl_llm.models.peft import MERGED, base_named, is_adapter, read_adapter
@@ -198,7 +198,7 @@ def architecture(name: str) -> tuple[ModelConfig, str]:
 
         return read_config(read_gguf(path)[0]), name
     if not looks_like_hub_id(name):
-        return TINY if name == "tiny-random" else BUILTIN[name].load("float32", None)[0].config, "built in"
+        return BUILTIN[name].config or BUILTIN[name].load("float32", None)[0].config, "built in"
     return read_config(attributes), "the hub's config.json"
 
 

@@ -56,7 +56,8 @@ class MeshShape:
         if self.slices < 1 or devices % self.slices:
             raise InputError(f"mesh.slices must divide the {devices} devices that learn, got {self.slices}")
         devices //= self.slices
-        given = {axis: getattr(self, axis) for axis in AXES if axis != "expert" or self.expert != 1}
+        sizes = zip(AXES, (self.data, self.fsdp, self.expert, self.tensor), strict=True)
+        given = {axis: size for axis, size in sizes if (axis, size) != ("expert", 1)}
         said = f"{', '.join(given)} = {tuple(given.values())}"
         counts = list(given.values())
         known = math.prod(size for size in counts if size > 0)

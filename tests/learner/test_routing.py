@@ -137,7 +137,7 @@ def test_what_was_not_recorded_is_not_replayed():
 
 
 def test_load_is_that_of_a_count_by_hand():
-    found = load_by_expert(sampled()[1], MODEL.config)
+    found = load_by_expert(sampled()[1], MODEL.config.experts)
     taken = [np.concatenate([s.arrays[EXPERTS][s.arrays[KNOWN]] for s in sampled()[1]])[:, layer] for layer in (0, 1)]
     shares = [[np.mean(layer == e) for e in range(6)] for layer in taken]
     assert found["experts/busiest_share"] == pytest.approx(np.mean([max(one) for one in shares]))
@@ -145,7 +145,7 @@ def test_load_is_that_of_a_count_by_hand():
     entropy = [-sum(p * np.log(p) for p in one if p) / np.log(6) for one in shares]
     assert found["experts/load_entropy"] == pytest.approx(np.mean(entropy))
     assert found["experts/bytes_per_token"] == 2 * 3
-    assert load_by_expert([], MODEL.config) == {}
+    assert load_by_expert([], MODEL.config.experts) == {}
 
 
 def test_a_dense_model_has_no_experts_to_replay():
