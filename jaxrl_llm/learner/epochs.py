@@ -12,7 +12,7 @@ import numpy as np
 from jaxrl_llm.learner.batch import Packed, Sample
 from jaxrl_llm.learner.forward import Forward
 from jaxrl_llm.learner.objectives import BEFORE, CLIPPED, Objective, divergence
-from jaxrl_llm.learner.routing import replaying, without_routes
+from jaxrl_llm.learner.routing import load_by_expert, replaying, without_routes
 from jaxrl_llm.learner.settings import Learner
 from jaxrl_llm.learner.state import NewRole
 from jaxrl_llm.learner.update import Update
@@ -109,7 +109,7 @@ def learn(
     for samples in _split(groups, settings.minibatches):
         packed = _packed(state, samples, objectives, settings, forward)
         batches.append(packed.with_tokens(**before(state, packed, forward, (needed | kl_to) - set(packed.by_token))))
-    watched = kl_to_reference(state, batches, forward) if monitor_kl and of_policy else {}
+    watched = _watched(state, groups, batches, forward, monitor_kl) if of_policy else {}
     coefficients = {"temperature": forward.temperature} | coefficients
     rows: dict[str, list[Row]] = {one.role: [] for one in training}
     for epoch, packed in _passes(batches, max(one.passes(settings) for one in training), seed):
@@ -158,6 +158,14 @@ def _packed(
     """Return a minibatch's data, with the experts to replay."""
     packed = forward.packed(samples, objectives)
     return replaying(packed, settings.routing_replay, model_of(state), forward.compute)
+
+
+def _watched(
+    state: TrainState, groups: Sequence[Sequence[Sample]], batches: Sequence[Packed], forward: Forward, kl: bool
+) -> dict[str, Any]:
+    """Return metrics of the policy and its data before the first update; ``kl``: also ``kl_to_reference``."""
+    load = load_by_expert([sample for group in groups for sample in group], model_of(state).config.experts)
+    return load | (kl_to_reference(state, batches, forward) if kl else {})
 
 
 def before(state: TrainState, packed: Packed, forward: Forward, names: set[str]) -> dict[str, jax.Array]:

@@ -47,7 +47,11 @@ def compute_for(
     if replay != "off" and config.experts is None:
         raise InputError(f"learner.routing_replay {replay!r} needs a model with experts: set it to 'off'")
     unroll = platform == "cpu" and config.layers <= UNROLLED_LAYERS
-    return ComputeOptions(settings.compute.dtype, settings.compute.remat, asked, unroll, compiler=compiler)
+    # The kernel's rows on an axis of experts that others compute are zeros, so it serves every mesh.
+    experts = "megablox" if platform == "tpu" else "blocks"
+    return ComputeOptions(
+        settings.compute.dtype, settings.compute.remat, asked, unroll, compiler=compiler, experts=experts
+    )
 
 
 def _obstacle(name: str, settings: Learner, config: ModelConfig, platform: str) -> str | None:

@@ -148,12 +148,12 @@ def block(
     angles: jax.Array,
     attend: Attend,
     replayed: jax.Array | None = None,
-    form: str = "blocks",
+    compute: ComputeOptions = ComputeOptions(),
 ) -> tuple[jax.Array, jax.Array | None]:
     """Apply one layer to x [B, S, D]; ``angles`` [B, S, H / 2] are rotary, ``attend`` knows mask and cache.
 
     Returns x, and the router's own choice of experts, uint8 or uint16[B, S, k]; None for a dense model. ``replayed``
-    and ``form`` are those of ``experts.mixture``.
+    and ``compute`` are those of ``experts.mixture``.
     """
     norm = functools.partial(layers.rms_norm, norm=config.norm)
     pre = config.norm.placement != "post"
@@ -178,7 +178,7 @@ def block(
         h = mlp(w.mlp, config, h)
     else:
         with jax.named_scope("experts"):
-            routed, own = experts.mixture(w.experts, config, h, replayed, form)
+            routed, own = experts.mixture(w.experts, config, h, replayed, compute)
             routed = activation(routed, "residual")
         if hasattr(w, "mlp"):
             gate = jax.nn.sigmoid(layers.product("bsd,d->bs", h, w.experts.shared_gate[...]))
@@ -259,7 +259,7 @@ def routed(
         w = gathered(merged(w))
         attend: Any = functools.partial(attention, window=window)  # ty: ignore[unknown-argument]
         angles = positions[..., None].astype(jnp.float32) * frequencies[None, None]
-        x, own = block(w, config, x, angles, attend, forced, compute.experts)
+        x, own = block(w, config, x, angles, attend, forced, compute)
         return activation(x, "residual"), own
 
     policy = REMAT[compute.remat]

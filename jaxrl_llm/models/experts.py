@@ -13,12 +13,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxrl_llm.models.config import Experts, ModelConfig
+from jaxrl_llm.models.config import ComputeOptions, Experts, ModelConfig
 from jaxrl_llm.models.layers import ACTIVATIONS, product
 from jaxrl_llm.sharding import BATCH, fitting
 
 EXPERTS = "experts"
 """Name of the array of the experts that each token took in each layer, uint8 or uint16[T, L, k]."""
+TILE = 128
+"""Rows and columns that the kernel for TPUs multiplies at a time."""
 LEAST_BLOCK, MOST_BLOCK = 8, 512
 """Bounds of the tokens in a block of one expert."""
 
@@ -60,7 +62,11 @@ def route(
 
 
 def mixture(
-    w: Any, config: ModelConfig, x: jax.Array, replayed: jax.Array | None = None, form: str = "blocks"
+    w: Any,
+    config: ModelConfig,
+    x: jax.Array,
+    replayed: jax.Array | None = None,
+    compute: ComputeOptions = ComputeOptions(),
 ) -> tuple[jax.Array, jax.Array]:
     """Compute the experts of one layer for x [B, S, D].
 
@@ -69,7 +75,7 @@ def mixture(
       config: of the model.
       x: normalised.
       replayed: experts int[B, S, k] to take in place of the router's own, which a negative number takes, or None.
-      form: of ``FORMS``.
+      compute: has the form, of ``FORMS``.
 
     Returns:
       The output [B, S, D], and the router's own choice [B, S, k].
@@ -78,6 +84,9 @@ def mixture(
     matrices = (w.gate[...], w.up[...], w.down[...])
     if config.experts is None:
         raise ValueError(f"a dense model of the family {config.family} has no experts")
+    form = FORMS[compute.experts]
+    if compute.experts == "megablox" and compute.interpret:
+        form = functools.partial(megablox, interpret=True)
     alone = functools.partial(_mixture, settings=config.experts, act=ACTIVATIONS[config.activation], form=form)
     if mesh.empty:
         return alone(w.router[...], matrices, x, replayed)
@@ -99,7 +108,7 @@ def _mixture(
     replayed: jax.Array | None,
     settings: Experts,
     act: Activation,
-    form: str,
+    form: Callable[..., jax.Array],
     rows: str | tuple[str, ...] = (),
     divided: tuple[str | None, str | None] = (None, None),
 ) -> tuple[jax.Array, jax.Array]:
@@ -121,7 +130,7 @@ def _mixture(
         here = (taken >= 0) & (taken < count)
         taken = jnp.where(here, taken, count)
         weights = jnp.where(here, weights, 0)
-    out = FORMS[form](matrices, act, flat, weights, taken)
+    out = form(matrices, act, flat, weights, taken)
     if width is not None:
         out = jax.lax.psum(out, width)
     if apart:
@@ -174,9 +183,8 @@ def by_expert(taken: jax.Array, count: int, block: int) -> Sorted:
     rows = first[flat[order]] + jnp.arange(pairs, dtype=jnp.int32)
     pair = jnp.full(blocks * block, pairs, jnp.int32).at[rows].set(order.astype(jnp.int32), unique_indices=True)
     row = jnp.zeros(pairs, jnp.int32).at[order].set(rows, unique_indices=True)
-    owner = jnp.searchsorted(ends, jnp.arange(blocks, dtype=jnp.int32), side="right").astype(jnp.int32)
-    sizes = each[:count] * block
-    return Sorted(pair // k, pair, row.reshape(taken.shape), sizes, jnp.minimum(owner, count - 1), ends[count - 1])
+    owner = jnp.sum(ends[None, : count - 1] <= jnp.arange(blocks)[:, None], axis=1, dtype=jnp.int32)
+    return Sorted(pair // k, pair, row.reshape(taken.shape), each[:count] * block, owner, ends[count - 1])
 
 
 @jax.custom_vjp
@@ -260,5 +268,26 @@ def mixed(out: jax.Array, weights: jax.Array, at: Sorted) -> jax.Array:
     return jnp.einsum("tk,tkd->td", weights, own.astype(jnp.float32))
 
 
-FORMS = {"blocks": blocks, "dense": dense}
+def megablox(
+    matrices: Matrices, act: Activation, x: jax.Array, weights: jax.Array, taken: jax.Array, interpret: bool = False
+) -> jax.Array:
+    """Multiply tokens x [T, D], sorted by expert without padding, by JAX's kernel for TPUs; float32[T, D]."""
+    # Half a second that programs without it need not wait for.
+    from jax.experimental.pallas.ops.tpu.megablox import gmm
+
+    gate, up, down = matrices
+    at = by_expert(taken, len(gate), 1)
+    count = len(at.pair)
+    inside = jnp.pad(moved(x, at.token, at.row), ((0, -count % TILE), (0, 0)))
+    # The kernel leaves rows of no expert as they were in memory.
+    used = (jnp.arange(len(inside)) < at.used)[:, None]
+
+    def each(x: jax.Array, w: jax.Array) -> jax.Array:
+        found = gmm(x, w, at.sizes, x.dtype, (TILE, TILE, TILE), None, None, False, interpret)
+        return jnp.where(used, found, jnp.zeros_like(found))
+
+    return mixed(each(act(each(inside, gate)) * each(inside, up), down)[:count], weights, at)
+
+
+FORMS = {"blocks": blocks, "dense": dense, "megablox": megablox}
 """Ways to compute experts, by name."""

@@ -106,13 +106,13 @@ def test_rows_that_read_their_beginning_from_a_block_get_what_those_with_a_copy_
     lengths, last = jnp.array([5, 5, 3, 5]), jnp.full(4, 7)
     whole, chunk = prefill(model, tokens), empty_cache(model.config, 4, 2, jnp.float32)
     step = functools.partial(decode, model, chunk=chunk, step=jnp.int32(0), tokens=last)
-    wanted, new = jax.jit(lambda: step(whole, lengths=lengths + 4))()
+    wanted, new, _ = jax.jit(lambda: step(whole, lengths=lengths + 4))()
 
     own = insert(empty_cache(model.config, 4, 6, jnp.float32), whole, jnp.arange(4), lengths)
     blocks = with_columns(take_rows(whole, jnp.array([2, 0, 2, 0])), 8)
     lanes = jnp.array([4, 3, 1, 5] if parts == 1 else [4, 3, 1, 3])
     before = shared_prefix(blocks, lengths, lanes, parts, 3)
-    found, same = jax.jit(lambda: step(own, lengths=jnp.full(4, 4), before=before))()
+    found, same, _ = jax.jit(lambda: step(own, lengths=jnp.full(4, 4), before=before))()
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=2e-5)
     for a, b in zip(same, new, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)

@@ -11,6 +11,7 @@ from tiny import KINDS, largest_difference, tiny
 from jaxrl_llm.models import experts
 from jaxrl_llm.models.config import ComputeOptions, Experts
 from jaxrl_llm.models.decoder import causal_rows, forward, routed, to_parameters
+from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
 
 WIDTH, INNER = 8, 12
 
@@ -36,9 +37,12 @@ def by_hand(matrices, x, weights, taken):
     return out
 
 
+FORMS = experts.FORMS | {"megablox": functools.partial(experts.megablox, interpret=True)}
+
+
 @functools.cache
 def computed(form):
-    return jax.jit(lambda matrices, *given: experts.FORMS[form](matrices, jax.nn.silu, *given))
+    return jax.jit(lambda matrices, *given: FORMS[form](matrices, jax.nn.silu, *given))
 
 
 SIZES = [(1, 4, 2), (5, 3, 3), (40, 6, 2), (33, 2, 1)]
@@ -58,7 +62,7 @@ def test_gradients_are_those_of_the_dense_form(form):
     weigh = jnp.float32(np.random.default_rng(1).normal(size=x.shape))
 
     def loss(form, matrices, x, weights):
-        return jnp.sum(weigh * experts.FORMS[form](matrices, jax.nn.silu, x, weights, taken))
+        return jnp.sum(weigh * FORMS[form](matrices, jax.nn.silu, x, weights, taken))
 
     found, wanted = (jax.jit(jax.grad(functools.partial(loss, one), (0, 1, 2)))(matrices, x, weights)
                      for one in (form, "dense"))  # fmt: skip
@@ -138,3 +142,24 @@ def test_a_decoder_replays_its_own_choice_and_no_other_form_moves_it(kind):
     np.testing.assert_array_equal(still[:, :, 0], own[:, :, 0])
     assert set(to_parameters(model)["blocks"]["experts"]) >= {"router", "gate", "up", "down"}
     np.testing.assert_array_equal(forward(model, rows), hidden)
+
+
+@pytest.mark.parametrize("shape", [MeshShape(data=2, fsdp=2, tensor=2), MeshShape(data=2, fsdp=1, tensor=2, expert=2)])
+def test_gradients_do_not_depend_on_the_mesh(shape):
+    """Each device sorts its own tokens; over the axis of experts they are gathered, and the sums scattered."""
+    model, mesh = tiny("experts"), make_mesh(shape)
+    rows = causal_rows(np.random.default_rng(0).integers(0, 50, (8, 6)))
+    weigh = np.random.default_rng(1).normal(size=(8, 6, 16)).astype(np.float32)
+
+    @jax.jit
+    def graded(model):
+        return jax.value_and_grad(lambda m: jnp.sum(weigh * forward(m, rows, ComputeOptions(remat="full"))))(model)
+
+    wanted = graded(model)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(model, shardings(model, mesh))
+        found = jax.device_get(graded(placed))
+    assert largest_difference(found, wanted) < 1e-5
+    parts = 2 * mesh.shape.get("expert", mesh.shape["fsdp"])
+    gate = placed.weights.blocks.experts.gate[...]
+    assert gate.addressable_shards[0].data.size == gate.size // parts

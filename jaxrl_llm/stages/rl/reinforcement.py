@@ -10,7 +10,6 @@ import numpy as np
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.learner import Sample, Training, to_samples
-from jaxrl_llm.learner.routing import load_by_expert
 from jaxrl_llm.learner.samples import advantage_of, size_of_advantages
 from jaxrl_llm.models.lora import model_of
 from jaxrl_llm.rewards.shaping import named
@@ -148,7 +147,7 @@ class Reinforcement(Stage):
             "advantage/abs_mean": size_of_advantages(sampled),
             "completions": len(groups) * run.rollout.group,
         }
-        return samples, measured | found | load_by_expert(every, model_of(state).config.experts)
+        return samples, measured | found
 
     def remembered(
         self, measured: Mapping[str, Any], memory: dict[str, dict[str, Any]]

@@ -1,0 +1,64 @@
+"""A run of a model with experts: GSPO's configuration at toy size, tested and exported."""
+
+import json
+
+import numpy as np
+import pytest
+from commands import commands
+
+from jaxrl_llm.config import load_config
+from jaxrl_llm.models import load_pretrained
+
+TOY = """
+import dataclasses
+from jaxrl_llm.config import load_config
+paper, toy = (load_config(name)[1] for name in ("gspo_qwen3_30b_a3b", "moe_smoke"))
+sizes = {name: getattr(toy, name) for name in ("model", "task", "scoring", "rollout", "mesh", "evaluation", "output")}
+learner = dataclasses.replace(paper.learner, compute=toy.learner.compute, optimiser=toy.learner.optimiser)
+config = dataclasses.replace(paper, **sizes, learner=learner, steps=2)
+"""
+SMALL = "--rollout.prompts 4 --rollout.group 4 --task.source.size 40"
+LINES = {
+    "gspo": f"train toy.py {SMALL} --run_dir gspo",
+    "replay": f"train toy.py {SMALL} --learner.routing_replay R3 --learner.lora.rank 2 --run_dir replay",
+    "eval": "eval gspo --json --limit 4",
+    "export": "export gspo --out model",
+    "eval export": "eval model --config moe_smoke --json --limit 4",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("experts")
+    (folder / "toy.py").write_text(TOY)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def answers(folder):
+    return commands(folder, LINES)
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_configuration_of_the_paper_runs(folder, answers):
+    assert answers["gspo"].code == answers["replay"].code == 0, answers["gspo"].err + answers["replay"].err
+    for name in ("gspo", "replay"):
+        for row in rows(folder / name / "metrics.jsonl")[1:]:
+            assert row["updates"] == load_config("gspo_qwen3_30b_a3b")[1].learner.minibatches
+            assert row["sampler/logp_abs_diff_max"] < 1e-5 and row["sampler/rerouted_fraction"] == 0
+            assert 0 < row["experts/load_entropy"] <= 1 and row["experts/busiest_share"] <= 0.5
+            assert row["experts/bytes_per_token"] == 2 * 2
+
+
+def test_it_is_exported_with_its_experts(folder, answers):
+    assert answers["eval"].code == answers["export"].code == answers["eval export"].code == 0
+    model, _ = load_pretrained(folder / "model")
+    begun, _ = load_pretrained("tiny-random-moe")
+    assert model.config.experts == begun.config.experts
+    moved = model.weights.blocks.experts
+    for name in ("router", "gate", "up", "down"):
+        before = getattr(begun.weights.blocks.experts, name)[...]
+        assert np.abs(np.asarray(getattr(moved, name)[...]) - np.asarray(before)).max() > 1e-4, name
