@@ -19,9 +19,7 @@ KINDS = {
     "bias": ModelConfig("qwen2", VOCAB, 16, 2, 24, Attention(2, 1, 8, rope=Rope(scaling=2.0))),
     "head_norm": ModelConfig("qwen3", VOCAB, 16, 2, 24, Attention(4, 4, 8)),
     "experts": ModelConfig(
-        "qwen3_moe", VOCAB, 16, 2, 24, Attention(4, 2, 8), experts=Experts(6, 3, 12, renormalise=True)),
-    "shared_expert": ModelConfig(
-        "qwen2_moe", VOCAB, 16, 2, 24, Attention(4, 2, 8), experts=Experts(5, 3, 8, shared_width=12)),
+        "qwen2_moe", VOCAB, 16, 2, 24, Attention(4, 2, 8), experts=Experts(6, 3, 12, True, shared_width=10)),
     "full_norm": ModelConfig("olmo2", VOCAB, 16, 2, 24, Attention(4, 2, 8), Norm(placement="post")),
     "gemma": ModelConfig(
         "gemma2", VOCAB, 16, 3, 24,

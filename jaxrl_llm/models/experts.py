@@ -213,32 +213,42 @@ def grouped(x: jax.Array, w: jax.Array, owner: jax.Array, used: jax.Array) -> ja
     return _grouped(x, w, owner, used)
 
 
+def in_turn(x: jax.Array, w: jax.Array, owner: jax.Array, used: jax.Array) -> jax.Array:
+    """Compute ``grouped`` block after block."""
+
+    def one(i: jax.Array, out: jax.Array) -> jax.Array:
+        return out.at[i].set(x[i] @ w[owner[i]])
+
+    return jax.lax.fori_loop(0, used, one, jnp.zeros((*x.shape[:2], w.shape[2]), x.dtype))
+
+
+def at_once(x: jax.Array, w: jax.Array, owner: jax.Array, used: jax.Array) -> jax.Array:
+    """Compute ``grouped`` with a copy of the matrix for each block."""
+    return jnp.einsum("nbd,ndf->nbf", x, w[owner])
+
+
+def sums_in_turn(x: jax.Array, g: jax.Array, owner: jax.Array, used: jax.Array, count: int) -> jax.Array:
+    """Sum the products of blocks x [n, b, D] and g [n, b, F] by owner, float32[count, D, F], block after block."""
+
+    def one(i: jax.Array, sums: jax.Array) -> jax.Array:
+        return sums.at[owner[i]].add(product("bd,bf->df", x[i], g[i]))
+
+    return jax.lax.fori_loop(0, used, one, jnp.zeros((count, x.shape[2], g.shape[2]), jnp.float32))
+
+
+def sums_at_once(x: jax.Array, g: jax.Array, owner: jax.Array, used: jax.Array, count: int) -> jax.Array:
+    """Compute ``sums_in_turn`` with a product for each block."""
+    return jnp.zeros((count, x.shape[2], g.shape[2]), jnp.float32).at[owner].add(product("nbd,nbf->ndf", x, g))
+
+
 def _grouped(x: jax.Array, w: jax.Array, owner: jax.Array, used: jax.Array) -> jax.Array:
-    def in_turn(x: jax.Array, w: jax.Array) -> jax.Array:
-        def one(i: jax.Array, out: jax.Array) -> jax.Array:
-            return out.at[i].set(x[i] @ w[owner[i]])
-
-        return jax.lax.fori_loop(0, used, one, jnp.zeros((*x.shape[:2], w.shape[2]), x.dtype))
-
-    def at_once(x: jax.Array, w: jax.Array) -> jax.Array:
-        return jnp.einsum("nbd,ndf->nbf", x, w[owner])
-
-    return jax.lax.platform_dependent(x, w, cpu=in_turn, default=at_once)
+    return jax.lax.platform_dependent(x, w, owner, used, cpu=in_turn, default=at_once)
 
 
 def _grouped_back(saved: tuple[jax.Array, ...], g: jax.Array) -> tuple[jax.Array, jax.Array, None, None]:
     x, w, owner, used = saved
-
-    def in_turn(x: jax.Array, g: jax.Array) -> jax.Array:
-        def one(i: jax.Array, sums: jax.Array) -> jax.Array:
-            return sums.at[owner[i]].add(product("bd,bf->df", x[i], g[i]))
-
-        return jax.lax.fori_loop(0, used, one, jnp.zeros(w.shape, jnp.float32))
-
-    def at_once(x: jax.Array, g: jax.Array) -> jax.Array:
-        return jnp.zeros(w.shape, jnp.float32).at[owner].add(product("nbd,nbf->ndf", x, g))
-
-    sums = jax.lax.platform_dependent(x, g, cpu=in_turn, default=at_once)
+    forms = (functools.partial(form, count=len(w)) for form in (sums_in_turn, sums_at_once))
+    sums = jax.lax.platform_dependent(x, g, owner, used, **dict(zip(("cpu", "default"), forms, strict=True)))
     return _grouped(g, w.swapaxes(1, 2), owner, used), sums.astype(w.dtype), None, None
 
 
