@@ -36,7 +36,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def answers(folder):
-    return commands(folder, LINES)
+    return dict(zip(LINES, commands(list(LINES.values()), folder), strict=True))
 
 
 def rows(path):

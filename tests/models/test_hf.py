@@ -69,6 +69,9 @@ def test_logits_agree_with_transformers(name):
         ("gemma3_text", "attention", {"local_rope_theta": 1000.0}),
         ("gemma3_text", "", {"embedding_scale": 1.0}),
         ("qwen3", "norm", {"eps": 1e-6}),
+        ("qwen3_moe", "experts", {"renormalise": False}),
+        ("olmoe", "experts", {"renormalise": True}),
+        ("mixtral", "experts", {"active": 1}),
     ],
 )
 def test_each_rule_of_a_config_moves_the_logits(name, part, change):
