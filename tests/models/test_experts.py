@@ -1,5 +1,6 @@
 """Experts: every form agrees with the dense one, forward and backward, and nothing is dropped."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,9 +9,11 @@ import numpy as np
 import pytest
 from tiny import largest_difference, tiny
 
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import experts
-from jaxrl_llm.models.config import ComputeOptions, Experts
+from jaxrl_llm.models.config import ComputeOptions, Experts, Lora
 from jaxrl_llm.models.decoder import causal_rows, forward, routed, to_parameters
+from jaxrl_llm.models.lora import create
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
 
 WIDTH, INNER = 8, 12
@@ -175,3 +178,13 @@ def test_gradients_do_not_depend_on_the_mesh(shape):
     parts = 2 * mesh.shape.get("expert", mesh.shape["fsdp"])
     gate = placed.weights.blocks.experts.gate[...]
     assert gate.addressable_shards[0].data.size == gate.size // parts
+
+
+def test_an_adapter_leaves_experts_alone():
+    """Attention is adapted, and the MLP of a shared expert."""
+    config = tiny("experts").config
+    alone = dataclasses.replace(config, family="qwen3_moe", experts=dataclasses.replace(config.experts, shared_width=0))
+    adapted = lambda config: to_parameters(jax.eval_shape(lambda: create(config, Lora(rank=2), jax.random.key(0))))
+    assert set(adapted(config)["blocks"]) == {"attn", "mlp"} and set(adapted(alone)["blocks"]) == {"attn"}
+    with pytest.raises(InputError, match="mlp/up: a qwen3_moe model has none of them"):
+        create(alone, Lora(rank=2, targets=("mlp/up",)), jax.random.key(0))
