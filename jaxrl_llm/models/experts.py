@@ -51,7 +51,9 @@ def route(
     Returns:
       Weights float32[T, k]; the experts taken int32[T, k]; and those of the largest probabilities, int32[T, k].
     """
-    scores = product("td,de->te", x.astype(jnp.float32), router.astype(jnp.float32))
+    # By default TPUs would round the operands to bfloat16.
+    exact = jax.lax.Precision.HIGHEST
+    scores = jnp.einsum("td,de->te", x.astype(jnp.float32), router.astype(jnp.float32), precision=exact)
     probabilities = jax.nn.softmax(scores, axis=-1)
     _, own = jax.lax.top_k(jax.lax.stop_gradient(probabilities), experts.active)
     taken = own if replayed is None else jnp.where(replayed < 0, own, replayed.astype(jnp.int32))
