@@ -1,11 +1,10 @@
-"""GSPO on the model of its paper, Qwen3-30B-A3B-Base (arXiv 2507.18071). NOT RUNNABLE YET: see below.
+"""GSPO on the model of its paper, Qwen3-30B-A3B-Base (arXiv 2507.18071): 128 experts a layer, 8 for each token.
 
     jaxrl-llm train gspo_qwen3_30b_a3b
 
-This model is a mixture of experts (model_type qwen3_moe), which load_pretrained refuses by name for now. The same
-method runs today on a dense model:
+At toy size, on two CPU cores, with the method unchanged (GSPO, four updates, no replay):
 
-    jaxrl-llm train gspo_qwen3_30b_a3b --model Qwen/Qwen3-1.7B-Base
+    jaxrl-llm train moe_smoke --learner.minibatches 4 --learner.routing_replay off
 
 Hardware: written for 128 chips; not run by us. Weights, gradients and Adam's moments in float32 are 490 GB for the
 model of the paper.

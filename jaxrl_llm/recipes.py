@@ -280,8 +280,8 @@ DEEPSEEK_V3_2 = Recipe("deepseek_v3_2", PRESETS["deepseek_v3_2"])
 """DeepSeek-V3.2 (arXiv 2512.02556): GRPO without the standard deviation, ratios against the sampler's distribution, the
 unbiased KL, and no learning from unlikely failures. Neither coefficients nor the updates per batch are published: ours
 are the clip at 0.2 on both sides, the KL coefficient 0.001 and the bound on unlikely failures, which is TRL's 0.5.
-Where rollout.top_p or rollout.top_k truncates, set learner.keep_sampling_mask. Routing replay is left out: the sampler
-is the learner's own model."""
+Where rollout.top_p or rollout.top_k truncates, set learner.keep_sampling_mask; with a model of experts,
+learner.routing_replay R3 (Keep Routing)."""
 
 MINIRL = Recipe("minirl", PRESETS["minirl"], paper=Updates(1, 1024))
 """Stabilizing reinforcement learning with LLMs (arXiv 2512.01374): the simplest method that is stable with

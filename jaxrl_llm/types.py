@@ -25,8 +25,6 @@ import numpy as np
 
 Message = dict[str, str]
 """One chat message: ``{"role": "user", "content": "..."}``."""
-
-
 MEAN_OF_TASKS = "average"
 """The task name in metrics that are means over the tasks of a mixture; no task may have it."""
 DISAGREEMENT = "disagreement"
@@ -51,7 +49,7 @@ class Prompt:
 
     @functools.cached_property
     def beside(self) -> Hashable:
-        """A key of the further arrays, which tells apart prompts with equal tokens; empty for text alone."""
+        """A key of the further arrays; empty for text alone."""
         return tuple((name, x.dtype.str, x.shape, x.tobytes()) for name, x in sorted(self.arrays.items()))
 
     @functools.cached_property
@@ -159,7 +157,9 @@ class Completion:
       extras: further arrays by name, one row for each token: ``entropy`` float32[T], nats, of the policy at the
         sampling temperature; where they were asked for, ``policy_logp`` float32[T], nats, at temperature 1 with nothing
         cut off, and ``kept`` uint32[T, ceil(V / 32)], the tokens that truncation kept, token v as bit v % 32 of word v
-        // 32; once scored by step rewards, ``step_rewards`` float32[T], NaN where no step ends.
+        // 32; ``step_rewards`` float32[T], NaN where no scored step ends; ``experts`` uint8 or uint16[T, L, k], in the
+        pass that predicted the token.
+      prompt_extras: ``experts`` of the prompt, [p, L, k], likewise, so 0 for its first token.
       text: the decoded tokens without special ones, of an episode those of its last turn; empty until they are decoded.
       episode: what the environment said, with mask False among ``tokens``, and decided; None without one.
     """
@@ -170,6 +170,7 @@ class Completion:
     mask: np.ndarray
     version: np.ndarray
     extras: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    prompt_extras: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     text: str = ""
     episode: Episode | None = None
 
@@ -191,8 +192,7 @@ class Completion:
     @property
     def last_turn(self) -> int:
         """Index of the first token after the environment's last message; 0 without one."""
-        given = np.flatnonzero(~self.mask)
-        return int(given[-1]) + 1 if len(given) else 0
+        return int(np.max(np.flatnonzero(~self.mask), initial=-1)) + 1
 
     @property
     def messages(self) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
-from jaxrl_llm.models.config import Attention, Embeddings, ModelConfig, Norm, Rope
+from jaxrl_llm.models.config import Attention, Embeddings, Experts, ModelConfig, Norm, Rope
 from jaxrl_llm.models.decoder import Decoder, parameter_shapes
 
 VOCAB = 50
@@ -18,6 +18,8 @@ KINDS = {
         "mistral", VOCAB, 16, 3, 24, Attention(4, 2, 8, windows=(0, 3, 4)), embeddings=Embeddings(tied=True)),
     "bias": ModelConfig("qwen2", VOCAB, 16, 2, 24, Attention(2, 1, 8, rope=Rope(scaling=2.0))),
     "head_norm": ModelConfig("qwen3", VOCAB, 16, 2, 24, Attention(4, 4, 8)),
+    "experts": ModelConfig(
+        "qwen2_moe", VOCAB, 16, 2, 24, Attention(4, 2, 8), experts=Experts(6, 3, 12, True, shared_width=10)),
     "full_norm": ModelConfig("olmo2", VOCAB, 16, 2, 24, Attention(4, 2, 8), Norm(placement="post")),
     "gemma": ModelConfig(
         "gemma2", VOCAB, 16, 3, 24,

@@ -57,6 +57,18 @@ FAMILIES = {
          "sliding_window_pattern": 3, "rope_parameters": GEMMA3_ROPE},
     ),
     "olmo2": (transformers.Olmo2Config, {}),
+    "mixtral": (transformers.MixtralConfig, {"num_local_experts": 4, "sliding_window": 6}),
+    "olmoe": (transformers.OlmoeConfig, {"num_experts": 6, "num_experts_per_tok": 3}),
+    "qwen2_moe": (
+        transformers.Qwen2MoeConfig,
+        {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": False,
+         "shared_expert_intermediate_size": 20},
+    ),
+    "qwen3_moe": (
+        transformers.Qwen3MoeConfig,
+        {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12,
+         "norm_topk_prob": True},
+    ),
 }  # fmt: skip
 REWARD_FAMILIES = ("llama", "qwen2", "qwen3", "gemma2")
 REWARD_SHAPE = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_labels": 1}
@@ -142,7 +154,7 @@ def version4(config: dict) -> dict:
         scaling["type"] = scaling.pop("rope_type")
     if local:
         old["rope_local_base_freq"] = local["rope_theta"]
-    if config["model_type"] in ("gemma2", "gemma3_text", "qwen2"):
+    if config["model_type"] in ("gemma2", "gemma3_text", "qwen2", "qwen2_moe"):
         del old["layer_types"]
     if config["model_type"] == "gemma3_text":
         old["sliding_window_pattern"] = 3

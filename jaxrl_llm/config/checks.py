@@ -157,6 +157,7 @@ def validate_on_devices(run: Any, devices: int, processes: int = 1) -> None:
     validate_on_processes(run, processes)
     sizes = run.mesh.sizes(devices)
     tensor, parts = sizes["tensor"], batch_parts(sizes)
+    axes = [axis for axis in BATCH if axis in sizes]
     rows = run.learner.compute.microbatch_rows
     row_tokens = run.learner.compute.row_tokens
     require(
@@ -166,8 +167,8 @@ def validate_on_devices(run: Any, devices: int, processes: int = 1) -> None:
     )
     require(
         rows % parts == 0,
-        f"learner.compute.microbatch_rows {rows} does not divide over mesh {' x '.join(BATCH)} = "
-        f"{' x '.join(str(sizes[axis]) for axis in BATCH)}: make it a multiple of {parts}, or 0 to choose",
+        f"learner.compute.microbatch_rows {rows} does not divide over mesh {' x '.join(axes)} = "
+        f"{' x '.join(str(sizes[axis]) for axis in axes)}: make it a multiple of {parts}, or 0 to choose",
     )
 
 

@@ -133,6 +133,11 @@ class FromData(Setting):
             not self.learner.keep_sampling_mask,
             "learner.keep_sampling_mask is for tokens that a sampler drew, and these are data: leave it out",
         )
+        require(
+            self.learner.routing_replay == "off",
+            f"learner.routing_replay {self.learner.routing_replay!r} is for tokens that a sampler drew, and these are "
+            "data: leave it out",
+        )
         for task in tasks_in(self.evaluation.task):
             tasks.check(task)
 

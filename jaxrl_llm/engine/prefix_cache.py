@@ -12,6 +12,7 @@ from jaxrl_llm.engine.requests import Request
 from jaxrl_llm.engine.slots import Slots, extend_prompts, joined_caches, kept_sequence
 from jaxrl_llm.models.cache import Cache, take_rows, with_columns
 from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.experts import EXPERTS
 from jaxrl_llm.sharding import batch_parts
 
 ROWS, TOKENS = 8, 8192
@@ -68,12 +69,14 @@ class Prefix(NamedTuple):
       row: the sequence's.
       origin: identifies the computation; equal origins and tokens give equal bits.
       exact: number of first columns for which this holds.
+      routes: the experts of each token, [columns, L, k] or more; None for a dense model.
     """
 
     cache: Cache
     row: int
     origin: Hashable
     exact: int
+    routes: np.ndarray | None = None
 
 
 class PrefixCache:
@@ -117,12 +120,21 @@ class PrefixCache:
         known = (held.origin, request.prompt.key)
         return known if request.prompt_columns <= held.exact else (*known, request.key)
 
+    def routes(self, request: Request) -> np.ndarray | None:
+        """Return the experts of the tokens of a prepared request but its last, [t, L, k]; None for a dense model."""
+        held = self[request].routes
+        return None if held is None else held[: len(request.given) - 1]
+
     def keep(self, request: Request, slots: Slots, row: int) -> None:
         """Keep the columns of a request that still has its slot; ``row``: of the cache."""
         tokens = np.concatenate([request.given, *(piece.tokens for piece in request.pieces)])
         columns = min(bucket(len(tokens)), slots.blocks.columns + slots.cache.columns)
         one = kept_sequence(slots, row, request.slot, request.lane[0], columns)
-        entry = Prefix(one, 0, request.block_key[0], request.prompt_columns)
+        done = request.completion("aborted")
+        routes = None
+        if EXPERTS in done.extras:
+            routes = np.concatenate([done.prompt_extras[EXPERTS][1:], done.extras[EXPERTS]])
+        entry = Prefix(one, 0, request.block_key[0], request.prompt_columns, routes)
         self._kept[tokens.tobytes(), request.prompt.beside] = tokens[:-1], entry
 
     def release(self, waiting: Iterable[Request]) -> None:
@@ -192,19 +204,25 @@ class PrefixCache:
             starts[row] = start
             tokens[row, : len(request.given) - start] = request.given[start:]
         cache = None
+        routes: list[jax.Array | None] = []
         if shape.continues:  # as many caches in each call, so that one program joins them
             bases = [base.cache for _, _, base in batch]
             cache = joined_caches([*bases, *bases[:1] * (rows - len(bases))], rows, shape.columns)
         for call in range(shape.calls):
             at = call * shape.piece
             now = tokens[:, at : at + shape.piece]
-            cache = extend_prompts(model, cache, starts + at, now, shape.columns, self._mesh)
+            cache, experts = extend_prompts(model, cache, starts + at, now, shape.columns, self._mesh)
+            routes.append(experts)
         if shape.columns > self._max_length:
             cache = _resized(cache, self._max_length)
+        found = None if routes[0] is None else np.concatenate(jax.device_get(routes), axis=1)
         for row, (request, start, base) in enumerate(batch):
             origin = (self._weights, shape) if base is None else base.origin
             exact = len(request.given) if base is None else min(base.exact, start)
-            self._computed[request.key] = Prefix(cache, row, origin, exact)  # ty: ignore[invalid-argument-type]
+            own = None if found is None else found[row]
+            if base is not None and base.routes is not None:
+                own = np.concatenate([base.routes[:start], own])
+            self._computed[request.key] = Prefix(cache, row, origin, exact, own)  # ty: ignore[invalid-argument-type]
         self.count += len(batch)
         self.shapes[shape] = None
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxrl_llm.models.experts import EXPERTS
 from jaxrl_llm.types import Completion, Prompt
 
 
@@ -102,7 +103,24 @@ def joined(*parts: Completion) -> Completion:
         shapes = ((len(part.tokens), *model.shape[1:]) for part in parts)
         whole = [np.zeros(shape, model.dtype) if x is None else x for x, shape in zip(own, shapes, strict=True)]
         extras[name] = np.concatenate(whole)
-    return Completion(**arrays, finish_reason=parts[-1].finish_reason, extras=extras, episode=parts[0].episode)
+    first = parts[0]
+    kept = {"prompt_extras": first.prompt_extras, "episode": first.episode}
+    return Completion(**arrays, finish_reason=parts[-1].finish_reason, extras=extras, **kept)
+
+
+def with_routes(begun: Completion, routes: np.ndarray) -> Completion:
+    """Return what a completion is begun with, with the experts of the tokens that no policy sampled.
+
+    ``routes``: experts of the prompt and of what was begun, without the last token, [t, L, k].
+    """
+    prompt = len(routes) + 1 - len(begun.tokens)
+    # Row t is of the pass before token t; no pass precedes the first one.
+    given = np.concatenate([np.zeros((1, *routes.shape[1:]), routes.dtype), routes])
+    own = given[prompt:]
+    sampled = begun.mask[:, None, None]
+    kept = np.where(sampled, begun.extras[EXPERTS], own) if EXPERTS in begun.extras else own
+    extras = begun.extras | {EXPERTS: kept}
+    return dataclasses.replace(begun, extras=extras, prompt_extras={EXPERTS: given[:prompt]} | begun.prompt_extras)
 
 
 def with_tokens(completion: Completion, tokens: Sequence[int], version: int = 0) -> Completion:
@@ -119,7 +137,7 @@ def first_tokens(completion: Completion, count: int) -> Completion:
     """Truncate a completion after ``count`` tokens, so that a branch can resume there."""
     cut = {name: getattr(completion, name)[:count] for name in ARRAYS}
     extras = {name: values[:count] for name, values in completion.extras.items()}
-    return Completion(**cut, finish_reason="aborted", extras=extras)
+    return Completion(**cut, finish_reason="aborted", extras=extras, prompt_extras=completion.prompt_extras)
 
 
 SIZES = 8

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.engine.prefix_cache import Prefix, PrefixCache
 from jaxrl_llm.engine.requests import (
+    EMPTY,
     SIZES,
     Request,
     SlotShape,
@@ -22,6 +23,7 @@ from jaxrl_llm.engine.requests import (
     power_of_two,
     seat,
     with_blocks_for,
+    with_routes,
 )  # fmt: skip
 from jaxrl_llm.engine.sampling import Draw, as_rules, asked, tail_of
 from jaxrl_llm.engine.settings import Sampling
@@ -120,6 +122,9 @@ class Scheduler:
         build = self._build
         for request in taken:
             request.block_key = self.prefixes.block_key(request)
+            routes = self.prefixes.routes(request)
+            if routes is not None:
+                request.begun = with_routes(request.begun or EMPTY, routes)
         shape = wanted(build, self._sampling, [*self.running.values(), *taken], self._held, unread)
         if self._state is not None and shape.rows != self._held.rows:  # those who run move with their slots
             order, source, self.running = moved_slots(self.running, self._held.rows, shape.rows, shape.parts)

@@ -25,6 +25,7 @@ from jaxrl_llm.models.cache import (
 )  # fmt: skip
 from jaxrl_llm.models.decoder import Decoder, unembed
 from jaxrl_llm.models.decoding import decode, extend, shared_prefix
+from jaxrl_llm.models.experts import EXPERTS, routes_shape
 from jaxrl_llm.sharding import BATCH, batch_parts, constrain, fitting
 
 PLACE = (None, BATCH, "tensor")
@@ -172,12 +173,14 @@ def run_chunk(
     rows = slots.tokens.shape[0]
     before = shared_prefix(slots.blocks, slots.before, slots.lanes, parts_of(mesh, slots.cache.v.shape[1]), group)
 
-    def pick(now: Slots, hidden: jax.Array, step: jax.Array) -> tuple[Slots, Draw]:
+    def pick(now: Slots, hidden: jax.Array, experts: jax.Array | None, step: jax.Array) -> tuple[Slots, Draw]:
         """Sample one token for every row; ``now`` has no caches."""
         logits = constrain(unembed(model, hidden), BATCH, "tensor")
         # Each device draws for rows of its own: a vocabulary that is divided cannot be cut into blocks to be summed.
         logits = constrain(logits, (*BATCH, "tensor"))
         drawn = draw(logits, uniforms(now.seeds, slots.before + slots.lengths + step + 1), rules, asked)
+        if experts is not None:
+            drawn.extras[EXPERTS] = experts
         drawn = jax.tree.map(lambda x: constrain(x, BATCH), drawn)
         sampled = now.sampled + now.active.astype(jnp.int32)
         tail, repeats = extend_tail(now.tail, drawn.token, drawn.extras["policy_logp"], rules)
@@ -188,13 +191,14 @@ def run_chunk(
     light = slots._replace(cache=None, blocks=None)
     chunk = empty_cache(config, rows, steps, slots.cache.k.dtype)
     hidden = jax.ShapeDtypeStruct((rows, config.width), model.weights.embed[...].dtype)
-    shapes = jax.eval_shape(lambda hidden: pick(light, hidden, jnp.int32(0))[1], hidden)
+    routes = routes_shape(config, rows)
+    shapes = jax.eval_shape(lambda hidden, experts: pick(light, hidden, experts, jnp.int32(0))[1], hidden, routes)
     out = jax.tree.map(lambda x: jnp.zeros((steps, *x.shape), x.dtype), shapes)
 
     def one(carry: tuple) -> tuple:
         step, now, chunk, out = carry
-        hidden, chunk = decode(model, slots.cache, chunk, step, now.tokens, slots.lengths, before, columns)
-        now, new = pick(now, hidden, step)
+        hidden, chunk, experts = decode(model, slots.cache, chunk, step, now.tokens, slots.lengths, before, columns)
+        now, new = pick(now, hidden, experts, step)
         return step + 1, now, chunk, jax.tree.map(lambda a, b: a.at[step].set(b), out, new)
 
     # The cache is read, never carried: only the small chunk travels through the loop.
@@ -266,15 +270,18 @@ def stop_slots(slots: Slots, gone: jax.Array) -> Slots:
 @functools.partial(jax.jit, static_argnames=("columns", "mesh"), donate_argnums=1)
 def extend_prompts(
     model: Decoder, cache: Cache | None, lengths: jax.Array, tokens: jax.Array, columns: int, mesh: Mesh | None = None
-) -> Cache:
+) -> tuple[Cache, jax.Array | None]:
     """Extend the cache [P rows] with keys and values of ``tokens`` int32[P, C] from each row's position ``lengths`` on.
 
-    ``cache``: None creates one of so many columns. Each device computes its own rows.
+    ``cache``: None creates one of so many columns. Each device computes its own rows. Returns the cache, and for the
+    host, on every device, the experts of each token [P, C, L, k]; None for a dense model.
     """
     tokens = constrain(tokens, BATCH)
-    new = extend(model, cache, lengths, tokens)
+    new, experts = extend(model, cache, lengths, tokens)
+    if mesh is not None and experts is not None:
+        experts = jax.lax.with_sharding_constraint(experts, NamedSharding(mesh, PartitionSpec()))
     begun = empty_cache(model.config, len(tokens), columns, new.k.dtype) if cache is None else cache
-    return placed(on_own_rows(flush, mesh, placed(begun), new, lengths))
+    return placed(on_own_rows(flush, mesh, placed(begun), new, lengths)), experts
 
 
 @functools.partial(jax.jit, static_argnames=("rows", "columns"))

@@ -12,6 +12,7 @@ import numpy as np
 from jaxrl_llm.learner.batch import Packed, Sample
 from jaxrl_llm.learner.forward import Forward
 from jaxrl_llm.learner.objectives import BEFORE, CLIPPED, Objective, divergence
+from jaxrl_llm.learner.routing import load_by_expert, replaying, without_routes
 from jaxrl_llm.learner.settings import Learner
 from jaxrl_llm.learner.state import NewRole
 from jaxrl_llm.learner.update import Update
@@ -60,6 +61,7 @@ class Training:
         own = {objective.name for objective in self.objectives}
         return packed._replace(
             by_token={name: x for name, x in packed.by_token.items() if name in self.needs or name not in BEFORE},
+            by_column=packed.by_column if self.role == "policy" else without_routes(packed).by_column,
             counted={name: x for name, x in packed.counted.items() if name in own},
             counts={name: x for name, x in packed.counts.items() if name in own},
             teachers=self.teachers,
@@ -109,9 +111,9 @@ def learn(
     kl_to = {"ref_logp" if held else "old_logp"} if measure_kl else set()
     batches = []
     for samples in _split(groups, settings.minibatches):
-        packed = forward.packed(samples, objectives)
+        packed = _packed(state, samples, objectives, settings, forward)
         batches.append(packed.with_tokens(**before(state, packed, forward, (needed | kl_to) - set(packed.by_token))))
-    watched = kl_to_reference(state, batches, forward) if monitor_kl and of_policy else {}
+    watched = _watched(state, groups, batches, forward, monitor_kl) if of_policy else {}
     coefficients = {"temperature": forward.temperature} | coefficients
     rows: dict[str, list[Row]] = {one.role: [] for one in training}
     for epoch, packed in _passes(batches, max(one.passes(settings) for one in training), seed):
@@ -154,10 +156,32 @@ def _update_each(
     return state._replace(frozen=frozen), False
 
 
+def _packed(
+    state: TrainState, samples: Sequence[Sample], objectives: Sequence[str], settings: Learner, forward: Forward
+) -> Packed:
+    """Return a minibatch's data, with the experts to replay."""
+    packed = forward.packed(samples, objectives)
+    return replaying(packed, settings.routing_replay, model_of(state), forward.compute)
+
+
+def _watched(
+    state: TrainState, groups: Sequence[Sequence[Sample]], batches: Sequence[Packed], forward: Forward, kl: bool
+) -> dict[str, Any]:
+    """Return metrics of the policy and its data before the first update; ``kl``: also ``kl_to_reference``."""
+    load = load_by_expert([sample for group in groups for sample in group], model_of(state).config.experts)
+    return load | (kl_to_reference(state, batches, forward) if kl else {})
+
+
 def before(state: TrainState, packed: Packed, forward: Forward, names: set[str]) -> dict[str, jax.Array]:
-    """Compute the arrays [M, B, T] of these names, at the shapes that the updates use."""
-    wanted = {name: BEFORE[name] for name in sorted(names)}
-    return {name: forward.score(model_of(state, whose), packed, output) for name, (whose, output) in wanted.items()}
+    """Compute the arrays [M, B, T] of these names, at the shapes that the updates use. Experts are replayed for the
+    policy alone.
+    """
+    found = {}
+    for name in sorted(names):
+        whose, output = BEFORE[name]
+        given = packed if whose == "policy" else without_routes(packed)
+        found[name] = forward.score(model_of(state, whose), given, output)
+    return found
 
 
 def kl_of_policy(state: TrainState, batches: Sequence[Packed], forward: Forward) -> dict[str, Any]:

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from jaxrl_llm.learner import routing
 from jaxrl_llm.learner.batch import POLICY, Layout, Packed, Sample
 from jaxrl_llm.learner.packing import pack, rows_of
 from jaxrl_llm.models.config import ComputeOptions
-from jaxrl_llm.models.decoder import cast, forward
+from jaxrl_llm.models.decoder import cast, routed
 from jaxrl_llm.models.heads import ScalarModel, scalars, token_logprobs
 from jaxrl_llm.sharding import BATCH, constrain, fitting, laid_out, replicated
 
@@ -25,7 +26,8 @@ Outputs = dict[Output, Any]
 """Outputs of a forward pass by name: float32[B, T] each, 0 at padding.
 
 ``logp``, ``entropy``: nats, of the token and of its whole distribution, at the sampling temperature. ``values``: a
-scalar model's output where the token is predicted: the value of the state before it.
+scalar model's output where the token is predicted: the value of the state before it. ``rerouted``, wherever the sampler
+recorded experts: 1 where the router that predicts the token chooses others.
 """
 
 
@@ -76,8 +78,11 @@ def outputs_of(
     ``entropy_gradient``: whether the entropy is differentiated; if not, its gradient is 0 and costs nothing.
     """
     scalar = isinstance(model, ScalarModel)
-    hidden = predicting(model.decoder if scalar else model, batch, compute)
+    replayed = batch.by_column.get(routing.REPLAYED)
+    hidden, experts = predicting(model.decoder if scalar else model, batch, compute, replayed)
     found: Outputs = {}
+    if experts is not None and routing.KNOWN in batch.by_column:
+        found["rerouted"] = to_rows(_predicted(routing.rerouted(experts, batch.by_column), batch), batch)
     if "values" in names:
         found["values"] = to_rows(scalars(model, hidden), batch)
     if "logp" in names or "entropy" in names:
@@ -99,12 +104,21 @@ def outputs_of(
     return found
 
 
-def predicting(model: Any, batch: Packed, compute: ComputeOptions) -> jax.Array:
-    """Compute the final hidden states [P, N, D] of the positions that predict completion tokens."""
+def predicting(
+    model: Any, batch: Packed, compute: ComputeOptions, replayed: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Compute the final hidden states [P, N, D] of the positions that predict completion tokens, and the experts that
+    the routers chose; the arguments and the experts are those of ``routed``.
+    """
     rows = jax.tree.map(lambda x: constrain(x, BATCH), batch.rows)
-    hidden = forward(model, rows, compute)
-    hidden = hidden.reshape(len(batch.source), -1, hidden.shape[-1])
-    return constrain(jax.vmap(lambda part, at: part[at])(hidden, batch.source), BATCH)
+    hidden, experts = routed(model, rows, compute, replayed)
+    return constrain(_predicted(hidden, batch), BATCH), experts
+
+
+def _predicted(values: jax.Array, batch: Packed) -> jax.Array:
+    """Take from values [R, S, ...] of packed rows those of the predictions, [P, N, ...]."""
+    parts = values.reshape(len(batch.source), -1, *values.shape[2:])
+    return jax.vmap(lambda part, at: part[at])(parts, batch.source)
 
 
 def count_of(batch: Packed) -> jax.Array:
@@ -130,9 +144,11 @@ def microbatch(packed: Packed, index: jax.Array) -> Packed:
 def score(model: Any, packed: Packed, temperature: jax.Array, compute: ComputeOptions, output: Output = "logp") -> Any:
     """Compute one output [M, B, T, ...] of a whole step's completions, without a gradient.
 
-    What objectives alone read is left out, so that this is one program whatever they are.
+    What objectives alone read is left out, so that this is one program whatever they are. Experts are replayed if
+    ``packed`` has those to take.
     """
-    packed = packed._replace(counted={}, by_sequence={}, by_token={}, by_column={}, counts=None)
+    replayed = {name: x for name, x in packed.by_column.items() if name == routing.REPLAYED}
+    packed = packed._replace(counted={}, by_sequence={}, by_token={}, by_column=replayed, counts=None)
     return scoring(compute.compiler)(model, packed, temperature, compute, output)
 
 

@@ -156,6 +156,9 @@ class PolicyGradient(Objective):
             # Tokens are the old policy's, so this k3 estimates KL(old || policy).
             "policy_kl": jnp.sum(jnp.expm1(moved) - moved) / jnp.maximum(counts.tokens, 1),
         }
+        if "rerouted" in outputs:
+            elsewhere = outputs["rerouted"] * fresh
+            metrics |= {"sampler/rerouted": jnp.sum(elsewhere), "sampler/rerouted_gap": jnp.sum(gap * elsewhere)}
         return loss, metrics
 
     def finalize(self, metrics: Scalars) -> Scalars:
@@ -165,7 +168,11 @@ class PolicyGradient(Objective):
             "sampler/logp_abs_diff_mean": metrics["sampler/gap_sum"] / fresh,
             "sampler/logp_abs_diff_max": jnp.where(fresh > 0, metrics["sampler/logp_abs_diff_max"], jnp.nan),
         }
-        sums = ("sampler/fresh_tokens", "sampler/gap_sum")
+        sums = ("sampler/fresh_tokens", "sampler/gap_sum", "sampler/rerouted", "sampler/rerouted_gap")
+        if "sampler/rerouted" in metrics:
+            measured["sampler/rerouted_fraction"] = metrics["sampler/rerouted"] / fresh
+            gap = metrics["sampler/rerouted_gap"] / metrics["sampler/rerouted"]
+            measured["sampler/rerouted_logp_abs_diff_mean"] = gap
         return {name: value for name, value in metrics.items() if name not in sums} | measured
 
 

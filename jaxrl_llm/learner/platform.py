@@ -34,7 +34,8 @@ def compute_for(
     ``compiler``: of ``compiler_options``, for the mesh on which the model is computed.
 
     Raises:
-      InputError: the settings ask for an attention that the platform lacks, or that cannot compute the model.
+      InputError: the settings ask for an attention that the platform lacks, or that cannot compute the model; or for
+        replay of the routing of a model without experts.
     """
     asked = settings.compute.attention
     if asked == "auto":
@@ -42,8 +43,15 @@ def compute_for(
     obstacle = _obstacle(asked, settings, config, platform)
     if obstacle:
         raise InputError(f"learner.compute.attention {asked!r} {obstacle}: set it to 'auto' or 'xla'")
+    replay = settings.routing_replay
+    if replay != "off" and config.experts is None:
+        raise InputError(f"learner.routing_replay {replay!r} needs a model with experts: set it to 'off'")
     unroll = platform == "cpu" and config.layers <= UNROLLED_LAYERS
-    return ComputeOptions(settings.compute.dtype, settings.compute.remat, asked, unroll, compiler=compiler)
+    # The kernel's rows on an axis of experts that others compute are zeros, so it serves every mesh.
+    experts = "megablox" if platform == "tpu" else "blocks"
+    return ComputeOptions(
+        settings.compute.dtype, settings.compute.remat, asked, unroll, compiler=compiler, experts=experts
+    )
 
 
 def _obstacle(name: str, settings: Learner, config: ModelConfig, platform: str) -> str | None:
@@ -144,9 +152,9 @@ def token_bytes(
     """
     a = config.attention
     width = jnp.dtype(compute.dtype).itemsize
-    layer = (6 * config.mlp_width * share + 12 * config.width + 4 * a.heads * a.head_dim * share) * width
+    layer = (6 * config.active_width * share + 12 * config.width + 4 * a.heads * a.head_dim * share) * width
     forward = layer + 3 * 4 * a.heads * share * min(row_tokens, 1024) + 2 * config.width * width
     if not update:
         return forward
-    dots = 3 * config.width + ((a.heads + 2 * a.kv_heads) * a.head_dim + 2 * config.mlp_width) * share
+    dots = 3 * config.width + ((a.heads + 2 * a.kv_heads) * a.head_dim + 2 * config.active_width) * share
     return {"full": config.width * width, "dots": dots * width, "none": layer}[compute.remat] * config.layers + forward

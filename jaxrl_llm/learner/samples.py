@@ -12,6 +12,7 @@ import numpy as np
 from jaxrl_llm.algorithms import Algorithm
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.batch import POLICY, READ_BY_THE_HEAD, Sample
+from jaxrl_llm.learner.routing import recorded
 from jaxrl_llm.types import AdvantageContext, Completion, Group, Turn
 
 Models = Mapping[str, Callable[[Sequence[Sample]], list[np.ndarray]]]
@@ -100,8 +101,9 @@ def _counted(
     if missing:
         raise InputError(f"the loss reads {', '.join(sorted(missing))} of each token, which the sampler does not give")
     extras = {name: x for name, x in completion.extras.items() if name in reads or name in READ_BY_THE_HEAD}
-    arrays = {"sampler_logp": completion.sampler_logp, "fresh": fresh} | extras
-    return Sample(group.prompt, completion.tokens, mask, arrays=arrays, place=place)
+    experts, of_prompt = recorded(completion)
+    arrays = {"sampler_logp": completion.sampler_logp, "fresh": fresh} | extras | experts
+    return Sample(group.prompt, completion.tokens, mask, arrays=arrays, prompt_arrays=of_prompt, place=place)
 
 
 def _by_token(samples: Sequence[Sample], **arrays: np.ndarray) -> list[Sample]:

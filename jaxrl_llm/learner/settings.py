@@ -216,6 +216,9 @@ class Learner(Setting):
       dtype: of the weights that are trained and saved; under ``lora`` of the frozen model (adapters are float32).
         bfloat16 is refused for weights that are trained at a rate with steps that it would round away.
       lora: train low-rank adapters on the frozen model.
+      routing_replay: of a model with experts: "R3" takes the experts that the sampler took in all passes of the policy
+        (old, live, recomputed), "R2" those that the policy would take before the first update (one more forward pass);
+        "off" lets the router choose anew in each pass. The reference is never replayed.
       keep_sampling_mask: take every log-probability (live, old, reference) among the tokens that the sampler's top-k
         and top-p kept at that position; needs V / 8 bytes for each sampled token, on the host and on every device.
     """
@@ -227,6 +230,7 @@ class Learner(Setting):
     compute: Compute = Compute()
     dtype: Annotated[str, FIXED, Choice("float32", "bfloat16", unknown=True)] = "float32"
     keep_sampling_mask: bool = False
+    routing_replay: Annotated[str, Choice("off", "R2", "R3")] = "off"
     lora: Annotated[Lora, FIXED] = Lora()
 
     def check(self, run: Any, where: str) -> None:

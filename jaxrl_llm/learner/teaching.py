@@ -96,7 +96,7 @@ class TeacherDivergence:
 
         def run() -> TeacherStates:
             own = without_adapter(model) if teacher.model is None else cast(teacher.model, teacher.compute.dtype)
-            return TeacherStates(own, jax.lax.stop_gradient(predicting(own, batch, teacher.compute)))
+            return TeacherStates(own, jax.lax.stop_gradient(predicting(own, batch, teacher.compute)[0]))
 
         return run
 

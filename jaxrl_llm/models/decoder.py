@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx, traverse_util
 
-from jaxrl_llm.models import layers
+from jaxrl_llm.models import experts, layers
 from jaxrl_llm.models.config import ComputeOptions, ModelConfig
 from jaxrl_llm.models.families import our_shape, tensors_of
 from jaxrl_llm.models.layers import TokenRows, attention_over
@@ -141,8 +141,20 @@ On a mesh K counts the copies of heads.
 """
 
 
-def block(w: Weights, config: ModelConfig, x: jax.Array, angles: jax.Array, attend: Attend) -> jax.Array:
-    """Apply one layer to x [B, S, D]; ``angles`` [B, S, H / 2] are rotary, ``attend`` knows mask and cache."""
+def block(
+    w: Weights,
+    config: ModelConfig,
+    x: jax.Array,
+    angles: jax.Array,
+    attend: Attend,
+    replayed: jax.Array | None = None,
+    compute: ComputeOptions = ComputeOptions(),
+) -> tuple[jax.Array, jax.Array | None]:
+    """Apply one layer to x [B, S, D]; ``angles`` [B, S, H / 2] are rotary, ``attend`` knows mask and cache.
+
+    Returns x, and the router's own choice of experts, uint8 or uint16[B, S, k]; None for a dense model. ``replayed``
+    and ``compute`` are those of ``experts.mixture``.
+    """
     norm = functools.partial(layers.rms_norm, norm=config.norm)
     pre = config.norm.placement != "post"
     post = config.norm.placement != "pre"
@@ -161,11 +173,26 @@ def block(w: Weights, config: ModelConfig, x: jax.Array, angles: jax.Array, atte
         h = activation(jnp.einsum("bsnh,nhd->bsd", out, w.attn.o[...]), "residual")
     x = x + (norm(h, w.norms.attn_post[...]) if post else h)
     h = activation(norm(x, w.norms.mlp[...]) if pre else x, "hidden")
+    own = None
+    if config.experts is None:
+        h = mlp(w.mlp, config, h)
+    else:
+        with jax.named_scope("experts"):
+            routed, own = experts.mixture(w.experts, config, h, replayed, compute)
+            routed = activation(routed, "residual")
+        if hasattr(w, "mlp"):
+            gate = jax.nn.sigmoid(layers.product("bsd,d->bs", h, w.experts.shared_gate[...]))
+            routed += gate[..., None].astype(h.dtype) * mlp(w.mlp, config, h)
+        h = routed
+    return x + (norm(h, w.norms.mlp_post[...]) if post else h), own
+
+
+def mlp(w: Weights, config: ModelConfig, h: jax.Array) -> jax.Array:
+    """Apply a layer's MLP, or its shared expert, to the normalised h [B, S, D]."""
     with jax.named_scope("mlp"):
-        gate, up = (activation(layers.project(h, p[...]), "mlp") for p in (w.mlp.gate, w.mlp.up))
-        h = layers.project(layers.ACTIVATIONS[config.activation](gate) * up, w.mlp.down[...])
-        h = activation(h, "residual")
-    return x + (norm(h, w.norms.mlp_post[...]) if post else h)
+        gate, up = (activation(layers.project(h, p[...]), "mlp") for p in (w.gate, w.up))
+        h = layers.project(layers.ACTIVATIONS[config.activation](gate) * up, w.down[...])
+        return activation(h, "residual")
 
 
 def with_copies(attend: Attend, copies: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -205,30 +232,45 @@ def unembed(model: Decoder, hidden: jax.Array) -> jax.Array:
 
 
 def forward(model: Decoder, rows: TokenRows, compute: ComputeOptions = ComputeOptions()) -> jax.Array:
-    """Compute the normalised final hidden states [R, S, D] of packed rows.
+    """Compute the normalised final hidden states [R, S, D] of packed rows: see ``routed``."""
+    return routed(model, rows, compute)[0]
+
+
+def routed(
+    model: Decoder, rows: TokenRows, compute: ComputeOptions = ComputeOptions(), replayed: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Compute the normalised final hidden states [R, S, D] of packed rows, and the experts that the routers chose.
 
     Args:
       model: the decoder; its weights already have the dtype of ``compute``.
       rows: R rows of S tokens.
       compute: choices of speed and memory.
+      replayed: int[R, S, L, k], experts to take in place of the routers' choice; None for their choice.
+
+    Returns:
+      The hidden states, and the routers' choice [R, S, L, k] with or without replay; None for a dense model.
     """
     config = model.config
     positions = jnp.asarray(rows.positions)
     attention = attention_over(rows, config.attention, compute)
 
-    def one_layer(x: jax.Array, per_layer: Any) -> tuple[jax.Array, None]:
-        w, frequencies, window = per_layer
+    def one_layer(x: jax.Array, per_layer: Any) -> tuple[jax.Array, jax.Array | None]:
+        w, frequencies, window, forced = per_layer
         w = gathered(merged(w))
         attend: Any = functools.partial(attention, window=window)  # ty: ignore[unknown-argument]
-        x = block(w, config, x, positions[..., None].astype(jnp.float32) * frequencies[None, None], attend)
-        return activation(x, "residual"), None
+        angles = positions[..., None].astype(jnp.float32) * frequencies[None, None]
+        x, own = block(w, config, x, angles, attend, forced, compute)
+        return activation(x, "residual"), own
 
     policy = REMAT[compute.remat]
     layer = one_layer if policy is None else jax.checkpoint(one_layer, policy=policy)
     # First whole: positions divided as the vocabulary is would gather the table instead.
     x = activation(activation(embed(model, jnp.asarray(rows.tokens)), "hidden"), "residual")
-    x, _ = jax.lax.scan(layer, x, (model.weights.blocks, *layers.layer_constants(config)), unroll=compute.unroll)
-    return activation(layers.rms_norm(x, model.weights.final_norm[...], config.norm), "hidden")
+    by_layer = None if replayed is None else jnp.moveaxis(replayed, 2, 0)
+    inputs = (model.weights.blocks, *layers.layer_constants(config), by_layer)
+    x, own = jax.lax.scan(layer, x, inputs, unroll=compute.unroll)
+    hidden = activation(layers.rms_norm(x, model.weights.final_norm[...], config.norm), "hidden")
+    return hidden, None if own is None else jnp.moveaxis(own, 0, 2)
 
 
 def causal_rows(tokens: Any) -> TokenRows:

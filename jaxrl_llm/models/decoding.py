@@ -53,7 +53,9 @@ def _moved(x: jax.Array, index: jax.Array, count: int) -> jax.Array:
     return jax.vmap(lambda part, at: part[at])(parts, index).reshape(count, -1, *x.shape[1:])
 
 
-def extend(model: Decoder, cache: Cache | None, lengths: jax.Array, tokens: jax.Array) -> Cache:
+def extend(
+    model: Decoder, cache: Cache | None, lengths: jax.Array, tokens: jax.Array
+) -> tuple[Cache, jax.Array | None]:
     """Compute keys and values of the next C tokens of every row.
 
     Args:
@@ -63,7 +65,7 @@ def extend(model: Decoder, cache: Cache | None, lengths: jax.Array, tokens: jax.
       tokens: int32[P, C], from position ``lengths`` on; padding on the right changes nothing before it.
 
     Returns:
-      A cache of C columns.
+      A cache of C columns, and the experts of each token, [P, C, L, k]; None for a dense model.
     """
     config = model.config
     count = tokens.shape[1]
@@ -75,7 +77,7 @@ def extend(model: Decoder, cache: Cache | None, lengths: jax.Array, tokens: jax.
     before = jnp.broadcast_to(columns[None, None] < lengths[:, None, None], (len(tokens), count, len(columns)))
     valid = jnp.concatenate([before, since >= 0], 2)
 
-    def layer(x: jax.Array, per_layer: Any) -> tuple[jax.Array, Cache]:
+    def layer(x: jax.Array, per_layer: Any) -> tuple[jax.Array, tuple[Cache, jax.Array | None]]:
         w, frequencies, window, main = per_layer
         visible = valid & ((window == 0) | (distance < window))
         written = []
@@ -88,11 +90,12 @@ def extend(model: Decoder, cache: Cache | None, lengths: jax.Array, tokens: jax.
             near = layers.mix(weights[..., len(columns) :], v)
             return near + layers.mix(weights[..., : len(columns)], main.v) if cache else near
 
-        x = block(w, config, x, positions[..., None].astype(jnp.float32) * frequencies[None, None], attend)
-        return constrain(x, BATCH), written[0]
+        x, own = block(w, config, x, positions[..., None].astype(jnp.float32) * frequencies[None, None], attend)
+        return constrain(x, BATCH), (written[0], own)
 
     x = constrain(embed(model, tokens), BATCH)
-    return over_layers(layer, x, model, *layers.layer_constants(config), cache)[1]
+    written, own = over_layers(layer, x, model, *layers.layer_constants(config), cache)[1]
+    return written, None if own is None else jnp.moveaxis(own, 0, 2)
 
 
 def decode(
@@ -104,7 +107,7 @@ def decode(
     lengths: jax.Array,
     before: SharedPrefix | None = None,
     width: int | None = None,
-) -> tuple[jax.Array, Cache]:
+) -> tuple[jax.Array, Cache, jax.Array | None]:
     """Decode one token for every row.
 
     Args:
@@ -118,7 +121,7 @@ def decode(
       width: upper bound of the cache's columns in use; None for all.
 
     Returns:
-      Final hidden states [B, D] and the chunk with the new column.
+      Final hidden states [B, D], the chunk with the new column, and the experts [B, L, k], or None for a dense model.
     """
     config = model.config
     rows = tokens.shape[0]
@@ -130,7 +133,7 @@ def decode(
     distance = (lengths + step)[:, None] - columns[None]
     valid = columns[None] < lengths[:, None]
 
-    def layer(x: jax.Array, per_layer: Any) -> tuple[jax.Array, Cache]:
+    def layer(x: jax.Array, per_layer: Any) -> tuple[jax.Array, tuple[Cache, jax.Array | None]]:
         w, frequencies, window, index, main, new, first = per_layer
         main = layer_of(cache, main, index, rows, len(columns), parts)
         in_window = [(window == 0) | (ago < window) for ago in (distance, since)]
@@ -148,13 +151,14 @@ def decode(
             return _merged([own, near, *begun]).astype(q.dtype)[:, None]
 
         angles = positions[:, None, None].astype(jnp.float32) * frequencies[None, None]
-        return block(w, config, x, angles, attend), written[0]
+        x, own = block(w, config, x, angles, attend)
+        return x, (written[0], own)
 
     x = constrain(embed(model, tokens)[:, None], BATCH)
-    blocks = None if before is None else before.cache
-    others = (*layers.layer_constants(config), np.arange(config.layers), cache, chunk, blocks)
-    x, chunk = over_layers(layer, x, model, *others)
-    return layers.rms_norm(x[:, 0], model.weights.final_norm[...], config.norm), chunk
+    others = (*layers.layer_constants(config), np.arange(config.layers), cache, chunk, before and before.cache)
+    x, (chunk, own) = over_layers(layer, x, model, *others)
+    hidden = layers.rms_norm(x[:, 0], model.weights.final_norm[...], config.norm)
+    return hidden, chunk, None if own is None else jnp.moveaxis(own[:, :, 0], 0, 1)
 
 
 class PartialAttention(NamedTuple):

@@ -24,7 +24,8 @@ class Tensor:
     """One named tensor of a checkpoint and its place in our parameters.
 
     Attributes:
-      name: Hugging Face's name; ``{}`` stands for the layer, and such tensors are stacked over L in ours.
+      name: Hugging Face's name; a first ``{}`` stands for the layer, a second one for the expert. Such tensors are
+        stacked over L, or over L and E, in ours.
       path: our dotted path.
       hf_axes: axis letters of the stored tensor, one word per axis; a word of two letters is two merged axes, and ``1``
         an axis of size 1 that ours does not have.
@@ -38,8 +39,18 @@ class Tensor:
 
     @property
     def layered(self) -> bool:
-        """Whether every layer has one such tensor."""
+        """Whether every layer has one such tensor, or one for each expert."""
         return "{}" in self.name
+
+    @property
+    def outer(self) -> str:
+        """The axes of ours over which checkpoints have a tensor each: "", "L" or "LE"."""
+        return "LE"[: self.name.count("{}")]
+
+    @property
+    def inner(self) -> str:
+        """The axes of ours that are in one tensor of a checkpoint."""
+        return self.axes.removeprefix(self.outer[1:])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +60,7 @@ class Family:
     Attributes:
       model_type: Hugging Face's key.
       architecture: the class that transformers loads.
-      classifier: the class that transformers loads for a reward model.
+      classifier: the class that transformers loads for a reward model; "" where it has none.
       defaults: every attribute that config.json may set and the model obeys, with the value that holds where it
         is left out (``REQUIRED``: it must be there). Any other attribute must be harmless or switched off.
       constants: fields of ModelConfig, dotted, that every member shares.
@@ -58,6 +69,7 @@ class Family:
       scaled_embedding: embeddings are multiplied by sqrt(D).
       default_theta: rope base where config.json has none.
       local_theta: rope base of the windowed layers; None where all layers share one base.
+      required: further attributes that must have the value here, since the tensors imply it.
     """
 
     model_type: str
@@ -70,6 +82,7 @@ class Family:
     scaled_embedding: bool = False
     default_theta: float = 10000.0
     local_theta: float | None = None
+    required: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 FIELDS = types.MappingProxyType(
@@ -86,6 +99,12 @@ FIELDS = types.MappingProxyType(
         "head_dim": "attention.head_dim",
         "max_position_embeddings": "attention.rope.max_positions",
         "attn_logit_softcapping": "attention.softcap",
+        "num_experts": "experts.count",
+        "num_local_experts": "experts.count",
+        "num_experts_per_tok": "experts.active",
+        "moe_intermediate_size": "experts.width",
+        "norm_topk_prob": "experts.renormalise",
+        "shared_expert_intermediate_size": "experts.shared_width",
     }
 )
 """Attributes of config.json that are fields of ModelConfig under another name."""
@@ -119,14 +138,38 @@ _ENDS = (
     Tensor("lm_head.weight", "head", "V D", "DV"),
 )
 _LAYER = "model.layers.{}."
-_MATRICES = (
+_ATTENTION = (
     Tensor(_LAYER + "self_attn.q_proj.weight", "blocks.attn.q", "NH D", "DNH"),
     Tensor(_LAYER + "self_attn.k_proj.weight", "blocks.attn.k", "KH D", "DKH"),
     Tensor(_LAYER + "self_attn.v_proj.weight", "blocks.attn.v", "KH D", "DKH"),
     Tensor(_LAYER + "self_attn.o_proj.weight", "blocks.attn.o", "D NH", "NHD"),
+)
+_MATRICES = (
+    *_ATTENTION,
     Tensor(_LAYER + "mlp.gate_proj.weight", "blocks.mlp.gate", "F D", "DF"),
     Tensor(_LAYER + "mlp.up_proj.weight", "blocks.mlp.up", "F D", "DF"),
     Tensor(_LAYER + "mlp.down_proj.weight", "blocks.mlp.down", "D F", "FD"),
+)
+
+
+def _experts(block: str, gate: str, up: str, down: str) -> tuple[Tensor, ...]:
+    """Return the tensors of a router and its experts, named so below ``block`` of a layer."""
+    names = {"gate": (gate, "I D", "EDI"), "up": (up, "I D", "EDI"), "down": (down, "D I", "EID")}
+    return (
+        Tensor(f"{_LAYER}{block}.gate.weight", "blocks.experts.router", "E D", "DE"),
+        *(
+            Tensor(f"{_LAYER}{block}.experts.{{}}.{name}.weight", f"blocks.experts.{ours}", stored, axes)
+            for ours, (name, stored, axes) in names.items()
+        ),
+    )
+
+
+_EXPERTS = _experts("mlp", "gate_proj", "up_proj", "down_proj")
+_SHARED_EXPERT = (
+    Tensor(_LAYER + "mlp.shared_expert.gate_proj.weight", "blocks.mlp.gate", "S D", "DS"),
+    Tensor(_LAYER + "mlp.shared_expert.up_proj.weight", "blocks.mlp.up", "S D", "DS"),
+    Tensor(_LAYER + "mlp.shared_expert.down_proj.weight", "blocks.mlp.down", "D S", "SD"),
+    Tensor(_LAYER + "mlp.shared_expert_gate.weight", "blocks.experts.shared_gate", "1 D", "D"),
 )
 _BIASES = (
     Tensor(_LAYER + "self_attn.q_proj.bias", "blocks.attn.q_bias", "NH", "NH"),
@@ -196,9 +239,37 @@ OLMO2 = Family(
     tensors=_ENDS + _MATRICES + _FULL_NORMS + _POST_NORMS,
 )  # fmt: skip
 
-FAMILIES: Mapping[str, Family] = types.MappingProxyType(
-    {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, OLMO2)}
-)
+MIXTRAL = Family(
+    "mixtral", "MixtralForCausalLM", "MixtralForSequenceClassification",
+    _defaults(num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5, sliding_window=None,
+              num_local_experts=8, num_experts_per_tok=2),
+    constants={"experts.renormalise": True},
+    tensors=_ENDS + _ATTENTION + _experts("block_sparse_moe", "w1", "w3", "w2") + _PRE_NORMS,
+    slides=MISTRAL.slides, default_theta=1e6,
+)  # fmt: skip
+OLMOE = Family(
+    "olmoe", "OlmoeForCausalLM", "",
+    _defaults(max_position_embeddings=4096, rms_norm_eps=1e-5, num_experts=64, num_experts_per_tok=8,
+              norm_topk_prob=False),
+    constants={}, tensors=_ENDS + _ATTENTION + _EXPERTS + _FULL_NORMS + _PRE_NORMS,
+)  # fmt: skip
+QWEN2_MOE = Family(
+    "qwen2_moe", "Qwen2MoeForCausalLM", "Qwen2MoeForSequenceClassification",
+    _defaults(max_position_embeddings=32768, num_key_value_heads=16, num_experts=60, num_experts_per_tok=4,
+              moe_intermediate_size=1408, shared_expert_intermediate_size=5632, norm_topk_prob=False, **_QWEN_WINDOWS),
+    constants={}, tensors=_ENDS + _ATTENTION + _EXPERTS + _SHARED_EXPERT + _BIASES + _PRE_NORMS,
+    slides=lambda attributes, layer: layer % 2 == 0 and layer < attributes["max_window_layers"],
+    required={"qkv_bias": True},
+)  # fmt: skip
+QWEN3_MOE = Family(
+    "qwen3_moe", "Qwen3MoeForCausalLM", "Qwen3MoeForSequenceClassification",
+    _defaults(max_position_embeddings=32768, num_key_value_heads=4, num_experts=128, num_experts_per_tok=8,
+              moe_intermediate_size=768, norm_topk_prob=False, use_sliding_window=False, sliding_window=4096),
+    constants={}, tensors=_ENDS + _ATTENTION + _EXPERTS + _HEAD_NORMS + _PRE_NORMS, slides=MISTRAL.slides,
+)  # fmt: skip
+
+_ALL = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, OLMO2, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE)
+FAMILIES: Mapping[str, Family] = types.MappingProxyType({family.model_type: family for family in _ALL})
 
 
 def family_of(model_type: Any) -> Family:
@@ -231,7 +302,10 @@ def our_shape(tensor: Tensor, config: ModelConfig) -> tuple[int, ...]:
 def axis_sizes(config: ModelConfig) -> dict[str, int]:
     """Return the size of each axis letter."""
     attention = config.attention
-    return {
-        "V": config.vocab_size, "D": config.width, "F": config.mlp_width,
+    sizes = {
+        "V": config.vocab_size, "D": config.width, "F": config.mlp_width, "L": config.layers,
         "N": attention.heads, "K": attention.kv_heads, "H": attention.head_dim, "1": 1,
     }  # fmt: skip
+    if config.experts is not None:
+        sizes |= {"E": config.experts.count, "I": config.expert_width, "S": config.experts.shared_width}
+    return sizes

@@ -6,13 +6,32 @@ from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import parameter_shapes
 from jaxrl_llm.models.layers import layer_windows
 
+EXPERT_MATRICES = tuple(f"blocks.experts.{name}" for name in ("gate", "up", "down"))
+"""Paths of the parameters of which a token uses a part."""
+
 
 def counts(config: ModelConfig) -> tuple[int, int]:
-    """Count the parameters of the architecture: all of them, and those in matrix products of the layers."""
+    """Count the parameters of the architecture: all of them, and those in matrix products of one token in the layers.
+
+    A token is multiplied by the matrices of its own experts only.
+    """
     sizes = {path: math.prod(shape) for path, shape in parameter_shapes(config).items()}
+    total = sum(sizes.values())
+    sizes = {path: of_one_token(config, path, size) for path, size in sizes.items()}
     # Norms and biases are added or scaled with: no products.
     matrices = [path for path in sizes if path.startswith("blocks.") and "norm" not in path and "_bias" not in path]
-    return sum(sizes.values()), sum(sizes[path] for path in matrices)
+    return total, sum(sizes[path] for path in matrices)
+
+
+def of_one_token(config: ModelConfig, path: str, size: int) -> int:
+    """Return how many of a parameter's ``size`` numbers one token uses: those of its experts, or all."""
+    divided = path in EXPERT_MATRICES and config.experts is not None
+    return size * config.experts.active // config.experts.count if divided else size
+
+
+def active_parameters(config: ModelConfig) -> int:
+    """Count the parameters that one token uses: all but those of the experts that it does not take."""
+    return sum(of_one_token(config, path, math.prod(shape)) for path, shape in parameter_shapes(config).items())
 
 
 def visible_pairs(config: ModelConfig, first: int, last: int) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models.config import Attention, Embeddings, Llama3Rope, ModelConfig, Norm, Rope, TokenIds
+from jaxrl_llm.models.config import Attention, Embeddings, Experts, Llama3Rope, ModelConfig, Norm, Rope, TokenIds
 from jaxrl_llm.models.families import ACTIVATIONS, FAMILIES, FIELDS, REQUIRED, Family, family_of
 
 OURS = "jaxrl_llm"
@@ -20,16 +20,19 @@ HARMLESS = frozenset(
     rope_local_base_freq pretraining_tp is_llama_config transformers.js_config cache_implementation hidden_act
     _attn_implementation _attn_implementation_autoset _sliding_window_pattern id2label label2id num_labels
     problem_type return_dict output_attentions output_hidden_states unsloth_fixed unsloth_version
+    router_aux_loss_coef output_router_logits
     """.split()
 )
 """Attributes that a family's table may omit: they are read elsewhere, or do not affect a forward pass."""
 
-_NEUTRAL = {"partial_rotary_factor": 1.0}
+_NEUTRAL = {"partial_rotary_factor": 1.0, "decoder_sparse_step": 1}
+_SPELLINGS = {"num_local_experts": "num_experts", "num_experts": "num_local_experts"}
 _ROPE_KEYS = {"rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor"}
 _ROPE_KEYS |= {"original_max_position_embeddings"}
 _COUNTS = """
     vocab_size hidden_size num_hidden_layers intermediate_size num_attention_heads num_key_value_heads head_dim
-    max_position_embeddings sliding_window
+    max_position_embeddings sliding_window num_experts num_local_experts num_experts_per_tok moe_intermediate_size
+    shared_expert_intermediate_size
 """.split()
 
 
@@ -42,8 +45,11 @@ def read_config(attributes: Mapping[str, Any]) -> ModelConfig:
         )
     try:
         family = family_of(attributes.get("model_type"))
+        attributes = {_own_spelling(name, family): value for name, value in attributes.items()}
+        neutral = _NEUTRAL | dict(family.required)
         for name, value in attributes.items():
-            if name in HARMLESS or name in family.defaults or not value or value == _NEUTRAL.get(name):
+            known = name in HARMLESS or name in family.defaults or value == neutral.get(name)
+            if known or (not value and name not in family.required):
                 continue
             raise InputError(
                 f"config.json sets {name}={value!r}, which {family.model_type} here does not know; remove it if it "
@@ -70,7 +76,9 @@ def read_config(attributes: Mapping[str, Any]) -> ModelConfig:
             parts[part][name] = value
         attention = Attention(rope=Rope(**parts["attention.rope"]), **parts["attention"])
         embeddings = Embeddings(**parts["embeddings"])
-        return ModelConfig(attention=attention, norm=Norm(**parts["norm"]), embeddings=embeddings, **parts[""])
+        experts = Experts(**parts["experts"]) if "experts" in parts else None
+        norm = Norm(**parts["norm"])
+        return ModelConfig(attention=attention, norm=norm, embeddings=embeddings, experts=experts, **parts[""])
     except InputError:
         raise
     except (TypeError, ValueError, AttributeError) as error:  # a list where a number belongs, and the like
@@ -99,6 +107,8 @@ def write_config(config: ModelConfig, dtype: str, scalar: bool = False) -> dict[
     InputError where the family's config.json cannot express one of the values.
     """
     family = FAMILIES[config.family]
+    if scalar and not family.classifier:
+        raise InputError(f"transformers has no reward model of the family {config.family}: train another one")
     written: dict[str, Any] = {
         "architectures": [family.classifier if scalar else family.architecture],
         "model_type": family.model_type,
@@ -162,6 +172,12 @@ def write_token_ids(tokens: TokenIds) -> dict[str, Any]:
     return {"bos_token_id": tokens.bos, "eos_token_id": eos, "pad_token_id": tokens.pad}
 
 
+def _own_spelling(name: str, family: Family) -> str:
+    """Return the name by which the family knows an attribute; versions of transformers write two for one."""
+    other = _SPELLINGS.get(name, name)
+    return other if other in family.defaults and name not in family.defaults else name
+
+
 def _with_defaults(attributes: Mapping[str, Any], family: Family) -> dict[str, Any]:
     known = {name: attributes.get(name, default) for name, default in family.defaults.items()}
     missing = [name for name, value in known.items() if value is REQUIRED]
@@ -170,10 +186,13 @@ def _with_defaults(attributes: Mapping[str, Any], family: Family) -> dict[str, A
     if known["num_key_value_heads"] is None:
         known["num_key_value_heads"] = known["num_attention_heads"]
     for name in (name for name in _COUNTS if name in known):
-        optional = known[name] is None and name in ("head_dim", "sliding_window")
+        optional = (known[name] is None and name == "head_dim") or (not known[name] and name == "sliding_window")
         if not optional and (type(known[name]) is not int or known[name] < 1):
             raise InputError(f"config.json sets {name}={known[name]!r}; it must be a positive integer")
     _multiple(known, "num_attention_heads", "num_key_value_heads")
+    experts = known.get("num_experts", known.get("num_local_experts"))
+    if experts is not None and known["num_experts_per_tok"] > experts:
+        raise InputError(f"config.json sets num_experts_per_tok={known['num_experts_per_tok']} of {experts} experts")
     if known["head_dim"] is None:
         known["head_dim"] = _multiple(known, "hidden_size", "num_attention_heads")
     if known["head_dim"] % 2:

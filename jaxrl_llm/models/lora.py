@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.errors import require
 from jaxrl_llm.models.config import Lora, ModelConfig
 from jaxrl_llm.models.decoder import Adapter, Decoder, merged, parameter_shapes, to_parameters
 from jaxrl_llm.models.heads import ScalarModel, split, with_scalar_head
@@ -24,18 +25,23 @@ INPUTS = {"attn/o": 2}
 def create(config: ModelConfig, lora: Lora, key: jax.Array, scalar: Any = None) -> Adapter:
     """Create a float32 adapter that changes nothing yet: ``a`` normal with variance 1 / inputs, ``b`` zero.
 
-    ``scalar`` [D] is the initial head of a scalar model; None for a language model.
+    ``scalar`` [D] is the initial head of a scalar model; None for a language model. Targets that the model lacks are
+    left out (experts are no MLP); InputError where none is left.
     """
     shapes = parameter_shapes(config)
     parameters = {}
     for index, target in enumerate(lora.targets):
         part, name = target.split("/")
+        if f"blocks.{part}.{name}" not in shapes:
+            continue
         count, *sizes = shapes[f"blocks.{part}.{name}"]
         inputs = sizes[: INPUTS.get(target, 1)]
         outputs = sizes[INPUTS.get(target, 1) :]
         drawn = jax.random.normal(jax.random.fold_in(key, index), (count, *inputs, lora.rank))
         a = drawn / math.sqrt(math.prod(inputs))
         parameters.setdefault(part, {})[name] = {"a": a, "b": jnp.zeros((count, lora.rank, *outputs))}
+    targets = ", ".join(lora.targets)
+    require(bool(parameters), f"learner.lora.targets {targets}: a {config.family} model has none of them; add attn/q")
     head = {} if scalar is None else {"scalar": jnp.asarray(scalar, jnp.float32)}
     return Adapter(lora.alpha / lora.rank, {"blocks": parameters} | head)
 

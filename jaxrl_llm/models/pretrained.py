@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.errors import InputError, as_input_error, did_you_mean, require
-from jaxrl_llm.models.builtin import BUILTIN, TINY
+from jaxrl_llm.models.builtin import BUILTIN
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.hf_config import gives_scores, read_config
 from jaxrl_llm.models.peft import MERGED, base_named, is_adapter, read_adapter
@@ -17,8 +17,6 @@ from jaxrl_llm.models.weights import read_json
 from jaxrl_llm.system import storage
 
 DTYPES = ("float32", "bfloat16", "float16")
-_EXPERTS = re.compile(r"(?i:(?<![a-z0-9])\d+(?:\.\d+)?[BT]-A\d+(?:\.\d+)?[BM](?![a-z0-9])|\d+x\d+B|Mixtral)|MoE")
-"""Pattern of hub names that mark mixtures of experts: 30B-A3B, 8x7B."""
 _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 
 
@@ -139,10 +137,9 @@ def check_name(name: str) -> None:
 
     Raises:
       InputError: not a directory with a config.json, an adapter that can be read, a .gguf file, a built-in name or a
-        hub id; or the hub id of a mixture of experts, by its name.
+        hub id.
     """
     path = storage.folder(name)
-    experts = _EXPERTS.search(name)
     if is_adapter(path):
         with of_adapter(path) as base:
             check_name(base)
@@ -160,11 +157,7 @@ def check_name(name: str) -> None:
     elif name.endswith(".gguf"):
         raise InputError(f"no such file: {name}")
     elif looks_like_hub_id(name):
-        if experts:
-            raise InputError(
-                f"{name} is a mixture of experts ({experts[0]} in its name), which cannot be loaded yet: give a dense "
-                "model, such as --model Qwen/Qwen3-1.7B-Base"
-            )
+        return
     elif os.sep in name or name.startswith((".", "~")):
         raise InputError(f"no such model directory: {name}")
     elif name not in BUILTIN:
@@ -198,7 +191,7 @@ def architecture(name: str) -> tuple[ModelConfig, str]:
 
         return read_config(read_gguf(path)[0]), name
     if not looks_like_hub_id(name):
-        return TINY if name == "tiny-random" else BUILTIN[name].load("float32", None)[0].config, "built in"
+        return BUILTIN[name].config or BUILTIN[name].load("float32", None)[0].config, "built in"
     return read_config(attributes), "the hub's config.json"
 
 

@@ -47,16 +47,16 @@ def hf_shape(tensor: Tensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def to_ours(tensor: Tensor, array: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
-    """Convert a checkpoint's array (one layer) to our axes."""
+    """Convert a checkpoint's array (of one layer, and of one expert) to our axes."""
     letters = tensor.hf_axes.replace(" ", "").replace("1", "")
     split = array.reshape([sizes[letter] for letter in letters])
-    return split.transpose([letters.index(letter) for letter in tensor.axes])
+    return split.transpose([letters.index(letter) for letter in tensor.inner])
 
 
 def to_hf(tensor: Tensor, array: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
-    """Convert our array (one layer) to the checkpoint's axes; the inverse of ``to_ours``."""
+    """Convert our array (of one layer, and of one expert) to the checkpoint's axes; the inverse of ``to_ours``."""
     letters = tensor.hf_axes.replace(" ", "").replace("1", "")
-    split = array.transpose([tensor.axes.index(letter) for letter in letters])
+    split = array.transpose([tensor.inner.index(letter) for letter in letters])
     return np.ascontiguousarray(split.reshape(hf_shape(tensor, sizes)))
 
 
@@ -90,10 +90,11 @@ def read_parameters(
 def read_part(
     config: ModelConfig, tensor: Tensor, stored: Mapping[str, StoredTensor], dtype: np.dtype, place: tuple[slice, ...]
 ) -> np.ndarray:
-    """Read the values at ``place`` (start and stop of each dimension) of our parameter, layer by layer."""
-    names = _names(tensor, config.layers)[place[0] if tensor.layered else slice(None)]
-    inner = dict(zip(tensor.axes, place[1:] if tensor.layered else place, strict=True))
+    """Read the values at ``place`` (start and stop of each dimension) of our parameter, tensor by tensor."""
     sizes = axis_sizes(config)
+    depth = len(tensor.outer)
+    names = np.asarray(_names(tensor, sizes)[place[:depth]], object)
+    inner = dict(zip(tensor.inner, place[depth:], strict=True))
     found = dict(sizes)
     cuts = []
     for word in tensor.hf_axes.split():
@@ -103,11 +104,11 @@ def read_part(
         cuts.append(slice(outer.start * run, outer.stop * run))
         found[word[0]] = outer.stop - outer.start
     outermost = {word[0] for word in tensor.hf_axes.split()}
-    rest = tuple(slice(None) if letter in outermost else inner[letter] for letter in tensor.axes)
-    out = np.empty((len(names), *(part.stop - part.start for part in inner.values())), dtype)
-    for row, name in zip(out, names, strict=True):
-        row[...] = to_ours(tensor, stored[name].part(tuple(cuts)), found)[rest]
-    return out if tensor.layered else out[0]
+    rest = tuple(slice(None) if letter in outermost else inner[letter] for letter in tensor.inner)
+    out = np.empty((*names.shape, *(part.stop - part.start for part in inner.values())), dtype)
+    for at, name in np.ndenumerate(names):
+        out[at] = to_ours(tensor, stored[name].part(tuple(cuts)), found)[rest]
+    return out
 
 
 def check_tensors(config: ModelConfig, stored: Mapping[str, StoredTensor], scalar: bool = False) -> None:
@@ -115,7 +116,7 @@ def check_tensors(config: ModelConfig, stored: Mapping[str, StoredTensor], scala
     sizes = axis_sizes(config)
     wanted = {}
     for tensor in tensors_of(config, scalar):
-        wanted |= dict.fromkeys(_names(tensor, config.layers), hf_shape(tensor, sizes))
+        wanted |= dict.fromkeys(_names(tensor, sizes).flat, hf_shape(tensor, sizes))
     missing = [name for name in wanted if name not in stored]
     if missing:
         raise InputError(f"the weights lack {_listed(missing)}; fetch the checkpoint again, or correct config.json")
@@ -137,8 +138,8 @@ def to_stored(config: ModelConfig, parameters: Mapping[str, Any]) -> dict[str, S
     stored = {}
     for tensor in tensors_of(config, "scalar" in parameters):
         leaf = functools.reduce(operator.getitem, tensor.path.split("."), parameters)
-        for layer, name in enumerate(_names(tensor, config.layers)):
-            part = functools.partial(_part_to_hf, tensor, leaf, layer, sizes)
+        for at, name in np.ndenumerate(_names(tensor, sizes)):
+            part = functools.partial(_part_to_hf, tensor, leaf, at, sizes)
             stored[name] = StoredTensor(hf_shape(tensor, sizes), part)
     return stored
 
@@ -221,8 +222,12 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def _names(tensor: Tensor, layers: int) -> list[str]:
-    return [tensor.name.format(layer) for layer in range(layers)] if tensor.layered else [tensor.name]
+def _names(tensor: Tensor, sizes: Mapping[str, int]) -> np.ndarray:
+    """Return the names of the tensors that make up our parameter, by layer and by expert."""
+    names = np.empty(tuple(sizes[letter] for letter in tensor.outer), object)
+    for at in np.ndindex(names.shape):
+        names[at] = tensor.name.format(*at)
+    return names
 
 
 def _listed(names: list[str]) -> str:
@@ -246,7 +251,6 @@ def _ignorable(name: str, config: ModelConfig, stored: Mapping[str, StoredTensor
 
 
 def _part_to_hf(
-    tensor: Tensor, leaf: Any, layer: int, sizes: Mapping[str, int], place: tuple[slice, ...]
+    tensor: Tensor, leaf: Any, at: tuple[int, ...], sizes: Mapping[str, int], place: tuple[slice, ...]
 ) -> np.ndarray:
-    array = np.asarray(leaf)
-    return to_hf(tensor, array[layer] if tensor.layered else array, sizes)[place]
+    return to_hf(tensor, np.asarray(leaf)[at], sizes)[place]

@@ -10,6 +10,8 @@ import jax
 from jaxrl_llm.config import Configuration
 from jaxrl_llm.learner.platform import compute_for, tokens_in_memory
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.flops import active_parameters, counts
+from jaxrl_llm.models.heads import split
 from jaxrl_llm.plan import device_memory
 from jaxrl_llm.plan.device_memory import DeviceMemory
 from jaxrl_llm.plan.lowering import Compiled, Subject, architectures, compile_one, planned_stage, programs, subject
@@ -57,8 +59,19 @@ class Plan:
     @property
     def parameters(self) -> int:
         """Return the number of the policy's parameters; an adapter is not counted."""
+        return sum(x.size for x in jax.tree.leaves(self._policy))
+
+    @property
+    def active(self) -> int:
+        """Return the number of those that one token uses: all but those of the experts that it does not take."""
+        decoder, _ = split(self._policy)
+        config = decoder.config
+        return self.parameters - counts(config)[0] + active_parameters(config)
+
+    @property
+    def _policy(self) -> Any:
         policy = self.state.policy
-        return sum(x.size for x in jax.tree.leaves(policy.params if policy.base is None else policy.base))
+        return policy.params if policy.base is None else policy.base
 
     @property
     def refused(self) -> tuple[str, ...]:

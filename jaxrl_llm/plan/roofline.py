@@ -121,7 +121,8 @@ def update_flops(one: Work, learned: PlannedRole) -> float:
     predictions = one.predictions if learned.predicts else 0
     once = training_flops(config, tokens, pairs, predictions, learned.adapter)
     # Nobody asks for what the last product of a layer returned, so that one is not repeated.
-    repeated = forward_flops(config, tokens, pairs, 0) - 2.0 * config.layers * config.width * config.mlp_width * tokens
+    last = 2.0 * config.layers * config.width * config.active_width * tokens
+    repeated = forward_flops(config, tokens, pairs, 0) - last
     # The head's logits are always computed again in the backward pass.
     return once + REMAT_PASSES[compute.remat] * repeated + forward_flops(config, 0, 0, predictions)
 
@@ -265,7 +266,7 @@ def update_cost(arrays: Arrays, held: PlannedRole, work: Work) -> tuple[float, f
     passes = 3 + REMAT_PASSES[compute.remat]
     tokens = work.rows * work.row_tokens / parts
     a = config.attention
-    layer = 16 * config.width + (6 * (a.heads + a.kv_heads) * a.head_dim + 8 * config.mlp_width) * share
+    layer = 16 * config.width + (6 * (a.heads + a.kv_heads) * a.head_dim + 8 * config.active_width) * share
     weights = counts(config)[0] * width * share
     role = arrays.state.roles[held.training.role]
     state = bytes_per_device((role.params, role.opt_state))

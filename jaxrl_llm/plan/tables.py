@@ -55,7 +55,7 @@ def head(plan: Plan, source: str) -> list[str]:
     if plan.sampling is not None:
         work = f"{w.prompts_flops + w.decode_flops:.2e} FLOP to sample, {w.train_flops:.2e} to learn"
     return [
-        f"{run.model}: {plan.parameters:,} parameters ({source})",
+        f"{run.model}: {plan.parameters:,} parameters{_active(plan)} ({source})",
         f"on {plan.machine.name}: {plan.machine.devices} devices, mesh {mesh}{apart}",
         f"a step: {g.count} {g.words} {w.mean} tokens, {w.updates} "
         f"update{'s' * (w.updates > 1)} of {w.microbatches} microbatches ({run.learner.compute.microbatch_rows} rows "
@@ -64,6 +64,11 @@ def head(plan: Plan, source: str) -> list[str]:
         f"token and causal attention; {sum(p.flops for p in plan.phases) * plan.machine.devices:.2e} are run), "
         f"{sum(p.bytes for p in plan.phases) * plan.machine.devices:.2e} bytes of memory read and written",
     ]
+
+
+def _active(plan: Plan) -> str:
+    """Return the number of parameters that a token uses, for a model with experts."""
+    return "" if plan.active == plan.parameters else f", {plan.active:,} of them for each token"
 
 
 def memory_lines(plan: Plan) -> list[str]:
@@ -174,7 +179,7 @@ def to_json(plan: Plan, source: str, price: float | None = None) -> dict[str, An
             loops[name].append(found | {"collectives": sent})
     return {
         "model": plan.run.model, "model_source": source, "machine": plan.machine.name, "devices": plan.machine.devices,
-        "mesh": dict(plan.mesh), "parameters": plan.parameters,
+        "mesh": dict(plan.mesh), "parameters": plan.parameters, "active_parameters": plan.active,
         "work": dataclasses.asdict(plan.work) | {"sampled": plan.work.sampled, "train_flops": plan.work.train_flops},
         "memory": {"available": plan.machine.chip.memory, "sampling": None} | halves,
         "phases": [dataclasses.asdict(p) | {"seconds": p.seconds, "binds": p.binds} for p in plan.phases],

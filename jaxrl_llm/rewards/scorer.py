@@ -248,7 +248,7 @@ class Scorer(contextlib.AbstractContextManager):
         seconds = getattr(reward, "timeout_s", None) or self._timeout_s * (BATCH_TIMES if form.batch else 1)
         function = None if named else _callable(reward)
         for share in [places] if places and (form.batch or form.waits) else [[place] for place in places]:
-            bare = [(items[at][0], dataclasses.replace(items[at][1], extras={})) for at in share]
+            bare = [(items[at][0], dataclasses.replace(items[at][1], extras={}, prompt_extras={})) for at in share]
             yield share, Call(path if named else name, bare, form, seconds, positions, function)
 
     def _score(self, items: Sequence[Item], rewards: dict[str, Any], given: Mapping[str, Any]) -> Scores:

@@ -1,4 +1,5 @@
-"""The device mesh: axes ``data`` and ``fsdp`` divide the batch, ``fsdp`` and ``tensor`` divide the weights.
+"""The device mesh: axes ``data``, ``fsdp`` and ``expert`` divide the batch, ``fsdp`` and ``tensor`` all weights, and
+``expert`` those of experts. A mesh has the axis ``expert`` only if it is larger than 1.
 
 Several slices (groups of devices with a fast network of their own) are arranged along ``data``: each has whole copies
 of the weights, and only sums of gradients cross the slow network between them.
@@ -16,14 +17,14 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jaxrl_llm.errors import InputError
 
-AXES = ("data", "fsdp", "tensor")
-BATCH = ("data", "fsdp")
+AXES = ("data", "fsdp", "expert", "tensor")
+BATCH = ("data", "fsdp", "expert")
 """The axes that divide the rows of a batch."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshShape:
-    """The number of devices on each axis; at most one of data, fsdp and tensor may be -1, which takes the rest.
+    """The number of devices on each axis; at most one of them may be -1, which takes the rest.
 
     Attributes:
       data: copies of the weights, in each slice.
@@ -32,6 +33,8 @@ class MeshShape:
       rollout: devices that only sample, the last ones; 0 samples where it learns.
       slices: groups of devices that only a slow network joins (TPU slices, or GPU nodes); no weight is divided across
         them.
+      expert: parts of the experts, each on devices of its own; also divides the batch, and each layer's tokens are
+        gathered over it.
     """
 
     data: int = 1
@@ -39,6 +42,7 @@ class MeshShape:
     tensor: int = 1
     rollout: int = 0
     slices: int = 1
+    expert: int = 1
 
     def sizes(self, devices: int) -> dict[str, int]:
         """Return the axis sizes by name for this many devices: data over all slices, without the sampling devices.
@@ -52,15 +56,18 @@ class MeshShape:
         if self.slices < 1 or devices % self.slices:
             raise InputError(f"mesh.slices must divide the {devices} devices that learn, got {self.slices}")
         devices //= self.slices
-        given = (self.data, self.fsdp, self.tensor)
-        known = math.prod(size for size in given if size > 0)
-        if given.count(-1) > 1 or any(size == 0 or size < -1 for size in given):
-            raise InputError(f"mesh sizes must be positive, one of them may be -1: got data, fsdp, tensor = {given}")
+        sizes = zip(AXES, (self.data, self.fsdp, self.expert, self.tensor), strict=True)
+        given = {axis: size for axis, size in sizes if (axis, size) != ("expert", 1)}
+        said = f"{', '.join(given)} = {tuple(given.values())}"
+        counts = list(given.values())
+        known = math.prod(size for size in counts if size > 0)
+        if counts.count(-1) > 1 or any(size == 0 or size < -1 for size in counts):
+            raise InputError(f"mesh sizes must be positive, one of them may be -1: got {said}")
         rest = devices // known
-        sizes = {axis: rest if size == -1 else size for axis, size in zip(AXES, given, strict=True)}
+        sizes = {axis: rest if size == -1 else size for axis, size in given.items()}
         if math.prod(sizes.values()) != devices:
             where = "devices" if self.slices == 1 else "devices of a slice"
-            raise InputError(f"mesh data, fsdp, tensor = {given} does not fit {devices} {where}: set one of them to -1")
+            raise InputError(f"mesh {said} does not fit {devices} {where}: set one of them to -1")
         return sizes | {"data": sizes["data"] * self.slices}
 
     def sampling_sizes(self, devices: int, slices: int = 1) -> dict[str, int]:
@@ -150,7 +157,7 @@ def _by_slice(devices: list[Any]) -> list[list[Any]]:
 def batch_parts(mesh: Mesh | AbstractMesh | Mapping[str, int]) -> int:
     """Return the number of parts into which a mesh, or one of these sizes, divides a batch."""
     sizes = mesh if isinstance(mesh, Mapping) else mesh.shape
-    return math.prod(sizes[axis] for axis in BATCH)
+    return math.prod(sizes.get(axis, 1) for axis in BATCH)
 
 
 def platform_of(mesh: Mesh | AbstractMesh) -> str:
@@ -190,11 +197,11 @@ def constrain(x: jax.Array, *spec: str | tuple[str, ...] | None) -> jax.Array:
 
 
 def fitting(shape: tuple[int, ...], spec: Any, mesh: Any) -> PartitionSpec:
-    """Return ``spec`` without axes that do not divide their dimension (9 heads on 2 devices), dropping the last
-    first."""
+    """Return ``spec`` without axes that the mesh lacks, or that do not divide their dimension (9 heads on 2 devices),
+    dropping the last first."""
     found = []
     for size, axis in zip(shape, spec, strict=False):
-        names = (axis,) if isinstance(axis, str) else axis or ()
+        names = tuple(name for name in ((axis,) if isinstance(axis, str) else axis or ()) if name in mesh.shape)
         while names and size % math.prod(mesh.shape[name] for name in names):
             names = names[:-1]
         found.append(names[0] if len(names) == 1 else names or None)

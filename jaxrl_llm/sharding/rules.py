@@ -26,6 +26,8 @@ RULES: dict[str, tuple[str | tuple[str, ...] | None, ...]] = {
     **dict.fromkeys(("blocks/attn/q_bias", "blocks/attn/k_bias", "blocks/attn/v_bias"), (None, "tensor", None)),
     **dict.fromkeys(("blocks/mlp/gate", "blocks/mlp/up"), (None, "fsdp", "tensor")),
     "blocks/mlp/down": (None, "tensor", "fsdp"),
+    **dict.fromkeys(("blocks/experts/gate", "blocks/experts/up"), (None, "expert", "fsdp", "tensor")),
+    "blocks/experts/down": (None, "expert", "tensor", "fsdp"),
 }
 """The mesh axis of each dimension, by parameter path; unlisted parameters (norms) are on every device."""
 

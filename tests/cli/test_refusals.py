@@ -130,7 +130,7 @@ REFUSED = {
     "train smoke --model truncated": ["truncated/model.safetensors is not a whole safetensors file", "fetch it again"],
     "train smoke --model activation": ["the activation 'quux'", "known are silu"],
     "train smoke --model shape": ["mlp.gate_proj.weight has shape [48, 32] where config.json says [8, 32]"],
-    "train smoke --model experts": ["model_type 'qwen3_moe' is not supported"],
+    "train smoke --model latent": ["model_type 'deepseek_v3' is not supported"],
     "train smoke --model toothless": ["toothless has no tokenizer", "tokenizer.json"],
     "train smoke --model noise.gguf": ["noise.gguf is not a whole GGUF file", "fetch it again"],
     "train good.py --task.template chatmll": ["template 'chatmll' is unknown; choose tokenizer, chatml, plain"],
@@ -199,7 +199,7 @@ REFUSED = {
     "train smoke --from older": ["older/config.json", "'shiny'", "take the version of jaxrl_llm that wrote it"],
     "train older": ["older/config.json does not describe a run of this version", "or begin a new run"],
     "train torn": ["torn/config.json is not complete JSON", "put the file back as the run wrote it"],
-    "train gspo_qwen3_30b_a3b": ["Qwen3-30B-A3B-Base is a mixture of experts (30B-A3B in its name)", "Qwen3-1.7B-Base"],
+    "train smoke --learner.routing_replay R3": ["learner.routing_replay 'R3' needs a model with experts"],
     "train odd": ["odd/config.json", "steps is 'x': give a whole number"],
     "eval torn": ["torn/config.json is not complete JSON"],
     "eval smoke": ["no such model: smoke", "give a directory, a .gguf file or OWNER/MODEL"],
@@ -266,7 +266,7 @@ FILES = {
 SPOILED = {
     "activation": ("hidden_act", "quux"),
     "shape": ("intermediate_size", 8),
-    "experts": ("model_type", "qwen3_moe"),
+    "latent": ("model_type", "deepseek_v3"),
     "toothless": ("pad_token_id", None),
 }
 """Models, and what of their config.json is wrong."""

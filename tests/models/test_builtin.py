@@ -81,5 +81,5 @@ def test_without_an_index_one_line_names_the_remedy(tmp_path):
 
 
 def test_every_entry_describes_itself():
-    assert set(BUILTIN) == {"smollm2-135m", "tiny-random"}
+    assert set(BUILTIN) == {"smollm2-135m", "tiny-random", "tiny-random-moe"}
     assert all(entry.description for entry in BUILTIN.values())

@@ -33,7 +33,7 @@ def run(model, cache, tokens, lengths, steps):
     """Decode ``tokens`` [steps, B]; returns hidden states [steps, B, D] and the cache."""
 
     def one(chunk, inputs):
-        hidden, chunk = decode(model, cache, chunk, *inputs, lengths)
+        hidden, chunk, _ = decode(model, cache, chunk, *inputs, lengths)
         return chunk, hidden
 
     chunk = empty_cache(model.config, tokens.shape[1], steps, cache.k.dtype)
@@ -49,7 +49,7 @@ def by_position(*caches):
 @jax.jit
 def prefill(model, tokens):
     """Keys and values of whole rows."""
-    return extend(model, None, jnp.zeros(len(tokens), jnp.int32), tokens)
+    return extend(model, None, jnp.zeros(len(tokens), jnp.int32), tokens)[0]
 
 
 full_forward = jax.jit(lambda model, tokens: forward(model, causal_rows(tokens)))
@@ -106,13 +106,13 @@ def test_rows_that_read_their_beginning_from_a_block_get_what_those_with_a_copy_
     lengths, last = jnp.array([5, 5, 3, 5]), jnp.full(4, 7)
     whole, chunk = prefill(model, tokens), empty_cache(model.config, 4, 2, jnp.float32)
     step = functools.partial(decode, model, chunk=chunk, step=jnp.int32(0), tokens=last)
-    wanted, new = jax.jit(lambda: step(whole, lengths=lengths + 4))()
+    wanted, new, _ = jax.jit(lambda: step(whole, lengths=lengths + 4))()
 
     own = insert(empty_cache(model.config, 4, 6, jnp.float32), whole, jnp.arange(4), lengths)
     blocks = with_columns(take_rows(whole, jnp.array([2, 0, 2, 0])), 8)
     lanes = jnp.array([4, 3, 1, 5] if parts == 1 else [4, 3, 1, 3])
     before = shared_prefix(blocks, lengths, lanes, parts, 3)
-    found, same = jax.jit(lambda: step(own, lengths=jnp.full(4, 4), before=before))()
+    found, same, _ = jax.jit(lambda: step(own, lengths=jnp.full(4, 4), before=before))()
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=2e-5)
     for a, b in zip(same, new, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)
@@ -161,7 +161,7 @@ def test_a_sequence_may_be_computed_in_pieces(kind, pieces):
     cache, done = empty_cache(KINDS[kind], 2, 9, jnp.float32), 0
     for piece in pieces:
         lengths = jnp.full(2, done, jnp.int32)
-        cache = flush(cache, extend(model, cache, lengths, tokens[:, done : done + piece]), lengths)
+        cache = flush(cache, extend(model, cache, lengths, tokens[:, done : done + piece])[0], lengths)
         done += piece
     for got, wanted in by_position(cache, prefill(model, tokens)):
         np.testing.assert_allclose(got[:, :, :, :6], wanted, rtol=1e-4, atol=2e-5)
@@ -184,9 +184,9 @@ def test_layers_written_out_compute_what_their_loop_does(kind):
     @jax.jit
     def both(model):
         none = jnp.zeros(1, jnp.int32)
-        cache = flush(empty_cache(model.config, 1, 8, jnp.float32), extend(model, None, none, tokens), none)
+        cache = flush(empty_cache(model.config, 1, 8, jnp.float32), extend(model, None, none, tokens)[0], none)
         chunk = empty_cache(model.config, 1, 2, jnp.float32)
-        return cache, decode(model, cache, chunk, jnp.int32(0), jnp.array([5]), jnp.array([6]))
+        return cache, decode(model, cache, chunk, jnp.int32(0), jnp.array([5]), jnp.array([6]))[:2]
 
     expected = both(model)
     found = both(by_layer(model))
@@ -201,7 +201,7 @@ def test_a_call_reads_the_first_rows_and_columns_of_a_larger_cache():
     @functools.partial(jax.jit, static_argnames="width")
     def run(cache, width=None):
         chunk = empty_cache(model.config, 2, 2, jnp.float32)
-        found, chunk = decode(model, cache, chunk, jnp.int32(0), tokens, lengths, width=width)
+        found, chunk, _ = decode(model, cache, chunk, jnp.int32(0), tokens, lengths, width=width)
         return found, flush(cache, chunk, lengths)
 
     key = jax.random.key(0)

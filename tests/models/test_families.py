@@ -131,6 +131,25 @@ def test_other_refusals():
         read_config(partial)
 
 
+def test_experts_that_cannot_be_obeyed_are_refused():
+    assert "decoder_sparse_step=2" in refusal("qwen3_moe", decoder_sparse_step=2)
+    assert "mlp_only_layers=[0]" in refusal("qwen2_moe", mlp_only_layers=[0])
+    assert "qkv_bias=False" in refusal("qwen2_moe", qkv_bias=False)
+    assert "router_jitter_noise=0.1" in refusal("mixtral", router_jitter_noise=0.1)
+    assert "clip_qkv=8.0" in refusal("olmoe", clip_qkv=8.0)
+    assert "num_experts_per_tok=7 of 6 experts" in refusal("olmoe", num_experts_per_tok=7)
+    assert "num_experts=0; it must be a positive integer" in refusal("olmoe", num_experts=0)
+
+
+def test_numbers_of_experts_have_two_spellings():
+    new = attributes("qwen3_moe")
+    count = new.pop("num_local_experts")
+    assert read_config(new | {"num_experts": count}) == read_config(attributes("qwen3_moe"))
+    experts = read_config(attributes("qwen2_moe")).experts
+    assert (experts.count, experts.active, experts.width, experts.shared_width) == (6, 2, 12, 20)
+    assert read_config(attributes("mixtral")).expert_width == 48
+
+
 def test_switched_off_attributes_are_harmless():
     off = {"attention_bias": False, "rope_interleaved": False, "mlp_bias": None, "partial_rotary_factor": 1.0}
     assert read_config(attributes(**off, is_llama_config=True, use_cache=False)) == read_config(attributes())

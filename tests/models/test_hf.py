@@ -69,6 +69,9 @@ def test_logits_agree_with_transformers(name):
         ("gemma3_text", "attention", {"local_rope_theta": 1000.0}),
         ("gemma3_text", "", {"embedding_scale": 1.0}),
         ("qwen3", "norm", {"eps": 1e-6}),
+        ("qwen3_moe", "experts", {"renormalise": False}),
+        ("olmoe", "experts", {"renormalise": True}),
+        ("mixtral", "experts", {"active": 1}),
     ],
 )
 def test_each_rule_of_a_config_moves_the_logits(name, part, change):
@@ -115,7 +118,7 @@ def test_layouts_are_inverse(name):
     config, _ = read(FIXTURES / name)
     sizes = axis_sizes(config)
     for tensor in tensors_of(config):
-        shape = [sizes[letter] for letter in tensor.axes]
+        shape = [sizes[letter] for letter in tensor.inner]
         array = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
         np.testing.assert_array_equal(to_ours(tensor, to_hf(tensor, array, sizes), sizes), array)
 

@@ -14,6 +14,8 @@ from jaxrl_llm.engine.backend import Backend, backend_for, weights_for_sampling
 from jaxrl_llm.learner import Forward, Sample, Training, make_update
 from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.learner.platform import compute_for, layout_for
+from jaxrl_llm.learner.routing import planned_routes
+from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.dynamic_sampling import Sampler
 from jaxrl_llm.rollout.groups import AdmissionPolicy, GroupSource
@@ -23,7 +25,7 @@ from jaxrl_llm.stages.rl.ingredients import coefficients_of, dropped_endings, in
 from jaxrl_llm.stages.stage import Architectures, Groups, Outline, PlannedSampler, state_of
 
 
-def minibatch(run: configs.Run, vocab: int, tokens: int | None = None, updates: int = 0) -> list[Sample]:
+def minibatch(run: configs.Run, config: ModelConfig, tokens: int | None = None, updates: int = 0) -> list[Sample]:
     """Return the samples of one optimiser update: groups with prompts and completions (or ``tokens``) at their longest.
 
     ``updates``: optimiser updates of a step; 0 takes the learner's setting.
@@ -38,13 +40,17 @@ def minibatch(run: configs.Run, vocab: int, tokens: int | None = None, updates: 
     scalars = {"advantages": 0.0}
     arrays = {"sampler_logp": logp, "fresh": mask}
     if run.learner.keep_sampling_mask:
-        arrays["kept"] = np.broadcast_to(np.uint32(0), (length, -(-vocab // 32)))
+        arrays["kept"] = np.broadcast_to(np.uint32(0), (length, -(-config.vocab_size // 32)))
     if run.recipe.algorithm.advantage.by_token:
         arrays["advantages"] = logp
         scalars = {}
     arrays |= {name: logp for name in run.recipe.algorithm.reads}
     prompts = [np.full(rollout.max_prompt_tokens, group, np.int32) for group in range(groups)]
-    samples = [Sample(prompt, ids, mask, scalars, arrays) for prompt in prompts for _ in range(rollout.group)]
+    experts, of_prompt = planned_routes(config, length, rollout.max_prompt_tokens, run.learner.routing_replay)
+    arrays |= experts
+    samples = [
+        Sample(prompt, ids, mask, scalars, arrays, of_prompt) for prompt in prompts for _ in range(rollout.group)
+    ]
     for one in ingredients_of(run):
         samples = one.planned_samples(samples, updates)
     return samples
@@ -145,13 +151,13 @@ def outline(run: configs.Run, model: Decoder, mesh: Any, where: Any, find: Archi
     names = tuple(coefficients_of(run))
     others = tuple(name for name in names if name != "target_kl")
     stops = model.config.tokens.eos
-    whole_step = minibatch(run, model.config.vocab_size, updates=1)
+    whole_step = minibatch(run, model.config, updates=1)
     return Outline(
         state=state_of(run, model, training, configs.keeps_reference(run)),
         training=training,
         forwards=forwards,
         groups=groups(run),
-        samples=functools.partial(minibatch, run, model.config.vocab_size),
+        samples=functools.partial(minibatch, run, model.config),
         coefficients={one.role: names if one.role == "policy" else others for one in training},
         passes=tuple(read for one in ingredients_of(run) for read in one.passes(whole_step, forwards, where, find)),
         sampler=PlannedSampler(

@@ -1,0 +1,190 @@
+"""Experts: every form agrees with the dense one, forward and backward, and nothing is dropped."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import largest_difference, tiny
+
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.models import experts
+from jaxrl_llm.models.config import ComputeOptions, Experts, Lora
+from jaxrl_llm.models.decoder import causal_rows, forward, routed, to_parameters
+from jaxrl_llm.models.lora import create
+from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
+
+WIDTH, INNER = 8, 12
+
+
+def inputs(tokens, count, active, seed=0):
+    """Tokens, the three matrices of each expert, and weights and numbers of the experts of each token."""
+    random = np.random.default_rng(seed)
+    shapes = ((count, WIDTH, INNER), (count, WIDTH, INNER), (count, INNER, WIDTH))
+    matrices = tuple(jnp.asarray(random.normal(size=shape), jnp.float32) for shape in shapes)
+    taken = np.stack([random.permutation(count)[:active] for _ in range(tokens)])
+    weights = random.uniform(size=taken.shape)
+    return matrices, jnp.float32(random.normal(size=(tokens, WIDTH))), jnp.float32(weights), jnp.int32(taken)
+
+
+def by_hand(matrices, x, weights, taken):
+    """Token by token, expert by expert, in float64."""
+    gate, up, down = (np.float64(m) for m in matrices)
+    out = np.zeros(x.shape)
+    for t, (own, row) in enumerate(zip(np.float64(weights), taken, strict=True)):
+        for weight, e in zip(own, row, strict=True):
+            a = np.float64(x[t]) @ gate[e]
+            out[t] += weight * ((a / (1 + np.exp(-a)) * (np.float64(x[t]) @ up[e])) @ down[e])
+    return out
+
+
+FORMS = experts.FORMS | {"megablox": functools.partial(experts.megablox, interpret=True)}
+
+
+@functools.cache
+def computed(form):
+    return jax.jit(lambda matrices, *given: FORMS[form](matrices, jax.nn.silu, *given))
+
+
+SIZES = [(1, 4, 2), (5, 3, 3), (40, 6, 2), (33, 2, 1)]
+
+
+@pytest.mark.parametrize("form", experts.FORMS)
+@pytest.mark.parametrize("size", SIZES)
+def test_each_form_is_the_sum_by_hand(form, size):
+    given = inputs(*size)
+    found = computed(form)(given[0], *given[1:])
+    np.testing.assert_allclose(found, by_hand(*given), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", [form for form in experts.FORMS if form != "dense"])
+def test_gradients_are_those_of_the_dense_form(form):
+    matrices, x, weights, taken = inputs(40, 6, 2)
+    weigh = jnp.float32(np.random.default_rng(1).normal(size=x.shape))
+
+    def loss(form, matrices, x, weights):
+        return jnp.sum(weigh * FORMS[form](matrices, jax.nn.silu, x, weights, taken))
+
+    with jax.numpy_dtype_promotion("standard"):  # which the kernel's own code relies on
+        found, wanted = (jax.jit(jax.grad(functools.partial(loss, one), (0, 1, 2)))(matrices, x, weights)
+                         for one in (form, "dense"))  # fmt: skip
+    assert largest_difference(found, wanted) < 1e-5
+
+
+def test_all_tokens_at_one_expert_are_computed():
+    """There is no capacity; experts without a token get gradient 0."""
+    matrices, x, weights, _ = inputs(70, 5, 1)
+    taken = jnp.full((70, 1), 3)
+    found = computed("blocks")(matrices, x, weights, taken)
+    np.testing.assert_allclose(found, by_hand(matrices, x, weights, taken), rtol=1e-5, atol=1e-5)
+    gradient = jax.jit(jax.grad(lambda m: jnp.sum(experts.blocks(m, jax.nn.silu, x, weights, taken))))(matrices)
+    assert [bool(jnp.any(gradient[0][e])) for e in range(5)] == [False, False, False, True, False]
+
+
+@pytest.mark.parametrize("block", [1, 4, 8])
+def test_pairs_are_sorted_into_blocks_of_one_expert(block):
+    *_, taken = inputs(29, 5, 2)
+    at = jax.tree.map(np.asarray, experts.by_expert(taken, 5, block))
+    flat = np.asarray(taken).ravel()
+    assert sorted(at.row.ravel()) == sorted(np.flatnonzero(at.pair < 58)) and len(set(at.row.ravel())) == 58
+    for pair, row in enumerate(at.row.ravel()):
+        assert at.pair[row] == pair and at.token[row] == pair // 2 and at.owner[row // block] == flat[pair]
+    assert (at.token[at.pair == 58] == 29).all()
+    assert at.used == sum(-(-np.sum(flat == e) // block) for e in range(5)) == at.sizes.sum() // block
+
+
+def test_blocks_in_turn_and_at_once_are_one():
+    """CPUs take the first form, other platforms the second one."""
+    matrices, x, _, taken = inputs(29, 5, 2)
+    at = experts.by_expert(taken, 5, 8)
+    own = experts.moved(x, at.token, at.row).reshape(-1, 8, WIDTH)
+    g = jnp.float32(np.random.default_rng(1).normal(size=(*own.shape[:2], INNER)))
+    given = (at.owner, at.used)
+    found = (experts.in_turn(own, matrices[0], *given), experts.sums_in_turn(own, g, *given, count=5))
+    wanted = (experts.at_once(own, matrices[0], *given), experts.sums_at_once(own, g, *given, count=5))
+    assert largest_difference(found, wanted) < 1e-5
+
+
+@pytest.mark.parametrize("renormalise", [True, False])
+def test_weights_are_the_largest_probabilities(renormalise):
+    random = np.random.default_rng(0)
+    x, router = random.normal(size=(7, WIDTH)), random.normal(size=(WIDTH, 5))
+    weights, taken, own = experts.route(jnp.float32(router), Experts(5, 2, renormalise=renormalise), jnp.float32(x))
+    np.testing.assert_array_equal(taken, own)
+    scores = np.exp(x @ router)
+    probabilities = scores / scores.sum(axis=1, keepdims=True)
+    for t in range(7):
+        order = np.argsort(-probabilities[t])[:2]
+        np.testing.assert_array_equal(own[t], order)
+        largest = probabilities[t, order]
+        np.testing.assert_allclose(weights[t], largest / (largest.sum() if renormalise else 1), rtol=1e-5)
+
+
+def test_replayed_experts_are_weighed_by_the_live_router():
+    random = np.random.default_rng(0)
+    x, router = jnp.float32(random.normal(size=(4, WIDTH))), jnp.float32(random.normal(size=(WIDTH, 5)))
+    given = jnp.int16([[4, 0], [1, 2], [-1, -1], [3, 1]])
+    settings = Experts(5, 2, renormalise=True)
+    weights, taken, own = experts.route(router, settings, x, given)
+    np.testing.assert_array_equal(taken, np.where(given < 0, own, given))
+    probabilities = jax.nn.softmax(x @ router)
+    largest = np.take_along_axis(np.asarray(probabilities), np.asarray(taken), 1)
+    np.testing.assert_allclose(weights, largest / largest.sum(axis=1, keepdims=True), rtol=1e-5)
+    slope = jax.grad(lambda r: experts.route(r, settings, x, given)[0][0, 0])(router)
+    assert float(jnp.abs(slope).max()) > 0
+
+
+def test_the_router_is_float32_in_bfloat16_models():
+    """Scores that bfloat16 would round to one number decide as they are."""
+    router = jnp.zeros((WIDTH, 4), jnp.bfloat16).at[0].set(jnp.bfloat16([1, 1, 1, 1]))
+    router = router.at[1].set(jnp.bfloat16([0, 2**-7, 2**-6, 0]))
+    x = jnp.zeros((1, WIDTH), jnp.bfloat16).at[0, :2].set(jnp.bfloat16([256, 1]))
+    assert experts.route(router, Experts(4, 2), x)[2].tolist() == [[2, 1]]
+
+
+def test_a_decoder_replays_its_own_choice_and_no_other_form_moves_it():
+    model, rows = tiny("experts"), causal_rows(np.random.default_rng(0).integers(0, 50, (2, 7)))
+    hidden, own = routed(model, rows)
+    count = model.config.experts
+    assert own.shape == (2, 7, 2, count.active) and own.dtype == jnp.uint8
+    np.testing.assert_allclose(hidden, routed(model, rows, ComputeOptions(experts="dense"))[0], atol=1e-4)
+    np.testing.assert_array_equal(routed(model, rows, replayed=own.astype(jnp.int16))[0], hidden)
+    other = (own.astype(jnp.int16) + 1) % count.count
+    moved, still = routed(model, rows, replayed=other)
+    assert float(jnp.abs(moved - hidden).max()) > 0.01
+    np.testing.assert_array_equal(still[:, :, 0], own[:, :, 0])
+    assert set(to_parameters(model)["blocks"]["experts"]) >= {"router", "gate", "up", "down"}
+    np.testing.assert_array_equal(forward(model, rows), hidden)
+
+
+@pytest.mark.parametrize("shape", [MeshShape(data=2, fsdp=2, tensor=2), MeshShape(data=2, fsdp=1, tensor=2, expert=2)])
+def test_gradients_do_not_depend_on_the_mesh(shape):
+    """Each device sorts its own tokens; over the axis of experts they are gathered, and the sums scattered."""
+    model, mesh = tiny("experts"), make_mesh(shape)
+    rows = causal_rows(np.random.default_rng(0).integers(0, 50, (8, 6)))
+    weigh = np.random.default_rng(1).normal(size=(8, 6, 16)).astype(np.float32)
+
+    @jax.jit
+    def graded(model):
+        return jax.value_and_grad(lambda m: jnp.sum(weigh * forward(m, rows, ComputeOptions(remat="full"))))(model)
+
+    wanted = graded(model)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(model, shardings(model, mesh))
+        found = jax.device_get(graded(placed))
+    assert largest_difference(found, wanted) < 1e-5
+    parts = 2 * mesh.shape.get("expert", mesh.shape["fsdp"])
+    gate = placed.weights.blocks.experts.gate[...]
+    assert gate.addressable_shards[0].data.size == gate.size // parts
+
+
+def test_an_adapter_leaves_experts_alone():
+    """Attention is adapted, and the MLP of a shared expert."""
+    config = tiny("experts").config
+    alone = dataclasses.replace(config, family="qwen3_moe", experts=dataclasses.replace(config.experts, shared_width=0))
+    adapted = lambda config: to_parameters(jax.eval_shape(lambda: create(config, Lora(rank=2), jax.random.key(0))))
+    assert set(adapted(config)["blocks"]) == {"attn", "mlp"} and set(adapted(alone)["blocks"]) == {"attn"}
+    with pytest.raises(InputError, match="mlp/up: a qwen3_moe model has none of them"):
+        create(alone, Lora(rank=2, targets=("mlp/up",)), jax.random.key(0))
