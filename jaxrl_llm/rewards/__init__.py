@@ -1,7 +1,9 @@
 """Rewards: verifiers, shaping, and the scorer that runs them."""
 
 from jaxrl_llm.rewards.bounds import Constraint, Gate, Hinge, TaskReward, Threshold
+from jaxrl_llm.rewards.endpoint import Endpoint
 from jaxrl_llm.rewards.functions import Function, Local, ModelReward, StepFunction, StepReward
+from jaxrl_llm.rewards.rubric import Pairwise, Rubric
 from jaxrl_llm.rewards.scorer import Scorer
 from jaxrl_llm.rewards.scores import Failures, Scores
 from jaxrl_llm.rewards.shaping import (

@@ -17,6 +17,7 @@ from jaxrl_llm.rewards.bounds import Gate, base_of, places_of, shaped, spread
 from jaxrl_llm.rewards.calls import LARGEST, Call, Outcome, defined
 from jaxrl_llm.rewards.functions import OF_STEPS, ON_DEVICE, Item, ModelReward, Own, as_reward, form_of
 from jaxrl_llm.rewards.pool import Inside, Pool
+from jaxrl_llm.rewards.rubric import OF_JUDGES, further
 from jaxrl_llm.rewards.scores import Failures, Scores, at_tokens, interleaved, with_environment, with_unplayed
 from jaxrl_llm.rewards.shaping import BUILT_IN, Accuracy, Reward
 from jaxrl_llm.rewards.verify import dry_run_completion, verdict
@@ -194,6 +195,7 @@ class Scorer(contextlib.AbstractContextManager):
                 columns[name] = spread(np.array([base(*items[place]) for place in at], np.float64), at, len(items))
             elif not isinstance(base, Accuracy):
                 columns[name] = np.zeros(len(items), object if isinstance(base, OF_STEPS) else np.float64)
+                columns |= {f"{name}/{one}": np.full(len(items), np.nan) for one in further(base)}
                 jobs += [(name, share, call) for share, call in self._calls(name, items, at)]
         pooled = iter(self._pool.map([call for *_, call in jobs if call.function is None]))
         failed: dict[tuple[str, int], Outcome] = {}
@@ -202,8 +204,11 @@ class Scorer(contextlib.AbstractContextManager):
             for place, outcome in zip(at, outcomes, strict=True):
                 if outcome.status == "ok":
                     columns[name][place] = outcome.value
+                    for also, value in zip(call.also, outcome.also, strict=True):
+                        columns[f"{name}/{also}"][place] = value
                     continue
-                columns[name][place] = () if call.positions else self._on_error
+                unknown = math.nan if isinstance(self._bases.get(name), OF_JUDGES) else self._on_error
+                columns[name][place] = () if call.positions else unknown
                 defines = name != VERIFIED and not outcome.place and defined(_callable(self._bases[name]))
                 where = outcome.place or defines or call.path
                 failed[name, place] = outcome._replace(message=f"{where}: {outcome.message}")
@@ -217,9 +222,10 @@ class Scorer(contextlib.AbstractContextManager):
         named = isinstance(path, str)
         seconds = getattr(reward, "timeout_s", None) or self._timeout_s * (BATCH_TIMES if form.batch else 1)
         function = None if named else _callable(reward)
+        also = further(reward)
         for share in [places] if places and (form.batch or form.waits) else [[place] for place in places]:
             bare = [(items[at][0], dataclasses.replace(items[at][1], extras={})) for at in share]
-            yield share, Call(path if named else name, bare, form, seconds, positions, function)
+            yield share, Call(path if named else name, bare, form, seconds, positions, function, also)
 
     def _score(self, items: Sequence[Item], rewards: dict[str, Any], given: Mapping[str, Any]) -> Scores:
         bases = {name: self._bases[name] for name in rewards}
@@ -249,10 +255,16 @@ class Scorer(contextlib.AbstractContextManager):
             for name, scores in given.items()
             if name in self._rewards and isinstance(bases[name], ModelReward) and scores.shape[1:] > (1,)
         }
+        beside = {
+            f"{name}/{one}": columns[f"{name}/{one}"]
+            for name, base in bases.items()
+            if name in self._rewards
+            for one in further(base)
+        }
         return Scores(
             reward=reward,
             accuracy=accuracy,
-            parts={name: (means | whole)[name] for name in rewards} | differing,
+            parts={name: (means | whole)[name] for name in rewards} | differing | beside,
             failures=_failures(failed, source, places),
             steps=at_tokens(items, [(self._bases[name], said) for name, said in stepped.items()], self.tokenizer),
         )
