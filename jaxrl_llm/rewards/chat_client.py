@@ -242,10 +242,10 @@ def _answer(address: str, text: str) -> Answer:
         said = json.loads(text)
         content = said["choices"][0]["message"].get("content") or ""
         usage = said.get("usage") or {}
-        tokens = [float(usage.get(name, "nan")) for name in ("prompt_tokens", "completion_tokens")]
+        read, written = (float(usage.get(name, "nan")) for name in ("prompt_tokens", "completion_tokens"))
         if not isinstance(content, str):
             raise TypeError
-        return Answer(content, *tokens)
+        return Answer(content, read, written)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         short = " ".join(text.split())[:80]
         raise EndpointError(f"{address} answered without choices[0].message.content ({short})", again=True) from None

@@ -40,6 +40,14 @@ class ByJudge:
         """Seconds for one call; the judge's own deadline comes first."""
         return self.judge.deadline_s + GRACE_S
 
+    def check_judge(self: Any) -> None:
+        """Refuse a name that metrics cannot have, or a judge that cannot work."""
+        require(
+            bool(self.name) and "/" not in self.name,
+            f"a reward has the name {self.name!r}; give a text without a slash",
+        )
+        self.judge.check(f"{type(self).__name__}.judge.")
+
     def counts(self: Any, text: str, said: Sequence[Answer], unparsed: bool) -> dict[str, float]:
         """Return the numbers of ``COUNTED`` for one completion."""
         return {
@@ -117,7 +125,7 @@ class Rubric(ByJudge):
                 )
         positive = any(weight > 0 for _, weight in self.items)
         require(positive, "Rubric.items has no weight above 0, so that no completion could earn one: give one item one")
-        self.judge.check("Rubric.judge.")
+        self.check_judge()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +171,7 @@ class Pairwise(ByJudge):
           InputError: names the field and the remedy.
         """
         require(bool(self.criterion.strip()), "Pairwise.criterion is empty: say what makes an answer the better one")
-        self.judge.check("Pairwise.judge.")
+        self.check_judge()
 
 
 OF_JUDGES = (Rubric, Pairwise)

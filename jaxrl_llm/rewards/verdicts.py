@@ -107,7 +107,7 @@ def compared(problem: Problem, first: str, second: str, criterion: str) -> list[
 
 def code_in(chat: Sequence[Message]) -> str:
     """Return the code of a chat that ``graded`` or ``compared`` made."""
-    return re.search(r"the code ([0-9a-f]+)\.", chat[0]["content"])[1]  # ty: ignore[not-subscriptable]
+    return re.search(r"the code ([0-9a-f]+)\.", chat[0]["content"])[1]
 
 
 def verdicts(text: str, code: str, count: int) -> tuple[bool, ...] | None:
