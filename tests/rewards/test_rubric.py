@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -205,3 +207,13 @@ def test_a_key_in_the_wrong_place_is_refused_and_not_repeated(endpoint):
     with pytest.raises(InputError) as refused:
         check(Rubric(ITEMS, endpoint))
     assert "sk-12-34" not in str(refused.value) and "key_env" in str(refused.value)
+
+
+def test_the_page_shows_judges_that_work():
+    page = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text()
+    block = re.search(r"```python\n(from jaxrl_llm.rewards import Endpoint.*?)```", page, re.DOTALL)[1]
+    names = {}
+    exec(block, names)
+    check(names["helpful"])
+    check(names["preferred"])
+    assert names["helpful"].also[:3] == ("item_1", "item_2", "item_3") and names["preferred"].weight == 0.5
