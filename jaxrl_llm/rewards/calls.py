@@ -236,7 +236,7 @@ def steps(result: Any, completion: Any, positions: str) -> list[tuple[int, float
 def _scored(result: Any, call: Call, item: tuple[Any, Any]) -> Outcome:
     if isinstance(result, Exception):
         raise result
-    also = [float(result[name]) for name in call.also]
+    also = tuple(float(result[name]) for name in call.also)
     return Outcome("ok", steps(result, item[1], call.positions) if call.positions else number(result), also=also)
 
 

@@ -119,7 +119,7 @@ class Client:
 
     def _content(self, chat: Sequence[Message]) -> str:
         e = self._endpoint
-        return hashlib.sha256(json.dumps([e.address, e.model, e.options, list(chat)]).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([e.url, e.model, e.options, list(chat)]).encode()).hexdigest()
 
     def _keep(self, key: str, answer: Answer) -> Answer:
         with self._lock:

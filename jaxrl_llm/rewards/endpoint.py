@@ -22,7 +22,8 @@ class Endpoint:
     Limits are those of one process.
 
     Attributes:
-      url: base of the address, such as ``http://localhost:8000/v1``; with or without ``/chat/completions``.
+      url: base of the address, such as ``http://localhost:8000/v1``, with or without ``/chat/completions``; a name such
+        as ``$JUDGE_URL`` in it stands for an environment variable, so that a resumed run may find the model elsewhere.
       model: name of the model there.
       key_env: environment variable that holds the key; empty for an endpoint without one.
       options: further fields of each request, by name.
@@ -57,7 +58,7 @@ class Endpoint:
     @property
     def address(self) -> str:
         """The address that is asked."""
-        return self.url.rstrip("/").removesuffix(ROUTE) + ROUTE
+        return os.path.expandvars(self.url).rstrip("/").removesuffix(ROUTE) + ROUTE
 
     @property
     def key(self) -> str:
@@ -74,7 +75,9 @@ class Endpoint:
           InputError: names the setting and the remedy.
         """
         check_fields(self, where)
-        parts = urllib.parse.urlsplit(self.url)
+        parts = urllib.parse.urlsplit(os.path.expandvars(self.url))
+        unset = "$" in parts.netloc + parts.path
+        require(not unset, f"{where}url names an environment variable that is not set: export it, or write the address")
         require(
             parts.scheme in ("http", "https") and bool(parts.hostname),
             f"{where}url is not an address of an endpoint: give one such as http://localhost:8000/v1",

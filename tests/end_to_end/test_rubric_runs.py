@@ -16,30 +16,30 @@ LINES = {
     "half": f"train {CONFIG} --run_dir halves --steps 1",
     "resumed": f"train {CONFIG} --run_dir halves --steps 2",
     "nobody": f"train {CONFIG} --run_dir nobody --scoring.rewards.0.judge.url http://127.0.0.1:9/v1",
+    "keyless": f"train {CONFIG} --run_dir keyless",
     "eval": "eval whole --limit 1",
 }
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """The folder, the answers, and what the judge was asked before the second run began."""
+    """The folder, what the commands said, and the requests to the judge, which is elsewhere for a resumed run."""
     folder = tmp_path_factory.mktemp("rubrics")
-    with serving() as server:
-        url = endpoint(server).url
-        answers = commands([LINES["whole"]], folder, JUDGE_URL=url, JUDGE_KEY=KEY)
-        before = len(server.asked)
-        answers += commands([LINES[name] for name in list(LINES)[1:]], folder, JUDGE_URL=url, JUDGE_KEY=KEY)
-        keys = {headers["Authorization"] for _, headers, _ in server.asked}
-        assert keys == {f"Bearer {KEY}"}
-        return folder, dict(zip(LINES, answers, strict=True)), before, len(server.asked)
+    whole, half, resumed, nobody, keyless, tested = LINES.values()
+    with serving() as first, serving() as second:
+        answers = commands([whole, half], folder, JUDGE_URL=endpoint(first).url, JUDGE_KEY=KEY)
+        answers += commands([resumed, nobody], folder, JUDGE_URL=endpoint(second).url, JUDGE_KEY=KEY)
+        answers += commands([keyless, tested], folder, JUDGE_URL=endpoint(second).url, JUDGE_KEY="")
+        return folder, dict(zip(LINES, answers, strict=True)), first.asked, second.asked
 
 
 def test_a_judge_scores_a_run_and_what_it_costs_is_counted(ran):
-    folder, answers, before, _ = ran
+    folder, answers, asked, _ = ran
     assert answers["whole"].code == 0, answers["whole"].err
     rows = [json.loads(line) for line in (folder / "whole/metrics.jsonl").read_text().splitlines()]
     last = rows[-1]
-    assert before > 16 and last["step"] == 2 and last["reward/errors"] == 0 and last["reward/rubric/unparsed"] == 0
+    assert {headers["Authorization"] for _, headers, _ in asked} == {f"Bearer {KEY}"} and len(asked) > 16
+    assert last["step"] == 2 and last["reward/errors"] == 0 and last["reward/rubric/unparsed"] == 0
     items = [last[f"reward/rubric/item_{at}"] for at in (1, 2, 3)]
     assert last["reward/rubric"] == pytest.approx((items[0] + 2 * items[1] - items[2]) / 3)
     assert last["reward/mean"] == pytest.approx(last["reward/rubric"] + last["reward/preferred"] / 2)
@@ -48,9 +48,9 @@ def test_a_judge_scores_a_run_and_what_it_costs_is_counted(ran):
 
 
 def test_a_resumed_run_pays_for_no_verdict_twice_and_is_the_same(ran):
-    folder, answers, before, after = ran
+    folder, answers, _, again = ran
     assert answers["half"].code == answers["resumed"].code == 0, answers["resumed"].err
-    assert after == before, "a verdict was asked for again"
+    assert again == [], "a verdict was asked for again"
     paid = ("/cached", "/tokens", "/cost")
     one, other = (
         [
@@ -74,7 +74,6 @@ def test_a_judge_that_is_not_there_is_refused_and_its_key_is_nowhere(ran):
 
 
 def test_a_finished_run_is_evaluated_and_one_without_a_key_is_refused(ran):
-    folder, answers, *_ = ran
+    _, answers, *_ = ran
     assert answers["eval"].code == 0, answers["eval"].err
-    [answer] = commands([f"train {CONFIG} --run_dir keyless"], folder, JUDGE_KEY="")
-    assert_refused(answer, "Rubric.judge.key_env names JUDGE_KEY, which the environment lacks")
+    assert_refused(answers["keyless"], "Rubric.judge.key_env names JUDGE_KEY, which the environment lacks")

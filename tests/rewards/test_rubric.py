@@ -10,7 +10,7 @@ import pytest
 from rewards.judge_server import code, endpoint, honest, part, serving
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.rewards import Endpoint, Pairwise, Rubric, Scorer
+from jaxrl_llm.rewards import Endpoint, Pairwise, Rubric, Scorer, Threshold
 from jaxrl_llm.rewards.shaping import check
 from jaxrl_llm.rewards.verdicts import better, code_of, quoted, steers, verdicts
 from jaxrl_llm.types import Completion, Problem
@@ -167,6 +167,24 @@ def test_a_pairwise_judge_is_asked_in_both_orders_and_a_contradiction_is_a_tie()
     assert "compares with the row's answer, and problem 1 has none" in found.failures.message
 
 
+def test_bounds_and_limits_take_a_rubric():
+    with serving() as server:
+        rubric = Rubric(ITEMS, endpoint(server))
+        polite = Rubric((("rude", 1.0),), endpoint(server))
+        with Scorer((Threshold(rubric, 0.5), rubric), watched={"cost": polite}) as scorer:
+            found = scorer.score([item("red"), item("rude")])
+    assert found.parts["rubric"].tolist() == [1.0, 0.0] and found.parts["rubric_2"].tolist() == [2 / 3, -1 / 3]
+    assert found.parts["cost"].tolist() == [0.0, 1.0] and found.reward.tolist() == [1 + 2 / 3, -1 / 3]
+    assert found.parts["rubric_2/cached"].tolist() == [1, 1] and "cost/tokens" not in found.parts
+
+
+def test_a_judge_that_fails_is_no_score_whatever_on_error_is():
+    with Scorer((Rubric(ITEMS, Endpoint(SOMEWHERE.url, "m", retries=0)),), on_error=-1.0) as scorer:
+        found = scorer.score([item("red"), item("blue")])
+    assert np.isnan(found.reward).all() and found.failures.metrics()["reward/rubric/failed_fraction"] == 1
+    assert found.failures.message.startswith("rubric: EndpointError: http://127.0.0.1:9/v1/chat/completions cannot be")
+
+
 @pytest.mark.parametrize(
     ("reward", "words"),
     [
@@ -182,6 +200,7 @@ def test_a_pairwise_judge_is_asked_in_both_orders_and_a_contradiction_is_a_tie()
         (Pairwise(SOMEWHERE, criterion=" "), "Pairwise.criterion is empty"),
         (Rubric(ITEMS, Endpoint("openai", "m")), "Rubric.judge.url is not an address of an endpoint: give one such as"),
         (Rubric(ITEMS, Endpoint("ftp://a/v1", "m")), "url is not an address"),
+        (Rubric(ITEMS, Endpoint("$NO_SUCH_PLACE/v1", "m")), "url names an environment variable that is not set"),
         (Rubric(ITEMS, Endpoint("http://a/v1", "")), "Rubric.judge.model is empty"),
         (
             Rubric(ITEMS, Endpoint("http://a/v1", "m", key_env="NO_SUCH_KEY")),
