@@ -1,13 +1,16 @@
 """usage: jaxrl-llm eval RUN_OR_MODEL [--config NAME] [--task.* ...] [--samples K] [--temperature T] [--json]
                       [--out FILE.jsonl] [--kl_to RUN_OR_MODEL] [--trust]
                       [--rerank REWARD_MODEL [--rerank_by score|product|minimum|last] [--give_up_after K]]
+       jaxrl-llm eval CONFIG --pairs FILE.jsonl [--limit N] [--json]
 
 A run is tested on its held-out problems, a model on those of a configuration (quickstart unless --config names
 another). With --rerank a reward model chooses one of the K answers: by its score of the whole answer, or by the scores
 of its steps, their product, the lowest or the last; --give_up_after ends an answer once K steps in a row have lowered
 its score. --out writes every answer to a file. --kl_to measures how far the model is from another: the mean KL of a
 token on its own answers, sampled at the temperature that it was trained at unless --temperature says otherwise.
-RUN@STEP is a checkpoint or a snapshot of the run. --trust executes the code that a run of others brings.
+RUN@STEP is a checkpoint or a snapshot of the run. --trust executes the code that a run of others brings. --pairs
+measures how often the judges of a configuration (Rubric, Pairwise) prefer the better answer of labelled pairs, such as
+those that collect --kind pairs verified.
 jaxrl-llm eval RUN_OR_MODEL --help shows more."""
 
 import dataclasses
@@ -99,6 +102,11 @@ class DataOptions:
 def evaluate(arguments: list[str]) -> int:
     """Run ``eval RUN_OR_MODEL [--config NAME] [--field value ...]``; return the exit code."""
     name = first(arguments, __doc__, "eval needs a run or a model: jaxrl-llm eval runs/quickstart")
+    pairs = take(arguments, "--pairs", True)
+    if pairs is not None:
+        from jaxrl_llm.cli.agreement import agree
+
+        return agree(name, pairs, arguments)
     own = find_run(name)
     chosen = take(arguments, "--config", True)
     to = take(arguments, "--kl_to", True)

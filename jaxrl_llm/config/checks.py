@@ -113,7 +113,10 @@ def _fits(value: Any, wanted: Any) -> bool:
     if wanted in SIMPLE:
         return SIMPLE[wanted][1](value)
     if origin is tuple:
-        return isinstance(value, (tuple, list)) and all(_fits(item, arguments[0]) for item in value)
+        if not isinstance(value, (tuple, list)):
+            return False
+        each = arguments[:1] * len(value) if arguments[1:] == (...,) else arguments
+        return len(each) == len(value) and all(_fits(*pair) for pair in zip(value, each, strict=True))
     if origin is Mapping:
         return isinstance(value, Mapping)
     if dataclasses.is_dataclass(wanted):
@@ -139,6 +142,8 @@ def _described(wanted: Any) -> str:
     if wanted in SIMPLE:
         return SIMPLE[wanted][0]
     if origin is tuple:
+        if arguments[1:] != (...,):
+            return f"({', '.join(map(_described, arguments))})"
         return f"a tuple of {_described(arguments[0])}, of one alone as (x,)"
     return "a dict" if origin is Mapping else f"{wanted.__name__}(...)"
 

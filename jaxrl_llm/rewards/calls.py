@@ -43,6 +43,7 @@ _OFFERS |= {(style, True): {f"{n}s": offer for n, offer in _OFFERS[style, False]
 
 _LONGEST_TRACE = 20_000
 _FOLDERS = {str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))}
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _LIBRARIES = ("<frozen ", *(folder + os.sep for folder in _FOLDERS))
 """Prefixes of the file names of library code, as opposed to the user's own."""
 
@@ -58,6 +59,7 @@ class Call(NamedTuple):
       positions: unit of the positions that a step function returns (``StepFunction``); empty if it returns numbers.
       function: if no other process can import it; None if ``path`` names it.
       on_error: score of an item without an outcome, in place of the scorer's own; None for that.
+      also: names of the further numbers that each result holds beside its ``score``.
     """
 
     path: str
@@ -67,6 +69,7 @@ class Call(NamedTuple):
     positions: str = ""
     function: Callable[..., Any] | None = None
     on_error: float | None = None
+    also: tuple[str, ...] = ()
 
     @property
     def limit_s(self) -> float:
@@ -85,6 +88,7 @@ class Outcome(NamedTuple):
       message: the error, in one line.
       place: ``file:line`` of the function's own code, if known.
       trace: the whole traceback, given once for each call.
+      also: further numbers, as ``Call.also`` names them.
     """
 
     status: str
@@ -92,6 +96,7 @@ class Outcome(NamedTuple):
     message: str = ""
     place: str = ""
     trace: str = ""
+    also: Sequence[float] = ()
 
 
 def bind(form: Form, items: Sequence[Item]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -132,7 +137,7 @@ def is_chat(problem: Problem) -> bool:
 def perform(function: Callable[..., Any], call: Call, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> list[Outcome]:
     """Return the outcome of each item, whatever the function raises; ``run`` waits for ``async`` results.
 
-    In a batch None is NaN, and an invalid score fails alone.
+    In a batch None is NaN, and an invalid score or an exception in its place fails alone.
     """
     try:
         if call.form.waits and not call.form.batch:
@@ -151,7 +156,7 @@ def perform(function: Callable[..., Any], call: Call, run: Callable[[Coroutine[A
         for score, item in zip(result, call.items, strict=True):
             try:
                 outcomes.append(_scored(math.nan if score is None else score, call, item))
-            except (TypeError, ValueError) as error:
+            except Exception as error:  # noqa: BLE001  one that the function returned
                 outcomes.append(_failed(error, function))
         return outcomes
     except BaseException as error:  # noqa: BLE001  SystemExit too: one bad item must not end what runs it
@@ -231,7 +236,10 @@ def steps(result: Any, completion: Any, positions: str) -> list[tuple[int, float
 
 
 def _scored(result: Any, call: Call, item: tuple[Any, Any]) -> Outcome:
-    return Outcome("ok", steps(result, item[1], call.positions) if call.positions else number(result))
+    if isinstance(result, Exception):
+        raise result
+    also = tuple(float(result[name]) for name in call.also)
+    return Outcome("ok", steps(result, item[1], call.positions) if call.positions else number(result), also=also)
 
 
 def _failed(error: BaseException, function: Callable[..., Any]) -> Outcome:
@@ -265,9 +273,11 @@ def place_in(frames: Sequence[traceback.FrameSummary], function: Callable[..., A
 
 
 def defined(function: Callable[..., Any]) -> str:
-    """Return ``file:line`` of a function's definition; empty if unknown."""
+    """Return ``file:line`` of a function's definition; empty if unknown, or if it is one of this package."""
     code = _code_of(function)
-    return "" if code is None else _shown(code.co_filename, code.co_firstlineno)
+    return (
+        "" if code is None or code.co_filename.startswith(_PACKAGE) else _shown(code.co_filename, code.co_firstlineno)
+    )
 
 
 def _code_of(function: Callable[..., Any]) -> Any:

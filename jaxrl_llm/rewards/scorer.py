@@ -19,6 +19,7 @@ from jaxrl_llm.rewards.calls import LARGEST, Call, Outcome, defined
 from jaxrl_llm.rewards.code import CodeTests
 from jaxrl_llm.rewards.functions import OF_STEPS, ON_DEVICE, Item, ModelReward, Own, as_reward, form_of
 from jaxrl_llm.rewards.pool import Inside, Pool
+from jaxrl_llm.rewards.rubric import OF_JUDGES, further
 from jaxrl_llm.rewards.scores import Failures, Scores, at_tokens, interleaved, with_environment, with_unplayed
 from jaxrl_llm.rewards.shaping import BUILT_IN, Accuracy, Reward
 from jaxrl_llm.rewards.verify import dry_run_completion, verdict
@@ -223,6 +224,7 @@ class Scorer(contextlib.AbstractContextManager):
                 jobs += [(name, [place], base.call(items[place][0], items[place][1].text)) for place in at]
             elif not isinstance(base, Accuracy):
                 columns[name] = np.zeros(len(items), object if isinstance(base, OF_STEPS) else np.float64)
+                columns |= {f"{name}/{one}": np.full(len(items), np.nan) for one in further(base)}
                 jobs += [(name, share, call) for share, call in self._calls(name, items, at)]
         pooled = iter(self._pool.map([call for *_, call in jobs if call.function is None]))
         failed: dict[tuple[str, int], Outcome] = {}
@@ -231,6 +233,8 @@ class Scorer(contextlib.AbstractContextManager):
             for place, outcome in zip(at, outcomes, strict=True):
                 if outcome.status == "ok":
                     columns[name][place] = outcome.value
+                    for also, value in zip(call.also, outcome.also, strict=True):
+                        columns[f"{name}/{also}"][place] = value
                     continue
                 on_error = self._on_error if call.on_error is None else call.on_error
                 columns[name][place] = () if call.positions else on_error
@@ -247,9 +251,11 @@ class Scorer(contextlib.AbstractContextManager):
         named = isinstance(path, str)
         seconds = getattr(reward, "timeout_s", None) or self._timeout_s * (BATCH_TIMES if form.batch else 1)
         function = None if named else _callable(reward)
+        also = further(reward)
+        on_error = math.nan if isinstance(reward, OF_JUDGES) else None
         for share in [places] if places and (form.batch or form.waits) else [[place] for place in places]:
             bare = [(items[at][0], dataclasses.replace(items[at][1], extras={}, prompt_extras={})) for at in share]
-            yield share, Call(path if named else name, bare, form, seconds, positions, function)
+            yield share, Call(path if named else name, bare, form, seconds, positions, function, on_error, also)
 
     def _score(self, items: Sequence[Item], rewards: dict[str, Any], given: Mapping[str, Any]) -> Scores:
         bases = {name: self._bases[name] for name in rewards}
@@ -279,10 +285,16 @@ class Scorer(contextlib.AbstractContextManager):
             for name, scores in given.items()
             if name in self._rewards and isinstance(bases[name], ModelReward) and scores.shape[1:] > (1,)
         }
+        beside = {
+            f"{name}/{one}": columns[f"{name}/{one}"]
+            for name, base in bases.items()
+            if name in self._rewards
+            for one in further(base)
+        }
         return Scores(
             reward=reward,
             accuracy=accuracy,
-            parts={name: (means | whole)[name] for name in rewards} | differing,
+            parts={name: (means | whole)[name] for name in rewards} | differing | beside,
             failures=_failures(failed, source, places),
             steps=at_tokens(items, [(self._bases[name], said) for name, said in stepped.items()], self.tokenizer),
         )

@@ -11,6 +11,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.bounds import Bound, Constraint, Hinge, TaskReward, Threshold, base_of
 from jaxrl_llm.rewards.code import CodeTests
 from jaxrl_llm.rewards.functions import OF_STEPS, Function, Local, Lost, ModelReward, StepFunction, StepReward, form_of
+from jaxrl_llm.rewards.rubric import OF_JUDGES, Pairwise, Rubric
 from jaxrl_llm.rewards.verify import accuracy
 from jaxrl_llm.system.setting import Range, check_fields
 from jaxrl_llm.types import Completion, Problem
@@ -166,6 +167,8 @@ Reward = (
     | StepFunction
     | ModelReward
     | StepReward
+    | Rubric
+    | Pairwise
     | TaskReward
     | Lost
 )
@@ -208,6 +211,8 @@ def check(reward: Any) -> None:
     if not isinstance(weight, (int, float)) or not math.isfinite(weight):
         raise InputError(f"reward {reward.name} has the weight {weight}; give a finite number")
     check_fields(reward, f"{type(reward).__name__}.")
+    if isinstance(reward, OF_JUDGES):
+        reward.check()
     match reward:
         case SoftOverlong() if not 0 < reward.cache <= reward.max_length:
             raise InputError(

@@ -109,6 +109,15 @@ def test_a_batch_that_fails_in_a_worker_loses_all_and_says_where():
     assert scores.failures.message.startswith(os.path.relpath(forms.__file__) + ":")
 
 
+def test_an_exception_in_a_batch_is_the_failure_of_one():
+    def some(problems, completions):
+        return [ConnectionError("lost") if one.text == "x" else 1.0 for one in completions]
+
+    scores = scored((some,), ["2", "x", "4"], on_error=-1.0)
+    assert scores.parts["some"].tolist() == [1.0, -1.0, 1.0] and scores.failures.of == {"some": (3, 1)}
+    assert scores.failures.message.endswith("ConnectionError: lost")
+
+
 def test_what_hangs_in_this_process_is_given_up_and_the_others_are_scored():
     end, begun = threading.Event(), []
 

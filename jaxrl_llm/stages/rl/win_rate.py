@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxrl_llm.config import JUDGED, Run
 from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.rewards.rubric import Pairwise
 from jaxrl_llm.rollout.evaluate import Evaluated, Tested
 from jaxrl_llm.sharding.distributed import ALONE, Peers
 from jaxrl_llm.sharding.rules import digest
@@ -30,18 +31,21 @@ class WinRate(Ingredient):
       scorer: asks the judge.
       peers: the run's processes; the first one writes and reads.
       made_from: maps a problem to a digest of its answers' inputs except the weights.
+      pairwise: the judge sees both answers at once.
     """
 
     path: Path = Path(FIRST_ANSWERS)
     scorer: Any = None
     peers: Peers = ALONE
     made_from: Callable[[Problem], str] = str
+    pairwise: bool = False
     name = "win_rate"
 
     @classmethod
     def of(cls, run: Run) -> Self | None:
         """See ``Ingredient``."""
-        return None if run.evaluation.judge is None else cls()
+        judge = run.evaluation.judge
+        return None if judge is None else cls(pairwise=isinstance(judge, Pairwise))
 
     def prepared(self, around: Around) -> Self:
         """See ``Ingredient``."""
@@ -102,14 +106,22 @@ class WinRate(Ingredient):
                 won[at] = 0.5
                 continue
             places.append(at)
+            problem = found.problems[at[0]]
+            if self.pairwise:  # it prefers an answer to the reference: here to the first policy's
+                before = dataclasses.replace(problem, answer=row["completion"] or " ", verifier="none")
+                items.append((before, answer))
+                continue
             # As a judge reads it: sampling probabilities and versions are not kept.
             size = len(row["tokens"])
             before = Completion(
                 np.asarray(row["tokens"], np.int32), np.zeros(size, np.float32), row["finish_reason"],
                 np.ones(size, bool), np.zeros(size, np.int32), text=row["completion"],
             )  # fmt: skip
-            items += [(found.problems[at[0]], before), (found.problems[at[0]], answer)]
-        scores = self.scorer.score(items, only=(JUDGED,)).parts[JUDGED].reshape(-1, 2) if items else ()
-        for at, (old, new) in zip(places, scores, strict=True):
-            won[at] = np.nan if np.isnan(old + new) else (np.sign(new - old) + 1) / 2
+            items += [(problem, before), (problem, answer)]
+        scores = self.scorer.score(items, only=(JUDGED,)).parts[JUDGED] if items else np.zeros(0)
+        if not self.pairwise:
+            old, new = scores.reshape(-1, 2).T
+            scores = np.where(np.isnan(old + new), np.nan, (np.sign(new - old) + 1) / 2)
+        for at, score in zip(places, scores, strict=True):
+            won[at] = score
         return dataclasses.replace(found, won=won)

@@ -5,13 +5,15 @@ import json
 
 import numpy as np
 import pytest
+from rewards.judge_server import endpoint, serving
 
-from jaxrl_llm.config import JUDGED
-from jaxrl_llm.rewards import Accuracy, ModelReward, Scorer
+from jaxrl_llm.config import JUDGED, Evaluation, Run
+from jaxrl_llm.rewards import Accuracy, ModelReward, Pairwise, Scorer
 from jaxrl_llm.rollout import evaluate
 from jaxrl_llm.rollout.evaluate import Evaluated
 from jaxrl_llm.sharding.distributed import ALONE
 from jaxrl_llm.stages.rl.win_rate import FIRST_ANSWERS, WinRate
+from jaxrl_llm.tasks import Task
 from jaxrl_llm.types import Completion, Problem
 
 PROBLEMS = tuple(Problem(str(i), ({"role": "user", "content": f"{i}?"},), "3", "sums") for i in range(3))
@@ -98,3 +100,17 @@ def test_without_the_file_nobody_wins(contest):
 
 def test_nothing_is_told_without_a_judge():
     assert not [name for name in evaluated(["a"], ["b"], ["c"]).metrics() if "win" in name or "refus" in name]
+
+
+def test_a_pairwise_judge_sees_both_answers(tmp_path):
+    with serving() as server:
+        judge = Pairwise(endpoint(server))
+        with Scorer((Accuracy(),), on_request={JUDGED: judge}, folder=tmp_path) as scorer:
+            contest = WinRate(tmp_path / FIRST_ANSWERS, scorer, ALONE, lambda problem: problem.id, pairwise=True)
+            contest.begin([evaluated(["12", ""], ["1", "3"], ["2", "x"])])
+            (found,) = judged(contest, [evaluated(["123", "4"], ["5", "y"], ["2", "x"])])
+        np.testing.assert_array_equal(found.won, [[1.0, 1.0], [0.5, 0.0], [0.5, 0.5]])
+        assert len(server.asked) == 2 * 4, "nobody is asked about the same answer"
+    run = Run("a", Task([{"prompt": "1", "answer": "1"}]), evaluation=Evaluation(judge=judge))
+    assert WinRate.of(run).pairwise
+    assert not WinRate.of(dataclasses.replace(run, evaluation=Evaluation(judge=JUDGE))).pairwise

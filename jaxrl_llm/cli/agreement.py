@@ -1,0 +1,151 @@
+"""``jaxrl-llm eval CONFIG --pairs FILE``: how often the judges of a configuration agree with labelled pairs."""
+
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+
+from jaxrl_llm import config as configs
+from jaxrl_llm.cli.flags import parse
+from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.rewards.rubric import OF_JUDGES, Pairwise
+from jaxrl_llm.rewards.scorer import Scorer
+from jaxrl_llm.rewards.shaping import check, named
+from jaxrl_llm.system.setting import Range, check_fields
+from jaxrl_llm.types import Completion, Problem
+
+AT_ONCE = 64
+"""Number of pairs that a judge is asked about in one call."""
+
+Pair = tuple[Problem, str, str]
+"""A problem with a better and a worse answer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Options of the comparison of judges with labelled pairs.
+
+    Attributes:
+      limit: pairs at most; 0 for all.
+      json: print one JSON object instead of lines.
+    """
+
+    limit: Annotated[int, Range("[0, inf]", "0 is all")] = 0
+    json: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Agreement:
+    """Agreement of one judge with labelled pairs.
+
+    Attributes:
+      won: float64[n], 1 where the judge prefers the better answer, 0.5 for a tie, 0, and NaN without a score.
+      means: of the further numbers of each scored text, by name.
+      failure: the first call that failed, in one line; empty without one.
+    """
+
+    won: np.ndarray
+    means: Mapping[str, float]
+    failure: str = ""
+
+    def metrics(self) -> dict[str, float | None]:
+        """Return the numbers by name: ``agreement`` counts a tie as half, and its ``error`` is the standard error."""
+        known = self.won[~np.isnan(self.won)]
+        count = len(known)
+        found: dict[str, float | None] = {
+            "pairs": len(self.won),
+            "scored": count,
+            "agreement": float(known.mean()) if count else None,
+            "error": float(known.std(ddof=1) / count**0.5) if count > 1 else None,
+            "ties": float(np.mean(known == 0.5)) if count else None,
+        }
+        return found | {name: None if math.isnan(mean) else mean for name, mean in self.means.items()}
+
+
+def agree(name: str, pairs: str, arguments: list[str]) -> int:
+    """Ask the judges of a configuration about the pairs of a file, and print their agreement; return the exit code.
+
+    Raises:
+      InputError: the configuration has no judge, or the file has no pairs.
+    """
+    options = parse(Options, arguments, f"jaxrl-llm eval {name} --pairs {pairs}", str(__doc__), Options())
+    check_fields(options, "--")
+    run = configs.find_config(name).located
+    judges = list(dict.fromkeys(base for base in configs.bases(run) if isinstance(base, OF_JUDGES)))
+    require(bool(judges), f"{name} has no judge whose agreement could be measured: give it a Rubric or a Pairwise")
+    for judge in judges:
+        check(judge)
+    rows = read_pairs(Path(pairs), options.limit)
+    found = {label: agreement(judge, rows) for label, judge in named(judges).items()}
+    for label, one in found.items():
+        if one.failure:
+            print(f"... {label}: {one.failure}", file=sys.stderr)
+    if options.json:
+        print(json.dumps({"pairs": pairs} | {label: one.metrics() for label, one in found.items()}))
+        return 0
+    for label, one in found.items():
+        print(f"{label} on {pairs}:")
+        for metric, value in one.metrics().items():
+            print(f"  {metric:<12}{'unknown' if value is None else f'{value:10.4g}'}")
+    return 0
+
+
+def read_pairs(path: Path, limit: int) -> list[Pair]:
+    """Return the pairs of a file in any form that ``Pairs`` reads; a row's ``answer`` is the reference.
+
+    Raises:
+      InputError: a row is no pair, or the file has none.
+    """
+    from jaxrl_llm.data.formats import PAIRS, columns_of, ranking_of
+    from jaxrl_llm.tasks.tables import rows_of
+
+    found: list[Pair] = []
+    for place, row in rows_of(path):
+        try:
+            prompt, (best, *_, worst), _ = ranking_of(row, columns_of(row, PAIRS))
+        except InputError as error:
+            raise InputError(f"{place}: {error}") from None
+        answer = row.get("answer")
+        problem = Problem(place, tuple(prompt), "" if answer is None else str(answer), path.stem, verifier="none")
+        found.append((problem, str(best["content"]), str(worst["content"])))
+        if len(found) == limit:
+            break
+    require(
+        bool(found), f"{path} has no pairs: jaxrl-llm collect RUN_OR_MODEL --kind pairs --out FILE.jsonl makes some"
+    )
+    return found
+
+
+def agreement(judge: Any, pairs: Sequence[Pair]) -> Agreement:
+    """Ask a judge about each pair: a ``Rubric`` scores both answers, a ``Pairwise`` compares them."""
+    items: list[tuple[Problem, Completion]] = []
+    for problem, best, worst in pairs:
+        if isinstance(judge, Pairwise):
+            items.append((dataclasses.replace(problem, answer=worst or " "), completion_of(best)))
+        else:
+            items += [(problem, completion_of(best)), (problem, completion_of(worst))]
+    each = len(items) // len(pairs)
+    with Scorer((judge,)) as scorer:
+        parts = [scorer.score(items[at : at + AT_ONCE * each]) for at in range(0, len(items), AT_ONCE * each)]
+    scores = np.concatenate([part.reward / judge.weight for part in parts])
+    if each == 2:
+        best, worst = scores.reshape(-1, 2).T
+        scores = np.where(np.isnan(best + worst), np.nan, (np.sign(best - worst) + 1) / 2)
+    columns = {
+        name.partition("/")[2]: np.concatenate([part.parts[name] for part in parts])
+        for name in parts[0].parts
+        if "/" in name
+    }
+    means = {name: float(np.nanmean(x)) if not np.isnan(x).all() else math.nan for name, x in columns.items()}
+    return Agreement(scores, means, next((part.failures.message for part in parts if part.failures.message), ""))
+
+
+def completion_of(text: str) -> Completion:
+    """Return a text as a completion that no policy sampled."""
+    one = np.zeros(1)
+    return Completion(one.astype(np.int32), one, "stop", one > 0, one.astype(np.int32), text=text)

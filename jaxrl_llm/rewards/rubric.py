@@ -1,0 +1,183 @@
+"""Rewards from a judge's verdicts: items of a rubric, and comparisons of two answers."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.rewards.chat_client import Answer, client_of
+from jaxrl_llm.rewards.endpoint import Endpoint
+from jaxrl_llm.rewards.verdicts import better, code_in, compared, graded, steers, verdicts
+from jaxrl_llm.types import Completion, Message, Problem
+
+Judged = Mapping[str, float] | Exception
+"""A score with its further numbers, or why there is none."""
+
+COUNTED = ("unparsed", "injected", "cached", "tokens", "cost")
+"""Names of the further numbers of each completion: whether no verdict could be read, whether the completion tries to
+steer the judge, whether all answers were known, and tokens and dollars of those that were not."""
+GRACE_S = 10.0
+
+
+class ByJudge:
+    """Base of the rewards that ask a judge: all completions of a step in one call, which the judge's deadline ends."""
+
+    def __call__(self: Any, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Judged]:
+        """Return the score of each completion, NaN where a verdict could not be read; the error where none came."""
+        items = list(zip(problems, completions, strict=True))
+        chats = [self.chats(problem, completion.text) for problem, completion in items]
+        answers = iter(client_of(self.judge).ask([chat for some in chats for chat in some]))
+        found: list[Judged] = []
+        for (_, completion), some in zip(items, chats, strict=True):
+            said = [next(answers) for _ in some]
+            failed = next((one for one in said if isinstance(one, Exception)), None)
+            found.append(self.judged(completion.text, some, said) if failed is None else failed)
+        return found
+
+    @property
+    def timeout_s(self: Any) -> float:
+        """Seconds for one call; the judge's own deadline comes first."""
+        return self.judge.deadline_s + GRACE_S
+
+    def check_judge(self: Any) -> None:
+        """Refuse a name that metrics cannot have, or a judge that cannot work."""
+        require(
+            bool(self.name) and "/" not in self.name,
+            f"a reward has the name {self.name!r}; give a text without a slash",
+        )
+        self.judge.check(f"{type(self).__name__}.judge.")
+
+    def counts(self: Any, text: str, said: Sequence[Answer], unparsed: bool) -> dict[str, float]:
+        """Return the numbers of ``COUNTED`` for one completion."""
+        return {
+            "unparsed": float(unparsed),
+            "injected": float(steers(text)),
+            "cached": float(all(answer.cached for answer in said)),
+            "tokens": sum(answer.prompt_tokens + answer.completion_tokens for answer in said),
+            "cost": sum(answer.cost(self.judge.prices) for answer in said),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Rubric(ByJudge):
+    r"""Share of a rubric's weight that a completion earns, by a judge's verdict on each item.
+
+    ``sum_i w_i met_i / sum_i max(w_i, 0)``, as HealthBench scores (arXiv 2505.08775) and as rewards in arXiv
+    2507.17746; an item with a negative weight is a fault, so that the score may be negative. One request asks for all
+    items. An answer without exactly one verdict for each is no score (NaN), as is a request that fails for good,
+    whatever ``scoring.on_error`` is.
+
+    Attributes:
+      items: texts with their weights: ``(("The answer names its source", 2.0), ...)``.
+      judge: the model that decides.
+      weight: in the sum of the rewards.
+      instructions: further words to the judge, such as how strict it should be.
+      reference: whether the judge sees the row's answer, where the row has one.
+      name: of its column in metrics and samples; ``<name>/item_1`` and so on are the verdicts.
+    """
+
+    items: tuple[tuple[str, float], ...]
+    judge: Endpoint
+    weight: float = 1.0
+    instructions: str = ""
+    reference: bool = True
+    name: str = "rubric"
+
+    def __post_init__(self):
+        items = self.items.items() if isinstance(self.items, Mapping) else self.items
+        object.__setattr__(self, "items", tuple(tuple(item) if isinstance(item, list) else item for item in items))
+
+    @property
+    def also(self) -> tuple[str, ...]:
+        """Names of the further numbers of each completion."""
+        return (*(f"item_{number}" for number in range(1, len(self.items) + 1)), *COUNTED)
+
+    def chats(self, problem: Problem, text: str) -> list[list[Message]]:
+        """Return the chats with the judge about a completion: one."""
+        right = problem.answer if self.reference else ""
+        return [graded(problem, text, [item for item, _ in self.items], self.instructions, right)]
+
+    def judged(self, text: str, chats: Sequence[Sequence[Message]], said: Sequence[Answer]) -> Judged:
+        """Return the score and its numbers from the judge's answers."""
+        met = verdicts(said[0].text, code_in(chats[0]), len(self.items))
+        each = (math.nan,) * len(self.items) if met is None else met
+        earned = sum(weight * value for (_, weight), value in zip(self.items, each, strict=True))
+        most = sum(max(weight, 0.0) for _, weight in self.items)
+        names = {f"item_{number}": float(value) for number, value in enumerate(each, start=1)}
+        return {"score": earned / most} | names | self.counts(text, said, met is None)
+
+    def check(self) -> None:
+        """Refuse items or a judge that cannot work.
+
+        Raises:
+          InputError: names the field and the remedy.
+        """
+        require(bool(self.items), "Rubric.items is empty: give pairs of a text and a weight")
+        for item in self.items:
+            if not isinstance(item, tuple) or len(item) != 2 or not isinstance(item[0], str) or not item[0].strip():
+                raise InputError(f"Rubric.items holds {item!r:.80}: give pairs of a text and a weight")
+            weight = item[1]
+            if type(weight) not in (int, float) or not math.isfinite(weight) or weight == 0:
+                raise InputError(
+                    f"Rubric.items has the weight {weight!r} for {item[0]!r:.60}: give a finite number other than 0, "
+                    "or leave the item out"
+                )
+        positive = any(weight > 0 for _, weight in self.items)
+        require(positive, "Rubric.items has no weight above 0, so that no completion could earn one: give one item one")
+        self.check_judge()
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairwise(ByJudge):
+    """Whether a judge prefers a completion to the row's reference answer: 1, 0, or 0.5 for a tie.
+
+    The judge is asked twice, with the answers in either order, since judges prefer a place. Two verdicts that
+    contradict each other are a tie, counted as ``<name>/disagreed``. As ``evaluation.judge`` it compares with the first
+    policy's answer instead.
+
+    Attributes:
+      judge: the model that decides.
+      criterion: what makes an answer the better one.
+      weight: in the sum of the rewards.
+      name: of its column in metrics and samples.
+    """
+
+    judge: Endpoint
+    criterion: str = "prefer the one that is right, then the one that is complete, then the one that is clear."
+    weight: float = 1.0
+    name: str = "preferred"
+    also: ClassVar[tuple[str, ...]] = ("disagreed", *COUNTED)
+
+    def chats(self, problem: Problem, text: str) -> list[list[Message]]:
+        """Return the chats with the judge about a completion: in both orders."""
+        other = problem.answer
+        require(bool(other), f"{self.name} compares with the row's answer, and problem {problem.id} has none: add it")
+        return [compared(problem, text, other, self.criterion), compared(problem, other, text, self.criterion)]
+
+    def judged(self, text: str, chats: Sequence[Sequence[Message]], said: Sequence[Answer]) -> Judged:
+        """Return the score and its numbers from the judge's two answers."""
+        places = [better(one.text, code_in(chat)) for one, chat in zip(said, chats, strict=True)]
+        unread = None in places
+        first, second = ({own: 1.0, "tie": 0.5}.get(place, 0.0) for own, place in zip("AB", places, strict=True))
+        score = math.nan if unread else first if first == second else 0.5
+        disagreed = math.nan if unread else float(first != second)
+        return {"score": score, "disagreed": disagreed} | self.counts(text, said, unread)
+
+    def check(self) -> None:
+        """Refuse a criterion or a judge that cannot work.
+
+        Raises:
+          InputError: names the field and the remedy.
+        """
+        require(bool(self.criterion.strip()), "Pairwise.criterion is empty: say what makes an answer the better one")
+        self.check_judge()
+
+
+OF_JUDGES = (Rubric, Pairwise)
+"""Rewards that ask a judge; a call that fails is no score."""
+
+
+def further(reward: Any) -> tuple[str, ...]:
+    """Return the names of the numbers that a reward gives each completion beside its score."""
+    return reward.also if isinstance(reward, OF_JUDGES) else ()
