@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import os
 import sys
+import tempfile
 import types
 
 MOST_S = 30
@@ -42,21 +43,27 @@ def skyrl(program, called):
     return float(grader.compute_score(f"```python\n{program}\n```", tests)[1])
 
 
-def into(queue, grader, program, called):
-    """Put the score into the queue, and nothing if the grader does not survive."""
+def into(path, grader, program, called):
+    """Write the score to a file, and nothing if the grader does not survive."""
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-        queue.put(grader(program, called))
+        given = grader(program, called)
+    with open(path, "w") as file:
+        file.write(str(given))
 
 
 def score(grader, program, called):
     """Return the score that a process of its own gives; 0 if it gives none in time."""
-    queue = multiprocessing.Queue()
-    process = multiprocessing.Process(target=into, args=(queue, grader, program, called))
-    process.start()
-    process.join(MOST_S)
-    if process.is_alive():
-        process.kill()
-    return 0.0 if queue.empty() else queue.get()
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "score")
+        process = multiprocessing.Process(target=into, args=(path, grader, program, called))
+        process.start()
+        process.join(MOST_S)
+        if process.is_alive():
+            process.kill()
+        if not os.path.exists(path):
+            return 0.0
+        with open(path) as file:
+            return float(file.read() or 0)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """Programs in the sandbox: what they may do, and how they end."""
 
+import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -97,3 +99,38 @@ def test_nothing_outside_is_even_seen_in_namespaces():
     code = "import os\nfor path in ('/tmp', '/etc/passwd', '/home', '/usr/bin'):\n    print(os.path.exists(path))"
     assert servers.run({"code": code}, b"", 2.0, 256).stdout == b"False\n" * 4
     servers.close()
+
+
+FORBIDDEN = """
+import ctypes, json, struct, sys
+from jaxrl_llm.rewards.sandbox import level, run_python
+numbers = json.loads(sys.argv[1])
+filter = [(0x20, 0, 0, 0)]  # load the number, compare, fail with EPERM
+for number in numbers:
+    filter += [(0x15, 0, 1, number), (0x06, 0, 0, 0x00050001)]
+filter += [(0x06, 0, 0, 0x7FFF0000)]
+program = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *one) for one in filter))
+packed = ctypes.create_string_buffer(struct.pack("@HP", len(filter), ctypes.addressof(program)))
+library = ctypes.CDLL(None)
+assert library.prctl(38, 1, 0, 0, 0) == 0 and library.prctl(22, 2, packed, 0, 0) == 0
+print(json.dumps([level(), run_python("print(1)"), run_python("print(1)", unsafe=True)]))
+"""
+UNSHARE = {"x86_64": 272}.get(platform.machine(), 97)
+LANDLOCK = 444
+
+
+def forbidding(*numbers):
+    """The level, and the outcomes of a program, where the system forbids these calls as a container does."""
+    command = [sys.executable, "-c", FORBIDDEN, json.dumps(numbers)]
+    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+
+
+def test_a_container_without_namespaces_has_the_level_below():
+    assert forbidding(UNSHARE) == ["landlock+seccomp", ["ok", "1\n", ""], ["ok", "1\n", ""]]
+
+
+def test_a_program_is_refused_where_it_cannot_be_confined():
+    level, outcome, unsafe = forbidding(UNSHARE, LANDLOCK)
+    assert level == "rlimits only"
+    assert outcome[:2] == ["refused", ""] and "Landlock" in outcome[2]
+    assert unsafe == ["ok", "1\n", ""]
