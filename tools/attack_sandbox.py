@@ -26,7 +26,7 @@ import tyro
 from attack_programs import BOMBS, CHEATS, EXPRESSIONS, HONEST, LASTING, TESTS, attempt, cheat
 
 from jaxrl_llm.rewards import code, sandbox
-from jaxrl_llm.sandbox.client import Servers
+from jaxrl_llm.sandbox.client import SandboxError, Servers
 
 PACKAGES = ("verl==0.9.1", "skyrl-gym==0.4.0")
 REQUIREMENTS = ("numpy", "pandas")
@@ -93,7 +93,10 @@ def together(level: str, servers: Servers, programs: dict[str, str], seconds: fl
         draw, count, wrong = random.Random(seed), 0, []
         while time.monotonic() < until:
             name = draw.choice(list(programs))
-            found = sandbox.outcome(servers.run({"code": programs[name]}, b"", 0.2, 128))
+            try:
+                found = sandbox.outcome(servers.run({"code": programs[name]}, b"", 0.2, 128))
+            except SandboxError:  # too busy to tell
+                continue
             honest = sandbox.outcome(servers.run({"code": "print(input())"}, b"honest", 5.0, 128))
             wrong += [f"{level}: {name}"] * ("BREACH" in found.stdout)
             wrong += [f"{level}: after {name} an honest program ended with {honest}"] * (honest.stdout != "honest\n")

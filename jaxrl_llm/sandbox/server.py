@@ -35,7 +35,7 @@ DESCRIPTORS = 5
 LEVELS = "rlimits only", "landlock+seccomp", "full"
 FILE_BYTES, FOLDER_BYTES, FOLDER_FILES, THREADS, OPEN_FILES = 8 << 20, 32 << 20, 256, 64, 64
 """Limits of a program: bytes of a file and of all its files, number of files and threads, open files."""
-STARVED_TIMES = 4
+STARVED_TIMES = 10
 """Times its time limit that a program may take on a busy machine; time in which it waits for a processor is not its
 own."""
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.005, 0.025
