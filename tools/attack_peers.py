@@ -1,7 +1,8 @@
 """Scores of programs by verl's and SkyRL-Gym's graders, for ``attack_sandbox.py``, in an environment that has them.
 
-Reads programs by name as JSON, and prints the scores by grader and form as one line of JSON. The packages' own modules
-are loaded without what their parents import, such as torch. One test, so that a cheat need not tell tests apart.
+Reads programs by name as JSON, and writes the scores by grader and form to the file of its argument. The packages' own
+modules are loaded without what their parents import, such as torch. One test, so that a cheat need not tell tests
+apart.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ import tempfile
 import types
 
 MOST_S = 30
+REQUIREMENTS = ("numpy", "pandas")
 
 
 def without_parents(name):
@@ -67,6 +69,8 @@ def score(grader, program, called):
 
 
 if __name__ == "__main__":
+    for name in REQUIREMENTS:  # once: the graders import them for every program, within its limit of time
+        importlib.import_module(name)
     programs = json.load(sys.stdin)
     found = {
         f"{grader.__name__}, {'called' if called else 'printed'}": {
@@ -75,4 +79,5 @@ if __name__ == "__main__":
         for grader in (verl, skyrl)
         for called in (False, True)
     }
-    print(json.dumps(found))
+    with open(sys.argv[1], "w") as file:
+        json.dump(found, file)

@@ -145,10 +145,10 @@ def graded_by_peers(programs: dict[str, str]) -> dict[str, dict[str, float]]:
         subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", *PACKAGES], check=True)
         subprocess.run([python, "-m", "pip", "install", "-q", *REQUIREMENTS], check=True)
         given = json.dumps(programs)
-        command = [python, str(GRADED)]
-        # A grader that is ended by a program says so at length.
-        said = subprocess.run(command, input=given, capture_output=True, text=True, check=True).stdout
-    return json.loads(said.splitlines()[-1])
+        scores = Path(folder) / "scores.json"
+        # The programs may write to the output, too, and graders that they end say so at length.
+        subprocess.run([python, str(GRADED), str(scores)], input=given, capture_output=True, text=True, check=True)
+        return json.loads(scores.read_text())
 
 
 def speed(count: int) -> float:

@@ -139,7 +139,7 @@ class _Server:
     def _be_child(self, descriptors: list[int], confined: int, limits: dict[str, Any]) -> None:
         """Confine this process, say so, run the program, and end."""
         try:
-            os.setsid()
+            os.setpgid(0, 0)
             request, *standard, result = descriptors
             with open(request, "rb") as file:
                 asked = file.read()
