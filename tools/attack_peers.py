@@ -1,7 +1,8 @@
 """Scores of programs by verl's and SkyRL-Gym's graders, for ``attack_sandbox.py``, in an environment that has them.
 
-Reads programs by name as JSON, and prints the scores by grader and form as one line of JSON. The packages' own modules
-are loaded without what their parents import, such as torch. One test, so that a cheat need not tell tests apart.
+Reads programs by name as JSON, and writes the scores by grader and form to the file of its argument. The packages' own
+modules are loaded without what their parents import, such as torch. One test, so that a cheat need not tell tests
+apart.
 """
 
 import contextlib
@@ -11,9 +12,11 @@ import json
 import multiprocessing
 import os
 import sys
+import tempfile
 import types
 
 MOST_S = 30
+REQUIREMENTS = ("numpy", "pandas")
 
 
 def without_parents(name):
@@ -42,24 +45,32 @@ def skyrl(program, called):
     return float(grader.compute_score(f"```python\n{program}\n```", tests)[1])
 
 
-def into(queue, grader, program, called):
-    """Put the score into the queue, and nothing if the grader does not survive."""
+def into(path, grader, program, called):
+    """Write the score to a file, and nothing if the grader does not survive."""
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-        queue.put(grader(program, called))
+        given = grader(program, called)
+    with open(path, "w") as file:
+        file.write(str(given))
 
 
 def score(grader, program, called):
     """Return the score that a process of its own gives; 0 if it gives none in time."""
-    queue = multiprocessing.Queue()
-    process = multiprocessing.Process(target=into, args=(queue, grader, program, called))
-    process.start()
-    process.join(MOST_S)
-    if process.is_alive():
-        process.kill()
-    return 0.0 if queue.empty() else queue.get()
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "score")
+        process = multiprocessing.Process(target=into, args=(path, grader, program, called))
+        process.start()
+        process.join(MOST_S)
+        if process.is_alive():
+            process.kill()
+        if not os.path.exists(path):
+            return 0.0
+        with open(path) as file:
+            return float(file.read() or 0)
 
 
 if __name__ == "__main__":
+    for name in REQUIREMENTS:  # once: the graders import them for every program, within its limit of time
+        importlib.import_module(name)
     programs = json.load(sys.stdin)
     found = {
         f"{grader.__name__}, {'called' if called else 'printed'}": {
@@ -68,4 +79,5 @@ if __name__ == "__main__":
         for grader in (verl, skyrl)
         for called in (False, True)
     }
-    print(json.dumps(found))
+    with open(sys.argv[1], "w") as file:
+        json.dump(found, file)

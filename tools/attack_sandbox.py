@@ -26,7 +26,7 @@ import tyro
 from attack_programs import BOMBS, CHEATS, EXPRESSIONS, HONEST, LASTING, TESTS, attempt, cheat
 
 from jaxrl_llm.rewards import code, sandbox
-from jaxrl_llm.sandbox.client import Servers
+from jaxrl_llm.sandbox.client import SandboxError, Servers
 
 PACKAGES = ("verl==0.9.1", "skyrl-gym==0.4.0")
 REQUIREMENTS = ("numpy", "pandas")
@@ -93,7 +93,10 @@ def together(level: str, servers: Servers, programs: dict[str, str], seconds: fl
         draw, count, wrong = random.Random(seed), 0, []
         while time.monotonic() < until:
             name = draw.choice(list(programs))
-            found = sandbox.outcome(servers.run({"code": programs[name]}, b"", 0.2, 128))
+            try:
+                found = sandbox.outcome(servers.run({"code": programs[name]}, b"", 0.2, 128))
+            except SandboxError:  # too busy to tell
+                continue
             honest = sandbox.outcome(servers.run({"code": "print(input())"}, b"honest", 5.0, 128))
             wrong += [f"{level}: {name}"] * ("BREACH" in found.stdout)
             wrong += [f"{level}: after {name} an honest program ended with {honest}"] * (honest.stdout != "honest\n")
@@ -142,10 +145,10 @@ def graded_by_peers(programs: dict[str, str]) -> dict[str, dict[str, float]]:
         subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", *PACKAGES], check=True)
         subprocess.run([python, "-m", "pip", "install", "-q", *REQUIREMENTS], check=True)
         given = json.dumps(programs)
-        command = [python, str(GRADED)]
-        # A grader that is ended by a program says so at length.
-        said = subprocess.run(command, input=given, capture_output=True, text=True, check=True).stdout
-    return json.loads(said.splitlines()[-1])
+        scores = Path(folder) / "scores.json"
+        # The programs may write to the output, too, and graders that they end say so at length.
+        subprocess.run([python, str(GRADED), str(scores)], input=given, capture_output=True, text=True, check=True)
+        return json.loads(scores.read_text())
 
 
 def speed(count: int) -> float:

@@ -65,18 +65,25 @@ def literal(node: ast.expr, names: dict[str, Any]) -> tuple[Any] | None:
         return None
 
 
-def named(target: ast.expr, value: Any) -> dict[str, Any]:
-    """Return the values that an assignment gives to its names.
+def written(value: Any) -> str | None:
+    """Return the text of a literal; None for one that has none, such as an infinite number."""
+    text = repr(value)
+    try:
+        return text if ast.literal_eval(text) == value else None
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return None
 
-    Raises:
-      ValueError: it binds something else, or the value has another length.
-    """
+
+def named(target: ast.expr, value: Any) -> dict[str, Any] | None:
+    """Return the values that an assignment gives to its names; None if it binds something else."""
     if isinstance(target, ast.Name):
         return {target.id: value}
     if not isinstance(target, (ast.Tuple, ast.List)) or not isinstance(value, (list, tuple)):
-        raise ValueError("not a plain name")
-    pairs = zip(target.elts, value, strict=True)
-    return {name: one for inner, part in pairs for name, one in named(inner, part).items()}
+        return None
+    inner = [named(one, part) for one, part in zip(target.elts, value, strict=False)]
+    if len(target.elts) != len(value) or None in inner:
+        return None
+    return {name: part for one in inner for name, part in (one or {}).items()}
 
 
 def available(node: ast.stmt) -> tuple[list[ast.stmt], frozenset[str]]:
