@@ -37,8 +37,6 @@ class RowFormat(NamedTuple):
     beside: Columns
 
 
-DEEPEST = 200
-"""The deepest nesting of a row's values."""
 CUT_OFF = "rejected_cut_off"
 """Column of pairs: true if the worse completion was truncated, and so has no end of its turn."""
 OPTIONS = "chat_template_kwargs"
@@ -89,12 +87,8 @@ UNWRITTEN = {
 
 
 def unboxed(value: Any, depth: int = 0) -> Any:
-    """Convert NumPy arrays to lists and its scalars to Python's numbers, at any depth that is written as JSON.
-
-    Raises:
-      InputError: the value is nested too deeply.
-    """
-    require(depth < DEEPEST, f"a value is nested more than {DEEPEST} deep: leave the row out")
+    """Convert NumPy arrays to lists and its scalars to Python's numbers; InputError for a value nested too deeply."""
+    require(depth < 200, "a value is nested more than 200 deep: leave the row out")
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if isinstance(value, dict):
