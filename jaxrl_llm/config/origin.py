@@ -99,10 +99,7 @@ class Origin:
 
 
 def origin_of(data: Mapping[str, Any], directory: Path) -> Origin:
-    """Return the origin that a config.json in ``directory`` records, or a guess for older files without one.
-
-    ValueError, TypeError or AttributeError if it records something else.
-    """
+    """Return the origin in a config.json of ``directory``, or a guess for older files; ValueError if it is none."""
     start = Start(**data["from"]) if "from" in data else None
     if "origin" in data:
         models = data["origin"].get("models")
