@@ -49,6 +49,7 @@ import pytest  # noqa: E402  what imports jax comes after its environment
 from tiny import compiled  # noqa: E402
 
 from jaxrl_llm.plan.machines import compiles_for_gpus  # noqa: E402
+from jaxrl_llm.rewards.sandbox import LEVELS, level  # noqa: E402
 
 SOONER = (
     "algorithms", "checkpoints", "cli", "collection", "config", "end_to_end", "engine", "learner", "models", "rl",
@@ -79,11 +80,12 @@ COMPILERS = find_spec("libtpu") is not None and compiles_for_gpus()
 """Whether programs can be compiled for TPUs and GPUs that are not there."""
 
 
-def pytest_report_header() -> str:
+def pytest_report_header() -> list[str]:
     """Say whether tests are left out."""
-    if COMPILERS:
-        return "compilers of absent TPUs and GPUs: installed"
-    return "compilers of absent TPUs and GPUs: missing, so their tests are left out; pip install -e '.[compilers]'"
+    missing = "missing, so their tests are left out; pip install -e '.[compilers]'"
+    lines = [f"compilers of absent TPUs and GPUs: {'installed' if COMPILERS else missing}"]
+    left = "" if level() == LEVELS[-1] else "; tests of higher levels are left out"
+    return [*lines, f"sandbox for programs: {level()}{left}"]
 
 
 LONGEST = ("fault_injection", "resume", "notebooks", "processes", "planning", "your_own_run", "reranking", "kinds")
@@ -92,8 +94,11 @@ LONGEST = ("fault_injection", "resume", "notebooks", "processes", "planning", "y
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list) -> None:
     """The longest files and whole runs first: what is last should be short, so that all workers end together."""
-    if not COMPILERS:
-        left_out = [item for item in items if item.get_closest_marker("compilers")]
+    left_out = [] if COMPILERS else [item for item in items if item.get_closest_marker("compilers")]
+    confined = [(item, mark.args[0]) for item in items if (mark := item.get_closest_marker("sandbox"))]
+    if confined:
+        left_out += [item for item, asked in confined if LEVELS.index(asked) > LEVELS.index(level())]
+    if left_out:
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)
     ranks = {f"test_{name}": rank for rank, name in enumerate(LONGEST)}

@@ -12,11 +12,11 @@ earlier, code = json.loads(CODES)
 with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
     for text in earlier:
         exec(compile(text, "<earlier>", "exec"), names)
-tree = ast.parse(code, "<program>")
+tree = ast.parse(code, "<python>")
 last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-exec(compile(tree, "<program>", "exec"), names)
+exec(compile(tree, "<python>", "exec"), names)
 if last is not None:
-    value = eval(compile(ast.Expression(last.value), "<program>", "eval"), names)
+    value = eval(compile(ast.Expression(last.value), "<python>", "eval"), names)
     if value is not None:
         print(repr(value))
 """

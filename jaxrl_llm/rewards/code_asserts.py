@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.rewards.code_formats import Asserted
-from jaxrl_llm.rewards.code_names import available, bound, literal, loads, named
+from jaxrl_llm.rewards.code_names import available, bound, literal, loads, named, written
 
 _MOST_UNROLLED = 2000
 _PLAIN = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Import, ast.ImportFrom, ast.Pass, ast.Delete)
@@ -111,27 +111,35 @@ class _Scope:
     def add(self, node: ast.stmt) -> None:
         """Add a statement to the setup."""
         target = node.targets[0] if isinstance(node, ast.Assign) and len(node.targets) == 1 else None
-        value = literal(node.value, self.literals) if isinstance(node, ast.Assign) and target else None
-        if value is not None and isinstance(target, (ast.Tuple, ast.Name)):
-            self.bind(target, value[0])
+        value = None
+        if isinstance(node, ast.Assign):
+            value = literal(_Folded(self.literals).visit(copy.deepcopy(node.value)), self.literals)
+        if value is not None and target is not None and self.bind(target, value[0]):
             return
-        names = bound(node)
+        names = set(bound(node))
         if not isinstance(node, _DEFINES) and self.needs(node):
             # A call may change its arguments: all variables that such a statement names depend on the program.
             names |= {name for name in loads(node) if name in self.literals or name in self.tainted}
             self.tainted |= names
             if isinstance(node, ast.Assign) and self.is_object(node.value):
                 self.objects |= bound(node)
-        for name in names | (loads(node) if isinstance(node, (ast.Expr, ast.AugAssign)) else set()):
+        for name in names | (loads(node) if isinstance(node, (ast.Expr, ast.AugAssign)) else frozenset()):
             self.literals.pop(name, None)
         self.setup.append(node)
 
-    def bind(self, target: ast.expr, value: Any) -> None:
-        """Bind a target's names to parts of a literal, each by a statement of its own: one may be what is expected."""
-        for name, part in named(target, value).items():
+    def bind(self, target: ast.expr, value: Any) -> bool:
+        """Bind a target's names to parts of a literal, each by a statement of its own: one may be what is expected.
+        Return False if they cannot be written so.
+        """
+        parts = named(target, value)
+        texts = {name: written(part) for name, part in (parts or {}).items()}
+        if not parts or None in texts.values():
+            return False
+        for name, part in parts.items():
             self.literals[name] = part
             self.tainted.discard(name)
-            self.setup.append(ast.parse(f"{name} = {part!r}").body[0])
+            self.setup.append(ast.parse(f"{name} = {texts[name]}").body[0])
+        return True
 
     def known(self) -> set[str]:
         """Return the names that the setup binds."""
@@ -205,11 +213,12 @@ class _Scope:
           InputError: one of them is of a package that programs do not have.
         """
         names = {name for one in asked for name in loads(one)}
+        variables = {name for one in self.setup if not isinstance(one, _DEFINES) for name in bound(one)}
         found = []
         for node in reversed(self.setup):
             changes = isinstance(node, (ast.Expr, ast.AugAssign, ast.Delete, ast.Assign)) and loads(node) & names
             changes = changes and not (isinstance(node, ast.Assign) and bound(node))
-            modules = isinstance(node, ast.Expr) and not loads(node) & (self.literals.keys() | self.tainted)
+            modules = isinstance(node, ast.Expr) and not loads(node) & variables  # such as random.seed(0)
             if bound(node) & names or changes or modules:
                 found.append(node)
                 names |= loads(node)
@@ -227,9 +236,7 @@ class _Scope:
         found: list[Asserted] = []
         for value in values:
             inner = self.inner()
-            try:
-                inner.bind(loop.target, value)
-            except (SyntaxError, ValueError, TypeError):
+            if not inner.bind(loop.target, value):
                 return None
             for node in loop.body:
                 call = node.value if isinstance(node, ast.Expr) else None
@@ -251,6 +258,9 @@ class _Scope:
                 value = (list(zip(*inner, strict=False)),)
             elif node.func.id == "enumerate" and len(inner) == len(node.args) == 1:
                 value = (list(enumerate(inner[0])),)
+        if value is None and isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not node.args:
+            of = literal(node.func.value, self.literals) if node.func.attr == "items" else None
+            value = (list(of[0].items()),) if of and isinstance(of[0], dict) else None
         items = None if value is None else value[0]
         return list(items) if isinstance(items, (list, tuple)) and len(items) <= _MOST_UNROLLED else None
 
@@ -282,10 +292,10 @@ class _Folded(ast.NodeTransformer):
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
         if all(isinstance(one, _FOLDED) for one in ast.walk(node)) and loads(node) <= self.literals.keys():
             try:
-                value = eval(ast.unparse(node), {"__builtins__": {}}, self.literals)
-                return ast.parse(repr(value), mode="eval").body
-            except (LookupError, TypeError, SyntaxError):
+                text = written(eval(ast.unparse(node), {"__builtins__": {}}, self.literals))
+            except (LookupError, TypeError):
                 return node
+            return node if text is None else ast.parse(text, mode="eval").body
         return self.generic_visit(node)
 
 

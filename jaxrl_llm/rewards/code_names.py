@@ -1,6 +1,7 @@
 """Names and literals of the statements in tests of programs."""
 
 import ast
+import functools
 import sys
 from typing import Any
 
@@ -30,20 +31,23 @@ class pytest:
 """The two names of pytest that assertions need: programs have the standard library alone."""
 
 
-def loads(node: ast.AST) -> set[str]:
+@functools.lru_cache(maxsize=1 << 14)
+def loads(node: ast.AST) -> frozenset[str]:
     """Return the names that a statement or expression reads."""
-    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)}
+    read = (one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load))
+    return frozenset(read)
 
 
-def bound(node: ast.AST) -> set[str]:
+@functools.lru_cache(maxsize=1 << 14)
+def bound(node: ast.AST) -> frozenset[str]:
     """Return the names that a statement or expression binds, arguments of its functions among them."""
     if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
         stored = {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
-        return {node.name} | stored | {one.arg for one in ast.walk(node) if isinstance(one, ast.arg)}
+        return frozenset({node.name} | stored | {one.arg for one in ast.walk(node) if isinstance(one, ast.arg)})
     if isinstance(node, (ast.Import, ast.ImportFrom)):
-        return {(one.asname or one.name).partition(".")[0] for one in node.names}
+        return frozenset((one.asname or one.name).partition(".")[0] for one in node.names)
     names = {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and not isinstance(one.ctx, ast.Load)}
-    return names | {one.arg for one in ast.walk(node) if isinstance(one, ast.arg)}
+    return frozenset(names | {one.arg for one in ast.walk(node) if isinstance(one, ast.arg)})
 
 
 def literal(node: ast.expr, names: dict[str, Any]) -> tuple[Any] | None:
@@ -61,21 +65,28 @@ def literal(node: ast.expr, names: dict[str, Any]) -> tuple[Any] | None:
         return None
 
 
-def named(target: ast.expr, value: Any) -> dict[str, Any]:
-    """Return the values that an assignment gives to its names.
+def written(value: Any) -> str | None:
+    """Return the text of a literal; None for one that has none, such as an infinite number."""
+    text = repr(value)
+    try:
+        return text if ast.literal_eval(text) == value else None
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return None
 
-    Raises:
-      ValueError: it binds something else, or the value has another length.
-    """
+
+def named(target: ast.expr, value: Any) -> dict[str, Any] | None:
+    """Return the values that an assignment gives to its names; None if it binds something else."""
     if isinstance(target, ast.Name):
         return {target.id: value}
     if not isinstance(target, (ast.Tuple, ast.List)) or not isinstance(value, (list, tuple)):
-        raise ValueError("not a plain name")
-    pairs = zip(target.elts, value, strict=True)
-    return {name: one for inner, part in pairs for name, one in named(inner, part).items()}
+        return None
+    inner = [named(one, part) for one, part in zip(target.elts, value, strict=False)]
+    if len(target.elts) != len(value) or None in inner:
+        return None
+    return {name: part for one in inner for name, part in (one or {}).items()}
 
 
-def available(node: ast.stmt) -> tuple[list[ast.stmt], set[str]]:
+def available(node: ast.stmt) -> tuple[list[ast.stmt], frozenset[str]]:
     """Return the statements in place of one of a test's, and the names of packages that programs do not have.
 
     Imports of the program's names become assignments; what a test file does as a main program, and texts, are left out.
@@ -84,8 +95,8 @@ def available(node: ast.stmt) -> tuple[list[ast.stmt], set[str]]:
         module = (node.module or "").partition(".")[0]
         if module in _SOLUTION:
             renamed = [one for one in node.names if one.asname]
-            return [ast.parse(f"{one.asname} = {one.name}").body[0] for one in renamed], set()
-        return ([node], set()) if module in sys.stdlib_module_names else ([], bound(node))
+            return [ast.parse(f"{one.asname} = {one.name}").body[0] for one in renamed], frozenset()
+        return ([node], frozenset()) if module in sys.stdlib_module_names else ([], bound(node))
     if isinstance(node, ast.Import):
         names = [one.name.partition(".")[0] for one in node.names]
         kept = [one for one, name in zip(node.names, names, strict=True) if name in sys.stdlib_module_names]
@@ -94,4 +105,4 @@ def available(node: ast.stmt) -> tuple[list[ast.stmt], set[str]]:
         return ([ast.Import(kept)] if kept else []) + shim, others
     documents = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     guard = isinstance(node, ast.If) and "__name__" in loads(node.test)
-    return ([] if documents or guard else [node]), set()
+    return ([] if documents or guard else [node]), frozenset()

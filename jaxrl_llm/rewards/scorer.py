@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxrl_llm import codec
-from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.errors import InputError, as_input_error, require
 from jaxrl_llm.rewards import sandbox, shaping
 from jaxrl_llm.rewards.bounds import Gate, base_of, places_of, shaped, spread
 from jaxrl_llm.rewards.calls import LARGEST, Call, Outcome, defined
@@ -141,7 +141,8 @@ class Scorer(contextlib.AbstractContextManager):
             judge.check(share)
         if not any(share for _, share in judged):
             return []
-        level = sandbox.level()
+        with as_input_error("the sandbox does not start", "docs/security.md has what it needs"):
+            level = sandbox.level()
         require(level != sandbox.LEVELS[0], sandbox.REFUSED)
         if self._writes and self.folder is not None:
             with new_file(self.folder / SANDBOX) as part:

@@ -22,6 +22,9 @@ _NETWORK_SINCE, _SCOPES_SINCE = 4, 6
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 _CLONE = {"mount": 0x20000, "cgroup": 0x2000000, "uts": 0x4000000, "ipc": 0x8000000, "user": 0x10000000}
 _CLONE |= {"pid": 0x20000000, "net": 0x40000000}
+_MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE, _MNT_DETACH = 2, 4, 0x1000, 0x4000, 0x40000, 2
+ROOT_BYTES, ROOT_FILES = 40 << 20, 2000
+"""Size of the file system of a new root, and number of files in it."""
 _CAPABILITIES = 0x20080522
 _PATH = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_PATH", 0)
 
@@ -118,6 +121,40 @@ def leave_namespaces() -> None:
     for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
+
+
+def new_root(place: str, library: str) -> str:
+    """Make ``place`` the root of a file system with the library, ``/proc`` and ``/dev/null`` alone, in namespaces of
+    this process, and return the folder there that may be written.
+
+    Raises:
+      OSError: it is forbidden.
+    """
+    _checked(_library.unshare(ctypes.c_int(_CLONE["mount"])), "unshare")
+    _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
+    _mount("tmpfs", place, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={ROOT_BYTES},nr_inodes={ROOT_FILES},mode=755")
+    for path in (library, "/proc", "/dev/null"):
+        if os.path.isdir(path):
+            os.makedirs(place + path)
+        else:
+            os.makedirs(os.path.dirname(place + path))
+            os.close(os.open(place + path, os.O_CREAT))
+        _mount(path, place + path, None, _MS_BIND | _MS_REC)
+    own, before = "/own", "/before"
+    for folder in (own, before):
+        os.mkdir(place + folder)
+    os.chdir(place)
+    _checked(_syscall(syscalls.PIVOT_ROOT, b".", before[1:].encode()), "pivot_root")
+    os.chdir("/")
+    _checked(_library.umount2(before.encode(), ctypes.c_int(_MNT_DETACH)), "umount")
+    os.rmdir(before)
+    return own
+
+
+def _mount(source: str, place: str, kind: str | None, flags: int, options: str = "") -> None:
+    words = source.encode(), place.encode(), kind.encode() if kind else None
+    result = _library.mount(*words, ctypes.c_ulong(flags), options.encode())
+    _checked(result, f"mount {place}")
 
 
 def die_with_parent() -> None:

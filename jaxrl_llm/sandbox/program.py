@@ -4,6 +4,7 @@ Values leave it as JSON, in which an object that lies about equality cannot be e
 """
 
 import atexit
+import builtins
 import json
 import linecache
 import os
@@ -34,6 +35,7 @@ def run(request: bytes, channel: int) -> int:
     sys.stderr = open(2, "w", 1, "utf-8", "backslashreplace", closefd=False)  # noqa: SIM115
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
     sys.argv = [NAME]
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # without site-packages nothing else defines them
     for name in [name for name in sys.modules if name.partition(".")[0] == __name__.partition(".")[0]]:
         del sys.modules[name]
     try:

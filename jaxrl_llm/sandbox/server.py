@@ -35,7 +35,7 @@ DESCRIPTORS = 5
 LEVELS = "rlimits only", "landlock+seccomp", "full"
 FILE_BYTES, FOLDER_BYTES, FOLDER_FILES, THREADS, OPEN_FILES = 8 << 20, 32 << 20, 256, 64, 64
 """Limits of a program: bytes of a file and of all its files, number of files and threads, open files."""
-STARVED_TIMES = 4
+STARVED_TIMES = 10
 """Times its time limit that a program may take on a busy machine; time in which it waits for a processor is not its
 own."""
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.005, 0.025
@@ -48,14 +48,15 @@ def main(handle: str, folder: str, level: str) -> None:
     """
     connection = socket.socket(fileno=int(handle))
     sys.path[:] = [path for path in sys.path if not os.path.exists(os.path.join(path, "jaxrl_llm"))]
-    reached = _namespaces() if level == "full" else False
     for name in WARM:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     importlib.util.find_spec("not_there")  # lists the library's folder: programs may open its files, not list it
+    own = _apart(folder) if level == LEVELS[-1] else ""
+    folder = own or folder
     server = _Server(connection, folder, LEVELS.index(level))
     confined = server.rules is not None and server.tries()
-    reached = LEVELS[confined + (confined and reached)]
+    reached = LEVELS[confined + bool(confined and own)]
     gc.collect()
     gc.freeze()
     connection.sendall(json.dumps(["ready", reached]).encode())
@@ -66,17 +67,24 @@ def main(handle: str, folder: str, level: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _namespaces() -> bool:
-    """Continue as the first process of new namespaces, if the system allows it: all others there end with it."""
+def _apart(folder: str) -> str:
+    """Continue as the first process of new namespaces, with which all others there end, and with ``folder`` as the root
+    of its own file system; return the programs' folder there, or nothing if the system does not allow it.
+    """
     try:
         kernel.leave_namespaces()
     except OSError:
-        return False
+        return ""
     child = os.fork()
     if child:
-        os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
+        status = os.waitpid(child, 0)[1]
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
     kernel.die_with_parent()
-    return True
+    try:
+        return kernel.new_root(folder, os.path.dirname(os.__file__))
+    except OSError:
+        return ""
 
 
 def _readable() -> list[str]:

@@ -69,6 +69,8 @@ _FCNTL = 0, 1, 2, 3, 4, 5, 6, 7, 1030
 _AF_UNIX = (1,)
 _ANY: tuple[int, ...] = ()
 
+PIVOT_ROOT = {"aarch64": 41}.get(platform.machine(), 155)
+"""Number of a system call that C libraries have no function for."""
 SUPPORTED = platform.system() == "Linux" and platform.machine() in _AUDIT
 """Whether this module knows the machine's system calls."""
 

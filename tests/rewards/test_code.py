@@ -11,6 +11,8 @@ from jaxrl_llm.rewards import Accuracy, CodeTests, Scorer
 from jaxrl_llm.rewards.code import grade, read_tests
 from jaxrl_llm.types import Completion, Problem
 
+pytestmark = pytest.mark.sandbox("landlock+seccomp")
+
 ADDS = "print(sum(map(int, input().split())))"
 PRINTED = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7.0\n"]}
 FUNCTION = "Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\nIt adds."
@@ -75,6 +77,45 @@ def test_after_three_timeouts_the_rest_is_not_run():
     tests = {"inputs": [""] * 5, "outputs": ["1"] * 5}
     found = grade("while True: pass", tests, timeout_s=0.1)
     assert found == (0.0, ("timeout",) * 3 + ("not run",) * 2, "")
+
+
+KEPT_APART = """
+d = {"in": 2, "out": 777}
+assert f(d["in"]) == d["out"]
+x, y = 2, 777
+assert f(x) == y
+for case in [(1, 777), (2, 777)]:
+    assert f(case[0]) == case[1], f"not {case[1]}"
+for key, value in {1: 777}.items():
+    assert f(key) == value
+for case in [{"given": [1], "wanted": 777}]:
+    given, wanted = case["given"], case["wanted"]
+    assert f(*given) == wanted
+expected = [777]
+expected.append(778)
+assert f(2) == expected
+def reference(x): return 777
+assert f(2) == reference(2)
+class Wanted:
+    value = 777
+assert f(2) == Wanted.value
+assert f(2).__eq__(777)
+assert (f(2) == 777) is True
+assert [f(2), f(3)] == [777, 778] or f(4) != 777
+result = f(2)
+assert result == 777 and str(result).startswith("777")
+"""
+
+
+def test_nothing_expected_is_in_what_the_program_s_process_gets():
+    found = read_tests(KEPT_APART)
+    assert len(found) == 13
+    for test in found:
+        assert not test.opaque and "77" not in test.setup + "".join(test.expressions), test
+
+
+def test_what_compares_in_variables_is_opaque():
+    assert [test.opaque for test in read_tests("right = f(2) == 777\nassert right")] == [True]
 
 
 REFUSED = [

@@ -63,9 +63,7 @@ def prepare(
     test_prompts = prompts_of(run, read.tested, read.asked, tokenizer)
     scorer.tokenizer = tokenizer
     progress.status("calling each reward once")
-    sandboxed = scorer.check([*read.all_train, *read.held_out])
-    for problems in read.train:
-        scorer.dry_run(problems[0], tokenizer)
+    sandboxed = rewarded(scorer, read, tokenizer)
     stops, where = model.config.tokens.eos, rollout_mesh(run.mesh)
     training, forwards = learning_of(run, model, mesh, tokenizer)
     forward, names = forwards["policy"], [objective.name for one in training for objective in one.objectives]
@@ -109,6 +107,14 @@ def prepare(
     )
 
 
+def rewarded(scorer: Scorer, read: Problems, tokenizer: Any) -> list[str]:
+    """Check that the rewards can judge all problems, and call each once for every task; return notes."""
+    notes = scorer.check([*read.all_train, *read.held_out])
+    for problems in read.train:
+        scorer.dry_run(problems[0], tokenizer)
+    return notes
+
+
 def rehearsed(episodes: Sequence[Episodes | None], read: Problems) -> list[str]:
     """Begin a first episode of training and of evaluation, so that one that cannot begin is refused; return notes."""
     notes: list[str] = []
@@ -136,5 +142,4 @@ def check_ahead(
     scoring = run.scoring
     with Scorer(configs.rewards(run), scoring.workers, scoring.timeout_s, watched=configs.watched(run)) as scorer:
         scorer.check([*read.all_train, *read.held_out])
-        for problems in read.train:
-            scorer.dry_run(problems[0], tokenizer)
+        rewarded(scorer, read, tokenizer)
