@@ -1,6 +1,13 @@
 """SmolLM2-135M-Instruct writes small Python functions, judged by their tests in the sandbox, on two CPU cores.
 
-jaxrl-llm train code_quickstart
+    jaxrl-llm train code_quickstart
+
+The problems are those of level 1 of ``Programs``, one expression each; the reward is the share of the tests passed.
+GRPO, 6 groups of 8 programs a step.
+
+Measured on 2 CPU cores: of 30 held-out problems, answered greedily, 0.60 are solved before. The programs that are
+sampled at temperature 0.8 solve 0.15, 0.25 and 0.23 in the first three steps; what five steps bring was not measured.
+Two steps and the first evaluation take 4 minutes of processor time.
 """
 
 from jaxrl_llm.config import Evaluation, Output, Run, Scoring

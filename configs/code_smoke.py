@@ -2,7 +2,13 @@
 
     jaxrl-llm train code_smoke
 
-No download.
+No download. The prompt tells where a comparison changes, and ends with the beginning of a program; one byte ends it.
+Five tests give the share of right comparisons: a text that is no program passes none, any digit some, the right one
+all.
+
+Measured: the mean share is below 0.1 in the first four steps, 0.6 to 0.7 after 12; on the two held-out problems 0.0
+before and 0.6 after. The model has learned to write a digit near the middle, not yet to read the prompt. 18 seconds of
+processor time, with the sandbox's processes on top; 100 seconds on a machine with seven busy processes on its 2 cores.
 """
 
 from jaxrl_llm.config import Output, Run, Scoring

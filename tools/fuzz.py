@@ -212,7 +212,7 @@ def lines(asked: Asked) -> Iterator[dict[str, Any]]:
         for one in found if asked.out else ():
             asked.out.mkdir(parents=True, exist_ok=True)
             case = case_of(TARGETS[name], name, asked.seed, one.index)
-            (asked.out / f"{name}_{one.index}").write_bytes(case if isinstance(case, bytes) else repr(case).encode())
+            (asked.out / f"{name}_{one.index}").write_bytes(case if isinstance(case, bytes) else ascii(case).encode())
         kinds = collections.Counter(one.kind for one in found)
         counts = {"target": name, "inputs": asked.inputs, "refused": refused, "findings": len(found)}
         same = collections.Counter(f"{one.kind}: {one.told}" for one in found)

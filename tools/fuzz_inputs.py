@@ -1,5 +1,6 @@
 """Hostile inputs for ``fuzz.py``: texts, JSON values and bytes, each drawn from a seed or changed from a sound one."""
 
+import copy
 import json
 import random
 from collections.abc import Sequence
@@ -91,7 +92,7 @@ def value(draws: random.Random, depth: int = 3) -> Any:
         case 0:
             return draws.choice(NUMBERS)
         case 1:
-            return draws.choice(VALUES)
+            return copy.deepcopy(draws.choice(VALUES))
         case 2 | 3:
             return text(draws)
         case 4:

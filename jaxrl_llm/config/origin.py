@@ -99,12 +99,16 @@ class Origin:
 
 
 def origin_of(data: Mapping[str, Any], directory: Path) -> Origin:
-    """Return the origin that a config.json in ``directory`` records; for older files without one, guess it."""
+    """Return the origin in a config.json of ``directory``, or a guess for older files; ValueError if it is none."""
     start = Start(**data["from"]) if "from" in data else None
     if "origin" in data:
         models = data["origin"].get("models")
         pins = None if models is None else {name: Pin(**found) for name, found in models.items()}
-        return Origin(**data["origin"] | {"models": pins}, start=start)
+        found = Origin(**data["origin"] | {"models": pins}, start=start)
+        texts = (found.folder, found.config or "", start.run if start else "", *found.modules.values())
+        if all(isinstance(text, str) for text in texts):
+            return found
+        raise ValueError("origin or from names no files")
     usual = directory.absolute().parent
     return Origin(str(usual.parent if usual.name == SAVED_RUNS else Path.cwd()), start=start)
 

@@ -12,11 +12,11 @@ earlier, code = json.loads(CODES)
 with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
     for text in earlier:
         exec(compile(text, "<earlier>", "exec"), names)
-tree = ast.parse(code, "<program>")
+tree = ast.parse(code, "<python>")
 last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-exec(compile(tree, "<program>", "exec"), names)
+exec(compile(tree, "<python>", "exec"), names)
 if last is not None:
-    value = eval(compile(ast.Expression(last.value), "<program>", "eval"), names)
+    value = eval(compile(ast.Expression(last.value), "<python>", "eval"), names)
     if value is not None:
         print(repr(value))
 """
@@ -26,8 +26,8 @@ REASONS = {
     "memory": "it used more than {0.memory_mb} MiB of memory",
     "output": "it wrote too much",
 }
-LAST_LINES = 3
-"""Lines of an error's traceback that the model reads."""
+OWN = '  File "<python>"'
+"""The beginning of the last line of a traceback that is about the model's program: it reads what follows."""
 
 
 class PythonTool:
@@ -73,8 +73,8 @@ class PythonTool:
             return found.stdout or "(no output)"
         if found.status == "refused":
             raise RuntimeError(found.stderr)
-        lines = found.stderr.strip().splitlines()[-LAST_LINES:]
-        reason = REASONS[found.status].format(self) if found.status in REASONS else "\n".join(lines)
+        _, own, told = found.stderr.strip().rpartition(OWN)
+        reason = REASONS[found.status].format(self) if found.status in REASONS else f"{own}{told}".strip()
         return f"{found.stdout}Error: {reason}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PythonTool":

@@ -126,10 +126,9 @@ def decode(
     config = model.config
     rows = tokens.shape[0]
     positions = lengths + step + (0 if before is None else before.lengths)
-    steps = jnp.arange(chunk.columns)
     columns = jnp.arange(width or cache.columns)
     parts = 1 if before is None else len(before.rows)
-    since = (step - steps)[None]
+    since = (step - jnp.arange(chunk.columns))[None]
     distance = (lengths + step)[:, None] - columns[None]
     valid = columns[None] < lengths[:, None]
 

@@ -20,6 +20,8 @@ LEAST_POINTS = 100
 MOST_COMPLETIONS = 25_000
 MOST_BYTES = 24_000_000
 """Most bytes of the completions in a report, before compression."""
+LAST_STEP = 2**53
+"""The largest number of a step that the page's numbers hold."""
 HEAD = re.compile(rb'\{"step": (\d+), "kind": "(\w+)"')
 SECONDS = ("time/step_s", "time/evaluation_s")
 
@@ -66,7 +68,7 @@ def read_files(directory: Path) -> RunFiles:
     rows = list(read_rows(metrics))
     if not rows:
         raise InputError(f"{metrics} is empty: wait for the run's first step")
-    if any(not isinstance(row.get("step"), int) for row in rows):
+    if any(not isinstance(row.get("step"), int) or abs(row["step"]) > LAST_STEP for row in rows):
         raise InputError(f"{metrics} holds a row without a step: give the folder of a run")
     config: dict[str, Any] = {}
     if (path := directory / "config.json").is_file():

@@ -53,12 +53,12 @@ def page(directories: Sequence[Path]) -> str:
     try:
         runs = [read_files(directory) for directory in directories]
         chosen = [choose_lines(run.directory / "samples.jsonl", len(runs)) for run in runs]
-    except OSError as error:
+        data = described(runs, chosen)
+        data["written"] = datetime.datetime.now().isoformat(" ", "minutes")
+        blobs = [_blob("history", json.dumps(jsonable(data), allow_nan=False).encode())]
+    except (OSError, RecursionError) as error:
         named = ", ".join(map(str, directories))
         raise InputError(f"a file of {named} cannot be read: {error}") from error
-    data = described(runs, chosen)
-    data["written"] = datetime.datetime.now().isoformat(" ", "minutes")
-    blobs = [_blob("history", json.dumps(jsonable(data), allow_nan=False).encode())]
     blobs += [_blob(f"samples-{number}", b"\n".join(one.lines)) for number, one in enumerate(chosen)]
     parts = {
         "title": html.escape(", ".join(run["name"] for run in data["runs"])),

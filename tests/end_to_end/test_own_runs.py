@@ -40,7 +40,6 @@ OF_A_STRANGER = {
     "export": "export {run} --out exported",
     "generate": "generate {run} --prompt 1 --max_new_tokens 2",
     "generate --trust": "generate {run} --prompt 1 --trust",
-    "trusted": "eval {run} --json --limit 1 --trust",
 }
 
 
@@ -161,7 +160,7 @@ def test_a_place_in_other_problems_is_not_carried(folder, answers):
     assert not (folder / "elsewhere" / "changed").exists()
 
 
-def test_a_run_of_a_stranger_executes_nothing_until_it_is_trusted(folder, answers):
+def test_a_run_of_a_stranger_executes_nothing(folder, answers):
     theirs = shutil.copytree(folder / "project", folder / "theirs")
     mark = folder / "ran"
     for name in ("pieces.py", "my_rewards.py"):
@@ -170,7 +169,7 @@ def test_a_run_of_a_stranger_executes_nothing_until_it_is_trusted(folder, answer
     config = theirs / "runs" / "mine" / "config.json"
     config.write_text(config.read_text().replace(str(folder / "project"), str(theirs)))  # still with a signature
     lines = {name: line.format(run=config.parent) for name, line in OF_A_STRANGER.items()}
-    asked = dict(zip(lines, commands(list(lines.values())[:-1], folder / "elsewhere"), strict=False))
+    asked = dict(zip(lines, commands(list(lines.values()), folder / "elsewhere"), strict=True))
     for name in ("eval", "train", "collect"):
         assert asked[name].code == 2 and asked[name].err.count("\n") == 1, asked[name].err
         assert f"in {theirs / 'pieces.py'}" in asked[name].err and "--trust" in asked[name].err
@@ -178,5 +177,3 @@ def test_a_run_of_a_stranger_executes_nothing_until_it_is_trusted(folder, answer
         assert asked[name].code == 0, asked[name].err
     assert asked["generate --trust"].code == 2 and "--trust" in asked["generate --trust"].err
     assert not mark.exists()
-    (trusted,) = commands([lines["trusted"]], folder / "elsewhere")
-    assert trusted.code == 0 and "pieces.py" in mark.read_text()

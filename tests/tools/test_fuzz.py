@@ -1,0 +1,140 @@
+"""The fuzzer finds what is wrong; and inputs that it has found, each refused in a line since."""
+
+import json
+import zlib
+
+import pytest
+from commands import ROOT, started
+
+from jaxrl_llm import codec
+from jaxrl_llm import config as configs
+from jaxrl_llm.checkpoints.integrity import CHECKSUMS, fault
+from jaxrl_llm.checkpoints.snapshots import phase_of
+from jaxrl_llm.checkpoints.store import read_host, steps_in
+from jaxrl_llm.data import formats
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.models.weights import INDEX, open_checkpoint, read_json
+from jaxrl_llm.system.json_lines import number, read_rows
+from jaxrl_llm.tasks import Table, Task, load
+from jaxrl_llm.telemetry.report import page
+
+DEEP = "[" * 100_000
+WRONG = """
+import json, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from fuzz import Target, fuzz
+from fuzz_targets import TARGETS
+
+def read(case, folder):
+    if case == 3:
+        raise KeyError("x")
+    if case == 5:
+        while True: pass
+    if case == 7:
+        [0] * 10**9
+    if case == 9:
+        exec("import os; os.system('true')")
+
+counted = iter(range(10))
+found = fuzz(Target(lambda draws: next(counted), read, seconds=0.2), "wrong", range(6), 0)[1]
+counted = iter(range(6, 10))
+found += fuzz(Target(lambda draws: next(counted), read, seconds=0.2), "wrong", range(6, 10), 0)[1]
+told = [[one.index, one.kind] for one in found]
+for name in ("extractors", "calls", "tables", "checkpoints", "reports"):
+    told += [[name, one.told] for one in fuzz(TARGETS[name], name, range(25), 1)[1]]
+print(json.dumps(told))
+"""
+
+
+def test_the_fuzzer_finds_what_is_wrong_and_nothing_in_the_package():
+    answer = started(WRONG, "", ROOT, [str(ROOT / "tools")])
+    assert answer.code == 0, answer.err
+    assert json.loads(answer.out.splitlines()[-1]) == [[3, "traceback"], [5, "hang"], [7, "memory"], [9, "executed"]]
+
+
+def test_damaged_files_of_models_are_refused(tmp_path):
+    (tmp_path / "config.json").write_text(DEEP)
+    with pytest.raises(InputError, match="is not valid JSON"):
+        read_json(tmp_path / "config.json")
+    for weight_map in (1, {"a": 1}, {"a": "../x"}, {"a": None}):
+        (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(InputError, match="names no files of this directory"):
+            open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("host", ["", DEEP, "[]", "1", '{"phase": "x"}', '{"phase": []}', "9" * 5000, "{"])
+def test_damaged_host_states_of_checkpoints_are_refused(tmp_path, host):
+    step = tmp_path / "checkpoints" / "3"
+    (step / "host").mkdir(parents=True)
+    for other in ("²", "٣", "x"):
+        (tmp_path / "checkpoints" / other).mkdir()
+    assert steps_in(tmp_path / "checkpoints") == [3]
+    (step / "host" / "metadata").write_text(host)
+    with pytest.raises(InputError, match="remove it"):
+        phase_of(step)
+    (step / CHECKSUMS).write_text(json.dumps({"host/metadata": ["3", 4]}))
+    assert fault(step) == "", "a record that is none counts as one of earlier versions"
+    (step / CHECKSUMS).write_text(DEEP)
+    assert fault(step) == ""
+
+
+def test_a_damaged_host_state_is_no_traceback(tmp_path):
+    (tmp_path / "host").mkdir()
+    for text in ("{", DEEP):
+        (tmp_path / "host" / "metadata").write_text(text)
+        with pytest.raises(InputError, match="go back to the step before"):
+            read_host(tmp_path)
+
+
+BOMB = codec.pack(__import__("numpy").zeros(10**6)) | {"shape": [4]}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"$date": 1}, {"$set": [{}]}, {"$array": {}}, {"$array": {"dtype": "f4", "shape": "x", "data": ""}},
+        {"$datetime": ["x"]}, {"$timestamp": []}, {"$decimal": "x"}, {"$bytes": 1}, {"$tuple": 1}, {"$unknown": 1},
+        {"$array": BOMB}, {"$time": None}, {"$uuid": "x"}, {"$dict": [1]}, {"$timedelta": "x"},
+    ],
+)  # fmt: skip
+def test_values_with_wrong_content_are_refused(value):
+    with pytest.raises(ValueError, match=r"^\$"):
+        codec.from_json(value)
+
+
+def test_rows_that_are_nested_or_huge_are_refused(tmp_path):
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1" + zlib.compress(b"x" * 100) + b"\xff\x00\x00\x00PAR1")
+    (tmp_path / "rows.jsonl").write_text(DEEP + "\n")
+    for name in ("rows.parquet", "rows.jsonl"):
+        with pytest.raises(InputError):
+            load(Task(Table(str(tmp_path / name))))
+    value = []
+    for _ in range(300):
+        value = [value]
+    with pytest.raises(InputError, match="nested more than 200 deep"):
+        formats.unboxed(value)
+    assert number(10**400) is None
+    with pytest.raises(InputError, match="line 1 is not a JSON object"):
+        list(read_rows(tmp_path / "rows.jsonl"))
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 10**400}) + "\n")
+    (tmp_path / "config.json").write_text(DEEP)
+    with pytest.raises(InputError, match="is not JSON"):
+        page([tmp_path])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"type": ["x"]}, {"model": ["a"]}, {"rules": "x"}, {"origin": True}, {"origin": {"folder": 1}}, {"from": 1},
+        {"learner": {"type": {}}}, {"task": {"type": "nobody:Task"}, "model": 5}, {"seed": "x"},
+    ],
+)  # fmt: skip
+def test_settings_with_wrong_types_are_refused(tmp_path, change):
+    data = configs.to_json(configs.load_config("smoke")[1])
+    path = tmp_path / "config.json"
+    for text in (json.dumps(data | change), DEEP):
+        path.write_text(text)
+        assert isinstance(configs.is_run(path), bool)
+        with pytest.raises(InputError):
+            configs.whole(configs.read(path).run)
