@@ -170,20 +170,6 @@ def _judged(test: Asserted, values: list[Any]) -> bool:
     return found == [True]
 
 
-def score(settings: "CodeTests", asked: tuple[Any, str]) -> float:
-    """Return the score of a completion's text by tests, in a worker process; ``asked`` is the tests and the text.
-
-    Raises:
-      SandboxError: there is no verdict.
-    """
-    tests, text = asked
-    limits = settings.timeout_s, settings.memory_mb
-    found = grade(text, tests, *limits, settings.allow_opaque_asserts, stop_early=settings.all_or_nothing)
-    if found.score is None:
-        raise SandboxError(found.note)
-    return float(found.score == 1) if settings.all_or_nothing else found.score
-
-
 @dataclasses.dataclass(frozen=True)
 class CodeTests:
     """Share of a row's tests that the program in the completion passes, or whether it passes all.
@@ -241,3 +227,17 @@ class CodeTests:
             require(
                 counts, f"{place}: only the program itself could judge its assertions; allow_opaque_asserts counts them"
             )
+
+
+def score(settings: CodeTests, asked: tuple[Any, str]) -> float:
+    """Return the score of a completion's text by tests, in a worker process; ``asked`` is the tests and the text.
+
+    Raises:
+      SandboxError: there is no verdict.
+    """
+    tests, text = asked
+    limits = settings.timeout_s, settings.memory_mb
+    found = grade(text, tests, *limits, settings.allow_opaque_asserts, stop_early=settings.all_or_nothing)
+    if found.score is None:
+        raise SandboxError(found.note)
+    return float(found.score == 1) if settings.all_or_nothing else found.score
