@@ -205,11 +205,11 @@ def prepare(
             f"{row.where} ranks {len(row.completions)} completions, and this loss compares two: take the best and "
             "the worst, or train a RewardModel, which learns from rankings",
         )
-    # Held-out answers are compared with each other alone.
+    # Held-out answers are compared with each other alone: a single token stands for the other prompt's answer.
     others: dict[str, list[np.ndarray]] = {name: [] for name in parts}
     if unpaired:
         others["train"] = unrelated_to(loaded.train, run.batch.max_tokens)
-        others["held_out"] = [row.tokens for row in loaded.held_out]
+        others["held_out"] = [row.tokens[:1] for row in loaded.held_out]
     groups = (
         (row.where, samples_of(row, (0.0, 0.0), 0, others[part][place : place + 1]))
         for part, rows in parts.items()
