@@ -13,6 +13,7 @@ _WIDTHS = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "f16": 2, "f8": 1, "token
 
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.-]+) = ")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) .*\{$")
+_END = re.compile(r"^\}(, execution_thread=\"[\w.-]+\")?\s*$")
 _CALLED = re.compile(r"\b(calls|body|condition|to_apply|branch_computations|called_computations)=(\{[^}]*\}|%?[\w.-]+)")
 
 
@@ -101,7 +102,7 @@ def parse(text: str, devices: int) -> Program:
         if current is None and (head := _COMPUTATION.match(line)):
             current = computations.setdefault(head[2], {})
             entry = head[2] if head[1] else entry
-        elif line.rstrip() == "}":  # kernels write attributes over several lines, which may begin so too
+        elif _END.match(line):  # kernels write attributes over several lines, which may begin so too
             current = None
         elif current is not None and (match := _INSTRUCTION.match(line)):
             # ``shapes operation(operands), rest``; shapes may be a tuple, and layouts may contain parentheses.

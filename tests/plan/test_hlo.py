@@ -198,3 +198,18 @@ def test_gpus_of_one_host_have_a_switch():
     assert found.dcn == 0 and found.ici_s == pytest.approx(875 / where.machine.chip.link)
     assert traffic(collective("all-gather", [[0, 8]]), where).dcn == 500
     assert traffic(collective("all-gather", [[3, 4]]), places(parse_topology("h100:2x4"))).dcn == 500
+
+
+def test_computations_of_other_threads_end_too():
+    """TPUs with sparse cores gather there; the computations that follow are still found."""
+    text = """HloModule m
+%gathered (p: s32[9]) -> s32[9] {
+  ROOT %p = s32[9]{0} parameter(0)
+}, execution_thread="sparsecore"
+
+ENTRY %main (q: s32[9]) -> s32[9] {
+  ROOT %q = s32[9]{0} parameter(0)
+}
+"""
+    program = hlo.parse(text, 1)
+    assert set(program.computations) == {"gathered", "main"} and program.entry == "main"

@@ -133,7 +133,8 @@ def kept_of_a_layer(mesh, columns):
         like = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), model, shardings(model, mesh)
         )
-        tokens = jax.ShapeDtypeStruct((8, columns), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec(BATCH)))
+        layout = NamedSharding(mesh, fitting((8, columns), (BATCH,), mesh))
+        tokens = jax.ShapeDtypeStruct((8, columns), jnp.int32, sharding=layout)
         loss = lambda m, t: jnp.sum(jnp.square(forward(m, causal_rows(t), ComputeOptions(remat="full"))))
         with jax.set_mesh(mesh):
             made = jax.jit(jax.grad(loss), out_shardings=shardings(model, mesh)).lower(like, tokens).compile()
