@@ -38,7 +38,7 @@ REFUSED = {
     "collect model --config nowhere --out a.jsonl": ["no configuration 'nowhere'"],
     f"{ASK} a.jsonl --samples 0": ["--samples must be at least 1 to collect texts, got 0"],
     f"{ASK} a.jsonl --kind pairs --samples 1": ["--samples must be at least 2 to collect pairs, got 1"],
-    f"{ASK} a.jsonl --kind rows": ["--kind: expected one of texts, pairs, steps, got 'rows'"],
+    f"{ASK} a.jsonl --kind rows": ["--kind: expected one of texts, pairs, unpaired, steps, got 'rows'"],
     f"{ASK} a.jsonl --kind steps --continuations 0": ["--continuations must be at least 1"],
     f"{ASK} a.jsonl --temperature 0": ["--temperature must be above 0, so that answers differ, got 0.0"],
     f"{ASK} a.jsonl --top_p 0": ["--top_p must be above 0 and at most 1"],

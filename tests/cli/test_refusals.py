@@ -214,7 +214,7 @@ REFUSED = {
     "eval tiny-random --rerank_by best": ["expected one of score, product, minimum, last, got 'best'"],
     "collect tiny-random": ["collect needs a file to write: jaxrl-llm collect tiny-random --out answers.jsonl"],
     "collect tiny-random --out a.txt": ["--out a.txt is written as JSON lines: give it the ending .jsonl"],
-    "collect tiny-random --out a.jsonl --kind pair": ["expected one of texts, pairs, steps, got 'pair'"],
+    "collect tiny-random --out a.jsonl --kind pair": ["expected one of texts, pairs, unpaired, steps, got 'pair'"],
     "collect tiny-random --out a.jsonl --samples 0": ["--samples must be at least 1 to collect texts, got 0"],
     "generate tiny-random hello": ["hello belongs to no option"],
     "generate tiny-random --promt a": ["no option --promt: did you mean --prompt?"],
