@@ -22,8 +22,9 @@ def test_a_shipped_configuration_is_divided_over_eight_devices(name):
     run = resolved(load_config(name)[1])
     validate_on_devices(run, jax.device_count())
     mesh, where = meshes(run, jax.devices())
-    model = abstract_model(KINDS["plain"], run.learner.dtype)
-    found, _ = architectures(KINDS["plain"])
+    kind = KINDS["experts" if run.model == "tiny-random-moe" else "plain"]
+    model = abstract_model(kind, run.learner.dtype)
+    found, _ = architectures(kind)
     outline = planned_stage(run).outline(run, model, mesh, where, found)
     layouts = [one.layout for one in outline.forwards.values()] + [one.forward.layout for one in outline.passes]
     for layout in layouts:

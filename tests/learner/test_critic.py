@@ -135,7 +135,7 @@ def test_a_critic_does_not_learn_from_what_could_not_be_scored():
     counts = pack(samples, LAYOUT, ("policy", "values")).counts
     assert counts["policy"].tokens - counts["values"].tokens == samples[2].mask.sum() > 0
     text = Text("1", samples[0].prompt, samples[0].tokens, np.ones(len(samples[0].tokens), bool), "rows.jsonl:1")
-    beside = PretrainingMix([text], (), 1, 0, ("policy", "values"), forward_on(one_device(), LAYOUT), print)
+    beside = PretrainingMix([text], (), 1, 0, others=("policy", "values"), forward=forward_on(one_device(), LAYOUT))
     batch = RolloutBatch([], [], Carryover(texts=1), 0, 0, {})
     mixed = [s for group in beside.samples(groups(samples), batch) for s in group]
     again = pack(mixed, LAYOUT, ("policy", "values", "text")).counts

@@ -43,7 +43,9 @@ def text(number, prompt=1, size=4):
 
 
 TEXTS = tuple(text(number, prompt=1 + number % 2, size=3 + number % 4) for number in range(5))
-MIXTURE = PretrainingMix(TEXTS, (), 3, 0, ("policy",), forward_on(one_device(), LAYOUT), lambda status: None)
+MIXTURE = PretrainingMix(
+    TEXTS, (), 3, 0, others=("policy",), forward=forward_on(one_device(), LAYOUT), status=lambda _: None
+)
 
 
 def mixed(drawn=3):

@@ -11,7 +11,7 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.checkpoints.integrity import CHECKSUMS, fault
 from jaxrl_llm.checkpoints.snapshots import phase_of
 from jaxrl_llm.checkpoints.store import read_host, steps_in
-from jaxrl_llm.data import formats
+from jaxrl_llm.data import loading
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.weights import INDEX, open_checkpoint, read_json
 from jaxrl_llm.system.json_lines import number, read_rows
@@ -113,7 +113,7 @@ def test_rows_that_are_nested_or_huge_are_refused(tmp_path):
     for _ in range(300):
         value = [value]
     with pytest.raises(InputError, match="nested more than 200 deep"):
-        formats.unboxed(value)
+        loading.unboxed(value)
     assert number(10**400) is None
     with pytest.raises(InputError, match="line 1 is not a JSON object"):
         list(read_rows(tmp_path / "rows.jsonl"))

@@ -77,7 +77,7 @@ def scored(run, state=None, more=()):
         ]  # fmt: skip
         samples.append(members)
     prompts = Prompts(run.task, TOKENIZER)
-    names = ("policy", "distillation")
+    names = ("policy", "distillation", *["text"] * bool(more))
     around = Around(
         TOKENIZER, prompts, prompts, (), {"policy": forward}, names, None, None, None, None, Progress(Schedule(1))
     )
