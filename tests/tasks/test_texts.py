@@ -261,7 +261,7 @@ GOOD = {
     (Texts, GOOD[Texts] | {"labels": [1]}, "the row has labels, which Texts does not read .Steps does.*column out"),
     (Texts, GOOD[Pairs] | {"text": "a"}, "the row has chosen, which Texts does not read .Pairs does"),
     (Steps, GOOD[Steps] | {"margin": 1}, "the row has margin, which Steps does not read .Pairs does"),
-    (Pairs, GOOD[Pairs] | {"label": True}, "the row has label, which Pairs does not read .Unpaired does; or make P"),
+    (Pairs, GOOD[Pairs] | {"label": True}, "the row has label, which Pairs does not read .Unpaired does"),
     (Texts, GOOD[Texts] | {"images": ["a.png"]}, "the row has images, which Texts does not read .models here"),
     (Texts, GOOD[Texts] | {"label": False}, "label is false, so the text is a bad one"),
     (Texts, GOOD[Texts] | {"label": 1}, "label is 1; it must be true or false, or leave the column out"),
