@@ -174,7 +174,8 @@ def test_a_layers_weights_are_gathered_once_for_its_products_and_its_gradients_a
 
 def test_a_model_that_lies_as_it_should_becomes_the_policy():
     mesh = mesh_of((1, 8, 1))
-    model = jax.device_put(tiny("plain"), shardings(tiny("plain"), mesh))
+    # Memory of NumPy's, which a device may read in place, cannot be given away.
+    model = jax.tree.map(jnp.copy, jax.device_put(tiny("plain"), shardings(tiny("plain"), mesh)))
     where = lambda tree: [
         s.data.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree) for s in leaf.addressable_shards
     ]
