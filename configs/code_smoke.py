@@ -7,8 +7,8 @@ Five tests give the share of right comparisons: a text that is no program passes
 all.
 
 Measured: the mean share is below 0.1 in the first four steps, 0.6 to 0.7 after 12; on the two held-out problems 0.0
-before and 0.6 after. The model has learned to write a digit near the middle, not yet to read the prompt. 18 seconds of
-processor time, with the sandbox's processes on top; 100 seconds on a machine with seven busy processes on its 2 cores.
+before and 0.6 after. The model has learned to write a digit near the middle, not yet to read the prompt. 21 seconds on
+2 CPU cores, of which 6 are compilation.
 """
 
 from jaxrl_llm.config import Output, Run, Scoring

@@ -159,6 +159,20 @@ def unrelated_to(rows: Sequence[Judged], most: int) -> list[np.ndarray]:
     return found
 
 
+def balance_of(rows: Sequence[Judged], loss: KTO) -> str:
+    """Return what is wrong with the weights of good and bad answers, by the advice of KTO's paper; empty if nothing."""
+    good = sum(row.good for row in rows)
+    bad = len(rows) - good
+    weighed = good * loss.desirable, bad * loss.undesirable
+    if not good or not bad or weighed[1] <= weighed[0] <= 4 / 3 * weighed[1]:
+        return ""
+    least = loss.undesirable * bad / good
+    return (
+        f"{good:,} good answers and {bad:,} bad ones: KTO's paper advises loss.desirable from {least:.3g} to "
+        f"{4 / 3 * least:.3g} for them, now {loss.desirable:.3g}"
+    )
+
+
 def outline(run: Preference, model: Decoder, mesh: Any, *_: Any) -> Outline:
     """Outline the run's computation, including the log-probabilities of all pairs before its first step."""
 
@@ -207,6 +221,8 @@ def prepare(
         )
     # Held-out answers are compared with each other alone: a single token stands for the other prompt's answer.
     others: dict[str, list[np.ndarray]] = {name: [] for name in parts}
+    if isinstance(run.loss, KTO) and (note := balance_of(loaded.train, run.loss)):
+        fields["notes"].append(note)
     if unpaired:
         others["train"] = unrelated_to(loaded.train, run.batch.max_tokens)
         others["held_out"] = [row.tokens[:1] for row in loaded.held_out]

@@ -11,9 +11,11 @@ from end_to_end.test_resume import documented
 from end_to_end.test_resume import rows as rows_of_run
 from learner.rollouts import one_device
 
+from jaxrl_llm.algorithms.preference import KTO
 from jaxrl_llm.data import Pairs, Unpaired, load_texts
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.runs.load import load_model
+from jaxrl_llm.stages.dpo import balance_of
 from jaxrl_llm.tasks import Table
 
 SUMS = SUMS[:6]
@@ -74,3 +76,13 @@ def test_without_a_reference_nothing_is_kept_of_the_model_at_the_start(whole):
 def test_every_metric_is_documented(whole):
     names = {name for run in TABLES for row in rows_of_run(whole / run) for name in row}
     assert not [name for name in names if not any(re.fullmatch(pattern, name) for pattern in documented())]
+
+
+def test_weights_that_do_not_balance_good_and_bad_answers_are_told(whole):
+    rows = parts("kto", whole).train
+    assert sum(row.good for row in rows) * 2 == len(rows)
+    assert balance_of(rows, KTO()) == balance_of(rows, KTO(desirable=1.3)) == balance_of(rows[:1], KTO()) == ""
+    few = [row for place, row in enumerate(rows) if not row.good or place < 2]
+    good, bad = 1, len(rows) // 2
+    told = f"{good} good answers and {bad} bad ones: KTO's paper advises loss.desirable from {bad} to {4 / 3 * bad:.3g}"
+    assert balance_of(few, KTO()) == f"{told} for them, now 1" and balance_of(few, KTO(desirable=bad)) == ""
