@@ -36,6 +36,14 @@ def honest(body: dict) -> str:
     return json.dumps({"code": code(body), "verdicts": rows})
 
 
+class Server(ThreadingHTTPServer):
+    """One that refuses nobody who asks at the same time as others."""
+
+    request_queue_size = 128
+    daemon_threads = True
+    block_on_close = False
+
+
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
@@ -76,9 +84,7 @@ def serving(
     answers: Callable[[dict, int], object] = lambda body, number: honest(body),
 ) -> Iterator[ThreadingHTTPServer]:
     """A server; ``answers(body, number)`` gives the text of an answer, or (status, headers, text)."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    server.block_on_close = False
+    server = Server(("127.0.0.1", 0), Handler)
     server.answers, server.asked, server.began, server.busy, server.most = answers, [], [], 0, 0
     server.lock = threading.Lock()
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
