@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxrl_llm.data import formats
 from jaxrl_llm.data.chats import Writer
-from jaxrl_llm.data.examples import Example, Judged, Ranked, Stepped, Text
+from jaxrl_llm.data.token_rows import Example, Judged, Ranked, Stepped, Text
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.system.setting import Range
 from jaxrl_llm.tasks.prompts import prompt_key

@@ -3,8 +3,8 @@
 from jaxrl_llm.system import attach
 from jaxrl_llm.tasks.curriculum import Curriculum, Dropping, EasyToHard, Prioritised, Scheduled
 from jaxrl_llm.tasks.extract import answer_of, extract, integer
+from jaxrl_llm.tasks.generated_programs import Programs
 from jaxrl_llm.tasks.instructed import Instructions
-from jaxrl_llm.tasks.programs import Programs
 from jaxrl_llm.tasks.prompts import difference, fingerprint
 from jaxrl_llm.tasks.sources import HubDataset, ReasoningGym, Rows, Table, begun
 from jaxrl_llm.tasks.stream import PromptStream, Shuffled, of_tasks, problem_index

@@ -9,9 +9,9 @@ from jaxrl_llm import codec
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.tasks.extract import extract, integer
 from jaxrl_llm.tasks.filters import importable, resolve
+from jaxrl_llm.tasks.generated_programs import Programs
 from jaxrl_llm.tasks.instructed import Instructions
 from jaxrl_llm.tasks.instructions import check_instructions
-from jaxrl_llm.tasks.programs import Programs
 from jaxrl_llm.tasks.prompts import messages_of, prompt_key
 from jaxrl_llm.tasks.sources import HubDataset, ReasoningGym, Rows, RowSource, Table
 from jaxrl_llm.types import Problem

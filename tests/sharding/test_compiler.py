@@ -16,10 +16,13 @@ from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.learner import Layout, Optimiser, create_state, pack
 from jaxrl_llm.learner.forward import on_mesh, score
 from jaxrl_llm.learner.optimiser import build
+from jaxrl_llm.models.cache import empty_cache
 from jaxrl_llm.models.config import ComputeOptions
+from jaxrl_llm.models.decoding import decode
 from jaxrl_llm.plan.lowering import compile_one, subject
 from jaxrl_llm.plan.machines import describe, parse_topology
 from jaxrl_llm.plan.planning import plan
+from jaxrl_llm.plan.shapes import abstract_model
 from jaxrl_llm.plan.tables import lines
 from jaxrl_llm.sharding import make_mesh
 from jaxrl_llm.sharding.compiler import OPTIONS, REPEATABLE, compiler_options, known_options, without_compilation_cache
@@ -80,3 +83,20 @@ def test_sums_are_added_in_one_order_on_an_absent_gpu():
     scatters = [re.findall(r" = f32.* scatter\(.*", text) for text in texts]
     unordered = [[line for line in lines if "unique_indices=true" not in line] for lines in scatters]
     assert unordered[0] and not unordered[1]
+
+
+@pytest.mark.compilers
+def test_decoding_copies_no_keys_on_an_absent_gpu():
+    place = SingleDeviceSharding(describe(parse_topology("h100:1"))[0])
+    columns, rows, steps = 320, 4, 16
+    config = dataclasses.replace(CONFIG, layers=1)
+    integers = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((), (rows,), (rows,))]
+    caches = [jax.eval_shape(lambda n=n: empty_cache(config, rows, n, "bfloat16")) for n in (columns, steps)]
+    given = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        (abstract_model(config, "bfloat16"), *caches, *integers),
+    )
+    with without_compilation_cache():
+        text = jax.jit(decode).lower(*given).compile().as_text()
+    # Two products of one query are merged by joining the keys of the cache with those of the chunk.
+    assert f",{columns}]" in text and f",{columns + steps}]" not in text
