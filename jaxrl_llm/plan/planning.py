@@ -249,20 +249,29 @@ part of the batch.
 
 
 def candidates(run: Any, config: ModelConfig, machine: Machine) -> list[Any]:
-    """Return every mesh that divides heads, rows and devices, with some microbatches not larger than an update."""
-    inside = (machine.devices - run.mesh.rollout) // run.mesh.slices
+    """Return every mesh that divides heads, rows and devices, with some microbatches not larger than an update.
+
+    More devices than key/value heads take copies of these, which divide the query heads evenly.
+    """
+    inside = (machine.devices - run.mesh.rollout) // run.mesh.slices // run.mesh.expert
+    heads = config.attention
+    divides = [
+        tensor
+        for tensor in range(1, inside + 1)
+        if inside % tensor == heads.heads % tensor == run.learner.compute.row_tokens % tensor == 0
+        and 0 in (heads.kv_heads % tensor, tensor % heads.kv_heads)
+    ]
     groups = planned_stage(run).groups(run)
     completions = groups.count * groups.each // run.learner.minibatches
     meshes = [
         dataclasses.replace(run.mesh, data=data, fsdp=inside // tensor // data, tensor=tensor)
-        for tensor in range(1, inside + 1)
-        if inside % tensor == config.attention.kv_heads % tensor == run.learner.compute.row_tokens % tensor == 0
+        for tensor in divides
         for data in range(1, math.isqrt(inside // tensor) + 1)
         if inside // tensor % data == 0
     ]
     found = []
     for mesh in meshes:
-        parts = inside // mesh.tensor * mesh.slices
+        parts = inside // mesh.tensor * mesh.slices * mesh.expert
         rows = [n * parts for n in ROWS if n == 1 or n * parts <= completions]
         learners = [run.learner.computing(microbatch_rows=n) for n in rows]
         found += [dataclasses.replace(run, mesh=mesh, learner=learner) for learner in learners]

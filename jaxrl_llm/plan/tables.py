@@ -18,7 +18,7 @@ KINDS = {
     "reference": ("reference", "#97bbf5"), "critic": ("critic ({dtype})", "#a463f2"),
     "critic_optimiser": ("optimiser of the critic", "#c9a3f7"), "judges": ("reward models ({compute})", "#ff8ab7"),
     "batch": ("batch", "#9c6b4e"), "sampled": ("weights to sample from ({compute})", "#3ca951"),
-    "cache": ("key/value cache", "#efb118"), "temporary": ("activations and other temporaries", "#ff725c"),
+    "cache": ("key/value cache", "#efb118"), "temporary": ("activations and temporaries", "#ff725c"),
 }  # fmt: skip
 """Label and colour of each kind of memory."""
 TIMES = f"{'seconds of a step, at least (formulas)':<50}{'compute':>10}{'memory':>10}{'ICI':>10}{'DCN':>10}   binds"
@@ -216,7 +216,7 @@ def draw(plans: list[dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(9, 0.9 + 0.95 * len(plans)), layout="constrained")
     axes = figure.add_subplot()
     halves = [[half for half in ("sampling", "learning") if p["memory"][half]] for p in plans]
-    words = {kind: text.partition(" (")[0].replace(" and other", ",") for kind, (text, _) in KINDS.items()}
+    words = {kind: text.partition(" (")[0].replace(" and ", ", ") for kind, (text, _) in KINDS.items()}
     labels = []
     for number, one in enumerate(plans):
         for offset, half in enumerate(halves[number]):

@@ -13,7 +13,7 @@ from jaxrl_llm.learner.platform import compute_for
 from jaxrl_llm.plan.lowering import compile_one, needed, subject
 from jaxrl_llm.plan.machines import CUDNN, describe, installed, parse_topology
 from jaxrl_llm.plan.planning import best, candidates, compilable, plan
-from jaxrl_llm.plan.tables import draw, lines, table, write
+from jaxrl_llm.plan.tables import draw, lines, memory_lines, table, write
 from jaxrl_llm.plan.totals import totals
 from jaxrl_llm.rollout import Collect
 
@@ -46,6 +46,7 @@ def test_the_report_says_what_is_compiled_and_what_is_a_formula(compiled, tmp_pa
     text = "\n".join(lines(compiled, "built in"))
     for word in ("temporaries, the compiler's", "update: ", "(compiled)", "by formula", "FITS", "bound by", "MFU"):
         assert word in text
+    assert len({len(line) for line in memory_lines(compiled)}) == 1, "numbers stand below their heads"
     write(tmp_path / "plan.json", [(compiled, "built in")])
     value = json.loads((tmp_path / "plan.json").read_text())
     assert (
@@ -159,8 +160,10 @@ def test_a_search_ranks_meshes_that_fit():
     run = tiny_run((1, 8, 1))
     every = candidates(run, CONFIG, GPUS)
     assert len({(one.mesh, one.learner.compute.microbatch_rows) for one in every}) == len(every) > 4
-    assert {one.mesh.tensor for one in every} == {1, 2}  # two key/value heads
+    assert {one.mesh.tensor for one in every} == {1, 2, 4}  # two key/value heads, and two copies of each
     assert {one.mesh.tensor for one in candidates(computing(run, row_tokens=81), CONFIG, GPUS)} == {1}
+    experts = dataclasses.replace(run, mesh=dataclasses.replace(run.mesh, fsdp=-1, expert=2))
+    assert all(math.prod(one.mesh.sizes(8).values()) == 8 for one in candidates(experts, CONFIG, GPUS))
     found = best(run, CONFIG, GPUS, None, None, True, lambda text: None)
     assert found and [p.seconds for p in found] == sorted(p.seconds for p in found) and all(p.fits for p in found)
     assert len(table(found)) == 1 + len(found)
@@ -171,7 +174,7 @@ def test_the_command_compiles_for_gpus_of_two_hosts(tmp_path):
     asked = "plan smoke --topology h100:2x2 --mesh.data 2 --mesh.fsdp 2 --learner.microbatch_rows 4 --json plan.json"
     done = command(*asked.split(), "--loops", "--dump", "programs", folder=tmp_path, anew=True)
     assert done.code == 0 and "tiny-random: 90,624 parameters" in done.out and "FITS" in done.out, done
-    assert "activations and other temporaries, the compiler's" in done.out and "by formula alone" not in done.out
+    assert "activations and temporaries, the compiler's" in done.out and "by formula alone" not in done.out
     assert "attention: xla\n" in done.out and re.search(r"products of update, as compiled: \d+ by Triton", done.out)
     found = json.loads((tmp_path / "plan.json").read_text())
     assert set(found["compiled_s"]) == {"weights", "prompts", "decode", "refill", "update"}
