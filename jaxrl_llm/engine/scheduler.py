@@ -230,15 +230,29 @@ def wanted(
     parts = parts_of(build.mesh, slots)
     if build.strict:
         return SlotShape(slots, longest, 0, build.max_length - sampling.max_new_tokens, parts, build.group)
-    least = (FEWEST_COLUMNS, FEWEST_PROMPT_COLUMNS)
-    if slots <= FEWEST_SLOTS:  # no setting of the sampler compiles anything, and neighbours rarely do
-        least = (FEW_SLOTS_COLUMNS, FEW_SLOTS_COLUMNS)
     rows, blocks = _rows_and_blocks(build, requests, held)
     # What the chunk before has sampled is not known yet.
     columns = max(request.columns for request in requests) + build.chunk * (2 if unread else 1)
-    columns = min(max(power_of_two(columns), least[0]), longest)
-    prompt = max(power_of_two(max(request.prompt_columns for request in requests)), least[1])
+    columns = columns_for(columns, slots, longest)
+    least = FEWEST_PROMPT_COLUMNS if slots > FEWEST_SLOTS else FEW_SLOTS_COLUMNS
+    prompt = max(power_of_two(max(request.prompt_columns for request in requests)), least)
     return SlotShape(rows, columns, blocks, min(prompt, build.max_length), parts, build.group)
+
+
+def columns_for(needed: int, slots: int, room: int) -> int:
+    """Return the columns of a chunk whose longest request needs ``needed``, of a cache with ``room``, in few sizes."""
+    # With few slots no setting of the sampler compiles anything, and neighbours rarely do.
+    least = FEWEST_COLUMNS if slots > FEWEST_SLOTS else FEW_SLOTS_COLUMNS
+    return min(max(power_of_two(needed), least), room)
+
+
+def rows_for(needed: int, slots: int, parts: int) -> int:
+    """Return the slots of a chunk with ``needed`` requests, in few sizes; ``parts``: of the mesh's rows."""
+    # Of slots that the mesh does not divide, some would be on other devices than their rows of the cache.
+    if slots <= FEWEST_SLOTS or slots % parts:
+        return slots
+    part = math.lcm(max(slots // SIZES, 1), parts)
+    return min(-(-needed // part) * part, slots)
 
 
 def _rows_and_blocks(build: Build, requests: list[Request], held: SlotShape | None) -> tuple[int, int]:
@@ -250,11 +264,10 @@ def _rows_and_blocks(build: Build, requests: list[Request], held: SlotShape | No
     # Requests stay in their part of the mesh, so the fullest decides.
     crowd = collections.Counter(held.part(r.slot) for r in requests if r.slot >= 0) if held else {}
     needed = max(len(requests), max(crowd.values(), default=0) * (held.parts if held else 1))
-    # Of slots that the mesh does not divide, some would be on other devices than their rows of the cache.
-    rows = -(-needed // part) * part if slots > FEWEST_SLOTS and slots % parts == 0 else slots
+    rows = rows_for(needed, slots, parts)
     if max(request.limit - request.earlier - request.count for request in requests) < WORTH_SHRINKING * build.chunk:
         few = -(-slots // (FEW * part)) * part if rows < slots else slots
         sizes = {few, slots} | ({held.rows} if held else set())
-        rows = min(size for size in sizes if size >= min(rows, slots))
+        rows = min(size for size in sizes if size >= rows)
         blocks = held.blocks if held else 0
-    return min(rows, slots), blocks
+    return rows, blocks

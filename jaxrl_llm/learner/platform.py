@@ -5,7 +5,7 @@ import math
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.learner.batch import Layout
 from jaxrl_llm.learner.settings import Learner
 from jaxrl_llm.models.config import ComputeOptions, ModelConfig
@@ -93,6 +93,9 @@ def layout_for(
       mesh: learns.
       config: of the model; if given, chosen rows fit into the devices' memory with it.
       update_tokens: tokens of an optimiser update, prompts with their completions; no more rows are chosen.
+
+    Raises:
+      InputError: the mesh does not divide the rows of a microbatch.
     """
     row_tokens = settings.compute.row_tokens
     if not row_tokens:
@@ -112,6 +115,8 @@ def layout_for(
             sizes = (mesh.shape["fsdp"], mesh.shape["tensor"])
             tokens = min(tokens, tokens_in_memory(settings, compute, config, row_tokens, sizes, memory_of(mesh)))
         rows = parts * max(int(tokens // row_tokens), 1)
+    words = f"learner.compute.microbatch_rows {rows} does not divide over the mesh's {parts} parts of a batch"
+    require(rows % parts == 0, f"{words}: make it a multiple of {parts}, or 0 to choose")
     return Layout(rows, row_tokens, completion_tokens, parts, share)
 
 

@@ -32,7 +32,7 @@ from jaxrl_llm.models.peft import base_named, is_adapter
 from jaxrl_llm.models.pretrained import architecture
 from jaxrl_llm.plan import hlo
 from jaxrl_llm.plan.machines import Machine
-from jaxrl_llm.plan.movement import Loop, loops
+from jaxrl_llm.plan.movement import Loop, cycles, loops
 from jaxrl_llm.plan.shapes import Arrays, SamplingArrays, abstract_mesh, abstract_model, arrays, prompt_calls
 from jaxrl_llm.runs.load import config_of, find_run
 from jaxrl_llm.sharding import abstract, batch_parts, make_mesh, rollout_mesh
@@ -53,6 +53,7 @@ class Compiled:
       outputs: bytes of its results in new memory.
       temporary: bytes of temporaries while it runs.
       loops: memory traffic and transfers of the program and each of its loops.
+      cycles: of a TPU's core in one call, by its compiler, without kernels of Pallas and collectives; 0 on GPUs.
       products: number of matrix products by implementation, which a GPU's compiler chooses.
       seconds: duration of the compilation.
       refused: bytes that it would need, if that is more than the device has; the other numbers are then 0.
@@ -63,6 +64,7 @@ class Compiled:
     outputs: int = 0
     temporary: int = 0
     loops: tuple[Loop, ...] = ()
+    cycles: float = 0.0
     products: Mapping[str, int] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
     refused: float = 0.0
@@ -197,11 +199,13 @@ def compile_one(one: Subject, name: str) -> Compiled:
     for model in (*one.arrays.learned, *one.arrays.readings):
         if model.name == name:
             repeats = (model.microbatches,) + (-(-model.packed.target.shape[-1] // CHUNK),) * model.predicts
+    program = hlo.parse(text, programs(one)[name].size)
     return Compiled(
         memory.argument_size_in_bytes,
         memory.output_size_in_bytes - memory.alias_size_in_bytes,
         memory.temp_size_in_bytes,
-        tuple(loops(hlo.parse(text, programs(one)[name].size), repeats)),
+        tuple(loops(program, repeats)),
+        cycles(program, unknown=repeats),
         hlo.products(text),
         time.monotonic() - began,
         text=text,

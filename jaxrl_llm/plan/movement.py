@@ -1,8 +1,9 @@
-"""Memory traffic of a compiled program on one device: each loop's bytes, copies and transfers."""
+"""Cost of a compiled program on one device: each loop's bytes, copies and transfers, and the cycles of its kernels."""
 
 import dataclasses
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from jaxrl_llm.plan import hlo
 from jaxrl_llm.plan.hlo import Collective, Instruction, Program
@@ -17,6 +18,8 @@ MOVES = (
     "copy", "reshape",
 )  # fmt: skip
 """Operations that only move data; the most telling first, for a kernel that does several."""
+PASSING = ("pad", "convert", "copy", "reshape", "transpose", "reverse")
+"""Operations inside a kernel whose own user decides how much of their operand is read."""
 WORTH_TELLING = 2**20
 """Least bytes of a copy that is reported."""
 
@@ -89,18 +92,43 @@ def moved(program: Program, name: str, unknown: tuple[float, ...] = ()) -> float
     A kernel reads its operands once, but only the slices of those it slices, and writes its results once; an update in
     place costs the inserted part. Of branches the most expensive counts. Data in a chip's fast memory costs nothing.
     """
+
+    def own(around: dict[str, Instruction], one: Instruction) -> float:
+        if one.operation in FREE or one.operation.endswith("-done"):
+            return 0.0
+        given = ((place, around[operand]) for place, operand in enumerate(one.operands) if operand in around)
+        read = sum(_used(program, value.shapes, one, place) for place, value in given)
+        return read + _written(program, around, one)
+
+    return _summed(program, name, unknown, own)
+
+
+def cycles(program: Program, name: str = "", unknown: tuple[float, ...] = ()) -> float:
+    """Return the cycles of a TPU's core in one run of a computation, "" for the program's entry, by its compiler.
+
+    Its static model of each kernel writes them into the program; kernels of Pallas and collectives have none. 0 for
+    other platforms.
+    """
+
+    def own(around: dict[str, Instruction], one: Instruction) -> float:
+        noted = re.search(r'"estimated_cycles":"?(\d+)', one.rest)
+        return float(noted[1]) if noted else 0.0
+
+    return _summed(program, name or program.entry, unknown, own)
+
+
+def _summed(program: Program, name: str, unknown: tuple[float, ...], own: Any) -> float:
+    """Add up ``own(computation, instruction)``, loops multiplied out; of branches the most expensive counts."""
     total = 0.0
     around = program.computations[name]
     for one in around.values():
         if one.operation == "while":
             rounds, rest = hlo.rounds(program, name, one, unknown)
-            total += rounds * moved(program, hlo.calls(one)["body"][0], rest)
+            total += rounds * _summed(program, hlo.calls(one)["body"][0], rest, own)
         elif inside := hlo.called_once(one):
-            total += max(moved(program, other, unknown) for other in inside)
-        elif one.operation not in FREE and not one.operation.endswith("-done"):
-            given = ((place, around[operand]) for place, operand in enumerate(one.operands) if operand in around)
-            total += sum(_used(program, value.shapes, one, place) for place, value in given)
-            total += _written(program, around, one)
+            total += max(_summed(program, other, unknown, own) for other in inside)
+        else:
+            total += own(around, one)
     return total
 
 
@@ -109,7 +137,8 @@ def _used(program: Program, shapes: str, user: Instruction, place: int) -> float
     whole = in_memory(shapes)
     if user.operation in ("dynamic-slice", "slice", "gather", "slice-start") and place == 0:
         parts = hlo.parts_of(user.shapes)
-        return min(whole, hlo.bytes_of(parts[1] if len(parts) > 1 else user.shapes))
+        taken = parts[1] if len(parts) > 1 else user.shapes
+        return min(whole, hlo.bytes_of(taken) * _width(shapes) / _width(taken))
     if user.operation == "dynamic-update-slice" and place == 0:
         return 0.0
     if user.operation != "fusion":
@@ -122,13 +151,23 @@ def _used(program: Program, shapes: str, user: Instruction, place: int) -> float
 def _used_in(program: Program, kernel: dict[str, Instruction], value: Instruction, shapes: str) -> float:
     """Return the bytes that a kernel reads of one of its values."""
     total = 0.0
+    results = {
+        name for one in kernel.values() if one.root for name in (one.name, *one.operands * (one.operation == "tuple"))
+    }
     for user in kernel.values():
         for place, operand in enumerate(user.operands):
-            if operand == value.name and user.operation == "bitcast":
+            if operand != value.name or user.operation == "tuple":
+                continue
+            if user.operation == "bitcast" or (user.operation in PASSING and place == 0 and user.name not in results):
                 total += _used_in(program, kernel, user, shapes)
-            elif operand == value.name and user.operation != "tuple":
+            else:
                 total += _used(program, shapes, user, place)
     return total
+
+
+def _width(shapes: str) -> float:
+    """Return the bytes of a number of an array."""
+    return hlo.bytes_of(re.sub(r"\[[\d,]*\]", "[]", shapes))
 
 
 def _written(program: Program, around: dict[str, Instruction], one: Instruction) -> float:

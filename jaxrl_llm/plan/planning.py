@@ -17,7 +17,8 @@ from jaxrl_llm.plan.device_memory import DeviceMemory
 from jaxrl_llm.plan.lowering import Compiled, Subject, architectures, compile_one, planned_stage, programs, subject
 from jaxrl_llm.plan.machines import CUDNN, Machine, installed
 from jaxrl_llm.plan.network import Places, by_kind, places, traffic, traffic_by_formula
-from jaxrl_llm.plan.roofline import StepPart, Work, phases, work
+from jaxrl_llm.plan.occupancy import SIGMA
+from jaxrl_llm.plan.roofline import Read, StepPart, Work, phases, slots_of, work
 from jaxrl_llm.plan.shapes import SamplingArrays, bytes_per_device
 from jaxrl_llm.sharding import batch_parts, repeated_heads
 from jaxrl_llm.stages.stage import Architectures, Groups
@@ -217,12 +218,24 @@ def _assembled(
         for name, one in done.items()
         if not one.refused
     }
+    clock = machine.chip.clock
+    read = {
+        name: Read(one.cycles / clock if clock else 0.0, one.loops[0].moved)
+        for name, one in done.items()
+        if not one.refused
+    }
     more = {"groups": bytes_per_device(held.packed) * run.learner.minibatches / outline.groups.count}
-    sampling, repeated = None, []
+    sampling, repeated, decoding = None, [], []
     if isinstance(held, SamplingArrays):
         sampling = device_memory.sampling(run, held, done)
         tensor = run.mesh.sampling_sizes(machine.devices)["tensor"]
         repeated = repeated_heads(held.sampled.config.attention.kv_heads, tensor)
+        taken = slots_of(held, todo)
+        decoding = [
+            f"decoding, by the engine's rules for {todo.completions} completions of {todo.mean} tokens "
+            f"({'log-normal, sigma ' + str(SIGMA) if todo.mean < outline.groups.longest else 'all as long'}): "
+            f"{taken.chunks} chunks read {taken.read:.1%} of the cache on average, and {taken.live:.1%} is live"
+        ]
         more["slots"] = (sampling.cache + sampling.temporary) / held.sampler.rollout.engine.slots
     products = [  # where the compiler had a choice
         f"matrix products of {name}, as compiled: {', '.join(f'{count} by {who}' for who, count in made.items())}"
@@ -237,8 +250,8 @@ def _assembled(
     return Plan(
         run, machine, sizes, held.state, todo, outline.groups,
         device_memory.learning(run, held, done), sampling,
-        tuple(phases(run, held, todo, machine.chip, traffics)), done,
-        (f"attention: {compute.attention}", *options, *products, *repeated, *notes, *outline.notes), more,
+        tuple(phases(run, held, todo, machine.chip, traffics, read)), done,
+        (f"attention: {compute.attention}", *options, *products, *repeated, *decoding, *notes, *outline.notes), more,
     )  # fmt: skip
 
 
@@ -249,20 +262,29 @@ part of the batch.
 
 
 def candidates(run: Any, config: ModelConfig, machine: Machine) -> list[Any]:
-    """Return every mesh that divides heads, rows and devices, with some microbatches not larger than an update."""
-    inside = (machine.devices - run.mesh.rollout) // run.mesh.slices
+    """Return every mesh that divides heads, rows and devices, with some microbatches not larger than an update.
+
+    More devices than key/value heads take copies of these, which divide the query heads evenly.
+    """
+    inside = (machine.devices - run.mesh.rollout) // run.mesh.slices // run.mesh.expert
+    heads = config.attention
+    divides = [
+        tensor
+        for tensor in range(1, inside + 1)
+        if inside % tensor == heads.heads % tensor == run.learner.compute.row_tokens % tensor == 0
+        and 0 in (heads.kv_heads % tensor, tensor % heads.kv_heads)
+    ]
     groups = planned_stage(run).groups(run)
     completions = groups.count * groups.each // run.learner.minibatches
     meshes = [
         dataclasses.replace(run.mesh, data=data, fsdp=inside // tensor // data, tensor=tensor)
-        for tensor in range(1, inside + 1)
-        if inside % tensor == config.attention.kv_heads % tensor == run.learner.compute.row_tokens % tensor == 0
+        for tensor in divides
         for data in range(1, math.isqrt(inside // tensor) + 1)
         if inside // tensor % data == 0
     ]
     found = []
     for mesh in meshes:
-        parts = inside // mesh.tensor * mesh.slices
+        parts = inside // mesh.tensor * mesh.slices * mesh.expert
         rows = [n * parts for n in ROWS if n == 1 or n * parts <= completions]
         learners = [run.learner.computing(microbatch_rows=n) for n in rows]
         found += [dataclasses.replace(run, mesh=mesh, learner=learner) for learner in learners]

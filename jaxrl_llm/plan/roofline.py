@@ -1,16 +1,17 @@
-"""The least time of a step, from the sizes of a run alone: nothing is compiled or measured."""
+"""The time of a step, from compiled programs where there are some, and by formula from the sizes of a run elsewhere."""
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from jaxrl_llm.config import Configuration
-from jaxrl_llm.engine.requests import power_of_two
 from jaxrl_llm.learner.packing import packed_shapes
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.flops import counts, forward_flops, training_flops, visible_pairs
 from jaxrl_llm.models.layers import BLOCKS, part_columns
 from jaxrl_llm.plan.hlo import Traffic
+from jaxrl_llm.plan.occupancy import Occupancy, occupancy
 from jaxrl_llm.plan.shapes import (
     Arrays,
     PlannedModel,
@@ -102,6 +103,10 @@ def work(run: Configuration, outline: Outline, learned: Sequence[PlannedRole], m
 
 REMAT_PASSES = {"none": 0.0, "dots": 0.0, "full": 1.0}
 """Forward passes that the backward pass recomputes; "dots" repeats no matrix product."""
+KERNELS_BACK = 3.5
+"""Products of the backward kernels of fused attention over those of its forward kernel: both kernels compute the scores
+and their slopes.
+"""
 
 
 def attention_share(attention: str, columns: int) -> float:
@@ -132,6 +137,40 @@ def packed_pairs(config: ModelConfig, attention: str, rows: int, row_tokens: int
     return config.layers * rows * row_tokens**2 * min(attention_share(attention, row_tokens), 1.0)
 
 
+class Cost(NamedTuple):
+    """The cost of one call of a program on one device, by formula.
+
+    Attributes:
+      flops: that it computes.
+      bytes: that it reads and writes.
+      kernels: FLOPs of fused attention in a TPU's program, which its compiler does not count.
+      fixed: of the bytes, those that every call reads; a compiled program at its largest reads a ``share`` of the rest.
+      share: see ``fixed``.
+    """
+
+    flops: float
+    bytes: float
+    kernels: float = 0.0
+    fixed: float = 0.0
+    share: float = 1.0
+
+
+class Read(NamedTuple):
+    """The cost of one call of a compiled program on one device, at its largest, read from its text.
+
+    Attributes:
+      seconds: of its kernels by a TPU's compiler; 0 where the text has none.
+      bytes: that it reads and writes.
+    """
+
+    seconds: float
+    bytes: float
+
+
+FORMULAS, BYTES, CYCLES = "formulas", "compiled bytes", "compiled cycles and bytes"
+"""Sources of a part's times."""
+
+
 @dataclasses.dataclass(frozen=True)
 class StepPart:
     """A part of the step on one device; computing, reading and sending may overlap, so the slowest decides.
@@ -148,6 +187,7 @@ class StepPart:
       dcn_s: between slices or hosts.
       samples: whether it is part of the sampling half.
       learns: whether it updates a role.
+      source: of ``compute_s`` and ``memory_s``: ``FORMULAS``, ``BYTES`` or ``CYCLES``.
     """
 
     name: str
@@ -161,6 +201,7 @@ class StepPart:
     dcn_s: float
     samples: bool = False
     learns: bool = False
+    source: str = FORMULAS
 
     @property
     def seconds(self) -> float:
@@ -176,7 +217,12 @@ class StepPart:
 
 
 def phases(
-    run: Configuration, arrays: Arrays, work: Work, chip: Chip, sent: dict[str, tuple[Traffic, ...]]
+    run: Configuration,
+    arrays: Arrays,
+    work: Work,
+    chip: Chip,
+    sent: Mapping[str, tuple[Traffic, ...]],
+    read: Mapping[str, Read],
 ) -> list[StepPart]:
     """Return the parts of a step on one device; those that a step never calls are left out.
 
@@ -186,15 +232,24 @@ def phases(
       work: of a step.
       chip: its peaks.
       sent: traffic of one call of each program.
+      read: what compiled programs cost; others cost what formulas say.
     """
     found = []
 
-    def add(name: str, calls: float, cost: tuple[float, float], samples: bool = False, learns: bool = False) -> None:
-        if calls:
-            flops, moved = (calls * each for each in cost)
-            sends = tuple(one.times(calls) for one in sent.get(name, ()))
-            times = flops / chip.flops, moved / chip.bandwidth, sum(t.ici_s for t in sends), sum(t.dcn_s for t in sends)
-            found.append(StepPart(name, calls, flops, moved, sends, *times, samples, learns))
+    def add(name: str, calls: float, cost: Cost, samples: bool = False, learns: bool = False) -> None:
+        if not calls:
+            return
+        compute, moved, source = cost.flops / chip.flops, cost.bytes, FORMULAS
+        if one := read.get(name):
+            rest = max(one.bytes - cost.fixed, 0.0)
+            moved = one.bytes - rest + rest * cost.share
+            source = CYCLES if one.seconds else BYTES
+            if one.seconds:
+                compute = one.seconds * moved / one.bytes + cost.kernels / chip.flops
+        sends = tuple(one.times(calls) for one in sent.get(name, ()))
+        network = sum(t.ici_s for t in sends), sum(t.dcn_s for t in sends)
+        times = calls * compute, calls * moved / chip.bandwidth, *network
+        found.append(StepPart(name, calls, calls * cost.flops, calls * moved, sends, *times, samples, learns, source))
 
     if isinstance(arrays, SamplingArrays):
         for name, (calls, cost) in sampling_phases(arrays, work).items():
@@ -210,12 +265,17 @@ def phases(
     return found
 
 
-def sampling_phases(arrays: SamplingArrays, work: Work) -> dict[str, tuple[float, tuple[float, float]]]:
-    """Return the calls of each sampling program, and the FLOPs and bytes of one call on one device.
+def slots_of(arrays: SamplingArrays, work: Work) -> Occupancy:
+    """Return how a step's completions fill the engine's slots; a strict engine reads the whole cache."""
+    rollout = arrays.sampler.rollout
+    shape, engine = arrays.slot_shape, rollout.engine
+    longest = rollout.max_new_tokens
+    found = occupancy(work.completions, work.mean, longest, engine.slots, engine.chunk, shape.columns, shape.parts)
+    return dataclasses.replace(found, read=1.0) if engine.strict else found
 
-    Slots are assumed full until the last completions end; a decode chunk is averaged over the lengths of the cache as
-    it grows.
-    """
+
+def sampling_phases(arrays: SamplingArrays, work: Work) -> dict[str, tuple[float, Cost]]:
+    """Return the calls of each sampling program, and the cost of one call; a decode chunk is averaged over the step."""
     rollout = arrays.sampler.rollout
     shape = arrays.slot_shape
     config = arrays.sampled.config
@@ -228,33 +288,40 @@ def sampling_phases(arrays: SamplingArrays, work: Work) -> dict[str, tuple[float
     slots, chunk = rollout.engine.slots / shape.parts, rollout.engine.chunk
     pairs = config.layers * (rollout.max_prompt_tokens + work.mean / 2)
     decode = forward_flops(config, 1, pairs, 1) * slots * share
-    # A chunk reads the next power of two of the columns that are there while all slots grow together.
-    steps = range(0, work.mean, chunk)
-    columns = sum(min(power_of_two(at + chunk), shape.columns) for at in steps) / len(steps)
     prompts = min(slots / shape.group * 2, slots)  # some groups end while others begin
-    blocks = bytes_per_device(arrays.slots.blocks) * prompts * shape.parts / shape.blocks
-    moved = weights + bytes_per_device(arrays.slots.cache) * columns / shape.columns + blocks
-    waves = max(work.completions / rollout.engine.slots, 1.0)
+    blocks = bytes_per_device(arrays.slots.blocks)
+    held = slots_of(arrays, work)
+    moved = weights + bytes_per_device(arrays.slots.cache) * held.read + blocks * prompts * shape.parts / shape.blocks
+    fixed = (weights + blocks) * chunk
     return {
-        "weights": (1.0, (0.0, bytes_per_device((policy.params, policy.base)) + weights)),
-        "prompts": (math.ceil(rollout.prompts / rows) * calls, (prefill, weights)),
-        "decode": (math.ceil(waves * work.mean / chunk), (decode * chunk, moved * chunk)),
+        "weights": (1.0, Cost(0.0, bytes_per_device((policy.params, policy.base)) + weights)),
+        "prompts": (math.ceil(rollout.prompts / rows) * calls, Cost(prefill, weights)),
+        "decode": (held.chunks, Cost(decode * chunk, moved * chunk, fixed=fixed, share=held.read)),
     }
 
 
-def pass_cost(one: PlannedModel, microbatches: int, predictions: int) -> tuple[float, float]:
-    """Return FLOPs and bytes of one device in a pass over ``microbatches`` that predicts ``predictions`` tokens."""
+def pass_cost(one: PlannedModel, microbatches: int, predictions: int) -> Cost:
+    """Return the cost of a pass over ``microbatches`` that predicts ``predictions`` tokens."""
     layout = one.forward.layout
     config = one.model.config
     rows = microbatches * layout.rows
     pairs = packed_pairs(config, one.forward.compute.attention, rows, layout.row_tokens)
     flops = forward_flops(config, rows * layout.row_tokens, pairs, predictions)
+    share = share_of(one.gathered) / layout.parts
     moved = microbatches * 2 * bytes_per_device(one.gathered)
-    return flops * share_of(one.gathered) / layout.parts, moved
+    return Cost(flops * share, moved, fused_flops(one, rows, layout.row_tokens) * share)
 
 
-def update_cost(arrays: Arrays, held: PlannedRole, work: Work) -> tuple[float, float]:
-    """Return FLOPs and bytes of one device in an update of a role.
+def fused_flops(one: PlannedModel, rows: int, row_tokens: int) -> float:
+    """Return the FLOPs of a forward pass's fused attention on all devices; 0 where XLA computes it."""
+    attention = one.forward.compute.attention
+    if attention == "xla":
+        return 0.0
+    return forward_flops(one.model.config, 0, packed_pairs(one.model.config, attention, rows, row_tokens), 0)
+
+
+def update_cost(arrays: Arrays, held: PlannedRole, work: Work) -> Cost:
+    """Return the cost of an update of a role.
 
     Each microbatch's passes read and write weights and move activations.
     """
@@ -276,4 +343,6 @@ def update_cost(arrays: Arrays, held: PlannedRole, work: Work) -> tuple[float, f
         + tokens * config.layers * layer * width * passes
         + 2 * state
     )
-    return update_flops(work, held) * share / parts, moved
+    # What is not kept between the passes is computed again, kernels too.
+    kernels = fused_flops(held, work.rows, work.row_tokens) * (1 + (compute.remat != "none") + KERNELS_BACK)
+    return Cost(update_flops(work, held) * share / parts, moved, kernels * share / parts)

@@ -10,6 +10,7 @@ from typing import Any
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.plan import totals
 from jaxrl_llm.plan.planning import Plan
+from jaxrl_llm.plan.roofline import CYCLES
 from jaxrl_llm.sharding.chips import GIB
 from jaxrl_llm.system.paths import new_file
 
@@ -18,10 +19,10 @@ KINDS = {
     "reference": ("reference", "#97bbf5"), "critic": ("critic ({dtype})", "#a463f2"),
     "critic_optimiser": ("optimiser of the critic", "#c9a3f7"), "judges": ("reward models ({compute})", "#ff8ab7"),
     "batch": ("batch", "#9c6b4e"), "sampled": ("weights to sample from ({compute})", "#3ca951"),
-    "cache": ("key/value cache", "#efb118"), "temporary": ("activations and other temporaries", "#ff725c"),
+    "cache": ("key/value cache", "#efb118"), "temporary": ("activations and temporaries", "#ff725c"),
 }  # fmt: skip
 """Label and colour of each kind of memory."""
-TIMES = f"{'seconds of a step, at least (formulas)':<50}{'compute':>10}{'memory':>10}{'ICI':>10}{'DCN':>10}   binds"
+TIMES = f"{'seconds of a step':<50}{'compute':>10}{'memory':>10}{'ICI':>10}{'DCN':>10}   {'binds':<10}from"
 SENT = f"{'sent by one device in a step':<50}{'count':>10}{'ICI, GB':>10}{'DCN, GB':>10}"
 """Heads of the tables of times and of collectives."""
 
@@ -32,7 +33,9 @@ def lines(plan: Plan, source: str, price: float | None = None) -> list[str]:
     rows = [*head(plan, source), "", *memory_lines(plan), "", TIMES]
     for p in plan.phases:
         times = "".join(f"{x:>10.3f}" for x in (p.compute_s, p.memory_s, p.ici_s, p.dcn_s))
-        rows.append(f"  {f'{p.name} x {p.calls:.0f}':<48}{times}   {p.binds}")
+        rows.append(f"  {f'{p.name} x {p.calls:.0f}':<48}{times}   {p.binds:<10}{p.source}")
+    if any(p.source == CYCLES for p in plan.phases):
+        rows.append("  by formula there: fused attention, its FLOPs at the peak; ICI and DCN, bytes over their links")
     sent = []
     for p in plan.phases:
         whose = "compiled" if p.name in plan.compiled and p.name not in plan.refused else "formula"
@@ -216,7 +219,7 @@ def draw(plans: list[dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(9, 0.9 + 0.95 * len(plans)), layout="constrained")
     axes = figure.add_subplot()
     halves = [[half for half in ("sampling", "learning") if p["memory"][half]] for p in plans]
-    words = {kind: text.partition(" (")[0].replace(" and other", ",") for kind, (text, _) in KINDS.items()}
+    words = {kind: text.partition(" (")[0].replace(" and ", ", ") for kind, (text, _) in KINDS.items()}
     labels = []
     for number, one in enumerate(plans):
         for offset, half in enumerate(halves[number]):

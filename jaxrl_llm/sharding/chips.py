@@ -23,6 +23,7 @@ class Chip:
       dimensions: of the torus that links make; 0 for a switch.
       per_host: devices of a host; for a GPU those behind one switch, unless the topology gives another number.
       wrap: the ends of a torus axis are linked if its length is a multiple of this; 0 for never.
+      clock: Hz of the cores of a TPU: its peak over the products that its matrix units begin in a cycle.
     """
 
     name: str
@@ -35,17 +36,18 @@ class Chip:
     dimensions: int = 0
     per_host: int = 8
     wrap: int = 0
+    clock: float = 0.0
 
 
 CHIPS: dict[str, Chip] = {
     chip.name: chip
     for chip in (
-        Chip("v4", "tpu", 275e12, 1228 * GB, 31.25 * GIB, 45 * GB, 6.25 * GB, 3, 4, 4),
-        Chip("v5e", "tpu", 197e12, 819 * GB, 15.75 * GIB, 45 * GB, 3.125 * GB, 2, 4, 16),
-        Chip("v5p", "tpu", 459e12, 2765 * GB, 95.74 * GIB, 90 * GB, 6.25 * GB, 3, 4, 4),
-        Chip("v6e", "tpu", 918e12, 1640 * GB, 31.25 * GIB, 90 * GB, 12.5 * GB, 2, 4, 16),
+        Chip("v4", "tpu", 275e12, 1228 * GB, 31.25 * GIB, 45 * GB, 6.25 * GB, 3, 4, 4, 1.05e9),
+        Chip("v5e", "tpu", 197e12, 819 * GB, 15.75 * GIB, 45 * GB, 3.125 * GB, 2, 4, 16, 1.5e9),
+        Chip("v5p", "tpu", 459e12, 2765 * GB, 95.74 * GIB, 90 * GB, 6.25 * GB, 3, 4, 4, 1.75e9),
+        Chip("v6e", "tpu", 918e12, 1640 * GB, 31.25 * GIB, 90 * GB, 12.5 * GB, 2, 4, 16, 1.75e9),
         # Two devices make a chip, which shares links and network among them.
-        Chip("tpu7x", "tpu", 1153e12, 3690 * GB, 94.75 * GIB, 50 * GB, 6.25 * GB, 3, 8, 4),
+        Chip("tpu7x", "tpu", 1153e12, 3690 * GB, 94.75 * GIB, 50 * GB, 6.25 * GB, 3, 8, 4, 2.2e9),
         Chip("a100", "gpu", 312e12, 2039 * GB, GPU_SHARE * 80 * GB, 300 * GB, 25 * GB),
         Chip("h100", "gpu", 989e12, 3350 * GB, GPU_SHARE * 80 * GB, 450 * GB, 50 * GB),
         Chip("h200", "gpu", 989e12, 4800 * GB, GPU_SHARE * 141 * GB, 450 * GB, 50 * GB),

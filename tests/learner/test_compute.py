@@ -84,6 +84,8 @@ def test_rows_of_a_microbatch_are_chosen_for_the_mesh_the_platform_and_the_memor
     assert rows(described("tpu", 4), 8 * 512 + 1, row_tokens=512) == 8
     assert rows(described("tpu", 4), 100, row_tokens=512) == 4
     assert rows(described("tpu", 4), row_tokens=16384) == 4
+    with pytest.raises(InputError, match=r"microbatch_rows 2 does not divide .* 4 parts of a batch: make it a mult"):
+        rows(described("tpu", 4), microbatch_rows=2)
 
 
 def test_the_more_a_device_holds_the_fewer_tokens_of_a_microbatch_fit():

@@ -12,18 +12,23 @@ from tiny import compiled
 
 from jaxrl_llm import learner
 from jaxrl_llm.config import Output
+from jaxrl_llm.engine.requests import Request
 from jaxrl_llm.engine.sampling import as_rules, asked
+from jaxrl_llm.engine.scheduler import Build, rows_for, wanted
+from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.engine.slots import empty_slots, run_chunk
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.models.decoder import initialise
 from jaxrl_llm.models.flops import counts, forward_flops, visible_pairs
 from jaxrl_llm.plan.device_memory import resident
 from jaxrl_llm.plan.lowering import compile_one, subject
+from jaxrl_llm.plan.occupancy import Occupancy, lengths, occupancy
 from jaxrl_llm.plan.roofline import attention_share, update_flops, work
 from jaxrl_llm.plan.shapes import abstract_mesh, arrays, bytes_per_device
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rollout import Engine
 from jaxrl_llm.stages.rl.ingredients import coefficients_of
+from jaxrl_llm.types import Prompt
 
 MESHES = [(1, 8, 1), (2, 2, 2)]
 
@@ -92,6 +97,29 @@ def test_visible_pairs_are_those_of_a_loop(windows, first, last):
         if not window or query - key < window
     )
     assert visible_pairs(config, first, last) == counted
+
+
+@pytest.mark.parametrize(("mean", "slots", "parts"), [(12, 40, 1), (40, 24, 4), (9, 20, 8)])
+def test_slots_take_the_next_of_the_queue_and_read_what_the_engine_reads(mean, slots, parts):
+    """One slot at a time, by loops; the shape of each chunk is the engine's own answer."""
+    count, longest, chunk = 90, 40, 4
+    queue = lengths(count, mean, longest).tolist()
+    assert sum(queue) / count == pytest.approx(mean, rel=0.06) and max(queue) <= longest
+    build = Build(CONFIG, jnp.float32, slots, longest + 24, chunk, None, False, 1)
+    held, chunks, read, live, room = [], 0, 0, 0, longest + chunk
+    while queue or held:
+        held += [[queue.pop(0), 0] for _ in range(min(slots - len(held), len(queue)))]
+        asked = [Request(0, Prompt(np.zeros(1, np.int32)), 0, 10**6, count=done) for _, done in held]
+        read += wanted(build, Sampling(max_new_tokens=longest), asked, None, True).columns * rows_for(
+            len(held), slots, parts
+        )
+        chunks, live = chunks + 1, live + sum(done for _, done in held)
+        held = [[length, done + chunk] for length, done in held if done + chunk < length]
+    found = occupancy(count, mean, longest, slots, chunk, room, parts)
+    whole = slots * room * chunks
+    assert found == Occupancy(chunks, pytest.approx(read / whole), pytest.approx(live / whole))
+    alone = wanted(build, Sampling(max_new_tokens=longest), asked, None, True)
+    assert alone.rows == rows_for(len(asked), slots, 1)
 
 
 def test_attention_hides_half_at_best():

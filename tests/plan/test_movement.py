@@ -7,7 +7,7 @@ import pytest
 
 from jaxrl_llm.plan import hlo
 from jaxrl_llm.plan.machines import describe, parse_topology
-from jaxrl_llm.plan.movement import in_memory, loops, moved
+from jaxrl_llm.plan.movement import cycles, in_memory, loops, moved
 from jaxrl_llm.sharding.compiler import without_compilation_cache
 
 MIB = 2**20
@@ -82,6 +82,46 @@ def test_a_loop_reads_what_it_slices_and_writes_what_it_puts():
     # A fetch into the chip's memory reads, and writes nothing here; a transpose does both.
     assert whole.moved == pytest.approx(4 * loop.moved + WIDE + 2 * WIDE, abs=32)
     assert [c.size for c in loop.collectives] == [ROW] and not whole.collectives
+
+
+@pytest.mark.parametrize(
+    ("inner", "read"),
+    [
+        ("%b = f32[8,512]{1,0} pad(%p, %z), padding=2_2x0_0\n  ROOT %r = f32[1,512]{1,0} slice(%b)", 512 * 2),
+        ("%b = f32[4,512]{1,0} convert(%p)\n  ROOT %r = f32[1,512]{1,0} dynamic-slice(%b, %z)", 512 * 2),
+        ("ROOT %r = f32[4,512]{1,0} convert(%p)", 4 * 512 * 2),
+        ("%b = f32[4,512]{1,0} convert(%p)\n  ROOT %r = f32[4,512]{1,0} add(%b, %b)", 4 * 512 * 2),
+    ],
+    ids=["padded", "converted", "result", "used"],
+)
+def test_a_kernel_that_slices_what_it_pads_or_converts_reads_the_slice(inner, read):
+    shape = "f32[4,512]" if "[4,512]{1,0} add" in inner or "ROOT %r = f32[4" in inner else "f32[1,512]"
+    text = f"""HloModule m
+
+%k (p: bf16[4,512], z: f32[]) -> {shape} {{
+  %p = bf16[4,512]{{1,0}} parameter(0)
+  %z = f32[] parameter(1)
+  {inner}
+}}
+
+ENTRY %main (a: bf16[4,512], c: f32[]) -> {shape} {{
+  %a = bf16[4,512]{{1,0}} parameter(0)
+  %c = f32[] parameter(1)
+  ROOT %f = {shape}{{1,0}} fusion(%a, %c), kind=kLoop, calls=%k
+}}
+"""
+    written = hlo.bytes_of(shape)
+    assert moved(hlo.parse(text, 1), "main") - written == pytest.approx(read, abs=8)
+
+
+def test_cycles_of_kernels_are_added_up_with_their_loops():
+    def noted(count):
+        return f', backend_config={{"flag_configs":[],"estimated_cycles":"{count}"}}'
+
+    text = TEXT.replace("calls=%sliced", f"calls=%sliced{noted(100)}").replace("calls=%put", f"calls=%put{noted(20)}")
+    text = text.replace("calls=%turned", f"calls=%turned{noted(7)}")
+    assert cycles(hlo.parse(text, 2)) == 4 * 120 + 7
+    assert cycles(hlo.parse(TEXT, 2)) == 0
 
 
 def test_what_only_moves_is_told():

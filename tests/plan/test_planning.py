@@ -13,7 +13,8 @@ from jaxrl_llm.learner.platform import compute_for
 from jaxrl_llm.plan.lowering import compile_one, needed, subject
 from jaxrl_llm.plan.machines import CUDNN, describe, installed, parse_topology
 from jaxrl_llm.plan.planning import best, candidates, compilable, plan
-from jaxrl_llm.plan.tables import draw, lines, table, write
+from jaxrl_llm.plan.roofline import CYCLES, FORMULAS, Read, phases, sampling_phases, work
+from jaxrl_llm.plan.tables import draw, lines, memory_lines, table, write
 from jaxrl_llm.plan.totals import totals
 from jaxrl_llm.rollout import Collect
 
@@ -37,6 +38,12 @@ def test_the_real_programs_compile_for_a_tpu_slice(compiled):
     assert kinds and sum(t.ici for t in by_name["update"].traffic) > 0 == sum(
         t.dcn for p in compiled.phases for t in p.traffic
     )
+    # The update's time is that of its own kernels; the passes that score are not compiled.
+    update, done = by_name["update"], compiled.compiled["update"]
+    assert update.source == CYCLES and by_name["score"].source == FORMULAS
+    seconds = update.calls * done.cycles / SLICE.chip.clock
+    kernels = update.compute_s - seconds
+    assert 0 <= kernels < 0.5 * seconds and update.bytes == update.calls * done.loops[0].moved
     # No device sends its part of the cache away when it grows: only weights are gathered for sampling.
     assert sum(t.ici for t in by_name["weights"].traffic) > 0
 
@@ -44,8 +51,18 @@ def test_the_real_programs_compile_for_a_tpu_slice(compiled):
 @pytest.mark.compilers
 def test_the_report_says_what_is_compiled_and_what_is_a_formula(compiled, tmp_path):
     text = "\n".join(lines(compiled, "built in"))
-    for word in ("temporaries, the compiler's", "update: ", "(compiled)", "by formula", "FITS", "bound by", "MFU"):
+    for word in (
+        "temporaries, the compiler's",
+        "update: ",
+        "(compiled)",
+        "by formula",
+        "compiled cycles and bytes",
+        "FITS",
+        "bound by",
+        "MFU",
+    ):
         assert word in text
+    assert len({len(line) for line in memory_lines(compiled)}) == 1, "numbers stand below their heads"
     write(tmp_path / "plan.json", [(compiled, "built in")])
     value = json.loads((tmp_path / "plan.json").read_text())
     assert (
@@ -99,6 +116,25 @@ def test_more_of_everything_costs_more():
     prompts = by_formula(dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, prompts=64)))
     assert prompts.learning.batch > base.learning.batch and prompts.seconds > base.seconds
     assert prompts.work.train_flops == 2 * base.work.train_flops
+
+
+def test_decoding_reads_a_share_of_what_the_largest_program_reads():
+    run = tiny_run((1, 4, 2), prompts=32)
+    one = subject(run, CONFIG, None, machine=GPUS)
+    todo = work(run, one.outline, one.arrays.learned, 10)
+    by_name = {p.name: p for p in phases(run, one.arrays, todo, GPUS.chip, {}, {})}
+    _, cost = sampling_phases(one.arrays, todo)["decode"]
+    largest = 3 * cost.fixed
+    read = {"decode": Read(2.0, largest)}
+    decode = {p.name: p for p in phases(run, one.arrays, todo, GPUS.chip, {}, read)}["decode"]
+    each = cost.fixed + cost.share * (largest - cost.fixed)
+    assert 0 < cost.share < 1 and decode.bytes == pytest.approx(decode.calls * each)
+    assert decode.compute_s == pytest.approx(decode.calls * 2 * each / largest)
+    # Some are longer than the mean, so decoding takes more chunks than if all had it.
+    chunk, waves = run.rollout.engine.chunk, todo.completions / run.rollout.engine.slots
+    assert decode.calls == by_name["decode"].calls > 1.2 * waves * 10 / chunk
+    told = "\n".join(lines(plan(run, CONFIG, GPUS, None, 10, False), ""))
+    assert "completions of 10 tokens (log-normal, sigma 0.9)" in told and "of the cache on average" in told
 
 
 def test_what_fits_at_most_fits_and_more_does_not():
@@ -159,8 +195,10 @@ def test_a_search_ranks_meshes_that_fit():
     run = tiny_run((1, 8, 1))
     every = candidates(run, CONFIG, GPUS)
     assert len({(one.mesh, one.learner.compute.microbatch_rows) for one in every}) == len(every) > 4
-    assert {one.mesh.tensor for one in every} == {1, 2}  # two key/value heads
+    assert {one.mesh.tensor for one in every} == {1, 2, 4}  # two key/value heads, and two copies of each
     assert {one.mesh.tensor for one in candidates(computing(run, row_tokens=81), CONFIG, GPUS)} == {1}
+    experts = dataclasses.replace(run, mesh=dataclasses.replace(run.mesh, fsdp=-1, expert=2))
+    assert all(math.prod(one.mesh.sizes(8).values()) == 8 for one in candidates(experts, CONFIG, GPUS))
     found = best(run, CONFIG, GPUS, None, None, True, lambda text: None)
     assert found and [p.seconds for p in found] == sorted(p.seconds for p in found) and all(p.fits for p in found)
     assert len(table(found)) == 1 + len(found)
@@ -171,7 +209,7 @@ def test_the_command_compiles_for_gpus_of_two_hosts(tmp_path):
     asked = "plan smoke --topology h100:2x2 --mesh.data 2 --mesh.fsdp 2 --learner.microbatch_rows 4 --json plan.json"
     done = command(*asked.split(), "--loops", "--dump", "programs", folder=tmp_path, anew=True)
     assert done.code == 0 and "tiny-random: 90,624 parameters" in done.out and "FITS" in done.out, done
-    assert "activations and other temporaries, the compiler's" in done.out and "by formula alone" not in done.out
+    assert "activations and temporaries, the compiler's" in done.out and "by formula alone" not in done.out
     assert "attention: xla\n" in done.out and re.search(r"products of update, as compiled: \d+ by Triton", done.out)
     found = json.loads((tmp_path / "plan.json").read_text())
     assert set(found["compiled_s"]) == {"weights", "prompts", "decode", "refill", "update"}
@@ -183,6 +221,7 @@ def test_the_command_compiles_for_gpus_of_two_hosts(tmp_path):
     assert found["machine"] == "h100:2x2" and found["memory"]["available"] == 72e9
     [update] = [phase for phase in found["phases"] if phase["name"] == "update"]
     sent = {name: sum(one[name] for one in update["traffic"]) for name in ("ici", "dcn")}
+    assert update["source"] == "compiled bytes", "a GPU's text has no cycles"
     assert sent["dcn"] > 0 and sent["ici"] > 0, "gradients are summed over both hosts, weights gathered inside"
 
 
