@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxrl_llm.rollout import Collect
-from jaxrl_llm.rollout.groups import MEMORY, AdmissionPolicy, Underway, remember, share_of
+from jaxrl_llm.rollout.groups import AdmissionPolicy, Underway
+from jaxrl_llm.rollout.judging import MEMORY, remember, share_of
 
 LONGEST = 100
 

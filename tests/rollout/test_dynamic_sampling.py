@@ -326,6 +326,9 @@ class Learning(ToySource):
         group, _ = super().ask(number, memory)
         return group, memory | {"asked": memory.get("asked", 0) + 1}
 
+    def learns(self, memory):
+        return True
+
     def observe(self, memory, groups):
         return memory | {"scored": [*memory.get("scored", []), *(int(group.problem.id) for group in groups)]}
 
