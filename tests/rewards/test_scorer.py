@@ -294,8 +294,7 @@ def stuck_worker(parent, known):
     threads = Path(f"/proc/{parent}/task")
     end = time.monotonic() + 10.0
     while time.monotonic() < end:
-        children = [path.read_text().split() for path in threads.glob("*/children")]
-        new = set(sum(children, [])) - set(known)
+        new = {child for path in threads.glob("*/children") for child in path.read_text().split()} - set(known)
         if new:
             time.sleep(0.5)  # until it has taken the call
             return new.pop()
