@@ -133,7 +133,11 @@ def main(handle: str) -> None:
     tokenizer = PreTrainedTokenizerBase()
     statm = Path("/proc/self/statm")
     if statm.exists():
-        most = int(statm.read_text().split()[0]) * resource.getpagesize() + MEMORY
+        most, hard = (
+            int(statm.read_text().split()[0]) * resource.getpagesize() + MEMORY,
+            resource.getrlimit(resource.RLIMIT_AS)[1],
+        )
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
