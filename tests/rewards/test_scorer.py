@@ -1,5 +1,6 @@
 """The scorer with real functions that hang, crash and raise: one item is lost, the rest is right, nothing is left."""
 
+import asyncio
 import math
 import os
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import CancelledError
 from pathlib import Path
 
 import numpy as np
@@ -207,6 +209,60 @@ def test_the_workers_run_side_by_side_and_live_on(tmp_path):
     first, second = (sorted(path.name for path in folder.iterdir()) for folder in folders)
     assert len(first) == 2 and first == second and str(os.getpid()) not in first
     assert all(gone(process_id, 1.0) for process_id in first)
+
+
+def test_several_batches_are_scored_at_one_time_in_workers_and_where_functions_wait(tmp_path):
+    here = []
+
+    async def meets(problem, completion):
+        here.append(completion.text)
+        while len(here) < 2:
+            await asyncio.sleep(0.01)
+        return float(here.index(completion.text))
+
+    with Scorer((Function("sample_rewards:meet"), meets), workers=2, timeout_s=20.0) as scorer:
+        coming = [scorer.begin([item(place)]) for place in (str(tmp_path), f"{tmp_path}/")]
+        coming += [scorer.begin([])]
+        last, *others = [scores() for scores in reversed(coming)]
+    assert not last.reward.size and [one.failures.of["meets"] for one in others] == [(1, 0)] * 2
+    assert [one.parts["meets"][0] for one in others] == [1.0, 0.0]
+    assert len({one.parts["meet"][0] for one in others}) == 2 and others[0].failures.timeouts == 0
+
+
+def test_functions_of_this_process_are_called_one_after_the_other_in_the_order_of_their_submission():
+    calls, inside = [], threading.Lock()
+
+    def slow(problem, completion):
+        assert inside.acquire(blocking=False)
+        time.sleep(0.001)
+        calls.append(completion.text)
+        inside.release()
+        return 1.0
+
+    with Scorer((slow,)) as scorer:
+        coming = [scorer.begin([item(f"{batch} {number}") for number in range(3)]) for batch in range(6)]
+        found = [scores() for scores in reversed(coming)]
+    assert calls == [f"{batch} {number}" for batch in range(6) for number in range(3)]
+    assert all(one.failures.errors == 0 for one in found)
+
+
+def test_a_scorer_that_is_closed_gives_up_what_it_has_begun():
+    begun, end = threading.Event(), threading.Event()
+
+    def slow(problem, completion):
+        begun.set()
+        end.wait(20.0)
+        return 1.0
+
+    scorer = Scorer((slow, Function("sample_rewards:worker_id")))
+    coming = [scorer.begin([item("3")]) for _ in range(3)]
+    assert begun.wait(20.0)
+    scorer.close()
+    end.set()
+    with pytest.raises(CancelledError):
+        coming[-1]()
+    with scorer:
+        assert scorer.score([item("3")]).failures.errors == 0
 
 
 def test_children_of_a_stuck_reward_are_killed_with_it(tmp_path):
