@@ -16,7 +16,7 @@ descent, whose steps are as large as what there is to learn from; ``--adam`` tak
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -89,10 +89,10 @@ class Spelling:
 class Exact:
     """The judge: 1 where the text is the answer, else 0."""
 
-    def score(self, items: Sequence[tuple[Problem, Any]]) -> Scores:
+    def begin(self, items: Sequence[tuple[Problem, Any]]) -> Callable[[], Scores]:
         """Of each completion."""
         right = np.array([float(completion.text == problem.answer) for problem, completion in items])
-        return Scores(right, right, {"accuracy": right}, Failures())
+        return lambda: Scores(right, right, {"accuracy": right}, Failures())
 
 
 class Prompts:

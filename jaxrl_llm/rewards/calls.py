@@ -141,7 +141,7 @@ def perform(function: Callable[..., Any], call: Call, run: Callable[[Coroutine[A
     """
     try:
         if call.form.waits and not call.form.batch:
-            return run(_all(function, call))
+            return run(together(function, call))
         arguments, named = bind(call.form, call.items)
         result = function(*arguments, **named)
         if inspect.isawaitable(result):
@@ -168,7 +168,8 @@ async def _awaited(result: Any) -> Any:
     return await result
 
 
-async def _all(function: Callable[..., Any], call: Call) -> list[Outcome]:
+async def together(function: Callable[..., Any], call: Call) -> list[Outcome]:
+    """Return the outcome of each item of a function that is ``async``; ``AT_ONCE`` of its calls wait at one time."""
     free = asyncio.Semaphore(AT_ONCE)
     return list(await asyncio.gather(*(_one(function, call, item, free) for item in call.items)))
 
@@ -180,7 +181,7 @@ async def _one(function: Callable[..., Any], call: Call, item: tuple[Any, Any], 
             async with limit:
                 arguments, named = bind(call.form, [item])
                 return _scored(await function(*arguments, **named), call, item)
-        except Exception as error:  # noqa: BLE001  a person's function raises whatever it likes
+        except (Exception, SystemExit) as error:  # noqa: BLE001  a person's function raises whatever it likes
             if limit.expired():
                 return Outcome("timeout", message=overdue(call.timeout_s), place=defined(function))
             return _failed(error, function)

@@ -1,7 +1,7 @@
 """Isolated calls of functions that may hang, crash or leak: one item is lost, never the run.
 
-``Pool`` calls them in worker processes, which can be killed. ``Inside`` calls those that only this process has in a
-thread, which can be abandoned.
+``Pool`` calls them in worker processes, which can be killed. ``inside.Inside`` calls those that only this process has
+in threads, which can be abandoned.
 
 The program of a worker is ``main``: a fresh interpreter without JAX. Protocol over one connection: the parent sends a
 ``Call``. The worker sends JSON lists: ``["ready"]`` when it has started, then for each call ``["received"]``,
@@ -18,29 +18,26 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
-import queue
 import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Generator, Sequence
+from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.rewards.calls import Call, Outcome, in_one_line, overdue, perform, place_in
+from jaxrl_llm.rewards.calls import Call, Outcome, in_one_line, overdue, perform
 from jaxrl_llm.system.signals import interpreter, while_read
 from jaxrl_llm.tasks.filters import resolve
 
 START_TIMEOUT_S = 60.0
 """Seconds allowed to start a worker, and to import the function of a call; they do not count against the item."""
 
-MOST_STUCK = 4
-"""Number of threads still in abandoned calls at which no further call starts."""
 GRACE_S = 1.0
 BOUNDED = ("jaxrl_llm.rewards.math_answer", "jaxrl_llm.rewards.gym_answer")
 """Modules of verifiers whose memory is bounded: a formula may stand for a number of any size."""
@@ -49,8 +46,27 @@ VERIFIER_BYTES = 1 << 30
 _MAX_FAILED_STARTS = 3
 
 
+MOST_WORKERS = 32
+"""Number of worker processes at most, unless it is given: each takes some 50 MB."""
+
+
+def workers_for_cores() -> int:
+    """Return the number of cores that this process may use, from 2 to ``MOST_WORKERS``."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
+    return min(max(cores, 2), MOST_WORKERS)
+
+
+class _Job:
+    """A call that waits for a worker, or is with one; ``again`` once it was handed over a second time."""
+
+    def __init__(self, call: Call):
+        self.call = call
+        self.outcomes: Future[list[Outcome]] = Future()
+        self.again = False
+
+
 class Pool:
-    """Owner of ``workers`` processes, started at the first call; used from one thread at a time.
+    """Owner of ``workers`` processes, started at the first call; any thread may submit calls, and none waits for it.
 
     A call has ``limit_s`` seconds of wall-clock time, counted from when its function is imported. At the deadline its
     process group is killed and replaced. No process outlives ``close``, the interpreter's exit, or (by more than the
@@ -60,62 +76,105 @@ class Pool:
     def __init__(self, workers: int):
         self._size = workers
         self._workers: list[_Worker] = []
+        self._waiting: collections.deque[_Job] = collections.deque()
+        self._lock = threading.RLock()
+        self._driver: threading.Thread | None = None  # while calls are open
+        self._closing = threading.Event()
+        self._woken, self._wake = multiprocessing.Pipe(duplex=False)
         self._failed_starts = 0
-        self._handed_over_again: set[int] = set()
-        self._finalizer = weakref.finalize(self, _kill_all, self._workers, os.getpid())
+        self._finalizer = weakref.finalize(self, _kill_all, self._workers, os.getpid(), self._closing)
 
-    def map(self, calls: Sequence[Call]) -> list[list[Outcome]]:
-        """Make the calls and return the outcomes of each one's items, in order.
+    def submit(self, calls: Sequence[Call]) -> list[Future[list[Outcome]]]:
+        """Begin calls, in their order as workers are free; return the outcomes of each one's items to come.
 
-        Raises:
-          RuntimeError: three workers in a row did not start.
+        Their error is a RuntimeError if three workers in a row did not start; ``close`` cancels them.
         """
-        outcomes: dict[int, list[Outcome]] = {}
-        pending = collections.deque(range(len(calls)))
-        self._handed_over_again.clear()
-        try:
-            while len(outcomes) < len(calls):
-                while len(self._workers) < min(self._size, len(calls) - len(outcomes)):
-                    self._workers.append(_Worker())
-                for worker in [worker for worker in self._workers if worker.state == "idle"]:
-                    index = pending.popleft() if pending else None
-                    if index is not None and not worker.send(index, calls[index]):
-                        pending.appendleft(index)  # it died while idle: the item is not to blame
-                        self._drop(worker)
-                outcomes.update(self._wait(pending))
-        except BaseException:  # an interrupt: answers still on their way would be taken for those of the next calls
-            self.close()
-            raise
-        return [outcomes[index] for index in range(len(calls))]
+        jobs = [_Job(call) for call in calls]
+        with self._lock:
+            self._waiting += jobs
+            if jobs and self._driver is None:
+                self._driver = threading.Thread(target=self._drive, name="reward workers", daemon=True)
+                self._driver.start()
+            elif jobs:
+                self._wake.send_bytes(b"")
+        return [job.outcomes for job in jobs]
 
     def close(self) -> None:
-        """Kill the workers; a later ``map`` starts new ones."""
+        """Kill the workers, and cancel the calls that are open; a later ``submit`` starts new ones."""
+        self._closing.set()
+        with self._lock:
+            driver = self._driver
+            if driver is not None:
+                self._wake.send_bytes(b"")
+        if driver is not None:
+            driver.join()
         _kill_all(self._workers, os.getpid())
+        self._closing.clear()
 
-    def _wait(self, pending: collections.deque[int]) -> dict[int, list[Outcome]]:
-        """Wait for the next message, death or deadline; return the outcomes of the calls that ended.
+    def _drive(self) -> None:
+        """Hand calls to workers until none is open."""
+        try:
+            while self._open():
+                self._hand_over()
+                self._wait()
+        except BaseException as error:  # noqa: BLE001  for those who wait for the outcomes
+            for job in self._left():
+                job.outcomes.set_exception(error)
+            _kill_all(self._workers, os.getpid())
 
-        A call that a dead worker had not read yet becomes pending again, once: the item is not to blame.
+    def _open(self) -> bool:
+        """Whether a call is open; if none is, or the pool is being closed, the work of this thread is done."""
+        with self._lock:
+            if not self._closing.is_set() and (self._waiting or any(worker.job for worker in self._workers)):
+                return True
+            for job in self._left():
+                job.outcomes.cancel()
+            return False
+
+    def _left(self) -> list[_Job]:
+        """Return the open calls, whose outcomes will not come, and let the next one start another thread."""
+        with self._lock:
+            self._driver = None
+            left = [worker.job for worker in self._workers if worker.job is not None] + [*self._waiting]
+            self._waiting.clear()
+            return left
+
+    def _hand_over(self) -> None:
+        """Send calls to workers that are idle, and start others as far as calls wait for them."""
+        for worker in [worker for worker in self._workers if worker.state == "idle"]:
+            job = self._waiting.popleft() if self._waiting else None
+            if job is not None and not worker.send(job):
+                self._waiting.appendleft(job)  # it died while idle: the item is not to blame
+                self._drop(worker)
+        busy = sum(worker.job is not None for worker in self._workers)
+        while len(self._workers) < min(self._size, busy + len(self._waiting)):
+            self._workers.append(_Worker())
+
+    def _wait(self) -> None:
+        """Wait for the next message, death, deadline or call.
+
+        A call that a dead worker had not read yet waits for another one, once: the item is not to blame.
         """
         now = time.monotonic()
         limits = [worker.deadline - now for worker in self._workers if worker.deadline is not None]
-        connections = [worker.connection for worker in self._workers]
-        said = multiprocessing.connection.wait(connections, timeout=max(0.0, min(limits, default=0.0)))
-        ended: dict[int, list[Outcome]] = {}
+        connections = [self._woken, *(worker.connection for worker in self._workers)]
+        said = multiprocessing.connection.wait(connections, timeout=max(0.0, min(limits)) if limits else None)
+        if self._woken in said:
+            self._woken.recv_bytes()
         for worker in list(self._workers):
-            index = worker.index
+            job = worker.job
             unread = worker.state == "sent"
             outcomes = worker.hear() if worker.connection in said else worker.overdue()
-            if unread and worker.state == "dead" and index not in self._handed_over_again:
-                self._handed_over_again.add(index)
-                pending.appendleft(index)
-            elif outcomes and index is not None:
-                ended[index] = outcomes
+            if job is not None and unread and worker.state == "dead" and not job.again:
+                job.again = True
+                self._waiting.appendleft(job)
+            elif outcomes and job is not None:
+                job.outcomes.set_result(outcomes)
             if worker.state == "dead":
+                worker.job = None
                 self._drop(worker)
             elif worker.state != "starting":
                 self._failed_starts = 0
-        return ended
 
     def _drop(self, worker: "_Worker") -> None:
         self._workers.remove(worker)
@@ -147,26 +206,25 @@ class _Worker:
             )
         self.started = False
         self.state = "starting"
-        self.call: Call | None = None
-        self.index: int | None = None
+        self.job: _Job | None = None
         self.deadline: float | None = time.monotonic() + START_TIMEOUT_S
 
-    def send(self, index: int, call: Call) -> bool:
+    def send(self, job: _Job) -> bool:
         """Send a call to the process; return False if the process is gone."""
         if self.process.poll() is not None:  # its end of the pipe may stay open for a moment longer
             return False
         try:
-            self.connection.send(call)
+            self.connection.send(job.call)
         except OSError:
             return False
-        self.index = index
-        self.call = call
+        self.job = job
         self.state = "sent"
         self.deadline = time.monotonic() + START_TIMEOUT_S
         return True
 
     def hear(self) -> list[Outcome]:
         """Read one message; return the outcomes if it ends the call, as the process's death also does."""
+        job = self.job
         try:
             word, *rest = json.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
@@ -177,16 +235,16 @@ class _Worker:
             return []
         if word == "started":
             self.state = "running"
-            self.deadline = time.monotonic() + self.call.limit_s
+            self.deadline = time.monotonic() + job.call.limit_s
             return []
         self.started = True
         self.state = "idle"
-        self.index = None
+        self.job = None
         self.deadline = None
         if word == "ready":
             return []
         outcomes = [Outcome(*outcome) for outcome in rest[0]]
-        return outcomes if len(outcomes) == len(self.call.items) else self._all(outcomes[0])
+        return outcomes if len(outcomes) == len(job.call.items) else outcomes[:1] * len(job.call.items)
 
     def overdue(self) -> list[Outcome]:
         """Return the timeout if the deadline has passed, else an empty list."""
@@ -194,11 +252,11 @@ class _Worker:
             return []
         running = self.state == "running"
         self.state = "dead"
-        said = overdue(self.call.limit_s) if running else overdue(START_TIMEOUT_S, "import")
+        said = overdue(self.job.call.limit_s) if running else overdue(START_TIMEOUT_S, "import")
         return self._all(Outcome("timeout", message=said))
 
     def _all(self, outcome: Outcome) -> list[Outcome]:
-        return [outcome] * len(self.call.items) if self.call else []
+        return [outcome] * len(self.job.call.items) if self.job else []
 
     def kill(self) -> int:
         """Kill the process with its children, wait for it, and return its exit code."""
@@ -209,8 +267,10 @@ class _Worker:
         return self.process.wait()
 
 
-def _kill_all(workers: list[_Worker], owner: int) -> None:
+def _kill_all(workers: list[_Worker], owner: int, closing: threading.Event | None = None) -> None:
     if os.getpid() == owner:  # a forked child that exits must leave its parent's workers alone
+        if closing is not None:
+            closing.set()  # nobody replaces them
         while workers:
             workers.pop().kill()
 
@@ -261,51 +321,3 @@ def _bounded(path: str) -> Generator[None]:
 
 def _say(connection: Connection, *words: Any) -> None:
     connection.send_bytes(json.dumps(words).encode())
-
-
-class Inside:
-    """Owner of a thread, started at the first call, that makes one call after the other on one event loop.
-
-    It is not the main thread: a notebook's event loop runs there, and a call that hangs there would stop the run. A
-    call that ran out of time keeps its thread, and the next ones get another. No thread blocks the interpreter's exit.
-    """
-
-    def __init__(self):
-        self._thread: threading.Thread | None = None
-        self._stuck: list[threading.Thread] = []
-
-    def run(self, call: Call) -> list[Outcome]:
-        """Make the call and return the outcomes of its items."""
-        self._stuck = [thread for thread in self._stuck if thread.is_alive()]
-        if len(self._stuck) >= MOST_STUCK:
-            ended = f"not called, since {MOST_STUCK} earlier calls have not ended"
-            said = f"{ended}; in a module of its own it could be killed"
-            return [Outcome("timeout", message=said)] * len(call.items)
-        if self._thread is None:
-            self._asked: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
-            self._answered: queue.SimpleQueue[list[Outcome]] = queue.SimpleQueue()
-            ends = self._asked, self._answered
-            self._thread = threading.Thread(target=_serve, args=ends, name="rewards", daemon=True)
-            self._thread.start()
-        self._asked.put(call)
-        try:
-            return self._answered.get(timeout=call.limit_s)
-        except queue.Empty:
-            frame = sys._current_frames().get(self._thread.ident)
-            function: Any = call.function
-            place = place_in(traceback.extract_stack(frame) if frame else [], function)
-            self._stuck.append(self._thread)
-            self.close()
-            return [Outcome("timeout", message=overdue(call.limit_s), place=place)] * len(call.items)
-
-    def close(self) -> None:
-        """Let the thread end once its call is over; a later ``run`` starts another."""
-        if self._thread is not None:
-            self._asked.put(None)
-            self._thread = None
-
-
-def _serve(asked: queue.SimpleQueue, answered: queue.SimpleQueue) -> None:
-    with asyncio.Runner() as runner:
-        while (call := asked.get()) is not None:
-            answered.put(perform(call.function, call, runner.run))

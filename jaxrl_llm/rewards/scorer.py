@@ -1,6 +1,5 @@
 """Scorer of completions with several rewards; calls that may hang or crash run in killable processes."""
 
-import collections
 import contextlib
 import dataclasses
 import json
@@ -18,9 +17,19 @@ from jaxrl_llm.rewards.bounds import Gate, base_of, places_of, shaped, spread
 from jaxrl_llm.rewards.calls import LARGEST, Call, Outcome, defined
 from jaxrl_llm.rewards.code import CodeTests
 from jaxrl_llm.rewards.functions import OF_STEPS, ON_DEVICE, Item, ModelReward, Own, as_reward, form_of
-from jaxrl_llm.rewards.pool import Inside, Pool
+from jaxrl_llm.rewards.inside import Inside
+from jaxrl_llm.rewards.pool import Pool, workers_for_cores
 from jaxrl_llm.rewards.rubric import OF_JUDGES, further
-from jaxrl_llm.rewards.scores import Failures, Scores, at_tokens, interleaved, with_environment, with_unplayed
+from jaxrl_llm.rewards.scores import (
+    Begun,
+    Failures,
+    Scores,
+    at_tokens,
+    failures_of,
+    interleaved,
+    with_environment,
+    with_unplayed,
+)
 from jaxrl_llm.rewards.shaping import BUILT_IN, Accuracy, Reward
 from jaxrl_llm.rewards.verify import dry_run_completion, verdict
 from jaxrl_llm.system.paths import REWARD_ERROR, SANDBOX, new_file
@@ -40,8 +49,9 @@ VERIFIED = ""
 class Scorer(contextlib.AbstractContextManager):
     """Rewards with their workers; close it, or use it in a ``with`` block.
 
-    ``Function`` rewards and the verifiers ``math`` and ``reasoning_gym`` run in ``workers`` processes, started when
-    first needed, each completion for at most ``timeout_s`` seconds. Functions that other processes cannot import run in
+    ``Function`` rewards and the verifiers ``math`` and ``reasoning_gym`` run in ``workers`` processes (None: as many as
+    this process has cores, up to ``MOST_WORKERS``), started when first needed, each completion for at most
+    ``timeout_s`` seconds. Functions that other processes cannot import run in
     this one. A part with a failed call is ``on_error`` (NaN makes the completion unscorable), and its traceback goes to
     ``folder``. With ``peers`` each process scores its share, in worker processes of its own, and all get the scores of
     all.
@@ -62,10 +72,11 @@ class Scorer(contextlib.AbstractContextManager):
     """
 
     def __init__(
-        self, rewards: Sequence[Reward | Callable[..., Any]], workers: int = 2, timeout_s: float = 5.0,
+        self, rewards: Sequence[Reward | Callable[..., Any]], workers: int | None = None, timeout_s: float = 5.0,
         on_error: float = 0.0, peers: "Peers | None" = None, folder: Path | None = None,
         watched: Mapping[str, Any] | None = None, on_request: Mapping[str, Any] | None = None,
     ):  # fmt: skip
+        workers = workers_for_cores() if workers is None else workers
         if workers < 1 or not 0 < timeout_s < math.inf or math.isinf(on_error):
             raise InputError(
                 f"rewards have {workers} workers, timeout_s {timeout_s}, on_error {on_error}; give at "
@@ -115,12 +126,25 @@ class Scorer(contextlib.AbstractContextManager):
           InputError: a problem names an unknown extractor or verifier, or a sum of rewards is beyond ``LARGEST``.
           RuntimeError: the worker processes do not start.
         """
+        return self.begin(items, only)()
+
+    def begin(self, items: Sequence[Item], only: Collection[str] | None = None) -> Callable[[], Scores]:
+        """Begin to score, as ``score`` does; return a function that waits for the scores.
+
+        Several may be open at one time. What is measured on the device is measured now. All processes must begin and
+        wait in one order.
+        """
         beside = {name: one for name, one in self._beside.items() if only is not None and name in only}
         rewards = self._rewards | self._watched if only is None else beside
         played = [place for place, (_, completion) in enumerate(items) if not completion.unplayed]
-        scores = self._divided([items[place] for place in played], rewards)
-        scores = scores if len(played) == len(items) else with_unplayed(scores, played, items)
-        return with_environment(scores, items) if only is None else scores
+        waiting = self._divided([items[place] for place in played], rewards)
+
+        def finish() -> Scores:
+            scores = waiting()
+            scores = scores if len(played) == len(items) else with_unplayed(scores, played, items)
+            return with_environment(scores, items) if only is None else scores
+
+        return finish
 
     def verify(self, items: Sequence[Item]) -> np.ndarray:
         """Return ``Scores.accuracy`` without calling any reward. Raises the errors of ``score``."""
@@ -161,13 +185,13 @@ class Scorer(contextlib.AbstractContextManager):
         count = 1 if self._peers is None else self._peers.count
         called = self._rewards | self._beside
         called = {name: reward for name, reward in called.items() if not isinstance(self._bases[name], ON_DEVICE)}
-        failures = self._divided([(problem, dry_run_completion(problem, tokenizer))] * count, called).failures
+        failures = self._divided([(problem, dry_run_completion(problem, tokenizer))] * count, called)().failures
         require(not failures.message, failures.message)
         if self._writes:
             self._errors.unlink(missing_ok=True)  # of an earlier attempt
 
-    def _divided(self, items: Sequence[Item], rewards: dict[str, Any]) -> Scores:
-        """Compute the scores of these rewards: by models on the device for all items first; the rest is divided among
+    def _divided(self, items: Sequence[Item], rewards: dict[str, Any]) -> Callable[[], Scores]:
+        """Begin the scores of these rewards: by models on the device for all items first; the rest is divided among
         processes.
         """
         bases = {name: self._bases[name] for name in rewards}
@@ -177,13 +201,20 @@ class Scorer(contextlib.AbstractContextManager):
                 at = places_of(rewards[name], items)
                 given[name] = spread(self.models[base]([items[place] for place in at]), at, len(items))
         if self._peers is None or self._peers.count == 1:
-            scores = self._score(items, rewards, given)
-        else:
+            begun = self._begun(items, rewards, given)
+            return lambda: self._written(self._scores(begun))
+        own = slice(self._peers.index, None, self._peers.count)
+        share = self._begun(items[own], rewards, {name: column[own] for name, column in given.items()})
+
+        def gathered() -> Scores:
             # What a timeout or a crash made of a score is gathered with it: all go on from the same numbers.
-            own = slice(self._peers.index, None, self._peers.count)
-            share = self._score(items[own], rewards, {name: column[own] for name, column in given.items()})
-            gathered = self._peers.gather(codec.to_json(share, RECORDS))
-            scores = interleaved([codec.from_json(part, RECORDS) for part in gathered], len(items))
+            parts = self._peers.gather(codec.to_json(self._scores(share), RECORDS))
+            return self._written(interleaved([codec.from_json(part, RECORDS) for part in parts], len(items)))
+
+        return gathered
+
+    def _written(self, scores: Scores) -> Scores:
+        """Return the scores, with their failures written to the run's directory."""
         largest = np.abs(scores.reward[~np.isnan(scores.reward)]).max(initial=0.0)
         if largest > LARGEST:  # for all processes alike
             raise InputError(
@@ -199,13 +230,12 @@ class Scorer(contextlib.AbstractContextManager):
         messages = {name: f"{line} (traceback in {self._errors})" for name, line in failures.messages.items()}
         return dataclasses.replace(scores, failures=dataclasses.replace(failures, messages=messages))
 
-    def _columns(
-        self, items: Sequence[Item], places: Mapping[str, Sequence[int]], given: Mapping[str, Any]
-    ) -> tuple[dict[str, np.ndarray], dict[tuple[str, int], Outcome]]:
-        """Return the values of the verifier and of each base of a reward, by name, float64[n], as far as it scores the
-        completions in its ``places``; and the failed calls, with their messages, by name and place.
+    def _begun(self, items: Sequence[Item], rewards: dict[str, Any], given: Mapping[str, Any]) -> Begun:
+        """Begin the calls of the verifier and of each base of a reward, as far as it scores the completions in its
+        places; what needs no call is computed now.
         """
         columns = {VERIFIED: np.zeros(len(items))}
+        places = {name: places_of(reward, items) for name, reward in rewards.items()}
         jobs: list[tuple[str, Sequence[int], Call]] = []  # what each call fills
         for place, (problem, completion) in enumerate(items):
             found = verdict(problem, completion)
@@ -227,22 +257,28 @@ class Scorer(contextlib.AbstractContextManager):
                 columns[name] = np.zeros(len(items), object if isinstance(base, OF_STEPS) else np.float64)
                 columns |= {f"{name}/{one}": np.full(len(items), np.nan) for one in further(base)}
                 jobs += [(name, share, call) for share, call in self._calls(name, items, at)]
-        pooled = iter(self._pool.map([call for *_, call in jobs if call.function is None]))
+        pooled = iter(self._pool.submit([call for *_, call in jobs if call.function is None]))
+        coming = [next(pooled) if call.function is None else self._inside.submit(call) for *_, call in jobs]
+        return Begun(items, rewards, given, places, columns, list(zip(jobs, coming, strict=True)))
+
+    def _outcomes(self, begun: Begun) -> dict[tuple[str, int], Outcome]:
+        """Wait for the calls and put their values into the columns; return the failed ones, with their messages, by
+        name and place.
+        """
         failed: dict[tuple[str, int], Outcome] = {}
-        for name, at, call in jobs:
-            outcomes = next(pooled) if call.function is None else self._inside.run(call)
-            for place, outcome in zip(at, outcomes, strict=True):
+        for (name, at, call), coming in begun.jobs:
+            for place, outcome in zip(at, coming.result(), strict=True):
                 if outcome.status == "ok":
-                    columns[name][place] = outcome.value
+                    begun.columns[name][place] = outcome.value
                     for also, value in zip(call.also, outcome.also, strict=True):
-                        columns[f"{name}/{also}"][place] = value
+                        begun.columns[f"{name}/{also}"][place] = value
                     continue
                 on_error = self._on_error if call.on_error is None else call.on_error
-                columns[name][place] = () if call.positions else on_error
+                begun.columns[name][place] = () if call.positions else on_error
                 defines = name in self._forms and not outcome.place and defined(_callable(self._bases[name]))
                 where = outcome.place or defines or call.path
                 failed[name, place] = outcome._replace(message=f"{where}: {outcome.message}")
-        return columns, failed
+        return failed
 
     def _calls(self, name: str, items: Sequence[Item], places: Sequence[int]) -> Iterator[tuple[Sequence[int], Call]]:
         """Yield the calls of a function, of one completion each or of all, after the places that each fills."""
@@ -258,10 +294,11 @@ class Scorer(contextlib.AbstractContextManager):
             bare = [(items[at][0], dataclasses.replace(items[at][1], extras={}, prompt_extras={})) for at in share]
             yield share, Call(path if named else name, bare, form, seconds, positions, function, on_error, also)
 
-    def _score(self, items: Sequence[Item], rewards: dict[str, Any], given: Mapping[str, Any]) -> Scores:
+    def _scores(self, begun: Begun) -> Scores:
+        """Wait for the calls; return the scores."""
+        items, rewards, given, places, columns, _ = begun
+        failed = self._outcomes(begun)
         bases = {name: self._bases[name] for name in rewards}
-        places = {name: places_of(reward, items) for name, reward in rewards.items()}
-        columns, failed = self._columns(items, places, given)
         accuracy = columns[VERIFIED].copy()
         accuracy[[place for name, place in failed if name == VERIFIED]] = 0.0
         source = {name: VERIFIED if isinstance(base, Accuracy) else name for name, base in bases.items()}
@@ -296,30 +333,9 @@ class Scorer(contextlib.AbstractContextManager):
             reward=reward,
             accuracy=accuracy,
             parts={name: (means | whole)[name] for name in rewards} | differing | beside,
-            failures=_failures(failed, source, places),
+            failures=failures_of(failed, source, places),
             steps=at_tokens(items, [(self._bases[name], said) for name, said in stepped.items()], self.tokenizer),
         )
-
-
-def _failures(
-    failed: dict[tuple[str, int], Outcome], source: dict[str, str], places: Mapping[str, Sequence[int]]
-) -> Failures:
-    """Collect the failures of rewards that score the completions in their ``places``."""
-    first: dict[str, Outcome] = {}
-    for (column, _), outcome in failed.items():
-        first.setdefault(column, outcome)
-    names = {column: name for name, column in reversed(source.items())}
-    statuses = collections.Counter(outcome.status for outcome in failed.values())
-    return Failures(
-        errors=statuses["error"],
-        timeouts=statuses["timeout"],
-        of={
-            name: (len(places[name]), sum((column, at) in failed for at in places[name]))
-            for name, column in source.items()
-        },
-        messages={names.get(column, ""): outcome.message for column, outcome in first.items()},
-        trace="\n".join(f"{outcome.message}\n{outcome.trace}" for outcome in first.values() if outcome.trace),
-    )
 
 
 def _callable(reward: Any) -> Callable[..., Any]:

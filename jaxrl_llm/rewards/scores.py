@@ -1,12 +1,17 @@
 """Scores of completions, and the failures to score them."""
 
 import bisect
+import collections
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+
+from jaxrl_llm.rewards.calls import Call, Outcome
+from jaxrl_llm.rewards.functions import Item
+from jaxrl_llm.rewards.inside import Coming
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,4 +186,45 @@ def with_environment(scores: Scores, items: Sequence[tuple[Any, Any]]) -> Scores
         reward=scores.reward + added,
         parts=scores.parts | {ENVIRONMENT: given},
         failures=scores.failures + failures,
+    )
+
+
+class Begun(NamedTuple):
+    """Completions that are being scored.
+
+    Attributes:
+      items: pairs of problem and completion.
+      rewards: that score them, by the names of their parts.
+      given: scores by models on the device.
+      places: of the completions that each reward scores.
+      columns: float64[n] of the verifier and of each base of a reward, by name, filled as outcomes come.
+      jobs: the name and the places that each call fills, the call, and its outcomes to come.
+    """
+
+    items: Sequence[Item]
+    rewards: dict[str, Any]
+    given: Mapping[str, Any]
+    places: Mapping[str, Sequence[int]]
+    columns: dict[str, np.ndarray]
+    jobs: list[tuple[tuple[str, Sequence[int], Call], Coming]]
+
+
+def failures_of(
+    failed: dict[tuple[str, int], Outcome], source: dict[str, str], places: Mapping[str, Sequence[int]]
+) -> Failures:
+    """Collect the failures of rewards that score the completions in their ``places``."""
+    first: dict[str, Outcome] = {}
+    for (column, _), outcome in failed.items():
+        first.setdefault(column, outcome)
+    names = {column: name for name, column in reversed(source.items())}
+    statuses = collections.Counter(outcome.status for outcome in failed.values())
+    return Failures(
+        errors=statuses["error"],
+        timeouts=statuses["timeout"],
+        of={
+            name: (len(places[name]), sum((column, at) in failed for at in places[name]))
+            for name, column in source.items()
+        },
+        messages={names.get(column, ""): outcome.message for column, outcome in first.items()},
+        trace="\n".join(f"{outcome.message}\n{outcome.trace}" for outcome in first.values() if outcome.trace),
     )

@@ -10,7 +10,6 @@ from typing import Any
 
 from jaxrl_llm.engine.backend import Backend
 from jaxrl_llm.engine.settings import Sampling
-from jaxrl_llm.rewards import Failures
 from jaxrl_llm.rollout.groups import (
     AdmissionPolicy,
     Carryover,
@@ -19,14 +18,12 @@ from jaxrl_llm.rollout.groups import (
     PartialGroup,
     RolloutBatch,
     Underway,
-    informative,
-    remember,
-    share_of,
     tokens_in,
     whole,
 )
+from jaxrl_llm.rollout.judging import Judging
 from jaxrl_llm.rollout.measures import describe, describe_episodes, describe_tasks
-from jaxrl_llm.rollout.replay import PLACE, replay
+from jaxrl_llm.rollout.replay import PLACE
 from jaxrl_llm.rollout.respond import Requests, Status, respond
 from jaxrl_llm.types import Completion, Group
 
@@ -50,11 +47,8 @@ class Sampler:
     status: Status
 
 
-PROGRESS = (
-    *("cursor", "good", "seen", "stream", "successes", "asked", "limits", "returned"),
-    *("kept", "sampled", "held", "replaced", "failures", "tokens", "seconds"),
-)
-"""The attributes of a ``Step`` that change while it is filled."""
+PROGRESS = ("cursor", "asked", "limits", "returned", "held", "tokens")
+"""The attributes of a ``Step`` that change while it is filled, without those of its ``Judging``."""
 
 
 class Step:
@@ -68,6 +62,7 @@ class Step:
 
     Attributes:
       first: groups to learn from that an earlier step found.
+      judging: of the groups that are whole.
       asked: groups with open requests, and the completions that the backend has returned.
       limits: of those groups, by number: the length at which this step ends each completion that it samples.
       returned: numbers of the groups with tokens that this step has sampled, and the backend has returned.
@@ -78,21 +73,15 @@ class Step:
         self.sampler = sampler
         self.version = version
         self.first = list(left.carried[: sampler.admission.needed])
-        self.cursor, self.good, self.seen, self.stream = left.cursor, left.good, left.seen, left.stream
-        self.successes = left.successes
-        self.begun = left.cursor
+        self.judging = Judging(sampler.source, sampler.admission, version, left)
+        self.cursor = self.begun = left.cursor
         self.requests = Requests(sampler.engine, sampler.sampling, sampler.source.episodes)
         self.asked: dict[int, PartialGroup] = {}
         self.limits: dict[int, dict[int, int]] = {}
         self.returned: set[int] = set()
-        self.kept: dict[int, Group] = {}
-        self.sampled: dict[int, Group] = {}
         self.held: list[PartialGroup] = []
-        self.replaced: list[int] = []
-        self.failures = Failures()
         self.tokens = 0
-        self.seconds = 0.0
-        vars(self).update(left.underway)
+        vars(self).update({name: left.underway[name] for name in PROGRESS if name in left.underway})
         for number, limits in self.limits.items():
             known = self.asked[number].completions
             self.request(number, [i for i, limit in limits.items() if not whole(known[i], limit)])
@@ -102,17 +91,22 @@ class Step:
             for group in left.unfinished:
                 self.ask(group)
 
-    @property
-    def underway(self) -> Underway:
-        """Progress of the step."""
-        kept = len(self.first) + len(self.kept)
-        return Underway(kept, len(self.asked), len(self.held), len(self.requests), self.cursor - self.begun)
+    def short(self) -> bool:
+        """Whether groups are missing, once all that ended are scored."""
+        needed = self.sampler.admission.needed - len(self.first)
+        return self.judging.decide(lambda kept, share: kept < needed)
 
     def admit(self) -> None:
         """Request as many more groups as the admission policy wants."""
         admission = self.sampler.admission
-        while admission.wants(self.underway, share_of(self.good, self.seen) if admission.filter_groups else 1.0):
-            group, self.stream = self.sampler.source.ask(self.cursor, self.stream)
+
+        def wanted(kept: int, share: float) -> bool:
+            running, started = len(self.asked), self.cursor - self.begun
+            now = Underway(len(self.first) + kept, running, len(self.held), len(self.requests), started)
+            return admission.wants(now, share)
+
+        while self.judging.decide(wanted):
+            group, self.judging.stream = self.sampler.source.ask(self.cursor, self.judging.current())
             self.ask(group)
             self.cursor += 1
 
@@ -188,10 +182,10 @@ class Step:
         """Abort all requests, and return the progress, with which another ``Step`` goes on."""
         self.requests.abort(self.requests.keys)
         self.note(self.requests.take())
-        return {name: getattr(self, name) for name in PROGRESS}
+        return self.judging.progress() | {name: getattr(self, name) for name in PROGRESS}
 
     def close(self, numbers: set[int]) -> None:
-        """Score those of the groups that are whole, and hold the others; groups with open requests stay."""
+        """Begin to score those of the groups that are whole, and hold the others; groups with open requests stay."""
         admission = self.sampler.admission
         done = []
         for number in sorted(numbers - {number for number, _ in self.requests.keys}):
@@ -200,33 +194,7 @@ class Step:
             ended = all(whole(c, admission.longest_of(group.problem.task)) for c in group.completions)
             (done if ended else self.held).append(group)
         if done:
-            self.score(done)
-
-    def score(self, done: list[PartialGroup]) -> None:
-        """Score whole groups, replay successes in those that failed, and keep those that can teach and were sampled."""
-        admission = self.sampler.admission
-        source = self.sampler.source
-        began = time.perf_counter()
-        scored, failures = source.score(done)
-        self.seconds += time.perf_counter() - began
-        self.failures += failures
-        found = source.shaped(scored, self.version, admission.longest_of)
-        replaced: dict[int, Group] = {}
-        if admission.collect.replay is not None:
-            settings = admission.collect.replay
-            self.successes, replaced = replay(settings, self.successes, scored, source.seed, admission.left_out)
-            self.replaced += replaced
-        learned = found | source.shaped(replaced, self.version, admission.longest_of)
-        reads = admission.filter_groups
-        good = {
-            number: group
-            for number, group in learned.items()
-            if not group.completions[0].unplayed and (not reads or informative(group, reads))
-        }
-        self.stream = source.stream.observe(self.stream, list(found.values()))
-        self.sampled |= found
-        self.kept |= good
-        self.good, self.seen = remember(self.good, self.seen, len(good), len(found))
+            self.judging.begin(done)
 
 
 def length(completion: Completion | None) -> int:
@@ -241,10 +209,11 @@ def collect(
 
     The carryover of earlier steps comes first: surplus groups, then unfinished ones. New prompts are begun as
     ``AdmissionPolicy`` decides, with the filter (DAPO's dynamic sampling, arXiv 2503.14476 section 3.2) until there are
-    enough informative groups. Groups that still run then are finished, or interrupted and resumed by the next step, up
-    to ``Collect.max_age`` times. Groups are learned from in the order of their prompts; surplus is carried to the next
-    step, and dropped after that. Groups that still wait for a slot are left to the next step in either case. Once
-    ``max_rounds`` is used up the step learns from the groups it has.
+    enough informative groups. Groups are scored while others are sampled. Groups that still run once there are enough
+    are finished, or interrupted and resumed by the next step, up to ``Collect.max_age`` times. Groups are learned from
+    in the order of their prompts; surplus is carried to the next step, and dropped after that. Groups that still wait
+    for a slot are left to the next step in either case. Once ``max_rounds`` is used up the step learns from the groups
+    it has.
 
     Args:
       sampler: engine, prompts, scores.
@@ -263,14 +232,16 @@ def collect(
         step.note(over)
         step.branch()
         step.close({number for number, _ in over})
-        if (step.requests or step.underway.kept < needed) and late():
+        if (step.requests or step.short()) and late():
             raise OutOfTime(dataclasses.replace(left, underway=step.progress()))
         step.admit()
-        if step.underway.kept >= needed:
+        if not step.short():
             step.stop()
-        found = min(step.underway.kept, needed)
+        found = min(len(step.first) + step.judging.expected(False)[0], needed)
         sampler.status(f"sampling: {found}/{needed} groups, {step.requests.tokens} tokens")
-    seconds = {"time/rollout_s": time.perf_counter() - start - step.seconds, "time/reward_s": step.seconds}
+    judging = step.judging
+    judging.take(len(judging.unscored))
+    seconds = {"time/rollout_s": time.perf_counter() - start - judging.seconds, "time/reward_s": judging.seconds}
     if sampler.source.episodes is not None:
         seconds["time/environment_s"] = step.requests.waited_s
         sampler.source.episodes.retain(
@@ -283,8 +254,8 @@ def collect(
 
 def _collected(step: Step, before: Carryover, seconds: dict[str, float]) -> RolloutBatch:
     """Return the step's groups in order, the carryover for the next step, and metrics."""
-    admission = step.sampler.admission
-    found = step.first + [step.kept[number] for number in sorted(step.kept)]
+    admission, judging = step.sampler.admission, step.judging
+    found = step.first + [judging.kept[number] for number in sorted(judging.kept)]
     groups = found[: admission.needed]
     spare = found[admission.needed :]
     # A surplus group would have no token of the next step's policy.
@@ -295,12 +266,18 @@ def _collected(step: Step, before: Carryover, seconds: dict[str, float]) -> Roll
     unfinished = tuple(group for group in older if group.age <= admission.oldest)
     expired = [group for group in older if group.age > admission.oldest]
     after = Carryover(
-        step.cursor, tuple(carried), unfinished, step.good, step.seen, step.stream, successes=step.successes
+        step.cursor,
+        tuple(carried),
+        unfinished,
+        judging.good,
+        judging.seen,
+        judging.stream,
+        successes=judging.successes,
     )
-    sampled = [step.sampled[number] for number in sorted(step.sampled)]
-    wasted = [group for number, group in step.sampled.items() if number not in step.kept]
+    sampled = [judging.sampled[number] for number in sorted(judging.sampled)]
+    wasted = [group for number, group in judging.sampled.items() if number not in judging.kept]
     thrown = tokens_in([*dropped, *expired, *wasted])
-    thrown += sum(step.sampled[n].completions[PLACE].length for n in step.replaced if n in step.kept)
+    thrown += sum(judging.sampled[n].completions[PLACE].length for n in judging.replaced if n in judging.kept)
     resumed = before.unfinished if len(step.first) < admission.needed else ()
     metrics = _measured(step, before, sampled, groups, thrown, seconds) | {
         "rollout/resumed": sum(group.begun for group in resumed),
@@ -309,13 +286,13 @@ def _collected(step: Step, before: Carryover, seconds: dict[str, float]) -> Roll
     }
     if admission.collect.replay is not None:
         metrics |= {
-            "replay/replaced": len(step.replaced),
-            "replay/stored": sum(len(solved.successes) for solved in step.successes.values()),
-            "replay/prompts": len(step.successes),
+            "replay/replaced": len(judging.replaced),
+            "replay/stored": sum(len(solved.successes) for solved in judging.successes.values()),
+            "replay/prompts": len(judging.successes),
         }
     if admission.filter_groups:
         metrics["dynamic_sampling/finished"] = len(sampled)
-        metrics["dynamic_sampling/kept_fraction"] = len(step.kept) / len(sampled) if sampled else math.nan
+        metrics["dynamic_sampling/kept_fraction"] = len(judging.kept) / len(sampled) if sampled else math.nan
     if admission.filter_groups or admission.collect.interrupt or admission.collect.token_budget:
         metrics |= {
             "dynamic_sampling/rounds": (step.cursor - before.cursor) / admission.needed,
@@ -333,14 +310,14 @@ def _measured(
     """Compute the metrics of a step: its groups, their durations, and the share of the sampled tokens that is learned
     from.
     """
-    source = step.sampler.source
+    source, judging = step.sampler.source, step.judging
     learned = tokens_in(groups)
     tokens = step.tokens
     slot_steps = step.sampler.engine.slot_steps
-    found = seconds | (step.failures.metrics() if sampled else {}) | describe(sampled or groups)
+    found = seconds | (judging.failures.metrics() if sampled else {}) | describe(sampled or groups)
     found |= describe_episodes(sampled or groups, bool(source.episodes and source.episodes.branching))
     found |= describe_tasks(source.labels, sampled or groups, groups) | source.stream.metrics(
-        before.stream, step.stream
+        before.stream, judging.stream
     )
     return found | {
         "prompts": float(step.cursor),

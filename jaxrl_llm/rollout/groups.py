@@ -58,7 +58,7 @@ class Carryover:
       carried: surplus groups, scored, in the order in which they are learned from.
       unfinished: groups to resume, by number.
       good: informative groups among the last ones scored.
-      seen: number of groups last scored; both fade (see ``remember``).
+      seen: number of groups last scored; both fade (see ``judging.remember``).
       stream: memory of the stream of prompts.
       texts: texts drawn in addition to the groups.
       successes: stored for replay.
@@ -193,20 +193,27 @@ class GroupSource:
         first = SeedSpace.TRAINING + number * self.group
         return [request_seed(self.seed, first + g) for g in range(self.group)]
 
-    def score(self, whole: Sequence[PartialGroup]) -> tuple[dict[int, Group], Failures]:
-        """Score finished groups; return them by number, with texts and scores, and the failures of rewards."""
+    def score(self, whole: Sequence[PartialGroup]) -> Callable[[], tuple[dict[int, Group], Failures]]:
+        """Begin to score finished groups; return a function that waits for them: by number, with texts and scores, and
+        the failures of rewards.
+        """
         done = with_texts(dict(enumerate(c for group in whole for c in group.completions)), self.tokenizer)
-        scores = self.judge.score([(whole[i // self.group].problem, c) for i, c in done.items()])
-        for i, steps in enumerate(scores.steps):
-            done[i] = dataclasses.replace(done[i], extras=done[i].extras | {STEP_REWARDS: steps})
-        groups = {}
-        for index, asked in enumerate(whole):
-            at = slice(index * self.group, (index + 1) * self.group)
-            parts = {name: values[at] for name, values in scores.parts.items()}
-            groups[asked.number] = Group(
-                asked.problem, asked.prompt, tuple(done.values())[at], scores.reward[at], scores.accuracy[at], parts
-            )
-        return groups, scores.failures
+        coming = self.judge.begin([(whole[i // self.group].problem, c) for i, c in done.items()])
+
+        def finish() -> tuple[dict[int, Group], Failures]:
+            scores = coming()
+            for i, steps in enumerate(scores.steps):
+                done[i] = dataclasses.replace(done[i], extras=done[i].extras | {STEP_REWARDS: steps})
+            groups = {}
+            for index, asked in enumerate(whole):
+                at = slice(index * self.group, (index + 1) * self.group)
+                parts = {name: values[at] for name, values in scores.parts.items()}
+                groups[asked.number] = Group(
+                    asked.problem, asked.prompt, tuple(done.values())[at], scores.reward[at], scores.accuracy[at], parts
+                )
+            return groups, scores.failures
+
+        return finish
 
     def shaped(self, groups: Mapping[int, Group], version: int, budget: Callable[[str], int]) -> dict[int, Group]:
         """Return the groups with their rewards shaped.
@@ -245,10 +252,6 @@ def whole(completion: Completion | None, longest: int) -> bool:
 def tokens_in(groups: Sequence[Group | PartialGroup]) -> int:
     """Count the tokens that were sampled for all their completions."""
     return sum(c.length for g in groups for c in g.completions if c is not None)
-
-
-MEMORY = 256
-"""Number of groups over which the share of informative ones is estimated."""
 
 
 class Underway(NamedTuple):
@@ -329,20 +332,3 @@ class AdmissionPolicy:
             return False
         certain = not self.filter_groups and now.kept + now.running < self.needed
         return certain or (now.waiting < 2 * self.slots and found < reach)
-
-
-def share_of(good: float, seen: float) -> float:
-    """Estimate the share of informative groups; the prior is four of five, with the weight of two groups.
-
-    A first step that expects less samples more than it needs, and the surplus is learned from in the second, when the
-    policy has moved furthest from the one that sampled it.
-    """
-    return (good + 1.6) / (seen + 2)
-
-
-def remember(good: float, seen: float, new_good: int, new: int) -> tuple[float, float]:
-    """Return the counts with ``new`` groups added; old ones fade once there are more than ``MEMORY``."""
-    good = good + new_good
-    seen = seen + new
-    fade = min(1.0, MEMORY / max(seen, 1.0))
-    return good * fade, seen * fade

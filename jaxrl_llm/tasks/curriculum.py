@@ -261,6 +261,10 @@ class Scheduled:
                 streak[index] = 0 if known.any() else min(streak[index], 0) - 1
         return memory | {"tries": tries, "solved": solved, "streak": streak}
 
+    def learns(self, memory: Memory) -> bool:
+        """Whether results count: they do."""
+        return True
+
     def metrics(self, before: Memory, after: Memory) -> dict[str, Any]:
         """Return counts of open and dropped problems, the mean success of those tried, and an event once all drop."""
         before, after = self.valid(before), self.valid(after)

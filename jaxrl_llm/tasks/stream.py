@@ -46,6 +46,10 @@ class PromptStream(Protocol):
     def observe(self, memory: Memory, groups: Sequence[Group]) -> Memory:
         """Return the memory after these groups of answers are scored."""
 
+    def learns(self, memory: Memory) -> bool:
+        """Whether what is observed changes what is asked next, or its order in the memory."""
+        return True
+
     def metrics(self, before: Memory, after: Memory) -> dict[str, Any]:
         """Return metrics and events of a step, from the memory before and after it."""
         return {}
@@ -69,7 +73,7 @@ class Shuffled(PromptStream):
 
     def next(self, number: int, memory: Memory) -> tuple[Problem, Memory]:
         """Return the problem at that position of the stream, and the memory."""
-        if self.counting is not None and COUNTED in memory:
+        if self.learns(memory):
             return self.counting.next(number, memory)
         epoch, position = divmod(number - memory.get(OTHERS, 0), len(self.problems))
         if epoch not in self._order:
@@ -79,7 +83,11 @@ class Shuffled(PromptStream):
 
     def observe(self, memory: Memory, groups: Sequence[Group]) -> Memory:
         """Return the memory unchanged, unless an earlier phase had a curriculum: then its counts are updated."""
-        return self.counting.observe(memory, groups) if self.counting is not None and COUNTED in memory else memory
+        return self.counting.observe(memory, groups) if self.learns(memory) else memory
+
+    def learns(self, memory: Memory) -> bool:
+        """Whether an earlier phase had a curriculum."""
+        return self.counting is not None and COUNTED in memory
 
 
 def problem_index(seed: int, cursor: int, size: int) -> int:
@@ -151,6 +159,11 @@ class Interleaved:
             own = [group for group in groups if group.problem.task == label]
             remembered[label] = self.streams[label].observe(inner.get(label, {}), own)
         return memory | {STREAMS: inner | remembered}
+
+    def learns(self, memory: Memory) -> bool:
+        """Whether any stream does."""
+        inner = memory.get(STREAMS, {})
+        return any(stream.learns(inner.get(label, {})) for label, stream in self.streams.items())
 
     def metrics(self, before: Memory, after: Memory) -> dict[str, Any]:
         """Return each stream's metrics as ``task/<label>/...``; events keep their names."""

@@ -11,13 +11,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxrl_llm.errors import InputError, one_line
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.builtin import CHATML
+from jaxrl_llm.tasks.rendering import RENDERER
 from jaxrl_llm.tasks.task import Task, check_template
 from jaxrl_llm.types import Message, Problem
 
-LONGEST_REASON = 200
-"""Maximum number of characters quoted from a template's own error."""
 _CLOCK = re.compile(r"""strftime_now\(\s*(?P<quote>["'])(?P<format>.*?)(?P=quote)\s*\)""")
 
 
@@ -121,20 +120,18 @@ def rendered(
     ``options``: passed to the template in addition to the messages.
 
     Raises:
-      InputError: no chat template, an unknown template, or one that refuses the messages.
+      InputError: no chat template, an unknown template, or one that refuses the messages or goes beyond a limit of
+        ``rendering``.
     """
     if wording.template == "plain":
         return "\n\n".join(message["content"] for message in messages)
     template = _on_the_day(template_text(wording, tokenizer), wording.date, _option(wording, "template"))
     try:
-        return tokenizer.apply_chat_template(
-            messages, chat_template=template, tokenize=False, add_generation_prompt=asks, **(options or {})
-        )
-    except Exception as error:  # a template is a program, and raises whatever it likes
-        reason = one_line(error, LONGEST_REASON)
+        return RENDERER.render(template, messages, options or {}, asks, tokenizer)
+    except InputError as error:
         settings = " or ".join(_option(wording, name) for name in ("system", "template"))
         told = f", or the row's template options ({', '.join(options)})" if options else ""
-        raise InputError(f"the chat template refuses the messages ({reason}); change {settings}{told}") from error
+        raise InputError(f"the chat template refuses the messages ({error}); change {settings}{told}") from error
 
 
 _SAID = [{"role": role, "content": content} for role, content in (("user", "a"), ("assistant", "b"), ("user", "c"))]

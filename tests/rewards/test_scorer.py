@@ -1,5 +1,6 @@
 """The scorer with real functions that hang, crash and raise: one item is lost, the rest is right, nothing is left."""
 
+import asyncio
 import math
 import os
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import CancelledError
 from pathlib import Path
 
 import numpy as np
@@ -209,6 +211,60 @@ def test_the_workers_run_side_by_side_and_live_on(tmp_path):
     assert all(gone(process_id, 1.0) for process_id in first)
 
 
+def test_several_batches_are_scored_at_one_time_in_workers_and_where_functions_wait(tmp_path):
+    here = []
+
+    async def meets(problem, completion):
+        here.append(completion.text)
+        while len(here) < 2:
+            await asyncio.sleep(0.01)
+        return float(here.index(completion.text))
+
+    with Scorer((Function("sample_rewards:meet"), meets), workers=2, timeout_s=20.0) as scorer:
+        coming = [scorer.begin([item(place)]) for place in (str(tmp_path), f"{tmp_path}/")]
+        coming += [scorer.begin([])]
+        last, *others = [scores() for scores in reversed(coming)]
+    assert not last.reward.size and [one.failures.of["meets"] for one in others] == [(1, 0)] * 2
+    assert [one.parts["meets"][0] for one in others] == [1.0, 0.0]
+    assert len({one.parts["meet"][0] for one in others}) == 2 and others[0].failures.timeouts == 0
+
+
+def test_functions_of_this_process_are_called_one_after_the_other_in_the_order_of_their_submission():
+    calls, inside = [], threading.Lock()
+
+    def slow(problem, completion):
+        assert inside.acquire(blocking=False)
+        time.sleep(0.001)
+        calls.append(completion.text)
+        inside.release()
+        return 1.0
+
+    with Scorer((slow,)) as scorer:
+        coming = [scorer.begin([item(f"{batch} {number}") for number in range(3)]) for batch in range(6)]
+        found = [scores() for scores in reversed(coming)]
+    assert calls == [f"{batch} {number}" for batch in range(6) for number in range(3)]
+    assert all(one.failures.errors == 0 for one in found)
+
+
+def test_a_scorer_that_is_closed_gives_up_what_it_has_begun():
+    begun, end = threading.Event(), threading.Event()
+
+    def slow(problem, completion):
+        begun.set()
+        end.wait(20.0)
+        return 1.0
+
+    scorer = Scorer((slow, Function("sample_rewards:worker_id")))
+    coming = [scorer.begin([item("3")]) for _ in range(3)]
+    assert begun.wait(20.0)
+    scorer.close()
+    end.set()
+    with pytest.raises(CancelledError):
+        coming[-1]()
+    with scorer:
+        assert scorer.score([item("3")]).failures.errors == 0
+
+
 def test_children_of_a_stuck_reward_are_killed_with_it(tmp_path):
     os.environ["CHILD_ID_FILE"] = str(tmp_path / "id")
     with Scorer((Function("sample_rewards:obey"),), workers=1, timeout_s=0.5) as scorer:
@@ -239,7 +295,7 @@ def test_an_item_that_its_worker_died_with_before_reading_it_is_handed_to_anothe
 
 def test_a_function_that_only_the_parent_can_import_is_an_error_of_the_item():
     pool = Pool(1)
-    ((outcome, same),) = pool.map([Call("no_such_module:reward", ((), ()))])
+    ((outcome, same),) = [coming.result() for coming in pool.submit([Call("no_such_module:reward", ((), ()))])]
     pool.close()
     assert (
         same == outcome and outcome.status == "error" and "no_such_module:reward cannot be imported" in outcome.message
@@ -291,10 +347,10 @@ def test_nothing_is_left_when_the_parent_is_killed(tmp_path):
 
 def stuck_worker(parent, known):
     """The id of the parent's worker that is not known yet."""
-    children = Path(f"/proc/{parent}/task/{parent}/children")
+    threads = Path(f"/proc/{parent}/task")
     end = time.monotonic() + 10.0
     while time.monotonic() < end:
-        new = set(children.read_text().split()) - set(known)
+        new = {child for path in threads.glob("*/children") for child in path.read_text().split()} - set(known)
         if new:
             time.sleep(0.5)  # until it has taken the call
             return new.pop()

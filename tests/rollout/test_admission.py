@@ -1,13 +1,17 @@
 """When another group is begun: a pure function of counts."""
 
+import dataclasses
 import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rollout.simulation import ToySource, drawn
 
+from jaxrl_llm.engine.requests import EMPTY
 from jaxrl_llm.rollout import Collect
-from jaxrl_llm.rollout.groups import MEMORY, AdmissionPolicy, Underway, remember, share_of
+from jaxrl_llm.rollout.groups import AdmissionPolicy, Carryover, Underway
+from jaxrl_llm.rollout.judging import MEMORY, Judging, remember, share_of
 
 LONGEST = 100
 
@@ -92,3 +96,35 @@ def test_the_share_is_a_chance_and_old_groups_fade(batches):
 
 def test_where_nothing_was_seen_four_of_five_are_informative():
     assert share_of(*remember(0.0, 0.0, 0, 0)) == 0.8 and share_of(2.0, 2.0) == 0.9 and share_of(0.0, 2.0) == 0.4
+
+
+@pytest.mark.parametrize("reads", ["accuracy", False])
+def test_a_decision_waits_only_for_scores_that_it_depends_on_and_is_that_of_all_scores(reads):
+    """Over many states: groups that ended in batches, some of them scored, and a bound on those kept."""
+    source = ToySource(2, 0.5)
+    policy = AdmissionPolicy(8, 16, 8, reads, Collect())
+    waited = 0
+    for state in range(300):
+        sizes = [1 + drawn(state, place, 4) for place in range(5)]
+        numbers = iter(range(10 * state, 10 * state + 50))
+        batches = [[source.ask(next(numbers), {})[0] for _ in range(size)] for size in sizes]
+        batches = [[dataclasses.replace(one, completions=(EMPTY,) * 2) for one in batch] for batch in batches]
+        lazy, eager = (Judging(source, policy, 0, Carryover()) for _ in range(2))
+        running, bound = drawn(state, 8, 8), drawn(state, 9, 20)
+        decisions = (lambda kept, share: kept + share * running < bound, lambda kept, share: kept >= bound)  # noqa: B023
+        for batch in batches:
+            for judging in (lazy, eager):
+                judging.begin(batch)
+            eager.take(9)
+            for decision in decisions:
+                before = len(lazy.unscored)
+                ends = {decision(*lazy.expected(many)) for many in (False, True)}
+                assert lazy.decide(decision) == decision(*eager.expected(True))
+                waited += before - len(lazy.unscored)
+                assert (before == len(lazy.unscored)) == (len(ends) == 1)
+        lazy.take(9)
+        assert (lazy.good, lazy.seen, [*lazy.kept], [*lazy.sampled]) == (
+            eager.good, eager.seen, [*eager.kept], [*eager.sampled],
+        )  # fmt: skip
+        assert lazy.failures == eager.failures
+    assert waited == 0 if reads is False else 100 < waited < 1500

@@ -4,6 +4,7 @@ teaches.
 
 import dataclasses
 import json
+import threading
 
 import numpy as np
 import pytest
@@ -229,6 +230,47 @@ def test_groups_hold_their_prompts_completions_and_scores(sampler):
         )
     assert found.metrics["time/rollout_s"] > 0 and found.metrics["reward/errors"] == 0
     assert 0.5 < found.metrics["rollout/utilisation"] <= 1 and found.metrics["rollout/useful_fraction"] == 1
+
+
+class Chunks:
+    """The engine, and the number of chunks that it has sampled: so far, and when scores were first asked for."""
+
+    def __init__(self, engine):
+        self.engine, self.count, self.begun, self.more = engine, 0, [], threading.Condition()
+
+    def __getattr__(self, name):
+        return getattr(self.engine, name)
+
+    def step(self, *weights):
+        sampled = self.engine.step(*weights)
+        with self.more:
+            self.count += 1
+            self.more.notify_all()
+        return sampled
+
+    def begin(self, items):
+        self.begun.append(self.count)
+        return self.scorer.begin(items)
+
+
+def test_groups_are_scored_while_others_are_sampled(sampler):
+    model, made = sampler
+    engine, sampled = Chunks(made.engine), []
+
+    def waits(problem, completion):
+        with engine.more:  # until the chunk after the one in which its group ended
+            sampled.append(engine.more.wait_for(lambda: engine.count > engine.begun[0], 30.0))
+        return float(len(completion.text))
+
+    with Scorer((waits,), timeout_s=60.0) as engine.scorer:
+        source = dataclasses.replace(made.source, judge=engine)
+        found = collect(dataclasses.replace(made, engine=engine, source=source), model, 0, Carryover())
+    assert sampled == [True] * 12 and len(engine.begun) > 1
+    wanted = collect(made, model, 0, Carryover())
+    for one, other in zip(found.groups, wanted.groups, strict=True):
+        assert [c.text for c in one.completions] == [c.text for c in other.completions]
+        assert one.rewards.tolist() == [len(c.text) for c in one.completions]
+    assert found.metrics["reward/errors"] == 0 == found.metrics["reward/timeouts"]
 
 
 def test_a_completion_that_is_handed_back_goes_on_as_if_it_had_never_been(sampler):

@@ -154,13 +154,16 @@ class Few(ToySource):
         asked, memory = super().ask(number % 4, memory)
         return dataclasses.replace(asked, number=number), memory
 
-    def score(self, whole):
-        found, failures = super().score(whole)
+    def scores(self, whole):
+        found, failures = super().scores(whole)
         right = lambda n: np.eye(self.group)[1] * (drawn(n, 3, 8) == 0)
         return {n: dataclasses.replace(g, rewards=right(n), accuracy=right(n)) for n, g in found.items()}, failures
 
     def shaped(self, groups, version, budget):
         return {n: dataclasses.replace(g, rewards=g.rewards - g.rewards.mean()) for n, g in groups.items()}
+
+    def learns(self, memory):
+        return True
 
     def observe(self, memory, groups):
         return {"right": memory.get("right", 0) + sum(int(g.accuracy.sum()) for g in groups)}

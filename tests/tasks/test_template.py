@@ -115,3 +115,27 @@ def test_a_task_that_says_its_date_keeps_it():
 def test_what_cannot_be_templated_is_refused(tokenizer, template, message):
     with pytest.raises(InputError, match=message):
         encode(SUM, Task(Table("none.jsonl"), template=template), tokenizer)
+
+
+FAN = "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}"
+DOUBLED = "{% set n = namespace(s='x') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (FAN, "it takes more than 2 s"),
+        (DOUBLED, "it takes more than 512 MiB"),
+        ("{{ 'x' * 10 ** 9 }}", "it takes more than 512 MiB"),
+        ("{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}", "it writes more than 16777216 characters"),
+        ("{% for i in range(10 ** 9) %}x{% endfor %}", "OverflowError: Range too big"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError: maximum recursion depth exceeded"),
+        ("{{ '\\ud800' }}", "UnicodeEncodeError: 'utf-8' codec can't encode"),
+    ],
+)
+def test_a_template_that_would_not_end_or_fill_the_memory_is_refused_and_the_next_one_is_rendered(template, reason):
+    for _ in range(2):  # at once the second time
+        with pytest.raises(InputError, match=rf"^the chat template refuses the messages \({reason}") as refused:
+            encode(SUM, Task(Table("none.jsonl")), byte_tokenizer(template))
+    assert str(refused.value).endswith("change --task.system or --task.template")
+    assert text_of(SUM, byte_tokenizer(WITH_BOS)) == "<bos>[user]1 + 1?[assistant]"
