@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import sys
+import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +14,7 @@ import numpy as np
 from jaxrl_llm import config as configs
 from jaxrl_llm.cli.flags import parse
 from jaxrl_llm.errors import InputError, require
-from jaxrl_llm.rewards.rubric import OF_JUDGES, Pairwise
+from jaxrl_llm.rewards.rubric import OF_JUDGES, Pairwise, Rubric, asks_model
 from jaxrl_llm.rewards.scorer import Scorer
 from jaxrl_llm.rewards.shaping import check, named
 from jaxrl_llm.system.setting import Range, check_fields
@@ -81,7 +82,11 @@ def agree(name: str, pairs: str, arguments: list[str]) -> int:
     for judge in judges:
         check(judge)
     rows = read_pairs(Path(pairs), options.limit)
-    found = {label: agreement(judge, rows) for label, judge in named(judges).items()}
+    for judge in judges:
+        if isinstance(judge, Rubric):
+            judge.check_problems([problem for problem, *_ in rows])
+    models = loaded_models(run) if any(map(asks_model, judges)) else {}
+    found = {label: agreement(judge, rows, models) for label, judge in named(judges).items()}
     for label, one in found.items():
         if one.failure:
             print(f"... {label}: {one.failure}", file=sys.stderr)
@@ -111,7 +116,8 @@ def read_pairs(path: Path, limit: int) -> list[Pair]:
         except InputError as error:
             raise InputError(f"{place}: {error}") from None
         answer = row.get("answer")
-        problem = Problem(place, tuple(prompt), "" if answer is None else str(answer), path.stem, verifier="none")
+        right = "" if answer is None else str(answer)
+        problem = Problem(place, tuple(prompt), right, path.stem, verifier="none", metadata=row)
         found.append((problem, str(best["content"]), str(worst["content"])))
         if len(found) == limit:
             break
@@ -121,8 +127,21 @@ def read_pairs(path: Path, limit: int) -> list[Pair]:
     return found
 
 
-def agreement(judge: Any, pairs: Sequence[Pair]) -> Agreement:
-    """Ask a judge about each pair: a ``Rubric`` scores both answers, a ``Pairwise`` compares them."""
+def loaded_models(run: Any) -> dict[Any, Any]:
+    """Return ``Scorer.models`` for the judges that a configuration loads on its devices."""
+    from jaxrl_llm.sharding import rollout_mesh
+    from jaxrl_llm.stages.rl.judge_model import judge_models
+    from jaxrl_llm.telemetry.progress import Progress, Schedule
+
+    with Progress(Schedule(1)) as progress:
+        return judge_models(run, rollout_mesh(run.mesh), progress.status)
+
+
+def agreement(judge: Any, pairs: Sequence[Pair], models: Mapping[Any, Any] = types.MappingProxyType({})) -> Agreement:
+    """Ask a judge about each pair: a ``Rubric`` scores both answers, a ``Pairwise`` compares them.
+
+    ``models``: as of ``Scorer``.
+    """
     items: list[tuple[Problem, Completion]] = []
     for problem, best, worst in pairs:
         if isinstance(judge, Pairwise):
@@ -131,6 +150,7 @@ def agreement(judge: Any, pairs: Sequence[Pair]) -> Agreement:
             items += [(problem, completion_of(best)), (problem, completion_of(worst))]
     each = len(items) // len(pairs)
     with Scorer((judge,)) as scorer:
+        scorer.models = models
         parts = [scorer.score(items[at : at + AT_ONCE * each]) for at in range(0, len(items), AT_ONCE * each)]
     scores = np.concatenate([part.reward / judge.weight for part in parts])
     if each == 2:

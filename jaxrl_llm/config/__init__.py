@@ -1,7 +1,7 @@
 """Configurations of runs: frozen dataclasses that validate themselves and round-trip through JSON."""
 
 from jaxrl_llm.config.checks import check_types, resolved, validate_on_devices, validate_on_model, validate_on_processes
-from jaxrl_llm.config.distillation import Context, Distillation, TaskTeacher
+from jaxrl_llm.config.distillation import Context, Distillation, TaskTeacher, samples_groups, without_rewards
 from jaxrl_llm.config.files import (
     FREE_TO_CHANGE,
     RECORDED_CHANGES,
@@ -45,7 +45,7 @@ from jaxrl_llm.config.notes import notes
 from jaxrl_llm.config.origin import Origin, Pin, Start, located, own_modules, split_step, without_step
 from jaxrl_llm.config.phases import SHIFT, in_phase, phases_of, unreached, validate
 from jaxrl_llm.config.run import SEED, Evaluation, Output, Run, keeps_reference
-from jaxrl_llm.config.scoring import Scoring, without_rewards
+from jaxrl_llm.config.scoring import Scoring
 from jaxrl_llm.config.texts import (
     Answering,
     AtStart,

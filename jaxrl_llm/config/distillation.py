@@ -9,7 +9,7 @@ from jaxrl_llm.config.mixture import tasks_in
 from jaxrl_llm.data.datasets import Collected, Texts
 from jaxrl_llm.data.loading import check_texts
 from jaxrl_llm.errors import InputError, did_you_mean, require
-from jaxrl_llm.system.setting import MODEL, Choice, Range, Setting
+from jaxrl_llm.system.setting import MODEL, Choice, Range, Setting, take_old_names
 
 NAMED = {
     "policy_gradient": SampledKL(),
@@ -90,8 +90,9 @@ class Distillation(Setting):
         or a number: beta.
       weight: of the advantages, or of the loss.
       by_task: other teachers for some tasks of a mixture.
-      on_policy: lambda of GKD (arXiv 2306.13649), the policy's completions as a share of all rows that the divergence
-        is computed on; the others are ``texts``. Above 0: what samples nothing is supervised.
+      lmbda: lambda of GKD (arXiv 2306.13649), the policy's completions as a share of all rows that the divergence is
+        computed on; the others are ``texts``. At 0 nothing is sampled, and a step has ``rollout.prompts`` times
+        ``rollout.group`` texts.
       texts: given texts, of which the teacher's distribution is learned at each token of their completions.
       context: what the teacher is told in addition.
       own: without another teacher, which weights teach: "policy", those that the step begins with; or "reference", the
@@ -102,7 +103,7 @@ class Distillation(Setting):
     divergence: TeacherSignal = SampledKL()
     weight: Annotated[float, Range("(0, inf)", words="above 0")] = 1.0
     by_task: tuple[TaskTeacher, ...] = ()
-    on_policy: Annotated[float, Range("(0, 1]")] = 1.0
+    lmbda: Annotated[float, Range("[0, 1]")] = 1.0
     texts: Texts | None = None
     context: Context | None = None
     own: Annotated[str, Choice("policy", "reference")] = "policy"
@@ -141,8 +142,8 @@ class Distillation(Setting):
         return tuple(dict.fromkeys((self.teacher, *(one.teacher for one in self.by_task))))
 
     def rows_of(self, completions: int) -> int:
-        """Return the number of texts of a step with so many completions."""
-        return round(completions * (1 - self.on_policy) / self.on_policy)
+        """Return the number of texts of a step with so many completions, or of so many rows if nothing is sampled."""
+        return round(completions * (1 - self.lmbda) / self.lmbda) if self.lmbda else completions
 
     def number_of(self, task: str) -> int:
         """Return the place in ``names`` of the teacher of a task."""
@@ -162,7 +163,7 @@ class Distillation(Setting):
             require(one.task in labels, f"{field}.task {one.task!r} is no task of the run: {', '.join(labels)}")
         twice = [one.task for one in self.by_task]
         require(len(set(twice)) == len(twice), f"{where}by_task has two teachers of one task: leave one of them out")
-        if run.scoring.rewards or any(task.plays for task in tasks_in(run.task)):
+        if not without_rewards(run):
             return
         for field, found, remedy in (
             ("recipe.filter_groups", run.recipe.filter_groups, "False"),
@@ -201,8 +202,8 @@ class Distillation(Setting):
         """Refuse a share of texts without texts, and texts that nothing would learn from."""
         if self.texts is None:
             require(
-                self.on_policy == 1,
-                f"{where}on_policy {self.on_policy} leaves the others of its rows empty: set {where}texts, or it to 1",
+                self.lmbda == 1,
+                f"{where}lmbda {self.lmbda:g} leaves the others of its rows empty: set {where}texts, or it to 1",
             )
             return
         check_texts(self.texts)
@@ -215,8 +216,8 @@ class Distillation(Setting):
             ),
             (
                 self.rows_of(completions) > 0,
-                f"have no row among {completions} completions at on_policy {self.on_policy}",
-                f"lower {where}on_policy",
+                f"have no row among {completions} completions at lmbda {self.lmbda:g}",
+                f"lower {where}lmbda",
             ),
             (
                 run.rollout.collect.ptx is None,
@@ -230,3 +231,28 @@ class Distillation(Setting):
             ),
         ):
             require(fine, f"{where}texts {reason}: {remedy}, or leave them out")
+        if self.lmbda > 0:
+            return
+        for field, found, remedy in (
+            ("scoring.rewards", not without_rewards(run), "()"),
+            ("recipe.algorithm.kl_coef", run.recipe.algorithm.needs_reference, "0"),
+            ("recipe.algorithm.entropy_coef", run.recipe.algorithm.entropy_coef or run.recipe.of_entropy, "0"),
+        ):
+            require(
+                not found,
+                f"{where}lmbda 0 samples nothing that {field} could be about: set {field} {remedy}, or {where}lmbda "
+                "above 0",
+            )
+
+
+take_old_names(Distillation, {"on_policy": "lmbda"})
+
+
+def without_rewards(run: Any) -> bool:
+    """Whether nothing but a teacher values completions: no reward, and no environment that gives one."""
+    return not run.scoring.rewards and not any(task.plays for task in tasks_in(run.task))
+
+
+def samples_groups(run: Any) -> bool:
+    """Whether the policy samples what it learns from: all runs but those that a teacher teaches by texts alone."""
+    return run.scoring.distillation is None or run.scoring.distillation.lmbda > 0

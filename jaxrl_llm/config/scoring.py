@@ -16,11 +16,6 @@ from jaxrl_llm.rewards.shaping import Accuracy, RepetitionPenalty, Reward
 from jaxrl_llm.system.setting import FREE, RECORDED, Count, Range, Setting
 
 
-def without_rewards(run: Any) -> bool:
-    """Whether nothing but a teacher values completions: no reward, and no environment that gives one."""
-    return not run.scoring.rewards and not any(task.plays for task in tasks_in(run.task))
-
-
 @dataclasses.dataclass(frozen=True)
 class Scoring(Setting):
     """Settings of the scoring of completions.

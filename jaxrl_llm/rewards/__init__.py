@@ -2,7 +2,7 @@
 
 from jaxrl_llm.rewards.bounds import Constraint, Gate, Hinge, TaskReward, Threshold
 from jaxrl_llm.rewards.code import CodeTests
-from jaxrl_llm.rewards.endpoint import Endpoint
+from jaxrl_llm.rewards.endpoint import Endpoint, JudgeModel
 from jaxrl_llm.rewards.functions import Function, Local, ModelReward, StepFunction, StepReward
 from jaxrl_llm.rewards.rubric import Pairwise, Rubric
 from jaxrl_llm.rewards.scorer import Scorer

@@ -148,7 +148,7 @@ def spread(values: np.ndarray, places: Sequence[int], count: int) -> np.ndarray:
     """Return one or several columns of ``count`` completions from the values of the scored ones; NaN for the others."""
     if len(places) == count:
         return values
-    column = np.full((count, *values.shape[1:]), np.nan)
+    column = np.full((count, *values.shape[1:]), np.nan, np.result_type(values, np.float64))
     column[places] = values
     return column
 

@@ -1,14 +1,14 @@
-"""Settings of a judge behind an endpoint that speaks OpenAI's chat form."""
+"""Settings of judges: behind an endpoint that speaks OpenAI's chat form, or on the run's own devices."""
 
 import dataclasses
 import os
 import re
 import urllib.parse
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from jaxrl_llm.errors import require
-from jaxrl_llm.system.setting import PATH, Range, check_fields
+from jaxrl_llm.system.setting import MODEL, PATH, Range, check_fields
 
 ROUTE = "/chat/completions"
 Option = tuple[str, str | float | int | bool]
@@ -104,4 +104,51 @@ class Endpoint:
         require(
             len(self.prices) == 2 and all(0 <= price < float("inf") for price in self.prices),
             f"{where}prices must be two numbers of at least 0, dollars for a million tokens of prompt and answer",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class JudgeModel:
+    """A frozen model on the devices that sample, which answers in slots of its own: greedily, each question alone.
+
+    Its verdict is a function of its weights and the question: no neighbour in a batch changes it, a run that resumes
+    repeats it. It is loaded once in ``learner.compute.dtype``, with a tokenizer and a chat template of its own.
+
+    Attributes:
+      model: any model or run: RUN, RUN@STEP, a directory, a .gguf file, a hub id.
+      slots: questions answered at one time.
+      max_prompt_tokens: of a question; one that is longer has no score.
+      max_new_tokens: of an answer; one that is cut off is no verdict.
+      options: passed to the chat template, such as ``(("enable_thinking", False),)``.
+      date: for chat templates that ask for it; fixed, so that answers repeat.
+    """
+
+    model: Annotated[str, MODEL]
+    slots: Annotated[int, Range("[1, inf)")] = 8
+    max_prompt_tokens: Annotated[int, Range("[1, inf)")] = 1536
+    max_new_tokens: Annotated[int, Range("[1, inf)")] = 512
+    options: tuple[Option, ...] = ()
+    date: str = "2025-07-01"
+    prices: ClassVar[tuple[float, float]] = (0.0, 0.0)
+    label: ClassVar[str] = "judge"
+    template: ClassVar[str] = "tokenizer"
+    system: ClassVar[str | None] = None
+    suffix: ClassVar[str] = ""
+
+    def __post_init__(self):
+        options = self.options.items() if isinstance(self.options, Mapping) else self.options
+        object.__setattr__(self, "options", tuple((name, value) for name, value in options))
+
+    @property
+    def max_length(self) -> int:
+        """Question and answer together, in tokens."""
+        return self.max_prompt_tokens + self.max_new_tokens
+
+    def check(self, where: str) -> None:
+        """Refuse sizes that cannot work, and a missing name; arguments and errors as of ``Endpoint.check``."""
+        check_fields(self, where)
+        require(bool(self.model), f"{where}model is empty: give a run, a directory, or a hub id")
+        require(
+            re.fullmatch(r"\d{4}-\d{2}-\d{2}", self.date, re.ASCII) is not None,
+            f"{where}date {self.date!r} is not a date; write it as 2025-07-01",
         )

@@ -2,17 +2,20 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.rewards.chat_client import Answer, client_of
-from jaxrl_llm.rewards.endpoint import Endpoint
+from jaxrl_llm.rewards.endpoint import Endpoint, JudgeModel
+from jaxrl_llm.rewards.functions import ON_DEVICE
 from jaxrl_llm.rewards.verdicts import better, code_in, compared, graded, steers, verdicts
 from jaxrl_llm.types import Completion, Message, Problem
 
 Judged = Mapping[str, float] | Exception
 """A score with its further numbers, or why there is none."""
+Ask = Callable[[Sequence[Sequence[Message]]], Sequence[Answer | Exception]]
+"""A judge: the answer to each chat, or why there is none."""
 
 COUNTED = ("unparsed", "injected", "cached", "tokens", "cost")
 """Names of the further numbers of each completion: whether no verdict could be read, whether the completion tries to
@@ -25,19 +28,22 @@ class ByJudge:
 
     def __call__(self: Any, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Judged]:
         """Return the score of each completion, NaN where a verdict could not be read; the error where none came."""
-        items = list(zip(problems, completions, strict=True))
+        return self.judge_all(list(zip(problems, completions, strict=True)), client_of(self.judge).ask)
+
+    def judge_all(self: Any, items: Sequence[tuple[Problem, Completion]], ask: Ask) -> list[Judged]:
+        """Return what the call does, by the answers of ``ask``, whoever gives them."""
         chats = [self.chats(problem, completion.text) for problem, completion in items]
-        answers = iter(client_of(self.judge).ask([chat for some in chats for chat in some]))
+        answers = iter(ask([chat for some in chats for chat in some]))
         found: list[Judged] = []
-        for (_, completion), some in zip(items, chats, strict=True):
+        for (problem, completion), some in zip(items, chats, strict=True):
             said = [next(answers) for _ in some]
             failed = next((one for one in said if isinstance(one, Exception)), None)
-            found.append(self.judged(completion.text, some, said) if failed is None else failed)
+            found.append(self.judged(problem, completion.text, some, said) if failed is None else failed)
         return found
 
     @property
     def timeout_s(self: Any) -> float:
-        """Seconds for one call; the judge's own deadline comes first."""
+        """Seconds for one call to an endpoint; its own deadline comes first."""
         return self.judge.deadline_s + GRACE_S
 
     def check_judge(self: Any) -> None:
@@ -70,19 +76,22 @@ class Rubric(ByJudge):
 
     Attributes:
       items: texts with their weights: ``(("The answer names its source", 2.0), ...)``.
-      judge: the model that decides.
+      judge: the model that decides: an ``Endpoint``, or a ``JudgeModel`` on the run's own devices.
       weight: in the sum of the rewards.
       instructions: further words to the judge, such as how strict it should be.
       reference: whether the judge sees the row's answer, where the row has one.
       name: of its column in metrics and samples; ``<name>/item_1`` and so on are the verdicts.
+      column: of the rows, with further items of each row's own: a list of texts (weight 1), of pairs of a text and a
+        weight, or of records with ``criterion`` and ``points`` (HealthBench's names). Empty for none.
     """
 
     items: tuple[tuple[str, float], ...]
-    judge: Endpoint
+    judge: Endpoint | JudgeModel
     weight: float = 1.0
     instructions: str = ""
     reference: bool = True
     name: str = "rubric"
+    column: str = ""
 
     def __post_init__(self):
         items = self.items.items() if isinstance(self.items, Mapping) else self.items
@@ -96,16 +105,38 @@ class Rubric(ByJudge):
     def chats(self, problem: Problem, text: str) -> list[list[Message]]:
         """Return the chats with the judge about a completion: one."""
         right = problem.answer if self.reference else ""
-        return [graded(problem, text, [item for item, _ in self.items], self.instructions, right)]
+        return [graded(problem, text, [item for item, _ in self.items_of(problem)], self.instructions, right)]
 
-    def judged(self, text: str, chats: Sequence[Sequence[Message]], said: Sequence[Answer]) -> Judged:
+    def judged(self, problem: Problem, text: str, chats: Sequence[Sequence[Message]], said: Sequence[Answer]) -> Judged:
         """Return the score and its numbers from the judge's answers."""
-        met = verdicts(said[0].text, code_in(chats[0]), len(self.items))
-        each = (math.nan,) * len(self.items) if met is None else met
-        earned = sum(weight * value for (_, weight), value in zip(self.items, each, strict=True))
-        most = sum(max(weight, 0.0) for _, weight in self.items)
-        names = {f"item_{number}": float(value) for number, value in enumerate(each, start=1)}
+        items = self.items_of(problem)
+        met = verdicts(said[0].text, code_in(chats[0]), len(items))
+        each = (math.nan,) * len(items) if met is None else met
+        earned = sum(weight * value for (_, weight), value in zip(items, each, strict=True))
+        most = sum(max(weight, 0.0) for _, weight in items)
+        names = {f"item_{number}": float(value) for number, value in enumerate(each[: len(self.items)], start=1)}
         return {"score": earned / most} | names | self.counts(text, said, met is None)
+
+    def items_of(self, problem: Problem) -> tuple[tuple[str, float], ...]:
+        """Return the items of a problem: the rubric's own, then those of its row.
+
+        Raises:
+          InputError: the row has no list of items, or one that cannot work.
+        """
+        if not self.column:
+            return self.items
+        given = problem.metadata.get(self.column)
+        where = f"{problem.metadata.get('row') or f'problem {problem.id}'}: column {self.column!r}"
+        if not isinstance(given, list | tuple) or not given:
+            raise InputError(f"{where} holds no list of items for {self.name}: give a list of texts, or of pairs")
+        items = (*self.items, *(_item(one) for one in given))
+        check_items(items, where)
+        return items
+
+    def check_problems(self, problems: Sequence[Problem]) -> None:
+        """Refuse rows without items, with the errors of ``items_of``."""
+        for problem in problems:
+            self.items_of(problem)
 
     def check(self) -> None:
         """Refuse items or a judge that cannot work.
@@ -113,19 +144,38 @@ class Rubric(ByJudge):
         Raises:
           InputError: names the field and the remedy.
         """
-        require(bool(self.items), "Rubric.items is empty: give pairs of a text and a weight")
-        for item in self.items:
-            if not isinstance(item, tuple) or len(item) != 2 or not isinstance(item[0], str) or not item[0].strip():
-                raise InputError(f"Rubric.items holds {item!r:.80}: give pairs of a text and a weight")
-            weight = item[1]
-            if type(weight) not in (int, float) or not math.isfinite(weight) or weight == 0:
-                raise InputError(
-                    f"Rubric.items has the weight {weight!r} for {item[0]!r:.60}: give a finite number other than 0, "
-                    "or leave the item out"
-                )
-        positive = any(weight > 0 for _, weight in self.items)
-        require(positive, "Rubric.items has no weight above 0, so that no completion could earn one: give one item one")
+        if self.items or not self.column:
+            check_items(self.items, "Rubric.items", whole=not self.column)
         self.check_judge()
+
+
+def check_items(items: Sequence[Any], where: str, whole: bool = True) -> None:
+    """Refuse items that cannot work; ``whole``: these are all, one of which must have a weight above 0.
+
+    Raises:
+      InputError: names the item and the remedy, after ``where``.
+    """
+    require(bool(items), f"{where} is empty: give pairs of a text and a weight")
+    for item in items:
+        if not isinstance(item, tuple) or len(item) != 2 or not isinstance(item[0], str) or not item[0].strip():
+            raise InputError(f"{where} holds {item!r:.80}: give pairs of a text and a weight")
+        weight = item[1]
+        if type(weight) not in (int, float) or not math.isfinite(weight) or weight == 0:
+            raise InputError(
+                f"{where} has the weight {weight!r} for {item[0]!r:.60}: give a finite number other than 0, or leave "
+                "the item out"
+            )
+    positive = not whole or any(weight > 0 for _, weight in items)
+    require(positive, f"{where} has no weight above 0, so that no completion could earn one: give one item one")
+
+
+def _item(given: Any) -> Any:
+    """Return an item of a row as a pair of a text and a weight; what is none is returned as it is."""
+    if isinstance(given, str):
+        return given, 1.0
+    if isinstance(given, Mapping) and given.keys() >= {"criterion", "points"}:
+        return given["criterion"], given["points"]
+    return tuple(given) if isinstance(given, list) else given
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,13 +187,13 @@ class Pairwise(ByJudge):
     policy's answer instead.
 
     Attributes:
-      judge: the model that decides.
+      judge: as of ``Rubric``.
       criterion: what makes an answer the better one.
       weight: in the sum of the rewards.
       name: of its column in metrics and samples.
     """
 
-    judge: Endpoint
+    judge: Endpoint | JudgeModel
     criterion: str = "prefer the one that is right, then the one that is complete, then the one that is clear."
     weight: float = 1.0
     name: str = "preferred"
@@ -155,7 +205,7 @@ class Pairwise(ByJudge):
         require(bool(other), f"{self.name} compares with the row's answer, and problem {problem.id} has none: add it")
         return [compared(problem, text, other, self.criterion), compared(problem, other, text, self.criterion)]
 
-    def judged(self, text: str, chats: Sequence[Sequence[Message]], said: Sequence[Answer]) -> Judged:
+    def judged(self, problem: Problem, text: str, chats: Sequence[Sequence[Message]], said: Sequence[Answer]) -> Judged:
         """Return the score and its numbers from the judge's two answers."""
         places = [better(one.text, code_in(chat)) for one, chat in zip(said, chats, strict=True)]
         unread = None in places
@@ -176,6 +226,16 @@ class Pairwise(ByJudge):
 
 OF_JUDGES = (Rubric, Pairwise)
 """Rewards that ask a judge; a call that fails is no score."""
+
+
+def asks_model(reward: Any) -> bool:
+    """Whether a reward asks a judge on the run's own devices."""
+    return isinstance(reward, OF_JUDGES) and isinstance(reward.judge, JudgeModel)
+
+
+def on_device(reward: Any) -> bool:
+    """Whether a model on the run's own devices gives this reward's scores or verdicts."""
+    return isinstance(reward, ON_DEVICE) or asks_model(reward)
 
 
 def further(reward: Any) -> tuple[str, ...]:

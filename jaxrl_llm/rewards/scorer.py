@@ -19,7 +19,7 @@ from jaxrl_llm.rewards.code import CodeTests
 from jaxrl_llm.rewards.functions import OF_STEPS, ON_DEVICE, Item, ModelReward, Own, as_reward, form_of
 from jaxrl_llm.rewards.inside import Inside
 from jaxrl_llm.rewards.pool import Pool, workers_for_cores
-from jaxrl_llm.rewards.rubric import OF_JUDGES, further
+from jaxrl_llm.rewards.rubric import OF_JUDGES, Rubric, further, on_device
 from jaxrl_llm.rewards.scores import (
     Begun,
     Failures,
@@ -64,8 +64,8 @@ class Scorer(contextlib.AbstractContextManager):
       folder: the run's; None for none.
       tokenizer: that wrote the texts. Positions in characters become tokens by it: without it ``Scores.steps`` is
         empty, which is enough without training.
-      models: functions, by reward, that return the scores of a ``ModelReward``, float64[n, m] by its m models, or of a
-        ``StepReward``: they see all completions on every process.
+      models: functions, by reward, that return the scores of a ``ModelReward``, float64[n, m] by its m models, of a
+        ``StepReward``, or of what asks a ``JudgeModel``: they see all completions on every process.
 
     Raises:
       InputError: a reward cannot work, or a number is out of range.
@@ -162,6 +162,8 @@ class Scorer(contextlib.AbstractContextManager):
         for name, reward in (self._rewards | self._beside).items():
             if isinstance(base := self._bases[name], CodeTests):
                 judged.append((base, [problems[place] for place in places_of(reward, items)]))
+            elif isinstance(base, Rubric):
+                base.check_problems([problems[place] for place in places_of(reward, items)])
         for judge, share in judged:
             judge.check(share)
         if not any(share for _, share in judged):
@@ -184,7 +186,7 @@ class Scorer(contextlib.AbstractContextManager):
         """
         count = 1 if self._peers is None else self._peers.count
         called = self._rewards | self._beside
-        called = {name: reward for name, reward in called.items() if not isinstance(self._bases[name], ON_DEVICE)}
+        called = {name: reward for name, reward in called.items() if not on_device(self._bases[name])}
         failures = self._divided([(problem, dry_run_completion(problem, tokenizer))] * count, called)().failures
         require(not failures.message, failures.message)
         if self._writes:
@@ -197,7 +199,7 @@ class Scorer(contextlib.AbstractContextManager):
         bases = {name: self._bases[name] for name in rewards}
         given = {}
         for name, base in bases.items():
-            if isinstance(base, ON_DEVICE):
+            if on_device(base):
                 at = places_of(rewards[name], items)
                 given[name] = spread(self.models[base]([items[place] for place in at]), at, len(items))
         if self._peers is None or self._peers.count == 1:
@@ -217,10 +219,8 @@ class Scorer(contextlib.AbstractContextManager):
         """Return the scores, with their failures written to the run's directory."""
         largest = np.abs(scores.reward[~np.isnan(scores.reward)]).max(initial=0.0)
         if largest > LARGEST:  # for all processes alike
-            raise InputError(
-                f"rewards with their weights add up to {largest:g} in size, and advantages are made of {LARGEST:g} at "
-                "most: give them smaller weights"
-            )
+            most = f"and advantages are made of {LARGEST:g} at most"
+            raise InputError(f"rewards with their weights add up to {largest:g}, {most}: give them smaller weights")
         failures = scores.failures
         if self._errors is None or not failures.trace:
             return scores
@@ -246,7 +246,7 @@ class Scorer(contextlib.AbstractContextManager):
                 columns[VERIFIED][place] = found
         for name, at in places.items():
             base = self._bases[name]
-            if name in given:
+            if isinstance(base, ON_DEVICE):
                 columns[name] = base.combined(given[name]) if isinstance(base, ModelReward) else given[name]
             elif isinstance(base, BUILT_IN):
                 columns[name] = spread(np.array([base(*items[place]) for place in at], np.float64), at, len(items))
@@ -256,7 +256,7 @@ class Scorer(contextlib.AbstractContextManager):
             elif not isinstance(base, Accuracy):
                 columns[name] = np.zeros(len(items), object if isinstance(base, OF_STEPS) else np.float64)
                 columns |= {f"{name}/{one}": np.full(len(items), np.nan) for one in further(base)}
-                jobs += [(name, share, call) for share, call in self._calls(name, items, at)]
+                jobs += [(name, share, call) for share, call in self._calls(name, items, at, given.get(name))]
         pooled = iter(self._pool.submit([call for *_, call in jobs if call.function is None]))
         coming = [next(pooled) if call.function is None else self._inside.submit(call) for *_, call in jobs]
         return Begun(items, rewards, given, places, columns, list(zip(jobs, coming, strict=True)))
@@ -280,14 +280,22 @@ class Scorer(contextlib.AbstractContextManager):
                 failed[name, place] = outcome._replace(message=f"{where}: {outcome.message}")
         return failed
 
-    def _calls(self, name: str, items: Sequence[Item], places: Sequence[int]) -> Iterator[tuple[Sequence[int], Call]]:
-        """Yield the calls of a function, of one completion each or of all, after the places that each fills."""
+    def _calls(
+        self, name: str, items: Sequence[Item], places: Sequence[int], known: Any
+    ) -> Iterator[tuple[Sequence[int], Call]]:
+        """Yield the calls of a function, of one completion each or of all, after the places that each fills.
+
+        ``known``: what a judge on the devices has said of each completion; None for other rewards.
+        """
         reward, form = self._bases[name], self._forms[name]
         own = reward if isinstance(reward, Own) else None
         path, positions = getattr(own, "path", None), getattr(own, "positions", "")
         named = isinstance(path, str)
-        seconds = getattr(reward, "timeout_s", None) or self._timeout_s * (BATCH_TIMES if form.batch else 1)
+        seconds = self._timeout_s * (BATCH_TIMES if form.batch else 1)
+        seconds = seconds if known is not None else getattr(reward, "timeout_s", None) or seconds
         function = None if named else _callable(reward)
+        if known is not None:
+            function = lambda problems, completions: [known[at] for at in places]  # noqa: E731
         also = further(reward)
         on_error = math.nan if isinstance(reward, OF_JUDGES) else None
         for share in [places] if places and (form.batch or form.waits) else [[place] for place in places]:

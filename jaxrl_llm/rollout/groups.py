@@ -95,6 +95,7 @@ class RolloutBatch:
       tokens: sampled in this step.
       version: of the policy that sampled them.
       metrics: seconds, counts, and statistics of the sampled groups.
+      texts: to learn from in addition.
     """
 
     groups: list[Group]
@@ -103,10 +104,11 @@ class RolloutBatch:
     tokens: int
     version: int
     metrics: dict[str, float]
+    texts: int = 0
 
     def __len__(self) -> int:
-        """Return the number of groups to learn from."""
-        return len(self.groups)
+        """Return the number of groups and texts to learn from."""
+        return len(self.groups) + self.texts
 
     @property
     def examples(self) -> list[Group]:

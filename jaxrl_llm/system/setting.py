@@ -257,8 +257,8 @@ def take_old_names(
 
     Args:
       kind: the dataclass.
-      moved: from the old names to the dotted ones of the fields now, such as ``{"b1": "moments.b1"}``; the parts that
-        have them now have default values.
+      moved: from the old names to the dotted ones of the fields now, such as ``{"b1": "moments.b1"}``, or to
+        those of fields that have another name now; the parts that have them now have default values.
       former: old names with values that a field now holds in another form; ``former_in`` lists them.
     """
     made = kind.__init__
@@ -267,7 +267,8 @@ def take_old_names(
     def __init__(self: Any, *args: Any, **values: Any) -> None:
         for old in moved.keys() & values.keys():
             part, _, field = moved[old].partition(".")
-            values[part] = dataclasses.replace(values.get(part, getattr(kind, part)), **{field: values.pop(old)})
+            new = values.pop(old)
+            values[part] = dataclasses.replace(values.get(part, getattr(kind, part)), **{field: new}) if field else new
         for old in filter(values.__contains__, former):
             field = former[old].field
             values[field] = former[old].put(values.get(field, getattr(kind, field)), values.pop(old))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from commands import commands
 
-from jaxrl_llm.models import load_pretrained, save_pretrained
+from jaxrl_llm.models import load_pretrained, logits, save_pretrained
 
 RUNS = Path(__file__).parents[1] / "fixtures" / "runs"
 TAUGHT = RUNS / "taught.py"
@@ -23,6 +23,10 @@ LINES = {
     "tokens": f"train {RUNS / 'taught_by_tokens.py'} --steps 2 --run_dir tokens --rollout.collect.staleness 1",
     "itself": f"train {RUNS / 'taught_by_itself.py'} --steps 2 --run_dir itself",
     "base": f"train {RUNS / 'taught_by_base.py'} --steps 2 --run_dir adapter",
+    "texts": f"train {RUNS / 'taught_by_texts.py'} --steps 3 --run_dir texts",
+    "texts begun": f"train {RUNS / 'taught_by_texts.py'} --steps 1 --run_dir resumed",
+    "texts resumed": f"train {RUNS / 'taught_by_texts.py'} --steps 3 --run_dir resumed",
+    "plan texts": f"plan {RUNS / 'taught_by_texts.py'} --topology v5e:2x2 --quick",
     "plan": f"plan {TAUGHT} --topology v5e:2x2 --quick",
     "tokenizer": f"{OWN}.teacher another",
     "nowhere": f"{OWN}.teacher ./nowhere",
@@ -97,8 +101,27 @@ def test_an_adapter_is_taught_by_its_own_base_on_given_texts_too(folder, answers
     assert abs(first) < 1e-5 and abs(second) < 1e-3
 
 
+def test_at_lambda_0_the_base_learns_the_teachers_distributions_of_the_texts_alone(folder, answers):
+    """The first step has all 8 texts: its divergence is the mean over their tokens, computed here from whole rows."""
+    assert answers["texts"].code == 0, answers["texts"].err
+    (base, tokenizer), (teacher, _) = load_pretrained(folder / "base"), load_pretrained(folder / "teacher")
+    far = []
+    for n in range(8):
+        prompt, completion = (tokenizer.encode(text, add_special_tokens=False) for text in (f"{n}+1", f"{n + 1}"))
+        row = np.int32([[*prompt, *completion, *base.config.tokens.eos]])[:, : len(prompt) + len(completion) + 1]
+        ours, theirs = (jax.nn.log_softmax(logits(model, row)[0, len(prompt) - 1 : -1]) for model in (base, teacher))
+        far.append(np.sum(np.exp(theirs) * (theirs - ours), axis=-1))
+    first, *later = rows(folder, "texts")[1:]
+    np.testing.assert_allclose(first["distillation/divergence"], np.mean(np.concatenate(far)), rtol=1e-4)
+    assert later[-1]["distillation/divergence"] < first["distillation/divergence"]
+    assert first["updates"] == 1 and first["completions"] == 0 and "advantage/abs_mean" not in first
+    names = ("loss", "grad_norm", "distillation/divergence")
+    whole, broken = ([[row.get(name) for name in names] for row in rows(folder, run)] for run in ("texts", "resumed"))
+    assert answers["texts resumed"].code == 0 and whole == broken
+
+
 def test_the_plan_counts_the_teacher(answers):
-    assert answers["plan"].code == 0, answers["plan"].err
+    assert answers["plan"].code == answers["plan texts"].code == 0, answers["plan"].err + answers["plan texts"].err
 
 
 REFUSED = {

@@ -41,13 +41,14 @@ def ingredients_of(run: configs.Run) -> tuple[Ingredient, ...]:
 
 
 def objectives_of(run: configs.Run) -> tuple[Objective, ...]:
-    """Return the training objectives of the policy."""
+    """Return the training objectives of the policy; its gradient needs completions of its own."""
     algorithm, moves = run.recipe.algorithm, run.recipe.of_entropy is not None
     teacher = run.scoring.distillation
     others = algorithm.kl_in_loss or algorithm.entropy_coef or moves
     idle = teacher is not None and configs.without_rewards(run) and not (teacher.by_policy_gradient or others)
     policy = PolicyGradient(algorithm, run.learner.updates > 1, moves, idle)
-    return (policy, *(objective for one in ingredients_of(run) for objective in one.objectives))
+    own = (policy,) if configs.samples_groups(run) else ()
+    return (*own, *(objective for one in ingredients_of(run) for objective in one.objectives))
 
 
 def moved_by_rules(run: configs.Run) -> dict[str, float]:

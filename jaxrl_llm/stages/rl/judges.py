@@ -1,4 +1,4 @@
-"""The reward models of a run: loading them, and scoring completions with them."""
+"""The reward models and judges of a run on its devices: loading them, and scoring completions with them."""
 
 import collections
 import dataclasses
@@ -21,6 +21,7 @@ from jaxrl_llm.rewards.shaping import named
 from jaxrl_llm.rollout.groups import Carryover, RolloutBatch
 from jaxrl_llm.stages.rl.device_model import DeviceModel, Item, load_judge
 from jaxrl_llm.stages.rl.ingredient import Around, Ingredient
+from jaxrl_llm.stages.rl.judge_model import asked_models, judge_models, judging_passes
 from jaxrl_llm.stages.rl.step_rewards import by_step
 from jaxrl_llm.stages.stage import SCORED_AT_ONCE, Architectures, Pass, run_by, scored_sample
 from jaxrl_llm.stages.taught import readers
@@ -29,7 +30,7 @@ from jaxrl_llm.tasks import Prompts
 
 @dataclasses.dataclass(frozen=True)
 class Judges(Ingredient):
-    """The reward models of a run: those of its rewards, its constraints, its gate and its evaluations."""
+    """The reward models and judges of a run: of its rewards, its constraints, its gate and its evaluations."""
 
     run: configs.Run
     name = "judges"
@@ -39,7 +40,8 @@ class Judges(Ingredient):
         """Return the ingredient for every run, even without reward models: it clears an earlier phase's from the
         scorer.
         """
-        return cls(run, loads=tuple(dict.fromkeys(path for _, path in readers(run))))
+        names = [*(path for _, path in readers(run)), *(judge.model for judge in asked_models(run))]
+        return cls(run, loads=tuple(dict.fromkeys(names)))
 
     def prepared(self, around: Around) -> Self:
         """Load the models into the scorer.
@@ -55,7 +57,7 @@ class Judges(Ingredient):
         self, samples: Sequence[Sample], forwards: Mapping[str, Forward], where: Any, find: Architectures
     ) -> Sequence[Pass]:
         """Return a pass for each architecture, in chunks of completions: models of one architecture share a program."""
-        models = collections.Counter(find(path) for path in self.loads)
+        models = collections.Counter(find(path) for path in dict.fromkeys(path for _, path in readers(self.run)))
         calls = -(-len(samples) // SCORED_AT_ONCE)
         some = [scored_sample(one.prompt, one.tokens, {}) for one in samples[:SCORED_AT_ONCE]]
         dtype = jnp.dtype(self.run.learner.compute.dtype)
@@ -65,7 +67,7 @@ class Judges(Ingredient):
             model = jax.eval_shape(lambda c=config: with_scalar_head(initialise(c, jax.random.key(0), dtype)))
             name = "judges" if number == 1 else f"judges {number}"
             passes.append(Pass(name, forward, some, "values", calls * count, model=model, copies=count))
-        return passes
+        return [*passes, *judging_passes(self.run, samples, where, find)]
 
     def batch(self, batch: RolloutBatch, left: Carryover) -> RolloutBatch:
         """Add ``reward_model/mean``, the mean of the first model reward, if there is one: NaN if nothing was scored."""
@@ -79,7 +81,8 @@ class Judges(Ingredient):
 def judges_of(
     run: configs.Run, where: Mesh, tokenizer: Any, prompts: Mapping[str, Prompts], status: Callable[[str], None]
 ) -> dict[Any, Callable[[Sequence[Item]], Any]]:
-    """Return functions that compute the rewards of models, by reward: ``together`` or ``by_step``; empty without any.
+    """Return functions that compute the rewards of models, by reward: ``together``, ``by_step``, or the answers of a
+    judge; empty without any.
 
     Args:
       run: with its settings resolved.
@@ -104,7 +107,7 @@ def judges_of(
             found[base] = functools.partial(together, [models[path] for path in base.paths])
         elif isinstance(base, StepReward):
             found[base] = functools.partial(by_step, base, models[base.path], tokenizer)
-    return found
+    return found | judge_models(run, where, status)
 
 
 def together(models: Sequence[DeviceModel], items: Sequence[Item]) -> np.ndarray:

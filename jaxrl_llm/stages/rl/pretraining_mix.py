@@ -9,7 +9,7 @@ from typing import Any, Self
 import numpy as np
 
 from jaxrl_llm import tasks
-from jaxrl_llm.config import Run
+from jaxrl_llm.config import Run, samples_groups
 from jaxrl_llm.data import Text, load_texts
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Sample
@@ -30,6 +30,7 @@ class PretrainingMix(Ingredient):
       texts: training texts. Only ``count``, ``seed`` and ``ptx`` are set before it is prepared.
       held_out: evaluation texts.
       count: texts of each step.
+      alone: nothing is sampled; a step learns from the texts alone.
       seed: of the order: each epoch is a fresh permutation.
       objective: the name of the one that counts texts.
       others: names of the objectives that count completions.
@@ -41,6 +42,7 @@ class PretrainingMix(Ingredient):
     texts: Sequence[Text] = ()
     held_out: Sequence[Text] = ()
     count: int = 0
+    alone: bool = False
     seed: int = 0
     objective: str = TEXT
     others: tuple[str, ...] = ()
@@ -55,7 +57,8 @@ class PretrainingMix(Ingredient):
         ptx, taught = run.rollout.collect.ptx, run.scoring.distillation
         if taught is not None and taught.texts is not None:
             count = taught.rows_of(run.rollout.prompts * run.rollout.group)
-            return cls(count=count, seed=run.seed, source=taught.texts, objective=DISTILLATION)
+            alone = not samples_groups(run)
+            return cls(count=count, alone=alone, seed=run.seed, source=taught.texts, objective=DISTILLATION)
         if ptx is None:
             return None
         return cls(count=ptx.rows, seed=run.seed, source=ptx.texts, objectives=(NextToken(ptx.coef, "text/"),))
@@ -89,11 +92,12 @@ class PretrainingMix(Ingredient):
         """Append the texts of one update to the samples."""
         first = samples[0]
         text = Sample(first.prompt[:1], first.tokens, first.mask).counting((self.objective,))
-        return samples + [text] * -(-self.count // updates)
+        return [*([] if self.alone else samples), *[text] * -(-self.count // updates)]
 
     def batch(self, batch: RolloutBatch, left: Carryover) -> RolloutBatch:
         """Add the number of texts that the run has drawn to the carryover."""
-        return dataclasses.replace(batch, left=dataclasses.replace(batch.left, texts=left.texts + self.count))
+        drawn = dataclasses.replace(batch.left, texts=left.texts + self.count)
+        return dataclasses.replace(batch, left=drawn, texts=self.count if self.alone else 0)
 
     def samples(self, samples: list[list[Sample]], batch: RolloutBatch) -> list[list[Sample]]:
         """Distribute the step's texts evenly between the groups, so that every minibatch gets its share."""

@@ -89,7 +89,10 @@ class Reinforcement(Stage):
     ) -> RolloutBatch:
         """Return the groups of one step; the batch no longer lists all sampled groups, which are counted already."""
         left = left or Carryover()
-        batch = collect(self.sampler, weights, version, left, late)
+        if configs.samples_groups(self.run):
+            batch = collect(self.sampler, weights, version, left, late)
+        else:
+            batch = RolloutBatch([], [], left, 0, version, {})
         batch = dataclasses.replace(batch, sampled=[], metrics={"kl": math.nan} | batch.metrics)
         for one in self.ingredients:
             batch = one.batch(batch, left)
@@ -122,35 +125,37 @@ class Reinforcement(Stage):
         if state.reference is not None:
             models["ref_logp"] = functools.partial(self.forward.by_sample, model_of(state, "reference"))
         algorithm = run.recipe.algorithm
-        rewards = np.stack([group.rewards for group in groups])
+        rewards = np.stack([group.rewards for group in groups]) if groups else np.zeros((0, run.rollout.group))
         for one in self.ingredients:
             models |= one.models(state)
             rewards = one.rewards(rewards, groups, coefficients)
         if algorithm.advantage.several:
             algorithm, rewards = separately(algorithm, named(configs.rewards(run)), groups)
-        samples, measured = to_samples(
-            algorithm,
-            groups,
-            batch.version,
-            rewards,
-            dropped_endings(run),
-            self.forward.layout.completion_tokens,
-            models,
-            coefficients.get("kl_coef"),
-            run.rollout.collect.learn_earlier,
-        )
+        samples: list[list[Sample]] = []
+        measured: dict[str, float] = {}
+        if groups:
+            samples, measured = to_samples(
+                algorithm,
+                groups,
+                batch.version,
+                rewards,
+                dropped_endings(run),
+                self.forward.layout.completion_tokens,
+                models,
+                coefficients.get("kl_coef"),
+                run.rollout.collect.learn_earlier,
+            )
         for one in self.ingredients:
             samples, told = one.scored(state, samples, batch)
             samples = one.samples(samples, batch)
             measured |= told
         every = [sample for members in samples for sample in members]
         sampled = [sample for sample in every if "advantages" in (*sample.scalars, *sample.arrays)]
-        found = {
-            "advantage/nonzero_fraction": float(np.mean([bool(np.any(advantage_of(one))) for one in sampled])),
-            "advantage/abs_mean": size_of_advantages(sampled),
-            "completions": len(groups) * run.rollout.group,
-        }
-        return samples, measured | found
+        if sampled:
+            moving = [bool(np.any(advantage_of(one))) for one in sampled]
+            measured["advantage/nonzero_fraction"] = float(np.mean(moving))
+            measured["advantage/abs_mean"] = size_of_advantages(sampled)
+        return samples, measured | {"completions": len(groups) * run.rollout.group}
 
     def remembered(
         self, measured: Mapping[str, Any], memory: dict[str, dict[str, Any]]

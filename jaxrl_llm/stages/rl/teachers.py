@@ -69,14 +69,9 @@ class Teachers(Ingredient):
         return self.run.scoring.distillation
 
     @property
-    def top_k(self) -> int:
-        """The number of tokens of which the teacher's probabilities are read; 0 where it is not so."""
-        return self.settings.top_k
-
-    @property
     def runs_in_update(self) -> bool:
         """Whether the teachers are run with each microbatch of the update, to compare whole distributions."""
-        return bool(self.objectives) and not self.top_k
+        return bool(self.objectives) and not self.settings.top_k
 
     def prepared(self, around: Around) -> Self:
         """Load the teachers.
@@ -112,11 +107,11 @@ class Teachers(Ingredient):
         """Add what the teachers tell of the tokens, as zeros."""
         found = []
         for sample in samples:
-            if not self.objectives:
+            if self.settings.by_policy_gradient:
                 sample = by_token(sample, np.zeros(len(sample.tokens), np.float32))
-            if self.top_k:
-                sample = with_top(sample, no_top(sample, self.top_k))
-            found.append(self._with_number(sample, 0))
+            if self.settings.top_k:
+                sample = with_top(sample, no_top(sample, self.settings.top_k))
+            found.append(numbered(sample, 0, self.settings))
         return found
 
     def passes(
@@ -125,14 +120,14 @@ class Teachers(Ingredient):
         """Return the passes of teachers over a step's completions; those that run in the update have none."""
         if self.runs_in_update:
             return ()
-        found = []
+        found, output = [], output_of(self.settings, find(self.run.model).vocab_size)
         for number, name in enumerate(self.settings.names, start=1):
             own = run_teacher(name, self.run, forwards["policy"], find)
             held = name is None or is_base(name, self.run)
             model = None if held else teacher_shapes(find(name), self.run, own)
             label = "teacher" if number == 1 else f"teacher {number}"
             role = (self.settings.own if name is None else "policy") if held else ""
-            found.append(Pass(label, own, samples, self._output(), 1, role, model, copies=int(not held)))
+            found.append(Pass(label, own, samples, output, 1, role, model, copies=int(not held)))
         return found
 
     def learning(self, step: int, training: Sequence[Training]) -> Sequence[Training]:
@@ -154,100 +149,113 @@ class Teachers(Ingredient):
         self, state: TrainState, samples: list[list[Sample]], batch: RolloutBatch
     ) -> tuple[list[list[Sample]], dict[str, float]]:
         """Add the teachers' advantages to those of the samples, or their most likely tokens; return metrics."""
-        sizes = [len(members) for members in samples]
-        every = [sample for members in samples for sample in members]
-        each = [self._number(sample, batch) for sample in every]
-        found = every = [self._with_number(sample, number) for sample, number in zip(every, each, strict=True)]
+        own, every = self.settings, [sample for members in samples for sample in members]
+        numbers = [teacher_number(sample, batch, own) for sample in every]
+        every = [numbered(sample, number, own) for sample, number in zip(every, numbers, strict=True)]
         measured: dict[str, float] = {}
         if not self.runs_in_update:
-            asked = [self._as_asked(sample, batch) for sample in every]
-            told = self._told(state, asked, each)
-            if self.settings.context is not None:
+            asked = [as_asked(sample, batch, self.run, self.prompts) for sample in every]
+            models = [weights_of(name, self.loaded, state, own) for name in own.names]
+            told: list[Any] = [None] * len(every)
+            for number, (name, model) in enumerate(zip(own.names, models, strict=True)):
+                at = [n for n, one in enumerate(asked) if one is not None and numbers[n] == number]
+                mine = [asked[n] for n in at]
+                found = self.forwards[name].by_sample(model, mine, output_of(own, self.vocab)) if at else []
+                for place, one in zip(at, found, strict=True):
+                    told[place] = one
+            if own.context is not None:
                 sampled = [
                     one is not None for one, sample in zip(asked, every, strict=True) if sample.place is not None
                 ]
                 measured[f"{DISTILLATION}/told_fraction"] = float(np.mean(sampled))
-            if self.top_k:
-                found = [self._with_top(sample, top) for sample, top in zip(every, told, strict=True)]
+            if own.top_k:
+                pairs = zip(every, told, strict=True)
+                every = [taught_by_top(sample, top, own.top_k, self.others) for sample, top in pairs]
             else:
-                found, numbers = self._valued(state, every, told)
-                measured |= numbers
-        ends = np.cumsum(sizes).tolist()
-        return [found[end - size : end] for size, end in zip(sizes, ends, strict=True)], measured
+                ref = None
+                if own.divergence.needs_reference:
+                    ref = self.policy.by_sample(model_of(state, "reference"), every)
+                every, measured[f"{DISTILLATION}/kl"] = valued(every, told, ref, own)
+        rest = iter(every)
+        return [[next(rest) for _ in members] for members in samples], measured
 
-    def _as_asked(self, sample: Sample, batch: RolloutBatch) -> Sample | None:
-        """Return the sample as its teacher reads it, with its context; None where it has none, or none is taught."""
+
+def teacher_number(sample: Sample, batch: RolloutBatch, own: configs.Distillation) -> int:
+    """Return the number of a sample's teacher; given texts have the first."""
+    return 0 if sample.place is None else own.number_of(batch.groups[sample.place[0]].problem.task)
+
+
+def numbered(sample: Sample, number: int, own: configs.Distillation) -> Sample:
+    """Return the sample with the number of its teacher, where the update runs several."""
+    if len(own.names) == 1 or own.by_policy_gradient or own.top_k:
+        return sample
+    return dataclasses.replace(sample, scalars=sample.scalars | {WHICH: float(number)})
+
+
+def output_of(own: configs.Distillation, vocab: int) -> Any:
+    """Return what is read of a teacher at each token, for a policy with so many tokens."""
+    return TopOutput(own.top_k, vocab) if own.top_k else "logp"
+
+
+def weights_of(name: str | None, loaded: Mapping[str, Any], state: TrainState, own: configs.Distillation) -> Any:
+    """Return a teacher's weights: loaded ones, the base of the policy's adapter, or the policy's own."""
+    if name is None:
+        return model_of(state, own.own)
+    return state.policy.base if loaded[name] is None else loaded[name]
+
+
+def as_asked(sample: Sample, batch: RolloutBatch, run: configs.Run, prompts: Any) -> Sample | None:
+    """Return the sample as its teacher reads it, with its context; None where it has none, or none is taught.
+
+    ``prompts``: writes what a teacher is told.
+    """
+    own: Any = run.scoring.distillation
+    if sample.place is None:
+        taught = not own.by_policy_gradient and DISTILLATION in (sample.counted_by or (DISTILLATION,))
+        return sample if taught else None
+    if own.context is None:
+        return sample
+    number, member = sample.place
+    prompt = told_prompt(own.context.template, batch.groups[number], member, prompts)
+    if prompt is None or len(prompt) > run.rollout.max_prompt_tokens + own.context.max_tokens:
+        return None
+    return dataclasses.replace(sample, prompt=prompt)
+
+
+def valued(
+    samples: Sequence[Sample], told: Sequence[Any], ref: Sequence[Any] | None, own: Any
+) -> tuple[list[Sample], float]:
+    """Return the samples with the teacher's advantages added, and how far the policy is from it, nats a token.
+
+    Args:
+      samples: of a step.
+      told: log-probabilities of each sample's tokens by its teacher; None where it was not asked.
+      ref: those by the reference; None if the signal reads none.
+      own: the run's ``Distillation``.
+    """
+    found, far, count = [], 0.0, 0
+    for sample, theirs, before in zip(samples, told, ref or [None] * len(samples), strict=True):
         if sample.place is None:
-            taught = bool(self.objectives) and DISTILLATION in (sample.counted_by or (DISTILLATION,))
-            return sample if taught else None
-        context = self.settings.context
-        if context is None:
-            return sample
-        number, member = sample.place
-        prompt = told_prompt(context.template, batch.groups[number], member, self.prompts)
-        room = self.run.rollout.max_prompt_tokens + context.max_tokens
-        if prompt is None or len(prompt) > room:
-            return None
-        return dataclasses.replace(sample, prompt=prompt)
+            found.append(sample)
+            continue
+        logp = sample.arrays["sampler_logp"]
+        # A teacher with fewer tokens has no log-probability of the others, which are padding.
+        theirs = np.full(len(logp), np.nan, np.float32) if theirs is None else theirs
+        counts = sample.mask & ~np.isnan(theirs)
+        advantages = own.weight * own.divergence.advantages(logp, theirs, before)
+        advantages = np.where(counts, advantages, 0).astype(np.float32)
+        found.append(by_token(sample, np.float32(advantage_of(sample)) + advantages))
+        far += float(np.sum((logp - theirs)[counts], dtype=np.float64))
+        count += int(counts.sum())
+    return found, far / count if count else math.nan
 
-    def _told(self, state: TrainState, samples: Sequence[Sample | None], numbers: Sequence[int]) -> list[Any]:
-        """Return the output of each sample's teacher, of its prompt and tokens; None for None."""
-        told: list[Any] = [None] * len(samples)
-        for number, name in enumerate(self.settings.names):
-            asked = {place: one for place, one in enumerate(samples) if one is not None and numbers[place] == number}
-            if not asked:
-                continue
-            found = self.forwards[name].by_sample(self._model(name, state), list(asked.values()), self._output())
-            for place, one in zip(asked, found, strict=True):
-                told[place] = one
-        return told
 
-    def _model(self, name: str | None, state: TrainState) -> Any:
-        if name is None:
-            return model_of(state, self.settings.own)
-        return state.policy.base if self.loaded[name] is None else self.loaded[name]
-
-    def _output(self) -> Any:
-        return TopOutput(self.top_k, self.vocab) if self.top_k else "logp"
-
-    def _valued(
-        self, state: TrainState, samples: Sequence[Sample], told: Sequence[np.ndarray]
-    ) -> tuple[list[Sample], dict[str, float]]:
-        """Return the samples with the teacher's advantages added, and how far the policy is from it."""
-        own = self.settings
-        ref: Sequence[Any] = [None] * len(samples)
-        if own.divergence.needs_reference:
-            ref = self.policy.by_sample(model_of(state, "reference"), samples)
-        valued, far, count = [], 0.0, 0
-        for sample, theirs, before in zip(samples, told, ref, strict=True):
-            if sample.place is None:
-                valued.append(sample)
-                continue
-            logp = sample.arrays["sampler_logp"]
-            # A teacher with fewer tokens has no log-probability of the others, which are padding.
-            theirs = np.full(len(logp), np.nan, np.float32) if theirs is None else theirs
-            counts = sample.mask & ~np.isnan(theirs)
-            advantages = own.weight * own.divergence.advantages(logp, theirs, before)
-            advantages = np.where(counts, advantages, 0).astype(np.float32)
-            valued.append(by_token(sample, np.float32(advantage_of(sample)) + advantages))
-            far += float(np.sum((logp - theirs)[counts], dtype=np.float64))
-            count += int(counts.sum())
-        return valued, {f"{DISTILLATION}/kl": far / count if count else math.nan}
-
-    def _number(self, sample: Sample, batch: RolloutBatch) -> int:
-        """Return the number of a sample's teacher; given texts have the first."""
-        return 0 if sample.place is None else self.settings.number_of(batch.groups[sample.place[0]].problem.task)
-
-    def _with_number(self, sample: Sample, number: int) -> Sample:
-        if len(self.settings.names) == 1 or not self.runs_in_update:
-            return sample
-        return dataclasses.replace(sample, scalars=sample.scalars | {WHICH: float(number)})
-
-    def _with_top(self, sample: Sample, top: Any) -> Sample:
-        """Return the sample with the teacher's most likely tokens; without them its teacher teaches nothing."""
-        if top is None:
-            return with_top(sample.counting(self.others), no_top(sample, self.top_k))
-        return with_top(sample, top)
+def taught_by_top(sample: Sample, top: Any, k: int, others: Sequence[str]) -> Sample:
+    """Return the sample with the teacher's most likely tokens; without them its teacher teaches nothing, and the
+    ``others``, names of objectives, count it."""
+    if top is None:
+        return with_top(sample.counting(others), no_top(sample, k))
+    return with_top(sample, top)
 
 
 def no_top(sample: Sample, k: int) -> tuple[np.ndarray, np.ndarray]:

@@ -137,16 +137,17 @@ def test_the_policy_teaches_itself_by_what_a_right_completion_shows():
 
 
 def test_given_texts_are_taught_by_the_first_teacher_and_others_not_at_all(folder):
-    distillation = Distillation(
-        str(folder / "1"), JensenShannon(0.5, 3), on_policy=0.8, texts=Texts(Table("none.jsonl"))
-    )
+    distillation = Distillation(str(folder / "1"), JensenShannon(0.5, 3), lmbda=0.8, texts=Texts(Table("none.jsonl")))
     text = Sample(np.int32([72, 105]), np.int32([44, 45, 46]), np.ones(3, bool))
     given = [[text.counting(("distillation",))], [text.counting(("text",))]]
     found, _ = scored(taught(distillation, model="tiny-random"), more=given)
     wanted = top_classes(oracle(moved(1), text.prompt, text.tokens), found[4].arrays["teacher_ids"])
     np.testing.assert_allclose(found[4].arrays["teacher_logp"], wanted, rtol=1e-4, atol=1e-5)
     assert "teacher_ids" in found[0].arrays and found[5].counted_by == ("text",)
-    assert [distillation.rows_of(completions) for completions in (64, 8)] == [16, 2]
+    shares = [dataclasses.replace(distillation, lmbda=share) for share in (0.8, 0.5, 0)]
+    assert [one.rows_of(64) for one in shares] == [16, 64, 64]
+    old = Distillation(ONE, 0.5, on_policy=0.5, texts=distillation.texts)
+    assert old.lmbda == old.on_policy == 0.5, "the name of older files"
 
 
 def test_a_context_has_the_facts_of_a_completion_and_no_others():
@@ -173,10 +174,14 @@ REFUSED = {
     "nothing new": (lambda: Distillation(ONE, context=Context("{prompt}")), "must name {prompt} and another fact"),
     "brace": (lambda: Distillation(ONE, context=Context("{prompt} {")), "template has a brace too many"),
     "task": (lambda: Distillation(ONE, by_task=(TaskTeacher("sums", "x"),)), "by_task[0].task 'sums' is no task of"),
-    "share": (lambda: Distillation(ONE, 0.5, on_policy=0.5), "on_policy 0.5 leaves the others of its rows empty"),
+    "share": (lambda: Distillation(ONE, 0.5, lmbda=0.5), "lmbda 0.5 leaves the others of its rows empty"),
     "sampled": (
-        lambda: Distillation(ONE, on_policy=0.5, texts=Texts(Table("a.jsonl"))),
+        lambda: Distillation(ONE, lmbda=0.5, texts=Texts(Table("a.jsonl"))),
         "texts are sampled by no policy, and SampledKL values sampled tokens",
+    ),
+    "rewards": (
+        lambda: Distillation(ONE, 0.5, lmbda=0, texts=Texts(Table("a.jsonl"))),
+        "lmbda 0 samples nothing that scoring.rewards could be about: set scoring.rewards (), or",
     ),
     "no text": (lambda: Distillation(ONE, 0.5, texts=Texts(Table("a.jsonl"))), "have no row among 64 completions"),
 }
