@@ -220,7 +220,9 @@ class Scorer(contextlib.AbstractContextManager):
         largest = np.abs(scores.reward[~np.isnan(scores.reward)]).max(initial=0.0)
         if largest > LARGEST:  # for all processes alike
             most = f"and advantages are made of {LARGEST:g} at most"
-            raise InputError(f"rewards with their weights add up to {largest:g}, {most}: give them smaller weights")
+            raise InputError(
+                f"rewards with their weights add up to {largest:g} in size, {most}: give them smaller weights"
+            )
         failures = scores.failures
         if self._errors is None or not failures.trace:
             return scores
