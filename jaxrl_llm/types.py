@@ -97,7 +97,9 @@ class Turn:
       metrics: the environment's own numbers.
       entropy_rise: of an episode that may branch: see ``rollout.branches.entropy_rise``.
       state: name that the environment gave the state after it; empty without one.
-      said: ranges ``(begin, end)`` of the completion's tokens with the contents of ``messages``, once they are known.
+      said: ranges ``(begin, end)`` of the completion's tokens with the contents of ``messages``, if a loss reads them.
+      fork: ids that the model reads before its next turn in place of all before, where the chat template writes that
+        otherwise by now; empty where the row goes on.
     """
 
     end: int
@@ -110,6 +112,7 @@ class Turn:
     entropy_rise: float = dataclasses.field(default=0.0, compare=False)
     state: str = ""
     said: tuple[tuple[int, int], ...] = dataclasses.field(default=(), compare=False)
+    fork: tuple[int, ...] = dataclasses.field(default=(), compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,9 +193,26 @@ class Completion:
         return self.episode is not None and bool(self.episode.end) and not len(self.tokens)
 
     @property
+    def forks(self) -> dict[int, np.ndarray]:
+        """Where a new row begins: by the index of its first token, int32 ids that the model reads before it, in place
+        of the prompt and all earlier tokens. See ``Turn.fork``.
+        """
+        turns = () if self.episode is None else self.episode.turns
+        return {turn.end: np.asarray(turn.fork, np.int32) for turn in turns if turn.fork}
+
+    @property
     def last_turn(self) -> int:
         """Index of the first token after the environment's last message; 0 without one."""
-        return int(np.max(np.flatnonzero(~self.mask), initial=-1)) + 1
+        return max(int(np.max(np.flatnonzero(~self.mask), initial=-1)) + 1, *self.forks, 0)
+
+    def row_offset(self, prompt: int) -> int:
+        """Return how many tokens its last row has after the first ``prompt`` ones, minus its own number of tokens."""
+        forks = self.forks
+        return len(forks[max(forks)]) - prompt - max(forks) if forks else 0
+
+    def room(self, limit: int, prompt: int) -> int:
+        """Return the most tokens that it may have, where none of its rows has more than ``limit`` after ``prompt``."""
+        return limit - max(self.row_offset(prompt), 0)
 
     @property
     def messages(self) -> list[dict[str, Any]]:

@@ -135,9 +135,20 @@ def with_tokens(completion: Completion, tokens: Sequence[int], version: int = 0)
 
 def first_tokens(completion: Completion, count: int) -> Completion:
     """Truncate a completion after ``count`` tokens, so that a branch can resume there."""
-    cut = {name: getattr(completion, name)[:count] for name in ARRAYS}
-    extras = {name: values[:count] for name, values in completion.extras.items()}
-    return Completion(**cut, finish_reason="aborted", extras=extras, prompt_extras=completion.prompt_extras)
+    return dataclasses.replace(_tokens_of(completion, slice(count)), finish_reason="aborted")
+
+
+def last_tokens(completion: Completion, start: int) -> Completion:
+    """Return what a completion has from its token ``start`` on, ended as it is."""
+    return _tokens_of(completion, slice(start, None))
+
+
+def _tokens_of(completion: Completion, part: slice) -> Completion:
+    cut = {name: getattr(completion, name)[part] for name in ARRAYS}
+    extras = {name: values[part] for name, values in completion.extras.items()}
+    return Completion(
+        **cut, finish_reason=completion.finish_reason, extras=extras, prompt_extras=completion.prompt_extras
+    )
 
 
 SIZES = 8

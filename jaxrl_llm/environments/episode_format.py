@@ -20,10 +20,11 @@ from jaxrl_llm.tasks.template import Wording, bos, check_tokenizer, worded
 _LAST = 16  # tokens before a reply that tell whether it continues reasoning
 _THINKING = ("<think>", "<|channel>thought", "<|channel>", "<|START_THINKING|>", "[THINK]")
 _OTHERS = ("x", "0", "-")  # contents to compare with: one of them begins and ends otherwise than any given text
-_APPEND_ONLY = (
-    "the chat template rewrites earlier replies, as by dropping their reasoning; every token is kept as it was sampled "
-    "(append_only)"
-)
+_REWRITES = "the chat template rewrites earlier replies, as by dropping their reasoning; "
+_HISTORY = {
+    "append_only": "every token is kept as it was sampled (append_only)",
+    "fork": "a new row begins where it does (fork)",
+}
 
 
 class EpisodeFormat:
@@ -35,6 +36,7 @@ class EpisodeFormat:
         in the system message, and calls and results are text.
       tools: JSON schemas.
       stop_ids: tokens at which the model's completions end; empty means the tokenizer's own.
+      history: see ``Limits``.
 
     Attributes:
       syntax: of the calls in replies, see ``calls.syntax_of``.
@@ -50,6 +52,7 @@ class EpisodeFormat:
         wording: Wording,
         tools: Sequence[Mapping[str, Any]] = (),
         stop_ids: Sequence[int] = (),
+        history: str = "append_only",
     ):
         check_tokenizer(tokenizer)
         self.tokenizer = tokenizer
@@ -59,6 +62,7 @@ class EpisodeFormat:
         self._guard = Guard(tokenizer)
         self._renderings = Renderings(wording, tokenizer, self.tools, self._guard)
         self._plain = wording.template == "plain"
+        self._history = history
         self.syntax = self._renderings.syntax()
         self._end = "" if self._plain else self._renderings.end_of_turns()
         self._check_turns()
@@ -76,8 +80,7 @@ class EpisodeFormat:
             any(message["role"] == "user" for message in messages),
             "an episode begins without a message of the user; let the row or the environment's reset give one",
         )
-        told = worded([self._guard(message) for message in messages], self._renderings.wording)
-        text = self._renderings.text(told, True)
+        text = self._renderings.text(self._worded(messages), True)
         return (bos(text, self.tokenizer) if self._plain else []) + self._guard.ids(text)
 
     def suffix(self, turns: Sequence[Message], messages: Sequence[Message], sampled: Sequence[int]) -> list[int]:
@@ -100,6 +103,29 @@ class EpisodeFormat:
             return self._guard.ids("".join(f"\n\n{content}" for content in contents), last)
         after = self._renderings.after(turns, following)
         return self._guard.ids(after.text[self._cut(after, sampled, last) :], last)
+
+    def _worded(self, messages: Sequence[Message]) -> list[Message]:
+        return worded([self._guard(message) for message in messages], self._renderings.wording)
+
+    def fork(self, asked: Sequence[Message], turns: Sequence[Message], messages: Sequence[Message]) -> list[int]:
+        """Return the ids of the whole chat up to the next reply, if a new row begins there; none if the row goes on.
+
+        It begins where the template by now writes otherwise what the row holds, if ``history`` is "fork".
+
+        Args:
+          asked: the messages that ``prompt`` got.
+          turns: the episode so far, with its first messages; the last is the parsed reply.
+          messages: of the world.
+
+        Raises:
+          InputError: the template refuses the messages, or takes fewer calls in a reply than there are.
+        """
+        following = [self._guard(message) for message in messages]
+        if self._history != "fork" or self._plain or not self._renderings.rewrites(turns, following):
+            return []
+        told = self._worded(asked)
+        later = [one if one["role"] == "assistant" else self._guard(one) for one in turns[len(told) :]]
+        return self._guard.ids(self._renderings.chat(told, [*later, *following]))
 
     def said(
         self, turns: Sequence[Message], messages: Sequence[Message], sampled: Sequence[int], suffix: Sequence[int]
@@ -162,7 +188,8 @@ class EpisodeFormat:
         self.suffix([ASKED, reply], [{"role": "tool", "name": name, "tool_call_id": "call00000", "content": OTHER}], ())
 
     def _note_on_history(self) -> str:
-        return _APPEND_ONLY if not self._plain and self._renderings.rewrites_history() else ""
+        rewrites = not self._plain and self._renderings.rewrites_history()
+        return _REWRITES + _HISTORY[self._history] if rewrites else ""
 
     def _note_on_ends(self) -> str:
         if self._plain or not self._stops:

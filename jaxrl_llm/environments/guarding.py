@@ -15,7 +15,7 @@ class Guard:
     """Encoder of rendered chats whose contents hold no control tokens.
 
     In messages of tools no added token is kept, in those of users no special one. A system's and an assistant's
-    contents may hold them, since the person who writes the task writes these.
+    contents may hold them, since the person who writes the task writes these; ``reply`` is for what a model wrote.
     """
 
     def __init__(self, tokenizer: Any):
@@ -36,6 +36,15 @@ class Guard:
             return message
         texts = {key: message[key] for key in _CLEANED if isinstance(message.get(key), str)}
         return message | {key: _cut(text, pattern) for key, text in texts.items()}
+
+    def reply(self, value: Any) -> Any:
+        """Return JSON values that a model wrote, ready to be rendered: no special token is kept."""
+        if isinstance(value, dict):
+            return {key: self.reply(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self.reply(item) for item in value]
+        pattern = self._by_role["user"]
+        return _cut(value, pattern) if isinstance(value, str) and pattern else value
 
     def name(self, text: str) -> str:
         """Return a name that the model wrote, ready to be rendered."""

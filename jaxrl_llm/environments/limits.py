@@ -20,6 +20,9 @@ class Limits(Setting):
       cut: the part of a longer result that is left out: its end, middle or start.
       max_parse_errors: replies in an episode that are answered with the reason why their calls cannot be parsed; the
         next one ends it.
+      history: where the chat template writes earlier turns otherwise than they were sampled, as by dropping their
+        reasoning: "append_only" keeps every token, as no conversation with the template would; "fork" begins a new row
+        with what the template writes by now, and the episode learns from all its rows.
     """
 
     max_turns: Annotated[int, Count(1)] = 8
@@ -29,6 +32,7 @@ class Limits(Setting):
     max_result_chars: Annotated[int, Count(1)] = 2000
     cut: Annotated[Literal["end", "middle", "start"], Choice("end", "middle", "start")] = "end"
     max_parse_errors: Annotated[int, Count(0)] = 2
+    history: Annotated[Literal["append_only", "fork"], Choice("append_only", "fork")] = "append_only"
 
     def shortened(self, text: str) -> str:
         """Return a text with at most ``max_result_chars`` of its characters."""

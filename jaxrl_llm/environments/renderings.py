@@ -1,9 +1,11 @@
 """What a chat template writes for an episode, found with stand-ins for the contents of its messages."""
 
 import dataclasses
+import functools
+import itertools
 import json
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxrl_llm.environments import plain_form
@@ -24,6 +26,13 @@ REPLIED: Message = {"role": "assistant", "content": REPLY}
 _CHATML = "set --task.template chatml, with which tools and calls are plain text"
 _UNKNOWN = f"the chat template writes tool calls in a form that is not known here; {_CHATML}"
 
+_KEEP = "set --rollout.episode.history append_only"
+_THOUGHTS: tuple[Callable[[Message, str], Message], ...] = (
+    lambda message, thought: message | {"reasoning_content": thought},
+    lambda message, thought: message | {"thinking": thought},
+    lambda message, thought: message | {"content": f"<think>\n{thought}\n</think>\n\n{message['content'] or ''}"},
+)
+"""Forms in which templates take a reply's reasoning."""
 _MOST_REGIONS = 512
 _UNCLOSED = re.compile(r"[<\[][^<>\[\]]*\Z")  # the first half of a mark at the end of a text
 
@@ -144,10 +153,8 @@ class Renderings:
     def rewrites_history(self) -> bool:
         """Whether the template writes an earlier reply otherwise than it was sampled, as by dropping its reasoning."""
         start = self.text([ASKED], True)
-        written = f"<think>\n{THOUGHT}\n</think>\n\n{REPLY}"
-        forms = [{"content": REPLY, key: THOUGHT} for key in ("reasoning_content", "thinking")]
-        for form in [{"content": written}, *forms]:
-            reply = {"role": "assistant", **form}
+        for form in _THOUGHTS:
+            reply = form(REPLIED, THOUGHT)
             try:
                 last = self.text([ASKED, reply], False)
                 later = self.text([ASKED, reply, ASKED], True)
@@ -156,6 +163,68 @@ class Renderings:
             if not later.startswith(start) or (THOUGHT in last and THOUGHT not in later):
                 return True
         return False
+
+    def rewrites(self, turns: Sequence[Message], messages: Sequence[Message]) -> bool:
+        """Whether the template, once these messages of the world follow, writes what was before the last of the turns,
+        a reply, otherwise than without them, or leaves out the reply's reasoning.
+        """
+        shape, _ = self._region(turns, messages)
+        reply = THOUGHT if "reasoning_content" in turns[-1] else ""
+        told = zip(turns, self._history(turns, messages, shape), strict=True)
+        history = [self._thinking(one, OTHER if "reasoning_content" in turn else "") for turn, one in told]
+        history[-1] = self._thinking(history[-1], reply)
+        before, later = self.text(history[:-1], True), self.text([*history, *self.said(messages)], True)
+        return not later.startswith(before) or reply not in later
+
+    def chat(self, told: Sequence[Message], turns: Sequence[Message]) -> str:
+        """Return the text of a whole chat, up to the start of the next reply, as the template writes it now.
+
+        Args:
+          told: the first messages, ready to be rendered.
+          turns: the replies after them, and what the world said to each.
+
+        Raises:
+          InputError: the template refuses them, or takes fewer calls in a reply than there are.
+        """
+        last = max(index for index, turn in enumerate(turns) if turn["role"] == "assistant") + 1
+        shape, _ = self._region([*told, *turns[:last]], turns[last:])
+        written = list(told)
+        for is_reply, some in itertools.groupby(turns, lambda turn: turn["role"] == "assistant"):
+            spoken = list(some)
+            written += [self._reply(shape, one) for one in spoken] if is_reply else self.said(spoken)
+        return self.text(written, True)
+
+    def _reply(self, shape: _Shape | None, message: Message) -> Message:
+        """Return a reply with all that the model wrote, ready to be rendered."""
+        own = self._guard.reply({name: message[name] for name in ("content", "reasoning_content") if name in message})
+        calls = message.get("tool_calls", ())
+        told = {"role": "assistant", "content": own["content"]}
+        if calls and shape is not None:
+            fits = shape.most is None or len(calls) <= shape.most
+            require(fits, f"the chat template writes {shape.most} call for each reply, and there are more; {_KEEP}")
+            functions = self._guard.reply([call["function"] for call in calls])
+            if shape.as_text:
+                functions = [one | {"arguments": json.dumps(one["arguments"])} for one in functions]
+            told["tool_calls"] = [call | {"function": one} for call, one in zip(calls, functions, strict=True)]
+            told["content"] = own["content"] or shape.content
+        elif calls:
+            told["tool_calls"] = [*calls]
+        return self._thinking(told, own.get("reasoning_content", ""))
+
+    @functools.cached_property
+    def _thought(self) -> Callable[[Message, str], Message]:
+        """The form in which the template takes reasoning: the first that it writes in a last reply."""
+        for form in _THOUGHTS:
+            try:
+                if THOUGHT in self.text([ASKED, form(REPLIED, THOUGHT)], False):
+                    return form
+            except InputError:
+                continue
+        return _THOUGHTS[0]
+
+    def _thinking(self, message: Message, thought: str) -> Message:
+        """Return a reply with its reasoning."""
+        return self._thought(message, thought) if thought else message
 
     def syntax(self) -> str:
         """Return the name of the syntax of calls.

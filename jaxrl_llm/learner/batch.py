@@ -8,7 +8,7 @@ Further data of a sample are named, and the name alone decides where they go (se
 """
 
 import dataclasses
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,6 +35,7 @@ class Sample:
       prompt_arrays: [p, ...] each, one entry for each token of the prompt, by name; a name in both is one array over
         all that the model reads.
       place: of the completion in its batch: its group's index, and its own in the group; None if it was not sampled.
+      forks: where a new row begins, as of ``Completion.forks``; the loss reads one row all the same.
       together: a key shared by samples that a loss compares; they are never split over microbatches.
       counted_by: names of the objectives that count it; None for all. ``counting`` narrows it.
     """
@@ -46,6 +47,7 @@ class Sample:
     arrays: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     prompt_arrays: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     place: tuple[int, int] | None = None
+    forks: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)
     together: Hashable = None
     counted_by: tuple[str, ...] | None = None
 

@@ -1,7 +1,7 @@
 """Packing of samples into rows."""
 
 import dataclasses
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,8 +12,34 @@ from jaxrl_llm.learner.batch import POLICY, READ_BY_THE_HEAD, Counts, Layout, Pa
 from jaxrl_llm.models.decoder import TokenRows
 from jaxrl_llm.types import Prompt
 
-Piece = list[int]
-"""The samples (by index) that follow one prompt in one row."""
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Consecutive tokens of a sample, all of them unless it forks, and what the model reads before them.
+
+    Attributes:
+      sample: by its index.
+      tokens: the sample's that it has.
+      prompt: int32[p].
+      prompt_arrays: [p, ...] each, 0 for what a fork reads.
+      unit: segments of equal units are placed at one time.
+      together: whether those are in one microbatch.
+    """
+
+    sample: int
+    tokens: slice
+    prompt: np.ndarray
+    prompt_arrays: Mapping[str, np.ndarray]
+    unit: Hashable
+    together: bool
+
+    def __len__(self) -> int:
+        """Return the number of its tokens."""
+        return self.tokens.stop - self.tokens.start
+
+
+Piece = list[Segment]
+"""The segments that follow one prompt in one row."""
 NARROW = {np.dtype(np.float64): np.float32, np.dtype(np.int64): np.int32}
 """Device dtypes for wide host dtypes: the device holds 32 bits at most."""
 
@@ -60,10 +86,10 @@ def _blank(
     """Return microbatches of only padding, with room for these samples."""
     part = layout.rows // layout.parts
     # Powers of two.
-    width = 1 << (max(sum(len(piece) for row in batch for piece in row) for batch in batches) - 1).bit_length()
+    width = 1 << (max(len(_order(batch)) for batch in batches) - 1).bit_length()
     count = 1 << (len(batches) - 1).bit_length()
     predictions = max(
-        sum(len(samples[n].tokens) for row in batch[i : i + part] for piece in row for n in piece)
+        sum(len(segment) for row in batch[i : i + part] for piece in row for segment in piece)
         for batch in batches
         for i in range(0, len(batch), part)
     )
@@ -104,10 +130,15 @@ def _blank(
 def rows_of(samples: Sequence[Sample], layout: Layout) -> list[tuple[int, int]]:
     """Return the place of each sample in ``pack``'s result: its microbatch, and its row of [B, T] there."""
     found: dict[int, tuple[int, int]] = {}
-    for microbatch, rows in enumerate(_batches(samples, layout)):
-        order = [index for row in rows for piece in row for index in piece]
-        found |= {index: (microbatch, place) for place, index in enumerate(order)}
+    for microbatch, batch in enumerate(_batches(samples, layout)):
+        found |= {index: (microbatch, place) for index, place in _order(batch).items()}
     return [found[index] for index in range(len(samples))]
+
+
+def _order(batch: list[list[Piece]]) -> dict[int, int]:
+    """Return the row of [B, T] of each sample of a microbatch."""
+    samples = dict.fromkeys(segment.sample for row in batch for piece in row for segment in piece)
+    return {sample: place for place, sample in enumerate(samples)}
 
 
 def rows_together(samples: Sequence[Sample], layout: Layout) -> int:
@@ -119,22 +150,21 @@ def rows_together(samples: Sequence[Sample], layout: Layout) -> int:
 class _Filling:
     """The rows of a batch, filled one after the other, each a list of pieces."""
 
-    def __init__(self, samples: Sequence[Sample], layout: Layout):
+    def __init__(self, layout: Layout):
         self.rows: list[list[Piece]] = []
-        self._samples = samples
         self._layout = layout
         self._left = 0
 
-    def add(self, members: Sequence[int]) -> None:
-        """Add samples of one prompt; those that do not fit continue in the next row, after a copy of the prompt.
+    def add(self, members: Sequence[Segment]) -> None:
+        """Add segments of one prompt; those that do not fit continue in the next row, after a copy of the prompt.
 
         Padding would cost as much as the copied tokens.
         """
         room = self._layout.row_tokens
-        prompt = len(self._samples[members[0]].prompt)
+        prompt = len(members[0].prompt)
         piece: Piece = []
-        for index in members:
-            length = len(self._samples[index].tokens)
+        for segment in members:
+            length = len(segment)
             if prompt + length > room:
                 raise InputError(
                     f"a prompt of {prompt} and a completion of {length} tokens exceed learner.compute.row_tokens {room}"
@@ -146,11 +176,11 @@ class _Filling:
             if not piece:
                 self.rows[-1].append(piece)
                 self._left -= prompt
-            piece.append(index)
+            piece.append(segment)
             self._left -= length
 
-    def add_together(self, groups: Sequence[Sequence[int]]) -> None:
-        """Add samples of one or several prompts to one microbatch: to this one, or else to the next."""
+    def add_together(self, groups: Sequence[Sequence[Segment]]) -> None:
+        """Add segments of one or several prompts to one microbatch: to this one, or else to the next."""
         rows = self._layout.rows
         full = self.rows[:-1]
         last = [list(piece) for row in self.rows[-1:] for piece in row]
@@ -162,40 +192,53 @@ class _Filling:
             begun = len(self.rows)
             for members in groups:
                 self.add(members)
-            stands = begun > 0 and any(groups[0][0] in piece for piece in self.rows[begun - 1])
+            stands = begun > 0 and any(groups[0][0] is segment for piece in self.rows[begun - 1] for segment in piece)
             if (begun - stands) // rows == (len(self.rows) - 1) // rows:
                 return
         raise InputError(
-            f"{sum(map(len, groups))} completions that are compared with each other fill more than one microbatch: "
+            f"{sum(map(len, groups))} completions that are compared with each other, or rows of one episode, fill more "
+            "than one microbatch: "
             f"raise learner.compute.microbatch_rows (now {rows})"
         )
 
 
+def _segments(index: int, sample: Sample) -> list[Segment]:
+    """Return the segments of a sample."""
+    read = {0: (sample.prompt, sample.prompt_arrays)}
+    for start, given in sample.forks.items():
+        blank = {name: np.zeros((len(given), *x.shape[1:]), x.dtype) for name, x in sample.prompt_arrays.items()}
+        read[start] = (given, blank)
+    together = sample.together is not None or bool(sample.forks)
+    unit: Hashable = ("prompt", Prompt(sample.prompt, sample.prompt_arrays).key)
+    if together:
+        unit = ("together", sample.together) if sample.together is not None else ("forked", index)
+    stops = [*sample.forks, len(sample.tokens)]
+    parts = zip(read.items(), stops, strict=True)
+    found = [Segment(index, slice(start, stop), *given, unit, together) for (start, given), stop in parts]
+    return [segment for segment in found if len(segment)] or found[:1]
+
+
 def _batches(samples: Sequence[Sample], layout: Layout) -> list[list[list[Piece]]]:
     """Return the rows of each microbatch; samples that belong together, or share a prompt, are placed at one time."""
-    prompts = [Prompt(sample.prompt, sample.prompt_arrays).key for sample in samples]
-    units: list[Hashable] = [
-        ("prompt", prompt) if sample.together is None else ("together", sample.together)
-        for prompt, sample in zip(prompts, samples, strict=True)
-    ]
-    filling = _Filling(samples, layout)
-    for unit in _by_key(range(len(samples)), units):
-        own = [prompts[index] for index in unit]
-        groups = _by_key(unit, own) if layout.share_prompts else [[index] for index in unit]
-        if samples[unit[0]].together is None:
+    segments = [segment for index, sample in enumerate(samples) for segment in _segments(index, sample)]
+    filling = _Filling(layout)
+    for unit in _by_key(segments, [segment.unit for segment in segments]):
+        own = [Prompt(segment.prompt, segment.prompt_arrays).key for segment in unit]
+        groups = _by_key(unit, own) if layout.share_prompts else [[segment] for segment in unit]
+        if unit[0].together:
+            filling.add_together(groups)
+        else:
             for members in groups:
                 filling.add(members)
-        else:
-            filling.add_together(groups)
     rows = filling.rows
     return [rows[i : i + layout.rows] for i in range(0, len(rows), layout.rows)]
 
 
-def _by_key(indices: Iterable[int], keys: Sequence[Hashable]) -> list[list[int]]:
-    """Return the indices in lists of equal keys, in the order of first appearance."""
-    groups: dict[Hashable, list[int]] = {}
-    for index, key in zip(indices, keys, strict=True):
-        groups.setdefault(key, []).append(index)
+def _by_key(segments: Iterable[Segment], keys: Sequence[Hashable]) -> list[list[Segment]]:
+    """Return the segments in lists of equal keys, in the order of first appearance."""
+    groups: dict[Hashable, list[Segment]] = {}
+    for segment, key in zip(segments, keys, strict=True):
+        groups.setdefault(key, []).append(segment)
     return list(groups.values())
 
 
@@ -203,45 +246,44 @@ def _write(out: Packed, batch: list[list[Piece]], samples: Sequence[Sample], lay
     """Fill the arrays of one microbatch in place."""
     part = layout.rows // layout.parts
     first: dict[Hashable, int] = {}
-    sequence = 0
+    order = _order(batch)
     used = 0
     for r, row in enumerate(batch):
         column = 0
         if r % part == 0:
             used = 0
         for group, members in enumerate(row, start=1):
-            prompt = samples[members[0]].prompt
+            prompt = members[0].prompt
             _place_tokens(out.rows, r, column, prompt, 0, group, 0)
-            for name, values in samples[members[0]].prompt_arrays.items():
+            for name, values in members[0].prompt_arrays.items():
                 out.by_column[name][r, column : column + len(prompt)] = values
             last = column + len(prompt) - 1
             column += len(prompt)
-            for branch, index in enumerate(members, start=1):
-                sample = samples[index]
-                size = len(sample.tokens)
+            for branch, segment in enumerate(members, start=1):
+                sample, sequence, at = samples[segment.sample], order[segment.sample], segment.tokens
+                size, tokens = len(segment), sample.tokens[at]
                 predictions = r // part, slice(used, used + size)
-                _place_tokens(out.rows, r, column, sample.tokens, len(prompt), group, branch)
+                _place_tokens(out.rows, r, column, tokens, len(prompt), group, branch)
                 sources = np.concatenate([[last], np.arange(column, column + size - 1)])
                 out.source[predictions] = r % part * layout.row_tokens + sources
-                out.target[predictions] = sample.tokens
-                out.scatter[predictions] = sequence * layout.completion_tokens + np.arange(size)
-                out.mask[sequence, :size] = sample.mask
+                out.target[predictions] = tokens
+                out.scatter[predictions] = sequence * layout.completion_tokens + np.arange(at.start, at.stop)
+                out.mask[sequence, at] = sample.mask[at]
                 for name, counted in out.counted.items():
                     counted[sequence] = _counts(name, sample)
                 for name, number in sample.scalars.items():
                     out.by_sequence[name][sequence] = number
                 for name, values in sample.arrays.items():
                     if name in out.by_prediction:
-                        out.by_prediction[name][predictions] = values
+                        out.by_prediction[name][predictions] = values[at]
                     elif name in out.by_column:
-                        out.by_column[name][r, column : column + size] = values
+                        out.by_column[name][r, column : column + size] = values[at]
                     else:
-                        out.by_token[name][sequence, :size] = values
+                        out.by_token[name][sequence, at] = values[at]
                 if sample.together is not None:
                     out.by_sequence["together"][sequence] = first.setdefault(sample.together, sequence)
                 column += size
                 used += size
-                sequence += 1
 
 
 def _place_tokens(

@@ -103,7 +103,8 @@ def _counted(
     extras = {name: x for name, x in completion.extras.items() if name in reads or name in READ_BY_THE_HEAD}
     experts, of_prompt = recorded(completion)
     arrays = {"sampler_logp": completion.sampler_logp, "fresh": fresh} | extras | experts
-    return Sample(group.prompt, completion.tokens, mask, arrays=arrays, prompt_arrays=of_prompt, place=place)
+    own = {"prompt_arrays": of_prompt, "place": place, "forks": completion.forks}
+    return Sample(group.prompt, completion.tokens, mask, arrays=arrays, **own)
 
 
 def _by_token(samples: Sequence[Sample], **arrays: np.ndarray) -> list[Sample]:
@@ -211,13 +212,15 @@ def equal_states(turn_rewards: np.ndarray, states: np.ndarray) -> float:
 
 def _read_before_next(completion: Completion, turn: Turn) -> bytes:
     """Return all tokens before the turn that follows this one."""
+    if turn.fork:
+        return completion.forks[turn.end].tobytes()
     return completion.tokens[: turn.end + int(np.argmax(completion.mask[turn.end :]))].tobytes()
 
 
 def to_value(sample: Sample, one_more: bool) -> Sample:
     """Return a sample for the critic; ``one_more`` appends a placeholder token, to get the value after the last one."""
     more = int(one_more)
-    return Sample(sample.prompt, np.pad(sample.tokens, (0, more)), np.pad(sample.mask, (0, more)))
+    return Sample(sample.prompt, np.pad(sample.tokens, (0, more)), np.pad(sample.mask, (0, more)), forks=sample.forks)
 
 
 def foreseen(targets: np.ndarray, values: np.ndarray, counts: np.ndarray) -> dict[str, float]:

@@ -57,8 +57,8 @@ def entropy_rise(completion: Completion, tokens: int, vocabulary: int) -> float:
     """
     entropies = completion.extras["entropy"].astype(np.float64)
     last = entropies[completion.last_turn :][:tokens]
-    given = np.flatnonzero(~completion.mask)
-    first = entropies[: given[0] if len(given) else None][:tokens]
+    ends = [*np.flatnonzero(~completion.mask)[:1], *completion.forks]
+    first = entropies[: min(ends, default=None)][:tokens]
     both = min(len(first), len(last))
     return float(np.sum(last[:both] - first[:both])) / math.log(vocabulary)
 

@@ -270,7 +270,8 @@ class Episodes:
         """Return the form of a task's chats with these tools."""
         key = json.dumps([task.label, tools])
         if key not in self._forms:
-            self._forms[key] = EpisodeFormat(self._prompts.tokenizer, task, tools, self._stops)
+            tokenizer, history = self._prompts.tokenizer, self._limits.history
+            self._forms[key] = EpisodeFormat(tokenizer, task, tools, self._stops, history)
         return self._forms[key]
 
     def _begun(self, scene: Scene, restarts: int = 0) -> list[int] | str:
@@ -288,7 +289,8 @@ class Episodes:
             prompt = [int(token) for token in form.prompt(messages)]
         except InputError as error:
             return str(error)
-        self._live[scene.key] = Live(world, form, worded(messages, task), messages, (), restarts, self.branching)
+        told = worded(messages, task)
+        self._live[scene.key] = Live(world, form, told, messages, len(prompt), (), restarts, self.branching)
         return prompt
 
     def _resumed(self, scene: Scene, begun: Completion) -> bool | str:
@@ -300,8 +302,9 @@ class Episodes:
         prompt = self._begun(scene, episode.restarts)
         if isinstance(prompt, str):
             return prompt
-        for turn in episode.turns:
-            if self._live[scene.key].play(first_tokens(begun, turn.end))[0] != turn:
+        for number, turn in enumerate(episode.turns):
+            so_far = dataclasses.replace(first_tokens(begun, turn.end), episode=Episode(episode.turns[:number]))
+            if self._live[scene.key].play(so_far)[0] != turn:
                 again = self._begun(scene, episode.restarts + 1)
                 return again if isinstance(again, str) else False
         return True

@@ -22,6 +22,7 @@ class Live:
       form: writes and reads its chat.
       messages: the prompt, and all turns so far.
       asked: the prompt as row and environment gave it, without the task's system message and suffix.
+      prompt: number of the prompt's tokens.
       turns: those answered.
       restarts: times that it began anew.
       branching: where it may branch; None for nowhere.
@@ -33,6 +34,7 @@ class Live:
     form: EpisodeFormat
     messages: list[Message]
     asked: list[Message]
+    prompt: int
     turns: tuple[Turn, ...] = ()
     restarts: int = 0
     branching: Branching | None = None
@@ -42,7 +44,8 @@ class Live:
     def parsed(self, whole: Completion) -> Parsed:
         """Return the message of a completion's last turn."""
         start = whole.last_turn
-        return self.form.parse(whole.tokens[start:].tolist(), whole.tokens[:start].tolist() or None)
+        before = whole.forks.get(start, whole.tokens[:start])
+        return self.form.parse(whole.tokens[start:].tolist(), before.tolist() or None)
 
     def play(self, whole: Completion) -> tuple[Turn, Answer]:
         """Give the last turn of a completion to the environment; return its record and the answer."""
@@ -98,7 +101,8 @@ class Live:
         ``limit``: tokens of the whole completion at most.
         """
         before, size = whole.episode or Episode(tools=len(self.world.tools)), len(whole.tokens)
-        cut = whole.finish_reason == "length" and size < limit
+        room = whole.room(limit, self.prompt)
+        cut = whole.finish_reason == "length" and size < room
         if whole.finish_reason != "stop" and not cut:
             last = Turn(size, self.parsed(whole).message, entropy_rise=self.risen(whole))
             turns = (*before.turns, last)
@@ -113,9 +117,13 @@ class Live:
         if end:
             return self.ended(episode), []
         asked = [*history, turn.reply], answer.messages, whole.tokens[whole.last_turn :].tolist()
-        tokens = self.form.suffix(*asked)
-        if size + len(tokens) >= limit:
+        fork = self.form.fork(self.asked, *asked[:2])
+        tokens = [] if fork else self.form.suffix(*asked)
+        if size >= limit or (len(fork) - self.prompt >= limit if fork else size + len(tokens) >= room):
             return self.ended(dataclasses.replace(episode, end="context_overflow")), []
+        if fork:
+            turns = (*before.turns, dataclasses.replace(turn, fork=tuple(map(int, fork))))
+            return dataclasses.replace(episode, turns=turns), []
         said = tuple((size + begin, size + end) for begin, end in self.form.said(*asked, tokens))
         turns = (*before.turns, dataclasses.replace(turn, said=said))
         return dataclasses.replace(episode, turns=turns), [int(token) for token in tokens]

@@ -133,6 +133,7 @@ def describe_episodes(groups: Sequence[Group], branching: bool = False) -> dict[
         "episode/tools": float(np.mean([episode.tools for episode in found])),
         "episode/tool_calls": float(np.mean(calls)),
         "episode/tool_errors": float(np.mean(errors)),
+        "episode/forks": float(np.mean([sum(bool(turn.fork) for turn in episode.turns) for episode in found])),
         "episode/restarts": float(sum(episode.restarts for episode in found)),
         **{f"episode/ends/{end}": ends.count(end) / len(ends) for end in ENDS},
         **{f"environment/{name}": float(np.mean([one.get(name, 0.0) for one in numbers])) for name in names},

@@ -6,12 +6,13 @@ in their use of the completions.
 
 import dataclasses
 import enum
+import hashlib
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from jaxrl_llm.engine.backend import Backend
-from jaxrl_llm.engine.requests import first_tokens
+from jaxrl_llm.engine.requests import EMPTY, first_tokens, joined, last_tokens, with_tokens
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.rewards import Scorer
 from jaxrl_llm.types import Completion
@@ -97,6 +98,31 @@ class Asked(NamedTuple):
     begun: Completion | None
 
 
+def as_row(asked: Asked, limit: int) -> tuple[Any, int, int, Completion | None]:
+    """Return the prompt, seed, limit and beginning of the row in which a completion goes on; see ``Completion.forks``.
+
+    A row that begins anew has a seed of its own, since random numbers follow from the seed and the place in the row.
+    What it holds beyond the length of the prompt is given as the first tokens of its completion.
+    """
+    forks = {} if asked.begun is None else asked.begun.forks
+    if not forks:
+        return asked.prompt, asked.seed, limit, asked.begun
+    start, prompt = max(forks), len(asked.prompt)
+    seed = int.from_bytes(hashlib.sha256(f"{asked.seed} {start}".encode()).digest()[:8], "big")
+    row = joined(with_tokens(EMPTY, forks[start][prompt:]), last_tokens(asked.begun, start))
+    return forks[start][:prompt], seed, limit + asked.begun.row_offset(prompt), row
+
+
+def of_row(asked: Asked, row: Completion) -> Completion:
+    """Return the whole completion that continues in this row, as far as the row is."""
+    forks = {} if asked.begun is None else asked.begun.forks
+    if not forks:
+        return row
+    start = max(forks)
+    own = last_tokens(row, start + asked.begun.row_offset(len(asked.prompt)))
+    return joined(dataclasses.replace(first_tokens(asked.begun, start), episode=asked.begun.episode), own)
+
+
 class Requests:
     """Owner of the open requests to a backend, by keys of the caller's choice.
 
@@ -153,21 +179,22 @@ class Requests:
         if sampled:
             more |= {"keep_prompt": True} if self._responder is not None else {}
             handles = self.backend.submit(
-                [one.prompt for one in sampled], [one.seed for one in sampled], list(map(self._limit, sampled)),
-                [one.begun for one in sampled], **more,
-            )  # fmt: skip
+                *zip(*(as_row(one, self._limit(one)) for one in sampled), strict=True), **more
+            )
             self._asked |= dict(zip(handles, sampled, strict=True))
 
     def _limit(self, asked: Asked) -> int:
         """Return the tokens that a completion has at most when its present turn ends."""
         longest = 0 if self._responder is None else self._responder.max_turn_tokens
-        start = 0 if asked.begun is None else asked.begun.last_turn
-        return min(asked.limit, start + longest) if longest else asked.limit
+        start, room = 0, asked.limit
+        if asked.begun is not None and self._responder is not None:
+            start, room = asked.begun.last_turn, asked.begun.room(asked.limit, len(asked.prompt))
+        return min(room, start + longest) if longest else room
 
     def _whole_turn(self, asked: Asked) -> Completion | None:
         """Return an episode that was begun up to the end of a turn, with the reason of that end; None for others."""
         begun = asked.begun
-        if self._responder is None or begun is None or not len(begun.tokens) or not begun.mask[-1]:
+        if self._responder is None or begun is None or begun.last_turn == len(begun.tokens):
             return None
         if begun.tokens[-1] in self._sampling.stop_ids:
             return dataclasses.replace(begun, finish_reason="stop")
@@ -192,7 +219,8 @@ class Requests:
     @property
     def running(self) -> dict[Hashable, Completion]:
         """Completions under way, as far as they are: those being sampled, and all episodes after their first turn."""
-        found = self.episodes | {self._asked[handle].key: whole for handle, whole in self.backend.running}
+        running = ((self._asked[handle], row) for handle, row in self.backend.running)
+        found = self.episodes | {asked.key: of_row(asked, row) for asked, row in running}
         return found | {key: turn for key, (_, turn) in self._waiting.items()}
 
     def abort(self, keys: Sequence[Hashable]) -> None:
@@ -220,8 +248,9 @@ class Requests:
         ``wait``: whether to wait for the responder for a while if all requests do.
         """
         over, self._over = self._over, {}
-        for handle, completion in self.backend.collect():
+        for handle, row in self.backend.collect():
             asked = self._asked.pop(handle)
+            completion = of_row(asked, row)
             if self._responder is None or completion.finish_reason == "aborted":
                 over[asked.key] = completion
             elif asked.key in self._ending:  # its turn has ended meanwhile, and nobody answers it now

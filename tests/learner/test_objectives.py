@@ -124,7 +124,7 @@ def test_what_belongs_together_is_never_split_or_refused():
                 seen += 1
         assert seen == len(samples) // 2
     with pytest.raises(
-        InputError, match="2 completions that are compared with each other fill more than one microbatch"
+        InputError, match="2 completions that are compared with each other, or rows of one episode, fill more than one"
     ):
         pack(samples, Layout(1, 20, T), ("pairs",))
 

@@ -11,13 +11,14 @@ from learner.rollouts import sample
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Layout, pack
+from jaxrl_llm.learner.packing import rows_of
 
 T, S = 5, 14
 
 
 @st.composite
-def batches(draw):
-    """Samples in groups; each advantage is the sample's number."""
+def batches(draw, forks=0.0):
+    """Samples in groups; each advantage is the sample's number. A new row begins at so many tokens."""
     samples = []
     for prompt in range(draw(st.integers(1, 5))):
         tokens = np.full(draw(st.integers(1, S - T)), prompt + 1, np.int32)
@@ -26,7 +27,10 @@ def batches(draw):
             random = np.random.default_rng(number)
             counted = random.random(size) < draw(st.sampled_from([0.0, 0.7, 1.1]))
             logp, answer = random.normal(size=size).astype(np.float32), random.integers(10, 99, size).astype(np.int32)
-            samples.append(sample(tokens, answer, counted, logp, float(number), random.random(size) < 0.5))
+            made = sample(tokens, answer, counted, logp, float(number), random.random(size) < 0.5)
+            starts = [at for at in range(1, size) if random.random() < forks]
+            read = {at: random.integers(100, 999, random.integers(1, S - T)).astype(np.int32) for at in starts}
+            samples.append(dataclasses.replace(made, forks=read))
     return samples
 
 
@@ -51,9 +55,11 @@ def read_back(packed, m):
 
 
 @settings(max_examples=60, deadline=None)
-@given(batches(), st.integers(1, 3), st.integers(1, 2), st.booleans())
-def test_every_completion_is_there_once_behind_its_prompt(samples, rows, parts, share):
-    packed = pack(samples, Layout(rows * parts, S, T, parts, share))
+@given(st.one_of(batches(), batches(0.3)), st.integers(1, 3), st.integers(1, 2), st.booleans())
+def test_every_completion_is_there_once_behind_its_prompt_and_that_of_each_of_its_rows(samples, rows, parts, share):
+    rows = T if any(one.forks for one in samples) else rows
+    layout = Layout(rows * parts, S, T, parts, share)
+    packed = pack(samples, layout)
     numbers = []
     for m in range(len(packed.mask)):
         found = read_back(packed, m)
@@ -64,7 +70,8 @@ def test_every_completion_is_there_once_behind_its_prompt(samples, rows, parts, 
             assert sorted(tokens) == list(range(len(one.tokens)))
             for t, (seen, target) in tokens.items():
                 assert target == one.tokens[t]
-                assert seen == [*one.prompt, *one.tokens[:t]]
+                begun = max((at for at in one.forks if at <= t), default=0)
+                assert seen == [*one.forks.get(begun, one.prompt), *one.tokens[begun:t]]
             count = len(tokens)
             np.testing.assert_array_equal(packed.mask[m, b], np.append(one.mask, np.zeros(T - count, bool)))
             for name in ("sampler_logp", "fresh"):
@@ -73,6 +80,8 @@ def test_every_completion_is_there_once_behind_its_prompt(samples, rows, parts, 
         unused = [b for b in range(packed.mask.shape[1]) if b not in found]
         assert not packed.mask[m, unused].any()
     assert sorted(numbers) == list(range(len(samples)))
+    for number, (m, b) in enumerate(rows_of(samples, layout)):
+        assert packed.by_sequence["advantages"][m, b] == number
     assert packed.counts["policy"].tokens == sum(s.mask.sum() for s in samples)
     assert packed.counts["policy"].sequences == sum(s.mask.any() for s in samples)
 

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from rollout.test_episodes import STOPS, Counting, completions, loaded, stopped
+from rollout.test_episodes import FORKS, STOPS, Counting, completions, loaded, stopped
 from rollout.test_episodes import sampler as plain
 
 from jaxrl_llm.environments import Limits
@@ -65,16 +65,16 @@ class Uncopied(Copied):
         raise OSError("one world is enough")
 
 
-def sampler(environment=Copied, rule=RULE, slots=6, peers=None, engine=None, settings=Collect()):
-    made = plain(environment, slots=slots, settings=settings)
-    episodes = Episodes(made.source.prompts, Limits(), 120, STOPS, peers, rule)
+def sampler(environment=Copied, rule=RULE, slots=6, peers=None, engine=None, settings=Collect(), limits=Limits()):
+    made = plain(environment, slots=slots, settings=settings, limits=limits)
+    episodes = Episodes(made.source.prompts, limits, 120, STOPS, peers, rule)
     source = dataclasses.replace(made.source, group=GROUP, episodes=episodes)
     return dataclasses.replace(made, source=source, engine=engine or made.engine)
 
 
 @functools.cache
-def played(environment=Copied, rule=RULE, slots=6):
-    return collect(sampler(environment, rule, slots), loaded()[0], 4, Carryover())
+def played(environment=Copied, rule=RULE, slots=6, limits=Limits()):
+    return collect(sampler(environment, rule, slots, limits=limits), loaded()[0], 4, Carryover())
 
 
 def same(some, others):
@@ -201,12 +201,15 @@ class Side:
 
 
 def test_of_two_processes_the_one_that_has_a_parents_environment_has_its_branches_too():
-    alone = played().groups
+    """Where the template rewrites history, and branches begin in several rows, too."""
+    alone = played(limits=FORKS).groups
+    assert any(one.forks and one.episode.parent is not None for one in completions(alone))
     board = {}, threading.Barrier(2)
     began = len(Copied.began)
 
     def play(index):
-        made = sampler(peers=Side(index, board), engine=Engine(loaded()[0], slots=6, max_length=380, chunk=4, group=3))
+        own = Engine(loaded()[0], slots=6, max_length=380, chunk=4, group=3)
+        made = sampler(peers=Side(index, board), engine=own, limits=FORKS)
         try:
             return collect(made, loaded()[0], 4, Carryover()).groups
         except threading.BrokenBarrierError:
