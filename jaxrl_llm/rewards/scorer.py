@@ -219,10 +219,8 @@ class Scorer(contextlib.AbstractContextManager):
         """Return the scores, with their failures written to the run's directory."""
         largest = np.abs(scores.reward[~np.isnan(scores.reward)]).max(initial=0.0)
         if largest > LARGEST:  # for all processes alike
-            most = f"and advantages are made of {LARGEST:g} at most"
-            raise InputError(
-                f"rewards with their weights add up to {largest:g} in size, {most}: give them smaller weights"
-            )
+            told = f"rewards with their weights add up to {largest:g} in size, beyond {LARGEST:g}"
+            raise InputError(f"{told}: give them smaller weights")
         failures = scores.failures
         if self._errors is None or not failures.trace:
             return scores
