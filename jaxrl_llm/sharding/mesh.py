@@ -67,7 +67,8 @@ class MeshShape:
         sizes = {axis: rest if size == -1 else size for axis, size in given.items()}
         if math.prod(sizes.values()) != devices:
             where = "devices" if self.slices == 1 else "devices of a slice"
-            raise InputError(f"mesh {said} does not fit {devices} {where}: set one of them to -1")
+            remedy = f"the others must divide {devices}" if -1 in counts else "set one of them to -1"
+            raise InputError(f"mesh {said} does not fit {devices} {where}: {remedy}")
         return sizes | {"data": sizes["data"] * self.slices}
 
     def sampling_sizes(self, devices: int, slices: int = 1) -> dict[str, int]:

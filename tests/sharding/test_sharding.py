@@ -231,7 +231,8 @@ def test_sizes_of_the_mesh(given, devices, wanted):
 @pytest.mark.parametrize(("given", "message"), [
     ((-1, -1, 1), r"one of them may be -1: got data, fsdp, tensor = \(-1, -1, 1\)"),
     ((0, 1, 1), "mesh sizes must be positive"), ((-2, 1, 1), "mesh sizes must be positive"),
-    ((3, -1, 1), r"\(3, -1, 1\) does not fit 8 devices: set one of them to -1"), ((1, 1, 1), "does not fit 8 devices"),
+    ((3, -1, 1), r"\(3, -1, 1\) does not fit 8 devices: the others must divide 8"),
+    ((1, 1, 1), "does not fit 8 devices: set one of them to -1"),
     ((16, 1, 1), "does not fit 8 devices"),
 ])  # fmt: skip
 def test_meshes_that_cannot_be(given, message):
