@@ -83,7 +83,7 @@ class Origin:
     def places(self) -> list[Path]:
         """Return the existing folders of its modules: the configuration's, then the one where the run began."""
         beside = [] if self.config is None else [Path(self.config).parent]
-        return [folder for folder in (*beside, Path(self.folder)) if folder.is_dir()]
+        return [folder for folder in (*beside, Path(self.folder)) if os.path.isdir(folder)]
 
     def to_json(self) -> dict[str, Any]:
         """Return the entries of config.json: ``origin``, and ``from`` if the run began with the weights of another."""
@@ -125,7 +125,7 @@ def split_step(name: str) -> tuple[Path, int | None]:
       InputError: it is an address that cannot be read.
     """
     run, _, step = name.rpartition("@")
-    if run and step.isdecimal() and not Path(name).exists():
+    if run and step.isdecimal() and not os.path.exists(name):
         return storage.folder(run), int(step)
     return storage.folder(name), None
 
@@ -178,7 +178,7 @@ def place_of(text: str, origin: Origin, directory: Path | None) -> str:
     if directory is not None and directory.absolute().parent.name == SAVED_RUNS:
         folders.append(directory.absolute().parent.parent)
     for folder in folders:
-        if split_step(str(folder / text))[0].exists():
+        if os.path.exists(split_step(str(folder / text))[0]):
             return text if folder == Path.cwd() else str(folder / text)
     return text
 
@@ -315,7 +315,7 @@ def module_path(name: str, origin: Origin) -> Path | None:
     """
     path = Path(origin.modules[name])
     here = _below(path, origin)
-    return path if path.is_file() else here.absolute() if here.is_file() else None
+    return path if os.path.isfile(path) else here.absolute() if os.path.isfile(here) else None
 
 
 def _below(path: Path, origin: Origin) -> Path:
