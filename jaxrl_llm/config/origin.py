@@ -70,7 +70,9 @@ class Origin:
       start: the step of another run with its first weights; None for those of the model.
       models: the pins of the models that it reads, by their names in its settings; None where it has no pins
         yet, and in runs of earlier versions.
-      changed: recorded changes of settings (``RECORDED_CHANGES``), each with the step after which it was made.
+      changed: recorded changes of settings (``RECORDED_CHANGES``) and of code, each with the step after which it was
+        made.
+      code: fingerprints of the run's own functions and classes, by name (``fingerprints.code_of``).
     """
 
     folder: str
@@ -79,6 +81,7 @@ class Origin:
     start: Start | None = None
     models: Mapping[str, Pin] | None = None
     changed: Sequence[tuple[int, Sequence[str]]] = ()
+    code: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def places(self) -> list[Path]:
         """Return the existing folders of its modules: the configuration's, then the one where the run began."""
@@ -92,6 +95,8 @@ class Origin:
             origin["models"] = {name: dataclasses.asdict(pin) for name, pin in self.models.items()}
         if self.changed:
             origin["changed"] = [list(one) for one in self.changed]
+        if self.code:
+            origin["code"] = dict(self.code)
         start = {} if self.start is None else {"from": dataclasses.asdict(self.start)}
         if self.start is not None and not self.start.carry:
             del start["from"]["carry"]
@@ -106,6 +111,7 @@ def origin_of(data: Mapping[str, Any], directory: Path) -> Origin:
         pins = None if models is None else {name: Pin(**found) for name, found in models.items()}
         found = Origin(**data["origin"] | {"models": pins}, start=start)
         texts = (found.folder, found.config or "", start.run if start else "", *found.modules.values())
+        texts += (*found.code, *found.code.values())
         if all(isinstance(text, str) for text in texts):
             return found
         raise ValueError("origin or from names no files")
