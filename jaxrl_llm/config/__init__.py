@@ -24,6 +24,7 @@ from jaxrl_llm.config.files import (
     with_recipe,
     write,
 )
+from jaxrl_llm.config.fingerprints import changed_code, code_of
 from jaxrl_llm.config.mixture import (
     JUDGED,
     Mixture,

@@ -70,7 +70,9 @@ class Origin:
       start: the step of another run with its first weights; None for those of the model.
       models: the pins of the models that it reads, by their names in its settings; None where it has no pins
         yet, and in runs of earlier versions.
-      changed: recorded changes of settings (``RECORDED_CHANGES``), each with the step after which it was made.
+      changed: recorded changes of settings (``RECORDED_CHANGES``) and of code, each with the step after which it was
+        made.
+      code: fingerprints of the run's own functions and classes, by name (``fingerprints.code_of``).
     """
 
     folder: str
@@ -79,11 +81,12 @@ class Origin:
     start: Start | None = None
     models: Mapping[str, Pin] | None = None
     changed: Sequence[tuple[int, Sequence[str]]] = ()
+    code: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def places(self) -> list[Path]:
         """Return the existing folders of its modules: the configuration's, then the one where the run began."""
         beside = [] if self.config is None else [Path(self.config).parent]
-        return [folder for folder in (*beside, Path(self.folder)) if folder.is_dir()]
+        return [folder for folder in (*beside, Path(self.folder)) if os.path.isdir(folder)]
 
     def to_json(self) -> dict[str, Any]:
         """Return the entries of config.json: ``origin``, and ``from`` if the run began with the weights of another."""
@@ -92,6 +95,8 @@ class Origin:
             origin["models"] = {name: dataclasses.asdict(pin) for name, pin in self.models.items()}
         if self.changed:
             origin["changed"] = [list(one) for one in self.changed]
+        if self.code:
+            origin["code"] = dict(self.code)
         start = {} if self.start is None else {"from": dataclasses.asdict(self.start)}
         if self.start is not None and not self.start.carry:
             del start["from"]["carry"]
@@ -106,6 +111,7 @@ def origin_of(data: Mapping[str, Any], directory: Path) -> Origin:
         pins = None if models is None else {name: Pin(**found) for name, found in models.items()}
         found = Origin(**data["origin"] | {"models": pins}, start=start)
         texts = (found.folder, found.config or "", start.run if start else "", *found.modules.values())
+        texts += (*found.code, *found.code.values())
         if all(isinstance(text, str) for text in texts):
             return found
         raise ValueError("origin or from names no files")
@@ -125,7 +131,7 @@ def split_step(name: str) -> tuple[Path, int | None]:
       InputError: it is an address that cannot be read.
     """
     run, _, step = name.rpartition("@")
-    if run and step.isdecimal() and not Path(name).exists():
+    if run and step.isdecimal() and not os.path.exists(name):
         return storage.folder(run), int(step)
     return storage.folder(name), None
 
@@ -178,7 +184,7 @@ def place_of(text: str, origin: Origin, directory: Path | None) -> str:
     if directory is not None and directory.absolute().parent.name == SAVED_RUNS:
         folders.append(directory.absolute().parent.parent)
     for folder in folders:
-        if split_step(str(folder / text))[0].exists():
+        if os.path.exists(split_step(str(folder / text))[0]):
             return text if folder == Path.cwd() else str(folder / text)
     return text
 
@@ -315,7 +321,7 @@ def module_path(name: str, origin: Origin) -> Path | None:
     """
     path = Path(origin.modules[name])
     here = _below(path, origin)
-    return path if path.is_file() else here.absolute() if here.is_file() else None
+    return path if os.path.isfile(path) else here.absolute() if os.path.isfile(here) else None
 
 
 def _below(path: Path, origin: Origin) -> Path:

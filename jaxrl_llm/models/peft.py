@@ -43,6 +43,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),
 }
 """The only values that other attributes may have, unless they are switched off (false, null, empty)."""
+LARGEST = 4096
+"""Largest rank and alpha of an adapter."""
 MERGED = "merge the adapter with PEFT (merge_and_unload) and give that model"
 
 
@@ -81,9 +83,10 @@ def described(folder: Path) -> dict[str, Any]:
         require(fine, f"{path} has {name} {said.get(name)!r}: correct it, or fetch the file again")
         said[name] = value
     ranks, alphas = ([said[one], *said[several].values()] for one, several in PATTERNS.items())
-    fine = all(isinstance(rank, int) and rank > 0 for rank in ranks)
-    fine = fine and all(isinstance(alpha, int | float) and math.isfinite(alpha) for alpha in alphas)
-    require(fine, f"{path} has ranks {ranks} and alphas {alphas}, which must be whole positive numbers and numbers")
+    fine = all(isinstance(rank, int) and 0 < rank <= LARGEST for rank in ranks)
+    fine = fine and all(isinstance(alpha, int | float) and abs(alpha) <= LARGEST for alpha in alphas)
+    told = f"{path} has ranks {ranks!s:.99} and alphas {alphas!s:.99}, which must be whole positive numbers and numbers"
+    require(fine, f"{told}, up to {LARGEST}")
     for pattern in (*said["rank_pattern"], *said["alpha_pattern"], *as_pattern(said["target_modules"])):
         try:
             re.compile(pattern)

@@ -57,7 +57,7 @@ def load_tokenizer(directory: Path) -> Any | None:
     with as_input_error(f"{directory}: the tokenizer cannot be read", "fetch its files again"):
         load = transformers.AutoTokenizer.from_pretrained
         tokenizer: Any = load(directory, local_files_only=True, trust_remote_code=False)
-        tokenizer("")  # some wrong values are noticed where a text is encoded
+        tokenizer("\U0010fffd")  # some wrong values are noticed where a text is encoded, some where it is unknown
     if not tokenizer.is_fast:
         raise InputError(f"{directory}: the tokenizer has no fast form; save it once with its tokenizer.json")
     return tokenizer

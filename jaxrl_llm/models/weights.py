@@ -149,7 +149,7 @@ def open_checkpoint(directory: Path) -> dict[str, StoredTensor]:
     if (directory / INDEX).is_file():
         places = read_json(directory / INDEX).get("weight_map", {})
         files = places.values() if isinstance(places, dict) else (None,)
-        flat = all(isinstance(file, str) and Path(file).name == file for file in files)
+        flat = all(isinstance(file, str) and file and Path(file).name == file for file in files)
         require(flat, f"{directory / INDEX} has a weight_map that names no files of this directory; fetch it again")
         shards = {file: open_file(directory / file) for file in sorted(set(places.values()))}
         lost = [name for name, file in places.items() if name not in shards[file]]
@@ -170,7 +170,7 @@ def open_file(path: Path) -> dict[str, StoredTensor]:
         file = safe_open(path, framework="np")
     except FileNotFoundError:
         raise InputError(f"{path} is missing though the index names it; fetch it again") from None
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise InputError(f"{path} is not a whole safetensors file ({error}); fetch it again") from None
     views = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
     for name, view in views.items():

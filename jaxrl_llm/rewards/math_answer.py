@@ -11,6 +11,9 @@ import math_verify
 from jaxrl_llm.tasks.extract import normalised
 from jaxrl_llm.types import Problem
 
+DEEPEST = 40
+"""Brackets within brackets at most: parsing takes minutes for some hundreds. What is deeper only equals itself."""
+
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeouts are off
 
 
@@ -20,12 +23,22 @@ def score(answer: str, problem: Problem) -> float:
     An extracted answer is read as LaTeX; with the extractor ``whole`` or ``after:TAG`` the expression is searched in
     the text.
     """
+    if max(_depth(problem.answer), _depth(answer)) > DEEPEST:
+        return float(normalised(answer) == normalised(problem.answer))
     reference = math_verify.parse(_latex(normalised(problem.answer)), parsing_timeout=None)  # ty: ignore[invalid-argument-type]
     answer = normalised(answer)
     prose = problem.extractor == "whole" or problem.extractor.startswith("after:")
     text = answer if prose else _latex(answer)
     candidate = math_verify.parse(text, parsing_timeout=None)  # ty: ignore[invalid-argument-type]
     return float(math_verify.verify(reference, candidate, timeout_seconds=None))
+
+
+def _depth(text: str) -> int:
+    depth = deepest = 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}" and depth > 0)
+        deepest = max(deepest, depth)
+    return deepest
 
 
 def _latex(text: str) -> str:

@@ -86,7 +86,8 @@ def find_run(name: str, tests: bool = False) -> Trained | None:
         above.append(other.resolve())
         path = other / "config.json"
         model = configs.whole(configs.read(path, own=False).located.model, str(path))
-    if run.rules.phases:
+    rules = run.rules if hasattr(run.rules, "phases") else configs.whole(run.rules, str(path))
+    if rules.phases:
         run = configs.in_phase(run, phase_of(place))
     return Trained(run, place, start.step)
 

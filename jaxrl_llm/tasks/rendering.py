@@ -28,8 +28,8 @@ SECONDS = 2.0
 """Processor time that a template may take for one chat."""
 MEMORY = 512 * 1024**2
 """Bytes of memory that it may take."""
-LONGEST = 16 * 1024**2
-"""Characters that it may write."""
+LONGEST = 4 * 1024**2
+"""Characters that it may write: a tokenizer takes some 100 bytes of memory for each."""
 LONGEST_REASON = 200
 """Maximum number of characters quoted from a template's own error."""
 HARMLESS = ("872be49dbb638044ad01b60388f48d469ff2980e5f0dccdc22ec907db54d0788",)

@@ -174,10 +174,14 @@ def begin(
         makers(found.run.output.trackers)  # what is missing is refused before anything is made or compiled
         weights = first_weights(directory, start or found.origin.start)
         models = pins.decide(found, directory, has_begun(directory), weights)
-        origin = dataclasses.replace(found.origin, start=weights, models=models)
+        origin = dataclasses.replace(found.origin, start=weights, models=models, code=configs.code_of(found.run))
         if (before := begun(directory)) is not None:
             last = max(steps_in(directory / CHECKPOINTS), default=0)
-            now = [(last, list(at_start.changed))] if at_start.changed else []
+            code = configs.changed_code(before.origin.code, origin.code)
+            if code and has_begun(directory):
+                told = f"{storage.named(directory)} goes on with other code than before ({configs.shown(code)})"
+                print(f"jaxrl-llm: {told}; --fresh begins a new run", file=sys.stderr)
+            now = [(last, [*at_start.changed, *code])] if at_start.changed or code else []
             origin = dataclasses.replace(origin, changed=[*before.origin.changed, *now])
         return storage.named(directory), at_start, origin.to_json()
 
@@ -188,7 +192,12 @@ def begin(
     decided = origin_of(decided, directory)
     modules = configs.own_modules(found.run)
     origin = dataclasses.replace(
-        found.origin, modules=modules, start=decided.start, models=decided.models, changed=decided.changed
+        found.origin,
+        modules=modules,
+        start=decided.start,
+        models=decided.models,
+        changed=decided.changed,
+        code=decided.code,
     )
     return directory, dataclasses.replace(found, run=configs.as_started(found.run, at_start), origin=origin)
 

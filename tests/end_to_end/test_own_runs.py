@@ -55,6 +55,8 @@ def folder(tmp_path_factory):
 def answers(folder):
     """A run in its project, and what is done with it from another folder."""
     begun = commands(["train mine.py"], folder / "project")
+    reward = folder / "project" / "my_rewards.py"
+    reward.write_text(reward.read_text().replace("return ", "return 0.0 + "))  # the same in other words
     names = {"run": folder / "project/runs/mine", "project": folder / "project"}
     lines = [line.format(**names) for line in FROM_ELSEWHERE.values()]
     return {"begun": begun[0]} | dict(zip(FROM_ELSEWHERE, commands(lines, folder / "elsewhere"), strict=True))
@@ -80,6 +82,9 @@ def test_a_run_with_own_classes_is_gone_on_with_tested_and_exported_from_elsewhe
     directory = folder / "project" / "runs" / "mine"
     rows = {row["step"]: row for row in map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())}
     assert list(rows) == [0, 1, 2, 3]
+    told = "goes on with other code than before (code of my_rewards:digits: "
+    assert told in answers["go on"].err and told not in answers["begun"].err
+    assert rows[3]["event/settings"].startswith("code of my_rewards:digits: ") and "event/settings" not in rows[2]
     logged = {name: value for name, value in rows[2].items() if name.startswith("eval/")}
     found = json.loads(answers["eval"].out)
     assert logged and {name: found[name] for name in logged} == logged

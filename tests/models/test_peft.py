@@ -135,6 +135,8 @@ REFUSED = {
     "has r None": {"r": None},
     "has rank_pattern ['q_proj']": {"rank_pattern": ["q_proj"]},
     "has ranks [4, 0] and alphas [16]": {"rank_pattern": {"q_proj": 0}},
+    "has ranks [5000] and alphas [16]": {"r": 5000},
+    "has ranks [4] and alphas [1000": {"lora_alpha": 10**400},
     "'(q' is not a regular expression": {"target_modules": "(q"},
     "has base_model_name_or_path None": {"base_model_name_or_path": None},
     "no such model directory: ./missing": {"base_model_name_or_path": "./missing"},

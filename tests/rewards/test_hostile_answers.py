@@ -10,6 +10,7 @@ import reasoning_gym
 
 from jaxrl_llm.rewards import Accuracy, Scorer
 from jaxrl_llm.rewards.gym_answer import LITERAL, SYMBOLIC, is_formula, is_literal, score
+from jaxrl_llm.rewards.verify import accuracy
 from jaxrl_llm.types import Completion, Problem
 
 FOLDER = Path(reasoning_gym.__file__).parent
@@ -71,3 +72,10 @@ def test_a_verifier_that_fills_the_memory_loses_its_item_alone():
     with Scorer((Accuracy(),), workers=1, timeout_s=2.0) as scorer:
         found = scorer.score([(hungry, completion(text)) for text in ("8**8**8**8", right)])
     assert list(found.accuracy) == [0.0, 1.0]
+
+
+def test_a_formula_that_is_nested_too_deep_to_be_parsed_only_equals_itself():
+    deep, other = "(" * 3000 + "1" + ")" * 3000, "[" * 3000
+    problem = dataclasses.replace(asked("countdown"), verifier="math", extractor="whole", answer=deep)
+    assert accuracy(problem, completion(deep)) == 1.0 and accuracy(problem, completion(other)) == 0.0
+    assert accuracy(dataclasses.replace(problem, answer="((((2))))"), completion("2")) == 1.0

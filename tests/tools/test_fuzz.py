@@ -5,6 +5,8 @@ import zlib
 
 import pytest
 from commands import ROOT, started
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from jaxrl_llm import codec
 from jaxrl_llm import config as configs
@@ -13,7 +15,9 @@ from jaxrl_llm.checkpoints.snapshots import phase_of
 from jaxrl_llm.checkpoints.store import read_host, steps_in
 from jaxrl_llm.data import loading
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models.weights import INDEX, open_checkpoint, read_json
+from jaxrl_llm.models.tokenizer import load_tokenizer
+from jaxrl_llm.models.weights import INDEX, open_checkpoint, open_file, read_json
+from jaxrl_llm.runs.load import find_run
 from jaxrl_llm.system.json_lines import number, read_rows
 from jaxrl_llm.tasks import Table, Task, load
 from jaxrl_llm.telemetry.report import page
@@ -57,10 +61,16 @@ def test_damaged_files_of_models_are_refused(tmp_path):
     (tmp_path / "config.json").write_text(DEEP)
     with pytest.raises(InputError, match="is not valid JSON"):
         read_json(tmp_path / "config.json")
-    for weight_map in (1, {"a": 1}, {"a": "../x"}, {"a": None}):
+    for weight_map in (1, {"a": 1}, {"a": "../x"}, {"a": ""}, {"a": None}):
         (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
         with pytest.raises(InputError, match="names no files of this directory"):
             open_checkpoint(tmp_path)
+    with pytest.raises(InputError, match="is not a whole safetensors file"):
+        open_file(tmp_path)
+    tokenizer = Tokenizer(models.WordLevel({"a": 0}, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="the tokenizer cannot be read"):
+        load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("host", ["", DEEP, "[]", "1", '{"phase": "x"}', '{"phase": []}', "9" * 5000, "{"])
@@ -138,3 +148,20 @@ def test_settings_with_wrong_types_are_refused(tmp_path, change):
         assert isinstance(configs.is_run(path), bool)
         with pytest.raises(InputError):
             configs.whole(configs.read(path).run)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [({"rules": {"type": "no class"}}, "is not a configuration class"), ({"origin": {"folder": "x" * 5000}}, "")],
+)
+def test_a_strangers_run_is_read_or_refused(tmp_path, change, reason):
+    host = tmp_path / "checkpoints" / "1" / "host"
+    host.mkdir(parents=True)
+    (host / "metadata").write_text("{}")
+    data = configs.to_json(configs.load_config("smoke")[1]) | change
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    if reason:
+        with pytest.raises(InputError, match=reason):
+            find_run(str(tmp_path))
+    else:
+        assert find_run(str(tmp_path)).step == 1
