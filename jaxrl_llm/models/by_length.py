@@ -6,6 +6,7 @@ one: a layer is never cut out of it.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +20,9 @@ from jaxrl_llm.models.config import Attention
 from jaxrl_llm.models.layers import MASKED, softcap
 from jaxrl_llm.sharding import batch_parts, platform_of
 
-LEAST_BLOCK, COLUMNS_OF_BLOCK = 128, ((4096, 512), (2048, 256))
+LANES = 128
+"""Numbers of a TPU's tile in its last dimension."""
+LEAST_BLOCK, COLUMNS_OF_BLOCK = LANES, ((4096, 512), (2048, 256))
 """Columns of a block of a short cache, then of longer ones: (least columns of the cache, of a block)."""
 GPU_BLOCK, GPU_SPAN = 64, 2048
 """Columns that a GPU's kernel reads at once, and the most that one of its programs reads: a long row has several."""
@@ -39,10 +42,20 @@ class ByLength:
 
 
 class Seen(NamedTuple):
-    """The columns that each query may see: ``least <= column < limit``; int32, one number for each query."""
+    """The columns that queries may see: ``least <= column < limit``; int32, one number for each query or several."""
 
     least: jax.Array
     limit: jax.Array
+
+    def each(self, change: Callable[[jax.Array], jax.Array]) -> "Seen":
+        """Return the bounds changed alike."""
+        return Seen(change(self.least), change(self.limit))
+
+
+def seen(limit: jax.Array, newest: jax.Array, window: int) -> Seen:
+    """Return the columns below ``limit`` in a window that ends with column ``newest``; window 0 has no beginning."""
+    least = jnp.maximum(newest - window + 1, 0) if window else jnp.zeros_like(limit)
+    return Seen(least, limit)
 
 
 class PartialAttention(NamedTuple):
@@ -96,19 +109,40 @@ def live_blocks(seen: Seen, block: int) -> tuple[jax.Array, jax.Array]:
 
 
 class Reads(NamedTuple):
-    """The order in which a TPU's kernel reads blocks: int32[halves * steps] but for the last.
+    """The order in which a TPU's kernel reads blocks; int32[halves * steps] but for the last.
 
     Attributes:
       row: of the half, for which a step computes.
-      block: of the row's half, row * blocks of a row + block; a step that reads nothing repeats a neighbour's.
+      block: row of the half * blocks of a row + block; a step that reads nothing repeats a neighbour's.
       live: whether the step computes anything.
-      steps: int32[], of the longer half.
+      steps: int32[1], of the longer half.
     """
 
     row: jax.Array
     block: jax.Array
     live: jax.Array
     steps: jax.Array
+
+
+class Reading(NamedTuple):
+    """The columns that a kernel reads of a cache's rows, and how it comes to them.
+
+    Attributes:
+      seen: [B, m], m divides the queries of a row.
+      order: ``Reads`` of a TPU; of a GPU the first live block of each row and the end of these, int32[B].
+    """
+
+    seen: Seen
+    order: Any
+
+
+def reading(form: ByLength, seen: Seen, columns: int) -> Reading:
+    """Return the reading of so much of rows of ``columns`` columns."""
+    block = block_columns(columns) if form.platform == "tpu" else min(columns, GPU_BLOCK)
+    if form.platform == "tpu":
+        return Reading(seen, reads(seen, block, columns // block, halves_of(len(seen.limit))))
+    first, count = live_blocks(seen, block)
+    return Reading(seen, (first, first + count))
 
 
 def reads(seen: Seen, block: int, each: int, halves: int) -> Reads:
@@ -133,7 +167,7 @@ def reads(seen: Seen, block: int, each: int, halves: int) -> Reads:
 
     found = jax.vmap(half)(first, count)
     row, blocks, live = (x.reshape(-1) for x in found[:3])
-    return Reads(row, blocks, live, jnp.max(found.steps))
+    return Reads(row, blocks, live, jnp.max(found.steps, keepdims=True))
 
 
 def halves_of(rows: int) -> int:
@@ -147,11 +181,12 @@ def fetched(step: tuple[Any, Any], table: Reads, rows: int, each: int, halves: i
     at = half * (rows // halves * each) + number
     first = half * (rows // halves)
     read = table.block[at]
-    return first + table.row[at], first + read // each, read % each
+    # Signed division of Python's kind asks which TPU is there, and none need be.
+    return first + table.row[at], first + jax.lax.div(read, jnp.int32(each)), jax.lax.rem(read, jnp.int32(each))
 
 
 def attend(
-    form: ByLength, config: Attention, q: jax.Array, cache: Any, layer: jax.Array, seen: Seen
+    form: ByLength, config: Attention, q: jax.Array, cache: Any, layer: jax.Array, reading: Reading
 ) -> list[PartialAttention]:
     """Attend over the live columns of the first B rows of one layer of a cache.
 
@@ -161,26 +196,33 @@ def attend(
       q: [B, K, M, H].
       cache: k [L, E, K, H, S] and v [L, E, K, S, H], S of whole blocks.
       layer: int32[].
-      seen: [B, M].
+      reading: of the rows.
 
     Returns:
       Parts of the result, whose columns are disjoint; ``top`` of a query without a column is ``MASKED``.
     """
     kernel = {"tpu": _tpu, "gpu": _gpu}[form.platform]
-    return kernel(form.interpret, config, q, cache, layer, seen)
+    each = q.shape[2] // reading.seen.limit.shape[1]
+    seen = reading.seen.each(lambda x: jnp.repeat(x, each, axis=1))
+    return kernel(form.interpret, config, q, cache, layer, Reading(seen, reading.order))
 
 
 def _update(
-    config: Attention, q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array, before: PartialAttention
-) -> PartialAttention:
-    """Add a block of columns to the attention of queries q [M, H] over k [H, S] and v [S, H]; ``visible`` [M, S]."""
+    config: Attention, q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array, before: PartialAttention,
+    turned: bool = False,
+) -> PartialAttention:  # fmt: skip
+    """Add a block of columns to the attention of queries q [M, H] over k [H, S] and v [S, H]; ``visible`` [M, S].
+
+    ``turned``: v is [H, S].
+    """
     scale = config.scale if config.scale is not None else config.head_dim**-0.5
     found = softcap(jnp.dot(q, k, preferred_element_type=jnp.float32) * scale, config.softcap)
     found = jnp.where(visible, found, MASKED)
     top = jnp.maximum(before.top, jnp.max(found, axis=1, keepdims=True))
     weights = jnp.exp(found - top)
     kept = jnp.exp(before.top - top)
-    mixed = jnp.dot(weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    along = (((1,), (1 if turned else 0,)), ((), ()))
+    mixed = jax.lax.dot_general(weights.astype(v.dtype), v, along, preferred_element_type=jnp.float32)
     return PartialAttention(
         top, kept * before.mass + jnp.sum(weights, axis=1, keepdims=True), kept * before.mixed + mixed
     )
@@ -197,16 +239,19 @@ def _shapes(*shape: int) -> PartialAttention:
 
 
 def _tpu(
-    interpret: bool, config: Attention, q: jax.Array, cache: Any, layer: jax.Array, seen: Seen
+    interpret: bool, config: Attention, q: jax.Array, cache: Any, layer: jax.Array, reading: Reading
 ) -> list[PartialAttention]:
     """One step of the grid for each live block, of all heads; the sums of a row stay in the chip's memory meanwhile."""
     (rows, heads, queries, width) = q.shape
     block = block_columns(cache.v.shape[3])
     each = cache.v.shape[3] // block
     halves = halves_of(rows)
-    table = reads(seen, block, each, halves)
+    seen, table = reading
+    # Of values narrower than a TPU's tile, columns are last in memory: turned, they are read as they lie.
+    turned = width < LANES
+    given = jnp.swapaxes(cache.v, 3, 4) if turned else cache.v
 
-    def kernel(row, blocks, live, layer, q, k, v, least, limit, *found):  # noqa: ANN001, ANN202  references of Pallas
+    def kernel(row, blocks, live, layer, q, k, v, least, limit, *found):
         half, number = pl.program_id(0), pl.program_id(1)
         at = half * (rows // halves * each) + number
         earlier = row[jnp.maximum(at - 1, 0)]
@@ -219,36 +264,38 @@ def _tpu(
 
         @pl.when(live[at] == 1)
         def _add() -> None:
-            columns = (blocks[at] % each) * block + jax.lax.broadcasted_iota(jnp.int32, (queries, block), 1)
+            columns = jax.lax.rem(blocks[at], jnp.int32(each)) * block + jax.lax.broadcasted_iota(
+                jnp.int32, (queries, block), 1
+            )
             visible = (columns >= least[0]) & (columns < limit[0])
             for head in range(heads):
                 before = PartialAttention(*(ref[0, head] for ref in found))
-                after = _update(config, q[0, head], k[0, 0, head], v[0, 0, head], visible, before)
+                after = _update(config, q[0, head], k[0, 0, head], v[0, 0, head], visible, before, turned)
                 for ref, value in zip(found, after, strict=True):
                     ref[0, head] = value
 
-    def own(*blocked: int):  # noqa: ANN202
+    def own(*blocked: int):
         return pl.BlockSpec((1, *blocked), lambda h, n, *given: (where(h, n, *given)[0], *(0 for _ in blocked)))
 
-    def where(half, number, *given):  # noqa: ANN001, ANN202
+    def where(half, number, *given):
         return fetched((half, number), Reads(*given[:3], steps=None), rows, each, halves)
 
-    def keys(half, number, *given):  # noqa: ANN001, ANN202
+    def keys(half, number, *given):
         _, row, column = where(half, number, *given)
         return given[3][0], row, 0, 0, column
 
-    def values(half, number, *given):  # noqa: ANN001, ANN202
+    def values(half, number, *given):
         _, row, column = where(half, number, *given)
-        return given[3][0], row, 0, column, 0
+        return given[3][0], row, 0, *((0, column) if turned else (column, 0))
 
     whole = (heads, queries, 1), (heads, queries, 1), (heads, queries, width)
     grid = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=4,
-        grid=(halves, table.steps),
+        grid=(halves, table.steps[0]),
         in_specs=[
             own(heads, queries, width),
             pl.BlockSpec((1, 1, heads, width, block), keys),
-            pl.BlockSpec((1, 1, heads, block, width), values),
+            pl.BlockSpec((1, 1, heads, *((width, block) if turned else (block, width))), values),
             own(queries, 1),
             own(queries, 1),
         ],
@@ -261,12 +308,12 @@ def _tpu(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         interpret=interpret,
         name="attention_by_length",
-    )(*table[:3], layer.reshape(1), q, *cache, seen.least[..., None], seen.limit[..., None])
+    )(*table[:3], layer.reshape(1), q, cache.k, given, seen.least[..., None], seen.limit[..., None])
     return [PartialAttention(*found)]
 
 
 def _gpu(
-    interpret: bool, config: Attention, q: jax.Array, cache: Any, layer: jax.Array, seen: Seen
+    interpret: bool, config: Attention, q: jax.Array, cache: Any, layer: jax.Array, reading: Reading
 ) -> list[PartialAttention]:
     """One program for each row, head and span of columns, with a loop over the live ones of the span."""
     (rows, heads, queries, width) = q.shape
@@ -275,7 +322,7 @@ def _gpu(
     spans = -(-columns // GPU_SPAN)
     padded = max(16, 1 << (queries - 1).bit_length())  # a tensor core's least rows, of a power of two
 
-    def kernel(layer, first, end, q, k, v, least, limit, *found):  # noqa: ANN001, ANN202  references of Pallas
+    def kernel(layer, first, end, q, k, v, least, limit, *found):
         row, head, span = (pl.program_id(axis) for axis in range(3))
         asked = q[row, head]
         lower, upper = least[row][:, None], limit[row][:, None]
@@ -296,7 +343,7 @@ def _gpu(
             ref[span, row, head] = value
 
     room = (0, padded - queries)
-    first, count = live_blocks(seen, block)
+    seen, (first, end) = reading
     found = pl.pallas_call(
         kernel,
         out_shape=list(_shapes(spans, rows, heads, padded, width)),
@@ -305,7 +352,7 @@ def _gpu(
         interpret=interpret,
         name="attention_by_length",
     )(
-        layer.reshape(1), first, first + count, jnp.pad(q, ((0, 0), (0, 0), room, (0, 0))), *cache,
+        layer.reshape(1), first, end, jnp.pad(q, ((0, 0), (0, 0), room, (0, 0))), *cache,
         *(jnp.pad(x, ((0, 0), room)) for x in seen),
     )  # fmt: skip
     return [PartialAttention(*(x[span, :, :, :queries] for x in found)) for span in range(spans)]
