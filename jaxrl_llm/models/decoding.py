@@ -197,29 +197,19 @@ def _begun(
     config: ModelConfig, q: jax.Array, blocks: Cache, before: SharedPrefix, positions: jax.Array, window: jax.Array
 ) -> PartialAttention:
     """Attend over each row's shared prefix: queries [B, K, N / K, H] and results move, both small."""
-    columns = jnp.arange(blocks.v.shape[2])[None, None]
-
-    def read(asked: jax.Array, there: Callable[[jax.Array], jax.Array]) -> list[PartialAttention]:
-        distance = there(positions)[..., None] - columns
-        visible = (columns < there(before.lengths)[..., None]) & ((window == 0) | (distance < window))
-        return [_part(config, asked, blocks, jnp.repeat(visible, q.shape[2], axis=1)[:, None])]
-
-    return _of_blocks(q, blocks.v.shape[0], before.rows, before.lanes, read)[0]
-
-
-def _of_blocks(
-    q: jax.Array, count: int, rows: jax.Array, lanes: jax.Array, read: Callable[..., list[PartialAttention]]
-) -> list[PartialAttention]:
-    """Move queries [B, K, N / K, H] to their lanes of ``count`` blocks, read, and move the results back."""
+    count = blocks.v.shape[0]
     (_, heads, queries, width) = q.shape
-    there = functools.partial(_moved, index=rows, count=count)
-    results = []
-    for part in read(there(q).swapaxes(1, 2).reshape(count, heads, -1, width), there):
-        found = jnp.concatenate(part, axis=-1)
-        found = found.reshape(count, heads, -1, queries, width + 2).swapaxes(1, 2)
-        found = _moved(found.reshape(-1, heads, queries, width + 2), lanes, len(q))[:, 0]
-        results.append(PartialAttention(found[..., :1], found[..., 1:2], found[..., 2:]))
-    return results
+
+    there = functools.partial(_moved, index=before.rows, count=count)
+    columns = jnp.arange(blocks.v.shape[2])[None, None]
+    distance = there(positions)[..., None] - columns
+    visible = (columns < there(before.lengths)[..., None]) & ((window == 0) | (distance < window))
+    visible = jnp.repeat(visible, queries, axis=1)[:, None]
+    asked = there(q).swapaxes(1, 2).reshape(count, heads, -1, width)
+    found = jnp.concatenate(_part(config, asked, blocks, visible), axis=-1)
+    found = found.reshape(count, heads, -1, queries, width + 2).swapaxes(1, 2).reshape(-1, heads, queries, width + 2)
+    found = _moved(found, before.lanes, len(positions))[:, 0]
+    return PartialAttention(found[..., :1], found[..., 1:2], found[..., 2:])
 
 
 def _live(
@@ -252,11 +242,12 @@ def _live(
             found.append([by_length.reading(form, own.each(lambda x: x[:, None]), cache.columns)])
             if blocks:
                 (shared, rows, lanes) = blocks
-                used = lanes[0][rows] == jnp.arange(rows.shape[1])[None]
-                there = by_length.seen(lengths, positions, window).each(lambda x, rows=rows: x[rows[0]])
-                there = Seen(there.least, jnp.where(used[0], there.limit, 0))
-                there = there.each(lambda x, count=shared.v.shape[1]: x.reshape(count, -1))
-                found[-1].append(by_length.reading(form, there, shared.columns))
+                seen = by_length.seen(lengths, positions, window)
+                used = (lanes[0][rows[0]] == jnp.arange(rows.shape[1])) & (seen.limit[rows[0]] > 0)
+                there = Seen(seen.least[rows[0]], jnp.where(used, seen.limit[rows[0]], 0))
+                served = jnp.where(used, rows[0], -1).reshape(shared.v.shape[1], -1)
+                there = there.each(lambda x, served=served: x.reshape(served.shape))
+                found[-1].append(by_length.reading(form, there, shared.columns, served, lengths > 0))
         return jax.tree.map(lambda *each: jnp.stack(each), *found)
 
     by_row = fitting(places[0].shape, (BATCH,), mesh)
@@ -270,9 +261,7 @@ def _live(
         read = functools.partial(by_length.attend, form, config.attention)
         found = read(q, cache, layer, readings[0])
         if blocks:
-            (shared, rows, lanes) = blocks
-            of_lanes = lambda asked, _: read(asked, shared, layer, readings[1])  # noqa: E731
-            found += _of_blocks(q, shared.v.shape[1], rows, lanes, of_lanes)
+            found += read(q, blocks[0], layer, readings[1])
         return found
 
     def attend(q: jax.Array, layer: jax.Array, kind: Any) -> list[PartialAttention]:
