@@ -20,6 +20,7 @@ from jaxrl_llm.engine.requests import (
     assign_blocks,
     lane_table,
     moved_slots,
+    next_requests,
     power_of_two,
     seat,
     with_blocks_for,
@@ -118,8 +119,7 @@ class Scheduler:
 
         ``unread``: whether the previous chunk has not been read yet.
         """
-        free = self._build.slots - len(self.running)
-        taken = [queue.popleft() for _ in range(min(free, len(queue)))]
+        taken = next_requests(queue, self.running, self._held, self._build.slots)
         near = itertools.islice(queue, LOOK_AHEAD * self.prefixes.rows)
         self.prefixes.prepare(model, taken, (request for request in near if request.begun is None))
         build = self._build

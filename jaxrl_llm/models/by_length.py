@@ -107,7 +107,7 @@ def live_blocks(seen: Seen, block: int) -> tuple[jax.Array, jax.Array]:
     some = seen.limit > seen.least
     first = jnp.min(jnp.where(some, seen.least, jnp.iinfo(jnp.int32).max), axis=1) // block
     end = -(-jnp.max(jnp.where(some, seen.limit, 0), axis=1) // block)
-    return first, jnp.maximum(end - first, 0)
+    return jnp.minimum(first, end), jnp.maximum(end - first, 0)
 
 
 class Reads(NamedTuple):
@@ -439,7 +439,7 @@ def _gpu(
         kernel,
         out_shape=[stats, stats, jax.ShapeDtypeStruct((spans, total + 1, width), jnp.float32)],
         grid=(len(lanes), heads, spans),
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
+        compiler_params=plgpu.CompilerParams(num_warps=4 if padded * size < 64 else 8, num_stages=2),
         interpret=interpret,
         name="attention_by_length",
     )(layer.reshape(1), first, end, lanes, q.reshape(total, width), *cache, *bounds)

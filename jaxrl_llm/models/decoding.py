@@ -247,7 +247,7 @@ def _live(
                 there = Seen(seen.least[rows[0]], jnp.where(used, seen.limit[rows[0]], 0))
                 served = jnp.where(used, rows[0], -1).reshape(shared.v.shape[1], -1)
                 there = there.each(lambda x, served=served: x.reshape(served.shape))
-                found[-1].append(by_length.reading(form, there, shared.columns, served, lengths > 0))
+                found[-1].append(by_length.reading(form, there, shared.columns, served, seen.limit > seen.least))
         return jax.tree.map(lambda *each: jnp.stack(each), *found)
 
     by_row = fitting(places[0].shape, (BATCH,), mesh)
