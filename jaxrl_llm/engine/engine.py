@@ -19,6 +19,7 @@ from jaxrl_llm.engine.requests import Request
 from jaxrl_llm.engine.scheduler import Build, Scheduler
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.models.by_length import ByLength, form_for
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.types import Completion, Prompt
 
@@ -41,6 +42,7 @@ class Engine:
         long its neighbours are. If not, a chunk has as many slots and columns as it needs, in buckets; rounding may
         then differ.
       group: maximum number of requests that share one stored prompt; a strict engine stores it for each.
+      form: kernels of decoding, or None for the plain form; "auto" chooses by platform and model (``form_for``).
 
     Attributes:
       shapes: descriptions of all that was compiled for this engine; each is logged once, when first needed.
@@ -51,7 +53,7 @@ class Engine:
 
     def __init__(
         self, model: Decoder, slots: int = 16, max_length: int = 512, chunk: int = 16, mesh: Mesh | None = None,
-        strict: bool = False, group: int = 1,
+        strict: bool = False, group: int = 1, form: ByLength | str | None = "auto",
     ):  # fmt: skip
         if slots < 1 or max_length < 2 or group < 1:
             raise InputError(f"slots must be at least 1 and max_length at least 2, got {slots} and {max_length}")
@@ -59,7 +61,8 @@ class Engine:
         self.max_length = max_length
         dtype = jax.tree.leaves(model)[0].dtype
         sharing = 1 if strict else min(group, slots)
-        self._build = Build(model.config, dtype, slots, max_length, chunk, mesh, strict, sharing)
+        kernels = form_for(model.config.attention, slots, mesh) if isinstance(form, str) else form
+        self._build = Build(model.config, dtype, slots, max_length, chunk, mesh, strict, sharing, kernels)
         self._structure = _structure(model)
         self._leaves: list[weakref.ref] = []
         self.shapes: list[str] = []

@@ -20,6 +20,7 @@ from jaxrl_llm.engine.requests import (
     assign_blocks,
     lane_table,
     moved_slots,
+    next_requests,
     power_of_two,
     seat,
     with_blocks_for,
@@ -38,6 +39,7 @@ from jaxrl_llm.engine.slots import (
     stop_slots,
     with_blocks,
 )  # fmt: skip
+from jaxrl_llm.models.by_length import ByLength, whole_blocks
 from jaxrl_llm.models.cache import Cache
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.sharding import batch_parts
@@ -72,6 +74,7 @@ class Build:
       mesh: where the weights are; None for one device.
       strict: whether all slots and the whole cache are always computed.
       group: maximum number of requests that share one stored prompt.
+      form: kernels of decoding, which read no more than live columns; None for the plain form.
     """
 
     config: Any
@@ -82,6 +85,7 @@ class Build:
     mesh: Mesh | None
     strict: bool
     group: int
+    form: ByLength | None = None
 
 
 class Scheduler:
@@ -115,8 +119,7 @@ class Scheduler:
 
         ``unread``: whether the previous chunk has not been read yet.
         """
-        free = self._build.slots - len(self.running)
-        taken = [queue.popleft() for _ in range(min(free, len(queue)))]
+        taken = next_requests(queue, self.running, self._held, self._build.slots)
         near = itertools.islice(queue, LOOK_AHEAD * self.prefixes.rows)
         self.prefixes.prepare(model, taken, (request for request in near if request.begun is None))
         build = self._build
@@ -132,7 +135,8 @@ class Scheduler:
             light = self._state._replace(cache=None, blocks=None)
             self._state = rearranged(cache, light, order, source, build.mesh)._replace(blocks=blocks)
         seat(self.running, taken, shape)
-        shape = with_blocks_for(self.running, shape, build.slots, build.strict or build.slots <= FEWEST_SLOTS)
+        fixed = build.strict or build.slots <= FEWEST_SLOTS or build.form is not None
+        shape = with_blocks_for(self.running, shape, build.slots, fixed)
         if self._state is None:
             most = room(build, self._sampling)
             self._state = empty_slots(build.config, shape, build.dtype, build.mesh, self._sampling.repetition, most)
@@ -152,7 +156,7 @@ class Scheduler:
         """Send a chunk to the device; return the tokens it samples, and which slots are active after it."""
         build, rules = self._build, asked(self._sampling)
         self._state, told = run_chunk(
-            model, self._state, self._rules, build.chunk, rules, build.group, build.mesh, self._held.columns
+            model, self._state, self._rules, build.chunk, rules, build.group, build.mesh, self._held.columns, build.form
         )
         return told
 
@@ -216,6 +220,8 @@ def room(build: Build, sampling: Sampling) -> tuple[int, int]:
     # With few slots it is small, and one size then serves whatever the sampler is asked for.
     few = build.slots <= FEWEST_SLOTS and not build.strict
     columns = build.chunk + (build.max_length if few else sampling.max_new_tokens)
+    if build.form is not None:
+        return build.slots, whole_blocks(columns)
     # TPUs store numbers by 128: a cache of other sizes has another layout than prompts, which are then transposed.
     return build.slots, columns if columns < MANY_COLUMNS else -(-columns // LANES) * LANES
 
@@ -229,8 +235,13 @@ def wanted(
     slots, longest = room(build, sampling)
     parts = parts_of(build.mesh, slots)
     if build.strict:
-        return SlotShape(slots, longest, 0, build.max_length - sampling.max_new_tokens, parts, build.group)
+        prompts = build.max_length - sampling.max_new_tokens
+        prompts = prompts if build.form is None else whole_blocks(prompts)
+        return SlotShape(slots, longest, 0, prompts, parts, build.group)
     rows, blocks = _rows_and_blocks(build, requests, held)
+    if build.form is not None:  # what is not live costs nothing, so that the slots' number alone compiles anything
+        prompts = build.max_length - (0 if slots <= FEWEST_SLOTS else sampling.max_new_tokens)
+        return SlotShape(rows, longest, 0, whole_blocks(prompts), parts, build.group)
     # What the chunk before has sampled is not known yet.
     columns = max(request.columns for request in requests) + build.chunk * (2 if unread else 1)
     columns = columns_for(columns, slots, longest)
@@ -260,7 +271,7 @@ def _rows_and_blocks(build: Build, requests: list[Request], held: SlotShape | No
     slots = build.slots
     blocks = 0
     parts = 1 if build.mesh is None else batch_parts(build.mesh)
-    part = math.lcm(max(slots // SIZES, 1), parts)
+    part = math.lcm(max(slots // SIZES, 1) if build.form is None else -(-slots // SIZES), parts)
     # Requests stay in their part of the mesh, so the fullest decides.
     crowd = collections.Counter(held.part(r.slot) for r in requests if r.slot >= 0) if held else {}
     needed = max(len(requests), max(crowd.values(), default=0) * (held.parts if held else 1))

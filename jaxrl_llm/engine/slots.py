@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl_llm.engine.requests import SlotShape
 from jaxrl_llm.engine.sampling import Computed, Draw, Rules, Tail, draw, extend_tail, fresh_tail, uniforms
 from jaxrl_llm.engine.settings import Repetition
+from jaxrl_llm.models.by_length import ByLength
 from jaxrl_llm.models.cache import (
     Cache,
     empty_cache,
@@ -158,16 +159,17 @@ def empty_slots(
     return on_mesh(slots._replace(cache=cache, blocks=blocks), mesh)
 
 
-@functools.partial(jax.jit, static_argnames=("steps", "asked", "group", "mesh", "columns"), donate_argnums=1)
+@functools.partial(jax.jit, static_argnames=("steps", "asked", "group", "mesh", "columns", "form"), donate_argnums=1)
 def run_chunk(
     model: Decoder, slots: Slots, rules: Rules, steps: int, asked: Computed, group: int = 1, mesh: Mesh | None = None,
-    columns: int | None = None,
+    columns: int | None = None, form: ByLength | None = None,
 ) -> tuple[Slots, tuple[Draw, jax.Array]]:  # fmt: skip
     """Sample up to ``steps`` tokens for every active slot; end early once none is active.
 
     The cache needs ``steps`` columns beyond the longest active row; ``columns`` of it are read, which must hold all
-    valid ones (None: the whole); at most ``group`` slots read one block. Returns the slots, and for the host, on every
-    device of the mesh, the output and which slots remain active.
+    valid ones (None: the whole); at most ``group`` slots read one block. With kernels (``form``) only live columns of
+    active slots are read, however many columns there are. Returns the slots, and for the host, on every device of the
+    mesh, the output and which slots remain active.
     """
     config = model.config
     rows = slots.tokens.shape[0]
@@ -197,7 +199,10 @@ def run_chunk(
 
     def one(carry: tuple) -> tuple:
         step, now, chunk, out = carry
-        hidden, chunk, experts = decode(model, slots.cache, chunk, step, now.tokens, slots.lengths, before, columns)
+        live = lambda lengths: lengths if form is None else jnp.where(now.active, lengths, 0)  # noqa: E731
+        begun = before._replace(lengths=live(before.lengths))
+        lengths = live(slots.lengths)
+        hidden, chunk, experts = decode(model, slots.cache, chunk, step, now.tokens, lengths, begun, columns, form)
         now, new = pick(now, hidden, experts, step)
         return step + 1, now, chunk, jax.tree.map(lambda a, b: a.at[step].set(b), out, new)
 

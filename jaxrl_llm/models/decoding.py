@@ -6,17 +6,20 @@ may read it from one block: its keys and values then pass through memory once fo
 """
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
-from jaxrl_llm.models import layers
+from jaxrl_llm.models import by_length, layers
+from jaxrl_llm.models.by_length import ByLength, PartialAttention, Seen
 from jaxrl_llm.models.cache import Cache, layer_of
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Decoder, block, embed, over_layers
-from jaxrl_llm.sharding import BATCH, constrain
+from jaxrl_llm.sharding import BATCH, constrain, fitting
 
 
 class SharedPrefix(NamedTuple):
@@ -107,6 +110,7 @@ def decode(
     lengths: jax.Array,
     before: SharedPrefix | None = None,
     width: int | None = None,
+    form: ByLength | None = None,
 ) -> tuple[jax.Array, Cache, jax.Array | None]:
     """Decode one token for every row.
 
@@ -119,6 +123,7 @@ def decode(
       lengths: int32[B].
       before: the shared prefixes in front of column 0, or None.
       width: upper bound of the cache's columns in use; None for all.
+      form: kernels that read the live columns of each row alone; None reads ``width`` columns of all rows.
 
     Returns:
       Final hidden states [B, D], the chunk with the new column, and the experts [B, L, k], or None for a dense model.
@@ -131,10 +136,12 @@ def decode(
     since = (step - jnp.arange(chunk.columns))[None]
     distance = (lengths + step)[:, None] - columns[None]
     valid = columns[None] < lengths[:, None]
+    windows = sorted(set(layers.layer_windows(config)))
+    live = None if form is None else _live(form, config, windows, cache, before, (lengths, lengths + step, positions))
 
     def layer(x: jax.Array, per_layer: Any) -> tuple[jax.Array, tuple[Cache, jax.Array | None]]:
-        w, frequencies, window, index, main, new, first = per_layer
-        main = layer_of(cache, main, index, rows, len(columns), parts)
+        w, frequencies, window, index, kind, main, new, first = per_layer
+        main = layer_of(cache, main, index, rows, len(columns), parts) if live is None else None
         in_window = [(window == 0) | (ago < window) for ago in (distance, since)]
         written = []
 
@@ -143,35 +150,26 @@ def decode(
             fresh = Cache(put(new.k, k, (0, 0, 0, step)), put(new.v, v, (0, 0, step, 0)))
             written.append(fresh)
             q = q[:, 0]
-            own = _part(config, q, main, (valid & in_window[0])[:, None, None])
+            if live is None:
+                earlier = [_part(config, q, main, (valid & in_window[0])[:, None, None])]
+                earlier += [] if before is None else [_begun(config, q, first, before, positions, window)]
+            else:
+                earlier = live(q, jnp.int32(index), kind)
             # A GPU's compiler merges products that share an operand, and would copy the cache to do so.
             near = _part(config, jax.lax.optimization_barrier(q), fresh, ((since >= 0) & in_window[1])[:, None, None])
-            begun = [] if before is None else [_begun(config, q, first, before, positions, window)]
-            return _merged([own, near, *begun]).astype(q.dtype)[:, None]
+            return _merged([earlier[0], near, *earlier[1:]]).astype(q.dtype)[:, None]
 
         angles = positions[:, None, None].astype(jnp.float32) * frequencies[None, None]
         x, own = block(w, config, x, angles, attend)
         return x, (written[0], own)
 
     x = constrain(embed(model, tokens)[:, None], BATCH)
-    others = (*layers.layer_constants(config), np.arange(config.layers), cache, chunk, before and before.cache)
+    kinds = np.searchsorted(windows, layers.layer_windows(config)).astype(np.int32)
+    whole = (cache, chunk, before and before.cache) if live is None else (None, chunk, None)
+    others = (*layers.layer_constants(config), np.arange(config.layers), kinds, *whole)
     x, (chunk, own) = over_layers(layer, x, model, *others)
     hidden = layers.rms_norm(x[:, 0], model.weights.final_norm[...], config.norm)
     return hidden, chunk, None if own is None else jnp.moveaxis(own[:, :, 0], 0, 1)
-
-
-class PartialAttention(NamedTuple):
-    """Attention of one query per row over some of the columns, float32.
-
-    Attributes:
-      top: [B, K, N / K, 1], the largest score.
-      mass: [B, K, N / K, 1], the sum of exp(score - top).
-      mixed: [B, K, N / K, H], the values weighted by exp(score - top).
-    """
-
-    top: jax.Array
-    mass: jax.Array
-    mixed: jax.Array
 
 
 def _part(config: ModelConfig, q: jax.Array, cache: Cache, visible: jax.Array) -> PartialAttention:
@@ -212,3 +210,64 @@ def _begun(
     found = found.reshape(count, heads, -1, queries, width + 2).swapaxes(1, 2).reshape(-1, heads, queries, width + 2)
     found = _moved(found, before.lanes, len(positions))[:, 0]
     return PartialAttention(found[..., :1], found[..., 1:2], found[..., 2:])
+
+
+def _live(
+    form: ByLength,
+    config: ModelConfig,
+    windows: Sequence[int],
+    cache: Cache,
+    before: SharedPrefix | None,
+    places: tuple[jax.Array, jax.Array, jax.Array],
+) -> Callable[[jax.Array, jax.Array, Any], list[PartialAttention]]:
+    """Return the attention of a layer over the live columns of each row and of its shared prefix: a function of
+    queries, layer, and the layer's place among the ``windows``. Each device reads its own rows and heads.
+
+    ``places``: int32[B] each: columns of a row, its newest token's column, and its position after the prefix.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    blocks = () if before is None else (before.cache, before.rows, before.lanes)
+
+    def on_own(call: Callable, out: PartitionSpec, specs: tuple, *given: Any) -> Any:
+        if mesh.empty:
+            return call(*given)
+        return jax.shard_map(call, in_specs=specs, out_specs=out, check_vma=False)(*given)
+
+    def prepared(places: tuple, lengths: jax.Array | None, *blocks: Any) -> tuple:
+        """Return what each source's kernel reads, stacked by window."""
+        columns, newest, positions = places
+        found = []
+        for window in windows:
+            own = by_length.seen(columns, newest, window)
+            found.append([by_length.reading(form, own.each(lambda x: x[:, None]), cache.columns)])
+            if blocks:
+                (shared, rows, lanes) = blocks
+                seen = by_length.seen(lengths, positions, window)
+                used = (lanes[0][rows[0]] == jnp.arange(rows.shape[1])) & (seen.limit[rows[0]] > 0)
+                there = Seen(seen.least[rows[0]], jnp.where(used, seen.limit[rows[0]], 0))
+                served = jnp.where(used, rows[0], -1).reshape(shared.v.shape[1], -1)
+                there = there.each(lambda x, served=served: x.reshape(served.shape))
+                found[-1].append(by_length.reading(form, there, shared.columns, served, seen.limit > seen.least))
+        return jax.tree.map(lambda *each: jnp.stack(each), *found)
+
+    by_row = fitting(places[0].shape, (BATCH,), mesh)
+    whole = fitting(cache.k.shape, (None, BATCH, "tensor"), mesh)
+    of_blocks = (Cache(whole, whole), by_row, by_row) if blocks else ()
+    stacked = PartitionSpec(None, *by_row)
+    lengths = None if before is None else before.lengths
+    readings = on_own(prepared, stacked, (by_row, by_row, *of_blocks), places, lengths, *blocks)
+
+    def local(q: jax.Array, layer: jax.Array, cache: Cache, readings: list, *blocks: Any) -> list[PartialAttention]:
+        read = functools.partial(by_length.attend, form, config.attention)
+        found = read(q, cache, layer, readings[0])
+        if blocks:
+            found += read(q, blocks[0], layer, readings[1])
+        return found
+
+    def attend(q: jax.Array, layer: jax.Array, kind: Any) -> list[PartialAttention]:
+        own = jax.tree.map(lambda x: x[kind if len(windows) > 1 else 0], readings)
+        heads = fitting(q.shape, (BATCH, "tensor"), mesh)
+        specs = (heads, PartitionSpec(), Cache(whole, whole), by_row, *of_blocks)
+        return on_own(local, heads, specs, q, layer, cache, own, *blocks)
+
+    return attend

@@ -170,7 +170,8 @@ def lowered(one: Subject, name: str) -> jax.stages.Lowered:
             return fill_slots.lower(held.slots, cache, begun, where)
         rules = jax.eval_shape(lambda: as_rules(sampler.rules))
         chunk = sampler.rollout.engine.chunk
-        return run_chunk.lower(held.sampled, held.slots, rules, chunk, asked_of(sampler.rules), shape.group, where)
+        how = {"group": shape.group, "mesh": where, "form": held.form}
+        return run_chunk.lower(held.sampled, held.slots, rules, chunk, asked_of(sampler.rules), **how)
 
 
 def programs(one: Subject) -> dict[str, Mesh]:

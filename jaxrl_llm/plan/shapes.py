@@ -20,6 +20,7 @@ from jaxrl_llm.learner import Forward, Training
 from jaxrl_llm.learner.batch import Packed
 from jaxrl_llm.learner.forward import batch_shardings
 from jaxrl_llm.learner.packing import packed_shapes
+from jaxrl_llm.models.by_length import ByLength, form_for
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Adapter, Decoder, cast, initialise
 from jaxrl_llm.models.heads import ScalarModel
@@ -112,12 +113,14 @@ class SamplingArrays(Arrays):
       sampled: weights to sample from.
       slots: the engine's slots, at their largest.
       slot_shape: the shape of the slots.
+      form: kernels of decoding; None for the plain form.
     """
 
     sampler: PlannedSampler
     sampled: Decoder
     slots: Slots
     slot_shape: SlotShape
+    form: ByLength | None
 
 
 def abstract_mesh(sizes: Mapping[str, int], platform: str = "") -> AbstractMesh:
@@ -172,7 +175,10 @@ def _with_sampler(held: Arrays, sampler: PlannedSampler, model: Decoder, dtype: 
     sampled = jax.eval_shape(lambda m: for_sampling(cast(m, dtype), platform_of(where)), model)
     engine = rollout.engine
     group = 1 if engine.strict else min(rollout.group, engine.slots)
-    build = Build(model.config, dtype, engine.slots, rollout.max_length, engine.chunk, where, engine.strict, group)
+    form = form_for(model.config.attention, engine.slots, where)
+    build = Build(
+        model.config, dtype, engine.slots, rollout.max_length, engine.chunk, where, engine.strict, group, form
+    )
     prompt = Prompt(np.zeros(rollout.max_prompt_tokens, np.int32))
     most = rollout.max_new_tokens
     at_their_end = [Request(i, prompt, 0, most, count=most - 1, block_key=i) for i in range(engine.slots)]
@@ -186,6 +192,7 @@ def _with_sampler(held: Arrays, sampler: PlannedSampler, model: Decoder, dtype: 
         sampled=abstract(sampled, sampling_shardings(sampled, where)),
         slots=abstract(slots, slot_shardings(slots, where)),
         slot_shape=shape,
+        form=form,
     )
 
 
