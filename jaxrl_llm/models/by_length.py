@@ -54,10 +54,9 @@ class Seen(NamedTuple):
         return Seen(change(self.least), change(self.limit))
 
 
-def seen(limit: jax.Array, newest: jax.Array, window: int) -> Seen:
+def seen(limit: jax.Array, newest: jax.Array, window: Any) -> Seen:
     """Return the columns below ``limit`` in a window that ends with column ``newest``; window 0 has no beginning."""
-    least = jnp.maximum(newest - window + 1, 0) if window else jnp.zeros_like(limit)
-    return Seen(least, limit)
+    return Seen(jnp.where(window == 0, 0, jnp.maximum(newest - window + 1, 0)), limit)
 
 
 class PartialAttention(NamedTuple):
@@ -194,9 +193,23 @@ def fetched(half: Any, number: Any, table: Reads, rows: int, each: int) -> tuple
     return table.row[at] * halves + half, row * halves + half, jax.lax.rem(read, jnp.int32(each))
 
 
+class Near(NamedTuple):
+    """The columns of the chunk: one layer's k [B, K, H, C] and v [B, K, C, H], and ``Seen`` of all rows, int32[2]."""
+
+    k: Any
+    v: Any
+    seen: jax.Array
+
+
+def takes_near(form: ByLength, columns: int) -> bool:
+    """Whether the kernel of a cache's own rows can read a chunk of so many columns too."""
+    return form.platform == "gpu" and columns >= GPU_ROWS and columns & (columns - 1) == 0
+
+
 def attend(
-    form: ByLength, config: Attention, q: jax.Array, cache: Any, layer: jax.Array, reading: Reading
-) -> list[PartialAttention]:
+    form: ByLength, config: Attention, q: jax.Array, cache: Any, layer: jax.Array, reading: Reading,
+    near: Near | None = None,
+) -> list[PartialAttention]:  # fmt: skip
     """Attend over live columns of one layer of a cache.
 
     Args:
@@ -206,11 +219,13 @@ def attend(
       cache: k [L, E, K, H, S] and v [L, E, K, S, H], S of whole blocks; without lanes its first B rows are read.
       layer: int32[].
       reading: of the cache's rows.
+      near: columns of the chunk to read too, where ``takes_near``; only without lanes.
 
     Returns:
       Parts of the result, whose columns are disjoint; ``top`` of a query without a column is ``MASKED``.
     """
-    parts = {"tpu": _tpu, "gpu": _gpu}[form.platform](form.interpret, config, q, cache, layer, reading)
+    given = config, q, cache, layer, reading
+    parts = _tpu(form.interpret, *given) if form.platform == "tpu" else _gpu(form.interpret, *given, near)
     if reading.begun is None:
         return parts
     begun = reading.begun[:, None, None, None]
@@ -390,7 +405,7 @@ def _tpu(
 
 
 def _gpu(
-    interpret: bool, config: Attention, q: jax.Array, cache: Any, layer: jax.Array, reading: Reading
+    interpret: bool, config: Attention, q: jax.Array, cache: Any, layer: jax.Array, reading: Reading, near: Near | None
 ) -> list[PartialAttention]:
     """One program for each row of the cache, head and span of columns, with a loop over the live ones of the span.
 
@@ -407,7 +422,8 @@ def _gpu(
     lanes = jnp.pad(lanes, ((0, 0), (0, padded - lanes.shape[1])), constant_values=-1)
     bounds = [jnp.pad(x, ((0, 0), (0, padded - x.shape[1]))) for x in seen]
 
-    def kernel(layer, first, end, lanes, q, k, v, least, limit, *found):
+    def kernel(layer, first, end, lanes, q, k, v, least, limit, *refs):
+        found = refs[-3:]
         row, head, span = (pl.program_id(axis) for axis in range(3))
         each = jnp.arange(padded * size, dtype=jnp.int32)
         served = lanes[row, jax.lax.div(each, jnp.int32(size))]
@@ -429,6 +445,14 @@ def _gpu(
         begin = jnp.maximum(first[row], span * inside)
         after = jnp.minimum(end[row], (span + 1) * inside)
         result = jax.lax.fori_loop(begin, after, add, _none(_shapes(padded * size, width)))
+        if near is not None:
+
+            def add_chunk(before: PartialAttention) -> PartialAttention:
+                column = jax.lax.broadcasted_iota(jnp.int32, (padded * size, near.k.shape[3]), 1)
+                visible = (column >= refs[2][0]) & (column < refs[2][1])
+                return _update(config, asked, refs[0][row, head], refs[1][row, head], visible, before)
+
+            result = jax.lax.cond(span == 0, add_chunk, lambda before: before, result)
         place = jnp.where(real, at, total)
         for ref, value in zip(found, result, strict=True):
             ref[span, place] = value if ref.ndim == 3 else value[:, 0]
@@ -442,6 +466,6 @@ def _gpu(
         compiler_params=plgpu.CompilerParams(num_warps=4 if padded * size < 64 else 8, num_stages=2),
         interpret=interpret,
         name="attention_by_length",
-    )(layer.reshape(1), first, end, lanes, q.reshape(total, width), *cache, *bounds)
+    )(layer.reshape(1), first, end, lanes, q.reshape(total, width), *cache, *bounds, *(near or ()))
     whole = [x[:, :total].reshape(spans, count, heads, queries, -1) for x in found]
     return [PartialAttention(*(x[span] for x in whole)) for span in range(spans)]

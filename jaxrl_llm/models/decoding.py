@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxrl_llm.models import by_length, layers
-from jaxrl_llm.models.by_length import ByLength, PartialAttention, Seen
+from jaxrl_llm.models.by_length import ByLength, Near, PartialAttention, Seen
 from jaxrl_llm.models.cache import Cache, layer_of
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Decoder, block, embed, over_layers
@@ -138,6 +138,7 @@ def decode(
     valid = columns[None] < lengths[:, None]
     windows = sorted(set(layers.layer_windows(config)))
     live = None if form is None else _live(form, config, windows, cache, before, (lengths, lengths + step, positions))
+    near_too = form is not None and by_length.takes_near(form, chunk.columns)
 
     def layer(x: jax.Array, per_layer: Any) -> tuple[jax.Array, tuple[Cache, jax.Array | None]]:
         w, frequencies, window, index, kind, main, new, first = per_layer
@@ -150,6 +151,11 @@ def decode(
             fresh = Cache(put(new.k, k, (0, 0, 0, step)), put(new.v, v, (0, 0, step, 0)))
             written.append(fresh)
             q = q[:, 0]
+            if near_too:
+                bounds = by_length.seen(step + 1, step, window)
+                return _merged(live(q, jnp.int32(index), kind, Near(*fresh, jnp.stack(bounds)))).astype(q.dtype)[
+                    :, None
+                ]
             if live is None:
                 earlier = [_part(config, q, main, (valid & in_window[0])[:, None, None])]
                 earlier += [] if before is None else [_begun(config, q, first, before, positions, window)]
@@ -219,9 +225,10 @@ def _live(
     cache: Cache,
     before: SharedPrefix | None,
     places: tuple[jax.Array, jax.Array, jax.Array],
-) -> Callable[[jax.Array, jax.Array, Any], list[PartialAttention]]:
+) -> Callable[..., list[PartialAttention]]:
     """Return the attention of a layer over the live columns of each row and of its shared prefix: a function of
-    queries, layer, and the layer's place among the ``windows``. Each device reads its own rows and heads.
+    queries, layer, the layer's place among the ``windows``, and perhaps the chunk. Each device reads its own rows and
+    heads.
 
     ``places``: int32[B] each: columns of a row, its newest token's column, and its position after the prefix.
     """
@@ -257,17 +264,18 @@ def _live(
     lengths = None if before is None else before.lengths
     readings = on_own(prepared, stacked, (by_row, by_row, *of_blocks), places, lengths, *blocks)
 
-    def local(q: jax.Array, layer: jax.Array, cache: Cache, readings: list, *blocks: Any) -> list[PartialAttention]:
+    def local(q: jax.Array, layer: jax.Array, cache: Cache, readings: list, near: Near | None, *blocks: Any) -> list:
         read = functools.partial(by_length.attend, form, config.attention)
-        found = read(q, cache, layer, readings[0])
+        found = read(q, cache, layer, readings[0], near)
         if blocks:
             found += read(q, blocks[0], layer, readings[1])
         return found
 
-    def attend(q: jax.Array, layer: jax.Array, kind: Any) -> list[PartialAttention]:
+    def attend(q: jax.Array, layer: jax.Array, kind: Any, near: Near | None = None) -> list[PartialAttention]:
         own = jax.tree.map(lambda x: x[kind if len(windows) > 1 else 0], readings)
         heads = fitting(q.shape, (BATCH, "tensor"), mesh)
-        specs = (heads, PartitionSpec(), Cache(whole, whole), by_row, *of_blocks)
-        return on_own(local, heads, specs, q, layer, cache, own, *blocks)
+        chunk = None if near is None else Near(heads, heads, PartitionSpec())
+        specs = (heads, PartitionSpec(), Cache(whole, whole), by_row, chunk, *of_blocks)
+        return on_own(local, heads, specs, q, layer, cache, own, near, *blocks)
 
     return attend
