@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.models.by_length import ByLength, Near, Seen, attend, form_for, reading
+from jaxrl_llm.models.by_length import ByLength, Near, Seen, form_for, reading
+from jaxrl_llm.models.by_length_kernels import attend
 from jaxrl_llm.models.cache import Cache
 from jaxrl_llm.models.config import Attention
 from jaxrl_llm.plan import hlo
