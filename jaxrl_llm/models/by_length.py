@@ -1,23 +1,17 @@
-"""Decode attention by length: kernels that read the live columns of each row of a cache, and nothing behind them.
+"""Decode attention by length: which columns of a cache are live, and in which order kernels read them.
 
-Lengths are data, so one program serves rows of every length. The kernels take the cache of all layers and the number of
-one: a layer is never cut out of it.
+Lengths are data, so one program serves rows of every length (``by_length_kernels``). CPUs have the plain form.
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
-from jax.experimental.pallas import triton as plgpu
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxrl_llm.models.config import Attention
-from jaxrl_llm.models.layers import MASKED, softcap
 from jaxrl_llm.sharding import batch_parts, platform_of
 
 LANES, SUBLANES = 128, 8
@@ -54,10 +48,9 @@ class Seen(NamedTuple):
         return Seen(change(self.least), change(self.limit))
 
 
-def seen(limit: jax.Array, newest: jax.Array, window: int) -> Seen:
+def seen(limit: jax.Array, newest: jax.Array, window: Any) -> Seen:
     """Return the columns below ``limit`` in a window that ends with column ``newest``; window 0 has no beginning."""
-    least = jnp.maximum(newest - window + 1, 0) if window else jnp.zeros_like(limit)
-    return Seen(least, limit)
+    return Seen(jnp.where(window == 0, 0, jnp.maximum(newest - window + 1, 0)), limit)
 
 
 class PartialAttention(NamedTuple):
@@ -123,7 +116,7 @@ class Reads(NamedTuple):
     row: jax.Array
     block: jax.Array
     live: jax.Array
-    steps: jax.Array
+    steps: Any = None
 
 
 class Reading(NamedTuple):
@@ -194,254 +187,14 @@ def fetched(half: Any, number: Any, table: Reads, rows: int, each: int) -> tuple
     return table.row[at] * halves + half, row * halves + half, jax.lax.rem(read, jnp.int32(each))
 
 
-def attend(
-    form: ByLength, config: Attention, q: jax.Array, cache: Any, layer: jax.Array, reading: Reading
-) -> list[PartialAttention]:
-    """Attend over live columns of one layer of a cache.
+class Near(NamedTuple):
+    """The columns of the chunk: one layer's k [B, K, H, C] and v [B, K, C, H], and ``Seen`` of all rows, int32[2]."""
 
-    Args:
-      form: the kernels.
-      config: of the attention.
-      q: [B, K, M, H].
-      cache: k [L, E, K, H, S] and v [L, E, K, S, H], S of whole blocks; without lanes its first B rows are read.
-      layer: int32[].
-      reading: of the cache's rows.
-
-    Returns:
-      Parts of the result, whose columns are disjoint; ``top`` of a query without a column is ``MASKED``.
-    """
-    parts = {"tpu": _tpu, "gpu": _gpu}[form.platform](form.interpret, config, q, cache, layer, reading)
-    if reading.begun is None:
-        return parts
-    begun = reading.begun[:, None, None, None]
-    return [PartialAttention(*(jnp.where(begun, x, y) for x, y in zip(p, _none(p), strict=True))) for p in parts]
+    k: Any
+    v: Any
+    seen: jax.Array
 
 
-def _none(shapes: PartialAttention) -> PartialAttention:
-    """Return the attention over no column."""
-    zeros = functools.partial(jnp.zeros, dtype=jnp.float32)
-    top, mass, mixed = (x.shape for x in shapes)
-    return PartialAttention(jnp.full(top, MASKED, jnp.float32), zeros(mass), zeros(mixed))
-
-
-def _shapes(*shape: int, stat: int = 1) -> PartialAttention:
-    one = jax.ShapeDtypeStruct((*shape[:-1], stat), jnp.float32)
-    return PartialAttention(one, one, jax.ShapeDtypeStruct(shape, jnp.float32))
-
-
-def _update(
-    config: Attention, q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array, before: PartialAttention,
-    turned: bool = False,
-) -> PartialAttention:  # fmt: skip
-    """Add a block of columns to the attention of queries q [M, H] over k [H, S] and v [S, H]; ``visible`` [M, S].
-
-    ``turned``: v is [H, S].
-    """
-    scale = config.scale if config.scale is not None else config.head_dim**-0.5
-    found = softcap(jnp.dot(q, k, preferred_element_type=jnp.float32) * scale, config.softcap)
-    found = jnp.where(visible, found, MASKED)
-    top = jnp.maximum(before.top, jnp.max(found, axis=1, keepdims=True))
-    weights = jnp.exp(found - top)
-    kept = jnp.exp(before.top - top)
-    along = (((1,), (1 if turned else 0,)), ((), ()))
-    mixed = jax.lax.dot_general(weights.astype(v.dtype), v, along, preferred_element_type=jnp.float32)
-    mass = kept * before.mass + jnp.sum(weights, axis=1, keepdims=True)
-    return PartialAttention(top, mass, kept * before.mixed + mixed)
-
-
-class Tile(NamedTuple):
-    """Sizes of what a TPU's kernel works on: rows of the cache, blocks of each, columns of a block, queries of a row.
-
-    ``turned``: values lie in memory with their columns last, as those narrower than a TPU's tile do.
-    """
-
-    rows: int
-    each: int
-    block: int
-    queries: int
-    turned: bool
-
-
-def _add(config: Attention, tile: Tile, first: jax.Array, given: Sequence[Any], sums: Sequence[Any]) -> None:
-    """Add the block that begins with column ``first`` to the sums [K, M, ..] of all heads, references of Pallas.
-
-    ``given``: queries [K, M, H], keys, values, and the bounds of what each query sees.
-    """
-    asked, k, v, least, limit = given
-    columns = first + jax.lax.broadcasted_iota(jnp.int32, (tile.queries, tile.block), 1)
-    visible = (columns >= least[0]) & (columns < limit[0])
-    for head in range(asked.shape[0]):
-        top, mass, mixed = (ref[head] for ref in sums)
-        before = PartialAttention(top[:, :1], mass[:, :1], mixed)
-        after = _update(config, asked[head].astype(k.dtype), k[0, 0, head], v[0, 0, head], visible, before, tile.turned)
-        for ref, value in zip(sums, after, strict=True):
-            ref[head] = jnp.broadcast_to(value, ref.shape[1:])
-
-
-def _own_rows(config: Attention, tile: Tile, row: Any, blocks: Any, live: Any, _: Any, *refs: Any) -> None:
-    """Compute one step for the row of queries of the cache's row."""
-    *given, top, mass, mixed = refs
-    sums = [ref.at[0] for ref in (top, mass, mixed)]
-    at = pl.program_id(0) * (tile.rows // halves_of(tile.rows) * tile.each) + pl.program_id(1)
-
-    @pl.when((pl.program_id(1) == 0) | (row[at] != row[jnp.maximum(at - 1, 0)]))
-    def _begin() -> None:
-        for ref, zero in zip(sums, _none(PartialAttention(*sums)), strict=True):
-            ref[...] = zero
-
-    @pl.when(live[at] == 1)
-    def _compute() -> None:
-        first = jax.lax.rem(blocks[at], jnp.int32(tile.each)) * tile.block
-        _add(config, tile, first, [given[0].at[0], *given[1:]], sums)
-
-
-def _lanes(config: Attention, tile: Tile, row: Any, blocks: Any, live: Any, _: Any, lanes: Any, *refs: Any) -> None:
-    """Compute one step for the rows of queries that read the cache's row: its first step gathers their queries, and its
-    last one sends the results to their places."""
-    q, k, v, least, limit, *outs, asked, top, mass, mixed, sent = refs
-    sums = [top, mass, mixed]
-    size = q.shape[2]
-    count = tile.queries // size
-    half, number = pl.program_id(0), pl.program_id(1)
-    at = half * (tile.rows // halves_of(tile.rows) * tile.each) + number
-    after = jnp.minimum(at + 1, row.shape[0] - 1)
-    base = (row[at] * halves_of(tile.rows) + half) * count
-    last = (number == pl.num_programs(1) - 1) | (row[after] != row[at]) | (live[after] == 0)
-    places = [slice(lane * size, (lane + 1) * size) for lane in range(count)]
-
-    @pl.when((number == 0) | (row[at] != row[jnp.maximum(at - 1, 0)]))
-    def _begin() -> None:
-        for lane, place in enumerate(places):
-            asked[:, place] = q[jnp.maximum(lanes[base + lane], 0)]
-        for ref, zero in zip(sums, _none(PartialAttention(*sums)), strict=True):
-            ref[...] = zero
-
-    @pl.when(live[at] == 1)
-    def _compute() -> None:
-        first = jax.lax.rem(blocks[at], jnp.int32(tile.each)) * tile.block
-        _add(config, tile, first, [asked, k, v, least, limit], sums)
-
-    def send(lane: int, act: Callable[[Any], None]) -> None:
-        @pl.when((live[at] == 1) & last & (lanes[base + lane] >= 0))
-        def _() -> None:
-            for ref, out in zip(sums, outs, strict=True):
-                act(pltpu.make_async_copy(ref.at[:, places[lane]], out.at[lanes[base + lane]], sent))
-
-    for lane in range(count):
-        send(lane, lambda copy: copy.start())
-    for lane in range(count):
-        send(lane, lambda copy: copy.wait())
-
-
-def _tpu(
-    interpret: bool, config: Attention, q: jax.Array, cache: Any, layer: jax.Array, reading: Reading
-) -> list[PartialAttention]:
-    """One step of the grid for each live block, of all heads; the sums of a row stay in the chip's memory meanwhile."""
-    (count, heads, queries, width) = q.shape
-    seen, table, lanes, _ = reading
-    block = block_columns(cache.v.shape[3])
-    size = queries if lanes is None else -(-queries // SUBLANES) * SUBLANES
-    inside = size if lanes is None else size * lanes.shape[1]
-    tile = Tile(len(seen.limit), cache.v.shape[3] // block, block, inside, width < LANES)
-    values = jnp.swapaxes(cache.v, 3, 4) if tile.turned else cache.v
-    bounds = [jnp.repeat(x, inside // x.shape[1], axis=1)[..., None] for x in seen]
-
-    def where(half: Any, number: Any, *given: Any) -> tuple[Any, Any, Any]:
-        return fetched(half, number, Reads(*given[:3], steps=None), tile.rows, tile.each)
-
-    def own(*blocked: int) -> Any:
-        return pl.BlockSpec((1, *blocked), lambda h, n, *given: (where(h, n, *given)[0], *(0 for _ in blocked)))
-
-    def columns(turned: bool) -> Any:
-        def at(half: Any, number: Any, *given: Any) -> tuple:
-            _, row, column = where(half, number, *given)
-            return given[3][0], row, 0, *((0, column) if turned else (column, 0))
-
-        return pl.BlockSpec((1, 1, heads, *((width, block) if turned else (block, width))), at)
-
-    inputs = [columns(True), columns(tile.turned), own(inside, 1), own(inside, 1)]
-    scalars = [*table[:3], layer.reshape(1)]
-    if lanes is None:
-        kernel, shapes, scratch = _own_rows, _shapes(count, heads, size, width), []
-        ends = own(heads, size, width), [own(*shape.shape[1:]) for shape in shapes]
-    else:
-        kernel, shapes = _lanes, _shapes(count, heads, size, width, stat=LANES)
-        sums = [pltpu.VMEM((heads, inside, shape.shape[3]), jnp.float32) for shape in (shapes[2], *shapes)]
-        scratch = [*sums, pltpu.SemaphoreType.DMA]
-        ends = pl.BlockSpec(memory_space=pltpu.VMEM), [pl.BlockSpec(memory_space=pl.ANY) for _ in shapes]
-        scalars.append(lanes.reshape(-1))
-        q = jnp.pad(q.astype(jnp.float32), ((0, 0), (0, 0), (0, size - queries), (0, 0)))
-    found = pl.pallas_call(
-        functools.partial(kernel, config, tile),
-        out_shape=list(shapes),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(scalars),
-            grid=(halves_of(tile.rows), table.steps[0]),
-            in_specs=[ends[0], *inputs],
-            out_specs=ends[1],
-            scratch_shapes=scratch,
-        ),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
-        interpret=interpret,
-        name="attention_by_length",
-    )(*scalars, q, cache.k, values, *bounds)
-    top, mass, mixed = (x[:, :, :queries] for x in found)
-    return [PartialAttention(top[..., :1], mass[..., :1], mixed)]
-
-
-def _gpu(
-    interpret: bool, config: Attention, q: jax.Array, cache: Any, layer: jax.Array, reading: Reading
-) -> list[PartialAttention]:
-    """One program for each row of the cache, head and span of columns, with a loop over the live ones of the span.
-
-    It gathers the queries that read the row, and puts their results where they belong.
-    """
-    (count, heads, queries, width) = q.shape
-    seen, (first, end), lanes, _ = reading
-    columns = cache.v.shape[3]
-    block = min(columns, GPU_BLOCK)
-    spans = -(-columns // GPU_SPAN)
-    lanes = jnp.arange(count, dtype=jnp.int32)[:, None] if lanes is None else lanes
-    size = 1 << (queries - 1).bit_length()
-    padded = max(GPU_ROWS // size, 1 << (lanes.shape[1] - 1).bit_length())  # all sizes are powers of two
-    lanes = jnp.pad(lanes, ((0, 0), (0, padded - lanes.shape[1])), constant_values=-1)
-    bounds = [jnp.pad(x, ((0, 0), (0, padded - x.shape[1]))) for x in seen]
-
-    def kernel(layer, first, end, lanes, q, k, v, least, limit, *found):
-        row, head, span = (pl.program_id(axis) for axis in range(3))
-        each = jnp.arange(padded * size, dtype=jnp.int32)
-        served = lanes[row, jax.lax.div(each, jnp.int32(size))]
-        number = jax.lax.rem(each, jnp.int32(size))
-        real = (served >= 0) & (number < queries)
-        at = (jnp.maximum(served, 0) * heads + head) * queries + jnp.minimum(number, queries - 1)
-        asked = q[at]
-        lower, upper = (x[row, jax.lax.div(each, jnp.int32(size))][:, None] for x in (least, limit))
-
-        def add(number: jax.Array, before: PartialAttention) -> PartialAttention:
-            there = pl.ds(pl.multiple_of(number * block, block), block)
-            column = number * block + jax.lax.broadcasted_iota(jnp.int32, (padded * size, block), 1)
-            visible = (column >= lower) & (column < upper)
-            return _update(
-                config, asked, k[layer[0], row, head, :, there], v[layer[0], row, head, there], visible, before
-            )
-
-        inside = GPU_SPAN // block
-        begin = jnp.maximum(first[row], span * inside)
-        after = jnp.minimum(end[row], (span + 1) * inside)
-        result = jax.lax.fori_loop(begin, after, add, _none(_shapes(padded * size, width)))
-        place = jnp.where(real, at, total)
-        for ref, value in zip(found, result, strict=True):
-            ref[span, place] = value if ref.ndim == 3 else value[:, 0]
-
-    total = count * heads * queries
-    stats = jax.ShapeDtypeStruct((spans, total + 1), jnp.float32)  # the last place is for what nobody asked
-    found = pl.pallas_call(
-        kernel,
-        out_shape=[stats, stats, jax.ShapeDtypeStruct((spans, total + 1, width), jnp.float32)],
-        grid=(len(lanes), heads, spans),
-        compiler_params=plgpu.CompilerParams(num_warps=4 if padded * size < 64 else 8, num_stages=2),
-        interpret=interpret,
-        name="attention_by_length",
-    )(layer.reshape(1), first, end, lanes, q.reshape(total, width), *cache, *bounds)
-    whole = [x[:, :total].reshape(spans, count, heads, queries, -1) for x in found]
-    return [PartialAttention(*(x[span] for x in whole)) for span in range(spans)]
+def takes_near(form: ByLength, columns: int) -> bool:
+    """Whether the kernel of a cache's own rows can read a chunk of so many columns too."""
+    return form.platform == "gpu" and columns >= GPU_ROWS and columns & (columns - 1) == 0

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxrl_llm.models import by_length, layers
-from jaxrl_llm.models.by_length import ByLength, PartialAttention, Seen
+from jaxrl_llm.models import by_length, by_length_kernels, layers
+from jaxrl_llm.models.by_length import ByLength, Near, PartialAttention, Reading, Seen
 from jaxrl_llm.models.cache import Cache, layer_of
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Decoder, block, embed, over_layers
@@ -129,20 +129,14 @@ def decode(
       Final hidden states [B, D], the chunk with the new column, and the experts [B, L, k], or None for a dense model.
     """
     config = model.config
-    rows = tokens.shape[0]
     positions = lengths + step + (0 if before is None else before.lengths)
-    columns = jnp.arange(width or cache.columns)
-    parts = 1 if before is None else len(before.rows)
     since = (step - jnp.arange(chunk.columns))[None]
-    distance = (lengths + step)[:, None] - columns[None]
-    valid = columns[None] < lengths[:, None]
-    windows = sorted(set(layers.layer_windows(config)))
-    live = None if form is None else _live(form, config, windows, cache, before, (lengths, lengths + step, positions))
+    given = config, cache, before, (lengths, lengths + step, positions)
+    read = _whole(*given, width) if form is None else _live(*given, form)
+    with_chunk = form is not None and by_length.takes_near(form, chunk.columns)
 
     def layer(x: jax.Array, per_layer: Any) -> tuple[jax.Array, tuple[Cache, jax.Array | None]]:
-        w, frequencies, window, index, kind, main, new, first = per_layer
-        main = layer_of(cache, main, index, rows, len(columns), parts) if live is None else None
-        in_window = [(window == 0) | (ago < window) for ago in (distance, since)]
+        w, frequencies, window, new, *place = per_layer
         written = []
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -150,26 +144,49 @@ def decode(
             fresh = Cache(put(new.k, k, (0, 0, 0, step)), put(new.v, v, (0, 0, step, 0)))
             written.append(fresh)
             q = q[:, 0]
-            if live is None:
-                earlier = [_part(config, q, main, (valid & in_window[0])[:, None, None])]
-                earlier += [] if before is None else [_begun(config, q, first, before, positions, window)]
+            if with_chunk:
+                near = Near(*fresh, jnp.stack(by_length.seen(step + 1, step, window)))
+                parts = read(q, window, *place, near)
             else:
-                earlier = live(q, jnp.int32(index), kind)
-            # A GPU's compiler merges products that share an operand, and would copy the cache to do so.
-            near = _part(config, jax.lax.optimization_barrier(q), fresh, ((since >= 0) & in_window[1])[:, None, None])
-            return _merged([earlier[0], near, *earlier[1:]]).astype(q.dtype)[:, None]
+                own, *begun = read(q, window, *place)
+                visible = ((since >= 0) & ((window == 0) | (since < window)))[:, None, None]
+                # A GPU's compiler merges products that share an operand, and would copy the cache to do so.
+                parts = [own, _part(config, jax.lax.optimization_barrier(q), fresh, visible), *begun]
+            return _merged(parts).astype(q.dtype)[:, None]
 
         angles = positions[:, None, None].astype(jnp.float32) * frequencies[None, None]
         x, own = block(w, config, x, angles, attend)
         return x, (written[0], own)
 
     x = constrain(embed(model, tokens)[:, None], BATCH)
-    kinds = np.searchsorted(windows, layers.layer_windows(config)).astype(np.int32)
-    whole = (cache, chunk, before and before.cache) if live is None else (None, chunk, None)
-    others = (*layers.layer_constants(config), np.arange(config.layers), kinds, *whole)
+    # Kernels take the cache of all layers; only what is sliced by layer goes through the loop over them.
+    sliced = (cache, before and before.cache) if form is None else (None, None)
+    others = (*layers.layer_constants(config), chunk, np.arange(config.layers), *sliced)
     x, (chunk, own) = over_layers(layer, x, model, *others)
     hidden = layers.rms_norm(x[:, 0], model.weights.final_norm[...], config.norm)
     return hidden, chunk, None if own is None else jnp.moveaxis(own[:, :, 0], 0, 1)
+
+
+Places = tuple[jax.Array, jax.Array, jax.Array]
+"""int32[B] each: columns of a row in the cache, its newest token's column, and that token's position."""
+
+
+def _whole(
+    config: ModelConfig, cache: Cache, before: SharedPrefix | None, places: Places, width: int | None
+) -> Callable[..., list[PartialAttention]]:
+    """Return the attention of a layer over ``width`` columns of all rows, and over their shared prefixes."""
+    lengths, newest, positions = places
+    columns = jnp.arange(width or cache.columns)
+    parts = 1 if before is None else len(before.rows)
+    distance = newest[:, None] - columns[None]
+    valid = columns[None] < lengths[:, None]
+
+    def attend(q: jax.Array, window: jax.Array, index: Any, main: Cache, first: Cache) -> list[PartialAttention]:
+        main = layer_of(cache, main, index, len(q), len(columns), parts)
+        own = _part(config, q, main, (valid & ((window == 0) | (distance < window)))[:, None, None])
+        return [own] if before is None else [own, _begun(config, q, first, before, positions, window)]
+
+    return attend
 
 
 def _part(config: ModelConfig, q: jax.Array, cache: Cache, visible: jax.Array) -> PartialAttention:
@@ -213,61 +230,62 @@ def _begun(
 
 
 def _live(
-    form: ByLength,
-    config: ModelConfig,
-    windows: Sequence[int],
-    cache: Cache,
-    before: SharedPrefix | None,
-    places: tuple[jax.Array, jax.Array, jax.Array],
-) -> Callable[[jax.Array, jax.Array, Any], list[PartialAttention]]:
-    """Return the attention of a layer over the live columns of each row and of its shared prefix: a function of
-    queries, layer, and the layer's place among the ``windows``. Each device reads its own rows and heads.
-
-    ``places``: int32[B] each: columns of a row, its newest token's column, and its position after the prefix.
+    config: ModelConfig, cache: Cache, before: SharedPrefix | None, places: Places, form: ByLength
+) -> Callable[..., list[PartialAttention]]:
+    """Return the attention of a layer over the live columns of each row and of its shared prefix, and perhaps over the
+    chunk; each device reads its own rows and heads.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    blocks = () if before is None else (before.cache, before.rows, before.lanes)
+    windows = layers.layer_windows(config)
+    kinds = sorted(set(windows))
+    of_layer = jnp.asarray([kinds.index(window) for window in windows], jnp.int32)
+    blocks = () if before is None else (before.cache, before.rows, before.lanes, before.lengths)
+    by_row = fitting(places[0].shape, (BATCH,), mesh)
+    whole = fitting(cache.k.shape, (None, BATCH, "tensor"), mesh)
+    of_blocks = (Cache(whole, whole), by_row, by_row, by_row) if blocks else ()
 
     def on_own(call: Callable, out: PartitionSpec, specs: tuple, *given: Any) -> Any:
         if mesh.empty:
             return call(*given)
         return jax.shard_map(call, in_specs=specs, out_specs=out, check_vma=False)(*given)
 
-    def prepared(places: tuple, lengths: jax.Array | None, *blocks: Any) -> tuple:
-        """Return what each source's kernel reads, stacked by window."""
-        columns, newest, positions = places
-        found = []
-        for window in windows:
-            own = by_length.seen(columns, newest, window)
-            found.append([by_length.reading(form, own.each(lambda x: x[:, None]), cache.columns)])
-            if blocks:
-                (shared, rows, lanes) = blocks
-                seen = by_length.seen(lengths, positions, window)
-                used = (lanes[0][rows[0]] == jnp.arange(rows.shape[1])) & (seen.limit[rows[0]] > 0)
-                there = Seen(seen.least[rows[0]], jnp.where(used, seen.limit[rows[0]], 0))
-                served = jnp.where(used, rows[0], -1).reshape(shared.v.shape[1], -1)
-                there = there.each(lambda x, served=served: x.reshape(served.shape))
-                found[-1].append(by_length.reading(form, there, shared.columns, served, seen.limit > seen.least))
-        return jax.tree.map(lambda *each: jnp.stack(each), *found)
+    prepared = functools.partial(_readings, form, kinds, cache.columns)
+    readings = on_own(prepared, PartitionSpec(None, *by_row), (by_row, *of_blocks), places, *blocks)
 
-    by_row = fitting(places[0].shape, (BATCH,), mesh)
-    whole = fitting(cache.k.shape, (None, BATCH, "tensor"), mesh)
-    of_blocks = (Cache(whole, whole), by_row, by_row) if blocks else ()
-    stacked = PartitionSpec(None, *by_row)
-    lengths = None if before is None else before.lengths
-    readings = on_own(prepared, stacked, (by_row, by_row, *of_blocks), places, lengths, *blocks)
+    def local(q: jax.Array, layer: jax.Array, cache: Cache, own: list, near: Any, blocks: Any) -> list:
+        read = functools.partial(by_length_kernels.attend, form, config.attention, q)
+        found = read(cache, layer, own[0], near)
+        return found + (read(blocks, layer, own[1]) if blocks else [])
 
-    def local(q: jax.Array, layer: jax.Array, cache: Cache, readings: list, *blocks: Any) -> list[PartialAttention]:
-        read = functools.partial(by_length.attend, form, config.attention)
-        found = read(q, cache, layer, readings[0])
-        if blocks:
-            found += read(q, blocks[0], layer, readings[1])
-        return found
-
-    def attend(q: jax.Array, layer: jax.Array, kind: Any) -> list[PartialAttention]:
-        own = jax.tree.map(lambda x: x[kind if len(windows) > 1 else 0], readings)
+    def attend(
+        q: jax.Array, _: jax.Array, index: Any, main: None, first: None, near: Near | None = None
+    ) -> list[PartialAttention]:
+        own = jax.tree.map(lambda x: x[of_layer[index] if len(kinds) > 1 else 0], readings)
         heads = fitting(q.shape, (BATCH, "tensor"), mesh)
-        specs = (heads, PartitionSpec(), Cache(whole, whole), by_row, *of_blocks)
-        return on_own(local, heads, specs, q, layer, cache, own, *blocks)
+        chunk = (heads, heads, PartitionSpec()) if near else None
+        shared = before and before.cache
+        specs = (heads, PartitionSpec(), Cache(whole, whole), by_row, chunk, shared and Cache(whole, whole))
+        return on_own(local, heads, specs, q, jnp.int32(index), cache, own, near and tuple(near), shared)
 
     return attend
+
+
+def _readings(form: ByLength, kinds: Sequence[int], width: int, places: Places, *blocks: Any) -> list[Reading]:
+    """Return what the kernels read of a device's rows, and of its blocks if it has any, for each kind of window.
+
+    ``width``: columns of the cache. ``blocks``: their cache, rows, lanes and lengths, as in ``SharedPrefix``.
+    """
+    columns, newest, positions = places
+    found = []
+    for window in kinds:
+        own = by_length.seen(columns, newest, window).each(lambda x: x[:, None])
+        found.append([by_length.reading(form, own, width)])
+        if blocks:
+            (shared, (rows,), (lanes,), lengths) = blocks
+            seen = by_length.seen(lengths, positions, window)
+            used = (lanes[rows] == jnp.arange(len(rows))) & (lengths[rows] > 0)
+            served = jnp.where(used, rows, -1).reshape(shared.v.shape[1], -1)
+            limit = jnp.where(used, seen.limit[rows], 0)
+            there = Seen(*(x.reshape(served.shape) for x in (seen.least[rows], limit)))
+            found[-1].append(by_length.reading(form, there, shared.columns, served, seen.limit > seen.least))
+    return jax.tree.map(lambda *each: jnp.stack(each), *found)

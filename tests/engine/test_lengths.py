@@ -133,7 +133,7 @@ def wanted_shape(slots, parts):
 def sampled(platform, slots, count=6):
     """Completions of the first prompts, three times the same one, and the programs of chunks that were compiled."""
     form = None if platform is None else ByLength(platform, interpret=True)
-    engine = Engine(tiny("gemma"), slots=slots, max_length=400, chunk=8, group=3, form=form)
+    engine = Engine(tiny("gemma"), slots=slots, max_length=400, chunk=16, group=3, form=form)
     prompts = (PROMPTS[:1] + PROMPTS)[:count]
     with Compilations() as heard:
         found = engine.generate(tiny("gemma"), prompts, range(count), Sampling(max_new_tokens=140))

@@ -1,0 +1,304 @@
+"""Kernels of decode attention by length, for TPUs and for GPUs.
+
+They take the cache of all layers and the number of one: a layer is never cut out of it.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas import triton as plgpu
+
+from jaxrl_llm.models.by_length import (
+    GPU_BLOCK,
+    GPU_ROWS,
+    GPU_SPAN,
+    LANES,
+    SUBLANES,
+    ByLength,
+    PartialAttention,
+    Reading,
+    Reads,
+    block_columns,
+    fetched,
+    halves_of,
+)  # fmt: skip
+from jaxrl_llm.models.config import Attention
+from jaxrl_llm.models.layers import MASKED, softcap
+
+
+def attend(
+    form: ByLength, config: Attention, q: jax.Array, cache: Any, layer: jax.Array, reading: Reading,
+    near: Any = None,
+) -> list[PartialAttention]:  # fmt: skip
+    """Attend over live columns of one layer of a cache.
+
+    Args:
+      form: the kernels.
+      config: of the attention.
+      q: [B, K, M, H].
+      cache: k [L, E, K, H, S] and v [L, E, K, S, H], S of whole blocks; without lanes its first B rows are read.
+      layer: int32[].
+      reading: of the cache's rows.
+      near: ``Near`` of the chunk, to be read too, where ``takes_near``; only without lanes.
+
+    Returns:
+      Parts of the result, whose columns are disjoint; ``top`` of a query without a column is ``MASKED``.
+    """
+    given = config, q, cache, layer, reading
+    parts = _tpu(form.interpret, *given) if form.platform == "tpu" else _gpu(form.interpret, *given, near)
+    if reading.begun is None:
+        return parts
+    begun = reading.begun[:, None, None, None]
+    return [PartialAttention(*(jnp.where(begun, x, y) for x, y in zip(p, _none(p), strict=True))) for p in parts]
+
+
+def _none(shapes: Any) -> PartialAttention:
+    """Return the attention over no column."""
+    zeros = functools.partial(jnp.zeros, dtype=jnp.float32)
+    top, mass, mixed = (x.shape for x in shapes)
+    return PartialAttention(jnp.full(top, MASKED, jnp.float32), zeros(mass), zeros(mixed))
+
+
+def _shapes(*shape: int, stat: int = 1) -> tuple[jax.ShapeDtypeStruct, ...]:
+    one = jax.ShapeDtypeStruct((*shape[:-1], stat), jnp.float32)
+    return one, one, jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def _update(
+    config: Attention, q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array, before: PartialAttention,
+    turned: bool = False,
+) -> PartialAttention:  # fmt: skip
+    """Add a block of columns to the attention of queries q [M, H] over k [H, S] and v [S, H]; ``visible`` [M, S].
+
+    ``turned``: v is [H, S].
+    """
+    scale = config.scale if config.scale is not None else config.head_dim**-0.5
+    found = softcap(jnp.dot(q, k, preferred_element_type=jnp.float32) * scale, config.softcap)
+    found = jnp.where(visible, found, MASKED)
+    top = jnp.maximum(before.top, jnp.max(found, axis=1, keepdims=True))
+    weights = jnp.exp(found - top)
+    kept = jnp.exp(before.top - top)
+    along = (((1,), (1 if turned else 0,)), ((), ()))
+    mixed = jax.lax.dot_general(weights.astype(v.dtype), v, along, preferred_element_type=jnp.float32)
+    mass = kept * before.mass + jnp.sum(weights, axis=1, keepdims=True)
+    return PartialAttention(top, mass, kept * before.mixed + mixed)
+
+
+class Tile(NamedTuple):
+    """Sizes of what a TPU's kernel works on: rows of the cache, blocks of each, columns of a block, queries of a row.
+
+    ``turned``: values lie in memory with their columns last, as those narrower than a TPU's tile do.
+    """
+
+    rows: int
+    each: int
+    block: int
+    queries: int
+    turned: bool
+
+
+def _add(config: Attention, tile: Tile, first: jax.Array, given: Sequence[Any], sums: Sequence[Any]) -> None:
+    """Add the block that begins with column ``first`` to the sums [K, M, ..] of all heads, references of Pallas.
+
+    ``given``: queries [K, M, H], keys, values, and the bounds of what each query sees.
+    """
+    asked, k, v, least, limit = given
+    columns = first + jax.lax.broadcasted_iota(jnp.int32, (tile.queries, tile.block), 1)
+    visible = (columns >= least[0]) & (columns < limit[0])
+    for head in range(asked.shape[0]):
+        top, mass, mixed = (ref[head] for ref in sums)
+        before = PartialAttention(top[:, :1], mass[:, :1], mixed)
+        after = _update(config, asked[head].astype(k.dtype), k[0, 0, head], v[0, 0, head], visible, before, tile.turned)
+        for ref, value in zip(sums, after, strict=True):
+            ref[head] = jnp.broadcast_to(value, ref.shape[1:])
+
+
+def _own_rows(config: Attention, tile: Tile, row: Any, blocks: Any, live: Any, _: Any, *refs: Any) -> None:
+    """Compute one step for the row of queries of the cache's row."""
+    *given, top, mass, mixed = refs
+    sums = [ref.at[0] for ref in (top, mass, mixed)]
+    at = pl.program_id(0) * (tile.rows // halves_of(tile.rows) * tile.each) + pl.program_id(1)
+
+    @pl.when((pl.program_id(1) == 0) | (row[at] != row[jnp.maximum(at - 1, 0)]))
+    def _begin() -> None:
+        for ref, zero in zip(sums, _none(sums), strict=True):
+            ref[...] = zero
+
+    @pl.when(live[at] == 1)
+    def _compute() -> None:
+        first = jax.lax.rem(blocks[at], jnp.int32(tile.each)) * tile.block
+        _add(config, tile, first, [given[0].at[0], *given[1:]], sums)
+
+
+def _lanes(config: Attention, tile: Tile, row: Any, blocks: Any, live: Any, _: Any, lanes: Any, *refs: Any) -> None:
+    """Compute one step for the rows of queries that read the cache's row: its first step gathers their queries, and its
+    last one sends the results to their places."""
+    q, k, v, least, limit, *outs, asked, top, mass, mixed, sent = refs
+    sums = [top, mass, mixed]
+    size = q.shape[2]
+    count = tile.queries // size
+    half, number = pl.program_id(0), pl.program_id(1)
+    at = half * (tile.rows // halves_of(tile.rows) * tile.each) + number
+    after = jnp.minimum(at + 1, row.shape[0] - 1)
+    base = (row[at] * halves_of(tile.rows) + half) * count
+    last = (number == pl.num_programs(1) - 1) | (row[after] != row[at]) | (live[after] == 0)
+    places = [slice(lane * size, (lane + 1) * size) for lane in range(count)]
+
+    @pl.when((number == 0) | (row[at] != row[jnp.maximum(at - 1, 0)]))
+    def _begin() -> None:
+        for lane, place in enumerate(places):
+            asked[:, place] = q[jnp.maximum(lanes[base + lane], 0)]
+        for ref, zero in zip(sums, _none(sums), strict=True):
+            ref[...] = zero
+
+    @pl.when(live[at] == 1)
+    def _compute() -> None:
+        first = jax.lax.rem(blocks[at], jnp.int32(tile.each)) * tile.block
+        _add(config, tile, first, [asked, k, v, least, limit], sums)
+
+    def send(lane: int, act: Callable[[Any], None]) -> None:
+        @pl.when((live[at] == 1) & last & (lanes[base + lane] >= 0))
+        def _() -> None:
+            for ref, out in zip(sums, outs, strict=True):
+                act(pltpu.make_async_copy(ref.at[:, places[lane]], out.at[lanes[base + lane]], sent))
+
+    for lane in range(count):
+        send(lane, lambda copy: copy.start())
+    for lane in range(count):
+        send(lane, lambda copy: copy.wait())
+
+
+def _tpu(
+    interpret: bool, config: Attention, q: jax.Array, cache: Any, layer: jax.Array, reading: Reading
+) -> list[PartialAttention]:
+    """One step of the grid for each live block, of all heads; the sums of a row stay in the chip's memory meanwhile."""
+    (count, heads, queries, width) = q.shape
+    seen, table, lanes, _ = reading
+    block = block_columns(cache.v.shape[3])
+    size = queries if lanes is None else -(-queries // SUBLANES) * SUBLANES
+    inside = size if lanes is None else size * lanes.shape[1]
+    tile = Tile(len(seen.limit), cache.v.shape[3] // block, block, inside, width < LANES)
+    values = jnp.swapaxes(cache.v, 3, 4) if tile.turned else cache.v
+    bounds = [jnp.repeat(x, inside // x.shape[1], axis=1)[..., None] for x in seen]
+
+    def where(half: Any, number: Any, *given: Any) -> tuple[Any, Any, Any]:
+        return fetched(half, number, Reads(*given[:3]), tile.rows, tile.each)
+
+    def own(*blocked: int) -> Any:
+        return pl.BlockSpec((1, *blocked), lambda h, n, *given: (where(h, n, *given)[0], *(0 for _ in blocked)))
+
+    def columns(turned: bool) -> Any:
+        def at(half: Any, number: Any, *given: Any) -> tuple:
+            _, row, column = where(half, number, *given)
+            return given[3][0], row, 0, *((0, column) if turned else (column, 0))
+
+        return pl.BlockSpec((1, 1, heads, *((width, block) if turned else (block, width))), at)
+
+    inputs = [columns(True), columns(tile.turned), own(inside, 1), own(inside, 1)]
+    scalars = [*table[:3], layer.reshape(1)]
+    if lanes is None:
+        kernel, shapes, scratch = _own_rows, _shapes(count, heads, size, width), []
+        ends = own(heads, size, width), [own(*shape.shape[1:]) for shape in shapes]
+    else:
+        kernel, shapes = _lanes, _shapes(count, heads, size, width, stat=LANES)
+        sums = [pltpu.VMEM((heads, inside, shape.shape[3]), jnp.float32) for shape in (shapes[2], *shapes)]
+        scratch = [*sums, pltpu.SemaphoreType.DMA]
+        ends = pl.BlockSpec(memory_space=pltpu.VMEM), [pl.BlockSpec(memory_space=pl.ANY) for _ in shapes]
+        scalars.append(lanes.reshape(-1))
+        q = jnp.pad(q.astype(jnp.float32), ((0, 0), (0, 0), (0, size - queries), (0, 0)))
+    found = pl.pallas_call(
+        functools.partial(kernel, config, tile),
+        out_shape=list(shapes),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(halves_of(tile.rows), table.steps[0]),
+            in_specs=[ends[0], *inputs],
+            out_specs=ends[1],
+            scratch_shapes=scratch,
+        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        interpret=interpret,
+        name="attention_by_length",
+    )(*scalars, q, cache.k, values, *bounds)
+    top, mass, mixed = (x[:, :, :queries] for x in found)
+    return [PartialAttention(top[..., :1], mass[..., :1], mixed)]
+
+
+class Program(NamedTuple):
+    """Sizes of one program of a GPU's kernel: columns of a block, queries of a row, the next power of two of these,
+    lanes, and queries of the whole call.
+    """
+
+    block: int
+    queries: int
+    size: int
+    lanes: int
+    total: int
+
+
+def _row_of_cache(config: Attention, sizes: Program, *refs: Any) -> None:
+    """Attend over one span of columns of one head of a row of the cache, for all rows of queries that read it."""
+    layer, first, end, lanes, q, k, v, least, limit, *near = refs[:-3]
+    row, head, span = (pl.program_id(axis) for axis in range(3))
+    each = jnp.arange(sizes.lanes * sizes.size, dtype=jnp.int32)
+    lane, number = (operation(each, jnp.int32(sizes.size)) for operation in (jax.lax.div, jax.lax.rem))
+    served = lanes[row, lane]
+    heads = k.shape[2]
+    at = (jnp.maximum(served, 0) * heads + head) * sizes.queries + jnp.minimum(number, sizes.queries - 1)
+    asked = q[at]
+    lower, upper = (x[row, lane][:, None] for x in (least, limit))
+
+    def add(block: jax.Array, before: PartialAttention) -> PartialAttention:
+        there = pl.ds(pl.multiple_of(block * sizes.block, sizes.block), sizes.block)
+        column = block * sizes.block + jax.lax.broadcasted_iota(jnp.int32, (len(each), sizes.block), 1)
+        visible = (column >= lower) & (column < upper)
+        return _update(config, asked, k[layer[0], row, head, :, there], v[layer[0], row, head, there], visible, before)
+
+    def add_chunk(before: PartialAttention) -> PartialAttention:
+        column = jax.lax.broadcasted_iota(jnp.int32, (len(each), near[0].shape[3]), 1)
+        visible = (column >= near[2][0]) & (column < near[2][1])
+        return _update(config, asked, near[0][row, head], near[1][row, head], visible, before)
+
+    inside = GPU_SPAN // sizes.block
+    begin, after = jnp.maximum(first[row], span * inside), jnp.minimum(end[row], (span + 1) * inside)
+    result = jax.lax.fori_loop(begin, after, add, _none(_shapes(len(each), q.shape[1])))
+    if near:
+        result = jax.lax.cond(span == 0, add_chunk, lambda before: before, result)
+    place = jnp.where((served >= 0) & (number < sizes.queries), at, sizes.total)
+    for ref, value in zip(refs[-3:], result, strict=True):
+        ref[span, place] = value if ref.ndim == 3 else value[:, 0]
+
+
+def _gpu(
+    interpret: bool, config: Attention, q: jax.Array, cache: Any, layer: jax.Array, reading: Reading, near: Any
+) -> list[PartialAttention]:
+    """One program for each row of the cache, head and span of columns, with a loop over the live ones of the span.
+
+    It gathers the queries that read the row, and puts their results where they belong.
+    """
+    (count, heads, queries, width) = q.shape
+    seen, (first, end), lanes, _ = reading
+    columns = cache.v.shape[3]
+    spans = -(-columns // GPU_SPAN)
+    lanes = jnp.arange(count, dtype=jnp.int32)[:, None] if lanes is None else lanes
+    size = 1 << (queries - 1).bit_length()
+    padded = max(GPU_ROWS // size, 1 << (lanes.shape[1] - 1).bit_length())  # all sizes are powers of two
+    lanes = jnp.pad(lanes, ((0, 0), (0, padded - lanes.shape[1])), constant_values=-1)
+    bounds = [jnp.pad(x, ((0, 0), (0, padded - x.shape[1]))) for x in seen]
+    sizes = Program(min(columns, GPU_BLOCK), queries, size, padded, count * heads * queries)
+    stats = jax.ShapeDtypeStruct((spans, sizes.total + 1), jnp.float32)  # the last place is for what nobody asked
+    found = pl.pallas_call(
+        functools.partial(_row_of_cache, config, sizes),
+        out_shape=[stats, stats, jax.ShapeDtypeStruct((*stats.shape, width), jnp.float32)],
+        grid=(len(lanes), heads, spans),
+        compiler_params=plgpu.CompilerParams(num_warps=4 if padded * size < 64 else 8, num_stages=2),
+        interpret=interpret,
+        name="attention_by_length",
+    )(layer.reshape(1), first, end, lanes, q.reshape(sizes.total, width), *cache, *bounds, *(near or ()))
+    whole = [x[:, : sizes.total].reshape(spans, count, heads, queries, -1) for x in found]
+    return [PartialAttention(*(x[span] for x in whole)) for span in range(spans)]
