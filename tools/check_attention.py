@@ -1,6 +1,6 @@
 """How far a fused attention is from plain scores, through a whole model, on this machine's default device.
 
-    python tools/check_attention.py [--attention cudnn|splash] [--layers 4] [--tokens 1024]
+    python tools/check_attention.py [--attention triton|cudnn|splash] [--layers 4] [--tokens 1024]
 
 Prints one JSON line. The model has the published shape of Qwen2.5-0.5B with fewer layers and random weights; packed
 rows hold groups that share a prompt. ``logp`` is the mean distance of log-probabilities, ``gradient`` that of gradients
@@ -37,7 +37,7 @@ class Options:
     """The work.
 
     Attributes:
-      attention: the fused one; empty for that of the device: splash on a TPU, otherwise cudnn.
+      attention: the fused one; empty for that of the device: splash on a TPU, otherwise triton.
       model: whose shape.
       layers: of it.
       tokens: of a row.
@@ -86,7 +86,7 @@ def distance(found: Any, wanted: Any) -> float:
 def run(options: Options) -> dict[str, Any]:
     """The row."""
     device = jax.devices()[0]
-    options = dataclasses.replace(options, attention=options.attention or FUSED.get(device.platform, "cudnn"))
+    options = dataclasses.replace(options, attention=options.attention or FUSED.get(device.platform, "triton"))
     config = dataclasses.replace(model_config(options.model)[0], layers=options.layers)
     model = initialise(config, jax.random.key(0))
     packed = batch(options, config.vocab_size)

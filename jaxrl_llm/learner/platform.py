@@ -12,10 +12,10 @@ from jaxrl_llm.models.config import ComputeOptions, ModelConfig
 from jaxrl_llm.models.decoder import parameter_shapes
 from jaxrl_llm.sharding import batch_parts, memory_of, platform_of
 
-KERNELS = {"splash": "tpu", "cudnn": "gpu"}
-"""Attention backends other than "xla", and the platform of each."""
-CUDNN_HEAD = 128
-"""The widest head of cuDNN's fused attention on every generation that has it."""
+KERNELS = {"splash": "tpu", "triton": "gpu", "cudnn": "gpu"}
+"""Attention backends other than "xla", and the platform of each; of several that can serve, "auto" takes the first."""
+TRITON_HEADS, CUDNN_HEAD = (16, 32, 64, 128), 128
+"""Widths of a head that our kernels for GPUs compute, and the widest of cuDNN's on every generation that has them."""
 SHORT_ROW, TILES = 256, {"cpu": 32}
 """Tokens below which a row is not worth its overhead, and divisors of its length by platform (128 if not listed)."""
 MICROBATCH_TOKENS, MICROBATCH_TOKENS_OF = 8192, {"cpu": SHORT_ROW}
@@ -58,13 +58,18 @@ def _obstacle(name: str, settings: Learner, config: ModelConfig, platform: str) 
     """Return why this attention backend cannot be used; None if it can."""
     if name in KERNELS and platform != KERNELS[name]:
         return f"is for {KERNELS[name]}, and this is {platform}"
-    if name == "splash" and settings.compute.row_tokens % 128:
+    if name in ("splash", "triton") and settings.compute.row_tokens % 128:
         return f"needs learner.compute.row_tokens to be a multiple of 128, got {settings.compute.row_tokens}"
-    if name != "cudnn":
+    if KERNELS.get(name) != "gpu":
         return None
     attention = config.attention
+    if settings.compute.dtype != "bfloat16":
+        return f"needs learner.compute.dtype 'bfloat16', got {settings.compute.dtype!r}"
+    if name == "triton":
+        fits = attention.head_dim in TRITON_HEADS
+        words = f"needs heads of {', '.join(map(str, TRITON_HEADS))}, and this model's have {attention.head_dim}"
+        return None if fits else words
     reasons = {
-        f"needs learner.compute.dtype 'bfloat16', got {settings.compute.dtype!r}": settings.compute.dtype != "bfloat16",
         "has no soft cap, which this model needs": attention.softcap is not None,
         f"needs heads of at most {CUDNN_HEAD}, a multiple of 8, and this model's have {attention.head_dim}":
             attention.head_dim > CUDNN_HEAD or attention.head_dim % 8 != 0,

@@ -212,7 +212,7 @@ class ComputeOptions:
     Attributes:
       dtype: dtype of matrix products and activations.
       remat: "none", "full" or "dots": what the backward pass recomputes (``decoder.REMAT``).
-      attention: "xla", "splash" or "cudnn".
+      attention: "xla", "splash", "triton" or "cudnn".
       unroll: every layer has its own part of the program; otherwise one loop body serves all.
       interpret: XLA computes the attention of another platform's kernels on this one, slowly: for tests.
       compiler: options of the device's compiler by name (``sharding.compiler``).

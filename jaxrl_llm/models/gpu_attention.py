@@ -77,8 +77,8 @@ def attend(kernel: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.A
     return _forward(kernel, q, k, v, seen)[0]
 
 
-def _reach(seen: jax.Array, tiles: Tiles) -> jax.Array:
-    """Return the blocks of keys that blocks of queries read, int32[B, S / queries, 4]: two spans, of begins and ends."""
+def reach_of(seen: jax.Array, tiles: Tiles) -> jax.Array:
+    """Return the blocks of keys that blocks of queries read: two pairs of begin and end, int32[B, S / queries, 4]."""
     columns = seen.shape[2]
     first, last, own = seen.reshape(len(seen), 3, -1, tiles.queries).swapaxes(0, 1)
     start = jnp.arange(0, columns, tiles.queries, dtype=jnp.int32)[:, None]
@@ -93,7 +93,7 @@ def _reach(seen: jax.Array, tiles: Tiles) -> jax.Array:
     return jnp.stack([jnp.minimum(low, high), high, begin, end], axis=2)
 
 
-def _readers(reach: jax.Array, blocks: int) -> jax.Array:
+def readers_of(reach: jax.Array, blocks: int) -> jax.Array:
     """Return the first and the last block of queries, plus one, that read each block of keys: int32[B, blocks, 2]."""
     numbers = jnp.arange(blocks, dtype=jnp.int32)[None, :, None]
     low, high, begin, end = (x[:, None] for x in jnp.moveaxis(reach, 2, 0))
@@ -139,7 +139,7 @@ def _specs(tiles: Tiles, q: jax.Array, k: jax.Array) -> dict[str, Any]:
         "spans": pl.BlockSpec((None, 3, tiles.queries), lambda i, n, b: (b, 0, i)),
         "queries": pl.BlockSpec((None, tiles.queries, None, width), lambda i, n, b: (b, i, n, 0)),
         "keys": pl.BlockSpec((None, columns, None, width), lambda i, n, b: (b, 0, n // share, 0)),
-        "numbers": pl.BlockSpec((None, None, tiles.queries), lambda i, n, b: (b, n, i)),
+        "sums": pl.BlockSpec((None, 2, None, tiles.queries), lambda i, n, b: (b, 0, n, i)),
     }
 
 
@@ -188,16 +188,15 @@ def _forward(kernel: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax
     call = _call(
         kernel, tiles, body, name="attention", grid=(columns // tiles.queries, heads, rows),
         in_specs=[spec[x] for x in ("reach", "spans", "queries", "keys", "keys")],
-        out_specs=[spec["queries"], spec["numbers"]],
+        out_specs=[spec["queries"], pl.BlockSpec((None, None, tiles.queries), lambda i, n, b: (b, n, i))],
         out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((rows, heads, columns), jnp.float32)],
     )  # fmt: skip
-    out, logsum = call(_reach(seen, tiles), seen, q, k, v)
+    out, logsum = call(reach_of(seen, tiles), seen, q, k, v)
     return out, (q, k, v, seen, out, logsum)
 
 
-def _slopes(kernel: Kernel, s: jax.Array, g: jax.Array, v: jax.Array, visible: Any, sums: Any) -> Any:
-    """Return probabilities and slopes of the scores [Q, Z]; ``sums``: of each query, logsumexp and ``g . out``."""
-    logsum, dot = sums
+def _slopes(kernel: Kernel, s: jax.Array, g: jax.Array, v: jax.Array, visible: Any, logsum: Any, dot: Any) -> Any:
+    """Return probabilities and slopes of the scores [Q, Z]; ``dot``: ``g . out`` of each query."""
     weights = jnp.where(visible, jnp.exp(s - logsum[:, None]), 0.0)
     slope = weights * (_product(g, v.T) - dot[:, None])
     return weights, slope if kernel.softcap is None else slope * (1 - jnp.square(s / kernel.softcap))
@@ -206,9 +205,9 @@ def _slopes(kernel: Kernel, s: jax.Array, g: jax.Array, v: jax.Array, visible: A
 def _backward(kernel: Kernel, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     q, k, v, seen, out, logsum = saved
     dot = jnp.einsum("bsnh,bsnh->bns", g.astype(jnp.float32), out.astype(jnp.float32))
-    reach = _reach(seen, BACKWARD)
-    to_queries = _query_gradient(kernel, reach, seen, q, k, v, g, logsum, dot)
-    return to_queries, *_key_gradients(kernel, reach, seen, q, k, v, g, logsum, dot), None
+    reach = reach_of(seen, BACKWARD)
+    given = (kernel, reach, seen, q, k, v, g, jnp.stack([logsum, dot], axis=1))
+    return _query_gradient(*given), *_key_gradients(*given), None
 
 
 def _query_gradient(kernel: Kernel, reach: jax.Array, seen: jax.Array, *arrays: jax.Array) -> jax.Array:
@@ -217,23 +216,23 @@ def _query_gradient(kernel: Kernel, reach: jax.Array, seen: jax.Array, *arrays: 
     tiles, (q, k) = BACKWARD, arrays[:2]
     (rows, columns, heads, width) = q.shape
 
-    def body(reach: Any, spans: Any, q: Any, k: Any, v: Any, g: Any, logsum: Any, dot: Any, out: Any) -> None:
+    def body(reach: Any, spans: Any, q: Any, k: Any, v: Any, g: Any, sums: Any, out: Any) -> None:
         row = pl.program_id(0) * tiles.queries + jnp.arange(tiles.queries)
-        own, sums = [spans[i, :] for i in range(3)], (logsum[...], dot[...])
+        own, logsum, dot = [spans[i, :] for i in range(3)], sums[0, :], sums[1, :]
         asked, slope_out = q[...], g[...]
 
         def step(block: jax.Array, carry: jax.Array) -> jax.Array:
             at = pl.ds(block * tiles.keys, tiles.keys)
             visible = _seen(own, row, block * tiles.keys + jnp.arange(tiles.keys))
             keys = k[at, :]
-            slope = _slopes(kernel, _scores(kernel, asked, keys), slope_out, v[at, :], visible, sums)[1]
+            slope = _slopes(kernel, _scores(kernel, asked, keys), slope_out, v[at, :], visible, logsum, dot)[1]
             return carry + _product(slope.astype(keys.dtype), keys)
 
         found = _over_keys(reach, tiles, step, jnp.zeros((tiles.queries, width), jnp.float32))
         out[...] = (found * kernel.scale).astype(out.dtype)
 
     spec = _specs(tiles, q, k)
-    given = ("reach", "spans", "queries", "keys", "keys", "queries", "numbers", "numbers")
+    given = ("reach", "spans", "queries", "keys", "keys", "queries", "sums")
     call = _call(
         kernel, tiles, body, name="attention_queries", grid=(columns // tiles.queries, heads, rows),
         in_specs=[spec[x] for x in given], out_specs=spec["queries"], out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
@@ -249,7 +248,7 @@ def _key_gradients(kernel: Kernel, reach: jax.Array, seen: jax.Array, *arrays: j
     (rows, columns, heads, width) = q.shape
     share = heads // k.shape[2]
 
-    def body(readers: Any, spans: Any, q: Any, k: Any, v: Any, g: Any, logsum: Any, dot: Any, dk: Any, dv: Any) -> None:
+    def body(readers: Any, spans: Any, q: Any, k: Any, v: Any, g: Any, sums: Any, dk: Any, dv: Any) -> None:
         column = pl.program_id(0) * tiles.keys + jnp.arange(tiles.keys)
         keys, values = k[...], v[...]
         first, count = readers[0], readers[1] - readers[0]
@@ -259,8 +258,8 @@ def _key_gradients(kernel: Kernel, reach: jax.Array, seen: jax.Array, *arrays: j
             at = pl.ds(start, tiles.queries)
             visible = _seen([spans[i, at] for i in range(3)], start + jnp.arange(tiles.queries), column)
             asked, slope_out = q[at, head, :], g[at, head, :]
-            sums = logsum[head, at], dot[head, at]
-            weights, slope = _slopes(kernel, _scores(kernel, asked, keys), slope_out, values, visible, sums)
+            logsum, dot = sums[0, head, at], sums[1, head, at]
+            weights, slope = _slopes(kernel, _scores(kernel, asked, keys), slope_out, values, visible, logsum, dot)
             to_keys = carry[0] + _product(slope.T.astype(asked.dtype), asked)
             return to_keys, carry[1] + _product(weights.T.astype(slope_out.dtype), slope_out)
 
@@ -271,17 +270,17 @@ def _key_gradients(kernel: Kernel, reach: jax.Array, seen: jax.Array, *arrays: j
 
     block = pl.BlockSpec((None, tiles.keys, None, width), lambda j, n, b: (b, j, n, 0))
     asked = pl.BlockSpec((None, columns, share, width), lambda j, n, b: (b, 0, n, 0))
-    numbers = pl.BlockSpec((None, share, columns), lambda j, n, b: (b, n, 0))
+    sums = pl.BlockSpec((None, 2, share, columns), lambda j, n, b: (b, 0, n, 0))
     call = _call(
         kernel, tiles, body, name="attention_keys", grid=(columns // tiles.keys, k.shape[2], rows),
         in_specs=[
             pl.BlockSpec((None, None, 2), lambda j, n, b: (b, j, 0)),
             pl.BlockSpec((None, 3, columns), lambda j, n, b: (b, 0, 0)),
-            asked, block, block, asked, numbers, numbers,
+            asked, block, block, asked, sums,
         ],
         out_specs=[block, block], out_shape=[jax.ShapeDtypeStruct(k.shape, k.dtype)] * 2,
     )  # fmt: skip
-    return call(_readers(reach, columns // tiles.keys), seen, *arrays)
+    return call(readers_of(reach, columns // tiles.keys), seen, *arrays)
 
 
 attend.defvjp(_forward, _backward)

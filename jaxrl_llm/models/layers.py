@@ -271,7 +271,7 @@ def _triton(
 
 
 def _by_device(attend: Callable[..., jax.Array], axis: int, *arrays: jax.Array) -> jax.Array:
-    """Apply ``attend`` to q, k and v, with their heads on ``axis``, and arrays [B, ...]: a device has its rows and heads."""
+    """Apply ``attend`` to q, k and v, with their heads on ``axis``, and to arrays [B, ...], by rows and heads."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return attend(*arrays)

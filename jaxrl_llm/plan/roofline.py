@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from jaxrl_llm.config import Configuration
 from jaxrl_llm.learner.packing import packed_shapes
+from jaxrl_llm.models import gpu_attention
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.flops import counts, forward_flops, training_flops, visible_pairs
 from jaxrl_llm.models.layers import BLOCKS, part_columns
@@ -114,7 +115,8 @@ def attention_share(attention: str, columns: int) -> float:
     if attention == "xla":
         parts = -(-columns // part_columns(columns))
         return (parts + 1) / (2 * parts)
-    return 0.5 + BLOCKS[0] / (2 * columns) if attention == "splash" else 1.0
+    tile = {"splash": BLOCKS[0], "triton": gpu_attention.FORWARD.queries}.get(attention, columns)
+    return 0.5 + tile / (2 * columns)
 
 
 def update_flops(one: Work, learned: PlannedRole) -> float:
