@@ -81,14 +81,14 @@ def reach_of(seen: jax.Array, tiles: Tiles) -> jax.Array:
     """Return the blocks of keys that blocks of queries read: two pairs of begin and end, int32[B, S / queries, 4]."""
     columns = seen.shape[2]
     first, last, own = seen.reshape(len(seen), 3, -1, tiles.queries).swapaxes(0, 1)
-    start = jnp.arange(0, columns, tiles.queries, dtype=jnp.int32)[:, None]
+    start = jnp.arange(0, columns, tiles.queries, dtype=jnp.int32)[None, :, None]
     real = own < columns
     # What is inside the block's own columns is among those that it reads anyway.
     before = real & (first < jnp.minimum(last, start))
     low = jnp.min(jnp.where(before, first, columns), axis=2) // tiles.keys
     high = -(-jnp.max(jnp.where(before, jnp.minimum(last, start), 0), axis=2) // tiles.keys)
     begin = jnp.min(jnp.where(real, jnp.minimum(own, start), columns), axis=2) // tiles.keys
-    end = jnp.where(jnp.any(real, axis=2), (start[:, 0] + tiles.queries) // tiles.keys, begin)
+    end = jnp.where(jnp.any(real, axis=2), (start[..., 0] + tiles.queries) // tiles.keys, begin)
     high = jnp.minimum(high, begin)
     return jnp.stack([jnp.minimum(low, high), high, begin, end], axis=2)
 
@@ -98,9 +98,9 @@ def readers_of(reach: jax.Array, blocks: int) -> jax.Array:
     numbers = jnp.arange(blocks, dtype=jnp.int32)[None, :, None]
     low, high, begin, end = (x[:, None] for x in jnp.moveaxis(reach, 2, 0))
     reads = ((low <= numbers) & (numbers < high)) | ((begin <= numbers) & (numbers < end))
-    queries = jnp.arange(reach.shape[1], dtype=jnp.int32)
+    queries = jnp.arange(reach.shape[1], dtype=jnp.int32)[None, None]
     last = jnp.max(jnp.where(reads, queries + 1, 0), axis=2)
-    return jnp.stack([jnp.minimum(jnp.min(jnp.where(reads, queries, len(queries)), axis=2), last), last], axis=2)
+    return jnp.stack([jnp.minimum(jnp.min(jnp.where(reads, queries, queries.size), axis=2), last), last], axis=2)
 
 
 def _product(x: jax.Array, y: jax.Array) -> jax.Array:
