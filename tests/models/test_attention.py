@@ -135,18 +135,24 @@ def test_kernels_of_gpus_equal_the_whole_with_shared_prompts_and_windows_on_a_me
 def test_kernels_of_gpus_read_the_blocks_that_are_seen_and_few_others():
     """Queries of a completion read the prompt's blocks and their own, not those of the completions between."""
     rows = packed(1024, (900, 60), True, 1)
-    seen = gpu_attention.spans(*(jnp.asarray(x) for x in (rows.group, rows.branch, rows.positions)), 0)
     tiles = gpu_attention.BACKWARD
-    reach = np.asarray(gpu_attention.reach_of(seen, tiles))
+
+    @jax.jit
+    def tables(*given):
+        seen = gpu_attention.spans(*given, 0)
+        reach = gpu_attention.reach_of(seen, tiles)
+        return seen, reach, gpu_attention.readers_of(reach, 16)
+
+    seen, reach, readers = map(np.asarray, tables(rows.group, rows.branch, rows.positions))
     column = np.arange(1024)
-    first, last, own = np.asarray(seen)[0][..., None]
+    first, last, own = seen[0][..., None]
     pairs = ((first <= column) & (column < last)) | ((own <= column) & (column <= column[:, None]))
     blocks = pairs.reshape(16, tiles.queries, 16, tiles.keys).any(axis=(1, 3))
     number = np.arange(16)
     low, high, begin, end = np.moveaxis(reach[0], 1, 0)[..., None]
     read = ((low <= number) & (number < high)) | ((begin <= number) & (number < end))
     assert (read >= blocks).all() and read.sum() == blocks.sum() < 0.8 * 16 * 17 / 2
-    begins, ends = np.moveaxis(np.asarray(gpu_attention.readers_of(jnp.asarray(reach), 16))[0], 1, 0)[..., None]
+    begins, ends = np.moveaxis(readers[0], 1, 0)[..., None]
     asked = (begins <= number) & (number < ends)
     assert (asked >= read.T).all() and asked.sum() < 1.2 * 16 * 17 / 2
 
