@@ -1,16 +1,18 @@
 """How far a fused attention is from plain scores, through a whole model, on this machine's default device.
 
-    python tools/check_attention.py [--attention cudnn|splash] [--layers 4] [--tokens 1024]
+    python tools/check_attention.py [--attention triton|cudnn|splash] [--layers 4] [--tokens 1024]
 
 Prints one JSON line. The model has the published shape of Qwen2.5-0.5B with fewer layers and random weights; packed
 rows hold groups that share a prompt. ``logp`` is the mean distance of log-probabilities, ``gradient`` that of gradients
 by their norm, both from a pass in float32; ``plain_logp`` and ``plain_gradient`` are those of plain scores in bfloat16,
-which round as much. ``ok``: the fused one is at most half as far again. On a CPU the kernel's arithmetic is computed by
-XLA: that rehearses the command and proves nothing of the kernel.
+which round as much. ``gradient_s`` and ``plain_gradient_s`` are the seconds of a gradient. ``ok``: the fused one is at
+most half as far again. On a CPU the kernel's arithmetic is computed by XLA: that rehearses the command and proves
+nothing of the kernel.
 """
 
 import dataclasses
 import json
+import time
 from typing import Any
 
 import jax
@@ -37,7 +39,7 @@ class Options:
     """The work.
 
     Attributes:
-      attention: the fused one; empty for that of the device: splash on a TPU, otherwise cudnn.
+      attention: the fused one; empty for that of the device: splash on a TPU, otherwise triton.
       model: whose shape.
       layers: of it.
       tokens: of a row.
@@ -64,15 +66,19 @@ def batch(options: Options, words: int) -> Any:
     return pack([sample for group in groups for sample in group], layout)
 
 
-def results(model: Decoder, packed: Any, compute: ComputeOptions) -> tuple[jax.Array, Any]:
-    """Log-probabilities of all tokens, and the gradient of GRPO's loss."""
+def results(model: Decoder, packed: Any, compute: ComputeOptions) -> tuple[jax.Array, Any, float]:
+    """Log-probabilities of all tokens, the gradient of GRPO's loss, and seconds of a second gradient."""
     coefficients = {"temperature": jnp.float32(1)}
     objectives = (PolicyGradient(ALGORITHM),)
 
     def gradient(model: Decoder) -> Any:
         return accumulate(Role(model, None, jnp.int32(0)), packed, objectives, coefficients, compute)[0]
 
-    return score(model, packed, jnp.float32(1), compute), jax.jit(gradient)(model)
+    compiled = jax.jit(gradient)
+    found = jax.block_until_ready(compiled(model))
+    began = time.perf_counter()
+    jax.block_until_ready(compiled(model))
+    return score(model, packed, jnp.float32(1), compute), found, time.perf_counter() - began
 
 
 def distance(found: Any, wanted: Any) -> float:
@@ -86,15 +92,16 @@ def distance(found: Any, wanted: Any) -> float:
 def run(options: Options) -> dict[str, Any]:
     """The row."""
     device = jax.devices()[0]
-    options = dataclasses.replace(options, attention=options.attention or FUSED.get(device.platform, "cudnn"))
+    options = dataclasses.replace(options, attention=options.attention or FUSED.get(device.platform, "triton"))
     config = dataclasses.replace(model_config(options.model)[0], layers=options.layers)
     model = initialise(config, jax.random.key(0))
     packed = batch(options, config.vocab_size)
-    wanted, gradient = results(model, packed, ComputeOptions("float32"))
+    wanted, gradient, _ = results(model, packed, ComputeOptions("float32"))
     row = dataclasses.asdict(options) | {"device": device.device_kind}
     fused = ComputeOptions("bfloat16", attention=options.attention, interpret=device.platform == "cpu")
     for name, compute in {"plain_": ComputeOptions("bfloat16"), "": fused}.items():
-        logp, found = results(model, packed, compute)
+        logp, found, seconds = results(model, packed, compute)
+        row[f"{name}gradient_s"] = round(seconds, 5)
         row[f"{name}logp"] = float(jnp.abs(logp - wanted).sum()) / int(packed.mask.sum())
         row[f"{name}gradient"] = distance(found, gradient)
     close = [row[name] <= TOLERANCE * row[f"plain_{name}"] for name in ("logp", "gradient")]

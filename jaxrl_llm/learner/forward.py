@@ -92,6 +92,7 @@ def outputs_of(
             hidden,
             batch.target,
             temperature,
+            compute.head_chunk,
             kept=kept,
             count=count_of(batch),
             entropy_gradient=entropy_gradient,

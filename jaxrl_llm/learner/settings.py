@@ -182,14 +182,15 @@ class Compute(Setting):
         chooses.
       remat: recomputation of a layer in the backward pass: "none" (keeps all activations), "dots" (keeps the results of
         matrix products) or "full" (keeps only its input).
-      attention: "xla" everywhere, "splash" on TPUs, "cudnn" on GPUs; "auto" takes the kernel that supports the model.
+      attention: "xla" everywhere, "splash" on TPUs, "triton" or "cudnn" on GPUs; "auto" takes the first that supports
+        the model.
       dtype: of matrix products and activations; sums, softmax and logits are float32.
     """
 
     microbatch_rows: Annotated[int, Count(0), FREE] = 0
     row_tokens: Annotated[int, Count(0), FREE] = 0
     remat: Annotated[str, FREE, Choice("none", "dots", "full", unknown=True)] = "full"
-    attention: Annotated[str, FREE, Choice("auto", "xla", "splash", "cudnn", unknown=True)] = "auto"
+    attention: Annotated[str, FREE, Choice("auto", "xla", "splash", "triton", "cudnn", unknown=True)] = "auto"
     dtype: Annotated[str, Choice("float32", "bfloat16", unknown=True)] = "float32"
 
     def check(self, run: Any, where: str) -> None:

@@ -212,11 +212,13 @@ class ComputeOptions:
     Attributes:
       dtype: dtype of matrix products and activations.
       remat: "none", "full" or "dots": what the backward pass recomputes (``decoder.REMAT``).
-      attention: "xla", "splash" or "cudnn".
+      attention: "xla", "splash", "triton" or "cudnn".
       unroll: every layer has its own part of the program; otherwise one loop body serves all.
       interpret: XLA computes the attention of another platform's kernels on this one, slowly: for tests.
       compiler: options of the device's compiler by name (``sharding.compiler``).
       experts: how experts are computed, of ``experts.FORMS``.
+      head_chunk: positions whose logits are in memory at one time; each such chunk of the backward pass reads and
+        writes the whole gradient of the LM head.
     """
 
     dtype: str = "float32"
@@ -226,3 +228,4 @@ class ComputeOptions:
     interpret: bool = False
     compiler: tuple[tuple[str, bool], ...] = ()
     experts: str = "blocks"
+    head_chunk: int = 512

@@ -6,7 +6,7 @@ reward model is a decoder with a scalar head in place of its LM head.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,7 @@ from flax import nnx
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import layers
-from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.config import ComputeOptions, ModelConfig
 from jaxrl_llm.models.decoder import Decoder, Weights, causal_rows, forward
 from jaxrl_llm.sharding import BATCH, constrain
 
@@ -104,8 +104,10 @@ def _scores(model: ScalarModel, tokens: jax.Array, lengths: jax.Array) -> jax.Ar
     return scalars(model, hidden[jnp.arange(len(tokens)), lengths - 1])
 
 
-CHUNK = 512
-"""Positions of each part that have logits in memory at one time."""
+CHUNK = ComputeOptions().head_chunk
+"""Positions of each part that have logits in memory at one time, where nothing else is said."""
+KEPT_LOGITS = 2**28
+"""Bytes of a part's logits up to which the forward pass keeps them, so that the backward pass does not compute them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +121,7 @@ class Head:
       cap: soft cap of the logits, or None.
       chunk: positions at a time.
       entropy_gradient: whether the entropy is differentiated.
+      keep: whether the backward pass takes the logits that the forward pass has kept, and computes none.
     """
 
     letters: str
@@ -126,6 +129,7 @@ class Head:
     cap: float | None
     chunk: int
     entropy_gradient: bool
+    keep: bool = False
 
 
 class Targets(NamedTuple):
@@ -153,6 +157,7 @@ def token_logprobs(
     kept: jax.Array | None = None,
     count: jax.Array | int | None = None,
     entropy_gradient: bool = True,
+    keep: int = KEPT_LOGITS,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute the log-probability of each target and the entropy of the full distribution, at the sampling temperature.
 
@@ -162,7 +167,8 @@ def token_logprobs(
     bring back truncated tokens.
 
     The LM head runs over ``chunk`` positions of each part at a time, and once more in the backward pass, which forms
-    the logits' gradient ``g (onehot - p) - h p (log p + H)`` from the saved logsumexp. Memory does not grow with N * V.
+    the logits' gradient ``g (onehot - p) - h p (log p + H)`` from the saved logsumexp. Memory does not grow with N * V
+    above ``keep`` bytes; below, the logits are kept and computed once.
     The parts are what a mesh divides: each sums the head's gradient by itself, and the sums meet once at the end.
 
     Args:
@@ -175,6 +181,7 @@ def token_logprobs(
         cuts nothing.
       count: int32[]; positions from there on in every part are not computed and give 0. None computes all.
       entropy_gradient: whether the entropy is differentiated; if not, its gradient is 0 and costs nothing.
+      keep: the most bytes of a part's logits that are kept for the backward pass.
 
     Returns:
       ``logp`` and ``entropy``, float32[P, N], in nats.
@@ -184,7 +191,8 @@ def token_logprobs(
     # A whole number of equal chunks: at most a few positions more than there are.
     pieces = -(-total // min(chunk, total))
     size = -(-total // pieces)
-    static = Head(letters, layout, model.config.embeddings.logit_softcap, size, entropy_gradient)
+    keeps = keeps_logits(pieces * size, model.config.vocab_size, keep)
+    static = Head(letters, layout, model.config.embeddings.logit_softcap, size, entropy_gradient, keeps)
 
     room = (0, pieces * size - total)
     hidden, targets, kept = jax.tree.map(
@@ -195,6 +203,11 @@ def token_logprobs(
     chosen = Targets(targets, kept, jnp.asarray(temperature, wide(hidden)), chunks)
     logp, entropy = _logprobs(static, hidden, head, chosen)
     return logp[:, :total], entropy[:, :total]
+
+
+def keeps_logits(positions: int, vocab: int, most: int = KEPT_LOGITS) -> bool:
+    """Whether the logits of a part's positions, float32, are at most so many bytes that they are kept."""
+    return 4 * positions * vocab <= most
 
 
 def head_of(model: Decoder) -> tuple[jax.Array, str, tuple[str | None, str | None]]:
@@ -216,7 +229,8 @@ def _forward(
 
     def body(index: jax.Array, out: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         h, targets, words = take_chunk(index, static.chunk, (hidden, chosen.targets, chosen.kept))
-        scaled = layers.softcap(layers.product(static.letters, h, head), static.cap) / chosen.temperature
+        capped = layers.softcap(layers.product(static.letters, h, head), static.cap)
+        scaled = capped / chosen.temperature
         # Differences from the largest logit: the logits' mean subtracted from logsumexp would lose the digits both have
         # in common.
         top = jnp.max(scaled, axis=-1, keepdims=True)
@@ -232,15 +246,20 @@ def _forward(
             kept = unpack_kept(words, scaled.shape[-1])
             among = jax.nn.logsumexp(jnp.where(kept, scaled, -jnp.inf), axis=-1)
         logit = jnp.take_along_axis(scaled, targets[..., None], axis=-1)[..., 0]
-        return put_chunk(index, static.chunk, out, (logit - among, jnp.log(mass) - moment / mass, total, among))
+        found = (logit - among, jnp.log(mass) - moment / mass, total, among)
+        return put_chunk(index, static.chunk, out, (*found, *[capped] * static.keep))
 
     zeros = jnp.zeros(chosen.targets.shape, wide(hidden))
-    logp, entropy, total, among = jax.lax.fori_loop(0, chosen.chunks, body, (zeros,) * 4)
-    return (logp, entropy), (hidden, head, chosen, total, among, entropy)
+    logits = []
+    if static.keep:
+        vocab = head.shape[static.letters[4:6].index("v")]
+        logits = [constrain(jnp.zeros((*zeros.shape, vocab), zeros.dtype), BATCH, None, "tensor")]
+    logp, entropy, total, among, *logits = jax.lax.fori_loop(0, chosen.chunks, body, (*[zeros] * 4, *logits))
+    return (logp, entropy), (hidden, head, chosen, total, among, entropy, logits)
 
 
 def _backward(static: Head, saved: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, None]:
-    hidden, head, chosen, total, among, entropy = saved
+    hidden, head, chosen, total, among, entropy, logits = saved
     given = (*cotangents, total, among, entropy, chosen.targets, chosen.kept)
 
     def slopes(scaled: jax.Array, own: Any) -> jax.Array:
@@ -255,7 +274,7 @@ def _backward(static: Head, saved: Any, cotangents: tuple[jax.Array, jax.Array])
             slope = slope - g_entropy[..., None] * jnp.exp(logp) * (logp + entropy[..., None])
         return slope
 
-    return *head_gradients(static, hidden, head, chosen.temperature, chosen.chunks, given, slopes), None
+    return *head_gradients(static, hidden, head, chosen.temperature, chosen.chunks, given, slopes, logits), None
 
 
 _logprobs.defvjp(_forward, _backward)
@@ -269,6 +288,7 @@ def head_gradients(
     chunks: jax.Array,
     given: Any,
     slopes: Callable[[jax.Array, Any], jax.Array],
+    logits: Sequence[jax.Array] = (),
 ) -> tuple[jax.Array, jax.Array]:
     """Return the gradients to hidden states [P, N, D] and to the head, a chunk of positions at a time.
 
@@ -278,12 +298,16 @@ def head_gradients(
       given: arrays [P, N, ...] that the slopes depend on.
       slopes: maps a chunk's logits over the temperature [P, C, V], and its part of ``given``, to the derivatives by
         those.
+      logits: one array of those that the forward pass kept, [P, N, V], or none: they are computed again.
     """
     letters = static.letters[4:6]
 
     def body(index: jax.Array, out: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         h, own = take_chunk(index, static.chunk, (hidden, given))
-        capped = layers.softcap(layers.product(static.letters, h, head), static.cap)
+        if logits:
+            capped = jax.lax.dynamic_slice_in_dim(logits[0], index * static.chunk, static.chunk, axis=1)
+        else:
+            capped = layers.softcap(layers.product(static.letters, h, head), static.cap)
         slope = slopes(capped / temperature, own) / temperature
         slope = slope if static.cap is None else slope * (1 - jnp.square(capped / static.cap))
         slope = slope.astype(h.dtype)

@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.models import gpu_attention
 from jaxrl_llm.models.config import Attention, ComputeOptions, Llama3Rope, ModelConfig, Norm
 from jaxrl_llm.sharding import BATCH, fitting
 
@@ -182,6 +183,8 @@ def attention_over(rows: TokenRows, config: Attention, compute: ComputeOptions) 
     """
     if compute.attention == "splash":
         return functools.partial(_splash, rows, config, compute.interpret)
+    if compute.attention == "triton":
+        return functools.partial(_triton, rows, config, compute.interpret)
     if compute.attention == "cudnn":
         return functools.partial(_dot_product, rows, config, "xla" if compute.interpret else "cudnn")
     return functools.partial(_xla, rows, config)
@@ -255,6 +258,30 @@ def _dot_product(
     return out.reshape(q.shape)
 
 
+def _triton(
+    rows: TokenRows, config: Attention, interpret: bool, q: jax.Array, k: jax.Array, v: jax.Array, window: jax.Array
+) -> jax.Array:
+    """Apply the kernels of ``gpu_attention``; shared prompts too are read in place."""
+    scale = config.scale if config.scale is not None else config.head_dim**-0.5
+    kernel = gpu_attention.Kernel(scale, config.softcap, interpret)
+    arrays = q.reshape(*q.shape[:2], -1, q.shape[-1]), jnp.moveaxis(k, 3, 1), jnp.swapaxes(v, 1, 2)
+    seen = gpu_attention.spans(*(jnp.asarray(x) for x in (rows.group, rows.branch, rows.positions)), window)
+    attend = functools.partial(gpu_attention.attend, kernel)
+    return _by_device(attend, 2, *arrays, seen).reshape(q.shape)
+
+
+def _by_device(attend: Callable[..., jax.Array], axis: int, *arrays: jax.Array) -> jax.Array:
+    """Apply ``attend`` to q, k and v, with their heads on ``axis``, and to arrays [B, ...], by rows and heads."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return attend(*arrays)
+    # Query heads go where their key/value head is: if those do not divide, all heads stay together.
+    axes = (BATCH, *[None] * (axis - 1), "tensor")
+    heads = fitting(arrays[1].shape, axes, mesh)
+    specs = (heads, heads, heads, *[PartitionSpec(heads[0])] * (len(arrays) - 3))
+    return jax.shard_map(attend, in_specs=specs, out_specs=heads, check_vma=False)(*arrays)
+
+
 def _splash(
     rows: TokenRows, config: Attention, interpret: bool, q: jax.Array, k: jax.Array, v: jax.Array, window: jax.Array
 ) -> jax.Array:
@@ -277,7 +304,6 @@ def _splash_rows(
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash_kernel
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 
-    mesh = jax.sharding.get_abstract_mesh()
     columns = q.shape[2]
     block = next((b for b in BLOCKS if columns % b == 0), None)
     if block is None:
@@ -300,9 +326,4 @@ def _splash_rows(
         by_row = jax.vmap(lambda q, k, v, g: kernel(q, k, v, segment_ids=splash_kernel.SegmentIds(g, g)))
         return by_row(q, k, v, group)
 
-    if mesh.empty:
-        return local(q, k, v, group)
-    # Query heads go where their key/value head is: if those do not divide, all heads stay together.
-    heads = fitting(k.shape, (BATCH, "tensor"), mesh)
-    specs = (heads, heads, heads, PartitionSpec(heads[0]))
-    return jax.shard_map(local, in_specs=specs, out_specs=heads, check_vma=False)(q, k, v, group)
+    return _by_device(local, 1, q, k, v, group)

@@ -7,7 +7,7 @@ import jax
 
 from jaxrl_llm.config import Configuration
 from jaxrl_llm.learner.platform import token_bytes
-from jaxrl_llm.models.heads import CHUNK
+from jaxrl_llm.models.heads import keeps_logits
 from jaxrl_llm.plan.lowering import Compiled
 from jaxrl_llm.plan.shapes import Arrays, PlannedModel, SamplingArrays, bytes_per_device, prompt_calls, share_of
 
@@ -160,5 +160,7 @@ def pass_by_formula(one: PlannedModel, update: bool) -> float:
     share = share_of(one.gathered)
     cast = sum(bytes_per_device(x) * one.width / x.dtype.itemsize for x in jax.tree.leaves(one.model))
     tokens = layout.rows * layout.row_tokens / layout.parts
-    logits = 3 * 4 * CHUNK * config.vocab_size * share * one.predicts
+    positions = one.packed.target.shape[-1]
+    chunk = positions if update and keeps_logits(positions, config.vocab_size) else compute.head_chunk
+    logits = 3 * 4 * chunk * config.vocab_size * share * one.predicts
     return cast + tokens * token_bytes(compute, config, layout.row_tokens, share, update) + logits

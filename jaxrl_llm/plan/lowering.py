@@ -25,7 +25,6 @@ from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.learner.forward import scoring
 from jaxrl_llm.models.cache import empty_cache
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.heads import CHUNK
 from jaxrl_llm.models.hf_config import read_config
 from jaxrl_llm.models.lora import model_of
 from jaxrl_llm.models.peft import base_named, is_adapter
@@ -199,7 +198,8 @@ def compile_one(one: Subject, name: str) -> Compiled:
         repeats = (one.arrays.sampler.rollout.engine.chunk,)
     for model in (*one.arrays.learned, *one.arrays.readings):
         if model.name == name:
-            repeats = (model.microbatches,) + (-(-model.packed.target.shape[-1] // CHUNK),) * model.predicts
+            chunks = -(-model.packed.target.shape[-1] // model.forward.compute.head_chunk)
+            repeats = (model.microbatches,) + (chunks,) * model.predicts
     program = hlo.parse(text, programs(one)[name].size)
     return Compiled(
         memory.argument_size_in_bytes,

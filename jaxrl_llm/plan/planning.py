@@ -200,7 +200,7 @@ def compilable(run: Any, config: ModelConfig, machine: Machine) -> tuple[Any, tu
         return run, ()
     learner = run.learner.computing(attention="xla")
     return dataclasses.replace(run, learner=learner), (
-        "the run takes cuDNN's attention, which needs less memory; to compile that: pip install nvidia-cudnn-cu13",
+        "the run takes cuDNN's attention, which needs other memory; to compile that: pip install nvidia-cudnn-cu13",
     )
 
 

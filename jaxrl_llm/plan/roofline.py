@@ -7,8 +7,10 @@ from typing import NamedTuple
 
 from jaxrl_llm.config import Configuration
 from jaxrl_llm.learner.packing import packed_shapes
+from jaxrl_llm.models import gpu_attention
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.flops import counts, forward_flops, training_flops, visible_pairs
+from jaxrl_llm.models.heads import keeps_logits
 from jaxrl_llm.models.layers import BLOCKS, part_columns
 from jaxrl_llm.plan.hlo import Traffic
 from jaxrl_llm.plan.occupancy import Occupancy, occupancy
@@ -104,9 +106,7 @@ def work(run: Configuration, outline: Outline, learned: Sequence[PlannedRole], m
 REMAT_PASSES = {"none": 0.0, "dots": 0.0, "full": 1.0}
 """Forward passes that the backward pass recomputes; "dots" repeats no matrix product."""
 KERNELS_BACK = 3.5
-"""Products of the backward kernels of fused attention over those of its forward kernel: both kernels compute the scores
-and their slopes.
-"""
+"""Products of fused attention's backward kernels over its forward kernel's: both compute scores and slopes."""
 
 
 def attention_share(attention: str, columns: int) -> float:
@@ -114,7 +114,8 @@ def attention_share(attention: str, columns: int) -> float:
     if attention == "xla":
         parts = -(-columns // part_columns(columns))
         return (parts + 1) / (2 * parts)
-    return 0.5 + BLOCKS[0] / (2 * columns) if attention == "splash" else 1.0
+    tile = {"splash": BLOCKS[0], "triton": gpu_attention.FORWARD.queries}.get(attention, columns)
+    return 0.5 + tile / (2 * columns)
 
 
 def update_flops(one: Work, learned: PlannedRole) -> float:
@@ -128,8 +129,9 @@ def update_flops(one: Work, learned: PlannedRole) -> float:
     # Nobody asks for what the last product of a layer returned, so that one is not repeated.
     last = 2.0 * config.layers * config.width * config.active_width * tokens
     repeated = forward_flops(config, tokens, pairs, 0) - last
-    # The head's logits are always computed again in the backward pass.
-    return once + REMAT_PASSES[compute.remat] * repeated + forward_flops(config, 0, 0, predictions)
+    # The head's logits are computed again in the backward pass, if they are too large to be kept.
+    kept = keeps_logits(learned.packed.target.shape[-1], config.vocab_size)
+    return once + REMAT_PASSES[compute.remat] * repeated + (not kept) * forward_flops(config, 0, 0, predictions)
 
 
 def packed_pairs(config: ModelConfig, attention: str, rows: int, row_tokens: int) -> float:
@@ -217,13 +219,9 @@ class StepPart:
 
 
 def phases(
-    run: Configuration,
-    arrays: Arrays,
-    work: Work,
-    chip: Chip,
-    sent: Mapping[str, tuple[Traffic, ...]],
-    read: Mapping[str, Read],
-) -> list[StepPart]:
+    run: Configuration, arrays: Arrays, work: Work, chip: Chip,
+    sent: Mapping[str, tuple[Traffic, ...]], read: Mapping[str, Read],
+) -> list[StepPart]:  # fmt: skip
     """Return the parts of a step on one device; those that a step never calls are left out.
 
     Args:
@@ -247,8 +245,12 @@ def phases(
             if one.seconds:
                 compute = one.seconds * moved / one.bytes + cost.kernels / chip.flops
         sends = tuple(one.times(calls) for one in sent.get(name, ()))
-        network = sum(t.ici_s for t in sends), sum(t.dcn_s for t in sends)
-        times = calls * compute, calls * moved / chip.bandwidth, *network
+        times = (
+            calls * compute,
+            calls * moved / chip.bandwidth,
+            sum(t.ici_s for t in sends),
+            sum(t.dcn_s for t in sends),
+        )
         found.append(StepPart(name, calls, calls * cost.flops, calls * moved, sends, *times, samples, learns, source))
 
     if isinstance(arrays, SamplingArrays):

@@ -186,7 +186,7 @@ REFUSED = {
     "train smoke --learner.optimiser.learning_rate inf": ["learning_rate must be above 0, and finite, got inf"],
     "train smoke --learner.optimiser.weight_decay inf": ["weight_decay must be at least 0, and finite, got inf"],
     "train smoke --learner.optimiser.betas 0.9 0.99": ["no option --learner.optimiser.betas"],
-    "train smoke --learner.attention flash": ["compute.attention 'flash' is unknown: auto, xla, splash or cudnn"],
+    "train smoke --learner.attention flash": ["attention 'flash' is unknown: auto, xla, splash, triton or cudnn"],
     "train smoke --learner.lora.targets attn/x": ["learner.lora.targets must be some of attn/q"],
     "train smoke --rollout.temperature inf": ["rollout.temperature must be above 0", "and finite, got inf"],
     "train smoke --rollout.top_p 0.9": ["rollout.top_k 0 and top_p 0.9", "set learner.keep_sampling_mask True"],

@@ -20,11 +20,13 @@ WIDE = dataclasses.replace(MODEL, attention=Attention(4, 2, 256))
 HALF = Learner(compute=Compute(dtype="bfloat16"))
 ROWS = Learner(compute=Compute(row_tokens=200))
 CUDNN = Learner(compute=Compute(attention="cudnn"))
+ODD = dataclasses.replace(MODEL, attention=Attention(4, 2, 80))
 
 
 @pytest.mark.parametrize(("settings", "model", "platform", "wanted"), [
     (HALF, MODEL, "tpu", "splash"), (HALF, CAPPED, "tpu", "splash"), (ROWS, MODEL, "tpu", "xla"),
-    (HALF, MODEL, "gpu", "cudnn"), (Learner(), MODEL, "gpu", "xla"), (HALF, CAPPED, "gpu", "xla"),
+    (HALF, MODEL, "gpu", "triton"), (Learner(), MODEL, "gpu", "xla"), (HALF, CAPPED, "gpu", "triton"),
+    (HALF, ODD, "gpu", "cudnn"), (HALF.computing(row_tokens=200), MODEL, "gpu", "cudnn"),
     (HALF, WIDE, "gpu", "xla"),
     (HALF, MODEL, "cpu", "xla"), (Learner(compute=Compute(attention="xla")), MODEL, "tpu", "xla"),
 ])  # fmt: skip
@@ -40,6 +42,7 @@ def test_the_attention_that_can_serve_is_taken(settings, model, platform, wanted
     (HALF.computing(attention="cudnn"), CAPPED, "gpu", "has no soft cap"),
     (HALF.computing(attention="cudnn"), WIDE, "gpu",
      "heads of at most 128, a multiple of 8, and this model's have 256"),
+    (HALF.computing(attention="triton"), ODD, "gpu", "needs heads of 16, 32, 64, 128, and this model's have 80"),
     (ROWS.computing(attention="splash"), MODEL, "tpu",
      "learner.compute.row_tokens to be a multiple of 128, got 200"),
 ])  # fmt: skip

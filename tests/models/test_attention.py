@@ -1,6 +1,7 @@
 """Every attention back end against scores of a whole row at one time, and what none of them may build."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +10,17 @@ import pytest
 from tiny import KINDS, VOCAB, equations, largest_difference, tiny
 
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.models import gpu_attention
 from jaxrl_llm.models.config import Attention, ComputeOptions
 from jaxrl_llm.models.decoder import forward
 from jaxrl_llm.models.layers import MOST, PREFIXES, SHORT, TokenRows, attention_over
+from jaxrl_llm.plan.machines import describe, parse_topology
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
+from jaxrl_llm.sharding.compiler import without_compilation_cache
 
 SPLASH = ComputeOptions(attention="splash", interpret=True)
 CUDNN = ComputeOptions(attention="cudnn", interpret=True)
+TRITON = ComputeOptions(attention="triton", interpret=True)
 
 
 def packed(width, lengths, shared, rows=2):
@@ -110,6 +115,66 @@ def test_kernels_equal_xla_through_a_model(kind, compute):
         return jax.value_and_grad(loss, has_aux=True)(model)
 
     assert largest_difference(graded(model, compute), graded(model, ComputeOptions())) < 1e-5
+
+
+def test_kernels_of_gpus_equal_the_whole_with_shared_prompts_and_windows_on_a_mesh():
+    config, rows = Attention(4, 2, 8, softcap=5.0, scale=0.5), packed(384, (150, 20, 99), True, 4)
+    given, real = inputs(config, 4, 384), rows.group > 0
+
+    @jax.jit
+    def found(q, k, v, window):
+        attend = functools.partial(attention_over(rows, config, TRITON), window=window)
+        return graded(attend, real, q, k, v)
+
+    for window in (0, 70):
+        wanted = graded(functools.partial(whole, config, rows, window=window), real, *given)
+        with jax.set_mesh(make_mesh(MeshShape(2, 2, 2))):
+            assert largest_difference(found(*given, jnp.int32(window)), wanted) < 1e-5
+
+
+def test_kernels_of_gpus_read_the_blocks_that_are_seen_and_few_others():
+    """Queries of a completion read the prompt's blocks and their own, not those of the completions between."""
+    rows = packed(1024, (900, 60), True, 1)
+    tiles = gpu_attention.BACKWARD
+
+    @jax.jit
+    def tables(*given):
+        seen = gpu_attention.spans(*given, 0)
+        reach = gpu_attention.reach_of(seen, tiles)
+        return seen, reach, gpu_attention.readers_of(reach, 16)
+
+    seen, reach, readers = map(np.asarray, tables(rows.group, rows.branch, rows.positions))
+    column = np.arange(1024)
+    first, last, own = seen[0][..., None]
+    pairs = ((first <= column) & (column < last)) | ((own <= column) & (column <= column[:, None]))
+    blocks = pairs.reshape(16, tiles.queries, 16, tiles.keys).any(axis=(1, 3))
+    number = np.arange(16)
+    low, high, begin, end = np.moveaxis(reach[0], 1, 0)[..., None]
+    read = ((low <= number) & (number < high)) | ((begin <= number) & (number < end))
+    assert (read >= blocks).all() and read.sum() == blocks.sum() < 0.8 * 16 * 17 / 2
+    begins, ends = np.moveaxis(readers[0], 1, 0)[..., None]
+    asked = (begins <= number) & (number < ends)
+    assert (asked >= read.T).all() and asked.sum() < 1.2 * 16 * 17 / 2
+
+
+@pytest.mark.compilers
+def test_a_gpus_program_has_no_array_of_two_sequence_axes():
+    """Nor a mask, nor its gradient: 1,408 columns occur once in a shape."""
+    [device] = describe(parse_topology("h100:1"))
+    place, columns = jax.sharding.SingleDeviceSharding(device), 1408
+    config, rows = Attention(10, 2, 128), TokenRows(*(np.ones((1, columns), np.int32) for _ in TokenRows._fields))
+    shapes = (1, columns, 2, 5, 128), (1, 2, 128, columns), (1, 2, columns, 128)
+    given = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place) for shape in shapes]
+    compute = ComputeOptions("bfloat16", attention="triton")
+
+    def loss(rows, *given):
+        return jnp.sum(jnp.square(attention_over(rows, config, compute)(*given, jnp.int32(0)).astype(jnp.float32)))
+
+    rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), rows)
+    with without_compilation_cache():
+        text = jax.jit(jax.grad(loss, argnums=(1, 2, 3))).lower(rows, *given).compile().as_text()
+    shapes = [sizes.split(",") for sizes in re.findall(r"\w+\[([\d,]+)\]", text)]
+    assert text.count("gpu.triton") >= 3 and max(sizes.count(str(columns)) for sizes in shapes) == 1
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 2), (1, 1, 8)])

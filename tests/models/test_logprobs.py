@@ -64,14 +64,24 @@ def graded(function, model, hidden=HIDDEN, bonus=0.3):
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(model, hidden)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 512])
+@pytest.mark.parametrize(("chunk", "keep"), [(1, 0), (7, 0), (512, 0), (7, 2**20)])
 @pytest.mark.parametrize("kept", [None, words(KEPT)], ids=["all", "kept"])
 @pytest.mark.parametrize("kind", ["plain", "gemma"])  # a head of its own, and a tied one with a soft cap
-def test_the_chunk_changes_neither_values_nor_gradients(kind, chunk, kept):
+def test_the_chunk_changes_neither_values_nor_gradients(kind, chunk, keep, kept):
     whole = graded(plain if kept is None else plain_kept, tiny(kind))
-    found = graded(functools.partial(token_logprobs, chunk=chunk, kept=kept), tiny(kind))
+    found = graded(functools.partial(token_logprobs, chunk=chunk, kept=kept, keep=keep), tiny(kind))
     np.testing.assert_allclose(found[0], whole[0], rtol=1e-5)
     assert largest_difference(found[1], whole[1]) < 1e-5
+
+
+def test_small_logits_are_computed_once():
+    def products(keep):
+        asked = lambda model: sum(map(jnp.sum, token_logprobs(model, HIDDEN, TARGETS, 1.0, 7, keep=keep)))
+        traced = jax.make_jaxpr(jax.grad(asked))(tiny("gemma"))
+        return sum(e.primitive.name == "dot_general" for e in equations(traced.jaxpr))
+
+    size = 4 * 4 * 6 * VOCAB  # 23 positions in four chunks of six
+    assert (products(size - 1), products(size)) == (4, 3)
 
 
 def test_positions_that_are_not_asked_cost_nothing_and_give_nothing():
@@ -121,7 +131,7 @@ def test_memory_does_not_grow_with_positions_times_vocabulary(replayed):
     model = initialise(ModelConfig("llama", vocab, D, 1, 8, Attention(1, 1, 8)), jax.random.key(0))
 
     def loss(model, hidden, targets, kept):
-        logp, entropy = token_logprobs(model, hidden, targets, 1.0, chunk, kept)
+        logp, entropy = token_logprobs(model, hidden, targets, 1.0, chunk, kept, keep=0)
         return jnp.sum(logp) + jnp.sum(entropy)
 
     peaks = []

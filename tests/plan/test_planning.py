@@ -9,7 +9,6 @@ import pytest
 from commands import command, commands
 from plan.tinyrun import CONFIG, computing, tiny_run
 
-from jaxrl_llm.learner.platform import compute_for
 from jaxrl_llm.plan.lowering import compile_one, needed, subject
 from jaxrl_llm.plan.machines import CUDNN, describe, installed, parse_topology
 from jaxrl_llm.plan.planning import best, candidates, compilable, plan
@@ -234,10 +233,10 @@ def test_a_gpu_samples_from_weights_by_layer_and_a_tpu_from_stacked_ones():
 
 def test_a_run_whose_attention_cannot_be_compiled_here_says_so():
     config = dataclasses.replace(CONFIG, attention=dataclasses.replace(CONFIG.attention, head_dim=16))
-    run = computing(tiny_run((1, 4, 2)), dtype="bfloat16")
+    run = computing(tiny_run((1, 4, 2)), dtype="bfloat16", attention="cudnn")
     planned, said = compilable(run, config, GPUS)
-    assert compute_for(run.learner, config, "gpu").attention == "cudnn"
-    assert (planned.learner.compute.attention, bool(said)) == (("auto", False) if installed(CUDNN) else ("xla", True))
+    assert (planned.learner.compute.attention, bool(said)) == (("cudnn", False) if installed(CUDNN) else ("xla", True))
+    assert compilable(computing(run, attention="auto"), config, GPUS)[1] == (), "our own kernels need no cuDNN"
     assert compilable(tiny_run((1, 4, 2)), config, GPUS)[1] == ()
 
 

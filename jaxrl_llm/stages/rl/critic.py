@@ -12,7 +12,7 @@ import numpy as np
 from jaxrl_llm.config import Run
 from jaxrl_llm.learner import Critic, Forward, Sample, Training, ValueLoss, make_update
 from jaxrl_llm.learner.optimiser import build, learning_rate
-from jaxrl_llm.learner.platform import compute_for
+from jaxrl_llm.learner.platform import KERNELS, compute_for
 from jaxrl_llm.learner.samples import pooled, to_value
 from jaxrl_llm.learner.state import NewRole
 from jaxrl_llm.models.config import ModelConfig
@@ -77,7 +77,7 @@ class CriticRole(Ingredient):
         if name is not None:
             config = critic_config(name, run, policy, find)
             # Another architecture, in rows laid out for the policy's attention.
-            attention = "auto" if compute.attention == "cudnn" else compute.attention
+            attention = "auto" if KERNELS.get(compute.attention) == "gpu" else compute.attention
             settings = run.learner.computing(attention=attention, row_tokens=forward.layout.row_tokens)
             compute = compute_for(settings, config, platform_of(forward.mesh), compute.compiler)
             dtype = jnp.dtype(run.learner.dtype)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxrl_llm import config as configs
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.learner import Forward
-from jaxrl_llm.learner.platform import compute_for, layout_for
+from jaxrl_llm.learner.platform import KERNELS, compute_for, layout_for
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Decoder, initialise
 from jaxrl_llm.models.heads import ScalarModel
@@ -77,7 +77,7 @@ def run_teacher(name: str | None, run: configs.Run, forward: Forward, find: Arch
         f"{name or run.model}: set it to 0 to compare all",
     )
     compute = forward.compute
-    attention = "auto" if compute.attention == "cudnn" else compute.attention
+    attention = "auto" if KERNELS.get(compute.attention) == "gpu" else compute.attention
     own = run.learner.computing(attention=attention, row_tokens=0 if more else forward.layout.row_tokens)
     compute = compute_for(own, config, platform_of(forward.mesh), compute.compiler)
     layout = forward.layout
