@@ -135,7 +135,7 @@ def sampler(environment, needed=2, limits=Limits(), settings=Collect(), rules=RU
     template = COUNTED if limits.history == "fork" else "chatml"
     task = Task(ROWS, template=template, verifier="none", environment=environment)
     prompts = Prompts(task, tokenizer)
-    episodes = Episodes(prompts, limits, 120, STOPS)
+    episodes = Episodes(prompts, limits, 120, STOPS, observed=True)
     stream = Shuffled(load(task, answers=False).train, 7)
     source = GroupSource(tokenizer, prompts, stream, Scorer((), 1), 3, 7, (), episodes)
     admission = AdmissionPolicy(needed, slots, rules.max_new_tokens, False, settings)
@@ -375,7 +375,7 @@ def test_environments_that_are_left_over_are_closed():
 
     made = sampler(Closing)
     collect(made, loaded()[0], 0, Carryover())
-    assert len(closed) >= 6 and not made.source.episodes._live
+    assert len(closed) >= 6 and not made.source.episodes._worlds._live
 
 
 def test_an_evaluation_plays_with_one_seed_for_all_samples_of_a_problem():
