@@ -123,7 +123,7 @@ def with_routes(begun: Completion, routes: np.ndarray) -> Completion:
     return dataclasses.replace(begun, extras=extras, prompt_extras={EXPERTS: given[:prompt]} | begun.prompt_extras)
 
 
-def with_tokens(completion: Completion, tokens: Sequence[int], version: int = 0) -> Completion:
+def with_tokens(completion: Completion, tokens: Sequence[int] | np.ndarray, version: int = 0) -> Completion:
     """Append tokens that no policy sampled (a tool's output): masked, of log-probability 0."""
     ids = np.asarray(tokens, np.int32).reshape(-1)
     count = len(ids)

@@ -80,19 +80,24 @@ config = Supervised(
     steps=1,
 )
 """
-COUNTED = (
+FORKED = """
+import dataclasses
+from mine import config as played
+
+TEMPLATE = (
     "{{ messages | length // 4 }}{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
 )
-"""Rewrites its first line before the third reply."""
+config = dataclasses.replace(played, task=dataclasses.replace(played.task, template=TEMPLATE))
+"""
+"""A template that rewrites its first line before the third reply."""
 LINES = {
     "train": "train mine.py",
     "on": "train mine.py --steps 2",
     "eval": "eval runs/mine --json",
     "whole": "train mine.py --steps 2 --run_dir runs/whole",
     "gigpo": "train mine.py --steps 2 --recipe gigpo --recipe.observation_coef 0.1 --run_dir runs/gigpo",
-    "mt_grpo": "train mine.py --steps 2 --recipe mt_grpo --run_dir runs/mt_grpo --rollout.episode.history fork "
-    f"--task.template '{COUNTED}'",
+    "mt_grpo": "train forked.py --steps 2 --recipe mt_grpo --rollout.episode.history fork --run_dir runs/mt_grpo",
     "rows": "train mine.py --rollout.episode.history fork --learner.compute.microbatch_rows 2 --run_dir runs/rows",
     "no turns": "train smoke --recipe mt_grpo --run_dir runs/smoke",
     "nothing said": "train smoke --recipe.observation_coef 0.1 --run_dir runs/smoke",
@@ -127,6 +132,7 @@ def folder(tmp_path_factory):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": stops}))
     (folder / "world.py").write_text(WORLD)
     (folder / "mine.py").write_text(CONFIG)
+    (folder / "forked.py").write_text(FORKED)
     (folder / "taught.py").write_text(TAUGHT)
     return folder
 

@@ -16,7 +16,6 @@ from jaxrl_llm.models.lora import model_of
 from jaxrl_llm.rollout.groups import Carryover, RolloutBatch
 from jaxrl_llm.runs.load import config_of
 from jaxrl_llm.stages.rl.ingredient import Around, Ingredient
-from jaxrl_llm.stages.rl.shared_credit import by_token
 from jaxrl_llm.stages.rl.teacher_context import told_prompt
 from jaxrl_llm.stages.rl.teacher_models import is_base, load_teacher, run_teacher, teacher_shapes
 from jaxrl_llm.stages.stage import Architectures, Pass
@@ -113,7 +112,7 @@ class Teachers(Ingredient):
         found = []
         for sample in samples:
             if not self.objectives:
-                sample = by_token(sample, np.zeros(len(sample.tokens), np.float32))
+                sample = sample.with_arrays(advantages=np.zeros(len(sample.tokens), np.float32))
             if self.top_k:
                 sample = with_top(sample, no_top(sample, self.top_k))
             found.append(self._with_number(sample, 0))
@@ -229,7 +228,7 @@ class Teachers(Ingredient):
             counts = sample.mask & ~np.isnan(theirs)
             advantages = own.weight * own.divergence.advantages(logp, theirs, before)
             advantages = np.where(counts, advantages, 0).astype(np.float32)
-            valued.append(by_token(sample, np.float32(advantage_of(sample)) + advantages))
+            valued.append(sample.with_arrays(advantages=np.float32(advantage_of(sample)) + advantages))
             far += float(np.sum((logp - theirs)[counts], dtype=np.float64))
             count += int(counts.sum())
         return valued, {f"{DISTILLATION}/kl": far / count if count else math.nan}
@@ -259,4 +258,4 @@ def no_top(sample: Sample, k: int) -> tuple[np.ndarray, np.ndarray]:
 def with_top(sample: Sample, top: Any) -> Sample:
     """Return the sample with its teacher's most likely tokens, int32[t, k], and their log-probabilities [t, k + 1]."""
     ids, logp = top
-    return dataclasses.replace(sample, arrays=sample.arrays | {"teacher_ids": ids, "teacher_logp": logp})
+    return sample.with_arrays(teacher_ids=ids, teacher_logp=logp)
