@@ -208,7 +208,7 @@ class Completion:
     def row_offset(self, prompt: int) -> int:
         """Return how many tokens its last row has after the first ``prompt`` ones, minus its own number of tokens."""
         forks = self.forks
-        return len(forks[max(forks)]) - prompt - max(forks) if forks else 0
+        return max(len(forks[max(forks)]) - prompt, 0) - max(forks) if forks else 0
 
     def room(self, limit: int, prompt: int) -> int:
         """Return the most tokens that it may have, where none of its rows has more than ``limit`` after ``prompt``."""
