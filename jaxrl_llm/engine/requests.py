@@ -151,6 +151,21 @@ def _tokens_of(completion: Completion, part: slice) -> Completion:
     )
 
 
+def row_offset(completion: Completion, prompt: int) -> int:
+    """Return how many tokens a completion's last row has after the first ``prompt`` ones, minus its own number of
+    tokens; see ``Completion.forks``.
+    """
+    forks = completion.forks
+    return max(len(forks[max(forks)]) - prompt, 0) - max(forks) if forks else 0
+
+
+def row_room(completion: Completion, limit: int, prompt: int) -> int:
+    """Return the most tokens that a completion may have, where none of its rows has more than ``limit`` after
+    ``prompt``.
+    """
+    return limit - max(row_offset(completion, prompt), 0)
+
+
 SIZES = 8
 """Maximum number of sizes of the batch and of its blocks; each is compiled when first needed."""
 

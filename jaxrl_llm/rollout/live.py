@@ -7,7 +7,7 @@ import math
 from collections.abc import Hashable, Iterable, Sequence, Set
 from typing import Any, Self
 
-from jaxrl_llm.engine.requests import first_tokens
+from jaxrl_llm.engine.requests import first_tokens, row_room
 from jaxrl_llm.environments.calls import Parsed
 from jaxrl_llm.environments.environment import Message
 from jaxrl_llm.environments.episode_format import EpisodeFormat
@@ -139,7 +139,7 @@ class Live:
         ``limit``: tokens of the whole completion at most.
         """
         before, size = whole.episode or Episode(tools=len(self.world.tools)), len(whole.tokens)
-        room = whole.room(limit, self.prompt)
+        room = row_room(whole, limit, self.prompt)
         cut = whole.finish_reason == "length" and size < room
         if whole.finish_reason != "stop" and not cut:
             last = Turn(size, self.parsed(whole).message, entropy_rise=self.risen(whole))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from typing import Any, NamedTuple, Protocol
 
 from jaxrl_llm.engine.backend import Backend
-from jaxrl_llm.engine.requests import EMPTY, first_tokens, joined, last_tokens, with_tokens
+from jaxrl_llm.engine.requests import EMPTY, first_tokens, joined, last_tokens, row_offset, row_room, with_tokens
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.rewards import Scorer
 from jaxrl_llm.types import Completion
@@ -101,7 +101,7 @@ class Asked(NamedTuple):
         """Return the tokens that it has at most when its present turn ends; ``longest``: of a turn, 0 for any."""
         start, room = 0, self.limit
         if self.begun is not None:
-            start, room = self.begun.last_turn, self.begun.room(self.limit, len(self.prompt))
+            start, room = self.begun.last_turn, row_room(self.begun, self.limit, len(self.prompt))
         return min(room, start + longest) if longest else room
 
     def whole_turn(self, longest: int, stops: Collection[int]) -> Completion | None:
@@ -127,14 +127,14 @@ class Asked(NamedTuple):
         start = max(forks)
         seed = int.from_bytes(hashlib.sha256(f"{self.seed} {start}".encode()).digest()[:8], "big")
         row = joined(with_tokens(EMPTY, forks[start][prompt:]), last_tokens(self.begun, start))
-        return forks[start][:prompt], seed, limit + self.begun.row_offset(prompt), row
+        return forks[start][:prompt], seed, limit + row_offset(self.begun, prompt), row
 
     def of_row(self, row: Completion) -> Completion:
         """Return the whole completion that goes on in this row, as far as the row is."""
         if self.begun is None or not self.begun.forks:
             return row
         start = max(self.begun.forks)
-        own = last_tokens(row, start + self.begun.row_offset(len(self.prompt)))
+        own = last_tokens(row, start + row_offset(self.begun, len(self.prompt)))
         return joined(dataclasses.replace(first_tokens(self.begun, start), episode=self.begun.episode), own)
 
 

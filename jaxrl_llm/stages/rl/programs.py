@@ -11,10 +11,9 @@ from jax.sharding import Mesh
 from jaxrl_llm import config as configs
 from jaxrl_llm.engine import Sampling
 from jaxrl_llm.engine.backend import Backend, backend_for, weights_for_sampling
-from jaxrl_llm.errors import require
-from jaxrl_llm.learner import Forward, Layout, Sample, Training, make_update
+from jaxrl_llm.learner import Forward, Sample, Training, make_update
 from jaxrl_llm.learner.optimiser import build, learning_rate
-from jaxrl_llm.learner.platform import compute_for, layout_for
+from jaxrl_llm.learner.platform import compute_for, layout_for, with_rows
 from jaxrl_llm.learner.routing import planned_routes
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Decoder
@@ -85,22 +84,6 @@ def learning_of(
             training.append(role[0])
             forwards[role[0].role] = role[1]
     return tuple(training), forwards
-
-
-def with_rows(layout: Layout, turns: int, given: int) -> Layout:
-    """Return the layout with as many rows as an episode of so many turns can fill, since the loss reads them together.
-
-    ``given``: ``learner.compute.microbatch_rows``; 0 takes as many as it needs.
-
-    Raises:
-      InputError: fewer are given.
-    """
-    require(
-        layout.rows >= turns or not given,
-        f"learner.compute.microbatch_rows {given} is less than rollout.episode.max_turns {turns}, and with "
-        f"rollout.episode.history fork each turn may begin a row: set it to {turns} or more, or to 0 to choose",
-    )
-    return dataclasses.replace(layout, rows=max(layout.rows, -(-turns // layout.parts) * layout.parts))
 
 
 def sampling_of(
