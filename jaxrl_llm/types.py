@@ -67,8 +67,7 @@ class Problem:
       prompt: The chat so far; most problems hold one user message.
       answer: The reference answer, or an empty string.
       task: Name of the task it came from.
-      extractor: How the answer is cut out of a completion: ``last_number``, ``boxed``, ``tag:NAME``, ``after:TAG``
-        or ``whole``.
+      extractor: cuts the answer out of a completion: ``last_number``, ``boxed``, ``tag:X``, ``after:X`` or ``whole``.
       verifier: How the extracted answer is compared: ``match``, ``integer``, ``math``, ``reasoning_gym``,
         ``instructions``, ``code`` or ``none``.
       metadata: Additions of the source (level, generator parameters); verifiers and rewards may read it.
@@ -98,8 +97,7 @@ class Turn:
       entropy_rise: of an episode that may branch: see ``rollout.branches.entropy_rise``.
       state: name that the environment gave the state after it; empty without one.
       said: ranges ``(begin, end)`` of the completion's tokens with the contents of ``messages``, if a loss reads them.
-      fork: ids that the model reads before its next turn in place of all before, where the chat template writes that
-        otherwise by now; empty where the row goes on.
+      fork: ids that the model reads before its next turn in place of all before; empty where its row goes on.
     """
 
     end: int
@@ -152,8 +150,7 @@ class Completion:
 
     Attributes:
       tokens: int32[T], the stop token included.
-      sampler_logp: float32[T], nats, under the distribution that was really sampled (temperature and truncation
-        applied).
+      sampler_logp: float32[T], nats, under the distribution that was really sampled, truncated and at its temperature.
       finish_reason: ``stop`` | ``length`` | ``repetition`` | ``aborted``.
       mask: bool[T], True where the policy sampled the token.
       version: int32[T], the policy version (optimiser updates so far) that sampled the token.
@@ -194,25 +191,13 @@ class Completion:
 
     @property
     def forks(self) -> dict[int, np.ndarray]:
-        """Where a new row begins: by the index of its first token, int32 ids that the model reads before it, in place
-        of the prompt and all earlier tokens. See ``Turn.fork``.
-        """
-        turns = () if self.episode is None else self.episode.turns
-        return {turn.end: np.asarray(turn.fork, np.int32) for turn in turns if turn.fork}
+        """Where new rows begin: by the index of the first token, int32 ids that are read in place of all before it."""
+        return {one.end: np.asarray(one.fork, np.int32) for one in (self.episode or Episode()).turns if one.fork}
 
     @property
     def last_turn(self) -> int:
         """Index of the first token after the environment's last message; 0 without one."""
         return max(int(np.max(np.flatnonzero(~self.mask), initial=-1)) + 1, *self.forks, 0)
-
-    def row_offset(self, prompt: int) -> int:
-        """Return how many tokens its last row has after the first ``prompt`` ones, minus its own number of tokens."""
-        forks = self.forks
-        return len(forks[max(forks)]) - prompt - max(forks) if forks else 0
-
-    def room(self, limit: int, prompt: int) -> int:
-        """Return the most tokens that it may have, where none of its rows has more than ``limit`` after ``prompt``."""
-        return limit - max(self.row_offset(prompt), 0)
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -230,27 +215,23 @@ class Completion:
 
     @property
     def played(self) -> dict[str, Any]:
-        """An episode for people: ``{"episode": {"end": ..., "turns": [...]}}``, each turn the role of who spoke, the
-        text with its calls, and of the model's turns reward and failed calls; empty without one.
-        """
+        """An episode for people: ``{"episode": {"end": ..., "turns": [...]}}``, with rewards, failed calls; or {}."""
         if self.episode is None:
             return {}
         turns: list[dict[str, Any]] = []
         for turn in self.episode.turns:
-            told = {"role": "assistant", "text": shown_message(turn.reply), "reward": turn.reward}
-            turns.append(told | ({"errors": turn.errors} if turn.errors else {}))
+            more = {"reward": turn.reward} | ({"errors": turn.errors} if turn.errors else {})
+            turns.append({"role": "assistant", "text": shown_message(turn.reply)} | more)
             turns += [{"role": one["role"], "text": shown_message(one)} for one in turn.messages]
         return {"episode": {"end": self.episode.end, "turns": turns}}
 
 
 def shown_message(message: Mapping[str, Any]) -> str:
     """Return the content of a chat message, and its tool calls as ``name(argument=value)``."""
-    calls = [call["function"] for call in message.get("tool_calls") or ()]
-    written = [
-        f"{call['name']}({', '.join(f'{name}={value!r}' for name, value in call['arguments'].items())})"
-        for call in calls
-    ]
-    return "\n".join(filter(None, [str(message.get("content") or ""), *written]))
+    written = [str(message.get("content") or "")]
+    for call in (call["function"] for call in message.get("tool_calls") or ()):
+        written.append(f"{call['name']}({', '.join(f'{name}={value!r}' for name, value in call['arguments'].items())})")
+    return "\n".join(filter(None, written))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -304,8 +285,7 @@ class AdvantageContext(NamedTuple):
 
     Attributes:
       mask: 1 where the policy sampled the token.
-      old_logp: nats.
-      ref_logp: nats.
+      old_logp, ref_logp: nats.
       values: the critic's value of each state.
       step_rewards: rewards at token positions.
       group_ids: int[B].

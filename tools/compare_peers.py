@@ -23,6 +23,10 @@ with the same weights, prompts, rewards, groups and learning rate, one process a
 before; ``repeats`` is the number of seeds. After each step held-out problems are answered greedily; told are the
 seconds since the process was started, evaluations left out, and the completions sampled, until 0.95 and 0.98.
 
+``what`` episode times whole GRPO steps of episodes: SmolLM2-135M-Instruct asks a calculator, an environment written
+after TRL's interface (tools/peers/calculator.py) that both trainers run unchanged; the same prompts, chat template,
+turns and tokens at most. Told are the median seconds of a step, the first of each run left out, and its calls.
+
 Prints a table, then one JSON line with everything. Ratios are of median seconds, the peer's over
 ours. ``cpu_s`` is the median of the cores' time, which neighbours disturb less. ``useful`` is the share of the rows and
 positions computed that were asked for. ``peak_mb`` is the process's largest memory in a timed run. ``others`` is the
@@ -61,14 +65,14 @@ class Comparison:
 
     Attributes:
       work: as in bench_rollout.
-      what: the part of a training step; or learn, which takes nothing of ``work`` but ``repeats``.
+      what: the part of a training step; or learn or episode, which take nothing of ``work`` but ``repeats``.
       config: of ours, that learn compares.
       only: contestants, separated by commas; ours always takes part.
       folder: where the peers' environments and logs are kept.
     """
 
     work: Annotated[Options, tyro.conf.arg(name="")] = Options()
-    what: Literal["rollout", "update", "step", "learn"] = "rollout"
+    what: Literal["rollout", "update", "step", "learn", "episode"] = "rollout"
     config: str = "quickstart"
     only: str = ",".join(PEERS)
     folder: Path = ROOT / ".peers"
@@ -80,7 +84,8 @@ def chosen(only: str, what: str = "rollout") -> list[str]:
     if unknown := [name for name in names if name not in PEERS]:
         raise SystemExit(f"compare_peers: no contestant {unknown[0]!r}: there are {', '.join(PEERS)}")
     others = [name for name in PEERS if name in names and name != "ours"]
-    return ["ours", *(name for name in others if what not in ("update", "learn") or PEERS[name].mode != "batching")]
+    left_out = {"update": ("batching",), "learn": ("batching",), "episode": ("batching", "tunix")}.get(what, ())
+    return ["ours", *(name for name in others if name not in left_out)]
 
 
 def lively(options: Options) -> Decoder:
@@ -199,6 +204,9 @@ if __name__ == "__main__":
     if asked.what == "learn":
         found = peer_learning.learn(asked.config, chosen(asked.only, "learn"), asked.work.repeats, asked.folder)
         print(peer_learning.table(found))
+    elif asked.what == "episode":
+        found = peer_learning.play(chosen(asked.only, "episode"), asked.work.repeats, asked.folder)
+        print("\n".join(f"{name}  {row}  ratio {found['ratios'][name]}" for name, row in found["rows"].items()))
     else:
         found = compare(asked)
         print(table(found["rows"]))

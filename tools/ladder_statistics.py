@@ -17,7 +17,8 @@ LAST = 3
 """Evaluations that the end is the mean of."""
 LATE = 10
 """Steps that the end is the mean of."""
-ACCURACY = "pass@1"
+ACCURACY = ("pass@1", "reward")
+"""What is compared: the accuracy, or the mean reward where nothing is verified."""
 MEASURES = {
     "accuracy": "of the last 3 evaluations",
     "area": "below the curve of the accuracy, over its length",
@@ -63,22 +64,22 @@ def interval(values: Sequence[float]) -> Interval:
 
 
 def accuracy_of(rows: Sequence[Row]) -> str:
-    """The name of the accuracy that a run's rows have; of a mixture's that of the average.
+    """The name of the accuracy that a run's rows have, or of the reward without one; of a mixture that of the average.
 
     Raises:
       InputError: there is none.
     """
-    names = [name for row in rows for name in row if name.startswith("eval/") and name.endswith(f"/{ACCURACY}")]
-    if not names:
-        raise InputError(
-            "a ladder compares accuracies, and the run has none: set task.holdout above 0, or evaluation.task"
-        )
-    return next((name for name in names if name == f"eval/average/{ACCURACY}"), names[0])
+    measured = [name for row in rows for name in row if name.startswith("eval/")]
+    for kind in ACCURACY:
+        names = [name for name in measured if name.endswith(f"/{kind}")]
+        if names:
+            return next((name for name in names if name == f"eval/average/{kind}"), names[0])
+    raise InputError("a ladder compares accuracies, and the run has none: set task.holdout above 0, or evaluation.task")
 
 
 def length_of(accuracy: str) -> str:
     """The name of the mean length of the answers that an accuracy is of."""
-    return accuracy.replace(ACCURACY, "mean_length")
+    return f"{accuracy.rpartition('/')[0]}/mean_length"
 
 
 def curve(rows: Sequence[Row], name: str) -> list[tuple[int, float]]:
@@ -132,6 +133,7 @@ class Line:
       gain: of the accuracy over that of ``onto``, by pairs of runs with the same seed; None where nothing is compared.
       total: as ``gain``, over the ladder's first rung.
       equal: as ``gain``, where both had sampled as many tokens (``gain_at_equal_tokens``).
+      curves: of each seed, (tokens sampled so far, accuracy) at each evaluation.
     """
 
     rung: Rung
@@ -140,6 +142,7 @@ class Line:
     gain: Interval | None
     total: Interval | None
     equal: Interval | None
+    curves: dict[int, list[tuple[float, float]]]
 
 
 def lines_of(rungs: Sequence[Rung], runs: Mapping[str, Mapping[int, Sequence[Row]]]) -> list[Line]:
@@ -156,7 +159,8 @@ def lines_of(rungs: Sequence[Rung], runs: Mapping[str, Mapping[int, Sequence[Row
         total = gain_of(seeds, found.get(rungs[0].name, {})) if number else None
         before = runs.get(onto or "", {})
         equal = [gain_at_equal_tokens(rows, before[seed]) for seed, rows in runs[rung.name].items() if seed in before]
-        lines.append(Line(rung, onto, means, gain, total, interval(equal) if equal else None))
+        curves = {seed: by_tokens(rows) for seed, rows in runs[rung.name].items()}
+        lines.append(Line(rung, onto, means, gain, total, interval(equal) if equal else None, curves))
     require(bool(lines), "no run of this ladder is finished: run it first, without --draw")
     return lines
 

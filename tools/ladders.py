@@ -15,6 +15,7 @@ from jaxrl_llm.algorithms.reduce import ConstantLength, TokenMean
 from jaxrl_llm.algorithms.surrogates import PPOClip
 from jaxrl_llm.recipes import Recipe
 from jaxrl_llm.rewards.group_shaping import LengthCycle, StopProperly
+from jaxrl_llm.rollout import Branching
 from jaxrl_llm.rules import Resets
 
 KL = 0.04
@@ -73,6 +74,12 @@ LADDERS: dict[str, tuple[Rung, ...]] = {
         Rung("GRPO", {"recipe": GRPO}),
         Rung("clip 0.28", {"recipe.algorithm.surrogate": PPOClip(0.2, 0.28)}),
         Rung("clip 0.4", {"recipe.algorithm.surrogate": PPOClip(0.2, 0.4)}, onto="GRPO"),
+    ),
+    # arXiv 2507.19849, for a configuration of episodes: half of a group's members branch from the others.
+    "arpo": (
+        Rung("GRPO", {"recipe": GRPO}),
+        Rung("+ branches", {"recipe.branch": Branching()}),
+        Rung("+ hard credit", {"recipe.branch.credit": "hard"}),
     ),
     # What keeps a long run learning, taken out one at a time; the recipe is the configuration's own.
     "prolonged": (

@@ -1,8 +1,10 @@
 """Time to accuracy of a run of ours and of the same work by peers, for compare_peers."""
 
 import dataclasses
+import itertools
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -10,12 +12,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from peer_processes import PEERS, process_of
+from peer_processes import PEERS, TRL, process_of, python_of
 
 from jaxrl_llm import config as configs
 from jaxrl_llm import tasks
 from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.config import Run
+from jaxrl_llm.environments.examples import Products
 from jaxrl_llm.errors import require
 from jaxrl_llm.models import load_pretrained, save_pretrained
 
@@ -25,6 +28,8 @@ STEPS = 12
 """At most."""
 MICROBATCH = 16
 """Rows of one pass of the peers."""
+EPISODE_STEPS = 4
+"""Of a run of episodes; the first is not timed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +82,48 @@ def work_of(config: str, folder: Path) -> dict[str, Any]:
         "clip_norm": run.learner.optimiser.clip_norm,
         "clip": [surrogate.low, surrogate.high],
         "microbatch": MICROBATCH,
+        "turns": 0,
     }
+
+
+def episodes_of(model_name: str, folder: Path, template: Path) -> dict[str, Any]:
+    """What all contestants are told of episodes with a calculator: the model's weights with a template that writes
+    tools, the same for all; GRPO without a KL.
+    """
+    model, tokenizer = load_pretrained(model_name)
+    tokenizer.chat_template = template.read_text()
+    save_pretrained(model, tokenizer, folder)
+    rows = [
+        {"prompt": [dict(message) for message in one.prompt], **{key: one.metadata[key] for key in ("a", "b")}}
+        for one in Products(64).problems()
+    ]
+    work = {"model": str(folder), "config": "", "train": rows, "test": [], "prompts": 2, "group": 8, "prompt": 512}
+    budget = {"completion": 128, "turns": 3, "temperature": 0.8, "learning_rate": 1e-6}
+    return work | budget | {"clip_norm": 1.0, "clip": [0.2, 0.2], "microbatch": MICROBATCH}
+
+
+def play(names: Sequence[str], repeats: int, folder: Path, model_name: str = "smollm2-135m") -> dict[str, Any]:
+    """Each contestant's median seconds of a step of episodes after the first, in runs that take turns."""
+    runs: dict[str, list[Any]] = {name: [] for name in names}
+    with tempfile.TemporaryDirectory() as model:
+        # One that TRL knows; it is in its wheel.
+        found = "import importlib.util as u; print(u.find_spec('trl').submodule_search_locations[0])"
+        wheel = subprocess.check_output([python_of(TRL, folder.absolute()), "-c", found], text=True).strip()
+        template = Path(wheel) / "chat_templates" / "qwen2_5.jinja"
+        work = episodes_of(model_name, Path(model), template) | {"steps": EPISODE_STEPS}
+        for seed in range(repeats):
+            for name in names:
+                runs[name].append(run_of(name, work | {"seed": seed}, folder))
+    rows = {}
+    for name, seeds in runs.items():
+        pairs = [pair for lines in seeds for pair in itertools.pairwise(line for line in lines if line["step"])]
+        rows[name] = {
+            "seconds": round(statistics.median(b["seconds"] - a["seconds"] for a, b in pairs), 2),
+            "calls": round(statistics.mean(b["calls"] - a["calls"] for a, b in pairs), 1),
+            "steps": len(pairs),
+        }
+    ours = rows["ours"]["seconds"]
+    return {"rows": rows, "ratios": {name: round(row["seconds"] / ours, 2) for name, row in rows.items()}, "runs": runs}
 
 
 def refuse_what_peers_have_not(run: Run, config: str) -> None:

@@ -123,7 +123,7 @@ def with_routes(begun: Completion, routes: np.ndarray) -> Completion:
     return dataclasses.replace(begun, extras=extras, prompt_extras={EXPERTS: given[:prompt]} | begun.prompt_extras)
 
 
-def with_tokens(completion: Completion, tokens: Sequence[int], version: int = 0) -> Completion:
+def with_tokens(completion: Completion, tokens: Sequence[int] | np.ndarray, version: int = 0) -> Completion:
     """Append tokens that no policy sampled (a tool's output): masked, of log-probability 0."""
     ids = np.asarray(tokens, np.int32).reshape(-1)
     count = len(ids)
@@ -149,6 +149,21 @@ def _tokens_of(completion: Completion, part: slice) -> Completion:
     return Completion(
         **cut, finish_reason=completion.finish_reason, extras=extras, prompt_extras=completion.prompt_extras
     )
+
+
+def row_offset(completion: Completion, prompt: int) -> int:
+    """Return how many tokens a completion's last row has after the first ``prompt`` ones, minus its own number of
+    tokens; see ``Completion.forks``.
+    """
+    forks = completion.forks
+    return max(len(forks[max(forks)]) - prompt, 0) - max(forks) if forks else 0
+
+
+def row_room(completion: Completion, limit: int, prompt: int) -> int:
+    """Return the most tokens that a completion may have, where none of its rows has more than ``limit`` after
+    ``prompt``.
+    """
+    return limit - max(row_offset(completion, prompt), 0)
 
 
 SIZES = 8

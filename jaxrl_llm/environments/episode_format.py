@@ -12,7 +12,16 @@ from typing import Any
 from jaxrl_llm.environments.calls import Parsed, end_of_calls, marks_of, parse_reply
 from jaxrl_llm.environments.environment import Message
 from jaxrl_llm.environments.guarding import Guard
-from jaxrl_llm.environments.renderings import ASKED, OTHER, REPLIED, After, Renderings, shared
+from jaxrl_llm.environments.renderings import (
+    ASKED,
+    OTHER,
+    REPLIED,
+    After,
+    Renderings,
+    end_of_turns,
+    rewrites_history,
+    shared,
+)
 from jaxrl_llm.errors import require
 from jaxrl_llm.models.tokenizer import special_ids
 from jaxrl_llm.tasks.template import Wording, bos, check_tokenizer, worded
@@ -63,10 +72,15 @@ class EpisodeFormat:
         self._renderings = Renderings(wording, tokenizer, self.tools, self._guard)
         self._plain = wording.template == "plain"
         self._history = history
+        self._control = frozenset((*special_ids(tokenizer), *self._stops))  # tokens that are no text
         self.syntax = self._renderings.syntax()
-        self._end = "" if self._plain else self._renderings.end_of_turns()
-        self._check_turns()
-        self.note = "; ".join(filter(None, [self._note_on_history(), self._note_on_ends()]))
+        self._end = "" if self._plain else end_of_turns(self._renderings, self._guard)
+        _check_turns(self)
+        rewrites = not self._plain and rewrites_history(self._renderings)
+        ends = (
+            "" if self._plain else _note_on_ends(self._renderings, [_decoded(tokenizer, [one]) for one in self._stops])
+        )
+        self.note = "; ".join(filter(None, [_REWRITES + _HISTORY[history] if rewrites else "", ends]))
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Return the ids of an episode's first messages, up to the start of the first reply.
@@ -97,7 +111,7 @@ class EpisodeFormat:
           InputError: the template refuses the messages, or leaves them out.
         """
         following = [self._guard(message) for message in messages]
-        last = self._decoded(sampled[-1:]) if len(sampled) and sampled[-1] in self._control else ""
+        last = _decoded(self.tokenizer, sampled[-1:]) if len(sampled) and sampled[-1] in self._control else ""
         if self._plain:
             contents = [message["content"] for message in self._renderings.said(following)]
             return self._guard.ids("".join(f"\n\n{content}" for content in contents), last)
@@ -159,8 +173,8 @@ class EpisodeFormat:
         ids = [int(token) for token in tokens]
         if ids and ids[-1] in self._stops:
             ids.pop()
-        text = self._decoded([token for token in ids if token not in self._hidden])
-        start = self._start if before is None else self._decoded(before[-_LAST:])
+        text = _decoded(self.tokenizer, [token for token in ids if token not in self._hidden])
+        start = self._start if before is None else _decoded(self.tokenizer, before[-_LAST:])
         return parse_reply(text, self.syntax, self.tools, start.rstrip().endswith(_THINKING))
 
     def _cut(self, after: After, sampled: Sequence[int], last: str) -> int:
@@ -175,48 +189,39 @@ class EpisodeFormat:
         for end in (last, self._end if stopped else ""):
             if end and rest.startswith(end):
                 return begins + len(end)
-        return begins if self._decoded(sampled[-_LAST:]).endswith(region[at:begins]) else at
-
-    def _check_turns(self) -> None:
-        """Refuse a template that cannot write a second turn."""
-        if not self.tools:
-            self.suffix([ASKED, REPLIED], [ASKED], ())
-            return
-        name = self.tools[0]["function"]["name"]
-        call = {"id": "call00000", "type": "function", "function": {"name": name, "arguments": {}}}
-        reply = {"role": "assistant", "content": "", "tool_calls": [call]}
-        self.suffix([ASKED, reply], [{"role": "tool", "name": name, "tool_call_id": "call00000", "content": OTHER}], ())
-
-    def _note_on_history(self) -> str:
-        rewrites = not self._plain and self._renderings.rewrites_history()
-        return _REWRITES + _HISTORY[self._history] if rewrites else ""
-
-    def _note_on_ends(self) -> str:
-        if self._plain or not self._stops:
-            return ""
-        region = self._renderings.after([ASKED, REPLIED], [ASKED]).region
-        stops = [self._decoded([token]) for token in self._stops]
-        if any(stop in region for stop in stops):
-            return ""
-        return (
-            f"completions end at {' or '.join(stops)}, which the chat template does not write between turns; it stays"
-        )
-
-    def _decoded(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode([int(token) for token in ids], clean_up_tokenization_spaces=False)
-
-    @functools.cached_property
-    def _control(self) -> frozenset[int]:
-        """Tokens that are no text."""
-        return frozenset((*special_ids(self.tokenizer), *self._stops))
+        return begins if _decoded(self.tokenizer, sampled[-_LAST:]).endswith(region[at:begins]) else at
 
     @functools.cached_property
     def _hidden(self) -> frozenset[int]:
         """Special tokens that mark neither calls nor reasoning."""
         marks = marks_of(self.syntax)
-        return frozenset(token for token in special_ids(self.tokenizer) if self._decoded([token]) not in marks)
+        return frozenset(
+            token for token in special_ids(self.tokenizer) if _decoded(self.tokenizer, [token]) not in marks
+        )
 
     @functools.cached_property
     def _start(self) -> str:
         """The text of a prompt."""
         return self._renderings.text([ASKED], True)
+
+
+def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:
+    return tokenizer.decode([int(token) for token in ids], clean_up_tokenization_spaces=False)
+
+
+def _check_turns(form: EpisodeFormat) -> None:
+    """Refuse a template that cannot write a second turn."""
+    if not form.tools:
+        form.suffix([ASKED, REPLIED], [ASKED], ())
+        return
+    name = form.tools[0]["function"]["name"]
+    call = {"id": "call00000", "type": "function", "function": {"name": name, "arguments": {}}}
+    reply = {"role": "assistant", "content": "", "tool_calls": [call]}
+    form.suffix([ASKED, reply], [{"role": "tool", "name": name, "tool_call_id": "call00000", "content": OTHER}], ())
+
+
+def _note_on_ends(renderings: Renderings, stops: Sequence[str]) -> str:
+    region = renderings.after([ASKED, REPLIED], [ASKED]).region
+    if not stops or any(stop in region for stop in stops):
+        return ""
+    return f"completions end at {' or '.join(stops)}, which the chat template does not write between turns; it stays"

@@ -104,7 +104,7 @@ class Renderings:
           InputError: the template refuses the messages, or leaves them or the reply out.
         """
         shape, region = self._region(turns, messages)
-        history = self._history(turns, messages, shape)
+        history = _stand_ins(turns, messages, shape, self._guard)
         text = self.text([*history, *self.said(messages)], True).partition(REPLY)[2]
         return After(region[: shared(region, text)], text, bool(history[-1].get("tool_calls")))
 
@@ -123,7 +123,7 @@ class Renderings:
         refusal = InputError(f"the chat template leaves out replies; {_CHATML}")
         for shape in (*_SHAPES, None) if self._native else (None,):
             try:
-                history = self._history(turns, messages, shape)
+                history = _stand_ins(turns, messages, shape, self._guard)
                 _, found, region = self.text([*history, *self.said(told)], True).partition(REPLY)
             except InputError as error:
                 refusal = error
@@ -137,44 +137,17 @@ class Renderings:
             require(bool(found), f"the chat template leaves out messages of the role {messages[0]['role']}; {_CHATML}")
         return shape, region
 
-    def end_of_turns(self) -> str:
-        """Return the token that the template writes after each reply; empty if it writes none, or only the token with
-        which the next message begins.
-        """
-        try:
-            last = self.text([ASKED, REPLIED], False).partition(REPLY)[2]
-            between = self.after([ASKED, REPLIED], [ASKED]).region
-        except InputError:
-            return ""
-        end = self._guard.first_token(between)
-        follows = end and self._guard.has_token(between.partition(end)[2])
-        return end if follows and self._guard.first_token(last) else ""
-
-    def rewrites_history(self) -> bool:
-        """Whether the template writes an earlier reply otherwise than it was sampled, as by dropping its reasoning."""
-        start = self.text([ASKED], True)
-        for form in _THOUGHTS:
-            reply = form(REPLIED, THOUGHT)
-            try:
-                last = self.text([ASKED, reply], False)
-                later = self.text([ASKED, reply, ASKED], True)
-            except InputError:
-                continue
-            if not later.startswith(start) or (THOUGHT in last and THOUGHT not in later):
-                return True
-        return False
-
     def rewrites(self, turns: Sequence[Message], messages: Sequence[Message]) -> bool:
         """Whether the template, once these messages of the world follow, writes what was before the last of the turns,
         a reply, otherwise than without them, or leaves out the reply's reasoning.
         """
         shape, _ = self._region(turns, messages)
-        reply = THOUGHT if "reasoning_content" in turns[-1] else ""
-        told = zip(turns, self._history(turns, messages, shape), strict=True)
-        history = [self._thinking(one, OTHER if "reasoning_content" in turn else "") for turn, one in told]
-        history[-1] = self._thinking(history[-1], reply)
+        thoughts = [OTHER if "reasoning_content" in turn else "" for turn in turns]
+        last = thoughts[-1] = THOUGHT if thoughts[-1] else ""
+        told = zip(_stand_ins(turns, messages, shape, self._guard), thoughts, strict=True)
+        history = [self._thought(one, thought) if thought else one for one, thought in told]
         before, later = self.text(history[:-1], True), self.text([*history, *self.said(messages)], True)
-        return not later.startswith(before) or reply not in later
+        return not later.startswith(before) or last not in later
 
     def chat(self, told: Sequence[Message], turns: Sequence[Message]) -> str:
         """Return the text of a whole chat, up to the start of the next reply, as the template writes it now.
@@ -190,26 +163,13 @@ class Renderings:
         shape, _ = self._region([*told, *turns[:last]], turns[last:])
         written = list(told)
         for is_reply, some in itertools.groupby(turns, lambda turn: turn["role"] == "assistant"):
-            spoken = list(some)
-            written += [self._reply(shape, one) for one in spoken] if is_reply else self.said(spoken)
+            if not is_reply:
+                written += self.said(list(some))
+                continue
+            for message in some:
+                reply, thought = _written(message, shape, self._guard)
+                written.append(self._thought(reply, thought) if thought else reply)
         return self.text(written, True)
-
-    def _reply(self, shape: _Shape | None, message: Message) -> Message:
-        """Return a reply with all that the model wrote, ready to be rendered."""
-        own = self._guard.reply({name: message[name] for name in ("content", "reasoning_content") if name in message})
-        calls = message.get("tool_calls", ())
-        told = {"role": "assistant", "content": own["content"]}
-        if calls and shape is not None:
-            fits = shape.most is None or len(calls) <= shape.most
-            require(fits, f"the chat template writes {shape.most} call for each reply, and there are more; {_KEEP}")
-            functions = self._guard.reply([call["function"] for call in calls])
-            if shape.as_text:
-                functions = [one | {"arguments": json.dumps(one["arguments"])} for one in functions]
-            told["tool_calls"] = [call | {"function": one} for call, one in zip(calls, functions, strict=True)]
-            told["content"] = own["content"] or shape.content
-        elif calls:
-            told["tool_calls"] = [*calls]
-        return self._thinking(told, own.get("reasoning_content", ""))
 
     @functools.cached_property
     def _thought(self) -> Callable[[Message, str], Message]:
@@ -221,10 +181,6 @@ class Renderings:
             except InputError:
                 continue
         return _THOUGHTS[0]
-
-    def _thinking(self, message: Message, thought: str) -> Message:
-        """Return a reply with its reasoning."""
-        return self._thought(message, thought) if thought else message
 
     def syntax(self) -> str:
         """Return the name of the syntax of calls.
@@ -250,7 +206,7 @@ class Renderings:
         turns = [ASKED, {"role": "assistant", "tool_calls": [tool_call(0, name, {})]}]
         for shape in _SHAPES:
             try:
-                text = self.text(self._history(turns, (), shape), False)
+                text = self.text(_stand_ins(turns, (), shape, self._guard), False)
                 start = _UNCLOSED.sub("", text[: shared(text, self.text([ASKED], True))])
             except InputError:
                 continue
@@ -259,36 +215,87 @@ class Renderings:
                 return text[len(start) : len(before) + len(REPLY) + end_of_calls(after, syntax)]
         return ""
 
-    def _history(self, turns: Sequence[Message], messages: Sequence[Message], shape: _Shape | None) -> list[Message]:
-        """Return stand-ins for the turns; the last one's content, or its last call's argument, is REPLY."""
-        history: list[Message] = []
-        following = [*turns[1:], *messages[:1], ASKED]
-        for index, message in enumerate(turns):
-            value = REPLY if index == len(turns) - 1 else OTHER
-            stand_in: Message = {"role": message["role"], "content": value}
-            if message["role"] == "assistant" and shape is not None:
-                stand_in |= self._calls(message, following[index], shape, value)
-            elif message["role"] == "tool":
-                stand_in = self._guard(message) | stand_in
-            history.append(stand_in)
-        return history
 
-    def _calls(self, message: Message, following: Message, shape: _Shape, value: str) -> Message:
-        """Return the content and the calls of a stand-in; a result without a call, as of one that cannot be parsed,
-        gets one.
-        """
-        calls = message.get("tool_calls", ())
-        if not calls and following["role"] == "tool":
-            calls = [tool_call(0, following.get("name", "tool"), {})]
-        told = []
-        for index, call in enumerate(calls[: shape.most], 1):
-            arguments = {"q": value if index == len(calls[: shape.most]) else OTHER}
-            function = {
-                "name": self._guard.name(call["function"]["name"]),
-                "arguments": json.dumps(arguments) if shape.as_text else arguments,
-            }
-            told.append({**call, "function": function})
-        return {"content": shape.content, "tool_calls": told} if told else {}
+def end_of_turns(renderings: Renderings, guard: Guard) -> str:
+    """Return the token that the template writes after each reply; empty if it writes none, or only the token with
+    which the next message begins.
+    """
+    try:
+        last = renderings.text([ASKED, REPLIED], False).partition(REPLY)[2]
+        between = renderings.after([ASKED, REPLIED], [ASKED]).region
+    except InputError:
+        return ""
+    end = guard.first_token(between)
+    follows = end and guard.has_token(between.partition(end)[2])
+    return end if follows and guard.first_token(last) else ""
+
+
+def rewrites_history(renderings: Renderings) -> bool:
+    """Whether the template writes an earlier reply otherwise than it was sampled, as by dropping its reasoning."""
+    start = renderings.text([ASKED], True)
+    for form in _THOUGHTS:
+        reply = form(REPLIED, THOUGHT)
+        try:
+            last = renderings.text([ASKED, reply], False)
+            later = renderings.text([ASKED, reply, ASKED], True)
+        except InputError:
+            continue
+        if not later.startswith(start) or (THOUGHT in last and THOUGHT not in later):
+            return True
+    return False
+
+
+def _written(message: Message, shape: _Shape | None, guard: Guard) -> tuple[Message, str]:
+    """Return a reply with all that the model wrote, ready to be rendered, and its reasoning."""
+    own = guard.reply({name: message[name] for name in ("content", "reasoning_content") if name in message})
+    calls = message.get("tool_calls", ())
+    told = {"role": "assistant", "content": own["content"]}
+    if calls and shape is not None:
+        fits = shape.most is None or len(calls) <= shape.most
+        require(fits, f"the chat template writes {shape.most} call for each reply, and there are more; {_KEEP}")
+        functions = guard.reply([call["function"] for call in calls])
+        if shape.as_text:
+            functions = [one | {"arguments": json.dumps(one["arguments"])} for one in functions]
+        told["tool_calls"] = [call | {"function": one} for call, one in zip(calls, functions, strict=True)]
+        told["content"] = own["content"] or shape.content
+    elif calls:
+        told["tool_calls"] = [*calls]
+    return told, own.get("reasoning_content", "")
+
+
+def _stand_ins(
+    turns: Sequence[Message], messages: Sequence[Message], shape: _Shape | None, guard: Guard
+) -> list[Message]:
+    """Return stand-ins for the turns; the last one's content, or its last call's argument, is REPLY."""
+    history: list[Message] = []
+    following = [*turns[1:], *messages[:1], ASKED]
+    for index, message in enumerate(turns):
+        value = REPLY if index == len(turns) - 1 else OTHER
+        stand_in: Message = {"role": message["role"], "content": value}
+        if message["role"] == "assistant" and shape is not None:
+            stand_in |= _calls(message, following[index], shape, value, guard)
+        elif message["role"] == "tool":
+            stand_in = guard(message) | stand_in
+        history.append(stand_in)
+    return history
+
+
+def _calls(message: Message, following: Message, shape: _Shape, value: str, guard: Guard) -> Message:
+    """Return the content and the calls of a stand-in; a result without a call, as of one that cannot be parsed,
+    gets one.
+    """
+    calls = message.get("tool_calls", ())
+    if not calls and following["role"] == "tool":
+        calls = [tool_call(0, following.get("name", "tool"), {})]
+    told = []
+    for index, call in enumerate(calls[: shape.most], 1):
+        arguments = {"q": value if index == len(calls[: shape.most]) else OTHER}
+        function = {
+            "name": guard.name(call["function"]["name"]),
+            "arguments": json.dumps(arguments) if shape.as_text else arguments,
+        }
+        told.append({**call, "function": function})
+    return {"content": shape.content, "tool_calls": told} if told else {}
 
 
 def _outline(message: Message) -> Hashable:

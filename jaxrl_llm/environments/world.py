@@ -42,6 +42,30 @@ class Answer:
     state: str = ""
 
 
+@dataclasses.dataclass
+class Tally:
+    """The replies and calls of an episode so far, against its limits."""
+
+    turns: int = 0
+    calls: int = 0
+    parse_errors: int = 0
+
+    def taken(self, asked: Sequence[Any], limits: Limits) -> list[Any]:
+        """Count the calls of a reply, and return those that may still be made."""
+        calls = list(asked[: limits.max_tool_calls - self.calls if limits.max_tool_calls else None])
+        self.calls += len(calls)
+        return calls
+
+    def unparsed(self, error: str, limits: Limits) -> Answer:
+        """Count a reply with a call that cannot be read, and return the answer to it."""
+        self.parse_errors += 1
+        said = limits.shortened(f"The tool call could not be read: {readable(error)}")
+        end = "max_turns" if self.turns >= limits.max_turns else ""
+        end = "parse_error" if self.parse_errors > limits.max_parse_errors else end
+        shown = ({"role": "user", "content": said},)
+        return Answer(shown, end=end, metrics={"tool_errors/unparsed": 1.0}, tool_errors=1)
+
+
 class World:
     """One episode's living side; used from one thread at a time.
 
@@ -73,7 +97,7 @@ class World:
         self.error = ""
         self._make: Any = environment
         self._row, self._seed, self._limits, self._functions = row, seed, limits, functions
-        self._turns = self._calls = self._parse_errors = 0
+        self._tally = Tally()
         self._caller = Caller()
 
     def reset(self, messages: Sequence[Message]) -> tuple[list[Message], Answer]:
@@ -100,16 +124,16 @@ class World:
         A tool that is unknown, raises or takes too long is answered with the error, and the episode goes on. A reply
         without calls completes the episode, unless the environment has a ``step``.
         """
-        self._turns += 1
+        self._tally.turns += 1
         if parsed.error:
-            return self._unparsed(parsed.error)
+            return self._tally.unparsed(parsed.error, self._limits)
         message = _copied(parsed.message)
         asked = list(message.pop("tool_calls", None) or ())
-        left = self._limits.max_tool_calls - self._calls if self._limits.max_tool_calls else len(asked)
-        calls = asked[:left]
-        self._calls += len(calls)
+        calls = self._tally.taken(asked, self._limits)
         steps = self.steps
-        own = [index for index, call in enumerate(calls) if steps and self._is_own(name_in(call))]
+        # The environment's step answers calls of its own tools: all, if the model was offered none.
+        names = [*map(name_of, self.environment.tools)]
+        own = [index for index, call in enumerate(calls) if steps and (not self.tools or name_in(call) in names)]
         results = self._results({index: call for index, call in enumerate(calls) if index not in own})
         answer = Answer()
         if steps and (own or not asked):
@@ -120,7 +144,7 @@ class World:
             end = "completed"
         if not end and len(asked) > len(calls):
             end = "max_tool_calls"
-        if not end and self._turns >= self._limits.max_turns:
+        if not end and self._tally.turns >= self._limits.max_turns:
             end = "max_turns"
         return dataclasses.replace(
             answer,
@@ -161,8 +185,7 @@ class World:
                 raise RuntimeError(self._failure(outcome, "copy").error)
             environment = outcome.value
         found = World(environment, self._row, self._seed, self._limits, self._functions)
-        found.tools, found._turns, found._calls = self.tools, self._turns, self._calls
-        found._parse_errors = self._parse_errors
+        found.tools, found._tally = self.tools, dataclasses.replace(self._tally)
         return found
 
     def close(self) -> str:
@@ -178,32 +201,12 @@ class World:
     def _call(self, function: Callable[..., Any], finish: Callable[[Any], Any] = lambda value: value) -> Outcome:
         return self._caller.each([Call(function)], self._limits.tool_timeout_s, finish)[0]
 
-    @property
-    def _kind(self) -> str:
-        environment = self.environment
-        if isinstance(environment, DuckTyped):
-            return type(environment.instance).__name__
-        return "the environment" if environment is None else type(environment).__name__
-
     def _failure(self, outcome: Outcome, what: str, kind: str = "") -> Answer:
         """Return the end of an episode with an environment that failed."""
-        self.error = (
-            f"{kind or self._kind}: {what}: {outcome.reason(self._limits.tool_timeout_s)}{place(outcome.error)}"
-        )
+        own = self.environment.instance if isinstance(self.environment, DuckTyped) else self.environment
+        kind = kind or ("the environment" if own is None else type(own).__name__)
+        self.error = f"{kind}: {what}: {outcome.reason(self._limits.tool_timeout_s)}{place(outcome.error)}"
         return Answer(end="timeout" if outcome.status == "timeout" else "environment_error", error=self.error)
-
-    def _unparsed(self, error: str) -> Answer:
-        self._parse_errors += 1
-        said = self._limits.shortened(f"The tool call could not be read: {readable(error)}")
-        end = "max_turns" if self._turns >= self._limits.max_turns else ""
-        end = "parse_error" if self._parse_errors > self._limits.max_parse_errors else end
-        return Answer(
-            ({"role": "user", "content": said},), end=end, metrics={"tool_errors/unparsed": 1.0}, tool_errors=1
-        )
-
-    def _is_own(self, name: str) -> bool:
-        """Whether the environment's ``step`` answers calls of this name: all, if the model was offered no tools."""
-        return not self.tools or name in map(name_of, self.environment.tools)
 
     def _results(self, calls: Mapping[int, Any]) -> dict[int, Result]:
         """Make the calls that tools answer, by place; return their results by place."""

@@ -56,6 +56,11 @@ class Sample:
         before = objectives if self.counted_by is None else self.counted_by
         return dataclasses.replace(self, counted_by=tuple(name for name in before if name in objectives))
 
+    def with_arrays(self, **arrays: np.ndarray) -> "Sample":
+        """Add arrays [t, ...], which take the places of numbers of the same names."""
+        scalars = {name: x for name, x in self.scalars.items() if name not in arrays}
+        return dataclasses.replace(self, scalars=scalars, arrays=self.arrays | arrays)
+
 
 class Counts(NamedTuple):
     """The counts of one objective in an optimiser step, over all its microbatches.

@@ -133,6 +133,22 @@ def layout_for(
     return Layout(rows, row_tokens, completion_tokens, parts, share)
 
 
+def with_rows(layout: Layout, turns: int, given: int) -> Layout:
+    """Return the layout with as many rows as an episode of so many turns can fill, since the loss reads them together.
+
+    ``given``: ``learner.compute.microbatch_rows``; 0 takes as many as it needs.
+
+    Raises:
+      InputError: fewer are given.
+    """
+    require(
+        layout.rows >= turns or not given,
+        f"learner.compute.microbatch_rows {given} is less than rollout.episode.max_turns {turns}, and with "
+        f"rollout.episode.history fork each turn may begin a row: set it to {turns} or more, or to 0 to choose",
+    )
+    return dataclasses.replace(layout, rows=max(layout.rows, -(-turns // layout.parts) * layout.parts))
+
+
 def tokens_in_memory(
     settings: Learner,
     compute: ComputeOptions,

@@ -103,15 +103,15 @@ def _counted(
     extras = {name: x for name, x in completion.extras.items() if name in reads or name in READ_BY_THE_HEAD}
     experts, of_prompt = recorded(completion)
     arrays = {"sampler_logp": completion.sampler_logp, "fresh": fresh} | extras | experts
-    own = {"prompt_arrays": of_prompt, "place": place, "forks": completion.forks}
-    return Sample(group.prompt, completion.tokens, mask, arrays=arrays, **own)
+    return Sample(
+        group.prompt, completion.tokens, mask, {}, arrays, prompt_arrays=of_prompt, place=place, forks=completion.forks
+    )
 
 
 def _by_token(samples: Sequence[Sample], **arrays: np.ndarray) -> list[Sample]:
     """Return the samples, each with its rows of the arrays [B, T]."""
     return [
-        dataclasses.replace(s, arrays=s.arrays | {name: x[row, : len(s.tokens)] for name, x in arrays.items()})
-        for row, s in enumerate(samples)
+        s.with_arrays(**{name: x[row, : len(s.tokens)] for name, x in arrays.items()}) for row, s in enumerate(samples)
     ]
 
 
@@ -132,7 +132,7 @@ def without_gain(sample: Sample) -> Sample:
     least = np.minimum(advantage_of(sample), 0)
     if "advantages" in sample.scalars:
         return dataclasses.replace(sample, scalars=sample.scalars | {"advantages": float(least)})
-    return dataclasses.replace(sample, arrays=sample.arrays | {"advantages": least})
+    return sample.with_arrays(advantages=least)
 
 
 @functools.partial(jax.jit, static_argnums=0)

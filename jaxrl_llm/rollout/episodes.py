@@ -8,57 +8,30 @@ completion: after a restart the environment is begun anew and given the same rep
 episode begins anew too, and is counted.
 """
 
-import concurrent.futures
 import dataclasses
 import hashlib
-import json
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxrl_llm import codec
-from jaxrl_llm.engine.requests import EMPTY, first_tokens, with_tokens
-from jaxrl_llm.environments.episode_format import EpisodeFormat
-from jaxrl_llm.environments.factory import Factory
+from jaxrl_llm.engine.requests import EMPTY, with_tokens
 from jaxrl_llm.environments.limits import Limits
-from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.errors import require
 from jaxrl_llm.rollout.branches import branch, starts
-from jaxrl_llm.rollout.live import Live
+from jaxrl_llm.rollout.live import Scene, Worlds
 from jaxrl_llm.rollout.settings import Branching
-from jaxrl_llm.tasks.task import Task
-from jaxrl_llm.tasks.template import Prompts, worded
+from jaxrl_llm.tasks.template import Prompts
 from jaxrl_llm.types import Completion, Episode, Problem, Turn
 
 if TYPE_CHECKING:
     from jaxrl_llm.sharding.distributed import Peers
 
-AT_ONCE = 256
-"""Maximum number of environments that answer at one time."""
 CUT_OFF = ("max_tokens", "context_overflow", "max_turns", "max_tool_calls")
 """Ends of episodes that were cut off: their completions have the finish reason "length"."""
 OVERFLOWN = dataclasses.replace(EMPTY, finish_reason="length", episode=Episode(end="context_overflow"))
 """The completion of an episode whose prompt is too long: it has no token."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Scene:
-    """One episode to play.
-
-    Attributes:
-      key: of its request: whole numbers.
-      problem: its row.
-      seed: of the environment; equal for all members of a group.
-    """
-
-    key: Hashable
-    problem: Problem
-    seed: int
-
-    @property
-    def row(self) -> dict[str, Any]:
-        """The row as environments see it: its columns, ``prompt`` (chat messages) and ``answer``."""
-        return {**self.problem.metadata, "prompt": list(self.problem.prompt), "answer": self.problem.answer}
 
 
 def environment_seed(seed: int) -> int:
@@ -82,6 +55,7 @@ class Episodes:
       stops: tokens at which the model ends its turns.
       peers: the run's processes; None for one.
       branching: where episodes branch; None for nowhere.
+      observed: whether a loss reads what the environments say (``Turn.said``).
 
     Attributes:
       max_turn_tokens: tokens of one turn at most; 0 for no limit but that of the episode.
@@ -95,22 +69,16 @@ class Episodes:
         stops: Sequence[int],
         peers: "Peers | None" = None,
         branching: Branching | None = None,
+        observed: bool = False,
     ):
         self.branching = branching
         self._prompts = prompts
         self.max_turn_tokens = limits.max_turn_tokens
-        self._limits = limits
         self._longest_prompt = longest_prompt
-        self._stops = stops
         self._peers = peers
-        playing = [task for task in prompts.tasks if task.plays]
-        self._factories = {task.label: Factory(task.environment, task.tools) for task in playing}
-        self._forms: dict[str, EpisodeFormat] = {}
-        self._live: dict[Hashable, Live] = {}
+        self._worlds = Worlds(prompts, limits, stops, branching, observed)
         self._homes: dict[Hashable, Hashable] = {}  # of a branch: the whole episode that it goes back to
         self._asked: dict[Hashable, Completion] = {}
-        self._answers: dict[Hashable, concurrent.futures.Future[tuple[Episode, list[int]]]] = {}
-        self._threads = concurrent.futures.ThreadPoolExecutor(AT_ONCE, "environment")
 
     def plays(self, problem: Problem) -> bool:
         """Whether an environment or tools belong to the problem's task."""
@@ -136,9 +104,9 @@ class Episodes:
                 f"--rollout.max_prompt_tokens {len(prompt)} (now {self._longest_prompt})",
             )
         if self.branching is not None:
-            self._everywhere(lambda scene: self._live[scene.key].copy_error(), scenes)
+            self._everywhere(lambda scene: self._worlds[scene.key].copy_error(), scenes)
         self.retain(())
-        return [form.note for form in self._forms.values() if form.note]
+        return self._worlds.notes
 
     def begin(self, scenes: Sequence[Scene]) -> list[tuple[np.ndarray, Completion | None]]:
         """Begin episodes; return their prompts, int32[p] each, with the completion of an episode that is over at once,
@@ -147,7 +115,7 @@ class Episodes:
         Raises:
           InputError: an environment fails, or begins two members of a group with different words.
         """
-        prompts = self._everywhere(self._begun, scenes)
+        prompts = self._everywhere(self._worlds.begin, scenes)
         alike: dict[Hashable, Any] = {}
         for scene, prompt in zip(scenes, prompts, strict=True):
             label = self._prompts.task(scene.problem.task).label
@@ -165,10 +133,7 @@ class Episodes:
         """Return how these episodes, which are not closed yet, began: ``prompt``, messages without the task's system
         message and suffix, and ``tools``, JSON schemas.
         """
-        live = self._live
-        return self._everywhere(
-            lambda scene: {"prompt": live[scene.key].asked, "tools": list(live[scene.key].world.tools)}, scenes
-        )
+        return self._everywhere(lambda scene: self._worlds[scene.key].opening, scenes)
 
     def resume(self, scenes: Sequence[Scene], begun: Sequence[Completion | None]) -> list[Completion | None]:
         """Return the completions that go on; those whose environment answers otherwise than before begin anew, as None.
@@ -176,7 +141,7 @@ class Episodes:
         Those in memory go on as they are. For others a new environment is given the same replies.
         """
         known = dict(zip((scene.key for scene in scenes), begun, strict=True))
-        same = self._everywhere(lambda scene: self._resumed(scene, known[scene.key] or EMPTY), scenes)
+        same = self._everywhere(lambda scene: self._worlds.resume(scene, known[scene.key] or EMPTY), scenes)
         return [one if fine else None for one, fine in zip(begun, same, strict=True)]
 
     def beginnings(
@@ -195,27 +160,18 @@ class Episodes:
             parent = None if start.parent is None else known[start.parent]
             begun[place] = None if parent is None else branch(parent, start)
             if parent is not None:
-                self._fork((number, place), (number, start.parent), start.turns)
-        for place in range(len(known)) if len(found) == len(known) else ():
-            if (number, place) in self._live:
-                self._threads.submit(self._live[number, place].settle)
+                key, origin = (number, place), (number, start.parent)
+                self._homes[key] = self._homes.get(origin, origin)
+                self._worlds.branch(key, origin, start.turns)
+        if len(found) == len(known):
+            self._worlds.settle([(number, place) for place in range(len(known))])
         return begun
-
-    def _fork(self, key: Hashable, parent: Hashable, turns: int) -> None:
-        """Begin an episode where another one was after so many turns, by the copy of its environment.
-
-        Without a copy, as after a restart, ``resume`` gives a new environment the same replies.
-        """
-        self._homes[key] = self._homes.get(parent, parent)
-        copy = self._live[parent].copies.pop(turns, None) if parent in self._live else None
-        if copy is not None:
-            self._live[key] = copy
 
     def ask(self, key: Hashable, turn: Completion, limit: int) -> None:
         """Let the environment answer a turn that the model has ended; ``limit``: tokens of the episode at most."""
         self._asked[key] = turn
-        if key not in self._answers and self._is_own(key):  # it may have been asked before an interruption
-            self._answers[key] = self._threads.submit(self._live[key].answer, turn, limit)
+        if self._is_own(key):
+            self._worlds.ask(key, turn, limit)
 
     def abort(self, keys: Sequence[Hashable]) -> None:
         """Leave the answers to these episodes for later: ``answered`` does not return them unless asked again."""
@@ -227,10 +183,7 @@ class Episodes:
 
         ``wait_s``: seconds to wait if there are none.
         """
-        own = {key: self._answers[key] for key in self._asked if key in self._answers}
-        if wait_s and own:
-            concurrent.futures.wait(own.values(), wait_s, concurrent.futures.FIRST_COMPLETED)
-        done = [(key, self._answers.pop(key).result()) for key, answer in own.items() if answer.done()]
+        done = self._worlds.answered(self._asked, wait_s)
         if self._peers is not None and self._peers.count > 1:
             parts = self._peers.gather(codec.to_json(done, RECORDS))
             done = [one for part in parts for one in codec.from_json(part, RECORDS)]
@@ -239,10 +192,7 @@ class Episodes:
     def retain(self, keys: Sequence[Hashable] | set[Hashable]) -> None:
         """Close the environments of all other episodes."""
         kept = set(keys)
-        for key in self._live.keys() - kept:
-            self._asked.pop(key, None)
-            self._answers.pop(key, None)
-            self._threads.submit(self._live.pop(key).close)
+        self.abort(self._worlds.retain(kept))
         self._homes = {key: home for key, home in self._homes.items() if key in kept}
 
     def _is_own(self, key: Hashable) -> bool:
@@ -257,7 +207,7 @@ class Episodes:
           InputError: a result is a text, the reason why an episode cannot begin.
         """
         own = [place for place, scene in enumerate(scenes) if self._is_own(scene.key)]
-        found = dict(zip(own, self._threads.map(call, [scenes[place] for place in own]), strict=True))
+        found = dict(zip(own, self._worlds.threads.map(call, [scenes[place] for place in own]), strict=True))
         if self._peers is not None and self._peers.count > 1:
             for part in self._peers.gather({str(place): found[place] for place in own}):
                 found |= {int(place): result for place, result in part.items()}
@@ -265,49 +215,6 @@ class Episodes:
             where = f"the environment of task {self._prompts.task(scene.problem.task).label} cannot begin an episode"
             require(not isinstance(found[place], str), f"{where}: {found[place]}")
         return [found[place] for place in range(len(scenes))]
-
-    def _form(self, task: Task, tools: Sequence[Mapping[str, Any]]) -> EpisodeFormat:
-        """Return the form of a task's chats with these tools."""
-        key = json.dumps([task.label, tools])
-        if key not in self._forms:
-            tokenizer, history = self._prompts.tokenizer, self._limits.history
-            self._forms[key] = EpisodeFormat(tokenizer, task, tools, self._stops, history)
-        return self._forms[key]
-
-    def _begun(self, scene: Scene, restarts: int = 0) -> list[int] | str:
-        """Begin an episode; return the tokens of its prompt, or why it cannot begin."""
-        task = self._prompts.task(scene.problem.task)
-        if scene.key in self._live:
-            self._live.pop(scene.key).close()
-        self._answers.pop(scene.key, None)
-        try:
-            world = self._factories[task.label].world(scene.row, scene.seed, self._limits)
-            messages, answer = world.reset(scene.problem.prompt)
-            if answer.end:
-                return answer.error
-            form = self._form(task, world.tools)
-            prompt = [int(token) for token in form.prompt(messages)]
-        except InputError as error:
-            return str(error)
-        told = worded(messages, task)
-        self._live[scene.key] = Live(world, form, told, messages, len(prompt), (), restarts, self.branching)
-        return prompt
-
-    def _resumed(self, scene: Scene, begun: Completion) -> bool | str:
-        """Bring an episode's environment to where it was; whether it answered as before, or why it cannot begin."""
-        episode = begun.episode or Episode()
-        live = self._live.get(scene.key)
-        if live is not None and (live.turns == episode.turns or scene.key in self._answers):
-            return True
-        prompt = self._begun(scene, episode.restarts)
-        if isinstance(prompt, str):
-            return prompt
-        for number, turn in enumerate(episode.turns):
-            so_far = dataclasses.replace(first_tokens(begun, turn.end), episode=Episode(episode.turns[:number]))
-            if self._live[scene.key].play(so_far)[0] != turn:
-                again = self._begun(scene, episode.restarts + 1)
-                return again if isinstance(again, str) else False
-        return True
 
 
 def episodes_of(prompts: Prompts, rollout: Any, stops: Sequence[int], *others: Any) -> Episodes | None:

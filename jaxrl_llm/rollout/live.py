@@ -1,16 +1,47 @@
-"""One episode under way: its environment, its chat, and the copies from which branches begin."""
+"""Episodes under way on this process: each with its environment, its chat, and copies from which branches begin."""
 
+import concurrent.futures
 import dataclasses
+import json
 import math
-from typing import Self
+from collections.abc import Hashable, Iterable, Sequence, Set
+from typing import Any, Self
 
+from jaxrl_llm.engine.requests import first_tokens, row_room
 from jaxrl_llm.environments.calls import Parsed
 from jaxrl_llm.environments.environment import Message
 from jaxrl_llm.environments.episode_format import EpisodeFormat
+from jaxrl_llm.environments.factory import Factory
+from jaxrl_llm.environments.limits import Limits
 from jaxrl_llm.environments.world import Answer, World
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.rollout.branches import entropy_rise
 from jaxrl_llm.rollout.settings import Branching
-from jaxrl_llm.types import Completion, Episode, Turn
+from jaxrl_llm.tasks.template import Prompts, worded
+from jaxrl_llm.types import Completion, Episode, Problem, Turn
+
+AT_ONCE = 256
+"""Maximum number of environments that answer at one time."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scene:
+    """One episode to play.
+
+    Attributes:
+      key: of its request: whole numbers.
+      problem: its row.
+      seed: of the environment; equal for all members of a group.
+    """
+
+    key: Hashable
+    problem: Problem
+    seed: int
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The row as environments see it: its columns, ``prompt`` (chat messages) and ``answer``."""
+        return {**self.problem.metadata, "prompt": list(self.problem.prompt), "answer": self.problem.answer}
 
 
 @dataclasses.dataclass
@@ -26,6 +57,7 @@ class Live:
       turns: those answered.
       restarts: times that it began anew.
       branching: where it may branch; None for nowhere.
+      observed: whether a loss reads what the environment says.
       copies: of the episode where it may branch, by the number of turns.
       settled: whether no more copies are needed.
     """
@@ -38,6 +70,7 @@ class Live:
     turns: tuple[Turn, ...] = ()
     restarts: int = 0
     branching: Branching | None = None
+    observed: bool = False
     copies: dict[int, Self] = dataclasses.field(default_factory=dict)
     settled: bool = False
 
@@ -74,6 +107,11 @@ class Live:
                 self.world.error = ""
         return rise
 
+    @property
+    def opening(self) -> dict[str, Any]:
+        """How it began: ``prompt``, messages without the task's system message and suffix; ``tools``, JSON schemas."""
+        return {"prompt": self.asked, "tools": list(self.world.tools)}
+
     def copy_error(self) -> str | None:
         """Copy the environment and drop the copy; return why it cannot be copied, None if it can."""
         try:
@@ -101,7 +139,7 @@ class Live:
         ``limit``: tokens of the whole completion at most.
         """
         before, size = whole.episode or Episode(tools=len(self.world.tools)), len(whole.tokens)
-        room = whole.room(limit, self.prompt)
+        room = row_room(whole, limit, self.prompt)
         cut = whole.finish_reason == "length" and size < room
         if whole.finish_reason != "stop" and not cut:
             last = Turn(size, self.parsed(whole).message, entropy_rise=self.risen(whole))
@@ -124,9 +162,10 @@ class Live:
         if fork:
             turns = (*before.turns, dataclasses.replace(turn, fork=tuple(map(int, fork))))
             return dataclasses.replace(episode, turns=turns), []
-        said = tuple((size + begin, size + end) for begin, end in self.form.said(*asked, tokens))
-        turns = (*before.turns, dataclasses.replace(turn, said=said))
-        return dataclasses.replace(episode, turns=turns), [int(token) for token in tokens]
+        if self.observed:
+            said = tuple((size + begin, size + end) for begin, end in self.form.said(*asked, tokens))
+            episode = dataclasses.replace(episode, turns=(*before.turns, dataclasses.replace(turn, said=said)))
+        return episode, [int(token) for token in tokens]
 
     def ended(self, episode: Episode) -> Episode:
         """Close the environment; return the episode with its reward for all of it, NaN if it has failed."""
@@ -135,3 +174,111 @@ class Live:
         error = episode.error if failed else self.world.error
         self.world.close()
         return dataclasses.replace(episode, reward=episode.reward + last, error=error)
+
+
+class Worlds:
+    """Owner of the episodes under way whose environments are on this process, and of the threads on which they answer.
+
+    Args:
+      prompts, limits, stops, branching, observed: as ``episodes.Episodes`` gets them.
+
+    Attributes:
+      threads: on which environments are called.
+    """
+
+    def __init__(
+        self, prompts: Prompts, limits: Limits, stops: Sequence[int], branching: Branching | None, observed: bool
+    ):
+        self.threads = concurrent.futures.ThreadPoolExecutor(AT_ONCE, "environment")
+        self._prompts, self._limits, self._stops = prompts, limits, stops
+        self._branching, self._observed = branching, observed
+        playing = [task for task in prompts.tasks if task.plays]
+        self._factories = {task.label: Factory(task.environment, task.tools) for task in playing}
+        self._forms: dict[str, EpisodeFormat] = {}
+        self._live: dict[Hashable, Live] = {}
+        self._answers: dict[Hashable, concurrent.futures.Future[tuple[Episode, list[int]]]] = {}
+
+    def __getitem__(self, key: Hashable) -> Live:
+        """Return an episode under way."""
+        return self._live[key]
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines for people on the forms of the chats begun so far."""
+        return [form.note for form in self._forms.values() if form.note]
+
+    def begin(self, scene: Scene, restarts: int = 0) -> list[int] | str:
+        """Begin an episode; return the tokens of its prompt, or why it cannot begin."""
+        task = self._prompts.task(scene.problem.task)
+        if scene.key in self._live:
+            self._live.pop(scene.key).close()
+        self._answers.pop(scene.key, None)
+        try:
+            world = self._factories[task.label].world(scene.row, scene.seed, self._limits)
+            messages, answer = world.reset(scene.problem.prompt)
+            if answer.end:
+                return answer.error
+            key = json.dumps([task.label, world.tools])
+            if key not in self._forms:
+                tokenizer, history = self._prompts.tokenizer, self._limits.history
+                self._forms[key] = EpisodeFormat(tokenizer, task, world.tools, self._stops, history)
+            form = self._forms[key]
+            prompt = [int(token) for token in form.prompt(messages)]
+        except InputError as error:
+            return str(error)
+        told = worded(messages, task)
+        self._live[scene.key] = Live(
+            world, form, told, messages, len(prompt), (), restarts, self._branching, self._observed
+        )
+        return prompt
+
+    def resume(self, scene: Scene, begun: Completion) -> bool | str:
+        """Bring an episode's environment to where it was; whether it answered as before, or why it cannot begin."""
+        episode = begun.episode or Episode()
+        live = self._live.get(scene.key)
+        if live is not None and (live.turns == episode.turns or scene.key in self._answers):
+            return True
+        prompt = self.begin(scene, episode.restarts)
+        if isinstance(prompt, str):
+            return prompt
+        for number, turn in enumerate(episode.turns):
+            so_far = dataclasses.replace(first_tokens(begun, turn.end), episode=Episode(episode.turns[:number]))
+            if self._live[scene.key].play(so_far)[0] != turn:
+                again = self.begin(scene, episode.restarts + 1)
+                return again if isinstance(again, str) else False
+        return True
+
+    def branch(self, key: Hashable, parent: Hashable, turns: int) -> None:
+        """Begin an episode where another one was after so many turns, by the copy of its environment.
+
+        Without a copy, as after a restart, ``resume`` gives a new environment the same replies.
+        """
+        copy = self._live[parent].copies.pop(turns, None) if parent in self._live else None
+        if copy is not None:
+            self._live[key] = copy
+
+    def settle(self, keys: Sequence[Hashable]) -> None:
+        """Close the copies of these episodes: no branch begins there any more."""
+        for key in keys:
+            if key in self._live:
+                self.threads.submit(self._live[key].settle)
+
+    def ask(self, key: Hashable, turn: Completion, limit: int) -> None:
+        """Let the environment answer a turn, unless it does already, having been asked before an interruption."""
+        if key not in self._answers:
+            self._answers[key] = self.threads.submit(self._live[key].answer, turn, limit)
+
+    def answered(self, keys: Iterable[Hashable], wait_s: float) -> list[tuple[Hashable, tuple[Episode, list[int]]]]:
+        """Return the answers that have come to these episodes; with none, wait so many seconds for the first."""
+        own = {key: self._answers[key] for key in keys if key in self._answers}
+        if wait_s and own:
+            concurrent.futures.wait(own.values(), wait_s, concurrent.futures.FIRST_COMPLETED)
+        return [(key, self._answers.pop(key).result()) for key, answer in own.items() if answer.done()]
+
+    def retain(self, kept: Set[Hashable]) -> list[Hashable]:
+        """Close the environments of all other episodes; return their keys."""
+        closed = [*(self._live.keys() - kept)]
+        for key in closed:
+            self._answers.pop(key, None)
+            self.threads.submit(self._live.pop(key).close)
+        return closed

@@ -8,11 +8,11 @@ import dataclasses
 import enum
 import hashlib
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from jaxrl_llm.engine.backend import Backend
-from jaxrl_llm.engine.requests import EMPTY, first_tokens, joined, last_tokens, with_tokens
+from jaxrl_llm.engine.requests import EMPTY, first_tokens, joined, last_tokens, row_offset, row_room, with_tokens
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.rewards import Scorer
 from jaxrl_llm.types import Completion
@@ -97,30 +97,45 @@ class Asked(NamedTuple):
     limit: int
     begun: Completion | None
 
+    def turn_limit(self, longest: int) -> int:
+        """Return the tokens that it has at most when its present turn ends; ``longest``: of a turn, 0 for any."""
+        start, room = 0, self.limit
+        if self.begun is not None:
+            start, room = self.begun.last_turn, row_room(self.begun, self.limit, len(self.prompt))
+        return min(room, start + longest) if longest else room
 
-def as_row(asked: Asked, limit: int) -> tuple[Any, int, int, Completion | None]:
-    """Return the prompt, seed, limit and beginning of the row in which a completion goes on; see ``Completion.forks``.
+    def whole_turn(self, longest: int, stops: Collection[int]) -> Completion | None:
+        """Return what was begun if it is up to the end of a turn, with the reason of that end; None for others."""
+        begun = self.begun
+        if begun is None or begun.last_turn == len(begun.tokens):
+            return None
+        if begun.tokens[-1] in stops:
+            return dataclasses.replace(begun, finish_reason="stop")
+        ended = len(begun.tokens) >= self.turn_limit(longest)
+        return dataclasses.replace(begun, finish_reason="length") if ended else None
 
-    A row that begins anew has a seed of its own, since random numbers follow from the seed and the place in the row.
-    What it holds beyond the length of the prompt is given as the first tokens of its completion.
-    """
-    forks = {} if asked.begun is None else asked.begun.forks
-    if not forks:
-        return asked.prompt, asked.seed, limit, asked.begun
-    start, prompt = max(forks), len(asked.prompt)
-    seed = int.from_bytes(hashlib.sha256(f"{asked.seed} {start}".encode()).digest()[:8], "big")
-    row = joined(with_tokens(EMPTY, forks[start][prompt:]), last_tokens(asked.begun, start))
-    return forks[start][:prompt], seed, limit + asked.begun.row_offset(prompt), row
+    def row(self, longest: int) -> tuple[Any, int, int, Completion | None]:
+        """Return prompt, seed, limit and beginning of the row in which it goes on; see ``Completion.forks``.
 
+        A row that begins anew has a seed of its own, since random numbers follow from the seed and the place in the
+        row. What it holds beyond the length of the prompt is given as the first tokens of its completion.
+        """
+        limit = self.turn_limit(longest)
+        if self.begun is None or not self.begun.forks:
+            return self.prompt, self.seed, limit, self.begun
+        forks, prompt = self.begun.forks, len(self.prompt)
+        start = max(forks)
+        seed = int.from_bytes(hashlib.sha256(f"{self.seed} {start}".encode()).digest()[:8], "big")
+        row = joined(with_tokens(EMPTY, forks[start][prompt:]), last_tokens(self.begun, start))
+        return forks[start][:prompt], seed, limit + row_offset(self.begun, prompt), row
 
-def of_row(asked: Asked, row: Completion) -> Completion:
-    """Return the whole completion that continues in this row, as far as the row is."""
-    forks = {} if asked.begun is None else asked.begun.forks
-    if not forks:
-        return row
-    start = max(forks)
-    own = last_tokens(row, start + asked.begun.row_offset(len(asked.prompt)))
-    return joined(dataclasses.replace(first_tokens(asked.begun, start), episode=asked.begun.episode), own)
+    def of_row(self, row: Completion) -> Completion:
+        """Return the whole completion that goes on in this row, as far as the row is."""
+        if self.begun is None or not self.begun.forks:
+            return row
+        start = max(self.begun.forks)
+        own = last_tokens(row, start + row_offset(self.begun, len(self.prompt)))
+        return joined(dataclasses.replace(first_tokens(self.begun, start), episode=self.begun.episode), own)
 
 
 class Requests:
@@ -144,6 +159,7 @@ class Requests:
         self._responder = responder
         self._asked: dict[int, Asked] = {}  # by handle, in the order of the backend's queue
         self._waiting: dict[Hashable, tuple[Asked, Completion]] = {}  # turns that the responder answers
+        self._longest_turn = 0 if responder is None else responder.max_turn_tokens
         self._over: dict[Hashable, Completion] = {}  # ended without the backend, and not taken yet
         self._ending: set[Hashable] = set()  # aborted, and not returned by the backend yet
         backend.start(sampling)
@@ -169,7 +185,7 @@ class Requests:
         begun = [None] * len(prompts) if begun is None else begun
         sampled = []
         for asked in map(Asked, keys, prompts, seeds, limits, begun):
-            turn = self._whole_turn(asked)
+            turn = None if self._responder is None else asked.whole_turn(self._longest_turn, self._sampling.stop_ids)
             if asked.begun is not None and asked.begun.unplayed:
                 self._over[asked.key] = asked.begun
             elif turn is None:
@@ -178,28 +194,9 @@ class Requests:
                 self._hear(asked, turn)
         if sampled:
             more |= {"keep_prompt": True} if self._responder is not None else {}
-            handles = self.backend.submit(
-                *zip(*(as_row(one, self._limit(one)) for one in sampled), strict=True), **more
-            )
+            given = [[*of_all] for of_all in zip(*(one.row(self._longest_turn) for one in sampled), strict=True)]
+            handles = self.backend.submit(given[0], given[1], given[2], given[3], **more)
             self._asked |= dict(zip(handles, sampled, strict=True))
-
-    def _limit(self, asked: Asked) -> int:
-        """Return the tokens that a completion has at most when its present turn ends."""
-        longest = 0 if self._responder is None else self._responder.max_turn_tokens
-        start, room = 0, asked.limit
-        if asked.begun is not None and self._responder is not None:
-            start, room = asked.begun.last_turn, asked.begun.room(asked.limit, len(asked.prompt))
-        return min(room, start + longest) if longest else room
-
-    def _whole_turn(self, asked: Asked) -> Completion | None:
-        """Return an episode that was begun up to the end of a turn, with the reason of that end; None for others."""
-        begun = asked.begun
-        if self._responder is None or begun is None or begun.last_turn == len(begun.tokens):
-            return None
-        if begun.tokens[-1] in self._sampling.stop_ids:
-            return dataclasses.replace(begun, finish_reason="stop")
-        ended = len(begun.tokens) >= self._limit(asked)
-        return dataclasses.replace(begun, finish_reason="length") if ended else None
 
     def _hear(self, asked: Asked, turn: Completion) -> None:
         self._waiting[asked.key] = asked, turn
@@ -220,7 +217,7 @@ class Requests:
     def running(self) -> dict[Hashable, Completion]:
         """Completions under way, as far as they are: those being sampled, and all episodes after their first turn."""
         running = ((self._asked[handle], row) for handle, row in self.backend.running)
-        found = self.episodes | {asked.key: of_row(asked, row) for asked, row in running}
+        found = self.episodes | {asked.key: asked.of_row(row) for asked, row in running}
         return found | {key: turn for key, (_, turn) in self._waiting.items()}
 
     def abort(self, keys: Sequence[Hashable]) -> None:
@@ -250,7 +247,7 @@ class Requests:
         over, self._over = self._over, {}
         for handle, row in self.backend.collect():
             asked = self._asked.pop(handle)
-            completion = of_row(asked, row)
+            completion = asked.of_row(row)
             if self._responder is None or completion.finish_reason == "aborted":
                 over[asked.key] = completion
             elif asked.key in self._ending:  # its turn has ended meanwhile, and nobody answers it now

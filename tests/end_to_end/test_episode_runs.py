@@ -80,13 +80,25 @@ config = Supervised(
     steps=1,
 )
 """
+FORKED = """
+import dataclasses
+from mine import config as played
+
+TEMPLATE = (
+    "{{ messages | length // 4 }}{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
+)
+config = dataclasses.replace(played, task=dataclasses.replace(played.task, template=TEMPLATE))
+"""
+"""A template that rewrites its first line before the third reply."""
 LINES = {
     "train": "train mine.py",
     "on": "train mine.py --steps 2",
     "eval": "eval runs/mine --json",
     "whole": "train mine.py --steps 2 --run_dir runs/whole",
     "gigpo": "train mine.py --steps 2 --recipe gigpo --recipe.observation_coef 0.1 --run_dir runs/gigpo",
-    "mt_grpo": "train mine.py --steps 2 --recipe mt_grpo --run_dir runs/mt_grpo",
+    "mt_grpo": "train forked.py --steps 2 --recipe mt_grpo --rollout.episode.history fork --run_dir runs/mt_grpo",
+    "rows": "train mine.py --rollout.episode.history fork --learner.compute.microbatch_rows 2 --run_dir runs/rows",
     "no turns": "train smoke --recipe mt_grpo --run_dir runs/smoke",
     "nothing said": "train smoke --recipe.observation_coef 0.1 --run_dir runs/smoke",
     "reset": "train mine.py --task.environment world:Broken --run_dir runs/broken",
@@ -120,6 +132,7 @@ def folder(tmp_path_factory):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": stops}))
     (folder / "world.py").write_text(WORLD)
     (folder / "mine.py").write_text(CONFIG)
+    (folder / "forked.py").write_text(FORKED)
     (folder / "taught.py").write_text(TAUGHT)
     return folder
 
@@ -182,6 +195,7 @@ def test_turns_are_credited_and_what_the_environment_says_is_learned(folder, ans
         assert 0 < rows[1]["observations/loss"] < rows[0]["observations/loss"]
     else:
         assert not any(key.startswith("observations/") for row in rows for key in row)
+        assert all(row["episode/forks"] > 0.5 for row in rows)
     # The environment names its state by what it last said, one of two words.
     assert all(row["episode/equal_states_fraction"] > 0.5 for row in rows)
     lines = [json.loads(line) for line in (folder / "runs" / name / "samples.jsonl").read_text().splitlines()]
@@ -224,6 +238,7 @@ def test_samples_show_who_spoke(folder, answers):
     ("nothing said", "recipe.observation_coef 0.1 has nothing to learn from, since task"),
     ("no turns", "MTGRPO compares turns of episodes, and task"),
     ("budget", "rollout.collect.token_budget 20 cuts answers in the middle of a turn"),
+    ("rows", "learner.compute.microbatch_rows 2 is less than rollout.episode.max_turns 8, and with"),
     ("copyless", "that of task guess has no copy(): give it one, or set recipe.branch None"),
     ("single", "recipe.branch has nothing to branch"),
     ("nobody", "recipe.branch.whole 4 leaves none of rollout.group 4 for branches"),

@@ -37,6 +37,12 @@ FORGETFUL = HERMES.replace(
     "{% endif %}" + _CALLS,
 )
 """Drops the reasoning of all replies but the last."""
+COUNTED = (
+    "{{ messages | length // 4 }}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Rewrites its first line where a chat has five messages, so before the third reply."""
 LLAMA = (
     "{{ bos_token }}{% for m in messages %}"
     "{% if m.role == 'user' %}<|head|>user<|/head|>\n\n"

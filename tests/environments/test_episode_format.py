@@ -3,7 +3,16 @@
 import json
 
 import pytest
-from environments.chat_templates import ADD, FORGETFUL, HERMES, LLAMA, TEMPLATES, TEXT_TOKENS, WRITTEN, byte_tokenizer
+from environments.chat_templates import (
+    ADD,
+    FORGETFUL,
+    HERMES,
+    LLAMA,
+    TEMPLATES,
+    TEXT_TOKENS,
+    WRITTEN,
+    byte_tokenizer,
+)
 
 from jaxrl_llm.environments.calls import tool_call
 from jaxrl_llm.environments.episode_format import EpisodeFormat

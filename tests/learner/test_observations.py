@@ -14,7 +14,7 @@ from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.algorithms.advantages import GroupZScore
 from jaxrl_llm.learner import Layout, PolicyGradient, Sample, pack
 from jaxrl_llm.learner.forward import microbatch
-from jaxrl_llm.stages.rl.observations import NAME, ObservationLoss, Observations, with_mask
+from jaxrl_llm.stages.rl.observations import NAME, ObservationLoss, Observations
 
 DAPO = PRESETS["dapo"]
 MOVED = jax.tree.map(lambda a, b: a + 0.02 * b, tiny("windows"), tiny("windows", 5))
@@ -27,7 +27,7 @@ def heard():
     random, found = np.random.default_rng(1), []
     for index, sample in enumerate(rollout()):
         said = (random.random(len(sample.tokens)) < 0.5) & (index != 3)
-        found.append(with_mask(dataclasses.replace(sample, mask=sample.mask & ~said), said))
+        found.append(dataclasses.replace(sample, mask=sample.mask & ~said).with_arrays(observations=said))
     return found
 
 
@@ -82,7 +82,7 @@ def test_the_gradient_is_that_of_both_losses_without_packing_each_over_its_own_t
 
 def test_with_coefficient_0_or_where_nothing_was_said_the_gradient_is_the_policys_bit_for_bit():
     samples = heard()
-    silent = [with_mask(sample, np.zeros(len(sample.tokens), bool)) for sample in samples]
+    silent = [sample.with_arrays(observations=np.zeros(len(sample.tokens), bool)) for sample in samples]
     bare = [dataclasses.replace(s, arrays={n: x for n, x in s.arrays.items() if n != NAME}) for s in samples]
     wanted, _ = objective_gradient(MOVED, pack(bare, LAYOUTS[0]), (PolicyGradient(DAPO),))
     for given, coef in ((samples, 0.0), (silent, 0.3)):

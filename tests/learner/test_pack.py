@@ -56,7 +56,7 @@ def read_back(packed, m):
 
 @settings(max_examples=60, deadline=None)
 @given(st.one_of(batches(), batches(0.3)), st.integers(1, 3), st.integers(1, 2), st.booleans())
-def test_every_completion_is_there_once_behind_its_prompt_and_that_of_each_of_its_rows(samples, rows, parts, share):
+def test_every_completion_is_there_once_behind_its_prompt(samples, rows, parts, share):
     rows = T if any(one.forks for one in samples) else rows
     layout = Layout(rows * parts, S, T, parts, share)
     packed = pack(samples, layout)

@@ -6,6 +6,7 @@ import dataclasses
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from learner.rollouts import G, T, changed, forward_on, one_device, padded, policy_gradient, rollout, unpacked_logp
@@ -13,8 +14,9 @@ from tiny import largest_difference, tiny
 
 from jaxrl_llm.algorithms import PRESETS, PolicyBatch, policy_loss
 from jaxrl_llm.algorithms.advantages import GDPO
+from jaxrl_llm.algorithms.surrogates import PPOClip
 from jaxrl_llm.algorithms.turns import GiGPO
-from jaxrl_llm.learner import Layout, pack, to_samples
+from jaxrl_llm.learner import Layout, Sample, pack, to_samples
 from jaxrl_llm.learner.packing import rows_of
 from jaxrl_llm.learner.samples import advantage_of, equal_states, turns_of
 from jaxrl_llm.models.config import ComputeOptions
@@ -202,3 +204,41 @@ def test_a_turns_tokens_have_its_advantage():
     np.testing.assert_allclose(found[0].arrays["advantages"], [-0.25, -0.25, 0, -0.75])
     np.testing.assert_allclose(found[1].arrays["advantages"], [0.25, 0, 0.75, 0.75])
     assert not found[0].scalars
+
+
+def test_an_episode_in_three_rows_counts_once():
+    """In the baseline, and in the ratio, the mean and the denominator of a sequence; rows of a pass by themselves."""
+    read = {2: tuple(range(30, 37)), 5: (8, 9)}
+    turns = tuple(Turn(end, {}, fork=read.get(end, ())) for end in (2, 5, 6))
+    forked = dataclasses.replace(episode([4, 5, 6, -7, 8, 9]), episode=Episode(turns))
+    members = (forked, episode([11, -12, 13, 14], (1, 0.0, ""), (4, 0.0, "")))
+    rewards = np.array([[1.0, 0.0]])
+    groups = [Group(PROBLEM, np.array([1, 2, 3], np.int32), members, rewards[0], rewards[0])]
+    [centred], _ = to_samples(PRESETS["dr_grpo"], groups, 7, rewards, (), T, {})
+    assert [advantage_of(one) for one in centred] == [0.5, -0.5], "the baseline is 0.5"
+    algorithm = dataclasses.replace(PRESETS["gspo"], surrogate=PPOClip(0.9, 9.0))
+    [samples], _ = to_samples(algorithm, groups, 7, rewards, (), T, {})
+    packed = pack(samples, Layout(3, 22, T))
+    assert packed.counts["policy"] == (5 + 3, 2) and packed.microbatches == 1
+    rows = [
+        Sample(np.asarray(given, np.int32), forked.tokens[start:stop], forked.mask[start:stop])
+        for (start, given), stop in zip({0: groups[0].prompt, **read}.items(), (2, 5, 6), strict=True)
+    ]
+
+    def unpacked(model):
+        whole = unpacked_logp(model, [*rows, samples[1]])
+        one = jnp.concatenate([whole[0, :2], whole[1, :3], whole[2, :1], jnp.zeros(T - 6)])
+        return jnp.stack([one, whole[3]])
+
+    def loss(model):
+        batch = PolicyBatch(np.array([advantage_of(s) for s in samples]), padded(samples, "mask"), old)
+        return policy_loss(algorithm, unpacked(model), batch)[0]
+
+    old = np.asarray(unpacked(REFERENCE))
+    places = [b for _, b in rows_of(samples, Layout(3, 22, T))]
+    found, measured = jax.jit(lambda m, p: policy_gradient(m, p, algorithm, ComputeOptions()))(
+        MODEL, packed.with_tokens(old_logp=old[np.argsort(places)][None])
+    )
+    value, gradient = jax.value_and_grad(loss)(MODEL)
+    assert float(measured["loss"]) == pytest.approx(float(value), abs=1e-5)
+    assert largest_difference(found, gradient) < 1e-5

@@ -90,8 +90,8 @@ def test_a_branch_has_its_parents_turns_and_goes_on_by_itself():
     def told():
         """Each episode knows its own chat, and no other's."""
         episodes = made.source.episodes
-        for key, live in episodes._live.items():
-            if key not in episodes._answers:
+        for key, live in episodes._worlds._live.items():
+            if key not in episodes._worlds._answers:
                 said = [message for turn in live.turns for message in (turn.reply, *turn.messages)]
                 assert live.messages[1:] == said
 
@@ -135,7 +135,7 @@ def test_a_branch_does_not_wait_for_the_end_of_its_parent():
     seen = set()
 
     def told():
-        live = made.source.episodes._live
+        live = made.source.episodes._worlds._live
         seen.update(len(live[key].turns) for key in live if key[1] == 0 and (key[0], 1) in live)
 
     collect(made, loaded()[0], 4, Carryover(), told)
@@ -242,13 +242,13 @@ def test_copies_are_closed_and_an_environment_that_fails_to_copy_itself_is_refus
     made = sampler()
     before = [len(Copied.began), len(Copied.copied), len(Copied.closed)]
     collect(made, loaded()[0], 4, Carryover())
-    made.source.episodes._threads.shutdown(wait=True)
+    made.source.episodes._worlds.threads.shutdown(wait=True)
     began, copied, closed = (
         len(Copied.began) - before[0],
         len(Copied.copied) - before[1],
         len(Copied.closed) - before[2],
     )
-    assert closed == began + copied > 2 * GROUP and not made.source.episodes._live
+    assert closed == began + copied > 2 * GROUP and not made.source.episodes._worlds._live
     source = sampler(Uncopied).source
     with pytest.raises(InputError, match="Uncopied: copy: OSError: one world is enough"):
         source.episodes.rehearse([source.stream.next(0, {})[0]])

@@ -9,15 +9,12 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from learner.rollouts import forward_on, one_device
+from environments.chat_templates import COUNTED
 
 from jaxrl_llm import codec
-from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.environments import ENDS, Environment, Limits, Step
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner import Layout, pack, to_samples
 from jaxrl_llm.models import load_pretrained
-from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.rewards import Scorer
 from jaxrl_llm.rollout import Collect, Engine, Sampling
 from jaxrl_llm.rollout.dynamic_sampling import Sampler, collect
@@ -33,14 +30,6 @@ STOPS = (183, 185, 122, 86, 239, 186, 74, 257)
 """Stop tokens that a random model samples often: turns have some 15 tokens."""
 RULES = Sampling(temperature=0.6, max_new_tokens=260, stop_ids=STOPS)
 ROWS = [{"prompt": f"Begin {letter}", "secret": letter} for letter in "abcdefgh"]
-
-
-COUNTED = (
-    "{{ messages | length // 4 }}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-"""Rewrites its first line where a chat has five messages, so before the third reply."""
 FORKS = Limits(history="fork")
 
 
@@ -132,10 +121,9 @@ def engine(slots=6):
 
 def sampler(environment, needed=2, limits=Limits(), settings=Collect(), rules=RULES, slots=6):
     tokenizer = loaded()[1]
-    template = COUNTED if limits.history == "fork" else "chatml"
-    task = Task(ROWS, template=template, verifier="none", environment=environment)
-    prompts = Prompts(task, tokenizer)
-    episodes = Episodes(prompts, limits, 120, STOPS)
+    template = {"append_only": "chatml", "fork": COUNTED}
+    task = Task(ROWS, template=template[limits.history], verifier="none", environment=environment)
+    episodes = Episodes(prompts := Prompts(task, tokenizer), limits, 120, STOPS, observed=True)
     stream = Shuffled(load(task, answers=False).train, 7)
     source = GroupSource(tokenizer, prompts, stream, Scorer((), 1), 3, 7, (), episodes)
     admission = AdmissionPolicy(needed, slots, rules.max_new_tokens, False, settings)
@@ -244,35 +232,6 @@ def test_members_of_a_group_must_begin_alike():
         collect(sampler(Divided), loaded()[0], 0, Carryover())
 
 
-def test_where_the_template_rewrites_history_a_new_row_begins_and_the_loss_reads_one():
-    """The learner's log-probabilities are the sampler's: each row is, token by token, what the engine was fed."""
-    model, tokenizer = loaded()
-    groups = played(limits=FORKS)
-    ends = [one.episode.end for one in completions(groups)]
-    assert ends.count("completed") == 5 and ends.count("context_overflow") == 1, "what is written anew may be longer"
-    assert describe_episodes(groups)["episode/forks"] == 5 / 6 and describe_episodes(played())["episode/forks"] == 0
-    for group in groups:
-        for one in group.completions:
-            turns = one.episode.turns
-            if one.episode.end == "context_overflow":
-                assert len(turns) == 2 and not one.forks
-                continue
-            [(start, given)] = one.forks.items()
-            assert one.last_turn == start == turns[1].end and one.mask[start:].all() and not one.mask.all()
-            texts = [group.prompt, one.tokens[:start], given]
-            asked, begun, now = (tokenizer.decode(x.tolist(), skip_special_tokens=False) for x in texts)
-            assert asked[0] == "0" and now[0] == "1" and turns[1].messages[0]["content"] in now
-            assert now.startswith(asked[1:], 1) and turns[1].messages[0]["content"] not in begun
-    algorithm = PRESETS["grpo"]
-    samples, _ = to_samples(algorithm, groups, 4, np.array([[1.0, 0.0, 0.0]] * 2), (), 260, {})
-    flat = [sample for members in samples for sample in members]
-    layout = Layout(2, 512, 260)
-    assert pack(flat, layout).counts["policy"].sequences == 6
-    forward = dataclasses.replace(forward_on(one_device(), layout, ComputeOptions()), temperature=RULES.temperature)
-    for found, sample in zip(forward.by_sample(model, flat), flat, strict=True):
-        np.testing.assert_allclose(found[sample.mask], sample.arrays["sampler_logp"][sample.mask], atol=1e-5)
-
-
 SHORT = Limits(max_turn_tokens=5)
 
 
@@ -375,7 +334,7 @@ def test_environments_that_are_left_over_are_closed():
 
     made = sampler(Closing)
     collect(made, loaded()[0], 0, Carryover())
-    assert len(closed) >= 6 and not made.source.episodes._live
+    assert len(closed) >= 6 and not made.source.episodes._worlds._live
 
 
 def test_an_evaluation_plays_with_one_seed_for_all_samples_of_a_problem():

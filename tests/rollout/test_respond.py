@@ -8,8 +8,8 @@ from rollout.simulation import LONGEST, ToyEngine
 from tiny import tiny
 
 from jaxrl_llm.rollout import Engine, Sampling, with_tokens
-from jaxrl_llm.rollout.respond import Requests, SeedSpace, request_seed, respond
-from jaxrl_llm.types import Episode
+from jaxrl_llm.rollout.respond import Asked, Requests, SeedSpace, request_seed, respond
+from jaxrl_llm.types import Completion, Episode, Turn
 
 
 def asked(count, slots=2, longest=LONGEST, responder=None):
@@ -149,6 +149,26 @@ def test_a_turn_that_is_aborted_is_not_answered():
         requests.abort(requests.keys)
         assert {completion.finish_reason for completion in over.values()} <= {"aborted"}
     assert not tool.heard and not requests
+
+
+@pytest.mark.parametrize("given", [2, 4, 9])
+def test_a_row_that_begins_anew_has_the_room_of_a_row_and_random_numbers_of_its_own(given):
+    """However long what the model reads there is beside the prompt of 4 tokens; 20 tokens at most."""
+    context = tuple(range(50, 50 + given))
+    episode = Episode((Turn(3, {}), Turn(6, {}, fork=context)))
+    tokens, mask = np.arange(8, dtype=np.int32), np.array([1, 1, 1, 0, 0, 1, 1, 1], bool)
+    begun = Completion(tokens, np.float32(tokens), "aborted", mask, np.full(8, 3), episode=episode)
+    asked = Asked(0, np.arange(90, 94), 7, 20, begun)
+    prompt, seed, limit, row = asked.row(0)
+    assert [*prompt, *row.tokens] == [*context, 6, 7] and row.mask.sum() == 2
+    assert seed != 7 and limit == min(20, 20 - 6 + max(given - 4, 0))
+    assert asked.row(5)[2] == len(row.tokens) - 2 + 5, "5 tokens of a turn"
+    more = dataclasses.replace(with_tokens(row, [30, 31]), finish_reason="stop")
+    whole = asked.of_row(more)
+    assert whole.tokens.tolist() == [*range(8), 30, 31] and whole.sampler_logp.tolist() == [*range(8), 0, 0]
+    assert whole.episode == episode and whole.finish_reason == "stop" and whole.mask[:8].tolist() == mask.tolist()
+    first = asked._replace(begun=dataclasses.replace(begun, episode=Episode()))
+    assert first.row(0) == (first.prompt, 7, 20, first.begun) and first.of_row(more) is more
 
 
 def test_no_two_kinds_of_asking_share_a_random_number():

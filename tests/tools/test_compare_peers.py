@@ -124,6 +124,7 @@ def test_ours_always_takes_part_and_comes_first():
     assert compare_peers.chosen("batching, ours,tunix") == ["ours", "tunix", "batching"]
     assert compare_peers.chosen("") == ["ours"]
     assert compare_peers.chosen("batching,trl", "update") == ["ours", "trl"]
+    assert compare_peers.chosen("batching,tunix,trl", "episode") == ["ours", "trl"]
     assert compare_peers.chosen("batching,trl", "step") == ["ours", "trl", "batching"]
 
 

@@ -9,9 +9,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+from calculator import Calculator
 from learning import OUT, work
 
 from jaxrl_llm import config as configs
+from jaxrl_llm.environments import Limits
+from jaxrl_llm.learner import Learner, Optimiser
+from jaxrl_llm.recipes import GRPO as PAPER
+from jaxrl_llm.rollout import EngineOptions, Rollout
+from jaxrl_llm.tasks import Task
 from jaxrl_llm.trainer.launch import train
 
 
@@ -25,23 +31,41 @@ def tell(directory: Path, began: float, group: int) -> None:
         now = time.time()
         for row in map(json.loads, lines[read:]):
             tested += row["time/evaluation_s"]
-            accuracy = next(value for name, value in row.items() if name.endswith("/pass@1"))
+            accuracy = next((value for name, value in row.items() if name.endswith("/pass@1")), 0.0)
             line = {"step": row["step"], "seconds": now - began - tested, "accuracy": accuracy}
+            line["calls"] = Calculator.made
             print(json.dumps(line | {"completions": int(row.get("prompts", 0)) * group}), file=OUT, flush=True)
         read = len(lines)
         time.sleep(0.02)
 
 
+def played(asked: dict[str, Any]) -> configs.Run:
+    """A run of episodes in the environment, with what everybody was told."""
+    recipe = dataclasses.replace(PAPER, algorithm=dataclasses.replace(PAPER.algorithm, kl=None, kl_coef=0.0))
+    return configs.Run(
+        model=asked["model"],
+        task=Task(asked["train"], environment=Calculator, verifier="none", name="products"),
+        recipe=recipe,
+        scoring=configs.Scoring(rewards=()),
+        rollout=Rollout(
+            prompts=asked["prompts"], group=asked["group"], max_prompt_tokens=asked["prompt"],
+            max_new_tokens=asked["completion"], temperature=asked["temperature"],
+            engine=EngineOptions(slots=asked["prompts"] * asked["group"]), episode=Limits(max_turns=asked["turns"]),
+        ),
+        learner=Learner(optimiser=Optimiser(learning_rate=asked["learning_rate"])),
+    )  # fmt: skip
+
+
 def main(asked: dict[str, Any]) -> int:
     """The run, in a folder that is nobody's; returns its exit code."""
-    run = configs.find_config(asked["config"]).run
+    run = played(asked) if asked["turns"] else configs.find_config(asked["config"]).run
     with tempfile.TemporaryDirectory() as folder:
         run = dataclasses.replace(
             run,
             steps=asked["steps"],
             seed=asked["seed"],
             run_dir=folder + "/run",
-            evaluation=dataclasses.replace(run.evaluation, every=1),
+            evaluation=dataclasses.replace(run.evaluation, every=int(not asked["turns"])),
             output=dataclasses.replace(run.output, checkpoint_every=asked["steps"]),
         )
         teller = threading.Thread(target=tell, args=(Path(run.run_dir), asked["began"], asked["group"]), daemon=True)

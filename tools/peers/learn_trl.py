@@ -7,6 +7,7 @@ from typing import Any
 import datasets
 import torch
 import transformers
+from calculator import Calculator
 from learning import Told, reward_of, work
 from trl import GRPOConfig, GRPOTrainer
 
@@ -33,6 +34,7 @@ def settings(asked: dict[str, Any]) -> GRPOConfig:
         learning_rate=asked["learning_rate"], lr_scheduler_type="constant", weight_decay=0.0,
         max_grad_norm=asked["clip_norm"], max_completion_length=asked["completion"],
         temperature=asked["temperature"], top_p=1.0, top_k=0, max_steps=asked["steps"], seed=asked["seed"],
+        max_tool_calling_iterations=asked["turns"] - 1 if asked["turns"] else None,
     )  # fmt: skip
 
 
@@ -60,7 +62,8 @@ def main() -> None:
         return tokenizer.batch_decode(tokens, skip_special_tokens=True)
 
     rows = datasets.Dataset.from_list(asked["train"])
-    trainer = GRPOTrainer(model, reward, settings(asked), rows, processing_class=tokenizer)
+    own = {"environment_factory": Calculator} if asked["turns"] else {"reward_funcs": reward}
+    trainer = GRPOTrainer(model, args=settings(asked), train_dataset=rows, processing_class=tokenizer, **own)
     trainer.add_callback(AfterEachStep(Told(asked, answer)))
     trainer.train()
 

@@ -3,10 +3,12 @@
 The work comes as one line of JSON on standard input: ``model`` (a Hugging Face directory), ``train`` and ``test``
 (problems, each with ``prompt``, the text up to where the answer begins, and ``answer``), ``prompts`` and ``group`` of a
 step, ``completion`` and ``prompt`` (tokens at most), ``temperature``, ``learning_rate``, ``clip_norm``, ``clip``
-(lower and upper), ``microbatch`` (rows of one pass), ``steps``, ``seed``, ``config`` (ours alone) and ``began`` (the
-clock when the process was started). After each step a line goes out: ``step``, ``seconds`` since the start without the
-seconds of evaluations, ``completions`` sampled, ``accuracy`` on ``test`` by greedy answers. Whoever reads them ends the
-process when it has seen enough. What the libraries print goes to standard error.
+(lower and upper), ``microbatch`` (rows of one pass), ``steps``, ``seed``, ``config`` (ours alone), ``turns`` of an
+episode (0: one answer; else ``train`` has chat messages and the environment's columns, and nothing is tested) and
+``began`` (the clock when the process was started). After each step a line goes out: ``step``, ``seconds`` since the
+start without the seconds of evaluations, ``completions`` sampled, ``accuracy`` on ``test`` by greedy answers, ``calls``
+of the environment's tool so far. Whoever reads them ends the process when it has seen enough. What the libraries print
+goes to standard error.
 """
 
 import importlib.util
@@ -19,6 +21,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from calculator import Calculator
 
 ROOT = Path(__file__).parents[2]
 
@@ -71,13 +75,15 @@ class Told:
     def step(self, number: int) -> None:
         """Step ``number`` has learned."""
         began = self._clock()
-        texts = self._answer([problem["prompt"] for problem in self._work["test"]])
+        tested = self._work["test"]
+        texts = self._answer([problem["prompt"] for problem in tested]) if tested else []
         right = reward_of(texts, [problem["answer"] for problem in self._work["test"]])
         line = {
             "step": number,
             "seconds": began - self._work["began"] - self._tested,
             "completions": number * self._work["prompts"] * self._work["group"],
-            "accuracy": sum(right) / len(right),
+            "accuracy": sum(right) / max(len(right), 1),
+            "calls": Calculator.made,
         }
         print(json.dumps(line), file=OUT, flush=True)
         self._tested += self._clock() - began

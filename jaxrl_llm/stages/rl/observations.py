@@ -60,12 +60,12 @@ class Observations(Ingredient):
 
     def planned_samples(self, samples: list[Sample], updates: int) -> list[Sample]:
         """Add a mask without tokens to the samples."""
-        return [with_mask(sample, np.zeros(len(sample.tokens), bool)) for sample in samples]
+        return [sample.with_arrays(**{NAME: np.zeros(len(sample.tokens), bool)}) for sample in samples]
 
     def samples(self, samples: list[list[Sample]], batch: RolloutBatch) -> list[list[Sample]]:
         """Add to each sample the mask of what its environment said."""
         return [
-            [with_mask(one, observed(said)) for one, said in zip(members, group.completions, strict=True)]
+            [one.with_arrays(**{NAME: observed(said)}) for one, said in zip(members, group.completions, strict=True)]
             for members, group in zip(samples, batch.groups, strict=True)
         ]
 
@@ -77,8 +77,3 @@ def observed(completion: Completion) -> np.ndarray:
         for begin, end in turn.said:
             found[begin:end] = True
     return found
-
-
-def with_mask(sample: Sample, said: np.ndarray) -> Sample:
-    """Return the sample with its mask bool[t] of the objective."""
-    return dataclasses.replace(sample, arrays=sample.arrays | {NAME: said})

@@ -73,8 +73,8 @@ def prepare(
     )  # fmt: skip
     ingredients = [one.prepared(around) for one in ingredients_of(run)]
     engine, transfer = sampling_of(run, model, forward.compute.dtype, mesh, where)
-    played = (prompts, run.recipe.branch), (test_prompts, None)
-    episodes = [episodes_of(one, run.rollout, stops, peers, branching) for one, branching in played]
+    played = (prompts, run.recipe.branch, bool(run.recipe.observation_coef)), (test_prompts, None, False)
+    episodes = [episodes_of(one, run.rollout, stops, peers, *others) for one, *others in played]
     of_run = run.rollout.group, run.seed, run.recipe.shaping
     source = GroupSource(tokenizer, prompts, streams_of(run, read.train), scorer, *of_run, episodes[0])
     limits = configs.limits_of(configs.parts_of_task(read.tested), run.rollout.max_new_tokens)

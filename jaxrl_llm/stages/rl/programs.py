@@ -13,7 +13,7 @@ from jaxrl_llm.engine import Sampling
 from jaxrl_llm.engine.backend import Backend, backend_for, weights_for_sampling
 from jaxrl_llm.learner import Forward, Sample, Training, make_update
 from jaxrl_llm.learner.optimiser import build, learning_rate
-from jaxrl_llm.learner.platform import compute_for, layout_for
+from jaxrl_llm.learner.platform import compute_for, layout_for, with_rows
 from jaxrl_llm.learner.routing import planned_routes
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Decoder
@@ -72,6 +72,8 @@ def learning_of(
     each = run.rollout.max_prompt_tokens + run.rollout.group * completion
     tokens = -(-run.rollout.prompts // run.learner.minibatches) * each
     layout = layout_for(run.learner, compute, longest, completion, mesh, model.config, tokens)
+    if run.rollout.episode.history == "fork" and any(task.plays for task in configs.tasks_in(run.task)):
+        layout = with_rows(layout, run.rollout.episode.max_turns, run.learner.compute.microbatch_rows)
     forward = Forward(layout, compute, run.rollout.temperature, mesh)
     teachers = [one.teachers(forward, find) for one in ingredients_of(run)]
     training = [Training(objectives, update, teachers=next(filter(None, teachers), None))]

@@ -77,7 +77,7 @@ class Reinforcement(Stage):
             if algorithm.ratio.level == "token" and getattr(algorithm.surrogate, "bounds_ratio", True):
                 bounds = algorithm.surrogate.clipped(ratio, np.asarray(advantage_of(sample)))
                 arrays["clipped"] = np.where(sample.mask, np.logical_or(*bounds), np.nan)
-            found.append(dataclasses.replace(sample, arrays=sample.arrays | arrays))
+            found.append(sample.with_arrays(**arrays))
         return found
 
     def spell(self, tokens: Sequence[int]) -> list[str]:

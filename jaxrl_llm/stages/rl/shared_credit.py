@@ -27,7 +27,7 @@ class SharedCredit(Ingredient):
 
     def planned_samples(self, samples: list[Sample], updates: int) -> list[Sample]:
         """Return the samples with an advantage for each token."""
-        return [by_token(one, np.zeros(len(one.tokens), np.float32)) for one in samples]
+        return [one.with_arrays(advantages=np.zeros(len(one.tokens), np.float32)) for one in samples]
 
     def samples(self, samples: list[list[Sample]], batch: RolloutBatch) -> list[list[Sample]]:
         """Return the samples with an advantage for each token: the mean over the members that share it."""
@@ -35,11 +35,5 @@ class SharedCredit(Ingredient):
         for members, group in zip(samples, batch.groups, strict=True):
             own = [np.broadcast_to(np.float32(advantage_of(one)), one.tokens.shape) for one in members]
             shared = shared_credit(own, common_lengths(group.completions))
-            found.append([by_token(one, values) for one, values in zip(members, shared, strict=True)])
+            found.append([one.with_arrays(advantages=values) for one, values in zip(members, shared, strict=True)])
         return found
-
-
-def by_token(sample: Sample, advantages: np.ndarray) -> Sample:
-    """Return the sample with these advantages, one for each token."""
-    scalars = {name: x for name, x in sample.scalars.items() if name != "advantages"}
-    return dataclasses.replace(sample, scalars=scalars, arrays=sample.arrays | {"advantages": advantages})

@@ -16,7 +16,6 @@ from jaxrl_llm.models.lora import model_of
 from jaxrl_llm.rollout.groups import Carryover, RolloutBatch
 from jaxrl_llm.runs.load import config_of
 from jaxrl_llm.stages.rl.ingredient import Around, Ingredient
-from jaxrl_llm.stages.rl.shared_credit import by_token
 from jaxrl_llm.stages.rl.teacher_context import told_prompt
 from jaxrl_llm.stages.rl.teacher_models import is_base, load_teacher, run_teacher, teacher_shapes
 from jaxrl_llm.stages.stage import Architectures, Pass
@@ -108,7 +107,7 @@ class Teachers(Ingredient):
         found = []
         for sample in samples:
             if self.settings.by_policy_gradient:
-                sample = by_token(sample, np.zeros(len(sample.tokens), np.float32))
+                sample = sample.with_arrays(advantages=np.zeros(len(sample.tokens), np.float32))
             if self.settings.top_k:
                 sample = with_top(sample, no_top(sample, self.settings.top_k))
             found.append(numbered(sample, 0, self.settings))
@@ -244,7 +243,7 @@ def valued(
         counts = sample.mask & ~np.isnan(theirs)
         advantages = own.weight * own.divergence.advantages(logp, theirs, before)
         advantages = np.where(counts, advantages, 0).astype(np.float32)
-        found.append(by_token(sample, np.float32(advantage_of(sample)) + advantages))
+        found.append(sample.with_arrays(advantages=np.float32(advantage_of(sample)) + advantages))
         far += float(np.sum((logp - theirs)[counts], dtype=np.float64))
         count += int(counts.sum())
     return found, far / count if count else math.nan
@@ -267,4 +266,4 @@ def no_top(sample: Sample, k: int) -> tuple[np.ndarray, np.ndarray]:
 def with_top(sample: Sample, top: Any) -> Sample:
     """Return the sample with its teacher's most likely tokens, int32[t, k], and their log-probabilities [t, k + 1]."""
     ids, logp = top
-    return dataclasses.replace(sample, arrays=sample.arrays | {"teacher_ids": ids, "teacher_logp": logp})
+    return sample.with_arrays(teacher_ids=ids, teacher_logp=logp)
