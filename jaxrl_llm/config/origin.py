@@ -70,8 +70,7 @@ class Origin:
       start: the step of another run with its first weights; None for those of the model.
       models: the pins of the models that it reads, by their names in its settings; None where it has no pins
         yet, and in runs of earlier versions.
-      changed: recorded changes of settings (``RECORDED_CHANGES``) and of code, each with the step after which it was
-        made.
+      changed: recorded changes (``RECORDED_CHANGES``, and code), each with the step after which it was made.
       code: fingerprints of the run's own functions and classes, by name (``fingerprints.code_of``).
     """
 
@@ -110,8 +109,8 @@ def origin_of(data: Mapping[str, Any], directory: Path) -> Origin:
         models = data["origin"].get("models")
         pins = None if models is None else {name: Pin(**found) for name, found in models.items()}
         found = Origin(**data["origin"] | {"models": pins}, start=start)
-        texts = (found.folder, found.config or "", start.run if start else "", *found.modules.values())
-        texts += (*found.code, *found.code.values())
+        begun = () if start is None else (start.run,)
+        texts = (found.folder, found.config or "", *begun, *found.modules.values(), *found.code, *found.code.values())
         if all(isinstance(text, str) for text in texts):
             return found
         raise ValueError("origin or from names no files")
@@ -131,15 +130,13 @@ def split_step(name: str) -> tuple[Path, int | None]:
       InputError: it is an address that cannot be read.
     """
     run, _, step = name.rpartition("@")
-    if run and step.isdecimal() and not os.path.exists(name):
-        return storage.folder(run), int(step)
-    return storage.folder(name), None
+    pinned = run and step.isdecimal() and not os.path.exists(name)
+    return (storage.folder(run), int(step)) if pinned else (storage.folder(name), None)
 
 
 def without_step(name: str) -> str:
     """Return ``RUN`` for ``RUN@STEP``, and any other name unchanged."""
-    step = split_step(name)[1]
-    return name if step is None else name.rpartition("@")[0]
+    return name if split_step(name)[1] is None else name.rpartition("@")[0]
 
 
 def located(run: Any, origin: Origin, directory: Path | None = None, pinned: bool = False) -> Any:
@@ -183,10 +180,8 @@ def place_of(text: str, origin: Origin, directory: Path | None) -> str:
     folders = [Path(origin.folder), *origin.places()]
     if directory is not None and directory.absolute().parent.name == SAVED_RUNS:
         folders.append(directory.absolute().parent.parent)
-    for folder in folders:
-        if os.path.exists(split_step(str(folder / text))[0]):
-            return text if folder == Path.cwd() else str(folder / text)
-    return text
+    found = next((folder for folder in folders if os.path.exists(split_step(str(folder / text))[0])), Path.cwd())
+    return text if found == Path.cwd() else str(found / text)
 
 
 def models_of(run: Any) -> Iterator[tuple[str, str]]:

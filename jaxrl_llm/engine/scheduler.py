@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import jax
@@ -18,9 +18,9 @@ from jaxrl_llm.engine.requests import (
     Request,
     SlotShape,
     assign_blocks,
+    by_part,
     lane_table,
     moved_slots,
-    next_requests,
     power_of_two,
     seat,
     with_blocks_for,
@@ -282,3 +282,36 @@ def _rows_and_blocks(build: Build, requests: list[Request], held: SlotShape | No
         rows = min(size for size in sizes if size >= rows)
         blocks = held.blocks if held else 0
     return rows, blocks
+
+
+def next_requests(
+    queue: collections.deque[Request], running: dict[int, Request], shape: SlotShape | None, slots: int
+) -> list[Request]:
+    """Take waiting requests for the free ones of ``slots`` slots out of the queue, in order.
+
+    Where a mesh divides the slots, each part first continues with prompts that it has, then begins one that no other
+    has: a prompt's requests stay together, and read one block. It looks at four times the slots.
+    """
+    free = min(slots - len(running), len(queue))
+    if shape is None or shape.parts == 1 or not free:
+        return [queue.popleft() for _ in range(free)]
+    near = [queue.popleft() for _ in range(min(len(queue), max(free, 4 * slots)))]
+    waiting: dict[Hashable, collections.deque[Request]] = collections.defaultdict(collections.deque)
+    for request in near:
+        waiting[request.prompt.key].append(request)
+    homes = [dict.fromkeys(request.prompt.key for request in own) for own in by_part(running, shape)]
+    room = slots // shape.parts - np.array([len(own) for own in by_part(running, shape)])
+    taken: list[Request] = []
+    for part in np.argsort(-room, kind="stable"):
+        begun = set().union(*homes)
+        for _ in range(min(int(room[part]), free - len(taken))):
+            here = next((key for key in homes[part] if waiting.get(key)), None)
+            fresh = next((key for key, own in waiting.items() if own and key not in begun), None)
+            some = next(key for key, own in waiting.items() if own)
+            key = next(key for key in (here, fresh, some) if key is not None)
+            taken.append(waiting[key].popleft())
+            homes[part][key] = None
+            begun.add(key)
+    gone = {id(request) for request in taken}
+    queue.extendleft(request for request in reversed(near) if id(request) not in gone)
+    return taken

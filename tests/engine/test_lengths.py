@@ -13,11 +13,10 @@ from jaxrl_llm.engine.requests import (
     Request,
     assign_blocks,
     moved_slots,
-    next_requests,
     seat,
     with_blocks_for,
 )  # fmt: skip
-from jaxrl_llm.engine.scheduler import Build, wanted
+from jaxrl_llm.engine.scheduler import Build, next_requests, wanted
 from jaxrl_llm.models.by_length import ByLength, Seen, block_columns, fetched, halves_of, reads
 from jaxrl_llm.rollout import Engine, Sampling
 from jaxrl_llm.types import Prompt
