@@ -68,10 +68,8 @@ class Origin:
       config: the configuration's file; None for a run that was made in Python.
       modules: files of the modules next to the configuration that define the run's own classes, by name.
       start: the step of another run with its first weights; None for those of the model.
-      models: the pins of the models that it reads, by their names in its settings; None where it has no pins
-        yet, and in runs of earlier versions.
-      changed: recorded changes of settings (``RECORDED_CHANGES``) and of code, each with the step after which it was
-        made.
+      models: pins of the models that it reads, by their names there; None before it has any, and in older runs.
+      changed: recorded changes of settings and of code, each with the step after which it was made.
       code: fingerprints of the run's own functions and classes, by name (``fingerprints.code_of``).
     """
 
@@ -93,10 +91,8 @@ class Origin:
         origin: dict[str, Any] = {"folder": self.folder, "config": self.config, "modules": dict(self.modules)}
         if self.models is not None:
             origin["models"] = {name: dataclasses.asdict(pin) for name, pin in self.models.items()}
-        if self.changed:
-            origin["changed"] = [list(one) for one in self.changed]
-        if self.code:
-            origin["code"] = dict(self.code)
+        origin |= {"changed": [list(one) for one in self.changed]} if self.changed else {}
+        origin |= {"code": dict(self.code)} if self.code else {}
         start = {} if self.start is None else {"from": dataclasses.asdict(self.start)}
         if self.start is not None and not self.start.carry:
             del start["from"]["carry"]
@@ -110,8 +106,8 @@ def origin_of(data: Mapping[str, Any], directory: Path) -> Origin:
         models = data["origin"].get("models")
         pins = None if models is None else {name: Pin(**found) for name, found in models.items()}
         found = Origin(**data["origin"] | {"models": pins}, start=start)
-        texts = (found.folder, found.config or "", start.run if start else "", *found.modules.values())
-        texts += (*found.code, *found.code.values())
+        given = [text for text in (found.config, start and start.run) if text is not None]
+        texts = (found.folder, *given, *found.modules.values(), *found.code, *found.code.values())
         if all(isinstance(text, str) for text in texts):
             return found
         raise ValueError("origin or from names no files")
@@ -190,7 +186,7 @@ def place_of(text: str, origin: Origin, directory: Path | None) -> str:
 
 
 def models_of(run: Any) -> Iterator[tuple[str, str]]:
-    """Yield each model name in the settings, with the field or reward that names it."""
+    """Yield each model name in the settings, and the field or reward with it."""
     yield run.model, "model"
     for part in parts_of(run):
         for field, marks in _naming(part).items():
