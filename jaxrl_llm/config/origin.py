@@ -89,10 +89,9 @@ class Origin:
     def to_json(self) -> dict[str, Any]:
         """Return the entries of config.json: ``origin``, and ``from`` if the run began with the weights of another."""
         origin: dict[str, Any] = {"folder": self.folder, "config": self.config, "modules": dict(self.modules)}
-        if self.models is not None:
-            origin["models"] = {name: dataclasses.asdict(pin) for name, pin in self.models.items()}
-        origin |= {"changed": [list(one) for one in self.changed]} if self.changed else {}
-        origin |= {"code": dict(self.code)} if self.code else {}
+        pins = {name: dataclasses.asdict(pin) for name, pin in (self.models or {}).items()}
+        later = {"models": pins, "changed": [list(one) for one in self.changed], "code": dict(self.code)}
+        origin |= {name: found for name, found in later.items() if found or (name == "models" and self.models == {})}
         start = {} if self.start is None else {"from": dataclasses.asdict(self.start)}
         if self.start is not None and not self.start.carry:
             del start["from"]["carry"]
