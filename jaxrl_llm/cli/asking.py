@@ -79,7 +79,10 @@ def find_settings(name: str, chosen: str | None) -> tuple[Trained | None, config
       InputError: neither exists, or the run has no task.
     """
     trained = find_run(name, tests=chosen is None)
-    settings = trained.run if trained and chosen is None else configs.find_config(chosen or "quickstart").located
+    if trained and chosen is None:
+        settings = configs.with_lost(trained.run, configs.split_step(name)[0] / "config.json")
+    else:
+        settings = configs.find_config(chosen or "quickstart").located
     if not isinstance(settings, configs.Run):
         kind = f"{chosen or name} is a {type(settings).__name__} run, which has no problems to ask"
         raise InputError(f"{kind}: name a configuration that has some with --config")

@@ -61,6 +61,6 @@ from jaxrl_llm.config.texts import (
     decided_by,
     wording,
 )
-from jaxrl_llm.config.trust import tools_of_others, trusting
+from jaxrl_llm.config.trust import tools_of_others, trusting, with_lost
 from jaxrl_llm.errors import require
 from jaxrl_llm.system.paths import config_folder, config_names

@@ -68,9 +68,8 @@ class Origin:
       config: the configuration's file; None for a run that was made in Python.
       modules: files of the modules next to the configuration that define the run's own classes, by name.
       start: the step of another run with its first weights; None for those of the model.
-      models: the pins of the models that it reads, by their names in its settings; None where it has no pins
-        yet, and in runs of earlier versions.
-      changed: recorded changes (``RECORDED_CHANGES``, and code), each with the step after which it was made.
+      models: pins of the models that it reads, by their names there; None before it has any, and in older runs.
+      changed: recorded changes of settings and of code, each with the step after which it was made.
       code: fingerprints of the run's own functions and classes, by name (``fingerprints.code_of``).
     """
 
@@ -90,12 +89,9 @@ class Origin:
     def to_json(self) -> dict[str, Any]:
         """Return the entries of config.json: ``origin``, and ``from`` if the run began with the weights of another."""
         origin: dict[str, Any] = {"folder": self.folder, "config": self.config, "modules": dict(self.modules)}
-        if self.models is not None:
-            origin["models"] = {name: dataclasses.asdict(pin) for name, pin in self.models.items()}
-        if self.changed:
-            origin["changed"] = [list(one) for one in self.changed]
-        if self.code:
-            origin["code"] = dict(self.code)
+        pins = {name: dataclasses.asdict(pin) for name, pin in (self.models or {}).items()}
+        later = {"models": pins, "changed": [list(one) for one in self.changed], "code": dict(self.code)}
+        origin |= {name: found for name, found in later.items() if found or (name == "models" and self.models == {})}
         start = {} if self.start is None else {"from": dataclasses.asdict(self.start)}
         if self.start is not None and not self.start.carry:
             del start["from"]["carry"]
@@ -109,8 +105,8 @@ def origin_of(data: Mapping[str, Any], directory: Path) -> Origin:
         models = data["origin"].get("models")
         pins = None if models is None else {name: Pin(**found) for name, found in models.items()}
         found = Origin(**data["origin"] | {"models": pins}, start=start)
-        begun = () if start is None else (start.run,)
-        texts = (found.folder, found.config or "", *begun, *found.modules.values(), *found.code, *found.code.values())
+        given = [text for text in (found.config, start and start.run) if text is not None]
+        texts = (found.folder, *given, *found.modules.values(), *found.code, *found.code.values())
         if all(isinstance(text, str) for text in texts):
             return found
         raise ValueError("origin or from names no files")
@@ -130,13 +126,15 @@ def split_step(name: str) -> tuple[Path, int | None]:
       InputError: it is an address that cannot be read.
     """
     run, _, step = name.rpartition("@")
-    pinned = run and step.isdecimal() and not os.path.exists(name)
-    return (storage.folder(run), int(step)) if pinned else (storage.folder(name), None)
+    if run and step.isdecimal() and not os.path.exists(name):
+        return storage.folder(run), int(step)
+    return storage.folder(name), None
 
 
 def without_step(name: str) -> str:
     """Return ``RUN`` for ``RUN@STEP``, and any other name unchanged."""
-    return name if split_step(name)[1] is None else name.rpartition("@")[0]
+    step = split_step(name)[1]
+    return name if step is None else name.rpartition("@")[0]
 
 
 def located(run: Any, origin: Origin, directory: Path | None = None, pinned: bool = False) -> Any:
@@ -180,12 +178,14 @@ def place_of(text: str, origin: Origin, directory: Path | None) -> str:
     folders = [Path(origin.folder), *origin.places()]
     if directory is not None and directory.absolute().parent.name == SAVED_RUNS:
         folders.append(directory.absolute().parent.parent)
-    found = next((folder for folder in folders if os.path.exists(split_step(str(folder / text))[0])), Path.cwd())
-    return text if found == Path.cwd() else str(found / text)
+    for folder in folders:
+        if os.path.exists(split_step(str(folder / text))[0]):
+            return text if folder == Path.cwd() else str(folder / text)
+    return text
 
 
 def models_of(run: Any) -> Iterator[tuple[str, str]]:
-    """Yield each model name in the settings, with the field or reward that names it."""
+    """Yield each model name in the settings, and the field or reward with it."""
     yield run.model, "model"
     for part in parts_of(run):
         for field, marks in _naming(part).items():

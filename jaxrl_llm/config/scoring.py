@@ -24,7 +24,7 @@ class Scoring(Setting):
       rewards: named parts, or functions of your own (``jaxrl_llm.rewards.functions`` says which); the reward is their
         weighted sum, without those that value steps (``StepFunction``). Environments of episodes add their own rewards
         to it, and then it may be empty.
-      workers: processes for rewards that may hang or crash.
+      workers: processes for rewards that may hang or crash; None for as many as this machine has cores, up to 32.
       timeout_s: seconds after which one completion's score is given up and its worker killed.
       on_error: the score of such a completion, and of one for which a reward raises an error.
       constraints: limits on the means of costs, each with a multiplier that a rule moves.
@@ -36,7 +36,7 @@ class Scoring(Setting):
     """
 
     rewards: tuple[Reward, ...] = (Accuracy(),)
-    workers: Annotated[int, Count(1), FREE] = 2
+    workers: Annotated[int | None, Count(1), FREE] = None
     timeout_s: Annotated[float, Range("(0, inf)", words="above 0 seconds"), RECORDED] = 5.0
     on_error: float = 0.0
     constraints: tuple[Constraint, ...] = ()

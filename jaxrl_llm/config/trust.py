@@ -7,6 +7,7 @@ run without the right signature is refused, unless the user says that its code m
 
 import contextlib
 import contextvars
+import dataclasses
 import hashlib
 import hmac
 import importlib.machinery
@@ -20,10 +21,11 @@ from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.config.origin import FOLDERS, Origin, is_from, module_path, origin_of
+from jaxrl_llm.config.origin import FOLDERS, Origin, execute, is_from, module_path, origin_of
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.rewards.functions import Lost, Own
 from jaxrl_llm.system.paths import cache_directory
-from jaxrl_llm.system.setting import OURS
+from jaxrl_llm.system.setting import OURS, parts_of, with_parts
 
 SIGNED = "signed"
 """The key of the signature in a config.json."""
@@ -37,6 +39,8 @@ SHIPPED = tuple(
     for name in ("tasks.filters", "environments.examples", "environments.adapters", "environments.python_tool")
 )
 """Modules of this package with functions that a configuration may name."""
+LOST = f"{Lost.__module__}:{Lost.__qualname__}"
+"""The type, in a config.json, of a reward that it does not hold."""
 PLAIN = ("extractor", "answer_extractor")
 """Fields of this package's classes with texts such as ``tag:answer``, which look like names of functions."""
 CHANGES = "changes"
@@ -81,6 +85,38 @@ def own_code(data: Mapping[str, Any], origin: Origin, calls: bool = True) -> dic
     return found
 
 
+def lost_code(data: Mapping[str, Any], origin: Origin) -> dict[str, str]:
+    """Return the configuration's file by the name of a reward that only this file has, and not the config.json."""
+    parts = (part for part in parts_of(dict(data)) if isinstance(part, dict) and part.get("type") == LOST)
+    return {str(part.get("name")): origin.config for part in parts if origin.config}
+
+
+def with_lost(run: Any, path: Path) -> Any:
+    """Return a run with the rewards that its config.json at ``path`` lacks, taken from its configuration's file.
+
+    The file is executed only if this user made the run or trusts it; otherwise such a reward says how to.
+    """
+    data = json.loads(path.read_text())
+    origin = origin_of(data, path.parent)
+    if not lost_code(data, origin):
+        return run
+    file = Path(str(origin.config))
+    file = file if os.path.isfile(file) else Path.cwd() / file.name
+    trusted = TRUSTED.get() or is_made_here(data, origin)
+    known = {}
+    if trusted and file.is_file():
+        held = (part for part in parts_of(getattr(execute(file), "config", None)) if isinstance(part, Own))
+        known = {part.name: part for part in held}
+
+    def found(part: Any) -> Any:
+        if not isinstance(part, Lost):
+            return part
+        told = part.reason if trusted else f"{part.reason} (read {file}, and add --trust to execute it)"
+        return known.get(part.name, dataclasses.replace(part, reason=told))
+
+    return with_parts(run, found)
+
+
 def named(value: Any, changes: bool = False) -> Iterator[tuple[str, bool]]:
     """Yield each name of code outside this package in the JSON of a configuration, and whether it is a class.
 
@@ -114,7 +150,7 @@ def signed(data: Mapping[str, Any], origin: Origin) -> dict[str, Any]:
     Without a key that can be made or read it is not signed: the next start then asks.
     """
     bare = json.loads(json.dumps({name: value for name, value in data.items() if name != SIGNED}))  # as it is read
-    code = own_code(bare, origin)
+    code = own_code(bare, origin) | lost_code(bare, origin)
     key = _key(make=True) if code else None
     return bare if key is None else bare | {SIGNED: _signature(key, bare, code)}
 
@@ -126,7 +162,7 @@ def is_made_here(data: Mapping[str, Any], origin: Origin) -> bool:
     if key is None or not isinstance(given, str):
         return False
     bare = {name: value for name, value in data.items() if name != SIGNED}
-    expected = _signature(key, bare, own_code(bare, origin))
+    expected = _signature(key, bare, own_code(bare, origin) | lost_code(bare, origin))
     return hmac.compare_digest(expected.encode(), given.encode("utf-8", "backslashreplace"))
 
 

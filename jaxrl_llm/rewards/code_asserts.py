@@ -15,6 +15,7 @@ from typing import Any
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.rewards.code_formats import Asserted
 from jaxrl_llm.rewards.code_names import available, bound, literal, loads, named, written
+from jaxrl_llm.rewards.code_unittest import plain
 
 _MOST_UNROLLED = 2000
 _PLAIN = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Import, ast.ImportFrom, ast.Pass, ast.Delete)
@@ -32,7 +33,9 @@ def split_asserts(text: str, entry: str = "") -> list[Asserted]:
       InputError: it is not Python, or needs a package beyond the standard library.
     """
     try:
-        body = ast.parse(text).body
+        body = plain(ast.parse(text).body)
+    except InputError:
+        raise
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InputError(f"the assertions {text!r:.60} are not Python ({error}): correct them") from None
     checks = [node for node in body if isinstance(node, ast.FunctionDef) and node.name == "check" and node.args.args]

@@ -152,8 +152,9 @@ class _Waiting:
         self._until = time.monotonic() + call.limit_s
         self._refused = refused(loop.stuck, call)
         self._outcomes: Future[list[Outcome]] = Future()
+        function: Any = call.function
         if not self._refused:
-            self._outcomes = asyncio.run_coroutine_threadsafe(together(call.function, call), loop.loop)
+            self._outcomes = asyncio.run_coroutine_threadsafe(together(function, call), loop.loop)
 
     def result(self) -> list[Outcome]:
         """Wait for the outcomes; a call that blocks the loop is abandoned with it."""

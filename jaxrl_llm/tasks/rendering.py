@@ -41,7 +41,7 @@ class Renderer:
 
     def __init__(self):
         self._lock = threading.Lock()
-        self._process: subprocess.Popen | None = None
+        self._process: Any = None
         self._connection: Any = None
         self._endless: dict[str, str] = {}  # by template: why it is not tried again
 

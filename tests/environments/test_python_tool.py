@@ -8,6 +8,8 @@ from jaxrl_llm.environments.calls import parse_reply
 from jaxrl_llm.environments.python_tool import PythonTool
 from jaxrl_llm.tasks import Task
 
+pytestmark = pytest.mark.sandbox("landlock+seccomp")
+
 
 class Impatient(PythonTool):
     """A subclass with other limits."""

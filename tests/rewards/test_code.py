@@ -73,6 +73,37 @@ def test_an_opaque_assertion_counts_only_if_allowed():
     assert grade(FUNCTION, tests, allow_opaque_asserts=True).results == ("passed", "passed")
 
 
+CLASS = """
+import unittest
+import numpy as np
+from solution import add
+class TestAdd(unittest.TestCase):
+    def setUp(self):
+        self.base = 2
+    def test_sums(self):
+        self.assertEqual(add(self.base, 2), 4, "two and two")
+        self.assertAlmostEqual(add(0.1, 0.2), 0.3)
+        with self.subTest(x=1):
+            self.assertIn(add(1, 1), [1, 2, 3])
+    def test_more(self):
+        self.base += 1
+        self.assertTrue(add(self.base, 1) == 4)
+        np.testing.assert_allclose(add(1, 2), 3.0, rtol=1e-3)
+if __name__ == "__main__":
+    unittest.main()
+"""
+
+
+def test_tests_in_the_words_of_unittest_and_numpy_are_assertions():
+    assert grade(FUNCTION, CLASS) == (1.0, ("passed",) * 5, "")
+    assert grade("def add(a, b):\n    return a - b - 1", CLASS).results == ("failed",) * 5
+    equal = "class Liar(int):\n    __eq__ = lambda self, other: True\ndef add(a, b):\n    return Liar(9)"
+    assert grade(equal, CLASS).results[0] == "failed", "what is expected stays outside the program's process"
+    for lost in ("with self.assertRaises(ValueError):\n            add(1)", "self.assertRegex(add(1, 2), 'x')"):
+        with pytest.raises(InputError, match="has no plain form: write it as an assert"):
+            grade(FUNCTION, CLASS.replace('self.assertEqual(add(self.base, 2), 4, "two and two")', lost))
+
+
 def test_after_three_timeouts_the_rest_is_not_run():
     tests = {"inputs": [""] * 5, "outputs": ["1"] * 5}
     found = grade("while True: pass", tests, timeout_s=0.1)

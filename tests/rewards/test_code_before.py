@@ -10,6 +10,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards import CodeTests, Scorer
 from jaxrl_llm.tasks import load
 
+pytestmark = pytest.mark.sandbox("landlock+seccomp")
 SMOKE = load_config("code_smoke")[1]
 
 

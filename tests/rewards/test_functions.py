@@ -7,6 +7,7 @@ import functools
 import os
 import sys
 import threading
+import time
 import types
 import warnings
 
@@ -140,6 +141,23 @@ def test_what_hangs_in_this_process_is_given_up_and_the_others_are_scored():
     assert scores.parts["slow"].tolist() == [1.0, -1.0, 1.0] and scores.failures.timeouts == 1
     assert scores.failures.message == f"{place}: call not finished after 1 s"
     assert stuck.timeouts == MOST_STUCK + 1 and calls <= 1 + MOST_STUCK and 0 in again
+
+
+def test_functions_of_this_process_are_called_one_after_the_other_in_the_order_of_their_submission():
+    calls, inside = [], threading.Lock()
+
+    def slow(problem, completion):
+        assert inside.acquire(blocking=False)
+        time.sleep(0.001)
+        calls.append(completion.text)
+        inside.release()
+        return 1.0
+
+    with Scorer((slow,)) as scorer:
+        coming = [scorer.begin([item(f"{batch} {number}") for number in range(3)]) for batch in range(6)]
+        found = [scores() for scores in reversed(coming)]
+    assert calls == [f"{batch} {number}" for batch in range(6) for number in range(3)]
+    assert all(one.failures.errors == 0 for one in found)
 
 
 def test_a_name_of_the_program_that_runs_is_called_in_it():

@@ -229,23 +229,6 @@ def test_several_batches_are_scored_at_one_time_in_workers_and_where_functions_w
     assert len({one.parts["meet"][0] for one in others}) == 2 and others[0].failures.timeouts == 0
 
 
-def test_functions_of_this_process_are_called_one_after_the_other_in_the_order_of_their_submission():
-    calls, inside = [], threading.Lock()
-
-    def slow(problem, completion):
-        assert inside.acquire(blocking=False)
-        time.sleep(0.001)
-        calls.append(completion.text)
-        inside.release()
-        return 1.0
-
-    with Scorer((slow,)) as scorer:
-        coming = [scorer.begin([item(f"{batch} {number}") for number in range(3)]) for batch in range(6)]
-        found = [scores() for scores in reversed(coming)]
-    assert calls == [f"{batch} {number}" for batch in range(6) for number in range(3)]
-    assert all(one.failures.errors == 0 for one in found)
-
-
 def test_a_scorer_that_is_closed_gives_up_what_it_has_begun():
     begun, end = threading.Event(), threading.Event()
 

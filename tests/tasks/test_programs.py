@@ -51,6 +51,7 @@ def test_solutions_pass_their_own_tests_and_no_others_of_their_kind():
                 assert other is one or not passes(other["solution"], one["tests"]), (name, other["solution"])
 
 
+@pytest.mark.sandbox("landlock+seccomp")
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_sandbox_agrees(name):
     metadata = OF_TEMPLATE[name].metadata
