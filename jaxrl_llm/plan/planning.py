@@ -218,11 +218,12 @@ def _assembled(
         if not one.refused
     }
     more = {"groups": bytes_per_device(held.packed) * run.learner.minibatches / outline.groups.count}
-    sampling, repeated = None, []
+    sampling, repeated, decoding = None, [], []
     if isinstance(held, SamplingArrays):
         sampling = device_memory.sampling(run, held, done)
         tensor = run.mesh.sampling_sizes(machine.devices)["tensor"]
         repeated = repeated_heads(held.sampled.config.attention.kv_heads, tensor)
+        decoding = [f"attention of decoding: {_reads(held)}"]
         more["slots"] = (sampling.cache + sampling.temporary) / held.sampler.rollout.engine.slots
     products = [  # where the compiler had a choice
         f"matrix products of {name}, as compiled: {', '.join(f'{count} by {who}' for who, count in made.items())}"
@@ -238,8 +239,15 @@ def _assembled(
         run, machine, sizes, held.state, todo, outline.groups,
         device_memory.learning(run, held, done), sampling,
         tuple(phases(run, held, todo, machine.chip, traffics)), done,
-        (f"attention: {compute.attention}", *options, *products, *repeated, *notes, *outline.notes), more,
+        (f"attention: {compute.attention}", *decoding, *options, *products, *repeated, *notes, *outline.notes), more,
     )  # fmt: skip
+
+
+def _reads(held: SamplingArrays) -> str:
+    """Describe in words how much of the cache a decode step reads."""
+    if held.form is None:
+        return "every slot to the longest one's length"
+    return f"each slot by its length ({held.form.platform} kernel)"
 
 
 COMPILED, SLACK, ROWS = 3, 1.3, (1, 2, 4, 8)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from jaxrl_llm.config import Configuration
 from jaxrl_llm.engine.requests import power_of_two
 from jaxrl_llm.learner.packing import packed_shapes
+from jaxrl_llm.models.by_length import columns_read
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.flops import counts, forward_flops, training_flops, visible_pairs
 from jaxrl_llm.models.layers import BLOCKS, part_columns
@@ -228,9 +229,13 @@ def sampling_phases(arrays: SamplingArrays, work: Work) -> dict[str, tuple[float
     slots, chunk = rollout.engine.slots / shape.parts, rollout.engine.chunk
     pairs = config.layers * (rollout.max_prompt_tokens + work.mean / 2)
     decode = forward_flops(config, 1, pairs, 1) * slots * share
-    # A chunk reads the next power of two of the columns that are there while all slots grow together.
+    # Without kernels by length, a chunk reads the next power of two of the columns that are there while all slots grow
+    # together.
     steps = range(0, work.mean, chunk)
-    columns = sum(min(power_of_two(at + chunk), shape.columns) for at in steps) / len(steps)
+    if arrays.form is not None:
+        columns = sum(columns_read(arrays.form, at, shape.columns) for at in steps) / len(steps)
+    else:
+        columns = sum(min(power_of_two(at + chunk), shape.columns) for at in steps) / len(steps)
     prompts = min(slots / shape.group * 2, slots)  # some groups end while others begin
     blocks = bytes_per_device(arrays.slots.blocks) * prompts * shape.parts / shape.blocks
     moved = weights + bytes_per_device(arrays.slots.cache) * columns / shape.columns + blocks
