@@ -156,7 +156,6 @@ def decode(
         return x, (written[0], own)
 
     x = constrain(embed(model, tokens)[:, None], BATCH)
-    # Kernels take the cache of all layers; only what is sliced by layer goes through the loop over them.
     sliced = (cache, before and before.cache) if form is None else (None, None)
     others = (*layers.layer_constants(config), chunk, np.arange(config.layers), *sliced)
     x, (chunk, own) = over_layers(layer, x, model, *others)
