@@ -5,9 +5,10 @@
 Prints one JSON line. The model has the published shape of Qwen2.5-0.5B with fewer layers and random weights; packed
 rows hold groups that share a prompt. ``logp`` is the mean distance of log-probabilities, ``gradient`` that of gradients
 by their norm, both from a pass in float32; ``plain_logp`` and ``plain_gradient`` are those of plain scores in bfloat16,
-which round as much. ``gradient_s`` and ``plain_gradient_s`` are the seconds of a gradient. ``ok``: the fused one is at
-most half as far again. On a CPU the kernel's arithmetic is computed by XLA: that rehearses the command and proves
-nothing of the kernel.
+which round as much. ``gradient_s`` and ``plain_gradient_s`` are the seconds of a gradient. ``decoded`` and
+``plain_decoded`` are distances of the final states of one decode step, by the kernels that read rows by their length
+and by the plain form. ``ok``: fused ones are at most half as far again. On a CPU the kernels' arithmetic is computed by
+XLA: that rehearses the command and proves nothing of the kernels.
 """
 
 import dataclasses
@@ -24,12 +25,16 @@ from bench_update import ALGORITHM, samples_of
 from jaxrl_llm.learner import Layout, PolicyGradient, pack
 from jaxrl_llm.learner.forward import score
 from jaxrl_llm.learner.update import accumulate
+from jaxrl_llm.models.by_length import ByLength, whole_blocks
+from jaxrl_llm.models.cache import Cache, empty_cache
 from jaxrl_llm.models.config import ComputeOptions
-from jaxrl_llm.models.decoder import Decoder, initialise
+from jaxrl_llm.models.decoder import Decoder, cast, initialise
+from jaxrl_llm.models.decoding import decode, shared_prefix
 from jaxrl_llm.plan.lowering import model_config
 from jaxrl_llm.types import Role
 
 GROUP, PROMPT = 4, 32
+CHUNK = 16
 TOLERANCE = 1.5
 FUSED = {"tpu": "splash"}
 
@@ -89,6 +94,25 @@ def distance(found: Any, wanted: Any) -> float:
     return norms[0] / norms[1]
 
 
+def decoded(model: Decoder, tokens: int, form: ByLength | None) -> jax.Array:
+    """Final states of a decode step over random keys and values, with rows of every length, and two shared prompts."""
+    config, dtype = model.config, model.weights.embed[...].dtype
+    random = np.random.default_rng(1)
+
+    def filled(rows: int, columns: int) -> Cache:
+        shapes = jax.eval_shape(lambda: empty_cache(config, rows, columns, dtype))
+        return jax.tree.map(lambda x: jnp.asarray(random.standard_normal(x.shape), dtype), shapes)
+
+    rows, columns = 2 * GROUP, whole_blocks(4 * tokens)
+    lengths = jnp.asarray(random.integers(0, columns - CHUNK, rows), jnp.int32).at[0].set(0)
+    prompts, lanes = jnp.full(rows, 3 * PROMPT, jnp.int32), jnp.arange(rows, dtype=jnp.int32)
+    before = shared_prefix(filled(2, whole_blocks(4 * PROMPT)), prompts, lanes, 1, GROUP)
+    newest = jnp.asarray(random.integers(0, config.vocab_size, rows), jnp.int32)
+    step = jax.jit(decode, static_argnames=("width", "form"))
+    given = model, filled(rows, columns), filled(rows, CHUNK), jnp.int32(3), newest, lengths, before
+    return step(*given, form=form)[0].astype(jnp.float32)
+
+
 def run(options: Options) -> dict[str, Any]:
     """The row."""
     device = jax.devices()[0]
@@ -104,7 +128,11 @@ def run(options: Options) -> dict[str, Any]:
         row[f"{name}gradient_s"] = round(seconds, 5)
         row[f"{name}logp"] = float(jnp.abs(logp - wanted).sum()) / int(packed.mask.sum())
         row[f"{name}gradient"] = distance(found, gradient)
-    close = [row[name] <= TOLERANCE * row[f"plain_{name}"] for name in ("logp", "gradient")]
+    kernels = ByLength("tpu" if device.platform == "tpu" else "gpu", interpret=device.platform == "cpu")
+    states = decoded(model, options.tokens, None)
+    for name, form in {"plain_": None, "": kernels}.items():
+        row[f"{name}decoded"] = distance(decoded(cast(model, jnp.bfloat16), options.tokens, form), states)
+    close = [row[name] <= TOLERANCE * row[f"plain_{name}"] for name in ("logp", "gradient", "decoded")]
     return row | {"ok": all(close)}
 
 

@@ -116,7 +116,8 @@ def device(options: Options) -> dict[str, Any]:
 
 
 def attention(options: Options) -> dict[str, Any]:
-    """The device's fused attention against plain scores: our kernels for GPUs, or splash attention on a TPU."""
+    """The device's fused attention against plain scores: our kernels for GPUs, or splash attention on a TPU; and its
+    kernels of decoding against the plain form."""
     small = ("--model", "tiny-random", "--layers", "2", "--tokens", "256", "--rows", "2") if options.small else ()
     return row_of("attention", "check_attention.py", options, *small)
 

@@ -174,6 +174,10 @@ def run_chunk(
     config = model.config
     rows = slots.tokens.shape[0]
     before = shared_prefix(slots.blocks, slots.before, slots.lanes, parts_of(mesh, slots.cache.v.shape[1]), group)
+    lengths = slots.lengths
+    if form is not None:  # nothing is live of a slot without a request, and what is read is the same in all steps
+        lengths, begun = (jnp.where(slots.active, x, 0) for x in (slots.lengths, slots.before))
+        before = before._replace(lengths=begun)
 
     def pick(now: Slots, hidden: jax.Array, experts: jax.Array | None, step: jax.Array) -> tuple[Slots, Draw]:
         """Sample one token for every row; ``now`` has no caches."""
@@ -199,10 +203,7 @@ def run_chunk(
 
     def one(carry: tuple) -> tuple:
         step, now, chunk, out = carry
-        live = lambda lengths: lengths if form is None else jnp.where(now.active, lengths, 0)  # noqa: E731
-        begun = before._replace(lengths=live(before.lengths))
-        lengths = live(slots.lengths)
-        hidden, chunk, experts = decode(model, slots.cache, chunk, step, now.tokens, lengths, begun, columns, form)
+        hidden, chunk, experts = decode(model, slots.cache, chunk, step, now.tokens, lengths, before, columns, form)
         now, new = pick(now, hidden, experts, step)
         return step + 1, now, chunk, jax.tree.map(lambda a, b: a.at[step].set(b), out, new)
 

@@ -92,6 +92,16 @@ def whole_blocks(columns: int) -> int:
     return -(-columns // block) * block
 
 
+def columns_read(form: ByLength, live: int, columns: int) -> int:
+    """Return the columns that are read of a row of ``columns`` of which ``live`` are live: whole blocks."""
+    block = _block(form, columns)
+    return -(-live // block) * block
+
+
+def _block(form: ByLength, columns: int) -> int:
+    return block_columns(columns) if form.platform == "tpu" else min(columns, GPU_BLOCK)
+
+
 def live_blocks(seen: Seen, block: int) -> tuple[jax.Array, jax.Array]:
     """Return the first block of each row that any of its queries sees, and the number of blocks from there to the last.
 
@@ -138,10 +148,10 @@ class Reading(NamedTuple):
 
 def reading(form: ByLength, seen: Seen, columns: int, lanes: Any = None, begun: Any = None) -> Reading:
     """Return the reading of so much of rows of ``columns`` columns."""
+    block = _block(form, columns)
     if form.platform == "tpu":
-        block = block_columns(columns)
         return Reading(seen, reads(seen, block, columns // block, lanes is not None), lanes, begun)
-    first, count = live_blocks(seen, min(columns, GPU_BLOCK))
+    first, count = live_blocks(seen, block)
     return Reading(seen, (first, first + count), lanes, begun)
 
 

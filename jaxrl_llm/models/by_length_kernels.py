@@ -151,8 +151,14 @@ def _lanes(config: Attention, tile: Tile, row: Any, blocks: Any, live: Any, _: A
 
     @pl.when((number == 0) | (row[at] != row[jnp.maximum(at - 1, 0)]))
     def _begin() -> None:
-        for lane, place in enumerate(places):
-            asked[:, place] = q[jnp.maximum(lanes[base + lane], 0)]
+        copies = [
+            pltpu.make_async_copy(q.at[jnp.maximum(lanes[base + lane], 0)], asked.at[:, place], sent)
+            for lane, place in enumerate(places)
+        ]
+        for copy in copies:
+            copy.start()
+        for copy in copies:
+            copy.wait()
         for ref, zero in zip(sums, _none(sums), strict=True):
             ref[...] = zero
 
@@ -208,7 +214,7 @@ def _tpu(
         kernel, shapes = _lanes, _shapes(count, heads, size, width, stat=LANES)
         sums = [pltpu.VMEM((heads, inside, shape.shape[3]), jnp.float32) for shape in (shapes[2], *shapes)]
         scratch = [*sums, pltpu.SemaphoreType.DMA]
-        ends = pl.BlockSpec(memory_space=pltpu.VMEM), [pl.BlockSpec(memory_space=pl.ANY) for _ in shapes]
+        ends = pl.BlockSpec(memory_space=pl.ANY), [pl.BlockSpec(memory_space=pl.ANY) for _ in shapes]
         scalars.append(lanes.reshape(-1))
         q = jnp.pad(q.astype(jnp.float32), ((0, 0), (0, 0), (0, size - queries), (0, 0)))
     found = pl.pallas_call(

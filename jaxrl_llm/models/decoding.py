@@ -130,7 +130,6 @@ def decode(
     """
     config = model.config
     positions = lengths + step + (0 if before is None else before.lengths)
-    since = (step - jnp.arange(chunk.columns))[None]
     given = config, cache, before, (lengths, lengths + step, positions)
     read = _whole(*given, width) if form is None else _live(*given, form)
     with_chunk = form is not None and by_length.takes_near(form, chunk.columns)
@@ -149,9 +148,7 @@ def decode(
                 parts = read(q, window, *place, near)
             else:
                 own, *begun = read(q, window, *place)
-                visible = ((since >= 0) & ((window == 0) | (since < window)))[:, None, None]
-                # A GPU's compiler merges products that share an operand, and would copy the cache to do so.
-                parts = [own, _part(config, jax.lax.optimization_barrier(q), fresh, visible), *begun]
+                parts = [own, _near(config, q, fresh, step, window), *begun]
             return _merged(parts).astype(q.dtype)[:, None]
 
         angles = positions[:, None, None].astype(jnp.float32) * frequencies[None, None]
@@ -159,7 +156,6 @@ def decode(
         return x, (written[0], own)
 
     x = constrain(embed(model, tokens)[:, None], BATCH)
-    # Kernels take the cache of all layers; only what is sliced by layer goes through the loop over them.
     sliced = (cache, before and before.cache) if form is None else (None, None)
     others = (*layers.layer_constants(config), chunk, np.arange(config.layers), *sliced)
     x, (chunk, own) = over_layers(layer, x, model, *others)
@@ -196,6 +192,14 @@ def _part(config: ModelConfig, q: jax.Array, cache: Cache, visible: jax.Array) -
     weights = jnp.exp(found - top)
     mixed = layers.product("bkgz,bkzh->bkgh", weights.astype(cache.v.dtype), cache.v)
     return PartialAttention(top, jnp.sum(weights, axis=-1, keepdims=True), mixed)
+
+
+def _near(config: ModelConfig, q: jax.Array, fresh: Cache, step: jax.Array, window: jax.Array) -> PartialAttention:
+    """Attend over one layer's chunk up to column ``step``."""
+    since = (step - jnp.arange(fresh.v.shape[2]))[None]
+    visible = (since >= 0) & ((window == 0) | (since < window))
+    # A GPU's compiler merges products that share an operand, and would copy the cache to do so.
+    return _part(config, jax.lax.optimization_barrier(q), fresh, visible[:, None, None])
 
 
 def _merged(parts: list[PartialAttention]) -> jax.Array:

@@ -90,7 +90,8 @@ def moved(program: Program, name: str, unknown: tuple[float, ...] = ()) -> float
     """Return the bytes that a computation reads and writes in memory in one run, its loops multiplied out.
 
     A kernel reads its operands once, but only the slices of those it slices, and writes its results once; an update in
-    place costs the inserted part. Of branches the most expensive counts. Data in a chip's fast memory costs nothing.
+    place costs the inserted part, attention by length all columns of a layer. Of branches
+    the most expensive counts. Data in a chip's fast memory costs nothing.
     """
 
     def own(around: dict[str, Instruction], one: Instruction) -> float:
@@ -141,6 +142,9 @@ def _used(program: Program, shapes: str, user: Instruction, place: int) -> float
         return min(whole, hlo.bytes_of(taken) * _width(shapes) / _width(taken))
     if user.operation == "dynamic-update-slice" and place == 0:
         return 0.0
+    if user.operation == "custom-call" and "attention_by_length" in user.rest:
+        layers = re.match(r"\w+\[(\d+)(?:,\d+){4}\]", shapes)  # one layer of a cache, at most: lengths decide
+        return whole / int(layers[1]) if layers else whole
     if user.operation != "fusion":
         return whole
     kernel = program.computations[hlo.calls(user)["calls"][0]]

@@ -7,6 +7,7 @@ from statistics import NormalDist
 import numpy as np
 
 from jaxrl_llm.engine.scheduler import columns_for, rows_for
+from jaxrl_llm.models.by_length import ByLength, columns_read
 
 SIGMA = 0.9
 """Standard deviation of the logarithm of a completion's length, as reasoning models have it early in a run."""
@@ -44,7 +45,14 @@ def lengths(count: int, mean: float, longest: int) -> np.ndarray:
 
 @functools.lru_cache
 def occupancy(
-    completions: int, mean: int, longest: int, slots: int, chunk: int, room: int, parts: int = 1
+    completions: int,
+    mean: int,
+    longest: int,
+    slots: int,
+    chunk: int,
+    room: int,
+    parts: int = 1,
+    form: ByLength | None = None,
 ) -> Occupancy:
     """Run a step's completions through the slots by the engine's rules for the rows and columns of a chunk.
 
@@ -58,6 +66,7 @@ def occupancy(
       chunk: decode steps of a call.
       room: columns of the whole cache.
       parts: of the mesh's rows.
+      form: kernels that read each row by its length; None for the plain form, which reads all to the longest one's.
     """
     queue = lengths(completions, mean, longest)
     running = queue[:slots]
@@ -65,10 +74,13 @@ def occupancy(
     waits = len(running)
     chunks, read, live = 0, 0.0, 0.0
     while len(running):
-        # The chunk before has not been read when the next one is sent.
-        columns = columns_for(int(done.max()) + 2 * chunk, slots, room)
         chunks += 1
-        read += rows_for(len(running), slots, parts) * columns
+        if form is None:
+            # The chunk before has not been read when the next one is sent.
+            columns = columns_for(int(done.max()) + 2 * chunk, slots, room)
+            read += rows_for(len(running), slots, parts) * columns
+        else:
+            read += sum(columns_read(form, int(live), room) for live in done)
         live += float(done.sum())
         done = done + chunk
         ended = done >= running

@@ -232,9 +232,10 @@ def _assembled(
         repeated = repeated_heads(held.sampled.config.attention.kv_heads, tensor)
         taken = slots_of(held, todo)
         decoding = [
+            f"attention of decoding: {_reads(held)}",
             f"decoding, by the engine's rules for {todo.completions} completions of {todo.mean} tokens "
             f"({'log-normal, sigma ' + str(SIGMA) if todo.mean < outline.groups.longest else 'all as long'}): "
-            f"{taken.chunks} chunks read {taken.read:.1%} of the cache on average, and {taken.live:.1%} is live"
+            f"{taken.chunks} chunks read {taken.read:.1%} of the cache on average, and {taken.live:.1%} is live",
         ]
         more["slots"] = (sampling.cache + sampling.temporary) / held.sampler.rollout.engine.slots
     products = [  # where the compiler had a choice
@@ -253,6 +254,13 @@ def _assembled(
         tuple(phases(run, held, todo, machine.chip, traffics, read)), done,
         (f"attention: {compute.attention}", *options, *products, *repeated, *decoding, *notes, *outline.notes), more,
     )  # fmt: skip
+
+
+def _reads(held: SamplingArrays) -> str:
+    """Describe in words how much of the cache a decode step reads."""
+    if held.form is None:
+        return "every slot to the longest one's length"
+    return f"each slot by its length ({held.form.platform} kernel)"
 
 
 COMPILED, SLACK, ROWS = 3, 1.3, (1, 2, 4, 8)

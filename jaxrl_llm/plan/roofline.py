@@ -268,12 +268,15 @@ def phases(
 
 
 def slots_of(arrays: SamplingArrays, work: Work) -> Occupancy:
-    """Return how a step's completions fill the engine's slots; a strict engine reads the whole cache."""
+    """Return how a step's completions fill the engine's slots; a strict engine without kernels by length reads the
+    whole cache.
+    """
     rollout = arrays.sampler.rollout
     shape, engine = arrays.slot_shape, rollout.engine
     longest = rollout.max_new_tokens
-    found = occupancy(work.completions, work.mean, longest, engine.slots, engine.chunk, shape.columns, shape.parts)
-    return dataclasses.replace(found, read=1.0) if engine.strict else found
+    sizes = (engine.slots, engine.chunk, shape.columns, shape.parts)
+    found = occupancy(work.completions, work.mean, longest, *sizes, arrays.form)
+    return dataclasses.replace(found, read=1.0) if engine.strict and arrays.form is None else found
 
 
 def sampling_phases(arrays: SamplingArrays, work: Work) -> dict[str, tuple[float, Cost]]:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.models.by_length import ByLength, Near, Seen, form_for, reading
+from jaxrl_llm.models.by_length import ByLength, Near, Seen, columns_read, form_for, reading, whole_blocks
 from jaxrl_llm.models.by_length_kernels import attend
 from jaxrl_llm.models.cache import Cache
 from jaxrl_llm.models.config import Attention
@@ -127,6 +127,13 @@ def test_the_kernels_compile_and_copy_nothing_of_the_cache(topology, width, quer
     program = hlo.parse(done.as_text(), 1)
     kernels = [one for one in program.computations[program.entry].values() if one.operation == "custom-call"]
     assert len([one for one in kernels if "attention_by_length" in one.rest or "triton" in one.rest]) == 2
+
+
+def test_whole_blocks_are_read():
+    tpu, gpu = ByLength("tpu"), ByLength("gpu")
+    assert [columns_read(tpu, live, 4096) for live in (0, 1, 512, 513)] == [0, 512, 512, 1024]
+    assert columns_read(tpu, 129, 384) == 256 and columns_read(gpu, 129, 4096) == 192
+    assert [whole_blocks(columns) for columns in (1, 300, 2049, 4097)] == [128, 384, 2304, 4608]
 
 
 def test_what_has_no_kernel_keeps_the_plain_form():

@@ -160,6 +160,19 @@ ENTRY %main (i: s32[], x: f32[8]) -> f32[8] {
     assert in_memory("(f32[8]{0:T(8,128)S(1)}, bf16[2,8]{1,0}, u32[]{:S(2)})") == 32
 
 
+def test_attention_by_length_reads_one_layer_of_a_cache_at_most():
+    text = """HloModule m
+
+ENTRY %main (q: f32[8], k: f32[4,2,1,8,16]) -> f32[8] {
+  %q = f32[8]{0} parameter(0)
+  %k = f32[4,2,1,8,16]{4,3,2,1,0} parameter(1)
+  ROOT %read = f32[8]{0} custom-call(%q, %k), custom_call_target="x", metadata={op_name="jit(f)/NAME/pallas_call"}
+}
+"""
+    found = [moved(hlo.parse(text.replace("NAME", name), 1), "main") for name in ("attention_by_length", "other")]
+    assert found == [2 * 32 + 2 * 8 * 16 * 4, 2 * 32 + 4 * 2 * 8 * 16 * 4]
+
+
 @pytest.mark.compilers
 def test_a_tpu_reads_weights_and_a_cache_once_in_each_round():
     """A real program: what is added to the least is small, and a cache that grows is counted in full."""

@@ -209,6 +209,7 @@ def test_the_command_compiles_for_gpus_of_two_hosts(tmp_path):
     done = command(*asked.split(), "--loops", "--dump", "programs", folder=tmp_path, anew=True)
     assert done.code == 0 and "tiny-random: 90,624 parameters" in done.out and "FITS" in done.out, done
     assert "activations and temporaries, the compiler's" in done.out and "by formula alone" not in done.out
+    assert "attention of decoding: " in done.out
     assert "attention: xla\n" in done.out and re.search(r"products of update, as compiled: \d+ by Triton", done.out)
     found = json.loads((tmp_path / "plan.json").read_text())
     assert set(found["compiled_s"]) == {"weights", "prompts", "decode", "refill", "update"}

@@ -31,6 +31,7 @@ def test_checks_are_run_recorded_and_shown(tmp_path):
     assert results["device"]["device"] == results["device"]["platform"] == "cpu"
     assert results["device"]["jax"] == version("jax") and results["device"]["jaxlib"] == version("jaxlib")
     assert 0 < results["attention"]["logp"] < 0.1 and results["attention"]["attention"] == "triton"
+    assert 0 < results["attention"]["decoded"] <= 1.5 * results["attention"]["plain_decoded"] < 0.1
     assert 0 < results["decode_0.5b"]["mbu"] < 1
     assert "| decode_0.5b | right: " in shown and "mbu 0.5: **missed**" in shown
 
