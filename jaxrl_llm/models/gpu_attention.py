@@ -207,7 +207,8 @@ def _backward(kernel: Kernel, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.
     dot = jnp.einsum("bsnh,bsnh->bns", g.astype(jnp.float32), out.astype(jnp.float32))
     reach = reach_of(seen, BACKWARD)
     given = (kernel, reach, seen, q, k, v, g, jnp.stack([logsum, dot], axis=1))
-    return _query_gradient(*given), *_key_gradients(*given), None
+    to_keys, to_values = _key_gradients(*given)
+    return _query_gradient(*given), to_keys, to_values, None
 
 
 def _query_gradient(kernel: Kernel, reach: jax.Array, seen: jax.Array, *arrays: jax.Array) -> jax.Array:

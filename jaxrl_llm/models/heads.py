@@ -107,7 +107,7 @@ def _scores(model: ScalarModel, tokens: jax.Array, lengths: jax.Array) -> jax.Ar
 CHUNK = ComputeOptions().head_chunk
 """Positions of each part that have logits in memory at one time, where nothing else is said."""
 KEPT_LOGITS = 2**28
-"""Bytes of a part's logits up to which the forward pass keeps them, so that the backward pass does not compute them."""
+"""Most bytes of a part's logits that the forward pass keeps for the backward pass, if they are a single chunk."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Head:
       cap: soft cap of the logits, or None.
       chunk: positions at a time.
       entropy_gradient: whether the entropy is differentiated.
-      keep: whether the backward pass takes the logits that the forward pass has kept, and computes none.
+      keep: whether all positions are one chunk, whose logits the forward pass keeps for the backward pass.
     """
 
     letters: str
@@ -168,7 +168,7 @@ def token_logprobs(
 
     The LM head runs over ``chunk`` positions of each part at a time, and once more in the backward pass, which forms
     the logits' gradient ``g (onehot - p) - h p (log p + H)`` from the saved logsumexp. Memory does not grow with N * V
-    above ``keep`` bytes; below, the logits are kept and computed once.
+    above ``keep`` bytes; up to there the logits of a single chunk are kept and computed once.
     The parts are what a mesh divides: each sums the head's gradient by itself, and the sums meet once at the end.
 
     Args:
@@ -191,7 +191,7 @@ def token_logprobs(
     # A whole number of equal chunks: at most a few positions more than there are.
     pieces = -(-total // min(chunk, total))
     size = -(-total // pieces)
-    keeps = keeps_logits(pieces * size, model.config.vocab_size, keep)
+    keeps = keeps_logits(total, chunk, model.config.vocab_size, keep)
     static = Head(letters, layout, model.config.embeddings.logit_softcap, size, entropy_gradient, keeps)
 
     room = (0, pieces * size - total)
@@ -205,9 +205,9 @@ def token_logprobs(
     return logp[:, :total], entropy[:, :total]
 
 
-def keeps_logits(positions: int, vocab: int, most: int = KEPT_LOGITS) -> bool:
-    """Whether the logits of a part's positions, float32, are at most so many bytes that they are kept."""
-    return 4 * positions * vocab <= most
+def keeps_logits(positions: int, chunk: int, vocab: int, most: int = KEPT_LOGITS) -> bool:
+    """Whether a part's logits, float32, are kept: those of a single chunk, of at most so many bytes."""
+    return positions <= chunk and 4 * positions * vocab <= most
 
 
 def head_of(model: Decoder) -> tuple[jax.Array, str, tuple[str | None, str | None]]:
@@ -250,11 +250,9 @@ def _forward(
         return put_chunk(index, static.chunk, out, (*found, *[capped] * static.keep))
 
     zeros = jnp.zeros(chosen.targets.shape, wide(hidden))
-    logits = []
-    if static.keep:
-        vocab = head.shape[static.letters[4:6].index("v")]
-        logits = [constrain(jnp.zeros((*zeros.shape, vocab), zeros.dtype), BATCH, None, "tensor")]
-    logp, entropy, total, among, *logits = jax.lax.fori_loop(0, chosen.chunks, body, (*[zeros] * 4, *logits))
+    wide_shape = (*zeros.shape, head.shape[static.letters[4:6].index("v")])
+    logits = [constrain(jnp.zeros(wide_shape, zeros.dtype), BATCH, None, "tensor")] if static.keep else []
+    logp, entropy, total, among, *logits = over_chunks(static, chosen.chunks, body, (*[zeros] * 4, *logits))
     return (logp, entropy), (hidden, head, chosen, total, among, entropy, logits)
 
 
@@ -316,13 +314,20 @@ def head_gradients(
         return put_chunk(index, static.chunk, out[0], up), out[1] + constrain(down, BATCH, *static.layout)
 
     parts = constrain(jnp.zeros((hidden.shape[0], *head.shape), wide(hidden)), BATCH, *static.layout)
-    d_hidden, d_head = jax.lax.fori_loop(0, chunks, body, (jnp.zeros_like(hidden), parts))
+    d_hidden, d_head = over_chunks(static, chunks, body, (jnp.zeros_like(hidden), parts))
     return d_hidden, jnp.sum(d_head, axis=0).astype(head.dtype)
 
 
 def wide(x: jax.Array) -> Any:
     """Return the dtype of sums and logits: float64 if x is float64, else float32."""
     return jnp.dtype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
+
+
+def over_chunks(static: Head, chunks: jax.Array, body: Callable[[Any, Any], Any], out: Any) -> Any:
+    """Run ``body(index, out)`` for the leading chunks; a loop over a kept one would copy its logits on CPUs."""
+    if static.keep:
+        return jax.lax.cond(chunks > 0, functools.partial(body, 0), lambda out: out, out)
+    return jax.lax.fori_loop(0, chunks, body, out)
 
 
 def take_chunk(index: jax.Array, size: int, arrays: Any) -> Any:

@@ -7,7 +7,6 @@ import jax
 
 from jaxrl_llm.config import Configuration
 from jaxrl_llm.learner.platform import token_bytes
-from jaxrl_llm.models.heads import keeps_logits
 from jaxrl_llm.plan.lowering import Compiled
 from jaxrl_llm.plan.shapes import Arrays, PlannedModel, SamplingArrays, bytes_per_device, prompt_calls, share_of
 
@@ -161,6 +160,5 @@ def pass_by_formula(one: PlannedModel, update: bool) -> float:
     cast = sum(bytes_per_device(x) * one.width / x.dtype.itemsize for x in jax.tree.leaves(one.model))
     tokens = layout.rows * layout.row_tokens / layout.parts
     positions = one.packed.target.shape[-1]
-    chunk = positions if update and keeps_logits(positions, config.vocab_size) else compute.head_chunk
-    logits = 3 * 4 * chunk * config.vocab_size * share * one.predicts
+    logits = 3 * 4 * min(positions, compute.head_chunk) * config.vocab_size * share * one.predicts
     return cast + tokens * token_bytes(compute, config, layout.row_tokens, share, update) + logits
