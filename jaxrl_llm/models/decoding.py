@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.models import layers
+from jaxrl_llm.models import layers, rotary
 from jaxrl_llm.models.cache import Cache, layer_of
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.decoder import Decoder, block, embed, over_layers
+from jaxrl_llm.models.decoder import Decoder, block, embed, final, over_layers
 from jaxrl_llm.sharding import BATCH, constrain
 
 
@@ -78,23 +78,23 @@ def extend(
     valid = jnp.concatenate([before, since >= 0], 2)
 
     def layer(x: jax.Array, per_layer: Any) -> tuple[jax.Array, tuple[Cache, jax.Array | None]]:
-        w, frequencies, window, main = per_layer
+        w, rotation, window, main = per_layer
         visible = valid & ((window == 0) | (distance < window))
         written = []
 
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
             written.append(Cache(k, v))
             parts = [main, written[0]] if cache else written
             s = jnp.concatenate([layers.scores(q, part.k, config.attention) for part in parts], -1)
-            weights = jax.nn.softmax(jnp.where(visible[:, None, :, None], s, layers.MASKED), axis=-1)
+            weights = layers.attention_weights(s, visible[:, None, :, None], sinks)
             near = layers.mix(weights[..., len(columns) :], v)
             return near + layers.mix(weights[..., : len(columns)], main.v) if cache else near
 
-        x, own = block(w, config, x, positions[..., None].astype(jnp.float32) * frequencies[None, None], attend)
+        x, own = block(w, config, x, rotary.turns(positions, rotation), attend)
         return constrain(x, BATCH), (written[0], own)
 
     x = constrain(embed(model, tokens), BATCH)
-    written, own = over_layers(layer, x, model, *layers.layer_constants(config), cache)[1]
+    written, own = over_layers(layer, x, model, *rotary.layer_constants(config), cache)[1]
     return written, None if own is None else jnp.moveaxis(own, 0, 2)
 
 
@@ -133,12 +133,12 @@ def decode(
     valid = columns[None] < lengths[:, None]
 
     def layer(x: jax.Array, per_layer: Any) -> tuple[jax.Array, tuple[Cache, jax.Array | None]]:
-        w, frequencies, window, index, main, new, first = per_layer
+        w, rotation, window, index, main, new, first = per_layer
         main = layer_of(cache, main, index, rows, len(columns), parts)
         in_window = [(window == 0) | (ago < window) for ago in (distance, since)]
         written = []
 
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
             put = jax.lax.dynamic_update_slice
             fresh = Cache(put(new.k, k, (0, 0, 0, step)), put(new.v, v, (0, 0, step, 0)))
             written.append(fresh)
@@ -147,17 +147,16 @@ def decode(
             # A GPU's compiler merges products that share an operand, and would copy the cache to do so.
             near = _part(config, jax.lax.optimization_barrier(q), fresh, ((since >= 0) & in_window[1])[:, None, None])
             begun = [] if before is None else [_begun(config, q, first, before, positions, window)]
-            return _merged([own, near, *begun]).astype(q.dtype)[:, None]
+            apart = [] if sinks is None else [_sink(sinks, near)]
+            return _merged([own, near, *begun, *apart]).astype(q.dtype)[:, None]
 
-        angles = positions[:, None, None].astype(jnp.float32) * frequencies[None, None]
-        x, own = block(w, config, x, angles, attend)
+        x, own = block(w, config, x, rotary.turns(positions[:, None], rotation), attend)
         return x, (written[0], own)
 
     x = constrain(embed(model, tokens)[:, None], BATCH)
-    others = (*layers.layer_constants(config), np.arange(config.layers), cache, chunk, before and before.cache)
+    others = (*rotary.layer_constants(config), np.arange(config.layers), cache, chunk, before and before.cache)
     x, (chunk, own) = over_layers(layer, x, model, *others)
-    hidden = layers.rms_norm(x[:, 0], model.weights.final_norm[...], config.norm)
-    return hidden, chunk, None if own is None else jnp.moveaxis(own[:, :, 0], 0, 1)
+    return final(model, x[:, 0]), chunk, None if own is None else jnp.moveaxis(own[:, :, 0], 0, 1)
 
 
 class PartialAttention(NamedTuple):
@@ -181,6 +180,12 @@ def _part(config: ModelConfig, q: jax.Array, cache: Cache, visible: jax.Array) -
     weights = jnp.exp(found - top)
     mixed = layers.product("bkgz,bkzh->bkgh", weights.astype(cache.v.dtype), cache.v)
     return PartialAttention(top, jnp.sum(weights, axis=-1, keepdims=True), mixed)
+
+
+def _sink(sinks: jax.Array, other: PartialAttention) -> PartialAttention:
+    """Return the attention to the sinks [K, N / K] of the heads: a score and no value."""
+    top = jnp.broadcast_to(sinks[None, :, :, None].astype(other.top.dtype), other.top.shape)
+    return PartialAttention(top, jnp.ones_like(top), jnp.zeros_like(other.mixed))
 
 
 def _merged(parts: list[PartialAttention]) -> jax.Array:
