@@ -13,7 +13,7 @@ SMALL = "--steps 2 --rollout.prompts 4 --rollout.group 4 --task.source.size 40"
 LINES = {
     "gspo": f"train gspo_qwen3_30b_a3b --sizes moe_smoke {SMALL} --learner.routing_replay R3 --run_dir gspo",
     "unknown": "train gspo_qwen3_30b_a3b --sizes moe_smok",
-    "text": "train gspo_qwen3_30b_a3b --sizes sft",
+    "text": "train gspo_qwen3_30b_a3b --sizes sft_quickstart",
     "export": "export gspo --out model",
 }
 
