@@ -7,14 +7,14 @@ the reference for the others.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxrl_llm.models.config import ComputeOptions, Experts, ModelConfig
-from jaxrl_llm.models.grouped import Sorted, block_of, by_expert, grouped, moved
+from jaxrl_llm.models.grouped import Gating, Matrices, Sorted, block_of, by_expert, grouped, moved
 from jaxrl_llm.models.layers import ACTIVATIONS, product
 from jaxrl_llm.sharding import BATCH, fitting
 
@@ -22,9 +22,6 @@ EXPERTS = "experts"
 """Name of the array of the experts that each token took in each layer, uint8 or uint16[T, L, k]."""
 TILE = 128
 """Rows and columns that the kernel for TPUs multiplies at a time."""
-
-Gating = Callable[[jax.Array, jax.Array], jax.Array]
-"""(products with ``gate``, products with ``up``) -> what ``down`` multiplies."""
 
 
 def id_dtype(experts: Experts) -> Any:
@@ -66,20 +63,6 @@ def route(
     if experts.renormalise:
         weights /= jnp.sum(weights, axis=1, keepdims=True)
     return weights, taken, own
-
-
-class Matrices(NamedTuple):
-    """The weights of a layer's experts: gate and up [E, D, I], down [E, I, D]; biases [E, I], [E, I], [E, D] or None.
-
-    No form adds the bias of ``down``: each device would, where several have parts of it.
-    """
-
-    gate: Any
-    up: Any
-    down: Any
-    gate_bias: Any = None
-    up_bias: Any = None
-    down_bias: Any = None
 
 
 def gating(config: ModelConfig) -> Gating:
@@ -204,11 +187,8 @@ def blocks(matrices: Matrices, act: Gating, x: jax.Array, weights: jax.Array, ta
     block = block_of(taken.size, count)
     at = by_expert(taken, count, block)
     inside = moved(x, at.token, at.row).reshape(-1, block, x.shape[1])
-    each = functools.partial(grouped, owner=at.owner, used=at.used)
-    biases = (None if bias is None else bias[at.owner][:, None] for bias in (matrices.gate_bias, matrices.up_bias))
-    pairs = zip((matrices.gate, matrices.up), biases, strict=True)
-    hidden = act(*(_biased(each(inside, w), bias) for w, bias in pairs))
-    return mixed(each(hidden, matrices.down).reshape(-1, x.shape[1]), weights, at)
+    out = grouped(act, inside, matrices._replace(down_bias=None), at.owner, at.used)
+    return mixed(out.reshape(-1, x.shape[1]), weights, at)
 
 
 def mixed(out: jax.Array, weights: jax.Array, at: Sorted) -> jax.Array:

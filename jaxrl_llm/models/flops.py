@@ -4,7 +4,7 @@ import math
 
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import parameter_shapes
-from jaxrl_llm.models.experts import Matrices
+from jaxrl_llm.models.grouped import Matrices
 from jaxrl_llm.models.rotary import layer_windows
 
 DIVIDED = tuple(f"blocks.experts.{name}" for name in Matrices._fields)

@@ -1,7 +1,8 @@
-"""Products of rows with one of several matrices each: rows are sorted by their matrix into padded blocks."""
+"""MLPs of which each row has one of several: rows are sorted by it into padded blocks of one MLP."""
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,25 @@ from jaxrl_llm.models.layers import product
 
 LEAST_BLOCK, MOST_BLOCK = 8, 512
 """Bounds of the tokens in a block of one expert."""
+TOGETHER = 4
+"""Blocks in each round of a CPU's loop; their number is a multiple of it."""
+
+Gating = Callable[[jax.Array, jax.Array], jax.Array]
+"""(products with ``gate``, products with ``up``) -> what ``down`` multiplies."""
+
+
+class Matrices(NamedTuple):
+    """The weights of a layer's experts: gate and up [E, D, I], down [E, I, D]; biases [E, I], [E, I], [E, D] or None.
+
+    The bias of ``down`` is added by ``experts.mixture``: each device would, where several have parts of a product.
+    """
+
+    gate: Any
+    up: Any
+    down: Any
+    gate_bias: Any = None
+    up_bias: Any = None
+    down_bias: Any = None
 
 
 class Sorted(NamedTuple):
@@ -38,6 +58,7 @@ def by_expert(taken: jax.Array, count: int, block: int) -> Sorted:
     pairs = tokens * k
     flat = taken.reshape(-1)
     blocks = min(pairs, (pairs + (count + 1) * (block - 1)) // block)
+    blocks += -blocks % TOGETHER
     order = jnp.argsort(flat, stable=True)
     numbers = jnp.zeros(count + 1, jnp.int32).at[flat].add(1)
     each = -(-numbers // block)
@@ -67,55 +88,115 @@ def _moved_back(back: jax.Array, g: jax.Array) -> tuple[jax.Array, None, None]:
 moved.defvjp(lambda x, there, back: (moved(x, there, back), back), _moved_back)
 
 
-@jax.custom_vjp
-def grouped(x: jax.Array, w: jax.Array, owner: jax.Array, used: jax.Array) -> jax.Array:
-    """Multiply blocks x [n, b, D] by the matrices w [E, D, F] of their owners int32[n].
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def grouped(act: Gating, x: jax.Array, matrices: Matrices, owner: jax.Array, used: jax.Array) -> jax.Array:
+    """Compute the MLP of each block's owner for blocks x [n, b, D]: ``act(x gate, x up) down``.
 
-    Blocks from ``used`` on hold zeros. CPUs multiply block after block and leave those out; others all at one time.
+    ``owner`` int32[n]; blocks from ``used`` on hold zeros, and their results anything. CPUs compute block after block
+    and leave those out; others all at one time.
     """
-    return _grouped(x, w, owner, used)
+    return _grouped(act, x, matrices, owner, used)[0]
 
 
-def in_turn(x: jax.Array, w: jax.Array, owner: jax.Array, used: jax.Array) -> jax.Array:
-    """Compute ``grouped`` block after block."""
-
-    def one(i: jax.Array, out: jax.Array) -> jax.Array:
-        return out.at[i].set(x[i] @ w[owner[i]])
-
-    return jax.lax.fori_loop(0, used, one, jnp.zeros((*x.shape[:2], w.shape[2]), x.dtype))
+def forward_of(act: Gating, x: jax.Array, w: Matrices) -> tuple[jax.Array, ...]:
+    """Compute one expert's MLP for x [b, D]; returns the result and what ``act`` was given."""
+    pairs = ((w.gate, w.gate_bias), (w.up, w.up_bias))
+    given = [x @ m if bias is None else x @ m + bias[None] for m, bias in pairs]
+    return act(*given) @ w.down, *given
 
 
-def at_once(x: jax.Array, w: jax.Array, owner: jax.Array, used: jax.Array) -> jax.Array:
-    """Compute ``grouped`` with a copy of the matrix for each block."""
-    return jnp.einsum("nbd,ndf->nbf", x, w[owner])
+def backward_of(
+    act: Gating, x: jax.Array, given: tuple[jax.Array, ...], g: jax.Array, w: Matrices
+) -> tuple[jax.Array, Matrices]:
+    """Return the gradients of x and, in float32, of the weights of ``forward_of``, for a gradient g of its result."""
+    hidden, back = jax.vjp(act, *given)
+    gate, up = back(g @ w.down.T)
+    biases = [None if bias is None else jnp.sum(d, 0, dtype=jnp.float32)
+              for d, bias in ((gate, w.gate_bias), (up, w.up_bias))]  # fmt: skip
+    products = [product("bd,bf->df", a, b) for a, b in ((x, gate), (x, up), (hidden, g))]
+    return gate @ w.gate.T + up @ w.up.T, Matrices(*products, *biases)
 
 
-def sums_in_turn(x: jax.Array, g: jax.Array, owner: jax.Array, used: jax.Array, count: int) -> jax.Array:
-    """Sum the products of blocks x [n, b, D] and g [n, b, F] by owner, float32[count, D, F], block after block."""
+def in_turn(act: Gating, x: jax.Array, matrices: Matrices, owner: jax.Array, used: jax.Array) -> tuple[jax.Array, ...]:
+    """Compute ``forward_of`` each block after the other, some of them in each round: they take several cores."""
 
-    def one(i: jax.Array, sums: jax.Array) -> jax.Array:
-        return sums.at[owner[i]].add(product("bd,bf->df", x[i], g[i]))
+    def one(i: jax.Array, out: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        for at in (TOGETHER * i + step for step in range(TOGETHER)):
+            found = forward_of(act, x[at], _of(matrices, owner[at]))
+            out = tuple(whole.at[at].set(part) for whole, part in zip(out, found, strict=True))
+        return out
 
-    return jax.lax.fori_loop(0, used, one, jnp.zeros((count, x.shape[2], g.shape[2]), jnp.float32))
-
-
-def sums_at_once(x: jax.Array, g: jax.Array, owner: jax.Array, used: jax.Array, count: int) -> jax.Array:
-    """Compute ``sums_in_turn`` with a product for each block."""
-    return jnp.zeros((count, x.shape[2], g.shape[2]), jnp.float32).at[owner].add(product("nbd,nbf->ndf", x, g))
-
-
-def _grouped(x: jax.Array, w: jax.Array, owner: jax.Array, used: jax.Array) -> jax.Array:
-    return jax.lax.platform_dependent(x, w, owner, used, cpu=in_turn, default=at_once)
+    wide = (*x.shape[:2], matrices.gate.shape[2])
+    blank = tuple(jnp.zeros(shape, x.dtype) for shape in (x.shape, wide, wide))
+    return jax.lax.fori_loop(0, -(-used // TOGETHER), one, blank)
 
 
-def _grouped_back(saved: tuple[jax.Array, ...], g: jax.Array) -> tuple[jax.Array, jax.Array, None, None]:
-    x, w, owner, used = saved
-    forms = (functools.partial(form, count=len(w)) for form in (sums_in_turn, sums_at_once))
-    sums = jax.lax.platform_dependent(x, g, owner, used, **dict(zip(("cpu", "default"), forms, strict=True)))
-    return _grouped(g, w.swapaxes(1, 2), owner, used), sums.astype(w.dtype), None, None
+def at_once(act: Gating, x: jax.Array, matrices: Matrices, owner: jax.Array, used: jax.Array) -> tuple[jax.Array, ...]:
+    """Compute ``in_turn`` with a copy of the matrices for each block."""
+    return jax.vmap(functools.partial(forward_of, act))(x, _of(matrices, owner))
 
 
-grouped.defvjp(lambda *given: (_grouped(*given), given), _grouped_back)
+def back_in_turn(
+    act: Gating,
+    x: jax.Array,
+    given: tuple[jax.Array, ...],
+    g: jax.Array,
+    matrices: Matrices,
+    owner: jax.Array,
+    used: jax.Array,
+) -> tuple[jax.Array, Matrices]:
+    """Compute ``backward_of`` each block after the other, and sum the gradients of each expert's weights."""
+
+    def one(i: jax.Array, out: tuple[jax.Array, Matrices]) -> tuple[jax.Array, Matrices]:
+        whole, sums = out
+        for at in (TOGETHER * i + step for step in range(TOGETHER)):
+            own = owner[at]
+            part, change = backward_of(act, x[at], tuple(t[at] for t in given), g[at], _of(matrices, own))
+            whole = whole.at[at].set(part)
+            sums = jax.tree.map(lambda total, added, own=own: total.at[own].add(added), sums, change)
+        return whole, sums
+
+    blank = jax.tree.map(lambda m: jnp.zeros(m.shape, jnp.float32), matrices)
+    return jax.lax.fori_loop(0, -(-used // TOGETHER), one, (jnp.zeros_like(x), blank))
+
+
+def back_at_once(
+    act: Gating,
+    x: jax.Array,
+    given: tuple[jax.Array, ...],
+    g: jax.Array,
+    matrices: Matrices,
+    owner: jax.Array,
+    used: jax.Array,
+) -> tuple[jax.Array, Matrices]:
+    """Compute ``back_in_turn`` with a copy of the matrices for each block."""
+    back, changes = jax.vmap(functools.partial(backward_of, act))(x, given, g, _of(matrices, owner))
+    blank = jax.tree.map(lambda m: jnp.zeros(m.shape, jnp.float32), matrices)
+    return back, jax.tree.map(lambda total, change: total.at[owner].add(change), blank, changes)
+
+
+def _of(matrices: Matrices, owner: jax.Array) -> Matrices:
+    return jax.tree.map(lambda m: m[owner], matrices)
+
+
+def _grouped(act: Gating, *given: Any) -> tuple[jax.Array, ...]:
+    forms = {"cpu": functools.partial(in_turn, act), "default": functools.partial(at_once, act)}
+    return jax.lax.platform_dependent(*given, **forms)
+
+
+def _forward(act: Gating, x: jax.Array, matrices: Matrices, owner: jax.Array, used: jax.Array) -> Any:
+    out, *given = _grouped(act, x, matrices, owner, used)
+    return out, (x, tuple(given), matrices, owner, used)
+
+
+def _backward(act: Gating, saved: tuple[Any, ...], g: jax.Array) -> tuple[jax.Array, Matrices, None, None]:
+    x, given, matrices, owner, used = saved
+    forms = {"cpu": functools.partial(back_in_turn, act), "default": functools.partial(back_at_once, act)}
+    back, sums = jax.lax.platform_dependent(x, given, g, matrices, owner, used, **forms)
+    return back, jax.tree.map(lambda total, m: total.astype(m.dtype), sums, matrices), None, None
+
+
+grouped.defvjp(_forward, _backward)
 
 
 def block_of(pairs: int, count: int) -> int:
