@@ -169,6 +169,8 @@ def _rope_scaling(value: Callable[..., Any], architecture: str, table: np.ndarra
     if table is None:
         kind = value(f"{architecture}.rope.scaling.type", "none")
         factor = value(f"{architecture}.rope.scaling.factor")
+        if kind == "yarn":  # of which the format leaves out what was trained with
+            raise InputError("the file scales rotary positions by yarn; load the model from a Hugging Face directory")
         return {} if kind == "none" else {"rope_scaling": {"rope_type": kind, "factor": factor}}
     base = value(f"{architecture}.rope.freq_base", 10000.0)
     for factor in (8.0, 32.0):

@@ -18,6 +18,7 @@ from jaxrl_llm.models import load_pretrained, logits, save_pretrained
 from jaxrl_llm.models.config import TokenIds
 from jaxrl_llm.models.decoder import Decoder, parameter_shapes, to_parameters
 from jaxrl_llm.models.families import axis_sizes, tensors_of
+from jaxrl_llm.models.hf_config import read_config
 from jaxrl_llm.models.weights import open_checkpoint, to_hf, to_ours, to_stored, write_checkpoint
 from jaxrl_llm.sharding import MeshShape, make_mesh
 
@@ -111,26 +112,22 @@ def test_weights_in_mxfp4_are_read_by_slice(tmp_path):
     attributes = json.loads((directory / "config.json").read_text())
     attributes |= {"quantization_config": {"quant_method": "mxfp4"}, "hidden_size": 64, "intermediate_size": 32}
     (directory / "config.json").write_text(json.dumps(attributes))
-    random, wanted = np.random.default_rng(0), {}
-
-    def pack(tensors):
-        for name, tensor in list(tensors.items()):
-            grow = lambda size: {16: 64, 24: 32, 48: 64}.get(size, size)
-            tensors[name] = np.zeros([grow(size) for size in tensor.shape], np.float32)
-            if not name.endswith(("gate_up_proj", "down_proj")):
-                continue
-            experts, inputs, outputs = tensors.pop(name).shape
-            bits = random.integers(0, 16, (experts, outputs, inputs // 32, 32))
-            scales = random.integers(118, 130, bits.shape[:3])
-            value = lambda b: (
-                (-1) ** (b >> 3) * (2.0 ** ((b >> 1 & 3) - 1) * (1 + (b & 1) / 2) if b & 6 else (b & 1) / 2)
-            )
-            whole = np.vectorize(value)(bits) * 2.0 ** (scales[..., None] - 127)
-            wanted[name] = whole.reshape(experts, outputs, inputs).swapaxes(1, 2)
-            tensors[f"{name}_blocks"] = (bits[..., ::2] + 16 * bits[..., 1::2]).astype(np.uint8)
-            tensors[f"{name}_scales"] = scales.astype(np.uint8)
-
-    rewrite(directory, pack)
+    random, wanted, tensors = np.random.default_rng(0), {}, {}
+    config = read_config(attributes)
+    zeros = {path: np.zeros(shape, np.float32) for path, shape in parameter_shapes(config).items()}
+    for name, tensor in to_stored(config, traverse_util.unflatten_dict(zeros, sep=".")).items():
+        tensors[name] = tensor.read()
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            continue
+        experts, inputs, outputs = tensors.pop(name).shape
+        bits = random.integers(0, 16, (experts, outputs, inputs // 32, 32))
+        scales = random.integers(118, 130, bits.shape[:3])
+        value = lambda b: (-1) ** (b >> 3) * (2.0 ** ((b >> 1 & 3) - 1) * (1 + (b & 1) / 2) if b & 6 else (b & 1) / 2)
+        whole = np.vectorize(value)(bits) * 2.0 ** (scales[..., None] - 127)
+        wanted[name] = whole.reshape(experts, outputs, inputs).swapaxes(1, 2)
+        tensors[f"{name}_blocks"] = (bits[..., ::2] + 16 * bits[..., 1::2]).astype(np.uint8)
+        tensors[f"{name}_scales"] = scales.astype(np.uint8)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     _, parameters = read(directory)
     found = parameters["blocks"]["experts"]
     for layer in range(2):
