@@ -11,6 +11,7 @@ torch is pinned because another version may change the random weights. Run from 
 
 import json
 import pathlib
+import re
 import shutil
 import sys
 import tempfile
@@ -114,6 +115,10 @@ GGUF = {
     "gemma2": "GEMMA2",
     "gemma3_text": "GEMMA3",
     "olmo2": "OLMO2",
+    "mixtral": "LLAMA",
+    "qwen3_moe": "QWEN3MOE",
+    "qwen2_moe": "QWEN2MOE",
+    "olmoe": "OLMOE",
 }
 
 
@@ -210,11 +215,18 @@ def write_gguf(directory: pathlib.Path, path: pathlib.Path, architecture: str) -
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[kind])
     write_metadata(writer, config)
     names = gguf.get_tensor_name_map(kind, config["num_hidden_layers"])
+    experts: dict[str, dict[int, np.ndarray]] = {}
     for file in sorted(directory.glob("*.safetensors")):
         with safe_open(file, "np") as opened:
             for name in opened.keys():  # noqa: SIM118
                 tensor = converted(name, opened.get_tensor(name), config)
-                writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), tensor)
+                if of_one := re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", name):
+                    experts.setdefault(f"{of_one[1]}.{of_one[3]}", {})[int(of_one[2])] = tensor
+                else:
+                    writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), tensor)
+    for name, each in experts.items():
+        stacked = np.stack([each[index] for index in range(len(each))])
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), stacked)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -235,6 +247,15 @@ def write_metadata(writer, config: dict) -> None:
     if rope["rope_type"] == "linear":
         writer.add_rope_scaling_type(writer_scaling("linear"))
         writer.add_rope_scaling_factor(rope["factor"])
+    if experts := config.get("num_local_experts", config.get("num_experts")):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+    for name, add in (
+        ("moe_intermediate_size", writer.add_expert_feed_forward_length),
+        ("shared_expert_intermediate_size", writer.add_expert_shared_feed_forward_length),
+    ):
+        if config.get(name):
+            add(config[name])
     if config.get("head_dim"):
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
@@ -257,7 +278,7 @@ def writer_scaling(name: str):
 def converted(name: str, tensor: np.ndarray, config: dict) -> np.ndarray:
     """llama.cpp's changes: Llama's query and key rows paired for interleaved rotary; Gemma's norms stored plus 1."""
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}.get(name.split(".")[-2])
-    if config["model_type"] == "llama" and heads:
+    if config["model_type"] in ("llama", "mixtral") and heads:
         rows, columns = tensor.shape
         tensor = tensor.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
     if config["model_type"].startswith("gemma") and name.endswith("norm.weight"):
