@@ -76,7 +76,7 @@ def test_tensors_equal_those_of_the_directory(name):
         np.testing.assert_allclose(stored[key].read(), tensor.read(), atol=EXACT[name], rtol=0, err_msg=key)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2", "qwen2_moe"])
 def test_model_equals_that_of_the_directory(name):
     example = example_of(FIXTURES / name)
     model, _ = load_pretrained(FIXTURES / f"{name}.gguf")
