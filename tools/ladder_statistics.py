@@ -44,7 +44,7 @@ class Interval:
 
     Attributes:
       mean: of the values.
-      half: half the width of its 95 % interval by Student's t; NaN with fewer than two values.
+      half: half the width of its 95 % interval by Student's t; NaN with fewer than two values, or where one is NaN.
       n: how many there are.
     """
 
@@ -61,8 +61,8 @@ class Interval:
 def interval(values: Sequence[float]) -> Interval:
     """The mean with its 95 % interval: mean +- t(0.975, n - 1) s / sqrt(n), s the sample's deviation (ddof 1)."""
     n = len(values)
-    if n < 2:
-        return Interval(values[0] if n else math.nan, math.nan, n)
+    if n < 2 or any(map(math.isnan, values)):
+        return Interval(math.fsum(values) if n else math.nan, math.nan, n)
     half = float(stdtrit(n - 1, 0.975)) * statistics.stdev(values) / math.sqrt(n)
     return Interval(statistics.fmean(values), half, n)
 
