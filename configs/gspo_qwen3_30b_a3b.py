@@ -4,7 +4,7 @@
 
 At toy size, on two CPU cores, with the method unchanged (GSPO, four updates, no replay):
 
-    jaxrl-llm train moe_smoke --learner.minibatches 4 --learner.routing_replay off
+    jaxrl-llm train gspo_qwen3_30b_a3b --sizes moe_smoke
 
 Hardware: written for 128 chips; not run by us. Weights, gradients and Adam's moments in float32 are 490 GB for the
 model of the paper.

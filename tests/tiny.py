@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
-from jaxrl_llm.models.config import Attention, Embeddings, Experts, ModelConfig, Norm, Rope
+from jaxrl_llm.models.config import Attention, Embeddings, Experts, ModelConfig, Norm, Rope, Yarn
 from jaxrl_llm.models.decoder import Decoder, parameter_shapes
 
 VOCAB = 50
@@ -25,6 +25,14 @@ KINDS = {
         "gemma2", VOCAB, 16, 3, 24,
         Attention(4, 2, 8, scale=0.5, softcap=5.0, windows=(3, 0, 4), rope=Rope(local_theta=100.0)),
         Norm(eps=1e-6, plus_one=True, placement="both"), "gelu_tanh", Embeddings(True, 4.0, 8.0)),
+    "partial": ModelConfig(
+        "glm4", VOCAB, 16, 2, 24,
+        Attention(4, 2, 8, rope=Rope(50.0, 2.0, dims=4, interleaved=True, layers=(True, False)), biased=False),
+        Norm(placement="both"), embeddings=Embeddings(logit_divisor=2.0), residual_scale=0.5),
+    "sinks": ModelConfig(
+        "gpt_oss", VOCAB, 16, 2, 24,
+        Attention(4, 2, 8, windows=(3, 0), rope=Rope(50.0, Yarn(4.0, 16, 4.0, 0.5, 1.2, False)), sinks=True),
+        experts=Experts(4, 2, renormalise=True, limit=0.5)),
 }  # fmt: skip
 """A configuration for each thing that a family may have; all else is as small as can be."""
 

@@ -3,9 +3,9 @@
     python tools/ablate.py CONFIG --ladder dapo [--seeds 3] [--steps N] [--folder DIR] [--json] [--field value ...]
     python tools/ablate.py CONFIG --ladder dapo --draw
 
-Ladders are those of ladders.py: dapo, prorl, length, clip, arpo, prolonged. Each rung with each seed is a run of
-jaxrl-llm train in a process of its own, in DIR/RUNG/seed-N (DIR is runs/ablations/CONFIG). The recipe is the ladder's,
-where it has one; all other settings are CONFIG's, or given as for train. Rungs that two ladders share are run once.
+Ladders are those of ladders.py: dapo, prorl, length, clip, arpo, routing, prolonged. Each rung with each seed is a run
+of jaxrl-llm train in a process of its own, in DIR/RUNG/seed-N (DIR is runs/ablations/CONFIG). The recipe is the
+ladder's, where it has one; all other settings are CONFIG's, or given as for train. Rungs that two ladders share are run once.
 Ctrl-C lets the present run save itself; the same command goes on with it, and passes over what is finished.
 DIR/LADDER.md and .json are drawn from the runs' metrics.jsonl whenever a seed's last rung is done; --draw does only
 that. --json prints the numbers as the last line.
@@ -150,7 +150,7 @@ def planned(asked: Asked) -> list[Planned]:
 def check(run: configs.Run) -> None:
     """Refuse a run that cannot work, or would have nothing to compare."""
     configs.validate(run)
-    tested = run.evaluation.every > 0 and (run.evaluation.task is not None or configs.holds_out(run.task))
+    tested = run.evaluation.every > 0 and (run.evaluation.task is not None or run.holds_out[0])
     require(tested, "a ladder compares accuracies: set evaluation.every, and task.holdout or evaluation.task")
 
 

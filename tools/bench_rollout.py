@@ -26,7 +26,7 @@ import tyro
 
 from jaxrl_llm.engine.backend import for_sampling
 from jaxrl_llm.models import layers, load_pretrained
-from jaxrl_llm.models.config import Attention, Embeddings, ModelConfig, Norm, Rope
+from jaxrl_llm.models.config import Attention, Embeddings, Experts, ModelConfig, Norm, Rope
 from jaxrl_llm.models.decoder import Decoder, initialise
 from jaxrl_llm.plan.lowering import model_config
 from jaxrl_llm.rollout import Engine, Sampling
@@ -38,7 +38,14 @@ def qwen3_shape(width: int, layers: int) -> ModelConfig:
     return ModelConfig("qwen3", 8192, width, layers, 3 * width, attention, Norm(1e-6), embeddings=Embeddings(tied=True))
 
 
+def with_experts(shape: ModelConfig, count: int, active: int) -> ModelConfig:
+    """The same with experts, of which those of a token are together as wide as its MLP."""
+    experts = Experts(count, active, shape.mlp_width // active, renormalise=True)
+    return dataclasses.replace(shape, family="qwen3_moe", experts=experts)
+
+
 SHAPES = {"7m": qwen3_shape(256, 6), "20m": qwen3_shape(384, 9)}
+SHAPES["7m-experts"] = with_experts(SHAPES["7m"], 32, 4)
 RANDOM = "random:"
 WAVES = 4
 """Requests for each slot."""
@@ -49,7 +56,8 @@ class Options:
     """The work.
 
     Attributes:
-      model: 7m, 20m or ``random:NAME`` of a published shape (random weights), or anything that jaxrl-llm loads.
+      model: 7m, 20m, 7m-experts (4 of 32 for each token) or ``random:NAME`` of a published shape (random weights), or
+        anything that jaxrl-llm loads.
       dtype: of the weights; float32 or bfloat16.
       lengths: equal or long (a long tail).
       slots: completions sampled at one time.

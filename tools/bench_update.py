@@ -63,7 +63,8 @@ class Options:
     """The work.
 
     Attributes:
-      model: 7m, 20m or ``random:NAME`` of a published shape (random weights), or anything that jaxrl-llm loads.
+      model: 7m, 20m, 7m-experts (4 of 32 for each token) or ``random:NAME`` of a published shape (random weights), or
+        anything that jaxrl-llm loads.
       lengths: equal or long (a long tail).
       rows: completions.
       group: completions of each prompt.

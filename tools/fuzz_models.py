@@ -57,7 +57,7 @@ def read_directory(case: Any, folder: Path) -> Any:
     from jaxrl_llm.models.hf_config import gives_scores, read_config
     from jaxrl_llm.models.pretrained import check_name
     from jaxrl_llm.models.tokenizer import load_tokenizer
-    from jaxrl_llm.models.weights import check_tensors, open_checkpoint, read_json, read_part
+    from jaxrl_llm.models.weights import check_tensors, open_checkpoint, read_json, read_part, split_tensors
     from jaxrl_llm.models.weights import our_shape as shape_of
 
     for name, data in case.items():
@@ -69,7 +69,7 @@ def read_directory(case: Any, folder: Path) -> Any:
     tokenizer = load_tokenizer(folder)
     config = with_special_ids(config, read_json(generation) if generation.is_file() else {}, tokenizer)
     scalar = gives_scores(attributes)
-    stored = open_checkpoint(folder)
+    stored = split_tensors(config, open_checkpoint(folder))
     check_tensors(config, stored, scalar)
     for tensor in tensors_of(config, scalar):
         place = tuple(slice(0, size) for size in shape_of(tensor, config))

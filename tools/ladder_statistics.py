@@ -27,6 +27,11 @@ MEASURES = {
     "truncated": "share, last 10 steps",
     "sampled": "thousands of tokens to train on, those of groups that were thrown away among them",
     "seconds": "steps and evaluations",
+    "reward": "mean, last 10 steps",
+    "ratio spread": "size of the ratios' logarithms, last 10 steps, nats",
+    "cut": "share of tokens that clipping cut, last 10 steps",
+    "sampler gap": "learner against sampler, last 10 steps, nats",
+    "rerouted": "share of tokens with other experts in the learner, last 10 steps",
 }
 """What is told of a run."""
 
@@ -40,7 +45,7 @@ class Interval:
 
     Attributes:
       mean: of the values.
-      half: half the width of its 95 % interval by Student's t; NaN with fewer than two values.
+      half: half the width of its 95 % interval by Student's t; NaN with fewer than two values, or where one is NaN.
       n: how many there are.
     """
 
@@ -57,8 +62,8 @@ class Interval:
 def interval(values: Sequence[float]) -> Interval:
     """The mean with its 95 % interval: mean +- t(0.975, n - 1) s / sqrt(n), s the sample's deviation (ddof 1)."""
     n = len(values)
-    if n < 2:
-        return Interval(values[0] if n else math.nan, math.nan, n)
+    if n < 2 or any(map(math.isnan, values)):
+        return Interval(math.fsum(values) if n else math.nan, math.nan, n)
     half = float(stdtrit(n - 1, 0.975)) * statistics.stdev(values) / math.sqrt(n)
     return Interval(statistics.fmean(values), half, n)
 
@@ -109,6 +114,11 @@ def measures_of(rows: Sequence[Row]) -> Measures:
         "truncated": _end(curve(learned, "completions/truncated_fraction"), LATE),
         "sampled": sum(sampled_in(row) for row in learned) / 1000,
         "seconds": sum(seconds),
+        "reward": _end(curve(learned, "reward/mean"), LATE),
+        "ratio spread": _end(curve(learned, "ratio_spread"), LATE),
+        "cut": sum(_end(curve(learned, f"clip_fraction/{side}"), LATE) for side in ("low", "high")),
+        "sampler gap": _end(curve(learned, "sampler/logp_abs_diff_mean"), LATE),
+        "rerouted": _end(curve(learned, "sampler/rerouted_fraction"), LATE),
     }
 
 
@@ -196,6 +206,8 @@ def by_tokens(rows: Sequence[Row]) -> list[tuple[float, float]]:
 def table(lines: Sequence[Line]) -> str:
     """A Markdown table for people."""
     published = any(line.rung.published is not None for line in lines)
+    measured = list(MEASURES)[1:]
+    measured = [name for name in measured if not all(math.isnan(line.measures[name].mean) for line in lines)]
     header = [
         "rung",
         "seeds",
@@ -203,13 +215,13 @@ def table(lines: Sequence[Line]) -> str:
         "gain, by pairs",
         f"over {lines[0].rung.name}",
         "at equal tokens",
-        *list(MEASURES)[1:],
+        *measured,
         *["paper"] * published,
     ]
     cells = [header, ["---"] * len(header)]
     for line in lines:
-        digits = {"length": 2, "sampled": 0, "seconds": 0}
-        means = [shown(one, digits.get(name, 3)) for name, one in line.measures.items()]
+        digits = {"length": 2, "sampled": 0, "seconds": 0, "ratio spread": 5, "sampler gap": 5}
+        means = [shown(line.measures[name], digits.get(name, 3)) for name in ("accuracy", *measured)]
         row = [line.rung.name, str(line.measures["accuracy"].n), means[0], told(line.gain, line.onto)]
         row += [told(line.total), told(line.equal)]
         cells.append(

@@ -11,9 +11,10 @@ from typing import Any
 from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.algorithms.advantages import GroupMean
 from jaxrl_llm.algorithms.kl import K3
+from jaxrl_llm.algorithms.ratios import TruncatedIS
 from jaxrl_llm.algorithms.reduce import ConstantLength, TokenMean
 from jaxrl_llm.algorithms.surrogates import PPOClip
-from jaxrl_llm.recipes import Recipe
+from jaxrl_llm.recipes import RECIPES, Recipe
 from jaxrl_llm.rewards.group_shaping import LengthCycle, StopProperly
 from jaxrl_llm.rollout import Branching
 from jaxrl_llm.rules import Resets
@@ -21,6 +22,7 @@ from jaxrl_llm.rules import Resets
 KL = 0.04
 """Coefficient of the KL where a ladder has one: GRPO's. ProRL's 1e-4 does nothing that so short a run could show."""
 REDUCE = "recipe.algorithm.reduce"
+ROUTES = "learner.routing_replay"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +82,20 @@ LADDERS: dict[str, tuple[Rung, ...]] = {
         Rung("GRPO", {"recipe": GRPO}),
         Rung("+ branches", {"recipe.branch": Branching()}),
         Rung("+ hard credit", {"recipe.branch.credit": "hard"}),
+    ),
+    # What routing replay does for ratios by token and by sequence, and what needs none (arXiv 2507.18071, 2512.01374):
+    # python tools/ablate.py moe_smoke --ladder routing --learner.minibatches 4 --learner.compute.dtype bfloat16
+    # --evaluation.every 10 --steps 20 --seeds 2
+    "routing": (
+        Rung("GRPO", {"recipe": GRPO, ROUTES: "off"}),
+        Rung("GRPO, R2", {ROUTES: "R2"}, onto="GRPO"),
+        Rung("GRPO, R3", {ROUTES: "R3"}, onto="GRPO"),
+        Rung("GSPO", {"recipe": RECIPES["gspo"], ROUTES: "off"}, onto="GRPO"),
+        Rung("GSPO, R2", {ROUTES: "R2"}, onto="GSPO"),
+        Rung("GSPO, R3", {ROUTES: "R3"}, onto="GSPO"),
+        Rung("DPPO", {"recipe": Recipe("dppo", PRESETS["dppo_tv"]), ROUTES: "off"}, onto="GRPO"),
+        Rung("MiniRL", {"recipe": RECIPES["minirl"], ROUTES: "off"}, onto="GRPO"),
+        Rung("TIS", {"recipe.algorithm.correction": TruncatedIS()}, onto="GRPO"),
     ),
     # What keeps a long run learning, taken out one at a time; the recipe is the configuration's own.
     "prolonged": (

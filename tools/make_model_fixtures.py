@@ -3,7 +3,7 @@
 And the reward models under tests/fixtures/reward_models, with their scores.
 
     pip install torch==2.13.0 transformers safetensors gguf
-    python tools/make_model_fixtures.py make     # write the fixtures anew
+    python tools/make_model_fixtures.py make     # write the fixtures anew, or those named after it
     python tools/make_model_fixtures.py check    # export each with jaxrl_llm, load it in transformers, compare results
 
 torch is pinned because another version may change the random weights. Run from the root of the repository.
@@ -11,6 +11,7 @@ torch is pinned because another version may change the random weights. Run from 
 
 import json
 import pathlib
+import re
 import shutil
 import sys
 import tempfile
@@ -32,6 +33,9 @@ GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
 }
+SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+YARN = {"rope_type": "yarn", "rope_theta": 50.0, "factor": 4.0, "original_max_position_embeddings": 16,
+        "beta_fast": 4.0, "beta_slow": 0.5}  # fmt: skip
 
 FAMILIES = {
     "llama": (transformers.LlamaConfig, {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
@@ -69,6 +73,38 @@ FAMILIES = {
         {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12,
          "norm_topk_prob": True},
     ),
+    "qwen2_yarn": (transformers.Qwen2Config, SMALL | {"rope_parameters": YARN | {"attention_factor": 1.5}}),
+    "olmo3": (
+        transformers.Olmo3Config,
+        SMALL | {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"],
+                 "rope_parameters": {"full_attention": YARN | {"rope_theta": 5e5},
+                                     "sliding_attention": {"rope_type": "default", "rope_theta": 5e5}}},
+    ),
+    "smollm3": (
+        transformers.SmolLM3Config,
+        SMALL | {"no_rope_layers": [1, 0, 1], "num_hidden_layers": 3,
+                 "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}},
+    ),
+    "phi3": (transformers.Phi3Config, SMALL | {"sliding_window": 6}),
+    "glm4": (
+        transformers.Glm4Config,
+        SMALL | {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5}},
+    ),
+    "glm4_plain": (
+        transformers.Glm4Config,
+        SMALL | {"attention_bias": False, "rope_parameters": YARN | {"mscale": 1.4, "mscale_all_dim": 0.7,
+                                                                     "partial_rotary_factor": 0.5}},
+    ),
+    "granite": (
+        transformers.GraniteConfig,
+        SMALL | {"embedding_multiplier": 3.0, "logits_scaling": 2.5, "residual_multiplier": 0.4,
+                 "attention_multiplier": 0.2, "tie_word_embeddings": True},
+    ),
+    "gpt_oss": (
+        transformers.GptOssConfig,
+        SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6, "swiglu_limit": 0.5,
+                 "swiglu_alpha": 1.3, "rope_parameters": YARN | {"truncate": False}},
+    ),
 }  # fmt: skip
 REWARD_FAMILIES = ("llama", "qwen2", "qwen3", "gemma2")
 REWARD_SHAPE = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_labels": 1}
@@ -79,14 +115,20 @@ GGUF = {
     "gemma2": "GEMMA2",
     "gemma3_text": "GEMMA3",
     "olmo2": "OLMO2",
+    "mixtral": "LLAMA",
+    "qwen3_moe": "QWEN3MOE",
+    "qwen2_moe": "QWEN2MOE",
+    "olmoe": "OLMOE",
 }
 
 
-def make() -> None:
-    """Write every fixture anew."""
-    for folder in (FIXTURES, REWARDS):
+def make(*names: str) -> None:
+    """Write every fixture anew, or those of the families named."""
+    for folder in () if names else (FIXTURES, REWARDS):
         shutil.rmtree(folder, ignore_errors=True)
     for seed, (name, (config_class, changes)) in enumerate(FAMILIES.items()):
+        if names and name not in names:
+            continue
         model = random_model(transformers.AutoModelForCausalLM, config_class(**SHAPE | changes), seed)
         directory = FIXTURES / name
         model.save_pretrained(directory, max_shard_size="60KB" if name == "qwen3" else "5GB")
@@ -96,7 +138,7 @@ def make() -> None:
         (directory / "config.transformers4.json").write_text(json.dumps(version4(config), indent=2) + "\n")
         if name in GGUF:
             write_gguf(directory, FIXTURES / f"{name}.gguf", GGUF[name])
-    for seed, name in enumerate(REWARD_FAMILIES):
+    for seed, name in enumerate(() if names else REWARD_FAMILIES):
         make_reward_model(name, seed)
     size = sum(file.stat().st_size for folder in (FIXTURES, REWARDS) for file in folder.rglob("*"))
     print(f"{len(FAMILIES)} models and {len(REWARD_FAMILIES)} reward models, {size / 1e6:.2f} MB")
@@ -149,12 +191,14 @@ def version4(config: dict) -> dict:
     full, local = rope.get("full_attention", rope), rope.get("sliding_attention")
     scaling = {name: value for name, value in full.items() if name != "rope_theta"}
     old |= {"torch_dtype": config["dtype"], "rope_theta": full["rope_theta"]}
+    if "partial_rotary_factor" in scaling:
+        old["partial_rotary_factor"] = scaling.pop("partial_rotary_factor")
     old["rope_scaling"] = None if full["rope_type"] == "default" else scaling
     if full["rope_type"] == "linear":
         scaling["type"] = scaling.pop("rope_type")
-    if local:
+    if local and config["model_type"] != "olmo3":
         old["rope_local_base_freq"] = local["rope_theta"]
-    if config["model_type"] in ("gemma2", "gemma3_text", "qwen2", "qwen2_moe"):
+    if config["model_type"] in ("gemma2", "gemma3_text", "qwen2", "qwen2_moe", "smollm3", "gpt_oss"):
         del old["layer_types"]
     if config["model_type"] == "gemma3_text":
         old["sliding_window_pattern"] = 3
@@ -171,11 +215,18 @@ def write_gguf(directory: pathlib.Path, path: pathlib.Path, architecture: str) -
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[kind])
     write_metadata(writer, config)
     names = gguf.get_tensor_name_map(kind, config["num_hidden_layers"])
+    experts: dict[str, dict[int, np.ndarray]] = {}
     for file in sorted(directory.glob("*.safetensors")):
         with safe_open(file, "np") as opened:
             for name in opened.keys():  # noqa: SIM118
                 tensor = converted(name, opened.get_tensor(name), config)
-                writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), tensor)
+                if of_one := re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", name):
+                    experts.setdefault(f"{of_one[1]}.{of_one[3]}", {})[int(of_one[2])] = tensor
+                else:
+                    writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), tensor)
+    for name, each in experts.items():
+        stacked = np.stack([each[index] for index in range(len(each))])
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), stacked)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -196,6 +247,15 @@ def write_metadata(writer, config: dict) -> None:
     if rope["rope_type"] == "linear":
         writer.add_rope_scaling_type(writer_scaling("linear"))
         writer.add_rope_scaling_factor(rope["factor"])
+    if experts := config.get("num_local_experts", config.get("num_experts")):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+    for name, add in (
+        ("moe_intermediate_size", writer.add_expert_feed_forward_length),
+        ("shared_expert_intermediate_size", writer.add_expert_shared_feed_forward_length),
+    ):
+        if config.get(name):
+            add(config[name])
     if config.get("head_dim"):
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
@@ -218,7 +278,7 @@ def writer_scaling(name: str):
 def converted(name: str, tensor: np.ndarray, config: dict) -> np.ndarray:
     """llama.cpp's changes: Llama's query and key rows paired for interleaved rotary; Gemma's norms stored plus 1."""
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}.get(name.split(".")[-2])
-    if config["model_type"] == "llama" and heads:
+    if config["model_type"] in ("llama", "mixtral") and heads:
         rows, columns = tensor.shape
         tensor = tensor.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
     if config["model_type"].startswith("gemma") and name.endswith("norm.weight"):
@@ -257,4 +317,4 @@ def report(loaded: torch.nn.Module, name: str, difference: float) -> None:
 
 
 if __name__ == "__main__":
-    {"make": make, "check": check}[sys.argv[1]]()
+    {"make": make, "check": check}[sys.argv[1]](*sys.argv[2:])

@@ -248,7 +248,8 @@ def _terms(algorithm: Algorithm, at: Tokens) -> tuple[jax.Array, Metrics]:
     loss = algorithm.surrogate(at)
     ratio = jnp.exp(at.log_ratio)
     low, high = _cuts(algorithm.surrogate, at)
-    per_token = {"ratio": ratio, "clip_fraction/low": low, "clip_fraction/high": high}
+    per_token = {"ratio": ratio, "ratio_spread": jnp.abs(at.log_ratio), "clip_fraction/low": low}
+    per_token["clip_fraction/high"] = high
     for name in ("correction", "sequence_filter", "token_filter"):
         piece = getattr(algorithm, name)
         if piece is not None:

@@ -5,6 +5,7 @@ CONFIG is a name (jaxrl-llm list configs), a Python file that sets config = Run(
 resume; the command that started a run resumes it, too.
 
   --recipe NAME       another method: grpo, dapo, gspo, ... (jaxrl-llm list recipes)
+  --sizes CONFIG      the method at the size of another configuration: model, task, rollout, devices, ... from there
   --fresh             start over in a new folder
   --from RUN[@STEP]   start a new run from another's weights, and its optimiser if that has the same settings
   --carry             with --from: also from its place in the data, its curriculum and stored successes
@@ -64,7 +65,7 @@ def train(arguments: list[str]) -> int:
     distributed = take_distributed(arguments)
     if take(arguments, "--monitor_kl", False):
         arguments.append("--output.monitor_kl")
-    settings = guarded(settings, arguments)
+    settings = guarded(sized(settings, arguments), arguments)
     if recipe:
         settings = configs.with_recipe(settings, recipe)
     lines = []
@@ -80,6 +81,30 @@ def train(arguments: list[str]) -> int:
     first_weights = None if start is None else find_start(start, carry)
     with together(distributed) as peers, speaking(quiet, as_json) as voice:
         return launch(found, fresh, first_weights, peers, () if quiet else lines, voice)
+
+
+def sized(settings: configs.Configuration, arguments: list[str]) -> configs.Configuration:
+    """Return the settings at the size of the configuration that ``--sizes`` names, which is removed from the arguments.
+
+    Everything but the method, seed and rules is taken from there, so that a large configuration can be tried anywhere:
+    recipe, minibatches and other settings of the learner stay.
+
+    Raises:
+      InputError: a kind of run without a method, or no such configuration.
+    """
+    name = take(arguments, "--sizes", True)
+    if name is None:
+        return settings
+    _, other = configs.load_config(name)
+    for kind in (type(settings), type(other)):
+        require(
+            kind is configs.Run,
+            f"--sizes takes one reinforcement learning run to another's size, not a {kind.__name__}",
+        )
+    parts = ("model", "task", "scoring", "rollout", "mesh", "evaluation", "output", "steps")
+    learner = {part: getattr(other.learner, part) for part in ("compute", "optimiser", "lora")}
+    learned = dataclasses.replace(settings.learner, **learner)
+    return dataclasses.replace(settings, learner=learned, **{part: getattr(other, part) for part in parts})
 
 
 def guarded(settings: configs.Configuration, arguments: list[str]) -> configs.Configuration:

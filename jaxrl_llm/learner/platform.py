@@ -66,6 +66,8 @@ def _obstacle(name: str, settings: Learner, config: ModelConfig, platform: str) 
     """Return why this attention backend cannot be used; None if it can."""
     if name in KERNELS and platform != KERNELS[name]:
         return f"is for {KERNELS[name]}, and this is {platform}"
+    if name in KERNELS and config.attention.sinks:
+        return "has no attention sinks, which this model needs"
     if name in ("splash", "triton") and settings.compute.row_tokens % 128:
         return f"needs learner.compute.row_tokens to be a multiple of 128, got {settings.compute.row_tokens}"
     if KERNELS.get(name) != "gpu":

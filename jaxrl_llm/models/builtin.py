@@ -1,4 +1,4 @@
-"""Built-in models that need no path: a small real one from the package index, and a tiny random one."""
+"""Built-in models that need no path: a small real one from the package index, a tiny random one, and their experts."""
 
 import dataclasses
 import functools
@@ -102,10 +102,64 @@ def load_tiny(dtype: str, mesh: Any, config: ModelConfig = TINY) -> tuple[Any, A
     return model if mesh is None else laid_out(model, shardings(model, mesh)), tiny_tokenizer()
 
 
+UPCYCLED = Experts(4, 2, renormalise=True)
+
+
+def upcycled(model: Any, experts: Experts = UPCYCLED, noise: float = 0.02) -> Any:
+    """Make a mixture of experts of a dense llama: each MLP becomes all experts of its layer (arXiv 2212.05055).
+
+    The weights of a token's experts sum to 1, so that without noise the two models are one function. The router is
+    random, the same on every machine.
+
+    Args:
+      model: a ``Decoder`` of the family llama, float32, on the host or one device.
+      experts: their number, and how many compute a token; ``renormalise`` must be set.
+      noise: standard deviation of what is added to each expert's matrices, relative to theirs.
+
+    Raises:
+      InputError: a model of another family, or that has experts.
+    """
+    import jax.numpy as jnp
+
+    from jaxrl_llm.models.decoder import Decoder, to_parameters
+
+    require(model.config.family == "llama", f"only llama models are upcycled, and this is a {model.config.family}")
+    require(experts.renormalise, "upcycling needs Experts(renormalise=True): the weights of a token must sum to 1")
+    random = np.random.RandomState(0)
+    parameters = to_parameters(model)
+    blocks = dict(parameters["blocks"])
+
+    def draws(scale: Any, shape: tuple[int, ...]) -> np.ndarray:
+        return (3**0.5 * scale * (2 * random.random_sample(shape) - 1)).astype(np.float32)
+
+    made = {"router": jnp.asarray(draws(0.02, (model.config.layers, model.config.width, experts.count)))}
+    for name, matrix in blocks.pop("mlp").items():
+        dense = np.asarray(matrix)
+        several = np.repeat(dense[:, None], experts.count, axis=1)
+        for layer, copies in zip(dense, several, strict=True):
+            copies += draws(noise * layer.std(), copies.shape)
+        made[name] = jnp.asarray(several)
+    config = dataclasses.replace(model.config, family="mixtral", experts=experts)
+    return Decoder(config, parameters | {"blocks": blocks | {"experts": made}})
+
+
+def load_upcycled(dtype: str, mesh: Any) -> tuple[Any, Any]:
+    """Load SmolLM2-135M-Instruct as ``upcycled`` makes it a mixture of experts: 373 million parameters."""
+    from jaxrl_llm.models.decoder import cast
+    from jaxrl_llm.sharding import laid_out, shardings
+
+    dense, tokenizer = load_smollm2("float32", None)
+    model = cast(upcycled(dense), dtype)
+    return model if mesh is None else laid_out(model, shardings(model, mesh)), tokenizer
+
+
 BUILTIN: Mapping[str, Builtin] = types.MappingProxyType({
     "smollm2-135m": Builtin(
         "SmolLM2-135M-Instruct, Apache-2.0; 94 MB are downloaded once", load_smollm2,
         "HuggingFaceTB/SmolLM2-135M-Instruct",
+    ),
+    "smollm2-135m-moe": Builtin(
+        "the same with 4 noisy copies of each MLP, 2 of them for each token; 373 million parameters", load_upcycled,
     ),
     "tiny-random": Builtin("two random layers over bytes, for tests and trials; no download", load_tiny, config=TINY),
     "tiny-random-moe": Builtin(

@@ -18,20 +18,47 @@ class Llama3Rope:
 
 
 @dataclasses.dataclass(frozen=True)
+class Yarn:
+    """YaRN's rescaling for long contexts (arXiv 2309.00071).
+
+    Attributes:
+      factor: how many times the original length is reached; fast frequencies stay, slow ones are divided by it.
+      original_positions: the longest sequence before.
+      fast: turns over that length from which on a frequency stays.
+      slow: turns up to which it is divided.
+      magnitude: factor on rotated queries and keys.
+      truncate: the two bounds are rounded outwards to whole frequencies.
+    """
+
+    factor: float
+    original_positions: int
+    fast: float = 32.0
+    slow: float = 1.0
+    magnitude: float = 1.0
+    truncate: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
 class Rope:
     """Rotary position embedding (arXiv 2104.09864).
 
     Attributes:
       theta: base of the frequencies.
-      scaling: Llama-3 rescaling, a float (linear: positions divided by it), or None.
-      local_theta: base used by the layers that have a window, unscaled; None means ``theta``.
+      scaling: Llama-3 or YaRN rescaling, a float (linear: positions divided by it), or None.
+      local_theta: base used by the layers that have a window, unscaled; None means that of all, scaled.
       max_positions: the longest sequence the model was made for.
+      dims: numbers of a head that are rotated, its first ones; 0 for all.
+      interleaved: neighbouring numbers are rotated together, in place of those half a head apart.
+      layers: whether each layer rotates; () means all do.
     """
 
     theta: float = 10000.0
-    scaling: Llama3Rope | float | None = None
+    scaling: Llama3Rope | Yarn | float | None = None
     local_theta: float | None = None
     max_positions: int = 2048
+    dims: int = 0
+    interleaved: bool = False
+    layers: tuple[bool, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +73,8 @@ class Attention:
       scale: factor on the scores; None means H ** -0.5.
       softcap: scores become softcap * tanh(scores / softcap); None means off.
       windows: sliding window of each layer in tokens, 0 for full attention; () means all full.
+      sinks: each head has a score of its own that takes part in the softmax and has no value (GPT-OSS).
+      biased: queries, keys and values have biases, in a family that has them.
     """
 
     heads: int
@@ -55,6 +84,8 @@ class Attention:
     scale: float | None = None
     softcap: float | None = None
     windows: tuple[int, ...] = ()
+    sinks: bool = False
+    biased: bool = True
 
 
 take_old_names(
@@ -92,7 +123,9 @@ class TokenIds:
     pad: int | None = None
 
 
-ADAPTABLE = ("attn/q", "attn/k", "attn/v", "attn/o", "mlp/gate", "mlp/up", "mlp/down")
+ADAPTED = ("attn/q", "attn/k", "attn/v", "attn/o", "mlp/gate", "mlp/up", "mlp/down")
+"""The matrices of a layer that an adapter adapts unless its settings say otherwise."""
+ADAPTABLE = (*ADAPTED, "experts/gate", "experts/up", "experts/down")
 """The matrices of a layer that an adapter may adapt."""
 
 
@@ -103,12 +136,12 @@ class Lora(Setting):
     Attributes:
       rank: r; 0 trains the whole model.
       alpha: the adapters' product is multiplied by alpha / rank.
-      targets: the matrices of each layer that are adapted, of ``ADAPTABLE``.
+      targets: the matrices of each layer that are adapted, of ``ADAPTABLE``; of experts only those named here.
     """
 
     rank: Annotated[int, Range("[0, inf]", "0 trains the whole model")] = 0
     alpha: Annotated[float, Range("(0, inf]")] = 32.0
-    targets: tuple[str, ...] = ADAPTABLE
+    targets: tuple[str, ...] = ADAPTED
 
     def check(self, run: Any, where: str) -> None:
         """Refuse matrices that no layer has, or that are listed twice."""
@@ -128,11 +161,13 @@ class Embeddings:
       tied: the LM head is the embedding.
       scale: embeddings are multiplied by it (Gemma: sqrt(D)).
       logit_softcap: logits become softcap * tanh(logits / softcap); None means off.
+      logit_divisor: logits are divided by it (Granite).
     """
 
     tied: bool = False
     scale: float = 1.0
     logit_softcap: float | None = None
+    logit_divisor: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,6 +180,9 @@ class Experts:
       width: I, of an expert's MLP; 0 takes ``ModelConfig.mlp_width``.
       renormalise: the probabilities of the k experts, which weigh their outputs, are divided by their sum.
       shared_width: of a further MLP that computes every token, weighted by a sigmoid gate of its own; 0 for none.
+      limit: the gate is at most this, and ``up`` is between its negative and it: GPT-OSS's
+        ``gate * sigmoid(alpha * gate) * (up + 1)``; 0 for the plain ``activation(gate) * up``.
+      alpha: see ``limit``.
     """
 
     count: int
@@ -152,6 +190,8 @@ class Experts:
     width: int = 0
     renormalise: bool = False
     shared_width: int = 0
+    limit: float = 0.0
+    alpha: float = 1.702
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,6 +206,7 @@ class ModelConfig:
       mlp_width: F.
       activation: "silu" or "gelu_tanh".
       experts: of every layer, in place of the MLP; None for a dense model.
+      residual_scale: factor on what attention and MLP add to the residual stream (Granite).
     """
 
     family: str
@@ -179,6 +220,7 @@ class ModelConfig:
     embeddings: Embeddings = Embeddings()
     tokens: TokenIds = TokenIds()
     experts: Experts | None = None
+    residual_scale: float = 1.0
 
     @property
     def expert_width(self) -> int:

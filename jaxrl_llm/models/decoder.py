@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx, traverse_util
 
-from jaxrl_llm.models import experts, layers
+from jaxrl_llm.models import experts, layers, rotary
 from jaxrl_llm.models.config import ComputeOptions, ModelConfig
 from jaxrl_llm.models.families import our_shape, tensors_of
 from jaxrl_llm.models.layers import TokenRows, attention_over
@@ -79,8 +79,8 @@ def to_parameters(model: Any) -> dict[str, Any]:
 
 
 class Adapter(nnx.Module):
-    """Low-rank factors of some weights: ``a`` [L, in.., r] and ``b`` [L, r, out..] under the path of each weight
-    (models/lora.py).
+    """Low-rank factors of some weights: ``a`` [L, in.., r] and ``b`` [L, r, out..] under the path of each weight, and
+    [L, E, in, r] and [L, E, r, out] of experts (models/lora.py).
 
     Attributes:
       scale: static; a weight becomes ``W + scale * a @ b``.
@@ -100,9 +100,15 @@ def merged(w: Weights) -> Weights:
     for part, names in to_parameters(w.adapter).items():
         for name, factors in names.items():
             whole = parameters[part][name]
-            change = jnp.tensordot(factors["a"], factors["b"], 1, preferred_element_type=jnp.float32)
+            change = _change(part, factors["a"], factors["b"])
             parameters[part][name] = (whole.astype(jnp.float32) + w.adapter.scale * change).astype(whole.dtype)
     return Weights(parameters)
+
+
+def _change(part: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    if part == "experts":
+        return jnp.einsum("eir,ero->eio", a, b, preferred_element_type=jnp.float32)
+    return jnp.tensordot(a, b, 1, preferred_element_type=jnp.float32)
 
 
 def cast(model: Decoder, dtype: Any) -> Decoder:
@@ -134,10 +140,10 @@ def over_layers(layer: Callable[[Any, Any], tuple[Any, Any]], x: Any, model: Dec
     return x, jax.tree.map(lambda *results: jnp.stack(results), *found)
 
 
-Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""(q [B, S, K, N / K, H], k [B, K, H, S], v [B, K, S, H]) -> [B, S, K, N / K, H]; rotary already applied.
+Attend = Callable[..., jax.Array]
+"""(q [B, S, K, N / K, H], k [B, K, H, S], v [B, K, S, H], sinks=[K, N / K] or None) -> [B, S, K, N / K, H].
 
-On a mesh K counts the copies of heads.
+Rotary is already applied. On a mesh K counts the copies of heads.
 """
 
 
@@ -145,12 +151,12 @@ def block(
     w: Weights,
     config: ModelConfig,
     x: jax.Array,
-    angles: jax.Array,
+    turned: tuple[jax.Array, jax.Array],
     attend: Attend,
     replayed: jax.Array | None = None,
     compute: ComputeOptions = ComputeOptions(),
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Apply one layer to x [B, S, D]; ``angles`` [B, S, H / 2] are rotary, ``attend`` knows mask and cache.
+    """Apply one layer to x [B, S, D]; ``turned`` are rotary (``rotary.turns``), ``attend`` knows mask and cache.
 
     Returns x, and the router's own choice of experts, uint8 or uint16[B, S, k]; None for a dense model. ``replayed``
     and ``compute`` are those of ``experts.mixture``.
@@ -167,11 +173,13 @@ def block(
         if hasattr(w.attn, "q_norm"):
             q = norm(q, w.attn.q_norm[...])
             k = norm(k, w.attn.k_norm[...])
-        q = layers.rotate(q, angles)
-        k = layers.rotate(k, angles)
-        out = activation(with_copies(attend, head_copies(k.shape[2]), q, k, v), "heads")
+        q, k = (rotary.rotate(t, turned, config.attention.rope.interleaved) for t in (q, k))
+        sinks = w.attn.sinks[...] if config.attention.sinks else None
+        out = activation(with_copies(attend, head_copies(k.shape[2]), q, k, v, sinks), "heads")
         h = activation(jnp.einsum("bsnh,nhd->bsd", out, w.attn.o[...]), "residual")
-    x = x + (norm(h, w.norms.attn_post[...]) if post else h)
+        if hasattr(w.attn, "o_bias"):
+            h = h + w.attn.o_bias[...][None, None]
+    x = added(x, norm(h, w.norms.attn_post[...]) if post else h, config)
     h = activation(norm(x, w.norms.mlp[...]) if pre else x, "hidden")
     own = None
     if config.experts is None:
@@ -184,7 +192,13 @@ def block(
             gate = jax.nn.sigmoid(layers.product("bsd,d->bs", h, w.experts.shared_gate[...]))
             routed += gate[..., None].astype(h.dtype) * mlp(w.mlp, config, h)
         h = routed
-    return x + (norm(h, w.norms.mlp_post[...]) if post else h), own
+    return added(x, norm(h, w.norms.mlp_post[...]) if post else h, config), own
+
+
+def added(x: jax.Array, change: jax.Array, config: ModelConfig) -> jax.Array:
+    """Add what attention or MLP computed to the residual stream."""
+    scale = config.residual_scale
+    return x + (change if scale == 1.0 else change * jnp.asarray(scale, change.dtype))
 
 
 def mlp(w: Weights, config: ModelConfig, h: jax.Array) -> jax.Array:
@@ -195,21 +209,25 @@ def mlp(w: Weights, config: ModelConfig, h: jax.Array) -> jax.Array:
         return activation(h, "residual")
 
 
-def with_copies(attend: Attend, copies: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+def with_copies(
+    attend: Attend, copies: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None
+) -> jax.Array:
     """Attend with q [B, S, N, H] over ``copies`` of each head of k and v [B, S, K, H]; returns [B, S, N, H].
 
-    The copies share the queries of their head evenly. If these do not divide, zeros are added and their results
-    dropped.
+    The copies share the queries of their head, and its ``sinks`` [N], evenly. If these do not divide, zeros are added
+    and their results dropped.
     """
     (_, _, heads, width) = k.shape
     q = q.reshape(*q.shape[:2], heads, -1, width)
     group = q.shape[3]
     each = -(-group // copies)
+    if sinks is not None:
+        sinks = jnp.pad(sinks.reshape(heads, group), ((0, 0), (0, copies * each - group))).reshape(-1, each)
     if copies > 1:
         q = jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, copies * each - group), (0, 0)))
         q = activation(q.reshape(*q.shape[:2], -1, each, width), "heads")
         k, v = (activation(jnp.repeat(x, copies, axis=2), "heads") for x in (k, v))
-    out = attend(q, jnp.moveaxis(k, 1, 3), jnp.swapaxes(v, 1, 2))
+    out = attend(q, jnp.moveaxis(k, 1, 3), jnp.swapaxes(v, 1, 2), sinks=sinks)
     out = out.reshape(*out.shape[:2], heads, -1, width)[:, :, :, :group]
     return out.reshape(*out.shape[:2], -1, width)
 
@@ -219,6 +237,13 @@ def embed(model: Decoder, tokens: jax.Array) -> jax.Array:
     x = model.weights.embed[...].at[tokens].get(mode="clip")
     scale = model.config.embeddings.scale
     return x if scale == 1.0 else x * jnp.asarray(scale, x.dtype)
+
+
+def final(model: Decoder, x: jax.Array) -> jax.Array:
+    """Return the normalised final hidden states of the last layer's output x [..., D], as heads multiply them."""
+    hidden = layers.rms_norm(x, model.weights.final_norm[...], model.config.norm)
+    divisor = model.config.embeddings.logit_divisor
+    return hidden if divisor == 1.0 else hidden / jnp.asarray(divisor, hidden.dtype)
 
 
 def unembed(model: Decoder, hidden: jax.Array) -> jax.Array:
@@ -255,11 +280,10 @@ def routed(
     attention = attention_over(rows, config.attention, compute)
 
     def one_layer(x: jax.Array, per_layer: Any) -> tuple[jax.Array, jax.Array | None]:
-        w, frequencies, window, forced = per_layer
+        w, rotation, window, forced = per_layer
         w = gathered(merged(w))
-        attend: Any = functools.partial(attention, window=window)  # ty: ignore[unknown-argument]
-        angles = positions[..., None].astype(jnp.float32) * frequencies[None, None]
-        x, own = block(w, config, x, angles, attend, forced, compute)
+        attend: Any = functools.partial(attention, window=window)
+        x, own = block(w, config, x, rotary.turns(positions, rotation), attend, forced, compute)
         return activation(x, "residual"), own
 
     policy = REMAT[compute.remat]
@@ -267,9 +291,9 @@ def routed(
     # First whole: positions divided as the vocabulary is would gather the table instead.
     x = activation(activation(embed(model, jnp.asarray(rows.tokens)), "hidden"), "residual")
     by_layer = None if replayed is None else jnp.moveaxis(replayed, 2, 0)
-    inputs = (model.weights.blocks, *layers.layer_constants(config), by_layer)
+    inputs = (model.weights.blocks, *rotary.layer_constants(config), by_layer)
     x, own = jax.lax.scan(layer, x, inputs, unroll=compute.unroll)
-    hidden = activation(layers.rms_norm(x, model.weights.final_norm[...], config.norm), "hidden")
+    hidden = activation(final(model, x), "hidden")
     return hidden, None if own is None else jnp.moveaxis(own, 0, 2)
 
 

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxrl_llm.models import by_length, by_length_kernels, layers
+from jaxrl_llm.models import by_length, by_length_kernels, layers, rotary
 from jaxrl_llm.models.by_length import ByLength, Near, PartialAttention, Reading, Seen
 from jaxrl_llm.models.cache import Cache, layer_of
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.decoder import Decoder, block, embed, over_layers
+from jaxrl_llm.models.decoder import Decoder, block, embed, final, over_layers
 from jaxrl_llm.sharding import BATCH, constrain, fitting
 
 
@@ -81,23 +81,23 @@ def extend(
     valid = jnp.concatenate([before, since >= 0], 2)
 
     def layer(x: jax.Array, per_layer: Any) -> tuple[jax.Array, tuple[Cache, jax.Array | None]]:
-        w, frequencies, window, main = per_layer
+        w, rotation, window, main = per_layer
         visible = valid & ((window == 0) | (distance < window))
         written = []
 
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
             written.append(Cache(k, v))
             parts = [main, written[0]] if cache else written
             s = jnp.concatenate([layers.scores(q, part.k, config.attention) for part in parts], -1)
-            weights = jax.nn.softmax(jnp.where(visible[:, None, :, None], s, layers.MASKED), axis=-1)
+            weights = layers.attention_weights(s, visible[:, None, :, None], sinks)
             near = layers.mix(weights[..., len(columns) :], v)
             return near + layers.mix(weights[..., : len(columns)], main.v) if cache else near
 
-        x, own = block(w, config, x, positions[..., None].astype(jnp.float32) * frequencies[None, None], attend)
+        x, own = block(w, config, x, rotary.turns(positions, rotation), attend)
         return constrain(x, BATCH), (written[0], own)
 
     x = constrain(embed(model, tokens), BATCH)
-    written, own = over_layers(layer, x, model, *layers.layer_constants(config), cache)[1]
+    written, own = over_layers(layer, x, model, *rotary.layer_constants(config), cache)[1]
     return written, None if own is None else jnp.moveaxis(own, 0, 2)
 
 
@@ -135,10 +135,10 @@ def decode(
     with_chunk = form is not None and by_length.takes_near(form, chunk.columns)
 
     def layer(x: jax.Array, per_layer: Any) -> tuple[jax.Array, tuple[Cache, jax.Array | None]]:
-        w, frequencies, window, new, *place = per_layer
+        w, rotation, window, new, *place = per_layer
         written = []
 
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
             put = jax.lax.dynamic_update_slice
             fresh = Cache(put(new.k, k, (0, 0, 0, step)), put(new.v, v, (0, 0, step, 0)))
             written.append(fresh)
@@ -149,18 +149,18 @@ def decode(
             else:
                 own, *begun = read(q, window, *place)
                 parts = [own, _near(config, q, fresh, step, window), *begun]
+            if sinks is not None:
+                parts = [*parts, _sink(sinks, parts[0])]
             return _merged(parts).astype(q.dtype)[:, None]
 
-        angles = positions[:, None, None].astype(jnp.float32) * frequencies[None, None]
-        x, own = block(w, config, x, angles, attend)
+        x, own = block(w, config, x, rotary.turns(positions[:, None], rotation), attend)
         return x, (written[0], own)
 
     x = constrain(embed(model, tokens)[:, None], BATCH)
     sliced = (cache, before and before.cache) if form is None else (None, None)
-    others = (*layers.layer_constants(config), chunk, np.arange(config.layers), *sliced)
+    others = (*rotary.layer_constants(config), chunk, np.arange(config.layers), *sliced)
     x, (chunk, own) = over_layers(layer, x, model, *others)
-    hidden = layers.rms_norm(x[:, 0], model.weights.final_norm[...], config.norm)
-    return hidden, chunk, None if own is None else jnp.moveaxis(own[:, :, 0], 0, 1)
+    return final(model, x[:, 0]), chunk, None if own is None else jnp.moveaxis(own[:, :, 0], 0, 1)
 
 
 Places = tuple[jax.Array, jax.Array, jax.Array]
@@ -202,6 +202,12 @@ def _near(config: ModelConfig, q: jax.Array, fresh: Cache, step: jax.Array, wind
     return _part(config, jax.lax.optimization_barrier(q), fresh, visible[:, None, None])
 
 
+def _sink(sinks: jax.Array, other: PartialAttention) -> PartialAttention:
+    """Return the attention to the sinks [K, N / K] of the heads: a score and no value."""
+    top = jnp.broadcast_to(sinks[None, :, :, None].astype(other.top.dtype), other.top.shape)
+    return PartialAttention(top, jnp.ones_like(top), jnp.zeros_like(other.mixed))
+
+
 def _merged(parts: list[PartialAttention]) -> jax.Array:
     """Combine partial attention over disjoint columns; the scores are never concatenated, which would copy them."""
     top = functools.reduce(jnp.maximum, [part.top for part in parts])
@@ -240,7 +246,7 @@ def _live(
     chunk; each device reads its own rows and heads.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    windows = layers.layer_windows(config)
+    windows = rotary.layer_windows(config)
     kinds = sorted(set(windows))
     of_layer = jnp.asarray([kinds.index(window) for window in windows], jnp.int32)
     blocks = () if before is None else (before.cache, before.rows, before.lanes, before.lengths)

@@ -4,9 +4,10 @@ import math
 
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import parameter_shapes
-from jaxrl_llm.models.layers import layer_windows
+from jaxrl_llm.models.grouped import Matrices
+from jaxrl_llm.models.rotary import layer_windows
 
-EXPERT_MATRICES = tuple(f"blocks.experts.{name}" for name in ("gate", "up", "down"))
+DIVIDED = tuple(f"blocks.experts.{name}" for name in Matrices._fields)
 """Paths of the parameters of which a token uses a part."""
 
 
@@ -19,13 +20,14 @@ def counts(config: ModelConfig) -> tuple[int, int]:
     total = sum(sizes.values())
     sizes = {path: of_one_token(config, path, size) for path, size in sizes.items()}
     # Norms and biases are added or scaled with: no products.
-    matrices = [path for path in sizes if path.startswith("blocks.") and "norm" not in path and "_bias" not in path]
+    added = ("norm", "_bias", "sinks")
+    matrices = [path for path in sizes if path.startswith("blocks.") and not any(word in path for word in added)]
     return total, sum(sizes[path] for path in matrices)
 
 
 def of_one_token(config: ModelConfig, path: str, size: int) -> int:
     """Return how many of a parameter's ``size`` numbers one token uses: those of its experts, or all."""
-    divided = path in EXPERT_MATRICES and config.experts is not None
+    divided = path in DIVIDED and config.experts is not None
     return size * config.experts.active // config.experts.count if divided else size
 
 

@@ -23,8 +23,9 @@ from jaxrl_llm.models.weights import StoredTensor
 
 ARCHITECTURES = types.MappingProxyType({
     "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3": "gemma3_text", "olmo2": "olmo2",
+    "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "olmoe": "olmoe",
 })  # fmt: skip
-"""general.architecture -> model_type. Mistral's files carry "llama"."""
+"""general.architecture -> model_type. Mistral's files carry "llama", and so do Mixtral's, with a number of experts."""
 
 ATTRIBUTES = types.MappingProxyType(
     {
@@ -42,6 +43,9 @@ ATTRIBUTES = types.MappingProxyType(
         "rope.freq_base": "rope_theta",
         "rope.freq_base_swa": "rope_local_base_freq",
         "expert_count": "num_local_experts",
+        "expert_used_count": "num_experts_per_tok",
+        "expert_feed_forward_length": "moe_intermediate_size",
+        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     }
 )
 """Metadata key after the architecture's prefix -> attribute of config.json."""
@@ -55,8 +59,12 @@ PATHS = types.MappingProxyType({
     "ffn_gate.weight": "blocks.mlp.gate", "ffn_up.weight": "blocks.mlp.up", "ffn_down.weight": "blocks.mlp.down",
     "attn_norm.weight": "blocks.norms.attn", "ffn_norm.weight": "blocks.norms.mlp",
     "post_attention_norm.weight": "blocks.norms.attn_post", "post_ffw_norm.weight": "blocks.norms.mlp_post",
+    "ffn_gate_inp.weight": "blocks.experts.router", "ffn_gate_exps.weight": "blocks.experts.gate",
+    "ffn_up_exps.weight": "blocks.experts.up", "ffn_down_exps.weight": "blocks.experts.down",
+    "ffn_gate_inp_shexp.weight": "blocks.experts.shared_gate",
 })  # fmt: skip
-"""Tensor name after ``blk.N.`` -> our path."""
+"""Tensor name after ``blk.N.`` -> our path; a shared expert's matrices are those of an MLP with ``SHARED`` added."""
+SHARED = "_shexp"
 
 EMBEDDING, LLAMA3_ROPE = "token_embd.weight", "rope_freqs.weight"
 CONTROL, USER_DEFINED = 3, 4
@@ -138,12 +146,15 @@ def attributes_of(
     if architecture not in ARCHITECTURES:
         raise InputError(f"the GGUF architecture {architecture!r} is not supported; supported are "
                          f"{', '.join(ARCHITECTURES)}")  # fmt: skip
-    family = family_of(ARCHITECTURES[architecture])
+    mixed = architecture == "llama" and value("llama.expert_count")
+    family = family_of("mixtral" if mixed else ARCHITECTURES[architecture])
     attributes = {"model_type": family.model_type, "architectures": [family.architecture], "torch_dtype": "float32"}
     for key, name in ATTRIBUTES.items():
         found = value(f"{architecture}.{key}")
         if found is not None:
             attributes[name] = found
+    if "norm_topk_prob" in family.defaults:
+        attributes["norm_topk_prob"] = family.model_type == "qwen3_moe"  # which llama.cpp's architectures imply
     if EMBEDDING not in shapes:
         raise InputError(f"the file holds no {EMBEDDING}; take the file of a whole model")
     attributes |= {"vocab_size": shapes[EMBEDDING][0], "tie_word_embeddings": "output.weight" not in shapes}
@@ -169,6 +180,8 @@ def _rope_scaling(value: Callable[..., Any], architecture: str, table: np.ndarra
     if table is None:
         kind = value(f"{architecture}.rope.scaling.type", "none")
         factor = value(f"{architecture}.rope.scaling.factor")
+        if kind == "yarn":  # of which the format leaves out what was trained with
+            raise InputError("the file scales rotary positions by yarn; load the model from a Hugging Face directory")
         return {} if kind == "none" else {"rope_scaling": {"rope_type": kind, "factor": factor}}
     base = value(f"{architecture}.rope.freq_base", 10000.0)
     for factor in (8.0, 32.0):
@@ -199,14 +212,25 @@ def _tensors(
         if tensor.name == LLAMA3_ROPE:
             continue
         match = re.fullmatch(r"blk\.(\d+)\.(.+)", tensor.name)
-        path = PATHS.get(match[2] if match else tensor.name)
+        name = match[2] if match else tensor.name
+        path = PATHS.get(name, PATHS.get(name.replace(SHARED, "")))
         if path not in names:
             raise InputError(f"the tensor {tensor.name} is unknown to {family.model_type}; "
                              "load the model from a Hugging Face directory")  # fmt: skip
-        name = names[path].format(match[1]) if match else names[path]
         _, undo = changes_of(family, path, head_dim)
-        stored[name] = StoredTensor(shapes[tensor.name], functools.partial(_read, tensor, undo))
+        shape = shapes[tensor.name]
+        read = functools.partial(_read, tensor, undo)
+        if names[path].count("{}") == 2:
+            for expert in range(shape[0]):
+                name = names[path].format(match[1] if match else 0, expert)
+                stored[name] = StoredTensor(shape[1:], functools.partial(_of_expert, read, expert))
+        else:
+            stored[names[path].format(match[1]) if match else names[path]] = StoredTensor(shape, read)
     return stored
+
+
+def _of_expert(read: Callable[..., np.ndarray], expert: int, place: tuple[slice, ...]) -> np.ndarray:
+    return read((slice(expert, expert + 1), *place))[0]
 
 
 def _read(tensor: Any, undo: Change, place: tuple[slice, ...]) -> np.ndarray:
@@ -240,7 +264,7 @@ def changes_of(family: Family, path: str, head_dim: int) -> tuple[Change, Change
         return rows.reshape(-1, first, second, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
 
     half = head_dim // 2
-    if family.model_type == "llama" and path in ("blocks.attn.q", "blocks.attn.k"):
+    if family.model_type in ("llama", "mixtral") and path in ("blocks.attn.q", "blocks.attn.k"):
         return lambda rows: swapped(rows, 2, half), lambda rows: swapped(rows, half, 2)
     if family.constants.get("norm.plus_one") and "norm" in path:
         return lambda weight: weight + np.float32(1.0), lambda weight: weight - np.float32(1.0)

@@ -15,22 +15,23 @@ from jaxrl_llm.models import gguf as tables
 from jaxrl_llm.models.config import Llama3Rope, ModelConfig
 from jaxrl_llm.models.families import family_of, tensors_of
 from jaxrl_llm.models.hf_config import differences, read_config, write_config
-from jaxrl_llm.models.weights import StoredTensor, to_stored
+from jaxrl_llm.models.tensors import StoredTensor, Tensor
+from jaxrl_llm.models.weights import to_stored
 from jaxrl_llm.system.paths import new_file
 
 KINDS = types.MappingProxyType({"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"})
 """Storage types of matrices -> llama.cpp's name of such a file."""
 NORMAL, UNUSED = 1, 5
 """Token types of llama.cpp: text, and ids without a meaning."""
-SAME = types.MappingProxyType({"mistral": "llama"})
+SAME = types.MappingProxyType({"mistral": "llama", "mixtral": "llama"})
 """model_type -> the equivalent architecture, for families without one of their own."""
 
 
 def save_gguf(model: Any, tokenizer: Any | None, path: str | os.PathLike, kind: str = "f32") -> None:
     """Write a decoder and its tokenizer as a GGUF file.
 
-    Matrices are stored as ``kind``; norms and biases always in float32, and a matrix with rows that Q8_0's blocks of 32
-    do not divide in float16. The file appears whole or not at all.
+    Matrices are stored as ``kind``; norms, biases and routers always in float32, and a matrix with rows that Q8_0's
+    blocks of 32 do not divide in float16. The file appears whole or not at all.
 
     Args:
       model: a decoder; its arrays are addressable by this process.
@@ -67,6 +68,8 @@ def _metadata(config: ModelConfig, tokenizer: Any | None, name: str) -> dict[str
     )
     prefix = known[config.family]
     attributes = write_config(config, "float32")
+    if "num_experts" in attributes:  # under the name that the table has
+        attributes["num_local_experts"] = attributes["num_experts"]
     found = {key: attributes[attribute] for key, attribute in tables.ATTRIBUTES.items() if attributes.get(attribute)}
     scaling = config.attention.rope.scaling
     if isinstance(scaling, float):
@@ -116,12 +119,15 @@ def _tensors(config: ModelConfig, architecture: str, stored: dict[str, StoredTen
     """Return the file's tensors by name, float32 when read."""
     family = family_of(tables.ARCHITECTURES[architecture])
     names = {path: name for name, path in tables.PATHS.items()}
+    if config.experts is not None:
+        matrices = {path: name for path, name in names.items() if path.startswith("blocks.mlp.")}
+        names |= {path: name.replace(".weight", f"{tables.SHARED}.weight") for path, name in matrices.items()}
     found = {}
     for tensor in tensors_of(config):
         change, _ = tables.changes_of(family, tensor.path, config.attention.head_dim)
         for layer in range(config.layers) if tensor.layered else (0,):
             prefix = f"blk.{layer}." if tensor.layered else ""
-            plain = stored[tensor.name.format(layer)]
+            plain = _stacked(tensor, layer, config, stored)
             found[prefix + names[tensor.path]] = StoredTensor(
                 plain.shape, lambda place, plain=plain, change=change: change(plain.part(place).astype(np.float32))
             )
@@ -130,6 +136,18 @@ def _tensors(config: ModelConfig, architecture: str, stored: dict[str, StoredTen
         table = tables.llama3_table(rope.scaling, rope.theta, config.attention.head_dim // 2).astype(np.float32)
         found[tables.LLAMA3_ROPE] = StoredTensor(table.shape, lambda place: table[place])
     return found
+
+
+def _stacked(tensor: Tensor, layer: int, config: ModelConfig, stored: dict[str, StoredTensor]) -> StoredTensor:
+    """Return a layer's tensor, of all experts together where each has one."""
+    if config.experts is None or tensor.name.count("{}") < 2:
+        return stored[tensor.name.format(layer)]
+    each = [stored[tensor.name.format(layer, expert)] for expert in range(config.experts.count)]
+
+    def part(place: tuple[slice, ...]) -> np.ndarray:
+        return np.stack([one.part(place[1:]) for one in each[place[0]]])
+
+    return StoredTensor((len(each), *each[0].shape), part)
 
 
 def _check(config: ModelConfig, metadata: dict[str, Any], tensors: dict[str, StoredTensor]) -> None:
@@ -172,7 +190,8 @@ def _write(path: Path, metadata: dict[str, Any], tensors: dict[str, StoredTensor
                 writer.add_key_value(key, value, scalars[type(value)])
         types_of = {}
         for name, tensor in tensors.items():
-            of = stored_types.F32 if len(tensor.shape) == 1 else stored_types[kind.upper()]
+            exact = len(tensor.shape) == 1 or "ffn_gate_inp" in name
+            of = stored_types.F32 if exact else stored_types[kind.upper()]
             types_of[name] = of if tensor.shape[-1] % gguf.GGML_QUANT_SIZES[of][0] == 0 else stored_types.F16
             shape = gguf.quant_shape_to_byte_shape(tensor.shape, types_of[name])
             writer.add_tensor_info(name, shape, np.dtype(np.uint8), math.prod(shape), types_of[name])

@@ -2,12 +2,13 @@
 
 import collections
 import dataclasses
+import math
 import operator
 from collections.abc import Mapping
 from typing import Any
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models.config import Attention, Embeddings, Experts, Llama3Rope, ModelConfig, Norm, Rope, TokenIds
+from jaxrl_llm.models.config import Attention, Embeddings, Experts, Llama3Rope, ModelConfig, Norm, Rope, TokenIds, Yarn
 from jaxrl_llm.models.families import ACTIVATIONS, FAMILIES, FIELDS, REQUIRED, Family, family_of
 
 OURS = "jaxrl_llm"
@@ -20,7 +21,7 @@ HARMLESS = frozenset(
     rope_local_base_freq pretraining_tp is_llama_config transformers.js_config cache_implementation hidden_act
     _attn_implementation _attn_implementation_autoset _sliding_window_pattern id2label label2id num_labels
     problem_type return_dict output_attentions output_hidden_states unsloth_fixed unsloth_version
-    router_aux_loss_coef output_router_logits
+    router_aux_loss_coef output_router_logits experts_per_token initial_context_length
     """.split()
 )
 """Attributes that a family's table may omit: they are read elsewhere, or do not affect a forward pass."""
@@ -29,6 +30,7 @@ _NEUTRAL = {"partial_rotary_factor": 1.0, "decoder_sparse_step": 1}
 _SPELLINGS = {"num_local_experts": "num_experts", "num_experts": "num_local_experts"}
 _ROPE_KEYS = {"rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor"}
 _ROPE_KEYS |= {"original_max_position_embeddings"}
+_YARN_KEYS = {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
 _COUNTS = """
     vocab_size hidden_size num_hidden_layers intermediate_size num_attention_heads num_key_value_heads head_dim
     max_position_embeddings sliding_window num_experts num_local_experts num_experts_per_tok moe_intermediate_size
@@ -49,6 +51,7 @@ def read_config(attributes: Mapping[str, Any]) -> ModelConfig:
         neutral = _NEUTRAL | dict(family.required)
         for name, value in attributes.items():
             known = name in HARMLESS or name in family.defaults or value == neutral.get(name)
+            known = known or (name == "quantization_config" and _readable(value, family))
             if known or (not value and name not in family.required):
                 continue
             raise InputError(
@@ -60,14 +63,15 @@ def read_config(attributes: Mapping[str, Any]) -> ModelConfig:
         if activation not in ACTIVATIONS:
             raise InputError(f"config.json names the activation {activation!r}; known are {', '.join(ACTIVATIONS)}")
         values = {path: known[name] for name, path in FIELDS.items() if name in known}
-        values |= dict(family.constants) | _read_rope(attributes, family, known["max_position_embeddings"])
+        values |= dict(family.constants) | _read_rope(attributes, family, known)
         values |= {
             "family": family.model_type,
             "activation": ACTIVATIONS[activation],
-            "embeddings.scale": float(known["hidden_size"] ** 0.5) if family.scaled_embedding else 1.0,
             "attention.windows": _read_windows(known, family),
             "tokens": read_token_ids(attributes),
         }
+        if family.scaled_embedding:
+            values["embeddings.scale"] = float(known["hidden_size"] ** 0.5)
         if "query_pre_attn_scalar" in known:
             values["attention.scale"] = float(known["query_pre_attn_scalar"]) ** -0.5
         parts: dict[str, dict[str, Any]] = collections.defaultdict(dict)
@@ -130,10 +134,15 @@ def write_config(config: ModelConfig, dtype: str, scalar: bool = False) -> dict[
         "max_window_layers": next((i for i, window in enumerate(windows) if window), config.layers),
         "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
     }
+    rope = config.attention.rope
+    sliding |= {
+        "no_rope_layers": [int(one) for one in rope.layers or (True,) * config.layers],
+        "partial_rotary_factor": (rope.dims or config.attention.head_dim) / config.attention.head_dim,
+    }
     written |= {name: value for name, value in sliding.items() if name in family.defaults}
-    written |= {"rope_theta": config.attention.rope.theta, "rope_scaling": write_scaling(config.attention.rope.scaling)}
-    if config.attention.rope.local_theta is not None:
-        written["rope_local_base_freq"] = config.attention.rope.local_theta
+    written |= {"rope_theta": rope.theta, "rope_scaling": write_scaling(rope.scaling)}
+    if rope.local_theta is not None:
+        written["rope_local_base_freq"] = rope.local_theta
     written |= write_token_ids(config.tokens)
     lost = differences(config, read_config(written))
     if lost:
@@ -172,6 +181,11 @@ def write_token_ids(tokens: TokenIds) -> dict[str, Any]:
     return {"bos_token_id": tokens.bos, "eos_token_id": eos, "pad_token_id": tokens.pad}
 
 
+def _readable(quantisation: Any, family: Family) -> bool:
+    """Whether config.json's ``quantization_config`` is the one that the family's weights may have."""
+    return bool(family.packed) and isinstance(quantisation, dict) and quantisation.get("quant_method") == family.packed
+
+
 def _own_spelling(name: str, family: Family) -> str:
     """Return the name by which the family knows an attribute; versions of transformers write two for one."""
     other = _SPELLINGS.get(name, name)
@@ -195,9 +209,22 @@ def _with_defaults(attributes: Mapping[str, Any], family: Family) -> dict[str, A
         raise InputError(f"config.json sets num_experts_per_tok={known['num_experts_per_tok']} of {experts} experts")
     if known["head_dim"] is None:
         known["head_dim"] = _multiple(known, "hidden_size", "num_attention_heads")
+    if "no_rope_layers" in known:
+        known["no_rope_layers"] = _rotated(known)
     if known["head_dim"] % 2:
         raise InputError(f"config.json gives a head_dim of {known['head_dim']}; rotary positions need an even one")
     return known
+
+
+def _rotated(known: Mapping[str, Any]) -> list[bool]:
+    """Return for each layer whether it rotates, which ``no_rope_layers`` says, 1 or 0 a layer."""
+    layers, interval = known["num_hidden_layers"], known["no_rope_layer_interval"]
+    given = known["no_rope_layers"]
+    if given is None:
+        return [(layer + 1) % interval != 0 for layer in range(layers)]
+    if len(given) != layers:
+        raise InputError(f"config.json: no_rope_layers has {len(given)} entries for {layers} layers")
+    return [bool(one) for one in given]
 
 
 def _multiple(known: Mapping[str, Any], name: str, unit: str) -> int:
@@ -223,28 +250,46 @@ def _read_windows(known: Mapping[str, Any], family: Family) -> tuple[int, ...]:
     return windows if any(windows) else ()
 
 
-def _read_rope(attributes: Mapping[str, Any], family: Family, max_positions: int) -> dict[str, Any]:
+def _read_rope(attributes: Mapping[str, Any], family: Family, known: Mapping[str, Any]) -> dict[str, Any]:
     full = dict(attributes.get("rope_parameters") or {})
     local = full.get("sliding_attention") or {}
-    if family.local_theta is not None:
+    own_base = "rope_local_base_freq" in family.defaults
+    if own_base:
         full = dict(full.get("full_attention") or {}) | dict(attributes.get("rope_scaling") or {})
     else:
-        full = dict(attributes.get("rope_scaling") or full)
-    theta = full.get("rope_theta", attributes.get("rope_theta", family.default_theta))
-    values = {"attention.rope.theta": float(theta), "attention.rope.scaling": _read_scaling(full, max_positions)}
-    if family.local_theta is not None:
-        local_theta = local.get("rope_theta", attributes.get("rope_local_base_freq", family.local_theta))
-        values["attention.rope.local_theta"] = float(local_theta)
-        if _read_scaling(local, max_positions) is not None:
+        full = dict(attributes.get("rope_scaling") or full or family.defaults.get("rope_scaling") or {})
+    theta = float(full.get("rope_theta", known["rope_theta"]))
+    values = {"attention.rope.theta": theta, "attention.rope.scaling": _read_scaling(full, family, known)}
+    if own_base:
+        local_theta = local.get("rope_theta", known["rope_local_base_freq"])
+        values["attention.rope.local_theta"] = theta if local_theta is None else float(local_theta)
+        if _read_scaling(local, family, known) is not None:
             raise InputError(
                 "config.json scales the rotary positions of sliding layers; only full layers may be scaled"
             )
+    if "partial_rotary_factor" in family.defaults:
+        share = float(full.get("partial_rotary_factor", known["partial_rotary_factor"]))
+        dims = int(known["head_dim"] * share)
+        if dims % 2 or not 0 < dims <= known["head_dim"]:
+            raise InputError(f"config.json sets partial_rotary_factor={share}, which rotates {dims} of "
+                             f"{known['head_dim']} numbers of a head; that must be an even number of them")  # fmt: skip
+        values["attention.rope.dims"] = 0 if dims == known["head_dim"] else dims
+    rotated = known.get("no_rope_layers", ())
+    values["attention.rope.layers"] = () if all(rotated) else tuple(rotated)
     return values
 
 
-def _read_scaling(rope: Mapping[str, Any], max_positions: int) -> Llama3Rope | float | None:
+def _read_scaling(
+    rope: Mapping[str, Any], family: Family, known: Mapping[str, Any]
+) -> Llama3Rope | Yarn | float | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
-    strange = [name for name in rope if name not in _ROPE_KEYS and rope[name] != _NEUTRAL.get(name)]
+    keys = _ROPE_KEYS | (_YARN_KEYS if kind == "yarn" else set()) | (family.defaults.keys() & {"partial_rotary_factor"})
+    strange = [name for name in rope if name not in keys and rope[name] != _NEUTRAL.get(name)]
+    if kind == "longrope" or (family.model_type == "phi3" and kind in ("su", "yarn")):
+        raise InputError(
+            f"config.json names the rope type {kind!r} (longrope), which is not known here; use a model with the "
+            "original context, such as microsoft/phi-4 or Phi-3-mini-4k-instruct"
+        )
     if strange:
         raise InputError(
             f"config.json sets the rope parameter {strange[0]}={rope[strange[0]]!r}, which is not known here"
@@ -254,21 +299,41 @@ def _read_scaling(rope: Mapping[str, Any], max_positions: int) -> Llama3Rope | f
             return None
         if kind == "linear":
             return float(rope["factor"])
+        original = int(rope.get("original_max_position_embeddings", known["max_position_embeddings"]))
         if kind == "llama3":
-            original = rope.get("original_max_position_embeddings", max_positions)
             factors = (float(rope[name]) for name in ("factor", "low_freq_factor", "high_freq_factor"))
-            return Llama3Rope(*factors, original_positions=int(original))
+            return Llama3Rope(*factors, original_positions=original)
+        if kind == "yarn":
+            factor = known["max_position_embeddings"] / original if rope["factor"] is None else float(rope["factor"])
+            fast, slow = (float(rope.get(name) or default) for name, default in (("beta_fast", 32), ("beta_slow", 1)))
+            return Yarn(factor, original, fast, slow, _magnitude(rope, factor), bool(rope.get("truncate", True)))
     except KeyError as error:
         raise InputError(f"config.json: rope type {kind!r} needs {error.args[0]!r}") from None
-    raise InputError(f"config.json names the rope type {kind!r}; known are default, linear, llama3")
+    raise InputError(f"config.json names the rope type {kind!r}; known are default, linear, llama3, yarn")
 
 
-def write_scaling(scaling: Llama3Rope | float | None) -> dict[str, Any] | None:
+def _magnitude(rope: Mapping[str, Any], factor: float) -> float:
+    """Return YaRN's factor on queries and keys: as given, else ``0.1 ln(factor) + 1``, or a ratio of two such sums."""
+    if rope.get("attention_factor") is not None:
+        return float(rope["attention_factor"])
+    scales = [rope.get(name) for name in ("mscale", "mscale_all_dim")]
+    above, below = scales if all(scales) else (1.0, 0.0)
+    logarithm = 0.1 * math.log(max(factor, 1.0))
+    return (logarithm * above + 1.0) / (logarithm * below + 1.0)
+
+
+def write_scaling(scaling: Llama3Rope | Yarn | float | None) -> dict[str, Any] | None:
     """Return config.json's ``rope_scaling``: the rescaling of rotary positions, or None without any."""
     if isinstance(scaling, Llama3Rope):
         return {
             "rope_type": "llama3", "factor": scaling.factor, "low_freq_factor": scaling.low_frequency_factor,
             "high_freq_factor": scaling.high_frequency_factor,
             "original_max_position_embeddings": scaling.original_positions,
+        }  # fmt: skip
+    if isinstance(scaling, Yarn):
+        return {
+            "rope_type": "yarn", "factor": scaling.factor, "beta_fast": scaling.fast, "beta_slow": scaling.slow,
+            "original_max_position_embeddings": scaling.original_positions, "attention_factor": scaling.magnitude,
+            "truncate": scaling.truncate,
         }  # fmt: skip
     return None if scaling is None else {"rope_type": "linear", "factor": float(scaling)}

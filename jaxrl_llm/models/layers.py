@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import gpu_attention
-from jaxrl_llm.models.config import Attention, ComputeOptions, Llama3Rope, ModelConfig, Norm
+from jaxrl_llm.models.config import Attention, ComputeOptions, Norm
 from jaxrl_llm.sharding import BATCH, fitting
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True)}
@@ -88,42 +88,6 @@ def rms_norm(x: jax.Array, weight: jax.Array, norm: Norm) -> jax.Array:
     return (wide * scale).reshape(x.shape).astype(x.dtype)
 
 
-def layer_constants(config: ModelConfig) -> tuple[jax.Array, jax.Array]:
-    """Return each layer's rotary frequencies float32[L, H / 2], radians per token, and sliding windows int32[L].
-
-    Linear scaling divides all frequencies; Llama-3's keeps short wavelengths and blends in between.
-    """
-    attention = config.attention
-    windows = layer_windows(config)
-    exponents = np.arange(0, attention.head_dim, 2, dtype=np.float64) / attention.head_dim
-    full = 1.0 / attention.rope.theta**exponents
-    scaling = attention.rope.scaling
-    if isinstance(scaling, Llama3Rope):
-        turns = scaling.original_positions * full / (2 * np.pi)
-        low = scaling.low_frequency_factor
-        keep = np.clip((turns - low) / (scaling.high_frequency_factor - low), 0.0, 1.0)
-        full = keep * full + (1 - keep) * full / scaling.factor
-    elif scaling is not None:
-        full = full / scaling
-    local = full if attention.rope.local_theta is None else 1.0 / attention.rope.local_theta**exponents
-    frequencies = np.stack([local if window else full for window in windows]).astype(np.float32)
-    return jnp.asarray(frequencies), jnp.asarray(windows, jnp.int32)
-
-
-def layer_windows(config: ModelConfig) -> tuple[int, ...]:
-    """Return the sliding window of every layer in tokens, 0 for full attention."""
-    return config.attention.windows or (0,) * config.layers
-
-
-def rotate(x: jax.Array, angles: jax.Array) -> jax.Array:
-    """Apply rotary embedding to x [..., heads, H] by angles [..., H / 2], halves paired as in Hugging Face."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos = jnp.cos(angles)[..., None, :]
-    sin = jnp.sin(angles)[..., None, :]
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
-
-
 def scores(q: jax.Array, k: jax.Array, attention: Attention) -> jax.Array:
     """Compute scaled, soft-capped attention scores, float32.
 
@@ -139,6 +103,20 @@ def scores(q: jax.Array, k: jax.Array, attention: Attention) -> jax.Array:
 def softcap(x: jax.Array, cap: float | None) -> jax.Array:
     """Return ``cap * tanh(x / cap)``, or x if ``cap`` is None."""
     return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def attention_weights(s: jax.Array, seen: jax.Array, sinks: jax.Array | None) -> jax.Array:
+    """Return the softmax of scores s [B, K, S, N / K, Z] where ``seen``, over the keys and the head's sink.
+
+    ``sinks`` [K, N / K]: a score of each head that takes part in the sum and has no value; None for none.
+    """
+    s = jnp.where(seen, s, MASKED)
+    if sinks is None:
+        return jax.nn.softmax(s, axis=-1)
+    sinks = sinks.astype(s.dtype)[None, :, None, :, None]
+    top = jax.lax.stop_gradient(jnp.maximum(jnp.max(s, axis=-1, keepdims=True), sinks))
+    weights = jnp.exp(s - top)
+    return weights / (jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sinks - top))
 
 
 def mix(probabilities: jax.Array, v: jax.Array) -> jax.Array:
@@ -168,10 +146,10 @@ class TokenRows(NamedTuple):
     branch: Any
 
 
-Windowed = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
-"""(q [B, S, K, N / K, H], k [B, K, H, S], v [B, K, S, H], window int32[]) -> [B, S, K, N / K, H].
+Windowed = Callable[..., jax.Array]
+"""(q [B, S, K, N / K, H], k [B, K, H, S], v [B, K, S, H], window int32[], sinks) -> [B, S, K, N / K, H].
 
-Window 0 sees everything.
+Window 0 sees everything; sinks are those of ``attention_weights``, which the plain form alone computes.
 """
 
 
@@ -181,6 +159,10 @@ def attention_over(rows: TokenRows, config: Attention, compute: ComputeOptions) 
     Raises:
       InputError: rows of a length that splash attention cannot divide.
     """
+    if config.sinks and compute.attention != "xla":
+        raise InputError(
+            f"learner.compute.attention {compute.attention!r} has no sinks, which this model has: use 'xla'"
+        )
     if compute.attention == "splash":
         return functools.partial(_splash, rows, config, compute.interpret)
     if compute.attention == "triton":
@@ -209,7 +191,15 @@ def part_columns(columns: int) -> int:
     return max(-(-columns // PREFIXES), min(LEAST, columns))
 
 
-def _xla(rows: TokenRows, config: Attention, q: jax.Array, k: jax.Array, v: jax.Array, window: jax.Array) -> jax.Array:
+def _xla(
+    rows: TokenRows,
+    config: Attention,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    window: jax.Array,
+    sinks: jax.Array | None = None,
+) -> jax.Array:
     """Attend one part of the queries at a time, with the keys up to the part's end: half of the scores are never made.
 
     In long rows the backward pass recomputes a part's scores, and a part is split into chunks of few queries.
@@ -219,7 +209,7 @@ def _xla(rows: TokenRows, config: Attention, q: jax.Array, k: jax.Array, v: jax.
     parts = []
     for start in range(0, total, part):
         end = min(start + part, total)
-        attend = functools.partial(_scores_and_mix, config)
+        attend = functools.partial(_scores_and_mix, config, sinks)
         inputs = (q[:, start:end], visible(rows, window, slice(start, end), slice(0, end)))
         keys = k[..., :end], v[:, :, :end]
         parts.append(attend(*inputs, *keys) if total <= SHORT else _few_at_a_time(attend, *inputs, *keys))
@@ -238,13 +228,21 @@ def _few_at_a_time(attend: Any, q: jax.Array, seen: jax.Array, k: jax.Array, v: 
     return out.reshape(len(q), chunks * size, *out.shape[3:])[:, : q.shape[1]]
 
 
-def _scores_and_mix(config: Attention, q: jax.Array, seen: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    s = jnp.where(seen[:, None, :, None], scores(q, k, config), MASKED)
-    return mix(jax.nn.softmax(s, axis=-1), v)
+def _scores_and_mix(
+    config: Attention, sinks: jax.Array | None, q: jax.Array, seen: jax.Array, k: jax.Array, v: jax.Array
+) -> jax.Array:
+    return mix(attention_weights(scores(q, k, config), seen[:, None, :, None], sinks), v)
 
 
 def _dot_product(
-    rows: TokenRows, config: Attention, implementation: Any, q: jax.Array, k: jax.Array, v: jax.Array, window: jax.Array
+    rows: TokenRows,
+    config: Attention,
+    implementation: Any,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    window: jax.Array,
+    sinks: None = None,
 ) -> jax.Array:
     """Apply jax.nn's attention with the whole mask; its fused kernels are for bfloat16 on GPUs."""
     heads = q.reshape(*q.shape[:2], -1, q.shape[-1])
@@ -259,7 +257,14 @@ def _dot_product(
 
 
 def _triton(
-    rows: TokenRows, config: Attention, interpret: bool, q: jax.Array, k: jax.Array, v: jax.Array, window: jax.Array
+    rows: TokenRows,
+    config: Attention,
+    interpret: bool,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    window: jax.Array,
+    sinks: None = None,
 ) -> jax.Array:
     """Apply the kernels of ``gpu_attention``; shared prompts too are read in place."""
     scale = config.scale if config.scale is not None else config.head_dim**-0.5
@@ -283,7 +288,14 @@ def _by_device(attend: Callable[..., jax.Array], axis: int, *arrays: jax.Array) 
 
 
 def _splash(
-    rows: TokenRows, config: Attention, interpret: bool, q: jax.Array, k: jax.Array, v: jax.Array, window: jax.Array
+    rows: TokenRows,
+    config: Attention,
+    interpret: bool,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    window: jax.Array,
+    sinks: None = None,
 ) -> jax.Array:
     """Apply JAX's splash attention for TPUs to rows without shared prompts: a group is a segment."""
     scale = config.scale if config.scale is not None else config.head_dim**-0.5

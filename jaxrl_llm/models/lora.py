@@ -26,7 +26,7 @@ def create(config: ModelConfig, lora: Lora, key: jax.Array, scalar: Any = None) 
     """Create a float32 adapter that changes nothing yet: ``a`` normal with variance 1 / inputs, ``b`` zero.
 
     ``scalar`` [D] is the initial head of a scalar model; None for a language model. Targets that the model lacks are
-    left out (experts are no MLP); InputError where none is left.
+    left out (experts are no MLP); InputError where none is left. Each expert has factors of its own.
     """
     shapes = parameter_shapes(config)
     parameters = {}
@@ -34,12 +34,13 @@ def create(config: ModelConfig, lora: Lora, key: jax.Array, scalar: Any = None) 
         part, name = target.split("/")
         if f"blocks.{part}.{name}" not in shapes:
             continue
-        count, *sizes = shapes[f"blocks.{part}.{name}"]
-        inputs = sizes[: INPUTS.get(target, 1)]
-        outputs = sizes[INPUTS.get(target, 1) :]
-        drawn = jax.random.normal(jax.random.fold_in(key, index), (count, *inputs, lora.rank))
+        shape = shapes[f"blocks.{part}.{name}"]
+        first = 2 if part == "experts" else 1
+        last = first + INPUTS.get(target, 1)
+        outer, inputs, outputs = shape[:first], shape[first:last], shape[last:]
+        drawn = jax.random.normal(jax.random.fold_in(key, index), (*outer, *inputs, lora.rank))
         a = drawn / math.sqrt(math.prod(inputs))
-        parameters.setdefault(part, {})[name] = {"a": a, "b": jnp.zeros((count, lora.rank, *outputs))}
+        parameters.setdefault(part, {})[name] = {"a": a, "b": jnp.zeros((*outer, lora.rank, *outputs))}
     targets = ", ".join(lora.targets)
     require(bool(parameters), f"learner.lora.targets {targets}: a {config.family} model has none of them; add attn/q")
     head = {} if scalar is None else {"scalar": jnp.asarray(scalar, jnp.float32)}

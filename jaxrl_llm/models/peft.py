@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.errors import InputError, require
-from jaxrl_llm.models.config import ADAPTABLE, Lora, ModelConfig
-from jaxrl_llm.models.families import Tensor, axis_sizes, tensors_of
-from jaxrl_llm.models.weights import StoredTensor, hf_shape, open_file, read_json, to_hf, to_ours, write_json
+from jaxrl_llm.models.config import ADAPTED, Lora, ModelConfig
+from jaxrl_llm.models.families import FAMILIES, axis_sizes, tensors_of
+from jaxrl_llm.models.tensors import StoredTensor, Tensor
+from jaxrl_llm.models.weights import hf_shape, open_file, read_json, to_hf, to_ours, write_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -178,7 +179,8 @@ def save_adapter(
       card: the text of README.md, or None for no such file.
 
     Raises:
-      InputError: the directory exists and is not empty.
+      InputError: the directory exists and is not empty, or the format has no names for what the adapter adapts:
+        experts, and matrices that the family's checkpoints fuse.
     """
     from safetensors.numpy import save_file
 
@@ -187,6 +189,11 @@ def save_adapter(
 
     sizes = axis_sizes(config) | {"R": lora.rank}
     adapted = [tensor for tensor in matrices(config) if target_of(tensor) in lora.targets]
+    lost = {target_of(tensor) for tensor in tensors_of(config)} & set(lora.targets) - set(map(target_of, adapted))
+    require(
+        not lost,
+        f"PEFT has no modules for {', '.join(sorted(lost))} of a {config.family} model: export the merged model",
+    )
     stored = {}
     for tensor in adapted:
         part, name = target_of(tensor).split("/")
@@ -207,8 +214,9 @@ def save_adapter(
 
 
 def matrices(config: ModelConfig) -> list[Tensor]:
-    """Return the tensors that an adapter may adapt."""
-    return [tensor for tensor in tensors_of(config) if target_of(tensor) in ADAPTABLE]
+    """Return the tensors that are modules of their own in transformers, and that an adapter may adapt."""
+    fused = {part for one in FAMILIES[config.family].fused for part in one.parts}
+    return [tensor for tensor in tensors_of(config) if target_of(tensor) in ADAPTED and tensor.name not in fused]
 
 
 def target_of(tensor: Tensor) -> str:

@@ -4,41 +4,25 @@ Reading goes by slices: each process fetches from the files only the values of i
 stacked leaf at a time. Writing holds one tensor at a time.
 """
 
-import dataclasses
 import functools
 import json
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.models import mxfp4
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.families import Tensor, axis_sizes, our_shape, tensors_of
+from jaxrl_llm.models.families import FAMILIES, axis_sizes, our_shape, tensors_of
+from jaxrl_llm.models.tensors import Fused, StoredTensor, Tensor
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
 _FLOATS = ("F64", "F32", "F16", "BF16")
-
-
-@dataclasses.dataclass(frozen=True)
-class StoredTensor:
-    """A tensor that is read on demand.
-
-    Attributes:
-      shape: shape of the whole tensor.
-      part: reads a tuple of slices (start and stop, one for each dimension) as a floating NumPy array.
-    """
-
-    shape: tuple[int, ...]
-    part: Callable[[tuple[slice, ...]], np.ndarray]
-
-    def read(self) -> np.ndarray:
-        """Read the whole tensor."""
-        return self.part(tuple(slice(0, size) for size in self.shape))
 
 
 def hf_shape(tensor: Tensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -73,6 +57,7 @@ def read_parameters(
 
     from jaxrl_llm.sharding import from_parts, layout_of
 
+    stored = split_tensors(config, stored)
     check_tensors(config, stored, scalar)
     kind = jnp.dtype(dtype)
     leaves = {}
@@ -141,7 +126,70 @@ def to_stored(config: ModelConfig, parameters: Mapping[str, Any]) -> dict[str, S
         for at, name in np.ndenumerate(_names(tensor, sizes)):
             part = functools.partial(_part_to_hf, tensor, leaf, at, sizes)
             stored[name] = StoredTensor(hf_shape(tensor, sizes), part)
+    for fused, name, parts in _fused(config):
+        tensors = [stored.pop(part) for part in parts]
+        shape = list(tensors[0].shape)
+        shape[fused.axis] = sum(tensor.shape[fused.axis] for tensor in tensors)
+        stored[name] = StoredTensor(tuple(shape), functools.partial(_joined, fused, tensors))
     return stored
+
+
+def split_tensors(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return a checkpoint's tensors after unpacking MXFP4, and splitting those that hold several of ours.
+
+    InputError where one of those has another size.
+    """
+    found = {}
+    for name, tensor in stored.items():
+        base = name.removesuffix("_blocks")
+        if base != name and f"{base}_scales" in stored:
+            found[base] = mxfp4.unpacked(tensor, stored[f"{base}_scales"])
+        elif not (name.endswith("_scales") and f"{name.removesuffix('_scales')}_blocks" in stored):
+            found[name] = tensor
+    sizes = axis_sizes(config)
+    shapes = {tensor.name: hf_shape(tensor, sizes) for tensor in tensors_of(config)}
+    for fused, name, parts in _fused(config):
+        if name not in found:
+            continue
+        whole = found.pop(name)
+        lengths = [shapes[part][fused.axis] for part in fused.parts]
+        fits = len(whole.shape) > fused.axis and whole.shape[fused.axis] == sum(lengths)
+        if not fits:
+            raise InputError(f"{name} has shape {list(whole.shape)} where config.json says {sum(lengths)} along axis "
+                             f"{fused.axis}; take the two from the same model")  # fmt: skip
+        for index, (part, length) in enumerate(zip(parts, lengths, strict=True)):
+            shape = (*whole.shape[: fused.axis], length, *whole.shape[fused.axis + 1 :])
+            first = index if fused.alternating else sum(lengths[:index])
+            found[part] = StoredTensor(shape, functools.partial(_piece, fused, whole, first))
+    return found
+
+
+def _fused(config: ModelConfig) -> list[tuple[Fused, str, list[str]]]:
+    """Return the fused tensors of a checkpoint, the name of each in each layer, and the names of its parts."""
+    return [
+        (fused, fused.name.format(layer), [part.format(layer) for part in fused.parts])
+        for fused in FAMILIES[config.family].fused
+        for layer in range(config.layers)
+    ]
+
+
+def _piece(fused: Fused, whole: StoredTensor, first: int, place: tuple[slice, ...]) -> np.ndarray:
+    """Read a part of a fused tensor's part, which begins at ``first``."""
+    here = place[fused.axis]
+    step = len(fused.parts) if fused.alternating else 1
+    cut = slice(first + step * here.start, first + step * (here.stop - 1) + 1)
+    values = whole.part((*place[: fused.axis], cut, *place[fused.axis + 1 :]))
+    return values[(slice(None),) * fused.axis + (slice(None, None, step),)]
+
+
+def _joined(fused: Fused, tensors: list[StoredTensor], place: tuple[slice, ...]) -> np.ndarray:
+    arrays = [tensor.read() for tensor in tensors]
+    if fused.alternating:
+        stacked = np.stack(arrays, axis=fused.axis + 1)
+        shape = list(arrays[0].shape)
+        shape[fused.axis] *= len(arrays)
+        return stacked.reshape(shape)[place]
+    return np.concatenate(arrays, axis=fused.axis)[place]
 
 
 def open_checkpoint(directory: Path) -> dict[str, StoredTensor]:
@@ -174,7 +222,8 @@ def open_file(path: Path) -> dict[str, StoredTensor]:
         raise InputError(f"{path} is not a whole safetensors file ({error}); fetch it again") from None
     views = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
     for name, view in views.items():
-        if view.get_dtype() not in _FLOATS:
+        packed = view.get_dtype() == "U8" and name.endswith(mxfp4.SUFFIXES)
+        if view.get_dtype() not in _FLOATS and not packed:
             raise InputError(f"{path}: {name} is stored as {view.get_dtype()}; only {', '.join(_FLOATS)} are read")
     return {
         name: StoredTensor(tuple(view.get_shape()), functools.partial(operator.getitem, view))

@@ -268,14 +268,11 @@ def phases(
 
 
 def slots_of(arrays: SamplingArrays, work: Work) -> Occupancy:
-    """Return how a step's completions fill the engine's slots; a strict engine without kernels by length reads the
-    whole cache.
-    """
-    rollout = arrays.sampler.rollout
-    shape, engine = arrays.slot_shape, rollout.engine
-    longest = rollout.max_new_tokens
-    sizes = (engine.slots, engine.chunk, shape.columns, shape.parts)
-    found = occupancy(work.completions, work.mean, longest, *sizes, arrays.form)
+    """Return how a step's completions fill the engine's slots."""
+    rollout, shape = arrays.sampler.rollout, arrays.slot_shape
+    engine = rollout.engine
+    given = (rollout.max_new_tokens, engine.slots, engine.chunk, shape.columns, shape.parts, arrays.form)
+    found = occupancy(work.completions, work.mean, *given)
     return dataclasses.replace(found, read=1.0) if engine.strict and arrays.form is None else found
 
 

@@ -28,14 +28,18 @@ RULES: dict[str, tuple[str | tuple[str, ...] | None, ...]] = {
     "blocks/mlp/down": (None, "tensor", "fsdp"),
     **dict.fromkeys(("blocks/experts/gate", "blocks/experts/up"), (None, "expert", "fsdp", "tensor")),
     "blocks/experts/down": (None, "expert", "tensor", "fsdp"),
+    "blocks/attn/sinks": (None, "tensor"),
+    **dict.fromkeys(("blocks/experts/gate_bias", "blocks/experts/up_bias"), (None, "expert", "tensor")),
+    "blocks/experts/down_bias": (None, "expert", None),
 }
 """The mesh axis of each dimension, by parameter path; unlisted parameters (norms) are on every device."""
 
 for _name, _axes in list(RULES.items()):
     # Adapters are divided as the weight that they are added to, so that forming their product moves nothing.
     if _name.startswith("blocks/") and not _name.endswith("_bias"):
-        _inputs = 3 if _name.endswith("/o") else 2  # the layer's dimension among them
-        RULES |= {f"{_name}/a": (*_axes[:_inputs], None), f"{_name}/b": (None, None, *_axes[_inputs:])}
+        _outer = 2 if "/experts/" in _name else 1  # the layer's dimension, and the experts'
+        _inputs = _outer + (2 if _name.endswith("/o") else 1)
+        RULES |= {f"{_name}/a": (*_axes[:_inputs], None), f"{_name}/b": (*_axes[:_outer], None, *_axes[_inputs:])}
 
 ACTIVATIONS: dict[str, tuple[str | tuple[str, ...] | None, ...]] = {
     # Between the matrix products each device of ``tensor`` has some of the positions: norms, and what the backward pass

@@ -127,6 +127,7 @@ def test_the_cases_of_ppos_clip(ratio, advantage, loss, grad, low, high):
     np.testing.assert_allclose([found, slope], [loss, grad], rtol=1e-5)
     assert (metrics["clip_fraction/low"], metrics["clip_fraction/high"]) == (low, high)
     np.testing.assert_allclose(metrics["ratio"], ratio, rtol=1e-5)
+    np.testing.assert_allclose(metrics["ratio_spread"], abs(np.log(ratio)), rtol=1e-5)
 
 
 def test_dual_clip_bounds_negative_advantages_only():

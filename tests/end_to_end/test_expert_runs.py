@@ -9,26 +9,18 @@ from commands import commands
 from jaxrl_llm.config import load_config
 from jaxrl_llm.models import load_pretrained
 
-TOY = """
-import dataclasses
-from jaxrl_llm.config import load_config
-paper, toy = (load_config(name)[1] for name in ("gspo_qwen3_30b_a3b", "moe_smoke"))
-sizes = {name: getattr(toy, name) for name in ("model", "task", "scoring", "rollout", "mesh", "evaluation", "output")}
-learner = dataclasses.replace(paper.learner, compute=toy.learner.compute, optimiser=toy.learner.optimiser)
-config = dataclasses.replace(paper, **sizes, learner=learner, steps=2)
-"""
-SMALL = "--rollout.prompts 4 --rollout.group 4 --task.source.size 40"
+SMALL = "--steps 2 --rollout.prompts 4 --rollout.group 4 --task.source.size 40"
 LINES = {
-    "gspo": f"train toy.py {SMALL} --learner.routing_replay R3 --run_dir gspo",
+    "gspo": f"train gspo_qwen3_30b_a3b --sizes moe_smoke {SMALL} --learner.routing_replay R3 --run_dir gspo",
+    "unknown": "train gspo_qwen3_30b_a3b --sizes moe_smok",
+    "text": "train gspo_qwen3_30b_a3b --sizes sft_quickstart",
     "export": "export gspo --out model",
 }
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("experts")
-    (folder / "toy.py").write_text(TOY)
-    return folder
+    return tmp_path_factory.mktemp("experts")
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +39,11 @@ def test_the_configuration_of_the_paper_runs(folder, answers):
         assert row["sampler/logp_abs_diff_max"] < 1e-5 and row["sampler/rerouted_fraction"] == 0
         assert 0 < row["experts/load_entropy"] <= 1 and row["experts/busiest_share"] <= 0.5
         assert row["experts/bytes_per_token"] == 2 * 2
+
+
+def test_sizes_are_those_of_a_run_of_the_same_kind(answers):
+    assert answers["unknown"].code == 2 and "did you mean moe_smoke" in answers["unknown"].err
+    assert answers["text"].code == 2 and "not a Supervised" in answers["text"].err
 
 
 def test_it_is_exported_with_its_experts(folder, answers):

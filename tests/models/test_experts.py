@@ -2,18 +2,20 @@
 
 import dataclasses
 import functools
+import os
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import largest_difference, tiny
+from jax.experimental import topologies
+from tiny import KINDS, largest_difference, tiny
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models import experts
-from jaxrl_llm.models.config import ComputeOptions, Experts, Lora
-from jaxrl_llm.models.decoder import causal_rows, forward, routed, to_parameters
-from jaxrl_llm.models.lora import create
+from jaxrl_llm.models import experts, grouped
+from jaxrl_llm.models.config import Attention, ComputeOptions, Experts, Lora, ModelConfig
+from jaxrl_llm.models.decoder import Decoder, Weights, causal_rows, forward, routed, to_parameters
+from jaxrl_llm.models.lora import attached, create, merge
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
 
 WIDTH, INNER = 8, 12
@@ -23,7 +25,8 @@ def inputs(tokens, count, active, seed=0):
     """Tokens, the three matrices of each expert, and weights and numbers of the experts of each token."""
     random = np.random.default_rng(seed)
     shapes = ((count, WIDTH, INNER), (count, WIDTH, INNER), (count, INNER, WIDTH))
-    matrices = tuple(jnp.asarray(random.normal(size=shape), jnp.float32) for shape in shapes)
+    shapes += ((count, INNER), (count, INNER))
+    matrices = grouped.Matrices(*(jnp.asarray(random.normal(size=shape), jnp.float32) for shape in shapes))
     taken = np.stack([random.permutation(count)[:active] for _ in range(tokens)])
     weights = random.uniform(size=taken.shape)
     return matrices, jnp.float32(random.normal(size=(tokens, WIDTH))), jnp.float32(weights), jnp.int32(taken)
@@ -31,21 +34,22 @@ def inputs(tokens, count, active, seed=0):
 
 def by_hand(matrices, x, weights, taken):
     """Token by token, expert by expert, in float64."""
-    gate, up, down = (np.float64(m) for m in matrices)
+    gate, up, down, *biases = (np.float64(m) for m in matrices[:5])
     out = np.zeros(x.shape)
     for t, (own, row) in enumerate(zip(np.float64(weights), taken, strict=True)):
         for weight, e in zip(own, row, strict=True):
-            a = np.float64(x[t]) @ gate[e]
-            out[t] += weight * ((a / (1 + np.exp(-a)) * (np.float64(x[t]) @ up[e])) @ down[e])
+            a, b = (np.float64(x[t]) @ m[e] + bias[e] for m, bias in zip((gate, up), biases, strict=True))
+            out[t] += weight * ((a / (1 + np.exp(-a)) * b) @ down[e])
     return out
 
 
+GATED = experts.gating(KINDS["experts"])
 FORMS = experts.FORMS | {"megablox": functools.partial(experts.megablox, interpret=True)}
 
 
 @functools.cache
 def computed(form):
-    return jax.jit(lambda matrices, *given: FORMS[form](matrices, jax.nn.silu, *given))
+    return jax.jit(lambda matrices, *given: FORMS[form](matrices, GATED, *given))
 
 
 SIZES = [(1, 4, 2), (5, 3, 3), (40, 6, 2), (33, 2, 1)]
@@ -65,7 +69,7 @@ def test_gradients_are_those_of_the_dense_form(form):
     weigh = jnp.float32(np.random.default_rng(1).normal(size=x.shape))
 
     def loss(form, matrices, x, weights):
-        return jnp.sum(weigh * FORMS[form](matrices, jax.nn.silu, x, weights, taken))
+        return jnp.sum(weigh * FORMS[form](matrices, GATED, x, weights, taken))
 
     with jax.numpy_dtype_promotion("standard"):  # which the kernel's own code relies on
         found, wanted = (jax.jit(jax.grad(functools.partial(loss, one), (0, 1, 2)))(matrices, x, weights)
@@ -79,14 +83,14 @@ def test_all_tokens_at_one_expert_are_computed():
     taken = jnp.full((70, 1), 3)
     found = computed("blocks")(matrices, x, weights, taken)
     np.testing.assert_allclose(found, by_hand(matrices, x, weights, taken), rtol=1e-5, atol=1e-5)
-    gradient = jax.jit(jax.grad(lambda m: jnp.sum(experts.blocks(m, jax.nn.silu, x, weights, taken))))(matrices)
+    gradient = jax.jit(jax.grad(lambda m: jnp.sum(experts.blocks(m, GATED, x, weights, taken))))(matrices)
     assert [bool(jnp.any(gradient[0][e])) for e in range(5)] == [False, False, False, True, False]
 
 
 @pytest.mark.parametrize("block", [1, 4, 8])
 def test_pairs_are_sorted_into_blocks_of_one_expert(block):
     *_, taken = inputs(29, 5, 2)
-    at = jax.tree.map(np.asarray, experts.by_expert(taken, 5, block))
+    at = jax.tree.map(np.asarray, grouped.by_expert(taken, 5, block))
     flat = np.asarray(taken).ravel()
     assert sorted(at.row.ravel()) == sorted(np.flatnonzero(at.pair < 58)) and len(set(at.row.ravel())) == 58
     for pair, row in enumerate(at.row.ravel()):
@@ -96,14 +100,17 @@ def test_pairs_are_sorted_into_blocks_of_one_expert(block):
 
 
 def test_blocks_in_turn_and_at_once_are_one():
-    """CPUs take the first form, other platforms the second one."""
+    """CPUs take the first form, other platforms the second one; values of unused blocks are anyone's."""
     matrices, x, _, taken = inputs(29, 5, 2)
-    at = experts.by_expert(taken, 5, 8)
-    own = experts.moved(x, at.token, at.row).reshape(-1, 8, WIDTH)
-    g = jnp.float32(np.random.default_rng(1).normal(size=(*own.shape[:2], INNER)))
-    given = (at.owner, at.used)
-    found = (experts.in_turn(own, matrices[0], *given), experts.sums_in_turn(own, g, *given, count=5))
-    wanted = (experts.at_once(own, matrices[0], *given), experts.sums_at_once(own, g, *given, count=5))
+    at = grouped.by_expert(taken, 5, 8)
+    own = grouped.moved(x, at.token, at.row).reshape(-1, 8, WIDTH)
+    g = jnp.float32(np.random.default_rng(1).normal(size=own.shape))
+    g = jnp.where(jnp.arange(len(g))[:, None, None] < at.used, g, 0)
+    found, wanted = (form(GATED, own, matrices, at.owner, at.used) for form in (grouped.in_turn, grouped.at_once))
+    assert len(own) % grouped.TOGETHER == 0 and at.used < len(own)
+    assert largest_difference([t[: at.used] for t in found], [t[: at.used] for t in wanted]) < 1e-5
+    found, wanted = (form(GATED, own, wanted[1:], g, matrices, at.owner, at.used)
+                     for form in (grouped.back_in_turn, grouped.back_at_once))  # fmt: skip
     assert largest_difference(found, wanted) < 1e-5
 
 
@@ -159,10 +166,24 @@ def test_a_decoder_replays_its_own_choice_and_no_other_form_moves_it():
     np.testing.assert_array_equal(forward(model, rows), hidden)
 
 
-@pytest.mark.parametrize("shape", [MeshShape(data=2, fsdp=2, tensor=2), MeshShape(data=2, fsdp=1, tensor=2, expert=2)])
-def test_gradients_do_not_depend_on_the_mesh(shape):
+def test_the_clamped_gate_is_its_formula():
+    gate, up = (jnp.float32(x) for x in np.random.default_rng(0).normal(size=(2, 50)))
+    found = experts.gating(KINDS["sinks"])(gate, up)
+    below, within = np.minimum(gate, 0.5), np.clip(up, -0.5, 0.5)
+    np.testing.assert_allclose(found, below / (1 + np.exp(-1.702 * below)) * (within + 1), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        ("experts", MeshShape(data=2, fsdp=2, tensor=2)),
+        ("experts", MeshShape(data=2, fsdp=1, tensor=2, expert=2)),
+        ("sinks", MeshShape(data=1, fsdp=1, tensor=4, expert=2)),
+    ],
+)
+def test_gradients_do_not_depend_on_the_mesh(kind, shape):
     """Each device sorts its own tokens; over the axis of experts they are gathered, and the sums scattered."""
-    model, mesh = tiny("experts"), make_mesh(shape)
+    model, mesh = tiny(kind), make_mesh(shape)
     rows = causal_rows(np.random.default_rng(0).integers(0, 50, (8, 6)))
     weigh = np.random.default_rng(1).normal(size=(8, 6, 16)).astype(np.float32)
 
@@ -175,7 +196,7 @@ def test_gradients_do_not_depend_on_the_mesh(shape):
         placed = jax.device_put(model, shardings(model, mesh))
         found = jax.device_get(graded(placed))
     assert largest_difference(found, wanted) < 1e-5
-    parts = 2 * mesh.shape.get("expert", mesh.shape["fsdp"])
+    parts = mesh.shape["tensor"] * mesh.shape.get("expert", mesh.shape["fsdp"])
     gate = placed.weights.blocks.experts.gate[...]
     assert gate.addressable_shards[0].data.size == gate.size // parts
 
@@ -186,5 +207,41 @@ def test_an_adapter_leaves_experts_alone():
     alone = dataclasses.replace(config, family="qwen3_moe", experts=dataclasses.replace(config.experts, shared_width=0))
     adapted = lambda config: to_parameters(jax.eval_shape(lambda: create(config, Lora(rank=2), jax.random.key(0))))
     assert set(adapted(config)["blocks"]) == {"attn", "mlp"} and set(adapted(alone)["blocks"]) == {"attn"}
+    chosen = Lora(rank=2, targets=("experts/gate", "experts/down"))
+    model, rows = tiny("experts"), causal_rows(np.random.default_rng(0).integers(0, 50, (2, 7)))
+    adapter = create(config, chosen, jax.random.key(0))
+    assert set(to_parameters(adapter)["blocks"]) == {"experts"}
+    np.testing.assert_array_equal(forward(attached(model, adapter), rows), forward(model, rows))
+    random = np.random.default_rng(0)
+    adapter = jax.tree.map(lambda x: jnp.float32(0.3 * random.normal(size=x.shape)), adapter)
+    parameters = to_parameters(model)
+    for name, factors in to_parameters(adapter)["blocks"]["experts"].items():
+        for layer, e in np.ndindex(2, 6):
+            change = chosen.alpha / chosen.rank * factors["a"][layer, e] @ factors["b"][layer, e]
+            parameters["blocks"]["experts"][name] = parameters["blocks"]["experts"][name].at[layer, e].add(change)
+    whole = Decoder(model.config, parameters)
+    np.testing.assert_allclose(forward(attached(model, adapter), rows), forward(whole, rows), atol=1e-4)
+    assert largest_difference(to_parameters(merge(attached(model, adapter))), parameters) < 1e-5
     with pytest.raises(InputError, match="mlp/up: a qwen3_moe model has none of them"):
         create(alone, Lora(rank=2, targets=("mlp/up",)), jax.random.key(0))
+
+
+@pytest.mark.compilers
+def test_a_tpus_products_cost_what_the_active_experts_cost():
+    """Read from the compiled program: 1 for the forward pass and 1 for each gradient, where all experts would be 8."""
+    os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
+    found = topologies.get_topology_desc(platform="tpu", topology_name="v5e:1x1", chips_per_host_bounds=(1, 1, 1))
+    chip = jax.sharding.SingleDeviceSharding(found.devices[0])
+    tokens, width = 1024, 256
+    config = ModelConfig("qwen3_moe", 50, width, 1, width, Attention(4, 2, 64), experts=Experts(32, 4, width, True))
+    given = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=chip)
+    weights = {name: given(32, width, width) for name in ("gate", "up", "down")} | {"router": given(width, 32)}
+
+    def loss(weights, x):
+        out, _ = experts.mixture(Weights(weights), config, x, compute=ComputeOptions(experts="megablox"))
+        return jnp.sum(jnp.square(out.astype(jnp.float32)))
+
+    with jax.numpy_dtype_promotion("standard"):  # which the kernel's own code relies on
+        program = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(weights, given(1, tokens, width)).compile()
+    active = 2 * 3 * tokens * config.experts.active * width * width
+    assert 3.0 < program.cost_analysis()["flops"] / active < 3.2

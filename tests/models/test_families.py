@@ -1,12 +1,13 @@
 """config.json <-> ModelConfig, in both dialects, and what is refused."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models.config import Embeddings, Llama3Rope
+from jaxrl_llm.models.config import Embeddings, Llama3Rope, Yarn
 from jaxrl_llm.models.families import FAMILIES
 from jaxrl_llm.models.hf_config import read_config, write_config
 
@@ -99,7 +100,9 @@ def test_special_ids_of_every_spelling():
         ({"logits_scaling": 8.0}, ["logits_scaling=8.0"]),
         ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
         ({"hidden_act": "relu"}, ["relu", "silu", "gelu_pytorch_tanh"]),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, ["yarn", "llama3"]),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, ["dynamic", "llama3", "yarn"]),
+        ({"rope_parameters": {"rope_type": "yarn"}}, ["yarn", "factor"]),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 4.0, "beta_fast": 3.0}}, ["beta_fast=3.0"]),
         ({"rope_parameters": {"rope_type": "linear"}}, ["linear", "factor"]),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, ["partial_rotary_factor"]),
         ({"num_key_value_heads": 3}, ["num_attention_heads=4", "num_key_value_heads=3"]),
@@ -139,6 +142,37 @@ def test_experts_that_cannot_be_obeyed_are_refused():
     assert "clip_qkv=8.0" in refusal("olmoe", clip_qkv=8.0)
     assert "num_experts_per_tok=7 of 6 experts" in refusal("olmoe", num_experts_per_tok=7)
     assert "num_experts=0; it must be a positive integer" in refusal("olmoe", num_experts=0)
+
+
+def test_the_later_families_refuse_what_they_do_not_do():
+    longrope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    assert "longrope" in refusal("phi3", rope_parameters=longrope)
+    assert "longrope" in refusal("phi3", rope_parameters={"rope_type": "yarn", "factor": 4.0})
+    assert "rotates 3 of 8 numbers" in refusal("glm4", rope_parameters=None, partial_rotary_factor=0.4)
+    assert "no_rope_layers has 1 entries for 3 layers" in refusal("smollm3", no_rope_layers=[1])
+    assert "attention_bias=False" in refusal("gpt_oss", attention_bias=False)
+    assert "quantization_config" in refusal("gpt_oss", quantization_config={"quant_method": "awq"})
+    assert "quantization_config" in refusal("granite", quantization_config={"quant_method": "mxfp4"})
+    assert read_config(attributes("gpt_oss", quantization_config={"quant_method": "mxfp4"})).family == "gpt_oss"
+
+
+def test_yarn_is_read_in_each_spelling():
+    rope = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    read = lambda **more: read_config(attributes(rope_parameters=None, rope_scaling=rope | more)).attention.rope.scaling
+    assert read() == Yarn(4.0, 32, 32.0, 1.0, pytest.approx(0.1 * math.log(4) + 1), True)
+    assert read(attention_factor=0.7, truncate=False, beta_fast=9).magnitude == 0.7
+    both = (0.2 * math.log(4) + 1) / (0.05 * math.log(4) + 1)
+    assert read(mscale=2.0, mscale_all_dim=0.5).magnitude == pytest.approx(both)
+    assert read(factor=None) == Yarn(2.0, 32, 32.0, 1.0, pytest.approx(0.1 * math.log(2) + 1), True)
+    bare = {name: value for name, value in attributes("gpt_oss").items() if name != "rope_parameters"}
+    assert read_config(bare).attention.rope.scaling == Yarn(
+        32.0, 4096, 32, 1, pytest.approx(0.1 * math.log(32) + 1), False
+    )
+
+
+def test_layers_without_rotation_follow_the_interval():
+    config = read_config(attributes("smollm3", no_rope_layers=None, layer_types=None, num_hidden_layers=5))
+    assert config.attention.rope.layers == (True, True, True, False, True)
 
 
 def test_numbers_of_experts_have_two_spellings():

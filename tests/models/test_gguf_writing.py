@@ -30,6 +30,10 @@ FITTING = {
     "gemma2": {"scale": 16**-0.5},
     "gemma3_text": {"scale": 16**-0.5, "windows": (6, 6, 6)},
     "olmo2": {},
+    "mixtral": {"windows": ()},
+    "qwen3_moe": {},
+    "qwen2_moe": {},
+    "olmoe": {},
 }
 """What of a fixture's attention has to be another so that a GGUF file can say it."""
 ROUNDED = ("gemma2", "gemma3_text")

@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -10,8 +11,11 @@ from safetensors.numpy import load_file, save_file
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import load_pretrained, load_scalar, logits, save_pretrained, scores
+from jaxrl_llm.models.config import Lora
 from jaxrl_llm.models.decoder import to_parameters
 from jaxrl_llm.models.heads import with_scalar_head
+from jaxrl_llm.models.lora import create
+from jaxrl_llm.models.peft import save_adapter
 from jaxrl_llm.models.pretrained import architecture, check_name
 from jaxrl_llm.models.tokenizer import save_tokenizer
 from jaxrl_llm.plan.lowering import model_config
@@ -165,3 +169,14 @@ def test_pickled_weights_and_an_adapter_of_an_adapter_are_refused(base, tmp_path
     for name, words in {"one": "holds no adapter_model.safetensors", "two": "is an adapter too"}.items():
         with pytest.raises(InputError, match=words):
             check_name(str(tmp_path / name))
+
+
+@pytest.mark.parametrize(("kind", "word"), [("phi3", "attn/q"), ("qwen3_moe", "experts/up")])
+def test_matrices_that_are_no_modules_are_refused(kind, word, tmp_path):
+    """Those that a checkpoint fuses, and experts."""
+    fixture = Path(__file__).parents[1] / "fixtures" / "models" / kind
+    config, _ = architecture(str(fixture))
+    lora = Lora(rank=2, targets=(word,))
+    adapter = jax.eval_shape(lambda: create(config, lora, jax.random.key(0)))
+    with pytest.raises(InputError, match=f"no modules for {word} of a {kind} model: export the merged model"):
+        save_adapter(adapter, config, lora, "base", tmp_path / "adapter")
