@@ -65,7 +65,7 @@ def fault(step: Path, part: int = 0, parts: int = 1) -> str:
     wanted = written(step)
     stored = objects.sums(step) if wanted and storage.address(step) else None
     if stored is None:
-        sizes = {name: os.path.getsize(step / name) for name in wanted if (step / name).is_file()}
+        sizes = {name: os.path.getsize(step / name) for name in wanted if os.path.isfile(step / name)}
     else:
         sizes = {name: size for name, (size, _) in stored.items()}
     missing = next((name for name in wanted if name not in sizes), None)

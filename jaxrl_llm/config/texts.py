@@ -42,7 +42,7 @@ class Answering(Setting):
       episode: limits of episodes with an environment or tools.
       slots: completions sampled at one time.
       chunk: decode steps in one compiled call.
-      workers: processes for verifiers that may hang or crash.
+      workers: processes for verifiers that may hang or crash; None for as many as this machine has cores, up to 32.
       timeout_s: seconds after which an answer's verification is given up.
     """
 
@@ -51,7 +51,7 @@ class Answering(Setting):
     episode: Limits = Limits()
     slots: Annotated[int, Count(1), FREE] = 64
     chunk: Annotated[int, Count(1)] = 16
-    workers: Annotated[int, Count(1), FREE] = 2
+    workers: Annotated[int | None, Count(1), FREE] = None
     timeout_s: Annotated[float, Range("(0, inf]", words="above 0 seconds"), RECORDED] = 5.0
 
 

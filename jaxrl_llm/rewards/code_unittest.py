@@ -8,6 +8,7 @@ class has the statements of its ``setUp`` before it, and ``self.x`` becomes a na
 import ast
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from jaxrl_llm.errors import InputError, require
 
@@ -67,7 +68,7 @@ class _Plain(ast.NodeTransformer):
 
     def visit_Expr(self, node: ast.Expr) -> ast.stmt:
         self.generic_visit(node)
-        call = node.value
+        call: Any = node.value
         function = call.func if isinstance(call, ast.Call) else None
         name = getattr(function, "attr", getattr(function, "id", ""))
         if not name.startswith("assert"):

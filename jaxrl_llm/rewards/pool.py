@@ -107,7 +107,7 @@ class Pool:
             if driver is not None:
                 self._wake.send_bytes(b"")
         if driver is not None:
-            driver.join()
+            driver.join(GRACE_S)  # no longer: a signal's handler may have interrupted ``submit``, which it waits for
         _kill_all(self._workers, os.getpid())
         self._closing.clear()
 

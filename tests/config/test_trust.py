@@ -179,3 +179,27 @@ def test_functions_of_this_package_are_no_code_of_a_run():
     assert list(named({"type": "jaxrl_llm.x:Y", "a": names, "extractor": "after:think"})) == []
     assert list(named({"type": "x:Y", "extractor": "after:think"})) == [("x:Y", True), ("after:think", False)]
     assert next(named(["os:system", {"changes": {"task.extractor": "tag:x"}}])) == ("os:system", False)
+
+
+def test_a_reward_in_the_configurations_file_is_found_again_by_those_who_may_execute_it(tmp_path, cache):
+    file = tmp_path / "own_reward.py"
+    file.write_text(
+        "import dataclasses\nfrom jaxrl_llm.config import Scoring, load_config\n"
+        "def short(problem, completion):\n    return -1.0\n"
+        "config = dataclasses.replace(load_config('smoke')[1], scoring=Scoring((short,)))\n"
+    )
+    found = configs.find_config(str(file))
+    path = tmp_path / "run" / "config.json"
+    path.parent.mkdir()
+    configs.write(path, configs.to_json(found.run) | found.origin.to_json())
+    read = lambda: configs.with_lost(configs.read(path).run, path).scoring.rewards[0]
+    assert read().function(None, None) == -1.0
+    os.environ["JAXRL_LLM_CACHE"] = str(tmp_path / "of another user")
+    assert not hasattr(read(), "function") and f"(read {file}, and add --trust to execute it)" in read().reason
+    with configs.trusting():
+        assert read().function(None, None) == -1.0
+        file.unlink()
+        assert not hasattr(read(), "function"), "it says what it did before"
+    plain = tmp_path / "run" / "plain.json"
+    configs.write(plain, configs.to_json(SMOKE) | found.origin.to_json())
+    assert configs.with_lost(SMOKE, plain) is SMOKE

@@ -85,6 +85,8 @@ def test_damaged_host_states_of_checkpoints_are_refused(tmp_path, host):
         phase_of(step)
     (step / CHECKSUMS).write_text(json.dumps({"host/metadata": ["3", 4]}))
     assert fault(step) == "", "a record that is none counts as one of earlier versions"
+    (step / CHECKSUMS).write_text(json.dumps({"x" * 5000: [3, "ab"]}))
+    assert fault(step).endswith("is missing")
     (step / CHECKSUMS).write_text(DEEP)
     assert fault(step) == ""
 
@@ -152,7 +154,11 @@ def test_settings_with_wrong_types_are_refused(tmp_path, change):
 
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [({"rules": {"type": "no class"}}, "is not a configuration class"), ({"origin": {"folder": "x" * 5000}}, "")],
+    [
+        ({"rules": {"type": "no class"}}, "is not a configuration class"),
+        ({"origin": {"folder": "x" * 5000}}, ""),
+        ({"origin": {"folder": "x", "config": False}}, "names no files"),
+    ],
 )
 def test_a_strangers_run_is_read_or_refused(tmp_path, change, reason):
     host = tmp_path / "checkpoints" / "1" / "host"
