@@ -99,10 +99,10 @@ def test_visible_pairs_are_those_of_a_loop(windows, first, last):
     assert visible_pairs(config, first, last) == counted
 
 
-@pytest.mark.parametrize(("mean", "slots", "parts"), [(12, 40, 1), (40, 24, 4), (9, 20, 8)])
+@pytest.mark.parametrize(("mean", "slots", "parts"), [(120, 40, 1), (400, 24, 4), (90, 20, 8)])
 def test_slots_take_the_next_of_the_queue_and_read_what_the_engine_reads(mean, slots, parts):
     """One slot at a time, by loops; the shape of each chunk is the engine's own answer."""
-    count, longest, chunk = 90, 40, 4
+    count, longest, chunk = 90, 400, 16
     queue = lengths(count, mean, longest).tolist()
     assert sum(queue) / count == pytest.approx(mean, rel=0.06) and max(queue) <= longest
     build = Build(CONFIG, jnp.float32, slots, longest + 24, chunk, None, False, 1)
