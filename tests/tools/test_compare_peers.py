@@ -170,7 +170,7 @@ def test_completions_of_other_lengths_are_refused():
 def test_every_peer_has_exact_versions_and_ours_has_no_environment(tmp_path):
     for name, peer in peer_processes.PEERS.items():
         assert (TOOLS / "peers" / peer.script).is_file()
-        assert (TOOLS / "peers" / peer_learning.script_of(name)).is_file()
+        assert (TOOLS / "peers" / peer_learning.script_of(name, {})).is_file()
         assert bool(peer.pins) == (name != "ours")
         assert all(len(pin.split("==")) == 2 and pin.split("==")[1][0].isdigit() for pin in peer.pins)
     assert peer_processes.python_of((), tmp_path) == Path(sys.executable) and not list(tmp_path.iterdir())
