@@ -87,6 +87,7 @@ def sampled() -> tuple[Any, Any, Any, list[Sample], dict[str, Any]]:
     prompts = [list(text.encode()) for text in ("1+1=", "12+30=", "hello", "a longer question?") for _ in range(GROUP)]
     engine = Engine(old, len(prompts), 64, TOKENS)
     limits = np.random.default_rng(0).integers(3, TOKENS + 1, len(prompts))
+    limits[0] = TOKENS
     rule = Sampling(max_new_tokens=TOKENS)
     engine.start(rule)
     handles = engine.submit(prompts, range(len(prompts)), limits.tolist())
