@@ -37,6 +37,8 @@ from jaxrl_llm.rollout import Engine, Sampling
 from jaxrl_llm.types import Role
 
 GROUP, TOKENS, LARGEST = 4, 12, 1e-5
+EMBEDDING, PAD = "model.embed_tokens.weight", 258
+"""Transformers drops the gradient of the padding token as an input, which a random model samples: it is left out."""
 CLIP = {"epsilon": 0.2, "epsilon_high": 0.28}
 LOSSES: dict[str, tuple[Algorithm, dict[str, Any]]] = {
     "grpo": (PRESETS["grpo"], {"loss_type": "grpo", "epsilon": 0.2}),
@@ -190,6 +192,8 @@ def main(options: Options) -> int:
         for name, (algorithm, _) in LOSSES.items():
             other = load_file(folder / f"{name}_trl.safetensors")
             mine = load_file(folder / name / "model.safetensors")
+            for embedding in (mine[EMBEDDING], other[EMBEDDING]):
+                embedding[PAD] = 0
             largest = max(np.abs(x).max() for x in other.values())
             weights = max(float(np.abs(mine[weight] - other[weight]).max() / largest) for weight in other)
             loss, gradient = on_random(algorithm, batch)
