@@ -4,27 +4,25 @@
     python tools/ablate.py CONFIG --ladder dapo --draw
 
 Ladders are those of ladders.py: objectives, dapo, prorl, length, clip, prolonged. Each rung with each seed is a run of
-jaxrl-llm train, in DIR/RUNG/seed-N (DIR is runs/ablations/CONFIG), all one after the other in one process beside this
-one. The recipe is the ladder's, where it has one; all other settings are CONFIG's, or given as for train. Rungs that
-two ladders share are run once. Ctrl-C lets the present run save itself; the same command goes on with it, and passes
-over what is finished. DIR/LADDER.md and .json are drawn from the runs' metrics.jsonl whenever a seed's last rung is
-done; --draw does only that. --json prints the numbers as the last line.
+jaxrl-llm train in a process of its own, in DIR/RUNG/seed-N (DIR is runs/ablations/CONFIG). The recipe is the ladder's,
+where it has one; all other settings are CONFIG's, or given as for train. Rungs that two ladders share are run once.
+Ctrl-C lets the present run save itself; the same command goes on with it, and passes over what is finished.
+DIR/LADDER.md and .json are drawn from the runs' metrics.jsonl whenever a seed's last rung is done; --draw does only
+that. --json prints the numbers as the last line.
 """
 
-import contextlib
 import dataclasses
 import json
 import re
-import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ladder_statistics import Line, Row, acting, lines_of, numbers, table
+from ladder_statistics import Line, Row, lines_of, table
 from ladders import LADDERS, Rung
 
 from jaxrl_llm import config as configs
@@ -42,24 +40,6 @@ GUARDED = 3
 MAY_DIFFER = tuple(name for name in configs.FREE_TO_CHANGE if not name.startswith("evaluation."))
 """Settings that runs which are compared may differ in: a run goes on with other evaluations too, but what they tell is
 compared here."""
-TRAINER = """
-import json, os, sys
-from jaxrl_llm.cli import run
-from jaxrl_llm.system.signals import listen
-listen()
-told = os.fdopen(os.dup(1), "w")
-for line in sys.stdin:
-    given, log = json.loads(line)
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    os.close(file)
-    code = run(["train", given, "--quiet"])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    print(code, file=told, flush=True)
-"""
-"""The process of all runs: one file of settings after the other. A rung's second seed finds its compiled programs."""
 MISSING = "a configuration is missing: python tools/ablate.py ablation_smoke --ladder dapo"
 HELP = "--ladder NAME, --seeds N, --folder DIR, --draw and --json are ablate's own."
 
@@ -189,7 +169,7 @@ def slug(name: str) -> str:
 
 
 class Runner:
-    """The process in which one run after the other goes on, and what becomes of it when this one is asked to stop."""
+    """The one run that goes on, and what becomes of it when this process is asked to stop."""
 
     def __init__(self) -> None:
         self.child: subprocess.Popen | None = None
@@ -207,25 +187,21 @@ class Runner:
 
         What it says goes to seed-N.log beside its folder. It hears no Ctrl-C of the terminal: it is told here.
         """
-        given, log = (one.directory.with_suffix(ending) for ending in (".json", ".log"))
+        given = one.directory.with_suffix(".json")
         given.parent.mkdir(parents=True, exist_ok=True)
         with new_file(given) as part:
             part.write_text(json.dumps(configs.to_json(one.run) | origin.to_json(), indent=1))
-        if self.asked:
-            return PREEMPTED
-        if self.child is None:
-            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "start_new_session": True}
-            self.child = subprocess.Popen([sys.executable, "-c", TRAINER], text=True, bufsize=1, **pipes)
-        self.child.stdin.write(json.dumps([str(given), str(log)]) + "\n")
-        while not select.select([self.child.stdout], [], [], 1)[0]:
-            say(one.done)
-        return int(self.child.stdout.readline() or self.child.wait())
-
-    def close(self) -> None:
-        """Let the process end, which has nothing more to do."""
-        if self.child is not None:
-            self.child.stdin.close()
-            self.child.wait()
+        program = [sys.executable, "-c", "from jaxrl_llm.cli import main; main()", "train", str(given), "--quiet"]
+        with one.directory.with_suffix(".log").open("w") as log:
+            self.child = subprocess.Popen(program, stdout=log, stderr=log, start_new_session=True)
+            if self.asked:  # between the last look and now
+                self.child.send_signal(signal.SIGTERM)
+            while self.child.poll() is None:
+                try:
+                    self.child.wait(1)
+                except subprocess.TimeoutExpired:
+                    say(one.done)
+        return self.child.returncode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,13 +245,7 @@ def run_all(asked: Asked, runs: Sequence[Planned]) -> int:
     left = [one for one in runs if one.done < one.run.steps]
     if len(left) < len(runs):
         print(f"{len(runs) - len(left)} of {len(runs)} runs are finished already", file=sys.stderr)
-    with contextlib.closing(Runner()) as runner:
-        return run_each(asked, runs, left, runner)
-
-
-def run_each(asked: Asked, runs: Sequence[Planned], left: Sequence[Planned], runner: Runner) -> int:
-    """Run what is ``left`` of the runs, one after the other; exit code and errors as of ``run_all``."""
-    began, made = time.monotonic(), 0
+    runner, began, made = Runner(), time.monotonic(), 0
     for number, one in enumerate(left):
         steps = sum(other.run.steps - other.done for other in left[number:])
         head = f"run {number + 1} of {len(left)}: {one.rung}, seed {one.run.seed}"
@@ -320,6 +290,34 @@ def draw(asked: Asked, runs: Sequence[Planned]) -> list[Line]:
         path.write_text(f"{table(lines)}\nMeans over seeds, ± 95 % interval (t). {acts}\n{left_out}")
         path.with_suffix(".json").write_text(json.dumps(numbers(lines), indent=1))
     return lines
+
+
+def acting(rungs: Sequence[Rung], runs: Mapping[str, Mapping[int, Sequence[Row]]]) -> str:
+    """Whether clipping ever cut a token: where it did not, a rung that moves the range shows nothing."""
+    names = ("clip_fraction/low", "clip_fraction/high")
+    shares = []
+    for rung in rungs:
+        rows = [row for seed in runs[rung.name].values() for row in seed]
+        cut = [[row[name] for row in rows if row.get(name) is not None] for name in names]
+        if all(cut):
+            shares.append(f"{rung.name} {' and '.join(f'{sum(one) / len(one):.2%}' for one in cut)}")
+    return f"Tokens that clipping cut, at the lower and the upper bound: {'; '.join(shares)}." if shares else ""
+
+
+def numbers(lines: Sequence[Line]) -> list[dict[str, Any]]:
+    """What the table says, for programs."""
+    return [
+        {
+            "rung": line.rung.name,
+            "onto": line.onto,
+            **{name: dataclasses.asdict(one) for name, one in line.measures.items()},
+            "gain": None if line.gain is None else dataclasses.asdict(line.gain),
+            "total": None if line.total is None else dataclasses.asdict(line.total),
+            "equal_tokens": None if line.equal is None else dataclasses.asdict(line.equal),
+            "within_noise": None if line.gain is None else line.gain.holds_zero,
+        }
+        for line in lines
+    ]
 
 
 def main(arguments: list[str]) -> int:

@@ -230,31 +230,3 @@ def told(gain: Interval | None, onto: str | None = None) -> str:
         return f"{gain.mean:+.3f}{over}: one seed"
     noise = ": within noise" if gain.holds_zero else ""
     return f"{gain.mean:+.3f} ± {gain.half:.3f}{over}{noise}, {gain.n} pairs"
-
-
-def acting(rungs: Sequence[Rung], runs: Mapping[str, Mapping[int, Sequence[Row]]]) -> str:
-    """Whether clipping ever cut a token: where it did not, a rung that moves the range shows nothing."""
-    names = ("clip_fraction/low", "clip_fraction/high")
-    shares = []
-    for rung in rungs:
-        rows = [row for seed in runs[rung.name].values() for row in seed]
-        cut = [[row[name] for row in rows if row.get(name) is not None] for name in names]
-        if all(cut):
-            shares.append(f"{rung.name} {' and '.join(f'{sum(one) / len(one):.2%}' for one in cut)}")
-    return f"Tokens that clipping cut, at the lower and the upper bound: {'; '.join(shares)}." if shares else ""
-
-
-def numbers(lines: Sequence[Line]) -> list[dict[str, Any]]:
-    """What the table says, for programs."""
-    return [
-        {
-            "rung": line.rung.name,
-            "onto": line.onto,
-            **{name: dataclasses.asdict(one) for name, one in line.measures.items()},
-            "gain": None if line.gain is None else dataclasses.asdict(line.gain),
-            "total": None if line.total is None else dataclasses.asdict(line.total),
-            "equal_tokens": None if line.equal is None else dataclasses.asdict(line.equal),
-            "within_noise": None if line.gain is None else line.gain.holds_zero,
-        }
-        for line in lines
-    ]
