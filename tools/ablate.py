@@ -3,10 +3,10 @@
     python tools/ablate.py CONFIG --ladder dapo [--seeds 3] [--steps N] [--folder DIR] [--json] [--field value ...]
     python tools/ablate.py CONFIG --ladder dapo --draw
 
-Ladders are those of ladders.py: dapo, prorl, length, clip, arpo, routing, prolonged. Each rung with each seed is a run
-of jaxrl-llm train in a process of its own, in DIR/RUNG/seed-N (DIR is runs/ablations/CONFIG). The recipe is the
-ladder's, where it has one; all other settings are CONFIG's, or given as for train. Rungs that two ladders share are run
-once. Ctrl-C lets the present run save itself; the same command goes on with it, and passes over what is finished.
+Ladders are those of ladders.py: objectives, dapo, prorl, length, clip, arpo, routing, prolonged. Each rung with each
+seed is a run of jaxrl-llm train in a process of its own, in DIR/RUNG/seed-N (DIR is runs/ablations/CONFIG). The recipe
+is the ladder's, where it has one; all other settings are CONFIG's, or given as for train. Rungs that two ladders share
+are run once. Ctrl-C lets the present run save itself; the same command goes on with it, and passes over what is done.
 DIR/LADDER.md and .json are drawn from the runs' metrics.jsonl whenever a seed's last rung is done; --draw does only
 that. --json prints the numbers as the last line.
 """

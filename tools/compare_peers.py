@@ -21,7 +21,9 @@ while the others wait.
 ``what`` learn is another comparison: whole runs of ``config``, ours by its own command, the peers' by their trainers
 with the same weights, prompts, rewards, groups and learning rate, one process after the other, with nothing compiled
 before; ``repeats`` is the number of seeds. After each step held-out problems are answered greedily; told are the
-seconds since the process was started, evaluations left out, and the completions sampled, until 0.95 and 0.98.
+seconds since the process was started, evaluations left out, and the completions sampled, until 0.95 and 0.98; a step's
+median seconds, and the largest memory. ``what`` distillation is the same with a teacher in the place of rewards,
+beside TRL's ``DistillationTrainer``: same teacher, prompts, learning rate and divergence.
 
 ``what`` episode times whole GRPO steps of episodes: SmolLM2-135M-Instruct asks a calculator, an environment written
 after TRL's interface (tools/peers/calculator.py) that both trainers run unchanged; the same prompts, chat template,
@@ -54,6 +56,8 @@ from jaxrl_llm.models import save_pretrained
 from jaxrl_llm.models.config import TokenIds
 from jaxrl_llm.models.decoder import Decoder, initialise, to_parameters
 
+WHOLE = {"learn": "quickstart", "distillation": "distillation_quickstart"}
+"""Kinds of whole runs, and the configuration of each."""
 LIVELY = 0.1
 """Standard deviation of random weights: large enough that the next token depends on more than the last."""
 LEARNING_RATE = 1e-4
@@ -65,15 +69,18 @@ class Comparison:
 
     Attributes:
       work: as in bench_rollout.
-      what: the part of a training step; or learn or episode, which take nothing of ``work`` but ``repeats``.
-      config: of ours, that learn compares.
+      what: the part of a training step; or whole runs, learn or distillation, which take nothing of ``work`` but
+        ``repeats``.
+      config: of ours, that whole runs compare; None for quickstart and distillation_quickstart.
+      steps: of a whole run at most.
       only: contestants, separated by commas; ours always takes part.
       folder: where the peers' environments and logs are kept.
     """
 
     work: Annotated[Options, tyro.conf.arg(name="")] = Options()
-    what: Literal["rollout", "update", "step", "learn", "episode"] = "rollout"
-    config: str = "quickstart"
+    what: Literal["rollout", "update", "step", "learn", "distillation", "episode"] = "rollout"
+    config: str | None = None
+    steps: int = peer_learning.STEPS
     only: str = ",".join(PEERS)
     folder: Path = ROOT / ".peers"
 
@@ -84,8 +91,9 @@ def chosen(only: str, what: str = "rollout") -> list[str]:
     if unknown := [name for name in names if name not in PEERS]:
         raise SystemExit(f"compare_peers: no contestant {unknown[0]!r}: there are {', '.join(PEERS)}")
     others = [name for name in PEERS if name in names and name != "ours"]
-    left_out = {"update": ("batching",), "learn": ("batching",), "episode": ("batching", "tunix")}.get(what, ())
-    return ["ours", *(name for name in others if name not in left_out)]
+    others = [name for name in others if name != "tunix" or what not in ("distillation", "episode")]
+    samples = what in ("rollout", "step")
+    return ["ours", *(name for name in others if samples or PEERS[name].mode != "batching")]
 
 
 def lively(options: Options) -> Decoder:
@@ -201,8 +209,10 @@ def compare(comparison: Comparison) -> dict[str, Any]:
 
 if __name__ == "__main__":
     asked = tyro.cli(Comparison, description=__doc__)
-    if asked.what == "learn":
-        found = peer_learning.learn(asked.config, chosen(asked.only, "learn"), asked.work.repeats, asked.folder)
+    if asked.what in WHOLE:
+        config = asked.config or WHOLE[asked.what]
+        names = chosen(asked.only, asked.what)
+        found = peer_learning.learn(config, names, asked.work.repeats, asked.folder, asked.steps)
         print(peer_learning.table(found))
     elif asked.what == "episode":
         found = peer_learning.play(chosen(asked.only, "episode"), asked.work.repeats, asked.folder)

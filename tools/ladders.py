@@ -45,7 +45,21 @@ class Rung:
 GRPO = Recipe("grpo", dataclasses.replace(PRESETS["grpo"], kl=None, kl_coef=0.0))
 HIGH_CLIP = Recipe("prorl", dataclasses.replace(PRESETS["prorl"], kl=None, kl_coef=0.0))
 
+OF_MORE = ("ppo", "gigpo", "mt_grpo")
+"""Objectives that need a critic, or turns: a small run with verified answers says nothing about them."""
+
+
+def alone(name: str) -> Recipe:
+    """A preset as a recipe, without a KL, which not all have: its filters, shaping and sampling are the ladder's."""
+    return Recipe(name, dataclasses.replace(PRESETS[name], kl=None, kl_coef=0.0, kl_in="loss"))
+
+
 LADDERS: dict[str, tuple[Rung, ...]] = {
+    # Every policy objective of the presets against GRPO's; no paper has such a table.
+    "objectives": (
+        Rung("grpo", {"recipe": alone("grpo")}),
+        *(Rung(name, {"recipe": alone(name)}, "grpo") for name in PRESETS if name not in ("grpo", *OF_MORE)),
+    ),
     # arXiv 2503.14476, table 1: AIME 2024 with Qwen2.5-32B, one run of each rung. No rung has a KL, as in the paper.
     "dapo": (
         Rung("GRPO", {"recipe": GRPO}, published=30),

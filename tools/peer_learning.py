@@ -1,4 +1,4 @@
-"""Time to accuracy of a run of ours and of the same work by peers, for compare_peers."""
+"""Time to accuracy of a run of ours, by rewards or by a teacher, and of the same work by peers, for compare_peers."""
 
 import dataclasses
 import itertools
@@ -17,10 +17,13 @@ from peer_processes import PEERS, TRL, process_of, python_of
 from jaxrl_llm import config as configs
 from jaxrl_llm import tasks
 from jaxrl_llm.algorithms import PRESETS
+from jaxrl_llm.algorithms.divergences import JensenShannon
 from jaxrl_llm.config import Run
 from jaxrl_llm.environments.examples import Products
 from jaxrl_llm.errors import require
 from jaxrl_llm.models import load_pretrained, save_pretrained
+from jaxrl_llm.runs.load import load_model
+from jaxrl_llm.sharding import make_mesh
 
 LEVELS = (0.95, 0.98)
 """Shares of right answers whose first reaching is timed; with the last one a contestant is done."""
@@ -67,8 +70,12 @@ def work_of(config: str, folder: Path) -> dict[str, Any]:
     def told(problems: Sequence[Any]) -> list[dict[str, str]]:
         return [{"prompt": tokenizer.decode(prompts[one]), "answer": one.answer} for one in problems]
 
-    surrogate = run.recipe.algorithm.surrogate
-    return {
+    surrogate, own = run.recipe.algorithm.surrogate, run.scoring.distillation
+    teacher: dict[str, Any] = {}
+    if own is not None:
+        save_pretrained(load_model(own.teacher, "float32", make_mesh(run.mesh))[0], tokenizer, folder / "teacher")
+        teacher = {"teacher": str(folder / "teacher"), "beta": own.divergence.beta}
+    return teacher | {
         "model": str(folder),
         "config": config,
         "train": told(loaded.train),
@@ -132,9 +139,12 @@ def refuse_what_peers_have_not(run: Run, config: str) -> None:
     Raises:
       InputError: there is some.
     """
+    own = run.scoring.distillation
+    rewards = run.scoring.rewards == (Run.scoring.rewards if own is None else ())
     alike = {
-        "rewards": run.scoring.rewards == Run.scoring.rewards and run.task.extractor == "last_number",
+        "rewards": rewards and run.task.extractor == "last_number",
         "loss": run.recipe.algorithm == PRESETS["dapo"],
+        "teacher": own is None or own == configs.Distillation(own.teacher, JensenShannon(own.divergence.beta)),
         "long answers": run.recipe.overlong.share == 0 and not run.recipe.overlong.drop,
         "updates": run.learner.updates == 1,
     }
@@ -142,21 +152,29 @@ def refuse_what_peers_have_not(run: Run, config: str) -> None:
     require(not other, f"{config} has other {', '.join(other)} than compare_peers sets up in TRL and Tunix")
 
 
-def script_of(name: str) -> str:
-    """Which of tools/peers trains."""
-    return PEERS[name].script.replace("run_", "learn_")
+def script_of(name: str, work: dict[str, Any]) -> str:
+    """Which of tools/peers trains; ours is the same command by rewards and by a teacher."""
+    taught = "teacher" in work and name != "ours"
+    return PEERS[name].script.replace("run_", "distil_" if taught else "learn_")
+
+
+def peak_mb(pid: int) -> float | None:
+    """The largest memory of a process so far, MB; None where the system does not say."""
+    status = Path(f"/proc/{pid}/status")
+    lines = status.read_text().splitlines() if status.is_file() else []
+    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM:")), None)
 
 
 def steps_of(name: str, work: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
     """The lines of a contestant's process, which ends when no more are asked for."""
     with tempfile.TemporaryDirectory() as cache:
         began = time.time()
-        process, log = process_of(name, script_of(name), folder, cache)
+        process, log = process_of(name, script_of(name, work), folder, cache)
         try:
             process.stdin.write(json.dumps(work | {"began": began}) + "\n")
             process.stdin.flush()
             for line in process.stdout:
-                yield json.loads(line)
+                yield json.loads(line) | {"peak_mb": peak_mb(process.pid)}
         finally:
             process.kill()
             process.wait()
@@ -185,7 +203,21 @@ def learn(config: str, names: Sequence[str], seeds: int, folder: Path, steps: in
         for seed in range(seeds):
             for name in names:
                 runs[name].append(run_of(name, work | {"seed": seed}, folder))
-    return {"config": config, "seeds": seeds, "runs": runs, "levels": {str(x): summed_up(runs, x) for x in LEVELS}}
+    levels = {str(x): summed_up(runs, x) for x in LEVELS}
+    return {"config": config, "seeds": seeds, "runs": runs, "levels": levels, "steps": each_step(runs)}
+
+
+def each_step(runs: dict[str, list[Any]]) -> dict[str, dict[str, float | None]]:
+    """Median seconds of a contestant's steps after its first, their ratio to ours, and its largest memory."""
+    found: dict[str, dict[str, float | None]] = {}
+    for name, seeds in runs.items():
+        times = [b["seconds"] - a["seconds"] for lines in seeds for a, b in itertools.pairwise(lines)]
+        peaks = [line["peak_mb"] for lines in seeds for line in lines if line.get("peak_mb") is not None]
+        found[name] = {"step_s": statistics.median(times) if times else None, "peak_mb": max(peaks, default=None)}
+    ours = found["ours"]["step_s"]
+    for one in found.values():
+        one["ratio"] = round(one["step_s"] / ours, 2) if ours and one["step_s"] is not None else None
+    return found
 
 
 def summed_up(runs: dict[str, list[Any]], level: float) -> dict[str, dict[str, Any]]:

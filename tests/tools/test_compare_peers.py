@@ -171,7 +171,7 @@ def test_completions_of_other_lengths_are_refused():
 def test_every_peer_has_exact_versions_and_ours_has_no_environment(tmp_path):
     for name, peer in peer_processes.PEERS.items():
         assert (TOOLS / "peers" / peer.script).is_file()
-        assert (TOOLS / "peers" / peer_learning.script_of(name)).is_file()
+        assert (TOOLS / "peers" / peer_learning.script_of(name, {})).is_file()
         assert bool(peer.pins) == (name != "ours")
         assert all(len(pin.split("==")) == 2 and pin.split("==")[1][0].isdigit() for pin in peer.pins)
     assert peer_processes.python_of((), tmp_path) == Path(sys.executable) and not list(tmp_path.iterdir())
@@ -229,6 +229,36 @@ def test_peers_are_told_the_same_prompts_and_problems(own, tmp_path):
     assert sorted(one["prompt"] for one in told) == [f"{n} + 1 =" for n in range(8)]
     assert all(int(one["answer"]) == int(one["prompt"].split()[0]) + 1 for one in told) and len(work["train"]) == 4
     assert (work["clip"], work["group"], work["temperature"]) == ([0.2, 0.28], 2, 1.0)
+
+
+TAUGHT = """
+from jaxrl_llm.config import Distillation, Scoring
+taught = Distillation("tiny-random", SIGNAL)
+recipe = dataclasses.replace(config.recipe, filter_groups=False)
+config = dataclasses.replace(config, recipe=recipe, scoring=Scoring(rewards=(), distillation=taught))
+"""
+
+
+def test_a_teacher_takes_the_place_of_rewards(own, tmp_path):
+    taught, other = tmp_path / "taught.py", tmp_path / "other.py"
+    taught.write_text(own.read_text() + TAUGHT.replace("SIGNAL", '"jsd"'))
+    other.write_text(own.read_text() + TAUGHT.replace("SIGNAL", '"jsd", weight=2.0'))
+    work = peer_learning.work_of(str(taught), tmp_path / "model")
+    assert work["beta"] == 0.5 and (Path(work["teacher"]) / "model.safetensors").is_file()
+    for name, script in (("trl", "distil_trl.py"), ("ours", "learn_ours.py")):
+        assert peer_learning.script_of(name, work) == script and (TOOLS / "peers" / script).is_file()
+    assert compare_peers.chosen("trl,tunix,batching", "distillation") == ["ours", "trl"]
+    with pytest.raises(InputError, match="has other teacher than compare_peers sets up"):
+        peer_learning.work_of(str(other), tmp_path / "model")
+
+
+def test_steps_and_memory_are_compared_with_ours():
+    lines = [[{"seconds": at * 2.0, "peak_mb": 100.0 + at} for at in range(4)]]
+    other = [[{"seconds": at * 5.0, "peak_mb": None} for at in range(3)]]
+    assert peer_learning.each_step({"ours": lines, "trl": other}) == {
+        "ours": {"step_s": 2.0, "peak_mb": 103.0, "ratio": 1.0},
+        "trl": {"step_s": 5.0, "peak_mb": None, "ratio": 2.5},
+    }
 
 
 def test_what_peers_would_run_otherwise_is_refused(tmp_path):
