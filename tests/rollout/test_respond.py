@@ -151,7 +151,7 @@ def test_a_turn_that_is_aborted_is_not_answered():
     assert not tool.heard and not requests
 
 
-@pytest.mark.parametrize("given", [2, 4, 9])
+@pytest.mark.parametrize("given", [2, 4, 9, 12])
 def test_a_row_that_begins_anew_has_the_room_of_a_row_and_random_numbers_of_its_own(given):
     """However long what the model reads there is beside the prompt of 4 tokens; 20 tokens at most."""
     context = tuple(range(50, 50 + given))
