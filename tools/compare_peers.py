@@ -69,7 +69,7 @@ class Comparison:
 
     Attributes:
       work: as in bench_rollout.
-      what: the part of a training step; or whole runs, learn or distillation, which take nothing of ``work`` but
+      what: the part of a training step; or whole runs, learn, distillation or episode, which take of ``work`` only
         ``repeats``.
       config: of ours, that whole runs compare; None for quickstart and distillation_quickstart.
       steps: of a whole run at most.
