@@ -18,6 +18,8 @@ from jaxrl_llm.engine.requests import (
 )  # fmt: skip
 from jaxrl_llm.engine.scheduler import Build, next_requests, wanted
 from jaxrl_llm.models.by_length import ByLength, Seen, block_columns, fetched, halves_of, reads
+from jaxrl_llm.models.cache import empty_cache
+from jaxrl_llm.models.decoding import _readings, shared_prefix
 from jaxrl_llm.rollout import Engine, Sampling
 from jaxrl_llm.types import Prompt
 
@@ -102,6 +104,18 @@ def test_a_run_has_at_most_eight_programs_and_members_of_a_group_stay_together()
             prompts += len({request.block_key for request in running.values()})
         assert 2 <= len(shapes) <= 8 and {shape.columns for shape in shapes} == {held.columns}
         assert blocks <= least * prompts, (blocks, prompts)
+
+
+def test_blocks_and_lanes_without_a_request_are_never_read():
+    """Rows 0 and 2 read block 1 of four, row 1 is idle."""
+    cache = empty_cache(KINDS["plain"], 4, 256, np.float32)
+    lengths = np.array([200, 0, 200], np.int32)
+    before = shared_prefix(cache, lengths, np.array([2, 8, 3], np.int32), 1, 2)
+    given = cache, before.rows, before.lanes, lengths
+    [_, blocks] = _readings(ByLength("gpu"), [0], 256, (lengths, lengths, lengths), *given)
+    first, end = (x[0] for x in blocks.order)
+    np.testing.assert_array_equal(end - first, [0, 4, 0, 0])
+    np.testing.assert_array_equal(blocks.lanes[0], [[-1, -1], [0, 2], [-1, -1], [-1, -1]])
 
 
 def test_every_request_is_taken_once_and_no_slot_stays_free():
