@@ -82,7 +82,7 @@ def backend_for(
       sampler: the mesh to sample on.
       keep: whether the weights must outlive the model, since an update takes its buffers.
       kind: makes the backend from the shapes of its weights, the mesh and the sizes, as ``Engine`` does.
-      sizes: ``slots``, ``max_length``, ``chunk``, ``strict`` and ``group`` of ``Engine``.
+      sizes: ``slots``, ``max_length``, ``chunk``, ``strict``, ``group`` and ``form`` of ``Engine``.
     """
     if dtype is None:
         return kind(model, mesh=sampler, **sizes), lambda model: model

@@ -175,7 +175,7 @@ def _with_sampler(held: Arrays, sampler: PlannedSampler, model: Decoder, dtype: 
     sampled = jax.eval_shape(lambda m: for_sampling(cast(m, dtype), platform_of(where)), model)
     engine = rollout.engine
     group = 1 if engine.strict else min(rollout.group, engine.slots)
-    form = form_for(model.config.attention, engine.slots, where)
+    form = form_for(model.config.attention, engine.slots, where) if engine.attention == "auto" else None
     build = Build(
         model.config, dtype, engine.slots, rollout.max_length, engine.chunk, where, engine.strict, group, form
     )

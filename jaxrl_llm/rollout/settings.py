@@ -202,11 +202,14 @@ class EngineOptions(Setting):
       chunk: decode steps in one compiled call.
       strict: read the whole cache at every step, so that no bit of a completion depends on the length of its
         neighbours.
+      attention: "auto" reads each slot by its length with kernels on TPUs and GPUs; "xla" is the plain form of CPUs,
+        which reads every slot to the longest one's length.
     """
 
     slots: Annotated[int, Count(1), FREE] = 64
     chunk: Annotated[int, Count(1)] = 16
     strict: bool = False
+    attention: Annotated[str, FREE, Choice("auto", "xla")] = "auto"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -136,6 +136,19 @@ def test_decoding_reads_a_share_of_what_the_largest_program_reads():
     assert "completions of 10 tokens (log-normal, sigma 0.9)" in told and "of the cache on average" in told
 
 
+def test_the_plain_form_of_decoding_reads_more_where_it_is_asked_for():
+    lengths = {"prompts": 32, "max_new_tokens": 2048, "chunk": 16}
+    kernels, plain = (tiny_run((1, 8, 1), **lengths, attention=name) for name in ("auto", "xla"))
+    share = {}
+    for run, words in ((kernels, "each slot by its length (gpu kernel)"), (plain, "every slot to the longest one's")):
+        one = subject(run, CONFIG, None, machine=GPUS)
+        todo = work(run, one.outline, one.arrays.learned, 400)
+        share[words] = sampling_phases(one.arrays, todo)["decode"][1].share
+        told = "\n".join(lines(plan(run, CONFIG, GPUS, None, 400, False), ""))
+        assert f"attention of decoding: {words}" in told
+    assert share["each slot by its length (gpu kernel)"] < 0.6 * share["every slot to the longest one's"]
+
+
 def test_what_fits_at_most_fits_and_more_does_not():
     run = tiny_run((1, 4, 2), slots=64)
     small = dataclasses.replace(GPUS, chip=dataclasses.replace(GPUS.chip, memory=by_formula(run).peak * 3))

@@ -102,6 +102,7 @@ def sampling_of(
     return backend_for(
         model, dtype, mesh, where, rollout.collect.staleness > 0, slots=engine.slots, max_length=rollout.max_length,
         chunk=engine.chunk, strict=engine.strict, group=rollout.group,
+        form="auto" if engine.attention == "auto" else None,
     )  # fmt: skip
 
 
