@@ -138,7 +138,9 @@ def test_decoding_reads_a_share_of_what_the_largest_program_reads():
 
 def test_the_plain_form_of_decoding_reads_more_where_it_is_asked_for():
     lengths = {"prompts": 32, "max_new_tokens": 2048, "chunk": 16}
-    kernels, plain = (tiny_run((1, 8, 1), **lengths, attention=name) for name in ("auto", "xla"))
+    kernels, plain = (
+        computing(tiny_run((1, 8, 1), **lengths, attention=name), row_tokens=0) for name in ("auto", "xla")
+    )
     share = {}
     for run, words in ((kernels, "each slot by its length (gpu kernel)"), (plain, "every slot to the longest one's")):
         one = subject(run, CONFIG, None, machine=GPUS)
