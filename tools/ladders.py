@@ -101,15 +101,15 @@ LADDERS: dict[str, tuple[Rung, ...]] = {
     # python tools/ablate.py moe_smoke --ladder routing --learner.minibatches 4 --learner.compute.dtype bfloat16
     # --evaluation.every 10 --steps 20 --seeds 2
     "routing": (
-        Rung("GRPO", {"recipe": GRPO, ROUTES: "off"}),
-        Rung("GRPO, R2", {ROUTES: "R2"}, onto="GRPO"),
-        Rung("GRPO, R3", {ROUTES: "R3"}, onto="GRPO"),
-        Rung("GSPO", {"recipe": RECIPES["gspo"], ROUTES: "off"}, onto="GRPO"),
-        Rung("GSPO, R2", {ROUTES: "R2"}, onto="GSPO"),
-        Rung("GSPO, R3", {ROUTES: "R3"}, onto="GSPO"),
-        Rung("DPPO", {"recipe": Recipe("dppo", PRESETS["dppo_tv"]), ROUTES: "off"}, onto="GRPO"),
-        Rung("MiniRL", {"recipe": RECIPES["minirl"], ROUTES: "off"}, onto="GRPO"),
-        Rung("TIS", {"recipe.algorithm.correction": TruncatedIS()}, onto="GRPO"),
+        Rung("GRPO, off", {"recipe": GRPO, ROUTES: "off"}),
+        Rung("GRPO, R2", {ROUTES: "R2"}, onto="GRPO, off"),
+        Rung("GRPO, R3", {ROUTES: "R3"}, onto="GRPO, off"),
+        Rung("GSPO, off", {"recipe": RECIPES["gspo"], ROUTES: "off"}, onto="GRPO, off"),
+        Rung("GSPO, R2", {ROUTES: "R2"}, onto="GSPO, off"),
+        Rung("GSPO, R3", {ROUTES: "R3"}, onto="GSPO, off"),
+        Rung("DPPO, off", {"recipe": Recipe("dppo", PRESETS["dppo_tv"]), ROUTES: "off"}, onto="GRPO, off"),
+        Rung("MiniRL, off", {"recipe": RECIPES["minirl"], ROUTES: "off"}, onto="GRPO, off"),
+        Rung("TIS, off", {"recipe.algorithm.correction": TruncatedIS()}, onto="GRPO, off"),
     ),
     # What keeps a long run learning, taken out one at a time; the recipe is the configuration's own.
     "prolonged": (

@@ -209,6 +209,12 @@ def clipped_tokens(algorithm: Algorithm, logp: Any, batch: PolicyBatch) -> tuple
     return (at.mask > 0) & low.astype(bool), (at.mask > 0) & high.astype(bool)
 
 
+def log_ratios(algorithm: Algorithm, logp: Any, batch: PolicyBatch) -> jax.Array:
+    """Return the logarithm of each token's importance ratio, or of its sequence's: [B, T], 0 at padding."""
+    at = _prepared(algorithm, jax.lax.stop_gradient(logp), batch, algorithm.kl_coef)
+    return jnp.where(at.mask > 0, at.log_ratio, 0)
+
+
 def whole_step(algorithm: Algorithm, logp: Any, batch: PolicyBatch, entropy: Any = None) -> Metrics:
     """Return the arrays [B, T], by name, that pieces compute over all tokens of an optimiser step; {} for most
     algorithms.
@@ -248,8 +254,7 @@ def _terms(algorithm: Algorithm, at: Tokens) -> tuple[jax.Array, Metrics]:
     loss = algorithm.surrogate(at)
     ratio = jnp.exp(at.log_ratio)
     low, high = _cuts(algorithm.surrogate, at)
-    per_token = {"ratio": ratio, "ratio_spread": jnp.abs(at.log_ratio), "clip_fraction/low": low}
-    per_token["clip_fraction/high"] = high
+    per_token = {"ratio": ratio, "clip_fraction/low": low, "clip_fraction/high": high}
     for name in ("correction", "sequence_filter", "token_filter"):
         piece = getattr(algorithm, name)
         if piece is not None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm.algorithms import Algorithm, PolicyBatch, policy_loss
 from jaxrl_llm.algorithms.kl import K3, UnbiasedK3
-from jaxrl_llm.algorithms.loss import clipped_tokens, whole_step
+from jaxrl_llm.algorithms.loss import clipped_tokens, log_ratios, whole_step
 from jaxrl_llm.algorithms.preference import pretraining_loss
 from jaxrl_llm.algorithms.tokens import clamped_log_ratio
 from jaxrl_llm.algorithms.values import value_loss
@@ -155,6 +155,7 @@ class PolicyGradient(Objective):
             "sampler/logp_abs_diff_max": jnp.max(gap * fresh),
             # Tokens are the old policy's, so this k3 estimates KL(old || policy).
             "policy_kl": jnp.sum(jnp.expm1(moved) - moved) / jnp.maximum(counts.tokens, 1),
+            "ratio_spread": jnp.sum(jnp.abs(log_ratios(self.algorithm, logp, inputs))) / jnp.maximum(counts.tokens, 1),
         }
         if "rerouted" in outputs:
             elsewhere = outputs["rerouted"] * fresh

@@ -14,7 +14,7 @@ from oracles import NUMBERS, loop_loss
 
 from jaxrl_llm.algorithms import PRESETS, Algorithm, PolicyBatch, policy_loss
 from jaxrl_llm.algorithms.advantages import GroupZScore
-from jaxrl_llm.algorithms.loss import whole_step
+from jaxrl_llm.algorithms.loss import log_ratios, whole_step
 from jaxrl_llm.algorithms.ratios import Sequence, SequenceToken, Token
 from jaxrl_llm.algorithms.reduce import ConstantLength, SequenceMean, SequenceSum, TokenMean
 from jaxrl_llm.algorithms.surrogates import CISPO, PPOClip
@@ -127,7 +127,6 @@ def test_the_cases_of_ppos_clip(ratio, advantage, loss, grad, low, high):
     np.testing.assert_allclose([found, slope], [loss, grad], rtol=1e-5)
     assert (metrics["clip_fraction/low"], metrics["clip_fraction/high"]) == (low, high)
     np.testing.assert_allclose(metrics["ratio"], ratio, rtol=1e-5)
-    np.testing.assert_allclose(metrics["ratio_spread"], abs(np.log(ratio)), rtol=1e-5)
 
 
 def test_dual_clip_bounds_negative_advantages_only():
@@ -169,6 +168,14 @@ def test_gspo_token_is_gspo_where_the_advantage_is_constant():
     np.testing.assert_allclose(token[0][0], plain[0][0], rtol=1e-5)
     np.testing.assert_allclose(token[1], plain[1], rtol=1e-4, atol=1e-7)
     assert np.any(plain[1])
+
+
+def test_log_ratios_are_those_of_tokens_or_of_their_sequences():
+    logp, batch = ragged(3)
+    moved = np.where(batch.mask, logp - batch.old_logp, 0)
+    np.testing.assert_allclose(log_ratios(PRESETS["grpo"], logp, batch), moved, atol=1e-6)
+    means = moved.sum(1) / np.maximum(batch.mask.sum(1), 1)
+    np.testing.assert_allclose(log_ratios(PRESETS["gspo"], logp, batch), means[:, None] * batch.mask, atol=1e-6)
 
 
 def test_gspos_ratio_is_the_geometric_mean():

@@ -17,12 +17,17 @@ from jaxrl_llm.plan.shapes import abstract_model
 from jaxrl_llm.sharding import batch_parts
 
 
+def kind_of(run):
+    """The tiny model in place of the run's: one with experts where the run replays their routes."""
+    return KINDS["plain" if run.learner.routing_replay == "off" else "experts"]
+
+
 @pytest.mark.parametrize("name", config_names())
 def test_a_shipped_configuration_is_divided_over_eight_devices(name):
     run = resolved(load_config(name)[1])
     validate_on_devices(run, jax.device_count())
     mesh, where = meshes(run, jax.devices())
-    kind = KINDS["experts" if run.model == "tiny-random-moe" else "plain"]
+    kind = kind_of(run)
     model = abstract_model(kind, run.learner.dtype)
     found, _ = architectures(kind)
     outline = planned_stage(run).outline(run, model, mesh, where, found)
@@ -35,8 +40,8 @@ def test_a_shipped_configuration_is_divided_over_eight_devices(name):
 @pytest.mark.parametrize("name", [name for name in config_names() if name.endswith("quickstart")])
 def test_on_one_cpu_a_microbatch_of_a_quickstart_is_a_row(name):
     run = resolved(load_config(name)[1])
-    model = abstract_model(KINDS["plain"], run.learner.dtype)
-    found, _ = architectures(KINDS["plain"])
+    model = abstract_model(kind_of(run), run.learner.dtype)
+    found, _ = architectures(kind_of(run))
     outline = planned_stage(run).outline(run, model, one_device(), one_device(), found)
     assert {one.layout.rows for one in outline.forwards.values()} == {1}
 

@@ -18,7 +18,7 @@ from jaxrl_llm.models.pretrained import architecture, looks_like_hub_id
         ("/no/such/folder", "no such model directory: /no/such/folder"),
         ("runs/a/export", "no such model directory: runs/a/export"),
         ("tiny-randon", "did you mean tiny-random?"),
-        ("gpt", "built in are smollm2-135m, tiny-random"),
+        ("gpt", "built in are smollm2-135m, smollm2-135m-moe, tiny-random"),
         ("missing.gguf", "no such GGUF file: missing.gguf"),
     ],
 )

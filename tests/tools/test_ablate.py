@@ -200,7 +200,7 @@ def test_the_table_comes_from_metrics_alone(tmp_path):
 
 WRONG = {
     "": "a configuration is missing",
-    "ablation_smoke": "which ladder? give --ladder dapo, prorl",
+    "ablation_smoke": "which ladder? give --ladder objectives, dapo, prorl",
     "ablation_smoke --ladder dappo": "no ladder 'dappo': did you mean dapo?",
     "ablation_smoke --ladder dapo --seeds 0": "--seeds 0: give how many",
     "ablation_smok --ladder dapo": "did you mean ablation_smoke?",

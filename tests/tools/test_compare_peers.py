@@ -292,8 +292,8 @@ told.step(2)
 
 def test_what_evaluations_take_is_none_of_the_seconds():
     done = subprocess.run([sys.executable, "-c", TELL], capture_output=True, text=True, cwd=TOOLS / "peers")
-    first = {"step": 1, "seconds": 10, "completions": 8, "accuracy": 0.5}
-    wanted = [first, {"step": 2, "seconds": 17, "completions": 16, "accuracy": 0.5}]
+    first = {"step": 1, "seconds": 10, "completions": 8, "accuracy": 0.5, "calls": 0}
+    wanted = [first, {"step": 2, "seconds": 17, "completions": 16, "accuracy": 0.5, "calls": 0}]
     assert [json.loads(line) for line in done.stdout.splitlines()] == wanted
 
 
