@@ -42,11 +42,11 @@ def split_asserts(text: str, entry: str = "") -> list[Asserted]:
     called = [name for name in map(_checked, body) if name] or ([entry] if entry else [])
     require(not checks or bool(called), 'check(candidate) is never called: give {"test": text, "entry_point": name}')
     scope = _Scope()
-    found = scope.block([node for node in body if node not in checks and not _checked(node)])
+    found = _block(scope, [node for node in body if node not in checks and not _checked(node)])
     for name in called:
         for check in checks:
             first = ast.parse(f"{check.args.args[0].arg} = {name}").body[0]
-            found += scope.inner().function(check, [first])
+            found += _function(scope.inner(), check, [first])
     return found
 
 
@@ -78,38 +78,6 @@ class _Scope:
     def inner(self) -> "_Scope":
         """Return a copy, for a block of its own."""
         return _Scope([*self.setup], {*self.tainted}, {*self.objects}, {**self.literals}, {*self.missing})
-
-    def block(self, body: list[ast.stmt]) -> list[Asserted]:
-        """Return the assertions of a block; its other statements join the setup."""
-        found: list[Asserted] = []
-        for node in body:
-            unrolled = self.unrolled(node) if isinstance(node, ast.For) else None
-            if isinstance(node, ast.Assert):
-                found.append(self.split(node))
-            elif isinstance(node, ast.FunctionDef) and node.name.startswith("test"):
-                found += self.inner().function(node, [])
-            elif unrolled is not None:
-                found += unrolled
-            elif _asserts(node) and not isinstance(node, _DEFINES):
-                found.append(self.opaque(node))
-            else:
-                kept, missing = available(node)
-                self.missing |= missing
-                for one in kept:
-                    self.add(one)
-        return found
-
-    def function(self, node: ast.FunctionDef, first: list[ast.stmt]) -> list[Asserted]:
-        """Return the assertions of a function's body after ``first``; all of it is one opaque assertion unless it is a
-        plain block.
-        """
-        if all(isinstance(one, (*_PLAIN, ast.Assert, ast.For, ast.FunctionDef)) for one in node.body):
-            for one in first:
-                self.add(one)
-            return self.block(node.body)
-        arguments = ", ".join(ast.unparse(one.value) for one in first if isinstance(one, ast.Assign))
-        self.setup.append(node)
-        return [self.opaque(ast.parse(f"{node.name}({arguments})").body[0])]
 
     def add(self, node: ast.stmt) -> None:
         """Add a statement to the setup."""
@@ -172,43 +140,6 @@ class _Scope:
         instance = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id[:1].isupper()
         return instance and self.is_object(node.func)
 
-    def split(self, node: ast.Assert) -> Asserted:
-        """Return one assertion, split if possible."""
-        test = _Folded(self.literals).visit(copy.deepcopy(node.test))
-        if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq):
-            for computed, expected in ((test.left, test.comparators[0]), (test.comparators[0], test.left)):
-                value = literal(expected, self.literals)
-                if value is not None and self.is_program(computed):
-                    return self.asserted("equal", [computed], value[0], node)
-        turned = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
-        if self.is_program(test.operand if turned else test):
-            return self.asserted("truth", [test.operand if turned else test], not turned, node)
-        taken = _Taken(self)
-        rest = taken.visit(copy.deepcopy(test))
-        if taken.hidden or not taken.expressions:
-            return self.opaque(node)
-        return self.asserted("judged", taken.expressions, rest, node)
-
-    def asserted(self, judge: Any, computed: list[ast.expr], expected: Any, node: ast.stmt) -> Asserted:
-        """Return an assertion about computed expressions; opaque if what they need compares something itself."""
-        setup = self.needed(computed)
-        own = [one for one in setup if not isinstance(one, _DEFINES)] + computed
-        values = [one for one in computed if isinstance(one, ast.Name) and self.is_object(one)]
-        if values or any(isinstance(part, _DECIDES) for one in own for part in ast.walk(one)):
-            return self.opaque(node)
-        apart = ""
-        if judge == "judged":
-            apart = _text([one for one in self.needed([expected]) if not self.needs(one)])
-            expected = ast.unparse(expected)
-        for one in computed:
-            if loads(one) & (self.objects | {name for name, value in self.literals.items() if _changes(value)}):
-                self.add(ast.Expr(one))  # it may change them for the assertions that follow
-        return Asserted(_text(setup), tuple(map(ast.unparse, computed)), judge, expected, apart)
-
-    def opaque(self, node: ast.stmt) -> Asserted:
-        """Return a statement as an assertion that the program's process judges."""
-        return Asserted(_text([*self.needed([node]), node]), (), "opaque")
-
     def needed(self, asked: list[Any]) -> list[ast.stmt]:
         """Return the statements of the setup that these need, by the names that they bind or may change.
 
@@ -231,27 +162,6 @@ class _Scope:
         )
         return found[::-1]
 
-    def unrolled(self, loop: ast.For) -> list[Asserted] | None:
-        """Return the assertions of a loop over literals; None if it is another."""
-        values = self.items(loop.iter)
-        if values is None or loop.orelse or not all(isinstance(one, (*_PLAIN, ast.Assert)) for one in loop.body):
-            return None
-        found: list[Asserted] = []
-        for value in values:
-            inner = self.inner()
-            if not inner.bind(loop.target, value):
-                return None
-            for node in loop.body:
-                call = node.value if isinstance(node, ast.Expr) else None
-                if isinstance(call, ast.Call) and ast.unparse(call.func) == "assertion" and len(call.args) >= 2:
-                    expected = literal(call.args[1], inner.literals)
-                    if expected is None or not inner.is_program(call.args[0]):
-                        return None
-                    found.append(inner.asserted("close", [call.args[0]], expected[0], node))
-                else:
-                    found += inner.block([node])
-        return found
-
     def items(self, node: ast.expr) -> list[Any] | None:
         """Return the values that a loop over this runs through, if they are literals; None otherwise."""
         value = literal(node, self.literals)
@@ -266,6 +176,102 @@ class _Scope:
             value = (list(of[0].items()),) if of and isinstance(of[0], dict) else None
         items = None if value is None else value[0]
         return list(items) if isinstance(items, (list, tuple)) and len(items) <= _MOST_UNROLLED else None
+
+
+def _block(scope: _Scope, body: list[ast.stmt]) -> list[Asserted]:
+    """Return the assertions of a block; its other statements join the setup."""
+    found: list[Asserted] = []
+    for node in body:
+        unrolled = _unrolled(scope, node) if isinstance(node, ast.For) else None
+        if isinstance(node, ast.Assert):
+            found.append(_split(scope, node))
+        elif isinstance(node, ast.FunctionDef) and node.name.startswith("test"):
+            found += _function(scope.inner(), node, [])
+        elif unrolled is not None:
+            found += unrolled
+        elif _asserts(node) and not isinstance(node, _DEFINES):
+            found.append(_opaque(scope, node))
+        else:
+            kept, missing = available(node)
+            scope.missing |= missing
+            for one in kept:
+                scope.add(one)
+    return found
+
+
+def _function(scope: _Scope, node: ast.FunctionDef, first: list[ast.stmt]) -> list[Asserted]:
+    """Return the assertions of a function's body after ``first``; all of it is one opaque assertion unless it is a
+    plain block.
+    """
+    if all(isinstance(one, (*_PLAIN, ast.Assert, ast.For, ast.FunctionDef)) for one in node.body):
+        for one in first:
+            scope.add(one)
+        return _block(scope, node.body)
+    arguments = ", ".join(ast.unparse(one.value) for one in first if isinstance(one, ast.Assign))
+    scope.setup.append(node)
+    return [_opaque(scope, ast.parse(f"{node.name}({arguments})").body[0])]
+
+
+def _split(scope: _Scope, node: ast.Assert) -> Asserted:
+    """Return one assertion, split if possible."""
+    test = _Folded(scope.literals).visit(copy.deepcopy(node.test))
+    if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq):
+        for computed, expected in ((test.left, test.comparators[0]), (test.comparators[0], test.left)):
+            value = literal(expected, scope.literals)
+            if value is not None and scope.is_program(computed):
+                return _asserted(scope, "equal", [computed], value[0], node)
+    turned = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
+    if scope.is_program(test.operand if turned else test):
+        return _asserted(scope, "truth", [test.operand if turned else test], not turned, node)
+    taken = _Taken(scope)
+    rest = taken.visit(copy.deepcopy(test))
+    if taken.hidden or not taken.expressions:
+        return _opaque(scope, node)
+    return _asserted(scope, "judged", taken.expressions, rest, node)
+
+
+def _asserted(scope: _Scope, judge: Any, computed: list[ast.expr], expected: Any, node: ast.stmt) -> Asserted:
+    """Return an assertion about computed expressions; opaque if what they need compares something itself."""
+    setup = scope.needed(computed)
+    own = [one for one in setup if not isinstance(one, _DEFINES)] + computed
+    values = [one for one in computed if isinstance(one, ast.Name) and scope.is_object(one)]
+    if values or any(isinstance(part, _DECIDES) for one in own for part in ast.walk(one)):
+        return _opaque(scope, node)
+    apart = ""
+    if judge == "judged":
+        apart = _text([one for one in scope.needed([expected]) if not scope.needs(one)])
+        expected = ast.unparse(expected)
+    for one in computed:
+        if loads(one) & (scope.objects | {name for name, value in scope.literals.items() if _changes(value)}):
+            scope.add(ast.Expr(one))  # it may change them for the assertions that follow
+    return Asserted(_text(setup), tuple(map(ast.unparse, computed)), judge, expected, apart)
+
+
+def _opaque(scope: _Scope, node: ast.stmt) -> Asserted:
+    """Return a statement as an assertion that the program's process judges."""
+    return Asserted(_text([*scope.needed([node]), node]), (), "opaque")
+
+
+def _unrolled(scope: _Scope, loop: ast.For) -> list[Asserted] | None:
+    """Return the assertions of a loop over literals; None if it is another."""
+    values = scope.items(loop.iter)
+    if values is None or loop.orelse or not all(isinstance(one, (*_PLAIN, ast.Assert)) for one in loop.body):
+        return None
+    found: list[Asserted] = []
+    for value in values:
+        inner = scope.inner()
+        if not inner.bind(loop.target, value):
+            return None
+        for node in loop.body:
+            call = node.value if isinstance(node, ast.Expr) else None
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "assertion" and len(call.args) >= 2:
+                expected = literal(call.args[1], inner.literals)
+                if expected is None or not inner.is_program(call.args[0]):
+                    return None
+                found.append(_asserted(inner, "close", [call.args[0]], expected[0], node))
+            else:
+                found += _block(inner, [node])
+    return found
 
 
 class _Taken(ast.NodeTransformer):
