@@ -51,10 +51,9 @@ class Scorer(contextlib.AbstractContextManager):
 
     ``Function`` rewards and the verifiers ``math`` and ``reasoning_gym`` run in ``workers`` processes (None: as many as
     this process has cores, up to ``MOST_WORKERS``), started when first needed, each completion for at most
-    ``timeout_s`` seconds. Functions that other processes cannot import run in
-    this one. A part with a failed call is ``on_error`` (NaN makes the completion unscorable), and its traceback goes to
-    ``folder``. With ``peers`` each process scores its share, in worker processes of its own, and all get the scores of
-    all.
+    ``timeout_s`` seconds. Functions that other processes cannot import run in this one. A part with a failed call is
+    ``on_error`` (NaN makes the completion unscorable), and its traceback goes to ``folder``. With ``peers`` each
+    process scores its share, in worker processes of its own, and all get the scores of all.
 
     ``watched``: rewards by the names of their parts that do not count in the sum (``Gate``, costs of constraints). If
     their call fails they are NaN, since a placeholder could look harmless. ``on_request``: others like these that
