@@ -96,20 +96,18 @@ def test_the_probability_of_clipped_tokens_is_that_of_the_policy():
     packed = pack(rollout(), LAYOUTS["two rows"][0])
     packed = packed.with_tokens(old_logp=scored(OLD, packed), ref_logp=scored(REFERENCE, packed))
     _, metrics = packed_gradient(MODEL, packed, PRESETS["grpo"], LAYOUTS["two rows"][1])
-    sums = {"low": 0.0, "high": 0.0}
-    spread = 0.0
+    low, high, spread = sums = dict.fromkeys(("clip_probability/low", "clip_probability/high", "ratio_spread"), 0.0)
     for row, sample in enumerate(rollout()):
         advantage = sample.scalars["advantages"]
         for t in np.flatnonzero(sample.mask):
             ratio = np.exp(logp[row, t] - old[row, t])
-            spread += abs(logp[row, t] - old[row, t])
-            sums["high"] += np.exp(logp[row, t]) * (advantage > 0 and ratio > 1.2)
-            sums["low"] += np.exp(logp[row, t]) * (advantage < 0 and ratio < 0.8)
-    assert sum(sums.values()) > 0.01
+            sums[spread] += abs(logp[row, t] - old[row, t])
+            sums[high] += np.exp(logp[row, t]) * (advantage > 0 and ratio > 1.2)
+            sums[low] += np.exp(logp[row, t]) * (advantage < 0 and ratio < 0.8)
+    assert sums[low] + sums[high] > 0.01
     tokens = sum(int(np.sum(sample.mask)) for sample in rollout())
-    np.testing.assert_allclose(metrics["ratio_spread"], spread / tokens, rtol=1e-4)
-    for side, total in sums.items():
-        np.testing.assert_allclose(metrics[f"clip_probability/{side}"], total / tokens, rtol=1e-4)
+    for name, total in sums.items():
+        np.testing.assert_allclose(metrics[name], total / tokens, rtol=1e-4, err_msg=name)
 
 
 def test_the_layouts_above_really_differ():
