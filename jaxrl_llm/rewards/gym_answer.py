@@ -11,7 +11,7 @@ from typing import Any
 
 import reasoning_gym
 
-from jaxrl_llm.tasks.extract import normalised
+from jaxrl_llm.tasks.extract import normalised, too_large
 from jaxrl_llm.types import Problem
 
 LITERAL = ("binary_matrix", "n_queens", "number_sorting", "spiral_matrix", "string_insertion")
@@ -56,14 +56,15 @@ def is_literal(text: str) -> bool:
 
 
 def is_formula(text: str) -> bool:
-    """Whether a text is made of numbers, names, operators and calls of known functions: no texts, no attributes.
+    """Whether a text is made of numbers, names, operators and calls of known functions: no texts, no attributes, no
+    number that would fill the memory.
 
     >>> is_formula("2*x + sin(x)"), is_formula("open(x)"), is_formula("x.y"), is_formula("(exec)(x)")
     (True, False, False, False)
     """
     called = {name for name in _CALLED.findall(text)}
     fine = len(text) <= LONGEST and _FORMULA.fullmatch(text) is not None and _ATTRIBUTE.search(text) is None
-    return fine and called <= FUNCTIONS
+    return fine and called <= FUNCTIONS and not too_large(text)
 
 
 @functools.lru_cache(maxsize=64)

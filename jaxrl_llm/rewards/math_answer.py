@@ -8,11 +8,11 @@ import logging
 
 import math_verify
 
-from jaxrl_llm.tasks.extract import normalised
+from jaxrl_llm.tasks.extract import normalised, too_large
 from jaxrl_llm.types import Problem
 
 DEEPEST = 40
-"""Brackets within brackets at most: parsing takes minutes for some hundreds. What is deeper only equals itself."""
+"""Brackets within brackets at most: parsing takes minutes for some hundreds."""
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeouts are off
 
@@ -21,9 +21,9 @@ def score(answer: str, problem: Problem) -> float:
     """Return 1 if the answer is equivalent to the reference, else 0.
 
     An extracted answer is read as LaTeX; with the extractor ``whole`` or ``after:TAG`` the expression is searched in
-    the text.
+    the text. What is nested too deep, or would be too large a number, only equals itself.
     """
-    if max(_depth(problem.answer), _depth(answer)) > DEEPEST:
+    if any(_depth(text) > DEEPEST or too_large(text) for text in (problem.answer, answer)):
         return float(normalised(answer) == normalised(problem.answer))
     reference = math_verify.parse(_latex(normalised(problem.answer)), parsing_timeout=None)  # ty: ignore[invalid-argument-type]
     answer = normalised(answer)

@@ -18,6 +18,7 @@ _CURRENCY = "$€£"
 _TAG_NAME = re.compile(r"[A-Za-z][\w-]*")
 _OTHER_VALUES = ("<super>", "<sub>", "<fraction>", "<square>")
 """Kinds of characters that NFKC would turn into other numbers: 5² into 52, 3½ into 31/2, 25㎡ into 25m2."""
+_TOWER = re.compile(r"(?:\*\*|\^)\s*[({]*\s*(?:\d+\s*(?:\*\*|\^)|\d{7})")
 _FEW = 32
 _INTEGER_DIGITS = 1000
 
@@ -59,6 +60,16 @@ def answer_of(text: str, extractor: str) -> str | None:
     """Extract the answer and return it ``normalised``, the form in which answers are compared."""
     found = extract(text, extractor)
     return None if found is None else normalised(found)
+
+
+def too_large(text: str) -> bool:
+    """Whether a text has a power of a power of numbers, or an exponent of seven digits: to write such a number out
+    takes minutes and gigabytes.
+
+    >>> too_large("10^{10^{10}}"), too_large("9**9**9"), too_large("2^{1000}"), too_large("(x^2)^3")
+    (True, True, False, False)
+    """
+    return _TOWER.search(text) is not None
 
 
 def normalised(text: str) -> str:

@@ -70,8 +70,17 @@ def test_a_verifier_that_fills_the_memory_loses_its_item_alone():
     hungry = dataclasses.replace(asked("countdown"), extractor="whole")
     right = str(hungry.metadata["entry"]["answer"])
     with Scorer((Accuracy(),), workers=1, timeout_s=2.0) as scorer:
-        found = scorer.score([(hungry, completion(text)) for text in ("8**8**8**8", right)])
+        found = scorer.score([(hungry, completion(text)) for text in ("8**(8*8**8*8**8)", right)])
     assert list(found.accuracy) == [0.0, 1.0]
+
+
+def test_a_power_that_is_too_large_to_be_written_out_only_equals_itself():
+    problem = dataclasses.replace(asked("countdown"), verifier="math", extractor="whole", answer="10^{10^{10}}")
+    answers = ("10^{10^{10}}", "9**9**9**9", "10**10000000000", "10**10**10")
+    assert [accuracy(problem, completion(text)) for text in answers] == [1.0, 0.0, 0.0, 0.0]
+    plain = dataclasses.replace(problem, answer="2^{10}")
+    assert accuracy(plain, completion("1024")) == accuracy(plain, completion("(2^5)^2")) == 1.0
+    assert not any(map(is_formula, ("9**9**9", "10**10**10", "2**(9**9)", "8**99999999"))) and is_formula("(2**3)**2")
 
 
 def test_a_formula_that_is_nested_too_deep_to_be_parsed_only_equals_itself():
