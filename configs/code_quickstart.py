@@ -5,9 +5,9 @@
 The problems are those of level 1 of ``Programs``, one expression each; the reward is the share of the tests passed.
 GRPO, 6 groups of 8 programs a step.
 
-Measured on 2 CPU cores: of 30 held-out problems, answered greedily, 0.60 are solved before and 0.80 after five steps,
-with one seed. The programs that are sampled at temperature 0.8 solve 0.15, 0.25, 0.23, 0.50 and 0.46. Two steps and the
-first evaluation take 4 minutes of processor time; the time of a whole run on an idle machine was not measured.
+Measured on 2 CPU cores: of 30 held-out problems, answered greedily, 0.60 are solved before and 0.77 after five steps,
+with one seed, in 4:46 minutes in all and 5.2 GB of memory. The programs that are sampled at temperature 0.8 solve 0.15,
+0.25, 0.25, 0.50 and 0.44.
 """
 
 from jaxrl_llm.config import Evaluation, Output, Run, Scoring
