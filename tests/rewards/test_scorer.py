@@ -179,7 +179,7 @@ def test_nan_means_unscorable_and_is_no_error(obeying):
 def test_a_failing_verifier_scores_on_error_and_counts_as_wrong():
     countdown = next(ReasoningGym("countdown", size=1).problems())
     fields = {"metadata": countdown.metadata, "verifier": "reasoning_gym", "extractor": "whole"}
-    right, endless = countdown.metadata["entry"]["metadata"]["expression"], "9**9**9**9"
+    right, endless = countdown.metadata["entry"]["metadata"]["expression"], "9**(9*9**9*9**9)"
     with Scorer((Accuracy(),), timeout_s=1.5, on_error=math.nan) as scorer:
         scores = scorer.score([item(text, **fields) for text in (endless, right)])
     np.testing.assert_array_equal(scores.accuracy, [0.0, 1.0])
