@@ -30,7 +30,7 @@ def tell(directory: Path, began: float, group: int) -> None:
         lines = metrics.read_text().split("\n")[:-1] if metrics.is_file() else []
         now = time.time()
         for row in map(json.loads, lines[read:]):
-            tested += row["time/evaluation_s"]
+            tested += row.get("time/evaluation_s", 0.0)
             accuracy = next((value for name, value in row.items() if name.endswith("/pass@1")), 0.0)
             line = {"step": row["step"], "seconds": now - began - tested, "accuracy": accuracy}
             line["calls"] = Calculator.made
