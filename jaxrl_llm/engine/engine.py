@@ -45,6 +45,7 @@ class Engine:
       form: kernels of decoding, or None for the plain form; "auto" chooses by platform and model (``form_for``).
 
     Attributes:
+      form: the kernels of decoding; None for the plain form.
       shapes: descriptions of all that was compiled for this engine; each is logged once, when first needed.
       prompts_prefilled: number of distinct sequences computed since ``start``.
       decode_steps: since ``start``.
@@ -61,8 +62,8 @@ class Engine:
         self.max_length = max_length
         dtype = jax.tree.leaves(model)[0].dtype
         sharing = 1 if strict else min(group, slots)
-        kernels = form_for(model.config.attention, slots, mesh) if isinstance(form, str) else form
-        self._build = Build(model.config, dtype, slots, max_length, chunk, mesh, strict, sharing, kernels)
+        self.form = form_for(model.config.attention, slots, mesh) if isinstance(form, str) else form
+        self._build = Build(model.config, dtype, slots, max_length, chunk, mesh, strict, sharing, self.form)
         self._structure = _structure(model)
         self._leaves: list[weakref.ref] = []
         self.shapes: list[str] = []

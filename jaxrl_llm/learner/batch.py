@@ -74,6 +74,21 @@ class Counts(NamedTuple):
     sequences: Any
 
 
+class Predictions(NamedTuple):
+    """The positions of a microbatch's rows that predict completion tokens; see ``Packed`` for the letters.
+
+    Attributes:
+      source: int32[M, P, N], flat index (row * S + column) in its part of the position that predicts each completion
+        token.
+      target: int32[M, P, N], the token predicted.
+      scatter: int32[M, P, N], index of its log-probability in the flat [B * T]; B * T for padding, which is dropped.
+    """
+
+    source: Any
+    target: Any
+    scatter: Any
+
+
 class Packed(NamedTuple):
     """One optimiser step's data as M microbatches of R rows of S tokens, B completions of T tokens.
 
@@ -81,15 +96,12 @@ class Packed(NamedTuple):
 
     Attributes:
       rows: [M, R, S] each.
-      source: int32[M, P, N], flat index (row * S + column) in its part of the position that predicts each completion
-        token.
-      target: int32[M, P, N], the token predicted.
-      scatter: int32[M, P, N], index of its log-probability in the flat [B * T]; B * T for padding, which is dropped.
+      predictions: [M, P, N] each.
       mask: bool[M, B, T].
       counted: bool[M, B] by objective: the completions that it counts.
       by_sequence: [M, B] each: ``Sample.scalars``; and ``together``, int32, equal for completions that a loss compares.
       by_token: [M, B, T, ...] each: ``Sample.arrays``, and arrays computed before the first update.
-      by_prediction: [M, P, N, ...] each, aligned with ``target``: the names in ``READ_BY_THE_HEAD``.
+      by_prediction: [M, P, N, ...] each, aligned with ``predictions``: the names in ``READ_BY_THE_HEAD``.
       by_column: [M, R, S, ...] each, aligned with ``rows``: the names that prompts have too.
       microbatches: int32[], the non-empty ones; the rest is padding. None for a single microbatch, without the axis M.
       counts: of the step, by objective; None likewise.
@@ -97,9 +109,7 @@ class Packed(NamedTuple):
     """
 
     rows: TokenRows
-    source: Any
-    target: Any
-    scatter: Any
+    predictions: Predictions
     mask: Any
     counted: dict[str, Any]
     by_sequence: dict[str, Any]

@@ -90,7 +90,7 @@ def outputs_of(
         logp, entropy = token_logprobs(
             model,
             hidden,
-            batch.target,
+            batch.predictions.target,
             temperature,
             compute.head_chunk,
             kept=kept,
@@ -118,13 +118,13 @@ def predicting(
 
 def _predicted(values: jax.Array, batch: Packed) -> jax.Array:
     """Take from values [R, S, ...] of packed rows those of the predictions, [P, N, ...]."""
-    parts = values.reshape(len(batch.source), -1, *values.shape[2:])
-    return jax.vmap(lambda part, at: part[at])(parts, batch.source)
+    parts = values.reshape(len(batch.predictions.source), -1, *values.shape[2:])
+    return jax.vmap(lambda part, at: part[at])(parts, batch.predictions.source)
 
 
 def count_of(batch: Packed) -> jax.Array:
     """Return the most predictions of any part: those behind them are padding."""
-    return jnp.max(jnp.sum(batch.scatter < batch.mask.size, axis=1))
+    return jnp.max(jnp.sum(batch.predictions.scatter < batch.mask.size, axis=1))
 
 
 def to_rows(values: jax.Array, batch: Packed) -> jax.Array:
@@ -132,7 +132,7 @@ def to_rows(values: jax.Array, batch: Packed) -> jax.Array:
     rest = values.shape[2:]
     dtype = jnp.float32 if jnp.issubdtype(values.dtype, jnp.floating) else values.dtype
     flat = jnp.zeros((batch.mask.size, *rest), dtype)
-    return flat.at[batch.scatter].set(values, mode="drop").reshape(*batch.mask.shape, *rest)
+    return flat.at[batch.predictions.scatter].set(values, mode="drop").reshape(*batch.mask.shape, *rest)
 
 
 def microbatch(packed: Packed, index: jax.Array) -> Packed:
@@ -182,7 +182,7 @@ def on_mesh(packed: Packed, mesh: Mesh) -> Packed:
 
 def batch_shardings(packed: Packed, mesh: Any) -> Packed:
     """Return shardings: rows and predictions divided over data and fsdp, small per-completion arrays replicated."""
-    names = ("rows", "source", "target", "scatter", "by_prediction", "by_column")
+    names = ("rows", "predictions", "by_prediction", "by_column")
 
     def lay(name: str, x: Any) -> NamedSharding:
         return NamedSharding(mesh, fitting(x.shape, (None, BATCH), mesh)) if name in names else replicated(mesh)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner.batch import POLICY, READ_BY_THE_HEAD, Counts, Layout, Packed, Sample
+from jaxrl_llm.learner.batch import POLICY, READ_BY_THE_HEAD, Counts, Layout, Packed, Predictions, Sample
 from jaxrl_llm.models.decoder import TokenRows
 from jaxrl_llm.types import Prompt
 
@@ -113,9 +113,7 @@ def _blank(
     predicted = (layout.parts, predictions)
     return Packed(
         rows=TokenRows(zeros((R, S)), zeros((R, S)), zeros((R, S)), zeros((R, S))),
-        source=zeros(predicted),
-        target=zeros(predicted),
-        scatter=zeros(predicted) + width * T,
+        predictions=Predictions(zeros(predicted), zeros(predicted), zeros(predicted) + width * T),
         mask=zeros((width, T), bool),
         counted={name: zeros((width,), bool) for name in objectives},
         by_sequence=by_sequence,
@@ -262,12 +260,13 @@ def _write(out: Packed, batch: list[list[Piece]], samples: Sequence[Sample], lay
             for branch, segment in enumerate(members, start=1):
                 sample, sequence, at = samples[segment.sample], order[segment.sample], segment.tokens
                 size, tokens = len(segment), sample.tokens[at]
-                predictions = r // part, slice(used, used + size)
+                predicts = out.predictions
+                ahead = r // part, slice(used, used + size)
                 _place_tokens(out.rows, r, column, tokens, len(prompt), group, branch)
                 sources = np.concatenate([[last], np.arange(column, column + size - 1)])
-                out.source[predictions] = r % part * layout.row_tokens + sources
-                out.target[predictions] = tokens
-                out.scatter[predictions] = sequence * layout.completion_tokens + np.arange(at.start, at.stop)
+                predicts.source[ahead] = r % part * layout.row_tokens + sources
+                predicts.target[ahead] = tokens
+                predicts.scatter[ahead] = sequence * layout.completion_tokens + np.arange(at.start, at.stop)
                 out.mask[sequence, at] = sample.mask[at]
                 for name, counted in out.counted.items():
                     counted[sequence] = _counts(name, sample)
@@ -275,7 +274,7 @@ def _write(out: Packed, batch: list[list[Piece]], samples: Sequence[Sample], lay
                     out.by_sequence[name][sequence] = number
                 for name, values in sample.arrays.items():
                     if name in out.by_prediction:
-                        out.by_prediction[name][predictions] = values[at]
+                        out.by_prediction[name][ahead] = values[at]
                     elif name in out.by_column:
                         out.by_column[name][r, column : column + size] = values[at]
                     else:

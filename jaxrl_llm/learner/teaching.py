@@ -80,9 +80,9 @@ class TeacherDivergence:
         states = [self._states(batch.teachers[name], model, batch) for name in self.teachers]
         if len(states) == 1:
             return measure(states[0]())
-        places = jnp.minimum(batch.scatter // batch.mask.shape[1], len(batch.mask) - 1)
+        places = jnp.minimum(batch.predictions.scatter // batch.mask.shape[1], len(batch.mask) - 1)
         which = batch.by_sequence[WHICH][places]
-        valid = batch.scatter < batch.mask.size
+        valid = batch.predictions.scatter < batch.mask.size
         found = zeros = jnp.zeros(which.shape, jnp.float32)
         for number, of_teacher in enumerate(states):
             own = valid & (which == number)

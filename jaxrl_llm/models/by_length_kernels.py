@@ -77,8 +77,7 @@ def _update(
 
     ``turned``: v is [H, S].
     """
-    scale = config.scale if config.scale is not None else config.head_dim**-0.5
-    found = softcap(jnp.dot(q, k, preferred_element_type=jnp.float32) * scale, config.softcap)
+    found = softcap(jnp.dot(q, k, preferred_element_type=jnp.float32) * config.factor, config.softcap)
     found = jnp.where(visible, found, MASKED)
     top = jnp.maximum(before.top, jnp.max(found, axis=1, keepdims=True))
     weights = jnp.exp(found - top)

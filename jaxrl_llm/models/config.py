@@ -87,6 +87,11 @@ class Attention:
     sinks: bool = False
     biased: bool = True
 
+    @property
+    def factor(self) -> float:
+        """The factor on the scores."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
 
 take_old_names(
     Attention,

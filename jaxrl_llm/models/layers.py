@@ -95,9 +95,8 @@ def scores(q: jax.Array, k: jax.Array, attention: Attention) -> jax.Array:
     costs a transposition in both passes. A single query per row is q [B, K, N / K, H] and gives [B, K, N / K, Z]: a
     query axis of size 1 made these products four times as slow on CPUs.
     """
-    scale = attention.scale if attention.scale is not None else attention.head_dim**-0.5
     letters = "bskgh,bkhz->bksgz" if q.ndim == 5 else "bkgh,bkhz->bkgz"
-    return softcap(product(letters, q, k) * scale, attention.softcap)
+    return softcap(product(letters, q, k) * attention.factor, attention.softcap)
 
 
 def softcap(x: jax.Array, cap: float | None) -> jax.Array:
@@ -251,8 +250,9 @@ def _dot_product(
     mask = visible(rows, window)
     # A row of nothing but forbidden keys is 0 / 0 in a fused kernel: padding sees itself.
     mask = (mask | jnp.eye(mask.shape[1], dtype=bool)[None])[:, None]
-    scale = config.scale if config.scale is not None else config.head_dim**-0.5
-    out = jax.nn.dot_product_attention(heads, keys, values, mask=mask, scale=scale, implementation=implementation)
+    out = jax.nn.dot_product_attention(
+        heads, keys, values, mask=mask, scale=config.factor, implementation=implementation
+    )
     return out.reshape(q.shape)
 
 
@@ -267,8 +267,7 @@ def _triton(
     sinks: None = None,
 ) -> jax.Array:
     """Apply the kernels of ``gpu_attention``; shared prompts too are read in place."""
-    scale = config.scale if config.scale is not None else config.head_dim**-0.5
-    kernel = gpu_attention.Kernel(scale, config.softcap, interpret)
+    kernel = gpu_attention.Kernel(config.factor, config.softcap, interpret)
     arrays = q.reshape(*q.shape[:2], -1, q.shape[-1]), jnp.moveaxis(k, 3, 1), jnp.swapaxes(v, 1, 2)
     seen = gpu_attention.spans(*(jnp.asarray(x) for x in (rows.group, rows.branch, rows.positions)), window)
     attend = functools.partial(gpu_attention.attend, kernel)
@@ -298,8 +297,7 @@ def _splash(
     sinks: None = None,
 ) -> jax.Array:
     """Apply JAX's splash attention for TPUs to rows without shared prompts: a group is a segment."""
-    scale = config.scale if config.scale is not None else config.head_dim**-0.5
-    heads = jnp.moveaxis(q.reshape(*q.shape[:2], -1, q.shape[-1]), 1, 2) * jnp.asarray(scale, q.dtype)
+    heads = jnp.moveaxis(q.reshape(*q.shape[:2], -1, q.shape[-1]), 1, 2) * jnp.asarray(config.factor, q.dtype)
     inputs = heads, jnp.swapaxes(k, 2, 3), v, jnp.asarray(rows.group)
     windows = sorted(set(config.windows or (0,)))
     branches = [functools.partial(_splash_rows, config, interpret, each) for each in windows]

@@ -159,6 +159,6 @@ def pass_by_formula(one: PlannedModel, update: bool) -> float:
     share = share_of(one.gathered)
     cast = sum(bytes_per_device(x) * one.width / x.dtype.itemsize for x in jax.tree.leaves(one.model))
     tokens = layout.rows * layout.row_tokens / layout.parts
-    positions = one.packed.target.shape[-1]
+    positions = one.packed.predictions.target.shape[-1]
     logits = 3 * 4 * min(positions, compute.head_chunk) * config.vocab_size * share * one.predicts
     return cast + tokens * token_bytes(compute, config, layout.row_tokens, share, update) + logits

@@ -198,7 +198,7 @@ def compile_one(one: Subject, name: str) -> Compiled:
         repeats = (one.arrays.sampler.rollout.engine.chunk,)
     for model in (*one.arrays.learned, *one.arrays.readings):
         if model.name == name:
-            chunks = -(-model.packed.target.shape[-1] // model.forward.compute.head_chunk)
+            chunks = -(-model.packed.predictions.target.shape[-1] // model.forward.compute.head_chunk)
             repeats = (model.microbatches,) + (chunks,) * model.predicts
     program = hlo.parse(text, programs(one)[name].size)
     return Compiled(

@@ -60,19 +60,14 @@ class Plan:
     @property
     def parameters(self) -> int:
         """Return the number of the policy's parameters; an adapter is not counted."""
-        return sum(x.size for x in jax.tree.leaves(self._policy))
+        return sum(x.size for x in jax.tree.leaves(_whole(self.state.policy)))
 
     @property
     def active(self) -> int:
         """Return the number of those that one token uses: all but those of the experts that it does not take."""
-        decoder, _ = split(self._policy)
+        decoder, _ = split(_whole(self.state.policy))
         config = decoder.config
         return self.parameters - counts(config)[0] + active_parameters(config)
-
-    @property
-    def _policy(self) -> Any:
-        policy = self.state.policy
-        return policy.params if policy.base is None else policy.base
 
     @property
     def refused(self) -> tuple[str, ...]:
@@ -129,6 +124,11 @@ class Plan:
         }[kind]
         free = self.machine.chip.memory - half.total
         return max(int((now + free / self.more[kind]) // unit * unit), 0)
+
+
+def _whole(policy: Any) -> Any:
+    """Return the weights of the policy's model: those below an adapter, if it has one."""
+    return policy.params if policy.base is None else policy.base
 
 
 def plan(

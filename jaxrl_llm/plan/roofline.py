@@ -130,7 +130,7 @@ def update_flops(one: Work, learned: PlannedRole) -> float:
     last = 2.0 * config.layers * config.width * config.active_width * tokens
     repeated = forward_flops(config, tokens, pairs, 0) - last
     # The head's logits are computed again in the backward pass, if they are too large to be kept.
-    kept = keeps_logits(learned.packed.target.shape[-1], compute.head_chunk, config.vocab_size)
+    kept = keeps_logits(learned.packed.predictions.target.shape[-1], compute.head_chunk, config.vocab_size)
     return once + REMAT_PASSES[compute.remat] * repeated + (not kept) * forward_flops(config, 0, 0, predictions)
 
 

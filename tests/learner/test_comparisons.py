@@ -119,13 +119,13 @@ def test_eight_devices_and_one_microbatch_change_nothing(name):
 def test_what_lies_in_padding_changes_nothing(name):
     packed = packed_of(name, small(name))
     empty = packed.rows.group == 0
-    unread = packed.scatter == packed.mask[0].size
+    unread = packed.predictions.scatter == packed.mask[0].size
     absent = ~packed.mask.any(axis=2)  # nothing of theirs is counted; in rankings the others of the prompt are none
     if "together" in packed.by_sequence:
         absent &= packed.by_sequence["together"] == np.arange(absent.shape[1])
     spoiled = packed._replace(
         rows=packed.rows._replace(tokens=np.where(empty, 7, packed.rows.tokens)),
-        target=np.where(unread, 7, packed.target),
+        predictions=packed.predictions._replace(target=np.where(unread, 7, packed.predictions.target)),
         by_token={n: np.where(packed.mask, x, np.float32(np.nan)) for n, x in packed.by_token.items()},
         by_sequence={
             n: x if n in ("together", "last") else np.where(absent, np.float32(7), x)

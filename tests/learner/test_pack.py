@@ -39,11 +39,14 @@ def read_back(packed, m):
     rows = [np.asarray(x[m]) for x in packed.rows]
     width = packed.mask.shape[2]
     found = collections.defaultdict(dict)
-    part = len(rows[0]) // len(packed.source[m])
-    for (p, n), place in np.ndenumerate(packed.scatter[m]):
+    part = len(rows[0]) // len(packed.predictions.source[m])
+    for (p, n), place in np.ndenumerate(packed.predictions.scatter[m]):
         if place == packed.mask[m].size:
             continue
-        source, target = packed.source[m, p, n] + p * part * rows[0].shape[1], packed.target[m, p, n]
+        source, target = (
+            packed.predictions.source[m, p, n] + p * part * rows[0].shape[1],
+            packed.predictions.target[m, p, n],
+        )
         assert source // rows[0].shape[1] // part == p
         (b, t), (r, column) = divmod(int(place), width), divmod(int(source), rows[0].shape[1])
         tokens, positions, group, branch = (x[r, : column + 1] for x in rows)
@@ -124,7 +127,7 @@ def test_shapes_are_few(samples, rows):
     for value in (microbatches, width):
         assert value & (value - 1) == 0
     assert length == T and packed.rows.tokens.shape == (microbatches, rows, S)
-    assert packed.source.shape[2] % -(-rows * S // 4) == 0
+    assert packed.predictions.source.shape[2] % -(-rows * S // 4) == 0
     assert packed.microbatches <= microbatches < 2 * packed.microbatches
 
 

@@ -115,7 +115,8 @@ def test_the_layouts_above_really_differ():
     one, two, four, parts = (int(p.microbatches) for p in packed)
     assert one > two > four == 1 == parts
     assert (packed[3].rows.group > 0).sum() > (packed[2].rows.group > 0).sum()
-    assert packed[3].source.shape[1] == 2 and (packed[3].scatter[0, 1] < packed[3].mask[0].size).any()
+    of_parts = packed[3].predictions
+    assert of_parts.source.shape[1] == 2 and (of_parts.scatter[0, 1] < packed[3].mask[0].size).any()
 
 
 def test_scores_of_a_packed_step_are_those_of_single_rows():

@@ -60,13 +60,15 @@ def test_an_update_runs_the_products_that_the_formula_says(remat):
     one = subject(run, CONFIG, jax.devices()[:1])
     held = one.arrays
     (policy,) = held.learned
-    assert policy.microbatches == 1 and held.packed.target.shape[-1] <= 512  # both loops whose bounds are data run once
+    assert (
+        policy.microbatches == 1 and held.packed.predictions.target.shape[-1] <= 512
+    )  # both loops whose bounds are data run once
     given = dict.fromkeys(coefficients_of(run), jax.ShapeDtypeStruct((), np.float32))
     jaxpr = jax.make_jaxpr(policy.training.update)(held.state, held.packed, given)
     todo = work(run, one.outline, held.learned)
     predicted = update_flops(todo, policy)
     # What is padded to a quarter of a row among the predictions is computed too.
-    padding = held.packed.target.size - todo.sampled
+    padding = held.packed.predictions.target.size - todo.sampled
     assert products(jaxpr.jaxpr) == predicted + 3 * forward_flops(CONFIG, 0, 0, padding), "three: logits are kept"
 
 

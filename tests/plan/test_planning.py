@@ -9,13 +9,16 @@ import pytest
 from commands import command, commands
 from plan.tinyrun import CONFIG, computing, tiny_run
 
-from jaxrl_llm.plan.lowering import compile_one, needed, subject
+from jaxrl_llm.models.by_length import ByLength
+from jaxrl_llm.plan.lowering import compile_one, meshes, needed, subject
 from jaxrl_llm.plan.machines import CUDNN, describe, installed, parse_topology
 from jaxrl_llm.plan.planning import best, candidates, compilable, plan
 from jaxrl_llm.plan.roofline import CYCLES, FORMULAS, Read, phases, sampling_phases, work
+from jaxrl_llm.plan.shapes import abstract_model
 from jaxrl_llm.plan.tables import draw, lines, memory_lines, table, write
 from jaxrl_llm.plan.totals import totals
 from jaxrl_llm.rollout import Collect
+from jaxrl_llm.stages.rl.programs import sampling_of
 
 GPUS = parse_topology("h100:8")
 SLICE = parse_topology("v5e:2x2")
@@ -134,6 +137,15 @@ def test_decoding_reads_a_share_of_what_the_largest_program_reads():
     assert decode.calls == by_name["decode"].calls > 1.2 * waves * 10 / chunk
     told = "\n".join(lines(plan(run, CONFIG, GPUS, None, 10, False), ""))
     assert "completions of 10 tokens (log-normal, sigma 0.9)" in told and "of the cache on average" in told
+
+
+@pytest.mark.compilers
+def test_a_run_decodes_in_the_form_that_its_plan_names():
+    model = abstract_model(CONFIG, "float32")
+    for name, form in (("auto", ByLength("tpu")), ("xla", None)):
+        run = tiny_run((1, 4, 1), attention=name)
+        mesh, where = meshes(run, describe(SLICE))
+        assert sampling_of(run, model, "bfloat16", mesh, where)[0].form == form
 
 
 def test_the_plain_form_of_decoding_reads_more_where_it_is_asked_for():

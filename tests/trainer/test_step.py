@@ -132,7 +132,7 @@ def noting(seen):
     """An update that moves nothing and notes the coefficient and the first token that it is to learn."""
 
     def update(state, packed, coefficients):
-        seen.append((coefficients.get("kl_coef"), int(packed.target[0, 0, 0])))
+        seen.append((coefficients.get("kl_coef"), int(packed.predictions.target[0, 0, 0])))
         told = {"refused/empty": 0.0, "refused/not_finite": 0.0, "loss": 0.0}
         return state, {name: jnp.float32(value) for name, value in told.items()}
 
