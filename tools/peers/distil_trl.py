@@ -10,19 +10,9 @@ from typing import Any
 import datasets
 import torch
 import transformers
-from learning import Told, batches_of, work
+from learn_trl import tell_of
+from learning import batches_of, work
 from trl import DistillationConfig, DistillationTrainer
-
-
-class AfterEachStep(transformers.TrainerCallback):
-    """Tells of it."""
-
-    def __init__(self, told: Told):
-        self._told = told
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """After the optimiser."""
-        self._told.step(state.global_step)
 
 
 def settings(asked: dict[str, Any]) -> DistillationConfig:
@@ -46,25 +36,12 @@ def main() -> None:
     model, teacher = (load(asked[name], dtype=torch.float32) for name in ("model", "teacher"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(asked["model"], padding_side="left")
 
-    def answer(prompts: list[str]) -> list[str]:
-        batch = tokenizer(prompts, return_tensors="pt", padding=True)
-        rule = transformers.GenerationConfig(
-            max_new_tokens=asked["completion"], do_sample=False,
-            pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
-        )  # fmt: skip
-        trained = trainer.model
-        trained.eval()
-        with torch.no_grad():
-            tokens = trained.generate(**batch, generation_config=rule)[:, batch["input_ids"].shape[1] :]
-        trained.train()
-        return tokenizer.batch_decode(tokens, skip_special_tokens=True)
-
     drawn = batches_of(asked["train"], asked["prompts"], asked["seed"])
     steps = [next(drawn) for _ in range(asked["steps"])]
     rows = [{"prompt": one["prompt"]} for batch in steps for one in batch for _ in range(asked["group"])]
     data = datasets.Dataset.from_list(rows)
     trainer = DistillationTrainer(model, teacher, settings(asked), data, processing_class=tokenizer)
-    trainer.add_callback(AfterEachStep(Told(asked, answer)))
+    tell_of(trainer, tokenizer, asked)
     trainer.train()
 
 

@@ -23,6 +23,25 @@ class AfterEachStep(transformers.TrainerCallback):
         self._told.step(state.global_step)
 
 
+def tell_of(trainer: Any, tokenizer: Any, asked: dict[str, Any]) -> None:
+    """After each of the trainer's steps, tell of it and of greedy answers to the problems that are tested."""
+
+    def answer(prompts: list[str]) -> list[str]:
+        batch = tokenizer(prompts, return_tensors="pt", padding=True)
+        rule = transformers.GenerationConfig(
+            max_new_tokens=asked["completion"], do_sample=False,
+            pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
+        )  # fmt: skip
+        trained = trainer.model
+        trained.eval()
+        with torch.no_grad():
+            tokens = trained.generate(**batch, generation_config=rule)[:, batch["input_ids"].shape[1] :]
+        trained.train()
+        return tokenizer.batch_decode(tokens, skip_special_tokens=True)
+
+    trainer.add_callback(AfterEachStep(Told(asked, answer)))
+
+
 def settings(asked: dict[str, Any]) -> GRPOConfig:
     """Those of the run; nothing is recomputed for less memory."""
     rows = asked["prompts"] * asked["group"]
@@ -48,23 +67,10 @@ def main() -> None:
     def reward(completions: list[str], answer: list[str], **_: Any) -> list[float]:
         return reward_of(completions, answer)
 
-    def answer(prompts: list[str]) -> list[str]:
-        batch = tokenizer(prompts, return_tensors="pt", padding=True)
-        rule = transformers.GenerationConfig(
-            max_new_tokens=asked["completion"], do_sample=False,
-            pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
-        )  # fmt: skip
-        trained = trainer.model
-        trained.eval()
-        with torch.no_grad():
-            tokens = trained.generate(**batch, generation_config=rule)[:, batch["input_ids"].shape[1] :]
-        trained.train()
-        return tokenizer.batch_decode(tokens, skip_special_tokens=True)
-
     rows = datasets.Dataset.from_list(asked["train"])
     own = {"environment_factory": Calculator} if asked["turns"] else {"reward_funcs": reward}
     trainer = GRPOTrainer(model, args=settings(asked), train_dataset=rows, processing_class=tokenizer, **own)
-    trainer.add_callback(AfterEachStep(Told(asked, answer)))
+    tell_of(trainer, tokenizer, asked)
     trainer.train()
 
 
