@@ -221,13 +221,22 @@ def interpreter(module: str, *arguments: str) -> list[str]:
 def child(command: Sequence[str], **options: Any) -> Generator[subprocess.Popen]:
     """Start a process that gets no Ctrl-C and ends with the block or with this process; ``options`` are those of
     Popen."""
-    with subprocess.Popen(command, start_new_session=True, **options) as process:
+    starting = threading.Lock()
+    started: list[subprocess.Popen] = []
 
-        def end(*reason: object) -> None:
+    def end() -> None:
+        for process in started:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
 
-        with on_exit(end):
+    def end_for_good(*reason: object) -> None:
+        starting.acquire()  # a process that is just being started would outlive this one, and so would a later one
+        end()
+
+    with on_exit(end_for_good):
+        with starting:
+            started.append(subprocess.Popen(command, start_new_session=True, **options))
+        with started[0] as process:
             try:
                 yield process
             finally:

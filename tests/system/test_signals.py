@@ -20,10 +20,15 @@ from jaxrl_llm.telemetry.records import logged
 from jaxrl_llm.trainer.context import opened
 
 PARENT = """
-import sys
+import os, time
 from jaxrl_llm.system.signals import child, listen
 listen()
-with child([sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"]) as process:
+
+def slow():
+    os.write(1, b"%d\\n" % os.getpid())
+    time.sleep(0.5)
+
+with child(["sleep", "600"], preexec_fn=slow) as process:
     process.communicate()
 """
 REWARD = """
@@ -139,6 +144,7 @@ def test_other_commands_end_with_one_line(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_child_does_not_outlive_a_command_that_quits(number):
+    """Not even one that is just being started."""
     command = [sys.executable, "-c", PARENT]
     with subprocess.Popen(
         command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
