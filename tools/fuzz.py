@@ -161,6 +161,7 @@ def _limit(executed: list[str], place: Path) -> None:
     most = pages * resource.getpagesize() + MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # where libtpu is loaded, it is ignored
     devices = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(devices, stream)

@@ -129,6 +129,7 @@ def main(handle: str) -> None:
     """
     from transformers import PreTrainedTokenizerBase
 
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # libtpu ignores it, and what its process starts begins so
     connection = Connection(int(handle))
     tokenizer = PreTrainedTokenizerBase()
     statm = Path("/proc/self/statm")

@@ -1,6 +1,7 @@
 """Prompts become token ids: each template's own text, and one BOS at most."""
 
 import datetime
+import signal
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
@@ -9,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from jaxrl_llm.config import dated
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.tasks import Table, Task, encode
+from jaxrl_llm.tasks.rendering import RENDERER
 from jaxrl_llm.types import Problem
 
 SPECIAL = ["<bos>", "<eos>", "<|im_start|>", "<|im_end|>"]
@@ -117,6 +119,15 @@ def test_what_cannot_be_templated_is_refused(tokenizer, template, message):
         encode(SUM, Task(Table("none.jsonl"), template=template), tokenizer)
 
 
+@pytest.fixture(scope="module")
+def ignored():
+    """The process that renders begins here, as where libtpu is loaded, which ignores the signal of a timer."""
+    RENDERER.__init__()
+    before = signal.signal(signal.SIGPROF, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGPROF, before)
+
+
 FAN = "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}"
 DOUBLED = "{% set n = namespace(s='x') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}"
 
@@ -133,7 +144,9 @@ DOUBLED = "{% set n = namespace(s='x') %}{% for i in range(60) %}{% set n.s = n.
         ("{{ '\\ud800' }}", "UnicodeEncodeError: 'utf-8' codec can't encode"),
     ],
 )
-def test_a_template_that_would_not_end_or_fill_the_memory_is_refused_and_the_next_one_is_rendered(template, reason):
+def test_a_template_that_would_not_end_or_fill_the_memory_is_refused_and_the_next_one_is_rendered(
+    template, reason, ignored
+):
     for _ in range(2):  # at once the second time
         with pytest.raises(InputError, match=rf"^the chat template refuses the messages \({reason}") as refused:
             encode(SUM, Task(Table("none.jsonl")), byte_tokenizer(template))
