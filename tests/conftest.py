@@ -1,5 +1,6 @@
 """Strict numerics on 8 virtual devices for the whole suite; set before anything imports jax."""
 
+import ctypes
 import gc
 import os
 import signal
@@ -45,11 +46,13 @@ signal.signal(signal.SIGHUP, _hang_up)
 # What JAX has traced stays for the whole session: looking through all of it for garbage is in vain.
 gc.set_threshold(100_000, 20, 100)
 
-import pytest  # noqa: E402  what imports jax comes after its environment
+import jax  # noqa: E402  after its environment, as what imports it
+import pytest  # noqa: E402
 from tiny import compiled  # noqa: E402
 
 from jaxrl_llm.plan.machines import compiles_for_gpus  # noqa: E402
 from jaxrl_llm.rewards.sandbox import LEVELS, level  # noqa: E402
+from jaxrl_llm.telemetry.panel import resident  # noqa: E402
 
 SOONER = (
     "algorithms", "checkpoints", "cli", "collection", "config", "end_to_end", "engine", "learner", "models", "rl",
@@ -65,6 +68,27 @@ def compiled_sooner(request):
     sooner = request.path.parent.name in SOONER and not getattr(request.module, "OPTIMISED", False)
     with compiled(optimised=not sooner):
         yield
+
+
+ROOM = 3 << 29
+"""Bytes by which a process of tests may grow before it lets go of what it has compiled."""
+
+
+@pytest.fixture(scope="session")
+def kept():
+    """What this process held when it last let go, in bytes."""
+    return {"bytes": 0}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def room(kept):
+    """What files before have compiled goes: 4 MB for a program would come to 6 GB in each process of tests."""
+    yield
+    if (resident() or 0) > kept["bytes"] + ROOM:
+        jax.clear_caches()
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # the C library would keep it
+        kept["bytes"] = resident()
 
 
 @pytest.fixture(autouse=True, scope="module")
