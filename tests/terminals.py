@@ -4,19 +4,23 @@ import os
 import pty
 import re
 import select
-import subprocess
-import sys
 import termios
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from commands import environment
+from nursery import Forked
 
 CTRL_C = b"\x03"
 PATIENCE_S = 240
-OWN = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)"
-"""Python by which a process that leads a session makes its standard input that session's terminal."""
+OWN = """
+import fcntl, os, sys, termios
+os.setsid()
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+sys.stdout.reconfigure(line_buffering=True)
+"""
+"""Python by which a process leads a session, whose terminal is its standard input, and writes there line by line."""
 
 
 class Terminal:
@@ -31,13 +35,10 @@ class Terminal:
         self, program: str, arguments: Sequence[str] = (), folder: Path | None = None, columns: int = 80, **changes: str
     ):
         ours, theirs = pty.openpty()
-        variables = environment(**{"COLUMNS": str(columns), "LINES": "40", "TERM": "xterm"} | changes)
+        changes = {"COLUMNS": str(columns), "LINES": "40", "TERM": "xterm"} | changes
         self.screen, self._ours = "", ours
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", f"{OWN}\n{program}", *arguments], stdin=theirs, stdout=theirs, stderr=theirs,
-            env=variables,
-            cwd=folder, start_new_session=True,
-        )  # fmt: skip
+        files = [os.ttyname(theirs)] * 3
+        self.process = Forked(OWN + program, arguments, folder or Path.cwd(), files, environment(), changes)
         os.close(theirs)
 
     def wait_for(self, text: str) -> None:
@@ -72,7 +73,8 @@ class Terminal:
     def _read(self) -> bool:
         try:
             chunk = os.read(self._ours, 65536)
-        except OSError:  # Linux reports the other end's closing as an error.
-            return False
+        except OSError:  # nobody has the other end open: on Linux an error
+            time.sleep(0.01)
+            return self.process.poll() is None
         self.screen += chunk.decode(errors="replace")
         return bool(chunk)

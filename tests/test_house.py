@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import json
 import re
 import subprocess
@@ -65,6 +66,7 @@ def named(path):
     return str(path.relative_to(ROOT))
 
 
+@functools.cache
 def parse(path):
     return ast.parse(path.read_text(), str(path))
 

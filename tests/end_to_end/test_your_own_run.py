@@ -2,12 +2,10 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from commands import commands, environment
+from commands import commands, forked
 
 from jaxrl_llm.config import Run, validate
 from jaxrl_llm.config.origin import execute
@@ -93,9 +91,9 @@ def test_its_shop_tells_prices(folder):
 
 
 def test_its_loop_runs(folder):
-    program = [sys.executable, "my_loop.py", "tiny-random", "2"]
+    program = "import runpy; runpy.run_path('my_loop.py', run_name='__main__')"
     # optax mixes dtypes, which this suite's strictness refuses and JAX's default does not.
-    lenient = environment(JAX_NUMPY_DTYPE_PROMOTION="standard", JAX_NUMPY_RANK_PROMOTION="allow")
-    done = subprocess.run(program, cwd=folder, env=lenient, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert re.fullmatch(r"(step \d: reward \d\.\d{3}\n){2}", done.stdout)
+    lenient = {"JAX_NUMPY_DTYPE_PROMOTION": "standard", "JAX_NUMPY_RANK_PROMOTION": "allow"}
+    done = forked(program, "", folder, ["tiny-random", "2"], **lenient)
+    assert done.code == 0, done.err
+    assert re.fullmatch(r"(step \d: reward \d\.\d{3}\n){2}", done.out)

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import environment
+from commands import ROOT, environment, forked
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.errors import InputError
@@ -43,13 +43,9 @@ print(json.dumps(answers))
 
 def answers(lines, folder):
     """Exit code, stdout and stderr of ablate with each of these arguments, in one process."""
-    surroundings = environment()
-    surroundings["PYTHONPATH"] += f":{TOOLS}"
-    program = [sys.executable, "-c", MANY]
-    given = {"input": json.dumps(lines), "cwd": folder, "env": surroundings}
-    done = subprocess.run(program, **given, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    done = forked(MANY, json.dumps(lines), folder, PYTHONPATH=f"{ROOT}:{TOOLS}")
+    assert done.code == 0, done.err
+    return json.loads(done.out)
 
 
 def rows(accuracies, entropy=1.0, every=10):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import environment
+from commands import tool
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import logits
@@ -27,8 +27,7 @@ TINY = tuple("--model tiny-random --slots 4 --group 2 --prompt 8 --completion 8 
 
 
 def run(*arguments):
-    command = [sys.executable, str(TOOLS / "compare_peers.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=TOOLS.parent, env=environment())
+    return tool("compare_peers", *arguments)
 
 
 def answer(seconds, computed=100, others=0.0):
@@ -47,8 +46,8 @@ def first_answer(**fields):
 
 def test_a_run_with_our_own_sampler_counts_and_checks_its_tokens(tmp_path):
     done = run("--only", "ours", "--lengths", "long", "--folder", str(tmp_path / "peers"), *TINY)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    assert done.code == 0, done.err
+    lines = done.out.splitlines()
     found = json.loads(lines[-1])
     options = bench_rollout.Options(slots=4, group=2, prompt=8, completion=8, lengths="long")
     _, limits = bench_rollout.work_of(options, 259)
@@ -63,8 +62,8 @@ def test_a_run_with_our_own_sampler_counts_and_checks_its_tokens(tmp_path):
 
 def test_a_step_of_our_own_samples_and_learns_from_all_tokens(tmp_path):
     done = run("--what", "step", "--only", "ours", "--lengths", "long", "--folder", str(tmp_path / "peers"), *TINY)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    assert done.code == 0, done.err
+    found = json.loads(done.out.splitlines()[-1])
     options = bench_rollout.Options(slots=4, group=2, prompt=8, completion=8, lengths="long")
     question = compare_peers.question_of(options, "step", 259)
     ours = found["rows"]["ours"]
@@ -99,8 +98,8 @@ def test_other_losses_and_gradients_than_ours_are_refused():
 
 def test_an_unknown_contestant_is_one_line():
     done = run("--only", "ours,nobody")
-    assert done.returncode == 1
-    assert done.stderr == "compare_peers: no contestant 'nobody': there are ours, tunix, trl, batching\n"
+    assert done.code == 1
+    assert done.err == "compare_peers: no contestant 'nobody': there are ours, tunix, trl, batching\n"
 
 
 def test_the_work_is_the_same_each_time_and_comes_group_by_group():

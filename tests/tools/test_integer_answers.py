@@ -2,13 +2,12 @@
 
 import contextlib
 import json
-import subprocess
 import sys
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from commands import environment
+from commands import tool
 
 from jaxrl_llm.tasks import Table, Task, load
 
@@ -19,9 +18,8 @@ import integer_answers  # noqa: E402
 from integer_templates import TEMPLATES, Unsuitable, Value, rewritten  # noqa: E402
 
 
-def run(*arguments, cwd=None):
-    command = [sys.executable, str(TOOLS / "integer_answers.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment())
+def run(*arguments, **place):
+    return tool("integer_answers", *map(str, arguments), **place)
 
 
 @pytest.mark.parametrize(
@@ -105,9 +103,9 @@ def read(path):
 
 def test_a_file_is_rewritten_and_every_change_is_listed(tmp_path):
     done = run(write(tmp_path / "in.jsonl", ROWS))
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.err
     out = tmp_path / "in.integer.jsonl"
-    assert done.stdout == f"{out}: 2 rewritten, 1 as they were, 2 left out (see in.integer.changes.jsonl)\n"
+    assert done.out == f"{out}: 2 rewritten, 1 as they were, 2 left out (see in.integer.changes.jsonl)\n"
     new = read(out)
     ask = TEMPLATES["m/n"].sentence
     assert new[0] == {"id": "a", "question": f"Half of 1? {ask}", "answer": "3"} and new[1] == ROWS[1]
@@ -177,4 +175,4 @@ def test_wrong_uses_are_one_line_and_leave_nothing(rows, arguments, message, tmp
 
 def test_the_command_ends_with_its_code(tmp_path):
     done = run(tmp_path / "nowhere.jsonl")
-    assert done.returncode == 2 and done.stderr.startswith("integer_answers: ") and done.stderr.count("\n") == 1
+    assert done.code == 2 and done.err.startswith("integer_answers: ") and done.err.count("\n") == 1

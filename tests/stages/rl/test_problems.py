@@ -1,11 +1,9 @@
 """A run without reference answers, and whether it goes on only with the problems, and the date, that it began with."""
 
 import json
-import subprocess
-import sys
 
 import pytest
-from commands import environment
+from commands import forked
 
 PROGRAM = """
 import contextlib, dataclasses, io, json, pathlib, sys
@@ -79,10 +77,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def answers(folder):
-    program = [sys.executable, "-c", PROGRAM]
-    done = subprocess.run(program, cwd=folder, env=environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    done = forked(PROGRAM, "", folder)
+    assert done.code == 0, done.err
+    return json.loads(done.out.splitlines()[-1])
 
 
 def rows(path):
