@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Hashable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -128,24 +128,18 @@ class Scheduler:
             routes = self.prefixes.routes(request)
             if routes is not None:
                 request.begun = with_routes(request.begun or EMPTY, routes)
-        shape = wanted(build, self._sampling, [*self.running.values(), *taken], self._held, unread)
-        if self._state is not None and shape.rows != self._held.rows:  # those who run move with their slots
-            order, source, self.running = moved_slots(self.running, self._held.rows, shape.rows, shape.parts)
+        seated = seating(build, self._sampling, self.running, taken, self._held, unread)
+        shape, self.running = seated.shape, seated.running
+        if seated.moves is not None:
             cache, blocks = self._state.cache, self._state.blocks
             light = self._state._replace(cache=None, blocks=None)
-            self._state = rearranged(cache, light, order, source, build.mesh)._replace(blocks=blocks)
-        seat(self.running, taken, shape)
-        fixed = build.strict or build.slots <= FEWEST_SLOTS or build.form is not None
-        shape = with_blocks_for(self.running, shape, build.slots, fixed)
+            self._state = rearranged(cache, light, *seated.moves, build.mesh)._replace(blocks=blocks)
         if self._state is None:
             most = room(build, self._sampling)
             self._state = empty_slots(build.config, shape, build.dtype, build.mesh, self._sampling.repetition, most)
-            self._held = shape
-        stay = self._held._replace(columns=shape.columns) == shape
-        order = assign_blocks(self.running, shape, stay)
-        if order is not None:
+        if seated.blocks is not None:
             lanes = lane_table(self.running, shape)
-            self._state = with_blocks(self._state, order, shape.prompt_columns, lanes, build.mesh, shape.parts)
+            self._state = with_blocks(self._state, seated.blocks, shape.prompt_columns, lanes, build.mesh, shape.parts)
         self._held = shape
         for cache, begun in self._admissions(taken):
             self._state = fill_slots(self._state, cache, begun, build.mesh)
@@ -213,6 +207,42 @@ class Scheduler:
             needed = needed[needed >= 0]
             begun.needed[: len(needed)] = needed
             yield cache, begun
+
+
+class Seating(NamedTuple):
+    """Places of the requests in the next chunk.
+
+    Attributes:
+      shape: of its slots and blocks.
+      running: the requests by slot; each has its lane.
+      moves: order and source of ``moved_slots``, if the number of slots changes; None if all stay.
+      blocks: the old block that each block is made of, as ``assign_blocks`` has it; None if all stay.
+    """
+
+    shape: SlotShape
+    running: dict[int, Request]
+    moves: tuple[np.ndarray, np.ndarray] | None
+    blocks: np.ndarray | None
+
+
+def seating(
+    build: Build, sampling: Sampling, running: dict[int, Request], taken: list[Request], held: SlotShape | None,
+    unread: bool,
+) -> Seating:  # fmt: skip
+    """Give the requests taken slots and blocks beside those that run, in a batch of the size that all need.
+
+    ``held``: shape of the chunk before, None for the first; ``unread``: whether that chunk has not been read yet.
+    """
+    shape = wanted(build, sampling, [*running.values(), *taken], held, unread)
+    moves = None
+    if held is not None and shape.rows != held.rows:  # those who run move with their slots
+        order, source, running = moved_slots(running, held.rows, shape.rows, shape.parts)
+        moves = order, source
+    seat(running, taken, shape)
+    fixed = build.strict or build.slots <= FEWEST_SLOTS or build.form is not None
+    shape = with_blocks_for(running, shape, build.slots, fixed)
+    stay = (held or shape)._replace(columns=shape.columns) == shape
+    return Seating(shape, running, moves, assign_blocks(running, shape, stay))
 
 
 def room(build: Build, sampling: Sampling) -> tuple[int, int]:

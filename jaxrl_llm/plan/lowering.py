@@ -169,7 +169,7 @@ def lowered(one: Subject, name: str) -> jax.stages.Lowered:
             return fill_slots.lower(held.slots, cache, begun, where)
         rules = jax.eval_shape(lambda: as_rules(sampler.rules))
         chunk = sampler.rollout.engine.chunk
-        how = {"group": shape.group, "mesh": where, "form": held.form}
+        how = {"group": shape.group, "mesh": where, "form": held.build.form}
         return run_chunk.lower(held.sampled, held.slots, rules, chunk, asked_of(sampler.rules), **how)
 
 

@@ -258,9 +258,9 @@ def _assembled(
 
 def _reads(held: SamplingArrays) -> str:
     """Describe in words how much of the cache a decode step reads."""
-    if held.form is None:
+    if held.build.form is None:
         return "every slot to the longest one's length"
-    return f"each slot by its length ({held.form.platform} kernel)"
+    return f"each slot by its length ({held.build.form.platform} kernel)"
 
 
 COMPILED, SLACK, ROWS = 3, 1.3, (1, 2, 4, 8)

@@ -271,9 +271,9 @@ def slots_of(arrays: SamplingArrays, work: Work) -> Occupancy:
     """Return how a step's completions fill the engine's slots."""
     rollout, shape = arrays.sampler.rollout, arrays.slot_shape
     engine = rollout.engine
-    given = (rollout.max_new_tokens, engine.slots, engine.chunk, shape.columns, shape.parts, arrays.form)
+    given = (rollout.max_new_tokens, engine.slots, engine.chunk, shape.columns, shape.parts, arrays.build.form)
     found = occupancy(work.completions, work.mean, *given)
-    return dataclasses.replace(found, read=1.0) if engine.strict and arrays.form is None else found
+    return dataclasses.replace(found, read=1.0) if engine.strict and arrays.build.form is None else found
 
 
 def sampling_phases(arrays: SamplingArrays, work: Work) -> dict[str, tuple[float, Cost]]:

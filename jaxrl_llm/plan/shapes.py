@@ -20,7 +20,7 @@ from jaxrl_llm.learner import Forward, Training
 from jaxrl_llm.learner.batch import Packed
 from jaxrl_llm.learner.forward import batch_shardings
 from jaxrl_llm.learner.packing import packed_shapes
-from jaxrl_llm.models.by_length import ByLength, form_for
+from jaxrl_llm.models.by_length import form_for
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Adapter, Decoder, cast, initialise
 from jaxrl_llm.models.heads import ScalarModel
@@ -113,14 +113,14 @@ class SamplingArrays(Arrays):
       sampled: weights to sample from.
       slots: the engine's slots, at their largest.
       slot_shape: the shape of the slots.
-      form: kernels of decoding; None for the plain form.
+      build: settings of the engine.
     """
 
     sampler: PlannedSampler
     sampled: Decoder
     slots: Slots
     slot_shape: SlotShape
-    form: ByLength | None
+    build: Build
 
 
 def abstract_mesh(sizes: Mapping[str, int], platform: str = "") -> AbstractMesh:
@@ -192,7 +192,7 @@ def _with_sampler(held: Arrays, sampler: PlannedSampler, model: Decoder, dtype: 
         sampled=abstract(sampled, sampling_shardings(sampled, where)),
         slots=abstract(slots, slot_shardings(slots, where)),
         slot_shape=shape,
-        form=form,
+        build=build,
     )
 
 

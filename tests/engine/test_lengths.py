@@ -9,14 +9,8 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 from tiny import KINDS, Compilations, tiny
 
-from jaxrl_llm.engine.requests import (
-    Request,
-    assign_blocks,
-    moved_slots,
-    seat,
-    with_blocks_for,
-)  # fmt: skip
-from jaxrl_llm.engine.scheduler import Build, next_requests, wanted
+from jaxrl_llm.engine.requests import Request, seat
+from jaxrl_llm.engine.scheduler import Build, next_requests, seating, wanted
 from jaxrl_llm.models.by_length import ByLength, Seen, block_columns, fetched, halves_of, reads
 from jaxrl_llm.models.cache import empty_cache
 from jaxrl_llm.models.decoding import _readings, shared_prefix
@@ -41,13 +35,7 @@ def chunks(parts, most, prompt, groups=24):
     running, held = {}, None
     while queue or running:
         taken = next_requests(queue, running, held, SLOTS)
-        shape = wanted(build, Sampling(max_new_tokens=most), [*running.values(), *taken], held, False)
-        if held is not None and shape.rows != held.rows:
-            running = moved_slots(running, held.rows, shape.rows, parts)[2]
-        seat(running, taken, shape)
-        shape = with_blocks_for(running, shape, SLOTS, True)
-        assign_blocks(running, shape, held == shape)
-        held = shape
+        held, running, *_ = seating(build, Sampling(max_new_tokens=most), running, taken, held, False)
         yield held, dict(running)
         for slot, request in list(running.items()):
             request.count = min(request.count + CHUNK, request.limit)

@@ -1,0 +1,375 @@
+"""Simulate a run's sampling on a machine that you do not have: its slots, its queue and its long tail.
+
+    python tools/simulate_tail.py dapo_qwen2_5_32b --topology v5p:8x8x4 [--median 0.25] [--sigma 0.9] [--dull 0.3]
+                                  [--judge_s 3] [--judges 64] [--steps 4] [--json FILE] [--field value ...]
+
+No model runs and nothing is compiled. The trainer's own rules decide which groups begin, which requests are seated where,
+what is interrupted and what is carried over; the number of a completion's tokens follows from its seed: log-normal with
+``sigma``, its median a share of the longest, cut there. A decode step takes the time to read the weights and the
+columns that the engine would read, at the peak of the machine's memory, in the fullest part of the mesh; a score takes
+``judge_s`` of one of ``judges``. Prompts, learning and everything else take no time.
+
+Prints a row for the run as it is configured, and for each of these changes alone: decoding that reads every slot to the
+longest one's length, scores that sampling waits for, ``rollout.collect.interrupt``. Numbers are means over the steps
+after the first: seconds of sampling, of those the seconds that waited for scores; the share of decode steps with no
+request in the queue; slots in use; columns read over live ones, prompts included; prompt blocks over prompts; tokens
+learned from over tokens sampled; the share of learned tokens that an earlier step's policy sampled; the mean length of
+completions learned from over that of all.
+"""
+
+import collections
+import dataclasses
+import functools
+import heapq
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+
+from jaxrl_llm import config as configs
+from jaxrl_llm.cli.plan import settings
+from jaxrl_llm.engine.requests import Request, SlotShape
+from jaxrl_llm.engine.scheduler import Build, next_requests, seating
+from jaxrl_llm.engine.settings import Sampling
+from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.models.by_length import columns_read
+from jaxrl_llm.plan.lowering import model_config, subject
+from jaxrl_llm.plan.machines import parse_topology
+from jaxrl_llm.plan.shapes import bytes_per_device
+from jaxrl_llm.rewards import Failures, Scores
+from jaxrl_llm.rollout.dynamic_sampling import collect
+from jaxrl_llm.rollout.groups import Carryover, GroupSource
+from jaxrl_llm.stages.rl.programs import sampler_of
+from jaxrl_llm.tasks import Shuffled
+from jaxrl_llm.types import Completion, Problem, Prompt
+
+PROBLEMS = 1 << 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Assumptions.
+
+    Attributes:
+      config: a configuration; fields of it may follow, as ``jaxrl-llm train`` takes them.
+      topology: the machine, as ``jaxrl-llm plan`` takes it.
+      median: of a completion's tokens, as a share of ``rollout.max_new_tokens``.
+      sigma: standard deviation of the logarithm of a completion's tokens.
+      dull: share of the groups whose members are all right or all wrong.
+      judge_s: seconds of the score of one completion.
+      judges: scores at one time.
+      steps: of each row; the first is not counted.
+      json: file for the rows.
+    """
+
+    config: tyro.conf.Positional[str]
+    topology: str
+    median: float = 0.25
+    sigma: float = 0.9
+    dull: float = 0.0
+    judge_s: float = 0.0
+    judges: int = 64
+    steps: int = 4
+    json: Path | None = None
+
+    def check(self) -> None:
+        """Refuse what cannot be simulated."""
+        for name, low, high in (("median", 0.0, 1.0), ("sigma", 0.0, 5.0), ("dull", 0.0, 0.99), ("judge_s", 0.0, 1e6)):
+            value = getattr(self, name)
+            require(low <= value <= high, f"--{name} must be from {low:g} to {high:g}, got {value:g}")
+        require(self.median > 0, "--median must be above 0")
+        require(self.judges >= 1, f"--judges must be at least 1, got {self.judges}")
+        require(self.steps >= 2, f"--steps must be at least 2, since the first is not counted; got {self.steps}")
+
+
+@dataclasses.dataclass
+class Clock:
+    """Simulated seconds."""
+
+    now: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """Seconds that a device's memory takes, at its peak.
+
+    Attributes:
+      step: of a decode step, for the weights.
+      column: for a column of a slot, or of a block.
+    """
+
+    step: float
+    column: float
+
+
+class Tally(collections.Counter):
+    """Decode steps and columns, added up; the names are those of ``row``."""
+
+
+class Slots:
+    """A backend without a model: requests in slots and blocks as the engine seats them, and a clock.
+
+    Args:
+      build: of the engine; a mesh may be abstract.
+      costs: of a decode step.
+      tokens: function from a request's seed to the tokens of its completion.
+      clock: advanced with every chunk.
+    """
+
+    def __init__(self, build: Build, costs: Costs, tokens: Callable[[int], int], clock: Clock):
+        self.slots, self.max_length = build.slots, build.max_length
+        self.build, self.costs, self.tokens, self.clock = build, costs, tokens, clock
+        self.tally = Tally()
+        self.start(Sampling())
+
+    def start(self, sampling: Sampling) -> None:
+        """Drop all requests."""
+        self.sampling, self.held = sampling, None
+        self.queue: collections.deque[Request] = collections.deque()
+        self.seated: dict[int, Request] = {}
+        self.unread: list[tuple[Request, int, str]] = []  # tokens of the chunk that is under way, and why it ends
+        self.finished: list[tuple[int, Completion]] = []
+        self.handles = self.slot_steps = 0
+
+    def submit(
+        self, prompts: Sequence[Any], seeds: Sequence[int], limits: Sequence[int], begun: Sequence[Completion | None]
+    ) -> list[int]:
+        """Queue requests."""
+        handles = list(range(self.handles, self.handles + len(prompts)))
+        self.handles += len(prompts)
+        for handle, *asked in zip(handles, prompts, seeds, limits, begun, strict=True):
+            self.queue.append(Request(handle, *asked, block_key=asked[0].key))
+        return handles
+
+    @property
+    def running(self) -> list[tuple[int, Completion]]:
+        """Completions so far."""
+        return [(request.handle, self.completion(request, "aborted")) for request in self.seated.values()]
+
+    def step(self, model: Any, version: int = 0) -> int:
+        """Seat what waits, and let a chunk's time pass; return the tokens that were read, as ``Engine.step`` does."""
+        self.version = version
+        read = self.read() if self.queue else 0
+        taken = next_requests(self.queue, self.seated, self.held, self.slots)
+        self.held, self.seated, *_ = seating(
+            self.build, self.sampling, self.seated, taken, self.held, bool(self.unread)
+        )
+        ended = {id(request): (count, why) for request, count, why in self.unread}
+        live, sent = [], []
+        for request in self.seated.values():
+            count, why = ended.get(id(request), (0, ""))
+            if not why:
+                done = request.columns + count
+                left = min(self.tokens(request.seed), request.limit) - done
+                new = min(left, self.build.chunk)
+                stops = self.tokens(request.seed) <= request.limit
+                live.append((request, done))
+                sent.append((request, new, "" if new < left else "stop" if stops else "length"))
+        steps = max((new for _, new, _ in sent), default=0)
+        self.pass_time(self.held, live, steps)
+        self.tally["tokens"] += sum(new for _, new, _ in sent)
+        read += self.read()
+        self.unread = sent
+        return read
+
+    def pass_time(self, shape: SlotShape, live: list[tuple[Request, int]], steps: int) -> None:
+        """Let ``steps`` decode steps pass, for requests with so many live columns each."""
+        form, each = self.build.form, shape.rows // shape.parts
+        own, blocks = np.zeros(shape.parts), np.zeros(shape.parts)
+        shared: dict[int, tuple[int, int]] = {}
+        for request, done in live:
+            part = shape.part(request.slot)
+            shared[request.lane[0]] = part, request.prompt_columns
+            own[part] += 0 if form is None else columns_read(form, done, shape.columns)
+        for part, columns in shared.values():
+            blocks[part] += 0 if form is None else columns_read(form, columns, shape.prompt_columns)
+        if form is None:
+            own[:], blocks[:] = each * shape.columns, shape.blocks // shape.parts * shape.prompt_columns
+        self.clock.now += steps * (self.costs.step + float((own + blocks).max()) * self.costs.column)
+        self.slot_steps += steps * shape.rows
+        self.tally.update(
+            steps=steps,
+            empty=0 if self.queue else steps,
+            slots=steps * self.slots,
+            read=steps * float((own + blocks).sum()),
+            live=steps * (sum(done for _, done in live) + sum(columns for _, columns in shared.values())),
+            blocks=len(shared),
+            prompts=len({request.block_key for request, _ in live}),
+        )
+
+    def read(self) -> int:
+        """Take the tokens of the chunk under way."""
+        found, self.unread = self.unread, []
+        for request, count, why in found:
+            request.count += count
+            if why:
+                del self.seated[request.slot]
+                self.finished.append((request.handle, self.completion(request, why)))
+        return sum(count for _, count, _ in found)
+
+    def completion(self, request: Request, reason: str) -> Completion:
+        """Return a completion of tokens that say nothing."""
+        zeros = np.zeros(request.count, np.int32)
+        piece = Completion(zeros, zeros.astype(np.float32), reason, zeros == 0, zeros + self.version)
+        request.pieces = [piece] if request.count else []
+        return request.completion(reason)
+
+    def abort(self, handles: Sequence[int]) -> None:
+        """End requests as they are; those that end in the chunk under way have ended."""
+        self.read()
+        ending = set(handles)
+        gone = [request for request in (*self.seated.values(), *self.queue) if request.handle in ending]
+        self.finished += [(request.handle, self.completion(request, "aborted")) for request in gone]
+        self.seated = {slot: request for slot, request in self.seated.items() if request.handle not in ending}
+        self.queue = collections.deque(request for request in self.queue if request.handle not in ending)
+
+    def collect(self) -> list[tuple[int, Completion]]:
+        """Return what has ended."""
+        done, self.finished = self.finished, []
+        return done
+
+
+class Judges:
+    """Scores that take a while, ``judges`` at one time; ``waits``: sampling waits for each one that begins."""
+
+    def __init__(self, options: Options, clock: Clock, waits: bool):
+        self.options, self.clock, self.waits = options, clock, waits
+        self.free = [0.0] * options.judges
+        self.waited = 0.0
+
+    def begin(self, items: Sequence[tuple[Problem, Completion]]) -> Callable[[], Scores]:
+        """Begin to score; the function returned waits."""
+        ends = self.clock.now
+        for _ in items:
+            end = max(heapq.heappop(self.free), self.clock.now) + self.options.judge_s
+            heapq.heappush(self.free, end)
+            ends = max(ends, end)
+
+        def finish() -> Scores:
+            self.waited += max(ends - self.clock.now, 0.0)
+            self.clock.now = max(self.clock.now, ends)
+            right = np.array([self.right(problem, place) for place, (problem, _) in enumerate(items)])
+            return Scores(right, right, {"accuracy": right}, Failures())
+
+        if self.waits:
+            scores = finish()
+            return lambda: scores
+        return finish
+
+    def right(self, problem: Problem, place: int) -> float:
+        """Return 1 for right answers: every other one of a problem, or all of a dull one."""
+        dull = np.random.default_rng(int(problem.id)).random() < self.options.dull
+        return float(dull or place % 2)
+
+
+class Prompts:
+    """Of every problem one that is as long as prompts may be, and says which it is."""
+
+    tasks = ()
+
+    def __init__(self, length: int):
+        self.length = length
+
+    def __getitem__(self, problem: Problem) -> Prompt:
+        return Prompt(np.full(self.length, int(problem.id), np.int32))
+
+
+class Silent:
+    """A tokenizer of no words."""
+
+    def batch_decode(self, rows: Sequence[np.ndarray], skip_special_tokens: bool) -> list[str]:
+        """Return no text for each row."""
+        return [""] * len(rows)
+
+
+def planned(run: configs.Run, topology: str) -> tuple[Build, Costs]:
+    """Return the engine's settings on a machine, and what reading costs a device there."""
+    require(isinstance(run, configs.Run), f"a {type(run).__name__} samples nothing: give a configuration with rollouts")
+    machine = parse_topology(topology, run.mesh.slices)
+    held = subject(run, model_config(run.model)[0], None, machine=machine).arrays
+    shape, bandwidth = held.slot_shape, machine.chip.bandwidth
+    columns = shape.rows // shape.parts * shape.columns
+    return held.build, Costs(
+        bytes_per_device(held.sampled) / bandwidth, bytes_per_device(held.slots.cache) / columns / bandwidth
+    )
+
+
+def simulate(run: configs.Run, options: Options, build: Build, costs: Costs, waits: bool = False) -> dict[str, float]:
+    """Return the means of a run's steps after the first, by the names of ``HEADS``."""
+    rollout, clock = run.rollout, Clock()
+    longest = rollout.max_new_tokens
+
+    @functools.cache
+    def tokens(seed: int) -> int:
+        drawn = np.random.default_rng(seed).lognormal(np.log(options.median * longest), options.sigma)
+        return int(np.clip(drawn, 1, longest))
+
+    engine, judges = Slots(build, costs, tokens, clock), Judges(options, clock, waits)
+    problems = [Problem(str(n), (), "", "simulated", verifier="none") for n in range(PROBLEMS)]
+    prompts = Prompts(rollout.max_prompt_tokens)
+    source = GroupSource(Silent(), prompts, Shuffled(problems, run.seed), judges, rollout.group, run.seed, ())
+    sampler = sampler_of(run, engine, source, (), lambda text: None)
+    left, learned, every = Carryover(), [], []
+    for step in range(options.steps):
+        if step == 1:
+            engine.tally, judges.waited, began = Tally(), 0.0, clock.now
+        batch = collect(sampler, None, step, left)
+        left = batch.left
+        if step:
+            learned += [(c.length, int(np.sum(c.version < step))) for group in batch.groups for c in group.completions]
+            every += [tokens(seed) for n in range(step * 1000, step * 1000 + 1000) for seed in source.seeds(n)]
+    counted, found = options.steps - 1, engine.tally
+    lengths, earlier = np.transpose(learned)
+    return {
+        "seconds": (clock.now - began) / counted,
+        "waiting": judges.waited / counted,
+        "empty": found["empty"] / found["steps"],
+        "in use": found["tokens"] / found["slots"],
+        "read/live": found["read"] / found["live"],
+        "blocks": found["blocks"] / found["prompts"],
+        "learned": lengths.sum() / found["tokens"],
+        "earlier": earlier.sum() / lengths.sum(),
+        "length": lengths.mean() / np.mean(every),
+    }
+
+
+HEADS = ("seconds", "waiting", "empty", "in use", "read/live", "blocks", "learned", "earlier", "length")
+
+
+def rows(run: configs.Run, options: Options) -> dict[str, dict[str, float]]:
+    """Return the numbers of the run as it is, and with one change each."""
+    build, costs = planned(run, options.topology)
+    collecting = dataclasses.replace(run.rollout.collect, interrupt=not run.rollout.collect.interrupt)
+    other = dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, collect=collecting))
+    given = options, build, costs
+    found = {"as configured": simulate(run, *given)}
+    if build.form is not None:
+        found["every slot to the longest"] = simulate(run, options, dataclasses.replace(build, form=None), costs)
+    if options.judge_s:
+        found["scores waited for"] = simulate(run, *given, waits=True)
+    return found | {f"rollout.collect.interrupt {collecting.interrupt}": simulate(other, *given)}
+
+
+def main(arguments: list[str]) -> None:
+    """Print the table."""
+    options, fields = tyro.cli(Options, description=__doc__, args=arguments, return_unknown_args=True)
+    options.check()
+    run = settings(options.config, fields, 1)
+    configs.validate(run)
+    found = rows(configs.in_phase(run, 0), options)
+    print(f"{'':32s}" + "".join(f"{name:>10s}" for name in HEADS))
+    for name, values in found.items():
+        print(f"{name:32s}" + "".join(f"{values[head]:10.3g}" for head in HEADS))
+    if options.json:
+        options.json.write_text(json.dumps(dataclasses.asdict(options) | {"rows": found}, default=str) + "\n")
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except InputError as error:
+        sys.exit(f"simulate_tail: {error}")
