@@ -3,18 +3,25 @@
     python tools/simulate_tail.py dapo_qwen2_5_32b --topology v5p:8x8x4 [--median 0.25] [--sigma 0.9] [--dull 0.3]
                                   [--judge_s 3] [--judges 64] [--steps 4] [--json FILE] [--field value ...]
 
-No model runs and nothing is compiled. The trainer's own rules decide which groups begin, which requests are seated where,
-what is interrupted and what is carried over; the number of a completion's tokens follows from its seed: log-normal with
-``sigma``, its median a share of the longest, cut there. A decode step takes the time to read the weights and the
-columns that the engine would read, at the peak of the machine's memory, in the fullest part of the mesh; a score takes
-``judge_s`` of one of ``judges``. Prompts, learning and everything else take no time.
+No model runs and nothing is compiled. The trainer's own rules decide which groups begin, where their requests are
+seated, what is interrupted and what is carried over. The tokens of a completion follow from its seed: log-normal with
+``sigma``, their median a share of the longest, cut there. A decode step takes the time to read the weights and the
+columns that the engine would read, at the peak of the machine's memory, in the fullest part of the mesh; a score
+takes ``judge_s`` of one of ``judges``. Prompts, learning and everything else take no time.
 
-Prints a row for the run as it is configured, and for each of these changes alone: decoding that reads every slot to the
-longest one's length, scores that sampling waits for, ``rollout.collect.interrupt``. Numbers are means over the steps
-after the first: seconds of sampling, of those the seconds that waited for scores; the share of decode steps with no
-request in the queue; slots in use; columns read over live ones, prompts included; prompt blocks over prompts; tokens
-learned from over tokens sampled; the share of learned tokens that an earlier step's policy sampled; the mean length of
-completions learned from over that of all.
+Prints a row for the run as it is configured, and one for each change alone: decoding that reads every slot to the
+longest one's length; scores that sampling waits for; ``--rollout.collect.interrupt``. The numbers are means over the
+steps after the first:
+
+    seconds    of sampling
+    waiting    of these, for scores
+    empty      decode steps with no request in the queue, of all
+    in use     slots that sample, of all
+    read/live  columns read over live ones
+    blocks     stored prompts over distinct ones
+    learned    tokens that the step learns from, over those that it samples
+    earlier    of these, tokens that an earlier step's policy sampled
+    length     mean tokens of a completion learned from, over the mean of the distribution
 """
 
 import collections
@@ -351,7 +358,8 @@ def rows(run: configs.Run, options: Options) -> dict[str, dict[str, float]]:
         found["every slot to the longest"] = simulate(run, options, dataclasses.replace(build, form=None), costs)
     if options.judge_s:
         found["scores waited for"] = simulate(run, *given, waits=True)
-    return found | {f"rollout.collect.interrupt {collecting.interrupt}": simulate(other, *given)}
+    switch = "interrupt" if collecting.interrupt else "no_interrupt"
+    return found | {f"--rollout.collect.{switch}": simulate(other, *given)}
 
 
 def main(arguments: list[str]) -> None:
