@@ -22,6 +22,7 @@ steps after the first:
     learned    tokens that the step learns from, over those that it samples
     earlier    of these, tokens that an earlier step's policy sampled
     length     mean tokens of a completion learned from, over the mean of the distribution
+    first      the same of the first step
 """
 
 import collections
@@ -32,6 +33,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -82,6 +84,10 @@ class Options:
     judges: int = 64
     steps: int = 4
     json: Path | None = None
+
+    def lengths(self, normal: Any, longest: int) -> Any:
+        """Return the tokens of completions from standard normal numbers."""
+        return np.clip(np.floor(self.median * longest * np.exp(self.sigma * normal)), 1, longest)
 
     def check(self) -> None:
         """Refuse what cannot be simulated."""
@@ -308,29 +314,28 @@ def planned(run: configs.Run, topology: str) -> tuple[Build, Costs]:
 def simulate(run: configs.Run, options: Options, build: Build, costs: Costs, waits: bool = False) -> dict[str, float]:
     """Return the means of a run's steps after the first, by the names of ``HEADS``."""
     rollout, clock = run.rollout, Clock()
-    longest = rollout.max_new_tokens
 
     @functools.cache
     def tokens(seed: int) -> int:
-        drawn = np.random.default_rng(seed).lognormal(np.log(options.median * longest), options.sigma)
-        return int(np.clip(drawn, 1, longest))
+        return int(options.lengths(np.random.default_rng(seed).standard_normal(), rollout.max_new_tokens))
 
     engine, judges = Slots(build, costs, tokens, clock), Judges(options, clock, waits)
     problems = [Problem(str(n), (), "", "simulated", verifier="none") for n in range(PROBLEMS)]
     prompts = Prompts(rollout.max_prompt_tokens)
     source = GroupSource(Silent(), prompts, Shuffled(problems, run.seed), judges, rollout.group, run.seed, ())
     sampler = sampler_of(run, engine, source, (), lambda text: None)
-    left, learned, every = Carryover(), [], []
+    left, learned = Carryover(), []
     for step in range(options.steps):
         if step == 1:
             engine.tally, judges.waited, began = Tally(), 0.0, clock.now
         batch = collect(sampler, None, step, left)
         left = batch.left
-        if step:
-            learned += [(c.length, int(np.sum(c.version < step))) for group in batch.groups for c in group.completions]
-            every += [tokens(seed) for n in range(step * 1000, step * 1000 + 1000) for seed in source.seeds(n)]
+        completions = [c for group in batch.groups for c in group.completions]
+        learned.append(np.array([(c.length, np.sum(c.version < step)) for c in completions]))
     counted, found = options.steps - 1, engine.tally
-    lengths, earlier = np.transpose(learned)
+    lengths, earlier = np.concatenate(learned[1:]).T
+    normal = np.array([NormalDist().inv_cdf((i + 0.5) / PROBLEMS) for i in range(PROBLEMS)])
+    mean = options.lengths(normal, rollout.max_new_tokens).mean()
     return {
         "seconds": (clock.now - began) / counted,
         "waiting": judges.waited / counted,
@@ -340,11 +345,12 @@ def simulate(run: configs.Run, options: Options, build: Build, costs: Costs, wai
         "blocks": found["blocks"] / found["prompts"],
         "learned": lengths.sum() / found["tokens"],
         "earlier": earlier.sum() / lengths.sum(),
-        "length": lengths.mean() / np.mean(every),
+        "length": lengths.mean() / mean,
+        "first": learned[0][:, 0].mean() / mean,
     }
 
 
-HEADS = ("seconds", "waiting", "empty", "in use", "read/live", "blocks", "learned", "earlier", "length")
+HEADS = ("seconds", "waiting", "empty", "in use", "read/live", "blocks", "learned", "earlier", "length", "first")
 
 
 def rows(run: configs.Run, options: Options) -> dict[str, dict[str, float]]:
