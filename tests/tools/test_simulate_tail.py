@@ -11,6 +11,7 @@ from tiny import tiny
 from jaxrl_llm import config as configs
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rollout import Engine, EngineOptions, Sampling
+from jaxrl_llm.types import Prompt
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
@@ -25,7 +26,7 @@ def test_its_slots_pass_the_steps_of_the_engine():
     engine = Engine(tiny(), slots=4, max_length=80, chunk=16, group=2, form=None)
     clock = tail.Clock()
     slots = tail.Slots(engine._build, tail.Costs(2.0, 0.0), lambda seed: LIMITS[seed], clock)
-    prompts = [tail.Prompt(np.asarray(prompt, np.int32)) for prompt in PROMPTS]
+    prompts = [Prompt(np.asarray(prompt, np.int32)) for prompt in PROMPTS]
     done, read = {}, {}
     for sampler in (engine, slots):
         sampler.start(Sampling(max_new_tokens=64))
