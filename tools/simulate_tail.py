@@ -1,7 +1,7 @@
 """Simulate a run's sampling on a machine that you do not have: its slots, its queue and its long tail.
 
-    python tools/simulate_tail.py dapo_qwen2_5_32b --topology v5p:8x8x4 [--median 0.25] [--sigma 0.9] [--dull 0.3]
-                                  [--judge_s 3] [--judges 64] [--steps 4] [--json FILE] [--field value ...]
+    python tools/simulate_tail.py dapo_qwen2_5_32b --topology v5p:8x8x4 [--median 0.25] [--sigma 0.9] [--common 0.5]
+        [--dull 0.3] [--judge_s 3] [--judges 64] [--steps 4] [--json FILE] [--field value ...]
 
 No model runs and nothing is compiled. The trainer's own rules decide which groups begin, where their requests are
 seated, what is interrupted and what is carried over. The tokens of a completion follow from its seed: log-normal with
@@ -49,11 +49,14 @@ from jaxrl_llm.plan.shapes import bytes_per_device
 from jaxrl_llm.rewards import Failures, Scores
 from jaxrl_llm.rollout.dynamic_sampling import collect
 from jaxrl_llm.rollout.groups import Carryover, GroupSource
+from jaxrl_llm.rollout.respond import SeedSpace
 from jaxrl_llm.stages.rl.programs import sampler_of
 from jaxrl_llm.tasks import Shuffled
 from jaxrl_llm.types import Completion, Problem, Prompt
 
 PROBLEMS = 1 << 16
+LIMITS = (("median", 0.0, 1.0), ("sigma", 0.0, 5.0), ("common", 0.0, 1.0), ("dull", 0.0, 0.99), ("judge_s", 0.0, 1e6))
+"""Least and largest values of the options."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +68,7 @@ class Options:
       topology: the machine, as ``jaxrl-llm plan`` takes it.
       median: of a completion's tokens, as a share of ``rollout.max_new_tokens``.
       sigma: standard deviation of the logarithm of a completion's tokens.
+      common: share of that variance that the completions of a prompt have in common.
       dull: share of the groups whose members are all right or all wrong.
       judge_s: seconds of the score of one completion.
       judges: scores at one time.
@@ -76,6 +80,7 @@ class Options:
     topology: str
     median: float = 0.25
     sigma: float = 0.9
+    common: float = 0.0
     dull: float = 0.0
     judge_s: float = 0.0
     judges: int = 64
@@ -88,7 +93,7 @@ class Options:
 
     def check(self) -> None:
         """Refuse what cannot be simulated."""
-        for name, low, high in (("median", 0.0, 1.0), ("sigma", 0.0, 5.0), ("dull", 0.0, 0.99), ("judge_s", 0.0, 1e6)):
+        for name, low, high in LIMITS:
             value = getattr(self, name)
             require(low <= value <= high, f"--{name} must be from {low:g} to {high:g}, got {value:g}")
         require(self.median > 0, "--median must be above 0")
@@ -167,7 +172,10 @@ def simulate(run: configs.Run, options: Options, build: Build, costs: Costs, wai
 
     @functools.cache
     def tokens(seed: int) -> int:
-        return int(options.lengths(np.random.default_rng(seed).standard_normal(), rollout.max_new_tokens))
+        number = (seed - SeedSpace.TRAINING) % (1 << 39) // rollout.group
+        own, shared = (np.random.default_rng(given).standard_normal() for given in (seed, [number, run.seed]))
+        normal = np.sqrt(1 - options.common) * own + np.sqrt(options.common) * shared
+        return int(options.lengths(normal, rollout.max_new_tokens))
 
     engine, judges = Slots(build, costs, tokens, clock), Judges(options, clock, waits)
     problems = [Problem(str(n), (), "", "simulated", verifier="none") for n in range(PROBLEMS)]

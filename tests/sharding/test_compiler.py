@@ -1,4 +1,6 @@
-"""Options of compilers: the learner's programs get them, on absent TPUs too, and unknown ones stop nothing."""
+"""Options of compilers: the learner's programs get them, on absent TPUs too, and unknown ones stop nothing; and what
+compilers make of a layer there.
+"""
 
 import dataclasses
 import logging
@@ -7,7 +9,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from learner.rollouts import T, one_device, policy_update, rollout
 from plan.tinyrun import CONFIG, computing, tiny_run
 from tiny import tiny
@@ -18,13 +20,14 @@ from jaxrl_llm.learner.forward import on_mesh, score
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.models.cache import empty_cache
 from jaxrl_llm.models.config import ComputeOptions
+from jaxrl_llm.models.decoder import Weights, mlp
 from jaxrl_llm.models.decoding import decode
 from jaxrl_llm.plan.lowering import compile_one, subject
 from jaxrl_llm.plan.machines import describe, parse_topology
 from jaxrl_llm.plan.planning import plan
 from jaxrl_llm.plan.shapes import abstract_model
 from jaxrl_llm.plan.tables import lines
-from jaxrl_llm.sharding import make_mesh
+from jaxrl_llm.sharding import MeshShape, gathered, layout_of, make_mesh
 from jaxrl_llm.sharding.compiler import OPTIONS, REPEATABLE, compiler_options, known_options, without_compilation_cache
 
 SLICE = parse_topology("v5p:2x2x1")
@@ -100,3 +103,19 @@ def test_decoding_copies_no_keys_on_an_absent_gpu():
         text = jax.jit(decode).lower(*given).compile().as_text()
     # Two products of one query are merged by joining the keys of the cache with those of the chunk.
     assert f",{columns}]" in text and f",{columns + steps}]" not in text
+
+
+@pytest.mark.compilers
+def test_products_of_a_layers_gradients_are_whole_and_scattered_as_they_are_added():
+    """Of 512 rows over fsdp 16 each part would have 32, where a tile has 128."""
+    mesh = make_mesh(MeshShape(1, 16, 2), describe(parse_topology("v5p:4x4x2")))
+    shapes = {"gate": (512, 2048), "up": (512, 2048), "down": (2048, 512)}
+    of_mesh = lambda shape, layout: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=layout)
+    weights = {name: of_mesh(shape, layout_of(f"blocks/0/mlp/{name}", shape, mesh)) for name, shape in shapes.items()}
+    layer = Weights({"mlp": weights})
+    hidden = of_mesh((16, 512, 512), NamedSharding(mesh, PartitionSpec("fsdp")))
+    loss = lambda layer, hidden: jnp.sum(jnp.square(mlp(gathered(layer).mlp, CONFIG, hidden)))
+    with jax.set_mesh(mesh), without_compilation_cache():
+        divided = jax.tree.map(lambda x: x.sharding, layer)
+        text = jax.jit(jax.grad(loss), out_shardings=divided).lower(layer, hidden).compile().as_text()
+    assert "windowed_dot_general" not in text and "all-reduce-scatter" in text
