@@ -27,16 +27,17 @@ def test_its_slots_pass_the_steps_of_the_engine():
     clock = tail.Clock()
     slots = tail.Slots(engine._build, tail.Costs(2.0, 0.0), lambda seed: LIMITS[seed], clock)
     prompts = [Prompt(np.asarray(prompt, np.int32)) for prompt in PROMPTS]
-    done, read = {}, {}
     for sampler in (engine, slots):
         sampler.start(Sampling(max_new_tokens=64))
         sampler.submit(prompts, range(len(LIMITS)), LIMITS, [None] * len(LIMITS))
-        read[sampler] = []
-        done[sampler] = []
-        while len(done[sampler]) < len(LIMITS):
-            read[sampler].append(sampler.step(tiny()))
-            done[sampler] += [(handle, len(c.tokens)) for handle, c in sampler.collect()]
-    assert done[engine] == done[slots] and read[engine] == read[slots] and sum(read[slots]) == sum(LIMITS)
+    done, read = [], 0
+    while len(done) < len(LIMITS):
+        count = engine.step(tiny())
+        ended = [(handle, len(completion.tokens)) for handle, completion in engine.collect()]
+        assert slots.step(None) == count and slots.held == engine._scheduler._held
+        assert [(handle, len(completion.tokens)) for handle, completion in slots.collect()] == ended
+        done, read = done + ended, read + count
+    assert read == sum(LIMITS) == slots.tally["tokens"] and sorted(done) == list(enumerate(LIMITS))
     assert engine.slot_steps == slots.slot_steps and engine.decode_steps == slots.tally["steps"] == clock.now / 2
 
 
