@@ -17,13 +17,14 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 import simulate_tail as tail
 
-LIMITS = [3, 40, 17, 64, 16, 1, 33, 20, 9, 64]
+LIMITS = [3, 40, 17, 64, 16, 1, 33, 20, 9, 64] * 2
 PROMPTS = [[1 + n // 2, 5, 7] for n in range(len(LIMITS))]
 
 
 def test_its_slots_pass_the_steps_of_the_engine():
     """The engine samples to each request's limit; the simulator is told these lengths."""
-    engine = Engine(tiny(), slots=4, max_length=80, chunk=16, group=2, form=None)
+    model = tiny()
+    engine = Engine(model, slots=17, max_length=80, chunk=16, group=2, form=None)
     clock = tail.Clock()
     slots = tail.Slots(engine._build, tail.Costs(2.0, 0.0), lambda seed: LIMITS[seed], clock)
     prompts = [Prompt(np.asarray(prompt, np.int32)) for prompt in PROMPTS]
@@ -32,7 +33,7 @@ def test_its_slots_pass_the_steps_of_the_engine():
         sampler.submit(prompts, range(len(LIMITS)), LIMITS, [None] * len(LIMITS))
     done, read = [], 0
     while len(done) < len(LIMITS):
-        count = engine.step(tiny())
+        count = engine.step(model)
         ended = [(handle, len(completion.tokens)) for handle, completion in engine.collect()]
         assert slots.step(None) == count and slots.held == engine._scheduler._held
         assert [(handle, len(completion.tokens)) for handle, completion in slots.collect()] == ended
