@@ -1,0 +1,92 @@
+"""Two random layers learn to search: a secret letter, in at most four guesses, each answered by "<" or ">".
+
+    jaxrl-llm train guessing_smoke
+
+No download. The secret is one of fifteen letters, drawn from the seed that the environment is reset with: it is in no
+prompt, and another in each group of episodes. A reply is one byte. The secret is worth 1, and each guess that the
+answers so far leave possible 0.1, which teaches what a letter is and what an answer means. GiGPO compares turns that
+begin with the same letters possible. Evaluations play 120 games that are not trained on, greedily, and count secrets
+alone (``Exam``).
+"""
+
+import copy
+import dataclasses
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrl_llm.config import Evaluation, Output, Run, Scoring
+from jaxrl_llm.environments import Environment, Limits, Step
+from jaxrl_llm.environments.environment import Message
+from jaxrl_llm.learner import Compute, Learner, Optimiser
+from jaxrl_llm.recipes import GIGPO
+from jaxrl_llm.rollout import EngineOptions, Rollout
+from jaxrl_llm.tasks import Task
+
+LETTERS = "abcdefghijklmno"
+TURNS = 4
+
+
+class Guess(Environment):
+    """Answers a guess by where the secret is: "<" before it, ">" after it or if it is no letter."""
+
+    worth = 0.1
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> tuple[()]:
+        """Draw the secret; the prompt is the row's."""
+        self.secret, self.turn = random.Random(seed).randrange(len(LETTERS)), 0
+        self.low, self.high = 0, len(LETTERS) - 1
+        return ()
+
+    def step(self, reply: Message) -> Step:
+        """Compare the guess with the secret."""
+        self.turn += 1
+        guess = LETTERS.find(reply["content"][:1] or "?")
+        found, possible = guess == self.secret, self.low <= guess <= self.high
+        seen = {"found": float(found), "possible": float(possible)}
+        if possible and guess < self.secret:
+            self.low = guess + 1
+        elif possible:
+            self.high = guess - 1
+        answer = [{"role": "user", "content": "<" if guess > self.secret else ">"}]
+        state = f"{self.low} to {self.high} after {self.turn}"
+        return Step(answer, found + self.worth * possible, found or self.turn == TURNS, seen, state)
+
+    def copy(self) -> "Guess":
+        """Return the same game."""
+        return copy.copy(self)
+
+
+class Exam(Guess):
+    """Only the secret is worth anything: the mean reward is the share of games won."""
+
+    worth = 0.0
+
+
+def games(environment: str, first: int, count: int) -> Task:
+    """Return games with prompts of their own; a chat is its contents, one byte after the other."""
+    rows = [{"prompt": f"{number:03}"} for number in range(first, first + count)]
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    return Task(rows, environment=environment, verifier="none", template=template, name=environment.split(":")[1])
+
+
+config = Run(
+    model="tiny-random",
+    task=games("guessing_smoke:Guess", 0, 480),
+    scoring=Scoring(rewards=()),
+    recipe=dataclasses.replace(GIGPO, algorithm=dataclasses.replace(GIGPO.algorithm, kl=None, kl_coef=0.0)),
+    rollout=Rollout(
+        prompts=16,
+        group=16,
+        max_prompt_tokens=8,
+        max_new_tokens=8,
+        engine=EngineOptions(slots=256, chunk=1),
+        episode=Limits(max_turns=TURNS, max_turn_tokens=1),
+    ),
+    learner=Learner(
+        optimiser=Optimiser(learning_rate=5e-3), epochs=2, minibatches=4, compute=Compute(row_tokens=256)
+    ),
+    evaluation=Evaluation(every=20, task=games("guessing_smoke:Exam", 480, 120)),
+    output=Output(checkpoint_every=50, trackers=()),
+    steps=100,
+)
