@@ -83,9 +83,7 @@ config = Run(
         engine=EngineOptions(slots=256, chunk=1),
         episode=Limits(max_turns=TURNS, max_turn_tokens=1),
     ),
-    learner=Learner(
-        optimiser=Optimiser(learning_rate=5e-3), epochs=2, minibatches=4, compute=Compute(row_tokens=256)
-    ),
+    learner=Learner(optimiser=Optimiser(learning_rate=5e-3), epochs=2, minibatches=4, compute=Compute(row_tokens=256)),
     evaluation=Evaluation(every=20, task=games("guessing_smoke:Exam", 480, 120)),
     output=Output(checkpoint_every=50, trackers=()),
     steps=100,

@@ -150,8 +150,12 @@ class PrefixCache:
         """
         turns = [request for request in requests if request.keep_prompt and request.begun is not None]
         missing = {one.prompt.key: one for one in turns if one.prompt.key not in self._prompts}
-        if missing:
-            self.prepare(model, [dataclasses.replace(request, begun=None) for request in missing.values()])
+        self._fill(model, [dataclasses.replace(request, begun=None) for request in missing.values()])
+        self._fill(model, requests, upcoming)
+        self._prompts = dict([*self._prompts.items()][-max(KEPT_PROMPTS, len(requests)) :])
+
+    def _fill(self, model: Decoder, requests: Sequence[Request], upcoming: Iterable[Request] = ()) -> None:
+        """Compute what is missing, and keep the prompts of episodes; drops none."""
         groups: dict[PrefillShape, list[tuple[Request, int, Prefix | None]]] = {}
         for request in {request.key: request for request in requests}.values():
             if request.key in self._computed:
@@ -179,7 +183,6 @@ class PrefixCache:
                 held = self._computed[request.key]
                 one = _one_row(held.cache, np.int32(held.row), bucket(len(request.prompt)))
                 self._prompts[request.prompt.key] = held._replace(cache=one, row=0)
-        self._prompts = dict([*self._prompts.items()][-max(KEPT_PROMPTS, len(requests)) :])
 
     def _longest(self, request: Request) -> tuple[int, Prefix | None]:
         """Return the largest number of a request's first tokens that a kept sequence holds, and that sequence; of a

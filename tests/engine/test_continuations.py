@@ -9,6 +9,7 @@ import pytest
 from engine.test_engine import distributions, finished, model, same
 from tiny import tiny
 
+from jaxrl_llm.engine.prefix_cache import KEPT_PROMPTS
 from jaxrl_llm.engine.requests import Request, SlotShape
 from jaxrl_llm.engine.scheduler import Build, wanted
 from jaxrl_llm.errors import InputError
@@ -134,6 +135,20 @@ def test_a_prompt_is_kept_for_the_next_turns_until_the_weights_change_and_comput
     (moved,) = finished(e, e.submit(PROMPTS[2:3], SEEDS[:1], begun=[turn], **kept), other)
     e.start(RULES)
     same(moved, finished(e, e.submit(PROMPTS[2:3], SEEDS[:1], begun=[turn], **kept), other)[0])
+
+
+def test_a_turn_finds_its_prompt_beside_turns_of_prompts_that_were_dropped():
+    e, oldest = engine(), [2, 0, 1]
+    prompts = [[1 + n % 40, 1 + n // 40] for n in range(KEPT_PROMPTS + 2)]
+    e.start(RULES)
+    firsts = finished(e, e.submit(prompts, range(len(prompts)), [1] * len(prompts), keep_prompt=True))
+    begun = [with_tokens(firsts[n], [7]) for n in oldest]
+    asked = [prompts[n] for n in oldest]
+    found = finished(e, e.submit(asked, oldest, begun=begun, keep_prompt=True))
+    for one in range(3):
+        e.start(RULES)
+        turn = e.submit(asked[one : one + 1], oldest[one : one + 1], begun=begun[one : one + 1], keep_prompt=True)
+        same(found[one], finished(e, turn)[0])
 
 
 def test_an_array_that_may_change_in_place_is_never_taken_for_known():
