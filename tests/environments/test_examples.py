@@ -3,11 +3,15 @@ import re
 import pytest
 from environments.worlds import begun, contents, says
 
+from jaxrl_llm.config import load_config
 from jaxrl_llm.environments.calls import parse_reply
 from jaxrl_llm.environments.examples import KEYS, Keys, Lookup, Products, multiply
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.tasks import Task
 from jaxrl_llm.tasks.task import load
+
+GAME = load_config("guessing_smoke")[1]
+LETTERS = "abcdefghijklmno"
 
 
 def test_products_are_different_and_their_answers_are_right():
@@ -56,6 +60,53 @@ def test_the_table_rewards_only_who_looked_up():
     assert branch.reply(says("The answer is 1.")).reward == 0.0
     tables = [begun(Lookup, row=problem.metadata, seed=seed) for seed in range(30)]
     assert len({contents(world.reply(says(f"<get>{name}</get>")))[0] for world in tables}) > 10
+
+
+class Middle:
+    """Plays by halves: always the middle one of the letters that the answers leave."""
+
+    def __init__(self):
+        self.low, self.high = 0, len(LETTERS) - 1
+
+    def guess(self):
+        return LETTERS[(self.low + self.high) // 2]
+
+    def hear(self, answer):
+        middle = (self.low + self.high) // 2
+        self.low, self.high = (self.low, middle - 1) if answer == "<" else (middle + 1, self.high)
+
+
+def played(world, player):
+    """The rewards of a game's turns."""
+    rewards = []
+    for _ in range(GAME.rollout.episode.max_turns):
+        answer = world.reply(says(player.guess()))
+        rewards.append(answer.reward)
+        if answer.end:
+            break
+        player.hear(contents(answer)[0])
+    assert answer.end == "completed"
+    return rewards
+
+
+@pytest.mark.parametrize("task", [GAME.task, GAME.evaluation.task], ids=lambda task: task.label)
+def test_every_secret_is_found_by_halves_in_the_turns_of_a_game(task):
+    worth, turns = 0.1 if task is GAME.task else 0.0, {}
+    for seed in range(80):
+        world = begun(task.environment, seed=seed)
+        rewards = played(world, Middle())
+        assert rewards == [*[worth] * (len(rewards) - 1), 1 + worth]
+        turns[world.environment.secret] = len(rewards)
+    assert sorted(turns.values()) == [1, 2, 2, 3, 3, 3, 3, *[4] * 8]
+
+
+def test_a_guess_that_cannot_be_right_is_worth_nothing_and_tells_nothing():
+    worlds = (begun(GAME.task.environment, seed=seed) for seed in range(80))
+    world = next(world for world in worlds if world.environment.secret > 8)
+    answers = [world.reply(says(guess)) for guess in ("i", "i", "")]
+    assert [answer.reward for answer in answers] == [0.1, 0.0, 0.0]
+    assert [answer.state for answer in answers] == [f"9 to 14 after {turn}" for turn in (1, 2, 3)]
+    assert [contents(answer) for answer in answers] == [[">"]] * 3
 
 
 def test_questions_for_the_table_are_different():
