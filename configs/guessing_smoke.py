@@ -11,6 +11,7 @@ alone (``Exam``).
 
 import copy
 import dataclasses
+import math
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -30,7 +31,7 @@ TURNS = 4
 class Guess(Environment):
     """Answers a guess by where the secret is: "<" before it, ">" after it or if it is no letter."""
 
-    worth = 0.1
+    shaped = 1.0
 
     def reset(self, row: Mapping[str, Any], seed: int) -> tuple[()]:
         """Draw the secret; the prompt is the row's."""
@@ -44,13 +45,18 @@ class Guess(Environment):
         guess = LETTERS.find(reply["content"][:1] or "?")
         found, possible = guess == self.secret, self.low <= guess <= self.high
         seen = {"found": float(found), "possible": float(possible)}
-        if possible and guess < self.secret:
+        left = self.high - self.low + 1
+        if found:
+            self.low = self.high = guess
+        elif possible and guess < self.secret:
             self.low = guess + 1
         elif possible:
             self.high = guess - 1
+        learned = math.log(left / (self.high - self.low + 1), len(LETTERS))
+        reward = found + self.shaped * (learned + 0.1 * possible)
         answer = [{"role": "user", "content": "<" if guess > self.secret else ">"}]
         state = f"{self.low} to {self.high} after {self.turn}"
-        return Step(answer, found + self.worth * possible, found or self.turn == TURNS, seen, state)
+        return Step(answer, reward, found or self.turn == TURNS, seen, state)
 
     def copy(self) -> "Guess":
         """Return the same game."""
@@ -60,7 +66,7 @@ class Guess(Environment):
 class Exam(Guess):
     """Only the secret is worth anything: the mean reward is the share of games won."""
 
-    worth = 0.0
+    shaped = 0.0
 
 
 def games(environment: str, first: int, count: int) -> Task:
