@@ -3,9 +3,10 @@
     jaxrl-llm train guessing_smoke
 
 No download. The secret is one of fifteen letters, drawn from the seed that the environment is reset with: it is in no
-prompt, and another in each group of episodes. A reply is one byte. The secret is worth 1, and each guess that the
-answers so far leave possible 0.1, which teaches what a letter is and what an answer means. GiGPO compares turns that
-begin with the same letters possible. Evaluations play 120 games that are not trained on, greedily, and count secrets
+prompt, and another in each group of episodes. A reply is one byte. The secret is worth 1. What is learned on
+the way is worth 1 in all, by the logarithm of the letters that a guess rules out, and each guess that the answers so far
+leave possible 0.1: a random model writes no letters at first. GiGPO compares turns that begin with the same letters
+possible. Evaluations play 120 games that are not trained on, greedily, and count secrets
 alone (``Exam``).
 """
 
@@ -91,6 +92,6 @@ config = Run(
     ),
     learner=Learner(optimiser=Optimiser(learning_rate=5e-3), epochs=2, minibatches=4, compute=Compute(row_tokens=256)),
     evaluation=Evaluation(every=20, task=games("guessing_smoke:Exam", 480, 120)),
-    output=Output(checkpoint_every=50, trackers=()),
-    steps=100,
+    output=Output(checkpoint_every=40, trackers=()),
+    steps=80,
 )

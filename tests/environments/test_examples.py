@@ -102,13 +102,15 @@ def test_every_secret_is_found_by_halves_in_the_turns_of_a_game(task):
     assert sorted(turns.values()) == [1, 2, 2, 3, 3, 3, 3, *[4] * 8]
 
 
-def test_a_guess_that_cannot_be_right_is_worth_nothing_and_tells_nothing():
+@pytest.mark.parametrize(("first", "left", "said"), [("i", "9 to 14", ">"), ("g", "0 to 5", "<")])
+def test_a_guess_that_cannot_be_right_is_worth_nothing_and_tells_nothing(first, left, said):
     worlds = (begun(GAME.task.environment, seed=seed) for seed in range(80))
-    world = next(world for world in worlds if world.environment.secret > 8)
-    answers = [world.reply(says(guess)) for guess in ("i", "i", "")]
+    low, high = map(int, left.split(" to "))
+    world = next(world for world in worlds if low <= world.environment.secret <= high)
+    answers = [world.reply(says(guess)) for guess in (first, first, "")]
     assert [answer.reward for answer in answers] == [pytest.approx(0.1 + math.log(15 / 6, 15)), 0.0, 0.0]
-    assert [answer.state for answer in answers] == [f"9 to 14 after {turn}" for turn in (1, 2, 3)]
-    assert [contents(answer) for answer in answers] == [[">"]] * 3
+    assert [answer.state for answer in answers] == [f"{left} after {turn}" for turn in (1, 2, 3)]
+    assert [contents(answer) for answer in answers] == [[said]] * 2 + [[">"]]
 
 
 def test_questions_for_the_table_are_different():
