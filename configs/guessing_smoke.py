@@ -3,11 +3,10 @@
     jaxrl-llm train guessing_smoke
 
 No download. The secret is one of fifteen letters, drawn from the seed that the environment is reset with: it is in no
-prompt, and another in each group of episodes. A reply is one byte. The secret is worth 1. What is learned on
-the way is worth 1 in all, by the logarithm of the letters that a guess rules out, and each guess that the answers so far
-leave possible 0.1: a random model writes no letters at first. GiGPO compares turns that begin with the same letters
-possible. Evaluations play 120 games that are not trained on, greedily, and count secrets
-alone (``Exam``).
+prompt, and another in each group of episodes. A reply is one byte. The secret is worth 1; what is learned on the way 1
+in all, by the logarithm of the letters that a guess rules out; each guess that the answers so far leave possible 0.1,
+since a random model writes no letters at first. GiGPO compares turns that begin with the same letters possible.
+Evaluations play 120 games that are not trained on, greedily, and count secrets alone (``Exam``).
 """
 
 import copy
