@@ -7,6 +7,10 @@ prompt, and another in each group of episodes. A reply is one byte. The secret i
 in all, by the logarithm of the letters that a guess rules out; each guess that the answers so far leave possible 0.1,
 since a random model writes no letters at first. GiGPO compares turns that begin with the same letters possible.
 Evaluations play 120 games that are not trained on, greedily, and count secrets alone (``Exam``).
+
+Who guesses at random wins 0.24 of the games, 0.27 without repeating a guess, and who halves what is left wins all.
+Measured with one seed: 0.00 before, 0.23, 0.38, 0.50 and 0.56 after 20, 40, 60 and 80 steps. It is no perfect search:
+the entropy has fallen to 0.2 nats by then, and further steps change little.
 """
 
 import copy

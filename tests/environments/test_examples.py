@@ -107,10 +107,11 @@ def test_a_guess_that_cannot_be_right_is_worth_nothing_and_tells_nothing(first, 
     worlds = (begun(GAME.task.environment, seed=seed) for seed in range(80))
     low, high = map(int, left.split(" to "))
     world = next(world for world in worlds if low <= world.environment.secret <= high)
-    answers = [world.reply(says(guess)) for guess in (first, first, "")]
-    assert [answer.reward for answer in answers] == [pytest.approx(0.1 + math.log(15 / 6, 15)), 0.0, 0.0]
-    assert [answer.state for answer in answers] == [f"{left} after {turn}" for turn in (1, 2, 3)]
-    assert [contents(answer) for answer in answers] == [[said]] * 2 + [[">"]]
+    answers = [world.reply(says(guess)) for guess in (first, first, "", first)]
+    assert [answer.reward for answer in answers] == [pytest.approx(0.1 + math.log(15 / 6, 15)), 0.0, 0.0, 0.0]
+    assert [answer.state for answer in answers] == [f"{left} after {turn}" for turn in (1, 2, 3, 4)]
+    assert [contents(answer)[0] for answer in answers] == [said, said, ">", said]
+    assert [answer.end for answer in answers] == ["", "", "", "completed"]
 
 
 def test_questions_for_the_table_are_different():
