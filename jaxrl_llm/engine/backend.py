@@ -1,5 +1,6 @@
 """Samplers: the protocol of every backend, and the factory of ours with the weights that it samples from."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -10,7 +11,8 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.engine.engine import Engine
 from jaxrl_llm.engine.settings import Sampling
-from jaxrl_llm.models.decoder import Decoder, by_layer, cast
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.models.decoder import Decoder, by_layer, cast, to_parameters
 from jaxrl_llm.models.lora import merge
 from jaxrl_llm.sharding import platform_of, sampling_shardings
 from jaxrl_llm.types import Completion
@@ -71,6 +73,7 @@ def backend_for(
     sampler: Mesh,
     keep: bool = False,
     kind: Callable[..., Backend] = Engine,
+    router_bits: int = 0,
     **sizes: Any,
 ) -> tuple[Backend, Callable[[Decoder], Any]]:
     """Return a backend for models like this one, and the function from the learner's weights to the sampler's.
@@ -82,21 +85,33 @@ def backend_for(
       sampler: the mesh to sample on.
       keep: whether the weights must outlive the model, since an update takes its buffers.
       kind: makes the backend from the shapes of its weights, the mesh and the sizes, as ``Engine`` does.
+      router_bits: see ``for_sampling``.
       sizes: ``slots``, ``max_length``, ``chunk``, ``strict``, ``group`` and ``form`` of ``Engine``.
     """
     if dtype is None:
         return kind(model, mesh=sampler, **sizes), lambda model: model
-    shapes = jax.eval_shape(lambda m: for_sampling(cast(m, dtype), platform_of(sampler)), model)
-    return kind(shapes, mesh=sampler, **sizes), weights_for_sampling(model, dtype, learner, sampler, keep)
+    shapes = jax.eval_shape(lambda m: for_sampling(cast(m, dtype), platform_of(sampler), router_bits), model)
+    return kind(shapes, mesh=sampler, **sizes), weights_for_sampling(model, dtype, learner, sampler, keep, router_bits)
 
 
-def for_sampling(model: Decoder, platform: str) -> Decoder:
-    """Return the model in the form that is fastest in an engine on a platform ("cpu", "gpu" or "tpu")."""
+def for_sampling(model: Decoder, platform: str, router_bits: int = 0) -> Decoder:
+    """Return the model in the form that is fastest in an engine on a platform ("cpu", "gpu" or "tpu").
+
+    ``router_bits``: by which it chooses experts (``Experts.bits``).
+
+    Raises:
+      InputError: they are above 0, and the model is dense.
+    """
+    if router_bits:
+        if model.config.experts is None:
+            raise InputError(f"rollout.engine.router_bits {router_bits} needs a model with experts: set it to 0")
+        rounding = dataclasses.replace(model.config.experts, bits=router_bits)
+        model = Decoder(dataclasses.replace(model.config, experts=rounding), to_parameters(model))
     return by_layer(model) if platform == "gpu" else model
 
 
 def weights_for_sampling(
-    shapes: Decoder, dtype: Any, learner: Mesh, sampler: Mesh, keep: bool
+    shapes: Decoder, dtype: Any, learner: Mesh, sampler: Mesh, keep: bool, router_bits: int = 0
 ) -> Callable[[Decoder], Decoder]:
     """Return a function from the policy to weights to sample from.
 
@@ -110,14 +125,16 @@ def weights_for_sampling(
       learner: the mesh that the policy is on.
       sampler: the mesh to sample on.
       keep: whether the weights must outlive the policy, since an update takes its buffers.
+      router_bits: see ``for_sampling``.
     """
     apart = learner.devices.tolist() != sampler.devices.tolist()
     platform = platform_of(sampler)
-    layout = sampling_shardings(jax.eval_shape(lambda model: for_sampling(model, platform), shapes), sampler)
+    arrange = functools.partial(for_sampling, platform=platform, router_bits=router_bits)
+    layout = sampling_shardings(jax.eval_shape(arrange, shapes), sampler)
 
     @functools.partial(jax.jit, **({} if apart else {"out_shardings": layout}))
     def arranged(policy: Decoder) -> Decoder:
-        narrow = for_sampling(merge(cast(policy, dtype)), platform)
+        narrow = arrange(merge(cast(policy, dtype)))
         return jax.tree.map(jnp.copy, narrow) if keep else narrow
 
     if apart:

@@ -188,6 +188,7 @@ class Experts:
       limit: the gate is at most this, and ``up`` is between its negative and it: GPT-OSS's
         ``gate * sigmoid(alpha * gate) * (up + 1)``; 0 for the plain ``activation(gate) * up``.
       alpha: see ``limit``.
+      bits: of a probability's mantissa by which experts are chosen, 7 as in bfloat16; 0 for all. Weights have them all.
     """
 
     count: int
@@ -197,6 +198,7 @@ class Experts:
     shared_width: int = 0
     limit: float = 0.0
     alpha: float = 1.702
+    bits: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

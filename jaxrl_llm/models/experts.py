@@ -57,7 +57,10 @@ def route(
     scores = jnp.einsum("td,de->te", x.astype(jnp.float32), router.astype(jnp.float32), precision=exact)
     scores = scores if bias is None else scores + bias.astype(jnp.float32)[None]
     probabilities = jax.nn.softmax(scores, axis=-1)
-    _, own = jax.lax.top_k(jax.lax.stop_gradient(probabilities), experts.active)
+    compared = jax.lax.stop_gradient(probabilities)
+    if experts.bits:
+        compared = jax.lax.reduce_precision(compared, 8, experts.bits)
+    _, own = jax.lax.top_k(compared, experts.active)
     taken = own if replayed is None else jnp.where(replayed < 0, own, replayed.astype(jnp.int32))
     weights = jnp.take_along_axis(probabilities, taken, axis=1)
     if experts.renormalise:

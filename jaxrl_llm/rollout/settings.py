@@ -204,12 +204,15 @@ class EngineOptions(Setting):
         neighbours.
       attention: "auto" reads each slot by its length with kernels on TPUs and GPUs; "xla" is the plain form of CPUs,
         which reads every slot to the longest one's length.
+      router_bits: of a probability's mantissa by which the sampler's routers choose experts, 7 as in bfloat16; 0 for
+        all. It shows what another engine's rounding does, and what routing replay does about it.
     """
 
     slots: Annotated[int, Count(1), FREE] = 64
     chunk: Annotated[int, Count(1)] = 16
     strict: bool = False
     attention: Annotated[str, FREE, Choice("auto", "xla")] = "auto"
+    router_bits: Annotated[int, Range("[0, 22]")] = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -200,6 +200,8 @@ REFUSED = {
     "train older": ["older/config.json does not describe a run of this version", "or begin a new run"],
     "train torn": ["torn/config.json is not complete JSON", "put the file back as the run wrote it"],
     "train smoke --learner.routing_replay R3": ["learner.routing_replay 'R3' needs a model with experts"],
+    "train smoke --rollout.engine.router_bits 7": ["router_bits 7 needs a model with experts: set it to 0"],
+    "train smoke --rollout.engine.router_bits 23": ["router_bits must be from 0 to 22, got 23"],
     "train odd": ["odd/config.json", "steps is 'x': give a whole number"],
     "eval torn": ["torn/config.json is not complete JSON"],
     "eval smoke": ["no such model: smoke", "give a directory, a .gguf file or OWNER/MODEL"],

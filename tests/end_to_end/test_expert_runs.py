@@ -10,8 +10,9 @@ from jaxrl_llm.config import load_config
 from jaxrl_llm.models import load_pretrained
 
 SMALL = "--steps 2 --rollout.prompts 4 --rollout.group 4 --task.source.size 40"
+NOISE = "--rollout.engine.router_bits 3"
 LINES = {
-    "gspo": f"train gspo_qwen3_30b_a3b --sizes moe_smoke {SMALL} --learner.routing_replay R3 --run_dir gspo",
+    "gspo": f"train gspo_qwen3_30b_a3b --sizes moe_smoke {SMALL} {NOISE} --learner.routing_replay R3 --run_dir gspo",
     "unknown": "train gspo_qwen3_30b_a3b --sizes moe_smok",
     "text": "train gspo_qwen3_30b_a3b --sizes sft_quickstart",
     "export": "export gspo --out model",
@@ -36,7 +37,8 @@ def test_the_configuration_of_the_paper_runs(folder, answers):
     assert answers["gspo"].code == 0, answers["gspo"].err
     for row in rows(folder / "gspo" / "metrics.jsonl")[1:]:
         assert row["updates"] == load_config("gspo_qwen3_30b_a3b")[1].learner.minibatches
-        assert row["sampler/logp_abs_diff_max"] < 1e-5 and row["sampler/rerouted_fraction"] == 0
+        # The sampler takes others of nearly equal experts, and the learner the same.
+        assert row["sampler/logp_abs_diff_max"] < 1e-5 and 0.1 < row["sampler/rerouted_fraction"] < 1
         assert 0 < row["experts/load_entropy"] <= 1 and row["experts/busiest_share"] <= 0.5
         assert row["experts/bytes_per_token"] == 2 * 2
 

@@ -114,6 +114,16 @@ def test_blocks_in_turn_and_at_once_are_one():
     assert largest_difference(found, wanted) < 1e-5
 
 
+def test_choosing_by_fewer_bits_leaves_the_weights():
+    """Nearly equal probabilities are one number to the choice, which then takes the first."""
+    x, router = jnp.ones((1, 1)), jnp.float32([[0, 0.001, 0.002, -1]])
+    probabilities = jax.nn.softmax(x @ router)[0]
+    for bits, wanted in ((0, [2, 1]), (22, [2, 1]), (7, [0, 1])):
+        weights, taken, own = experts.route(router, Experts(4, 2, bits=bits), x)
+        assert taken.tolist() == own.tolist() == [wanted]
+        np.testing.assert_array_equal(weights[0], probabilities[jnp.asarray(wanted)])
+
+
 @pytest.mark.parametrize("renormalise", [True, False])
 def test_weights_are_the_largest_probabilities(renormalise):
     random = np.random.default_rng(0)

@@ -102,7 +102,7 @@ def sampling_of(
     return backend_for(
         model, dtype, mesh, where, rollout.collect.staleness > 0, slots=engine.slots, max_length=rollout.max_length,
         chunk=engine.chunk, strict=engine.strict, group=rollout.group,
-        form="auto" if engine.attention == "auto" else None,
+        form="auto" if engine.attention == "auto" else None, router_bits=engine.router_bits,
     )  # fmt: skip
 
 
@@ -166,6 +166,6 @@ def outline(run: configs.Run, model: Decoder, mesh: Any, where: Any, find: Archi
         sampler=PlannedSampler(
             run.rollout,
             run.rollout.sampling(stops, run.learner.keep_sampling_mask),
-            lambda mesh, where: weights_for_sampling(model, dtype, mesh, where, keep),
+            lambda mesh, where: weights_for_sampling(model, dtype, mesh, where, keep, run.rollout.engine.router_bits),
         ),
     )
