@@ -7,11 +7,12 @@ Ladders are those of ladders.py: objectives, dapo, prorl, length, clip, arpo, ro
 seed is a run of jaxrl-llm train in a process of its own, in DIR/RUNG/seed-N (DIR is runs/ablations/CONFIG). The recipe
 is the ladder's, where it has one; all other settings are CONFIG's, or given as for train. Rungs that two ladders share
 are run once. Ctrl-C lets the present run save itself; the same command goes on with it, and passes over what is done.
-DIR/LADDER.md and .json are drawn from the runs' metrics.jsonl whenever a seed's last rung is done; --draw does only
-that. --json prints the numbers as the last line.
+DIR/LADDER.md, .json and, with matplotlib, .svg are drawn from the runs' metrics.jsonl whenever a seed's last rung is
+done; --draw does only that. --json prints the numbers as the last line.
 """
 
 import dataclasses
+import importlib.util
 import json
 import re
 import signal
@@ -22,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ladder_statistics import Line, Row, lines_of, table
+from ladder_statistics import Line, Row, lines_of, picture, table
 from ladders import LADDERS, Rung
 
 from jaxrl_llm import config as configs
@@ -289,6 +290,8 @@ def draw(asked: Asked, runs: Sequence[Planned]) -> list[Line]:
         path = asked.folder / f"{asked.ladder}.md"
         path.write_text(f"{table(lines)}\nMeans over seeds, ± 95 % interval (t). {acts}\n{left_out}")
         path.with_suffix(".json").write_text(json.dumps(numbers(lines), indent=1))
+        if importlib.util.find_spec("matplotlib"):
+            picture(rows, path.with_suffix(".svg"))
     return lines
 
 

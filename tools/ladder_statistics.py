@@ -5,6 +5,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,12 +29,21 @@ MEASURES = {
     "sampled": "thousands of tokens to train on, those of groups that were thrown away among them",
     "seconds": "steps and evaluations",
     "reward": "mean, last 10 steps",
+    "learning": "mean reward of all steps",
     "ratio spread": "size of the ratios' logarithms, last 10 steps, nats",
     "cut": "share of tokens that clipping cut, last 10 steps",
     "sampler gap": "learner against sampler, last 10 steps, nats",
     "rerouted": "share of tokens with other experts in the learner, last 10 steps",
 }
 """What is told of a run."""
+
+PANELS = {
+    "reward": ("reward/mean",),
+    "size of the ratio's logarithm, nats": ("ratio_spread",),
+    "share of tokens that clipping cut": ("clip_fraction/low", "clip_fraction/high"),
+    "learner against sampler, nats a token": ("sampler/logp_abs_diff_mean",),
+}
+"""What a picture has: metrics, added up where there are several."""
 
 Row = Mapping[str, Any]
 Measures = dict[str, float]
@@ -115,6 +125,7 @@ def measures_of(rows: Sequence[Row]) -> Measures:
         "sampled": sum(sampled_in(row) for row in learned) / 1000,
         "seconds": sum(seconds),
         "reward": _end(curve(learned, "reward/mean"), LATE),
+        "learning": _end(curve(learned, "reward/mean"), len(learned)),
         "ratio spread": _end(curve(learned, "ratio_spread"), LATE),
         "cut": sum(_end(curve(learned, f"clip_fraction/{side}"), LATE) for side in ("low", "high")),
         "sampler gap": _end(curve(learned, "sampler/logp_abs_diff_mean"), LATE),
@@ -246,3 +257,24 @@ def told(gain: Interval | None, onto: str | None = None) -> str:
         return f"{gain.mean:+.3f}{over}: one seed"
     noise = ": within noise" if gain.holds_zero else ""
     return f"{gain.mean:+.3f} ± {gain.half:.3f}{over}{noise}, {gain.n} pairs"
+
+
+def picture(runs: Mapping[str, Mapping[int, Sequence[Row]]], path: Path) -> None:
+    """Draw ``PANELS`` by steps: a line for each rung, the mean over its seeds; ``runs`` are those of ``lines_of``."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 7), layout="constrained")
+    for axes, (title, names) in zip(figure.subplots(2, 2).flat, PANELS.items(), strict=True):
+        for number, (rung, seeds) in enumerate((rung, seeds) for rung, seeds in runs.items() if seeds):
+            values: dict[int, list[float]] = {}
+            for row in itertools.chain(*seeds.values()):
+                if all(row.get(name) is not None for name in names):
+                    values.setdefault(row["step"], []).append(sum(row[name] for name in names))
+            means = [statistics.fmean(values[step]) for step in sorted(values)]
+            axes.plot(sorted(values), means, label=rung, linestyle=("-", "--", ":")[number % 3], linewidth=1.4)
+        axes.set_title(title, fontsize=10)
+        axes.spines[["top", "right"]].set_visible(False)
+    axes.set_yscale("log")
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize=9, frameon=False)
+    figure.savefig(path, metadata={"Date": None})

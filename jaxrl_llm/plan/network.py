@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.config import Configuration
+from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.plan.hlo import Collective, Traffic
 from jaxrl_llm.plan.machines import Machine
 from jaxrl_llm.plan.roofline import REMAT_PASSES, Work
@@ -90,7 +91,8 @@ def traffic_by_formula(
 ) -> dict[str, tuple[Traffic, ...]]:
     """Estimate the traffic of one call of each program, without compiling.
 
-    Weights are gathered over fsdp, gradients summed over data, activations over tensor.
+    Weights are gathered over fsdp, gradients summed over data, activations over tensor, and tokens gathered and their
+    sums scattered over expert.
     """
     partitions = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
     # Groups of partitions by mesh axis, int[groups, members]: the members of a group differ along this axis only.
@@ -100,21 +102,26 @@ def traffic_by_formula(
         rollout = arrays.sampler.rollout
         config = arrays.sampled.config
         width = arrays.slots.cache.k.dtype.itemsize
-        size = rollout.engine.slots / batch_parts(sizes) * config.width * width
+        slots = rollout.engine.slots / batch_parts(sizes)
+        steps = config.layers * rollout.engine.chunk
         sent["weights"] = [Collective("all-gather", bytes_per_device(arrays.sampled), axes["fsdp"], 1)]
-        sent["decode"] = [Collective("all-reduce", size, axes["tensor"], 2 * config.layers * rollout.engine.chunk)]
+        sent["decode"] = [
+            Collective("all-reduce", slots * config.width * width, axes["tensor"], 2 * steps),
+            *exchanged(config, slots, width, axes, steps),
+        ]
     sent["score"] = _passed(arrays.learned[0], work.microbatches, axes)
     for one in arrays.readings:
         sent[one.name] = _passed(one, one.microbatches, axes)
     for one in arrays.learned:
         # ``passes`` passes after the first one, and the sums of gradients.
         passes = 2 + REMAT_PASSES[run.learner.compute.remat]
-        weights, activations = _passed(one, work.microbatches, axes)
+        weights, activations, *tokens = _passed(one, work.microbatches, axes)
         sent[one.name] = [
             Collective("all-gather", weights.size, axes["fsdp"], passes * work.microbatches),
             Collective("reduce-scatter", weights.size, axes["fsdp"], work.microbatches),
             Collective("all-reduce", bytes_per_device(one.role.params), axes["data"], work.microbatches),
             Collective("all-reduce", activations.size, axes["tensor"], (1 + passes) * activations.times),
+            *(dataclasses.replace(one, times=passes * one.times) for one in tokens),
         ]
     return {
         name: by_kind(traffic(one, where) for one in several if one.groups.shape[1] > 1)
@@ -123,11 +130,31 @@ def traffic_by_formula(
 
 
 def _passed(one: PlannedModel, microbatches: int, axes: Mapping[str, np.ndarray]) -> list[Collective]:
-    """Return the collectives of a forward pass: weights gathered, and activations summed, in each microbatch."""
+    """Return the collectives of a forward pass: weights gathered, activations summed, and what experts exchange, in
+    each microbatch."""
     config = one.model.config
     layout = one.forward.layout
-    size = layout.rows * layout.row_tokens / layout.parts * config.width * one.width
+    tokens = layout.rows * layout.row_tokens / layout.parts
+    times = config.layers * microbatches
     return [
         Collective("all-gather", bytes_per_device(one.gathered), axes["fsdp"], microbatches),
-        Collective("all-reduce", size, axes["tensor"], 2 * config.layers * microbatches),
+        Collective("all-reduce", tokens * config.width * one.width, axes["tensor"], 2 * times),
+        *exchanged(config, tokens, one.width, axes, times),
+    ]
+
+
+def exchanged(
+    config: ModelConfig, tokens: float, width: int, axes: Mapping[str, np.ndarray], times: float
+) -> list[Collective]:
+    """Return what devices with different experts exchange for ``tokens`` of each; backward passes send as much.
+
+    Hidden states of ``width`` bytes a number are gathered with weights and numbers of experts; sums are float32.
+    """
+    if config.experts is None or "expert" not in axes:
+        return []
+    both = tokens * axes["expert"].shape[1]
+    gathered = config.width * width + 8 * config.experts.active
+    return [
+        Collective("all-gather", both * gathered, axes["expert"], times),
+        Collective("reduce-scatter", both * config.width * 4, axes["expert"], times),
     ]

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
+from jax.sharding import NamedSharding, PartitionSpec
 from plan.tinyrun import CONFIG, computing, tiny_run, with_learner
-from tiny import compiled
+from tiny import compiled, tiny
 
 from jaxrl_llm import learner
 from jaxrl_llm.config import Output
@@ -18,15 +19,20 @@ from jaxrl_llm.engine.scheduler import Build, rows_for, wanted
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.engine.slots import empty_slots, run_chunk
 from jaxrl_llm.learner.optimiser import build
-from jaxrl_llm.models.decoder import initialise
+from jaxrl_llm.models import experts
+from jaxrl_llm.models.decoder import Weights, initialise
 from jaxrl_llm.models.flops import counts, forward_flops, visible_pairs
+from jaxrl_llm.plan import hlo
 from jaxrl_llm.plan.device_memory import resident
 from jaxrl_llm.plan.lowering import compile_one, subject
+from jaxrl_llm.plan.movement import loops
+from jaxrl_llm.plan.network import exchanged
 from jaxrl_llm.plan.occupancy import Occupancy, lengths, occupancy
 from jaxrl_llm.plan.roofline import attention_share, update_flops, work
 from jaxrl_llm.plan.shapes import abstract_mesh, arrays, bytes_per_device
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rollout import Engine
+from jaxrl_llm.sharding import MeshShape, make_mesh
 from jaxrl_llm.stages.rl.ingredients import coefficients_of
 from jaxrl_llm.types import Prompt
 
@@ -202,3 +208,30 @@ def test_a_watched_reference_is_held_and_read_with_the_policy(minibatches):
     assert resident(held.arrays).reference == resident(held.arrays).weights > 0
     passes = [work(one.run, one.outline, one.arrays.learned).score_passes for one in (plain, held)]
     assert passes == [int(minibatches > 1), 2]
+
+
+def test_experts_exchange_what_the_formula_says():
+    """By the compiled forward and backward pass of a layer whose experts four devices divide."""
+    config = tiny("experts").config
+    mesh = make_mesh(MeshShape(data=1, fsdp=1, tensor=2, expert=4))
+    count, width, inner = 8, config.width, config.expert_width
+    config = dataclasses.replace(config, experts=dataclasses.replace(config.experts, count=count))
+    shapes = {"gate": (count, width, inner), "up": (count, width, inner), "down": (count, inner, width)}
+    weights = {name: jnp.zeros(shape) for name, shape in (shapes | {"router": (width, count)}).items()}
+
+    def loss(weights, x):
+        return jnp.sum(experts.mixture(Weights(weights), config, x)[0] ** 2)
+
+    with jax.set_mesh(mesh):
+        x = jax.ShapeDtypeStruct((8, 6, width), np.float32, sharding=NamedSharding(mesh, PartitionSpec("expert")))
+        text = jax.jit(jax.grad(loss, (0, 1))).lower(weights, x).compile().as_text()
+    found = {"all-gather": 0.0, "reduce-scatter": 0.0}
+    for loop in loops(hlo.parse(text, 8), ()):
+        for one in loop.collectives:
+            if one.kind in found and one.groups.shape[1] == 4:
+                found[one.kind] += one.times * one.size
+    axes = {"expert": np.arange(8).reshape(4, 2).T}
+    wanted = {one.kind: one.size for one in exchanged(config, 12, 4, axes, 1)}
+    total = sum(found.values())
+    assert 0.95 < total / (2 * sum(wanted.values())) <= 1, (found, wanted)
+    assert exchanged(tiny("plain").config, 12, 4, axes, 1) == exchanged(config, 12, 4, {}, 1) == []
