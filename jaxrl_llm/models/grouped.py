@@ -1,6 +1,7 @@
 """MLPs of which each row has one of several: rows are sorted by it into padded blocks of one MLP."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -200,6 +201,10 @@ grouped.defvjp(_forward, _backward)
 
 
 def block_of(pairs: int, count: int) -> int:
-    """Return the tokens of a block: about half of what an expert has on average, so that little is padding."""
-    mean = max(pairs // (2 * count), 1)
-    return min(max(1 << (mean.bit_length() - 1), LEAST_BLOCK), MOST_BLOCK)
+    """Return the tokens of a block: about half of what an expert has on average, so that little is padding.
+
+    Of few tokens more: a copy of an expert's matrices, one for each block, costs as much as some 30 tokens.
+    """
+    mean = max(pairs // count, 1)
+    tokens = max(mean // 2, math.isqrt(64 * mean))
+    return min(max(1 << (tokens.bit_length() - 1), LEAST_BLOCK), MOST_BLOCK)
