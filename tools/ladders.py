@@ -98,8 +98,8 @@ LADDERS: dict[str, tuple[Rung, ...]] = {
         Rung("+ hard credit", {"recipe.branch.credit": "hard"}),
     ),
     # What routing replay does for ratios by token and by sequence, and what needs none (arXiv 2507.18071, 2512.01374):
-    # python tools/ablate.py moe_smoke --ladder routing --learner.minibatches 4 --learner.compute.dtype bfloat16
-    # --evaluation.every 10 --steps 20 --seeds 2
+    # python tools/ablate.py moe_smoke --ladder routing --rollout.engine.router_bits 4 --learner.minibatches 4
+    # --learner.optimiser.learning_rate 1e-3 --evaluation.every 8 --steps 16
     "routing": (
         Rung("GRPO, off", {"recipe": GRPO, ROUTES: "off"}),
         Rung("GRPO, R2", {ROUTES: "R2"}, onto="GRPO, off"),
