@@ -114,6 +114,13 @@ def test_blocks_in_turn_and_at_once_are_one():
     assert largest_difference(found, wanted) < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("pairs", "count", "tokens"), [(4, 32, 8), (32, 4, 16), (128, 4, 32), (4096, 32, 64), (1 << 20, 8, 512)]
+)
+def test_a_block_is_half_of_an_experts_tokens_or_more_of_few(pairs, count, tokens):
+    assert grouped.block_of(pairs, count) == tokens
+
+
 def test_choosing_by_fewer_bits_leaves_the_weights():
     """Nearly equal probabilities are one number to the choice, which then takes the first."""
     x, router = jnp.ones((1, 1)), jnp.float32([[0, 0.001, 0.002, -1]])
