@@ -178,7 +178,8 @@ def test_random_and_truncated_files_are_refused(tmp_path):
 
 def test_what_is_not_known_is_refused_by_name(tmp_path):
     path = tmp_path / "m.gguf"
-    assert "mamba" in refusal(write(path, architecture="mamba"))
+    for architecture in ("mamba", "gpt-oss"):
+        assert f"{architecture!r} is not supported" in refusal(write(path, architecture=architecture))
     assert "blk.0.ffn_gate_inp.weight" in refusal(
         write(path, tensor=("blk.0.ffn_gate_inp.weight", np.ones((4, 4), np.float32)))
     )
