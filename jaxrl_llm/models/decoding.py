@@ -17,9 +17,12 @@ from jax.sharding import PartitionSpec
 from jaxrl_llm.models import by_length, by_length_kernels, layers, rotary
 from jaxrl_llm.models.by_length import ByLength, Near, PartialAttention, Reading, Seen
 from jaxrl_llm.models.cache import Cache, layer_of
-from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.config import ComputeOptions, ModelConfig
 from jaxrl_llm.models.decoder import Decoder, block, embed, final, over_layers
 from jaxrl_llm.sharding import BATCH, constrain, fitting
+
+FEW = ComputeOptions(experts="few")
+"""Experts of a decode step, in which every row has one token."""
 
 
 class SharedPrefix(NamedTuple):
@@ -153,7 +156,7 @@ def decode(
                 parts = [*parts, _sink(sinks, parts[0])]
             return _merged(parts).astype(q.dtype)[:, None]
 
-        x, own = block(w, config, x, rotary.turns(positions[:, None], rotation), attend)
+        x, own = block(w, config, x, rotary.turns(positions[:, None], rotation), attend, compute=FEW)
         return x, (written[0], own)
 
     x = constrain(embed(model, tokens)[:, None], BATCH)

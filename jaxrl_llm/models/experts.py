@@ -176,8 +176,8 @@ def dense(matrices: Matrices, act: Gating, x: jax.Array, weights: jax.Array, tak
     biases = (None if bias is None else bias[None] for bias in (matrices.gate_bias, matrices.up_bias))
     pairs = zip((matrices.gate, matrices.up), biases, strict=True)
     hidden = act(*(_biased(jnp.einsum("td,edi->tei", x, w), bias) for w, bias in pairs))
-    whole = by_token(weights, taken, len(matrices.gate))
-    return jnp.einsum("te,ted->td", whole, product("tei,eid->ted", hidden, matrices.down))
+    whole = by_token(weights, taken, len(matrices.gate)).astype(hidden.dtype)
+    return product("tei,eid->td", hidden * whole[..., None], matrices.down)
 
 
 def _biased(x: jax.Array, bias: jax.Array | None) -> jax.Array:
@@ -224,5 +224,15 @@ def megablox(
     return mixed(each(hidden, matrices.down)[:count], weights, at)
 
 
-FORMS = {"blocks": blocks, "dense": dense, "megablox": megablox}
+def few(matrices: Matrices, act: Gating, x: jax.Array, weights: jax.Array, taken: jax.Array) -> jax.Array:
+    """Multiply the few tokens x [T, D] of a decode step; float32[T, D].
+
+    Blocks copy an expert's matrices for each block. An accelerator waits for memory there: it reads every expert once
+    and multiplies all tokens by it. A CPU would wait for the products.
+    """
+    forms = {"cpu": lambda m, *given: blocks(m, act, *given), "default": lambda m, *given: dense(m, act, *given)}
+    return jax.lax.platform_dependent(matrices, x, weights, taken, **forms)
+
+
+FORMS = {"blocks": blocks, "dense": dense, "few": few, "megablox": megablox}
 """Ways to compute experts, by name."""

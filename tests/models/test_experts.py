@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import os
+import re
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,10 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import experts, grouped
 from jaxrl_llm.models.config import Attention, ComputeOptions, Experts, Lora, ModelConfig
 from jaxrl_llm.models.decoder import Decoder, Weights, causal_rows, forward, routed, to_parameters
+from jaxrl_llm.models.decoding import FEW
 from jaxrl_llm.models.lora import attached, create, merge
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
+from jaxrl_llm.sharding.compiler import without_compilation_cache
 
 WIDTH, INNER = 8, 12
 
@@ -243,22 +246,40 @@ def test_an_adapter_leaves_experts_alone():
         create(alone, Lora(rank=2, targets=("mlp/up",)), jax.random.key(0))
 
 
-@pytest.mark.compilers
-def test_a_tpus_products_cost_what_the_active_experts_cost():
-    """Read from the compiled program: 1 for the forward pass and 1 for each gradient, where all experts would be 8."""
+@pytest.fixture(scope="module")
+def on_tpu():
+    """A config, and shapes of its experts on a TPU and of so many tokens, which need not be there."""
     os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
     found = topologies.get_topology_desc(platform="tpu", topology_name="v5e:1x1", chips_per_host_bounds=(1, 1, 1))
     chip = jax.sharding.SingleDeviceSharding(found.devices[0])
-    tokens, width = 1024, 256
+    width = 256
     config = ModelConfig("qwen3_moe", 50, width, 1, width, Attention(4, 2, 64), experts=Experts(32, 4, width, True))
     given = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=chip)
     weights = {name: given(32, width, width) for name in ("gate", "up", "down")} | {"router": given(width, 32)}
+    with without_compilation_cache():  # which cannot read programs for machines that are not there
+        yield config, weights, lambda tokens: given(1, tokens, width)
+
+
+@pytest.mark.compilers
+def test_a_tpus_products_cost_what_the_active_experts_cost(on_tpu):
+    """Read from the compiled program: 1 for the forward pass and 1 for each gradient, where all experts would be 8."""
+    config, weights, rows = on_tpu
+    tokens, width = 1024, 256
 
     def loss(weights, x):
         out, _ = experts.mixture(Weights(weights), config, x, compute=ComputeOptions(experts="megablox"))
         return jnp.sum(jnp.square(out.astype(jnp.float32)))
 
     with jax.numpy_dtype_promotion("standard"):  # which the kernel's own code relies on
-        program = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(weights, given(1, tokens, width)).compile()
+        program = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(weights, rows(tokens)).compile()
     active = 2 * 3 * tokens * config.experts.active * width * width
     assert 3.0 < program.cost_analysis()["flops"] / active < 3.2
+
+
+@pytest.mark.compilers
+def test_a_tpu_reads_each_expert_once_in_a_decode_step(on_tpu):
+    """No program holds more matrices than there are experts, where each block of tokens would have a copy."""
+    config, weights, rows = on_tpu
+    step = lambda weights, x: experts.mixture(Weights(weights), config, x, compute=FEW)[0]
+    text = jax.jit(step).lower(weights, rows(16)).compile().as_text()
+    assert max(map(int, re.findall(r"\[(\d+),256,256\]", text))) == 32
