@@ -72,23 +72,19 @@ def compiled_sooner(request):
 
 ROOM = 3 << 29
 """Bytes by which a process of tests may grow before it lets go of what it has compiled."""
-
-
-@pytest.fixture(scope="session")
-def kept():
-    """What this process held when it last let go, in bytes."""
-    return {"bytes": 0}
+HELD = {"bytes": 0}
+"""What this process held when it last let go."""
 
 
 @pytest.fixture(autouse=True, scope="module")
-def room(kept):
+def room():
     """What files before have compiled goes: 4 MB for a program would come to 6 GB in each process of tests."""
     yield
-    if (resident() or 0) > kept["bytes"] + ROOM:
+    if (resident() or 0) > HELD["bytes"] + ROOM:
         jax.clear_caches()
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)  # the C library would keep it
-        kept["bytes"] = resident()
+        HELD["bytes"] = resident()
 
 
 @pytest.fixture(autouse=True, scope="module")

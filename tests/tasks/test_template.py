@@ -121,11 +121,12 @@ def test_what_cannot_be_templated_is_refused(tokenizer, template, message):
 
 @pytest.fixture(scope="module")
 def ignored():
-    """The process that renders begins here, as where libtpu is loaded, which ignores the signal of a timer."""
+    """The process that renders begins here, as where libtpu is loaded, which ignores the signal of a timer.
+
+    It stays ignored: where libtpu has set that timer, its signal would end the process.
+    """
     RENDERER.__init__()
-    before = signal.signal(signal.SIGPROF, signal.SIG_IGN)
-    yield
-    signal.signal(signal.SIGPROF, before)
+    signal.signal(signal.SIGPROF, signal.SIG_IGN)
 
 
 FAN = "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}"
