@@ -173,11 +173,12 @@ def by_token(weights: jax.Array, taken: jax.Array, count: int) -> jax.Array:
 
 def dense(matrices: Matrices, act: Gating, x: jax.Array, weights: jax.Array, taken: jax.Array) -> jax.Array:
     """Multiply all tokens x [T, D] by all experts, and weigh those that were not taken by 0; float32[T, D]."""
-    biases = (None if bias is None else bias[None] for bias in (matrices.gate_bias, matrices.up_bias))
+    biases = (None if bias is None else bias[:, None] for bias in (matrices.gate_bias, matrices.up_bias))
     pairs = zip((matrices.gate, matrices.up), biases, strict=True)
-    hidden = act(*(_biased(jnp.einsum("td,edi->tei", x, w), bias) for w, bias in pairs))
-    whole = by_token(weights, taken, len(matrices.gate)).astype(hidden.dtype)
-    return product("tei,eid->td", hidden * whole[..., None], matrices.down)
+    each = jnp.broadcast_to(x, (len(matrices.gate), *x.shape))
+    hidden = act(*(_biased(jnp.einsum("etd,edi->eti", each, w), bias) for w, bias in pairs))
+    whole = by_token(weights, taken, len(matrices.gate)).astype(hidden.dtype).T
+    return product("eti,eid->td", hidden * whole[..., None], matrices.down)
 
 
 def _biased(x: jax.Array, bias: jax.Array | None) -> jax.Array:
