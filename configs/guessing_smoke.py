@@ -95,6 +95,7 @@ config = Run(
         episode=Limits(max_turns=TURNS, max_turn_tokens=1),
     ),
     learner=Learner(
+        # To 0 after 80 steps of 8 updates.
         optimiser=Optimiser(learning_rate=5e-3, schedule="linear", decay=(0, 640)),
         epochs=2,
         minibatches=4,

@@ -25,6 +25,7 @@ steps after the first:
     first      the same of the first step
 """
 
+import collections
 import dataclasses
 import functools
 import heapq
@@ -37,7 +38,7 @@ from typing import Any
 
 import numpy as np
 import tyro
-from simulated_slots import Clock, Costs, Slots, Tally
+from simulated_slots import Clock, Costs, Slots
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.cli.plan import settings
@@ -185,7 +186,7 @@ def simulate(run: configs.Run, options: Options, build: Build, costs: Costs, wai
     left, learned = Carryover(), []
     for step in range(options.steps):
         if step == 1:
-            engine.tally, judges.waited, began = Tally(), 0.0, clock.now
+            engine.tally, judges.waited, began = collections.Counter(), 0.0, clock.now
         batch = collect(sampler, None, step, left)
         left = batch.left
         completions = [c for group in batch.groups for c in group.completions]

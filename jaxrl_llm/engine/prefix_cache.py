@@ -138,9 +138,11 @@ class PrefixCache:
         self._kept[tokens.tobytes(), request.prompt.beside] = tokens[:-1], entry
 
     def release(self, waiting: Iterable[Request]) -> None:
-        """Drop the sequences of requests that no longer wait."""
+        """Drop the sequences of requests that no longer wait, and the oldest prompts of episodes beyond
+        ``KEPT_PROMPTS``."""
         needed = {request.key for request in waiting}
         self._computed = {key: value for key, value in self._computed.items() if key in needed}
+        self._prompts = dict([*self._prompts.items()][-KEPT_PROMPTS:])
 
     def prepare(self, model: Decoder, requests: Sequence[Request], upcoming: Iterable[Request] = ()) -> None:
         """Compute the sequences of these requests that are missing; one that was begun resumes from the kept sequence
@@ -150,12 +152,8 @@ class PrefixCache:
         """
         turns = [request for request in requests if request.keep_prompt and request.begun is not None]
         missing = {one.prompt.key: one for one in turns if one.prompt.key not in self._prompts}
-        self._fill(model, [dataclasses.replace(request, begun=None) for request in missing.values()])
-        self._fill(model, requests, upcoming)
-        self._prompts = dict([*self._prompts.items()][-max(KEPT_PROMPTS, len(requests)) :])
-
-    def _fill(self, model: Decoder, requests: Sequence[Request], upcoming: Iterable[Request] = ()) -> None:
-        """Compute what is missing, and keep the prompts of episodes; drops none."""
+        if missing:
+            self.prepare(model, [dataclasses.replace(request, begun=None) for request in missing.values()])
         groups: dict[PrefillShape, list[tuple[Request, int, Prefix | None]]] = {}
         for request in {request.key: request for request in requests}.values():
             if request.key in self._computed:
