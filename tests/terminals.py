@@ -36,18 +36,18 @@ class Terminal:
     ):
         ours, theirs = pty.openpty()
         changes = {"COLUMNS": str(columns), "LINES": "40", "TERM": "xterm"} | changes
-        self.screen, self._ours = "", ours
+        self.screen, self._seen, self._ours = "", 0, ours
         files = [os.ttyname(theirs)] * 3
         self.process = Forked(OWN + program, arguments, folder or Path.cwd(), files, environment(), changes)
         os.close(theirs)
 
     def wait_for(self, text: str) -> None:
-        """Read until the screen holds ``text``, which has not been there before."""
+        """Read until the screen holds ``text`` after what was last waited for."""
         limit = time.monotonic() + PATIENCE_S
-        seen = len(self.screen)
-        while text not in self.screen[seen:]:
+        while (found := self.screen.find(text, self._seen)) < 0:
             more, _, _ = select.select([self._ours], [], [], max(limit - time.monotonic(), 0))
             assert more and self._read(), f"no {text!r} on:\n{self.screen}"
+        self._seen = found + len(text)
 
     def press(self, key: bytes) -> None:
         """Type."""

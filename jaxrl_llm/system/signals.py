@@ -38,6 +38,7 @@ ExitCall = Callable[[int, str], None]
 Answer = Callable[[int], None]
 _exit_calls: list[ExitCall] = []
 _answers: list[Answer] = []
+_beginning = threading.Lock()
 
 
 def listen() -> None:
@@ -87,9 +88,11 @@ def answering(answer: Answer) -> Generator[None]:
 def on_exit(call: ExitCall) -> Generator[None]:
     """Call ``call(code, line)`` if the process quits within the block, since the end of the block is not reached then.
 
-    It runs in another thread, so it must not wait for anything that the block may hold.
+    It runs in another thread, so it must not wait for anything that the block may hold. Once the last of these calls
+    has run, no block begins: its thread waits for the end of the process.
     """
-    _exit_calls.append(call)
+    with _beginning:
+        _exit_calls.append(call)
     try:
         yield
     finally:
@@ -101,13 +104,26 @@ def on_exit(call: ExitCall) -> Generator[None]:
 def quit_now(code: int, line: str) -> NoReturn:
     """End the process at once, from any thread, with one line; the calls of ``on_exit`` run first, the innermost one
     first."""
-    while _exit_calls:
+    while _exit_calls or not _last_has_run():
         with contextlib.suppress(Exception):  # the next one may still succeed
             _exit_calls.pop()(code, line)
-    # Past Python's buffers, and in one write, which no other thread's splits.
     with contextlib.suppress(OSError):  # where nobody reads them
-        os.write(2, f"{LAST_WORDS if os.isatty(2) else ''}jaxrl-llm: {' '.join(line.split())}\n".encode())
+        ours = os.dup(2)
+        words = f"{LAST_WORDS if os.isatty(ours) else ''}jaxrl-llm: {' '.join(line.split())}\n"
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for output in (1, 2):  # other threads have nothing to say after this
+            os.dup2(nowhere, output)
+        os.write(ours, words.encode())  # past Python's buffers
     os._exit(code)
+
+
+def _last_has_run() -> bool:
+    """Let no further block of ``on_exit`` begin, unless one has begun just now."""
+    _beginning.acquire()
+    if not _exit_calls:
+        return True
+    _beginning.release()
+    return False
 
 
 def let_go(file: IO) -> None:

@@ -231,6 +231,7 @@ def talks(tmp_path_factory):
     ]:  # fmt: skip
         long.press(line + b"\r")
         long.wait_for(last)
+        long.wait_for("> ")
     long.press(b"half of a line")
     long.wait_for("half of a line")
     long.press(CTRL_C)
