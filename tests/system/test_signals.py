@@ -31,17 +31,6 @@ def slow():
 with child(["sleep", "600"], preexec_fn=slow) as process:
     process.communicate()
 """
-TALKING = """
-import os, threading
-from jaxrl_llm.system.signals import quit_now
-
-for number in range(40):
-    if not os.fork():
-        threading.Timer(0.01, quit_now, (130, "interrupted")).start()
-        while True:
-            os.write(2, b"%d\\n" % number)
-    os.wait()
-"""
 REWARD = """
 import os, time
 def reward(problem, completion):
@@ -226,12 +215,3 @@ def test_a_quiet_run_says_that_it_stops(ordinary_handlers, tmp_path, capsys):
         while STOPPING not in (screen := capsys.readouterr().err) and time.monotonic() < limit:
             time.sleep(0.01)
     assert STOPPING in screen
-
-
-def test_the_line_is_the_last_that_a_command_says_whatever_its_threads_do():
-    done = subprocess.run(
-        [sys.executable, "-c", TALKING], env=environment(), stderr=subprocess.PIPE, text=True, check=True
-    )
-    *said, rest = done.stderr.split("jaxrl-llm: interrupted\n")
-    assert not rest
-    assert [set(part.split()) for part in said] == [{str(number)} for number in range(40)]
