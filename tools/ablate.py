@@ -32,7 +32,7 @@ from jaxrl_llm.config.phases import changed
 from jaxrl_llm.errors import InputError, did_you_mean, require
 from jaxrl_llm.runs.load import find_run
 from jaxrl_llm.system.json_lines import read_rows
-from jaxrl_llm.system.paths import new_file, prepare_libraries, writable
+from jaxrl_llm.system.paths import prepare_libraries, writable
 from jaxrl_llm.system.signals import PREEMPTED, SIGNALS
 from jaxrl_llm.trainer.launch import other_settings
 
@@ -190,8 +190,7 @@ class Runner:
         """
         given = one.directory.with_suffix(".json")
         given.parent.mkdir(parents=True, exist_ok=True)
-        with new_file(given) as part:
-            part.write_text(json.dumps(configs.to_json(one.run) | origin.to_json(), indent=1))
+        configs.write(given, configs.to_json(one.run) | origin.to_json())
         program = [sys.executable, "-c", "from jaxrl_llm.cli import main; main()", "train", str(given), "--quiet"]
         with one.directory.with_suffix(".log").open("w") as log:
             self.child = subprocess.Popen(program, stdout=log, stderr=log, start_new_session=True)

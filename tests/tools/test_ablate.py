@@ -28,6 +28,16 @@ TINY = """--model tiny-random --steps 40 --rollout.prompts 2 --rollout.group 2 -
 --rollout.max_new_tokens 2 --rollout.engine.chunk 2 --learner.epochs 1 --learner.minibatches 1
 --learner.compute.row_tokens 32
 --evaluation.every 40 --evaluation.limit 2 --evaluation.samples 1""".split()
+OWN = """
+import dataclasses
+from jaxrl_llm.config import load_config
+
+def every(problem):
+    return True
+
+given = load_config("ablation_smoke")[1]
+config = dataclasses.replace(given, task=dataclasses.replace(given.task, keep="own:every"))
+"""
 MANY = """
 import contextlib, io, json, sys
 import ablate
@@ -220,9 +230,10 @@ def test_wrong_uses_are_one_line_and_leave_nothing(tmp_path):
 
 def test_a_ladder_that_is_stopped_goes_on_and_keeps_what_is_finished(tmp_path):
     first, *others = LADDERS["clip"]
+    (tmp_path / "own.py").write_text(OWN)  # code of one's own is that of each run
     for rung in others:
         write(tmp_path / ablate.slug(rung.name) / "seed-0", rows([0.1] * 5))
-    program = [sys.executable, str(TOOLS / "ablate.py"), "ablation_smoke", "--ladder", "clip", "--seeds", "1", *TINY]
+    program = [sys.executable, str(TOOLS / "ablate.py"), "own.py", "--ladder", "clip", "--seeds", "1", *TINY]
     options = {"cwd": tmp_path, "env": environment(), "stderr": subprocess.PIPE, "text": True}
     program += ["--folder", str(tmp_path)]
     run = tmp_path / ablate.slug(first.name) / "seed-0"
