@@ -170,10 +170,15 @@ def back_at_once(
     owner: jax.Array,
     used: jax.Array,
 ) -> tuple[jax.Array, Matrices]:
-    """Compute ``back_in_turn`` with a copy of the matrices for each block."""
+    """Compute ``back_in_turn`` with a copy of the matrices for each block.
+
+    The blocks of an expert are summed by a product: where the order of additions is fixed, a GPU's compiler makes of a
+    scatter many passes over indices as large as all gradients.
+    """
     back, changes = jax.vmap(functools.partial(backward_of, act))(x, given, g, _of(matrices, owner))
-    blank = jax.tree.map(lambda m: jnp.zeros(m.shape, jnp.float32), matrices)
-    return back, jax.tree.map(lambda total, change: total.at[owner].add(change), blank, changes)
+    mine = jax.nn.one_hot(owner, len(matrices.gate), dtype=jnp.float32)
+    sums = functools.partial(jnp.einsum, "ne,n...->e...", mine, precision=jax.lax.Precision.HIGHEST)
+    return back, jax.tree.map(sums, changes)
 
 
 def _of(matrices: Matrices, owner: jax.Array) -> Matrices:
