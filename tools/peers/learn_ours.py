@@ -14,7 +14,7 @@ from learning import OUT, work
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.environments import Limits
-from jaxrl_llm.learner import Learner, Optimiser
+from jaxrl_llm.learner import Compute, Learner, Optimiser
 from jaxrl_llm.recipes import GRPO as PAPER
 from jaxrl_llm.rollout import EngineOptions, Rollout
 from jaxrl_llm.tasks import Task
@@ -52,7 +52,7 @@ def played(asked: dict[str, Any]) -> configs.Run:
             max_new_tokens=asked["completion"], temperature=asked["temperature"],
             engine=EngineOptions(slots=asked["prompts"] * asked["group"]), episode=Limits(max_turns=asked["turns"]),
         ),
-        learner=Learner(optimiser=Optimiser(learning_rate=asked["learning_rate"])),
+        learner=Learner(optimiser=Optimiser(learning_rate=asked["learning_rate"]), compute=Compute(remat="none")),
     )  # fmt: skip
 
 
