@@ -37,7 +37,8 @@ def resolve(path: str) -> Callable[..., Any]:
         raise InputError(f"{path!r} names no function; write module:function, such as my_rewards:brevity")
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
-    importlib.invalidate_caches()
+    if module_name not in sys.modules:  # one thread's look for new files could break another's
+        importlib.invalidate_caches()
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # whatever a person's module raises at import
