@@ -98,7 +98,7 @@ def run(arguments: Sequence[str]) -> int:
     except InputError as error:
         return refuse(str(error))
     except BrokenPipeError:
-        let_go(sys.stdout)
+        let_go(sys.stdout.fileno())
         return DONE
     except Exception as error:
         reason = explain(error, arguments[0])

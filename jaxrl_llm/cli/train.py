@@ -136,7 +136,7 @@ def speaking(quiet: bool, as_json: bool) -> Generator[Verbosity]:
         try:
             print(json.dumps(row), file=out, flush=True)
         except BrokenPipeError:
-            let_go(out)
+            let_go(out.fileno())
             print("jaxrl-llm: nobody reads stdout any more; the rows are in metrics.jsonl", file=sys.stderr)
 
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from typing import IO, Any, NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 PREEMPTED = 75
 """Exit code of a training that was stopped by a signal: its state is saved, and the same command resumes it."""
@@ -107,12 +107,13 @@ def quit_now(code: int, line: str) -> NoReturn:
     while _exit_calls or not _last_has_run():
         with contextlib.suppress(Exception):  # the next one may still succeed
             _exit_calls.pop()(code, line)
-    with contextlib.suppress(OSError):  # where nobody reads them
+    words = f"{LAST_WORDS if os.isatty(2) else ''}jaxrl-llm: {' '.join(line.split())}\n"
+    ours = 2
+    with contextlib.suppress(OSError):  # where no file can be opened any more
         ours = os.dup(2)
-        words = f"{LAST_WORDS if os.isatty(ours) else ''}jaxrl-llm: {' '.join(line.split())}\n"
-        nowhere = os.open(os.devnull, os.O_WRONLY)
         for output in (1, 2):  # other threads have nothing to say after this
-            os.dup2(nowhere, output)
+            let_go(output)
+    with contextlib.suppress(OSError):  # where nobody reads them
         os.write(ours, words.encode())  # past Python's buffers
     os._exit(code)
 
@@ -126,10 +127,11 @@ def _last_has_run() -> bool:
     return False
 
 
-def let_go(file: IO) -> None:
-    """Discard further output to a file with a closed reader: Python would complain again when it closes the file."""
+def let_go(output: int) -> None:
+    """Discard further output to a file descriptor, as of a closed reader: Python would complain again when it closes
+    the file."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, file.fileno())
+    os.dup2(nowhere, output)
     os.close(nowhere)
 
 
@@ -158,7 +160,7 @@ class _WhileRead(io.FileIO):
         except OSError as error:
             if error.errno not in GONE:
                 raise
-            let_go(self)
+            let_go(self.fileno())
             self._untold = True
         if self._untold and logging.getLogger("jaxrl_llm").handlers:  # a run's log may begin only later
             self._untold = False

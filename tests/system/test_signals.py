@@ -3,6 +3,7 @@
 import os
 import queue
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -30,6 +31,28 @@ def slow():
 
 with child(["sleep", "600"], preexec_fn=slow) as process:
     process.communicate()
+"""
+QUITTING = """
+import os, sys, threading, time
+from jaxrl_llm.system.signals import on_exit, quit_now
+
+def begin(output):
+    while True:
+        with on_exit(lambda *reason: None):
+            os.write(output, b"block ")
+        time.sleep(0.001)
+
+os.set_blocking(2, False)
+try:
+    while True:
+        os.write(2, b"." * 4096)
+except BlockingIOError:  # it is full: the last line waits for its reader
+    os.set_blocking(2, True)
+threading.Thread(target=begin, args=(int(sys.argv[1]),), daemon=True).start()
+threading.Timer(0.05, quit_now, (130, "interrupted")).start()
+while True:
+    os.write(1, b"more ")
+    time.sleep(0.001)
 """
 REWARD = """
 import os, time
@@ -140,6 +163,23 @@ def test_other_commands_end_with_one_line(tmp_path):
     assert terminal.finish() == 130
     assert terminal.lines()[-2:] == ["jaxrl-llm: interrupted", ""]
     assert_in_order(terminal)
+
+
+def test_while_a_command_says_its_last_line_no_thread_writes_or_begins_anything():
+    reading, writing = os.pipe()
+    command = [sys.executable, "-c", QUITTING, str(writing)]
+    with subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=[writing]
+    ) as process:
+        os.close(writing)
+        for output in (process.stdout.fileno(), reading):
+            assert os.read(output, 1)
+            limit = time.monotonic() + 20
+            while select.select([output], [], [], 0.3)[0] and os.read(output, 65536):
+                assert time.monotonic() < limit, "the threads go on"
+        said = process.stderr.read()
+    os.close(reading)
+    assert process.returncode == 130 and said.endswith(b".jaxrl-llm: interrupted\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
