@@ -1,13 +1,14 @@
-"""Whether an update of ours and TRL's loss agree: the same sampled groups, the same weights, loss and whole gradient.
+"""Whether our update agrees with TRL's loss, and our losses with verl's: the same tokens, value and whole gradient.
 
-    python tools/compare_losses.py --trl ENV/bin/python [--folder DIR] [--fixture FILE.json]
+    python tools/compare_losses.py --trl ENV/bin/python [--verl ENV/bin/python] [--folder DIR] [--fixtures DIR]
 
 A tiny float32 model samples four groups; a policy nearby learns from them, so that ratios are not 1 and bounds cut. Its
 weights, the tokens, their old log-probabilities and the advantages go to TRL's ``GRPOTrainer._compute_loss`` in the
 environment of ``--trl`` (``pip install trl torch``), which returns losses and the gradient of every weight; ours are
-those of the learner's packed, microbatched update. The same losses are compared on random log-probabilities alone;
-``--fixture`` writes those numbers to a file, which tests read. Prints a line for each loss, the largest difference of
-the loss (absolute) and of the gradient (over its largest element); the exit code is 1 where one is above 1e-5.
+those of the learner's packed, microbatched update. The same losses, and those of verl (``pip install verl``), are
+compared on random log-probabilities alone; ``--fixtures`` writes those numbers to files, which tests read. Prints a
+line for each loss, the largest difference of the loss (absolute) and of the gradient (over its largest element); the
+exit code is 1 where one is above 1e-5.
 """
 
 import dataclasses
@@ -27,7 +28,8 @@ from safetensors.numpy import load_file
 from jaxrl_llm.algorithms import PRESETS, Algorithm, PolicyBatch, policy_loss
 from jaxrl_llm.algorithms.ratios import Sequence, Token
 from jaxrl_llm.algorithms.reduce import ConstantLength, SequenceMean, TokenMean
-from jaxrl_llm.algorithms.surrogates import LUSPO, PPOClip
+from jaxrl_llm.algorithms.surrogates import CISPO, DPPO, LUSPO, PPOClip
+from jaxrl_llm.algorithms.whole_step import ClipCov, KLCov
 from jaxrl_llm.learner import Layout, PolicyGradient, Sample, pack
 from jaxrl_llm.learner.forward import score
 from jaxrl_llm.learner.update import accumulate
@@ -44,7 +46,10 @@ LOSSES: dict[str, tuple[Algorithm, dict[str, Any]]] = {
     "grpo": (PRESETS["grpo"], {"loss_type": "grpo", "epsilon": 0.2}),
     "dapo": (PRESETS["dapo"], {"loss_type": "dapo", **CLIP}),
     "dr_grpo": (dataclasses.replace(PRESETS["dr_grpo"], reduce=ConstantLength(TOKENS)), {"loss_type": "dr_grpo"}),
-    "cispo": (PRESETS["cispo"], {"loss_type": "cispo", "epsilon_high": 5.0}),
+    "cispo": (
+        dataclasses.replace(PRESETS["cispo"], surrogate=CISPO(1.28)),
+        {"loss_type": "cispo", "epsilon_high": 1.28},
+    ),
     "sapo": (PRESETS["sapo"], {"loss_type": "sapo"}),
     "gspo": (
         Algorithm(PRESETS["gspo"].advantage, Sequence(), PPOClip(0.02, 0.03), SequenceMean()),
@@ -59,19 +64,64 @@ LOSSES: dict[str, tuple[Algorithm, dict[str, Any]]] = {
 """Ours without a KL, and the settings of TRL's ``GRPOConfig``. Its VESPO divides by tokens, the paper sums them."""
 
 
+def in_verl(
+    ours: str | Algorithm, name: str, reduce: str = "token-mean", choice: dict[str, float] | None = None,
+    **settings: float,
+) -> tuple[Algorithm, dict[str, Any]]:  # fmt: skip
+    """A loss of ours, and what verl calls it: its name, its way to a mean, and the other fields of its two classes."""
+    algorithm = PRESETS[ours] if isinstance(ours, str) else ours
+    return algorithm, {"name": name, "settings": {"loss_agg_mode": reduce, **settings}, "choice": choice or {}}
+
+
+def with_old_policy(name: str, surrogate: Any) -> Algorithm:
+    """A preset with this surrogate, its ratio against the old policy as in verl, not against the sampler."""
+    return dataclasses.replace(PRESETS[name], ratio=Token(), surrogate=surrogate)
+
+
+BY_SEQUENCE = "seq-mean-token-mean"
+VERL_LOSSES: dict[str, tuple[Algorithm, dict[str, Any]]] = {
+    "dual_clip": in_verl(
+        with_old_policy("dapo", PPOClip(0.2, 0.28, dual=1.5)), "vanilla", clip_ratio_high=0.28, clip_ratio_c=1.5
+    ),
+    "grpo": in_verl("grpo", "vanilla", BY_SEQUENCE, clip_ratio_c=1e4),
+    "gspo": in_verl("gspo", "gspo", BY_SEQUENCE, clip_ratio_low=3e-4, clip_ratio_high=4e-4),
+    "sapo": in_verl("sapo", "sapo", BY_SEQUENCE),
+    "cispo": in_verl(with_old_policy("cispo", CISPO(1.28, 0.8)), "cispo", clip_ratio_high=0.28),
+    "gmpo": in_verl("gmpo", "geo_mean", clip_ratio_low=0.4, clip_ratio_high=0.4),
+    "dppo_tv": in_verl(
+        with_old_policy("dppo_tv", DPPO(0.1, 0.15, "tv", cap=1.5)), "dppo_tv",
+        clip_ratio_low=0.1, clip_ratio_high=0.15, clip_ratio_c=1.5,
+    ),
+    "dppo_kl": in_verl(
+        with_old_policy("dppo_kl", DPPO(0.02, 0.05, "kl", cap=1.5)), "dppo_kl",
+        clip_ratio_low=0.02, clip_ratio_high=0.05, clip_ratio_c=1.5,
+    ),
+    "clip_cov": in_verl(
+        with_old_policy("clip_cov", ClipCov(1.0, 0.1, 0.8)), "clip_cov",
+        choice={"clip_cov_ratio": 1.0, "clip_cov_lb": 0.1, "clip_cov_ub": 0.8},
+    ),
+    "kl_cov": in_verl(
+        with_old_policy("kl_cov", KLCov(0.2, 0.5)), "kl_cov", choice={"kl_cov_ratio": 0.2, "ppo_kl_coef": 0.5}
+    ),
+}  # fmt: skip
+"""Ours, and verl's by its registry. Clip-Cov takes all tokens of the band, since verl draws some of them at random."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Options:
     """What is compared, and with what.
 
     Attributes:
-      trl: the interpreter of an environment with TRL and torch.
+      trl: the interpreter of an environment with TRL and torch; None to leave TRL out.
+      verl: the interpreter of an environment with verl; None to leave verl out.
       folder: of the model, the batch and the gradients; None for one that is deleted.
-      fixture: a file for the numbers on random log-probabilities; None for none.
+      fixtures: a folder for the numbers on random log-probabilities, a file for each library; None for none.
     """
 
-    trl: Path
+    trl: Path | None = None
+    verl: Path | None = None
     folder: Path | None = None
-    fixture: Path | None = None
+    fixtures: Path | None = None
 
 
 def plain(algorithm: Algorithm) -> Algorithm:
@@ -176,40 +226,68 @@ def far(mine: np.ndarray, other: np.ndarray) -> float:
     return float(np.abs(mine - other).max() / max(np.abs(other).max(), 1e-30))
 
 
+def asked(peer: str, interpreter: Path, work: dict[str, Any]) -> dict[str, Any]:
+    """What the library's own losses are."""
+    program = [str(interpreter), str(Path(__file__).parent / "peers" / f"loss_{peer}.py")]
+    done = subprocess.run(program, input=json.dumps(work), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"compare_losses: {peer}'s process ended with {done.returncode}: {done.stderr[-2000:]}")
+    return json.loads(done.stdout)
+
+
+def gaps_on_random(
+    losses: dict[str, tuple[Algorithm, dict[str, Any]]], batch: dict[str, Any], theirs: dict[str, Any]
+) -> dict[str, dict[str, float]]:
+    """Differences of value and gradient on the random batch, by loss."""
+    gaps = {}
+    for name, (algorithm, _) in losses.items():
+        loss, gradient = on_random(algorithm, batch)
+        other = theirs["random"][name]
+        gaps[name] = {
+            "random_loss": abs(loss - other["loss"]),
+            "random_gradient": far(gradient, np.float32(other["gradient"])),
+        }
+    return gaps
+
+
+def gaps_of_update(folder: Path, losses: dict[str, float], theirs: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Differences of loss and gradient of every weight, after the same sampled groups, by loss."""
+    gaps = {}
+    for name, loss in losses.items():
+        other = load_file(folder / f"{name}_trl.safetensors")
+        mine = load_file(folder / name / "model.safetensors")
+        for embedding in (mine[EMBEDDING], other[EMBEDDING]):
+            embedding[PAD] = 0
+        largest = max(np.abs(x).max() for x in other.values())
+        weights = max(float(np.abs(mine[weight] - other[weight]).max() / largest) for weight in other)
+        gaps[name] = {"loss": abs(loss - theirs["losses"][name]), "gradient": weights}
+    return gaps
+
+
 def main(options: Options) -> int:
     """Returns the exit code."""
+    if options.trl is None and options.verl is None:
+        print("compare_losses: give --trl or --verl, an interpreter", file=sys.stderr)
+        return 2
+    batch, found = random_batch(), {}
     with tempfile.TemporaryDirectory() as made:
         folder = options.folder or Path(made)
         folder.mkdir(parents=True, exist_ok=True)
-        losses, batch = ours(folder), random_batch()
-        work = {"folder": str(folder), "random": batch, "losses": {name: given for name, (_, given) in LOSSES.items()}}
-        program = [str(options.trl), str(Path(__file__).parent / "peers" / "loss_trl.py")]
-        done = subprocess.run(program, input=json.dumps(work), capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(f"compare_losses: TRL's process ended with {done.returncode}: {done.stderr[-2000:]}")
-        theirs = json.loads(done.stdout)
-        gaps = {}
-        for name, (algorithm, _) in LOSSES.items():
-            other = load_file(folder / f"{name}_trl.safetensors")
-            mine = load_file(folder / name / "model.safetensors")
-            for embedding in (mine[EMBEDDING], other[EMBEDDING]):
-                embedding[PAD] = 0
-            largest = max(np.abs(x).max() for x in other.values())
-            weights = max(float(np.abs(mine[weight] - other[weight]).max() / largest) for weight in other)
-            loss, gradient = on_random(algorithm, batch)
-            alone = theirs["random"][name]
-            gaps[name] = {
-                "loss": abs(losses[name] - theirs["losses"][name]),
-                "gradient": weights,
-                "random_loss": abs(loss - alone["loss"]),
-                "random_gradient": far(gradient, np.float32(alone["gradient"])),
-            }
-            print(name.ljust(10), "  ".join(f"{what} {gap:.1e}" for what, gap in gaps[name].items()))
-    if options.fixture is not None:
-        found = {"versions": theirs["versions"], "batch": batch, "losses": theirs["random"]}
-        options.fixture.write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps({"versions": theirs["versions"], "gaps": gaps}))
-    return int(max(gap for one in gaps.values() for gap in one.values()) > LARGEST)
+        for peer, interpreter, compared in (("trl", options.trl, LOSSES), ("verl", options.verl, VERL_LOSSES)):
+            if interpreter is None:
+                continue
+            losses = ours(folder) if peer == "trl" else {}
+            given = {name: settings for name, (_, settings) in compared.items()}
+            theirs = asked(peer, interpreter, {"folder": str(folder), "random": batch, "losses": given})
+            gaps, of_update = gaps_on_random(compared, batch, theirs), gaps_of_update(folder, losses, theirs)
+            found[peer] = {name: of_update.get(name, {}) | gap for name, gap in gaps.items()}
+            for name, gap in found[peer].items():
+                print(f"{peer} {name}".ljust(15), "  ".join(f"{what} {value:.1e}" for what, value in gap.items()))
+            if options.fixtures is not None:
+                told = {"versions": theirs["versions"], "batch": batch, "losses": theirs["random"]}
+                (options.fixtures / f"{peer}_losses.json").write_text(json.dumps(told, indent=1) + "\n")
+    print(json.dumps(found))
+    return int(max(gap for peer in found.values() for one in peer.values() for gap in one.values()) > LARGEST)
 
 
 if __name__ == "__main__":
