@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ladder_statistics import Line, Row, lines_of, picture, table
+from ladder_statistics import MANY, Line, Row, lines_of, picture, ranking, table
 from ladders import LADDERS, Rung
 
 from jaxrl_llm import config as configs
@@ -290,7 +290,8 @@ def draw(asked: Asked, runs: Sequence[Planned]) -> list[Line]:
         path.write_text(f"{table(lines)}\nMeans over seeds, ± 95 % interval (t). {acts}\n{left_out}")
         path.with_suffix(".json").write_text(json.dumps(numbers(lines), indent=1))
         if importlib.util.find_spec("matplotlib"):
-            picture(rows, path.with_suffix(".svg"))
+            whole = path.with_suffix(".svg")
+            ranking(lines, whole) if len(lines) > MANY else picture(rows, whole)
     return lines
 
 

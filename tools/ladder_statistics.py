@@ -16,6 +16,8 @@ from jaxrl_llm.errors import InputError, require
 
 LAST = 3
 """Evaluations that the end is the mean of."""
+MANY = 10
+"""Rungs whose curves one picture can show."""
 LATE = 10
 """Steps that the end is the mean of."""
 ACCURACY = ("pass@1", "reward")
@@ -277,4 +279,23 @@ def picture(runs: Mapping[str, Mapping[int, Sequence[Row]]], path: Path) -> None
     axes.set_yscale("log")
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize=9, frameon=False)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def ranking(lines: Sequence[Line], path: Path) -> None:
+    """Draw the accuracies in order, with their intervals, that of the first rung as a band: for ladders of many."""
+    from matplotlib.figure import Figure
+
+    base = lines[0].measures["accuracy"]
+    rising = sorted(lines, key=lambda line: line.measures["accuracy"].mean)
+    found = [line.measures["accuracy"] for line in rising]
+    figure = Figure(figsize=(8, 1.5 + 0.24 * len(lines)), layout="constrained")
+    axes = figure.subplots()
+    axes.axvspan(base.mean - base.half, base.mean + base.half, color="0.9")
+    axes.axvline(base.mean, color="0.6", linewidth=1)
+    means, halves = ([getattr(one, name) for one in found] for name in ("mean", "half"))
+    axes.errorbar(means, range(len(found)), xerr=halves, fmt="o", markersize=4, capsize=2, linewidth=1.2)
+    axes.set_yticks(range(len(found)), [line.rung.name for line in rising])
+    axes.set_xlabel(f"accuracy at the end, mean over seeds with its 95 % interval; band: {lines[0].rung.name}")
+    axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, metadata={"Date": None})

@@ -21,7 +21,7 @@ TOOLS = Path(__file__).parents[2] / "tools"
 sys.path.insert(0, str(TOOLS))
 
 import ablate  # noqa: E402
-from ladder_statistics import accuracy_of, area, gain_at_equal_tokens, interval, lines_of, measures_of, table  # noqa: E402
+from ladder_statistics import accuracy_of, area, gain_at_equal_tokens, interval, lines_of, measures_of, ranking, table  # noqa: E402
 from ladders import LADDERS, Rung  # noqa: E402
 
 TINY = """--model tiny-random --steps 40 --rollout.prompts 2 --rollout.group 2 --rollout.engine.slots 4
@@ -202,6 +202,17 @@ def test_the_table_comes_from_metrics_alone(tmp_path):
     assert "Not finished and left out: clip 0.4, seed 1 (step 6)." in page
     assert "clip 0.28 0.00% and 1.00%" in "".join(page) and (tmp_path / "clip.md").read_text().splitlines() == page
     assert json.loads((tmp_path / "clip.json").read_text()) == numbers
+
+
+def test_a_picture_of_many_rungs_has_their_accuracies_in_order(tmp_path):
+    runs = {
+        name: {seed: rows([0.1, end + 0.01 * seed]) for seed in range(2)}
+        for name, end in zip("abc", (0.5, 0.9, 0.2), strict=True)
+    }
+    ranking(lines_of([Rung(name, {}) for name in "abc"], runs), tmp_path / "whole.svg")
+    drawn = (tmp_path / "whole.svg").read_text()
+    heights = {name: drawn.index(f"<!-- {name} -->") for name in "abc"}  # written from the lowest to the highest
+    assert heights["c"] < heights["a"] < heights["b"] and "band: a -->" in drawn
 
 
 WRONG = {
