@@ -154,7 +154,7 @@ def score(model: Any, packed: Packed, temperature: jax.Array, compute: ComputeOp
 
 
 @cache
-def scoring(compiler: tuple[tuple[str, bool], ...]) -> Any:
+def scoring(compiler: tuple[tuple[str, bool | int], ...]) -> Any:
     """Return the jitted function behind ``score``, compiled with these options."""
     return jax.jit(_score, static_argnames=("compute", "output"), compiler_options=dict(compiler))
 

@@ -34,7 +34,7 @@ UNROLLED_LAYERS = 12
 
 
 def compute_for(
-    settings: Learner, config: ModelConfig, platform: str, compiler: tuple[tuple[str, bool], ...] = ()
+    settings: Learner, config: ModelConfig, platform: str, compiler: tuple[tuple[str, bool | int], ...] = ()
 ) -> ComputeOptions:
     """Return compute options for a platform ("cpu", "gpu" or "tpu") and a model; all such choices are made here.
 

@@ -275,6 +275,6 @@ class ComputeOptions:
     attention: str = "xla"
     unroll: bool = False
     interpret: bool = False
-    compiler: tuple[tuple[str, bool], ...] = ()
+    compiler: tuple[tuple[str, bool | int], ...] = ()
     experts: str = "blocks"
     head_chunk: int = 512

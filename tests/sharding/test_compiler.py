@@ -70,6 +70,11 @@ def test_weights_are_gathered_while_products_run_on_an_absent_tpu():
 
 
 @pytest.mark.compilers
+def test_an_absent_v5e_knows_its_options():
+    assert known_options(OPTIONS["v5e"], describe(parse_topology("v5e:2x2"))[0]) == OPTIONS["v5e"]
+
+
+@pytest.mark.compilers
 def test_sums_are_added_in_one_order_on_an_absent_gpu():
     devices = describe(parse_topology("h100:1"))
     one = subject(computing(tiny_run((1, 1, 1)), dtype="bfloat16", attention="xla"), CONFIG, devices)
