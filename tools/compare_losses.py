@@ -229,7 +229,10 @@ def far(mine: np.ndarray, other: np.ndarray) -> float:
 def asked(peer: str, interpreter: Path, work: dict[str, Any]) -> dict[str, Any]:
     """What the library's own losses are."""
     program = [str(interpreter), str(Path(__file__).parent / "peers" / f"loss_{peer}.py")]
-    done = subprocess.run(program, input=json.dumps(work), capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(program, input=json.dumps(work), capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise SystemExit(f"compare_losses: --{peer} {interpreter}: {error.strerror}") from None
     if done.returncode:
         raise SystemExit(f"compare_losses: {peer}'s process ended with {done.returncode}: {done.stderr[-2000:]}")
     return json.loads(done.stdout)
