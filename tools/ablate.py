@@ -290,8 +290,11 @@ def draw(asked: Asked, runs: Sequence[Planned]) -> list[Line]:
         path.write_text(f"{table(lines)}\nMeans over seeds, ± 95 % interval (t). {acts}\n{left_out}")
         path.with_suffix(".json").write_text(json.dumps(numbers(lines), indent=1))
         if importlib.util.find_spec("matplotlib"):
-            whole = path.with_suffix(".svg")
-            ranking(lines, whole) if len(lines) > MANY else picture(rows, whole)
+            drawn = path.with_suffix(".svg")
+            if len(lines) > MANY:
+                ranking(lines, drawn)
+            else:
+                picture(rows, drawn)
     return lines
 
 

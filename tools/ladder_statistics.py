@@ -16,10 +16,10 @@ from jaxrl_llm.errors import InputError, require
 
 LAST = 3
 """Evaluations that the end is the mean of."""
-MANY = 10
-"""Rungs whose curves one picture can show."""
 LATE = 10
 """Steps that the end is the mean of."""
+MANY = 10
+"""The most rungs whose curves one picture can show."""
 ACCURACY = ("pass@1", "reward")
 """What is compared: the accuracy, or the mean reward where nothing is verified."""
 MEASURES = {

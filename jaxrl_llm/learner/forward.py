@@ -17,6 +17,7 @@ from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.models.decoder import cast, routed
 from jaxrl_llm.models.heads import ScalarModel, scalars, token_logprobs
 from jaxrl_llm.sharding import BATCH, constrain, fitting, laid_out, replicated
+from jaxrl_llm.sharding.compiler import Options
 
 Output = Any
 """A name in ``Outputs``; or a hashable function that makes an output, [P, N, ...] or several such, of ``(model, hidden
@@ -154,7 +155,7 @@ def score(model: Any, packed: Packed, temperature: jax.Array, compute: ComputeOp
 
 
 @cache
-def scoring(compiler: tuple[tuple[str, bool | int], ...]) -> Any:
+def scoring(compiler: Options) -> Any:
     """Return the jitted function behind ``score``, compiled with these options."""
     return jax.jit(_score, static_argnames=("compute", "output"), compiler_options=dict(compiler))
 

@@ -12,6 +12,7 @@ from jaxrl_llm.learner.settings import Learner
 from jaxrl_llm.models.config import ComputeOptions, ModelConfig
 from jaxrl_llm.models.decoder import parameter_shapes
 from jaxrl_llm.sharding import batch_parts, memory_of, platform_of
+from jaxrl_llm.sharding.compiler import Options
 
 KERNELS = {"splash": "tpu", "triton": "gpu", "cudnn": "gpu"}
 """Attention backends other than "xla", and the platform of each; of several that can serve, "auto" takes the first."""
@@ -33,9 +34,7 @@ UNROLLED_LAYERS = 12
 """The most layers that are unrolled in a CPU program."""
 
 
-def compute_for(
-    settings: Learner, config: ModelConfig, platform: str, compiler: tuple[tuple[str, bool | int], ...] = ()
-) -> ComputeOptions:
+def compute_for(settings: Learner, config: ModelConfig, platform: str, compiler: Options = ()) -> ComputeOptions:
     """Return compute options for a platform ("cpu", "gpu" or "tpu") and a model; all such choices are made here.
 
     ``compiler``: of ``compiler_options``, for the mesh on which the model is computed.

@@ -71,7 +71,8 @@ def test_weights_are_gathered_while_products_run_on_an_absent_tpu():
 
 @pytest.mark.compilers
 def test_an_absent_v5e_knows_its_options():
-    assert known_options(OPTIONS["v5e"], describe(parse_topology("v5e:2x2"))[0]) == OPTIONS["v5e"]
+    mesh = make_mesh(MeshShape(1, 4, 1), describe(parse_topology("v5e:2x2")))
+    assert compiler_options(mesh) == (("xla_tpu_scoped_vmem_limit_kib", 24576),)
 
 
 @pytest.mark.compilers
