@@ -202,6 +202,7 @@ def test_the_table_comes_from_metrics_alone(tmp_path):
     assert "Not finished and left out: clip 0.4, seed 1 (step 6)." in page
     assert "clip 0.28 0.00% and 1.00%" in "".join(page) and (tmp_path / "clip.md").read_text().splitlines() == page
     assert json.loads((tmp_path / "clip.json").read_text()) == numbers
+    assert "band:" not in (tmp_path / "clip.svg").read_text(), "few rungs are drawn as curves"
 
 
 def test_a_picture_of_many_rungs_has_their_accuracies_in_order(tmp_path):
