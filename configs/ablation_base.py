@@ -12,8 +12,9 @@ import random
 import string
 
 from jaxrl_llm.config import Answering, BatchSize, Evaluation, Output, Supervised
+from jaxrl_llm.data import Texts
 from jaxrl_llm.learner import Compute, Learner, Optimiser
-from jaxrl_llm.tasks import Task, Texts
+from jaxrl_llm.tasks import Task
 
 PROBLEMS = [{"prompt": f"{letter}=", "answer": str(20 + i)} for i, letter in enumerate(string.ascii_letters)]
 KNOWN = ((0, 0.95), (3, 0.8))

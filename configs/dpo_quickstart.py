@@ -14,8 +14,9 @@ order; less than 4 and a half minutes in all, compilation, the collection of 370
 
 from jaxrl_llm.algorithms.preference import DPO
 from jaxrl_llm.config import Answering, BatchSize, Output, Preference
+from jaxrl_llm.data import Collected, Pairs
 from jaxrl_llm.learner import Compute, Learner, Optimiser
-from jaxrl_llm.tasks import Collected, Pairs, ReasoningGym, Task
+from jaxrl_llm.tasks import ReasoningGym, Task
 
 task = Task(
     source=ReasoningGym("chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}, size=3000),

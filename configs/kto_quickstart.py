@@ -18,8 +18,9 @@ answers and both evaluations included.
 
 from jaxrl_llm.algorithms.preference import KTO
 from jaxrl_llm.config import Answering, BatchSize, Output, Preference
+from jaxrl_llm.data import Collected, Unpaired
 from jaxrl_llm.learner import Compute, Learner, Optimiser
-from jaxrl_llm.tasks import Collected, ReasoningGym, Task, Unpaired
+from jaxrl_llm.tasks import ReasoningGym, Task
 
 task = Task(
     source=ReasoningGym("chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}, size=3000),

@@ -13,8 +13,9 @@ in all, compilation and the collection of 370 pairs included; 4.3 GB of memory.
 """
 
 from jaxrl_llm.config import Answering, BatchSize, Output, RewardModel
+from jaxrl_llm.data import Collected, Pairs
 from jaxrl_llm.learner import Compute, Learner, Optimiser
-from jaxrl_llm.tasks import Collected, Pairs, ReasoningGym, Task
+from jaxrl_llm.tasks import ReasoningGym, Task
 
 task = Task(
     source=ReasoningGym("chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}, size=3000),

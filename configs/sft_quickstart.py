@@ -11,8 +11,9 @@ compilation, the collection of 241 texts and both evaluations included; 4.9 GB o
 """
 
 from jaxrl_llm.config import Answering, BatchSize, Output, Supervised
+from jaxrl_llm.data import Collected, Texts
 from jaxrl_llm.learner import Compute, Learner, Optimiser
-from jaxrl_llm.tasks import Collected, ReasoningGym, Task, Texts
+from jaxrl_llm.tasks import ReasoningGym, Task
 
 task = Task(
     source=ReasoningGym("chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}, size=3000),

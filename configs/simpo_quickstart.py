@@ -13,8 +13,9 @@ of memory.
 
 from jaxrl_llm.algorithms.preference import SimPO
 from jaxrl_llm.config import Answering, BatchSize, Output, Preference
+from jaxrl_llm.data import Collected, Pairs
 from jaxrl_llm.learner import Compute, Learner, Optimiser
-from jaxrl_llm.tasks import Collected, Pairs, ReasoningGym, Task
+from jaxrl_llm.tasks import ReasoningGym, Task
 
 task = Task(
     source=ReasoningGym("chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}, size=3000),

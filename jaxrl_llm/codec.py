@@ -8,7 +8,6 @@ import base64
 import dataclasses
 import datetime
 import decimal
-import functools
 import importlib
 import math
 import uuid
@@ -35,8 +34,7 @@ def to_json(value: Any, records: Sequence[type] = (), arrays: bytearray | None =
 
     Args:
       value: the value to convert.
-      records: dataclasses that it may hold. They are identified by their names alone, and a field that was not there
-        yet when a value was written gets its default; one that they no longer have is left out.
+      records: dataclasses that it may hold, identified by their names alone.
       arrays: gets the bytes of arrays of numbers, and the JSON refers to them (see ``together``); None to convert them
         too.
 
@@ -86,16 +84,11 @@ def from_json(data: Any, records: Sequence[Any] = ()) -> Any:
     content = from_json(content, records)
     for record in records:
         if name == _SIGN + record.__name__:
-            return _made(name, functools.partial(_record, record), content)
+            return _made(name, lambda fields, kind=record: kind(**fields), content)
     if name.removeprefix(_SIGN) not in _KINDS:
         raise ValueError(f"{name} is not a kind of value known to this version")
     _, _, read = _KINDS[name.removeprefix(_SIGN)]
     return _made(name, read, content)
-
-
-def _record(kind: Any, content: dict[str, Any]) -> Any:
-    names = {field.name for field in dataclasses.fields(kind)}
-    return kind(**{field: value for field, value in content.items() if field in names})
 
 
 def _made(name: str, read: Callable[[Any], Any], content: Any) -> Any:

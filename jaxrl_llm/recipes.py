@@ -18,7 +18,7 @@ from jaxrl_llm.learner.settings import Critic
 from jaxrl_llm.rewards.group_shaping import GroupShaping, LengthCycle, RelativeLength, StopProperly
 from jaxrl_llm.rollout.settings import Branching
 from jaxrl_llm.rules import Resets
-from jaxrl_llm.system.setting import FIXED, FREE, Range, Setting, check_fields, take_old_names
+from jaxrl_llm.system.setting import FIXED, FREE, Range, Setting, check_fields
 
 Controller = AdaptiveKL | ProportionalKL | AdaptiveEntropy
 """A rule that moves a coefficient of the loss from step to step."""
@@ -72,8 +72,7 @@ class Recipe(Setting):
       temperature: of the sampling and of every log-probability, unless the run sets its own.
       filter_groups: learn only from groups that can teach; sample on until there are enough. It names the measure:
         "accuracy" (some, not all, completions are correct, or some are so in a larger part; of a run without the reward
-        ``Accuracy``, the reward), or "reward" (not all are equal, whatever shapes them). False is off; True is
-        "accuracy".
+        ``Accuracy``, the reward), or "reward" (not all are equal, whatever shapes them). False is off.
       overlong: see ``Overlong``.
       shaping: further changes of a group's rewards, in order.
       resets: when reference and optimiser are reset.
@@ -89,7 +88,7 @@ class Recipe(Setting):
     name: str
     algorithm: Algorithm
     temperature: float = 1.0
-    filter_groups: Literal["accuracy", "reward"] | bool = False
+    filter_groups: Literal["accuracy", "reward", False] = False
     overlong: Overlong = Overlong()
     shaping: tuple[GroupShaping, ...] = ()
     resets: Resets = Resets()
@@ -98,11 +97,6 @@ class Recipe(Setting):
     critic: Annotated[Critic | None, FIXED] = None
     branch: Branching | None = None
     observation_coef: Annotated[float, Range("[0, inf)", words="at least 0")] = 0.0
-
-    def __post_init__(self):
-        # Configurations and runs of old say only whether there is a filter.
-        measure = "accuracy" if self.filter_groups is True else self.filter_groups or False
-        object.__setattr__(self, "filter_groups", measure)
 
     @property
     def controllers(self) -> tuple[Controller, ...]:
@@ -197,19 +191,6 @@ class Recipe(Setting):
             f"{entropy and entropy.largest}: lower the one, or raise the other",
         )
 
-
-take_old_names(
-    Recipe,
-    {
-        "reference_reset": "resets.reference_every",
-        "reset_on_stall": "resets.on_stall",
-        "reset_optimiser": "resets.with_optimiser",
-        "optimiser_reset": "resets.optimiser_every",
-        "drop_truncated": "overlong.drop",
-        "overlong_share": "overlong.share",
-        "overlong_weight": "overlong.weight",
-    },
-)
 
 GRPO = Recipe("grpo", PRESETS["grpo"], paper=Updates(1, 1024))
 """DeepSeekMath (arXiv 2402.03300): GSM8K 82.9 -> 88.2 and MATH 46.8 -> 51.7 with a 7B model, 64 completions per prompt,

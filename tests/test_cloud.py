@@ -189,10 +189,9 @@ def test_the_program_understands_the_commands(shell, name):
     assert done.returncode == 0, done.stderr
     command, config, *flags = (shell.home / "arguments").read_text().splitlines()
     given = take_distributed(flags)
-    flags = [re.sub("^--run_dir", "--output.run_dir", flag) for flag in flags]
     run = parse(configs.Run, flags, "train", "", configs.load_config(config)[1])
     configs.validate(configs.resolved(run))
-    assert command == "train" and run.run_dir == "/shared/runs/grpo"
+    assert command == "train" and run.output.run_dir == "/shared/runs/grpo"
     if given.coordinator is not None:
         joined = joining(given, {})
         assert (joined["num_processes"], joined["process_id"]) == (2, 1)

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxrl_llm.codec import from_json, to_json
-from jaxrl_llm.types import Episode
 
 BERLIN = zoneinfo.ZoneInfo("Europe/Berlin")
 KEYS = st.one_of(st.text(), st.integers(), st.booleans(), st.just("$tuple"), st.just("$dict"), st.dates())
@@ -83,12 +82,6 @@ def test_what_cannot_come_back_is_refused_by_its_type(value, named):
 def test_an_unknown_kind_is_refused():
     with pytest.raises(ValueError, match=r"\$quaternion"):
         from_json([{"$quaternion": 1}])
-
-
-def test_a_record_of_an_earlier_version_is_read_without_the_fields_that_it_has_lost():
-    saved = to_json(Episode(end="completed", reward=2.0), (Episode,))
-    saved["$Episode"]["metrics"] = {"found": 1.0}  # which episodes had before their turns did
-    assert from_json(saved, (Episode,)) == Episode(end="completed", reward=2.0)
 
 
 def test_decimals_and_bytes_are_readable():

@@ -77,7 +77,7 @@ def test_docstrings_are_on_the_api_page(site):
 def test_names_of_the_api_page_can_be_imported():
     rows = re.findall(r"^\| `(jaxrl_llm[\w.]*)` \| (.*) \|$", (DOCS / "api.md").read_text(), re.MULTILINE)
     names = {module: re.findall(r"`(\w+)`", cell) for module, cell in rows}
-    assert sorted(names["jaxrl_llm"]) == jaxrl_llm.__all__ and len(names) == 10
+    assert sorted(names["jaxrl_llm"]) == jaxrl_llm.__all__ and len(names) == 11
     for module, of in names.items():
         assert all(hasattr(importlib.import_module(module), name) for name in of), module
 

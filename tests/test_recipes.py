@@ -3,7 +3,6 @@
 import ast
 import dataclasses
 import itertools
-import json
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +21,6 @@ from jaxrl_llm.rewards.group_shaping import LengthCycle, StopProperly
 from jaxrl_llm.rollout import Repetition
 from jaxrl_llm.rules import Resets
 from jaxrl_llm.stages.rl.ingredients import dropped_endings
-from jaxrl_llm.trainer.launch import choose_directory
 from jaxrl_llm.types import Completion, Problem
 
 SMOKE = configs.load_config("smoke")[1]
@@ -102,19 +100,6 @@ def test_a_filter_reads_the_reward_where_accuracy_is_no_part_of_it():
     assert configs.resolved(off).recipe.filter_groups is False
 
 
-def test_what_old_configurations_and_runs_say_of_the_filter_is_understood(tmp_path):
-    assert dataclasses.replace(RECIPES["grpo"], filter_groups=True).filter_groups == "accuracy"
-    assert dataclasses.replace(RECIPES["dapo"], filter_groups="").filter_groups is False
-    own = dataclasses.replace(SMOKE, run_dir=str(tmp_path), scoring=configs.Scoring((LengthPenalty(0.1),)))
-    saved = configs.to_json(configs.resolved(own))
-    saved["recipe"]["filter_groups"] = True
-    (tmp_path / "config.json").write_text(json.dumps(saved))
-    (tmp_path / "checkpoints" / "1").mkdir(parents=True)
-    assert configs.whole(configs.read(tmp_path / "config.json").run).recipe.filter_groups == "accuracy"
-    dapo = dataclasses.replace(own, recipe=dataclasses.replace(own.recipe, filter_groups="reward"))
-    assert choose_directory(configs.resolved(dapo), "mine", False)[0] == tmp_path
-
-
 def test_the_recipe_and_the_repetition_rule_say_which_endings_the_loss_leaves_out():
     silent = dataclasses.replace(
         SMOKE, rollout=dataclasses.replace(SMOKE.rollout, repetition=Repetition(4, 3, learn=False))
@@ -127,10 +112,9 @@ def test_the_recipe_and_the_repetition_rule_say_which_endings_the_loss_leaves_ou
 
 def test_a_run_fills_in_temperature_and_generation_budget():
     run = configs.resolved(configs.with_recipe(SMOKE, "prorl_v1"))
-    assert run == configs.resolved(configs.with_recipe(SMOKE, "prorl"))
     assert run.rollout.temperature == 1.2
     own = dataclasses.replace(SMOKE, rollout=dataclasses.replace(SMOKE.rollout, temperature=0.7))
-    assert configs.resolved(configs.with_recipe(own, "prorl")).rollout.temperature == 0.7
+    assert configs.resolved(configs.with_recipe(own, "prorl_v1")).rollout.temperature == 0.7
     reduce = configs.resolved(configs.with_recipe(SMOKE, "dr_grpo")).recipe.algorithm.reduce
     assert reduce == ConstantLength(SMOKE.rollout.max_new_tokens)
     fixed = with_algorithm(reduce=ConstantLength(500))
@@ -145,17 +129,6 @@ def test_an_estimator_that_the_trainer_cannot_feed_is_refused(pieces, words):
     with pytest.raises(InputError, match=words):
         configs.validate(with_algorithm(**pieces))
     configs.validate(with_algorithm(advantage=Whitened()))
-
-
-def test_resets_are_also_known_by_their_old_names():
-    old = dict(reference_reset=5, reset_on_stall=2, reset_optimiser=True, optimiser_reset=3)
-    resets = Resets(5, 2, True, 3)
-    assert recipes.Recipe("own", PRESETS["grpo"], **old).resets == resets
-    assert dataclasses.replace(RECIPES["prorl_v1"], **old).resets == resets
-    assert dataclasses.replace(RECIPES["prorl_v1"], reset_on_stall=7).resets == Resets(on_stall=7, with_optimiser=True)
-    data = configs.to_json(RECIPES["prorl_v1"])
-    del data["resets"]
-    assert configs.from_json(data | old).resets == resets
 
 
 def test_a_controller_without_a_coefficient_is_refused():

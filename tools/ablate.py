@@ -135,7 +135,8 @@ def planned(asked: Asked) -> list[Planned]:
     for seed in range(asked.found.run.seed, asked.found.run.seed + asked.seeds):
         for name, run in settings_of(asked.found.run, LADDERS[asked.ladder]).items():
             directory = asked.folder / slug(name) / f"seed-{seed}"
-            runs.append(Planned(name, dataclasses.replace(run, seed=seed, run_dir=str(directory)), directory))
+            output = dataclasses.replace(run.output, run_dir=str(directory))
+            runs.append(Planned(name, dataclasses.replace(run, seed=seed, output=output), directory))
     for one in runs:
         check_same(one)
     if not asked.draw:

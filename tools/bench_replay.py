@@ -25,7 +25,7 @@ import numpy as np
 import tyro
 
 from jaxrl_llm.algorithms import PRESETS, Algorithm
-from jaxrl_llm.learner import Forward, Layout, Learner, Optimiser, Training, create_state, learn, make_update
+from jaxrl_llm.learner import Forward, Layout, Learner, Moments, Optimiser, Training, create_state, learn, make_update
 from jaxrl_llm.learner.objectives import PolicyGradient
 from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.learner.samples import to_samples
@@ -75,7 +75,7 @@ class Options:
         """AdamW, or without its averages, and with an eps far above any gradient, plain descent at the same rate."""
         if self.adam:
             return Optimiser(learning_rate=3e-4)
-        return Optimiser(learning_rate=0.01, b1=0.0, eps=1.0, clip_norm=0.0)
+        return Optimiser(learning_rate=0.01, moments=Moments(b1=0.0, eps=1.0), clip_norm=0.0)
 
 
 class Spelling:

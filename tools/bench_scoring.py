@@ -68,7 +68,7 @@ def timed(options: Options, folder: Path, judge_s: float) -> dict[str, float]:
             engine=EngineOptions(slots=options.slots),
         ),
         learner=Learner(compute=Compute(row_tokens=512)),
-        output=Output(run_dir=str(folder), tensorboard=False),
+        output=Output(run_dir=str(folder), trackers=()),
         steps=options.steps,
     )
     fastest = min((row for row in train(run).history if row["step"] > 1), key=lambda row: row["time/step_s"])

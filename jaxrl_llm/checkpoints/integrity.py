@@ -51,19 +51,20 @@ def written(step: Path) -> Sums:
 
 
 def mark(step: Path) -> str:
-    """Return 16 hexadecimal digits that identify the files of a sealed step; empty for one without checksums."""
+    """Return 16 hexadecimal digits that identify the files of a step; empty if its checksums are missing."""
     found = dict(sorted(written(step).items()))
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16] if found else ""
 
 
 def fault(step: Path, part: int = 0, parts: int = 1) -> str:
-    """Describe the first bad file of a sealed step; return an empty string if all are intact, or the step has no
-    checksums.
+    """Describe the first bad file of a step; return an empty string if all are intact.
 
     Files are read in so many ``parts``, of which this call reads number ``part``; all sizes are compared.
     """
     wanted = written(step)
-    stored = objects.sums(step) if wanted and storage.address(step) else None
+    if not wanted:
+        return f"its {CHECKSUMS} is missing or unreadable"
+    stored = objects.sums(step) if storage.address(step) else None
     if stored is None:
         sizes = {name: os.path.getsize(step / name) for name in wanted if os.path.isfile(step / name)}
     else:

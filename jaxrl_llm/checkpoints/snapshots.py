@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from jaxrl_llm.checkpoints import objects
-from jaxrl_llm.checkpoints.integrity import CHECKSUMS, fault, written
+from jaxrl_llm.checkpoints.integrity import fault
 from jaxrl_llm.checkpoints.store import Checkpoints, host_file, steps_in
 from jaxrl_llm.errors import InputError, one_line, require
 from jaxrl_llm.sharding.distributed import ALONE, Peers
@@ -20,8 +20,6 @@ from jaxrl_llm.types import TrainState
 
 CHECKPOINTS, SNAPSHOTS = "checkpoints", "snapshots"
 DAMAGED = "damaged"
-ARRAY = "/.zarray"
-"""The end of the key under which Orbax stores the shape of an array."""
 
 
 def keep(directory: Path, step: int, state: TrainState, phase: int = 0) -> None:
@@ -51,14 +49,14 @@ def kept(directory: Path) -> dict[int, Path]:
 
 
 def phase_of(place: Path) -> int:
-    """Return the phase of the run from this checkpoint or snapshot on; 0 in those of earlier versions.
+    """Return the phase of the run from this checkpoint or snapshot on.
 
     Raises:
       InputError: its host state cannot be read.
     """
     try:
-        phase = json.loads(host_file(place).read_text()).get("phase", 0)
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        phase = json.loads(host_file(place).read_text())["phase"]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise InputError(f"{place} cannot be read ({one_line(error, 200)}): remove it") from None
     require(type(phase) is int, f"{place} has phase {phase!r:.40}, which is no number: remove it")
     return phase
@@ -84,7 +82,7 @@ def newest_whole(directory: Path, peers: Peers = ALONE) -> tuple[int | None, str
     damaged = {}
     whole = None
     for step in reversed(peers.first(lambda: steps_in(directory / CHECKPOINTS))):
-        found = peers.gather(damage(directory / CHECKPOINTS / str(step), peers.index, peers.count))
+        found = peers.gather(fault(directory / CHECKPOINTS / str(step), peers.index, peers.count))
         why = next(filter(None, found), "")
         if not why:
             whole = step
@@ -108,30 +106,6 @@ def _put_aside(place: Path) -> None:
         objects.move(place, aside)
     else:
         place.rename(aside)
-
-
-def damage(step: Path, part: int = 0, parts: int = 1) -> str:
-    """Describe the damage of a checkpoint; return an empty string if it is whole.
-
-    One without checksums, written by an earlier version, counts as whole if its files can be read. ``part`` and
-    ``parts`` as for ``fault``.
-    """
-    if written(step):
-        return fault(step, part, parts)
-    if storage.address(step):
-        return f"its {CHECKSUMS} is missing"
-    import tensorstore as ts
-
-    try:
-        json.loads(host_file(step).read_text())
-        place = {"driver": "ocdbt", "base": f"file://{step.absolute()}/state/"}
-        keys = [key.decode() for key in ts.KvStore.open(place).result().list().result()]
-        names = [key.removesuffix(ARRAY) for key in keys if key.endswith(ARRAY)]
-        for name in names:
-            ts.open({"driver": "zarr", "kvstore": place | {"path": f"{name}/"}}).result().read().result()
-    except Exception as error:  # noqa: BLE001  damaged files fail in ways of their own
-        return str(error).splitlines()[0]
-    return "" if names else "it holds no arrays"
 
 
 def check_whole(step: Path) -> None:

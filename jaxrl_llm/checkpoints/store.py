@@ -55,7 +55,7 @@ SHORT = {
     "roles/policy/base": "base",
     "frozen/reference": "reference",
 }
-"""Short names in checkpoints for the parts that every run has, from before there were other roles."""
+"""Short names in checkpoints for the parts that every run has."""
 
 
 def _name(path: tuple) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 import jaxrl_llm
 from jaxrl_llm import config as configs
 from jaxrl_llm.cli.flags import first, status, take
+from jaxrl_llm.data import Steps
 from jaxrl_llm.errors import InputError, as_input_error, require
 from jaxrl_llm.models.builtin import BUILTIN
 from jaxrl_llm.models.peft import base_named, is_adapter
@@ -26,7 +27,6 @@ from jaxrl_llm.runs.load import Trained, find_run, load_adapter, load_trained
 from jaxrl_llm.system.json_lines import read_rows
 from jaxrl_llm.system.paths import check_file, writable
 from jaxrl_llm.system.text import shown
-from jaxrl_llm.tasks import Steps
 
 GENERATE = '  jaxrl-llm generate {} --prompt "What is 3 + 5?"'
 HEAD = """---

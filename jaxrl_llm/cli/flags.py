@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import dataclasses
 import difflib
 import functools
 import io
@@ -16,7 +15,6 @@ from typing import Any
 
 from jaxrl_llm.errors import InputError, did_you_mean, require
 from jaxrl_llm.system.paths import local
-from jaxrl_llm.system.setting import Setting, current_name, former_in
 
 OUTPUTS = ("--out", "--json", "--plot", "--dump")
 """Flags with a file or folder to write."""
@@ -25,6 +23,8 @@ USUAL = (
     "rollout.temperature batch.rows batch.max_tokens learner.lora.rank evaluation.every output.checkpoint_every"
 ).split()
 """Settings that most people change, which help shows first; some are of other kinds of runs."""
+SHORT = {"run_dir": "output.run_dir"}
+"""Settings with a short name on the command line."""
 HELP_FLAGS = ("-h", "--help")
 HELP_COLUMN = 34
 
@@ -39,8 +39,6 @@ def parse(kind: type, arguments: list[str], program: str, description: str, defa
     """
     import tyro
 
-    arguments = list(arguments)
-    default = _with_former(arguments, default) if isinstance(default, Setting) else default
     options: dict[str, Any] = {"config": (tyro.conf.AvoidSubcommands,), "use_underscores": True, "add_help": False}
     options |= {} if default is None else {"default": default}
     captured = io.StringIO()
@@ -53,9 +51,9 @@ def parse(kind: type, arguments: list[str], program: str, description: str, defa
         if asked := [index for index, argument in enumerate(arguments) if argument in HELP_FLAGS]:
             topic = "".join(arguments[asked[0] + 1 : asked[0] + 2])
             topic = "" if topic.startswith("-") else topic
-            print(help_text(known.values(), topic, program, description, default))
+            print(help_text(known.values(), topic, program, description))
             raise SystemExit
-        arguments = [_renamed(argument, fields, default) for argument in arguments]
+        arguments = [_whole(argument) for argument in arguments]
         for flag in (argument.split("=", 1)[0] for argument in arguments if argument.startswith("--")):
             if (name := flag[2:].replace("-", "_")) not in fields:
                 raise InputError(f"no option {flag}: {_meant(name, fields) or f'see {program} --help'}")
@@ -74,7 +72,7 @@ def parse(kind: type, arguments: list[str], program: str, description: str, defa
     return found
 
 
-def help_text(actions: Iterable[Any], topic: str, program: str, description: str, default: Any) -> str:
+def help_text(actions: Iterable[Any], topic: str, program: str, description: str) -> str:
     """Return the help of a command: ``description``, then flags.
 
     Args:
@@ -82,7 +80,6 @@ def help_text(actions: Iterable[Any], topic: str, program: str, description: str
       topic: empty for the usual settings and those that belong to no part, ``all``, or a part, such as ``rollout``.
       program: the command, for the line that tells of the other settings.
       description: the text before.
-      default: a value of the settings, which knows old and short names.
 
     Raises:
       InputError: there is no such part.
@@ -96,7 +93,7 @@ def help_text(actions: Iterable[Any], topic: str, program: str, description: str
     )
     names = {name: name for name in flags if topic in ("all", name.partition(".")[0])}
     if not topic:
-        usual = {name: current_name(default, name) for name in USUAL}
+        usual = {name: SHORT.get(name, name) for name in USUAL}
         names = {name: now for name, now in usual.items() if now in flags}
         names |= {name: name for name in flags if "." not in name and name not in names}
     width = min(120, max(60, shutil.get_terminal_size((80, 24)).columns))
@@ -115,39 +112,10 @@ def help_text(actions: Iterable[Any], topic: str, program: str, description: str
     return "\n\n".join(texts + [textwrap.fill(more, width)] * (len(names) < len(flags)))
 
 
-def _with_former(arguments: list[str], default: Setting) -> Setting:
-    """Remove options for settings that others now hold in another form, and return the default with their values.
-
-    Raises:
-      InputError: the present option is given too.
-    """
-    given = {argument.partition("=")[0] for argument in arguments}
-    for name, former in former_in(default).items():
-        where, _, field = name.rpartition(".")
-        off = take(arguments, f"--{where}.no_{field}", False) if former.kind is bool else None
-        found = take(arguments, f"--{name}", former.kind is not bool)
-        if not (found or off):
-            continue
-        now = f"--{where}.{former.field}"
-        require(now not in given, f"--{name} is an old name for a part of {now}: give {now} alone")
-        default = _put(default, name, None if found == "None" else found)
-    return default
-
-
-def _put(value: Any, name: str, new: Any) -> Any:
-    """Return a dataclass with another value of a field, by its dotted name."""
-    field, dot, rest = name.partition(".")
-    return dataclasses.replace(value, **{field: _put(getattr(value, field), rest, new) if dot else new})
-
-
-def _renamed(argument: str, fields: set[str], default: Any) -> str:
-    """Return an argument with the present name of its option, if it has an old one."""
+def _whole(argument: str) -> str:
+    """Return an argument with the whole name of its option, if it has the short one."""
     flag, equals, value = argument.partition("=")
-    where, dot, field = flag.removeprefix("--").replace("-", "_").rpartition(".")
-    off = "no_" * field.startswith("no_")
-    where, dot, field = current_name(default, f"{where}{dot}{field.removeprefix(off)}").rpartition(".")
-    renamed = f"{where}{dot}{off}{field}"
-    return f"--{renamed}{equals}{value}" if flag.startswith("--") and renamed in fields else argument
+    return f"--{SHORT[name]}{equals}{value}" if (name := flag[2:].replace("-", "_")) in SHORT else argument
 
 
 def _meant(name: str, fields: set[str]) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxrl_llm.collection.ledger import Entry, Ledger, Tally, opened
 from jaxrl_llm.collection.rows import Answer, Row, distinct, prefix_tokens, row_of, rows_from
+from jaxrl_llm.data import Pairs, Steps, Texts
 from jaxrl_llm.data.datasets import KINDS, Collected, Kind, Unpaired, split_steps
 from jaxrl_llm.data.formats import TOOLS
 from jaxrl_llm.engine.requests import first_tokens
@@ -28,7 +29,7 @@ from jaxrl_llm.rollout.respond import Answerer, Requests, SeedSpace, gather, req
 from jaxrl_llm.sharding.distributed import ALONE, Peers
 from jaxrl_llm.sharding.rules import digest, weights_digest
 from jaxrl_llm.system.paths import COLLECTED
-from jaxrl_llm.tasks import Pairs, Prompts, Steps, Table, Texts
+from jaxrl_llm.tasks import Prompts, Table
 from jaxrl_llm.tasks import fingerprint as fingerprint_of_problems
 from jaxrl_llm.types import Completion, Problem
 

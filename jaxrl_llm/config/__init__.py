@@ -55,7 +55,6 @@ from jaxrl_llm.config.texts import (
     Preference,
     RewardModel,
     Supervised,
-    as_started,
     check_start,
     dated,
     decided_by,

@@ -9,7 +9,7 @@ from jaxrl_llm.config.mixture import tasks_in
 from jaxrl_llm.data.datasets import Collected, Texts
 from jaxrl_llm.data.loading import check_texts
 from jaxrl_llm.errors import InputError, did_you_mean, require
-from jaxrl_llm.system.setting import MODEL, Choice, Range, Setting, take_old_names
+from jaxrl_llm.system.setting import MODEL, Choice, Range, Setting
 
 NAMED = {
     "policy_gradient": SampledKL(),
@@ -243,9 +243,6 @@ class Distillation(Setting):
                 f"{where}lmbda 0 samples nothing that {field} could be about: set {field} {remedy}, or {where}lmbda "
                 "above 0",
             )
-
-
-take_old_names(Distillation, {"on_policy": "lmbda"})
 
 
 def without_rewards(run: Any) -> bool:

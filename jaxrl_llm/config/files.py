@@ -21,11 +21,10 @@ from jaxrl_llm.config.origin import (
     why_not_found,
 )
 from jaxrl_llm.config.run import Run
-from jaxrl_llm.config.texts import Configuration, RewardModel
+from jaxrl_llm.config.texts import Configuration
 from jaxrl_llm.config.trust import SIGNED, check_trust, signed
-from jaxrl_llm.data.datasets import Pairs
 from jaxrl_llm.errors import InputError, did_you_mean, require
-from jaxrl_llm.recipes import RECIPES, Recipe
+from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rewards.functions import Local, Lost, StepFunction
 from jaxrl_llm.system import storage
 from jaxrl_llm.system.paths import config_folder, config_names, new_file
@@ -106,7 +105,8 @@ def find_config(name: str) -> Found:
         found = read(path)
         run = whole(found.run, str(path))
         own = path.name == "config.json"
-        return dataclasses.replace(found, run=dataclasses.replace(run, run_dir=str(path.parent)) if own else run)
+        here = dataclasses.replace(run.output, run_dir=str(path.parent))
+        return dataclasses.replace(found, run=dataclasses.replace(run, output=here) if own else run)
     if path.suffix != ".py":
         path = config_folder() / f"{name}.py"
     if not path.is_file():
@@ -124,7 +124,7 @@ def find_config(name: str) -> Found:
 
 
 def with_recipe(run: Configuration, name: str) -> Run:
-    """Return the run with another recipe; ``prorl`` is short for ``prorl_v1``.
+    """Return the run with another recipe.
 
     Raises:
       InputError: unknown recipe, or a kind of run without recipes.
@@ -134,7 +134,6 @@ def with_recipe(run: Configuration, name: str) -> Run:
         raise InputError(
             f"--recipe {name} is a method of reinforcement learning, and this is a {kind} run: leave it out"
         )
-    name = "prorl_v1" if name == "prorl" else name
     if name not in RECIPES:
         hint = did_you_mean(name, RECIPES, f"there are {', '.join(RECIPES)}")
         raise InputError(f"no recipe {name!r}: {hint}")
@@ -220,13 +219,7 @@ def from_json(data: Any, origin: Origin | None = None) -> Any:
         return Unsaveable(f"it names {data['type']}, which is not a configuration class of this version")
     missing = [item for item in fields.values() if isinstance(item, Unsaveable)]
     try:
-        # A field added since the file was written, where its meaning then differs from the new default.
-        then: dict[str, Any] = {}
-        if kind is RewardModel and isinstance(fields.get("data"), Pairs):
-            then = {"score_at": "stop"}
-        if kind is Recipe and fields.get("overlong_share"):
-            then = {"overlong_weight": 1.0}
-        return kind(**then | fields)
+        return kind(**fields)
     except (TypeError, ValueError, AttributeError):
         if not missing:
             raise
@@ -244,7 +237,7 @@ def chosen(run: Configuration) -> list[str]:
 def write(path: Path, data: dict[str, Any]) -> None:
     """Write a config.json, atomically; one that names code of its own is signed (``trust.py``)."""
     with new_file(path) as part:
-        part.write_text(json.dumps(signed(data, origin_of(data, path.parent)), indent=1))
+        part.write_text(json.dumps(signed(data, origin_of(data)), indent=1))
 
 
 @contextlib.contextmanager
@@ -276,7 +269,7 @@ def read(path: Path, own: bool = True, calls: bool = True) -> Found:
     """
     with _of_this_version(path):
         data = json.loads(path.read_text())
-        origin = origin_of(data, path.parent)
+        origin = origin_of(data)
     if own and check_trust(path, data, origin, calls):
         for folder in origin.places():
             make_findable(folder)
@@ -335,7 +328,7 @@ def changed_since(directory: Path, step: int | None) -> str:
     path = directory / "config.json"
     if not path.is_file():
         return ""
-    changed = origin_of(json.loads(path.read_text()), directory).changed
+    changed = origin_of(json.loads(path.read_text())).changed
     return "; ".join(shown(names) for at, names in changed if at >= (step or 0))
 
 

@@ -68,7 +68,7 @@ class Origin:
       config: the configuration's file; None for a run that was made in Python.
       modules: files of the modules next to the configuration that define the run's own classes, by name.
       start: the step of another run with its first weights; None for those of the model.
-      models: pins of the models that it reads, by their names there; None before it has any, and in older runs.
+      models: pins of the models that it reads, by their names there.
       changed: recorded changes of settings and of code, each with the step after which it was made.
       code: fingerprints of the run's own functions and classes, by name (``fingerprints.code_of``).
     """
@@ -77,7 +77,7 @@ class Origin:
     config: str | None = None
     modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
     start: Start | None = None
-    models: Mapping[str, Pin] | None = None
+    models: Mapping[str, Pin] = dataclasses.field(default_factory=dict)
     changed: Sequence[tuple[int, Sequence[str]]] = ()
     code: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -88,30 +88,27 @@ class Origin:
 
     def to_json(self) -> dict[str, Any]:
         """Return the entries of config.json: ``origin``, and ``from`` if the run began with the weights of another."""
-        origin: dict[str, Any] = {"folder": self.folder, "config": self.config, "modules": dict(self.modules)}
-        pins = {name: dataclasses.asdict(pin) for name, pin in (self.models or {}).items()}
-        later = {"models": pins, "changed": [list(one) for one in self.changed], "code": dict(self.code)}
-        origin |= {name: found for name, found in later.items() if found or (name == "models" and self.models == {})}
-        start = {} if self.start is None else {"from": dataclasses.asdict(self.start)}
-        if self.start is not None and not self.start.carry:
-            del start["from"]["carry"]
-        return {"origin": origin} | start
+        origin = {
+            "folder": self.folder,
+            "config": self.config,
+            "modules": dict(self.modules),
+            "models": {name: dataclasses.asdict(pin) for name, pin in self.models.items()},
+            "changed": [list(one) for one in self.changed],
+            "code": dict(self.code),
+        }
+        return {"origin": origin} | ({} if self.start is None else {"from": dataclasses.asdict(self.start)})
 
 
-def origin_of(data: Mapping[str, Any], directory: Path) -> Origin:
-    """Return the origin in a config.json of ``directory``, or a guess for older files; ValueError if it is none."""
+def origin_of(data: Mapping[str, Any]) -> Origin:
+    """Return the origin in a config.json; ValueError if it is none."""
     start = Start(**data["from"]) if "from" in data else None
-    if "origin" in data:
-        models = data["origin"].get("models")
-        pins = None if models is None else {name: Pin(**found) for name, found in models.items()}
-        found = Origin(**data["origin"] | {"models": pins}, start=start)
-        given = [text for text in (found.config, start and start.run) if text is not None]
-        texts = (found.folder, *given, *found.modules.values(), *found.code, *found.code.values())
-        if all(isinstance(text, str) for text in texts):
-            return found
-        raise ValueError("origin or from names no files")
-    usual = directory.absolute().parent
-    return Origin(str(usual.parent if usual.name == SAVED_RUNS else Path.cwd()), start=start)
+    pins = {name: Pin(**found) for name, found in data["origin"]["models"].items()}
+    found = Origin(**data["origin"] | {"models": pins}, start=start)
+    given = [text for text in (found.config, start and start.run) if text is not None]
+    texts = (found.folder, *given, *found.modules.values(), *found.code, *found.code.values())
+    if all(isinstance(text, str) for text in texts):
+        return found
+    raise ValueError("origin or from names no files")
 
 
 OF_CRITIC = "recipe.critic.model"
@@ -147,7 +144,7 @@ def located(run: Any, origin: Origin, directory: Path | None = None, pinned: boo
     """
 
     def placed(name: str, marks: Sequence[Any]) -> str:
-        pin = (origin.models or {}).get(name, Pin())
+        pin = origin.models.get(name, Pin())
         if pinned and MODEL in marks and pin.step is not None and split_step(name)[1] is None:
             name = f"{name}@{pin.step}"
         return place_of(name, origin, directory)
@@ -271,29 +268,14 @@ def why_not_found(kind: type) -> str:
     return "" if found else f"its class {kind.__qualname__} is not at the top of a file: put it there"
 
 
-MOVED: dict[str, str] = {
-    "jaxrl_llm.rewards.by_task:OfTasks": "jaxrl_llm.rewards.bounds:TaskReward",
-    "jaxrl_llm.rewards.models": "jaxrl_llm.rewards.functions",
-    "jaxrl_llm.rewards.refusals": "jaxrl_llm.rewards.shaping",
-    "jaxrl_llm.rewards.steps": "jaxrl_llm.rewards.functions",
-    "jaxrl_llm.tasks.collected": "jaxrl_llm.data.datasets",
-    "jaxrl_llm.tasks.texts": "jaxrl_llm.data.datasets",
-}
-"""New names by old ones in config.json: modules (``package.module``) that keep their class names, and classes
-(``package.module:Class``)."""
-
-
 def find_class(name: str, origin: Origin | None) -> type | None:
     """Return the dataclass that ``module:class`` names, in this package or in the origin's modules; None for others.
-
-    A class of this package is also found by a name of older versions.
 
     Raises:
       InputError: the file of such a module is not found, or is another.
       ImportError: the module raises it.
     """
-    old, _, path = name.partition(":")
-    module_name, _, path = MOVED.get(name, f"{MOVED.get(old, old)}:{path}").partition(":")
+    module_name, _, path = name.partition(":")
     if module_name.partition(".")[0] == OURS:
         module = importlib.import_module(module_name)
     elif origin is not None and module_name in origin.modules:

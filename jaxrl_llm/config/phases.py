@@ -14,7 +14,7 @@ from jaxrl_llm.config.texts import Configuration
 from jaxrl_llm.errors import InputError, did_you_mean, require
 from jaxrl_llm.learner.settings import Optimiser
 from jaxrl_llm.rules.settings import Phase, Stalls, Until
-from jaxrl_llm.system.setting import FIXED, check_fields, current_name, names_marked
+from jaxrl_llm.system.setting import FIXED, check_fields, names_marked
 
 Kind = TypeVar("Kind", bound=Configuration)
 
@@ -61,7 +61,6 @@ def changed(run: Run, changes: Mapping[str, Any]) -> Run:
     constant, and the weight of an overlong punishment.
     """
     before = run
-    changes = {current_name(run, name): value for name, value in changes.items()}
     for name, value in changes.items():
         run = _with(run, name, value)
     check_types(run)
@@ -153,7 +152,6 @@ def _check_names(run: Run, phase: Phase, where: str) -> None:
     whole = {name.rpartition(".")[0] for name in fixed}
     for name in phase.changes:
         require(isinstance(name, str), f"{where} changes {name!r}: give a setting by its dotted name, as text")
-        name = current_name(run, name)
         if name in whole:
             continue  # a whole part: what it holds is compared below
         near = [one for one in fixed if f"{name}.".startswith(f"{one}.") or one.startswith(f"{name}.")]

@@ -20,7 +20,7 @@ from jaxrl_llm.rules import ALL
 from jaxrl_llm.rules.settings import Rules
 from jaxrl_llm.sharding.mesh import MeshShape
 from jaxrl_llm.system import storage
-from jaxrl_llm.system.setting import FIXED, FREE, MODEL, RECORDED, Count, Former, Range, Setting, take_old_names
+from jaxrl_llm.system.setting import FIXED, FREE, MODEL, RECORDED, Count, Range, Setting
 from jaxrl_llm.tasks.task import Task
 from jaxrl_llm.telemetry.trackers import parts_of_name
 
@@ -102,7 +102,7 @@ class Output(Setting):
       trackers: what else shows the metrics, ``NAME`` or ``NAME:PROJECT`` each: tensorboard (curves in
         RUN/tensorboard), wandb and trackio (some completions of each evaluation too), or one of another package.
       run_dir: the run's directory, or its address (gs://, s3://); None for runs/NAME below the current folder.
-        ``--run_dir`` is short for it.
+        ``--run_dir`` is short for ``--output.run_dir``.
     """
 
     checkpoint_every: Annotated[int, Count(1), FREE] = 50
@@ -130,37 +130,11 @@ class Output(Setting):
             require(names.count(name) == 1, f"{where}trackers has {name} twice: name it once")
 
 
-def _with_tensorboard(trackers: tuple[str, ...], wanted: bool) -> tuple[str, ...]:
-    require(isinstance(wanted, bool), f"output.tensorboard is {wanted!r}: give True or False")
-    others = tuple(tracker for tracker in trackers if tracker != "tensorboard")
-    return ("tensorboard", *others) if wanted else others
-
-
-def _with_wandb(trackers: tuple[str, ...], project: str | None) -> tuple[str, ...]:
-    require(project is None or isinstance(project, str), f"output.wandb is {project!r}: give text or None")
-    others = tuple(tracker for tracker in trackers if parts_of_name(tracker)[0] != "wandb")
-    return (*others, f"wandb:{project}") if project else others
-
-
-take_old_names(
-    Output,
-    {},
-    {
-        "tensorboard": Former("trackers", bool, _with_tensorboard, lambda trackers: "tensorboard" in trackers),
-        "wandb": Former("trackers", str, _with_wandb, lambda trackers: dict(map(parts_of_name, trackers)).get("wandb")),
-    },
-)
-
-
 def check_model(model: str) -> None:
     """Refuse an empty model name."""
     require(
         bool(model), "model is empty: give a Hugging Face directory, a .gguf file, a built-in name, a hub id or RUN"
     )
-
-
-MOVED = {"run_dir": "output.run_dir"}
-"""Old field names of configurations of all kinds, and the dotted names of the fields now."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,11 +174,6 @@ class Run(Setting):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "learner", at_usual_rate(self.learner, RL_RATE))
-
-    @property
-    def run_dir(self) -> str | None:
-        """The run's directory, from ``output``."""
-        return self.output.run_dir
 
     @property
     def longest_row(self) -> int:
@@ -248,9 +217,6 @@ class Run(Setting):
                 raise InputError(f"rules.guards has {kind!r}, which is not a kind of finding: {meant}")
         for task in tasks_in(self.task, self.evaluation.task):
             tasks.check(task)
-
-
-take_old_names(Run, MOVED | {"distillation": "scoring.distillation"})
 
 
 def keeps_reference(run: Run) -> bool:

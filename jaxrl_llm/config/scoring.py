@@ -32,7 +32,7 @@ class Scoring(Setting):
       refusals: detects completions that refuse to answer, to be measured: ``Refusals()`` by patterns, or any reward or
         function, where it is at least 0.5 (``Threshold(reward, at)`` for another bound). None for no such measure.
       distillation: a teacher that values each token, in addition to the rewards, or in their place if they are empty.
-        None for none. ``Run(distillation=...)`` is short for it.
+        None for none.
     """
 
     rewards: tuple[Reward, ...] = (Accuracy(),)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from jaxrl_llm import tasks
 from jaxrl_llm.algorithms.preference import DPO, IPO, KTO, ORPO, SimPO
 from jaxrl_llm.config.mixture import tasks_in
-from jaxrl_llm.config.run import MOVED, SEED, Evaluation, Output, Run, check_model
+from jaxrl_llm.config.run import SEED, Evaluation, Output, Run, check_model
 from jaxrl_llm.data.datasets import KINDS, Collected, Pairs, Steps, Texts, Unpaired
 from jaxrl_llm.data.loading import check_collected
 from jaxrl_llm.environments.limits import Limits
@@ -14,7 +14,7 @@ from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.learner.settings import RL_RATE, Learner, Usual, at_usual_rate
 from jaxrl_llm.rules.settings import Rules
 from jaxrl_llm.sharding.mesh import MeshShape
-from jaxrl_llm.system.setting import FREE, MODEL, RECORDED, Count, Range, Setting, parts_of, take_old_names, with_parts
+from jaxrl_llm.system.setting import FREE, MODEL, RECORDED, Count, Range, Setting, parts_of, with_parts
 from jaxrl_llm.tasks.sources import InMemory, Rows
 from jaxrl_llm.tasks.task import Task
 
@@ -93,11 +93,6 @@ class FromData(Setting):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "learner", at_usual_rate(self.learner, self.usual_rate))
-
-    @property
-    def run_dir(self) -> str | None:
-        """The run's directory, from ``output``."""
-        return self.output.run_dir
 
     @property
     def longest_row(self) -> int:
@@ -199,14 +194,14 @@ class RewardModel(FromData):
       centre: of pairs and rankings: weight of the square of the scores' mean, which keeps them around 0.
       score_at: of pairs and rankings: where an answer's score is read: "template", at the last token that the chat
         template writes after it, as by transformers and TRL, or "stop", at the token that ends it. An answer that was
-        cut off is read at its last token. None is "template" for a new run; an older run keeps its own.
+        cut off is read at its last token.
       bootstrap: learn from as many rows as there are, drawn from them with replacement by the seed: about 63 % of them,
         others in each model of an ensemble.
     """
 
     data: Pairs | Steps
     centre: Annotated[float, Range("[0, inf)", words="at least 0, and finite")] = 0.0
-    score_at: Literal["template", "stop"] | None = None
+    score_at: Literal["template", "stop"] = "template"
     bootstrap: bool = False
     usual_rate: ClassVar[Usual] = Usual(1e-4)
 
@@ -219,7 +214,7 @@ class RewardModel(FromData):
                 "labels: leave it out",
             )
             require(
-                self.score_at is None,
+                self.score_at == "template",
                 f"score_at {self.score_at} is of pairs and rankings, and data is Steps, whose scores are read where "
                 "steps end: leave it out",
             )
@@ -231,9 +226,6 @@ class RewardModel(FromData):
         super().check(run, where)
 
 
-for _kind in (Supervised, Preference, RewardModel):
-    take_old_names(_kind, MOVED)
-
 Configuration = Run | FromData
 """Every kind of run: of reinforcement learning, or from data."""
 
@@ -243,14 +235,10 @@ class AtStart(NamedTuple):
 
     Attributes:
       day: of that start; see ``dated``.
-      score_at: see ``RewardModel``.
-      rate: the learning rate; None for the usual one of the kind of run.
       changed: settings that have other values from now on, as ``changes`` writes them.
     """
 
     day: str
-    score_at: Literal["template", "stop"] = "template"
-    rate: float | None = None
     changed: tuple[str, ...] = ()
 
 
@@ -282,24 +270,9 @@ def dated(run: Any, day: str) -> Any:
 
 
 def decided_by(begun: Any, today: str) -> AtStart:
-    """Return the choices that the first start of this run made; ``today`` if it recorded no day.
-
-    Older runs had one usual learning rate for all kinds, that of reinforcement learning.
-    """
-    optimiser = getattr(begun.learner, "optimiser", None)
-    rate = float(RL_RATE) if getattr(optimiser, "learning_rate", None) == RL_RATE else None
+    """Return the choices that the first start of this run made; ``today`` if it recorded no day."""
     days = [getattr(part, "date", None) for part in parts_of(begun) if hasattr(part, "template")]
-    return AtStart(next((day for day in days if day), today), getattr(begun, "score_at", None) or "template", rate)
-
-
-def as_started(run: Any, at_start: AtStart) -> Any:
-    """Return the run with the choices of its first start in place of the settings left open."""
-    day, place, rate, _ = at_start
-    run = dated(run, day)
-    if rate is not None:
-        run = dataclasses.replace(run, learner=at_usual_rate(run.learner, rate))
-    left_open = isinstance(run, RewardModel) and isinstance(run.data, Pairs) and run.score_at is None
-    return dataclasses.replace(run, score_at=place) if left_open else run
+    return AtStart(next((day for day in days if day), today))
 
 
 def wording(run: Any) -> Task | None:

@@ -97,7 +97,7 @@ def with_lost(run: Any, path: Path) -> Any:
     The file is executed only if this user made the run or trusts it; otherwise such a reward says how to.
     """
     data = json.loads(path.read_text())
-    origin = origin_of(data, path.parent)
+    origin = origin_of(data)
     if not lost_code(data, origin):
         return run
     file = Path(str(origin.config))
@@ -172,7 +172,7 @@ def tools_of_others(task: Any, path: Path) -> list[str]:
     if not own or TRUSTED.get():
         return []
     data = json.loads(path.read_text())
-    return [] if is_made_here(data, origin_of(data, path.parent)) else own
+    return [] if is_made_here(data, origin_of(data)) else own
 
 
 def check_trust(path: Path, data: Mapping[str, Any], origin: Origin, calls: bool = True) -> bool:

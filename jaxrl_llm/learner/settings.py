@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from jaxrl_llm.errors import require
 from jaxrl_llm.models.config import Lora
-from jaxrl_llm.system.setting import FIXED, FREE, MODEL, RECORDED, Choice, Count, Range, Setting, take_old_names
+from jaxrl_llm.system.setting import FIXED, FREE, MODEL, RECORDED, Choice, Count, Range, Setting
 
 MUON_RMS = 0.2
 """Root mean square of Muon's steps: AdamW's, so that one learning rate serves both (arXiv 2502.16982, section 2.2)."""
@@ -102,18 +102,6 @@ class Optimiser(Setting):
             f"learner.dtype 'bfloat16' rounds away steps of {step:g} ({where}.learning_rate "
             f"{self.learning_rate:g}): set learner.dtype float32 and learner.compute.dtype bfloat16, or {adapter}",
         )
-
-
-take_old_names(
-    Optimiser,
-    {
-        "b1": "moments.b1",
-        "b2": "moments.b2",
-        "eps": "moments.eps",
-        "momentum_dtype": "moments.dtype",
-        "offload": "moments.offload",
-    },
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,18 +241,6 @@ class Learner(Setting):
     def computing(self, **changes: Any) -> "Learner":
         """Return the learner with changes of ``compute``."""
         return dataclasses.replace(self, compute=dataclasses.replace(self.compute, **changes))
-
-
-take_old_names(
-    Learner,
-    {
-        "microbatch_rows": "compute.microbatch_rows",
-        "row_tokens": "compute.row_tokens",
-        "remat": "compute.remat",
-        "attention": "compute.attention",
-        "compute_dtype": "compute.dtype",
-    },
-)
 
 
 def at_usual_rate(learner: Learner, rate: float) -> Learner:

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Annotated, Any
 
 from jaxrl_llm.errors import require
-from jaxrl_llm.system.setting import Range, Setting, take_old_names
+from jaxrl_llm.system.setting import Range, Setting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,17 +91,6 @@ class Attention:
     def factor(self) -> float:
         """The factor on the scores."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
-
-
-take_old_names(
-    Attention,
-    {
-        "rope_theta": "rope.theta",
-        "rope_scaling": "rope.scaling",
-        "local_rope_theta": "rope.local_theta",
-        "max_positions": "rope.max_positions",
-    },
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,16 +229,6 @@ class ModelConfig:
         if self.experts is None:
             return self.mlp_width
         return self.experts.active * self.expert_width + self.experts.shared_width
-
-
-take_old_names(
-    ModelConfig,
-    {
-        "tied_embeddings": "embeddings.tied",
-        "embedding_scale": "embeddings.scale",
-        "logit_softcap": "embeddings.logit_softcap",
-    },
-)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ from jaxrl_llm.data.loading import check_texts
 from jaxrl_llm.engine.settings import Repetition, Sampling
 from jaxrl_llm.environments.limits import Limits
 from jaxrl_llm.errors import require
-from jaxrl_llm.system.setting import FREE, RECORDED, Choice, Count, Range, Setting, take_old_names
+from jaxrl_llm.system.setting import FREE, RECORDED, Choice, Count, Range, Setting
 from jaxrl_llm.tasks.curriculum import Curriculum
 
 
@@ -277,6 +277,3 @@ class Rollout(Setting):
             repetition=self.repetition,
             keep_mask=keep_mask,
         )
-
-
-take_old_names(Rollout, {"slots": "engine.slots", "chunk": "engine.chunk", "strict": "engine.strict"})

@@ -47,25 +47,21 @@ def decide(found: Found, directory: Path, began: bool, start: Start | None) -> d
       InputError: a model that this start reads has changed or is missing.
     """
     path = directory / "config.json"
-    known: Mapping[str, Pin] | None = {}
+    known: Mapping[str, Pin] = {}
     if began and path.exists():
         known = configs.read(path, own=False).origin.models
     elif start is not None and found.run.learner.lora.rank:  # the first weights are an adapter of that run's model
-        base = configs.read(Path(start.run) / "config.json", own=False).origin.models or {}
+        base = configs.read(Path(start.run) / "config.json", own=False).origin.models
         known = {name: pin for name, pin in base.items() if name == found.run.model}
     needed = _read_from_here(found.run, directory, start)
     pins = {}
-    new = []
     for name, field in (dict(models_of(found.run)) | needed).items():
-        pin = (known or {}).get(name)
+        pin = known.get(name)
         place = place_of(name, found.origin, found.directory)
         if name in BUILTIN and not Path(place).is_dir():
             continue
-        if pin is None and began and name == found.run.model and found.run.learner.lora.rank:
-            continue  # an earlier version's checkpoints identify the model of their adapter
         if pin is None:
             pin = _at_hand(place)
-            new.append(name if pin.step is None else f"{place}, step {pin.step}")
         elif name in needed:
             try:
                 pin = _compared(pin, place)
@@ -77,9 +73,6 @@ def decide(found: Found, directory: Path, began: bool, start: Start | None) -> d
                 print(f"jaxrl-llm: {told}; the run's own checkpoint has its weights", file=sys.stderr)
                 pin = _at_hand(place)
         pins[name] = pin
-    if known is None and new:
-        told = f"{directory}: an earlier version did not record the weights of its models; from here on"
-        print(f"jaxrl-llm: {told} they are the current ones: {'; '.join(new)}", file=sys.stderr)
     return pins
 
 
@@ -119,13 +112,7 @@ def _at_hand(place: str) -> Pin:
         return Pin()
     found = kept(directory)
     step = max(steps_in(directory / CHECKPOINTS), default=None) if step is None else step
-    return Pin(step, _files(found[step])) if step in found else Pin()
-
-
-def _files(step: Path) -> dict[str, str]:
-    """Return the fingerprint of a run's step; {} if an earlier version wrote the step, without checksums."""
-    found = mark(step)
-    return {FILES: found} if found else {}
+    return Pin(step, {FILES: mark(found[step])}) if step in found else Pin()
 
 
 class Changed(Exception):
@@ -147,10 +134,9 @@ def _compared(pin: Pin, place: str) -> Pin:
     found = kept(run) if configs.is_run(run / "config.json") else {}
     if pin.step not in found:
         raise Changed(f"step {pin.step} was read, and " + (f"it keeps {listed(run)}" if found else "it is gone"))
-    files = _files(found[pin.step])
-    if files and files != (pin.weights or files):
+    if pin.weights != {FILES: mark(found[pin.step])}:
         raise Changed(f"the files of step {pin.step} have changed")
-    return dataclasses.replace(pin, weights=files or pin.weights)
+    return pin
 
 
 def refusal(run: configs.Configuration, directory: Path, field: str, model: str, change: object) -> InputError:
@@ -178,7 +164,7 @@ class Pins:
 
     def __init__(self, found: Found, directory: Path, peers: Peers):
         self._run = found.run
-        self._pins = dict(found.origin.models or {})
+        self._pins = dict(found.origin.models)
         self._names = {place_of(name, found.origin, found.directory): name for name in self._pins}
         self._fields = dict(models_of(found.run))
         self._directory = directory

@@ -42,22 +42,22 @@ def taught_by(run: configs.RewardModel, tokenizer: Any = None) -> Taught:
     """Return the format that a run teaches; without its tokenizer, all but the fingerprint."""
     data = run.data
     if not isinstance(data, Pairs | Steps):  # of a class that is not there any more
-        return Taught(score_at=run.score_at or "template")
+        return Taught(score_at=run.score_at)
     template = configs.wording(run).template
     return Taught(
         kind="ranking" if isinstance(data, Pairs) else "steps",
         separator=data.separator if isinstance(data, Steps) else None,
         template=template if template in ("tokenizer", "chatml", "plain") else "own",
         fingerprint=None if tokenizer is None else template_fingerprint(template, tokenizer),
-        score_at=None if isinstance(data, Steps) else run.score_at or "template",
+        score_at=None if isinstance(data, Steps) else run.score_at,
     )
 
 
 def taught(name: str, tokenizer: Any = None) -> Taught | None:
     """Return the training format of a reward model, by its run or directory; None for a model without scores.
 
-    For a directory that does not record where scores are read, its origin decides: for one made by transformers it is
-    the end of the template, for an older version of this package the token that ends an answer.
+    A directory that does not record where scores are read is taken to read them at the end of the template, as
+    transformers and TRL do.
 
     Args:
       name: ``RUN[@STEP]``, or any name that ``load_pretrained`` accepts.
@@ -73,7 +73,7 @@ def taught(name: str, tokenizer: Any = None) -> Taught | None:
     if not gives_scores(attributes):
         return None
     if OURS not in attributes:
-        return Taught(score_at="template" if "transformers_version" in attributes else "stop")
+        return Taught(score_at="template")
     said = attributes[OURS]
     known = {"kind": ("ranking", "steps"), "score_at": ("template", "stop", None)}
     for field, values in known.items():
@@ -129,9 +129,8 @@ class Reader:
         found = taught(name)
         if found is None or found.kind is not None:
             return []
-        ends = "the token that ends it" if found.score_at == "stop" else "the last token that the chat template writes"
         read_as = {
-            "ranking": f"a score of the whole answer, at {ends}",
+            "ranking": "a score of the whole answer, at the last token that the chat template writes",
             "steps": f"scores of steps that end with {self.separator or DEFAULT_SEPARATOR!r}",
             None: "values of the policy's states",
         }

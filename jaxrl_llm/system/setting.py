@@ -13,10 +13,9 @@ import dataclasses
 import enum
 import functools
 import itertools
-import operator
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 from jaxrl_llm.errors import require
@@ -230,71 +229,3 @@ def with_parts(value: Any, change: Callable[[Any], Any]) -> Any:
     new = {name: with_parts(part, change) for name, part in old.items()}
     new = {name: part for name, part in new.items() if part is not old[name]}
     return change(dataclasses.replace(value, **new) if new else value)
-
-
-@dataclasses.dataclass(frozen=True)
-class Former:
-    """A field of older versions with a value that another field now holds in another form.
-
-    Attributes:
-      field: the one that holds it now.
-      kind: the type of its values, bool or str.
-      put: called with the present field's value and an old value; returns the present field's new value.
-      get: returns the old value for a value of the present field.
-    """
-
-    field: str
-    kind: type
-    put: Callable[[Any, Any], Any]
-    get: Callable[[Any], Any]
-
-
-def take_old_names(
-    kind: type, moved: Mapping[str, str], former: Mapping[str, Former] = types.MappingProxyType({})
-) -> None:
-    """Make a dataclass accept old field names: in its constructor, in ``dataclasses.replace``, as attributes, and in
-    dotted names (``current_name``).
-
-    Args:
-      kind: the dataclass.
-      moved: from the old names to the dotted ones of the fields now, such as ``{"b1": "moments.b1"}``, or to
-        those of fields that have another name now; the parts that have them now have default values.
-      former: old names with values that a field now holds in another form; ``former_in`` lists them.
-    """
-    made = kind.__init__
-
-    @functools.wraps(made)
-    def __init__(self: Any, *args: Any, **values: Any) -> None:
-        for old in moved.keys() & values.keys():
-            part, _, field = moved[old].partition(".")
-            new = values.pop(old)
-            values[part] = dataclasses.replace(values.get(part, getattr(kind, part)), **{field: new}) if field else new
-        for old in filter(values.__contains__, former):
-            field = former[old].field
-            values[field] = former[old].put(values.get(field, getattr(kind, field)), values.pop(old))
-        made(self, *args, **values)
-
-    def __getattr__(self: Any, name: str) -> Any:
-        if name in former:
-            return former[name].get(getattr(self, former[name].field))
-        if name not in moved:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return operator.attrgetter(moved[name])(self)
-
-    for name, value in (("__init__", __init__), ("__getattr__", __getattr__), ("old_names", moved), ("former", former)):
-        setattr(kind, name, value)
-
-
-def former_in(value: Setting) -> dict[str, Former]:
-    """Return the old settings in a setting that others now hold in another form, by their dotted names."""
-    return {
-        f"{where}{name}": one for part, where in settings_in(value) for name, one in getattr(part, "former", {}).items()
-    }
-
-
-def current_name(value: Any, name: str) -> str:
-    """Return the dotted name that a setting in ``value`` has now, for one that may be old; others are unchanged."""
-    field, dot, rest = name.partition(".")
-    if not dot:
-        return getattr(value, "old_names", {}).get(field, field)
-    return f"{field}.{current_name(getattr(value, field, None), rest)}"

@@ -1,6 +1,5 @@
 """Tasks: prompts with checkable answers, as values."""
 
-from jaxrl_llm.system import attach
 from jaxrl_llm.tasks.curriculum import Curriculum, Dropping, EasyToHard, Prioritised, Scheduled
 from jaxrl_llm.tasks.extract import answer_of, extract, integer
 from jaxrl_llm.tasks.generated_programs import Programs
@@ -11,7 +10,4 @@ from jaxrl_llm.tasks.stream import PromptStream, Shuffled, of_tasks, problem_ind
 from jaxrl_llm.tasks.task import Loaded, Task, check, load
 from jaxrl_llm.tasks.template import Prompts, encode
 
-MOVED = ("Collected", "Pairs", "Steps", "Texts", "Unpaired")
-"""Names of data to learn from: they are found here too, also by ``import *``."""
-__getattr__ = attach("jaxrl_llm", dict.fromkeys(MOVED, "data"))
-__all__ = [*(name for name in globals() if not name.startswith("_")), *MOVED]
+__all__ = [name for name in globals() if not name.startswith("_")]

@@ -26,9 +26,10 @@ def claimed(directory: Path, found: configs.Found) -> Generator[None]:
     """Create and lock the run's directory with its config.json. A directory made here is removed if the run does not
     begin, except for the traceback of a reward, which the message names.
     """
-    own = found.directory is not None and found.run.run_dir == str(found.directory)  # a run lies where its directory is
-    settings = configs.to_json(dataclasses.replace(found.run, run_dir=None) if own else found.run)
-    settings |= {"chosen": configs.chosen(found.run)}
+    run = found.run
+    if found.directory is not None and run.output.run_dir == str(found.directory):  # a run lies where its directory is
+        run = dataclasses.replace(run, output=dataclasses.replace(run.output, run_dir=None))
+    settings = configs.to_json(run) | {"chosen": configs.chosen(found.run)}
     made = next((p for p in reversed([directory, *directory.parents]) if not p.exists()), None)
 
     def remove(*reason: object) -> None:

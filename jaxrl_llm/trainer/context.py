@@ -23,7 +23,7 @@ from jaxrl_llm.checkpoints.store import Checkpoints, steps_in
 from jaxrl_llm.config import Configuration, Start, to_json
 from jaxrl_llm.diagnosis import FindingTracker
 from jaxrl_llm.diagnosis.history import ROLLED_BACK
-from jaxrl_llm.errors import InputError, one_line, require
+from jaxrl_llm.errors import InputError, one_line
 from jaxrl_llm.rules import ASKED, BY_HAND, PHASE, Memory
 from jaxrl_llm.sharding import make_mesh
 from jaxrl_llm.sharding.distributed import Peers
@@ -68,13 +68,8 @@ class LoopState:
         """Rebuild the state from the JSON values in a checkpoint. ``records``: the dataclasses in it.
 
         Raises:
-          InputError: a version before the first release wrote it, or it cannot be read.
+          InputError: it cannot be read.
         """
-        require(
-            "backlog" not in data,
-            "the checkpoint is of a version before the first release, and cannot be resumed: begin a new run with "
-            "--from RUN (on from its weights) or --fresh",
-        )
         try:
             return cls(**codec.from_json(data, records))
         except (ValueError, TypeError) as error:

@@ -132,7 +132,7 @@ def train(
 
     Args:
       run: whatever it leaves open is filled in as on the command line.
-      name: the directory is ``runs/NAME`` below the current folder where ``run.run_dir`` is None.
+      name: the directory is ``runs/NAME`` below the current folder where ``run.output.run_dir`` is None.
       fresh: start over in a new directory.
       start: ``RUN`` or ``RUN@STEP``: begin a new run with the weights of that one's checkpoint, as ``--from`` does.
       carry: with ``start``, also go on in its data, curriculum and stored successes, as ``--carry`` does.
@@ -160,8 +160,9 @@ def begin(
 
     from jaxrl_llm import __version__
 
-    shared = peers.count == 1 or storage.written_directly(storage.mirror(found.run.run_dir or ""))
-    require(shared, f"run_dir {found.run.run_dir}: only one process writes to s3://; give gs://, or a shared folder")
+    place = found.run.output.run_dir
+    shared = peers.count == 1 or storage.written_directly(storage.mirror(place or ""))
+    require(shared, f"run_dir {place}: only one process writes to s3://; give gs://, or a shared folder")
     text = json.dumps([configs.to_json(found.run), __version__, jax.__version__])
     peers.check_same("settings", hashlib.sha256(text.encode()).hexdigest()[:16])
     if start is not None:
@@ -189,7 +190,7 @@ def begin(
     directory = storage.mirror(name)
     if at_start is None:
         return directory, None
-    decided = origin_of(decided, directory)
+    decided = origin_of(decided)
     modules = configs.own_modules(found.run)
     origin = dataclasses.replace(
         found.origin,
@@ -199,7 +200,7 @@ def begin(
         changed=decided.changed,
         code=decided.code,
     )
-    return directory, dataclasses.replace(found, run=configs.as_started(found.run, at_start), origin=origin)
+    return directory, dataclasses.replace(found, run=configs.dated(found.run, at_start.day), origin=origin)
 
 
 def choose_directory(
@@ -213,7 +214,7 @@ def choose_directory(
     Raises:
       InputError: the path is a file, or has a run that began with other settings; or the storage cannot be reached.
     """
-    base = storage.mirror(settings.run_dir or f"runs/{name}", "run_dir")
+    base = storage.mirror(settings.output.run_dir or f"runs/{name}", "run_dir")
     directory = storage.refreshed(base)
     number = 2
     while directory.exists() and (fresh or (start is not None and not begun_so(directory, settings, start))):
@@ -256,11 +257,8 @@ def other_settings(
     before = begun(directory)
     if before is None:
         return [], configs.AtStart(today)
-    old = before.run
-    at_start = configs.decided_by(old, today)
-    if configs.is_whole(old):  # an older version may have left open what this one fills in
-        old = configs.as_started(configs.resolved(old), at_start)
-    found = configs.changes(old, configs.as_read(configs.as_started(settings, at_start)))
+    at_start = configs.decided_by(before.run, today)
+    found = configs.changes(before.run, configs.as_read(configs.dated(settings, at_start.day)))
     recorded = tuple(change for change in found if change.startswith(configs.RECORDED_CHANGES))
     return [change for change in found if not change.startswith(free)], at_start._replace(changed=recorded)
 

@@ -15,7 +15,8 @@ import optax
 
 from jaxrl_llm import config as configs
 from jaxrl_llm import learner, rules
-from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS, SNAPSHOTS, damage, kept, phase_of
+from jaxrl_llm.checkpoints.integrity import fault
+from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS, SNAPSHOTS, kept, phase_of
 from jaxrl_llm.checkpoints.store import Checkpoints, holds, parts_of, restore_parts, steps_in
 from jaxrl_llm.diagnosis.history import ROLLED_BACK
 from jaxrl_llm.errors import InputError
@@ -265,7 +266,7 @@ def newest_before(checkpoints: Path, step: int, phase: int, due: Callable[[int],
     """Return the newest whole checkpoint of this phase before a step, among those that are ``due``, or None."""
     for number in reversed(steps_in(checkpoints)):
         place = checkpoints / str(number)
-        if number < step and due(number) and phase_of(place) == phase and not damage(place):
+        if number < step and due(number) and phase_of(place) == phase and not fault(place):
             return number
     return None
 

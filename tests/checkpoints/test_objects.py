@@ -9,7 +9,7 @@ from tiny import tiny
 
 from jaxrl_llm.checkpoints import objects
 from jaxrl_llm.checkpoints.integrity import fault, mark, written
-from jaxrl_llm.checkpoints.snapshots import damage, keep, kept, newest_whole, phase_of
+from jaxrl_llm.checkpoints.snapshots import keep, kept, newest_whole, phase_of
 from jaxrl_llm.checkpoints.store import Checkpoints, read_host, steps_in
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Optimiser, create_state
@@ -92,7 +92,7 @@ def test_a_step_without_its_marker_is_not_there(elsewhere):
     (place / objects.MARKER).write_text(text)
     record = (place / "checksums.json").read_text()
     (place / "checksums.json").unlink()
-    assert damage(elsewhere / "checkpoints/2") == "its checksums.json is missing"
+    assert fault(elsewhere / "checkpoints/2") == "its checksums.json is missing or unreadable"
     (place / "checksums.json").write_text(record)
 
 

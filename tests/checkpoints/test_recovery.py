@@ -155,18 +155,14 @@ def test_where_none_is_whole_nothing_is_touched(run):
 
 
 @pytest.mark.parametrize("content", [None, "", '{"state/x": [1', "[]"])
-def test_without_checksums_a_checkpoint_is_as_good_as_it_can_be_read(run, content):
-    for step in (2, 3):
-        seal = run / "checkpoints" / str(step) / CHECKSUMS
-        seal.unlink()
-        if content is not None:
-            seal.write_text(content)
-    assert newest_whole(run) == (3, "")
-    halve(run, 3)
-    remove(run, 2)
-    step, told = newest_whole(run)
-    assert step == 1 and "checkpoints/3 is damaged (" in told and "checkpoints/2 is damaged (" in told
-    assert "\n" not in told
+def test_a_checkpoint_without_checksums_is_damaged(run, content):
+    seal = run / "checkpoints" / "3" / CHECKSUMS
+    seal.unlink()
+    if content is not None:
+        seal.write_text(content)
+    assert newest_whole(run) == (
+        2, "checkpoints/3 is damaged (its checksums.json is missing or unreadable); resuming from 2"
+    )  # fmt: skip
 
 
 def test_what_host_values_cannot_be_read_is_damaged_too(run):

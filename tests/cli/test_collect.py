@@ -18,7 +18,9 @@ from jaxrl_llm.config import load_config
 from jaxrl_llm.tasks import Table, Task
 task = Task(Table("numbers.jsonl"), template="chatml", suffix="!", holdout=0.2)
 base = load_config("smoke")[1]
-config = dataclasses.replace(base, task=task, rollout=dataclasses.replace(base.rollout, slots=8, max_new_tokens=%d))
+engine = dataclasses.replace(base.rollout.engine, slots=8)
+rollout = dataclasses.replace(base.rollout, engine=engine, max_new_tokens=%d)
+config = dataclasses.replace(base, task=task, rollout=rollout)
 """
 ASK = "collect model --config counting.py --samples 4 --out"
 LINES = {

@@ -13,7 +13,7 @@ from commands import MAIN, Answer, assert_refused, command, commands, environmen
 from jaxrl_llm.algorithms.preference import IPO
 from jaxrl_llm.cli.export import check_adapter, model_card
 from jaxrl_llm.cli.train import speaking
-from jaxrl_llm.config import Preference, RewardModel, Supervised, to_json
+from jaxrl_llm.config import Origin, Preference, RewardModel, Supervised, to_json
 from jaxrl_llm.data import Pairs, Texts
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Learner
@@ -171,7 +171,9 @@ def test_the_card_of_an_export_names_method_base_and_data(run, told, use, tmp_pa
 def test_an_export_names_a_base_that_others_find(tmp_path):
     first = tmp_path / "first"
     first.mkdir()
-    (first / "config.json").write_text(json.dumps(to_json(Supervised("smollm2-135m", Texts(ROWS)))))
+    (first / "config.json").write_text(
+        json.dumps(to_json(Supervised("smollm2-135m", Texts(ROWS))) | Origin("").to_json())
+    )
     over_model, over_run = (
         Trained(Supervised(name, Texts(ROWS), learner=Learner(lora=Lora(2))), tmp_path / "checkpoints/40", 40)
         for name in ("smollm2-135m", f"{first}@3")

@@ -17,6 +17,7 @@ import dataclasses
 from jaxrl_llm.config import *
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rewards import *
+from jaxrl_llm.data import *
 from jaxrl_llm.tasks import *
 base = load_config("smoke")[1]
 def run(**changes): return dataclasses.replace(base, **changes)
@@ -33,12 +34,12 @@ number = 3
 CONFIGS = {
     "unset": ("None", "unset.py must set config = Run(...)"),
     "klass": ("Run", "klass.py must set config = Run(...)"),
-    "open": ("Run(", "open.py, line 13: SyntaxError: '(' was never closed"),
-    "misnamed": ('Runn("tiny-random")', "misnamed.py, line 13: NameError: name 'Runn' is not defined"),
+    "open": ("Run(", "open.py, line 14: SyntaxError: '(' was never closed"),
+    "misnamed": ('Runn("tiny-random")', "misnamed.py, line 14: NameError: name 'Runn' is not defined"),
     "bare": ("Run()", "missing 2 required positional arguments: 'model' and 'task'"),
     "mistyped": ("run(stepss=4)", "unexpected keyword argument 'stepss'; correct the configuration"),
     "absent": ("__import__('nothing_like_it')", "No module named 'nothing_like_it'; correct the configuration"),
-    "recipe_key": ('run(recipe=RECIPES["gpro"])', "recipe_key.py, line 13: KeyError: 'gpro'"),
+    "recipe_key": ('run(recipe=RECIPES["gpro"])', "recipe_key.py, line 14: KeyError: 'gpro'"),
     "recipe_name": ('run(recipe="grpo")', "recipe_name.py: recipe is 'grpo': give Recipe(...)"),
     "task_name": ('run(task="gsm8k")', "task_name.py: task is 'gsm8k': give Task(...)"),
     "rollout_number": ("run(rollout=3)", "rollout is 3: give Rollout(...)"),
@@ -175,7 +176,7 @@ REFUSED = {
     "train smoke -steps 3": ["-steps belongs to no option: write --option value"],
     "train smoke steps=3": ["steps=3 belongs to no option"],
     "train smoke --steps 1.5": ["--steps: expected INT, got '1.5'"],
-    "train smoke --output.tensorboard maybe": ["maybe belongs to no option", "a switch stands alone"],
+    "train smoke --output.ratios maybe": ["maybe belongs to no option", "a switch stands alone"],
     "train smoke --reward accuracy": ["no option --reward: rewards are scoring.rewards of the configuration"],
     "train smoke --seed -1": ["seed must be from 0 to 16777215, got -1"],
     "train smoke --model=": ["model is empty: give a Hugging Face directory"],
@@ -186,7 +187,7 @@ REFUSED = {
     "train smoke --learner.optimiser.learning_rate inf": ["learning_rate must be above 0, and finite, got inf"],
     "train smoke --learner.optimiser.weight_decay inf": ["weight_decay must be at least 0, and finite, got inf"],
     "train smoke --learner.optimiser.betas 0.9 0.99": ["no option --learner.optimiser.betas"],
-    "train smoke --learner.attention flash": ["attention 'flash' is unknown: auto, xla, splash, triton or cudnn"],
+    "train smoke --learner.compute.attention flash": ["attention 'flash' is unknown: auto, xla, splash, triton"],
     "train smoke --learner.lora.targets attn/x": ["learner.lora.targets must be some of attn/q"],
     "train smoke --rollout.temperature inf": ["rollout.temperature must be above 0", "and finite, got inf"],
     "train smoke --rollout.top_p 0.9": ["rollout.top_k 0 and top_p 0.9", "set learner.keep_sampling_mask True"],
@@ -242,13 +243,13 @@ REFUSED = {
     "report hollow --out nowhere/a.html": ["--out nowhere/a.html: there is no folder nowhere; make it first"],
     "list runs": ["list does not know 'runs': there are configs, tasks, recipes, models"],
     "train smoke --task.source.name gsm8k": ["no data set 'gsm8k'; jaxrl-llm list tasks names"],
-    "train smoke --rollout.max_new_tokens 100000 --learner.row_tokens 0": ["the model was made for 1024: lower one"],
-    "train smoke --model hollow": ["hollow/checkpoints/4 cannot be read (it holds no state)"],
+    "train smoke --rollout.max_new_tokens 100000 --learner.compute.row_tokens 0": ["was made for 1024: lower one"],
+    "train smoke --model hollow": ["hollow/checkpoints/4 is damaged (its checksums.json is missing"],
     "train smoke --model half.gguf": ["half.gguf is not a whole GGUF file", "fetch it again"],
     "train smoke --model weightless": ["weightless holds no model.safetensors", "fetch the weights"],
     "train smoke --model speechless": ["speechless: the tokenizer cannot be read", "fetch its files again"],
     "generate bert --prompt a": ["model_type 'bert' is not supported; supported are llama"],
-    "collect hollow --out a.jsonl --config good.py": ["hollow/checkpoints/4 cannot be read (it holds no state)"],
+    "collect hollow --out a.jsonl --config good.py": ["hollow/checkpoints/4 is damaged (its checksums.json is missing"],
     "generate half.gguf --prompt a": ["half.gguf is not a whole GGUF file"],
 } | {f"train {name}.py": words for name, (_, *words) in CONFIGS.items()}  # fmt: skip
 """A command, and parts of the answer."""
@@ -305,7 +306,7 @@ def fill_runs(folder: Path) -> None:
     """Runs whose config.json, or whose checkpoints, cannot be used."""
     from jaxrl_llm import config as configs
 
-    saved = configs.to_json(configs.load_config("smoke")[1])
+    saved = configs.to_json(configs.load_config("smoke")[1]) | configs.Origin("").to_json()
     runs = {"begun": {}, "hollow": {}, "own": {"task": {"type": "os:system"}}}
     runs |= {"older": {"shiny": 3}, "odd": {"steps": "x"}}
     texts = {name: json.dumps(saved | wrong) for name, wrong in runs.items()}
@@ -340,7 +341,8 @@ def test_from_python_the_same_is_refused(changes, tmp_path, capsys):
     from jaxrl_llm import train
     from jaxrl_llm.errors import InputError
 
-    run = dataclasses.replace(configs.load_config("smoke")[1], run_dir=str(tmp_path / "run"), **changes)
+    run = configs.load_config("smoke")[1]
+    run = dataclasses.replace(run, output=configs.Output(run_dir=str(tmp_path / "run")), **changes)
     with pytest.raises(InputError, match=next(iter(changes))):
         train(run)
     assert not list(tmp_path.iterdir()) and capsys.readouterr() == ("", "")

@@ -32,7 +32,9 @@ from jaxrl_llm.config import load_config
 from jaxrl_llm.tasks import Table, Task
 task = Task(Table("{table}"), template="chatml", suffix="!\\n")
 base = load_config("smoke")[1]
-config = dataclasses.replace(base, task=task, rollout=dataclasses.replace(base.rollout, slots=16, max_new_tokens={new}))
+engine = dataclasses.replace(base.rollout.engine, slots=16)
+rollout = dataclasses.replace(base.rollout, engine=engine, max_new_tokens={new})
+config = dataclasses.replace(base, task=task, rollout=rollout)
 """
 
 

@@ -180,21 +180,12 @@ def test_data_and_models_are_found_from_another_folder(project, tmp_path, reques
     assert configs.located(absolute, Origin(str(moved))) == absolute
 
 
-def test_a_config_json_of_old_says_nothing_of_where_it_began(project):
-    directory = project / "runs" / "old"
-    path = write(directory, dataclasses.replace(SMOKE, task=Task(Table("sums.jsonl"))), Origin(""))
-    data = json.loads(path.read_text())
-    del data["origin"]
-    path.write_text(json.dumps(data))
-    found = configs.find_config(str(directory))
-    assert found.origin == Origin(str(project)) and found.located.task.source.path == str(project / "sums.jsonl")
-
-
 def test_a_runs_directory_is_a_configuration_that_lies_there(project):
     run, path = saved(project)
     for given in (path.parent, path):
         found = configs.find_config(str(given))
-        assert (found.name, found.run) == ("mine", dataclasses.replace(run, run_dir=str(path.parent)))
+        there = dataclasses.replace(run.output, run_dir=str(path.parent))
+        assert (found.name, found.run) == ("mine", dataclasses.replace(run, output=there))
         assert found.origin.config == str(project / "mine.py") and found.located.task.source.path == str(
             project / "sums.jsonl"
         )
@@ -217,7 +208,7 @@ def test_a_step_of_a_run_has_a_name(project):
         find_start(f"{directory}@4")  # a folder of this name comes first
     origin = Origin(str(project), start=Start(str(directory), 2))
     path = write(project / "runs" / "new", SMOKE, origin)
-    assert json.loads(path.read_text())["from"] == {"run": str(directory), "step": 2}
+    assert json.loads(path.read_text())["from"] == {"run": str(directory), "step": 2, "carry": False}
     assert configs.read(path).origin == origin
 
 

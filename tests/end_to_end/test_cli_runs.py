@@ -20,7 +20,8 @@ LINES = {
     "again": "train smoke",
     "other settings": "train smoke --seed 5",
     "go on": "train smoke --steps 8 --learner.compute.microbatch_rows 4 --scoring.timeout_s 9 --output.profile 8",
-    "fresh": "train smoke --fresh --recipe gspo --learner.minibatches 1 --steps 1 --output.wandb tests "
+    "fresh": "train smoke --fresh --recipe gspo --learner.minibatches 1 --steps 1 "
+    "--output.trackers tensorboard wandb:tests "
     "--task.template {{messages[0].content}}<think> --task.extractor whole --json",
     "what fresh suggests": "train runs/smoke-2/config.json --run_dir runs/smoke-2 --steps 1",
     "quiet": "train smoke --run_dir runs/told --steps 1 --quiet",

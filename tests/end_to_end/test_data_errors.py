@@ -11,7 +11,7 @@ from end_to_end.test_resume import rows
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.algorithms.preference import DPO, IPO
-from jaxrl_llm.config import BatchSize, Evaluation, Preference, RewardModel, Run, Supervised
+from jaxrl_llm.config import BatchSize, Evaluation, Output, Preference, RewardModel, Run, Supervised
 from jaxrl_llm.data import Collected, Pairs, Steps, Texts
 from jaxrl_llm.learner import Compute, Learner, Optimiser
 from jaxrl_llm.models.config import Lora
@@ -20,11 +20,12 @@ from jaxrl_llm.tasks import Table, Task
 CONFIG = """
 from jaxrl_llm.algorithms.preference import DPO, IPO, KTO, SimPO
 from jaxrl_llm.config import *
+from jaxrl_llm.data import *
 from jaxrl_llm.tasks import *
 table = Table("{0}.jsonl")
 config = {1}
 """
-REST = "batch=BatchSize(4, 24), steps=1, output=Output(tensorboard=False)"
+REST = "batch=BatchSize(4, 24), steps=1, output=Output(trackers=())"
 CONFIGS = {
     "sft": ("sft", f'Supervised("tiny-random", Texts(table, template="plain", holdout=0.3), {REST})'),
     "dpo": ("pairs", f'Preference("tiny-random", Pairs(table, template="plain"), {REST})'),
@@ -180,7 +181,7 @@ RUNS = (
     Preference("m", Pairs(Table("a.jsonl")), IPO(0.2, average=True), batch=BatchSize(7, 99), steps=3),
     Preference("m", Pairs(Collected(Task(Table("b.jsonl")), samples=4)), DPO(0.3, 0.1), seed=5),
     RewardModel("m", Pairs(Table("a.jsonl")), 0.01, learner=Learner(Optimiser(warmup=2), lora=Lora(4))),
-    RewardModel("m", Steps(Table("a.jsonl"), separator="\n\n"), run_dir="there"),
+    RewardModel("m", Steps(Table("a.jsonl"), separator="\n\n"), output=Output(run_dir="there")),
 )
 
 
@@ -200,10 +201,7 @@ def test_a_kind_of_run_has_a_learning_rate_of_its_own_unless_one_is_named(kind):
     for named in (1e-6, 3e-3):
         assert rate(dataclasses.replace(run, learner=Learner(Optimiser(learning_rate=named)))) == named
     assert rate(Run("m", Task(Table("b.jsonl")), learner=run.learner)) == rate(Run("m", Task(Table("b.jsonl")))) == 1e-6
-    saved = json.loads(json.dumps(configs.to_json(run)))
-    assert configs.from_json(saved) == run
-    saved["learner"]["optimiser"]["learning_rate"] = 1e-6
-    assert rate(configs.from_json(saved)) == 1e-6, "as an earlier version has written it"
+    assert configs.from_json(json.loads(json.dumps(configs.to_json(run)))) == run
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: type(run).__name__)

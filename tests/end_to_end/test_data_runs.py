@@ -31,11 +31,12 @@ CONFIG = """
 from jaxrl_llm.config import *
 from jaxrl_llm.learner import Learner, Optimiser
 from jaxrl_llm.models.config import Lora
+from jaxrl_llm.data import *
 from jaxrl_llm.tasks import *
 config = {kind}(
     "tiny-random", {data}, batch=BatchSize({rows}, 24),
     learner=Learner(Optimiser(learning_rate=3e-3, weight_decay=0.1), lora=Lora({rank})), steps=2,
-    evaluation=Evaluation(every=1), output=Output(checkpoint_every=1, keep=9, tensorboard=False),
+    evaluation=Evaluation(every=1), output=Output(checkpoint_every=1, keep=9, trackers=()),
 )
 """
 ANOTHER_ROW = """

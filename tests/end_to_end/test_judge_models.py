@@ -33,6 +33,7 @@ from jaxrl_llm.learner import Learner, Optimiser
 from jaxrl_llm.recipes import Recipe
 from jaxrl_llm.rewards import *
 from jaxrl_llm.rollout import EngineOptions, Rollout
+from jaxrl_llm.data import *
 from jaxrl_llm.tasks import *
 judge = JudgeModel("judge", slots=4, max_prompt_tokens=1000, max_new_tokens=8)
 config = Run(
@@ -43,7 +44,7 @@ config = Run(
                     engine=EngineOptions(slots=16, chunk=8)),
     learner=Learner(Optimiser(learning_rate=2e-3)),
     evaluation=Evaluation(limit=2, judge=Pairwise(judge), task=Task(Table("digits.jsonl"), template="chatml")),
-    output=Output(checkpoint_every=1, tensorboard=False, trackers=()), steps=2,
+    output=Output(checkpoint_every=1, trackers=()), steps=2,
 )
 """
 LINES = {

@@ -31,10 +31,11 @@ SCORING = """
 from jaxrl_llm.config import *
 from jaxrl_llm.learner import Learner, Optimiser
 from jaxrl_llm.models.config import Lora
+from jaxrl_llm.data import *
 from jaxrl_llm.tasks import *
 config = RewardModel(
     "tiny-random", {data}, batch=BatchSize(4, 40), learner=Learner(Optimiser(learning_rate=3e-2), lora=Lora({rank})),
-    steps=2, output=Output(checkpoint_every=1, keep=9, tensorboard=False),
+    steps=2, output=Output(checkpoint_every=1, keep=9, trackers=()),
 )
 """
 RUN = """
@@ -46,6 +47,7 @@ from jaxrl_llm.learner import Critic, Learner, Optimiser
 from jaxrl_llm.recipes import Recipe
 from jaxrl_llm.rewards import *
 from jaxrl_llm.rollout import EngineOptions, Rollout
+from jaxrl_llm.data import *
 from jaxrl_llm.tasks import *
 config = Run(
     "tiny-random", Task(Table("digits.jsonl"), template="chatml"),
@@ -54,7 +56,7 @@ config = Run(
     rollout=Rollout(prompts=4, group=4, max_prompt_tokens=32, max_new_tokens=8,
                     engine=EngineOptions(slots=16, chunk=8)),
     learner=Learner(Optimiser(learning_rate=2e-3)), evaluation=Evaluation(every=0, limit=2),
-    output=Output(checkpoint_every=1, keep=9, tensorboard=False), steps=2,
+    output=Output(checkpoint_every=1, keep=9, trackers=()), steps=2,
 )
 """
 SWAPPED = """
@@ -64,14 +66,6 @@ save_file(weights | {"score.weight": weights["score.weight"] + 1}, "exported/mod
 """
 GONE = "import shutil\nshutil.rmtree('runs/rm/checkpoints/2')\n"
 GRPO = "dataclasses.replace(PRESETS['grpo'], kl_coef=0.0)"
-AGED = """
-import json, pathlib
-path = pathlib.Path("old/config.json")
-settings = json.loads(path.read_text())
-del settings["score_at"]
-path.write_text(json.dumps(settings))
-"""
-"""What makes of a run one that was begun before there was a choice of where scores are read."""
 CONFIGS = {
     "rm": SCORING.format(data="Pairs(Table('rm.jsonl'), template='chatml')", rank=0),
     "prm": SCORING.format(data="Steps(Table('prm.jsonl'), template='chatml', separator=' ')", rank=2),
@@ -82,19 +76,18 @@ CONFIGS = {
     ),
     "rises": RUN.format(
         reward="StepReward('runs/prm', separator=' ', differences=True, start=0.5), "
-        "ModelReward(('runs/rm', 'old'), weight=0.0, name='two')",
+        "ModelReward(('runs/rm', 'at_stop'), weight=0.0, name='two')",
         recipe="dataclasses.replace(PRESETS['ppo'], kl_coef=0.0), critic=Critic()",
     ),
 }
 CONFIGS |= {"swapped": SWAPPED + CONFIGS["rl"], "gone": GONE + CONFIGS["rl"]}
 """Reward models of both kinds, one of them an adapter; a run for each kind of reward."""
-CONFIGS["old"] = AGED + CONFIGS["rm"]
 LINES = {
     "rm": "train rm.py --run_dir runs/rm",
     "prm": "train prm.py --run_dir runs/prm",
     "export": "export runs/rm --out exported",
-    "before": "train rm.py --run_dir old --seed 1 --bootstrap --score_at stop",
-    "old": "train old.py --run_dir old --seed 1 --bootstrap --steps 3",
+    "before": "train rm.py --run_dir at_stop --seed 1 --bootstrap --score_at stop",
+    "at_stop": "train rm.py --run_dir at_stop --seed 1 --bootstrap --score_at stop --steps 3",
     "whole": "train rl.py --run_dir whole",
     "half": "train rl.py --run_dir broken --steps 1",
     "exported": "train rl.py --run_dir by_directory --steps 1 --scoring.rewards.0.path exported",
@@ -228,18 +221,18 @@ def margins(folder, checkpoint, places):
     return [(one[:4] - one[4:]).mean() for one in found]
 
 
-def test_scores_are_learned_at_the_end_of_the_messages_and_in_an_older_run_where_it_began_to(folder, answers):
-    for name in ("before", "old"):
+def test_scores_are_learned_at_the_end_of_the_messages_or_at_the_stop(folder, answers):
+    for name in ("before", "at_stop"):
         assert answers[name].code == 0, answers[name].err
     drawn = np.random.default_rng([1, 8]).integers(8, size=8)
-    assert f"8 rows to learn from are drawn by seed 1, {len(set(drawn))} different ones" in answers["old"].err
-    for run, seed, step, draws in (("runs/rm", 0, 2, range(8)), ("old", 1, 3, drawn)):
+    assert f"8 rows to learn from are drawn by seed 1, {len(set(drawn))} different ones" in answers["at_stop"].err
+    for run, seed, step, draws in (("runs/rm", 0, 2, range(8)), ("at_stop", 1, 3, drawn)):
         places = [draws[problem_index(seed, number, 8)] for number in range(4 * (step - 1), 4 * step)]
         end, before = margins(folder, f"{run}@{step - 1}", places)
-        wanted = before if run == "old" else end
+        wanted = before if run == "at_stop" else end
         np.testing.assert_allclose(rows(folder / run)[step]["pairs/margin"], wanted, rtol=1e-4)
         assert abs(end - before) > 100 * 1e-4 * abs(wanted), "the two places are told apart"
-    assert [taught(str(folder / name)).score_at for name in ("runs/rm", "exported", "old")] == [
+    assert [taught(str(folder / name)).score_at for name in ("runs/rm", "exported", "at_stop")] == [
         *2 * ["template"],
         "stop",
     ]

@@ -29,7 +29,7 @@ from jaxrl_llm.config import (
 )
 from jaxrl_llm.config.run import MAX_SEED
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner import Optimiser
+from jaxrl_llm.learner import Moments, Optimiser
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.state import abstract_state
 from jaxrl_llm.models import load_pretrained
@@ -47,6 +47,7 @@ from jaxrl_llm.types import TrainState
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "tests" / "fixtures" / "runs" / "phased.py"
 RUN = load_config(str(CONFIG))[1]
+STATELESS = Optimiser("adafactor", moments=Moments(b1=0.0))
 COOLER = dataclasses.replace(RUN.rollout, temperature=0.5)
 PARTS = (2, 3, 4, 6)
 """Steps after which the broken run was stopped: at a phase's end, in the middle of one, at the end of one after which
@@ -290,8 +291,8 @@ WRONG = {
     ],
     "which counts the updates of the whole run": [Phase("a", 1), Phase("b", changes={"learner.optimiser.warmup": 5})],
     "changes learner.optimiser.moments.b1, which decides": [
-        Phase("a", 1, changes={"learner.optimiser": Optimiser("adafactor", b1=0.0)}, reset_optimiser=True),
-        Phase("b", changes={"learner.optimiser.b1": 0.9}),
+        Phase("a", 1, changes={"learner.optimiser": STATELESS}, reset_optimiser=True),
+        Phase("b", changes={"learner.optimiser.moments.b1": 0.9}),
     ],
     "set its reset_optimiser True": [Phase("a", 1), Phase("b", changes={"learner.optimiser.name": "muon"})],
     "has no reference to reset": [Phase("a", 1), Phase("b", reset=True)],

@@ -49,7 +49,7 @@ def test_on_one_cpu_a_microbatch_of_a_quickstart_is_a_row(name):
 def run_in(folder, name, **changes):
     """A shipped configuration, changed, in a folder of its own."""
     shipped = load_config(name)[1]
-    output = dataclasses.replace(shipped.output, run_dir=str(folder / "run"), tensorboard=False)
+    output = dataclasses.replace(shipped.output, run_dir=str(folder / "run"), trackers=())
     return dataclasses.replace(shipped, model="tiny-random", output=output, **changes)
 
 

@@ -17,7 +17,7 @@ from jaxrl_llm.system import storage as stored
 
 FLAGS = (
     "--rollout.prompts 2 --rollout.group 4 --learner.minibatches 1 --steps 5 --evaluation.every 0 "
-    "--output.checkpoint_every 1 --output.no_tensorboard --run_dir"
+    "--output.checkpoint_every 1 --output.trackers --run_dir"
 )
 RUN, WHOLE = f"gs://{BUCKET}/runs/broken", f"gs://{BUCKET}/runs/whole"
 LINES = {
@@ -96,7 +96,7 @@ def test_commands_read_addresses(answers):
     assert f"the run is in     {WHOLE}\n" in found["whole"].out
     assert steps_in(stored.mirror(RUN) / "checkpoints") == [4, 5]
     begun = json.loads(stored.system(RUN).cat_file(f"{RUN}-2/config.json"))
-    assert begun["from"] == {"run": RUN, "step": 5} and begun["output"]["run_dir"] == f"{RUN}-2"
+    assert begun["from"] == {"run": RUN, "step": 5, "carry": False} and begun["output"]["run_dir"] == f"{RUN}-2"
     assert (folder / "both.html").stat().st_size and (folder / "model/model.safetensors").exists()
     assert found["eval"].out.startswith(f"{RUN}, step 5 on chain_sum: 2 problems")
 

@@ -35,27 +35,3 @@ def test_the_overlong_punishment_is_half_of_what_a_right_answer_is_worth(rewards
     for named in (run, configs.resolved(run)):
         assert [r.weight for r in configs.rewards(named)[len(rewards) :]] == ([] if weight is None else [weight])
     assert configs.resolved(run).recipe.overlong.weight == (given if weight is None else weight)
-
-
-def test_a_run_of_old_keeps_its_punishment():
-    saved = configs.to_json(configs.resolved(RUN))
-    assert saved["recipe"]["overlong"]["weight"] == 0.5
-    saved["recipe"]["overlong_share"] = saved["recipe"]["overlong"]["share"]
-    for name in ("overlong", "paper"):
-        del saved["recipe"][name]
-    old = configs.from_json(saved)
-    assert (old.recipe.overlong.weight, configs.rewards(old)[-1].weight) == (1.0, 1.0)
-    given = [
-        change
-        for change in configs.changes(old, configs.resolved(old))
-        if not change.startswith(configs.FREE_TO_CHANGE)
-    ]
-    assert given == []
-    changed = [
-        change
-        for change in configs.changes(old, configs.resolved(RUN))
-        if not change.startswith(configs.FREE_TO_CHANGE)
-    ]
-    assert changed == ["recipe.overlong.weight: 1.0 -> 0.5"]
-    saved["recipe"]["overlong_share"] = 0.0
-    assert configs.from_json(saved).recipe.overlong.weight is None

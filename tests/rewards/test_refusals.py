@@ -5,9 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxrl_llm.config.origin import find_class
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.rewards import Accuracy, Format, Refusals, Scorer, StepFunction, TaskReward, Threshold
+from jaxrl_llm.rewards import Accuracy, Format, Refusals, Scorer, Threshold
 from jaxrl_llm.rewards.shaping import REFUSED
 from jaxrl_llm.rollout.measures import describe
 from jaxrl_llm.types import Completion, Group, Problem
@@ -99,9 +98,3 @@ def test_the_share_of_a_steps_completions_is_told_where_it_is_measured():
     other = dataclasses.replace(group, parts={REFUSED: np.array([1.0, np.nan])})
     assert describe([group, other])["completions/refusal_fraction"] == 2 / 3
     assert not [name for name in describe([dataclasses.replace(group, parts={})]) if "refus" in name]
-
-
-def test_rewards_that_have_moved_are_found_by_their_old_names():
-    moved = {"refusals:Refusals": Refusals, "by_task:OfTasks": TaskReward, "steps:StepFunction": StepFunction}
-    for old, kind in moved.items():
-        assert find_class(f"jaxrl_llm.rewards.{old}", None) is kind

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.config import Found, Origin, Pin, Preference, RewardModel, Start, Supervised
+from jaxrl_llm.config import Found, Origin, Preference, RewardModel, Start, Supervised
 from jaxrl_llm.data import Collected, Pairs, Texts
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Critic
@@ -132,16 +132,6 @@ def test_an_adapter_stays_beside_the_step_that_it_was_trained_beside(at):
     shutil.rmtree(at / "rm/checkpoints/3")
     with pytest.raises(InputError, match=r"^model: .* reads it as it is now, with --fresh$"):
         decided(at, lora, start, began=False)
-
-
-def test_a_run_of_an_earlier_version_takes_what_is_there_and_says_so(at, capsys):
-    a_run(at / "run", JUDGED, 1)
-    assert "models" not in json.loads((at / "run/config.json").read_text())["origin"]
-    assert decided(at)["rm"] == Pin(3, decided(at, began=False)["rm"].weights)
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and f"{at / 'rm'}, step 3; {at / 'other'}@3, step 3" in said
-    lora = dataclasses.replace(SMOKE, model="rm", learner=dataclasses.replace(SMOKE.learner, lora=Lora(2)))
-    assert decided(at, lora) == {} and not capsys.readouterr().err, "an adapter's checkpoint knows its model"
 
 
 def test_a_run_that_holds_all_its_weights_goes_on_where_its_first_model_is_not_as_it_was(at, capsys):

@@ -45,7 +45,7 @@ LINKS = (".report.html.part", ".config.json.part", "lock", "samples.jsonl", "log
 def folder(tmp_path_factory):
     """Runs that begin as each other, and one with links to a file that matters."""
     folder = tmp_path_factory.mktemp("foreign")
-    saved = configs.to_json(configs.load_config("smoke")[1])
+    saved = configs.to_json(configs.load_config("smoke")[1]) | configs.Origin("").to_json()
     for name, model in {"itself": "itself", "hen": "egg", "egg": "hen@2", "chick": "egg"}.items():
         (folder / name / "checkpoints/4").mkdir(parents=True)
         (folder / name / "config.json").write_text(json.dumps(saved | {"model": model}))

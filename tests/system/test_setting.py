@@ -1,9 +1,7 @@
-"""Settings that describe themselves: bounds, marks, the order of refusals, and fields that have moved."""
+"""Settings that describe themselves: bounds, marks, and the order of refusals."""
 
-import copy
 import dataclasses
 import math
-import types
 from typing import Annotated
 
 import pytest
@@ -18,11 +16,9 @@ from jaxrl_llm.system.setting import (
     Setting,
     annotations,
     check_settings,
-    current_name,
     names_marked,
     parts_of,
     settings_in,
-    take_old_names,
     with_parts,
 )
 
@@ -49,9 +45,6 @@ class Whole(Setting):
 
     def check(self, run, where):
         require(self.most != 0, "most is 0")
-
-
-take_old_names(Whole, {"speed": "first_part.rate"})
 
 
 # The classes of this file stand for the package's own.
@@ -129,20 +122,3 @@ def test_parts_are_looked_through_and_changed_wherever_they_stand():
     halved = with_parts(value, lambda part: dataclasses.replace(part, rate=0.5) if isinstance(part, Inner) else part)
     assert halved == {"a": (Whole(first_part=Inner(0.5)), 3), "b": [Inner(0.5)]}
     assert with_parts(value, lambda part: part) is value
-
-
-def test_a_field_is_still_taken_by_its_old_name():
-    assert Whole(speed=2.0) == Whole(first_part=Inner(2.0))
-    assert dataclasses.replace(Whole(), speed=3.0).first_part.rate == 3.0
-    assert Whole(first_part=Inner(kind="b"), speed=2.0).first_part == Inner(2.0, "b")
-
-
-def test_a_field_is_still_read_and_named_by_its_old_name():
-    whole = Whole(first_part=Inner(2.0))
-    assert whole.speed == 2.0 and not hasattr(whole, "haste")
-    assert copy.deepcopy(whole) == whole
-    around = types.SimpleNamespace(whole=whole)
-    for name, now in {"speed": "first_part.rate", "most": "most", "first_part.rate": "first_part.rate"}.items():
-        assert (current_name(whole, name), current_name(around, f"whole.{name}")) == (now, f"whole.{now}")
-    for unknown in ("haste", "haste.speed", "most.speed", "last_part.speed", "", "."):
-        assert current_name(whole, unknown) == unknown

@@ -236,6 +236,7 @@ def test_many_problems_cost_little():
     assert time.process_time() - began < 1.0  # 0.06 s on an idle core
 
 
+SAVED = to_json(load_config("smoke")[1]) | Origin("").to_json()
 REFUSED = {
     "prior must be from 0 to 1, got 1.5": Curriculum(prior=1.5),
     "strength must be at least 0, got -1": Curriculum(strength=-1),
@@ -297,7 +298,7 @@ def other(tmp_path_factory):
     state = create_state(model, build(Optimiser()), False, one_device())
     for name, memory in {"counted": played(stream, 20, lambda i: i % 5)[1], "plain": {}}.items():
         (folder / "runs" / name).mkdir(parents=True)
-        (folder / "runs" / name / "config.json").write_text(json.dumps(to_json(load_config("smoke")[1])))
+        (folder / "runs" / name / "config.json").write_text(json.dumps(SAVED))
         with Checkpoints(folder / "runs" / name / "checkpoints") as store:
             for step, left in ((1, {}), (2, memory)):
                 store.save(step, state, vars(LoopState(left=Carryover(step, stream=left))), RECORDS)
@@ -335,7 +336,7 @@ def test_tasks_that_ask_the_same_begin_with_their_own_counts(tmp_path):
     left = Carryover(stream=both.observe({}, groups))
     counted = host_file(tmp_path / "checkpoints" / "1")
     counted.parent.mkdir(parents=True)
-    (tmp_path / "config.json").write_text(json.dumps(to_json(load_config("smoke")[1])))
+    (tmp_path / "config.json").write_text(json.dumps(SAVED))
     counted.write_text(json.dumps(codec.to_json(vars(LoopState(left=left)), RECORDS)))
     for name, tries in {"loose": [4, 0, 0, 0], "strict": [4, 4, 0, 0]}.items():
         assert statistics(str(tmp_path), tasks[name])["tries"].tolist() == tries

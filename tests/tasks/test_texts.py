@@ -12,8 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from jaxrl_llm.config import dated
-from jaxrl_llm.config.origin import find_class
-from jaxrl_llm.data import Collected, Pairs, Steps, Texts, load_texts, longest
+from jaxrl_llm.data import Pairs, Steps, Texts, load_texts, longest
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.builtin import tiny_tokenizer
 from jaxrl_llm.tasks import HubDataset, ReasoningGym, Table, Task, difference, fingerprint, load
@@ -308,14 +307,3 @@ def test_columns_that_hold_nothing_and_arrays_are_read():
     assert plain(loaded(Steps([row])).train[0]) == plain(loaded(Steps([GOOD[Steps]])).train[0])
     cut = {"rejected_cut_off": np.bool_(False), "margin": np.float32(0)}
     assert plain(loaded(Pairs([GOOD[Pairs] | cut])).train[0]) == plain(loaded(Pairs([GOOD[Pairs]])).train[0])
-
-
-def test_data_are_found_by_the_names_of_the_room_that_they_came_from():
-    namespace = {}
-    exec("from jaxrl_llm.tasks import *\nfrom jaxrl_llm.tasks import Collected, Pairs, Steps, Texts", namespace)
-    for kind in (Collected, Pairs, Steps, Texts):
-        assert namespace[kind.__name__] is kind
-        module = "collected" if kind is Collected else "texts"
-        assert find_class(f"jaxrl_llm.tasks.{module}:{kind.__name__}", None) is kind
-    with pytest.raises(ImportError, match="Textss"):
-        exec("from jaxrl_llm.tasks import Textss", {})

@@ -17,6 +17,7 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.recipes import DAPO
 
+ORIGIN = configs.Origin("").to_json()
 TOOLS = Path(__file__).parents[2] / "tools"
 sys.path.insert(0, str(TOOLS))
 
@@ -152,11 +153,11 @@ def test_a_run_with_other_settings_is_not_taken_for_a_rungs(tmp_path):
             run, evaluation=dataclasses.replace(run.evaluation, samples=1)
         ),
     }.items():
-        (rung.directory / "config.json").write_text(json.dumps(configs.to_json(configs.resolved(other))))
+        (rung.directory / "config.json").write_text(json.dumps(configs.to_json(configs.resolved(other)) | ORIGIN))
         with pytest.raises(InputError, match=f"other settings .{name}.: give another --folder"):
             ablate.check_same(rung)
     elsewhere = dataclasses.replace(run, output=dataclasses.replace(run.output, run_dir="x"), steps=7)
-    (rung.directory / "config.json").write_text(json.dumps(configs.to_json(configs.resolved(elsewhere))))
+    (rung.directory / "config.json").write_text(json.dumps(configs.to_json(configs.resolved(elsewhere)) | ORIGIN))
     ablate.check_same(rung)
     shorter = dataclasses.replace(rung, run=dataclasses.replace(rung.run, steps=5))
     with pytest.raises(InputError, match="has made 10 steps, 5 are asked for: give --steps 10"):

@@ -32,7 +32,7 @@ def plain(folder):
 
 def run_in(folder, stopping, **output):
     """Three steps of the smoke test with that reward, in a folder."""
-    settings = Output(run_dir=str(folder), tensorboard=False, **output)
+    settings = Output(run_dir=str(folder), trackers=(), **output)
     scoring = dataclasses.replace(SMOKE.scoring, rewards=(stopping.reward,))
     return dataclasses.replace(SMOKE, steps=3, scoring=scoring, output=settings)
 

@@ -63,7 +63,9 @@ def test_what_has_nothing_to_reset_is_refused_and_the_rest_is_asked(tmp_path, ca
     texts = configs.Supervised("tiny-random", Texts(Table(str(RUNS / "digits.jsonl"))))
     for name, settings in {"run": run, "free": free, "watched": watched, "texts": texts}.items():
         (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(configs.to_json(settings)))
+        (tmp_path / name / "config.json").write_text(
+            json.dumps(configs.to_json(settings) | configs.Origin("").to_json())
+        )
     for line, told in {
         "nowhere": "nowhere is not a run: give the folder that holds its config.json",
         "run --with": "reset does not know --with: jaxrl-llm reset RUN [--with_optimiser]",
@@ -87,7 +89,7 @@ def test_a_run_in_phases_has_the_reference_of_the_phase_that_it_is_in(tmp_path, 
     run = configs.with_recipe(configs.load_config(str(RUNS / "ruled.py"))[1], "dapo")
     phases = Phase("free", 1), Phase("held", 1, changes={"recipe": GRPO}), Phase("free again", changes={"recipe": DAPO})
     run = dataclasses.replace(run, rules=Rules(phases))
-    (tmp_path / "config.json").write_text(json.dumps(configs.to_json(run)))
+    (tmp_path / "config.json").write_text(json.dumps(configs.to_json(run) | configs.Origin("").to_json()))
     line = ["reset", str(tmp_path)]
     assert cli.run(line) == 2 and "keeps no reference in phase free, since" in capsys.readouterr().err
     for kind, step, phase, code in (("checkpoints", 1, 0, 2), ("snapshots", 2, 1, 0), ("checkpoints", 3, 2, 2)):

@@ -25,7 +25,7 @@ config = Run(
         template="chatml",
     ),
     scoring=Scoring((Accuracy(), Function(unhurried, weight=0.0)), timeout_s=60.0),
-    recipe=Recipe("filtered_grpo", PRESETS["grpo"], filter_groups=True),
+    recipe=Recipe("filtered_grpo", PRESETS["grpo"], filter_groups="accuracy"),
     rollout=Rollout(
         prompts=2,
         group=6,

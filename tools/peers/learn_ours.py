@@ -64,11 +64,10 @@ def main(asked: dict[str, Any]) -> int:
             run,
             steps=asked["steps"],
             seed=asked["seed"],
-            run_dir=folder + "/run",
             evaluation=dataclasses.replace(run.evaluation, every=int(not asked["turns"])),
-            output=dataclasses.replace(run.output, checkpoint_every=asked["steps"]),
+            output=dataclasses.replace(run.output, run_dir=folder + "/run", checkpoint_every=asked["steps"]),
         )
-        teller = threading.Thread(target=tell, args=(Path(run.run_dir), asked["began"], asked["group"]), daemon=True)
+        teller = threading.Thread(target=tell, args=(Path(folder) / "run", asked["began"], asked["group"]), daemon=True)
         teller.start()
         return train(run)
 

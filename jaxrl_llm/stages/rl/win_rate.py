@@ -100,7 +100,7 @@ class WinRate(Ingredient):
         for at, row in np.ndenumerate(np.asarray(first, object)):
             answer = found.completions[at[0]][at[1]]
             made_from = self.made_from(found.problems[at[0]])
-            if row is None or row.get("made_from", made_from) != made_from:
+            if row is None or row["made_from"] != made_from:
                 continue
             if row["tokens"] == answer.tokens.tolist():
                 won[at] = 0.5

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 
 from jaxrl_llm.config import load_config, resolved
+from jaxrl_llm.data import Texts
 from jaxrl_llm.learner import Critic, Sample
 from jaxrl_llm.rewards import Accuracy, ModelReward
 from jaxrl_llm.rewards.bounds import Constraint
@@ -14,7 +15,7 @@ from jaxrl_llm.rollout.settings import Ptx
 from jaxrl_llm.stages.rl.ingredient import Ingredient
 from jaxrl_llm.stages.rl.ingredients import ingredients_of, moved_by_rules, objectives_of, rules_for
 from jaxrl_llm.stages.rl.reinforcement import Reinforcement
-from jaxrl_llm.tasks import Table, Texts
+from jaxrl_llm.tasks import Table
 from jaxrl_llm.types import TrainState
 
 SMOKE = resolved(load_config("smoke")[1])

@@ -59,8 +59,10 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, tokenizer):
     folder = tmp_path_factory.mktemp("judges")
+    at_the_stop = Taught("ranking", score_at="stop").to_json()
     for name in MODELS:
-        save_pretrained(scalar_model(name), tokenizer, folder / name)
+        save_pretrained(scalar_model(name), tokenizer, folder / name, None, at_the_stop)
+    save_pretrained(scalar_model("one"), tokenizer, folder / "silent")
     return folder
 
 
@@ -154,17 +156,13 @@ def test_ensembles_are_the_mean_the_lowest_or_the_mean_less_the_deviations(folde
     np.testing.assert_array_equal(parts["own/digits"], each[0])
 
 
-PLACES = {"made_by_transformers": "template", "as_written": "template", "at_the_stop": "stop", "one": "stop"}
-"""Directories of the first model, and where scores are read: some say it, the others are read as they were made."""
+PLACES = {"silent": "template", "as_written": "template", "one": "stop"}
+"""Directories of the first model, and where scores are read: one does not say it."""
 
 
 def test_an_answer_is_scored_where_the_model_was_taught_to(folder, tokenizer):
-    for name, place in (("as_written", "template"), ("at_the_stop", "stop")):
-        told = Taught("ranking", None, "chatml", template_fingerprint("chatml", tokenizer), place)
-        save_pretrained(scalar_model("one"), tokenizer, folder / name, None, told.to_json())
-    shutil.copytree(folder / "one", folder / "made_by_transformers")
-    path = folder / "made_by_transformers" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"transformers_version": "5.23.0"}))
+    told = Taught("ranking", None, "chatml", template_fingerprint("chatml", tokenizer), "template")
+    save_pretrained(scalar_model("one"), tokenizer, folder / "as_written", None, told.to_json())
     problem = load(TASK).train[0]
     chats = [[*problem.prompt, {"role": "assistant", "content": text}] for text in ("1" * (LONGEST - 1), "no", "")]
     whole = [tokenizer.apply_chat_template(chat, return_dict=False) for chat in chats]
@@ -210,13 +208,13 @@ def test_all_readers_ask_for_what_a_model_was_taught(folder, tokenizer):
 
 
 def test_a_model_that_does_not_say_what_it_was_taught_gets_a_line(folder, tokenizer):
-    one = str(folder / "one")
+    one = str(folder / "silent")
     save_pretrained(scalar_model("one"), tokenizer, folder / "told", None, Taught("ranking").to_json())
     run = run_with(ModelReward((one, str(folder / "told"), one)), StepReward(one))
     critic = dataclasses.replace(run.recipe, critic=Critic(model=one))
     says = f"{one} does not say what it was taught; it is read as"
     assert untold(dataclasses.replace(run, recipe=critic)) == [
-        f"reward model: {says} a score of the whole answer, at the token that ends it",
+        f"reward model: {says} a score of the whole answer, at the last token that the chat template writes",
         f"reward steps: {says} scores of steps that end with '\\n'",
         f"recipe.critic.model {says} values of the policy's states",
     ]
@@ -324,7 +322,8 @@ def test_each_step_is_worth_the_models_belief_behind_it_or_its_rise(folder, toke
     problem = load(TASK).train[0]
     short = [text for text in TEXTS if len(text.encode()) < LONGEST]
     made = [written(text, tokenizer)[1] for text in short] + [completion([tokenizer.eos_token_id])]
-    path = str(folder / "two")
+    path = str(folder / "of_steps")
+    save_pretrained(scalar_model("two"), tokenizer, path, None, Taught("steps", "\n").to_json())
     plain, rises = StepReward(path), StepReward(path, differences=True, start=0.25, weight=2.0, name="rises")
     asked = [(problem, one) for one in made]
     values, differences = judged([plain, rises], one_device(), tokenizer, asked)

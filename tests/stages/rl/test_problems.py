@@ -24,7 +24,7 @@ run = Run(
     "tiny-random", Task(Table("rows.jsonl"), template=template, holdout=0.4), Scoring((Format(".*[0-9].*"),)), GRPO,
     Rollout(prompts=4, group=4, max_prompt_tokens=32, max_new_tokens=8, engine=EngineOptions(slots=16, chunk=8)),
     Learner(),
-    evaluation=Evaluation(limit=4), output=Output(checkpoint_every=1, tensorboard=False), steps=1,
+    evaluation=Evaluation(limit=4), output=Output(checkpoint_every=1, trackers=()), steps=1,
 )
 answers = {}
 

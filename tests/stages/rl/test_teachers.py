@@ -10,6 +10,7 @@ from learner.rollouts import one_device
 
 from jaxrl_llm.algorithms.divergences import JensenShannon, SampledKL, top_classes
 from jaxrl_llm.config import Context, Distillation, TaskTeacher, load_config, resolved, validate
+from jaxrl_llm.data import Texts
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Forward, Layout, Sample
 from jaxrl_llm.models import load_pretrained, logits, save_pretrained
@@ -18,7 +19,7 @@ from jaxrl_llm.rollout.groups import Carryover, RolloutBatch
 from jaxrl_llm.stages.rl.ingredient import Around
 from jaxrl_llm.stages.rl.teacher_context import facts, told_prompt
 from jaxrl_llm.stages.rl.teachers import Teachers
-from jaxrl_llm.tasks import Prompts, Table, Texts
+from jaxrl_llm.tasks import Prompts, Table
 from jaxrl_llm.telemetry.pace import Schedule
 from jaxrl_llm.telemetry.progress import Progress
 from jaxrl_llm.types import Completion, Group, Problem, Role, TrainState
@@ -43,8 +44,12 @@ def folder(tmp_path_factory):
     return made
 
 
+def by_teacher(distillation):
+    return dataclasses.replace(SMOKE.scoring, distillation=distillation)
+
+
 def taught(distillation, **changes):
-    return resolved(dataclasses.replace(SMOKE, distillation=distillation, **changes))
+    return resolved(dataclasses.replace(SMOKE, scoring=by_teacher(distillation), **changes))
 
 
 def groups():
@@ -146,8 +151,6 @@ def test_given_texts_are_taught_by_the_first_teacher_and_others_not_at_all(folde
     assert "teacher_ids" in found[0].arrays and found[5].counted_by == ("text",)
     shares = [dataclasses.replace(distillation, lmbda=share) for share in (0.8, 0.5, 0)]
     assert [one.rows_of(64) for one in shares] == [16, 64, 64]
-    old = Distillation(ONE, 0.5, on_policy=0.5, texts=distillation.texts)
-    assert old.lmbda == old.on_policy == 0.5, "the name of older files"
 
 
 def test_a_context_has_the_facts_of_a_completion_and_no_others():
@@ -191,7 +194,7 @@ REFUSED = {
 def test_what_could_not_teach_is_refused(name):
     make, words = REFUSED[name]
     with pytest.raises(InputError) as refusal:
-        validate(dataclasses.replace(SMOKE, distillation=make()))
+        validate(dataclasses.replace(SMOKE, scoring=by_teacher(make())))
     assert words in str(refusal.value), str(refusal.value)
 
 
