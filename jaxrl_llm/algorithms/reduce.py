@@ -90,7 +90,7 @@ class ConstantLength(Reducer):
     ``length`` is the generation budget in tokens, constant over training; for None the trainer fills in the run's.
     """
 
-    length: Annotated[int | None, ABOVE_0]
+    length: Annotated[int | None, ABOVE_0] = None
 
     __post_init__ = within_bounds
 

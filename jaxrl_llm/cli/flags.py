@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
+from jaxrl_llm.cli.foreign import refuse_foreign
 from jaxrl_llm.errors import InputError, did_you_mean, require
 from jaxrl_llm.system.paths import local
 
@@ -39,6 +40,13 @@ def parse(kind: type, arguments: list[str], program: str, description: str, defa
     """
     import tyro
 
+    arguments = [_whole(argument) for argument in arguments]
+    pieces = {}
+    if hasattr(default, "recipe"):
+        from jaxrl_llm.cli.pieces import choices, flags, with_pieces
+
+        default = with_pieces(default, _last(arguments, choices()))
+        pieces = flags(default)
     options: dict[str, Any] = {"config": (tyro.conf.AvoidSubcommands,), "use_underscores": True, "add_help": False}
     options |= {} if default is None else {"default": default}
     captured = io.StringIO()
@@ -47,13 +55,13 @@ def parse(kind: type, arguments: list[str], program: str, description: str, defa
         warnings.filterwarnings("ignore", category=UserWarning, module="tyro")
         parser = tyro.extras.get_parser(kind, **options)  # ty: ignore[deprecated]  nothing else lists the flags
         known = {flag: action for action in parser._actions for flag in action.option_strings}
-        fields = {flag[2:].replace("-", "_") for flag in known if flag.startswith("--")}
+        fields = {flag[2:].replace("-", "_") for flag in known if flag.startswith("--")} | pieces.keys()
         if asked := [index for index, argument in enumerate(arguments) if argument in HELP_FLAGS]:
             topic = "".join(arguments[asked[0] + 1 : asked[0] + 2])
             topic = "" if topic.startswith("-") else topic
-            print(help_text(known.values(), topic, program, description))
+            print(help_text([*known.values(), *pieces.values()], topic, program, description))
             raise SystemExit
-        arguments = [_whole(argument) for argument in arguments]
+        refuse_foreign(arguments, fields)
         for flag in (argument.split("=", 1)[0] for argument in arguments if argument.startswith("--")):
             if (name := flag[2:].replace("-", "_")) not in fields:
                 raise InputError(f"no option {flag}: {_meant(name, fields) or f'see {program} --help'}")
@@ -112,6 +120,15 @@ def help_text(actions: Iterable[Any], topic: str, program: str, description: str
     return "\n\n".join(texts + [textwrap.fill(more, width)] * (len(names) < len(flags)))
 
 
+def _last(arguments: list[str], names: Iterable[str]) -> dict[str, str]:
+    """Remove the options of these names, and return the last value of each."""
+    found = {}
+    for name in names:
+        while (value := take(arguments, f"--{name}", True)) is not None:
+            found[name] = value
+    return found
+
+
 def _whole(argument: str) -> str:
     """Return an argument with the whole name of its option, if it has the short one."""
     flag, equals, value = argument.partition("=")
@@ -120,14 +137,9 @@ def _whole(argument: str) -> str:
 
 def _meant(name: str, fields: set[str]) -> str:
     """Suggest a replacement for an unknown option; empty if none is close."""
-    from jaxrl_llm.cli.dialects import hint
-
-    field, line = hint(name)
-    if line and (not field or field in fields):
-        return line
     # A field is often named without the part that it belongs to, or with another.
-    ends = [f".{given.rpartition('.')[2]}" for given in (name, field) if given]
-    close = sorted(known for known in fields if any(f".{known}".endswith(end) for end in ends))
+    end = f".{name.rpartition('.')[2]}"
+    close = sorted(known for known in fields if f".{known}".endswith(end))
     close = close or difflib.get_close_matches(name, sorted(fields), 1, 0.5)
     return f"did you mean {' or '.join(f'--{known}' for known in close)}?" if close else ""
 

@@ -19,7 +19,7 @@ resume; the command that started a run resumes it, too.
                       on several hosts: docs/hosts.md
   --help [all|PART]   the usual settings; all of them; those of a part, such as rollout
 
-TRL's and verl's names of the loss's settings are understood too: docs/dialects.md."""
+A name of TRL's or verl's is refused in one line with ours: docs/from_trl.md, docs/from_verl.md."""
 
 import contextlib
 import dataclasses
@@ -30,7 +30,6 @@ from collections.abc import Generator
 from typing import Any
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.cli.dialects import SPELLINGS, explain, hint, translate
 from jaxrl_llm.cli.flags import first, parse, take
 from jaxrl_llm.errors import InputError, did_you_mean, require
 from jaxrl_llm.runs.load import find_run, find_start
@@ -43,9 +42,6 @@ MISSING = "train needs a configuration: jaxrl-llm train quickstart (jaxrl-llm li
 DISTRIBUTED = ("coordinator", "processes", "process", "heartbeat_s")
 MARKS_OF_LOSS = ("Gloo", "CoordinationService", "coordination service", "Connection reset", "heartbeat")
 """Texts in errors of collectives and of the coordination service after the loss of a process."""
-
-OVERRIDES = {name.partition(".")[0] for name in SPELLINGS if "." in name} | {"data", "trainer"}
-"""First parts of verl's overrides."""
 
 
 def train(arguments: list[str]) -> int:
@@ -68,11 +64,6 @@ def train(arguments: list[str]) -> int:
     settings = guarded(sized(settings, arguments), arguments)
     if recipe:
         settings = configs.with_recipe(settings, recipe)
-    lines = []
-    if isinstance(settings, configs.Run):
-        foreign = take_spellings(arguments)
-        settings = dataclasses.replace(settings, recipe=translate(settings.recipe, foreign))
-        lines = explain(settings.recipe, foreign)
     settings = parse(type(settings), arguments, f"jaxrl-llm train {given}", str(__doc__), settings)
     settings = configs.resolved(settings)
     configs.validate(settings)
@@ -80,7 +71,7 @@ def train(arguments: list[str]) -> int:
     find_run(found.located.model)
     first_weights = None if start is None else find_start(start, carry)
     with together(distributed) as peers, speaking(quiet, as_json) as voice:
-        return launch(found, fresh, first_weights, peers, () if quiet else lines, voice)
+        return launch(found, fresh, first_weights, peers, voice=voice)
 
 
 def sized(settings: configs.Configuration, arguments: list[str]) -> configs.Configuration:
@@ -141,38 +132,6 @@ def speaking(quiet: bool, as_json: bool) -> Generator[Verbosity]:
 
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         yield Verbosity(quiet, show if as_json else None)
-
-
-def take_spellings(arguments: list[str]) -> dict[str, str]:
-    """Remove and return, by name, the values of TRL's spellings (``--name value``) and verl's (also ``name=value``).
-
-    Raises:
-      InputError: a spelling is repeated or lacks a value, or an override starts like verl's but is unknown.
-    """
-    found = {}
-    rest = []
-    while arguments:
-        argument = arguments.pop(0)
-        name, equals, value = argument.partition("=")
-        dashed = name.startswith("--")
-        name = name.removeprefix("--").replace("-", "_") if dashed else name.lstrip("+")
-        if not dashed and (not equals or name.partition(".")[0] not in OVERRIDES):
-            rest.append(argument)
-        elif name in SPELLINGS:
-            require(name not in found, f"{argument.partition('=')[0]} is given twice")
-            if not equals and arguments and not arguments[0].startswith("--"):
-                value = arguments.pop(0)
-            require(bool(value), f"{argument.partition('=')[0]} needs a value")
-            found[name] = value
-        elif dashed and (whole := [x for x in SPELLINGS if x.endswith(f".{name}")]):
-            raise InputError(f"{argument.partition('=')[0]} is short for {' or '.join(whole)} of verl: write it whole")
-        elif dashed:
-            rest.append(argument)
-        else:
-            near = did_you_mean(name, SPELLINGS, "docs/dialects.md lists those that are understood", near=0.8)
-            raise InputError(f"no translation of {name}: {hint(name)[1] or near}")
-    arguments[:] = rest
-    return found
 
 
 def take_distributed(arguments: list[str]) -> Distributed:

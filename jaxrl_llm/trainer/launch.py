@@ -8,7 +8,7 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,6 @@ def launch(
     fresh: bool = False,
     start: configs.Start | None = None,
     peers: Peers = ALONE,
-    lines: Sequence[str] = (),
     voice: Verbosity = Verbosity(),
 ) -> Result:
     """Train, or resume, in the run's directory, and print a summary; return the exit code with the run.
@@ -84,8 +83,7 @@ def launch(
       fresh: start over in a new one.
       start: begin a new run with the weights of this checkpoint or snapshot.
       peers: the other processes of the run.
-      lines: printed first.
-      voice: how much is printed after them.
+      voice: how much is printed.
 
     Raises:
       InputError: the directory cannot be used, or whatever the run cannot work with.
@@ -104,8 +102,6 @@ def launch(
         # The directory is made, and removed again, by process 0.
         peers.first(lambda: stack.enter_context(claimed(directory, found)))
         check_shared(peers, directory / "config.json")
-        for line in lines:
-            say(line)
         hint_accelerator()
         from jaxrl_llm.trainer.loop import train as run_training
 

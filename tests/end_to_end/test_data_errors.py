@@ -69,7 +69,7 @@ REFUSED = {
     "train sft.py --batch.max_tokens 0": ["batch.max_tokens must be at least 1"],
     "train sft.py --data.holdout 1": ["data.holdout is a share from 0 to below 1, got 1.0"],
     "train sft.py --data.learn some": ["--data.learn: expected one of completion, all, trl, got 'some'"],
-    "train sft.py --completion_only_loss False": ["no option --completion_only_loss: here it is --data.learn"],
+    "train sft.py --completion_only_loss False": ["--completion_only_loss (nearest: --data.learn) is TRL's name"],
     "train sft.py": ["sft.jsonl:10 is a list; a row is an object with fields"],
     "train sft.py --data.overlong shorten": ["--data.overlong: expected one of refuse, drop, truncate"],
     "train sft.py --answering.timeout_s 0": ["answering.timeout_s must be above 0"],
