@@ -1,0 +1,124 @@
+"""What of two runs is not equal bit for bit, by name: metrics, samples, and each array and value of the last saved state.
+
+Nothing of the package is used: the two runs may be of two revisions.
+"""
+
+import itertools
+import json
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+CLOCK = ("time/", "throughput/", "memory", "event/resumed", "rollout/utilisation")
+"""How the names of metrics begin that depend on the clock or on the machine's load."""
+NO_NAMES: Mapping[str, str] = {}
+
+
+def difference(whole: Path, other: Path) -> str:
+    """Return the first difference of the other run, in a few words; empty if there is none."""
+    return next(differences(whole, other), "")
+
+
+def differences(whole: Path, other: Path, renamed: Mapping[str, str] = NO_NAMES) -> Iterator[str]:
+    """Yield what differs between two runs' directories: metrics.jsonl, samples.jsonl, last checkpoint, snapshots.
+
+    Args:
+      whole: the directory of the run to compare with.
+      other: the directory of the other run.
+      renamed: new names of metrics, arrays and host values by the names that the first run has.
+    """
+    yield from of_rows(*(_rows(run / "metrics.jsonl") for run in (whole, other)), renamed)
+    samples = [_rows(run / "samples.jsonl") for run in (whole, other)]
+    for number, pair in enumerate(itertools.zip_longest(*samples), 1):
+        if json.dumps(pair[0]) != json.dumps(pair[1]):
+            yield f"samples.jsonl, line {number}"
+            break
+    for place, last in (("checkpoints", slice(-1, None)), ("snapshots", slice(None))):
+        saved = [_steps(run / place) for run in (whole, other)]
+        if saved[0][last] != saved[1][last]:
+            yield f"{place}: {saved[0]}, {saved[1]}"
+            continue
+        for step in saved[0][last]:
+            yield from of_steps(*(run / place / str(step) for run in (whole, other)), renamed)
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _steps(directory: Path) -> list[int]:
+    return sorted(int(path.name) for path in directory.glob("*") if path.name.isdecimal())
+
+
+def of_rows(
+    rows: list[dict[str, Any]], others: list[dict[str, Any]], renamed: Mapping[str, str] = NO_NAMES
+) -> Iterator[str]:
+    """Yield what differs in the metrics."""
+    steps = [[row["step"] for row in all_rows] for all_rows in (rows, others)]
+    if steps[0] != steps[1]:
+        yield f"steps of metrics.jsonl: {_ends(steps[0])}, {_ends(steps[1])}"
+    for row, other in zip(rows, others, strict=False):
+        row = {renamed.get(name, name): value for name, value in row.items()}
+        for name in [name for name in row | other if not name.startswith(CLOCK)]:
+            one, two = (json.dumps(values.get(name, "nothing")) for values in (row, other))
+            if one != two:
+                yield f"metrics.jsonl, step {row['step']}, {name}: {one}, {two}"
+
+
+def _ends(steps: list[int]) -> str:
+    return f"{len(steps)} from {steps[0]} to {steps[-1]}" if steps else "none"
+
+
+def of_steps(step: Path, other: Path, renamed: Mapping[str, str] = NO_NAMES) -> Iterator[str]:
+    """Yield what differs in two checkpoints or snapshots: host values, then arrays by name with their largest
+    difference.
+    """
+    where = f"{step.parent.name}/{step.name}"
+    hosts = [json.loads((place / "host" / "metadata").read_text()) for place in (step, other)]
+    yield from of_values(_renamed(hosts[0], renamed), hosts[1], f"{where}, host")
+    files = [place / "host" / "arrays.zlib" for place in (step, other)]
+    stored = [zlib.decompress(path.read_bytes()) if path.exists() else b"" for path in files]
+    if stored[0] != stored[1]:
+        yield f"{where}, arrays of the host state"
+    arrays = {renamed.get(name, name): array for name, array in arrays_of(step).items()}
+    others = arrays_of(other)
+    for name in sorted(arrays.keys() | others.keys()):
+        if name not in arrays or name not in others:
+            yield f"{where}, {name} is in one only"
+        elif (arrays[name].dtype, arrays[name].shape) != (others[name].dtype, others[name].shape):
+            yield f"{where}, {name}: another shape or type"
+        elif arrays[name].tobytes() != others[name].tobytes():
+            apart = np.abs(arrays[name].astype(np.float64) - others[name].astype(np.float64)).max(initial=0.0)
+            yield f"{where}, {name}: differs by up to {apart:.3g}"
+
+
+def _renamed(value: Any, renamed: Mapping[str, str]) -> Any:
+    if isinstance(value, dict):
+        return {renamed.get(key, key): _renamed(inner, renamed) for key, inner in value.items()}
+    return [_renamed(inner, renamed) for inner in value] if isinstance(value, list) else value
+
+
+def of_values(one: Any, other: Any, where: str) -> Iterator[str]:
+    """Yield what differs in two values of JSON, by the way there; a batch that was made ahead holds metrics, too."""
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        for key in [key for key in one if not key.startswith(CLOCK)]:
+            yield from of_values(one[key], other[key], f"{where}/{key}")
+    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        for number, pair in enumerate(zip(one, other, strict=True)):
+            yield from of_values(*pair, f"{where}/{number}")
+    elif json.dumps(one) != json.dumps(other):
+        yield f"{where}: {json.dumps(one)[:80]}, {json.dumps(other)[:80]}"
+
+
+def arrays_of(step: Path) -> dict[str, np.ndarray]:
+    """Return all arrays of a checkpoint or snapshot by name."""
+    import tensorstore as ts
+
+    place = {"driver": "ocdbt", "base": f"file://{step.absolute()}/state/"}
+    keys = [key.decode() for key in ts.KvStore.open(place).result().list().result()]
+    names = [key.removesuffix("/.zarray") for key in keys if key.endswith("/.zarray")]
+    specs = {name: {"driver": "zarr", "kvstore": place | {"path": f"{name}/"}} for name in names}
+    return {name: ts.open(spec).result().read().result() for name, spec in specs.items()}

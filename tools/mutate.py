@@ -1,0 +1,263 @@
+"""How well the default tests catch faults: 60 one-line mutations of the package.
+
+    python tools/mutate.py REV            # draw at REV, apply each to this tree, run the tests; resumes build/mutations/
+    python tools/mutate.py REV --list     # the mutations alone
+
+The mutations are drawn once, by hashes of the revision: operators, comparisons, numbers off by one, dropped terms and
+negations inside functions, at most three in a module. One whose line has gone from this tree is passed over.
+
+First both sets of tests run once with probes in place of mutations, which record the test files that come past each.
+The default tests that come past a mutation run on it with ``-x``; then, if they let it live, the whole default set (a
+program that JAX has traced is not traced again, so a probe can miss a file); then what else comes past it in the whole
+suite.
+"""
+
+import argparse
+import ast
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+BUILD = ROOT / "build" / "mutations"
+COUNT, PER_MODULE = 60, 3
+COMPARED = {
+    ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"), ast.Eq: ("==", "!="),
+    ast.NotEq: ("!=", "=="), ast.Is: ("is", "is not"), ast.IsNot: ("is not", "is"), ast.In: ("in", "not in"),
+    ast.NotIn: ("not in", "in"),
+}  # fmt: skip
+COMPUTED = {ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "/"), ast.Div: ("/", "*"), ast.FloorDiv: ("//", "*")}
+PROBE = '''import os
+seen = set()
+def hit(number):
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").split("::")[0]
+    if test and (number, test) not in seen:
+        seen.add((number, test))
+        try:
+            with open(os.path.join(os.environ["REACHED"], str(os.getpid())), "a") as file:
+                file.write(f"{number} {test}\\n")
+        except (OSError, KeyError):
+            pass
+'''
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One line of a module at the revision: its text, the columns (bytes) replaced, and what stands there then."""
+
+    module: str
+    line: int
+    text: str
+    begin: int
+    end: int
+    new: str
+
+    @property
+    def mutated(self) -> str:
+        raw = self.text.encode()
+        return (raw[: self.begin] + self.new.encode() + raw[self.end :]).decode()
+
+
+def git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+
+
+def changes(node: ast.AST, raw: list[bytes]):
+    """(begin, end, new) for each way to change a node that stands on one line."""
+    text = raw[node.lineno - 1]
+
+    def between(left: ast.AST, right: ast.AST, old: str, new: str):
+        at = text.find(old.encode(), left.end_col_offset, right.col_offset)
+        if at >= 0:
+            yield at, at + len(old), new
+
+    if isinstance(node, ast.Compare) and len(node.ops) == 1:
+        yield from between(node.left, node.comparators[0], *COMPARED[type(node.ops[0])])
+    elif isinstance(node, ast.BinOp) and type(node.op) in COMPUTED:
+        if not any(isinstance(side, (ast.JoinedStr, ast.Tuple, ast.List)) for side in (node.left, node.right)):
+            yield from between(node.left, node.right, *COMPUTED[type(node.op)])
+            yield node.left.end_col_offset, node.right.end_col_offset, ""
+    elif isinstance(node, ast.BoolOp):
+        old = "and" if isinstance(node.op, ast.And) else "or"
+        yield from between(node.values[0], node.values[1], old, "or" if old == "and" else "and")
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        yield node.col_offset, node.operand.col_offset, ""
+    elif isinstance(node, ast.Constant) and type(node.value) is int:
+        yield node.col_offset, node.end_col_offset, str(node.value + 1)
+
+
+def mutations_of(module: str, source: str):
+    """All mutations inside functions that still parse, not of docstrings, annotations or decorators."""
+    raw = [line.encode() for line in source.split("\n")]
+    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    nodes = {}
+    for function in functions:
+        for statement in function.body:
+            for node in ast.walk(statement):
+                if hasattr(node, "lineno") and node.lineno == node.end_lineno:
+                    nodes[id(node)] = node
+    seen = set()
+    for node in nodes.values():
+        for begin, end, new in changes(node, raw):
+            mutation = Mutation(module, node.lineno, raw[node.lineno - 1].decode(), begin, end, new)
+            lines = [*source.split("\n")]
+            lines[node.lineno - 1] = mutation.mutated
+            try:
+                ast.parse("\n".join(lines))
+            except SyntaxError:
+                continue
+            if mutation not in seen:
+                seen.add(mutation)
+                yield mutation
+
+
+def drawn(revision: str) -> list[Mutation]:
+    """All mutations of the package at a revision in the order in which they are drawn."""
+    commit = git("rev-parse", revision).strip()
+    found = []
+    for module in git("ls-tree", "-r", "--name-only", commit, "jaxrl_llm").split():
+        if module.endswith(".py"):
+            found += mutations_of(module, git("show", f"{commit}:{module}"))
+    return sorted(found, key=lambda one: hashlib.sha256(f"{commit} {asdict(one)}".encode()).digest())
+
+
+def place(mutation: Mutation, tree: Path) -> int | None:
+    """The index of a mutation's line in a tree: the one nearest to where it was; None where it has gone."""
+    path = tree / mutation.module
+    if not path.exists():
+        return None
+    lines = path.read_text().split("\n")
+    same = [index for index, line in enumerate(lines) if line == mutation.text]
+    return min(same, key=lambda index: abs(index + 1 - mutation.line), default=None)
+
+
+def chosen(revision: str, tree: Path) -> list[Mutation]:
+    """The first ``COUNT`` whose lines the tree still has, at most ``PER_MODULE`` in a module."""
+    modules, picked, lines = Counter(), [], set()
+    for mutation in drawn(revision):
+        line = (mutation.module, mutation.line)
+        if modules[mutation.module] < PER_MODULE and line not in lines and place(mutation, tree) is not None:
+            modules[mutation.module] += 1
+            lines.add(line)
+            picked.append(mutation)
+    return picked[:COUNT]
+
+
+def apply(mutation: Mutation, tree: Path) -> None:
+    path = tree / mutation.module
+    lines = path.read_text().split("\n")
+    lines[place(mutation, tree)] = mutation.mutated
+    path.write_text("\n".join(lines))
+
+
+def probed(mutations: list[Mutation], tree: Path) -> None:
+    """Insert before each mutation's statement what records that it was reached."""
+    at = {}
+    for number, mutation in enumerate(mutations):
+        source = (tree / mutation.module).read_text()
+        line = place(mutation, tree) + 1
+        holds = []
+        for node in ast.walk(ast.parse(source)):
+            for block in ("body", "orelse", "finalbody"):
+                statements = getattr(node, block, None)
+                elif_ = block == "orelse" and isinstance(node, ast.If) and len(statements) == 1 and isinstance(statements[0], ast.If)
+                if isinstance(statements, list) and not elif_:
+                    holds += [one for one in statements if isinstance(one, ast.stmt) and one.lineno <= line <= one.end_lineno]
+        statement = min(holds, key=lambda one: one.end_lineno - one.lineno)
+        at.setdefault(mutation.module, []).append((statement.lineno, statement.col_offset, number))
+    for module, places in at.items():
+        lines = (tree / module).read_text().split("\n")
+        for line, column, number in sorted(places, reverse=True):
+            lines.insert(line - 1, " " * column + f"__import__('_reached').hit({number})")
+        (tree / module).write_text("\n".join(lines))
+
+
+def copied(name: str) -> Path:
+    """A copy of what git knows of this tree, as it is now."""
+    target = BUILD / name
+    shutil.rmtree(target, ignore_errors=True)
+    for file in git("ls-files", "-co", "--exclude-standard").split("\n"):
+        if file and (ROOT / file).is_file():
+            (target / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / file, target / file)
+    return target
+
+
+def pytest(tree: Path, *arguments: str, **environment: str) -> tuple[int, str]:
+    cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(BUILD / "jax_cache"))
+    env = os.environ | {"PYTHONPATH": str(tree), "JAX_COMPILATION_CACHE_DIR": cache} | environment
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+def reached(mutations: list[Mutation], which: tuple[str, ...]) -> dict[int, list[str]]:
+    """Test files by mutation, of a run with probes; kept."""
+    kept = BUILD / f"reached{''.join(which)}.json"
+    if not kept.exists():
+        tree, records = copied("probed"), BUILD / f"records{''.join(which)}"
+        probed(mutations, tree)
+        (tree / "_reached.py").write_text(PROBE)
+        records.mkdir(parents=True, exist_ok=True)
+        pytest(tree, *which, REACHED=str(records))
+        files = {}
+        for record in records.iterdir():
+            for line in record.read_text().splitlines():
+                number, _, file = line.partition(" ")
+                files.setdefault(number, set()).add(file)
+        kept.write_text(json.dumps({number: sorted(names) for number, names in files.items()}))
+    return {int(number): names for number, names in json.loads(kept.read_text()).items()}
+
+
+def verdict(mutation: Mutation, number: int, sets: dict[str, dict[int, list[str]]]) -> dict[str, object]:
+    """Which set of tests kills a mutation: "default", "whole" or none, and the first test that does."""
+    tree = copied("mutated")
+    apply(mutation, tree)
+    near, every = sets["default"].get(number, []), sets["whole"].get(number, [])
+    stages = [("default", near), ("default", []), ("whole", ["--all", *(file for file in every if file not in near)])]
+    for name, arguments in stages:
+        if (name == "default" and arguments == [] and not near and not every) or (name == "whole" and len(arguments) == 1):
+            continue
+        status, output = pytest(tree, "-x", *arguments)
+        if status not in (0, 5):
+            failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
+            return {"killed": name, "by": failed[0] if failed else output[-300:]}
+    return {"killed": None, "by": ""}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("revision")
+    parser.add_argument("--list", action="store_true", help="print the mutations alone")
+    asked = parser.parse_args()
+    mutations = chosen(asked.revision, ROOT)
+    if asked.list:
+        for one in mutations:
+            print(f"{one.module}:{one.line}\n-{one.text}\n+{one.mutated}")
+        return
+    BUILD.mkdir(parents=True, exist_ok=True)
+    sets = {"default": reached(mutations, ()), "whole": reached(mutations, ("--all",))}
+    records = BUILD / "verdicts.jsonl"
+    done = {line["number"]: line for line in map(json.loads, records.read_text().splitlines())} if records.exists() else {}
+    for number, mutation in enumerate(mutations):
+        if number not in done:
+            began = time.monotonic()
+            done[number] = {"number": number, **asdict(mutation), **verdict(mutation, number, sets)}
+            done[number]["seconds"] = round(time.monotonic() - began)
+            with records.open("a") as file:
+                file.write(json.dumps(done[number]) + "\n")
+            print(number, mutation.module, mutation.line, done[number]["killed"], done[number]["seconds"], flush=True)
+    count = Counter(line["killed"] for line in done.values())
+    whole = count["default"] + count["whole"]
+    print(f"{count['default']} of {whole} that the whole suite kills; {count[None]} live")
+
+
+if __name__ == "__main__":
+    main()
