@@ -33,8 +33,14 @@ COMPARED = {
     ast.NotEq: ("!=", "=="), ast.Is: ("is", "is not"), ast.IsNot: ("is not", "is"), ast.In: ("in", "not in"),
     ast.NotIn: ("not in", "in"),
 }  # fmt: skip
-COMPUTED = {ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "/"), ast.Div: ("/", "*"), ast.FloorDiv: ("//", "*")}
-PROBE = '''import os
+COMPUTED = {
+    ast.Add: ("+", "-"),
+    ast.Sub: ("-", "+"),
+    ast.Mult: ("*", "/"),
+    ast.Div: ("/", "*"),
+    ast.FloorDiv: ("//", "*"),
+}
+PROBE = """import os
 seen = set()
 def hit(number):
     test = os.environ.get("PYTEST_CURRENT_TEST", "").split("::")[0]
@@ -45,7 +51,7 @@ def hit(number):
                 file.write(f"{number} {test}\\n")
         except (OSError, KeyError):
             pass
-'''
+"""
 
 
 @dataclass(frozen=True)
@@ -96,7 +102,9 @@ def changes(node: ast.AST, raw: list[bytes]):
 def mutations_of(module: str, source: str):
     """All mutations inside functions that still parse, not of docstrings, annotations or decorators."""
     raw = [line.encode() for line in source.split("\n")]
-    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    functions = [
+        node for node in ast.walk(ast.parse(source)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
     nodes = {}
     for function in functions:
         for statement in function.body:
@@ -167,9 +175,16 @@ def probed(mutations: list[Mutation], tree: Path) -> None:
         for node in ast.walk(ast.parse(source)):
             for block in ("body", "orelse", "finalbody"):
                 statements = getattr(node, block, None)
-                elif_ = block == "orelse" and isinstance(node, ast.If) and len(statements) == 1 and isinstance(statements[0], ast.If)
+                elif_ = (
+                    block == "orelse"
+                    and isinstance(node, ast.If)
+                    and len(statements) == 1
+                    and isinstance(statements[0], ast.If)
+                )
                 if isinstance(statements, list) and not elif_:
-                    holds += [one for one in statements if isinstance(one, ast.stmt) and one.lineno <= line <= one.end_lineno]
+                    holds += [
+                        one for one in statements if isinstance(one, ast.stmt) and one.lineno <= line <= one.end_lineno
+                    ]
         statement = min(holds, key=lambda one: one.end_lineno - one.lineno)
         at.setdefault(mutation.module, []).append((statement.lineno, statement.col_offset, number))
     for module, places in at.items():
@@ -223,7 +238,9 @@ def verdict(mutation: Mutation, number: int, sets: dict[str, dict[int, list[str]
     near, every = sets["default"].get(number, []), sets["whole"].get(number, [])
     stages = [("default", near), ("default", []), ("whole", ["--all", *(file for file in every if file not in near)])]
     for name, arguments in stages:
-        if (name == "default" and arguments == [] and not near and not every) or (name == "whole" and len(arguments) == 1):
+        if (name == "default" and arguments == [] and not near and not every) or (
+            name == "whole" and len(arguments) == 1
+        ):
             continue
         status, output = pytest(tree, "-x", *arguments)
         if status not in (0, 5):
@@ -245,7 +262,9 @@ def main() -> None:
     BUILD.mkdir(parents=True, exist_ok=True)
     sets = {"default": reached(mutations, ()), "whole": reached(mutations, ("--all",))}
     records = BUILD / "verdicts.jsonl"
-    done = {line["number"]: line for line in map(json.loads, records.read_text().splitlines())} if records.exists() else {}
+    done = (
+        {line["number"]: line for line in map(json.loads, records.read_text().splitlines())} if records.exists() else {}
+    )
     for number, mutation in enumerate(mutations):
         if number not in done:
             began = time.monotonic()

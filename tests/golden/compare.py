@@ -198,7 +198,11 @@ def main() -> int:
     asked = parser.parse_args()
     names = [name for name in CHAINS if name in asked.only.split(",")]
     commit = subprocess.run(
-        ["git", "rev-parse", "--verify", f"{asked.revision}^{{commit}}"], cwd=ROOT, check=True, capture_output=True, text=True
+        ["git", "rev-parse", "--verify", f"{asked.revision}^{{commit}}"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
     ).stdout.strip()
     before, after = BUILD / key_of(commit), BUILD / "here"
     shutil.rmtree(after, ignore_errors=True)

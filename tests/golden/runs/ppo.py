@@ -27,9 +27,7 @@ config = Run(
         controller=AdaptiveKL(1e-9),
         critic=Critic(optimiser=Optimiser(learning_rate=1e-3, clip_norm=0.5), warmup=1),
     ),
-    rollout=Rollout(
-        prompts=8, group=1, max_prompt_tokens=32, max_new_tokens=8, engine=EngineOptions(slots=8, chunk=8)
-    ),
+    rollout=Rollout(prompts=8, group=1, max_prompt_tokens=32, max_new_tokens=8, engine=EngineOptions(slots=8, chunk=8)),
     learner=Learner(optimiser=Optimiser(learning_rate=2e-3), minibatches=2, epochs=2),
     evaluation=Evaluation(limit=2),
     output=Output(checkpoint_every=1, trackers=()),
