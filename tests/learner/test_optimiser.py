@@ -59,7 +59,8 @@ def nested(flat):
 
 def directions(config):
     """What the optimiser says of three gradients in turn, by path, after clipping."""
-    chain = build(dataclasses.replace(config, clip_norm=0.0, weight_decay=0.0, offload=False))
+    here = dataclasses.replace(config.moments, offload=False)
+    chain = build(dataclasses.replace(config, clip_norm=0.0, weight_decay=0.0, moments=here))
     state, found = chain.init(nested(arrays(0))), []
     update = jax.jit(chain.update)
     for step in range(1, STEPS + 1):

@@ -143,6 +143,11 @@ def test_each_rung_changes_the_run_and_can_work(ladder):
         assert all(shared[name] == own[name] for name in shared.keys() & own.keys())
 
 
+def begun(run):
+    """The settings that a run has written down."""
+    return configs.dated(configs.resolved(run), "2025-07-01")
+
+
 def test_a_run_with_other_settings_is_not_taken_for_a_rungs(tmp_path):
     run = configs.load_config("ablation_smoke")[1]
     rung = ablate.Planned("GRPO", configs.resolved(run), tmp_path / "grpo")
@@ -153,11 +158,11 @@ def test_a_run_with_other_settings_is_not_taken_for_a_rungs(tmp_path):
             run, evaluation=dataclasses.replace(run.evaluation, samples=1)
         ),
     }.items():
-        (rung.directory / "config.json").write_text(json.dumps(configs.to_json(configs.resolved(other)) | ORIGIN))
+        (rung.directory / "config.json").write_text(json.dumps(configs.to_json(begun(other)) | ORIGIN))
         with pytest.raises(InputError, match=f"other settings .{name}.: give another --folder"):
             ablate.check_same(rung)
     elsewhere = dataclasses.replace(run, output=dataclasses.replace(run.output, run_dir="x"), steps=7)
-    (rung.directory / "config.json").write_text(json.dumps(configs.to_json(configs.resolved(elsewhere)) | ORIGIN))
+    (rung.directory / "config.json").write_text(json.dumps(configs.to_json(begun(elsewhere)) | ORIGIN))
     ablate.check_same(rung)
     shorter = dataclasses.replace(rung, run=dataclasses.replace(rung.run, steps=5))
     with pytest.raises(InputError, match="has made 10 steps, 5 are asked for: give --steps 10"):
