@@ -33,6 +33,8 @@ from jaxrl_llm.stages.rl import prepare
 from jaxrl_llm.stages.rl.ingredients import INGREDIENTS
 from jaxrl_llm.trainer.loop import train
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```", re.DOTALL | re.MULTILINE)

@@ -10,11 +10,14 @@ from pathlib import Path
 import chex
 import jax
 import numpy as np
+import pytest
 from algorithms.batches import ragged
 from oracles import SEQUENCE_MEANS
 
 from jaxrl_llm import algorithms as pieces
 from jaxrl_llm.algorithms import PRESETS, PolicyBatch, policy_loss, surrogates
+
+pytestmark = pytest.mark.slow
 
 PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
 

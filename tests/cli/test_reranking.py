@@ -24,6 +24,8 @@ from jaxrl_llm.stages.rl.step_rewards import first_fall
 from jaxrl_llm.stages.taught import Taught
 from jaxrl_llm.tasks import Prompts, extract
 
+pytestmark = pytest.mark.slow
+
 SAMPLES = 4
 STEP = re.compile(r"(?:[^\S\n]*\n)*[^\n]*\S[^\n]*(?:\n[^\S\n]*(?=\n|\Z))*\n?")
 """A line that is not blank, with the blank ones behind it; the first takes those before it too."""

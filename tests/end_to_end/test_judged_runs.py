@@ -26,6 +26,8 @@ from jaxrl_llm.stages.taught import taught, taught_by
 from jaxrl_llm.tasks import problem_index
 from jaxrl_llm.tasks.template import CHATML, template_fingerprint
 
+pytestmark = pytest.mark.slow
+
 DIGITS = Path(__file__).parents[1] / "fixtures" / "runs" / "digits.jsonl"
 SCORING = """
 from jaxrl_llm.config import *

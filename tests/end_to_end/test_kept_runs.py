@@ -26,6 +26,8 @@ from jaxrl_llm.tasks import Prompts, Table, Task, load
 from jaxrl_llm.trainer.context import ask_reset, asked_reset
 from jaxrl_llm.types import Completion
 
+pytestmark = pytest.mark.slow
+
 RUNS = Path(__file__).parents[1] / "fixtures" / "runs"
 RULED = f"train {RUNS / 'ruled.py'} --steps 3 --recipe.resets.optimiser_every 0"
 BY_HAND = f"{RULED} --run_dir asked --recipe.resets.reference_every 0"

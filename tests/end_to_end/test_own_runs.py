@@ -18,6 +18,8 @@ from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.state import abstract_state
 from jaxrl_llm.models import load_pretrained
 
+pytestmark = pytest.mark.slow
+
 SLOWER = "--learner.optimiser.learning_rate 1e-3"
 FROM_ELSEWHERE = {
     "eval": "eval {run} --json",

@@ -185,6 +185,7 @@ def same_layout(tree, mesh):
         assert (leaf.sharding.memory_kind == "pinned_host") == ("on_host" in name), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["adamw, bfloat16 momentum", "adafactor", "muon"])
 def test_the_mesh_changes_nothing(kind):
     chain, mesh = build(KINDS[kind]), make_mesh(MeshShape(2, 2, 2))
@@ -209,6 +210,7 @@ def stepped(config, state):
     return state.with_role("policy", opt_state=moved(after, state.policy.opt_state))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "lora"), [("adafactor", Lora()), ("muon", Lora(rank=2)), ("offloaded", Lora())])
 def test_a_state_is_divided_saved_and_reset(kind, lora, tmp_path):
     config, mesh, model = KINDS[kind], make_mesh(MeshShape(2, 2, 2)), tiny("windows")
@@ -253,6 +255,7 @@ def test_what_an_optimiser_remembers_has_a_form_that_these_settings_alone_decide
         assert (form(before) == form(after)) == (remembered(before) == remembered(after)), changes
 
 
+@pytest.mark.slow
 def test_where_moments_lie_changes_nothing():
     mesh, states = one_device(), []
     for kind in ("adamw", "offloaded"):

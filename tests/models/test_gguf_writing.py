@@ -61,6 +61,7 @@ def refusal(model, tokenizer, path, kind="f32"):
     return str(refused.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(path.stem for path in FIXTURES.glob("*.gguf")))
 def test_tensors_and_numbers_are_those_that_another_converter_wrote(name, tmp_path):
     save_gguf(fitting(name), None, tmp_path / "m.gguf")
@@ -218,5 +219,6 @@ def test_three_ends_are_kept(tmp_path):
     assert set(again.config.tokens.eos) == {9, 257, 10} and read_back.eos_token_id == 257
 
 
+@pytest.mark.slow
 def test_each_path_has_one_name():
     assert len(set(PATHS.values())) == len(PATHS)

@@ -18,6 +18,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 from attack_programs import BOMBS, CHEATS, EXPRESSIONS, HONEST, LASTING, TESTS, attempt, cheat
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 LEVELS = [pytest.param(level, marks=pytest.mark.sandbox(level)) for level in ("landlock+seccomp", "full")]
 

@@ -67,6 +67,7 @@ def test_a_mirror_tells_its_address(tmp_path):
     assert stored.mirror("runs/a") == Path("runs/a") and stored.split("OWNER/MODEL") is None
 
 
+@pytest.mark.slow
 def test_a_mirror_and_its_address_become_equal_both_ways(address, tmp_path):
     path = run_at(address, **{"metrics.jsonl": "1\n", "underway.json": "{}", "tensorboard/a": "curve"})
     for name in (
@@ -165,6 +166,7 @@ def elsewhere(address):
     return json.dumps(lease.whoami() | {"boot": "another", "id": "other", "host": "far"}).encode()
 
 
+@pytest.mark.slow
 def test_the_lock_of_another_machine_is_watched(address, capsys):
     path, lock = stored.mirror(address), f"{address}/lock"
     version = lease.put(lock, elsewhere(address), None)

@@ -192,6 +192,7 @@ for resumed, steps in ((None, (0, 1)), (1, (2, 3))):
 """
 
 
+@pytest.mark.slow
 def test_trackio_continues_its_run(tmp_path):
     """In a process of its own: trackio reads where its data lies when it is imported."""
     place = {"TRACKIO_DIR": str(tmp_path / "trackio")}

@@ -86,6 +86,7 @@ def rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_run_without_answers_is_tested_by_its_reward(folder, answers):
     assert answers["train"][0] == answers["again"][0] == 0, answers
     metrics = rows(folder / "runs/x/metrics.jsonl")
