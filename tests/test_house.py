@@ -20,7 +20,10 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "jaxrl_llm"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
-CHECKED = [*MODULES, *TESTS, *sorted((ROOT / "configs").rglob("*.py")), *sorted((ROOT / "tools").rglob("*.py"))]
+CHECKED = [
+    *(*MODULES, *TESTS),
+    *(path for folder in ("configs", "examples", "tools") for path in sorted((ROOT / folder).rglob("*.py"))),
+]
 
 ROOMS = (
     "types",
@@ -106,8 +109,11 @@ def misplaced_imports(path):
 
 
 def stage_settings(path):
-    """What the loop reads of settings that are a stage's affair."""
+    """What the loop knows of a single stage: its module, or settings that are a stage's affair."""
     if path.parent.name == "trainer":
+        for line, name in imported(path):
+            if re.match(r"jaxrl_llm\.stages\.(?!stage\.|stage_of$)", name):
+                yield f"{named(path)}:{line}: {name} is one stage's; the loop knows stages.stage_of and stages.stage"
         for found in re.findall(r"\brun\.(?:recipe|rollout|task|scoring)\b", path.read_text()):
             yield f"{named(path)}: {found} is read by stages alone"
 

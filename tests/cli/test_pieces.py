@@ -110,6 +110,7 @@ def test_a_class_of_ones_own_is_named_alike():
         given(".surrogate halved")
 
 
+@pytest.mark.slow
 def test_help_shows_them_and_a_resumed_run_compares_them(tmp_path):
     shown = command("train", "smoke", "--help", "recipe", folder=tmp_path).out
     assert "--recipe.algorithm.kl {K1,K2,K3,K3Plus,UnbiasedK3,None}" in shown and "(default: K3)" in shown

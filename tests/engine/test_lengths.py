@@ -155,6 +155,7 @@ def test_the_kernels_draw_the_tokens_of_the_plain_form(platform):
         np.testing.assert_allclose(one.sampler_logp, other.sampler_logp, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["tpu", "gpu"])
 def test_neighbours_change_no_bit_of_what_the_kernels_sample(platform):
     (few, _), (many, _) = sampled(platform, 4, 2), sampled(platform, 4)

@@ -118,6 +118,7 @@ def test_the_second_ctrl_c_quits_within_the_step(quit_twice):
     assert gone(worker)
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_a_completion_that_was_learned_from(quit_twice):
     screen = quit_twice[0].screen
     shown = re.search(r"step (\d+)  best reward (\d)\S*  [^\n]*(\d|=|\?)", screen)

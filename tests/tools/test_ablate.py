@@ -25,6 +25,8 @@ import ablate  # noqa: E402
 from ladder_statistics import accuracy_of, area, gain_at_equal_tokens, interval, lines_of, measures_of, ranking, table  # noqa: E402
 from ladders import LADDERS, Rung  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 TINY = """--model tiny-random --steps 40 --rollout.prompts 2 --rollout.group 2 --rollout.engine.slots 4
 --rollout.max_new_tokens 2 --rollout.engine.chunk 2 --learner.epochs 1 --learner.minibatches 1
 --learner.compute.row_tokens 32

@@ -7,6 +7,8 @@ import json
 import pytest
 from commands import tool
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_losses_that_most_runs_use_move_at_most_five_times_their_inputs():
     rows = [

@@ -10,6 +10,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 import bench_replay
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def runs():

@@ -17,6 +17,8 @@ from jaxrl_llm.learner import Compute, Learner
 from jaxrl_llm.models.config import Embeddings
 from jaxrl_llm.models.decoder import initialise
 
+pytestmark = pytest.mark.slow
+
 SMALL = Learner(optimiser=bench_update.ADAM, compute=Compute(microbatch_rows=8, row_tokens=32))
 
 

@@ -23,6 +23,8 @@ import peer_checks  # noqa: E402
 import peer_learning  # noqa: E402
 import peer_processes  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 TINY = tuple("--model tiny-random --slots 4 --group 2 --prompt 8 --completion 8 --repeats 2".split())
 
 

@@ -25,6 +25,8 @@ from fault_injection import Pass, kinds_of, resumed, table, under_faults, undist
 from fault_kinds import KILLS, OTHERS, Fault, Hit, damage, planned
 from fault_lives import named
 
+pytestmark = pytest.mark.slow
+
 CONFIG = Path(__file__).parents[1] / "fixtures" / "runs" / "hardest.py"
 FAULTS = (
     Fault("random", 2, 0.1, 0.5),

@@ -11,6 +11,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 from fuzz_templates import Fuzz
 
+pytestmark = pytest.mark.slow
+
 WRONG = ("changed", "unfed", "unlike", "untailed", "control", "misread", "joined", "misheard")
 
 

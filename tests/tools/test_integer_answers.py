@@ -17,6 +17,8 @@ sys.path.insert(0, str(TOOLS))
 import integer_answers  # noqa: E402
 from integer_templates import TEMPLATES, Unsuitable, Value, rewritten  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 
 def run(*arguments, **place):
     return tool("integer_answers", *map(str, arguments), **place)

@@ -13,6 +13,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 import soak
 
+pytestmark = pytest.mark.slow
+
 STEPS = 2000
 STEADY = {"memory": lambda step: 600.0, "files": lambda step: 30, "threads": lambda step: 20}
 

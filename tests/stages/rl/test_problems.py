@@ -102,6 +102,7 @@ def test_a_run_without_answers_is_tested_by_its_reward(folder, answers):
     assert "accuracy" not in out.split("finished")[-1]
 
 
+@pytest.mark.slow
 def test_eval_speaks_of_the_reward_too(folder, answers):
     code, out = answers["eval"]
     found = json.loads(out.splitlines()[-1])
