@@ -248,8 +248,10 @@ def test_what_an_optimiser_remembers_has_a_form_that_these_settings_alone_decide
         return jax.tree.structure(state), [x.dtype for x in jax.tree.leaves(state)]
 
     for changes in (
-        {"weight_decay": 0.1}, {"clip_norm": 0.0}, {"warmup": 3}, {"b2": 0.9}, {"eps": 1e-3}, {"b1": 0.0},
-        {"momentum_dtype": "bfloat16"}, {"offload": True},
+        {"weight_decay": 0.1}, {"clip_norm": 0.0}, {"warmup": 3},
+        *({"moments": dataclasses.replace(before.moments, **moment)} for moment in (
+            {"b2": 0.9}, {"eps": 1e-3}, {"b1": 0.0}, {"dtype": "bfloat16"}, {"offload": True},
+        )),
     ):  # fmt: skip
         after = dataclasses.replace(before, **changes)
         assert (form(before) == form(after)) == (remembered(before) == remembered(after)), changes

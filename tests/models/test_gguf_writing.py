@@ -13,7 +13,7 @@ import pytest
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import load_pretrained, load_scalar, logits, save_gguf
 from jaxrl_llm.models.builtin import CHATML, TINY
-from jaxrl_llm.models.config import Llama3Rope
+from jaxrl_llm.models.config import Llama3Rope, Rope
 from jaxrl_llm.models.decoder import Decoder, to_parameters
 from jaxrl_llm.models.gguf import PATHS
 from jaxrl_llm.models.gguf_writing import KINDS
@@ -23,7 +23,7 @@ FIXTURES = Path(__file__).parents[1] / "fixtures" / "models"
 FITTING = {
     "llama": {},
     "llama_linear": {},
-    "llama3_rope": {"rope_scaling": Llama3Rope(32.0, 1.0, 4.0, 8192), "rope_theta": 500000.0},
+    "llama3_rope": {"rope": Rope(500000.0, Llama3Rope(32.0, 1.0, 4.0, 8192))},
     "mistral": {"windows": ()},
     "qwen2": {"windows": ()},
     "qwen3": {},
