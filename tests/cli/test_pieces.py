@@ -83,7 +83,7 @@ def test_every_piece_of_every_algorithm_can_be_named():
 
 
 @pytest.mark.parametrize(("line", "words"), [
-    (".surrogate klip", "--recipe.algorithm.surrogate: expected one of CISPO, ClipCov, "),
+    (".surrogate klip", "--recipe.algorithm.surrogate: expected one of "),
     (".surrogate None", "got 'None'"),
     (".reduce", "--recipe.algorithm.reduce needs a value"),
     (".kl K4", "--recipe.algorithm.kl: expected one of K1, K2, K3, K3Plus, UnbiasedK3, None, got 'K4'"),
