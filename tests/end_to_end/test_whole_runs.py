@@ -2,14 +2,16 @@
 
 import json
 import math
+import shutil
 import signal
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tensorstore
 from commands import commands, logged
-from golden.differences import arrays_of, difference
+from golden.differences import arrays_of, difference, differences
 
 from jaxrl_llm.config import load_config, resolved
 
@@ -112,6 +114,26 @@ def test_a_killed_run_resumes_to_the_same_end(answers, folder):
     assert logged(log, *line.split(), folder=folder).wait() == 0, log.read_text()
     assert "continuing at step" in log.read_text()
     assert difference(folder / "whole", folder / "killed") == ""
+
+
+def test_a_comparison_of_runs_names_what_differs(answers, folder):
+    whole, other = folder / "sft", folder / "sft_changed"
+    shutil.copytree(whole, other)
+    assert difference(whole, other) == ""
+    step = other / "checkpoints" / "4"
+    name = sorted(arrays_of(step))[0]
+    place = {"driver": "ocdbt", "base": f"file://{step}/state/"}
+    array = tensorstore.open({"driver": "zarr", "kvstore": place | {"path": f"{name}/"}}).result()
+    array[...] = array.read().result() + np.asarray(1, array.dtype.numpy_dtype)
+    assert difference(whole, other).startswith(f"checkpoints/4, {name}: differs by up to ")
+    host = step / "host" / "metadata"
+    host.write_text(host.read_text().replace('"phase": 0', '"phase": 1'))
+    assert difference(whole, other) == "checkpoints/4, host/phase: 0, 1"
+    metrics = other / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"lr": 0.001', '"lr": 0.002', 1))
+    assert difference(whole, other).startswith("metrics.jsonl, step 1, lr: 0.001")
+    changes = {"lr": "rate"}
+    assert "metrics.jsonl, step 2, lr" in " ".join(differences(whole, other, changes)), "a renamed metric is looked for"
 
 
 def test_dynamic_sampling_keeps_groups_that_can_teach(rows):
