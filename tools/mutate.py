@@ -6,10 +6,9 @@
 The mutations are drawn once, by hashes of the revision: operators, comparisons, numbers off by one, dropped terms and
 negations inside functions, at most three in a module. One whose line has gone from this tree is passed over.
 
-First both sets of tests run once with probes in place of mutations, which record the test files that come past each.
-The default tests that come past a mutation run on it with ``-x``; then, if they let it live, the whole default set (a
-program that JAX has traced is not traced again, so a probe can miss a file); then what else comes past it in the whole
-suite.
+First both sets of tests run once with probes in place of mutations, which record the test files that come past each,
+also in the processes that they start. A mutation meets the default tests of those files and of its room; if it lives,
+all tests of the files that come past it in the whole suite.
 """
 
 import argparse
@@ -28,6 +27,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 BUILD = ROOT / "build" / "mutations"
 COUNT, PER_MODULE = 60, 3
+DEFAULT = "not (slow or campaign or compilers)"
 COMPARED = {
     ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"), ast.Eq: ("==", "!="),
     ast.NotEq: ("!=", "=="), ast.Is: ("is", "is not"), ast.IsNot: ("is not", "is"), ast.In: ("in", "not in"),
@@ -42,8 +42,10 @@ COMPUTED = {
 }
 PROBE = """import os
 seen = set()
+def pytest_runtest_logstart(nodeid, location):
+    os.environ["REACHED_TEST"] = nodeid.split("::")[0]
 def hit(number):
-    test = os.environ.get("PYTEST_CURRENT_TEST", "").split("::")[0]
+    test = os.environ.get("REACHED_TEST", "")
     if test and (number, test) not in seen:
         seen.add((number, test))
         try:
@@ -52,6 +54,8 @@ def hit(number):
         except (OSError, KeyError):
             pass
 """
+ALONE = "jaxrl_llm/sandbox/"
+"""Modules of processes that can import nothing else: no probes, their tests are those of their room."""
 
 
 @dataclass(frozen=True)
@@ -169,6 +173,8 @@ def probed(mutations: list[Mutation], tree: Path) -> None:
     """Insert before each mutation's statement what records that it was reached."""
     at = {}
     for number, mutation in enumerate(mutations):
+        if mutation.module.startswith(ALONE):
+            continue
         source = (tree / mutation.module).read_text()
         line = place(mutation, tree) + 1
         holds = []
@@ -221,7 +227,7 @@ def reached(mutations: list[Mutation], which: tuple[str, ...]) -> dict[int, list
         probed(mutations, tree)
         (tree / "_reached.py").write_text(PROBE)
         records.mkdir(parents=True, exist_ok=True)
-        pytest(tree, *which, REACHED=str(records))
+        pytest(tree, "-p", "_reached", *which, REACHED=str(records))
         files = {}
         for record in records.iterdir():
             for line in record.read_text().splitlines():
@@ -235,17 +241,16 @@ def verdict(mutation: Mutation, number: int, sets: dict[str, dict[int, list[str]
     """Which set of tests kills a mutation: "default", "whole" or none, and the first test that does."""
     tree = copied("mutated")
     apply(mutation, tree)
-    near, every = sets["default"].get(number, []), sets["whole"].get(number, [])
-    stages = [("default", near), ("default", []), ("whole", ["--all", *(file for file in every if file not in near)])]
-    for name, arguments in stages:
-        if (name == "default" and arguments == [] and not near and not every) or (
-            name == "whole" and len(arguments) == 1
-        ):
-            continue
-        status, output = pytest(tree, "-x", *arguments)
+    room = str(Path("tests") / Path(mutation.module).relative_to("jaxrl_llm").parent)
+    own = [str(path.relative_to(tree)) for path in sorted((tree / room).glob("test_*.py"))] if room != "tests" else []
+    for name, selected in (("default", ["-m", DEFAULT]), ("whole", ["--all"])):
+        others = [file for file in sets[name].get(number, []) if file not in own and (tree / file).exists()]
+        files = own + others
+        workers = ["-n0"] if len(files) <= 2 else []
+        status, output = pytest(tree, "-x", *workers, *selected, *files) if files else (0, "")
         if status not in (0, 5):
             failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
-            return {"killed": name, "by": failed[0] if failed else output[-300:]}
+            return {"killed": name, "by": failed[0][:200] if failed else output[-300:]}
     return {"killed": None, "by": ""}
 
 
