@@ -46,7 +46,7 @@ def differences(whole: Path, other: Path, renamed: Mapping[str, str] = NO_NAMES)
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [json.loads(line) for line in path.read_text().split("\n") if line] if path.exists() else []
 
 
 def _steps(directory: Path) -> list[int]:
