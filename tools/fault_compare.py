@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm import codec
-from jaxrl_llm.checkpoints.snapshots import ARRAY, CHECKPOINTS, SNAPSHOTS
+from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS, SNAPSHOTS
 from jaxrl_llm.checkpoints.store import read_host, steps_in
 from jaxrl_llm.system.json_lines import read_rows
 
 OF_THE_CLOCK = ("time/", "throughput/", "memory", "event/resumed", "rollout/utilisation")
 """How the names of metrics begin that no two runs have in common."""
+ARRAY = "/.zarray"
+"""The end of the key under which Orbax stores the shape of an array."""
 
 
 def difference(whole: Path, other: Path) -> str:
