@@ -186,6 +186,7 @@ def begin(
     directory = storage.mirror(name)
     if at_start is None:
         return directory, None
+    at_start = configs.AtStart(*at_start)  # other processes get it as a list
     decided = origin_of(decided)
     modules = configs.own_modules(found.run)
     origin = dataclasses.replace(
