@@ -1,6 +1,6 @@
 """How well the default tests catch faults: 60 one-line mutations of the package.
 
-    python tools/mutate.py REV            # draw at REV, apply each to this tree, run the tests; resumes build/mutations/
+    python tools/mutate.py REV            # draw at REV, apply each to this tree, run the tests; resumes from build/
     python tools/mutate.py REV --list     # the mutations alone
 
 The mutations are drawn once, by hashes of the revision: operators, comparisons, numbers off by one, dropped terms and

@@ -6,8 +6,8 @@
 
 Both trees run the configurations of this one (tests/golden/runs/ and configs/) on the machine at hand, in the Python
 environment that runs this command, two commands at a time; 3 to 6 minutes for a tree. Compared are the rows of
-metrics.jsonl (all but clocks), samples.jsonl, each array and host value of the last checkpoint and of snapshots, exported
-weights, collected rows, exit codes, and the lines on stdout and stderr without what the clock decides.
+metrics.jsonl (all but clocks), samples.jsonl, each array and host value of the last checkpoint and of snapshots,
+exported weights, collected rows, exit codes, and the lines on stdout and stderr without what the clock decides.
 
 XLA's bits depend on the processor and on versions, so nothing is committed: the other revision's runs are kept in
 build/golden/ under its commit, this folder's text, the processor's flags and all versions.

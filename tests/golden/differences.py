@@ -1,4 +1,4 @@
-"""What of two runs is not equal bit for bit, by name: metrics, samples, and each array and value of the last saved state.
+"""What of two runs is not equal bit for bit, by name: metrics, samples, each array and value of the last saved state.
 
 Nothing of the package is used: the two runs may be of two revisions.
 """
