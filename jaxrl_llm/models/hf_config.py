@@ -37,6 +37,9 @@ _COUNTS = """
     shared_expert_intermediate_size
 """.split()
 
+_MOST_LAYERS = 10_000
+"""Lists with an entry for each layer are made before tensors are counted: a damaged file must not fill the memory."""
+
 
 def read_config(attributes: Mapping[str, Any]) -> ModelConfig:
     """Parse a config.json into a ModelConfig; InputError names the attribute that cannot be obeyed."""
@@ -203,6 +206,10 @@ def _with_defaults(attributes: Mapping[str, Any], family: Family) -> dict[str, A
         optional = (known[name] is None and name == "head_dim") or (not known[name] and name == "sliding_window")
         if not optional and (type(known[name]) is not int or known[name] < 1):
             raise InputError(f"config.json sets {name}={known[name]!r}; it must be a positive integer")
+    if known["num_hidden_layers"] > _MOST_LAYERS:
+        raise InputError(
+            f"config.json sets num_hidden_layers={known['num_hidden_layers']}; at most {_MOST_LAYERS} are read"
+        )
     _multiple(known, "num_attention_heads", "num_key_value_heads")
     experts = known.get("num_experts", known.get("num_local_experts"))
     if experts is not None and known["num_experts_per_tok"] > experts:

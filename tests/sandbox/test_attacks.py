@@ -3,20 +3,16 @@
 import contextlib
 import os
 import socket
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from sandbox.programs import BOMBS, CHEATS, EXPRESSIONS, HONEST, LASTING, TESTS, attempt, cheat
 
 from jaxrl_llm.rewards import sandbox
 from jaxrl_llm.rewards.code import grade
 from jaxrl_llm.sandbox.client import Servers
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-
-from attack_programs import BOMBS, CHEATS, EXPRESSIONS, HONEST, LASTING, TESTS, attempt, cheat
 
 pytestmark = pytest.mark.slow
 

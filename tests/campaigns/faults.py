@@ -1,16 +1,33 @@
-"""What can befall a run: kills at moments that are waited for, and what is done to its disk, files and clock."""
+"""Runs that are killed, stopped and hindered again and again, and what is left of them at the end.
+
+    PYTHONPATH=tests python -m campaigns.faults CONFIG FOLDER FIRST KILLS
+
+Runs a configuration undisturbed, and then over and over under faults until it finishes. Faults fall at moments drawn
+evenly from the measured duration of the undisturbed run, or are aimed: kill -9 while it samples, scores, updates,
+writes a checkpoint or a snapshot, after a reset, at a phase's start, while it starts; SIGTERM; the newest checkpoint
+truncated or with one bit flipped; a wall clock that jumps by seven hours forth or back (``time.time`` of the process;
+its monotonic clock goes on); a disk without a free byte; a read-only folder of checkpoints; of several processes one
+that is killed. At the end the run has to equal the undisturbed one bit for bit. Prints a line of JSON for each pass:
+its faults, and what was wrong. A kill counts where the run went on above step 0.
+
+Full disks are small ones in memory, and read-only folders are mounts: these two need a mount namespace
+(``unshare --map-root-user --mount``), and are left out where ``FAULT_MOUNTS`` is not ``own``.
+"""
 
 import contextlib
 import dataclasses
+import json
 import os
 import random
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Generator, Sequence
 from pathlib import Path
 
-from fault_lives import Life
+from campaigns.lives import Life
+from golden.differences import difference
 
 from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS, SNAPSHOTS
 from jaxrl_llm.checkpoints.store import steps_in
@@ -32,6 +49,21 @@ PREEMPTED, REFUSED = 75, 2
 QUIT = (PREEMPTED, 128 + signal.SIGTERM, -signal.SIGTERM, 0)
 """Exit codes after a SIGTERM: between steps, while it loads, before Python hears it, in the last step."""
 DISK = "64m"
+PROCESSES = {"several": 2}
+LACKS = {
+    "dynamic": ("reset", "snapshot", "phase", "SIGTERM"),
+    "hardest": ("SIGTERM",),
+    "ahead": ("phase",),
+    "guarded": ("reset",),
+    "pairs": KILLS[2:4] + KILLS[6:],
+    "several": (*KILLS[1:], *OF_MOUNTS),
+}
+"""Faults that have nothing to aim at in a configuration, or after which it need not be the same: a signal within a step
+of one with ``interrupt`` or ``token_budget``, which take what ends first."""
+KILLS_A_PASS = 4
+"""Of which half fall at random; beside them one other fault."""
+PASSES_A_KILL = 3
+"""At most: a run may end before what a kill is aimed at has come, and a kill before the first checkpoint counts not."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +153,9 @@ def strike(life: Life, fault: Fault) -> Hit:
         with full(life.run_dir.parent):
             expect(life, REFUSED, 0, says="the disk is full")
     elif fault.kind == "read-only":
+        life.stop()  # what it opened meanwhile would keep the mount busy
         with read_only(life.run_dir / CHECKPOINTS):
+            life.go_on()
             expect(life, REFUSED, 0, says="read-only file system")
     else:
         victim = int(fault.chance * len(life.processes))
@@ -246,3 +280,133 @@ def planned(
         delay = chances.uniform(0, start_up) if kind == "start-up" else at - seconds
         faults.append(Fault(kind, step, delay, chances.random()))
     return faults
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """An undisturbed run.
+
+    Attributes:
+      config: its file.
+      run_dir: where it lies.
+      moments: seconds after its beginning, and the step whose row was written then; last its end.
+    """
+
+    config: Path
+    run_dir: Path
+    moments: list[tuple[float, int]]
+
+
+def undisturbed(config: Path, folder: Path) -> Whole:
+    """A run that nobody touches.
+
+    Raises:
+      Wrong: it fails.
+    """
+    folder.mkdir(parents=True)
+    with contextlib.closing(Life(config, folder / "run", folder, PROCESSES.get(config.stem, 1))) as life:
+        moments: list[tuple[float, int]] = []
+
+        def watch() -> bool:
+            step = life.records.step()
+            if step >= 0 and (not moments or step > moments[-1][1]):
+                moments.append((time.monotonic() - life.began, step))
+            return False
+
+        life.wait(watch)
+        watch()
+        expect(life, 0)
+        return Whole(config, life.run_dir, [*moments, (time.monotonic() - life.began, moments[-1][1])])
+
+
+def under_faults(whole: Whole, faults: Sequence[Fault], folder: Path) -> tuple[list[Hit], str]:
+    """The run of ``whole`` under these faults, one in each of its lives, until it is done.
+
+    Returns:
+      The faults that came, and what was not as it should be; empty where nothing was. The last checkpoints, snapshots,
+      metrics and samples have to equal those of ``whole``.
+    """
+    hits: list[Hit] = []
+    folder.mkdir(parents=True)
+    with disk(folder / "disk"):
+        run_dir = folder / "disk" / "run"
+        try:
+            lives(whole, faults, run_dir, folder, hits)
+            return hits, difference(whole.run_dir, run_dir)
+        except (Wrong, TimeoutError, subprocess.TimeoutExpired) as error:
+            return hits, str(error)
+
+
+def lives(whole: Whole, faults: Sequence[Fault], run_dir: Path, folder: Path, hits: list[Hit]) -> None:
+    """One start after the other, up to the last; what came is added to ``hits``.
+
+    Raises:
+      Wrong: one of them ends in another way than it should.
+    """
+    broken = None
+    said = ""
+    for fault in [*faults, None]:
+        life = Life(whole.config, run_dir, folder, PROCESSES.get(whole.config.stem, 1), fault.clock if fault else None)
+        with contextlib.closing(life):
+            came = fault is not None and moment(life, fault)
+            since = life.records.resumed_at()
+            hit = strike(life, fault) if came and fault else None
+            if hit is None:
+                expect(life, 0)
+            resumed(hits, since if since is not None else life.records.resumed_at(), begun=life.records.step() >= 0)
+            if broken is not None:
+                said += life.records.said()
+                if life.records.resumed_at() is not None:
+                    if f"checkpoints/{broken} is damaged (" not in said or "; resuming from" not in said:
+                        raise Wrong(f"nothing was said of the damage of checkpoint {broken}:\n{said[-1500:]}")
+                    broken = None
+            if hit is None:
+                return
+            hits.append(hit)
+        if hit.kind in DAMAGES and broken is None:
+            broken = damage(run_dir, fault)
+            said = ""  # a life may end between its word on the damage and its first step
+
+
+def resumed(hits: Sequence[Hit], at: int | None, begun: bool) -> None:
+    """Write down where the run went on from after those hits for which that was not known yet.
+
+    ``at``: what this life has said, None where it has not; ``begun``: whether it has come as far as its first row.
+    """
+    if at is None and not begun:
+        return
+    for hit in hits:
+        if hit.resumed_at is None:
+            hit.resumed_at = at or 0
+
+
+def kinds_of(name: str, number: int, chances: random.Random) -> list[str]:
+    """Faults of one pass; ``number``: passes with numbers that follow each other have all that there is a place for."""
+    lacks = LACKS.get(name, ())
+    others = [kind for kind in OTHERS + OF_MOUNTS * can_mount() if kind not in lacks]
+    aimed = [kind for kind in KILLS[1:] if kind not in lacks] or ["random"]
+    half = KILLS_A_PASS // 2
+    kinds = ["random"] * (KILLS_A_PASS - half) + [aimed[(number * half + i) % len(aimed)] for i in range(half)]
+    kinds.append(others[number % len(others)])
+    chances.shuffle(kinds)
+    return kinds
+
+
+def main(config: Path, folder: Path, first: int, kills: int) -> None:
+    """Run one configuration in passes, from the one with the number ``first``, until so many kills have counted; a
+    line for each pass.
+    """
+    whole = undisturbed(config, folder / "whole")
+    counted = 0
+    for number in range(first, first + PASSES_A_KILL * kills):
+        chances = random.Random(f"{config.stem} {number}")
+        faults = planned(chances, whole.moments, kinds_of(config.stem, number, chances), whole.moments[0][0])
+        hits, wrong = under_faults(whole, faults, folder / str(number))
+        print(json.dumps({"hits": [vars(hit) | {"counts": hit.counts} for hit in hits], "wrong": wrong}), flush=True)
+        counted += sum(hit.counts for hit in hits)
+        if wrong or counted >= kills:
+            return
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))

@@ -15,7 +15,7 @@ from typing import Any
 from jaxrl_llm.checkpoints.store import UNFINISHED
 from jaxrl_llm.system.json_lines import read_rows
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import os, sys, threading, time
 if jump := os.environ.get("FAULT_CLOCK"):

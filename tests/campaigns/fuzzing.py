@@ -1,18 +1,14 @@
-"""Hostile inputs for all that reads what strangers wrote: does any end in a traceback, hang, fill memory, or execute?
+"""Reads hostile inputs in processes with limits: does any end in a traceback, hang, fill memory, or execute?
 
-    python tools/fuzz.py [--targets rows gguf ...] [--inputs 1000] [--seed 0] [--out DIR]
+    PYTHONPATH=tests python -m campaigns.fuzzing NAME COUNT SEED
 
-Each target (``fuzz_targets.py``) makes inputs from a seed, sound ones with a few changes and texts with code in them,
-and reads them as the package does. Right is a value, or an ``InputError``. Inputs are read in a process of their own,
-with 2 seconds of processor time for each and 1 GiB of memory beyond what the process has at its beginning; an audit
-hook (PEP 578) reports programs that are started, sockets, and files written outside of the input's folder. Prints a
-JSON line for each target with the number of inputs, of those that were refused, and of findings, and the findings with
-their places; --out keeps the inputs that led to them.
-
-``--inputs`` of each target; a finding is repeated with ``--targets NAME --only INDEX``.
+A target (``readers.py``) makes inputs from a seed, sound ones with a few changes and texts with code in them, and reads
+them as the package does. Right is a value, or an ``InputError``. Inputs are read in a process of their own, with 2
+seconds of processor time for each and 1 GiB of memory beyond what the process has at its beginning; an audit hook
+(PEP 578) reports programs that are started, sockets, and files written outside of the input's folder. Prints the number
+of inputs that were refused, and the findings, as JSON.
 """
 
-import collections
 import dataclasses
 import json
 import mmap
@@ -23,19 +19,15 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 import traceback
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import tyro
-from fuzz_inputs import MARK
+from campaigns.hostile import MARK
+from campaigns.readers import TARGETS, Target
 
 from jaxrl_llm.errors import InputError
 
-SECONDS = 2.0
-"""Processor time of one input."""
 WAIT_S = 60
 """Seconds that one input may wait."""
 MEMORY = 1 << 30
@@ -54,23 +46,6 @@ STARTS = (
 RENDERS = "jaxrl_llm.tasks.rendering"
 """In the command of the one program that is meant to be started: it renders chat templates."""
 REACHES = ("socket.connect", "socket.bind", "urllib.Request", "ftplib.connect", "smtplib.connect")
-
-
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """A reader of foreign input.
-
-    Attributes:
-      make: draws an input.
-      read: reads one in a folder, which is empty before.
-      prepare: called once, before the limits hold: imports, and what every input needs.
-      seconds: of processor time for one input.
-    """
-
-    make: Callable[[random.Random], Any]
-    read: Callable[[Any, Path], Any]
-    prepare: Callable[[], Any] = lambda: None
-    seconds: float = SECONDS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,66 +156,12 @@ def _limit(executed: list[str], place: Path) -> None:
 
 def _told(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if "jaxrl_llm/" in frame.filename and "tools" not in frame.filename]
+    own = [frame for frame in frames if "jaxrl_llm/" in frame.filename and "campaigns" not in frame.filename]
     last = (own or frames)[-1]
     return f"{type(error).__name__}: {str(error)[:100]!r} at {Path(last.filename).name}:{last.lineno}"
 
 
-@dataclasses.dataclass
-class Asked:
-    """Fuzz readers of foreign input.
-
-    Attributes:
-      targets: their names; empty for all.
-      inputs: of each.
-      seed: of the inputs.
-      only: read the input of this number alone, here, without limits, and print it.
-      out: a folder for the inputs that led to findings.
-    """
-
-    targets: tuple[str, ...] = ()
-    inputs: int = 1000
-    seed: int = 0
-    only: int | None = None
-    out: Path | None = None
-
-
-def lines(asked: Asked) -> Iterator[dict[str, Any]]:
-    """Yield one line for each target."""
-    from fuzz_targets import TARGETS
-
-    for name in asked.targets or TARGETS:
-        began = time.monotonic()
-        refused, found = fuzz(TARGETS[name], name, range(asked.inputs), asked.seed)
-        for one in found if asked.out else ():
-            asked.out.mkdir(parents=True, exist_ok=True)
-            case = case_of(TARGETS[name], name, asked.seed, one.index)
-            (asked.out / f"{name}_{one.index}").write_bytes(case if isinstance(case, bytes) else ascii(case).encode())
-        kinds = collections.Counter(one.kind for one in found)
-        counts = {"target": name, "inputs": asked.inputs, "refused": refused, "findings": len(found)}
-        same = collections.Counter(f"{one.kind}: {one.told}" for one in found)
-        first = {f"{one.kind}: {one.told}": one.index for one in reversed(found)}
-        told = [[told, times, first[told]] for told, times in same.most_common(20)]
-        yield counts | dict(kinds) | {"seconds": round(time.monotonic() - began, 1), "places": told}
-
-
-def main() -> None:
-    """Run the command line."""
-    asked = tyro.cli(Asked, description=__doc__, config=(tyro.conf.AvoidSubcommands,))
-    if asked.only is None:
-        for line in lines(asked):
-            print(json.dumps(line), flush=True)
-        return
-    from fuzz_targets import TARGETS
-
-    (name,) = asked.targets
-    TARGETS[name].prepare()
-    case = case_of(TARGETS[name], name, asked.seed, asked.only)
-    print(repr(case)[:3000])
-    with tempfile.TemporaryDirectory() as place:
-        os.chdir(place)
-        print(TARGETS[name].read(case, Path(place)))
-
-
 if __name__ == "__main__":
-    main()
+    name, count, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    refused, findings = fuzz(TARGETS[name], name, range(count), seed)
+    print(json.dumps([refused, [dataclasses.astuple(one) for one in findings]]))

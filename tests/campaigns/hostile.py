@@ -1,4 +1,4 @@
-"""Hostile inputs for ``fuzz.py``: texts, JSON values and bytes, each drawn from a seed or changed from a sound one."""
+"""Hostile inputs: texts, JSON values and bytes, each drawn from a seed or changed from a sound one."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""Programs that attack the sandbox, and programs that cheat its tests; ``attack_sandbox.py`` and the suite run them.
+"""Programs that attack the sandbox, and programs that cheat its tests.
 
 A hostile program prints BREACH where it did what it must not. Names in angle brackets are filled in: files, processes
 and sockets of the one who runs it.

@@ -1,12 +1,7 @@
-"""Random episodes over published chat templates: is every sampled token kept, and is all else the template's?
+"""Random episodes of a chat template: is every sampled token kept, and is all else the template's?
 
-    python tools/fuzz_templates.py [--episodes 10000] [--seed 0] [--folder DIR]
+``Fuzz.counts`` has, of episodes, replies and sampled tokens:
 
-Downloads the wheel of TRL 1.16.0, which has the chat templates that models are published with, and forms of them for
-training. The tokenizer is that of SmolLM2-135M with the control tokens of each template. Templates that write tools get
-calls and results, others conversations. Prints a JSON line for each template, one for each refused, and one for all:
-
-  episodes, replies, sampled: their numbers; ``sampled`` in tokens.
   changed: sampled tokens that are not in the row as they were sampled.
   unfed: episodes whose row is not, token by token, what the engine was fed.
   whole, unlike: episodes that can be the template's rendering of the whole chat, since it keeps earlier turns and
@@ -16,38 +11,26 @@ calls and results, others conversations. Prints a JSON line for each template, o
   contents, joined, misheard: the world's; those found with up to 3 characters of the template; those found otherwise.
   calls, misread: calls; those that were read otherwise than they were meant.
   anew: episodes whose row would be another one if the chat was rendered and tokenised anew.
-
-10,000 episodes with seed 0 (66 templates of 15 families, 44 of them with tools; 6 for pictures refused; 21 minutes on 2
-shared cores): replies 25082, sampled 667769, changed 0, unfed 0, whole 5069, unlike 0, untailed 0, harmful 2907,
-control 0, calls 11126, misread 0, anew 7205. 660 episodes: contents 1954, joined 34, misheard 0.
 """
 
 import collections
-import dataclasses
 import datetime
 import functools
 import itertools
 import json
 import random
 import re
-import subprocess
-import sys
-import tempfile
-import zipfile
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-import tyro
 from tokenizers import AddedToken
 
 from jaxrl_llm.environments.calls import tool_call
 from jaxrl_llm.environments.episode_format import EpisodeFormat
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models.tokenizer import load_tokenizer, special_ids
+from jaxrl_llm.models.tokenizer import special_ids
 from jaxrl_llm.tasks import Task
 
-TRL = "trl==1.16.0"
 STOPS = {
     "cohere": ("<|END_OF_TURN_TOKEN|>",),
     "deepseek": ("<｜end▁of▁sentence｜>",),
@@ -83,41 +66,11 @@ TOOL = {
     },
 }
 WORDS = (
-    "one",
-    " Zwei",
-    "trois ",
-    "四",
-    "пять",
-    "🙂",
-    "{x: 1}",
-    "[7]",
-    "3.5",
-    "<b>",
-    "a\\b",
-    "é",
-    '"so"',
-    "—",
-    "  ",
-    "\n\n",
-)
+    "one", " Zwei", "trois ", "四", "пять", "🙂", "{x: 1}", "[7]", "3.5", "<b>", "a\\b", "é", '"so"', "—", "  ", "\n\n",
+)  # fmt: skip
 DATE = datetime.date(2025, 7, 1)
 _CLOCK = re.compile(r"""strftime_now\((?P<quote>["'])(?P<format>.*?)(?P=quote)\)""")
 _ONE_CALL = ("llama", "gpt_oss")
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """The work.
-
-    Attributes:
-      episodes: over all templates together.
-      seed: of the episodes.
-      folder: of templates; empty to download them.
-    """
-
-    episodes: int = 10_000
-    seed: int = 0
-    folder: str = ""
 
 
 class Fuzz:
@@ -173,7 +126,8 @@ class Fuzz:
         row = self.form.prompt(chat[: places[0]])
         learned: list[tuple[int, list[int]]] = []
         feeds = []
-        keeps, straight = not any(CONTROL.search(content) for content in told), True
+        spelled = any(CONTROL.search(content) or any(stop in content for stop in self.stops) for content in told)
+        keeps, straight = not spelled, True
         for index, after in itertools.pairwise([*places, len(chat)]):
             said, kept = self.said(chat[index]["content"], text, upto(index), len(upto(after)))
             crooked = draws.random() < 0.2
@@ -298,53 +252,14 @@ class Fuzz:
         return draws.choice(["", " "]).join(words)
 
 
-def templates(options: Options, folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield names and texts of templates."""
-    if options.folder:
-        yield from ((path.stem, path.read_text()) for path in sorted(Path(options.folder).glob("*.jinja")))
-        return
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), TRL]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    [wheel] = folder.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        for name in sorted(archive.namelist()):
-            if name.endswith(".jinja"):
-                yield Path(name).stem, archive.read(name).decode()
+def stops_of(name: str) -> tuple[str, ...]:
+    """Return the tokens at which models with the published template of this name stop."""
+    return next(stops for begins, stops in STOPS.items() if name.startswith(begins))
 
 
-def with_control_tokens(folder: Path, template: str, stops: Sequence[str]) -> Any:
-    """Load a tokenizer from its folder and add a template's control tokens."""
-    tokenizer = load_tokenizer(folder)
+def with_control_tokens(tokenizer: Any, template: str, stops: Sequence[str]) -> Any:
+    """Add a template's control tokens to a tokenizer."""
     special = sorted({*CONTROL.findall(template), *stops})
     tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in MARKS])
     return tokenizer
-
-
-def main(options: Options) -> None:
-    """Print the counts."""
-    from jaxrl_llm.models import load_pretrained
-
-    total: collections.Counter[str] = collections.Counter()
-    with tempfile.TemporaryDirectory() as work:
-        folder = Path(work)
-        load_pretrained("smollm2-135m")[1].save_pretrained(folder / "tokenizer")
-        found = []
-        for name, template in templates(options, folder):
-            stops = next(stops for begins, stops in STOPS.items() if name.startswith(begins))
-            try:
-                found.append((name, Fuzz(template, stops, with_control_tokens(folder / "tokenizer", template, stops))))
-            except InputError as error:
-                print(json.dumps({"template": name, "refused": str(error)}))
-        for index, (name, fuzz) in enumerate(found):
-            draws = random.Random(f"{options.seed} {name}")
-            for _ in range(len(range(index, options.episodes, len(found)))):
-                fuzz.episode(draws)
-            about = {"template": name, "syntax": fuzz.form.syntax or "none", "rewrites": bool(fuzz.form.note)}
-            print(json.dumps(about | dict(fuzz.counts)), flush=True)
-            total.update(fuzz.counts)
-    print(json.dumps({"templates": len(found)} | dict(total)))
-
-
-if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
