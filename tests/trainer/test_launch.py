@@ -222,6 +222,7 @@ def test_several_processes_do_not_write_to_s3(tmp_path, resumed):
         begin(Peers(0, 2), one, False, None)
 
 
+@pytest.mark.slow
 def test_fresh_takes_a_free_address(tmp_path):
     storage("gs")
     on_another_machine(tmp_path / "one")
