@@ -104,7 +104,7 @@ def changes(node: ast.AST, raw: list[bytes]):
 
 
 def mutations_of(module: str, source: str):
-    """All mutations inside functions that still parse, not of docstrings, annotations or decorators."""
+    """Yield all mutations inside functions, not of docstrings, annotations or decorators."""
     raw = [line.encode() for line in source.split("\n")]
     functions = [
         node for node in ast.walk(ast.parse(source)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
@@ -115,19 +115,22 @@ def mutations_of(module: str, source: str):
             for node in ast.walk(statement):
                 if hasattr(node, "lineno") and node.lineno == node.end_lineno:
                     nodes[id(node)] = node
-    seen = set()
+    seen = {}
     for node in nodes.values():
         for begin, end, new in changes(node, raw):
-            mutation = Mutation(module, node.lineno, raw[node.lineno - 1].decode(), begin, end, new)
-            lines = [*source.split("\n")]
-            lines[node.lineno - 1] = mutation.mutated
-            try:
-                ast.parse("\n".join(lines))
-            except SyntaxError:
-                continue
-            if mutation not in seen:
-                seen.add(mutation)
-                yield mutation
+            seen[Mutation(module, node.lineno, raw[node.lineno - 1].decode(), begin, end, new)] = None
+    yield from seen
+
+
+def parses(mutation: Mutation, tree: Path) -> bool:
+    """Whether a tree's module is Python with a mutation."""
+    lines = (tree / mutation.module).read_text().split("\n")
+    lines[place(mutation, tree)] = mutation.mutated
+    try:
+        ast.parse("\n".join(lines))
+    except SyntaxError:
+        return False
+    return True
 
 
 def drawn(revision: str) -> list[Mutation]:
@@ -155,11 +158,14 @@ def chosen(revision: str, tree: Path) -> list[Mutation]:
     modules, picked, lines = Counter(), [], set()
     for mutation in drawn(revision):
         line = (mutation.module, mutation.line)
-        if modules[mutation.module] < PER_MODULE and line not in lines and place(mutation, tree) is not None:
+        if len(picked) == COUNT:
+            break
+        fresh = modules[mutation.module] < PER_MODULE and line not in lines
+        if fresh and place(mutation, tree) is not None and parses(mutation, tree):
             modules[mutation.module] += 1
             lines.add(line)
             picked.append(mutation)
-    return picked[:COUNT]
+    return picked
 
 
 def apply(mutation: Mutation, tree: Path) -> None:
