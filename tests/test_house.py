@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "jaxrl_llm"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
-OTHERS = [path for name in ("configs", "tools", "examples") for path in sorted((ROOT / name).rglob("*.py"))]
+OTHERS = [path for name in ("configs", "tools", "bench", "examples") for path in sorted((ROOT / name).rglob("*.py"))]
 CHECKED = [*MODULES, *TESTS, *OTHERS]
 
 ROOMS = (
@@ -148,7 +148,7 @@ def test_tests_lie_where_the_package_has_what_they_test():
     own = {"end_to_end", "campaigns", "tools", "examples"}
     assert folders - own <= {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     loose = {path.stem.removeprefix("test_") for path in files if len(path.parts) == 1}
-    pages = {"house", "cloud", "contributing", "notebooks", "pages", "errata"}
+    pages = {"bench", "house", "cloud", "contributing", "notebooks", "pages", "errata"}
     assert loose - pages <= {path.stem for path in PACKAGE.glob("*.py")}
 
 
