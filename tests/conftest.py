@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import os
+import re
 import signal
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -100,27 +101,71 @@ COMPILERS = find_spec("libtpu") is not None and compiles_for_gpus()
 """Whether programs can be compiled for TPUs and GPUs that are not there."""
 
 
-def pytest_report_header() -> list[str]:
-    """Say whether tests are left out."""
+DEFAULT = "not (slow or campaign or compilers)"
+"""The expression of markers in pyproject.toml, which selects the default set."""
+WHOLE_FILE = re.compile(r"^pytestmark = .*\b(slow|campaign|compilers)\b", re.MULTILINE)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """One way to run everything."""
+    parser.addoption("--all", action="store_true", help="run all tests, the default set or not")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Of files that are named on the command line all tests run, unless -m says otherwise."""
+    if not hasattr(config, "workerinput"):
+        asked = config.invocation_params.args
+        named = any(".py" in str(one) for one in asked) and "-m" not in asked
+        if config.option.all or named:
+            config.option.markexpr = ""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files without a test of the default set are not even imported for it."""
+    return True if config.option.markexpr == DEFAULT and left_out(collection_path) else None
+
+
+def left_out(path: Path) -> bool:
+    """Whether all tests of a file are outside the default set."""
+    return path.suffix == ".py" and WHOLE_FILE.search(path.read_text()) is not None
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """Say what is left out, and how to run it."""
     missing = "missing, so their tests are left out; pip install -e '.[compilers]'"
-    lines = [f"compilers of absent TPUs and GPUs: {'installed' if COMPILERS else missing}"]
     left = "" if level() == LEVELS[-1] else "; tests of higher levels are left out"
+    lines = [f"compilers of absent TPUs and GPUs: {'installed' if COMPILERS else missing}"] if config.option.all else []
+    if config.option.markexpr == DEFAULT:
+        texts = {path: path.read_text() for path in Path(__file__).parent.rglob("test_*.py")}
+        slow = {path: len(re.findall(r"^ *@pytest\.mark\.slow$", text, re.MULTILINE)) for path, text in texts.items()}
+        tests = {path: len(re.findall(r"^ *def test_", text, re.MULTILINE)) for path, text in texts.items()}
+        out = sum(tests[path] if left_out(path) else slow[path] for path in texts)
+        lines.append(
+            f"the default set: {out} of {sum(tests.values())} tests are left out; pytest --all runs them, after "
+            "pip install -e '.[dev]'"
+        )
     return [*lines, f"sandbox for programs: {level()}{left}"]
 
 
-LONGEST = ("fault_injection", "resume", "notebooks", "processes", "planning", "your_own_run", "reranking", "kinds")
+LONGEST = ("whole_runs", "resume", "notebooks", "processes", "planning", "your_own_run", "reranking", "kinds")
 """Files that take longest of all, or that lie behind many short ones by name."""
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list) -> None:
     """The longest files and whole runs first: what is last should be short, so that all workers end together."""
-    left_out = [] if COMPILERS else [item for item in items if item.get_closest_marker("compilers")]
+    for item in items:
+        # ``slow(but=ID)``: one of a function's parameters is in the default set.
+        mark = item.get_closest_marker("slow")
+        if mark and "but" in mark.kwargs and mark.kwargs["but"] == item.callspec.id:
+            item.own_markers = [one for one in item.own_markers if one.name != "slow"]
+    absent = [] if COMPILERS else [item for item in items if item.get_closest_marker("compilers")]
     confined = [(item, mark.args[0]) for item in items if (mark := item.get_closest_marker("sandbox"))]
     if confined:
-        left_out += [item for item, asked in confined if LEVELS.index(asked) > LEVELS.index(level())]
-    if left_out:
-        items[:] = [item for item in items if item not in left_out]
-        config.hook.pytest_deselected(items=left_out)
+        absent += [item for item, asked in confined if LEVELS.index(asked) > LEVELS.index(level())]
+    if absent:
+        items[:] = [item for item in items if item not in absent]
+        config.hook.pytest_deselected(items=absent)
     ranks = {f"test_{name}": rank for rank, name in enumerate(LONGEST)}
     whole_runs = ("end_to_end", "tools")
     items.sort(key=lambda one: (ranks.get(one.path.stem, len(ranks)), one.path.parent.name not in whole_runs))

@@ -22,6 +22,8 @@ from jaxrl_llm.rules import DONE, GUARD
 from jaxrl_llm.sharding.distributed import joining
 from jaxrl_llm.system.signals import PREEMPTED
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "cloud"
 FILES = sorted(FOLDER.iterdir())

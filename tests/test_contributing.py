@@ -1,28 +1,35 @@
-"""What CONTRIBUTING.md says a change takes: its examples, put where the page says, work, in no more files than it
-promises.
+"""The examples of CONTRIBUTING.md work, in as many files as its table says.
+
+The parts of a file of ``examples/extending/`` begin with a comment that names the file they go to, and the place in it.
 """
 
+import ast
 import dataclasses
-import functools
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 import textwrap
 import types
+import unittest
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from algorithms.batches import ragged
+from extending import backend, ingredient, objective, per_token_array, rule, stage, surrogate
 from learner.rollouts import T, forward_on, groups, one_device, policy_training, rollout
+from oracles import SEQUENCE_MEANS
 from tiny import tiny
 
-from jaxrl_llm.algorithms import PRESETS, PolicyBatch
+from jaxrl_llm.algorithms import PRESETS, PolicyBatch, policy_loss
 from jaxrl_llm.algorithms.tokens import clean_tokens
-from jaxrl_llm.config import Run, load_config, resolved
+from jaxrl_llm.config import load_config, resolved
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.learner import Layout, Learner, Optimiser, create_state, learn
 from jaxrl_llm.learner.optimiser import build
@@ -33,68 +40,100 @@ from jaxrl_llm.stages.rl import prepare
 from jaxrl_llm.stages.rl.ingredients import INGREDIENTS
 from jaxrl_llm.trainer.loop import train
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
-BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
+EXAMPLES = sorted((ROOT / "examples" / "extending").glob("*.py"))
 
 
-def blocks(heading):
-    """``(file, code)`` of each example below a heading; the first line of each says its file, and where in it."""
-    section = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    found = []
-    for indent, block in BLOCK.findall(section):
-        first, *lines = [line.removeprefix(indent) for line in block.splitlines()]
-        path = re.fullmatch(r"# (jaxrl_llm/[\w/]+\.py)(, .*)?", first)
-        assert path and (ROOT / path[1]).parent.is_dir(), first
-        found.append((path[1], "\n".join(lines)))
-    return found
+class Part(NamedTuple):
+    """The lines of an example that go to one place."""
+
+    path: str
+    place: str | None
+    code: str
+
+    def into(self, source):
+        """The source of its file with these lines at their place; at the end without one."""
+        if self.place is None:
+            return f"{source}\n\n{self.code}"
+        top = re.fullmatch(r"at the top: (.+)", self.place)
+        if top:
+            return re.sub(r"^(?=import |from )", f"{top[1]}\n", source, count=1, flags=re.MULTILINE)
+        name, side, text = re.fullmatch(r"in (\w+), (before|after) (.+)", self.place).groups()
+        lines = source.splitlines()
+        begin = next(n for n, line in enumerate(lines) if re.match(rf"((def|class) )?{name}\b", line))
+        found = next(n for n in range(begin + 1, len(lines)) if lines[n].strip().startswith(text))
+        _, *body = self.code.strip().splitlines()  # the first line repeats what the others are in
+        body = body[:-1] if body[-1] in (")", "]", "}") else body
+        indent = re.match(" *", lines[found])[0]
+        at = found + (side == "after")
+        lines[at:at] = textwrap.indent(textwrap.dedent("\n".join(body)), indent).splitlines()
+        return "\n".join(lines) + "\n"
 
 
-def source_with(path, code, after=None):
-    """A module's source as it is once the example stands at its end, or behind the line that begins with ``after``."""
-    source = (ROOT / path).read_text()
-    if after is None:
-        return f"{source}\n\n{code}\n"
-    line = next(line for line in source.splitlines() if line.strip().startswith(after))
-    indent = line[: len(line) - len(line.lstrip())]
-    return source.replace(line, f"{line}\n{textwrap.indent(code, indent)}", 1)
+def parts(name):
+    """The parts of an example for the package's files."""
+    text = (ROOT / "examples" / "extending" / f"{name}.py").read_text()
+    pieces = re.split(r"^# ((?:jaxrl_llm|tests)/[\w/]+\.py)(?:, (.*))?\n", text, flags=re.MULTILINE)[1:]
+    found = [Part(*piece) for piece in zip(pieces[::3], pieces[1::3], pieces[2::3], strict=True)]
+    return [part for part in found if part.path.startswith("jaxrl_llm/")]
 
 
-def module_with(path, code, after=None):
-    """A module of that source."""
-    source = source_with(path, code, after)
-    made = types.ModuleType(path.removesuffix(".py").replace("/", "."))
-    sys.modules["example_of_contributing"] = made  # dataclasses look their module up
-    made.__dict__["__name__"] = "example_of_contributing"
-    exec(compile(source, path, "exec"), made.__dict__)
+def module_with(part):
+    """The module that a part goes to, with the part."""
+    made = types.ModuleType("example_of_contributing")
+    sys.modules[made.__name__] = made  # dataclasses look their module up
+    exec(compile(part.into((ROOT / part.path).read_text()), part.path, "exec"), made.__dict__)
     return made
 
 
-@pytest.mark.parametrize(
-    ("heading", "most"),
-    [
-        ("Add a setting", 2),
-        ("Add a per-token array", 3),
-        ("Add an objective", 4),
-        ("Add a backend", 4),
-        ("Add an ingredient of reinforcement learning", 3),
-        ("Add a stage", 2),
-    ],
-)
-def test_a_change_takes_no_more_files_than_promised(heading, most):
-    files = {path for path, _ in blocks(heading)}
-    assert 0 < len(files) <= most, files
+def package_with(names, folder):
+    """Write a copy of the package that has these examples."""
+    shutil.copytree(ROOT / "jaxrl_llm", folder / "jaxrl_llm", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("configs", "pyproject.toml"):
+        (folder / name).symlink_to(ROOT / name)
+    for part in (part for name in names for part in parts(name)):
+        path = folder / part.path
+        path.write_text(part.into(path.read_text() if path.exists() else '"""New."""\n'))
 
 
-def test_the_example_of_a_rule_works_as_printed():
-    ((path, rule),) = blocks("Add a rule")
-    guards = module_with(path, rule)
-    good = functools.partial(guards.good_enough, accuracy=0.9)
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_a_change_takes_as_many_files_as_the_table_says(path):
+    (row,) = re.findall(rf"^\| [^|]+ \| (\d+)[^|]* \|.*`{path.name}`.* \|$", PAGE, re.MULTILINE)
+    assert int(row) == len({part.path for part in parts(path.stem)})
+    assert ast.get_docstring(ast.parse(path.read_text()))
+
+
+def test_the_example_of_the_page_is_the_file_that_is_tested():
+    (printed,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    assert printed in (ROOT / "examples" / "extending" / "surrogate.py").read_text()
+
+
+def test_a_new_surrogate_and_its_oracle_agree():
+    assert "spo" not in SEQUENCE_MEANS, "SPO is there already: show another example"
+    logp, batch = ragged(0)
+    wanted = []
+    for row, valid in enumerate(batch.mask):
+        ratios = np.exp(np.float64(logp[row] - batch.old_logp[row]))[valid]
+        if valid.any():
+            wanted.append(np.mean(surrogate.policy_terms("spo", ratios, float(batch.advantages[row]))))
+    found = policy_loss(surrogate.PRESETS["spo"], logp, batch)[0]
+    np.testing.assert_allclose(found, np.mean(wanted), rtol=2e-5)
+    outcome = unittest.TestResult()
+    unittest.defaultTestLoader.loadTestsFromTestCase(surrogate.PaddingIsFree).run(outcome)
+    assert outcome.testsRun == 2 and outcome.wasSuccessful(), outcome
+
+
+def test_a_rule_stops_after_two_good_evaluations_in_a_row():
+    rules = {}
+    rule.guards_of(rules)
     rows = [{"step": 0, "eval/sums/pass@1": 0.95}, {"step": 1}, {"step": 2, "eval/sums/pass@1": 0.4}]
     rows += [{"step": step, "eval/sums/pass@1": 0.92} for step in (3, 4)]
     memory, stops = {}, []
     for row in rows:
-        decision, memory = decide({"good_enough": good}, row, memory)
+        decision, memory = decide(rules, row, memory)
         stops.append(decision.stop)
     assert stops == [None, None, None, None, 0] and memory == {"good_enough": {"times": 2}}
 
@@ -105,7 +144,9 @@ from jaxrl_llm import cli, config as configs
 from jaxrl_llm.rules import GUARD, Rules, guards_of
 run = configs.resolved(configs.load_config("smoke")[1])
 far = dataclasses.replace(run, rules=Rules(farthest=0.5))
-decision, _ = guards_of(far)["farthest"]({"step": 1, "kl": 0.6}, {})
+farthest = guards_of(far)["farthest"]
+assert [farthest(row, {})[0].stop for row in ({"step": 1}, {"kl": float("nan")}, {"kl": 0.5})] == [None] * 3
+decision, _ = farthest({"step": 1, "kl": 0.6}, {})
 assert (decision.stop, decision.reason) == (GUARD, "kl is 0.600, above rules.farthest 0.5")
 assert "farthest" not in guards_of(run)
 assert configs.from_json(json.loads(json.dumps(configs.to_json(far)))) == far
@@ -115,31 +156,23 @@ cli.main()
 """
 
 
-def test_the_example_of_a_setting_works_in_two_files(tmp_path):
-    (settings, field), (guards, line), (same, rule) = blocks("Add a setting")
-    assert guards == same
-    shutil.copytree(ROOT / "jaxrl_llm", tmp_path / "jaxrl_llm", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("configs", "pyproject.toml"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    with_line = source_with(guards, line, after='rules = {"not_a_number"')
-    imported = (ROOT / settings).read_text().replace("import RECORDED,", "import FREE, RECORDED,")
-    (tmp_path / settings).write_text(imported.replace("rollbacks: Annotated", f"{field}\n    rollbacks: Annotated"))
-    (tmp_path / guards).write_text(f"{with_line}\n\n{rule}\n")
+def test_a_setting_is_a_flag_that_is_checked_saved_and_read(tmp_path):
+    package_with(["setting"], tmp_path)
     ran = subprocess.run([sys.executable, "-c", USES_A_SETTING], cwd=tmp_path, capture_output=True, text=True)
     said = "rules.farthest must be above 0, and finite, got -1.0"
     assert ran.returncode == 2 and said in ran.stderr, ran.stderr
 
 
-def test_the_example_of_a_per_token_array_works_as_printed():
-    (sampler, line), (surrogates, surrogate) = blocks("Add a per-token array")
-    sampling = module_with(sampler, line, after='extras = {"entropy"')
+def test_a_per_token_array_is_computed_by_the_sampler_and_read_by_the_loss():
+    _, draws = parts("per_token_array")
+    sampling = module_with(draws)
     logits = np.random.default_rng(0).normal(size=(4, 50)).astype(np.float32)
     logits[:2, 7] += 20.0  # two rows that are sure of a token
     uniforms = jnp.linspace(0.05, 0.95, 4)
     drawn = sampling.draw(jnp.asarray(logits), uniforms, sampling.as_rules(Sampling(temperature=0.7)))
     wanted = jax.nn.log_softmax(logits / 0.7)
     np.testing.assert_allclose(drawn.extras["top_logp"], jnp.max(wanted, axis=-1), rtol=1e-5)
-    piece = module_with(surrogates, surrogate).Hesitant()
+    piece = per_token_array.Hesitant()
     assert piece.reads == ("top_logp",)
     found = jnp.take_along_axis(wanted, drawn.token[:, None], axis=1).T
     extras = {"top_logp": drawn.extras["top_logp"][None]}
@@ -150,17 +183,9 @@ def test_the_example_of_a_per_token_array_works_as_printed():
     np.testing.assert_allclose(piece(at)[0], np.where(likeliest, 0.0, -1.0), atol=1e-6)
 
 
-def test_the_example_of_an_objective_with_a_role_of_its_own_works_as_printed():
-    (objectives, objective), (programs, training) = blocks("Add an objective")
-    first = module_with(objectives, objective)
-    names = {"TokensLeft": first.TokensLeft}
-    source = training.replace("from jaxrl_llm.learner.objectives import TokensLeft\n", "")
-    assert source != training
-    made = module_with(programs, "")
-    exec(source, made.__dict__ | names, names)
+def test_an_objective_trains_a_role_of_its_own():
     optimiser = Optimiser(learning_rate=1e-2)
-    length = names["length_training"]
-    length = types.FunctionType(length.__code__, made.__dict__ | names)(optimiser, ComputeOptions(remat="full"))
+    length = objective.length_training(optimiser, ComputeOptions(remat="full"))
     mesh = one_device()
     state = create_state(tiny("windows"), build(optimiser), False, mesh, others=[length.begins])
     both = (policy_training(PRESETS["dapo"], optimiser), length)
@@ -173,50 +198,40 @@ def test_the_example_of_an_objective_with_a_role_of_its_own_works_as_printed():
     np.testing.assert_allclose(losses[0], np.mean(lengths**2), rtol=1e-4, err_msg="a fresh head says 0")
 
 
-def test_the_example_of_an_ingredient_trains_as_printed(tmp_path):
-    (settings, field), (path, code), (table, entry) = blocks("Add an ingredient of reinforcement learning")
-    assert table == "jaxrl_llm/stages/rl/ingredients.py" and (ROOT / path).parent == (ROOT / table).parent
-    collect = module_with(settings, field, after="replay: Replay | None = None").Collect
-    made = module_with(table, "").__dict__ | {"INGREDIENTS": INGREDIENTS}
-    exec(compile(code, path, "exec"), made)
+def trained(run, directory):
+    """(exit code, rows) of a run in this directory."""
+    directory.mkdir(exist_ok=True)
+    code = train(run, directory, lambda line: None)
+    return code, [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_an_ingredient_trains_if_its_setting_says_so(tmp_path):
+    collect = module_with(parts("ingredient")[0]).Collect
     smoke = resolved(load_config("smoke")[1])
     losses = {}
-    exec(entry, made)
-    for coef in (0.0, 0.1):
-        rollout = dataclasses.replace(smoke.rollout, collect=collect(right_answers=coef))
-        code, rows, _ = trained(dataclasses.replace(smoke, rollout=rollout, steps=2), tmp_path / str(coef))
-        assert code == 0
-        losses[coef] = [row.get("right_answers/loss") for row in rows if row["step"]]
-    INGREDIENTS.remove(made["RightAnswers"])
+    INGREDIENTS[:0] = ingredient.INGREDIENTS
+    try:
+        for coef in (0.0, 0.1):
+            rollout = dataclasses.replace(smoke.rollout, collect=collect(right_answers=coef))
+            code, rows = trained(dataclasses.replace(smoke, rollout=rollout, steps=2), tmp_path / str(coef))
+            assert code == 0
+            losses[coef] = [row.get("right_answers/loss") for row in rows if row["step"]]
+    finally:
+        del INGREDIENTS[: len(ingredient.INGREDIENTS)]
     assert losses[0.0] == [None, None] and len(losses[0.1]) == 2 and any(losses[0.1])
 
 
-@dataclasses.dataclass(frozen=True)
-class Copying(Run):
-    """The configuration of the example's stage."""
-
-
-def trained(run, directory):
-    """(exit code, rows, what was said) of a run in this directory."""
-    directory.mkdir(exist_ok=True)
-    said = []
-    code = train(run, directory, said.append)
-    return code, [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()], said
-
-
-def test_the_example_of_a_backend_draws_what_the_engine_draws(tmp_path):
-    (path, code), (programs, chosen) = blocks("Add a backend")
-    plain = types.ModuleType(path)
-    exec(compile(code, path, "exec"), vars(plain))
-    made = module_with(programs, chosen, after="model, dtype, mesh, where, rollout")
-    made.__dict__["Plain"] = plain.Plain
+def test_a_backend_draws_what_the_engine_draws(tmp_path):
+    (chosen,) = [part for part in parts("backend") if part.code.startswith("sampling_of")]
+    made = module_with(chosen)
+    made.__dict__["Plain"] = backend.Plain
     run = dataclasses.replace(resolved(load_config("smoke")[1]), steps=1)
-    code, wanted, _ = trained(run, tmp_path / "engine")
+    code, wanted = trained(run, tmp_path / "engine")
     assert code == 0
     whole = prepare.sampling_of
     prepare.sampling_of = made.sampling_of
     try:
-        code, found, _ = trained(run, tmp_path / "plain")
+        code, found = trained(run, tmp_path / "plain")
     finally:
         prepare.sampling_of = whole
     same = ("reward/mean", "completions/mean_length", "completions/truncated_fraction", "prompts")
@@ -228,20 +243,52 @@ def test_the_example_of_a_backend_draws_what_the_engine_draws(tmp_path):
     assert said[0] == said[1] and {kind for kind, _ in said[0]} == {"training", "evaluation"}
 
 
-def test_the_example_of_a_stage_trains_and_is_gone_on_with(tmp_path):
-    (init, entry), (path, code) = blocks("Add a stage")
-    assert entry == 'STAGES[Copying] = "jaxrl_llm.stages.copying"' and init == "jaxrl_llm/stages/__init__.py"
-    assert path == "jaxrl_llm/stages/copying.py"
-    exec(entry, {"STAGES": STAGES, "Copying": Copying})
-    sys.modules["jaxrl_llm.stages.copying"] = types.ModuleType("jaxrl_llm.stages.copying")
-    exec(compile(code, path, "exec"), vars(sys.modules["jaxrl_llm.stages.copying"]))
+def test_a_stage_trains_and_resumes(tmp_path):
     smoke = resolved(load_config("smoke")[1])
     fields = {field.name: getattr(smoke, field.name) for field in dataclasses.fields(smoke)}
-    run = Copying(**fields | {"steps": 4})
-    code, whole, _ = trained(run, tmp_path / "whole")
-    losses = [row["loss"] for row in whole if row["step"]]
-    assert code == 0 and len(losses) == 4 and min(losses) < losses[0] - 1
-    trained(dataclasses.replace(run, steps=2), tmp_path / "parts")
-    code, parts, _ = trained(run, tmp_path / "parts")
-    assert code == 0 and [row["loss"] for row in parts if row["step"]] == losses
-    del STAGES[Copying], sys.modules["jaxrl_llm.stages.copying"]
+    run = stage.Copying(**fields | {"steps": 4})
+    STAGES[stage.Copying] = stage.__name__
+    try:
+        code, whole = trained(run, tmp_path / "whole")
+        losses = [row["loss"] for row in whole if row["step"]]
+        assert code == 0 and len(losses) == 4 and min(losses) < losses[0] - 1
+        trained(dataclasses.replace(run, steps=2), tmp_path / "parts")
+        code, parts = trained(run, tmp_path / "parts")
+        assert code == 0 and [row["loss"] for row in parts if row["step"]] == losses
+    finally:
+        del STAGES[stage.Copying]
+
+
+OWN_RUN = """
+import dataclasses
+from jaxrl_llm.algorithms import PRESETS
+from jaxrl_llm.algorithms.surrogates import Hesitant
+from jaxrl_llm.config import load_config
+from jaxrl_llm.rules.settings import Rules
+smoke = load_config("smoke")[1]
+rollout = dataclasses.replace(smoke.rollout, collect=dataclasses.replace(smoke.rollout.collect, right_answers=0.1))
+algorithm = dataclasses.replace(PRESETS["spo"], surrogate=Hesitant())
+recipe = dataclasses.replace(smoke.recipe, algorithm=algorithm)
+config = dataclasses.replace(smoke, steps=1, rollout=rollout, recipe=recipe, rules=Rules(farthest=9.0))
+"""
+OWN_STAGE = """
+from jaxrl_llm.config import load_config
+from jaxrl_llm.config.run import Copying
+config = Copying(**vars(load_config("smoke")[1]) | {"steps": 1})
+"""
+
+
+@pytest.mark.parametrize(
+    ("config", "metrics"),
+    [(OWN_RUN, {"loss", "length/loss", "right_answers/loss"}), (OWN_STAGE, {"loss"})],
+    ids=["run", "stage"],
+)
+def test_the_command_line_trains_with_all_examples_in_their_files(tmp_path, config, metrics):
+    package_with([path.stem for path in EXAMPLES], tmp_path)
+    (tmp_path / "own.py").write_text(config)
+    command = [sys.executable, "-m", "jaxrl_llm", "train", "own.py", "--run_dir", "run"]
+    sooner = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    ran = subprocess.run(command, cwd=tmp_path, env=sooner, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert metrics <= rows[-1].keys() and rows[-1]["step"] == 1

@@ -4,8 +4,12 @@ import doctest
 import re
 from pathlib import Path
 
+import pytest
+
 from jaxrl_llm.algorithms import advantages, kl, ratios, reduce, surrogates
 from jaxrl_llm.recipes import RECIPES
+
+pytestmark = pytest.mark.slow
 
 DOCS = Path(__file__).parents[1] / "docs"
 SESSION = Path(__file__).with_name("errata.pycon").read_text()

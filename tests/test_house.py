@@ -20,8 +20,10 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "jaxrl_llm"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
-OTHERS = [path for name in ("configs", "tools", "bench", "examples") for path in sorted((ROOT / name).rglob("*.py"))]
-CHECKED = [*MODULES, *TESTS, *OTHERS]
+CHECKED = [
+    *(*MODULES, *TESTS),
+    *(path for folder in ("bench", "configs", "examples", "tools") for path in sorted((ROOT / folder).rglob("*.py"))),
+]
 
 ROOMS = (
     "types",
@@ -107,8 +109,11 @@ def misplaced_imports(path):
 
 
 def stage_settings(path):
-    """What the loop reads of settings that are a stage's affair."""
+    """What the loop knows of a single stage: its module, or settings that are a stage's affair."""
     if path.parent.name == "trainer":
+        for line, name in imported(path):
+            if re.match(r"jaxrl_llm\.stages\.(?!stage\.|stage_of$)", name):
+                yield f"{named(path)}:{line}: {name} is one stage's; the loop knows stages.stage_of and stages.stage"
         for found in re.findall(r"\brun\.(?:recipe|rollout|task|scoring)\b", path.read_text()):
             yield f"{named(path)}: {found} is read by stages alone"
 
@@ -152,6 +157,7 @@ def test_tests_lie_where_the_package_has_what_they_test():
     assert loose - pages <= {path.stem for path in PACKAGE.glob("*.py")}
 
 
+@pytest.mark.slow
 def test_the_code_is_as_ruff_wants_it():
     for command in ("check", "format --check"):
         ran = subprocess.run(
@@ -163,6 +169,7 @@ def test_the_code_is_as_ruff_wants_it():
         assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
+@pytest.mark.slow
 def test_calls_and_names_are_right_in_types():
     ran = subprocess.run([sys.executable, "-m", "ty", "check", PACKAGE], cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
@@ -194,6 +201,7 @@ def unread(kinds, trees):
     return sorted(f"{kind.__name__}.{name}" for kind in kinds for name in fields_of(kind) if (kind, name) not in found)
 
 
+@pytest.mark.slow
 def test_every_setting_is_read_somewhere():
     assert len(list(kinds_of(Setting))) > 20
 

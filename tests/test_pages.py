@@ -23,6 +23,8 @@ from jaxrl_llm.models.families import FAMILIES, our_shape, tensors_of
 from jaxrl_llm.plan.lowering import model_config, published
 from jaxrl_llm.recipes import RECIPES
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 WRITTEN = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]

@@ -137,6 +137,7 @@ def test_a_controller_without_a_coefficient_is_refused():
         configs.validate(dataclasses.replace(SMOKE, recipe=recipe))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dapo", "cispo"])
 @pytest.mark.parametrize("worth", [1.0, 2.0, 10.0])
 def test_the_overlong_punishment_weighs_what_it_weighs_in_its_paper(name, worth):

@@ -1,15 +1,14 @@
 """How well the default tests catch faults: 60 one-line mutations of the package.
 
-    python tools/mutate.py REV            # draw at REV, apply each to this tree, run the tests; resumes from build/
+    python tools/mutate.py REV            # draw at REV, apply each to this tree, run the tests; can be resumed
     python tools/mutate.py REV --list     # the mutations alone
 
 The mutations are drawn once, by hashes of the revision: operators, comparisons, numbers off by one, dropped terms and
 negations inside functions, at most three in a module. One whose line has gone from this tree is passed over.
 
-First both sets of tests run once with probes in place of mutations, which record the test files that come past each.
-The default tests that come past a mutation run on it with ``-x``; then, if they let it live, the whole default set (a
-program that JAX has traced is not traced again, so a probe can miss a file); then what else comes past it in the whole
-suite.
+First both sets of tests run once with probes in place of mutations, which record the test files that come past each,
+also in the processes that they start. A mutation meets the default tests of those files and of its room; if it lives,
+all tests of the files that come past it in the whole suite.
 """
 
 import argparse
@@ -28,6 +27,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 BUILD = ROOT / "build" / "mutations"
 COUNT, PER_MODULE = 60, 3
+DEFAULT = "not (slow or campaign or compilers)"
 COMPARED = {
     ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"), ast.Eq: ("==", "!="),
     ast.NotEq: ("!=", "=="), ast.Is: ("is", "is not"), ast.IsNot: ("is not", "is"), ast.In: ("in", "not in"),
@@ -42,8 +42,10 @@ COMPUTED = {
 }
 PROBE = """import os
 seen = set()
+def pytest_runtest_logstart(nodeid, location):
+    os.environ["REACHED_TEST"] = nodeid.split("::")[0]
 def hit(number):
-    test = os.environ.get("PYTEST_CURRENT_TEST", "").split("::")[0]
+    test = os.environ.get("REACHED_TEST", "")
     if test and (number, test) not in seen:
         seen.add((number, test))
         try:
@@ -52,6 +54,8 @@ def hit(number):
         except (OSError, KeyError):
             pass
 """
+ALONE = "jaxrl_llm/sandbox/"
+"""Modules of processes that can import nothing else: no probes, their tests are those of their room."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,7 @@ def changes(node: ast.AST, raw: list[bytes]):
 
 
 def mutations_of(module: str, source: str):
-    """All mutations inside functions that still parse, not of docstrings, annotations or decorators."""
+    """Yield all mutations inside functions, not of docstrings, annotations or decorators."""
     raw = [line.encode() for line in source.split("\n")]
     functions = [
         node for node in ast.walk(ast.parse(source)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
@@ -111,19 +115,22 @@ def mutations_of(module: str, source: str):
             for node in ast.walk(statement):
                 if hasattr(node, "lineno") and node.lineno == node.end_lineno:
                     nodes[id(node)] = node
-    seen = set()
+    seen = {}
     for node in nodes.values():
         for begin, end, new in changes(node, raw):
-            mutation = Mutation(module, node.lineno, raw[node.lineno - 1].decode(), begin, end, new)
-            lines = [*source.split("\n")]
-            lines[node.lineno - 1] = mutation.mutated
-            try:
-                ast.parse("\n".join(lines))
-            except SyntaxError:
-                continue
-            if mutation not in seen:
-                seen.add(mutation)
-                yield mutation
+            seen[Mutation(module, node.lineno, raw[node.lineno - 1].decode(), begin, end, new)] = None
+    yield from seen
+
+
+def parses(mutation: Mutation, tree: Path) -> bool:
+    """Whether a tree's module is Python with a mutation."""
+    lines = (tree / mutation.module).read_text().split("\n")
+    lines[place(mutation, tree)] = mutation.mutated
+    try:
+        ast.parse("\n".join(lines))
+    except SyntaxError:
+        return False
+    return True
 
 
 def drawn(revision: str) -> list[Mutation]:
@@ -151,11 +158,14 @@ def chosen(revision: str, tree: Path) -> list[Mutation]:
     modules, picked, lines = Counter(), [], set()
     for mutation in drawn(revision):
         line = (mutation.module, mutation.line)
-        if modules[mutation.module] < PER_MODULE and line not in lines and place(mutation, tree) is not None:
+        if len(picked) == COUNT:
+            break
+        fresh = modules[mutation.module] < PER_MODULE and line not in lines
+        if fresh and place(mutation, tree) is not None and parses(mutation, tree):
             modules[mutation.module] += 1
             lines.add(line)
             picked.append(mutation)
-    return picked[:COUNT]
+    return picked
 
 
 def apply(mutation: Mutation, tree: Path) -> None:
@@ -169,6 +179,8 @@ def probed(mutations: list[Mutation], tree: Path) -> None:
     """Insert before each mutation's statement what records that it was reached."""
     at = {}
     for number, mutation in enumerate(mutations):
+        if mutation.module.startswith(ALONE):
+            continue
         source = (tree / mutation.module).read_text()
         line = place(mutation, tree) + 1
         holds = []
@@ -221,7 +233,7 @@ def reached(mutations: list[Mutation], which: tuple[str, ...]) -> dict[int, list
         probed(mutations, tree)
         (tree / "_reached.py").write_text(PROBE)
         records.mkdir(parents=True, exist_ok=True)
-        pytest(tree, *which, REACHED=str(records))
+        pytest(tree, "-p", "_reached", *which, REACHED=str(records))
         files = {}
         for record in records.iterdir():
             for line in record.read_text().splitlines():
@@ -235,17 +247,16 @@ def verdict(mutation: Mutation, number: int, sets: dict[str, dict[int, list[str]
     """Which set of tests kills a mutation: "default", "whole" or none, and the first test that does."""
     tree = copied("mutated")
     apply(mutation, tree)
-    near, every = sets["default"].get(number, []), sets["whole"].get(number, [])
-    stages = [("default", near), ("default", []), ("whole", ["--all", *(file for file in every if file not in near)])]
-    for name, arguments in stages:
-        if (name == "default" and arguments == [] and not near and not every) or (
-            name == "whole" and len(arguments) == 1
-        ):
-            continue
-        status, output = pytest(tree, "-x", *arguments)
+    room = str(Path("tests") / Path(mutation.module).relative_to("jaxrl_llm").parent)
+    own = [str(path.relative_to(tree)) for path in sorted((tree / room).glob("test_*.py"))] if room != "tests" else []
+    for name, selected in (("default", ["-m", DEFAULT]), ("whole", ["--all"])):
+        others = [file for file in sets[name].get(number, []) if file not in own and (tree / file).exists()]
+        files = own + others
+        workers = ["-n0"] if len(files) <= 2 else []
+        status, output = pytest(tree, "-x", *workers, *selected, *files) if files else (0, "")
         if status not in (0, 5):
             failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
-            return {"killed": name, "by": failed[0] if failed else output[-300:]}
+            return {"killed": name, "by": failed[0][:200] if failed else output[-300:]}
     return {"killed": None, "by": ""}
 
 

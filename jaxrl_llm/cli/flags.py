@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
-from jaxrl_llm.cli.foreign import refuse_foreign
+from jaxrl_llm.cli.foreign import NOTES, refuse_foreign
 from jaxrl_llm.errors import InputError, did_you_mean, require
 from jaxrl_llm.system.paths import local
 
@@ -137,6 +137,8 @@ def _whole(argument: str) -> str:
 
 def _meant(name: str, fields: set[str]) -> str:
     """Suggest a replacement for an unknown option; empty if none is close."""
+    if name in NOTES:
+        return NOTES[name]
     # A field is often named without the part that it belongs to, or with another.
     end = f".{name.rpartition('.')[2]}"
     close = sorted(known for known in fields if f".{known}".endswith(end))

@@ -120,6 +120,22 @@ recipe.filter_groups ~ algorithm.filter_groups.enable algorithm.filter_groups.me
 """verl's names likewise, whole."""
 TUNIX = "rollout.max_new_tokens = max_tokens_to_generate"
 """Tunix's names that TRL does not have."""
+NOTES = {
+    "batch_size": "--rollout.prompts, each with --rollout.group completions; of data to learn from, --batch.rows",
+    "lr": "--learner.optimiser.learning_rate",
+    "lora": "--learner.lora.rank, above 0",
+    "run_name": "--run_dir",
+    "max_tokens": "--rollout.max_new_tokens",
+    "use_vllm": "the sampler is built in",
+    "logging_steps": "every step is logged",
+    "push_to_hub": "jaxrl-llm export RUN --out DIR --push USER/NAME",
+    **dict.fromkeys(("gpus", "num_gpus", "n_gpus_per_node"), "all devices are used; CUDA_VISIBLE_DEVICES chooses"),
+    **dict.fromkeys(("resume", "resume_from_checkpoint", "resume_mode"), "the same command resumes a run"),
+    **dict.fromkeys(("dataset", "dataset_name"), "the task of the configuration's file, Task(HubDataset(NAME))"),
+    **dict.fromkeys(("train_files", "val_files"), "the task of the configuration's file, Task(Table(PATH))"),
+    **dict.fromkeys(("reward", "reward_funcs", "reward_weights"), "scoring.rewards of the configuration's file"),
+}
+"""What to do in place of names that have no flag here, or belong to no trainer; by their last part."""
 PAGES = {"TRL": "docs/from_trl.md", "verl": "docs/from_verl.md", "Tunix": "docs/from_trl.md"}
 
 
@@ -161,7 +177,8 @@ def refuse_foreign(arguments: Sequence[str], flags: Collection[str]) -> None:
             if alike:
                 equal[typed] = f"--{flag} {shlex.quote(value)}" if value else f"--{flag}"
             else:
-                unequal[typed] = f"{typed} (nearest: --{flag})" if flag else typed
+                note = f"nearest: --{flag}" if flag else NOTES.get(name.rpartition(".")[2], "")
+                unequal[typed] = f"{typed} ({note})" if note else typed
     told = []
     if equal:
         told.append(f"{_are(equal)}; here {'they are' if len(equal) > 1 else 'it is'} {' '.join(equal.values())}")

@@ -78,7 +78,7 @@ class Origin:
     modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
     start: Start | None = None
     models: Mapping[str, Pin] = dataclasses.field(default_factory=dict)
-    changed: Sequence[tuple[int, Sequence[str]]] = ()
+    changed: Sequence[tuple[int, Sequence[str]]] = dataclasses.field(default_factory=list)
     code: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def places(self) -> list[Path]:

@@ -164,7 +164,7 @@ def begin(
     if start is not None:
         configs.check_start(found.run, start.carry)
 
-    def choose() -> tuple[str, configs.AtStart | None, dict[str, Any]]:
+    def choose() -> tuple[str, str | None, dict[str, Any]]:
         directory, at_start = choose_directory(found.run, found.name, fresh, start)
         if finished(directory, found.run):
             return storage.named(directory), None, {}
@@ -180,13 +180,12 @@ def begin(
                 print(f"jaxrl-llm: {told}; --fresh begins a new run", file=sys.stderr)
             now = [(last, [*at_start.changed, *code])] if at_start.changed or code else []
             origin = dataclasses.replace(origin, changed=[*before.origin.changed, *now])
-        return storage.named(directory), at_start, origin.to_json()
+        return storage.named(directory), at_start.day, origin.to_json()
 
-    name, at_start, decided = peers.first(choose)
+    name, day, decided = peers.first(choose)
     directory = storage.mirror(name)
-    if at_start is None:
+    if day is None:
         return directory, None
-    at_start = configs.AtStart(*at_start)  # other processes get it as a list
     decided = origin_of(decided)
     modules = configs.own_modules(found.run)
     origin = dataclasses.replace(
@@ -197,7 +196,7 @@ def begin(
         changed=decided.changed,
         code=decided.code,
     )
-    return directory, dataclasses.replace(found, run=configs.dated(found.run, at_start.day), origin=origin)
+    return directory, dataclasses.replace(found, run=configs.dated(found.run, day), origin=origin)
 
 
 def choose_directory(

@@ -39,6 +39,7 @@ def test_padding_is_read_nowhere(seed, lengths, garbage):
         assert not np.any(np.asarray(grad)[~batch.mask]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_padding_is_read_nowhere_without_a_compiler_either(name):
     # Compiled, x * mask may have become a choice, which hides a NaN that is multiplied by 0.
@@ -51,6 +52,7 @@ def test_padding_is_read_nowhere_without_a_compiler_either(name):
     chex.assert_tree_all_finite(metrics)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("garbage", [np.nan, -np.inf])
 def test_a_row_without_a_token_may_have_any_advantage(garbage):
     logp, batch = ragged(0)

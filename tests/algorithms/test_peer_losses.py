@@ -15,6 +15,8 @@ sys.path.insert(0, str(ROOT))
 
 from bench.losses import LOSSES, VERL_LOSSES, on_random  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 THEIRS = {
     peer: json.loads((ROOT / "tests" / "fixtures" / "peers" / f"{peer}_losses.json").read_text())
     for peer in ("trl", "verl")

@@ -43,16 +43,19 @@ def sharded():
     return presets(*divided(ragged(0, LENGTHS)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_preset_is_the_same_step_by_step_and_compiled(name):
     same(plain(PRESETS[name], *ragged(0, LENGTHS)), compiled()[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_preset_is_the_same_mapped_over_batches(name):
     same(jax.tree.map(lambda x: x[1], mapped()[name]), compiled()[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_preset_is_the_same_on_eight_devices(name):
     (loss, _), grad = sharded()[name]
@@ -66,6 +69,7 @@ def estimated():
     return every(ALL, rewards.reshape(4, 2), context)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_an_estimator_is_the_same_step_by_step_and_compiled(name):
     rewards, context = scored(0, LENGTHS)
@@ -74,6 +78,7 @@ def test_an_estimator_is_the_same_step_by_step_and_compiled(name):
     same(found if name in BY_TOKEN else found.reshape(-1), estimated()[name])
 
 
+@pytest.mark.slow
 def test_estimators_are_the_same_mapped_over_batches():
     batches = [scored(seed, LENGTHS) for seed in (1, 0)]
     rewards, context = jax.tree.map(lambda *x: np.stack(x), *batches)
@@ -82,6 +87,7 @@ def test_estimators_are_the_same_mapped_over_batches():
         same(found[name][1], estimated()[name])
 
 
+@pytest.mark.slow
 def test_estimators_are_the_same_on_eight_devices():
     rewards, context = scored(0, LENGTHS)
     ids = np.repeat(np.arange(4), 2)

@@ -18,6 +18,8 @@ from jaxrl_llm.learner.state import abstract_state
 from jaxrl_llm.system import lease
 from jaxrl_llm.system import storage as stored
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", params=["gs", "s3"])
 def run(request, tmp_path_factory):

@@ -41,6 +41,7 @@ def like(kind="plain", reference=True, dtype="float32"):
     return abstract_state(tiny(kind, dtype=dtype), OPTIMISER, reference)
 
 
+@pytest.mark.slow(but="float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_state_comes_back_bit_for_bit_on_every_mesh(tmp_path, dtype):
     saved = state_on(make_mesh(MeshShape(1, 8, 1)), "gemma", dtype=dtype)
@@ -102,6 +103,7 @@ def test_the_newest_stay_and_others_go(tmp_path):
     store.close()
 
 
+@pytest.mark.slow
 def test_what_a_run_was_stopped_with_takes_no_place_of_a_checkpoint_that_is_due(tmp_path):
     state = state_on(one_device(), reference=False)
     due = lambda step: step % 2 == 0
@@ -127,6 +129,7 @@ def test_a_half_written_step_is_not_seen(tmp_path):
     assert steps_in(tmp_path) == [1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changed", [{"kind": "bias"}, {"kind": "full_norm"}, {"reference": False}, {"reference": True}]
 )

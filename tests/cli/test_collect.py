@@ -12,6 +12,8 @@ from terminals import CTRL_C, PATIENCE_S, Terminal
 
 from jaxrl_llm.models import save_pretrained
 
+pytestmark = pytest.mark.slow
+
 CONFIG = """
 import dataclasses
 from jaxrl_llm.config import load_config

@@ -2,9 +2,12 @@
 
 import json
 
+import pytest
 from commands import ROOT, command
 
 from jaxrl_llm.system.signals import UNHEARD
+
+pytestmark = pytest.mark.slow
 
 CONFIG = ROOT / "tests" / "fixtures" / "runs" / "sums.py"
 FILES = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({0}, {0}))"

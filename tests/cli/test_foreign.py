@@ -10,7 +10,7 @@ from commands import ROOT
 from jaxrl_llm import config as configs
 from jaxrl_llm.algorithms.preference import KTO, SimPO
 from jaxrl_llm.cli.flags import parse
-from jaxrl_llm.cli.foreign import NAMES, PAGES
+from jaxrl_llm.cli.foreign import NAMES, NOTES, PAGES
 from jaxrl_llm.errors import InputError
 
 pytestmark = pytest.mark.filterwarnings("ignore:get_parser")
@@ -47,7 +47,9 @@ def test_a_name_is_refused_with_a_flag_that_is_there_and_takes_the_value(name):
     for flag, equal in meanings:
         if not flag:
             said = refusal(SMOKE, f"{typed}=x")
-            assert said == f"{typed} is {owner}'s name, without an equal here: {PAGES[owner]}"
+            note = NOTES.get(name.rpartition(".")[2])
+            shown = f"{typed} ({note})" if note else typed
+            assert said == f"{shown} is {owner}'s name, without an equal here: {PAGES[owner]}"
             continue
         run = next(run for run in RUNS if has(run, flag))
         if not equal:
@@ -56,6 +58,7 @@ def test_a_name_is_refused_with_a_flag_that_is_there_and_takes_the_value(name):
             continue
         now = operator.attrgetter(flag)(run)
         value = "x" if flag == "output.run_dir" else VALUES[type(now)]
+        value = "0.5" if value == str(now) else value
         said = refusal(run, f"{typed}={value}")
         before, _, ours = said.partition("; here it is ")
         assert before == f"{typed} is {owner}'s name"
@@ -68,7 +71,7 @@ def test_all_of_a_command_are_in_one_line():
     assert refusal(SMOKE, *line.split()) == (
         "--num_generations and --beta and --learning-rate are TRL's names; here they are --rollout.group 8 "
         "--recipe.algorithm.kl_coef 0.04 --learner.optimiser.learning_rate 1e-5; --max_steps (nearest: --steps) and "
-        "--use_vllm are TRL's names, without an equal here: docs/from_trl.md"
+        "--use_vllm (the sampler is built in) are TRL's names, without an equal here: docs/from_trl.md"
     )
     said = refusal(SMOKE, "+actor_rollout_ref.rollout.n=8", "--data.max_response_length", "9", "--loss_type", "dapo")
     assert "+actor_rollout_ref.rollout.n and --data.max_response_length are verl's names; here they are" in said

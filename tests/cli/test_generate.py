@@ -111,6 +111,7 @@ def test_a_character_appears_once_all_its_bytes_are_there():
     assert "Zoë" in told and told.index("Zoë") == 4
 
 
+@pytest.mark.slow
 def test_an_answer_appears_in_pieces_and_is_the_one_of_its_seed(policy, task):
     sampling = Sampling(0.7, max_new_tokens=60)
     screen = Screen()
@@ -133,6 +134,7 @@ def test_each_answer_follows_from_all_that_was_said(policy, task, capsys):
     assert said.err.splitlines() == [CUT] * 2
 
 
+@pytest.mark.slow
 def test_the_runs_own_wording_holds_for_every_message(policy):
     task = wording(policy, "Be brief.")
     task = task.__class__(task.source, template="chatml", system="Be brief.", suffix="!")
@@ -192,6 +194,7 @@ def test_bytes_that_are_no_text_are_refused(policy):
             encode(policy, [HELLO | {"content": said}], wording(policy, system))
 
 
+@pytest.mark.slow
 def test_a_long_chat_loses_its_beginning_with_a_word_said(policy, task, capsys):
     long = [{"role": role, "content": "x" * 200} for role in ("user", "assistant", "user", "assistant", "user")]
     system = {"role": "system", "content": "Be brief."}
@@ -244,6 +247,7 @@ def talks(tmp_path_factory):
     return long, kept, short
 
 
+@pytest.mark.slow
 def test_a_terminal_has_a_chat(talks, policy):
     begun = talks[0].screen.index(FORGOTTEN)
     chat = [HELLO, {"role": "assistant", "content": expected(policy, [HELLO])}, AGAIN]

@@ -46,6 +46,7 @@ def test_windows_is_refused_in_one_line():
     assert_refused(Answer(done.returncode, done.stdout, done.stderr), "Windows is not supported: use WSL2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "line", ["train smoke --stpes 3", "train smoke --steps x", "train smok", "eval nowhere", "train smoke --help"]
 )
@@ -90,6 +91,7 @@ def test_a_run_goes_on_when_nobody_reads_its_rows_any_more(capfd):
     assert capfd.readouterr() == ("", "jaxrl-llm: nobody reads stdout any more; the rows are in metrics.jsonl\n")
 
 
+@pytest.mark.slow
 def test_help_tells_the_commands_and_the_fields(tmp_path):
     top, none, version, wrong, part, *helps = commands(
         ["--help", "", "--version", "train smoke --help rollot", "train smoke --help output",
@@ -143,6 +145,7 @@ def test_bash_completes_commands_configurations_recipes_and_flags(tmp_path):
     assert (done.stdout.splitlines(), done.stderr) == ([*typed.values()], "")
 
 
+@pytest.mark.slow
 def test_list_fits_a_narrow_terminal_and_a_pipe(tmp_path):
     lines = ["list", "list configs", "list tasks", "list recipes", "list models"]
     for answer in commands(lines, tmp_path, COLUMNS="80"):

@@ -21,7 +21,10 @@ from jaxrl_llm.rollout import Engine
 from jaxrl_llm.rollout.evaluate import majority, reranked
 from jaxrl_llm.rollout.respond import Requests, gather
 from jaxrl_llm.stages.rl.step_rewards import first_fall
+from jaxrl_llm.stages.taught import Taught
 from jaxrl_llm.tasks import Prompts, extract
+
+pytestmark = pytest.mark.slow
 
 SAMPLES = 4
 STEP = re.compile(r"(?:[^\S\n]*\n)*[^\n]*\S[^\n]*(?:\n[^\S\n]*(?=\n|\Z))*\n?")
@@ -46,6 +49,8 @@ def folder(tmp_path_factory):
     model, tokenizer = talkative()
     save_pretrained(model, tokenizer, folder / "model")
     save_pretrained(scalar_model("one"), tokenizer, folder / "rm")
+    told = Taught("ranking", score_at="stop").to_json()
+    save_pretrained(scalar_model("one"), tokenizer, folder / "answers", None, told)
     return folder
 
 
@@ -59,7 +64,7 @@ def evaluated(folder, by, give_up_after=0, chunk=None):
         command.defaults(settings),
         samples=SAMPLES,
         temperature=1.0,
-        rerank=str(folder / "rm"),
+        rerank=str(folder / ("answers" if by == "score" else "rm")),
         rerank_by=by,
         give_up_after=give_up_after,
     )

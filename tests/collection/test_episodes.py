@@ -23,6 +23,8 @@ from jaxrl_llm.rollout.respond import Answerer, Requests, gather
 from jaxrl_llm.tasks import Prompts, Table, Task, load
 from jaxrl_llm.types import Completion, Episode, Turn
 
+pytestmark = pytest.mark.slow
+
 LIMITS = Limits(max_turns=3)
 LONGEST = 90
 

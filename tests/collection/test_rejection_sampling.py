@@ -142,6 +142,7 @@ def test_pairs_are_a_right_and_a_wrong_answer_and_no_answer_is_used_twice(by, fi
     assert len(loaded.train) == len(rows)
 
 
+@pytest.mark.slow
 def test_a_label_is_the_share_of_continuations_that_are_right(by, files):
     question, path, counts = files["steps"]
     rows = rows_of(path)
@@ -193,6 +194,7 @@ class Stop(Exception):
     """Ends a call in the midst."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FORMS)
 def test_stopped_anywhere_it_goes_on_to_the_same_file(by, files, tmp_path, kind):
     question, whole, counts = files[kind]
@@ -278,6 +280,7 @@ def test_a_run_collects_once_and_then_reads_a_table(by, task, tmp_path):
     assert not list((tmp_path / "other").iterdir())
 
 
+@pytest.mark.slow
 def test_of_several_processes_the_first_writes_what_one_would(by, files, tmp_path):
     processes = launch(2, folder=tmp_path / "logs", program=SEVERAL)
     assert codes(processes) == [0, 0], [said(tmp_path / "logs", number)[-5:] for number in range(2)]

@@ -34,6 +34,8 @@ from jaxrl_llm.tasks import Task
 from jaxrl_llm.trainer.context import LoopState
 from jaxrl_llm.types import Completion, Group, Problem, TrainState
 
+pytestmark = pytest.mark.slow
+
 CONFIG = Path(__file__).parents[1] / "fixtures" / "runs" / "bounded.py"
 PROBLEM = Problem("1", ({"role": "user", "content": "?"},), "3", "test")
 HELD = "constraint/length/multiplier"

@@ -11,6 +11,8 @@ import pytest
 from commands import assert_refused, command, commands
 from wandb.proto.wandb_internal_pb2 import Record
 
+pytestmark = pytest.mark.slow
+
 BLOCK, HEADER = 32768, 7
 """Of wandb's files, in bytes: the header is that of each piece of a record."""
 

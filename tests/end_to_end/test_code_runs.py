@@ -8,7 +8,7 @@ from commands import commands
 
 from jaxrl_llm.rewards.sandbox import level
 
-pytestmark = pytest.mark.sandbox("landlock+seccomp")
+pytestmark = [pytest.mark.slow, pytest.mark.sandbox("landlock+seccomp")]
 
 CONFIG = Path(__file__).parents[1] / "fixtures" / "runs" / "coded.py"
 ADDS = {"inputs": ["1 2", "3 4"], "outputs": ["3", "7"]}

@@ -17,6 +17,8 @@ from jaxrl_llm.learner import Compute, Learner, Optimiser
 from jaxrl_llm.models.config import Lora
 from jaxrl_llm.tasks import Table, Task
 
+pytestmark = pytest.mark.slow
+
 CONFIG = """
 from jaxrl_llm.algorithms.preference import DPO, IPO, KTO, SimPO
 from jaxrl_llm.config import *

@@ -27,6 +27,8 @@ from jaxrl_llm.sharding.distributed import ALONE
 from jaxrl_llm.stages.dpo import at_start
 from jaxrl_llm.tasks import Table
 
+pytestmark = pytest.mark.slow
+
 CONFIG = """
 from jaxrl_llm.config import *
 from jaxrl_llm.learner import Learner, Optimiser

@@ -13,6 +13,8 @@ from commands import commands
 
 from jaxrl_llm.models import load_pretrained, logits, save_pretrained
 
+pytestmark = pytest.mark.slow
+
 RUNS = Path(__file__).parents[1] / "fixtures" / "runs"
 TAUGHT = RUNS / "taught.py"
 OWN = f"train {TAUGHT} --steps 1 --run_dir refused --scoring.distillation"

@@ -7,6 +7,8 @@ from commands import commands
 
 from jaxrl_llm.models import load_pretrained, save_pretrained
 
+pytestmark = pytest.mark.slow
+
 WORLD = '''
 from jaxrl_llm import Environment, Step
 

@@ -9,6 +9,8 @@ from commands import commands
 from jaxrl_llm.config import load_config
 from jaxrl_llm.models import load_pretrained
 
+pytestmark = pytest.mark.slow
+
 SMALL = "--steps 2 --rollout.prompts 4 --rollout.group 4 --task.source.size 40"
 NOISE = "--rollout.engine.router_bits 3"
 LINES = {

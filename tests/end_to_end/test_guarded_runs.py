@@ -45,6 +45,8 @@ from jaxrl_llm.telemetry.pace import Schedule
 from jaxrl_llm.trainer.context import moved_until
 from jaxrl_llm.trainer.segment import newest_before, remembered, why_not_back
 
+pytestmark = pytest.mark.slow
+
 CONFIG = Path(__file__).parents[1] / "fixtures" / "runs" / "guarded.py"
 GUARDED = f"train {CONFIG} --guard kl_runaway"
 BACK = f"{GUARDED} --rules.on_guard rollback"

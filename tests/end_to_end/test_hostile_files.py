@@ -22,6 +22,8 @@ from jaxrl_llm.system.json_lines import number, read_rows
 from jaxrl_llm.tasks import Table, Task, load
 from jaxrl_llm.telemetry.report import page
 
+pytestmark = pytest.mark.slow
+
 DEEP = "[" * 100_000
 
 

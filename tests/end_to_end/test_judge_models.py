@@ -22,6 +22,8 @@ from jaxrl_llm.stages.rl.judge_model import answered, load_judge_model
 from jaxrl_llm.tasks.template import rendered
 from jaxrl_llm.types import Message
 
+pytestmark = pytest.mark.slow
+
 SMOKE = load_config("smoke")[1]
 DIGITS = Path(__file__).parents[1] / "fixtures" / "runs" / "digits.jsonl"
 JUDGE = JudgeModel("tiny-random", slots=2, max_prompt_tokens=120, max_new_tokens=5)

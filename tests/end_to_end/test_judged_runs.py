@@ -26,6 +26,8 @@ from jaxrl_llm.stages.taught import taught, taught_by
 from jaxrl_llm.tasks import problem_index
 from jaxrl_llm.tasks.template import CHATML, template_fingerprint
 
+pytestmark = pytest.mark.slow
+
 DIGITS = Path(__file__).parents[1] / "fixtures" / "runs" / "digits.jsonl"
 SCORING = """
 from jaxrl_llm.config import *
@@ -120,7 +122,7 @@ REFUSED = {
     f"{PATH} whole": ["reward model: whole@2 is a language model"],
     f"{PATH} foreign": ["reward model: the tokens of foreign are not those of tiny-random"],
     f"{PATH} mute": ["reward model: mute has no tokenizer: put tokenizer.json and tokenizer_config.json next to"],
-    f"{PATH} short": ["short was made for 39 positions", "up to 40: lower max_new_tokens"],
+    f"{PATH} short": ["short was made for 39 positions", "up to 41: lower max_new_tokens"],
     "train rises.py --run_dir refused --recipe grpo": ["reward steps gives differences", "(--recipe ppo)"],
     "train steps.py --run_dir refused --scoring.rewards.0.separator ": ["reward steps has an empty separator"],
     f"{PATH} runs/prm": ["reward model: runs/prm@2 learned to score steps: take StepReward for it"],

@@ -26,6 +26,8 @@ from jaxrl_llm.tasks import Prompts, Table, Task, load
 from jaxrl_llm.trainer.context import ask_reset, asked_reset
 from jaxrl_llm.types import Completion
 
+pytestmark = pytest.mark.slow
+
 RUNS = Path(__file__).parents[1] / "fixtures" / "runs"
 RULED = f"train {RUNS / 'ruled.py'} --steps 3 --recipe.resets.optimiser_every 0"
 BY_HAND = f"{RULED} --run_dir asked --recipe.resets.reference_every 0"
@@ -66,7 +68,7 @@ def test_a_snapshot_is_found_by_every_command_that_takes_a_run(folder, answers):
     assert "run@1, step 1, is written to model" in answers["export"].out
     assert "its weights; the optimiser is new, as a snapshot keeps none" in answers["from"].err
     origin = json.loads((folder / "other" / "config.json").read_text())["from"]
-    assert origin == {"run": str(folder / "run"), "step": 1}
+    assert origin == {"run": str(folder / "run"), "step": 1, "carry": False}
     for name in ("nothing", "to nothing"):
         assert_refused(answers[name], "run has no checkpoint of step 4: it keeps 2, 3 and snapshots of 1, 2, 3")
 

@@ -14,6 +14,8 @@ from safetensors.numpy import load_file
 from jaxrl_llm.models import load_pretrained, save_pretrained
 from jaxrl_llm.models.decoder import Decoder, to_parameters
 
+pytestmark = pytest.mark.slow
+
 FLAGS = "--model base --recipe grpo --rollout.prompts 2 --learner.lora.rank 2 --learner.lora.targets attn/q mlp/down"
 LINES = {
     "whole": f"train smoke {FLAGS} --steps 3 --run_dir whole",

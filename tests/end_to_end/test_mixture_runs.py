@@ -26,6 +26,8 @@ from jaxrl_llm.recipes import DAPO
 from jaxrl_llm.rewards import Accuracy, Format, LengthPenalty
 from jaxrl_llm.tasks import Table, Task
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "tests" / "fixtures" / "runs" / "mixed.py"
 LINES = {

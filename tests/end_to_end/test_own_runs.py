@@ -18,6 +18,8 @@ from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.state import abstract_state
 from jaxrl_llm.models import load_pretrained
 
+pytestmark = pytest.mark.slow
+
 SLOWER = "--learner.optimiser.learning_rate 1e-3"
 FROM_ELSEWHERE = {
     "eval": "eval {run} --json",
@@ -102,7 +104,11 @@ def test_a_run_begins_with_the_weights_of_another(folder, answers):
     assert sorted(path.name for path in runs.iterdir()) == ["mine", "mine-2", "mine-3"]
     assert "mine-2 is finished: 1 of 1 steps" in answers["from again"].out
     for directory in (new, slower):
-        assert json.loads((directory / "config.json").read_text())["from"] == {"run": str(old), "step": 1}
+        assert json.loads((directory / "config.json").read_text())["from"] == {
+            "run": str(old),
+            "step": 1,
+            "carry": False,
+        }
     assert "its weights and its optimiser" in answers["from"].err
     assert "its weights; the optimiser is new, as its settings are" in answers["slower"].err
     before, after, slow = state_of(old, 1), state_of(new, 1), state_of(slower, 1)

@@ -44,6 +44,8 @@ from jaxrl_llm.trainer.segment import base_of_policy
 from jaxrl_llm.trainer.step import next_phase
 from jaxrl_llm.types import TrainState
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "tests" / "fixtures" / "runs" / "phased.py"
 RUN = load_config(str(CONFIG))[1]

@@ -33,6 +33,8 @@ from jaxrl_llm.stages.taught import Taught
 from jaxrl_llm.tasks.template import template_fingerprint
 from jaxrl_llm.trainer.segment import with_others
 
+pytestmark = pytest.mark.slow
+
 CONFIG = Path(__file__).parents[1] / "fixtures" / "runs" / "ppo.py"
 RUN = configs.load_config(str(CONFIG))[1]
 LINES = {

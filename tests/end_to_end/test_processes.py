@@ -14,6 +14,8 @@ from several import codes, launch, said
 from jaxrl_llm.config import load_config
 from jaxrl_llm.tasks import load
 
+pytestmark = pytest.mark.slow
+
 CONFIG = Path(__file__).parents[1] / "fixtures" / "runs" / "several.py"
 PREEMPTED = 75
 COMPARED = 3

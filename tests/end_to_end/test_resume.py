@@ -20,6 +20,8 @@ from jaxrl_llm.learner.state import abstract_state
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.system.signals import STOPPING
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "tests" / "fixtures" / "runs" / "resume.py"
 PREEMPTED = 75

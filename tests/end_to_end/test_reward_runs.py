@@ -10,6 +10,8 @@ from jaxrl_llm.config import read, whole
 from jaxrl_llm.rewards import Function
 from jaxrl_llm.rewards.functions import Lost
 
+pytestmark = pytest.mark.slow
+
 CONFIG = Path(__file__).parents[1] / "fixtures" / "runs" / "rewarded.py"
 LINES = {
     "refused": f"train {CONFIG} --run_dir refused --scoring.rewards.1.path my_rewards:broken",

@@ -9,6 +9,8 @@ from rewards.judge_server import endpoint, serving
 
 from jaxrl_llm.config import read, whole
 
+pytestmark = pytest.mark.slow
+
 CONFIG = Path(__file__).parents[1] / "fixtures" / "runs" / "rubric.py"
 KEY = "sk-of-the-judge-0123"
 LINES = {

@@ -15,6 +15,8 @@ from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.state import abstract_state
 from jaxrl_llm.models import load_pretrained
 
+pytestmark = pytest.mark.slow
+
 CONFIG = Path(__file__).parents[1] / "fixtures" / "runs" / "ruled.py"
 LINES = {
     "ruled": f"train {CONFIG} --run_dir ruled",

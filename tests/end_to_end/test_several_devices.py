@@ -16,6 +16,8 @@ from jaxrl_llm.plan.lowering import architectures, meshes, planned_stage
 from jaxrl_llm.plan.shapes import abstract_model
 from jaxrl_llm.sharding import batch_parts
 
+pytestmark = pytest.mark.slow
+
 
 def kind_of(run):
     """The tiny model in place of the run's: one with experts where the run replays their routes."""

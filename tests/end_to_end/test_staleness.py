@@ -20,6 +20,8 @@ from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rollout import Collect
 from jaxrl_llm.sharding import MeshShape, make_mesh, rollout_mesh, shardings
 
+pytestmark = pytest.mark.slow
+
 AHEAD = (
     f"train {CONFIG} --run_dir {{}} --steps {{}} --recipe grpo --rollout.prompts 8 --rollout.collect.token_budget 0"
     " --rollout.collect.no-interrupt --rollout.collect.staleness 1"

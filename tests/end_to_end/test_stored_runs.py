@@ -15,6 +15,8 @@ from jaxrl_llm.checkpoints.store import steps_in
 from jaxrl_llm.system import lease
 from jaxrl_llm.system import storage as stored
 
+pytestmark = pytest.mark.slow
+
 FLAGS = (
     "--rollout.prompts 2 --rollout.group 4 --learner.minibatches 1 --steps 5 --evaluation.every 0 "
     "--output.checkpoint_every 1 --output.trackers --run_dir"

@@ -18,6 +18,8 @@ from jaxrl_llm.runs.load import load_model
 from jaxrl_llm.stages.dpo import balance_of
 from jaxrl_llm.tasks import Table
 
+pytestmark = pytest.mark.slow
+
 SUMS = SUMS[:6]
 TABLES = {
     "kto": [{"prompt": f"{a}+{b}=", "completion": f"{a + b * g}", "label": bool(g)} for a, b in SUMS for g in (1, 0)],

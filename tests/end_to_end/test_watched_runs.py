@@ -22,6 +22,8 @@ from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.rewards import Format, Hinge, ModelReward, Refusals, StepReward, Threshold
 from jaxrl_llm.telemetry import diagnose
 
+pytestmark = pytest.mark.slow
+
 CONFIG = Path(__file__).parents[1] / "fixtures" / "runs" / "watched.py"
 PLAIN = f"train {CONFIG} --output.checkpoint_every 2"
 LINES = {

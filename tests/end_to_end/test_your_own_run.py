@@ -14,6 +14,8 @@ from jaxrl_llm.environments.factory import Factory
 from jaxrl_llm.rollout import Rollout
 from jaxrl_llm.tasks import load
 
+pytestmark = pytest.mark.slow
+
 TEXT = (Path(__file__).parents[2] / "docs" / "your_own_run.md").read_text()
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", TEXT, re.DOTALL)
 SMALLER = "--model tiny-random --steps {} --task.template plain"

@@ -25,6 +25,7 @@ def sampled(strict):
     return engine(strict).generate(tiny("windows"), PROMPTS, SEEDS, RULES)
 
 
+@pytest.mark.slow
 def test_reading_less_draws_the_same_tokens():
     for few, all_ in zip(sampled(False), sampled(True), strict=True):
         np.testing.assert_array_equal(few.tokens, all_.tokens)
@@ -40,6 +41,7 @@ def test_a_strict_engine_gives_the_same_bits_beside_neighbours_of_any_length(mat
         assert found.sampler_logp.tobytes() == sampled(True)[index].sampler_logp.tobytes()
 
 
+@pytest.mark.slow
 def test_chunks_of_few_sizes_are_compiled_and_none_twice():
     fresh = Engine(tiny("windows"), slots=17, max_length=LENGTH, chunk=4)
     with Compilations() as first:

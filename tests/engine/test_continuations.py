@@ -176,6 +176,7 @@ def full_logp(prompt, found):
     return everything[np.arange(len(found.tokens)), found.tokens]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [True, False])
 def test_a_tool_answers_and_the_completion_goes_on(keep):
     e = engine()
@@ -242,6 +243,7 @@ def test_what_cannot_go_on_is_refused():
 
 
 # Of 24 slots three are an eighth: what is left where it takes long, a quarter of the slots where it does not.
+@pytest.mark.slow
 @pytest.mark.parametrize(("left", "longest", "few"), [(6, 12, 6), (3, 12, 3), (5, 7, 6), (2, 7, 6)])
 def test_a_batch_shrinks_when_few_requests_are_left_and_draws_the_same_tokens(left, longest, few):
     prompts, seeds = [PROMPTS[i % 5] for i in range(24)], range(24)
@@ -271,6 +273,7 @@ def test_a_batch_of_short_completions_has_all_slots_those_it_has_or_a_quarter(co
     assert (found.rows, found.blocks) == (rows, 10 if held else 0), "blocks are not made anew for so short a time"
 
 
+@pytest.mark.slow
 def test_long_prompts_are_computed_in_pieces():
     prompt = np.random.default_rng(0).integers(1, 40, 1300)
     e = Engine(tiny("windows"), slots=2, max_length=1312, chunk=2)

@@ -63,6 +63,7 @@ def same(a, b):
     assert a.extras["entropy"].tobytes() == b.extras["entropy"].tobytes()
 
 
+@pytest.mark.slow(but="sampling0-gemma")
 @pytest.mark.parametrize("kind", ["plain", "gemma"])
 @pytest.mark.parametrize("sampling", [
     RULES, dataclasses.replace(RULES, temperature=0.6), dataclasses.replace(RULES, top_k=6),
@@ -80,6 +81,7 @@ def test_sampler_logp_is_that_of_the_full_forward(kind, sampling):
             np.testing.assert_allclose(entropy, -np.sum(p * logp), atol=5e-5)
 
 
+@pytest.mark.slow(but="plain")
 @pytest.mark.parametrize("kind", ["plain", "windows", "bias", "full_norm", "gemma"])
 def test_greedy_is_the_argmax_of_the_full_forward(kind):
     for prompt, found in zip(
@@ -89,6 +91,7 @@ def test_greedy_is_the_argmax_of_the_full_forward(kind):
         assert not found.sampler_logp.any() and found.finish_reason == "length" and len(found.tokens) == 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", [1, 4])
 def test_a_token_is_drawn_by_the_number_of_its_seed_and_its_place_in_the_sequence(group):
     """Where the number falls among the probabilities of the full forward pass, added up in the vocabulary's order."""
@@ -291,6 +294,7 @@ def test_shapes_of_a_model_are_enough_to_build_an_engine():
         same(completion, wanted)
 
 
+@pytest.mark.slow
 def test_bfloat16_samples_and_reports_float32():
     narrow = tiny("plain", dtype="bfloat16")
     for found in Engine(narrow, SLOTS, LENGTH, 3).generate(narrow, PROMPTS, SEEDS, RULES):

@@ -20,6 +20,7 @@ def kept_sets(completion):
     return bits.reshape(len(bits), -1)[:, :VOCAB].astype(bool)
 
 
+@pytest.mark.slow
 def test_kept_sets_are_those_of_the_full_forward():
     for prompt, found in zip(PROMPTS, ENGINE.generate(model(), PROMPTS, SEEDS, TRUNCATED), strict=True):
         hot, cold = (np.float64(distributions("plain", prompt, found.tokens, t)) for t in (1.3, 1.0))
@@ -34,6 +35,7 @@ def test_kept_sets_are_those_of_the_full_forward():
         np.testing.assert_allclose(found.extras["policy_logp"], policy, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_was_not_asked_for_is_not_there():
     names = lambda **changes: set(
         ENGINE.generate(model(), PROMPTS[:1], SEEDS[:1], dataclasses.replace(RULES, **changes))[0].extras

@@ -64,6 +64,7 @@ def columns_fetched(limits, columns, sparse):
     return found * block
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts, most, prompt", [(1, 16384, 2048), (4, 32768, 2048)])
 def test_no_more_than_live_columns_are_fetched_but_for_whole_blocks(parts, most, prompt):
     read = live = whole = longest = 0
@@ -94,6 +95,7 @@ def test_a_run_has_at_most_eight_programs_and_members_of_a_group_stay_together()
         assert blocks <= least * prompts, (blocks, prompts)
 
 
+@pytest.mark.slow
 def test_blocks_and_lanes_without_a_request_are_never_read():
     """Rows 0 and 2 read block 1 of four, row 1 is idle."""
     cache = empty_cache(KINDS["plain"], 4, 256, np.float32)
@@ -141,6 +143,7 @@ def sampled(platform, slots, count=6):
     return found, sum("run_chunk" in name for name in heard.heard)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["tpu", "gpu"])
 def test_the_kernels_draw_the_tokens_of_the_plain_form(platform):
     """With windows of 3 and 4 columns, soft-capped scores, and rows past a block of 128 columns; float32."""
@@ -152,6 +155,7 @@ def test_the_kernels_draw_the_tokens_of_the_plain_form(platform):
         np.testing.assert_allclose(one.sampler_logp, other.sampler_logp, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["tpu", "gpu"])
 def test_neighbours_change_no_bit_of_what_the_kernels_sample(platform):
     (few, _), (many, _) = sampled(platform, 4, 2), sampled(platform, 4)

@@ -39,6 +39,7 @@ def test_no_request_leaves_its_part(parts, old, rows, places):
         assert not {*of_part[of_part >= 0]} & {*np.flatnonzero(of_part >= 0)}  # no row made is another's source
 
 
+@pytest.mark.slow
 def test_a_batch_that_shrinks_moves_what_it_keeps():
     mesh, model = make_mesh(MeshShape(data=1, fsdp=2, tensor=2), jax.devices()[:4]), tiny("plain")
     weights = jax.device_put(model, sampling_shardings(model, mesh))

@@ -119,6 +119,7 @@ def sampled(group):
     return [done[handle] for handle in handles]
 
 
+@pytest.mark.slow(but="3")
 @pytest.mark.parametrize("group", [3, 8])
 def test_sharing_a_prompt_draws_the_same_tokens(group):
     for found, wanted in zip(sampled(group), sampled(1), strict=True):
@@ -131,6 +132,7 @@ def test_a_group_is_stored_once():
     assert max(stored(wide(1))) == 24 and max(stored(wide(8))) <= 12
 
 
+@pytest.mark.slow
 def test_other_weights_never_read_a_prompt_of_these():
     e = Engine(model(), slots=4, max_length=24, chunk=2, group=4)
     alone = e.generate(tiny(seed=9), PROMPTS[:1], [7], RULES)[0]

@@ -36,6 +36,7 @@ def done(handles):
     return [found[handle] for handle in handles]
 
 
+@pytest.mark.slow
 def test_they_are_those_of_the_full_forward():
     for prompt, completion in zip(PROMPTS, ENGINE.generate(MODEL, PROMPTS, SEEDS, RULES), strict=True):
         assert completion.extras[EXPERTS].shape == (len(completion.tokens), 2, 3)
@@ -43,6 +44,7 @@ def test_they_are_those_of_the_full_forward():
         np.testing.assert_array_equal(recorded(completion), of_full_forward(prompt, completion))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [True, False])
 def test_a_completion_that_resumes_has_them_of_a_tools_tokens_too(keep):
     """Resumed from kept keys and values, or computed anew; sampled tokens keep those of the pass that sampled them."""

@@ -80,6 +80,7 @@ def test_a_hundred_thousand_draws_follow_the_distribution(name):
     assert chi2.sf(statistic, common.sum() - 1) > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RULES)
 def test_the_share_of_the_unit_interval_that_gives_a_token_is_its_probability(name):
     """All of u in steps of 1 / BATCH: no chance is left."""
@@ -98,6 +99,7 @@ def test_the_share_of_the_unit_interval_that_gives_a_token_is_its_probability(na
     np.testing.assert_allclose(found.extras["policy_logp"], policy[tokens], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_temperature_zero_takes_the_most_likely_token_with_certainty():
     logits = np.random.default_rng(0).normal(size=(4, VOCAB)).astype(np.float32)
     logits[2, [20, 140]] = 9  # the first of equals, as argmax does
@@ -149,6 +151,7 @@ def kept_of(p, sampling):
     return unpacked(found.extras["kept"], len(p[0])), found
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.integers(0, 14), st.floats(0.05, 1.0), st.floats(0.0, 1.0))
 def test_truncation_keeps_the_enumerated_set(seed, top_k, top_p, min_p):

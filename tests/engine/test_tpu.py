@@ -19,7 +19,7 @@ from jaxrl_llm.models.config import Attention, Embeddings, ModelConfig, Norm
 from jaxrl_llm.models.decoder import initialise
 
 OPTIMISED = True
-pytestmark = pytest.mark.compilers
+pytestmark = [pytest.mark.slow, pytest.mark.compilers]
 
 SLOTS, GROUP, COLUMNS, STEPS = 32, 4, (1024, 2048), 16
 CONFIG = ModelConfig("qwen2", 1024, 256, 3, 512, Attention(4, 2, 64), Norm(1e-6), embeddings=Embeddings(tied=True))

@@ -77,6 +77,7 @@ def episode(name, tokenizer=None):
     return [*row, *second, *form.suffix(turns, [MORE], second)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_prompt_samples_and_suffixes_are_the_whole_rendering(name):
     text = whole(name, [USER, CALL, RESULT, SAID, MORE])

@@ -1,4 +1,4 @@
-"""What of two runs is not equal bit for bit, by name: metrics, samples, each array and value of the last saved state.
+"""What of two runs is not equal bit for bit, by name: metrics, samples, and all of the last saved state.
 
 Nothing of the package is used: the two runs may be of two revisions.
 """
@@ -46,7 +46,7 @@ def differences(whole: Path, other: Path, renamed: Mapping[str, str] = NO_NAMES)
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [json.loads(line) for line in path.read_text().split("\n") if line] if path.exists() else []
 
 
 def _steps(directory: Path) -> list[int]:

@@ -89,6 +89,7 @@ def wanted(name):
     return by_hand("values" if one.params is SCALAR else "logp", one.params, one.completions, one.loss)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_through_packing_and_microbatches_are_those_of_the_formula(name):
     loss, slope = wanted(name)
@@ -100,6 +101,7 @@ def test_gradients_through_packing_and_microbatches_are_those_of_the_formula(nam
 ONE_OF_EACH = ("texts", "dpo of averages, smoothed", "kto", "centred", "steps")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_eight_devices_and_one_microbatch_change_nothing(name):
     packed = packed_of(name, DIVIDED)
@@ -152,6 +154,7 @@ def test_minibatches_of_as_many_pairs_are_the_batch_in_parts():
     chex.assert_trees_all_close(halves[1], whole[1], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_an_adapter_learns_from_preferences_as_beside_the_whole_model():
     made = create(MODEL.config, Lora(2, 3.0), jax.random.key(1))
     random = np.random.default_rng(2)

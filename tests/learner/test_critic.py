@@ -95,6 +95,7 @@ def valued(estimator, rewards=None, critic=critic_of(MODEL)):
     return [s for group in found for s in group], measured
 
 
+@pytest.mark.slow
 def test_old_values_are_those_of_an_unpacked_forward_pass():
     samples, _ = valued(GAE())
     wanted = np.asarray(unpacked_values(critic_of(MODEL), samples))
@@ -208,6 +209,7 @@ def loss_by_hand(values, old, returns, mask, clip):
     return sum(total) / len(total)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", [None, 0.2])
 def test_the_loss_of_values_and_its_slope_by_finite_differences(clip):
     packed = jax.tree.map(lambda x: x, pack(valued(GAE())[0], LAYOUT, ("values",)))
@@ -237,6 +239,7 @@ def test_the_loss_of_values_and_its_slope_by_finite_differences(clip):
         np.testing.assert_allclose(metrics["clip_fraction"], still, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_mesh_changes_nothing():
     samples = valued(GAE())[0]
     critic = critic_of(MODEL)
@@ -256,6 +259,7 @@ def test_the_mesh_changes_nothing():
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_while_the_critic_warms_up_the_policy_stays():
     optimiser = Optimiser(learning_rate=1e-2)
     training = critic_training(optimiser, epochs=3)

@@ -80,6 +80,7 @@ def whole():
     return [frozenset(np.float32(s.scalars["advantages"]).item() for s in group) for group in groups(rollout())]
 
 
+@pytest.mark.slow
 def test_epochs_go_over_the_whole_batch_again_and_again():
     record = Record()
     _, metrics = run(Learner(epochs=4, minibatches=3), record)
@@ -203,6 +204,7 @@ HELD_IN = {
 """Algorithms whose KL to a reference is there."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["loss", "reward", None])
 @pytest.mark.parametrize("minibatches", [1, 3])
 def test_a_controller_is_told_how_far_the_new_policy_is(where, minibatches):
@@ -247,6 +249,7 @@ def with_reference(state):
     return state._replace(frozen={"reference": jax.tree.map(jnp.copy, OTHER)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("settings", "scored"), [(Learner(), set()), (Learner(minibatches=3), {"old_logp"})])
 def test_a_reference_is_watched_that_nothing_is_learned_from(settings, scored):
     # A text beside the groups is none of the policy's, and tokens of another policy count by their weight.
@@ -271,6 +274,7 @@ class Beside(Objective):
     name, role, outputs, needs = "text/", "policy", (), ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [Lora(), Lora(2, 4.0, ("attn/q", "mlp/down"))])
 def test_to_watch_the_kl_changes_nothing_that_is_learned(lora):
     settings = Learner(optimiser=Optimiser(learning_rate=1e-2), minibatches=3)

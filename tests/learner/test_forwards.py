@@ -47,6 +47,7 @@ def step(settings, algorithm):
     return embeddings(whole, state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("settings", "name", "wanted"), [
     (Learner(), "dapo", 1),  # one update follows the rollout: no old policy, and no KL: no reference
     (Learner(), "grpo", 2),  # and the reference once

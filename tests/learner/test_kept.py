@@ -72,6 +72,7 @@ def packed_gradient(model, packed, algorithm):
     return policy_gradient(model, packed, algorithm, ComputeOptions())
 
 
+@pytest.mark.slow
 def test_the_sampler_really_cut_tokens_off():
     samples = truncated_rollout()
     sizes = kept_tokens_of(samples)[padded(samples, "mask") > 0].sum(axis=-1)
@@ -95,6 +96,7 @@ def test_on_policy_a_ratio_is_one_and_the_learner_agrees_with_the_sampler():
     assert packed_gradient(MODEL, pack(forgotten, LAYOUT), PRESETS["dapo"])[1]["ratio"] < 0.95
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dapo", "grpo"])
 def test_packed_gradients_are_those_of_dense_masked_logits(name):
     algorithm = dataclasses.replace(PRESETS[name], entropy_coef=0.0)

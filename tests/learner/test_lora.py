@@ -69,6 +69,7 @@ def leaves(tree):
     return {parameter_path(path): np.array(x) for path, x in jax.tree.leaves_with_path(tree)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("targets", [LORA.targets, ("attn/o", "mlp/up")])
 def test_the_policy_begins_as_the_base_exactly(targets):
     fresh = create(MODEL.config, Lora(2, 3.0, targets), jax.random.key(0))
@@ -103,6 +104,7 @@ def test_weights_and_gradients_are_those_of_the_sum_written_out():
                 np.testing.assert_allclose(got, wanted, atol=1e-5 * np.abs(wanted).max(), err_msg=f"{path}/{name}")
 
 
+@pytest.mark.slow
 def test_an_update_moves_the_adapter_alone():
     state = state_on(one_device(), policy=adapter())
     before, pointers = (
@@ -122,6 +124,7 @@ def test_an_update_moves_the_adapter_alone():
     chex.assert_trees_all_equal(leaves(state.reference), reference)
 
 
+@pytest.mark.slow
 def test_the_reference_is_the_base():
     state = state_on(one_device(), policy=adapter())
     packed = pack(rollout(), LAYOUT)
@@ -133,6 +136,7 @@ def test_the_reference_is_the_base():
     )
 
 
+@pytest.mark.slow
 def test_sampler_and_learner_agree():
     state = state_on(one_device(), policy=adapter())
     weights = weights_for_sampling(MODEL, "float32", one_device(), one_device(), keep=True)(model_of(state))
@@ -147,6 +151,7 @@ def test_sampler_and_learner_agree():
     assert base["sampler/logp_abs_diff_max"] > 1e-2
 
 
+@pytest.mark.slow
 def test_in_bfloat16_both_round_the_same_sum():
     policy, base = adapter(), tiny("windows", dtype="bfloat16")
     weights = weights_for_sampling(base, "bfloat16", one_device(), one_device(), keep=False)(attached(base, policy))
@@ -173,6 +178,7 @@ def memory(lora):
     return made.memory_analysis().temp_size_in_bytes, size(model), size(state.policy.params)
 
 
+@pytest.mark.slow
 def test_no_gradient_of_the_base_is_ever_held():
     whole, model, _ = memory(Lora())
     small, _, trained = memory(LORA)
@@ -181,6 +187,7 @@ def test_no_gradient_of_the_base_is_ever_held():
     assert small < 0.5 * model, (small / model, whole / model)
 
 
+@pytest.mark.slow
 def test_the_mesh_changes_nothing():
     mesh, alone = make_mesh(MeshShape(2, 2, 2)), one_device()
     moments = []
@@ -205,6 +212,7 @@ def test_an_adapter_is_divided_as_its_weight():
         assert list(RULES[path]) == wanted, path
 
 
+@pytest.mark.slow
 def test_a_fingerprint_is_of_the_content_wherever_it_lies():
     model = tiny("gemma")
     wanted = leaves(fingerprint(model))
@@ -229,6 +237,7 @@ def test_a_fingerprint_is_of_the_content_wherever_it_lies():
     assert same == wanted["embed"].tobytes() and len({same, *others}) == 3
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_the_adapter_and_knows_its_base(tmp_path):
     mesh, other = make_mesh(MeshShape(1, 8, 1)), make_mesh(MeshShape(2, 2, 2))
     state = state_on(mesh, policy=adapter())

@@ -52,6 +52,7 @@ def mixed(drawn=3):
     return MIXTURE.samples(groups(rollout()), RolloutBatch([], [], Carryover(texts=drawn), 0, 0, {}))
 
 
+@pytest.mark.slow
 def test_the_gradient_is_that_of_the_policy_and_of_the_texts_likelihood():
     samples = [sample for group in mixed() for sample in group]
     texts = [sample for sample in samples if sample.counted_by == ("text",)]

@@ -91,6 +91,7 @@ def pairs():
     return made[::2] + made[1::2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_loss_of_pairs_is_that_of_rows_side_by_side(layout):
     samples = pairs()
@@ -213,6 +214,7 @@ def test_arrays_that_prompts_have_too_lie_beside_the_tokens():
     assert seen == len(samples) and not experts[packed.rows.group == 0].any()
 
 
+@pytest.mark.slow
 def test_objectives_of_one_role_share_a_forward_pass_and_count_their_own_rows():
     samples = [dataclasses.replace(s, counted_by=("policy",)) for s in rollout()]
     text = [

@@ -62,6 +62,7 @@ def test_loss_and_gradient_are_the_published_ones():
         np.testing.assert_allclose(gradient[row, : len(wanted)], wanted, rtol=2e-5, atol=2e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_gradient_is_that_of_both_losses_without_packing_each_over_its_own_tokens(layout):
     samples = heard()
@@ -80,6 +81,7 @@ def test_the_gradient_is_that_of_both_losses_without_packing_each_over_its_own_t
         np.testing.assert_array_equal(metrics[name], without[name])
 
 
+@pytest.mark.slow
 def test_with_coefficient_0_or_where_nothing_was_said_the_gradient_is_the_policys_bit_for_bit():
     samples = heard()
     silent = [sample.with_arrays(observations=np.zeros(len(sample.tokens), bool)) for sample in samples]

@@ -59,7 +59,8 @@ def nested(flat):
 
 def directions(config):
     """What the optimiser says of three gradients in turn, by path, after clipping."""
-    chain = build(dataclasses.replace(config, clip_norm=0.0, weight_decay=0.0, offload=False))
+    here = dataclasses.replace(config.moments, offload=False)
+    chain = build(dataclasses.replace(config, clip_norm=0.0, weight_decay=0.0, moments=here))
     state, found = chain.init(nested(arrays(0))), []
     update = jax.jit(chain.update)
     for step in range(1, STEPS + 1):
@@ -184,6 +185,7 @@ def same_layout(tree, mesh):
         assert (leaf.sharding.memory_kind == "pinned_host") == ("on_host" in name), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["adamw, bfloat16 momentum", "adafactor", "muon"])
 def test_the_mesh_changes_nothing(kind):
     chain, mesh = build(KINDS[kind]), make_mesh(MeshShape(2, 2, 2))
@@ -208,6 +210,7 @@ def stepped(config, state):
     return state.with_role("policy", opt_state=moved(after, state.policy.opt_state))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "lora"), [("adafactor", Lora()), ("muon", Lora(rank=2)), ("offloaded", Lora())])
 def test_a_state_is_divided_saved_and_reset(kind, lora, tmp_path):
     config, mesh, model = KINDS[kind], make_mesh(MeshShape(2, 2, 2)), tiny("windows")
@@ -245,13 +248,16 @@ def test_what_an_optimiser_remembers_has_a_form_that_these_settings_alone_decide
         return jax.tree.structure(state), [x.dtype for x in jax.tree.leaves(state)]
 
     for changes in (
-        {"weight_decay": 0.1}, {"clip_norm": 0.0}, {"warmup": 3}, {"b2": 0.9}, {"eps": 1e-3}, {"b1": 0.0},
-        {"momentum_dtype": "bfloat16"}, {"offload": True},
+        {"weight_decay": 0.1}, {"clip_norm": 0.0}, {"warmup": 3},
+        *({"moments": dataclasses.replace(before.moments, **moment)} for moment in (
+            {"b2": 0.9}, {"eps": 1e-3}, {"b1": 0.0}, {"dtype": "bfloat16"}, {"offload": True},
+        )),
     ):  # fmt: skip
         after = dataclasses.replace(before, **changes)
         assert (form(before) == form(after)) == (remembered(before) == remembered(after)), changes
 
 
+@pytest.mark.slow
 def test_where_moments_lie_changes_nothing():
     mesh, states = one_device(), []
     for kind in ("adamw", "offloaded"):

@@ -6,6 +6,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from learner.rollouts import (
     T,
     critic_of,
@@ -76,6 +77,7 @@ def one_training(objectives, begins=None):
     return Training(objectives, make_update(objectives, build(OPTIMISER), learning_rate(OPTIMISER), COMPUTE), begins)
 
 
+@pytest.mark.slow
 def test_two_roles_learn_in_one_state(tmp_path):
     begins = NewRole("critic", with_scalar_head, build(OPTIMISER))
     training = (one_training((PolicyGradient(PRESETS["grpo"], True),)), one_training((ValueLoss(0.5),), begins))
@@ -102,6 +104,7 @@ def test_two_roles_learn_in_one_state(tmp_path):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
+@pytest.mark.slow
 def test_the_policy_learns_the_same_whoever_learns_beside_it():
     begins = NewRole("critic", with_scalar_head, build(OPTIMISER))
     policy, value = one_training((PolicyGradient(PRESETS["dapo"]),)), one_training((ValueLoss(0.5),), begins)
@@ -115,6 +118,7 @@ def test_the_policy_learns_the_same_whoever_learns_beside_it():
     assert largest_difference(*found) < 1e-6
 
 
+@pytest.mark.slow
 def test_an_unread_output_is_not_computed():
     packed = jax.tree.map(lambda x: x[0], pack(rollout(), LAYOUTS[0])._replace(microbatches=None, counts=None))
     found = outputs_of(critic_of(MODEL), packed, ("values",), jnp.float32(1), COMPUTE)

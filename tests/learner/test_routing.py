@@ -91,6 +91,7 @@ def test_a_sample_has_the_experts_of_each_token_that_is_read():
     assert recorded(dataclasses.replace(done[0], extras={})) == ({}, {})
 
 
+@pytest.mark.slow
 def test_noise_in_the_router_is_rounding_once_the_samplers_experts_are_taken():
     """The two models differ by 1e-7 in their routers alone, and disagree on experts where scores are equal."""
     assert gap(MODEL, packed("off")) < 1e-5
@@ -108,6 +109,7 @@ def test_the_experts_of_the_old_policy_make_the_ratio_one_but_leave_the_samplers
     assert gap(OTHER, packed("R2")) > 0.1
 
 
+@pytest.mark.slow
 def test_updates_replay_too_and_the_router_learns():
     """With weights of experts from the live router, under rematerialisation."""
     wanted, metrics = gradient(MODEL, packed("R3"))

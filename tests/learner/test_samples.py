@@ -206,6 +206,7 @@ def test_a_turns_tokens_have_its_advantage():
     assert not found[0].scalars
 
 
+@pytest.mark.slow
 def test_an_episode_in_three_rows_counts_once():
     """In the baseline, and in the ratio, the mean and the denominator of a sequence; rows of a pass by themselves."""
     read = {2: tuple(range(30, 37)), 5: (8, 9)}

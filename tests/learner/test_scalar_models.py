@@ -30,6 +30,8 @@ from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
 from jaxrl_llm.sharding.rules import fingerprint, parameter_path
 from jaxrl_llm.types import Role
 
+pytestmark = pytest.mark.slow
+
 LORA = Lora(rank=2, alpha=3.0)
 LAYOUT, COMPUTE = Layout(8, 22, T), ComputeOptions(remat="full")
 BASE = tiny("plain")

@@ -20,6 +20,8 @@ from jaxrl_llm.models.lora import attached, create
 from jaxrl_llm.stages.rl.teachers import with_top
 from jaxrl_llm.types import Role
 
+pytestmark = pytest.mark.slow
+
 STUDENT = tiny("windows", 5)
 WIDER = initialise(
     ModelConfig("llama", VOCAB + 6, 24, 1, 16, Attention(3, 1, 8)), jax.random.key(2), scale=0.3

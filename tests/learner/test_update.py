@@ -70,6 +70,7 @@ def scored(model, packed):
     return score(model, packed, jnp.float32(TEMPERATURE), COMPUTE)
 
 
+@pytest.mark.slow(but="grpo")
 @pytest.mark.parametrize(
     ("algorithm", "layouts"),
     [(PRESETS["grpo"], LAYOUTS), (PRESETS["dapo"], ["two rows"]), (WIDE_GSPO, ["one row", "two parts, own prompts"]),
@@ -138,6 +139,7 @@ def test_scores_of_a_packed_step_are_those_of_single_rows():
     assert seen == len(rollout())
 
 
+@pytest.mark.slow
 def test_on_policy_the_learner_agrees_with_the_sampler():
     _, metrics = packed_gradient(MODEL, pack(rollout(), LAYOUTS["two rows"][0]), PRESETS["dapo"])
     assert 0 <= metrics["sampler/logp_abs_diff_mean"] <= metrics["sampler/logp_abs_diff_max"] < 1e-5
@@ -172,6 +174,7 @@ def fresh_gap(model, samples):
     return np.abs(np.asarray(unpacked_logp(model, samples)) - padded(samples, "sampler_logp"))[counted].mean()
 
 
+@pytest.mark.slow
 def test_with_several_updates_the_old_policy_of_fresh_tokens_is_the_learners():
     samples = resumed(rollout())
     packed = pack(samples, LAYOUTS["two rows"][0])
@@ -182,6 +185,7 @@ def test_with_several_updates_the_old_policy_of_fresh_tokens_is_the_learners():
     assert largest_difference(found, wanted) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_moved_kl_coefficient_is_used_and_compiles_nothing_anew():
     packed = pack(rollout(), LAYOUTS["two rows"][0])
     packed = packed.with_tokens(ref_logp=scored(REFERENCE, packed))
@@ -195,6 +199,7 @@ def test_a_moved_kl_coefficient_is_used_and_compiles_nothing_anew():
     assert gradient._cache_size() == 1
 
 
+@pytest.mark.slow
 def test_the_entropy_bonus_reaches_the_weights():
     packed = pack(rollout(), LAYOUTS["two rows"][0])
     plain, before = packed_gradient(MODEL, packed, PRESETS["dapo"])
@@ -205,6 +210,7 @@ def test_the_entropy_bonus_reaches_the_weights():
     assert packed_gradient(better, packed, PRESETS["dapo"])[1]["entropy"] > before["entropy"]
 
 
+@pytest.mark.slow
 def test_a_bonus_that_is_given_to_each_update_is_that_of_the_algorithm_and_may_be_0():
     packed = pack(rollout(), LAYOUTS["two rows"][0])
     moved = (PolicyGradient(PRESETS["dapo"], entropy_moves=True),)
@@ -222,6 +228,7 @@ def test_nothing_counted_gives_no_gradient():
     assert all(np.isfinite(value) or name.startswith("sampler/") for name, value in metrics.items()), metrics
 
 
+@pytest.mark.slow
 def test_a_forward_pass_in_bfloat16_still_gives_float32_gradients():
     # Rows of several parts: here CPUs refused attention's scores when run.
     packed = pack(rollout(), Layout(2, 160, T))
@@ -272,6 +279,7 @@ def test_one_update_is_clipped_adamw_written_out():
         np.testing.assert_allclose(np.asarray(found)[sure], wanted[sure], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_weight_decay_leaves_norms_and_biases_alone():
     optimiser = Optimiser(learning_rate=1.0, weight_decay=0.5, clip_norm=0.0)
     chain = build(optimiser)
@@ -304,6 +312,7 @@ def test_an_update_that_is_refused_leaves_the_state_as_it_was(change, reason):
     assert np.isfinite(metrics["grad_norm"]) and int(after.policy.updates) == 2
 
 
+@pytest.mark.slow
 def test_the_reference_outlives_the_donated_policy():
     optimiser = Optimiser(learning_rate=1e-2)
     state, data = state_and_data(optimiser, reference=True)
@@ -336,6 +345,7 @@ def shortened(sample):
     return dataclasses.replace(sample, tokens=sample.tokens[:-1], mask=sample.mask[:-1], arrays=arrays)
 
 
+@pytest.mark.slow
 def test_steps_of_other_lengths_and_updates_of_equal_settings_share_one_program():
     optimiser = Optimiser(learning_rate=1e-3)
     update = policy_update(PRESETS["dapo"], optimiser, COMPUTE)

@@ -18,6 +18,8 @@ from jaxrl_llm.plan.machines import describe, parse_topology
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
 from jaxrl_llm.sharding.compiler import without_compilation_cache
 
+pytestmark = pytest.mark.slow
+
 SPLASH = ComputeOptions(attention="splash", interpret=True)
 CUDNN = ComputeOptions(attention="cudnn", interpret=True)
 TRITON = ComputeOptions(attention="triton", interpret=True)

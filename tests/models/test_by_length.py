@@ -15,6 +15,8 @@ from jaxrl_llm.plan import hlo
 from jaxrl_llm.plan.machines import describe, parse_topology
 from jaxrl_llm.sharding.compiler import without_compilation_cache
 
+pytestmark = pytest.mark.slow
+
 LAYERS, ROWS, HEADS, QUERIES, WIDTH, COLUMNS, CHUNK = 2, 5, 2, 3, 16, 384, 16
 CONFIG = Attention(6, HEADS, WIDTH, softcap=3.0)
 OWN = Seen(np.array([0, 0, 140, 383]), np.array([0, 131, 300, 384]))

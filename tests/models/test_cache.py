@@ -69,6 +69,7 @@ def decoded(model, tokens, cache):
     return np.concatenate(states)
 
 
+@pytest.mark.slow(but="gemma")
 @pytest.mark.parametrize("kind", KINDS)
 def test_prefill_and_decode_equal_the_full_forward(kind):
     model = tiny(kind)
@@ -79,6 +80,7 @@ def test_prefill_and_decode_equal_the_full_forward(kind):
         np.testing.assert_allclose(found[:, row], whole[row, length - 1 : length + 5], rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "gemma"])
 def test_what_earlier_requests_left_in_the_cache_changes_no_bit(kind):
     model = tiny(kind)
@@ -97,6 +99,7 @@ def test_prefill_ignores_padding_bit_for_bit():
         np.testing.assert_array_equal(a[:, :, :, :4], b[:, :, :, :4])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("kind", ["plain", "windows", "gemma"])
 def test_rows_that_read_their_beginning_from_a_block_get_what_those_with_a_copy_get(kind, parts):
@@ -118,6 +121,7 @@ def test_rows_that_read_their_beginning_from_a_block_get_what_those_with_a_copy_
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_sequence_is_put_together_from_its_block_and_its_row():
     own, blocks = random_cache(3, 4, 0), random_cache(2, 5, 9)
     for got, row, block in by_position(sequence_of(own, 2, blocks, 1, 3), own, blocks):
@@ -125,6 +129,7 @@ def test_a_sequence_is_put_together_from_its_block_and_its_row():
         np.testing.assert_array_equal(got[:, 0, :, 3:7], row[:, 2])
 
 
+@pytest.mark.slow
 def test_insert_takes_columns_from_the_start_named():
     old, new = random_cache(2, 4, 0), random_cache(2, 7, 9)
     for got, was, put in by_position(insert(old, new, jnp.array([1, -1]), jnp.array([5, 2])), old, new):
@@ -132,6 +137,7 @@ def test_insert_takes_columns_from_the_start_named():
         np.testing.assert_array_equal(got[:, 1], was[:, 1])
 
 
+@pytest.mark.slow
 def test_insert_replaces_the_rows_named_and_no_others():
     old, new = random_cache(4, 8, 0), random_cache(2, 5, 9)
     for got, was, put in by_position(insert(old, new, jnp.array([-1, 1, 0, 1]), jnp.zeros(4, jnp.int32)), old, new):
@@ -144,6 +150,7 @@ def random_cache(rows, columns, seed):
     return Cache(*(jax.random.normal(jax.random.key(seed + i), x.shape) for i, x in enumerate(shapes)))
 
 
+@pytest.mark.slow
 def test_flush_writes_each_row_at_its_own_length():
     old, chunk = random_cache(3, 8, 0), random_cache(3, 2, 9)
     for got, was, put in by_position(flush(old, chunk, jnp.array([0, 5, 6])), old, chunk):
@@ -153,6 +160,7 @@ def test_flush_writes_each_row_at_its_own_length():
         np.testing.assert_array_equal(got, wanted)
 
 
+@pytest.mark.slow(but="pieces1-plain")
 @pytest.mark.parametrize("kind", ["plain", "windows", "gemma"])
 @pytest.mark.parametrize("pieces", [(6,), (2, 4), (1, 3, 2)])
 def test_a_sequence_may_be_computed_in_pieces(kind, pieces):
@@ -167,6 +175,7 @@ def test_a_sequence_may_be_computed_in_pieces(kind, pieces):
         np.testing.assert_allclose(got[:, :, :, :6], wanted, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_rows_and_columns_are_taken_and_added():
     old = random_cache(3, 8, 0)
     for got, was in by_position(with_columns(take_rows(old, jnp.array([2, 0])), 5), old):
@@ -176,6 +185,7 @@ def test_rows_and_columns_are_taken_and_added():
         assert got.shape[3] == 11 and not got[:, :, :, 8:].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "gemma"])
 def test_layers_written_out_compute_what_their_loop_does(kind):
     model = tiny(kind)
@@ -193,6 +203,7 @@ def test_layers_written_out_compute_what_their_loop_does(kind):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
 
 
+@pytest.mark.slow
 def test_a_call_reads_the_first_rows_and_columns_of_a_larger_cache():
     model = tiny("plain")
     lengths = jnp.array([4, 2])
@@ -227,6 +238,7 @@ def test_rows_are_moved_in_their_cache():
     np.testing.assert_array_equal(moved.k[0, :, 0, 0, 0], [0, 5, 2, 4, 4, 5])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [("data",), ("data", "fsdp")])
 def test_rows_that_are_divided_reach_every_device_that_needs_them(axes):
     """As ``insert`` of all of them would do it."""

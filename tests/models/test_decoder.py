@@ -75,6 +75,7 @@ def test_packing_keeps_groups_apart_bit_for_bit():
                                   np.asarray(hidden(model, rows))[0][first_prompt_and_second_branch])  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_padding_on_the_right_cannot_change_a_real_position(kind):
     model = tiny(kind)
@@ -111,6 +112,7 @@ def test_windows_of_all_layers_bound_what_is_seen():
     assert np.all(moved[1:5] > 1e-7) and not moved[5:].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["dots", "full"])
 @pytest.mark.parametrize("kind", ["plain", "gemma"])
 def test_rematerialisation_changes_neither_values_nor_gradients(kind, remat):
@@ -125,6 +127,7 @@ def test_rematerialisation_changes_neither_values_nor_gradients(kind, remat):
     assert largest_difference(again[1], plain[1]) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_bfloat16_stays_bfloat16(kind):
     model, rows = tiny(kind, dtype="bfloat16"), packed_row(24)[0]
@@ -142,6 +145,7 @@ def test_bfloat16_stays_bfloat16(kind):
     assert all(v.aval.dtype == jnp.bfloat16 for v in traced.jaxpr.outvars)
 
 
+@pytest.mark.slow(but="plain")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_gradient_is_the_slope(kind):
     model = tiny(kind)
@@ -156,6 +160,7 @@ def test_the_gradient_is_the_slope(kind):
     np.testing.assert_allclose((up - down) / (2 * step), float(norm), rtol=1e-2)
 
 
+@pytest.mark.slow
 def test_every_parameter_gets_a_gradient():
     for kind in KINDS:
         model, rows = tiny(kind), causal_rows(np.arange(12).reshape(2, 6))
@@ -165,6 +170,7 @@ def test_every_parameter_gets_a_gradient():
             assert np.any(leaf), (kind, path)
 
 
+@pytest.mark.slow
 def test_initialise_follows_the_scale_and_leaves_norms_neutral():
     for kind in ("bias", "gemma"):
         model = initialise(KINDS[kind], jax.random.key(0), jnp.bfloat16, scale=0.1)

@@ -66,6 +66,7 @@ def test_each_form_is_the_sum_by_hand(form, size):
     np.testing.assert_allclose(found, by_hand(*given), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [form for form in experts.FORMS if form != "dense"])
 def test_gradients_are_those_of_the_dense_form(form):
     matrices, x, weights, taken = inputs(40, 6, 2)
@@ -80,6 +81,7 @@ def test_gradients_are_those_of_the_dense_form(form):
     assert largest_difference(found, wanted) < 1e-5
 
 
+@pytest.mark.slow
 def test_all_tokens_at_one_expert_are_computed():
     """There is no capacity; experts without a token get gradient 0."""
     matrices, x, weights, _ = inputs(70, 5, 1)
@@ -102,6 +104,7 @@ def test_pairs_are_sorted_into_blocks_of_one_expert(block):
     assert at.used == sum(-(-np.sum(flat == e) // block) for e in range(5)) == at.sizes.sum() // block
 
 
+@pytest.mark.slow
 def test_blocks_in_turn_and_at_once_are_one():
     """CPUs take the first form, other platforms the second one; values of unused blocks are anyone's."""
     matrices, x, _, taken = inputs(29, 5, 2)
@@ -151,6 +154,7 @@ def test_weights_are_the_largest_probabilities(renormalise):
         np.testing.assert_allclose(weights[t], largest / (largest.sum() if renormalise else 1), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_replayed_experts_are_weighed_by_the_live_router():
     random = np.random.default_rng(0)
     x, router = jnp.float32(random.normal(size=(4, WIDTH))), jnp.float32(random.normal(size=(WIDTH, 5)))
@@ -173,6 +177,7 @@ def test_the_router_is_float32_in_bfloat16_models():
     assert experts.route(router, Experts(4, 2), x)[2].tolist() == [[2, 1]]
 
 
+@pytest.mark.slow
 def test_a_decoder_replays_its_own_choice_and_no_other_form_moves_it():
     model, rows = tiny("experts"), causal_rows(np.random.default_rng(0).integers(0, 50, (2, 7)))
     hidden, own = routed(model, rows)
@@ -195,6 +200,7 @@ def test_the_clamped_gate_is_its_formula():
     np.testing.assert_allclose(found, below / (1 + np.exp(-1.702 * below)) * (within + 1), rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "shape"),
     [
@@ -223,6 +229,7 @@ def test_gradients_do_not_depend_on_the_mesh(kind, shape):
     assert gate.addressable_shards[0].data.size == gate.size // parts
 
 
+@pytest.mark.slow
 def test_an_adapter_leaves_experts_alone():
     """Attention is adapted, and the MLP of a shared expert."""
     config = tiny("experts").config
@@ -262,6 +269,7 @@ def on_tpu():
         yield config, weights, lambda tokens: given(1, tokens, width)
 
 
+@pytest.mark.slow
 @pytest.mark.compilers
 def test_a_tpus_products_cost_what_the_active_experts_cost(on_tpu):
     """Read from the compiled program: 1 for the forward pass and 1 for each gradient, where all experts would be 8."""
@@ -278,6 +286,7 @@ def test_a_tpus_products_cost_what_the_active_experts_cost(on_tpu):
     assert 3.0 < program.cost_analysis()["flops"] / active < 3.2
 
 
+@pytest.mark.slow
 @pytest.mark.compilers
 def test_a_tpu_reads_each_expert_once_in_a_decode_step(on_tpu):
     """No program holds more matrices than there are experts, where each block of tokens would have a copy."""

@@ -13,7 +13,7 @@ import pytest
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import load_pretrained, load_scalar, logits, save_gguf
 from jaxrl_llm.models.builtin import CHATML, TINY
-from jaxrl_llm.models.config import Llama3Rope
+from jaxrl_llm.models.config import Llama3Rope, Rope
 from jaxrl_llm.models.decoder import Decoder, to_parameters
 from jaxrl_llm.models.gguf import PATHS
 from jaxrl_llm.models.gguf_writing import KINDS
@@ -23,7 +23,7 @@ FIXTURES = Path(__file__).parents[1] / "fixtures" / "models"
 FITTING = {
     "llama": {},
     "llama_linear": {},
-    "llama3_rope": {"rope_scaling": Llama3Rope(32.0, 1.0, 4.0, 8192), "rope_theta": 500000.0},
+    "llama3_rope": {"rope": Rope(500000.0, Llama3Rope(32.0, 1.0, 4.0, 8192))},
     "mistral": {"windows": ()},
     "qwen2": {"windows": ()},
     "qwen3": {},
@@ -61,6 +61,7 @@ def refusal(model, tokenizer, path, kind="f32"):
     return str(refused.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(path.stem for path in FIXTURES.glob("*.gguf")))
 def test_tensors_and_numbers_are_those_that_another_converter_wrote(name, tmp_path):
     save_gguf(fitting(name), None, tmp_path / "m.gguf")
@@ -218,5 +219,6 @@ def test_three_ends_are_kept(tmp_path):
     assert set(again.config.tokens.eos) == {9, 257, 10} and read_back.eos_token_id == 257
 
 
+@pytest.mark.slow
 def test_each_path_has_one_name():
     assert len(set(PATHS.values())) == len(PATHS)

@@ -51,6 +51,7 @@ def graded(function, divergence, kind, teacher):
 WIDER, NARROWER = ("plain", VOCAB + 14), ("gemma", VOCAB - 3)
 
 
+@pytest.mark.slow(but="divergence0-plain-64")
 @pytest.mark.parametrize(
     ("divergence", "kind", "vocab"),
     [
@@ -69,6 +70,7 @@ def test_values_and_gradients_are_those_of_all_logits(divergence, kind, vocab):
     assert largest_difference(found[1], wanted[1]) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("top_k", [0, 5])
 def test_positions_that_are_not_asked_cost_nothing_and_the_teacher_gets_no_gradient(top_k):
     asked = functools.partial(chunked, chunk=3, count=9)
@@ -78,6 +80,7 @@ def test_positions_that_are_not_asked_cost_nothing_and_the_teacher_gets_no_gradi
     assert not any(np.any(x) for x in jax.tree.leaves(slope(teacher_of(VOCAB))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("top_k", [0, 8])
 def test_memory_does_not_grow_with_positions_times_vocabulary(top_k):
     vocab, chunk, counts = 4000, 64, (1024, 4096)
@@ -99,6 +102,7 @@ def test_memory_does_not_grow_with_positions_times_vocabulary(top_k):
     assert peaks[1] < 12 * max(chunk, 512 * (top_k > 0)) * vocab * 4, peaks
 
 
+@pytest.mark.slow
 def test_on_a_mesh_it_is_the_same():
     sizes = {"vocab_size": 640, "width": D, "layers": 1, "mlp_width": 8}
     models = [initialise(ModelConfig("llama", *sizes.values(), Attention(1, 1, 8), embeddings=Embeddings(tied=tied)),

@@ -67,6 +67,7 @@ def test_scores_agree_with_transformers(name):
     np.testing.assert_allclose(found, example["scores"], atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 def test_a_score_is_of_the_last_token_and_padding_moves_none():
     example = example_of(REWARDS / "llama")
     model, _ = load_scalar(REWARDS / "llama")

@@ -106,6 +106,7 @@ def test_each_rule_of_a_config_moves_the_logits(name, part, change):
     assert np.abs(np.asarray(logits(other, example["tokens"])) - example["logits"]).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_weights_in_mxfp4_are_read_by_slice(tmp_path):
     """Packed here, number by number, from patterns of bits by the format's definition."""
     directory = Path(shutil.copytree(FIXTURES / "gpt_oss", tmp_path / "packed"))
@@ -148,6 +149,7 @@ def test_a_fused_tensor_of_another_size_is_refused(tmp_path):
     assert f"{name} has shape [31, 16] where config.json says 32" in refusal(directory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_parameters_have_the_decoders_shapes(name):
     config, parameters = read(FIXTURES / name, "bfloat16")
@@ -311,6 +313,7 @@ def test_an_unknown_dtype_is_refused():
         load_pretrained(FIXTURES / "llama", dtype="int8")
 
 
+@pytest.mark.slow
 def test_loaded_arrays_do_not_lie_in_the_file(llama):
     """An update may overwrite the file's memory otherwise, and a changed file would change the model."""
     model, _ = load_pretrained(llama)

@@ -64,6 +64,7 @@ def graded(function, model, hidden=HIDDEN, bonus=0.3):
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(model, hidden)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("chunk", "keep"), [(1, 0), (7, 0), (512, 0), (512, 2**20)])
 @pytest.mark.parametrize("kept", [None, words(KEPT)], ids=["all", "kept"])
 @pytest.mark.parametrize("kind", ["plain", "gemma"])  # a head of its own, and a tied one with a soft cap
@@ -125,6 +126,7 @@ def test_the_gradient_written_by_hand_is_the_slope(kept):
             np.testing.assert_allclose(slope, (up - down) / 2e-5, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replayed", [False, True])
 def test_memory_does_not_grow_with_positions_times_vocabulary(replayed):
     vocab, chunk, counts = 4000, 64, (1024, 4096)
@@ -183,6 +185,7 @@ def moved_in_loops(program):
     return max(int(np.prod([int(size) for size in shape.split(",")])) for shape in shapes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_on_a_mesh_the_head_moves_once_and_not_for_each_chunk(tied):
     config = ModelConfig("llama", 640, D, 1, 8, Attention(1, 1, 8), embeddings=Embeddings(tied=tied))
@@ -204,6 +207,7 @@ def test_on_a_mesh_the_head_moves_once_and_not_for_each_chunk(tied):
     assert moved_in_loops(compiled.as_text()) <= 8 * D
 
 
+@pytest.mark.slow
 def test_the_kept_sets_of_the_paper():
     """DeepSeek-V3.2's ratio over the tokens that the sampler kept, and the wrong one without them."""
     policies = np.log(np.array([number("V32_keep_sampling_mask/p_old_full"), [0.45, 0.35, 0.1, 0.1]], np.float32))[None]

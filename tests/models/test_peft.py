@@ -86,6 +86,7 @@ def test_logits_are_those_of_base_and_adapter_added_up(name, base, tmp_path):
     assert architecture(str(tmp_path / "adapter"))[0] == theirs.config
 
 
+@pytest.mark.slow
 def test_an_adapter_is_read_in_any_dtype_and_layout_and_of_a_reward_model(base, tmp_path):
     write(tmp_path / "adapter", *ADAPTERS["plain"], base)
     whole, _ = load_pretrained(tmp_path / "adapter")

@@ -42,6 +42,7 @@ def test_hub_ids_are_told_from_paths(tmp_path):
         assert not looks_like_hub_id("runs/missing"), "the first part is a folder here"
 
 
+@pytest.mark.slow
 def test_an_unreachable_hub_gives_one_line_and_a_family_that_is_not_known_is_refused_before_its_weights(tmp_path):
     kept = tmp_path / "hub/models--owner--odd"
     (kept / "snapshots/1").mkdir(parents=True)
@@ -74,6 +75,7 @@ def test_importing_the_room_is_cheap():
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_torch_is_never_imported():
     code = (
         "import sys; from jaxrl_llm.models import load_pretrained as l; l('tiny-random'); print('torch' in sys.modules)"
@@ -82,6 +84,7 @@ def test_torch_is_never_imported():
     assert done.stdout.strip() == "False"
 
 
+@pytest.mark.slow
 def test_a_plan_reads_the_architecture_of_a_built_in_model():
     config, source = architecture("smollm2-135m")
     assert (config.width, config.layers, config.vocab_size, source) == (576, 30, 49152, "built in")

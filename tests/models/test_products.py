@@ -14,6 +14,8 @@ from jaxrl_llm.models.decoder import causal_rows, forward, unembed
 from jaxrl_llm.models.heads import token_logprobs
 from jaxrl_llm.models.layers import product
 
+pytestmark = pytest.mark.slow
+
 OPTIMISED = True
 
 SCORES = "bskgh,bkhz->bkgsz"

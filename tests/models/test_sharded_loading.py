@@ -25,6 +25,8 @@ from jaxrl_llm.models.hf_config import write_config
 from jaxrl_llm.models.weights import StoredTensor, hf_shape, read_part
 from jaxrl_llm.sharding import MeshShape, from_parts, layout_of, make_mesh, shardings
 
+pytestmark = pytest.mark.slow
+
 OPTIMISED = True
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "models"

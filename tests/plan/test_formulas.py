@@ -163,6 +163,7 @@ def test_bytes_of_a_device_are_those_that_it_really_holds(mesh):
         assert bytes_per_device(planned) == there
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES[1:])
 def test_the_compiler_is_given_as_many_bytes_as_planned(mesh):
     one = subject(tiny_run(mesh), CONFIG, jax.devices())
@@ -175,6 +176,7 @@ def test_the_compiler_is_given_as_many_bytes_as_planned(mesh):
     assert done.temporary > size(one.arrays.state.policy.params)  # the gradient at least
 
 
+@pytest.mark.slow
 def test_slots_are_planned_at_the_largest_that_an_engine_takes():
     run = tiny_run((1, 1, 1), prompts=9, group=4)
     one = subject(run, CONFIG, jax.devices()[:1])

@@ -89,6 +89,7 @@ def ppo():
     return plan(four_models(epochs=2), CONFIG, SLICE, describe(SLICE), None, True)
 
 
+@pytest.mark.slow
 @pytest.mark.compilers
 def test_critic_and_reward_models_are_compiled_for_a_tpu_slice(ppo):
     assert {"values", "critic", "judges"} < set(ppo.compiled) and not ppo.refused and ppo.fits
@@ -232,6 +233,7 @@ def test_bytes_of_a_run_from_data_are_those_that_a_device_really_holds(name, ran
     assert int(np.prod(one.arrays.packed.rows.tokens.shape)) >= tokens
 
 
+@pytest.mark.slow
 @pytest.mark.compilers
 @pytest.mark.parametrize("name, wanted", [("dpo", {"reference", "update"}), ("prm", {"update"})])
 def test_programs_of_data_are_compiled_for_a_tpu_slice(name, wanted):
@@ -256,6 +258,7 @@ def test_data_is_planned_by_formula_and_searched():
     assert found and all(p.fits for p in found) and len(table(found)) == 1 + len(found)
 
 
+@pytest.mark.slow
 def test_the_command_plans_every_kind(tmp_path):
     asked = ["sft_quickstart", "dpo_quickstart", "reward_quickstart"]
     rest = "--model tiny-random --topology h100:1 --quick --json"
@@ -266,6 +269,7 @@ def test_the_command_plans_every_kind(tmp_path):
         assert json.loads((tmp_path / f"{name}.json").read_text())["memory"]["sampling"] is None
 
 
+@pytest.mark.slow
 def test_the_model_in_compute_type_is_what_is_scored_with():
     one = subject(computing(four_models(), dtype="bfloat16"), CONFIG, jax.devices()[:4], lambda _: CONFIG)
     (judges, _) = one.arrays.readings

@@ -173,6 +173,7 @@ ENTRY %main (q: f32[8], k: f32[4,2,1,8,16]) -> f32[8] {
     assert found == [2 * 32 + 2 * 8 * 16 * 4, 2 * 32 + 4 * 2 * 8 * 16 * 4]
 
 
+@pytest.mark.slow
 @pytest.mark.compilers
 def test_a_tpu_reads_weights_and_a_cache_once_in_each_round():
     """A real program: what is added to the least is small, and a cache that grows is counted in full."""

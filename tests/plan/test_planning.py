@@ -20,6 +20,8 @@ from jaxrl_llm.plan.totals import totals
 from jaxrl_llm.rollout import Collect
 from jaxrl_llm.stages.rl.programs import sampling_of
 
+pytestmark = pytest.mark.slow
+
 GPUS = parse_topology("h100:8")
 SLICE = parse_topology("v5e:2x2")
 

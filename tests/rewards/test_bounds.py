@@ -57,6 +57,7 @@ def test_a_hinge_punishes_what_lies_above_its_limit():
     np.testing.assert_allclose(scores.parts["harms"], [0.0, -0.3, -0.1], atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_weighted_sum_is_that_of_the_published_example():
     scores = scored((helps, Function(harms, -0.5)))
     np.testing.assert_allclose(scores.reward, number("MULTI/weighted_1_m0p5"), atol=1e-12)
@@ -77,6 +78,7 @@ def test_bounds_are_made_of_bounds_of_the_verifier_and_of_what_is_built_in():
     np.testing.assert_array_equal(scores.accuracy, [1.0, 0.0])
 
 
+@pytest.mark.slow
 def test_what_is_watched_is_no_part_of_the_sum_and_unknown_where_it_fails():
     watched = {"constraint/harm/cost": Function(harms), REJECTED: Gate(harms, at=0.3), "verified": Accuracy()}
     scores = scored((Format(".*"),), [*PLACES, item("fails")], watched=watched, on_error=1.0)

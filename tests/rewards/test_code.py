@@ -48,6 +48,7 @@ SOLVED = [
 WRONG = ["print(4)", "def add(a, b): return a - b", "class Solution:\n    def add(self, a, b): return [a]", "", "1 / 0"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("code", "tests", "count"), SOLVED)
 def test_a_right_program_passes_all_and_a_wrong_one_none(code, tests, count):
     assert grade(code, tests) == (1.0, ("passed",) * count, "")

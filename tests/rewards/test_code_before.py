@@ -14,6 +14,7 @@ pytestmark = pytest.mark.sandbox("landlock+seccomp")
 SMOKE = load_config("code_smoke")[1]
 
 
+@pytest.mark.slow
 def test_a_completion_ends_the_program_of_its_row():
     problems = {one.metadata["tests"][2]: one for one in load(SMOKE.task, False).train}
     four = next(one for one in problems.values() if "above(4) is False" in one.prompt[-1]["content"])

@@ -135,6 +135,7 @@ def test_what_cannot_take_a_problem_and_a_completion_is_refused(function):
         form_of(function)
 
 
+@pytest.mark.slow
 def test_calls_of_an_async_function_wait_together_and_are_lost_one_by_one():
     forms.TOGETHER.clear()
     outcomes = asked(forms.judge, [item(text) for text in ("2", "hang", "raise", "4")], seconds=1.5)

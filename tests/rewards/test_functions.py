@@ -119,6 +119,7 @@ def test_an_exception_in_a_batch_is_the_failure_of_one():
     assert scores.failures.message.endswith("ConnectionError: lost")
 
 
+@pytest.mark.slow
 def test_what_hangs_in_this_process_is_given_up_and_the_others_are_scored():
     end, begun = threading.Event(), []
 

@@ -13,6 +13,8 @@ from jaxrl_llm.rewards.gym_answer import LITERAL, SYMBOLIC, is_formula, is_liter
 from jaxrl_llm.rewards.verify import accuracy
 from jaxrl_llm.types import Completion, Problem
 
+pytestmark = pytest.mark.slow
+
 FOLDER = Path(reasoning_gym.__file__).parent
 EVALUATES = re.compile(r"\b(eval|exec|parse_expr|sympify|compile)\([^)]*(answer|expr)")
 SPELLINGS = (

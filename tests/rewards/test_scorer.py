@@ -176,6 +176,7 @@ def test_nan_means_unscorable_and_is_no_error(obeying):
     assert math.isnan(scores.reward[0]) and scores.reward[1] == 1.0 and scores.failures.errors == 0
 
 
+@pytest.mark.slow
 def test_a_failing_verifier_scores_on_error_and_counts_as_wrong():
     countdown = next(ReasoningGym("countdown", size=1).problems())
     fields = {"metadata": countdown.metadata, "verifier": "reasoning_gym", "extractor": "whole"}
@@ -187,6 +188,7 @@ def test_a_failing_verifier_scores_on_error_and_counts_as_wrong():
     assert scores.failures.timeouts == 1 and scores.failures.of == {"accuracy": (2, 1)}
 
 
+@pytest.mark.slow
 def test_math_runs_in_the_workers():
     fields = {"extractor": "boxed", "verifier": "math"}
     with Scorer((Accuracy(),)) as scorer:
@@ -211,6 +213,7 @@ def test_the_workers_run_side_by_side_and_live_on(tmp_path):
     assert all(gone(process_id, 1.0) for process_id in first)
 
 
+@pytest.mark.slow
 def test_several_batches_are_scored_at_one_time_in_workers_and_where_functions_wait(tmp_path):
     here = []
 
@@ -258,6 +261,7 @@ def test_children_of_a_stuck_reward_are_killed_with_it(tmp_path):
     assert gone((tmp_path / "id").read_text(), 1.0)
 
 
+@pytest.mark.slow
 def test_a_worker_that_was_killed_between_two_scorings_is_replaced():
     with Scorer((Function("sample_rewards:worker_id"),), workers=1) as scorer:
         before = int(scorer.score([item("3")]).parts["worker_id"][0])
@@ -267,6 +271,7 @@ def test_a_worker_that_was_killed_between_two_scorings_is_replaced():
     assert scores.failures.errors == 0 and scores.parts["worker_id"][0] != before
 
 
+@pytest.mark.slow
 def test_an_item_that_its_worker_died_with_before_reading_it_is_handed_to_another():
     with Scorer((Function("sample_rewards:worker_id"),), workers=1) as scorer:
         before = int(scorer.score([item("3")]).parts["worker_id"][0])
@@ -310,6 +315,7 @@ def script(folder, text):
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_when_the_interpreter_exits_without_close(tmp_path):
     with script(tmp_path, SCRIPT) as process:
         lines = process.stdout.read().splitlines()
@@ -319,6 +325,7 @@ def test_nothing_is_left_when_the_interpreter_exits_without_close(tmp_path):
     assert all(gone(worker, 1.0) for worker in workers)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_when_the_parent_is_killed(tmp_path):
     # Two workers wait for a call; a third is stuck in one and holds its interpreter's lock.
     with script(tmp_path, SCRIPT + HANG) as process:

@@ -74,6 +74,7 @@ def test_several_step_rewards_are_added_up_at_each_token(tokenizer):
     np.testing.assert_array_equal(scores.reward, [0.0, 0.0])
 
 
+@pytest.mark.slow
 def test_without_a_tokenizer_only_the_means_are_there(tokenizer):
     scores = scored((WORDS,), tokenizer)
     with Scorer((WORDS,)) as scorer:

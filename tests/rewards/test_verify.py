@@ -54,6 +54,7 @@ def test_integer_never_matches_what_is_none():
     assert accuracy(problem("2.5", verifier="integer"), completion("2.5")) == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answer", "reference", "score"),
     [

@@ -115,6 +115,7 @@ def test_lengths_that_members_share_follow_their_ancestors():
             assert x == pytest.approx(np.mean([own[j][t] for j in range(6) if common[i, j] > t]), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_hard_credit_is_the_mean_of_those_who_share_and_moves_the_prefix_as_the_soft_one_does():
     known = NUMBERS["ARPO_adv"]
     own = np.asarray(PRESETS["grpo"].advantage(np.float32([known["R"]])))[0]

@@ -142,11 +142,13 @@ def test_a_branch_does_not_wait_for_the_end_of_its_parent():
     assert 2 in seen, "the first branch begins while its parent, of three turns, is in the last one"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", [6, 2])
 def test_branches_are_the_same_in_a_slow_world_and_in_few_slots(slots):
     same(played(Slow, slots=slots).groups, played().groups)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rule", "wanted"), [
     (Branching(whole=2, threshold=0.0), [*([Start()] * 2), Start(0, 1), Start(1, 1), Start(0, 2), Start(1, 2)]),
     (Branching(whole=1, threshold=0.0), [Start(), Start(0, 1), Start(0, 2), Start(1, 2), Start(), Start()]),
@@ -161,6 +163,7 @@ def test_a_group_has_all_its_members_however_many_branch(rule, wanted):
         assert len(texts) == GROUP, "no two members are equal"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [2, 8, 14, 20])
 @pytest.mark.parametrize("again", [False, True])
 def test_a_step_that_is_stopped_goes_on_to_the_same_branches(chunks, again):
@@ -171,6 +174,7 @@ def test_a_step_that_is_stopped_goes_on_to_the_same_branches(chunks, again):
     assert found.tokens == played().tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [8, 14, 20])
 def test_a_group_in_which_an_episode_begins_anew_is_whole_all_the_same(chunks):
     left = stopped(sampler(Forgetful), chunks)
@@ -200,6 +204,7 @@ class Side:
         return found
 
 
+@pytest.mark.slow
 def test_of_two_processes_the_one_that_has_a_parents_environment_has_its_branches_too():
     """Where the template rewrites history, and branches begin in several rows, too."""
     alone = played(limits=FORKS).groups
@@ -225,6 +230,7 @@ def test_of_two_processes_the_one_that_has_a_parents_environment_has_its_branche
     assert len(Copied.began) - began == 2 * GROUP - branches, "each environment is on one process"
 
 
+@pytest.mark.slow
 def test_groups_that_are_interrupted_have_the_same_branches():
     made = sampler(settings=Collect(interrupt=True))
     made = dataclasses.replace(made, admission=dataclasses.replace(made.admission, needed=1))
@@ -238,6 +244,7 @@ def test_groups_that_are_interrupted_have_the_same_branches():
         same([found[group.problem.id]], [group])
 
 
+@pytest.mark.slow
 def test_copies_are_closed_and_an_environment_that_fails_to_copy_itself_is_refused():
     made = sampler()
     before = [len(Copied.began), len(Copied.copied), len(Copied.closed)]
@@ -254,5 +261,6 @@ def test_copies_are_closed_and_an_environment_that_fails_to_copy_itself_is_refus
         source.episodes.rehearse([source.stream.next(0, {})[0]])
 
 
+@pytest.mark.slow
 def test_without_copies_a_branch_gets_a_new_environment_that_is_given_the_same_replies():
     same(played(Uncopied).groups, played().groups)

@@ -135,6 +135,7 @@ def discarding(needed, degenerate, count):
     return count * needed, cursor
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interrupt", [False, True])
 @pytest.mark.parametrize("degenerate", [0.3, 0.5, 0.8])
 def test_hardly_a_group_is_generated_in_vain(degenerate, interrupt):
@@ -170,6 +171,7 @@ def busy(found):
     return sum(s.tokens for s in made) / sum(s.tokens / s.metrics["rollout/utilisation"] for s in made)
 
 
+@pytest.mark.slow
 def test_slots_stay_busy_on_a_long_tail():
     """Without refill they would be for 30 %; a chunk of 4 steps wastes 5 % at these lengths."""
     assert 0.25 < np.mean([long_tailed(n) for n in range(999)]) / LONGEST < 0.35
@@ -211,6 +213,7 @@ def test_no_group_waits_for_ever():
     assert max(version - min(versions(g)) for version, step in enumerate(found) for g in step.groups) <= 6
 
 
+@pytest.mark.slow
 def test_a_group_that_grows_too_old_is_dropped():
     free, bound, strict = (steps(sampler(4, 64, 0.5, interrupt=True, max_age=age), 20) for age in (0, 6, 1))
     assert saved(free[-1].left) == saved(bound[-1].left)  # none is older
@@ -290,6 +293,7 @@ IN_ORDER = [{}, {"filter_groups": False}]
 STOPPED = [(ToyEngine, settings) for settings in (*IN_ORDER, {"interrupt": True}, {"token_budget": 25})]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine, settings", [*STOPPED, *((ToyEngineAhead, settings) for settings in IN_ORDER)])
 def test_a_step_that_is_stopped_within_its_sampling_goes_on_as_if_nobody_had_stopped_it(engine, settings):
     """After every chunk of every step, through the file; one step is stopped several times."""

@@ -191,6 +191,7 @@ def test_the_prompt_has_the_first_words_and_they_follow_from_the_row_and_the_see
         assert f"Begin {group.problem.metadata['secret']}\n\nseed " in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("slots", "limits"), [(6, Limits()), (2, FORKS)])
 def test_an_episode_is_the_same_alone_and_among_others_and_in_a_slow_world(slots, limits):
     slow = played(Slow, slots=slots, limits=limits)
@@ -199,6 +200,7 @@ def test_an_episode_is_the_same_alone_and_among_others_and_in_a_slow_world(slots
         np.testing.assert_allclose(one.sampler_logp, other.sampler_logp, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_environments_answer_at_one_time_and_what_they_are_waited_for_is_measured():
     found = collect(sampler(Meeting), loaded()[0], 4, Carryover())
     same(found.groups, played())
@@ -266,6 +268,7 @@ def stopped(made, chunks):
     return codec.from_json(codec.to_json(stop.value.left, RECORDS), RECORDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [1, 3, 5, 9])
 @pytest.mark.parametrize("again", [False, True])
 def test_a_step_that_is_stopped_goes_on_to_the_same_episodes(chunks, again):

@@ -3,6 +3,7 @@
 import dataclasses
 
 import numpy as np
+import pytest
 from learner.rollouts import forward_on, one_device
 from rollout.test_episodes import FORKS, RULES, completions, loaded, played
 
@@ -12,6 +13,7 @@ from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.rollout.measures import describe_episodes
 
 
+@pytest.mark.slow
 def test_where_the_template_rewrites_history_a_new_row_begins_and_the_loss_reads_one():
     """The learner's log-probabilities are the sampler's: each row is, token by token, what the engine was fed."""
     model, tokenizer = loaded()

@@ -206,6 +206,7 @@ def needing(made, needed, collect=Collect(), **source):
     return dataclasses.replace(made, admission=admission, source=dataclasses.replace(made.source, **source))
 
 
+@pytest.mark.slow
 def test_groups_depend_on_their_place_in_the_stream_only(sampler):
     model, made = sampler
     together = collect(made, model, 2, Carryover(5)).groups

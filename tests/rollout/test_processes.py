@@ -5,6 +5,7 @@ import socket
 from pathlib import Path
 
 import numpy as np
+import pytest
 from commands import environment
 from nursery import Forked
 from rollout.two_processes import LENGTH, sampled
@@ -12,6 +13,8 @@ from several import codes
 from tiny import tiny
 
 from jaxrl_llm.rollout import Engine
+
+pytestmark = pytest.mark.slow
 
 PROGRAM = Path(__file__).parent / "two_processes.py"
 

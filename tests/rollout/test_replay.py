@@ -251,6 +251,7 @@ def replaced():
     return found[1], once[longest]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "gspo"])
 def test_the_ratio_of_a_replayed_token_is_the_true_one_and_so_is_the_gradient(replaced, name):
     group, once = replaced

@@ -294,6 +294,7 @@ def test_decisions_become_one_and_a_guard_comes_before_resets():
     assert broken.events.keys() == {"event/not_a_number"}
 
 
+@pytest.mark.slow
 def test_apply_copies_the_policy_and_empties_the_optimiser():
     run = dataclasses.replace(SMOKE, recipe=dataclasses.replace(SMOKE.recipe, resets=Resets(reference_every=1)))
     policy, seen = {"w": jnp.full((4, 4), 2.0)}, {"w": jnp.ones((4, 4))}

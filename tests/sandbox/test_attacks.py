@@ -14,6 +14,8 @@ from jaxrl_llm.rewards import sandbox
 from jaxrl_llm.rewards.code import grade
 from jaxrl_llm.sandbox.client import Servers
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 LEVELS = [pytest.param(level, marks=pytest.mark.sandbox(level)) for level in ("landlock+seccomp", "full")]
 

@@ -125,6 +125,7 @@ def forbidding(*numbers):
     return json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
 
 
+@pytest.mark.slow
 def test_a_container_without_namespaces_has_the_level_below():
     assert forbidding(UNSHARE) == ["landlock+seccomp", ["ok", "1\n", ""], ["ok", "1\n", ""]]
 

@@ -30,6 +30,8 @@ from jaxrl_llm.plan.tables import lines
 from jaxrl_llm.sharding import MeshShape, gathered, layout_of, make_mesh
 from jaxrl_llm.sharding.compiler import OPTIONS, REPEATABLE, compiler_options, known_options, without_compilation_cache
 
+pytestmark = pytest.mark.slow
+
 SLICE = parse_topology("v5p:2x2x1")
 UNKNOWN = ("xla_no_such_option", True)
 

@@ -20,6 +20,8 @@ from jaxrl_llm.models.layers import attention_over
 from jaxrl_llm.rollout import Engine, Sampling
 from jaxrl_llm.sharding import MeshShape, head_copies, make_mesh, shardings
 
+pytestmark = pytest.mark.slow
+
 SEVEN = dataclasses.replace(KINDS["bias"], attention=dataclasses.replace(KINDS["bias"].attention, heads=14, kv_heads=2))
 """Seven query heads for each of two key/value heads, as Qwen2.5-7B has for each of four."""
 LAYOUT = Layout(8, 24, T)

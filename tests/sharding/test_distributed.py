@@ -39,6 +39,7 @@ def slurm_port():
                 return str(job)
 
 
+@pytest.mark.slow
 def test_two_tasks_of_slurm_tell_each_other_everything(tmp_path):
     place = {"SLURM_JOB_ID": slurm_port(), "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NTASKS": "2"}
     both = []
@@ -59,6 +60,7 @@ def test_two_tasks_of_slurm_tell_each_other_everything(tmp_path):
     assert one["scores"] == scored() and one["scores"][3:] == [1, 1, [5, 2], True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "wanted", "line"), [
     ("refuse", [2, 2], "this will not do"),
     ("crash", [1, 1], "ZeroDivisionError: by nothing"),

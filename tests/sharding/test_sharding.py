@@ -33,6 +33,8 @@ from jaxrl_llm.sharding import (
 )
 from jaxrl_llm.sharding.rules import RULES, parameter_path, sampling_shardings
 
+pytestmark = pytest.mark.slow
+
 SHAPES = [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 2, 4), (1, 1, 8)]
 LAYOUT = Layout(8, 24, T)  # positions that every size of ``tensor`` divides
 

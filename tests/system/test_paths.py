@@ -64,6 +64,7 @@ def answers(folder):
     return before, *commands(["report linked", *REFUSED], folder)
 
 
+@pytest.mark.slow
 def test_each_is_one_line_that_names_the_place_and_leaves_nothing_behind(folder, answers):
     before, _, *refused = answers
     for answer, words in zip(refused, REFUSED.values(), strict=True):

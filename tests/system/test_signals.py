@@ -109,6 +109,7 @@ def quit_twice(tmp_path_factory):
     return terminal, int((folder / "worker").read_text())
 
 
+@pytest.mark.slow
 def test_the_second_ctrl_c_quits_within_the_step(quit_twice):
     terminal, worker = quit_twice
     assert terminal.process.returncode == 130
@@ -117,6 +118,7 @@ def test_the_second_ctrl_c_quits_within_the_step(quit_twice):
     assert gone(worker)
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_a_completion_that_was_learned_from(quit_twice):
     screen = quit_twice[0].screen
     shown = re.search(r"step (\d+)  best reward (\d)\S*  [^\n]*(\d|=|\?)", screen)
@@ -182,6 +184,7 @@ def test_while_a_command_says_its_last_line_no_thread_writes_or_begins_anything(
     assert process.returncode == 130 and said.endswith(b".jaxrl-llm: interrupted\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_child_does_not_outlive_a_command_that_quits(number):
     """Not even one that is just being started."""

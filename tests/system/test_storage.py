@@ -67,6 +67,7 @@ def test_a_mirror_tells_its_address(tmp_path):
     assert stored.mirror("runs/a") == Path("runs/a") and stored.split("OWNER/MODEL") is None
 
 
+@pytest.mark.slow
 def test_a_mirror_and_its_address_become_equal_both_ways(address, tmp_path):
     path = run_at(address, **{"metrics.jsonl": "1\n", "underway.json": "{}", "tensorboard/a": "curve"})
     for name in (
@@ -102,6 +103,7 @@ def test_a_mirror_and_its_address_become_equal_both_ways(address, tmp_path):
     assert [one.name for one in path.iterdir()] == ["lock"], "all but what a run in training holds"
 
 
+@pytest.mark.slow
 def test_only_runs_and_models_are_copied_and_never_over_a_run_in_training(address):
     files = stored.system(address)
     files.pipe_file(f"{address}/large.bin", b"a bucket of other things")
@@ -115,6 +117,7 @@ def test_only_runs_and_models_are_copied_and_never_over_a_run_in_training(addres
     assert stored.folder(f"{address}/model.gguf").read_bytes() == b"GGUF"
 
 
+@pytest.mark.slow
 def test_troubles_are_one_line_each(address, tmp_path):
     scheme = address.partition("://")[0]
     missing = f"{scheme}://no-such-bucket/run"
@@ -135,6 +138,7 @@ def test_a_missing_package_is_named(tmp_path):
     assert_refused(answer, "s3://b/x needs s3fs: pip install -e '.[s3]'")
 
 
+@pytest.mark.slow
 def test_a_lock_is_written_only_over_the_version_that_is_named(address):
     first = lease.put(f"{address}/lock", b"{}", None)
     with pytest.raises(lease.Refused):
@@ -146,6 +150,7 @@ def test_a_lock_is_written_only_over_the_version_that_is_named(address):
     assert lease.get(f"{address}/other") is None
 
 
+@pytest.mark.slow
 def test_a_second_run_is_refused_and_a_dead_one_taken_over(address, capsys):
     path = stored.mirror(address)
     with lease.leased(path, "go elsewhere"):
@@ -165,6 +170,7 @@ def elsewhere(address):
     return json.dumps(lease.whoami() | {"boot": "another", "id": "other", "host": "far"}).encode()
 
 
+@pytest.mark.slow
 def test_the_lock_of_another_machine_is_watched(address, capsys):
     path, lock = stored.mirror(address), f"{address}/lock"
     version = lease.put(lock, elsewhere(address), None)

@@ -173,6 +173,7 @@ def test_all_are_asked_where_all_are_dropped_and_that_is_an_event_once():
     assert {stream.next(n, after)[0].id for n in range(60)} == {"p0", "p1", "p2"}
 
 
+@pytest.mark.slow
 def test_the_parts_go_together():
     level = list(range(10))
     parts = Curriculum(Prioritised(), EasyToHard("level", 100, 0.5), Dropping(1, 1))
@@ -305,6 +306,7 @@ def other(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_curriculum_begins_with_what_another_run_has_counted(other):
     name = str(other / "runs" / "counted")
     counted = played(Scheduled(Curriculum(drop=Dropping()), problems(6), 9), 20, lambda i: i % 5)[1]

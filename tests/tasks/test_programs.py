@@ -26,6 +26,7 @@ def passes(solution, tests):
     return True
 
 
+@pytest.mark.slow
 def test_there_are_enough_of_each_level_and_no_two_are_equal():
     levels = collections.Counter(problem.metadata["level"] for problem in PROBLEMS)
     assert len(PROBLEMS) >= 200 and min(levels[level] for level in (1, 2, 3)) >= 50

@@ -184,12 +184,14 @@ def test_a_bad_file_is_refused(tmp_path, name, content, message):
         list(Table(str(tmp_path / name)).problems())
 
 
+@pytest.mark.slow
 def test_options_that_only_a_problem_shows_to_be_wrong_are_refused():
     source = ReasoningGym("spell_backward", {"min_word_len": 60, "max_word_len": 70}, size=2)
     with pytest.raises(InputError, match=r"spell_backward fails at problem 0 of size 2, .*IndexError.*; change them"):
         list(source.problems())
 
 
+@pytest.mark.slow
 def test_reasoning_gym_repeats_itself_by_seed():
     found = []
     for seed in (1, 1, 2):
@@ -205,6 +207,7 @@ def generating():
     return set(subprocess.run(command, capture_output=True, text=True, check=False).stdout.split())
 
 
+@pytest.mark.slow
 def test_what_is_begun_is_generated_once_and_does_not_outlive_its_block():
     known.clear()
     source, other = ReasoningGym("chain_sum", size=20, seed=3), ReasoningGym("chain_sum", size=20, seed=4)
@@ -222,6 +225,7 @@ def test_what_is_begun_is_generated_once_and_does_not_outlive_its_block():
         list(refused.problems())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ransom_note", "list_functions"])
 def test_reasoning_gym_repeats_what_hangs_on_hashes_or_on_global_random_numbers(name):
     # ransom_note walks through sets of strings; list_functions draws from the random module
@@ -242,6 +246,7 @@ def test_reasoning_gym_repeats_what_hangs_on_hashes_or_on_global_random_numbers(
     assert len(runs) == 1
 
 
+@pytest.mark.slow
 def test_reasoning_gym_entries_are_of_pythons_own_types():
     # knights_knaves draws its names as NumPy strings, and its statements are nested tuples
     for problem in ReasoningGym("knights_knaves", size=3).problems():
@@ -255,6 +260,7 @@ def test_reasoning_gym_passes_its_options_on():
         assert problem.metadata["entry"]["metadata"]["num_terms"] == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -288,6 +294,7 @@ for broken in (HubDataset("nobody/nothing"), HubDataset(sys.argv[1], split="tria
 """
 
 
+@pytest.mark.slow
 def test_a_hub_dataset_is_read_or_refused_in_one_line(tmp_path):
     folder = tmp_path / "gsm"
     folder.mkdir()

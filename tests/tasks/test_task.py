@@ -34,6 +34,7 @@ def texts(problems):
     return [problem.prompt[-1]["content"] for problem in problems]
 
 
+@pytest.mark.slow
 def test_one_digit_sums_are_155_problems_of_which_half_are_held_out():
     # 100 sums and 55 differences that are not negative; the generator has not missed one at this size
     loaded = load(ONE_DIGIT_SUMS)
@@ -44,6 +45,7 @@ def test_one_digit_sums_are_155_problems_of_which_half_are_held_out():
     assert len(loaded.notes) == 2 and "nonnegative_answer" in loaded.notes[0] and "155 distinct" in loaded.notes[1]
 
 
+@pytest.mark.slow
 def test_the_split_is_the_same_in_another_process_and_for_another_wording():
     program = (
         f"from jaxrl_llm.tasks import *; task = {ONE_DIGIT_SUMS!r};"
@@ -118,6 +120,7 @@ def test_a_wrong_task_is_refused_in_one_line(tmp_path, change, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_filters_of_the_current_folder_are_found(tmp_path):
     (tmp_path / "my_filters_here.py").write_text("def short(problem):\n    return len(problem.answer) < 2\n")
     program = (
@@ -132,6 +135,7 @@ def test_filters_of_the_current_folder_are_found(tmp_path):
     assert done.stdout == "1\n"
 
 
+@pytest.mark.slow
 def test_reading_tasks_needs_no_jax_and_no_generator():
     program = (
         "import sys, jaxrl_llm.tasks, jaxrl_llm.rewards; "

@@ -1,7 +1,10 @@
 """Progress in a notebook, in a real kernel."""
 
 import nbformat
+import pytest
 from nbclient import NotebookClient
+
+pytestmark = pytest.mark.slow
 
 RUN = """
 import time

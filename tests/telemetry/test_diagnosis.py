@@ -122,6 +122,7 @@ def strange(rng, count):
     ])  # fmt: skip
 
 
+@pytest.mark.slow
 def test_whatever_the_numbers_are_it_says_something_or_nothing():
     for seed in range(200):
         rng = np.random.default_rng(seed)

@@ -74,6 +74,7 @@ def test_what_is_said_is_logged_with_its_time_and_goes_nowhere_else(tmp_path, ca
     assert not caplog.records
 
 
+@pytest.mark.slow
 def test_a_log_file_is_not_silent_while_something_goes_on():
     console = log_file()
     with Progress(Schedule(2), console=console) as progress:

@@ -157,6 +157,7 @@ def test_a_broken_line_inside_is_named(tmp_path):
         page([run])
 
 
+@pytest.mark.slow
 def test_several_runs_share_a_page_and_its_room(tmp_path):
     steps = range(3000)
     names = [f"metric {number}" for number in range(40)]
@@ -188,6 +189,7 @@ def test_a_thinned_curve_keeps_its_ends_and_its_extremes():
     assert len(thinned(steps[:1000], values[:1000], 100)[0]) <= 100
 
 
+@pytest.mark.slow
 def test_of_many_completions_whole_steps_are_kept_the_first_and_the_last_among_them(tmp_path):
     path = tmp_path / "samples.jsonl"
     count = MOST_COMPLETIONS // 8 + 500
@@ -303,6 +305,7 @@ def test_the_command_writes_a_page_into_the_run_or_where_it_is_told_to(tmp_path)
     assert not list(tmp_path.rglob("*.part"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -327,6 +330,7 @@ def test_wrong_input_is_one_line_and_writes_nothing(tmp_path, arguments, said):
     assert not list(tmp_path.rglob("*.html"))
 
 
+@pytest.mark.slow
 def test_help_and_a_report_need_no_jax(tmp_path):
     run = a_run(tmp_path / "a", [{"step": 1, "loss": 1.0}])
     check = "import atexit, sys; atexit.register(lambda: print(*{'jax', 'transformers'} & set(sys.modules)))"

@@ -175,6 +175,7 @@ def test_an_unknown_tracker_is_refused_before_the_directory_is_claimed(tmp_path)
         begin(ALONE, Found("run", run, Origin(str(tmp_path))), False, None)
 
 
+@pytest.mark.slow
 def test_a_package_cannot_take_the_name_of_a_built_in_tracker(offered):
     assert makers(("wandb",))["wandb"].__module__ == "jaxrl_llm.telemetry.trackers"
 
@@ -192,6 +193,7 @@ for resumed, steps in ((None, (0, 1)), (1, (2, 3))):
 """
 
 
+@pytest.mark.slow
 def test_trackio_continues_its_run(tmp_path):
     """In a process of its own: trackio reads where its data lies when it is imported."""
     place = {"TRACKIO_DIR": str(tmp_path / "trackio")}
@@ -255,6 +257,7 @@ def test_a_package_that_lacks_another_says_which(tmp_path):
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.slow
 def test_what_wandb_refuses_is_said_in_one_line(tmp_path):
     with pytest.raises(InputError, match=r"wandb: Invalid project name 'a/b'.*WANDB_MODE=offline") as refused:
         RunWriter(tmp_path, None, ("wandb:a/b",))

@@ -7,11 +7,15 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import pytest
+
 TOOLS = Path(__file__).parents[2] / "tools"
 sys.path.insert(0, str(TOOLS))
 
 import on_gpu  # noqa: E402
 from commands import environment  # noqa: E402
+
+pytestmark = pytest.mark.slow
 
 
 def on_cpu(folder, *flags, **changes):

@@ -17,6 +17,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 import simulate_tail as tail
 
+pytestmark = pytest.mark.slow
+
 LIMITS = [3, 40, 17, 64, 16, 1, 33, 20, 9, 64] * 2
 PROMPTS = [[1 + n // 2, 5, 7] for n in range(len(LIMITS))]
 

@@ -182,6 +182,7 @@ def test_a_run_with_what_cannot_be_saved_goes_on_from_the_program_that_began_it(
 NAMES = "Engine PRESETS RECIPES Run Sampling Task load_pretrained policy_loss train"
 
 
+@pytest.mark.slow
 def test_the_package_offers_its_names_when_they_are_asked_for(tmp_path):
     program = (
         "import sys, jaxrl_llm\n"
@@ -221,6 +222,7 @@ def test_several_processes_do_not_write_to_s3(tmp_path, resumed):
         begin(Peers(0, 2), one, False, None)
 
 
+@pytest.mark.slow
 def test_fresh_takes_a_free_address(tmp_path):
     storage("gs")
     on_another_machine(tmp_path / "one")

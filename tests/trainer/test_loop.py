@@ -20,6 +20,8 @@ from jaxrl_llm.sharding.chips import CHIPS, KINDS
 from jaxrl_llm.system.json_lines import read_rows
 from jaxrl_llm.trainer.context import UNDERWAY, keep_underway, underway_after
 
+pytestmark = pytest.mark.slow
+
 SMOKE = configs.load_config("smoke")[1]
 CLOCK = ("time/", "throughput/", "rollout/utilisation", "event/")
 

@@ -15,7 +15,7 @@ config = Run(
     # Random bytes end in the right digit often enough for some groups to hold both kinds of answer.
     task=Task(Rows(ROWS), extractor="last_number", template="chatml", holdout=0.2, name="digits"),
     scoring=Scoring((Accuracy(),), timeout_s=60.0),
-    recipe=Recipe("dapo", PRESETS["dapo"], filter_groups=True, overlong=Overlong(share=0.25)),
+    recipe=Recipe("dapo", PRESETS["dapo"], filter_groups="accuracy", overlong=Overlong(share=0.25)),
     rollout=Rollout(
         prompts=2,
         group=6,

@@ -2,8 +2,8 @@
 
 from jaxrl_llm.algorithms.preference import DPO
 from jaxrl_llm.config import BatchSize, Evaluation, Output, Preference
+from jaxrl_llm.data import Pairs
 from jaxrl_llm.learner import Learner, Optimiser
-from jaxrl_llm.tasks import Pairs
 
 ROWS = [
     {"prompt": f"Say {digit}: ", "chosen": str(digit), "rejected": str((digit + number) % 10)}

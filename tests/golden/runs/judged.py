@@ -1,11 +1,12 @@
 """A policy that the reward model of ``reward.py`` scores and compares with its beginning; a gate; pretraining texts."""
 
 from jaxrl_llm.config import Evaluation, Output, Run, Scoring
+from jaxrl_llm.data import Texts
 from jaxrl_llm.learner import Learner, Optimiser
 from jaxrl_llm.recipes import GRPO
 from jaxrl_llm.rewards import Format, Gate, ModelReward
 from jaxrl_llm.rollout import Collect, EngineOptions, Ptx, Rollout
-from jaxrl_llm.tasks import Rows, Task, Texts
+from jaxrl_llm.tasks import Rows, Task
 
 config = Run(
     model="tiny-random",

@@ -2,8 +2,8 @@
 
 from jaxrl_llm.algorithms.preference import KTO
 from jaxrl_llm.config import BatchSize, Output, Preference
+from jaxrl_llm.data import Unpaired
 from jaxrl_llm.learner import Learner, Optimiser
-from jaxrl_llm.tasks import Unpaired
 
 ROWS = [
     {"prompt": f"Say {digit}: ", "completion": str((digit + number) % 10), "label": number == 0}

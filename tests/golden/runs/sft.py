@@ -1,8 +1,8 @@
 """Supervised fine-tuning on prompts with completions."""
 
 from jaxrl_llm.config import BatchSize, Evaluation, Output, Supervised
+from jaxrl_llm.data import Texts
 from jaxrl_llm.learner import Learner, Optimiser
-from jaxrl_llm.tasks import Texts
 
 config = Supervised(
     model="tiny-random",

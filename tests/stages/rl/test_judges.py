@@ -116,6 +116,7 @@ def oracle(name, tokenizer, asked):
 MESHES = {"one": one_device, "eight": lambda: make_mesh(MeshShape()), "2x2x2": lambda: make_mesh(MeshShape(2, 2, 2))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_packed_scores_are_those_of_each_completion_alone_on_every_mesh(folder, tokenizer, mesh):
     asked = items()
@@ -133,6 +134,7 @@ def test_a_score_does_not_depend_on_what_is_scored_beside_it(folder, tokenizer):
     np.testing.assert_allclose(others, all_of_them[[5, 2]], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_ensembles_are_the_mean_the_lowest_or_the_mean_less_the_deviations(folder, tokenizer):
     asked = items()[:7]
     paths = tuple(str(folder / name) for name in MODELS)
@@ -160,6 +162,7 @@ PLACES = {"silent": "template", "as_written": "template", "one": "stop"}
 """Directories of the first model, and where scores are read: one does not say it."""
 
 
+@pytest.mark.slow
 def test_an_answer_is_scored_where_the_model_was_taught_to(folder, tokenizer):
     told = Taught("ranking", None, "chatml", template_fingerprint("chatml", tokenizer), "template")
     save_pretrained(scalar_model("one"), tokenizer, folder / "as_written", None, told.to_json())
@@ -257,6 +260,7 @@ def test_the_mean_is_that_of_the_first_reward_model_and_nan_where_nothing_was_sc
     assert np.isnan(measured(run, {})["reward_model/mean"]) and measured(run_with(Accuracy()), found) == found
 
 
+@pytest.mark.slow
 def test_a_model_for_just_as_many_positions_is_taken(folder, tokenizer):
     attention = dataclasses.replace(TINY.attention, rope=Rope(max_positions=WIDTH))
     config = dataclasses.replace(TINY, layers=1, attention=attention)

@@ -86,6 +86,7 @@ def rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_run_without_answers_is_tested_by_its_reward(folder, answers):
     assert answers["train"][0] == answers["again"][0] == 0, answers
     metrics = rows(folder / "runs/x/metrics.jsonl")
@@ -101,6 +102,7 @@ def test_a_run_without_answers_is_tested_by_its_reward(folder, answers):
     assert "accuracy" not in out.split("finished")[-1]
 
 
+@pytest.mark.slow
 def test_eval_speaks_of_the_reward_too(folder, answers):
     code, out = answers["eval"]
     found = json.loads(out.splitlines()[-1])

@@ -113,6 +113,7 @@ def test_each_token_has_its_teachers_advantage_in_addition_to_the_tasks(folder):
     np.testing.assert_allclose(measured["distillation/kl"], np.mean(np.concatenate(far)), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_scaled_reward_leads_away_from_the_reference(folder):
     state = TrainState({"policy": Role(MODEL, None, jnp.int32(0))}, {"reference": moved(3)})
     found, _ = scored(taught(Distillation(str(folder / "1"), SampledKL(1.5)), model="tiny-random"), state)
@@ -123,6 +124,7 @@ def test_a_scaled_reward_leads_away_from_the_reference(folder):
         np.testing.assert_allclose(sample.arrays["advantages"], wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_policy_teaches_itself_by_what_a_right_completion_shows():
     """Only the first completion has another one that is right."""
     distillation = Distillation(None, JensenShannon(0.0, 7), context=Context(SHOWN, 64))
@@ -141,6 +143,7 @@ def test_the_policy_teaches_itself_by_what_a_right_completion_shows():
     np.testing.assert_allclose(np.sort(wanted[:, :-1])[:, ::-1], jax.lax.top_k(logp, 7)[0], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_given_texts_are_taught_by_the_first_teacher_and_others_not_at_all(folder):
     distillation = Distillation(str(folder / "1"), JensenShannon(0.5, 3), lmbda=0.8, texts=Texts(Table("none.jsonl")))
     text = Sample(np.int32([72, 105]), np.int32([44, 45, 46]), np.ones(3, bool))
