@@ -199,7 +199,7 @@ def row_of(work: Work, model: Decoder, limits: np.ndarray, first: float, seconds
         "parameters_m": round(sum(x.size for x in jax.tree.leaves(model)) / 1e6, 2),
         "mean_over_max": round(float(limits.mean()) / work.completion, 3),
         "tokens": int(limits.sum()),
-        "seconds": round(median, 3),
+        "seconds": round(median, 5),
         "tokens_per_s": round(limits.sum() / median, 1),
         "compile_s": round(max(first - median, 0), 1),
         "peak_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
@@ -404,4 +404,9 @@ def sampling(options: Draws) -> Iterator[dict[str, Any]]:
             ways[f"draw: {name}"] = ours, (logits, u, jax.tree.map(jnp.asarray, as_rules(rule)))
         for name, (call, arguments) in ways.items():
             _, seconds = timed(functools.partial(call, *arguments), options.repeats)
-            yield {"way": name, "rows": options.rows, "vocab": vocab, "median_ms": 1e3 * statistics.median(seconds)}
+            yield {
+                "way": name,
+                "rows": options.rows,
+                "vocab": vocab,
+                "median_ms": round(1e3 * statistics.median(seconds), 3),
+            }
