@@ -81,15 +81,6 @@ def forked(program: str, given: str, folder: Path, arguments: Sequence[str] = ()
         return Answer(code, *(file.read_text() for file in files[1:]))
 
 
-def tool(name: str, *arguments: str, folder: Path = ROOT, **changes: str) -> Answer:
-    """``python tools/NAME.py ARGUMENTS`` as a process of its own that begins with everything imported."""
-    path = str(ROOT / "tools" / f"{name}.py")
-    program = (
-        f"import runpy; sys.path.insert(0, {str(ROOT / 'tools')!r}); runpy.run_path({path!r}, run_name='__main__')"
-    )
-    return forked(program, "", folder, arguments, **changes)
-
-
 def logged(log: Path, *arguments: str, folder: Path, program: str = MAIN, **changes: str) -> Forked:
     """``jaxrl-llm ARGUMENTS``, or another program, as a process that runs on; what it prints is added to a file."""
     return Forked(program, arguments, folder, ["/dev/null", log, log], environment(), changes)

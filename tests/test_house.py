@@ -22,7 +22,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 CHECKED = [
     *(*MODULES, *TESTS),
-    *(path for folder in ("configs", "examples", "tools") for path in sorted((ROOT / folder).rglob("*.py"))),
+    *(path for folder in ("bench", "configs", "examples", "tools") for path in sorted((ROOT / folder).rglob("*.py"))),
 ]
 
 ROOMS = (
@@ -153,7 +153,7 @@ def test_tests_lie_where_the_package_has_what_they_test():
     own = {"end_to_end", "campaigns", "tools", "examples"}
     assert folders - own <= {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     loose = {path.stem.removeprefix("test_") for path in files if len(path.parts) == 1}
-    pages = {"house", "cloud", "contributing", "notebooks", "pages", "errata"}
+    pages = {"bench", "house", "cloud", "contributing", "notebooks", "pages", "errata"}
     assert loose - pages <= {path.stem for path in PACKAGE.glob("*.py")}
 
 

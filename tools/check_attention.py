@@ -13,14 +13,15 @@ XLA: that rehearses the command and proves nothing of the kernels.
 
 import dataclasses
 import json
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from bench_update import ALGORITHM, samples_of
 
 from jaxrl_llm.learner import Layout, PolicyGradient, pack
 from jaxrl_llm.learner.forward import score
@@ -32,6 +33,10 @@ from jaxrl_llm.models.decoder import Decoder, cast, initialise
 from jaxrl_llm.models.decoding import decode, shared_prefix
 from jaxrl_llm.plan.lowering import model_config
 from jaxrl_llm.types import Role
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from bench.speed import ALGORITHM, samples_of
 
 GROUP, PROMPT = 4, 32
 CHUNK = 16

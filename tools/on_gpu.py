@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +82,9 @@ def told(name: str, command: tuple[str, ...], options: Options) -> str:
     return done.stdout
 
 
-def row_of(name: str, tool: str, options: Options, *flags: str) -> dict[str, Any]:
-    """The JSON line of one of the tools beside this one."""
-    return json.loads(told(name, (sys.executable, str(TOOLS / tool), *flags), options).splitlines()[-1])
+def row_of(name: str, program: Sequence[str], options: Options, *flags: str) -> dict[str, Any]:
+    """The JSON line that a program of this checkout prints last."""
+    return json.loads(told(name, (sys.executable, *program, *flags), options).splitlines()[-1])
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
@@ -119,7 +119,7 @@ def attention(options: Options) -> dict[str, Any]:
     """The device's fused attention against plain scores: our kernels for GPUs, or splash attention on a TPU; and its
     kernels of decoding against the plain form."""
     small = ("--model", "tiny-random", "--layers", "2", "--tokens", "256", "--rows", "2") if options.small else ()
-    return row_of("attention", "check_attention.py", options, *small)
+    return row_of("attention", (str(TOOLS / "check_attention.py"),), options, *small)
 
 
 def smoke(options: Options) -> dict[str, Any]:
@@ -182,7 +182,9 @@ def decode(shape: str) -> Callable[[Options], dict[str, Any]]:
         )
         if options.small:
             work = ("--model", "tiny-random", "--slots", "8", "--prompt", "16", "--completion", "16")
-        row = row_of(f"decode {shape.split('-')[-1]}", "bench_rollout.py", options, *work, "--dtype", "bfloat16")
+        row = row_of(
+            f"decode {shape.split('-')[-1]}", ("-m", "bench", "rollout"), options, *work, "--dtype", "bfloat16"
+        )
         kept = ("parameters_m", "tokens_per_s", "mbu", "roofline", "seconds", "compile_s")
         return {name: row[name] for name in kept} | {"ok": True}
 
@@ -200,7 +202,8 @@ def update(shape: str) -> Callable[[Options], dict[str, Any]]:
             work = ("--model", "tiny-random", "--rows", "16", "--group", "2", "--prompt", "8", "--completion", "8")
             rows = ("--learner.compute.row_tokens", "32", "--learner.compute.microbatch_rows", "8")
         flags = ("--repeats", "3", *rows, "--learner.compute.dtype", "bfloat16")
-        row = row_of(f"update {shape.split('-')[-1]}", "bench_update.py", options, *work, *flags)
+        row = row_of(f"update {shape.split('-')[-1]}", ("-m", "bench", "update"), options, *work, *flags)
+        row["update_s"] = row["seconds"]
         kept = ("parameters_m", "tokens_per_s", "mfu", "filled", "update_s", "backward_s", "temp_mb", "compile_s")
         return {name: row[name] for name in kept} | {"ok": True}
 

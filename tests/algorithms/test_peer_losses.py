@@ -1,4 +1,4 @@
-"""Losses against those of TRL and of verl on a random batch: ``tools/compare_losses.py`` made the files."""
+"""Losses against those of TRL and of verl on a random batch: ``python -m bench losses`` made the files."""
 
 import dataclasses
 import json
@@ -11,9 +11,9 @@ import pytest
 from jaxrl_llm.algorithms.surrogates import Unclipped
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.insert(0, str(ROOT))
 
-from compare_losses import LOSSES, VERL_LOSSES, on_random  # noqa: E402
+from bench.losses import LOSSES, VERL_LOSSES, on_random  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

@@ -1,28 +1,17 @@
-"""Whether our update agrees with TRL's loss, and our losses with verl's: the same tokens, value and whole gradient.
-
-    python tools/compare_losses.py --trl ENV/bin/python [--verl ENV/bin/python] [--folder DIR] [--fixtures DIR]
-
-A tiny float32 model samples four groups; a policy nearby learns from them, so that ratios are not 1 and bounds cut. Its
-weights, the tokens, their old log-probabilities and the advantages go to TRL's ``GRPOTrainer._compute_loss`` in the
-environment of ``--trl`` (``pip install trl torch``), which returns losses and the gradient of every weight; ours are
-those of the learner's packed, microbatched update. The same losses, and those of verl (``pip install verl``), are
-compared on random log-probabilities alone; ``--fixtures`` writes those numbers to files, which tests read. Prints a
-line for each loss, the largest difference of the loss (absolute) and of the gradient (over its largest element); the
-exit code is 1 where one is above 1e-5.
-"""
+"""Whether our update agrees with TRL's loss, and our losses with verl's: the same tokens, value and whole gradient."""
 
 import dataclasses
 import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 from safetensors.numpy import load_file
 
 from jaxrl_llm.algorithms import PRESETS, Algorithm, PolicyBatch, policy_loss
@@ -30,10 +19,11 @@ from jaxrl_llm.algorithms.ratios import Sequence, Token
 from jaxrl_llm.algorithms.reduce import ConstantLength, SequenceMean, TokenMean
 from jaxrl_llm.algorithms.surrogates import CISPO, DPPO, LUSPO, PPOClip
 from jaxrl_llm.algorithms.whole_step import ClipCov, KLCov
+from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.learner import Layout, PolicyGradient, Sample, pack
 from jaxrl_llm.learner.forward import score
 from jaxrl_llm.learner.update import accumulate
-from jaxrl_llm.models import load_pretrained, save_pretrained
+from jaxrl_llm.models import load_pretrained, logits, save_pretrained
 from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.rollout import Engine, Sampling
 from jaxrl_llm.types import Role
@@ -114,13 +104,11 @@ class Options:
     Attributes:
       trl: the interpreter of an environment with TRL and torch; None to leave TRL out.
       verl: the interpreter of an environment with verl; None to leave verl out.
-      folder: of the model, the batch and the gradients; None for one that is deleted.
       fixtures: a folder for the numbers on random log-probabilities, a file for each library; None for none.
     """
 
     trl: Path | None = None
     verl: Path | None = None
-    folder: Path | None = None
     fixtures: Path | None = None
 
 
@@ -192,8 +180,6 @@ def ours(folder: Path) -> dict[str, float]:
 
 def logits_of(model: Any, rows: dict[str, Any]) -> jax.Array:
     """Logits [B, T, V] of each prompt with its completion in a row of its own."""
-    from jaxrl_llm.models import logits
-
     whole = [[*prompt, *tokens] for prompt, tokens in zip(rows["prompts"], rows["completions"], strict=True)]
     width = max(map(len, whole))
     return logits(model, np.int32([row + [0] * (width - len(row)) for row in whole]))
@@ -226,18 +212,6 @@ def far(mine: np.ndarray, other: np.ndarray) -> float:
     return float(np.abs(mine - other).max() / max(np.abs(other).max(), 1e-30))
 
 
-def asked(peer: str, interpreter: Path, work: dict[str, Any]) -> dict[str, Any]:
-    """What the library's own losses are."""
-    program = [str(interpreter), str(Path(__file__).parent / "peers" / f"loss_{peer}.py")]
-    try:
-        done = subprocess.run(program, input=json.dumps(work), capture_output=True, text=True, check=False)
-    except OSError as error:
-        raise SystemExit(f"compare_losses: --{peer} {interpreter}: {error.strerror}") from None
-    if done.returncode:
-        raise SystemExit(f"compare_losses: {peer}'s process ended with {done.returncode}: {done.stderr[-2000:]}")
-    return json.loads(done.stdout)
-
-
 def gaps_on_random(
     losses: dict[str, tuple[Algorithm, dict[str, Any]]], batch: dict[str, Any], theirs: dict[str, Any]
 ) -> dict[str, dict[str, float]]:
@@ -267,31 +241,40 @@ def gaps_of_update(folder: Path, losses: dict[str, float], theirs: dict[str, Any
     return gaps
 
 
-def main(options: Options) -> int:
-    """Returns the exit code."""
-    if options.trl is None and options.verl is None:
-        print("compare_losses: give --trl or --verl, an interpreter", file=sys.stderr)
-        return 2
-    batch, found = random_batch(), {}
-    with tempfile.TemporaryDirectory() as made:
-        folder = options.folder or Path(made)
-        folder.mkdir(parents=True, exist_ok=True)
-        for peer, interpreter, compared in (("trl", options.trl, LOSSES), ("verl", options.verl, VERL_LOSSES)):
-            if interpreter is None:
-                continue
+def compare(options: Options) -> Iterator[dict[str, Any]]:
+    """Compare values and whole gradients of losses with those of other libraries.
+
+    A tiny float32 model samples four groups; a policy nearby learns from them, so that ratios are not 1 and bounds cut.
+    Its weights, the tokens, their old log-probabilities and the advantages go to TRL's ``GRPOTrainer._compute_loss`` in
+    the environment of ``--trl`` (``pip install trl torch``), which returns losses and the gradient of every weight;
+    ours are those of the learner's packed, microbatched update. The same losses, and those of verl (``pip install
+    verl``), are compared on random log-probabilities alone; ``--fixtures`` writes those numbers to files, which tests
+    read. A row for each loss has the largest difference of the loss (absolute) and of the gradient (over its largest
+    element); one above 1e-5 is an error.
+    """
+    require(options.trl or options.verl, "give --trl or --verl, an interpreter")
+    batch, largest = random_batch(), 0.0
+    for peer, interpreter, compared in (("trl", options.trl, LOSSES), ("verl", options.verl, VERL_LOSSES)):
+        if interpreter is None:
+            continue
+        with tempfile.TemporaryDirectory() as made:
+            folder = Path(made)
             losses = ours(folder) if peer == "trl" else {}
             given = {name: settings for name, (_, settings) in compared.items()}
-            theirs = asked(peer, interpreter, {"folder": str(folder), "random": batch, "losses": given})
+            work = json.dumps({"folder": str(folder), "random": batch, "losses": given}) + "\n"
+            program = [str(interpreter), str(Path(__file__).parent / "contestants.py"), f"loss_{peer}"]
+            done = subprocess.run(
+                program, input=work, stdout=subprocess.PIPE, stderr=sys.stderr, text=True, check=False
+            )
+            require(done.returncode == 0, f"{peer}'s process ended with {done.returncode}")
+            theirs = json.loads(done.stdout)
             gaps, of_update = gaps_on_random(compared, batch, theirs), gaps_of_update(folder, losses, theirs)
-            found[peer] = {name: of_update.get(name, {}) | gap for name, gap in gaps.items()}
-            for name, gap in found[peer].items():
-                print(f"{peer} {name}".ljust(15), "  ".join(f"{what} {value:.1e}" for what, value in gap.items()))
-            if options.fixtures is not None:
-                told = {"versions": theirs["versions"], "batch": batch, "losses": theirs["random"]}
-                (options.fixtures / f"{peer}_losses.json").write_text(json.dumps(told, indent=1) + "\n")
-    print(json.dumps(found))
-    return int(max(gap for peer in found.values() for one in peer.values() for gap in one.values()) > LARGEST)
-
-
-if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Options, description=__doc__)))
+        for name, gap in gaps.items():
+            row = of_update.get(name, {}) | gap
+            largest = max(largest, *row.values())
+            yield {"peer": peer, "loss_of": name} | row
+        if options.fixtures is not None:
+            told = {"versions": theirs["versions"], "batch": batch, "losses": theirs["random"]}
+            (options.fixtures / f"{peer}_losses.json").write_text(json.dumps(told, indent=1) + "\n")
+    if largest > LARGEST:
+        raise InputError(f"a difference of {largest:.1e}, above {LARGEST:.0e}")
