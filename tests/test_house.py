@@ -120,6 +120,7 @@ def stage_settings(path):
 
 def banned_words(path):
     """Patches and skips in tests; this file only looks for them."""
+    # Names that no test may use: they are looked for here, and nothing in this file patches or skips.
     banned = {"mock", "unittest.mock", "pytest_mock", "monkeypatch", "mocker", "skip", "skipif", "importorskip"}
     for node in ast.walk(parse(path)):
         words = {getattr(node, field, None) for field in ("id", "attr", "arg", "name", "module")}
@@ -157,7 +158,6 @@ def test_tests_lie_where_the_package_has_what_they_test():
     assert loose - pages <= {path.stem for path in PACKAGE.glob("*.py")}
 
 
-@pytest.mark.slow
 def test_the_code_is_as_ruff_wants_it():
     for command in ("check", "format --check"):
         ran = subprocess.run(
@@ -169,7 +169,6 @@ def test_the_code_is_as_ruff_wants_it():
         assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
-@pytest.mark.slow
 def test_calls_and_names_are_right_in_types():
     ran = subprocess.run([sys.executable, "-m", "ty", "check", PACKAGE], cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
@@ -201,7 +200,6 @@ def unread(kinds, trees):
     return sorted(f"{kind.__name__}.{name}" for kind in kinds for name in fields_of(kind) if (kind, name) not in found)
 
 
-@pytest.mark.slow
 def test_every_setting_is_read_somewhere():
     assert len(list(kinds_of(Setting))) > 20
 

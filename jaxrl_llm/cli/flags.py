@@ -137,11 +137,11 @@ def _whole(argument: str) -> str:
 
 def _meant(name: str, fields: set[str]) -> str:
     """Suggest a replacement for an unknown option; empty if none is close."""
-    if name in NOTES:
-        return NOTES[name]
     # A field is often named without the part that it belongs to, or with another.
-    end = f".{name.rpartition('.')[2]}"
-    close = sorted(known for known in fields if f".{known}".endswith(end))
+    last = name.rpartition(".")[2]
+    close = sorted(known for known in fields if f".{known}".endswith(f".{last}"))
+    if not close and last in NOTES:
+        return NOTES[last]
     close = close or difflib.get_close_matches(name, sorted(fields), 1, 0.5)
     return f"did you mean {' or '.join(f'--{known}' for known in close)}?" if close else ""
 

@@ -131,8 +131,8 @@ NOTES = {
     "push_to_hub": "jaxrl-llm export RUN --out DIR --push USER/NAME",
     **dict.fromkeys(("gpus", "num_gpus", "n_gpus_per_node"), "all devices are used; CUDA_VISIBLE_DEVICES chooses"),
     **dict.fromkeys(("resume", "resume_from_checkpoint", "resume_mode"), "the same command resumes a run"),
-    **dict.fromkeys(("dataset", "dataset_name"), "the task of the configuration's file, Task(HubDataset(NAME))"),
-    **dict.fromkeys(("train_files", "val_files"), "the task of the configuration's file, Task(Table(PATH))"),
+    **dict.fromkeys(("dataset", "dataset_name"), "the configuration's file names the data: HubDataset(NAME)"),
+    **dict.fromkeys(("train_files", "val_files"), "the configuration's file names the data: Table(PATH)"),
     **dict.fromkeys(("reward", "reward_funcs", "reward_weights"), "scoring.rewards of the configuration's file"),
 }
 """What to do in place of names that have no flag here, or belong to no trainer; by their last part."""

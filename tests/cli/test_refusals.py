@@ -111,6 +111,7 @@ REFUSED = {
     "train smoke --max-completion-length=9": ["here it is --rollout.max_new_tokens 9"],
     "train smoke --num_train_epochs 1": ["--num_train_epochs (nearest: --steps) is TRL's name", "docs/from_trl.md"],
     "train smoke --batch_size 8": ["no option --batch_size: --rollout.prompts, each with --rollout.group completions"],
+    "train dpo_quickstart --max_tokens 64": ["no option --max_tokens: did you mean --batch.max_tokens?"],
     "train smoke --resume": ["no option --resume: the same command resumes"],
     "train smoke --use_vllm": ["--use_vllm (the sampler is built in) is TRL's name"],
     "train smoke trainer.n_gpus_per_node=8": ["all devices are used; CUDA_VISIBLE_DEVICES chooses"],
