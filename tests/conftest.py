@@ -154,11 +154,17 @@ LONGEST = ("whole_runs", "resume", "notebooks", "processes", "planning", "your_o
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list) -> None:
     """The longest files and whole runs first: what is last should be short, so that all workers end together."""
+    unmatched: dict[str, set[str]] = {}
     for item in items:
-        # ``slow(but=ID)``: one of a function's parameters is in the default set.
+        # ``slow(but=(ID, ...))``: these of a function's parameters are in the default set.
         mark = item.get_closest_marker("slow")
-        if mark and "but" in mark.kwargs and mark.kwargs["but"] == item.callspec.id:
-            item.own_markers = [one for one in item.own_markers if one.name != "slow"]
+        if mark and "but" in mark.kwargs:
+            kept = {mark.kwargs["but"]} if isinstance(mark.kwargs["but"], str) else {*mark.kwargs["but"]}
+            unmatched.setdefault(item.nodeid.partition("[")[0], set(kept)).discard(item.callspec.id)
+            if item.callspec.id in kept:
+                item.own_markers = [one for one in item.own_markers if one.name != "slow"]
+    if (wrong := {name: ids for name, ids in unmatched.items() if ids}) and "::" not in "".join(config.args):
+        raise pytest.UsageError(f"slow(but=...) names parameters that are not there: {wrong}")
     absent = [] if COMPILERS else [item for item in items if item.get_closest_marker("compilers")]
     confined = [(item, mark.args[0]) for item in items if (mark := item.get_closest_marker("sandbox"))]
     if confined:

@@ -25,7 +25,6 @@ def run(estimator, rewards):
     return estimator(rewards)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("estimator", "name"), [
     (GroupMean(), "A_center"),
     (GroupZScore(eps=0.0), "A_ddof1_eps0"),
@@ -46,7 +45,6 @@ def test_leave_one_out_by_its_definition():
     np.testing.assert_allclose(LeaveOneOut()(rewards), wanted, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_equal_rewards_give_exactly_zero(estimator):
     for count in (2, 3, 7, 64):
@@ -105,7 +103,6 @@ def test_a_permuted_group_has_permuted_advantages_that_sum_to_zero(rewards, orde
         assert np.all(np.isfinite(found))
 
 
-@pytest.mark.slow
 def test_scale_and_shift():
     rewards = np.array([[1.0, 0.0, 0.25, 0.5]])
     np.testing.assert_allclose(GroupMean()(3 * rewards + 7), 3 * GroupMean()(rewards), rtol=1e-5)

@@ -56,7 +56,6 @@ def of_rloo(coefficient, logits):
     return exact.expected(algorithm, TREE, logits, data, 2)[1]
 
 
-@pytest.mark.slow
 def test_rloo_with_the_kl_in_the_reward_ends_at_the_tilted_reference():
     assert distance(BEGIN, tilted()) > 0.3
     end = trained(functools.partial(of_rloo, BETA), 300, 0.1)
@@ -81,7 +80,6 @@ def of_preferences(loss, chances):
     return exact.compiled(jax.grad(expected))
 
 
-@pytest.mark.slow
 def test_dpo_on_bradley_terry_preferences_ends_at_the_tilted_reference():
     """As reinforcement learning of the same reward does (arXiv 2305.18290, eq. 4)."""
     chances = 1 / (1 + np.exp(REWARDS[None, :] - REWARDS[:, None]))
@@ -91,7 +89,6 @@ def test_dpo_on_bradley_terry_preferences_ends_at_the_tilted_reference():
     assert distance(smoothed, tilted()) > 0.02, "smoothing holds it back"
 
 
-@pytest.mark.slow
 def test_ipo_ends_at_margins_of_the_preference_by_beta():
     """``h = (2 p - 1) / (2 beta)`` where the preferences allow it; of sure ones ``1 / (2 beta)`` (arXiv 2310.12036)."""
     worth = 0.45 * np.tanh(REWARDS)

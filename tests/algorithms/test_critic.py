@@ -102,7 +102,6 @@ def one_batch():
     return rewards, context._replace(mask=mask, step_rewards=None, bootstrap=after)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("gamma, lam", [(1.0, 0.95), (0.9, 0.5), (0.9, 0.0)])
 def test_what_was_cut_off_is_worth_what_the_critic_expects_of_the_rest(gamma, lam):
     rewards, context = one_batch()
@@ -126,7 +125,6 @@ def test_a_value_after_the_last_token_must_be_given_for_each_completion():
         GAE(bootstrap=True)(rewards, context._replace(bootstrap=np.zeros((B, T), np.float32)))
 
 
-@pytest.mark.slow
 def test_whitening_leaves_the_returns_alone(dtype):
     context = AdvantageContext(np.ones((1, 3), bool), values=jnp.asarray(number("PPO/V")[None], dtype))
     rewards = jnp.ones((1, 1), dtype)
@@ -139,7 +137,6 @@ def test_whitening_leaves_the_returns_alone(dtype):
     np.testing.assert_array_equal(values.returns(plain, context.values), returns)
 
 
-@pytest.mark.slow
 def test_a_kl_in_the_reward_is_in_the_returns_too():
     rewards, context = one_batch()
     penalised = KLInReward(GAE(whiten=True), K1(), 0.3)

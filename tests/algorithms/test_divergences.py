@@ -35,13 +35,11 @@ def of_logits(divergence, logits, teacher=TEACHER, temperature=1.0):
     return divergence(ours, theirs)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("beta", WHOLE)
 def test_whole_distributions_give_the_published_numbers(beta):
     np.testing.assert_allclose(of_logits(JensenShannon(beta), STUDENT), WHOLE[beta], atol=1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("beta", BUCKET)
 def test_top_tokens_with_the_others_as_one_class_give_the_published_numbers(beta):
     found = of_logits(JensenShannon(beta, 2), STUDENT)
@@ -118,7 +116,6 @@ def graded(algorithm, scale=1.0, old="old"):
 PLAIN = Algorithm(GroupMean(), Token(), Unclipped(), TokenMean())
 
 
-@pytest.mark.slow
 def test_the_policy_gradient_form_gives_the_published_numbers():
     np.testing.assert_allclose(advantages()[2], [0.08701138, -0.91629073, 0.22314355, 0.69314718], atol=1e-6)
     loss, gradient = graded(PLAIN)
@@ -138,7 +135,6 @@ def test_a_larger_scale_leads_past_the_teacher_as_published():
     np.testing.assert_allclose(gradient[0, :2], [-0.03971146, -0.04980599], atol=1e-6)
 
 
-@pytest.mark.slow
 def test_stale_tokens_and_sequence_ratios_weight_a_fixed_advantage():
     """Token by token: weight times ratio times advantage; a ratio of a whole sequence meets each token's advantage."""
     mask, new, old, mu = FIXTURE["mask"] > 0, fixture_logp("new"), fixture_logp("old"), fixture_logp("mu")
@@ -155,7 +151,6 @@ def test_stale_tokens_and_sequence_ratios_weight_a_fixed_advantage():
     np.testing.assert_allclose(graded(by_sequence)[0], np.mean(rows), rtol=1e-5)
 
 
-@pytest.mark.slow
 def test_its_expectation_is_the_reverse_kl_and_so_is_its_gradient():
     """Over all tokens of a position, weighted by the policy."""
     logp, teacher = jax.nn.log_softmax(STUDENT[0]), jax.nn.log_softmax(TEACHER[0])

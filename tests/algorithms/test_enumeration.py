@@ -99,7 +99,6 @@ def of(surrogate=Likelihood(), **changes):
     return dataclasses.replace(Algorithm(Minus(), Token(), surrogate, SequenceSum()), **changes)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("tree", [PAIR, TRIPLE, RAGGED], ids=["two tokens", "three", "up to three"])
 def test_reinforce_is_unbiased_with_a_constant_baseline(tree):
     live, data = on_policy(tree)
@@ -133,7 +132,6 @@ LOCAL = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", LOCAL)
 def test_a_token_ratio_climbs_the_local_objective_of_the_policy_that_sampled(name):
     """Not the expected reward: prefixes, and what follows a token, stay the sampler's (Kakade and Langford 2002)."""
@@ -151,7 +149,6 @@ def test_a_token_ratio_is_unbiased_off_policy_for_a_single_token():
     same(ascent(of(Unclipped()), WORD, live, data), reward_slope(WORD, live, data.rewards))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("advantage, size", [(Minus(), 1), (LeaveOneOut(), 2)], ids=["constant", "leave one out"])
 def test_the_samplers_gap_is_undone_exactly_by_the_product_over_a_sequence(advantage, size):
     live, data = drawn(PAIR)
@@ -192,7 +189,6 @@ def test_k1_in_the_reward_of_a_sequence_is_the_sequence_kl():
     same(ascent(in_reward(K1(), LeaveOneOut()), RAGGED, live, data, 2), penalised(RAGGED, live, data))
 
 
-@pytest.mark.slow
 def test_k1_in_the_reward_of_each_token_is_the_sequence_kl():
     """By returns less any baseline of the prefix; with a shorter trace, only where the critic is exact."""
     live, data = on_policy(RAGGED)
@@ -236,7 +232,6 @@ def test_a_kl_in_the_loss_on_policy(estimator):
     (apart if isinstance(estimator, K2) else same)(value, exact.sequence_kl(live, RAGGED, data.ref))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("anchor, case", [("old", from_old), ("sampler", drawn)])
 def test_a_kl_in_the_loss_off_policy_needs_the_ratio(anchor, case):
     live, data = case(PAIR)
@@ -272,7 +267,6 @@ def test_the_penalty_of_ppo_is_the_exact_kl_from_the_old_policy():
     same(gradient, slope(exact.sequence_kl_from, live, RAGGED, data.old))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ratio", [Token(), Sequence(), SequenceToken()], ids=lambda r: type(r).__name__)
 def test_a_mean_over_each_sequence_climbs_reward_by_length(ratio):
     """``E[(R - b) / L]``: the baseline, harmless in a sum, is paid by length and changes the objective."""

@@ -71,7 +71,6 @@ BATCHES = (st.integers(0, 10**6), st.lists(st.integers(0, T), min_size=B, max_si
 many = settings(max_examples=15, deadline=None)
 
 
-@pytest.mark.slow
 @many
 @given(*BATCHES, st.permutations(range(B)))
 def test_ids_are_the_axis_and_order_does_not_matter(seed, lengths, order):
@@ -136,7 +135,6 @@ def test_one_group_without_a_difference_among_others_is_exactly_zero(name):
     assert not np.any(found[:3]) and np.any(found[3:])
 
 
-@pytest.mark.slow
 def test_rewards_that_cancel_leave_no_residue():
     first = np.array([[0.3, 0.1, 0.9], [1.0, 0.0, 0.7]], np.float32)
     cancelled = GDPO()(np.stack([first, 1 - first], axis=-1))
@@ -170,7 +168,6 @@ def test_a_coefficient_given_to_a_kl_in_the_reward_replaces_its_own():
     assert np.any(wanted != estimator(rewards.reshape(2, 3), context))
 
 
-@pytest.mark.slow
 def test_a_kl_in_the_reward_comes_on_top_of_step_rewards():
     """Returns written out: the outcome, the steps from here on, and minus the coefficient times k1 from here on."""
     rewards, context = scored(5)

@@ -52,7 +52,6 @@ def test_padding_is_read_nowhere_without_a_compiler_either(name):
     chex.assert_tree_all_finite(metrics)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("garbage", [np.nan, -np.inf])
 def test_a_row_without_a_token_may_have_any_advantage(garbage):
     logp, batch = ragged(0)

@@ -47,7 +47,6 @@ def near(seed, lengths, spread):
     return logp, batch._replace(old_logp=(logp - np.log1p(gap)).astype(np.float32))
 
 
-@pytest.mark.slow
 @many
 @given(*BATCHES)
 def test_on_policy_every_token_surrogate_has_reinforces_gradient(seed, lengths):
@@ -76,7 +75,6 @@ def test_on_policy_presets_are_one_method_up_to_the_reducer():
             same(other, found[0], value=False)
 
 
-@pytest.mark.slow
 @many
 @given(*BATCHES)
 def test_mirror_descent_at_the_old_policy_is_reinforce(seed, lengths):
@@ -110,7 +108,6 @@ def test_gspo_token_is_gspo_for_one_advantage_by_sequence(seed, lengths):
     same(token, whole)
 
 
-@pytest.mark.slow
 @many
 @given(*BATCHES)
 def test_one_token_makes_a_sequence(seed, lengths):

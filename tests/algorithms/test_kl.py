@@ -25,7 +25,6 @@ def test_values_and_gradients_by_token(name):
         np.testing.assert_allclose((value * mask).sum() / 9, TOKENS[f"mean_{name}"], rtol=0, atol=1e-7)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_expectations_over_a_softmax_policy(name):
     """The sampled tokens are weighted by their probability, which a sampled loss does not differentiate."""

@@ -65,7 +65,6 @@ def test_a_permuted_batch_gives_a_permuted_gradient(lengths, order):
         np.testing.assert_allclose(moved[name][1], np.asarray(grad)[order], rtol=1e-5, atol=1e-8, err_msg=name)
 
 
-@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(LENGTHS, st.lists(st.integers(0, 2), min_size=B, max_size=B))
 def test_microbatches_add_up_to_the_whole(lengths, parts):
@@ -187,7 +186,6 @@ def test_gspos_ratio_is_the_geometric_mean():
     )
 
 
-@pytest.mark.slow
 def test_old_logp_none_means_a_ratio_of_exactly_one():
     logp, batch = ragged(0)
     implied, said = (presets(logp, batch._replace(old_logp=old)) for old in (None, logp))
@@ -197,7 +195,6 @@ def test_old_logp_none_means_a_ratio_of_exactly_one():
             np.testing.assert_allclose(implied[name][0][1]["ratio"], 1.0, rtol=1e-6)
 
 
-@pytest.mark.slow
 def test_advantages_by_row_and_by_token_agree():
     logp, batch = ragged(0)
     wide = batch._replace(advantages=np.repeat(batch.advantages[:, None], T, axis=1))
@@ -215,7 +212,6 @@ def test_masks_of_any_kind(kind):
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("counts", [(15, 5), (15.0, 5.0), (np.int64(15), np.int32(5)), (jnp.float32(15), jnp.int32(5))])
 def test_counts_of_any_kind(counts):
     logp, batch = ragged(0)

@@ -50,7 +50,6 @@ def test_ppos_policy_loss(dtype):
     assert (surrogate.low, surrogate.high, batch.shape) == (0.2, 0.2, (3,))
 
 
-@pytest.mark.slow
 def test_the_value_loss(dtype):
     loss, grad = ppo_value(dtype)
     check(loss, "PPO/v_loss", dtype)
@@ -67,7 +66,6 @@ def test_ppos_total_adds_the_value_loss_and_subtracts_the_entropy(dtype):
     check(total, "PPO/total_cv0p1_cent0p01", dtype)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("garbage", [np.nan, np.inf])
 def test_the_value_loss_reads_no_padding_and_adds_up_over_microbatches(garbage):
     random = np.random.default_rng(0)
@@ -83,7 +81,6 @@ def test_the_value_loss_reads_no_padding_and_adds_up_over_microbatches(garbage):
     assert not graded_values(spoiled[0], spoiled[1], np.zeros((4, 4), bool), spoiled[2], 0.2)[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("gamma", ["total_tokenmean", "total_gamma0p1"])
 def test_pretraining_adds_its_negative_log_likelihood(gamma, dtype):
     coef = NUMBERS["PPO_ptx"]["gamma"] if gamma == "total_tokenmean" else 0.1
@@ -151,7 +148,6 @@ def test_simpo_on_means_without_a_reference(dtype):
     check(slopes[1], "SIMPO/d_sum_l", dtype)
 
 
-@pytest.mark.slow
 def test_orpos_odds_ratio(dtype):
     example = NUMBERS["ORPO"]
     loss = ORPO(example["beta"])
@@ -221,7 +217,6 @@ def test_scores_of_solutions(dtype):
     assert preference.solution_score(scores[:0], "last") == 0
 
 
-@pytest.mark.slow
 def test_differences_of_scores_as_rewards(dtype):
     scores, places = number("PRM/s").astype(dtype), np.flatnonzero(ENDS)
     differences = preference.step_differences(scores)

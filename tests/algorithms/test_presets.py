@@ -103,7 +103,6 @@ def test_loss_and_gradient_are_the_published_ones(path, dtype):
         check(grad, gradient, dtype)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["GRPO", "SAPO"])
 def test_the_gradient_on_policy_is_that_of_every_sequence_alike(name, dtype):
     loss, grad = evaluate(variant(name.lower(), kl_coef=0.0), dtype, old_logp=None)
@@ -179,7 +178,6 @@ def test_kimis_partition_function_in_place_of_the_mean(dtype):
     check(evaluate(mirror, dtype, advantages=rewards - centre)[0], "Kimi/loss_logZ", dtype)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kl", "loss", "grad"), [(UnbiasedK3(), "loss", "grad"), (K3(), None, "biased_k3_grad")])
 def test_the_kl_term_alone(kl, loss, grad, dtype):
     found = evaluate(dataclasses.replace(CENTRED, kl=kl, kl_coef=1.0), dtype, advantages=np.zeros(3))

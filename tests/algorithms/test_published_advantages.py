@@ -50,7 +50,6 @@ def test_the_deviation_of_raw_rewards_over_the_batch():
     np.testing.assert_allclose(ratio, number("ADV_batch/litePPO_TRL_batch"), atol=1e-7)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("key", ["ADV_zero_var/A_eps", "ADV_zero_var_float/f32_mean_minus"])
 @pytest.mark.parametrize("estimator", [GroupMean(), GroupZScore(eps=0.0), GroupZScore(eps=1e-8), LeaveOneOut()])
 def test_no_variance_gives_zero_whatever_eps_is(estimator, key):
@@ -118,7 +117,6 @@ def single(estimator, dtype, mask=(1, 1, 1), critic="PPO/V"):
     return estimator(jnp.ones((1, 1), dtype), context)[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("estimator", "path"), [
     (GAE(), "PPO/A"),
     (GAE(lam=0.0), "PPO/delta"),
@@ -134,7 +132,6 @@ def test_the_targets_of_the_value_loss(dtype):
     check(values.returns(single(GAE(), dtype)[None], critic)[0], "PPO/returns", dtype)
 
 
-@pytest.mark.slow
 def test_generalised_advantages_skip_what_a_tool_wrote(dtype):
     found = single(GAE(), dtype, (1, 0, 1), [0.2, 9.9, 0.6])
     check(found, "PPO_gae_skip_tool/A", dtype)

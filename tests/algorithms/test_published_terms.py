@@ -86,7 +86,6 @@ def test_gspos_ratios(dtype):
     check(jnp.exp(tokens(dtype, ratio=Sequence()).log_ratio[:, 0]), "GSPO/s", dtype)
 
 
-@pytest.mark.slow
 def test_cispos_weights_and_minirls(dtype):
     at = tokens(dtype, GroupMean())._replace(advantages=-jnp.ones((3, 4), dtype), logp=jnp.ones((3, 4), dtype))
     check(CISPO(1.28)(at) * at.mask, "CISPO/w", dtype)
@@ -100,7 +99,6 @@ def test_cispos_weights_and_minirls(dtype):
     np.testing.assert_array_equal(~(np.asarray(low) | np.asarray(high)) & (FIXTURE["mask"] > 0), kept > 0)
 
 
-@pytest.mark.slow
 def test_sapos_gate_and_the_weight_of_its_gradient(dtype):
     at = tokens(dtype)
     check(-SAPO()(at) / at.advantages * at.mask, "SAPO/gate_f", dtype)
@@ -115,7 +113,6 @@ def test_kimis_log_ratio_is_summed_over_the_sequence(dtype):
     np.testing.assert_allclose(4 * value, number("Kimi/log_ratio_seq") ** 2, rtol=2e-5)
 
 
-@pytest.mark.slow
 def test_k3_plus_has_k3s_value_and_k2s_gradient(dtype):
     new, ref, mask = policy("new", dtype), policy("ref", dtype), jnp.asarray(FIXTURE["mask"], dtype)
     value, pull = jax.vjp(lambda x: K3Plus()(x, ref), new)
@@ -131,7 +128,6 @@ def test_unbiased_k3_token_by_token(dtype):
     check(jnp.asarray(slope / (3 * lengths), dtype), "V32_unbiasedKL/closed_form", dtype)
 
 
-@pytest.mark.slow
 def test_the_ratio_makes_k3_unbiased_off_policy(dtype):
     pi, ref = np.array([0.6, 0.25, 0.15]), jnp.asarray(np.log([0.3, 0.3, 0.4]), dtype)
     old = np.array([0.3, 0.5, 0.2])
@@ -164,7 +160,6 @@ def penalty_at(dtype, advantages, kl_coef):
     return PenaltyKL()(at._replace(log_ratio=Token()(at))), jnp.asarray(old, dtype)
 
 
-@pytest.mark.slow
 def test_the_penalty_is_in_expectation_the_exact_divergence_from_the_old_policy(dtype):
     found, old = penalty_at(dtype, np.zeros((2, 3)), 1.0)
     exact = jnp.sum(old * found, axis=1)
@@ -202,7 +197,6 @@ def test_rewards_of_lengths():
     np.testing.assert_allclose([of(shape, length) for length in cosine["t"]], cosine["r"], atol=1e-12)
 
 
-@pytest.mark.slow
 def test_the_fixture_is_the_one_that_presets_take(dtype):
     rewards = jnp.asarray(FIXTURE["R"], dtype)[None]
     check(dataclasses.replace(PRESETS["grpo"].advantage, eps=0.0)(rewards)[0], "DAPO/A", dtype)

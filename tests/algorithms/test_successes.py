@@ -30,7 +30,6 @@ def by_sets(rewards, k):
     return found / math.comb(n - 1, min(k or n, n) - 1)
 
 
-@pytest.mark.slow(but="grpo")
 def test_published_advantages(dtype):
     rewards = np.asarray(NUMBERS["PASSK"]["R"], dtype)
     check(PRESETS["pass_at_k"].advantage(rewards), "PASSK/LOO", dtype)
@@ -42,7 +41,6 @@ def test_published_advantages(dtype):
         check(MaxRL()(np.asarray([NUMBERS["MAXRL"][row]], dtype))[0], f"MAXRL/{wanted}", dtype)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("k", [2, 3, 5, None, 9])
 def test_pass_at_k_is_the_mean_over_all_sets(k):
     draw = np.random.default_rng(0)
@@ -53,7 +51,6 @@ def test_pass_at_k_is_the_mean_over_all_sets(k):
     np.testing.assert_allclose(PassAtK(k)(rewards[:, order]), found[:, order], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("estimator", [MaxRL(), PassAtK(2), PassAtK()])
 def test_groups_by_id_and_unscorable_rewards(estimator):
     rewards = np.float32([1, 0, 1, 1, 0, 0, np.nan, 0])
@@ -105,7 +102,6 @@ def test_the_preset_is_unbiased_too():
         assert np.isclose(number("PASSK/E_sum_A_score"), number("PASSK/n_over_k_dpassk"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_maxrl_climbs_the_mean_of_pass_at_k_over_k(size):
     """``sum_{k < G} pass@k / k``: the mean reward for G = 2, and nearer to log pass@1 with each completion more."""

@@ -76,7 +76,6 @@ def credit(estimator, scored, totals, turns, number):
     return found
 
 
-@pytest.mark.slow
 def test_gigpo_has_the_published_numbers(dtype):
     numbers = NUMBERS["GIGPO"]
     rewards = [[0, 0, 1], [0, 0], [0, 1]]
@@ -153,7 +152,6 @@ def test_turns_are_credited_as_by_a_loop(groups):
         np.testing.assert_array_equal(without, np.where(others, found, 0))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("estimator", [GiGPO(gamma=1.0), GiGPO(std=False), MTGRPO()])
 def test_equal_rewards_give_exactly_zero(estimator):
     """Though the mean of seven equal numbers need not equal them."""

@@ -83,7 +83,6 @@ def test_the_quantile_of_entropies_is_numpys_and_ties_stay():
     assert chosen(filtered, -np.ones((1, 16), np.float32), batch, np.ones((1, 16), np.float32)).all()
 
 
-@pytest.mark.slow
 def test_a_choice_depends_on_the_rest_of_the_step():
     logp, batch = ragged(2)
     for algorithm in (of(M2PO()), of(KLCov(0.2))):
@@ -117,7 +116,6 @@ def test_clip_cov_draws_as_many_as_asked_and_others_by_other_bits():
     assert chosen(of(ClipCov(0.9, 0.1, 100.0)), logp, batch).sum() < 180, "no more than are in the range"
 
 
-@pytest.mark.slow
 def test_dppo_frees_rare_tokens_and_holds_common_ones_where_ppo_does_the_reverse():
     """By its two published cases, each with the advantage that pushes the token on."""
     example = NUMBERS["DPPO_contrast"]
@@ -129,7 +127,6 @@ def test_dppo_frees_rare_tokens_and_holds_common_ones_where_ppo_does_the_reverse
         assert bool(np.any(clipped_tokens(WIDE, new, batch))) == (name == "rare")
 
 
-@pytest.mark.slow
 def test_vespos_weight_is_largest_at_k_by_lambda(dtype):
     logp = np.linspace(-1.5, 1.5, 301).reshape(-1, 1)
     for sign, peak in zip((1.0, -1.0), number("VESPO/phi_peak_w"), strict=True):

@@ -89,7 +89,6 @@ def wanted(name):
     return by_hand("values" if one.params is SCALAR else "logp", one.params, one.completions, one.loss)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_through_packing_and_microbatches_are_those_of_the_formula(name):
     loss, slope = wanted(name)

@@ -209,7 +209,6 @@ def loss_by_hand(values, old, returns, mask, clip):
     return sum(total) / len(total)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("clip", [None, 0.2])
 def test_the_loss_of_values_and_its_slope_by_finite_differences(clip):
     packed = jax.tree.map(lambda x: x, pack(valued(GAE())[0], LAYOUT, ("values",)))

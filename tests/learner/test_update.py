@@ -174,7 +174,6 @@ def fresh_gap(model, samples):
     return np.abs(np.asarray(unpacked_logp(model, samples)) - padded(samples, "sampler_logp"))[counted].mean()
 
 
-@pytest.mark.slow
 def test_with_several_updates_the_old_policy_of_fresh_tokens_is_the_learners():
     samples = resumed(rollout())
     packed = pack(samples, LAYOUTS["two rows"][0])
@@ -279,7 +278,6 @@ def test_one_update_is_clipped_adamw_written_out():
         np.testing.assert_allclose(np.asarray(found)[sure], wanted[sure], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_weight_decay_leaves_norms_and_biases_alone():
     optimiser = Optimiser(learning_rate=1.0, weight_decay=0.5, clip_norm=0.0)
     chain = build(optimiser)

@@ -69,7 +69,7 @@ def decoded(model, tokens, cache):
     return np.concatenate(states)
 
 
-@pytest.mark.slow(but="gemma")
+@pytest.mark.slow(but=("plain", "gemma", "sinks"))
 @pytest.mark.parametrize("kind", KINDS)
 def test_prefill_and_decode_equal_the_full_forward(kind):
     model = tiny(kind)

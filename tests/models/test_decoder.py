@@ -75,7 +75,6 @@ def test_packing_keeps_groups_apart_bit_for_bit():
                                   np.asarray(hidden(model, rows))[0][first_prompt_and_second_branch])  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_padding_on_the_right_cannot_change_a_real_position(kind):
     model = tiny(kind)
@@ -145,7 +144,7 @@ def test_bfloat16_stays_bfloat16(kind):
     assert all(v.aval.dtype == jnp.bfloat16 for v in traced.jaxpr.outvars)
 
 
-@pytest.mark.slow(but="plain")
+@pytest.mark.slow(but=("plain", "gemma"))
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_gradient_is_the_slope(kind):
     model = tiny(kind)
