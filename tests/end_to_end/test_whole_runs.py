@@ -1,17 +1,19 @@
 """Eight whole runs, each run once and looked at by many tests: the commands as users type them, in real processes."""
 
+import copy
 import json
 import math
 import shutil
 import signal
 import time
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tensorstore
 from commands import commands, logged
-from golden.differences import arrays_of, difference, differences
+from golden.differences import arrays_of, difference, differences, of_said, without_clocks
 
 from jaxrl_llm.config import load_config, resolved
 
@@ -132,8 +134,33 @@ def test_a_comparison_of_runs_names_what_differs(answers, folder):
     metrics = other / "metrics.jsonl"
     metrics.write_text(metrics.read_text().replace('"lr": 0.001', '"lr": 0.002', 1))
     assert difference(whole, other).startswith("metrics.jsonl, step 1, lr: 0.001")
-    changes = {"lr": "rate"}
-    assert "metrics.jsonl, step 2, lr" in " ".join(differences(whole, other, changes)), "a renamed metric is looked for"
+    shutil.rmtree(other)
+    shutil.copytree(folder / "whole", other)
+    arrays = next(iter(sorted(other.glob("checkpoints/*/host/arrays.zlib"), reverse=True)))
+    arrays.write_bytes(zlib.compress(zlib.decompress(arrays.read_bytes())[:-1] + b"!"))
+    assert difference(folder / "whole", other).endswith("arrays of the host state")
+    samples = other / "samples.jsonl"
+    samples.write_text(samples.read_text().replace('"completion": "', '"completion": "!', 1))
+    assert difference(folder / "whole", other) == "samples.jsonl, line 1"
+    shutil.rmtree(other)
+    shutil.copytree(whole, other)
+    metrics.write_text(metrics.read_text().replace('"lr": ', '"rate": '))
+    assert difference(whole, other) != "" == next(differences(whole, other, {"lr": "rate"}), "")
+
+
+def test_what_commands_said_is_compared_without_the_clock():
+    said = [{"command": "train", "code": 0, "lines": [["finished 3 steps"], ["a guard stopped it"]]}]
+    assert not list(of_said(said, said))
+    (other,) = copy.deepcopy(said)
+    other["code"] = 3
+    assert list(of_said(said, [other])) == ["exit code of train: 0, 3"]
+    other |= {"code": 0, "lines": [["finished 3 steps"], []]}
+    assert list(of_said(said, [other])) == ["stderr of train: 1, 0 lines"]
+    lines = [
+        f"step 1/2  loss 0.05  tokens/s {rate}  seconds {s}  left {s} s" for rate, s in ((290, 5.3), ("12 k", 0.2))
+    ]
+    assert len({without_clocks(line) for line in lines}) == 1
+    assert len({without_clocks(line.replace("0.05", str(number))) for number, line in enumerate(lines)}) == 2
 
 
 def test_dynamic_sampling_keeps_groups_that_can_teach(rows):

@@ -27,7 +27,7 @@ import time
 from importlib.metadata import distributions
 from pathlib import Path
 
-from differences import differences
+from differences import differences, of_said, without_clocks
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -78,10 +78,6 @@ CHAINS: dict[str, tuple[str, ...]] = {
 """Commands that follow each other, by name; the longest first, since two chains run at a time."""
 KILLED_AT = 3
 """The row of metrics.jsonl at which the first command of a chain whose name begins with "killed" is killed."""
-CLOCKS = (
-    (r"(tokens/s|seconds|left|took|in) +[\d.]+( ?(k|M))?( ?(s|ms|min|h)\b)?", r"\1 CLOCK"),
-    (r"\b\d+(\.\d+)? ?(s|ms|min|MB|GB|MiB|GiB)\b", "CLOCK"),
-)
 
 
 def run_chain(name: str, tree: Path, out: Path) -> None:
@@ -132,8 +128,7 @@ def shown(path: Path, name: str, tree: Path, out: Path) -> list[str]:
     text = path.read_text(errors="replace").replace(str(out), "OUT").replace(str(tree), "TREE")
     lines = [line for line in text.splitlines() if not line.startswith(("... ", "step 1 takes longer"))]
     if name != "plans":
-        for pattern, instead in CLOCKS:
-            lines = [re.sub(pattern, instead, line) for line in lines]
+        lines = [without_clocks(line) for line in lines]
     if name.startswith("killed"):
         lines = [line for line in lines if not line.startswith(("step ", "continuing ", "evaluation "))]
     return lines
@@ -173,14 +168,7 @@ def key_of(commit: str) -> str:
 
 def compare(before: Path, after: Path, name: str):
     """Yield the differences of one chain."""
-    pairs = zip(*(json.loads((out / f"{name}.said.json").read_text()) for out in (before, after)), strict=True)
-    for one, other in pairs:
-        if one["code"] != other["code"]:
-            yield f"exit code of {one['command']}: {one['code']}, {other['code']}"
-        for stream, lines, others in zip(("stdout", "stderr"), one["lines"], other["lines"], strict=False):
-            if lines != others:
-                apart = next((pair for pair in zip(lines, others, strict=False) if pair[0] != pair[1]), None)
-                yield f"{stream} of {one['command']}: {apart or f'{len(lines)}, {len(others)} lines'}"
+    yield from of_said(*(json.loads((out / f"{name}.said.json").read_text()) for out in (before, after)))
     folders = re.findall(r"--run_dir (\w+)", " ".join(CHAINS[name]))
     for folder in dict.fromkeys(folders):
         for line in differences(before / folder, after / folder, RENAMED):

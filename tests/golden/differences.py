@@ -5,6 +5,7 @@ Nothing of the package is used: the two runs may be of two revisions.
 
 import itertools
 import json
+import re
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,6 +16,11 @@ import numpy as np
 CLOCK = ("time/", "throughput/", "memory", "event/resumed", "rollout/utilisation")
 """How the names of metrics begin that depend on the clock or on the machine's load."""
 NO_NAMES: Mapping[str, str] = {}
+CLOCKS = (
+    (r"(tokens/s|seconds|left|took|in) +[\d.]+( ?(k|M))?( ?(s|ms|min|h)\b)?", r"\1 CLOCK"),
+    (r"\b\d+(\.\d+)? ?(s|ms|min|MB|GB|MiB|GiB)\b", "CLOCK"),
+)
+"""What the clock decides in a line of a command, and what is read in its place."""
 
 
 def difference(whole: Path, other: Path) -> str:
@@ -99,6 +105,24 @@ def _renamed(value: Any, renamed: Mapping[str, str]) -> Any:
     if isinstance(value, dict):
         return {renamed.get(key, key): _renamed(inner, renamed) for key, inner in value.items()}
     return [_renamed(inner, renamed) for inner in value] if isinstance(value, list) else value
+
+
+def of_said(said: list[dict[str, Any]], others: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield what differs in the exit codes and lines of commands, each a dictionary of command, code and lines."""
+    for one, other in zip(said, others, strict=True):
+        if one["code"] != other["code"]:
+            yield f"exit code of {one['command']}: {one['code']}, {other['code']}"
+        for stream, lines, theirs in zip(("stdout", "stderr"), one["lines"], other["lines"], strict=False):
+            if lines != theirs:
+                apart = next((pair for pair in zip(lines, theirs, strict=False) if pair[0] != pair[1]), None)
+                yield f"{stream} of {one['command']}: {apart or f'{len(lines)}, {len(theirs)} lines'}"
+
+
+def without_clocks(line: str) -> str:
+    """Return a line without the times, rates and sizes that no two runs have in common."""
+    for pattern, instead in CLOCKS:
+        line = re.sub(pattern, instead, line)
+    return line
 
 
 def of_values(one: Any, other: Any, where: str) -> Iterator[str]:

@@ -110,6 +110,7 @@ def test_special_ids_of_every_spelling():
         ({"hidden_size": "32", "head_dim": None}, ["hidden_size", "positive integer"]),
         ({"num_hidden_layers": 0}, ["num_hidden_layers=0"]),
         ({"num_hidden_layers": None}, ["num_hidden_layers=None"]),
+        ({"num_hidden_layers": 10_001}, ["num_hidden_layers=10001; at most 10000 are read"]),
         ({"hidden_size": 30, "head_dim": None}, ["hidden_size=30", "num_attention_heads=4"]),
         ({"head_dim": 7}, ["head_dim", "even"]),
         ({"rope_parameters": ["default"]}, ["wrong type"]),
