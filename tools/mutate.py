@@ -265,6 +265,9 @@ def main() -> None:
     parser.add_argument("revision")
     parser.add_argument("--list", action="store_true", help="print the mutations alone")
     asked = parser.parse_args()
+    command = ["git", "rev-parse", "--verify", "--quiet", f"{asked.revision}^{{commit}}"]
+    if subprocess.run(command, cwd=ROOT, capture_output=True).returncode:
+        parser.error(f"no revision {asked.revision} in this repository")
     mutations = chosen(asked.revision, ROOT)
     if asked.list:
         for one in mutations:

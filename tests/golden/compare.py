@@ -184,14 +184,13 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="every difference, not the first of each run")
     parser.add_argument("--only", default=",".join(CHAINS), help="names of runs, with commas between")
     asked = parser.parse_args()
-    names = [name for name in CHAINS if name in asked.only.split(",")]
-    commit = subprocess.run(
-        ["git", "rev-parse", "--verify", f"{asked.revision}^{{commit}}"],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout.strip()
+    names = asked.only.split(",")
+    if unknown := [name for name in names if name not in CHAINS]:
+        parser.error(f"no golden run {', '.join(unknown)}: there are {', '.join(CHAINS)}")
+    command = ["git", "rev-parse", "--verify", "--quiet", f"{asked.revision}^{{commit}}"]
+    commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    if not commit:
+        parser.error(f"no revision {asked.revision} in this repository")
     before, after = BUILD / key_of(commit), BUILD / "here"
     shutil.rmtree(after, ignore_errors=True)
     run_tree(checked_out(commit), before, names, asked.revision)
