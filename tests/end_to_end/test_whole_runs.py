@@ -23,7 +23,7 @@ LINES = {
     "grpo": f"train {CONFIGS}/smoke.py --steps 3 --run_dir grpo",
     "whole": f"train {RUNS}/dapo.py --steps 5 --run_dir whole",
     "ahead": f"train {RUNS}/ahead.py --run_dir ahead",
-    "ppo": f"train {RUNS}/ppo.py --run_dir ppo",
+    "ppo": f"train {TESTS}/fixtures/runs/ppo.py --run_dir ppo",
     "episodes": f"train {CONFIGS}/guessing_smoke.py --steps 2 --rollout.prompts 4 --rollout.group 8 "
     "--evaluation.limit 8 --output.checkpoint_every 1 --run_dir episodes",
     "dpo": f"train {RUNS}/dpo.py --steps 4 --run_dir dpo",

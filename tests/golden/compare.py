@@ -4,8 +4,9 @@
     python tests/golden/compare.py REV --all     # every difference, with the largest of each array
     python tests/golden/compare.py REV --only dpo,kto
 
-Both trees run the configurations of this one (tests/golden/runs/ and configs/) on the machine at hand, in the Python
-environment that runs this command, two commands at a time; 3 to 6 minutes for a tree. Compared are the rows of
+Both trees run the configurations of this one (tests/golden/runs/, configs/ and one of tests/fixtures/runs/) on the
+machine at hand, in the Python environment that runs this command, two commands at a time; 3 to 6 minutes for a tree.
+Compared are the rows of
 metrics.jsonl (all but clocks), samples.jsonl, each array and host value of the last checkpoint and of snapshots,
 exported weights, collected rows, exit codes, and the lines on stdout and stderr without what the clock decides.
 
@@ -32,6 +33,7 @@ from differences import differences, of_said, without_clocks
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 BUILD = ROOT / "build" / "golden"
+FIXTURES = ROOT / "tests" / "fixtures" / "runs"
 RENAMED: dict[str, str] = {}
 """New names of metrics, arrays and host values by their names at the other revision."""
 CHAINS: dict[str, tuple[str, ...]] = {
@@ -59,7 +61,7 @@ CHAINS: dict[str, tuple[str, ...]] = {
         "train {configs}/guessing_smoke.py --steps 2 --rollout.prompts 4 --rollout.group 8 --evaluation.limit 8 "
         "--output.checkpoint_every 1 --run_dir turns",
     ),
-    "ppo": ("train {runs}/ppo.py --run_dir ppo",),
+    "ppo": ("train {fixtures}/ppo.py --run_dir ppo",),
     "ahead": ("train {runs}/ahead.py --run_dir ahead",),
     "experts": ("train {configs}/moe_smoke.py --steps 2 --run_dir experts",),
     "code": ("train {configs}/code_smoke.py --steps 2 --output.checkpoint_every 1 --run_dir code",),
@@ -71,7 +73,7 @@ CHAINS: dict[str, tuple[str, ...]] = {
         "plan {configs}/smoke.py --quick --topology v5e:2x2",
         "plan {configs}/grpo_qwen2_5_1_5b_gsm8k.py --quick --topology h100:8",
         "plan {configs}/gspo_qwen3_30b_a3b.py --quick --topology v5p:4x4x4",
-        "plan {runs}/ppo.py --quick --topology v5e:2x2",
+        "plan {fixtures}/ppo.py --quick --topology v5e:2x2",
         "plan {runs}/dpo.py --quick --topology v5e:2x2",
     ),
 }
@@ -84,7 +86,7 @@ def run_chain(name: str, tree: Path, out: Path) -> None:
     """Run a chain's commands with a tree's package, and write down what each said: ``<name>.said.json``."""
     said = []
     for number, line in enumerate(CHAINS[name]):
-        arguments = line.format(configs=ROOT / "configs", runs=HERE / "runs").split()
+        arguments = line.format(configs=ROOT / "configs", runs=HERE / "runs", fixtures=FIXTURES).split()
         logs = [out / f"{name}.{number}.{stream}" for stream in ("out", "err")]
         with logs[0].open("w") as stdout, logs[1].open("w") as stderr:
             command = [sys.executable, "-m", "jaxrl_llm", *arguments]
@@ -158,8 +160,8 @@ def checked_out(commit: str) -> Path:
 
 def key_of(commit: str) -> str:
     """Return the name of a revision's recordings: they hold for these files, this processor and these versions."""
-    files = [*sorted(HERE.rglob("*.py")), *sorted((ROOT / "configs").glob("*smoke.py"))]
-    texts = [path.read_bytes() for path in files if path.name not in ("differences.py", "test_golden.py")]
+    files = [*sorted(HERE.rglob("*.py")), *sorted((ROOT / "configs").glob("*smoke.py")), FIXTURES / "ppo.py"]
+    texts = [path.read_bytes() for path in files if path.name != "differences.py"]
     cpu = re.findall(r"^(?:model name|flags)\s*:.*$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     versions = sorted(f"{one.name}=={one.version}" for one in distributions() if one.name != "jaxrl-llm")
     digest = hashlib.sha256(b"\0".join(texts) + "\n".join([*sorted(set(cpu)), *versions]).encode()).hexdigest()
