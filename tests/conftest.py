@@ -114,8 +114,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Of files that are named on the command line all tests run, unless -m says otherwise."""
     if not hasattr(config, "workerinput"):
-        asked = config.invocation_params.args
-        named = any(".py" in str(one) for one in asked) and "-m" not in asked
+        asked = [str(one) for one in config.invocation_params.args]
+        named = any(".py" in one for one in asked) and not any(one.startswith("-m") for one in asked)
         if config.option.all or named:
             config.option.markexpr = ""
 
@@ -141,8 +141,8 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
         tests = {path: len(re.findall(r"^ *def test_", text, re.MULTILINE)) for path, text in texts.items()}
         out = sum(tests[path] if left_out(path) else slow[path] for path in texts)
         lines.append(
-            f"the default set: {out} of {sum(tests.values())} tests are left out; pytest --all runs them, after "
-            "pip install -e '.[dev]'"
+            f"the default set: {out} of {sum(tests.values())} test functions are left out; pytest --all runs them, "
+            "after pip install -e '.[dev]'"
         )
     return [*lines, f"sandbox for programs: {level()}{left}"]
 

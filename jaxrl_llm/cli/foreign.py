@@ -173,12 +173,14 @@ def refuse_foreign(arguments: Sequence[str], flags: Collection[str]) -> None:
         known = ((one, alike) for flag, alike in NAMES[name][1] for one in (flag, flag.rpartition(".")[2]))
         here = [(flag, alike) for flag, alike in known if not flag or flag in flags]  # of a run, or of a command
         value = following if not equals and not following.startswith("--") else value
-        for flag, alike in here[:1]:
-            if alike:
-                equal[typed] = f"--{flag} {shlex.quote(value)}" if value else f"--{flag}"
-            else:
-                note = f"nearest: --{flag}" if flag else NOTES.get(name.rpartition(".")[2], "")
-                unequal[typed] = f"{typed} ({note})" if note else typed
+        if not here:
+            continue
+        flag, alike = here[0]
+        if alike:
+            equal[typed] = f"--{flag} {shlex.quote(value)}" if value else f"--{flag}"
+        else:
+            note = f"nearest: --{flag}" if flag else NOTES.get(name.rpartition(".")[2], "")
+            unequal[typed] = f"{typed} ({note})" if note else typed
     told = []
     if equal:
         told.append(f"{_are(equal)}; here {'they are' if len(equal) > 1 else 'it is'} {' '.join(equal.values())}")
