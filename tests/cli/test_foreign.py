@@ -1,8 +1,11 @@
 """Other trainers' names: each is refused with ours, and with the value where both mean the same."""
 
+import contextlib
 import dataclasses
+import functools
+import io
 import operator
-import shlex
+import re
 
 import pytest
 from commands import ROOT
@@ -10,7 +13,7 @@ from commands import ROOT
 from jaxrl_llm import config as configs
 from jaxrl_llm.algorithms.preference import KTO, SimPO
 from jaxrl_llm.cli.flags import parse
-from jaxrl_llm.cli.foreign import NAMES, NOTES, PAGES
+from jaxrl_llm.cli.foreign import NAMES, NOTES, PAGES, refuse_foreign
 from jaxrl_llm.errors import InputError
 
 pytestmark = pytest.mark.filterwarnings("ignore:get_parser")
@@ -31,39 +34,48 @@ def refusal(run, *arguments):
     return str(refused.value)
 
 
-def has(run, flag):
-    """Whether a run has this setting, which may be a whole piece."""
-    try:
-        operator.attrgetter(flag)(run)
-    except AttributeError:
-        return False
-    return True
+@functools.cache
+def flags_of(number):
+    """All flags of one of the runs, as its help lists them."""
+    with contextlib.redirect_stdout(io.StringIO()) as text, pytest.raises(SystemExit):
+        parse(type(RUNS[number]), ["--help", "all"], "train", "", RUNS[number])
+    return frozenset(re.findall(r"^ *--([\w.]+)", text.getvalue(), re.MULTILINE))
+
+
+def run_with(flag):
+    """The number of the first run that has a flag."""
+    return next(number for number in range(len(RUNS)) if flag in flags_of(number))
+
+
+def value_of(flag):
+    """A value that a flag takes, other than the one that the run with it has."""
+    now = operator.attrgetter(flag)(RUNS[run_with(flag)])
+    value = "x" if flag == "output.run_dir" else VALUES[type(now)]
+    return "0.5" if value == str(now) else value
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_name_is_refused_with_a_flag_that_is_there_and_takes_the_value(name):
+def test_a_name_is_refused_with_a_flag_that_is_there(name):
     owner, meanings = NAMES[name]
     typed = f"--{name}" if owner != "verl" else name
     for flag, equal in meanings:
-        if not flag:
-            said = refusal(SMOKE, f"{typed}=x")
-            note = NOTES.get(name.rpartition(".")[2])
+        number, value = (run_with(flag), value_of(flag) if equal else "x") if flag else (0, "x")
+        with pytest.raises(InputError) as refused:
+            refuse_foreign([f"{typed}={value}"], flags_of(number))
+        if equal:
+            assert str(refused.value) == f"{typed} is {owner}'s name; here it is --{flag} {value}"
+        else:
+            note = f"nearest: --{flag}" if flag else NOTES.get(name.rpartition(".")[2])
             shown = f"{typed} ({note})" if note else typed
-            assert said == f"{shown} is {owner}'s name, without an equal here: {PAGES[owner]}"
-            continue
-        run = next(run for run in RUNS if has(run, flag))
-        if not equal:
-            said = f"{typed} (nearest: --{flag}) is {owner}'s name, without an equal here: {PAGES[owner]}"
-            assert refusal(run, f"{typed}=x") == said
-            continue
-        now = operator.attrgetter(flag)(run)
-        value = "x" if flag == "output.run_dir" else VALUES[type(now)]
-        value = "0.5" if value == str(now) else value
-        said = refusal(run, f"{typed}={value}")
-        before, _, ours = said.partition("; here it is ")
-        assert before == f"{typed} is {owner}'s name"
-        found = operator.attrgetter(flag)(parse(type(run), shlex.split(ours), "train", "", run))
-        assert str(found) == value and str(now) != value, ours
+            assert str(refused.value) == f"{shown} is {owner}'s name, without an equal here: {PAGES[owner]}"
+
+
+@pytest.mark.parametrize("number", range(len(RUNS)))
+def test_flags_that_are_equal_take_the_value(number):
+    equal = {flag for _, meanings in NAMES.values() for flag, alike in meanings if alike and run_with(flag) == number}
+    arguments = [word for flag in sorted(equal) for word in (f"--{flag}", value_of(flag))]
+    run = parse(type(RUNS[number]), arguments, "train", "", RUNS[number])
+    assert {flag: str(operator.attrgetter(flag)(run)) for flag in equal} == {flag: value_of(flag) for flag in equal}
 
 
 def test_all_of_a_command_are_in_one_line():
