@@ -5,14 +5,21 @@ kills instead.
 """
 
 import logging
+import re
+from decimal import Decimal
+from typing import Any
 
 import math_verify
+from sympy import Expr, Float, N, UnevaluatedExpr
 
-from jaxrl_llm.tasks.extract import normalised, too_large
+from jaxrl_llm.tasks.extract import equal, extract, near, number, plain, too_large
 from jaxrl_llm.types import Problem
 
 DEEPEST = 40
 """Brackets within brackets at most: parsing takes minutes for some hundreds."""
+_SCIENTIFIC = re.compile(r"(?<![\w.])[0-9]*\.?[0-9]+[eE][+-]?[0-9]{1,3}(?!\w)")
+_BOLD = re.compile(r"(?<![\w)\]}*])(\*\*|__)(?! )([^*\n]{1,200}?)(?<! )\1(?![\w(\[{*])")
+_CURRENCY = re.compile(r"\\\$|[€£¥₹]")
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeouts are off
 
@@ -21,16 +28,38 @@ def score(answer: str, problem: Problem) -> float:
     """Return 1 if the answer is equivalent to the reference, else 0.
 
     An extracted answer is read as LaTeX; with the extractor ``whole`` or ``after:TAG`` the expression is searched in
-    the text. What is nested too deep, or would be too large a number, only equals itself.
+    the text. Numbers are compared as ``near`` does. What is nested too deep, or would be too large a number, only
+    equals itself.
     """
-    if any(_depth(text) > DEEPEST or too_large(text) for text in (problem.answer, answer)):
-        return float(normalised(answer) == normalised(problem.answer))
-    reference = math_verify.parse(_latex(normalised(problem.answer)), parsing_timeout=None)  # ty: ignore[invalid-argument-type]
-    answer = normalised(answer)
     prose = problem.extractor == "whole" or problem.extractor.startswith("after:")
-    text = answer if prose else _latex(answer)
-    candidate = math_verify.parse(text, parsing_timeout=None)  # ty: ignore[invalid-argument-type]
-    return float(math_verify.verify(reference, candidate, timeout_seconds=None))
+    boxed = extract(answer, "boxed") if prose else None
+    searched = prose and not boxed
+    answer, reference = plain(_BOLD.sub(r"\2", answer) if searched else boxed or answer), plain(problem.answer)
+    if any(_depth(text) > DEEPEST or too_large(text) for text in (reference, answer)):
+        return float(answer == reference)
+    if equal(answer, reference) or (number(answer) is not None and number(reference) is not None):
+        return float(equal(answer, reference))
+    answer, reference = (_SCIENTIFIC.sub(_decimal, _CURRENCY.sub("", text)) for text in (answer, reference))
+    candidate, expected = _parsed(answer if searched else _latex(answer)), _parsed(_latex(reference))
+    if candidate and expected and _decimals(candidate[0], expected[0]):
+        return float(near(*(Decimal(str(N(found[0], 15))) for found in (candidate, expected))))
+    return float(math_verify.verify(expected, candidate, timeout_seconds=None))
+
+
+def _parsed(text: str) -> list[Any]:
+    return math_verify.parse(text, parsing_timeout=None)  # ty: ignore[invalid-argument-type]
+
+
+def _decimal(found: re.Match[str]) -> str:
+    return f"{Decimal(found[0]):f}"  # math_verify reads 2e3 as a product with e
+
+
+def _decimals(*values: Any) -> bool:
+    """Whether all are real numbers, at least one of them with decimals; a percentage may be meant in two ways."""
+    numbers = all(
+        isinstance(one, Expr) and one.is_number and one.is_real and not one.has(UnevaluatedExpr) for one in values
+    )
+    return numbers and any(one.has(Float) for one in values)
 
 
 def _depth(text: str) -> int:

@@ -19,6 +19,7 @@ from jaxrl_llm.rewards.code import CodeTests
 from jaxrl_llm.rewards.functions import OF_STEPS, ON_DEVICE, Item, ModelReward, Own, as_reward, form_of
 from jaxrl_llm.rewards.inside import Inside
 from jaxrl_llm.rewards.pool import Pool, workers_for_cores
+from jaxrl_llm.rewards.references import check_references
 from jaxrl_llm.rewards.rubric import OF_JUDGES, Rubric, further, on_device
 from jaxrl_llm.rewards.scores import (
     Begun,
@@ -149,13 +150,24 @@ class Scorer(contextlib.AbstractContextManager):
         """Return ``Scores.accuracy`` without calling any reward. Raises the errors of ``score``."""
         return self.score(items, only=()).accuracy
 
-    def check(self, problems: Sequence[Problem]) -> list[str]:
-        """Refuse problems with tests of programs that cannot be run; return a line about the sandbox if there are some,
-        and write its level to the run's directory.
+    def check(
+        self, problems: Sequence[Problem], needed: bool = True, note: Callable[[str], None] | None = None
+    ) -> list[str]:
+        """Refuse problems with tests of programs that cannot be run, and references that most answers cannot reach;
+        return a line about the sandbox if there are programs, and write its level to the run's directory.
+
+        Args:
+          problems: all that will be asked.
+          needed: whether the run reads which answers are right.
+          note: gets what the references show that are tried in the background; None if only a sample is tried.
 
         Raises:
-          InputError: tests of a row are missing, or not known; or programs cannot be confined here.
+          InputError: tests of a row are missing, or not known; programs cannot be confined here; or ``needed``, and
+            no answer is right by most references.
         """
+        notes, others = check_references(problems, self._pool, self._timeout_s, self.folder, needed)
+        if note is not None and self._writes:
+            others(note)
         items: list[Any] = [(problem, None) for problem in problems]
         judged = [(CodeTests(), [problem for problem in problems if problem.verifier == "code"])]
         for name, reward in (self._rewards | self._beside).items():
@@ -166,14 +178,14 @@ class Scorer(contextlib.AbstractContextManager):
         for judge, share in judged:
             judge.check(share)
         if not any(share for _, share in judged):
-            return []
+            return notes
         with as_input_error("the sandbox does not start", "docs/security.md has what it needs"):
             level = sandbox.level()
         require(level != sandbox.LEVELS[0], sandbox.REFUSED)
         if self._writes and self.folder is not None:
             with new_file(self.folder / SANDBOX) as part:
                 part.write_text(json.dumps({"level": level}) + "\n")
-        return [f"programs run in the sandbox, level {level}"]
+        return [*notes, f"programs run in the sandbox, level {level}"]
 
     def dry_run(self, problem: Problem, tokenizer: Any) -> None:
         """Call every function once, in each process, on an invented completion, so that one that always fails does so

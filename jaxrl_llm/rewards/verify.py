@@ -8,7 +8,7 @@ import numpy as np
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.calls import Call
 from jaxrl_llm.rewards.code import CodeTests
-from jaxrl_llm.tasks.extract import extract, integer, marker, normalised, number
+from jaxrl_llm.tasks.extract import extract, matches, written
 from jaxrl_llm.tasks.filters import resolve
 from jaxrl_llm.tasks.instructions import followed
 from jaxrl_llm.types import Completion, Problem
@@ -53,16 +53,7 @@ def verdict(problem: Problem, completion: Completion) -> float | Call:
     if problem.verifier == "instructions":  # characters count as written: a full-width comma is none, as in IFEval
         kept = followed(answer, problem.metadata)
         return sum(kept) / len(kept)
-    if problem.verifier == "integer":  # equal in any notation: "3.0", "+3", "1,000"
-        value = integer(answer)
-        return float(value is not None and value == integer(problem.answer))
-    value = number(answer)  # equal numbers, or texts equal apart from case, width, white space and a final full stop
-    equal = value is not None and value == number(problem.answer)
-    return float(equal or _normal(answer) == _normal(problem.answer))
-
-
-def _normal(text: str) -> str:
-    return " ".join(normalised(text).split()).rstrip(".。").casefold()
+    return float(matches(answer, problem.answer, problem.verifier))
 
 
 def dry_run_completion(problem: Problem, tokenizer: Any) -> Completion:
@@ -70,16 +61,7 @@ def dry_run_completion(problem: Problem, tokenizer: Any) -> Completion:
 
     It ends with the stop token, if the tokenizer has one. The version of its tokens is -1: no policy sampled them.
     """
-    answer = problem.answer or "42"
-    kind, _, tag = problem.extractor.partition(":")
-    thought = "Let me think about it step by step."
-    if kind == "whole":
-        text = answer
-    elif kind == "after":
-        text = f"{thought}{marker(problem.extractor)}{answer}"
-    else:
-        form = {"boxed": rf"\boxed{{{answer}}}", "tag": f"<{tag}>{answer}</{tag}>"}.get(kind, answer)
-        text = f"{thought} The answer is {form}"
+    text = written(problem.answer or "42", problem.extractor)
     stop = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     tokens = np.asarray([*tokenizer(text, add_special_tokens=False)["input_ids"], *stop], np.int32)
     size = len(tokens)

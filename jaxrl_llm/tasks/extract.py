@@ -12,9 +12,28 @@ EXTRACTORS = ("last_number", "boxed", "tag:NAME", "after:TAG", "whole")
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 _UNSIGNED = rf"(?:{_DIGITS}(?:\.[0-9]+)?|(?<![.\w])\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
 _NUMBER = re.compile(_UNSIGNED)
-_WHOLE_NUMBER = re.compile(rf"[$€£]?([+-]?)[$€£]?({_UNSIGNED})[.。]?")
-_BRACE = re.compile(r"\\boxed\{|\\.|[{}]", re.DOTALL)
-_CURRENCY = "$€£"
+_CURRENCY = "$€£¥₹"
+_MONEY = rf"(?:\\?[{_CURRENCY}])?"
+_WHOLE_NUMBER = re.compile(rf"{_MONEY}([+-]?) ?{_MONEY}({_UNSIGNED})(?: ?{_MONEY})[.。]?")
+_THOUSANDS = re.compile(r"(?<=[0-9])(?:\{,\}|,?\\[,!;: ]|\\!,|[\u00a0\u2009\u202f~])(?=[0-9]{3}(?![0-9]))")
+_POWER_OF_TEN = re.compile(
+    r"(?<=[0-9]) ?(?:\\times|\\cdot|[×·*x]) ?10 ?(?:\^|\*\*) ?(?:\{ ?([+-]?[0-9]{1,9}) ?\}|([+-]?[0-9]{1,9}))(?![0-9.])"
+)
+_WRAPPED = re.compile(
+    r"\$\$(?P<a>[^$]+)\$\$|\$(?P<b>[^$]+)\$|\\\((?P<c>.+)\\\)|\\\[(?P<d>.+)\\\]"
+    r"|\*\*(?P<e>[^*]+)\*\*|__(?P<f>[^_]+)__|\*(?P<g>[^*]+)\*|`(?P<h>[^`]+)`"
+    r"|\\(?:text|textbf|mathbf|mathrm|boldsymbol|bm|boxed|fbox) ?\{(?P<i>(?:[^{}]|\{[^{}]*\})+)\}",
+    re.DOTALL,
+)
+_BOX = r"\\(?:boxed|fbox|framebox)(?![A-Za-z])[ \t]*"
+_BRACE = re.compile(rf"(?P<box>{_BOX}\{{)|(?P<bare>{_BOX})|\\.|[{{}}]", re.DOTALL)
+_BARE = re.compile(
+    r"(?:[+-]?[0-9.]|\\(?!boxed|fbox|framebox)[A-Za-z]|[A-Z](?![A-Za-z]))(?:[^\s${}\\]|\\[A-Za-z]+|\{[^{}]*\})*"
+)
+_NO_VALUE = re.compile(r"(?:[\s.…_?]|\\[lc]?dots|\\[,;:! ])*")
+_BETWEEN = re.compile(r"(?:[ \t$,;&]|and|or|\\text ?\{ ?(?:and|or) ?\}|\\q?quad|\\[,;:! ()])*")
+_LONGEST_BETWEEN = 40
+_MINUS = "\N{MINUS SIGN}\N{EN DASH}\N{FIGURE DASH}\N{HYPHEN}\N{NON-BREAKING HYPHEN}"
 _TAG_NAME = re.compile(r"[A-Za-z][\w-]*")
 _OTHER_VALUES = ("<super>", "<sub>", "<fraction>", "<square>")
 """Kinds of characters that NFKC would turn into other numbers: 5² into 52, 3½ into 31/2, 25㎡ into 25m2."""
@@ -27,8 +46,10 @@ def extract(text: str, extractor: str) -> str | None:
     r"""Extract the answer from a text; None if it has none.
 
     ``last_number``: the last number, without currency sign and thousands separators (``"$1,234."`` -> ``"1234"``); a
-    minus sign directly before it counts unless it subtracts (``"7-3"`` -> ``"3"``). ``boxed``: the content of the last
-    complete ``\boxed{...}``. Both read full-width characters (``normalised``). ``tag:NAME``: the content of the last
+    minus sign directly before it counts unless it subtracts (``"7-3"`` -> ``"3"``), and so does a power of ten after it
+    (``"2 \times 10^3"`` -> ``"2e3"``). ``boxed``: the content of the last complete ``\boxed{...}`` or ``\fbox{...}``
+    that is not empty, or ``\boxed 5``; of several side by side on a line, all (``"2, 3"``). Both read full-width
+    characters (``normalised``). ``tag:NAME``: the content of the last
     complete ``<NAME>...</NAME>``. ``after:TAG``: the text after the last TAG, such as ``after:</think>``;
     ``after:think`` means the same. A text without the TAG has no answer: a model that begins to think and is cut off
     has not answered. ``whole``: the text. These three keep the text as written, apart from surrounding white space,
@@ -43,7 +64,7 @@ def extract(text: str, extractor: str) -> str | None:
       InputError: the extractor is unknown.
     """
     if extractor == "last_number":
-        return _last_number(normalised(text))
+        return _last_number(_grouped(text))
     if extractor == "boxed":
         return _last_boxed(normalised(text))
     if extractor == "whole":
@@ -60,6 +81,68 @@ def answer_of(text: str, extractor: str) -> str | None:
     """Extract the answer and return it ``normalised``, the form in which answers are compared."""
     found = extract(text, extractor)
     return None if found is None else normalised(found)
+
+
+def written(answer: str, extractor: str) -> str:
+    """Return a text from which ``extract`` should cut this answer: some words, and the answer in the form of it."""
+    kind, _, tag = extractor.partition(":")
+    thought = "Let me think about it step by step."
+    if kind == "whole":
+        return answer
+    if kind == "after":
+        return f"{thought}{marker(extractor)}{answer}"
+    form = {"boxed": rf"\boxed{{{answer}}}", "tag": f"<{tag}>{answer}</{tag}>"}.get(kind, answer)
+    return f"{thought} The answer is {form}"
+
+
+def plain(text: str) -> str:
+    r"""Return an answer or a reference in the one form in which both are compared: ``normalised``, without what marks
+    it as mathematics, bold, code or boxed, separators of thousands that LaTeX writes, and escapes of currencies.
+
+    >>> plain(r"$\$9{,}500$"), plain(r"**\(\text{Paris}\)**")
+    ('$9500', 'Paris')
+    """
+    text = _THOUSANDS.sub("", _grouped(text)).strip()
+    while found := _WRAPPED.fullmatch(text):
+        text = next(filter(None, found.groups())).strip()
+    return re.sub(rf"\\(?=[{_CURRENCY}%])", "", text)
+
+
+def _grouped(text: str) -> str:
+    return normalised(text if text.isascii() else _THOUSANDS.sub("", text))
+
+
+def equal(answer: str, reference: str) -> bool:
+    """Whether two answers in ``plain`` form are the same: equal numbers (``near``), or the same text but for case,
+    white space and a full stop at the end.
+    """
+    value, other = number(answer), number(reference)
+    if value is not None and other is not None:
+        return near(value, other)
+    one, two = (re.sub(r"\s*,\s*", ",", " ".join(plain(text).split())).rstrip(".。") for text in (answer, reference))
+    return one.casefold() == two.casefold()
+
+
+def matches(answer: str, reference: str, verifier: str) -> bool:
+    """Whether an extracted answer is the reference by verifier ``integer`` (the same integer, in any notation) or
+    ``match`` (``equal``).
+    """
+    if verifier == "integer":
+        value = integer(answer)
+        return value is not None and value == integer(reference)
+    return equal(answer, reference)
+
+
+RELATIVE = Decimal("1e-6")
+"""The greatest relative distance of two decimals that are one number."""
+
+
+def near(value: Decimal, reference: Decimal) -> bool:
+    """Whether a number is the reference: exactly if the reference is an integer, else within ``RELATIVE`` of it."""
+    if value == reference:
+        return True
+    whole = reference.adjusted() >= _INTEGER_DIGITS or reference == reference.to_integral_value()
+    return not whole and abs(value - reference) <= RELATIVE * max(abs(value), abs(reference))
 
 
 def too_large(text: str) -> bool:
@@ -96,7 +179,7 @@ def normalised(text: str) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _normal_character(character: str) -> str:
-    if character == "\N{MINUS SIGN}":
+    if character in _MINUS:
         return "-"
     if unicodedata.decomposition(character).startswith(_OTHER_VALUES):
         return character
@@ -115,7 +198,7 @@ def number(text: str) -> Decimal | None:
     >>> number("+1,000.0") == 1000
     True
     """
-    match = _WHOLE_NUMBER.fullmatch(normalised(text).strip())
+    match = _WHOLE_NUMBER.fullmatch(_POWER_OF_TEN.sub(_exponent, plain(text)))
     if match is None:
         return None
     try:
@@ -136,13 +219,18 @@ def integer(text: str) -> int | None:
     return int(whole) if whole == value else None
 
 
+def _exponent(found: re.Match[str]) -> str:
+    return f"e{found[1] or found[2]}"
+
+
 def _last_number(text: str) -> str | None:
+    text = _POWER_OF_TEN.sub(_exponent, _THOUSANDS.sub("", text))
     matches = list(_NUMBER.finditer(text))
     if not matches:
         return None
     match = matches[-1]
     start = match.start()
-    while start and text[start - 1] in _CURRENCY:
+    while start and text[start - 1] in _CURRENCY + "\\":
         start -= 1
     found = match[0].replace(",", "")
     if not start or text[start - 1] != "-":
@@ -157,16 +245,28 @@ def _last_boxed(text: str) -> str | None:
     """Return the content of the last complete box; one pass with a stack, because a model that repeats itself may open
     thousands of boxes. ``\\{`` is text.
     """
-    open_braces: list[int | None] = []  # where the content starts, or None for a brace that opens no box
-    best = (-1, -1)
+    open_braces: list[tuple[int, int] | None] = []  # where box and content start, or None for a brace that opens no box
+    boxes: list[tuple[int, int, str]] = []  # begin, end and content, in order of the ends
     for brace in _BRACE.finditer(text):
-        if brace[0] == "}":
-            start = open_braces.pop() if open_braces else None
-            if start is not None:
-                best = max(best, (start, brace.start()))
-        elif brace[0] in ("{", r"\boxed{"):
-            open_braces.append(None if brace[0] == "{" else brace.end())
-    return text[best[0] : best[1]].strip() or None if best[0] >= 0 else None
+        if brace["bare"]:
+            if found := _BARE.match(text, brace.end()):
+                boxes.append((brace.start(), found.end(), found[0].rstrip(".,;:!?")))
+        elif brace[0] == "}":
+            opened = open_braces.pop() if open_braces else None
+            if opened and not _NO_VALUE.fullmatch(text, opened[1], brace.start()):
+                boxes.append((opened[0], brace.end(), text[opened[1] : brace.start()].strip()))
+        elif brace["box"] or brace[0] == "{":
+            open_braces.append((brace.start(), brace.end()) if brace["box"] else None)
+    if not boxes:
+        return None
+    boxes.sort()
+    side_by_side = [boxes.pop()]
+    while boxes:
+        gap = boxes[-1][1], side_by_side[-1][0]
+        if not 0 <= gap[1] - gap[0] <= _LONGEST_BETWEEN or not _BETWEEN.fullmatch(text, *gap):
+            break
+        side_by_side.append(boxes.pop())
+    return ", ".join(dict.fromkeys(content for *_, content in reversed(side_by_side)))
 
 
 def _last_tag(text: str, name: str) -> str | None:

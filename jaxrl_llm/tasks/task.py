@@ -2,17 +2,17 @@
 
 import dataclasses
 import datetime
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 from jaxrl_llm import codec
 from jaxrl_llm.errors import InputError, require
-from jaxrl_llm.tasks.extract import extract, integer
+from jaxrl_llm.tasks.extract import extract, integer, matches, written
 from jaxrl_llm.tasks.filters import importable, resolve
 from jaxrl_llm.tasks.generated_programs import Programs
 from jaxrl_llm.tasks.instructed import Instructions
 from jaxrl_llm.tasks.instructions import check_instructions
-from jaxrl_llm.tasks.prompts import messages_of, prompt_key
+from jaxrl_llm.tasks.prompts import messages_of, prompt_key, shown
 from jaxrl_llm.tasks.sources import HubDataset, ReasoningGym, Rows, RowSource, Table
 from jaxrl_llm.types import Problem
 
@@ -169,7 +169,11 @@ def load(task: Task, answers: bool = True) -> Loaded[Problem]:
         kept = [problem for problem in rows if keep(problem)]
         if len(kept) < len(rows):
             notes.append(f"{len(rows) - len(kept)} of {len(rows)} dropped by {task.keep}")
-    problems = _without_duplicates(_savable(_checkable(kept, verifier, notes), notes), notes)
+    checked = _checkable(kept, verifier, notes)
+    if verifier in ("match", "integer"):
+        lost = [one for one in checked if not _reached(one)]
+        notes += unreachable(lost, len(checked), answers)
+    problems = _without_duplicates(_savable(checked, notes), notes)
     held_out = {key: problems[key] for key in held_out_keys(problems, task.holdout)}
     train = tuple(problem for key, problem in problems.items() if key not in held_out)
     if not train:
@@ -265,6 +269,39 @@ def _checkable(problems: list[Problem], verifier: str, notes: list[str]) -> list
         more = ", ..." if len(dropped) > _NAMED else ""
         notes.append(f"{len(dropped)} of {len(problems)} dropped because the answer is not an integer: {named}{more}")
     return [problem for problem in problems if integer(problem.answer) is not None]
+
+
+def _reached(problem: Problem) -> bool:
+    answer = extract(written(problem.answer, problem.extractor), problem.extractor)
+    return answer is not None and matches(answer, problem.answer, problem.verifier)
+
+
+def unreachable(lost: Sequence[Problem], count: int, needed: bool) -> list[str]:
+    """Return the note about references that no answer reaches: not even the reference itself, in the form in which it
+    is extracted.
+
+    Args:
+      lost: their problems.
+      count: of the problems that were tried.
+      needed: whether the run reads which answers are right.
+
+    Raises:
+      InputError: it is needed, and no answer is right for most problems.
+    """
+    if not lost:
+        return []
+    first = lost[0]
+    named = ", ".join(f"{shown(problem.answer)} ({_place(problem)})" for problem in lost[:_NAMED])
+    remedy = "correct them, or take another verifier"
+    if first.extractor == "last_number":
+        remedy = "cut the number out of them (answer_extractor last_number), or take extractor boxed and verifier math"
+    told = (
+        f"{len(lost)} of {count} references of {first.task} are not reached by any answer, since extractor "
+        f"{first.extractor} and verifier {first.verifier} do not take them for themselves: "
+        f"{named}{', ...' if len(lost) > _NAMED else ''}; {remedy}"
+    )
+    require(not needed or 2 * len(lost) <= count, told)
+    return [told]
 
 
 def _without_duplicates(problems: Iterable[Problem], notes: list[str]) -> dict[str, Problem]:

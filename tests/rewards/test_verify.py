@@ -41,6 +41,42 @@ def test_numbers(text, answer, score, verifier):
     assert accuracy(problem(answer, verifier=verifier), completion(text)) == score
 
 
+@pytest.mark.parametrize(
+    ("text", "answer", "score"),
+    [
+        (r"\boxed{\$18.90}", "18.90", 1.0),
+        (r"\boxed{1\,250}", "£1{,}250.00", 1.0),
+        (r"\boxed{0.00001}", "1e-05", 1.0),
+        (r"\boxed{0.00002}", "1e-05", 0.0),
+        (r"\boxed{2 \cdot 10^{-7}}", r"1 \times 10^{-7}", 0.0),
+        (r"\boxed{100000000000000000001}", "1e20", 0.0),
+        (r"\boxed{0.3333333}", "0.33333331", 1.0),
+        (r"\boxed{2.9999999}", "3", 0.0),
+        (r"\boxed{**Paris**}", r"\text{paris}", 1.0),
+        (r"\boxed{2} and \boxed{3}", "2,3", 1.0),
+        (r"\boxed{2} and \boxed{3}", "3", 0.0),
+    ],
+)
+@pytest.mark.parametrize("verifier", ["match", "math"])
+def test_reference_and_answer_are_read_alike(text, answer, score, verifier):
+    assert accuracy(problem(answer, extractor="boxed", verifier=verifier), completion(text)) == score
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "score"),
+    [
+        ("The answer is **5**.", "5", 1.0),
+        ("The answer is 2**3 = 8", "8", 1.0),
+        ("It is 1e-3.", "0.001", 1.0),
+        ("It is 1e-3.", "1", 0.0),
+        (r"so \fbox{7}, not 8", "7", 1.0),
+        (r"\frac{1}{3} is about 0.3333", r"0.3333", 1.0),
+    ],
+)
+def test_math_reads_prose(text, answer, score):
+    assert accuracy(problem(answer, extractor="whole", verifier="math"), completion(text)) == score
+
+
 def test_match_compares_texts_but_for_case_space_and_full_stop():
     whole = {"extractor": "whole", "verifier": "match"}
     assert accuracy(problem("New York", **whole), completion(" new  york.\n")) == 1.0

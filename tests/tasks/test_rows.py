@@ -118,9 +118,9 @@ class Nameless:
 
 def test_a_source_of_ones_own_is_a_source():
     check(Task(Letters()))
-    assert [problem.answer for problem in load(Task(Letters(), verifier="match")).train] == ["a", "b", "c"]
+    assert [problem.answer for problem in load(Task(Letters(), extractor="whole")).train] == ["a", "b", "c"]
     assert Task(Letters()).label == "letters" and Task(Nameless()).label == "Nameless"
-    assert load(Task(Nameless())).train[0].task == "Nameless"
+    assert load(Task(Nameless(), extractor="whole")).train[0].task == "Nameless"
 
 
 @dataclasses.dataclass(frozen=True)

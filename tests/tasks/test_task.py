@@ -97,7 +97,7 @@ def test_a_task_with_nothing_to_train_on_is_refused_with_the_reason(tmp_path):
     with pytest.raises(InputError, match="no problem left to train on: 1 from the source, 0 held out; 1 of 1 dropped"):
         load(Task(table(tmp_path, [("a", "x")]), verifier="integer"))
     with pytest.raises(InputError, match="1 held out"):
-        load(Task(table(tmp_path, [("a", "x")]), holdout=0.5))
+        load(Task(table(tmp_path, [("a", "1")]), holdout=0.5))
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def prepare(
     test_prompts = prompts_of(run, read.tested, read.asked, tokenizer)
     scorer.tokenizer = tokenizer
     progress.status("calling each reward once")
-    sandboxed = rewarded(scorer, read, tokenizer)
+    sandboxed = rewarded(scorer, read, tokenizer, configs.verifies(run), progress.note)
     stops, where = model.config.tokens.eos, rollout_mesh(run.mesh)
     training, forwards = learning_of(run, model, mesh, tokenizer)
     forward, names = forwards["policy"], [objective.name for one in training for objective in one.objectives]
@@ -107,9 +107,13 @@ def prepare(
     )
 
 
-def rewarded(scorer: Scorer, read: Problems, tokenizer: Any) -> list[str]:
-    """Check that the rewards can judge all problems, and call each once for every task; return notes."""
-    notes = scorer.check([*read.all_train, *read.held_out])
+def rewarded(
+    scorer: Scorer, read: Problems, tokenizer: Any, verifies: bool, note: Callable[[str], None] | None = None
+) -> list[str]:
+    """Check that the rewards can judge all problems, and call each once for every task; return notes. ``note`` gets
+    what is found later, see ``Scorer.check``.
+    """
+    notes = scorer.check([*read.all_train, *read.held_out], verifies, note)
     for problems in read.train:
         scorer.dry_run(problems[0], tokenizer)
     return notes
@@ -141,5 +145,4 @@ def check_ahead(
         prompts_of(run, task, problems, tokenizer)  # refuses those that are too long
     scoring = run.scoring
     with Scorer(configs.rewards(run), scoring.workers, scoring.timeout_s, watched=configs.watched(run)) as scorer:
-        scorer.check([*read.all_train, *read.held_out])
-        rewarded(scorer, read, tokenizer)
+        rewarded(scorer, read, tokenizer, configs.verifies(run))
