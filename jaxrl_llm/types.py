@@ -23,8 +23,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-Message = dict[str, str]
-"""One chat message: ``{"role": "user", "content": "..."}``."""
+Message = dict[str, Any]
+"""One chat message: ``{"role": "user", "content": "..."}``; an assistant's may have ``tool_calls`` and reasoning, a
+tool's ``name`` and ``tool_call_id``."""
 MEAN_OF_TASKS = "average"
 """The task name in metrics that are means over the tasks of a mixture; no task may have it."""
 DISAGREEMENT = "disagreement"
@@ -71,6 +72,7 @@ class Problem:
       verifier: How the extracted answer is compared: ``match``, ``integer``, ``math``, ``reasoning_gym``,
         ``instructions``, ``code`` or ``none``.
       metadata: Additions of the source (level, generator parameters); verifiers and rewards may read it.
+      options: What the chat template gets in addition to the messages, such as ``tools``.
     """
 
     id: str
@@ -80,6 +82,7 @@ class Problem:
     extractor: str = "last_number"
     verifier: str = "match"
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)

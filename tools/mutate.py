@@ -4,7 +4,8 @@
     python tools/mutate.py REV --list     # the mutations alone
 
 The mutations are drawn once, by hashes of the revision: operators, comparisons, numbers off by one, dropped terms and
-negations inside functions, at most three in a module. One whose line has gone from this tree is passed over.
+negations inside functions, at most three in a module, none in the sandbox. One whose line has gone from this tree is
+passed over.
 
 First both sets of tests run once with probes in place of mutations, which record the test files that come past each,
 also in the processes that they start. A mutation meets the default tests of those files and of its room; if it lives,
@@ -54,8 +55,8 @@ def hit(number):
         except (OSError, KeyError):
             pass
 """
-ALONE = "jaxrl_llm/sandbox/"
-"""Modules of processes that can import nothing else: no probes, their tests are those of their room."""
+NEVER = "jaxrl_llm/sandbox/"
+"""Modules that are left as they are: their tests run hostile programs, and a broken sandbox lets these delete files."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def drawn(revision: str) -> list[Mutation]:
     commit = git("rev-parse", revision).strip()
     found = []
     for module in git("ls-tree", "-r", "--name-only", commit, "jaxrl_llm").split():
-        if module.endswith(".py"):
+        if module.endswith(".py") and not module.startswith(NEVER):
             found += mutations_of(module, git("show", f"{commit}:{module}"))
     return sorted(found, key=lambda one: hashlib.sha256(f"{commit} {asdict(one)}".encode()).digest())
 
@@ -179,8 +180,6 @@ def probed(mutations: list[Mutation], tree: Path) -> None:
     """Insert before each mutation's statement what records that it was reached."""
     at = {}
     for number, mutation in enumerate(mutations):
-        if mutation.module.startswith(ALONE):
-            continue
         source = (tree / mutation.module).read_text()
         line = place(mutation, tree) + 1
         holds = []
@@ -233,7 +232,8 @@ def reached(mutations: list[Mutation], which: tuple[str, ...]) -> dict[int, list
         probed(mutations, tree)
         (tree / "_reached.py").write_text(PROBE)
         records.mkdir(parents=True, exist_ok=True)
-        pytest(tree, "-p", "_reached", *which, REACHED=str(records))
+        _, output = pytest(tree, "-p", "_reached", *which, REACHED=str(records))
+        (BUILD / f"reached{''.join(which)}.log").write_text(output)
         files = {}
         for record in records.iterdir():
             for line in record.read_text().splitlines():
@@ -276,17 +276,17 @@ def main() -> None:
     BUILD.mkdir(parents=True, exist_ok=True)
     sets = {"default": reached(mutations, ()), "whole": reached(mutations, ("--all",))}
     records = BUILD / "verdicts.jsonl"
-    done = (
-        {line["number"]: line for line in map(json.loads, records.read_text().splitlines())} if records.exists() else {}
-    )
+    lines = map(json.loads, records.read_text().splitlines()) if records.exists() else ()
+    done = {(line["module"], line["line"], line["begin"], line["new"]): line for line in lines}
     for number, mutation in enumerate(mutations):
-        if number not in done:
+        key = (mutation.module, mutation.line, mutation.begin, mutation.new)
+        if key not in done:
             began = time.monotonic()
-            done[number] = {"number": number, **asdict(mutation), **verdict(mutation, number, sets)}
-            done[number]["seconds"] = round(time.monotonic() - began)
+            line = done[key] = {**asdict(mutation), **verdict(mutation, number, sets)}
+            line["seconds"] = round(time.monotonic() - began)
             with records.open("a") as file:
-                file.write(json.dumps(done[number]) + "\n")
-            print(number, mutation.module, mutation.line, done[number]["killed"], done[number]["seconds"], flush=True)
+                file.write(json.dumps(line) + "\n")
+            print(number, mutation.module, mutation.line, line["killed"], line["seconds"], flush=True)
     count = Counter(line["killed"] for line in done.values())
     whole = count["default"] + count["whole"]
     print(f"{count['default']} of {whole} that the whole suite kills; {count[None]} live")

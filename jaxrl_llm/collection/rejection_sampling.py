@@ -20,7 +20,6 @@ from jaxrl_llm.data.datasets import KINDS, Collected, Kind, Unpaired, split_step
 from jaxrl_llm.data.formats import TOOLS
 from jaxrl_llm.engine.requests import first_tokens
 from jaxrl_llm.engine.settings import Sampling
-from jaxrl_llm.environments.checks import joined
 from jaxrl_llm.environments.limits import Limits
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rollout.episodes import Scene
@@ -31,6 +30,7 @@ from jaxrl_llm.sharding.rules import digest, weights_digest
 from jaxrl_llm.system.paths import COLLECTED
 from jaxrl_llm.tasks import Prompts, Table
 from jaxrl_llm.tasks import fingerprint as fingerprint_of_problems
+from jaxrl_llm.tasks.messages import joined
 from jaxrl_llm.types import Completion, Problem
 
 FILL = 4

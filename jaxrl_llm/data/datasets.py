@@ -8,10 +8,10 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 import numpy as np
 
 from jaxrl_llm.data import formats
-from jaxrl_llm.data.chats import Writer
 from jaxrl_llm.data.token_rows import Example, Judged, Ranked, Stepped, Text
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.system.setting import Range
+from jaxrl_llm.tasks.chats import Writer
 from jaxrl_llm.tasks.prompts import prompt_key
 from jaxrl_llm.tasks.sources import HubDataset, Rows, Table
 from jaxrl_llm.tasks.task import Task
@@ -184,6 +184,7 @@ class Steps(Data[Stepped]):
         prompt = formats.prompt_of(row["prompt"])
         steps, labels = formats.steps_of(row)
         before, asked = writer.prompt(prompt)
+        steps[0] = writer.opened(before, steps[0], self.separator.join(steps))
         last = writer.once(steps[-1])
         written = writer.after(before, *(step + self.separator for step in steps[:-1]), last)
         tokens = np.asarray([*itertools.chain(*written), *writer.turn], np.int32)

@@ -3,19 +3,12 @@
 The caller adds the row's place to the errors raised here.
 """
 
-import decimal
 import itertools
-import json
-import math
-import numbers
-import operator
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jaxrl_llm.environments.calls import read_calls
-from jaxrl_llm.environments.tools import name_of
-from jaxrl_llm.errors import InputError, as_input_error, require
-from jaxrl_llm.tasks.prompts import is_empty, shown
+from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.tasks.messages import CALLS, OPTIONS, TOOLS, UNREAD, WEIGHT, chat_of, number_in, plain_text, shared
+from jaxrl_llm.tasks.rows import is_empty, shown
 from jaxrl_llm.types import Message
 
 Columns = tuple[str, ...]
@@ -37,12 +30,8 @@ class RowFormat(NamedTuple):
 
 CUT_OFF, END_CUT_OFF = "rejected_cut_off", "completion_cut_off"
 """Columns of pairs and of Unpaired: true if the (worse) completion was truncated, and so has no end of its turn."""
-OPTIONS = "chat_template_kwargs"
-"""Column of every kind: options of the chat template in addition to the messages, such as ``enable_thinking``."""
 LABEL = "label"
 """Column of unpaired preferences and of texts, as in TRL: true if the completion is a good one."""
-TOOLS = "tools"
-"""Column of every kind: JSON schemas of the tools that the assistant may call, which the chat template writes."""
 
 TEXTS = RowFormat("Texts", (("messages",), ("prompt", "completion"), ("text",)), (LABEL, OPTIONS, TOOLS))
 PAIRS = RowFormat(
@@ -62,27 +51,10 @@ ELSEWHERE = {
     "labels": "Steps does, for a process reward model",
     END_CUT_OFF: "Unpaired does",
     LABEL: "Unpaired does; or make Pairs of the good and the bad completions of a prompt",
-    "image": "models here read text alone",
-    "images": "models here read text alone",
-    "videos": "models here read text alone",
-    "audio": "models here read text alone",
-}
+} | dict.fromkeys(UNREAD, "models here read text alone")
 """Columns that change the lesson of a row, so that no kind of data ignores one silently: the kind that reads each, or
 the reason why none does.
 """
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Fields of a message with the assistant's reasoning; the chat template writes them."""
-WEIGHT = "weight"
-"""Field of a message, as in OpenAI's fine-tuning format: ``"0"`` if it is not learned, absent otherwise."""
-CALLS = "tool_calls"
-"""Field of an assistant's message: its calls of tools, as in OpenAI's chats."""
-UNWRITTEN = {
-    "function_call": "a call in an older form than tool_calls",
-    "images": "images",
-    "videos": "videos",
-    "audio": "sound",
-}
-"""Fields of a message that are never written, so that a row with one is refused."""
 
 
 def columns_of(row: dict[str, Any], form: RowFormat) -> Columns:
@@ -115,74 +87,6 @@ def flag_of(row: dict[str, Any], column: str) -> bool | None:
     if value is None or isinstance(value, bool):
         return value
     raise InputError(f"{column} is {shown(value)}; it must be true or false, or leave the column out")
-
-
-def options_of(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the row's options of the chat template by name, with its tools under ``TOOLS``; an option that is None
-    counts as absent.
-
-    Raises:
-      InputError: the value is not an object with names, or not of plain values; a tool has no name.
-    """
-    given = {} if row.get(OPTIONS) is None else row[OPTIONS]
-    try:
-        plain = isinstance(given, dict) and json.loads(json.dumps(given)) == given
-    except (TypeError, ValueError):
-        plain = False
-    require(plain, f"{OPTIONS} is {shown(given)}; it must be a JSON object of the template's options by name")
-    found = {name: value for name, value in given.items() if value is not None}
-    tools = row.get(TOOLS) or []
-    named = isinstance(tools, list) and all(map(name_of, tools))
-    require(named, f"{TOOLS} is {shown(tools)}; it must be a list of JSON schemas, each with function and its name")
-    return found | ({TOOLS: tools} if tools else {})
-
-
-def plain_text(value: Any, column: str) -> str:
-    """Return a text that is not empty.
-
-    Raises:
-      InputError: the value is not text, or empty.
-    """
-    require(isinstance(value, str), f"{column} is a {type(value).__name__}; it must be text")
-    require(bool(value.strip()), f"{column} is empty; complete the row or leave it out")
-    return value
-
-
-def chat_of(value: Any, column: str) -> list[Message]:
-    """Return chat messages with role, content, reasoning, calls of tools, the call that a result answers, and the
-    weight that decides whether they are learned.
-
-    Raises:
-      InputError: the value is not a chat, or a message has a field that is not written, a call that cannot be read, or
-        a weight that is not 0 or 1.
-    """
-    if not isinstance(value, list | tuple) or not value:
-        raise InputError(f"{column} is not a list of chat messages with role and content")
-    chat = []
-    for message in value:
-        calls = message.get(CALLS) if isinstance(message, dict) and message.get("role") == "assistant" else None
-        if not is_empty(calls):
-            message = {**message, "content": message.get("content") or ""}
-        if not (isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))):
-            raise InputError(f"{column} holds an item that is not a chat message with role and content, both text")
-        for name, what in UNWRITTEN.items():
-            require(is_empty(message.get(name)), f"{column} holds {what}, which is not written; leave the row out")
-        found: dict[str, Any] = {"role": message["role"], "content": message["content"]}
-        if not is_empty(calls):
-            with as_input_error(f"{column} holds a call of a tool that cannot be read", "correct it"):
-                found[CALLS] = read_calls(calls)
-        others = ("name", "tool_call_id") if message["role"] == "tool" else ()
-        found |= {name: message[name] for name in others if isinstance(message.get(name), str)}
-        for name in THOUGHTS:
-            if not is_empty(message.get(name)):
-                found[name] = plain_text(message[name], f"{name} in {column}")
-        weight = message.get(WEIGHT)
-        if weight is not None and _number(weight) not in (0.0, 1.0):
-            raise InputError(
-                f"{WEIGHT} in {column} is {shown(weight)}; it is 1, or 0 for a message that is not learned"
-            )
-        chat.append(found if weight is None or _number(weight) else found | {WEIGHT: "0"})
-    return chat
 
 
 def prompt_of(value: Any) -> list[Message]:
@@ -259,7 +163,7 @@ def margin_of(row: dict[str, Any]) -> float:
       InputError: the value is not a number.
     """
     given = row.get("margin")
-    margin = 0.0 if given is None else _number(given)
+    margin = 0.0 if given is None else number_in(given)
     if margin is None:
         raise InputError(f"margin is {shown(given)}; it must be a number")
     return margin
@@ -280,7 +184,7 @@ def steps_of(row: dict[str, Any]) -> tuple[list[str], list[float]]:
     texts = [plain_text(step, f"completions[{index}]") for index, step in enumerate(steps)]
     values = []
     for index, label in enumerate(labels):
-        value = float(label) if isinstance(label, bool) else _number(label)
+        value = float(label) if isinstance(label, bool) else number_in(label)
         if value is None or not 0 <= value <= 1:
             raise InputError(f"labels[{index}] is {shown(label)}; a label is true, false, or from 0 to 1")
         values.append(value)
@@ -307,11 +211,6 @@ def _rest(side: Any, prompt: list[Message], name: str) -> Message:
     return _answered(rest, name)[0]
 
 
-def shared(one: Sequence[Any], other: Sequence[Any]) -> Sequence[Any]:
-    """Return the longest common beginning of two sequences."""
-    return one[: sum(itertools.takewhile(bool, map(operator.eq, one, other)))]
-
-
 def _answered(chat: list[Message], column: str) -> list[Message]:
     """Check a chat and return it; a message of the assistant with calls may have no text.
 
@@ -324,14 +223,3 @@ def _answered(chat: list[Message], column: str) -> list[Message]:
         if message["role"] == "assistant" and CALLS not in message:
             plain_text(message["content"], f"the assistant's message in {column}")
     return chat
-
-
-def _number(value: Any) -> float | None:
-    """Return a finite number; None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real | decimal.Decimal):
-        return None
-    try:
-        found = float(value)
-    except (OverflowError, ValueError):  # more than a float holds; a decimal that signals not-a-number
-        return None
-    return found if math.isfinite(found) else None

@@ -8,18 +8,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
-from jaxrl_llm.data.chats import Writer
 from jaxrl_llm.data.datasets import Collected, Data, Kind, Row
-from jaxrl_llm.data.formats import options_of
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.system.setting import check_fields
-from jaxrl_llm.tasks.prompts import BadRow, content, sound
+from jaxrl_llm.tasks.chats import Writer
+from jaxrl_llm.tasks.messages import options_of
+from jaxrl_llm.tasks.prompts import content
+from jaxrl_llm.tasks.rows import BadRow, sound
 from jaxrl_llm.tasks.task import Loaded, check, check_split, check_template, held_out_keys
-
-DEEPEST = 200
-"""The deepest nesting of a row's values."""
 
 
 def load_texts(
@@ -82,8 +78,7 @@ def _usable(data: Data[Row], tokenizer: Any, stop_ids: Sequence[int], closes: bo
     rows = itertools.starmap(sound, data.source.read())
     while True:
         try:
-            where, given = next(rows)
-            row = unboxed(given)
+            where, row = next(rows)
             try:
                 options = json.dumps(options_of(row))  # templates write schemas in their order
                 yield data.example(row, where, writer(options))
@@ -136,19 +131,3 @@ def check_collected(source: Collected, kind: Kind, before: str) -> None:
         raise InputError(
             f"{before}task.verifier none leaves nothing to collect by: give the task its answers and a verifier"
         )
-
-
-def unboxed(value: Any, depth: int = 0) -> Any:
-    """Convert NumPy arrays to lists and its scalars to Python's numbers, at any depth that is written as JSON.
-
-    Raises:
-      InputError: the value is nested too deeply.
-    """
-    require(depth < DEEPEST, f"a value is nested more than {DEEPEST} deep: leave the row out")
-    if isinstance(value, np.ndarray):
-        value = value.tolist()
-    if isinstance(value, dict):
-        return {name: unboxed(item, depth + 1) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [unboxed(item, depth + 1) for item in value]
-    return value.item() if isinstance(value, np.generic) else value

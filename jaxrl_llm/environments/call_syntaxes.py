@@ -8,12 +8,11 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-Call = tuple[str, dict[str, Any]]
-"""Name and arguments."""
+from jaxrl_llm.tasks.messages import LONGEST_NAME, Call, calls_of, checked, json_value
+
 Types = Mapping[str, Mapping[str, Any]]
 """JSON schemas of the parameters by the tool's name."""
 _JSON = json.JSONDecoder()
-_LONGEST_NAME = 40  # characters of a name quoted in a message
 _PYTHON = {"True": True, "False": False, "None": None}
 
 
@@ -40,64 +39,6 @@ class Syntax:
         """All marks of the syntax, longest first."""
         found = [mark for mark in (self.opens, self.closes, *self.around) if mark]
         return tuple(sorted(found, key=len, reverse=True))
-
-
-def checked(name: Any, arguments: Any) -> Call:
-    """Return a call as plain JSON values.
-
-    Raises:
-      ValueError: the name is no text, or the arguments are not an object of JSON.
-    """
-    if not isinstance(name, str) or not name.strip():
-        raise ValueError("a call has no name")
-    name = name.strip()
-    shown = name[:_LONGEST_NAME]
-    if isinstance(arguments, str):
-        arguments = json_value(arguments)
-    if arguments is None:
-        arguments = {}
-    if not isinstance(arguments, dict):
-        raise ValueError(f"the arguments of {shown} are not a JSON object")
-    try:
-        text = json.dumps([name, arguments], ensure_ascii=False, allow_nan=False)
-        text.encode()
-        return name, json.loads(text)[1]
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"the arguments of {shown} are not JSON") from error
-
-
-def json_value(text: str) -> Any:
-    """Return the value of a JSON text.
-
-    Raises:
-      ValueError: the text is not JSON; the message says where.
-    """
-    text = text.strip()
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"the call is not valid JSON ({error.msg} at character {error.pos})") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError("the call is not valid JSON (a number is too long, or lists are nested too deep)") from error
-
-
-def calls_of(value: Any) -> list[Call]:
-    """Return the calls of a JSON object or a list of them.
-
-    Raises:
-      ValueError: it is neither, or a call has no name or wrong arguments.
-    """
-    found = []
-    for one in value if isinstance(value, list) else [value]:
-        if isinstance(one, dict) and isinstance(one.get("function"), dict):
-            one = one["function"]
-        if not isinstance(one, dict):
-            raise ValueError('the call is not a JSON object with "name" and "arguments"')
-        name = one.get("name", one.get("tool_name"))
-        found.append(checked(name, one.get("arguments", one.get("parameters"))))
-    if not found:
-        raise ValueError("the list of calls is empty")
-    return found
 
 
 def read_json(body: str, types: Types) -> list[Call]:
@@ -166,7 +107,7 @@ def _python_call(call: ast.expr) -> Call:
         raise ValueError("the calls are not a list like [name(argument=value)]")
     name = ast.unparse(call.func)
     if call.args or any(given.arg is None for given in call.keywords):
-        raise ValueError(f"the arguments of {name[:_LONGEST_NAME]} need names, as in name(argument=value)")
+        raise ValueError(f"the arguments of {name[:LONGEST_NAME]} need names, as in name(argument=value)")
     values = {}
     for given in call.keywords:
         for part in ast.walk(given.value):
@@ -178,7 +119,7 @@ def _python_call(call: ast.expr) -> Call:
         try:
             values[given.arg] = ast.literal_eval(_json_constant(given.value))
         except (ValueError, TypeError, RecursionError, MemoryError) as error:
-            raise ValueError(f"the arguments of {name[:_LONGEST_NAME]} are not plain values") from error
+            raise ValueError(f"the arguments of {name[:LONGEST_NAME]} are not plain values") from error
     return checked(name, values)
 
 
@@ -234,7 +175,7 @@ def read_glm(body: str, types: Types) -> list[Call]:
     for key, value in _elements(mark + rest, "<arg_key>", "</arg_key>", "</arg_value>"):
         written = value.lstrip()
         if not written.startswith("<arg_value>"):
-            raise ValueError(f"the argument {key.strip()[:_LONGEST_NAME]} has no <arg_value>")
+            raise ValueError(f"the argument {key.strip()[:LONGEST_NAME]} has no <arg_value>")
         values[key.strip()] = _value(written.removeprefix("<arg_value>"), known.get(key.strip()))
     return [checked(name, values)]
 

@@ -6,9 +6,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxrl_llm.environments.call_syntaxes import SYNTAXES, THOUGHTS, Call, Syntax, Types, calls_of, checked, json_value
-from jaxrl_llm.environments.environment import Message
+from jaxrl_llm.environments.call_syntaxes import SYNTAXES, THOUGHTS, Syntax, Types
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.tasks.messages import Call, checked, json_value, tool_call
+from jaxrl_llm.types import Message
 
 NO_CALLS = ""
 """Syntax of replies without tools: only the reasoning is separated."""
@@ -98,21 +99,6 @@ def parse_reply(text: str, syntax: str, tools: Sequence[Mapping[str, Any]] = (),
     if calls and not error:
         message["tool_calls"] = [tool_call(index, *call) for index, call in enumerate(calls)]
     return Parsed(message, error)
-
-
-def tool_call(index: int, name: str, arguments: Any) -> dict[str, Any]:
-    """Return a call of a message; its id has the nine letters and digits that some templates ask for."""
-    return {"id": f"call{index:05d}", "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def read_calls(given: Any) -> list[dict[str, Any]]:
-    """Return the calls of a chat message as those of a reply, with their ids where they have some.
-
-    Raises:
-      ValueError: one has no name, or arguments that are not JSON.
-    """
-    ids = [{"id": one["id"]} if isinstance(one, Mapping) and isinstance(one.get("id"), str) else {} for one in given]
-    return [tool_call(index, *call) | own for index, (call, own) in enumerate(zip(calls_of(given), ids, strict=True))]
 
 
 class _Piece(NamedTuple):

@@ -93,14 +93,3 @@ def checked_copy(value: Any) -> Environment:
     if not isinstance(value, Environment):
         raise TypeError(f"it returned a {type(value).__name__}; return an Environment")
     return value
-
-
-def joined(prompt: Sequence[Message], more: Sequence[Message], joint: str) -> list[Message]:
-    """Return a prompt with more messages; a user message after a user message is appended to it behind ``joint``."""
-    found = list(prompt)
-    for message in more:
-        if found and message["role"] == found[-1]["role"] == "user":
-            found[-1] = {**found[-1], "content": f"{found[-1]['content']}{joint}{message['content']}"}
-        else:
-            found.append(message)
-    return found

@@ -4,9 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-Message = dict[str, Any]
-"""One chat message: ``role``, ``content``; an assistant's may have ``tool_calls``, a tool's ``name`` and
-``tool_call_id``."""
+from jaxrl_llm.types import Message
 
 ENDS = (
     "completed",

@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm.environments.calls import Parsed, end_of_calls, marks_of, parse_reply
-from jaxrl_llm.environments.environment import Message
-from jaxrl_llm.environments.guarding import Guard
 from jaxrl_llm.environments.renderings import (
     ASKED,
     OTHER,
@@ -24,7 +22,9 @@ from jaxrl_llm.environments.renderings import (
 )
 from jaxrl_llm.errors import require
 from jaxrl_llm.models.tokenizer import special_ids
+from jaxrl_llm.tasks.guarding import Guard
 from jaxrl_llm.tasks.template import Wording, bos, check_tokenizer, worded
+from jaxrl_llm.types import Message
 
 _LAST = 16  # tokens before a reply that tell whether it continues reasoning
 _THINKING = ("<think>", "<|channel>thought", "<|channel>", "<|START_THINKING|>", "[THINK]")

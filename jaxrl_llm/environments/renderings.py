@@ -8,13 +8,13 @@ import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxrl_llm.environments import plain_form
-from jaxrl_llm.environments.calls import NO_CALLS, end_of_calls, parse_reply, syntax_of, tool_call
-from jaxrl_llm.environments.checks import joined
-from jaxrl_llm.environments.environment import Message
-from jaxrl_llm.environments.guarding import Guard
+from jaxrl_llm.environments.calls import NO_CALLS, end_of_calls, parse_reply, syntax_of
 from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.tasks import plain_form
+from jaxrl_llm.tasks.guarding import Guard
+from jaxrl_llm.tasks.messages import joined, tool_call
 from jaxrl_llm.tasks.template import Wording, rendered, template_text
+from jaxrl_llm.types import Message
 
 REPLY = "Zq0replyZq0"
 RESULT = "Zq1resultZq1"

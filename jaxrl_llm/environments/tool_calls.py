@@ -4,10 +4,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxrl_llm.environments.checks import readable
-from jaxrl_llm.environments.environment import Message
 from jaxrl_llm.environments.limits import Limits
 from jaxrl_llm.environments.threads import Call, Caller, Outcome, told
-from jaxrl_llm.environments.tools import Tool, name_of
+from jaxrl_llm.environments.tools import Tool
+from jaxrl_llm.tasks.messages import name_of
+from jaxrl_llm.types import Message
 
 
 class Result(NamedTuple):

@@ -112,10 +112,3 @@ def methods_of(instance: Any) -> dict[str, Tool]:
 def _schema_of_method(function: Callable[..., Any], bound: bool, name: str) -> Mapping[str, Any]:
     """Return the schema of a method, made once, since each episode has an instance of its own."""
     return schema_of(types.MethodType(function, object()) if bound else function, name)
-
-
-def name_of(schema: Any) -> str:
-    """Return the name in a tool's schema; empty if it is no schema."""
-    function = schema.get("function") if isinstance(schema, Mapping) else None
-    name = function.get("name") if isinstance(function, Mapping) else None
-    return name if isinstance(name, str) else ""

@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm.environments.calls import Parsed
-from jaxrl_llm.environments.checks import checked_copy, checked_reset, checked_step, finite, joined, readable
+from jaxrl_llm.environments.checks import checked_copy, checked_reset, checked_step, finite, readable
 from jaxrl_llm.environments.duck_typed import DuckTyped
 from jaxrl_llm.environments.environment import Environment, Message, Step, has
 from jaxrl_llm.environments.limits import Limits
 from jaxrl_llm.environments.threads import NOTHING, Call, Caller, Outcome, place
 from jaxrl_llm.environments.tool_calls import Result, in_order, make_calls, name_in
-from jaxrl_llm.environments.tools import Tool, name_of
+from jaxrl_llm.environments.tools import Tool
+from jaxrl_llm.tasks.messages import joined, name_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,6 @@ from typing import Any, Self
 
 from jaxrl_llm.engine.requests import first_tokens, row_room
 from jaxrl_llm.environments.calls import Parsed
-from jaxrl_llm.environments.environment import Message
 from jaxrl_llm.environments.episode_format import EpisodeFormat
 from jaxrl_llm.environments.factory import Factory
 from jaxrl_llm.environments.limits import Limits
@@ -17,8 +16,9 @@ from jaxrl_llm.environments.world import Answer, World
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rollout.branches import entropy_rise
 from jaxrl_llm.rollout.settings import Branching
-from jaxrl_llm.tasks.template import Prompts, worded
-from jaxrl_llm.types import Completion, Episode, Problem, Turn
+from jaxrl_llm.tasks.encoding import Prompts
+from jaxrl_llm.tasks.template import worded
+from jaxrl_llm.types import Completion, Episode, Message, Problem, Turn
 
 AT_ONCE = 256
 """Maximum number of environments that answer at one time."""

@@ -1,6 +1,7 @@
 """Tasks: prompts with checkable answers, as values."""
 
 from jaxrl_llm.tasks.curriculum import Curriculum, Dropping, EasyToHard, Prioritised, Scheduled
+from jaxrl_llm.tasks.encoding import Prompts, encode
 from jaxrl_llm.tasks.extract import answer_of, extract, integer
 from jaxrl_llm.tasks.generated_programs import Programs
 from jaxrl_llm.tasks.instructed import Instructions
@@ -8,6 +9,5 @@ from jaxrl_llm.tasks.prompts import difference, fingerprint
 from jaxrl_llm.tasks.sources import HubDataset, ReasoningGym, Rows, Table, begun
 from jaxrl_llm.tasks.stream import PromptStream, Shuffled, of_tasks, problem_index
 from jaxrl_llm.tasks.task import Loaded, Task, check, load
-from jaxrl_llm.tasks.template import Prompts, encode
 
 __all__ = [name for name in globals() if not name.startswith("_")]

@@ -1,6 +1,7 @@
 """Prompts: made from the rows of a table, refused, identified, and compared with those of an earlier run."""
 
 import dataclasses
+import decimal
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
@@ -9,63 +10,14 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm import codec
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.tasks.extract import extract
+from jaxrl_llm.tasks.messages import WEIGHT, chat_of
+from jaxrl_llm.tasks.rows import field_of, is_empty
 from jaxrl_llm.types import Message, Problem
 
 CHAT = "prompt_is_chat"
 """Key in a problem's metadata that marks a row with a prompt of chat messages rather than text."""
-
-
-LONGEST_SHOWN = 60
-"""Maximum number of characters of a value in a message."""
-
-
-class BadRow(InputError):
-    """Error in one row; the rows after it are usable."""
-
-
-def sound(where: str, row: Any) -> tuple[str, dict[str, Any]]:
-    """Return a row unchanged, after its place.
-
-    Raises:
-      BadRow: the row is not an object with named fields, or has text that no tokenizer and no file can take.
-    """
-    if not isinstance(row, dict):
-        raise BadRow(f"{where} is a {type(row).__name__}; a row is an object with fields")
-    for name, value in row.items():
-        if not isinstance(name, str):
-            raise BadRow(f"{where} has a field named {shown(name)}; names of fields are text")
-        try:
-            broken = unwritable([name, value])
-        except RecursionError:
-            raise BadRow(f"{where}: field {name!a} is nested too deeply to be read; leave the row out") from None
-        if broken:
-            raise BadRow(
-                f"{where}: field {name!a} holds {broken!a}, half of a surrogate pair, which UTF-8 "
-                "cannot hold; write the character, or leave the row out"
-            )
-    return where, row
-
-
-def shown(value: Any) -> str:
-    """Format a value for a message: its beginning on one line."""
-    try:
-        text = " ".join(repr(value).split())
-    except ValueError:  # a whole number of more digits than Python writes
-        text = f"{type(value).__name__} of too many digits to show"
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
-
-
-def unwritable(value: Any) -> str:
-    """Return the first character of a value's texts that UTF-8 cannot hold; empty if it can hold all."""
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            return value[error.start]
-    parts = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return next(filter(None, map(unwritable, parts)), "")
 
 
 def problem_of(prompt: tuple[Message, ...], answer: str, label: str, metadata: dict[str, Any]) -> Problem:
@@ -73,9 +25,12 @@ def problem_of(prompt: tuple[Message, ...], answer: str, label: str, metadata: d
     return Problem(prompt_key(prompt)[:16], prompt, answer, label, metadata=metadata)
 
 
-def prompt_key(prompt: Iterable[Message]) -> str:
-    """Return the SHA-256, in hex, of a prompt's roles and contents; equal on every machine."""
-    text = json.dumps([[message["role"], message["content"]] for message in prompt], ensure_ascii=False)
+def prompt_key(prompt: Sequence[Message]) -> str:
+    """Return the SHA-256, in hex, of a prompt's messages; equal on every machine."""
+    known = ("role", "content")
+    others = ({name: value for name, value in message.items() if name not in known} for message in prompt)
+    chat = [[*map(message.get, known), *filter(None, [more])] for message, more in zip(prompt, others, strict=True)]
+    text = json.dumps(chat, ensure_ascii=False)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
@@ -89,15 +44,22 @@ def answer_in(source: Any, row: dict[str, Any], where: str, needed: bool) -> str
     if not needed and (is_empty(found) or isinstance(found, list | dict)):
         return ""
     answer = required(row, source.answer_field, where, "answer")
-    if isinstance(answer, list | dict):
+    if isinstance(answer, list | dict | bytes):
         raise InputError(f"{where}: the answer is a {type(answer).__name__}; it must be text or a number")
-    reference = extract(str(answer), source.answer_extractor)
+    reference = extract(_as_text(answer), source.answer_extractor)
     if reference is None:
         raise InputError(
             f"{where}: {source.answer_extractor} finds no answer in field {source.answer_field!r}; "
             f"change answer_extractor or the row"
         )
     return reference
+
+
+def _as_text(answer: Any) -> str:
+    """Return an answer as text, a number with all its digits: 0.00001 and not 1e-05."""
+    text = str(answer)
+    scientific = isinstance(answer, float | decimal.Decimal) and "e" in text.lower()
+    return f"{decimal.Decimal(text):f}" if scientific and abs(decimal.Decimal(text).adjusted()) < 400 else text
 
 
 def required(row: dict[str, Any], name: str, where: str, role: str) -> Any:
@@ -112,34 +74,22 @@ def required(row: dict[str, Any], name: str, where: str, role: str) -> Any:
     return value
 
 
-def field_of(row: dict[str, Any], name: str) -> Any:
-    """Return the value of a field, None if it is missing; a dot reaches into a nested record."""
-    value: Any = row
-    for part in [name] if name in row else name.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return value
-
-
-def is_empty(value: Any) -> bool:
-    """Whether a field has no value: None, or a text, list or record without content."""
-    return value is None or (isinstance(value, str | list | tuple | dict) and not value)
-
-
 def messages_of(prompt: Any, where: str) -> tuple[Message, ...]:
-    """Convert a prompt to chat messages; a text becomes one message of the user.
+    """Convert a prompt to chat messages (``chat_of``); a text becomes one message of the user.
 
     Raises:
       InputError: it is neither text nor a chat with a message of the user; ``where`` is named.
     """
     if isinstance(prompt, str):
         return ({"role": "user", "content": prompt},)
-    messages = prompt if isinstance(prompt, list | tuple) else [prompt]
-    for message in messages:
-        if not (isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))):
-            raise InputError(f"{where}: the prompt is neither text nor chat messages with role and content")
+    try:
+        require(isinstance(prompt, list | tuple | dict), "the prompt is neither text nor chat messages")
+        messages = chat_of([prompt] if isinstance(prompt, dict) else prompt, "the prompt")
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from error
     if not any(message["role"] == "user" for message in messages):
         raise InputError(f"{where}: the prompt has no message of the user; add one")
-    return tuple({"role": message["role"], "content": message["content"]} for message in messages)
+    return tuple({name: value for name, value in message.items() if name != WEIGHT} for message in messages)
 
 
 Fingerprint = dict[str, int | str]
@@ -177,7 +127,13 @@ def content(problem: Problem | Any) -> str:
         fields = {field.name: getattr(problem, field.name) for field in dataclasses.fields(problem)}
         return json.dumps(fields | {"where": ""}, sort_keys=True, default=np.ndarray.tolist)
     metadata = {name: value for name, value in problem.metadata.items() if name != "row"}
-    return json.dumps([problem.id, list(problem.prompt), problem.answer, codec.to_json(metadata)], sort_keys=True)
+    fields = [problem.id, list(problem.prompt), problem.answer, codec.to_json(metadata)]
+    return json.dumps(fields + [problem.options] * bool(problem.options), sort_keys=True)
+
+
+def digest(*texts: str) -> str:
+    """Return 16 hex digits of texts in their order."""
+    return _digest(texts)
 
 
 def _digest(texts: Iterable[str]) -> str:

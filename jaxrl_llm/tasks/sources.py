@@ -12,8 +12,10 @@ from jaxrl_llm import codec
 from jaxrl_llm.errors import InputError, one_line
 from jaxrl_llm.system.setting import PATH
 from jaxrl_llm.tasks import gym
-from jaxrl_llm.tasks.prompts import CHAT, answer_in, messages_of, problem_of, required, sound
-from jaxrl_llm.tasks.tables import rows_of
+from jaxrl_llm.tasks.messages import UNREAD, options_of
+from jaxrl_llm.tasks.prompts import CHAT, answer_in, messages_of, problem_of, required
+from jaxrl_llm.tasks.rows import is_empty, sound
+from jaxrl_llm.tasks.tables import as_written, rows_of
 from jaxrl_llm.types import Problem
 
 
@@ -81,11 +83,21 @@ class RowSource:
             prompt = messages_of(given, where)
             answer = answer_in(self, row, where, answers)
             asked = self.prompt_field.split(".")[0]
+            written = {name: value for name, value in row.items() if name not in self.metadata_fields}
+            for name in (name for name in UNREAD if not is_empty(written.get(name))):
+                raise InputError(
+                    f"{where}: the row has {name}, and models here read text alone; leave the column out, or name it "
+                    "in metadata_fields if only rewards or an environment read it"
+                )
+            try:
+                options = options_of(written)
+            except InputError as error:
+                raise InputError(f"{where}: {error}") from error
             # A reward may ask for any column by its name, the answer's with what it was cut out of too.
             metadata = {name: value for name, value in row.items() if name != asked} | {"row": where}
             if not isinstance(given, str):
                 metadata[CHAT] = True
-            yield problem_of(prompt, answer, self.label, metadata)
+            yield dataclasses.replace(problem_of(prompt, answer, self.label, metadata), options=options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,12 +111,15 @@ class Table(RowSource):
       answer_field: holds text or a number; None where there are no reference answers. A dot reaches into a nested
         record, in both fields.
       answer_extractor: cuts the reference out of a longer solution; the names are those of ``extract``.
+      metadata_fields: columns that rewards and environments alone read, though their names have a meaning: else
+        ``tools`` and ``chat_template_kwargs`` are written into the prompt, and a row with an image or sound is refused.
     """
 
     path: Annotated[str, PATH]
     prompt_field: str = "prompt"
     answer_field: str | None = "answer"
     answer_extractor: str = "whole"
+    metadata_fields: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
@@ -129,7 +144,7 @@ class HubDataset(RowSource):
       subset: the configuration's name, where there are several.
       split: such as ``train`` or ``train[:1000]``.
       revision: branch, tag or commit; None means the newest.
-      prompt_field, answer_field, answer_extractor: as in Table.
+      prompt_field, answer_field, answer_extractor, metadata_fields: as in Table.
     """
 
     name: Annotated[str, PATH]
@@ -139,6 +154,7 @@ class HubDataset(RowSource):
     prompt_field: str = "question"
     answer_field: str | None = "answer"
     answer_extractor: str = "whole"
+    metadata_fields: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
@@ -160,7 +176,7 @@ class HubDataset(RowSource):
                 f"data set {self.name} (subset {self.subset}, split {self.split}) cannot be loaded "
                 f"({one_line(error, 200)}); check the names and the network, or use a Table"
             ) from error
-        return ((f"{self.name}:{index}", row) for index, row in enumerate(rows))
+        return ((f"{self.name}:{index}", row) for index, row in enumerate(as_written(rows)))
 
 
 LARGEST_SAVED = 1_000_000
@@ -199,7 +215,7 @@ class InMemory:
                 f"config.json does not hold this run's problems ({reason}): give them again, in Python or "
                 f"by a configuration that has them (--config)"
             )
-        return iter(self._rows)
+        return as_written(self._rows)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, InMemory) and (self._rows is other._rows or self.to_save() == other.to_save())
@@ -216,7 +232,7 @@ class InMemory:
             return self._missing
         parts = []
         size = 0
-        for index, row in enumerate(self._rows):
+        for index, row in enumerate(as_written(self._rows)):
             try:
                 parts.append(json.dumps(codec.to_json(row)))
             except TypeError as error:
@@ -236,7 +252,7 @@ class Rows(RowSource):
 
     Attributes:
       rows: dictionaries, one for each problem.
-      prompt_field, answer_field, answer_extractor: as in Table.
+      prompt_field, answer_field, answer_extractor, metadata_fields: as in Table.
       label: names its task where the task has no name of its own.
     """
 
@@ -244,6 +260,7 @@ class Rows(RowSource):
     prompt_field: str = "prompt"
     answer_field: str | None = "answer"
     answer_extractor: str = "whole"
+    metadata_fields: tuple[str, ...] = ()
     label: str = "rows"
 
     def __post_init__(self) -> None:

@@ -4,12 +4,14 @@ import contextlib
 import csv
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxrl_llm.errors import InputError, one_line, require
-from jaxrl_llm.tasks.prompts import BadRow
+from jaxrl_llm.tasks.rows import BadRow
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 NOT_UTF8 = "{} has text that is not UTF-8 ({}); write it again in UTF-8"
@@ -97,9 +99,41 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
 
     try:
         with contextlib.closing(pyarrow.parquet.ParquetFile(path)) as table:
-            rows = (row for batch in table.iter_batches() for row in batch.to_pylist())
+            found = (row for batch in table.iter_batches() for row in batch.to_pylist(maps_as_pydicts="strict"))
+            rows = _written_in(found, table.schema_arrow)
             yield from ((f"{path}:{count}", row) for count, row in enumerate(rows, start=1))
     except (pyarrow.ArrowException, OSError) as error:  # its readers raise either for a damaged file
         raise InputError(f"{path} is not a Parquet file ({one_line(error, 200)}); write it again") from error
     except UnicodeDecodeError as error:
         raise InputError(NOT_UTF8.format(path, one_line(error, 200))) from error
+
+
+def as_written(rows: Any) -> Iterator[Any]:
+    """Yield rows, those of a ``datasets.Dataset`` with their numbers as they were written."""
+    schema = getattr(getattr(rows, "features", None), "arrow_schema", None)
+    return iter(rows) if schema is None else _written_in(rows, schema)
+
+
+def _written_in(rows: Iterable[Any], schema: Any) -> Iterator[Any]:
+    import pyarrow
+
+    kind = pyarrow.struct(list(schema))
+    return (_as_written(row, kind) for row in rows) if "float" in str(kind) else iter(rows)
+
+
+def _as_written(value: Any, kind: Any) -> Any:
+    """Return a value of an Arrow type; numbers of less than 64 bits are the decimals that were written: a float32 0.1
+    is 0.1 and not 0.10000000149.
+    """
+    from pyarrow import types
+
+    if types.is_float32(kind) or types.is_float16(kind):
+        return value if value is None else float(str((np.float32 if types.is_float32(kind) else np.float16)(value)))
+    if isinstance(value, list) and (types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)):
+        return [_as_written(item, kind.value_type) for item in value]
+    if isinstance(value, dict) and types.is_map(kind):
+        return {name: _as_written(item, kind.item_type) for name, item in value.items()}
+    if isinstance(value, dict):
+        kinds = {field.name: field.type for field in kind}
+        return {name: _as_written(item, kinds[name]) if name in kinds else item for name, item in value.items()}
+    return value

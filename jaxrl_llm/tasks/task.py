@@ -12,7 +12,8 @@ from jaxrl_llm.tasks.filters import importable, resolve
 from jaxrl_llm.tasks.generated_programs import Programs
 from jaxrl_llm.tasks.instructed import Instructions
 from jaxrl_llm.tasks.instructions import check_instructions
-from jaxrl_llm.tasks.prompts import messages_of, prompt_key, shown
+from jaxrl_llm.tasks.prompts import content, digest, messages_of, prompt_key
+from jaxrl_llm.tasks.rows import shown
 from jaxrl_llm.tasks.sources import HubDataset, ReasoningGym, Rows, RowSource, Table
 from jaxrl_llm.types import Problem
 
@@ -150,7 +151,7 @@ def check_split(holdout: float, date: str | None) -> None:
 
 
 def load(task: Task, answers: bool = True) -> Loaded[Problem]:
-    """Load, filter, merge duplicates by prompt, then split by a hash of the prompt; equal on every machine.
+    """Load, filter, merge duplicates, then split by a hash of the prompt; equal on every machine.
 
     ``answers``: whether reference answers are needed. If they are not, and no problem has one, nothing is verified.
 
@@ -169,19 +170,22 @@ def load(task: Task, answers: bool = True) -> Loaded[Problem]:
         kept = [problem for problem in rows if keep(problem)]
         if len(kept) < len(rows):
             notes.append(f"{len(rows) - len(kept)} of {len(rows)} dropped by {task.keep}")
+    if task.plays:
+        _check_begun(kept)
     checked = _checkable(kept, verifier, notes)
     if verifier in ("match", "integer"):
         lost = [one for one in checked if not _reached(one)]
         notes += unreachable(lost, len(checked), answers)
-    problems = _without_duplicates(_savable(checked, notes), notes)
-    held_out = {key: problems[key] for key in held_out_keys(problems, task.holdout)}
-    train = tuple(problem for key, problem in problems.items() if key not in held_out)
+    problems = _distinct(_savable(checked, notes), not isinstance(task.source, ReasoningGym), notes)
+    chosen = {*held_out_keys({key for _, key in problems}, task.holdout)}
+    held_out = tuple(one for one, key in sorted(problems, key=lambda pair: pair[1]) if key in chosen)
+    train = tuple(one for one, key in problems if key not in chosen)
     if not train:
         raise InputError(
             f"task {task.label} has no problem left to train on: {len(rows)} from the source, "
             f"{len(held_out)} held out{''.join('; ' + note for note in notes)}; give it more problems"
         )
-    return Loaded(train, tuple(held_out.values()), tuple(notes))
+    return Loaded(train, held_out, tuple(notes))
 
 
 def _read(task: Task, answers: bool) -> list[Problem]:
@@ -271,6 +275,24 @@ def _checkable(problems: list[Problem], verifier: str, notes: list[str]) -> list
     return [problem for problem in problems if integer(problem.answer) is not None]
 
 
+def _check_begun(problems: Iterable[Problem]) -> None:
+    """Refuse rows that begin what an episode cannot go on with.
+
+    Raises:
+      InputError: a row has tools of its own, or its prompt ends in a message of the assistant.
+    """
+    for problem in problems:
+        require(
+            "tools" not in problem.options,
+            f"{_place(problem)} has tools, and the task's environment and tools are those of its episodes: leave the "
+            "column out, or name it in metadata_fields if only they read it",
+        )
+        require(
+            problem.prompt[-1]["role"] != "assistant",
+            f"{_place(problem)}: the prompt ends in a message of the assistant, which no episode continues; cut it off",
+        )
+
+
 def _reached(problem: Problem) -> bool:
     answer = extract(written(problem.answer, problem.extractor), problem.extractor)
     return answer is not None and matches(answer, problem.answer, problem.verifier)
@@ -304,18 +326,31 @@ def unreachable(lost: Sequence[Problem], count: int, needed: bool) -> list[str]:
     return [told]
 
 
-def _without_duplicates(problems: Iterable[Problem], notes: list[str]) -> dict[str, Problem]:
-    """Return the first problem of each prompt, by the prompt's key, in order."""
-    first: dict[str, Problem] = {}
-    merged = conflicting = 0
+def _distinct(problems: Iterable[Problem], whole: bool, notes: list[str]) -> list[tuple[Problem, str]]:
+    """Return the problems in order, each with the key of its prompt; equal ones are merged.
+
+    ``whole``: whether problems differ by all that verifiers, rewards and environments can read; else by the prompt
+    alone, as those of a generator do.
+    """
+    alike: dict[str, dict[str, Problem]] = {}
+    found: list[tuple[Problem, str]] = []
+    merged = 0
     for problem in problems:
-        known = first.setdefault(prompt_key(problem.prompt), problem)
-        merged += known is not problem
-        conflicting += known.answer != problem.answer
+        prompt = prompt_key(problem.prompt)
+        others = alike.setdefault(prompt, {})
+        key = content(dataclasses.replace(problem, id="")) if whole else ""
+        if key in others:
+            merged += 1
+            continue
+        others[key] = dataclasses.replace(problem, id=digest(problem.id, key)) if others else problem
+        found.append((others[key], prompt))
     if merged:
-        other = f"; {conflicting} of them had another answer than the one kept" if conflicting else ""
-        notes.append(f"{merged} duplicates of a prompt merged, {len(first)} distinct prompts left{other}")
-    return first
+        notes.append(f"{merged} duplicates of a problem merged, {len(found)} distinct ones left")
+    several = [{one.answer for one in others.values()} for others in alike.values() if len(others) > 1]
+    if several:
+        differ = sum(len(answers) > 1 for answers in several)
+        notes.append(f"{len(several)} prompts belong to several problems each, {differ} of them with different answers")
+    return found
 
 
 def held_out_keys(keys: Collection[str], holdout: float) -> list[str]:

@@ -1,4 +1,4 @@
-"""Templates: turn a problem into the token ids that the policy continues."""
+"""Templates: turn chats into text."""
 
 import datetime
 import functools
@@ -6,48 +6,16 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Protocol
-
-import numpy as np
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.builtin import CHATML
 from jaxrl_llm.tasks.rendering import RENDERER
 from jaxrl_llm.tasks.task import Task, check_template
-from jaxrl_llm.types import Message, Problem
+from jaxrl_llm.types import Message
 
 _CLOCK = re.compile(r"""strftime_now\(\s*(?P<quote>["'])(?P<format>.*?)(?P=quote)\s*\)""")
-
-
-class Prompts:
-    """Prompts of problems as token ids, each encoded once.
-
-    Args:
-      tasks: set the templates: one task, or several, found by the label of the problem.
-      tokenizer: of the model.
-    """
-
-    def __init__(self, tasks: Task | Sequence[Task], tokenizer: Any):
-        self.tasks = (tasks,) if isinstance(tasks, Task) else tuple(tasks)
-        self._by_label = {task.label: task for task in self.tasks}
-        self.tokenizer = tokenizer
-        self._known: dict[tuple[str, str], np.ndarray] = {}
-
-    def __getitem__(self, problem: Problem) -> np.ndarray:
-        """Return the prompt's token ids, int32[T]; see ``encode``. Ids tell the problems of one task apart."""
-        key = (problem.task, problem.id)
-        if key not in self._known:
-            self._known[key] = encode(problem, self.task(problem.task), self.tokenizer)
-        return self._known[key]
-
-    def task(self, label: str) -> Task:
-        """Return the task of this label; a single task is returned for any label."""
-        return self._by_label[label] if len(self.tasks) > 1 else self.tasks[0]
-
-    def longest(self, problems: Iterable[Problem]) -> int:
-        """Return the number of tokens of the longest prompt; 0 without problems."""
-        return max((len(self[problem]) for problem in problems), default=0)
 
 
 class Wording(Protocol):
@@ -68,27 +36,6 @@ class Wording(Protocol):
     @property
     def date(self) -> str | None:
         """The date for templates that ask for it."""
-
-
-def encode(problem: Problem, task: Wording, tokenizer: Any) -> np.ndarray:
-    """Encode the prompt as token ids, int32[T], up to the start of the answer.
-
-    A template that asks for the date gets the task's, or the clock's if the task has none.
-
-    A chat template writes its own special tokens, so none are added to its text. ``plain`` joins the contents with
-    blank lines and begins with the tokenizer's BOS token if that tokenizer begins every text with it.
-
-    Raises:
-      InputError: no tokenizer or no chat template, an unknown template, or a template that refuses the messages.
-    """
-    check_tokenizer(tokenizer)
-    try:
-        text = rendered(worded(problem.prompt, task), task, tokenizer)
-    except InputError as error:
-        row = problem.metadata.get("row")
-        raise InputError(f"{row}: {error}" if row else str(error)) from error
-    start = bos(text, tokenizer) if task.template == "plain" else []
-    return np.asarray(start + tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
 
 
 def check_tokenizer(tokenizer: Any, name: str = "the model's directory") -> None:

@@ -25,11 +25,11 @@ from typing import Any
 
 from tokenizers import AddedToken
 
-from jaxrl_llm.environments.calls import tool_call
 from jaxrl_llm.environments.episode_format import EpisodeFormat
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.tokenizer import special_ids
 from jaxrl_llm.tasks import Task
+from jaxrl_llm.tasks.messages import tool_call
 
 STOPS = {
     "cohere": ("<|END_OF_TURN_TOKEN|>",),

@@ -12,7 +12,6 @@ from jaxrl_llm import Environment, Step
 from jaxrl_llm.collection.rejection_sampling import Asked, collect_rows, decoded_answer, worth
 from jaxrl_llm.data import Collected, Texts, check_collected, load_texts
 from jaxrl_llm.environments import Limits
-from jaxrl_llm.environments.calls import tool_call
 from jaxrl_llm.environments.examples import multiply
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards import Accuracy, Scorer
@@ -21,6 +20,7 @@ from jaxrl_llm.rollout.episodes import Episodes
 from jaxrl_llm.rollout.evaluate import prompts_for
 from jaxrl_llm.rollout.respond import Answerer, Requests, gather
 from jaxrl_llm.tasks import Prompts, Table, Task, load
+from jaxrl_llm.tasks.messages import tool_call
 from jaxrl_llm.types import Completion, Episode, Turn
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,6 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.checkpoints.integrity import CHECKSUMS, fault, sums
 from jaxrl_llm.checkpoints.snapshots import phase_of
 from jaxrl_llm.checkpoints.store import read_host, steps_in
-from jaxrl_llm.data import loading
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.hf_config import read_config
 from jaxrl_llm.models.tokenizer import load_tokenizer
@@ -20,6 +19,7 @@ from jaxrl_llm.models.weights import INDEX, open_checkpoint, open_file, read_jso
 from jaxrl_llm.runs.load import find_run
 from jaxrl_llm.system.json_lines import number, read_rows
 from jaxrl_llm.tasks import Table, Task, load
+from jaxrl_llm.tasks.rows import sound
 from jaxrl_llm.telemetry.report import page
 
 pytestmark = pytest.mark.slow
@@ -97,8 +97,8 @@ def test_rows_that_are_nested_or_huge_are_refused(tmp_path):
     value = []
     for _ in range(300):
         value = [value]
-    with pytest.raises(InputError, match="nested more than 200 deep"):
-        loading.unboxed(value)
+    with pytest.raises(InputError, match="nested too deeply"):
+        sound("rows[0]", {"a": value})
     assert number(10**400) is None
     with pytest.raises(InputError, match="line 1 is not a JSON object"):
         list(read_rows(tmp_path / "rows.jsonl"))

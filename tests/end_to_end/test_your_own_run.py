@@ -9,10 +9,11 @@ from commands import commands, forked
 
 from jaxrl_llm.config import Run, validate
 from jaxrl_llm.config.origin import execute
-from jaxrl_llm.environments.calls import Parsed, tool_call
+from jaxrl_llm.environments.calls import Parsed
 from jaxrl_llm.environments.factory import Factory
 from jaxrl_llm.rollout import Rollout
 from jaxrl_llm.tasks import load
+from jaxrl_llm.tasks.messages import tool_call
 
 pytestmark = pytest.mark.slow
 

@@ -14,11 +14,11 @@ from environments.chat_templates import (
     byte_tokenizer,
 )
 
-from jaxrl_llm.environments.calls import tool_call
 from jaxrl_llm.environments.episode_format import EpisodeFormat
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.tokenizer import special_ids
 from jaxrl_llm.tasks import Task, encode
+from jaxrl_llm.tasks.messages import tool_call
 from jaxrl_llm.types import Problem
 
 USER = {"role": "user", "content": "1 + 2?"}

@@ -6,10 +6,10 @@ import pytest
 from environments.chat_templates import _CALLS, ADD, FORGETFUL, HERMES, LLAMA, byte_tokenizer
 from environments.test_episode_format import CALL, CALLED, MORE, RESULT, USER, ids
 
-from jaxrl_llm.environments.calls import tool_call
 from jaxrl_llm.environments.episode_format import EpisodeFormat
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.tasks import Task
+from jaxrl_llm.tasks.messages import tool_call
 
 THINKING = (
     "{% set last = namespace(user=0) %}{% for m in messages %}"

@@ -5,8 +5,9 @@ from typing import Literal
 import pytest
 from environments.worlds import Guess, multiply
 
-from jaxrl_llm.environments.tools import methods_of, name_of, schema_of, tools_of
+from jaxrl_llm.environments.tools import methods_of, schema_of, tools_of
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.tasks.messages import name_of
 
 
 def search(query: str, kind: Literal["web", "news"] = "web", limit: int | None = None) -> str:

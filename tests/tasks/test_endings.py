@@ -5,8 +5,8 @@ import pytest
 from tasks.test_turns import BRACKETS, FORGETS, STOP, TALK, TINY, UNMARKED, says
 
 from jaxrl_llm.data import Pairs, load_texts
-from jaxrl_llm.data.chats import Pieces, closed
 from jaxrl_llm.tasks import Table, Task
+from jaxrl_llm.tasks.chats import Pieces, closed
 from jaxrl_llm.tasks.template import CHATML, template_fingerprint
 from jaxrl_llm.types import Completion
 

@@ -74,7 +74,7 @@ def test_a_few_rows_are_kept_in_config_json_exactly():
     [
         ([{"prompt": "x" * LARGEST_SAVED, "answer": 1}], "1 rows in memory are more than 1,000,000 characters of JSON"),
         (
-            [*ROWS, {"prompt": "x", "answer": 1, "image": object()}],
+            [*ROWS, {"prompt": "x", "answer": 1, "drawing": object()}],
             r"of 5 rows in memory rows\[4\] holds a value of type object",
         ),
     ],
@@ -88,9 +88,9 @@ def test_of_other_rows_config_json_says_why_they_are_missing(rows, reason):
 
 
 def test_a_field_that_cannot_be_saved_is_left_out_and_named():
-    loaded = load(Task([{"prompt": "x", "answer": 1, "image": object(), "level": 2}]))
+    loaded = load(Task([{"prompt": "x", "answer": 1, "drawing": object(), "level": 2}]))
     assert loaded.train[0].metadata == {"answer": 1, "level": 2, "row": "rows[0]"}
-    assert loaded.notes == ("the field image is left out: it holds a value of type object, which cannot be saved",)
+    assert loaded.notes == ("the field drawing is left out: it holds a value of type object, which cannot be saved",)
 
 
 @dataclasses.dataclass(frozen=True)

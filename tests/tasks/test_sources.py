@@ -134,7 +134,7 @@ GOOD = '{"prompt": "a", "answer": "b"}'
         ('{"prompt": [], "answer": "b"}', "rows.jsonl:2 has no prompt"),
         ('{"prompt": "a", "answer": ["b"]}', "rows.jsonl:2: the answer is a list"),
         ('{"prompt": 3, "answer": "b"}', "rows.jsonl:2: the prompt is neither text nor chat messages"),
-        ('{"prompt": [{"role": "user"}], "answer": "b"}', "rows.jsonl:2: the prompt is neither"),
+        ('{"prompt": [{"role": "user"}], "answer": "b"}', "rows.jsonl:2: the prompt holds an item that is not a chat"),
         ('{"prompt": [{"role": "system", "content": "a"}], "answer": "b"}', "rows.jsonl:2: the prompt has no message"),
         ('{"prompt": "a"', "rows.jsonl:2 is not JSON"),
         (

@@ -78,10 +78,24 @@ def test_more_rows_move_few_prompts_across(tmp_path):
 
 def test_duplicates_are_merged_and_other_answers_counted(tmp_path):
     loaded = load(Task(table(tmp_path, [("a", "1"), ("b", "2"), ("a", "1"), ("a", "3")])))
-    assert [problem.answer for problem in loaded.train] == ["1", "2"]
+    assert [problem.answer for problem in loaded.train] == ["1", "2", "3"]
     assert loaded.notes == (
-        "2 duplicates of a prompt merged, 2 distinct prompts left; 1 of them had another answer than the one kept",
+        "1 duplicates of a problem merged, 3 distinct ones left",
+        "1 prompts belong to several problems each, 1 of them with different answers",
     )
+
+
+@pytest.mark.parametrize(
+    "others",
+    [{"secret": 3}, {"tests": ["assert f(1) == 1"]}, {"chat_template_kwargs": {"style": "brief"}}, {"n": None}],
+)
+def test_rows_with_one_prompt_are_one_problem_only_if_all_else_is_equal(others):
+    row = {"prompt": "Guess.", "answer": "1"}
+    loaded = load(Task([row, row | others, row, row | others]))
+    assert len(loaded.train) == 2 and len({problem.id for problem in loaded.train}) == 2
+    assert loaded.train[0].id == load(Task([row])).train[0].id
+    split = load(Task([row, row | others, {"prompt": "b", "answer": "1"}], holdout=0.5))
+    assert len({problem.prompt[0]["content"] for problem in split.train}) == 1, "one prompt is on one side"
 
 
 def test_the_integer_verifier_drops_and_names_what_is_no_integer(tmp_path):

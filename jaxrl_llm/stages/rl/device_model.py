@@ -12,7 +12,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.data.chats import Pieces, closed
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Forward
 from jaxrl_llm.models.config import ModelConfig
@@ -22,6 +21,7 @@ from jaxrl_llm.runs.load import load_model
 from jaxrl_llm.stages.stage import Architectures, run_by, scored, scored_sample
 from jaxrl_llm.stages.taught import check_template, taught
 from jaxrl_llm.tasks import Prompts
+from jaxrl_llm.tasks.chats import Pieces, closed
 from jaxrl_llm.tasks.template import check_tokenizer
 from jaxrl_llm.types import Completion, Problem
 
@@ -37,7 +37,7 @@ class DeviceModel:
       forward: how it is run.
       prompts: of each task, by its label.
       status: receives progress messages.
-      closings: the tokens that close a completion where its score is read, by task label; see ``data.chats.closed``.
+      closings: the tokens that close a completion where its score is read, by task label; see ``tasks.chats.closed``.
     """
 
     model: ScalarModel

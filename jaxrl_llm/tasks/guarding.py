@@ -3,8 +3,8 @@
 import re
 from typing import Any
 
-from jaxrl_llm.environments.environment import Message
 from jaxrl_llm.models.tokenizer import special_ids
+from jaxrl_llm.types import Message
 
 _CUT = "\ufdd0"  # no character, so that no text has it: cuts the spelling of a token in two until the text is encoded
 _ANCHOR = "x"
@@ -36,6 +36,14 @@ class Guard:
             return message
         texts = {key: message[key] for key in _CLEANED if isinstance(message.get(key), str)}
         return message | {key: _cut(text, pattern) for key, text in texts.items()}
+
+    def without(self, pattern: re.Pattern[str], text: str) -> str:
+        """Return a text in which the tokens that a pattern finds stay text."""
+        return pattern.sub(lambda found: f"{found[0][:1]}{_CUT}{found[0][1:]}", text)
+
+    def spelled(self, text: str) -> list[int]:
+        """Return the ids of a rendered text in which the control tokens that its contents spell are control tokens."""
+        return self._ids(text.replace(_CUT, ""))
 
     def reply(self, value: Any) -> Any:
         """Return JSON values that a model wrote, ready to be rendered: no special token is kept."""

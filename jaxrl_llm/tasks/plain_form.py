@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxrl_llm.environments.environment import Message
+from jaxrl_llm.types import Message
 
 INSTRUCTION = (
     'To call a tool, write <tool_call>{"name": ..., "arguments": {...}}</tool_call>; '

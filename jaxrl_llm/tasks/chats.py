@@ -22,15 +22,15 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.data.formats import CALLS, OPTIONS, THOUGHTS, TOOLS, WEIGHT, shared
-from jaxrl_llm.environments.calls import tool_call
-from jaxrl_llm.environments.checks import joined
-from jaxrl_llm.environments.plain_form import as_text, with_tools
 from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.tasks.guarding import Guard
+from jaxrl_llm.tasks.messages import CALLS, OPTIONS, THOUGHTS, TOOLS, WEIGHT, joined, shared, tool_call
+from jaxrl_llm.tasks.plain_form import as_text, with_tools
 from jaxrl_llm.tasks.template import Wording, bos, check_tokenizer, rendered, template_text, worded
 from jaxrl_llm.types import Completion, Message
 
 _MARKS = 64  # characters by which a template marks a thought, or what follows it, at most
+_OPENS_A_THOUGHT = re.compile(r"<(\w*(?:think|thought|reason)\w*)>\s*\Z", re.IGNORECASE)
 _NEAR = 64  # characters before a piece that tokenizers may look at; what they cut text into first is shorter
 _ASKED = [{"role": "user", "content": "Is it so?"}]
 _ANSWER = {"role": "assistant", "content": "Yes."}
@@ -68,7 +68,7 @@ def said_of(before: str, message: Message, whole: str) -> str | None:
     if not thought and whole.startswith(content, len(before)):
         return content
     marked = rf".{{0,{_MARKS}}}?"
-    begins = marked + re.escape(thought.strip()) + marked if thought else r"\s*"
+    begins = marked + re.escape(thought.strip()) + marked if thought else r"\s*(?:</\w+>\s*)?"
     found = re.compile(begins + re.escape(content.strip()), re.DOTALL).match(whole, len(before))
     return found and found[0]
 
@@ -106,6 +106,7 @@ class Pieces:
         some = "|".join(re.escape(text) for text in texts if text.strip()) or r"(?!)"
         self._end_token = re.compile(some)
         self._ends = re.compile(rf"(?:(?:{some})\s*)+\Z")  # end tokens at the end of a text
+        self._guard = Guard(tokenizer)
         for name in options:
             self._check_read(name, "the row has" if name == TOOLS else f"{OPTIONS} has")
 
@@ -125,8 +126,8 @@ class Pieces:
         return rendered(messages, self._wording, self.tokenizer, asks, self._options)
 
     def ids(self, text: str) -> list[int]:
-        """Return the token ids of a text, without special tokens."""
-        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        """Return the token ids of a text, without further special tokens."""
+        return self._guard.ids(text)
 
     def after(self, before: str, *pieces: str) -> list[list[int]]:
         """Return the ids of each of several pieces of text that follow a prompt's text one after the other."""
@@ -206,10 +207,49 @@ class Writer(Pieces):
     """Encoder of chats and texts as token ids, piece by piece; its arguments are those of ``Pieces``."""
 
     def prompt(self, messages: Iterable[Message]) -> tuple[str, np.ndarray]:
-        """Return a prompt's text up to the start of the answer, and its ids, int32[p]: those of ``encode``."""
-        text = self.rendered(self._worded(messages))
+        """Return a prompt's text up to the start of the answer, or to the end of a last message of the assistant, which
+        begins it; and its ids, int32[p]: those of ``encode``.
+        """
+        chat = self._worded(messages)
+        text = self._begun(chat) if chat[-1]["role"] == "assistant" and not self.plain else self.rendered(chat)
         begins = bos(text, self.tokenizer) if self.plain else []
         return text, np.asarray(begins + self.ids(text), np.int32)
+
+    def _begun(self, chat: list[Message]) -> str:
+        """Return the text of a chat up to the end of its last message, which is not closed."""
+        content = chat[-1]["content"].strip()
+        require(bool(content) and CALLS not in chat[-1], "the assistant's last message in the prompt begins no text")
+        whole, before = self.rendered(chat, asks=False), self.rendered(chat[:-1], asks=False)
+        at = whole.rfind(content)
+        if not whole.startswith(before) or at < len(before):
+            raise InputError(
+                "the chat template rewrites the beginning of the answer, the prompt's last message; leave it out, or "
+                "give another template"
+            )
+        exact = whole.find(chat[-1]["content"], len(before))
+        return whole[: at + len(content)] if exact < 0 else whole[: exact + len(chat[-1]["content"])]
+
+    def opened(self, before: str, content: str, whole: str = "") -> str:
+        """Return an answer, or the beginning of the ``whole``, without the mark that opens its thought if the prompt's
+        text has written it.
+
+        Raises:
+          InputError: the prompt has opened a thought, and the answer does not close it.
+        """
+        found = _OPENS_A_THOUGHT.search(before)
+        if not found:
+            return content
+        mark = f"<{found[1]}>"
+        inner = content.lstrip()
+        if inner.startswith(mark):
+            inner = inner.removeprefix(mark)
+            content = inner.lstrip() if before[-1].isspace() else inner
+        require(
+            f"</{found[1]}>" in (whole or content),
+            f"the chat template's prompt opens {mark}, and the answer has no </{found[1]}>: give it its thought, or "
+            "take another template, or one of its options in chat_template_kwargs, such as enable_thinking",
+        )
+        return content
 
     def text(self, text: str) -> np.ndarray:
         """Encode a plain text with its end, int32[t], after BOS if the tokenizer begins every text with it."""
@@ -271,11 +311,11 @@ class Writer(Pieces):
             before = "\n\n".join(texts)
             whole = before + "\n\n".join(message["content"] for message in self._ended(rest))
             begins = bos(before, self.tokenizer)
-            asked, ids = begins + self.ids(before), [*begins, *self.ids(whole), self.end]
+            asked, ids = begins + self._guard.spelled(before), [*begins, *self._guard.spelled(whole), self.end]
         else:
             chat = self._worded(prompt)
-            asked = self.ids(self.rendered(chat))
-            ids = self.ids(self.rendered([*chat, *self._ended(rest)], asks=False))
+            asked = self._guard.spelled(self.rendered(chat))
+            ids = self._guard.spelled(self.rendered([*chat, *self._ended(rest)], asks=False))
         return np.asarray(ids, np.int32), len(shared(asked, ids))
 
     def _said(self, before: str, chat: list[Message], whole: str) -> tuple[str | None, bool]:
@@ -304,7 +344,7 @@ class Writer(Pieces):
                     f"the chat template does not write the thought {thought[:40]!r} of the assistant where it answers; "
                     "leave it out, or give another template"
                 )
-            content = said or content
+            content = self.opened(before, content) if said is None else said or content
         return [*self.after(before, content)[0], *self.ending]
 
     def _worded(self, messages: Iterable[Message]) -> list[Message]:
@@ -316,7 +356,7 @@ class Writer(Pieces):
         Raises:
           InputError: a message has a field that the template does not read, or nothing but its end.
         """
-        found: list[Any] = [dict(message) for message in messages]
+        found: list[Any] = [dict(message) if self.plain else self._guard(message) for message in messages]
         if self._as_text and any(CALLS in message or message["role"] == "tool" for message in found):
             found = joined((), as_text(found), "\n\n")
         for message in found:
@@ -324,7 +364,7 @@ class Writer(Pieces):
                 if name in message:
                     self._check_read(name, "a message has")
             if message["role"] == "assistant":
-                message["content"] = self.once(message["content"])
+                message["content"] = self._guard.without(self._end_token, self.once(message["content"]))
             if CALLS in message:
                 message |= self._called(message["content"], [call["function"] for call in message[CALLS]])
         return found
