@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxrl_llm.data.datasets import Collected, Kind, step_lengths
 from jaxrl_llm.data.formats import CUT_OFF, END_CUT_OFF, LABEL
+from jaxrl_llm.tasks.messages import OPTIONS, TOOLS
 from jaxrl_llm.types import Problem
 
 Row = dict[str, Any]
@@ -110,7 +111,12 @@ def prefix_tokens(
 
 
 def row_of(problem: Problem, **columns: Any) -> Row:
-    """Make a row: the prompt (a string if it is one user message), the columns, and the problem's id."""
+    """Make a row: the prompt (a string if it is one user message) with its options, the columns, and the problem's
+    id.
+    """
     chat = [dict(message) for message in problem.prompt]
     alone = len(chat) == 1 and chat[0]["role"] == "user"
-    return {"prompt": chat[0]["content"] if alone else chat} | columns | {"id": problem.id}
+    others = {name: value for name, value in problem.options.items() if name != TOOLS}
+    options = {name: problem.options[name] for name in (TOOLS,) if name in problem.options}
+    options |= {OPTIONS: others} if others else {}
+    return {"prompt": chat[0]["content"] if alone else chat} | options | columns | {"id": problem.id}

@@ -15,7 +15,7 @@ from jaxrl_llm.tasks.chats import Writer
 from jaxrl_llm.tasks.messages import options_of
 from jaxrl_llm.tasks.prompts import content
 from jaxrl_llm.tasks.rows import BadRow, sound
-from jaxrl_llm.tasks.task import Loaded, check, check_split, check_template, held_out_keys
+from jaxrl_llm.tasks.task import Loaded, check, check_split, check_template, held_out_keys, nearly_equal
 
 
 def load_texts(
@@ -64,6 +64,8 @@ def load_texts(
     keys = set(held_out_keys({row.id for row in found.values()}, data.holdout))
     train = tuple(row for row in found.values() if row.id not in keys)
     held_out = tuple(sorted((row for row in found.values() if row.id in keys), key=lambda row: row.id))
+    if held_out:
+        notes += nearly_equal(*([_asked(row, tokenizer) for row in rows] for rows in (train, held_out)))
     if not train:
         raise InputError(
             f"{data.label} has no row left to train on: {len(found)} from the source, {len(held_out)} held out"
@@ -131,3 +133,8 @@ def check_collected(source: Collected, kind: Kind, before: str) -> None:
         raise InputError(
             f"{before}task.verifier none leaves nothing to collect by: give the task its answers and a verifier"
         )
+
+
+def _asked(row: Any, tokenizer: Any) -> str:
+    """Return a row's prompt as text; of one that has none, the whole."""
+    return tokenizer.decode([*row.prompt] if len(row.prompt) > 1 else [*row.prompt, *row.tokens])

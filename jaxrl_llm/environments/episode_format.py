@@ -46,6 +46,7 @@ class EpisodeFormat:
       tools: JSON schemas.
       stop_ids: tokens at which the model's completions end; empty means the tokenizer's own.
       history: see ``Limits``.
+      options: what the template gets in addition to messages and tools, such as ``enable_thinking``.
 
     Attributes:
       syntax: of the calls in replies, see ``calls.syntax_of``.
@@ -62,6 +63,7 @@ class EpisodeFormat:
         tools: Sequence[Mapping[str, Any]] = (),
         stop_ids: Sequence[int] = (),
         history: str = "append_only",
+        options: Mapping[str, Any] | None = None,
     ):
         check_tokenizer(tokenizer)
         self.tokenizer = tokenizer
@@ -69,7 +71,7 @@ class EpisodeFormat:
         own = tokenizer.eos_token_id
         self._stops = tuple(stop_ids) or (() if own is None else (own,))
         self._guard = Guard(tokenizer)
-        self._renderings = Renderings(wording, tokenizer, self.tools, self._guard)
+        self._renderings = Renderings(wording, tokenizer, self.tools, self._guard, options)
         self._plain = wording.template == "plain"
         self._history = history
         self._control = frozenset((*special_ids(tokenizer), *self._stops))  # tokens that are no text

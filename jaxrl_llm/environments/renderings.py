@@ -72,12 +72,18 @@ class Renderings:
       tokenizer: has the template.
       tools: JSON schemas.
       guard: makes contents harmless.
+      options: what the template gets in addition to messages and tools.
     """
 
-    def __init__(self, wording: Wording, tokenizer: Any, tools: Sequence[Mapping[str, Any]], guard: Guard):
+    def __init__(
+        self, wording: Wording, tokenizer: Any, tools: Sequence[Mapping[str, Any]], guard: Guard,
+        options: Mapping[str, Any] | None = None,
+    ):  # fmt: skip
         self.plain_form = bool(tools) and wording.template in ("plain", "chatml")
         self._native = bool(tools) and not self.plain_form
         self._tools = [dict(tool) for tool in tools]
+        self._untold = dict(options or {})
+        self._options = self._untold | ({"tools": self._tools} if self._native else {})
         self._tokenizer = tokenizer
         self._guard = guard
         self._regions: dict[Hashable, tuple[_Shape | None, str]] = {}
@@ -90,8 +96,7 @@ class Renderings:
         """Return the text of messages with the tools; with ``asks`` up to the start of the next reply."""
         if self.plain_form:
             messages = plain_form.with_tools(plain_form.as_text(messages), self._tools)
-        options = {"tools": self._tools} if self._native else None
-        return rendered([*messages], self.wording, self._tokenizer, asks, options)
+        return rendered([*messages], self.wording, self._tokenizer, asks, self._options)
 
     def said(self, messages: Sequence[Message]) -> list[Message]:
         """Return the world's messages as the template gets them."""
@@ -191,7 +196,7 @@ class Renderings:
         if not self._native:
             return "plain" if self.plain_form else NO_CALLS
         names = [tool["function"]["name"] for tool in self._tools]
-        told, untold = self.text([ASKED], True), rendered([ASKED], self.wording, self._tokenizer)
+        told, untold = self.text([ASKED], True), rendered([ASKED], self.wording, self._tokenizer, options=self._untold)
         seen = told != untold and all(name in told for name in names)
         require(seen, f"the chat template cannot write tools; {_CHATML}, or give a template that can")
         syntax = syntax_of(template_text(self.wording, self._tokenizer))

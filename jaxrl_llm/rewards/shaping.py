@@ -3,9 +3,10 @@
 import dataclasses
 import functools
 import math
-import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Annotated, Any, ClassVar
+
+import regex
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.bounds import Bound, Constraint, Hinge, TaskReward, Threshold, base_of
@@ -111,7 +112,7 @@ class RepetitionPenalty:
 class Format:
     """1 if the regular expression matches the whole text, else 0; ``.`` matches line breaks too.
 
-    It runs in the trainer's own process: a pattern of nested repetitions, ``(a+)+``, can take forever.
+    A text for which it takes more than ``PATTERN_S`` does not match: nested repetitions, ``(a+)+``, can take forever.
     """
 
     pattern: str
@@ -119,7 +120,8 @@ class Format:
     name: ClassVar[str] = "format"
 
     def __call__(self, problem: Problem, completion: Completion) -> float:
-        return float(_compiled("format", self.pattern).fullmatch(completion.text) is not None)
+        pattern = _compiled("format", self.pattern)
+        return float(_in_time(lambda: pattern.fullmatch(completion.text, timeout=PATTERN_S)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,9 +147,12 @@ class Refusals:
 
     def __call__(self, problem: Problem, completion: Completion) -> float:
         text = completion.text[: self.within].replace("\u2019", "'")
-        return float(any(_compiled("Refusals", pattern, re.IGNORECASE).search(text) for pattern in self.patterns))
+        patterns = (_compiled("Refusals", pattern, regex.IGNORECASE) for pattern in self.patterns)
+        return float(any(_in_time(lambda one=one: one.search(text, timeout=PATTERN_S)) for one in patterns))
 
 
+PATTERN_S = 1.0
+"""Seconds that a regular expression may take for one text."""
 BUILT_IN = (SoftOverlong, LengthPenalty, CosineLength, RepetitionPenalty, Format, Refusals)
 """Rewards that neither hang nor raise: the scorer calls them in its own process."""
 
@@ -227,7 +232,7 @@ def check(reward: Any) -> None:
             )
         case Refusals():
             for pattern in reward.patterns:
-                _compiled("Refusals", pattern, re.IGNORECASE)
+                _compiled("Refusals", pattern, regex.IGNORECASE)
         case TaskReward():
             check(reward.of)
         case Bound() | Constraint():
@@ -281,8 +286,16 @@ def _check_bound(bound: Bound | Constraint) -> None:
 
 
 @functools.lru_cache(maxsize=256)
-def _compiled(what: str, pattern: str, flags: re.RegexFlag = re.NOFLAG) -> re.Pattern[str]:
+def _compiled(what: str, pattern: str, flags: int = 0) -> Any:
     try:
-        return re.compile(pattern, re.DOTALL | flags)
-    except re.error as error:
+        return regex.compile(pattern, regex.DOTALL | flags)
+    except regex.error as error:
         raise InputError(f"{what} pattern {pattern!r} is not a regular expression ({error}); correct it") from error
+
+
+def _in_time(match: Callable[[], Any]) -> bool:
+    """Whether a regular expression matches, and in its time."""
+    try:
+        return match() is not None
+    except TimeoutError:
+        return False

@@ -205,7 +205,7 @@ class Worlds:
     @property
     def notes(self) -> list[str]:
         """Lines for people on the forms of the chats begun so far."""
-        return [form.note for form in self._forms.values() if form.note]
+        return [*dict.fromkeys(form.note for form in self._forms.values() if form.note)]
 
     def begin(self, scene: Scene, restarts: int = 0) -> list[int] | str:
         """Begin an episode; return the tokens of its prompt, or why it cannot begin."""
@@ -218,10 +218,11 @@ class Worlds:
             messages, answer = world.reset(scene.problem.prompt)
             if answer.end:
                 return answer.error
-            key = json.dumps([task.label, world.tools])
+            options = scene.problem.options
+            key = json.dumps([task.label, world.tools, options])
             if key not in self._forms:
                 tokenizer, history = self._prompts.tokenizer, self._limits.history
-                self._forms[key] = EpisodeFormat(tokenizer, task, world.tools, self._stops, history)
+                self._forms[key] = EpisodeFormat(tokenizer, task, world.tools, self._stops, history, options)
             form = self._forms[key]
             prompt = [int(token) for token in form.prompt(messages)]
         except InputError as error:

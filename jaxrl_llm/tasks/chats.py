@@ -31,6 +31,7 @@ from jaxrl_llm.types import Completion, Message
 
 _MARKS = 64  # characters by which a template marks a thought, or what follows it, at most
 _OPENS_A_THOUGHT = re.compile(r"<(\w*(?:think|thought|reason)\w*)>\s*\Z", re.IGNORECASE)
+_STAND_IN = "\ufdd1"  # no character, so that no text has it
 _NEAR = 64  # characters before a piece that tokenizers may look at; what they cut text into first is shorter
 _ASKED = [{"role": "user", "content": "Is it so?"}]
 _ANSWER = {"role": "assistant", "content": "Yes."}
@@ -217,17 +218,14 @@ class Writer(Pieces):
 
     def _begun(self, chat: list[Message]) -> str:
         """Return the text of a chat up to the end of its last message, which is not closed."""
-        content = chat[-1]["content"].strip()
-        require(bool(content) and CALLS not in chat[-1], "the assistant's last message in the prompt begins no text")
-        whole, before = self.rendered(chat, asks=False), self.rendered(chat[:-1], asks=False)
-        at = whole.rfind(content)
-        if not whole.startswith(before) or at < len(before):
-            raise InputError(
-                "the chat template rewrites the beginning of the answer, the prompt's last message; leave it out, or "
-                "give another template"
-            )
-        exact = whole.find(chat[-1]["content"], len(before))
-        return whole[: at + len(content)] if exact < 0 else whole[: exact + len(chat[-1]["content"])]
+        content = chat[-1]["content"]
+        begins = bool(content.strip()) and CALLS not in chat[-1]
+        require(begins, "the assistant's last message in the prompt begins no text; leave it out")
+        header, found, _ = self.rendered([*chat[:-1], chat[-1] | {"content": _STAND_IN}], asks=False).rpartition(
+            _STAND_IN
+        )
+        require(bool(found), "the chat template leaves out the beginning of the answer; give another template")
+        return header + content
 
     def opened(self, before: str, content: str, whole: str = "") -> str:
         """Return an answer, or the beginning of the ``whole``, without the mark that opens its thought if the prompt's

@@ -3,7 +3,7 @@
 import dataclasses
 import datetime
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from jaxrl_llm import codec
 from jaxrl_llm.errors import InputError, require
@@ -50,6 +50,7 @@ class Task:
       environment: makes the environment of each episode: an ``Environment`` class, a factory, a class of TRL's form, or
         a dictionary of them, chosen by the row's column ``environment``; each as ``module:name`` too. None without one.
       tools: functions with type hints and docstrings that the model may call; in addition to the environment's.
+      overlong: handling of a prompt that is too long for the run: ``refuse``, or ``drop`` and count it.
     """
 
     source: (
@@ -66,6 +67,7 @@ class Task:
     date: str | None = None
     environment: Any = None
     tools: tuple[Any, ...] = ()
+    overlong: Literal["refuse", "drop"] = "refuse"
 
     def __post_init__(self) -> None:
         if not hasattr(self.source, "problems"):
@@ -180,6 +182,7 @@ def load(task: Task, answers: bool = True) -> Loaded[Problem]:
     chosen = {*held_out_keys({key for _, key in problems}, task.holdout)}
     held_out = tuple(one for one, key in sorted(problems, key=lambda pair: pair[1]) if key in chosen)
     train = tuple(one for one, key in problems if key not in chosen)
+    notes += nearly_equal(map(_asked, train), map(_asked, held_out))
     if not train:
         raise InputError(
             f"task {task.label} has no problem left to train on: {len(rows)} from the source, "
@@ -351,6 +354,19 @@ def _distinct(problems: Iterable[Problem], whole: bool, notes: list[str]) -> lis
         differ = sum(len(answers) > 1 for answers in several)
         notes.append(f"{len(several)} prompts belong to several problems each, {differ} of them with different answers")
     return found
+
+
+def _asked(problem: Problem) -> str:
+    return "\n".join(message["content"] for message in problem.prompt)
+
+
+def nearly_equal(train: Iterable[str], held_out: Iterable[str]) -> list[str]:
+    """Return a note about held-out prompts that are also training prompts but for white space and case."""
+    there = [" ".join(text.split()).casefold() for text in held_out]
+    known = {" ".join(text.split()).casefold() for text in train} if there else ()
+    count = sum(text in known for text in there)
+    told = f"{count} of {len(there)} held-out prompts are training prompts too, but for white space and case"
+    return [told] if count else []
 
 
 def held_out_keys(keys: Collection[str], holdout: float) -> list[str]:

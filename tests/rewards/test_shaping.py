@@ -56,6 +56,7 @@ def test_only_a_completion_that_was_ended_for_repetition_is_punished_for_it():
 
 def test_format_matches_the_whole_text():
     form = Format(r"<think>.*</think>\s*\d+")
+    assert Format("(a+)+b")(PROBLEM, completion(text="a" * 60)) == 0.0, "a pattern that would take forever"
     assert form(PROBLEM, completion(text="<think>a\nb</think> 3")) == 1.0
     assert form(PROBLEM, completion(text="<think>a\nb</think> 3.")) == 0.0
 

@@ -216,3 +216,10 @@ BEGAN = [problem("a", level=1), problem("b", level=2, row="x.jsonl:2"), problem(
 def test_what_has_changed_of_the_problems_is_said(now, change):
     before = json.loads(json.dumps(fingerprint(BEGAN)))
     assert difference(before, fingerprint(now)) == change
+
+
+def test_held_out_prompts_that_are_nearly_training_prompts_are_counted():
+    told = "1 of 1 held-out prompts are training prompts too, but for white space and case"
+    for other, notes in (("what  is IT?", (told,)), ("What is that?", ())):
+        rows = [{"prompt": text, "answer": "1"} for text in ("What is it?", other)]
+        assert load(Task(rows, holdout=0.5)).notes == notes

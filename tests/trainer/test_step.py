@@ -19,6 +19,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Layout, Learner, Sample, Training, create_state
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.models import logits
+from jaxrl_llm.models.builtin import tiny_tokenizer
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rewards import Format, Scorer
 from jaxrl_llm.rewards.shaping import named
@@ -79,7 +80,7 @@ def with_rows(train, test=None, **changes):
 
 def prints(run):
     with Progress(Schedule(1), console=Console(quiet=True)) as progress:
-        read = read_problems(run, progress.status)
+        read = read_problems(run, tiny_tokenizer(), progress.status)
     return json.loads(json.dumps(problems_of(run, read)))
 
 

@@ -56,7 +56,7 @@ def prepare(
     """
     check_tokenizer(tokenizer, run.model)
     configs.validate_on_model(run, model.config.attention.rope.max_positions)
-    read = read_problems(run, progress.status)
+    read = read_problems(run, tokenizer, progress.status)
     prints = problems_of(run, read)
     peers.check_same(f"problems of {run.task.label}", " ".join(found["order"] for found in prints.values()))
     prompts = prompts_of(run, run.task, read.all_train, tokenizer)
@@ -140,7 +140,7 @@ def check_ahead(
     configs.validate_on_model(run, model.attention.rope.max_positions)
     if same_groups(before, run) and before.evaluation.task == run.evaluation.task:
         return
-    read = read_problems(run, status)
+    read = read_problems(run, tokenizer, status)
     for task, problems in ((run.task, read.all_train), (read.tested, read.asked)):
         prompts_of(run, task, problems, tokenizer)  # refuses those that are too long
     scoring = run.scoring

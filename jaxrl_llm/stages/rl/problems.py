@@ -14,6 +14,7 @@ from jaxrl_llm import codec, tasks
 from jaxrl_llm import config as configs
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.rollout.replay import Store, no_longer_than, of_another_policy
+from jaxrl_llm.rollout.settings import Rollout
 from jaxrl_llm.runs.load import find_start, host_state
 from jaxrl_llm.stages.stage import Fingerprints, read_parts
 from jaxrl_llm.stages.taught import untold
@@ -21,7 +22,7 @@ from jaxrl_llm.tasks.curriculum import BY_SUCCESS, PLACES, Curriculum, difficult
 from jaxrl_llm.tasks.stream import NONE, Memory, PromptStream, digest, going_on, places_in
 from jaxrl_llm.types import Problem
 
-ROWS = ("source", "keep", "holdout")
+ROWS = ("source", "keep", "holdout", "overlong")
 """Settings of a task that decide which rows it asks."""
 FIELD = "rollout.collect.curriculum"
 """The setting that holds the curriculum, for messages."""
@@ -53,11 +54,12 @@ class Problems:
         return [problem for one in self.train for problem in one]
 
 
-def read_problems(run: configs.Run, status: Callable[[str], None]) -> Problems:
-    """Read the training problems of the run's tasks, and its evaluation problems.
+def read_problems(run: configs.Run, tokenizer: Any, status: Callable[[str], None]) -> Problems:
+    """Read the training problems of the run's tasks, and its evaluation problems; those with prompts that are too long
+    are left out where the task says so.
 
     Raises:
-      InputError: reference answers are missing, and the run needs them.
+      InputError: reference answers are missing, and the run needs them; or no problem is left.
     """
 
     def read(parts: Sequence[configs.Part]) -> list[tasks.Loaded]:
@@ -65,7 +67,7 @@ def read_problems(run: configs.Run, status: Callable[[str], None]) -> Problems:
         for part, one in zip(parts, found, strict=True):
             if one.train[0].verifier == "none":
                 configs.refuse_readers(run, part, f"task {one.train[0].task} without reference answers")
-        return found
+        return [short_enough(part.task, one, tokenizer, run.rollout) for part, one in zip(parts, found, strict=True)]
 
     loaded = read(configs.parts_of_task(run.task))
     others = read(configs.parts_of_task(run.evaluation.task))
@@ -78,6 +80,24 @@ def read_problems(run: configs.Run, status: Callable[[str], None]) -> Problems:
         tested=run.evaluation.task or run.task,
         notes=tuple(dict.fromkeys(line for one in (*loaded, *others) for line in one.notes)),
     )
+
+
+def short_enough(task: tasks.Task, loaded: tasks.Loaded, tokenizer: Any, rollout: Rollout) -> tasks.Loaded:
+    """Return a task's problems without those whose prompts are too long, if the task drops them.
+
+    Raises:
+      InputError: none is left.
+    """
+    if task.overlong == "refuse":
+        return loaded
+    prompts, limit = tasks.Prompts(task, tokenizer), rollout.max_prompt_tokens
+    train, held_out = (
+        tuple(one for one in problems if len(prompts[one]) <= limit) for problems in (loaded.train, loaded.held_out)
+    )
+    before, left = (len(loaded.train) + len(loaded.held_out), len(train) + len(held_out))
+    told = f"{before - left} of {before} problems of {task.label} dropped: their prompts have over {limit} tokens"
+    require(bool(train), f"{told}; raise --rollout.max_prompt_tokens")
+    return dataclasses.replace(loaded, train=train, held_out=held_out, notes=(*loaded.notes, *[told] * (left < before)))
 
 
 def problems_of(run: configs.Run, read: Problems) -> Fingerprints:
@@ -100,7 +120,7 @@ def prompts_of(
     prompts = tasks.Prompts(configs.tasks_in(task), tokenizer)
     longest = prompts.longest(problems)
     limit = run.rollout.max_prompt_tokens
-    remedy = f"set --rollout.max_prompt_tokens {longest} (now {limit})"
+    remedy = f"set --rollout.max_prompt_tokens {longest} (now {limit}), or drop such prompts with --task.overlong drop"
     label = " and ".join(task.label for task in prompts.tasks)
     require(longest <= limit, f"the longest prompt of {label} has {longest} tokens: {remedy}")
     return prompts
