@@ -20,9 +20,9 @@ _POWER_OF_TEN = re.compile(
     r"(?<=[0-9]) ?(?:\\times|\\cdot|[×·*x]) ?10 ?(?:\^|\*\*) ?(?:\{ ?([+-]?[0-9]{1,9}) ?\}|([+-]?[0-9]{1,9}))(?![0-9.])"
 )
 _WRAPPED = re.compile(
-    r"\$\$(?P<a>[^$]+)\$\$|\$(?P<b>[^$]+)\$|\\\((?P<c>.+)\\\)|\\\[(?P<d>.+)\\\]"
-    r"|\*\*(?P<e>[^*]+)\*\*|__(?P<f>[^_]+)__|\*(?P<g>[^*]+)\*|`(?P<h>[^`]+)`"
-    r"|\\(?:text|textbf|mathbf|mathrm|boldsymbol|bm|boxed|fbox) ?\{(?P<i>(?:[^{}]|\{[^{}]*\})+)\}",
+    r"\$\$([^$]+)\$\$|\$([^$]+)\$|\\\((.+)\\\)|\\\[(.+)\\\]"
+    r"|\*\*([^*]+)\*\*|__([^_]+)__|\*([^*]+)\*|`([^`]+)`"
+    r"|\\(?:text|textbf|mathbf|mathrm|boldsymbol|bm|boxed|fbox) ?\{((?:[^{}]|\{[^{}]*\})+)\}",
     re.DOTALL,
 )
 _BOX = r"\\(?:boxed|fbox|framebox)(?![A-Za-z])[ \t]*"
@@ -49,11 +49,10 @@ def extract(text: str, extractor: str) -> str | None:
     minus sign directly before it counts unless it subtracts (``"7-3"`` -> ``"3"``), and so does a power of ten after it
     (``"2 \times 10^3"`` -> ``"2e3"``). ``boxed``: the content of the last complete ``\boxed{...}`` or ``\fbox{...}``
     that is not empty, or ``\boxed 5``; of several side by side on a line, all (``"2, 3"``). Both read full-width
-    characters (``normalised``). ``tag:NAME``: the content of the last
-    complete ``<NAME>...</NAME>``. ``after:TAG``: the text after the last TAG, such as ``after:</think>``;
-    ``after:think`` means the same. A text without the TAG has no answer: a model that begins to think and is cut off
-    has not answered. ``whole``: the text. These three keep the text as written, apart from surrounding white space,
-    since a verifier may count its characters.
+    characters (``normalised``). ``tag:NAME``: the content of the last complete ``<NAME>...</NAME>``. ``after:TAG``:
+    the text after the last TAG, such as ``after:</think>``; ``after:think`` means the same. A text without the TAG has
+    no answer: a model that begins to think and is cut off has not answered. ``whole``: the text. These three keep the
+    text as written, apart from surrounding white space, since a verifier may count its characters.
 
     >>> extract("7 - 10 = -3.", "last_number")
     '-3'
@@ -198,7 +197,8 @@ def number(text: str) -> Decimal | None:
     >>> number("+1,000.0") == 1000
     True
     """
-    match = _WHOLE_NUMBER.fullmatch(_POWER_OF_TEN.sub(_exponent, plain(text)))
+    value = re.sub(r"^([+-]?)(?=10 ?(?:\^|\*\*))", r"\g<1>1*", plain(text))  # a power alone is once that power
+    match = _WHOLE_NUMBER.fullmatch(_POWER_OF_TEN.sub(_exponent, value))
     if match is None:
         return None
     try:

@@ -168,6 +168,8 @@ def test_a_model_that_repeats_itself_does_not_stall_the_extraction(piece, extrac
         ("5 €", 5),
         ("- 5", -5),
         ("5 * 10^3", 5000),
+        ("-10^{3}", -1000),
+        ("10", 10),
         ("$$5$$", 5),
         ("**5**", 5),
         (r"\fbox{\mathbf{5}}", 5),

@@ -84,6 +84,20 @@ def prints(run):
     return json.loads(json.dumps(problems_of(run, read)))
 
 
+def test_long_prompts_are_dropped_and_counted_where_the_task_says_so():
+    def read(*lengths):
+        run = with_rows([{"prompt": "a" * length} for length in lengths])
+        run = dataclasses.replace(run, task=dataclasses.replace(run.task, overlong="drop", template="plain"))
+        with Progress(Schedule(1), console=Console(quiet=True)) as progress:
+            return read_problems(run, tiny_tokenizer(), progress.status)
+
+    assert [len(one.prompt[0]["content"]) for one in read(5, 300, 256).all_train] == [5, 256]
+    assert "1 of 3 problems of rows dropped: their prompts have over 256 tokens" in read(5, 300, 256).notes
+    assert not any("dropped" in note for note in read(5, 6).notes)
+    with pytest.raises(InputError, match="2 of 2 problems of rows dropped: .*; raise --rollout.max_prompt_tokens"):
+        read(300, 400)
+
+
 def test_a_run_is_gone_on_with_on_its_own_problems_and_may_be_tested_on_others():
     some, others = [{"prompt": "a"}, {"prompt": "b"}], [{"prompt": "a"}, {"prompt": "c"}]
     began = prints(with_rows(some, some))
