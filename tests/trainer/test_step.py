@@ -94,7 +94,7 @@ def test_long_prompts_are_dropped_and_counted_where_the_task_says_so():
     assert [len(one.prompt[0]["content"]) for one in read(5, 300, 256).all_train] == [5, 256]
     assert "1 of 3 problems of rows dropped: their prompts have over 256 tokens" in read(5, 300, 256).notes
     assert not any("dropped" in note for note in read(5, 6).notes)
-    with pytest.raises(InputError, match="2 of 2 problems of rows dropped: .*; raise --rollout.max_prompt_tokens"):
+    with pytest.raises(InputError, match=r"2 of 2 problems of rows dropped: .*; raise --rollout.max_prompt_tokens"):
         read(300, 400)
 
 
