@@ -26,6 +26,8 @@ import numpy as np
 Message = dict[str, Any]
 """One chat message: ``{"role": "user", "content": "..."}``; an assistant's may have ``tool_calls`` and reasoning, a
 tool's ``name`` and ``tool_call_id``."""
+CHAT, OPTIONS = "prompt_is_chat", "prompt_options"
+"""Keys in a problem's metadata: of a row whose prompt is chat messages rather than text; and ``Problem.options``."""
 MEAN_OF_TASKS = "average"
 """The task name in metrics that are means over the tasks of a mixture; no task may have it."""
 DISAGREEMENT = "disagreement"
@@ -72,7 +74,6 @@ class Problem:
       verifier: How the extracted answer is compared: ``match``, ``integer``, ``math``, ``reasoning_gym``,
         ``instructions``, ``code`` or ``none``.
       metadata: Additions of the source (level, generator parameters); verifiers and rewards may read it.
-      options: What the chat template gets in addition to the messages, such as ``tools``.
     """
 
     id: str
@@ -82,7 +83,11 @@ class Problem:
     extractor: str = "last_number"
     verifier: str = "match"
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the chat template gets in addition to the messages, such as ``tools``."""
+        return self.metadata.get(OPTIONS, {})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.functions import Form, Item
-from jaxrl_llm.tasks.prompts import CHAT
-from jaxrl_llm.types import Problem
+from jaxrl_llm.types import CHAT, OPTIONS, Problem
 
 AT_ONCE = 64
 """Maximum number of calls of one ``async`` function that wait at one time."""
@@ -126,7 +125,8 @@ def bind(form: Form, items: Sequence[Item]) -> tuple[tuple[Any, ...], dict[str, 
 
 def columns(problem: Problem) -> dict[str, Any]:
     """Return the row that a problem came from, by column; ``answer`` is always included."""
-    return {"answer": problem.answer} | {name: value for name, value in problem.metadata.items() if name != CHAT}
+    found = {name: value for name, value in problem.metadata.items() if name not in (CHAT, OPTIONS)}
+    return {"answer": problem.answer} | found
 
 
 def is_chat(problem: Problem) -> bool:

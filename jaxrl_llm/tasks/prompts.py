@@ -16,9 +16,6 @@ from jaxrl_llm.tasks.messages import WEIGHT, chat_of
 from jaxrl_llm.tasks.rows import field_of, is_empty
 from jaxrl_llm.types import Message, Problem
 
-CHAT = "prompt_is_chat"
-"""Key in a problem's metadata that marks a row with a prompt of chat messages rather than text."""
-
 
 def problem_of(prompt: tuple[Message, ...], answer: str, label: str, metadata: dict[str, Any]) -> Problem:
     """Return a problem with an id made from its prompt."""
@@ -127,8 +124,7 @@ def content(problem: Problem | Any) -> str:
         fields = {field.name: getattr(problem, field.name) for field in dataclasses.fields(problem)}
         return json.dumps(fields | {"where": ""}, sort_keys=True, default=np.ndarray.tolist)
     metadata = {name: value for name, value in problem.metadata.items() if name != "row"}
-    fields = [problem.id, list(problem.prompt), problem.answer, codec.to_json(metadata)]
-    return json.dumps(fields + [problem.options] * bool(problem.options), sort_keys=True)
+    return json.dumps([problem.id, list(problem.prompt), problem.answer, codec.to_json(metadata)], sort_keys=True)
 
 
 def digest(*texts: str) -> str:

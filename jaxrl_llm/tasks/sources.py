@@ -13,10 +13,10 @@ from jaxrl_llm.errors import InputError, one_line
 from jaxrl_llm.system.setting import PATH
 from jaxrl_llm.tasks import gym
 from jaxrl_llm.tasks.messages import UNREAD, options_of
-from jaxrl_llm.tasks.prompts import CHAT, answer_in, messages_of, problem_of, required
+from jaxrl_llm.tasks.prompts import answer_in, messages_of, problem_of, required
 from jaxrl_llm.tasks.rows import is_empty, sound
 from jaxrl_llm.tasks.tables import as_written, rows_of
-from jaxrl_llm.types import Problem
+from jaxrl_llm.types import CHAT, OPTIONS, Problem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +97,9 @@ class RowSource:
             metadata = {name: value for name, value in row.items() if name != asked} | {"row": where}
             if not isinstance(given, str):
                 metadata[CHAT] = True
-            yield dataclasses.replace(problem_of(prompt, answer, self.label, metadata), options=options)
+            if options:
+                metadata[OPTIONS] = options
+            yield problem_of(prompt, answer, self.label, metadata)
 
 
 @dataclasses.dataclass(frozen=True)

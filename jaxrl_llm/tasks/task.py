@@ -348,7 +348,8 @@ def _distinct(problems: Iterable[Problem], whole: bool, notes: list[str]) -> lis
         others[key] = dataclasses.replace(problem, id=digest(problem.id, key)) if others else problem
         found.append((others[key], prompt))
     if merged:
-        notes.append(f"{merged} duplicates of a problem merged, {len(found)} distinct ones left")
+        what = "row" if whole else "prompt"
+        notes.append(f"{merged} duplicates of a {what} merged, {len(found)} distinct {what}s left")
     several = [{one.answer for one in others.values()} for others in alike.values() if len(others) > 1]
     if several:
         differ = sum(len(answers) > 1 for answers in several)

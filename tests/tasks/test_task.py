@@ -80,7 +80,7 @@ def test_duplicates_are_merged_and_other_answers_counted(tmp_path):
     loaded = load(Task(table(tmp_path, [("a", "1"), ("b", "2"), ("a", "1"), ("a", "3")])))
     assert [problem.answer for problem in loaded.train] == ["1", "2", "3"]
     assert loaded.notes == (
-        "1 duplicates of a problem merged, 3 distinct ones left",
+        "1 duplicates of a row merged, 3 distinct rows left",
         "1 prompts belong to several problems each, 1 of them with different answers",
     )
 
