@@ -27,6 +27,7 @@ from jaxrl_llm.environments.calls import tool_call
 from jaxrl_llm.environments.checks import joined
 from jaxrl_llm.environments.plain_form import as_text, with_tools
 from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.models.tokenizer import text_of
 from jaxrl_llm.tasks.template import Wording, bos, check_tokenizer, rendered, template_text, worded
 from jaxrl_llm.types import Completion, Message
 
@@ -102,7 +103,7 @@ class Pieces:
         self._options = options
         self._closes = closes
         ids = {*stop_ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])}
-        texts = [tokenizer.decode([token], clean_up_tokenization_spaces=False) for token in sorted(ids)]
+        texts = [text_of(tokenizer, [token]) for token in sorted(ids)]
         some = "|".join(re.escape(text) for text in texts if text.strip()) or r"(?!)"
         self._end_token = re.compile(some)
         self._ends = re.compile(rf"(?:(?:{some})\s*)+\Z")  # end tokens at the end of a text
@@ -199,7 +200,7 @@ class Pieces:
         if not stops:
             return "", []
         ids = ids[: stops[0] + 1]
-        return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False), ids
+        return text_of(self.tokenizer, ids), ids
 
 
 class Writer(Pieces):

@@ -125,7 +125,13 @@ def with_special_ids(config: ModelConfig, generation: Mapping[str, Any], tokeniz
     for name in ("bos", "pad"):
         found = (getattr(source, name) for source in sources)
         first[name] = next((i for i in found if i is not None and i < config.vocab_size), None)
-    ends = dict.fromkeys(i for source in sources for i in source.eos if i < config.vocab_size)
+    named = dict.fromkeys(i for source in sources for i in source.eos)
+    ends = [i for i in named if i < config.vocab_size]
+    if named and not ends:
+        raise InputError(
+            f"the model's end of a text, id {max(named)}, has no row in its embedding of {config.vocab_size} rows: set "
+            "eos_token_id in config.json to a token that the model can write"
+        )
     return dataclasses.replace(config, tokens=TokenIds(first["bos"], tuple(ends), first["pad"]))
 
 

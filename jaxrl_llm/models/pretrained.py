@@ -61,7 +61,9 @@ def load_either(
     ``scores``: refuse one that gives no scores (True), or one that does (False), before its weights are read.
     """
     from jaxrl_llm.models.gguf import load_gguf
+    from jaxrl_llm.models.heads import split
     from jaxrl_llm.models.hf import load_directory
+    from jaxrl_llm.models.tokenizer import within
 
     require(dtype in DTYPES, f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     name = os.fspath(path_or_name)
@@ -88,8 +90,10 @@ def load_either(
         "...ForSequenceClassification with one label, or begin a new one with fresh=True",
     )
     if path.is_dir():
-        return load_directory(path, dtype, mesh)
-    return load_gguf(path, dtype, mesh) if name.endswith(".gguf") else BUILTIN[name].load(dtype, mesh)
+        model, tokenizer = load_directory(path, dtype, mesh)
+    else:
+        model, tokenizer = load_gguf(path, dtype, mesh) if name.endswith(".gguf") else BUILTIN[name].load(dtype, mesh)
+    return model, None if tokenizer is None else within(tokenizer, split(model)[0].config.vocab_size)
 
 
 def load_adapted(folder: Path, dtype: str, mesh: Any, scores: bool | None) -> tuple[Any, Any | None]:
@@ -103,7 +107,7 @@ def load_adapted(folder: Path, dtype: str, mesh: Any, scores: bool | None) -> tu
     from jaxrl_llm.models.heads import split, with_scalar_head
     from jaxrl_llm.models.hf import with_special_ids
     from jaxrl_llm.models.lora import attached, merge
-    from jaxrl_llm.models.tokenizer import load_tokenizer
+    from jaxrl_llm.models.tokenizer import load_tokenizer, within
     from jaxrl_llm.sharding import laid_out, only_shapes, shardings
 
     with of_adapter(folder) as base:
@@ -112,6 +116,7 @@ def load_adapted(folder: Path, dtype: str, mesh: Any, scores: bool | None) -> tu
     adapter = read_adapter(folder, decoder.config)
     own = load_tokenizer(folder)
     if own is not None:
+        own = within(own, decoder.config.vocab_size)
         decoder = Decoder(with_special_ids(decoder.config, {}, own), to_parameters(decoder))
     if mesh is not None:
         adapter = laid_out(adapter, shardings(adapter, mesh))

@@ -76,7 +76,7 @@ def prepare(
     played = (prompts, run.recipe.branch, bool(run.recipe.observation_coef)), (test_prompts, None, False)
     episodes = [episodes_of(one, run.rollout, stops, peers, *others) for one, *others in played]
     of_run = run.rollout.group, run.seed, run.recipe.shaping
-    source = GroupSource(tokenizer, prompts, streams_of(run, read.train), scorer, *of_run, episodes[0])
+    source = GroupSource(tokenizer, prompts, streams_of(run, read.train), scorer, *of_run, episodes[0], stops)
     limits = configs.limits_of(configs.parts_of_task(read.tested), run.rollout.max_new_tokens)
 
     def test(weights: Any) -> tuple[Evaluated, ...]:

@@ -13,6 +13,7 @@ from typing import Any
 from jaxrl_llm import codec, tasks
 from jaxrl_llm import config as configs
 from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.models.tokenizer import text_of
 from jaxrl_llm.rollout.replay import Store, no_longer_than, of_another_policy
 from jaxrl_llm.runs.load import find_start, host_state
 from jaxrl_llm.stages.stage import Fingerprints, read_parts
@@ -112,7 +113,7 @@ def about(run: configs.Run, read: Problems, prompts: tasks.Prompts) -> list[str]
     settings."""
     lines = []
     for task, problems in zip(prompts.tasks, read.train, strict=True):
-        opened = _OPENS_A_THOUGHT.search(prompts.tokenizer.decode(prompts[problems[0]][-16:]))
+        opened = _OPENS_A_THOUGHT.search(text_of(prompts.tokenizer, prompts[problems[0]][-16:]))
         if opened and task.extractor == "whole" and problems[0].verifier != "none":
             lines.append(
                 f"the chat template opens a thought, {opened[0].strip()}, and extractor whole judges the "
