@@ -296,6 +296,35 @@ def test_broken_shards_are_refused(tmp_path):
     assert "does not hold a JSON object" in refusal(directory)
 
 
+def test_of_two_sets_of_weights_one_file_is_the_model_as_for_transformers(llama):
+    tensors = load_file(llama / "model.safetensors")
+    names, name = sorted(tensors), "model.norm.weight"
+    save_file({name: tensors[name] * 0 for name in names}, llama / "consolidated.safetensors")
+    (llama / "pytorch_model.bin").write_bytes(b"")
+    places = {name: f"model-0000{1 + (index > 3)}-of-00002.safetensors" for index, name in enumerate(names)}
+    index = llama / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": places}))
+
+    def shards(values):
+        for file in {*places.values()}:
+            save_file({name: values[name] for name in names if places[name] == file}, llama / file)
+
+    same = lambda: np.testing.assert_array_equal(stored_tensors(llama)[name], tensors[name])
+    same()  # the index is left over: its files are gone
+    shards(tensors)
+    same()
+    shards(tensors | {name: tensors[name] + 1})
+    assert "holds two models that differ, model.safetensors and the files of" in refusal(llama)
+    shards(tensors)
+    index.write_text(json.dumps({"weight_map": {name: places[name] for name in names[1:]}}))
+    assert "holds two models that differ" in refusal(llama)
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")}))
+    same()
+    index.write_text(json.dumps({"weight_map": places}))
+    (llama / "model.safetensors").unlink()
+    same()
+
+
 def test_broken_json_is_refused(llama):
     (llama / "config.json").write_text("{")
     assert "config.json is not valid JSON" in refusal(llama)
