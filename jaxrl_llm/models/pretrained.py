@@ -200,6 +200,23 @@ def architecture(name: str) -> tuple[ModelConfig, str]:
     return read_config(attributes), "the hub's config.json"
 
 
+def generation_of(name: str) -> dict[str, Any]:
+    """Return the content of generation_config.json of a directory, or of a hub id whose files are here; else {}.
+
+    That of an adapter is its base's.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    path = storage.folder(name)
+    if is_adapter(path):
+        return generation_of(base_named(path))
+    found = path / "generation_config.json" if path.is_dir() else None
+    if found is None and looks_like_hub_id(name):
+        cached = try_to_load_from_cache(name, "generation_config.json")
+        found = Path(cached) if isinstance(cached, str) else None
+    return read_json(found) if found is not None and found.is_file() else {}
+
+
 def attributes_of(name: str) -> dict[str, Any]:
     """Return the content of config.json of a directory or a hub id; {} for a GGUF file or a built-in name.
 

@@ -19,6 +19,7 @@ from jaxrl_llm.models.config import TokenIds
 from jaxrl_llm.models.decoder import Decoder, parameter_shapes, to_parameters
 from jaxrl_llm.models.families import axis_sizes, tensors_of
 from jaxrl_llm.models.hf_config import read_config
+from jaxrl_llm.models.pretrained import generation_of
 from jaxrl_llm.models.weights import open_checkpoint, to_hf, to_ours, to_stored, write_checkpoint
 from jaxrl_llm.sharding import MeshShape, make_mesh
 
@@ -235,6 +236,22 @@ def test_saved_ends_are_in_the_generation_config(llama, tmp_path):
     model, _ = load_pretrained(llama)
     save_pretrained(model, None, tmp_path / "export")
     assert json.loads((tmp_path / "export" / "generation_config.json").read_text())["eos_token_id"] == [2, 7]
+
+
+def test_how_to_sample_is_kept_and_the_ends_are_the_models(llama, tmp_path):
+    sampling = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "do_sample": True}
+    (llama / "generation_config.json").write_text(json.dumps(sampling | {"eos_token_id": [7], "pad_token_id": 900}))
+    model, _ = load_pretrained(llama)
+    save_pretrained(model, None, tmp_path / "export", generation=generation_of(str(llama)))
+    written = json.loads((tmp_path / "export" / "generation_config.json").read_text())
+    assert written == sampling | {"bos_token_id": 1, "eos_token_id": [2, 7], "pad_token_id": 0}
+    (tmp_path / "adapter").mkdir()
+    named = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"]}
+    named = json.dumps(named | {"base_model_name_or_path": str(llama)})
+    (tmp_path / "adapter" / "adapter_config.json").write_text(named)
+    shutil.copy(llama / "model.safetensors", tmp_path / "adapter" / "adapter_model.safetensors")
+    assert generation_of(str(tmp_path / "adapter")) == generation_of(str(llama))
+    assert generation_of("tiny-random") == generation_of(str(tmp_path)) == generation_of("nobody/has-this") == {}
 
 
 def test_a_repeated_head_of_a_tied_model_is_accepted_and_another_refused(tmp_path):

@@ -95,7 +95,7 @@ def prepare(
         reference=configs.keeps_reference(run),
         coefficients=moved_by_rules(run),
         rules=rules_for(run),
-        notes=[*read.notes, *told, *sandboxed, *about(run, read, prompts), *repeated],
+        notes=[*read.notes, *told, *sandboxed, *about(run, read, prompts, stops), *repeated],
         ahead=run.rollout.collect.staleness > 0,
         apart=run.mesh.rollout > 0 or mesh.size == 1,
         measures_kl=run.recipe.of_kl is not None,
