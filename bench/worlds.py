@@ -243,9 +243,11 @@ SOLVED = 0.9
 class Spelling:
     """The tokenizer: a letter is a token."""
 
-    def batch_decode(self, rows: Sequence[np.ndarray], skip_special_tokens: bool) -> list[str]:
-        """The texts."""
-        return ["".join(LETTERS[token] for token in row) for row in rows]
+    eos_token_id = None
+
+    def decode(self, tokens: Sequence[int], **options: bool) -> str:
+        """The text."""
+        return "".join(LETTERS[token] for token in tokens)
 
 
 class Exact:

@@ -167,7 +167,8 @@ class Completion:
         cut off, and ``kept`` uint32[T, ceil(V / 32)], the tokens that truncation kept, token v as bit v % 32 of word v
         // 32; ``step_rewards`` float32[T], NaN where no scored step ends; ``experts`` uint8 or uint16[T, L, k], in the
         pass that predicted the token.
-      text: the decoded tokens without special ones, of an episode those of its last turn; empty until they are decoded.
+      text: what the tokens spell, special ones included, without the stop token; of an episode its last turn; empty
+        until they are decoded.
       episode: what the environment said, with mask False among ``tokens``, and decided; None without one.
       prompt_extras: ``experts`` of the prompt, [p, L, k], likewise, so 0 for its first token.
     """

@@ -150,9 +150,11 @@ class Prompts:
 class Silent:
     """A tokenizer of no words."""
 
-    def batch_decode(self, rows: Sequence[np.ndarray], skip_special_tokens: bool) -> list[str]:
-        """Return no text for each row."""
-        return [""] * len(rows)
+    eos_token_id = None
+
+    def decode(self, tokens: Sequence[int], **options: bool) -> str:
+        """Return no text."""
+        return ""
 
 
 def planned(run: configs.Run, topology: str) -> tuple[Build, Costs]:

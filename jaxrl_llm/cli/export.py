@@ -22,7 +22,7 @@ from jaxrl_llm.data import Steps
 from jaxrl_llm.errors import InputError, as_input_error, require
 from jaxrl_llm.models.builtin import BUILTIN
 from jaxrl_llm.models.peft import base_named, is_adapter
-from jaxrl_llm.models.pretrained import looks_like_hub_id
+from jaxrl_llm.models.pretrained import generation_of, looks_like_hub_id
 from jaxrl_llm.runs.load import Trained, find_run, load_adapter, load_trained
 from jaxrl_llm.system.json_lines import read_rows
 from jaxrl_llm.system.paths import check_file, writable
@@ -121,7 +121,7 @@ def export_gguf(name: str, trained: Trained, target: Path, kind: str, adapter: b
 
 
 def export_model(name: str, trained: Trained, target: Path, card: str) -> None:
-    """Write the whole model as a directory; an adapter is merged.
+    """Write the whole model as a directory; an adapter is merged, and how to sample is as the base's files say.
 
     A reward model's directory describes its training, and its tokenizer has the chat template of that training.
     """
@@ -139,7 +139,7 @@ def export_model(name: str, trained: Trained, target: Path, card: str) -> None:
             if wording.template not in ("tokenizer", "plain"):
                 tokenizer = copy.deepcopy(tokenizer)
                 tokenizer.chat_template = template_text(wording, tokenizer)
-        save_pretrained(model, tokenizer, target, card, told)
+        save_pretrained(model, tokenizer, target, card, told, generation_of(public_base(run.model)))
     use = f". Try next:\n{GENERATE.format(shlex.quote(str(target)))}"
     use = " as AutoModelForSequenceClassification." if scores else use
     print(f"{name}, step {trained.step}, is written to {target}; transformers loads it{use}")

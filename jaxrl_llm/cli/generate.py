@@ -26,6 +26,7 @@ from jaxrl_llm.environments.factory import Factory
 from jaxrl_llm.environments.limits import Limits
 from jaxrl_llm.environments.world import World
 from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.models.tokenizer import text_of
 from jaxrl_llm.runs.load import find_run
 from jaxrl_llm.system.setting import check_fields
 from jaxrl_llm.system.signals import answering, on_exit, quit_now
@@ -47,7 +48,6 @@ NEW, BYE, HELPS = ("/new", "/clear", "/reset"), ("/bye", "/exit", "/quit"), ("/h
 UNBRACKETED = b"\x1b[?2004l"
 """Escape sequence that turns off a terminal's marks around pasted text."""
 SHORTEST_CACHE = 256
-_LONGEST_END = 3  # characters of "n't", the longest of those before which some tokenizers take a space away
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,7 +214,7 @@ def say(
             tell(settled(running.tokens, policy.tokenizer))
         if requests and stopped():
             requests.abort(requests.keys)
-    text = policy.tokenizer.decode(done["answer"].tokens, skip_special_tokens=True)
+    text = text_of(policy.tokenizer, done["answer"].tokens, config.tokens.eos)
     tell(text)
     if not told:
         status("")
@@ -225,16 +225,13 @@ def say(
 def settled(tokens: Any, tokenizer: Any) -> str:
     """Return the beginning of an answer's text that no later token can change.
 
-    The rest waits: the bytes of an incomplete character; bytes that are single tokens, since a tokenizer with byte
-    tokens reads a whole row of them as characters, or not at all; and a space near the end, which some tokenizers
-    remove before punctuation.
+    The rest waits: the bytes of an incomplete character, and bytes that are single tokens, since a tokenizer with byte
+    tokens reads a whole row of them as characters, or not at all.
     """
     count = len(tokens)
     while count and re.fullmatch("<0x[0-9A-F]{2}>", tokenizer.convert_ids_to_tokens(int(tokens[count - 1])) or ""):
         count -= 1
-    text = tokenizer.decode(tokens[:count], skip_special_tokens=True).rstrip("\ufffd")
-    space = text.find(" ", max(len(text) - _LONGEST_END, 0))
-    return text if space < 0 else text[:space]
+    return text_of(tokenizer, tokens[:count]).rstrip("\ufffd")
 
 
 def harmless(text: str) -> str:

@@ -22,6 +22,7 @@ from jaxrl_llm.engine.requests import first_tokens
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.environments.limits import Limits
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.models.tokenizer import text_of
 from jaxrl_llm.rollout.episodes import Scene
 from jaxrl_llm.rollout.evaluate import prompts_for
 from jaxrl_llm.rollout.respond import Answerer, Requests, SeedSpace, gather, request_seed
@@ -35,7 +36,6 @@ from jaxrl_llm.types import Completion, Problem
 
 FILL = 4
 """Answers per call, as a multiple of the slots: at its end few slots stay empty for long."""
-EXACTLY = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
 """Options of decoding: the text is tokenised to the same tokens again."""
 READ = {
     "texts": ("keep",),
@@ -224,7 +224,7 @@ def _labelled(
     problems = asked.problems[first:]
     k = asked.data.continuations
     cuts = {}  # of each answer that can be a row: its steps, and its tokens up to the end of each but the last
-    decode = functools.partial(by.tokenizer.decode, **EXACTLY)
+    decode = functools.partial(text_of, by.tokenizer)
     for i, some in enumerate(answers):
         for sample in distinct(some):
             steps = split_steps(some[sample].text, asked.separator)
@@ -276,7 +276,7 @@ def decoded_answer(tokenizer: Any, completion: Completion, right: bool, as_text:
         ended = whole and completion.episode.end in ("completed", "tool_stopped")
         return Answer(json.dumps(messages), completion.length, ended, right, messages)
     ended = completion.finish_reason == "stop"
-    text = tokenizer.decode(completion.tokens[:-1] if ended else completion.tokens, **EXACTLY)
+    text = text_of(tokenizer, completion.tokens[:-1] if ended else completion.tokens)
     return Answer(text, len(completion.tokens), ended, right)
 
 

@@ -55,14 +55,6 @@ def syntax_of(template: str) -> str:
     )
 
 
-def marks_of(syntax: str) -> tuple[str, ...]:
-    """Return the texts that mark calls and reasoning in replies of this syntax."""
-    thoughts = tuple(mark for pair in THOUGHTS for mark in pair)
-    if syntax == HARMONY:
-        return _HARMONY_MARKS
-    return thoughts if syntax == NO_CALLS else (*SYNTAXES[syntax].marks, *thoughts)
-
-
 def end_of_calls(text: str, syntax: str) -> int:
     """Return where the calls end whose last argument ends at the start of this text."""
     form = SYNTAXES.get(syntax)

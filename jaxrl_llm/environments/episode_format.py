@@ -9,7 +9,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxrl_llm.environments.calls import Parsed, end_of_calls, marks_of, parse_reply
+from jaxrl_llm.environments.calls import Parsed, end_of_calls, parse_reply
 from jaxrl_llm.environments.renderings import (
     ASKED,
     OTHER,
@@ -21,7 +21,7 @@ from jaxrl_llm.environments.renderings import (
     shared,
 )
 from jaxrl_llm.errors import require
-from jaxrl_llm.models.tokenizer import special_ids
+from jaxrl_llm.models.tokenizer import special_ids, text_of
 from jaxrl_llm.tasks.guarding import Guard
 from jaxrl_llm.tasks.template import Wording, bos, check_tokenizer, worded
 from jaxrl_llm.types import Message
@@ -80,7 +80,7 @@ class EpisodeFormat:
         _check_turns(self)
         rewrites = not self._plain and rewrites_history(self._renderings)
         ends = (
-            "" if self._plain else _note_on_ends(self._renderings, [_decoded(tokenizer, [one]) for one in self._stops])
+            "" if self._plain else _note_on_ends(self._renderings, [text_of(tokenizer, [one]) for one in self._stops])
         )
         self.note = "; ".join(filter(None, [_REWRITES + _HISTORY[history] if rewrites else "", ends]))
 
@@ -113,7 +113,7 @@ class EpisodeFormat:
           InputError: the template refuses the messages, or leaves them out.
         """
         following = [self._guard(message) for message in messages]
-        last = _decoded(self.tokenizer, sampled[-1:]) if len(sampled) and sampled[-1] in self._control else ""
+        last = text_of(self.tokenizer, sampled[-1:]) if len(sampled) and sampled[-1] in self._control else ""
         if self._plain:
             contents = [message["content"] for message in self._renderings.said(following)]
             return self._guard.ids("".join(f"\n\n{content}" for content in contents), last)
@@ -172,11 +172,8 @@ class EpisodeFormat:
           tokens: its ids, the stop token included.
           before: ids that it continues; they tell whether it begins inside reasoning. None means those of a prompt.
         """
-        ids = [int(token) for token in tokens]
-        if ids and ids[-1] in self._stops:
-            ids.pop()
-        text = _decoded(self.tokenizer, [token for token in ids if token not in self._hidden])
-        start = self._start if before is None else _decoded(self.tokenizer, before[-_LAST:])
+        text = text_of(self.tokenizer, tokens, self._stops)
+        start = self._start if before is None else text_of(self.tokenizer, before[-_LAST:])
         return parse_reply(text, self.syntax, self.tools, start.rstrip().endswith(_THINKING))
 
     def _cut(self, after: After, sampled: Sequence[int], last: str) -> int:
@@ -191,24 +188,12 @@ class EpisodeFormat:
         for end in (last, self._end if stopped else ""):
             if end and rest.startswith(end):
                 return begins + len(end)
-        return begins if _decoded(self.tokenizer, sampled[-_LAST:]).endswith(region[at:begins]) else at
-
-    @functools.cached_property
-    def _hidden(self) -> frozenset[int]:
-        """Special tokens that mark neither calls nor reasoning."""
-        marks = marks_of(self.syntax)
-        return frozenset(
-            token for token in special_ids(self.tokenizer) if _decoded(self.tokenizer, [token]) not in marks
-        )
+        return begins if text_of(self.tokenizer, sampled[-_LAST:]).endswith(region[at:begins]) else at
 
     @functools.cached_property
     def _start(self) -> str:
         """The text of a prompt."""
         return self._renderings.text([ASKED], True)
-
-
-def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:
-    return tokenizer.decode([int(token) for token in ids], clean_up_tokenization_spaces=False)
 
 
 def _check_turns(form: EpisodeFormat) -> None:

@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Generator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from jaxrl_llm.errors import InputError
@@ -50,6 +51,7 @@ def save_pretrained(
     directory: str | os.PathLike,
     card: str | None = None,
     taught: Mapping[str, str] | None = None,
+    generation: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a directory that transformers loads: config, generation config, weights, tokenizer.
 
@@ -58,7 +60,8 @@ def save_pretrained(
     (``padding_id``); it may differ from the language model's.
 
     ``card`` is the text of README.md, or None for no such file; ``taught`` describes the training of a reward model,
-    which config.json holds as ``jaxrl_llm`` (``stages.taught.Taught.to_json``). Weights above 5 GB are sharded. The
+    which config.json holds as ``jaxrl_llm`` (``stages.taught.Taught.to_json``); ``generation`` is the content of the
+    generation config, but for the special ids, which are the model's. Weights above 5 GB are sharded. The
     directory appears whole or not at all; InputError where it exists and is not empty. The model's arrays must be
     addressable by this process.
     """
@@ -75,17 +78,25 @@ def save_pretrained(
         tokenizer = None if tokenizer is None else padded_with(tokenizer, attributes["pad_token_id"])
         attributes |= {} if taught is None else {OURS: dict(taught)}
     with new_directory(directory, card) as folder:
-        write_directory(folder, attributes, to_stored(config, parameters), tokenizer)
+        write_directory(folder, attributes, to_stored(config, parameters), tokenizer, generation or {})
 
 
 def write_directory(
-    folder: Path, attributes: Mapping[str, Any], stored: Mapping[str, StoredTensor], tokenizer: Any | None
+    folder: Path,
+    attributes: Mapping[str, Any],
+    stored: Mapping[str, StoredTensor],
+    tokenizer: Any | None,
+    generation: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Write every file of a model into an existing folder; ``attributes`` is the content of config.json."""
+    """Write every file of a model into an existing folder; ``attributes`` is the content of config.json, which has the
+    special ids, and ``generation`` that of generation_config.json without them.
+    """
     write_json(folder / "config.json", attributes)
     if not gives_scores(attributes):
         ids = write_token_ids(read_token_ids(attributes))
-        write_json(folder / "generation_config.json", {name: value for name, value in ids.items() if value is not None})
+        others = {name: value for name, value in generation.items() if name not in ids}
+        own = {name: value for name, value in ids.items() if value is not None}
+        write_json(folder / "generation_config.json", others | own)
     write_checkpoint(stored, folder, attributes["torch_dtype"])
     if tokenizer is not None:
         save_tokenizer(tokenizer, folder)
@@ -125,7 +136,13 @@ def with_special_ids(config: ModelConfig, generation: Mapping[str, Any], tokeniz
     for name in ("bos", "pad"):
         found = (getattr(source, name) for source in sources)
         first[name] = next((i for i in found if i is not None and i < config.vocab_size), None)
-    ends = dict.fromkeys(i for source in sources for i in source.eos if i < config.vocab_size)
+    named = dict.fromkeys(i for source in sources for i in source.eos)
+    ends = [i for i in named if i < config.vocab_size]
+    if named and not ends:
+        raise InputError(
+            f"the model's end of a text, id {max(named)}, has no row in its embedding of {config.vocab_size} rows: set "
+            "eos_token_id in config.json to a token that the model can write"
+        )
     return dataclasses.replace(config, tokens=TokenIds(first["bos"], tuple(ends), first["pad"]))
 
 

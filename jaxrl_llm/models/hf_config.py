@@ -18,7 +18,7 @@ HARMLESS = frozenset(
     jaxrl_llm
     architectures model_type transformers_version torch_dtype dtype _name_or_path name_or_path auto_map use_cache
     initializer_range attention_dropout bos_token_id eos_token_id pad_token_id rope_theta rope_scaling rope_parameters
-    rope_local_base_freq pretraining_tp is_llama_config transformers.js_config cache_implementation hidden_act
+    pretraining_tp is_llama_config transformers.js_config cache_implementation hidden_act
     _attn_implementation _attn_implementation_autoset _sliding_window_pattern id2label label2id num_labels
     problem_type return_dict output_attentions output_hidden_states unsloth_fixed unsloth_version
     router_aux_loss_coef output_router_logits experts_per_token initial_context_length
@@ -28,9 +28,16 @@ HARMLESS = frozenset(
 
 _NEUTRAL = {"partial_rotary_factor": 1.0, "decoder_sparse_step": 1}
 _SPELLINGS = {"num_local_experts": "num_experts", "num_experts": "num_local_experts"}
-_ROPE_KEYS = {"rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor"}
-_ROPE_KEYS |= {"original_max_position_embeddings"}
-_YARN_KEYS = {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
+_SPELLINGS |= {"_sliding_window_pattern": "sliding_window_pattern"}
+_LOCAL = "rope_local_base_freq"
+_ORIGINAL = ("factor", "original_max_position_embeddings")
+_YARN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
+_ROPE_KEYS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": (*_ORIGINAL, "low_freq_factor", "high_freq_factor"),
+    "yarn": (*_ORIGINAL, *_YARN),
+}
 _COUNTS = """
     vocab_size hidden_size num_hidden_layers intermediate_size num_attention_heads num_key_value_heads head_dim
     max_position_embeddings sliding_window num_experts num_local_experts num_experts_per_tok moe_intermediate_size
@@ -63,6 +70,9 @@ def read_config(attributes: Mapping[str, Any]) -> ModelConfig:
             )
         known = _with_defaults(attributes, family)
         activation = known.get("hidden_activation", known.get("hidden_act"))
+        other = attributes.get("hidden_act")
+        if attributes.get("hidden_activation") is None and other not in (None, activation):
+            raise InputError(f"config.json sets hidden_act={other!r}; {family.model_type} has {activation}: remove it")
         if activation not in ACTIVATIONS:
             raise InputError(f"config.json names the activation {activation!r}; known are {', '.join(ACTIVATIONS)}")
         values = {path: known[name] for name, path in FIELDS.items() if name in known}
@@ -88,7 +98,7 @@ def read_config(attributes: Mapping[str, Any]) -> ModelConfig:
         return ModelConfig(attention=attention, norm=norm, embeddings=embeddings, experts=experts, **parts[""])
     except InputError:
         raise
-    except (TypeError, ValueError, AttributeError) as error:  # a list where a number belongs, and the like
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:  # a list for a number, and the like
         raise InputError(f"config.json holds a value of the wrong type ({error}); fetch it again") from None
 
 
@@ -196,7 +206,7 @@ def _own_spelling(name: str, family: Family) -> str:
 
 
 def _with_defaults(attributes: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    known = {name: attributes.get(name, default) for name, default in family.defaults.items()}
+    known = {name: _typed(name, attributes, default) for name, default in family.defaults.items()}
     missing = [name for name, value in known.items() if value is REQUIRED]
     if missing:
         raise InputError(f"config.json does not say {missing[0]}; take the file that belongs to the model")
@@ -221,6 +231,20 @@ def _with_defaults(attributes: Mapping[str, Any], family: Family) -> dict[str, A
     if known["head_dim"] % 2:
         raise InputError(f"config.json gives a head_dim of {known['head_dim']}; rotary positions need an even one")
     return known
+
+
+def _typed(name: str, attributes: Mapping[str, Any], default: Any) -> Any:
+    """Return an attribute, or its default where it is absent; null stands for the default of a number or a name.
+
+    InputError where the default is a number or a truth value, and the attribute is something else.
+    """
+    value = attributes.get(name, default)
+    if value is None and isinstance(default, (float, str)) and not name.endswith("softcapping"):
+        return default
+    kinds = bool if isinstance(default, bool) else (int, float) if isinstance(default, float) else object
+    if value is not None and (not isinstance(value, kinds) or (isinstance(default, float) and isinstance(value, bool))):
+        raise InputError(f"config.json holds a value of the wrong type: {name}={value!r}, where {default!r} is usual")
+    return value
 
 
 def _rotated(known: Mapping[str, Any]) -> list[bool]:
@@ -253,29 +277,27 @@ def _read_windows(known: Mapping[str, Any], family: Family) -> tuple[int, ...]:
         raise InputError(
             f"config.json: layer_types {reason}; it takes one of sliding_attention, full_attention a layer"
         )
+    if "sliding_attention" in kinds and not size and known.get("use_sliding_window", True) and known.get("layer_types"):
+        raise InputError("config.json: layer_types has sliding layers, and sliding_window is not set; set it")
     windows = tuple(size or 0 if kind == "sliding_attention" else 0 for kind in kinds)
     return windows if any(windows) else ()
 
 
 def _read_rope(attributes: Mapping[str, Any], family: Family, known: Mapping[str, Any]) -> dict[str, Any]:
-    full = dict(attributes.get("rope_parameters") or {})
-    local = full.get("sliding_attention") or {}
-    own_base = "rope_local_base_freq" in family.defaults
-    if own_base:
-        full = dict(full.get("full_attention") or {}) | dict(attributes.get("rope_scaling") or {})
-    else:
-        full = dict(attributes.get("rope_scaling") or full or family.defaults.get("rope_scaling") or {})
-    theta = float(full.get("rope_theta", known["rope_theta"]))
+    full, local = _rope_parameters(attributes, family)
+    theta = _agreed("rope_theta", family.defaults, full, attributes)
     values = {"attention.rope.theta": theta, "attention.rope.scaling": _read_scaling(full, family, known)}
-    if own_base:
-        local_theta = local.get("rope_theta", known["rope_local_base_freq"])
-        values["attention.rope.local_theta"] = theta if local_theta is None else float(local_theta)
+    if _LOCAL in family.defaults:
+        old = {"rope_theta": attributes.get(_LOCAL)}
+        values["attention.rope.local_theta"] = _agreed(
+            "rope_theta", {"rope_theta": family.defaults[_LOCAL] or theta}, local, old
+        )
         if _read_scaling(local, family, known) is not None:
             raise InputError(
                 "config.json scales the rotary positions of sliding layers; only full layers may be scaled"
             )
     if "partial_rotary_factor" in family.defaults:
-        share = float(full.get("partial_rotary_factor", known["partial_rotary_factor"]))
+        share = _agreed("partial_rotary_factor", family.defaults, full, attributes)
         dims = int(known["head_dim"] * share)
         if dims % 2 or not 0 < dims <= known["head_dim"]:
             raise InputError(f"config.json sets partial_rotary_factor={share}, which rotates {dims} of "
@@ -286,21 +308,71 @@ def _read_rope(attributes: Mapping[str, Any], family: Family, known: Mapping[str
     return values
 
 
+def _rope_parameters(attributes: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the rotary parameters of full and of sliding layers, from each form that transformers 4 and 5 write.
+
+    ``rope_parameters`` or ``rope_scaling`` has them flat or by kind of layer. Flat ones are of all layers; in families
+    with two bases only ``rope_scaling`` may be flat, and is of full layers. A key that is null is absent.
+
+    Raises:
+      InputError: the two differ, or the form is not the family's.
+    """
+    several = _LOCAL in family.defaults
+    kinds: dict[str, dict[str, Any]] = {"full_attention": {}, "sliding_attention": {}}
+    for name in ("rope_parameters", "rope_scaling"):
+        form = dict(attributes.get(name) or {})
+        nested = {kind: form.pop(kind) for kind in kinds if kind in form}
+        if form and (nested or (several and name == "rope_parameters")):
+            key, value = next(iter(form.items()))
+            raise InputError(
+                f"config.json sets {name}.{key}={value!r} outside of {' and '.join(kinds)}; move it into one of them"
+            )
+        for kind, parameters in (nested or dict.fromkeys([*kinds][: 1 if several else 2], form)).items():
+            given = _filled(parameters or {})
+            if given and kinds[kind] and given != kinds[kind]:
+                raise InputError("config.json has rope_parameters and rope_scaling, and they differ; keep one of them")
+            kinds[kind] = given or kinds[kind]
+    full, sliding = kinds.values()
+    if not several and full != sliding:
+        raise InputError(f"config.json rotates sliding layers otherwise than full ones; {family.model_type} cannot")
+    return full or dict(family.defaults.get("rope_scaling") or {}), sliding
+
+
+def _filled(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return rotary parameters without those that are null, and ``type`` by its new name."""
+    given = {name: value for name, value in parameters.items() if value is not None or name == "factor"}
+    kind = given.pop("type", given.get("rope_type"))
+    if kind is not None and given.setdefault("rope_type", kind) != kind:
+        raise InputError(f"config.json has the rope types {given['rope_type']!r} and {kind!r}; keep one of them")
+    return given
+
+
+def _agreed(name: str, defaults: Mapping[str, Any], *places: Mapping[str, Any]) -> float:
+    """Return an attribute that may be in several places of a config.json; InputError where they differ."""
+    given = [float(place[name]) for place in places if place.get(name) is not None]
+    if len({*given}) > 1:
+        raise InputError(f"config.json has {name} in two places, {given[0]} and {given[1]}; keep the right one")
+    return given[0] if given else float(defaults[name])
+
+
 def _read_scaling(
     rope: Mapping[str, Any], family: Family, known: Mapping[str, Any]
 ) -> Llama3Rope | Yarn | float | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    keys = _ROPE_KEYS | (_YARN_KEYS if kind == "yarn" else set()) | (family.defaults.keys() & {"partial_rotary_factor"})
-    strange = [name for name in rope if name not in keys and rope[name] != _NEUTRAL.get(name)]
+    kind = rope.get("rope_type", "default")
     if kind == "longrope" or (family.model_type == "phi3" and kind in ("su", "yarn")):
         raise InputError(
             f"config.json names the rope type {kind!r} (longrope), which is not known here; use a model with the "
             "original context, such as microsoft/phi-4 or Phi-3-mini-4k-instruct"
         )
-    if strange:
-        raise InputError(
-            f"config.json sets the rope parameter {strange[0]}={rope[strange[0]]!r}, which is not known here"
-        )
+    if kind not in _ROPE_KEYS:
+        raise InputError(f"config.json names the rope type {kind!r}; known are {', '.join(_ROPE_KEYS)}")
+    keys = {"rope_type", "rope_theta", *_ROPE_KEYS[kind], *(family.defaults.keys() & {"partial_rotary_factor"})}
+    for name, value in rope.items():
+        if name not in keys and value not in (None, _NEUTRAL.get(name)):
+            raise InputError(
+                f"config.json sets the rope parameter {name}={value!r}, which is not known here for the rope type "
+                f"{kind!r} of {family.model_type}"
+            )
     try:
         if kind == "default":
             return None
@@ -310,13 +382,11 @@ def _read_scaling(
         if kind == "llama3":
             factors = (float(rope[name]) for name in ("factor", "low_freq_factor", "high_freq_factor"))
             return Llama3Rope(*factors, original_positions=original)
-        if kind == "yarn":
-            factor = known["max_position_embeddings"] / original if rope["factor"] is None else float(rope["factor"])
-            fast, slow = (float(rope.get(name) or default) for name, default in (("beta_fast", 32), ("beta_slow", 1)))
-            return Yarn(factor, original, fast, slow, _magnitude(rope, factor), bool(rope.get("truncate", True)))
+        factor = known["max_position_embeddings"] / original if rope["factor"] is None else float(rope["factor"])
+        fast, slow = (float(rope.get(name) or default) for name, default in (("beta_fast", 32), ("beta_slow", 1)))
+        return Yarn(factor, original, fast, slow, _magnitude(rope, factor), _typed("truncate", rope, True))
     except KeyError as error:
         raise InputError(f"config.json: rope type {kind!r} needs {error.args[0]!r}") from None
-    raise InputError(f"config.json names the rope type {kind!r}; known are default, linear, llama3, yarn")
 
 
 def _magnitude(rope: Mapping[str, Any], factor: float) -> float:

@@ -61,7 +61,9 @@ def load_either(
     ``scores``: refuse one that gives no scores (True), or one that does (False), before its weights are read.
     """
     from jaxrl_llm.models.gguf import load_gguf
+    from jaxrl_llm.models.heads import split
     from jaxrl_llm.models.hf import load_directory
+    from jaxrl_llm.models.tokenizer import within
 
     require(dtype in DTYPES, f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     name = os.fspath(path_or_name)
@@ -88,8 +90,10 @@ def load_either(
         "...ForSequenceClassification with one label, or begin a new one with fresh=True",
     )
     if path.is_dir():
-        return load_directory(path, dtype, mesh)
-    return load_gguf(path, dtype, mesh) if name.endswith(".gguf") else BUILTIN[name].load(dtype, mesh)
+        model, tokenizer = load_directory(path, dtype, mesh)
+    else:
+        model, tokenizer = load_gguf(path, dtype, mesh) if name.endswith(".gguf") else BUILTIN[name].load(dtype, mesh)
+    return model, None if tokenizer is None else within(tokenizer, split(model)[0].config.vocab_size)
 
 
 def load_adapted(folder: Path, dtype: str, mesh: Any, scores: bool | None) -> tuple[Any, Any | None]:
@@ -103,7 +107,7 @@ def load_adapted(folder: Path, dtype: str, mesh: Any, scores: bool | None) -> tu
     from jaxrl_llm.models.heads import split, with_scalar_head
     from jaxrl_llm.models.hf import with_special_ids
     from jaxrl_llm.models.lora import attached, merge
-    from jaxrl_llm.models.tokenizer import load_tokenizer
+    from jaxrl_llm.models.tokenizer import load_tokenizer, within
     from jaxrl_llm.sharding import laid_out, only_shapes, shardings
 
     with of_adapter(folder) as base:
@@ -112,6 +116,7 @@ def load_adapted(folder: Path, dtype: str, mesh: Any, scores: bool | None) -> tu
     adapter = read_adapter(folder, decoder.config)
     own = load_tokenizer(folder)
     if own is not None:
+        own = within(own, decoder.config.vocab_size)
         decoder = Decoder(with_special_ids(decoder.config, {}, own), to_parameters(decoder))
     if mesh is not None:
         adapter = laid_out(adapter, shardings(adapter, mesh))
@@ -193,6 +198,23 @@ def architecture(name: str) -> tuple[ModelConfig, str]:
     if not looks_like_hub_id(name):
         return BUILTIN[name].config or BUILTIN[name].load("float32", None)[0].config, "built in"
     return read_config(attributes), "the hub's config.json"
+
+
+def generation_of(name: str) -> dict[str, Any]:
+    """Return the content of generation_config.json of a directory, or of a hub id whose files are here; else {}.
+
+    That of an adapter is its base's.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    path = storage.folder(name)
+    if is_adapter(path):
+        return generation_of(base_named(path))
+    found = path / "generation_config.json" if path.is_dir() else None
+    if found is None and looks_like_hub_id(name):
+        cached = try_to_load_from_cache(name, "generation_config.json")
+        found = Path(cached) if isinstance(cached, str) else None
+    return read_json(found) if found is not None and found.is_file() else {}
 
 
 def attributes_of(name: str) -> dict[str, Any]:

@@ -4,20 +4,24 @@ import copy
 import dataclasses
 import json
 import os
+import unicodedata
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.errors import InputError, as_input_error
+from jaxrl_llm.errors import InputError, as_input_error, require
 
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that torch is not installed
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_OF_THIS_LOADING = ("backend", "is_local", "local_files_only", "trust_remote_code", "add_prefix_space")
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN2_SPLIT = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}"
 PROBE = "Don't  stop: 12345 + 6 = 日本, naïve\n\n\tÀ bientôt!  "
 """Probe text on which tokenizers with different splitting rules differ."""
+_PROBES = (PROBE, "def f(x):\n    return x[1 , 2] != 3  # ok ?", "1234567 e\u0301 \u0635\u0628\u0627 \U0001f642 I'LL")
 LLAMA3_SPLIT = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
 
 
@@ -49,29 +53,144 @@ class BytePairs:
 
 
 def load_tokenizer(directory: Path) -> Any | None:
-    """Load the fast tokenizer of a directory; None if it holds no tokenizer files."""
+    """Load the fast tokenizer of a directory; None if it holds no tokenizer files.
+
+    It is admitted if it encodes probe texts as ``tokenizer.json`` does, and spells them when it decodes what it encoded
+    (``_spells``). Some releases of transformers build another tokenizer than that file describes, by the class that
+    tokenizer_config.json names; then the file alone counts.
+
+    Raises:
+      InputError: it cannot be read, has no fast form, or is not admitted.
+    """
     if not any((directory / name).is_file() for name in _FILES):
         return None
+    import tokenizers
     import transformers
 
-    with as_input_error(f"{directory}: the tokenizer cannot be read", "fetch its files again"):
-        load = transformers.AutoTokenizer.from_pretrained
-        tokenizer: Any = load(directory, local_files_only=True, trust_remote_code=False)
-        tokenizer("\U0010fffd")  # some wrong values are noticed where a text is encoded, some where it is unknown
-    if not tokenizer.is_fast:
-        raise InputError(f"{directory}: the tokenizer has no fast form; save it once with its tokenizer.json")
+    where = f"{directory}: the tokenizer"
+    with as_input_error(f"{where} cannot be read", "fetch its files again"):
+        file = directory / _FILES[0]
+        described = tokenizers.Tokenizer.from_file(str(file)) if file.is_file() else None
+        kinds: tuple[Any, ...] = (transformers.AutoTokenizer, transformers.PreTrainedTokenizerFast)
+        for kind, options in zip(kinds, ({}, {} if described is None else _prefix(described)), strict=True):
+            tokenizer = kind.from_pretrained(directory, local_files_only=True, trust_remote_code=False, **options)
+            tokenizer("\U0010fffd")  # some wrong values are noticed where a text is encoded, some where it is unknown
+            agrees = described is None or _agree(tokenizer, described)
+            if agrees:
+                break
+    require(tokenizer.is_fast, f"{where} has no fast form; save it once with its tokenizer.json")
+    require(agrees, f"{where} encodes text otherwise than its tokenizer.json; fetch the files again, all of one model")
+    for probe in _PROBES:
+        if not _spells(tokenizer, probe):
+            back = text_of(tokenizer, _ids(tokenizer, probe))
+            raise InputError(f"{where} encodes {probe!r} and decodes it as {back!r}; fetch its files again")
+    return tokenizer
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _prefix(backend: Any) -> dict[str, bool]:
+    """Return tokenizer.json's ``add_prefix_space``, where it has one: version 4 takes it from the options."""
+    rule = json.loads(backend.pre_tokenizer.__getstate__()) if backend.pre_tokenizer else {}
+    return {name: rule[name] for name in ("add_prefix_space",) if name in rule}
+
+
+def _agree(tokenizer: Any, described: Any) -> bool:
+    """Whether a tokenizer of transformers encodes the probes as that of tokenizer.json."""
+    described.no_truncation()
+    described.no_padding()
+    return all(_ids(tokenizer, one) == described.encode(one, add_special_tokens=False).ids for one in _PROBES)
+
+
+def _spells(tokenizer: Any, text: str) -> bool:
+    """Whether the decoded ids of a text spell it.
+
+    A tokenizer with a token for each byte must give the text back, or its normal form, and may begin it with a space.
+    Others may leave out characters that they have no token for, change case, accents and spaces, and write
+    compatibility characters plainly; but what they decode must be in the text, in its order.
+    """
+    backend = tokenizer.backend_tokenizer
+    unknown = backend.token_to_id(getattr(backend.model, "unk_token", None) or "")
+    ids = [one for one in _ids(tokenizer, text) if one not in (tokenizer.unk_token_id, unknown)]
+    back = text_of(tokenizer, ids)
+    whole = all(backend.token_to_id(byte) is not None for byte in byte_alphabet())
+    if whole and "ByteLevel" in str(backend.pre_tokenizer):
+        normal = backend.normalizer.normalize_str(text) if backend.normalizer else text
+        return back.removeprefix(" ") in (text, normal)
+    rest = iter(_plainly(text))
+    return all(letter in rest for letter in _plainly(back.replace("\ufffd", "")))
+
+
+def _plainly(text: str) -> list[str]:
+    """Return the characters of a text that every normalisation leaves."""
+    letters = unicodedata.normalize("NFKD", text.casefold())
+    return [one for one in letters if not one.isspace() and not unicodedata.combining(one)]
+
+
+def text_of(tokenizer: Any, tokens: Iterable[Any], ends: Collection[int] = ()) -> str:
+    """Return exactly what tokens spell, special tokens included: every text that is judged, saved or shown.
+
+    ``ends``: of these ids one at the end is left out.
+    """
+    ids = [int(token) for token in tokens]
+    ids = ids[:-1] if ids and ids[-1] in ends else ids
+    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def within(tokenizer: Any, rows: int) -> Any:
+    """Return a tokenizer that refuses a text with a token that has no row in a model's embedding.
+
+    The same object: its class changes if it has such tokens.
+
+    Raises:
+      InputError: where a text uses such a token.
+    """
+    beyond = {index: token for token, index in tokenizer.get_vocab().items() if index >= rows}
+    if not beyond:
+        return tokenizer
+    own: Any = type(tokenizer)
+
+    class Within(own):
+        def __call__(self, *texts: Any, **options: Any) -> Any:
+            made = super().__call__(*texts, **options)
+            for index in (index for one in made.encodings or () for index in one.ids if index in beyond):
+                raise InputError(
+                    f"a text has the token {beyond[index]!r}, whose id {index} has no row in the model's embedding of "
+                    f"{rows} rows: leave it out of the text, or give a model that was resized for its tokenizer"
+                )
+            return made
+
+        def encode(self, text: Any, text_pair: Any = None, **options: Any) -> Any:
+            return self(text, text_pair, **options)["input_ids"]
+
+    Within.__name__ = own.__name__
+    tokenizer.__class__ = Within
     return tokenizer
 
 
 def save_tokenizer(tokenizer: Any, directory: Path) -> None:
-    """Write the tokenizer's files so that transformers 4 and 5 load them."""
+    """Write the tokenizer's files so that transformers 4 and 5 load them.
+
+    tokenizer.json is the whole tokenizer, so the class is the general one by the name that both know: some releases
+    build another tokenizer by the name of a model's class. Version 4 wants a list of special tokens by its old name.
+    """
     from jaxrl_llm.models.weights import read_json, write_json
 
     tokenizer.save_pretrained(directory)
     written = read_json(directory / "tokenizer_config.json")
-    # transformers 5 renamed the general fast class; version 4 knows only the old name, version 5 knows both.
-    if written.get("tokenizer_class") == "TokenizersBackend":
-        write_json(directory / "tokenizer_config.json", written | {"tokenizer_class": "PreTrainedTokenizerFast"})
+    extra = written.pop("extra_special_tokens", None) or {}
+    named = written.pop("model_specific_special_tokens", {})
+    if isinstance(extra, list):
+        written["additional_special_tokens"] = extra
+    else:
+        named |= extra
+    written = {name: value for name, value in written.items() if name not in _OF_THIS_LOADING}
+    written |= {"extra_special_tokens": named} if named else {}
+    written |= {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": ["input_ids", "attention_mask"]}
+    written |= _prefix(tokenizer.backend_tokenizer)
+    write_json(directory / "tokenizer_config.json", written)
 
 
 def special_ids(tokenizer: Any) -> list[int]:

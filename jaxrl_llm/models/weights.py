@@ -193,21 +193,46 @@ def _joined(fused: Fused, tensors: list[StoredTensor], place: tuple[slice, ...])
 
 
 def open_checkpoint(directory: Path) -> dict[str, StoredTensor]:
-    """Open the tensors of a directory, from one safetensors file or the shards of its index."""
-    if (directory / INDEX).is_file():
-        places = read_json(directory / INDEX).get("weight_map", {})
-        files = places.values() if isinstance(places, dict) else (None,)
-        flat = all(isinstance(file, str) and file and Path(file).name == file for file in files)
-        require(flat, f"{directory / INDEX} has a weight_map that names no files of this directory; fetch it again")
-        shards = {file: open_file(directory / file) for file in sorted(set(places.values()))}
-        lost = [name for name, file in places.items() if name not in shards[file]]
-        if lost:
-            raise InputError(f"{directory / places[lost[0]]} lacks {lost[0]}, which the index names; fetch it again")
-        return {name: shards[file][name] for name, file in places.items()}
+    """Open the tensors of a directory: those of ``model.safetensors``, else of the shards that its index names.
+
+    Other files of weights are not looked at. The choice is that of transformers.
+
+    Raises:
+      InputError: a file is missing or broken, or both sets are there and differ.
+    """
+    places = _places(directory)
+    files = {*places.values()}
     if (directory / SINGLE).is_file():
-        return open_file(directory / SINGLE)
+        tensors = open_file(directory / SINGLE)
+        if files - {SINGLE} and all((directory / file).is_file() for file in files):  # else the index is left over
+            others = _open_shards(directory, places)
+            same = tensors.keys() == others.keys() and all(_equal(tensors[name], others[name]) for name in others)
+            two = f"{SINGLE} and the files of {INDEX}"
+            require(same, f"{directory} holds two models that differ, {two}; move one of them away")
+        return tensors
+    if files:
+        return _open_shards(directory, places)
     remedy = "convert the weights to safetensors" if any(directory.glob("*.bin")) else "fetch the weights"
     raise InputError(f"{directory} holds no {SINGLE} and no {INDEX}; {remedy} (pickled ones are never read)")
+
+
+def _places(directory: Path) -> dict[str, str]:
+    """Return the file of each tensor by an index; {} without one."""
+    if not (directory / INDEX).is_file():
+        return {}
+    places = read_json(directory / INDEX).get("weight_map", {})
+    files = places.values() if isinstance(places, dict) else (None,)
+    flat = all(isinstance(file, str) and file and Path(file).name == file for file in files)
+    require(flat, f"{directory / INDEX} has a weight_map that names no files of this directory; fetch it again")
+    return places
+
+
+def _open_shards(directory: Path, places: Mapping[str, str]) -> dict[str, StoredTensor]:
+    shards = {file: open_file(directory / file) for file in sorted({*places.values()})}
+    lost = [name for name, file in places.items() if name not in shards[file]]
+    if lost:
+        raise InputError(f"{directory / places[lost[0]]} lacks {lost[0]}, which the index names; fetch it again")
+    return {name: shards[file][name] for name, file in places.items()}
 
 
 def open_file(path: Path) -> dict[str, StoredTensor]:
@@ -289,14 +314,16 @@ def _ignorable(name: str, config: ModelConfig, stored: Mapping[str, StoredTensor
         return True
     if name != "lm_head.weight" or not config.embeddings.tied:
         return False
-    head = stored[name]
-    embedding = stored["model.embed_tokens.weight"]
-    rows, columns = head.shape
-    # Some rows at a time: both together may be larger than memory.
-    cuts = [(slice(i, min(i + 8192, rows)), slice(0, columns)) for i in range(0, rows, 8192)]
-    if head.shape == embedding.shape and all(np.array_equal(head.part(cut), embedding.part(cut)) for cut in cuts):
+    if _equal(stored[name], stored["model.embed_tokens.weight"]):
         return True
     raise InputError("lm_head.weight differs from the embedding though tie_word_embeddings is true; set it to false")
+
+
+def _equal(one: StoredTensor, other: StoredTensor) -> bool:
+    """Whether two tensors have the same numbers; some rows at a time, since both may be larger than memory."""
+    rows, *rest = one.shape or (1,)
+    cuts = [(slice(i, min(i + 8192, rows)), *(slice(0, size) for size in rest)) for i in range(0, rows, 8192)]
+    return one.shape == other.shape and all(np.array_equal(one.part(cut), other.part(cut)) for cut in cuts)
 
 
 def _part_to_hf(

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxrl_llm.models.tokenizer import text_of
 from jaxrl_llm.rewards.calls import Call, Outcome
 from jaxrl_llm.rewards.functions import Item
 from jaxrl_llm.rewards.inside import Coming
@@ -104,8 +105,7 @@ def interleaved(shares: Sequence[Scores], count: int) -> Scores:
 def last_token(text: str, tokens: Sequence[int], end: int, tokenizer: Any) -> int:
     """Return the index of the token in which the first ``end`` characters of a completion are complete.
 
-    Bisects over its prefixes, decoded as the whole was, without special tokens: a character of several tokens appears
-    with the last of them.
+    Bisects over its prefixes, decoded as the whole was: a character of several tokens appears with the last of them.
 
     Args:
       text: of the whole completion.
@@ -116,7 +116,7 @@ def last_token(text: str, tokens: Sequence[int], end: int, tokenizer: Any) -> in
     return bisect.bisect_left(
         range(1, len(tokens)),
         True,
-        key=lambda count: tokenizer.decode(tokens[:count], skip_special_tokens=True).startswith(text[:end]),
+        key=lambda count: text_of(tokenizer, tokens[:count]).startswith(text[:end]),
     )
 
 

@@ -142,6 +142,7 @@ class GroupSource:
       seed: the run's; with a prompt's number in the stream it determines every random number.
       shaping: changes of a group's rewards, in order.
       episodes: of tasks with environments or tools; None without such tasks.
+      stop_ids: end a completion, and are no part of its text; () means the tokenizer's own end.
     """
 
     tokenizer: Any
@@ -152,6 +153,7 @@ class GroupSource:
     seed: int
     shaping: tuple[GroupShaping, ...]
     episodes: Episodes | None = None
+    stop_ids: tuple[int, ...] = ()
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -199,7 +201,8 @@ class GroupSource:
         """Begin to score finished groups; return a function that waits for them: by number, with texts and scores, and
         the failures of rewards.
         """
-        done = with_texts(dict(enumerate(c for group in whole for c in group.completions)), self.tokenizer)
+        completions = [completion for group in whole for completion in group.completions]
+        done = with_texts(dict(enumerate(completions)), self.tokenizer, self.stop_ids)
         coming = self.judge.begin([(whole[i // self.group].problem, c) for i, c in done.items()])
 
         def finish() -> tuple[dict[int, Group], Failures]:

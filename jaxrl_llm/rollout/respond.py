@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from jaxrl_llm.engine.backend import Backend
 from jaxrl_llm.engine.requests import EMPTY, first_tokens, joined, last_tokens, row_offset, row_room, with_tokens
 from jaxrl_llm.engine.settings import Sampling
+from jaxrl_llm.models.tokenizer import text_of
 from jaxrl_llm.rewards import Scorer
 from jaxrl_llm.types import Completion
 
@@ -155,7 +156,7 @@ class Requests:
         self.backend = backend
         self.tokens = 0
         self.waited_s = 0.0
-        self._sampling = sampling
+        self.sampling = sampling
         self._responder = responder
         self._asked: dict[int, Asked] = {}  # by handle, in the order of the backend's queue
         self._waiting: dict[Hashable, tuple[Asked, Completion]] = {}  # turns that the responder answers
@@ -181,11 +182,11 @@ class Requests:
 
         A turn that was begun and is finished waits for the responder first; an episode that is over is taken as it is.
         """
-        limits = [self._sampling.max_new_tokens] * len(prompts) if limits is None else limits
+        limits = [self.sampling.max_new_tokens] * len(prompts) if limits is None else limits
         begun = [None] * len(prompts) if begun is None else begun
         sampled = []
         for asked in map(Asked, keys, prompts, seeds, limits, begun):
-            turn = None if self._responder is None else asked.whole_turn(self._longest_turn, self._sampling.stop_ids)
+            turn = None if self._responder is None else asked.whole_turn(self._longest_turn, self.sampling.stop_ids)
             if asked.begun is not None and asked.begun.unplayed:
                 self._over[asked.key] = asked.begun
             elif turn is None:
@@ -302,7 +303,7 @@ def gather(
     ``status`` receives progress texts. ``watch`` is called after each chunk with all running completions, and at the
     end with all: a completion that it stops has the reason "aborted".
     """
-    keys = requests.keys
+    keys, ends = requests.keys, requests.sampling.stop_ids
     before = requests.tokens
     done: dict[Hashable, Completion] = {}
     for over in respond(requests, weights):
@@ -310,18 +311,19 @@ def gather(
         if requests:
             status(f"sampling {len(done)}/{len(keys)} completions, {requests.tokens - before} tokens")
         if watch is not None:
-            requests.abort([*watch(with_texts(requests.running, tokenizer))])
-    done = with_texts({key: done[key] for key in keys}, tokenizer)
+            requests.abort([*watch(with_texts(requests.running, tokenizer, ends))])
+    done = with_texts({key: done[key] for key in keys}, tokenizer, ends)
     if watch is not None:
-        ends = watch(done)
-        done |= with_texts({key: first_tokens(done[key], end) for key, end in ends.items()}, tokenizer)
+        cuts = watch(done)
+        done |= with_texts({key: first_tokens(done[key], end) for key, end in cuts.items()}, tokenizer, ends)
     return done
 
 
-def with_texts(completions: Mapping[Any, Any], tokenizer: Any) -> dict[Any, Completion]:
-    """Return the completions with their tokens decoded, of episodes those of the last turn."""
-    if not completions:  # of no text at all tokenizers make one that is empty
-        return {}
-    turns = [c.tokens[c.last_turn if c.episode else 0 :] for c in completions.values()]
-    texts = tokenizer.batch_decode(turns, skip_special_tokens=True)
-    return {key: dataclasses.replace(c, text=text) for (key, c), text in zip(completions.items(), texts, strict=True)}
+def with_texts(completions: Mapping[Any, Any], tokenizer: Any, stop_ids: Sequence[int] = ()) -> dict[Any, Completion]:
+    """Return the completions with the texts that their tokens spell, of episodes those of the last turn.
+
+    The end token is left out: one of ``stop_ids``, or the tokenizer's own without any.
+    """
+    ends = stop_ids or (tokenizer.eos_token_id,)
+    turns = {key: c.tokens[c.last_turn if c.episode else 0 :] for key, c in completions.items()}
+    return {key: dataclasses.replace(c, text=text_of(tokenizer, turns[key], ends)) for key, c in completions.items()}

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.models.tokenizer import text_of
 from jaxrl_llm.tasks.guarding import Guard
 from jaxrl_llm.tasks.messages import CALLS, OPTIONS, THOUGHTS, TOOLS, WEIGHT, joined, shared, tool_call
 from jaxrl_llm.tasks.plain_form import as_text, with_tools
@@ -103,7 +104,7 @@ class Pieces:
         self._options = options
         self._closes = closes
         ids = {*stop_ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])}
-        texts = [tokenizer.decode([token], clean_up_tokenization_spaces=False) for token in sorted(ids)]
+        texts = [text_of(tokenizer, [token]) for token in sorted(ids)]
         some = "|".join(re.escape(text) for text in texts if text.strip()) or r"(?!)"
         self._end_token = re.compile(some)
         self._ends = re.compile(rf"(?:(?:{some})\s*)+\Z")  # end tokens at the end of a text
@@ -201,7 +202,7 @@ class Pieces:
         if not stops:
             return "", []
         ids = ids[: stops[0] + 1]
-        return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False), ids
+        return text_of(self.tokenizer, ids), ids
 
 
 class Writer(Pieces):

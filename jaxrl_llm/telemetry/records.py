@@ -9,6 +9,7 @@ from typing import Any
 from tokenizers.decoders import DecodeStream
 
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.models.tokenizer import text_of
 from jaxrl_llm.system.json_lines import append_rows, cut_after, jsonable, last_row
 from jaxrl_llm.system.paths import open_nofollow
 from jaxrl_llm.telemetry.report import Reporter
@@ -159,4 +160,4 @@ def token_texts(tokens: Sequence[int], tokenizer: Any) -> list[str]:
     try:
         return [stream.step(tokenizer.backend_tokenizer, token) or "" for token in tokens]
     except Exception:  # noqa: BLE001  tokenizers raises no narrower class
-        return [tokenizer.decode([token]) for token in tokens]
+        return [text_of(tokenizer, [token]) for token in tokens]

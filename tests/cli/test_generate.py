@@ -32,6 +32,7 @@ from jaxrl_llm.config import load_config
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.builtin import tiny_tokenizer
+from jaxrl_llm.models.tokenizer import text_of
 from jaxrl_llm.rollout import Engine
 from jaxrl_llm.types import Completion
 
@@ -73,7 +74,7 @@ def expected(policy, messages, sampling=GREEDY, seed=0):
     prompt = policy.tokenizer(f"{text}<|im_start|>assistant\n", add_special_tokens=False)["input_ids"]
     with jax.set_mesh(policy.mesh):
         done = Engine(policy.model, 1, 256, mesh=policy.mesh).generate(policy.model, [prompt], [seed], sampling)[0]
-    return policy.tokenizer.decode(done.tokens, skip_special_tokens=True)
+    return text_of(policy.tokenizer, done.tokens, policy.model.config.tokens.eos)
 
 
 def spelled(*words):
@@ -98,7 +99,7 @@ def test_what_is_told_stays_whatever_follows(tokenizer):
             start = int(random.integers(0, len(text) - 12))
             tokens[:] = text[start : start + 12]
             tokens[random.integers(0, 12)] = 0xE2
-        whole = tokenizer.decode(tokens, skip_special_tokens=True)
+        whole = text_of(tokenizer, tokens)
         told = [settled(tokens[:count], tokenizer) for count in range(13)]
         assert all(whole.startswith(text) for text in told)
         assert all(len(a) <= len(b) for a, b in itertools.pairwise(told))

@@ -1,12 +1,13 @@
 """Replies are parsed in every syntax, and a broken one costs a message, never an exception."""
 
+import itertools
 import json
 import random
 
 import pytest
 
-from jaxrl_llm.environments.call_syntaxes import SYNTAXES
-from jaxrl_llm.environments.calls import HARMONY, NO_CALLS, marks_of, parse_reply, syntax_of
+from jaxrl_llm.environments.call_syntaxes import SYNTAXES, THOUGHTS
+from jaxrl_llm.environments.calls import _HARMONY_MARKS, HARMONY, NO_CALLS, parse_reply, syntax_of
 from jaxrl_llm.errors import InputError
 
 HEAD = "<|channel|>commentary to=functions."
@@ -198,7 +199,8 @@ def test_schemas_tell_text_from_numbers():
 @pytest.mark.parametrize("syntax", sorted(WRITTEN))
 def test_any_damage_gives_a_message(syntax):
     draws = random.Random(syntax)
-    pieces = [*marks_of(syntax), "{", "}", '"', "name", "arguments", ":", ",", "f", "1", "[", "]", "(", "é", "\n", "\\"]
+    marks = SYNTAXES[syntax].marks if syntax in SYNTAXES else _HARMONY_MARKS
+    pieces = [*marks, *itertools.chain(*THOUGHTS), "name", "arguments", *'{}":,f1[](é\n\\']
     for _ in range(150):
         whole = list(WRITTEN[syntax])
         for _ in range(draws.randrange(1, 6)):

@@ -308,8 +308,8 @@ def test_what_the_prompt_began_to_think_is_reasoning():
     assert "tool_calls" not in form.parse(ids(CALLED["hermes"]), ids("assistant\n<think>\n")).message
 
 
-def test_special_tokens_that_mark_nothing_are_left_out_of_replies():
-    assert made("hermes").parse(ids("It <|turn>is<bos> 3.<|im_end|>")).message == SAID
+def test_special_tokens_that_end_nothing_stay_in_replies():
+    assert made("hermes").parse(ids("It <|turn>is<bos> 3.<|im_end|>")).message["content"] == "It <|turn>is<bos> 3."
 
 
 def test_a_tokenizers_template_for_tools_is_taken():

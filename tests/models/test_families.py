@@ -54,8 +54,10 @@ def test_window_rules_follow_each_family():
     assert read_config(attributes("qwen2", use_sliding_window=False)).attention.windows == ()
     assert read_config(attributes("gemma2", layer_types=None)).attention.windows == (6, 0, 6)
     gemma3 = attributes("gemma3_text", layer_types=None, num_hidden_layers=7)
-    del gemma3["sliding_window_pattern"]
-    assert read_config(gemma3).attention.windows == (6, 6, 6, 6, 6, 0, 6)
+    assert read_config(gemma3).attention.windows == (6, 6, 0, 6, 6, 0, 6)
+    bare = {name: value for name, value in gemma3.items() if "pattern" not in name}
+    assert read_config(bare).attention.windows == (6, 6, 6, 6, 6, 0, 6)
+    assert read_config(bare | {"_sliding_window_pattern": 2}).attention.windows == (6, 0, 6, 0, 6, 0, 6)
 
 
 def test_gemma_constants():
@@ -169,6 +171,97 @@ def test_yarn_is_read_in_each_spelling():
     assert read_config(bare).attention.rope.scaling == Yarn(
         32.0, 4096, 32, 1, pytest.approx(0.1 * math.log(32) + 1), False
     )
+
+
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+NEW = "rope_parameters"
+KINDS = ("full_attention", "sliding_attention")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "theta", "scaling"),
+    [
+        ("llama", {NEW: LINEAR | {"rope_theta": 7.0}}, 7.0, 4.0),
+        ("llama", {NEW: LINEAR, "rope_theta": 7.0}, 7.0, 4.0),
+        ("llama", {NEW: LINEAR | {"rope_theta": 7.0}, "rope_theta": 7}, 7.0, 4.0),
+        (
+            "llama",
+            {NEW: {"type": "linear", "rope_type": None, "factor": 4.0, "rope_theta": None}},
+            1e4,
+            4.0,
+        ),
+        ("llama", {NEW: None, "rope_scaling": LINEAR, "rope_theta": None}, 1e4, 4.0),
+        ("llama", {NEW: LINEAR | {"beta_fast": None, "attention_factor": None}}, 1e4, 4.0),
+        ("llama", {NEW: LINEAR, "rope_scaling": LINEAR}, 1e4, 4.0),
+        ("qwen2", {NEW: dict.fromkeys(KINDS, LINEAR | {"rope_theta": 7.0})}, 7.0, 4.0),
+        (
+            "llama",
+            {NEW: {"rope_type": "default", "partial_rotary_factor": 1.0, "rope_theta": 7.0}},
+            7.0,
+            None,
+        ),
+        ("gemma3_text", {NEW: {"full_attention": LINEAR | {"rope_theta": 7.0}}}, 7.0, 4.0),
+        ("gemma3_text", {NEW: None, "rope_scaling": LINEAR, "rope_theta": 7.0}, 7.0, 4.0),
+        (
+            "gemma3_text",
+            {NEW: {"full_attention": LINEAR, "sliding_attention": None}, "rope_theta": 7.0},
+            7.0,
+            4.0,
+        ),
+    ],
+)
+def test_rotary_parameters_are_read_wherever_they_stand(name, changes, theta, scaling):
+    rope = read_config(attributes(name, **changes)).attention.rope
+    assert (rope.theta, rope.scaling) == (theta, scaling)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("llama", {NEW: {"factor": 4.0}}, "factor=4.0"),
+        ("llama", {NEW: {"rope_type": "default", "low_freq_factor": 2.0}}, "low_freq_factor=2.0"),
+        (
+            "llama",
+            {NEW: LINEAR | {"original_max_position_embeddings": 8}},
+            "original_max_position_embeddings=8",
+        ),
+        ("llama", {NEW: LINEAR | {"type": "yarn"}}, "'linear' and 'yarn'"),
+        (
+            "llama",
+            {NEW: LINEAR, "rope_scaling": LINEAR | {"factor": 2.0}},
+            "rope_scaling, and they differ",
+        ),
+        (
+            "llama",
+            {NEW: LINEAR | {"rope_theta": 7.0}, "rope_theta": 8.0},
+            "rope_theta in two places, 7.0 and 8.0",
+        ),
+        ("llama", {NEW: {"full_attention": LINEAR}}, "otherwise than full ones; llama cannot"),
+        ("llama", {"rope_local_base_freq": 5.0}, "rope_local_base_freq=5.0"),
+        ("llama", {NEW: LINEAR | {"mrope_section": [1, 1, 2]}}, "mrope_section=[1, 1, 2]"),
+        ("llama", {NEW: {"rope_type": "proportional"}}, "'proportional'; known are default, linear"),
+        ("glm4", {"partial_rotary_factor": 0.75}, "partial_rotary_factor in two places, 0.5 and 0.75"),
+        ("gemma3_text", {NEW: LINEAR}, "rope_parameters.rope_type='linear' outside of full_attention"),
+        (
+            "gemma3_text",
+            {NEW: {"full_attention": LINEAR, "rope_theta": 7.0}},
+            "rope_parameters.rope_theta=7.0 outside",
+        ),
+        ("gemma3_text", {"rope_local_base_freq": 60.0}, "rope_theta in two places, 50.0 and 60.0"),
+        ("qwen2_yarn", {NEW: LINEAR | {"rope_type": "yarn", "truncate": "false"}}, "truncate='false'"),
+        ("gemma2", {"sliding_window": None}, "layer_types has sliding layers, and sliding_window is not set"),
+        ("gemma3_text", {"layer_types": None, "sliding_window_pattern": 0}, "wrong type"),
+        (
+            "gemma2",
+            {"hidden_act": "silu", "hidden_activation": None},
+            "hidden_act='silu'; gemma2 has gelu_pytorch_tanh",
+        ),
+        ("llama", {"rms_norm_eps": "1e-6"}, "rms_norm_eps='1e-6'"),
+        ("llama", {"tie_word_embeddings": "false"}, "tie_word_embeddings='false'"),
+    ],
+)
+def test_an_attribute_in_another_form_never_becomes_the_default(name, changes, words):
+    assert words in refusal(name, **changes)
 
 
 def test_layers_without_rotation_follow_the_interval():

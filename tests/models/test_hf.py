@@ -19,6 +19,7 @@ from jaxrl_llm.models.config import TokenIds
 from jaxrl_llm.models.decoder import Decoder, parameter_shapes, to_parameters
 from jaxrl_llm.models.families import axis_sizes, tensors_of
 from jaxrl_llm.models.hf_config import read_config
+from jaxrl_llm.models.pretrained import generation_of
 from jaxrl_llm.models.weights import open_checkpoint, to_hf, to_ours, to_stored, write_checkpoint
 from jaxrl_llm.sharding import MeshShape, make_mesh
 
@@ -237,6 +238,22 @@ def test_saved_ends_are_in_the_generation_config(llama, tmp_path):
     assert json.loads((tmp_path / "export" / "generation_config.json").read_text())["eos_token_id"] == [2, 7]
 
 
+def test_how_to_sample_is_kept_and_the_ends_are_the_models(llama, tmp_path):
+    sampling = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "do_sample": True}
+    (llama / "generation_config.json").write_text(json.dumps(sampling | {"eos_token_id": [7], "pad_token_id": 900}))
+    model, _ = load_pretrained(llama)
+    save_pretrained(model, None, tmp_path / "export", generation=generation_of(str(llama)))
+    written = json.loads((tmp_path / "export" / "generation_config.json").read_text())
+    assert written == sampling | {"bos_token_id": 1, "eos_token_id": [2, 7], "pad_token_id": 0}
+    (tmp_path / "adapter").mkdir()
+    named = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"]}
+    named = json.dumps(named | {"base_model_name_or_path": str(llama)})
+    (tmp_path / "adapter" / "adapter_config.json").write_text(named)
+    shutil.copy(llama / "model.safetensors", tmp_path / "adapter" / "adapter_model.safetensors")
+    assert generation_of(str(tmp_path / "adapter")) == generation_of(str(llama))
+    assert generation_of("tiny-random") == generation_of(str(tmp_path)) == generation_of("nobody/has-this") == {}
+
+
 def test_a_repeated_head_of_a_tied_model_is_accepted_and_another_refused(tmp_path):
     directory = Path(shutil.copytree(FIXTURES / "qwen2", tmp_path / "qwen2"))
     rewrite(directory, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].copy()}))
@@ -294,6 +311,35 @@ def test_broken_shards_are_refused(tmp_path):
     second.write_bytes(content)
     (directory / "model.safetensors.index.json").write_text("[]")
     assert "does not hold a JSON object" in refusal(directory)
+
+
+def test_of_two_sets_of_weights_one_file_is_the_model_as_for_transformers(llama):
+    tensors = load_file(llama / "model.safetensors")
+    names, name = sorted(tensors), "model.norm.weight"
+    save_file({name: tensors[name] * 0 for name in names}, llama / "consolidated.safetensors")
+    (llama / "pytorch_model.bin").write_bytes(b"")
+    places = {name: f"model-0000{1 + (index > 3)}-of-00002.safetensors" for index, name in enumerate(names)}
+    index = llama / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": places}))
+
+    def shards(values):
+        for file in {*places.values()}:
+            save_file({name: values[name] for name in names if places[name] == file}, llama / file)
+
+    same = lambda: np.testing.assert_array_equal(stored_tensors(llama)[name], tensors[name])
+    same()  # the index is left over: its files are gone
+    shards(tensors)
+    same()
+    shards(tensors | {name: tensors[name] + 1})
+    assert "holds two models that differ, model.safetensors and the files of" in refusal(llama)
+    shards(tensors)
+    index.write_text(json.dumps({"weight_map": {name: places[name] for name in names[1:]}}))
+    assert "holds two models that differ" in refusal(llama)
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")}))
+    same()
+    index.write_text(json.dumps({"weight_map": places}))
+    (llama / "model.safetensors").unlink()
+    same()
 
 
 def test_broken_json_is_refused(llama):

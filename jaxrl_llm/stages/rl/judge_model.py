@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jaxrl_llm import config as configs
 from jaxrl_llm.engine import Sampling
 from jaxrl_llm.engine.backend import Backend, backend_for
+from jaxrl_llm.environments.guarding import Guard
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Sample
 from jaxrl_llm.models.decoder import Decoder, initialise
@@ -77,13 +78,18 @@ class JudgeEngine:
         return answers
 
     def prompt(self, chat: Sequence[Message]) -> np.ndarray:
-        """Return a chat as token ids, int32[T], up to the start of the answer.
+        """Return a chat as token ids, int32[T], up to the start of the answer; control tokens that it spells are text.
 
         Raises:
           InputError: the chat template refuses it.
         """
-        text = rendered([dict(message) for message in chat], self.settings, self.tokenizer, options=self.options)
-        return np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+        guarded = [self._guard(dict(message)) for message in chat]
+        text = rendered(guarded, self.settings, self.tokenizer, options=self.options)
+        return np.asarray(self._guard.ids(text), np.int32)
+
+    @functools.cached_property
+    def _guard(self) -> Guard:
+        return Guard(self.tokenizer)
 
     @property
     def options(self) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def prepare(
     played = (prompts, run.recipe.branch, bool(run.recipe.observation_coef)), (test_prompts, None, False)
     episodes = [episodes_of(one, run.rollout, stops, peers, *others) for one, *others in played]
     of_run = run.rollout.group, run.seed, run.recipe.shaping
-    source = GroupSource(tokenizer, prompts, streams_of(run, read.train), scorer, *of_run, episodes[0])
+    source = GroupSource(tokenizer, prompts, streams_of(run, read.train), scorer, *of_run, episodes[0], stops)
     limits = configs.limits_of(configs.parts_of_task(read.tested), run.rollout.max_new_tokens)
 
     def test(weights: Any) -> tuple[Evaluated, ...]:
@@ -95,7 +95,7 @@ def prepare(
         reference=configs.keeps_reference(run),
         coefficients=moved_by_rules(run),
         rules=rules_for(run),
-        notes=[*read.notes, *told, *sandboxed, *about(run, read, prompts), *repeated],
+        notes=[*read.notes, *told, *sandboxed, *about(run, read, prompts, stops), *repeated],
         ahead=run.rollout.collect.staleness > 0,
         apart=run.mesh.rollout > 0 or mesh.size == 1,
         measures_kl=run.recipe.of_kl is not None,

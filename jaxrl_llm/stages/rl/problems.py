@@ -1,6 +1,7 @@
 """The problems of a run: the training problems in the order in which they are asked, and the evaluation problems; and
 what a phase of a run leaves to the next one: the place in its problems, and stored successes (``rollout.replay``)."""
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -12,7 +13,9 @@ from typing import Any
 
 from jaxrl_llm import codec, tasks
 from jaxrl_llm import config as configs
+from jaxrl_llm.data.chats import Pieces
 from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.models.tokenizer import text_of
 from jaxrl_llm.rollout.replay import Store, no_longer_than, of_another_policy
 from jaxrl_llm.rollout.settings import Rollout
 from jaxrl_llm.runs.load import find_start, host_state
@@ -126,13 +129,30 @@ def prompts_of(
     return prompts
 
 
-def about(run: configs.Run, read: Problems, prompts: tasks.Prompts) -> list[str]:
-    """Return lines for people: tasks with completions that begin within a thought and are judged with it, the amount of
-    training data, with each task's share in a mixture, models without a recorded training format, and notes on the
-    settings."""
+def endless(task: tasks.Task, tokenizer: Any, stops: Sequence[int]) -> list[str]:
+    """Return a line for people if the chat template ends the assistant's turn with a text that stops no completion."""
+    closing: Sequence[int] = ()
+    if task.template != "plain" and not task.plays:  # an episode says it by itself
+        with contextlib.suppress(InputError):  # a template that writes no answers
+            closing = Pieces(task, tokenizer, stops, {}).closing or ()
+    end = text_of(tokenizer, closing).strip()
+    if not end or {*closing} & {*stops}:
+        return []
+    known = " or ".join(text_of(tokenizer, [stop]) for stop in stops) or "none"
+    return [
+        f"the chat template of {task.label} ends a turn with {end}, which stops no completion (stop tokens: {known}): "
+        "name its id as eos_token_id in the model's generation_config.json, if the model writes it"
+    ]
+
+
+def about(run: configs.Run, read: Problems, prompts: tasks.Prompts, stops: Sequence[int]) -> list[str]:
+    """Return lines for people: tasks with completions that begin within a thought and are judged with it, or that
+    none of ``stops`` ends where the template does; the amount of training data, with each task's share in a mixture;
+    models without a recorded training format; and notes on the settings."""
     lines = []
     for task, problems in zip(prompts.tasks, read.train, strict=True):
-        opened = _OPENS_A_THOUGHT.search(prompts.tokenizer.decode(prompts[problems[0]][-16:]))
+        lines += endless(task, prompts.tokenizer, stops)
+        opened = _OPENS_A_THOUGHT.search(text_of(prompts.tokenizer, prompts[problems[0]][-16:]))
         if opened and task.extractor == "whole" and problems[0].verifier != "none":
             lines.append(
                 f"the chat template opens a thought, {opened[0].strip()}, and extractor whole judges the "

@@ -5,6 +5,10 @@ import json
 import pytest
 from commands import forked
 
+from jaxrl_llm.models.builtin import tiny_tokenizer
+from jaxrl_llm.stages.rl.problems import endless
+from jaxrl_llm.tasks import Task
+
 PROGRAM = """
 import contextlib, dataclasses, io, json, pathlib, sys
 from jaxrl_llm import train
@@ -138,3 +142,25 @@ def test_what_is_longer_than_the_model_was_made_for_is_refused(answers):
     code, out = answers["eval too long"]
     assert code == 2 and "--max_new_tokens 1020 after a prompt of" in out
     assert "the model was made for 1024: lower it by" in out
+
+
+ENDED = "{% for m in messages %}[{{ m.role }}]{{ m.content }}END\n{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "stops", "said"),
+    [
+        ("tokenizer", (257,), ""),
+        ("chatml", (258, 257), ""),
+        ("plain", (258,), ""),
+        ("{{ messages[0].content }}", (258,), ""),
+        ("{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}", (258,), ""),
+        ("{{ raise_exception('no') }}", (258,), ""),
+        ("tokenizer", (258,), "ends a turn with <|im_end|>, which stops no completion (stop tokens: <pad>)"),
+        ("chatml", (), "ends a turn with <|im_end|>, which stops no completion (stop tokens: none)"),
+        (ENDED, (257, 258), "ends a turn with END, which stops no completion (stop tokens: <|im_end|> or <pad>)"),
+    ],
+)
+def test_a_template_whose_end_of_turn_stops_nothing_is_said(template, stops, said):
+    (line,) = endless(Task([], template=template), tiny_tokenizer(), stops) or [""]
+    assert said in line and bool(said) == bool(line) and "\n" not in line
