@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxrl_llm.data.datasets import Collected, Data, Kind, Row
 from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.models.tokenizer import text_of
 from jaxrl_llm.system.setting import check_fields
 from jaxrl_llm.tasks.chats import Writer
 from jaxrl_llm.tasks.messages import options_of
@@ -137,4 +138,4 @@ def check_collected(source: Collected, kind: Kind, before: str) -> None:
 
 def _asked(row: Any, tokenizer: Any) -> str:
     """Return a row's prompt as text; of one that has none, the whole."""
-    return tokenizer.decode([*row.prompt] if len(row.prompt) > 1 else [*row.prompt, *row.tokens])
+    return text_of(tokenizer, [*row.prompt] if len(row.prompt) > 1 else [*row.prompt, *row.tokens])

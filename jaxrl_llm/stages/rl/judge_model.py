@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 from jaxrl_llm import config as configs
 from jaxrl_llm.engine import Sampling
 from jaxrl_llm.engine.backend import Backend, backend_for
-from jaxrl_llm.environments.guarding import Guard
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Sample
 from jaxrl_llm.models.decoder import Decoder, initialise
@@ -24,6 +23,7 @@ from jaxrl_llm.rewards.rubric import Pairwise, asks_model
 from jaxrl_llm.rollout.respond import Requests, gather
 from jaxrl_llm.runs.load import load_model
 from jaxrl_llm.stages.stage import Architectures, Pass, run_by
+from jaxrl_llm.tasks.guarding import Guard
 from jaxrl_llm.tasks.template import check_tokenizer, rendered
 from jaxrl_llm.types import Completion, Message, Problem
 

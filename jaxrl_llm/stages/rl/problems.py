@@ -13,7 +13,6 @@ from typing import Any
 
 from jaxrl_llm import codec, tasks
 from jaxrl_llm import config as configs
-from jaxrl_llm.data.chats import Pieces
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.models.tokenizer import text_of
 from jaxrl_llm.rollout.replay import Store, no_longer_than, of_another_policy
@@ -21,6 +20,7 @@ from jaxrl_llm.rollout.settings import Rollout
 from jaxrl_llm.runs.load import find_start, host_state
 from jaxrl_llm.stages.stage import Fingerprints, read_parts
 from jaxrl_llm.stages.taught import untold
+from jaxrl_llm.tasks.chats import Pieces
 from jaxrl_llm.tasks.curriculum import BY_SUCCESS, PLACES, Curriculum, difficulties
 from jaxrl_llm.tasks.stream import NONE, Memory, PromptStream, digest, going_on, places_in
 from jaxrl_llm.types import Problem
