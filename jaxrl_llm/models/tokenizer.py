@@ -78,12 +78,12 @@ def load_tokenizer(directory: Path) -> Any | None:
             agrees = described is None or _agree(tokenizer, described)
             if agrees:
                 break
-    require(tokenizer.is_fast, f"{where} has no fast form; save it once with its tokenizer.json")
-    require(agrees, f"{where} encodes text otherwise than its tokenizer.json; fetch the files again, all of one model")
-    for probe in _PROBES:
-        if not _spells(tokenizer, probe):
-            back = text_of(tokenizer, _ids(tokenizer, probe))
-            raise InputError(f"{where} encodes {probe!r} and decodes it as {back!r}; fetch its files again")
+        require(tokenizer.is_fast, f"{where} has no fast form; save it once with its tokenizer.json")
+        require(agrees, f"{where} encodes text otherwise than its tokenizer.json; fetch all files of one model again")
+        for probe in _PROBES:
+            if not _spells(tokenizer, probe):
+                back = text_of(tokenizer, _ids(tokenizer, probe))
+                raise InputError(f"{where} encodes {probe!r} and decodes it as {back!r}; fetch its files again")
     return tokenizer
 
 
