@@ -8,6 +8,7 @@ import signal
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 # Environment, not jax.config: the processes that some tests start are then held to the same rules.
 os.environ.update(
@@ -113,11 +114,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Of files that are named on the command line all tests run, unless -m says otherwise."""
-    if not hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput"):
+        config.option.markexpr = config.workerinput["markexpr"]
+    else:
         asked = [str(one) for one in config.invocation_params.args]
         named = any(".py" in one for one in asked) and not any(one.startswith("-m") for one in asked)
         if config.option.all or named:
             config.option.markexpr = ""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Processes that run tests read the command line anew: give them the expression that this one has decided on."""
+    node.workerinput["markexpr"] = node.config.option.markexpr
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
