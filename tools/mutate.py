@@ -7,9 +7,9 @@ The mutations are drawn once, by hashes of the revision: operators, comparisons,
 negations inside functions, at most three in a module, none in the sandbox. One whose line has gone from this tree is
 passed over.
 
-First both sets of tests run once with probes in place of mutations, which record the test files that come past each,
-also in the processes that they start. A mutation meets the default tests of those files and of its room; if it lives,
-all tests of the files that come past it in the whole suite.
+First all tests run once with probes in place of mutations, which record the test files that come past each, also in
+the processes that they start. A mutation meets the default tests of those files and of its room; if it lives, the other
+tests of the files that come past it in these.
 """
 
 import argparse
@@ -28,7 +28,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 BUILD = ROOT / "build" / "mutations"
 COUNT, PER_MODULE = 60, 3
-DEFAULT = "not (slow or campaign or compilers)"
+SETS = {"default": "not (slow or campaign or compilers)", "rest": "slow or campaign or compilers"}
+"""The sets of tests, by the expression of markers that selects each."""
 COMPARED = {
     ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"), ast.Eq: ("==", "!="),
     ast.NotEq: ("!=", "=="), ast.Is: ("is", "is not"), ast.IsNot: ("is not", "is"), ast.In: ("in", "not in"),
@@ -224,16 +225,16 @@ def pytest(tree: Path, *arguments: str, **environment: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def reached(mutations: list[Mutation], which: tuple[str, ...]) -> dict[int, list[str]]:
-    """Test files by mutation, of a run with probes; kept."""
-    kept = BUILD / f"reached{''.join(which)}.json"
+def reached(mutations: list[Mutation], name: str, which: str) -> dict[int, list[str]]:
+    """Test files by mutation, of a run of tests (an expression of markers) with probes; kept by a name."""
+    kept = BUILD / f"reached_{name}.json"
     if not kept.exists():
-        tree, records = copied("probed"), BUILD / f"records{''.join(which)}"
+        tree, records = copied("probed"), BUILD / f"records_{name}"
         probed(mutations, tree)
         (tree / "_reached.py").write_text(PROBE)
         records.mkdir(parents=True, exist_ok=True)
-        _, output = pytest(tree, "-p", "_reached", *which, REACHED=str(records))
-        (BUILD / f"reached{''.join(which)}.log").write_text(output)
+        _, output = pytest(tree, "-p", "_reached", "-m", which, REACHED=str(records))
+        (BUILD / f"reached_{name}.log").write_text(output)
         files = {}
         for record in records.iterdir():
             for line in record.read_text().splitlines():
@@ -244,16 +245,16 @@ def reached(mutations: list[Mutation], which: tuple[str, ...]) -> dict[int, list
 
 
 def verdict(mutation: Mutation, number: int, sets: dict[str, dict[int, list[str]]]) -> dict[str, object]:
-    """Which set of tests kills a mutation: "default", "whole" or none, and the first test that does."""
+    """Which set of tests kills a mutation: "default", "rest" or none, and the first test that does."""
     tree = copied("mutated")
     apply(mutation, tree)
     room = str(Path("tests") / Path(mutation.module).relative_to("jaxrl_llm").parent)
     own = [str(path.relative_to(tree)) for path in sorted((tree / room).glob("test_*.py"))] if room != "tests" else []
-    for name, selected in (("default", ["-m", DEFAULT]), ("whole", ["--all"])):
+    for name, which in SETS.items():
         others = [file for file in sets[name].get(number, []) if file not in own and (tree / file).exists()]
         files = own + others
         workers = ["-n0"] if len(files) <= 2 else []
-        status, output = pytest(tree, "-x", *workers, *selected, *files) if files else (0, "")
+        status, output = pytest(tree, "-x", *workers, "-m", which, *files) if files else (0, "")
         if status not in (0, 5):
             failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
             return {"killed": name, "by": failed[0][:200] if failed else output[-300:]}
@@ -274,7 +275,7 @@ def main() -> None:
             print(f"{one.module}:{one.line}\n-{one.text}\n+{one.mutated}")
         return
     BUILD.mkdir(parents=True, exist_ok=True)
-    sets = {"default": reached(mutations, ()), "whole": reached(mutations, ("--all",))}
+    sets = {name: reached(mutations, name, which) for name, which in SETS.items()}
     records = BUILD / "verdicts.jsonl"
     lines = map(json.loads, records.read_text().splitlines()) if records.exists() else ()
     done = {(line["module"], line["line"], line["begin"], line["new"]): line for line in lines}
@@ -288,7 +289,7 @@ def main() -> None:
                 file.write(json.dumps(line) + "\n")
             print(number, mutation.module, mutation.line, line["killed"], line["seconds"], flush=True)
     count = Counter(line["killed"] for line in done.values())
-    whole = count["default"] + count["whole"]
+    whole = count["default"] + count["rest"]
     print(f"{count['default']} of {whole} that the whole suite kills; {count[None]} live")
 
 
