@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.tasks.messages import CALLS, OPTIONS, TOOLS, UNREAD, WEIGHT, chat_of, number_in, plain_text, shared
-from jaxrl_llm.tasks.rows import is_empty, shown
+from jaxrl_llm.tasks.tables import is_empty, shown
 from jaxrl_llm.types import Message
 
 Columns = tuple[str, ...]

@@ -15,7 +15,7 @@ from jaxrl_llm.system.setting import check_fields
 from jaxrl_llm.tasks.chats import Writer
 from jaxrl_llm.tasks.messages import options_of
 from jaxrl_llm.tasks.prompts import content
-from jaxrl_llm.tasks.rows import BadRow, sound
+from jaxrl_llm.tasks.tables import BadRow, sound
 from jaxrl_llm.tasks.task import Loaded, check, check_split, check_template, held_out_keys, nearly_equal
 
 

@@ -22,7 +22,7 @@ from jaxrl_llm.errors import require
 from jaxrl_llm.rollout.branches import branch, starts
 from jaxrl_llm.rollout.live import Scene, Worlds
 from jaxrl_llm.rollout.settings import Branching
-from jaxrl_llm.tasks.encoding import Prompts
+from jaxrl_llm.tasks.chats import Prompts
 from jaxrl_llm.types import Completion, Episode, Problem, Turn
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from jaxrl_llm.environments.world import Answer, World
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rollout.branches import entropy_rise
 from jaxrl_llm.rollout.settings import Branching
-from jaxrl_llm.tasks.encoding import Prompts
+from jaxrl_llm.tasks.chats import Prompts
 from jaxrl_llm.tasks.template import worded
 from jaxrl_llm.types import Completion, Episode, Message, Problem, Turn
 

@@ -1,7 +1,7 @@
 """Tasks: prompts with checkable answers, as values."""
 
+from jaxrl_llm.tasks.chats import Prompts, encode
 from jaxrl_llm.tasks.curriculum import Curriculum, Dropping, EasyToHard, Prioritised, Scheduled
-from jaxrl_llm.tasks.encoding import Prompts, encode
 from jaxrl_llm.tasks.extract import answer_of, extract, integer
 from jaxrl_llm.tasks.generated_programs import Programs
 from jaxrl_llm.tasks.instructed import Instructions

@@ -13,8 +13,8 @@ import numpy as np
 from jaxrl_llm import codec
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.system.setting import PATH, Range, Setting
-from jaxrl_llm.tasks.rows import field_of
 from jaxrl_llm.tasks.stream import COUNTED, NONE, OTHERS, Memory, digest, drawn, permutation, problem_index
+from jaxrl_llm.tasks.tables import field_of
 from jaxrl_llm.types import Group, Problem
 
 BY_SUCCESS = "success"

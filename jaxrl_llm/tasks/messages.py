@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm.errors import InputError, as_input_error, require
-from jaxrl_llm.tasks.rows import is_empty, shown
+from jaxrl_llm.tasks.tables import is_empty, shown
 from jaxrl_llm.types import Message
 
 OPTIONS = "chat_template_kwargs"

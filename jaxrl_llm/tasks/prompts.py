@@ -13,7 +13,7 @@ from jaxrl_llm import codec
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.tasks.extract import extract
 from jaxrl_llm.tasks.messages import WEIGHT, chat_of
-from jaxrl_llm.tasks.rows import field_of, is_empty
+from jaxrl_llm.tasks.tables import field_of, is_empty
 from jaxrl_llm.types import Message, Problem
 
 

@@ -14,8 +14,7 @@ from jaxrl_llm.system.setting import PATH
 from jaxrl_llm.tasks import gym
 from jaxrl_llm.tasks.messages import UNREAD, options_of
 from jaxrl_llm.tasks.prompts import answer_in, messages_of, problem_of, required
-from jaxrl_llm.tasks.rows import is_empty, sound
-from jaxrl_llm.tasks.tables import as_written, rows_of
+from jaxrl_llm.tasks.tables import as_written, is_empty, rows_of, sound
 from jaxrl_llm.types import CHAT, OPTIONS, Problem
 
 

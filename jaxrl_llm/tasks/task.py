@@ -13,8 +13,8 @@ from jaxrl_llm.tasks.generated_programs import Programs
 from jaxrl_llm.tasks.instructed import Instructions
 from jaxrl_llm.tasks.instructions import check_instructions
 from jaxrl_llm.tasks.prompts import content, digest, messages_of, prompt_key
-from jaxrl_llm.tasks.rows import shown
 from jaxrl_llm.tasks.sources import HubDataset, ReasoningGym, Rows, RowSource, Table
+from jaxrl_llm.tasks.tables import shown
 from jaxrl_llm.types import Problem
 
 TEMPLATES = ("tokenizer", "chatml", "plain")

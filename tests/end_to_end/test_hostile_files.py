@@ -19,7 +19,7 @@ from jaxrl_llm.models.weights import INDEX, open_checkpoint, open_file, read_jso
 from jaxrl_llm.runs.load import find_run
 from jaxrl_llm.system.json_lines import number, read_rows
 from jaxrl_llm.tasks import Table, Task, load
-from jaxrl_llm.tasks.rows import sound
+from jaxrl_llm.tasks.tables import sound
 from jaxrl_llm.telemetry.report import page
 
 pytestmark = pytest.mark.slow
