@@ -69,8 +69,10 @@ def main() -> None:
     """
     listen()
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # what a terminal cannot show is replaced
-            stream.reconfigure(errors="replace")
+        # What a terminal cannot show is replaced. One that took the place of a file behind Python's back refuses.
+        with contextlib.suppress(OSError):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")
     if sys.stderr is not None:
         sys.stderr = while_read(sys.stderr)
     if sys.stdout is not None and sys.stdout.isatty():  # a pipe that nobody reads ends a command

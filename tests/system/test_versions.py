@@ -9,7 +9,7 @@ import tomllib
 import pytest
 from commands import ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # downloads too
 
 SFT = """
 from jaxrl_llm.config import Supervised
