@@ -33,6 +33,9 @@ MEAN_OF_TASKS = "average"
 DISAGREEMENT = "disagreement"
 """Suffix of the part ``<reward>/disagreement``: the standard deviation over the models of an ensemble."""
 
+NOT_FINITE = "not_finite/"
+"""Prefix, after a role's, of metrics of a step that name what was not finite in its samples or in a refused update."""
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Prompt:

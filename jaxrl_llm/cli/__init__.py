@@ -16,8 +16,10 @@ jaxrl-llm COMMAND --help shows more."""
 import contextlib
 import gc
 import importlib
+import io
 import itertools
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -31,6 +33,8 @@ DONE, WRONG_INPUT = 0, 2
 MARKS_OF_NO_ROOM = ("No space left on device", "Disk quota exceeded", "File too large")
 MARKS_OF_NO_RIGHT = ("Permission denied", "Read-only file system", "Operation not permitted")
 MARKS_OF_NO_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory")
+OF_ENVIRONMENT = re.compile(r"for environment 'JAX_|for JAX flag ")
+"""Marks of an environment variable with a value that JAX refuses when it is imported."""
 LESS_MEMORY = {
     "train": "lower --learner.compute.microbatch_rows (learning) or --rollout.engine.slots (sampling)",
     "eval": "lower --slots or --max_new_tokens",
@@ -64,6 +68,11 @@ def main() -> None:
     SIGHUP).
     """
     listen()
+    for stream in (sys.stdout, sys.stderr):
+        # What a terminal cannot show is replaced. One that took the place of a file behind Python's back refuses.
+        with contextlib.suppress(OSError):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")
     if sys.stderr is not None:
         sys.stderr = while_read(sys.stderr)
     if sys.stdout is not None and sys.stdout.isatty():  # a pipe that nobody reads ends a command
@@ -121,6 +130,9 @@ def explain(error: BaseException | None, command: str) -> str | None:
     for link in chain:
         if getattr(link, "errno", None) in NO_ROOM or any(mark in str(link) for mark in MARKS_OF_NO_ROOM):
             return f"the disk is full ({where[id(link)]}): free some space and run the same command again"
+    for link in chain:
+        if isinstance(link, ValueError) and OF_ENVIRONMENT.search(str(link)):
+            return f"{link}: correct it, or unset it"
     for link, mark in itertools.product(chain, MARKS_OF_NO_RIGHT):
         if mark in str(link):
             remedy = "make it readable and writable, and run the same command again"

@@ -17,6 +17,8 @@ from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.rewards.rubric import OF_JUDGES, Pairwise, Rubric, asks_model
 from jaxrl_llm.rewards.scorer import Scorer
 from jaxrl_llm.rewards.shaping import check, named
+from jaxrl_llm.runs.load import mesh_here, on_this_machine
+from jaxrl_llm.sharding import MeshShape
 from jaxrl_llm.system.setting import Range, check_fields
 from jaxrl_llm.types import Completion, Problem
 
@@ -34,10 +36,12 @@ class Options:
     Attributes:
       limit: pairs at most; 0 for all.
       json: print one JSON object instead of lines.
+      mesh: over the devices of this machine; see ``MeshShape``.
     """
 
     limit: Annotated[int, Range("[0, inf]", "0 is all")] = 0
     json: bool = False
+    mesh: MeshShape = MeshShape()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +80,7 @@ def agree(name: str, pairs: str, arguments: list[str]) -> int:
     """
     options = parse(Options, arguments, f"jaxrl-llm eval {name} --pairs {pairs}", str(__doc__), Options())
     check_fields(options, "--")
-    run = configs.find_config(name).located
+    run = on_this_machine(configs.find_config(name).located)
     judges = list(dict.fromkeys(base for base in configs.bases(run) if isinstance(base, OF_JUDGES)))
     require(bool(judges), f"{name} has no judge whose agreement could be measured: give it a Rubric or a Pairwise")
     for judge in judges:
@@ -85,7 +89,7 @@ def agree(name: str, pairs: str, arguments: list[str]) -> int:
     for judge in judges:
         if isinstance(judge, Rubric):
             judge.check_problems([problem for problem, *_ in rows])
-    models = loaded_models(run) if any(map(asks_model, judges)) else {}
+    models = loaded_models(run, options.mesh) if any(map(asks_model, judges)) else {}
     found = {label: agreement(judge, rows, models) for label, judge in named(judges).items()}
     for label, one in found.items():
         if one.failure:
@@ -127,14 +131,13 @@ def read_pairs(path: Path, limit: int) -> list[Pair]:
     return found
 
 
-def loaded_models(run: Any) -> dict[Any, Any]:
-    """Return ``Scorer.models`` for the judges that a configuration loads on its devices."""
-    from jaxrl_llm.sharding import rollout_mesh
+def loaded_models(run: Any, shape: MeshShape) -> dict[Any, Any]:
+    """Return ``Scorer.models`` for the judges that a configuration loads on a mesh."""
     from jaxrl_llm.stages.rl.judge_model import judge_models
     from jaxrl_llm.telemetry.progress import Progress, Schedule
 
     with Progress(Schedule(1)) as progress:
-        return judge_models(run, rollout_mesh(run.mesh), progress.status)
+        return judge_models(run, mesh_here(shape), progress.status)
 
 
 def agreement(judge: Any, pairs: Sequence[Pair], models: Mapping[Any, Any] = types.MappingProxyType({})) -> Agreement:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.errors import InputError, require
-from jaxrl_llm.runs.load import Trained, find_run, load_trained
+from jaxrl_llm.runs.load import Trained, find_run, load_trained, mesh_here, on_this_machine
+from jaxrl_llm.sharding import MeshShape
 from jaxrl_llm.system.signals import on_exit
 from jaxrl_llm.tasks import Task
 from jaxrl_llm.tasks.template import check_tokenizer
@@ -38,21 +39,21 @@ class Policy:
     mesh: Any
 
 
-def load_policy(name: str, trained: Trained | None) -> Policy:
+def load_policy(name: str, trained: Trained | None, shape: MeshShape = MeshShape()) -> Policy:
     """Load a run's policy, or the model of this name; the weights are float32 for a model. An adapter is merged.
+
+    ``shape``: of the mesh, over the devices of this machine.
 
     Raises:
       InputError: the model cannot be found, read or obeyed, or is a reward model.
     """
     from jaxrl_llm.models.heads import ScalarModel
     from jaxrl_llm.models.pretrained import load_either
-    from jaxrl_llm.sharding import MeshShape, make_mesh
 
+    mesh = mesh_here(shape)
     if trained is None:
-        mesh = make_mesh(MeshShape())
         model, tokenizer = load_either(name, "float32", mesh)
     else:
-        mesh = make_mesh(trained.run.mesh)
         model, tokenizer = load_trained(trained, mesh)
     scores = isinstance(model, ScalarModel)
     require(not scores, f"{name} is a reward model, which scores text and writes none: give a language model")
@@ -82,7 +83,7 @@ def find_settings(name: str, chosen: str | None) -> tuple[Trained | None, config
     if trained and chosen is None:
         settings = configs.with_lost(trained.run, configs.split_step(name)[0] / "config.json")
     else:
-        settings = configs.find_config(chosen or "quickstart").located
+        settings = on_this_machine(configs.find_config(chosen or "quickstart").located)
     if not isinstance(settings, configs.Run):
         kind = f"{chosen or name} is a {type(settings).__name__} run, which has no problems to ask"
         raise InputError(f"{kind}: name a configuration that has some with --config")
@@ -107,7 +108,7 @@ def asking(
       settings: give the rewards, the dtype and the engine's chunk.
       task: the problems' task or mixture; its templates write the prompts.
       problems: at least one.
-      options: ``max_new_tokens`` and ``slots``.
+      options: ``max_new_tokens``, ``slots`` and ``mesh``.
       status: called with the current activity.
       refusals: also detect answers that refuse, if the settings define how.
 
@@ -125,7 +126,7 @@ def asking(
     from jaxrl_llm.tasks import Prompts
 
     status(f"loading {name}")
-    policy = load_policy(name, trained)
+    policy = load_policy(name, trained, options.mesh)
     check_tokenizer(policy.tokenizer, name)
     rewards: tuple = configs.rewards(settings) if any(one.verifier == "none" for one in problems) else (Accuracy(),)
     watched = configs.refusals(settings) if refusals else {}

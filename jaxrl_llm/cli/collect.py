@@ -23,6 +23,7 @@ from jaxrl_llm.collection.ledger import check_free
 from jaxrl_llm.data import Collected, check_collected
 from jaxrl_llm.data.datasets import KINDS, Kind
 from jaxrl_llm.errors import require
+from jaxrl_llm.sharding import MeshShape
 from jaxrl_llm.system.setting import Count, check_fields
 from jaxrl_llm.system.signals import answering, quit_now
 
@@ -42,6 +43,7 @@ class Options:
       slots: answers sampled at one time.
       seed: of the sampling.
       json: print one JSON object instead of a table.
+      mesh: over the devices of this machine; see ``MeshShape``.
     """
 
     data: Annotated[Collected, tyro.conf.arg(name="")]
@@ -50,6 +52,7 @@ class Options:
     slots: Annotated[int, Count(1)] = 64
     seed: Annotated[int, configs.SEED] = 0
     json: bool = False
+    mesh: MeshShape = MeshShape()
 
 
 def collect(arguments: list[str]) -> int:

@@ -28,8 +28,9 @@ from jaxrl_llm.cli.flags import first, parse, take
 from jaxrl_llm.cli.reranking import check_rerank, reader_of, reranker
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.errors import InputError, require
-from jaxrl_llm.runs.load import Trained, find_run, load_base, load_trained
+from jaxrl_llm.runs.load import Trained, find_run, load_base, load_trained, mesh_here
 from jaxrl_llm.runs.pins import needs_base
+from jaxrl_llm.sharding import MeshShape
 from jaxrl_llm.system.paths import check_file, new_file, writable
 from jaxrl_llm.system.setting import Count, Range, check_fields
 from jaxrl_llm.system.signals import on_exit
@@ -60,6 +61,7 @@ class Options:
         process reward model.
       give_up_after: an answer ends, and is wrong, where this many steps in a row have each had a lower score than the
         one before; needs a process reward model. 0 lets all go on.
+      mesh: over the devices of this machine; see ``MeshShape``.
     """
 
     task: Task | configs.Mixture
@@ -74,6 +76,7 @@ class Options:
     rerank: str | None = None
     rerank_by: Literal["score", "product", "minimum", "last"] = "score"
     give_up_after: Annotated[int, Count(0)] = 0
+    mesh: MeshShape = MeshShape()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +91,7 @@ class DataOptions:
       max_new_tokens: longest answer, in tokens.
       slots: answers sampled at one time.
       json: print one JSON object instead of lines.
+      mesh: over the devices of this machine; see ``MeshShape``.
     """
 
     samples: int = 1
@@ -97,6 +101,7 @@ class DataOptions:
     max_new_tokens: int = 256
     slots: int = 64
     json: bool = False
+    mesh: MeshShape = MeshShape()
 
 
 def evaluate(arguments: list[str]) -> int:
@@ -295,7 +300,7 @@ def evaluate_data(name: str, arguments: list[str]) -> int:
         e, samples=given.samples, temperature=given.temperature, top_p=given.top_p, limit=given.limit
     )
     a = dataclasses.replace(a, max_new_tokens=given.max_new_tokens, slots=given.slots)
-    run = dataclasses.replace(run, evaluation=e, answering=a)
+    run = dataclasses.replace(run, evaluation=e, answering=a, mesh=given.mesh)
     configs.validate(run)
     found = tested(dataclasses.replace(trained, run=run))
     if given.json:
@@ -311,14 +316,13 @@ def tested(trained: Trained) -> dict[str, float]:
     """Return ``eval/...`` metrics by their names in metrics.jsonl."""
     import jax
 
-    from jaxrl_llm.sharding import make_mesh
     from jaxrl_llm.sharding.distributed import ALONE
     from jaxrl_llm.stages import stage_of
     from jaxrl_llm.telemetry.progress import Progress, Schedule
 
     run: Any = trained.run
     directory = trained.directory.parents[1]
-    mesh = make_mesh(run.mesh)
+    mesh = mesh_here(run.mesh)
     kind = stage_of(run)
     with (
         jax.set_mesh(mesh),

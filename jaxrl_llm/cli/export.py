@@ -1,14 +1,15 @@
-"""usage: jaxrl-llm export RUN[@STEP] --out DIR [--adapter] [--push USER/NAME]
+"""usage: jaxrl-llm export RUN[@STEP] --out DIR [--adapter] [--push USER/NAME] [--mesh.* N]
        jaxrl-llm export RUN[@STEP] --out FILE.gguf [--gguf_type f32|f16|bf16|q8_0]
 
 Writes a run's policy, the newest one unless STEP names another checkpoint: config.json, safetensors, tokenizer, and a
 README.md with the training and its evaluations. --adapter writes a run's adapter alone, as PEFT loads it. DIR
 must not exist, or be empty. --push uploads DIR to the hub, with the token in HF_TOKEN or that of `hf auth login`; a new
 repository is private. FILE.gguf is what llama.cpp runs: matrices as --gguf_type says (f32 unless it does), with
-tokenizer and chat template."""
+tokenizer and chat template. --mesh.data, --mesh.fsdp and the like divide it otherwise over the devices."""
 
 import contextlib
 import copy
+import dataclasses
 import re
 import shlex
 from collections.abc import Callable, Generator
@@ -17,13 +18,14 @@ from typing import Any
 
 import jaxrl_llm
 from jaxrl_llm import config as configs
-from jaxrl_llm.cli.flags import first, status, take
+from jaxrl_llm.cli.flags import first, parse, status, take
 from jaxrl_llm.data import Steps
 from jaxrl_llm.errors import InputError, as_input_error, require
 from jaxrl_llm.models.builtin import BUILTIN
 from jaxrl_llm.models.peft import base_named, is_adapter
 from jaxrl_llm.models.pretrained import generation_of, looks_like_hub_id
-from jaxrl_llm.runs.load import Trained, find_run, load_adapter, load_trained
+from jaxrl_llm.runs.load import Trained, find_run, load_adapter, load_trained, mesh_here
+from jaxrl_llm.sharding import MeshShape
 from jaxrl_llm.system.json_lines import read_rows
 from jaxrl_llm.system.paths import check_file, writable
 from jaxrl_llm.system.text import shown
@@ -66,6 +68,17 @@ ASKED = "ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True,
 FOLLOWS = "ids += tokenizer({text}, add_special_tokens=False)['input_ids']"
 
 
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where the model is loaded.
+
+    Attributes:
+      mesh: over the devices of this machine; see ``MeshShape``.
+    """
+
+    mesh: MeshShape = MeshShape()
+
+
 def export(arguments: list[str]) -> int:
     """Run ``export RUN[@STEP] --out DIR [--adapter] [--push USER/NAME]``, or ``--out FILE.gguf [--gguf_type T]``.
 
@@ -76,11 +89,15 @@ def export(arguments: list[str]) -> int:
     adapter = take(arguments, "--adapter", False)
     gguf_type = take(arguments, "--gguf_type", True)
     push = take(arguments, "--push", True)
+    sizes = {axis: take(arguments, f"--mesh.{axis}", True) for axis in MeshShape.__dataclass_fields__}
+    asked = [f"--mesh.{axis}={size}" for axis, size in sizes.items() if size is not None]
+    place = parse(Place, asked, f"jaxrl-llm export {name}", str(__doc__))
     require(not arguments, f"export does not know {' '.join(arguments)}: jaxrl-llm export RUN[@STEP] --out DIR")
     require(out is not None, f"export needs a folder to write: jaxrl-llm export {shlex.quote(name)} --out DIR")
     trained = find_run(name) if configs.split_step(name)[0].is_dir() else None
     if trained is None:
         raise InputError(f"{name} is not a run: give the folder that holds its config.json and checkpoints")
+    trained = dataclasses.replace(trained, run=dataclasses.replace(trained.run, mesh=place.mesh))
     target = Path(out)
     if target.suffix == ".gguf":
         require(push is None, f"--push uploads a folder, and --out {out} is a file: give a folder")
@@ -230,11 +247,9 @@ def upload(folder: Path, repository: str, message: str) -> None:
 
 @contextlib.contextmanager
 def writing(name: str, trained: Trained, target: Path, load: Callable[..., Any]) -> Generator[Any]:
-    """Load the run on its mesh and yield the result, to be saved to ``target``, with a status line for each."""
-    from jaxrl_llm.sharding import make_mesh
-
+    """Load the run on its mesh here and yield the result, to be saved to ``target``, with a status line for each."""
     status(f"loading {name}")
-    found = load(trained, make_mesh(trained.run.mesh))
+    found = load(trained, mesh_here(trained.run.mesh))
     status(f"writing {target}")
     with writable(target, "--out"):
         yield found

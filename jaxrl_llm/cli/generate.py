@@ -28,6 +28,7 @@ from jaxrl_llm.environments.world import World
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.models.tokenizer import text_of
 from jaxrl_llm.runs.load import find_run
+from jaxrl_llm.sharding import MeshShape
 from jaxrl_llm.system.setting import check_fields
 from jaxrl_llm.system.signals import answering, on_exit, quit_now
 from jaxrl_llm.tasks import Rows, Task
@@ -63,6 +64,7 @@ class Options:
       seed: another one gives another answer, unless the temperature is 0.
       system: the system message, in place of the run's own.
       tools: functions that the model may call, each as module:function, in place of the run's own.
+      mesh: over the devices of this machine; see ``MeshShape``.
     """
 
     prompt: str | None = None
@@ -73,6 +75,7 @@ class Options:
     seed: Annotated[int, configs.SEED] = 0
     system: str | None = None
     tools: tuple[str, ...] = ()
+    mesh: MeshShape = MeshShape()
 
 
 def generate(arguments: list[str]) -> int:
@@ -89,7 +92,7 @@ def generate(arguments: list[str]) -> int:
     if run is not None and not options.tools:
         check_tools(name, run)
     status(f"loading {name}")
-    policy = load_policy(name, run)
+    policy = load_policy(name, run, options.mesh)
     check_tokenizer(policy.tokenizer, name)
     status("")
     task = wording(policy, options.system, options.tools)

@@ -25,6 +25,7 @@ from typing import Any
 from jaxrl_llm import config as configs
 from jaxrl_llm.cli.flags import first, parse, status, take
 from jaxrl_llm.errors import require
+from jaxrl_llm.sharding.mesh import all_devices
 from jaxrl_llm.system.paths import check_file, writable
 
 MISSING = (
@@ -53,6 +54,7 @@ def plan(arguments: list[str]) -> int:
     configs.validate(run)
     run = chosen_phase(run, asked["--phase"])
     configs.validate_on_processes(run, machine.hosts)
+    all_devices()  # refuses settings of JAX with which the programs would be others
     config, source = model_config(run.model)
     from jaxrl_llm.plan import planning, tables
 

@@ -14,6 +14,7 @@ import numpy as np
 from jaxrl_llm.diagnosis.findings import LOST, Finding, make_finding, of_change
 from jaxrl_llm.diagnosis.generalisation import overfitting, reward_hacking
 from jaxrl_llm.diagnosis.history import (
+    EVENT_BROKEN,
     MEASURED,
     ROLLED_BACK,
     TESTED,
@@ -21,6 +22,7 @@ from jaxrl_llm.diagnosis.history import (
     History,
     Limit,
     Series,
+    broken,
     change_point,
     history,
     lasting,
@@ -48,8 +50,9 @@ SHORT = 200
 def diagnose(rows: Iterable[Mapping[str, Any]], steps: int = 0) -> list[Finding]:
     """Diagnose a run by the rows of its ``metrics.jsonl``; return findings in the order of their beginning.
 
-    Only the pinned names of metrics are read; a missing, null or non-numeric value counts as unmeasured. Troubles that
-    are over by the last row are not reported, except spikes of the gradient. At most one finding of each kind.
+    Only the pinned names of metrics are read; a missing, null or non-numeric value counts as unmeasured, but where an
+    update was made. Troubles that are over by the last row are not reported, except spikes of the gradient and what was
+    not a number. At most one finding of each kind.
     ``steps``: planned steps of an unfinished run; it counts as stalled only after half of them without progress.
     """
     run = history(rows, steps)
@@ -83,6 +86,7 @@ class FindingTracker:
             for name, value in row.items()
             if (name in READ or TESTED.fullmatch(name)) and (plain := jsonable(value)) is not None
         }
+        read |= {EVENT_BROKEN: said} if (said := broken(row)) else {}
         if self._rows and read.get("step") in (None, self._rows[-1].get("step")):
             self._rows[-1] |= read
         else:
@@ -258,6 +262,11 @@ def gradient_spikes(run: History) -> Finding | None:
     return make_finding("gradient_spikes", int(gradients.steps[spikes[0]]), changed=changed)
 
 
+def not_a_number(run: History) -> Finding | None:
+    """Find the first step with a loss, a gradient, log-probabilities, advantages or rewards that are not finite."""
+    return make_finding("not_a_number", (at := min(run.broken)), found=run.broken[at]) if run.broken else None
+
+
 def stalled(run: History) -> Finding | None:
     """Find a run without a rise of reward or evaluation for at least half of it, far from perfect; or one that lost
     most of its best reward and evaluation.
@@ -282,6 +291,7 @@ RULES: dict[str, Callable[[History], Finding | None]] = {
     "clip_saturation": clip_saturation,
     "sampler_mismatch": sampler_mismatch,
     "gradient_spikes": gradient_spikes,
+    "not_a_number": not_a_number,
     "stalled": stalled,
     "repetition": functools.partial(grown, "repetition"),
     "overfitting": overfitting,

@@ -106,6 +106,12 @@ WORDS = {
         f"a smaller --learner.optimiser.clip_norm, a lower {RATE} with some --learner.optimiser.warmup; look at the "
         "step's answers in samples.jsonl",
     ),
+    "not_a_number": (
+        "step {step}: {found}",
+        "An update went beyond the range of its numbers, or a reward, a log-probability or a row of data did.",
+        f"a lower {RATE}, a smaller --learner.optimiser.clip_norm, --learner.compute.dtype float32; look at the step's "
+        "answers in samples.jsonl",
+    ),
     "stalled": (
         "no progress since step {step} of {last}: at best {best}, now {now}",
         "The remaining failures are never right by chance, or its updates are too small to matter.",

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.system.json_lines import number
+from jaxrl_llm.types import NOT_FINITE
 
 MEASURED = (
     "reward/mean", "reward/zero_std_fraction", "completions/mean_length", "completions/truncated_fraction",
@@ -75,15 +76,45 @@ class History:
       evaluations: the share of right answers, by task.
       last: the last step; 0 without steps.
       planned: the planned steps of the run, or ``last`` if that is more or the plan is unknown.
+      broken: what was not finite, by step.
     """
 
     metrics: Mapping[str, Series]
     evaluations: Mapping[str, Series]
     last: int
     planned: int
+    broken: Mapping[int, str]
 
     def __getitem__(self, name: str) -> Series:
         return self.metrics[name]
+
+
+FINITE = ("loss", "grad_norm", "entropy", "policy_kl", "ratio", "ratio_spread", "advantage/abs_mean")
+"""The metrics of a role that are numbers where it made an update; others may be unmeasured, and so not a number."""
+FINITE_TESTS = ("eval/text/loss", "eval/steps/loss")
+"""Evaluations that are numbers where they were made."""
+EVENT_BROKEN = "event/not_a_number"
+"""The event of a step with numbers that are not finite."""
+ROLES = ("", "critic/")
+"""The prefixes of the metrics of roles."""
+
+
+def not_finite(row: Mapping[str, Any], role: str = "") -> list[str]:
+    """Return the names of what is not finite in a step and has to be: of samples, updates, rewards and evaluations.
+
+    ``role``: the prefix of the names of one that learns; empty for the policy.
+    """
+    found = [name.removeprefix(role + NOT_FINITE) for name in row if name.startswith(role + NOT_FINITE)]
+    found += ["grad_norm"] if row.get(f"{role}updates/not_finite") and not found else []
+    names = [role + name for name in FINITE if number(row.get(f"{role}updates"))]
+    names += [] if role else FINITE_TESTS
+    return found + [name for name in names if name in row and number(row[name]) is None]
+
+
+def broken(row: Mapping[str, Any]) -> str:
+    """Return what is not finite in a row, as its event or its numbers say; empty if nothing is."""
+    names = ", ".join(dict.fromkeys(name for role in ROLES for name in not_finite(row, role)))
+    return str(row.get(EVENT_BROKEN) or (names and f"{names} is not a number"))
 
 
 def history(rows: Iterable[Mapping[str, Any]], steps: int = 0) -> History:
@@ -95,11 +126,13 @@ def history(rows: Iterable[Mapping[str, Any]], steps: int = 0) -> History:
     """
     found: dict[str, dict[int, float]] = {name: {} for name in MEASURED}
     last = 0
+    wrong: dict[int, str] = {}
     for row in rows:
         at = number(row.get("step"))
         if at is None:
             continue
         last = max(last, int(at))
+        wrong |= {int(at): said} if (said := broken(row)) else {}
         for name, value in row.items():
             if name in found or TESTED.fullmatch(name):
                 measured = number(value)
@@ -108,6 +141,7 @@ def history(rows: Iterable[Mapping[str, Any]], steps: int = 0) -> History:
         if (back := number(row.get(ROLLED_BACK))) is not None:
             for name, values in found.items():
                 found[name] = {step: value for step, value in values.items() if step <= back}
+            wrong = {step: said for step, said in wrong.items() if step <= back}
     series = {}
     for name, values in found.items():
         steps_of = np.array(sorted(values), np.int64)
@@ -119,7 +153,7 @@ def history(rows: Iterable[Mapping[str, Any]], steps: int = 0) -> History:
             tested.setdefault(task, {})[math.inf if k == "k" else float(k)] = values
     # By task: pass@1 where it was measured, else the pass@k of the smallest k.
     evaluations = {task: by_k[min(by_k)] for task, by_k in tested.items()}
-    return History({name: series[name] for name in MEASURED}, evaluations, last, max(last, steps))
+    return History({name: series[name] for name in MEASURED}, evaluations, last, max(last, steps), wrong)
 
 
 @dataclasses.dataclass(frozen=True)

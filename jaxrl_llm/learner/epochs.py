@@ -1,5 +1,6 @@
 """Training on one rollout: epochs and minibatches over its samples, from a state to a new state."""
 
+import collections
 import dataclasses
 import itertools
 import math
@@ -17,7 +18,7 @@ from jaxrl_llm.learner.settings import Learner
 from jaxrl_llm.learner.state import NewRole
 from jaxrl_llm.learner.update import Update
 from jaxrl_llm.models.lora import model_of
-from jaxrl_llm.types import TrainState
+from jaxrl_llm.types import NOT_FINITE, TrainState
 
 Row = dict[str, float]
 """Numbers by name, on the host."""
@@ -82,8 +83,8 @@ def learn(
     """Update each role on every minibatch of the groups, in every epoch that the role makes.
 
     The passes end with the first update of the policy that is refused for its distance from the old one (early
-    stopping), and with any update refused for a non-finite gradient; an update without tokens is skipped. The first
-    update is never too far: nothing has changed before it.
+    stopping), and with any update refused for a non-finite loss or gradient; an update without tokens is skipped. The
+    first update is never too far: nothing has changed before it.
 
     Args:
       state: donated.
@@ -100,7 +101,8 @@ def learn(
 
     Returns:
       The new state, and metrics averaged over the applied updates (``sampler/`` ones from the first, the only on-policy
-      one), NaN without any; ``updates`` counts them, ``updates/not_finite`` those refused for their gradient. Names of
+      one), NaN without any; ``updates`` counts them, ``updates/not_finite`` those refused for their loss or
+      gradient, and ``not_finite/...`` is what was not finite. Names of
       other roles' metrics begin with the role's name.
     """
     objectives = tuple(objective.name for one in training for objective in one.objectives)
@@ -122,11 +124,25 @@ def learn(
         if refused:
             break
     measured = watched | (kl_of_policy(state, batches, forward) if measure_kl else {})
-    found = {"updates": 0.0} | {name: float(value) for name, value in jax.device_get(measured).items()}
+    found = (
+        {"updates": 0.0}
+        | wrong_samples(groups)
+        | {name: float(value) for name, value in jax.device_get(measured).items()}
+    )
     for one in training:
         prefix = "" if one.role == "policy" else f"{one.role}/"
         found |= {prefix + name: value for name, value in _summary(rows[one.role], settings).items()}
     return state, found
+
+
+def wrong_samples(groups: Sequence[Sequence[Sample]]) -> Row:
+    """Return how many samples have numbers that count and are not finite, by the names of such numbers."""
+    found: collections.Counter[str] = collections.Counter()
+    for sample in itertools.chain.from_iterable(groups):
+        counted = {name: x[sample.mask] for name, x in sample.arrays.items() if x.ndim == 1 and x.dtype.kind == "f"}
+        numbers = (sample.scalars if sample.mask.any() else {}) | counted
+        found.update(NOT_FINITE + name for name, x in numbers.items() if not np.isfinite(x).all())
+    return {name: float(count) for name, count in found.items()}
 
 
 def _update_each(
@@ -245,6 +261,9 @@ def _summary(rows: list[Row], settings: Learner) -> Row:
             means[name] = means[name] / share if share else math.nan
     first = {name: value for name, value in applied[0].items() if name.startswith("sampler/")} if applied else {}
     counts = {"updates": float(len(applied)), "updates/not_finite": sum(row["refused/not_finite"] for row in rows)}
+    if counts["updates/not_finite"]:
+        wrong = {"loss", "grad_norm"} & rows[-1].keys()
+        counts |= {NOT_FINITE + name: 1.0 for name in sorted(wrong) if not math.isfinite(rows[-1][name])}
     if settings.target_kl is not None and "refused/far" in rows[-1]:
         counts["target_kl/early_stops"] = rows[-1]["refused/far"]
     return means | first | counts

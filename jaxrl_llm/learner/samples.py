@@ -8,11 +8,13 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from jaxrl_llm.algorithms import Algorithm
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.batch import POLICY, READ_BY_THE_HEAD, Sample
 from jaxrl_llm.learner.routing import recorded
+from jaxrl_llm.sharding import BATCH, constrain, fitting, laid_out, replicated
 from jaxrl_llm.types import AdvantageContext, Completion, Group, Turn
 
 Models = Mapping[str, Callable[[Sequence[Sample]], list[np.ndarray]]]
@@ -64,7 +66,10 @@ def to_samples(
         context = context._replace(**turns)
         measured["episode/equal_states_fraction"] = equal_states(**turns)
     moved = {} if kl_coef is None or algorithm.kl_in == "loss" else {"kl_coef": np.float32(kl_coef)}
-    advantages, targets = jax.device_get(_estimate(estimator, rewards.astype(np.float32), context, **moved))
+    estimated = _estimate(estimator, rewards.astype(np.float32), by_rows(context), **moved)
+    if jax.process_count() > 1:  # rows are on the devices of all
+        estimated = jax.device_put(estimated, replicated(jax.sharding.get_mesh()))
+    advantages, targets = jax.device_get(estimated)
     if context is not None and context.ref_logp is not None:  # where the KL is in the reward, the loss sees none
         estimate = np.asarray(algorithm.kl(context.old_logp, context.ref_logp))
         measured["kl"] = float(np.sum(estimate * context.mask) / max(np.sum(context.mask), 1))
@@ -141,8 +146,35 @@ def _estimate(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Compute advantages, and the critic's targets if the estimator reads its values."""
     if "values" in estimator.needs:
-        return estimator.with_returns(rewards, context, **coefficient)
-    return estimator(rewards, context, **coefficient), None
+        return jax.tree.map(_divided, estimator.with_returns(rewards, context, **coefficient))
+    return _divided(estimator(rewards, context, **coefficient)), None
+
+
+def _divided(x: jax.Array) -> jax.Array:
+    """Keep the rows of an array [B, T] on their devices."""
+    return constrain(x, BATCH)
+
+
+def by_rows(context: AdvantageContext | None) -> Any:
+    """Return an estimator's inputs [B, ...] with their rows divided over the mesh set by ``jax.set_mesh``, which may be
+    abstract; unchanged on one device, or without a mesh."""
+    mesh: Any = jax.sharding.get_mesh()
+    if context is None or mesh.empty or mesh.size == 1:
+        return context
+    return laid_out(context, jax.tree.map(lambda x: NamedSharding(mesh, fitting(x.shape, (BATCH,), mesh)), context))
+
+
+WORKED = 3
+"""Arrays float32[B, T] that estimators need in addition to inputs and results, as the compiler counts them."""
+
+
+def bytes_to_estimate(estimator: Any, rows: int, length: int) -> float:
+    """Return by a formula the bytes in which advantages of B = ``rows`` completions of T = ``length`` are estimated."""
+    if not estimator.needs:
+        return 0.0
+    inputs = len({*estimator.needs} - {"mask", "bootstrap"})
+    results = estimator.by_token + ("values" in estimator.needs)
+    return rows * length * (1.0 + 4 * (inputs + results + WORKED))
 
 
 def _context(

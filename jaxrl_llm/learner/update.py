@@ -107,9 +107,9 @@ def make_update(
 
     Equal arguments give the same function, so that a second run in one process, or a segment that begins anew, compiles
     nothing. A new value of a coefficient does not recompile it either. An update is refused, and the new state equals
-    the old one in all its parts, if no token is in the loss, if the gradient is not finite (so the state that a guard
-    saves is sound), or if the policy is already further than ``target_kl`` from the old one (k3, nats per token); the
-    metrics ``refused/...`` give the reason, as 0 or 1.
+    the old one in all its parts, if no token is in the loss, if loss or gradient are not finite (so the state that a
+    guard saves is sound), or if the policy is already further than ``target_kl`` from the old one (k3, nats per token);
+    the metrics ``refused/...`` give the reason, as 0 or 1.
 
     Args:
       objectives: all of the same role.
@@ -132,7 +132,7 @@ def make_update(
         params = jax.tree.map(lambda w, d: (w.astype(d.dtype) - lr * d).astype(w.dtype), role.params, directions)
         new = Role(params, opt_state, role.updates + 1, role.base)
         counted = sum(packed.counts[objective.name].tokens for objective in objectives)
-        refused = {"refused/empty": counted == 0, "refused/not_finite": ~jnp.isfinite(norm)}
+        refused = {"refused/empty": counted == 0, "refused/not_finite": ~jnp.isfinite(norm + metrics["loss"])}
         if "target_kl" in coefficients and "policy_kl" in metrics:
             refused["refused/far"] = metrics["policy_kl"] > coefficients["target_kl"]
         stays = functools.reduce(jnp.logical_or, refused.values())

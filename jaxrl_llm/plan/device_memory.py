@@ -5,8 +5,10 @@ from collections.abc import Mapping
 
 import jax
 
+from jaxrl_llm import config as configs
 from jaxrl_llm.config import Configuration
 from jaxrl_llm.learner.platform import token_bytes
+from jaxrl_llm.learner.samples import bytes_to_estimate
 from jaxrl_llm.plan.lowering import Compiled
 from jaxrl_llm.plan.shapes import Arrays, PlannedModel, SamplingArrays, bytes_per_device, prompt_calls, share_of
 
@@ -90,6 +92,10 @@ def learning(run: Configuration, arrays: Arrays, done: Mapping[str, Compiled]) -
         if not one.asked.copies:
             there = batch + (0 if one.asked.calls else base.total - bytes_per_device(one.model))
             needs.append(reading_bytes(one, done) - there)
+    if isinstance(run, configs.Run) and configs.samples_groups(run):
+        layout, rows = arrays.learned[0].forward.layout, run.rollout.prompts * run.rollout.group
+        estimate = bytes_to_estimate(run.recipe.algorithm.advantage, rows, layout.completion_tokens)
+        needs.append(estimate / layout.parts - batch)  # of which a step's data is made
     sampled = 0
     if isinstance(arrays, SamplingArrays) and arrays.sampler.rollout.collect.staleness and not run.mesh.rollout:
         sampled = bytes_per_device(arrays.sampled)

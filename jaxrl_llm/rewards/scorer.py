@@ -20,6 +20,7 @@ from jaxrl_llm.rewards.functions import OF_STEPS, ON_DEVICE, Item, ModelReward, 
 from jaxrl_llm.rewards.inside import Inside
 from jaxrl_llm.rewards.pool import Pool, workers_for_cores
 from jaxrl_llm.rewards.references import check_references
+from jaxrl_llm.rewards.rehearsal import as_episode
 from jaxrl_llm.rewards.rubric import OF_JUDGES, Rubric, further, on_device
 from jaxrl_llm.rewards.scores import (
     Begun,
@@ -187,9 +188,11 @@ class Scorer(contextlib.AbstractContextManager):
                 part.write_text(json.dumps({"level": level}) + "\n")
         return [*notes, f"programs run in the sandbox, level {level}"]
 
-    def dry_run(self, problem: Problem, tokenizer: Any) -> None:
+    def dry_run(self, problem: Problem, tokenizer: Any, tools: Sequence[str] | None = None) -> None:
         """Call every function once, in each process, on an invented completion, so that one that always fails does so
         early.
+
+        ``tools``: names of those of a task whose completions are episodes; None for one of single answers.
 
         Raises:
           InputError: a reward raises, runs out of time, or returns something other than a number; the message names the
@@ -198,7 +201,9 @@ class Scorer(contextlib.AbstractContextManager):
         count = 1 if self._peers is None else self._peers.count
         called = self._rewards | self._beside
         called = {name: reward for name, reward in called.items() if not on_device(self._bases[name])}
-        failures = self._divided([(problem, dry_run_completion(problem, tokenizer))] * count, called)().failures
+        invented = dry_run_completion(problem, tokenizer)
+        invented = invented if tools is None else as_episode(invented, tools)
+        failures = self._divided([(problem, invented)] * count, called)().failures
         require(not failures.message, failures.message)
         if self._writes:
             self._errors.unlink(missing_ok=True)  # of an earlier attempt

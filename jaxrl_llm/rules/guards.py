@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from jaxrl_llm.diagnosis.history import EVENT_BROKEN, not_finite
 from jaxrl_llm.rules.decision import DONE, GUARD, Decided, Decision, Own, Row, Rule
 from jaxrl_llm.rules.resets import stalls
 from jaxrl_llm.rules.settings import Phase, Reaches, Rules, Stalls
@@ -15,7 +16,9 @@ from jaxrl_llm.rules.settings import Phase, Reaches, Rules, Stalls
 def not_a_number(
     row: Row, own: Own, learning_rate: float, field: str = "learner.optimiser", prefix: str = ""
 ) -> Decided:
-    """Stop at a non-finite gradient; the update was not applied, so the saved state is the one before it: a ``Rule``.
+    """Stop at a loss, gradient, log-probability, advantage or reward that is not finite: a ``Rule``.
+
+    An update with such a loss or gradient was not applied, so the saved state is the one before it.
 
     Args:
       row: of the step.
@@ -24,12 +27,20 @@ def not_a_number(
       field: the optimiser's setting, which holds that rate.
       prefix: of the names of its updates' metrics.
     """
-    if not row.get(f"{prefix}updates/not_finite"):
+    found = not_finite(row, prefix)
+    found += [name for name, x in row.items() if isinstance(x, float) and math.isinf(x) and name.startswith(MEANS)]
+    if not found:
         return Decision(), own
     whose = f" of the {prefix.removesuffix('/')}" if prefix else ""
-    reason = f"the gradient{whose} is not a number; the state before it is saved"
+    what = f"the gradient{whose}" if found[0].endswith("grad_norm") else found[0]
+    side = "before" if row.get(f"{prefix}updates/not_finite") else "after"
+    reason = f"{what} is not a number; the state {side} it is saved"
     remedy = f"--{field}.learning_rate {learning_rate / 10:g}"
-    return Decision(GUARD, reason, remedy, events={"event/not_a_number": reason}), own
+    return Decision(GUARD, reason, remedy, events={EVENT_BROKEN: reason}), own
+
+
+MEANS = ("reward/", "task/", "constraint/", "critic/returns", "sampler/", "kl", "controller/")
+"""Prefixes of metrics that are not a number where nothing is measured, so that only infinity is told from that."""
 
 
 def reward_fails(row: Row, own: Own) -> Decided:

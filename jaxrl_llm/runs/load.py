@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS, check_whole, kept, listed, phase_of
@@ -16,7 +17,7 @@ from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.pretrained import architecture, check_name, load_either
 from jaxrl_llm.runs.pins import PINS
-from jaxrl_llm.sharding import only_shapes, shardings
+from jaxrl_llm.sharding import MeshShape, make_mesh, only_shapes, shardings
 from jaxrl_llm.system import storage
 from jaxrl_llm.system.json_lines import read_rows
 from jaxrl_llm.system.paths import COLLECTED, part_of
@@ -27,7 +28,7 @@ class Trained:
     """A run and one of its checkpoints or snapshots.
 
     Attributes:
-      run: with the paths of data and model resolved from the current folder.
+      run: with the paths of data and model resolved from the current folder; see ``on_this_machine``.
       directory: the checkpoint's.
       step: its number.
     """
@@ -37,7 +38,7 @@ class Trained:
     step: int
 
 
-DECIDE_THE_MODEL = ("model", "learner", "mesh", "seed")
+DECIDE_THE_MODEL = ("model", "learner", "seed")
 """Fields of a configuration that loading its model needs."""
 
 
@@ -89,7 +90,24 @@ def find_run(name: str, tests: bool = False) -> Trained | None:
     rules = run.rules if hasattr(run.rules, "phases") else configs.whole(run.rules, str(path))
     if rules.phases:
         run = configs.in_phase(run, phase_of(place))
-    return Trained(run, place, start.step)
+    return Trained(on_this_machine(run), place, start.step)
+
+
+def on_this_machine(run: Configuration) -> Configuration:
+    """Return a run's settings without those of the machine that it was made for: its mesh, and how many rows of which
+    length its devices computed at a time, by which kernel; all are chosen anew."""
+    learner = run.learner.computing(microbatch_rows=0, row_tokens=0, attention="auto")
+    return dataclasses.replace(run, mesh=MeshShape(), learner=learner)
+
+
+def mesh_here(shape: MeshShape) -> Mesh:
+    """Make the mesh of a command that uses a model and trains none: over all devices.
+
+    Raises:
+      InputError: the shape does not fit them, or sets some aside.
+    """
+    require(not shape.rollout, f"--mesh.rollout {shape.rollout} sets devices aside, and nothing learns: leave it out")
+    return make_mesh(shape)
 
 
 def find_start(name: str, carry: bool = False) -> configs.Start:

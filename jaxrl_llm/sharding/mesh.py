@@ -7,6 +7,7 @@ of the weights, and only sums of gradients cross the slow network between them.
 
 import dataclasses
 import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, require
 
 AXES = ("data", "fsdp", "expert", "tensor")
 BATCH = ("data", "fsdp", "expert")
@@ -80,13 +81,42 @@ class MeshShape:
         return dict.fromkeys(sizes, 1) | {"data": self.rollout // tensor, "tensor": tensor}
 
 
+COMPUTES = {
+    "jax_enable_x64": (False,),
+    "jax_threefry_partitionable": (True,),
+    "jax_default_prng_impl": ("threefry2x32",),
+    "jax_random_seed_offset": (0,),
+    "jax_high_dynamic_range_gumbel": (False,),
+    "jax_transfer_guard": ("allow", "log", None),
+}
+"""Settings of JAX, with the values that our programs are made for: with others they compute other numbers, or fail."""
+
+
+def all_devices() -> list[Any]:
+    """Return the devices of all processes.
+
+    Raises:
+      InputError: JAX_PLATFORMS names devices that are not there, or the environment sets one of ``COMPUTES`` otherwise.
+    """
+    for name, usual in COMPUTES.items():
+        value = getattr(jax.config, name, usual[0])
+        require(value in usual, f"{name.upper()}={value} gives other numbers, or none: unset it, or set {usual[0]}")
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:  # JAX asserts that there is a driver
+        if str(error) and "initialize backend" not in str(error):
+            raise
+        asked, reason = os.environ.get("JAX_PLATFORMS", ""), str(error).partition(" (set JAX")[0] or "no driver"
+        raise InputError(f"JAX_PLATFORMS={asked} finds no device ({reason}): unset it, or set it to cpu") from None
+
+
 def make_mesh(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
     """Make the learner's mesh: all devices of all processes (or these), except for those that only sample.
 
     Raises:
       InputError: the shape does not fit the devices, or would divide weights across slices.
     """
-    devices = list(jax.devices() if devices is None else devices)
+    devices = list(all_devices() if devices is None else devices)
     sizes = shape.sizes(len(devices))
     return _mesh(sizes, devices[: math.prod(sizes.values())], shape.slices)
 
@@ -98,7 +128,7 @@ def rollout_mesh(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh
     """
     if not shape.rollout:
         return make_mesh(shape, devices)
-    devices = list(jax.devices() if devices is None else devices)
+    devices = list(all_devices() if devices is None else devices)
     apart = devices[-shape.rollout :]
     slices = len(_by_slice(apart))
     return _mesh(shape.sampling_sizes(len(devices), slices), apart, slices)

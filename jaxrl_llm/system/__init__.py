@@ -11,6 +11,10 @@ def attach(package: str, homes: dict[str, str]) -> Callable[[str], Any]:
     def __getattr__(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
+        try:
+            home = importlib.import_module(f"{package}.{homes[name]}")
+        except AttributeError as error:  # of a library: Python would blame this package for it
+            raise ImportError(f"{package}.{homes[name]} cannot be imported: {error}") from error
+        return getattr(home, name)
 
     return __getattr__

@@ -73,7 +73,7 @@ def read_files(directory: Path) -> RunFiles:
     config: dict[str, Any] = {}
     if (path := directory / "config.json").is_file():
         try:
-            config = flat(json.loads(path.read_text()), whole_lists=True)
+            config = flat(json.loads(path.read_bytes()), whole_lists=True)
         except (ValueError, RecursionError):
             raise InputError(f"{path} is not JSON: give the folder of a run") from None
     return RunFiles(directory, config, rows, curves_of(rows))

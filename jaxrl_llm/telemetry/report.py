@@ -62,12 +62,12 @@ def page(directories: Sequence[Path]) -> str:
     blobs += [_blob(f"samples-{number}", b"\n".join(one.lines)) for number, one in enumerate(chosen)]
     parts = {
         "title": html.escape(", ".join(run["name"] for run in data["runs"])),
-        "style": "\n".join((ASSETS / name).read_text() for name in STYLES),
-        "script": "\n".join((ASSETS / name).read_text() for name in SCRIPTS),
-        "licence": (ASSETS / "uplot.LICENSE").read_text(),
+        "style": "\n".join((ASSETS / name).read_text("utf-8") for name in STYLES),
+        "script": "\n".join((ASSETS / name).read_text("utf-8") for name in SCRIPTS),
+        "licence": (ASSETS / "uplot.LICENSE").read_text("utf-8"),
         "data": "\n".join(blobs),
     }
-    return MARK.sub(lambda mark: parts[mark[1]], (ASSETS / "page.html").read_text())
+    return MARK.sub(lambda mark: parts[mark[1]], (ASSETS / "page.html").read_text("utf-8"))
 
 
 def _blob(name: str, data: bytes) -> str:

@@ -219,7 +219,7 @@ def forget_underway(directory: Path) -> None:
 
 def _underway(directory: Path) -> dict[str, Any]:
     path = directory / UNDERWAY
-    return json.loads(path.read_text()) if path.exists() else {}
+    return json.loads(path.read_bytes()) if path.exists() else {}
 
 
 def _checkpoint(directory: Path, step: int) -> list[Any]:

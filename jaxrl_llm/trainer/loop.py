@@ -21,6 +21,7 @@ from jaxrl_llm.checkpoints.store import steps_in
 from jaxrl_llm.models.lora import model_of
 from jaxrl_llm.rules import DONE, decide
 from jaxrl_llm.sharding.distributed import ALONE, Peers
+from jaxrl_llm.sharding.mesh import all_devices
 from jaxrl_llm.stages import stage_of
 from jaxrl_llm.system.paths import PROFILE
 from jaxrl_llm.system.signals import PREEMPTED, Preemption, on_exit
@@ -56,8 +57,9 @@ def train(
       voice: how much is printed on the way.
     """
     phases = range(len(configs.phases_of(run)))
+    devices = len(all_devices())
     for number in phases:
-        configs.validate_on_devices(configs.in_phase(run, number), jax.device_count(), peers.count)
+        configs.validate_on_devices(configs.in_phase(run, number), devices, peers.count)
     start, first, row = resume_point(run, directory, peers, say)
     with opened(run, directory, start, bool(row), weights, peers, voice) as context, contextlib.ExitStack() as stack:
         cursor = ending = None

@@ -23,11 +23,20 @@ from learner.rollouts import (
 from tiny import Compilations, largest_difference, tiny
 
 from jaxrl_llm.algorithms import PRESETS
-from jaxrl_llm.learner import Layout, Learner, Optimiser, PolicyGradient, Training, create_state, learn
+from jaxrl_llm.learner import (
+    Layout,
+    Learner,
+    Optimiser,
+    PolicyGradient,
+    Training,
+    create_state,
+    learn,
+    make_update,
+)
 from jaxrl_llm.learner.epochs import _split
 from jaxrl_llm.learner.objectives import Objective
 from jaxrl_llm.learner.optimiser import build, learning_rate
-from jaxrl_llm.models.config import Lora
+from jaxrl_llm.models.config import ComputeOptions, Lora
 
 MESH = one_device()
 FORWARD = forward_on(MESH, Layout(2, 40, T))
@@ -64,11 +73,11 @@ def advantages_of(packed):
     return found[found != 0].tolist()
 
 
-def run(settings, update, held=False, seed=3, samples=None, algorithm=PRESETS["dapo"], **given):
+def run(settings, update, held=False, seed=3, samples=None, algorithm=PRESETS["dapo"], coefficients=None, **given):
     """Learn from the rollout; ``held``: the state has a reference."""
     state = create_state(tiny("windows"), build(settings.optimiser), held, MESH)
     training = (Training((PolicyGradient(algorithm, settings.updates > 1),), update),)
-    return learn(state, groups(samples or rollout()), settings, FORWARD, training, {}, seed, **given)
+    return learn(state, groups(samples or rollout()), settings, FORWARD, training, coefficients or {}, seed, **given)
 
 
 def computed(packed):
@@ -161,6 +170,48 @@ def test_a_gradient_that_is_not_finite_ends_the_passes():
     assert len(record.seen) == 2 and metrics["updates"] == 1 == metrics["updates/not_finite"] == metrics["loss"]
     _, metrics = run(Learner(), Record(kl=[np.nan]))
     assert metrics["updates"] == 0 and metrics["updates/not_finite"] == 1 and np.isnan(metrics["loss"])
+
+
+BROKEN = {
+    "the sampler's log-probability": (lambda s: s.with_arrays(sampler_logp=s.arrays["sampler_logp"] * np.nan), 1),
+    "an advantage": (lambda s: dataclasses.replace(s, scalars=s.scalars | {"advantages": np.nan}), 1),
+    "that of one token": (lambda s: s.with_arrays(sampler_logp=np.where(s.mask, np.inf, 0).astype(np.float32)), 1),
+    "what does not count": (
+        lambda s: dataclasses.replace(s, scalars=s.scalars | {"advantages": np.nan}, mask=np.zeros_like(s.mask)),
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_numbers_of_samples_that_are_not_finite_are_named(name):
+    change, count = BROKEN[name]
+    samples = [change(sample) if index == 1 else sample for index, sample in enumerate(rollout())]
+    found = {key: value for key, value in run(Learner(), Record(), samples=samples)[1].items() if "not_finite/" in key}
+    assert list(found.values()) == [1.0] * count and set(found) <= {"not_finite/advantages", "not_finite/sampler_logp"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Overflowing(PolicyGradient):
+    """A loss that is not a number where the gradient is one."""
+
+    def __call__(self, outputs, batch, counts, coefficients):
+        """Return the loss with a constant."""
+        loss, metrics = super().__call__(outputs, batch, counts, coefficients)
+        return loss + coefficients["constant"], metrics | {"loss": loss + coefficients["constant"]}
+
+
+def test_an_update_with_such_a_loss_is_refused():
+    settings = Learner(optimiser=Optimiser(learning_rate=1e-2))
+    rate, compute = learning_rate(settings.optimiser), ComputeOptions()
+    update = make_update((Overflowing(PRESETS["dapo"]),), build(settings.optimiser), rate, compute)
+    before = create_state(tiny("windows"), build(settings.optimiser), False, MESH).policy
+    for constant, refused in ((0.0, 0), (np.inf, 1), (np.nan, 1)):
+        state, metrics = run(settings, update, coefficients={"constant": constant})
+        assert metrics["updates/not_finite"] == refused == int(state.policy.updates) ^ 1
+        assert metrics.get("not_finite/loss", 0.0) == refused and "not_finite/grad_norm" not in metrics
+        same = jax.tree.map(lambda a, b: bool((a == b).all()), state.policy.params, before.params)
+        assert all(jax.tree.leaves(same)) == bool(refused)
 
 
 def masked(samples, groups=range(len(PROMPTS))):

@@ -5,6 +5,7 @@ rows.
 import dataclasses
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,14 +14,16 @@ from learner.rollouts import G, T, changed, forward_on, one_device, padded, poli
 from tiny import largest_difference, tiny
 
 from jaxrl_llm.algorithms import PRESETS, PolicyBatch, policy_loss
-from jaxrl_llm.algorithms.advantages import GDPO
+from jaxrl_llm.algorithms.advantages import GAE, GDPO, GroupZScore, KLInReward, ProcessSupervised, Whitened
+from jaxrl_llm.algorithms.kl import K1
 from jaxrl_llm.algorithms.surrogates import PPOClip
 from jaxrl_llm.algorithms.turns import GiGPO
 from jaxrl_llm.learner import Layout, Sample, pack, to_samples
 from jaxrl_llm.learner.packing import rows_of
-from jaxrl_llm.learner.samples import advantage_of, equal_states, turns_of
+from jaxrl_llm.learner.samples import _estimate, advantage_of, by_rows, bytes_to_estimate, equal_states, turns_of
 from jaxrl_llm.models.config import ComputeOptions
-from jaxrl_llm.types import Completion, Episode, Group, Problem, Turn
+from jaxrl_llm.sharding import MeshShape, make_mesh
+from jaxrl_llm.types import AdvantageContext, Completion, Episode, Group, Problem, Turn
 
 PROBLEM = Problem("1", ({"role": "user", "content": "?"},), "3", "test")
 MODEL = tiny("windows")
@@ -243,3 +246,48 @@ def test_an_episode_in_three_rows_counts_once():
     value, gradient = jax.value_and_grad(loss)(MODEL)
     assert float(measured["loss"]) == pytest.approx(float(value), abs=1e-5)
     assert largest_difference(found, gradient) < 1e-5
+
+
+ESTIMATORS = {
+    "gae": GAE(),
+    "gae whitened": GAE(whiten=True),
+    "reinforce++": Whitened(),
+    "steps": ProcessSupervised(),
+    "kl in the reward": KLInReward(GroupZScore(), K1(), 0.1),
+}
+
+
+def estimated(estimator, groups, length, mesh):
+    """What is estimated on a mesh of this many devices on data and fsdp, and the bytes of a device that it takes."""
+    random = np.random.default_rng(0)
+    rows = groups * 4
+    draw = lambda *shape: random.normal(size=shape).astype(np.float32)
+    given = {"values": draw(rows, length), "old_logp": draw(rows, length), "ref_logp": draw(rows, length)}
+    given["step_rewards"] = np.where(random.random((rows, length)) < 0.1, draw(rows, length), np.nan)
+    given |= {"bootstrap": draw(rows), "mask": np.arange(length) < random.integers(3, length, (rows, 1))}
+    context = AdvantageContext(**{name: given[name] for name in estimator.needs})
+    rewards = draw(groups, 4)
+    rewards[1, 2] = np.nan
+    with jax.set_mesh(make_mesh(MeshShape(*mesh), jax.devices()[: math.prod(mesh)])):
+        laid = by_rows(context)
+        used = _estimate.lower(estimator, rewards, laid).compile().memory_analysis()
+        found = jax.device_get(_estimate(estimator, rewards, laid))
+    return found, used.argument_size_in_bytes + used.output_size_in_bytes + used.temp_size_in_bytes
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_advantages_are_estimated_by_rows_on_the_devices_that_divide_a_batch(name):
+    estimator = ESTIMATORS[name]
+    whole, alone = estimated(estimator, 16, 256, (1, 1, 1))
+    assert alone < 1.15 * bytes_to_estimate(estimator, 64, 256)
+    for mesh, parts in (((2, 2, 2), 4), ((8, 1, 1), 8)):
+        divided, each = estimated(estimator, 16, 256, mesh)
+        chex.assert_trees_all_close(divided, whole, rtol=0, atol=2e-6)
+        assert each < 1.1 * alone / parts
+    odd = [estimated(estimator, 3, 64, mesh)[0] for mesh in ((8, 1, 1), (1, 1, 1))]
+    chex.assert_trees_all_close(*odd, rtol=0, atol=2e-6)
+
+
+def test_where_nothing_is_read_by_token_nothing_is_counted():
+    assert bytes_to_estimate(GDPO(), 8192, 8192) == 0 == bytes_to_estimate(GroupZScore(), 8192, 8192)
+    assert bytes_to_estimate(GAE(), 8192, 8192) == 8192 * 8192 * 25

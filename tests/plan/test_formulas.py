@@ -19,11 +19,12 @@ from jaxrl_llm.engine.scheduler import Build, rows_for, wanted
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.engine.slots import empty_slots, run_chunk
 from jaxrl_llm.learner.optimiser import build
+from jaxrl_llm.learner.samples import bytes_to_estimate
 from jaxrl_llm.models import experts
 from jaxrl_llm.models.decoder import Weights, initialise
 from jaxrl_llm.models.flops import counts, forward_flops, visible_pairs
 from jaxrl_llm.plan import hlo
-from jaxrl_llm.plan.device_memory import resident
+from jaxrl_llm.plan.device_memory import learning, resident
 from jaxrl_llm.plan.lowering import compile_one, subject
 from jaxrl_llm.plan.movement import loops
 from jaxrl_llm.plan.network import exchanged
@@ -210,6 +211,19 @@ def test_a_watched_reference_is_held_and_read_with_the_policy(minibatches):
     assert resident(held.arrays).reference == resident(held.arrays).weights > 0
     passes = [work(one.run, one.outline, one.arrays.learned).score_passes for one in (plain, held)]
     assert passes == [int(minibatches > 1), 2]
+
+
+def test_estimated_advantages_are_counted():
+    run = tiny_run((1, 1, 1), recipe=RECIPES["ppo"])
+    held = subject(run, CONFIG, jax.devices()[:1]).arrays
+    counted = []
+    for prompts in (run.rollout.prompts, 1 << 20):
+        more = dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, prompts=prompts))
+        counted.append(learning(more, held, {}).temporary)
+    layout = held.learned[0].forward.layout
+    rows = run.rollout.group << 20
+    estimate = bytes_to_estimate(run.recipe.algorithm.advantage, rows, layout.completion_tokens)
+    assert counted[1] == estimate - bytes_per_device(held.packed) * run.learner.minibatches > counted[0]
 
 
 def test_experts_exchange_what_the_formula_says():

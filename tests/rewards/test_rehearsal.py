@@ -6,6 +6,7 @@ import pytest
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.rewards import LengthPenalty, Scorer, accuracy
+from jaxrl_llm.rewards.rehearsal import as_episode
 from jaxrl_llm.rewards.verify import dry_run_completion
 from jaxrl_llm.system.paths import REWARD_ERROR
 from jaxrl_llm.types import Problem
@@ -71,3 +72,49 @@ def test_where_two_rewards_fail_both_tracebacks_are_kept_and_the_worse_is_told(t
     text = (tmp_path / REWARD_ERROR).read_text()
     assert "ZeroDivisionError" in text and "RuntimeError: never" in text
     assert failures.metrics()["event/reward_failed"] == failures.message
+
+
+def of_calls(problem, completion):
+    """How many calls there were, and that the last turn is the answer."""
+    *_, last = completion.episode.turns
+    return sum(turn.calls for turn in completion.episode.turns) + (last.reply["content"] == completion.text)
+
+
+def of_the_end(problem, completion):
+    return {"completed": 1.0}[completion.episode.end] + completion.episode.metrics.get("won", 0.0)
+
+
+def of_messages(problem, completion):
+    """The environment's words, and the names of the tools that were called."""
+    names = [one["function"]["name"] for message in completion.messages for one in message.get("tool_calls", ())]
+    heard = [message["content"] for message in completion.messages if message["role"] != "assistant"]
+    return len(names) + len(heard[0]) + len(completion.transcript) + len(completion.played["episode"]["turns"])
+
+
+def of_tokens(problem, completion):
+    """The share of the tokens that the policy sampled, those of the last turn among them."""
+    assert 0 < completion.last_turn < len(completion.tokens) and completion.episode.turns[-1].end == len(
+        completion.mask
+    )
+    assert completion.mask[completion.last_turn :].all() and completion.extras == {}
+    return completion.length / len(completion.tokens)
+
+
+@pytest.mark.parametrize("reward", [of_calls, of_the_end, of_messages, of_tokens, accuracy])
+@pytest.mark.parametrize("tools", [["search", "add"], []], ids=["tools", "an environment"])
+def test_rewards_of_episodes_are_rehearsed_on_one(tokenizer, reward, tools):
+    with Scorer((reward,)) as scorer:
+        scorer.dry_run(problem("12"), tokenizer, tools)
+        if reward in (of_calls, of_the_end):
+            with pytest.raises(InputError, match="NoneType"):
+                scorer.dry_run(problem("12"), tokenizer)
+
+
+def test_an_invented_episode_calls_a_tool_that_there_is(tokenizer):
+    answer = dry_run_completion(problem("12"), tokenizer)
+    made, spoken = as_episode(answer, ["search", "add"]), as_episode(answer, [])
+    assert made.text == answer.text and accuracy(problem("12"), made) == 1
+    assert [message["role"] for message in made.messages] == ["assistant", "tool", "assistant"]
+    assert [message["role"] for message in spoken.messages] == ["assistant", "user", "assistant"]
+    assert "search()" in made.transcript and made.episode.tools == 2 and spoken.episode.turns[0].calls == 0
+    assert made.length == 2 * len(answer.tokens) and {len(made.version), len(made.sampler_logp)} == {len(made.tokens)}

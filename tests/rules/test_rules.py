@@ -15,6 +15,7 @@ from jaxrl_llm import codec
 from jaxrl_llm import config as configs
 from jaxrl_llm.algorithms.kl import AdaptiveKL, ProportionalKL
 from jaxrl_llm.data import Texts
+from jaxrl_llm.diagnosis.detectors import FindingTracker, diagnose
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rollout.settings import Ptx
@@ -33,6 +34,7 @@ from jaxrl_llm.rules import (
 from jaxrl_llm.rules.guards import few_kept, on_finding, phase_ends, reward_fails, teaches_nothing
 from jaxrl_llm.rules.resets import kl_controlled, on_schedule, on_stall
 from jaxrl_llm.stages.rl.ingredients import rules_for
+from jaxrl_llm.system.json_lines import jsonable
 from jaxrl_llm.tasks import Table
 from jaxrl_llm.trainer.context import LoopState
 from jaxrl_llm.trainer.step import apply
@@ -134,6 +136,67 @@ def test_a_gradient_that_is_no_number_stops_the_run_with_advice():
     assert rule(TAUGHT | {"step": 4, "updates/not_finite": 0.0}, {})[0] == Decision()
     nothing = {"step": 4, "updates": 0.0, "updates/not_finite": 0.0, "grad_norm": math.nan}
     assert rule(nothing, {})[0] == Decision() == rule({"step": 4, "updates": 0.0}, {})[0], "no update, no gradient"
+
+
+BROKEN = {
+    "loss": {"loss": math.nan},
+    "infinite loss": {"loss": -math.inf},
+    "log-probabilities": {"policy_kl": math.nan},
+    "ratios": {"ratio": math.inf},
+    "entropy": {"entropy": math.nan},
+    "advantages": {"advantage/abs_mean": math.nan},
+    "samples": {"not_finite/sampler_logp": 2.0},
+    "reward": {"reward/mean": math.inf},
+    "one of several rewards": {"reward/mine": -math.inf},
+    "held-out texts": {"eval/text/loss": math.nan},
+    "gap to the sampler": {"sampler/logp_abs_diff_max": math.inf},
+}
+MISSING = {
+    "reward": {"reward/mean": math.nan, "reward/mine": math.nan},
+    "no fresh token": {"sampler/logp_abs_diff_mean": math.nan, "sampler/logp_abs_diff_max": math.nan},
+    "no reference": {"kl": math.nan},
+    "nothing clipped": {"clip_probability/low": math.nan},
+    "no update": {"updates": 0.0, "loss": math.nan, "grad_norm": math.nan, "entropy": math.nan},
+    "an exponential": {"eval/text/perplexity": math.inf},
+    "another role's": {"critic/loss": math.nan, "critic/updates": 1.0},
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_no_number_stops_the_run_and_says_its_name(name):
+    row = TAUGHT | {"step": 4, "updates": 1.0, "loss": 0.5} | BROKEN[name]
+    decision, _ = checked(1e-5)(row, {})
+    named = next(iter(BROKEN[name])).removeprefix("not_finite/")
+    assert decision.stop == GUARD and decision.reason == f"{named} is not a number; the state after it is saved"
+    assert decision.events == {"event/not_a_number": decision.reason}
+    for written in (row | decision.events, jsonable(row | decision.events)):
+        (finding,) = diagnose([{"step": 3}, written, {"step": 5}])
+        assert (finding.kind, finding.step) == ("not_a_number", 4) and named in finding.what
+    assert [finding.kind for finding in FindingTracker(10).found(row | {"step": 10} | decision.events)] == [
+        "not_a_number"
+    ]
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_what_was_not_measured_stops_nothing(name):
+    row = TAUGHT | {"step": 4, "updates": 1.0, "loss": 0.5} | MISSING[name]
+    assert checked(1e-5)(row, {})[0] == Decision()
+
+
+def test_the_first_number_to_blame_is_named_and_a_rollback_undoes_it():
+    refused = TAUGHT | {"step": 4, "updates/not_finite": 1.0}
+    for names, said in (
+        (("loss",), "loss"),
+        (("grad_norm", "loss"), "the gradient"),
+        (("advantages", "loss"), "advantages"),
+    ):
+        row = refused | {f"not_finite/{name}": 1.0 for name in names}
+        assert checked(1e-5)(row, {})[0].reason == f"{said} is not a number; the state before it is saved"
+    critic = {"step": 4, "critic/updates": 1.0, "critic/loss": math.nan, "critic/grad_norm": 1.0}
+    rule = partial(not_a_number, learning_rate=1e-5, prefix="critic/")
+    assert rule(critic, {})[0].reason == "critic/loss is not a number; the state after it is saved"
+    assert [finding.what for finding in diagnose([critic])] == ["step 4: critic/loss is not a number"]
+    assert diagnose([critic, {"step": 5, "rollback/to_step": 3}]) == []
 
 
 def test_a_critics_gradient_has_a_guard_and_a_remedy_of_its_own():

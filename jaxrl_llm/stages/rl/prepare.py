@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxrl_llm import config as configs
 from jaxrl_llm import tasks
+from jaxrl_llm.environments import Factory
 from jaxrl_llm.rewards import Scorer
 from jaxrl_llm.rollout.episodes import Episodes, episodes_of
 from jaxrl_llm.rollout.evaluate import Evaluated, Questions, evaluate
@@ -27,6 +28,7 @@ from jaxrl_llm.stages.rl.problems import (
 )
 from jaxrl_llm.stages.rl.programs import answering, groups, learning_of, outline, sampler_of, sampling_of
 from jaxrl_llm.stages.rl.reinforcement import Reinforcement
+from jaxrl_llm.tasks import Prompts
 from jaxrl_llm.tasks.template import check_tokenizer
 from jaxrl_llm.telemetry.progress import Progress
 
@@ -63,7 +65,7 @@ def prepare(
     test_prompts = prompts_of(run, read.tested, read.asked, tokenizer)
     scorer.tokenizer = tokenizer
     progress.status("calling each reward once")
-    sandboxed = rewarded(scorer, read, tokenizer, configs.verifies(run), progress.note)
+    sandboxed = rewarded(scorer, read, prompts, configs.verifies(run), progress.note)
     stops, where = model.config.tokens.eos, rollout_mesh(run.mesh)
     training, forwards = learning_of(run, model, mesh, tokenizer)
     forward, names = forwards["policy"], [objective.name for one in training for objective in one.objectives]
@@ -108,14 +110,16 @@ def prepare(
 
 
 def rewarded(
-    scorer: Scorer, read: Problems, tokenizer: Any, verifies: bool, note: Callable[[str], None] | None = None
+    scorer: Scorer, read: Problems, prompts: Prompts, verifies: bool, note: Callable[[str], None] | None = None
 ) -> list[str]:
     """Check that the rewards can judge all problems, and call each once for every task; return notes. ``note`` gets
     what is found later, see ``Scorer.check``.
     """
     notes = scorer.check([*read.all_train, *read.held_out], verifies, note)
     for problems in read.train:
-        scorer.dry_run(problems[0], tokenizer)
+        task = prompts.task(problems[0].task)
+        tools = [*Factory(None, task.tools).functions] if task.plays else None
+        scorer.dry_run(problems[0], prompts.tokenizer, tools)
     return notes
 
 
@@ -141,8 +145,9 @@ def check_ahead(
     if same_groups(before, run) and before.evaluation.task == run.evaluation.task:
         return
     read = read_problems(run, tokenizer, status)
-    for task, problems in ((run.task, read.all_train), (read.tested, read.asked)):
-        prompts_of(run, task, problems, tokenizer)  # refuses those that are too long
+    # Refuses those that are too long.
+    prompts = prompts_of(run, run.task, read.all_train, tokenizer)
+    prompts_of(run, read.tested, read.asked, tokenizer)
     scoring = run.scoring
     with Scorer(configs.rewards(run), scoring.workers, scoring.timeout_s, watched=configs.watched(run)) as scorer:
-        rewarded(scorer, read, tokenizer, configs.verifies(run))
+        rewarded(scorer, read, prompts, configs.verifies(run))
