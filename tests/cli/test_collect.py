@@ -124,7 +124,7 @@ def test_wrong_input_is_one_line(answers, line):
 def test_help_tells_the_options(folder, answers):
     for name in ("usage", "help"):
         assert answers[name].code == 0 and "--out FILE.jsonl" in answers[name].out and not answers[name].err
-    for flag in ("--samples", "--keep", "--kind", "--match_length", "--continuations", "those of one part: task"):
+    for flag in ("--samples", "--keep", "--kind", "--match_length", "--continuations", "those of one part: mesh, task"):
         assert flag in " ".join(answers["help"].out.split())
     assert not (folder / "a.jsonl").exists() and not (folder / "a.jsonl.part").exists()
 

@@ -17,7 +17,7 @@ CLOCK = ("time/", "throughput/", "memory", "event/resumed", "rollout/utilisation
 """How the names of metrics begin that depend on the clock or on the machine's load."""
 NO_NAMES: Mapping[str, str] = {}
 CLOCKS = (
-    (r"(tokens/s|seconds|left|took|in) +[\d.]+( ?(k|M))?( ?(s|ms|min|h)\b)?", r"\1 CLOCK"),
+    (r"(tokens/s|seconds|left|took|in) +[\d.]+( ?(k|M))?( ?(s|ms|min|h)\b|m\d+)?", r"\1 CLOCK"),
     (r"\b\d+(\.\d+)? ?(s|ms|min|MB|GB|MiB|GiB)\b", "CLOCK"),
 )
 """What the clock decides in a line of a command, and what is read in its place."""
