@@ -186,8 +186,7 @@ TEMPLATES = (
 
 def render(case: Any, folder: Path) -> Any:
     """Render chats by a template of a stranger's tokenizer."""
-    from jaxrl_llm.tasks import Task
-    from jaxrl_llm.tasks.template import encode
+    from jaxrl_llm.tasks import Task, encode
 
     task = Task([], template=case if "{" in case else f"{case}{{#}}", date="2025-07-01", system="Be brief.")
     return encode(_problem("", "match", "whole"), task, byte_tokenizer())
