@@ -52,3 +52,5 @@ def test_mathematical_ones_are_tried_by_a_sample_and_then_all(tmp_path):
         with pytest.raises(InputError, match="2 of 3 references of rows are not reached"):
             scorer.check(lost)
         assert scorer.check(lost, needed=False)
+        scorer.check(lost, needed=False, note=told.append)
+    assert len(told) == 1, "what the sample has shown is not said again"

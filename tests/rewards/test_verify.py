@@ -65,6 +65,8 @@ def test_reference_and_answer_are_read_alike(text, answer, score, verifier):
 @pytest.mark.parametrize(
     ("text", "answer", "score"),
     [
+        (r"\boxed{\frac{0.0000004}{2}}", "0.0000001", 0.0),
+        (r"\boxed{\frac{10^9}{7.0}}", "142857142.857", 1.0),
         ("The answer is **5**.", "5", 1.0),
         ("The answer is 2**3 = 8", "8", 1.0),
         ("It is 1e-3.", "0.001", 1.0),

@@ -18,7 +18,7 @@ from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.rewards import Scorer
 from jaxrl_llm.rollout import Collect, Engine, Sampling
 from jaxrl_llm.rollout.dynamic_sampling import Sampler, collect
-from jaxrl_llm.rollout.episodes import Episodes
+from jaxrl_llm.rollout.episodes import Episodes, Scene
 from jaxrl_llm.rollout.evaluate import Questions, evaluate
 from jaxrl_llm.rollout.groups import RECORDS, AdmissionPolicy, Carryover, GroupSource, OutOfTime
 from jaxrl_llm.rollout.measures import describe_episodes
@@ -146,6 +146,16 @@ def same(some, others):
         np.testing.assert_array_equal(observed(one), observed(other))
         assert one.episode == other.episode and one.finish_reason == other.finish_reason
         np.testing.assert_array_equal(one.sampler_logp, other.sampler_logp)
+
+
+def test_what_a_row_says_to_the_template_is_in_its_episodes_prompt():
+    template = "{{ mood }} {% for m in messages %}[{{ m['content'] }}]{% endfor %}:"
+    rows = [{"prompt": "q", "secret": "a", "chat_template_kwargs": {"mood": mood}} for mood in ("sly", "mild")]
+    task = Task(rows, template=template, verifier="none", environment=Counting)
+    episodes = Episodes(Prompts(task, loaded()[1]), Limits(), 120, STOPS)
+    problems = load(task, answers=False).train
+    begun = episodes.begin([Scene((0, place), problem, 0) for place, problem in enumerate(problems)])
+    assert [loaded()[1].decode(prompt).split()[0] for prompt, _ in begun] == ["sly", "mild"]
 
 
 def test_what_the_environment_says_stands_between_the_turns_with_mask_0():
