@@ -36,7 +36,6 @@ from jaxrl_llm.types import Completion, Problem
 
 FILL = 4
 """Answers per call, as a multiple of the slots: at its end few slots stay empty for long."""
-"""Options of decoding: the text is tokenised to the same tokens again."""
 READ = {
     "texts": ("keep",),
     "pairs": ("match_length", "cut_off", "keep"),

@@ -32,7 +32,8 @@ from jaxrl_llm.tasks.template import Wording, bos, check_tokenizer, rendered, te
 from jaxrl_llm.types import Completion, Message, Problem
 
 _MARKS = 64  # characters by which a template marks a thought, or what follows it, at most
-_OPENS_A_THOUGHT = re.compile(r"<(\w*(?:think|thought|reason)\w*)>\s*\Z", re.IGNORECASE)
+OPENS_A_THOUGHT = re.compile(r"<(\w*(?:think|thought|reason)\w*)>\s*\Z", re.IGNORECASE)
+"""The end of a prompt after which a model begins to think."""
 _STAND_IN = "\ufdd1"  # no character, so that no text has it
 _NEAR = 64  # characters before a piece that tokenizers may look at; what they cut text into first is shorter
 _ASKED = [{"role": "user", "content": "Is it so?"}]
@@ -236,7 +237,7 @@ class Writer(Pieces):
         Raises:
           InputError: the prompt has opened a thought, and the answer does not close it.
         """
-        found = _OPENS_A_THOUGHT.search(before)
+        found = OPENS_A_THOUGHT.search(before)
         if not found:
             return content
         mark = f"<{found[1]}>"

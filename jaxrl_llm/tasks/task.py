@@ -12,6 +12,7 @@ from jaxrl_llm.tasks.filters import importable, resolve
 from jaxrl_llm.tasks.generated_programs import Programs
 from jaxrl_llm.tasks.instructed import Instructions
 from jaxrl_llm.tasks.instructions import check_instructions
+from jaxrl_llm.tasks.messages import TOOLS
 from jaxrl_llm.tasks.prompts import content, digest, messages_of, prompt_key
 from jaxrl_llm.tasks.sources import HubDataset, ReasoningGym, Rows, RowSource, Table
 from jaxrl_llm.tasks.tables import shown
@@ -286,7 +287,7 @@ def _check_begun(problems: Iterable[Problem]) -> None:
     """
     for problem in problems:
         require(
-            "tools" not in problem.options,
+            TOOLS not in problem.options,
             f"{_place(problem)} has tools, and the task's environment and tools are those of its episodes: leave the "
             "column out, or name it in metadata_fields if only they read it",
         )

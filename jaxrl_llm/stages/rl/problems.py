@@ -7,7 +7,6 @@ import functools
 import hashlib
 import json
 import operator
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from jaxrl_llm.rollout.settings import Rollout
 from jaxrl_llm.runs.load import find_start, host_state
 from jaxrl_llm.stages.stage import Fingerprints, read_parts
 from jaxrl_llm.stages.taught import untold
-from jaxrl_llm.tasks.chats import Pieces
+from jaxrl_llm.tasks.chats import OPENS_A_THOUGHT, Pieces
 from jaxrl_llm.tasks.curriculum import BY_SUCCESS, PLACES, Curriculum, difficulties
 from jaxrl_llm.tasks.stream import NONE, Memory, PromptStream, digest, going_on, places_in
 from jaxrl_llm.types import Problem
@@ -29,8 +28,6 @@ ROWS = ("source", "keep", "holdout", "overlong")
 """Settings of a task that decide which rows it asks."""
 FIELD = "rollout.collect.curriculum"
 """The setting that holds the curriculum, for messages."""
-_OPENS_A_THOUGHT = re.compile(r"<(\w*(?:think|thought|reason)\w*)>\s*$", re.IGNORECASE)
-"""The end of a prompt after which a model begins to think."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +149,7 @@ def about(run: configs.Run, read: Problems, prompts: tasks.Prompts, stops: Seque
     lines = []
     for task, problems in zip(prompts.tasks, read.train, strict=True):
         lines += endless(task, prompts.tokenizer, stops)
-        opened = _OPENS_A_THOUGHT.search(text_of(prompts.tokenizer, prompts[problems[0]][-16:]))
+        opened = OPENS_A_THOUGHT.search(text_of(prompts.tokenizer, prompts[problems[0]][-16:]))
         if opened and task.extractor == "whole" and problems[0].verifier != "none":
             lines.append(
                 f"the chat template opens a thought, {opened[0].strip()}, and extractor whole judges the "
