@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.checkpoints.store import UNFINISHED
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.system.json_lines import read_rows
 
 ROOT = Path(__file__).parents[2]
@@ -93,8 +94,9 @@ class Records:
         if self._written() in (0, self._before):
             return []
         if (size := os.path.getsize(self._metrics)) != self._size:
-            self._size = size
-            self._rows = list(read_rows(self._metrics))
+            with contextlib.suppress(InputError):  # the run may cut the file while it is read: once more, then
+                self._rows = list(read_rows(self._metrics))
+                self._size = size
         return self._rows
 
     def step(self) -> int:
