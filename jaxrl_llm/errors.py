@@ -11,6 +11,14 @@ class InputError(ValueError):
     The command line prints it and exits with code 2.
     """
 
+    code = 2
+
+
+class Stopped(InputError):
+    """Failure within a run that had begun; the command line prints it and exits with code 3."""
+
+    code = 3
+
 
 def require(fine: bool, message: str) -> None:
     """Raise InputError with this one-line message unless ``fine``."""

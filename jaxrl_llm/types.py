@@ -137,6 +137,7 @@ class Episode:
       parent: of a branch: the member of the group that it began as; None for a whole episode.
       shared: number of the first tokens, which a branch has from its parent.
       tools: number of tools that the model was offered.
+      pending: finish reason of a last turn that has ended and that the environment has not answered; else empty.
     """
 
     turns: tuple[Turn, ...] = ()
@@ -147,6 +148,7 @@ class Episode:
     parent: int | None = None
     shared: int = 0
     tools: int = 0
+    pending: str = ""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -198,7 +200,8 @@ class Completion:
 
     @property
     def unplayed(self) -> bool:
-        """Whether it is an episode that ended before its first token, since its prompt was too long."""
+        """Whether it is an episode that ended before its first token: its prompt was too long, or its environment
+        failed."""
         return self.episode is not None and bool(self.episode.end) and not len(self.tokens)
 
     @property

@@ -7,10 +7,11 @@ value at the border are all kept by ``TopEntropy`` and all left out by the other
 """
 
 import dataclasses
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrl_llm.algorithms.contracts import ABOVE_0, AT_LEAST_0, FINITE, ordered, within_bounds
 from jaxrl_llm.algorithms.surrogates import Bounds, PPOClip, Surrogate
@@ -111,9 +112,8 @@ class ClipCov(Choosing):
     """PPO's clipped loss without a few tokens that would cost the most entropy: Clip-Cov (arXiv 2505.22617).
 
     ``cov = (A - mean A)(logp - mean logp)``, means over the step's tokens. Of those with ``least < cov < most`` that
-    PPO does not clip, max(1, share N) get no gradient; they stay in the counts. Which ones is decided by a hash of the
-    sampler's log-probability (else the old policy's), advantage and position: as good as at random, equal on any
-    number of devices and microbatches, and in each epoch.
+    PPO does not clip, max(1, share N) get no gradient; they stay in the counts. Which ones is decided by ``lot``: as
+    good as at random, equal on any number of devices and microbatches, and in each epoch.
     """
 
     share: Annotated[float, SHARE] = 2e-4
@@ -122,6 +122,7 @@ class ClipCov(Choosing):
     low: Annotated[float, AT_LEAST_0] = 0.2
     high: Annotated[float, AT_LEAST_0] = 0.2
     of_step = "covariance_out"
+    draws = True
     idle = "the clip range never binds"
 
     def __post_init__(self):
@@ -223,12 +224,33 @@ def taken(share: float, at: Tokens) -> jax.Array:
     return jnp.maximum(jnp.floor(share * jnp.sum(at.mask) * (1 + 1e-6)), 1).astype(jnp.int32)
 
 
+LOTS = "lots"
+"""Name of the array [B, T] of ``lots_of`` each completion, among the extras of a batch."""
+
+
+def lots_of(tokens: np.ndarray, number: int) -> np.ndarray:
+    """Return a whole number below 2^24 for each token, uint32[T], that looks drawn at random: a hash of the token, its
+    position, and the completion's number in the step. Unlike log-probabilities these have no last digits that differ
+    between meshes.
+    """
+    places = np.arange(len(tokens), dtype=np.uint32)
+    mixed = tokens.astype(np.uint32) * np.uint32(0x9E3779B1) ^ places * np.uint32(0x85EBCA77)
+    return _mixed(mixed ^ np.uint32(number * 0xC2B2AE3D & 0xFFFFFFFF)) >> np.uint32(8)
+
+
+def _mixed(x: Any) -> Any:
+    for factor in (0x7FEB352D, 0x846CA68B):
+        x = (x ^ (x >> 16)) * np.uint32(factor)
+    return x ^ (x >> 15)
+
+
 def lot(at: Tokens) -> jax.Array:
-    """Return a number for each token that looks drawn at random and depends on the token alone, uint32[B, T]."""
+    """Return a number for each token that looks drawn at random, uint32[B, T]: that of ``lots_of`` where the batch has
+    it, else a hash of the sampler's log-probability (or the old policy's), the advantage and the position.
+    """
+    if at.extras and LOTS in at.extras:
+        return at.extras[LOTS].astype(jnp.uint32)
     known = at.old_logp if at.sampler_logp is None else at.sampler_logp
     bits = [jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) for x in (known, at.advantages)]
     mixed = bits[0] * jnp.uint32(0x9E3779B1) ^ bits[1]
-    mixed = mixed ^ (jnp.arange(at.mask.shape[1], dtype=jnp.uint32)[None] * jnp.uint32(0x85EBCA77))
-    for factor in (0x7FEB352D, 0x846CA68B):
-        mixed = (mixed ^ (mixed >> 16)) * jnp.uint32(factor)
-    return mixed ^ (mixed >> 15)
+    return _mixed(mixed ^ (jnp.arange(at.mask.shape[1], dtype=jnp.uint32)[None] * jnp.uint32(0x85EBCA77)))

@@ -105,7 +105,7 @@ def run(arguments: Sequence[str]) -> int:
             raise
         return DONE
     except InputError as error:
-        return refuse(str(error))
+        return refuse(str(error), error.code)
     except BrokenPipeError:
         let_go(sys.stdout.fileno())
         return DONE
@@ -142,13 +142,13 @@ def explain(error: BaseException | None, command: str) -> str | None:
     return None
 
 
-def refuse(message: str) -> int:
-    """Print one line on stderr and return exit code 2."""
+def refuse(message: str, code: int = WRONG_INPUT) -> int:
+    """Print one line on stderr and return the exit code."""
     from jaxrl_llm.system.storage import shown
     from jaxrl_llm.system.text import harmless
 
     print(f"jaxrl-llm: {harmless(' '.join(shown(message).split()))}", file=sys.stderr)
-    return WRONG_INPUT
+    return code
 
 
 def dispatch(arguments: list[str]) -> int:

@@ -138,7 +138,8 @@ def asking(
         scorer.check(problems)
         prompts = Prompts(configs.tasks_in(task), policy.tokenizer)
         longest = prompts.longest(problems)
-        episodes = episodes_of(prompts, settings.rollout, policy.model.config.tokens.eos)  # say more than the rows
+        rollout = dataclasses.replace(settings.rollout, max_new_tokens=options.max_new_tokens)
+        episodes = episodes_of(prompts, rollout, policy.model.config.tokens.eos)  # say more than the rows
         longest = longest if episodes is None else max(longest, settings.rollout.max_prompt_tokens)
         length = longest + options.max_new_tokens
         field = f"--max_new_tokens {options.max_new_tokens} after a prompt of {longest} tokens"

@@ -174,7 +174,7 @@ def together(given: Distributed) -> Generator[Peers]:
         shutdown = peers.shutdown
         reason = str(error) if isinstance(error, InputError) else cli.explain(error, "train")
         if reason is not None:
-            shutdown.stop(cli.WRONG_INPUT, reason)
+            shutdown.stop(getattr(error, "code", cli.WRONG_INPUT), reason)
         if isinstance(error, Disagreement):
             shutdown.stop(1, str(error))
         if any(mark in str(error) for mark in MARKS_OF_LOSS):

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any
 
 from jaxrl_llm.environments.environment import Environment, Message, Step
@@ -50,8 +51,29 @@ def checked_messages(value: Any, roles: Sequence[str] = ROLES) -> tuple[Message,
             raise TypeError(f"it returned the message {message!r:.80}; write {{'role': ..., 'content': text}}")
         if message.get("role") not in roles:
             raise ValueError(f"it returned a message of role {message.get('role')!r:.40}; it is {', '.join(roles)}")
-        found.append({**message, "content": readable(content)})
+        found.append(plain(message, "a message"))
     return tuple(found)
+
+
+def plain(value: Any, where: str) -> Any:
+    """Return a copy in Python's own JSON types, as which it is saved; a member of an ``Enum`` of texts becomes text.
+
+    Raises:
+      TypeError: a part is none of these; ``where`` says which.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return readable(str.__str__(value))
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real) and math.isfinite(value):
+        return float(value)
+    if isinstance(value, Mapping):
+        return {plain(str(key), where): plain(one, f"{where}, {key!r:.40}") for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(one, where) for one in value]
+    raise TypeError(f"it returned {where}: {value!r:.80}, which is no JSON value and cannot be saved; give text")
 
 
 def checked_reset(value: Any) -> tuple[Message, ...]:
@@ -80,6 +102,7 @@ def checked_step(value: Any) -> Step:
         messages=checked_messages(value.messages, WORLD),
         reward=finite(value.reward, "reward"),
         done=bool(value.done),
+        state=plain(value.state, "state"),
         metrics={str(name): finite(number, f"metric {name}", nan=True) for name, number in value.metrics.items()},
     )
 

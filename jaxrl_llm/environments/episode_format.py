@@ -84,10 +84,11 @@ class EpisodeFormat:
         )
         self.note = "; ".join(filter(None, [_REWRITES + _HISTORY[history] if rewrites else "", ends]))
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
+    def prompt(self, messages: Sequence[Message], theirs: int = 0) -> list[int]:
         """Return the ids of an episode's first messages, up to the start of the first reply.
 
-        Control tokens in the contents of users and tools are text.
+        Control tokens in the contents of users, of tools, and of the last ``theirs`` messages, which are the
+        environment's, are text.
 
         Raises:
           InputError: no message is a user's, or the template refuses them.
@@ -96,7 +97,7 @@ class EpisodeFormat:
             any(message["role"] == "user" for message in messages),
             "an episode begins without a message of the user; let the row or the environment's reset give one",
         )
-        text = self._renderings.text(self._worded(messages), True)
+        text = self._renderings.text(self._worded(messages, theirs), True)
         return (bos(text, self.tokenizer) if self._plain else []) + self._guard.ids(text)
 
     def suffix(self, turns: Sequence[Message], messages: Sequence[Message], sampled: Sequence[int]) -> list[int]:
@@ -112,7 +113,7 @@ class EpisodeFormat:
         Raises:
           InputError: the template refuses the messages, or leaves them out.
         """
-        following = [self._guard(message) for message in messages]
+        following = [self._guard.of_world(message) for message in messages]
         last = text_of(self.tokenizer, sampled[-1:]) if len(sampled) and sampled[-1] in self._control else ""
         if self._plain:
             contents = [message["content"] for message in self._renderings.said(following)]
@@ -120,27 +121,31 @@ class EpisodeFormat:
         after = self._renderings.after(turns, following)
         return self._guard.ids(after.text[self._cut(after, sampled, last) :], last)
 
-    def _worded(self, messages: Sequence[Message]) -> list[Message]:
-        return worded([self._guard(message) for message in messages], self._renderings.wording)
+    def _worded(self, messages: Sequence[Message], theirs: int) -> list[Message]:
+        own = len(messages) - theirs
+        guarded = [*map(self._guard, messages[:own]), *map(self._guard.of_world, messages[own:])]
+        return worded(guarded, self._renderings.wording)
 
-    def fork(self, asked: Sequence[Message], turns: Sequence[Message], messages: Sequence[Message]) -> list[int]:
+    def fork(
+        self, asked: Sequence[Message], turns: Sequence[Message], messages: Sequence[Message], theirs: int = 0
+    ) -> list[int]:
         """Return the ids of the whole chat up to the next reply, if a new row begins there; none if the row goes on.
 
         It begins where the template by now writes otherwise what the row holds, if ``history`` is "fork".
 
         Args:
-          asked: the messages that ``prompt`` got.
+          asked, theirs: what ``prompt`` got.
           turns: the episode so far, with its first messages; the last is the parsed reply.
           messages: of the world.
 
         Raises:
           InputError: the template refuses the messages, or takes fewer calls in a reply than there are.
         """
-        following = [self._guard(message) for message in messages]
+        following = [self._guard.of_world(message) for message in messages]
         if self._history != "fork" or self._plain or not self._renderings.rewrites(turns, following):
             return []
-        told = self._worded(asked)
-        later = [one if one["role"] == "assistant" else self._guard(one) for one in turns[len(told) :]]
+        told = self._worded(asked, theirs)
+        later = [one if one["role"] == "assistant" else self._guard.of_world(one) for one in turns[len(told) :]]
         return self._guard.ids(self._renderings.chat(told, [*later, *following]))
 
     def said(

@@ -80,6 +80,8 @@ class Factory:
     def _probe(self, name: Any) -> Environment:
         caller = Caller()
         outcome = caller.call(self._makers[name], PROBE_S)
+        if outcome.status != "ok" and not isinstance(outcome.error, InputError):  # once may be the network's fault
+            outcome = caller.call(self._makers[name], PROBE_S)
         if isinstance(outcome.error, InputError):
             raise outcome.error
         require(

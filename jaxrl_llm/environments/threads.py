@@ -111,6 +111,12 @@ class Loop:
 
 
 LOOP = Loop()
+_LEFT: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads of calls that ran out of time
+
+
+def hanging() -> int:
+    """Return the number of threads whose calls ran out of time and have not ended yet."""
+    return sum(thread.is_alive() for thread in _LEFT)
 
 
 async def _awaited(awaitable: Any, limit_s: float, finish: Callable[[Any], Any]) -> Outcome:
@@ -242,4 +248,5 @@ def _serve(jobs: queue.SimpleQueue) -> None:
 def _interrupt(thread: threading.Thread | None) -> None:
     """Raise ``Overdue`` in a thread, at its next step of Python code."""
     if thread is not None and thread.ident is not None:
+        _LEFT.add(thread)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(Overdue))

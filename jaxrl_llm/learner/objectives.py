@@ -16,6 +16,7 @@ from jaxrl_llm.algorithms.loss import clipped_tokens, log_ratios, whole_step
 from jaxrl_llm.algorithms.preference import pretraining_loss
 from jaxrl_llm.algorithms.tokens import clamped_log_ratio
 from jaxrl_llm.algorithms.values import value_loss
+from jaxrl_llm.algorithms.whole_step import LOTS
 from jaxrl_llm.learner.batch import Counts, Packed
 from jaxrl_llm.learner.forward import Output, Outputs
 
@@ -122,7 +123,7 @@ class PolicyGradient(Objective):
     def inputs(self, logp: jax.Array, batch: Packed) -> PolicyBatch:
         """Return the loss's inputs besides the live log-probabilities."""
         given = batch.by_token
-        names = (*self.algorithm.reads, *(piece.of_step for piece in self.algorithm.chooses))
+        names = (*self.algorithm.reads, *(piece.of_step for piece in self.algorithm.chooses), LOTS)
         return PolicyBatch(
             advantages=given["advantages"] if "advantages" in given else batch.by_sequence["advantages"],
             mask=batch.mask,

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxrl_llm.algorithms import Algorithm
+from jaxrl_llm.algorithms.whole_step import LOTS, lots_of
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.batch import POLICY, READ_BY_THE_HEAD, Sample
 from jaxrl_llm.learner.routing import recorded
@@ -58,6 +59,8 @@ def to_samples(
         for number, group in enumerate(groups)
         for i in range(len(group.completions))
     ]
+    if getattr(algorithm.surrogate, "draws", False):
+        samples = [s.with_arrays(**{LOTS: lots_of(s.tokens, number)}) for number, s in enumerate(samples)]
     estimator = algorithm.advantage
     context = _context(samples, [c for group in groups for c in group.completions], estimator, length, models)
     measured = {}

@@ -67,6 +67,7 @@ class Step:
       limits: of those groups, by number: the length at which this step ends each completion that it samples.
       returned: numbers of the groups with tokens that this step has sampled, and the backend has returned.
       tokens: sampled in this step, in completions that the backend has returned.
+      stopped_before: whether the run was stopped within this step.
     """
 
     def __init__(self, sampler: Sampler, version: int, left: Carryover):
@@ -81,6 +82,7 @@ class Step:
         self.returned: set[int] = set()
         self.held: list[PartialGroup] = []
         self.tokens = 0
+        self.stopped_before = bool(left.underway)
         vars(self).update({name: left.underway[name] for name in PROGRESS if name in left.underway})
         for number, limits in self.limits.items():
             known = self.asked[number].completions
@@ -144,12 +146,32 @@ class Step:
                     self.request(number, new)
 
     def request(self, number: int, lacking: list[int]) -> None:
-        """Request these completions of a group."""
+        """Request these completions of a group, episodes once their environments are ready."""
         source, admission, limits = self.sampler.source, self.sampler.admission, self.limits[number]
-        group = self.asked[number] = source.resumed(self.asked[number], lacking)
-        seeds = source.seeds(number)
-        for i in lacking:
-            limits.setdefault(i, admission.limit(length(group.completions[i]), group.problem.task))
+        group = self.asked[number]
+        known = [group.completions[i] for i in lacking]
+        for i, begun in zip(lacking, known, strict=True):
+            limits.setdefault(i, admission.limit(length(begun), group.problem.task))
+        if lacking and source.plays(group.problem):
+            source.episodes.prepare(source.scenes(group, lacking), known, group.prompt)
+        else:
+            self.submit(number, lacking)
+
+    def begin(self) -> None:
+        """Request the episodes whose environments have become ready."""
+        episodes = self.sampler.source.episodes
+        for opened in [] if episodes is None else episodes.ready():
+            number, members = opened[0].key[0], {one.key[1]: one.begun for one in opened}
+            group = self.asked[number]
+            completions = tuple(members.get(i, c) for i, c in enumerate(group.completions))
+            prompt = opened[0].prompt if group.prompt is None else group.prompt
+            self.asked[number] = dataclasses.replace(group, prompt=prompt, completions=completions)
+            self.submit(number, [*members])
+
+    def submit(self, number: int, lacking: list[int]) -> None:
+        """Give these completions of a group to the backend."""
+        group, limits = self.asked[number], self.limits[number]
+        seeds = self.sampler.source.seeds(number)
         begun = [group.completions[i] for i in lacking]
         keys = [(number, i) for i in lacking]
         prompts = [group.prompt] * len(lacking)
@@ -179,8 +201,17 @@ class Step:
                 self.returned.add(number)
 
     def progress(self) -> dict[str, Any]:
-        """Abort all requests, and return the progress, with which another ``Step`` goes on."""
-        self.requests.abort(self.requests.keys)
+        """Abort all requests, and return the progress, with which another ``Step`` goes on.
+
+        What is being sampled is sampled again then, so that each token comes by one way: decoding and prefill round
+        otherwise. It is kept where what ends first decides which groups are begun, and where nothing has ended since
+        the step was stopped before, so that a run that is stopped again and again moves on.
+        """
+        admission = self.sampler.admission
+        raced = admission.collect.interrupt or admission.collect.token_budget
+        raced = raced or (admission.filter_groups and self.sampler.source.episodes is None)
+        moves = not self.stopped_before or self.requests.ended > 0
+        self.requests.abort(self.requests.keys, undo=bool(moves and not raced))
         self.note(self.requests.take())
         return self.judging.progress() | {name: getattr(self, name) for name in PROGRESS}
 
@@ -230,6 +261,7 @@ def collect(
     step = Step(sampler, version, left)
     for over in respond(step.requests, model, version):
         step.note(over)
+        step.begin()
         step.branch()
         step.close({number for number, _ in over})
         if (step.requests or step.short()) and late():
@@ -247,6 +279,7 @@ def collect(
         sampler.source.episodes.retain(
             [(group.number, i) for group in step.held for i in range(len(group.completions))]
         )
+        seconds |= sampler.source.episodes.trouble()
     collected = _collected(step, left, seconds)
     sampler.engine.start(sampler.sampling)  # nothing runs any more: learning needs the memory of the cache
     return collected

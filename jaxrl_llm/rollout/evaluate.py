@@ -221,8 +221,8 @@ def prompts_for(
     first = [seeds[place // samples * samples] for place in range(len(wanted))]
     played = [place for place, prompt in enumerate(found) if prompt is None]
     scenes = [Scene(keys[place], wanted[place], environment_seed(first[place])) for place in played]
-    for place, (prompt, over) in zip(played, by.episodes.begin(scenes) if scenes else (), strict=True):
-        found[place], begun[place] = prompt, over
+    for place, one in zip(played, by.episodes.begin(scenes) if scenes else (), strict=True):
+        found[place], begun[place] = one.prompt, one.begun
     return found, begun
 
 

@@ -33,7 +33,7 @@ class PartialGroup:
       completions: G entries; None where no token has been sampled yet.
       problem: the problem asked.
       prompt: int32 token ids that the completions follow, kept from the moment they are asked: templates may read the
-        clock, and data may change.
+        clock, and data may change. None for episodes that have not begun.
       age: steps since the one that sampled its first token.
     """
 
@@ -165,11 +165,8 @@ class GroupSource:
         """Return the group of this number, not begun yet, and the new memory of the stream."""
         problem, memory = self.stream.next(number, memory)
         asked = PartialGroup(number, (None,) * self.group, problem)
-        if not self.plays(problem):
-            return dataclasses.replace(asked, prompt=self.prompts[problem]), memory
-        first = self.episodes.branching.whole_of(self.group) if self.episodes.branching else self.group
-        (prompt, over), *_ = self.episodes.begin(self.scenes(asked, range(first)))
-        return dataclasses.replace(asked, prompt=prompt, completions=(over,) * self.group), memory
+        prompt = None if self.plays(problem) else self.prompts[problem]
+        return dataclasses.replace(asked, prompt=prompt), memory
 
     def plays(self, problem: Problem) -> bool:
         """Whether completions of this problem are episodes with an environment or tools."""
@@ -179,18 +176,6 @@ class GroupSource:
         """Return the episodes of some completions of a group."""
         seed = environment_seed(self.seeds(group.number)[0])
         return [Scene((group.number, place), group.problem, seed) for place in places]
-
-    def resumed(self, group: PartialGroup, places: Sequence[int]) -> PartialGroup:
-        """Bring the environments of some completions to where those are; one whose environment answers otherwise than
-        before begins anew, without tokens.
-        """
-        if not self.plays(group.problem):
-            return group
-        known = list(group.completions)
-        again = self.episodes.resume(self.scenes(group, places), [known[place] for place in places])
-        for place, completion in zip(places, again, strict=True):
-            known[place] = completion
-        return dataclasses.replace(group, completions=tuple(known))
 
     def seeds(self, number: int) -> list[int]:
         """Return the seeds of the G completions of a prompt."""

@@ -90,7 +90,7 @@ class Judging:
         """Return the number kept and the share, if no group whose score is open can teach, or if ``many`` do."""
         kept, good, seen = len(self.kept), self.good, self.seen
         for groups in self.unscored:
-            played = sum(not group.completions[0].unplayed for group in groups)
+            played = sum(any(not one.unplayed for one in group.completions) for group in groups)
             new = played if many or not self._admission.filter_groups else 0
             kept += new
             good, seen = remember(good, seen, new, len(groups))
@@ -128,7 +128,7 @@ class Judging:
         good = {
             number: group
             for number, group in learned.items()
-            if not group.completions[0].unplayed and (not reads or informative(group, reads))
+            if not all(one.unplayed for one in group.completions) and (not reads or informative(group, reads))
         }
         self.stream = source.stream.observe(self.stream, list(found.values()))
         self.sampled |= found

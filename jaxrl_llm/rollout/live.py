@@ -7,11 +7,12 @@ import math
 from collections.abc import Hashable, Iterable, Sequence, Set
 from typing import Any, Self
 
-from jaxrl_llm.engine.requests import first_tokens, row_room
+from jaxrl_llm.engine.requests import EMPTY, first_tokens, row_room
 from jaxrl_llm.environments.calls import Parsed
 from jaxrl_llm.environments.episode_format import EpisodeFormat
 from jaxrl_llm.environments.factory import Factory
 from jaxrl_llm.environments.limits import Limits
+from jaxrl_llm.environments.threads import told
 from jaxrl_llm.environments.world import Answer, World
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rollout.branches import entropy_rise
@@ -22,6 +23,8 @@ from jaxrl_llm.types import Completion, Episode, Message, Problem, Turn
 
 AT_ONCE = 256
 """Maximum number of environments that answer at one time."""
+SETTLE_S = 0.05
+"""Seconds in which episodes that begin are waited for together, so that the sampler gets them together."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +47,21 @@ class Scene:
         return {**self.problem.metadata, "prompt": list(self.problem.prompt), "answer": self.problem.answer}
 
 
+@dataclasses.dataclass(frozen=True)
+class Beginning:
+    """How an episode has begun, or was brought back to where it was.
+
+    Attributes:
+      prompt: token ids; empty where it failed.
+      same: whether the environment has answered as before.
+      failed: its end, if the environment or the chat template failed.
+    """
+
+    prompt: list[int]
+    same: bool = True
+    failed: Episode | None = None
+
+
 @dataclasses.dataclass
 class Live:
     """An episode under way, on the process that has its environment.
@@ -53,7 +71,10 @@ class Live:
       form: writes and reads its chat.
       messages: the prompt, and all turns so far.
       asked: the prompt as row and environment gave it, without the task's system message and suffix.
-      prompt: number of the prompt's tokens.
+      prompt: its token ids.
+      theirs: number of the last messages of ``asked`` that are the environment's.
+      room: most characters of an answer; what is longer fits nowhere.
+      trouble: gets a line for each environment that fails to close.
       turns: those answered.
       restarts: times that it began anew.
       branching: where it may branch; None for nowhere.
@@ -66,7 +87,10 @@ class Live:
     form: EpisodeFormat
     messages: list[Message]
     asked: list[Message]
-    prompt: int
+    prompt: list[int]
+    theirs: int
+    room: int
+    trouble: list[str]
     turns: tuple[Turn, ...] = ()
     restarts: int = 0
     branching: Branching | None = None
@@ -85,8 +109,9 @@ class Live:
         parsed = self.parsed(whole)
         rise = self.risen(whole)
         answer = self.world.reply(parsed)
+        answer = dataclasses.replace(answer, messages=cut(answer.messages, self.room))
         turn = Turn(
-            len(whole.tokens), parsed.message, tuple(answer.messages), answer.reward, answer.tool_calls,
+            len(whole.tokens), parsed.message, answer.messages, answer.reward, answer.tool_calls,
             answer.tool_errors, dict(answer.metrics), rise, answer.state,
         )  # fmt: skip
         self.turns += (turn,)
@@ -123,7 +148,8 @@ class Live:
     def close(self) -> None:
         """Close the environment and its copies."""
         self.settle()
-        self.world.close()
+        if error := self.world.close():
+            self.trouble.append(error)
 
     def settle(self) -> None:
         """Close the copies, and make no more: no branch will begin here."""
@@ -136,10 +162,20 @@ class Live:
     def answer(self, whole: Completion, limit: int) -> tuple[Episode, list[int]]:
         """Answer a completion's last turn; return the episode with it, and the tokens up to the model's next turn.
 
+        Whatever fails, such as a chat template that refuses the answer, ends the episode.
+
         ``limit``: tokens of the whole completion at most.
         """
-        before, size = whole.episode or Episode(tools=len(self.world.tools)), len(whole.tokens)
-        room = row_room(whole, limit, self.prompt)
+        before = whole.episode or Episode(tools=len(self.world.tools))
+        try:
+            return self._answer(whole, before, limit)
+        except BaseException as error:  # noqa: BLE001  libraries written in Rust panic with one of their own
+            known = {"turns": self.turns, "tools": before.tools, "parent": before.parent, "shared": before.shared}
+            return self.ended(dataclasses.replace(failure(error), **known, restarts=self.restarts)), []
+
+    def _answer(self, whole: Completion, before: Episode, limit: int) -> tuple[Episode, list[int]]:
+        size = len(whole.tokens)
+        room = row_room(whole, limit, len(self.prompt))
         cut = whole.finish_reason == "length" and size < room
         if whole.finish_reason != "stop" and not cut:
             last = Turn(size, self.parsed(whole).message, entropy_rise=self.risen(whole))
@@ -155,9 +191,9 @@ class Live:
         if end:
             return self.ended(episode), []
         asked = [*history, turn.reply], answer.messages, whole.tokens[whole.last_turn :].tolist()
-        fork = self.form.fork(self.asked, *asked[:2])
+        fork = self.form.fork(self.asked, *asked[:2], self.theirs)
         tokens = [] if fork else self.form.suffix(*asked)
-        if size >= limit or (len(fork) - self.prompt >= limit if fork else size + len(tokens) >= room):
+        if size >= limit or (len(fork) - len(self.prompt) >= limit if fork else size + len(tokens) >= room):
             return self.ended(dataclasses.replace(episode, end="context_overflow")), []
         if fork:
             turns = (*before.turns, dataclasses.replace(turn, fork=tuple(map(int, fork))))
@@ -172,8 +208,24 @@ class Live:
         failed = episode.end in ("environment_error", "timeout")
         last = math.nan if failed else self.world.reward() or 0.0
         error = episode.error if failed else self.world.error
-        self.world.close()
+        if trouble := self.world.close():
+            self.trouble.append(trouble)
         return dataclasses.replace(episode, reward=episode.reward + last, error=error)
+
+
+def cut(messages: Sequence[Message], room: int) -> tuple[Message, ...]:
+    """Return messages with at most ``room`` characters of their contents, the first ones."""
+    found = []
+    for message in messages:
+        text = message.get("content")
+        found.append({**message, "content": text[:room]} if isinstance(text, str) else message)
+        room -= len(text[:room]) if isinstance(text, str) else 0
+    return tuple(found)
+
+
+def failure(error: BaseException) -> Episode:
+    """Return the end of an episode that an exception breaks off."""
+    return Episode(end="environment_error", reward=math.nan, error=told(error, kind=not isinstance(error, InputError)))
 
 
 class Worlds:
@@ -181,14 +233,19 @@ class Worlds:
 
     Args:
       prompts, limits, stops, branching, observed: as ``episodes.Episodes`` gets them.
+      longest: maximum number of tokens of a prompt, or of a completion.
 
     Attributes:
       threads: on which environments are called.
+      trouble: lines on environments that failed to close.
     """
 
     def __init__(
-        self, prompts: Prompts, limits: Limits, stops: Sequence[int], branching: Branching | None, observed: bool
-    ):
+        self, prompts: Prompts, limits: Limits, stops: Sequence[int], branching: Branching | None, observed: bool,
+        longest: int,
+    ):  # fmt: skip
+        self.trouble: list[str] = []
+        self._room = longest * max(map(len, prompts.tokenizer.get_vocab()))
         self.threads = concurrent.futures.ThreadPoolExecutor(AT_ONCE, "environment")
         self._prompts, self._limits, self._stops = prompts, limits, stops
         self._branching, self._observed = branching, observed
@@ -197,57 +254,67 @@ class Worlds:
         self._forms: dict[str, EpisodeFormat] = {}
         self._live: dict[Hashable, Live] = {}
         self._answers: dict[Hashable, concurrent.futures.Future[tuple[Episode, list[int]]]] = {}
+        self._begun: dict[Hashable, concurrent.futures.Future[Beginning]] = {}
 
     def __getitem__(self, key: Hashable) -> Live:
         """Return an episode under way."""
         return self._live[key]
+
+    def copy_error(self, key: Hashable) -> str | None:
+        """Copy the environment of an episode and drop the copy; return why it cannot be copied, None if it can."""
+        return self._live[key].copy_error() if key in self._live else None
 
     @property
     def notes(self) -> list[str]:
         """Lines for people on the forms of the chats begun so far."""
         return [*dict.fromkeys(form.note for form in self._forms.values() if form.note)]
 
-    def begin(self, scene: Scene, restarts: int = 0) -> list[int] | str:
-        """Begin an episode; return the tokens of its prompt, or why it cannot begin."""
+    def prepare(self, scene: Scene, begun: Completion | None) -> None:
+        """Begin an episode on a thread, or bring its environment to where it was, unless that is done already."""
+        if scene.key not in self._begun:
+            self._begun[scene.key] = self.threads.submit(self._prepared, scene, begun)
+
+    def _prepared(self, scene: Scene, begun: Completion | None) -> Beginning:
+        try:
+            return self._resumed(scene, begun or EMPTY)
+        except BaseException as error:  # noqa: BLE001  as in ``Live.answer``
+            return Beginning([], failed=failure(error))
+
+    def _begin(self, scene: Scene, restarts: int) -> Beginning:
         task = self._prompts.task(scene.problem.task)
         if scene.key in self._live:
             self._live.pop(scene.key).close()
         self._answers.pop(scene.key, None)
-        try:
-            world = self._factories[task.label].world(scene.row, scene.seed, self._limits)
-            messages, answer = world.reset(scene.problem.prompt)
-            if answer.end:
-                return answer.error
-            options = scene.problem.options
-            key = json.dumps([task.label, world.tools, options])
-            if key not in self._forms:
-                tokenizer, history = self._prompts.tokenizer, self._limits.history
-                self._forms[key] = EpisodeFormat(tokenizer, task, world.tools, self._stops, history, options)
-            form = self._forms[key]
-            prompt = [int(token) for token in form.prompt(messages)]
-        except InputError as error:
-            return str(error)
-        told = worded(messages, task)
+        world = self._factories[task.label].world(scene.row, scene.seed, self._limits)
+        messages, answer = world.reset(scene.problem.prompt)
+        if answer.end:
+            world.close()
+            return Beginning([], failed=Episode(end=answer.end, reward=math.nan, error=answer.error, restarts=restarts))
+        messages, theirs = list(cut(messages, self._room)), len(messages) - len(scene.problem.prompt)
+        options = scene.problem.options
+        key = json.dumps([task.label, world.tools, options])
+        if key not in self._forms:
+            tokenizer, history = self._prompts.tokenizer, self._limits.history
+            self._forms[key] = EpisodeFormat(tokenizer, task, world.tools, self._stops, history, options)
+        form = self._forms[key]
+        prompt = [int(token) for token in form.prompt(messages, theirs)]
         self._live[scene.key] = Live(
-            world, form, told, messages, len(prompt), (), restarts, self._branching, self._observed
-        )
-        return prompt
+            world, form, worded(messages, task), messages, prompt, theirs, self._room, self.trouble, (), restarts,
+            self._branching, self._observed,
+        )  # fmt: skip
+        return Beginning(prompt)
 
-    def resume(self, scene: Scene, begun: Completion) -> bool | str:
-        """Bring an episode's environment to where it was; whether it answered as before, or why it cannot begin."""
+    def _resumed(self, scene: Scene, begun: Completion) -> Beginning:
         episode = begun.episode or Episode()
         live = self._live.get(scene.key)
         if live is not None and (live.turns == episode.turns or scene.key in self._answers):
-            return True
-        prompt = self.begin(scene, episode.restarts)
-        if isinstance(prompt, str):
-            return prompt
-        for number, turn in enumerate(episode.turns):
+            return Beginning(live.prompt)
+        new = self._begin(scene, episode.restarts)
+        for number, turn in enumerate(() if new.failed else episode.turns):
             so_far = dataclasses.replace(first_tokens(begun, turn.end), episode=Episode(episode.turns[:number]))
             if self._live[scene.key].play(so_far)[0] != turn:
-                again = self.begin(scene, episode.restarts + 1)
-                return again if isinstance(again, str) else False
-        return True
+                return dataclasses.replace(self._begin(scene, episode.restarts + 1), same=False)
+        return new
 
     def branch(self, key: Hashable, parent: Hashable, turns: int) -> None:
         """Begin an episode where another one was after so many turns, by the copy of its environment.
@@ -269,17 +336,34 @@ class Worlds:
         if key not in self._answers:
             self._answers[key] = self.threads.submit(self._live[key].answer, turn, limit)
 
-    def answered(self, keys: Iterable[Hashable], wait_s: float) -> list[tuple[Hashable, tuple[Episode, list[int]]]]:
-        """Return the answers that have come to these episodes; with none, wait so many seconds for the first."""
-        own = {key: self._answers[key] for key in keys if key in self._answers}
-        if wait_s and own:
-            concurrent.futures.wait(own.values(), wait_s, concurrent.futures.FIRST_COMPLETED)
-        return [(key, self._answers.pop(key).result()) for key, answer in own.items() if answer.done()]
+    def come(
+        self, asked: Iterable[Hashable], preparing: Iterable[Hashable], wait_s: float
+    ) -> tuple[list[tuple[Hashable, tuple[Episode, list[int]]]], list[tuple[Hashable, Beginning]]]:
+        """Return the answers that have come to these episodes, and those that have begun; with none, wait so many
+        seconds for the first."""
+        answers = {key: self._answers[key] for key in asked if key in self._answers}
+        begun = {key: self._begun[key] for key in preparing if key in self._begun}
+        if wait_s and begun:
+            concurrent.futures.wait(begun.values(), SETTLE_S)
+        if wait_s and (answers or begun):
+            concurrent.futures.wait([*answers.values(), *begun.values()], wait_s, concurrent.futures.FIRST_COMPLETED)
+        return _taken(answers, self._answers), _taken(begun, self._begun)
 
     def retain(self, kept: Set[Hashable]) -> list[Hashable]:
         """Close the environments of all other episodes; return their keys."""
+        for key in self._begun.keys() - kept:
+            self._begun.pop(key).add_done_callback(lambda _, key=key: self._close(key))
         closed = [*(self._live.keys() - kept)]
         for key in closed:
             self._answers.pop(key, None)
-            self.threads.submit(self._live.pop(key).close)
+            self._close(key)
         return closed
+
+    def _close(self, key: Hashable) -> None:
+        if (live := self._live.pop(key, None)) is not None:
+            self.threads.submit(live.close)
+
+
+def _taken(some: dict[Hashable, Any], every: dict[Hashable, Any]) -> list[tuple[Hashable, Any]]:
+    """Return the results that have come of some futures, which are taken out of ``every``."""
+    return [(key, every.pop(key).result()) for key, future in some.items() if future.done()]

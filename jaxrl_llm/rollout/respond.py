@@ -16,7 +16,7 @@ from jaxrl_llm.engine.requests import EMPTY, first_tokens, joined, last_tokens, 
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.models.tokenizer import text_of
 from jaxrl_llm.rewards import Scorer
-from jaxrl_llm.types import Completion
+from jaxrl_llm.types import Completion, Episode
 
 Status = Callable[[str], None]
 Watch = Callable[[Mapping[Any, Completion]], Mapping[Any, int]]
@@ -34,11 +34,24 @@ class Responder(Protocol):
 
     max_turn_tokens: int
 
+    @property
+    def preparing(self) -> Collection[Hashable]:
+        """Keys of the episodes that begin, or are brought back, beside the sampler; they are open requests too."""
+        ...
+
+    def has(self, key: Hashable) -> bool:
+        """Whether the request of this key is an episode; others are one turn."""
+        ...
+
     def ask(self, key: Hashable, turn: Completion, limit: int) -> None:
         """Take a turn that the model has ended, whatever ended it; ``limit``: tokens of the whole episode at most."""
 
-    def abort(self, keys: Sequence[Hashable]) -> None:
-        """Leave the answers to these episodes for later: ``answered`` returns them if they are asked again."""
+    def abort(self, keys: Sequence[Hashable]) -> dict[Hashable, Completion]:
+        """Leave the answers to these episodes for later: ``answered`` returns them if they are asked again.
+
+        Returns those that were in preparation, as they are.
+        """
+        ...
 
     def answered(self, wait_s: float) -> dict[Hashable, Completion]:
         """Return the episodes answered since the last call: those with an end are over, the others are sampled further.
@@ -105,16 +118,6 @@ class Asked(NamedTuple):
             start, room = self.begun.last_turn, row_room(self.begun, self.limit, len(self.prompt))
         return min(room, start + longest) if longest else room
 
-    def whole_turn(self, longest: int, stops: Collection[int]) -> Completion | None:
-        """Return what was begun if it is up to the end of a turn, with the reason of that end; None for others."""
-        begun = self.begun
-        if begun is None or begun.last_turn == len(begun.tokens):
-            return None
-        if begun.tokens[-1] in stops:
-            return dataclasses.replace(begun, finish_reason="stop")
-        ended = len(begun.tokens) >= self.turn_limit(longest)
-        return dataclasses.replace(begun, finish_reason="length") if ended else None
-
     def row(self, longest: int) -> tuple[Any, int, int, Completion | None]:
         """Return prompt, seed, limit and beginning of the row in which it goes on; see ``Completion.forks``.
 
@@ -149,25 +152,29 @@ class Requests:
 
     Attributes:
       tokens: sampled so far.
+      ended: completions, and turns of episodes, that have ended by themselves.
       waited_s: seconds in which nothing was sampled, since all requests waited for the responder.
     """
 
     def __init__(self, backend: Backend, sampling: Sampling, responder: Responder | None = None):
         self.backend = backend
-        self.tokens = 0
+        self.tokens = self.ended = 0
         self.waited_s = 0.0
         self.sampling = sampling
         self._responder = responder
         self._asked: dict[int, Asked] = {}  # by handle, in the order of the backend's queue
         self._waiting: dict[Hashable, tuple[Asked, Completion]] = {}  # turns that the responder answers
-        self._longest_turn = 0 if responder is None else responder.max_turn_tokens
         self._over: dict[Hashable, Completion] = {}  # ended without the backend, and not taken yet
-        self._ending: set[Hashable] = set()  # aborted, and not returned by the backend yet
+        self._ending: dict[Hashable, bool] = {}  # aborted, and not returned by the backend yet; whether undone
         backend.start(sampling)
 
     def __len__(self) -> int:
         """Return the number of open requests."""
-        return len(self._asked) + len(self._waiting) + len(self._over)
+        return len(self._asked) + len(self._waiting) + len(self._over) + len(self._preparing)
+
+    @property
+    def _preparing(self) -> Collection[Hashable]:
+        return () if self._responder is None else self._responder.preparing
 
     def submit(
         self,
@@ -180,24 +187,30 @@ class Requests:
     ) -> None:
         """Request one completion for each key; the other arguments are those of ``Backend.submit``.
 
-        A turn that was begun and is finished waits for the responder first; an episode that is over is taken as it is.
+        A turn that has ended waits for the responder first; an episode that is over is taken as it is.
         """
         limits = [self.sampling.max_new_tokens] * len(prompts) if limits is None else limits
         begun = [None] * len(prompts) if begun is None else begun
-        sampled = []
+        sampled: dict[bool, list[Asked]] = {False: [], True: []}
         for asked in map(Asked, keys, prompts, seeds, limits, begun):
-            turn = None if self._responder is None else asked.whole_turn(self._longest_turn, self.sampling.stop_ids)
-            if asked.begun is not None and asked.begun.unplayed:
-                self._over[asked.key] = asked.begun
-            elif turn is None:
-                sampled.append(asked)
+            begun_with = asked.begun or EMPTY
+            episode = begun_with.episode or Episode()
+            if episode.end:
+                self._over[asked.key] = begun_with
+            elif episode.pending:
+                self._hear(asked, _resumed(begun_with, episode))
             else:
-                self._hear(asked, turn)
-        if sampled:
-            more |= {"keep_prompt": True} if self._responder is not None else {}
-            given = [[*of_all] for of_all in zip(*(one.row(self._longest_turn) for one in sampled), strict=True)]
-            handles = self.backend.submit(given[0], given[1], given[2], given[3], **more)
-            self._asked |= dict(zip(handles, sampled, strict=True))
+                sampled[self._plays(asked.key)].append(asked)
+        for plays, some in sampled.items():
+            if some:
+                longest = self._responder.max_turn_tokens if plays else 0
+                given = [[*of_all] for of_all in zip(*(one.row(longest) for one in some), strict=True)]
+                kept = {"keep_prompt": True} if plays else {}
+                handles = self.backend.submit(given[0], given[1], given[2], given[3], **more, **kept)
+                self._asked |= dict(zip(handles, some, strict=True))
+
+    def _plays(self, key: Hashable) -> bool:
+        return self._responder is not None and self._responder.has(key)
 
     def _hear(self, asked: Asked, turn: Completion) -> None:
         self._waiting[asked.key] = asked, turn
@@ -206,7 +219,7 @@ class Requests:
     @property
     def keys(self) -> list[Hashable]:
         """Keys of the open requests: those at the backend in the order of submission, then those that wait, or end."""
-        return [asked.key for asked in self._asked.values()] + [*self._waiting, *self._over]
+        return [asked.key for asked in self._asked.values()] + [*self._waiting, *self._over, *self._preparing]
 
     @property
     def episodes(self) -> dict[Hashable, Completion]:
@@ -221,18 +234,20 @@ class Requests:
         found = self.episodes | {asked.key: asked.of_row(row) for asked, row in running}
         return found | {key: turn for key, (_, turn) in self._waiting.items()}
 
-    def abort(self, keys: Sequence[Hashable]) -> None:
-        """Abort the requests of these keys; their completions are returned as they are."""
+    def abort(self, keys: Sequence[Hashable], undo: bool = False) -> None:
+        """Abort the requests of these keys; their completions are returned as they are.
+
+        With ``undo`` they are returned as they were requested: a turn that is being sampled loses its tokens, so that
+        all of them are sampled in one way whenever the run is stopped.
+        """
         ending = set(keys)
-        waiting = [key for key in self._waiting if key in ending]
-        for key in waiting:
-            _, turn = self._waiting.pop(key)
-            self._over[key] = dataclasses.replace(turn, finish_reason="aborted")
-        if waiting:
-            self._responder.abort(waiting)
+        for key in [key for key in self._waiting if key in ending]:
+            self._over[key] = _pending(self._waiting.pop(key)[1])
+        if self._responder is not None:
+            self._over |= self._responder.abort([*ending])
         handles = [handle for handle, asked in self._asked.items() if asked.key in ending]
         if handles:  # the chunk that is being computed has to be waited for
-            self._ending |= {self._asked[handle].key for handle in handles}
+            self._ending |= {self._asked[handle].key: undo for handle in handles}
             self.backend.abort(handles)
 
     def step(self, weights: Any, version: int) -> None:
@@ -249,14 +264,17 @@ class Requests:
         for handle, row in self.backend.collect():
             asked = self._asked.pop(handle)
             completion = asked.of_row(row)
-            if self._responder is None or completion.finish_reason == "aborted":
+            ending, undo = asked.key in self._ending, self._ending.pop(asked.key, False)
+            self.ended += completion.finish_reason != "aborted"
+            if completion.finish_reason == "aborted":
+                over[asked.key] = (asked.begun or EMPTY) if undo else completion
+            elif not self._plays(asked.key):
                 over[asked.key] = completion
-            elif asked.key in self._ending:  # its turn has ended meanwhile, and nobody answers it now
-                over[asked.key] = dataclasses.replace(completion, finish_reason="aborted")
+            elif ending:  # its turn has ended meanwhile, and nobody answers it now
+                over[asked.key] = _pending(completion)
             else:
                 self._hear(asked, completion)
-            self._ending.discard(asked.key)
-        if self._waiting:
+        if self._waiting or self._preparing:
             over |= self._answers(wait and not self._asked and not over)
         return over
 
@@ -273,6 +291,18 @@ class Requests:
             else:
                 self.submit([key], [asked.prompt], [asked.seed], [asked.limit], [completion])
         return over
+
+
+def _pending(turn: Completion) -> Completion:
+    """Return a completion whose last turn has ended and waits for its answer."""
+    episode = dataclasses.replace(turn.episode or Episode(), pending=turn.finish_reason)
+    return dataclasses.replace(turn, finish_reason="aborted", episode=episode)
+
+
+def _resumed(begun: Completion, episode: Episode) -> Completion:
+    """Return a completion of ``_pending`` as it was before."""
+    before = dataclasses.replace(episode, pending="")
+    return dataclasses.replace(begun, finish_reason=episode.pending, episode=None if before == Episode() else before)
 
 
 def respond(requests: Requests, weights: Any, version: int = 0) -> Iterator[dict[Hashable, Completion]]:

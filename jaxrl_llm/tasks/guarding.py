@@ -15,7 +15,8 @@ class Guard:
     """Encoder of rendered chats whose contents hold no control tokens.
 
     In messages of tools no added token is kept, in those of users no special one. A system's and an assistant's
-    contents may hold them, since the person who writes the task writes these; ``reply`` is for what a model wrote.
+    contents may hold them, since the person who writes the task writes these; ``of_world`` is for what an environment
+    says in their place, and ``reply`` for what a model wrote.
     """
 
     def __init__(self, tokenizer: Any):
@@ -36,6 +37,10 @@ class Guard:
             return message
         texts = {key: message[key] for key in _CLEANED if isinstance(message.get(key), str)}
         return message | {key: _cut(text, pattern) for key, text in texts.items()}
+
+    def of_world(self, message: Message) -> Message:
+        """Return an environment's message, ready to be rendered: whatever its role, it holds no control token."""
+        return self(message) if message["role"] in self._by_role else self.reply(message)
 
     def without(self, pattern: re.Pattern[str], text: str) -> str:
         """Return a text in which the tokens that a pattern finds stay text."""

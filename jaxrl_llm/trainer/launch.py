@@ -89,14 +89,18 @@ def launch(
       InputError: the directory cannot be used, or whatever the run cannot work with.
     """
     began = time.monotonic()
-    directory, ready = begin(peers, found, fresh, start)
+    chosen, ready = begin(peers, found, fresh, start)
+    directory = chosen.absolute()  # a tool may change the current folder
     if ready is None:
         return Result.of(0, directory)
     found = ready
 
+    def name() -> str:
+        return storage.named(chosen if chosen.absolute() == directory else directory)
+
     def say(line: str) -> None:
         if peers.leads:
-            print(storage.shown(line), file=sys.stderr)
+            print(storage.shown(line).replace(str(directory), name()), file=sys.stderr)
 
     with contextlib.ExitStack() as stack:
         # The directory is made, and removed again, by process 0.
@@ -110,7 +114,7 @@ def launch(
     if code == 0 and peers.leads and not (voice.quiet and voice.rows):  # whose last row says how it ended
         from jaxrl_llm.telemetry.summary import print_summary, summarise
 
-        summary = summarise(directory, time.monotonic() - began)
+        summary = dataclasses.replace(summarise(directory, time.monotonic() - began), run_dir=name())
         writes = not isinstance(found.run, configs.RewardModel)
         print_summary(summary, brief=voice.quiet, reloads=configs.reloads(found.run), writes=writes)
     return Result.of(code, directory)

@@ -4,6 +4,7 @@ A step is in ``step``, the load in ``segment``; batches come from ``stages``, de
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import shlex
 import time
@@ -18,8 +19,9 @@ from jaxrl_llm import codec
 from jaxrl_llm import config as configs
 from jaxrl_llm.checkpoints import snapshots
 from jaxrl_llm.checkpoints.store import steps_in
+from jaxrl_llm.errors import InputError, Stopped
 from jaxrl_llm.models.lora import model_of
-from jaxrl_llm.rules import DONE, decide
+from jaxrl_llm.rules import DONE, GUARD, decide
 from jaxrl_llm.sharding.distributed import ALONE, Peers
 from jaxrl_llm.sharding.mesh import all_devices
 from jaxrl_llm.stages import stage_of
@@ -28,9 +30,18 @@ from jaxrl_llm.system.signals import PREEMPTED, Preemption, on_exit
 from jaxrl_llm.telemetry import Verbosity
 from jaxrl_llm.telemetry.pace import SAVE
 from jaxrl_llm.telemetry.records import record
-from jaxrl_llm.trainer.context import Cursor, RunContext, forget_reset, forget_underway, keep_underway, opened
+from jaxrl_llm.trainer.context import (
+    Cursor,
+    LoopState,
+    RunContext,
+    forget_reset,
+    forget_underway,
+    keep_underway,
+    opened,
+)
 from jaxrl_llm.trainer.segment import load
 from jaxrl_llm.trainer.step import make_step, next_phase
+from jaxrl_llm.types import TrainState
 
 AGAIN = "run the same command again to resume"
 
@@ -139,8 +150,12 @@ def make_steps(context: RunContext, cursor: Cursor) -> tuple[int, str] | None:
     run, directory, store, schedule = context.run, context.directory, context.store, context.schedule
     saved = time.monotonic()
     for step in range(cursor.step + 1, run.steps + 1):
-        with profiled(context, step):
-            made = make_step(context, cursor, step)
+        host, updates = dataclasses.replace(cursor.host), updates_of(cursor.state)
+        try:
+            with profiled(context, step):
+                made = make_step(context, cursor, step)
+        except InputError as error:
+            return broken_off(context, cursor, host, updates, f"step {step}: {error}")
         if made is None:
             save_underway(context, cursor)
             return PREEMPTED, f"stopped within step {step}, state and samples saved: {AGAIN}"
@@ -174,6 +189,36 @@ def make_steps(context: RunContext, cursor: Cursor) -> tuple[int, str] | None:
         if decision.next_phase and step < run.steps:
             return None
     return DONE, ""
+
+
+def updates_of(state: TrainState) -> list[int]:
+    """Return the number of updates of each role."""
+    return [int(role.updates) for role in state.roles.values()]
+
+
+def broken_off(
+    context: RunContext, cursor: Cursor, host: LoopState, updates: list[int], reason: str
+) -> tuple[int, str]:
+    """Save the state before a step that failed, if no update has replaced it; return the exit code, and why it ends.
+
+    Args:
+      context: of the run.
+      cursor: as the step has left it.
+      host, updates: as they were before the step.
+      reason: of the failure.
+
+    Raises:
+      Stopped: the run has several processes, of which the others may not be there to save.
+    """
+    there = not any(x.is_deleted() for x in jax.tree.leaves(cursor.state)) and updates == updates_of(cursor.state)
+    lost = f"{reason}; the steps since its last checkpoint are lost: {AGAIN}"
+    if context.peers.count > 1:
+        raise Stopped(lost)
+    if not there:
+        return GUARD, lost
+    cursor.host = host
+    save_underway(context, cursor)
+    return GUARD, f"{reason}; state saved: {AGAIN}"
 
 
 @contextlib.contextmanager

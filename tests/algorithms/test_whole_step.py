@@ -16,7 +16,7 @@ from jaxrl_llm.algorithms.advantages import GroupZScore
 from jaxrl_llm.algorithms.loss import clipped_tokens, whole_step
 from jaxrl_llm.algorithms.ratios import Token
 from jaxrl_llm.algorithms.surrogates import DPPO, VESPO, PPOClip
-from jaxrl_llm.algorithms.whole_step import M2PO, ClipCov, KLCov, M2POClip, TopEntropy
+from jaxrl_llm.algorithms.whole_step import LOTS, M2PO, ClipCov, KLCov, M2POClip, TopEntropy, lots_of
 
 WIDE = dataclasses.replace(PRESETS["dapo"], surrogate=PPOClip(0.2, 0.2), advantage=GroupZScore(eps=0.0))
 ENTROPY = np.zeros((3, 4))
@@ -114,6 +114,24 @@ def test_clip_cov_draws_as_many_as_asked_and_others_by_other_bits():
     again = chosen(of(wide), logp, batch._replace(sampler_logp=logp + np.float32(1e-3)))
     assert again.sum() == 20 and np.any(found != again)
     assert chosen(of(ClipCov(0.9, 0.1, 100.0)), logp, batch).sum() < 180, "no more than are in the range"
+
+
+def test_lots_of_tokens_are_the_same_whatever_the_last_digits_of_their_probabilities():
+    draw = np.random.default_rng(0)
+    logp = -draw.exponential(1.0, (4, 50)).astype(np.float32)
+    tokens = draw.integers(0, 5, (4, 50))
+    lots = np.stack([lots_of(row, number) for number, row in enumerate(tokens)])
+    assert lots.max() < 1 << 24 and len(np.unique(lots)) == 200, "equal tokens elsewhere have other lots"
+    np.testing.assert_array_equal(lots[2, :9], lots_of(tokens[2, :9], 2))
+    assert not np.array_equal(lots_of(tokens[2], 3), lots[2]) and abs(lots.mean() / (1 << 24) - 0.5) < 0.05
+    batch = PolicyBatch(np.float32([2, -2, 2, -2]), np.ones((4, 50), bool), logp, sampler_logp=logp)
+    wide = of(ClipCov(0.1, 0.1, 100.0))
+    found = chosen(wide, logp, batch._replace(extras={LOTS: lots}))
+    again = chosen(wide, logp, batch._replace(sampler_logp=logp + np.float32(1e-3), extras={LOTS: lots}))
+    assert found.sum() == 20
+    np.testing.assert_array_equal(found, again)
+    eligible = chosen(of(ClipCov(0.9, 0.1, 100.0)), logp, batch) > 0
+    assert found[np.where(eligible, lots, 1 << 24) < np.sort(lots[eligible])[20]].all(), "the lowest are drawn"
 
 
 def test_dppo_frees_rare_tokens_and_holds_common_ones_where_ppo_does_the_reverse():

@@ -1,13 +1,17 @@
 """Environments that fail, and return what they should not."""
 
 import asyncio
+import enum
+import json
 import math
 import time
 
+import numpy as np
 import pytest
 from environments.worlds import USER, Counting, begun, says
 
 from jaxrl_llm.environments import Environment, Factory, Limits, Step
+from jaxrl_llm.environments.checks import checked_reset, checked_step
 
 
 class Faulty(Environment):
@@ -51,6 +55,9 @@ BAD_STEPS = {
     "reward is '1'": (Step(TOLD, "1"), "environment_error"),
     "metric a is 'x'": (Step(TOLD, metrics={"a": "x"}), "environment_error"),
     "state is 3; give text": (Step(TOLD, state=3), "environment_error"),
+    "a message, 'who': <object": (Step([{**TOLD[0], "who": object()}]), "environment_error"),
+    "a message, 'at': nan": (Step([{**TOLD[0], "at": math.nan}]), "environment_error"),
+    "a message, 'parts': b'x'": (Step([{**TOLD[0], "parts": [b"x"]}]), "environment_error"),
     "metrics is a list": (Step(TOLD, metrics=[1]), "environment_error"),
     "not finished after 0.1 s": (lambda: time.sleep(0.3), "timeout"),
     "step: not finished after": (late, "timeout"),
@@ -157,3 +164,20 @@ def test_a_copy_that_fails_says_so():
         begun(Uncopied, row={"start": 0}).copy()
     with pytest.raises(RuntimeError, match="Nothing: copy: TypeError: it returned a NoneType"):
         begun(Nothing, row={"start": 0}).copy()
+
+
+class Role(str, enum.Enum):  # noqa: UP042  as people write it
+    USER = "user"
+
+
+class Text(str):
+    """A text of another class."""
+
+
+def test_messages_are_saved_as_what_they_are_whatever_their_classes():
+    message = {"role": Role.USER, "content": Text("x"), "n": np.int64(3), "at": np.float32(0.5), "parts": (True, None)}
+    [found] = checked_step(Step([message], state=Text("s"))).messages
+    assert found == {"role": "user", "content": "x", "n": 3, "at": 0.5, "parts": [True, None]}
+    assert json.loads(json.dumps(found)) == found
+    assert [type(one) for one in found.values()] == [str, str, int, float, list]
+    assert checked_reset([message])[0] == found

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from jaxrl_llm.environments.threads import Call, Caller, Loop, told
+from jaxrl_llm.environments.threads import Call, Caller, Loop, hanging, told
 
 
 async def nap(seconds):
@@ -157,3 +157,13 @@ def test_errors_are_told_on_one_line_even_those_that_cannot_be_told():
     assert told(Mute()) == "Mute"
     assert told(ValueError("\ud800")).isascii()
     assert len(told(ValueError("x" * 10_000))) < 600
+
+
+def test_threads_that_hang_are_counted_until_they_end():
+    before, go_on = hanging(), threading.Event()
+    assert Caller().call(go_on.wait, 0.01).status == "timeout" and hanging() == before + 1
+    go_on.set()
+    end = time.monotonic() + 10
+    while hanging() > before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert hanging() == before

@@ -132,8 +132,8 @@ class ToySource:
         problem = Problem(str(number), ({"role": "user", "content": "?"},), "1", "toy")
         return PartialGroup(number, (None,) * self.group, problem, np.asarray([1 + number], np.int32)), memory
 
-    def resumed(self, group, places):
-        return group
+    def plays(self, problem):
+        return False
 
     def seeds(self, number):
         return [request_seed(1, number * self.group + g) for g in range(self.group)]

@@ -66,7 +66,10 @@ class Tool:
     asked: dict = dataclasses.field(default_factory=dict)
     max_turn_tokens: int = 0
     heard: list = dataclasses.field(default_factory=list)
-    max_turn_tokens: int = 0
+    preparing: tuple = ()
+
+    def has(self, key):
+        return True
 
     def ask(self, key, turn, limit):
         self.heard.append((key, turn.finish_reason))
@@ -74,7 +77,8 @@ class Tool:
 
     def abort(self, keys):
         for key in keys:
-            del self.asked[key]
+            self.asked.pop(key, None)
+        return {}
 
     def answered(self, wait_s):
         if self.never or (self.slow and not wait_s):
@@ -140,6 +144,40 @@ def test_an_interrupted_episode_resumes_with_its_answer():
     for key, one in wanted.items():
         np.testing.assert_array_equal(found[key].tokens, one.tokens)
         np.testing.assert_array_equal(found[key].sampler_logp, one.sampler_logp)
+
+
+def test_a_turn_that_a_loop_has_ended_is_answered_after_an_interruption_too():
+    """Its tokens do not tell that it has ended."""
+    model, engine = tiny("windows"), Engine(tiny("windows"), slots=2, max_length=32, chunk=4)
+    turn = dataclasses.replace(engine.generate(model, [[3, 1, 4]], [3], RULES)[0], finish_reason="repetition")
+    first = Requests(engine, RULES, Tool(never=True))
+    first._hear(Asked("a", [3, 1, 4], 3, 24, None), turn)
+    first.abort("a")
+    [left] = first.take().values()
+    again = Requests(engine, RULES, Tool())
+    again.submit("a", [[3, 1, 4]], [3], begun=[left])
+    [found] = [one for over in respond(again, model) for one in over.values()]
+    assert left.finish_reason == "aborted" and again._responder.heard == [("a", "repetition")]
+    assert found.tokens.tolist() == turn.tokens.tolist() and found.episode.end
+
+
+@dataclasses.dataclass
+class Some(Tool):
+    """Plays with one of them alone."""
+
+    def has(self, key):
+        return key == "a"
+
+
+def test_beside_episodes_others_are_one_turn_without_the_limits_of_one():
+    model, prompts, seeds = tiny("windows"), ([3, 1, 4], [1, 5]), (3, 4)
+    engine = Engine(model, slots=2, max_length=32, chunk=4)
+    alone = engine.generate(model, prompts, seeds, RULES)
+    requests = Requests(engine, RULES, tool := Some(max_turn_tokens=2))
+    requests.submit("ab", prompts, seeds)
+    found = {key: one for over in respond(requests, model) for key, one in over.items()}
+    assert {key for key, _ in tool.heard} == {"a"} and found["a"].episode.end
+    assert found["b"].tokens.tolist() == alone[1].tokens.tolist() and found["b"].episode is None
 
 
 def test_a_turn_that_is_aborted_is_not_answered():
