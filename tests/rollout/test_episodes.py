@@ -263,11 +263,11 @@ class Once(Counting):
     ("make", {1}, "no room"), ("reset", {4}, "no server"), ("reset", {0, 1, 2}, "no server"),
     ("make", {0, 5}, "no room"),
 ])  # fmt: skip
-def test_an_episode_that_cannot_begin_costs_itself_alone(what, places, text, monkeypatch):
-    made = sampler(Once, needed=2)
+def test_an_episode_that_cannot_begin_costs_itself_alone(what, places, text):
+    own = type("Own", (Once,), {"numbers": itertools.count()})
+    made = sampler(own, needed=2)
     made.source.episodes._worlds.threads = SERIAL
-    monkeypatch.setattr(Once, "fails", {what: places})
-    monkeypatch.setattr(Once, "numbers", itertools.count())
+    own.fails, own.numbers = {what: places}, itertools.count()
     found = collect(made, loaded()[0], 4, Carryover())
     unscored = np.concatenate([np.isnan(group.rewards) for group in found.sampled])
     assert {*np.flatnonzero(unscored)} == places and text in found.metrics["event/reward_failed"]
