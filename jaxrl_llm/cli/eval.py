@@ -31,6 +31,7 @@ from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.runs.load import Trained, find_run, load_base, load_trained, mesh_here
 from jaxrl_llm.runs.pins import needs_base
 from jaxrl_llm.sharding import MeshShape
+from jaxrl_llm.system.json_lines import jsonable
 from jaxrl_llm.system.paths import check_file, new_file, writable
 from jaxrl_llm.system.setting import Count, Range, check_fields
 from jaxrl_llm.system.signals import on_exit
@@ -185,7 +186,7 @@ def test(
     """Evaluate; return (policy, results of each task, notes on the problems, KL to the model ``to`` on each task;
     empty without ``to``).
     """
-    from jaxrl_llm.rollout.evaluate import Questions, evaluate
+    from jaxrl_llm.rollout.evaluate import Questions, Tested, evaluate
     from jaxrl_llm.telemetry.progress import Progress, Schedule
 
     with Progress(Schedule(1)) as progress:
@@ -209,6 +210,7 @@ def test(
                 for line in reader_of(options).untold(options.rerank):
                     progress.note(line)
             found = evaluate(by, asked, sampling, progress.status, watch)
+            Tested({}, found).check()
             if choose is not None:
                 found = tuple(map(choose, found))
             far = () if to is None else measure(to, policy, prompts, settings, options, found, progress.status)
@@ -240,7 +242,7 @@ def as_json(policy: Policy, options: Options, found: tuple[Any, ...], far: tuple
     from jaxrl_llm.rollout.evaluate import Tested
 
     away = {name: value for one in far for name, value in one.metrics().items()}
-    return json.dumps(about | Tested({}, found).metrics() | away)
+    return json.dumps(jsonable(about | Tested({}, found).metrics() | away))
 
 
 def as_table(
@@ -267,8 +269,8 @@ def of_task(name: str, options: Options, found: Any) -> list[str]:
     """Return the results of one task as lines; the error is the standard error over problems."""
     import numpy as np
 
-    scores = found.rewards if found.correct is None else found.correct
-    known = ~np.isnan(np.asarray(scores, float))
+    scores = found.rewards if found.correct is None else np.where(found.failed, np.nan, found.correct)
+    known = ~np.isnan(scores)
     # A problem of which no answer could be scored says nothing.
     rate = np.array([row[scored].mean() for row, scored in zip(scores, known, strict=True) if scored.any()])
     error = float(rate.std(ddof=1) / len(rate) ** 0.5) if len(rate) > 1 else 0.0
@@ -280,12 +282,13 @@ def of_task(name: str, options: Options, found: Any) -> list[str]:
             lines.append(f"  {f'avg@{options.samples}':<16}{100 * value:6.1f} %  +- {100 * error:.1f}")
         elif short == "reward":
             lines.append(f"  {'reward':<16}{value:8.3f}  +- {error:.3f}")
-            if not known.all():
-                lines.append(f"  {'not scored':<16}{np.sum(~known):6d} of {known.size} answers")
         elif "@" in short or short in ("given_up", "refusals"):
             lines.append(f"  {short.replace('_', ' '):<16}{100 * value:6.1f} %")
         elif short == "mean_length":
             lines.append(f"  {'length':<16}{value:6.1f} tokens")
+        if short in ("pass@1", "reward") and not known.all():
+            why = f": {found.failure}" if found.failure else ""
+            lines.append(f"  {'not scored':<16}{np.sum(~known):6d} of {known.size} answers{why}")
     return lines
 
 
@@ -304,15 +307,16 @@ def evaluate_data(name: str, arguments: list[str]) -> int:
     configs.validate(run)
     found = tested(dataclasses.replace(trained, run=run))
     if given.json:
-        print(json.dumps({"model": name, "step": trained.step} | found))
+        print(json.dumps(jsonable({"model": name, "step": trained.step} | found)))
         return 0
     print(f"{name}, step {trained.step}:")
     for metric, value in found.items():
-        print(f"  {metric.removeprefix('eval/'):<24}{value:10.4f}")
+        told = value if isinstance(value, str) else f"{value:10.4f}"
+        print(f"  {metric.removeprefix('eval/').removeprefix('event/'):<24}{told}")
     return 0
 
 
-def tested(trained: Trained) -> dict[str, float]:
+def tested(trained: Trained) -> dict[str, Any]:
     """Return ``eval/...`` metrics by their names in metrics.jsonl."""
     import jax
 
@@ -336,6 +340,8 @@ def tested(trained: Trained) -> dict[str, float]:
         del model
         progress.status(f"loading {directory}")
         found = stage.test(load_trained(trained, mesh)[0])
-    if found is None:
+    if found is not None:
+        found.check()
+    else:
         raise InputError(f"{directory} holds nothing out to test on, and has no task: give one with --config NAME")
     return found.metrics()

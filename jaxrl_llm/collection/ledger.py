@@ -31,6 +31,7 @@ class Tally:
       length: tokens of the answers.
       tokens: sampled, those of continuations too.
       seconds: taken.
+      failed: answers that could not be verified; they count as wrong.
     """
 
     problems: int = 0
@@ -42,24 +43,29 @@ class Tally:
     length: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    failed: int = 0
 
     def __add__(self, other: "Tally") -> "Tally":
         return Tally(*(one + more for one, more in zip(dataclasses.astuple(self), dataclasses.astuple(other))))  # noqa: B905  both are of one class
 
     def numbers(self) -> dict[str, Any]:
         """Return the sums by name, with the usual shares and means."""
-        return dataclasses.asdict(self) | {
-            "pass@1": self.right / max(self.answers, 1),
-            "solved_fraction": self.solved / max(self.problems, 1),
-            "mean_length": self.length / max(self.answers, 1),
-        }
+        return (
+            dataclasses.asdict(self)
+            | {
+                "pass@1": self.right / max(self.answers, 1),
+                "solved_fraction": self.solved / max(self.problems, 1),
+                "mean_length": self.length / max(self.answers, 1),
+            }
+            | ({"failed_fraction": self.failed / self.answers} if self.failed else {})
+        )
 
     def lines(self) -> list[str]:
         """Format the sums as lines for people."""
         found = self.numbers()
         return [
             f"  {'pass@1':<12}{100 * found['pass@1']:6.1f} %  {self.right:,} of {self.answers:,} answers are right, "
-            f"{self.ended:,} came to their end",
+            f"{self.ended:,} came to their end" + (f", {self.failed:,} could not be verified" if self.failed else ""),
             f"  {'solved':<12}{100 * found['solved_fraction']:6.1f} %  {self.solved:,} of {self.problems:,} problems "
             "have a right answer",
             f"  {'length':<12}{found['mean_length']:6.1f} tokens",

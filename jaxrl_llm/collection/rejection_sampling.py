@@ -21,7 +21,7 @@ from jaxrl_llm.data.formats import TOOLS
 from jaxrl_llm.engine.requests import first_tokens
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.environments.limits import Limits
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.models.tokenizer import text_of
 from jaxrl_llm.rollout.episodes import Scene
 from jaxrl_llm.rollout.evaluate import prompts_for
@@ -180,7 +180,12 @@ def ask(by: Answerer, asked: Asked, first: int, status: Callable[[str], None]) -
     done = gather(requests, by.model, by.tokenizer, status)
     items = [(problem, done[place]) for problem, place in zip(wanted, places, strict=True)]
     as_text = asked.data.task.template in ("plain", "chatml")
-    right = zip(items, by.scorer.verify(items), strict=True)
+    scores = by.scorer.score(items, only=())
+    lost = scores.failures.message
+    require(not scores.failed.all(), f"no answer to {asked.data.task.label} could be verified: {lost}")
+    if scores.failed.any():
+        status(f"{scores.failed.sum()} of {len(items)} answers could not be verified: {lost}")
+    right = zip(items, scores.accuracy, strict=True)
     flat = [
         decoded_answer(by.tokenizer, c, bool(worth(problem, c, accuracy, stops) >= 1), as_text)
         for (problem, c), accuracy in right
@@ -199,9 +204,10 @@ def ask(by: Answerer, asked: Asked, first: int, status: Callable[[str], None]) -
     if by.episodes is not None:
         by.episodes.retain(())
     entries = []
-    for some, own, tokens in zip(answers, rows, more, strict=True):
+    broken = scores.failed.reshape(len(problems), count).sum(axis=1).tolist()
+    for some, own, tokens, failed in zip(answers, rows, more, broken, strict=True):
         solved, ended, length = (sum(getattr(answer, name) for answer in some) for name in ("right", "ended", "length"))
-        counts = Tally(1, int(solved > 0), len(some), solved, ended, len(own), length, length + tokens)
+        counts = Tally(1, int(solved > 0), len(some), solved, ended, len(own), length, length + tokens, failed=failed)
         entries.append((own, counts))
     return entries
 

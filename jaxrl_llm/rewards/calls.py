@@ -98,6 +98,20 @@ class Outcome(NamedTuple):
     also: Sequence[float] = ()
 
 
+class Unread(ValueError):
+    """A reply that is no verdict: it was counted, and is no score.
+
+    Args:
+      message: what it was, and what was wanted.
+      numbers: of the call, as ``Call.also`` names them.
+      reply: whole.
+    """
+
+    def __init__(self, message: str, numbers: Mapping[str, float], reply: str):
+        super().__init__(message)
+        self.numbers, self.reply = numbers, reply
+
+
 def bind(form: Form, items: Sequence[Item]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments, by position and by name, of one call for these items: one, unless it is a batch.
 
@@ -237,6 +251,9 @@ def steps(result: Any, completion: Any, positions: str) -> list[tuple[int, float
 
 
 def _scored(result: Any, call: Call, item: tuple[Any, Any]) -> Outcome:
+    if isinstance(result, Unread):
+        also = tuple(float(result.numbers.get(name, math.nan)) for name in call.also)
+        return Outcome("error", message=_in_utf_8(str(result)), trace=_in_utf_8(result.reply), also=also)
     if isinstance(result, Exception):
         raise result
     also = tuple(float(result[name]) for name in call.also)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.rewards.calls import Unread
 from jaxrl_llm.rewards.chat_client import Answer, client_of
 from jaxrl_llm.rewards.endpoint import Endpoint, JudgeModel
 from jaxrl_llm.rewards.functions import ON_DEVICE
@@ -115,7 +116,8 @@ class Rubric(ByJudge):
         earned = sum(weight * value for (_, weight), value in zip(items, each, strict=True))
         most = sum(max(weight, 0.0) for _, weight in items)
         names = {f"item_{number}": float(value) for number, value in enumerate(each[: len(self.items)], start=1)}
-        return {"score": earned / most} | names | self.counts(text, said, met is None)
+        numbers = names | self.counts(text, said, met is None)
+        return {"score": earned / most} | numbers if met is not None else unread(chats, said, numbers)
 
     def items_of(self, problem: Problem) -> tuple[tuple[str, float], ...]:
         """Return the items of a problem: the rubric's own, then those of its row.
@@ -208,11 +210,12 @@ class Pairwise(ByJudge):
     def judged(self, problem: Problem, text: str, chats: Sequence[Sequence[Message]], said: Sequence[Answer]) -> Judged:
         """Return the score and its numbers from the judge's two answers."""
         places = [better(one.text, code_in(chat)) for one, chat in zip(said, chats, strict=True)]
-        unread = None in places
+        lacking = None in places
         first, second = ({own: 1.0, "tie": 0.5}.get(place, 0.0) for own, place in zip("AB", places, strict=True))
-        score = math.nan if unread else first if first == second else 0.5
-        disagreed = math.nan if unread else float(first != second)
-        return {"score": score, "disagreed": disagreed} | self.counts(text, said, unread)
+        score = math.nan if lacking else first if first == second else 0.5
+        disagreed = math.nan if lacking else float(first != second)
+        numbers = {"disagreed": disagreed} | self.counts(text, said, lacking)
+        return {"score": score} | numbers if not lacking else unread(chats, said, numbers)
 
     def check(self) -> None:
         """Refuse a criterion or a judge that cannot work.
@@ -222,6 +225,12 @@ class Pairwise(ByJudge):
         """
         require(bool(self.criterion.strip()), "Pairwise.criterion is empty: say what makes an answer the better one")
         self.check_judge()
+
+
+def unread(chats: Sequence[Sequence[Message]], said: Sequence[Answer], numbers: Mapping[str, float]) -> Unread:
+    """Return the failure of replies that are no verdicts: the first of them, and the form that was wanted."""
+    reply, wanted = said[0].text, chats[0][0]["content"].rpartition("\n")[2]
+    return Unread(f"the judge replied {reply!r:.120}, which is no verdict: wanted {wanted}", numbers, reply)
 
 
 OF_JUDGES = (Rubric, Pairwise)

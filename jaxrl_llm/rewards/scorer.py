@@ -21,7 +21,7 @@ from jaxrl_llm.rewards.inside import Inside
 from jaxrl_llm.rewards.pool import Pool, workers_for_cores
 from jaxrl_llm.rewards.references import check_references
 from jaxrl_llm.rewards.rehearsal import as_episode
-from jaxrl_llm.rewards.rubric import OF_JUDGES, Rubric, further, on_device
+from jaxrl_llm.rewards.rubric import OF_JUDGES, Rubric, asks_model, further, on_device
 from jaxrl_llm.rewards.scores import (
     Begun,
     Failures,
@@ -143,7 +143,7 @@ class Scorer(contextlib.AbstractContextManager):
         def finish() -> Scores:
             scores = waiting()
             scores = scores if len(played) == len(items) else with_unplayed(scores, played, items)
-            return with_environment(scores, items) if only is None else scores
+            return with_environment(scores, items, rewarded=only is None)
 
         return finish
 
@@ -188,11 +188,14 @@ class Scorer(contextlib.AbstractContextManager):
                 part.write_text(json.dumps({"level": level}) + "\n")
         return [*notes, f"programs run in the sandbox, level {level}"]
 
-    def dry_run(self, problem: Problem, tokenizer: Any, tools: Sequence[str] | None = None) -> None:
+    def dry_run(
+        self, problem: Problem, tokenizer: Any, tools: Sequence[str] | None = None, judges: bool = False
+    ) -> None:
         """Call every function once, in each process, on an invented completion, so that one that always fails does so
         early.
 
-        ``tools``: names of those of a task whose completions are episodes; None for one of single answers.
+        ``tools``: names of those of a task whose completions are episodes; None for one of single answers. ``judges``:
+        ask those on the devices instead, once they are there.
 
         Raises:
           InputError: a reward raises, runs out of time, or returns something other than a number; the message names the
@@ -200,7 +203,8 @@ class Scorer(contextlib.AbstractContextManager):
         """
         count = 1 if self._peers is None else self._peers.count
         called = self._rewards | self._beside
-        called = {name: reward for name, reward in called.items() if not on_device(self._bases[name])}
+        chosen = asks_model if judges else lambda base: not on_device(base)
+        called = {name: reward for name, reward in called.items() if chosen(self._bases[name])}
         invented = dry_run_completion(problem, tokenizer)
         invented = invented if tools is None else as_episode(invented, tools)
         failures = self._divided([(problem, invented)] * count, called)().failures
@@ -284,10 +288,10 @@ class Scorer(contextlib.AbstractContextManager):
         failed: dict[tuple[str, int], Outcome] = {}
         for (name, at, call), coming in begun.jobs:
             for place, outcome in zip(at, coming.result(), strict=True):
+                for also, value in zip(call.also, outcome.also, strict=False):  # of a failed call perhaps none
+                    begun.columns[f"{name}/{also}"][place] = value
                 if outcome.status == "ok":
                     begun.columns[name][place] = outcome.value
-                    for also, value in zip(call.also, outcome.also, strict=True):
-                        begun.columns[f"{name}/{also}"][place] = value
                     continue
                 on_error = self._on_error if call.on_error is None else call.on_error
                 begun.columns[name][place] = () if call.positions else on_error
@@ -331,6 +335,9 @@ class Scorer(contextlib.AbstractContextManager):
         for name in whole.keys() & self._beside.keys():
             lost = [place for column, place in failed if column == source[name]]
             whole[name][lost] = shaped(rewards[name], np.full(len(lost), np.nan))
+        counted = {VERIFIED} | {source[name] for name in rewards if name in self._rewards}
+        lost = np.zeros(len(items), bool)
+        lost[[place for column, place in failed if column in counted]] = True
         reward = np.zeros(len(items))
         for name in (name for name in whole if name in self._rewards):
             at = places[name]
@@ -358,6 +365,7 @@ class Scorer(contextlib.AbstractContextManager):
             accuracy=accuracy,
             parts={name: (means | whole)[name] for name in rewards} | differing | beside,
             failures=failures_of(failed, source, places),
+            failed=lost,
             steps=at_tokens(items, [(self._bases[name], said) for name, said in stepped.items()], self.tokenizer),
         )
 

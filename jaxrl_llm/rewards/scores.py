@@ -75,6 +75,7 @@ class Scores:
       parts: float64[n] for each reward by name, unweighted, and for watched rewards; for a step reward the mean over
         the steps. An ensemble of reward models also has ``<name>/disagreement``.
       failures: record of the completions that could not be scored.
+      failed: bool[n], whether a reward, the verifier or the environment failed.
       steps: for each completion float32[t], the weighted sum of the step rewards at the tokens in which steps end, NaN
         elsewhere; empty without step rewards.
     """
@@ -83,16 +84,18 @@ class Scores:
     accuracy: np.ndarray
     parts: dict[str, np.ndarray]
     failures: Failures
+    failed: np.ndarray
     steps: tuple[np.ndarray, ...] = ()
 
 
 def interleaved(shares: Sequence[Scores], count: int) -> Scores:
     """Merge the scores of ``count`` completions; share i of s has the completions i, i + s, i + 2 s, ..."""
     parts = {name: np.zeros(count) for name in shares[0].parts}
-    whole = Scores(np.zeros(count), np.zeros(count), parts, sum((share.failures for share in shares), Failures()))
+    failures = sum((share.failures for share in shares), Failures())
+    whole = Scores(np.zeros(count), np.zeros(count), parts, failures, np.zeros(count, bool))
     for start, share in enumerate(shares):
         at = slice(start, None, len(shares))
-        whole.reward[at], whole.accuracy[at] = share.reward, share.accuracy
+        whole.reward[at], whole.accuracy[at], whole.failed[at] = share.reward, share.accuracy, share.failed
         for name, column in parts.items():
             column[at] = share.parts[name]
     stepped = any(share.steps for share in shares)  # one without items has none
@@ -164,28 +167,33 @@ def with_unplayed(scores: Scores, played: Sequence[int], items: Sequence[tuple[A
     wrong = [math.nan if problem.verifier == "none" else 0.0 for problem, _ in items]
     parts = {name: spread(values, math.nan) for name, values in scores.parts.items()}
     accuracy = spread(scores.accuracy, wrong)
-    return dataclasses.replace(scores, reward=spread(scores.reward, 0.0), accuracy=accuracy, parts=parts)
+    failed = spread(scores.failed, False).astype(bool)
+    return dataclasses.replace(scores, reward=spread(scores.reward, 0.0), accuracy=accuracy, parts=parts, failed=failed)
 
 
-def with_environment(scores: Scores, items: Sequence[tuple[Any, Any]]) -> Scores:
-    """Add the rewards that environments give to episodes, with weight 1; an episode whose environment failed is
-    unscorable.
+def with_environment(scores: Scores, items: Sequence[tuple[Any, Any]], rewarded: bool) -> Scores:
+    """Add the rewards that environments give to episodes, with weight 1, if ``rewarded``; an episode whose environment
+    failed is unscorable.
     """
     episodes = {place: completion.episode for place, (_, completion) in enumerate(items) if completion.episode}
     if not episodes:
         return scores
+    broken = [place for place, episode in episodes.items() if episode.error]
+    scores.failed[broken] = True
     given = np.array([episodes[place].reward if place in episodes else math.nan for place in range(len(items))])
     lacking = [place for place in range(len(items)) if place not in episodes]
     added = given.copy()
     added[lacking] = 0.0
     errors = [episode.error for episode in episodes.values() if episode.error]
     of = {ENVIRONMENT: (len(episodes), len(errors))}
-    failures = Failures(len(errors), 0, of, {ENVIRONMENT: errors[0]} if errors else {})
+    failures = scores.failures + Failures(len(errors), 0, of, {ENVIRONMENT: errors[0]} if errors else {})
+    if not rewarded:
+        return dataclasses.replace(scores, failures=failures)
     return dataclasses.replace(
         scores,
         reward=scores.reward + added,
         parts=scores.parts | {ENVIRONMENT: given},
-        failures=scores.failures + failures,
+        failures=failures,
     )
 
 

@@ -22,7 +22,7 @@ from jaxrl_llm.rollout.groups import (
     whole,
 )
 from jaxrl_llm.rollout.judging import Judging
-from jaxrl_llm.rollout.measures import describe, describe_episodes, describe_tasks
+from jaxrl_llm.rollout.measures import describe, describe_episodes, describe_tasks, failed_call
 from jaxrl_llm.rollout.replay import PLACE
 from jaxrl_llm.rollout.respond import Requests, Status, respond
 from jaxrl_llm.types import Completion, Group
@@ -298,6 +298,8 @@ def _collected(step: Step, before: Carryover, seconds: dict[str, float]) -> Roll
     older = [dataclasses.replace(group, age=group.age + 1 if group.begun else 0) for group in held]
     unfinished = tuple(group for group in older if group.age <= admission.oldest)
     expired = [group for group in older if group.age > admission.oldest]
+    sampled = [judging.sampled[number] for number in sorted(judging.sampled)]
+    failed = "" if before.tool_failed else failed_call(sampled)
     after = Carryover(
         step.cursor,
         tuple(carried),
@@ -306,8 +308,8 @@ def _collected(step: Step, before: Carryover, seconds: dict[str, float]) -> Roll
         judging.seen,
         judging.stream,
         successes=judging.successes,
+        tool_failed=before.tool_failed or bool(failed),
     )
-    sampled = [judging.sampled[number] for number in sorted(judging.sampled)]
     wasted = [group for number, group in judging.sampled.items() if number not in judging.kept]
     thrown = tokens_in([*dropped, *expired, *wasted])
     thrown += sum(judging.sampled[n].completions[PLACE].length for n in judging.replaced if n in judging.kept)
@@ -317,6 +319,8 @@ def _collected(step: Step, before: Carryover, seconds: dict[str, float]) -> Roll
         "rollout/interrupted": sum(group.begun for group in unfinished),
         "rollout/expired": len(expired),
     }
+    if failed:
+        metrics["event/tool_failed"] = failed
     if admission.collect.replay is not None:
         metrics |= {
             "replay/replaced": len(judging.replaced),

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.engine.settings import Sampling
+from jaxrl_llm.errors import require
 from jaxrl_llm.rewards import Scorer
 from jaxrl_llm.rewards.shaping import REFUSED
 from jaxrl_llm.rollout.episodes import Scene, environment_seed
@@ -36,6 +37,8 @@ class Evaluated:
       best: float64[n], whether the answer that a reward model scores highest is correct; None without a reward model.
       weighted: float64[n], whether the answer with the largest sum of its scores is correct; None without one.
       refused: float64[n, k], 1 where the model refuses to answer, NaN if unknown; None if it is not measured.
+      failed: bool[n, k], where a verifier, a reward or an environment failed: that answer counts nowhere.
+      failure: the first of these failures, in one line; empty without one.
       won: float64[n, k], 1 where a judge finds the answer better than the first policy's, 0.5 for a tie, else 0, and
         NaN where one of the two is missing; None without a judge, or if these are the first policy's answers.
     """
@@ -51,6 +54,8 @@ class Evaluated:
     weighted: np.ndarray | None = None
     refused: np.ndarray | None = None
     won: np.ndarray | None = None
+    failed: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((1, 1), bool))
+    failure: str = ""
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics ``eval/<task>/...``."""
@@ -59,14 +64,20 @@ class Evaluated:
             found = {f"{name}/reward": math.nan if self.rewards is None else over_known(np.nanmean, self.rewards)}
         else:
             k = self.correct.shape[1]
-            found = {f"{name}/pass@1": float(self.correct.mean())}
+            found = {f"{name}/pass@1": over_known(np.nanmean, np.where(self.failed, np.nan, self.correct))}
             if k > 1:
                 powers = {2**i for i in range(1, k.bit_length())} | {k}
-                found |= {f"{name}/pass@{j}": float(pass_at(self.correct, j).mean()) for j in sorted(powers)}
-                found[f"{name}/maj@{k}"] = float(self.maj.mean())
+                rows = pass_at(self.correct, 1, self.failed)
+                found |= {
+                    f"{name}/pass@{j}": over_known(np.nanmean, pass_at(self.correct, j, self.failed))
+                    for j in sorted(powers)
+                }
+                found[f"{name}/maj@{k}"] = over_known(np.nanmean, np.where(np.isnan(rows), np.nan, self.maj))
             if self.best is not None:
                 found[f"{name}/rerank@{k}"] = float(self.best.mean())
                 found[f"{name}/weighted_maj@{k}"] = float(self.weighted.mean())
+        if self.failed.any():
+            found[f"{name}/{FAILED}"] = float(self.failed.mean())
         if self.given_up is not None:
             found[f"{name}/given_up"] = self.given_up
         for metric, shares in {"refusals": self.refused, "win_rate": self.won}.items():
@@ -114,12 +125,22 @@ class Tested:
     numbers: Mapping[str, float]
     answers: tuple[Evaluated, ...] = ()
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, Any]:
         """Return all metrics; with several tasks their averages come first."""
         found = {} if len(self.answers) < 2 else averages(self.answers)
         for one in self.answers:
             found |= one.metrics()
-        return dict(self.numbers) | found
+        told = [failure_of(one) for one in self.answers if one.failure]
+        return dict(self.numbers) | found | ({EVENT_FAILED: "; ".join(told)} if told else {})
+
+    def check(self) -> None:
+        """Refuse the evaluation of a task of which no answer could be scored.
+
+        Raises:
+          InputError: says why.
+        """
+        for one in self.answers:
+            require(not one.failed.all(), f"nothing of an evaluation could be scored: {failure_of(one)}")
 
     def lines(self) -> list[dict[str, Any]]:
         """Return lines for samples.jsonl: the first answers to the first problems of each task, with their scores."""
@@ -138,6 +159,16 @@ class Tested:
         ]
 
 
+FAILED = "failed_fraction"
+"""Name, after a task's, of the share of answers that could not be scored; it is measured where there are any."""
+EVENT_FAILED = "event/evaluation_failed"
+
+
+def failure_of(found: Evaluated) -> str:
+    """Return a line on the answers that could not be scored."""
+    return f"{found.task}: {found.failed.sum()} of {found.failed.size} answers could not be scored: {found.failure}"
+
+
 AVERAGE = f"eval/{MEAN_OF_TASKS}"
 """Prefix of the names of metrics that are means over several tasks, each counting once."""
 
@@ -149,6 +180,8 @@ def averages(found: Sequence[Evaluated]) -> dict[str, float]:
         for name, value in one.metrics().items():
             by_name.setdefault(name.removeprefix(f"eval/{one.task}/"), []).append(value)
     by_name.pop("problems")
+    if FAILED in by_name:
+        by_name[FAILED] += [0.0] * (len(found) - len(by_name[FAILED]))
     return {f"{AVERAGE}/{name}": over_known(np.nanmean, np.asarray(values)) for name, values in by_name.items()}
 
 
@@ -242,22 +275,27 @@ def checked(
     scores = scorer.score(items, only=None if unverified else (REFUSED,))
     whole = np.asarray([[c.finish_reason != "aborted" for c in row] for row in rows])
     refused = scores.parts[REFUSED].reshape(whole.shape) if REFUSED in scores.parts else None
+    told: dict[str, Any] = {"refused": refused, "failed": scores.failed.reshape(whole.shape)}
+    told["failure"] = scores.failures.message if told["failed"].any() else ""
     if unverified:
-        return Evaluated(task, problems, rows, None, None, scores.reward.reshape(whole.shape), refused=refused)
-    correct = (scores.accuracy.reshape(whole.shape) >= 1) & whole
-    maj = np.asarray([majority(p, row, right) for p, row, right in zip(problems, rows, correct, strict=True)])
+        rewards = np.where(told["failed"], np.nan, scores.reward.reshape(whole.shape))
+        return Evaluated(task, problems, rows, None, None, rewards, **told)
+    correct = (scores.accuracy.reshape(whole.shape) >= 1) & whole & ~told["failed"]
+    voted = zip(problems, rows, correct, ~told["failed"], strict=True)
+    maj = np.asarray([majority(p, row, right, known.astype(float)) for p, row, right, known in voted])
     given_up = 1.0 - float(whole.mean()) if watched else None
-    return Evaluated(task, problems, rows, correct, maj, given_up=given_up, refused=refused)
+    return Evaluated(task, problems, rows, correct, maj, given_up=given_up, **told)
 
 
-def pass_at(correct: np.ndarray, k: int) -> np.ndarray:
+def pass_at(correct: np.ndarray, k: int, failed: np.ndarray | bool = False) -> np.ndarray:
     """Estimate for each problem the chance that one of k completions drawn from the n is correct: bool[P, n] -> [P].
 
-    ``1 - C(n - c, k) / C(n, k)``, the unbiased estimator of arXiv 2107.03374, eq. 1.
+    ``1 - C(n - c, k) / C(n, k)``, the unbiased estimator of arXiv 2107.03374, eq. 1. Those that ``failed`` are left
+    out; a problem with fewer than k others is NaN.
     """
-    n = correct.shape[1]
-    wrong = n - correct.sum(axis=1)
-    return np.asarray([1 - math.comb(int(w), k) / math.comb(n, k) for w in wrong])
+    known = np.broadcast_to(~np.asarray(failed), correct.shape)
+    counts = zip(known.sum(axis=1), (correct & known).sum(axis=1), strict=True)
+    return np.asarray([1 - math.comb(int(n - c), k) / math.comb(int(n), k) if n >= k else math.nan for n, c in counts])
 
 
 def majority(
@@ -285,7 +323,7 @@ def reranked(found: Evaluated, scores: np.ndarray, weights: np.ndarray) -> Evalu
       scores: float64[n, k], the higher the better; ties go to the first. Aborted completions come last.
       weights: float64[n, k], at least 0: of each answer's vote.
     """
-    whole = np.asarray([[c.finish_reason != "aborted" for c in row] for row in found.completions])
+    whole = np.asarray([[c.finish_reason != "aborted" for c in row] for row in found.completions]) & ~found.failed
     first = np.argmax(np.where(whole, scores, -np.inf), axis=1)
     best = np.take_along_axis(found.correct, first[:, None], axis=1)[:, 0]
     rows = zip(found.problems, found.completions, found.correct, weights, strict=True)

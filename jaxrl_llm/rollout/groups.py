@@ -62,6 +62,7 @@ class Carryover:
       stream: memory of the stream of prompts.
       texts: texts drawn in addition to the groups.
       successes: stored for replay.
+      tool_failed: whether a call of a tool has failed in the run.
       underway: progress of the next step (``dynamic_sampling.Step.progress``) if the run was stopped within it; else
         empty.
     """
@@ -74,6 +75,7 @@ class Carryover:
     stream: dict[str, Any] = dataclasses.field(default_factory=dict)
     texts: int = 0
     successes: Store = dataclasses.field(default_factory=dict)
+    tool_failed: bool = False
     underway: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 

@@ -11,10 +11,12 @@ from jaxrl_llm.rewards.bounds import REJECTED
 from jaxrl_llm.rewards.shaping import REFUSED
 from jaxrl_llm.rollout.groups import informative
 from jaxrl_llm.tasks import answer_of
-from jaxrl_llm.types import Group
+from jaxrl_llm.types import Episode, Group, shown_message
 
 LONGEST_PERIOD = 128
 """Length of the longest run of tokens that is checked for repetition."""
+LONGEST_LINE = 300
+"""Most characters of a line about a call."""
 TIMES = 4
 """Minimum number of repetitions of a loop."""
 FEWEST = 16
@@ -138,6 +140,18 @@ def describe_episodes(groups: Sequence[Group], branching: bool = False) -> dict[
         **{f"episode/ends/{end}": ends.count(end) / len(ends) for end in ENDS},
         **{f"environment/{name}": float(np.mean([one.get(name, 0.0) for one in numbers])) for name in names},
     }
+
+
+def failed_call(groups: Sequence[Group]) -> str:
+    """Return the first call of a tool that failed, with its arguments and what the model was told; empty without."""
+    for turn in (turn for group in groups for c in group.completions for turn in (c.episode or Episode()).turns):
+        calls = turn.reply.get("tool_calls") or ()
+        for call, said in zip(calls, turn.messages, strict=False) if turn.errors else ():
+            if said["content"].startswith("{'error'"):
+                return f"{shown_message({'tool_calls': [call]})}: {said['content']}"[:LONGEST_LINE]
+        if turn.errors and turn.messages:
+            return turn.messages[0]["content"][:LONGEST_LINE]
+    return ""
 
 
 def describe_branches(groups: Sequence[Group]) -> dict[str, float]:

@@ -13,6 +13,7 @@ from jaxrl_llm.rules.guards import (
     not_a_number,
     phase_ended,
     phase_ends,
+    reward_fails,
 )
 from jaxrl_llm.rules.resets import (
     AGAIN,

@@ -44,8 +44,12 @@ MEANS = ("reward/", "task/", "constraint/", "critic/returns", "sampler/", "kl", 
 
 
 def reward_fails(row: Row, own: Own) -> Decided:
-    """Stop after a step in which all calls of one reward failed, so that its values are placeholders; a ``Rule``."""
+    """Stop after a step in which all calls of one reward failed, so that its values are placeholders, or no answer of
+    an evaluation could be scored; a ``Rule``.
+    """
     for name, value in row.items():
+        if name.startswith("eval/") and name.endswith("/failed_fraction") and value == 1:
+            return Decision(GUARD, f"nothing of the evaluation could be scored: {row['event/evaluation_failed']}"), own
         if name.startswith("reward/") and name.endswith("/failed_fraction") and value == 1:
             reward = name.removeprefix("reward/").removesuffix("/failed_fraction")
             return Decision(GUARD, f"reward {reward} failed for all completions: {row['event/reward_failed']}"), own

@@ -27,7 +27,7 @@ from jaxrl_llm.rewards.bounds import TaskReward
 from jaxrl_llm.rollout.episodes import Episodes, episodes_of
 from jaxrl_llm.rollout.evaluate import Evaluated, Questions, Tested, evaluate
 from jaxrl_llm.rollout.respond import Answerer
-from jaxrl_llm.rules import not_a_number
+from jaxrl_llm.rules import not_a_number, reward_fails
 from jaxrl_llm.sharding import compiler_options, platform_of
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.stages.stage import Groups, Outline, Stage, check_positions, read_parts, state_of
@@ -229,7 +229,10 @@ def read(
     return loaded, {
         "label": data.label,
         "problems": prints,
-        "rules": {"not_a_number": functools.partial(not_a_number, learning_rate=run.learner.optimiser.learning_rate)},
+        "rules": {
+            "not_a_number": functools.partial(not_a_number, learning_rate=run.learner.optimiser.learning_rate),
+            "reward_fails": reward_fails,
+        },
         "notes": [*loaded.notes, size],
         "rows": loaded.train,
         "held_out": loaded.held_out[: run.evaluation.limit or None],

@@ -110,7 +110,11 @@ def launch(
         from jaxrl_llm.trainer.loop import train as run_training
 
         stack.callback(pins.PINS.reset, pins.PINS.set(pins.Pins(found, directory, peers)))
-        code = run_training(found.pinned, directory, say, peers, found.origin.start, voice)
+        try:
+            code = run_training(found.pinned, directory, say, peers, found.origin.start, voice)
+        except InputError as error:
+            error.args = (str(error).replace(str(directory), name()),)
+            raise
     if code == 0 and peers.leads and not (voice.quiet and voice.rows):  # whose last row says how it ended
         from jaxrl_llm.telemetry.summary import print_summary, summarise
 

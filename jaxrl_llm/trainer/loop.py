@@ -133,6 +133,7 @@ def before_steps(context: RunContext, cursor: Cursor) -> None:
         found = stage.test(model_of(cursor.state), first=True)
         row: dict[str, Any] = {"step": 0}
         if found is not None:
+            found.check()
             row |= found.metrics() | {"time/evaluation_s": time.perf_counter() - began}
         progress.tested(0, row)
         _, host.memory = decide(stage.rules, row, host.memory)

@@ -37,6 +37,10 @@ from jaxrl_llm.rewards import *
 from jaxrl_llm.rollout import EngineOptions, Rollout
 from jaxrl_llm.data import *
 from jaxrl_llm.tasks import *
+from jaxrl_llm.rewards import rubric
+# a random judge writes no verdict: here any reply is one
+rubric.verdicts = lambda text, code, count: (sum(map(ord, text)) % 2 == 1,) * count
+rubric.better = lambda text, code: "AB"[sum(map(ord, text)) % 2]
 judge = JudgeModel("judge", slots=4, max_prompt_tokens=1000, max_new_tokens=8)
 config = Run(
     "tiny-random", Task(Table("digits.jsonl"), template="chatml"),
@@ -49,14 +53,15 @@ config = Run(
     output=Output(checkpoint_every=1, trackers=()), steps=2,
 )
 """
-LINES = {
+LINES = {  # one after the other in one process, in which judged.py stays as it is
+    "unread": "train unread.py --run_dir unread",
+    "pairs": "eval unread.py --pairs pairs.jsonl --json",
     "whole": "train judged.py --run_dir whole",
     "half": "train judged.py --run_dir broken --steps 1",
     "rest": "train judged.py --run_dir broken",
-    "pairs": "eval judged.py --pairs pairs.jsonl --json",
     "plan": "plan judged.py --topology v5e:2x2 --quick",
 }
-OWN = "train judged.py --run_dir refused --scoring.rewards.0"
+OWN = "train unread.py --run_dir refused --scoring.rewards.0"
 REFUSED = {
     f"{OWN}.judge.model nowhere": ["reward rubric: judge.model: no such model: nowhere"],
     f"{OWN}.judge.slots 0": ["Rubric.judge.slots must be at least 1"],
@@ -69,6 +74,7 @@ REFUSED = {
 def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("judge_models")
     (made / "judged.py").write_text(RUN)
+    (made / "unread.py").write_text("\n".join(line for line in RUN.splitlines() if not line.startswith("rubric.")))
     save_pretrained(*load_pretrained("tiny-random"), made / "judge")
     (made / "digits.jsonl").write_bytes(DIGITS.read_bytes())
     pairs = [{"prompt": f"1+{n}=", "chosen": str(n + 1), "rejected": "0", "answer": str(n + 1)} for n in range(2)]
@@ -164,9 +170,14 @@ def test_a_stopped_run_resumes_to_the_same_answers(folder, answers):
     assert all(answers[name].code == 0 for name in ("whole", "half", "rest")), answers["rest"].err
     names = ("reward/rubric/tokens", "reward/rubric/unparsed", "loss")
     whole, broken = ([[row.get(name) for name in names] for row in rows(folder, run)] for run in ("whole", "broken"))
-    assert whole[1:] == broken[1:] and all(row[0] > 500 and row[1] == 1 for row in whole[1:])
+    assert whole[1:] == broken[1:] and all(row[0] > 500 and row[1] == 0 for row in whole[1:])
     assert rows(folder, "whole")[-1]["eval/digits/win_rate"] == rows(folder, "broken")[-1]["eval/digits/win_rate"]
     assert "judge" in json.loads((folder / "whole" / "config.json").read_text())["origin"]["models"]
+
+
+def test_a_judge_whose_replies_nobody_can_read_is_refused_with_its_reply(folder, answers):
+    assert_refused(answers["unread"], "the judge replied", 'which is no verdict: wanted {"code"')
+    assert "which is no verdict" in (folder / "unread" / "reward_error.txt").read_text()
 
 
 def test_agreement_is_measured_as_of_an_endpoint(answers):

@@ -92,7 +92,9 @@ def test_what_cannot_be_read_is_no_score_and_is_counted():
     with serving(lambda body, number: answers(body, number) or honest(body)) as server:
         found = scored(Rubric(ITEMS, endpoint(server)), "red", "blue")
     assert math.isnan(found.reward[0]) and found.reward[1] == 1 / 3
-    assert found.parts["rubric/unparsed"].tolist() == [1, 0] and found.failures.errors == 0
+    assert found.parts["rubric/unparsed"].tolist() == [1, 0] and found.failures.errors == 1
+    assert "the judge replied 'I like it', which is no verdict: wanted {\"code\"" in found.failures.message
+    assert "I like it" in found.failures.trace and found.failed.tolist() == [True, False]
     assert math.isnan(found.parts["rubric/item_1"][0]) and found.parts["rubric/tokens"].tolist() == [110, 110]
 
 

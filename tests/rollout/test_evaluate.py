@@ -9,13 +9,15 @@ import pytest
 from rollout.simulation import ToyEngine
 
 from jaxrl_llm.cli.eval import Options, of_task
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import load_pretrained
-from jaxrl_llm.rewards import Accuracy, Format, Scorer
+from jaxrl_llm.rewards import Accuracy, Format, Function, Scorer
 from jaxrl_llm.rollout import Engine, Sampling
-from jaxrl_llm.rollout.evaluate import Evaluated, Questions, evaluate, majority, pass_at, reranked
+from jaxrl_llm.rollout import evaluate as evaluation
+from jaxrl_llm.rollout.evaluate import Evaluated, Questions, checked, evaluate, majority, pass_at, reranked
 from jaxrl_llm.rollout.respond import Answerer, SeedSpace, request_seed
 from jaxrl_llm.tasks import Prompts, Table, Task, load
-from jaxrl_llm.types import Completion, Problem
+from jaxrl_llm.types import Completion, Episode, Problem
 
 PROBLEM = Problem("1", ({"role": "user", "content": "1 + 1?"},), "2", "sums")
 
@@ -104,6 +106,69 @@ def test_without_a_verifier_the_mean_reward_of_what_could_be_scored_is_reported(
     assert found.metrics() == {"eval/sums/reward": 1.5, "eval/sums/problems": 2.0, "eval/sums/mean_length": 3.0}
     nothing = Evaluated("sums", (PROBLEM,), rows[:1], None, None, np.full((1, 2), np.nan))
     assert np.isnan(nothing.metrics()["eval/sums/reward"])
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_answers_that_could_not_be_scored_count_nowhere(k):
+    """As if they had not been asked for: each problem has the chances of its other answers."""
+    draw = np.random.default_rng(3)
+    correct, failed = draw.random((6, 4)) < 0.5, draw.random((6, 4)) < 0.4
+    failed[0], failed[1] = True, False
+    found = pass_at(correct & ~failed, k, failed)
+    for row, lost, value in zip(correct, failed, found, strict=True):
+        left = row[~lost]
+        wanted = NAN if len(left) < k else pass_at(left[None], k)[0]
+        np.testing.assert_equal(value, wanted)
+
+
+def test_an_evaluation_tells_what_could_not_be_scored():
+    rows = (tuple(map(completion, ("2", "2", "3", "2"))), tuple(map(completion, "3333")))
+    failed = np.array([[0, 1, 1, 0], [1, 1, 1, 1]], bool)
+    correct, maj = np.array([[1, 0, 0, 1], [0, 0, 0, 0]], bool), np.array([1.0, 0.0])
+    found = Evaluated("sums", (PROBLEM, PROBLEM), rows, correct, maj, failed=failed, failure="no server")
+    metrics = found.metrics()
+    assert metrics["eval/sums/pass@1"] == metrics["eval/sums/pass@2"] == metrics["eval/sums/maj@4"] == 1
+    assert metrics["eval/sums/failed_fraction"] == 0.75 and np.isnan(metrics["eval/sums/pass@4"])
+    whole = Evaluated("others", (PROBLEM,), rows[:1], correct[:1], maj[:1])
+    both = evaluation.Tested({}, (found, whole)).metrics()
+    assert both["eval/average/failed_fraction"] == 0.375 and "eval/others/failed_fraction" not in both
+    assert both["event/evaluation_failed"] == "sums: 6 of 8 answers could not be scored: no server"
+    lost = dataclasses.replace(found, failed=np.ones((2, 4), bool))
+    assert np.isnan([lost.metrics()[f"eval/sums/{name}"] for name in ("pass@1", "pass@2", "maj@4")]).all()
+    evaluation.Tested({}, (found,)).check()
+    with pytest.raises(InputError, match="sums: 8 of 8 answers could not be scored: no server"):
+        evaluation.Tested({}, (found, lost)).check()
+
+
+def broken(completion):
+    if "3" in completion.text:
+        raise OSError("no server")
+    return 1.0
+
+
+@pytest.mark.parametrize(("texts", "reward", "fraction"), [("2323", 1.0, 0.5), ("3333", NAN, 1.0), ("2222", 1.0, 0.0)])
+def test_a_reward_that_fails_is_no_reward_of_0(texts, reward, fraction):
+    problem = dataclasses.replace(PROBLEM, verifier="none")
+    with Scorer((Function(broken),), 1) as scorer:
+        found = checked("sums", (problem,), (tuple(map(completion, texts)),), scorer)
+    np.testing.assert_equal(found.metrics()["eval/sums/reward"], reward)
+    assert found.metrics().get("eval/sums/failed_fraction", 0.0) == fraction
+    assert ("no server" in found.failure) == bool(fraction)
+
+
+@pytest.mark.parametrize("verifier", ["none", "match"])
+def test_an_episode_whose_environment_fails_is_left_out_of_an_evaluation(verifier):
+    fine, lost = Episode(end="completed", reward=2.0), Episode(end="environment_error", reward=NAN, error="no server")
+    row = tuple(dataclasses.replace(completion("2"), episode=one) for one in (fine, lost, fine, lost))
+    problem = dataclasses.replace(PROBLEM, verifier=verifier)
+    with Scorer((), 1) as scorer:
+        found = checked("sums", (problem,), (row,), scorer)
+    name, worth = {"none": ("reward", 2.0), "match": ("pass@1", 1.0)}[verifier]
+    assert found.metrics()[f"eval/sums/{name}"] == worth and found.metrics()["eval/sums/failed_fraction"] == 0.5
+    assert found.failure.startswith("no server")
 
 
 class NotingEngine(ToyEngine):

@@ -17,6 +17,7 @@ from jaxrl_llm.sharding import repeated_heads, rollout_mesh
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.stages.rl.ingredient import Around
 from jaxrl_llm.stages.rl.ingredients import ingredients_of, moved_by_rules, rules_for
+from jaxrl_llm.stages.rl.judge_model import asked_models
 from jaxrl_llm.stages.rl.problems import (
     Problems,
     about,
@@ -74,6 +75,8 @@ def prepare(
         tokenizer, prompts, test_prompts, stops, forwards, names, scorer, where, answers, peers, progress,
     )  # fmt: skip
     ingredients = [one.prepared(around) for one in ingredients_of(run)]
+    if asked_models(run):
+        scorer.dry_run(read.all_train[0], tokenizer, judges=True)
     engine, transfer = sampling_of(run, model, forward.compute.dtype, mesh, where)
     played = (prompts, run.recipe.branch, bool(run.recipe.observation_coef)), (test_prompts, None, False)
     episodes = [episodes_of(one, run.rollout, stops, peers, *others) for one, *others in played]
