@@ -2,28 +2,31 @@
 
 ``assert f(2) == 4`` has the call ``f(2)``, whose value is compared here. Of ``assert abs(f(2) - 4) < 0.1`` the
 program's process computes ``f(2)``, and another, which never saw the program, ``abs(_0 - 4) < 0.1``. Each gets those
-statements before the assertion that it needs, so that a variable ``expected`` stays outside too. Assertions in loops
-over literals are unrolled. The rest is opaque: the process that runs the program says whether it holds.
+statements before the assertion that it needs, so that a variable ``expected`` stays outside too. Where such a value is
+no data, the program's process computes more (``code_whole``). Assertions in loops over literals are unrolled. The rest
+is opaque: the process that runs the program says whether it holds.
 """
 
 import ast
 import builtins
 import copy
 import dataclasses
+import re
+from collections.abc import Callable
 from typing import Any
 
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.rewards.code_formats import Asserted
 from jaxrl_llm.rewards.code_names import available, bound, literal, loads, named, written
 from jaxrl_llm.rewards.code_unittest import plain
+from jaxrl_llm.rewards.code_whole import COMPREHENSIONS, computable, decides
 
 _MOST_UNROLLED = 2000
 _PLAIN = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Import, ast.ImportFrom, ast.Pass, ast.Delete)
-_SCOPES = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-_DECIDES = (ast.Compare, ast.BoolOp, ast.Not, ast.IfExp, ast.Assert)
 _DEFINES = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 _FOLDED = (ast.Subscript, ast.Name, ast.Constant, ast.Slice, ast.UnaryOp, ast.USub, ast.Load)
-_BUILT_IN = frozenset(dir(builtins))
+_BUILT_IN = frozenset((*dir(builtins), "apart_almost", "apart_close"))
+_COMPUTED = re.compile(r"_\d+")
 
 
 def split_asserts(text: str, entry: str = "") -> list[Asserted]:
@@ -65,19 +68,23 @@ class _Scope:
       setup: the statements.
       tainted: names whose values depend on the program.
       objects: those of them that are functions or objects of the program.
+      instances: those of them that are instances of its classes.
       literals: names of literals, and their values.
       missing: names of packages that programs do not have.
+      asked: texts of what assertions have had computed.
     """
 
     setup: list[ast.stmt] = dataclasses.field(default_factory=list)
     tainted: set[str] = dataclasses.field(default_factory=set)
     objects: set[str] = dataclasses.field(default_factory=set)
+    instances: set[str] = dataclasses.field(default_factory=set)
     literals: dict[str, Any] = dataclasses.field(default_factory=dict)
     missing: set[str] = dataclasses.field(default_factory=set)
+    asked: list[str] = dataclasses.field(default_factory=list)
 
     def inner(self) -> "_Scope":
         """Return a copy, for a block of its own."""
-        return _Scope([*self.setup], {*self.tainted}, {*self.objects}, {**self.literals}, {*self.missing})
+        return _Scope(*(copy.copy(getattr(self, field.name)) for field in dataclasses.fields(self)))
 
     def add(self, node: ast.stmt) -> None:
         """Add a statement to the setup."""
@@ -94,6 +101,9 @@ class _Scope:
             self.tainted |= names
             if isinstance(node, ast.Assign) and self.is_object(node.value):
                 self.objects |= bound(node)
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                change = self.instances.update if self.is_instance(node.value) else self.instances.difference_update
+                change(bound(node))
         for name in names | (loads(node) if isinstance(node, (ast.Expr, ast.AugAssign)) else frozenset()):
             self.literals.pop(name, None)
         self.setup.append(node)
@@ -116,20 +126,32 @@ class _Scope:
         """Return the names that the setup binds."""
         return {name for node in self.setup for name in bound(node)}
 
+    @property
+    def prints(self) -> bool:
+        """Whether what the program prints is looked at."""
+        return any("CaptureFixture" in loads(node) for node in self.setup)
+
     def needs(self, node: ast.AST) -> bool:
         """Whether it names something of the program."""
-        names = loads(node)
+        names = {name for name in loads(node) if not _COMPUTED.fullmatch(name)}
         return bool(names & self.tainted or names - _BUILT_IN - self.known() - bound(node) - self.missing)
 
     def is_program(self, node: ast.AST) -> bool:
-        """Whether an expression is a value from the program: a call of its functions, or of a method of its objects, or
-        a variable that depends on it.
+        """Whether an expression is a value from the program: a call of its functions, of a method of its objects or of
+        what it returned, an operation of its instances, or a variable that depends on it.
         """
         if isinstance(node, ast.Name):
             return self.needs(node)
+        if isinstance(node, (ast.BinOp, ast.UnaryOp)):
+            return self.is_instance(node) and computable(self, node, False)
         if isinstance(node, ast.Call):
-            return self.is_object(node.func)
+            return self.calls(node)
         return isinstance(node, (ast.Attribute, ast.Subscript)) and self.is_object(node)
+
+    def calls(self, node: ast.Call) -> bool:
+        """Whether a call is one of the program's functions, of a method of its objects, or of what it returned."""
+        returned = isinstance(node.func, (ast.Name, ast.Call, ast.Subscript)) and self.needs(node.func)
+        return returned or self.is_object(node.func)
 
     def is_object(self, node: ast.AST) -> bool:
         """Whether an expression is a function or object of the program, or a part of one, and not plain data."""
@@ -137,8 +159,18 @@ class _Scope:
             return node.id in self.objects or (self.needs(node) and node.id not in self.tainted)
         if isinstance(node, (ast.Attribute, ast.Subscript)):
             return self.is_object(node.value)
-        instance = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id[:1].isupper()
-        return instance and self.is_object(node.func)
+        return self.is_instance(node)
+
+    def is_instance(self, node: ast.AST) -> bool:
+        """Whether an expression is an instance of one of the program's classes, or an operation of such."""
+        if isinstance(node, ast.BinOp):
+            return self.is_instance(node.left) or self.is_instance(node.right)
+        if isinstance(node, ast.UnaryOp):
+            return not isinstance(node.op, ast.Not) and self.is_instance(node.operand)
+        if isinstance(node, ast.Name):
+            return node.id in self.instances
+        made = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id[:1].isupper()
+        return made and self.is_object(node.func)
 
     def needed(self, asked: list[Any]) -> list[ast.stmt]:
         """Return the statements of the setup that these need, by the names that they bind or may change.
@@ -150,9 +182,10 @@ class _Scope:
         variables = {name for one in self.setup if not isinstance(one, _DEFINES) for name in bound(one)}
         found = []
         for node in reversed(self.setup):
-            changes = isinstance(node, (ast.Expr, ast.AugAssign, ast.Delete, ast.Assign)) and loads(node) & names
+            changes = not isinstance(node, (*_DEFINES, ast.AnnAssign)) and loads(node) & names
             changes = changes and not (isinstance(node, ast.Assign) and bound(node))
             modules = isinstance(node, ast.Expr) and not loads(node) & variables  # such as random.seed(0)
+            modules |= self.prints and self.needs(node)
             if bound(node) & names or changes or modules:
                 found.append(node)
                 names |= loads(node)
@@ -215,36 +248,79 @@ def _function(scope: _Scope, node: ast.FunctionDef, first: list[ast.stmt]) -> li
 def _split(scope: _Scope, node: ast.Assert) -> Asserted:
     """Return one assertion, split if possible."""
     test = _Folded(scope.literals).visit(copy.deepcopy(node.test))
+    certain = _certain(scope, test)
+    found, computed = _form(scope, test, node, scope.is_program)
+    larger, more = _form(scope, test, node, lambda one: scope.needs(one) and computable(scope, one, certain), True)
+    if not larger.opaque:
+        found = larger if found.opaque else dataclasses.replace(found, larger=larger if larger != found else None)
+    _repeat(scope, more or computed)
+    return found
+
+
+def _certain(scope: _Scope, test: ast.expr) -> bool:
+    """Whether an assertion is an equation with a value that nobody guesses, or compares values of the program alone."""
+    if not isinstance(test, ast.Compare) or len(test.ops) > 1:
+        return False
+    apart = [side for side in (test.left, test.comparators[0]) if not scope.needs(side)]
+    value = literal(apart[0], scope.literals) if apart else None
+    return not apart or (
+        isinstance(test.ops[0], ast.Eq) and (value is None or value[0] not in (None, 0, 1, "", [], (), {}))
+    )
+
+
+def _form(
+    scope: _Scope, test: ast.expr, node: ast.Assert, takes: Callable[[ast.expr], bool], largest: bool = False
+) -> tuple[Asserted, list[ast.expr]]:
+    """Return an assertion of which the program computes what ``takes`` takes, and these expressions."""
     if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq):
         for computed, expected in ((test.left, test.comparators[0]), (test.comparators[0], test.left)):
             value = literal(expected, scope.literals)
-            if value is not None and scope.is_program(computed):
-                return _asserted(scope, "equal", [computed], value[0], node)
+            if value is not None and takes(computed):
+                return _asserted(scope, "equal", [computed], value[0], node, largest), [computed]
     turned = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
-    if scope.is_program(test.operand if turned else test):
-        return _asserted(scope, "truth", [test.operand if turned else test], not turned, node)
-    taken = _Taken(scope)
-    rest = taken.visit(copy.deepcopy(test))
+    truth: Any = test.operand if turned else test
+    if takes(truth):
+        computed = ast.Call(ast.Name("bool", ast.Load()), [truth], []) if largest else truth
+        return _asserted(scope, "truth", [computed], not turned, node, largest), [truth]
+    taken = _Taken(scope, takes, largest)
+    rest = copy.deepcopy(taken.visit(copy.deepcopy(test)))  # what is known of the names of nodes is kept by node
     if taken.hidden or not taken.expressions:
-        return _opaque(scope, node)
-    return _asserted(scope, "judged", taken.expressions, rest, node)
+        return _opaque(scope, node), taken.expressions
+    return _asserted(scope, "judged", taken.expressions, rest, node, largest), taken.expressions
 
 
-def _asserted(scope: _Scope, judge: Any, computed: list[ast.expr], expected: Any, node: ast.stmt) -> Asserted:
+def _asserted(
+    scope: _Scope, judge: Any, computed: list[ast.expr], expected: Any, node: ast.stmt, largest: bool = False
+) -> Asserted:
     """Return an assertion about computed expressions; opaque if what they need compares something itself."""
     setup = scope.needed(computed)
-    own = [one for one in setup if not isinstance(one, _DEFINES)] + computed
-    values = [one for one in computed if isinstance(one, ast.Name) and scope.is_object(one)]
-    if values or any(isinstance(part, _DECIDES) for one in own for part in ast.walk(one)):
+    names = {name for one in computed if isinstance(one, ast.Name) and scope.is_object(one) for name in loads(one)}
+    own = [one for one in setup if not isinstance(one, _DEFINES)] + ([] if largest else computed)
+    mixed = {name for one in setup if _mixes(scope, one) for name in bound(one)}
+    shared = any(sum(name in loads(one) for one in computed) > 1 for name in mixed)
+    if names - scope.tainted or shared or any(map(decides, own)):
         return _opaque(scope, node)
     apart = ""
     if judge == "judged":
         apart = _text([one for one in scope.needed([expected]) if not scope.needs(one)])
         expected = ast.unparse(expected)
-    for one in computed:
-        if loads(one) & (scope.objects | {name for name, value in scope.literals.items() if _changes(value)}):
-            scope.add(ast.Expr(one))  # it may change them for the assertions that follow
-    return Asserted(_text(setup), tuple(map(ast.unparse, computed)), judge, expected, apart)
+    before = [ast.Expr(one) for one in computed for _ in range(scope.asked.count(ast.unparse(one)))]
+    whole = _text([*scope.needed([node]), node])
+    return Asserted(_text([*setup, *before]), tuple(map(ast.unparse, computed)), judge, expected, apart, None, whole)
+
+
+def _repeat(scope: _Scope, computed: list[ast.expr]) -> None:
+    """Let the assertions that follow repeat what was computed for one, where that may change what they see."""
+    prints = any("CaptureFixture" in loads(line) for line in scope.setup)
+    changing = {name for name, value in scope.literals.items() if _changes(value)}
+    parts = [
+        part for one in computed for part in ([one.left, *one.comparators] if isinstance(one, ast.Compare) else [one])
+    ]
+    for one in parts:
+        if prints or loads(one) & (scope.objects | scope.tainted | changing):
+            scope.add(ast.Expr(one))
+        else:
+            scope.asked.append(ast.unparse(one))
 
 
 def _opaque(scope: _Scope, node: ast.stmt) -> Asserted:
@@ -255,7 +331,7 @@ def _opaque(scope: _Scope, node: ast.stmt) -> Asserted:
 def _unrolled(scope: _Scope, loop: ast.For) -> list[Asserted] | None:
     """Return the assertions of a loop over literals; None if it is another."""
     values = scope.items(loop.iter)
-    if values is None or loop.orelse or not all(isinstance(one, (*_PLAIN, ast.Assert)) for one in loop.body):
+    if values is None or loop.orelse or not all(isinstance(one, (*_PLAIN, ast.Assert, ast.For)) for one in loop.body):
         return None
     found: list[Asserted] = []
     for value in values:
@@ -269,6 +345,7 @@ def _unrolled(scope: _Scope, loop: ast.For) -> list[Asserted] | None:
                 if expected is None or not inner.is_program(call.args[0]):
                     return None
                 found.append(_asserted(inner, "close", [call.args[0]], expected[0], node))
+                _repeat(inner, [call.args[0]])
             else:
                 found += _block(inner, [node])
     return found
@@ -277,19 +354,36 @@ def _unrolled(scope: _Scope, loop: ast.For) -> list[Asserted] | None:
 class _Taken(ast.NodeTransformer):
     """Replaces what an expression asks of the program by ``_0``, ``_1``, ...; ``hidden`` if it asks inside a scope."""
 
-    def __init__(self, scope: _Scope):
+    def __init__(self, scope: _Scope, takes: Callable[[ast.expr], bool], largest: bool):
         self.scope = scope
+        self.takes = takes
+        self.largest = largest
         self.expressions: list[ast.expr] = []
         self.hidden = False
 
     def visit(self, node: ast.AST) -> Any:
-        if isinstance(node, _SCOPES):
-            self.hidden |= self.scope.needs(node)
-            return node
-        if isinstance(node, ast.expr) and self.scope.is_program(node):
+        if isinstance(node, ast.expr) and self.takes(node):
             self.expressions.append(node)
             return ast.Name(f"_{len(self.expressions) - 1}", ast.Load())
-        return super().visit(node)
+        if isinstance(node, (ast.Lambda, *COMPREHENSIONS)):
+            if isinstance(node, COMPREHENSIONS):
+                node.generators[0].iter = self._members(node.generators[0].iter)
+            self.hidden |= self.scope.needs(copy.deepcopy(node))
+            return node
+        if isinstance(node, ast.Compare) and isinstance(node.ops[-1], (ast.In, ast.NotIn)):
+            node.comparators[-1] = self._members(node.comparators[-1])
+        node = super().visit(node)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "apart_close":
+            ours, theirs = (any(map(_COMPUTED.fullmatch, loads(one))) for one in node.args[:2])
+            if theirs and not ours:  # a tolerance relative to what the program says would be its own
+                node.args[:2] = node.args[1::-1]
+        return node
+
+    def _members(self, node: ast.expr) -> ast.expr:
+        """Return an expression visited, the list of it where it may be an iterator."""
+        if self.largest and self.takes(node):
+            node = ast.Call(ast.Name("list", ast.Load()), [node], [])
+        return self.visit(node)
 
 
 class _Folded(ast.NodeTransformer):
@@ -306,6 +400,13 @@ class _Folded(ast.NodeTransformer):
                 return node
             return node if text is None else ast.parse(text, mode="eval").body
         return self.generic_visit(node)
+
+
+def _mixes(scope: _Scope, node: ast.stmt) -> bool:
+    """Whether a statement binds objects of the program together with values, which may be what is expected of them."""
+    value = getattr(node, "value", None)
+    parts = value.values if isinstance(value, ast.Dict) else getattr(value, "elts", [])
+    return len({scope.needs(part) for part in parts}) > 1
 
 
 def _changes(value: Any) -> bool:
