@@ -25,8 +25,8 @@ _MOST_UNROLLED = 2000
 _PLAIN = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Import, ast.ImportFrom, ast.Pass, ast.Delete)
 _DEFINES = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 _FOLDED = (ast.Subscript, ast.Name, ast.Constant, ast.Slice, ast.UnaryOp, ast.USub, ast.Load)
-_BUILT_IN = frozenset((*dir(builtins), "apart_almost", "apart_close"))
-_COMPUTED = re.compile(r"_\d+")
+_BUILT_IN = frozenset(dir(builtins))
+_APART = re.compile(r"_\d+|apart_\w+")
 
 
 def split_asserts(text: str, entry: str = "") -> list[Asserted]:
@@ -133,7 +133,7 @@ class _Scope:
 
     def needs(self, node: ast.AST) -> bool:
         """Whether it names something of the program."""
-        names = {name for name in loads(node) if not _COMPUTED.fullmatch(name)}
+        names = {name for name in loads(node) if not _APART.fullmatch(name)}
         return bool(names & self.tainted or names - _BUILT_IN - self.known() - bound(node) - self.missing)
 
     def is_program(self, node: ast.AST) -> bool:
@@ -236,7 +236,8 @@ def _function(scope: _Scope, node: ast.FunctionDef, first: list[ast.stmt]) -> li
     """Return the assertions of a function's body after ``first``; all of it is one opaque assertion unless it is a
     plain block.
     """
-    if all(isinstance(one, (*_PLAIN, ast.Assert, ast.For, ast.FunctionDef)) for one in node.body):
+    bound_all = len(first) == len(node.args.args)
+    if bound_all and all(isinstance(one, (*_PLAIN, ast.Assert, ast.For, ast.FunctionDef)) for one in node.body):
         for one in first:
             scope.add(one)
         return _block(scope, node.body)
@@ -373,10 +374,9 @@ class _Taken(ast.NodeTransformer):
         if isinstance(node, ast.Compare) and isinstance(node.ops[-1], (ast.In, ast.NotIn)):
             node.comparators[-1] = self._members(node.comparators[-1])
         node = super().visit(node)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "apart_close":
-            ours, theirs = (any(map(_COMPUTED.fullmatch, loads(one))) for one in node.args[:2])
-            if theirs and not ours:  # a tolerance relative to what the program says would be its own
-                node.args[:2] = node.args[1::-1]
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "apart_assert_allclose":
+            # A tolerance relative to what the program says would be its own.
+            node.args[:2] = sorted(node.args[:2], key=lambda one: not any(map(_APART.fullmatch, loads(one))))
         return node
 
     def _members(self, node: ast.expr) -> ast.expr:

@@ -1,26 +1,21 @@
 """Words of the process that judges assertions apart from the program; its code begins with the text of this module."""
 
 import math
-from typing import ClassVar
+import random
 
 
 class Foreign:
-    """Object of the program that is no data. It differs from all data; whether two of them are equal, or which is less,
-    is not known: each answer is tried.
+    """Object of the program that is no data. It differs from all data; of two of them nobody knows which is less, or
+    whether they are equal: answers are tried.
     """
 
-    script: ClassVar[list[bool]] = []
-    asked: ClassVar[list[bool]] = []
-
-    def __init__(self, kind):
-        self.kind = kind
+    asked, chance = False, 1.0
 
     def _answer(self, other):
         if not isinstance(other, Foreign):
             return NotImplemented
-        place = len(Foreign.asked)
-        Foreign.asked.append(Foreign.script[place] if place < len(Foreign.script) else True)
-        return Foreign.asked[-1]
+        Foreign.asked = True
+        return random.random() < Foreign.chance
 
     __eq__ = __lt__ = __le__ = __gt__ = __ge__ = _answer
 
@@ -29,49 +24,36 @@ class Foreign:
 
 
 class Careful(float):
-    """Number of the program that is infinite, or would soon be. It equals and orders as others do, but no tolerance can
-    be computed from it: what is infinite after arithmetic is not a number, and that has no order.
+    """Infinite number of the program, or none. It is equal and has an order as usual, but no tolerance can be computed
+    from it: after arithmetic it is not a number, and that has no order.
     """
 
 
-def careful(text):
-    value = float(text)
-    return value if abs(value) < 1e150 else Careful(value)
-
-
-def _computed(name):
+def _careful(name):
     def method(self, *others):
         value = getattr(float, name)(self, *others)
-        return careful(value if math.isfinite(value) else "nan") if isinstance(value, float) else value
-
-    return method
-
-
-def _ordered(name):
-    def method(self, other):
-        if math.isnan(self) or (isinstance(other, float) and math.isnan(other)):
+        if isinstance(value, bool) and any(one != one for one in (self, *others)):
             raise ValueError("what is not a number has no order")
-        return getattr(float, name)(self, other)
+        if isinstance(value, bool) or value is NotImplemented or math.isfinite(value):
+            return value
+        return Careful(value if name in ("__abs__", "__neg__") else "nan")
 
     return method
 
 
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
-    setattr(Careful, f"__{_name}__", _computed(f"__{_name}__"))
-    setattr(Careful, f"__r{_name}__", _computed(f"__r{_name}__"))
-for _name in ("__lt__", "__le__", "__gt__", "__ge__"):
-    setattr(Careful, _name, _ordered(_name))
-for _name in ("__abs__", "__neg__", "__pos__"):
-    setattr(Careful, _name, lambda self, name=_name: Careful(getattr(float, name)(self)))
-DECODERS = {"other": Foreign, "float": careful}
+for _name in "abs neg add radd sub rsub mul rmul truediv rtruediv mod rmod pow rpow lt le gt ge".split():
+    setattr(Careful, f"__{_name}__", _careful(f"__{_name}__"))
+DECODERS = {
+    "other": lambda name: Foreign(),
+    "float": lambda text: float(text) if math.isfinite(float(text)) else Careful(text),
+}
 
 
 def apart_told(judge):
     """Return whether an assertion holds; None if that depends on what objects of the program are equal."""
-    found, scripts, left = set(), [[]], 256
-    while scripts and left and len(found) < 2:
-        left -= 1
-        Foreign.script, Foreign.asked = scripts.pop(), []
+    found = set()
+    for chance in (1, 0, *[0.5] * 62):
+        Foreign.asked, Foreign.chance = False, chance
         try:
             answer = judge()
             found.add(answer is not NotImplemented and bool(answer))
@@ -79,23 +61,27 @@ def apart_told(judge):
             raise
         except Exception:  # noqa: BLE001  whatever the program's values lead to
             found.add(False)
-        asked = Foreign.asked
-        if len(asked) > 64:  # too many to try others: what fails if all are equal fails
-            return False if found == {False} else None
-        scripts += [[*asked[:at], not asked[at]] for at in range(len(Foreign.script), len(asked))]
-    return None if scripts or len(found) > 1 else found.pop()
+        if not Foreign.asked or len(found) > 1:
+            break
+    return found.pop() if len(found) == 1 else None
 
 
-def apart_almost(first, second, limit):
-    """Whether two values are equal, or differ by ``limit`` at most."""
-    return first == second or abs(first - second) <= limit
+def apart_assertAlmostEqual(first, second, places=7, msg=None, delta=None):
+    return first == second or abs(first - second) <= (0.5 * 10**-places if delta is None else delta)
 
 
-def apart_close(found, wanted, relative, absolute):
-    """Whether numbers, or lists of them, are close as ``numpy.testing.assert_allclose`` has it."""
-    if isinstance(found, (list, tuple)) or isinstance(wanted, (list, tuple)):
-        pairs = zip(found, wanted, strict=True)
-        return len(found) == len(wanted) and all(apart_close(*pair, relative, absolute) for pair in pairs)
-    if not math.isfinite(found) or not math.isfinite(wanted):
-        return found == wanted or (found != found and wanted != wanted)
-    return abs(found - wanted) <= absolute + relative * abs(wanted)
+def apart_assert_allclose(actual, desired, rtol=1e-07, atol=0, *_, **others):
+    if isinstance(actual, (list, tuple)) or isinstance(desired, (list, tuple)):
+        pairs = zip(actual, desired, strict=True)
+        return all(apart_assert_allclose(*pair, rtol, atol) for pair in pairs)
+    if not math.isfinite(actual) or not math.isfinite(desired):
+        return actual == desired or (actual != actual and desired != desired)
+    return abs(actual - desired) <= atol + rtol * abs(desired)
+
+
+def apart_assert_almost_equal(actual, desired, decimal=7, *_, **others):
+    return apart_assert_allclose(actual, desired, 0, 1.5 * 10**-decimal)
+
+
+def apart_assert_array_almost_equal(actual, desired, decimal=6, *_, **others):
+    return apart_assert_almost_equal(actual, desired, decimal)

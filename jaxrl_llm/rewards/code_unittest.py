@@ -2,14 +2,14 @@
 
 ``self.assertEqual(f(2), 4)`` and ``np.testing.assert_equal(f(2), 4)`` become ``assert f(2) == 4``. Each test of a
 class has the statements of its ``setUp`` before it, and ``self.x`` becomes a name. The cases of ``parametrize`` become
-a loop, a fixture the statements of its function, and ``capsys`` an object of the program's process. What has no plain
-form, such as ``assertRaises``, is refused, since nobody would notice if it were left out.
+a loop, and ``capsys`` an object of the program's process. What has no plain form, such as ``assertRaises``, is refused,
+since nobody would notice if it were left out.
 """
 
 import ast
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from jaxrl_llm.errors import InputError, require
@@ -22,15 +22,12 @@ PLAIN = {
     "assertLess": "{0} < {1}", "assertLessEqual": "{0} <= {1}", "assertListEqual": "{0} == {1}",
     "assertTupleEqual": "{0} == {1}", "assertSetEqual": "{0} == {1}", "assertDictEqual": "{0} == {1}",
     "assertSequenceEqual": "list({0}) == list({1})", "assertMultiLineEqual": "{0} == {1}",
-    "assertCountEqual": "sorted({0}) == sorted({1})", "assertAlmostEqual": "apart_almost({0}, {1}, {2})",
-    "assertNotAlmostEqual": "not apart_almost({0}, {1}, {2})", "assertEquals": "{0} == {1}",
-    "assert_equal": "{0} == {1}", "assert_array_equal": "list({0}) == list({1})",
-    "assert_almost_equal": "apart_close({0}, {1}, 0, {2})",
-    "assert_array_almost_equal": "apart_close({0}, {1}, 0, {2})", "assert_allclose": "apart_close({0}, {1}, {2}, {3})",
+    "assertCountEqual": "sorted({0}) == sorted({1})", "assertEquals": "{0} == {1}", "assert_equal": "{0} == {1}",
+    "assert_array_equal": "list({0}) == list({1})",
 }  # fmt: skip
 """Assertions with the names of methods and functions, over their arguments."""
 _BEFORE = "setUpClass", "setup_class", "setUp", "setup_method"
-_CAPTURES = "capsys", "capfd"
+_CAPTURES = {"capsys", "capfd"}
 _PLACE = re.compile(r"\{(\d)\}")
 
 
@@ -43,10 +40,7 @@ def plain(body: list[ast.stmt]) -> list[ast.stmt]:
     text = ast.unparse(ast.Module(body, []))
     if not re.search(r"TestCase|\.testing|pytest|class Test|capsys", text):
         return body
-    functions = [node for node in body if isinstance(node, ast.FunctionDef)]
-    fixtures = {node.name: node for node in functions if "fixture" in " ".join(map(ast.unparse, node.decorator_list))}
-    body = [node for node in body if node not in fixtures.values()]
-    found = [_cased(one, fixtures) for node in body for one in _statements(node)]
+    found = [_cased(one) for node in body for one in _statements(node)]
     kept = {one.id for node in found for one in ast.walk(node) if isinstance(one, ast.Name)}
     return [node for node in found if not isinstance(node, ast.Import | ast.ImportFrom) or _names(node) & kept]
 
@@ -55,36 +49,22 @@ def _names(node: ast.Import | ast.ImportFrom) -> set[str]:
     return {alias.asname or alias.name.partition(".")[0] for alias in node.names}
 
 
-def _cased(node: ast.stmt, fixtures: Mapping[str, ast.FunctionDef]) -> ast.stmt:
-    """Return a test of pytest's with its cases as loops, and the values of its fixtures before it."""
+def _cased(node: ast.stmt) -> ast.stmt:
+    """Return a test of pytest's with its cases as loops, and what captures its output as a variable."""
     if not isinstance(node, ast.FunctionDef) or not node.name.startswith("test"):
         return node
-    wanted = [one.arg for one in node.args.args]
-    body = "\n".join(map(ast.unparse, [*_values(wanted, fixtures), *node.body]))
+    wanted = {one.arg for one in node.args.args}
+    body = [f"{name} = CaptureFixture()" for name in wanted & _CAPTURES] + [*map(ast.unparse, node.body)]
     for call in node.decorator_list:
         if isinstance(call, ast.Call) and ast.unparse(call.func).endswith("parametrize"):
-            given = dict(zip(("argnames", "argvalues"), call.args, strict=False))
-            given |= {one.arg: one.value for one in call.keywords}
-            names: Any = ast.literal_eval(given["argnames"])
+            options = {one.arg: one.value for one in call.keywords}
+            given, values = [*call.args, *map(options.get, ("argnames", "argvalues")[len(call.args) :])][:2]
+            names: Any = ast.literal_eval(given)
             names = names.strip(", ") if isinstance(names, str) else "".join(f"{name}, " for name in names)
-            body = f"for {names} in {ast.unparse(given['argvalues'])}:\n{textwrap.indent(body, '    ')}"
-            wanted = [one for one in wanted if one not in re.split(r"\W+", names)]
-    others = ", ".join(one for one in wanted if one not in (*_CAPTURES, *fixtures))
-    return ast.parse(f"def {node.name}({others}):\n{textwrap.indent(body, '    ')}").body[0]
-
-
-def _values(names: Sequence[str], fixtures: Mapping[str, ast.FunctionDef]) -> Iterator[ast.stmt]:
-    """Yield the statements that give fixtures their values."""
-    for name in names:
-        if name in _CAPTURES:
-            yield ast.parse(f"{name} = CaptureFixture()").body[0]
-        elif name in fixtures:
-            *first, last = fixtures[name].body
-            yield from _values([one.arg for one in fixtures[name].args.args], fixtures)
-            yield from first
-            value: Any = getattr(last, "value", None)
-            value = value.value if isinstance(value, ast.Yield) else value
-            yield ast.Assign([ast.Name(name, ast.Store())], value or ast.Constant(None), lineno=0)
+            body = [f"for {names} in {ast.unparse(values)}:", textwrap.indent("\n".join(body), "    ")]
+            wanted -= {*re.split(r"\W+", names)}
+    text = textwrap.indent("\n".join(body), "    ")
+    return ast.parse(f"def {node.name}({', '.join(wanted - _CAPTURES)}):\n{text}").body[0]
 
 
 def _statements(node: ast.stmt) -> Iterator[ast.stmt]:
@@ -120,16 +100,9 @@ class _Plain(ast.NodeTransformer):
         if not name.startswith("assert"):
             return node
         given = [f"({ast.unparse(one)})" for one in call.args]
-        options = {one.arg: ast.unparse(one.value) for one in call.keywords}
-        if name in ("assertAlmostEqual", "assertNotAlmostEqual"):
-            places = options.get("places", given[2] if len(given) > 2 else "7")
-            given = [*given[:2], options.get("delta", f"0.5 * 10 ** -{places}")]
-        elif name in ("assert_almost_equal", "assert_array_almost_equal"):
-            usual = "7" if name == "assert_almost_equal" else "6"
-            given = [*given[:2], f"1.5 * 10 ** -{options.get('decimal', given[2] if len(given) > 2 else usual)}"]
-        elif name == "assert_allclose":
-            tolerances = [options.get("rtol", "1e-07"), options.get("atol", "0")]
-            given = [*given, *tolerances[len(given) - 2 :]][:4]
+        if "lmost" in name or name == "assert_allclose":  # functions of code_judge
+            call.func = ast.Name(f"apart_{name.replace('Not', '')}", ast.Load())
+            return ast.parse(f"assert {'not ' * ('Not' in name)}{ast.unparse(call)}").body[0]
         wanted = [int(place) for place in _PLACE.findall(PLAIN.get(name, ""))]
         fits = bool(wanted) and len(given) > max(wanted)
         require(fits, f"the test {ast.unparse(node)!r:.60} has no plain form: write it as an assert")

@@ -19,7 +19,7 @@ from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 FAILED, OUT_OF_MEMORY = 1, 97
 """Exit codes of a program that raised, and that ran out of memory."""
@@ -147,9 +147,9 @@ def encoded(value: Any, depth: int = 0) -> Any:
     if issubclass(kind, dict):
         pairs = [[encoded(key, depth + 1), encoded(one, depth + 1)] for key, one in dict.items(value)]
         return {"dict": pairs}
-    for name, (base, parts) in _PARTS.items():
+    for base in (Fraction, Decimal, datetime, date, time, timedelta, range, Enum):
         if issubclass(kind, base):
-            return {name: parts(value)}
+            return {base.__name__.lower(): _PARTS.get(base, base.__str__)(value)}
     return {"other": kind.__name__}
 
 
@@ -174,36 +174,24 @@ def decoded(value: Any, own: Mapping[str, Callable[[Any], Any]] = MappingProxyTy
     raise ValueError(f"a value of the type {content!r:.80} cannot be compared")
 
 
-class Member(NamedTuple):
-    """Member of an enumeration, by the names of both."""
-
-    enumeration: str
-    name: str
-
-
-_PARTS: dict[str, tuple[type, Callable[[Any], Any]]] = {
-    "fraction": (Fraction, lambda value: [value.numerator, value.denominator]),
-    "decimal": (Decimal, Decimal.__str__),
-    "datetime": (datetime, datetime.isoformat),
-    "date": (date, date.isoformat),
-    "time": (time, time.isoformat),
-    "timedelta": (timedelta, lambda value: [value.days, value.seconds, value.microseconds]),
-    "range": (range, lambda value: [value.start, value.stop, value.step]),
-    "enum": (Enum, lambda value: [type(value).__name__, value._name_]),
-}
 _MEMBERS = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
+_PARTS: dict[type, Callable[[Any], Any]] = {
+    timedelta: lambda value: [value.days, value.seconds, value.microseconds],
+    range: lambda value: [value.start, value.stop, value.step],
+    Enum: lambda value: [type(value).__name__, value._name_],
+}
 SCALARS: dict[str, Callable[[Any], Any]] = {
     "int": lambda text: int(text, 16),
     "float": float,
     "complex": lambda parts: complex(float(parts[0]), float(parts[1])),
     "bytes": bytes.fromhex,
-    "fraction": lambda parts: Fraction(*parts),
+    "fraction": lambda text: Fraction(*map(int, str(text).split("/"))),
     "decimal": Decimal,
     "datetime": datetime.fromisoformat,
     "date": date.fromisoformat,
     "time": time.fromisoformat,
     "timedelta": lambda parts: timedelta(*parts),
     "range": lambda parts: range(*parts),
-    "enum": lambda parts: Member(*parts),
+    "enum": lambda names: ("a member of an enumeration", *names),
 }
 """Functions that make values without members from what ``encoded`` has written."""
