@@ -139,9 +139,9 @@ def grade(
                 results.append("not run")
             else:
                 result = run_test(program, test, *limits)
-                whole = dataclasses.replace(test, setup=test.whole, judge="opaque") if result == "opaque" else test
-                again = result == "opaque" and allow_opaque_asserts
-                results.append(run_test(program, whole, *limits) if again else result)
+                if result == "opaque" and allow_opaque_asserts:
+                    result = run_test(program, Asserted(test.whole, (), "opaque"), *limits)
+                results.append(result)
     except SandboxError as error:
         return Verdict(None, (*results, *["not run"] * (len(found) - len(results))), str(error))
     counted = [result for result in results if result != "opaque"]
@@ -149,9 +149,8 @@ def grade(
     others = len(results) - len(counted) - (0 if allow_opaque_asserts else known)
     note = f"{known} of {len(found)} tests are opaque" if known else ""
     note += " and not counted" if known and not allow_opaque_asserts else ""
-    if others:
-        note += "; " if note else ""
-        note += f"{others} of {len(found)} compare only objects of the program, which nobody else can: not counted"
+    note += "; " if note and others else ""
+    note += f"{others} of {len(found)} compare only objects of the program: not counted" if others else ""
     return Verdict(counted.count("passed") / len(counted) if counted else None, tuple(results), note)
 
 
@@ -168,16 +167,15 @@ def run_test(code: str, test: Test, timeout_s: float, memory_mb: int) -> str:
         asked |= {"prelude": PRELUDE, "setup": setup, "expressions": test.expressions or ["True"]}
     ended = sandbox.servers().run(asked, stdin, timeout_s, memory_mb)
     outcome = sandbox.outcome(ended)
-    right: bool | None = False
-    values = None
     if isinstance(test, Printed):
         # Like the benchmarks: a program that printed the answer and then failed has not solved the test.
         right = outcome.status == "ok" and same_output(outcome.stdout, test.expected)
-    elif (values := _values(ended, 1 if isinstance(test, Called) else len(test.expressions) or 1)) is not None:
-        right = _right(test, values)
-    larger = test.larger if isinstance(test, Asserted) and values is not None and right is not True else None
-    if larger is not None and (test.judge != "truth" or foreign(values)):
-        return run_test(code, larger, timeout_s, memory_mb)
+    else:
+        values = _values(ended, 1 if isinstance(test, Called) else len(test.expressions) or 1)
+        right = values is not None and _right(test, values)
+        larger = None if right or values is None else getattr(test, "larger", None)
+        if larger and (test.judge != "truth" or foreign(values)):
+            return run_test(code, larger, timeout_s, memory_mb)
     if right:
         return "passed"
     if right is None:
@@ -188,11 +186,15 @@ def run_test(code: str, test: Test, timeout_s: float, memory_mb: int) -> str:
 def _values(ended: Ended, count: int) -> list[Any] | None:
     """Return the values that a program's process computed; None if it did not."""
     try:
-        found = json.loads(ended.result)
+        found = json.loads(ended.result, parse_float=_bare, parse_constant=_bare)
         foreign(found)  # it may be too deep
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, list) and len(found) == count else None
+
+
+def _bare(text: str) -> None:
+    raise ValueError(f"the number {text} has no type")
 
 
 def _right(test: Called | Asserted, values: list[Any]) -> bool | None:

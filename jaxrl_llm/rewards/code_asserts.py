@@ -95,15 +95,15 @@ class _Scope:
         if value is not None and target is not None and self.bind(target, value[0]):
             return
         names = set(bound(node))
+        self.instances -= names
         if not isinstance(node, _DEFINES) and self.needs(node):
             # A call may change its arguments: all variables that such a statement names depend on the program.
             names |= {name for name in loads(node) if name in self.literals or name in self.tainted}
             self.tainted |= names
             if isinstance(node, ast.Assign) and self.is_object(node.value):
                 self.objects |= bound(node)
-            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                change = self.instances.update if self.is_instance(node.value) else self.instances.difference_update
-                change(bound(node))
+            if isinstance(node, ast.Assign) and self.is_instance(node.value):
+                self.instances |= bound(node)
         for name in names | (loads(node) if isinstance(node, (ast.Expr, ast.AugAssign)) else frozenset()):
             self.literals.pop(name, None)
         self.setup.append(node)
@@ -163,10 +163,8 @@ class _Scope:
 
     def is_instance(self, node: ast.AST) -> bool:
         """Whether an expression is an instance of one of the program's classes, or an operation of such."""
-        if isinstance(node, ast.BinOp):
-            return self.is_instance(node.left) or self.is_instance(node.right)
-        if isinstance(node, ast.UnaryOp):
-            return not isinstance(node.op, ast.Not) and self.is_instance(node.operand)
+        if isinstance(node, (ast.BinOp, ast.UnaryOp)):
+            return any(map(self.is_instance, ast.iter_child_nodes(node)))
         if isinstance(node, ast.Name):
             return node.id in self.instances
         made = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id[:1].isupper()
@@ -264,9 +262,8 @@ def _certain(scope: _Scope, test: ast.expr) -> bool:
         return False
     apart = [side for side in (test.left, test.comparators[0]) if not scope.needs(side)]
     value = literal(apart[0], scope.literals) if apart else None
-    return not apart or (
-        isinstance(test.ops[0], ast.Eq) and (value is None or value[0] not in (None, 0, 1, "", [], (), {}))
-    )
+    guessed = value is not None and (not value[0] or value[0] == 1)
+    return not apart or (isinstance(test.ops[0], ast.Eq) and not guessed)
 
 
 def _form(
@@ -295,11 +292,11 @@ def _asserted(
 ) -> Asserted:
     """Return an assertion about computed expressions; opaque if what they need compares something itself."""
     setup = scope.needed(computed)
-    names = {name for one in computed if isinstance(one, ast.Name) and scope.is_object(one) for name in loads(one)}
+    bare = any(isinstance(one, ast.Name) and scope.is_object(one) and one.id not in scope.tainted for one in computed)
     own = [one for one in setup if not isinstance(one, _DEFINES)] + ([] if largest else computed)
     mixed = {name for one in setup if _mixes(scope, one) for name in bound(one)}
     shared = any(sum(name in loads(one) for one in computed) > 1 for name in mixed)
-    if names - scope.tainted or shared or any(map(decides, own)):
+    if bare or shared or any(map(decides, own)):
         return _opaque(scope, node)
     apart = ""
     if judge == "judged":
@@ -312,16 +309,12 @@ def _asserted(
 
 def _repeat(scope: _Scope, computed: list[ast.expr]) -> None:
     """Let the assertions that follow repeat what was computed for one, where that may change what they see."""
-    prints = any("CaptureFixture" in loads(line) for line in scope.setup)
-    changing = {name for name, value in scope.literals.items() if _changes(value)}
-    parts = [
-        part for one in computed for part in ([one.left, *one.comparators] if isinstance(one, ast.Compare) else [one])
-    ]
-    for one in parts:
-        if prints or loads(one) & (scope.objects | scope.tainted | changing):
-            scope.add(ast.Expr(one))
-        else:
+    changing = scope.objects | scope.tainted | {name for name, value in scope.literals.items() if _changes(value)}
+    for one in computed:
+        if not (scope.prints or loads(one) & changing):
             scope.asked.append(ast.unparse(one))
+        elif not decides(one):
+            scope.add(ast.Expr(one))
 
 
 def _opaque(scope: _Scope, node: ast.stmt) -> Asserted:

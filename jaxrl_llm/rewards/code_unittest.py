@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.rewards.code_names import literal
 
 PLAIN = {
     "assertEqual": "{0} == {1}", "assertNotEqual": "{0} != {1}", "assertTrue": "{0}", "assertFalse": "not {0}",
@@ -57,19 +58,21 @@ def _cased(node: ast.stmt) -> ast.stmt:
     body = [f"{name} = CaptureFixture()" for name in wanted & _CAPTURES] + [*map(ast.unparse, node.body)]
     for call in node.decorator_list:
         if isinstance(call, ast.Call) and ast.unparse(call.func).endswith("parametrize"):
-            options = {one.arg: one.value for one in call.keywords}
-            given, values = [*call.args, *map(options.get, ("argnames", "argvalues")[len(call.args) :])][:2]
-            names: Any = ast.literal_eval(given)
-            names = names.strip(", ") if isinstance(names, str) else "".join(f"{name}, " for name in names)
-            body = [f"for {names} in {ast.unparse(values)}:", textwrap.indent("\n".join(body), "    ")]
+            given = dict(zip(("argnames", "argvalues"), call.args, strict=False))
+            given |= {str(one.arg): one.value for one in call.keywords}
+            known = literal(given.get("argnames", call), {})
+            require(known is not None and len(given) > 1, f"{ast.unparse(call)!r:.60} has no plain form: write a loop")
+            names = known[0].strip(", ") if isinstance(known[0], str) else "".join(f"{name}, " for name in known[0])
+            body = [f"for {names} in {ast.unparse(given['argvalues'])}:", textwrap.indent("\n".join(body), "    ")]
             wanted -= {*re.split(r"\W+", names)}
     text = textwrap.indent("\n".join(body), "    ")
     return ast.parse(f"def {node.name}({', '.join(wanted - _CAPTURES)}):\n{text}").body[0]
 
 
 def _statements(node: ast.stmt) -> Iterator[ast.stmt]:
-    if isinstance(node, ast.ClassDef) and (node.name.startswith("Test") or "TestCase" in map(_last, node.bases)):
-        methods = {one.name: one for one in node.body if isinstance(one, ast.FunctionDef)}
+    methods = {one.name: one for one in getattr(node, "body", []) if isinstance(one, ast.FunctionDef)}
+    tests = any(name.startswith("test") for name in methods)
+    if isinstance(node, ast.ClassDef) and (tests or any(ast.unparse(base).endswith("TestCase") for base in node.bases)):
         before = [one for name in _BEFORE for one in getattr(methods.get(name), "body", [])]
         for name, method in methods.items():
             if name.startswith("test"):
@@ -83,10 +86,6 @@ def _statements(node: ast.stmt) -> Iterator[ast.stmt]:
                 raise InputError(f"the test class {node.name} has a method {name}: move it out of the class")
     elif not (isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)):
         yield ast.fix_missing_locations(_Plain().visit(node))
-
-
-def _last(node: ast.expr) -> str:
-    return ast.unparse(node).rpartition(".")[2]
 
 
 class _Plain(ast.NodeTransformer):

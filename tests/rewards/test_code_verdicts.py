@@ -239,8 +239,8 @@ class T(unittest.TestCase):
     "state": (
         "class S:\n    def __init__(self): self.a = []\n    def push(self, x): self.a.append(x)\nn = 0\n"
         "def tick():\n    global n\n    n += 1\n    return n",
-        "s = S()\nfor i in range(3):\n    s.push(i)\nassert s.a.pop() == 2\nassert s.a.pop() == 1\nassert len(s.a) == 1\n"
-        "assert tick() == 1\nassert tick() == 2",
+        "s = S()\nfor i in range(3):\n    s.push(i)\nassert s.a.pop() == 2\nassert s.a.pop() == 1\n"
+        "assert len(s.a) == 1\nassert tick() == 1\nassert tick() == 2",
     ),
 }
 
@@ -392,15 +392,25 @@ def test_members_are_compared(found, expected, same):
 
 
 def test_a_truth_is_no_number_and_infinity_is_near_nothing():
-    for value, expected in ((True, 1.0), (False, 0.0), ([True], [1.0]), (5, math_inf := float("inf")), (-3.0, math_inf)):
+    for value, expected in (
+        (True, 1.0),
+        (False, 0.0),
+        ([True], [1.0]),
+        (5, math_inf := float("inf")),
+        (-3.0, math_inf),
+    ):
         assert not close(encoded(value), expected)
     assert close(encoded(math_inf), math_inf) and close(encoded(1 + 1e-9), 1.0)
     assert not truth(encoded(range(0))) and truth(encoded(object()))
 
 
-@pytest.mark.parametrize("text", ['{"fraction": [1, 0]}', '{"decimal": "x"}', '{"date": 3}', '{"range": [{"int": "f"}]}'])
+@pytest.mark.parametrize(
+    "text", ['{"fraction": [1, 0]}', '{"decimal": "x"}', '{"date": 3}', '{"range": [{"int": "f"}]}']
+)
 def test_a_value_that_a_program_has_made_up_is_wrong(text):
-    code = f"import os\nfor n in range(3, 64):\n    try: os.write(n, b'[{text}]')\n    except OSError: pass\nos._exit(0)"
+    code = (
+        f"import os\nfor n in range(3, 64):\n    try: os.write(n, b'[{text}]')\n    except OSError: pass\nos._exit(0)"
+    )
     assert grade(code, "assert f() == 3\nassert abs(f() - 3) < 1").score == 0
     with pytest.raises((ValueError, TypeError, ArithmeticError)):
         decoded(__import__("json").loads(text))
@@ -451,7 +461,9 @@ def rows(*pairs):
 
 def test_reference_programs_run_through_their_own_tests(tmp_path):
     right = ["assert f(2) == 2", "assert f(3) == 3"]
-    given = rows((PROGRAM, right), ("def f(x):\n    return 2", right), (None, right), (CLASS, UNTOLD), (PROGRAM, "assert g()"))
+    given = rows(
+        (PROGRAM, right), ("def f(x):\n    return 2", right), (None, right), (CLASS, UNTOLD), (PROGRAM, "assert g()")
+    )
     with Scorer([CodeTests(all_or_nothing=False)], workers=1, folder=tmp_path) as scorer:
         level, said = scorer.check(given)
         assert "of 4 reference programs (column solution), 2 fail their own tests: rows[" in said
@@ -462,15 +474,16 @@ def test_reference_programs_run_through_their_own_tests(tmp_path):
             assert scorer.check(rows((solution, right))) == [level]
 
 
-def test_the_rest_of_the_reference_programs_is_tried_behind_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxrl_llm.rewards.references.SAMPLE", 1)
-    given = rows(*((f"def f(x):\n    return {n}", ["assert f(2) == 2"]) for n in range(6)))
+def test_the_rest_of_the_reference_programs_is_tried_behind_the_run(tmp_path):
+    given = rows(
+        *((f"def f(x):\n    return {n // 257}", ["assert f(2) == 0", f"assert f({n}) == 0"]) for n in range(259))
+    )
     told = []
-    with Scorer([CodeTests()], workers=1, folder=tmp_path) as scorer:
-        scorer.check(given, note=told.append)
+    with Scorer([CodeTests()], workers=2, folder=tmp_path) as scorer:
+        sample = scorer.check(given, note=told.append)[1:]
         for thread in threading.enumerate():
             if thread.name == "references":
                 thread.join(60)
-        (said,) = told
-        assert said.startswith("of 6 reference programs (column solution), 5 fail their own tests")
-        assert scorer.check(given)[1:] == told, "kept, and not tried again"
+        said = ["of 259 reference programs (column solution), 2 fail their own tests: rows[257], rows[258]"]
+        assert [one.partition(";")[0] for one in told] in (said, [said[0].replace("7], rows[258", "8], rows[257")])
+        assert sample == [] and scorer.check(given)[1:] == told, "kept, and not tried again"
