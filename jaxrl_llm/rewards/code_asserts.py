@@ -9,6 +9,7 @@ is opaque: the process that runs the program says whether it holds.
 
 import ast
 import builtins
+import contextlib
 import copy
 import dataclasses
 import re
@@ -94,7 +95,7 @@ class _Scope:
             value = literal(_Folded(self.literals).visit(copy.deepcopy(node.value)), self.literals)
         if value is not None and target is not None and self.bind(target, value[0]):
             return
-        names = set(bound(node))
+        names = set() if isinstance(node, ast.Expr) else set(bound(node))
         self.instances -= names
         if not isinstance(node, _DEFINES) and self.needs(node):
             # A call may change its arguments: all variables that such a statement names depend on the program.
@@ -134,6 +135,7 @@ class _Scope:
     def needs(self, node: ast.AST) -> bool:
         """Whether it names something of the program."""
         names = {name for name in loads(node) if not _APART.fullmatch(name)}
+        names -= bound(node) if isinstance(node, ast.expr) else set()
         return bool(names & self.tainted or names - _BUILT_IN - self.known() - bound(node) - self.missing)
 
     def is_program(self, node: ast.AST) -> bool:
@@ -181,7 +183,8 @@ class _Scope:
         found = []
         for node in reversed(self.setup):
             changes = not isinstance(node, (*_DEFINES, ast.AnnAssign)) and loads(node) & names
-            changes = changes and not (isinstance(node, ast.Assign) and bound(node))
+            called = loads(node) & names & self.tainted and any(isinstance(part, ast.Call) for part in ast.walk(node))
+            changes = changes and (called or not (isinstance(node, ast.Assign) and bound(node)))
             modules = isinstance(node, ast.Expr) and not loads(node) & variables  # such as random.seed(0)
             modules |= self.prints and self.needs(node)
             if bound(node) & names or changes or modules:
@@ -200,20 +203,25 @@ class _Scope:
             inner = [items for one in node.args if (items := self.items(one)) is not None]
             if node.func.id == "zip" and len(inner) == len(node.args):
                 value = (list(zip(*inner, strict=False)),)
+            elif node.func.id == "range":
+                with contextlib.suppress(TypeError, ValueError):
+                    limits = [literal(one, self.literals)[0] for one in node.args]
+                    value = (range(*limits)[: _MOST_UNROLLED + 1],)
             elif node.func.id == "enumerate" and len(inner) == len(node.args) == 1:
                 value = (list(enumerate(inner[0])),)
         if value is None and isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not node.args:
             of = literal(node.func.value, self.literals) if node.func.attr == "items" else None
             value = (list(of[0].items()),) if of and isinstance(of[0], dict) else None
         items = None if value is None else value[0]
-        return list(items) if isinstance(items, (list, tuple)) and len(items) <= _MOST_UNROLLED else None
+        return list(items) if isinstance(items, (list, tuple, range)) and len(items) <= _MOST_UNROLLED else None
 
 
 def _block(scope: _Scope, body: list[ast.stmt]) -> list[Asserted]:
     """Return the assertions of a block; its other statements join the setup."""
     found: list[Asserted] = []
     for node in body:
-        unrolled = _unrolled(scope, node) if isinstance(node, ast.For) else None
+        asserts = _asserts(node) or "assertion" in loads(node)
+        unrolled = _unrolled(scope, node) if asserts and isinstance(node, ast.For) else None
         if isinstance(node, ast.Assert):
             found.append(_split(scope, node))
         elif isinstance(node, ast.FunctionDef) and node.name.startswith("test"):
@@ -342,6 +350,9 @@ def _unrolled(scope: _Scope, loop: ast.For) -> list[Asserted] | None:
                 _repeat(inner, [call.args[0]])
             else:
                 found += _block(inner, [node])
+        state = (scope.tainted - scope.objects) | scope.instances
+        if any(loads(node) & state and inner.needs(node) for node in inner.setup[len(scope.setup) :]):
+            vars(scope).update(vars(inner))  # what it changed, the next value sees
     return found
 
 

@@ -67,7 +67,9 @@ def computable(scope: Any, node: ast.AST, certain: bool) -> bool:
     if isinstance(node, COMPREHENSIONS):
         inner = scope.inner()
         inner.tainted |= bound(node)
-        loops = [one.iter for one in node.generators if not ast.unparse(one.iter).startswith("range(")]
+        parted = any(isinstance(part, ast.Subscript) for part in ast.walk(node))
+        inputs = [] if parted else [one for one in node.generators if isinstance(one.target, ast.Name)]
+        loops = [one.iter for one in node.generators if one not in inputs or scope.items(one.iter) is None]
         parts += [one for loop in node.generators for one in loop.ifs]
         return not any(map(_computes, parts)) and all(computable(inner, one, certain) for one in loops + parts)
     through = (ast.Attribute, ast.Starred, ast.FormattedValue, ast.UnaryOp, ast.List, ast.Tuple, ast.Set)
