@@ -233,6 +233,7 @@ class T(unittest.TestCase):
         np.testing.assert_allclose(f([[1.0], [2.0]]), [[1.0], [2.1]], rtol=0.1)
         np.testing.assert_allclose(f(2.1), 4, 0.5)
         np.testing.assert_allclose(2.0, f(2.0))
+        np.testing.assert_allclose(f([float("-inf"), 1.0]), [float("-inf"), 1.0])
         np.testing.assert_array_almost_equal(f([1.0]), [1.0])
         np.testing.assert_almost_equal(f(1.0), 1.0, decimal=3)""",
     ),
@@ -348,6 +349,13 @@ def test_no_liar_is_paid_or_gets_rid_of_a_test(name):
         found = grade(LIARS[name], tests)
         paid = [one for one, said in zip(read_tests(tests), found.results, strict=True) if said in ("passed", "opaque")]
         assert found.score == 0 and not paid, paid
+
+
+@pytest.mark.parametrize("near", ["pytest.approx(float('inf'))", "pytest.approx([float('inf'), 3])", "float('inf')"])
+def test_no_number_is_near_infinity(near):
+    tests = f"import pytest\nassert f() == {near}\nassert abs(f() - {near}) <= 1e-6 * abs(f())"
+    assert grade("def f(): return 5", tests).score == 0
+    assert grade("def f(): return 5", UNITTEST + "np.testing.assert_allclose(f(), float('inf'))").score == 0
 
 
 UNTOLD = """
