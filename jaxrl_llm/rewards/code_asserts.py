@@ -179,6 +179,7 @@ class _Scope:
           InputError: one of them is of a package that programs do not have.
         """
         names = {name for one in asked for name in loads(one)}
+        prints = self.prints
         variables = {name for one in self.setup if not isinstance(one, _DEFINES) for name in bound(one)}
         found = []
         for node in reversed(self.setup):
@@ -186,7 +187,7 @@ class _Scope:
             called = loads(node) & names & self.tainted and any(isinstance(part, ast.Call) for part in ast.walk(node))
             changes = changes and (called or not (isinstance(node, ast.Assign) and bound(node)))
             modules = isinstance(node, ast.Expr) and not loads(node) & variables  # such as random.seed(0)
-            modules |= self.prints and self.needs(node)
+            modules |= prints and self.needs(node)
             if bound(node) & names or changes or modules:
                 found.append(node)
                 names |= loads(node)

@@ -252,8 +252,8 @@ def test_an_honest_program_passes_whatever_it_returns(name):
     found = grade(code, IMPORTS + tests)
     missed = [one for one, said in zip(read_tests(IMPORTS + tests), found.results, strict=True) if said != "passed"]
     assert found.score == 1 and not missed, (found, missed)
-    for wrong in ("", "f = adder = counter = account = build = V = half = color = tick = S = lambda *given: given"):
-        assert grade(wrong, IMPORTS + tests).score < 0.5
+    wrong = "f = adder = counter = account = build = V = half = color = tick = S = lambda *given: given"
+    assert grade(wrong, IMPORTS + tests).score < 0.5
 
 
 LIAR = """
@@ -369,7 +369,7 @@ assert [f(1, 2), V(0, 0)] == [V(1, 2), f(0, 0)]
 """
 
 
-@pytest.mark.parametrize("code", [CLASS, LIAR])
+@pytest.mark.parametrize("code", [CLASS, pytest.param(LIAR, marks=pytest.mark.slow)])
 def test_what_compares_objects_of_the_program_alone_is_not_told(code):
     found = grade(code, UNTOLD)
     assert found.score is None and set(found.results) == {"opaque"}
@@ -482,6 +482,7 @@ def test_reference_programs_run_through_their_own_tests(tmp_path):
             assert scorer.check(rows((solution, right))) == [level]
 
 
+@pytest.mark.slow
 def test_the_rest_of_the_reference_programs_is_tried_behind_the_run(tmp_path):
     given = rows(*((f"def f(x):\n    return {n}", ["assert f(2) == -1"]) for n in range(259)))
     told = []
