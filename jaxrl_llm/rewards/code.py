@@ -2,22 +2,26 @@
 
 What a test expects never enters the process that runs the program: it gets the input, and what it prints or returns is
 compared outside. Each test has a fresh process. Exit codes count for nothing, and a program that writes a result itself
-has only said what it returns. Assertions that cannot be split (``code_asserts``) are not counted unless allowed.
+has only said what it returns. Assertions that cannot be split (``code_asserts``), and those that compare objects of the
+program with each other, are not counted unless allowed.
 """
 
+import ast
 import dataclasses
 import functools
 import json
 import math
 import re
+import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.rewards import sandbox
 from jaxrl_llm.rewards.calls import Call
 from jaxrl_llm.rewards.code_asserts import split_asserts
-from jaxrl_llm.rewards.code_compare import close, same_output, same_value, truth
+from jaxrl_llm.rewards.code_compare import close, foreign, same_output, same_value, truth
 from jaxrl_llm.rewards.code_formats import Asserted, Called, Printed, Test, parse_tests
 from jaxrl_llm.sandbox.client import START_S, Ended, SandboxError, Servers
 from jaxrl_llm.sandbox.server import STARVED_TIMES
@@ -36,18 +40,34 @@ from itertools import *
 from math import *
 from typing import *
 from builtins import pow
+
+class CaptureFixture:
+    result = collections.namedtuple("CaptureResult", "out err")
+    def __init__(self):
+        self.readouterr()
+    def readouterr(self):
+        import io, sys
+        texts = [getattr(one, "getvalue", str)() for one in (sys.stdout, sys.stderr)]
+        sys.stdout, sys.stderr = io.StringIO(), io.StringIO()
+        return self.result(*texts)
 """
-"""Names that solutions of LeetCode's form take for granted, as LiveCodeBench and APPS provide them."""
-_BLOCK = re.compile(r"```[^\n`]*\n(.*?)(?:\n[ \t]*```|\Z)", re.DOTALL)
+"""Names that solutions of LeetCode's form take for granted, as LiveCodeBench and APPS provide them; and the class of
+pytest's ``capsys``.
+"""
+JUDGE = Path(__file__).with_name("code_judge.py").read_text()
+_BLOCK = re.compile(r"```([^\n`]*)\n(.*?)(?:\n[ \t]*```|\Z)", re.DOTALL)
+_PYTHON = re.compile(r"\W*(?:i?python|py)[\d.]*\b", re.IGNORECASE)
 
 
 class Verdict(NamedTuple):
     """Result of a program's tests.
 
     Attributes:
-      score: share of the tests passed, in [0, 1]; None without a verdict: the sandbox failed, or no test counts.
+      score: share passed of the tests that have a verdict, in [0, 1]; None if none has, or the sandbox failed. No
+        program can take a test out of it that it fails: only tests that hold no value of their own, such as ``V(1) +
+        V(2) == V(3)``, can turn out to be opaque, and these could be passed without a solution as well.
       results: for each test ``passed``, ``failed``, the status of ``Outcome`` that the program ended with, ``opaque``
-        (not counted), or ``not run``.
+        (nobody outside the program can tell: not counted), or ``not run``.
       note: what else to know, in one line; empty if nothing.
     """
 
@@ -63,9 +83,21 @@ def referees() -> Servers:
 
 
 def extracted(text: str) -> str:
-    """Return the code of a completion: its last fenced block, or all of it if it has none."""
+    """Return the code of a completion: the last fenced block that is marked as Python or compiles to more than bare
+    values, such as an example's output; else its last block, or all of it if it has none.
+    """
     blocks = _BLOCK.findall(text.rpartition("</think>")[2])
-    return blocks[-1] if blocks else text
+    programs = (body for mark, body in reversed(blocks) if _PYTHON.match(mark) or _is_program(body))
+    return next(programs, blocks[-1][1] if blocks else text)
+
+
+def _is_program(text: str) -> bool:
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            lines = ast.parse(text).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return any(not isinstance(line, ast.Expr) or isinstance(line.value, ast.Call) for line in lines)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -88,15 +120,12 @@ def grade(
 ) -> Verdict:  # fmt: skip
     """Run a program's tests; ``timeout_s`` and ``memory_mb`` are for each test, as in ``run_python``.
 
-    ``code`` may be a completion: its last fenced block is taken. ``stop_early`` ends at the first test that fails.
+    ``code`` may be a completion (``extracted``). ``stop_early`` ends at the first test that fails.
 
     Raises:
-      InputError: the tests have no known form, or are not counted because all are opaque.
+      InputError: the tests have no known form.
     """
     found = read_tests(tests)
-    opaque = sum(test.opaque for test in found)
-    note = f"{opaque} of {len(found)} tests are opaque" if opaque else ""
-    note += " and not counted" if opaque and not allow_opaque_asserts else ""
     limits = timeout_s, memory_mb
     program = extracted(code)
     results: list[str] = []
@@ -109,10 +138,19 @@ def grade(
             elif results.count("timeout") >= MOST_TIMEOUTS or (stop_early and {*results} - {"passed", "opaque"}):
                 results.append("not run")
             else:
-                results.append(run_test(program, test, *limits))
+                result = run_test(program, test, *limits)
+                if result == "opaque" and allow_opaque_asserts:
+                    result = run_test(program, Asserted(test.whole, (), "opaque"), *limits)
+                results.append(result)
     except SandboxError as error:
         return Verdict(None, (*results, *["not run"] * (len(found) - len(results))), str(error))
     counted = [result for result in results if result != "opaque"]
+    known = sum(test.opaque for test in found)
+    others = len(results) - len(counted) - (0 if allow_opaque_asserts else known)
+    note = f"{known} of {len(found)} tests are opaque" if known else ""
+    note += " and not counted" if known and not allow_opaque_asserts else ""
+    note += "; " if note and others else ""
+    note += f"{others} of {len(found)} compare only objects of the program: not counted" if others else ""
     return Verdict(counted.count("passed") / len(counted) if counted else None, tuple(results), note)
 
 
@@ -125,7 +163,8 @@ def run_test(code: str, test: Test, timeout_s: float, memory_mb: int) -> str:
     elif isinstance(test, Called):
         asked |= {"prelude": PRELUDE, "entry": test.entry, "args": test.args}
     else:
-        asked |= {"prelude": PRELUDE, "setup": test.setup, "expressions": test.expressions or ["True"]}
+        setup = JUDGE + test.setup if test.opaque and "apart_" in test.setup else test.setup
+        asked |= {"prelude": PRELUDE, "setup": setup, "expressions": test.expressions or ["True"]}
     ended = sandbox.servers().run(asked, stdin, timeout_s, memory_mb)
     outcome = sandbox.outcome(ended)
     if isinstance(test, Printed):
@@ -134,21 +173,32 @@ def run_test(code: str, test: Test, timeout_s: float, memory_mb: int) -> str:
     else:
         values = _values(ended, 1 if isinstance(test, Called) else len(test.expressions) or 1)
         right = values is not None and _right(test, values)
+        larger = None if right or values is None else getattr(test, "larger", None)
+        if larger and (test.judge != "truth" or foreign(values)):
+            return run_test(code, larger, timeout_s, memory_mb)
     if right:
         return "passed"
+    if right is None:
+        return "opaque"
     return "failed" if outcome.status == "ok" else outcome.status
 
 
 def _values(ended: Ended, count: int) -> list[Any] | None:
     """Return the values that a program's process computed; None if it did not."""
     try:
-        found = json.loads(ended.result)
+        found = json.loads(ended.result, parse_float=_bare, parse_constant=_bare)
+        foreign(found)  # it may be too deep
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, list) and len(found) == count else None
 
 
-def _right(test: Called | Asserted, values: list[Any]) -> bool:
+def _bare(text: str) -> None:
+    raise ValueError(f"the number {text} has no type")
+
+
+def _right(test: Called | Asserted, values: list[Any]) -> bool | None:
+    """Return whether the values of a test's calls are right; None if nobody can tell."""
     try:
         if isinstance(test, Called):
             return any(same_value(values[0], one, as_json=True) for one in test.accepted)
@@ -159,15 +209,18 @@ def _right(test: Called | Asserted, values: list[Any]) -> bool:
         if test.judge == "judged":
             return _judged(test, values)
         return truth(values[0]) == (test.judge == "opaque" or test.expected)
-    except (ValueError, TypeError, RecursionError, OverflowError):  # nothing encodes such a value
+    except (ValueError, TypeError, RecursionError, ArithmeticError):  # nothing encodes such a value
         return False
 
 
-def _judged(test: Asserted, values: list[Any]) -> bool:
+def _judged(test: Asserted, values: list[Any]) -> bool | None:
     names = {f"_{number}": value for number, value in enumerate(values)}
-    asked = {"code": test.apart, "names": names, "expressions": [f"bool({test.expected})"]}
-    found = _values(referees().run(asked, b"", 10.0, 1024), 1)
-    return found == [True]
+    asked = {"prelude": JUDGE, "code": test.apart, "names": names}
+    ended = referees().run(asked | {"expressions": [f"apart_told(lambda: {test.expected})"]}, b"", 10.0, 1024)
+    found = _values(ended, 1)
+    if found is None and sandbox.outcome(ended).status == "error":
+        return None  # whatever the program returned: what the test itself needs is not there
+    return None if found == [None] else found == [True]
 
 
 @dataclasses.dataclass(frozen=True)

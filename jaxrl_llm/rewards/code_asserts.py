@@ -2,28 +2,32 @@
 
 ``assert f(2) == 4`` has the call ``f(2)``, whose value is compared here. Of ``assert abs(f(2) - 4) < 0.1`` the
 program's process computes ``f(2)``, and another, which never saw the program, ``abs(_0 - 4) < 0.1``. Each gets those
-statements before the assertion that it needs, so that a variable ``expected`` stays outside too. Assertions in loops
-over literals are unrolled. The rest is opaque: the process that runs the program says whether it holds.
+statements before the assertion that it needs, so that a variable ``expected`` stays outside too. Where such a value is
+no data, the program's process computes more (``code_whole``). Assertions in loops over literals are unrolled. The rest
+is opaque: the process that runs the program says whether it holds.
 """
 
 import ast
 import builtins
+import contextlib
 import copy
 import dataclasses
+import re
+from collections.abc import Callable
 from typing import Any
 
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.rewards.code_formats import Asserted
 from jaxrl_llm.rewards.code_names import available, bound, literal, loads, named, written
 from jaxrl_llm.rewards.code_unittest import plain
+from jaxrl_llm.rewards.code_whole import COMPREHENSIONS, computable, decides
 
 _MOST_UNROLLED = 2000
 _PLAIN = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Import, ast.ImportFrom, ast.Pass, ast.Delete)
-_SCOPES = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-_DECIDES = (ast.Compare, ast.BoolOp, ast.Not, ast.IfExp, ast.Assert)
 _DEFINES = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 _FOLDED = (ast.Subscript, ast.Name, ast.Constant, ast.Slice, ast.UnaryOp, ast.USub, ast.Load)
 _BUILT_IN = frozenset(dir(builtins))
+_APART = re.compile(r"_\d+|apart_\w+")
 
 
 def split_asserts(text: str, entry: str = "") -> list[Asserted]:
@@ -65,19 +69,23 @@ class _Scope:
       setup: the statements.
       tainted: names whose values depend on the program.
       objects: those of them that are functions or objects of the program.
+      instances: those of them that are instances of its classes.
       literals: names of literals, and their values.
       missing: names of packages that programs do not have.
+      asked: texts of what assertions have had computed.
     """
 
     setup: list[ast.stmt] = dataclasses.field(default_factory=list)
     tainted: set[str] = dataclasses.field(default_factory=set)
     objects: set[str] = dataclasses.field(default_factory=set)
+    instances: set[str] = dataclasses.field(default_factory=set)
     literals: dict[str, Any] = dataclasses.field(default_factory=dict)
     missing: set[str] = dataclasses.field(default_factory=set)
+    asked: list[str] = dataclasses.field(default_factory=list)
 
     def inner(self) -> "_Scope":
         """Return a copy, for a block of its own."""
-        return _Scope([*self.setup], {*self.tainted}, {*self.objects}, {**self.literals}, {*self.missing})
+        return _Scope(*(copy.copy(getattr(self, field.name)) for field in dataclasses.fields(self)))
 
     def add(self, node: ast.stmt) -> None:
         """Add a statement to the setup."""
@@ -87,13 +95,16 @@ class _Scope:
             value = literal(_Folded(self.literals).visit(copy.deepcopy(node.value)), self.literals)
         if value is not None and target is not None and self.bind(target, value[0]):
             return
-        names = set(bound(node))
+        names = set() if isinstance(node, ast.Expr) else set(bound(node))
+        self.instances -= names
         if not isinstance(node, _DEFINES) and self.needs(node):
             # A call may change its arguments: all variables that such a statement names depend on the program.
             names |= {name for name in loads(node) if name in self.literals or name in self.tainted}
             self.tainted |= names
             if isinstance(node, ast.Assign) and self.is_object(node.value):
                 self.objects |= bound(node)
+            if isinstance(node, ast.Assign) and self.is_instance(node.value):
+                self.instances |= bound(node)
         for name in names | (loads(node) if isinstance(node, (ast.Expr, ast.AugAssign)) else frozenset()):
             self.literals.pop(name, None)
         self.setup.append(node)
@@ -116,20 +127,33 @@ class _Scope:
         """Return the names that the setup binds."""
         return {name for node in self.setup for name in bound(node)}
 
+    @property
+    def prints(self) -> bool:
+        """Whether what the program prints is looked at."""
+        return any("CaptureFixture" in loads(node) for node in self.setup)
+
     def needs(self, node: ast.AST) -> bool:
         """Whether it names something of the program."""
-        names = loads(node)
+        names = {name for name in loads(node) if not _APART.fullmatch(name)}
+        names -= bound(node) if isinstance(node, ast.expr) else set()
         return bool(names & self.tainted or names - _BUILT_IN - self.known() - bound(node) - self.missing)
 
     def is_program(self, node: ast.AST) -> bool:
-        """Whether an expression is a value from the program: a call of its functions, or of a method of its objects, or
-        a variable that depends on it.
+        """Whether an expression is a value from the program: a call of its functions, of a method of its objects or of
+        what it returned, an operation of its instances, or a variable that depends on it.
         """
         if isinstance(node, ast.Name):
             return self.needs(node)
+        if isinstance(node, (ast.BinOp, ast.UnaryOp)):
+            return self.is_instance(node) and computable(self, node, False)
         if isinstance(node, ast.Call):
-            return self.is_object(node.func)
+            return self.calls(node)
         return isinstance(node, (ast.Attribute, ast.Subscript)) and self.is_object(node)
+
+    def calls(self, node: ast.Call) -> bool:
+        """Whether a call is one of the program's functions, of a method of its objects, or of what it returned."""
+        returned = isinstance(node.func, (ast.Name, ast.Call, ast.Subscript)) and self.needs(node.func)
+        return returned or self.is_object(node.func)
 
     def is_object(self, node: ast.AST) -> bool:
         """Whether an expression is a function or object of the program, or a part of one, and not plain data."""
@@ -137,8 +161,16 @@ class _Scope:
             return node.id in self.objects or (self.needs(node) and node.id not in self.tainted)
         if isinstance(node, (ast.Attribute, ast.Subscript)):
             return self.is_object(node.value)
-        instance = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id[:1].isupper()
-        return instance and self.is_object(node.func)
+        return self.is_instance(node)
+
+    def is_instance(self, node: ast.AST) -> bool:
+        """Whether an expression is an instance of one of the program's classes, or an operation of such."""
+        if isinstance(node, (ast.BinOp, ast.UnaryOp)):
+            return any(map(self.is_instance, ast.iter_child_nodes(node)))
+        if isinstance(node, ast.Name):
+            return node.id in self.instances
+        made = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id[:1].isupper()
+        return made and self.is_object(node.func)
 
     def needed(self, asked: list[Any]) -> list[ast.stmt]:
         """Return the statements of the setup that these need, by the names that they bind or may change.
@@ -147,12 +179,15 @@ class _Scope:
           InputError: one of them is of a package that programs do not have.
         """
         names = {name for one in asked for name in loads(one)}
+        prints = self.prints
         variables = {name for one in self.setup if not isinstance(one, _DEFINES) for name in bound(one)}
         found = []
         for node in reversed(self.setup):
-            changes = isinstance(node, (ast.Expr, ast.AugAssign, ast.Delete, ast.Assign)) and loads(node) & names
-            changes = changes and not (isinstance(node, ast.Assign) and bound(node))
+            changes = not isinstance(node, (*_DEFINES, ast.AnnAssign)) and loads(node) & names
+            called = loads(node) & names & self.tainted and any(isinstance(part, ast.Call) for part in ast.walk(node))
+            changes = changes and (called or not (isinstance(node, ast.Assign) and bound(node)))
             modules = isinstance(node, ast.Expr) and not loads(node) & variables  # such as random.seed(0)
+            modules |= prints and self.needs(node)
             if bound(node) & names or changes or modules:
                 found.append(node)
                 names |= loads(node)
@@ -169,20 +204,25 @@ class _Scope:
             inner = [items for one in node.args if (items := self.items(one)) is not None]
             if node.func.id == "zip" and len(inner) == len(node.args):
                 value = (list(zip(*inner, strict=False)),)
+            elif node.func.id == "range":
+                with contextlib.suppress(TypeError, ValueError):
+                    limits = [literal(one, self.literals)[0] for one in node.args]
+                    value = (range(*limits)[: _MOST_UNROLLED + 1],)
             elif node.func.id == "enumerate" and len(inner) == len(node.args) == 1:
                 value = (list(enumerate(inner[0])),)
         if value is None and isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not node.args:
             of = literal(node.func.value, self.literals) if node.func.attr == "items" else None
             value = (list(of[0].items()),) if of and isinstance(of[0], dict) else None
         items = None if value is None else value[0]
-        return list(items) if isinstance(items, (list, tuple)) and len(items) <= _MOST_UNROLLED else None
+        return list(items) if isinstance(items, (list, tuple, range)) and len(items) <= _MOST_UNROLLED else None
 
 
 def _block(scope: _Scope, body: list[ast.stmt]) -> list[Asserted]:
     """Return the assertions of a block; its other statements join the setup."""
     found: list[Asserted] = []
     for node in body:
-        unrolled = _unrolled(scope, node) if isinstance(node, ast.For) else None
+        asserts = _asserts(node) or "assertion" in loads(node)
+        unrolled = _unrolled(scope, node) if asserts and isinstance(node, ast.For) else None
         if isinstance(node, ast.Assert):
             found.append(_split(scope, node))
         elif isinstance(node, ast.FunctionDef) and node.name.startswith("test"):
@@ -203,7 +243,8 @@ def _function(scope: _Scope, node: ast.FunctionDef, first: list[ast.stmt]) -> li
     """Return the assertions of a function's body after ``first``; all of it is one opaque assertion unless it is a
     plain block.
     """
-    if all(isinstance(one, (*_PLAIN, ast.Assert, ast.For, ast.FunctionDef)) for one in node.body):
+    bound_all = len(first) == len(node.args.args)
+    if bound_all and all(isinstance(one, (*_PLAIN, ast.Assert, ast.For, ast.FunctionDef)) for one in node.body):
         for one in first:
             scope.add(one)
         return _block(scope, node.body)
@@ -215,36 +256,74 @@ def _function(scope: _Scope, node: ast.FunctionDef, first: list[ast.stmt]) -> li
 def _split(scope: _Scope, node: ast.Assert) -> Asserted:
     """Return one assertion, split if possible."""
     test = _Folded(scope.literals).visit(copy.deepcopy(node.test))
+    certain = _certain(scope, test)
+    found, computed = _form(scope, test, node, scope.is_program)
+    larger, more = _form(scope, test, node, lambda one: scope.needs(one) and computable(scope, one, certain), True)
+    if not larger.opaque:
+        found = larger if found.opaque else dataclasses.replace(found, larger=larger if larger != found else None)
+    _repeat(scope, more or computed)
+    return found
+
+
+def _certain(scope: _Scope, test: ast.expr) -> bool:
+    """Whether an assertion is an equation with a value that nobody guesses, or compares values of the program alone."""
+    if not isinstance(test, ast.Compare) or len(test.ops) > 1:
+        return False
+    apart = [side for side in (test.left, test.comparators[0]) if not scope.needs(side)]
+    value = literal(apart[0], scope.literals) if apart else None
+    guessed = value is not None and (not value[0] or value[0] == 1)
+    return not apart or (isinstance(test.ops[0], ast.Eq) and not guessed)
+
+
+def _form(
+    scope: _Scope, test: ast.expr, node: ast.Assert, takes: Callable[[ast.expr], bool], largest: bool = False
+) -> tuple[Asserted, list[ast.expr]]:
+    """Return an assertion of which the program computes what ``takes`` takes, and these expressions."""
     if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq):
         for computed, expected in ((test.left, test.comparators[0]), (test.comparators[0], test.left)):
             value = literal(expected, scope.literals)
-            if value is not None and scope.is_program(computed):
-                return _asserted(scope, "equal", [computed], value[0], node)
+            if value is not None and takes(computed):
+                return _asserted(scope, "equal", [computed], value[0], node, largest), [computed]
     turned = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
-    if scope.is_program(test.operand if turned else test):
-        return _asserted(scope, "truth", [test.operand if turned else test], not turned, node)
-    taken = _Taken(scope)
-    rest = taken.visit(copy.deepcopy(test))
+    truth: Any = test.operand if turned else test
+    if takes(truth):
+        computed = ast.Call(ast.Name("bool", ast.Load()), [truth], []) if largest else truth
+        return _asserted(scope, "truth", [computed], not turned, node, largest), [truth]
+    taken = _Taken(scope, takes, largest)
+    rest = copy.deepcopy(taken.visit(copy.deepcopy(test)))  # what is known of the names of nodes is kept by node
     if taken.hidden or not taken.expressions:
-        return _opaque(scope, node)
-    return _asserted(scope, "judged", taken.expressions, rest, node)
+        return _opaque(scope, node), taken.expressions
+    return _asserted(scope, "judged", taken.expressions, rest, node, largest), taken.expressions
 
 
-def _asserted(scope: _Scope, judge: Any, computed: list[ast.expr], expected: Any, node: ast.stmt) -> Asserted:
+def _asserted(
+    scope: _Scope, judge: Any, computed: list[ast.expr], expected: Any, node: ast.stmt, largest: bool = False
+) -> Asserted:
     """Return an assertion about computed expressions; opaque if what they need compares something itself."""
     setup = scope.needed(computed)
-    own = [one for one in setup if not isinstance(one, _DEFINES)] + computed
-    values = [one for one in computed if isinstance(one, ast.Name) and scope.is_object(one)]
-    if values or any(isinstance(part, _DECIDES) for one in own for part in ast.walk(one)):
+    bare = any(isinstance(one, ast.Name) and scope.is_object(one) and one.id not in scope.tainted for one in computed)
+    own = [one for one in setup if not isinstance(one, _DEFINES)] + ([] if largest else computed)
+    mixed = {name for one in setup if _mixes(scope, one) for name in bound(one)}
+    shared = any(sum(name in loads(one) for one in computed) > 1 for name in mixed)
+    if bare or shared or any(map(decides, own)):
         return _opaque(scope, node)
     apart = ""
     if judge == "judged":
         apart = _text([one for one in scope.needed([expected]) if not scope.needs(one)])
         expected = ast.unparse(expected)
+    before = [ast.Expr(one) for one in computed for _ in range(scope.asked.count(ast.unparse(one)))]
+    whole = _text([*scope.needed([node]), node])
+    return Asserted(_text([*setup, *before]), tuple(map(ast.unparse, computed)), judge, expected, apart, None, whole)
+
+
+def _repeat(scope: _Scope, computed: list[ast.expr]) -> None:
+    """Let the assertions that follow repeat what was computed for one, where that may change what they see."""
+    changing = scope.objects | scope.tainted | {name for name, value in scope.literals.items() if _changes(value)}
     for one in computed:
-        if loads(one) & (scope.objects | {name for name, value in scope.literals.items() if _changes(value)}):
-            scope.add(ast.Expr(one))  # it may change them for the assertions that follow
-    return Asserted(_text(setup), tuple(map(ast.unparse, computed)), judge, expected, apart)
+        if not (scope.prints or loads(one) & changing):
+            scope.asked.append(ast.unparse(one))
+        elif not decides(one):
+            scope.add(ast.Expr(one))
 
 
 def _opaque(scope: _Scope, node: ast.stmt) -> Asserted:
@@ -255,7 +334,7 @@ def _opaque(scope: _Scope, node: ast.stmt) -> Asserted:
 def _unrolled(scope: _Scope, loop: ast.For) -> list[Asserted] | None:
     """Return the assertions of a loop over literals; None if it is another."""
     values = scope.items(loop.iter)
-    if values is None or loop.orelse or not all(isinstance(one, (*_PLAIN, ast.Assert)) for one in loop.body):
+    if values is None or loop.orelse or not all(isinstance(one, (*_PLAIN, ast.Assert, ast.For)) for one in loop.body):
         return None
     found: list[Asserted] = []
     for value in values:
@@ -269,27 +348,47 @@ def _unrolled(scope: _Scope, loop: ast.For) -> list[Asserted] | None:
                 if expected is None or not inner.is_program(call.args[0]):
                     return None
                 found.append(_asserted(inner, "close", [call.args[0]], expected[0], node))
+                _repeat(inner, [call.args[0]])
             else:
                 found += _block(inner, [node])
+        state = (scope.tainted - scope.objects) | scope.instances
+        if any(loads(node) & state and inner.needs(node) for node in inner.setup[len(scope.setup) :]):
+            vars(scope).update(vars(inner))  # what it changed, the next value sees
     return found
 
 
 class _Taken(ast.NodeTransformer):
     """Replaces what an expression asks of the program by ``_0``, ``_1``, ...; ``hidden`` if it asks inside a scope."""
 
-    def __init__(self, scope: _Scope):
+    def __init__(self, scope: _Scope, takes: Callable[[ast.expr], bool], largest: bool):
         self.scope = scope
+        self.takes = takes
+        self.largest = largest
         self.expressions: list[ast.expr] = []
         self.hidden = False
 
     def visit(self, node: ast.AST) -> Any:
-        if isinstance(node, _SCOPES):
-            self.hidden |= self.scope.needs(node)
-            return node
-        if isinstance(node, ast.expr) and self.scope.is_program(node):
+        if isinstance(node, ast.expr) and self.takes(node):
             self.expressions.append(node)
             return ast.Name(f"_{len(self.expressions) - 1}", ast.Load())
-        return super().visit(node)
+        if isinstance(node, (ast.Lambda, *COMPREHENSIONS)):
+            if isinstance(node, COMPREHENSIONS):
+                node.generators[0].iter = self._members(node.generators[0].iter)
+            self.hidden |= self.scope.needs(copy.deepcopy(node))
+            return node
+        if isinstance(node, ast.Compare) and isinstance(node.ops[-1], (ast.In, ast.NotIn)):
+            node.comparators[-1] = self._members(node.comparators[-1])
+        node = super().visit(node)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "apart_assert_allclose":
+            # A tolerance relative to what the program says would be its own.
+            node.args[:2] = sorted(node.args[:2], key=lambda one: not any(map(_APART.fullmatch, loads(one))))
+        return node
+
+    def _members(self, node: ast.expr) -> ast.expr:
+        """Return an expression visited, the list of it where it may be an iterator."""
+        if self.largest and self.takes(node):
+            node = ast.Call(ast.Name("list", ast.Load()), [node], [])
+        return self.visit(node)
 
 
 class _Folded(ast.NodeTransformer):
@@ -306,6 +405,13 @@ class _Folded(ast.NodeTransformer):
                 return node
             return node if text is None else ast.parse(text, mode="eval").body
         return self.generic_visit(node)
+
+
+def _mixes(scope: _Scope, node: ast.stmt) -> bool:
+    """Whether a statement binds objects of the program together with values, which may be what is expected of them."""
+    value = getattr(node, "value", None)
+    parts = value.values if isinstance(value, ast.Dict) else getattr(value, "elts", [])
+    return len({scope.needs(part) for part in parts}) > 1
 
 
 def _changes(value: Any) -> bool:

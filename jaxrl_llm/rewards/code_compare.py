@@ -13,7 +13,7 @@ import math
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from jaxrl_llm.sandbox.program import decoded
+from jaxrl_llm.sandbox.program import SCALARS, decoded
 
 ABSOLUTE, RELATIVE = 1e-6, 1e-7
 """Tolerances of ``close``."""
@@ -70,7 +70,8 @@ def close(found: Any, expected: Any) -> bool:
     if isinstance(expected, float) and _kind(found)[0] == "scalar":
         value = decoded(found)
         alike = isinstance(value, (int, float)) and not isinstance(value, bool)
-        return alike and (value == expected or abs(value - expected) <= ABSOLUTE + RELATIVE * abs(expected))
+        near = alike and math.isfinite(expected) and abs(value - expected) <= ABSOLUTE + RELATIVE * abs(expected)
+        return near or (alike and value == expected)
     kind, content = _kind(found)
     if isinstance(expected, _PAIRS) and kind == type(expected).__name__ and len(content) == len(expected):
         return all(map(close, content, expected))
@@ -96,9 +97,9 @@ def _kind(found: Any) -> tuple[str, Any]:
     if len(found) != 1:
         raise ValueError("an encoded value has one type")
     ((kind, content),) = found.items()
-    if kind in ("int", "float", "complex", "bytes"):
+    if kind in SCALARS:
         return "scalar", found
-    members = isinstance(content, list) if kind in ("tuple", "set", "frozenset", "dict") else kind == "other"
+    members = isinstance(content, list) if kind in ("tuple", "set", "frozenset", "deque", "dict") else kind == "other"
     if not members or (kind == "dict" and not all(isinstance(pair, list) and len(pair) == 2 for pair in content)):
         raise ValueError(f"a value cannot be encoded as {kind!r:.40}")
     return kind, content
@@ -111,3 +112,10 @@ def _key(encoded: Any, as_json: bool) -> Any:
     if key is None or isinstance(key, bool):
         return {None: "null", True: "true", False: "false"}[key]
     return repr(key) if not isinstance(key, float) or math.isfinite(key) else key
+
+
+def foreign(found: Any) -> bool:
+    """Whether an encoded value has an object in it that is no data."""
+    if isinstance(found, list):
+        return any(map(foreign, found))
+    return isinstance(found, dict) and ("other" in found or any(map(foreign, found.values())))

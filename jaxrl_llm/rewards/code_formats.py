@@ -58,6 +58,9 @@ class Asserted:
         process, which could deceive it (``opaque``).
       expected: a value, or that expression.
       apart: statements before it that do not need the program.
+      larger: the assertion with more computed by the program, such as ``list(f(3))`` for ``f(3)``, where the values of
+        ``expressions`` may be no data; None if there is no more.
+      whole: the setup and the statement itself.
     """
 
     setup: str
@@ -65,6 +68,8 @@ class Asserted:
     judge: Literal["equal", "close", "truth", "judged", "opaque"]
     expected: Any = None
     apart: str = ""
+    larger: "Asserted | None" = None
+    whole: str = ""
 
     @property
     def opaque(self) -> bool:

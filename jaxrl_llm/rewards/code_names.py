@@ -26,7 +26,8 @@ class pytest:
                 pairs = zip(self.value, other)
                 alike = all(pytest.approx(a, self.rel, self.abs) == b for a, b in pairs)
                 return alike and len(other) == len(self.value)
-            return self.value == other or abs(other - self.value) <= max(self.abs, self.rel * abs(self.value))
+            limit = max(self.abs, self.rel * abs(self.value))
+            return self.value == other or (limit < float("inf") and abs(other - self.value) <= limit)
 """
 """The two names of pytest that assertions need: programs have the standard library alone."""
 

@@ -19,7 +19,7 @@ from jaxrl_llm.rewards.code import CodeTests
 from jaxrl_llm.rewards.functions import OF_STEPS, ON_DEVICE, Item, ModelReward, Own, as_reward, form_of
 from jaxrl_llm.rewards.inside import Inside
 from jaxrl_llm.rewards.pool import Pool, workers_for_cores
-from jaxrl_llm.rewards.references import check_references
+from jaxrl_llm.rewards.references import check_programs, check_references
 from jaxrl_llm.rewards.rehearsal import as_episode
 from jaxrl_llm.rewards.rubric import OF_JUDGES, Rubric, asks_model, further, on_device
 from jaxrl_llm.rewards.scores import (
@@ -155,7 +155,8 @@ class Scorer(contextlib.AbstractContextManager):
         self, problems: Sequence[Problem], needed: bool = True, note: Callable[[str], None] | None = None
     ) -> list[str]:
         """Refuse problems with tests of programs that cannot be run, and references that most answers cannot reach;
-        return a line about the sandbox if there are programs, and write its level to the run's directory.
+        return a line about the sandbox if there are programs, and one if their reference programs fail; write the
+        sandbox's level to the run's directory.
 
         Args:
           problems: all that will be asked.
@@ -186,7 +187,10 @@ class Scorer(contextlib.AbstractContextManager):
         if self._writes and self.folder is not None:
             with new_file(self.folder / SANDBOX) as part:
                 part.write_text(json.dumps({"level": level}) + "\n")
-        return [*notes, f"programs run in the sandbox, level {level}"]
+        programs, others = check_programs(judged, self._pool, self.folder)
+        if note is not None and self._writes:
+            others(note)
+        return [*notes, f"programs run in the sandbox, level {level}", *programs]
 
     def dry_run(
         self, problem: Problem, tokenizer: Any, tools: Sequence[str] | None = None, judges: bool = False

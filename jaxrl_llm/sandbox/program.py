@@ -12,6 +12,13 @@ import sys
 import threading
 import traceback
 import types
+from collections import deque
+from collections.abc import Callable, Mapping
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
+from types import MappingProxyType
 from typing import Any
 
 FAILED, OUT_OF_MEMORY = 1, 97
@@ -26,8 +33,8 @@ def run(request: bytes, channel: int) -> int:
     """Run the program that the request holds, and return its exit code.
 
     The request is JSON: ``code``, between ``prelude`` and ``setup``; then either ``expressions``, texts that are
-    evaluated, with encoded values for ``names``, or ``entry`` and ``args``, a call. Their values are written to
-    ``channel`` as a JSON list.
+    evaluated, with encoded values for ``names`` (by the code's own ``DECODERS``, where it has them), or ``entry`` and
+    ``args``, a call. Their values are written to ``channel`` as a JSON list.
     """
     lenient: dict[str, Any] = {"encoding": "utf-8", "errors": "surrogateescape", "closefd": False}
     sys.stdin = open(0, **lenient)  # noqa: SIM115
@@ -84,7 +91,7 @@ def _values(asked: dict[str, Any], names: dict[str, Any]) -> list[Any] | None:
         return [encoded(_entry(asked["entry"], names)(*asked["args"]))]
     if "expressions" not in asked:
         return None
-    names |= {name: decoded(value) for name, value in asked.get("names", {}).items()}
+    names |= {name: decoded(value, names.get("DECODERS", {})) for name, value in asked.get("names", {}).items()}
     return [encoded(eval(compile(text, NAME, "eval", dont_inherit=True), names)) for text in asked["expressions"]]
 
 
@@ -133,40 +140,58 @@ def encoded(value: Any, depth: int = 0) -> Any:
         return {"complex": [float.__repr__(value.real), float.__repr__(value.imag)]}
     if issubclass(kind, (bytes, bytearray)):
         return {"bytes": bytes(value).hex()}
-    for base in (list, tuple, set, frozenset):
+    for base in (list, tuple, set, frozenset, deque):
         if issubclass(kind, base):
             members = [encoded(one, depth + 1) for one in base.__iter__(value)]
             return members if base is list else {base.__name__: members}
     if issubclass(kind, dict):
         pairs = [[encoded(key, depth + 1), encoded(one, depth + 1)] for key, one in dict.items(value)]
         return {"dict": pairs}
+    for base in (Fraction, Decimal, datetime, date, time, timedelta, range, Enum):
+        if issubclass(kind, base):
+            return {base.__name__.lower(): _PARTS.get(base, base.__str__)(value)}
     return {"other": kind.__name__}
 
 
-def decoded(value: Any) -> Any:
-    """Return the value that ``encoded`` has written.
+def decoded(value: Any, own: Mapping[str, Callable[[Any], Any]] = MappingProxyType({})) -> Any:
+    """Return the value that ``encoded`` has written; ``own`` are functions that make those of some types.
 
     Raises:
-      ValueError: it is of another type, or malformed.
+      ValueError, TypeError, ArithmeticError: it is of another type, or malformed.
     """
     if not isinstance(value, (dict, list)):
         return value
     if isinstance(value, list):
-        return [decoded(one) for one in value]
+        return [decoded(one, own) for one in value]
     (kind, content), *more = value.items()
     if not more:
-        if kind in _SCALARS:
-            return _SCALARS[kind](content)
-        if kind in ("tuple", "set", "frozenset"):
-            return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](decoded(one) for one in content)
+        if kind in own or kind in SCALARS:
+            return (own if kind in own else SCALARS)[kind](content)
+        if kind in _MEMBERS:
+            return _MEMBERS[kind](decoded(one, own) for one in content)
         if kind == "dict":
-            return {decoded(key): decoded(one) for key, one in content}
+            return {decoded(key, own): decoded(one, own) for key, one in content}
     raise ValueError(f"a value of the type {content!r:.80} cannot be compared")
 
 
-_SCALARS = {
+_MEMBERS = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
+_PARTS: dict[type, Callable[[Any], Any]] = {
+    timedelta: lambda value: [value.days, value.seconds, value.microseconds],
+    range: lambda value: [value.start, value.stop, value.step],
+    Enum: lambda value: [type(value).__name__, value._name_],
+}
+SCALARS: dict[str, Callable[[Any], Any]] = {
     "int": lambda text: int(text, 16),
     "float": float,
     "complex": lambda parts: complex(float(parts[0]), float(parts[1])),
     "bytes": bytes.fromhex,
+    "fraction": lambda text: Fraction(*map(int, str(text).split("/"))),
+    "decimal": Decimal,
+    "datetime": datetime.fromisoformat,
+    "date": date.fromisoformat,
+    "time": time.fromisoformat,
+    "timedelta": lambda parts: timedelta(*parts),
+    "range": lambda parts: range(*parts),
+    "enum": lambda names: ("a member of an enumeration", *names),
 }
+"""Functions that make values without members from what ``encoded`` has written."""

@@ -65,7 +65,7 @@ def test_assertions_see_what_those_before_them_changed():
     tests = (
         "s = Stack()\nassert s.push(5) == 1\nassert s.push(6) == 2\nassert s.pop() == 6\nx = [3]\nassert len(s) == 1"
     )
-    assert grade(code, tests).results == ("passed",) * 3 + ("opaque",)
+    assert grade(code, tests).results == ("passed",) * 4
 
 
 def test_an_opaque_assertion_counts_only_if_allowed():
