@@ -43,11 +43,15 @@ MEANS = ("reward/", "task/", "constraint/", "critic/returns", "sampler/", "kl", 
 """Prefixes of metrics that are not a number where nothing is measured, so that only infinity is told from that."""
 
 
+FAILED = "/failed_fraction"
+"""How the metric of a reward's failed calls ends: ``reward/NAME/failed_fraction``."""
+
+
 def reward_fails(row: Row, own: Own) -> Decided:
     """Stop after a step in which all calls of one reward failed, so that its values are placeholders; a ``Rule``."""
     for name, value in row.items():
-        if name.startswith("reward/") and name.endswith("/failed_fraction") and value == 1:
-            reward = name.removeprefix("reward/").removesuffix("/failed_fraction")
+        if name.startswith("reward/") and name.endswith(FAILED) and value == 1:
+            reward = name.removeprefix("reward/").removesuffix(FAILED)
             return Decision(GUARD, f"reward {reward} failed for all completions: {row['event/reward_failed']}"), own
     return Decision(), own
 
@@ -69,12 +73,12 @@ def teaches_nothing(
     A step teaches nothing if no update was made, or if all advantages are 0 and nothing else moves the policy: the loss
     has no other term, the gradient is exactly 0 (as that of a KL while the policy equals the reference), or every
     reward is missing. A step in which a critic learns teaches, even while the critic warms up alone. A step without a
-    finished group neither counts nor ends the series. If all completions last sampled are correct, the task is solved,
-    and the run is done.
+    finished group neither counts nor ends the series. If all completions of ``patience`` of them in a row are correct,
+    the task is solved, and the run is done.
 
     Args:
       row: of the step.
-      own: the number of ``empty`` steps in a row.
+      own: the number of ``empty`` steps in a row, and of the last of these that were ``solved``, if there are any.
       patience: steps; 0 never stops.
       only_advantages: whether the loss has no KL, no entropy term and no texts.
       filter_reads: the value that the filter of groups compares, "accuracy" or "reward"; empty without a filter.
@@ -89,16 +93,28 @@ def teaches_nothing(
     if not reason:
         return Decision(), {"empty": 0}
     empty += 1
+    count = own.get(SOLVED, 0) + 1 if _all_correct(row) else 0
+    remembered = {"empty": empty} | ({SOLVED: count} if count else {})
     if not patience or empty < patience:
-        return _told(reason), {"empty": empty}
-    solved = row.get("reward/accuracy") == 1 and not _unscored(row)
+        return _told(reason), remembered
+    solved = count >= patience
     lasted = f"{empty} steps in a row taught nothing: {reason}"
     if solved:
-        lasted = f"solved: every completion of the last {empty} steps that could not teach was correct"
+        lasted = f"solved: every completion of the last {count} steps that could not teach was correct"
     if solved and ended is not None:
         decision = ended(f"since it is {lasted}")
         return dataclasses.replace(decision, events=decision.events | _told(reason).events), {"empty": 0}
-    return dataclasses.replace(_told(reason), stop=DONE if solved else GUARD, reason=lasted), {"empty": empty}
+    return dataclasses.replace(_told(reason), stop=DONE if solved else GUARD, reason=lasted), remembered
+
+
+SOLVED = "solved"
+"""The key in the memory of ``teaches_nothing`` with the number of steps in a row in which all was correct."""
+
+
+def _all_correct(row: Row) -> bool:
+    """Whether every completion of a step was verified and correct: ``reward/accuracy`` leaves out those that failed."""
+    failed = any(value for name, value in row.items() if name.startswith("reward/") and name.endswith(FAILED))
+    return row.get("reward/accuracy") == 1 and not failed and not _unscored(row)
 
 
 def _emptiness(row: Row, only_advantages: bool, filter_reads: str) -> str:
@@ -244,7 +260,7 @@ def phase_ends(
             own["times"] = own.get("times", 0) + 1 if beyond else 0
         if own.get("times", 0) >= until.times:
             bound = f"above {until.above:g}" if until.above is not None else f"below {until.below:g}"
-            again = f" for {until.times} steps" if until.times > 1 else ""
+            again = f" in {until.times} measured steps in a row" if until.times > 1 else ""
             reason = f"since {until.metric} was {bound}{again}"
         if "times" not in own and steps == max(UNMEASURED, 2 * evaluation_every):
             events[WAITS] = f"{phase.name or 'the run'} waits for {until.metric}, which no step so far has measured"

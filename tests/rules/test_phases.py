@@ -46,7 +46,8 @@ def test_once_a_metric_was_beyond_its_bound_so_many_times_in_a_row():
     above = Phase("a", until=Reaches("kl", above=0.5, times=2))
     assert ends_at(above, rows(0.6, 0.4, 0.6, 0.7))[0] == 4
     assert ends_at(above, rows(0.5, 0.5, 0.5)) is None, "at the bound is not above it"
-    assert ends_at(above, rows(0.6, None, math.nan, 0.6))[0] == 4, "what was not measured says nothing"
+    unmeasured = ends_at(above, rows(0.6, None, math.nan, 0.6))
+    assert unmeasured == (4, "next (a ended since kl was above 0.5 in 2 measured steps in a row)")
     below = Phase("a", until=Reaches("entropy", below=0.1))
     found = ends_at(below, rows(0.3, 0.05, metric="entropy"))
     assert found == (2, "next (a ended since entropy was below 0.1)")
