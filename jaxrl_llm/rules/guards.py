@@ -239,19 +239,19 @@ def phase_ends(
       evaluation_every: steps between evaluations; those of other steps are ignored (see ``on_stall``).
       test: identifies the evaluation's settings; results of other evaluations are not compared.
     """
+    until = phase.until
+    if isinstance(until, Stalls):
+        own = own | stalls(row, own, evaluation_every, test, until)
     if row["step"] == 0:
         return Decision(), own
-    until = phase.until
     steps = own.get("steps", 0) + 1
     own = own | {"steps": steps}
     reason = ""
     if phase.steps is not None and steps >= phase.steps:
         reason = f"after {steps} step{'s' * (steps != 1)}"
-    if isinstance(until, Stalls):
-        own |= stalls(row, own, evaluation_every, test, until)
-        if own.get("stalled", 0) >= until.evaluations:
-            measured = f"measurements of {until.metric}" if until.metric else "evaluations"
-            reason = f"since {until.evaluations} {measured} found nothing better"
+    if isinstance(until, Stalls) and own.get("stalled", 0) >= until.evaluations:
+        measured = f"measurements of {until.metric}" if until.metric else "evaluations"
+        reason = f"since {until.evaluations} {measured} found nothing better"
     events: dict[str, bool | str] = {}
     if isinstance(until, Reaches):
         value = row.get(until.metric)

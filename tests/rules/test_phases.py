@@ -9,7 +9,7 @@ import pytest
 from jaxrl_llm import config as configs
 from jaxrl_llm.rules import DONE, PHASE, Decision, Phase, Reaches, Resets, Rules, Stalls, decide
 from jaxrl_llm.rules.guards import WAITS, phase_ends
-from jaxrl_llm.rules.resets import on_stall
+from jaxrl_llm.rules.resets import evaluation_result, on_stall
 from jaxrl_llm.stages.rl.ingredients import rules_for
 
 SMOKE = configs.load_config("smoke")[1]
@@ -78,6 +78,35 @@ def test_early_stopping_on_a_metric_by_patience(lower):
         "the run ends since 2 measurements of eval/loss found nothing better"
         in decide({"phase": rule}, {"step": 9, "eval/loss": 9.0 if lower else -9.0}, memory)[0].reason
     )
+
+
+BASELINES = {
+    "nothing better than before training": ((0.5, 0.4, 0.5), 4),
+    "better once": ((0.5, 0.6, 0.6, 0.6), 6),
+    "unmeasured before training": ((None, 0.4, 0.4, 0.4), 6),
+    "not a number before training": ((math.nan, 0.4, 0.4, 0.4), 6),
+    "rising": ((0.1, 0.2, 0.3, 0.4), None),
+}
+
+
+@pytest.mark.parametrize("case", BASELINES)
+@pytest.mark.parametrize("metric", ["", "eval/x/pass@1"])
+def test_early_stopping_and_resets_by_stalls_have_one_baseline_the_evaluation_before_training(case, metric):
+    results, step = BASELINES[case]
+    rows = [{"step": 2 * at} | ({} if x is None else {"eval/x/pass@1": x}) for at, x in enumerate(results)]
+    found = ends_at(Phase("a", until=Stalls(2, metric)), rows)
+    assert (found and found[0]) == step
+    own, resets = {}, []
+    for row in rows:
+        decision, own = on_stall(row, own, resets=Resets(on_stall=2), every=2)
+        resets += [row["step"]] * decision.reset_reference
+    assert resets[:1] == [step] * (step is not None)
+
+
+@pytest.mark.parametrize("unmeasured", [None, math.nan])
+def test_an_evaluation_that_is_not_a_number_has_no_result_live_or_read_from_a_file(unmeasured):
+    row = {"step": 2, "eval/average/pass@1": unmeasured, "eval/a/pass@1": 0.9, "eval/a/reward": 1.0}
+    assert evaluation_result(row) is None and evaluation_result(row | {"eval/average/pass@1": 0.3}) == 0.3
 
 
 def test_whichever_comes_first():
