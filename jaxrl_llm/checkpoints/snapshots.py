@@ -9,11 +9,13 @@ import itertools
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from jaxrl_llm.checkpoints import objects
 from jaxrl_llm.checkpoints.integrity import fault
 from jaxrl_llm.checkpoints.store import Checkpoints, host_file, steps_in
 from jaxrl_llm.errors import InputError, one_line, require
+from jaxrl_llm.rules import ENDED
 from jaxrl_llm.sharding.distributed import ALONE, Peers
 from jaxrl_llm.system import storage
 from jaxrl_llm.types import TrainState
@@ -60,6 +62,15 @@ def phase_of(place: Path) -> int:
         raise InputError(f"{place} cannot be read ({one_line(error, 200)}): remove it") from None
     require(type(phase) is int, f"{place} has phase {phase!r:.40}, which is no number: remove it")
     return phase
+
+
+def ended_at(place: Path) -> dict[str, Any]:
+    """Return the rules' memory in a checkpoint whose step ended its run as done (``rules.ENDED``); {} for others."""
+    try:
+        memory = json.loads(host_file(place).read_text())["memory"]
+        return memory if memory[ENDED]["step"] == int(place.name) else {}
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):  # a damaged one is passed over later
+        return {}
 
 
 def listed(directory: Path) -> str:

@@ -16,6 +16,7 @@ from jaxrl_llm.config.files import (
     is_run,
     is_whole,
     load_config,
+    other_tests,
     read,
     reloads,
     shown,

@@ -3,14 +3,14 @@
 import dataclasses
 import math
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from jaxrl_llm.diagnosis.history import EVENT_BROKEN, not_finite
-from jaxrl_llm.rules.decision import DONE, GUARD, Decided, Decision, Own, Row, Rule
+from jaxrl_llm.rules.decision import DONE, ENDED, GUARD, Decided, Decision, Memory, Own, Row, Rule
 from jaxrl_llm.rules.resets import stalls
-from jaxrl_llm.rules.settings import Phase, Reaches, Rules, Stalls
+from jaxrl_llm.rules.settings import Phase, Reaches, Rules, Stalls, Until
 
 
 def not_a_number(
@@ -250,7 +250,8 @@ def phase_ends(
     if phase.steps is not None and steps >= phase.steps:
         reason = f"after {steps} step{'s' * (steps != 1)}"
     if isinstance(until, Stalls) and own.get("stalled", 0) >= until.evaluations:
-        measured = f"measurements of {until.metric}" if until.metric else "evaluations"
+        several = "s" * (until.evaluations != 1)
+        measured = f"measurement{several} of {until.metric}" if until.metric else f"evaluation{several}"
         reason = f"since {until.evaluations} {measured} found nothing better"
     events: dict[str, bool | str] = {}
     if isinstance(until, Reaches):
@@ -276,6 +277,30 @@ def phase_ended(phase: Phase, following: Phase | None, reason: str) -> Decision:
     events |= {"event/reference_reset": True} if following.reset else {}
     events |= {"event/optimiser_reset": True} if following.reset_optimiser else {}
     return Decision(next_phase=True, snapshot=True, events=events)
+
+
+def would_end(until: Until, rows: Sequence[Row], evaluation_every: int, test: str) -> bool:
+    """Whether a run with these rows and this condition ends after the last one. ``test``: as in ``phase_ends``."""
+    decision, own = Decision(), {}
+    for row in rows:
+        decision, own = phase_ends(row, own, Phase("", until=until), None, evaluation_every, test)
+    return decision.stop == DONE
+
+
+def going_on(memory: Memory, run: Any) -> str:
+    """Return the flags with which a run continues that a rule has ended; empty if no flag changes the rule.
+
+    ``memory``: of the rules after the run's last step.
+    """
+    rule = memory[ENDED]["rule"]
+    if rule == OF_LESSONS:
+        return "--rollout.collect.patience 0"
+    if rule != OF_PHASES or run.rules.phases:
+        return ""
+    until, stalled = run.rules.until, memory[OF_PHASES].get("stalled", 0)
+    if isinstance(until, Stalls):
+        return f"--rules.until.evaluations {2 * max(until.evaluations, stalled)}"
+    return "--rules.until None"
 
 
 UNSCORED = "no completion could be scored: the reward is NaN for all"

@@ -8,16 +8,17 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.checkpoints.integrity import fault
-from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS, check_whole, kept
+from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS, check_whole, ended_at, kept, phase_of
 from jaxrl_llm.checkpoints.store import steps_in
 from jaxrl_llm.config.origin import origin_of
 from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.rules import ENDED, OF_LESSONS, OF_OWN, OF_PHASES, SOLVED, Stalls, going_on, lasting, would_end
 from jaxrl_llm.rules.resets import evaluation_result
 from jaxrl_llm.runs import pins
 from jaxrl_llm.runs.load import begun, find_run, find_start, has_begun
@@ -110,9 +111,11 @@ def launch(
     if code == 0 and peers.leads and not (voice.quiet and voice.rows):  # whose last row says how it ended
         from jaxrl_llm.telemetry.summary import print_summary, summarise
 
-        summary = summarise(directory, time.monotonic() - began)
+        summary = summarise(directory, time.monotonic() - began, found.run.steps)
         writes = not isinstance(found.run, configs.RewardModel)
-        print_summary(summary, brief=voice.quiet, reloads=configs.reloads(found.run), writes=writes)
+        last = directory / CHECKPOINTS / str(summary.took.last)
+        flags = "" if summary.ended is None else going_on(ended_at(last), found.run)
+        print_summary(summary, None, voice.quiet, configs.reloads(found.run), writes, flags)
     return Result.of(code, directory)
 
 
@@ -166,19 +169,20 @@ def begin(
 
     def choose() -> tuple[str, str | None, dict[str, Any]]:
         directory, at_start = choose_directory(found.run, found.name, fresh, start)
-        if finished(directory, found.run):
+        code = configs.code_of(found.run)
+        if finished(directory, found.run, at_start.changed, code):
             return storage.named(directory), None, {}
         makers(found.run.output.trackers)  # what is missing is refused before anything is made or compiled
         weights = first_weights(directory, start or found.origin.start)
         models = pins.decide(found, directory, has_begun(directory), weights)
-        origin = dataclasses.replace(found.origin, start=weights, models=models, code=configs.code_of(found.run))
+        origin = dataclasses.replace(found.origin, start=weights, models=models, code=code)
         if (before := begun(directory)) is not None:
             last = max(steps_in(directory / CHECKPOINTS), default=0)
-            code = configs.changed_code(before.origin.code, origin.code)
-            if code and has_begun(directory):
-                told = f"{storage.named(directory)} goes on with other code than before ({configs.shown(code)})"
+            edited = configs.changed_code(before.origin.code, code)
+            if edited and has_begun(directory):
+                told = f"{storage.named(directory)} goes on with other code than before ({configs.shown(edited)})"
                 print(f"jaxrl-llm: {told}; --fresh begins a new run", file=sys.stderr)
-            now = [(last, [*at_start.changed, *code])] if at_start.changed or code else []
+            now = [(last, [*at_start.changed, *edited])] if at_start.changed or edited else []
             origin = dataclasses.replace(origin, changed=[*before.origin.changed, *now])
         return storage.named(directory), at_start.day, origin.to_json()
 
@@ -278,11 +282,52 @@ def first_weights(directory: Path, start: configs.Start | None) -> configs.Start
     return start
 
 
-def finished(directory: Path, settings: configs.Configuration) -> bool:
-    """Whether the run there has finished its steps with a whole last checkpoint; if so, report it."""
+def finished(directory: Path, settings: configs.Configuration, changed: Sequence[str], code: Mapping[str, str]) -> bool:
+    """Whether the run there has a whole last checkpoint of its last step, or of one after which a rule has ended it
+    that still would; if so, report it.
+
+    ``changed``: settings that differ from those before; ``code``: fingerprints of the run's own code now.
+    """
     done = max(steps_in(directory / CHECKPOINTS), default=0)
-    if done < settings.steps or fault(directory / CHECKPOINTS / str(done)):
+    place = directory / CHECKPOINTS / str(done)
+    why = "" if done >= settings.steps else why_ended(place, settings, changed, code)
+    if (done < settings.steps and not why) or fault(place):
         return False
-    more = f"Continue with --steps {2 * done}, or start over with --fresh."
-    print(f"{storage.named(directory)} is finished: {done} of {settings.steps} steps. {more}")
+    name, reached = storage.named(directory), f"{done} of {settings.steps} steps"
+    more = f"Continue with --steps {2 * done}"
+    if why:
+        reached = f"it ended at step {done} of {settings.steps}: {why}"
+        flags = going_on(ended_at(place), settings)
+        more = f"Continue with {flags}" if flags else f"Begin a new run with its weights by --from {name}"
+    print(f"{name} is finished: {reached}. {more}, or start over with --fresh.")
     return True
+
+
+def why_ended(place: Path, settings: configs.Configuration, changed: Sequence[str], code: Mapping[str, str]) -> str:
+    """Return why a rule has ended a run as done with this checkpoint; empty if none has, or if it would not end the run
+    with its present settings. The arguments are those of ``finished``."""
+    directory = place.parents[1]
+    memory, before = ended_at(place), begun(directory)
+    if not memory or before is None:
+        return ""
+    rule, reason, number = memory[ENDED]["rule"], memory[ENDED]["reason"], phase_of(place)
+    if rule.startswith(OF_OWN):
+        own = json.dumps(configs.to_json(settings.rules.own))
+        edited = [name for name in code if configs.changed_code(before.origin.code, {name: code[name]}) and name in own]
+        return "" if edited or any(one.startswith("rules.own") for one in changed) else reason
+    if rule == OF_LESSONS:
+        patience = configs.in_phase(settings, number).rollout.collect.patience
+        return reason if 0 < patience <= memory[rule][SOLVED] else ""
+    if rule != OF_PHASES:
+        return reason
+    until = configs.phases_of(settings)[number].until
+    compares = isinstance(until, Stalls) and not until.metric
+    restarts = compares and bool(configs.other_tests([(0, changed)]))
+    if not restarts and not any(one.startswith("rules.until") for one in changed):
+        return reason
+    if restarts or until is None:
+        return ""
+    tests = configs.other_tests(before.origin.changed) if compares else []
+    rows = lasting(read_rows(directory / "metrics.jsonl"), tests)[-1]
+    holds = would_end(until, rows, settings.evaluation.every, configs.evaluation_key(settings))
+    return reason if holds else ""

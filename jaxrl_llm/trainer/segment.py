@@ -157,6 +157,7 @@ def restored(
     state, saved = store.restore(step, like, mesh, base)
     host = LoopState.from_json(saved, stage.records)
     host.coefficients = dict(stage.coefficients) | host.coefficients
+    host.memory.pop(rules.ENDED, None)
     return state, host
 
 

@@ -22,7 +22,19 @@ from jaxrl_llm.learner.state import reset_optimiser, reset_reference, with_refer
 from jaxrl_llm.learner.utilisation import utilisation
 from jaxrl_llm.models.lora import model_of
 from jaxrl_llm.rollout.groups import OutOfTime
-from jaxrl_llm.rules import BY_HAND, FOUND, LAST, LR_SCALE, OF_ENTROPY, OF_GUARDS, Decision, decide
+from jaxrl_llm.rules import (
+    BY_HAND,
+    DONE,
+    ENDED,
+    EVENT_ENDED,
+    FOUND,
+    LAST,
+    LR_SCALE,
+    OF_ENTROPY,
+    OF_GUARDS,
+    Decision,
+    decide,
+)
 from jaxrl_llm.stages.stage import Batch, Stage
 from jaxrl_llm.telemetry.records import record
 from jaxrl_llm.trainer.context import Cursor, LoopState, RunContext, asked_reset
@@ -117,6 +129,9 @@ def finish(
     cursor.row, cursor.step = {}, step
     row |= decision.events
     progress.happened(step, row, batch.examples)
+    if decision.stop == DONE:
+        row[EVENT_ENDED] = decision.reason
+        cursor.host.memory[ENDED] = {"step": step, "rule": decision.rule, "reason": decision.reason}
     examples = [batch.examples[place] for place in shown_places(batch, cursor.settings.output.samples, step)]
     lines = training_lines(examples, samples, stage.spell) if context.writer else ()
     record(context.writer, step, row, lines, None if found is None else found.lines())

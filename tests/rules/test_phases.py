@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.rules import DONE, PHASE, Decision, Phase, Reaches, Resets, Rules, Stalls, decide
+from jaxrl_llm.rules import DONE, PHASE, Decision, Phase, Reaches, Resets, Rules, Stalls, best_step, decide, lasting
 from jaxrl_llm.rules.guards import WAITS, phase_ends
 from jaxrl_llm.rules.resets import evaluation_result, on_stall
 from jaxrl_llm.stages.rl.ingredients import rules_for
@@ -107,6 +107,26 @@ def test_early_stopping_and_resets_by_stalls_have_one_baseline_the_evaluation_be
 def test_an_evaluation_that_is_not_a_number_has_no_result_live_or_read_from_a_file(unmeasured):
     row = {"step": 2, "eval/average/pass@1": unmeasured, "eval/a/pass@1": 0.9, "eval/a/reward": 1.0}
     assert evaluation_result(row) is None and evaluation_result(row | {"eval/average/pass@1": 0.3}) == 0.3
+
+
+def test_where_a_rollback_went_and_phases_or_evaluations_changed_other_rows_last():
+    row = lambda step, result=None, **more: (
+        {"step": step} | ({} if result is None else {"eval/x/pass@1": result}) | more
+    )
+    back = {"rollback/to_step": 2}
+    cases = {
+        "nothing evaluated": ([row(1), row(2)], (), [[1, 2]], None),
+        "the first of equal ones": ([row(0, 0.1), row(2, 0.5), row(4, 0.5)], (), [[0, 2, 4]], 2),
+        "not a number": ([row(0, 0.1), row(2, None), row(3, math.nan)], (), [[0, 2, 3]], 0),
+        "undone": ([row(0, 0.1), row(2, 0.3), row(3, 0.9), row(4, 0.8, **back), row(5, 0.2)], (), [[0, 2, 5]], 2),
+        "a phase": ([row(0, 0.9), row(2, 0.8, **{PHASE: "b"}), row(4, 0.2), row(6, 0.3)], (), [[0, 2], [4, 6]], 6),
+        "a phase to be evaluated": ([row(0, 0.4), row(2, 0.8, **{PHASE: "b"}), row(3)], (), [[0, 2], [3]], 2),
+        "another evaluation": ([row(0, 0.9), row(2, 0.8), row(4, 0.2)], (2,), [[0, 2], [4]], 4),
+        "undone in both": ([row(2, 0.3), row(4, 0.8), row(6, 0.9), row(7, **back)], (4,), [[2], []], 2),
+    }  # fmt: skip
+    for case, (history, tests, groups, best) in cases.items():
+        assert [[one["step"] for one in group] for group in lasting(history, tests)] == groups, case
+        assert best_step(history, tests) == best, case
 
 
 def test_whichever_comes_first():

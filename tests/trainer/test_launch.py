@@ -18,6 +18,8 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.checkpoints.integrity import CHECKSUMS, sums
 from jaxrl_llm.config import Found, Origin, Start, changed_since
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.rewards import Function
+from jaxrl_llm.rules import Reaches, Rules, Stalls
 from jaxrl_llm.sharding.distributed import ALONE, Peers
 from jaxrl_llm.system.paths import COLLECTED, InUse, alone
 from jaxrl_llm.system.storage import folder, mirror, system
@@ -237,3 +239,57 @@ def test_fresh_takes_a_free_address(tmp_path):
     with pytest.raises(InputError, match="nothing came of it"), claimed(mirror(f"{address}-2"), one):
         raise InputError("nothing came of it")
     assert not folder(f"{address}-2").exists() and system(address).find(f"{address}-2") == []
+
+
+OWN = Function("math:isnan")
+BOUND = Reaches("kl", above=0.5, times=2)
+ENDS = {
+    "the same command": ("phase", {"until": BOUND}, {}, True),
+    "more steps": ("phase", {"until": BOUND}, {"steps": 99}, True),
+    "a guard that has nothing to do with it": ("phase", {"until": BOUND, "guards": ("no_signal",)}, {}, True),
+    "other evaluations": ("phase", {"until": BOUND}, {"evaluation": dataclasses.replace(SMOKE.evaluation, limit=3)}, 1),
+    "without until": ("phase", {}, {}, False),
+    "longer": ("phase", {"until": Reaches("kl", above=0.5, times=3)}, {}, False),
+    "higher": ("phase", {"until": Reaches("kl", above=0.7, times=2)}, {}, False),
+    "lower, which held": ("phase", {"until": Reaches("kl", above=0.4, times=2)}, {}, True),
+    "stalls, which held": ("phase", {"until": Stalls(1)}, {}, True),
+    "stalls, more": ("phase", {"until": Stalls(2)}, {}, False),
+    "stalls of a metric": ("phase", {"until": Stalls(1, "kl")}, {}, True),
+    "solved": ("teaches_nothing", {}, {}, True),
+    "solved, less patience": ("teaches_nothing", {}, {"patience": 2}, True),
+    "solved, more patience": ("teaches_nothing", {}, {"patience": 4}, False),
+    "solved, patience without end": ("teaches_nothing", {}, {"patience": 0}, False),
+    "a rule of one's own": ("own/isnan", {"own": (OWN,)}, {}, True),
+    "without it": ("own/isnan", {}, {}, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_a_run_that_a_rule_has_ended_stays_so_until_the_rule_would_not(tmp_path, capsys, case):
+    """Rows 2 and 6 are evaluated, and 4 was undone by a rollback; a checkpoint of another step tells nothing."""
+    rule, rules, given, stays = ENDS[case]
+    changes = dict(given)
+    directory = tmp_path / "x"
+    before = {"phase": {"until": BOUND}, "own/isnan": {"own": (OWN,)}}.get(rule, {})
+    collect = dataclasses.replace(SMOKE.rollout.collect, patience=changes.pop("patience", 3))
+    changes |= {"rollout": dataclasses.replace(SMOKE.rollout, collect=collect)}
+    every = {"steps": 12, "evaluation": dataclasses.replace(SMOKE.evaluation, every=2)}
+    begun(directory, 6, **every, rules=Rules(**before))
+    rows = [{"step": 0, "eval/x/pass@1": 0.5}, {"step": 2, "eval/x/pass@1": 0.6}, {"step": 3, "kl": 0.1}]
+    rows += [{"step": 4, "kl": 0.9, "eval/x/pass@1": 0.9, "rollback/to_step": 3}]
+    rows += [{"step": 5, "kl": 0.6}, {"step": 6, "kl": 0.6, "eval/x/pass@1": 0.6}]
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    memory = {"teaches_nothing": {"empty": 4, "solved": 3}, "phase": {"steps": 6, "times": 2}}
+    place = directory / "checkpoints/6/host"
+    place.mkdir()
+    again = found(directory, **every | changes, rules=Rules(**rules))
+    again = dataclasses.replace(
+        again, run=dataclasses.replace(again.run, evaluation=dataclasses.replace(again.run.evaluation, every=2))
+    )
+    for step, ended in ((6, stays), (4, False)):
+        ending = {"step": step, "rule": rule, "reason": "it is over"}
+        (place / "metadata").write_text(json.dumps({"memory": memory | {"ended": ending}, "phase": 0}))
+        assert (begin(ALONE, again, False, None)[1] is None) == bool(ended)
+    told = capsys.readouterr().out
+    line = f"{directory} is finished: it ended at step 6 of {again.run.steps}: it is over. "
+    assert told.startswith(line) == bool(stays) and told.count("\n") == stays

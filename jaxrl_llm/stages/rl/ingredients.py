@@ -10,6 +10,7 @@ from jaxrl_llm.rules import (
     BY_HAND,
     LR_SCALE,
     OF_ENTROPY,
+    OF_OWN,
     Rule,
     by_hand,
     decide_by_own,
@@ -84,7 +85,7 @@ def rules_for(run: configs.Run) -> dict[str, Rule]:
         rules["controller"] = partial(kl_controlled, reads=run.recipe.of_kl.reads, controller=run.recipe.of_kl)
     if run.recipe.of_entropy is not None:
         rules[OF_ENTROPY] = partial(entropy_controlled, controller=run.recipe.of_entropy)
-    return rules | {f"own/{rule.name}": partial(decide_by_own, rule=rule) for rule in run.rules.own}
+    return rules | {f"{OF_OWN}{rule.name}": partial(decide_by_own, rule=rule) for rule in run.rules.own}
 
 
 def dropped_endings(run: configs.Run) -> tuple[str, ...]:
