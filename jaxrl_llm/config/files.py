@@ -332,16 +332,6 @@ def changed_since(directory: Path, step: int | None) -> str:
     return "; ".join(shown(names) for at, names in changed if at >= (step or 0))
 
 
-EVERY = "evaluation.every"
-"""The setting of evaluations that does not change what they measure."""
-
-
-def other_tests(changed: Sequence[tuple[int, Sequence[str]]]) -> list[int]:
-    """Return the steps of recorded changes after which evaluations are of other settings (``evaluation_key``)."""
-    kinds = {step: {name.partition(":")[0] for name in names} for step, names in changed}
-    return [step for step, names in kinds.items() if any(n.startswith("evaluation.") for n in names - {EVERY})]
-
-
 def evaluation_key(run: Any) -> str:
     """Return a key of the settings that evaluations depend on: equal keys measure the same problems in the same way."""
     test = dataclasses.replace(run.evaluation, task=run.evaluation.task or run.task, every=0, judge=None)

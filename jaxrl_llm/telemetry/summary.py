@@ -75,6 +75,7 @@ class RunSummary:
         disagreement of several models.
       phases: the steps after which another phase began, and the text of each one's row about it.
       findings: the run's.
+      best: the step of the best evaluation and its result, where the run keeps that model, as ``RUN@best``; else None.
       ended: the step, of how many, after which a rule ended the run, and why; None if all steps were made.
     """
 
@@ -90,6 +91,7 @@ class RunSummary:
     judged: tuple[tuple[int, float, float, float | None], ...] = ()
     phases: tuple[tuple[int, str], ...] = ()
     findings: Sequence[Finding] = ()
+    best: tuple[int, float] | None = None
     ended: tuple[int, int, str] | None = None
 
 
@@ -237,8 +239,14 @@ def _next(summary: RunSummary, reloads: bool, writes: bool, flags: str) -> list[
         commands.insert(1, f"jaxrl-llm generate {run} --prompt {shlex.quote(ask)}")
     folder = storage.mirror(summary.run_dir)
     report, profile = folder / "report.html", folder / PROFILE
+    best = []
+    if summary.best is not None:
+        step, result = summary.best
+        value = _shown(abs(result), summary.measure == "accuracy" and summary.after is not None)
+        best = [_field("its best model", f"{summary.run_dir}@best: step {step}, {value}")]
     return [
         _field("the run is in", summary.run_dir),
+        *best,
         *([_field("look at it", f"{report}, in a browser")] if report.is_file() else []),
         *([_field("its profile", f"{profile} (pip install xprof, then xprof {profile})")] if profile.is_dir() else []),
         _field("try next", ""),

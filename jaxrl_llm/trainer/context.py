@@ -18,9 +18,9 @@ from rich.console import Console
 
 from jaxrl_llm import codec
 from jaxrl_llm.checkpoints.integrity import mark
-from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS
+from jaxrl_llm.checkpoints.snapshots import BEST, CHECKPOINTS, keep_only
 from jaxrl_llm.checkpoints.store import Checkpoints, steps_in
-from jaxrl_llm.config import Configuration, Start, to_json
+from jaxrl_llm.config import Configuration, Start, recorded_best, to_json
 from jaxrl_llm.diagnosis import FindingTracker
 from jaxrl_llm.diagnosis.history import ROLLED_BACK
 from jaxrl_llm.errors import InputError, one_line
@@ -28,6 +28,7 @@ from jaxrl_llm.rules import ASKED, BY_HAND, PHASE, Memory
 from jaxrl_llm.sharding import make_mesh
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.stages.stage import Batch, Fingerprints, Stage
+from jaxrl_llm.system import lease, storage
 from jaxrl_llm.system.json_lines import read_rows
 from jaxrl_llm.system.paths import new_file
 from jaxrl_llm.system.signals import Preemption
@@ -225,6 +226,23 @@ def _underway(directory: Path) -> dict[str, Any]:
 def _checkpoint(directory: Path, step: int) -> list[Any]:
     """Return the step of a checkpoint and what identifies its files."""
     return [step, mark(directory / CHECKPOINTS / str(step))]
+
+
+def improves(directory: Path, row: dict[str, Any]) -> bool:
+    """Whether a step's evaluation is better than the best one before it; ``row``: not yet in metrics.jsonl."""
+    return recorded_best(directory, row) == row["step"]
+
+
+def forget_best(directory: Path) -> None:
+    """Remove the models of earlier best evaluations, but for those that were the best as of a checkpoint: a run that
+    resumes or rolls back to it still has them."""
+    if steps_in(directory / BEST):
+        ends = (*steps_in(directory / CHECKPOINTS), math.inf)
+        needed = {step for last in ends if (step := recorded_best(directory, last=last)) is not None}
+        if needed:  # else the records are lost, and tell nothing
+            if storage.address(directory):  # its row is there too before an older one goes
+                lease.before_commit(directory)
+            keep_only(directory / BEST, needed)
 
 
 REQUEST = "reset.json"

@@ -8,13 +8,14 @@ import hashlib
 import json
 import sys
 import time
+import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.checkpoints.integrity import fault
-from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS, check_whole, ended_at, kept, phase_of
+from jaxrl_llm.checkpoints.snapshots import BEST, CHECKPOINTS, check_whole, ended_at, kept, phase_of
 from jaxrl_llm.checkpoints.store import steps_in
 from jaxrl_llm.config.origin import origin_of
 from jaxrl_llm.errors import InputError, require
@@ -65,8 +66,10 @@ class Result(int):
 
     @property
     def best(self) -> dict[str, Any] | None:
-        """The row of the best evaluation, the first of equal ones; None without one."""
-        return max(self.evaluations, key=lambda one: one[0])[1] if self.evaluations else None
+        """The row of the best evaluation, that of ``RUN@best``: the first of equal ones, of those under the last phase
+        and settings of evaluations that no rollback has undone; None without one."""
+        best = configs.recorded_best(self.directory)
+        return next((row for row in self.history if row["step"] == best), None)
 
 
 def launch(
@@ -112,6 +115,9 @@ def launch(
         from jaxrl_llm.telemetry.summary import print_summary, summarise
 
         summary = summarise(directory, time.monotonic() - began, found.run.steps)
+        best = Result.of(code, directory).best
+        if best is not None and best["step"] in (0, *kept(directory)):
+            summary = dataclasses.replace(summary, best=(best["step"], evaluation_result(best)))
         writes = not isinstance(found.run, configs.RewardModel)
         last = directory / CHECKPOINTS / str(summary.took.last)
         flags = "" if summary.ended is None else going_on(ended_at(last), found.run)
@@ -162,6 +168,10 @@ def begin(
     place = found.run.output.run_dir
     shared = peers.count == 1 or storage.written_directly(storage.mirror(place or ""))
     require(shared, f"run_dir {place}: only one process writes to s3://; give gs://, or a shared folder")
+    if f"@{BEST}" in json.dumps(configs.to_json(found.run)):
+        before = None if fresh else begun(storage.refreshed(storage.mirror(place or f"runs/{found.name}")))
+        known = {} if before is None else before.origin.models
+        found = dataclasses.replace(found, run=configs.numbered(found.run, found.origin, known))
     text = json.dumps([configs.to_json(found.run), __version__, jax.__version__])
     peers.check_same("settings", hashlib.sha256(text.encode()).hexdigest()[:16])
     if start is not None:
@@ -271,7 +281,7 @@ def first_weights(directory: Path, start: configs.Start | None) -> configs.Start
     """
     if (before := begun(directory)) is not None:
         start = before.origin.start
-    if start is None or steps_in(directory / CHECKPOINTS):
+    if start is None or steps_in(directory / CHECKPOINTS) or start.step == 0:
         return start
     if start.step not in kept(start.directory):
         raise InputError(
@@ -282,7 +292,12 @@ def first_weights(directory: Path, start: configs.Start | None) -> configs.Start
     return start
 
 
-def finished(directory: Path, settings: configs.Configuration, changed: Sequence[str], code: Mapping[str, str]) -> bool:
+def finished(
+    directory: Path,
+    settings: configs.Configuration,
+    changed: Sequence[str] = (),
+    code: Mapping[str, str] = types.MappingProxyType({}),
+) -> bool:
     """Whether the run there has a whole last checkpoint of its last step, or of one after which a rule has ended it
     that still would; if so, report it.
 

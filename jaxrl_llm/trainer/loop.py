@@ -28,7 +28,15 @@ from jaxrl_llm.system.signals import PREEMPTED, Preemption, on_exit
 from jaxrl_llm.telemetry import Verbosity
 from jaxrl_llm.telemetry.pace import SAVE
 from jaxrl_llm.telemetry.records import record
-from jaxrl_llm.trainer.context import Cursor, RunContext, forget_reset, forget_underway, keep_underway, opened
+from jaxrl_llm.trainer.context import (
+    Cursor,
+    RunContext,
+    forget_best,
+    forget_reset,
+    forget_underway,
+    keep_underway,
+    opened,
+)
 from jaxrl_llm.trainer.segment import load
 from jaxrl_llm.trainer.step import make_step, next_phase
 
@@ -81,6 +89,7 @@ def train(
         if peers.leads:
             forget_reset(directory, cursor.host.memory)
             forget_underway(directory)
+            forget_best(directory)
     code, reason = ending
     if reason:
         say(reason)

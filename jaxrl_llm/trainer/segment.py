@@ -16,20 +16,21 @@ import optax
 from jaxrl_llm import config as configs
 from jaxrl_llm import learner, rules
 from jaxrl_llm.checkpoints.integrity import fault
-from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS, SNAPSHOTS, kept, phase_of
+from jaxrl_llm.checkpoints.snapshots import BEST, CHECKPOINTS, SNAPSHOTS, kept, phase_of
 from jaxrl_llm.checkpoints.store import Checkpoints, holds, parts_of, restore_parts, steps_in
 from jaxrl_llm.diagnosis.history import ROLLED_BACK
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.state import NewRole, reset_reference
 from jaxrl_llm.models.heads import split
-from jaxrl_llm.runs.load import as_trained, host_state, load_model
+from jaxrl_llm.runs.load import as_trained, find_run, host_state, load_adapter, load_model, load_trained
 from jaxrl_llm.runs.pins import needs_base
+from jaxrl_llm.sharding.rules import weights_digest
 from jaxrl_llm.stages import stage_of
 from jaxrl_llm.stages.stage import Stage, check_problems, state_of
 from jaxrl_llm.telemetry.progress import model_line
 from jaxrl_llm.trainer.context import Cursor, LoopState, RunContext, underway_after
-from jaxrl_llm.types import TrainState
+from jaxrl_llm.types import Role, TrainState
 
 
 def load(context: RunContext, number: int, cursor: Cursor | None, resources: Any) -> Cursor:
@@ -125,7 +126,8 @@ def begin(
     state = learner.create_state(model, optimiser, stage.reference, mesh, run.learner.lora, run.seed, others)
     if weights is not None:
         state = borrowed(state, run, weights, mesh, note)
-        state = with_others(state, others, kept(weights.directory)[weights.step], mesh, note)
+        if weights.step:
+            state = with_others(state, others, kept(weights.directory)[weights.step], mesh, note)
     left = None if weights is None or not weights.carry else carried(run, stage, weights, note)
     return state, LoopState(left, coefficients=dict(stage.coefficients))
 
@@ -180,8 +182,11 @@ def borrowed(
         raise InputError(f"{shown} is of a {names[0]}, and this is a {names[1]}: give it as --model, not as --from")
     if old.lora != run.learner.lora:
         raise InputError(f"{shown} has {old.lora}, this run {run.learner.lora}: set learner.lora to what it is there")
+    if weights.step == 0:
+        note(f"begins with the model that {weights.run} began with; the optimiser is new")
+        return reset_reference(state.with_role("policy", params=first_policy(state.policy, run, weights, mesh)))
     place = kept(weights.directory)[weights.step]
-    snapshot = place.parent.name == SNAPSHOTS
+    snapshot = place.parent.name in (SNAPSHOTS, BEST)
     same = old.optimiser == run.learner.optimiser and not snapshot
     policy = state.policy
     like = jax.eval_shape(parts_of, policy.params, policy.opt_state if same else None)
@@ -193,6 +198,24 @@ def borrowed(
     return reset_reference(
         state.with_role("policy", params=found.params, opt_state=found.opt_state if same else policy.opt_state)
     )
+
+
+def first_policy(policy: Role, run: configs.Configuration, weights: configs.Start, mesh: Any) -> Any:
+    """Return the parameters that another run began with, in place of those of this new one's policy, which are deleted.
+
+    Raises:
+      InputError: they are an adapter of another model.
+    """
+    trained: Any = find_run(f"{weights.run}@0")
+    if policy.base is not None:
+        base, adapter, _ = load_adapter(trained, mesh)
+        other = f"{weights.run} began with another model than {run.model}: give that with --model"
+        require(weights_digest(base) == weights_digest(policy.base), other)
+        return adapter
+    layout = jax.tree.map(lambda x: x.sharding, policy.params)
+    for array in jax.tree.leaves(policy.params):
+        array.delete()  # there need not be room for both
+    return jax.device_put(load_trained(trained, mesh, run.learner.dtype)[0], layout)
 
 
 def with_others(

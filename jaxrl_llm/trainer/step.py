@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm import learner
+from jaxrl_llm.checkpoints.snapshots import BEST, keep
 from jaxrl_llm.config import Configuration, in_phase, keeps_reference, phases_of
 from jaxrl_llm.learner import Sample
 from jaxrl_llm.learner.optimiser import build
@@ -37,7 +38,7 @@ from jaxrl_llm.rules import (
 )
 from jaxrl_llm.stages.stage import Batch, Stage
 from jaxrl_llm.telemetry.records import record
-from jaxrl_llm.trainer.context import Cursor, LoopState, RunContext, asked_reset
+from jaxrl_llm.trainer.context import Cursor, LoopState, RunContext, asked_reset, forget_best, improves
 from jaxrl_llm.trainer.segment import go_back
 from jaxrl_llm.types import Completion, Group, TrainState
 
@@ -124,6 +125,12 @@ def finish(
         decision = go_back(context, cursor, decision)
         if context.sight is not None:
             context.sight.take(decision.events)
+    better = found is not None and decision.rollback is None and context.run.output.keep_best
+    better = better and context.peers.first(lambda: improves(context.directory, row))
+    if better:  # whole before its row, and that before an older one goes
+        progress.status("saving")
+        context.store.wait()
+        keep(context.directory, step, cursor.state, cursor.host.phase, BEST)
     cursor.state = apply(decision, cursor.state, cursor.settings)
     cursor.host.coefficients |= decision.coefficients
     cursor.row, cursor.step = {}, step
@@ -135,6 +142,8 @@ def finish(
     examples = [batch.examples[place] for place in shown_places(batch, cursor.settings.output.samples, step)]
     lines = training_lines(examples, samples, stage.spell) if context.writer else ()
     record(context.writer, step, row, lines, None if found is None else found.lines())
+    if better and context.peers.leads:
+        forget_best(context.directory)
     return decision
 
 

@@ -16,15 +16,17 @@ from storages import BUCKET, on_another_machine, storage
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.checkpoints.integrity import CHECKSUMS, sums
-from jaxrl_llm.config import Found, Origin, Start, changed_since
+from jaxrl_llm.checkpoints.store import steps_in
+from jaxrl_llm.config import Found, Origin, Scoring, Start, changed_since
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.rewards import Function
+from jaxrl_llm.rewards import Function, ModelReward
 from jaxrl_llm.rules import Reaches, Rules, Stalls
 from jaxrl_llm.sharding.distributed import ALONE, Peers
 from jaxrl_llm.system.paths import COLLECTED, InUse, alone
 from jaxrl_llm.system.storage import folder, mirror, system
 from jaxrl_llm.trainer.claim import claimed
-from jaxrl_llm.trainer.launch import begin, choose_directory, first_weights
+from jaxrl_llm.trainer.context import forget_best, improves
+from jaxrl_llm.trainer.launch import Result, begin, choose_directory, first_weights
 
 SMOKE = configs.dated(configs.resolved(configs.load_config("smoke")[1]), "2025-07-01")
 HOLD = "import sys\nfrom pathlib import Path\nfrom jaxrl_llm.system.paths import alone\n" \
@@ -293,3 +295,79 @@ def test_a_run_that_a_rule_has_ended_stays_so_until_the_rule_would_not(tmp_path,
     told = capsys.readouterr().out
     line = f"{directory} is finished: it ended at step 6 of {again.run.steps}: it is over. "
     assert told.startswith(line) == bool(stays) and told.count("\n") == stays
+
+
+def result(step, value=None, **more):
+    return {"step": step} | ({} if value is None else {"eval/x/pass@1": value}) | more
+
+
+HISTORIES = {
+    "the best alone": ([result(0, 0.1), result(2, 0.5), result(4, 0.4)], [2, 4], [1, 2, 4], [], 2, [2]),
+    "as of an older checkpoint": ([result(0, 0.1), result(2, 0.3), result(6, 0.5)], [4, 6], [1, 2, 6], [], 6, [2, 6]),
+    "before any checkpoint": ([result(0, 0.1), result(2, 0.3), result(3, 0.5)], [], [2, 3], [], 3, [3]),
+    "undone, but not as of its checkpoint": (
+        [result(0, 0.1), result(2, 0.3), result(4, 0.9), result(5, 0.8, **{"rollback/to_step": 2})],
+        [2, 4, 5], [2, 4], [], 2, [2, 4],
+    ),
+    "undone": (
+        [result(0, 0.1), result(2, 0.3), result(4, 0.9), result(5, **{"rollback/to_step": 2}), result(6, 0.2)],
+        [5, 6], [2, 4], [], 2, [2],
+    ),
+    "of another phase": (
+        [result(0, 0.9), result(2, 0.8, **{"event/phase": "b"}), result(4, 0.2)], [4], [4], [], 4, [4]
+    ),
+    "of another evaluation": (
+        [result(0, 0.1), result(2, 0.9), result(4, 0.2)], [4], [2, 4], [[2, ["evaluation.limit: 3 -> 9"]]], 4, [4]
+    ),
+    "of the same evaluation": (
+        [result(0, 0.1), result(2, 0.9), result(4, 0.2)], [4], [2, 4],
+        [[2, ["evaluation.every: 3 -> 9", "steps: 1 -> 2"]]], 2, [2],
+    ),
+    "step 0": ([result(0, 0.9), result(2, 0.9), result(4, None)], [2, 4], [3], [], 0, []),
+    "without records": ([], [2], [1, 2], [], None, [1, 2]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HISTORIES)
+def test_the_best_model_is_that_of_rows_that_last_and_others_go_unless_a_checkpoint_has_them(tmp_path, case):
+    rows, checkpoints, there, changed, best, left = HISTORIES[case]
+    directory = tmp_path / "x"
+    begun(directory, *checkpoints)
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = json.loads((directory / "config.json").read_text())
+    config["origin"]["changed"] = changed
+    (directory / "config.json").write_text(json.dumps(config))
+    for step in there:
+        (directory / "best" / str(step)).mkdir(parents=True)
+    forget_best(directory)
+    assert steps_in(directory / "best") == left and len(list((directory / "best").iterdir())) == len(left)
+    for number in checkpoints:
+        assert configs.recorded_best(directory, last=number) in {0, None, *left}, number
+    if best is None:
+        with pytest.raises(InputError, match=r"x@best: no evaluation has a result yet: .* give .*x@STEP"):
+            configs.split_step(f"{directory}@best")
+        return
+    assert configs.split_step(f"{directory}@best") == (directory, best)
+    row = Result.of(0, directory).best
+    assert row is not None and row["step"] == best
+    (directory / "best").mkdir(exist_ok=True)
+    assert improves(directory, result(9, 2.0)) and not improves(directory, result(9, float("nan")))
+    assert not improves(directory, result(9, row["eval/x/pass@1"])), "the first of equal ones"
+
+
+def test_a_name_of_the_best_model_becomes_its_number_once(tmp_path):
+    directory = tmp_path / "x"
+    begun(directory, 2)
+    (directory / "metrics.jsonl").write_text(json.dumps(result(2, 0.5)) + "\n")
+    judge = ModelReward(f"{directory}@best")
+    run = dataclasses.replace(SMOKE, model=f"{directory}@best", scoring=Scoring((judge,)))
+    found = configs.numbered(run, Origin(str(tmp_path)))
+    assert (found.model, found.scoring.rewards[0].path) == (f"{directory}@2",) * 2
+    (directory / "metrics.jsonl").write_text("")
+    again = configs.numbered(run, Origin(str(tmp_path)), [f"{directory}@2", "other@3"])
+    assert again == found and configs.numbered(SMOKE, Origin(str(tmp_path))) is SMOKE
+    beside = dataclasses.replace(SMOKE, model="x@best")
+    (directory / "metrics.jsonl").write_text(json.dumps(result(2, 0.5)) + "\n")
+    assert configs.numbered(beside, Origin(str(tmp_path))).model == "x@2"
+    for name in ("none@best", "org/model@best"):
+        assert configs.numbered(dataclasses.replace(SMOKE, model=name), Origin(str(tmp_path))).model == name
