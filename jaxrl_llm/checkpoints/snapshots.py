@@ -18,7 +18,7 @@ from jaxrl_llm.checkpoints import objects
 from jaxrl_llm.checkpoints.integrity import fault
 from jaxrl_llm.checkpoints.store import UNFINISHED, Checkpoints, host_file, steps_in
 from jaxrl_llm.errors import InputError, one_line, require
-from jaxrl_llm.rules import ENDED
+from jaxrl_llm.rules.decision import ENDED
 from jaxrl_llm.sharding.distributed import ALONE, Peers
 from jaxrl_llm.system import storage
 from jaxrl_llm.types import TrainState

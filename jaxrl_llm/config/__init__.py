@@ -43,18 +43,7 @@ from jaxrl_llm.config.mixture import (
     watched,
 )
 from jaxrl_llm.config.notes import notes
-from jaxrl_llm.config.origin import (
-    Origin,
-    Pin,
-    Start,
-    located,
-    numbered,
-    other_tests,
-    own_modules,
-    recorded_best,
-    split_step,
-    without_step,
-)
+from jaxrl_llm.config.origin import Origin, Pin, Start, located, own_modules, split_step, without_step
 from jaxrl_llm.config.phases import SHIFT, in_phase, phases_of, unreached, validate
 from jaxrl_llm.config.run import SEED, Evaluation, Output, Run, keeps_reference
 from jaxrl_llm.config.scoring import Scoring

@@ -13,7 +13,7 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -170,22 +170,15 @@ def numbered(run: Any, origin: Origin, known: Iterable[str] = ()) -> Any:
     ``known``: the names of the pinned models of a run that has begun.
     """
 
-    def change(part: Any) -> Any:
-        fields = [field for field, marks in _naming(part).items() if MODEL in marks]
-        named = {field: getattr(part, field) for field in fields}
-        lists = {f: tuple(map(number, n)) for f, n in named.items() if isinstance(n, (tuple, list))}
-        new = {f: number(n) for f, n in named.items() if isinstance(n, str)} | lists
-        return dataclasses.replace(part, **new) if new != named else part
-
-    def number(name: str) -> str:
+    def number(name: str, marks: Sequence[Any]) -> str:
         run, _, step = name.rpartition("@")
-        if step != BEST:
+        if step != BEST or MODEL not in marks:
             return name
         pinned = [one for one in known if one.startswith(f"{run}@") and one.rpartition("@")[2].isdecimal()]
         step = split_step(place_of(name, origin, None))[1] if not pinned else None
         return pinned[0] if pinned else name if step is None else f"{run}@{step}"
 
-    return with_parts(run, change)
+    return _with_names(run, number)
 
 
 def without_step(name: str) -> str:
@@ -209,17 +202,23 @@ def located(run: Any, origin: Origin, directory: Path | None = None, pinned: boo
             name = f"{name}@{pin.step}"
         return place_of(name, origin, directory)
 
-    def change(part: Any) -> Any:
+    return _with_names(run, placed)
+
+
+def _with_names(run: Any, change: Callable[[str, Sequence[Any]], str]) -> Any:
+    """Return the run with other names of models, files and folders; ``change`` takes a name and its field's marks."""
+
+    def changed(part: Any) -> Any:
         new = {}
         for field, marks in _naming(part).items():
             named = getattr(part, field)
             if isinstance(named, (tuple, list)):
-                new[field] = tuple(placed(name, marks) for name in named)
+                new[field] = tuple(change(name, marks) for name in named)
             elif named is not None:
-                new[field] = placed(named, marks)
+                new[field] = change(named, marks)
         return dataclasses.replace(part, **new) if new else part
 
-    return with_parts(run, change)
+    return with_parts(run, changed)
 
 
 def _naming(part: Any) -> dict[str, Sequence[Any]]:

@@ -150,7 +150,7 @@ LOST = (
     "what was learned is lost: at best {best}, until step {step}; now {now}",
     "Updates have thrown the policy off course, commonly after gradients or a KL that grew, or its problems or "
     "rewards have changed.",
-    f"start again from its best evaluation, --from RUN@best, with a lower {RATE} or a larger "
+    f"start again from a checkpoint before it, --from RUN@STEP or RUN@best, with a lower {RATE} or a larger "
     "--recipe.algorithm.kl_coef; --guard stalled with --rules.on_guard rollback does this automatically",
 )
 """The texts for a run that has stalled because it lost its progress."""

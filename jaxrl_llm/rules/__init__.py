@@ -1,20 +1,6 @@
 """Rules between steps: pure functions of a step's row and of their own memory."""
 
-from jaxrl_llm.rules.best import OF_RESULTS, best_step, lasting
-from jaxrl_llm.rules.decision import (
-    DONE,
-    ENDED,
-    EVENT_ENDED,
-    GUARD,
-    LAST,
-    OF_OWN,
-    UNDONE,
-    Decision,
-    Memory,
-    Rule,
-    decide,
-    decide_by_own,
-)
+from jaxrl_llm.rules.decision import DONE, GUARD, LAST, UNDONE, Decision, Memory, Rule, decide, decide_by_own
 from jaxrl_llm.rules.guards import (
     ALL,
     FOUND,
@@ -23,13 +9,10 @@ from jaxrl_llm.rules.guards import (
     OF_LESSONS,
     OF_PHASES,
     PHASE,
-    SOLVED,
-    going_on,
     guards_of,
     not_a_number,
     phase_ended,
     phase_ends,
-    would_end,
 )
 from jaxrl_llm.rules.resets import (
     AGAIN,

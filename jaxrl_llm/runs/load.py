@@ -284,10 +284,10 @@ def where_it_began(trained: Trained) -> Trained:
     start = configs.read(trained.directory.parents[1] / "config.json", own=False).origin.start
     if trained.step or start is None:
         return trained
-    if start.step == 0:
-        first: Any = find_run(f"{start.run}@0")
-        return where_it_began(first)
-    return dataclasses.replace(trained, directory=kept(start.directory)[start.step], step=start.step)
+    first = find_run(f"{start.run}@{start.step}")
+    if first is None:
+        raise InputError(f"{start.run} is missing, with whose weights {trained.directory.parents[1]} began")
+    return where_it_began(first)
 
 
 def load_base(trained: Trained, mesh: Any) -> tuple[Any, Any | None]:

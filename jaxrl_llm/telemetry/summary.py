@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.text import Text
 
 from jaxrl_llm.diagnosis import Finding, diagnose
-from jaxrl_llm.rules import EVENT_ENDED
 from jaxrl_llm.system import storage
 from jaxrl_llm.system.json_lines import read_rows
 from jaxrl_llm.system.paths import PROFILE
@@ -76,7 +75,8 @@ class RunSummary:
       phases: the steps after which another phase began, and the text of each one's row about it.
       findings: the run's.
       best: the step of the best evaluation and its result, where the run keeps that model, as ``RUN@best``; else None.
-      ended: the step, of how many, after which a rule ended the run, and why; None if all steps were made.
+      ended: after how many planned steps a rule ended the run, why, and the flags that continue it, if any do; None if
+        all steps were made.
     """
 
     run_dir: str
@@ -92,7 +92,7 @@ class RunSummary:
     phases: tuple[tuple[int, str], ...] = ()
     findings: Sequence[Finding] = ()
     best: tuple[int, float] | None = None
-    ended: tuple[int, int, str] | None = None
+    ended: tuple[int, str, str] | None = None
 
 
 Answered = tuple[str, str, str, float]
@@ -119,12 +119,7 @@ class Printer(Console):
 
 
 def print_summary(
-    summary: RunSummary,
-    console: Console | None = None,
-    brief: bool = False,
-    reloads: bool = True,
-    writes: bool = True,
-    flags: str = "",
+    summary: RunSummary, console: Console | None = None, brief: bool = False, reloads: bool = True, writes: bool = True
 ) -> None:
     """Print the accuracy (or reward) before and after, samples, the run's directory, the next commands and findings.
 
@@ -134,7 +129,6 @@ def print_summary(
       brief: leave out samples and commands.
       reloads: whether the run's config.json holds all that it trains with.
       writes: whether it trains a model that answers; a reward model does not.
-      flags: with which a run continues that a rule has ended; empty if none do.
     """
     console = console or Printer(highlight=False)
     begun = [_field(f"after step {step}", text) for step, text in summary.phases]
@@ -143,7 +137,7 @@ def print_summary(
         lines.append(_field("the run is in", summary.run_dir))
     else:
         lines = [Text(""), *lines, *_judged(summary), *_samples(summary, console)]
-        lines += [Text(""), *_next(summary, reloads, writes, flags)]
+        lines += [Text(""), *_next(summary, reloads, writes)]
     for found in summary.findings:
         lines += [Text(""), _field(found.kind.replace("_", " "), f"since step {found.step}: {found.what}", "bold")]
         lines += [Text(f"{'':<{LABEL_WIDTH}}{text}") for text in (found.why, f"try {found.remedy}")]
@@ -159,10 +153,8 @@ def _results(summary: RunSummary) -> list[Text]:
     took = summary.took
     later = f"step {took.last}" if took.first == took.last else f"steps {took.first} to {took.last}"
     steps = f"{took.last} steps" if took.first <= 1 else later
-    done = f"{steps} in {seconds(took.seconds)}"
-    if summary.ended is not None:
-        done += "; ended at step {} of {}: {}".format(*summary.ended)
-    lines = [_field("finished", done)]
+    early = "; ended at step {} of {}: {}".format(took.last, *summary.ended) if summary.ended is not None else ""
+    lines = [_field("finished", f"{steps} in {seconds(took.seconds)}{early}")]
     measured = [(*other, "") for other in summary.others]
     if summary.after is not None:
         measured.insert(0, (measure, summary.before, summary.after, measure == "accuracy", f"  on {summary.task}"))
@@ -220,19 +212,18 @@ def _block(label: str, verdict: tuple[str, str], text: str, console: Console) ->
     return [head + first, *(Text(" " * LABEL_WIDTH) + other for other in others)]
 
 
-def _next(summary: RunSummary, reloads: bool, writes: bool, flags: str) -> list[Text]:
+def _next(summary: RunSummary, reloads: bool, writes: bool) -> list[Text]:
     run = shlex.quote(summary.run_dir)
     ask = "What is 3 + 5?"
     # The run's own configuration: it may have started with flags on top of the named one.
     config = shlex.quote(f"{summary.run_dir}/config.json")
     if summary.pairs and len(summary.pairs[0].prompt) <= LONGEST_ASKED:
         ask = abridge(summary.pairs[0].prompt, LONGEST_ASKED)
-    more = f"jaxrl-llm train {config} --run_dir {run} --steps {2 * summary.took.last}"
-    if summary.ended is not None:
-        more = f"jaxrl-llm train {config} " + (f"--run_dir {run} {flags}" if flags else f"--from {run}")
+    flags = f"--steps {2 * summary.took.last}" if summary.ended is None else summary.ended[2]
+    more = f"jaxrl-llm train {config} " + (f"--run_dir {run} {flags}" if flags else f"--from {run}")
     if not reloads:
         begun = "from the file or notebook that began it: config.json lacks its own parts"
-        how = f"with {flags or f'--from {run}'}" if summary.ended else f"for {2 * summary.took.last} steps"
+        how = f"for {2 * summary.took.last} steps" if summary.ended is None else f"with {flags or f'--from {run}'}"
         more = f"train again {how} {begun}"
     commands = [f"jaxrl-llm eval {run}", more]
     if writes:
@@ -254,12 +245,11 @@ def _next(summary: RunSummary, reloads: bool, writes: bool, flags: str) -> list[
     ]
 
 
-def summarise(run_dir: Path, seconds: float, planned: int = 0) -> RunSummary:
-    """Summarise a run of ``planned`` steps by its ``metrics.jsonl`` and ``samples.jsonl``: the first and the last
-    evaluation, reward models, phases and findings."""
+def summarise(run_dir: Path, seconds: float) -> RunSummary:
+    """Summarise a run by its ``metrics.jsonl`` and ``samples.jsonl``: the first and the last evaluation, reward models,
+    phases and findings."""
     rows = list(read_rows(run_dir / "metrics.jsonl"))
     steps = rows[-1]["step"] if rows else 0
-    ended = (steps, planned, rows[-1][EVENT_ENDED]) if rows and steps < planned and EVENT_ENDED in rows[-1] else None
     took = Took(max((row["step"] for row in rows if row.get("event/resumed")), default=1), steps, seconds)
     others = []
     for name, (label, share) in OTHERS.items():
@@ -274,7 +264,6 @@ def summarise(run_dir: Path, seconds: float, planned: int = 0) -> RunSummary:
             judged.append((row["step"], score, right, row.get(next(names, ""))))
     summary = RunSummary(
         storage.named(run_dir), "", took, others=tuple(others), judged=tuple(judged), findings=diagnose(rows),
-        ended=ended,
         phases=tuple((row["step"], text) for row in rows for name, text in happened(row) if name == "phase"),
     )  # fmt: skip
     # The main metric comes first in a row: the accuracy, or the reward where nothing is verified, of several tasks the

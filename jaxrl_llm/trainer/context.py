@@ -20,7 +20,8 @@ from jaxrl_llm import codec
 from jaxrl_llm.checkpoints.integrity import mark
 from jaxrl_llm.checkpoints.snapshots import BEST, CHECKPOINTS, keep_only
 from jaxrl_llm.checkpoints.store import Checkpoints, steps_in
-from jaxrl_llm.config import Configuration, Start, recorded_best, to_json
+from jaxrl_llm.config import Configuration, Start, to_json
+from jaxrl_llm.config.origin import recorded_best
 from jaxrl_llm.diagnosis import FindingTracker
 from jaxrl_llm.diagnosis.history import ROLLED_BACK
 from jaxrl_llm.errors import InputError, one_line
@@ -228,11 +229,6 @@ def _checkpoint(directory: Path, step: int) -> list[Any]:
     return [step, mark(directory / CHECKPOINTS / str(step))]
 
 
-def improves(directory: Path, row: dict[str, Any]) -> bool:
-    """Whether a step's evaluation is better than the best one before it; ``row``: not yet in metrics.jsonl."""
-    return recorded_best(directory, row) == row["step"]
-
-
 def forget_best(directory: Path) -> None:
     """Remove the models of earlier best evaluations, but for those that were the best as of a checkpoint: a run that
     resumes or rolls back to it still has them."""
@@ -262,6 +258,12 @@ def asked_reset(directory: Path) -> dict[str, Any]:
         return {ASKED: json.loads((directory / REQUEST).read_text())}
     except FileNotFoundError:
         return {}
+
+
+def forget_settled(directory: Path, memory: Memory) -> None:
+    """Remove a request and a stopped step's host state that a complete checkpoint has settled."""
+    forget_reset(directory, memory)
+    forget_underway(directory)
 
 
 def forget_reset(directory: Path, memory: Memory) -> None:

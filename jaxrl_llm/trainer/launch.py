@@ -8,7 +8,6 @@ import hashlib
 import json
 import sys
 import time
-import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,12 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.checkpoints.integrity import fault
 from jaxrl_llm.checkpoints.snapshots import BEST, CHECKPOINTS, check_whole, ended_at, kept, phase_of
 from jaxrl_llm.checkpoints.store import steps_in
-from jaxrl_llm.config.origin import origin_of
+from jaxrl_llm.config.origin import numbered, origin_of, other_tests, recorded_best
 from jaxrl_llm.errors import InputError, require
-from jaxrl_llm.rules import ENDED, OF_LESSONS, OF_OWN, OF_PHASES, SOLVED, Stalls, going_on, lasting, would_end
+from jaxrl_llm.rules import OF_LESSONS, OF_PHASES, Stalls
+from jaxrl_llm.rules.best import lasting
+from jaxrl_llm.rules.decision import ENDED, OF_OWN
+from jaxrl_llm.rules.guards import SOLVED, going_on, would_end
 from jaxrl_llm.rules.resets import evaluation_result
 from jaxrl_llm.runs import pins
 from jaxrl_llm.runs.load import begun, find_run, find_start, has_begun
@@ -68,7 +70,7 @@ class Result(int):
     def best(self) -> dict[str, Any] | None:
         """The row of the best evaluation, that of ``RUN@best``: the first of equal ones, of those under the last phase
         and settings of evaluations that no rollback has undone; None without one."""
-        best = configs.recorded_best(self.directory)
+        best = recorded_best(self.directory)
         return next((row for row in self.history if row["step"] == best), None)
 
 
@@ -114,14 +116,14 @@ def launch(
     if code == 0 and peers.leads and not (voice.quiet and voice.rows):  # whose last row says how it ended
         from jaxrl_llm.telemetry.summary import print_summary, summarise
 
-        summary = summarise(directory, time.monotonic() - began, found.run.steps)
-        best = Result.of(code, directory).best
+        summary = summarise(directory, time.monotonic() - began)
+        best, last, steps = Result.of(code, directory).best, summary.took.last, found.run.steps
         if best is not None and best["step"] in (0, *kept(directory)):
             summary = dataclasses.replace(summary, best=(best["step"], evaluation_result(best)))
+        if last < steps and (memory := ended_at(directory / CHECKPOINTS / str(last))):
+            summary = dataclasses.replace(summary, ended=(steps, memory[ENDED]["reason"], going_on(memory, found.run)))
         writes = not isinstance(found.run, configs.RewardModel)
-        last = directory / CHECKPOINTS / str(summary.took.last)
-        flags = "" if summary.ended is None else going_on(ended_at(last), found.run)
-        print_summary(summary, None, voice.quiet, configs.reloads(found.run), writes, flags)
+        print_summary(summary, brief=voice.quiet, reloads=configs.reloads(found.run), writes=writes)
     return Result.of(code, directory)
 
 
@@ -171,7 +173,7 @@ def begin(
     if f"@{BEST}" in json.dumps(configs.to_json(found.run)):
         before = None if fresh else begun(storage.refreshed(storage.mirror(place or f"runs/{found.name}")))
         known = {} if before is None else before.origin.models
-        found = dataclasses.replace(found, run=configs.numbered(found.run, found.origin, known))
+        found = dataclasses.replace(found, run=numbered(found.run, found.origin, known))
     text = json.dumps([configs.to_json(found.run), __version__, jax.__version__])
     peers.check_same("settings", hashlib.sha256(text.encode()).hexdigest()[:16])
     if start is not None:
@@ -180,7 +182,7 @@ def begin(
     def choose() -> tuple[str, str | None, dict[str, Any]]:
         directory, at_start = choose_directory(found.run, found.name, fresh, start)
         code = configs.code_of(found.run)
-        if finished(directory, found.run, at_start.changed, code):
+        if finished(directory, found.run, why_ended(directory, found.run, at_start.changed, code)):
             return storage.named(directory), None, {}
         makers(found.run.output.trackers)  # what is missing is refused before anything is made or compiled
         weights = first_weights(directory, start or found.origin.start)
@@ -292,38 +294,32 @@ def first_weights(directory: Path, start: configs.Start | None) -> configs.Start
     return start
 
 
-def finished(
-    directory: Path,
-    settings: configs.Configuration,
-    changed: Sequence[str] = (),
-    code: Mapping[str, str] = types.MappingProxyType({}),
-) -> bool:
-    """Whether the run there has a whole last checkpoint of its last step, or of one after which a rule has ended it
-    that still would; if so, report it.
-
-    ``changed``: settings that differ from those before; ``code``: fingerprints of the run's own code now.
-    """
+def finished(directory: Path, settings: configs.Configuration, ending: str = "") -> bool:
+    """Whether the run there has a whole last checkpoint, of its last step or of the one after which a rule has ended
+    it; if so, report it. ``ending``: from ``why_ended``."""
     done = max(steps_in(directory / CHECKPOINTS), default=0)
     place = directory / CHECKPOINTS / str(done)
-    why = "" if done >= settings.steps else why_ended(place, settings, changed, code)
-    if (done < settings.steps and not why) or fault(place):
+    if (done < settings.steps and not ending) or fault(place):
         return False
     name, reached = storage.named(directory), f"{done} of {settings.steps} steps"
     more = f"Continue with --steps {2 * done}"
-    if why:
-        reached = f"it ended at step {done} of {settings.steps}: {why}"
+    if ending:
+        reached = f"it ended at step {done} of {settings.steps}: {ending}"
         flags = going_on(ended_at(place), settings)
         more = f"Continue with {flags}" if flags else f"Begin a new run with its weights by --from {name}"
     print(f"{name} is finished: {reached}. {more}, or start over with --fresh.")
     return True
 
 
-def why_ended(place: Path, settings: configs.Configuration, changed: Sequence[str], code: Mapping[str, str]) -> str:
-    """Return why a rule has ended a run as done with this checkpoint; empty if none has, or if it would not end the run
-    with its present settings. The arguments are those of ``finished``."""
-    directory = place.parents[1]
+def why_ended(directory: Path, settings: configs.Configuration, changed: Sequence[str], code: Mapping[str, str]) -> str:
+    """Return why a rule has ended a run as done before its steps were made; empty if none has, or if it would not end
+    the run with its present settings.
+
+    ``changed``: settings that differ from those before; ``code``: fingerprints of the run's own code now.
+    """
+    place = directory / CHECKPOINTS / str(max(steps_in(directory / CHECKPOINTS), default=0))
     memory, before = ended_at(place), begun(directory)
-    if not memory or before is None:
+    if not memory or before is None or int(place.name) >= settings.steps:
         return ""
     rule, reason, number = memory[ENDED]["rule"], memory[ENDED]["reason"], phase_of(place)
     if rule.startswith(OF_OWN):
@@ -337,12 +333,10 @@ def why_ended(place: Path, settings: configs.Configuration, changed: Sequence[st
         return reason
     until = configs.phases_of(settings)[number].until
     compares = isinstance(until, Stalls) and not until.metric
-    restarts = compares and bool(configs.other_tests([(0, changed)]))
+    restarts = compares and bool(other_tests([(0, changed)]))
     if not restarts and not any(one.startswith("rules.until") for one in changed):
         return reason
-    if restarts or until is None:
-        return ""
-    tests = configs.other_tests(before.origin.changed) if compares else []
-    rows = lasting(read_rows(directory / "metrics.jsonl"), tests)[-1]
-    holds = would_end(until, rows, settings.evaluation.every, configs.evaluation_key(settings))
+    rows = lasting(read_rows(directory / "metrics.jsonl"), other_tests(before.origin.changed) if compares else ())[-1]
+    test = configs.evaluation_key(settings)
+    holds = until is not None and not restarts and would_end(until, rows, settings.evaluation.every, test)
     return reason if holds else ""

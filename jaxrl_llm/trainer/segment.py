@@ -23,14 +23,14 @@ from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.state import NewRole, reset_reference
 from jaxrl_llm.models.heads import split
-from jaxrl_llm.runs.load import as_trained, find_run, host_state, load_adapter, load_model, load_trained
+from jaxrl_llm.rules.decision import ENDED
+from jaxrl_llm.runs.load import as_trained, find_run, host_state, load_model
 from jaxrl_llm.runs.pins import needs_base
-from jaxrl_llm.sharding.rules import weights_digest
 from jaxrl_llm.stages import stage_of
 from jaxrl_llm.stages.stage import Stage, check_problems, state_of
 from jaxrl_llm.telemetry.progress import model_line
 from jaxrl_llm.trainer.context import Cursor, LoopState, RunContext, underway_after
-from jaxrl_llm.types import Role, TrainState
+from jaxrl_llm.types import TrainState
 
 
 def load(context: RunContext, number: int, cursor: Cursor | None, resources: Any) -> Cursor:
@@ -48,7 +48,9 @@ def load(context: RunContext, number: int, cursor: Cursor | None, resources: Any
     if cursor is None:
         progress.status(f"loading {run.model}")
         weights = start is None or needs_base(run, context.directory)
-        model, tokenizer = load_model(run.model, run.learner.dtype, mesh if weights else mesh.abstract_mesh)
+        first = context.weights if start is None and not run.learner.lora.rank else None
+        name = run.model if first is None or first.step else f"{first.run}@0"
+        model, tokenizer = load_model(name, run.learner.dtype, mesh if weights else mesh.abstract_mesh)
         trained = as_trained(run, model)
     else:
         model, tokenizer = jax.eval_shape(base_of_policy, cursor.state), cursor.tokenizer
@@ -159,7 +161,7 @@ def restored(
     state, saved = store.restore(step, like, mesh, base)
     host = LoopState.from_json(saved, stage.records)
     host.coefficients = dict(stage.coefficients) | host.coefficients
-    host.memory.pop(rules.ENDED, None)
+    host.memory.pop(ENDED, None)
     return state, host
 
 
@@ -183,8 +185,11 @@ def borrowed(
     if old.lora != run.learner.lora:
         raise InputError(f"{shown} has {old.lora}, this run {run.learner.lora}: set learner.lora to what it is there")
     if weights.step == 0:
+        base = find_run(f"{weights.run}@0")  # without an adapter loaded in place of the run's model
+        other = f"{weights.run} has adapters of another model than {run.model}: give that with --model"
+        require(not run.learner.lora.rank or (base is not None and base.run.model == run.model), other)
         note(f"begins with the model that {weights.run} began with; the optimiser is new")
-        return reset_reference(state.with_role("policy", params=first_policy(state.policy, run, weights, mesh)))
+        return state
     place = kept(weights.directory)[weights.step]
     snapshot = place.parent.name in (SNAPSHOTS, BEST)
     same = old.optimiser == run.learner.optimiser and not snapshot
@@ -198,24 +203,6 @@ def borrowed(
     return reset_reference(
         state.with_role("policy", params=found.params, opt_state=found.opt_state if same else policy.opt_state)
     )
-
-
-def first_policy(policy: Role, run: configs.Configuration, weights: configs.Start, mesh: Any) -> Any:
-    """Return the parameters that another run began with, in place of those of this new one's policy, which are deleted.
-
-    Raises:
-      InputError: they are an adapter of another model.
-    """
-    trained: Any = find_run(f"{weights.run}@0")
-    if policy.base is not None:
-        base, adapter, _ = load_adapter(trained, mesh)
-        other = f"{weights.run} began with another model than {run.model}: give that with --model"
-        require(weights_digest(base) == weights_digest(policy.base), other)
-        return adapter
-    layout = jax.tree.map(lambda x: x.sharding, policy.params)
-    for array in jax.tree.leaves(policy.params):
-        array.delete()  # there need not be room for both
-    return jax.device_put(load_trained(trained, mesh, run.learner.dtype)[0], layout)
 
 
 def with_others(

@@ -7,7 +7,8 @@ from functools import partial
 import pytest
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.rules import DONE, PHASE, Decision, Phase, Reaches, Resets, Rules, Stalls, best_step, decide, lasting
+from jaxrl_llm.rules import DONE, PHASE, Decision, Phase, Reaches, Resets, Rules, Stalls, decide
+from jaxrl_llm.rules.best import best_step, lasting
 from jaxrl_llm.rules.guards import WAITS, phase_ends
 from jaxrl_llm.rules.resets import evaluation_result, on_stall
 from jaxrl_llm.stages.rl.ingredients import rules_for

@@ -18,6 +18,7 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.checkpoints.integrity import CHECKSUMS, sums
 from jaxrl_llm.checkpoints.store import steps_in
 from jaxrl_llm.config import Found, Origin, Scoring, Start, changed_since
+from jaxrl_llm.config.origin import numbered, recorded_best
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards import Function, ModelReward
 from jaxrl_llm.rules import Reaches, Rules, Stalls
@@ -25,7 +26,7 @@ from jaxrl_llm.sharding.distributed import ALONE, Peers
 from jaxrl_llm.system.paths import COLLECTED, InUse, alone
 from jaxrl_llm.system.storage import folder, mirror, system
 from jaxrl_llm.trainer.claim import claimed
-from jaxrl_llm.trainer.context import forget_best, improves
+from jaxrl_llm.trainer.context import forget_best
 from jaxrl_llm.trainer.launch import Result, begin, choose_directory, first_weights
 
 SMOKE = configs.dated(configs.resolved(configs.load_config("smoke")[1]), "2025-07-01")
@@ -342,7 +343,7 @@ def test_the_best_model_is_that_of_rows_that_last_and_others_go_unless_a_checkpo
     forget_best(directory)
     assert steps_in(directory / "best") == left and len(list((directory / "best").iterdir())) == len(left)
     for number in checkpoints:
-        assert configs.recorded_best(directory, last=number) in {0, None, *left}, number
+        assert recorded_best(directory, last=number) in {0, None, *left}, number
     if best is None:
         with pytest.raises(InputError, match=r"x@best: no evaluation has a result yet: .* give .*x@STEP"):
             configs.split_step(f"{directory}@best")
@@ -351,8 +352,8 @@ def test_the_best_model_is_that_of_rows_that_last_and_others_go_unless_a_checkpo
     row = Result.of(0, directory).best
     assert row is not None and row["step"] == best
     (directory / "best").mkdir(exist_ok=True)
-    assert improves(directory, result(9, 2.0)) and not improves(directory, result(9, float("nan")))
-    assert not improves(directory, result(9, row["eval/x/pass@1"])), "the first of equal ones"
+    better, unmeasured, equal = result(9, 2.0), result(9, float("nan")), result(9, row["eval/x/pass@1"])
+    assert [recorded_best(directory, one) for one in (better, unmeasured, equal)] == [9, best, best]
 
 
 def test_a_name_of_the_best_model_becomes_its_number_once(tmp_path):
@@ -361,13 +362,13 @@ def test_a_name_of_the_best_model_becomes_its_number_once(tmp_path):
     (directory / "metrics.jsonl").write_text(json.dumps(result(2, 0.5)) + "\n")
     judge = ModelReward(f"{directory}@best")
     run = dataclasses.replace(SMOKE, model=f"{directory}@best", scoring=Scoring((judge,)))
-    found = configs.numbered(run, Origin(str(tmp_path)))
+    found = numbered(run, Origin(str(tmp_path)))
     assert (found.model, found.scoring.rewards[0].path) == (f"{directory}@2",) * 2
     (directory / "metrics.jsonl").write_text("")
-    again = configs.numbered(run, Origin(str(tmp_path)), [f"{directory}@2", "other@3"])
-    assert again == found and configs.numbered(SMOKE, Origin(str(tmp_path))) is SMOKE
+    again = numbered(run, Origin(str(tmp_path)), [f"{directory}@2", "other@3"])
+    assert again == found and numbered(SMOKE, Origin(str(tmp_path))) == SMOKE
     beside = dataclasses.replace(SMOKE, model="x@best")
     (directory / "metrics.jsonl").write_text(json.dumps(result(2, 0.5)) + "\n")
-    assert configs.numbered(beside, Origin(str(tmp_path))).model == "x@2"
+    assert numbered(beside, Origin(str(tmp_path))).model == "x@2"
     for name in ("none@best", "org/model@best"):
-        assert configs.numbered(dataclasses.replace(SMOKE, model=name), Origin(str(tmp_path))).model == name
+        assert numbered(dataclasses.replace(SMOKE, model=name), Origin(str(tmp_path))).model == name

@@ -10,7 +10,6 @@ from jaxrl_llm.rules import (
     BY_HAND,
     LR_SCALE,
     OF_ENTROPY,
-    OF_OWN,
     Rule,
     by_hand,
     decide_by_own,
@@ -19,6 +18,7 @@ from jaxrl_llm.rules import (
     kl_controlled,
     rules_of,
 )
+from jaxrl_llm.rules.decision import OF_OWN
 from jaxrl_llm.stages.rl.constraints import Constraints
 from jaxrl_llm.stages.rl.critic import CriticRole
 from jaxrl_llm.stages.rl.ingredient import Ingredient
