@@ -39,7 +39,7 @@ def keep(directory: Path, step: int, state: TrainState, phase: int = 0, folder: 
         snapshots.save(step, snapshot_of(state), {"phase": phase})
 
 
-def keep_only(folder: Path, needed: Collection[int]) -> None:
+def keep_only(folder: Path, needed: Collection[int | None]) -> None:
     """Remove the steps of a folder that are not needed, whole: they lose their names or markers first."""
     for step in set(steps_in(folder)) - set(needed):
         place = folder / str(step)

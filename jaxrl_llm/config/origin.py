@@ -152,8 +152,10 @@ def recorded_best(directory: Path, row: Mapping[str, Any] | None = None, last: f
       row: of the step after those in the file.
       last: later steps are left out.
     """
-    path = directory / "config.json"
-    changed = origin_of(json.loads(path.read_text())).changed if path.is_file() else ()
+    try:
+        changed = json.loads((directory / "config.json").read_text())["origin"]["changed"]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):  # of a model, or damaged
+        changed = ()
     rows = [one for one in read_rows(directory / "metrics.jsonl", OF_RESULTS) if one["step"] <= last]
     return best_step([*rows, *([] if row is None else [row])], other_tests(changed))
 

@@ -70,10 +70,6 @@ Rule = Callable[[Row, Own], Decided]
 memories give equal decisions, on every process and after every resume."""
 
 
-OF_OWN = "own/"
-"""The prefix of the names of a user's rules."""
-
-
 def decide_by_own(row: Row, own: Own, rule: Any) -> Decided:
     """Call a user's rule (``Rules.own``): a ``Rule``. If it fails, the run stops with its state saved."""
     try:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from jaxrl_llm.errors import require
 from jaxrl_llm.rules.decision import LAST_RESET, REFERENCE_AGE, REFERENCE_RESET, Decided, Decision, Own, Row, Rule
 from jaxrl_llm.rules.settings import Stalls
+from jaxrl_llm.system.json_lines import number
 from jaxrl_llm.system.setting import Range, Setting
 
 ASKED = "asked/reset"
@@ -230,7 +231,8 @@ def evaluation_result(row: Row) -> float | None:
     for ending, sign in (("/pass@1", 1), ("/reward", 1), ("/accuracy", 1), ("/loss", -1)):
         found = next((name for name in tested if name.endswith(ending)), None)
         if found is not None:
-            return None if row[found] is None or math.isnan(row[found]) else sign * row[found]
+            result = number(row[found])
+            return None if result is None else sign * result
     return None
 
 

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from jaxrl_llm import codec
 from jaxrl_llm.checkpoints.integrity import mark
-from jaxrl_llm.checkpoints.snapshots import BEST, CHECKPOINTS, keep_only
+from jaxrl_llm.checkpoints.snapshots import BEST, CHECKPOINTS, keep_only, kept
 from jaxrl_llm.checkpoints.store import Checkpoints, steps_in
 from jaxrl_llm.config import Configuration, Start, to_json
 from jaxrl_llm.config.origin import recorded_best
@@ -232,13 +232,11 @@ def _checkpoint(directory: Path, step: int) -> list[Any]:
 def forget_best(directory: Path) -> None:
     """Remove the models of earlier best evaluations, but for those that were the best as of a checkpoint: a run that
     resumes or rolls back to it still has them."""
-    if steps_in(directory / BEST):
+    if steps_in(directory / BEST) and recorded_best(directory) in (0, *kept(directory)):
+        if storage.address(directory):  # its row is there too before an older one goes
+            lease.before_commit(directory)
         ends = (*steps_in(directory / CHECKPOINTS), math.inf)
-        needed = {step for last in ends if (step := recorded_best(directory, last=last)) is not None}
-        if needed:  # else the records are lost, and tell nothing
-            if storage.address(directory):  # its row is there too before an older one goes
-                lease.before_commit(directory)
-            keep_only(directory / BEST, needed)
+        keep_only(directory / BEST, [recorded_best(directory, last=last) for last in ends])
 
 
 REQUEST = "reset.json"

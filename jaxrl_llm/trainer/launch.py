@@ -20,7 +20,7 @@ from jaxrl_llm.config.origin import numbered, origin_of, other_tests, recorded_b
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.rules import OF_LESSONS, OF_PHASES, Stalls
 from jaxrl_llm.rules.best import lasting
-from jaxrl_llm.rules.decision import ENDED, OF_OWN
+from jaxrl_llm.rules.decision import ENDED
 from jaxrl_llm.rules.guards import SOLVED, going_on, would_end
 from jaxrl_llm.rules.resets import evaluation_result
 from jaxrl_llm.runs import pins
@@ -322,15 +322,13 @@ def why_ended(directory: Path, settings: configs.Configuration, changed: Sequenc
     if not memory or before is None or int(place.name) >= settings.steps:
         return ""
     rule, reason, number = memory[ENDED]["rule"], memory[ENDED]["reason"], phase_of(place)
-    if rule.startswith(OF_OWN):
+    if rule not in (OF_LESSONS, OF_PHASES):  # of the user's own
         own = json.dumps(configs.to_json(settings.rules.own))
         edited = [name for name in code if configs.changed_code(before.origin.code, {name: code[name]}) and name in own]
         return "" if edited or any(one.startswith("rules.own") for one in changed) else reason
     if rule == OF_LESSONS:
         patience = configs.in_phase(settings, number).rollout.collect.patience
         return reason if 0 < patience <= memory[rule][SOLVED] else ""
-    if rule != OF_PHASES:
-        return reason
     until = configs.phases_of(settings)[number].until
     compares = isinstance(until, Stalls) and not until.metric
     restarts = compares and bool(other_tests([(0, changed)]))

@@ -18,7 +18,6 @@ from jaxrl_llm.rules import (
     kl_controlled,
     rules_of,
 )
-from jaxrl_llm.rules.decision import OF_OWN
 from jaxrl_llm.stages.rl.constraints import Constraints
 from jaxrl_llm.stages.rl.critic import CriticRole
 from jaxrl_llm.stages.rl.ingredient import Ingredient
@@ -85,7 +84,7 @@ def rules_for(run: configs.Run) -> dict[str, Rule]:
         rules["controller"] = partial(kl_controlled, reads=run.recipe.of_kl.reads, controller=run.recipe.of_kl)
     if run.recipe.of_entropy is not None:
         rules[OF_ENTROPY] = partial(entropy_controlled, controller=run.recipe.of_entropy)
-    return rules | {f"{OF_OWN}{rule.name}": partial(decide_by_own, rule=rule) for rule in run.rules.own}
+    return rules | {f"own/{rule.name}": partial(decide_by_own, rule=rule) for rule in run.rules.own}
 
 
 def dropped_endings(run: configs.Run) -> tuple[str, ...]:
