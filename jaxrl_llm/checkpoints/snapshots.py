@@ -1,37 +1,52 @@
 """The steps that a run keeps: its checkpoints, the newest whole one of which it resumes from, and its snapshots.
 
-Snapshots are models that it keeps for good, in ``snapshots/STEP``, saved at a reset or a new phase. A snapshot has only
-the parameters of every role, and the fingerprint of its weights in place of a frozen base. It is written as a
-checkpoint is, and read by the same functions.
+Snapshots are models that it keeps for good, in ``snapshots/STEP``, saved at a reset or a new phase; and in
+``best/STEP`` the one of its best evaluation, as of its end and as of each checkpoint that it may resume from. A
+snapshot has only the parameters of every role, and the fingerprint of its weights in place of a frozen base. It is
+written as a checkpoint is, and read by the same functions.
 """
 
 import itertools
 import json
+import shutil
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 from jaxrl_llm.checkpoints import objects
 from jaxrl_llm.checkpoints.integrity import fault
-from jaxrl_llm.checkpoints.store import Checkpoints, host_file, steps_in
+from jaxrl_llm.checkpoints.store import UNFINISHED, Checkpoints, host_file, steps_in
 from jaxrl_llm.errors import InputError, one_line, require
+from jaxrl_llm.rules.decision import ENDED
 from jaxrl_llm.sharding.distributed import ALONE, Peers
 from jaxrl_llm.system import storage
 from jaxrl_llm.types import TrainState
 
-CHECKPOINTS, SNAPSHOTS = "checkpoints", "snapshots"
+CHECKPOINTS, SNAPSHOTS, BEST = "checkpoints", "snapshots", "best"
 DAMAGED = "damaged"
 
 
-def keep(directory: Path, step: int, state: TrainState, phase: int = 0) -> None:
-    """Write ``RUN/snapshots/STEP``; it is complete when this returns.
+def keep(directory: Path, step: int, state: TrainState, phase: int = 0, folder: str = SNAPSHOTS) -> None:
+    """Write ``RUN/snapshots/STEP``, or another folder's; it is complete when this returns.
 
     ``phase``: the number of the phase that begins with it, or that it is in.
 
     An existing snapshot of the step, from before the run was resumed at an earlier one, is replaced. No checkpoint
     may be in writing.
     """
-    with Checkpoints(directory / SNAPSHOTS, None) as snapshots:
+    with Checkpoints(directory / folder, None) as snapshots:
         snapshots.save(step, snapshot_of(state), {"phase": phase})
+
+
+def keep_only(folder: Path, needed: Collection[int | None]) -> None:
+    """Remove the steps of a folder that are not needed, whole: they lose their names or markers first."""
+    for step in set(steps_in(folder)) - set(needed):
+        place = folder / str(step)
+        if storage.address(place):
+            objects.remove(place)
+        else:
+            shutil.rmtree(place.rename(f"{place}{UNFINISHED.replace('*', '-')}"))
 
 
 def snapshot_of(state: TrainState) -> TrainState:
@@ -44,7 +59,7 @@ def snapshot_of(state: TrainState) -> TrainState:
 def kept(directory: Path) -> dict[int, Path]:
     """Return the directories of the steps that a run keeps, in order; a checkpoint precedes a snapshot of the same
     step."""
-    folders = (directory / SNAPSHOTS, directory / CHECKPOINTS)
+    folders = (directory / BEST, directory / SNAPSHOTS, directory / CHECKPOINTS)
     return dict(sorted({step: folder / str(step) for folder in folders for step in steps_in(folder)}.items()))
 
 
@@ -62,11 +77,20 @@ def phase_of(place: Path) -> int:
     return phase
 
 
+def ended_at(place: Path) -> dict[str, Any]:
+    """Return the rules' memory in a checkpoint whose step ended its run as done (``rules.ENDED``); {} for others."""
+    try:
+        memory = json.loads(host_file(place).read_text())["memory"]
+        return memory if memory[ENDED]["step"] == int(place.name) else {}
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):  # a damaged one is passed over later
+        return {}
+
+
 def listed(directory: Path) -> str:
     """List the steps that a run keeps, for people: ``20, 30 and snapshots of 8, 16``."""
-    checkpoints = ", ".join(map(str, steps_in(directory / CHECKPOINTS)))
-    snapshots = ", ".join(map(str, steps_in(directory / SNAPSHOTS)))
-    return " and ".join([checkpoints] * bool(checkpoints) + [f"snapshots of {snapshots}"] * bool(snapshots))
+    found = {name: ", ".join(map(str, steps_in(directory / name))) for name in (CHECKPOINTS, SNAPSHOTS, BEST)}
+    words = {CHECKPOINTS: "", SNAPSHOTS: "snapshots of ", BEST: "the best models of "}
+    return " and ".join(words[name] + steps for name, steps in found.items() if steps)
 
 
 def newest_whole(directory: Path, peers: Peers = ALONE) -> tuple[int | None, str]:

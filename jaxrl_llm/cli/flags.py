@@ -43,9 +43,9 @@ def parse(kind: type, arguments: list[str], program: str, description: str, defa
     arguments = [_whole(argument) for argument in arguments]
     pieces = {}
     if hasattr(default, "recipe"):
-        from jaxrl_llm.cli.pieces import choices, flags, with_pieces
+        from jaxrl_llm.cli.pieces import flags, set_by_class, with_pieces
 
-        default = with_pieces(default, _last(arguments, choices()))
+        default = with_pieces(default, _last(arguments, set_by_class()))
         pieces = flags(default)
     options: dict[str, Any] = {"config": (tyro.conf.AvoidSubcommands,), "use_underscores": True, "add_help": False}
     options |= {} if default is None else {"default": default}

@@ -1,8 +1,9 @@
-"""The pieces of an algorithm on the command line, by the names of their classes: ``--recipe.algorithm.kl K3``."""
+"""Pieces on the command line, by the names of their classes: ``--recipe.algorithm.kl K3``, ``--rules.until None``."""
 
 import argparse
 import copy
 import dataclasses
+import operator
 import typing
 from collections.abc import Mapping
 from typing import Any
@@ -24,9 +25,10 @@ from jaxrl_llm.algorithms.surrogates import Surrogate
 from jaxrl_llm.algorithms.whole_step import TopEntropy
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.recipes import Controller
+from jaxrl_llm.rules.settings import Until
 from jaxrl_llm.system.setting import has_default
 
-ALGORITHM, CONTROLLER = "recipe.algorithm", "recipe.controller"
+ALGORITHM, CONTROLLER, UNTIL = "recipe.algorithm", "recipe.controller", "rules.until"
 
 
 def choices() -> dict[str, dict[str, Any]]:
@@ -50,6 +52,11 @@ def choices() -> dict[str, dict[str, Any]]:
     return named
 
 
+def set_by_class() -> dict[str, dict[str, Any]]:
+    """Return the classes of all settings that are given by the name of their class: pieces, and the run's end."""
+    return choices() | {UNTIL: {"None": None} | {kind.__name__: kind for kind in typing.get_args(Until)}}
+
+
 def _below(base: type) -> tuple[type, ...]:
     """Return the pieces that are made from an interface, by name."""
     kinds = {kind for one in base.__subclasses__() for kind in (one, *_below(one))}
@@ -69,17 +76,19 @@ def with_pieces(run: Any, given: Mapping[str, str]) -> Any:
     algorithm = copy.copy(run.recipe.algorithm)
     if isinstance(algorithm.advantage, KLInReward):  # wrapped anew when the algorithm is made
         object.__setattr__(algorithm, "advantage", algorithm.advantage.estimator)
-    controller = run.recipe.controller
-    known = choices()
+    controller, rules = run.recipe.controller, run.rules
+    known = set_by_class()
     for name, word in given.items():
         kind = _named(name, word, known[name])
         if name == CONTROLLER:
             controller = _made(name, kind, controller)
+        elif name == UNTIL:
+            rules = dataclasses.replace(rules, until=_made(name, kind, rules.until))
         else:
             field = name.removeprefix(f"{ALGORITHM}.")
             object.__setattr__(algorithm, field, _made(name, kind, getattr(algorithm, field)))
     recipe = dataclasses.replace(run.recipe, algorithm=algorithm, controller=controller)
-    return dataclasses.replace(run, recipe=recipe)
+    return dataclasses.replace(run, recipe=recipe, rules=rules)
 
 
 def _named(name: str, word: str, kinds: Mapping[str, Any]) -> Any:
@@ -104,8 +113,8 @@ def flags(run: Any) -> dict[str, argparse.Action]:
     """Return the flags that name a class, for help, by their names."""
     table = argparse.ArgumentParser(add_help=False)
     found = {}
-    for name, kinds in choices().items():
-        part = run.recipe.controller if name == CONTROLLER else getattr(run.recipe.algorithm, name.rpartition(".")[2])
+    for name, kinds in set_by_class().items():
+        part = operator.attrgetter(name)(run)
         now = "None" if part is None else type(part).__name__
         told = f"by the name of its class, whose fields are flags in turn (default: {now})"
         found[name] = table.add_argument(f"--{name}", metavar="{" + ",".join(kinds) + "}", help=told)

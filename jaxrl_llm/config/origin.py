@@ -8,17 +8,21 @@ config.json records are executed, as the configuration itself was, if this user 
 import dataclasses
 import importlib
 import importlib.util
+import json
+import math
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.learner.settings import Critic
+from jaxrl_llm.rules.best import OF_RESULTS, best_step
 from jaxrl_llm.system import storage
+from jaxrl_llm.system.json_lines import read_rows
 from jaxrl_llm.system.setting import MODEL, OURS, PATH, annotations, is_ours, parts_of, with_parts
 
 SAVED_RUNS = "runs"
@@ -114,18 +118,69 @@ def origin_of(data: Mapping[str, Any]) -> Origin:
 OF_CRITIC = "recipe.critic.model"
 
 
+BEST = "best"
+"""The name of the step with a run's best evaluation, ``RUN@best``; and of the folder with its model."""
+EVERY = "evaluation.every"
+"""The setting of evaluations that does not change what they measure."""
+
+
 def split_step(name: str) -> tuple[Path, int | None]:
     """Split ``RUN@STEP`` into a directory and a step; the step is None without one, or if a folder has this exact name.
 
-    The directory of an address is its mirror.
+    ``RUN@best`` gives the step of the best evaluation. The directory of an address is its mirror.
 
     Raises:
-      InputError: it is an address that cannot be read.
+      InputError: it is an address that cannot be read; or no evaluation of the run has a result yet.
     """
     run, _, step = name.rpartition("@")
-    if run and step.isdecimal() and not os.path.exists(name):
-        return storage.folder(run), int(step)
+    if run and not os.path.exists(name):
+        if step.isdecimal():
+            return storage.folder(run), int(step)
+        if step == BEST and (folder := storage.folder(run)) and (folder / "config.json").is_file():
+            best = recorded_best(folder)
+            missing = f"{name}: no evaluation has a result yet: train on to the first one, or give {run}@STEP"
+            require(best is not None, missing)
+            return folder, best
     return storage.folder(name), None
+
+
+def recorded_best(directory: Path, row: Mapping[str, Any] | None = None, last: float = math.inf) -> int | None:
+    """Return the step of a run's best evaluation by its metrics.jsonl; 0 is the model that it began with, None without.
+
+    Args:
+      directory: the run's.
+      row: of the step after those in the file.
+      last: later steps are left out.
+    """
+    try:
+        changed = json.loads((directory / "config.json").read_text())["origin"]["changed"]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):  # of a model, or damaged
+        changed = ()
+    rows = [one for one in read_rows(directory / "metrics.jsonl", OF_RESULTS) if one["step"] <= last]
+    return best_step([*rows, *([] if row is None else [row])], other_tests(changed))
+
+
+def other_tests(changed: Sequence[tuple[int, Sequence[str]]]) -> list[int]:
+    """Return the steps of recorded changes after which evaluations are of other settings (``evaluation_key``)."""
+    kinds = {step: {name.partition(":")[0] for name in names} for step, names in changed}
+    return [step for step, names in kinds.items() if any(n.startswith("evaluation.") for n in names - {EVERY})]
+
+
+def numbered(run: Any, origin: Origin, known: Iterable[str] = ()) -> Any:
+    """Return the run with ``RUN@STEP`` in place of each model ``RUN@best``: the step of its pin, or else the best now.
+
+    ``known``: the names of the pinned models of a run that has begun.
+    """
+
+    def number(name: str, marks: Sequence[Any]) -> str:
+        run, _, step = name.rpartition("@")
+        if step != BEST or MODEL not in marks:
+            return name
+        pinned = [one for one in known if one.startswith(f"{run}@") and one.rpartition("@")[2].isdecimal()]
+        step = split_step(place_of(name, origin, None))[1] if not pinned else None
+        return pinned[0] if pinned else name if step is None else f"{run}@{step}"
+
+    return _with_names(run, number)
 
 
 def without_step(name: str) -> str:
@@ -149,17 +204,23 @@ def located(run: Any, origin: Origin, directory: Path | None = None, pinned: boo
             name = f"{name}@{pin.step}"
         return place_of(name, origin, directory)
 
-    def change(part: Any) -> Any:
+    return _with_names(run, placed)
+
+
+def _with_names(run: Any, change: Callable[[str, Sequence[Any]], str]) -> Any:
+    """Return the run with other names of models, files and folders; ``change`` takes a name and its field's marks."""
+
+    def changed(part: Any) -> Any:
         new = {}
         for field, marks in _naming(part).items():
             named = getattr(part, field)
             if isinstance(named, (tuple, list)):
-                new[field] = tuple(placed(name, marks) for name in named)
+                new[field] = tuple(change(name, marks) for name in named)
             elif named is not None:
-                new[field] = placed(named, marks)
+                new[field] = change(named, marks)
         return dataclasses.replace(part, **new) if new else part
 
-    return with_parts(run, change)
+    return with_parts(run, changed)
 
 
 def _naming(part: Any) -> dict[str, Sequence[Any]]:

@@ -90,6 +90,7 @@ class Output(Setting):
       grace_s: seconds that the run has from a signal to stop (SIGTERM, Ctrl-C) until it may be killed. A step that
         would not end in half of them is stopped within its sampling, and resumes there.
       keep: checkpoints that stay.
+      keep_best: keep the model of the best evaluation too, in RUN/best, as RUN@best; where there are evaluations.
       samples: groups of each step that are written to samples.jsonl with their completions; in turn, so that all
         tasks of a mixture are seen.
       ratios: write how much likelier the step has made each of their tokens, and which of them clipping would cut then;
@@ -109,6 +110,7 @@ class Output(Setting):
     checkpoint_minutes: Annotated[float, Range("[0, inf)", "0 saves by steps only"), FREE] = 30.0
     grace_s: Annotated[float, Range("(0, inf]"), FREE] = 25.0
     keep: Annotated[int, Count(1), FREE] = 2
+    keep_best: Annotated[bool, FREE] = True
     samples: Annotated[int, Count(0), FREE] = 1
     ratios: Annotated[bool, FREE] = False
     monitor_kl: bool = False

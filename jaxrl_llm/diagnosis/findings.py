@@ -71,7 +71,7 @@ WORDS = {
         "training problems memorised.",
         "read the best rewarded answers in samples.jsonl and repair scoring.rewards; hold the policy back with "
         f"--recipe.algorithm.kl_coef (of a recipe with a KL, such as --recipe grpo) or a lower {RATE}; the run can "
-        "start again from a checkpoint before it, --from RUN@STEP",
+        "start again from its best evaluation, --from RUN@best",
     ),
     "no_signal": (
         "in {share} of the groups all rewards are equal{meanwhile}",
@@ -123,7 +123,7 @@ WORDS = {
         "The policy memorises its training rows: there are too few of them for so many passes, or the held-out "
         "rows ask for something else.",
         f"more training rows (task.source), or fewer passes over them; a lower {RATE}, or a larger "
-        "--recipe.algorithm.kl_coef; --from RUN@STEP takes a checkpoint from then",
+        "--recipe.algorithm.kl_coef; --from RUN@STEP takes a checkpoint from then, RUN@best the best model",
     ),
     "tools_unused": (
         "an episode has {after} calls of tools, {before} before{meanwhile}",
@@ -150,7 +150,7 @@ LOST = (
     "what was learned is lost: at best {best}, until step {step}; now {now}",
     "Updates have thrown the policy off course, commonly after gradients or a KL that grew, or its problems or "
     "rewards have changed.",
-    f"start again from a checkpoint before it, --from RUN@STEP, with a lower {RATE} or a larger "
+    f"start again from a checkpoint before it, --from RUN@STEP or RUN@best, with a lower {RATE} or a larger "
     "--recipe.algorithm.kl_coef; --guard stalled with --rules.on_guard rollback does this automatically",
 )
 """The texts for a run that has stalled because it lost its progress."""

@@ -25,6 +25,7 @@ class Totals:
       cost: in the currency of the price; None without a price.
       checkpoint_bytes: of one checkpoint on disk.
       snapshot_bytes: of one snapshot on disk.
+      best_bytes: of the models of the best evaluation, as of now and of each checkpoint, at most; 0 if none is kept.
       disk_bytes: of ``output.keep`` checkpoints, one in writing, and one of an interruption.
       step_grace_s: the half of ``output.grace_s`` that a step has to end in after a signal; None if that is infinite.
     """
@@ -36,6 +37,7 @@ class Totals:
     cost: float | None
     checkpoint_bytes: int
     snapshot_bytes: int
+    best_bytes: int
     disk_bytes: int
     step_grace_s: float | None
 
@@ -48,11 +50,11 @@ def totals(plan: Plan, price: float | None = None) -> Totals:
     # A step ends before a checkpoint is due by minutes, and the last step has one.
     minutes = math.ceil(60 * output.checkpoint_minutes / step) * step if output.checkpoint_minutes else math.inf
     hours = plan.machine.devices * run_s / 3600
-    checkpoint = stored_bytes(plan.state)
+    checkpoint, snapshot = stored_bytes(plan.state), stored_bytes(snapshot_of(plan.state))
     return Totals(
         run.steps, run_s, min(output.checkpoint_every * step, minutes, run_s), hours,
         None if price is None else hours * price,
-        checkpoint, stored_bytes(snapshot_of(plan.state)), (output.keep + 2) * checkpoint,
+        checkpoint, snapshot, output.keep_best * (output.keep + 2) * snapshot, (output.keep + 2) * checkpoint,
         None if math.isinf(output.grace_s) else output.grace_s / 2,
     )  # fmt: skip
 
@@ -66,11 +68,12 @@ def lines(plan: Plan, found: Totals) -> list[str]:
     """Return the lines about the whole run."""
     hours = f"{found.device_hours:,.1f}" if found.device_hours >= 1 else f"{found.device_hours:.2g}"
     cost = "" if found.cost is None else f", cost {found.cost:,.2f} (at your price)"
+    best = f", up to {size(found.best_bytes)} for the best models (output.keep_best)" if found.best_bytes else ""
     return [
         f"the run takes at least {span(found.run_s)} ({found.steps} steps): {hours} device "
         f"hours{cost}; a checkpoint every {span(found.checkpoint_every_s)}",
         f"a checkpoint has {size(found.checkpoint_bytes)}, a snapshot {size(found.snapshot_bytes)}; disk needed: "
-        f"{size(found.disk_bytes)} for {plan.run.output.keep + 2} checkpoints (output.keep + 2), and snapshots",
+        f"{size(found.disk_bytes)} for {plan.run.output.keep + 2} checkpoints (output.keep + 2){best}, and snapshots",
         _stop(plan, found),
     ]
 

@@ -314,7 +314,7 @@ def _collected(step: Step, before: Carryover, seconds: dict[str, float]) -> Roll
     thrown = tokens_in([*dropped, *expired, *wasted])
     thrown += sum(judging.sampled[n].completions[PLACE].length for n in judging.replaced if n in judging.kept)
     resumed = before.unfinished if len(step.first) < admission.needed else ()
-    metrics = _measured(step, before, sampled, groups, thrown, seconds) | {
+    metrics: dict[str, Any] = _measured(step, before, sampled, groups, thrown, seconds) | {
         "rollout/resumed": sum(group.begun for group in resumed),
         "rollout/interrupted": sum(group.begun for group in unfinished),
         "rollout/expired": len(expired),

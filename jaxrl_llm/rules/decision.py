@@ -15,6 +15,11 @@ LAST_RESET = "reference/last_reset"
 """A further input of rules: the step of the reference's last reset; 0 for none."""
 LAST = "last"
 """The key in the memory of the last reset's step, which no single rule knows."""
+ENDED = "ended"
+"""A further key, in the checkpoint of the step after which a rule has ended the run as done: ``step``, ``rule`` and
+``reason``."""
+EVENT_ENDED = "event/ended"
+"""The event of that step: the reason."""
 UNDONE = "undone"
 """A further key of that memory: steps since the reset that a rollback has undone; they do not age the reference."""
 
@@ -42,6 +47,7 @@ class Decision:
       rollback: resume from the newest checkpoint before this step; None for no rollback.
       coefficients: of the loss, for the next step, by name.
       events: keys of the step's row, ``event/<name>``: True, or a line that says more.
+      rule: the name of the rule that stops the run; set by ``decide``.
     """
 
     stop: int | None = None
@@ -55,6 +61,7 @@ class Decision:
     rollback: int | None = None
     coefficients: dict[str, float] = dataclasses.field(default_factory=dict)
     events: dict[str, bool | str] = dataclasses.field(default_factory=dict)
+    rule: str = dataclasses.field(default="", compare=False)
 
 
 Decided = tuple[Decision, Own]
@@ -104,7 +111,8 @@ def decide(rules: Mapping[str, Rule], row: Row, memory: Memory) -> tuple[Decisio
         ]
         remembered |= {name: memory.get(name, {}) for name in undone}  # is still to come
         acting = stopping or back
-        return dataclasses.replace(acting[0], events=_merged(d.events for d in acting)), remembered
+        rule = next(name for name, d in zip(rules, decisions, strict=True) if d is acting[0])
+        return dataclasses.replace(acting[0], events=_merged(d.events for d in acting), rule=rule), remembered
     events = _merged(d.events for d in decisions)
     if REFERENCE_RESET in events:
         remembered[LAST] = {REFERENCE_RESET: row["step"]}

@@ -3,14 +3,14 @@
 import dataclasses
 import math
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from jaxrl_llm.diagnosis.history import EVENT_BROKEN, not_finite
-from jaxrl_llm.rules.decision import DONE, GUARD, Decided, Decision, Own, Row, Rule
+from jaxrl_llm.rules.decision import DONE, ENDED, GUARD, Decided, Decision, Memory, Own, Row, Rule
 from jaxrl_llm.rules.resets import stalls
-from jaxrl_llm.rules.settings import Phase, Reaches, Rules, Stalls
+from jaxrl_llm.rules.settings import Phase, Reaches, Rules, Stalls, Until
 
 
 def not_a_number(
@@ -43,15 +43,19 @@ MEANS = ("reward/", "task/", "constraint/", "critic/returns", "sampler/", "kl", 
 """Prefixes of metrics that are not a number where nothing is measured, so that only infinity is told from that."""
 
 
+FAILED = "/failed_fraction"
+"""How the metric of a reward's failed calls ends: ``reward/NAME/failed_fraction``."""
+
+
 def reward_fails(row: Row, own: Own) -> Decided:
     """Stop after a step in which all calls of one reward failed, so that its values are placeholders, or no answer of
     an evaluation could be scored; a ``Rule``.
     """
     for name, value in row.items():
-        if name.startswith("eval/") and name.endswith("/failed_fraction") and value == 1:
+        if name.startswith("eval/") and name.endswith(FAILED) and value == 1:
             return Decision(GUARD, f"nothing of the evaluation could be scored: {row['event/evaluation_failed']}"), own
-        if name.startswith("reward/") and name.endswith("/failed_fraction") and value == 1:
-            reward = name.removeprefix("reward/").removesuffix("/failed_fraction")
+        if name.startswith("reward/") and name.endswith(FAILED) and value == 1:
+            reward = name.removeprefix("reward/").removesuffix(FAILED)
             return Decision(GUARD, f"reward {reward} failed for all completions: {row['event/reward_failed']}"), own
     return Decision(), own
 
@@ -73,12 +77,12 @@ def teaches_nothing(
     A step teaches nothing if no update was made, or if all advantages are 0 and nothing else moves the policy: the loss
     has no other term, the gradient is exactly 0 (as that of a KL while the policy equals the reference), or every
     reward is missing. A step in which a critic learns teaches, even while the critic warms up alone. A step without a
-    finished group neither counts nor ends the series. If all completions last sampled are correct, the task is solved,
-    and the run is done.
+    finished group neither counts nor ends the series. If all completions of ``patience`` of them in a row are correct,
+    the task is solved, and the run is done.
 
     Args:
       row: of the step.
-      own: the number of ``empty`` steps in a row.
+      own: the number of ``empty`` steps in a row, and of the last of these that were ``solved``, if there are any.
       patience: steps; 0 never stops.
       only_advantages: whether the loss has no KL, no entropy term and no texts.
       filter_reads: the value that the filter of groups compares, "accuracy" or "reward"; empty without a filter.
@@ -93,16 +97,28 @@ def teaches_nothing(
     if not reason:
         return Decision(), {"empty": 0}
     empty += 1
+    count = own.get(SOLVED, 0) + 1 if _all_correct(row) else 0
+    remembered = {"empty": empty} | ({SOLVED: count} if count else {})
     if not patience or empty < patience:
-        return _told(reason), {"empty": empty}
-    solved = row.get("reward/accuracy") == 1 and not _unscored(row)
+        return _told(reason), remembered
+    solved = count >= patience
     lasted = f"{empty} steps in a row taught nothing: {reason}"
     if solved:
-        lasted = f"solved: every completion of the last {empty} steps that could not teach was correct"
+        lasted = f"solved: every completion of the last {count} steps that could not teach was correct"
     if solved and ended is not None:
         decision = ended(f"since it is {lasted}")
         return dataclasses.replace(decision, events=decision.events | _told(reason).events), {"empty": 0}
-    return dataclasses.replace(_told(reason), stop=DONE if solved else GUARD, reason=lasted), {"empty": empty}
+    return dataclasses.replace(_told(reason), stop=DONE if solved else GUARD, reason=lasted), remembered
+
+
+SOLVED = "solved"
+"""The key in the memory of ``teaches_nothing`` with the number of steps in a row in which all was correct."""
+
+
+def _all_correct(row: Row) -> bool:
+    """Whether every completion of a step was verified and correct: ``reward/accuracy`` leaves out those that failed."""
+    failed = any(value for name, value in row.items() if name.startswith("reward/") and name.endswith(FAILED))
+    return row.get("reward/accuracy") == 1 and not failed and not _unscored(row)
 
 
 def _emptiness(row: Row, only_advantages: bool, filter_reads: str) -> str:
@@ -227,19 +243,20 @@ def phase_ends(
       evaluation_every: steps between evaluations; those of other steps are ignored (see ``on_stall``).
       test: identifies the evaluation's settings; results of other evaluations are not compared.
     """
+    until = phase.until
+    if isinstance(until, Stalls):
+        own = own | stalls(row, own, evaluation_every, test, until)
     if row["step"] == 0:
         return Decision(), own
-    until = phase.until
     steps = own.get("steps", 0) + 1
     own = own | {"steps": steps}
     reason = ""
     if phase.steps is not None and steps >= phase.steps:
         reason = f"after {steps} step{'s' * (steps != 1)}"
-    if isinstance(until, Stalls):
-        own |= stalls(row, own, evaluation_every, test, until)
-        if own.get("stalled", 0) >= until.evaluations:
-            measured = f"measurements of {until.metric}" if until.metric else "evaluations"
-            reason = f"since {until.evaluations} {measured} found nothing better"
+    if isinstance(until, Stalls) and own.get("stalled", 0) >= until.evaluations:
+        several = "s" * (until.evaluations != 1)
+        measured = f"measurement{several} of {until.metric}" if until.metric else f"evaluation{several}"
+        reason = f"since {until.evaluations} {measured} found nothing better"
     events: dict[str, bool | str] = {}
     if isinstance(until, Reaches):
         value = row.get(until.metric)
@@ -248,7 +265,7 @@ def phase_ends(
             own["times"] = own.get("times", 0) + 1 if beyond else 0
         if own.get("times", 0) >= until.times:
             bound = f"above {until.above:g}" if until.above is not None else f"below {until.below:g}"
-            again = f" for {until.times} steps" if until.times > 1 else ""
+            again = f" in {until.times} measured steps in a row" if until.times > 1 else ""
             reason = f"since {until.metric} was {bound}{again}"
         if "times" not in own and steps == max(UNMEASURED, 2 * evaluation_every):
             events[WAITS] = f"{phase.name or 'the run'} waits for {until.metric}, which no step so far has measured"
@@ -264,6 +281,30 @@ def phase_ended(phase: Phase, following: Phase | None, reason: str) -> Decision:
     events |= {"event/reference_reset": True} if following.reset else {}
     events |= {"event/optimiser_reset": True} if following.reset_optimiser else {}
     return Decision(next_phase=True, snapshot=True, events=events)
+
+
+def would_end(until: Until, rows: Sequence[Row], evaluation_every: int, test: str) -> bool:
+    """Whether a run with these rows and this condition ends after the last one. ``test``: as in ``phase_ends``."""
+    decision, own = Decision(), {}
+    for row in rows:
+        decision, own = phase_ends(row, own, Phase("", until=until), None, evaluation_every, test)
+    return decision.stop == DONE
+
+
+def going_on(memory: Memory, run: Any) -> str:
+    """Return the flags with which a run continues that a rule has ended; empty if no flag changes the rule.
+
+    ``memory``: of the rules after the run's last step.
+    """
+    rule = memory[ENDED]["rule"]
+    if rule == OF_LESSONS:
+        return "--rollout.collect.patience 0"
+    if rule != OF_PHASES or run.rules.phases:
+        return ""
+    until, stalled = run.rules.until, memory[OF_PHASES].get("stalled", 0)
+    if isinstance(until, Stalls):
+        return f"--rules.until.evaluations {2 * max(until.evaluations, stalled)}"
+    return "--rules.until None"
 
 
 UNSCORED = "no completion could be scored: the reward is NaN for all"

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from jaxrl_llm.errors import require
 from jaxrl_llm.rules.decision import LAST_RESET, REFERENCE_AGE, REFERENCE_RESET, Decided, Decision, Own, Row, Rule
 from jaxrl_llm.rules.settings import Stalls
+from jaxrl_llm.system.json_lines import number
 from jaxrl_llm.system.setting import Range, Setting
 
 ASKED = "asked/reset"
@@ -28,7 +29,8 @@ class Resets(Setting):
 
     Attributes:
       reference_every: steps after which the reference becomes the policy; 0 never.
-      on_stall: evaluations without a better result after which it does; 0 never.
+      on_stall: evaluations in a row not better than the best one, of which the one before training (step 0) is the
+        first, after which it does; 0 never.
       with_optimiser: reset the optimiser at each reset of the reference.
       optimiser_every: steps after which the optimiser alone is reset; 0 never.
       on_kl: the KL above which the reference becomes the policy; 0 never.
@@ -130,7 +132,7 @@ def on_schedule(row: Row, own: Own, resets: Resets, every: int, reference: bool 
 
 
 def on_stall(row: Row, own: Own, resets: Resets, every: int, test: str = "") -> Decided:
-    """Reset the reference after ``on_stall`` evaluations in a row without a better result: a ``Rule``.
+    """Reset the reference after ``on_stall`` evaluations in a row not better than the best one: a ``Rule``.
 
     Only evaluations at multiples of ``every`` count: the one at a run's end would be absent in a longer run. Results of
     another ``test`` are not compared. It remembers the result of ``stalls``.
@@ -220,21 +222,23 @@ def entropy_controlled(row: Row, own: Own, controller: Callable[[float, float], 
 
 
 def evaluation_result(row: Row) -> float | None:
-    """Return the result of a row's evaluation, higher is better; None without one.
+    """Return the result of a row's evaluation, higher is better; None without one, or if it is not a number.
 
     It is the share of problems solved, or the mean reward if nothing is verified, or the accuracy of a reward model, or
     the negative loss on texts. The average of several tasks comes first.
     """
-    tested = [name for name in row if name.startswith("eval/") and row[name] is not None]
+    tested = [name for name in row if name.startswith("eval/")]
     for ending, sign in (("/pass@1", 1), ("/reward", 1), ("/accuracy", 1), ("/loss", -1)):
         found = next((name for name in tested if name.endswith(ending)), None)
         if found is not None:
-            return sign * row[found]
+            result = number(row[found])
+            return None if result is None else sign * result
     return None
 
 
 def stalls(row: Row, own: Mapping[str, Any], every: int, test: str, until: Stalls | None = None) -> dict[str, Any]:
-    """Return the ``best`` result of a ``test`` and the evaluations ``stalled`` since; empty without one that counts.
+    """Return the ``best`` result of a ``test``, that of step 0 included, and the evaluations ``stalled`` since; empty
+    without one that counts.
 
     A change of the test restarts the count; a memory without a test's name is taken to be of this one. If ``until``
     names a metric, each of its measurements counts.

@@ -38,7 +38,8 @@ class Reaches(Setting):
 
 @dataclasses.dataclass(frozen=True)
 class Stalls(Setting):
-    """A condition: ``evaluations`` in a row were not better than the best one of the phase: early stopping.
+    """A condition: ``evaluations`` in a row were not better than the best one of the phase, of which the one before
+    training (step 0) is the first: early stopping.
 
     Attributes:
       evaluations: how many; the patience.

@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS, check_whole, kept, listed, phase_of
+from jaxrl_llm.checkpoints.snapshots import BEST, CHECKPOINTS, check_whole, kept, listed, phase_of
 from jaxrl_llm.checkpoints.store import read_host, restore_policy, steps_in
 from jaxrl_llm.config import Configuration
 from jaxrl_llm.config.origin import SAVED_RUNS
@@ -29,7 +29,7 @@ class Trained:
 
     Attributes:
       run: with the paths of data and model resolved from the current folder; see ``on_this_machine``.
-      directory: the checkpoint's.
+      directory: the checkpoint's; that of step 0, the model that the run began with, does not exist.
       step: its number.
     """
 
@@ -73,8 +73,8 @@ def find_run(name: str, tests: bool = False) -> Trained | None:
     saved = configs.read(path, tests)
     for field in (*DECIDE_THE_MODEL, *(TESTED_ON if tests else ())):
         configs.whole(getattr(saved.run, field, None), str(path))
-    start = find_start(name)
-    place = kept(directory)[start.step]
+    step = step_of(name)
+    place = kept(directory)[step] if step else directory / BEST / "0"
     run = saved.pinned
     above = [directory.resolve()]  # the runs that it began from, directly or through others
     model = run.model
@@ -89,8 +89,8 @@ def find_run(name: str, tests: bool = False) -> Trained | None:
         model = configs.whole(configs.read(path, own=False).located.model, str(path))
     rules = run.rules if hasattr(run.rules, "phases") else configs.whole(run.rules, str(path))
     if rules.phases:
-        run = configs.in_phase(run, phase_of(place))
-    return Trained(on_this_machine(run), place, start.step)
+        run = configs.in_phase(run, phase_of(place) if step else 0)
+    return Trained(on_this_machine(run), place, step)
 
 
 def on_this_machine(run: Configuration) -> Configuration:
@@ -110,37 +110,54 @@ def mesh_here(shape: MeshShape) -> Mesh:
     return make_mesh(shape)
 
 
-def find_start(name: str, carry: bool = False) -> configs.Start:
-    """Find the checkpoint or snapshot that ``RUN@STEP`` names, or the newest checkpoint of ``RUN``.
+def step_of(name: str) -> int:
+    """Return the step of the checkpoint or snapshot that ``RUN@STEP`` names, or of the newest checkpoint of ``RUN``.
 
-    ``carry``: as in ``Start``.
+    Step 0 is the model that the run began with.
 
     Raises:
-      InputError: the run does not exist, does not keep this step, or has nothing to carry there.
+      InputError: the run does not exist, or does not keep this step.
     """
     directory, step = configs.split_step(name)
     path = directory / "config.json"
     require(
         configs.is_run(path), f"{directory} is not a run: give the folder that holds its config.json and checkpoints"
     )
-    run = configs.read(path, own=False).run
+    if step == 0:
+        return 0
     found = kept(directory)
     newest = max(steps_in(directory / CHECKPOINTS), default=None)
     keeps = f"it keeps {listed(directory)}"
     require(
         bool(found) and (step is not None or newest is not None),
-        f"{directory} has no checkpoint yet: resume its training first, or give the model itself ({run.model})"
-        + (f", or give RUN@STEP: {keeps}" if found else ""),
+        f"{directory} has no checkpoint yet: resume its training first, or give the model itself "
+        f"({configs.read(path, own=False).run.model})" + (f", or give RUN@STEP: {keeps}" if found else ""),
     )
     step = newest if step is None else step
-    require(step in found, f"{directory} has no checkpoint of step {step}: {keeps}")
+    best = " of its best evaluation (output.keep_best)" if name.endswith(f"@{BEST}") else ""
+    require(step in found, f"{directory} has no checkpoint of step {step}{best}: {keeps}")
+    return int(step or 0)
+
+
+def find_start(name: str, carry: bool = False) -> configs.Start:
+    """Find the step that ``step_of`` returns; for step 0 that of another run with whose weights the run began, if any.
+
+    ``carry``: as in ``Start``.
+
+    Raises:
+      InputError: as ``step_of``; or the run has nothing to carry there.
+    """
+    directory, step = configs.split_step(name)[0], step_of(name)
+    found = configs.read(directory / "config.json", own=False)
     if carry:
-        kind = type(run).__name__
+        run, kind = found.run, type(found.run).__name__
         if not isinstance(run, configs.Run):
             raise InputError(f"--carry is for reinforcement learning, and {directory} is a {kind}: leave it out")
         weights = f"step {step} of {directory} is a snapshot, which has weights alone: leave --carry out"
         require(step in steps_in(directory / CHECKPOINTS), weights)
-    return configs.Start(storage.named(directory.absolute()), int(step or 0), carry)
+    if step == 0 and found.origin.start is not None:
+        return dataclasses.replace(found.origin.start, carry=carry)
+    return configs.Start(storage.named(directory.absolute()), step, carry)
 
 
 def has_begun(directory: Path) -> bool:
@@ -159,7 +176,9 @@ def begun(directory: Path) -> configs.Found | None:
 
 def host_state(start: configs.Start) -> Any:
     """Return the host state in a run's checkpoint, as JSON values; no weights are read."""
-    return read_host(kept(start.directory)[start.step])
+    places = kept(start.directory)
+    require(start.step in places, f"step {start.step} of {start.run} is the model that it began with: give another")
+    return read_host(places[start.step])
 
 
 def current_phase(directory: Path) -> int:
@@ -178,9 +197,9 @@ def load_model(name: str, dtype: str, mesh: Any) -> tuple[Any, Any | None]:
         training began with.
     """
     trained = find_run(name)
-    if trained is not None:
+    if trained is not None and trained.step:
         return load_trained(trained, mesh, dtype)
-    model, tokenizer = load_either(name, dtype, mesh)
+    model, tokenizer = load_either(name, dtype, mesh) if trained is None else load_trained(trained, mesh, dtype)
     if (pins := PINS.get()) is not None and not only_shapes(mesh):
         pins.check(name, dtype, model)
     return model, tokenizer
@@ -223,12 +242,17 @@ def load_trained(trained: Trained, mesh: Any, dtype: str | None = None) -> tuple
     from jaxrl_llm.models.lora import attached, merge
 
     run = trained.run
+    trained = where_it_began(trained)
     if run.learner.lora.rank and not only_shapes(mesh):
         base, adapter, tokenizer = load_adapter(trained, mesh)
         policy = attached(base, adapter)
         found = jax.jit(merge, out_shardings=shardings(jax.eval_shape(merge, policy), mesh))(policy)
+    elif trained.step == 0 and not only_shapes(mesh):
+        model, tokenizer = load_base(trained, mesh)
+        found = as_trained(run, model)
     else:
-        check_whole(trained.directory)
+        if trained.step:
+            check_whole(trained.directory)
         model, tokenizer = load_base(trained, mesh.abstract_mesh)
         like = jax.eval_shape(lambda m: as_trained(run, m), model)
         found = like if only_shapes(mesh) else restore_policy(trained.directory, like, mesh)
@@ -243,11 +267,27 @@ def load_adapter(trained: Trained, mesh: Any) -> tuple[Any, Any, Any | None]:
     from jaxrl_llm.models.heads import split
     from jaxrl_llm.models.lora import create
 
-    check_whole(trained.directory)
+    trained = where_it_began(trained)
+    if trained.step:
+        check_whole(trained.directory)
     model, tokenizer = load_base(trained, mesh)
     base, head = split(as_trained(trained.run, model))
-    adapter = jax.eval_shape(lambda: create(base.config, trained.run.learner.lora, jax.random.key(0), head))
+    make = functools.partial(create, base.config, trained.run.learner.lora, jax.random.key(trained.run.seed))
+    if trained.step == 0:
+        return base, jax.jit(make, out_shardings=shardings(jax.eval_shape(make, head), mesh))(head), tokenizer
+    adapter = jax.eval_shape(make, head)
     return base, restore_policy(trained.directory, adapter, mesh, base), tokenizer
+
+
+def where_it_began(trained: Trained) -> Trained:
+    """Return a run's step 0 as the step of another run with whose weights it began, if any; other steps unchanged."""
+    start = configs.read(trained.directory.parents[1] / "config.json", own=False).origin.start
+    if trained.step or start is None:
+        return trained
+    first = find_run(f"{start.run}@{start.step}")
+    if first is None:
+        raise InputError(f"{start.run} is missing, with whose weights {trained.directory.parents[1]} began")
+    return where_it_began(first)
 
 
 def load_base(trained: Trained, mesh: Any) -> tuple[Any, Any | None]:

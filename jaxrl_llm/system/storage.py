@@ -30,7 +30,7 @@ CREDENTIALS = {
     "s3": "aws configure, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
 }
 """Ways to give credentials, by the scheme of an address."""
-STEPS = ("checkpoints", "snapshots")
+STEPS = ("checkpoints", "snapshots", "best")
 """The folders of a run with steps."""
 BEGINNINGS = ("config.json", "adapter_config.json")
 """Files of which a folder has at least one, if it holds a run or a model."""

@@ -74,6 +74,9 @@ class RunSummary:
         disagreement of several models.
       phases: the steps after which another phase began, and the text of each one's row about it.
       findings: the run's.
+      best: the step of the best evaluation and its result, where the run keeps that model, as ``RUN@best``; else None.
+      ended: after how many planned steps a rule ended the run, why, and the flags that continue it, if any do; None if
+        all steps were made.
     """
 
     run_dir: str
@@ -88,6 +91,8 @@ class RunSummary:
     judged: tuple[tuple[int, float, float, float | None], ...] = ()
     phases: tuple[tuple[int, str], ...] = ()
     findings: Sequence[Finding] = ()
+    best: tuple[int, float] | None = None
+    ended: tuple[int, str, str] | None = None
 
 
 Answered = tuple[str, str, str, float]
@@ -148,7 +153,8 @@ def _results(summary: RunSummary) -> list[Text]:
     took = summary.took
     later = f"step {took.last}" if took.first == took.last else f"steps {took.first} to {took.last}"
     steps = f"{took.last} steps" if took.first <= 1 else later
-    lines = [_field("finished", f"{steps} in {seconds(took.seconds)}")]
+    early = "; ended at step {} of {}: {}".format(took.last, *summary.ended) if summary.ended is not None else ""
+    lines = [_field("finished", f"{steps} in {seconds(took.seconds)}{early}")]
     measured = [(*other, "") for other in summary.others]
     if summary.after is not None:
         measured.insert(0, (measure, summary.before, summary.after, measure == "accuracy", f"  on {summary.task}"))
@@ -213,17 +219,25 @@ def _next(summary: RunSummary, reloads: bool, writes: bool) -> list[Text]:
     config = shlex.quote(f"{summary.run_dir}/config.json")
     if summary.pairs and len(summary.pairs[0].prompt) <= LONGEST_ASKED:
         ask = abridge(summary.pairs[0].prompt, LONGEST_ASKED)
-    more = f"jaxrl-llm train {config} --run_dir {run} --steps {2 * summary.took.last}"
+    flags = f"--steps {2 * summary.took.last}" if summary.ended is None else summary.ended[2]
+    more = f"jaxrl-llm train {config} " + (f"--run_dir {run} {flags}" if flags else f"--from {run}")
     if not reloads:
         begun = "from the file or notebook that began it: config.json lacks its own parts"
-        more = f"train again for {2 * summary.took.last} steps {begun}"
+        how = f"for {2 * summary.took.last} steps" if summary.ended is None else f"with {flags or f'--from {run}'}"
+        more = f"train again {how} {begun}"
     commands = [f"jaxrl-llm eval {run}", more]
     if writes:
         commands.insert(1, f"jaxrl-llm generate {run} --prompt {shlex.quote(ask)}")
     folder = storage.mirror(summary.run_dir)
     report, profile = folder / "report.html", folder / PROFILE
+    best = []
+    if summary.best is not None:
+        step, result = summary.best
+        value = _shown(abs(result), summary.measure == "accuracy" and summary.after is not None)
+        best = [_field("its best model", f"{summary.run_dir}@best: step {step}, {value}")]
     return [
         _field("the run is in", summary.run_dir),
+        *best,
         *([_field("look at it", f"{report}, in a browser")] if report.is_file() else []),
         *([_field("its profile", f"{profile} (pip install xprof, then xprof {profile})")] if profile.is_dir() else []),
         _field("try next", ""),

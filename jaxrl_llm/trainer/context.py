@@ -18,9 +18,10 @@ from rich.console import Console
 
 from jaxrl_llm import codec
 from jaxrl_llm.checkpoints.integrity import mark
-from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS
+from jaxrl_llm.checkpoints.snapshots import BEST, CHECKPOINTS, keep_only, kept
 from jaxrl_llm.checkpoints.store import Checkpoints, steps_in
 from jaxrl_llm.config import Configuration, Start, to_json
+from jaxrl_llm.config.origin import recorded_best
 from jaxrl_llm.diagnosis import FindingTracker
 from jaxrl_llm.diagnosis.history import ROLLED_BACK
 from jaxrl_llm.errors import InputError, one_line
@@ -28,6 +29,7 @@ from jaxrl_llm.rules import ASKED, BY_HAND, PHASE, Memory
 from jaxrl_llm.sharding import make_mesh
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.stages.stage import Batch, Fingerprints, Stage
+from jaxrl_llm.system import lease, storage
 from jaxrl_llm.system.json_lines import read_rows
 from jaxrl_llm.system.paths import new_file
 from jaxrl_llm.system.signals import Preemption
@@ -227,6 +229,16 @@ def _checkpoint(directory: Path, step: int) -> list[Any]:
     return [step, mark(directory / CHECKPOINTS / str(step))]
 
 
+def forget_best(directory: Path) -> None:
+    """Remove the models of earlier best evaluations, but for those that were the best as of a checkpoint: a run that
+    resumes or rolls back to it still has them."""
+    if steps_in(directory / BEST) and recorded_best(directory) in (0, *kept(directory)):
+        if storage.address(directory):  # its row is there too before an older one goes
+            lease.before_commit(directory)
+        ends = (*steps_in(directory / CHECKPOINTS), math.inf)
+        keep_only(directory / BEST, [recorded_best(directory, last=last) for last in ends])
+
+
 REQUEST = "reset.json"
 """A file in the run's folder: a request to the run in training, kept until the result is in a checkpoint."""
 
@@ -244,6 +256,12 @@ def asked_reset(directory: Path) -> dict[str, Any]:
         return {ASKED: json.loads((directory / REQUEST).read_text())}
     except FileNotFoundError:
         return {}
+
+
+def forget_settled(directory: Path, memory: Memory) -> None:
+    """Remove a request and a stopped step's host state that a complete checkpoint has settled."""
+    forget_reset(directory, memory)
+    forget_underway(directory)
 
 
 def forget_reset(directory: Path, memory: Memory) -> None:

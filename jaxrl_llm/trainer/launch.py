@@ -8,16 +8,20 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.checkpoints.integrity import fault
-from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS, check_whole, kept
+from jaxrl_llm.checkpoints.snapshots import BEST, CHECKPOINTS, check_whole, ended_at, kept, phase_of
 from jaxrl_llm.checkpoints.store import steps_in
-from jaxrl_llm.config.origin import origin_of
+from jaxrl_llm.config.origin import numbered, origin_of, other_tests, recorded_best
 from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.rules import OF_LESSONS, OF_PHASES, Stalls
+from jaxrl_llm.rules.best import lasting
+from jaxrl_llm.rules.decision import ENDED
+from jaxrl_llm.rules.guards import SOLVED, going_on, would_end
 from jaxrl_llm.rules.resets import evaluation_result
 from jaxrl_llm.runs import pins
 from jaxrl_llm.runs.load import begun, find_run, find_start, has_begun
@@ -64,8 +68,10 @@ class Result(int):
 
     @property
     def best(self) -> dict[str, Any] | None:
-        """The row of the best evaluation, the first of equal ones; None without one."""
-        return max(self.evaluations, key=lambda one: one[0])[1] if self.evaluations else None
+        """The row of the best evaluation, that of ``RUN@best``: the first of equal ones, of those under the last phase
+        and settings of evaluations that no rollback has undone; None without one."""
+        best = recorded_best(self.directory)
+        return next((row for row in self.history if row["step"] == best), None)
 
 
 def launch(
@@ -119,6 +125,11 @@ def launch(
         from jaxrl_llm.telemetry.summary import print_summary, summarise
 
         summary = dataclasses.replace(summarise(directory, time.monotonic() - began), run_dir=name())
+        best, last, steps = Result.of(code, directory).best, summary.took.last, found.run.steps
+        if best is not None and best["step"] in (0, *kept(directory)):
+            summary = dataclasses.replace(summary, best=(best["step"], evaluation_result(best)))
+        if last < steps and (memory := ended_at(directory / CHECKPOINTS / str(last))):
+            summary = dataclasses.replace(summary, ended=(steps, memory[ENDED]["reason"], going_on(memory, found.run)))
         writes = not isinstance(found.run, configs.RewardModel)
         print_summary(summary, brief=voice.quiet, reloads=configs.reloads(found.run), writes=writes)
     return Result.of(code, directory)
@@ -167,6 +178,10 @@ def begin(
     place = found.run.output.run_dir
     shared = peers.count == 1 or storage.written_directly(storage.mirror(place or ""))
     require(shared, f"run_dir {place}: only one process writes to s3://; give gs://, or a shared folder")
+    if f"@{BEST}" in json.dumps(configs.to_json(found.run)):
+        before = None if fresh else begun(storage.refreshed(storage.mirror(place or f"runs/{found.name}")))
+        known = {} if before is None else before.origin.models
+        found = dataclasses.replace(found, run=numbered(found.run, found.origin, known))
     text = json.dumps([configs.to_json(found.run), __version__, jax.__version__])
     peers.check_same("settings", hashlib.sha256(text.encode()).hexdigest()[:16])
     if start is not None:
@@ -174,19 +189,20 @@ def begin(
 
     def choose() -> tuple[str, str | None, dict[str, Any]]:
         directory, at_start = choose_directory(found.run, found.name, fresh, start)
-        if finished(directory, found.run):
+        code = configs.code_of(found.run)
+        if finished(directory, found.run, why_ended(directory, found.run, at_start.changed, code)):
             return storage.named(directory), None, {}
         makers(found.run.output.trackers)  # what is missing is refused before anything is made or compiled
         weights = first_weights(directory, start or found.origin.start)
         models = pins.decide(found, directory, has_begun(directory), weights)
-        origin = dataclasses.replace(found.origin, start=weights, models=models, code=configs.code_of(found.run))
+        origin = dataclasses.replace(found.origin, start=weights, models=models, code=code)
         if (before := begun(directory)) is not None:
             last = max(steps_in(directory / CHECKPOINTS), default=0)
-            code = configs.changed_code(before.origin.code, origin.code)
-            if code and has_begun(directory):
-                told = f"{storage.named(directory)} goes on with other code than before ({configs.shown(code)})"
+            edited = configs.changed_code(before.origin.code, code)
+            if edited and has_begun(directory):
+                told = f"{storage.named(directory)} goes on with other code than before ({configs.shown(edited)})"
                 print(f"jaxrl-llm: {told}; --fresh begins a new run", file=sys.stderr)
-            now = [(last, [*at_start.changed, *code])] if at_start.changed or code else []
+            now = [(last, [*at_start.changed, *edited])] if at_start.changed or edited else []
             origin = dataclasses.replace(origin, changed=[*before.origin.changed, *now])
         return storage.named(directory), at_start.day, origin.to_json()
 
@@ -275,7 +291,7 @@ def first_weights(directory: Path, start: configs.Start | None) -> configs.Start
     """
     if (before := begun(directory)) is not None:
         start = before.origin.start
-    if start is None or steps_in(directory / CHECKPOINTS):
+    if start is None or steps_in(directory / CHECKPOINTS) or start.step == 0:
         return start
     if start.step not in kept(start.directory):
         raise InputError(
@@ -286,11 +302,47 @@ def first_weights(directory: Path, start: configs.Start | None) -> configs.Start
     return start
 
 
-def finished(directory: Path, settings: configs.Configuration) -> bool:
-    """Whether the run there has finished its steps with a whole last checkpoint; if so, report it."""
+def finished(directory: Path, settings: configs.Configuration, ending: str = "") -> bool:
+    """Whether the run there has a whole last checkpoint, of its last step or of the one after which a rule has ended
+    it; if so, report it. ``ending``: from ``why_ended``."""
     done = max(steps_in(directory / CHECKPOINTS), default=0)
-    if done < settings.steps or fault(directory / CHECKPOINTS / str(done)):
+    place = directory / CHECKPOINTS / str(done)
+    if (done < settings.steps and not ending) or fault(place):
         return False
-    more = f"Continue with --steps {2 * done}, or start over with --fresh."
-    print(f"{storage.named(directory)} is finished: {done} of {settings.steps} steps. {more}")
+    name, reached = storage.named(directory), f"{done} of {settings.steps} steps"
+    more = f"Continue with --steps {2 * done}"
+    if ending:
+        reached = f"it ended at step {done} of {settings.steps}: {ending}"
+        flags = going_on(ended_at(place), settings)
+        more = f"Continue with {flags}" if flags else f"Begin a new run with its weights by --from {name}"
+    print(f"{name} is finished: {reached}. {more}, or start over with --fresh.")
     return True
+
+
+def why_ended(directory: Path, settings: configs.Configuration, changed: Sequence[str], code: Mapping[str, str]) -> str:
+    """Return why a rule has ended a run as done before its steps were made; empty if none has, or if it would not end
+    the run with its present settings.
+
+    ``changed``: settings that differ from those before; ``code``: fingerprints of the run's own code now.
+    """
+    place = directory / CHECKPOINTS / str(max(steps_in(directory / CHECKPOINTS), default=0))
+    memory, before = ended_at(place), begun(directory)
+    if not memory or before is None or int(place.name) >= settings.steps:
+        return ""
+    rule, reason, number = memory[ENDED]["rule"], memory[ENDED]["reason"], phase_of(place)
+    if rule not in (OF_LESSONS, OF_PHASES):  # of the user's own
+        own = json.dumps(configs.to_json(settings.rules.own))
+        edited = [name for name in code if configs.changed_code(before.origin.code, {name: code[name]}) and name in own]
+        return "" if edited or any(one.startswith("rules.own") for one in changed) else reason
+    if rule == OF_LESSONS:
+        patience = configs.in_phase(settings, number).rollout.collect.patience
+        return reason if 0 < patience <= memory[rule][SOLVED] else ""
+    until = configs.phases_of(settings)[number].until
+    compares = isinstance(until, Stalls) and not until.metric
+    restarts = compares and bool(other_tests([(0, changed)]))
+    if not restarts and not any(one.startswith("rules.until") for one in changed):
+        return reason
+    rows = lasting(read_rows(directory / "metrics.jsonl"), other_tests(before.origin.changed) if compares else ())[-1]
+    test = configs.evaluation_key(settings)
+    holds = until is not None and not restarts and would_end(until, rows, settings.evaluation.every, test)
+    return reason if holds else ""

@@ -30,15 +30,7 @@ from jaxrl_llm.system.signals import PREEMPTED, Preemption, on_exit
 from jaxrl_llm.telemetry import Verbosity
 from jaxrl_llm.telemetry.pace import SAVE
 from jaxrl_llm.telemetry.records import record
-from jaxrl_llm.trainer.context import (
-    Cursor,
-    LoopState,
-    RunContext,
-    forget_reset,
-    forget_underway,
-    keep_underway,
-    opened,
-)
+from jaxrl_llm.trainer.context import Cursor, LoopState, RunContext, forget_best, forget_settled, keep_underway, opened
 from jaxrl_llm.trainer.segment import load
 from jaxrl_llm.trainer.step import make_step, next_phase
 from jaxrl_llm.types import TrainState
@@ -90,8 +82,8 @@ def train(
                 break
         context.store.close()
         if peers.leads:
-            forget_reset(directory, cursor.host.memory)
-            forget_underway(directory)
+            forget_settled(directory, cursor.host.memory)
+            forget_best(directory)
     code, reason = ending
     if reason:
         say(reason)
@@ -170,8 +162,7 @@ def make_steps(context: RunContext, cursor: Cursor) -> tuple[int, str] | None:
             store.wait()  # it is whole before the checkpoint of the step is begun
             snapshots.keep(directory, step, cursor.state, cursor.host.phase)
         if context.peers.leads:
-            forget_reset(directory, cursor.host.memory)
-            forget_underway(directory)
+            forget_settled(directory, cursor.host.memory)
         if decision.next_phase or decision.rollback is not None:
             schedule.moved.add(step)
         if schedule.saves(step) or decision.stop is not None or asked or overdue:

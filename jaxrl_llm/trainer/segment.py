@@ -16,14 +16,15 @@ import optax
 from jaxrl_llm import config as configs
 from jaxrl_llm import learner, rules
 from jaxrl_llm.checkpoints.integrity import fault
-from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS, SNAPSHOTS, kept, phase_of
+from jaxrl_llm.checkpoints.snapshots import BEST, CHECKPOINTS, SNAPSHOTS, kept, phase_of
 from jaxrl_llm.checkpoints.store import Checkpoints, holds, parts_of, restore_parts, steps_in
 from jaxrl_llm.diagnosis.history import ROLLED_BACK
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.state import NewRole, reset_reference
 from jaxrl_llm.models.heads import split
-from jaxrl_llm.runs.load import as_trained, host_state, load_model
+from jaxrl_llm.rules.decision import ENDED
+from jaxrl_llm.runs.load import as_trained, find_run, host_state, load_model
 from jaxrl_llm.runs.pins import needs_base
 from jaxrl_llm.stages import stage_of
 from jaxrl_llm.stages.stage import Stage, check_problems, state_of
@@ -47,7 +48,9 @@ def load(context: RunContext, number: int, cursor: Cursor | None, resources: Any
     if cursor is None:
         progress.status(f"loading {run.model}")
         weights = start is None or needs_base(run, context.directory)
-        model, tokenizer = load_model(run.model, run.learner.dtype, mesh if weights else mesh.abstract_mesh)
+        first = context.weights if start is None and not run.learner.lora.rank else None
+        name = run.model if first is None or first.step else f"{first.run}@0"
+        model, tokenizer = load_model(name, run.learner.dtype, mesh if weights else mesh.abstract_mesh)
         trained = as_trained(run, model)
     else:
         model, tokenizer = jax.eval_shape(base_of_policy, cursor.state), cursor.tokenizer
@@ -125,7 +128,8 @@ def begin(
     state = learner.create_state(model, optimiser, stage.reference, mesh, run.learner.lora, run.seed, others)
     if weights is not None:
         state = borrowed(state, run, weights, mesh, note)
-        state = with_others(state, others, kept(weights.directory)[weights.step], mesh, note)
+        if weights.step:
+            state = with_others(state, others, kept(weights.directory)[weights.step], mesh, note)
     left = None if weights is None or not weights.carry else carried(run, stage, weights, note)
     return state, LoopState(left, coefficients=dict(stage.coefficients))
 
@@ -157,6 +161,7 @@ def restored(
     state, saved = store.restore(step, like, mesh, base)
     host = LoopState.from_json(saved, stage.records)
     host.coefficients = dict(stage.coefficients) | host.coefficients
+    host.memory.pop(ENDED, None)
     return state, host
 
 
@@ -179,8 +184,14 @@ def borrowed(
         raise InputError(f"{shown} is of a {names[0]}, and this is a {names[1]}: give it as --model, not as --from")
     if old.lora != run.learner.lora:
         raise InputError(f"{shown} has {old.lora}, this run {run.learner.lora}: set learner.lora to what it is there")
+    if weights.step == 0:
+        base = find_run(f"{weights.run}@0")  # without an adapter loaded in place of the run's model
+        other = f"{weights.run} has adapters of another model than {run.model}: give that with --model"
+        require(not run.learner.lora.rank or (base is not None and base.run.model == run.model), other)
+        note(f"begins with the model that {weights.run} began with; the optimiser is new")
+        return state
     place = kept(weights.directory)[weights.step]
-    snapshot = place.parent.name == SNAPSHOTS
+    snapshot = place.parent.name in (SNAPSHOTS, BEST)
     same = old.optimiser == run.learner.optimiser and not snapshot
     policy = state.policy
     like = jax.eval_shape(parts_of, policy.params, policy.opt_state if same else None)

@@ -14,7 +14,9 @@ import jax
 import numpy as np
 
 from jaxrl_llm import learner
+from jaxrl_llm.checkpoints.snapshots import BEST, keep
 from jaxrl_llm.config import Configuration, in_phase, keeps_reference, phases_of
+from jaxrl_llm.config.origin import recorded_best
 from jaxrl_llm.learner import Sample
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.samples import advantage_of
@@ -23,9 +25,10 @@ from jaxrl_llm.learner.utilisation import utilisation
 from jaxrl_llm.models.lora import model_of
 from jaxrl_llm.rollout.groups import OutOfTime
 from jaxrl_llm.rules import BY_HAND, FOUND, LAST, LR_SCALE, OF_ENTROPY, OF_GUARDS, Decision, decide
+from jaxrl_llm.rules.decision import DONE, ENDED, EVENT_ENDED
 from jaxrl_llm.stages.stage import Batch, Stage
 from jaxrl_llm.telemetry.records import record
-from jaxrl_llm.trainer.context import Cursor, LoopState, RunContext, asked_reset
+from jaxrl_llm.trainer.context import Cursor, LoopState, RunContext, asked_reset, forget_best
 from jaxrl_llm.trainer.segment import go_back
 from jaxrl_llm.types import Completion, Group, TrainState
 
@@ -112,14 +115,25 @@ def finish(
         decision = go_back(context, cursor, decision)
         if context.sight is not None:
             context.sight.take(decision.events)
+    better = found is not None and decision.rollback is None and context.run.output.keep_best
+    better = better and context.peers.first(lambda: recorded_best(context.directory, row) == step)
+    if better:  # whole before its row, and that before an older one goes
+        progress.status("saving")
+        context.store.wait()
+        keep(context.directory, step, cursor.state, cursor.host.phase, BEST)
     cursor.state = apply(decision, cursor.state, cursor.settings)
     cursor.host.coefficients |= decision.coefficients
     cursor.row, cursor.step = {}, step
     row |= decision.events
     progress.happened(step, row, batch.examples)
+    if decision.stop == DONE:
+        row[EVENT_ENDED] = decision.reason
+        cursor.host.memory[ENDED] = {"step": step, "rule": decision.rule, "reason": decision.reason}
     examples = [batch.examples[place] for place in shown_places(batch, cursor.settings.output.samples, step)]
     lines = training_lines(examples, samples, stage.spell) if context.writer else ()
     record(context.writer, step, row, lines, None if found is None else found.lines())
+    if better and context.peers.leads:
+        forget_best(context.directory)
     return decision
 
 

@@ -9,7 +9,7 @@ from tiny import tiny
 
 from jaxrl_llm.checkpoints import objects
 from jaxrl_llm.checkpoints.integrity import fault, mark, written
-from jaxrl_llm.checkpoints.snapshots import keep, kept, newest_whole, phase_of
+from jaxrl_llm.checkpoints.snapshots import BEST, keep, keep_only, kept, listed, newest_whole, phase_of
 from jaxrl_llm.checkpoints.store import Checkpoints, read_host, steps_in
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Optimiser, create_state
@@ -60,6 +60,19 @@ def test_checkpoints_come_back_bit_for_bit_on_another_machine(run, elsewhere):
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(run[1]), strict=True):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
     assert steps_in(elsewhere / "checkpoints") == [2, 3], "opening them has removed some"
+
+
+def test_the_best_model_is_replaced_once_a_better_one_is_whole(run, elsewhere):
+    for step in (3, 5):
+        keep(elsewhere, step, run[1], folder=BEST)
+    assert steps_in(elsewhere / BEST) == [3, 5] and kept(elsewhere)[5] == elsewhere / BEST / "5"
+    assert kept(elsewhere)[3].parent.name == "checkpoints" and not fault(elsewhere / BEST / "5")
+    assert listed(elsewhere) == "2, 3 and snapshots of 2 and the best models of 3, 5"
+    keep_only(elsewhere / BEST, {5, 9})
+    assert steps_in(elsewhere / BEST) == [5] and list(kept(elsewhere)) == [2, 3, 5]
+    keep(elsewhere, 5, run[1], folder=BEST)
+    keep_only(elsewhere / BEST, ())
+    assert steps_in(elsewhere / BEST) == [] and steps_in(elsewhere / "snapshots") == [2]
 
 
 def test_damage_is_found_without_reading_and_put_aside(elsewhere):

@@ -20,6 +20,7 @@ from jaxrl_llm.cli.flags import parse
 from jaxrl_llm.cli.pieces import ALGORITHM, CONTROLLER, choices
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.recipes import RECIPES
+from jaxrl_llm.rules import Rules, Stalls
 
 pytestmark = pytest.mark.filterwarnings("ignore:get_parser")
 SMOKE = configs.load_config("smoke")[1]
@@ -122,3 +123,19 @@ def test_help_shows_them_and_a_resumed_run_compares_them(tmp_path):
     other = command("train", "smoke", "--steps", "2", "--quiet", folder=tmp_path)
     assert other.code == 2 and "was begun with other settings (recipe.algorithm.surrogate" in other.err
     assert command("train", "smoke", *flags, "--steps", "2", folder=tmp_path).code == 0
+
+
+UNTILS = {
+    "--rules.until None": None,
+    "--rules.until none": None,
+    "--rules.until Stalls --rules.until.evaluations 5": Stalls(5, "kl"),
+    "--rules.until.evaluations 5": Stalls(5, "kl"),
+}
+
+
+@pytest.mark.parametrize("line", UNTILS)
+def test_the_condition_that_ends_a_run_is_taken_away_or_changed(line):
+    run = dataclasses.replace(SMOKE, rules=Rules(until=Stalls(2, "kl")))
+    assert parse(configs.Run, line.split(), "train smoke", "", run).rules.until == UNTILS[line]
+    with pytest.raises(InputError, match=r"--rules\.until Reaches has no default metric: set it in the configuration"):
+        parse(configs.Run, ["--rules.until", "Reaches"], "train smoke", "", run)

@@ -90,7 +90,7 @@ def test_each_phase_begins_where_it_should(folder, answers):
     assert events == {
         2: "slower (short ended after 2 steps)",
         4: "both tasks, anchored (slower ended after 2 steps)",
-        6: "reset (both tasks, anchored ended since kl was above -1 for 2 steps)",
+        6: "reset (both tasks, anchored ended since kl was above -1 in 2 measured steps in a row)",
     }
     assert sorted(path.name for path in (folder / "whole" / "snapshots").iterdir()) == ["2", "4", "6"]
     assert all(

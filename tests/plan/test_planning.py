@@ -190,6 +190,9 @@ def test_the_whole_run_is_its_steps_its_devices_and_its_checkpoints():
     assert found.snapshot_bytes == pytest.approx(weights, rel=1e-3)
     assert found.checkpoint_bytes == pytest.approx(4 * weights, rel=1e-3), "weights, two moments, reference"
     assert found.disk_bytes == 4 * found.checkpoint_bytes and totals(one).cost is None
+    assert found.best_bytes == 4 * found.snapshot_bytes
+    off = by_formula(dataclasses.replace(run, output=dataclasses.replace(run.output, keep_best=False)))
+    assert totals(off).best_bytes == 0
 
 
 def test_a_step_is_compared_with_the_time_that_a_signal_leaves():

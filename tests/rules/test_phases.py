@@ -8,8 +8,9 @@ import pytest
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.rules import DONE, PHASE, Decision, Phase, Reaches, Resets, Rules, Stalls, decide
+from jaxrl_llm.rules.best import best_step, lasting
 from jaxrl_llm.rules.guards import WAITS, phase_ends
-from jaxrl_llm.rules.resets import on_stall
+from jaxrl_llm.rules.resets import evaluation_result, on_stall
 from jaxrl_llm.stages.rl.ingredients import rules_for
 
 SMOKE = configs.load_config("smoke")[1]
@@ -46,7 +47,8 @@ def test_once_a_metric_was_beyond_its_bound_so_many_times_in_a_row():
     above = Phase("a", until=Reaches("kl", above=0.5, times=2))
     assert ends_at(above, rows(0.6, 0.4, 0.6, 0.7))[0] == 4
     assert ends_at(above, rows(0.5, 0.5, 0.5)) is None, "at the bound is not above it"
-    assert ends_at(above, rows(0.6, None, math.nan, 0.6))[0] == 4, "what was not measured says nothing"
+    unmeasured = ends_at(above, rows(0.6, None, math.nan, 0.6))
+    assert unmeasured == (4, "next (a ended since kl was above 0.5 in 2 measured steps in a row)")
     below = Phase("a", until=Reaches("entropy", below=0.1))
     found = ends_at(below, rows(0.3, 0.05, metric="entropy"))
     assert found == (2, "next (a ended since entropy was below 0.1)")
@@ -77,6 +79,55 @@ def test_early_stopping_on_a_metric_by_patience(lower):
         "the run ends since 2 measurements of eval/loss found nothing better"
         in decide({"phase": rule}, {"step": 9, "eval/loss": 9.0 if lower else -9.0}, memory)[0].reason
     )
+
+
+BASELINES = {
+    "nothing better than before training": ((0.5, 0.4, 0.5), 4),
+    "better once": ((0.5, 0.6, 0.6, 0.6), 6),
+    "unmeasured before training": ((None, 0.4, 0.4, 0.4), 6),
+    "not a number before training": ((math.nan, 0.4, 0.4, 0.4), 6),
+    "rising": ((0.1, 0.2, 0.3, 0.4), None),
+}
+
+
+@pytest.mark.parametrize("case", BASELINES)
+@pytest.mark.parametrize("metric", ["", "eval/x/pass@1"])
+def test_early_stopping_and_resets_by_stalls_have_one_baseline_the_evaluation_before_training(case, metric):
+    results, step = BASELINES[case]
+    rows = [{"step": 2 * at} | ({} if x is None else {"eval/x/pass@1": x}) for at, x in enumerate(results)]
+    found = ends_at(Phase("a", until=Stalls(2, metric)), rows)
+    assert (found and found[0]) == step
+    own, resets = {}, []
+    for row in rows:
+        decision, own = on_stall(row, own, resets=Resets(on_stall=2), every=2)
+        resets += [row["step"]] * decision.reset_reference
+    assert resets[:1] == [step] * (step is not None)
+
+
+@pytest.mark.parametrize("unmeasured", [None, math.nan])
+def test_an_evaluation_that_is_not_a_number_has_no_result_live_or_read_from_a_file(unmeasured):
+    row = {"step": 2, "eval/average/pass@1": unmeasured, "eval/a/pass@1": 0.9, "eval/a/reward": 1.0}
+    assert evaluation_result(row) is None and evaluation_result(row | {"eval/average/pass@1": 0.3}) == 0.3
+
+
+def test_where_a_rollback_went_and_phases_or_evaluations_changed_other_rows_last():
+    row = lambda step, result=None, **more: (
+        {"step": step} | ({} if result is None else {"eval/x/pass@1": result}) | more
+    )
+    back = {"rollback/to_step": 2}
+    cases = {
+        "nothing evaluated": ([row(1), row(2)], (), [[1, 2]], None),
+        "the first of equal ones": ([row(0, 0.1), row(2, 0.5), row(4, 0.5)], (), [[0, 2, 4]], 2),
+        "not a number": ([row(0, 0.1), row(2, None), row(3, math.nan)], (), [[0, 2, 3]], 0),
+        "undone": ([row(0, 0.1), row(2, 0.3), row(3, 0.9), row(4, 0.8, **back), row(5, 0.2)], (), [[0, 2, 5]], 2),
+        "a phase": ([row(0, 0.9), row(2, 0.8, **{PHASE: "b"}), row(4, 0.2), row(6, 0.3)], (), [[0, 2], [4, 6]], 6),
+        "a phase to be evaluated": ([row(0, 0.4), row(2, 0.8, **{PHASE: "b"}), row(3)], (), [[0, 2], [3]], 2),
+        "another evaluation": ([row(0, 0.9), row(2, 0.8), row(4, 0.2)], (2,), [[0, 2], [4]], 4),
+        "undone in both": ([row(2, 0.3), row(4, 0.8), row(6, 0.9), row(7, **back)], (4,), [[2], []], 2),
+    }  # fmt: skip
+    for case, (history, tests, groups, best) in cases.items():
+        assert [[one["step"] for one in group] for group in lasting(history, tests)] == groups, case
+        assert best_step(history, tests) == best, case
 
 
 def test_whichever_comes_first():

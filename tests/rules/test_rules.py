@@ -325,8 +325,28 @@ def test_a_task_that_is_solved_ends_well():
         EMPTY | {"step": 1, "reward/accuracy": 1.0, "reward/zero_std_fraction": 1.0},
     )
     last = run_through(rule, [row] * 3)[-1]
-    assert last.stop == DONE and last.reason.startswith("solved")
+    assert last.stop == DONE and last.reason.startswith("solved: every completion of the last 3 steps")
     assert run_through(rule, [row, row, row | {"reward/accuracy": 0.99}])[-1].stop == GUARD
+    again = run_through(rule, [row | {"reward/accuracy": 0.0}] + [row] * 3)
+    assert [d.stop for d in again] == [None, None, GUARD, DONE], "one that a guard has stopped may be resumed"
+    assert again[-1].reason.startswith("solved: every completion of the last 3 steps")
+
+
+@pytest.mark.parametrize(
+    "shares",
+    [(0.0, 0.0, 1.0), (1.0, 0.0, 1.0), (0.0, 1.0, 1.0), (0.99, 1.0, 1.0), (math.nan, 1.0, 1.0), ("fails", 1.0, 1.0)],
+)
+def test_a_task_is_solved_by_all_steps_of_the_window_not_by_its_last(shares):
+    flat = EMPTY | {"reward/zero_std_fraction": 1.0, "completions/mean_length": 3.0}
+    failing = {"reward/accuracy": 1.0, "reward/checker/failed_fraction": 0.25}
+    rows = [
+        flat | {"step": step} | (failing if share == "fails" else {"reward/accuracy": share})
+        for step, share in enumerate(shares, start=1)
+    ]
+    waiting = {"step": 9, "updates": 0.0, "completions/mean_length": math.nan}
+    for known in (rows, [rows[0], waiting, *rows[1:]]):
+        last = run_through(teaching(3, True, "accuracy"), known)[-1]
+        assert last.stop == GUARD and last.reason.startswith("3 steps in a row taught nothing")
 
 
 def test_a_step_that_only_waits_for_its_groups_is_told_and_does_not_count():

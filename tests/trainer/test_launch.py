@@ -16,13 +16,18 @@ from storages import BUCKET, on_another_machine, storage
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.checkpoints.integrity import CHECKSUMS, sums
-from jaxrl_llm.config import Found, Origin, Start, changed_since
+from jaxrl_llm.checkpoints.store import steps_in
+from jaxrl_llm.config import Found, Origin, Scoring, Start, changed_since
+from jaxrl_llm.config.origin import numbered, recorded_best
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.rewards import Function, ModelReward
+from jaxrl_llm.rules import Reaches, Rules, Stalls
 from jaxrl_llm.sharding.distributed import ALONE, Peers
 from jaxrl_llm.system.paths import COLLECTED, InUse, alone
 from jaxrl_llm.system.storage import folder, mirror, system
 from jaxrl_llm.trainer.claim import claimed
-from jaxrl_llm.trainer.launch import begin, choose_directory, first_weights
+from jaxrl_llm.trainer.context import forget_best
+from jaxrl_llm.trainer.launch import Result, begin, choose_directory, first_weights
 
 SMOKE = configs.dated(configs.resolved(configs.load_config("smoke")[1]), "2025-07-01")
 HOLD = "import sys\nfrom pathlib import Path\nfrom jaxrl_llm.system.paths import alone\n" \
@@ -237,3 +242,135 @@ def test_fresh_takes_a_free_address(tmp_path):
     with pytest.raises(InputError, match="nothing came of it"), claimed(mirror(f"{address}-2"), one):
         raise InputError("nothing came of it")
     assert not folder(f"{address}-2").exists() and system(address).find(f"{address}-2") == []
+
+
+OWN = Function("math:isnan")
+BOUND = Reaches("kl", above=0.5, times=2)
+ENDS = {
+    "the same command": ("phase", {"until": BOUND}, {}, True),
+    "more steps": ("phase", {"until": BOUND}, {"steps": 99}, True),
+    "a guard that has nothing to do with it": ("phase", {"until": BOUND, "guards": ("no_signal",)}, {}, True),
+    "other evaluations": ("phase", {"until": BOUND}, {"evaluation": dataclasses.replace(SMOKE.evaluation, limit=3)}, 1),
+    "without until": ("phase", {}, {}, False),
+    "longer": ("phase", {"until": Reaches("kl", above=0.5, times=3)}, {}, False),
+    "higher": ("phase", {"until": Reaches("kl", above=0.7, times=2)}, {}, False),
+    "lower, which held": ("phase", {"until": Reaches("kl", above=0.4, times=2)}, {}, True),
+    "stalls, which held": ("phase", {"until": Stalls(1)}, {}, True),
+    "stalls, more": ("phase", {"until": Stalls(2)}, {}, False),
+    "stalls of a metric": ("phase", {"until": Stalls(1, "kl")}, {}, True),
+    "solved": ("teaches_nothing", {}, {}, True),
+    "solved, less patience": ("teaches_nothing", {}, {"patience": 2}, True),
+    "solved, more patience": ("teaches_nothing", {}, {"patience": 4}, False),
+    "solved, patience without end": ("teaches_nothing", {}, {"patience": 0}, False),
+    "a rule of one's own": ("own/isnan", {"own": (OWN,)}, {}, True),
+    "without it": ("own/isnan", {}, {}, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_a_run_that_a_rule_has_ended_stays_so_until_the_rule_would_not(tmp_path, capsys, case):
+    """Rows 2 and 6 are evaluated, and 4 was undone by a rollback; a checkpoint of another step tells nothing."""
+    rule, rules, given, stays = ENDS[case]
+    changes = dict(given)
+    directory = tmp_path / "x"
+    before = {"phase": {"until": BOUND}, "own/isnan": {"own": (OWN,)}}.get(rule, {})
+    collect = dataclasses.replace(SMOKE.rollout.collect, patience=changes.pop("patience", 3))
+    changes |= {"rollout": dataclasses.replace(SMOKE.rollout, collect=collect)}
+    every = {"steps": 12, "evaluation": dataclasses.replace(SMOKE.evaluation, every=2)}
+    begun(directory, 6, **every, rules=Rules(**before))
+    rows = [{"step": 0, "eval/x/pass@1": 0.5}, {"step": 2, "eval/x/pass@1": 0.6}, {"step": 3, "kl": 0.1}]
+    rows += [{"step": 4, "kl": 0.9, "eval/x/pass@1": 0.9, "rollback/to_step": 3}]
+    rows += [{"step": 5, "kl": 0.6}, {"step": 6, "kl": 0.6, "eval/x/pass@1": 0.6}]
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    memory = {"teaches_nothing": {"empty": 4, "solved": 3}, "phase": {"steps": 6, "times": 2}}
+    place = directory / "checkpoints/6/host"
+    place.mkdir()
+    again = found(directory, **every | changes, rules=Rules(**rules))
+    again = dataclasses.replace(
+        again, run=dataclasses.replace(again.run, evaluation=dataclasses.replace(again.run.evaluation, every=2))
+    )
+    for step, ended in ((6, stays), (4, False)):
+        ending = {"step": step, "rule": rule, "reason": "it is over"}
+        (place / "metadata").write_text(json.dumps({"memory": memory | {"ended": ending}, "phase": 0}))
+        assert (begin(ALONE, again, False, None)[1] is None) == bool(ended)
+    told = capsys.readouterr().out
+    line = f"{directory} is finished: it ended at step 6 of {again.run.steps}: it is over. "
+    assert told.startswith(line) == bool(stays) and told.count("\n") == stays
+
+
+def result(step, value=None, **more):
+    return {"step": step} | ({} if value is None else {"eval/x/pass@1": value}) | more
+
+
+HISTORIES = {
+    "the best alone": ([result(0, 0.1), result(2, 0.5), result(4, 0.4)], [2, 4], [1, 2, 4], [], 2, [2]),
+    "as of an older checkpoint": ([result(0, 0.1), result(2, 0.3), result(6, 0.5)], [4, 6], [1, 2, 6], [], 6, [2, 6]),
+    "before any checkpoint": ([result(0, 0.1), result(2, 0.3), result(3, 0.5)], [], [2, 3], [], 3, [3]),
+    "undone, but not as of its checkpoint": (
+        [result(0, 0.1), result(2, 0.3), result(4, 0.9), result(5, 0.8, **{"rollback/to_step": 2})],
+        [2, 4, 5], [2, 4], [], 2, [2, 4],
+    ),
+    "undone": (
+        [result(0, 0.1), result(2, 0.3), result(4, 0.9), result(5, **{"rollback/to_step": 2}), result(6, 0.2)],
+        [5, 6], [2, 4], [], 2, [2],
+    ),
+    "of another phase": (
+        [result(0, 0.9), result(2, 0.8, **{"event/phase": "b"}), result(4, 0.2)], [4], [4], [], 4, [4]
+    ),
+    "of another evaluation": (
+        [result(0, 0.1), result(2, 0.9), result(4, 0.2)], [4], [2, 4], [[2, ["evaluation.limit: 3 -> 9"]]], 4, [4]
+    ),
+    "of the same evaluation": (
+        [result(0, 0.1), result(2, 0.9), result(4, 0.2)], [4], [2, 4],
+        [[2, ["evaluation.every: 3 -> 9", "steps: 1 -> 2"]]], 2, [2],
+    ),
+    "step 0": ([result(0, 0.9), result(2, 0.9), result(4, None)], [2, 4], [3], [], 0, []),
+    "without records": ([], [2], [1, 2], [], None, [1, 2]),
+    "not kept": ([result(0, 0.1), result(2, 0.3), result(3, 0.5)], [2, 4], [2], [], 3, [2]),
+    "kept as a checkpoint": ([result(0, 0.1), result(2, 0.3), result(4, 0.5)], [4], [2], [], 4, []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HISTORIES)
+def test_the_best_model_is_that_of_rows_that_last_and_others_go_unless_a_checkpoint_has_them(tmp_path, case):
+    rows, checkpoints, there, changed, best, left = HISTORIES[case]
+    directory = tmp_path / "x"
+    begun(directory, *checkpoints)
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = json.loads((directory / "config.json").read_text())
+    config["origin"]["changed"] = changed
+    (directory / "config.json").write_text(json.dumps(config))
+    for step in there:
+        (directory / "best" / str(step)).mkdir(parents=True)
+    forget_best(directory)
+    assert steps_in(directory / "best") == left and len(list((directory / "best").iterdir())) == len(left)
+    for number in checkpoints:
+        assert case == "not kept" or recorded_best(directory, last=number) in {0, None, *left, *checkpoints}, number
+    if best is None:
+        with pytest.raises(InputError, match=r"x@best: no evaluation has a result yet: .* give .*x@STEP"):
+            configs.split_step(f"{directory}@best")
+        return
+    assert configs.split_step(f"{directory}@best") == (directory, best)
+    row = Result.of(0, directory).best
+    assert row is not None and row["step"] == best
+    (directory / "best").mkdir(exist_ok=True)
+    better, unmeasured, equal = result(9, 2.0), result(9, float("nan")), result(9, row["eval/x/pass@1"])
+    assert [recorded_best(directory, one) for one in (better, unmeasured, equal)] == [9, best, best]
+
+
+def test_a_name_of_the_best_model_becomes_its_number_once(tmp_path):
+    directory = tmp_path / "x"
+    begun(directory, 2)
+    (directory / "metrics.jsonl").write_text(json.dumps(result(2, 0.5)) + "\n")
+    judge = ModelReward(f"{directory}@best")
+    run = dataclasses.replace(SMOKE, model=f"{directory}@best", scoring=Scoring((judge,)))
+    found = numbered(run, Origin(str(tmp_path)))
+    assert (found.model, found.scoring.rewards[0].path) == (f"{directory}@2",) * 2
+    (directory / "metrics.jsonl").write_text("")
+    again = numbered(run, Origin(str(tmp_path)), [f"{directory}@2", "other@3"])
+    assert again == found and numbered(SMOKE, Origin(str(tmp_path))) == SMOKE
+    beside = dataclasses.replace(SMOKE, model="x@best")
+    (directory / "metrics.jsonl").write_text(json.dumps(result(2, 0.5)) + "\n")
+    assert numbered(beside, Origin(str(tmp_path))).model == "x@2"
+    for name in ("none@best", "org/model@best"):
+        assert numbered(dataclasses.replace(SMOKE, model=name), Origin(str(tmp_path))).model == name

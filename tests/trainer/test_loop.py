@@ -9,6 +9,7 @@ import signal
 import jax
 import jax.numpy as jnp
 import pytest
+from golden.differences import differences
 
 from jaxrl_llm import config as configs
 from jaxrl_llm import load_pretrained, train
@@ -16,6 +17,7 @@ from jaxrl_llm.checkpoints.store import steps_in
 from jaxrl_llm.config import Output
 from jaxrl_llm.models import save_pretrained
 from jaxrl_llm.models.flops import counts
+from jaxrl_llm.rules import Reaches, Rules
 from jaxrl_llm.sharding.chips import CHIPS, KINDS
 from jaxrl_llm.system.json_lines import read_rows
 from jaxrl_llm.trainer.context import UNDERWAY, keep_underway, underway_after
@@ -124,3 +126,50 @@ def test_a_resumed_run_reads_nothing_of_the_model_that_it_began_with(tmp_path):
         assert train(run) == 0
         found.append(plain(place / "run"))
     assert found[0] == found[1]
+
+
+def files(folder):
+    """The bytes of all files of a run, with their times."""
+    return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+def test_a_run_that_its_rule_has_ended_stays_so_even_if_it_was_killed_before_its_last_checkpoint(tmp_path, capsys):
+    """The rewards are the same in each folder. It goes on where asked to, as a run of that rule would have."""
+
+    def until(folder, times, **output):
+        ends = Rules(until=Reaches("reward/mean", above=-1.0, times=times))
+        return dataclasses.replace(run_in(tmp_path / folder, Stopping(), **output), rules=ends, steps=5)
+
+    def killed(row):
+        if "event/ended" in row:
+            raise Killed
+
+    ended = until("one", 2, checkpoint_every=1)
+    with pytest.raises(Killed):
+        train(ended, on_step=killed)
+    assert steps_in(tmp_path / "one/checkpoints") == [1] and train(ended) == 0
+    told = capsys.readouterr().out
+    why = "the run ends since reward/mean was above -1 in 2 measured steps in a row"
+    assert f"ended at step 2 of 5: {why}" in told
+    assert "\n  train again with --rules.until None from the file" in told
+    rows = list(read_rows(tmp_path / "one/metrics.jsonl"))
+    assert [row["step"] for row in rows] == [0, 1, 2] and rows[-1]["event/ended"] == why
+    before = files(tmp_path / "one")
+    for again in (ended, dataclasses.replace(ended, steps=9)):
+        assert train(again) == 0 and files(tmp_path / "one") == before
+        assert (
+            f"is finished: it ended at step 2 of {again.steps}: {why}. Continue with --rules" in capsys.readouterr().out
+        )
+    longer = until("one", 4, checkpoint_every=1)
+    assert train(longer) == 0 and train(until("whole", 4, checkpoint_every=1)) == 0
+    assert plain(tmp_path / "one") == plain(tmp_path / "whole")
+    apart = differences(tmp_path / "whole", tmp_path / "one")
+    assert [line.split(":")[0] for line in apart] == [
+        f"metrics.jsonl, step {n}, event/{x}" for n, x in ((2, "ended"), (3, "settings"))
+    ]
+    assert train(dataclasses.replace(longer, rules=Rules())) == 0
+    assert steps_in(tmp_path / "one/checkpoints")[-1] == 5

@@ -247,7 +247,7 @@ def test_a_phase_whose_problems_are_solved_gives_way_to_the_next():
     stage = Stage(training=(), forward=None, label="sums", rules=guards_of(in_phase(run, 0)))
     row = {"step": 3, "updates": 0.0, "reward/accuracy": 1.0, "dynamic_sampling/kept_fraction": 0.0}
     row |= {"reward/zero_std_fraction": 1.0, "completions": 0, "completions/mean_length": 3.0}
-    memory = {"teaches_nothing": {"empty": 2}}
+    memory = {"teaches_nothing": {"empty": 2, "solved": 2}}
     last, _ = decide(with_phase(stage, run, 1).rules, row, memory)
     assert last.stop == DONE and last.reason.startswith("solved: ")
     goes_on, after = decide(with_phase(stage, run, 0).rules, row, memory)
