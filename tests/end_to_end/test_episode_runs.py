@@ -10,7 +10,12 @@ from jaxrl_llm.models import load_pretrained, save_pretrained
 pytestmark = pytest.mark.slow
 
 WORLD = '''
+import os
+import tempfile
+
 from jaxrl_llm import Environment, Step
+
+HOME = os.getcwd()
 
 
 class Guess(Environment):
@@ -32,6 +37,16 @@ class Copied(Guess):
         other = Copied()
         other.row, other.turn = self.row, self.turn
         return other
+
+
+class Unsure(Guess):
+    """Says what cannot be saved in half of the rows, and changes the current folder."""
+
+    def step(self, reply):
+        os.chdir(HOME if self.turn else tempfile.gettempdir())
+        if self.row["length"] % 2 and self.turn == 1:
+            return Step([{"role": "user", "content": "?", "of": object()}])
+        return super().step(reply)
 
 
 class Broken(Guess):
@@ -93,7 +108,46 @@ TEMPLATE = (
 config = dataclasses.replace(played, task=dataclasses.replace(played.task, template=TEMPLATE))
 """
 """A template that rewrites its first line before the third reply."""
+MIXED = """
+import dataclasses
+from jaxrl_llm.config import Mixture, Part
+from jaxrl_llm.rewards import Format
+from jaxrl_llm.tasks import Task
+from mine import config as played
+
+ROWS = [{"prompt": f"Say {n}", "answer": str(n)} for n in range(10)]
+plain = Task(ROWS, template="chatml", holdout=0.2, name="plain")
+config = dataclasses.replace(
+    played,
+    task=Mixture((Part(played.task), Part(plain))),
+    scoring=dataclasses.replace(played.scoring, rewards=(Format(".*[0-9].*"),)),
+)
+"""
+HUGE = """
+import dataclasses
+from jaxrl_llm.config import Scoring
+from mine import config as played
+
+
+def large(completion):
+    with open("calls", "ab") as calls:
+        calls.write(b".")
+        return 9e14 if 24 < calls.tell() < 10_000 else 0.0
+
+
+def larger(completion):
+    return large(completion)
+
+
+config = dataclasses.replace(
+    played, scoring=Scoring((large, larger)), evaluation=dataclasses.replace(played.evaluation, every=0)
+)
+"""
+"""Rewards that add up to more than any may, after a while."""
 LINES = {
+    "mixed": "train mixed.py --steps 2 --run_dir runs/mixed",
+    "unsure": "train mine.py --task.environment world:Unsure --steps 2 --run_dir runs/unsure",
+    "huge": "train huge.py --steps 4 --run_dir runs/huge",
     "train": "train mine.py",
     "on": "train mine.py --steps 2",
     "eval": "eval runs/mine --json",
@@ -135,6 +189,8 @@ def folder(tmp_path_factory):
     (folder / "world.py").write_text(WORLD)
     (folder / "mine.py").write_text(CONFIG)
     (folder / "forked.py").write_text(FORKED)
+    (folder / "mixed.py").write_text(MIXED)
+    (folder / "huge.py").write_text(HUGE)
     (folder / "taught.py").write_text(TAUGHT)
     return folder
 
@@ -163,6 +219,34 @@ def test_a_run_learns_from_episodes_and_resumes_to_the_same_rows(folder, answers
     assert without_clocks(resumed[-1]) == without_clocks(last)
     assert last["episode/turns"] > 1.5 and last["updates"] == 1 and last["environment/right"] > 0
     assert last["reward/environment"] == last["reward/mean"] and last["time/environment_s"] >= 0
+
+
+def test_a_mixture_has_a_task_with_episodes_beside_one_without(folder, answers):
+    assert answers["mixed"].code == 0, answers["mixed"].err
+    last = rows_of(folder / "runs" / "mixed")[-1]
+    assert last["step"] == 2 and last["task/guess/mean_length"] > 0 and last["task/plain/mean_length"] > 0
+    assert 0 <= last["eval/guess/reward"] <= 4 and 0 <= last["eval/plain/pass@1"] <= 1
+    assert last["episode/turns"] > 1.5
+
+
+def test_an_environment_that_says_what_cannot_be_saved_and_moves_away_costs_its_episodes_alone(folder, answers):
+    assert answers["unsure"].code == 0, answers["unsure"].err
+    rows = rows_of(folder / "runs" / "unsure")
+    assert [row["step"] for row in rows] == [0, 1, 2] and "which is no JSON value" in answers["unsure"].err
+    shares = [row.get("reward/environment/failed_fraction", 0.0) for row in rows[1:]]
+    assert 0 < max(shares) <= 1 and (folder / "runs" / "unsure" / "checkpoints" / "2").is_dir()
+    assert any("event/evaluation_failed" in row and 0 < row["eval/guess/failed_fraction"] < 1 for row in rows)
+
+
+def test_a_failure_within_a_step_saves_the_state_before_it_and_ends_with_3(folder, answers):
+    answer = answers["huge"]
+    assert answer.code == 3 and "weights add up to 1.8e+15" in answer.err and "state saved" in answer.err
+    last = rows_of(folder / "runs" / "huge")[-1]["step"]
+    assert 1 <= last < 4 and (folder / "runs" / "huge" / "checkpoints" / str(last)).is_dir()
+    with open(folder / "calls", "ab") as calls:
+        calls.write(b"." * 10_000)
+    [on] = commands(["train huge.py --steps 4 --run_dir runs/huge"], folder)
+    assert on.code == 0 and [row["step"] for row in rows_of(folder / "runs" / "huge")] == list(range(5))
 
 
 def test_a_run_with_branches_resumes_to_the_same_rows(folder, answers):
