@@ -128,6 +128,38 @@ async def _awaited(awaitable: Any, limit_s: float, finish: Callable[[Any], Any])
         return Outcome("timeout") if limit.expired() else Outcome("error", error=error)
 
 
+class Threads:
+    """Pool of daemon threads: unlike those of ``concurrent.futures``, a call that hangs does not hold the exit of the
+    program.
+
+    Args:
+      most: threads at one time.
+    """
+
+    def __init__(self, most: int):
+        self._jobs: queue.SimpleQueue[tuple[Future, Callable[..., Any], tuple[Any, ...]]] = queue.SimpleQueue()
+        self._idle = threading.Semaphore(0)
+        self._left = most
+
+    def submit(self, call: Callable[..., Any], *given: Any) -> Future:
+        """Begin a call."""
+        self._jobs.put((future := Future(), call, given))
+        if not self._idle.acquire(blocking=False) and self._left:
+            self._left -= 1
+            threading.Thread(target=self._work, name="environment", daemon=True).start()
+        return future
+
+    def _work(self) -> None:
+        while True:
+            future, call, given = self._jobs.get()
+            try:
+                future.set_result(call(*given))
+            except BaseException as error:  # noqa: BLE001  for whoever waits
+                future.set_exception(error)
+            del future, call, given
+            self._idle.release()
+
+
 class _Slot:
     """Place of one outcome."""
 

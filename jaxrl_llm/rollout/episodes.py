@@ -320,7 +320,8 @@ class Episodes:
     def _everywhere(self, call: Callable[[Scene], Any], scenes: Sequence[Scene]) -> list[Any]:
         """Call a function for each scene, on the process that has its environment; return the results on all."""
         own = [place for place, scene in enumerate(scenes) if self._is_own(scene.key)]
-        found = dict(zip(own, self._worlds.threads.map(call, [scenes[place] for place in own]), strict=True))
+        calls = {place: self._worlds.threads.submit(call, scenes[place]) for place in own}
+        found = {place: coming.result() for place, coming in calls.items()}
         if self._peers is not None and self._peers.count > 1:
             for part in self._peers.gather({str(place): found[place] for place in own}):
                 found |= {int(place): result for place, result in part.items()}

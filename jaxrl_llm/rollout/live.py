@@ -12,7 +12,7 @@ from jaxrl_llm.environments.calls import Parsed
 from jaxrl_llm.environments.episode_format import EpisodeFormat
 from jaxrl_llm.environments.factory import Factory
 from jaxrl_llm.environments.limits import Limits
-from jaxrl_llm.environments.threads import told
+from jaxrl_llm.environments.threads import Threads, told
 from jaxrl_llm.environments.world import Answer, World
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rollout.branches import entropy_rise
@@ -246,7 +246,7 @@ class Worlds:
     ):  # fmt: skip
         self.trouble: list[str] = []
         self._room = longest * max(map(len, prompts.tokenizer.get_vocab()))
-        self.threads = concurrent.futures.ThreadPoolExecutor(AT_ONCE, "environment")
+        self.threads = Threads(AT_ONCE)
         self._prompts, self._limits, self._stops = prompts, limits, stops
         self._branching, self._observed = branching, observed
         playing = [task for task in prompts.tasks if task.plays]

@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import threading
+import time
 from typing import ClassVar
 
 import numpy as np
@@ -249,12 +250,11 @@ def test_copies_are_closed_and_an_environment_that_fails_to_copy_itself_is_refus
     made = sampler()
     before = [len(Copied.began), len(Copied.copied), len(Copied.closed)]
     collect(made, loaded()[0], 4, Carryover())
-    made.source.episodes._worlds.threads.shutdown(wait=True)
-    began, copied, closed = (
-        len(Copied.began) - before[0],
-        len(Copied.copied) - before[1],
-        len(Copied.closed) - before[2],
-    )
+    counts = lambda: [len(all) - n for all, n in zip((Copied.began, Copied.copied, Copied.closed), before, strict=True)]
+    end = time.monotonic() + 20
+    while counts()[2] < sum(counts()[:2]) and time.monotonic() < end:
+        time.sleep(0.01)
+    began, copied, closed = counts()
     assert closed == began + copied > 2 * GROUP and not made.source.episodes._worlds._live
     source = sampler(Uncopied).source
     with pytest.raises(InputError, match="Uncopied: copy: OSError: one world is enough"):
