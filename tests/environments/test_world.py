@@ -161,7 +161,11 @@ def test_64_episodes_wait_at_the_same_time_and_one_that_hangs_costs_itself_alone
     others, never = threading.Barrier(63), threading.Event()
 
     def meet(hang: bool) -> str:
-        """Wait for the others."""
+        """Wait for the others.
+
+        Args:
+            hang: for ever.
+        """
         never.wait() if hang else others.wait()
         return "met"
 
