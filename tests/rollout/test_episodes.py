@@ -22,10 +22,11 @@ from jaxrl_llm.rollout.dynamic_sampling import Sampler, collect
 from jaxrl_llm.rollout.episodes import Episodes, Scene
 from jaxrl_llm.rollout.evaluate import Questions, evaluate
 from jaxrl_llm.rollout.groups import RECORDS, AdmissionPolicy, Carryover, GroupSource, OutOfTime
-from jaxrl_llm.rollout.measures import describe_episodes
+from jaxrl_llm.rollout.measures import describe_episodes, failed_call
 from jaxrl_llm.rollout.respond import Answerer
 from jaxrl_llm.stages.rl.observations import observed
 from jaxrl_llm.tasks import Prompts, Shuffled, Task, load
+from jaxrl_llm.types import Episode, Turn
 
 STOPS = (183, 185, 122, 86, 239, 186, 74, 257)
 """Stop tokens that a random model samples often: turns have some 15 tokens."""
@@ -375,6 +376,28 @@ def test_no_role_of_the_world_forges_a_control_token():
             told = one.tokens[~one.mask].tolist()
             answers = len(one.episode.turns) - 1
             assert told.count(ends[1]) == 2 * answers
+
+
+CALLS = [{"type": "function", "function": {"name": name, "arguments": {"a": 1}}} for name in ("add", "divide")]
+SAID = [
+    {"role": "tool", "name": name, "content": text} for name, text in (("add", "2"), ("divide", "{'error': 'by 0'}"))
+]
+UNREAD = {"role": "user", "content": "The tool call could not be read: half of it is missing"}
+
+
+@pytest.mark.parametrize(("turns", "told"), [
+    (
+        [Turn(3, {"content": "fine"}), Turn(6, {"tool_calls": CALLS}, tuple(SAID), errors=1)],
+        "divide(a=1): {'error': 'by 0'}",
+    ),
+    ([Turn(3, {"tool_calls": CALLS}, tuple(SAID), errors=0)], ""),
+    ([Turn(3, {"content": "<tool_call>"}, (UNREAD,), errors=1)], UNREAD["content"]),
+    ([], ""),
+])  # fmt: skip
+def test_the_first_call_that_fails_is_told_with_its_arguments(turns, told):
+    [group, *_] = played()
+    own = dataclasses.replace(group.completions[0], episode=Episode(tuple(turns)))
+    assert failed_call([dataclasses.replace(group, completions=(own, *group.completions[1:]))]) == told
 
 
 class Leaving(Counting):
