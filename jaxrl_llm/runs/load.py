@@ -142,15 +142,12 @@ def step_of(name: str) -> int:
 def find_start(name: str, carry: bool = False) -> configs.Start:
     """Find the step that ``step_of`` returns; for step 0 that of another run with whose weights the run began, if any.
 
-    ``carry``: as in ``Start``. A number of a step that is gone will do for a run that has begun with it.
+    ``carry``: as in ``Start``.
 
     Raises:
       InputError: as ``step_of``; or the run has nothing to carry there.
     """
-    directory, step = configs.split_step(name)
-    if step and step not in kept(directory) and not name.endswith(f"@{BEST}"):
-        return configs.Start(storage.named(directory.absolute()), step, carry)
-    step = step_of(name)
+    directory, step = configs.split_step(name)[0], step_of(name)
     found = configs.read(directory / "config.json", own=False)
     if carry:
         run, kind = found.run, type(found.run).__name__
@@ -161,6 +158,14 @@ def find_start(name: str, carry: bool = False) -> configs.Start:
     if step == 0 and found.origin.start is not None:
         return dataclasses.replace(found.origin.start, carry=carry)
     return configs.Start(storage.named(directory.absolute()), step, carry)
+
+
+def asked_start(name: str, carry: bool = False) -> configs.Start:
+    """Find the step as ``find_start`` does; ``RUN@STEP`` may be gone, for a run that has begun with it."""
+    directory, step = configs.split_step(name)
+    if step and step not in kept(directory) and not name.endswith(f"@{BEST}"):
+        return configs.Start(storage.named(directory.absolute()), step, carry)
+    return find_start(name, carry)
 
 
 def has_begun(directory: Path) -> bool:

@@ -24,7 +24,7 @@ from jaxrl_llm.rules.decision import ENDED
 from jaxrl_llm.rules.guards import SOLVED, going_on, would_end
 from jaxrl_llm.rules.resets import evaluation_result
 from jaxrl_llm.runs import pins
-from jaxrl_llm.runs.load import begun, find_run, find_start, has_begun, step_of
+from jaxrl_llm.runs.load import asked_start, begun, find_run, has_begun, step_of
 from jaxrl_llm.sharding.distributed import ALONE, Peers
 from jaxrl_llm.system import storage
 from jaxrl_llm.system.json_lines import read_rows
@@ -164,7 +164,7 @@ def train(
     configs.validate(settings)
     found = configs.Found(name, settings, configs.Origin(str(Path.cwd())))
     voice = Verbosity(rows=on_step)
-    return launch(found, fresh, None if start is None else find_start(start, carry), voice=voice)
+    return launch(found, fresh, None if start is None else asked_start(start, carry), voice=voice)
 
 
 def begin(
@@ -299,7 +299,14 @@ def first_weights(directory: Path, start: configs.Start | None) -> configs.Start
         start, here = before.origin.start, before.start
     if start is None or here is None or steps_in(directory / CHECKPOINTS) or start.step == 0:
         return start
-    check_whole(kept(here.directory)[step_of(here.name)])
+    if start.step not in kept(here.directory):
+        if before is None:
+            step_of(start.name)
+        raise InputError(
+            f"{directory} begins with step {start.step} of {start.run}, which is missing: give another with "
+            "--from RUN@STEP"
+        )
+    check_whole(kept(here.directory)[start.step])
     return start
 
 
