@@ -18,6 +18,7 @@ from jaxrl_llm.checkpoints import objects
 from jaxrl_llm.checkpoints.integrity import CHECKSUMS, mark, sums, written
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.system import storage
+from jaxrl_llm.system.paths import cache_directory
 
 NEEDS, DEPENDENTS = "needs", "dependents"
 MOST_COPIED = 20 * 10**9
@@ -53,13 +54,14 @@ def keep_copy(holder: Path, run: Path, source: Path, step: int, was: str, most: 
       most: bytes that may be copied, where there can be no hard links.
     """
     final = _shelf(holder) / _name(run, step, was)
-    part, needed, stored = final.with_name(f".{final.name}.part"), written(source), storage.address(source)
+    needed, stored, uploaded = written(source), storage.address(source), storage.address(final)
+    part = (cache_directory() / final.name if uploaded else final).with_name(f".{final.name}.part")
     there, target = part.joinpath(*source.parts[-2:]), final.joinpath(*source.parts[-2:])
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     try:
         (part / "config.json").write_bytes(storage.place(source.parents[1] / "config.json").read_bytes())
-        linked = not (stored or storage.address(final)) and _links(source / CHECKSUMS, part / CHECKSUMS)
+        linked = not (stored or uploaded) and _links(source / CHECKSUMS, part / CHECKSUMS)
         size = sum(length for length, _ in needed.values())
         if size > most and not linked:
             return f"its {size / 1e9:.1f} GB can only be copied, and the most is {most / 1e9:.0f} GB"
@@ -69,7 +71,7 @@ def keep_copy(holder: Path, run: Path, source: Path, step: int, was: str, most: 
             return "it went away meanwhile"
         if stored and step:  # whose checksums are the storage's
             (there / CHECKSUMS).write_text(json.dumps(sums(there, list(needed))))
-        if not storage.address(final):
+        if not uploaded:
             part.rename(final)
             return ""
         if step:
@@ -77,6 +79,7 @@ def keep_copy(holder: Path, run: Path, source: Path, step: int, was: str, most: 
             storage.place(target / CHECKSUMS).write_text(json.dumps(objects.sums(target)))
             objects.complete(target)
         storage.place(final / "config.json").write_bytes((part / "config.json").read_bytes())  # with which it is whole
+        storage.fetch(final)
         return ""
     finally:
         shutil.rmtree(part, ignore_errors=True)
@@ -107,7 +110,9 @@ def drop_copies(holder: Path, marks: Collection[str]) -> None:
     place = storage.place(holder / NEEDS)
     for copy in list(place.iterdir()) if place.exists() else ():
         if copy.name.rpartition("-")[2] not in marks:
-            (objects.remove if storage.address(holder) else shutil.rmtree)(holder / NEEDS / copy.name)
+            if storage.address(holder):
+                objects.remove(holder / NEEDS / copy.name)
+            shutil.rmtree(holder / NEEDS / copy.name, ignore_errors=True)
 
 
 def note(run: Path, was: str, dependent: Path) -> None:
