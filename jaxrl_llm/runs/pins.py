@@ -88,14 +88,15 @@ def keep(found: Found, directory: Path, say: Callable[[str], None]) -> None:
     """
     start = found.origin.start
     holders = [directory] if start is None else [directory, start.directory]
-    wanted = noted(directory)
+    wanted, seen = noted(directory), set()
     asked = [(found, name) for name in found.origin.models]
     for of, name in asked:  # which grows
         pin, place = of.origin.models[name], place_of(name, of.origin, of.directory)
         run, step = pin.of(place)
         folder = _there(pin, place, holders)
-        if step is None or folder is None:  # of no run, or not read any more
+        if step is None or folder is None or (folder, step) in seen:  # of no run, or not read any more
             continue
+        seen.add((folder, step))
         if folder == run and step:
             note(run, pin.mark, directory)
         wanted.add(pin.mark or str(step))
