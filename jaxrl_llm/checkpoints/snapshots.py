@@ -6,6 +6,7 @@ snapshot has only the parameters of every role, and the fingerprint of its weigh
 written as a checkpoint is, and read by the same functions.
 """
 
+import contextlib
 import itertools
 import json
 import shutil
@@ -15,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.checkpoints import objects
-from jaxrl_llm.checkpoints.integrity import fault
+from jaxrl_llm.checkpoints.dependents import depended_on, kept_copy
+from jaxrl_llm.checkpoints.integrity import fault, mark
 from jaxrl_llm.checkpoints.store import UNFINISHED, Checkpoints, host_file, steps_in
 from jaxrl_llm.errors import InputError, one_line, require
 from jaxrl_llm.rules.decision import ENDED
@@ -40,8 +42,9 @@ def keep(directory: Path, step: int, state: TrainState, phase: int = 0, folder: 
 
 
 def keep_only(folder: Path, needed: Collection[int | None]) -> None:
-    """Remove the steps of a folder that are not needed, whole: they lose their names or markers first."""
-    for step in set(steps_in(folder)) - set(needed):
+    """Remove the steps of a folder that neither the run nor another one needs, whole: they lose their names or markers
+    first."""
+    for step in set(steps_in(folder)) - set(needed) - depended_on(folder, steps_in(folder)):
         place = folder / str(step)
         if storage.address(place):
             objects.remove(place)
@@ -61,6 +64,23 @@ def kept(directory: Path) -> dict[int, Path]:
     step."""
     folders = (directory / BEST, directory / SNAPSHOTS, directory / CHECKPOINTS)
     return dict(sorted({step: folder / str(step) for folder in folders for step in steps_in(folder)}.items()))
+
+
+def standing(run: Path, step: int, was: str, *holders: Path) -> Path | None:
+    """Return the folder in which a step of a run is as it was: the run's, or else a copy of it; None without any.
+
+    Args:
+      run: its folder, which may be gone.
+      step: its number; 0 for the model that it began with.
+      was: the mark of its files then.
+      holders: runs, or copies of runs, that may keep one.
+    """
+    with contextlib.suppress(InputError):  # its storage cannot be reached
+        if (storage.refreshed(run) / "config.json").is_file():
+            place = kept(run).get(step)
+            if step == 0 or (place is not None and mark(place) == was):
+                return run
+    return next(filter(None, (kept_copy(holder, run, step, was) for holder in (*holders, run))), None)
 
 
 def phase_of(place: Path) -> int:

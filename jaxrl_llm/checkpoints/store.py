@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm import codec
 from jaxrl_llm.checkpoints import objects
+from jaxrl_llm.checkpoints.dependents import depended_on, set_aside
 from jaxrl_llm.checkpoints.integrity import CHECKSUMS, readable, sums
 from jaxrl_llm.errors import InputError, one_line
 from jaxrl_llm.sharding import abstract, replicated, shardings
@@ -69,10 +70,12 @@ def _name(path: tuple) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Newest:
-    """Orbax's preservation policy: the newest checkpoints that count, and the newest of all."""
+    """Orbax's preservation policy: the newest checkpoints that count, the newest of all, and those in the folder that
+    other runs depend on."""
 
     keep: int
     counts: Callable[[int], bool]
+    folder: Path | None = None
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         """Return which of these checkpoints, the oldest first, are kept."""
@@ -81,6 +84,7 @@ class _Newest:
     def kept(self, steps: Sequence[int]) -> list[bool]:
         """Return which of these steps, in rising order, are kept."""
         kept = {*[step for step in steps if self.counts(step)][-self.keep :], *steps[-1:]}
+        kept |= set() if self.folder is None else depended_on(self.folder, steps)
         return [step in kept for step in steps]
 
 
@@ -105,7 +109,7 @@ class Checkpoints(contextlib.AbstractContextManager):
 
         self._args = ocp.args
         self._directory = Path(directory).absolute()
-        self._newest = None if keep is None else _Newest(keep, counts)
+        self._newest = None if keep is None else _Newest(keep, counts, self._directory)
         self._direct = storage.written_directly(self._directory)
         if not self._direct:  # only the way to the storage
             shutil.rmtree(self._directory, ignore_errors=True)
@@ -123,9 +127,12 @@ class Checkpoints(contextlib.AbstractContextManager):
     def save(self, step: int, state: TrainState, host: dict[str, Any], records: Sequence[type] = ()) -> None:
         """Start to write a step; the arrays are copied off the device before this returns, so the state may be donated.
 
-        An existing checkpoint of this step, from before the run was resumed at an earlier one, is replaced.
+        An existing checkpoint of this step, from before the run was resumed at an earlier one, is replaced, and set
+        aside if other runs depend on it.
         ``host``: values that ``codec.to_json`` converts, with these ``records`` in them.
         """
+        if jax.process_index() == 0:
+            set_aside(self._directory / str(step))
         if step in self._manager.all_steps():
             self._manager.delete(step)
         arrays = bytearray()

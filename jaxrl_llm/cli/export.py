@@ -190,7 +190,7 @@ def public_base(model: str) -> str:
     """
     path = configs.split_step(model)[0]
     if configs.is_run(path / "config.json"):
-        return public_base(configs.read(path / "config.json", own=False).located.model)
+        return public_base(configs.read(path / "config.json", own=False).pinned.model)
     if is_adapter(path):
         return public_base(base_named(path))
     return (BUILTIN[model].hub or model) if model in BUILTIN and not path.is_dir() else model

@@ -32,7 +32,7 @@ from typing import Any
 from jaxrl_llm import config as configs
 from jaxrl_llm.cli.flags import first, parse, take
 from jaxrl_llm.errors import InputError, did_you_mean, require
-from jaxrl_llm.runs.load import find_run, find_start
+from jaxrl_llm.runs.load import asked_start
 from jaxrl_llm.sharding.distributed import Disagreement, Distributed, Peers, join
 from jaxrl_llm.system.signals import let_go, on_exit
 from jaxrl_llm.telemetry import Verbosity
@@ -68,8 +68,7 @@ def train(arguments: list[str]) -> int:
     settings = configs.resolved(settings)
     configs.validate(settings)
     found = dataclasses.replace(found, run=settings)
-    find_run(found.located.model)
-    first_weights = None if start is None else find_start(start, carry)
+    first_weights = None if start is None else asked_start(start, carry)
     with together(distributed) as peers, speaking(quiet, as_json) as voice:
         return launch(found, fresh, first_weights, peers, voice=voice)
 

@@ -12,9 +12,11 @@ from jaxrl_llm.codec import flat
 from jaxrl_llm.config.checks import KINDS, check_types
 from jaxrl_llm.config.origin import (
     Origin,
+    Start,
     execute,
     find_class,
     located,
+    located_start,
     make_findable,
     origin_of,
     own_modules,
@@ -79,6 +81,11 @@ class Found:
     def pinned(self) -> Configuration:
         """The run as ``located`` gives it, with the step of each model that is another run."""
         return located(self.run, self.origin, self.directory, pinned=True)
+
+    @property
+    def start(self) -> Start | None:
+        """The step of another run with its first weights."""
+        return located_start(self.origin, self.directory)
 
 
 def load_config(name: str) -> tuple[str, Configuration]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from jaxrl_llm.checkpoints.snapshots import standing
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.learner.settings import Critic
 from jaxrl_llm.rules.best import OF_RESULTS, best_step
@@ -27,6 +28,10 @@ from jaxrl_llm.system.setting import MODEL, OURS, PATH, annotations, is_ours, pa
 
 SAVED_RUNS = "runs"
 """The folder of runs: ``runs/NAME`` below the folder where the run began, unless ``run_dir`` says otherwise."""
+
+
+FILES = "files"
+"""The key of the fingerprint of a run's step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +47,11 @@ class Start:
     run: str
     step: int
     carry: bool = False
+
+    @property
+    def name(self) -> str:
+        """The step as ``RUN@STEP``."""
+        return f"{self.run}@{self.step}"
 
     @property
     def directory(self) -> Path:
@@ -61,6 +71,16 @@ class Pin:
 
     step: int | None = None
     weights: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def mark(self) -> str:
+        """The fingerprint of a step's files; empty if unknown."""
+        return self.weights.get(FILES, "")
+
+    def of(self, place: str) -> tuple[Path, int | None]:
+        """Return the folder and the step of the pinned model at this place; None for the step of what is no run."""
+        run, step = numbered_step(place)
+        return storage.mirror(run), self.step if step is None else step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,16 +152,22 @@ def split_step(name: str) -> tuple[Path, int | None]:
     Raises:
       InputError: it is an address that cannot be read; or no evaluation of the run has a result yet.
     """
-    run, _, step = name.rpartition("@")
-    if run and not os.path.exists(name):
-        if step.isdecimal():
-            return storage.folder(run), int(step)
-        if step == BEST and (folder := storage.folder(run)) and (folder / "config.json").is_file():
-            best = recorded_best(folder)
-            missing = f"{name}: no evaluation has a result yet: train on to the first one, or give {run}@STEP"
-            require(best is not None, missing)
-            return folder, best
+    run, step = numbered_step(name)
+    if step is not None:
+        return storage.folder(run), step
+    run, _, word = name.rpartition("@")
+    if word == BEST and run and not os.path.exists(name) and (storage.folder(run) / "config.json").is_file():
+        best = recorded_best(storage.folder(run))
+        missing = f"{name}: no evaluation has a result yet: train on to the first one, or give {run}@STEP"
+        require(best is not None, missing)
+        return storage.folder(run), best
     return storage.folder(name), None
+
+
+def numbered_step(name: str) -> tuple[str, int | None]:
+    """Split ``RUN@STEP`` into a name and a number, None for other names, as ``split_step``, reading no storage."""
+    run, _, step = name.rpartition("@")
+    return (run, int(step)) if run and step.isdecimal() and not os.path.exists(name) else (name, None)
 
 
 def recorded_best(directory: Path, row: Mapping[str, Any] | None = None, last: float = math.inf) -> int | None:
@@ -195,16 +221,33 @@ def located(run: Any, origin: Origin, directory: Path | None = None, pinned: boo
     They are looked for in the folder where the run began, next to its configuration, above ``runs/`` where the run's
     ``directory`` is now, and in the current folder; the first that exists is taken.
 
-    ``pinned``: first put ``RUN@STEP`` in place of each ``RUN`` that is pinned to a step.
+    ``pinned``: first put ``RUN@STEP`` in place of each ``RUN`` that is pinned to a step, and the run's copy of it in
+    place of one that is gone or has changed.
     """
 
     def placed(name: str, marks: Sequence[Any]) -> str:
-        pin = origin.models.get(name, Pin())
-        if pinned and MODEL in marks and pin.step is not None and split_step(name)[1] is None:
-            name = f"{name}@{pin.step}"
-        return place_of(name, origin, directory)
+        known = pinned and MODEL in marks and name in origin.models
+        return _standing(name, origin, directory) if known else place_of(name, origin, directory)
 
     return _with_names(run, placed)
+
+
+def located_start(origin: Origin, directory: Path | None) -> Start | None:
+    """Return the step with a run's first weights; the run's copy of it if it is gone or has changed."""
+    start = origin.start
+    if start is None or start.name not in origin.models:
+        return start
+    return dataclasses.replace(start, run=_standing(start.name, origin, directory).rpartition("@")[0])
+
+
+def _standing(name: str, origin: Origin, directory: Path | None) -> str:
+    """Return the place of a pinned model, with its step if it is a run, where it is as it was."""
+    pin, place = origin.models[name], place_of(name, origin, directory)
+    run, step = pin.of(place)
+    if step is None:
+        return place
+    found = standing(run, step, pin.mark, *([] if directory is None else [directory]))
+    return f"{numbered_step(place)[0] if found in (None, run) else storage.named(found)}@{step}"
 
 
 def _with_names(run: Any, change: Callable[[str, Sequence[Any]], str]) -> Any:

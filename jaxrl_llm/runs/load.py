@@ -86,7 +86,7 @@ def find_run(name: str, tests: bool = False) -> Trained | None:
         )
         above.append(other.resolve())
         path = other / "config.json"
-        model = configs.whole(configs.read(path, own=False).located.model, str(path))
+        model = configs.whole(configs.read(path, own=False).pinned.model, str(path))
     rules = run.rules if hasattr(run.rules, "phases") else configs.whole(run.rules, str(path))
     if rules.phases:
         run = configs.in_phase(run, phase_of(place) if step else 0)
@@ -160,6 +160,14 @@ def find_start(name: str, carry: bool = False) -> configs.Start:
     return configs.Start(storage.named(directory.absolute()), step, carry)
 
 
+def asked_start(name: str, carry: bool = False) -> configs.Start:
+    """Find the step as ``find_start`` does; ``RUN@STEP`` may be gone, for a run that has begun with it."""
+    directory, step = configs.split_step(name)
+    if step and step not in kept(directory) and not name.endswith(f"@{BEST}"):
+        return configs.Start(storage.named(directory.absolute()), step, carry)
+    return find_start(name, carry)
+
+
 def has_begun(directory: Path) -> bool:
     """Whether the directory has anything to lose: a checkpoint, collected answers, or a row of a training step."""
     answers = directory / COLLECTED
@@ -176,9 +184,8 @@ def begun(directory: Path) -> configs.Found | None:
 
 def host_state(start: configs.Start) -> Any:
     """Return the host state in a run's checkpoint, as JSON values; no weights are read."""
-    places = kept(start.directory)
-    require(start.step in places, f"step {start.step} of {start.run} is the model that it began with: give another")
-    return read_host(places[start.step])
+    require(step_of(start.name) > 0, f"step 0 of {start.run} is the model that it began with: give another")
+    return read_host(kept(start.directory)[start.step])
 
 
 def current_phase(directory: Path) -> int:
@@ -281,10 +288,10 @@ def load_adapter(trained: Trained, mesh: Any) -> tuple[Any, Any, Any | None]:
 
 def where_it_began(trained: Trained) -> Trained:
     """Return a run's step 0 as the step of another run with whose weights it began, if any; other steps unchanged."""
-    start = configs.read(trained.directory.parents[1] / "config.json", own=False).origin.start
+    start = configs.read(trained.directory.parents[1] / "config.json", own=False).start
     if trained.step or start is None:
         return trained
-    first = find_run(f"{start.run}@{start.step}")
+    first = find_run(start.name)
     if first is None:
         raise InputError(f"{start.run} is missing, with whose weights {trained.directory.parents[1]} began")
     return where_it_began(first)

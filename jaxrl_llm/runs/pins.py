@@ -10,16 +10,17 @@ import contextvars
 import dataclasses
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxrl_llm import config as configs
+from jaxrl_llm.checkpoints.dependents import drop_copies, keep_copy, kept_copy, note, noted
 from jaxrl_llm.checkpoints.integrity import mark
-from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS, kept, listed, phase_of
+from jaxrl_llm.checkpoints.snapshots import BEST, CHECKPOINTS, kept, listed, phase_of, standing
 from jaxrl_llm.checkpoints.store import steps_in
 from jaxrl_llm.config import Found, Pin, Start
-from jaxrl_llm.config.origin import OF_CRITIC, models_of, place_of
+from jaxrl_llm.config.origin import FILES, OF_CRITIC, models_of, place_of
 from jaxrl_llm.config.texts import FromData
 from jaxrl_llm.data import Collected
 from jaxrl_llm.errors import InputError
@@ -27,9 +28,6 @@ from jaxrl_llm.models.builtin import BUILTIN
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.sharding.rules import weights_digest
 from jaxrl_llm.system.paths import COLLECTED
-
-FILES = "files"
-"""The key of the fingerprint of a run's step."""
 
 
 def decide(found: Found, directory: Path, began: bool, start: Start | None) -> dict[str, Pin]:
@@ -51,9 +49,10 @@ def decide(found: Found, directory: Path, began: bool, start: Start | None) -> d
     if began and path.exists():
         known = configs.read(path, own=False).origin.models
     elif start is not None and found.run.learner.lora.rank:  # the first weights are an adapter of that run's model
-        base = configs.read(Path(start.run) / "config.json", own=False).origin.models
+        base = configs.read(start.directory / "config.json", own=False).origin.models
         known = {name: pin for name, pin in base.items() if name == found.run.model}
     needed = _read_from_here(found.run, directory, start)
+    holders = [directory] if start is None else [directory, start.directory]
     pins = {}
     for name, field in (dict(models_of(found.run)) | needed).items():
         pin = known.get(name)
@@ -62,7 +61,7 @@ def decide(found: Found, directory: Path, began: bool, start: Start | None) -> d
             continue
         if pin is None:
             pin = _at_hand(place)
-        elif name in needed:
+        elif name in needed and _there(pin, place, holders) is None:
             try:
                 pin = _compared(pin, place)
             except Changed as change:
@@ -73,7 +72,49 @@ def decide(found: Found, directory: Path, began: bool, start: Start | None) -> d
                 print(f"jaxrl-llm: {told}; the run's own checkpoint has its weights", file=sys.stderr)
                 pin = _at_hand(place)
         pins[name] = pin
+    if start is not None and start.name in known:
+        pins[start.name] = known[start.name]
     return pins
+
+
+def keep(found: Found, directory: Path, say: Callable[[str], None]) -> None:
+    """Keep the steps of other runs that a run reads, and those that they were trained from, each once and beside it.
+
+    Called by one process. What cannot be kept is told by ``say``.
+
+    Args:
+      found: the run, with the pins from ``decide`` in its origin.
+      directory: the run's.
+    """
+    start = found.origin.start
+    holders = [directory] if start is None else [directory, start.directory]
+    wanted, seen = noted(directory), set()
+    asked = [(found, name) for name in found.origin.models]
+    for of, name in asked:  # which grows
+        pin, place = of.origin.models[name], place_of(name, of.origin, of.directory)
+        run, step = pin.of(place)
+        folder = _there(pin, place, holders)
+        if step is None or folder is None or (folder, step) in seen:  # of no run, or not read any more
+            continue
+        seen.add((folder, step))
+        if folder == run and step:
+            note(run, pin.mark, directory)
+        wanted.add(pin.mark or str(step))
+        if kept_copy(directory, run, step, pin.mark) is None:
+            source = kept(folder).get(step, folder / BEST / "0")
+            if why := keep_copy(directory, run, source, step, pin.mark):
+                say(f"jaxrl-llm: {place} is not kept in {directory} as well ({why}): leave it where it is")
+        inner = configs.read(folder / "config.json", own=False)
+        first = [inner.origin.start.name] if inner.origin.start is not None and not step else []
+        holders.append(folder)
+        asked += [(inner, name) for name in (inner.run.model, *first) if name in inner.origin.models]
+    drop_copies(directory, wanted)
+
+
+def _there(pin: Pin, place: str, holders: Sequence[Path]) -> Path | None:
+    """Return the folder in which a pinned step of a run is as it was; None for other models too."""
+    run, step = pin.of(place)
+    return None if step is None else standing(run, step, pin.mark, *holders)
 
 
 def needs_base(run: configs.Configuration, directory: Path) -> bool:
@@ -96,7 +137,7 @@ def _read_from_here(run: configs.Configuration, directory: Path, start: Start | 
     done = max(steps_in(directory / CHECKPOINTS), default=None)
     phases = range(len(configs.phases_of(run)))
     if done is None:
-        begins = {} if start is None else {f"{start.run}@{start.step}": "--from"}
+        begins = {} if start is None else {start.name: "--from"}
         return dict(models_of(run)) | begins
     with contextlib.suppress(OSError, ValueError):  # a damaged checkpoint is passed over later
         phases = phases[phase_of(directory / CHECKPOINTS / str(done)) :] if len(phases) > 1 else phases

@@ -8,6 +8,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 from jaxrl_llm import config as configs
+from jaxrl_llm.checkpoints.dependents import drop_copies
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.runs.load import has_begun
 from jaxrl_llm.sharding.distributed import Peers
@@ -38,6 +39,7 @@ def claimed(directory: Path, found: configs.Found) -> Generator[None]:
         if not (directory / REWARD_ERROR).exists():
             shutil.rmtree(directory, ignore_errors=True)
             if storage.address(directory):
+                drop_copies(directory, ())
                 lease.upload_last(directory)
             with contextlib.suppress(OSError):  # other runs may lie beside it by now
                 for parent in directory.parents[: len(directory.parts) - len(made.parts)]:

@@ -24,7 +24,7 @@ from jaxrl_llm.rules.decision import ENDED
 from jaxrl_llm.rules.guards import SOLVED, going_on, would_end
 from jaxrl_llm.rules.resets import evaluation_result
 from jaxrl_llm.runs import pins
-from jaxrl_llm.runs.load import begun, find_run, find_start, has_begun
+from jaxrl_llm.runs.load import asked_start, begun, find_run, has_begun, step_of
 from jaxrl_llm.sharding.distributed import ALONE, Peers
 from jaxrl_llm.system import storage
 from jaxrl_llm.system.json_lines import read_rows
@@ -115,9 +115,11 @@ def launch(
         hint_accelerator()
         from jaxrl_llm.trainer.loop import train as run_training
 
+        found = dataclasses.replace(found, directory=directory)
+        peers.first(lambda: pins.keep(found, directory, say))
         stack.callback(pins.PINS.reset, pins.PINS.set(pins.Pins(found, directory, peers)))
         try:
-            code = run_training(found.pinned, directory, say, peers, found.origin.start, voice)
+            code = run_training(found.pinned, directory, say, peers, found.start, voice)
         except InputError as error:
             error.args = (str(error).replace(str(directory), name()),)
             raise
@@ -160,10 +162,9 @@ def train(
     configs.check_types(run)
     settings = configs.resolved(run)
     configs.validate(settings)
-    find_run(settings.model)
     found = configs.Found(name, settings, configs.Origin(str(Path.cwd())))
     voice = Verbosity(rows=on_step)
-    return launch(found, fresh, None if start is None else find_start(start, carry), voice=voice)
+    return launch(found, fresh, None if start is None else asked_start(start, carry), voice=voice)
 
 
 def begin(
@@ -189,6 +190,7 @@ def begin(
 
     def choose() -> tuple[str, str | None, dict[str, Any]]:
         directory, at_start = choose_directory(found.run, found.name, fresh, start)
+        before = begun(directory)
         code = configs.code_of(found.run)
         if finished(directory, found.run, why_ended(directory, found.run, at_start.changed, code)):
             return storage.named(directory), None, {}
@@ -196,7 +198,10 @@ def begin(
         weights = first_weights(directory, start or found.origin.start)
         models = pins.decide(found, directory, has_begun(directory), weights)
         origin = dataclasses.replace(found.origin, start=weights, models=models, code=code)
-        if (before := begun(directory)) is not None:
+        if before is None:
+            holder = None if weights is None else weights.directory
+            find_run(configs.located(found.run, origin, holder, pinned=True).model)
+        if before is not None:
             last = max(steps_in(directory / CHECKPOINTS), default=0)
             edited = configs.changed_code(before.origin.code, code)
             if edited and has_begun(directory):
@@ -289,16 +294,19 @@ def first_weights(directory: Path, start: configs.Start | None) -> configs.Start
     Raises:
       InputError: it is missing or damaged, and the run has no checkpoint of its own yet.
     """
+    here = start
     if (before := begun(directory)) is not None:
-        start = before.origin.start
-    if start is None or steps_in(directory / CHECKPOINTS) or start.step == 0:
+        start, here = before.origin.start, before.start
+    if start is None or here is None or steps_in(directory / CHECKPOINTS) or start.step == 0:
         return start
-    if start.step not in kept(start.directory):
+    if start.step not in kept(here.directory):
+        if before is None:
+            step_of(start.name)
         raise InputError(
             f"{directory} begins with step {start.step} of {start.run}, which is missing: give another with "
             "--from RUN@STEP"
         )
-    check_whole(kept(start.directory)[start.step])
+    check_whole(kept(here.directory)[start.step])
     return start
 
 

@@ -8,8 +8,9 @@ from storages import BUCKET, on_another_machine, storage
 from tiny import tiny
 
 from jaxrl_llm.checkpoints import objects
+from jaxrl_llm.checkpoints.dependents import drop_copies, keep_copy, kept_copy, note, noted
 from jaxrl_llm.checkpoints.integrity import fault, mark, written
-from jaxrl_llm.checkpoints.snapshots import BEST, keep, keep_only, kept, listed, newest_whole, phase_of
+from jaxrl_llm.checkpoints.snapshots import BEST, keep, keep_only, kept, listed, newest_whole, phase_of, standing
 from jaxrl_llm.checkpoints.store import Checkpoints, read_host, steps_in
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Optimiser, create_state
@@ -125,3 +126,27 @@ def test_who_has_lost_the_run_completes_no_checkpoint(run, elsewhere):
         lease.upload_last(path)
     assert not stored.place(path / "config.json").exists()
     assert steps_in(path / "checkpoints") == []
+
+
+def test_a_step_is_kept_in_the_storage_and_from_it(run, elsewhere, tmp_path):
+    name, state = run
+    theirs, was = stored.mirror(f"{name}-b"), mark(elsewhere / "checkpoints/3")
+    stored.place(theirs / "config.json").write_text("{}")
+    like = abstract_state(tiny(), build(Optimiser()), True)
+    for holder in (tmp_path / "local", theirs):
+        assert keep_copy(holder, elsewhere, elsewhere / "checkpoints/3", 3, was, most=9).startswith("its 0.0 GB can ")
+        assert kept_copy(holder, elsewhere, 3, was) is None
+        assert keep_copy(holder, elsewhere, elsewhere / "checkpoints/3", 3, was) == ""
+        copy = standing(elsewhere.with_name("gone") / elsewhere.name, 3, was, holder)
+        assert copy == holder / f"needs/run-{was}" and steps_in(copy / "checkpoints") == [3]
+        assert fault(copy / "checkpoints/3") == "" and read_host(copy / "checkpoints/3")["phase"] == 3
+        with Checkpoints(copy / "checkpoints", 2) as store:
+            found, _ = store.restore(3, like, one_device())
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(state), strict=True):
+            assert np.array_equal(a, b)
+    note(elsewhere, was, theirs)
+    assert noted(elsewhere) == {was}
+    drop_copies(theirs, ())
+    assert standing(elsewhere.with_name("gone") / elsewhere.name, 3, was, theirs) is None
+    stored.system(name).rm(f"{name}-b", recursive=True)
+    assert noted(elsewhere) == set()
