@@ -47,7 +47,9 @@ class Sampler:
     status: Status
 
 
-PROGRESS = ("cursor", "asked", "limits", "returned", "held", "tokens")
+BORNE = 2
+"""Stops in a row, without anything that ended between them, after which a step keeps what is being sampled."""
+PROGRESS = ("cursor", "asked", "limits", "returned", "held", "tokens", "idle")
 """The attributes of a ``Step`` that change while it is filled, without those of its ``Judging``."""
 
 
@@ -67,7 +69,7 @@ class Step:
       limits: of those groups, by number: the length at which this step ends each completion that it samples.
       returned: numbers of the groups with tokens that this step has sampled, and the backend has returned.
       tokens: sampled in this step, in completions that the backend has returned.
-      stopped_before: whether the run was stopped within this step.
+      idle: times in a row that the run was stopped within this step before anything ended.
     """
 
     def __init__(self, sampler: Sampler, version: int, left: Carryover):
@@ -81,8 +83,7 @@ class Step:
         self.limits: dict[int, dict[int, int]] = {}
         self.returned: set[int] = set()
         self.held: list[PartialGroup] = []
-        self.tokens = 0
-        self.stopped_before = bool(left.underway)
+        self.tokens = self.idle = 0
         vars(self).update({name: left.underway[name] for name in PROGRESS if name in left.underway})
         for number, limits in self.limits.items():
             known = self.asked[number].completions
@@ -204,14 +205,14 @@ class Step:
         """Abort all requests, and return the progress, with which another ``Step`` goes on.
 
         What is being sampled is sampled again then, so that each token comes by one way: decoding and prefill round
-        otherwise. It is kept where what ends first decides which groups are begun, and where nothing has ended since
-        the step was stopped before, so that a run that is stopped again and again moves on.
+        otherwise. It is kept where what ends first decides which groups are begun, and where nothing has ended between
+        ``BORNE`` stops in a row, so that a run that is stopped again and again moves on.
         """
         admission = self.sampler.admission
         raced = admission.collect.interrupt or admission.collect.token_budget
         raced = raced or (admission.filter_groups and self.sampler.source.episodes is None)
-        moves = not self.stopped_before or self.requests.ended > 0
-        self.requests.abort(self.requests.keys, undo=bool(moves and not raced))
+        self.idle = 0 if self.requests.ended else self.idle + 1
+        self.requests.abort(self.requests.keys, undo=self.idle <= BORNE and not raced)
         self.note(self.requests.take())
         return self.judging.progress() | {name: getattr(self, name) for name in PROGRESS}
 

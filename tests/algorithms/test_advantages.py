@@ -6,12 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from algorithms.test_critic import by_hand
+from algorithms.test_successes import by_sets
+from algorithms.test_turns import by_loop, context_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import NUMBERS
 
-from jaxrl_llm.algorithms import PRESETS
-from jaxrl_llm.algorithms.advantages import GroupMean, GroupZScore, LeaveOneOut
+from jaxrl_llm.algorithms import PRESETS, AdvantageContext
+from jaxrl_llm.algorithms.advantages import GAE, GroupMean, GroupZScore, LeaveOneOut, Whitened
+from jaxrl_llm.algorithms.successes import MaxRL, PassAtK
+from jaxrl_llm.algorithms.turns import MTGRPO, GiGPO
 
 ADV = NUMBERS["ADV"]
 REWARDS = np.array([NUMBERS["F"]["R"]])
@@ -119,3 +124,68 @@ def test_presets_use_the_estimators_of_their_papers():
     kinds = {name: type(algorithm.advantage) for name, algorithm in PRESETS.items()}
     assert {kinds[n] for n in ("grpo", "dapo", "gspo", "gspo_token", "cispo", "prorl")} == {GroupZScore}
     assert (kinds["dr_grpo"], kinds["reinforce"], kinds["rloo"]) == (GroupMean, GroupMean, LeaveOneOut)
+
+
+EPISODES = [
+    [[(0, 2, 1.0, "a"), (1, 1, -0.5, "b")], [(0, 1, 0.25, "a"), (2, 2, 1.0, "b"), (1, 1, 0.5, "c")],
+     [(0, 3, 0.5, "a")], [(0, 1, 0.0, "a"), (1, 2, 0.25, "b")]],
+    [[(0, 1, -1.0, "d"), (1, 2, 0.25, "e")], [(0, 2, -2.0, "d")], [(0, 1, 0.0, "d"), (2, 1, 1.0, "e")],
+     [(0, 2, -1.0, "d"), (1, 1, 0.5, "f"), (1, 1, -1.0, "e")]],
+    [[(0, 2, 1.0, "g")], [(0, 1, 0.0, "g")], [(0, 4, 1.0, "g")], [(0, 2, 0.0, "g"), (1, 1, 0.0, "h")]],
+]  # fmt: skip
+"""Groups of episodes as in ``context_of``: of a positive and of a negative mean, and with equal rewards."""
+REWARD = np.array([[sum(turn[2] for turn in one) for one in group] for group in EPISODES])
+CONTEXT = context_of([one for group in EPISODES for one in group])
+GUESSES = np.random.default_rng(5).normal(size=CONTEXT.mask.shape)
+
+
+def by_groups(formula):
+    """The formula's advantages of each group by itself."""
+    return [formula(group) for group in REWARD]
+
+
+def whitened(baseline, ddof):
+    """The rewards less a baseline, whitened over all tokens."""
+    mask = CONTEXT.mask
+    every = np.repeat((REWARD - baseline).reshape(-1), mask.sum(axis=1))
+    found = np.zeros(mask.shape)
+    found[mask] = (every - every.mean()) / np.std(every, ddof=ddof)
+    return found
+
+
+def last_rewards():
+    """The reward of each episode at its last sampled token."""
+    return np.where(
+        np.cumsum(CONTEXT.mask, axis=1) == CONTEXT.mask.sum(axis=1, keepdims=True), REWARD.reshape(-1, 1), 0
+    )
+
+
+ORACLES = {
+    GroupMean(): lambda one: by_groups(lambda r: r - r.mean()),
+    GroupZScore(): lambda one: by_groups(lambda r: (r - r.mean()) / (r.std(ddof=1) + 1e-6)),
+    LeaveOneOut(): lambda one: by_groups(lambda r: [x - (r.sum() - x) / (len(r) - 1) for x in r]),
+    MaxRL(): lambda one: by_groups(lambda r: r / r.mean() - 1 if r.mean() > 0 else 0 * r),
+    PassAtK(): lambda one: by_groups(lambda r: by_sets(r, None)),
+    Whitened(): lambda one: whitened(0, 1),
+    Whitened("group", ddof=0): lambda one: whitened(REWARD.mean(axis=1, keepdims=True), 0),
+    GAE(): lambda one: by_hand(last_rewards(), GUESSES, CONTEXT.mask, 1.0, 0.95, np.zeros(12)),
+    GiGPO(): lambda one: by_loop(one, EPISODES),
+    MTGRPO(): lambda one: by_loop(one, EPISODES),
+}
+"""Advantages of the episodes by every estimator that a preset has, as its paper states them, without the package."""
+
+
+@functools.cache
+def compared(estimator):
+    """Found and wanted advantages."""
+    given = AdvantageContext() if not estimator.needs else CONTEXT._replace(values=np.float32(GUESSES))
+    return np.asarray(jax.jit(estimator)(np.float32(REWARD), given)), np.asarray(ORACLES[estimator](estimator))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_presets_estimator_is_compared_with_an_oracle(name):
+    estimator = PRESETS[name].advantage
+    assert estimator in ORACLES, f"{name}: no oracle knows {estimator}: write its formula down here, from its paper"
+    found, wanted = compared(estimator)
+    assert np.abs(wanted).max() > 0.1
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)

@@ -64,6 +64,12 @@ def test_groups_by_id_and_unscorable_rewards(estimator):
     assert not np.any(estimator(np.zeros((1, 4), np.float32))) and not np.any(estimator(np.ones((1, 1), np.float32)))
 
 
+def test_maxrl_is_silent_where_the_mean_is_not_above_0():
+    """Divided by a negative mean, the better completion would be made less likely."""
+    found = MaxRL()(np.float32([[-1, -1, 0.5], [0, -2, 1], [-3, -2, -1], [-0.5, 0.5, 0], [2, 0, 1]]))
+    np.testing.assert_allclose(found, [*[[0, 0, 0]] * 4, [1, -1, 0]], rtol=1e-6)
+
+
 def test_k_is_at_least_2():
     with pytest.raises(ValueError, match=r"PassAtK.k must be at least 2"):
         PassAtK(1)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -153,6 +154,15 @@ def test_vespos_weight_is_largest_at_k_by_lambda(dtype):
         weights = np.abs(np.asarray(grad))[:, 0] * 301
         np.testing.assert_allclose(np.exp(logp[weights.argmax()]), peak, rtol=0.01)
         np.testing.assert_allclose(weights[150], 1, rtol=1e-5)
+
+
+def test_vespos_weight_of_a_sequence_is_clamped():
+    """``phi`` of W from 1e-8 to ``e^20``, whatever its tokens' ratios come to; a small lambda keeps it above 0."""
+    lam, sizes = 1e-9, np.float32([(-15, -15), (-9, -9), (15, 15), (8, 9)])
+    batch = PolicyBatch(np.ones(4, np.float32), np.ones((4, 2)), -sizes)
+    grad = jax.grad(lambda x: policy_loss(of(VESPO(0.5, lam, 0.5, lam)), x, batch)[0])(jnp.zeros((4, 2)))
+    wanted = [math.exp(0.5 * w + lam * (1 - math.exp(w))) for w in (math.log(1e-8), -18, 20, 17)]
+    np.testing.assert_allclose(grad, -np.repeat(np.reshape(wanted, (4, 1)), 2, axis=1) / 8, rtol=1e-4)
 
 
 @pytest.mark.slow

@@ -37,11 +37,17 @@ KILLS = ("random", "start-up", "sampling", "scoring", "updating", "checkpoint", 
 DAMAGES = ("truncated", "bit flip")
 """Of the newest checkpoint, after a kill."""
 OTHERS = ("SIGTERM", *DAMAGES, "clock")
+STOPS = ("stop", "stop again", "kill after a stop", "stop", "stop again", "stop")
+"""Of a pass of ``STOPPED``, in this order: SIGTERM while it samples; the others come in the step that was stopped."""
+STOPPED = ("branches", "loops", "mixed", "raced", "apart")
+"""Configurations that are stopped within their steps."""
+RACED = ("raced",)
+"""Of these what ends first decides, so that after a stop they need only come to their end."""
 OF_MOUNTS = ("full disk", "read-only")
 WRITTEN = {"checkpoint": CHECKPOINTS, "snapshot": SNAPSHOTS}
 """A kill comes while this folder of the run is being written."""
 EVENTS = {"reset": "event/reference_reset", "phase": "event/phase"}
-SPREAD_S = {"checkpoint": 0.03, "snapshot": 0.03, "reset": 0.3, "phase": 1.0}
+SPREAD_S = dict.fromkeys(STOPS, 0.3) | {"checkpoint": 0.03, "snapshot": 0.03, "reset": 0.3, "phase": 1.0}
 """A kill comes up to so long after what it is aimed at has begun."""
 AIM_S = 0.01
 """Between two looks at what a run is doing."""
@@ -49,7 +55,7 @@ PREEMPTED, REFUSED = 75, 2
 QUIT = (PREEMPTED, 128 + signal.SIGTERM, -signal.SIGTERM, 0)
 """Exit codes after a SIGTERM: between steps, while it loads, before Python hears it, in the last step."""
 DISK = "64m"
-PROCESSES = {"several": 2}
+PROCESSES = {"several": 2, "apart": 2}
 LACKS = {
     "dynamic": ("reset", "snapshot", "phase", "SIGTERM"),
     "hardest": ("SIGTERM",),
@@ -98,6 +104,7 @@ class Hit:
       doing: what the run was doing.
       killed: whether by kill -9.
       saving: whether a checkpoint was under way.
+      within: whether it was a SIGTERM that stopped the run within a step.
       resumed_at: the step that the run went on from; 0 for its beginning, None until that is known.
     """
 
@@ -106,6 +113,7 @@ class Hit:
     doing: str
     killed: bool
     saving: bool
+    within: bool = False
     resumed_at: int | None = None
 
     @property
@@ -124,6 +132,9 @@ def moment(life: Life, fault: Fault) -> bool:
         return life.pause(fault.delay)
     if not life.wait(lambda: life.records.step() >= fault.step):
         return False
+    if fault.kind in STOPS:
+        came = life.wait(lambda: life.samples() or time.sleep(AIM_S))
+        return came and life.pause(SPREAD_S[fault.kind] * fault.chance)
     if fault.kind in EVENTS:
         since, event = life.records.step(), EVENTS[fault.kind]
         came = life.wait(lambda: any(row["step"] > since and event in row for row in life.records.rows()))
@@ -142,13 +153,15 @@ def strike(life: Life, fault: Fault) -> Hit:
       Wrong: the life ends in another way than it should.
     """
     doing = life.doing()
-    kills = fault.kind not in ("SIGTERM", *OF_MOUNTS)
+    signals = fault.kind in ("SIGTERM", "stop", "stop again")
+    kills = not signals and fault.kind not in OF_MOUNTS
     if kills:
         stop(life, WRITTEN.get(fault.kind))
     hit = Hit(fault.kind, max(life.records.step(), 0), doing, kills, life.records.unfinished(CHECKPOINTS))
-    if fault.kind == "SIGTERM":
+    if signals:
         life.kill(signal.SIGTERM)
         expect(life, *QUIT)
+        hit.within = "stopped within step" in life.records.said()
     elif fault.kind == "full disk":
         with full(life.run_dir.parent):
             expect(life, REFUSED, 0, says="the disk is full")
@@ -264,7 +277,8 @@ def mount(*arguments: str) -> None:
 def planned(
     chances: random.Random, moments: Sequence[tuple[float, int]], kinds: Sequence[str], start_up: float
 ) -> list[Fault]:
-    """Faults of these kinds at moments that are drawn evenly from a run's duration, in the order in which they come.
+    """Faults of these kinds at moments that are drawn evenly from a run's duration, in the order in which they come;
+    ``STOPS`` each in its own part of it.
 
     Args:
       chances: where the moments come from.
@@ -275,8 +289,11 @@ def planned(
     """
     begin, end = moments[0][0], moments[-1][0]
     faults = []
-    for at, kind in zip(sorted(chances.uniform(begin, end) for _ in kinds), kinds, strict=True):
+    shares = [chances.random() for _ in kinds]
+    shares = [(i + x) / len(kinds) for i, x in enumerate(shares)] if kinds[0] in STOPS else sorted(shares)
+    for at, kind in zip((begin + (end - begin) * share for share in shares), kinds, strict=True):
         seconds, step = max(one for one in moments if one[0] <= at)
+        step = -1 if kind in STOPS[1:3] else step  # where the life before was stopped
         delay = chances.uniform(0, start_up) if kind == "start-up" else at - seconds
         faults.append(Fault(kind, step, delay, chances.random()))
     return faults
@@ -332,7 +349,7 @@ def under_faults(whole: Whole, faults: Sequence[Fault], folder: Path) -> tuple[l
         run_dir = folder / "disk" / "run"
         try:
             lives(whole, faults, run_dir, folder, hits)
-            return hits, difference(whole.run_dir, run_dir)
+            return hits, "" if whole.config.stem in RACED else difference(whole.run_dir, run_dir)
         except (Wrong, TimeoutError, subprocess.TimeoutExpired) as error:
             return hits, str(error)
 
@@ -382,6 +399,8 @@ def resumed(hits: Sequence[Hit], at: int | None, begun: bool) -> None:
 
 def kinds_of(name: str, number: int, chances: random.Random) -> list[str]:
     """Faults of one pass; ``number``: passes with numbers that follow each other have all that there is a place for."""
+    if name in STOPPED:
+        return [*STOPS]
     lacks = LACKS.get(name, ())
     others = [kind for kind in OTHERS + OF_MOUNTS * can_mount() if kind not in lacks]
     aimed = [kind for kind in KILLS[1:] if kind not in lacks] or ["random"]
@@ -403,7 +422,7 @@ def main(config: Path, folder: Path, first: int, kills: int) -> None:
         faults = planned(chances, whole.moments, kinds_of(config.stem, number, chances), whole.moments[0][0])
         hits, wrong = under_faults(whole, faults, folder / str(number))
         print(json.dumps({"hits": [vars(hit) | {"counts": hit.counts} for hit in hits], "wrong": wrong}), flush=True)
-        counted += sum(hit.counts for hit in hits)
+        counted += sum(hit.within if config.stem in STOPPED else hit.counts for hit in hits)
         if wrong or counted >= kills:
             return
 

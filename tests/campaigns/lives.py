@@ -201,6 +201,15 @@ class Life:
 
     def doing(self) -> str:
         """What its main thread is doing right now."""
+        return named(self.stack())
+
+    def samples(self) -> bool:
+        """Whether its main thread samples for a step right now, not for a trial or an evaluation."""
+        stack = self.stack()
+        return "in make_step\n" in stack and named(stack) == "sampling"
+
+    def stack(self) -> str:
+        """Where its main thread is right now."""
         self._stacks.write_text("")
         asks = self.processes[0].stdin
         with contextlib.suppress(BrokenPipeError):
@@ -208,7 +217,7 @@ class Life:
         limit = time.monotonic() + 0.2
         while time.monotonic() < limit and MAIN not in (text := self._stacks.read_text()):
             time.sleep(POLL_S)
-        return named(text)
+        return text
 
     def kill(self, number: int, victim: int = 0) -> None:
         """Send a signal to one process."""

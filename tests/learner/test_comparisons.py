@@ -32,7 +32,7 @@ from learner.rollouts import one_device
 from oracles import number
 from tiny import largest_difference
 
-from jaxrl_llm.algorithms.preference import DPO, IPO, KTO
+from jaxrl_llm.algorithms.preference import DPO, IPO, KTO, ORPO, SimPO
 from jaxrl_llm.data import Judged, Ranked, Stepped
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Layout, pack
@@ -305,6 +305,19 @@ def test_published_numbers_come_out_of_the_objectives():
     values[[2, 4, 5]] = np.log(right / (1 - right))
     loss, _ = given(StepEntropy(), [samples_of(row, 0)], "values", [values])
     np.testing.assert_allclose(loss, number("PRM/loss"), rtol=1e-5)
+
+
+@pytest.mark.parametrize("empty", [0, 1])
+@pytest.mark.parametrize("loss", [DPO(0.1), IPO(0.1, average=True), SimPO(), ORPO()])
+def test_a_pair_with_an_empty_answer_teaches_nothing(loss, empty):
+    """Neither loss, order nor margin has it; 3 of 4 answers count, and so the loss is divided by 1.5 pairs."""
+    rows, logp = (row_of(4, 5), row_of(3, 6)), [np.full(size, -0.5 * size) for size in (4, 5, 3, 6)]
+    groups = [pair_samples(row, (-3.0, -2.0), number) for number, row in enumerate(rows)]
+    alone = given(PairLoss(loss), groups[:1], "logp", logp[:2])
+    lost = groups[1][empty]
+    groups[1][empty] = dataclasses.replace(lost, mask=np.zeros(len(lost.tokens), bool))
+    found = given(PairLoss(loss), groups, "logp", logp)
+    chex.assert_trees_all_close(jax.tree.map(lambda x: 1.5 * x, found), alone, rtol=1e-5)
 
 
 def test_a_step_is_right_on_its_labels_side_of_a_half_and_a_half_is_not_above_it():

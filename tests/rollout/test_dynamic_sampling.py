@@ -319,6 +319,18 @@ def test_a_step_that_is_stopped_within_its_sampling_goes_on_as_if_nobody_had_sto
     assert stops > 6 and (unscored > 6 or settings.get("filter_groups", True))
 
 
+def test_a_step_that_is_stopped_in_vain_again_and_again_moves_on():
+    """What is being sampled begins anew twice, so that the run is the same; then its tokens are kept."""
+    left, kept = Carryover(), []
+    for _ in range(5):
+        made, asked = sampler(2, 8, filter_groups=False, engine=ToyEngine(8, length=lambda seed: LONGEST)), iter([0, 1])
+        with pytest.raises(OutOfTime) as stop:
+            collect(made, None, 0, left, lambda asked=asked: next(asked))
+        left = codec.from_json(json.loads(saved(stop.value.left)), RECORDS)
+        kept.append(left.underway["tokens"])
+    assert kept[:2] == [0, 0] and 0 < kept[2] < kept[3] < kept[4]
+
+
 def test_the_toys_lengths_are_not_all_alike():
     assert len({drawn(n, 1, 100) for n in range(50)}) > 30
 

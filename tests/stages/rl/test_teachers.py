@@ -1,6 +1,8 @@
 """Teachers of a run: what they tell of each token equals the log-softmax of whole distributions, without packing."""
 
 import dataclasses
+import math
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +15,14 @@ from jaxrl_llm.config import Context, Distillation, TaskTeacher, load_config, re
 from jaxrl_llm.data import Texts
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Forward, Layout, Sample
+from jaxrl_llm.learner.teaching import WHICH, DivergenceLoss, TeacherDivergence
 from jaxrl_llm.models import load_pretrained, logits, save_pretrained
 from jaxrl_llm.models.config import ComputeOptions
+from jaxrl_llm.models.head_divergence import TeacherStates
 from jaxrl_llm.rollout.groups import Carryover, RolloutBatch
 from jaxrl_llm.stages.rl.ingredient import Around
 from jaxrl_llm.stages.rl.teacher_context import facts, told_prompt
-from jaxrl_llm.stages.rl.teachers import Teachers
+from jaxrl_llm.stages.rl.teachers import Teachers, as_asked, valued
 from jaxrl_llm.tasks import Prompts, Table
 from jaxrl_llm.telemetry.pace import Schedule
 from jaxrl_llm.telemetry.progress import Progress
@@ -111,6 +115,85 @@ def test_each_token_has_its_teachers_advantage_in_addition_to_the_tasks(folder):
         assert "advantages" not in sample.scalars
         far.append(sample.arrays["sampler_logp"] - logp)
     np.testing.assert_allclose(measured["distillation/kl"], np.mean(np.concatenate(far)), rtol=1e-4)
+
+
+def test_the_update_is_told_the_number_of_each_samples_teacher(folder):
+    models = [str(folder / name) for name in "12"]
+    several = Distillation(models[0], 0.5, by_task=(TaskTeacher("other", models[1]),))
+    found, _ = scored(taught(several, model="tiny-random"))
+    assert [one.scalars[WHICH] for one in found] == [0.0, 0.0, 1.0, 1.0]
+
+
+class Said(TeacherDivergence):
+    """Teachers that have read the rows already."""
+
+    @staticmethod
+    def _states(teacher, model, batch):
+        return lambda: teacher
+
+
+def test_each_row_has_the_divergence_from_its_own_teacher():
+    """One of three teachers, which differ in what they have read."""
+    scatter = np.array([[0, 1, 4, 5], [8, 9, 10, 12]])  # of three rows of four tokens; 12 is padding
+    read = [np.float32(np.random.default_rng(n).normal(size=(2, 4, MODEL.config.width))) for n in range(4)]
+    batch = SimpleNamespace(
+        teachers={name: TeacherStates(MODEL, jnp.asarray(states)) for name, states in zip("abc", read, strict=False)},
+        predictions=SimpleNamespace(scatter=jnp.asarray(scatter)),
+        mask=np.ones((3, 4), bool),
+        by_sequence={WHICH: jnp.float32([2, 0, 1])},
+    )
+    measured = lambda *names: np.asarray(Said(JensenShannon(0.5), names)(MODEL, jnp.asarray(read[3]), batch, 1.0))
+    first, second, third = (measured(name) for name in "abc")
+    wanted = [[*third[0, :2], *first[0, 2:]], [*second[1, :3], 0.0]]
+    np.testing.assert_allclose(measured("a", "b", "c"), wanted, rtol=1e-6)
+    assert np.abs(first - second)[:, :3].min() > 1e-6 < np.abs(first - third)[:, :3].min()
+
+
+@pytest.mark.parametrize("mask", [[[1, 0, 1], [0, 1, 0]], [[0, 0, 1], [0, 0, 0]], [[1, 1, 1], [1, 1, 0]]])
+def test_what_an_environment_said_is_not_distilled(mask):
+    """Neither in the loss nor in the advantages; a token of no value there changes nothing."""
+    mask = np.array(mask, bool)
+    each = np.where(mask, np.float32([[0.5, 7.0, 2.0], [9.0, 0.25, 1.0]]), np.float32(1e6))
+    loss = DivergenceLoss(2.0, JensenShannon(0.5), ("a",))
+    counts = SimpleNamespace(tokens=max(int(mask.sum()), 1))
+    found, metrics = loss({loss.outputs[0]: each}, SimpleNamespace(mask=mask), counts, {})
+    wanted = each[mask].sum() / max(mask.sum(), 1)
+    np.testing.assert_allclose([found, metrics["distillation/divergence"]], [2 * wanted, wanted], rtol=1e-6)
+    samples = [
+        Sample(np.int32([1]), np.int32([2, 3, 4]), row, {"advantages": 0.5},
+               {"sampler_logp": np.float32([-1, -2, -3])}, place=(0, 0))
+        for row in mask
+    ]  # fmt: skip
+    told = [np.float32([-2, -1, -1]), np.float32([-3, np.nan, -2])]
+    valued_, far = valued(samples, told, None, Distillation("a", weight=2.0))
+    gaps = np.array([[-1, 1, 2], [-2, np.nan, 1]])
+    counts = mask & ~np.isnan(gaps)
+    wanted = np.where(counts, 0.5 + 2 * gaps, 0.5)
+    np.testing.assert_allclose([one.arrays["advantages"] for one in valued_], wanted, rtol=1e-6)
+    np.testing.assert_allclose(far, -gaps[counts].mean(), rtol=1e-6)
+
+
+def test_a_completion_that_its_teacher_is_not_told_of_keeps_its_advantage():
+    own = Sample(np.int32([1]), np.int32([2, 3]), np.ones(2, bool), {"advantages": 0.5},
+                 {"sampler_logp": np.float32([-1, -2])}, place=(0, 0))  # fmt: skip
+    found, far = valued([own, own], [None, np.float32([-2, -2])], None, Distillation("a"))
+    np.testing.assert_array_equal([one.arrays["advantages"] for one in found], [[0.5, 0.5], [-0.5, 0.5]])
+    assert far == 0.5 and math.isnan(valued([own], [None], None, Distillation("a"))[1])
+
+
+@pytest.mark.parametrize("room", [-1, 0, 1])
+def test_a_prompt_with_what_is_told_is_no_longer_than_its_limit(room):
+    """A longer one would not fit into the rows of the teacher: its completion is not taught."""
+    first = groups()[0]
+    prompts = Prompts(SMOKE.task, TOKENIZER)
+    length = len(told_prompt(SHOWN, first, 0, prompts))
+    context = Context(SHOWN, length + room - SMOKE.rollout.max_prompt_tokens)
+    run = dataclasses.replace(SMOKE, scoring=by_teacher(Distillation(None, JensenShannon(0.0, 7), context=context)))
+    one = first.completions[0]
+    sample = Sample(first.prompt, one.tokens, one.mask, place=(0, 0))
+    found = as_asked(sample, RolloutBatch([first], [first], Carryover(), 0, 0, {}), run, prompts)
+    assert (found is None) == (room < 0)
+    assert found is None or len(found.prompt) == length
 
 
 @pytest.mark.slow
