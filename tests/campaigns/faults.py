@@ -293,7 +293,8 @@ def planned(
     shares = [(i + x) / len(kinds) for i, x in enumerate(shares)] if kinds[0] in STOPS else sorted(shares)
     for at, kind in zip((begin + (end - begin) * share for share in shares), kinds, strict=True):
         seconds, step = max(one for one in moments if one[0] <= at)
-        step = -1 if kind in STOPS[1:3] else step  # where the life before was stopped
+        if kinds[0] in STOPS:  # each in a later step, or in that in which the life before was stopped
+            step = -1 if kind in STOPS[1:3] else max(step, len(faults) // 2)
         delay = chances.uniform(0, start_up) if kind == "start-up" else at - seconds
         faults.append(Fault(kind, step, delay, chances.random()))
     return faults

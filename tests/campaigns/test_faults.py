@@ -11,7 +11,19 @@ from campaigns.faults import STOPPED
 from commands import ROOT
 
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(PATIENCE_S)]
-CONFIGS = ("dynamic", "phased", "ahead", "hardest", "guarded", "pairs", "several", *STOPPED)
+CONFIGS = (
+    "dynamic",
+    "phased",
+    "ahead",
+    "hardest",
+    "guarded",
+    "pairs",
+    "several",
+    "branches",
+    "loops",
+    "mixed",
+    "raced",
+)
 KILLS = 2
 """Of each configuration; of those of ``STOPPED``, stops within a step."""
 OWN_MOUNTS = ["unshare", "--map-root-user", "--mount"]

@@ -10,6 +10,7 @@ from jaxrl_llm.rollout import Collect
 config = dataclasses.replace(
     branches,
     model="tiny-random-moe",
+    steps=4,
     recipe=GSPO,
     rollout=dataclasses.replace(branches.rollout, collect=Collect(interrupt=True)),
     learner=dataclasses.replace(branches.learner, routing_replay="R3"),
