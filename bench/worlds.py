@@ -256,7 +256,7 @@ class Exact:
     def begin(self, items: Sequence[tuple[Problem, Any]]) -> Callable[[], Scores]:
         """Of each completion."""
         right = np.array([float(completion.text == problem.answer) for problem, completion in items])
-        return lambda: Scores(right, right, {"accuracy": right}, Failures())
+        return lambda: Scores(right, right, {"accuracy": right}, Failures(), right < 0)
 
 
 class Prompts:

@@ -122,7 +122,7 @@ class Judges:
             self.waited += max(ends - self.clock.now, 0.0)
             self.clock.now = max(self.clock.now, ends)
             right = np.array([self.right(problem, place) for place, (problem, _) in enumerate(items)])
-            return Scores(right, right, {"accuracy": right}, Failures())
+            return Scores(right, right, {"accuracy": right}, Failures(), right < 0)
 
         if self.waits:
             scores = finish()

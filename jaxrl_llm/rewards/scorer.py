@@ -34,7 +34,7 @@ from jaxrl_llm.rewards.scores import (
 )
 from jaxrl_llm.rewards.shaping import BUILT_IN, Accuracy, Reward
 from jaxrl_llm.rewards.verify import dry_run_completion, verdict
-from jaxrl_llm.system.paths import REWARD_ERROR, SANDBOX, new_file
+from jaxrl_llm.system.paths import REWARD_ERROR, SANDBOX, near, new_file
 from jaxrl_llm.types import DISAGREEMENT, Problem
 
 if TYPE_CHECKING:  # a scorer by itself needs no JAX
@@ -103,6 +103,7 @@ class Scorer(contextlib.AbstractContextManager):
         self._peers = peers
         self.folder = folder
         self._errors = None if folder is None else folder / REWARD_ERROR
+        self._shown = near(self._errors) if self._errors is not None else ""
         self._writes = self._errors is not None and (peers is None or peers.leads)
         self._pool = Pool(workers)
         self._inside = Inside()
@@ -251,7 +252,7 @@ class Scorer(contextlib.AbstractContextManager):
         if self._writes:
             with new_file(self._errors) as part:
                 part.write_text(failures.trace, encoding="utf-8", errors="backslashreplace")
-        messages = {name: f"{line} (traceback in {self._errors})" for name, line in failures.messages.items()}
+        messages = {name: f"{line} (traceback in {self._shown})" for name, line in failures.messages.items()}
         return dataclasses.replace(scores, failures=dataclasses.replace(failures, messages=messages))
 
     def _begun(self, items: Sequence[Item], rewards: dict[str, Any], given: Mapping[str, Any]) -> Begun:
