@@ -115,12 +115,19 @@ def drop_copies(holder: Path, marks: Collection[str]) -> None:
             shutil.rmtree(holder / NEEDS / copy.name, ignore_errors=True)
 
 
-def note(run: Path, was: str, dependent: Path) -> None:
-    """Leave a note in a run's folder, where it can be written, that another one depends on the step with this mark."""
+def note(run: Path, was: str, dependent: Path, there: bool = True) -> None:
+    """Leave a note in a run's folder, where it can be written, that another one depends on the step with this mark; not
+    ``there``: take it away again.
+    """
     name, found = storage.named(dependent.absolute()), storage.address(run)
     with contextlib.suppress(OSError, InputError), storage.reaching(found) if found else contextlib.nullcontext():
-        (run / DEPENDENTS).mkdir(exist_ok=True)
-        storage.place(run / DEPENDENTS / f"{was}-{zlib.crc32(name.encode()):08x}").write_text(name)
+        place = storage.place(run / DEPENDENTS / f"{was}-{zlib.crc32(name.encode()):08x}")
+        if there:
+            (run / DEPENDENTS).mkdir(exist_ok=True)
+            place.write_text(name)
+        else:
+            place.unlink()
+            (run / DEPENDENTS).rmdir()
 
 
 def noted(run: Path) -> set[str]:

@@ -77,10 +77,11 @@ def decide(found: Found, directory: Path, began: bool, start: Start | None) -> d
     return pins
 
 
-def keep(found: Found, directory: Path, say: Callable[[str], None]) -> None:
+def keep(found: Found, directory: Path, say: Callable[[str], None]) -> list[tuple[Path, str]]:
     """Keep the steps of other runs that a run reads, and those that they were trained from, each once and beside it.
 
-    Called by one process. What cannot be kept is told by ``say``.
+    Called by one process; gives back the runs with a note now, and the step's mark. What cannot be kept is told by
+    ``say``.
 
     Args:
       found: the run, with the pins from ``decide`` in its origin.
@@ -90,6 +91,7 @@ def keep(found: Found, directory: Path, say: Callable[[str], None]) -> None:
     holders = [directory] if start is None else [directory, start.directory]
     wanted, seen = noted(directory), set()
     asked = [(found, name) for name in found.origin.models]
+    notes = []
     for of, name in asked:  # which grows
         pin, place = of.origin.models[name], place_of(name, of.origin, of.directory)
         run, step = pin.of(place)
@@ -99,6 +101,7 @@ def keep(found: Found, directory: Path, say: Callable[[str], None]) -> None:
         seen.add((folder, step))
         if folder == run and step:
             note(run, pin.mark, directory)
+            notes.append((run, pin.mark))
         wanted.add(pin.mark or str(step))
         if kept_copy(directory, run, step, pin.mark) is None:
             source = kept(folder).get(step, folder / BEST / "0")
@@ -109,6 +112,7 @@ def keep(found: Found, directory: Path, say: Callable[[str], None]) -> None:
         holders.append(folder)
         asked += [(inner, name) for name in (inner.run.model, *first) if name in inner.origin.models]
     drop_copies(directory, wanted)
+    return notes
 
 
 def _there(pin: Pin, place: str, holders: Sequence[Path]) -> Path | None:

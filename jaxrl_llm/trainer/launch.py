@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm import config as configs
+from jaxrl_llm.checkpoints.dependents import note
 from jaxrl_llm.checkpoints.integrity import fault
 from jaxrl_llm.checkpoints.snapshots import BEST, CHECKPOINTS, check_whole, ended_at, kept, phase_of
 from jaxrl_llm.checkpoints.store import steps_in
@@ -116,7 +117,9 @@ def launch(
         from jaxrl_llm.trainer.loop import train as run_training
 
         found = dataclasses.replace(found, directory=directory)
-        peers.first(lambda: pins.keep(found, directory, say))
+        notes: list[tuple[Path, str]] = []
+        peers.first(lambda: notes.extend(pins.keep(found, directory, say)))
+        stack.callback(lambda: None if has_begun(directory) else [note(*one, directory, False) for one in notes])
         stack.callback(pins.PINS.reset, pins.PINS.set(pins.Pins(found, directory, peers)))
         try:
             code = run_training(found.pinned, directory, say, peers, found.start, voice)
