@@ -149,14 +149,14 @@ def broken(completion):
     return 1.0
 
 
-@pytest.mark.parametrize(("texts", "reward", "fraction"), [("2323", 1.0, 0.5), ("3333", NAN, 1.0), ("2222", 1.0, 0.0)])
-def test_a_reward_that_fails_is_no_reward_of_0(texts, reward, fraction):
+def test_a_reward_that_fails_is_no_reward_of_0():
     problem = dataclasses.replace(PROBLEM, verifier="none")
     with Scorer((Function(broken),), 1) as scorer:
-        found = checked("sums", (problem,), (tuple(map(completion, texts)),), scorer)
-    np.testing.assert_equal(found.metrics()["eval/sums/reward"], reward)
-    assert found.metrics().get("eval/sums/failed_fraction", 0.0) == fraction
-    assert ("no server" in found.failure) == bool(fraction)
+        for texts, reward, fraction in (("2323", 1.0, 0.5), ("3333", NAN, 1.0), ("2222", 1.0, 0.0)):
+            found = checked("sums", (problem,), (tuple(map(completion, texts)),), scorer)
+            np.testing.assert_equal(found.metrics()["eval/sums/reward"], reward)
+            assert found.metrics().get("eval/sums/failed_fraction", 0.0) == fraction
+            assert ("no server" in found.failure) == bool(fraction)
 
 
 @pytest.mark.parametrize("verifier", ["none", "match"])
