@@ -341,8 +341,8 @@ class Scorer(contextlib.AbstractContextManager):
             lost = [place for column, place in failed if column == source[name]]
             whole[name][lost] = shaped(rewards[name], np.full(len(lost), np.nan))
         counted = {VERIFIED} | {source[name] for name in rewards if name in self._rewards}
-        lost = np.zeros(len(items), bool)
-        lost[[place for column, place in failed if column in counted]] = True
+        unscored = np.zeros(len(items), bool)
+        unscored[[place for column, place in failed if column in counted]] = True
         reward = np.zeros(len(items))
         for name in (name for name in whole if name in self._rewards):
             at = places[name]
@@ -370,7 +370,7 @@ class Scorer(contextlib.AbstractContextManager):
             accuracy=accuracy,
             parts={name: (means | whole)[name] for name in rewards} | differing | beside,
             failures=failures_of(failed, source, places),
-            failed=lost,
+            failed=unscored,
             steps=at_tokens(items, [(self._bases[name], said) for name, said in stepped.items()], self.tokenizer),
         )
 

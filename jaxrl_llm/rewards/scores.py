@@ -178,23 +178,19 @@ def with_environment(scores: Scores, items: Sequence[tuple[Any, Any]], rewarded:
     episodes = {place: completion.episode for place, (_, completion) in enumerate(items) if completion.episode}
     if not episodes:
         return scores
-    broken = [place for place, episode in episodes.items() if episode.error]
-    scores.failed[broken] = True
+    errors = {place: episode.error for place, episode in episodes.items() if episode.error}
+    failed = scores.failed.copy()
+    failed[[*errors]] = True
+    of = {ENVIRONMENT: (len(episodes), len(errors))}
+    failures = Failures(len(errors), 0, of, {ENVIRONMENT: next(iter(errors.values()))} if errors else {})
+    scores = dataclasses.replace(scores, failed=failed, failures=scores.failures + failures)
+    if not rewarded:
+        return scores
     given = np.array([episodes[place].reward if place in episodes else math.nan for place in range(len(items))])
     lacking = [place for place in range(len(items)) if place not in episodes]
     added = given.copy()
     added[lacking] = 0.0
-    errors = [episode.error for episode in episodes.values() if episode.error]
-    of = {ENVIRONMENT: (len(episodes), len(errors))}
-    failures = scores.failures + Failures(len(errors), 0, of, {ENVIRONMENT: errors[0]} if errors else {})
-    if not rewarded:
-        return dataclasses.replace(scores, failures=failures)
-    return dataclasses.replace(
-        scores,
-        reward=scores.reward + added,
-        parts=scores.parts | {ENVIRONMENT: given},
-        failures=failures,
-    )
+    return dataclasses.replace(scores, reward=scores.reward + added, parts=scores.parts | {ENVIRONMENT: given})
 
 
 class Begun(NamedTuple):

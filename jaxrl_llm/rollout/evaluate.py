@@ -67,12 +67,11 @@ class Evaluated:
             found = {f"{name}/pass@1": over_known(np.nanmean, np.where(self.failed, np.nan, self.correct))}
             if k > 1:
                 powers = {2**i for i in range(1, k.bit_length())} | {k}
-                rows = pass_at(self.correct, 1, self.failed)
                 found |= {
                     f"{name}/pass@{j}": over_known(np.nanmean, pass_at(self.correct, j, self.failed))
                     for j in sorted(powers)
                 }
-                found[f"{name}/maj@{k}"] = over_known(np.nanmean, np.where(np.isnan(rows), np.nan, self.maj))
+                found[f"{name}/maj@{k}"] = over_known(np.nanmean, np.where(self.failed.all(axis=1), np.nan, self.maj))
             if self.best is not None:
                 found[f"{name}/rerank@{k}"] = float(self.best.mean())
                 found[f"{name}/weighted_maj@{k}"] = float(self.weighted.mean())
