@@ -49,6 +49,11 @@ class Unsure(Guess):
         return super().step(reply)
 
 
+class Silent(Guess):
+    def step(self, reply):
+        raise OSError("nobody answers")
+
+
 class Broken(Guess):
     def reset(self, row, seed):
         raise OSError("no server")
@@ -147,6 +152,7 @@ config = dataclasses.replace(
 LINES = {
     "mixed": "train mixed.py --steps 2 --run_dir runs/mixed",
     "unsure": "train mine.py --task.environment world:Unsure --steps 2 --run_dir runs/unsure",
+    "silent": "train mine.py --task.environment world:Silent --run_dir runs/silent",
     "huge": "train huge.py --steps 4 --run_dir runs/huge",
     "train": "train mine.py",
     "on": "train mine.py --steps 2",
@@ -319,6 +325,7 @@ def test_samples_show_who_spoke(folder, answers):
 
 
 @pytest.mark.parametrize(("name", "words"), [
+    ("silent", "guess: 4 of 4 answers could not be scored: Silent: step: OSError"),
     ("reset", "cannot begin an episode: Broken: reset: OSError: no server"),
     ("tool", "untyped"),
     ("nothing said", "recipe.observation_coef 0.1 has nothing to learn from, since task"),

@@ -215,6 +215,13 @@ def test_a_reward_that_fails_for_all_stops_the_run():
     assert reward_fails(row | {"reward/mine/failed_fraction": 0.9}, {})[0] == Decision()
 
 
+def test_an_evaluation_of_which_nothing_could_be_scored_stops_the_run():
+    row = {"step": 4, "eval/sums/failed_fraction": 1.0, "event/evaluation_failed": "sums: 2 of 2 answers: no server"}
+    decision, _ = reward_fails(row, {})
+    assert decision.stop == GUARD and "no server" in decision.reason
+    assert reward_fails(row | {"eval/sums/failed_fraction": 0.5}, {})[0] == Decision()
+
+
 EMPTY = {
     "updates": 0.0,
     "completions/mean_length": 5.0,
