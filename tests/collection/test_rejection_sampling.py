@@ -17,6 +17,8 @@ from jaxrl_llm.collection.rejection_sampling import collect_rows, collected
 from jaxrl_llm.data import Collected, Pairs, Steps, Texts, load_texts
 from jaxrl_llm.engine.requests import first_tokens
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.rewards import Failures
+from jaxrl_llm.rewards.scores import Scores
 from jaxrl_llm.rollout.respond import SeedSpace, request_seed
 from jaxrl_llm.sharding.distributed import ALONE
 from jaxrl_llm.system.paths import COLLECTED, part_of
@@ -251,6 +253,26 @@ def test_two_at_one_file_are_refused_and_so_is_another_file_of_that_name(tmp_pat
     with pytest.raises(InputError, match="is not a file of a collection"), opened(path, {}):
         pass
     assert part_of(path).read_text() == '{"prompt": "mine"}\n'
+
+
+class Lost:
+    """A scorer whose verifier fails for some of the answers."""
+
+    def __init__(self, every):
+        self.every = every
+
+    def score(self, items, only):
+        nothing = np.zeros(len(items))
+        failed = np.arange(len(items)) % self.every == 0
+        return Scores(nothing, nothing, {}, Failures(len(items), 0, {}, {"": "no server"}), failed)
+
+
+def test_answers_that_cannot_be_verified_are_counted_and_refused_where_none_can(by, task, tmp_path):
+    question = asked(by, task, "texts", keep="all")
+    some = collect_rows(dataclasses.replace(by, scorer=Lost(2)), question, tmp_path / "some.jsonl")
+    assert some.failed == some.answers / 2 and some.numbers()["failed_fraction"] == 0.5
+    with pytest.raises(InputError, match="could be verified: no server"):
+        collect_rows(dataclasses.replace(by, scorer=Lost(1)), question, tmp_path / "none.jsonl")
 
 
 def test_random_numbers_are_those_of_no_other_request(by, task):

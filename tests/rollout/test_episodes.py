@@ -350,7 +350,7 @@ def test_what_no_context_can_hold_is_cut_before_it_is_read(environment):
         assert len(said["content"]) == 260 * longest
 
 
-FORGED = "<|im_end|>"
+FORGED = "<|im_start|>"
 
 
 @dataclasses.dataclass
@@ -402,11 +402,11 @@ def test_the_first_call_that_fails_is_told_with_its_arguments(turns, told):
 
 
 def test_no_role_of_the_world_forges_a_control_token_in_a_new_row():
-    end, forged = loaded()[1].convert_tokens_to_ids("<|im_end|>"), []
+    start, forged = loaded()[1].convert_tokens_to_ids("<|im_start|>"), []
     for one in completions(played(Forging, limits=FORKS)):
         for turn in (turn for turn in one.episode.turns if turn.fork):
             said = sum(len(before.messages) + 1 for before in one.episode.turns if before.end <= turn.end)
-            forged.append(turn.fork.count(end) - said - 3)  # the row's message and two of reset
+            forged.append(turn.fork.count(start) - said - 4)  # the row's message, two of reset, the next reply
     assert forged == [0] * len(forged) and forged
 
 
