@@ -61,7 +61,7 @@ def keep_copy(holder: Path, run: Path, source: Path, step: int, was: str, most: 
     part.mkdir(parents=True)
     try:
         (part / "config.json").write_bytes(storage.place(source.parents[1] / "config.json").read_bytes())
-        linked = not (stored or uploaded) and _links(source / CHECKSUMS, part / CHECKSUMS)
+        linked = not (stored or uploaded) and _hard_links_work(source / CHECKSUMS, part / CHECKSUMS)
         size = sum(length for length, _ in needed.values())
         if size > most and not linked:
             return f"its {size / 1e9:.1f} GB can only be copied, and the most is {most / 1e9:.0f} GB"
@@ -85,7 +85,7 @@ def keep_copy(holder: Path, run: Path, source: Path, step: int, was: str, most: 
         shutil.rmtree(part, ignore_errors=True)
 
 
-def _links(source: Path, target: Path) -> bool:
+def _hard_links_work(source: Path, target: Path) -> bool:
     """Whether the disk allows hard links from one place to the other."""
     with contextlib.suppress(OSError):
         os.link(source, target)
@@ -115,7 +115,7 @@ def drop_copies(holder: Path, marks: Collection[str]) -> None:
             shutil.rmtree(holder / NEEDS / copy.name, ignore_errors=True)
 
 
-def note(run: Path, was: str, dependent: Path, there: bool = True) -> None:
+def write_note(run: Path, was: str, dependent: Path, there: bool = True) -> None:
     """Leave a note in a run's folder, where it can be written, that another one depends on the step with this mark; not
     ``there``: take it away again.
     """

@@ -192,7 +192,7 @@ def other_tests(changed: Sequence[tuple[int, Sequence[str]]]) -> list[int]:
     return [step for step, names in kinds.items() if any(n.startswith("evaluation.") for n in names - {EVERY})]
 
 
-def numbered(run: Any, origin: Origin, known: Iterable[str] = ()) -> Any:
+def with_step_numbers(run: Any, origin: Origin, known: Iterable[str] = ()) -> Any:
     """Return the run with ``RUN@STEP`` in place of each model ``RUN@best``: the step of its pin, or else the best now.
 
     ``known``: the names of the pinned models of a run that has begun.

@@ -62,7 +62,7 @@ def check_references(
     def told(lost: Lost, count: int, sample: bool) -> list[str]:
         return unreachable([one for one, _ in lost], count, needed and sample)
 
-    return _tried(tries, told, pool, None if folder is None else folder / FILE)
+    return _try_references(tries, told, pool, None if folder is None else folder / FILE)
 
 
 def check_programs(judged: Iterable[tuple[CodeTests, Sequence[Problem]]], pool: Pool, folder: Path | None) -> Notes:
@@ -81,7 +81,7 @@ def check_programs(judged: Iterable[tuple[CodeTests, Sequence[Problem]]], pool: 
                 begun = judge.before is not None and one.metadata[judge.before].strip() in program
                 whole = dataclasses.replace(judge, all_or_nothing=True, before=None if begun else judge.before)
                 tries[repr((whole, program, one.metadata[judge.column]))] = one, whole.call(one, program)
-    return _tried(tries, _unsolved, pool, None if folder is None else folder / PROGRAMS_FILE)
+    return _try_references(tries, _unsolved, pool, None if folder is None else folder / PROGRAMS_FILE)
 
 
 def _unsolved(lost: Lost, count: int, sample: bool) -> list[str]:
@@ -95,7 +95,7 @@ def _unsolved(lost: Lost, count: int, sample: bool) -> list[str]:
     return [f"of {count} reference programs (column {SOLUTION}), {'; '.join(told)}; {remedy}"] if told else []
 
 
-def _tried(
+def _try_references(
     tries: Mapping[str, tuple[Problem, Call]], told: Callable[[Lost, int, bool], list[str]], pool: Pool,
     path: Path | None,
 ) -> Notes:  # fmt: skip

@@ -34,7 +34,7 @@ from jaxrl_llm.rewards.scores import (
 )
 from jaxrl_llm.rewards.shaping import BUILT_IN, Accuracy, Reward
 from jaxrl_llm.rewards.verify import dry_run_completion, verdict
-from jaxrl_llm.system.paths import REWARD_ERROR, SANDBOX, near, new_file
+from jaxrl_llm.system.paths import REWARD_ERROR, SANDBOX, new_file, relative_path
 from jaxrl_llm.types import DISAGREEMENT, Problem
 
 if TYPE_CHECKING:  # a scorer by itself needs no JAX
@@ -103,7 +103,7 @@ class Scorer(contextlib.AbstractContextManager):
         self._peers = peers
         self.folder = folder
         self._errors = None if folder is None else folder / REWARD_ERROR
-        self._shown = near(self._errors) if self._errors is not None else ""
+        self._shown = relative_path(self._errors) if self._errors is not None else ""
         self._writes = self._errors is not None and (peers is None or peers.leads)
         self._pool = Pool(workers)
         self._inside = Inside()

@@ -11,7 +11,7 @@ OF_RESULTS = ('"eval/', PHASE, ROLLED_BACK)
 """Words in the lines of metrics.jsonl that ``best_step`` needs."""
 
 
-def lasting(rows: Iterable[Row], tests: Sequence[int] = ()) -> list[list[Row]]:
+def surviving_rows(rows: Iterable[Row], tests: Sequence[int] = ()) -> list[list[Row]]:
     """Return the rows that no rollback has undone, for each phase and each of its evaluations.
 
     Args:
@@ -35,9 +35,9 @@ def best_step(rows: Iterable[Row], tests: Sequence[int] = ()) -> int | None:
     """Return the step of the best evaluation, the first of equal ones; None without any.
 
     Results are compared within one phase and one evaluation: the last ones with a result. The arguments are those of
-    ``lasting``.
+    ``surviving_rows``.
     """
-    for group in reversed(lasting(rows, tests)):
+    for group in reversed(surviving_rows(rows, tests)):
         results = {row["step"]: result for row in group if (result := evaluation_result(row)) is not None}
         if results:
             return max(results, key=lambda step: results[step])

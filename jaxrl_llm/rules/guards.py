@@ -291,7 +291,7 @@ def would_end(until: Until, rows: Sequence[Row], evaluation_every: int, test: st
     return decision.stop == DONE
 
 
-def going_on(memory: Memory, run: Any) -> str:
+def flags_to_continue(memory: Memory, run: Any) -> str:
     """Return the flags with which a run continues that a rule has ended; empty if no flag changes the rule.
 
     ``memory``: of the rules after the run's last step.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.checkpoints.dependents import drop_copies, keep_copy, kept_copy, note, noted
+from jaxrl_llm.checkpoints.dependents import drop_copies, keep_copy, kept_copy, noted, write_note
 from jaxrl_llm.checkpoints.integrity import mark
 from jaxrl_llm.checkpoints.snapshots import BEST, CHECKPOINTS, kept, listed, phase_of, standing
 from jaxrl_llm.checkpoints.store import steps_in
@@ -77,7 +77,7 @@ def decide(found: Found, directory: Path, began: bool, start: Start | None) -> d
     return pins
 
 
-def keep(found: Found, directory: Path, say: Callable[[str], None]) -> list[tuple[Path, str]]:
+def keep_dependencies(found: Found, directory: Path, say: Callable[[str], None]) -> list[tuple[Path, str]]:
     """Keep the steps of other runs that a run reads, and those that they were trained from, each once and beside it.
 
     Called by one process; gives back the runs with a note now, and the step's mark. What cannot be kept is told by
@@ -100,7 +100,7 @@ def keep(found: Found, directory: Path, say: Callable[[str], None]) -> list[tupl
             continue
         seen.add((folder, step))
         if folder == run and step:
-            note(run, pin.mark, directory)
+            write_note(run, pin.mark, directory)
             notes.append((run, pin.mark))
         wanted.add(pin.mark or str(step))
         if kept_copy(directory, run, step, pin.mark) is None:

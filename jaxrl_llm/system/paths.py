@@ -102,7 +102,7 @@ def check_file(path: Path, flag: str) -> None:
     require(path.parent.is_dir(), f"{flag} {path}: there is no folder {path.parent}; make it first")
 
 
-def near(path: Path) -> str:
+def relative_path(path: Path) -> str:
     """Return a path for people: within the current folder as seen from there, else whole."""
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)

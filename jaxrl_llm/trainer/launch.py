@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.checkpoints.dependents import note
+from jaxrl_llm.checkpoints.dependents import write_note
 from jaxrl_llm.checkpoints.integrity import fault
 from jaxrl_llm.checkpoints.snapshots import BEST, CHECKPOINTS, check_whole, ended_at, kept, phase_of
 from jaxrl_llm.checkpoints.store import steps_in
-from jaxrl_llm.config.origin import numbered, origin_of, other_tests, recorded_best
+from jaxrl_llm.config.origin import origin_of, other_tests, recorded_best, with_step_numbers
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.rules import OF_LESSONS, OF_PHASES, Stalls
-from jaxrl_llm.rules.best import lasting
+from jaxrl_llm.rules.best import surviving_rows
 from jaxrl_llm.rules.decision import ENDED
-from jaxrl_llm.rules.guards import SOLVED, going_on, would_end
+from jaxrl_llm.rules.guards import SOLVED, flags_to_continue, would_end
 from jaxrl_llm.rules.resets import evaluation_result
 from jaxrl_llm.runs import pins
 from jaxrl_llm.runs.load import asked_start, begun, find_run, has_begun, step_of
@@ -118,8 +118,8 @@ def launch(
 
         found = dataclasses.replace(found, directory=directory)
         notes: list[tuple[Path, str]] = []
-        peers.first(lambda: notes.extend(pins.keep(found, directory, say)))
-        stack.callback(lambda: None if has_begun(directory) else [note(*one, directory, False) for one in notes])
+        peers.first(lambda: notes.extend(pins.keep_dependencies(found, directory, say)))
+        stack.callback(lambda: None if has_begun(directory) else [write_note(*one, directory, False) for one in notes])
         stack.callback(pins.PINS.reset, pins.PINS.set(pins.Pins(found, directory, peers)))
         try:
             code = run_training(found.pinned, directory, say, peers, found.start, voice)
@@ -134,7 +134,9 @@ def launch(
         if best is not None and best["step"] in (0, *kept(directory)):
             summary = dataclasses.replace(summary, best=(best["step"], evaluation_result(best)))
         if last < steps and (memory := ended_at(directory / CHECKPOINTS / str(last))):
-            summary = dataclasses.replace(summary, ended=(steps, memory[ENDED]["reason"], going_on(memory, found.run)))
+            summary = dataclasses.replace(
+                summary, ended=(steps, memory[ENDED]["reason"], flags_to_continue(memory, found.run))
+            )
         writes = not isinstance(found.run, configs.RewardModel)
         print_summary(summary, brief=voice.quiet, reloads=configs.reloads(found.run), writes=writes)
     return Result.of(code, directory)
@@ -185,7 +187,7 @@ def begin(
     if f"@{BEST}" in json.dumps(configs.to_json(found.run)):
         before = None if fresh else begun(storage.refreshed(storage.mirror(place or f"runs/{found.name}")))
         known = {} if before is None else before.origin.models
-        found = dataclasses.replace(found, run=numbered(found.run, found.origin, known))
+        found = dataclasses.replace(found, run=with_step_numbers(found.run, found.origin, known))
     text = json.dumps([configs.to_json(found.run), __version__, jax.__version__])
     peers.check_same("settings", hashlib.sha256(text.encode()).hexdigest()[:16])
     if start is not None:
@@ -324,7 +326,7 @@ def finished(directory: Path, settings: configs.Configuration, ending: str = "")
     more = f"Continue with --steps {2 * done}"
     if ending:
         reached = f"it ended at step {done} of {settings.steps}: {ending}"
-        flags = going_on(ended_at(place), settings)
+        flags = flags_to_continue(ended_at(place), settings)
         more = f"Continue with {flags}" if flags else f"Begin a new run with its weights by --from {name}"
     print(f"{name} is finished: {reached}. {more}, or start over with --fresh.")
     return True
@@ -353,7 +355,9 @@ def why_ended(directory: Path, settings: configs.Configuration, changed: Sequenc
     restarts = compares and bool(other_tests([(0, changed)]))
     if not restarts and not any(one.startswith("rules.until") for one in changed):
         return reason
-    rows = lasting(read_rows(directory / "metrics.jsonl"), other_tests(before.origin.changed) if compares else ())[-1]
+    rows = surviving_rows(
+        read_rows(directory / "metrics.jsonl"), other_tests(before.origin.changed) if compares else ()
+    )[-1]
     test = configs.evaluation_key(settings)
     holds = until is not None and not restarts and would_end(until, rows, settings.evaluation.every, test)
     return reason if holds else ""

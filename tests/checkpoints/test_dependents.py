@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from jaxrl_llm.checkpoints import dependents
-from jaxrl_llm.checkpoints.dependents import depended_on, drop_copies, keep_copy, kept_copy, note, noted, set_aside
+from jaxrl_llm.checkpoints.dependents import (
+    depended_on,
+    drop_copies,
+    keep_copy,
+    kept_copy,
+    noted,
+    set_aside,
+    write_note,
+)
 from jaxrl_llm.checkpoints.integrity import fault, mark
 from jaxrl_llm.checkpoints.snapshots import BEST, keep_only, standing
 from jaxrl_llm.checkpoints.store import Checkpoints, _Newest, steps_in
@@ -101,8 +109,8 @@ def test_a_note_holds_a_step_while_the_dependent_run_is_there(runs):
     newest = _Newest(1, lambda step: True, a / "checkpoints")
     assert newest.kept([1, 2, 3, 4]) == [False, False, False, True]
     was = mark(a / "checkpoints/2")
-    note(a, was, b)
-    note(a, mark(a / "checkpoints/3"), b.parent / "gone")
+    write_note(a, was, b)
+    write_note(a, mark(a / "checkpoints/3"), b.parent / "gone")
     assert noted(a) == {was} and depended_on(a / "checkpoints", [1, 2, 3]) == {2}
     assert newest.kept([1, 2, 3, 4]) == [False, True, False, True]
     keep_only(a / "checkpoints", [4])
@@ -115,10 +123,10 @@ def test_a_note_holds_a_step_while_the_dependent_run_is_there(runs):
 def test_a_note_that_cannot_be_left_is_not_left(runs):
     a, b = runs
     shutil.rmtree(a)
-    note(a, "0" * 16, b)
+    write_note(a, "0" * 16, b)
     assert not a.exists() and noted(a) == set()
     a.write_text("a file")
-    note(a, "0" * 16, b)
+    write_note(a, "0" * 16, b)
 
 
 def test_a_step_that_is_replaced_is_set_aside_for_those_who_only_named_it(runs):
@@ -126,7 +134,7 @@ def test_a_step_that_is_replaced_is_set_aside_for_those_who_only_named_it(runs):
     was = mark(a / "checkpoints/2")
     set_aside(a / "checkpoints/2")
     assert not (a / "needs").exists(), "nobody needs it"
-    note(a, was, b)
+    write_note(a, was, b)
     set_aside(a / "checkpoints/2")
     set_aside(a / "checkpoints/7")
     shutil.rmtree(a / "checkpoints/2")
@@ -155,7 +163,7 @@ def test_a_save_replaces_a_step_that_others_depend_on_and_retention_leaves_it(tm
     with Checkpoints(a / "checkpoints", 1) as store:
         save(store, 1, 1.0)
         store.wait()
-        note(a, was := mark(a / "checkpoints/1"), b)
+        write_note(a, was := mark(a / "checkpoints/1"), b)
         for step in (2, 3):
             save(store, step, 2.0)
     assert steps_in(a / "checkpoints") == [1, 3]

@@ -8,7 +8,7 @@ from storages import BUCKET, on_another_machine, storage
 from tiny import tiny
 
 from jaxrl_llm.checkpoints import objects
-from jaxrl_llm.checkpoints.dependents import drop_copies, keep_copy, kept_copy, note, noted
+from jaxrl_llm.checkpoints.dependents import drop_copies, keep_copy, kept_copy, noted, write_note
 from jaxrl_llm.checkpoints.integrity import fault, mark, written
 from jaxrl_llm.checkpoints.snapshots import BEST, keep, keep_only, kept, listed, newest_whole, phase_of, standing
 from jaxrl_llm.checkpoints.store import Checkpoints, read_host, steps_in
@@ -144,7 +144,7 @@ def test_a_step_is_kept_in_the_storage_and_from_it(run, elsewhere, tmp_path):
             found, _ = store.restore(3, like, one_device())
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(state), strict=True):
             assert np.array_equal(a, b)
-    note(elsewhere, was, theirs)
+    write_note(elsewhere, was, theirs)
     assert noted(elsewhere) == {was}
     drop_copies(theirs, ())
     assert standing(elsewhere.with_name("gone") / elsewhere.name, 3, was, theirs) is None

@@ -8,7 +8,7 @@ import pytest
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.rules import DONE, PHASE, Decision, Phase, Reaches, Resets, Rules, Stalls, decide
-from jaxrl_llm.rules.best import best_step, lasting
+from jaxrl_llm.rules.best import best_step, surviving_rows
 from jaxrl_llm.rules.guards import WAITS, phase_ends
 from jaxrl_llm.rules.resets import evaluation_result, on_stall
 from jaxrl_llm.stages.rl.ingredients import rules_for
@@ -126,7 +126,7 @@ def test_where_a_rollback_went_and_phases_or_evaluations_changed_other_rows_last
         "undone in both": ([row(2, 0.3), row(4, 0.8), row(6, 0.9), row(7, **back)], (4,), [[2], []], 2),
     }  # fmt: skip
     for case, (history, tests, groups, best) in cases.items():
-        assert [[one["step"] for one in group] for group in lasting(history, tests)] == groups, case
+        assert [[one["step"] for one in group] for group in surviving_rows(history, tests)] == groups, case
         assert best_step(history, tests) == best, case
 
 

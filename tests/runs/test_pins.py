@@ -17,7 +17,7 @@ from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rewards import Accuracy, ModelReward
 from jaxrl_llm.rules import Phase, Rules
 from jaxrl_llm.runs.load import find_run
-from jaxrl_llm.runs.pins import Pins, decide, keep, needs_base
+from jaxrl_llm.runs.pins import Pins, decide, keep_dependencies, needs_base
 from jaxrl_llm.sharding.distributed import ALONE
 from jaxrl_llm.system.paths import COLLECTED
 from jaxrl_llm.tasks import Table
@@ -179,7 +179,7 @@ def test_a_step_that_the_run_has_kept_is_read_where_it_is_gone_or_another(at, lo
     (at / "rm/checkpoints/3/state").mkdir()
     (at / "rm/checkpoints/3/state/d").write_text("weights!")
     (at / "other/checkpoints/3/state").mkdir()
-    keep(found, at / "run", told.append)
+    keep_dependencies(found, at / "run", told.append)
     why = "(it went away meanwhile): leave it where it is"
     assert told == [f"jaxrl-llm: {at / 'other@3'} is not kept in {at / 'run'} as well {why}"]
     assert found.pinned.scoring.rewards[0].paths[0] == str(at / "rm@3"), "as long as it is as it was"
@@ -187,7 +187,7 @@ def test_a_step_that_the_run_has_kept_is_read_where_it_is_gone_or_another(at, lo
     copy = at / "run/needs" / f"rm-{pins['rm'].mark}"
     assert decided(at) == pins and found.pinned.scoring.rewards[0].paths == (f"{copy}@3", str(at / "other@3"))
     assert find_run(f"{copy}@3").directory == copy / "checkpoints/3"
-    keep(found, at / "run", told.append)
+    keep_dependencies(found, at / "run", told.append)
     assert decided(at) == pins, "it is not dropped"
 
 
@@ -195,4 +195,4 @@ def test_runs_that_began_from_each_other_are_no_endless_way(at):
     a_run(at / "run", dataclasses.replace(SMOKE, model="run@1"), 1)
     pins = decide(Found("run", configs.read(at / "run/config.json").run, Origin(str(at))), at / "other", False, None)
     a_run(at / "run", dataclasses.replace(SMOKE, model="run@1"), models=pins)
-    keep(configs.read(at / "run/config.json"), at / "other", lambda line: None)
+    keep_dependencies(configs.read(at / "run/config.json"), at / "other", lambda line: None)

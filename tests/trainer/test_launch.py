@@ -18,7 +18,7 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.checkpoints.integrity import CHECKSUMS, sums
 from jaxrl_llm.checkpoints.store import steps_in
 from jaxrl_llm.config import Found, Origin, Scoring, Start, changed_since
-from jaxrl_llm.config.origin import numbered, recorded_best
+from jaxrl_llm.config.origin import recorded_best, with_step_numbers
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards import Function, ModelReward
 from jaxrl_llm.rules import Reaches, Rules, Stalls
@@ -364,13 +364,13 @@ def test_a_name_of_the_best_model_becomes_its_number_once(tmp_path):
     (directory / "metrics.jsonl").write_text(json.dumps(result(2, 0.5)) + "\n")
     judge = ModelReward(f"{directory}@best")
     run = dataclasses.replace(SMOKE, model=f"{directory}@best", scoring=Scoring((judge,)))
-    found = numbered(run, Origin(str(tmp_path)))
+    found = with_step_numbers(run, Origin(str(tmp_path)))
     assert (found.model, found.scoring.rewards[0].path) == (f"{directory}@2",) * 2
     (directory / "metrics.jsonl").write_text("")
-    again = numbered(run, Origin(str(tmp_path)), [f"{directory}@2", "other@3"])
-    assert again == found and numbered(SMOKE, Origin(str(tmp_path))) == SMOKE
+    again = with_step_numbers(run, Origin(str(tmp_path)), [f"{directory}@2", "other@3"])
+    assert again == found and with_step_numbers(SMOKE, Origin(str(tmp_path))) == SMOKE
     beside = dataclasses.replace(SMOKE, model="x@best")
     (directory / "metrics.jsonl").write_text(json.dumps(result(2, 0.5)) + "\n")
-    assert numbered(beside, Origin(str(tmp_path))).model == "x@2"
+    assert with_step_numbers(beside, Origin(str(tmp_path))).model == "x@2"
     for name in ("none@best", "org/model@best"):
-        assert numbered(dataclasses.replace(SMOKE, model=name), Origin(str(tmp_path))).model == name
+        assert with_step_numbers(dataclasses.replace(SMOKE, model=name), Origin(str(tmp_path))).model == name
