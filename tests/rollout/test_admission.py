@@ -10,8 +10,8 @@ from rollout.simulation import ToySource, drawn
 
 from jaxrl_llm.engine.requests import EMPTY
 from jaxrl_llm.rollout import Collect
+from jaxrl_llm.rollout.dynamic_sampling import MEMORY, Judging, remember, share_of
 from jaxrl_llm.rollout.groups import AdmissionPolicy, Carryover, Underway
-from jaxrl_llm.rollout.judging import MEMORY, Judging, remember, share_of
 
 LONGEST = 100
 
