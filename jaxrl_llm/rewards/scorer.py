@@ -144,7 +144,7 @@ class Scorer(contextlib.AbstractContextManager):
         def finish() -> Scores:
             scores = waiting()
             scores = scores if len(played) == len(items) else with_unplayed(scores, played, items)
-            return with_environment(scores, items, rewarded=only is None)
+            return with_environment(scores, items)
 
         return finish
 

@@ -171,9 +171,9 @@ def with_unplayed(scores: Scores, played: Sequence[int], items: Sequence[tuple[A
     return dataclasses.replace(scores, reward=spread(scores.reward, 0.0), accuracy=accuracy, parts=parts, failed=failed)
 
 
-def with_environment(scores: Scores, items: Sequence[tuple[Any, Any]], rewarded: bool) -> Scores:
-    """Add the rewards that environments give to episodes, with weight 1, if ``rewarded``; an episode whose environment
-    failed is unscorable.
+def with_environment(scores: Scores, items: Sequence[tuple[Any, Any]]) -> Scores:
+    """Add the rewards that environments give to episodes, with weight 1; an episode whose environment failed is
+    unscorable.
     """
     episodes = {place: completion.episode for place, (_, completion) in enumerate(items) if completion.episode}
     if not episodes:
@@ -184,8 +184,6 @@ def with_environment(scores: Scores, items: Sequence[tuple[Any, Any]], rewarded:
     of = {ENVIRONMENT: (len(episodes), len(errors))}
     failures = Failures(len(errors), 0, of, {ENVIRONMENT: next(iter(errors.values()))} if errors else {})
     scores = dataclasses.replace(scores, failed=failed, failures=scores.failures + failures)
-    if not rewarded:
-        return scores
     given = np.array([episodes[place].reward if place in episodes else math.nan for place in range(len(items))])
     lacking = [place for place in range(len(items)) if place not in episodes]
     added = given.copy()

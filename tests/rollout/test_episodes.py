@@ -326,6 +326,48 @@ def test_a_run_is_stopped_while_environments_begin_and_goes_on_to_the_same_episo
     same(again.groups, played())
 
 
+class Late(Closed):
+    """Begins once it may, and notes that it is closed."""
+
+    closed: ClassVar = []
+
+    def close(self):
+        self.closed.append(self)
+
+
+def prepared(environment, prompt=None, begun=None):
+    """The episodes of a sampler, with one in preparation."""
+    made = sampler(environment)
+    episodes, problem = made.source.episodes, load(made.source.prompts.tasks[0], answers=False).train[0]
+    episodes.prepare([Scene((0, 0), problem, 3)], None if begun is None else [begun], prompt)
+    return episodes
+
+
+def test_what_is_being_prepared_is_given_back_as_it_is_and_closed_if_nobody_asks_again():
+    own = type("Own", (Late,), {"opens": threading.Event(), "closed": []})
+    known = dataclasses.replace(completions(played())[0], episode=Episode(), finish_reason="aborted")
+    episodes = prepared(own, begun=known)
+    before = len(own.closed)  # by the rehearsal of its factory
+    assert episodes.preparing == [(0, 0)] and episodes.has((0, 0)) and not episodes.ready()
+    assert episodes.abort([(0, 0)])[0, 0] is known and not episodes.preparing
+    episodes.retain(())
+    own.opens.set()
+    end = time.monotonic() + 20
+    while len(own.closed) == before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert len(own.closed) == before + 1 and not episodes.has((0, 0))
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_member_that_begins_later_must_have_the_prompt_of_its_group(known):
+    episodes = prepared(Counting, np.asarray([1, 2], np.int32) if known else None)
+    while not (found := episodes.ready()):
+        episodes.answered(1.0)
+    [[one]] = found
+    assert ("draw what it says in reset" in one.begun.episode.error) if known else one.begun is None
+    assert one.prompt.tolist() == [1, 2] if known else len(one.prompt) > 9
+
+
 class Talking(Counting):
     """Says far more than fits, in a role of its own."""
 

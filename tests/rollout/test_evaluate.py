@@ -171,6 +171,21 @@ def test_an_episode_whose_environment_fails_is_left_out_of_an_evaluation(verifie
     assert found.failure.startswith("no server")
 
 
+def test_a_verifier_that_cannot_tell_is_no_wrong_answer():
+    """Of objects of the program alone nobody else knows what is equal."""
+    program = (
+        "class V:\n    def __init__(self, x):\n        self.x = x\n"
+        "    def __add__(self, other):\n        return V(self.x + other.x)\n"
+        "    def __eq__(self, other):\n        return self.x == other.x"
+    )
+    row = tuple(map(completion, (f"```python\n{program}\n```", "```python\nx = 1\n```")))
+    problem = dataclasses.replace(PROBLEM, verifier="code", metadata={"tests": ["assert V(1) + V(2) == V(3)"]})
+    with Scorer((), 1) as scorer:
+        found = checked("programs", (problem,), (row,), scorer)
+    assert found.failed.tolist() == [[True, False]] and "not counted" in found.failure
+    assert found.metrics()["eval/programs/pass@1"] == 0 and found.metrics()["eval/programs/failed_fraction"] == 0.5
+
+
 class NotingEngine(ToyEngine):
     """Remembers the seeds that it was last given."""
 
