@@ -179,7 +179,9 @@ def test_a_verifier_that_cannot_tell_is_no_wrong_answer():
         "    def __eq__(self, other):\n        return self.x == other.x"
     )
     row = tuple(map(completion, (f"```python\n{program}\n```", "```python\nx = 1\n```")))
-    problem = dataclasses.replace(PROBLEM, verifier="code", metadata={"tests": ["assert V(1) + V(2) == V(3)"]})
+    problem = dataclasses.replace(
+        PROBLEM, extractor="whole", verifier="code", metadata={"tests": ["assert V(1) + V(2) == V(3)"]}
+    )
     with Scorer((), 1) as scorer:
         found = checked("programs", (problem,), (row,), scorer)
     assert found.failed.tolist() == [[True, False]] and "not counted" in found.failure
