@@ -227,13 +227,18 @@ def evaluation_result(row: Row) -> float | None:
     It is the share of problems solved, or the mean reward if nothing is verified, or the accuracy of a reward model, or
     the negative loss on texts. The average of several tasks comes first.
     """
+    value, sign = measured_result(row)
+    return None if value is None else sign * value
+
+
+def measured_result(row: Row) -> tuple[float | None, int]:
+    """Return the number of ``evaluation_result`` as it was measured, and 1 where higher is better, -1 for a loss."""
     tested = [name for name in row if name.startswith("eval/")]
     for ending, sign in (("/pass@1", 1), ("/reward", 1), ("/accuracy", 1), ("/loss", -1)):
         found = next((name for name in tested if name.endswith(ending)), None)
         if found is not None:
-            result = number(row[found])
-            return None if result is None else sign * result
-    return None
+            return number(row[found]), sign
+    return None, 1
 
 
 def stalls(row: Row, own: Mapping[str, Any], every: int, test: str, until: Stalls | None = None) -> dict[str, Any]:

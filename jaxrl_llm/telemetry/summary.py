@@ -74,7 +74,8 @@ class RunSummary:
         disagreement of several models.
       phases: the steps after which another phase began, and the text of each one's row about it.
       findings: the run's.
-      best: the step of the best evaluation and its result, where the run keeps that model, as ``RUN@best``; else None.
+      best: the step of the best evaluation and its result as measured, where the run keeps that model, as ``RUN@best``;
+        else None.
       ended: after how many planned steps a rule ended the run, why, and the flags that continue it, if any do; None if
         all steps were made.
     """
@@ -233,7 +234,7 @@ def _next(summary: RunSummary, reloads: bool, writes: bool) -> list[Text]:
     best = []
     if summary.best is not None:
         step, result = summary.best
-        value = _shown(abs(result), summary.measure == "accuracy" and summary.after is not None)
+        value = _shown(result, summary.measure == "accuracy" and summary.after is not None)
         best = [_field("its best model", f"{summary.run_dir}@best: step {step}, {value}")]
     return [
         _field("the run is in", summary.run_dir),

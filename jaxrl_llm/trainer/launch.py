@@ -23,7 +23,7 @@ from jaxrl_llm.rules import OF_LESSONS, OF_PHASES, Stalls
 from jaxrl_llm.rules.best import surviving_rows
 from jaxrl_llm.rules.decision import ENDED
 from jaxrl_llm.rules.guards import SOLVED, flags_to_continue, would_end
-from jaxrl_llm.rules.resets import evaluation_result
+from jaxrl_llm.rules.resets import evaluation_result, measured_result
 from jaxrl_llm.runs import pins
 from jaxrl_llm.runs.load import asked_start, begun, find_run, has_begun, step_of
 from jaxrl_llm.sharding.distributed import ALONE, Peers
@@ -132,7 +132,7 @@ def launch(
         summary = dataclasses.replace(summarise(directory, time.monotonic() - began), run_dir=name())
         best, last, steps = Result.of(code, directory).best, summary.took.last, found.run.steps
         if best is not None and best["step"] in (0, *kept(directory)):
-            summary = dataclasses.replace(summary, best=(best["step"], evaluation_result(best)))
+            summary = dataclasses.replace(summary, best=(best["step"], measured_result(best)[0]))
         if last < steps and (memory := ended_at(directory / CHECKPOINTS / str(last))):
             summary = dataclasses.replace(
                 summary, ended=(steps, memory[ENDED]["reason"], flags_to_continue(memory, found.run))

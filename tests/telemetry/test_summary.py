@@ -7,6 +7,7 @@ import shlex
 import pytest
 from rich.console import Console
 
+from jaxrl_llm.rules.resets import evaluation_result, measured_result
 from jaxrl_llm.system.text import abridge
 from jaxrl_llm.telemetry import Finding
 from jaxrl_llm.telemetry.summary import RunSummary, SamplePair, Took, pair_samples, print_summary, summarise
@@ -107,6 +108,18 @@ def test_without_a_verifier_the_reward_is_summed_up():
     assert "reward before     0.250" in text and "reward after      -1.500  on chain_sum" in text
     assert "1 got a higher reward, 1 a lower one, 0 stayed" in text
     assert "after   3.000" in text and not {"right", "wrong", "accuracy"} & set(text.split())
+
+
+@pytest.mark.parametrize(("row", "result", "told"), [
+    ({"eval/a/reward": -0.6}, -0.6, "-0.600"),
+    ({"eval/loss": 3.4}, -3.4, "3.400"),
+    ({"eval/a/pass@1": 0.25}, 0.25, "25.0 %"),
+])  # fmt: skip
+def test_the_best_result_is_shown_as_it_was_measured(row, result, told):
+    assert evaluation_result(row) == result
+    shares = {"before": None, "after": 0.25} if "eval/a/pass@1" in row else {"before": None, "after": None}
+    text = printed(best=(6, measured_result(row)[0]), **shares)
+    assert f"my runs/quickstart@best: step 6, {told}\n" in text
 
 
 def test_a_run_that_its_configuration_does_not_hold_is_not_said_to_go_on_from_it():
