@@ -18,7 +18,7 @@ begun = set(os.environ)
 from jaxrl_llm.system.paths import prepare_libraries
 prepare_libraries()
 import jax, jaxlib.mlir.dialects.mhlo, orbax.checkpoint, tensorboardX, transformers, typeguard
-import jaxrl_llm.cli.train, jaxrl_llm.stages.rl.prepare, jaxrl_llm.trainer.launch, jaxrl_llm.trainer.loop
+import jaxrl_llm.cli.train, jaxrl_llm.stages.rl, jaxrl_llm.trainer.launch, jaxrl_llm.trainer.loop
 from jaxrl_llm.cli.flags import parse
 from jaxrl_llm.config import Run
 from jaxrl_llm.tasks import ReasoningGym, Task

@@ -36,8 +36,8 @@ from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.rules import decide
 from jaxrl_llm.stages import STAGES
-from jaxrl_llm.stages.rl import prepare
-from jaxrl_llm.stages.rl.ingredients import INGREDIENTS
+from jaxrl_llm.stages import rl as prepare
+from jaxrl_llm.stages.programs import INGREDIENTS
 from jaxrl_llm.trainer.loop import train
 
 pytestmark = pytest.mark.slow

@@ -20,7 +20,7 @@ from jaxrl_llm.rewards import Accuracy, LengthPenalty
 from jaxrl_llm.rewards.group_shaping import LengthCycle, StopProperly
 from jaxrl_llm.rollout import Repetition
 from jaxrl_llm.rules import Resets
-from jaxrl_llm.stages.rl.ingredients import dropped_endings
+from jaxrl_llm.stages.programs import dropped_endings
 from jaxrl_llm.types import Completion, Problem
 
 SMOKE = configs.load_config("smoke")[1]

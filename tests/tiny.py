@@ -10,6 +10,7 @@ from flax import traverse_util
 
 from jaxrl_llm.models.config import Attention, Embeddings, Experts, ModelConfig, Norm, Rope, Yarn
 from jaxrl_llm.models.decoder import Decoder, parameter_shapes
+from jaxrl_llm.stages.programs import ingredients_of, rules_for
 
 VOCAB = 50
 KINDS = {
@@ -75,6 +76,11 @@ def compiled(optimised):
         yield
     finally:
         jax.config.update("jax_disable_most_optimizations", before)
+
+
+def rules_in(run):
+    """The rules between the steps of a run."""
+    return rules_for(run, ingredients_of(run))
 
 
 class Compilations(logging.Handler):

@@ -51,7 +51,7 @@ from jaxrl_llm.rewards import Failures, Scores
 from jaxrl_llm.rollout.dynamic_sampling import collect
 from jaxrl_llm.rollout.groups import Carryover, GroupSource
 from jaxrl_llm.rollout.respond import SeedSpace
-from jaxrl_llm.stages.rl.programs import sampler_of
+from jaxrl_llm.stages.programs import sampler_of
 from jaxrl_llm.tasks import Shuffled
 from jaxrl_llm.types import Completion, Problem, Prompt
 

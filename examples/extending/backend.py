@@ -84,8 +84,8 @@ class Plain:
         return done
 
 
-# jaxrl_llm/stages/rl/programs.py, at the top: from jaxrl_llm.engine.plain import Plain
-# jaxrl_llm/stages/rl/programs.py, in sampling_of, after model, dtype, mesh
+# jaxrl_llm/stages/programs.py, at the top: from jaxrl_llm.engine.plain import Plain
+# jaxrl_llm/stages/programs.py, in sampling_of, after model, dtype, mesh
 sampling_of = dict(
     kind=Plain,
 )

@@ -1,8 +1,8 @@
 """An ingredient of reinforcement learning: the loss on right answers of VAPO (arXiv 2504.05118, section 3.3).
 
 An ingredient is an addition to a run's policy gradient: a critic, texts of pretraining, limits of costs. It is a value
-in a file of its own, with the hooks of ``Ingredient`` (``jaxrl_llm/stages/rl/ingredient.py``) that it needs:
-objectives, a role of its own, coefficients and rules; what it adds to samples, to metrics, to evaluations, to the plan.
+in a file of its own, with the hooks of ``Ingredient`` (``jaxrl_llm/stages/ingredients.py``) that it needs:
+objectives, coefficients and rules; what it loads; what it adds to samples, and to those of the plan.
 """
 
 
@@ -11,13 +11,13 @@ class Collect:
     right_answers: float = 0.0
 
 
-# jaxrl_llm/stages/rl/right_answers.py
+# jaxrl_llm/stages/right_answers.py
 import dataclasses
 from typing import ClassVar
 
 from jaxrl_llm.algorithms.preference import pretraining_loss
 from jaxrl_llm.learner.objectives import Objective
-from jaxrl_llm.stages.rl.ingredient import Ingredient
+from jaxrl_llm.stages.ingredients import Ingredient
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,15 +39,14 @@ class RightAnswers(Ingredient):
     """Right answers count twice: for the policy gradient and for their likelihood."""
 
     others: tuple[str, ...] = ()
-    name = "right_answers"
 
     @classmethod
     def of(cls, run):
         coef = run.rollout.collect.right_answers
         return cls(objectives=(RightAnswerLoss(coef),)) if coef else None
 
-    def prepared(self, around):
-        others = tuple(name for name in around.objectives if name != "right_answers")
+    def prepared(self, context):
+        others = tuple(name for name in context.objectives if name != "right_answers")
         return dataclasses.replace(self, others=others)
 
     def samples(self, samples, batch):
@@ -60,8 +59,8 @@ class RightAnswers(Ingredient):
         ]
 
 
-# jaxrl_llm/stages/rl/ingredients.py, at the top: from jaxrl_llm.stages.rl.right_answers import RightAnswers
-# jaxrl_llm/stages/rl/ingredients.py, in INGREDIENTS, before *(Judges
+# jaxrl_llm/stages/programs.py, at the top: from jaxrl_llm.stages.right_answers import RightAnswers
+# jaxrl_llm/stages/programs.py, in INGREDIENTS, before *(SharedCredit
 INGREDIENTS = [
-    RightAnswers,  # before the texts of pretraining, which are not groups
+    RightAnswers,
 ]

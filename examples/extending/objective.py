@@ -35,8 +35,8 @@ class TokensLeft(Objective):
         return loss, {"loss": loss}
 
 
-# jaxrl_llm/stages/rl/programs.py, at the top: from jaxrl_llm.learner.objectives import TokensLeft
-# jaxrl_llm/stages/rl/programs.py
+# jaxrl_llm/stages/programs.py, at the top: from jaxrl_llm.learner.objectives import TokensLeft
+# jaxrl_llm/stages/programs.py
 from jaxrl_llm.learner import Optimiser, Training, make_update
 from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.learner.state import NewRole
@@ -51,7 +51,7 @@ def length_training(optimiser: Optimiser, compute: ComputeOptions) -> Training:
     return Training(objectives, update, NewRole("length", with_scalar_head, build(optimiser)))
 
 
-# jaxrl_llm/stages/rl/programs.py, in learning_of, before return tuple(training)
+# jaxrl_llm/stages/programs.py, in learning_of, before return tuple(training)
 def learning_of(run, training, forwards, forward):
     training.append(length_training(run.learner.optimiser, forward.compute))
     forwards["length"] = forward

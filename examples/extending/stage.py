@@ -32,6 +32,7 @@ STAGES = {
 # jaxrl_llm/stages/copying.py
 import contextlib
 import dataclasses
+import time
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -42,7 +43,7 @@ from jaxrl_llm.learner import Forward, Sample, Training, make_update
 from jaxrl_llm.learner.objectives import Objective
 from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.learner.platform import compute_for, layout_for, platform_of
-from jaxrl_llm.stages.stage import Batch, Stage
+from jaxrl_llm.stages.stage import Stage, StepOutcome
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,17 +59,6 @@ class Likelihood(Objective):
         return loss, {"loss": loss}
 
 
-@dataclasses.dataclass(frozen=True)
-class Texts(Batch):
-    """Samples, and how many problems were asked for so far."""
-
-    samples: list[Sample]
-    left: int
-
-    def __len__(self):
-        return len(self.samples)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CopyingStage(Stage):
     """As many problems in each step as a step of reinforcement learning has prompts."""
@@ -78,19 +68,20 @@ class CopyingStage(Stage):
     tokenizer: Any
     count: int
 
-    def next(self, weights, version, left, late=lambda: False):
-        begin = left or 0
+    def step(self, state, carry, coefficients, number, late):
+        if late(before_update=True):
+            return StepOutcome(state, carry)
+        begin = carry or 0
         end = begin + self.count
-        return Texts([self.sample(number) for number in range(begin, end)], end)
+        samples = [[self.sample(index)] for index in range(begin, end)]
+        state, row = self.update(state, samples, coefficients, number, time.perf_counter())
+        return StepOutcome(state, end, row)
 
     def sample(self, number):
         problem, _ = self.stream.next(number, {})
         prompt = np.asarray(tasks.encode(problem, self.task, self.tokenizer), np.int32)
         tokens = np.asarray(self.tokenizer(problem.answer, add_special_tokens=False)["input_ids"], np.int32)
         return Sample(prompt, tokens, np.ones(len(tokens), bool))
-
-    def samples(self, state, batch, coefficients):
-        return [[sample] for sample in batch.samples], {}
 
 
 def resources(run, peers, directory):
@@ -106,6 +97,7 @@ def prepare(run, model, tokenizer, mesh, resources, progress, peers):
     update = make_update(objectives, build(run.learner.optimiser), learning_rate(run.learner.optimiser), compute)
     training = (Training(objectives, update),)
     return CopyingStage(
+        run=run,
         training=training,
         forward=Forward(layout, compute, 1.0, mesh),
         label=run.task.label,

@@ -133,7 +133,7 @@ def read_pairs(path: Path, limit: int) -> list[Pair]:
 
 def loaded_models(run: Any, shape: MeshShape) -> dict[Any, Any]:
     """Return ``Scorer.models`` for the judges that a configuration loads on a mesh."""
-    from jaxrl_llm.stages.rl.judge_model import judge_models
+    from jaxrl_llm.stages.judges import judge_models
     from jaxrl_llm.telemetry.progress import Progress, Schedule
 
     with Progress(Schedule(1)) as progress:

@@ -121,7 +121,7 @@ def asking(
     from jaxrl_llm.rewards import Accuracy, Scorer
     from jaxrl_llm.rollout.episodes import episodes_of
     from jaxrl_llm.rollout.respond import Answerer
-    from jaxrl_llm.stages.rl.judges import judges_of
+    from jaxrl_llm.stages.judges import judges_of
     from jaxrl_llm.stages.stage import check_positions
     from jaxrl_llm.tasks import Prompts
 

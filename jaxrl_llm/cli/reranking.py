@@ -14,7 +14,7 @@ from jaxrl_llm.types import Problem
 
 if TYPE_CHECKING:  # a command line that is wrong should say so before JAX is imported
     from jaxrl_llm.rollout.evaluate import Evaluated
-    from jaxrl_llm.stages.rl.step_rewards import FallingSteps
+    from jaxrl_llm.stages.judges import FallingSteps
 
 
 def check_rerank(options: Any) -> None:
@@ -65,8 +65,7 @@ def reranker(
       InputError: the reward model does not exist, is a language model, or cannot read the model's texts.
     """
     from jaxrl_llm.rollout.evaluate import reranked
-    from jaxrl_llm.stages.rl.device_model import load_judge
-    from jaxrl_llm.stages.rl.step_rewards import FallingSteps, solution_scores
+    from jaxrl_llm.stages.judges import FallingSteps, load_judge, solution_scores
 
     by, falls, tokenizer = options.rerank_by, options.give_up_after, policy.tokenizer
     asked = as_asked(policy.name, settings, configs.Scoring(()), longest, options.max_new_tokens)

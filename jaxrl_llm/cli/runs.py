@@ -50,7 +50,7 @@ def reset(arguments: list[str]) -> int:
     require(not arguments, f"reset does not know {' '.join(arguments)}: jaxrl-llm reset RUN [--with_optimiser]")
     from jaxrl_llm import config as configs
     from jaxrl_llm.runs.load import current_phase
-    from jaxrl_llm.trainer.context import ask_reset
+    from jaxrl_llm.trainer.state import ask_reset
 
     directory = storage.folder(name)
     path = directory / "config.json"

@@ -278,7 +278,7 @@ def foreseen(targets: np.ndarray, values: np.ndarray, counts: np.ndarray) -> dic
     return {name: float(x) for name, x in zip(names, found, strict=True)}
 
 
-def pooled(measured: Mapping[str, float], own: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, Any]]:
+def pooled(measured: Mapping[str, float], steps: Sequence[list[float]]) -> tuple[dict[str, float], list[list[float]]]:
     """Return ``critic/explained_variance_pooled``, over the last ``WINDOW`` steps together.
 
     ``1 - sum_k n_k Var_k(returns - values) / sum_k n_k Var_k(returns)`` with n_k tokens: a single step's value depends
@@ -287,16 +287,15 @@ def pooled(measured: Mapping[str, float], own: Mapping[str, Any]) -> tuple[dict[
 
     Args:
       measured: of this step; without ``critic/tokens`` nothing is pooled.
-      own: the memory that the step before returned; empty before the first.
+      steps: the numbers ``SPREAD`` of the steps before.
 
     Returns:
-      The metric, NaN if no return varies, and the memory: JSON values.
+      The metric, NaN if no return varies, and the numbers of the last steps.
     """
     if "critic/tokens" not in measured:
-        return {}, dict(own)
-    steps = list(own.get("steps", ()))
+        return {}, list(steps)
     if measured["critic/tokens"]:
         steps = [*steps, [measured[name] for name in SPREAD]][-WINDOW:]
     returns = sum(tokens * variance for tokens, variance, _ in steps)
     residual = sum(tokens * left for tokens, _, left in steps)
-    return {f"{EXPLAINED}_pooled": 1 - residual / returns if returns else math.nan}, {"steps": steps}
+    return {f"{EXPLAINED}_pooled": 1 - residual / returns if returns else math.nan}, list(steps)

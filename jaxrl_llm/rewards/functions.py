@@ -1,5 +1,5 @@
 """Rewards from your own functions, given by name or as objects, and settings of those from models on the devices, which
-``stages.rl.judges`` loads and runs. The names of a function's parameters set how it is called.
+``stages.judges`` loads and runs. The names of a function's parameters set how it is called.
 
 One completion at a time, which returns a number:
 

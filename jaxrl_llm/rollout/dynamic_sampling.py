@@ -15,7 +15,6 @@ from jaxrl_llm.rollout.groups import (
     AdmissionPolicy,
     Carryover,
     GroupSource,
-    OutOfTime,
     PartialGroup,
     RolloutBatch,
     Underway,
@@ -374,7 +373,7 @@ def length(completion: Completion | None) -> int:
 
 def collect(
     sampler: Sampler, model: Any, version: int, left: Carryover, late: Callable[[], bool] = lambda: False
-) -> RolloutBatch:
+) -> RolloutBatch | Carryover:
     """Fill a step with groups.
 
     The carryover of earlier steps comes first: surplus groups, then unfinished ones. New prompts are begun as
@@ -392,8 +391,8 @@ def collect(
       left: carryover of the step before.
       late: asked after each chunk: whether to stop within the step.
 
-    Raises:
-      OutOfTime: ``late`` says so, and groups are missing.
+    Returns:
+      The groups; if ``late`` says so and groups are missing, the carryover with the progress of the step.
     """
     start = time.perf_counter()
     needed = sampler.admission.needed
@@ -404,7 +403,7 @@ def collect(
         step.branch()
         step.close({number for number, _ in over})
         if (step.requests or step.short()) and late():
-            raise OutOfTime(dataclasses.replace(left, underway=step.progress()))
+            return dataclasses.replace(left, underway=step.progress())
         step.admit()
         if not step.short():
             step.stop()
@@ -447,6 +446,7 @@ def _collected(step: Step, before: Carryover, seconds: dict[str, float]) -> Roll
         judging.seen,
         judging.stream,
         successes=judging.successes,
+        critic=before.critic,
         tool_failed=before.tool_failed or bool(failed),
     )
     wasted = [group for number, group in judging.sampled.items() if number not in judging.kept]

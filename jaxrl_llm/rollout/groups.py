@@ -62,6 +62,7 @@ class Carryover:
       stream: memory of the stream of prompts.
       texts: texts drawn in addition to the groups.
       successes: stored for replay.
+      critic: numbers of the critic's last steps (``learner.samples.pooled``).
       tool_failed: whether a call of a tool has failed in the run.
       underway: progress of the next step (``dynamic_sampling.Step.progress``) if the run was stopped within it; else
         empty.
@@ -75,15 +76,9 @@ class Carryover:
     stream: dict[str, Any] = dataclasses.field(default_factory=dict)
     texts: int = 0
     successes: Store = dataclasses.field(default_factory=dict)
+    critic: list[list[float]] = dataclasses.field(default_factory=list)
     tool_failed: bool = False
     underway: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-
-class OutOfTime(Exception):
-    """A step is stopped within its sampling; ``left`` is the carryover that it began with, and its progress."""
-
-    def __init__(self, left: Carryover):
-        self.left = left
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,9 +6,9 @@ from types import ModuleType
 from jaxrl_llm.config import Configuration, Preference, RewardModel, Run, Supervised
 
 STAGES: dict[type, str] = {
-    Run: "jaxrl_llm.stages.rl.prepare",
-    Supervised: "jaxrl_llm.stages.supervised",
-    Preference: "jaxrl_llm.stages.dpo",
+    Run: "jaxrl_llm.stages.rl",
+    Supervised: "jaxrl_llm.stages.dataset",
+    Preference: "jaxrl_llm.stages.preference",
     RewardModel: "jaxrl_llm.stages.reward_model",
 }
 """The module of each kind of training, by the type of its configuration."""

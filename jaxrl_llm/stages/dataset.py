@@ -1,7 +1,9 @@
-"""The common part of stages that learn from data: rows in a seeded order, read or sampled once, and their programs."""
+"""Stages that learn from rows of data in a seeded order, and their programs; supervised fine-tuning is one of them."""
 
 import dataclasses
 import functools
+import math
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,12 @@ from jaxrl_llm import config as configs
 from jaxrl_llm import tasks
 from jaxrl_llm.collection.rejection_sampling import collected
 from jaxrl_llm.config.texts import FromData
-from jaxrl_llm.data import Collected, Pairs, Steps, Texts, Unpaired, load_texts, longest
+from jaxrl_llm.data import Collected, Pairs, Steps, Text, Texts, Unpaired, load_texts, longest
 from jaxrl_llm.engine import Sampling
 from jaxrl_llm.engine.backend import backend_for
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Forward, Sample, Training, make_update
-from jaxrl_llm.learner.objectives import Objective
+from jaxrl_llm.learner.objectives import NextToken, Objective
 from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.learner.packing import rows_of, rows_together
 from jaxrl_llm.learner.platform import compute_for, layout_for
@@ -30,7 +32,17 @@ from jaxrl_llm.rollout.respond import Answerer
 from jaxrl_llm.rules import not_a_number, reward_fails
 from jaxrl_llm.sharding import compiler_options, platform_of
 from jaxrl_llm.sharding.distributed import Peers
-from jaxrl_llm.stages.stage import Groups, Outline, Stage, check_positions, read_parts, state_of
+from jaxrl_llm.stages.stage import (
+    Groups,
+    Late,
+    Outline,
+    Stage,
+    StepOutcome,
+    check_positions,
+    read_parts,
+    scored,
+    state_of,
+)
 from jaxrl_llm.tasks.template import check_tokenizer
 from jaxrl_llm.telemetry.progress import Progress
 from jaxrl_llm.types import Problem, TrainState
@@ -128,27 +140,6 @@ def answers_of(
     return exam, collected(run.data, problems, lambda: by(model, playing[1]), longest, run.seed, *place)
 
 
-@dataclasses.dataclass(frozen=True)
-class Drawn:
-    """The data of one step.
-
-    Attributes:
-      groups: the samples of each row.
-      left: rows drawn so far in the run.
-      metrics: ``epoch``, how often all rows have been drawn; in the first step also a line about rows left out.
-    """
-
-    groups: list[list[Sample]]
-    left: int
-    metrics: Mapping[str, Any]
-    examples: Sequence[Any] = ()
-    common: Iterable[np.ndarray] = ()
-
-    def __len__(self) -> int:
-        """Return the number of rows of the step."""
-        return len(self.groups)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DatasetStage(Stage):
     """A stage that learns from rows of data.
@@ -156,8 +147,6 @@ class DatasetStage(Stage):
     Attributes:
       rows: training rows.
       held_out: evaluation rows.
-      count: rows of a step.
-      seed: of their order: each epoch is a fresh permutation.
       samples_of: maps a row, its index among all training rows, and its index in the step to the row's samples.
       numbers: returns the metrics ``eval/...`` of a model on at least one row.
       exam: evaluates answers to a task's problems; None without a task.
@@ -167,34 +156,33 @@ class DatasetStage(Stage):
 
     rows: Sequence[Any]
     held_out: Sequence[Any]
-    count: int
-    seed: int
     samples_of: Callable[[Any, int, int], list[Sample]]
     numbers: Callable[[Any, Sequence[Any]], dict[str, float]]
     exam: Exam | None
     learned: Callable[[Sample], int] = lambda sample: int(sample.mask.sum())
     left_out: str = ""
 
-    def samples(
-        self, state: TrainState, batch: Drawn, coefficients: Mapping[str, float]
-    ) -> tuple[list[list[Sample]], dict[str, float]]:
-        """Return the samples of each row, which stay together."""
-        return batch.groups, {"tokens": float(sum(self.learned(sample) for group in batch.groups for sample in group))}
+    def step(
+        self, state: TrainState, carry: int | None, coefficients: Mapping[str, float], number: int, late: Late
+    ) -> StepOutcome:
+        """Learn from the next rows, which stay together; each epoch is a fresh permutation of all rows."""
+        if late(before_update=True):
+            return StepOutcome(state, carry)
+        begin = carry or 0
+        end = begin + self.run.batch.rows
+        places = [tasks.problem_index(self.run.seed, index, len(self.rows)) for index in range(begin, end)]
+        groups = [self.samples_of(self.rows[place], place, row) for row, place in enumerate(places)]
+        state, metrics = self.update(state, groups, coefficients, number, time.perf_counter())
+        row: dict[str, Any] = {LEFT_OUT: self.left_out} if self.left_out and carry is None else {}
+        row |= {"epoch": end / len(self.rows)} | metrics
+        row["tokens"] = float(sum(self.learned(sample) for group in groups for sample in group))
+        return StepOutcome(state, end, row)
 
-    def test(self, policy: Any, first: bool = False) -> Tested | None:
+    def evaluate(self, policy: Any, first: bool = False) -> Tested | None:
         """Evaluate the model on the held-out rows and on a task's problems."""
         numbers = self.numbers(policy, self.held_out) if self.held_out else {}
         answers = () if self.exam is None else self.exam(policy)
         return Tested(numbers, answers) if numbers or answers else None
-
-    def next(self, weights: Any, version: int, left: int | None, late: Callable[[], bool] = lambda: False) -> Drawn:
-        """Return the rows of one step."""
-        begin = left or 0
-        end = begin + self.count
-        places = [tasks.problem_index(self.seed, number, len(self.rows)) for number in range(begin, end)]
-        told = {LEFT_OUT: self.left_out} if self.left_out and left is None else {}
-        groups = [self.samples_of(self.rows[place], place, number) for number, place in enumerate(places)]
-        return Drawn(groups, end, told | {"epoch": end / len(self.rows)})
 
 
 def read(
@@ -227,6 +215,7 @@ def read(
         f"{run.batch.rows} of them, {run.steps} steps are {epochs:.1f} epochs"
     )
     return loaded, {
+        "run": run,
         "label": data.label,
         "problems": prints,
         "rules": {
@@ -236,10 +225,9 @@ def read(
         "notes": [*loaded.notes, size],
         "rows": loaded.train,
         "held_out": loaded.held_out[: run.evaluation.limit or None],
-        "count": run.batch.rows,
-        "seed": run.seed,
         "exam": exam,
         "left_out": loaded.left_out,
+        "status": progress.status,
     }
 
 
@@ -309,4 +297,50 @@ def outline_of(
         samples=samples,
         coefficients={"policy": ("temperature",)},
         notes=("it samples answers too (a task to test on, or data to collect): that is not planned",) * answers,
+    )
+
+
+# Supervised fine-tuning: the model learns to continue prompts as texts do.
+
+
+def sample_of(text: Text) -> Sample:
+    """Return the learner's sample of a text."""
+    return Sample(text.prompt, text.tokens, text.mask)
+
+
+def outline(run: configs.Supervised, model: Decoder, mesh: Any, *_: Any) -> Outline:
+    """Outline the run's computation on its devices."""
+
+    def samples(prompt: np.ndarray, tokens: np.ndarray, number: int) -> list[Sample]:
+        return [sample_of(Text("", prompt, tokens, np.ones(len(tokens), bool), str(number)))]
+
+    return outline_of(run, model, mesh, NextToken(), samples)
+
+
+def text_numbers(forward: Any, model: Decoder, texts: Any, status: Callable[[str], None]) -> dict[str, float]:
+    """Return ``eval/text/loss``, nats per token, and ``eval/text/perplexity``."""
+    samples = [sample_of(text) for text in texts]
+    found = scored(forward, model, samples, "logp", lambda text: status(f"evaluating: {text}"))
+    total = sum(float(np.sum(logp[sample.mask], dtype=np.float64)) for logp, sample in zip(found, samples, strict=True))
+    count = sum(int(sample.mask.sum()) for sample in samples)
+    loss = -total / max(count, 1)
+    return {"eval/text/loss": loss, "eval/text/perplexity": math.exp(min(loss, 700.0))}
+
+
+def prepare(
+    run: configs.Supervised, model: Decoder, tokenizer: Any, mesh: Any, scorer: Scorer, progress: Progress, peers: Peers
+) -> DatasetStage:
+    """Read or collect the texts; build training and evaluation.
+
+    Raises:
+      InputError: data that the run cannot use.
+    """
+    _, fields = read(run, model, tokenizer, mesh, scorer, progress, peers, "texts")
+    forward, training = programs_of(run, model, mesh, NextToken())
+    return DatasetStage(
+        forward=forward,
+        training=training,
+        samples_of=lambda text, place, number: [sample_of(text)],
+        numbers=lambda policy, texts: text_numbers(forward, policy, texts, progress.status),
+        **fields,
     )

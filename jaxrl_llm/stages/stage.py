@@ -9,10 +9,11 @@ latter uses the functions of ``prepare``, so the plan matches the training.
 """
 
 import dataclasses
-import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -20,15 +21,16 @@ from jaxrl_llm import tasks
 from jaxrl_llm.config import Configuration, Part
 from jaxrl_llm.engine import Sampling
 from jaxrl_llm.errors import require
-from jaxrl_llm.learner import Forward, Learner, Sample, Training
+from jaxrl_llm.learner import Forward, Learner, Sample, Training, learn
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.platform import compute_for, layout_for
 from jaxrl_llm.learner.state import abstract_state
+from jaxrl_llm.learner.utilisation import utilisation
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.evaluate import Tested
 from jaxrl_llm.rollout.settings import Rollout
-from jaxrl_llm.rules import Memory, Rule
+from jaxrl_llm.rules import Rule
 from jaxrl_llm.sharding import batch_parts, compiler_options, platform_of
 from jaxrl_llm.types import Group, TrainState
 
@@ -36,23 +38,28 @@ Fingerprints = dict[str, Any]
 """Fingerprints of the data, by use: JSON values."""
 
 
-class Batch(Protocol):
-    """The data of one step.
+class StepOutcome(NamedTuple):
+    """The result of a step.
 
     Attributes:
-      left: the carryover to the next step.
-      metrics: measured while the batch was made.
-      examples: groups for people to look at: some of them go to samples.jsonl, others in each step.
-      common: arrays that must be the same on every process.
+      state: after the updates.
+      carry: what the step passes to the next one, which checkpoints save.
+      row: the metrics; None if the run has to stop before the updates: ``carry`` then resumes within the step.
+      examples: groups for people to look at.
+      lines: the lines of samples.jsonl.
+      common: arrays that must be equal on all processes.
     """
 
-    left: Any
-    metrics: Mapping[str, float] = types.MappingProxyType({})
+    state: TrainState
+    carry: Any
+    row: dict[str, Any] | None = None
     examples: Sequence[Group] = ()
-    common: Iterable[np.ndarray] = ()
+    lines: Sequence[dict[str, Any]] = ()
+    common: Sequence[np.ndarray] = ()
 
-    def __len__(self) -> int:
-        """Return the number of groups to learn from; 0 if there is nothing to learn."""
+
+Late = Callable[..., bool]
+"""Whether the run has to stop now, agreed by its processes; ``late(before_update=True)``: within one more update."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,6 +67,7 @@ class Stage:
     """A kind of training, ready to make steps; a new kind adds fields and overrides methods.
 
     Attributes:
+      run: its settings.
       training: of each role, the policy first.
       forward: how the learner runs its models.
       label: of its data, for people.
@@ -68,12 +76,12 @@ class Stage:
       coefficients: initial values of the numbers that objectives read and rules may change.
       rules: rules between steps, by name; if several stop the run, the first gives the reason.
       notes: lines for people before the first step: sizes of the data and of a step, settings without effect.
-      ahead: whether the next batch is made with the weights from before this step's update.
-      apart: whether making a batch and learning may run at the same time.
       measures_kl: whether a rule needs the policy's KL after each step.
-      records: the dataclasses of a batch and its carryover; the run saves them.
+      status: receives progress messages.
+      records: the dataclasses of what a step passes to the next; checkpoints save them.
     """
 
+    run: Any
     training: Sequence[Training]
     forward: Forward
     label: str
@@ -82,68 +90,76 @@ class Stage:
     coefficients: Mapping[str, float] = dataclasses.field(default_factory=dict)
     rules: Mapping[str, Rule] = dataclasses.field(default_factory=dict)
     notes: Sequence[str] = ()
-    ahead: bool = False
-    apart: bool = False
     measures_kl: bool = False
+    status: Callable[[str], None] = lambda text: None
     records: ClassVar[Sequence[type]] = ()
 
-    def next(self, weights: Any, version: int, left: Any, late: Callable[[], bool] = lambda: False) -> Batch:
-        """Return the next batch.
+    def step(
+        self, state: TrainState, carry: Any, coefficients: Mapping[str, float], number: int, late: Late
+    ) -> StepOutcome:
+        """Make one step: get its data and learn from them.
 
         Args:
-          weights: the result of ``weights`` for the policy.
-          version: optimiser updates of the policy so far.
-          left: the carryover of the batch before; None before the first.
-          late: whether the run has to stop now; a batch that takes long to make asks now and then.
-
-        Raises:
-          OutOfTime: the run has to stop before the batch is made.
+          state: donated.
+          carry: what the step before has passed on; None before the first.
+          coefficients: of the objectives, by name.
+          number: of the step.
+          late: asked before the updates, and now and then while data are made.
         """
         raise NotImplementedError
 
-    def samples(
-        self, state: TrainState, batch: Any, coefficients: Mapping[str, float]
-    ) -> tuple[list[list[Sample]], dict[str, float]]:
-        """Return the learner's samples of a batch, group by group, and metrics measured on the way."""
-        raise NotImplementedError
+    def update(
+        self,
+        state: TrainState,
+        samples: list[list[Sample]],
+        coefficients: Mapping[str, float],
+        number: int,
+        began: float,
+        training: Sequence[Training] | None = None,
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """Make all updates of a step on its samples, group by group; return the new state and the metrics.
 
-    def learning(self, step: int) -> Sequence[Training]:
-        """Return the training of the roles that learn in this step."""
-        return self.training
-
-    def remembered(self, measured: Mapping[str, Any], memory: Memory) -> tuple[dict[str, Any], Memory]:
-        """Return more metrics of a step, and the updated memory of rules.
-
-        They are computed from the step's metrics and from the memory that earlier steps have left.
+        Args:
+          state: donated.
+          samples: of each group.
+          coefficients: of the objectives, by name.
+          number: of the step.
+          began: time of the performance counter from which ``time/update_s`` is measured.
+          training: of the roles that learn; all by default.
         """
-        return {}, memory
+        run, training = self.run, self.training if training is None else training
+        if not samples:
+            return state, {"updates": 0.0, "time/update_s": 0.0}
+        with jax.set_mesh(self.forward.mesh):  # of this thread
+            state, metrics = learn(
+                state,
+                samples,
+                run.learner,
+                self.forward,
+                training,
+                dict(coefficients),
+                run.seed + number,
+                self.measures_kl,
+                run.output.monitor_kl,
+            )
+        metrics["time/update_s"] = time.perf_counter() - began
+        devices = list(self.forward.mesh.devices.flat)
+        return state, metrics | utilisation(state, samples, training, run.learner.minibatches, metrics, devices)
 
-    def let_go(self, left: Any) -> Any:
-        """Return the carryover for the next step after a rollback of the policy."""
-        return left
+    def evaluate(self, policy: Any, first: bool = False) -> Tested | None:
+        """Evaluate the live model; None without anything to test on. ``first``: whether it is before the first step."""
+        return None
 
-    def carried_over(self, left: Any, before: Configuration, after: Configuration, anew: bool = False) -> Any:
-        """Return the carryover from a phase with the settings ``before`` to one with those of ``after``.
+    def let_go(self, carry: Any) -> Any:
+        """Return what is passed on after a rollback of the policy."""
+        return carry
+
+    def carry_over(self, carry: Any, before: Configuration, after: Configuration, anew: bool = False) -> Any:
+        """Return what a phase with the settings ``before`` passes to one with those of ``after``.
 
         ``anew``: the latter is another run, whose policy counts its versions from 0.
         """
-        return left
-
-    def weights(self, policy: Any) -> Any:
-        """Return the weights that make batches: the policy itself, or a copy laid out for sampling."""
-        return policy
-
-    def followed(self, state: TrainState, samples: list[Sample]) -> list[Sample]:
-        """Add per-token results of the updates since, for people; unchanged unless a stage overrides it."""
-        return samples
-
-    def spell(self, tokens: Sequence[int]) -> list[str]:
-        """Return the text of each token of an example, for people; an empty list omits the texts."""
-        return []
-
-    def test(self, policy: Any, first: bool = False) -> Tested | None:
-        """Evaluate the live model; None without anything to test on. ``first``: whether it is before the first step."""
-        return None
+        return carry
 
 
 SCORED_AT_ONCE = 256

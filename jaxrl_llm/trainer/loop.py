@@ -1,6 +1,6 @@
-"""The training loop: a run is a sequence of segments, and a segment is load, steps, ending.
+"""The training loop: a run is a sequence of phases, and a phase is a loop of steps.
 
-A step is in ``step``, the load in ``segment``; batches come from ``stages``, decisions from ``rules``.
+A stage makes the steps, rules decide between them; this module evaluates, applies decisions, records and saves.
 """
 
 import contextlib
@@ -19,20 +19,34 @@ from jaxrl_llm import codec
 from jaxrl_llm import config as configs
 from jaxrl_llm.checkpoints import snapshots
 from jaxrl_llm.checkpoints.store import steps_in
+from jaxrl_llm.config.origin import recorded_best
 from jaxrl_llm.errors import InputError, Stopped
+from jaxrl_llm.learner.optimiser import build
+from jaxrl_llm.learner.state import reset_optimiser, reset_reference, with_reference
 from jaxrl_llm.models.lora import model_of
-from jaxrl_llm.rules import DONE, GUARD, decide
+from jaxrl_llm.rules import BY_HAND, DONE, FOUND, GUARD, LAST, LR_SCALE, OF_ENTROPY, OF_GUARDS, Decision, decide
+from jaxrl_llm.rules.decision import ENDED, EVENT_ENDED
 from jaxrl_llm.sharding.distributed import ALONE, Peers
 from jaxrl_llm.sharding.mesh import all_devices
 from jaxrl_llm.stages import stage_of
+from jaxrl_llm.stages.stage import Stage
 from jaxrl_llm.system.paths import PROFILE
 from jaxrl_llm.system.signals import PREEMPTED, Preemption, on_exit
 from jaxrl_llm.telemetry import Verbosity
 from jaxrl_llm.telemetry.pace import SAVE
 from jaxrl_llm.telemetry.records import record
-from jaxrl_llm.trainer.context import Cursor, LoopState, RunContext, forget_best, forget_settled, keep_underway, opened
-from jaxrl_llm.trainer.segment import load
-from jaxrl_llm.trainer.step import make_step, next_phase
+from jaxrl_llm.trainer.state import (
+    Cursor,
+    LoopState,
+    RunContext,
+    asked_reset,
+    forget_best,
+    forget_settled,
+    go_back,
+    keep_underway,
+    load,
+    opened,
+)
 from jaxrl_llm.types import TrainState
 
 AGAIN = "run the same command again to resume"
@@ -75,9 +89,9 @@ def train(
                 cursor = load(context, number, cursor, resources)
                 if number == first:
                     cursor.row = row
-                    before_steps(context, cursor)
+                    evaluate_first(context, cursor)
                     stack.enter_context(context.stop)  # from here on there is a step to finish
-                ending = make_steps(context, cursor)
+                ending = run_phase(context, cursor)
             if ending is not None:
                 break
         context.store.close()
@@ -112,75 +126,148 @@ def resume_point(
     phase, begun, changed = peers.first(look)
     if passed_over:
         say(passed_over)
-    told = {"event/settings": changed} if changed else {}
-    return start, phase, {"event/resumed": passed_over or True} | told if start is not None or begun else {}
+    settings = {"event/settings": changed} if changed else {}
+    return start, phase, {"event/resumed": passed_over or True} | settings if start is not None or begun else {}
 
 
-def before_steps(context: RunContext, cursor: Cursor) -> None:
+def evaluate_first(context: RunContext, cursor: Cursor) -> None:
     """Announce the steps. A run without a checkpoint is evaluated first: row 0, which rules may remember."""
     progress, stage, host = context.progress, cursor.stage, cursor.host
     progress.begin()
     if context.start is None:
         began = time.perf_counter()
-        found = stage.test(model_of(cursor.state), first=True)
+        tested = stage.evaluate(model_of(cursor.state), first=True)
         row: dict[str, Any] = {"step": 0}
-        if found is not None:
-            found.check()
-            row |= found.metrics() | {"time/evaluation_s": time.perf_counter() - began}
+        if tested is not None:
+            tested.check()
+            row |= tested.metrics() | {"time/evaluation_s": time.perf_counter() - began}
         progress.tested(0, row)
         _, host.memory = decide(stage.rules, row, host.memory)
         progress.happened(0, row)
-        record(context.writer, 0, row, answered=None if found is None else found.lines())
+        record(context.writer, 0, row, answered=None if tested is None else tested.lines())
     if line := progress.compiling.slower(progress.at):
         progress.note(line)
 
 
-def make_steps(context: RunContext, cursor: Cursor) -> tuple[int, str] | None:
-    """Make and save a phase's steps, moving ``cursor``.
+def run_phase(context: RunContext, cursor: Cursor) -> tuple[int, str] | None:
+    """Make, evaluate, record and save a phase's steps, moving ``cursor``.
 
     Returns None if the next phase begins; else the exit code, and why the run ends before its steps are made, or "".
     """
-    run, directory, store, schedule = context.run, context.directory, context.store, context.schedule
-    saved = time.monotonic()
+    run, progress, saved = context.run, context.progress, time.monotonic()
     for step in range(cursor.step + 1, run.steps + 1):
-        host, updates = dataclasses.replace(cursor.host), updates_of(cursor.state)
+        began, before, updates = time.perf_counter(), dataclasses.replace(cursor.host), updates_of(cursor.state)
+        stage, host = cursor.stage, cursor.host
         try:
             with profiled(context, step):
-                made = make_step(context, cursor, step)
+                cursor.state, host.carry, row, examples, lines, common = stage.step(
+                    cursor.state, host.carry, dict(host.coefficients), step, context.late
+                )
+                if row is None:
+                    save_partial(context, cursor)
+                    return PREEMPTED, f"stopped within step {step}, state and samples saved: {AGAIN}"
+                context.update_s = row["time/update_s"]
+                row |= host.coefficients | {"step": step} | cursor.row | {"time/step_s": time.perf_counter() - began}
+                progress.step(row)
+                tested = stage.evaluate(model_of(cursor.state)) if context.schedule.evaluates(step) else None
+                if tested is not None:
+                    seconds = time.perf_counter() - began - row["time/step_s"]
+                    row |= tested.metrics() | {"time/evaluation_s": seconds}
+                    progress.tested(step, row)
+                decision = decide_after(context, cursor, row)
+                better = tested is not None and decision.rollback is None and is_best(context, row)
+                if better:  # whole before its row, and that before an older one goes
+                    keep_best(context, cursor, step)
+                cursor.state = apply(decision, cursor.state, cursor.settings)
+                cursor.host.coefficients |= decision.coefficients
+                cursor.row, cursor.step = {}, step
+                row |= decision.events
+                progress.happened(step, row, examples)
+                row |= {EVENT_ENDED: decision.reason} if decision.stop == DONE else {}
+                record(context.writer, step, row, lines, None if tested is None else tested.lines())
+                if better and context.peers.leads:
+                    forget_best(context.directory)
         except InputError as error:
-            return broken_off(context, cursor, host, updates, f"step {step}: {error}")
-        if made is None:
-            save_underway(context, cursor)
-            return PREEMPTED, f"stopped within step {step}, state and samples saved: {AGAIN}"
-        row, batch, decision = made
-        asked = agreed_to_stop(context.peers, context.stop, step, batch.common, row)
-        minutes = context.peers.first(lambda since=saved: (time.monotonic() - since) / 60)
-        overdue = 0 < run.output.checkpoint_minutes <= minutes
+            return broken_off(context, cursor, before, updates, f"step {step}: {error}")
+        asked = agreed_to_stop(context.peers, context.stop, step, common, row)
         if decision.next_phase:
-            cursor.state = next_phase(run, cursor.stage, cursor.state, cursor.host)
-        if decision.snapshot:
-            store.wait()  # it is whole before the checkpoint of the step is begun
-            snapshots.keep(directory, step, cursor.state, cursor.host.phase)
-        if context.peers.leads:
-            forget_settled(directory, cursor.host.memory)
-        if decision.next_phase or decision.rollback is not None:
-            schedule.moved.add(step)
-        if schedule.saves(step) or decision.stop is not None or asked or overdue:
+            cursor.state = next_phase(run, stage, cursor.state, cursor.host)
+        if save(context, cursor, decision, asked, saved):
             saved = time.monotonic()
-            context.progress.status("saving")
-            store.save(step, cursor.state, vars(cursor.host), cursor.stage.records)
-            context.progress.pace.took(SAVE)
         if decision.stop is not None:
-            words = f"step {step}: {decision.reason}"
-            if decision.remedy:
-                name = shlex.quote(str(directory))
-                words += f"; resume from it with jaxrl-llm train {name} --from {name} {decision.remedy}"
-            return decision.stop, words
+            return decision.stop, why_stopped(context.directory, step, decision)
         if asked and step < run.steps:
             return PREEMPTED, f"stopped after step {step}, state saved: {AGAIN}"
         if decision.next_phase and step < run.steps:
             return None
     return DONE, ""
+
+
+def decide_after(context: RunContext, cursor: Cursor, row: dict[str, Any]) -> Decision:
+    """Return the decision of the rules after a step, and update their memory; a rollback is made at once."""
+
+    def requests() -> dict[str, Any]:
+        findings = [] if context.sight is None else context.sight.found(row)
+        by_kind = {f"{FOUND}{finding.kind}": [finding.step, finding.what, finding.remedy] for finding in findings}
+        return asked_reset(context.directory) | by_kind
+
+    # Requests, and what guards see, are equal on all processes.
+    decision, cursor.host.memory = decide(cursor.stage.rules, row | context.peers.first(requests), cursor.host.memory)
+    if decision.rollback is not None:
+        decision = go_back(context, cursor, decision)
+        if context.sight is not None:
+            context.sight.take(decision.events)
+    if decision.stop == DONE:
+        cursor.host.memory[ENDED] = {"step": row["step"], "rule": decision.rule, "reason": decision.reason}
+    return decision
+
+
+def is_best(context: RunContext, row: dict[str, Any]) -> bool:
+    """Whether the evaluation in this row is the best one so far, of a run that keeps the best model."""
+    best = context.run.output.keep_best
+    return best and context.peers.first(lambda: recorded_best(context.directory, row) == row["step"])
+
+
+def keep_best(context: RunContext, cursor: Cursor, step: int) -> None:
+    """Keep the model of the best evaluation."""
+    context.progress.status("saving")
+    context.store.wait()
+    snapshots.keep(context.directory, step, cursor.state, cursor.host.phase, snapshots.BEST)
+
+
+def save(context: RunContext, cursor: Cursor, decision: Decision, asked: bool, saved: float) -> bool:
+    """Save what is due after a step: a snapshot, a checkpoint; return whether a checkpoint was begun.
+
+    Args:
+      context: of the run.
+      cursor: after the step, or at the start of the next phase.
+      decision: after the step.
+      asked: whether the run was asked to stop.
+      saved: time of the last checkpoint, by the monotonic clock of process 0.
+    """
+    step, store, schedule = cursor.step, context.store, context.schedule
+    minutes = context.peers.first(lambda: (time.monotonic() - saved) / 60)
+    overdue = 0 < context.run.output.checkpoint_minutes <= minutes
+    if decision.snapshot:
+        store.wait()  # it is whole before the checkpoint of the step is begun
+        snapshots.keep(context.directory, step, cursor.state, cursor.host.phase)
+    if context.peers.leads:
+        forget_settled(context.directory, cursor.host.memory)
+    if decision.next_phase or decision.rollback is not None:
+        schedule.moved.add(step)
+    due = schedule.saves(step) or decision.stop is not None or asked or overdue
+    if due:
+        context.progress.status("saving")
+        store.save(step, cursor.state, vars(cursor.host), cursor.stage.records)
+        context.progress.pace.took(SAVE)
+    return due
+
+
+def why_stopped(directory: Path, step: int, decision: Decision) -> str:
+    """Return why a rule has stopped the run after this step, and the command that may help."""
+    name = shlex.quote(str(directory))
+    more = f"; resume from it with jaxrl-llm train {name} --from {name} {decision.remedy}" if decision.remedy else ""
+    return f"step {step}: {decision.reason}{more}"
 
 
 def updates_of(state: TrainState) -> list[int]:
@@ -209,7 +296,7 @@ def broken_off(
     if not there:
         return GUARD, lost
     cursor.host = host
-    save_underway(context, cursor)
+    save_partial(context, cursor)
     return GUARD, f"{reason}; state saved: {AGAIN}"
 
 
@@ -223,7 +310,7 @@ def profiled(context: RunContext, step: int) -> Generator[None]:
         yield
 
 
-def save_underway(context: RunContext, cursor: Cursor) -> None:
+def save_partial(context: RunContext, cursor: Cursor) -> None:
     """Save the state before a step that was begun, with its samples so far: as a checkpoint, or, if that step has one
     already, beside it."""
     store, records = context.store, cursor.stage.records
@@ -249,3 +336,41 @@ def agreed_to_stop(
         learned.update(array.tobytes())
     peers.check_same(f"samples, scores or gradients in step {step}", learned.hexdigest()[:16])
     return any(peers.gather(stop.asked))
+
+
+BEYOND = (LAST, BY_HAND, OF_GUARDS)
+"""Entries of the rules' memory that outlive a phase: the last reset, the last request, the actions of guards."""
+
+
+def next_phase(run: configs.Configuration, stage: Stage, state: TrainState, host: LoopState) -> TrainState:
+    """Return the state at the start of the run's next phase: with a reference if it needs one, reset if it says so.
+
+    Args:
+      run: all of it.
+      stage: of the phase that has ended.
+      state: donated.
+      host: updated for the next phase. Coefficients moved by rules are kept if recipe and constraints stay equal; the
+        learning rate scale after a rollback is always kept. The rules' memory is cleared, except for ``BEYOND``.
+    """
+    before: Any = configs.in_phase(run, host.phase)
+    host.phase += 1
+    after: Any = configs.in_phase(run, host.phase)
+    phase = configs.phases_of(run)[host.phase]
+    host.carry = stage.carry_over(host.carry, before, after)
+    host.problems = {}  # the next phase may have others
+    same = (before.recipe, before.scoring.constraints) == (after.recipe, after.scoring.constraints)
+    stay = (*BEYOND, OF_ENTROPY) if same else BEYOND
+    host.memory = {name: own for name, own in host.memory.items() if name in stay}
+    if not same:
+        host.coefficients = {name: value for name, value in host.coefficients.items() if name == LR_SCALE}
+    resets = Decision(reset_reference=phase.reset, reset_optimiser=phase.reset_optimiser)
+    return apply(resets, with_reference(state, configs.keeps_reference(after)), after)
+
+
+def apply(decision: Decision, state: TrainState, run: configs.Configuration) -> TrainState:
+    """Return the state after the resets of a decision; only this function applies decisions to it."""
+    if decision.reset_reference:
+        state = reset_reference(state, decision.mix)
+    if decision.reset_optimiser:
+        state = reset_optimiser(state, build(run.learner.optimiser))
+    return state

@@ -21,7 +21,7 @@ from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.state import abstract_state
 from jaxrl_llm.rollout.groups import RECORDS, Carryover, PartialGroup, RolloutBatch
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
-from jaxrl_llm.trainer.context import LoopState
+from jaxrl_llm.trainer.state import LoopState
 from jaxrl_llm.types import Completion, Group, Problem
 
 OPTIMISER = build(Optimiser())

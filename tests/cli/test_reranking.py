@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 from commands import assert_refused, commands
-from stages.rl.test_judges import scalar_model
+from stages.test_judges import scalar_model
 from talkative import LONGEST, talkative, task_in
 
 from jaxrl_llm import config as configs
@@ -20,7 +20,7 @@ from jaxrl_llm.models import save_pretrained, scores
 from jaxrl_llm.rollout import Engine
 from jaxrl_llm.rollout.evaluate import majority, reranked
 from jaxrl_llm.rollout.respond import Requests, gather
-from jaxrl_llm.stages.rl.step_rewards import first_fall
+from jaxrl_llm.stages.judges import first_fall
 from jaxrl_llm.stages.taught import Taught
 from jaxrl_llm.tasks import Prompts, extract
 

@@ -10,6 +10,7 @@ import pytest
 from commands import assert_refused, commands
 from learner.rollouts import forward_on, one_device
 from oracles import number
+from tiny import rules_in
 
 from jaxrl_llm import codec
 from jaxrl_llm.algorithms import PRESETS
@@ -27,11 +28,11 @@ from jaxrl_llm.rewards import Accuracy, Constraint, Format, Gate, LengthPenalty,
 from jaxrl_llm.rewards.bounds import REJECTED
 from jaxrl_llm.rollout.groups import RECORDS, Carryover, RolloutBatch
 from jaxrl_llm.rollout.measures import describe
-from jaxrl_llm.stages.rl.constraints import Constraints
-from jaxrl_llm.stages.rl.ingredients import ingredients_of, moved_by_rules, rules_for
-from jaxrl_llm.stages.rl.reinforcement import Reinforcement
+from jaxrl_llm.stages.ingredients import Constraints
+from jaxrl_llm.stages.programs import ingredients_of, moved_by_rules
+from jaxrl_llm.stages.rl import Reinforcement, sizes
 from jaxrl_llm.tasks import Task
-from jaxrl_llm.trainer.context import LoopState
+from jaxrl_llm.trainer.state import LoopState
 from jaxrl_llm.types import Completion, Group, Problem, TrainState
 
 pytestmark = pytest.mark.slow
@@ -74,12 +75,16 @@ def learned(run, groups, coefficients=None):
         forward=forward,
         ingredients=ingredients_of(run),
         label="?",
+        tokenizer=None,
         sampler=None,
         transfer=None,
-        evaluation=None,
+        answers=None,
     )
     batch = RolloutBatch(groups, [], Carryover(), 4, 0, {})
-    samples, measured = stage.samples(TrainState({}, {}), batch, coefficients or {})
+    samples, _ = stage.advantages(TrainState({}, {}), batch, coefficients or {})
+    for ingredient in stage.ingredients:
+        samples = ingredient.samples(samples, batch)
+    measured = sizes(samples)
     return [advantage_of(sample) for members in samples for sample in members], measured
 
 
@@ -122,9 +127,9 @@ def test_a_constraint_is_the_published_lagrangian():
 
 def test_the_multiplier_moves_as_written_by_hand_and_is_never_negative():
     run = run_of(constraints=(HARM, Constraint(Accuracy(), 0.5, 0.1)))
-    rule, lam = rules_for(resolved(run))[HARM.coefficient], HARM.multiplier
+    rule, lam = rules_in(resolved(run))[HARM.coefficient], HARM.multiplier
     assert rule.keywords == {"limited": HARM}
-    assert moved_by_rules(run) == {HARM.coefficient: 2.0, "constraint/accuracy/multiplier": 0.0}
+    assert moved_by_rules(run, ingredients_of(run)) == {HARM.coefficient: 2.0, "constraint/accuracy/multiplier": 0.0}
     costs, by_hand, found = [0.3, NAN, 0.1, -3.0, 0.1, 0.7, 1.0], number("MULTI/lam").item(), []
     for cost in costs:
         if not math.isnan(cost):
@@ -170,9 +175,9 @@ def test_a_group_that_is_carried_over_keeps_the_rewards_of_its_steps():
     host = LoopState(left, coefficients={HELD: 0.1 + 0.2})
     data = json.loads(json.dumps(codec.to_json(vars(host), RECORDS)))
     found = LoopState.from_json(data, RECORDS)
-    before, after = group.completions[0].extras["step_rewards"], found.left.carried[0].completions[0].extras
+    before, after = group.completions[0].extras["step_rewards"], found.carry.carried[0].completions[0].extras
     assert after["step_rewards"].tobytes() == before.tobytes() and after["step_rewards"].dtype == before.dtype
-    assert found.coefficients == {HELD: 0.1 + 0.2} and found.left.carried[0].parts.keys() == {"steps", REJECTED}
+    assert found.coefficients == {HELD: 0.1 + 0.2} and found.carry.carried[0].parts.keys() == {"steps", REJECTED}
 
 
 PROCESS = dataclasses.replace(PRESETS["grpo"], advantage=ProcessSupervised())

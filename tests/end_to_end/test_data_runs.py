@@ -24,7 +24,7 @@ from jaxrl_llm.models.decoder import causal_rows, forward, logits
 from jaxrl_llm.models.heads import drawn_head, with_scalar_head
 from jaxrl_llm.runs.load import find_run, load_model, load_trained
 from jaxrl_llm.sharding.distributed import ALONE
-from jaxrl_llm.stages.dpo import at_start
+from jaxrl_llm.stages.preference import at_start
 from jaxrl_llm.tasks import Table
 
 pytestmark = pytest.mark.slow

@@ -23,7 +23,7 @@ from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.models import load_pretrained, logits
 from jaxrl_llm.rollout.evaluate import Evaluated
 from jaxrl_llm.tasks import Prompts, Table, Task, load
-from jaxrl_llm.trainer.context import ask_reset, asked_reset
+from jaxrl_llm.trainer.state import ask_reset, asked_reset
 from jaxrl_llm.types import Completion
 
 pytestmark = pytest.mark.slow

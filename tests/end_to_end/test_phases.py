@@ -39,9 +39,8 @@ from jaxrl_llm.rewards import Accuracy, Format, Function
 from jaxrl_llm.rollout.groups import RECORDS
 from jaxrl_llm.rules import Phase, Reaches, Rules, Stalls
 from jaxrl_llm.stages.stage import Stage
-from jaxrl_llm.trainer.context import LoopState
-from jaxrl_llm.trainer.segment import base_of_policy
-from jaxrl_llm.trainer.step import next_phase
+from jaxrl_llm.trainer.loop import next_phase
+from jaxrl_llm.trainer.state import LoopState, base_of_policy
 from jaxrl_llm.types import TrainState
 
 pytestmark = pytest.mark.slow
@@ -122,7 +121,7 @@ def test_a_checkpoint_at_a_phases_end_is_of_the_next_one(folder, answers):
     assert host["phase"] == 1 and not any(name.startswith("reference") for name in before)
     after, host = saved(folder / "whole", 4, 2, True)
     assert host["phase"] == 2
-    left = LoopState.from_json(host, RECORDS).left
+    left = LoopState.from_json(host, RECORDS).carry
     assert left.stream["asked"] == {"digits": left.cursor} and left.cursor >= 16, "it goes on where it was alone"
     for name in [name for name in after if name.startswith("reference/")]:
         np.testing.assert_array_equal(after[name], after[name.replace("reference/", "policy/")])
@@ -228,7 +227,7 @@ def test_what_was_filled_in_follows_what_it_was_filled_in_from():
 def test_what_rules_have_moved_stays_where_the_recipe_does():
     same = Phase("b", 1, changes={"rollout.group": 2})
     run = changed(Phase("a", 1), same, Phase("c", changes={"recipe.overlong.drop": True}))
-    stage = Stage(training=(), forward=None, label="sums")
+    stage = Stage(run=run, training=(), forward=None, label="sums")
     moved = {"lr_scale": 0.5, "entropy_coef": 0.0}
     memory = {"last": {"event/reference_reset": 3}, "by_hand": {"id": "a"}, "guard": {"times": 1}}
     controlled = {"entropy": {"moved": 0.02}}

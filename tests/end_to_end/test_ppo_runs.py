@@ -31,7 +31,7 @@ from jaxrl_llm.recipes import RECIPES, Overlong
 from jaxrl_llm.rewards.group_shaping import RelativeLength
 from jaxrl_llm.stages.taught import Taught
 from jaxrl_llm.tasks.template import template_fingerprint
-from jaxrl_llm.trainer.segment import with_others
+from jaxrl_llm.trainer.state import with_others
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ from jaxrl_llm.algorithms.preference import KTO
 from jaxrl_llm.data import Pairs, Unpaired, load_texts
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.runs.load import load_model
-from jaxrl_llm.stages.dpo import balance_of
+from jaxrl_llm.stages.preference import balance_of
 from jaxrl_llm.tasks import Table
 
 pytestmark = pytest.mark.slow

@@ -84,6 +84,7 @@ def of_steps(step: Path, other: Path, renamed: Mapping[str, str] = NO_NAMES) -> 
     """
     where = f"{step.parent.name}/{step.name}"
     hosts = [json.loads((place / "host" / "metadata").read_text()) for place in (step, other)]
+    hosts[0] = of_carry(hosts[0]) if "left" in hosts[0] else hosts[0]
     yield from of_values(_renamed(hosts[0], renamed), hosts[1], f"{where}, host")
     files = [place / "host" / "arrays.zlib" for place in (step, other)]
     stored = [zlib.decompress(path.read_bytes()) if path.exists() else b"" for path in files]
@@ -99,6 +100,18 @@ def of_steps(step: Path, other: Path, renamed: Mapping[str, str] = NO_NAMES) -> 
         elif arrays[name].tobytes() != others[name].tobytes():
             apart = np.abs(arrays[name].astype(np.float64) - others[name].astype(np.float64)).max(initial=0.0)
             yield f"{where}, {name}: differs by up to {apart:.3g}"
+
+
+def of_carry(host: dict[str, Any]) -> dict[str, Any]:
+    """Return host values that were written as ``left`` and ``ready`` in the form that has one ``carry``, with the
+    numbers of the critic in it."""
+    left, ready = host.pop("left"), host.pop("ready")
+    steps = host["memory"].pop("critic", {}).get("steps", [])
+    if ready is not None:
+        left = next(iter(ready.values()))["left"]
+    for carry in left.values() if isinstance(left, dict) else ():
+        carry["critic"] = steps
+    return {"carry": left if ready is None else ready} | host
 
 
 def _renamed(value: Any, renamed: Mapping[str, str]) -> Any:

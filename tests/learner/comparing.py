@@ -16,9 +16,9 @@ from jaxrl_llm.learner.objectives import NextToken
 from jaxrl_llm.models.decoder import causal_rows, forward, logits
 from jaxrl_llm.models.heads import ScalarModel
 from jaxrl_llm.models.lora import attached
-from jaxrl_llm.stages.dpo import pair_samples, unpaired_samples
+from jaxrl_llm.stages.dataset import sample_of
+from jaxrl_llm.stages.preference import pair_samples, unpaired_samples
 from jaxrl_llm.stages.reward_model import samples_of
-from jaxrl_llm.stages.supervised import sample_of
 
 T, WIDTH = 11, 18
 LENGTHS = ((3, 8), (5, 1), (2, 4, 7), (6, 3, 2, 9), (4, 4))

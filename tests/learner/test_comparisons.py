@@ -43,11 +43,10 @@ from jaxrl_llm.learner.update import accumulate
 from jaxrl_llm.models.config import ComputeOptions, Lora
 from jaxrl_llm.models.lora import create
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
-from jaxrl_llm.stages import dpo
-from jaxrl_llm.stages.dataset import with_room
-from jaxrl_llm.stages.dpo import pair_samples, sums
+from jaxrl_llm.stages import preference
+from jaxrl_llm.stages.dataset import text_numbers, with_room
+from jaxrl_llm.stages.preference import pair_samples, sums
 from jaxrl_llm.stages.reward_model import pair_numbers, samples_of, step_numbers
-from jaxrl_llm.stages.supervised import text_numbers
 from jaxrl_llm.types import Role
 
 DIVIDED = Layout(8, 40, T, parts=4)
@@ -185,7 +184,7 @@ def test_numbers_of_pairs_are_of_their_order_and_implicit_rewards_in_a_step_and_
     margins = by_hand_margins(loss.average)
     assert 0 < np.mean(margins > 0) < 1
     pairs = rankings(2)
-    tested = dpo.pair_numbers(loss, pairs, sums(forwards(), MODEL, pairs, silent), known())
+    tested = preference.pair_numbers(loss, pairs, sums(forwards(), MODEL, pairs, silent), known())
     for prefix, found in (("", alone(name)[1]), ("eval/", tested)):
         np.testing.assert_allclose(found[f"{prefix}pairs/accuracy"], np.mean(margins > 0), rtol=1e-6)
         np.testing.assert_allclose(found[f"{prefix}pairs/margin"], loss.beta * np.mean(margins), rtol=1e-4)
@@ -198,7 +197,7 @@ def test_numbers_of_pairs_without_a_reference(name):
     means = [x[:-1].astype(np.float64).mean() for x in found_of_pairs()]
     worth = np.reshape([float(odds(mean)) if name == "orpo" else mean for mean in means], (-1, 2))
     margins = worth @ [1, -1]
-    tested = dpo.pair_numbers(loss, pairs, sums(forwards(), MODEL, pairs, silent), nothing)
+    tested = preference.pair_numbers(loss, pairs, sums(forwards(), MODEL, pairs, silent), nothing)
     np.testing.assert_allclose(tested["eval/pairs/accuracy"], np.mean(margins > 0), rtol=1e-6)
     np.testing.assert_allclose(tested["eval/pairs/margin"], loss.beta * np.mean(margins), rtol=1e-4)
 
@@ -206,9 +205,9 @@ def test_numbers_of_pairs_without_a_reference(name):
 def test_numbers_of_answers_with_labels():
     rows = [Judged(str(n), prompt(n), drawn(3, n), good, str(n)) for n, good in enumerate([True, False, True, False])]
     logp = np.array([[1.0, 9], [2.0, 9], [3.0, 9], [0.0, 9]])
-    found = dpo.unpaired_numbers(KTO(0.5), rows, logp, np.zeros((4, 2)))
+    found = preference.unpaired_numbers(KTO(0.5), rows, logp, np.zeros((4, 2)))
     assert found == {"eval/pairs/accuracy": 0.75, "eval/pairs/margin": 0.5 * (2 - 1)}
-    assert np.isnan(dpo.unpaired_numbers(KTO(), rows[:1], logp[:1], np.zeros((1, 2)))["eval/pairs/accuracy"])
+    assert np.isnan(preference.unpaired_numbers(KTO(), rows[:1], logp[:1], np.zeros((1, 2)))["eval/pairs/accuracy"])
     _, metrics = alone("kto")
     assert metrics["kto/point"] > 0, "below it, the reference point would be held at 0"
     assert np.isfinite(metrics["pairs/margin"])
@@ -216,11 +215,11 @@ def test_numbers_of_answers_with_labels():
 
 def test_the_unrelated_answer_is_the_next_one_to_another_prompt():
     rows = [Judged(name, drawn(4, 1), drawn(5, n), True, str(n)) for n, name in enumerate("aabba")]
-    found = dpo.unrelated_to(rows, 7)
+    found = preference.unrelated_to(rows, 7)
     for tokens, place in zip(found, (2, 2, 4, 4, 2), strict=True):
         np.testing.assert_array_equal(tokens, rows[place].tokens[:3])
     with pytest.raises(InputError, match="0: all rows answer one prompt, and KTO compares with answers to other"):
-        dpo.unrelated_to(rows[:2], 7)
+        preference.unrelated_to(rows[:2], 7)
 
 
 def by_hand_margins(average):

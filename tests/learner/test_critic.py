@@ -48,7 +48,7 @@ from jaxrl_llm.models.heads import with_scalar_head
 from jaxrl_llm.models.lora import model_of
 from jaxrl_llm.rollout.groups import Carryover, RolloutBatch
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
-from jaxrl_llm.stages.rl.pretraining_mix import PretrainingMix
+from jaxrl_llm.stages.ingredients import PretrainingMix
 from jaxrl_llm.types import Completion, Group, Problem
 
 MODEL = tiny("windows")
@@ -172,8 +172,8 @@ def around_its_mean(x):
 
 def test_explained_variance_is_pooled_over_the_last_steps():
     random = np.random.default_rng(1)
-    own, seen = {}, []
-    assert pooled({"loss": 1.0}, own) == ({}, {}), "a step without a critic"
+    own, seen = [], []
+    assert pooled({"loss": 1.0}, own) == ({}, []), "a step without a critic"
     for step in range(WINDOW + 3):
         returns, values = (step + (1 + step) * random.normal(size=(2, 6, 3))).astype(np.float32)
         counts = random.random((6, 3)) > (1 if step == 2 else 0.3)
@@ -183,18 +183,18 @@ def test_explained_variance_is_pooled_over_the_last_steps():
         left = sum(around_its_mean(r - v) for r, v in seen[-WINDOW:])
         explained = 1 - left / sum(around_its_mean(r) for r, _ in seen[-WINDOW:])
         assert found == {"critic/explained_variance_pooled": pytest.approx(explained, rel=1e-9)}
-    assert len(seen) > WINDOW == len(own["steps"])
+    assert len(seen) > WINDOW == len(own)
 
 
 def test_a_mean_that_rises_from_step_to_step_is_no_merit_of_the_critic():
-    own = {}
+    own = []
     for step in range(3):
         returns = np.float32([[step, step + 1]])
         found, own = pooled(foreseen(returns, 0 * returns + step, returns > -1), own)
     assert found["critic/explained_variance_pooled"] == 0
     flat = np.ones((1, 2), np.float32)
     for counts in (flat > 0, flat < 0):
-        assert math.isnan(pooled(foreseen(flat, 0 * flat, counts), {})[0]["critic/explained_variance_pooled"])
+        assert math.isnan(pooled(foreseen(flat, 0 * flat, counts), [])[0]["critic/explained_variance_pooled"])
 
 
 def loss_by_hand(values, old, returns, mask, clip):

@@ -24,9 +24,8 @@ from jaxrl_llm.data import Text
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Layout, PolicyGradient, pack
 from jaxrl_llm.learner.objectives import NextToken
-from jaxrl_llm.rollout import evaluate
 from jaxrl_llm.rollout.groups import Carryover, RolloutBatch
-from jaxrl_llm.stages.rl.pretraining_mix import PretrainingMix, pieces, room
+from jaxrl_llm.stages.ingredients import PretrainingMix, pieces, room
 
 MODEL = tiny("windows")
 LAYOUT = Layout(2, 22, T)
@@ -104,6 +103,6 @@ def test_a_long_plain_text_is_cut_and_every_token_learned_once():
 def test_held_out_texts_are_tested_at_temperature_one():
     plain = dataclasses.replace(MIXTURE.forward, temperature=1.0)
     mixtures = [dataclasses.replace(MIXTURE, held_out=TEXTS[:2], forward=x) for x in (plain, MIXTURE.forward)]
-    found, other = (one.tested(evaluate.Tested({}), MODEL, False).numbers for one in mixtures)
+    found, other = (one.evaluate(MODEL) for one in mixtures)
     assert TEMPERATURE != 1 and abs(found["eval/text/loss"] - other["eval/text/loss"]) > 1e-3
     np.testing.assert_allclose(np.log(found["eval/text/perplexity"]), found["eval/text/loss"], rtol=1e-6)

@@ -14,12 +14,12 @@ from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.algorithms.advantages import GroupZScore
 from jaxrl_llm.learner import Layout, PolicyGradient, Sample, pack
 from jaxrl_llm.learner.forward import microbatch
-from jaxrl_llm.stages.rl.observations import NAME, ObservationLoss, Observations
+from jaxrl_llm.stages.ingredients import OBSERVATIONS, ObservationLoss, Observations
 
 DAPO = PRESETS["dapo"]
 MOVED = jax.tree.map(lambda a, b: a + 0.02 * b, tiny("windows"), tiny("windows", 5))
 LAYOUTS = (Layout(2, 22, T), Layout(4, 60, T))
-BOTH = ("policy", NAME)
+BOTH = ("policy", OBSERVATIONS)
 
 
 def heard():
@@ -40,7 +40,7 @@ def test_loss_and_gradient_are_the_published_ones():
     samples = []
     for row, (mask, own, old) in enumerate(zip(FIXTURE["mask"], said, fixture_logp("old"), strict=True)):
         size = int(mask.sum())
-        arrays = {"sampler_logp": old, "old_logp": old, "fresh": np.ones(4, bool), NAME: own}
+        arrays = {"sampler_logp": old, "old_logp": old, "fresh": np.ones(4, bool), OBSERVATIONS: own}
         arrays = {name: x[:size].astype(bool if x.dtype == bool else np.float32) for name, x in arrays.items()}
         tokens = np.ones(size, np.int32)
         samples.append(Sample(tokens[:1], tokens, ~own[:size], {"advantages": float(advantages[row])}, arrays))
@@ -71,7 +71,7 @@ def test_the_gradient_is_that_of_both_losses_without_packing_each_over_its_own_t
     )
     _, without = objective_gradient(MOVED, pack(samples, layout), (PolicyGradient(DAPO),))
     policy, alone = jax.grad(lambda m: unpacked_loss(DAPO, m, samples), has_aux=True)(MOVED)
-    said = padded(samples, NAME)
+    said = padded(samples, OBSERVATIONS)
     mean, slope = jax.value_and_grad(lambda m: -jnp.sum(said * unpacked_logp(m, samples)) / said.sum())(MOVED)
     assert largest_difference(found, jax.tree.map(lambda a, b: a + 0.3 * b, policy, slope)) < 1e-5
     np.testing.assert_allclose(metrics["observations/loss"], mean, rtol=1e-5)
@@ -85,7 +85,7 @@ def test_the_gradient_is_that_of_both_losses_without_packing_each_over_its_own_t
 def test_with_coefficient_0_or_where_nothing_was_said_the_gradient_is_the_policys_bit_for_bit():
     samples = heard()
     silent = [sample.with_arrays(observations=np.zeros(len(sample.tokens), bool)) for sample in samples]
-    bare = [dataclasses.replace(s, arrays={n: x for n, x in s.arrays.items() if n != NAME}) for s in samples]
+    bare = [dataclasses.replace(s, arrays={n: x for n, x in s.arrays.items() if n != OBSERVATIONS}) for s in samples]
     wanted, _ = objective_gradient(MOVED, pack(bare, LAYOUTS[0]), (PolicyGradient(DAPO),))
     for given, coef in ((samples, 0.0), (silent, 0.3)):
         objectives = (PolicyGradient(DAPO), ObservationLoss(coef))
@@ -99,4 +99,6 @@ def test_with_coefficient_0_or_where_nothing_was_said_the_gradient_is_the_policy
 
 def test_planned_samples_have_the_arrays_of_a_step():
     planned = Observations().planned_samples(list(rollout()), 1)
-    assert all(one.arrays[NAME].shape == one.mask.shape and one.arrays[NAME].dtype == bool for one in planned)
+    assert all(
+        one.arrays[OBSERVATIONS].shape == one.mask.shape and one.arrays[OBSERVATIONS].dtype == bool for one in planned
+    )

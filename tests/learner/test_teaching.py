@@ -17,7 +17,7 @@ from jaxrl_llm.learner.update import accumulate
 from jaxrl_llm.models.config import Attention, ComputeOptions, Lora, ModelConfig
 from jaxrl_llm.models.decoder import initialise, logits
 from jaxrl_llm.models.lora import attached, create
-from jaxrl_llm.stages.rl.teachers import with_top
+from jaxrl_llm.stages.teachers import with_top
 from jaxrl_llm.types import Role
 
 pytestmark = pytest.mark.slow

@@ -34,7 +34,6 @@ from jaxrl_llm.plan.shapes import abstract_mesh, arrays, bytes_per_device
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rollout import Engine
 from jaxrl_llm.sharding import MeshShape, make_mesh
-from jaxrl_llm.stages.rl.ingredients import coefficients_of
 from jaxrl_llm.types import Prompt
 
 MESHES = [(1, 8, 1), (2, 2, 2)]
@@ -70,7 +69,7 @@ def test_an_update_runs_the_products_that_the_formula_says(remat):
     assert (
         policy.microbatches == 1 and held.packed.predictions.target.shape[-1] <= 512
     )  # both loops whose bounds are data run once
-    given = dict.fromkeys(coefficients_of(run), jax.ShapeDtypeStruct((), np.float32))
+    given = dict.fromkeys(one.outline.coefficients["policy"], jax.ShapeDtypeStruct((), np.float32))
     jaxpr = jax.make_jaxpr(policy.training.update)(held.state, held.packed, given)
     todo = work(run, one.outline, held.learned)
     predicted = update_flops(todo, policy)

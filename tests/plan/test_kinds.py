@@ -207,7 +207,7 @@ def test_what_is_planned_is_what_is_trained(name, tmp_path):
         Progress(Schedule(1), console=Console(quiet=True)) as progress,
     ):
         made = stage.prepare(run, model, tokenizer, mesh, resources, progress, ALONE)
-        groups, _ = made.samples(None, made.next(model, 0, None), {})
+        groups = [made.samples_of(made.rows[0], 0, number) for number in range(run.batch.rows)]
     assert made.forward == one.outline.forward
     assert [t.objectives for t in made.training] == [t.objectives for t in one.outline.training]
     names = tuple(objective.name for t in made.training for objective in t.objectives)

@@ -18,7 +18,7 @@ from jaxrl_llm.plan.shapes import abstract_model
 from jaxrl_llm.plan.tables import draw, lines, memory_lines, table, write
 from jaxrl_llm.plan.totals import totals
 from jaxrl_llm.rollout import Collect
-from jaxrl_llm.stages.rl.programs import sampling_of
+from jaxrl_llm.stages.programs import sampling_of
 
 pytestmark = pytest.mark.slow
 

@@ -4,12 +4,12 @@ import dataclasses
 from functools import partial
 
 import pytest
+from tiny import rules_in
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.functions import as_reward
 from jaxrl_llm.rules import GUARD, Decision, Rules, decide, decide_by_own
-from jaxrl_llm.stages.rl.ingredients import rules_for
 
 SMOKE = configs.load_config("smoke")[1]
 
@@ -21,7 +21,7 @@ def counting(row, memory):
 def test_a_rule_of_ones_own_decides_and_remembers():
     run = dataclasses.replace(SMOKE, rules=Rules(own=(counting, lambda row, memory: None)))
     configs.validate(run)
-    rules = {name: rule for name, rule in rules_for(run).items() if name.startswith("own/")}
+    rules = {name: rule for name, rule in rules_in(run).items() if name.startswith("own/")}
     assert list(rules) == ["own/counting", "own/lambda"]
     decision, memory = decide(rules, {"step": 1}, {})
     decision, memory = decide(rules, {"step": 2}, memory)

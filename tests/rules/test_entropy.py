@@ -6,6 +6,7 @@ import math
 from functools import partial
 
 import pytest
+from tiny import rules_in
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.algorithms import PRESETS
@@ -15,7 +16,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rules import Decision, entropy_controlled
 from jaxrl_llm.rules.guards import teaches_nothing
-from jaxrl_llm.stages.rl.ingredients import coefficients_of, moved_by_rules, objectives_of, rules_for
+from jaxrl_llm.stages.programs import ingredients_of, moved_by_rules, objectives_of
 
 SMOKE = configs.load_config("smoke")[1]
 
@@ -64,15 +65,15 @@ def test_a_run_may_have_one_for_the_kl_and_one_for_the_entropy():
         names = set(moved)
         run = with_controller(controller, entropy_coef=0.01)
         configs.validate(run)
-        assert moved_by_rules(run).keys() == names == coefficients_of(run).keys() - {"temperature"}
-        rules = rules_for(run)
+        assert moved_by_rules(run, ingredients_of(run)).keys() == names
+        rules = rules_in(run)
         assert ("controller" in rules, "entropy" in rules) == ("kl_coef" in names, "entropy_coef" in names)
-        assert objectives_of(run)[0].entropy_moves == ("entropy_coef" in names)
+        assert objectives_of(run, ingredients_of(run))[0].entropy_moves == ("entropy_coef" in names)
         assert configs.from_json(json.loads(json.dumps(configs.to_json(run)))) == run
     assert rules["controller"].keywords == {"reads": kl.reads, "controller": kl}
     assert rules["entropy"].keywords == {"controller": entropy}
-    assert moved_by_rules(run)["entropy_coef"] == 0.01
-    assert objectives_of(with_controller(entropy))[0].entropy_gradient
+    assert moved_by_rules(run, ingredients_of(run))["entropy_coef"] == 0.01
+    assert objectives_of(with_controller(entropy), ingredients_of(with_controller(entropy)))[0].entropy_gradient
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,13 @@ import math
 from functools import partial
 
 import pytest
+from tiny import rules_in
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.rules import DONE, PHASE, Decision, Phase, Reaches, Resets, Rules, Stalls, decide
 from jaxrl_llm.rules.best import best_step, surviving_rows
 from jaxrl_llm.rules.guards import WAITS, phase_ends
 from jaxrl_llm.rules.resets import evaluation_result, on_stall
-from jaxrl_llm.stages.rl.ingredients import rules_for
 
 SMOKE = configs.load_config("smoke")[1]
 
@@ -178,7 +178,7 @@ def test_the_best_of_another_test_is_nothing_to_beat():
         for change in ({"task": other}, {"limit": 3}, {"samples": 2}, {"temperature": 0.5}, {"top_p": 0.5})
     ]
     runs = [dataclasses.replace(SMOKE, evaluation=one) for one in (SMOKE.evaluation, *changed)]
-    tests = [rules_for(configs.with_recipe(run, "prorl_v1"))["stall"].keywords["test"] for run in runs]
+    tests = [rules_in(configs.with_recipe(run, "prorl_v1"))["stall"].keywords["test"] for run in runs]
     assert len(set(tests)) == len(tests)
     often = dataclasses.replace(SMOKE.evaluation, every=7, judge=None)
     assert configs.evaluation_key(dataclasses.replace(SMOKE, evaluation=often)) == tests[0]

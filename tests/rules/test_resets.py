@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import Compilations, tiny
+from tiny import Compilations, rules_in, tiny
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.algorithms import PRESETS
@@ -25,8 +25,7 @@ from jaxrl_llm.rules import Decision, Resets, decide, not_a_number, rules_of
 from jaxrl_llm.rules.guards import GUARD
 from jaxrl_llm.rules.resets import on_stall
 from jaxrl_llm.sharding import MeshShape, make_mesh
-from jaxrl_llm.stages.rl.ingredients import rules_for
-from jaxrl_llm.trainer.step import apply
+from jaxrl_llm.trainer.loop import apply
 
 SMOKE = configs.load_config("smoke")[1]
 KL = "event/reference_reset"
@@ -119,8 +118,8 @@ def test_what_a_guard_has_kept_from_being_reset_is_still_to_come():
 
 def test_a_run_has_the_rules_of_its_recipe():
     guards = {"not_a_number", "reward_fails", "teaches_nothing"}
-    assert rules_for(SMOKE).keys() == guards | {"by_hand"}
-    one, two = (rules_for(configs.with_recipe(SMOKE, name)) for name in ("prorl_v1", "prorl_v2"))
+    assert rules_in(SMOKE).keys() == guards | {"by_hand"}
+    one, two = (rules_in(configs.with_recipe(SMOKE, name)) for name in ("prorl_v1", "prorl_v2"))
     filtered = guards | {"few_kept"}
     resets = RECIPES["prorl_v1"].resets
     assert (resets.on_stall, resets.with_optimiser) == (3, True)
@@ -130,13 +129,16 @@ def test_a_run_has_the_rules_of_its_recipe():
     assert two["reference"].keywords["every"] == 300 and not two["reference"].keywords["resets"].with_optimiser
     assert two.keys() == filtered | {"reference", "by_hand"}
     without = dataclasses.replace(SMOKE, recipe=RECIPES["dapo"])
-    assert rules_for(without).keys() == filtered, "there is no reference that could be reset by hand"
-    kimi = rules_for(configs.with_recipe(SMOKE, "kimi_k1_5"))
+    assert rules_in(without).keys() == filtered, "there is no reference that could be reset by hand"
+    kimi = rules_in(configs.with_recipe(SMOKE, "kimi_k1_5"))
     assert kimi["optimiser"].keywords["every"] == 1 and kimi["optimiser"].keywords["reference"] is False
     controlled = dataclasses.replace(SMOKE, recipe=dataclasses.replace(SMOKE.recipe, controller=AdaptiveKL(0.1)))
-    assert rules_for(controlled)["controller"].keywords == {"reads": AdaptiveKL.reads, "controller": AdaptiveKL(0.1)}
+    assert rules_in(controlled)["controller"].keywords == {
+        "reads": AdaptiveKL.reads,
+        "controller": AdaptiveKL(0.1),
+    }
     only = {
-        name: rules_for(configs.with_recipe(SMOKE, name))["teaches_nothing"].keywords["only_advantages"]
+        name: rules_in(configs.with_recipe(SMOKE, name))["teaches_nothing"].keywords["only_advantages"]
         for name in RECIPES
     }
     assert only["grpo"] is False and only["dr_grpo"] is True
@@ -144,7 +146,7 @@ def test_a_run_has_the_rules_of_its_recipe():
 
 def test_a_run_has_the_rules_of_its_resets():
     recipe = Recipe("mine", PRESETS["grpo"], resets=Resets(on_kl=0.3, on_kl_jump=4.0, mix=0.5, ema=0.9))
-    found = rules_for(dataclasses.replace(SMOKE, recipe=recipe))
+    found = rules_in(dataclasses.replace(SMOKE, recipe=recipe))
     assert found["kl"].keywords == {"resets": recipe.resets, "kl_coef": PRESETS["grpo"].kl_coef} and found[
         "ema"
     ].keywords == {"ema": 0.9}

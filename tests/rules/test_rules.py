@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import Compilations
+from tiny import Compilations, rules_in
 
 from jaxrl_llm import codec
 from jaxrl_llm import config as configs
@@ -33,11 +33,10 @@ from jaxrl_llm.rules import (
 )  # fmt: skip
 from jaxrl_llm.rules.guards import few_kept, on_finding, phase_ends, reward_fails, teaches_nothing
 from jaxrl_llm.rules.resets import kl_controlled, on_schedule, on_stall
-from jaxrl_llm.stages.rl.ingredients import rules_for
 from jaxrl_llm.system.json_lines import jsonable
 from jaxrl_llm.tasks import Table
-from jaxrl_llm.trainer.context import LoopState
-from jaxrl_llm.trainer.step import apply
+from jaxrl_llm.trainer.loop import apply
+from jaxrl_llm.trainer.state import LoopState
 from jaxrl_llm.types import Role, TrainState
 
 SMOKE = configs.load_config("smoke")[1]
@@ -202,10 +201,10 @@ def test_the_first_number_to_blame_is_named_and_a_rollback_undoes_it():
 def test_a_critics_gradient_has_a_guard_and_a_remedy_of_its_own():
     run = configs.resolved(configs.with_recipe(SMOKE, "ppo"))
     broken = TAUGHT | {"step": 4, "critic/updates/not_finite": 1.0}
-    decision, _ = decide(rules_for(run), broken, {})
+    decision, _ = decide(rules_in(run), broken, {})
     assert decision.stop == GUARD and "the gradient of the critic is not a number" in decision.reason
     assert decision.remedy == "--recipe.critic.optimiser.learning_rate 9e-07"
-    assert decide(rules_for(SMOKE), broken, {})[0].stop is None
+    assert decide(rules_in(SMOKE), broken, {})[0].stop is None
 
 
 def test_a_reward_that_fails_for_all_stops_the_run():
@@ -273,7 +272,7 @@ def test_a_flat_batch_still_teaches_where_something_else_is_in_the_loss():
         collect = dataclasses.replace(SMOKE.rollout.collect, ptx=ptx)
         rollout = dataclasses.replace(SMOKE.rollout, collect=collect)
         run = dataclasses.replace(SMOKE, recipe=RECIPES["dapo"], rollout=rollout)
-        assert rules_for(run)["teaches_nothing"].keywords["only_advantages"] == (ptx is None)
+        assert rules_in(run)["teaches_nothing"].keywords["only_advantages"] == (ptx is None)
 
 
 @pytest.mark.parametrize("reads", ["", "accuracy"])

@@ -18,7 +18,7 @@ from jaxrl_llm.sharding.distributed import ALONE
 from jaxrl_llm.system.signals import BETWEEN_STEPS, QUIT, SIGNALS, STOPPING, UNHEARD, Preemption, while_read
 from jaxrl_llm.telemetry import Verbosity
 from jaxrl_llm.telemetry.records import logged
-from jaxrl_llm.trainer.context import opened
+from jaxrl_llm.trainer.state import opened
 
 PARENT = """
 import os, time

@@ -12,7 +12,7 @@ from jaxrl_llm.data import Texts
 from jaxrl_llm.recipes import DAPO, GRPO
 from jaxrl_llm.rules import BY_HAND, Phase, Resets, Rules, by_hand, decide, not_a_number
 from jaxrl_llm.tasks import Table
-from jaxrl_llm.trainer.context import ask_reset, asked_reset, forget_reset
+from jaxrl_llm.trainer.state import ask_reset, asked_reset, forget_reset
 
 RUNS = Path(__file__).parents[1] / "fixtures" / "runs"
 

@@ -20,9 +20,8 @@ from jaxrl_llm.models import load_pretrained, logits, save_pretrained
 from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.models.head_divergence import TeacherStates
 from jaxrl_llm.rollout.groups import Carryover, RolloutBatch
-from jaxrl_llm.stages.rl.ingredient import Around
-from jaxrl_llm.stages.rl.teacher_context import facts, told_prompt
-from jaxrl_llm.stages.rl.teachers import Teachers, as_asked, valued
+from jaxrl_llm.stages.ingredients import StageContext
+from jaxrl_llm.stages.teachers import Teachers, as_asked, facts, told_prompt, valued
 from jaxrl_llm.tasks import Prompts, Table
 from jaxrl_llm.telemetry.pace import Schedule
 from jaxrl_llm.telemetry.progress import Progress
@@ -87,11 +86,11 @@ def scored(run, state=None, more=()):
         samples.append(members)
     prompts = Prompts(run.task, TOKENIZER)
     names = ("policy", "distillation", *["text"] * bool(more))
-    around = Around(
-        TOKENIZER, prompts, prompts, (), {"policy": forward}, names, None, None, None, None, Progress(Schedule(1))
+    context = StageContext(
+        TOKENIZER, prompts, prompts, (), {"policy": forward}, names, None, None, None, Progress(Schedule(1))
     )
     with jax.set_mesh(forward.mesh):
-        found, measured = Teachers.of(run).prepared(around).scored(state, [*samples, *more], batch)
+        found, measured = Teachers.of(run).prepared(context).scored(state, [*samples, *more], batch)
     return [one for members in found for one in members], measured
 
 

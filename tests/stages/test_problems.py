@@ -6,7 +6,7 @@ import pytest
 from commands import forked
 
 from jaxrl_llm.models.builtin import tiny_tokenizer
-from jaxrl_llm.stages.rl.problems import endless
+from jaxrl_llm.stages.problems import endless
 from jaxrl_llm.tasks import Task
 
 PROGRAM = """

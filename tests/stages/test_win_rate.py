@@ -9,10 +9,9 @@ from rewards.judge_server import endpoint, serving
 
 from jaxrl_llm.config import JUDGED, Evaluation, Run
 from jaxrl_llm.rewards import Accuracy, ModelReward, Pairwise, Scorer
-from jaxrl_llm.rollout import evaluate
 from jaxrl_llm.rollout.evaluate import Evaluated
 from jaxrl_llm.sharding.distributed import ALONE
-from jaxrl_llm.stages.rl.win_rate import FIRST_ANSWERS, WinRate
+from jaxrl_llm.stages.ingredients import FIRST_ANSWERS, WinRate
 from jaxrl_llm.tasks import Task
 from jaxrl_llm.types import Completion, Problem
 
@@ -42,7 +41,7 @@ def evaluated(*texts, problems=PROBLEMS, extra=0):
 
 
 def judged(contest, found):
-    return contest.tested(evaluate.Tested({}, tuple(found)), None, False).answers
+    return contest.compared(tuple(found), False)
 
 
 @pytest.fixture

@@ -24,15 +24,15 @@ from jaxrl_llm.rewards import Format
 from jaxrl_llm.rollout.groups import Carryover, PartialGroup
 from jaxrl_llm.rollout.replay import Solved, Success
 from jaxrl_llm.rules import DONE, Phase, Reaches, Rules, decide, guards_of
-from jaxrl_llm.stages.rl.ingredients import ingredients_of
-from jaxrl_llm.stages.rl.problems import same_rewards, stream_left, streams_of, successes_left
-from jaxrl_llm.stages.rl.reinforcement import Reinforcement
+from jaxrl_llm.stages.problems import same_rewards, stream_left, streams_of, successes_left
+from jaxrl_llm.stages.programs import ingredients_of
+from jaxrl_llm.stages.rl import Reinforcement
 from jaxrl_llm.stages.stage import Stage
 from jaxrl_llm.tasks import Curriculum, EasyToHard
-from jaxrl_llm.trainer.segment import with_phase
+from jaxrl_llm.trainer.state import with_phase
 from jaxrl_llm.types import Completion, Group, Problem
 
-RUN = load_config(str(Path(__file__).parents[2] / "fixtures" / "runs" / "phased.py"))[1]
+RUN = load_config(str(Path(__file__).parents[1] / "fixtures" / "runs" / "phased.py"))[1]
 
 
 def phased(*phases, **changes):
@@ -82,13 +82,13 @@ def test_a_phase_leaves_the_successes_that_fit_the_next_one_and_no_group_of_its_
     run = resolved(RUN)
     store = {f"{run.task.label}/a": solved(3), f"{run.task.label}/b": solved(8)}
     stage = Reinforcement(
-        training=(), forward=None, label="", run=run, sampler=None, transfer=None, evaluation=None,
+        training=(), forward=None, label="", run=run, tokenizer=None, sampler=None, transfer=None, answers=None,
         ingredients=ingredients_of(run),
     )  # fmt: skip
     left = Carryover(cursor=5, unfinished=(PartialGroup(4, (None,)),), successes=store, underway={"cursor": 6})
-    assert stage.carried_over(left, run, run) is left
+    assert stage.carry_over(left, run, run) == left
     shorter = dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, max_new_tokens=3))
-    after = stage.carried_over(left, run, shorter)
+    after = stage.carry_over(left, run, shorter)
     assert set(after.successes) == {f"{run.task.label}/a"} and not after.unfinished and after.cursor == 5
     assert not after.underway
 
@@ -97,17 +97,17 @@ def test_another_run_takes_up_the_place_and_the_successes_as_those_of_no_policy_
     run = resolved(RUN)
     place = f"{run.task.label}/a"
     stage = Reinforcement(
-        training=(), forward=None, label="", run=run, sampler=None, transfer=None, evaluation=None,
+        training=(), forward=None, label="", run=run, tokenizer=None, sampler=None, transfer=None, answers=None,
         ingredients=ingredients_of(run),
     )  # fmt: skip
     groups = (PartialGroup(4, (None,)),)
     left = Carryover(cursor=5, unfinished=groups, texts=3, successes={place: solved(3)}, underway={"cursor": 6})
-    found = stage.carried_over(left, run, run, anew=True)
+    found = stage.carry_over(left, run, run, anew=True)
     assert found.cursor == 5 and found.texts == 3 and not found.unfinished and not found.underway
     assert found.successes[place].successes[0].completion.version.tolist() == [-1, -1, -1]
-    assert stage.carried_over(None, run, run, anew=True) is None
+    assert stage.carry_over(None, run, run, anew=True) is None
     boxed = dataclasses.replace(run, task=dataclasses.replace(run.task, extractor="boxed"))
-    assert not stage.carried_over(left, run, boxed, anew=True).successes, "answers were judged in another way there"
+    assert not stage.carry_over(left, run, boxed, anew=True).successes, "answers were judged in another way there"
 
 
 def test_streams_of_tasks_that_stay_go_on_and_shares_count_anew():
@@ -244,7 +244,7 @@ def test_the_order_of_problems_is_the_same_in_all_phases():
 
 def test_a_phase_whose_problems_are_solved_gives_way_to_the_next():
     run = phased(Phase("easy", 9), Phase("hard", reset=True, changes={"recipe": GRPO}))
-    stage = Stage(training=(), forward=None, label="sums", rules=guards_of(in_phase(run, 0)))
+    stage = Stage(run=run, training=(), forward=None, label="sums", rules=guards_of(in_phase(run, 0)))
     row = {"step": 3, "updates": 0.0, "reward/accuracy": 1.0, "dynamic_sampling/kept_fraction": 0.0}
     row |= {"reward/zero_std_fraction": 1.0, "completions": 0, "completions/mean_length": 3.0}
     memory = {"teaches_nothing": {"empty": 2, "solved": 2}}

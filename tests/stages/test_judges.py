@@ -27,18 +27,16 @@ from jaxrl_llm.models.tokenizer import text_of
 from jaxrl_llm.rewards import Accuracy, Constraint, Gate, Hinge, ModelReward, Scorer, StepReward, Threshold
 from jaxrl_llm.rewards.bounds import TaskReward
 from jaxrl_llm.rewards.endpoint import JudgeModel
-from jaxrl_llm.rollout.groups import RolloutBatch
 from jaxrl_llm.sharding import MeshShape, make_mesh
-from jaxrl_llm.stages.rl.judge_model import JudgeEngine
-from jaxrl_llm.stages.rl.judges import Judges, judges_of
-from jaxrl_llm.stages.rl.step_rewards import step_ends
+from jaxrl_llm.stages.judges import JudgeEngine, judges_of, step_ends
+from jaxrl_llm.stages.rl import metrics_of
 from jaxrl_llm.stages.stage import SCORED_AT_ONCE
 from jaxrl_llm.stages.taught import Taught, readers, taught, untold
 from jaxrl_llm.tasks import Prompts, Table, Task, load
 from jaxrl_llm.tasks.template import template_fingerprint
 from jaxrl_llm.types import Completion
 
-DIGITS = Path(__file__).parents[2] / "fixtures" / "runs" / "digits.jsonl"
+DIGITS = Path(__file__).parents[1] / "fixtures" / "runs" / "digits.jsonl"
 TASK = Task(Table(str(DIGITS)), template="chatml")
 LONGEST, WIDTH = 8, 40
 MODELS = ("one", "two", "three")
@@ -258,9 +256,9 @@ def test_bounds_hold_scores_of_models_too(folder, tokenizer):
 def test_the_mean_is_that_of_the_first_reward_model_and_nan_where_nothing_was_scored():
     run = run_with(Accuracy(), StepReward("steps"), ModelReward("one"), ModelReward("two"))
     found = {"reward/accuracy": 1.0, "reward/steps": 2.0, "reward/model": 3.0, "reward/model_2": 4.0}
-    measured = lambda run, metrics: Judges.of(run).batch(RolloutBatch([], [], None, 0, 0, metrics), None).metrics
-    assert measured(run, found) == found | {"reward_model/mean": 3.0}
-    assert np.isnan(measured(run, {})["reward_model/mean"]) and measured(run_with(Accuracy()), found) == found
+    assert metrics_of(run, {"kl": 1.0} | found) == {"kl": 1.0} | found | {"reward_model/mean": 3.0}
+    assert np.isnan(metrics_of(run, {})["reward_model/mean"])
+    assert metrics_of(run_with(Accuracy()), {"kl": 1.0} | found) == {"kl": 1.0} | found
 
 
 @pytest.mark.slow

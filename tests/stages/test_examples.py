@@ -8,8 +8,8 @@ import numpy as np
 
 from jaxrl_llm.learner import Sample
 from jaxrl_llm.rollout import evaluate
+from jaxrl_llm.stages.examples import LOGGED_TOKENS, training_lines
 from jaxrl_llm.telemetry.records import RunWriter, record
-from jaxrl_llm.trainer.step import LOGGED_TOKENS, training_lines
 from jaxrl_llm.types import Completion, Group, Problem
 
 PROBLEM = Problem("1", ({"role": "user", "content": "1 + 1 ="},), "2", "sums")

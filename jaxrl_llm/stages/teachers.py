@@ -1,30 +1,33 @@
-"""Teachers of a run: loading them, and what they tell of each token of the step's completions."""
+"""Teachers of a run: loading them, their prompts, and their values of each token of a step's completions."""
 
 import dataclasses
 import math
+import string
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.algorithms.divergences import SampledKL
+from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.learner import Forward, Sample, Training
+from jaxrl_llm.learner.platform import KERNELS, compute_for, layout_for
 from jaxrl_llm.learner.samples import advantage_of
 from jaxrl_llm.learner.teaching import DISTILLATION, WHICH, DivergenceLoss, Teacher, TopOutput
+from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.decoder import Decoder, initialise
+from jaxrl_llm.models.heads import ScalarModel
 from jaxrl_llm.models.lora import model_of
-from jaxrl_llm.rollout.groups import Carryover, RolloutBatch
-from jaxrl_llm.runs.load import config_of
-from jaxrl_llm.stages.rl.ingredient import Around, Ingredient
-from jaxrl_llm.stages.rl.teacher_context import told_prompt
-from jaxrl_llm.stages.rl.teacher_models import is_base, load_teacher, run_teacher, teacher_shapes
+from jaxrl_llm.rollout.groups import RolloutBatch
+from jaxrl_llm.runs.load import config_of, load_model
+from jaxrl_llm.sharding import abstract, platform_of, shardings
+from jaxrl_llm.stages.ingredients import Ingredient, StageContext
 from jaxrl_llm.stages.stage import Architectures, Pass
-from jaxrl_llm.types import TrainState
-
-REWARDS = {f"reward/{name}" for name in ("mean", "std", "zero_std_fraction", "p10", "p50", "p90")}
-"""Metrics that a run without rewards does not measure."""
-BY_TASK = ("reward", "zero_std_fraction")
-"""The same of a task of a mixture."""
+from jaxrl_llm.tasks import Prompts, encode
+from jaxrl_llm.types import Group, TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +51,6 @@ class Teachers(Ingredient):
     vocab: int = 0
     prompts: Any = None
     others: tuple[str, ...] = ()
-    name = DISTILLATION
 
     @classmethod
     def of(cls, run: configs.Run) -> Self | None:
@@ -59,8 +61,7 @@ class Teachers(Ingredient):
         signal = own.divergence
         named = tuple(name for name in own.names if name is not None)
         losses = () if isinstance(signal, SampledKL) else (DivergenceLoss(own.weight, signal, named),)
-        loads = tuple(name for name in named if not is_base(name, run))
-        return cls(run, objectives=losses, loads=loads)
+        return cls(run, objectives=losses)
 
     @property
     def settings(self) -> Any:
@@ -72,27 +73,32 @@ class Teachers(Ingredient):
         """Whether the teachers are run with each microbatch of the update, to compare whole distributions."""
         return bool(self.objectives) and not self.settings.top_k
 
-    def prepared(self, around: Around) -> Self:
+    def prepared(self, context: StageContext) -> Self:
         """Load the teachers.
 
         Raises:
           InputError: one that is missing, scores texts, has too few positions or other tokens than the policy.
         """
-        forward, loaded = around.forwards["policy"], {}
+        forward, loaded = context.forwards["policy"], {}
         forwards = {name: run_teacher(name, self.run, forward, config_of) for name in self.settings.names}
         for name, own in forwards.items():
             if name is None:
                 continue
-            around.progress.status(f"loading {name}")
-            loaded[name] = load_teacher(name, self.run, own, around.tokenizer)
+            context.progress.status(f"loading {name}")
+            loaded[name] = load_teacher(name, self.run, own, context.tokenizer)
         vocab = config_of(self.run.model).vocab_size
         return dataclasses.replace(
-            self, loaded=loaded, forwards=forwards, policy=forward, vocab=vocab, prompts=around.prompts,
-            others=tuple(name for name in around.objectives if name != DISTILLATION),
+            self, loaded=loaded, forwards=forwards, policy=forward, vocab=vocab, prompts=context.prompts,
+            others=tuple(name for name in context.objectives if name != DISTILLATION),
         )  # fmt: skip
 
-    def teachers(self, forward: Forward, find: Architectures) -> dict[str, Teacher] | None:
-        """Return the teachers that are run in the update, as shapes."""
+    def in_update(self, forward: Forward, find: Architectures) -> dict[str, Teacher] | None:
+        """Return the teachers that are run in the policy's update, as shapes; None if none are.
+
+        Args:
+          forward: how the policy is run.
+          find: maps the name of a model to its architecture.
+        """
         if not self.runs_in_update:
             return None
         found = {}
@@ -113,15 +119,13 @@ class Teachers(Ingredient):
             found.append(numbered(sample, 0, self.settings))
         return found
 
-    def passes(
-        self, samples: Sequence[Sample], forwards: Mapping[str, Forward], where: Any, find: Architectures
-    ) -> Sequence[Pass]:
+    def passes(self, samples: Sequence[Sample], forward: Forward, find: Architectures) -> Sequence[Pass]:
         """Return the passes of teachers over a step's completions; those that run in the update have none."""
         if self.runs_in_update:
             return ()
         found, output = [], output_of(self.settings, find(self.run.model).vocab_size)
         for number, name in enumerate(self.settings.names, start=1):
-            own = run_teacher(name, self.run, forwards["policy"], find)
+            own = run_teacher(name, self.run, forward, find)
             held = name is None or is_base(name, self.run)
             model = None if held else teacher_shapes(find(name), self.run, own)
             label = "teacher" if number == 1 else f"teacher {number}"
@@ -129,20 +133,12 @@ class Teachers(Ingredient):
             found.append(Pass(label, own, samples, output, 1, role, model, copies=int(not held)))
         return found
 
-    def learning(self, step: int, training: Sequence[Training]) -> Sequence[Training]:
+    def learning(self, training: Sequence[Training]) -> Sequence[Training]:
         """Give the policy's update the teachers that it runs."""
         if not self.runs_in_update:
             return training
         given = {name: Teacher(model, self.forwards[name].compute) for name, model in self.loaded.items()}
         return [dataclasses.replace(one, teachers=given) if one.role == "policy" else one for one in training]
-
-    def batch(self, batch: RolloutBatch, left: Carryover) -> RolloutBatch:
-        """Leave the metrics of rewards out of a run that has none."""
-        if not configs.without_rewards(self.run):
-            return batch
-        of_tasks = {f"task/{task.label}/{name}" for task in configs.tasks_in(self.run.task) for name in BY_TASK}
-        measured = {name: x for name, x in batch.metrics.items() if name not in REWARDS | of_tasks}
-        return dataclasses.replace(batch, metrics=measured)
 
     def scored(
         self, state: TrainState, samples: list[list[Sample]], batch: RolloutBatch
@@ -267,3 +263,121 @@ def with_top(sample: Sample, top: Any) -> Sample:
     """Return the sample with its teacher's most likely tokens, int32[t, k], and their log-probabilities [t, k + 1]."""
     ids, logp = top
     return sample.with_arrays(teacher_ids=ids, teacher_logp=logp)
+
+
+RIGHT = 1.0
+"""The least accuracy of a completion that counts as right."""
+
+
+def told_prompt(template: str, group: Group, member: int, prompts: Prompts) -> np.ndarray | None:
+    """Return the teacher's prompt of a completion, int32[T]; None if it lacks one of the facts.
+
+    Args:
+      template: of ``Context``.
+      group: of the completion.
+      member: its place there.
+      prompts: of the policy: the task's chat template writes the teacher's too.
+    """
+    problem = group.problem
+    before, last = problem.prompt[:-1], problem.prompt[-1]
+    known = facts(group, member) | {"prompt": last["content"]}
+    wanted = {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
+    if not all(known.get(name) for name in wanted):
+        return None
+    content = template.format(**{name: known[name] for name in wanted})
+    told = dataclasses.replace(problem, prompt=(*before, {**last, "content": content}))
+    return encode(told, prompts.task(problem.task), prompts.tokenizer)
+
+
+def facts(group: Group, member: int) -> dict[str, str]:
+    """Return the facts about a completion by name; what is unknown is missing."""
+    row = {name: str(value) for name, value in group.problem.metadata.items() if value is not None}
+    found = row | {"answer": group.problem.answer, "attempt": group.completions[member].text}
+    if not np.isnan(group.accuracy[member]):
+        found["verdict"] = "right" if group.accuracy[member] >= RIGHT else "wrong"
+    others = [place for place in np.flatnonzero(group.accuracy >= RIGHT) if place != member]
+    if others:
+        found["success"] = group.completions[others[0]].text
+    return found
+
+
+def is_base(name: str | None, run: configs.Run) -> bool:
+    """Whether a teacher is the frozen base of the policy's own adapter, which the state holds already."""
+    return name == run.model and run.learner.lora.rank > 0
+
+
+def load_teacher(name: str, run: configs.Run, forward: Forward, tokenizer: Any) -> Decoder | None:
+    """Load a teacher in the dtype that it computes in, divided over the mesh as the policy is; None for its own base.
+
+    Raises:
+      InputError: it is missing, scores texts, or has other tokens than the policy, whose ``tokenizer`` this is.
+    """
+    if is_base(name, run):
+        return None
+    field = field_of(name, run)
+    try:
+        model, own = load_model(name, run.learner.compute.dtype, forward.mesh)
+    except InputError as error:
+        raise InputError(f"{field}: {error}") from None
+    if isinstance(model, ScalarModel):
+        raise InputError(f"{field}: {name} is a reward model, which gives no distribution of tokens: take ModelReward")
+    require(
+        own is None or own.get_vocab() == tokenizer.get_vocab(),
+        f"{field}: the tokenizer of {name} is not that of {run.model}: give a teacher that reads the policy's tokens",
+    )
+    return model
+
+
+def run_teacher(name: str | None, run: configs.Run, forward: Forward, find: Architectures) -> Forward:
+    """Return how a teacher is run: in the rows of the policy, which ``forward`` runs, or in longer ones with a context.
+
+    ``name``: None for the policy itself.
+
+    Raises:
+      InputError: it is missing, or has fewer positions or tokens than the run needs.
+    """
+    settings: Any = run.scoring.distillation
+    more = 0 if settings.context is None else settings.context.max_tokens
+    longest = run.longest_row + more
+    itself = name is None or is_base(name, run)
+    field = "scoring.distillation.context" if itself else field_of(name, run)
+    if itself and not more:
+        return forward
+    try:
+        config = find(run.model if name is None else name)
+    except InputError as error:
+        raise InputError(f"{field}: {error}") from None
+    positions = config.attention.rope.max_positions
+    require(
+        longest <= positions,
+        f"{field}: {name or run.model} was made for {positions} positions, and what a teacher reads has up to "
+        f"{longest}: lower rollout.max_new_tokens, rollout.max_prompt_tokens, or the context's max_tokens",
+    )
+    top_k = settings.top_k
+    require(
+        top_k < config.vocab_size,
+        f"scoring.distillation.divergence.top_k {top_k} leaves no other token of the {config.vocab_size} of "
+        f"{name or run.model}: set it to 0 to compare all",
+    )
+    compute = forward.compute
+    attention = "auto" if KERNELS.get(compute.attention) == "gpu" else compute.attention
+    own = run.learner.computing(attention=attention, row_tokens=0 if more else forward.layout.row_tokens)
+    compute = compute_for(own, config, platform_of(forward.mesh), compute.compiler)
+    layout = forward.layout
+    if more:
+        layout = layout_for(own, compute, longest, run.rollout.max_new_tokens, forward.mesh, config)
+    return dataclasses.replace(forward, compute=compute, layout=layout)
+
+
+def teacher_shapes(config: ModelConfig, run: configs.Run, forward: Forward) -> Decoder:
+    """Return a teacher as shapes on the mesh."""
+    dtype = jnp.dtype(run.learner.compute.dtype)
+    model = jax.eval_shape(lambda: initialise(config, jax.random.key(0), dtype))
+    return abstract(model, shardings(model, forward.mesh))
+
+
+def field_of(name: str, run: configs.Run) -> str:
+    """Return the setting that names a teacher, for messages."""
+    settings = run.scoring.distillation
+    first = settings is None or name == settings.teacher
+    return f"scoring.distillation.{'teacher' if first else 'by_task'}"

@@ -20,19 +20,19 @@ from jaxrl_llm.learner import Layout, Learner, Sample, Training, create_state
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.models import logits
 from jaxrl_llm.models.builtin import tiny_tokenizer
+from jaxrl_llm.models.lora import model_of
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rewards import Format, Scorer
 from jaxrl_llm.rewards.shaping import named
 from jaxrl_llm.rollout.groups import Carryover, RolloutBatch
-from jaxrl_llm.stages.rl.constraints import separately
-from jaxrl_llm.stages.rl.ingredients import coefficients_of, moved_by_rules, objectives_of
-from jaxrl_llm.stages.rl.problems import problems_of, read_problems
-from jaxrl_llm.stages.rl.reinforcement import Reinforcement
+from jaxrl_llm.stages.examples import of_examples, shown_places, with_ratios
+from jaxrl_llm.stages.problems import problems_of, read_problems
+from jaxrl_llm.stages.programs import ingredients_of, moved_by_rules, objectives_of
+from jaxrl_llm.stages.rl import Reinforcement, separately
 from jaxrl_llm.stages.stage import check_problems
 from jaxrl_llm.tasks import Task
 from jaxrl_llm.telemetry.pace import Schedule
 from jaxrl_llm.telemetry.progress import Progress
-from jaxrl_llm.trainer.step import learn_from, of_examples, shown_places
 from jaxrl_llm.types import Completion, Group, Problem
 
 REWARDS = (Format("a+", weight=2.0), Format("[ab]+", weight=-1.0))
@@ -122,16 +122,17 @@ def test_what_rewards_right_answers_is_refused_once_none_is_known():
 
 
 def learned(run, update, groups, coefficient, step):
-    """What ``learn_from`` makes of groups at a step; ``update`` stands for the compiled one."""
-    mesh = one_device()
+    """The outcome of learning from groups at a step; ``update`` stands for the compiled one."""
+    mesh, ingredients = one_device(), ingredients_of(run)
     state = create_state(tiny("windows"), build(run.learner.optimiser), run.recipe.algorithm.needs_reference, mesh)
     given = {} if coefficient is None else {"kl_coef": coefficient}
-    training = (Training(objectives_of(run), update),)
+    training = (Training(objectives_of(run, ingredients), update),)
     forward = forward_on(mesh, Layout(2, 40, 10))
     stage = Reinforcement(
-        run=run, training=training, forward=forward, label="digits", sampler=None, transfer=None, evaluation=None
-    )
-    return learn_from(stage, run, state, RolloutBatch(groups, [], Carryover(), 4, 0, {}), given, step)[:2]
+        run=run, training=training, forward=forward, label="digits", tokenizer=tiny_tokenizer(), sampler=None,
+        transfer=None, answers=None, ingredients=ingredients,
+    )  # fmt: skip
+    return stage.learn(state, RolloutBatch(groups, [], Carryover(), 4, 0, {}), given, step)
 
 
 def group_of(*tokens):
@@ -173,8 +174,9 @@ def test_an_update_is_given_the_coefficients_that_a_plan_gives_it(controller, ta
         given.append(coefficients.keys())
         return noting([])(state, packed, coefficients)
 
-    learned(run, update, [group_of(3, 4)], moved_by_rules(run).get("kl_coef"), 1)
-    assert given == [coefficients_of(run).keys()] and ("kl_coef" in given[0]) == (controller is not None)
+    learned(run, update, [group_of(3, 4)], moved_by_rules(run, ingredients_of(run)).get("kl_coef"), 1)
+    names = {"temperature", *moved_by_rules(run, ingredients_of(run)), *(["target_kl"] if target_kl else [])}
+    assert given == [names] and ("kl_coef" in given[0]) == (controller is not None)
 
 
 def test_each_step_orders_its_later_epochs_anew():
@@ -189,13 +191,9 @@ def test_each_step_orders_its_later_epochs_anew():
 
 def test_samples_are_followed_to_the_policy_after_the_step():
     run = resolved(load_config("smoke")[1])
-    recipe = dataclasses.replace(run.recipe, algorithm=PRESETS["ppo"])
     mesh = one_device()
     state = create_state(tiny("windows"), build(run.learner.optimiser), False, mesh)
-    stage = Reinforcement(
-        run=dataclasses.replace(run, recipe=recipe), training=(), forward=forward_on(mesh, Layout(2, 40, 10)),
-        label="", sampler=None, transfer=None, evaluation=None,
-    )  # fmt: skip
+    forward = forward_on(mesh, Layout(2, 40, 10))
     prompt, tokens = np.array([1, 2], np.int32), np.array([3, 4, 5, 6], np.int32)
     scores = np.asarray(logits(tiny("windows"), np.array([[*prompt, *tokens]])), np.float64)[0, 1:-1] / TEMPERATURE
     logp = (scores - np.log(np.exp(scores).sum(-1, keepdims=True)))[np.arange(4), tokens]
@@ -204,7 +202,7 @@ def test_samples_are_followed_to_the_policy_after_the_step():
     sample = Sample(prompt, tokens, mask, arrays={
         "sampler_logp": (logp - gained).astype(np.float32), "advantages": np.array([1, -1, -1, 1], np.float32)
     })  # fmt: skip
-    (found,) = stage.followed(state, [sample])
+    (found,) = with_ratios([sample], PRESETS["ppo"], forward, model_of(state, "policy"))
     np.testing.assert_allclose(found.arrays["ratio"], np.where(mask, np.exp(gained), np.nan), rtol=1e-4)
     np.testing.assert_array_equal(found.arrays["clipped"], [1, 0, 1, np.nan])
 
@@ -213,10 +211,9 @@ def test_samples_are_followed_to_the_policy_after_the_step():
     ("most", "told"), [(0, ["", "", ""]), (1, ["b", "c", "a"]), (2, ["ca", "bc", "ab"]), (9, ["abc"] * 3)]
 )
 def test_groups_are_written_down_in_turn(most, told):
-    batch = RolloutBatch(list("abc"), [], Carryover(), 0, 0, {})
-    written = [[batch.examples[place] for place in shown_places(batch, most, step)] for step in (1, 2, 3)]
+    written = [["abc"[place] for place in shown_places(3, most, step)] for step in (1, 2, 3)]
     assert ["".join(names) for names in written] == told
-    assert shown_places(dataclasses.replace(batch, groups=[]), most, 1) == []
+    assert shown_places(0, most, 1) == []
 
 
 def test_of_some_groups_alone_samples_are_written_down():
@@ -228,13 +225,12 @@ def test_of_some_groups_alone_samples_are_written_down():
         ))
         for group in groups
     ]  # fmt: skip
-    batch = RolloutBatch(groups, [], Carryover(), 0, 0, {})
     samples = [
         [Sample(one.tokens, one.tokens, one.mask, place=(n, i)) for i, one in enumerate(group.completions)]
         for n, group in enumerate(groups)
     ]
     others = [Sample(np.zeros(1), np.zeros(1), np.ones(1, bool))]
-    assert shown_places(batch, 2, 2) == [1, 2]
+    assert shown_places(len(groups), 2, 2) == [1, 2]
     shown = of_examples([1, 2], [samples[1], others, samples[2], samples[0]])
     assert [id(one.tokens) for one in shown] == [id(one.tokens) for one in (*samples[1], *samples[2])]
     assert [one.place for one in shown] == [(n, i) for n in range(2) for i in range(4)]

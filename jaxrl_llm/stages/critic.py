@@ -2,27 +2,32 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from jaxrl_llm.config import Run
+from jaxrl_llm.config import Run, tasks_in
+from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.learner import Critic, Forward, Sample, Training, ValueLoss, make_update
 from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.learner.platform import KERNELS, compute_for
-from jaxrl_llm.learner.samples import pooled, to_value
+from jaxrl_llm.learner.samples import to_value
 from jaxrl_llm.learner.state import NewRole
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.decoder import initialise
+from jaxrl_llm.models.decoder import Decoder, initialise
+from jaxrl_llm.models.heads import ScalarModel, with_scalar_head
 from jaxrl_llm.models.lora import create, model_of
 from jaxrl_llm.rules import not_a_number
+from jaxrl_llm.runs.load import load_model
 from jaxrl_llm.sharding import platform_of
-from jaxrl_llm.stages.rl.device_model import critic_config, load_critic, with_score
-from jaxrl_llm.stages.rl.ingredient import Around, Ingredient
+from jaxrl_llm.stages.ingredients import Ingredient, StageContext
 from jaxrl_llm.stages.stage import Architectures, Pass
+from jaxrl_llm.stages.taught import check_template, taught
+from jaxrl_llm.tasks import Prompts
 from jaxrl_llm.types import TrainState
 
 ROLE = ValueLoss.role
@@ -40,8 +45,7 @@ class CriticRole(Ingredient):
 
     run: Run
     critic: Critic
-    forward: Forward | None = None
-    name = ROLE
+    forward: Any = None
 
     @classmethod
     def of(cls, run: Run) -> Self | None:
@@ -51,17 +55,22 @@ class CriticRole(Ingredient):
             return None
         rate, field = critic.optimiser.learning_rate, "recipe.critic.optimiser"
         guard = functools.partial(not_a_number, learning_rate=rate, field=field, prefix="critic/")
-        loads = () if critic.model is None else (critic.model,)
-        return cls(run, critic, rules={"critic_not_a_number": guard}, loads=loads)
+        return cls(run, critic, rules={"critic_not_a_number": guard})
 
-    def prepared(self, around: Around) -> Self:
+    def prepared(self, context: StageContext) -> Self:
         """See ``Ingredient``."""
-        return dataclasses.replace(self, forward=around.forwards[ROLE])
+        return dataclasses.replace(self, forward=context.forwards[ROLE])
 
     def role(
         self, policy: ModelConfig, forward: Forward, tokenizer: Any, find: Architectures
     ) -> tuple[Training, Forward]:
         """Return the critic's training and how it is run: in rows of the policy's shapes.
+
+        Args:
+          policy: the architecture of the policy.
+          forward: how the policy is run.
+          tokenizer: the policy's; None if nothing will be loaded.
+          find: maps the name of a model to its architecture.
 
         Raises:
           InputError: ``recipe.critic.model`` cannot be found, or cannot read the policy's texts.
@@ -97,22 +106,61 @@ class CriticRole(Ingredient):
             found.append(sample.with_arrays(returns=zeros, old_values=zeros))
         return found
 
-    def passes(
-        self, samples: Sequence[Sample], forwards: Mapping[str, Forward], where: Any, find: Architectures
-    ) -> Sequence[Pass]:
+    def planned_pass(self, samples: Sequence[Sample], forward: Forward) -> Pass:
         """Return the pass that computes the critic's values of all completions of a step."""
         one_more = "bootstrap" in self.run.recipe.algorithm.advantage.needs
-        return [Pass("values", forwards[ROLE], [to_value(one, one_more) for one in samples], "values", 1, role=ROLE)]
+        return Pass("values", forward, [to_value(sample, one_more) for sample in samples], "values", 1, role=ROLE)
 
     def learning(self, step: int, training: Sequence[Training]) -> Sequence[Training]:
         """Exclude the policy while the critic warms up."""
         return [one for one in training if one.role != "policy"] if step <= self.critic.warmup else training
 
-    def models(self, state: TrainState) -> Mapping[str, Any]:
-        """Return the critic as the model ``values``."""
-        model, forward = model_of(state, ROLE), self.forward
-        return {"values": lambda samples: forward.by_sample(model, samples, output="values")}
+    def values(self, state: TrainState) -> Callable[[Sequence[Sample]], list[np.ndarray]]:
+        """Return the function that computes the values of samples."""
+        return functools.partial(self.forward.by_sample, model_of(state, ROLE), output="values")
 
-    def remembered(self, measured: Mapping[str, Any], own: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the explained variance pooled over the last steps (``learner.samples.pooled``)."""
-        return pooled(measured, own)
+
+def with_score(model: Decoder | ScalarModel) -> ScalarModel:
+    """Return the model with its scalar head; a decoder gets one of zeros."""
+    return model if isinstance(model, ScalarModel) else with_scalar_head(model)
+
+
+def critic_config(name: str, run: Run, policy: ModelConfig, find: Architectures) -> ModelConfig:
+    """Return the architecture of a critic's initial model.
+
+    Raises:
+      InputError: it is missing, or has fewer positions or another vocabulary than the run needs.
+    """
+    try:
+        config = find(name)
+    except InputError as error:
+        raise InputError(f"recipe.critic.model: {error}") from None
+    positions = config.attention.rope.max_positions
+    require(
+        run.rollout.max_length <= positions,
+        f"recipe.critic.model {name} was made for {positions} positions, and prompts with completions have up to "
+        f"{run.rollout.max_length}: lower rollout.max_new_tokens or rollout.max_prompt_tokens, or give another critic",
+    )
+    require(
+        config.vocab_size == policy.vocab_size,
+        f"recipe.critic.model {name} has a vocabulary of {config.vocab_size} tokens, and that of {run.model} has "
+        f"{policy.vocab_size}: give a critic that reads the policy's tokens",
+    )
+    return config
+
+
+def load_critic(name: str, run: Run, tokenizer: Any, mesh: Mesh) -> ScalarModel:
+    """Load a critic's initial model, in ``learner.dtype`` on the mesh.
+
+    Raises:
+      InputError: it is unreadable, has other tokens than the policy, or was trained with another chat template.
+    """
+    model, own = load_model(name, run.learner.dtype, mesh)
+    require(
+        own is None or own.get_vocab() == tokenizer.get_vocab(),
+        f"the tokens of recipe.critic.model {name} are not those of {run.model}: give a critic that reads the policy's "
+        "tokens",
+    )
+    prompts = {task.label: Prompts(task, tokenizer) for task in tasks_in(run.task)}
+    check_template(taught(name, own or tokenizer), f"recipe.critic.model {name}", prompts, tokenizer)
+    return with_score(model)

@@ -1,0 +1,485 @@
+"""Ingredients: additions to a run's policy gradient, each a value made from the run's settings."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm import tasks
+from jaxrl_llm.algorithms.preference import pretraining_loss
+from jaxrl_llm.config import JUDGED, Run, samples_groups
+from jaxrl_llm.data import Text, load_texts
+from jaxrl_llm.engine import Sampling
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner import Forward, Sample
+from jaxrl_llm.learner.objectives import TEXT, NextToken, Objective, Scalars, Share
+from jaxrl_llm.learner.samples import advantage_of, without_gain
+from jaxrl_llm.learner.teaching import DISTILLATION
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.rewards import Scorer
+from jaxrl_llm.rewards.bounds import REJECTED, Constraint
+from jaxrl_llm.rewards.rubric import Pairwise
+from jaxrl_llm.rollout.branches import common_lengths, shared_credit
+from jaxrl_llm.rollout.evaluate import Evaluated
+from jaxrl_llm.rollout.groups import RolloutBatch
+from jaxrl_llm.rules import Rule
+from jaxrl_llm.rules.decision import Decided, Decision, Own, Row
+from jaxrl_llm.sharding.distributed import ALONE, Peers
+from jaxrl_llm.sharding.rules import digest
+from jaxrl_llm.stages.dataset import sample_of, text_numbers
+from jaxrl_llm.stages.stage import Fingerprints
+from jaxrl_llm.system.json_lines import append_rows, read_rows
+from jaxrl_llm.system.paths import new_file
+from jaxrl_llm.tasks import Prompts
+from jaxrl_llm.telemetry.progress import Progress
+from jaxrl_llm.types import Completion, Group, Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class StageContext:
+    """The parts of a run that an ingredient is prepared with, before the first step.
+
+    Attributes:
+      tokenizer: the policy's.
+      prompts: of the training problems.
+      test_prompts: of the evaluation problems.
+      stops: tokens at which completions end.
+      forwards: how the learner runs the model of each role.
+      objectives: names of all objectives of the run.
+      scorer: scores completions.
+      answers: how answers to the evaluation problems are sampled.
+      peers: the run's processes.
+      progress: receives progress messages.
+    """
+
+    tokenizer: Any
+    prompts: Prompts
+    test_prompts: Prompts
+    stops: Sequence[int]
+    forwards: Mapping[str, Forward]
+    objectives: Sequence[str]
+    scorer: Scorer
+    answers: Sampling
+    peers: Peers
+    progress: Progress
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ingredient:
+    """An ingredient of a run; a new one overrides the hooks that it needs, and is listed in ``programs.INGREDIENTS``.
+
+    Attributes:
+      objectives: added to the policy's.
+      coefficients: initial values of numbers that a rule updates from step to step.
+      rules: rules between steps.
+    """
+
+    objectives: Sequence[Objective] = ()
+    coefficients: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    rules: Mapping[str, Rule] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, run: Run) -> Self | None:
+        """Return the ingredient for these settings without loading anything; None if the run does not use it."""
+        raise NotImplementedError
+
+    def prepared(self, context: StageContext) -> Self:
+        """Load its data and models.
+
+        Raises:
+          InputError: data or models that the run cannot use.
+        """
+        return self
+
+    def planned_samples(self, samples: list[Sample], updates: int) -> list[Sample]:
+        """Add its own data to the samples of a step, at their longest; ``updates``: optimiser updates of the step."""
+        return samples
+
+    def samples(self, samples: list[list[Sample]], batch: RolloutBatch) -> list[list[Sample]]:
+        """Change the samples of a step, group by group, before the learner gets them."""
+        return samples
+
+
+@dataclasses.dataclass(frozen=True)
+class Constraints(Ingredient):
+    """Limits on a run's mean costs, each with a multiplier that a rule updates, and its gate: a completion that it
+    rejects is never made more likely.
+    """
+
+    constraints: tuple[Constraint, ...]
+    gated: bool = False
+
+    @classmethod
+    def of(cls, run: Run) -> Self | None:
+        """See ``Ingredient``."""
+        limits = run.scoring.constraints
+        moves = {one.coefficient: functools.partial(constrained, limited=one) for one in limits}
+        begins = {one.coefficient: float(one.multiplier) for one in limits}
+        gated = run.scoring.gate is not None
+        return cls(limits, gated, coefficients=begins, rules=moves) if limits or gated else None
+
+    def rewards(self, rewards: np.ndarray, groups: Sequence[Group], coefficients: Mapping[str, float]) -> np.ndarray:
+        """Return ``r - sum of lam * (cost - limit)``, NaN where a cost is NaN."""
+        for one in self.constraints:
+            cost = np.stack([group.parts[one.part] for group in groups])
+            rewards = rewards - coefficients[one.coefficient] * (cost - one.limit)
+        return rewards
+
+    def samples(self, samples: list[list[Sample]], batch: RolloutBatch) -> list[list[Sample]]:
+        """Return the samples, with advantages ``min(A, 0)`` for completions that the gate rejects."""
+        if not self.gated:
+            return samples
+        return [
+            [without_gain(one) if out else one for one, out in zip(members, group.parts[REJECTED], strict=True)]
+            for members, group in zip(samples, batch.groups, strict=True)
+        ]
+
+
+def constrained(row: Row, own: Own, limited: Constraint) -> Decided:
+    """Update the multiplier of a constraint, ``lam <- max(0, lam + rate * (mean cost - limit))``: a ``Rule``.
+
+    A step without a cost leaves it unchanged.
+    """
+    cost = row.get(limited.part, math.nan)
+    if math.isnan(cost):
+        return Decision(), own
+    moved = max(0.0, row[limited.coefficient] + limited.rate * (cost - limited.limit))
+    return Decision(coefficients={limited.coefficient: moved}), own
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedCredit(Ingredient):
+    """ARPO's "hard" credit: a shared token has the mean advantage of the members that share it (arXiv 2507.19849)."""
+
+    @classmethod
+    def of(cls, run: Run) -> Self | None:
+        """See ``Ingredient``."""
+        rule = run.recipe.branch
+        return cls() if rule is not None and rule.credit == "hard" else None
+
+    def planned_samples(self, samples: list[Sample], updates: int) -> list[Sample]:
+        """Return the samples with an advantage for each token."""
+        return [one.with_arrays(advantages=np.zeros(len(one.tokens), np.float32)) for one in samples]
+
+    def samples(self, samples: list[list[Sample]], batch: RolloutBatch) -> list[list[Sample]]:
+        """Return the samples with an advantage for each token: the mean over the members that share it."""
+        found = []
+        for members, group in zip(samples, batch.groups, strict=True):
+            own = [np.broadcast_to(np.float32(advantage_of(one)), one.tokens.shape) for one in members]
+            shared = shared_credit(own, common_lengths(group.completions))
+            found.append([one.with_arrays(advantages=values) for one, values in zip(members, shared, strict=True)])
+        return found
+
+
+OBSERVATIONS = "observations"
+"""The name of the objective, and of its mask among a sample's arrays."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ObservationLoss(Objective):
+    """``-coef mean_t(logp)`` over the tokens that an environment said, nats; 0 where nothing was said.
+
+    They are the contents of its messages, in completions that the policy's loss leaves out too. Their number is the
+    divisor, so that the policy gradient is as it is without them.
+
+    Attributes:
+      coef: lambda.
+    """
+
+    coef: float
+    name: ClassVar[str] = OBSERVATIONS
+    role: ClassVar[str] = "policy"
+    outputs: ClassVar[tuple[str, ...]] = ("logp",)
+
+    def __call__(self, outputs: Any, batch: Any, counts: Any, coefficients: Scalars) -> Share:
+        """Return the loss, and as metrics the loss, the mean without the coefficient, and the number of tokens."""
+        mean = pretraining_loss(outputs["logp"], batch.mask, counts.tokens)
+        said = jnp.sum(batch.mask, dtype=jnp.float32)
+        return self.coef * mean, {
+            "loss": self.coef * mean,
+            f"{OBSERVATIONS}/loss": mean,
+            f"{OBSERVATIONS}/tokens": said,
+        }
+
+    def finalize(self, metrics: Scalars) -> Scalars:
+        """Return the metrics; the mean is NaN where nothing was said."""
+        mean = jnp.where(metrics[f"{OBSERVATIONS}/tokens"] > 0, metrics[f"{OBSERVATIONS}/loss"], jnp.nan)
+        return metrics | {f"{OBSERVATIONS}/loss": mean}
+
+
+@dataclasses.dataclass(frozen=True)
+class Observations(Ingredient):
+    """The likelihood of what environments said, in addition to the policy gradient: ECHO (arXiv 2605.24517)."""
+
+    @classmethod
+    def of(cls, run: Run) -> Self | None:
+        """See ``Ingredient``."""
+        coef = run.recipe.observation_coef
+        return cls(objectives=(ObservationLoss(coef),)) if coef else None
+
+    def planned_samples(self, samples: list[Sample], updates: int) -> list[Sample]:
+        """Add a mask without tokens to the samples."""
+        return [sample.with_arrays(**{OBSERVATIONS: np.zeros(len(sample.tokens), bool)}) for sample in samples]
+
+    def samples(self, samples: list[list[Sample]], batch: RolloutBatch) -> list[list[Sample]]:
+        """Add to each sample the mask of what its environment said."""
+        return [
+            [
+                one.with_arrays(**{OBSERVATIONS: observed(said)})
+                for one, said in zip(members, group.completions, strict=True)
+            ]
+            for members, group in zip(samples, batch.groups, strict=True)
+        ]
+
+
+def observed(completion: Completion) -> np.ndarray:
+    """Return bool[T], True on the contents of the messages of an episode's environment, False on the template's."""
+    found = np.zeros(len(completion.tokens), bool)
+    for turn in () if completion.episode is None else completion.episode.turns:
+        for begin, end in turn.said:
+            found[begin:end] = True
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class PretrainingMix(Ingredient):
+    """Texts that each step learns from in addition to its groups, in a seeded order, and held-out texts.
+
+    They are those of PPO-ptx (arXiv 2203.02155), or those whose completions a teacher values (GKD, arXiv 2306.13649).
+
+    Attributes:
+      texts: training texts. Only ``count``, ``seed`` and ``ptx`` are set before it is prepared.
+      held_out: evaluation texts.
+      count: texts of each step.
+      alone: nothing is sampled; a step learns from the texts alone.
+      seed: of the order: each epoch is a fresh permutation.
+      objective: the name of the one that counts texts.
+      others: names of the objectives that count completions.
+      forward: how the model is run to evaluate it, at temperature 1.
+      status: receives progress messages.
+      source: where the texts come from.
+      fingerprints: of the texts.
+      notes: lines for people before the first step.
+    """
+
+    texts: Sequence[Text] = ()
+    held_out: Sequence[Text] = ()
+    count: int = 0
+    alone: bool = False
+    seed: int = 0
+    objective: str = TEXT
+    others: tuple[str, ...] = ()
+    forward: Any = None
+    status: Callable[[str], None] = print
+    source: Any = None
+    fingerprints: Fingerprints = dataclasses.field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, run: Run) -> Self | None:
+        """See ``Ingredient``."""
+        ptx, taught = run.rollout.collect.ptx, run.scoring.distillation
+        if taught is not None and taught.texts is not None:
+            count = taught.rows_of(run.rollout.prompts * run.rollout.group)
+            alone = not samples_groups(run)
+            return cls(count=count, alone=alone, seed=run.seed, source=taught.texts, objective=DISTILLATION)
+        if ptx is None:
+            return None
+        return cls(count=ptx.rows, seed=run.seed, source=ptx.texts, objectives=(NextToken(ptx.coef, "text/"),))
+
+    def prepared(self, context: StageContext) -> Self:
+        """Read the texts.
+
+        Raises:
+          InputError: a row that is unusable, or too long for the run's rows.
+        """
+        source = self.source
+        context.progress.status(f"reading {source.label}")
+        forward = context.forwards["policy"]
+        size = forward.layout.row_tokens, forward.layout.completion_tokens
+        loaded = load_texts(source, context.tokenizer, context.stops, lambda text: room(text, *size))
+        train, held_out = (
+            [piece for text in texts for piece in pieces(text, *size)] for texts in (loaded.train, loaded.held_out)
+        )
+        return dataclasses.replace(
+            self,
+            texts=train,
+            held_out=held_out,
+            others=tuple(name for name in context.objectives if name != TEXT),  # a teacher values completions too
+            forward=dataclasses.replace(forward, temperature=1.0),
+            status=context.progress.status,
+            fingerprints={"text": tasks.fingerprint(loaded.train), "held-out text": tasks.fingerprint(loaded.held_out)},
+            notes=loaded.notes,
+        )
+
+    def planned_samples(self, samples: list[Sample], updates: int) -> list[Sample]:
+        """Append the texts of one update to the samples."""
+        first = samples[0]
+        text = Sample(first.prompt[:1], first.tokens, first.mask).counting((self.objective,))
+        return [*([] if self.alone else samples), *[text] * -(-self.count // updates)]
+
+    def drawn(self, batch: RolloutBatch, before: int) -> RolloutBatch:
+        """Add the number of texts that the run has drawn to the carryover; ``before``: that before this step."""
+        carry = dataclasses.replace(batch.left, texts=before + self.count)
+        return dataclasses.replace(batch, left=carry, texts=self.count if self.alone else 0)
+
+    def samples(self, samples: list[list[Sample]], batch: RolloutBatch) -> list[list[Sample]]:
+        """Distribute the step's texts evenly between the groups, so that every minibatch gets its share."""
+        counted = [[sample.counting(self.others) for sample in group] for group in samples]
+        numbers = range(batch.left.texts - self.count, batch.left.texts)
+        places = [tasks.problem_index(self.seed, number, len(self.texts)) for number in numbers]
+        texts = [[sample_of(self.texts[place]).counting((self.objective,))] for place in places]
+        # Of equal parts of a line the middles: a group's before a text's where they meet.
+        order = [((at + 0.5) / len(counted), 0, group) for at, group in enumerate(counted)]
+        order += [((at + 0.5) / len(texts), 1, text) for at, text in enumerate(texts)]
+        return [group for _, _, group in sorted(order, key=lambda placed: placed[:2])]
+
+    def evaluate(self, policy: Decoder) -> dict[str, float]:
+        """Return ``eval/text/loss`` and its perplexity on the held-out texts; nothing without any."""
+        return text_numbers(self.forward, policy, self.held_out, self.status) if self.held_out else {}
+
+
+def room(text: Text, row_tokens: int, tokens: int) -> float:
+    """Return the most tokens that a text may have; infinite for one without a prompt, which may be split."""
+    return math.inf if len(text.prompt) == 1 else min(row_tokens, len(text.prompt) + tokens)
+
+
+def pieces(text: Text, row_tokens: int, tokens: int) -> list[Text]:
+    """Return a text that fits a row, or the pieces of one without a prompt, each after the last token of the one
+    before.
+
+    Raises:
+      InputError: a text with a prompt that is longer than a row, or than a completion may be.
+    """
+    size = min(tokens, row_tokens - 1)
+    if len(text.tokens) <= tokens and text.length <= row_tokens:
+        return [text]
+    if len(text.prompt) > 1:
+        raise InputError(
+            f"{text.where} has a prompt of {len(text.prompt)} and a completion of {len(text.tokens)} tokens, and rows "
+            f"have {row_tokens}, completions {tokens}: raise rollout.max_new_tokens, or leave it out of "
+            "rollout.collect.ptx (Texts.overlong drops or truncates such texts)"
+        )
+    whole = np.concatenate([text.prompt, text.tokens])
+    begins = range(1, len(whole), size)
+    return [
+        dataclasses.replace(
+            text, prompt=whole[at - 1 : at], tokens=whole[at : at + size], mask=text.mask[at - 1 : at - 1 + size]
+        )
+        for at in begins
+    ]
+
+
+FIRST_ANSWERS = "first_answers.jsonl"
+"""A file in the run's directory: the first policy's answers to the evaluation problems."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WinRate(Ingredient):
+    """The win rate: how often a judge prefers the current policy's answers to the first policy's.
+
+    It has a judge of evaluations and the file of the first policy's answers. Fields are set once it is prepared.
+
+    Attributes:
+      path: of the file that holds them.
+      scorer: asks the judge.
+      peers: the run's processes; the first one writes and reads.
+      made_from: maps a problem to a digest of its answers' inputs except the weights.
+      pairwise: the judge sees both answers at once.
+    """
+
+    path: Path = Path(FIRST_ANSWERS)
+    scorer: Any = None
+    peers: Peers = ALONE
+    made_from: Callable[[Problem], str] = str
+    pairwise: bool = False
+
+    @classmethod
+    def of(cls, run: Run) -> Self | None:
+        """See ``Ingredient``."""
+        judge = run.evaluation.judge
+        return None if judge is None else cls(pairwise=isinstance(judge, Pairwise))
+
+    def prepared(self, context: StageContext) -> Self:
+        """See ``Ingredient``."""
+        prompts = context.test_prompts
+        # The length of answers may grow from phase to phase.
+        how = np.asarray([context.answers.temperature, context.answers.top_p], np.float64)
+        return dataclasses.replace(
+            self,
+            path=context.scorer.folder / FIRST_ANSWERS,
+            scorer=context.scorer,
+            peers=context.peers,
+            made_from=lambda problem: digest([np.asarray(prompts[problem], np.int32), how]),
+        )
+
+    def compared(self, answers: tuple[Evaluated, ...], first: bool) -> tuple[Evaluated, ...]:
+        """Return the evaluations with ``won``; the first evaluation of the run stores its answers instead."""
+        if first:
+            self.begin(answers)
+            return answers
+        rows = self.peers.first(lambda: list(read_rows(self.path)))
+        known = {(row["task"], row["problem"], row["sample"]): row for row in rows}
+        return tuple(self.against(known, evaluated) for evaluated in answers)
+
+    def begin(self, found: Sequence[Evaluated]) -> None:
+        """Store the first policy's answers to each task; they replace those of an earlier attempt."""
+        if not self.peers.leads:
+            return
+        kept = ("task", "problem", "sample", "completion", "finish_reason")
+        told = []
+        for one in found:
+            asked = {problem.id: self.made_from(problem) for problem in one.problems}
+            rows = zip(one.rows(), (answer for row in one.completions for answer in row), strict=True)
+            for row, answer in rows:
+                own = {"tokens": answer.tokens, "made_from": asked[row["problem"]]}
+                told.append({name: row[name] for name in kept} | own)
+        with new_file(self.path) as part, part.open("wb") as file:
+            append_rows(file, told)
+
+    def against(self, known: Mapping[tuple[str, str, int], dict[str, Any]], found: Evaluated) -> Evaluated:
+        """Add ``won`` to one task's evaluation: each answer against the first policy's of the same number.
+
+        Equal tokens are a tie, without asking the judge. NaN if the first answer is missing (the problems, their
+        prompts or the sampling were others then, or the file is gone), or if one of the two could not be scored.
+        """
+        first = [
+            [known.get((found.task, problem.id, number)) for number in range(len(row))]
+            for problem, row in zip(found.problems, found.completions, strict=True)
+        ]
+        won = np.full((len(first), len(first[0])), np.nan)
+        places = []
+        items: list[tuple[Problem, Completion]] = []
+        for at, row in np.ndenumerate(np.asarray(first, object)):
+            answer = found.completions[at[0]][at[1]]
+            made_from = self.made_from(found.problems[at[0]])
+            if row is None or row["made_from"] != made_from:
+                continue
+            if row["tokens"] == answer.tokens.tolist():
+                won[at] = 0.5
+                continue
+            places.append(at)
+            problem = found.problems[at[0]]
+            if self.pairwise:  # it prefers an answer to the reference: here to the first policy's
+                before = dataclasses.replace(problem, answer=row["completion"] or " ", verifier="none")
+                items.append((before, answer))
+                continue
+            # As a judge reads it: sampling probabilities and versions are not kept.
+            size = len(row["tokens"])
+            before = Completion(
+                np.asarray(row["tokens"], np.int32), np.zeros(size, np.float32), row["finish_reason"],
+                np.ones(size, bool), np.zeros(size, np.int32), text=row["completion"],
+            )  # fmt: skip
+            items += [(problem, before), (problem, answer)]
+        scores = self.scorer.score(items, only=(JUDGED,)).parts[JUDGED] if items else np.zeros(0)
+        if not self.pairwise:
+            old, new = scores.reshape(-1, 2).T
+            scores = np.where(np.isnan(old + new), np.nan, (np.sign(new - old) + 1) / 2)
+        for at, score in zip(places, scores, strict=True):
+            won[at] = score
+        return dataclasses.replace(found, won=won)

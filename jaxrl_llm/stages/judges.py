@@ -1,0 +1,431 @@
+"""Reward models and judges on a run's devices: loading them, and scoring completions, or their steps, with them.
+
+A reward model is loaded once, and run on the devices in packed rows as the learner runs its models. A judge that
+answers in words has an engine of its own.
+"""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrl_llm import config as configs
+from jaxrl_llm.algorithms.preference import solution_score, step_differences
+from jaxrl_llm.data.datasets import split_steps, step_lengths
+from jaxrl_llm.engine import Sampling
+from jaxrl_llm.engine.backend import Backend, backend_for
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner import Forward, Sample
+from jaxrl_llm.models.decoder import Decoder, initialise
+from jaxrl_llm.models.heads import ScalarModel, with_scalar_head
+from jaxrl_llm.rewards.chat_client import Answer
+from jaxrl_llm.rewards.endpoint import JudgeModel
+from jaxrl_llm.rewards.functions import ModelReward, StepReward
+from jaxrl_llm.rewards.rubric import Pairwise, asks_model
+from jaxrl_llm.rewards.scores import last_token
+from jaxrl_llm.rollout.respond import Requests, gather
+from jaxrl_llm.runs.load import load_model
+from jaxrl_llm.stages.stage import SCORED_AT_ONCE, Architectures, Pass, run_by, scored, scored_sample
+from jaxrl_llm.stages.taught import check_template, readers, taught
+from jaxrl_llm.tasks import Prompts
+from jaxrl_llm.tasks.chats import Pieces, closed
+from jaxrl_llm.tasks.guarding import Guard
+from jaxrl_llm.tasks.template import check_tokenizer, rendered
+from jaxrl_llm.types import Completion, Message, Problem
+
+Item = tuple[Problem, Completion]
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceModel:
+    """A reward model on the devices where it scores.
+
+    Attributes:
+      model: in the dtype that it computes in.
+      forward: how it is run.
+      prompts: of each task, by its label.
+      status: receives progress messages.
+      closings: the tokens that close a completion where its score is read, by task label; see ``tasks.chats.closed``.
+    """
+
+    model: ScalarModel
+    forward: Forward
+    prompts: Mapping[str, Prompts]
+    status: Callable[[str], None]
+    closings: Mapping[str, Sequence[int] | None]
+
+    def values(self, items: Sequence[Item]) -> list[np.ndarray]:
+        """Return for each completion float32[t + 1]: at place t the value before token t, last the value after all.
+
+        If the model reads on to the end of the chat template, the t tokens include those of the template.
+        """
+        samples = [
+            scored_sample(self.prompts[problem.task][problem], closed(completion, self.closings.get(problem.task)), {})
+            for problem, completion in items
+        ]
+        with jax.set_mesh(self.forward.mesh):  # of this thread
+            return scored(self.forward, self.model, samples, "values", self.status)
+
+
+def load_judge(
+    run: configs.Run,
+    path: str,
+    field: str,
+    where: Mesh,
+    tokenizer: Any,
+    prompts: Mapping[str, Prompts],
+    status: Callable[[str], None],
+) -> DeviceModel:
+    """Load a reward model for the completions of the run's policy.
+
+    Args:
+      run: gives the policy, the lengths of prompts and completions, and how the learner computes.
+      path: RUN[@STEP] or a directory.
+      field: the setting that names it, for messages.
+      where, tokenizer, prompts, status: as for ``judges_of``.
+
+    Raises:
+      InputError: as ``judges_of``.
+    """
+    status(f"loading {path}")
+    try:
+        model, own = load_model(path, run.learner.compute.dtype, where)
+    except InputError as error:
+        raise InputError(f"{field}: {error}") from None
+    if not isinstance(model, ScalarModel):
+        raise InputError(f"{field}: {path} is a language model, which gives no score: train a RewardModel")
+    check_tokenizer(own, f"{field}: {path}")
+    if own.get_vocab() != tokenizer.get_vocab():
+        raise InputError(
+            f"{field}: the tokens of {path} are not those of {run.model}: give a reward model that reads the policy's "
+            "tokens"
+        )
+    known = taught(path, own)
+    check_template(known, f"{field}: {path}", prompts, tokenizer)
+    closes = known is not None and known.score_at == "template"  # else a score is read at the completion's own end
+    ends = (
+        {label: Pieces(one.task(label), tokenizer, (), {}).closing for label, one in prompts.items()} if closes else {}
+    )
+    more = max((len(closing) - 1 for closing in ends.values() if closing), default=0)  # a stop token is there already
+    longest = run.rollout.max_length + more
+    positions = model.config.attention.rope.max_positions
+    configs.require(
+        longest <= positions,
+        f"{field}: {path} was made for {positions} positions, and prompts with completions have up to {longest}: lower "
+        "max_new_tokens or max_prompt_tokens, or give another reward model",
+    )
+    forward = run_by(run.learner, model.config, where, longest + 1, run.rollout.max_new_tokens + more + 1)
+    return DeviceModel(model, forward, prompts, status, ends)
+
+
+def judges_of(
+    run: configs.Run, where: Mesh, tokenizer: Any, prompts: Mapping[str, Prompts], status: Callable[[str], None]
+) -> dict[Any, Callable[[Sequence[Item]], Any]]:
+    """Return functions that compute the rewards of models, by reward: ``together``, ``by_step``, or the answers of a
+    judge; empty without any.
+
+    Args:
+      run: with its settings resolved.
+      where: the mesh that samples.
+      tokenizer: the policy's.
+      prompts: of each task, by its label.
+      status: receives progress messages.
+
+    Raises:
+      InputError: a model that is missing, is not a reward model, was trained with another format, or has other tokens
+        than the policy.
+    """
+    for reader, path in readers(run):
+        reader.check(path)
+    models: dict[str, DeviceModel] = {}
+    for reader, path in readers(run):
+        if path not in models:
+            models[path] = load_judge(run, path, reader.field.removesuffix(":"), where, tokenizer, prompts, status)
+    found: dict[Any, Callable[[Sequence[Item]], Any]] = {}
+    for base in configs.bases(run):
+        if isinstance(base, ModelReward):
+            found[base] = functools.partial(together, [models[path] for path in base.paths])
+        elif isinstance(base, StepReward):
+            found[base] = functools.partial(by_step, base, models[base.path], tokenizer)
+    return found | judge_models(run, where, status)
+
+
+def together(models: Sequence[DeviceModel], items: Sequence[Item]) -> np.ndarray:
+    """Return the score of each completion by each model, float64[n, m]."""
+    scores = [[float(values[-1]) for values in one.values(items)] for one in models]
+    return np.asarray(scores, np.float64).T
+
+
+def judge_passes(run: configs.Run, samples: Sequence[Sample], where: Any, find: Architectures) -> list[Pass]:
+    """Return the passes of reward models and judges over the completions of a step, for the plan.
+
+    Reward models of one architecture share a program, and score in chunks of completions.
+    """
+    models = collections.Counter(find(path) for path in dict.fromkeys(path for _, path in readers(run)))
+    calls = -(-len(samples) // SCORED_AT_ONCE)
+    some = [scored_sample(sample.prompt, sample.tokens, {}) for sample in samples[:SCORED_AT_ONCE]]
+    dtype = jnp.dtype(run.learner.compute.dtype)
+    passes, rollout = [], run.rollout
+    for number, (config, count) in enumerate(models.items(), start=1):
+        forward = run_by(run.learner, config, where, rollout.max_length + 1, rollout.max_new_tokens + 1)
+        model = jax.eval_shape(lambda c=config: with_scalar_head(initialise(c, jax.random.key(0), dtype)))
+        name = "judges" if number == 1 else f"judges {number}"
+        passes.append(Pass(name, forward, some, "values", calls * count, model=model, copies=count))
+    return [*passes, *judging_passes(run, samples, where, find)]
+
+
+def by_step(reward: StepReward, model: DeviceModel, tokenizer: Any, items: Sequence[Item]) -> np.ndarray:
+    """Return for each completion ``[(index of a step's last token, value), ...]``, as an array of lists [n]."""
+    found = np.zeros(len(items), object)
+    for place, ((_, completion), values) in enumerate(zip(items, model.values(items), strict=True)):
+        ends = step_ends(completion, reward.separator, tokenizer)
+        scores = 1 / (1 + np.exp(-values[ends + 1].astype(np.float64)))
+        if reward.differences:
+            scores = step_differences(scores, reward.start)
+        found[place] = [(int(end), float(score)) for end, score in zip(ends, scores, strict=True)]
+    return found
+
+
+def solution_scores(
+    model: DeviceModel,
+    items: Sequence[Item],
+    by: Literal["score", "product", "minimum", "last"],
+    separator: str,
+    tokenizer: Any,
+) -> np.ndarray:
+    """Return one score of each completion, float64[n]: of the whole, or from the probabilities of its steps.
+
+    The latter is their product, the lowest or the last (arXiv 2305.20050, section 2.6); 0 without a step.
+    """
+    if by == "score":
+        return np.asarray([values[-1] for values in model.values(items)], np.float64)
+    said = by_step(StepReward("", separator=separator), model, tokenizer, items)
+    found = [np.asarray([value for _, value in steps], np.float64) for steps in said]
+    return np.asarray([solution_score(steps, by) for steps in found], np.float64)
+
+
+def step_ends(completion: Completion, separator: str, tokenizer: Any) -> np.ndarray:
+    """Return the index of each step's last token, int64[k], rising: that of the separator, or of the text's end.
+
+    Steps are those of ``data.datasets.split_steps``: a part of only white space belongs to the step before.
+    """
+    text = completion.text
+    tokens = completion.tokens.tolist()
+    ends = step_lengths(split_steps(text, separator), separator)
+    return np.asarray(sorted({last_token(text, tokens, end, tokenizer) for end in ends}), np.int64)
+
+
+@dataclasses.dataclass
+class FallingSteps:
+    """A stopping rule: a completion ends at the step with which the scores of several steps in a row have fallen.
+
+    A step counts once the next has begun: its end is then fixed, and the last step of a completion that has ended by
+    itself never stops it. So the end of a completion does not depend on when it is checked.
+
+    Attributes:
+      model: a process reward model.
+      problems: of each completion, by its number.
+      separator: ends a step.
+      falls: number of consecutive steps, each with a lower score than the one before, that stop it; at least 1.
+      tokenizer: the policy's.
+      seen: number of scored steps of each completion, by its number.
+      ends: number of tokens that a stopped completion keeps, by its number.
+    """
+
+    model: DeviceModel
+    problems: Sequence[Problem]
+    separator: str
+    falls: int
+    tokenizer: Any
+    seen: dict[int, int] = dataclasses.field(default_factory=dict)
+    ends: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    def __call__(self, made: Mapping[int, Completion]) -> dict[int, int]:
+        """Return the number of tokens to keep of each stopped completion; the completions must have their texts."""
+        longer = {}
+        for number, completion in made.items():
+            complete = len(split_steps(completion.text, self.separator)) - 1
+            if number not in self.ends and complete > max(self.falls, self.seen.get(number, 0)):
+                longer[number] = completion
+        if longer:
+            values = self.model.values([(self.problems[number], c) for number, c in longer.items()])
+            for (number, completion), said in zip(longer.items(), values, strict=True):
+                ends = step_ends(completion, self.separator, self.tokenizer)[:-1]
+                self.seen[number] = len(ends)
+                fallen = first_fall(said[ends + 1], self.falls)
+                if fallen is not None:
+                    self.ends[number] = int(ends[fallen]) + 1
+        return {number: self.ends[number] for number in made if number in self.ends}
+
+
+def first_fall(scores: Sequence[float], falls: int) -> int | None:
+    """Return the index of the score that ends the first ``falls`` consecutive falls; None without any.
+
+    >>> first_fall([0.9, 0.8, 0.85, 0.6, 0.5, 0.4], 2)
+    4
+    """
+    run = 0
+    for index in range(1, len(scores)):
+        run = run + 1 if scores[index] < scores[index - 1] else 0
+        if run == falls:
+            return index
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class JudgeEngine:
+    """A judge on the devices, with slots of its own.
+
+    Attributes:
+      settings: of the judge.
+      backend: strict, so that an answer does not depend on the questions beside it.
+      weights: to answer with.
+      tokenizer: of the judge.
+      mesh: of the devices.
+      status: receives progress messages.
+    """
+
+    settings: JudgeModel
+    backend: Backend
+    weights: Decoder
+    tokenizer: Any
+    mesh: Mesh
+    status: Callable[[str], None]
+
+    def ask(self, chats: Sequence[Sequence[Message]]) -> list[Answer | Exception]:
+        """Return the answer to each chat, or why it cannot be asked; equal chats are asked once."""
+        prompts = [self.prompt(chat) for chat in chats]
+        asked: dict[bytes, np.ndarray] = {}
+        for prompt in prompts:
+            if len(prompt) <= self.settings.max_prompt_tokens:
+                asked.setdefault(prompt.tobytes(), prompt)
+        sampling = Sampling(0.0, max_new_tokens=self.settings.max_new_tokens, stop_ids=self.weights.config.tokens.eos)
+        requests = Requests(self.backend, sampling)
+        if asked:
+            requests.submit(list(asked), list(asked.values()), [0] * len(asked))
+        with jax.set_mesh(self.mesh):  # of this thread
+            found = gather(requests, self.weights, self.tokenizer, lambda text: self.status(f"judging: {text}"))
+        self.backend.start(sampling)  # gives its cache back
+        answers: list[Answer | Exception] = []
+        new = set(asked)
+        for prompt in prompts:
+            key = prompt.tobytes()
+            if key not in asked:
+                answers.append(self._too_long(len(prompt)))
+                continue
+            first = key in new
+            new.discard(key)
+            size = (len(prompt), found[key].length) if first else (0, 0)
+            answers.append(Answer(found[key].text, *map(float, size), cached=not first))
+        return answers
+
+    def prompt(self, chat: Sequence[Message]) -> np.ndarray:
+        """Return a chat as token ids, int32[T], up to the start of the answer; control tokens that it spells are text.
+
+        Raises:
+          InputError: the chat template refuses it.
+        """
+        guarded = [self._guard(dict(message)) for message in chat]
+        text = rendered(guarded, self.settings, self.tokenizer, options=self.options)
+        return np.asarray(self._guard.ids(text), np.int32)
+
+    @functools.cached_property
+    def _guard(self) -> Guard:
+        return Guard(self.tokenizer)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of the chat template by name."""
+        return dict(self.settings.options)
+
+    def _too_long(self, length: int) -> Exception:
+        most = self.settings.max_prompt_tokens
+        return ValueError(f"a question has {length} tokens, and the judge reads {most}: raise judge.max_prompt_tokens")
+
+
+def load_judge_model(
+    judge: JudgeModel, run: configs.Run, field: str, where: Mesh, status: Callable[[str], None]
+) -> JudgeEngine:
+    """Load a judge with an engine of its own; ``field``: the setting that names it, for messages.
+
+    Raises:
+      InputError: it is missing, scores texts, has too few positions, no tokenizer, or a chat template without a
+        system message.
+    """
+    status(f"loading {judge.model}")
+    field = f"{field}: judge.model"
+    try:
+        model, tokenizer = load_model(judge.model, run.learner.compute.dtype, where)
+    except InputError as error:
+        raise InputError(f"{field}: {error}") from None
+    if isinstance(model, ScalarModel):
+        raise InputError(f"{field}: {judge.model} is a reward model, which answers nothing: take ModelReward")
+    check_tokenizer(tokenizer, f"{field}: {judge.model}")
+    positions = model.config.attention.rope.max_positions
+    configs.require(
+        judge.max_length <= positions,
+        f"{field}: {judge.model} was made for {positions} positions, and judge.max_prompt_tokens with max_new_tokens "
+        f"are {judge.max_length}: lower them",
+    )
+    dtype = jnp.dtype(run.learner.compute.dtype)
+    engine, transfer = backend_for(
+        model, dtype, where, where, slots=judge.slots, max_length=judge.max_length, strict=True
+    )  # fmt: skip
+    found = JudgeEngine(judge, engine, transfer(model), tokenizer, where, status)
+    try:
+        found.prompt([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}])
+    except InputError as error:
+        raise InputError(f"{field}: {judge.model}: {error}") from None
+    return found
+
+
+def judge_models(
+    run: configs.Run, where: Mesh, status: Callable[[str], None]
+) -> dict[Any, Callable[[Sequence[Item]], Any]]:
+    """Return ``answered`` by reward, for those that ask a ``JudgeModel``; arguments and errors as of ``judges_of``."""
+    engines: dict[JudgeModel, JudgeEngine] = {}
+    found: dict[Any, Callable[[Sequence[Item]], Any]] = {}
+    for base in filter(asks_model, configs.bases(run)):
+        if base.judge not in engines:
+            engines[base.judge] = load_judge_model(base.judge, run, f"reward {base.name}", where, status)
+        found[base] = functools.partial(answered, base, engines[base.judge])
+    return found
+
+
+def asked_models(run: configs.Run) -> dict[JudgeModel, int]:
+    """Return the judges on the run's devices, each with its questions about a completion in training."""
+    found: dict[JudgeModel, int] = {}
+    for base in configs.bases(run):
+        if asks_model(base):
+            found[base.judge] = found.get(base.judge, 0) + (2 if isinstance(base, Pairwise) else 1)
+    return found
+
+
+def answered(reward: Any, judge: JudgeEngine, items: Sequence[Item]) -> np.ndarray:
+    """Return what a reward makes of a judge's answers: a score with its numbers, or an error, for each completion."""
+    found = np.empty(len(items), object)
+    found[:] = reward.judge_all(items, judge.ask)
+    return found
+
+
+def judging_passes(run: configs.Run, samples: Sequence[Sample], where: Any, find: Architectures) -> list[Pass]:
+    """Return what judges read in a step that has these completions, for the plan: the weights of each, and passes over
+    questions and answers at their longest, as many as slots at a time.
+    """
+    passes = []
+    dtype = jnp.dtype(run.learner.compute.dtype)
+    for number, (judge, asked) in enumerate(asked_models(run).items(), start=1):
+        config = find(judge.model)
+        forward = run_by(run.learner, config, where, judge.max_length, judge.max_new_tokens)
+        ids, mask = np.zeros(judge.max_new_tokens, np.int32), np.ones(judge.max_new_tokens, bool)
+        some = [Sample(np.zeros(judge.max_prompt_tokens, np.int32), ids, mask)] * min(judge.slots, len(samples))
+        model = jax.eval_shape(lambda c=config: initialise(c, jax.random.key(0), dtype))
+        calls = -(-len(samples) * asked // len(some))
+        passes.append(Pass(f"judge model {number}", forward, some, "logp", calls, model=model, copies=1))
+    return passes

@@ -1,0 +1,297 @@
+"""The parts of reinforcement learning made from a run's settings, in one place for the trainer and the planner:
+ingredients, objectives, rules, and the programs of the devices.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrl_llm import config as configs
+from jaxrl_llm.engine import Sampling
+from jaxrl_llm.engine.backend import Backend, backend_for, weights_for_sampling
+from jaxrl_llm.learner import Forward, PolicyGradient, Sample, Training, make_update
+from jaxrl_llm.learner.objectives import Objective
+from jaxrl_llm.learner.optimiser import build, learning_rate
+from jaxrl_llm.learner.platform import compute_for, layout_for, with_rows
+from jaxrl_llm.learner.routing import planned_routes
+from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.rollout.dynamic_sampling import Sampler
+from jaxrl_llm.rollout.groups import AdmissionPolicy, GroupSource
+from jaxrl_llm.rules import (
+    BY_HAND,
+    LR_SCALE,
+    OF_ENTROPY,
+    Rule,
+    by_hand,
+    decide_by_own,
+    entropy_controlled,
+    guards_of,
+    kl_controlled,
+    rules_of,
+)
+from jaxrl_llm.runs.load import config_of
+from jaxrl_llm.sharding import compiler_options, platform_of
+from jaxrl_llm.stages.critic import ROLE, CriticRole
+from jaxrl_llm.stages.ingredients import (
+    Constraints,
+    Ingredient,
+    Observations,
+    PretrainingMix,
+    SharedCredit,
+    StageContext,
+    WinRate,
+)
+from jaxrl_llm.stages.judges import judge_passes
+from jaxrl_llm.stages.stage import Architectures, Groups, Outline, PlannedSampler, state_of
+from jaxrl_llm.stages.teachers import Teachers
+
+INGREDIENTS: list[type[Ingredient]] = [
+    *(SharedCredit, Observations),
+]
+"""Ingredients with no more than the hooks of ``Ingredient``, in the order of their calls."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ingredients:
+    """The ingredients of a run, in the order of their hooks' calls; None for one that the run does not use.
+
+    Attributes:
+      critic: PPO's.
+      others: of ``INGREDIENTS``.
+      constraints: limits of costs, and the gate.
+      texts: learned from in addition to the groups.
+      teachers: of the policy.
+      win_rate: of evaluations.
+    """
+
+    critic: CriticRole | None
+    others: tuple[Ingredient, ...]
+    constraints: Constraints | None
+    texts: PretrainingMix | None
+    teachers: Teachers | None
+    win_rate: WinRate | None
+
+    def __iter__(self) -> Iterator[Ingredient]:
+        """Yield the ingredients that the run uses."""
+        everything = (self.critic, *self.others, self.constraints, self.texts, self.teachers, self.win_rate)
+        return (ingredient for ingredient in everything if ingredient is not None)
+
+    def prepared(self, context: StageContext) -> "Ingredients":
+        """Load the data and models of each."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        ready = {name: part and part.prepared(context) for name, part in fields.items() if name != "others"}
+        return Ingredients(others=tuple(ingredient.prepared(context) for ingredient in self.others), **ready)
+
+
+def ingredients_of(run: configs.Run) -> Ingredients:
+    """Return the ingredients of a run, with nothing loaded yet."""
+    others = tuple(ingredient for kind in INGREDIENTS if (ingredient := kind.of(run)) is not None)
+    texts, teachers, win_rate = PretrainingMix.of(run), Teachers.of(run), WinRate.of(run)
+    return Ingredients(CriticRole.of(run), others, Constraints.of(run), texts, teachers, win_rate)
+
+
+def objectives_of(run: configs.Run, ingredients: Ingredients) -> tuple[Objective, ...]:
+    """Return the training objectives of the policy; its gradient needs completions of its own."""
+    algorithm, moves = run.recipe.algorithm, run.recipe.of_entropy is not None
+    teacher = run.scoring.distillation
+    others = algorithm.kl_in_loss or algorithm.entropy_coef or moves
+    idle = teacher is not None and configs.without_rewards(run) and not (teacher.by_policy_gradient or others)
+    policy = PolicyGradient(algorithm, run.learner.updates > 1, moves, idle)
+    policies = (policy,) if configs.samples_groups(run) else ()
+    return (*policies, *(objective for ingredient in ingredients for objective in ingredient.objectives))
+
+
+def moved_by_rules(run: configs.Run, ingredients: Ingredients) -> dict[str, float]:
+    """Return the initial values of the coefficients of loss and reward that a rule updates from step to step."""
+    coefficients = {name: number for ingredient in ingredients for name, number in ingredient.coefficients.items()}
+    if run.rules.guards and run.rules.on_guard == "rollback":
+        coefficients[LR_SCALE] = 1.0
+    algorithm = run.recipe.algorithm
+    if run.recipe.of_kl is not None:
+        coefficients["kl_coef"] = algorithm.kl_coef
+    if run.recipe.of_entropy is not None:
+        coefficients["entropy_coef"] = algorithm.entropy_coef
+    return coefficients
+
+
+def rules_for(run: configs.Run, ingredients: Ingredients) -> dict[str, Rule]:
+    """Return the rules between this run's steps, by name; if several stop it, the first gives the reason."""
+    kl_coef, test = run.recipe.algorithm.kl_coef, configs.evaluation_key(run)
+    of_ingredients = {name: rule for ingredient in ingredients for name, rule in ingredient.rules.items()}
+    rules = guards_of(run, of_ingredients, len(objectives_of(run, ingredients)) > 1)
+    rules |= rules_of(run.recipe.resets, run.evaluation.every, kl_coef, test)
+    if configs.keeps_reference(run):
+        rules[BY_HAND] = partial(by_hand, resets=run.recipe.resets)
+    if run.recipe.of_kl is not None:
+        rules["controller"] = partial(kl_controlled, reads=run.recipe.of_kl.reads, controller=run.recipe.of_kl)
+    if run.recipe.of_entropy is not None:
+        rules[OF_ENTROPY] = partial(entropy_controlled, controller=run.recipe.of_entropy)
+    return rules | {f"own/{rule.name}": partial(decide_by_own, rule=rule) for rule in run.rules.own}
+
+
+def dropped_endings(run: configs.Run) -> tuple[str, ...]:
+    """Return the finish reasons of completions that the loss excludes."""
+    cut_off = ("length",) if run.recipe.overlong.drop else ()
+    return cut_off if run.rollout.repetition.learn else (*cut_off, "repetition")
+
+
+def minibatch(
+    run: configs.Run, ingredients: Ingredients, config: ModelConfig, tokens: int | None = None, updates: int = 0
+) -> list[Sample]:
+    """Return the samples of one optimiser update: groups with prompts and completions (or ``tokens``) at their longest.
+
+    ``updates``: optimiser updates of a step; 0 takes the learner's setting.
+    """
+    rollout = run.rollout
+    updates = updates or run.learner.minibatches
+    length = rollout.max_new_tokens if tokens is None else tokens
+    groups = -(-rollout.prompts // updates)
+    ids = np.zeros(length, np.int32)
+    mask = np.ones(length, bool)
+    logp = np.zeros(length, np.float32)
+    scalars = {"advantages": 0.0}
+    arrays = {"sampler_logp": logp, "fresh": mask}
+    if run.learner.keep_sampling_mask:
+        arrays["kept"] = np.broadcast_to(np.uint32(0), (length, -(-config.vocab_size // 32)))
+    if run.recipe.algorithm.advantage.by_token:
+        arrays["advantages"] = logp
+        scalars = {}
+    arrays |= {name: logp for name in run.recipe.algorithm.reads}
+    prompts = [np.full(rollout.max_prompt_tokens, group, np.int32) for group in range(groups)]
+    experts, of_prompt = planned_routes(config, length, rollout.max_prompt_tokens, run.learner.routing_replay)
+    arrays |= experts
+    samples = [
+        Sample(prompt, ids, mask, scalars, arrays, of_prompt) for prompt in prompts for _ in range(rollout.group)
+    ]
+    for ingredient in ingredients:
+        samples = ingredient.planned_samples(samples, updates)
+    return samples
+
+
+def learning_of(
+    run: configs.Run,
+    ingredients: Ingredients,
+    model: Decoder,
+    mesh: Any,
+    tokenizer: Any,
+    find: Architectures = config_of,
+) -> tuple[tuple[Training, ...], Mapping[str, Forward]]:
+    """Return how each role is trained, the policy first, and how the learner runs the model of each.
+
+    ``mesh`` may be abstract; ``tokenizer``: the policy's; ``find``: the architecture of a model that is not loaded yet.
+    """
+    optimiser = run.learner.optimiser
+    compute = compute_for(run.learner, model.config, platform_of(mesh), compiler_options(mesh))
+    objectives = objectives_of(run, ingredients)
+    update = make_update(objectives, build(optimiser), learning_rate(optimiser), compute)
+    longest = run.longest_row
+    completion = longest - run.rollout.max_prompt_tokens
+    each = run.rollout.max_prompt_tokens + run.rollout.group * completion
+    tokens = -(-run.rollout.prompts // run.learner.minibatches) * each
+    layout = layout_for(run.learner, compute, longest, completion, mesh, model.config, tokens)
+    if run.rollout.episode.history == "fork" and any(task.plays for task in configs.tasks_in(run.task)):
+        layout = with_rows(layout, run.rollout.episode.max_turns, run.learner.compute.microbatch_rows)
+    forward = Forward(layout, compute, run.rollout.temperature, mesh)
+    teachers = ingredients.teachers and ingredients.teachers.in_update(forward, find)
+    training, forwards = [Training(objectives, update, teachers=teachers)], {"policy": forward}
+    if ingredients.critic is not None:
+        critic, forwards[ROLE] = ingredients.critic.role(model.config, forward, tokenizer, find)
+        training.append(critic)
+    return tuple(training), forwards
+
+
+def sampling_of(
+    run: configs.Run, model: Decoder, dtype: Any, mesh: Mesh, where: Mesh
+) -> tuple[Backend, Callable[[Any], Any]]:
+    """Return the engine of a run, and the function from the policy to sampling weights; nothing is computed yet.
+
+    Args:
+      run: with its settings resolved.
+      model: may be shapes and dtypes.
+      dtype: that the learner computes in.
+      mesh: learns; its devices may be described only.
+      where: samples.
+    """
+    rollout, engine = run.rollout, run.rollout.engine
+    return backend_for(
+        model, dtype, mesh, where, rollout.collect.staleness > 0, slots=engine.slots, max_length=rollout.max_length,
+        chunk=engine.chunk, strict=engine.strict, group=rollout.group,
+        form="auto" if engine.attention == "auto" else None, router_bits=engine.router_bits,
+    )  # fmt: skip
+
+
+def sampler_of(
+    run: configs.Run, engine: Backend, source: GroupSource, stops: tuple[int, ...], status: Callable[[str], None]
+) -> Sampler:
+    """Return the sampler that fills the run's steps with groups."""
+    rollout = run.rollout
+    reads, left_out = run.recipe.filter_groups, dropped_endings(run)
+    admission = AdmissionPolicy(
+        rollout.prompts, rollout.engine.slots, rollout.max_new_tokens, reads, rollout.collect,
+        configs.limits_of(configs.parts_of_task(run.task), rollout.max_new_tokens), left_out,
+    )  # fmt: skip
+    return Sampler(engine, source, rollout.sampling(stops, run.learner.keep_sampling_mask), admission, status)
+
+
+def answering(run: configs.Run, stops: tuple[int, ...]) -> Sampling:
+    """Return how answers to the evaluation problems are sampled."""
+    evaluation = run.evaluation
+    return dataclasses.replace(
+        run.rollout.sampling(stops),
+        temperature=evaluation.temperature,
+        top_p=evaluation.top_p,
+        top_k=0,
+        repetition=None,
+    )
+
+
+def groups(run: configs.Run) -> Groups:
+    """Return the size of a step's batch."""
+    rollout = run.rollout
+    words = f"prompts x {rollout.group} completions of"
+    return Groups("rollout.prompts", rollout.prompts, rollout.group, rollout.max_new_tokens, words)
+
+
+def outline(run: configs.Run, model: Decoder, mesh: Any, where: Any, find: Architectures) -> Outline:
+    """Outline the run's computation; ``mesh`` and ``where`` may be abstract.
+
+    Args:
+      run: with its settings resolved.
+      model: as shapes.
+      mesh: learns.
+      where: samples.
+      find: maps the name of a model other than the policy to its architecture.
+    """
+    ingredients = ingredients_of(run)
+    training, forwards = learning_of(run, ingredients, model, mesh, None, find)
+    policy, rollout = forwards["policy"], run.rollout
+    names = ("temperature", *moved_by_rules(run, ingredients))
+    of_policy = names if run.learner.target_kl is None else (*names, "target_kl")
+    samples = minibatch(run, ingredients, model.config, updates=1)
+    passes = judge_passes(run, samples, where, find)
+    if ingredients.critic is not None:
+        passes.append(ingredients.critic.planned_pass(samples, forwards[ROLE]))
+    if ingredients.teachers is not None:
+        passes += ingredients.teachers.passes(samples, policy, find)
+    return Outline(
+        state=state_of(run, model, training, configs.keeps_reference(run)),
+        training=training,
+        forwards=forwards,
+        groups=groups(run),
+        samples=functools.partial(minibatch, run, ingredients, model.config),
+        coefficients={role.role: of_policy if role.role == "policy" else names for role in training},
+        passes=passes,
+        sampler=PlannedSampler(
+            rollout,
+            rollout.sampling(model.config.tokens.eos, run.learner.keep_sampling_mask),
+            lambda mesh, where: weights_for_sampling(
+                model, policy.compute.dtype, mesh, where, rollout.collect.staleness > 0, rollout.engine.router_bits
+            ),
+        ),
+    )
