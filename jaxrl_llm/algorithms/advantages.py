@@ -300,26 +300,24 @@ class KLInReward(Estimator):
         """Whether it compares completions of one prompt."""
         return getattr(self.estimator, "compares", True)
 
-    def __call__(self, rewards: Any, context: AdvantageContext | None = None, kl_coef: Any = None) -> jax.Array:
-        """Return the estimator's advantages for rewards float[P, G]; the context has mask, old_logp, ref_logp [B, T].
+    def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
+        """Return the estimator's advantages for rewards float[P, G]; mask, old_logp and ref_logp [B, T] are read."""
+        return self.estimator(*self.penalised(rewards, context, self.coef))
 
-        ``kl_coef`` replaces the coefficient, for controllers.
-        """
-        return self.estimator(*self.penalised(rewards, context, kl_coef))
-
-    def with_returns(
-        self, rewards: Any, context: AdvantageContext | None = None, kl_coef: Any = None
-    ) -> tuple[jax.Array, jax.Array]:
+    def with_returns(self, rewards: Any, context: AdvantageContext) -> tuple[jax.Array, jax.Array]:
         """Return advantages and the critic's targets, [B, T] each, for an estimator with a critic."""
-        return self.estimator.with_returns(*self.penalised(rewards, context, kl_coef))
+        return self.estimator.with_returns(*self.penalised(rewards, context, self.coef))
 
-    def penalised(self, rewards: Any, context: AdvantageContext | None, kl_coef: Any = None) -> tuple[jax.Array, Any]:
-        """Return rewards and context with the penalty added to the outcome, or to ``step_rewards`` at each token."""
+    def penalised(self, rewards: Any, context: AdvantageContext | None, coef: Any) -> tuple[jax.Array, Any]:
+        """Return rewards and context with the penalty added to the outcome, or to ``step_rewards`` at each token.
+
+        ``coef`` may be traced, for controllers.
+        """
         rewards = array(rewards, "rewards", "any")
         arrays = context_arrays(context, "a KL in the reward", rewards.size, "mask", "old_logp", "ref_logp")
         mask, *logps = arrays
         clean = [jnp.where(mask, jnp.maximum(x.astype(rewards.dtype), LOWEST_LOGP), 0) for x in logps]
-        penalty = -(self.coef if kl_coef is None else kl_coef) * self.kl(*clean)
+        penalty = -coef * self.kl(*clean)
         if not self.by_token:
             return rewards + jnp.sum(penalty, axis=1).reshape(rewards.shape), context
         if context.step_rewards is not None:

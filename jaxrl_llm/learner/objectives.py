@@ -141,7 +141,7 @@ class PolicyGradient(Objective):
         given = batch.by_token
         inputs = self.inputs(logp, batch)
         kl_coef = coefficients.get("kl_coef") if self.algorithm.kl_in_loss else None
-        entropy_coef = coefficients["entropy_coef"] if self.entropy_moves else None
+        entropy_coef = coefficients.get("entropy_coef")
         totals = counts.tokens, counts.sequences
         loss, metrics = policy_loss(self.algorithm, logp, inputs, *totals, outputs["entropy"], kl_coef, entropy_coef)
         for side, cut in zip(("low", "high"), clipped_tokens(self.algorithm, logp, inputs), strict=True):

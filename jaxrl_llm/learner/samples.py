@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxrl_llm.algorithms import Algorithm
+from jaxrl_llm.algorithms.advantages import KLInReward
 from jaxrl_llm.algorithms.whole_step import LOTS, lots_of
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.batch import POLICY, READ_BY_THE_HEAD, Sample
@@ -51,7 +52,7 @@ def to_samples(
       dropped: finish reasons of completions that the loss excludes; their rewards count.
       length: T, the longest completion; the shape of the estimator's inputs.
       models: called for the estimator's inputs: the reference only if the KL is in the reward.
-      kl_coef: replaces the algorithm's, if the KL is in the reward.
+      kl_coef: of a KL in the reward; None for the algorithm's.
       learn_earlier: count tokens of other versions; if not the loss excludes them, and their rewards count.
     """
     samples = [
@@ -68,8 +69,9 @@ def to_samples(
         turns = turns_of(groups, rewards, length)
         context = context._replace(**turns)
         measured["episode/equal_states_fraction"] = equal_states(**turns)
-    moved = {} if kl_coef is None or algorithm.kl_in == "loss" else {"kl_coef": np.float32(kl_coef)}
-    estimated = _estimate(estimator, rewards.astype(np.float32), by_rows(context), **moved)
+    in_reward = isinstance(estimator, KLInReward)
+    coef = np.float32(estimator.coef if kl_coef is None else kl_coef) if in_reward else None
+    estimated = _estimate(estimator, rewards.astype(np.float32), by_rows(context), coef)
     if jax.process_count() > 1:  # rows are on the devices of all
         estimated = jax.device_put(estimated, replicated(jax.sharding.get_mesh()))
     advantages, targets = jax.device_get(estimated)
@@ -145,17 +147,18 @@ def without_gain(sample: Sample) -> Sample:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _estimate(
-    estimator: Any, rewards: np.ndarray, context: AdvantageContext | None, **coefficient: np.float32
+    estimator: Any, rewards: Any, context: AdvantageContext | None, kl_coef: Any = None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Compute advantages, and the critic's targets if the estimator reads its values."""
+    """Compute advantages, and the critic's targets if the estimator reads its values.
+
+    ``kl_coef``: of a KL in the reward; the rows of arrays [B, T] stay on their devices.
+    """
+    if kl_coef is not None:
+        rewards, context = estimator.penalised(rewards, context, kl_coef)
+        estimator = estimator.estimator
     if "values" in estimator.needs:
-        return jax.tree.map(_divided, estimator.with_returns(rewards, context, **coefficient))
-    return _divided(estimator(rewards, context, **coefficient)), None
-
-
-def _divided(x: jax.Array) -> jax.Array:
-    """Keep the rows of an array [B, T] on their devices."""
-    return constrain(x, BATCH)
+        return jax.tree.map(lambda x: constrain(x, BATCH), estimator.with_returns(rewards, context))
+    return constrain(estimator(rewards, context), BATCH), None
 
 
 def by_rows(context: AdvantageContext | None) -> Any:

@@ -18,7 +18,7 @@ from jaxrl_llm.models.lora import attached, base_of
 from jaxrl_llm.types import Role, TrainState
 
 Update = Callable[[TrainState, Packed, dict[str, Any]], tuple[TrainState, Scalars]]
-"""Coefficients by name: ``temperature`` always; ``kl_coef`` in place of the algorithm's; ``target_kl``."""
+"""Coefficients by name: ``temperature`` always; ``kl_coef`` and ``entropy_coef`` of the loss's terms; ``target_kl``."""
 
 
 def accumulate(

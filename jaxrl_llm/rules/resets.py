@@ -102,13 +102,12 @@ class Resets(Setting):
         )
 
 
-def rules_of(resets: Resets, evaluation_every: int, kl_coef: float = 0.0, test: str = "") -> dict[str, Rule]:
+def rules_of(resets: Resets, evaluation_every: int, test: str = "") -> dict[str, Rule]:
     """Return the rules that make these resets, by name.
 
     Args:
       resets: of the recipe.
       evaluation_every: steps between evaluations.
-      kl_coef: of the loss, if no controller updates it.
       test: identifies the evaluation's settings; results of other evaluations are not compared.
     """
     rules: dict[str, Rule] = {}
@@ -119,7 +118,7 @@ def rules_of(resets: Resets, evaluation_every: int, kl_coef: float = 0.0, test: 
     if resets.optimiser_every:
         rules["optimiser"] = partial(on_schedule, resets=resets, every=resets.optimiser_every, reference=False)
     if resets.on_kl or resets.on_kl_share or resets.on_kl_jump:
-        rules["kl"] = partial(on_kl, resets=resets, kl_coef=kl_coef)
+        rules["kl"] = partial(on_kl, resets=resets)
     if resets.ema:
         rules["ema"] = partial(averaged, ema=resets.ema)
     return rules
@@ -142,18 +141,18 @@ def on_stall(row: Row, own: Own, resets: Resets, every: int, test: str = "") -> 
     return _reset(resets, due, due and resets.with_optimiser), own | found | ({"stalled": 0} if due else {})
 
 
-def on_kl(row: Row, own: Own, resets: Resets, kl_coef: float) -> Decided:
+def on_kl(row: Row, own: Own, resets: Resets) -> Decided:
     """Reset the reference if the KL is high, is a large share of the loss, or has jumped: a ``Rule``.
 
-    It skips the first ``kl_window`` steps after any reset. ``kl_coef``: of the loss, if no controller updates it. It
-    remembers the last KLs ``since`` the last reset, without steps that measured none.
+    It skips the first ``kl_window`` steps after any reset. It remembers the last KLs ``since`` the last reset,
+    without steps that measured none.
     """
     kl = row.get("kl", math.nan)
     if math.isnan(kl):
         return Decision(), own
     since = row[LAST_RESET]
     before = own["kls"] if own.get("since") == since else []
-    pull = row.get("kl_coef", kl_coef) * kl
+    pull = row.get("kl_coef", 0.0) * kl
     whole = pull + row.get("advantage/abs_mean", math.nan)
     usual = statistics.median(before) if len(before) == resets.kl_window else math.inf
     reason = ""

@@ -107,25 +107,24 @@ def objectives_of(run: configs.Run, ingredients: Ingredients) -> tuple[Objective
     return (*policies, *(objective for ingredient in ingredients for objective in ingredient.objectives))
 
 
-def moved_by_rules(run: configs.Run, ingredients: Ingredients) -> dict[str, float]:
-    """Return the initial values of the coefficients of loss and reward that a rule updates from step to step."""
+def coefficients_of(run: configs.Run, ingredients: Ingredients) -> dict[str, float]:
+    """Return the first values of the coefficients of the terms of loss and reward; rules may change them."""
     coefficients = {name: number for ingredient in ingredients for name, number in ingredient.coefficients.items()}
     if run.rules.guards and run.rules.on_guard == "rollback":
         coefficients[LR_SCALE] = 1.0
     algorithm = run.recipe.algorithm
-    if run.recipe.of_kl is not None:
+    if algorithm.kl_coef and configs.samples_groups(run):
         coefficients["kl_coef"] = algorithm.kl_coef
-    if run.recipe.of_entropy is not None:
+    if (algorithm.entropy_coef or run.recipe.of_entropy is not None) and configs.samples_groups(run):
         coefficients["entropy_coef"] = algorithm.entropy_coef
     return coefficients
 
 
 def rules_for(run: configs.Run, ingredients: Ingredients) -> dict[str, Rule]:
     """Return the rules between this run's steps, by name; if several stop it, the first gives the reason."""
-    kl_coef, test = run.recipe.algorithm.kl_coef, configs.evaluation_key(run)
     of_ingredients = {name: rule for ingredient in ingredients for name, rule in ingredient.rules.items()}
     rules = guards_of(run, of_ingredients, len(objectives_of(run, ingredients)) > 1)
-    rules |= rules_of(run.recipe.resets, run.evaluation.every, kl_coef, test)
+    rules |= rules_of(run.recipe.resets, run.evaluation.every, configs.evaluation_key(run))
     if configs.keeps_reference(run):
         rules[BY_HAND] = partial(by_hand, resets=run.recipe.resets)
     if run.recipe.of_kl is not None:
@@ -271,7 +270,7 @@ def outline(run: configs.Run, model: Decoder, mesh: Any, where: Any, find: Archi
     ingredients = ingredients_of(run)
     training, forwards = learning_of(run, ingredients, model, mesh, None, find)
     policy, rollout = forwards["policy"], run.rollout
-    names = ("temperature", *moved_by_rules(run, ingredients))
+    names = ("temperature", *coefficients_of(run, ingredients))
     of_policy = names if run.learner.target_kl is None else (*names, "target_kl")
     samples = minibatch(run, ingredients, model.config, updates=1)
     passes = judge_passes(run, samples, where, find)

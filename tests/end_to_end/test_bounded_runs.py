@@ -29,7 +29,7 @@ from jaxrl_llm.rewards.bounds import REJECTED
 from jaxrl_llm.rollout.groups import RECORDS, Carryover, RolloutBatch
 from jaxrl_llm.rollout.measures import describe
 from jaxrl_llm.stages.ingredients import Constraints
-from jaxrl_llm.stages.programs import ingredients_of, moved_by_rules
+from jaxrl_llm.stages.programs import coefficients_of, ingredients_of
 from jaxrl_llm.stages.rl import Reinforcement, sizes
 from jaxrl_llm.tasks import Task
 from jaxrl_llm.trainer.state import LoopState
@@ -129,7 +129,7 @@ def test_the_multiplier_moves_as_written_by_hand_and_is_never_negative():
     run = run_of(constraints=(HARM, Constraint(Accuracy(), 0.5, 0.1)))
     rule, lam = rules_in(resolved(run))[HARM.coefficient], HARM.multiplier
     assert rule.keywords == {"limited": HARM}
-    assert moved_by_rules(run, ingredients_of(run)) == {HARM.coefficient: 2.0, "constraint/accuracy/multiplier": 0.0}
+    assert coefficients_of(run, ingredients_of(run)) == {HARM.coefficient: 2.0, "constraint/accuracy/multiplier": 0.0}
     costs, by_hand, found = [0.3, NAN, 0.1, -3.0, 0.1, 0.7, 1.0], number("MULTI/lam").item(), []
     for cost in costs:
         if not math.isnan(cost):

@@ -16,7 +16,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rules import Decision, entropy_controlled
 from jaxrl_llm.rules.guards import teaches_nothing
-from jaxrl_llm.stages.programs import ingredients_of, moved_by_rules, objectives_of
+from jaxrl_llm.stages.programs import coefficients_of, ingredients_of, objectives_of
 
 SMOKE = configs.load_config("smoke")[1]
 
@@ -62,17 +62,17 @@ def test_a_run_may_have_one_for_the_kl_and_one_for_the_entropy():
     kl, entropy = AdaptiveKL(0.1), AdaptiveEntropy(0.3)
     cases = {None: (), kl: ("kl_coef",), entropy: ("entropy_coef",), (entropy, kl): ("kl_coef", "entropy_coef")}
     for controller, moved in cases.items():
-        names = set(moved)
+        names, terms = set(moved), {"kl_coef", "entropy_coef"}
         run = with_controller(controller, entropy_coef=0.01)
         configs.validate(run)
-        assert moved_by_rules(run, ingredients_of(run)).keys() == names
+        assert coefficients_of(run, ingredients_of(run)).keys() == terms
         rules = rules_in(run)
         assert ("controller" in rules, "entropy" in rules) == ("kl_coef" in names, "entropy_coef" in names)
         assert objectives_of(run, ingredients_of(run))[0].entropy_moves == ("entropy_coef" in names)
         assert configs.from_json(json.loads(json.dumps(configs.to_json(run)))) == run
     assert rules["controller"].keywords == {"reads": kl.reads, "controller": kl}
     assert rules["entropy"].keywords == {"controller": entropy}
-    assert moved_by_rules(run, ingredients_of(run))["entropy_coef"] == 0.01
+    assert coefficients_of(run, ingredients_of(run))["entropy_coef"] == 0.01
     assert objectives_of(with_controller(entropy), ingredients_of(with_controller(entropy)))[0].entropy_gradient
 
 

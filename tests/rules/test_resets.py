@@ -31,12 +31,13 @@ SMOKE = configs.load_config("smoke")[1]
 KL = "event/reference_reset"
 
 
-def decided(resets, kls, static_coef=0.1, **more):
+def decided(resets, kls, **more):
     """The decision after each step with these KLs; what rules remember goes through JSON, as in a checkpoint."""
-    rules = rules_of(resets, 1, static_coef)
+    rules = rules_of(resets, 1)
     memory, decisions = {}, []
     for step, kl in enumerate(kls, start=1):
-        decision, memory = decide(rules, {"step": step, "kl": kl} | more, json.loads(json.dumps(memory)))
+        row = {"step": step, "kl": kl, "kl_coef": 0.1} | more
+        decision, memory = decide(rules, row, json.loads(json.dumps(memory)))
         decisions.append(decision)
     return decisions
 
@@ -68,7 +69,7 @@ def test_a_share_is_of_what_pulls_at_a_token():
     assert resets_at(resets, [6.0, 6.0], **{"advantage/abs_mean": 0.9}) == [2]
     assert resets_at(dataclasses.replace(resets, on_kl_share=0.41), [6.0, 6.0], **{"advantage/abs_mean": 0.9}) == []
     # The coefficient of a controller is the row's: 0.05 * 6 / (0.05 * 6 + 0.9) = 0.25
-    assert resets_at(resets, [6.0, 6.0], static_coef=9.0, **{"advantage/abs_mean": 0.9, "kl_coef": 0.05}) == []
+    assert resets_at(resets, [6.0, 6.0], **{"advantage/abs_mean": 0.9, "kl_coef": 0.05}) == []
     flat = decided(resets, [0.1, 0.1], **{"advantage/abs_mean": 0.0})[-1]
     assert flat.events == {KL: "the KL is 100 % of the total pull, above 39 %"}
     assert resets_at(resets, [0.0, 0.0], **{"advantage/abs_mean": 0.0}) == [] == resets_at(resets, [6.0, 6.0])
@@ -147,9 +148,7 @@ def test_a_run_has_the_rules_of_its_recipe():
 def test_a_run_has_the_rules_of_its_resets():
     recipe = Recipe("mine", PRESETS["grpo"], resets=Resets(on_kl=0.3, on_kl_jump=4.0, mix=0.5, ema=0.9))
     found = rules_in(dataclasses.replace(SMOKE, recipe=recipe))
-    assert found["kl"].keywords == {"resets": recipe.resets, "kl_coef": PRESETS["grpo"].kl_coef} and found[
-        "ema"
-    ].keywords == {"ema": 0.9}
+    assert found["kl"].keywords == {"resets": recipe.resets} and found["ema"].keywords == {"ema": 0.9}
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from jaxrl_llm.rollout.groups import Carryover, RolloutBatch
 from jaxrl_llm.rollout.settings import Ptx
 from jaxrl_llm.stages.critic import CriticRole
 from jaxrl_llm.stages.ingredients import Constraints, Ingredient, Observations, PretrainingMix, WinRate
-from jaxrl_llm.stages.programs import ingredients_of, moved_by_rules, objectives_of
+from jaxrl_llm.stages.programs import coefficients_of, ingredients_of, objectives_of
 from jaxrl_llm.tasks import Table
 
 SMOKE = resolved(load_config("smoke")[1])
@@ -46,6 +46,6 @@ def test_a_run_has_the_ingredients_that_its_settings_name():
     kinds = [type(ingredient) for ingredient in ingredients]
     assert kinds == [CriticRole, Observations, Constraints, PretrainingMix, WinRate], "in the order of their hooks"
     assert [one.name for one in objectives_of(run, ingredients)] == ["policy", "observations", "text"]
-    assert moved_by_rules(run, ingredients).keys() - moved_by_rules(SMOKE, none).keys() == {limit.coefficient}
+    assert coefficients_of(run, ingredients).keys() - coefficients_of(SMOKE, none).keys() == {limit.coefficient}
     assert rules_in(run).keys() - rules_in(SMOKE).keys() == {"critic_not_a_number", limit.coefficient}
     assert list(rules_in(run))[:2] == ["not_a_number", "critic_not_a_number"]

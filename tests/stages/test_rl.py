@@ -27,7 +27,7 @@ from jaxrl_llm.rewards.shaping import named
 from jaxrl_llm.rollout.groups import Carryover, RolloutBatch
 from jaxrl_llm.stages.examples import of_examples, shown_places, with_ratios
 from jaxrl_llm.stages.problems import problems_of, read_problems
-from jaxrl_llm.stages.programs import ingredients_of, moved_by_rules, objectives_of
+from jaxrl_llm.stages.programs import coefficients_of, ingredients_of, objectives_of
 from jaxrl_llm.stages.rl import Reinforcement, separately
 from jaxrl_llm.stages.stage import check_problems
 from jaxrl_llm.tasks import Task
@@ -174,9 +174,9 @@ def test_an_update_is_given_the_coefficients_that_a_plan_gives_it(controller, ta
         given.append(coefficients.keys())
         return noting([])(state, packed, coefficients)
 
-    learned(run, update, [group_of(3, 4)], moved_by_rules(run, ingredients_of(run)).get("kl_coef"), 1)
-    names = {"temperature", *moved_by_rules(run, ingredients_of(run)), *(["target_kl"] if target_kl else [])}
-    assert given == [names] and ("kl_coef" in given[0]) == (controller is not None)
+    learned(run, update, [group_of(3, 4)], coefficients_of(run, ingredients_of(run)).get("kl_coef"), 1)
+    names = {"temperature", *coefficients_of(run, ingredients_of(run)), *(["target_kl"] if target_kl else [])}
+    assert given == [names] and "kl_coef" in names
 
 
 def test_each_step_orders_its_later_epochs_anew():
