@@ -21,7 +21,7 @@ from typing import Any
 from jaxrl_llm.checkpoints.snapshots import standing
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.learner.settings import Critic
-from jaxrl_llm.rules.best import OF_RESULTS, best_step
+from jaxrl_llm.rules.guards import OF_RESULTS, best_step
 from jaxrl_llm.system import storage
 from jaxrl_llm.system.json_lines import read_rows
 from jaxrl_llm.system.setting import MODEL, OURS, PATH, annotations, is_ours, parts_of, with_parts

@@ -11,19 +11,19 @@ from typing import Any
 from jaxrl_llm.engine.backend import Backend
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.rewards import Failures
+from jaxrl_llm.rollout.evaluate import describe, describe_episodes, describe_tasks, failed_call
 from jaxrl_llm.rollout.groups import (
+    PLACE,
     AdmissionPolicy,
     Carryover,
     GroupSource,
     PartialGroup,
     RolloutBatch,
-    Underway,
     informative,
+    replay,
     tokens_in,
     whole,
 )
-from jaxrl_llm.rollout.measures import describe, describe_episodes, describe_tasks, failed_call
-from jaxrl_llm.rollout.replay import PLACE, replay
 from jaxrl_llm.rollout.respond import Requests, Status, respond
 from jaxrl_llm.types import Completion, Group
 
@@ -242,8 +242,7 @@ class Step:
 
         def wanted(kept: int, share: float) -> bool:
             running, started = len(self.asked), self.cursor - self.begun
-            now = Underway(len(self.first) + kept, running, len(self.held), len(self.requests), started)
-            return admission.wants(now, share)
+            return admission.wants(len(self.first) + kept, running, len(self.held), len(self.requests), started, share)
 
         while self.judging.decide(wanted):
             group, self.judging.stream = self.sampler.source.ask(self.cursor, self.judging.current())

@@ -5,17 +5,17 @@ Admission is a pure decision from counts, so that all processes of a run decide 
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from jaxrl_llm.rewards import Failures, Scorer
+from jaxrl_llm.rewards.bounds import REJECTED
 from jaxrl_llm.rewards.group_shaping import GroupShaping
 from jaxrl_llm.rollout.episodes import Episodes, Scene, environment_seed
-from jaxrl_llm.rollout.replay import Solved, Store, Success, varied
 from jaxrl_llm.rollout.respond import SeedSpace, request_seed, with_texts
-from jaxrl_llm.rollout.settings import Collect
+from jaxrl_llm.rollout.settings import Collect, Replay
 from jaxrl_llm.tasks import Prompts, PromptStream
 from jaxrl_llm.tasks.stream import Memory
 from jaxrl_llm.types import Completion, Episode, Group, Problem, Turn
@@ -47,6 +47,51 @@ class PartialGroup:
     def begun(self) -> bool:
         """Whether any token has been sampled."""
         return any(c is not None for c in self.completions)
+
+
+PLACE = 0
+"""Index of the member of a group that is replaced: the first, as in the paper."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Success:
+    """A completion that was right, with its scores before any shaping of its group.
+
+    It keeps the log-probabilities of the policy that sampled it, so that its importance ratio is the true one where it
+    is replayed; the code of GUI-ARPO (arXiv 2505.16282) computes them anew, so that its ratio is 1.
+
+    Attributes:
+      completion: as it was sampled.
+      reward: the weighted sum.
+      accuracy: the verifier's, at least 1.
+      parts: each reward by name, unweighted, and the watched scores.
+    """
+
+    completion: Completion
+    reward: float
+    accuracy: float
+    parts: dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Solved:
+    """Stored successes of one problem.
+
+    Attributes:
+      prompt: int32 token ids that its completions follow.
+      successes: the oldest first.
+      number: number, in the stream, of the prompt that was last answered right.
+      share: mean credit of the answers to the latest prompt.
+    """
+
+    prompt: np.ndarray
+    successes: tuple[Success, ...]
+    number: int
+    share: float
+
+
+Store = dict[str, Solved]
+"""Stored successes by task and id of the problem. A store is never changed, only replaced."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,24 +286,6 @@ def tokens_in(groups: Sequence[Group | PartialGroup]) -> int:
     return sum(c.length for g in groups for c in g.completions if c is not None)
 
 
-class Underway(NamedTuple):
-    """Progress of a step.
-
-    Attributes:
-      kept: groups to learn from.
-      running: groups with some completion being sampled.
-      held: groups that have used up their budget for this step.
-      waiting: completions that the engine has not returned.
-      started: prompts begun in this step.
-    """
-
-    kept: int
-    running: int
-    held: int
-    waiting: int
-    started: int
-
-
 @dataclasses.dataclass(frozen=True)
 class AdmissionPolicy:
     """Rules that decide which groups a step starts.
@@ -301,21 +328,134 @@ class AdmissionPolicy:
         longest = self.longest_of(task)
         return min(begun + budget, longest) if budget else longest
 
-    def wants(self, now: Underway, share: float) -> bool:
+    def wants(self, kept: int, running: int, held: int, waiting: int, started: int, share: float) -> bool:
         """Whether to begin one more group, if ``share`` of them are informative.
 
         Groups that are certain to be needed are begun at once. Others are begun while the step is short of groups and
         those under way are not expected to cover it: as many as keep every slot busy, and as many again waiting, so
         that a slot that ends is filled at once; a group that never ran costs nothing. Held groups count in the steps to
         come.
+
+        Args:
+          kept: groups to learn from.
+          running: groups with some completion being sampled.
+          held: groups that have used up their budget for this step.
+          waiting: completions that the engine has not returned.
+          started: prompts begun in this step.
+          share: of informative groups.
         """
         # If the last groups are interrupted, more of them run, so that no slot idles, as far as the next step needs
         # them. If they are finished, more would fill slots too, but with tokens that are learned from a step later.
         reach = 2 * self.needed if self.collect.interrupt else self.needed
-        if now.kept >= self.needed or now.started >= self.collect.max_rounds * self.needed:
+        if kept >= self.needed or started >= self.collect.max_rounds * self.needed:
             return False
-        found = now.kept + share * now.running
-        if found + share * now.held >= self.segments * reach:
+        found = kept + share * running
+        if found + share * held >= self.segments * reach:
             return False
-        certain = not self.filter_groups and now.kept + now.running < self.needed
-        return certain or (now.waiting < 2 * self.slots and found < reach)
+        certain = not self.filter_groups and kept + running < self.needed
+        return certain or (waiting < 2 * self.slots and found < reach)
+
+
+def replay(
+    settings: Replay, store: Store, scored: Mapping[int, Group], seed: int, left_out: Collection[str]
+) -> tuple[Store, dict[int, Group]]:
+    """Return the store with the successes of these groups added, and the failed groups with a member replaced.
+
+    Args:
+      settings: limits of the store.
+      store: so far; a group is replaced from the successes stored before it.
+      scored: groups by their number in the stream, before shaping.
+      seed: with the number it determines which success is taken.
+      left_out: finish reasons of completions that the loss does not count; they are not stored.
+    """
+    store = dict(store)
+    replaced = {}
+    for number in sorted(scored):
+        group = scored[number]
+        place = f"{group.problem.task}/{group.problem.id}"
+        known = store.get(place)
+        if known is not None and not (  # what is stored follows this very prompt, and was scored by the same rewards
+            np.array_equal(known.prompt, group.prompt) and known.successes[0].parts.keys() == group.parts.keys()
+        ):
+            del store[place]
+            known = None
+        if known is not None and failed(group):
+            success = chosen(known.successes, seed, number)
+            here = np.arange(len(group.completions)) == PLACE
+            completions = list(group.completions)
+            completions[PLACE] = success.completion
+            replaced[number] = dataclasses.replace(
+                group,
+                completions=tuple(completions),
+                rewards=np.where(here, success.reward, group.rewards),
+                accuracy=np.where(here, success.accuracy, group.accuracy),
+                parts={name: np.where(here, success.parts[name], part) for name, part in group.parts.items()},
+            )
+        found = _updated(known, number, group, settings.per_prompt, left_out)
+        if found is not None:
+            store[place] = found
+    while len(store) > settings.prompts:
+        del store[max(store, key=lambda place: (store[place].share, -store[place].number))]
+    return store, replaced
+
+
+def failed(group: Group) -> bool:
+    """Whether no answer was right or better than another, and a member that stays was found wrong."""
+    scored = ~np.isnan(group.rewards)
+    wrong = (group.accuracy < 1) & scored
+    teaches = (group.accuracy >= 1).any() or varied(group.accuracy[scored])
+    return not teaches and bool(np.delete(wrong, PLACE).any())
+
+
+def varied(values: np.ndarray) -> bool:
+    """Whether the values that are not NaN differ, in the precision that advantages are computed in."""
+    return len(np.unique(values[~np.isnan(values)].astype(np.float32))) > 1
+
+
+def chosen(successes: tuple[Success, ...], seed: int, number: int) -> Success:
+    """Choose one success uniformly, as a function of seed and number."""
+    bits = np.random.PCG64(np.random.SeedSequence((seed, number, 1))).random_raw()
+    return successes[int(bits % len(successes))]
+
+
+def no_longer_than(store: Store, limits: Mapping[str, int], names: Mapping[str, str]) -> Store:
+    """Return the store's successes of these tasks, by label, in completions of at most so many tokens; stored by the
+    names that the tasks have from here on.
+    """
+    kept = {}
+    for place, solved in store.items():
+        label, _, problem = place.rpartition("/")
+        fitting = tuple(one for one in solved.successes if len(one.completion.tokens) <= limits.get(label, 0))
+        if fitting:
+            kept[f"{names[label]}/{problem}"] = dataclasses.replace(solved, successes=fitting)
+    return kept
+
+
+def of_another_policy(store: Store) -> Store:
+    """Return the store for a run whose policy has sampled none of it: tokens get version -1, of no policy."""
+    marked = {}
+    for place, solved in store.items():
+        successes = []
+        for one in solved.successes:
+            version = np.full_like(one.completion.version, -1)
+            completion = dataclasses.replace(one.completion, version=version)
+            successes.append(dataclasses.replace(one, completion=completion))
+        marked[place] = dataclasses.replace(solved, successes=tuple(successes))
+    return marked
+
+
+def _updated(known: Solved | None, number: int, group: Group, most: int, left_out: Collection[str]) -> Solved | None:
+    """Return the stored successes of a problem after one more group; None if it was never solved."""
+    new = []
+    for i, completion in enumerate(group.completions):
+        # It could be learned from: it has a reward and tokens that count, and no gate rejects it.
+        counts = completion.finish_reason not in left_out and bool(completion.mask.any())
+        rejected = REJECTED in group.parts and bool(group.parts[REJECTED][i])
+        if group.accuracy[i] >= 1 and counts and not rejected and not np.isnan(group.rewards[i]):
+            parts = {name: float(part[i]) for name, part in group.parts.items()}
+            new.append(Success(completion, float(group.rewards[i]), float(group.accuracy[i]), parts))
+    earlier = () if known is None else known.successes
+    if not new and not earlier:
+        return None
+    last = known.number if known is not None and not new else number
+    return Solved(group.prompt, (*earlier, *new)[-most:], last, float(np.mean(np.nan_to_num(group.credit))))

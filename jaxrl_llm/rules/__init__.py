@@ -2,28 +2,26 @@
 
 from jaxrl_llm.rules.decision import DONE, GUARD, LAST, UNDONE, Decision, Memory, Rule, decide, decide_by_own
 from jaxrl_llm.rules.guards import (
+    AGAIN,
     ALL,
+    ASKED,
+    BY_HAND,
     FOUND,
     LR_SCALE,
+    OF_ENTROPY,
     OF_GUARDS,
     OF_LESSONS,
     OF_PHASES,
     PHASE,
+    Resets,
+    by_hand,
+    entropy_controlled,
     guards_of,
+    kl_controlled,
     not_a_number,
     phase_ended,
     phase_ends,
     reward_fails,
-)
-from jaxrl_llm.rules.resets import (
-    AGAIN,
-    ASKED,
-    BY_HAND,
-    OF_ENTROPY,
-    Resets,
-    by_hand,
-    entropy_controlled,
-    kl_controlled,
     rules_of,
 )
 from jaxrl_llm.rules.settings import Phase, Reaches, Rules, Stalls

@@ -24,7 +24,7 @@ from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rewards import Scorer
 from jaxrl_llm.rewards.bounds import REJECTED, Constraint
 from jaxrl_llm.rewards.rubric import Pairwise
-from jaxrl_llm.rollout.branches import common_lengths, shared_credit
+from jaxrl_llm.rollout.episodes import common_lengths, shared_credit
 from jaxrl_llm.rollout.evaluate import Evaluated
 from jaxrl_llm.rollout.groups import RolloutBatch
 from jaxrl_llm.rules import Rule

@@ -14,7 +14,7 @@ from jaxrl_llm import codec, tasks
 from jaxrl_llm import config as configs
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.models.tokenizer import text_of
-from jaxrl_llm.rollout.replay import Store, no_longer_than, of_another_policy
+from jaxrl_llm.rollout.groups import Store, no_longer_than, of_another_policy
 from jaxrl_llm.rollout.settings import Rollout
 from jaxrl_llm.runs.load import find_start, host_state
 from jaxrl_llm.stages.stage import Fingerprints, read_parts

@@ -20,10 +20,15 @@ from jaxrl_llm.checkpoints.store import steps_in
 from jaxrl_llm.config.origin import origin_of, other_tests, recorded_best, with_step_numbers
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.rules import OF_LESSONS, OF_PHASES, Stalls
-from jaxrl_llm.rules.best import surviving_rows
 from jaxrl_llm.rules.decision import ENDED
-from jaxrl_llm.rules.guards import SOLVED, flags_to_continue, would_end
-from jaxrl_llm.rules.resets import evaluation_result, measured_result
+from jaxrl_llm.rules.guards import (
+    SOLVED,
+    evaluation_result,
+    flags_to_continue,
+    measured_result,
+    surviving_rows,
+    would_end,
+)
 from jaxrl_llm.runs import pins
 from jaxrl_llm.runs.load import asked_start, begun, find_run, has_begun, step_of
 from jaxrl_llm.sharding.distributed import ALONE, Peers

@@ -17,7 +17,7 @@ from jaxrl_llm.config import BatchSize, Evaluation, Output, Supervised, split_st
 from jaxrl_llm.data import Texts
 from jaxrl_llm.learner import Learner, Optimiser
 from jaxrl_llm.models import save_pretrained
-from jaxrl_llm.rules.resets import evaluation_result
+from jaxrl_llm.rules.guards import evaluation_result
 from jaxrl_llm.system.json_lines import read_rows
 
 pytestmark = pytest.mark.slow

@@ -26,8 +26,8 @@ from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rewards import Accuracy, Constraint, Format, Gate, LengthPenalty, StepFunction, Threshold
 from jaxrl_llm.rewards.bounds import REJECTED
+from jaxrl_llm.rollout.evaluate import describe
 from jaxrl_llm.rollout.groups import RECORDS, Carryover, RolloutBatch
-from jaxrl_llm.rollout.measures import describe
 from jaxrl_llm.stages.ingredients import Constraints
 from jaxrl_llm.stages.programs import coefficients_of, ingredients_of
 from jaxrl_llm.stages.rl import Reinforcement, sizes

@@ -8,7 +8,7 @@ import pytest
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards import Accuracy, Format, Refusals, Scorer, Threshold
 from jaxrl_llm.rewards.shaping import REFUSED
-from jaxrl_llm.rollout.measures import describe
+from jaxrl_llm.rollout.evaluate import describe
 from jaxrl_llm.types import Completion, Group, Problem
 
 PROBLEM = Problem("1", ({"role": "user", "content": "?"},), "3", "test")

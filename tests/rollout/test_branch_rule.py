@@ -12,7 +12,7 @@ from oracles import NUMBERS
 from jaxrl_llm.algorithms import PRESETS, PolicyBatch, policy_loss
 from jaxrl_llm.recipes import ARPO
 from jaxrl_llm.rollout import Branching
-from jaxrl_llm.rollout.branches import Start, common_lengths, entropy_rise, shared_credit, starts
+from jaxrl_llm.rollout.episodes import Start, common_lengths, entropy_rise, shared_credit, starts
 from jaxrl_llm.types import Completion, Episode, Turn
 
 

@@ -19,9 +19,8 @@ from rollout.test_episodes import sampler as plain
 from jaxrl_llm.environments import Limits
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rollout import Branching, Collect, Engine
-from jaxrl_llm.rollout.branches import Start, common_lengths, entropy_rise, starts
 from jaxrl_llm.rollout.dynamic_sampling import collect
-from jaxrl_llm.rollout.episodes import Episodes
+from jaxrl_llm.rollout.episodes import Episodes, Start, common_lengths, entropy_rise, starts
 from jaxrl_llm.rollout.groups import Carryover
 
 RULE = Branching(tokens=4)

@@ -20,9 +20,8 @@ from jaxrl_llm.rewards import Scorer
 from jaxrl_llm.rollout import Collect, Engine, Sampling
 from jaxrl_llm.rollout.dynamic_sampling import Sampler, collect
 from jaxrl_llm.rollout.episodes import Episodes, Scene
-from jaxrl_llm.rollout.evaluate import Questions, evaluate
+from jaxrl_llm.rollout.evaluate import Questions, describe_episodes, evaluate, failed_call
 from jaxrl_llm.rollout.groups import RECORDS, AdmissionPolicy, Carryover, GroupSource
-from jaxrl_llm.rollout.measures import describe_episodes, failed_call
 from jaxrl_llm.rollout.respond import Answerer
 from jaxrl_llm.stages.ingredients import observed
 from jaxrl_llm.tasks import Prompts, Shuffled, Task, load

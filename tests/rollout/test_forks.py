@@ -10,7 +10,7 @@ from rollout.test_episodes import FORKS, RULES, completions, loaded, played
 from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.learner import Layout, pack, to_samples
 from jaxrl_llm.models.config import ComputeOptions
-from jaxrl_llm.rollout.measures import describe_episodes
+from jaxrl_llm.rollout.evaluate import describe_episodes
 
 
 @pytest.mark.slow

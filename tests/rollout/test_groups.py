@@ -13,8 +13,8 @@ from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.rewards import Accuracy, Scorer
 from jaxrl_llm.rollout import Collect, Engine, Sampling
 from jaxrl_llm.rollout.dynamic_sampling import Sampler, collect
+from jaxrl_llm.rollout.evaluate import describe, loops
 from jaxrl_llm.rollout.groups import AdmissionPolicy, Carryover, GroupSource, informative, whole
-from jaxrl_llm.rollout.measures import describe, loops
 from jaxrl_llm.rollout.respond import request_seed
 from jaxrl_llm.tasks import Curriculum, Dropping, Prompts, Scheduled, Shuffled, Table, Task, load
 from jaxrl_llm.types import Completion, Group, Problem

@@ -23,8 +23,7 @@ from jaxrl_llm.rewards import Format
 from jaxrl_llm.rewards.bounds import REJECTED
 from jaxrl_llm.rollout import Collect, Engine, Replay, Sampling
 from jaxrl_llm.rollout.dynamic_sampling import collect
-from jaxrl_llm.rollout.groups import RECORDS, informative, tokens_in
-from jaxrl_llm.rollout.replay import chosen, failed, replay
+from jaxrl_llm.rollout.groups import RECORDS, chosen, failed, informative, replay, tokens_in
 from jaxrl_llm.types import Completion, Group, Problem
 
 SEED = 5

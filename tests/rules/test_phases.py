@@ -9,9 +9,7 @@ from tiny import rules_in
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.rules import DONE, PHASE, Decision, Phase, Reaches, Resets, Rules, Stalls, decide
-from jaxrl_llm.rules.best import best_step, surviving_rows
-from jaxrl_llm.rules.guards import WAITS, phase_ends
-from jaxrl_llm.rules.resets import evaluation_result, on_stall
+from jaxrl_llm.rules.guards import WAITS, best_step, evaluation_result, on_stall, phase_ends, surviving_rows
 
 SMOKE = configs.load_config("smoke")[1]
 

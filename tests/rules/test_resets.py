@@ -22,8 +22,7 @@ from jaxrl_llm.learner.samples import size_of_advantages
 from jaxrl_llm.models.config import Lora
 from jaxrl_llm.recipes import RECIPES, Recipe
 from jaxrl_llm.rules import Decision, Resets, decide, not_a_number, rules_of
-from jaxrl_llm.rules.guards import GUARD
-from jaxrl_llm.rules.resets import on_stall
+from jaxrl_llm.rules.guards import GUARD, on_stall
 from jaxrl_llm.sharding import MeshShape, make_mesh
 from jaxrl_llm.trainer.loop import apply
 

@@ -31,8 +31,16 @@ from jaxrl_llm.rules import (
     decide,
     not_a_number,
 )  # fmt: skip
-from jaxrl_llm.rules.guards import few_kept, on_finding, phase_ends, reward_fails, teaches_nothing
-from jaxrl_llm.rules.resets import kl_controlled, on_schedule, on_stall
+from jaxrl_llm.rules.guards import (
+    few_kept,
+    kl_controlled,
+    on_finding,
+    on_schedule,
+    on_stall,
+    phase_ends,
+    reward_fails,
+    teaches_nothing,
+)
 from jaxrl_llm.system.json_lines import jsonable
 from jaxrl_llm.tasks import Table
 from jaxrl_llm.trainer.loop import apply

@@ -21,8 +21,7 @@ from jaxrl_llm.config import (
 from jaxrl_llm.config.run import MAX_SEED
 from jaxrl_llm.recipes import DAPO, GRPO, Overlong
 from jaxrl_llm.rewards import Format
-from jaxrl_llm.rollout.groups import Carryover, PartialGroup
-from jaxrl_llm.rollout.replay import Solved, Success
+from jaxrl_llm.rollout.groups import Carryover, PartialGroup, Solved, Success
 from jaxrl_llm.rules import DONE, Phase, Reaches, Rules, decide, guards_of
 from jaxrl_llm.stages.problems import same_rewards, stream_left, streams_of, successes_left
 from jaxrl_llm.stages.programs import ingredients_of

@@ -7,7 +7,7 @@ import shlex
 import pytest
 from rich.console import Console
 
-from jaxrl_llm.rules.resets import evaluation_result, measured_result
+from jaxrl_llm.rules.guards import evaluation_result, measured_result
 from jaxrl_llm.system.text import abridge
 from jaxrl_llm.telemetry import Finding
 from jaxrl_llm.telemetry.summary import RunSummary, SamplePair, Took, pair_samples, print_summary, summarise
