@@ -114,26 +114,26 @@ class Reinforcement(Stage):
         self, state: TrainState, batch: RolloutBatch, coefficients: Mapping[str, float], number: int
     ) -> StepOutcome:
         """Learn from the groups of a step: rewards -> advantages -> samples -> updates."""
-        began, ingredients = time.perf_counter(), self.ingredients
-        samples, row, training = [], {}, self.training
+        began, critic, teachers = time.perf_counter(), self.ingredients.critic, self.ingredients.teachers
+        samples, row, training, carry = [], {}, self.training, batch.left
         if len(batch):
             with jax.set_mesh(self.forward.mesh):  # of this thread
-                samples, row = self.advantages(state, batch, coefficients)
-                for ingredient in ingredients:
+                rewards = self.rewards(batch.groups, coefficients)
+                samples, row = self.advantages(state, batch, rewards, coefficients.get("kl_coef"))
+                for ingredient in self.ingredients:
                     samples = ingredient.samples(samples, batch)
-                if ingredients.teachers is not None:
-                    samples, measured = ingredients.teachers.scored(state, samples, batch)
-                    row, training = row | measured, ingredients.teachers.learning(training)
+                if teachers is not None:
+                    samples, distances = teachers.scored(state, samples, batch)
+                    row, training = row | distances, teachers.learning(training)
             row |= sizes(samples) | {"completions": len(batch.groups) * self.run.rollout.group}
-        if ingredients.critic is not None:
-            training = ingredients.critic.learning(number, training)
+        if critic is not None:
+            training = critic.learning(number, training)
         state, metrics = self.update(state, samples, coefficients, number, began, training)
-        row, carry = row | metrics, batch.left
-        if ingredients.critic is not None:
-            measured, steps = pooled(row, carry.critic)
-            row, carry = row | measured, dataclasses.replace(carry, critic=steps)
+        if critic is not None:
+            explained, steps = pooled(row, carry.critic)
+            metrics, carry = metrics | explained, dataclasses.replace(carry, critic=steps)
         lines = self.lines(state, batch.groups, samples, number)
-        return StepOutcome(state, carry, batch.metrics | row, batch.groups, lines, [*batch.common])
+        return StepOutcome(state, carry, batch.metrics | row | metrics, batch.groups, lines, [*batch.common])
 
     def step_ahead(
         self,
@@ -179,10 +179,19 @@ class Reinforcement(Stage):
         batch = dataclasses.replace(batch, sampled=[], metrics=metrics_of(run, batch.metrics))
         return batch if texts is None else texts.drawn(batch, carry.texts)
 
+    def rewards(self, groups: Sequence[Group], coefficients: Mapping[str, float]) -> np.ndarray:
+        """Return the rewards float[P, G] that advantages are computed from: less the costs of constraints."""
+        rewards = np.asarray([group.rewards for group in groups])
+        constraints = self.ingredients.constraints
+        return constraints.rewards(rewards, groups, coefficients) if constraints and groups else rewards
+
     def advantages(
-        self, state: TrainState, batch: RolloutBatch, coefficients: Mapping[str, float]
+        self, state: TrainState, batch: RolloutBatch, rewards: np.ndarray, kl_coef: float | None
     ) -> tuple[list[list[Sample]], dict[str, float]]:
-        """Return the groups as samples, with each token's advantage and whether the loss counts it, and metrics."""
+        """Return the groups as samples, with each token's advantage and whether the loss counts it, and metrics.
+
+        ``kl_coef``: of a KL in the reward.
+        """
         run, groups, models = self.run, batch.groups, {}
         if not groups:
             return [], {}
@@ -190,9 +199,7 @@ class Reinforcement(Stage):
             models["ref_logp"] = functools.partial(self.forward.by_sample, model_of(state, "reference"))
         if self.ingredients.critic is not None:
             models["values"] = self.ingredients.critic.values(state)
-        algorithm, rewards = run.recipe.algorithm, np.stack([group.rewards for group in groups])
-        if self.ingredients.constraints is not None:
-            rewards = self.ingredients.constraints.rewards(rewards, groups, coefficients)
+        algorithm = run.recipe.algorithm
         if algorithm.advantage.several:
             algorithm, rewards = separately(algorithm, named(configs.rewards(run)), groups)
         return to_samples(
@@ -203,7 +210,7 @@ class Reinforcement(Stage):
             dropped_endings(run),
             self.forward.layout.completion_tokens,
             models,
-            coefficients.get("kl_coef"),
+            kl_coef,
             run.rollout.collect.learn_earlier,
         )
 

@@ -132,19 +132,13 @@ def resume_point(
 
 def evaluate_first(context: RunContext, cursor: Cursor) -> None:
     """Announce the steps. A run without a checkpoint is evaluated first: row 0, which rules may remember."""
-    progress, stage, host = context.progress, cursor.stage, cursor.host
+    progress, row = context.progress, {"step": 0}
     progress.begin()
     if context.start is None:
-        began = time.perf_counter()
-        tested = stage.evaluate(model_of(cursor.state), first=True)
-        row: dict[str, Any] = {"step": 0}
-        if tested is not None:
-            tested.check()
-            row |= tested.metrics() | {"time/evaluation_s": time.perf_counter() - began}
-        progress.tested(0, row)
-        _, host.memory = decide(stage.rules, row, host.memory)
+        answers = evaluate(context, cursor, row, first=True)
+        _, cursor.host.memory = decide(cursor.stage.rules, row, cursor.host.memory)
         progress.happened(0, row)
-        record(context.writer, 0, row, answered=None if tested is None else tested.lines())
+        record(context.writer, 0, row, answered=answers)
     if line := progress.compiling.slower(progress.at):
         progress.note(line)
 
@@ -154,10 +148,10 @@ def run_phase(context: RunContext, cursor: Cursor) -> tuple[int, str] | None:
 
     Returns None if the next phase begins; else the exit code, and why the run ends before its steps are made, or "".
     """
-    run, progress, saved = context.run, context.progress, time.monotonic()
+    run, stage, saved = context.run, cursor.stage, time.monotonic()
     for step in range(cursor.step + 1, run.steps + 1):
         began, before, updates = time.perf_counter(), dataclasses.replace(cursor.host), updates_of(cursor.state)
-        stage, host = cursor.stage, cursor.host
+        host, answers = cursor.host, None
         try:
             with profiled(context, step):
                 cursor.state, host.carry, row, examples, lines, common = stage.step(
@@ -166,25 +160,20 @@ def run_phase(context: RunContext, cursor: Cursor) -> tuple[int, str] | None:
                 if row is None:
                     save_partial(context, cursor)
                     return PREEMPTED, f"stopped within step {step}, state and samples saved: {AGAIN}"
-                context.update_s = row["time/update_s"]
                 row |= host.coefficients | {"step": step} | cursor.row | {"time/step_s": time.perf_counter() - began}
-                progress.step(row)
-                tested = stage.evaluate(model_of(cursor.state)) if context.schedule.evaluates(step) else None
-                if tested is not None:
-                    seconds = time.perf_counter() - began - row["time/step_s"]
-                    row |= tested.metrics() | {"time/evaluation_s": seconds}
-                    progress.tested(step, row)
+                context.update_s = row["time/update_s"]
+                context.progress.step(row)
+                if context.schedule.evaluates(step):
+                    answers = evaluate(context, cursor, row)
                 decision = decide_after(context, cursor, row)
-                better = tested is not None and decision.rollback is None and is_best(context, row)
-                if better:  # whole before its row, and that before an older one goes
-                    keep_best(context, cursor, step)
+                better = answers is not None and decision.rollback is None and keep_if_best(context, cursor, row)
                 cursor.state = apply(decision, cursor.state, cursor.settings)
                 cursor.host.coefficients |= decision.coefficients
                 cursor.row, cursor.step = {}, step
                 row |= decision.events
-                progress.happened(step, row, examples)
+                context.progress.happened(step, row, examples)
                 row |= {EVENT_ENDED: decision.reason} if decision.stop == DONE else {}
-                record(context.writer, step, row, lines, None if tested is None else tested.lines())
+                record(context.writer, step, row, lines, answers)
                 if better and context.peers.leads:
                     forget_best(context.directory)
         except InputError as error:
@@ -201,6 +190,25 @@ def run_phase(context: RunContext, cursor: Cursor) -> tuple[int, str] | None:
         if decision.next_phase and step < run.steps:
             return None
     return DONE, ""
+
+
+def evaluate(
+    context: RunContext, cursor: Cursor, row: dict[str, Any], first: bool = False
+) -> list[dict[str, Any]] | None:
+    """Evaluate the model, add the metrics to the row, and return the answers to write down; None without a test.
+
+    Raises:
+      InputError: it is the first evaluation, and no answer of a task could be scored.
+    """
+    began = time.perf_counter()
+    tested = cursor.stage.evaluate(model_of(cursor.state), first)
+    if tested is not None:
+        if first:
+            tested.check()
+        row |= tested.metrics() | {"time/evaluation_s": time.perf_counter() - began}
+    if tested is not None or first:
+        context.progress.tested(row["step"], row)
+    return None if tested is None else tested.lines()
 
 
 def decide_after(context: RunContext, cursor: Cursor, row: dict[str, Any]) -> Decision:
@@ -222,17 +230,18 @@ def decide_after(context: RunContext, cursor: Cursor, row: dict[str, Any]) -> De
     return decision
 
 
-def is_best(context: RunContext, row: dict[str, Any]) -> bool:
-    """Whether the evaluation in this row is the best one so far, of a run that keeps the best model."""
-    best = context.run.output.keep_best
-    return best and context.peers.first(lambda: recorded_best(context.directory, row) == row["step"])
+def keep_if_best(context: RunContext, cursor: Cursor, row: dict[str, Any]) -> bool:
+    """Keep the model if this row has the best evaluation so far and the run keeps the best; return whether it has.
 
-
-def keep_best(context: RunContext, cursor: Cursor, step: int) -> None:
-    """Keep the model of the best evaluation."""
+    It is whole before its row is written, and that before an older one goes.
+    """
+    step, directory = row["step"], context.directory
+    if not context.run.output.keep_best or not context.peers.first(lambda: recorded_best(directory, row) == step):
+        return False
     context.progress.status("saving")
     context.store.wait()
-    snapshots.keep(context.directory, step, cursor.state, cursor.host.phase, snapshots.BEST)
+    snapshots.keep(directory, step, cursor.state, cursor.host.phase, snapshots.BEST)
+    return True
 
 
 def save(context: RunContext, cursor: Cursor, decision: Decision, asked: bool, saved: float) -> bool:

@@ -81,7 +81,8 @@ def learned(run, groups, coefficients=None):
         answers=None,
     )
     batch = RolloutBatch(groups, [], Carryover(), 4, 0, {})
-    samples, _ = stage.advantages(TrainState({}, {}), batch, coefficients or {})
+    rewards = stage.rewards(groups, coefficients or {})
+    samples, _ = stage.advantages(TrainState({}, {}), batch, rewards, None)
     for ingredient in stage.ingredients:
         samples = ingredient.samples(samples, batch)
     measured = sizes(samples)
@@ -286,7 +287,7 @@ def test_a_run_that_was_parted_goes_on_bit_for_bit(folder, answers):
     assert all(row["text/loss"] > 0 for row in plain[0][1:] if row["updates"])
     ends = [host_of(folder / name) for name in ("whole", "parted")]
     assert json.dumps(codec.to_json(ends[0])) == json.dumps(codec.to_json(ends[1]))
-    assert "unfinished" in json.dumps(codec.to_json(ends[0]["left"])) and ends[0]["coefficients"][HELD] > 0
+    assert "unfinished" in json.dumps(codec.to_json(ends[0]["carry"])) and ends[0]["coefficients"][HELD] > 0
 
 
 def test_other_bounds_are_another_run_and_bad_ones_none(answers):
