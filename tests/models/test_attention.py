@@ -18,7 +18,7 @@ from jaxrl_llm.plan.machines import describe, parse_topology
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
 from jaxrl_llm.sharding.compiler import without_compilation_cache
 
-pytestmark = pytest.mark.slow
+slow = pytest.mark.slow
 
 SPLASH = ComputeOptions(attention="splash", interpret=True)
 CUDNN = ComputeOptions(attention="cudnn", interpret=True)
@@ -70,7 +70,9 @@ def graded(attend, real, q, k, v):
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(q, k, v)
 
 
-@pytest.mark.parametrize(("width", "lengths"), [(40, (7, 21, 9)), (300, (150, 20, 99)), (1100, (700, 353))])
+@pytest.mark.parametrize(
+    ("width", "lengths"), [(40, (7, 21, 9)), pytest.param(300, (150, 20, 99), marks=slow), (1100, (700, 353))]
+)
 @pytest.mark.parametrize("window", [0, 5])
 def test_parts_of_a_row_equal_the_whole(width, lengths, window):
     config, rows = Attention(4, 2, 8, softcap=5.0, scale=0.5), packed(width, lengths, True, 1)
@@ -81,6 +83,7 @@ def test_parts_of_a_row_equal_the_whole(width, lengths, window):
     assert largest_difference(found, wanted) < 1e-5
 
 
+@slow
 def test_long_rows_never_hold_all_scores_and_no_row_makes_those_above_the_diagonal():
     config = Attention(2, 1, 8)
     for width in (1024, 4096):
@@ -103,6 +106,7 @@ def assert_half_is_made(config, width):
     assert 0.5 <= scores / (config.heads * width**2) < 0.6
 
 
+@slow
 @pytest.mark.parametrize(("kind", "compute"), [("gemma", SPLASH), ("windows", CUDNN)], ids=["splash", "cudnn"])
 def test_kernels_equal_xla_through_a_model(kind, compute):
     model, rows = tiny(kind), packed(128, (30, 51, 20), compute is CUDNN)
@@ -134,6 +138,7 @@ def test_kernels_of_gpus_equal_the_whole_with_shared_prompts_and_windows_on_a_me
             assert largest_difference(found(*given, jnp.int32(window)), wanted) < 1e-5
 
 
+@slow
 def test_kernels_of_gpus_read_the_blocks_that_are_seen_and_few_others():
     """Queries of a completion read the prompt's blocks and their own, not those of the completions between."""
     rows = packed(1024, (900, 60), True, 1)
@@ -159,6 +164,7 @@ def test_kernels_of_gpus_read_the_blocks_that_are_seen_and_few_others():
     assert (asked >= read.T).all() and asked.sum() < 1.2 * 16 * 17 / 2
 
 
+@slow
 @pytest.mark.compilers
 def test_a_gpus_program_has_no_array_of_two_sequence_axes():
     """Nor a mask, nor its gradient: 1,408 columns occur once in a shape."""
@@ -179,6 +185,7 @@ def test_a_gpus_program_has_no_array_of_two_sequence_axes():
     assert text.count("gpu.triton") >= 3 and max(sizes.count(str(columns)) for sizes in shapes) == 1
 
 
+@slow
 @pytest.mark.parametrize("shape", [(2, 2, 2), (1, 1, 8)])
 def test_splash_attention_divides_over_a_mesh(shape):
     model, rows = tiny("gemma"), packed(128, (30, 51, 20), False, 4)
@@ -190,6 +197,7 @@ def test_splash_attention_divides_over_a_mesh(shape):
     assert largest_difference(np.where(real, found, 0), np.where(real, run(model, rows), 0)) < 1e-5
 
 
+@slow
 def test_rows_that_splash_attention_cannot_divide():
     attend = attention_over(packed(96, (96,), False), KINDS["plain"].attention, SPLASH)
     with pytest.raises(

@@ -15,7 +15,7 @@ from jaxrl_llm.plan import hlo
 from jaxrl_llm.plan.machines import describe, parse_topology
 from jaxrl_llm.sharding.compiler import without_compilation_cache
 
-pytestmark = pytest.mark.slow
+slow = pytest.mark.slow
 
 LAYERS, ROWS, HEADS, QUERIES, WIDTH, COLUMNS, CHUNK = 2, 5, 2, 3, 16, 384, 16
 CONFIG = Attention(6, HEADS, WIDTH, softcap=3.0)
@@ -102,6 +102,7 @@ def test_rows_and_shared_blocks_are_read_as_by_a_loop(platform, dtype, tolerance
     assert all(np.all(part.mass[1] == 0) and np.all(part.top[1] < -1e29) for part in shared)
 
 
+@slow
 @pytest.mark.compilers
 @pytest.mark.parametrize("topology", ["v5e:1x1", "v5p:1x1x1", "h100:1"])
 @pytest.mark.parametrize("width, queries", [(64, 7), (128, 5)])
@@ -131,6 +132,7 @@ def test_the_kernels_compile_and_copy_nothing_of_the_cache(topology, width, quer
     assert len([one for one in kernels if "attention_by_length" in one.rest or "triton" in one.rest]) == 2
 
 
+@slow
 def test_whole_blocks_are_read():
     tpu, gpu = ByLength("tpu"), ByLength("gpu")
     assert [columns_read(tpu, live, 4096) for live in (0, 1, 512, 513)] == [0, 512, 512, 1024]
@@ -138,6 +140,7 @@ def test_whole_blocks_are_read():
     assert [whole_blocks(columns) for columns in (1, 300, 2049, 4097)] == [128, 384, 2304, 4608]
 
 
+@slow
 def test_what_has_no_kernel_keeps_the_plain_form():
     assert form_for(CONFIG, 8, None) is None  # a CPU
     mesh = lambda platform, parts: jax.sharding.AbstractMesh(
