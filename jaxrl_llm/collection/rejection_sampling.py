@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from jaxrl_llm.codec import digest_of_parts
 from jaxrl_llm.collection.ledger import Entry, Ledger, Tally, opened
 from jaxrl_llm.collection.rows import Answer, Row, distinct, prefix_tokens, row_of, rows_from
 from jaxrl_llm.data import Pairs, Steps, Texts
@@ -27,7 +28,7 @@ from jaxrl_llm.rollout.episodes import Scene
 from jaxrl_llm.rollout.evaluate import prompts_for
 from jaxrl_llm.rollout.respond import Answerer, Requests, SeedSpace, gather, request_seed
 from jaxrl_llm.sharding.distributed import ALONE, Peers
-from jaxrl_llm.sharding.rules import digest, weights_digest
+from jaxrl_llm.sharding.rules import weights_digest
 from jaxrl_llm.system.paths import COLLECTED
 from jaxrl_llm.tasks import Prompts, Table
 from jaxrl_llm.tasks import fingerprint as fingerprint_of_problems
@@ -105,7 +106,7 @@ class Asked:
             "weights": weights_digest(model),
             "problems": fingerprint_of_problems(self.problems)["order"],
             "checked": sorted({f"{problem.verifier} of {problem.extractor}" for problem in self.problems}),
-            "prompts": digest([self.prompts[problem] for problem in self.problems]),
+            "prompts": digest_of_parts(self.prompts[problem] for problem in self.problems),
             "kind": self.kind,
             **{name: getattr(data, name) for name in ("samples", "temperature", "top_p")},
             "max_new_tokens": self.max_new_tokens,

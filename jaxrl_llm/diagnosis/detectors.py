@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_llm.codec import jsonable
 from jaxrl_llm.diagnosis.findings import LOST, Finding, make_finding, of_change
 from jaxrl_llm.diagnosis.generalisation import overfitting, reward_hacking
 from jaxrl_llm.diagnosis.history import (
@@ -30,7 +31,6 @@ from jaxrl_llm.diagnosis.history import (
 )
 from jaxrl_llm.diagnosis.tool_use import tools_failing, tools_unused, turns_growing
 from jaxrl_llm.diagnosis.trends import fallen, improved, learned, lost, plateau, recent, risen
-from jaxrl_llm.system.json_lines import jsonable
 from jaxrl_llm.system.text import short
 
 log = logging.getLogger(__name__)

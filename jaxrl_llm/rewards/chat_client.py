@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import functools
-import hashlib
 import http.client
 import itertools
 import json
@@ -16,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxrl_llm.codec import digest
 from jaxrl_llm.rewards.endpoint import Endpoint
 from jaxrl_llm.types import Message
 
@@ -119,7 +119,7 @@ class Client:
 
     def _content(self, chat: Sequence[Message]) -> str:
         e = self._endpoint
-        return hashlib.sha256(json.dumps([e.url, e.model, e.options, list(chat)]).encode()).hexdigest()
+        return digest([e.url, e.model, e.options, list(chat)], 64)
 
     def _keep(self, key: str, answer: Answer) -> Answer:
         with self._lock:

@@ -3,7 +3,6 @@ the first step, all behind it.
 """
 
 import dataclasses
-import hashlib
 import json
 import math
 import threading
@@ -11,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
 
+from jaxrl_llm import codec
 from jaxrl_llm.rewards.calls import Call
 from jaxrl_llm.rewards.code import CodeTests
 from jaxrl_llm.rewards.pool import Pool
@@ -100,9 +100,9 @@ def _try_references(
     path: Path | None,
 ) -> Notes:  # fmt: skip
     """Try a sample of references; ``told`` makes notes of those that are lost among so many, the sample or all."""
-    by_digest = {hashlib.sha256(key.encode()).hexdigest(): one for key, one in tries.items()}
+    by_digest = {codec.digest(key, 64): one for key, one in tries.items()}
     ordered = [by_digest[key] for key in sorted(by_digest)]
-    digest = hashlib.sha256("".join(sorted(by_digest)).encode()).hexdigest()[:16]
+    digest = codec.digest("".join(sorted(by_digest)))
     known = json.loads(path.read_text()) if path is not None and path.exists() else {}
     if not ordered or digest in known:
         return known.get(digest, []), lambda note: None

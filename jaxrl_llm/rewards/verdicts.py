@@ -6,12 +6,12 @@ tags that carry a code made from the content itself, so that no completion can h
 verdict must repeat the code, so that one that was copied from the completion is none.
 """
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxrl_llm.codec import digest
 from jaxrl_llm.types import Message, Problem
 
 CODE_LENGTH = 12
@@ -48,7 +48,7 @@ def code_of(*texts: str) -> str:
     seed = json.dumps(texts)
     code = ""
     while not code or any(code in text for text in texts):
-        seed = hashlib.sha256(seed.encode()).hexdigest()
+        seed = digest(seed, 64)
         code = seed[:CODE_LENGTH]
     return code
 

@@ -13,7 +13,7 @@ import numpy as np
 from jaxrl_llm import codec
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.system.setting import PATH, Range, Setting
-from jaxrl_llm.tasks.stream import COUNTED, NONE, OTHERS, Memory, digest, drawn, permutation, problem_index
+from jaxrl_llm.tasks.stream import COUNTED, NONE, OTHERS, Memory, drawn, permutation, problem_index
 from jaxrl_llm.tasks.tables import field_of
 from jaxrl_llm.types import Group, Problem
 
@@ -322,7 +322,7 @@ class Scheduled:
         counts = {name: np.zeros(size, kind) for name, kind in kinds.items()}
         known = {name: array for name, array in self.known.items() if name in counts}
         places = {"last": np.full(size, NONE, np.int64), "begun": 0, "asked": 0, "since": NONE}
-        return counts | known | places | {"problems": digest(self.problems)}
+        return counts | known | places | {"problems": codec.digest("\n".join(problem.id for problem in self.problems))}
 
     @functools.cached_property
     def _index(self) -> dict[str, int]:

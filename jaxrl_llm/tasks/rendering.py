@@ -5,7 +5,6 @@ Jinja's own sandbox keeps it from files and objects; it bounds neither time nor 
 """
 
 import contextlib
-import hashlib
 import json
 import multiprocessing
 import os
@@ -19,6 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from jaxrl_llm.codec import digest
 from jaxrl_llm.errors import InputError, one_line
 from jaxrl_llm.models.builtin import CHATML
 from jaxrl_llm.system.signals import interpreter
@@ -55,7 +55,7 @@ class Renderer:
         Raises:
           InputError: the template refuses the messages, or goes beyond a limit; the message is the reason alone.
         """
-        if template == CHATML or hashlib.sha256(template.encode("utf-8", "replace")).hexdigest() in HARMLESS:
+        if template == CHATML or digest(template, 64) in HARMLESS:
             return _rendered(tokenizer, template, messages, options, asks)
         with self._lock:
             if template in self._endless:

@@ -6,7 +6,6 @@ several tasks, each with its exact share.
 
 import dataclasses
 import functools
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -120,11 +119,6 @@ def drawn(weights: np.ndarray, seed: int, number: int) -> int:
     # Rounding may reach the total itself, and what has no weight is never drawn.
     found = int(np.searchsorted(total, (bits >> 11) * 2.0**-53 * total[-1], side="right"))
     return min(found, int(np.flatnonzero(weights)[-1]))
-
-
-def digest(problems: Sequence[Problem]) -> str:
-    """Return a digest of a sequence of problems, from their ids, which are made of their prompts."""
-    return hashlib.sha256("\n".join(problem.id for problem in problems).encode()).hexdigest()[:16]
 
 
 @dataclasses.dataclass(frozen=True)

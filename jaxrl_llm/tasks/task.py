@@ -13,7 +13,7 @@ from jaxrl_llm.tasks.generated_programs import Programs
 from jaxrl_llm.tasks.instructed import Instructions
 from jaxrl_llm.tasks.instructions import check_instructions
 from jaxrl_llm.tasks.messages import TOOLS
-from jaxrl_llm.tasks.prompts import content, digest, messages_of, prompt_key
+from jaxrl_llm.tasks.prompts import content, messages_of, prompt_key
 from jaxrl_llm.tasks.sources import HubDataset, ReasoningGym, Rows, RowSource, Table
 from jaxrl_llm.tasks.tables import shown
 from jaxrl_llm.types import Problem
@@ -346,7 +346,7 @@ def _distinct(problems: Iterable[Problem], whole: bool, notes: list[str]) -> lis
         if key in others:
             merged += 1
             continue
-        others[key] = dataclasses.replace(problem, id=digest(problem.id, key)) if others else problem
+        others[key] = dataclasses.replace(problem, id=codec.digest_of_parts([problem.id, key])) if others else problem
         found.append((others[key], prompt))
     if merged:
         what = "row" if whole else "prompt"

@@ -2,13 +2,13 @@
 
 import datetime
 import functools
-import hashlib
 import itertools
 import json
 import re
 from collections.abc import Iterable
 from typing import Any, Protocol
 
+from jaxrl_llm.codec import digest
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.builtin import CHATML
 from jaxrl_llm.tasks.rendering import RENDERER
@@ -99,7 +99,7 @@ def template_fingerprint(template: str, tokenizer: Any) -> str:
             found.append(None)
     if not any(found):
         found = [str(tokenizer.chat_template) if template == "tokenizer" else template]
-    return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]
+    return digest(found)
 
 
 def _option(wording: Wording, name: str) -> str:

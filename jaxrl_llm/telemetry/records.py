@@ -8,9 +8,10 @@ from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
+from jaxrl_llm.codec import jsonable
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.tokenizer import text_of
-from jaxrl_llm.system.json_lines import append_rows, cut_after, jsonable, last_row
+from jaxrl_llm.system.json_lines import append_rows, cut_after, last_row
 from jaxrl_llm.system.paths import open_nofollow
 from jaxrl_llm.telemetry.report import Reporter
 from jaxrl_llm.telemetry.trackers import TrackedRun, Trackers, makers, table

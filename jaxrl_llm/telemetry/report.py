@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from jaxrl_llm.codec import jsonable
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.system.json_lines import jsonable
 from jaxrl_llm.system.paths import new_file
 from jaxrl_llm.system.signals import child, interpreter
 from jaxrl_llm.telemetry.contents import choose_lines, described, read_files

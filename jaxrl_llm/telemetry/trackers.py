@@ -10,8 +10,8 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from jaxrl_llm.codec import jsonable
 from jaxrl_llm.errors import InputError, as_input_error, did_you_mean, one_line, require
-from jaxrl_llm.system.json_lines import jsonable
 from jaxrl_llm.system.paths import new_file
 
 GROUP = "jaxrl_llm.writers"

@@ -14,6 +14,7 @@ from tiny import Compilations
 from jaxrl_llm import codec
 from jaxrl_llm import config as configs
 from jaxrl_llm.algorithms.kl import AdaptiveKL, ProportionalKL
+from jaxrl_llm.codec import jsonable
 from jaxrl_llm.data import Texts
 from jaxrl_llm.diagnosis.detectors import FindingTracker, diagnose
 from jaxrl_llm.learner.optimiser import build
@@ -34,7 +35,6 @@ from jaxrl_llm.rules import (
 from jaxrl_llm.rules.guards import few_kept, on_finding, phase_ends, reward_fails, teaches_nothing
 from jaxrl_llm.rules.resets import kl_controlled, on_schedule, on_stall
 from jaxrl_llm.stages.rl.ingredients import rules_for
-from jaxrl_llm.system.json_lines import jsonable
 from jaxrl_llm.tasks import Table
 from jaxrl_llm.trainer.context import LoopState
 from jaxrl_llm.trainer.step import apply

@@ -7,12 +7,12 @@ from typing import Any, Self
 
 import numpy as np
 
+from jaxrl_llm.codec import digest_of_parts
 from jaxrl_llm.config import JUDGED, Run
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rewards.rubric import Pairwise
 from jaxrl_llm.rollout.evaluate import Evaluated, Tested
 from jaxrl_llm.sharding.distributed import ALONE, Peers
-from jaxrl_llm.sharding.rules import digest
 from jaxrl_llm.stages.rl.ingredient import Around, Ingredient
 from jaxrl_llm.system.json_lines import append_rows, read_rows
 from jaxrl_llm.system.paths import new_file
@@ -57,7 +57,7 @@ class WinRate(Ingredient):
             path=around.scorer.folder / FIRST_ANSWERS,
             scorer=around.scorer,
             peers=around.peers,
-            made_from=lambda problem: digest([np.asarray(prompts[problem], np.int32), how]),
+            made_from=lambda problem: digest_of_parts([np.asarray(prompts[problem], np.int32), how]),
         )
 
     def tested(self, found: Tested, policy: Decoder, first: bool) -> Tested:
