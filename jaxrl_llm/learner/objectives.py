@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.algorithms import Algorithm, PolicyBatch, policy_loss
+from jaxrl_llm.algorithms.advantages import value_loss
 from jaxrl_llm.algorithms.kl import K3, UnbiasedK3
 from jaxrl_llm.algorithms.loss import clipped_tokens, log_ratios, whole_step
 from jaxrl_llm.algorithms.preference import pretraining_loss
+from jaxrl_llm.algorithms.surrogates import LOTS
 from jaxrl_llm.algorithms.tokens import clamped_log_ratio
-from jaxrl_llm.algorithms.values import value_loss
-from jaxrl_llm.algorithms.whole_step import LOTS
 from jaxrl_llm.learner.batch import Counts, Packed
 from jaxrl_llm.learner.forward import Output, Outputs
 
@@ -180,7 +180,7 @@ class PolicyGradient(Objective):
 
 @dataclasses.dataclass(frozen=True)
 class ValueLoss(Objective):
-    """A critic's ``values.value_loss`` towards ``returns``, which are computed once, before the first update.
+    """A critic's ``advantages.value_loss`` towards ``returns``, which are computed once, before the first update.
 
     Attributes:
       clip: how far a value may move from its old one; None for no bound.

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxrl_llm.algorithms import Algorithm
-from jaxrl_llm.algorithms.whole_step import LOTS, lots_of
+from jaxrl_llm.algorithms.surrogates import LOTS, lots_of
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.batch import POLICY, READ_BY_THE_HEAD, Sample
 from jaxrl_llm.learner.routing import recorded

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.divergences import JensenShannon
+from jaxrl_llm.algorithms.kl import JensenShannon
 from jaxrl_llm.learner.batch import Counts, Packed
 from jaxrl_llm.learner.forward import Output, Outputs, count_of, predicting
 from jaxrl_llm.learner.objectives import Objective, Scalars, Share

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.divergences import JensenShannon, spread_slopes, top_classes
+from jaxrl_llm.algorithms.kl import JensenShannon, spread_slopes, top_classes
 from jaxrl_llm.models import layers
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.heads import CHUNK, Head, head_gradients, head_of, put_chunk, take_chunk, wide

@@ -21,7 +21,7 @@ from learner.rollouts import (
 from tiny import largest_difference, tiny
 
 from jaxrl_llm.algorithms import PRESETS
-from jaxrl_llm.algorithms.values import value_loss
+from jaxrl_llm.algorithms.advantages import value_loss
 from jaxrl_llm.checkpoints.store import Checkpoints
 from jaxrl_llm.learner import (
     Layout,

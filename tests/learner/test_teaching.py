@@ -10,7 +10,7 @@ from learner.rollouts import TEMPERATURE, WIDTH, G, T, objective_gradient, one_d
 from tiny import VOCAB, equations, largest_difference, tiny
 
 from jaxrl_llm.algorithms import PRESETS
-from jaxrl_llm.algorithms.divergences import JensenShannon, top_classes
+from jaxrl_llm.algorithms.kl import JensenShannon, top_classes
 from jaxrl_llm.learner import Forward, Layout, PolicyGradient, pack
 from jaxrl_llm.learner.teaching import WHICH, DivergenceLoss, Teacher, TopOutput
 from jaxrl_llm.learner.update import accumulate

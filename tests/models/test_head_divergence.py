@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 from tiny import VOCAB, equations, largest_difference, tiny
 
-from jaxrl_llm.algorithms.divergences import JensenShannon, top_classes
+from jaxrl_llm.algorithms.kl import JensenShannon, top_classes
 from jaxrl_llm.models.config import Attention, Embeddings, ModelConfig
 from jaxrl_llm.models.decoder import initialise, unembed
 from jaxrl_llm.models.head_divergence import TeacherStates, token_divergence, top_tokens

@@ -8,7 +8,7 @@ from typing import Any, Self
 import numpy as np
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.algorithms.divergences import SampledKL
+from jaxrl_llm.algorithms.kl import SampledKL
 from jaxrl_llm.learner import Forward, Sample, Training
 from jaxrl_llm.learner.samples import advantage_of
 from jaxrl_llm.learner.teaching import DISTILLATION, WHICH, DivergenceLoss, Teacher, TopOutput

@@ -1,8 +1,7 @@
 """A mixture of two tasks under LoRA, sampled one step ahead of learning; controllers of the KL and of the entropy."""
 
 from jaxrl_llm.algorithms import PRESETS
-from jaxrl_llm.algorithms.entropy import AdaptiveEntropy
-from jaxrl_llm.algorithms.kl import AdaptiveKL
+from jaxrl_llm.algorithms.kl import AdaptiveEntropy, AdaptiveKL
 from jaxrl_llm.config import Evaluation, Mixture, Output, Part, Run, Scoring
 from jaxrl_llm.learner import Learner, Optimiser
 from jaxrl_llm.models.config import Lora

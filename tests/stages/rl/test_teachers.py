@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from learner.rollouts import one_device
 
-from jaxrl_llm.algorithms.divergences import JensenShannon, SampledKL, top_classes
+from jaxrl_llm.algorithms.kl import JensenShannon, SampledKL, top_classes
 from jaxrl_llm.config import Context, Distillation, TaskTeacher, load_config, resolved, validate
 from jaxrl_llm.data import Texts
 from jaxrl_llm.errors import InputError
