@@ -3,8 +3,7 @@
 An entry says how config.json and the names of the tensors map to ours, and back; loading, saving and training follow.
 """
 
-from jaxrl_llm.models.families import Family, _defaults
-from jaxrl_llm.models.tensors import BIASES, ENDS, MATRICES, PRE_NORMS
+from jaxrl_llm.models.families import BIASES, ENDS, MATRICES, PRE_NORMS, Family, _defaults
 
 # jaxrl_llm/models/families.py, in _ALL, before )
 _ALL = (

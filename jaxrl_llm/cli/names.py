@@ -108,8 +108,8 @@ def recipes(whole: bool) -> Rows:
 
 def models(whole: bool) -> Rows:
     """List the built-in models, and the families that can be loaded from a path."""
-    from jaxrl_llm.models.builtin import BUILTIN
     from jaxrl_llm.models.families import FAMILIES
+    from jaxrl_llm.models.pretrained import BUILTIN
 
     return [
         *((name, builtin.description) for name, builtin in BUILTIN.items()),

@@ -18,7 +18,6 @@ from jaxrl_llm.collection.ledger import Entry, Ledger, Tally, opened
 from jaxrl_llm.collection.rows import Answer, Row, distinct, prefix_tokens, row_of, rows_from
 from jaxrl_llm.data import Pairs, Steps, Texts
 from jaxrl_llm.data.datasets import KINDS, Collected, Kind, Unpaired, split_steps
-from jaxrl_llm.data.formats import TOOLS
 from jaxrl_llm.engine.requests import first_tokens
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.environments.limits import Limits
@@ -32,7 +31,7 @@ from jaxrl_llm.sharding.rules import weights_digest
 from jaxrl_llm.system.paths import COLLECTED
 from jaxrl_llm.tasks import Prompts, Table
 from jaxrl_llm.tasks import fingerprint as fingerprint_of_problems
-from jaxrl_llm.tasks.messages import joined
+from jaxrl_llm.tasks.messages import TOOLS, joined
 from jaxrl_llm.types import Completion, Problem
 
 FILL = 4

@@ -19,7 +19,7 @@ from jaxrl_llm.engine.requests import Request
 from jaxrl_llm.engine.scheduler import Build, Scheduler
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models.by_length import ByLength, form_for
+from jaxrl_llm.models.decode_kernels import ByLength, form_for
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.types import Completion, Prompt
 

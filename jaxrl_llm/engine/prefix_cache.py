@@ -10,8 +10,8 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.engine.requests import Request
 from jaxrl_llm.engine.slots import Slots, extend_prompts, joined_caches, kept_sequence
-from jaxrl_llm.models.cache import Cache, take_rows, with_columns
 from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.decoding import Cache, take_rows, with_columns
 from jaxrl_llm.models.experts import EXPERTS
 from jaxrl_llm.sharding import batch_parts
 

@@ -39,9 +39,9 @@ from jaxrl_llm.engine.slots import (
     stop_slots,
     with_blocks,
 )  # fmt: skip
-from jaxrl_llm.models.by_length import ByLength, whole_blocks
-from jaxrl_llm.models.cache import Cache
+from jaxrl_llm.models.decode_kernels import ByLength, whole_blocks
 from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.decoding import Cache
 from jaxrl_llm.sharding import batch_parts
 
 FEWEST_SLOTS, FEWEST_COLUMNS, FEWEST_PROMPT_COLUMNS, FEW_SLOTS_COLUMNS = 16, 64, 32, 256

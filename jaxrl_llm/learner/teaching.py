@@ -13,7 +13,7 @@ from jaxrl_llm.learner.forward import Output, Outputs, count_of, predicting
 from jaxrl_llm.learner.objectives import Objective, Scalars, Share
 from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.models.decoder import Decoder, cast
-from jaxrl_llm.models.head_divergence import TeacherStates, TopTokens, token_divergence, top_tokens
+from jaxrl_llm.models.heads import TeacherStates, TopTokens, token_divergence, top_tokens
 from jaxrl_llm.models.lora import without_adapter
 
 DISTILLATION = "distillation"
@@ -38,7 +38,7 @@ class Teacher:
 
 @dataclasses.dataclass(frozen=True)
 class TopOutput:
-    """A teacher's most likely tokens as an output: ``models.head_divergence.TopTokens`` [P, N, ...].
+    """A teacher's most likely tokens as an output: ``models.heads.TopTokens`` [P, N, ...].
 
     Attributes:
       k: how many.

@@ -23,11 +23,10 @@ from jaxrl_llm.engine.sampling import asked as asked_of
 from jaxrl_llm.engine.slots import extend_prompts, fill_slots, idle, run_chunk, slot_shardings
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.learner.forward import scoring
-from jaxrl_llm.models.cache import empty_cache
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.hf_config import read_config
-from jaxrl_llm.models.lora import model_of
-from jaxrl_llm.models.peft import base_named, is_adapter
+from jaxrl_llm.models.decoding import empty_cache
+from jaxrl_llm.models.hf import read_config
+from jaxrl_llm.models.lora import base_named, is_adapter, model_of
 from jaxrl_llm.models.pretrained import architecture
 from jaxrl_llm.plan import hlo
 from jaxrl_llm.plan.machines import Machine

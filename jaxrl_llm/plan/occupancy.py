@@ -7,7 +7,7 @@ from statistics import NormalDist
 import numpy as np
 
 from jaxrl_llm.engine.scheduler import columns_for, rows_for
-from jaxrl_llm.models.by_length import ByLength, columns_read
+from jaxrl_llm.models.decode_kernels import ByLength, columns_read
 
 SIGMA = 0.9
 """Standard deviation of the logarithm of a completion's length, as reasoning models have it early in a run."""

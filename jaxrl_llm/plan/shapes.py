@@ -20,8 +20,8 @@ from jaxrl_llm.learner import Forward, Training
 from jaxrl_llm.learner.batch import Packed
 from jaxrl_llm.learner.forward import batch_shardings
 from jaxrl_llm.learner.packing import packed_shapes
-from jaxrl_llm.models.by_length import form_for
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.decode_kernels import form_for
 from jaxrl_llm.models.decoder import Adapter, Decoder, cast, initialise
 from jaxrl_llm.models.heads import ScalarModel
 from jaxrl_llm.models.lora import base_of, model_of

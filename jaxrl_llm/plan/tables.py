@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.plan import totals
 from jaxrl_llm.plan.planning import Plan
 from jaxrl_llm.plan.roofline import CYCLES
+from jaxrl_llm.plan.totals import lines_of_totals, totals_of
 from jaxrl_llm.sharding.chips import GIB
 from jaxrl_llm.system.paths import new_file
 
@@ -43,7 +43,7 @@ def lines(plan: Plan, source: str, price: float | None = None) -> list[str]:
             amounts = f"{t.count:>10.0f}{t.ici / 1e9:>10.2f}{t.dcn / 1e9:>10.2f}"
             sent.append(f"  {f'{p.name}: {t.kind} ({whose})':<48}{amounts}")
     rows += ["", *([SENT, *sent] if sent else ["nothing is sent between devices"])]
-    whole = totals.lines(plan, totals.totals(plan, price))
+    whole = lines_of_totals(plan, totals_of(plan, price))
     return [*rows, "", *plan.chosen, *conclusion(plan), "", *whole]
 
 
@@ -189,7 +189,7 @@ def to_json(plan: Plan, source: str, price: float | None = None) -> dict[str, An
         "compiled_s": {name: one.seconds for name, one in plan.compiled.items()},
         "loops": loops,
         "chosen": list(plan.chosen), "refused": list(plan.refused), "fits": plan.fits,
-        "step_s": plan.seconds, "run": dataclasses.asdict(totals.totals(plan, price)),
+        "step_s": plan.seconds, "run": dataclasses.asdict(totals_of(plan, price)),
         "mfu": plan.utilisation(plan.seconds),
         "most": {
             plan.groups.field.rpartition(".")[2]: plan.most("groups"),

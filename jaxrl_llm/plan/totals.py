@@ -42,7 +42,7 @@ class Totals:
     step_grace_s: float | None
 
 
-def totals(plan: Plan, price: float | None = None) -> Totals:
+def totals_of(plan: Plan, price: float | None = None) -> Totals:
     """Return the whole of a planned run; ``price``: of one device for an hour."""
     run, step = plan.run, plan.seconds
     output = run.output
@@ -64,7 +64,7 @@ def stored_bytes(state: TrainState) -> int:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(flatten(state)))
 
 
-def lines(plan: Plan, found: Totals) -> list[str]:
+def lines_of_totals(plan: Plan, found: Totals) -> list[str]:
     """Return the lines about the whole run."""
     hours = f"{found.device_hours:,.1f}" if found.device_hours >= 1 else f"{found.device_hours:.2g}"
     cost = "" if found.cost is None else f", cost {found.cost:,.2f} (at your price)"

@@ -18,7 +18,7 @@ TESTS = "tests"
 """The column with a problem's tests."""
 DRAWN = 80
 """Inputs that are drawn, of which the tests of a problem are chosen."""
-WORDS = ("tree", "a", "moon", "otter", "to", "letters", "sea", "stone", "at", "yellow", "the", "oat", "east", "toe")
+LEXICON = ("tree", "a", "moon", "otter", "to", "letters", "sea", "stone", "at", "yellow", "the", "oat", "east", "toe")
 
 
 def _integers(draws: random.Random) -> list[int]:
@@ -31,8 +31,8 @@ VALUES: dict[str, Callable[[random.Random], Any]] = {
     "positive": lambda draws: draws.randint(1, 60),
     "small": lambda draws: draws.randint(0, 12),
     "integers": _integers,
-    "text": lambda draws: " ".join(draws.choices(WORDS, k=draws.randint(1, 3))),
-    "words": lambda draws: draws.choices(WORDS, k=draws.randint(0, 5)),
+    "text": lambda draws: " ".join(draws.choices(LEXICON, k=draws.randint(1, 3))),
+    "words": lambda draws: draws.choices(LEXICON, k=draws.randint(0, 5)),
     "letters": lambda draws: "".join(draws.choices("abc", k=draws.randint(0, 6))),
     "brackets": lambda draws: draws.choice(("", "()", "(())", "()()", "((()))", ")(", "(()", "(((())))", "(()(()))")),
 }

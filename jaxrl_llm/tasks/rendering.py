@@ -20,7 +20,7 @@ from typing import Any
 
 from jaxrl_llm.codec import digest
 from jaxrl_llm.errors import InputError, one_line
-from jaxrl_llm.models.builtin import CHATML
+from jaxrl_llm.models.pretrained import CHATML
 from jaxrl_llm.system.signals import interpreter
 from jaxrl_llm.types import Message
 

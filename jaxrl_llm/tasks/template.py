@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from jaxrl_llm.codec import digest
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models.builtin import CHATML
+from jaxrl_llm.models.pretrained import CHATML
 from jaxrl_llm.tasks.rendering import RENDERER
 from jaxrl_llm.tasks.task import Task, check_template
 from jaxrl_llm.types import Message

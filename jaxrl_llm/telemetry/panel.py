@@ -16,7 +16,7 @@ from jaxrl_llm.types import Group
 
 EVERY_S = 10.0
 """Least seconds that an example is shown, so that it can be read; slower steps each have their own."""
-KEPT = 2000
+STEPS_KEPT = 2000
 """Characters kept of either end of a text: no terminal shows more in a line."""
 GIB = 2**30
 STATM = Path("/proc/self/statm")
@@ -80,9 +80,9 @@ def chosen(step: int, groups: Sequence[Group], turn: int) -> Example | None:
     alike = [one for one in scored if one[0] == wanted]
     reward, group, i = alike[turn // 2 % len(alike)]
     which = "" if best == worst else ("lowest" if turn % 2 else "best")
-    prompt = harmless(group.problem.prompt[-1]["content"][-KEPT:])
+    prompt = harmless(group.problem.prompt[-1]["content"][-STEPS_KEPT:])
     text = group.completions[i].transcript
-    text = text if len(text) <= 2 * KEPT else f"{text[:KEPT]} {text[-KEPT:]}"
+    text = text if len(text) <= 2 * STEPS_KEPT else f"{text[:STEPS_KEPT]} {text[-STEPS_KEPT:]}"
     return Example(step, which, reward, prompt, harmless(text))
 
 

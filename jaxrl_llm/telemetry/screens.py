@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
-from rich.console import Console, Group
+from rich.console import Console
+from rich.console import Group as Lines
 from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
@@ -159,9 +160,9 @@ class Screen:
             if self._cell is not None:
                 self._cell.show([])
 
-    def _render(self) -> Group:
+    def _render(self) -> Lines:
         self._spinner.update(text=Text(self._describe(), style="dim", overflow="ellipsis", no_wrap=True))
-        return Group(*self._panel.lines(self._console.width, self._console.encoding), self._spinner)
+        return Lines(*self._panel.lines(self._console.width, self._console.encoding), self._spinner)
 
     def _break_silence(self) -> None:
         while not self._stopped.wait(0.5):

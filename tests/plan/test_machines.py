@@ -91,8 +91,8 @@ def test_every_published_shape_can_be_read():
 
 
 def test_a_directory_is_read_before_the_table(tmp_path):
-    from jaxrl_llm.models.builtin import TINY
-    from jaxrl_llm.models.hf_config import write_config
+    from jaxrl_llm.models.hf import write_config
+    from jaxrl_llm.models.pretrained import TINY
     from jaxrl_llm.models.weights import write_json
 
     write_json(tmp_path / "config.json", write_config(TINY, "float32"))

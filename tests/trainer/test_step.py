@@ -19,7 +19,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Layout, Learner, Sample, Training, create_state
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.models import logits
-from jaxrl_llm.models.builtin import tiny_tokenizer
+from jaxrl_llm.models.pretrained import tiny_tokenizer
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rewards import Format, Scorer
 from jaxrl_llm.rewards.shaping import named

@@ -18,7 +18,7 @@ from jaxrl_llm.learner import Forward, Layout, Sample
 from jaxrl_llm.learner.teaching import WHICH, DivergenceLoss, TeacherDivergence
 from jaxrl_llm.models import load_pretrained, logits, save_pretrained
 from jaxrl_llm.models.config import ComputeOptions
-from jaxrl_llm.models.head_divergence import TeacherStates
+from jaxrl_llm.models.heads import TeacherStates
 from jaxrl_llm.rollout.groups import Carryover, RolloutBatch
 from jaxrl_llm.stages.rl.ingredient import Around
 from jaxrl_llm.stages.rl.teacher_context import facts, told_prompt
