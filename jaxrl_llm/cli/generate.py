@@ -185,7 +185,7 @@ def say(
     Raises:
       InputError: the prompt leaves no room for an answer.
     """
-    from jaxrl_llm.engine.backend import backend_for
+    from jaxrl_llm.engine.engine import backend_for
     from jaxrl_llm.rollout.respond import Requests, respond
 
     screen = sys.stdout.isatty()

@@ -17,9 +17,9 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.config import Configuration, split_step, without_step
 from jaxrl_llm.config.origin import SAVED_RUNS
-from jaxrl_llm.engine.prefix_cache import bucket
 from jaxrl_llm.engine.sampling import as_rules
 from jaxrl_llm.engine.sampling import asked as asked_of
+from jaxrl_llm.engine.scheduler import bucket
 from jaxrl_llm.engine.slots import extend_prompts, fill_slots, idle, run_chunk, slot_shardings
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.learner.forward import scoring
@@ -34,7 +34,7 @@ from jaxrl_llm.plan.movement import Loop, cycles, loops
 from jaxrl_llm.plan.shapes import Arrays, SamplingArrays, abstract_mesh, abstract_model, arrays, prompt_calls
 from jaxrl_llm.runs.load import config_of, find_run
 from jaxrl_llm.sharding import abstract, batch_parts, make_mesh, rollout_mesh
-from jaxrl_llm.sharding.compiler import without_compilation_cache
+from jaxrl_llm.sharding.mesh import without_compilation_cache
 from jaxrl_llm.stages import stage_of
 from jaxrl_llm.stages.stage import Architectures, Outline
 from jaxrl_llm.system import storage

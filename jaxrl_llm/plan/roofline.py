@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from jaxrl_llm.config import Configuration
-from jaxrl_llm.learner.packing import packed_shapes
+from jaxrl_llm.learner.batch import packed_shapes
 from jaxrl_llm.models import gpu_attention
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.flops import counts, forward_flops, training_flops, visible_pairs
@@ -23,7 +23,7 @@ from jaxrl_llm.plan.shapes import (
     prompt_calls,
     share_of,
 )
-from jaxrl_llm.sharding.chips import Chip
+from jaxrl_llm.sharding.mesh import Chip
 from jaxrl_llm.stages.stage import Outline
 
 

@@ -11,15 +11,13 @@ import numpy as np
 import optax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from jaxrl_llm.engine.backend import for_sampling
-from jaxrl_llm.engine.prefix_cache import prefill_shape, rows_of_call
+from jaxrl_llm.engine.engine import for_sampling
 from jaxrl_llm.engine.requests import Request, SlotShape
-from jaxrl_llm.engine.scheduler import Build, wanted
+from jaxrl_llm.engine.scheduler import Build, prefill_shape, rows_of_call, wanted
 from jaxrl_llm.engine.slots import Slots, empty_slots, slot_shardings
 from jaxrl_llm.learner import Forward, Training
-from jaxrl_llm.learner.batch import Packed
+from jaxrl_llm.learner.batch import Packed, packed_shapes
 from jaxrl_llm.learner.forward import batch_shardings
-from jaxrl_llm.learner.packing import packed_shapes
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decode_kernels import form_for
 from jaxrl_llm.models.decoder import Adapter, Decoder, cast, initialise

@@ -11,7 +11,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.plan.planning import Plan
 from jaxrl_llm.plan.roofline import CYCLES
 from jaxrl_llm.plan.totals import lines_of_totals, totals_of
-from jaxrl_llm.sharding.chips import GIB
+from jaxrl_llm.sharding.mesh import GIB
 from jaxrl_llm.system.paths import new_file
 
 KINDS = {

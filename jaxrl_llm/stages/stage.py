@@ -23,7 +23,7 @@ from jaxrl_llm.errors import require
 from jaxrl_llm.learner import Forward, Learner, Sample, Training
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.platform import compute_for, layout_for
-from jaxrl_llm.learner.state import abstract_state
+from jaxrl_llm.learner.update import abstract_state
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.evaluate import Tested

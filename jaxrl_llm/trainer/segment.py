@@ -21,7 +21,7 @@ from jaxrl_llm.checkpoints.store import Checkpoints, holds, parts_of, restore_pa
 from jaxrl_llm.diagnosis.history import ROLLED_BACK
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.learner.optimiser import build
-from jaxrl_llm.learner.state import NewRole, reset_reference
+from jaxrl_llm.learner.update import NewRole, reset_reference
 from jaxrl_llm.models.heads import split
 from jaxrl_llm.rules.decision import ENDED
 from jaxrl_llm.runs.load import as_trained, find_run, host_state, load_model

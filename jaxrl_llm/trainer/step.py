@@ -19,9 +19,9 @@ from jaxrl_llm.config import Configuration, in_phase, keeps_reference, phases_of
 from jaxrl_llm.config.origin import recorded_best
 from jaxrl_llm.learner import Sample
 from jaxrl_llm.learner.optimiser import build
+from jaxrl_llm.learner.platform import utilisation
 from jaxrl_llm.learner.samples import advantage_of
-from jaxrl_llm.learner.state import reset_optimiser, reset_reference, with_reference
-from jaxrl_llm.learner.utilisation import utilisation
+from jaxrl_llm.learner.update import reset_optimiser, reset_reference, with_reference
 from jaxrl_llm.models.lora import model_of
 from jaxrl_llm.rollout.groups import OutOfTime
 from jaxrl_llm.rules import BY_HAND, FOUND, LAST, LR_SCALE, OF_ENTROPY, OF_GUARDS, Decision, decide

@@ -12,8 +12,7 @@ from collection.test_episodes import collected_episodes
 from several import codes, launch, said
 from talkative import LONGEST, answerer, asked, task_in
 
-from jaxrl_llm.collection.ledger import Tally, opened
-from jaxrl_llm.collection.rejection_sampling import collect_rows, collected
+from jaxrl_llm.collection.rejection_sampling import Tally, collect_rows, collected, opened
 from jaxrl_llm.data import Collected, Pairs, Steps, Texts, load_texts
 from jaxrl_llm.engine.requests import first_tokens
 from jaxrl_llm.errors import InputError

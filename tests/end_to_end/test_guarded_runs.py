@@ -24,7 +24,7 @@ from jaxrl_llm.diagnosis.detectors import EVERY, FindingTracker, looks
 from jaxrl_llm.diagnosis.history import ROLLED_BACK
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.optimiser import build
-from jaxrl_llm.learner.state import abstract_state
+from jaxrl_llm.learner.update import abstract_state
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.rules import (
     ASKED,

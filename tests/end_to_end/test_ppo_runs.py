@@ -21,7 +21,7 @@ from jaxrl_llm.config.notes import notes
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Critic, Optimiser
 from jaxrl_llm.learner.optimiser import build
-from jaxrl_llm.learner.state import NewRole, abstract_state, create_state
+from jaxrl_llm.learner.update import NewRole, abstract_state, create_state
 from jaxrl_llm.models import load_pretrained, save_pretrained
 from jaxrl_llm.models.config import Lora, Rope
 from jaxrl_llm.models.decoder import initialise

@@ -18,7 +18,7 @@ from jaxrl_llm.algorithms.advantages import GAE, GDPO, GiGPO, GroupZScore, KLInR
 from jaxrl_llm.algorithms.kl import K1
 from jaxrl_llm.algorithms.surrogates import PPOClip
 from jaxrl_llm.learner import Layout, Sample, pack, to_samples
-from jaxrl_llm.learner.packing import rows_of
+from jaxrl_llm.learner.batch import rows_of
 from jaxrl_llm.learner.samples import _estimate, advantage_of, by_rows, bytes_to_estimate, equal_states, turns_of
 from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.sharding import MeshShape, make_mesh

@@ -12,7 +12,7 @@ from jaxrl_llm.models.decode_kernels import ByLength, Near, Seen, attend, column
 from jaxrl_llm.models.decoding import Cache
 from jaxrl_llm.plan import hlo
 from jaxrl_llm.plan.machines import describe, parse_topology
-from jaxrl_llm.sharding.compiler import without_compilation_cache
+from jaxrl_llm.sharding.mesh import without_compilation_cache
 
 pytestmark = pytest.mark.slow
 

@@ -19,7 +19,7 @@ from jaxrl_llm.models.decoder import Decoder, Weights, causal_rows, forward, rou
 from jaxrl_llm.models.decoding import FEW
 from jaxrl_llm.models.lora import attached, create, merge
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
-from jaxrl_llm.sharding.compiler import without_compilation_cache
+from jaxrl_llm.sharding.mesh import without_compilation_cache
 
 WIDTH, INNER = 8, 12
 

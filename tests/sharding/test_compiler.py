@@ -27,7 +27,7 @@ from jaxrl_llm.plan.planning import plan
 from jaxrl_llm.plan.shapes import abstract_model
 from jaxrl_llm.plan.tables import lines
 from jaxrl_llm.sharding import MeshShape, gathered, layout_of, make_mesh
-from jaxrl_llm.sharding.compiler import OPTIONS, REPEATABLE, compiler_options, known_options, without_compilation_cache
+from jaxrl_llm.sharding.mesh import OPTIONS, REPEATABLE, compiler_options, known_options, without_compilation_cache
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from jaxrl_llm.collection.rows import row_of
+from jaxrl_llm.collection.rejection_sampling import row_of
 from jaxrl_llm.data import Pairs, Steps, Texts, load_texts
 from jaxrl_llm.environments import Environment, Step
 from jaxrl_llm.errors import InputError

@@ -14,7 +14,7 @@ from jaxrl_llm.learner import Critic, Forward, Sample, Training, ValueLoss, make
 from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.learner.platform import KERNELS, compute_for
 from jaxrl_llm.learner.samples import pooled, to_value
-from jaxrl_llm.learner.state import NewRole
+from jaxrl_llm.learner.update import NewRole
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import initialise
 from jaxrl_llm.models.lora import create, model_of

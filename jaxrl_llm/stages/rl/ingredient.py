@@ -107,7 +107,7 @@ class Ingredient:
     def teachers(self, forward: Forward, find: Architectures) -> dict[str, Any] | None:
         """Return models that are run with each microbatch of the policy's update, as shapes; None for none.
 
-        The arguments are those of ``role``; see ``learner.teaching``.
+        The arguments are those of ``role``; see ``learner.objectives``.
         """
         return None
 

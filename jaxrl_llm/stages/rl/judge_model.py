@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.engine import Sampling
-from jaxrl_llm.engine.backend import Backend, backend_for
+from jaxrl_llm.engine.engine import Backend, backend_for
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Sample
 from jaxrl_llm.models.decoder import Decoder, initialise

@@ -13,8 +13,7 @@ from jaxrl_llm.config import Run, samples_groups
 from jaxrl_llm.data import Text, load_texts
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Sample
-from jaxrl_llm.learner.objectives import TEXT, NextToken
-from jaxrl_llm.learner.teaching import DISTILLATION
+from jaxrl_llm.learner.objectives import DISTILLATION, TEXT, NextToken
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.evaluate import Tested
 from jaxrl_llm.rollout.groups import Carryover, RolloutBatch

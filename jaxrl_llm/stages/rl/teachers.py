@@ -10,8 +10,8 @@ import numpy as np
 from jaxrl_llm import config as configs
 from jaxrl_llm.algorithms.kl import SampledKL
 from jaxrl_llm.learner import Forward, Sample, Training
+from jaxrl_llm.learner.objectives import DISTILLATION, WHICH, DivergenceLoss, Teacher, TopOutput
 from jaxrl_llm.learner.samples import advantage_of
-from jaxrl_llm.learner.teaching import DISTILLATION, WHICH, DivergenceLoss, Teacher, TopOutput
 from jaxrl_llm.models.lora import model_of
 from jaxrl_llm.rollout.groups import Carryover, RolloutBatch
 from jaxrl_llm.runs.load import config_of

@@ -15,7 +15,7 @@ from jaxrl_llm.config import Context, Distillation, TaskTeacher, load_config, re
 from jaxrl_llm.data import Texts
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Forward, Layout, Sample
-from jaxrl_llm.learner.teaching import WHICH, DivergenceLoss, TeacherDivergence
+from jaxrl_llm.learner.objectives import WHICH, DivergenceLoss, TeacherDivergence
 from jaxrl_llm.models import load_pretrained, logits, save_pretrained
 from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.models.heads import TeacherStates
