@@ -14,7 +14,7 @@ from jaxrl_llm.algorithms.reduce import ConstantLength
 from jaxrl_llm.algorithms.surrogates import TopEntropy
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.learner.settings import Critic
-from jaxrl_llm.rewards.group_shaping import GroupShaping, LengthCycle, RelativeLength, StopProperly
+from jaxrl_llm.rewards.shaping import GroupShaping, LengthCycle, RelativeLength, StopProperly
 from jaxrl_llm.rollout.settings import Branching
 from jaxrl_llm.rules import Resets
 from jaxrl_llm.system.setting import FIXED, FREE, Range, Setting, check_fields

@@ -18,8 +18,17 @@ import numpy as np
 
 from jaxrl_llm.codec import digest_of_parts
 from jaxrl_llm.data import Pairs, Steps, Texts
-from jaxrl_llm.data.datasets import KINDS, Collected, Kind, Unpaired, split_steps, step_lengths
-from jaxrl_llm.data.formats import CUT_OFF, END_CUT_OFF, LABEL
+from jaxrl_llm.data.datasets import (
+    CUT_OFF,
+    END_CUT_OFF,
+    KINDS,
+    LABEL,
+    Collected,
+    Kind,
+    Unpaired,
+    split_steps,
+    step_lengths,
+)
 from jaxrl_llm.engine.requests import first_tokens
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.environments.limits import Limits

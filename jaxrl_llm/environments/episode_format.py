@@ -22,7 +22,7 @@ from jaxrl_llm.environments.renderings import (
 )
 from jaxrl_llm.errors import require
 from jaxrl_llm.models.tokenizer import special_ids, text_of
-from jaxrl_llm.tasks.guarding import Guard
+from jaxrl_llm.tasks.chats import Guard
 from jaxrl_llm.tasks.template import Wording, bos, check_tokenizer, worded
 from jaxrl_llm.types import Message
 

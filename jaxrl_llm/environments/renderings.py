@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm.environments.calls import NO_CALLS, end_of_calls, parse_reply, syntax_of
 from jaxrl_llm.errors import InputError, require
-from jaxrl_llm.tasks import plain_form
-from jaxrl_llm.tasks.guarding import Guard
-from jaxrl_llm.tasks.messages import joined, tool_call
+from jaxrl_llm.tasks.chats import Guard
+from jaxrl_llm.tasks.messages import as_text, joined, tool_call, with_tools
 from jaxrl_llm.tasks.template import Wording, rendered, template_text
 from jaxrl_llm.types import Message
 
@@ -95,12 +94,12 @@ class Renderings:
     def text(self, messages: Sequence[Message], asks: bool) -> str:
         """Return the text of messages with the tools; with ``asks`` up to the start of the next reply."""
         if self.plain_form:
-            messages = plain_form.with_tools(plain_form.as_text(messages), self._tools)
+            messages = with_tools(as_text(messages), self._tools)
         return rendered([*messages], self.wording, self._tokenizer, asks, self._options)
 
     def said(self, messages: Sequence[Message]) -> list[Message]:
         """Return the world's messages as the template gets them."""
-        return joined((), plain_form.as_text(messages) if self.plain_form else messages, "\n\n")
+        return joined((), as_text(messages) if self.plain_form else messages, "\n\n")
 
     def after(self, turns: Sequence[Message], messages: Sequence[Message]) -> After:
         """Return the text after the last of the turns, which is a reply, with these messages of the world.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrl_llm.rewards import Failures, Scorer
-from jaxrl_llm.rewards.group_shaping import GroupShaping
+from jaxrl_llm.rewards.shaping import GroupShaping
 from jaxrl_llm.rollout.episodes import Episodes, Scene, environment_seed
 from jaxrl_llm.rollout.replay import Solved, Store, Success, varied
 from jaxrl_llm.rollout.respond import SeedSpace, request_seed, with_texts

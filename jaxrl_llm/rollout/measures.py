@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.environments.environment import ENDS
-from jaxrl_llm.rewards.bounds import REJECTED
-from jaxrl_llm.rewards.shaping import REFUSED
+from jaxrl_llm.rewards.shaping import REFUSED, REJECTED
 from jaxrl_llm.rollout.groups import informative
 from jaxrl_llm.tasks import answer_of
 from jaxrl_llm.types import Episode, Group, shown_message

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 
 import numpy as np
 
-from jaxrl_llm.rewards.bounds import REJECTED
+from jaxrl_llm.rewards.shaping import REJECTED
 from jaxrl_llm.rollout.settings import Replay
 from jaxrl_llm.types import Completion, Group
 

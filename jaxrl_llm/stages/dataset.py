@@ -23,7 +23,7 @@ from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.learner.platform import compute_for, layout_for
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rewards import Accuracy, Scorer
-from jaxrl_llm.rewards.bounds import TaskReward
+from jaxrl_llm.rewards.shaping import TaskReward
 from jaxrl_llm.rollout.episodes import Episodes, episodes_of
 from jaxrl_llm.rollout.evaluate import Evaluated, Questions, Tested, evaluate
 from jaxrl_llm.rollout.respond import Answerer

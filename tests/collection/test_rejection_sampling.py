@@ -17,7 +17,7 @@ from jaxrl_llm.data import Collected, Pairs, Steps, Texts, load_texts
 from jaxrl_llm.engine.requests import first_tokens
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards import Failures
-from jaxrl_llm.rewards.scores import Scores
+from jaxrl_llm.rewards.scorer import Scores
 from jaxrl_llm.rollout.respond import SeedSpace, request_seed
 from jaxrl_llm.sharding.distributed import ALONE
 from jaxrl_llm.system.paths import COLLECTED, part_of

@@ -24,7 +24,7 @@ from jaxrl_llm.learner.update import abstract_state
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rewards import Accuracy, Constraint, Format, Gate, LengthPenalty, StepFunction, Threshold
-from jaxrl_llm.rewards.bounds import REJECTED
+from jaxrl_llm.rewards.shaping import REJECTED
 from jaxrl_llm.rollout.groups import RECORDS, Carryover, RolloutBatch
 from jaxrl_llm.rollout.measures import describe
 from jaxrl_llm.stages.rl.constraints import Constraints

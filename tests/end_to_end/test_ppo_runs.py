@@ -28,7 +28,7 @@ from jaxrl_llm.models.decoder import initialise
 from jaxrl_llm.models.heads import with_scalar_head
 from jaxrl_llm.models.pretrained import TINY
 from jaxrl_llm.recipes import RECIPES, Overlong
-from jaxrl_llm.rewards.group_shaping import RelativeLength
+from jaxrl_llm.rewards.shaping import RelativeLength
 from jaxrl_llm.stages.taught import Taught
 from jaxrl_llm.tasks.template import template_fingerprint
 from jaxrl_llm.trainer.segment import with_others

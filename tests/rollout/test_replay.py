@@ -20,7 +20,7 @@ from jaxrl_llm.learner.batch import pack
 from jaxrl_llm.learner.samples import advantage_of, to_samples
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rewards import Format
-from jaxrl_llm.rewards.bounds import REJECTED
+from jaxrl_llm.rewards.shaping import REJECTED
 from jaxrl_llm.rollout import Collect, Engine, Replay, Sampling
 from jaxrl_llm.rollout.dynamic_sampling import collect
 from jaxrl_llm.rollout.groups import RECORDS, informative, tokens_in

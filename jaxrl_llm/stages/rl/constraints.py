@@ -13,8 +13,8 @@ from jaxrl_llm.config import Run
 from jaxrl_llm.learner import Sample
 from jaxrl_llm.learner.samples import without_gain
 from jaxrl_llm.rewards import Reward
-from jaxrl_llm.rewards.bounds import REJECTED, Constraint
 from jaxrl_llm.rewards.functions import OF_STEPS
+from jaxrl_llm.rewards.shaping import REJECTED, Constraint
 from jaxrl_llm.rollout.groups import RolloutBatch
 from jaxrl_llm.rules.decision import Decided, Decision, Own, Row
 from jaxrl_llm.stages.rl.ingredient import Ingredient

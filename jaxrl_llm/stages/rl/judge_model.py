@@ -17,13 +17,12 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Sample
 from jaxrl_llm.models.decoder import Decoder, initialise
 from jaxrl_llm.models.heads import ScalarModel
-from jaxrl_llm.rewards.chat_client import Answer
-from jaxrl_llm.rewards.endpoint import JudgeModel
+from jaxrl_llm.rewards.endpoint import Answer, JudgeModel
 from jaxrl_llm.rewards.rubric import Pairwise, asks_model
 from jaxrl_llm.rollout.respond import Requests, gather
 from jaxrl_llm.runs.load import load_model
 from jaxrl_llm.stages.stage import Architectures, Pass, run_by
-from jaxrl_llm.tasks.guarding import Guard
+from jaxrl_llm.tasks.chats import Guard
 from jaxrl_llm.tasks.template import check_tokenizer, rendered
 from jaxrl_llm.types import Completion, Message, Problem
 

@@ -18,8 +18,17 @@ from jaxrl_llm.runs.load import find_start, host_state
 from jaxrl_llm.stages.stage import Fingerprints, read_parts
 from jaxrl_llm.stages.taught import untold
 from jaxrl_llm.tasks.chats import OPENS_A_THOUGHT, Pieces
-from jaxrl_llm.tasks.curriculum import BY_SUCCESS, PLACES, Curriculum, difficulties
-from jaxrl_llm.tasks.stream import NONE, Memory, PromptStream, going_on, places_in
+from jaxrl_llm.tasks.stream import (
+    BY_SUCCESS,
+    NONE,
+    PLACES,
+    Curriculum,
+    Memory,
+    PromptStream,
+    difficulties,
+    going_on,
+    places_in,
+)
 from jaxrl_llm.types import Problem
 
 ROWS = ("source", "keep", "holdout", "overlong")

@@ -9,7 +9,7 @@ import numpy as np
 from jaxrl_llm.algorithms.preference import solution_score, step_differences
 from jaxrl_llm.data.datasets import split_steps, step_lengths
 from jaxrl_llm.rewards.functions import StepReward
-from jaxrl_llm.rewards.scores import last_token
+from jaxrl_llm.rewards.scorer import last_token
 from jaxrl_llm.stages.rl.device_model import DeviceModel, Item
 from jaxrl_llm.types import Completion, Problem
 

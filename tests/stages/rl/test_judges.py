@@ -25,8 +25,8 @@ from jaxrl_llm.models.heads import with_scalar_head
 from jaxrl_llm.models.pretrained import TINY, tiny_tokenizer
 from jaxrl_llm.models.tokenizer import text_of
 from jaxrl_llm.rewards import Accuracy, Constraint, Gate, Hinge, ModelReward, Scorer, StepReward, Threshold
-from jaxrl_llm.rewards.bounds import TaskReward
 from jaxrl_llm.rewards.endpoint import JudgeModel
+from jaxrl_llm.rewards.shaping import TaskReward
 from jaxrl_llm.rollout.groups import RolloutBatch
 from jaxrl_llm.sharding import MeshShape, make_mesh
 from jaxrl_llm.stages.rl.judge_model import JudgeEngine
