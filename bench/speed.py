@@ -37,7 +37,7 @@ from jaxrl_llm.learner.update import accumulate
 from jaxrl_llm.models import layers, load_pretrained
 from jaxrl_llm.models.config import Attention, Embeddings, Experts, ModelConfig, Norm, Rope
 from jaxrl_llm.models.decoder import Decoder, initialise
-from jaxrl_llm.plan.lowering import model_config
+from jaxrl_llm.plan.programs import model_config
 from jaxrl_llm.rollout import Engine, Sampling
 from jaxrl_llm.sharding.mesh import MeshShape, compiler_options, make_mesh, platform_of
 from jaxrl_llm.types import Role, TrainState

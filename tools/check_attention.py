@@ -30,7 +30,7 @@ from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.models.decode_kernels import ByLength, whole_blocks
 from jaxrl_llm.models.decoder import Decoder, cast, initialise
 from jaxrl_llm.models.decoding import Cache, decode, empty_cache, shared_prefix
-from jaxrl_llm.plan.lowering import model_config
+from jaxrl_llm.plan.programs import model_config
 from jaxrl_llm.types import Role
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -20,10 +20,9 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.cli.asking import Policy, check_tools, load_policy
 from jaxrl_llm.cli.flags import first, parse, status
 from jaxrl_llm.engine.settings import Sampling
-from jaxrl_llm.environments.environment import Environment
+from jaxrl_llm.environments.environment import Environment, Limits
 from jaxrl_llm.environments.episode_format import EpisodeFormat
 from jaxrl_llm.environments.factory import Factory
-from jaxrl_llm.environments.limits import Limits
 from jaxrl_llm.environments.world import World
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.models.tokenizer import text_of

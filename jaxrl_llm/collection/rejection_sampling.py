@@ -31,7 +31,7 @@ from jaxrl_llm.data.datasets import (
 )
 from jaxrl_llm.engine.requests import first_tokens
 from jaxrl_llm.engine.settings import Sampling
-from jaxrl_llm.environments.limits import Limits
+from jaxrl_llm.environments.environment import Limits
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.models.tokenizer import text_of
 from jaxrl_llm.rollout.episodes import Scene

@@ -21,7 +21,7 @@ from jaxrl_llm.sharding.mesh import MeshShape
 from jaxrl_llm.system import storage
 from jaxrl_llm.system.setting import FIXED, FREE, MODEL, RECORDED, Count, Range, Setting
 from jaxrl_llm.tasks.task import Task
-from jaxrl_llm.telemetry.trackers import parts_of_name
+from jaxrl_llm.telemetry.records import parts_of_name
 
 MAX_SEED = 1 << 24
 """The exclusive upper bound of seeds; larger ones would repeat the random numbers of smaller ones."""

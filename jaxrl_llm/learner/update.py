@@ -1,4 +1,4 @@
-"""The pure functions of learning: the gradient of a role's objectives, and one optimiser update."""
+"""Training on one rollout: the state on the device, the gradient of a role's objectives, updates in epochs."""
 
 import collections
 import dataclasses

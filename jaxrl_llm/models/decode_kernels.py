@@ -1,10 +1,7 @@
-"""Decode attention by length: which columns of a cache are live, and in which order kernels read them.
+"""Decode attention by length: which columns of a cache are live, and the kernels that read them on TPUs and GPUs.
 
-Lengths are data, so one program serves rows of every length (``by_length_kernels``). CPUs have the plain form.
-
-Kernels of decode attention by length, for TPUs and for GPUs.
-
-They take the cache of all layers and the number of one: a layer is never cut out of it.
+Lengths are data, so one program serves rows of every length. CPUs have the plain form. The kernels take the cache of
+all layers and the number of one: a layer is never cut out of it.
 """
 
 import dataclasses

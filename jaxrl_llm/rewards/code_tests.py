@@ -1,19 +1,16 @@
-"""Names and literals of the statements in tests of programs.
-
-Tests in the words of unittest, numpy and pytest as plain assertions, which are split like all others.
-
-``self.assertEqual(f(2), 4)`` and ``np.testing.assert_equal(f(2), 4)`` become ``assert f(2) == 4``. Each test of a
-class has the statements of its ``setUp`` before it, and ``self.x`` becomes a name. The cases of ``parametrize`` become
-a loop, and ``capsys`` an object of the program's process. What has no plain form, such as ``assertRaises``, is refused,
-since nobody would notice if it were left out.
-
-Assertions, split: the program's process computes the program's calls, and what was expected stays outside it.
+"""Assertions, split: the program's process computes the program's calls, and what was expected stays outside it.
 
 ``assert f(2) == 4`` has the call ``f(2)``, whose value is compared here. Of ``assert abs(f(2) - 4) < 0.1`` the
 program's process computes ``f(2)``, and another, which never saw the program, ``abs(_0 - 4) < 0.1``. Each gets those
 statements before the assertion that it needs, so that a variable ``expected`` stays outside too. Where such a value is
 no data, the program's process computes more (``computable``). Assertions in loops over literals are unrolled. The rest
 is opaque: the process that runs the program says whether it holds.
+
+Tests in the words of unittest, numpy and pytest as plain assertions, which are split like all others.
+``self.assertEqual(f(2), 4)`` and ``np.testing.assert_equal(f(2), 4)`` become ``assert f(2) == 4``. Each test of a class
+has the statements of its ``setUp`` before it, and ``self.x`` becomes a name. The cases of ``parametrize`` become a
+loop, and ``capsys`` an object of the program's process. What has no plain form, such as ``assertRaises``, is refused,
+since nobody would notice if it were left out.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""Templates of small programming problems, each with a reference solution, for ``tasks/programs.py``.
+"""Generated programming problems with tests and reference solutions.
 
 A template stands for several problems: ``{a}``, ``{b}`` in its texts are constants.
 """

@@ -16,7 +16,7 @@ from jaxrl_llm.system import storage
 from jaxrl_llm.system.json_lines import read_rows
 from jaxrl_llm.system.paths import PROFILE
 from jaxrl_llm.system.text import abridge, seconds, short
-from jaxrl_llm.telemetry.contents import happened
+from jaxrl_llm.telemetry.report import happened
 from jaxrl_llm.types import DISAGREEMENT
 
 OTHERS = {

@@ -34,8 +34,7 @@ from jaxrl_llm.system.json_lines import read_rows
 from jaxrl_llm.system.paths import new_file
 from jaxrl_llm.system.signals import Preemption
 from jaxrl_llm.telemetry import Verbosity
-from jaxrl_llm.telemetry.pace import Schedule
-from jaxrl_llm.telemetry.progress import Progress
+from jaxrl_llm.telemetry.progress import Progress, Schedule
 from jaxrl_llm.telemetry.records import RunWriter, logged
 from jaxrl_llm.types import TrainState
 

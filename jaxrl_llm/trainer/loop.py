@@ -28,7 +28,7 @@ from jaxrl_llm.stages import stage_of
 from jaxrl_llm.system.paths import PROFILE
 from jaxrl_llm.system.signals import PREEMPTED, Preemption, on_exit
 from jaxrl_llm.telemetry import Verbosity
-from jaxrl_llm.telemetry.pace import SAVE
+from jaxrl_llm.telemetry.progress import SAVE
 from jaxrl_llm.telemetry.records import record
 from jaxrl_llm.trainer.context import Cursor, LoopState, RunContext, forget_best, forget_settled, keep_underway, opened
 from jaxrl_llm.trainer.segment import load

@@ -106,8 +106,7 @@ def _make_gym(draws: random.Random) -> Any:
 
 def parse_calls(case: Any, folder: Path) -> Any:
     """Read the tool calls of a reply."""
-    from jaxrl_llm.environments.call_syntaxes import SYNTAXES
-    from jaxrl_llm.environments.calls import HARMONY, NO_CALLS, parse_reply
+    from jaxrl_llm.environments.calls import HARMONY, NO_CALLS, SYNTAXES, parse_reply
 
     return [parse_reply(case, syntax) for syntax in (*SYNTAXES, HARMONY, NO_CALLS)]
 

@@ -41,7 +41,7 @@ from jaxrl_llm.rules import (
 )
 from jaxrl_llm.rules.guards import on_finding
 from jaxrl_llm.sharding.distributed import ALONE
-from jaxrl_llm.telemetry.pace import Schedule
+from jaxrl_llm.telemetry.progress import Schedule
 from jaxrl_llm.trainer.context import moved_until
 from jaxrl_llm.trainer.segment import newest_before, remembered, why_not_back
 

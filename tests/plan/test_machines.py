@@ -7,8 +7,8 @@ import pytest
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.families import FAMILIES
 from jaxrl_llm.models.flops import active_parameters, counts
-from jaxrl_llm.plan.lowering import model_config, published
 from jaxrl_llm.plan.machines import EXAMPLES, describe, parse_topology
+from jaxrl_llm.plan.programs import model_config, published
 from jaxrl_llm.sharding.mesh import CHIPS, chip_of
 
 

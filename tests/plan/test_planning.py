@@ -10,13 +10,11 @@ from commands import command, commands
 from plan.tinyrun import CONFIG, computing, tiny_run
 
 from jaxrl_llm.models.decode_kernels import ByLength
-from jaxrl_llm.plan.lowering import compile_one, meshes, needed, subject
 from jaxrl_llm.plan.machines import CUDNN, describe, installed, parse_topology
 from jaxrl_llm.plan.planning import best, candidates, compilable, plan
+from jaxrl_llm.plan.programs import abstract_model, compile_one, meshes, needed, subject
 from jaxrl_llm.plan.roofline import CYCLES, FORMULAS, Read, phases, sampling_phases, work
-from jaxrl_llm.plan.shapes import abstract_model
-from jaxrl_llm.plan.tables import draw, lines, memory_lines, table, write
-from jaxrl_llm.plan.totals import totals_of
+from jaxrl_llm.plan.tables import draw, lines, memory_lines, table, totals_of, write
 from jaxrl_llm.rollout import Collect
 from jaxrl_llm.stages.rl.programs import sampling_of
 

@@ -21,10 +21,9 @@ from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.models.decoder import Weights, mlp
 from jaxrl_llm.models.decoding import decode, empty_cache
-from jaxrl_llm.plan.lowering import compile_one, subject
 from jaxrl_llm.plan.machines import describe, parse_topology
 from jaxrl_llm.plan.planning import plan
-from jaxrl_llm.plan.shapes import abstract_model
+from jaxrl_llm.plan.programs import abstract_model, compile_one, subject
 from jaxrl_llm.plan.tables import lines
 from jaxrl_llm.sharding import MeshShape, gathered, layout_of, make_mesh
 from jaxrl_llm.sharding.mesh import OPTIONS, REPEATABLE, compiler_options, known_options, without_compilation_cache

@@ -30,8 +30,7 @@ from jaxrl_llm.stages.rl.problems import problems_of, read_problems
 from jaxrl_llm.stages.rl.reinforcement import Reinforcement
 from jaxrl_llm.stages.stage import check_problems
 from jaxrl_llm.tasks import Task
-from jaxrl_llm.telemetry.pace import Schedule
-from jaxrl_llm.telemetry.progress import Progress
+from jaxrl_llm.telemetry.progress import Progress, Schedule
 from jaxrl_llm.trainer.step import learn_from, of_examples, shown_places
 from jaxrl_llm.types import Completion, Group, Problem
 

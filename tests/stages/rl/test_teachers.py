@@ -24,8 +24,7 @@ from jaxrl_llm.stages.rl.ingredient import Around
 from jaxrl_llm.stages.rl.teacher_context import facts, told_prompt
 from jaxrl_llm.stages.rl.teachers import Teachers, as_asked, valued
 from jaxrl_llm.tasks import Prompts, Table
-from jaxrl_llm.telemetry.pace import Schedule
-from jaxrl_llm.telemetry.progress import Progress
+from jaxrl_llm.telemetry.progress import Progress, Schedule
 from jaxrl_llm.types import Completion, Group, Problem, Role, TrainState
 
 SMOKE = load_config("smoke")[1]
