@@ -25,7 +25,7 @@ from jaxrl_llm.models.decoder import Weights, initialise
 from jaxrl_llm.models.flops import counts, forward_flops, visible_pairs
 from jaxrl_llm.plan import hlo
 from jaxrl_llm.plan.hlo import loops
-from jaxrl_llm.plan.planning import learning, resident
+from jaxrl_llm.plan.planning import memory_of_learning, resident
 from jaxrl_llm.plan.programs import abstract_mesh, arrays, bytes_per_device, compile_one, subject
 from jaxrl_llm.plan.roofline import Occupancy, attention_share, exchanged, lengths, occupancy, update_flops, work
 from jaxrl_llm.recipes import RECIPES
@@ -216,7 +216,7 @@ def test_estimated_advantages_are_counted():
     counted = []
     for prompts in (run.rollout.prompts, 1 << 20):
         more = dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, prompts=prompts))
-        counted.append(learning(more, held, {}).temporary)
+        counted.append(memory_of_learning(more, held, {}).temporary)
     layout = held.learned[0].forward.layout
     rows = run.rollout.group << 20
     estimate = bytes_to_estimate(run.recipe.algorithm.advantage, rows, layout.completion_tokens)
