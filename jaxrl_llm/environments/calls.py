@@ -250,7 +250,6 @@ THOUGHTS: Sequence[tuple[str, str]] = (
 NO_CALLS = ""
 """Syntax of replies without tools: only the reasoning is separated."""
 HARMONY = "gpt_oss"
-_HARMONY_TAUGHT = "<|channel|>commentary"
 _HARMONY_MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 _HARMONY = re.compile(r"(?P<head>.*?)<\|message\|>(?P<body>.*?)(?:<\|end\|>|<\|call\|>|<\|return\|>|\Z)", re.DOTALL)
 _ADDRESSED = re.compile(r"to=functions\.([^\s<]+)")
@@ -280,7 +279,7 @@ def syntax_of(template: str) -> str:
     """
     if not re.search(r"\btools\b", template):
         return "plain"
-    if _HARMONY_TAUGHT in template:
+    if "<|channel|>commentary" in template:
         return HARMONY
     for name, syntax in SYNTAXES.items():
         if any(text in template for text in syntax.taught):

@@ -38,7 +38,6 @@ _THOUGHTS: tuple[Callable[[Message, str], Message], ...] = (
     lambda message, thought: message | {"content": f"<think>\n{thought}\n</think>\n\n{message['content'] or ''}"},
 )
 """Forms in which templates take a reply's reasoning."""
-_MOST_REGIONS = 512
 _UNCLOSED = re.compile(r"[<\[][^<>\[\]]*\Z")  # the first half of a mark at the end of a text
 
 
@@ -123,7 +122,7 @@ class Renderings:
         key = (*map(_outline, turns), None, *map(_outline, messages))
         found = self._regions.get(key)
         if found is None:
-            if len(self._regions) >= _MOST_REGIONS:
+            if len(self._regions) >= 512:
                 self._regions.clear()
             found = self._regions[key] = self._new_region(turns, messages)
         return found

@@ -55,7 +55,6 @@ def _read(blocks: StoredTensor, scales: StoredTensor, place: tuple[slice, ...]) 
 
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-SHARD_BYTES = 5 * 10**9
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -290,7 +289,7 @@ def open_file(path: Path) -> dict[str, StoredTensor]:
     }
 
 
-def write_checkpoint(stored: Mapping[str, StoredTensor], directory: Path, dtype: str, limit: int = SHARD_BYTES) -> None:
+def write_checkpoint(stored: Mapping[str, StoredTensor], directory: Path, dtype: str, limit: int = 5 * 10**9) -> None:
     """Write the tensors as one file, or as shards of at most ``limit`` bytes with an index."""
     import ml_dtypes
     from huggingface_hub import split_state_dict_into_shards_factory

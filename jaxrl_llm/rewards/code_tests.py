@@ -251,7 +251,6 @@ _DEFINES = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 _FOLDED = (ast.Subscript, ast.Name, ast.Constant, ast.Slice, ast.UnaryOp, ast.USub, ast.Load)
 _BUILT_IN = frozenset(dir(builtins))
 _APART = re.compile(r"_\d+|apart_\w+")
-DECIDES = (ast.Compare, ast.BoolOp, ast.Not, ast.IfExp, ast.Assert)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _DATA = (str, bytes, list, dict, set, int, float, complex, Fraction, Decimal, datetime, timedelta, deque, range)
 _METHODS = frozenset(name for kind in _DATA for name in dir(kind))
@@ -317,7 +316,7 @@ def computable(scope: Any, node: ast.AST, certain: bool) -> bool:
 
 def decides(node: ast.AST) -> bool:
     """Whether a statement or expression compares something itself."""
-    return any(isinstance(part, DECIDES) for part in ast.walk(node))
+    return any(isinstance(part, (ast.Compare, ast.BoolOp, ast.Not, ast.IfExp, ast.Assert)) for part in ast.walk(node))
 
 
 def _computes(node: ast.AST) -> bool:

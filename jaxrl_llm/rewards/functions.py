@@ -355,7 +355,6 @@ _OFFERS = {("own", False): _OWN, ("verl", False): _VERL, ("trl", True): _TRL}
 _OFFERS |= {(style, True): {f"{n}s": offer for n, offer in _OFFERS[style, False].items()} for style in ("own", "verl")}
 """Arguments offered by name in addition to the row's columns, for a style of names, one at a time or in a batch."""
 
-_LONGEST_TRACE = 20_000
 _FOLDERS = {str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))}
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _LIBRARIES = ("<frozen ", *(folder + os.sep for folder in _FOLDERS))
@@ -579,7 +578,7 @@ def _failed(error: BaseException, function: Callable[..., Any]) -> Outcome:
     frames = traceback.extract_tb(error.__traceback__)
     # A complaint of what the function wants or returned: no trace shows it.
     complaint = frames[-1].filename == __file__
-    trace = "" if complaint else _in_utf_8("".join(traceback.format_exception(error))[-_LONGEST_TRACE:])
+    trace = "" if complaint else _in_utf_8("".join(traceback.format_exception(error))[-20_000:])
     place = place_in(frames, function)
     return Outcome("error", message=in_one_line(error), place=place, trace=trace)
 

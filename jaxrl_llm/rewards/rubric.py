@@ -21,7 +21,6 @@ from jaxrl_llm.rewards.endpoint import Answer, Endpoint, JudgeModel, client_of
 from jaxrl_llm.rewards.functions import ON_DEVICE, Unread
 from jaxrl_llm.types import Completion, Message, Problem
 
-CODE_LENGTH = 12
 TAG = "judged"
 """Beginning of the names of the tags; one in a completion is an attempt at closing them."""
 
@@ -56,7 +55,7 @@ def code_of(*texts: str) -> str:
     code = ""
     while not code or any(code in text for text in texts):
         seed = digest(seed, 64)
-        code = seed[:CODE_LENGTH]
+        code = seed[:12]
     return code
 
 
@@ -169,7 +168,6 @@ Ask = Callable[[Sequence[Sequence[Message]]], Sequence[Answer | Exception]]
 COUNTED = ("unparsed", "injected", "cached", "tokens", "cost")
 """Names of the further numbers of each completion: whether no verdict could be read, whether the completion tries to
 steer the judge, whether all answers were known, and tokens and dollars of those that were not."""
-GRACE_S = 10.0
 
 
 class ByJudge:
@@ -193,7 +191,7 @@ class ByJudge:
     @property
     def timeout_s(self: Any) -> float:
         """Seconds for one call to an endpoint; its own deadline comes first."""
-        return self.judge.deadline_s + GRACE_S
+        return self.judge.deadline_s + 10.0
 
     def check_judge(self: Any) -> None:
         """Refuse a name that metrics cannot have, or a judge that cannot work."""

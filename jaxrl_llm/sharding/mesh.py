@@ -25,7 +25,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.system.paths import GPU_SHARE
 
-AXES = ("data", "fsdp", "expert", "tensor")
 BATCH = ("data", "fsdp", "expert")
 """The axes that divide the rows of a batch."""
 
@@ -64,7 +63,7 @@ class MeshShape:
         if self.slices < 1 or devices % self.slices:
             raise InputError(f"mesh.slices must divide the {devices} devices that learn, got {self.slices}")
         devices //= self.slices
-        sizes = zip(AXES, (self.data, self.fsdp, self.expert, self.tensor), strict=True)
+        sizes = zip(("data", "fsdp", "expert", "tensor"), (self.data, self.fsdp, self.expert, self.tensor), strict=True)
         given = {axis: size for axis, size in sizes if (axis, size) != ("expert", 1)}
         said = f"{', '.join(given)} = {tuple(given.values())}"
         counts = list(given.values())

@@ -41,8 +41,6 @@ from jaxrl_llm.tasks.template import Wording, bos, check_tokenizer, rendered, te
 from jaxrl_llm.types import Completion, Message, Problem
 
 _CUT = "\ufdd0"  # no character, so that no text has it: cuts the spelling of a token in two until the text is encoded
-_ANCHOR = "x"
-_CLEANED = ("content", "name", "tool_call_id")
 
 
 class Guard:
@@ -69,7 +67,7 @@ class Guard:
         pattern = self._by_role.get(message["role"])
         if pattern is None:
             return message
-        texts = {key: message[key] for key in _CLEANED if isinstance(message.get(key), str)}
+        texts = {key: message[key] for key in ("content", "name", "tool_call_id") if isinstance(message.get(key), str)}
         return message | {key: _cut(text, pattern) for key, text in texts.items()}
 
     def of_world(self, message: Message) -> Message:
@@ -111,7 +109,7 @@ class Guard:
         first, *rest = text.split(_CUT)
         found = self._after(before, first)
         for piece in rest:
-            found += self._after(_ANCHOR, piece)
+            found += self._after("x", piece)
         return found
 
     def _after(self, before: str, text: str) -> list[int]:

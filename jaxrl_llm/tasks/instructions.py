@@ -26,7 +26,6 @@ ELSEWHERE = ("language:response_language", "length_constraints:number_sentences"
 """IFEval's other instructions, which are not checked here."""
 KEEP = "jaxrl_llm.tasks.filters:checkable_instructions"
 RELATIONS = ("at least", "less than")
-RESPONSES = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
 _WORD = re.compile(r"\w+")
 _JOINED_WORD = re.compile(r"\w+(?:[-'\N{RIGHT SINGLE QUOTATION MARK}./]\w+)*")
@@ -34,7 +33,6 @@ _PLACEHOLDER = re.compile(r"\[[^\[\]\n]*\]")
 _HIGHLIGHT = re.compile(r"\*\*([^\n*]+)\*\*|\*([^\n*]+)\*")
 _POSTSCRIPTS = {"P.S.": re.compile(r"p\.\s?s\.", re.IGNORECASE), "P.P.S": re.compile(r"p\.\s?p\.\s?s", re.IGNORECASE)}
 _FENCE = re.compile(r"```(?:json)?", re.IGNORECASE)
-_ENDS_A_WORD = ".,?!'\""
 
 
 Argument = tuple[Callable[[Any], bool], str]
@@ -155,7 +153,7 @@ def _follows(text: str, name: str, given: Mapping[str, Any]) -> bool:
         case "detectable_format:json_format":
             return _is_json(bare)
         case "detectable_format:constrained_response":
-            return any(one in text for one in RESPONSES)
+            return any(one in text for one in ("My answer is yes.", "My answer is no.", "My answer is maybe."))
         case "combination:two_responses":
             parts = _parts(text, "******")
             return len(parts) == 2 and parts[0] != parts[1]
@@ -191,7 +189,7 @@ def _nth_paragraph(text: str, num_paragraphs: int, nth_paragraph: int, first_wor
     if count != num_paragraphs or nth_paragraph > count or not paragraphs[nth_paragraph - 1].strip():
         return False
     word = paragraphs[nth_paragraph - 1].split()[0].lstrip("'").lstrip('"').lower()
-    end = next((at for at, letter in enumerate(word) if letter in _ENDS_A_WORD), len(word))
+    end = next((at for at, letter in enumerate(word) if letter in ".,?!'\""), len(word))
     return word[:end] == first_word.lower()
 
 

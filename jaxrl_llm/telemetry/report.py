@@ -30,7 +30,6 @@ from jaxrl_llm.system.signals import child, interpreter
 
 MOST_POINTS = 90_000
 """Most points of all curves of a report together: about 600 KB of it."""
-LEAST_POINTS = 100
 MOST_COMPLETIONS = 25_000
 MOST_BYTES = 24_000_000
 """Most bytes of the completions in a report, before compression."""
@@ -117,7 +116,7 @@ def happened(metrics: dict[str, Any]) -> list[tuple[str, str]]:
 def described(runs: list[RunFiles], chosen: list[SampleLines]) -> dict[str, Any]:
     """Return the data of the page as JSON values: for each run its settings, curves, events and findings."""
     count = sum(len(run.curves) + 1 for run in runs)
-    most = max(LEAST_POINTS, MOST_POINTS // max(count, 1))
+    most = max(100, MOST_POINTS // max(count, 1))
     names = [run.directory.resolve().name for run in runs]
     if len(set(names)) < len(names):
         names = [str(run.directory) for run in runs]
@@ -220,7 +219,6 @@ def _told_apart(path: Path) -> Iterator[tuple[int, int, tuple[str, int]]]:
 
 ASSETS = Path(__file__).with_name("page")
 SCRIPTS = ("uplot.js", "values.js", "charts.js", "sections.js", "settings.js", "completions.js", "begin.js")
-STYLES = ("uplot.css", "style.css")
 QUICK = 4
 """Level of gzip: a tenth larger than the smallest, at a third of the time, since runs wait for it."""
 REPORT_SHARE = 0.02
@@ -256,7 +254,7 @@ def page(directories: Sequence[Path]) -> str:
     blobs += [_blob(f"samples-{number}", b"\n".join(one.lines)) for number, one in enumerate(chosen)]
     parts = {
         "title": html.escape(", ".join(run["name"] for run in data["runs"])),
-        "style": "\n".join((ASSETS / name).read_text("utf-8") for name in STYLES),
+        "style": "\n".join((ASSETS / name).read_text("utf-8") for name in ("uplot.css", "style.css")),
         "script": "\n".join((ASSETS / name).read_text("utf-8") for name in SCRIPTS),
         "licence": (ASSETS / "uplot.LICENSE").read_text("utf-8"),
         "data": "\n".join(blobs),

@@ -41,7 +41,6 @@ CURVES = (
     ("loss", "loss"),
 )
 """Short names and metrics, the most informative first."""
-MOST_CURVES = 4
 NARROWEST = 20
 """Least columns of a curve."""
 LEAST_WIDTH = 60
@@ -164,7 +163,7 @@ class Panel:
         """Draw the curves side by side on one line, if there are any: ``reward ▁▃▆█ 0.93``."""
         curves = [(name.rpartition("/")[2], values) for name, values in self._tests.items() if len(values) > 1][:1]
         curves += [(name, self._curves[metric]) for name, metric in CURVES if len(set(self._curves[metric])) > 1]
-        count = min(MOST_CURVES, width // NARROWEST)
+        count = min(4, width // NARROWEST)
         room = width // count - 2
         drawn = []
         for name, values in curves[:count]:
@@ -267,7 +266,6 @@ class CellOutput:
 
 LONGEST_SILENCE = 60.0
 """Longest wait in seconds between two lines of one phase; the waits double up to this."""
-HEADING_EVERY = 40
 
 
 class Column(NamedTuple):
@@ -430,7 +428,7 @@ class Screen:
             self.line(plain(step, left, metrics))
             return
         layout = columns_for(self._console.width, metrics)
-        if self._rows % HEADING_EVERY == 0:
+        if self._rows % 40 == 0:
             self._print(in_columns(*layout, "step", "left"), "bold")
         self._rows += 1
         self.line(in_columns(*layout, step, left, metrics))
