@@ -17,8 +17,7 @@ from safetensors.numpy import load_file
 from jaxrl_llm.algorithms import PRESETS, Algorithm, PolicyBatch, policy_loss
 from jaxrl_llm.algorithms.ratios import Sequence, Token
 from jaxrl_llm.algorithms.reduce import ConstantLength, SequenceMean, TokenMean
-from jaxrl_llm.algorithms.surrogates import CISPO, DPPO, LUSPO, PPOClip
-from jaxrl_llm.algorithms.whole_step import ClipCov, KLCov
+from jaxrl_llm.algorithms.surrogates import CISPO, DPPO, LUSPO, ClipCov, KLCov, PPOClip
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.learner import Layout, PolicyGradient, Sample, pack
 from jaxrl_llm.learner.forward import score

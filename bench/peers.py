@@ -25,7 +25,7 @@ from bench.speed import SHAPES, WAVES, Rollout, model_of, requests
 from jaxrl_llm import config as configs
 from jaxrl_llm import tasks
 from jaxrl_llm.algorithms import PRESETS
-from jaxrl_llm.algorithms.divergences import JensenShannon
+from jaxrl_llm.algorithms.kl import JensenShannon
 from jaxrl_llm.config import Run
 from jaxrl_llm.environments.examples import Products
 from jaxrl_llm.errors import InputError, require

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.algorithms import PRESETS, Algorithm, PolicyBatch, policy_loss
-from jaxrl_llm.engine.backend import for_sampling
+from jaxrl_llm.engine.engine import for_sampling
 from jaxrl_llm.engine.sampling import as_rules, asked, draw
 from jaxrl_llm.errors import require
 from jaxrl_llm.learner import (
@@ -37,10 +37,9 @@ from jaxrl_llm.learner.update import accumulate
 from jaxrl_llm.models import layers, load_pretrained
 from jaxrl_llm.models.config import Attention, Embeddings, Experts, ModelConfig, Norm, Rope
 from jaxrl_llm.models.decoder import Decoder, initialise
-from jaxrl_llm.plan.lowering import model_config
+from jaxrl_llm.plan.programs import model_config
 from jaxrl_llm.rollout import Engine, Sampling
-from jaxrl_llm.sharding.compiler import compiler_options
-from jaxrl_llm.sharding.mesh import MeshShape, make_mesh, platform_of
+from jaxrl_llm.sharding.mesh import MeshShape, compiler_options, make_mesh, platform_of
 from jaxrl_llm.types import Role, TrainState
 
 

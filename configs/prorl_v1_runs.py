@@ -22,7 +22,7 @@ import dataclasses
 from jaxrl_llm.config import Evaluation, Mixture, Output, Part, Run
 from jaxrl_llm.learner import Compute, Learner, Optimiser
 from jaxrl_llm.recipes import PRORL_V1
-from jaxrl_llm.rewards.group_shaping import StopProperly
+from jaxrl_llm.rewards.shaping import StopProperly
 from jaxrl_llm.rollout import EngineOptions, Rollout
 from jaxrl_llm.rules import Phase, Reaches, Resets, Rules, Stalls
 from jaxrl_llm.tasks import HubDataset, Instructions, ReasoningGym, Task

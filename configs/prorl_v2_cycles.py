@@ -21,7 +21,7 @@ import dataclasses
 from jaxrl_llm.config import Evaluation, Output, Run
 from jaxrl_llm.learner import Compute, Learner, Optimiser
 from jaxrl_llm.recipes import PRORL_V2
-from jaxrl_llm.rewards.group_shaping import LengthCycle, StopProperly
+from jaxrl_llm.rewards.shaping import LengthCycle, StopProperly
 from jaxrl_llm.rollout import EngineOptions, Rollout
 from jaxrl_llm.rules import Phase, Resets, Rules
 from jaxrl_llm.tasks import HubDataset, Task

@@ -1,5 +1,7 @@
 """Exact JSON of plain values and records: reading a checkpoint restores every value with its type.
 
+``jsonable`` is the other way to JSON: for rows that are only looked at. Digests of JSON, texts and arrays are here too.
+
 Values that JSON has are written unchanged. Any other is an object with one key, ``$`` and the kind's name: ``(1, 2)``
 becomes ``{"$tuple": [1, 2]}``. Not-a-number and infinity are written as Python's ``json`` does.
 """
@@ -8,12 +10,14 @@ import base64
 import dataclasses
 import datetime
 import decimal
+import hashlib
 import importlib
+import json
 import math
 import uuid
 import zlib
 import zoneinfo
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -109,6 +113,34 @@ def together(value: Any, arrays: bytes) -> Any:
         return {key: together(item, arrays) for key, item in value.items()}
     count = math.prod(about["shape"])
     return np.frombuffer(arrays, about["dtype"], count, about["at"]).reshape(about["shape"]).copy()
+
+
+def jsonable(value: Any) -> Any:
+    """Convert ``value`` for JSON: NumPy and JAX scalars and arrays become Python's, NaN and infinity become None."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): jsonable(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [jsonable(entry) for entry in value]
+    return value
+
+
+def digest(content: Any, digits: int = 16) -> str:
+    """Return the first hexadecimal digits of the SHA-256 of bytes, text (UTF-8) or JSON values."""
+    content = content if isinstance(content, (bytes, str)) else json.dumps(content)
+    content = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
+    return hashlib.sha256(content).hexdigest()[:digits]
+
+
+def digest_of_parts(parts: Iterable[str | np.ndarray]) -> str:
+    """Return 16 hexadecimal digits of texts and arrays in their order."""
+    contents = (
+        part.encode("utf-8", "surrogatepass") if isinstance(part, str) else np.asarray(part).tobytes() for part in parts
+    )
+    return digest(b"".join(content + b"\n" for content in contents))
 
 
 def flat(data: Any, prefix: str = "", whole_lists: bool = False) -> dict[str, Any]:

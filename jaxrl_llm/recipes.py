@@ -9,13 +9,12 @@ from typing import Annotated, Any, Literal
 
 from jaxrl_llm.algorithms import PRESETS, Algorithm
 from jaxrl_llm.algorithms.advantages import GAE
-from jaxrl_llm.algorithms.entropy import AdaptiveEntropy
-from jaxrl_llm.algorithms.kl import K1, AdaptiveKL, ProportionalKL
+from jaxrl_llm.algorithms.kl import K1, AdaptiveEntropy, AdaptiveKL, ProportionalKL
 from jaxrl_llm.algorithms.reduce import ConstantLength
-from jaxrl_llm.algorithms.whole_step import TopEntropy
+from jaxrl_llm.algorithms.surrogates import TopEntropy
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.learner.settings import Critic
-from jaxrl_llm.rewards.group_shaping import GroupShaping, LengthCycle, RelativeLength, StopProperly
+from jaxrl_llm.rewards.shaping import GroupShaping, LengthCycle, RelativeLength, StopProperly
 from jaxrl_llm.rollout.settings import Branching
 from jaxrl_llm.rules import Resets
 from jaxrl_llm.system.setting import FIXED, FREE, Range, Setting, check_fields

@@ -54,7 +54,7 @@ from tiny import compiled  # noqa: E402
 
 from jaxrl_llm.plan.machines import compiles_for_gpus  # noqa: E402
 from jaxrl_llm.rewards.sandbox import LEVELS, level  # noqa: E402
-from jaxrl_llm.telemetry.panel import resident  # noqa: E402
+from jaxrl_llm.telemetry.screens import resident  # noqa: E402
 
 SOONER = (
     "algorithms", "checkpoints", "cli", "collection", "config", "end_to_end", "engine", "learner", "models", "rl",

@@ -17,7 +17,7 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.cli.flags import parse
 from jaxrl_llm.cli.train import take_distributed
 from jaxrl_llm.models.flops import counts
-from jaxrl_llm.models.hf_config import read_config
+from jaxrl_llm.models.hf import read_config
 from jaxrl_llm.rules import DONE, GUARD
 from jaxrl_llm.sharding.distributed import joining
 from jaxrl_llm.system.signals import PREEMPTED

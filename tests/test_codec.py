@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl_llm.codec import from_json, to_json
+from jaxrl_llm.codec import digest, digest_of_parts, from_json, to_json
 
 BERLIN = zoneinfo.ZoneInfo("Europe/Berlin")
 KEYS = st.one_of(st.text(), st.integers(), st.booleans(), st.just("$tuple"), st.just("$dict"), st.dates())
@@ -87,3 +87,19 @@ def test_an_unknown_kind_is_refused():
 def test_decimals_and_bytes_are_readable():
     assert to_json([decimal.Decimal("1.50"), b"ab"]) == [{"$decimal": "1.50"}, {"$bytes": "YWI="}]
     assert to_json(uuid.UUID(int=1)) == {"$uuid": "00000000-0000-0000-0000-000000000001"}
+
+
+@pytest.mark.parametrize(
+    ("content", "hexadecimal"),
+    [
+        (b"abc", "ba7816bf8f01cfea"), ("abc", "ba7816bf8f01cfea"), ("", "e3b0c44298fc1c14"), ("ä", "33e6d73fee82904c"),
+        (["ä", 1, None], "b29fbf8d4ab908ea"), ({"a": 1.5}, "e7e254618d40dbce"),
+    ],
+)  # fmt: skip
+def test_digests_are_those_of_sha256(content, hexadecimal):
+    assert digest(content) == hexadecimal and digest(content, 64).startswith(hexadecimal)
+
+
+def test_a_digest_of_parts_reads_texts_and_arrays_in_their_order():
+    assert digest_of_parts(["a", "\ud800"]) == "997872a7656194a0" != digest_of_parts(["\ud800", "a"])
+    assert digest_of_parts([np.asarray([1, 2], np.int32)]) == "7fbccb31d78a01c6"

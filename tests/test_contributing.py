@@ -40,8 +40,6 @@ from jaxrl_llm.stages import rl as prepare
 from jaxrl_llm.stages.programs import INGREDIENTS
 from jaxrl_llm.trainer.loop import train
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 EXAMPLES = sorted((ROOT / "examples" / "extending").glob("*.py"))
@@ -163,6 +161,37 @@ def test_a_setting_is_a_flag_that_is_checked_saved_and_read(tmp_path):
     assert ran.returncode == 2 and said in ran.stderr, ran.stderr
 
 
+USES_A_FAMILY = """
+import json, sys
+from pathlib import Path
+import numpy as np
+from jaxrl_llm.models import load_pretrained, logits
+qwen2, seed = map(Path, sys.argv[1:])
+seed.mkdir()
+(seed / "model.safetensors").symlink_to(qwen2 / "model.safetensors")
+config = json.loads((qwen2 / "config.json").read_text()) | {"use_sliding_window": False}
+del config["layer_types"], config["sliding_window"], config["max_window_layers"]
+other = config | {"model_type": "seed_oss", "head_dim": 8}
+del other["use_sliding_window"]
+(seed / "config.json").write_text(json.dumps(other))
+plain = seed.parent / "plain"
+plain.mkdir()
+(plain / "model.safetensors").symlink_to(qwen2 / "model.safetensors")
+(plain / "config.json").write_text(json.dumps(config))
+tokens = np.arange(12)[None]
+found, wanted = (logits(load_pretrained(folder)[0], tokens) for folder in (seed, plain))
+assert np.array_equal(found, wanted)
+"""
+
+
+def test_a_family_loads_the_tensors_that_it_names(tmp_path):
+    package_with(["family"], tmp_path)
+    qwen2 = ROOT / "tests" / "fixtures" / "models" / "qwen2"
+    command = [sys.executable, "-c", USES_A_FAMILY, str(qwen2), "seed"]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+
+
 def test_a_per_token_array_is_computed_by_the_sampler_and_read_by_the_loss():
     _, draws = parts("per_token_array")
     sampling = module_with(draws)
@@ -278,6 +307,7 @@ config = Copying(**vars(load_config("smoke")[1]) | {"steps": 1})
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "metrics"),
     [(OWN_RUN, {"loss", "length/loss", "right_answers/loss"}), (OWN_STAGE, {"loss"})],

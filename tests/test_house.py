@@ -144,7 +144,7 @@ def test_every_model_is_asked_through_one_driver():
     loops = [named(path) for path in MODULES if re.search(r"\.step\((model|weights)\b", path.read_text())]
     assert loops == ["jaxrl_llm/engine/engine.py", "jaxrl_llm/rollout/respond.py"], "use rollout.respond"
     built = [named(path) for path in MODULES if re.search(r"\bEngine\(", path.read_text())]
-    assert not built, f"use engine.backend.backend_for: {built}"
+    assert not built, f"use engine.engine.backend_for: {built}"
 
 
 def test_tests_lie_where_the_package_has_what_they_test():

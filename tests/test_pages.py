@@ -20,7 +20,7 @@ from jaxrl_llm.cli import COMMANDS
 from jaxrl_llm.config import config_names, load_config, validate
 from jaxrl_llm.diagnosis.detectors import RULES
 from jaxrl_llm.models.families import FAMILIES, our_shape, tensors_of
-from jaxrl_llm.plan.lowering import model_config, published
+from jaxrl_llm.plan.programs import model_config, published
 from jaxrl_llm.recipes import RECIPES
 
 pytestmark = pytest.mark.slow

@@ -17,7 +17,7 @@ from jaxrl_llm.algorithms.reduce import ConstantLength
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.recipes import RECIPES, Overlong
 from jaxrl_llm.rewards import Accuracy, LengthPenalty
-from jaxrl_llm.rewards.group_shaping import LengthCycle, StopProperly
+from jaxrl_llm.rewards.shaping import LengthCycle, StopProperly
 from jaxrl_llm.rollout import Repetition
 from jaxrl_llm.rules import Resets
 from jaxrl_llm.stages.programs import dropped_endings

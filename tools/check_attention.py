@@ -26,12 +26,11 @@ import tyro
 from jaxrl_llm.learner import Layout, PolicyGradient, pack
 from jaxrl_llm.learner.forward import score
 from jaxrl_llm.learner.update import accumulate
-from jaxrl_llm.models.by_length import ByLength, whole_blocks
-from jaxrl_llm.models.cache import Cache, empty_cache
 from jaxrl_llm.models.config import ComputeOptions
+from jaxrl_llm.models.decode_kernels import ByLength, whole_blocks
 from jaxrl_llm.models.decoder import Decoder, cast, initialise
-from jaxrl_llm.models.decoding import decode, shared_prefix
-from jaxrl_llm.plan.lowering import model_config
+from jaxrl_llm.models.decoding import Cache, decode, empty_cache, shared_prefix
+from jaxrl_llm.plan.programs import model_config
 from jaxrl_llm.types import Role
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -15,7 +15,7 @@ from jaxrl_llm.algorithms.ratios import TruncatedIS
 from jaxrl_llm.algorithms.reduce import ConstantLength, TokenMean
 from jaxrl_llm.algorithms.surrogates import PPOClip
 from jaxrl_llm.recipes import RECIPES, Recipe
-from jaxrl_llm.rewards.group_shaping import LengthCycle, StopProperly
+from jaxrl_llm.rewards.shaping import LengthCycle, StopProperly
 from jaxrl_llm.rollout import Branching
 from jaxrl_llm.rules import Resets
 

@@ -44,9 +44,8 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.cli.plan import settings
 from jaxrl_llm.engine.scheduler import Build
 from jaxrl_llm.errors import InputError, require
-from jaxrl_llm.plan.lowering import model_config, subject
 from jaxrl_llm.plan.machines import parse_topology
-from jaxrl_llm.plan.shapes import bytes_per_device
+from jaxrl_llm.plan.programs import bytes_per_device, model_config, subject
 from jaxrl_llm.rewards import Failures, Scores
 from jaxrl_llm.rollout.dynamic_sampling import collect
 from jaxrl_llm.rollout.groups import Carryover, GroupSource

@@ -10,7 +10,7 @@ import numpy as np
 from jaxrl_llm.engine.requests import Request, SlotShape
 from jaxrl_llm.engine.scheduler import Build, next_requests, seating
 from jaxrl_llm.engine.settings import Sampling
-from jaxrl_llm.models.by_length import columns_read
+from jaxrl_llm.models.decode_kernels import columns_read
 from jaxrl_llm.types import Completion
 
 

@@ -39,7 +39,7 @@ class TokensLeft(Objective):
 # jaxrl_llm/stages/programs.py
 from jaxrl_llm.learner import Optimiser, Training, make_update
 from jaxrl_llm.learner.optimiser import build, learning_rate
-from jaxrl_llm.learner.state import NewRole
+from jaxrl_llm.learner.update import NewRole
 from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.models.heads import with_scalar_head
 

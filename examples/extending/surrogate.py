@@ -11,9 +11,8 @@ from typing import Annotated
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.contracts import ABOVE_0
 from jaxrl_llm.algorithms.surrogates import Surrogate
-from jaxrl_llm.algorithms.tokens import Tokens
+from jaxrl_llm.algorithms.tokens import ABOVE_0, Tokens
 
 
 @dataclasses.dataclass(frozen=True)

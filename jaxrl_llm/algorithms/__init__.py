@@ -3,38 +3,38 @@
 ``PRESETS`` has one ``Algorithm`` per published loss; ``dataclasses.replace`` makes a variant.
 """
 
-from jaxrl_llm.algorithms import (
-    advantages,
-    kl,
-    preference,
-    ratios,
-    reduce,
-    successes,
-    surrogates,
-    turns,
-    values,
-    whole_step,
+from jaxrl_llm.algorithms import advantages, kl, preference, ratios, reduce, surrogates
+from jaxrl_llm.algorithms.advantages import (
+    GAE,
+    MTGRPO,
+    GiGPO,
+    GroupMean,
+    GroupZScore,
+    LeaveOneOut,
+    MaxRL,
+    PassAtK,
+    Whitened,
 )
-from jaxrl_llm.algorithms.advantages import GAE, GroupMean, GroupZScore, LeaveOneOut, Whitened
 from jaxrl_llm.algorithms.kl import K1, K2, K3, UnbiasedK3
 from jaxrl_llm.algorithms.loss import Algorithm, policy_loss
 from jaxrl_llm.algorithms.ratios import OffPolicySequenceMask, Sequence, SequenceToken, Token
 from jaxrl_llm.algorithms.reduce import ConstantLength, SequenceMean, SequenceSum, TokenMean
-from jaxrl_llm.algorithms.successes import MaxRL, PassAtK
 from jaxrl_llm.algorithms.surrogates import (
     CISPO,
     DPPO,
     GMPO,
     LUSPO,
+    M2PO,
     SAPO,
     VESPO,
+    ClipCov,
+    KLCov,
     Likelihood,
+    M2POClip,
     MiniRL,
     MirrorDescent,
     PPOClip,
 )
-from jaxrl_llm.algorithms.turns import MTGRPO, GiGPO
-from jaxrl_llm.algorithms.whole_step import M2PO, ClipCov, KLCov, M2POClip
 from jaxrl_llm.types import AdvantageContext, PolicyBatch
 
 PRESETS: dict[str, Algorithm] = {
@@ -44,7 +44,7 @@ PRESETS: dict[str, Algorithm] = {
     "rloo": Algorithm(LeaveOneOut(), Token(), Likelihood(), SequenceSum(), kl=K1(), kl_in="reward"),
     # arXiv 2501.03262, eq. 1. KL in the reward: replace(kl_coef=0.001).
     "reinforce_pp": Algorithm(Whitened(), Token(), PPOClip(0.2, 0.2), SequenceMean(), kl=K1(), kl_in="reward"),
-    # arXiv 1707.06347, eq. 7 and 11; its value loss is values.value_loss.
+    # arXiv 1707.06347, eq. 7 and 11; its value loss is advantages.value_loss.
     "ppo": Algorithm(GAE(), Token(), PPOClip(0.2, 0.2), TokenMean()),
     # arXiv 2402.03300, eq. 3. The paper states no clip range; 0.2 is PPO's.
     "grpo": Algorithm(GroupZScore(), Token(), PPOClip(0.2, 0.2), SequenceMean(), kl=K3(), kl_coef=0.04),

@@ -7,19 +7,210 @@ error names the missing field. Groups are the rows of [P, G], or explicit ``grou
 The advantage is exactly 0 where all rewards of a group are equal (max == min: in float32 their mean may differ from
 them, and dividing that residue by a tiny deviation would make advantages out of nothing). An unscorable reward (NaN) is
 excluded from the statistics and gets 0.
+
+Advantage estimators that give each turn of an episode its own credit: float[B, T], equal within a turn.
+
+They read ``context.turn_rewards``: the reward of each turn at its last token, NaN everywhere else. A turn's reward is
+what the environment gave for it; the last one's has all that no turn gave, so that they add up to the completion's
+reward.
 """
 
 import dataclasses
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxrl_llm.algorithms.contracts import ABOVE_0, AT_LEAST_0, array, shaped, within_bounds
-from jaxrl_llm.algorithms.grouping import context_arrays, divided, scores, steps_of, suffix_sum, whiten
-from jaxrl_llm.algorithms.tokens import LOWEST_LOGP
-from jaxrl_llm.algorithms.values import gae, returns
+from jaxrl_llm.algorithms.tokens import (
+    ABOVE_0,
+    AT_LEAST_0,
+    LOWEST_LOGP,
+    array,
+    count,
+    flags,
+    ranked,
+    shaped,
+    within_bounds,
+)
+from jaxrl_llm.system.setting import Range
 from jaxrl_llm.types import AdvantageContext
+
+Reduction = Callable[..., jax.Array]
+
+
+class Grouped(NamedTuple):
+    """Rewards with their assignment to groups.
+
+    Attributes:
+      rewards: float[P, G], or float[B] with group ids; 0 where unscorable (NaN).
+      valid: bool of the shape of rewards: False where unscorable.
+      same: bool[B, B], whether two completions share a prompt; None where the groups are the rows of [P, G].
+    """
+
+    rewards: jax.Array
+    valid: jax.Array
+    same: jax.Array | None
+
+    def by_group(self, reduction: Reduction, x: jax.Array, fill: float = 0) -> jax.Array:
+        """Apply ``reduction`` (``jnp.sum``, ``jnp.max``, ...) to x over each group; the result broadcasts against x.
+
+        ``fill`` is the neutral element of the reduction.
+        """
+        if self.same is None:
+            return reduction(x, axis=1, keepdims=True)
+        return reduction(jnp.where(self.same, x.reshape(-1)[None, :], fill), axis=1).reshape(x.shape)
+
+    def centred(self) -> tuple[jax.Array, jax.Array]:
+        """Return ``R_i - mean_group`` (exactly 0 if invalid or all are equal) and the number of scored rewards by
+        group.
+        """
+        count = self.by_group(jnp.sum, self.valid.astype(self.rewards.dtype))
+        mean = self.by_group(jnp.sum, self.rewards) / jnp.maximum(count, 1)
+        high = self.by_group(jnp.max, jnp.where(self.valid, self.rewards, -jnp.inf), -jnp.inf)
+        low = self.by_group(jnp.min, jnp.where(self.valid, self.rewards, jnp.inf), jnp.inf)
+        return jnp.where(self.valid & (high > low), self.rewards - mean, 0), count
+
+
+def scores(rewards: Any, context: AdvantageContext | None, grouped: bool = True) -> Grouped:
+    """Group the rewards of the global batch: by the rows of [P, G], or by ``context.group_ids`` where given.
+
+    An estimator that does not compare completions of one prompt passes ``grouped=False`` and may pass [B] as well.
+
+    Raises:
+      ValueError: the groups are undefined, or the ids do not fit the rewards.
+    """
+    rewards = array(rewards, "rewards", "any")
+    ids = None if context is None else context.group_ids
+    if ids is None:
+        if rewards.ndim != 2 and (grouped or rewards.ndim != 1):
+            raise ValueError(f"rewards must be [P, G], got shape {rewards.shape}, or [B] with context.group_ids")
+        same = None
+    else:
+        if rewards.ndim not in (1, 2):
+            raise ValueError(f"rewards must be [B] or [P, G] with context.group_ids, got shape {rewards.shape}")
+        ids = array(ids, "context.group_ids", "integers")
+        if ids.shape not in (rewards.shape, (rewards.size,)):
+            raise ValueError(f"context.group_ids must have shape {(rewards.size,)}, got {ids.shape}")
+        ids = ids.reshape(-1)
+        same = ids[:, None] == ids[None, :]
+    valid = ~jnp.isnan(rewards)
+    return Grouped(jnp.where(valid, rewards, 0), valid, same)
+
+
+def context_arrays(context: AdvantageContext | None, owner: str, rows: int, *names: str) -> tuple[jax.Array, ...]:
+    """Return the context's arrays of these names, [B, T] each with B = ``rows``; ``mask`` (bool) comes first.
+
+    Raises:
+      ValueError: one is missing or has another shape; the message names it and its user.
+    """
+    given: list[Any] = [getattr(context, name, None) for name in names]
+    for name, x in zip(names, given, strict=True):
+        if x is None:
+            raise ValueError(f"{owner} needs context.{name}: pass AdvantageContext({name}=...) of the global batch")
+    ranked(2, **{f"context.{names[0]}": given[0]})
+    shape = (rows, jnp.shape(given[0])[1])
+    mask = flags(given[0], shape, f"context.{names[0]}")
+    others = {f"context.{name}": x for name, x in zip(names[1:], given[1:], strict=True)}
+    shaped(shape, **others)
+    return mask, *(array(x, name) for name, x in others.items())
+
+
+def steps_of(context: AdvantageContext | None, owner: str, mask: jax.Array, dtype: Any) -> jax.Array:
+    """Return ``context.step_rewards`` [B, T] with 0 in place of NaN and where the mask is False."""
+    _, steps = context_arrays(context, owner, mask.shape[0], "mask", "step_rewards")
+    return jnp.where(mask & ~jnp.isnan(steps), steps, 0).astype(dtype)
+
+
+def whiten(x: jax.Array, counts: jax.Array, ddof: int = 1, eps: float = 1e-8) -> jax.Array:
+    """Return ``(x - mean) / sqrt(var + eps)`` over the entries that count, 0 elsewhere; exactly 0 if all are equal.
+
+    x: any shape; counts: bool of that shape. ``n / (n - 1)`` of a single entry is never formed.
+    """
+    count = jnp.sum(counts, dtype=x.dtype)
+    mean = jnp.sum(jnp.where(counts, x, 0)) / jnp.maximum(count, 1)
+    centre = jnp.where(counts, x - mean, 0)
+    variance = jnp.sum(centre**2) / jnp.maximum(count - ddof, 1)
+    differ = jnp.max(jnp.where(counts, x, -jnp.inf)) > jnp.min(jnp.where(counts, x, jnp.inf))
+    # The root of 0 has an infinite slope, and eps may be 0.
+    return jnp.where(differ, centre * jax.lax.rsqrt(jnp.where(variance > 0, variance, 1) + eps), 0)
+
+
+def divided(x: jax.Array, variance: jax.Array, eps: float) -> jax.Array:
+    """Return ``x / (sqrt(variance) + eps)``; 0 where the variance is 0."""
+    std = jnp.sqrt(jnp.where(variance > 0, variance, 1))
+    return jnp.where(variance > 0, x / (std + eps), 0)
+
+
+def suffix_sum(x: jax.Array) -> jax.Array:
+    """Return ``y_t = sum_{s >= t} x_s`` along the last axis."""
+    return jnp.flip(jnp.cumsum(jnp.flip(x, -1), axis=-1), -1)
+
+
+def gae(
+    rewards: jax.Array, values: jax.Array, mask: jax.Array, gamma: float, lam: float, after: jax.Array
+) -> jax.Array:
+    """Compute generalised advantages float[B, T] of token rewards and values [B, T] (see ``advantages.GAE``).
+
+    ``after``: values [B] of the states after the last tokens. The result is 0 where the mask is False.
+    """
+
+    def back(later: tuple[jax.Array, jax.Array], now: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
+        value_after, advantage_after = later
+        reward, value, valid = now
+        advantage = reward + gamma * value_after - value + gamma * lam * advantage_after
+        carried = jnp.where(valid, value, value_after), jnp.where(valid, advantage, advantage_after)
+        return carried, jnp.where(valid, advantage, 0)
+
+    return jax.lax.scan(back, (after, jnp.zeros_like(after)), (rewards.T, values.T, mask.T), reverse=True)[1].T
+
+
+def returns(advantages: Any, values: Any) -> jax.Array:
+    """Return ``A_t + V_t`` [B, T], the targets of the value loss, for unwhitened advantages (arXiv 1506.02438)."""
+    advantages = array(advantages, "advantages")
+    values = array(values, "values")
+    ranked(2, advantages=advantages)
+    shaped(advantages.shape, values=values)
+    return jax.lax.stop_gradient(advantages + values.astype(advantages.dtype))
+
+
+def value_loss(
+    values: Any, targets: Any, mask: Any, old_values: Any = None, clip: float | None = None, token_count: Any = None
+) -> jax.Array:
+    """Compute ``0.5 mean_t max((V - Ret)^2, (V_old + clip(V - V_old, -clip, clip) - Ret)^2)``.
+
+    The half and the clip are conventions of code; the paper's loss is ``(V - Ret)^2`` (arXiv 1707.06347, eq. 9). PPO's
+    whole loss is ``policy_loss + c_v value_loss``, with the entropy bonus inside ``policy_loss``.
+
+    Args:
+      values: float[B, T], with gradient.
+      targets: ``returns``, float[B, T].
+      mask: [B, T], 1 where a token counts.
+      old_values: float[B, T], those at the start of the batch's updates; needed with ``clip``.
+      clip: how far a value may move from its old one; None for no bound.
+      token_count: valid tokens of the whole optimiser step; None for this batch's own.
+
+    Raises:
+      ValueError: a wrong rank, shape or dtype (the message names the argument), or ``clip`` without ``old_values``.
+    """
+    values = array(values, "values")
+    ranked(2, values=values)
+    keep = flags(mask, values.shape, "mask")
+    shaped(values.shape, targets=targets, old_values=old_values)
+
+    def clean(x: Any, name: str) -> jax.Array:
+        return jnp.where(keep, array(x, name).astype(values.dtype), 0)
+
+    value = clean(values, "values")
+    target = jax.lax.stop_gradient(clean(targets, "targets"))
+    loss = (value - target) ** 2
+    if clip is not None:
+        if old_values is None or not clip > 0:
+            raise ValueError(f"clip={clip} is a distance from old_values: it must be above 0, and they must be given")
+        old = jax.lax.stop_gradient(clean(old_values, "old_values"))
+        loss = jnp.maximum(loss, (old + jnp.clip(value - old, -clip, clip) - target) ** 2)
+    return 0.5 * jnp.sum(loss) / count(token_count, keep, "token_count", loss.dtype)
 
 
 class Estimator:
@@ -323,3 +514,188 @@ class KLInReward(Estimator):
         if context.step_rewards is not None:
             penalty += steps_of(context, "a KL in the reward", mask, penalty.dtype)
         return rewards, context._replace(step_rewards=penalty)
+
+
+@dataclasses.dataclass(frozen=True)
+class MaxRL(Estimator):
+    """``A_i = (R_i - mean(R)) / mean(R)``, 0 in a group without a success: MaxRL (arXiv 2602.02710).
+
+    For rewards of 0 and 1 and groups of G, the expected gradient is that of ``sum_{k=1}^{G-1} pass@k / k``, which
+    tends to that of log pass@1, the likelihood of a success, as G grows; that of the mean reward is its first term. So
+    hard prompts weigh more. Rewards must not be negative: where the mean is 0 or less, the advantage is 0.
+    """
+
+    def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
+        """Return float[P, G] for rewards float[P, G]."""
+        given = scores(rewards, context)
+        centre, count = given.centred()
+        mean = given.by_group(jnp.sum, given.rewards) / jnp.maximum(count, 1)
+        return jnp.where(mean > 0, centre / jnp.where(mean > 0, mean, 1), 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class PassAtK(Estimator):
+    """``A_i = mean_S(max_S R - max_{S without i} R)`` over the sets S of k completions of the group that hold i.
+
+    Leave-one-out pass@k (arXiv 2503.19595; k below the group's size: arXiv 2505.15201). For rewards of 0 and 1 with c
+    successes among n, a success gets ``C(n - c, k - 1) / C(n - 1, k - 1)`` and a failure 0. It is unbiased: the sum of
+    ``A_i grad logp_i`` over the group is, in expectation, n / k times the gradient of pass@k, the expected best of k.
+    Dividing by a deviation, as verl's ``grpo_passk`` does, would bias it. With k = n two successes give no signal.
+
+    Attributes:
+      k: how many tries are judged by their best; at least 2. None, or more than the group has: the whole group.
+    """
+
+    k: Annotated[int | None, Range("[2, inf)", words="at least 2")] = None
+
+    def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
+        """Return float[P, G] for rewards float[P, G]."""
+        given = scores(rewards, context)
+        together = given.same is None
+        x, valid = (y if together else y.reshape(1, -1) for y in (given.rewards, given.valid))
+        same = valid[:, None, :] & (valid[:, :, None] if together else (given.same[None] & valid[:, :, None]))
+        later = np.triu(np.ones((1, x.shape[1], x.shape[1]), bool), 1)
+        # Of two equal rewards the earlier ranks higher: it gains 0 over the other, whichever it is.
+        behind = (x[:, None, :] < x[:, :, None]) | ((x[:, None, :] == x[:, :, None]) & later)
+        behind = behind & same
+        rank = jnp.sum(behind, axis=2).astype(x.dtype)
+        count = jnp.sum(same, axis=2).astype(x.dtype)
+        k = count if self.k is None else jnp.minimum(self.k, count)
+        # With i best and j second, the other k - 2 are from behind j: C(rank_j, k - 2) of C(n - 1, k - 1) sets.
+        share = jnp.maximum(k - 1, 0) / jnp.maximum(count - 1, 1)
+        for t in range(x.shape[1] - 2 if self.k is None else min(self.k, x.shape[1]) - 2):
+            share = share * jnp.where(t < k - 2, jnp.maximum(rank - t, 0) / jnp.maximum(count - 2 - t, 1), 1)
+        gains = jnp.where(behind, (x[:, :, None] - x[:, None, :]) * share[:, None, :], 0)
+        return jnp.sum(gains, axis=2).reshape(given.rewards.shape)
+
+
+class Turns(NamedTuple):
+    """Turns of a batch of completions.
+
+    Attributes:
+      ends: bool[B, T], True at the last token of each turn.
+      rewards: float[B, T], of turns at their ends, 0 elsewhere.
+      number: int32[B, T], of the turn that the token belongs to, from 0.
+      count: int32[B, 1], turns of the completion.
+      mask: bool[B, T], the tokens that get an advantage.
+    """
+
+    ends: jax.Array
+    rewards: jax.Array
+    number: jax.Array
+    count: jax.Array
+    mask: jax.Array
+
+
+def turns_of(rewards: jax.Array, context: AdvantageContext | None, owner: str) -> Turns:
+    """Return the turns in ``context.turn_rewards``.
+
+    Completions with an unscorable reward (NaN) have none. Those that the loss leaves out have theirs, since their
+    rewards count.
+    """
+    given = scores(rewards, context)
+    mask, found = context_arrays(context, owner, given.rewards.size, "mask", "turn_rewards")
+    ends = ~jnp.isnan(found) & given.valid.reshape(-1, 1)
+    done = jnp.cumsum(ends, axis=1, dtype=jnp.int32)
+    number, count = done - ends.astype(jnp.int32), done[:, -1:]
+    return Turns(ends, jnp.where(ends, found, 0).astype(given.rewards.dtype), number, count, mask & (number < count))
+
+
+@dataclasses.dataclass(frozen=True)
+class GiGPO(Estimator):
+    """``A = A_E + omega A_S``: group-in-group policy optimisation (arXiv 2505.10978).
+
+    A_E compares the episodes of a prompt, ``(R - mean) / (std + eps)``. A_S compares their turns that begin in equal
+    states in the same way, by returns ``R_k = sum_{j >= k} gamma^(j - k) r_j``; it is 0 for a state that occurs once.
+    ``context.states`` tells which are equal. Without ``std`` neither is divided.
+
+    An episode counts once in the mean of A_E; verl-agent counts it once for each of its turns. The sample deviation
+    (ddof 1) and eps are verl-agent's.
+    """
+
+    omega: Annotated[float, AT_LEAST_0] = 1.0
+    gamma: Annotated[float, Range("[0, 1]")] = 0.95
+    std: bool = True
+    ddof: Annotated[int, AT_LEAST_0] = 1
+    eps: Annotated[float, AT_LEAST_0] = 1e-6
+    needs: ClassVar[tuple[str, ...]] = ("mask", "turn_rewards", "states")
+    by_token: ClassVar[bool] = True
+
+    def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
+        """Return float[B, T] for rewards float[P, G]; the context has mask, turn_rewards and states [B, T]."""
+        rewards = array(rewards, "rewards", "any")
+        turns = turns_of(rewards, context, "GiGPO")
+        if context.states is None:
+            raise ValueError("GiGPO needs context.states: pass AdvantageContext(states=...) of the global batch")
+        shaped(turns.ends.shape, **{"context.states": context.states})
+        of_episodes = GroupZScore(self.ddof, self.eps) if self.std else GroupMean()
+        episodes = of_episodes(rewards, context).reshape(-1, 1)
+        states = array(context.states, "context.states", "integers")
+        places = jnp.where(turns.ends, jnp.arange(states.shape[1]), states.shape[1] - 1)
+        ends = jax.lax.cummin(places, axis=1, reverse=True)
+        of_states = jnp.take_along_axis(self.by_state(turns, states), ends, axis=1)
+        return jnp.where(turns.mask, episodes + self.omega * of_states, 0)
+
+    def by_state(self, turns: Turns, states: jax.Array) -> jax.Array:
+        """Return A_S at the ends of turns, [B, T]."""
+        found = discounted(turns.rewards, turns.ends, self.gamma).reshape(-1)
+        ends = turns.ends.reshape(-1)
+        size = len(ends)
+        ids = jnp.where(ends, states.reshape(-1), size)
+
+        def total(x: jax.Array) -> jax.Array:
+            return jax.ops.segment_sum(jnp.where(ends, x, 0), ids, size + 1)[ids]
+
+        high, low = (reduce(found, ids, size + 1)[ids] for reduce in (jax.ops.segment_max, jax.ops.segment_min))
+        count = jnp.maximum(total(jnp.ones_like(found)), 1)
+        centre = jnp.where(ends & (high > low), found - total(found) / count, 0)
+        if self.std:
+            centre = divided(centre, total(centre**2) / jnp.maximum(count - self.ddof, 1), self.eps)
+        return centre.reshape(turns.ends.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class MTGRPO(Estimator):
+    """``A_O + coef A_T`` before the environment answers, ``A_O`` in the last turn: MT-GRPO (arXiv 2505.11821).
+
+    A_T is the z-score in the group of the turn's reward, A_O that of the last turn's, the outcome. An episode of a
+    single turn has the z-score of its whole reward. The authors' code has one answer; with several, each turn before an
+    answer is compared with the turns of the same number, which is ours. A turn that an episode does not have gave 0.
+    """
+
+    coef: Annotated[float, AT_LEAST_0] = 1.0
+    ddof: Annotated[int, AT_LEAST_0] = 1
+    eps: Annotated[float, AT_LEAST_0] = 1e-6
+    needs: ClassVar[tuple[str, ...]] = ("mask", "turn_rewards")
+    by_token: ClassVar[bool] = True
+
+    def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
+        """Return float[B, T] for rewards float[P, G]; the context has mask and turn_rewards [B, T]."""
+        rewards = array(rewards, "rewards", "any")
+        turns = turns_of(rewards, context, "MTGRPO")
+        normal = GroupZScore(self.ddof, self.eps)
+
+        def compared(x: jax.Array) -> jax.Array:
+            """Return the z-scores [B] of values [B], those of unscorable completions left out."""
+            known = jnp.where(jnp.isnan(rewards), jnp.nan, x.reshape(rewards.shape))
+            return normal(known, context).reshape(-1)
+
+        answered = turns.ends & (turns.number < turns.count - 1)
+        rows = jnp.arange(len(turns.ends))[:, None]
+        by_number = jnp.zeros_like(turns.rewards).at[rows, turns.number].add(jnp.where(answered, turns.rewards, 0))
+        of_turns = jax.vmap(compared, in_axes=1, out_axes=1)(by_number)
+        outcome = compared(jnp.sum(jnp.where(answered, 0, turns.rewards), axis=1))[:, None]
+        before = jnp.where(turns.number < turns.count - 1, jnp.take_along_axis(of_turns, turns.number, axis=1), 0)
+        whole = jnp.where(turns.count > 1, outcome + self.coef * before, compared(rewards.reshape(-1))[:, None])
+        return jnp.where(turns.mask, whole, 0)
+
+
+def discounted(rewards: jax.Array, ends: jax.Array, gamma: float) -> jax.Array:
+    """Return ``R_k = sum_{j >= k} gamma^(j - k) r_j`` at the ends of turns, from their rewards there: float[B, T]."""
+
+    def back(later: jax.Array, now: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        reward, end = now
+        found = jnp.where(end, reward + gamma * later, later)
+        return found, found
+
+    return jax.lax.scan(back, jnp.zeros_like(rewards[:, 0]), (rewards.T, ends.T), reverse=True)[1].T

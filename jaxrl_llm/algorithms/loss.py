@@ -8,8 +8,19 @@ import jax.numpy as jnp
 
 from jaxrl_llm.algorithms import reduce as reducers
 from jaxrl_llm.algorithms.advantages import KLInReward
-from jaxrl_llm.algorithms.contracts import AT_LEAST_0, FINITE, array, count, ranked, shaped, within_bounds
-from jaxrl_llm.algorithms.tokens import Tokens, clamped_log_ratio, clean_tokens, sampled
+from jaxrl_llm.algorithms.tokens import (
+    AT_LEAST_0,
+    FINITE,
+    Tokens,
+    array,
+    clamped_log_ratio,
+    clean_tokens,
+    count,
+    ranked,
+    sampled,
+    shaped,
+    within_bounds,
+)
 from jaxrl_llm.types import PolicyBatch
 
 Metrics = dict[str, jax.Array]
@@ -101,7 +112,7 @@ PIECES = {
     "kl": ((), "kl.K3()"),
     "correction": ((), "ratios.TruncatedIS()"),
     "sequence_filter": ((), "ratios.OffPolicySequenceMask()"),
-    "token_filter": (("of_step", "over_step"), "whole_step.TopEntropy()"),
+    "token_filter": (("of_step", "over_step"), "surrogates.TopEntropy()"),
 }
 """The attributes that each piece must have in addition to being callable, and an example of one."""
 OPTIONAL = ("kl", "correction", "sequence_filter", "token_filter")

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.algorithms.contracts import ABOVE_0, AT_LEAST_0, FINITE, array, count, flags, ranked, within_bounds
+from jaxrl_llm.algorithms.tokens import ABOVE_0, AT_LEAST_0, FINITE, array, count, flags, ranked, within_bounds
 from jaxrl_llm.system.setting import Range
 
 

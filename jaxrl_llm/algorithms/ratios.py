@@ -11,8 +11,7 @@ from typing import Annotated, Literal
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.contracts import ABOVE_0, AT_LEAST_0, ordered, within_bounds
-from jaxrl_llm.algorithms.tokens import Tokens, clamped_log_ratio, sampled
+from jaxrl_llm.algorithms.tokens import ABOVE_0, AT_LEAST_0, Tokens, clamped_log_ratio, ordered, sampled, within_bounds
 
 Level = Literal["token", "sequence", "geometric"]
 

@@ -25,7 +25,7 @@ from typing import Annotated
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.contracts import ABOVE_0, array, ranked, shaped, within_bounds
+from jaxrl_llm.algorithms.tokens import ABOVE_0, array, ranked, shaped, within_bounds
 
 
 class Reducer:

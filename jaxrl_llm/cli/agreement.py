@@ -110,7 +110,7 @@ def read_pairs(path: Path, limit: int) -> list[Pair]:
     Raises:
       InputError: a row is no pair, or the file has none.
     """
-    from jaxrl_llm.data.formats import PAIRS, columns_of, ranking_of
+    from jaxrl_llm.data.datasets import PAIRS, columns_of, ranking_of
     from jaxrl_llm.tasks.tables import rows_of
 
     found: list[Pair] = []

@@ -117,7 +117,7 @@ def asking(
     """
     import jax
 
-    from jaxrl_llm.engine.backend import backend_for
+    from jaxrl_llm.engine.engine import backend_for
     from jaxrl_llm.rewards import Accuracy, Scorer
     from jaxrl_llm.rollout.episodes import episodes_of
     from jaxrl_llm.rollout.respond import Answerer

@@ -19,7 +19,7 @@ import tyro
 from jaxrl_llm import config as configs
 from jaxrl_llm.cli.asking import asking, find_settings
 from jaxrl_llm.cli.flags import first, parse, take
-from jaxrl_llm.collection.ledger import check_free
+from jaxrl_llm.collection.rejection_sampling import check_free
 from jaxrl_llm.data import Collected, check_collected
 from jaxrl_llm.data.datasets import KINDS, Kind
 from jaxrl_llm.errors import require

@@ -47,7 +47,7 @@ def script() -> str:
     """Return the script for bash; its words are those of this version."""
     from jaxrl_llm import cli
     from jaxrl_llm.config import config_names
-    from jaxrl_llm.models.builtin import BUILTIN
+    from jaxrl_llm.models.pretrained import BUILTIN
     from jaxrl_llm.recipes import RECIPES
 
     rows = []

@@ -26,12 +26,12 @@ from jaxrl_llm.cli.asking import Policy, asking, find_settings
 from jaxrl_llm.cli.distance import Distance, check_distance, measure
 from jaxrl_llm.cli.flags import first, parse, take
 from jaxrl_llm.cli.reranking import check_rerank, reader_of, reranker
+from jaxrl_llm.codec import jsonable
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.runs.load import Trained, find_run, load_base, load_trained, mesh_here
 from jaxrl_llm.runs.pins import needs_base
 from jaxrl_llm.sharding import MeshShape
-from jaxrl_llm.system.json_lines import jsonable
 from jaxrl_llm.system.paths import check_file, new_file, writable
 from jaxrl_llm.system.setting import Count, Range, check_fields
 from jaxrl_llm.system.signals import on_exit

@@ -21,9 +21,8 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.cli.flags import first, parse, status, take
 from jaxrl_llm.data import Steps
 from jaxrl_llm.errors import InputError, as_input_error, require
-from jaxrl_llm.models.builtin import BUILTIN
-from jaxrl_llm.models.peft import base_named, is_adapter
-from jaxrl_llm.models.pretrained import generation_of, looks_like_hub_id
+from jaxrl_llm.models.lora import base_named, is_adapter
+from jaxrl_llm.models.pretrained import BUILTIN, generation_of, looks_like_hub_id
 from jaxrl_llm.runs.load import Trained, find_run, load_adapter, load_trained, mesh_here
 from jaxrl_llm.sharding import MeshShape
 from jaxrl_llm.system.json_lines import read_rows
@@ -123,7 +122,7 @@ def export_gguf(name: str, trained: Trained, target: Path, kind: str, adapter: b
     Raises:
       InputError: the file exists already, or cannot hold the model.
     """
-    from jaxrl_llm.models.gguf_writing import KINDS, save_gguf
+    from jaxrl_llm.models.gguf import KINDS, save_gguf
 
     scores = isinstance(trained.run, configs.RewardModel)
     require(kind in KINDS, f"--gguf_type {kind} is not supported: use one of {', '.join(KINDS)}")
@@ -198,7 +197,7 @@ def public_base(model: str) -> str:
 
 def export_adapter(name: str, trained: Trained, target: Path, card: str) -> None:
     """Write the adapter alone."""
-    from jaxrl_llm.models.peft import save_adapter
+    from jaxrl_llm.models.lora import save_adapter
 
     run = trained.run
     base = public_base(run.model)

@@ -26,8 +26,6 @@ USUAL = (
 """Settings that most people change, which help shows first; some are of other kinds of runs."""
 SHORT = {"run_dir": "output.run_dir"}
 """Settings with a short name on the command line."""
-HELP_FLAGS = ("-h", "--help")
-HELP_COLUMN = 34
 
 
 def parse(kind: type, arguments: list[str], program: str, description: str, default: Any = None) -> Any:
@@ -56,7 +54,7 @@ def parse(kind: type, arguments: list[str], program: str, description: str, defa
         parser = tyro.extras.get_parser(kind, **options)  # ty: ignore[deprecated]  nothing else lists the flags
         known = {flag: action for action in parser._actions for flag in action.option_strings}
         fields = {flag[2:].replace("-", "_") for flag in known if flag.startswith("--")} | pieces.keys()
-        if asked := [index for index, argument in enumerate(arguments) if argument in HELP_FLAGS]:
+        if asked := [index for index, argument in enumerate(arguments) if argument in ("-h", "--help")]:
             topic = "".join(arguments[asked[0] + 1 : asked[0] + 2])
             topic = "" if topic.startswith("-") else topic
             print(help_text([*known.values(), *pieces.values()], topic, program, description))
@@ -105,7 +103,7 @@ def help_text(actions: Iterable[Any], topic: str, program: str, description: str
         names = {name: now for name, now in usual.items() if now in flags}
         names |= {name: name for name in flags if "." not in name and name not in names}
     width = min(120, max(60, shutil.get_terminal_size((80, 24)).columns))
-    layout = functools.partial(argparse.HelpFormatter, max_help_position=HELP_COLUMN, width=width)
+    layout = functools.partial(argparse.HelpFormatter, max_help_position=34, width=width)
     table = argparse.ArgumentParser(usage=argparse.SUPPRESS, add_help=False, formatter_class=layout)
     group = table.add_argument_group("settings" if topic else "usual settings")
     for name, now in names.items():

@@ -20,10 +20,9 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.cli.asking import Policy, check_tools, load_policy
 from jaxrl_llm.cli.flags import first, parse, status
 from jaxrl_llm.engine.settings import Sampling
-from jaxrl_llm.environments.environment import Environment
+from jaxrl_llm.environments.environment import Environment, Limits
 from jaxrl_llm.environments.episode_format import EpisodeFormat
 from jaxrl_llm.environments.factory import Factory
-from jaxrl_llm.environments.limits import Limits
 from jaxrl_llm.environments.world import World
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.models.tokenizer import text_of
@@ -33,8 +32,8 @@ from jaxrl_llm.system.setting import check_fields
 from jaxrl_llm.system.signals import answering, on_exit, quit_now
 from jaxrl_llm.tasks import Rows, Task
 from jaxrl_llm.tasks import encode as encode_problem
-from jaxrl_llm.tasks.sources import InMemory
 from jaxrl_llm.tasks.tables import unwritable
+from jaxrl_llm.tasks.task import InMemory
 from jaxrl_llm.tasks.template import check_tokenizer, template_text, worded
 from jaxrl_llm.types import Completion, Message, Problem
 
@@ -48,7 +47,6 @@ Ctrl-C ends an answer before its end; pressed again, or where no answer is being
 NEW, BYE, HELPS = ("/new", "/clear", "/reset"), ("/bye", "/exit", "/quit"), ("/help", "/?")
 UNBRACKETED = b"\x1b[?2004l"
 """Escape sequence that turns off a terminal's marks around pasted text."""
-SHORTEST_CACHE = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +183,7 @@ def say(
     Raises:
       InputError: the prompt leaves no room for an answer.
     """
-    from jaxrl_llm.engine.backend import backend_for
+    from jaxrl_llm.engine.engine import backend_for
     from jaxrl_llm.rollout.respond import Requests, respond
 
     screen = sys.stdout.isatty()
@@ -206,7 +204,8 @@ def say(
     require(room > 0, f"the prompt has {len(prompt)} tokens, and the model was made for {longest}: shorten it")
     # Powers of two, so that prompts of about one length share a compiled program.
     budget = min(sampling.max_new_tokens, room)
-    length = max(SHORTEST_CACHE, 1 << (len(prompt) + budget - 1).bit_length())
+    # Each length is compiled: few of them, by powers of two.
+    length = max(256, 1 << (len(prompt) + budget - 1).bit_length())
     engine, _ = backend_for(policy.model, None, policy.mesh, policy.mesh, slots=1, max_length=length)
     requests = Requests(engine, dataclasses.replace(sampling, max_new_tokens=budget, stop_ids=config.tokens.eos))
     requests.submit(["answer"], [prompt], [seed])

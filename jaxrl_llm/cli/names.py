@@ -9,8 +9,6 @@ from pathlib import Path
 
 from jaxrl_llm.errors import did_you_mean, require
 
-LONGEST_NOTE = 110
-INDENT = "  "
 KINDS_OF_TASK = [
     ("--task.source.name NAME", "where the source is ReasoningGym or HubDataset: another of its kind"),
     (
@@ -61,7 +59,7 @@ def formatted(rows: Rows) -> list[str]:
     width = max(len(name) for name, _ in rows) + 2
     lines = []
     for name, text in rows:
-        begin = INDENT + (f"{name:<{width}}" if name else "")
+        begin = "  " + (f"{name:<{width}}" if name else "")
         wrapped = textwrap.wrap(
             text,
             columns,
@@ -101,15 +99,15 @@ def recipes(whole: bool) -> Rows:
         documented = isinstance(note, ast.Expr) and isinstance(note.value, ast.Constant)
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and documented:
             sentence = re.split(r"\.\s", str(note.value.value), maxsplit=1)[0].rstrip(".")
-            notes[node.targets[0].id] = textwrap.shorten(sentence, LONGEST_NOTE, placeholder=" ...")
+            notes[node.targets[0].id] = textwrap.shorten(sentence, 110, placeholder=" ...")
     values = {id(recipe): name for name, recipe in vars(module).items() if isinstance(recipe, module.Recipe)}
     return [(name, notes.get(values[id(recipe)], "")) for name, recipe in module.RECIPES.items()]
 
 
 def models(whole: bool) -> Rows:
     """List the built-in models, and the families that can be loaded from a path."""
-    from jaxrl_llm.models.builtin import BUILTIN
     from jaxrl_llm.models.families import FAMILIES
+    from jaxrl_llm.models.pretrained import BUILTIN
 
     return [
         *((name, builtin.description) for name, builtin in BUILTIN.items()),

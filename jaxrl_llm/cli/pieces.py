@@ -21,8 +21,7 @@ from jaxrl_llm.algorithms.ratios import (
     TruncatedIS,
 )
 from jaxrl_llm.algorithms.reduce import Reducer
-from jaxrl_llm.algorithms.surrogates import Surrogate
-from jaxrl_llm.algorithms.whole_step import TopEntropy
+from jaxrl_llm.algorithms.surrogates import Surrogate, TopEntropy
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.recipes import Controller
 from jaxrl_llm.rules.settings import Until

@@ -45,7 +45,7 @@ def plan(arguments: list[str]) -> int:
     prepare_compilers()
     asked = options(arguments)
     run = settings(given, arguments, asked["--slices"])
-    from jaxrl_llm.plan.lowering import model_config
+    from jaxrl_llm.plan.programs import model_config
 
     machine = parse_topology(asked["--topology"], asked["--slices"])
     quick = asked["--quick"]

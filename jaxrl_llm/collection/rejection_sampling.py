@@ -1,38 +1,305 @@
 """Rejection sampling: a model's own answers, sampled and verified some problems at a time, become rows of a file that
 survives the end of the process."""
 
+import bisect
 import contextlib
 import dataclasses
+import fcntl
 import functools
 import itertools
 import json
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 
-from jaxrl_llm.collection.ledger import Entry, Ledger, Tally, opened
-from jaxrl_llm.collection.rows import Answer, Row, distinct, prefix_tokens, row_of, rows_from
+from jaxrl_llm.codec import digest_of_parts
 from jaxrl_llm.data import Pairs, Steps, Texts
-from jaxrl_llm.data.datasets import KINDS, Collected, Kind, Unpaired, split_steps
-from jaxrl_llm.data.formats import TOOLS
+from jaxrl_llm.data.datasets import (
+    CUT_OFF,
+    END_CUT_OFF,
+    KINDS,
+    LABEL,
+    Collected,
+    Kind,
+    Unpaired,
+    split_steps,
+    step_lengths,
+)
 from jaxrl_llm.engine.requests import first_tokens
 from jaxrl_llm.engine.settings import Sampling
-from jaxrl_llm.environments.limits import Limits
+from jaxrl_llm.environments.environment import Limits
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.models.tokenizer import text_of
 from jaxrl_llm.rollout.episodes import Scene
 from jaxrl_llm.rollout.evaluate import prompts_for
 from jaxrl_llm.rollout.respond import Answerer, Requests, SeedSpace, gather, request_seed
 from jaxrl_llm.sharding.distributed import ALONE, Peers
-from jaxrl_llm.sharding.rules import digest, weights_digest
-from jaxrl_llm.system.paths import COLLECTED
+from jaxrl_llm.sharding.rules import weights_digest
+from jaxrl_llm.system.json_lines import append_rows, encode_row, read_rows
+from jaxrl_llm.system.paths import COLLECTED, HELD, InUse, new_file, open_nofollow, part_of, writable
 from jaxrl_llm.tasks import Prompts, Table
 from jaxrl_llm.tasks import fingerprint as fingerprint_of_problems
-from jaxrl_llm.tasks.messages import joined
+from jaxrl_llm.tasks.messages import OPTIONS, TOOLS, joined
 from jaxrl_llm.types import Completion, Problem
+
+Row = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """One sampled and verified answer.
+
+    Attributes:
+      text: without special tokens and without the token that ended it; of an episode its messages as JSON.
+      length: tokens, that one included.
+      ended: whether it was finished; otherwise it was cut off.
+      right: the verifier's result.
+      messages: of an episode, up to the model's last one; empty for a single answer.
+    """
+
+    text: str
+    length: int
+    ended: bool
+    right: bool
+    messages: Sequence[dict[str, Any]] = ()
+
+
+def rows_from(problem: Problem, answers: Sequence[Answer], data: Collected, kind: Kind) -> list[Row]:
+    """Return rows of texts, of pairs or of unpaired answers: none, one, or all that the distinct answers give.
+
+    Texts are right answers. Pairs are right answers, each preferred to a wrong one, and with ``cut_off`` to one that
+    was cut off as well. No wrong answer is used twice. With ``match_length`` the two nearest in length are paired
+    first, the earlier sampled ones on a tie. Unpaired are right answers and as many wrong ones as there are, or one of
+    each kind.
+    """
+    usable = [answers[index] for index in distinct(answers)]
+    right = [answer for answer in usable if answer.right]
+    if data.keep == "shortest":
+        right.sort(key=lambda answer: answer.length)
+    if kind == "texts":
+        kept = right if data.keep == "all" else right[:1]
+        return [row_of(problem, completion=answer.messages or answer.text) for answer in kept]
+    wrong = [answer for answer in usable if not answer.right]
+    # Those that have no end, and are not right as far as they go; each text once.
+    cut = {a.text: a for a in answers if data.cut_off and not a.ended and not a.right and a.text.strip()}
+    if kind == "unpaired":
+        most = None if data.keep == "all" else 1
+        return [
+            row_of(
+                problem,
+                completion=answer.text,
+                **{LABEL: answer.right},
+                **({} if answer.ended else {END_CUT_OFF: True}),
+            )
+            for some in (right, wrong, list(cut.values()))
+            for answer in some[:most]
+        ]
+    couples = _coupled(right, wrong, data) + _coupled(right, list(cut.values()), data)
+    return [
+        row_of(problem, chosen=better.text, rejected=worse.text, **({} if worse.ended else {CUT_OFF: True}))
+        for better, worse in couples
+    ]
+
+
+def _coupled(right: Sequence[Answer], wrong: Sequence[Answer], data: Collected) -> list[tuple[Answer, Answer]]:
+    """Pair right and wrong answers, without an answer in common: one pair, or as many as possible."""
+    couples = list(zip(right, wrong, strict=False))
+    if data.match_length:  # the nearest in length first
+        some = right[:1] if data.keep == "shortest" else right
+        near = sorted((abs(a.length - b.length), i, j) for i, a in enumerate(some) for j, b in enumerate(wrong))
+        taken: list[tuple[int, int]] = []
+        for _, i, j in near:
+            if all(i != one and j != other for one, other in taken):
+                taken.append((i, j))
+        couples = [(some[i], wrong[j]) for i, j in taken]
+    return couples if data.keep == "all" else couples[:1]
+
+
+def distinct(answers: Sequence[Answer]) -> list[int]:
+    """Return the indices of the answers that can be rows, with text and not cut off; the first of each text."""
+    first: dict[str, int] = {}
+    for index, answer in enumerate(answers):
+        if answer.ended and answer.text.strip():
+            first.setdefault(answer.text, index)
+    return list(first.values())
+
+
+def prefix_tokens(
+    tokens: Any, steps: Sequence[str], separator: str, decode: Callable[[Sequence[int]], str]
+) -> list[int]:
+    """Return, for each step but the last, the number of first tokens up to its end, the separator after it included.
+
+    A token that holds both the end of a step and the beginning of the next belongs to the former.
+
+    Args:
+      tokens: of the answer.
+      steps: of its text.
+      separator: between two steps.
+      decode: first tokens as text.
+    """
+    ends = step_lengths(steps, separator)[:-1]
+    counts = range(len(tokens) + 1)
+    return [bisect.bisect_left(counts, end, key=lambda count: len(decode(tokens[:count]))) for end in ends]
+
+
+def row_of(problem: Problem, **columns: Any) -> Row:
+    """Make a row: the prompt (a string if it is one user message) with its options, the columns, and the problem's
+    id.
+    """
+    chat = [dict(message) for message in problem.prompt]
+    alone = len(chat) == 1 and chat[0]["role"] == "user"
+    others = {name: value for name, value in problem.options.items() if name != TOOLS}
+    options = {name: problem.options[name] for name in (TOOLS,) if name in problem.options}
+    options |= {OPTIONS: others} if others else {}
+    return {"prompt": chat[0]["content"] if alone else chat} | options | columns | {"id": problem.id}
+
+
+ELSEWHERE = "give another file with --out"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tally:
+    """Sums over the problems asked; those of several parts add up.
+
+    Attributes:
+      problems: asked.
+      solved: of these, with at least one right answer.
+      answers: sampled, K to each problem.
+      right: of these.
+      ended: of these, those that were not cut off.
+      rows: written.
+      length: tokens of the answers.
+      tokens: sampled, those of continuations too.
+      seconds: taken.
+      failed: answers that could not be verified; they count as wrong.
+    """
+
+    problems: int = 0
+    solved: int = 0
+    answers: int = 0
+    right: int = 0
+    ended: int = 0
+    rows: int = 0
+    length: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    failed: int = 0
+
+    def __add__(self, other: "Tally") -> "Tally":
+        return Tally(*(one + more for one, more in zip(dataclasses.astuple(self), dataclasses.astuple(other))))  # noqa: B905  both are of one class
+
+    def numbers(self) -> dict[str, Any]:
+        """Return the sums by name, with the usual shares and means."""
+        return (
+            dataclasses.asdict(self)
+            | {
+                "pass@1": self.right / max(self.answers, 1),
+                "solved_fraction": self.solved / max(self.problems, 1),
+                "mean_length": self.length / max(self.answers, 1),
+            }
+            | ({"failed_fraction": self.failed / self.answers} if self.failed else {})
+        )
+
+    def lines(self) -> list[str]:
+        """Format the sums as lines for people."""
+        found = self.numbers()
+        return [
+            f"  {'pass@1':<12}{100 * found['pass@1']:6.1f} %  {self.right:,} of {self.answers:,} answers are right, "
+            f"{self.ended:,} came to their end" + (f", {self.failed:,} could not be verified" if self.failed else ""),
+            f"  {'solved':<12}{100 * found['solved_fraction']:6.1f} %  {self.solved:,} of {self.problems:,} problems "
+            "have a right answer",
+            f"  {'length':<12}{found['mean_length']:6.1f} tokens",
+            f"  {'sampled':<12}{self.tokens:,} tokens in {self.seconds:,.1f} s",
+            f"  {'rows':<12}{self.rows:,}",
+        ]
+
+
+Entry = tuple[Sequence[Row], Tally]
+"""The rows that a finished problem gave, perhaps none, and its share of the sums."""
+
+
+def check_free(path: Path) -> None:
+    """Refuse an existing file, unless an earlier attempt ended while it was put in its place.
+
+    Raises:
+      InputError: the file exists.
+    """
+    if path.exists() and not part_of(path).exists():
+        raise InputError(f"{path} is there already: {ELSEWHERE}, or remove it first")
+
+
+class Ledger:
+    """Owner of a file in the making.
+
+    Attributes:
+      counts: of the finished problems.
+    """
+
+    def __init__(self, path: Path, file: BinaryIO, counts: Tally):
+        self.counts = counts
+        self._path = path
+        self._file = file
+
+    def add(self, entries: Sequence[Entry]) -> None:
+        """Append the next problems; they are on the disk when this returns."""
+        append_rows(self._file, [{"rows": rows, "counts": dataclasses.asdict(counts)} for rows, counts in entries])
+        self.counts = sum((counts for _, counts in entries), self.counts)
+
+    def finish(self) -> None:
+        """Write the final file, atomically, after all problems are done."""
+        with new_file(self._path) as whole, open(whole, "wb") as file:
+            for line in read_rows(part_of(self._path)):
+                file.write(b"".join(encode_row(row) for row in line.get("rows", ())))
+            file.flush()
+            os.fsync(file.fileno())
+        part_of(self._path).unlink()
+
+
+@contextlib.contextmanager
+def opened(path: Path, settings: dict[str, Any]) -> Generator[Ledger]:
+    """Open the ledger of a file, new or to resume, locked for this process.
+
+    Args:
+      path: of the file of rows, which does not exist before all problems are done.
+      settings: all that decides its rows, as JSON values.
+
+    Raises:
+      InputError: the file exists, was begun with other settings, is locked by another process, or cannot be written.
+    """
+    check_free(path)
+    part = part_of(path)
+    with writable(path, "--out"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open_nofollow(part)
+    with file:
+        try:  # the kernel lets go of it when this process ends
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in HELD:
+                raise InUse(f"{part} is being written by another process: wait until it ends, or {ELSEWHERE}") from None
+        with open(part, "rb") as written:  # what comes after the last line that has an end was being written
+            size = sum(len(line) for line in written if line.endswith(b"\n"))
+        os.truncate(part, size)
+        lines = read_rows(part)
+        before = next(lines, None)
+        if before is None:
+            append_rows(file, [{"settings": settings}])
+        elif not isinstance(begun := before.get("settings"), dict):
+            raise InputError(f"{part} is not a file of a collection: {ELSEWHERE}, or remove it first")
+        else:
+            now = json.loads(json.dumps(settings))
+            names = sorted(name for name in begun.keys() | now.keys() if begun.get(name) != now.get(name))
+            shown = "; ".join(f"{name}: {begun.get(name)} -> {now.get(name)}" for name in names[:3])
+            require(
+                not names,
+                f"{part} was begun with other settings ({shown}): take the old ones, {ELSEWHERE}, or remove it first",
+            )
+        yield Ledger(path, file, sum((Tally(**line["counts"]) for line in lines), Tally()))
+
 
 FILL = 4
 """Answers per call, as a multiple of the slots: at its end few slots stay empty for long."""
@@ -105,7 +372,7 @@ class Asked:
             "weights": weights_digest(model),
             "problems": fingerprint_of_problems(self.problems)["order"],
             "checked": sorted({f"{problem.verifier} of {problem.extractor}" for problem in self.problems}),
-            "prompts": digest([self.prompts[problem] for problem in self.problems]),
+            "prompts": digest_of_parts(self.prompts[problem] for problem in self.problems),
             "kind": self.kind,
             **{name: getattr(data, name) for name in ("samples", "temperature", "top_p")},
             "max_new_tokens": self.max_new_tokens,

@@ -4,7 +4,7 @@ import dataclasses
 import string
 from typing import Annotated, Any, ClassVar
 
-from jaxrl_llm.algorithms.divergences import JensenShannon, SampledKL, TeacherSignal
+from jaxrl_llm.algorithms.kl import JensenShannon, SampledKL, TeacherSignal
 from jaxrl_llm.config.mixture import tasks_in
 from jaxrl_llm.data.datasets import Collected, Texts
 from jaxrl_llm.data.loading import check_texts

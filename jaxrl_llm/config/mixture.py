@@ -8,10 +8,19 @@ from typing import Any
 
 from jaxrl_llm.environments.factory import Factory
 from jaxrl_llm.errors import InputError, require
-from jaxrl_llm.rewards.bounds import REJECTED, TaskReward, Threshold, base_of
 from jaxrl_llm.rewards.functions import OF_STEPS, as_reward
-from jaxrl_llm.rewards.group_shaping import RelativeLength
-from jaxrl_llm.rewards.shaping import REFUSED, REFUSES_FROM, Accuracy, Reward, SoftOverlong
+from jaxrl_llm.rewards.shaping import (
+    REFUSED,
+    REFUSES_FROM,
+    REJECTED,
+    Accuracy,
+    RelativeLength,
+    Reward,
+    SoftOverlong,
+    TaskReward,
+    Threshold,
+    base_of,
+)
 from jaxrl_llm.system.setting import Setting
 from jaxrl_llm.tasks.task import UNANSWERED, Task
 from jaxrl_llm.types import MEAN_OF_TASKS

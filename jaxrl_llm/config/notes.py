@@ -10,7 +10,7 @@ from jaxrl_llm.config.checks import resolved
 from jaxrl_llm.config.mixture import given_rewards, has_accuracy, of_steps, overlong_weight, parts_of_task, rewards_of
 from jaxrl_llm.config.run import Run
 from jaxrl_llm.rewards.functions import OF_STEPS
-from jaxrl_llm.rewards.group_shaping import RelativeLength
+from jaxrl_llm.rewards.shaping import RelativeLength
 from jaxrl_llm.system.setting import settings_in
 
 MANY_SNAPSHOTS = 20

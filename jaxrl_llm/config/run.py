@@ -12,9 +12,8 @@ from jaxrl_llm.errors import InputError, did_you_mean, require
 from jaxrl_llm.learner.settings import RL_RATE, Learner, at_usual_rate
 from jaxrl_llm.recipes import DAPO, Recipe
 from jaxrl_llm.rewards import shaping
-from jaxrl_llm.rewards.bounds import base_of
 from jaxrl_llm.rewards.functions import OF_STEPS, ON_DEVICE, as_reward
-from jaxrl_llm.rewards.shaping import Reward
+from jaxrl_llm.rewards.shaping import Reward, base_of
 from jaxrl_llm.rollout.settings import Rollout
 from jaxrl_llm.rules import ALL
 from jaxrl_llm.rules.settings import Rules
@@ -22,7 +21,7 @@ from jaxrl_llm.sharding.mesh import MeshShape
 from jaxrl_llm.system import storage
 from jaxrl_llm.system.setting import FIXED, FREE, MODEL, RECORDED, Count, Range, Setting
 from jaxrl_llm.tasks.task import Task
-from jaxrl_llm.telemetry.trackers import parts_of_name
+from jaxrl_llm.telemetry.records import parts_of_name
 
 MAX_SEED = 1 << 24
 """The exclusive upper bound of seeds; larger ones would repeat the random numbers of smaller ones."""

@@ -10,9 +10,8 @@ from jaxrl_llm.config.distillation import Distillation
 from jaxrl_llm.config.mixture import bases, of_steps, tasks_in
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.rewards import shaping
-from jaxrl_llm.rewards.bounds import Constraint, Gate
 from jaxrl_llm.rewards.functions import StepReward, as_reward
-from jaxrl_llm.rewards.shaping import Accuracy, RepetitionPenalty, Reward
+from jaxrl_llm.rewards.shaping import Accuracy, Constraint, Gate, RepetitionPenalty, Reward
 from jaxrl_llm.system.setting import FREE, RECORDED, Count, Range, Setting
 
 

@@ -9,14 +9,13 @@ from jaxrl_llm.config.mixture import tasks_in
 from jaxrl_llm.config.run import SEED, Evaluation, Output, Run, check_model
 from jaxrl_llm.data.datasets import KINDS, Collected, Pairs, Steps, Texts, Unpaired
 from jaxrl_llm.data.loading import check_collected
-from jaxrl_llm.environments.limits import Limits
+from jaxrl_llm.environments.environment import Limits
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.learner.settings import RL_RATE, Learner, Usual, at_usual_rate
 from jaxrl_llm.rules.settings import Rules
 from jaxrl_llm.sharding.mesh import MeshShape
 from jaxrl_llm.system.setting import FREE, MODEL, RECORDED, Count, Range, Setting, parts_of, with_parts
-from jaxrl_llm.tasks.sources import InMemory, Rows
-from jaxrl_llm.tasks.task import Task
+from jaxrl_llm.tasks.task import InMemory, Rows, Task
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,20 +1,368 @@
-"""Data of the supervised stages: texts to learn, preferences, completions or steps with labels."""
+"""Data of the supervised stages: texts to learn, preferences, completions or steps with labels.
+
+Formats of the rows of the supervised stages, after TRL's data sets: their columns, and the values in them.
+
+The caller adds the row's place to the errors raised here.
+"""
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
-from jaxrl_llm.data import formats
-from jaxrl_llm.data.token_rows import Example, Judged, Ranked, Stepped, Text
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.system.setting import Range
 from jaxrl_llm.tasks.chats import Writer
+from jaxrl_llm.tasks.messages import CALLS, OPTIONS, TOOLS, UNREAD, WEIGHT, chat_of, number_in, plain_text, shared
 from jaxrl_llm.tasks.prompts import prompt_key
-from jaxrl_llm.tasks.sources import HubDataset, Rows, Table
-from jaxrl_llm.tasks.task import Task
+from jaxrl_llm.tasks.tables import is_empty, shown
+from jaxrl_llm.tasks.task import HubDataset, Rows, Table, Task
+from jaxrl_llm.types import Message
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """A text to learn by heart.
+
+    Attributes:
+      id: made from the prompt, as a Problem's is; rows of one prompt share it.
+      prompt: int32[p], p >= 1, the tokens before the first one that may be learned.
+      tokens: int32[t], the tokens after it, with the one that ends the text.
+      mask: bool[t], True where a token is learned.
+      where: place of the row, such as ``rows.jsonl:3``.
+    """
+
+    id: str
+    prompt: np.ndarray
+    tokens: np.ndarray
+    mask: np.ndarray
+    where: str
+
+    @property
+    def length(self) -> int:
+        """Number of tokens of the prompt and the text after it."""
+        return len(self.prompt) + len(self.tokens)
+
+    def cut(self, most: int) -> "Text | None":
+        """Return the example cut to its first ``most`` tokens; None if none of these is learned."""
+        room = max(most - len(self.prompt), 0)
+        mask = self.mask[:room]
+        return dataclasses.replace(self, tokens=self.tokens[:room], mask=mask) if mask.any() else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranked:
+    """Completions of one prompt, each better than those after it; two completions make a preference.
+
+    Attributes:
+      id, prompt, where: as in Text.
+      completions: int32[t] each, with the token that ends it, the best first; at least two, no two equal.
+      margin: amount by which the better should win, from the row; 0 if it has none.
+    """
+
+    id: str
+    prompt: np.ndarray
+    completions: tuple[np.ndarray, ...]
+    margin: float
+    where: str
+
+    @property
+    def length(self) -> int:
+        """Number of tokens of the prompt and the longest completion."""
+        return len(self.prompt) + max(len(tokens) for tokens in self.completions)
+
+    def cut(self, most: int) -> "Ranked | None":
+        """Return the example with each completion cut to ``most`` tokens with its prompt; None if one is empty or two
+        are equal.
+        """
+        room = max(most - len(self.prompt), 0)
+        parts = tuple(tokens[:room] for tokens in self.completions)
+        same = len({part.tobytes() for part in parts}) < len(parts)
+        return None if same or not room else dataclasses.replace(self, completions=parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    """A completion that is good or bad by itself.
+
+    Attributes:
+      id, prompt, where: as in Text.
+      tokens: int32[t], with the token that ends it.
+      good: its label.
+    """
+
+    id: str
+    prompt: np.ndarray
+    tokens: np.ndarray
+    good: bool
+    where: str
+
+    @property
+    def length(self) -> int:
+        """Number of tokens of the prompt and the completion."""
+        return len(self.prompt) + len(self.tokens)
+
+    def cut(self, most: int) -> "Judged | None":
+        """Return the example cut to its first ``most`` tokens; None if none of the completion is left."""
+        room = most - len(self.prompt)
+        return dataclasses.replace(self, tokens=self.tokens[:room]) if room > 0 else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Stepped:
+    """A completion in steps, with a label of each.
+
+    Attributes:
+      id, prompt, where: as in Text.
+      tokens: int32[t], the steps, each but the last with its separator, and the token that ends the text.
+      ends: int32[k], the index in ``tokens`` of each step's last token, its separator included; rising.
+      labels: float32[k], in [0, 1]; 1 is a right step.
+    """
+
+    id: str
+    prompt: np.ndarray
+    tokens: np.ndarray
+    ends: np.ndarray
+    labels: np.ndarray
+    where: str
+
+    @property
+    def length(self) -> int:
+        """Number of tokens of the prompt and the steps."""
+        return len(self.prompt) + len(self.tokens)
+
+    def cut(self, most: int) -> "Stepped | None":
+        """Return the example cut to the steps that end within its first ``most`` tokens; None without any."""
+        count = int(np.sum(self.ends < most - len(self.prompt)))
+        if not count:
+            return None
+        ends = self.ends[:count]
+        return dataclasses.replace(self, tokens=self.tokens[: ends[-1] + 1], ends=ends, labels=self.labels[:count])
+
+
+Example = Text | Ranked | Judged | Stepped
+
+
+def longest(rows: Iterable[Example]) -> tuple[int, str]:
+    """Return the number of tokens of the longest row, and its place; 0 and an empty text without rows."""
+    return max(((row.length, row.where) for row in rows), key=lambda found: found[0], default=(0, ""))
+
+
+Columns = tuple[str, ...]
+
+
+class RowFormat(NamedTuple):
+    """Columns of the rows of a kind of data.
+
+    Attributes:
+      kind: its name.
+      sets: of columns: a row has at least one of them, and the first that it has is read.
+      beside: further columns, read if a row has them.
+    """
+
+    kind: str
+    sets: tuple[Columns, ...]
+    beside: Columns
+
+
+CUT_OFF, END_CUT_OFF = "rejected_cut_off", "completion_cut_off"
+"""Columns of pairs and of Unpaired: true if the (worse) completion was truncated, and so has no end of its turn."""
+LABEL = "label"
+"""Column of unpaired preferences and of texts, as in TRL: true if the completion is a good one."""
+
+TEXTS = RowFormat("Texts", (("messages",), ("prompt", "completion"), ("text",)), (LABEL, OPTIONS, TOOLS))
+PAIRS = RowFormat(
+    "Pairs",
+    (("prompt", "chosen", "rejected"), ("chosen", "rejected"), ("prompt", "completions")),
+    ("margin", CUT_OFF, OPTIONS, TOOLS),
+)
+UNPAIRED = RowFormat("Unpaired", (("prompt", "completion", LABEL),), (END_CUT_OFF, OPTIONS, TOOLS))
+STEPS = RowFormat("Steps", (("prompt", "completions", "labels"),), (OPTIONS, TOOLS))
+
+ELSEWHERE = {
+    "chosen": "Pairs does",
+    "rejected": "Pairs does",
+    "margin": "Pairs does",
+    CUT_OFF: "Pairs does",
+    "completions": "Pairs does, as a ranking, and Steps, with labels",
+    "labels": "Steps does, for a process reward model",
+    END_CUT_OFF: "Unpaired does",
+    LABEL: "Unpaired does; or make Pairs of the good and the bad completions of a prompt",
+} | dict.fromkeys(UNREAD, "models here read text alone")
+"""Columns that change the lesson of a row, so that no kind of data ignores one silently: the kind that reads each, or
+the reason why none does.
+"""
+
+
+def columns_of(row: dict[str, Any], form: RowFormat) -> Columns:
+    """Return the first set of columns that a row has; a column that holds None counts as absent.
+
+    Raises:
+      InputError: the row has no set, or a column that changes its lesson and that this kind of data does not read.
+    """
+    has = [name for name, value in row.items() if value is not None]
+    reads = {*form.beside, *itertools.chain(*form.sets)}
+    for name in has:
+        if name in ELSEWHERE and name not in reads and not is_empty(row[name]):
+            raise InputError(
+                f"the row has {name}, which {form.kind} does not read ({ELSEWHERE[name]}); leave the column out"
+            )
+    for columns in form.sets:
+        if all(name in has for name in columns):
+            return columns
+    sets = "; or ".join(", ".join(columns) for columns in form.sets)
+    raise InputError(f"the row has the columns {', '.join(has) or 'none'}; a row has {sets}")
+
+
+def flag_of(row: dict[str, Any], column: str) -> bool | None:
+    """Return whether a column is true; None if the row lacks it.
+
+    Raises:
+      InputError: the value is not a boolean.
+    """
+    value = row.get(column)
+    if value is None or isinstance(value, bool):
+        return value
+    raise InputError(f"{column} is {shown(value)}; it must be true or false, or leave the column out")
+
+
+def prompt_of(value: Any) -> list[Message]:
+    """Convert a prompt to chat messages; a text becomes one of the user.
+
+    Raises:
+      InputError: the value is neither, it is empty, or it has no message of the user.
+    """
+    if isinstance(value, str):
+        return [{"role": "user", "content": plain_text(value, "prompt")}]
+    chat = chat_of(value, "prompt")
+    require(any(message["role"] == "user" for message in chat), "prompt has no message of the user; add one")
+    return chat
+
+
+def answer_of(value: Any, column: str) -> list[Message]:
+    """Convert an answer to messages that begin and end with the assistant's; a text becomes one of them.
+
+    Raises:
+      InputError: the value has another form, or a message of the assistant is empty.
+    """
+    if isinstance(value, str):
+        return [{"role": "assistant", "content": plain_text(value, column)}]
+    chat = chat_of(value, column)
+    if chat[0]["role"] != "assistant":
+        raise InputError(f"{column} begins with a message of the {chat[0]['role']}; it is the assistant's")
+    return _answered(chat, column)
+
+
+def split_chat(chat: list[Message]) -> tuple[list[Message], list[Message]]:
+    """Split a chat into its prompt and the rest, from the assistant's first message after one of the user on.
+
+    Raises:
+      InputError: the last message is not the assistant's, or one of the assistant's is empty.
+    """
+    _answered(chat[-1:], "messages")
+    asked = [at for at, message in enumerate(chat) if message["role"] == "user"]
+    require(bool(asked), "messages has no message of the user; add one")
+    first = next(at for at in range(asked[0], len(chat)) if chat[at]["role"] == "assistant")
+    return chat[:first], _answered(chat[first:], "messages")
+
+
+def ranking_of(row: dict[str, Any], columns: Columns) -> tuple[list[Message], list[Message], tuple[str, ...]]:
+    """Return the prompt, the assistant's message in each completion, the best first, and the names of the completions.
+
+    Raises:
+      InputError: there are too few completions, or they share no prompt.
+    """
+    if "completions" in columns:
+        sides = row["completions"]
+        if not isinstance(sides, list | tuple) or len(sides) < 2:
+            raise InputError("completions is not a list of two or more, the best first")
+        names = tuple(f"completions[{index}]" for index in range(len(sides)))
+    else:
+        sides, names = (row["chosen"], row["rejected"]), ("chosen", "rejected")
+    if "prompt" in columns:
+        prompt = prompt_of(row["prompt"])
+        rests = [_rest(side, prompt, name) for side, name in zip(sides, names, strict=True)]
+        return prompt, rests, names
+    if any(isinstance(side, str) for side in sides):
+        raise InputError("chosen and rejected are text, and the row has no prompt; give it one, or chats")
+    chats = [chat_of(side, name) for side, name in zip(sides, names, strict=True)]
+    begins = shared(*chats)
+    if not begins or len(begins) == len(chats[0]) == len(chats[1]):
+        raise InputError(f"chosen and rejected {'are equal' if begins else 'share no prompt'}; correct the row")
+    prompt = prompt_of(begins)
+    return prompt, [_rest(chat, prompt, name) for chat, name in zip(chats, names, strict=True)], names
+
+
+def margin_of(row: dict[str, Any]) -> float:
+    """Return the margin by which a pair's better side should win; 0 if the row has none.
+
+    Raises:
+      InputError: the value is not a number.
+    """
+    given = row.get("margin")
+    margin = 0.0 if given is None else number_in(given)
+    if margin is None:
+        raise InputError(f"margin is {shown(given)}; it must be a number")
+    return margin
+
+
+def steps_of(row: dict[str, Any]) -> tuple[list[str], list[float]]:
+    """Return the steps of a solution, and the label of each, in [0, 1].
+
+    Raises:
+      InputError: a value has another form, or the counts differ.
+    """
+    steps, labels = row["completions"], row["labels"]
+    for name, value in (("completions", steps), ("labels", labels)):
+        if not isinstance(value, list | tuple) or not value:
+            raise InputError(f"{name} is not a list with entries; give one for each step")
+    if len(steps) != len(labels):
+        raise InputError(f"the row has {len(steps)} steps in completions and {len(labels)} labels; give each step one")
+    texts = [plain_text(step, f"completions[{index}]") for index, step in enumerate(steps)]
+    values = []
+    for index, label in enumerate(labels):
+        value = float(label) if isinstance(label, bool) else number_in(label)
+        if value is None or not 0 <= value <= 1:
+            raise InputError(f"labels[{index}] is {shown(label)}; a label is true, false, or from 0 to 1")
+        values.append(value)
+    return texts, values
+
+
+def _rest(side: Any, prompt: list[Message], name: str) -> Message:
+    """Return the assistant's message in a completion: text, its message, or a chat that repeats the prompt before it.
+
+    Raises:
+      InputError: the value has another form.
+    """
+    if isinstance(side, str):
+        return {"role": "assistant", "content": plain_text(side, name)}
+    chat = chat_of(side, name)
+    rest = chat[len(prompt) :] if chat[: len(prompt)] == prompt else chat
+    if [message["role"] for message in rest] != ["assistant"]:
+        raise InputError(
+            f"{name} has {len(rest)} messages after the prompt ({', '.join(m['role'] for m in rest[:4])}); "
+            "it is one of the assistant"
+        )
+    if WEIGHT in rest[0]:
+        raise InputError(f"{name} has {WEIGHT} 0, and both sides of a comparison are learned; leave the row out")
+    return _answered(rest, name)[0]
+
+
+def _answered(chat: list[Message], column: str) -> list[Message]:
+    """Check a chat and return it; a message of the assistant with calls may have no text.
+
+    Raises:
+      InputError: its last message is not the assistant's, or one of the assistant's is empty.
+    """
+    if chat[-1]["role"] != "assistant":
+        raise InputError(f"{column} ends with a message of the {chat[-1]['role']}; the assistant's is learned")
+    for message in chat:
+        if message["role"] == "assistant" and CALLS not in message:
+            plain_text(message["content"], f"the assistant's message in {column}")
+    return chat
+
 
 Row = TypeVar("Row", bound=Example, covariant=True)
 
@@ -83,25 +431,21 @@ class Texts(Data[Text]):
 
     def example(self, row: dict[str, Any], where: str, writer: Writer) -> Text:
         """Encode one row as token ids; see ``Data``."""
-        columns = formats.columns_of(row, formats.TEXTS)
-        if formats.flag_of(row, formats.LABEL) is False:
-            raise InputError(
-                f"{formats.LABEL} is false, so the text is a bad one, and texts are learned; leave the row out"
-            )
+        columns = columns_of(row, TEXTS)
+        if flag_of(row, LABEL) is False:
+            raise InputError(f"{LABEL} is false, so the text is a bad one, and texts are learned; leave the row out")
         if columns == ("text",):
-            text = formats.plain_text(row["text"], "text")
+            text = plain_text(row["text"], "text")
             tokens = writer.text(text)
             key = prompt_key([{"role": "text", "content": text}])
             return Text(key[:16], tokens[:1], tokens[1:], np.ones(len(tokens) - 1, bool), where)
         if columns == ("messages",):
-            prompt, rest = formats.split_chat(formats.chat_of(row["messages"], "messages"))
+            prompt, rest = split_chat(chat_of(row["messages"], "messages"))
         else:
-            prompt = formats.prompt_of(row["prompt"])
-            rest = formats.answer_of(row["completion"], "completion")
-        if self.learn != "completion" and any(formats.WEIGHT in message for message in (*prompt, *rest)):
-            raise InputError(
-                f"a message has {formats.WEIGHT} 0, and learn {self.learn!r} learns all: take learn 'completion'"
-            )
+            prompt = prompt_of(row["prompt"])
+            rest = answer_of(row["completion"], "completion")
+        if self.learn != "completion" and any(WEIGHT in message for message in (*prompt, *rest)):
+            raise InputError(f"a message has {WEIGHT} 0, and learn {self.learn!r} learns all: take learn 'completion'")
         if self.learn == "trl":
             plain = all(isinstance(row.get(name), str) for name in columns)
             tokens, begins = writer.joined(prompt, rest, plain)
@@ -114,9 +458,7 @@ class Texts(Data[Text]):
             tokens = np.concatenate([asked[1:], tokens])
             asked, mask = asked[:1], np.ones(len(tokens), bool)
         if not mask.any():
-            raise InputError(
-                f"every message of the assistant has {formats.WEIGHT} 0: nothing is learned; leave the row out"
-            )
+            raise InputError(f"every message of the assistant has {WEIGHT} 0: nothing is learned; leave the row out")
         return Text(prompt_key(prompt)[:16], asked, tokens, mask, where)
 
 
@@ -132,16 +474,16 @@ class Pairs(Data[Ranked]):
 
     def example(self, row: dict[str, Any], where: str, writer: Writer) -> Ranked:
         """Encode one row as token ids; see ``Data``."""
-        columns = formats.columns_of(row, formats.PAIRS)
-        prompt, answers, names = formats.ranking_of(row, columns)
+        columns = columns_of(row, PAIRS)
+        prompt, answers, names = ranking_of(row, columns)
         before, asked = writer.prompt(prompt)
         tokens = tuple(writer.answer(prompt, before, answer) for answer in answers)
-        if formats.flag_of(row, formats.CUT_OFF):
+        if flag_of(row, CUT_OFF):
             tokens = (*tokens[:-1], tokens[-1][: len(tokens[-1]) - len(writer.ending)])
         for (one, first), (other, second) in itertools.combinations(zip(names, tokens, strict=True), 2):
             if np.array_equal(first, second):
                 raise InputError(f"{one} and {other} are equal; leave the row out, it prefers nothing")
-        return Ranked(prompt_key(prompt)[:16], asked, tokens, formats.margin_of(row), where)
+        return Ranked(prompt_key(prompt)[:16], asked, tokens, margin_of(row), where)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,16 +497,16 @@ class Unpaired(Data[Judged]):
 
     def example(self, row: dict[str, Any], where: str, writer: Writer) -> Judged:
         """Encode one row as token ids; see ``Data``."""
-        formats.columns_of(row, formats.UNPAIRED)
-        prompt = formats.prompt_of(row["prompt"])
+        columns_of(row, UNPAIRED)
+        prompt = prompt_of(row["prompt"])
         before, asked = writer.prompt(prompt)
-        answer = formats.answer_of(row["completion"], "completion")
+        answer = answer_of(row["completion"], "completion")
         if len(answer) > 1:
             raise InputError("completion has several messages, and one answer of the assistant is judged; give one")
         tokens = writer.answer(prompt, before, answer[0])
-        if formats.flag_of(row, formats.END_CUT_OFF):
+        if flag_of(row, END_CUT_OFF):
             tokens = tokens[: len(tokens) - len(writer.ending)]
-        return Judged(prompt_key(prompt)[:16], asked, tokens, bool(formats.flag_of(row, formats.LABEL)), where)
+        return Judged(prompt_key(prompt)[:16], asked, tokens, bool(flag_of(row, LABEL)), where)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,9 +522,9 @@ class Steps(Data[Stepped]):
 
     def example(self, row: dict[str, Any], where: str, writer: Writer) -> Stepped:
         """Encode one row as token ids; see ``Data``."""
-        formats.columns_of(row, formats.STEPS)
-        prompt = formats.prompt_of(row["prompt"])
-        steps, labels = formats.steps_of(row)
+        columns_of(row, STEPS)
+        prompt = prompt_of(row["prompt"])
+        steps, labels = steps_of(row)
         before, asked = writer.prompt(prompt)
         steps[0] = writer.opened(before, steps[0], self.separator.join(steps))
         last = writer.once(steps[-1])

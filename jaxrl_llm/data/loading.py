@@ -1,13 +1,13 @@
 """Loading of the data of the supervised stages: rows as token ids, in a part to learn from and a held-out part."""
 
 import functools
-import hashlib
 import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from jaxrl_llm.codec import digest
 from jaxrl_llm.data.datasets import Collected, Data, Kind, Row
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.models.tokenizer import text_of
@@ -54,7 +54,7 @@ def load_texts(
             kept = example.cut(int(most)) if data.overlong == "truncate" else None
             (overlong if kept is None else truncated).append(f"{example.where}, {example.length} tokens")
         if kept is not None:
-            found.setdefault(hashlib.sha256(content(kept).encode()).hexdigest(), kept)
+            found.setdefault(digest(content(kept), 64), kept)
     parts = {"bad dropped": bad, "overlong dropped": overlong, "truncated": truncated}
     told = [f"{len(rows)} {what} (first: {rows[0]})" for what, rows in parts.items() if rows]
     left_out = f"of {read + len(bad)} rows {', '.join(told)}" if told else ""

@@ -2,8 +2,7 @@
 
 import dataclasses
 
-from jaxrl_llm.diagnosis.history import ChangePoint, History
-from jaxrl_llm.diagnosis.trends import level
+from jaxrl_llm.diagnosis.history import ChangePoint, History, level
 from jaxrl_llm.system.text import percent, short
 
 

@@ -12,20 +12,22 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl_llm.engine.requests import SlotShape
 from jaxrl_llm.engine.sampling import Computed, Draw, Rules, Tail, draw, extend_tail, fresh_tail, uniforms
 from jaxrl_llm.engine.settings import Repetition
-from jaxrl_llm.models.by_length import ByLength
-from jaxrl_llm.models.cache import (
+from jaxrl_llm.models.decode_kernels import ByLength
+from jaxrl_llm.models.decoder import Decoder, unembed
+from jaxrl_llm.models.decoding import (
     Cache,
+    decode,
     empty_cache,
+    extend,
     flush,
     insert,
     insert_divided,
     move_rows,
     sequence_of,
+    shared_prefix,
     take_rows,
     with_columns,
 )  # fmt: skip
-from jaxrl_llm.models.decoder import Decoder, unembed
-from jaxrl_llm.models.decoding import decode, extend, shared_prefix
 from jaxrl_llm.models.experts import EXPERTS, routes_shape
 from jaxrl_llm.sharding import BATCH, batch_parts, constrain, fitting
 

@@ -1,20 +1,255 @@
 """Tool calls in the model's replies."""
 
+import ast
 import dataclasses
 import itertools
+import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxrl_llm.environments.call_syntaxes import SYNTAXES, THOUGHTS, Syntax, Types
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.tasks.messages import Call, checked, json_value, tool_call
+from jaxrl_llm.tasks.messages import LONGEST_NAME, Call, calls_of, checked, json_value, tool_call
 from jaxrl_llm.types import Message
+
+Types = Mapping[str, Mapping[str, Any]]
+"""JSON schemas of the parameters by the tool's name."""
+_JSON = json.JSONDecoder()
+_PYTHON = {"True": True, "False": False, "None": None}
+
+
+@dataclasses.dataclass(frozen=True)
+class Syntax:
+    """One way to write calls.
+
+    Attributes:
+      taught: a template that holds one of these texts teaches this syntax.
+      opens: text before a call, or before a list of calls.
+      closes: text after it; empty if the end of the turn closes it.
+      read: ``read(body, types)``, the calls of the text between; ValueError says what is wrong with it.
+      around: further marks around the calls; they are part of no content.
+    """
+
+    taught: tuple[str, ...]
+    opens: str
+    closes: str
+    read: Callable[[str, Types], list[Call]]
+    around: tuple[str, ...] = ()
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """All marks of the syntax, longest first."""
+        found = [mark for mark in (self.opens, self.closes, *self.around) if mark]
+        return tuple(sorted(found, key=len, reverse=True))
+
+
+def read_json(body: str, types: Types) -> list[Call]:
+    """Read ``{"name": "f", "arguments": {...}}``, or a list of such objects."""
+    return calls_of(json_value(body))
+
+
+def read_llama(body: str, types: Types) -> list[Call]:
+    """Read ``{"name": "f", "parameters": {...}}``; several are separated by semicolons or commas."""
+    found = []
+    while body := body.lstrip(" \t\r\n;,"):
+        try:
+            value, end = _JSON.raw_decode(body)
+        except (ValueError, RecursionError):
+            value, end = json_value(body), len(body)
+        found += calls_of(value)
+        body = body[end:]
+    if not found:
+        raise ValueError("the call is empty")
+    return found
+
+
+def read_mistral(body: str, types: Types) -> list[Call]:
+    """Read a JSON list of calls, or ``name[ARGS]{...}``."""
+    name, mark, arguments = body.partition("[ARGS]")
+    if not mark:
+        return read_json(body, types)
+    return [checked(name.partition("[CALL_ID]")[0], json_value(arguments))]
+
+
+def read_deepseek(body: str, types: Types) -> list[Call]:
+    """Read ``function<｜tool▁sep｜>name`` with a block of JSON, or ``name<｜tool▁sep｜>{...}``."""
+    first, mark, second = body.partition("<｜tool▁sep｜>")
+    if not mark:
+        raise ValueError("the call has no <｜tool▁sep｜> after its name")
+    name, block, fenced = second.partition("```json")
+    if block:
+        return [checked(name, json_value(fenced.rstrip().removesuffix("```")))]
+    return [checked(first, json_value(second))]
+
+
+def read_kimi(body: str, types: Types) -> list[Call]:
+    """Read ``functions.name:0<|tool_call_argument_begin|>{...}``."""
+    name, mark, arguments = body.partition("<|tool_call_argument_begin|>")
+    if not mark:
+        raise ValueError("the call has no <|tool_call_argument_begin|> after its name")
+    return [checked(re.sub(r":\d+\s*\Z", "", name.strip()).removeprefix("functions."), json_value(arguments))]
+
+
+def read_pythonic(body: str, types: Types) -> list[Call]:
+    """Read ``[f(x=1, y='a'), g()]``."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about escapes in the text
+            tree = ast.parse(body.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError("the calls are not a list like [name(argument=value)]") from error
+    calls = tree.elts if isinstance(tree, ast.List) else [tree]
+    if not calls:
+        raise ValueError("the list of calls is empty")
+    return [_python_call(call) for call in calls]
+
+
+def _python_call(call: ast.expr) -> Call:
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name | ast.Attribute):
+        raise ValueError("the calls are not a list like [name(argument=value)]")
+    name = ast.unparse(call.func)
+    if call.args or any(given.arg is None for given in call.keywords):
+        raise ValueError(f"the arguments of {name[:LONGEST_NAME]} need names, as in name(argument=value)")
+    values = {}
+    for given in call.keywords:
+        for part in ast.walk(given.value):
+            for field, one in ast.iter_fields(part):
+                if isinstance(one, list):
+                    setattr(part, field, [_json_constant(item) for item in one])
+                elif isinstance(one, ast.Name):
+                    setattr(part, field, _json_constant(one))
+        try:
+            values[given.arg] = ast.literal_eval(_json_constant(given.value))
+        except (ValueError, TypeError, RecursionError, MemoryError) as error:
+            raise ValueError(f"the arguments of {name[:LONGEST_NAME]} are not plain values") from error
+    return checked(name, values)
+
+
+def _json_constant(node: Any) -> Any:
+    """Replace JSON's true, false and null, which templates write inside objects."""
+    known = {"true": True, "false": False, "null": None}
+    return ast.Constant(known[node.id]) if isinstance(node, ast.Name) and node.id in known else node
+
+
+def gemma_reader(quote: str) -> Callable[[str, Types], list[Call]]:
+    """Return a reader of ``call:f{x:1,y:"a"}`` with this mark in place of quotation marks."""
+
+    def read(body: str, types: Types) -> list[Call]:
+        name, brace, values = body.strip().partition("{")
+        if not name.startswith("call:") or not brace:
+            raise ValueError("the call is not like call:name{argument:value}")
+        parts = ("{" + values).split(quote)
+        for index, part in enumerate(parts):  # every second part is text
+            if index % 2:
+                parts[index] = json.dumps(part)
+            else:
+                keyed = re.sub(r"([{,]\s*)([^\W\d][\w.-]*)(\s*:)", r'\1"\2"\3', part)
+                parts[index] = re.sub(r"(?<=[:,\[])(?:None|True|False)(?=[,\]}])", _as_json, keyed)
+        return [checked(name.removeprefix("call:"), json_value("".join(parts)))]
+
+    return read
+
+
+def _as_json(constant: re.Match[str]) -> str:
+    """Write a constant of Python as JSON; templates write both."""
+    return json.dumps(_PYTHON[constant[0]])
+
+
+def read_xml(body: str, types: Types) -> list[Call]:
+    """Read ``<function=f>`` with a ``<parameter=x>`` for each argument, its value on lines of its own."""
+    found = []
+    for name, inner in _elements(body, "<function=", ">", "</function>"):
+        known = types.get(name.strip(), {})
+        values = {}
+        for key, value in _elements(inner, "<parameter=", ">", "</parameter>"):
+            values[key.strip()] = _value(value.removeprefix("\n").removesuffix("\n"), known.get(key.strip()))
+        found.append(checked(name, values))
+    if not found:
+        raise ValueError("the call has no <function=name>")
+    return found
+
+
+def read_glm(body: str, types: Types) -> list[Call]:
+    """Read the name, then an ``<arg_key>`` and an ``<arg_value>`` for each argument."""
+    name, mark, rest = body.partition("<arg_key>")
+    known = types.get(name.strip(), {})
+    values = {}
+    for key, value in _elements(mark + rest, "<arg_key>", "</arg_key>", "</arg_value>"):
+        written = value.lstrip()
+        if not written.startswith("<arg_value>"):
+            raise ValueError(f"the argument {key.strip()[:LONGEST_NAME]} has no <arg_value>")
+        values[key.strip()] = _value(written.removeprefix("<arg_value>"), known.get(key.strip()))
+    return [checked(name, values)]
+
+
+def _elements(text: str, opens: str, named: str, closes: str) -> Iterator[tuple[str, str]]:
+    """Yield the name and the content of each element; ValueError for other text between them."""
+    while text := text.strip():
+        name, mark, rest = text.removeprefix(opens).partition(named)
+        content, end, after = rest.partition(closes)
+        if not text.startswith(opens) or not mark or not end:
+            raise ValueError(f"the call has text other than {opens}...{closes}, or one of them is not closed")
+        yield name, content
+        text = after
+
+
+def _value(text: str, schema: Any) -> Any:
+    """Return a value written as text: JSON, unless its schema says that it is text or it is not JSON."""
+    if isinstance(schema, Mapping) and schema.get("type") == "string":
+        return text
+    try:
+        return _PYTHON[text] if text in _PYTHON else json_value(text)
+    except ValueError:
+        return text
+
+
+_TEXT = Syntax(("<tool_call>",), "<tool_call>", "</tool_call>", read_json)
+
+SYNTAXES: Mapping[str, Syntax] = {
+    "xml": Syntax(("<function=",), "<tool_call>", "</tool_call>", read_xml),
+    "glm": Syntax(("<arg_key>",), "<tool_call>", "</tool_call>", read_glm),
+    "deepseek": Syntax(
+        ("<｜tool▁call▁begin｜>",), "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", read_deepseek,
+        ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁sep｜>"),
+    ),
+    "kimi": Syntax(
+        ("<|tool_call_argument_begin|>",), "<|tool_call_begin|>", "<|tool_call_end|>", read_kimi,
+        ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_argument_begin|>"),
+    ),
+    "gemma": Syntax(
+        ("<|tool_call>",), "<|tool_call>", "<tool_call|>", gemma_reader('<|"|>'), ('<|"|>',)
+    ),
+    "functiongemma": Syntax(
+        ("<start_function_call>",), "<start_function_call>", "<end_function_call>", gemma_reader("<escape>"),
+        ("<escape>",),
+    ),
+    "pythonic": Syntax(
+        ("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: ["),
+        "<|tool_call_start|>", "<|tool_call_end|>", read_pythonic,
+    ),
+    "mistral": Syntax(("[TOOL_CALLS]",), "[TOOL_CALLS]", "", read_mistral, ("[ARGS]", "[CALL_ID]")),
+    "cohere": Syntax(("<|START_ACTION|>",), "<|START_ACTION|>", "<|END_ACTION|>", read_json),
+    "phi": Syntax(("<|/tool_call|>",), "<|tool_call|>", "<|/tool_call|>", read_json),
+    "granite": Syntax(("<|tool_call|>",), "<|tool_call|>", "", read_json),
+    "hermes": _TEXT,
+    "llama": Syntax(('"parameters": dictionary', '"parameters": '), "", "", read_llama, ("<|python_tag|>",)),
+    "plain": dataclasses.replace(_TEXT, taught=()),
+}  # fmt: skip
+"""Syntaxes by name, the most special first. ``gpt_oss`` is read apart: its calls are messages of the turn."""
+
+THOUGHTS: Sequence[tuple[str, str]] = (
+    ("<think>", "</think>"),
+    ("<|channel>", "<channel|>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("[THINK]", "[/THINK]"),
+)
+"""Marks around a model's reasoning."""
+
 
 NO_CALLS = ""
 """Syntax of replies without tools: only the reasoning is separated."""
 HARMONY = "gpt_oss"
-_HARMONY_TAUGHT = "<|channel|>commentary"
 _HARMONY_MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 _HARMONY = re.compile(r"(?P<head>.*?)<\|message\|>(?P<body>.*?)(?:<\|end\|>|<\|call\|>|<\|return\|>|\Z)", re.DOTALL)
 _ADDRESSED = re.compile(r"to=functions\.([^\s<]+)")
@@ -44,7 +279,7 @@ def syntax_of(template: str) -> str:
     """
     if not re.search(r"\btools\b", template):
         return "plain"
-    if _HARMONY_TAUGHT in template:
+    if "<|channel|>commentary" in template:
         return HARMONY
     for name, syntax in SYNTAXES.items():
         if any(text in template for text in syntax.taught):

@@ -1,9 +1,12 @@
-"""The interface of an environment: the world of an episode, which answers the model's replies."""
+"""The interface of an environment, the limits of an episode, and the checks of what environments return."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from numbers import Integral, Real
+from typing import Annotated, Any, Literal
 
+from jaxrl_llm.system.setting import Choice, Count, Range, Setting
 from jaxrl_llm.types import Message
 
 ENDS = (
@@ -74,3 +77,151 @@ class Environment:
 def has(environment: Any, method: str) -> bool:
     """Whether the environment defines this method itself, such as ``step`` or ``copy``."""
     return getattr(type(environment), method) is not getattr(Environment, method)
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits(Setting):
+    """Limits of an episode.
+
+    Attributes:
+      max_turns: replies of the model; the calls of the last one are still made.
+      max_turn_tokens: tokens of one reply; a longer one is cut there, and the environment answers what there is; 0 for
+        no limit but ``rollout.max_new_tokens``.
+      max_tool_calls: calls in an episode; those beyond it are not made, and the episode ends; 0 for no limit.
+      tool_timeout_s: seconds for a call of a tool, and for each call of the environment.
+      max_result_chars: characters of a tool's result that the model sees; a mark says how many are missing.
+      cut: the part of a longer result that is left out: its end, middle or start.
+      max_parse_errors: replies in an episode that are answered with the reason why their calls cannot be parsed; the
+        next one ends it.
+      history: where the chat template writes earlier turns otherwise than they were sampled, as by dropping their
+        reasoning: "append_only" keeps every token, as no conversation with the template would; "fork" begins a new row
+        with what the template writes by now, and the episode learns from all its rows.
+    """
+
+    max_turns: Annotated[int, Count(1)] = 8
+    max_turn_tokens: Annotated[int, Count(0)] = 0
+    max_tool_calls: Annotated[int, Count(0)] = 0
+    tool_timeout_s: Annotated[float, Range("(0, inf)")] = 30.0
+    max_result_chars: Annotated[int, Count(1)] = 2000
+    cut: Annotated[Literal["end", "middle", "start"], Choice("end", "middle", "start")] = "end"
+    max_parse_errors: Annotated[int, Count(0)] = 2
+    history: Annotated[Literal["append_only", "fork"], Choice("append_only", "fork")] = "append_only"
+
+    def shortened(self, text: str) -> str:
+        """Return a text with at most ``max_result_chars`` of its characters."""
+        kept = self.max_result_chars
+        if len(text) <= kept:
+            return text
+        mark = f"[{len(text) - kept:,} characters left out]"
+        first = {"end": kept, "middle": (kept + 1) // 2, "start": 0}[self.cut]
+        return f"{text[:first]}{mark}{text[len(text) - (kept - first) :]}"
+
+
+LARGEST = 1e15
+"""Maximum size of a reward, as that of all rewards."""
+WORLD = ("user", "tool", "system")
+"""Roles of messages that answer the model."""
+ROLES = (*WORLD, "assistant")
+
+
+def readable(text: str) -> str:
+    """Escape characters that no tokenizer can take, such as half a surrogate pair."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def finite(value: Any, what: str, nan: bool = False) -> float:
+    """Return a number as a float; NaN is refused unless ``nan``.
+
+    Raises:
+      TypeError: it is no number.
+      ValueError: it is infinite, too large, or NaN.
+    """
+    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
+        raise TypeError(f"{what} is {value!r:.80}, which is not a number")
+    found = float(value)
+    if abs(found) > LARGEST or (math.isnan(found) and not nan):
+        raise ValueError(f"{what} is {found:g}; it must be finite, and at most {LARGEST:g} in size")
+    return found
+
+
+def checked_messages(value: Any, roles: Sequence[str] = ROLES) -> tuple[Message, ...]:
+    """Return messages as new dictionaries.
+
+    Raises:
+      TypeError: it is no list of chat messages.
+      ValueError: a role is none of ``roles``.
+    """
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(f"it returned a {type(value).__name__} for messages; return a list of chat messages")
+    found = []
+    for message in value:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if not isinstance(content, str):
+            raise TypeError(f"it returned the message {message!r:.80}; write {{'role': ..., 'content': text}}")
+        if message.get("role") not in roles:
+            raise ValueError(f"it returned a message of role {message.get('role')!r:.40}; it is {', '.join(roles)}")
+        found.append(plain(message, "a message"))
+    return tuple(found)
+
+
+def plain(value: Any, where: str) -> Any:
+    """Return a copy in Python's own JSON types, as which it is saved; a member of an ``Enum`` of texts becomes text.
+
+    Raises:
+      TypeError: a part is none of these; ``where`` says which.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return readable(str.__str__(value))
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real) and math.isfinite(value):
+        return float(value)
+    if isinstance(value, Mapping):
+        return {plain(str(key), where): plain(one, f"{where}, {key!r:.40}") for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(one, where) for one in value]
+    raise TypeError(f"it returned {where}: {value!r:.80}, which is no JSON value and cannot be saved; give text")
+
+
+def checked_reset(value: Any) -> tuple[Message, ...]:
+    """Return the messages of a ``reset``; None is none.
+
+    Raises:
+      TypeError, ValueError: as ``checked_messages``.
+    """
+    return () if value is None else checked_messages(value)
+
+
+def checked_step(value: Any) -> Step:
+    """Return a step with messages, reward and metrics as Python's own values.
+
+    Raises:
+      TypeError, ValueError: it is no ``Step``, or a part has another type or value than it should.
+    """
+    if not isinstance(value, Step):
+        raise TypeError(f"it returned a {type(value).__name__}; return a Step")
+    if not isinstance(value.metrics, Mapping):
+        raise TypeError(f"metrics is a {type(value.metrics).__name__}; give a dict of numbers")
+    if not isinstance(value.state, str):
+        raise TypeError(f"state is {value.state!r:.80}; give text, such as str(position)")
+    return dataclasses.replace(
+        value,
+        messages=checked_messages(value.messages, WORLD),
+        reward=finite(value.reward, "reward"),
+        done=bool(value.done),
+        state=plain(value.state, "state"),
+        metrics={str(name): finite(number, f"metric {name}", nan=True) for name, number in value.metrics.items()},
+    )
+
+
+def checked_copy(value: Any) -> Environment:
+    """Return the result of a ``copy``.
+
+    Raises:
+      TypeError: it is no environment.
+    """
+    if not isinstance(value, Environment):
+        raise TypeError(f"it returned a {type(value).__name__}; return an Environment")
+    return value

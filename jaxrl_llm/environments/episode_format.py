@@ -5,26 +5,319 @@ stand-ins for its contents, and the world's messages. The text after the last re
 tokens.
 """
 
+import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
+import itertools
+import json
+import re
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from jaxrl_llm.environments.calls import Parsed, end_of_calls, parse_reply
-from jaxrl_llm.environments.renderings import (
-    ASKED,
-    OTHER,
-    REPLIED,
-    After,
-    Renderings,
-    end_of_turns,
-    rewrites_history,
-    shared,
-)
-from jaxrl_llm.errors import require
+from jaxrl_llm.environments.calls import NO_CALLS, Parsed, end_of_calls, parse_reply, syntax_of
+from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.models.tokenizer import special_ids, text_of
-from jaxrl_llm.tasks.guarding import Guard
-from jaxrl_llm.tasks.template import Wording, bos, check_tokenizer, worded
+from jaxrl_llm.tasks.chats import Guard
+from jaxrl_llm.tasks.messages import as_text, joined, tool_call, with_tools
+from jaxrl_llm.tasks.template import Wording, bos, check_tokenizer, rendered, template_text, worded
 from jaxrl_llm.types import Message
+
+REPLY = "Zq0replyZq0"
+RESULT = "Zq1resultZq1"
+THOUGHT = "Zq2thoughtZq2"
+OTHER = "x"
+"""Stand-ins for contents, which templates leave as they are."""
+ASKED: Message = {"role": "user", "content": OTHER}
+REPLIED: Message = {"role": "assistant", "content": REPLY}
+_CHATML = "set --task.template chatml, with which tools and calls are plain text"
+_UNKNOWN = f"the chat template writes tool calls in a form that is not known here; {_CHATML}"
+
+_KEEP = "set --rollout.episode.history append_only"
+_THOUGHTS: tuple[Callable[[Message, str], Message], ...] = (
+    lambda message, thought: message | {"reasoning_content": thought},
+    lambda message, thought: message | {"thinking": thought},
+    lambda message, thought: message | {"content": f"<think>\n{thought}\n</think>\n\n{message['content'] or ''}"},
+)
+"""Forms in which templates take a reply's reasoning."""
+_UNCLOSED = re.compile(r"[<\[][^<>\[\]]*\Z")  # the first half of a mark at the end of a text
+
+
+class _Shape(NamedTuple):
+    """A way to hand calls to a template: some take no text, no objects, or no second call."""
+
+    content: str | None
+    as_text: bool
+    most: int | None
+
+
+_SHAPES = tuple(
+    _Shape(content, as_text, most) for most in (None, 1) for as_text in (False, True) for content in ("", None)
+)
+
+
+class After(NamedTuple):
+    """Text after a reply: up to the first content that follows, and whole.
+
+    Attributes:
+      region: what the template alone writes: the rest of the turn, and the head of the next.
+      text: all of it, up to the next reply.
+      inside: whether it begins inside the last argument of the reply's last call.
+    """
+
+    region: str
+    text: str
+    inside: bool
+
+
+class Renderings:
+    """Texts of a chat template.
+
+    Args:
+      wording: settings of the prompt's text.
+      tokenizer: has the template.
+      tools: JSON schemas.
+      guard: makes contents harmless.
+      options: what the template gets in addition to messages and tools.
+    """
+
+    def __init__(
+        self, wording: Wording, tokenizer: Any, tools: Sequence[Mapping[str, Any]], guard: Guard,
+        options: Mapping[str, Any] | None = None,
+    ):  # fmt: skip
+        self.plain_form = bool(tools) and wording.template in ("plain", "chatml")
+        self._native = bool(tools) and not self.plain_form
+        self._tools = [dict(tool) for tool in tools]
+        self._untold = dict(options or {})
+        self._options = self._untold | ({"tools": self._tools} if self._native else {})
+        self._tokenizer = tokenizer
+        self._guard = guard
+        self._regions: dict[Hashable, tuple[_Shape | None, str]] = {}
+        if self._native and wording.template == "tokenizer" and isinstance(tokenizer.chat_template, dict):
+            named = tokenizer.get_chat_template(tools=self._tools)  # some models have a template for tools
+            wording = dataclasses.replace(wording, template=named)  # ty: ignore[invalid-argument-type]
+        self.wording = wording
+
+    def text(self, messages: Sequence[Message], asks: bool) -> str:
+        """Return the text of messages with the tools; with ``asks`` up to the start of the next reply."""
+        if self.plain_form:
+            messages = with_tools(as_text(messages), self._tools)
+        return rendered([*messages], self.wording, self._tokenizer, asks, self._options)
+
+    def said(self, messages: Sequence[Message]) -> list[Message]:
+        """Return the world's messages as the template gets them."""
+        return joined((), as_text(messages) if self.plain_form else messages, "\n\n")
+
+    def after(self, turns: Sequence[Message], messages: Sequence[Message]) -> After:
+        """Return the text after the last of the turns, which is a reply, with these messages of the world.
+
+        Raises:
+          InputError: the template refuses the messages, or leaves them or the reply out.
+        """
+        shape, region = self._region(turns, messages)
+        history = _stand_ins(turns, messages, shape, self._guard)
+        text = self.text([*history, *self.said(messages)], True).partition(REPLY)[2]
+        return After(region[: shared(region, text)], text, bool(history[-1].get("tool_calls")))
+
+    def _region(self, turns: Sequence[Message], messages: Sequence[Message]) -> tuple[_Shape | None, str]:
+        """Return a shape that the template takes, and the text after the last reply up to the content that follows."""
+        key = (*map(_outline, turns), None, *map(_outline, messages))
+        found = self._regions.get(key)
+        if found is None:
+            if len(self._regions) >= 512:
+                self._regions.clear()
+            found = self._regions[key] = self._new_region(turns, messages)
+        return found
+
+    def _new_region(self, turns: Sequence[Message], messages: Sequence[Message]) -> tuple[_Shape | None, str]:
+        told = [message | {"content": OTHER if index else RESULT} for index, message in enumerate(messages)]
+        refusal = InputError(f"the chat template leaves out replies; {_CHATML}")
+        for shape in (*_SHAPES, None) if self._native else (None,):
+            try:
+                history = _stand_ins(turns, messages, shape, self._guard)
+                _, found, region = self.text([*history, *self.said(told)], True).partition(REPLY)
+            except InputError as error:
+                refusal = error
+                continue
+            if found:
+                break
+        else:
+            raise refusal
+        if messages:
+            region, found, _ = region.partition(RESULT)
+            require(bool(found), f"the chat template leaves out messages of the role {messages[0]['role']}; {_CHATML}")
+        return shape, region
+
+    def rewrites(self, turns: Sequence[Message], messages: Sequence[Message]) -> bool:
+        """Whether the template, once these messages of the world follow, writes what was before the last of the turns,
+        a reply, otherwise than without them, or leaves out the reply's reasoning.
+        """
+        shape, _ = self._region(turns, messages)
+        thoughts = [OTHER if "reasoning_content" in turn else "" for turn in turns]
+        last = thoughts[-1] = THOUGHT if thoughts[-1] else ""
+        told = zip(_stand_ins(turns, messages, shape, self._guard), thoughts, strict=True)
+        history = [self._thought(one, thought) if thought else one for one, thought in told]
+        before, later = self.text(history[:-1], True), self.text([*history, *self.said(messages)], True)
+        return not later.startswith(before) or last not in later
+
+    def chat(self, told: Sequence[Message], turns: Sequence[Message]) -> str:
+        """Return the text of a whole chat, up to the start of the next reply, as the template writes it now.
+
+        Args:
+          told: the first messages, ready to be rendered.
+          turns: the replies after them, and what the world said to each.
+
+        Raises:
+          InputError: the template refuses them, or takes fewer calls in a reply than there are.
+        """
+        last = max(index for index, turn in enumerate(turns) if turn["role"] == "assistant") + 1
+        shape, _ = self._region([*told, *turns[:last]], turns[last:])
+        written = list(told)
+        for is_reply, some in itertools.groupby(turns, lambda turn: turn["role"] == "assistant"):
+            if not is_reply:
+                written += self.said(list(some))
+                continue
+            for message in some:
+                reply, thought = _written(message, shape, self._guard)
+                written.append(self._thought(reply, thought) if thought else reply)
+        return self.text(written, True)
+
+    @functools.cached_property
+    def _thought(self) -> Callable[[Message, str], Message]:
+        """The form in which the template takes reasoning: the first that it writes in a last reply."""
+        for form in _THOUGHTS:
+            try:
+                if THOUGHT in self.text([ASKED, form(REPLIED, THOUGHT)], False):
+                    return form
+            except InputError:
+                continue
+        return _THOUGHTS[0]
+
+    def syntax(self) -> str:
+        """Return the name of the syntax of calls.
+
+        Raises:
+          InputError: the template cannot write the tools, or writes a call that cannot be read back.
+        """
+        if not self._native:
+            return "plain" if self.plain_form else NO_CALLS
+        names = [tool["function"]["name"] for tool in self._tools]
+        told, untold = self.text([ASKED], True), rendered([ASKED], self.wording, self._tokenizer, options=self._untold)
+        seen = told != untold and all(name in told for name in names)
+        require(seen, f"the chat template cannot write tools; {_CHATML}, or give a template that can")
+        syntax = syntax_of(template_text(self.wording, self._tokenizer))
+        written = self._written_call(names[0], syntax)
+        message = parse_reply(written, syntax).message
+        functions = [call["function"] for call in message.get("tool_calls", ())]
+        require(not written or functions == [{"name": names[0], "arguments": {"q": REPLY}}], _UNKNOWN)
+        return syntax
+
+    def _written_call(self, name: str, syntax: str) -> str:
+        """Return what the template writes for a reply that calls a tool; empty if it writes none."""
+        turns = [ASKED, {"role": "assistant", "tool_calls": [tool_call(0, name, {})]}]
+        for shape in _SHAPES:
+            try:
+                text = self.text(_stand_ins(turns, (), shape, self._guard), False)
+                start = _UNCLOSED.sub("", text[: shared(text, self.text([ASKED], True))])
+            except InputError:
+                continue
+            before, found, after = text.partition(REPLY)
+            if found:
+                return text[len(start) : len(before) + len(REPLY) + end_of_calls(after, syntax)]
+        return ""
+
+
+def end_of_turns(renderings: Renderings, guard: Guard) -> str:
+    """Return the token that the template writes after each reply; empty if it writes none, or only the token with
+    which the next message begins.
+    """
+    try:
+        last = renderings.text([ASKED, REPLIED], False).partition(REPLY)[2]
+        between = renderings.after([ASKED, REPLIED], [ASKED]).region
+    except InputError:
+        return ""
+    end = guard.first_token(between)
+    follows = end and guard.has_token(between.partition(end)[2])
+    return end if follows and guard.first_token(last) else ""
+
+
+def rewrites_history(renderings: Renderings) -> bool:
+    """Whether the template writes an earlier reply otherwise than it was sampled, as by dropping its reasoning."""
+    start = renderings.text([ASKED], True)
+    for form in _THOUGHTS:
+        reply = form(REPLIED, THOUGHT)
+        try:
+            last = renderings.text([ASKED, reply], False)
+            later = renderings.text([ASKED, reply, ASKED], True)
+        except InputError:
+            continue
+        if not later.startswith(start) or (THOUGHT in last and THOUGHT not in later):
+            return True
+    return False
+
+
+def _written(message: Message, shape: _Shape | None, guard: Guard) -> tuple[Message, str]:
+    """Return a reply with all that the model wrote, ready to be rendered, and its reasoning."""
+    own = guard.reply({name: message[name] for name in ("content", "reasoning_content") if name in message})
+    calls = message.get("tool_calls", ())
+    told = {"role": "assistant", "content": own["content"]}
+    if calls and shape is not None:
+        fits = shape.most is None or len(calls) <= shape.most
+        require(fits, f"the chat template writes {shape.most} call for each reply, and there are more; {_KEEP}")
+        functions = guard.reply([call["function"] for call in calls])
+        if shape.as_text:
+            functions = [one | {"arguments": json.dumps(one["arguments"])} for one in functions]
+        told["tool_calls"] = [call | {"function": one} for call, one in zip(calls, functions, strict=True)]
+        told["content"] = own["content"] or shape.content
+    elif calls:
+        told["tool_calls"] = [*calls]
+    return told, own.get("reasoning_content", "")
+
+
+def _stand_ins(
+    turns: Sequence[Message], messages: Sequence[Message], shape: _Shape | None, guard: Guard
+) -> list[Message]:
+    """Return stand-ins for the turns; the last one's content, or its last call's argument, is REPLY."""
+    history: list[Message] = []
+    following = [*turns[1:], *messages[:1], ASKED]
+    for index, message in enumerate(turns):
+        value = REPLY if index == len(turns) - 1 else OTHER
+        stand_in: Message = {"role": message["role"], "content": value}
+        if message["role"] == "assistant" and shape is not None:
+            stand_in |= _calls(message, following[index], shape, value, guard)
+        elif message["role"] == "tool":
+            stand_in = guard(message) | stand_in
+        history.append(stand_in)
+    return history
+
+
+def _calls(message: Message, following: Message, shape: _Shape, value: str, guard: Guard) -> Message:
+    """Return the content and the calls of a stand-in; a result without a call, as of one that cannot be parsed,
+    gets one.
+    """
+    calls = message.get("tool_calls", ())
+    if not calls and following["role"] == "tool":
+        calls = [tool_call(0, following.get("name", "tool"), {})]
+    told = []
+    for index, call in enumerate(calls[: shape.most], 1):
+        arguments = {"q": value if index == len(calls[: shape.most]) else OTHER}
+        function = {
+            "name": guard.name(call["function"]["name"]),
+            "arguments": json.dumps(arguments) if shape.as_text else arguments,
+        }
+        told.append({**call, "function": function})
+    return {"content": shape.content, "tool_calls": told} if told else {}
+
+
+def _outline(message: Message) -> Hashable:
+    """Return all of a message that stand-ins keep."""
+    calls = tuple((call.get("id"), call["function"]["name"]) for call in message.get("tool_calls", ()))
+    return message["role"], message.get("name"), message.get("tool_call_id"), calls
+
+
+def shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return the number of items at which both begin."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
+
 
 _LAST = 16  # tokens before a reply that tell whether it continues reasoning
 _THINKING = ("<think>", "<|channel>thought", "<|channel>", "<|START_THINKING|>", "[THINK]")

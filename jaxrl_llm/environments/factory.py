@@ -3,12 +3,9 @@
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxrl_llm.environments.duck_typed import DuckTyped, can_copy
-from jaxrl_llm.environments.environment import Environment
-from jaxrl_llm.environments.limits import Limits
-from jaxrl_llm.environments.threads import Caller
-from jaxrl_llm.environments.tools import Tool, tools_of
-from jaxrl_llm.environments.world import World
+from jaxrl_llm.environments.environment import Environment, Limits
+from jaxrl_llm.environments.tools import DuckTyped, Tool, can_copy, tools_of
+from jaxrl_llm.environments.world import Caller, World
 from jaxrl_llm.errors import InputError, did_you_mean, require
 from jaxrl_llm.tasks.filters import resolve
 from jaxrl_llm.tasks.messages import name_of

@@ -5,8 +5,8 @@ from jaxrl_llm.system import attach
 
 __getattr__ = attach(
     __name__,
-    {"Layout": "batch", "Packed": "batch", "Sample": "batch", "pack": "packing"}
+    {"Layout": "batch", "Packed": "batch", "Sample": "batch", "pack": "batch"}
     | {"Forward": "forward", "PolicyGradient": "objectives", "ValueLoss": "objectives"}
-    | {"Training": "epochs", "learn": "epochs"}
-    | {"create_state": "state", "make_update": "update", "to_samples": "samples"},
+    | {"Training": "update", "learn": "update"}
+    | {"create_state": "update", "make_update": "update", "to_samples": "samples"},
 )

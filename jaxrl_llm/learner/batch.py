@@ -8,12 +8,15 @@ Further data of a sample are named, and the name alone decides where they go (se
 """
 
 import dataclasses
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.decoder import TokenRows
+from jaxrl_llm.types import Prompt
 
 READ_BY_THE_HEAD = ("kept", "teacher_ids", "teacher_logp")
 """Names of per-token arrays that the last layer, not the loss, reads at the token's prediction."""
@@ -105,7 +108,7 @@ class Packed(NamedTuple):
       by_column: [M, R, S, ...] each, aligned with ``rows``: the names that prompts have too.
       microbatches: int32[], the non-empty ones; the rest is padding. None for a single microbatch, without the axis M.
       counts: of the step, by objective; None likewise.
-      teachers: by name, models that are run with each microbatch (``learner.teaching``); None without any.
+      teachers: by name, models that are run with each microbatch (``learner.objectives``); None without any.
     """
 
     rows: TokenRows
@@ -147,3 +150,285 @@ class Layout:
     completion_tokens: int
     parts: int = 1
     share_prompts: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Consecutive tokens of a sample, all of them unless it forks, and what the model reads before them.
+
+    Attributes:
+      sample: by its index.
+      tokens: the sample's that it has.
+      prompt: int32[p].
+      prompt_arrays: [p, ...] each, 0 for what a fork reads.
+      unit: segments of equal units are placed at one time.
+      together: whether those are in one microbatch.
+    """
+
+    sample: int
+    tokens: slice
+    prompt: np.ndarray
+    prompt_arrays: Mapping[str, np.ndarray]
+    unit: Hashable
+    together: bool
+
+    def __len__(self) -> int:
+        """Return the number of its tokens."""
+        return self.tokens.stop - self.tokens.start
+
+
+Piece = list[Segment]
+"""The segments that follow one prompt in one row."""
+NARROW = {np.dtype(np.float64): np.float32, np.dtype(np.int64): np.int32}
+"""Device dtypes for wide host dtypes: the device holds 32 bits at most."""
+
+
+def pack(samples: Sequence[Sample], layout: Layout, objectives: Sequence[str] = POLICY) -> Packed:
+    """Pack samples into microbatches; samples of one prompt share it within a row.
+
+    Args:
+      samples: at least one.
+      layout: shapes.
+      objectives: names of those that will read them.
+
+    Raises:
+      InputError: a prompt with its completion is longer than a row, or samples that belong together fill more than a
+        microbatch.
+    """
+    batches = _batches(samples, layout)
+    empty = _blank(samples, batches, layout, objectives)
+    for number, batch in enumerate(batches):
+        _write(jax.tree.map(lambda x, n=number: x[n], empty), batch, samples, layout)
+    counts = {}
+    for name in objectives:
+        tokens = [sample.arrays.get(name, sample.mask).sum() for sample in samples if _counts(name, sample)]
+        counts[name] = Counts(np.float32(sum(tokens)), np.float32(sum(count > 0 for count in tokens)))
+    return empty._replace(microbatches=np.int32(len(batches)), counts=counts)
+
+
+def packed_shapes(samples: Sequence[Sample], layout: Layout, objectives: Sequence[str] = POLICY) -> tuple[Packed, int]:
+    """Return the shapes of ``pack``'s result for these samples, and the number of non-empty microbatches."""
+    batches = _batches(samples, layout)
+    total = jax.ShapeDtypeStruct((), np.float32)
+    blank = jax.eval_shape(lambda: _blank(samples, batches, layout, objectives))
+    counts = {name: Counts(total, total) for name in objectives}
+    return blank._replace(microbatches=jax.ShapeDtypeStruct((), np.int32), counts=counts), len(batches)
+
+
+def _counts(objective: str, sample: Sample) -> bool:
+    return sample.counted_by is None or objective in sample.counted_by
+
+
+def _blank(
+    samples: Sequence[Sample], batches: list[list[list[Piece]]], layout: Layout, objectives: Sequence[str]
+) -> Packed:
+    """Return microbatches of only padding, with room for these samples."""
+    part = layout.rows // layout.parts
+    # Powers of two.
+    width = 1 << (max(len(_order(batch)) for batch in batches) - 1).bit_length()
+    count = 1 << (len(batches) - 1).bit_length()
+    predictions = max(
+        sum(len(segment) for row in batch[i : i + part] for piece in row for segment in piece)
+        for batch in batches
+        for i in range(0, len(batch), part)
+    )
+    quarter = -(-part * layout.row_tokens // 4)
+    predictions = -(-predictions // quarter) * quarter
+    R, S, T = layout.rows, layout.row_tokens, layout.completion_tokens
+
+    def zeros(shape: tuple[int, ...], dtype: Any = np.int32) -> np.ndarray:
+        return np.zeros((count, *shape), dtype)
+
+    def named(arrays: dict[str, np.ndarray], shape: tuple[int, ...]) -> dict[str, np.ndarray]:
+        return {name: zeros((*shape, *x.shape[1:]), NARROW.get(x.dtype, x.dtype)) for name, x in arrays.items()}
+
+    by_column = {name: x for sample in samples for name, x in sample.prompt_arrays.items()}
+    per_token = {name: x for sample in samples for name, x in sample.arrays.items() if name not in by_column}
+    by_prediction = {name: x for name, x in per_token.items() if name in READ_BY_THE_HEAD}
+    by_token = {name: x for name, x in per_token.items() if name not in READ_BY_THE_HEAD}
+    by_sequence = {name: zeros((width,), np.float32) for name in {name for s in samples for name in s.scalars}}
+    if any(sample.together is not None for sample in samples):
+        by_sequence["together"] = zeros((width,)) + np.arange(width, dtype=np.int32)
+    predicted = (layout.parts, predictions)
+    return Packed(
+        rows=TokenRows(zeros((R, S)), zeros((R, S)), zeros((R, S)), zeros((R, S))),
+        predictions=Predictions(zeros(predicted), zeros(predicted), zeros(predicted) + width * T),
+        mask=zeros((width, T), bool),
+        counted={name: zeros((width,), bool) for name in objectives},
+        by_sequence=by_sequence,
+        by_token=named(by_token, (width, T)),
+        by_prediction=named(by_prediction, predicted),
+        by_column=named(by_column, (R, S)),
+        microbatches=None,
+        counts=None,
+    )
+
+
+def rows_of(samples: Sequence[Sample], layout: Layout) -> list[tuple[int, int]]:
+    """Return the place of each sample in ``pack``'s result: its microbatch, and its row of [B, T] there."""
+    found: dict[int, tuple[int, int]] = {}
+    for microbatch, batch in enumerate(_batches(samples, layout)):
+        found |= {index: (microbatch, place) for index, place in _order(batch).items()}
+    return [found[index] for index in range(len(samples))]
+
+
+def _order(batch: list[list[Piece]]) -> dict[int, int]:
+    """Return the row of [B, T] of each sample of a microbatch."""
+    samples = dict.fromkeys(segment.sample for row in batch for piece in row for segment in piece)
+    return {sample: place for place, sample in enumerate(samples)}
+
+
+def rows_together(samples: Sequence[Sample], layout: Layout) -> int:
+    """Return the number of rows that samples which are compared fill, beginning in a row of their own."""
+    alone = [dataclasses.replace(sample, together=None) for sample in samples]
+    return sum(map(len, _batches(alone, layout)))
+
+
+class _Filling:
+    """The rows of a batch, filled one after the other, each a list of pieces."""
+
+    def __init__(self, layout: Layout):
+        self.rows: list[list[Piece]] = []
+        self._layout = layout
+        self._left = 0
+
+    def add(self, members: Sequence[Segment]) -> None:
+        """Add segments of one prompt; those that do not fit continue in the next row, after a copy of the prompt.
+
+        Padding would cost as much as the copied tokens.
+        """
+        room = self._layout.row_tokens
+        prompt = len(members[0].prompt)
+        piece: Piece = []
+        for segment in members:
+            length = len(segment)
+            if prompt + length > room:
+                raise InputError(
+                    f"a prompt of {prompt} and a completion of {length} tokens exceed learner.compute.row_tokens {room}"
+                )
+            if length + (0 if piece else prompt) > self._left:
+                self.rows.append([])
+                self._left = room
+                piece = []
+            if not piece:
+                self.rows[-1].append(piece)
+                self._left -= prompt
+            piece.append(segment)
+            self._left -= length
+
+    def add_together(self, groups: Sequence[Sequence[Segment]]) -> None:
+        """Add segments of one or several prompts to one microbatch: to this one, or else to the next."""
+        rows = self._layout.rows
+        full = self.rows[:-1]
+        last = [list(piece) for row in self.rows[-1:] for piece in row]
+        for here in (True, False):
+            if not here:
+                self.rows = [*full, last] if last else full
+                self.rows += [[] for _ in range(-len(self.rows) % rows)]
+                self._left = 0
+            begun = len(self.rows)
+            for members in groups:
+                self.add(members)
+            stands = begun > 0 and any(groups[0][0] is segment for piece in self.rows[begun - 1] for segment in piece)
+            if (begun - stands) // rows == (len(self.rows) - 1) // rows:
+                return
+        raise InputError(
+            f"{sum(map(len, groups))} completions that are compared with each other, or rows of one episode, fill more "
+            "than one microbatch: "
+            f"raise learner.compute.microbatch_rows (now {rows})"
+        )
+
+
+def _segments(index: int, sample: Sample) -> list[Segment]:
+    """Return the segments of a sample."""
+    read = {0: (sample.prompt, sample.prompt_arrays)}
+    for start, given in sample.forks.items():
+        blank = {name: np.zeros((len(given), *x.shape[1:]), x.dtype) for name, x in sample.prompt_arrays.items()}
+        read[start] = (given, blank)
+    together = sample.together is not None or bool(sample.forks)
+    unit: Hashable = ("prompt", Prompt(sample.prompt, sample.prompt_arrays).key)
+    if together:
+        unit = ("together", sample.together) if sample.together is not None else ("forked", index)
+    stops = [*sample.forks, len(sample.tokens)]
+    parts = zip(read.items(), stops, strict=True)
+    found = [Segment(index, slice(start, stop), *given, unit, together) for (start, given), stop in parts]
+    return [segment for segment in found if len(segment)] or found[:1]
+
+
+def _batches(samples: Sequence[Sample], layout: Layout) -> list[list[list[Piece]]]:
+    """Return the rows of each microbatch; samples that belong together, or share a prompt, are placed at one time."""
+    segments = [segment for index, sample in enumerate(samples) for segment in _segments(index, sample)]
+    filling = _Filling(layout)
+    for unit in _by_key(segments, [segment.unit for segment in segments]):
+        own = [Prompt(segment.prompt, segment.prompt_arrays).key for segment in unit]
+        groups = _by_key(unit, own) if layout.share_prompts else [[segment] for segment in unit]
+        if unit[0].together:
+            filling.add_together(groups)
+        else:
+            for members in groups:
+                filling.add(members)
+    rows = filling.rows
+    return [rows[i : i + layout.rows] for i in range(0, len(rows), layout.rows)]
+
+
+def _by_key(segments: Iterable[Segment], keys: Sequence[Hashable]) -> list[list[Segment]]:
+    """Return the segments in lists of equal keys, in the order of first appearance."""
+    groups: dict[Hashable, list[Segment]] = {}
+    for segment, key in zip(segments, keys, strict=True):
+        groups.setdefault(key, []).append(segment)
+    return list(groups.values())
+
+
+def _write(out: Packed, batch: list[list[Piece]], samples: Sequence[Sample], layout: Layout) -> None:
+    """Fill the arrays of one microbatch in place."""
+    part = layout.rows // layout.parts
+    first: dict[Hashable, int] = {}
+    order = _order(batch)
+    used = 0
+    for r, row in enumerate(batch):
+        column = 0
+        if r % part == 0:
+            used = 0
+        for group, members in enumerate(row, start=1):
+            prompt = members[0].prompt
+            _place_tokens(out.rows, r, column, prompt, 0, group, 0)
+            for name, values in members[0].prompt_arrays.items():
+                out.by_column[name][r, column : column + len(prompt)] = values
+            last = column + len(prompt) - 1
+            column += len(prompt)
+            for branch, segment in enumerate(members, start=1):
+                sample, sequence, at = samples[segment.sample], order[segment.sample], segment.tokens
+                size, tokens = len(segment), sample.tokens[at]
+                predicts = out.predictions
+                ahead = r // part, slice(used, used + size)
+                _place_tokens(out.rows, r, column, tokens, len(prompt), group, branch)
+                sources = np.concatenate([[last], np.arange(column, column + size - 1)])
+                predicts.source[ahead] = r % part * layout.row_tokens + sources
+                predicts.target[ahead] = tokens
+                predicts.scatter[ahead] = sequence * layout.completion_tokens + np.arange(at.start, at.stop)
+                out.mask[sequence, at] = sample.mask[at]
+                for name, counted in out.counted.items():
+                    counted[sequence] = _counts(name, sample)
+                for name, number in sample.scalars.items():
+                    out.by_sequence[name][sequence] = number
+                for name, values in sample.arrays.items():
+                    if name in out.by_prediction:
+                        out.by_prediction[name][ahead] = values[at]
+                    elif name in out.by_column:
+                        out.by_column[name][r, column : column + size] = values[at]
+                    else:
+                        out.by_token[name][sequence, at] = values[at]
+                if sample.together is not None:
+                    out.by_sequence["together"][sequence] = first.setdefault(sample.together, sequence)
+                column += size
+                used += size
+
+
+def _place_tokens(
+    rows: TokenRows, row: int, column: int, tokens: np.ndarray, position: int, group: int, branch: int
+) -> None:
+    at = (row, slice(column, column + len(tokens)))
+    rows.tokens[at] = tokens
+    rows.positions[at] = position + np.arange(len(tokens))
+    rows.group[at] = group
+    rows.branch[at] = branch

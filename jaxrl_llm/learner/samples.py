@@ -12,10 +12,10 @@ from jax.sharding import NamedSharding
 
 from jaxrl_llm.algorithms import Algorithm
 from jaxrl_llm.algorithms.advantages import KLInReward
-from jaxrl_llm.algorithms.whole_step import LOTS, lots_of
+from jaxrl_llm.algorithms.surrogates import LOTS, lots_of
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.batch import POLICY, READ_BY_THE_HEAD, Sample
-from jaxrl_llm.learner.routing import recorded
+from jaxrl_llm.learner.forward import recorded
 from jaxrl_llm.sharding import BATCH, constrain, fitting, laid_out, replicated
 from jaxrl_llm.types import AdvantageContext, Completion, Group, Turn
 

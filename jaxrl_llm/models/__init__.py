@@ -10,7 +10,7 @@ HOMES = {
     "load_pretrained": "pretrained",
     "load_scalar": "pretrained",
     "logits": "decoder",
-    "save_gguf": "gguf_writing",
+    "save_gguf": "gguf",
     "save_pretrained": "hf",
     "scores": "heads",
 }

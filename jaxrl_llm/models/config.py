@@ -243,7 +243,7 @@ class ComputeOptions:
       attention: "xla", "splash", "triton" or "cudnn".
       unroll: every layer has its own part of the program; otherwise one loop body serves all.
       interpret: XLA computes the attention of another platform's kernels on this one, slowly: for tests.
-      compiler: options of the device's compiler by name (``sharding.compiler``).
+      compiler: options of the device's compiler by name (``sharding.mesh``).
       experts: how experts are computed, of ``experts.FORMS``.
       head_chunk: positions whose logits are in memory at one time; each such chunk of the backward pass reads and
         writes the whole gradient of the LM head.

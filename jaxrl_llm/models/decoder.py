@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx, traverse_util
 
-from jaxrl_llm.models import experts, layers, rotary
+from jaxrl_llm.models import experts, layers
 from jaxrl_llm.models.config import ComputeOptions, ModelConfig
 from jaxrl_llm.models.families import our_shape, tensors_of
 from jaxrl_llm.models.layers import TokenRows, attention_over
@@ -156,7 +156,7 @@ def block(
     replayed: jax.Array | None = None,
     compute: ComputeOptions = ComputeOptions(),
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Apply one layer to x [B, S, D]; ``turned`` are rotary (``rotary.turns``), ``attend`` knows mask and cache.
+    """Apply one layer to x [B, S, D]; ``turned`` are rotary (``layers.turns``), ``attend`` knows mask and cache.
 
     Returns x, and the router's own choice of experts, uint8 or uint16[B, S, k]; None for a dense model. ``replayed``
     and ``compute`` are those of ``experts.mixture``.
@@ -173,7 +173,7 @@ def block(
         if hasattr(w.attn, "q_norm"):
             q = norm(q, w.attn.q_norm[...])
             k = norm(k, w.attn.k_norm[...])
-        q, k = (rotary.rotate(t, turned, config.attention.rope.interleaved) for t in (q, k))
+        q, k = (layers.rotate(t, turned, config.attention.rope.interleaved) for t in (q, k))
         sinks = w.attn.sinks[...] if config.attention.sinks else None
         out = activation(with_copies(attend, head_copies(k.shape[2]), q, k, v, sinks), "heads")
         h = activation(jnp.einsum("bsnh,nhd->bsd", out, w.attn.o[...]), "residual")
@@ -283,7 +283,7 @@ def routed(
         w, rotation, window, forced = per_layer
         w = gathered(merged(w))
         attend: Any = functools.partial(attention, window=window)
-        x, own = block(w, config, x, rotary.turns(positions, rotation), attend, forced, compute)
+        x, own = block(w, config, x, layers.turns(positions, rotation), attend, forced, compute)
         return activation(x, "residual"), own
 
     policy = REMAT[compute.remat]
@@ -291,7 +291,7 @@ def routed(
     # First whole: positions divided as the vocabulary is would gather the table instead.
     x = activation(activation(embed(model, jnp.asarray(rows.tokens)), "hidden"), "residual")
     by_layer = None if replayed is None else jnp.moveaxis(replayed, 2, 0)
-    inputs = (model.weights.blocks, *rotary.layer_constants(config), by_layer)
+    inputs = (model.weights.blocks, *layers.layer_constants(config), by_layer)
     x, own = jax.lax.scan(layer, x, inputs, unroll=compute.unroll)
     hidden = activation(final(model, x), "hidden")
     return hidden, None if own is None else jnp.moveaxis(own, 0, 2)

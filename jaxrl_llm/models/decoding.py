@@ -3,6 +3,14 @@
 A decode call of C steps reads ``Cache`` and writes column i of a chunk buffer at step i, the same column for every row,
 so nothing large is copied per step; ``flush`` moves the chunk into the cache once per call. Rows that share a prefix
 may read it from one block: its keys and values then pass through memory once for all of them.
+
+The key/value cache of the sampler: its layout, and how rows of it are written in place.
+
+Column s of a row holds the row's position s, whatever slot or time it was filled at: the numbers never depend on
+neighbouring rows. The cache may have more rows and columns than a call reads: it is allocated once, at the largest
+size it may need.
+
+Keys have their columns last, so that the scores of one query are plain matrix products: twice as fast on CPUs.
 """
 
 import functools
@@ -14,12 +22,179 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxrl_llm.models import by_length, by_length_kernels, layers, rotary
-from jaxrl_llm.models.by_length import ByLength, Near, PartialAttention, Reading, Seen
-from jaxrl_llm.models.cache import Cache, layer_of
+from jaxrl_llm.models import decode_kernels, layers
 from jaxrl_llm.models.config import ComputeOptions, ModelConfig
+from jaxrl_llm.models.decode_kernels import ByLength, Near, PartialAttention, Reading, Seen
 from jaxrl_llm.models.decoder import Decoder, block, embed, final, over_layers
-from jaxrl_llm.sharding import BATCH, constrain, fitting
+from jaxrl_llm.sharding import BATCH, constrain, fitting, head_copies
+
+
+class Cache(NamedTuple):
+    """Keys [L, B, K, H, S] and values [L, B, K, S, H]; column s of a row holds its position s.
+
+    On a mesh whose ``tensor`` is no divisor of K, each head is there several times (``head_copies``).
+    """
+
+    k: Any
+    v: Any
+
+    @property
+    def columns(self) -> int:
+        """Return S, the number of columns."""
+        return self.v.shape[3]
+
+
+def empty_cache(config: ModelConfig, rows: int, columns: int, dtype: Any) -> Cache:
+    """Return a cache of zeros for ``rows`` sequences of up to ``columns`` positions, on the mesh set by
+    ``jax.set_mesh``."""
+    heads = config.attention.kv_heads
+    outer = (config.layers, rows, heads * head_copies(heads))
+    width = config.attention.head_dim
+    return Cache(jnp.zeros((*outer, width, columns), dtype), jnp.zeros((*outer, columns, width), dtype))
+
+
+def with_columns(cache: Cache, count: int) -> Cache:
+    """Return the cache cut or padded to ``count`` columns."""
+    if count <= cache.columns:
+        return Cache(cache.k[..., :count], cache.v[..., :count, :])
+    more = [(0, 0)] * 3
+    room = (0, count - cache.columns)
+    return Cache(jnp.pad(cache.k, (*more, (0, 0), room)), jnp.pad(cache.v, (*more, room, (0, 0))))
+
+
+def layer_of(cache: Cache, one: Cache, index: Any, rows: int, columns: int, parts: int = 1) -> Cache:
+    """Return keys [rows, K, H, columns] and values [rows, K, columns, H] of one layer: the first rows of each part.
+
+    Args:
+      cache: all layers.
+      one: the layer, as a loop over layers slices it: CPUs are fastest with a part of that, where TPUs would copy the
+        whole layer to read a part.
+      index: the layer's number; not a tracer in a program with every layer written out.
+      rows: number of rows over all parts.
+      columns: number of columns that hold anything.
+      parts: number of parts into which the mesh divides the cache's rows; each device reads its own.
+    """
+    if (rows, columns) == (len(one.v), one.v.shape[2]):
+        return one
+
+    def read(cache: Cache, one: Cache, index: Any, rows: int) -> Cache:
+        def of_layer() -> Cache:
+            return Cache(one.k[:rows, :, :, :columns], one.v[:rows, :, :columns])
+
+        def of_all() -> Cache:
+            (_, _, heads, _, width) = cache.v.shape
+            first = (index, 0, 0, 0, 0)
+            return Cache(
+                jax.lax.dynamic_slice(cache.k, first, (1, rows, heads, width, columns))[0],
+                jax.lax.dynamic_slice(cache.v, first, (1, rows, heads, columns, width))[0],
+            )
+
+        traced = isinstance(index, jax.Array)
+        return jax.lax.platform_dependent(cpu=of_layer, default=of_all) if traced else of_layer()
+
+    if parts == 1 or rows == len(one.v):
+        return read(cache, one, index, rows)
+    whole = fitting(cache.k.shape, (None, BATCH, "tensor"), jax.sharding.get_abstract_mesh())
+    each = PartitionSpec(*whole[1:])
+    return jax.shard_map(
+        functools.partial(read, rows=rows // parts),
+        in_specs=(Cache(whole, whole), Cache(each, each), PartitionSpec()),
+        out_specs=Cache(each, each),
+        check_vma=False,
+    )(cache, one, index)
+
+
+def take_rows(cache: Cache, rows: jax.Array) -> Cache:
+    """Return the cache of the given rows, in that order."""
+    return Cache(jnp.take(cache.k, rows, axis=1), jnp.take(cache.v, rows, axis=1))
+
+
+def flush(cache: Cache, chunk: Cache, lengths: jax.Array) -> Cache:
+    """Return the cache with the chunk's C columns written at each row's ``lengths``, where there must be room.
+
+    Rows that the chunk does not have stay as they are.
+    """
+    # A bound that the compiler cannot see: TPUs' takes a loop over all rows for a copy of whole arrays, and fails.
+    rows = jax.lax.optimization_barrier(jnp.int32(chunk.v.shape[1]))
+    return _write_rows(cache, rows, lambda i, cache: (_row(chunk, i), i, lengths[i]))
+
+
+def insert(cache: Cache, given: Cache, source: jax.Array, start: jax.Array) -> Cache:
+    """Return the cache with row b overwritten by row ``source[b]`` of ``given``, from its column ``start[b]`` on.
+
+    Rows with a negative source stay as they are. Columns beyond those given hold anything: they are invalid until
+    written.
+    """
+    first = jnp.argsort(source < 0, stable=True)
+
+    def writing(i: jax.Array, cache: Cache) -> tuple[Cache, Any, Any]:
+        row = _row(given, source[first[i]])
+        back = -start[first[i]]
+        moved = Cache(jnp.roll(row.k, back, axis=4), jnp.roll(row.v, back, axis=3))
+        return with_columns(moved, min(given.columns, cache.columns)), first[i], 0
+
+    return _write_rows(cache, jnp.sum(source >= 0), writing)
+
+
+def insert_divided(
+    cache: Cache, given: Cache, source: jax.Array, start: jax.Array, needed: jax.Array, axes: tuple[str, ...]
+) -> Cache:
+    """Insert inside ``shard_map``, where the rows of ``given`` are divided over mesh axes: see ``insert``.
+
+    Args:
+      cache: the device's own rows.
+      given: the part of all given rows that is on this device.
+      source: int32[rows of the cache], indices into all given rows.
+      start: as in ``insert``.
+      needed: int32[all rows given], those that any device reads, then negative numbers. They are broadcast one after
+        the other, so that no device ever holds all of them.
+      axes: mesh axes.
+    """
+    here = given.v.shape[1]
+    first = jax.lax.axis_index(axes) * here
+
+    def bring(i: jax.Array, cache: Cache) -> Cache:
+        place = needed[i] - first
+        row = _row(given, jnp.clip(place, 0, here - 1))
+        owned = (place >= 0) & (place < here)
+        row = jax.tree.map(lambda x: jax.lax.psum(jnp.where(owned, x, jnp.zeros_like(x)), axes), row)
+        return insert(cache, row, jnp.where(source == needed[i], 0, -1), start)
+
+    return jax.lax.fori_loop(0, jnp.sum(needed >= 0), bring, cache)
+
+
+def move_rows(cache: Cache, given: None, source: jax.Array) -> Cache:
+    """Copy rows within the cache: row b becomes row ``source[b]`` where that is not negative.
+
+    No row that is overwritten may be a source of another.
+    """
+    first = jnp.argsort(source < 0, stable=True)
+    return _write_rows(cache, jnp.sum(source >= 0), lambda i, cache: (_row(cache, source[first[i]]), first[i], 0))
+
+
+def sequence_of(cache: Cache, row: jax.Array, blocks: Cache, block: jax.Array, length: jax.Array) -> Cache:
+    """Return one row with all positions of a sequence: ``length`` columns of a block, then the row's own."""
+    begun = with_columns(_row(blocks, block), blocks.columns + cache.columns)
+    return _write_rows(begun, 1, lambda i, begun: (_row(cache, row), 0, length))
+
+
+def _row(cache: Cache, row: jax.Array) -> Cache:
+    return Cache(*(jax.lax.dynamic_slice_in_dim(x, row, 1, axis=1) for x in cache))
+
+
+def _write_rows(cache: Cache, count: Any, writing: Callable[[jax.Array, Cache], tuple[Cache, Any, Any]]) -> Cache:
+    """Write ``new`` into a row from a column on, where (new, row, column) = writing(i, cache), for each i below count.
+
+    A loop updates the cache in place; a scatter of all rows at once copies it (on TPUs twice).
+    """
+
+    def body(i: jax.Array, cache: Cache) -> Cache:
+        new, row, column = writing(i, cache)
+        put = jax.lax.dynamic_update_slice
+        return Cache(put(cache.k, new.k, (0, row, 0, 0, column)), put(cache.v, new.v, (0, row, 0, column, 0)))
+
+    return jax.lax.fori_loop(0, count, body, cache)
+
 
 FEW = ComputeOptions(experts="few")
 """Experts of a decode step, in which every row has one token."""
@@ -96,11 +271,11 @@ def extend(
             near = layers.mix(weights[..., len(columns) :], v)
             return near + layers.mix(weights[..., : len(columns)], main.v) if cache else near
 
-        x, own = block(w, config, x, rotary.turns(positions, rotation), attend)
+        x, own = block(w, config, x, layers.turns(positions, rotation), attend)
         return constrain(x, BATCH), (written[0], own)
 
     x = constrain(embed(model, tokens), BATCH)
-    written, own = over_layers(layer, x, model, *rotary.layer_constants(config), cache)[1]
+    written, own = over_layers(layer, x, model, *layers.layer_constants(config), cache)[1]
     return written, None if own is None else jnp.moveaxis(own, 0, 2)
 
 
@@ -135,7 +310,7 @@ def decode(
     positions = lengths + step + (0 if before is None else before.lengths)
     given = config, cache, before, (lengths, lengths + step, positions)
     read = _whole(*given, width) if form is None else _live(*given, form)
-    with_chunk = form is not None and by_length.takes_near(form, chunk.columns)
+    with_chunk = form is not None and decode_kernels.takes_near(form, chunk.columns)
 
     def layer(x: jax.Array, per_layer: Any) -> tuple[jax.Array, tuple[Cache, jax.Array | None]]:
         w, rotation, window, new, *place = per_layer
@@ -147,7 +322,7 @@ def decode(
             written.append(fresh)
             q = q[:, 0]
             if with_chunk:
-                near = Near(*fresh, jnp.stack(by_length.seen(step + 1, step, window)))
+                near = Near(*fresh, jnp.stack(decode_kernels.seen(step + 1, step, window)))
                 parts = read(q, window, *place, near)
             else:
                 own, *begun = read(q, window, *place)
@@ -156,12 +331,12 @@ def decode(
                 parts = [*parts, _sink(sinks, parts[0])]
             return _merged(parts).astype(q.dtype)[:, None]
 
-        x, own = block(w, config, x, rotary.turns(positions[:, None], rotation), attend, compute=FEW)
+        x, own = block(w, config, x, layers.turns(positions[:, None], rotation), attend, compute=FEW)
         return x, (written[0], own)
 
     x = constrain(embed(model, tokens)[:, None], BATCH)
     sliced = (cache, before and before.cache) if form is None else (None, None)
-    others = (*rotary.layer_constants(config), chunk, np.arange(config.layers), *sliced)
+    others = (*layers.layer_constants(config), chunk, np.arange(config.layers), *sliced)
     x, (chunk, own) = over_layers(layer, x, model, *others)
     return final(model, x[:, 0]), chunk, None if own is None else jnp.moveaxis(own[:, :, 0], 0, 1)
 
@@ -249,7 +424,7 @@ def _live(
     chunk; each device reads its own rows and heads.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    windows = rotary.layer_windows(config)
+    windows = layers.layer_windows(config)
     kinds = sorted(set(windows))
     of_layer = jnp.asarray([kinds.index(window) for window in windows], jnp.int32)
     blocks = () if before is None else (before.cache, before.rows, before.lanes, before.lengths)
@@ -266,7 +441,7 @@ def _live(
     readings = on_own(prepared, PartitionSpec(None, *by_row), (by_row, *of_blocks), places, *blocks)
 
     def local(q: jax.Array, layer: jax.Array, cache: Cache, own: list, near: Any, blocks: Any) -> list:
-        read = functools.partial(by_length_kernels.attend, form, config.attention, q)
+        read = functools.partial(decode_kernels.attend, form, config.attention, q)
         found = read(cache, layer, own[0], near)
         return found + (read(blocks, layer, own[1]) if blocks else [])
 
@@ -291,14 +466,14 @@ def _readings(form: ByLength, kinds: Sequence[int], width: int, places: Places, 
     columns, newest, positions = places
     found = []
     for window in kinds:
-        own = by_length.seen(columns, newest, window).each(lambda x: x[:, None])
-        found.append([by_length.reading(form, own, width)])
+        own = decode_kernels.seen(columns, newest, window).each(lambda x: x[:, None])
+        found.append([decode_kernels.reading(form, own, width)])
         if blocks:
             (shared, (rows,), (lanes,), lengths) = blocks
-            seen = by_length.seen(lengths, positions, window)
+            seen = decode_kernels.seen(lengths, positions, window)
             used = (lanes[rows] == jnp.arange(len(rows))) & (lengths[rows] > 0)
             served = jnp.where(used, rows, -1).reshape(shared.v.shape[1], -1)
             limit = jnp.where(used, seen.limit[rows], 0)
             there = Seen(*(x.reshape(served.shape) for x in (seen.least[rows], limit)))
-            found[-1].append(by_length.reading(form, there, shared.columns, served, seen.limit > seen.least))
+            found[-1].append(decode_kernels.reading(form, there, shared.columns, served, seen.limit > seen.least))
     return jax.tree.map(lambda *each: jnp.stack(each), *found)

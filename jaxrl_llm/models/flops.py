@@ -4,8 +4,8 @@ import math
 
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import parameter_shapes
-from jaxrl_llm.models.grouped import Matrices
-from jaxrl_llm.models.rotary import layer_windows
+from jaxrl_llm.models.experts import Matrices
+from jaxrl_llm.models.layers import layer_windows
 
 DIVIDED = tuple(f"blocks.experts.{name}" for name in Matrices._fields)
 """Paths of the parameters of which a token uses a part."""

@@ -1,7 +1,10 @@
 """Load and save a model as a Hugging Face directory: config.json, safetensors, tokenizer."""
 
+import collections
 import contextlib
 import dataclasses
+import math
+import operator
 import os
 import tempfile
 from collections.abc import Generator, Mapping
@@ -10,8 +13,8 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models.config import ModelConfig, TokenIds
-from jaxrl_llm.models.hf_config import OURS, gives_scores, read_config, read_token_ids, write_config, write_token_ids
+from jaxrl_llm.models.config import Attention, Embeddings, Experts, Llama3Rope, ModelConfig, Norm, Rope, TokenIds, Yarn
+from jaxrl_llm.models.families import ACTIVATIONS, FAMILIES, FIELDS, REQUIRED, Family, family_of
 from jaxrl_llm.models.tokenizer import load_tokenizer, padded_with, save_tokenizer, special_ids
 from jaxrl_llm.models.weights import (
     StoredTensor,
@@ -23,6 +26,410 @@ from jaxrl_llm.models.weights import (
     write_json,
 )
 from jaxrl_llm.system.signals import on_exit
+
+OURS = "jaxrl_llm"
+"""The config.json attribute that describes the training of a reward model written by this package."""
+HARMLESS = frozenset(
+    """
+    jaxrl_llm
+    architectures model_type transformers_version torch_dtype dtype _name_or_path name_or_path auto_map use_cache
+    initializer_range attention_dropout bos_token_id eos_token_id pad_token_id rope_theta rope_scaling rope_parameters
+    pretraining_tp is_llama_config transformers.js_config cache_implementation hidden_act
+    _attn_implementation _attn_implementation_autoset _sliding_window_pattern id2label label2id num_labels
+    problem_type return_dict output_attentions output_hidden_states unsloth_fixed unsloth_version
+    router_aux_loss_coef output_router_logits experts_per_token initial_context_length
+    """.split()
+)
+"""Attributes that a family's table may omit: they are read elsewhere, or do not affect a forward pass."""
+
+_NEUTRAL = {"partial_rotary_factor": 1.0, "decoder_sparse_step": 1}
+_SPELLINGS = {"num_local_experts": "num_experts", "num_experts": "num_local_experts"}
+_SPELLINGS |= {"_sliding_window_pattern": "sliding_window_pattern"}
+_LOCAL = "rope_local_base_freq"
+_ORIGINAL = ("factor", "original_max_position_embeddings")
+_YARN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
+_ROPE_KEYS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": (*_ORIGINAL, "low_freq_factor", "high_freq_factor"),
+    "yarn": (*_ORIGINAL, *_YARN),
+}
+_COUNTS = """
+    vocab_size hidden_size num_hidden_layers intermediate_size num_attention_heads num_key_value_heads head_dim
+    max_position_embeddings sliding_window num_experts num_local_experts num_experts_per_tok moe_intermediate_size
+    shared_expert_intermediate_size
+""".split()
+
+_MOST_LAYERS = 10_000
+"""Lists with an entry for each layer are made before tensors are counted: a damaged file must not fill the memory."""
+
+
+def read_config(attributes: Mapping[str, Any]) -> ModelConfig:
+    """Parse a config.json into a ModelConfig; InputError names the attribute that cannot be obeyed."""
+    if "text_config" in attributes:
+        raise InputError(
+            f"model_type {attributes.get('model_type')!r} wraps a text model together with other parts; "
+            "save its text part alone with transformers and load that"
+        )
+    try:
+        family = family_of(attributes.get("model_type"))
+        attributes = {_own_spelling(name, family): value for name, value in attributes.items()}
+        neutral = _NEUTRAL | dict(family.required)
+        for name, value in attributes.items():
+            known = name in HARMLESS or name in family.defaults or value == neutral.get(name)
+            known = known or (name == "quantization_config" and _readable(value, family))
+            if known or (not value and name not in family.required):
+                continue
+            raise InputError(
+                f"config.json sets {name}={value!r}, which {family.model_type} here does not know; remove it if it "
+                "does not change the model, else use another model"
+            )
+        known = _with_defaults(attributes, family)
+        activation = known.get("hidden_activation", known.get("hidden_act"))
+        other = attributes.get("hidden_act")
+        if attributes.get("hidden_activation") is None and other not in (None, activation):
+            raise InputError(f"config.json sets hidden_act={other!r}; {family.model_type} has {activation}: remove it")
+        if activation not in ACTIVATIONS:
+            raise InputError(f"config.json names the activation {activation!r}; known are {', '.join(ACTIVATIONS)}")
+        values = {path: known[name] for name, path in FIELDS.items() if name in known}
+        values |= dict(family.constants) | _read_rope(attributes, family, known)
+        values |= {
+            "family": family.model_type,
+            "activation": ACTIVATIONS[activation],
+            "attention.windows": _read_windows(known, family),
+            "tokens": read_token_ids(attributes),
+        }
+        if family.scaled_embedding:
+            values["embeddings.scale"] = float(known["hidden_size"] ** 0.5)
+        if "query_pre_attn_scalar" in known:
+            values["attention.scale"] = float(known["query_pre_attn_scalar"]) ** -0.5
+        parts: dict[str, dict[str, Any]] = collections.defaultdict(dict)
+        for path, value in values.items():
+            part, _, name = path.rpartition(".")
+            parts[part][name] = value
+        attention = Attention(rope=Rope(**parts["attention.rope"]), **parts["attention"])
+        embeddings = Embeddings(**parts["embeddings"])
+        experts = Experts(**parts["experts"]) if "experts" in parts else None
+        norm = Norm(**parts["norm"])
+        return ModelConfig(attention=attention, norm=norm, embeddings=embeddings, experts=experts, **parts[""])
+    except InputError:
+        raise
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:  # a list for a number, and the like
+        raise InputError(f"config.json holds a value of the wrong type ({error}); fetch it again") from None
+
+
+def gives_scores(attributes: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a reward model, that is of a sequence classifier with one label.
+
+    InputError for a classifier of several labels.
+    """
+    names = attributes.get("architectures") or ()
+    if not any(str(name).endswith("ForSequenceClassification") for name in names):
+        return False
+    # transformers' own reading: names of the labels before their number, and two where it knows neither.
+    labels = attributes.get("id2label")
+    count = attributes.get("num_labels", 2) if labels is None else len(labels)
+    if count != 1:
+        raise InputError(f"config.json is of a classifier of {count} labels; a reward model has one (num_labels=1)")
+    return True
+
+
+def write_config(config: ModelConfig, dtype: str, scalar: bool = False) -> dict[str, Any]:
+    """Return the config.json of a model, which transformers 4 and 5 both read. ``scalar``: it is a reward model.
+
+    InputError where the family's config.json cannot express one of the values.
+    """
+    family = FAMILIES[config.family]
+    if scalar and not family.classifier:
+        raise InputError(f"transformers has no reward model of the family {config.family}: train another one")
+    written: dict[str, Any] = {
+        "architectures": [family.classifier if scalar else family.architecture],
+        "model_type": family.model_type,
+        "torch_dtype": dtype,
+    }
+    written |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}} if scalar else {}
+    written |= {name: operator.attrgetter(FIELDS[name])(config) for name in family.defaults if name in FIELDS}
+    activation = next(hf for hf, ours in ACTIVATIONS.items() if ours == config.activation)
+    written |= {name: activation for name in ("hidden_act", "hidden_activation") if name in family.defaults}
+    if "query_pre_attn_scalar" in family.defaults and config.attention.scale is not None:
+        denominator = config.attention.scale**-2
+        # The rounding of x ** -0.5 ** -2 is undone where x was an integer.
+        whole = abs(denominator - round(denominator)) < 1e-6 * denominator
+        written["query_pre_attn_scalar"] = round(denominator) if whole else denominator
+    windows = config.attention.windows or (0,) * config.layers
+    sliding = {
+        "sliding_window": max(windows) or None,
+        "use_sliding_window": any(windows),
+        "max_window_layers": next((i for i, window in enumerate(windows) if window), config.layers),
+        "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
+    }
+    rope = config.attention.rope
+    sliding |= {
+        "no_rope_layers": [int(one) for one in rope.layers or (True,) * config.layers],
+        "partial_rotary_factor": (rope.dims or config.attention.head_dim) / config.attention.head_dim,
+    }
+    written |= {name: value for name, value in sliding.items() if name in family.defaults}
+    written |= {"rope_theta": rope.theta, "rope_scaling": write_scaling(rope.scaling)}
+    if rope.local_theta is not None:
+        written["rope_local_base_freq"] = rope.local_theta
+    written |= write_token_ids(config.tokens)
+    lost = differences(config, read_config(written))
+    if lost:
+        value = operator.attrgetter(lost[0])(config)
+        raise InputError(f"a {config.family} config.json cannot express {lost[0]}={value!r}; set it back")
+    return written
+
+
+def differences(config: Any, other: Any) -> list[str]:
+    """Return the dotted names of the fields that differ between two configurations."""
+    found = []
+    for field in dataclasses.fields(config):
+        ours, theirs = getattr(config, field.name), getattr(other, field.name)
+        if ours == theirs:
+            continue
+        parts = dataclasses.is_dataclass(ours) and type(ours) is type(theirs)
+        found += [f"{field.name}.{name}" for name in differences(ours, theirs)] if parts else [field.name]
+    return found
+
+
+def read_token_ids(attributes: Mapping[str, Any]) -> TokenIds:
+    """Read the special ids of a config.json or generation_config.json; negative ids are dropped."""
+    found = {}
+    for name in ("bos", "eos", "pad"):
+        value = attributes.get(f"{name}_token_id")
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if any(type(i) is not int for i in ids):
+            raise InputError(f"{name}_token_id is {value!r}; it must be an integer or a list of integers")
+        found[name] = tuple(dict.fromkeys(i for i in ids if i >= 0))
+    return TokenIds(next(iter(found["bos"]), None), found["eos"], next(iter(found["pad"]), None))
+
+
+def write_token_ids(tokens: TokenIds) -> dict[str, Any]:
+    """Return config.json's attributes of the special ids; a single end id is written plain, several as a list."""
+    eos = None if not tokens.eos else tokens.eos[0] if len(tokens.eos) == 1 else list(tokens.eos)
+    return {"bos_token_id": tokens.bos, "eos_token_id": eos, "pad_token_id": tokens.pad}
+
+
+def _readable(quantisation: Any, family: Family) -> bool:
+    """Whether config.json's ``quantization_config`` is the one that the family's weights may have."""
+    return bool(family.packed) and isinstance(quantisation, dict) and quantisation.get("quant_method") == family.packed
+
+
+def _own_spelling(name: str, family: Family) -> str:
+    """Return the name by which the family knows an attribute; versions of transformers write two for one."""
+    other = _SPELLINGS.get(name, name)
+    return other if other in family.defaults and name not in family.defaults else name
+
+
+def _with_defaults(attributes: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    known = {name: _typed(name, attributes, default) for name, default in family.defaults.items()}
+    missing = [name for name, value in known.items() if value is REQUIRED]
+    if missing:
+        raise InputError(f"config.json does not say {missing[0]}; take the file that belongs to the model")
+    if known["num_key_value_heads"] is None:
+        known["num_key_value_heads"] = known["num_attention_heads"]
+    for name in (name for name in _COUNTS if name in known):
+        optional = (known[name] is None and name == "head_dim") or (not known[name] and name == "sliding_window")
+        if not optional and (type(known[name]) is not int or known[name] < 1):
+            raise InputError(f"config.json sets {name}={known[name]!r}; it must be a positive integer")
+    if known["num_hidden_layers"] > _MOST_LAYERS:
+        raise InputError(
+            f"config.json sets num_hidden_layers={known['num_hidden_layers']}; at most {_MOST_LAYERS} are read"
+        )
+    _multiple(known, "num_attention_heads", "num_key_value_heads")
+    experts = known.get("num_experts", known.get("num_local_experts"))
+    if experts is not None and known["num_experts_per_tok"] > experts:
+        raise InputError(f"config.json sets num_experts_per_tok={known['num_experts_per_tok']} of {experts} experts")
+    if known["head_dim"] is None:
+        known["head_dim"] = _multiple(known, "hidden_size", "num_attention_heads")
+    if "no_rope_layers" in known:
+        known["no_rope_layers"] = _rotated(known)
+    if known["head_dim"] % 2:
+        raise InputError(f"config.json gives a head_dim of {known['head_dim']}; rotary positions need an even one")
+    return known
+
+
+def _typed(name: str, attributes: Mapping[str, Any], default: Any) -> Any:
+    """Return an attribute, or its default where it is absent; null stands for the default of a number or a name.
+
+    InputError where the default is a number or a truth value, and the attribute is something else.
+    """
+    value = attributes.get(name, default)
+    if value is None and isinstance(default, (float, str)) and not name.endswith("softcapping"):
+        return default
+    kinds = bool if isinstance(default, bool) else (int, float) if isinstance(default, float) else object
+    if value is not None and (not isinstance(value, kinds) or (isinstance(default, float) and isinstance(value, bool))):
+        raise InputError(f"config.json holds a value of the wrong type: {name}={value!r}, where {default!r} is usual")
+    return value
+
+
+def _rotated(known: Mapping[str, Any]) -> list[bool]:
+    """Return for each layer whether it rotates, which ``no_rope_layers`` says, 1 or 0 a layer."""
+    layers, interval = known["num_hidden_layers"], known["no_rope_layer_interval"]
+    given = known["no_rope_layers"]
+    if given is None:
+        return [(layer + 1) % interval != 0 for layer in range(layers)]
+    if len(given) != layers:
+        raise InputError(f"config.json: no_rope_layers has {len(given)} entries for {layers} layers")
+    return [bool(one) for one in given]
+
+
+def _multiple(known: Mapping[str, Any], name: str, unit: str) -> int:
+    """Return ``known[name] / known[unit]``; InputError where that is not a whole number."""
+    if known[name] % known[unit]:
+        raise InputError(f"config.json sets {name}={known[name]}, which is no multiple of {unit}={known[unit]}")
+    return known[name] // known[unit]
+
+
+def _read_windows(known: Mapping[str, Any], family: Family) -> tuple[int, ...]:
+    layers = range(known["num_hidden_layers"])
+    kinds = known.get("layer_types")
+    size = known.get("sliding_window") if known.get("use_sliding_window", True) else None
+    if kinds is None:
+        kinds = ["sliding_attention" if family.slides(known, i) else "full_attention" for i in layers]
+    strange = set(kinds) - {"sliding_attention", "full_attention"}
+    if strange or len(kinds) != len(layers):
+        reason = f"names {strange.pop()!r}" if strange else f"has {len(kinds)} entries for {len(layers)} layers"
+        raise InputError(
+            f"config.json: layer_types {reason}; it takes one of sliding_attention, full_attention a layer"
+        )
+    if "sliding_attention" in kinds and not size and known.get("use_sliding_window", True) and known.get("layer_types"):
+        raise InputError("config.json: layer_types has sliding layers, and sliding_window is not set; set it")
+    windows = tuple(size or 0 if kind == "sliding_attention" else 0 for kind in kinds)
+    return windows if any(windows) else ()
+
+
+def _read_rope(attributes: Mapping[str, Any], family: Family, known: Mapping[str, Any]) -> dict[str, Any]:
+    full, local = _rope_parameters(attributes, family)
+    theta = _agreed("rope_theta", family.defaults, full, attributes)
+    values = {"attention.rope.theta": theta, "attention.rope.scaling": _read_scaling(full, family, known)}
+    if _LOCAL in family.defaults:
+        old = {"rope_theta": attributes.get(_LOCAL)}
+        values["attention.rope.local_theta"] = _agreed(
+            "rope_theta", {"rope_theta": family.defaults[_LOCAL] or theta}, local, old
+        )
+        if _read_scaling(local, family, known) is not None:
+            raise InputError(
+                "config.json scales the rotary positions of sliding layers; only full layers may be scaled"
+            )
+    if "partial_rotary_factor" in family.defaults:
+        share = _agreed("partial_rotary_factor", family.defaults, full, attributes)
+        dims = int(known["head_dim"] * share)
+        if dims % 2 or not 0 < dims <= known["head_dim"]:
+            raise InputError(f"config.json sets partial_rotary_factor={share}, which rotates {dims} of "
+                             f"{known['head_dim']} numbers of a head; that must be an even number of them")  # fmt: skip
+        values["attention.rope.dims"] = 0 if dims == known["head_dim"] else dims
+    rotated = known.get("no_rope_layers", ())
+    values["attention.rope.layers"] = () if all(rotated) else tuple(rotated)
+    return values
+
+
+def _rope_parameters(attributes: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the rotary parameters of full and of sliding layers, from each form that transformers 4 and 5 write.
+
+    ``rope_parameters`` or ``rope_scaling`` has them flat or by kind of layer. Flat ones are of all layers; in families
+    with two bases only ``rope_scaling`` may be flat, and is of full layers. A key that is null is absent.
+
+    Raises:
+      InputError: the two differ, or the form is not the family's.
+    """
+    several = _LOCAL in family.defaults
+    kinds: dict[str, dict[str, Any]] = {"full_attention": {}, "sliding_attention": {}}
+    for name in ("rope_parameters", "rope_scaling"):
+        form = dict(attributes.get(name) or {})
+        nested = {kind: form.pop(kind) for kind in kinds if kind in form}
+        if form and (nested or (several and name == "rope_parameters")):
+            key, value = next(iter(form.items()))
+            raise InputError(
+                f"config.json sets {name}.{key}={value!r} outside of {' and '.join(kinds)}; move it into one of them"
+            )
+        for kind, parameters in (nested or dict.fromkeys([*kinds][: 1 if several else 2], form)).items():
+            given = _filled(parameters or {})
+            if given and kinds[kind] and given != kinds[kind]:
+                raise InputError("config.json has rope_parameters and rope_scaling, and they differ; keep one of them")
+            kinds[kind] = given or kinds[kind]
+    full, sliding = kinds.values()
+    if not several and full != sliding:
+        raise InputError(f"config.json rotates sliding layers otherwise than full ones; {family.model_type} cannot")
+    return full or dict(family.defaults.get("rope_scaling") or {}), sliding
+
+
+def _filled(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return rotary parameters without those that are null, and ``type`` by its new name."""
+    given = {name: value for name, value in parameters.items() if value is not None or name == "factor"}
+    kind = given.pop("type", given.get("rope_type"))
+    if kind is not None and given.setdefault("rope_type", kind) != kind:
+        raise InputError(f"config.json has the rope types {given['rope_type']!r} and {kind!r}; keep one of them")
+    return given
+
+
+def _agreed(name: str, defaults: Mapping[str, Any], *places: Mapping[str, Any]) -> float:
+    """Return an attribute that may be in several places of a config.json; InputError where they differ."""
+    given = [float(place[name]) for place in places if place.get(name) is not None]
+    if len({*given}) > 1:
+        raise InputError(f"config.json has {name} in two places, {given[0]} and {given[1]}; keep the right one")
+    return given[0] if given else float(defaults[name])
+
+
+def _read_scaling(
+    rope: Mapping[str, Any], family: Family, known: Mapping[str, Any]
+) -> Llama3Rope | Yarn | float | None:
+    kind = rope.get("rope_type", "default")
+    if kind == "longrope" or (family.model_type == "phi3" and kind in ("su", "yarn")):
+        raise InputError(
+            f"config.json names the rope type {kind!r} (longrope), which is not known here; use a model with the "
+            "original context, such as microsoft/phi-4 or Phi-3-mini-4k-instruct"
+        )
+    if kind not in _ROPE_KEYS:
+        raise InputError(f"config.json names the rope type {kind!r}; known are {', '.join(_ROPE_KEYS)}")
+    keys = {"rope_type", "rope_theta", *_ROPE_KEYS[kind], *(family.defaults.keys() & {"partial_rotary_factor"})}
+    for name, value in rope.items():
+        if name not in keys and value not in (None, _NEUTRAL.get(name)):
+            raise InputError(
+                f"config.json sets the rope parameter {name}={value!r}, which is not known here for the rope type "
+                f"{kind!r} of {family.model_type}"
+            )
+    try:
+        if kind == "default":
+            return None
+        if kind == "linear":
+            return float(rope["factor"])
+        original = int(rope.get("original_max_position_embeddings", known["max_position_embeddings"]))
+        if kind == "llama3":
+            factors = (float(rope[name]) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+            return Llama3Rope(*factors, original_positions=original)
+        factor = known["max_position_embeddings"] / original if rope["factor"] is None else float(rope["factor"])
+        fast, slow = (float(rope.get(name) or default) for name, default in (("beta_fast", 32), ("beta_slow", 1)))
+        return Yarn(factor, original, fast, slow, _magnitude(rope, factor), _typed("truncate", rope, True))
+    except KeyError as error:
+        raise InputError(f"config.json: rope type {kind!r} needs {error.args[0]!r}") from None
+
+
+def _magnitude(rope: Mapping[str, Any], factor: float) -> float:
+    """Return YaRN's factor on queries and keys: as given, else ``0.1 ln(factor) + 1``, or a ratio of two such sums."""
+    if rope.get("attention_factor") is not None:
+        return float(rope["attention_factor"])
+    scales = [rope.get(name) for name in ("mscale", "mscale_all_dim")]
+    above, below = scales if all(scales) else (1.0, 0.0)
+    logarithm = 0.1 * math.log(max(factor, 1.0))
+    return (logarithm * above + 1.0) / (logarithm * below + 1.0)
+
+
+def write_scaling(scaling: Llama3Rope | Yarn | float | None) -> dict[str, Any] | None:
+    """Return config.json's ``rope_scaling``: the rescaling of rotary positions, or None without any."""
+    if isinstance(scaling, Llama3Rope):
+        return {
+            "rope_type": "llama3", "factor": scaling.factor, "low_freq_factor": scaling.low_frequency_factor,
+            "high_freq_factor": scaling.high_frequency_factor,
+            "original_max_position_embeddings": scaling.original_positions,
+        }  # fmt: skip
+    if isinstance(scaling, Yarn):
+        return {
+            "rope_type": "yarn", "factor": scaling.factor, "beta_fast": scaling.fast, "beta_slow": scaling.slow,
+            "original_max_position_embeddings": scaling.original_positions, "attention_factor": scaling.magnitude,
+            "truncate": scaling.truncate,
+        }  # fmt: skip
+    return None if scaling is None else {"rope_type": "linear", "factor": float(scaling)}
 
 
 def load_directory(directory: Path, dtype: str, mesh: Any) -> tuple[Any, Any | None]:

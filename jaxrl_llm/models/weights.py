@@ -2,6 +2,11 @@
 
 Reading goes by slices: each process fetches from the files only the values of its devices, one device's part of one
 stacked leaf at a time. Writing holds one tensor at a time.
+
+Weights in MXFP4 (OCP Microscaling 1.0): blocks of 32 numbers of 4 bits with a common power of two, two in a byte.
+
+GPT-OSS stores a matrix of an expert by its columns: ``_blocks`` uint8[E, out, in / 32, 16] and ``_scales`` uint8[E,
+out, in / 32], where the tensor itself is [E, in, out].
 """
 
 import functools
@@ -15,13 +20,41 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.errors import InputError, require
-from jaxrl_llm.models import mxfp4
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.families import FAMILIES, axis_sizes, our_shape, tensors_of
-from jaxrl_llm.models.tensors import Fused, StoredTensor, Tensor
+from jaxrl_llm.models.families import FAMILIES, Fused, StoredTensor, Tensor, axis_sizes, our_shape, tensors_of
+
+SUFFIXES = ("_blocks", "_scales")
+"""Ends of the names of the two tensors that a packed one consists of."""
+BLOCK = 32
+_POSITIVE = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+VALUES = np.array(_POSITIVE + [-value for value in _POSITIVE], np.float32)
+"""What the 16 patterns of bits stand for: a sign, two bits of exponent and one of mantissa."""
+
+
+def unpacked(blocks: StoredTensor, scales: StoredTensor) -> StoredTensor:
+    """Return the tensor [E, in, out] of two that are read together, float32; InputError where they do not fit."""
+    fits = len(blocks.shape) == 4 and blocks.shape[3] == BLOCK // 2 and blocks.shape[:3] == scales.shape
+    require(
+        fits,
+        f"packed weights have blocks {list(blocks.shape)} and scales {list(scales.shape)}: fetch the checkpoint again",
+    )
+    experts, outputs, count, _ = blocks.shape
+    return StoredTensor((experts, count * BLOCK, outputs), functools.partial(_read, blocks, scales))
+
+
+def _read(blocks: StoredTensor, scales: StoredTensor, place: tuple[slice, ...]) -> np.ndarray:
+    experts, inputs, outputs = place
+    groups = slice(inputs.start // BLOCK, -(-inputs.stop // BLOCK))
+    packed = blocks.part((experts, outputs, groups, slice(0, BLOCK // 2)))
+    # The first of two numbers is in the lower bits; a scale of 127 is 1.
+    pairs = VALUES[np.stack([packed & 15, packed >> 4], axis=-1)].reshape(*packed.shape[:3], BLOCK)
+    exponents = scales.part((experts, outputs, groups)).astype(np.int32) - 127
+    values = np.ldexp(pairs, exponents[..., None]).reshape(*packed.shape[:2], -1)
+    first = inputs.start - groups.start * BLOCK
+    return values[:, :, first : first + inputs.stop - inputs.start].swapaxes(1, 2)
+
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-SHARD_BYTES = 5 * 10**9
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -143,7 +176,7 @@ def split_tensors(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> di
     for name, tensor in stored.items():
         base = name.removesuffix("_blocks")
         if base != name and f"{base}_scales" in stored:
-            found[base] = mxfp4.unpacked(tensor, stored[f"{base}_scales"])
+            found[base] = unpacked(tensor, stored[f"{base}_scales"])
         elif not (name.endswith("_scales") and f"{name.removesuffix('_scales')}_blocks" in stored):
             found[name] = tensor
     sizes = axis_sizes(config)
@@ -247,7 +280,7 @@ def open_file(path: Path) -> dict[str, StoredTensor]:
         raise InputError(f"{path} is not a whole safetensors file ({error}); fetch it again") from None
     views = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
     for name, view in views.items():
-        packed = view.get_dtype() == "U8" and name.endswith(mxfp4.SUFFIXES)
+        packed = view.get_dtype() == "U8" and name.endswith(SUFFIXES)
         if view.get_dtype() not in _FLOATS and not packed:
             raise InputError(f"{path}: {name} is stored as {view.get_dtype()}; only {', '.join(_FLOATS)} are read")
     return {
@@ -256,7 +289,7 @@ def open_file(path: Path) -> dict[str, StoredTensor]:
     }
 
 
-def write_checkpoint(stored: Mapping[str, StoredTensor], directory: Path, dtype: str, limit: int = SHARD_BYTES) -> None:
+def write_checkpoint(stored: Mapping[str, StoredTensor], directory: Path, dtype: str, limit: int = 5 * 10**9) -> None:
     """Write the tensors as one file, or as shards of at most ``limit`` bytes with an index."""
     import ml_dtypes
     from huggingface_hub import split_state_dict_into_shards_factory

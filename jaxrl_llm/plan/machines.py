@@ -12,7 +12,7 @@ from collections.abc import Generator
 from typing import Any
 
 from jaxrl_llm.errors import InputError, require
-from jaxrl_llm.sharding.chips import CHIPS, Chip
+from jaxrl_llm.sharding.mesh import CHIPS, Chip
 from jaxrl_llm.system.paths import GPU_SHARE
 
 EXAMPLES = {"v4": "v4:2x2x4", "v5e": "v5e:4x4", "v5p": "v5p:4x4x4", "v6e": "v6e:4x4", "tpu7x": "tpu7x:2x2x1",

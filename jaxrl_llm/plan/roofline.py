@@ -1,20 +1,30 @@
-"""The time of a step, from compiled programs where there are some, and by formula from the sizes of a run elsewhere."""
+"""The time of a step, from compiled programs where there are some, and by formula from the sizes of a run elsewhere.
 
+With the occupancy of the engine's slots, and the duration of transfers over ICI and DCN.
+"""
+
+import collections
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import NormalDist
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from jaxrl_llm.config import Configuration
-from jaxrl_llm.learner.packing import packed_shapes
+from jaxrl_llm.engine.scheduler import columns_for, rows_for
+from jaxrl_llm.learner.batch import packed_shapes
 from jaxrl_llm.models import gpu_attention
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.decode_kernels import ByLength, columns_read
 from jaxrl_llm.models.flops import counts, forward_flops, training_flops, visible_pairs
 from jaxrl_llm.models.heads import keeps_logits
 from jaxrl_llm.models.layers import BLOCKS, part_columns
-from jaxrl_llm.plan.hlo import Traffic
-from jaxrl_llm.plan.occupancy import Occupancy, occupancy
-from jaxrl_llm.plan.shapes import (
+from jaxrl_llm.plan.hlo import Collective, Traffic
+from jaxrl_llm.plan.machines import Machine
+from jaxrl_llm.plan.programs import (
     Arrays,
     PlannedModel,
     PlannedRole,
@@ -23,8 +33,91 @@ from jaxrl_llm.plan.shapes import (
     prompt_calls,
     share_of,
 )
-from jaxrl_llm.sharding.chips import Chip
+from jaxrl_llm.sharding import batch_parts
+from jaxrl_llm.sharding.mesh import Chip
 from jaxrl_llm.stages.stage import Outline
+
+SIGMA = 0.9
+"""Standard deviation of the logarithm of a completion's length, as reasoning models have it early in a run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Occupancy:
+    """A step's decoding.
+
+    Attributes:
+      chunks: calls of the decode program.
+      read: share of the whole cache, slots by columns, that a call reads on average.
+      live: share of the whole cache that holds keys and values of running completions, on average.
+    """
+
+    chunks: int
+    read: float
+    live: float
+
+
+def lengths(count: int, mean: float, longest: int) -> np.ndarray:
+    """Return the tokens of ``count`` completions, int[count]: log-normal, cut at ``longest``, of this mean, shuffled.
+
+    A mean of ``longest`` gives that length to all.
+    """
+    if mean >= longest:
+        return np.full(count, longest)
+    spread = np.exp(SIGMA * np.array([NormalDist().inv_cdf((i + 0.5) / count) for i in range(count)]))
+    low, high = 0.0, float(longest) / spread[0]
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if np.minimum(middle * spread, longest).mean() < mean else (low, middle)
+    return np.random.default_rng(0).permutation(np.maximum(np.rint(np.minimum(high * spread, longest)), 1).astype(int))
+
+
+@functools.lru_cache
+def occupancy(
+    completions: int,
+    mean: int,
+    longest: int,
+    slots: int,
+    chunk: int,
+    room: int,
+    parts: int = 1,
+    form: ByLength | None = None,
+) -> Occupancy:
+    """Run a step's completions through the slots by the engine's rules for the rows and columns of a chunk.
+
+    A slot whose completion ends takes the next one of the queue at the next chunk.
+
+    Args:
+      completions: B.
+      mean: tokens of a completion on average, as ``lengths`` spreads them.
+      longest: tokens of the longest.
+      slots: of the engine.
+      chunk: decode steps of a call.
+      room: columns of the whole cache.
+      parts: of the mesh's rows.
+      form: kernels that read each row by its length; None for the plain form, which reads all to the longest one's.
+    """
+    queue = lengths(completions, mean, longest)
+    running = queue[:slots]
+    done = np.zeros(len(running), int)
+    waits = len(running)
+    chunks, read, live = 0, 0.0, 0.0
+    while len(running):
+        chunks += 1
+        if form is None:
+            # The chunk before has not been read when the next one is sent.
+            columns = columns_for(int(done.max()) + 2 * chunk, slots, room)
+            read += rows_for(len(running), slots, parts) * columns
+        else:
+            read += sum(columns_read(form, int(live), room) for live in done)
+        live += float(done.sum())
+        done = done + chunk
+        ended = done >= running
+        new = queue[waits : waits + int(ended.sum())]
+        waits += len(new)
+        running = np.concatenate([running[~ended], new])
+        done = np.concatenate([done[~ended], np.zeros(len(new), int)])
+    whole = slots * room * chunks
+    return Occupancy(chunks, read / whole, live / whole)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -348,3 +441,146 @@ def update_cost(arrays: Arrays, held: PlannedRole, work: Work) -> Cost:
     # What is not kept between the passes is computed again, kernels too.
     kernels = fused_flops(held, work.rows, work.row_tokens) * (1 + (compute.remat != "none") + KERNELS_BACK)
     return Cost(update_flops(work, held) * share / parts, moved, kernels * share / parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """The location of each partition of a program.
+
+    Attributes:
+      machine: the machine of the partitions.
+      slices: int[partitions], the slice or host of each.
+      coordinates: int[partitions, dimensions] in the torus; no columns where a switch links all.
+    """
+
+    machine: Machine
+    slices: np.ndarray
+    coordinates: np.ndarray
+
+
+def places(machine: Machine, devices: Iterable[Any] | None = None) -> Places:
+    """Return the places of described devices, in the order of a program's partitions; without them, GPUs by host."""
+    if devices is None:
+        return Places(machine, np.arange(machine.devices) // machine.shape[1], np.zeros((machine.devices, 0), int))
+    devices = list(devices)
+    if machine.chip.platform == "gpu":
+        return Places(machine, np.array([d.process_index for d in devices]), np.zeros((len(devices), 0), int))
+    slices = np.array([getattr(d, "slice_index", 0) or 0 for d in devices])
+    return Places(machine, slices, np.array([d.coords[: len(machine.shape)] for d in devices]))
+
+
+def traffic(collective: Collective, where: Places) -> Traffic:
+    """Return the traffic of all runs of one collective.
+
+    Between slices it is assumed hierarchical: each device of a slice sends its share out, and the rest stays inside.
+    """
+    chip = where.machine.chip
+    one = collective.groups[0]
+    outside = len(set(where.slices[one].tolist()))
+    inside = len(one) // outside if outside > 1 else len(one)
+    both = 2 if collective.kind == "all-reduce" else 1
+    if collective.kind == "collective-permute":
+        crossing = any(len(set(where.slices[pair].tolist())) > 1 for pair in collective.groups)
+        ici, dcn = (0.0, collective.size) if crossing else (collective.size, 0.0)
+    else:
+        ici = collective.size * both * (inside - 1) / inside
+        dcn = collective.size / inside * both * (outside - 1) / outside if outside > 1 else 0.0
+    links = _links(collective, where) * chip.link
+    n = collective.times
+    return Traffic(collective.kind, n, n * ici, n * dcn, n * ici / links, n * dcn / chip.network)
+
+
+def _links(collective: Collective, where: Places) -> float:
+    """Return the number of links that a device can use at once: two along each closed axis of its group's torus."""
+    permutes = collective.kind == "collective-permute"
+    coordinates = where.coordinates[np.unique(collective.groups if permutes else collective.groups[:1])]
+    wrap = where.machine.chip.wrap
+    links = 0.0
+    for axis in range(coordinates.shape[1]):
+        if len(np.unique(coordinates[:, axis])) > 1:
+            links += 2.0 if wrap and where.machine.shape[axis] % wrap == 0 else 1.0
+    links = links or 1.0
+    return min(links, 2.0) if permutes else links
+
+
+def by_kind(all_of: Iterable[Traffic]) -> tuple[Traffic, ...]:
+    """Add up traffic by kind, largest first."""
+    rows = collections.defaultdict(list)
+    for one in all_of:
+        rows[one.kind].append(dataclasses.astuple(one)[1:])
+    sums = (Traffic(kind, *map(sum, zip(*own, strict=True))) for kind, own in rows.items())
+    return tuple(sorted(sums, key=lambda t: -(t.ici + t.dcn)))
+
+
+def traffic_by_formula(
+    run: Configuration, arrays: Arrays, work: Work, sizes: Mapping[str, int], where: Places
+) -> dict[str, tuple[Traffic, ...]]:
+    """Estimate the traffic of one call of each program, without compiling.
+
+    Weights are gathered over fsdp, gradients summed over data, activations over tensor, and tokens gathered and their
+    sums scattered over expert.
+    """
+    partitions = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+    # Groups of partitions by mesh axis, int[groups, members]: the members of a group differ along this axis only.
+    axes = {name: np.moveaxis(partitions, i, -1).reshape(-1, sizes[name]) for i, name in enumerate(sizes)}
+    sent: dict[str, list[Collective]] = {}
+    if isinstance(arrays, SamplingArrays):
+        rollout = arrays.sampler.rollout
+        config = arrays.sampled.config
+        width = arrays.slots.cache.k.dtype.itemsize
+        slots = rollout.engine.slots / batch_parts(sizes)
+        steps = config.layers * rollout.engine.chunk
+        sent["weights"] = [Collective("all-gather", bytes_per_device(arrays.sampled), axes["fsdp"], 1)]
+        sent["decode"] = [
+            Collective("all-reduce", slots * config.width * width, axes["tensor"], 2 * steps),
+            *exchanged(config, slots, width, axes, steps),
+        ]
+    sent["score"] = _passed(arrays.learned[0], work.microbatches, axes)
+    for one in arrays.readings:
+        sent[one.name] = _passed(one, one.microbatches, axes)
+    for one in arrays.learned:
+        # ``passes`` passes after the first one, and the sums of gradients.
+        passes = 2 + REMAT_PASSES[run.learner.compute.remat]
+        weights, activations, *tokens = _passed(one, work.microbatches, axes)
+        sent[one.name] = [
+            Collective("all-gather", weights.size, axes["fsdp"], passes * work.microbatches),
+            Collective("reduce-scatter", weights.size, axes["fsdp"], work.microbatches),
+            Collective("all-reduce", bytes_per_device(one.role.params), axes["data"], work.microbatches),
+            Collective("all-reduce", activations.size, axes["tensor"], (1 + passes) * activations.times),
+            *(dataclasses.replace(one, times=passes * one.times) for one in tokens),
+        ]
+    return {
+        name: by_kind(traffic(one, where) for one in several if one.groups.shape[1] > 1)
+        for name, several in sent.items()
+    }
+
+
+def _passed(one: PlannedModel, microbatches: int, axes: Mapping[str, np.ndarray]) -> list[Collective]:
+    """Return the collectives of a forward pass: weights gathered, activations summed, and what experts exchange, in
+    each microbatch."""
+    config = one.model.config
+    layout = one.forward.layout
+    tokens = layout.rows * layout.row_tokens / layout.parts
+    times = config.layers * microbatches
+    return [
+        Collective("all-gather", bytes_per_device(one.gathered), axes["fsdp"], microbatches),
+        Collective("all-reduce", tokens * config.width * one.width, axes["tensor"], 2 * times),
+        *exchanged(config, tokens, one.width, axes, times),
+    ]
+
+
+def exchanged(
+    config: ModelConfig, tokens: float, width: int, axes: Mapping[str, np.ndarray], times: float
+) -> list[Collective]:
+    """Return what devices with different experts exchange for ``tokens`` of each; backward passes send as much.
+
+    Hidden states of ``width`` bytes a number are gathered with weights and numbers of experts; sums are float32.
+    """
+    if config.experts is None or "expert" not in axes:
+        return []
+    both = tokens * axes["expert"].shape[1]
+    gathered = config.width * width + 8 * config.experts.active
+    return [
+        Collective("all-gather", both * gathered, axes["expert"], times),
+        Collective("reduce-scatter", both * config.width * 4, axes["expert"], times),
+    ]

@@ -19,10 +19,20 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.rewards import sandbox
-from jaxrl_llm.rewards.calls import Call
-from jaxrl_llm.rewards.code_asserts import split_asserts
-from jaxrl_llm.rewards.code_compare import close, foreign, same_output, same_value, truth
-from jaxrl_llm.rewards.code_formats import Asserted, Called, Printed, Test, parse_tests
+from jaxrl_llm.rewards.code_formats import (
+    Asserted,
+    Called,
+    Printed,
+    Test,
+    close,
+    foreign,
+    parse_tests,
+    same_output,
+    same_value,
+    truth,
+)
+from jaxrl_llm.rewards.code_tests import split_asserts
+from jaxrl_llm.rewards.functions import Call
 from jaxrl_llm.sandbox.client import START_S, Ended, SandboxError, Servers
 from jaxrl_llm.sandbox.server import STARVED_TIMES
 from jaxrl_llm.system.setting import Range

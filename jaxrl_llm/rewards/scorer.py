@@ -1,44 +1,402 @@
-"""Scorer of completions with several rewards; calls that may hang or crash run in killable processes."""
+"""Scorer of completions with several rewards; calls that may hang or crash run in killable processes.
 
+References that no answer reaches, and reference programs that fail their own tests: each is tried, a sample before
+the first step, all behind it.
+"""
+
+import bisect
+import collections
 import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from jaxrl_llm import codec
 from jaxrl_llm.errors import InputError, as_input_error, require
+from jaxrl_llm.models.tokenizer import text_of
 from jaxrl_llm.rewards import sandbox, shaping
-from jaxrl_llm.rewards.bounds import Gate, base_of, places_of, shaped, spread
-from jaxrl_llm.rewards.calls import LARGEST, Call, Outcome, defined
 from jaxrl_llm.rewards.code import CodeTests
-from jaxrl_llm.rewards.functions import OF_STEPS, ON_DEVICE, Item, ModelReward, Own, as_reward, form_of
-from jaxrl_llm.rewards.inside import Inside
-from jaxrl_llm.rewards.pool import Pool, workers_for_cores
-from jaxrl_llm.rewards.references import check_programs, check_references
-from jaxrl_llm.rewards.rehearsal import as_episode
-from jaxrl_llm.rewards.rubric import OF_JUDGES, Rubric, asks_model, further, on_device
-from jaxrl_llm.rewards.scores import (
-    Begun,
-    Failures,
-    Scores,
-    at_tokens,
-    failures_of,
-    interleaved,
-    with_environment,
-    with_unplayed,
+from jaxrl_llm.rewards.functions import (
+    LARGEST,
+    OF_STEPS,
+    ON_DEVICE,
+    Call,
+    Item,
+    ModelReward,
+    Outcome,
+    Own,
+    as_reward,
+    defined,
+    form_of,
 )
-from jaxrl_llm.rewards.shaping import BUILT_IN, Accuracy, Reward
-from jaxrl_llm.rewards.verify import dry_run_completion, verdict
+from jaxrl_llm.rewards.pool import Coming, Inside, Pool, workers_for_cores
+from jaxrl_llm.rewards.rubric import OF_JUDGES, Rubric, asks_model, further, on_device
+from jaxrl_llm.rewards.shaping import BUILT_IN, Accuracy, Gate, Reward, base_of, places_of, shaped, spread
+from jaxrl_llm.rewards.verify import POOLED, dry_run_completion, verdict
 from jaxrl_llm.system.paths import REWARD_ERROR, SANDBOX, new_file, relative_path
-from jaxrl_llm.types import DISAGREEMENT, Problem
+from jaxrl_llm.tasks.extract import extract, written
+from jaxrl_llm.tasks.task import unreachable
+from jaxrl_llm.types import DISAGREEMENT, Completion, Episode, Problem, Turn
 
-if TYPE_CHECKING:  # a scorer by itself needs no JAX
+if TYPE_CHECKING:
     from jaxrl_llm.sharding.distributed import Peers
+
+
+@dataclasses.dataclass(frozen=True)
+class Failures:
+    """Record of the completions that rewards failed to score.
+
+    Attributes:
+      errors: number that raised, or lost their process.
+      timeouts: number that ran past their deadline.
+      of: by reward, the number of completions it was called for, and of those that it failed to score.
+      messages: by reward that failed, its first failure, in one line: ``my_rewards.py:7: ZeroDivisionError: division by
+        zero``. The verifier's is included even without an ``Accuracy``, under the empty name.
+      trace: those messages with their tracebacks, where they have one.
+    """
+
+    errors: int = 0
+    timeouts: int = 0
+    of: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    messages: dict[str, str] = dataclasses.field(default_factory=dict)
+    trace: str = ""
+
+    @property
+    def message(self) -> str:
+        """Message of the reward that failed most often; empty without failures."""
+        return self.messages[max(self.messages, key=self.fraction)] if self.messages else ""
+
+    def fraction(self, name: str) -> float:
+        """Return the share of completions that a reward failed to score."""
+        asked, failed = self.of.get(name, (0, 0))
+        return failed / asked if failed else 0.0
+
+    def __add__(self, other: "Failures") -> "Failures":
+        """Add up two records; the earlier messages are kept."""
+        of = {}
+        for name in self.of | other.of:
+            (asked, failed), (more_asked, more_failed) = (one.of.get(name, (0, 0)) for one in (self, other))
+            of[name] = asked + more_asked, failed + more_failed
+        messages = self.messages | other.messages | self.messages
+        return Failures(
+            self.errors + other.errors, self.timeouts + other.timeouts, of, messages, self.trace or other.trace
+        )
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the metrics of a step; a reward that never failed has no entry."""
+        found: dict[str, Any] = {"reward/errors": self.errors, "reward/timeouts": self.timeouts}
+        found |= {
+            f"reward/{name}/failed_fraction": self.fraction(name) for name, (_, failed) in self.of.items() if failed
+        }
+        return found | ({"event/reward_failed": self.message} if self.messages else {})
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """Scores of n completions.
+
+    Attributes:
+      reward: float64[n], the weighted sum of the parts that are rewards of whole completions; NaN where one of them is.
+      accuracy: float64[n], the verifier's score; 1 or more is correct, 0 where the verifier failed, NaN without a
+        verifier.
+      parts: float64[n] for each reward by name, unweighted, and for watched rewards; for a step reward the mean over
+        the steps. An ensemble of reward models also has ``<name>/disagreement``.
+      failures: record of the completions that could not be scored.
+      failed: bool[n], whether a reward, the verifier or the environment failed.
+      steps: for each completion float32[t], the weighted sum of the step rewards at the tokens in which steps end, NaN
+        elsewhere; empty without step rewards.
+    """
+
+    reward: np.ndarray
+    accuracy: np.ndarray
+    parts: dict[str, np.ndarray]
+    failures: Failures
+    failed: np.ndarray
+    steps: tuple[np.ndarray, ...] = ()
+
+
+def interleaved(shares: Sequence[Scores], count: int) -> Scores:
+    """Merge the scores of ``count`` completions; share i of s has the completions i, i + s, i + 2 s, ..."""
+    parts = {name: np.zeros(count) for name in shares[0].parts}
+    failures = sum((share.failures for share in shares), Failures())
+    whole = Scores(np.zeros(count), np.zeros(count), parts, failures, np.zeros(count, bool))
+    for start, share in enumerate(shares):
+        at = slice(start, None, len(shares))
+        whole.reward[at], whole.accuracy[at], whole.failed[at] = share.reward, share.accuracy, share.failed
+        for name, column in parts.items():
+            column[at] = share.parts[name]
+    stepped = any(share.steps for share in shares)  # one without items has none
+    if not stepped:
+        return whole
+    steps = tuple(shares[at % len(shares)].steps[at // len(shares)] for at in range(count))
+    return dataclasses.replace(whole, steps=steps)
+
+
+def last_token(text: str, tokens: Sequence[int], end: int, tokenizer: Any) -> int:
+    """Return the index of the token in which the first ``end`` characters of a completion are complete.
+
+    Bisects over its prefixes, decoded as the whole was: a character of several tokens appears with the last of them.
+
+    Args:
+      text: of the whole completion.
+      tokens: of it.
+      end: 1 to ``len(text)``.
+      tokenizer: that wrote the text.
+    """
+    return bisect.bisect_left(
+        range(1, len(tokens)),
+        True,
+        key=lambda count: text_of(tokenizer, tokens[:count]).startswith(text[:end]),
+    )
+
+
+def at_tokens(items: Sequence[Any], stepped: Sequence[tuple[Any, Any]], tokenizer: Any) -> tuple[np.ndarray, ...]:
+    """Place the step rewards of completions at their tokens, float32[t] each; empty without any, or without a
+    tokenizer.
+
+    Args:
+      items: problems with completions.
+      stepped: step rewards, each with its steps of each completion.
+      tokenizer: that wrote the texts.
+    """
+    if not stepped or tokenizer is None:
+        return ()
+    found = []
+    for at, (_, completion) in enumerate(items):
+        tokens = completion.tokens.tolist()
+        columns = []
+        for reward, steps in stepped:
+            values = np.full(len(tokens), np.nan, np.float32)
+            for position, value in steps[at]:
+                if reward.positions == "characters":
+                    position = last_token(completion.text, tokens, position, tokenizer)
+                values[position] = np.nansum([values[position], reward.weight * value])
+            columns.append(values)
+        stacked = np.stack(columns)
+        found.append(np.where(np.isnan(stacked).all(axis=0), np.float32(np.nan), np.nansum(stacked, axis=0)))
+    return tuple(found)
+
+
+ENVIRONMENT = "environment"
+"""Name of the part of a reward that the environment of an episode gives."""
+
+
+def with_unplayed(scores: Scores, played: Sequence[int], items: Sequence[tuple[Any, Any]]) -> Scores:
+    """Return the scores of all completions from those of the ``played`` ones: the others are wrong, and worth 0; their
+    parts are NaN.
+    """
+
+    def spread(values: np.ndarray, others: Any) -> np.ndarray:
+        column = np.full(len(items), others, np.float64)
+        column[played] = values
+        return column
+
+    wrong = [math.nan if problem.verifier == "none" else 0.0 for problem, _ in items]
+    parts = {name: spread(values, math.nan) for name, values in scores.parts.items()}
+    accuracy = spread(scores.accuracy, wrong)
+    failed = spread(scores.failed, False).astype(bool)
+    return dataclasses.replace(scores, reward=spread(scores.reward, 0.0), accuracy=accuracy, parts=parts, failed=failed)
+
+
+def with_environment(scores: Scores, items: Sequence[tuple[Any, Any]]) -> Scores:
+    """Add the rewards that environments give to episodes, with weight 1; an episode whose environment failed is
+    unscorable.
+    """
+    episodes = {place: completion.episode for place, (_, completion) in enumerate(items) if completion.episode}
+    if not episodes:
+        return scores
+    errors = {place: episode.error for place, episode in episodes.items() if episode.error}
+    failed = scores.failed.copy()
+    failed[[*errors]] = True
+    of = {ENVIRONMENT: (len(episodes), len(errors))}
+    failures = Failures(len(errors), 0, of, {ENVIRONMENT: next(iter(errors.values()))} if errors else {})
+    scores = dataclasses.replace(scores, failed=failed, failures=scores.failures + failures)
+    given = np.array([episodes[place].reward if place in episodes else math.nan for place in range(len(items))])
+    lacking = [place for place in range(len(items)) if place not in episodes]
+    added = given.copy()
+    added[lacking] = 0.0
+    return dataclasses.replace(scores, reward=scores.reward + added, parts=scores.parts | {ENVIRONMENT: given})
+
+
+class Begun(NamedTuple):
+    """Completions that are being scored.
+
+    Attributes:
+      items: pairs of problem and completion.
+      rewards: that score them, by the names of their parts.
+      given: scores by models on the device.
+      places: of the completions that each reward scores.
+      columns: float64[n] of the verifier and of each base of a reward, by name, filled as outcomes come.
+      jobs: the name and the places that each call fills, the call, and its outcomes to come.
+    """
+
+    items: Sequence[Item]
+    rewards: dict[str, Any]
+    given: Mapping[str, Any]
+    places: Mapping[str, Sequence[int]]
+    columns: dict[str, np.ndarray]
+    jobs: list[tuple[tuple[str, Sequence[int], Call], Coming]]
+
+
+def failures_of(
+    failed: dict[tuple[str, int], Outcome], source: dict[str, str], places: Mapping[str, Sequence[int]]
+) -> Failures:
+    """Collect the failures of rewards that score the completions in their ``places``."""
+    first: dict[str, Outcome] = {}
+    for (column, _), outcome in failed.items():
+        first.setdefault(column, outcome)
+    names = {column: name for name, column in reversed(source.items())}
+    statuses = collections.Counter(outcome.status for outcome in failed.values())
+    return Failures(
+        errors=statuses["error"],
+        timeouts=statuses["timeout"],
+        of={
+            name: (len(places[name]), sum((column, at) in failed for at in places[name]))
+            for name, column in source.items()
+        },
+        messages={names.get(column, ""): outcome.message for column, outcome in first.items()},
+        trace="\n".join(f"{outcome.message}\n{outcome.trace}" for outcome in first.values() if outcome.trace),
+    )
+
+
+SAMPLE = 256
+"""Number of references that are tried before the first step."""
+FILE, PROGRAMS_FILE = "references.json", "solutions.json"
+"""The files in a run's directory with what all references, and all reference programs, have shown, by a digest of
+them.
+"""
+SOLUTION = "solution"
+"""Column of the rows with their reference programs."""
+MATH = "math"
+_AT_ONCE = 4  # few, since rewards wait behind them
+_NAMED = 3  # rows named in a note
+
+Lost = Sequence[tuple[Problem, float]]
+"""Problems of references that did not reach their answer, with their scores."""
+Notes = tuple[list[str], Callable[[Callable[[str], None]], None]]
+"""Notes; and a function that begins to try the rest in the background, which gives notes to its argument."""
+
+
+def check_references(
+    problems: Iterable[Problem], pool: Pool, timeout_s: float, folder: Path | None, needed: bool
+) -> Notes:
+    """Try the references of the verifier ``math``; those of ``match`` and ``integer`` are tried as they are read.
+
+    Args:
+      problems: of which those with this verifier are tried, one for each reference.
+      pool: of the verifier's processes.
+      timeout_s: for one reference.
+      folder: the run's, where the result is kept; None for none.
+      needed: whether the run reads which answers are right.
+
+    Raises:
+      InputError: it is needed, and most of the sample are not reached.
+    """
+    distinct = {(one.extractor, one.answer): one for one in problems if one.verifier == MATH}
+    tries = {}
+    for key, one in distinct.items():
+        answer = extract(written(one.answer, one.extractor), one.extractor) or ""
+        tries[json.dumps(key)] = one, Call(POOLED[MATH], [(answer, one)], timeout_s=timeout_s)
+
+    def told(lost: Lost, count: int, sample: bool) -> list[str]:
+        return unreachable([one for one, _ in lost], count, needed and sample)
+
+    return _try_references(tries, told, pool, None if folder is None else folder / FILE)
+
+
+def check_programs(judged: Iterable[tuple[CodeTests, Sequence[Problem]]], pool: Pool, folder: Path | None) -> Notes:
+    """Run the reference programs of rows through their own tests; rows without one are left out.
+
+    Args:
+      judged: tests of programs, and the problems that they judge.
+      pool: of the processes of rewards.
+      folder: the run's, where the result is kept; None for none.
+    """
+    tries = {}
+    for judge, problems in judged:
+        for one in problems:
+            program = one.metadata.get(SOLUTION)
+            if isinstance(program, str) and program.strip():
+                begun = judge.before is not None and one.metadata[judge.before].strip() in program
+                whole = dataclasses.replace(judge, all_or_nothing=True, before=None if begun else judge.before)
+                tries[repr((whole, program, one.metadata[judge.column]))] = one, whole.call(one, program)
+    return _try_references(tries, _unsolved, pool, None if folder is None else folder / PROGRAMS_FILE)
+
+
+def _unsolved(lost: Lost, count: int, sample: bool) -> list[str]:
+    """Return the note about reference programs that fail, or that nobody can judge."""
+    told = []
+    for ends, said in ((False, "fail their own tests"), (True, "cannot be told by their own tests")):
+        rows = [str(one.metadata.get("row", one.id)) for one, score in lost if math.isnan(score) == ends]
+        named = ", ".join(rows[:_NAMED]) + (", ..." if len(rows) > _NAMED else "")
+        told += [f"{len(rows)} {said}: {named}"] if rows else []
+    remedy = "no answer can earn its reward there; correct these tests or leave the rows out (docs/security.md)"
+    return [f"of {count} reference programs (column {SOLUTION}), {'; '.join(told)}; {remedy}"] if told else []
+
+
+def _try_references(
+    tries: Mapping[str, tuple[Problem, Call]], told: Callable[[Lost, int, bool], list[str]], pool: Pool,
+    path: Path | None,
+) -> Notes:  # fmt: skip
+    """Try a sample of references; ``told`` makes notes of those that are lost among so many, the sample or all."""
+    by_digest = {codec.digest(key, 64): one for key, one in tries.items()}
+    ordered = [by_digest[key] for key in sorted(by_digest)]
+    digest = codec.digest("".join(sorted(by_digest)))
+    known = json.loads(path.read_text()) if path is not None and path.exists() else {}
+    if not ordered or digest in known:
+        return known.get(digest, []), lambda note: None
+    lost = _lost(ordered[:SAMPLE], pool)
+    notes = told(lost, len(ordered[:SAMPLE]), True)
+
+    def finish(note: Callable[[str], None]) -> None:
+        found = list(lost)
+        try:
+            for begin in range(SAMPLE, len(ordered), _AT_ONCE):
+                found += _lost(ordered[begin : begin + _AT_ONCE], pool)
+        except (CancelledError, RuntimeError):  # the run ends; or its rewards cannot be scored, and say so
+            return
+        all_told = told(found, len(ordered), False)
+        for line in all_told if len(found) > len(lost) else ():
+            note(line)
+        if path is not None:
+            with new_file(path) as part:
+                part.write_text(json.dumps({digest: all_told}))
+
+    return notes, lambda note: threading.Thread(target=finish, args=[note], name="references", daemon=True).start()
+
+
+def _lost(tries: Sequence[tuple[Problem, Call]], pool: Pool) -> list[tuple[Problem, float]]:
+    outcomes = [future.result()[0] for future in pool.submit([call for _, call in tries])]
+    scores = [outcome.value if outcome.status == "ok" else math.nan for outcome in outcomes]
+    return [(one, score) for (one, _), score in zip(tries, scores, strict=True) if not score >= 1.0]
+
+
+def as_episode(answer: Completion, tools: Sequence[str]) -> Completion:
+    """Return an episode of two turns that ends with this answer: the environment replies to the first, which calls a
+    tool if there are ``tools`` (their names).
+
+    Its tokens are those of the answer three times: for each turn, and for the environment's words, which no policy
+    sampled.
+    """
+    size = len(answer.tokens)
+    said = {"role": "assistant", "content": answer.text}
+    calls = [{"id": "call_0", "type": "function", "function": {"name": name, "arguments": {}}} for name in tools[:1]]
+    heard = {"role": "tool", "name": tools[0], "tool_call_id": "call_0"} if calls else {"role": "user"}
+    first = Turn(
+        size, said | ({"tool_calls": calls} if calls else {}), (heard | {"content": answer.text},), calls=len(calls)
+    )
+    thrice = {name: np.tile(getattr(answer, name), 3) for name in ("tokens", "sampler_logp", "version", "mask")}
+    thrice["mask"][size : 2 * size] = False
+    episode = Episode((first, Turn(3 * size, said)), "completed", tools=len(tools))
+    return dataclasses.replace(answer, **thrice, episode=episode)
+
 
 RECORDS = (Scores, Failures)
 """Types that processes send to each other."""

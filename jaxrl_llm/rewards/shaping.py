@@ -1,4 +1,16 @@
-"""Rewards as values: each is called with a problem and a completion, and weighted by the scorer."""
+"""Rewards as values: each is called with a problem and a completion, and weighted by the scorer.
+
+Rewards made of others: hinges, thresholds, constraints, a gate, and rewards of some of a mixture's tasks.
+
+The inner reward is scored like any other; its values are changed afterwards. Its own weight is 1: the weight belongs to
+the value that goes into the sum.
+
+Changes of a group's rewards that need more than one completion: the others of its group, or the run's progress.
+
+Each is a value called as ``shape(group, updates, budget)`` and returns the group with other rewards. ``updates`` is
+the number of optimiser updates so far, ``budget`` the run's longest completion in tokens. Accuracy, which group filters
+read, stays.
+"""
 
 import dataclasses
 import functools
@@ -6,16 +18,188 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Annotated, Any, ClassVar
 
+import numpy as np
 import regex
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.rewards.bounds import Bound, Constraint, Hinge, TaskReward, Threshold, base_of
 from jaxrl_llm.rewards.code import CodeTests
-from jaxrl_llm.rewards.functions import OF_STEPS, Function, Local, Lost, ModelReward, StepFunction, StepReward, form_of
+from jaxrl_llm.rewards.functions import (
+    OF_STEPS,
+    Function,
+    Item,
+    Local,
+    Lost,
+    ModelReward,
+    StepFunction,
+    StepReward,
+    as_reward,
+    form_of,
+)
 from jaxrl_llm.rewards.rubric import OF_JUDGES, Pairwise, Rubric
 from jaxrl_llm.rewards.verify import accuracy
 from jaxrl_llm.system.setting import Range, check_fields
-from jaxrl_llm.types import Completion, Problem
+from jaxrl_llm.types import Completion, Group, Problem
+
+REJECTED = "gate/rejected"
+"""Name of the part of a group that marks the completions that its gate rejects."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """Base of rewards made of another reward's value.
+
+    Attributes:
+      of: that reward, or a function.
+    """
+
+    of: Any
+
+    def __post_init__(self):
+        object.__setattr__(self, "of", as_reward(self.of))
+
+    @property
+    def name(self) -> str:
+        """Name of the inner reward."""
+        return self.of.name
+
+
+@dataclasses.dataclass(frozen=True)
+class Hinge(Bound):
+    """``-max(0, x - limit)`` of another reward's value x: each completion is punished by its excess over the limit.
+
+    In the sum, ``r_help + weight * hinge = r_help - weight * max(0, x - limit)``. It does not limit the mean;
+    ``Constraint`` does.
+
+    Attributes:
+      of: a reward, or a function; NaN stays NaN.
+      limit: largest x that costs nothing.
+      weight: cost of each unit above.
+    """
+
+    limit: float
+    weight: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Threshold(Bound):
+    """1 where another reward's value is at least ``at``, else 0; NaN stays NaN."""
+
+    at: float
+    weight: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Gate(Bound):
+    """Gate that a completion must pass to be reinforced: if the value is below ``at`` its advantages are at most 0.
+
+    ``A <- min(A, 0)`` for each of its tokens, after estimation: other completions are still compared with it. A
+    completion that cannot be scored does not pass.
+
+    Attributes:
+      of: a reward, or a function.
+      at: the least value that passes.
+    """
+
+    at: float = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Constraint:
+    """Limit on the mean of a cost: ``R = r - lam * (cost - limit)``, the Lagrangian of E[cost] <= limit.
+
+    After each step ``lam <- max(0, lam + rate * (mean cost - limit))``, over all groups finished in it. A completion
+    with a NaN or failed cost is left out of the mean and has no advantage. Readers of rewards before the advantages
+    (filters of groups, ``reward/mean``, shaping) see r alone.
+
+    Attributes:
+      cost: a reward, or a function, to be kept low.
+      limit: of its mean.
+      rate: of lam, for one step and one unit of cost.
+      multiplier: lam before the first step.
+      name: names its metrics; None for the cost's.
+    """
+
+    cost: Any
+    limit: float
+    rate: float
+    multiplier: float = 0.0
+    name: str | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "cost", as_reward(self.cost))
+
+    @property
+    def part(self) -> str:
+        """Name of its column in groups, metrics and samples."""
+        return f"constraint/{self.label}/cost"
+
+    @property
+    def coefficient(self) -> str:
+        """Name of lam in metrics."""
+        return f"constraint/{self.label}/multiplier"
+
+    @property
+    def label(self) -> str:
+        """Name, or the cost's."""
+        return self.cost.name if self.name is None else self.name
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskReward(Bound):
+    """Reward of the completions of some of a mixture's tasks only; other completions are scored without it.
+
+    Attributes:
+      of: the reward.
+      tasks: their labels.
+    """
+
+    tasks: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Name of the reward, with those of its tasks."""
+        return f"{self.of.name}/{'+'.join(self.tasks)}"
+
+    @property
+    def weight(self) -> float:
+        """Weight of the reward."""
+        return self.of.weight
+
+
+def places_of(reward: Any, items: Sequence[Item]) -> list[int]:
+    """Return the indices of the completions that a reward scores."""
+    some = isinstance(reward, TaskReward)
+    return [place for place, (problem, _) in enumerate(items) if not some or problem.task in reward.tasks]
+
+
+def spread(values: np.ndarray, places: Sequence[int], count: int) -> np.ndarray:
+    """Return one or several columns of ``count`` completions from the values of the scored ones; NaN for the others."""
+    if len(places) == count:
+        return values
+    column = np.full((count, *values.shape[1:]), np.nan, np.result_type(values, np.float64))
+    column[places] = values
+    return column
+
+
+def base_of(reward: Any) -> Any:
+    """Return the innermost reward, which is scored for this one."""
+    return base_of(reward.of) if isinstance(reward, Bound) else reward
+
+
+def shaped(reward: Any, values: np.ndarray) -> np.ndarray:
+    """Return the reward's values, float64[n], from those of ``base_of(reward)``; a gate's are 1 where it rejects."""
+    if not isinstance(reward, Bound):
+        return values
+    inner = shaped(reward.of, values)
+    match reward:
+        case Hinge():
+            return -np.maximum(0.0, inner - reward.limit)
+        case Threshold():
+            return np.where(np.isnan(inner), np.nan, inner >= reward.at)
+        case Gate():
+            return np.where(inner >= reward.at, 0.0, 1.0)
+    return inner
+
 
 REFUSED = "completions/refusal"
 """Name of the part of a group that marks the completions that refuse."""
@@ -299,3 +483,74 @@ def _in_time(match: Callable[[], Any]) -> bool:
         return match() is not None
     except TimeoutError:
         return False
+
+
+Finite = Annotated[float, Range("(-inf, inf)", words="finite")]
+Natural = Annotated[int, Range("[0, inf]")]
+
+
+@dataclasses.dataclass(frozen=True)
+class StopProperly:
+    """Penalty on truncation: a truncated completion gets ``min(reward, scale * reward)``; ProRL v2's "stop properly"
+    has scale 0.
+
+    Its recipes multiply, for rewards that are never below 0. Below 0 that would be a gain, -1 becoming 0: such a reward
+    stays. With any scale, truncation never gains.
+    """
+
+    scale: Finite = 0.0
+
+    def __call__(self, group: Group, updates: int, budget: int) -> Group:
+        """Return the group with shaped rewards; see the module."""
+        cut = np.array([c.finish_reason == "length" for c in group.completions])
+        least = np.minimum(group.rewards, self.scale * group.rewards)
+        return dataclasses.replace(group, rewards=np.where(cut, least, group.rewards))
+
+
+@dataclasses.dataclass(frozen=True)
+class RelativeLength:
+    """Kimi k1.5's length reward (arXiv 2501.12599, section 2.3.3), added with ``weight`` after ``warmup`` updates.
+
+    ``lam = 0.5 - (length - shortest) / (longest - shortest)`` within the group; a right answer gets lam, a wrong one
+    min(0, lam), and all get 0 if the lengths are equal. The paper publishes neither weight nor warm-up.
+    """
+
+    weight: Finite = 1.0
+    warmup: Natural = 0
+
+    def __call__(self, group: Group, updates: int, budget: int) -> Group:
+        """Return the group with shaped rewards; see the module."""
+        lengths = np.array([c.length for c in group.completions], np.float64)
+        spread = lengths.max() - lengths.min()
+        lam = 0.5 - (lengths - lengths.min()) / spread if spread else np.zeros_like(lengths)
+        part = np.where(group.accuracy >= 1, lam, np.minimum(0, lam))
+        return _added(group, "relative_length", part, self.weight if updates >= self.warmup else 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class LengthCycle:
+    """Schedule of ProRL v2's cosine of the length: ``CosineLength`` up to the budget, in ``on`` of every ``on + off``
+    updates.
+
+    The weight is our choice: the recipes do not publish it.
+    """
+
+    low: float = -1.0
+    high: float = 0.0
+    weight: Finite = 0.5
+    on: Annotated[int, Range("[1, inf]")] = 100
+    off: Natural = 500
+
+    def __call__(self, group: Group, updates: int, budget: int) -> Group:
+        """Return the group with shaped rewards; see the module."""
+        cosine = CosineLength(budget, self.low, self.high)
+        part = np.array([cosine(group.problem, c) for c in group.completions])
+        return _added(group, "cosine_length", part, self.weight if updates % (self.on + self.off) < self.on else 0.0)
+
+
+GroupShaping = StopProperly | RelativeLength | LengthCycle
+
+
+def _added(group: Group, name: str, part: np.ndarray, weight: float) -> Group:
+    name = free_name(name, group.parts)  # a reward, or another shaping, may be called the same
+    return dataclasses.replace(group, rewards=group.rewards + weight * part, parts=group.parts | {name: part})

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.rewards.calls import Call
 from jaxrl_llm.rewards.code import CodeTests
+from jaxrl_llm.rewards.functions import Call
 from jaxrl_llm.tasks.extract import extract, matches, written
 from jaxrl_llm.tasks.filters import resolve
 from jaxrl_llm.tasks.instructions import followed

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxrl_llm.engine.backend import Backend
+from jaxrl_llm.engine.engine import Backend
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.rewards import Failures
 from jaxrl_llm.rollout.evaluate import describe, describe_episodes, describe_tasks, failed_call

@@ -21,11 +21,10 @@ import numpy as np
 from jaxrl_llm import codec
 from jaxrl_llm.engine.requests import EMPTY, first_tokens, row_room, with_tokens
 from jaxrl_llm.environments.calls import Parsed
+from jaxrl_llm.environments.environment import Limits
 from jaxrl_llm.environments.episode_format import EpisodeFormat
 from jaxrl_llm.environments.factory import Factory
-from jaxrl_llm.environments.limits import Limits
-from jaxrl_llm.environments.threads import Threads, hanging, told
-from jaxrl_llm.environments.world import Answer, World
+from jaxrl_llm.environments.world import Answer, Threads, World, hanging, told
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.rollout.settings import Branching
 from jaxrl_llm.tasks.chats import Prompts

@@ -12,8 +12,7 @@ from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.environments.environment import ENDS
 from jaxrl_llm.errors import require
 from jaxrl_llm.rewards import Scorer
-from jaxrl_llm.rewards.bounds import REJECTED
-from jaxrl_llm.rewards.shaping import REFUSED
+from jaxrl_llm.rewards.shaping import REFUSED, REJECTED
 from jaxrl_llm.rollout.episodes import Scene, environment_seed
 from jaxrl_llm.rollout.groups import informative
 from jaxrl_llm.rollout.respond import Answerer, Requests, SeedSpace, Status, Watch, gather, request_seed

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.rewards import Failures, Scorer
-from jaxrl_llm.rewards.bounds import REJECTED
-from jaxrl_llm.rewards.group_shaping import GroupShaping
+from jaxrl_llm.rewards.shaping import REJECTED, GroupShaping
 from jaxrl_llm.rollout.episodes import Episodes, Scene, environment_seed
 from jaxrl_llm.rollout.respond import SeedSpace, request_seed, with_texts
 from jaxrl_llm.rollout.settings import Collect, Replay

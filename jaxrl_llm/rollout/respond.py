@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from jaxrl_llm.engine.backend import Backend
+from jaxrl_llm.engine.engine import Backend
 from jaxrl_llm.engine.requests import EMPTY, first_tokens, joined, last_tokens, row_offset, row_room, with_tokens
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.models.tokenizer import text_of

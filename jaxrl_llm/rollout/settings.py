@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 from jaxrl_llm.data.datasets import Collected, Texts
 from jaxrl_llm.data.loading import check_texts
 from jaxrl_llm.engine.settings import Repetition, Sampling
-from jaxrl_llm.environments.limits import Limits
+from jaxrl_llm.environments.environment import Limits
 from jaxrl_llm.errors import require
 from jaxrl_llm.system.setting import FREE, RECORDED, Choice, Count, Range, Setting
-from jaxrl_llm.tasks.curriculum import Curriculum
+from jaxrl_llm.tasks.stream import Curriculum
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,7 +24,7 @@ from jaxrl_llm.config.origin import FILES, OF_CRITIC, models_of, place_of
 from jaxrl_llm.config.texts import FromData
 from jaxrl_llm.data import Collected
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models.builtin import BUILTIN
+from jaxrl_llm.models.pretrained import BUILTIN
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.sharding.rules import weights_digest
 from jaxrl_llm.system.paths import COLLECTED

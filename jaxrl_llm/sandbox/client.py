@@ -28,7 +28,6 @@ _PROGRAM = (
     "import sys; sys.path.append(sys.argv.pop(1)); from jaxrl_llm.sandbox.server import main; main(*sys.argv[1:])"
 )
 _ROOT = str(Path(__file__).parents[2])
-_CHUNK = 1 << 16
 
 
 class SandboxError(RuntimeError):
@@ -120,7 +119,7 @@ class Server:
                 self.close()
                 raise SandboxError("the sandbox's server does not answer")
             for number, _ in ready:
-                piece = os.read(number, _CHUNK)
+                piece = os.read(number, 1 << 16)
                 if not piece:
                     poll.unregister(number)
                     open_ones -= 1

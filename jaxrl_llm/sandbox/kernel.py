@@ -25,7 +25,6 @@ _CLONE |= {"pid": 0x20000000, "net": 0x40000000}
 _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE, _MNT_DETACH = 2, 4, 0x1000, 0x4000, 0x40000, 2
 ROOT_BYTES, ROOT_FILES = 40 << 20, 2000
 """Size of the file system of a new root, and number of files in it."""
-_CAPABILITIES = 0x20080522
 _PATH = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_PATH", 0)
 
 _library = ctypes.CDLL(None, use_errno=True)
@@ -86,7 +85,7 @@ def confine(rules: int | None) -> None:
     """
     if not syscalls.SUPPORTED:
         return
-    header, none = struct.pack("=Ii", _CAPABILITIES, 0), bytes(24)
+    header, none = struct.pack("=Ii", 0x20080522, 0), bytes(24)  # _LINUX_CAPABILITY_VERSION_3
     _checked(_library.capset(header, none), "capset")
     _prctl(_PR_SET_PDEATHSIG, 9)
     _prctl(_PR_SET_DUMPABLE, 0)

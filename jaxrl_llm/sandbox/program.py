@@ -26,7 +26,6 @@ FAILED, OUT_OF_MEMORY = 1, 97
 NAME = "<program>"
 _LARGEST_DIGITS = 4000
 """Digits of the largest integer that JSON's readers take."""
-_DEEPEST = 200
 
 
 def run(request: bytes, channel: int) -> int:
@@ -124,7 +123,7 @@ def encoded(value: Any, depth: int = 0) -> Any:
 
     A subclass of a container is written as that container, and a value that equals no literal as its type's name.
     """
-    if depth > _DEEPEST:
+    if depth > 200:
         return {"other": "too deep"}
     if value is None or value is True or value is False:
         return value

@@ -31,7 +31,6 @@ WARM = """
 """.split()
 """Modules that programs import often, and those whose libraries lie outside the standard library's folder."""
 
-DESCRIPTORS = 5
 LEVELS = "rlimits only", "landlock+seccomp", "full"
 FILE_BYTES, FOLDER_BYTES, FOLDER_FILES, THREADS, OPEN_FILES = 8 << 20, 32 << 20, 256, 64, 64
 """Limits of a program: bytes of a file and of all its files, number of files and threads, open files."""
@@ -116,7 +115,7 @@ class _Server:
 
     def serve(self) -> bool:
         """Run one program; return False when the parent is gone."""
-        said, descriptors, _, _ = socket.recv_fds(self.connection, 4096, DESCRIPTORS)
+        said, descriptors, _, _ = socket.recv_fds(self.connection, 4096, 5)
         if not said:
             return False
         limits = json.loads(said)

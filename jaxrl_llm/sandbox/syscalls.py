@@ -66,7 +66,6 @@ _IOCTL = 0x5401, 0x541B, 0x5421, 0x5450, 0x5451
 """TCGETS, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX: what Python asks of its own files."""
 _FCNTL = 0, 1, 2, 3, 4, 5, 6, 7, 1030
 """Duplicates, flags and locks; not F_SETOWN, which sends signals to others."""
-_AF_UNIX = (1,)
 _ANY: tuple[int, ...] = ()
 
 PIVOT_ROOT = {"aarch64": 41}.get(platform.machine(), 155)
@@ -83,7 +82,7 @@ def seccomp_filter(pid: int) -> bytes:
     ] = {  # name: allowed low words of arguments, arguments that are null pointers, error
         "ioctl": ({1: _IOCTL}, _ANY, errno.ENOTTY),
         "sendto": ({}, (4,), errno.EPERM),
-        "socketpair": ({0: _AF_UNIX, 1: _STREAM}, _ANY, errno.EPERM),
+        "socketpair": ({0: (1,), 1: _STREAM}, _ANY, errno.EPERM),  # AF_UNIX
         "clone": ({0: _THREAD}, _ANY, errno.EPERM),
         "kill": ({0: (pid,)}, _ANY, errno.EPERM),
         "tgkill": ({0: (pid,)}, _ANY, errno.EPERM),

@@ -1,10 +1,10 @@
 """The device mesh, and the layout of every array on it."""
 
-from jaxrl_llm.sharding.compiler import compiler_options
 from jaxrl_llm.sharding.mesh import (
     BATCH,
     MeshShape,
     batch_parts,
+    compiler_options,
     constrain,
     fitting,
     head_copies,

@@ -5,20 +5,26 @@ Several slices (groups of devices with a fast network of their own) are arranged
 of the weights, and only sums of gradients cross the slow network between them.
 """
 
+import contextlib
 import dataclasses
+import functools
+import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.system.paths import GPU_SHARE
 
-AXES = ("data", "fsdp", "expert", "tensor")
 BATCH = ("data", "fsdp", "expert")
 """The axes that divide the rows of a batch."""
 
@@ -57,7 +63,7 @@ class MeshShape:
         if self.slices < 1 or devices % self.slices:
             raise InputError(f"mesh.slices must divide the {devices} devices that learn, got {self.slices}")
         devices //= self.slices
-        sizes = zip(AXES, (self.data, self.fsdp, self.expert, self.tensor), strict=True)
+        sizes = zip(("data", "fsdp", "expert", "tensor"), (self.data, self.fsdp, self.expert, self.tensor), strict=True)
         given = {axis: size for axis, size in sizes if (axis, size) != ("expert", 1)}
         said = f"{', '.join(given)} = {tuple(given.values())}"
         counts = list(given.values())
@@ -237,3 +243,157 @@ def fitting(shape: tuple[int, ...], spec: Any, mesh: Any) -> PartitionSpec:
             names = names[:-1]
         found.append(names[0] if len(names) == 1 else names or None)
     return PartitionSpec(*found)
+
+
+GB, GIB = 1e9, 2.0**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """Peaks of one device, as JAX counts devices.
+
+    Attributes:
+      name: as in a topology.
+      platform: "tpu" or "gpu".
+      flops: bfloat16 matrix products, FLOP/s, dense.
+      bandwidth: of its memory, bytes/s.
+      memory: bytes that a program may use.
+      link: bytes/s one way over one link to a neighbour (TPU), or to all others of its host together (GPU).
+      network: bytes/s one way out of its slice (TPU) or host (GPU), for each chip.
+      dimensions: of the torus that links make; 0 for a switch.
+      per_host: devices of a host; for a GPU those behind one switch, unless the topology gives another number.
+      wrap: the ends of a torus axis are linked if its length is a multiple of this; 0 for never.
+      clock: Hz of the cores of a TPU: its peak over the products that its matrix units begin in a cycle.
+    """
+
+    name: str
+    platform: str
+    flops: float
+    bandwidth: float
+    memory: float
+    link: float
+    network: float
+    dimensions: int = 0
+    per_host: int = 8
+    wrap: int = 0
+    clock: float = 0.0
+
+
+CHIPS: dict[str, Chip] = {
+    chip.name: chip
+    for chip in (
+        Chip("v4", "tpu", 275e12, 1228 * GB, 31.25 * GIB, 45 * GB, 6.25 * GB, 3, 4, 4, 1.05e9),
+        Chip("v5e", "tpu", 197e12, 819 * GB, 15.75 * GIB, 45 * GB, 3.125 * GB, 2, 4, 16, 1.5e9),
+        Chip("v5p", "tpu", 459e12, 2765 * GB, 95.74 * GIB, 90 * GB, 6.25 * GB, 3, 4, 4, 1.75e9),
+        Chip("v6e", "tpu", 918e12, 1640 * GB, 31.25 * GIB, 90 * GB, 12.5 * GB, 2, 4, 16, 1.75e9),
+        # Two devices make a chip, which shares links and network among them.
+        Chip("tpu7x", "tpu", 1153e12, 3690 * GB, 94.75 * GIB, 50 * GB, 6.25 * GB, 3, 8, 4, 2.2e9),
+        Chip("a100", "gpu", 312e12, 2039 * GB, GPU_SHARE * 80 * GB, 300 * GB, 25 * GB),
+        Chip("h100", "gpu", 989e12, 3350 * GB, GPU_SHARE * 80 * GB, 450 * GB, 50 * GB),
+        Chip("h200", "gpu", 989e12, 4800 * GB, GPU_SHARE * 141 * GB, 450 * GB, 50 * GB),
+        Chip("b200", "gpu", 2250e12, 8000 * GB, GPU_SHARE * 180 * GB, 900 * GB, 50 * GB),
+    )
+}
+"""Sources: Google Cloud's TPU system pages and the scaling book (TPUs), NVIDIA's data sheets (GPUs). The memory of a
+TPU is what its compiler lets a program use, that of a GPU what the trainer lets JAX take.
+"""
+
+KINDS = {
+    "TPU v4": "v4",
+    "TPU v5 lite|TPU v5e": "v5e",
+    "TPU v5|TPU v5p": "v5p",
+    "TPU v6 lite|TPU v6e": "v6e",
+    "TPU7x": "tpu7x",
+    r"NVIDIA A100[- ].*GB( PCIe)?": "a100",
+    r"NVIDIA H100 \d+GB HBM3": "h100",
+    "NVIDIA H200": "h200",
+    "NVIDIA B200": "b200",
+}
+"""Patterns of ``device_kind``. H100 and H200 are those of SXM boards: cards for PCIe have lower peaks, and a slice of a
+divided GPU (MIG) has a part of them."""
+
+
+def chip_of(device_kind: str) -> Chip | None:
+    """Return the chip of JAX's name for a kind of device; None if its peaks are not known, as on a CPU.
+
+    >>> chip_of("TPU v5 lite").name
+    'v5e'
+    """
+    return next((CHIPS[name] for kinds, name in KINDS.items() if re.fullmatch(kinds, device_kind)), None)
+
+
+log = logging.getLogger(__name__)
+
+Options = tuple[tuple[str, bool | int], ...]
+"""Compiler options and their values, as ``jax.jit(..., compiler_options=dict(options))`` takes them."""
+
+_GATHERING: Options = (
+    ("xla_tpu_enable_async_collective_fusion", True),
+    ("xla_tpu_enable_async_collective_fusion_fuse_all_gather", True),
+    ("xla_tpu_enable_async_collective_fusion_multiple_steps", True),
+    ("xla_tpu_overlap_compute_collective_tc", True),
+    ("xla_enable_async_all_gather", True),
+    ("xla_tpu_data_parallel_opt_different_sized_ops", True),
+)
+"""Weights are gathered while matrix products run; a v5e's compiler does so by default."""
+_TILES: Options = (("xla_tpu_scoped_vmem_limit_kib", 24576),)
+"""On-chip memory that a kernel may use. The compiler's cycles of an update of 1.5B on v5e:4x4: 4.171e9 by its own
+limit of 16 MiB, 4.041e9 with 24 MiB, 4.048e9 with 28, 4.398e9 with 64, which leaves less for results between kernels.
+"""
+OPTIONS: dict[str, Options] = dict.fromkeys(("v4", "v5p", "v6e"), _GATHERING) | {"v5e": _TILES}
+"""Options of the learner's programs by ``Chip.name``; other TPUs, and CPUs, have none."""
+REPEATABLE: Options = (("xla_gpu_exclude_nondeterministic_ops", True),)
+"""Options of the learner's programs on every GPU: sums of a scatter are added in one order, so that a run resumes bit
+for bit. On an H100 two undisturbed runs differed from their third step on without it. It costs 7 % of an update.
+"""
+
+
+def compiler_options(mesh: Mesh | AbstractMesh) -> Options:
+    """Return the options of the mesh's platform and chip that its compiler knows; none for a mesh without devices.
+
+    An option that the installed compiler does not know would stop every program: it is left out with a warning.
+    """
+    if isinstance(mesh, AbstractMesh):
+        return ()
+    first = mesh.devices.flat[0]
+    chip = chip_of(first.device_kind)
+    # A process compiles nothing for devices of another process alone.
+    device = next((one for one in jax.local_devices() if one.platform == first.platform), first)
+    wanted = OPTIONS.get(chip.name, ()) if chip else ()
+    return known_options(REPEATABLE if first.platform == "gpu" else wanted, device)
+
+
+@functools.cache
+def known_options(options: Options, device: jax.Device) -> Options:
+    """Return the options that a device's compiler takes, found by compiling a tiny program."""
+    if not options or _takes(options, device):
+        return options
+    known = tuple(one for one in options if _takes((one,), device))
+    left_out = ", ".join(name for name, _ in options if name not in dict(known))
+    log.warning("the compiler of %s does not know %s: left out", device.device_kind, left_out)
+    return known
+
+
+def _takes(options: Options, device: jax.Device) -> bool:
+    x = jax.ShapeDtypeStruct((), jnp.float32, sharding=SingleDeviceSharding(device))
+    try:
+        with without_compilation_cache():
+            jax.jit(lambda x: x + 1, compiler_options=dict(options)).lower(x).compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "INVALID_ARGUMENT" in str(error):
+            return False
+        raise
+    return True
+
+
+@contextlib.contextmanager
+def without_compilation_cache() -> Generator[None]:
+    """Switch off JAX's compilation cache: a cached program of an absent device cannot be loaded."""
+    on = jax.config.jax_enable_compilation_cache  # ty: ignore[missing-attribute]  made at run time
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", on)
+        compilation_cache.reset_cache()

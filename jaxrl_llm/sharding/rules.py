@@ -5,7 +5,6 @@ few bytes for each, which other weights would not have, and which the layout doe
 """
 
 import functools
-import hashlib
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from jaxrl_llm.codec import digest_of_parts
 from jaxrl_llm.sharding.mesh import BATCH, constrain, fitting
 
 RULES: dict[str, tuple[str | tuple[str, ...] | None, ...]] = {
@@ -209,15 +209,7 @@ def fingerprint(model: Any) -> Any:
 
 def weights_digest(model: Any) -> str:
     """Return 16 hexadecimal digits that identify the weights; results computed from a model are stored under them."""
-    return digest(jax.tree.leaves(jax.device_get(fingerprint(model))))
-
-
-def digest(arrays: Sequence[np.ndarray]) -> str:
-    """Return 16 hexadecimal digits of the SHA-256 of the contents of arrays."""
-    found = hashlib.sha256()
-    for array in arrays:
-        found.update(np.asarray(array).tobytes() + b"\n")
-    return found.hexdigest()[:16]
+    return digest_of_parts(jax.tree.leaves(jax.device_get(fingerprint(model))))
 
 
 def _checksum(x: jax.Array) -> jax.Array:

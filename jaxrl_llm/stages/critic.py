@@ -16,7 +16,7 @@ from jaxrl_llm.learner import Critic, Forward, Sample, Training, ValueLoss, make
 from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.learner.platform import KERNELS, compute_for
 from jaxrl_llm.learner.samples import to_value
-from jaxrl_llm.learner.state import NewRole
+from jaxrl_llm.learner.update import NewRole
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Decoder, initialise
 from jaxrl_llm.models.heads import ScalarModel, with_scalar_head

@@ -16,16 +16,16 @@ from jaxrl_llm.collection.rejection_sampling import collected
 from jaxrl_llm.config.texts import FromData
 from jaxrl_llm.data import Collected, Pairs, Steps, Text, Texts, Unpaired, load_texts, longest
 from jaxrl_llm.engine import Sampling
-from jaxrl_llm.engine.backend import backend_for
+from jaxrl_llm.engine.engine import backend_for
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Forward, Sample, Training, make_update
+from jaxrl_llm.learner.batch import rows_of, rows_together
 from jaxrl_llm.learner.objectives import NextToken, Objective
 from jaxrl_llm.learner.optimiser import build, learning_rate
-from jaxrl_llm.learner.packing import rows_of, rows_together
 from jaxrl_llm.learner.platform import compute_for, layout_for
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rewards import Accuracy, Scorer
-from jaxrl_llm.rewards.bounds import TaskReward
+from jaxrl_llm.rewards.shaping import TaskReward
 from jaxrl_llm.rollout.episodes import Episodes, episodes_of
 from jaxrl_llm.rollout.evaluate import Evaluated, Questions, Tested, evaluate
 from jaxrl_llm.rollout.respond import Answerer

@@ -12,25 +12,24 @@ import numpy as np
 
 from jaxrl_llm import tasks
 from jaxrl_llm.algorithms.preference import pretraining_loss
+from jaxrl_llm.codec import digest_of_parts
 from jaxrl_llm.config import JUDGED, Run, samples_groups
 from jaxrl_llm.data import Text, load_texts
 from jaxrl_llm.engine import Sampling
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Forward, Sample
-from jaxrl_llm.learner.objectives import TEXT, NextToken, Objective, Scalars, Share
+from jaxrl_llm.learner.objectives import DISTILLATION, TEXT, NextToken, Objective, Scalars, Share
 from jaxrl_llm.learner.samples import advantage_of, without_gain
-from jaxrl_llm.learner.teaching import DISTILLATION
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rewards import Scorer
-from jaxrl_llm.rewards.bounds import REJECTED, Constraint
 from jaxrl_llm.rewards.rubric import Pairwise
+from jaxrl_llm.rewards.shaping import REJECTED, Constraint
 from jaxrl_llm.rollout.episodes import common_lengths, shared_credit
 from jaxrl_llm.rollout.evaluate import Evaluated
 from jaxrl_llm.rollout.groups import RolloutBatch
 from jaxrl_llm.rules import Rule
 from jaxrl_llm.rules.decision import Decided, Decision, Own, Row
 from jaxrl_llm.sharding.distributed import ALONE, Peers
-from jaxrl_llm.sharding.rules import digest
 from jaxrl_llm.stages.dataset import sample_of, text_numbers
 from jaxrl_llm.stages.stage import Fingerprints
 from jaxrl_llm.system.json_lines import append_rows, read_rows
@@ -415,7 +414,7 @@ class WinRate(Ingredient):
             path=context.scorer.folder / FIRST_ANSWERS,
             scorer=context.scorer,
             peers=context.peers,
-            made_from=lambda problem: digest([np.asarray(prompts[problem], np.int32), how]),
+            made_from=lambda problem: digest_of_parts([np.asarray(prompts[problem], np.int32), how]),
         )
 
     def compared(self, answers: tuple[Evaluated, ...], first: bool) -> tuple[Evaluated, ...]:

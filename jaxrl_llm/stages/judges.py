@@ -19,23 +19,21 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.algorithms.preference import solution_score, step_differences
 from jaxrl_llm.data.datasets import split_steps, step_lengths
 from jaxrl_llm.engine import Sampling
-from jaxrl_llm.engine.backend import Backend, backend_for
+from jaxrl_llm.engine.engine import Backend, backend_for
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Forward, Sample
 from jaxrl_llm.models.decoder import Decoder, initialise
 from jaxrl_llm.models.heads import ScalarModel, with_scalar_head
-from jaxrl_llm.rewards.chat_client import Answer
-from jaxrl_llm.rewards.endpoint import JudgeModel
+from jaxrl_llm.rewards.endpoint import Answer, JudgeModel
 from jaxrl_llm.rewards.functions import ModelReward, StepReward
 from jaxrl_llm.rewards.rubric import Pairwise, asks_model
-from jaxrl_llm.rewards.scores import last_token
+from jaxrl_llm.rewards.scorer import last_token
 from jaxrl_llm.rollout.respond import Requests, gather
 from jaxrl_llm.runs.load import load_model
 from jaxrl_llm.stages.stage import SCORED_AT_ONCE, Architectures, Pass, run_by, scored, scored_sample
 from jaxrl_llm.stages.taught import check_template, readers, taught
 from jaxrl_llm.tasks import Prompts
-from jaxrl_llm.tasks.chats import Pieces, closed
-from jaxrl_llm.tasks.guarding import Guard
+from jaxrl_llm.tasks.chats import Guard, Pieces, closed
 from jaxrl_llm.tasks.template import check_tokenizer, rendered
 from jaxrl_llm.types import Completion, Message, Problem
 

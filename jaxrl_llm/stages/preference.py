@@ -14,7 +14,7 @@ from jaxrl_llm.config.texts import Preference
 from jaxrl_llm.data import Judged, Ranked, Unpaired
 from jaxrl_llm.errors import require
 from jaxrl_llm.learner import Forward, Sample
-from jaxrl_llm.learner.comparisons import UNRELATED, PairLoss, UnpairedLoss
+from jaxrl_llm.learner.objectives import UNRELATED, PairLoss, UnpairedLoss
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rewards import Scorer
 from jaxrl_llm.sharding.distributed import Peers

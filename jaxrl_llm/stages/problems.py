@@ -4,8 +4,6 @@ what a phase of a run leaves to the next one: the place in its problems, and sto
 import contextlib
 import dataclasses
 import functools
-import hashlib
-import json
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,8 +18,17 @@ from jaxrl_llm.runs.load import find_start, host_state
 from jaxrl_llm.stages.stage import Fingerprints, read_parts
 from jaxrl_llm.stages.taught import untold
 from jaxrl_llm.tasks.chats import OPENS_A_THOUGHT, Pieces
-from jaxrl_llm.tasks.curriculum import BY_SUCCESS, PLACES, Curriculum, difficulties
-from jaxrl_llm.tasks.stream import NONE, Memory, PromptStream, digest, going_on, places_in
+from jaxrl_llm.tasks.stream import (
+    BY_SUCCESS,
+    NONE,
+    PLACES,
+    Curriculum,
+    Memory,
+    PromptStream,
+    difficulties,
+    going_on,
+    places_in,
+)
 from jaxrl_llm.types import Problem
 
 ROWS = ("source", "keep", "holdout", "overlong")
@@ -104,8 +111,7 @@ def problems_of(run: configs.Run, read: Problems) -> Fingerprints:
     """Return fingerprints of the problems; the evaluation's key depends on its settings, which may change on resume."""
     name = "held-out"
     if run.evaluation.task:
-        settings = json.dumps(configs.to_json(run.evaluation.task))
-        name = f"evaluation {hashlib.sha256(settings.encode()).hexdigest()[:16]}"
+        name = f"evaluation {codec.digest(configs.to_json(run.evaluation.task))}"
     return {"training": tasks.fingerprint(read.all_train), name: tasks.fingerprint(read.held_out)}
 
 
@@ -218,7 +224,7 @@ def statistics(name: str, problems: Sequence[Problem]) -> Memory:
             f"{FIELD}.statistics {name} has none: that run had no {FIELD}, or this is a snapshot; give another, or "
             "leave it out"
         )
-    wanted, task = digest(problems), problems[0].task
+    wanted, task = codec.digest("\n".join(problem.id for problem in problems)), problems[0].task
     same = {label: memory for label, memory in reversed(found) if memory["problems"] == wanted}
     if not same:
         raise InputError(

@@ -13,12 +13,12 @@ from jax.sharding import Mesh
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.engine import Sampling
-from jaxrl_llm.engine.backend import Backend, backend_for, weights_for_sampling
+from jaxrl_llm.engine.engine import Backend, backend_for, weights_for_sampling
 from jaxrl_llm.learner import Forward, PolicyGradient, Sample, Training, make_update
+from jaxrl_llm.learner.forward import planned_routes
 from jaxrl_llm.learner.objectives import Objective
 from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.learner.platform import compute_for, layout_for, with_rows
-from jaxrl_llm.learner.routing import planned_routes
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.dynamic_sampling import Sampler

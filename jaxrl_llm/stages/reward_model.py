@@ -9,8 +9,7 @@ import numpy as np
 from jaxrl_llm.config.texts import RewardModel
 from jaxrl_llm.data import Ranked, Stepped, Steps
 from jaxrl_llm.learner import Sample
-from jaxrl_llm.learner.comparisons import Ranking, StepEntropy
-from jaxrl_llm.learner.objectives import Objective
+from jaxrl_llm.learner.objectives import Objective, Ranking, StepEntropy
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.heads import ScalarModel
 from jaxrl_llm.rewards import Scorer

@@ -23,9 +23,8 @@ from jaxrl_llm.engine import Sampling
 from jaxrl_llm.errors import require
 from jaxrl_llm.learner import Forward, Learner, Sample, Training, learn
 from jaxrl_llm.learner.optimiser import build
-from jaxrl_llm.learner.platform import compute_for, layout_for
-from jaxrl_llm.learner.state import abstract_state
-from jaxrl_llm.learner.utilisation import utilisation
+from jaxrl_llm.learner.platform import compute_for, layout_for, utilisation
+from jaxrl_llm.learner.update import abstract_state
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.evaluate import Tested

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from jaxrl_llm import config as configs
 from jaxrl_llm.data import Pairs, Steps
 from jaxrl_llm.errors import InputError, require
-from jaxrl_llm.models.hf_config import OURS, gives_scores
+from jaxrl_llm.models.hf import OURS, gives_scores
 from jaxrl_llm.models.pretrained import attributes_of
 from jaxrl_llm.rewards.functions import ModelReward, StepReward
 from jaxrl_llm.runs.load import find_run

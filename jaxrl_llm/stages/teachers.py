@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.algorithms.divergences import SampledKL
+from jaxrl_llm.algorithms.kl import SampledKL
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.learner import Forward, Sample, Training
+from jaxrl_llm.learner.objectives import DISTILLATION, WHICH, DivergenceLoss, Teacher, TopOutput
 from jaxrl_llm.learner.platform import KERNELS, compute_for, layout_for
 from jaxrl_llm.learner.samples import advantage_of
-from jaxrl_llm.learner.teaching import DISTILLATION, WHICH, DivergenceLoss, Teacher, TopOutput
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Decoder, initialise
 from jaxrl_llm.models.heads import ScalarModel

@@ -8,24 +8,12 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from jaxrl_llm.codec import jsonable
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.system.paths import open_nofollow
 
 BLOCK = 1 << 16
 """Bytes per read when a file is read from its end."""
-
-
-def jsonable(value: Any) -> Any:
-    """Convert ``value`` for JSON: NumPy and JAX scalars and arrays become Python's, NaN and infinity become None."""
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): jsonable(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [jsonable(entry) for entry in value]
-    return value
 
 
 def number(value: Any) -> float | None:

@@ -1,13 +1,21 @@
 """Tasks: prompts with checkable answers, as values."""
 
 from jaxrl_llm.tasks.chats import Prompts, encode
-from jaxrl_llm.tasks.curriculum import Curriculum, Dropping, EasyToHard, Prioritised, Scheduled
 from jaxrl_llm.tasks.extract import answer_of, extract, integer
-from jaxrl_llm.tasks.generated_programs import Programs
-from jaxrl_llm.tasks.instructed import Instructions
+from jaxrl_llm.tasks.instructions import Instructions
+from jaxrl_llm.tasks.programs import Programs
 from jaxrl_llm.tasks.prompts import difference, fingerprint
-from jaxrl_llm.tasks.sources import HubDataset, ReasoningGym, Rows, Table, begun
-from jaxrl_llm.tasks.stream import PromptStream, Shuffled, of_tasks, problem_index
-from jaxrl_llm.tasks.task import Loaded, Task, check, load
+from jaxrl_llm.tasks.stream import (
+    Curriculum,
+    Dropping,
+    EasyToHard,
+    Prioritised,
+    PromptStream,
+    Scheduled,
+    Shuffled,
+    of_tasks,
+    problem_index,
+)
+from jaxrl_llm.tasks.task import HubDataset, Loaded, ReasoningGym, Rows, Table, Task, begun, check, load
 
 __all__ = [name for name in globals() if not name.startswith("_")]

@@ -2,9 +2,8 @@
 
 import dataclasses
 import decimal
-import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ def prompt_key(prompt: Sequence[Message]) -> str:
     others = ({name: value for name, value in message.items() if name not in known} for message in prompt)
     chat = [[*map(message.get, known), *filter(None, [more])] for message, more in zip(prompt, others, strict=True)]
     text = json.dumps(chat, ensure_ascii=False)
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+    return codec.digest(text, 64)
 
 
 def answer_in(source: Any, row: dict[str, Any], where: str, needed: bool) -> str:
@@ -95,12 +94,12 @@ Fingerprint = dict[str, int | str]
 
 def fingerprint(problems: Sequence[Problem | Any]) -> Fingerprint:
     """Return a fingerprint of problems or rows, independent of their table's place; small JSON, saved with a run."""
-    whole = [_digest([content(problem)]) for problem in problems]
+    whole = [codec.digest_of_parts([content(problem)]) for problem in problems]
     return {
         "count": len(problems),
-        "prompts": _digest(sorted(problem.id for problem in problems)),
-        "contents": _digest(sorted(whole)),
-        "order": _digest(whole),
+        "prompts": codec.digest_of_parts(sorted(problem.id for problem in problems)),
+        "contents": codec.digest_of_parts(sorted(whole)),
+        "order": codec.digest_of_parts(whole),
     }
 
 
@@ -125,15 +124,3 @@ def content(problem: Problem | Any) -> str:
         return json.dumps(fields | {"where": ""}, sort_keys=True, default=np.ndarray.tolist)
     metadata = {name: value for name, value in problem.metadata.items() if name != "row"}
     return json.dumps([problem.id, list(problem.prompt), problem.answer, codec.to_json(metadata)], sort_keys=True)
-
-
-def digest(*texts: str) -> str:
-    """Return 16 hex digits of texts in their order."""
-    return _digest(texts)
-
-
-def _digest(texts: Iterable[str]) -> str:
-    found = hashlib.sha256()
-    for text in texts:
-        found.update(text.encode("utf-8", "surrogatepass") + b"\n")
-    return found.hexdigest()[:16]

@@ -2,17 +2,23 @@
 
 ``Shuffled`` asks the problems of one task in epochs, ``curriculum.Scheduled`` by a curriculum, ``Interleaved`` those of
 several tasks, each with its exact share.
+
+Curricula: which problems a task asks, by how often each was solved. ``drop`` removes problems, ``easy_to_hard``
+opens a growing share of the rest, ``prioritised`` sets how the open ones are drawn.
 """
 
 import dataclasses
 import functools
-import hashlib
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import numpy as np
 
-from jaxrl_llm.errors import InputError
+from jaxrl_llm import codec
+from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.system.setting import PATH, Range, Setting
+from jaxrl_llm.tasks.tables import field_of
 from jaxrl_llm.types import Group, Problem
 
 Memory = dict[str, Any]
@@ -122,11 +128,6 @@ def drawn(weights: np.ndarray, seed: int, number: int) -> int:
     return min(found, int(np.flatnonzero(weights)[-1]))
 
 
-def digest(problems: Sequence[Problem]) -> str:
-    """Return a digest of a sequence of problems, from their ids, which are made of their prompts."""
-    return hashlib.sha256("\n".join(problem.id for problem in problems).encode()).hexdigest()[:16]
-
-
 @dataclasses.dataclass(frozen=True)
 class Interleaved:
     """Streams of several tasks: after n prompts a task with share w of the weights has had w n prompts, within one.
@@ -230,3 +231,320 @@ def of_tasks(streams: Sequence[tuple[str, float, PromptStream]]) -> PromptStream
     if len(streams) == 1:
         return streams[0][2]
     return Interleaved({label: stream for label, _, stream in streams}, {label: weight for label, weight, _ in streams})
+
+
+BY_SUCCESS = "success"
+"""Value of ``EasyToHard.by`` that replaces a column: the more of its answers were right, the easier a problem is."""
+PLACES = (COUNTED, "begun", "asked", "since")
+"""Keys of a stream's memory that hold the places of prompts, as opposed to counts of results."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Prioritised(Setting):
+    """Drawing of problems with ``p ~ (1 - success) ** power``: Kimi k1.5 (arXiv 2501.12599, section 2.3.4), power 1.
+
+    Each prompt draws anew, so one problem may come twice before another comes once.
+
+    >>> weights = Prioritised()(np.array([0.9, 0.5, 0.1]))
+    >>> (weights / weights.sum()).round(6).tolist()
+    [0.066667, 0.333333, 0.6]
+
+    Attributes:
+      power: above 0.
+    """
+
+    power: Annotated[float, Range("(0, inf)", words="above 0")] = 1.0
+
+    def __call__(self, success: np.ndarray) -> np.ndarray:
+        """Return the unnormalised probability of drawing each problem, [N], from its estimated success."""
+        return (1 - success) ** self.power
+
+
+@dataclasses.dataclass(frozen=True)
+class EasyToHard(Setting):
+    """Schedule that opens only the easiest problems at first; their share grows evenly until all are open.
+
+    ``start + (1 - start) * n / over`` of the remaining problems (not dropped) are open to prompt n of the task. Equally
+    easy problems come in an order that the seed sets.
+
+    Attributes:
+      by: a column of the rows with a number for each problem (a dot reaches into a nested record); "success": how often
+        it was solved so far, where a problem that was never asked counts as ``Curriculum.prior``.
+      over: prompts of the task after which all problems are open; in a later phase from its first one on.
+      start: the share that is open to the first prompt; above 0, at most 1.
+      rising: the larger a column's number, the harder the problem; False the other way round.
+    """
+
+    by: str
+    over: Annotated[int, Range("[1, inf]", words="at least 1 prompt")]
+    start: Annotated[float, Range("(0, 1]")] = 0.2
+    rising: bool = True
+
+    def check(self, run: Any, where: str) -> None:
+        """Refuse an order by nothing, and a direction where the order is by success."""
+        require(bool(self.by), f"{where}by must be a column of the rows, or success, got {self.by!r}")
+        turned = self.by == BY_SUCCESS and not self.rising
+        require(not turned, f"{where}rising must be left out where by is success, got {self.rising}")
+
+    def __call__(self, difficulty: np.ndarray, left: np.ndarray, number: int, ties: np.ndarray) -> np.ndarray:
+        """Return which problems are open, bool[N].
+
+        Args:
+          difficulty: [N].
+          left: bool[N], those that are not dropped.
+          number: of the prompt.
+          ties: int[N], a permutation: of equally easy problems those with smaller numbers come first.
+        """
+        total = int(left.sum())
+        share = min(1.0, self.start + (1 - self.start) * number / self.over)
+        count = math.ceil(share * total - 1e-9)  # a share's rounding opens no further problem
+        if count >= total:
+            return left
+        hardest = np.partition(difficulty[left], count - 1)[count - 1]
+        found = left & (difficulty < hardest)
+        equal = np.flatnonzero(left & (difficulty == hardest))
+        more = count - int(found.sum())
+        found[equal[np.argpartition(ties[equal], more - 1)[:more]]] = True
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Dropping(Setting):
+    """Removal of problems that were always, or never, solved: their groups teach nothing.
+
+    Attributes:
+      solved: a problem is dropped once all its answers were right in so many visits in a row; 0 for never.
+      unsolved: a problem is dropped once no answer was right, even in part, in so many visits in a row; 0 for never.
+      again: epochs, of as many prompts as there are problems, after which it is visited once more: one that is solved
+        in part then is back, another waits as long again. 0 for never.
+    """
+
+    solved: Annotated[int, Range("[0, inf]")] = 3
+    unsolved: Annotated[int, Range("[0, inf]")] = 3
+    again: Annotated[int, Range("[0, inf]")] = 0
+
+    def check(self, run: Any, where: str) -> None:
+        """Refuse a removal that removes nothing."""
+        require(bool(self.solved or self.unsolved), f"{where}solved and unsolved must be above 0 in one of them, got 0")
+
+    def __call__(self, streak: np.ndarray, last: np.ndarray, number: int) -> np.ndarray:
+        """Return which problems are dropped, bool[N].
+
+        Args:
+          streak: int[N], visits in a row in which all answers were right; negative if none was, even in part.
+          last: int[N], the prompt that last asked it; -1 for none.
+          number: of the prompt that is asked now.
+        """
+        dropped = np.zeros(len(streak), bool)
+        if self.solved:
+            dropped |= streak >= self.solved
+        if self.unsolved:
+            dropped |= streak <= -self.unsolved
+        if self.again:
+            dropped &= number - last < self.again * len(streak)
+        return dropped
+
+
+@dataclasses.dataclass(frozen=True)
+class Curriculum(Setting):
+    """Selection of the problems to ask. Without parts it asks all in epochs, and still counts how often each is solved.
+
+    A problem's success is ``(solved + prior * strength) / (tries + strength)``: the mean accuracy of its answers, which
+    is 0.75 for one that follows three of four instructions.
+
+    Attributes:
+      prioritised: how problems are drawn; None: all that are open once, in an order of the seed's, then all again.
+      easy_to_hard: share of the problems that is open; None for all.
+      drop: which problems are removed; None for none.
+      prior: the success that is expected of a problem before it was asked.
+      strength: number of answers that this expectation counts as.
+      fade: weight of earlier answers once a problem is answered again, above 0; 1 counts all alike.
+      statistics: RUN or RUN@STEP, another run of a curriculum over the same problems, to take counts from; None starts
+        without any.
+    """
+
+    prioritised: Prioritised | None = None
+    easy_to_hard: EasyToHard | None = None
+    drop: Dropping | None = None
+    prior: Annotated[float, Range("[0, 1]")] = 0.5
+    strength: Annotated[float, Range("[0, inf)", words="at least 0")] = 1.0
+    fade: Annotated[float, Range("(0, 1]")] = 1.0
+    statistics: Annotated[str | None, PATH] = None
+
+    def check(self, run: Any, where: str) -> None:
+        """Refuse statistics that would order nothing."""
+        require(
+            self.statistics is None or self.reads_success,
+            f"{where}statistics {self.statistics} has nothing to order: set prioritised, drop, or easy_to_hard by "
+            "success, or leave it out",
+        )
+
+    @property
+    def reads_success(self) -> bool:
+        """Whether the order of problems depends on which answers were right."""
+        measured = self.easy_to_hard is not None and self.easy_to_hard.by == BY_SUCCESS
+        return measured or self.prioritised is not None or self.drop is not None
+
+
+def difficulties(easy: EasyToHard, problems: Sequence[Problem]) -> np.ndarray:
+    """Return the number in the column of each problem, turned so that larger is harder, float64[N].
+
+    Raises:
+      InputError: a problem has no number there; the message names the columns that do.
+    """
+    found = np.empty(len(problems))
+    for index, problem in enumerate(problems):
+        value = field_of(problem.metadata, easy.by)
+        if not _is_number(value) or math.isnan(value):
+            columns = [name for name in codec.flat(problem.metadata) if _is_number(field_of(problem.metadata, name))]
+            raise InputError(
+                f"easy_to_hard.by {easy.by!r} is {value!r:.40} in problem {problem.metadata.get('row', problem.id)}, "
+                "and it takes a number for each: give a column that has them "
+                f"(there: {', '.join(columns) or 'none'}), or success"
+            )
+        found[index] = value
+    return found if easy.rising else -found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheduled:
+    """Prompt stream of a curriculum.
+
+    It remembers arrays with an entry for each problem: ``tries`` and ``solved``, float32, faded counts of verified
+    answers and of how much of them was right; ``streak`` and ``last`` as ``Dropping`` reads them; and also ``asked``,
+    prompts so far, ``since``, the number of the first one of ``easy_to_hard``, ``begun``, the prompt that began the
+    present round, and ``problems``, a digest of their ids. A memory that holds only the places of prompts (``PLACES``)
+    starts the counts anew; prompts asked without a curriculum count as asked in epochs.
+
+    Attributes:
+      curriculum: the rules.
+      problems: all of them, N.
+      seed: of every draw, with the prompt's number.
+      known: memory of another run's stream; empty for none.
+    """
+
+    curriculum: Curriculum
+    problems: Sequence[Problem]
+    seed: int
+    known: Memory = dataclasses.field(default_factory=dict)
+
+    def next(self, number: int, memory: Memory) -> tuple[Problem, Memory]:
+        """Return the problem drawn for this prompt, and the new memory."""
+        number -= memory.get(OTHERS, 0)
+        if number and not memory.keys() - {OTHERS}:
+            begun = number - number % len(self.problems)  # so many prompts were asked as ``Shuffled`` asks
+            last = np.full(len(self.problems), NONE, np.int64)
+            for place in range(begun, number):
+                last[problem_index(self.seed, place, len(self.problems))] = place
+            memory = memory | {COUNTED: last, "begun": begun, "asked": number}
+        memory = self.valid(memory)
+        if memory.get("since", 0) == NONE:
+            memory = memory | {"since": number}
+        active = self.active(number, memory)
+        begun = memory["begun"]
+        if self.curriculum.prioritised is not None:
+            weights = np.where(active, self.curriculum.prioritised(self.success(memory)), 0.0)
+            weights = weights if weights.any() else active.astype(float)
+        else:
+            unasked = active & (memory["last"] < begun)
+            if not unasked.any():
+                begun = number
+                unasked = active
+            weights = unasked.astype(float)
+        index = drawn(weights, self.seed, number)
+        last = memory["last"].copy()
+        last[index] = number
+        return self.problems[index], memory | {"last": last, "begun": begun, "asked": number + 1}
+
+    def observe(self, memory: Memory, groups: Sequence[Group]) -> Memory:
+        """Count the answers of known accuracy, each for the part of it that is right; return the new memory."""
+        memory = self.valid(memory)
+        tries, solved, streak = (memory[name].copy() for name in ("tries", "solved", "streak"))
+        for group in groups:
+            index = self._index.get(group.problem.id)
+            known = group.credit[~np.isnan(group.credit)]
+            if index is None or not len(known):
+                continue
+            tries[index] = tries[index] * np.float32(self.curriculum.fade) + np.float32(len(known))
+            solved[index] = solved[index] * np.float32(self.curriculum.fade) + np.float32(known.sum())
+            if (known == 1).all():
+                streak[index] = max(streak[index], 0) + 1
+            else:
+                streak[index] = 0 if known.any() else min(streak[index], 0) - 1
+        return memory | {"tries": tries, "solved": solved, "streak": streak}
+
+    def learns(self, memory: Memory) -> bool:
+        """Whether results count: they do."""
+        return True
+
+    def metrics(self, before: Memory, after: Memory) -> dict[str, Any]:
+        """Return counts of open and dropped problems, the mean success of those tried, and an event once all drop."""
+        before, after = self.valid(before), self.valid(after)
+        dropped = self.dropped(after["asked"], after)
+        seen = after["tries"] > 0
+        rates = after["solved"][seen] / after["tries"][seen]
+        found: dict[str, Any] = {
+            "curriculum/active": int(self.active(after["asked"], after).sum()),
+            "curriculum/dropped_solved": int((dropped & (after["streak"] > 0)).sum()),
+            "curriculum/dropped_unsolved": int((dropped & (after["streak"] < 0)).sum()),
+            "curriculum/success": float(rates.mean(dtype=np.float64)) if seen.any() else math.nan,
+        }
+        if dropped.all() and not self.dropped(before["asked"], before).all():
+            found["event/curriculum_exhausted"] = f"all {len(dropped)} problems are dropped, so all are asked again"
+        return found
+
+    def valid(self, memory: Memory) -> Memory:
+        """Return the memory if it is of these problems; else the one before the first prompt, with known places."""
+        if memory.get("problems") == self.first["problems"]:
+            return memory
+        stays = {OTHERS}
+        if "problems" not in memory and len(memory.get(COUNTED, ())) == len(self.problems):
+            stays |= set(PLACES)
+        return self.first | {name: value for name, value in memory.items() if name in stays}
+
+    def success(self, memory: Memory) -> np.ndarray:
+        """Estimate each problem's success, float64[N]; with ``strength`` 0 a problem never tried has ``prior``."""
+        prior, strength = self.curriculum.prior, self.curriculum.strength
+        counted = memory["tries"].astype(np.float64) + strength
+        estimate = (memory["solved"] + prior * strength) / np.where(counted > 0, counted, 1.0)
+        return np.where(counted > 0, estimate, prior)
+
+    def dropped(self, number: int, memory: Memory) -> np.ndarray:
+        """Return which problems are dropped, bool[N]."""
+        drop = self.curriculum.drop or Dropping(0, 0)
+        return drop(memory["streak"], memory["last"], number)
+
+    def active(self, number: int, memory: Memory) -> np.ndarray:
+        """Return which problems prompt ``number`` may ask, bool[N]; at least one."""
+        left = ~self.dropped(number, memory)
+        left = left if left.any() else ~left
+        easy = self.curriculum.easy_to_hard
+        if easy is None:
+            return left
+        hard = 1 - self.success(memory) if easy.by == BY_SUCCESS else self._difficulty
+        since = memory.get("since", 0)
+        ties = permutation(self.seed, 0, len(self.problems))
+        return easy(hard, left, 0 if since == NONE else number - since, ties)
+
+    @functools.cached_property
+    def first(self) -> Memory:
+        """The memory before the first prompt."""
+        size = len(self.problems)
+        kinds = {"tries": np.float32, "solved": np.float32, "streak": np.int32}
+        counts = {name: np.zeros(size, kind) for name, kind in kinds.items()}
+        known = {name: array for name, array in self.known.items() if name in counts}
+        places = {"last": np.full(size, NONE, np.int64), "begun": 0, "asked": 0, "since": NONE}
+        return counts | known | places | {"problems": codec.digest("\n".join(problem.id for problem in self.problems))}
+
+    @functools.cached_property
+    def _index(self) -> dict[str, int]:
+        return {problem.id: index for index, problem in enumerate(self.problems)}
+
+    @functools.cached_property
+    def _difficulty(self) -> np.ndarray:
+        easy: Any = self.curriculum.easy_to_hard
+        return difficulties(easy, self.problems)

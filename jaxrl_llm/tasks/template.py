@@ -1,19 +1,165 @@
-"""Templates: turn chats into text."""
+"""Templates: turn chats into text.
 
+Chat templates of strangers, in a process with limits: a template is a program that may never end.
+
+Jinja's own sandbox keeps it from files and objects; it bounds neither time nor memory. The program of the process is
+``main``: over one connection it gets the arguments of ``render``, and answers in JSON.
+"""
+
+import contextlib
 import datetime
 import functools
-import hashlib
 import itertools
 import json
+import multiprocessing
+import os
 import re
-from collections.abc import Iterable
+import resource
+import signal
+import subprocess
+import threading
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Protocol
 
-from jaxrl_llm.errors import InputError
-from jaxrl_llm.models.builtin import CHATML
-from jaxrl_llm.tasks.rendering import RENDERER
+from jaxrl_llm.codec import digest
+from jaxrl_llm.errors import InputError, one_line
+from jaxrl_llm.models.pretrained import CHATML
+from jaxrl_llm.system.signals import interpreter
 from jaxrl_llm.tasks.task import Task, check_template
 from jaxrl_llm.types import Message
+
+SECONDS = 2.0
+"""Processor time that a template may take for one chat."""
+MEMORY = 512 * 1024**2
+"""Bytes of memory that it may take."""
+LONGEST = 4 * 1024**2
+"""Characters that it may write: a tokenizer takes some 100 bytes of memory for each."""
+LONGEST_REASON = 200
+"""Maximum number of characters quoted from a template's own error."""
+HARMLESS = ("872be49dbb638044ad01b60388f48d469ff2980e5f0dccdc22ec907db54d0788",)
+"""SHA-256 of further templates that this process renders itself, since they are known: that of SmolLM2."""
+
+
+class Renderer:
+    """Owner of the process, started when first needed; any thread may render."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._process: Any = None
+        self._connection: Any = None
+        self._endless: dict[str, str] = {}  # by template: why it is not tried again
+
+    def render(
+        self, template: str, messages: Sequence[Message], options: Mapping[str, Any], asks: bool, tokenizer: Any
+    ) -> str:
+        """Return the text of a chat; if ``asks``, up to the start of the assistant's next message.
+
+        ``options``: passed to the template in addition to the messages and the tokenizer's special tokens.
+
+        Raises:
+          InputError: the template refuses the messages, or goes beyond a limit; the message is the reason alone.
+        """
+        if template == CHATML or digest(template, 64) in HARMLESS:
+            return _rendered(tokenizer, template, messages, options, asks)
+        with self._lock:
+            if template in self._endless:
+                raise InputError(self._endless[template])
+            try:
+                self._started().send((template, [*messages], {**tokenizer.special_tokens_map, **options}, asks))
+                text, reason = json.loads(self._connection.recv_bytes())
+            except (EOFError, OSError):
+                reason = self._endless[template] = self._ended()
+            except BaseException:  # an answer still on its way would be taken for that of the next chat
+                self._ended()
+                raise
+        if reason:
+            raise InputError(reason)
+        return text
+
+    def _started(self) -> Any:
+        """Return the connection to the process."""
+        if self._process is None or self._process.poll() is not None:
+            self._connection, theirs = multiprocessing.Pipe()
+            command = interpreter("jaxrl_llm.tasks.template", str(theirs.fileno()))
+            with contextlib.closing(theirs):
+                self._process = subprocess.Popen(
+                    command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+                )
+            weakref.finalize(self, _kill, self._process, os.getpid())
+        return self._connection
+
+    def _ended(self) -> str:
+        """End the process; return why it did."""
+        self._connection.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+        code = self._process.poll()
+        _kill(self._process, os.getpid())
+        self._process = None
+        if code == -signal.SIGPROF:
+            return f"it takes more than {SECONDS:g} s"
+        return "the process that renders it ended" + ("" if code is None else f" with {code}")
+
+
+def _kill(process: subprocess.Popen, owner: int) -> None:
+    if os.getpid() == owner and process.poll() is None:
+        process.kill()
+        process.wait()
+
+
+RENDERER = Renderer()
+"""Renders the templates of this process."""
+
+
+def _rendered(
+    tokenizer: Any, template: str, messages: Sequence[Message], options: Mapping[str, Any], asks: bool
+) -> str:
+    try:
+        text = tokenizer.apply_chat_template(
+            [*messages], chat_template=template, tokenize=False, add_generation_prompt=asks, **options
+        )
+        text.encode()  # half a surrogate pair has no tokens
+        return text
+    except MemoryError:
+        raise InputError(f"it takes more than {MEMORY >> 20} MiB") from None
+    except Exception as error:  # a template is a program, and raises whatever it likes
+        raise InputError(one_line(error, LONGEST_REASON)) from error
+
+
+def main(handle: str) -> None:
+    """Render chats until the parent closes the connection; the kernel ends this process when a template takes too long.
+
+    Memory is bounded on Linux only.
+    """
+    from transformers import PreTrainedTokenizerBase
+
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # libtpu ignores it, and what its process starts begins so
+    connection = Connection(int(handle))
+    tokenizer = PreTrainedTokenizerBase()
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        most, hard = (
+            int(statm.read_text().split()[0]) * resource.getpagesize() + MEMORY,
+            resource.getrlimit(resource.RLIMIT_AS)[1],
+        )
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            template, messages, options, asks = connection.recv()
+            signal.setitimer(signal.ITIMER_PROF, SECONDS)
+            try:
+                text, reason = _rendered(tokenizer, template, messages, options, asks), ""
+                if len(text) > LONGEST:
+                    text, reason = "", f"it writes more than {LONGEST} characters"
+            except InputError as error:
+                text, reason = "", str(error)
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
+            connection.send_bytes(json.dumps([text, reason]).encode())
+
 
 _CLOCK = re.compile(r"""strftime_now\(\s*(?P<quote>["'])(?P<format>.*?)(?P=quote)\s*\)""")
 
@@ -99,7 +245,7 @@ def template_fingerprint(template: str, tokenizer: Any) -> str:
             found.append(None)
     if not any(found):
         found = [str(tokenizer.chat_template) if template == "tokenizer" else template]
-    return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]
+    return digest(found)
 
 
 def _option(wording: Wording, name: str) -> str:

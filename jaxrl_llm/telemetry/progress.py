@@ -1,27 +1,209 @@
 """Progress of a run on stderr: a live table on a terminal, plain lines in a log file."""
 
 import contextlib
+import dataclasses
 import logging
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 
 from jaxrl_llm.diagnosis import FindingTracker
 from jaxrl_llm.system.text import count, seconds
-from jaxrl_llm.telemetry.contents import happened
-from jaxrl_llm.telemetry.pace import EVALUATION, STEP, Compiling, Pace, Schedule, time_left
-from jaxrl_llm.telemetry.panel import Panel, memory_now
-from jaxrl_llm.telemetry.screens import Screen, evaluation, plain
+from jaxrl_llm.telemetry.report import happened
+from jaxrl_llm.telemetry.screens import Panel, Screen, evaluation, memory_now, plain
 from jaxrl_llm.types import Group
+
+RECENT = 20
+"""Number of latest durations of each kind of work that determine the time left."""
+STEP, EVALUATION, SAVE = "step", "evaluation", "save"
+PHASES = "/jax/core/compile/"
+"""Prefix of JAX's events of tracing, lowering and compiling; each is reported at its begin and at its end."""
+PROGRAMS = {
+    "run_chunk": "sampling",
+    "empty_slots": "sampling",
+    "fill_slots": "sampling",
+    "extend_prompts": "the reading of prompts",
+    "update": "the update",
+    "score": "log-probabilities",
+    "<lambda>": "a program",
+}
+"""Display names of the large programs by their functions' names; others are shown by function name."""
+CACHE_HIT = "/jax/compilation_cache/cache_hits"
+"""JAX's event of a program that was read from its cache, within that program's compilation."""
+COMPILE = "backend_compile"
+DONE = {"jaxpr_trace": "traced", "jaxpr_to_mlir_module": "lowered", COMPILE: "compiled"}
+SHORTEST_TOLD_S = 0.3
+SHORTEST_KEPT_S = 1.0
+"""Least seconds of a compilation that JAX keeps in its cache."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The steps at which a run evaluates, saves and ends, regardless of interruptions.
+
+    Rollbacks use only the checkpoints of these steps, and no other checkpoint is kept for long.
+
+    Attributes:
+      steps: number of the last step.
+      evaluate_every: steps between evaluations; 0 evaluates after the last one only.
+      save_every: steps between checkpoints.
+      moved: the steps so far after which the run went back or into another phase, which are saved too; added to.
+    """
+
+    steps: int
+    evaluate_every: int = 0
+    save_every: int = 0
+    moved: set[int] = dataclasses.field(default_factory=set)
+
+    def evaluates(self, step: int) -> bool:
+        """Whether the policy is evaluated after ``step``; the last step always is."""
+        return step == self.steps or (self.evaluate_every > 0 and step % self.evaluate_every == 0)
+
+    def saves(self, step: int) -> bool:
+        """Whether ``step`` has a checkpoint; the last one always has."""
+        regular = self.save_every > 0 and step > 0 and step % self.save_every == 0
+        return step == self.steps or step in self.moved or regular
+
+    def ahead(self, step: int) -> dict[str, int]:
+        """Return the remaining amount of each kind after the update of ``step``, including its evaluation and save."""
+        every = {EVALUATION: self.evaluate_every, SAVE: self.save_every}
+        return {
+            STEP: self.steps - step,
+            **{kind: self.steps // n - (step - 1) // n + (self.steps % n > 0) if n else 1 for kind, n in every.items()},
+        }
+
+
+def time_left(durations: Mapping[str, Sequence[float]], ahead: Mapping[str, int]) -> float | None:
+    """Return the seconds for the work ``ahead`` at the mean of each kind's ``durations``; None before the first step.
+
+    A first time takes longer than the others (files, workers), so it is left out as soon as there is another. A kind
+    without durations counts nothing.
+    """
+    if not durations.get(STEP):
+        return None
+    total = 0.0
+    for kind, times in ahead.items():
+        done = durations.get(kind, ())
+        usual = done[1:] or done
+        total += times * sum(usual) / len(usual) if usual else 0.0
+    return total
+
+
+class Pace:
+    """The latest durations of each kind of work, in seconds, without compilations.
+
+    Args:
+      compiled: returns the seconds that this process has spent compiling so far.
+    """
+
+    def __init__(self, compiled: Callable[[], float]):
+        self.durations: dict[str, tuple[float, ...]] = {}
+        self._compiled = compiled
+        self.begin()
+
+    def begin(self) -> None:
+        """Start the clock of the next work: the time before it does not count."""
+        self._told = time.monotonic()
+        self._before = self._compiled()
+
+    def took(self, kind: str) -> None:
+        """Record the time since the last call, or since ``begin``, as a duration of this kind of work."""
+        elapsed = max(time.monotonic() - self._told - (self._compiled() - self._before), 0.0)
+        self.durations[kind] = (*self.durations.get(kind, ()), elapsed)[-RECENT:]
+        self.begin()
+
+
+class Compiling:
+    """Owner of listeners to JAX's compilations; a context manager.
+
+    Attributes:
+      seconds: duration of all finished compilations, programs read from the cache included.
+      read: programs that were read from the cache.
+      compiled: programs that could have been in the cache, but were compiled.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.read = 0
+        self.compiled = 0
+        self._reading: set[int] = set()  # threads, within a program that the cache has
+        self._lock = threading.Lock()
+        self._open: dict[int, list[tuple[str, float]]] = {}  # by thread: what is traced may trace other programs
+
+    def __enter__(self) -> "Compiling":
+        import jax.monitoring
+
+        jax.monitoring.register_scalar_listener(self._begins)
+        jax.monitoring.register_event_listener(self._happens)
+        jax.monitoring.register_event_duration_secs_listener(self._ends)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        import jax.monitoring
+
+        jax.monitoring.unregister_scalar_listener(self._begins)
+        jax.monitoring.unregister_event_listener(self._happens)
+        jax.monitoring.unregister_event_duration_listener(self._ends)
+
+    def slower(self, step: int) -> str:
+        """Return a note that this first step takes longer; empty if all large programs came from the cache."""
+        if self.read > 0 and self.compiled == 0:
+            return ""
+        return (
+            f"step {step} takes longer than those after it: it also compiles its programs, unless JAX's cache has them"
+        )
+
+    def now(self) -> tuple[str, float] | None:
+        """Return the program being compiled and its seconds so far; None if nothing is, or only briefly."""
+        with self._lock:
+            outermost = [programs[0] for programs in self._open.values() if programs]
+        for name, since in outermost:
+            if time.monotonic() - since >= SHORTEST_TOLD_S:
+                return name, time.monotonic() - since
+        return None
+
+    def _begins(self, event: str, value: float, **about: Any) -> None:
+        if event.startswith(PHASES) and "fun_name" in about:
+            # JAX says ``jit(update)`` and ``update``: both are the update.
+            function = about["fun_name"].removeprefix("jit(").removesuffix(")")
+            name = PROGRAMS.get(function, function.strip("_"))
+            with self._lock:
+                self._open.setdefault(threading.get_ident(), []).append((name, time.monotonic()))
+
+    def _happens(self, event: str, **about: Any) -> None:
+        if event == CACHE_HIT:
+            with self._lock:
+                self._reading.add(threading.get_ident())
+
+    def _ends(self, event: str, duration_secs: float, **about: Any) -> None:
+        with self._lock:
+            begun = self._open.get(threading.get_ident())
+            if not begun or not event.startswith(PHASES) or "fun_name" not in about:
+                return
+            name, _ = begun.pop()
+            what = event.removeprefix(PHASES).removesuffix("_duration")
+            read = what == COMPILE and threading.get_ident() in self._reading
+            if what == COMPILE:
+                self._reading.discard(threading.get_ident())
+                self.read += read
+                self.compiled += not read and duration_secs >= SHORTEST_KEPT_S
+            if begun:
+                return
+            self.seconds += duration_secs
+        if duration_secs >= SHORTEST_TOLD_S:
+            done = f"read {name} from JAX's cache" if read else f"{DONE.get(what, what)} {name}"
+            log.info("%s in %.1f s", done, duration_secs)
+
 
 WITHIN_A_STEP = ("sampling", "scoring", "updating")
 """First words of statuses within a step."""
 QUIET_SECONDS = 5.0
 """Longest silence of a log file in seconds, unless an ordinary step takes longer."""
-
-log = logging.getLogger(__name__)
 
 
 def patience(status: str, durations: Sequence[float]) -> float:

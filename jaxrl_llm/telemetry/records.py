@@ -1,21 +1,320 @@
 """A run's records: metrics.jsonl, samples.jsonl, log.txt, and what its trackers get."""
 
 import contextlib
+import dataclasses
+import importlib
+import io
 import logging
-from collections.abc import Callable, Generator, Sequence
+import uuid
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from tokenizers.decoders import DecodeStream
 
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.codec import jsonable
+from jaxrl_llm.errors import InputError, as_input_error, did_you_mean, one_line, require
 from jaxrl_llm.models.tokenizer import text_of
-from jaxrl_llm.system.json_lines import append_rows, cut_after, jsonable, last_row
-from jaxrl_llm.system.paths import open_nofollow
+from jaxrl_llm.system.json_lines import append_rows, cut_after, last_row
+from jaxrl_llm.system.paths import new_file, open_nofollow
 from jaxrl_llm.telemetry.report import Reporter
-from jaxrl_llm.telemetry.trackers import TrackedRun, Trackers, makers, table
 
+GROUP = "jaxrl_llm.writers"
+"""The group of entry points by which other packages offer trackers: a name, and a class or function ``TrackedRun ->
+Writer``."""
+SAMPLE_COLUMNS = ("step", "kind", "prompt", "completion", "reward")
+USUAL_PROJECT = "jaxrl_llm"
+"""The project of a tracker that needs one, where the run names none."""
 log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrackedRun:
+    """A run as a tracker sees it when it starts.
+
+    Attributes:
+      directory: the run's; its name is the run's name, and a tracker may keep files there.
+      config: its configuration as plain values.
+      project: the project to write to; None for the tracker's own default.
+      resumed_at: the step of the checkpoint that the run resumes from: later steps will come again. -1 if it starts
+        over in a directory that it has begun before; None for a new run.
+    """
+
+    directory: Path
+    config: Mapping[str, Any]
+    project: str | None = None
+    resumed_at: int | None = None
+
+    def identity(self, tracker: str) -> str:
+        """Return a random name of the run that stays the same when it resumes, kept in ``TRACKER_id.txt``."""
+        path = self.directory / f"{tracker}_id.txt"
+        if not path.exists():
+            with new_file(path) as part:
+                part.write_text(uuid.uuid4().hex)
+        return path.read_text().strip()
+
+
+@runtime_checkable
+class Writer(Protocol):
+    """A tracker of one run. Any method may raise: the run then continues without this tracker, after one warning."""
+
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        """Take one step's metrics: numbers, booleans and text by name, without those that were not measured."""
+
+    def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """Take completions of a step with an evaluation: values of ``SAMPLE_COLUMNS``, at most 16 of the evaluation's
+        answers and 16 of training."""
+
+    def close(self) -> None:
+        """Flush, and end the run."""
+
+
+class TensorBoard:
+    """Curves under ``RUN/tensorboard``."""
+
+    def __init__(self, run: TrackedRun):
+        from tensorboardX import SummaryWriter
+
+        after: dict[str, Any] = {}
+        if run.resumed_at is not None:
+            # File names count whole seconds: without the suffix a quick restart would overwrite the curves so far.
+            first = run.resumed_at + 1
+            after = {"purge_step": first, "filename_suffix": f".from{first:09d}"}
+        self._curves = SummaryWriter(str(run.directory / "tensorboard"), flush_secs=10, **after)
+
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        """Add a point to each curve; texts are shown as texts."""
+        for name, value in values.items():
+            if isinstance(value, str):
+                self._curves.add_text(name, value, step)
+            else:
+                self._curves.add_scalar(name, float(value), step)
+
+    def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """Show nothing: the report has completions."""
+
+    def close(self) -> None:
+        """Close the file."""
+        self._curves.close()
+
+
+class Wandb:
+    """A run in Weights & Biases; a resumed run continues under the same id.
+
+    Raises:
+      InputError: wandb refuses to start the run (without an account, for example).
+    """
+
+    def __init__(self, run: TrackedRun):
+        import wandb
+
+        self._module: Any = wandb
+        try:
+            self._run = wandb.init(
+                project=run.project, name=run.directory.name, dir=str(run.directory), config=dict(run.config),
+                id=run.identity("wandb"), resume="allow", settings=wandb.Settings(console="off"),
+            )  # fmt: skip
+        except wandb.Error as error:
+            raise InputError(f"wandb: {error} (WANDB_MODE=offline needs no account)") from error
+        # wandb drops rows whose own counter goes back, as it does after a resume: our step is the axis instead.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        """Log the step's metrics."""
+        self._run.log({"step": step, **values})
+
+    def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """Log a table ``samples``."""
+        data = [[row[name] for name in SAMPLE_COLUMNS] for row in rows]
+        self._run.log({"step": step, "samples": self._module.Table(columns=list(SAMPLE_COLUMNS), data=data)})
+
+    def close(self) -> None:
+        """End wandb's run."""
+        self._run.finish()
+
+
+class Trackio:
+    """A run in trackio, in its database on this machine unless trackio's own variables name a Space or a server.
+
+    A resumed run continues under the same name, which ends with letters of its identity: trackio knows runs by name.
+    Its messages go to log.txt.
+
+    Raises:
+      InputError: trackio refuses to start the run.
+    """
+
+    def __init__(self, run: TrackedRun):
+        import trackio
+
+        self._module: Any = trackio
+        name = f"{run.directory.name}-{run.identity('trackio')[:6]}"
+        refused = as_input_error("trackio refuses the run", "name another project: --output.trackers trackio:PROJECT")
+        with refused, _prints_logged():
+            project = run.project or USUAL_PROJECT
+            self._run = trackio.init(project, name, config=dict(run.config), resume="allow", embed=False)
+
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        """Log the step's metrics."""
+        self._run.log(dict(values), step=step)
+
+    def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """Log a table ``samples``."""
+        self._run.log({"samples": self._module.Table(data=rows)}, step=step)
+
+    def close(self) -> None:
+        """Write what is waiting, and end trackio's run."""
+        with _prints_logged():
+            self._module.finish()  # as a method of the run it would be repeated when the program ends
+
+
+Maker = Callable[[TrackedRun], Writer]
+BUILT_IN: dict[str, tuple[Maker, str]] = {
+    "tensorboard": (TensorBoard, "tensorboardX"), "trackio": (Trackio, "trackio"), "wandb": (Wandb, "wandb"),
+}  # fmt: skip
+"""Trackers of this package, each with the module that it needs."""
+
+
+def parts_of_name(tracker: str) -> tuple[str, str | None]:
+    """Split ``NAME`` or ``NAME:PROJECT``; the project is None where none is named.
+
+    >>> parts_of_name("wandb:sums")
+    ('wandb', 'sums')
+    """
+    name, colon, project = tracker.partition(":")
+    return name, project if colon else None
+
+
+def makers(trackers: Iterable[str]) -> dict[str, Maker]:
+    """Return what makes each tracker's writer, with its package imported.
+
+    Raises:
+      InputError: an unknown tracker, with those that there are; or a package is missing, with the command to install
+        it.
+    """
+    from importlib.metadata import entry_points  # which is slow to import
+
+    offered = [entry for entry in entry_points(group=GROUP) if entry.name not in BUILT_IN]
+    found: dict[str, Maker] = {}
+    for tracker in trackers:
+        name, _ = parts_of_name(tracker)
+        if name in BUILT_IN:
+            found[tracker], module = BUILT_IN[name]
+            import_extra(module, name)
+            continue
+        entries = [entry for entry in offered if entry.name == name]
+        known = sorted({*BUILT_IN, *(entry.name for entry in offered)})
+        meant = did_you_mean(name, known, f"there are {', '.join(known)}")
+        require(bool(entries), f"output.trackers {name!r} is unknown: {meant}")
+        values = " and ".join(sorted(entry.value for entry in entries))
+        require(len(entries) == 1, f"output.trackers {name!r} is offered twice, by {values}: uninstall one of them")
+        with as_input_error(f"output.trackers {name!r} cannot be imported from {values}", "repair it or leave it out"):
+            found[tracker] = entries[0].load()
+    return found
+
+
+class Trackers:
+    """The writers of a run; one that raises is left out from then on, with one warning.
+
+    Args:
+      made_by: of ``makers``.
+      run: as trackers see it, but for their projects.
+      warn: called with the warning.
+
+    Raises:
+      InputError: a writer of a new run refuses to start. A resumed run continues without it.
+    """
+
+    def __init__(self, made_by: Mapping[str, Maker], run: TrackedRun, warn: Callable[[str], None]):
+        self._warn = warn
+        self._writers: dict[str, Writer] = {}
+        for tracker, make in made_by.items():
+            name, project = parts_of_name(tracker)
+            try:
+                writer = make(dataclasses.replace(run, project=project))
+                fits = isinstance(writer, Writer)
+                require(fits, f"tracker {name} made a {type(writer).__name__}, which lacks write, samples or close")
+            except InputError as error:
+                if run.resumed_at is None:
+                    self.close()
+                    raise
+                self._leave_out(name, error)
+            except Exception as error:  # noqa: BLE001  whatever a tracker does, the run continues
+                self._leave_out(name, error)
+            else:
+                self._writers[name] = writer
+
+    def __bool__(self) -> bool:
+        return bool(self._writers)
+
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        """Give each writer the step's metrics, without those that are None."""
+        known = {name: value for name, value in values.items() if value is not None}
+        self._each("write", lambda writer: writer.write(step, dict(known)))
+
+    def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """Give each writer the completions; see ``Writer.samples``."""
+        self._each("samples", lambda writer: writer.samples(step, [dict(row) for row in rows]))
+
+    def close(self) -> None:
+        """Close each writer."""
+        self._each("close", lambda writer: writer.close())
+        self._writers = {}
+
+    def _each(self, method: str, call: Callable[[Writer], None]) -> None:
+        for name, writer in list(self._writers.items()):
+            try:
+                call(writer)
+            except Exception as error:  # noqa: BLE001  whatever a tracker does, the run continues
+                del self._writers[name]
+                self._leave_out(name, error, f" in {method}")
+
+    def _leave_out(self, name: str, error: Exception, where: str = "") -> None:
+        self._warn(f"tracker {name} failed{where} and is left out: {one_line(error, 300)}")
+
+
+def import_extra(module: str, extra: str) -> None:
+    """Import an optional package.
+
+    Raises:
+      InputError: it is not installed, or something that it needs; the message names the extra to install.
+    """
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name == module
+        said = "is not installed" if missing else f"cannot be imported ({one_line(error, 200)})"
+        raise InputError(
+            f"{module} {said}: pip install 'jaxrl-llm[{extra}]', or -e '.[{extra}]' in the checkout"
+        ) from None
+
+
+def table(step: int, rows: list[dict[str, Any]], most: int = 16, longest: int = 1000) -> list[dict[str, Any]]:
+    """Return ``SAMPLE_COLUMNS`` of the first ``most`` samples of each kind, evaluation first, with texts of at most
+    ``longest`` characters; empty without an evaluation."""
+    found = [[row for row in rows if row.get("kind") == kind] for kind in ("evaluation", "training")]
+    if not found[0]:
+        return []
+    lines = []
+    for row in (row for of_kind in found for row in of_kind[:most]):
+        texts = (row["prompt"], row["completion"])
+        prompt, completion = (x if len(x) <= longest else f"{x[: longest - 1]}…" for x in texts)
+        # Where an answer was only verified, its reward is 1 or 0.
+        reward = jsonable(float(row["reward"] if "reward" in row else row["correct"]))
+        lines.append(dict(zip(SAMPLE_COLUMNS, (step, row["kind"], prompt, completion, reward), strict=True)))
+    return lines
+
+
+@contextlib.contextmanager
+def _prints_logged() -> Generator[None]:
+    """Send what the block prints to the log in place of stdout, which may carry a run's rows."""
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            yield
+    finally:
+        for line in filter(None, printed.getvalue().splitlines()):
+            log.info("%s", line)
 
 
 class RunWriter(contextlib.AbstractContextManager):

@@ -36,7 +36,7 @@ from jaxrl_llm.system import storage
 from jaxrl_llm.system.json_lines import read_rows
 from jaxrl_llm.system.paths import hint_accelerator, prepare_libraries
 from jaxrl_llm.telemetry import Verbosity
-from jaxrl_llm.telemetry.trackers import makers
+from jaxrl_llm.telemetry.records import makers
 from jaxrl_llm.trainer.claim import check_shared, claimed
 
 

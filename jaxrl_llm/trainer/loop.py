@@ -22,7 +22,7 @@ from jaxrl_llm.checkpoints.store import steps_in
 from jaxrl_llm.config.origin import recorded_best
 from jaxrl_llm.errors import InputError, Stopped
 from jaxrl_llm.learner.optimiser import build
-from jaxrl_llm.learner.state import reset_optimiser, reset_reference, with_reference
+from jaxrl_llm.learner.update import reset_optimiser, reset_reference, with_reference
 from jaxrl_llm.models.lora import model_of
 from jaxrl_llm.rules import BY_HAND, DONE, FOUND, GUARD, LAST, LR_SCALE, OF_ENTROPY, OF_GUARDS, Decision, decide
 from jaxrl_llm.rules.decision import ENDED, EVENT_ENDED
@@ -33,7 +33,7 @@ from jaxrl_llm.stages.stage import Stage
 from jaxrl_llm.system.paths import PROFILE
 from jaxrl_llm.system.signals import PREEMPTED, Preemption, on_exit
 from jaxrl_llm.telemetry import Verbosity
-from jaxrl_llm.telemetry.pace import SAVE
+from jaxrl_llm.telemetry.progress import SAVE
 from jaxrl_llm.telemetry.records import record
 from jaxrl_llm.trainer.state import (
     Cursor,

@@ -30,7 +30,7 @@ from jaxrl_llm.diagnosis import FindingTracker
 from jaxrl_llm.diagnosis.history import ROLLED_BACK
 from jaxrl_llm.errors import InputError, one_line, require
 from jaxrl_llm.learner.optimiser import build
-from jaxrl_llm.learner.state import NewRole, reset_reference
+from jaxrl_llm.learner.update import NewRole, reset_reference
 from jaxrl_llm.models.heads import split
 from jaxrl_llm.rules import ASKED, BY_HAND, PHASE, Memory
 from jaxrl_llm.rules.decision import ENDED
@@ -45,8 +45,7 @@ from jaxrl_llm.system.json_lines import read_rows
 from jaxrl_llm.system.paths import new_file
 from jaxrl_llm.system.signals import Preemption
 from jaxrl_llm.telemetry import Verbosity
-from jaxrl_llm.telemetry.pace import Schedule
-from jaxrl_llm.telemetry.progress import Progress, model_line
+from jaxrl_llm.telemetry.progress import Progress, Schedule, model_line
 from jaxrl_llm.telemetry.records import RunWriter, logged
 from jaxrl_llm.types import TrainState
 

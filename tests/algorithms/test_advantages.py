@@ -14,9 +14,17 @@ from hypothesis import strategies as st
 from oracles import NUMBERS
 
 from jaxrl_llm.algorithms import PRESETS, AdvantageContext
-from jaxrl_llm.algorithms.advantages import GAE, GroupMean, GroupZScore, LeaveOneOut, Whitened
-from jaxrl_llm.algorithms.successes import MaxRL, PassAtK
-from jaxrl_llm.algorithms.turns import MTGRPO, GiGPO
+from jaxrl_llm.algorithms.advantages import (
+    GAE,
+    MTGRPO,
+    GiGPO,
+    GroupMean,
+    GroupZScore,
+    LeaveOneOut,
+    MaxRL,
+    PassAtK,
+    Whitened,
+)
 
 ADV = NUMBERS["ADV"]
 REWARDS = np.array([NUMBERS["F"]["R"]])

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.algorithms import PRESETS, AdvantageContext, PolicyBatch, policy_loss, preference, values
+from jaxrl_llm.algorithms import PRESETS, AdvantageContext, PolicyBatch, advantages, policy_loss, preference
 from jaxrl_llm.algorithms.advantages import (
     GAE,
     GDPO,
@@ -35,16 +35,20 @@ from jaxrl_llm.algorithms.surrogates import (
     DPPO,
     GMPO,
     LUSPO,
+    M2PO,
     SAPO,
     VESPO,
+    ClipCov,
+    KLCov,
     Likelihood,
+    M2POClip,
     MiniRL,
     MirrorDescent,
     PenaltyKL,
     PPOClip,
+    TopEntropy,
     Unclipped,
 )
-from jaxrl_llm.algorithms.whole_step import M2PO, ClipCov, KLCov, M2POClip, TopEntropy
 
 ROWS, ONES, WHOLE = np.ones(2, np.float32), np.ones((2, 3), np.float32), np.ones((2, 3), np.int32)
 OTHER, THIRD, LONG = np.ones((2, 4), np.float32), np.ones((2, 3, 1), np.float32), np.ones(3, np.float32)
@@ -197,9 +201,9 @@ def test_step_rewards_of_another_shape_or_kind_are_named(estimator, bad):
 
 
 CALLS = {
-    "returns": (values.returns, {"advantages": ONES, "values": ONES},
+    "returns": (advantages.returns, {"advantages": ONES, "values": ONES},
                 {"advantages": [None, ROWS, WHOLE], "values": [None, OTHER, WHOLE]}),
-    "value_loss": (functools.partial(values.value_loss, clip=0.2),
+    "value_loss": (functools.partial(advantages.value_loss, clip=0.2),
                    {"values": ONES, "targets": ONES, "mask": ONES, "old_values": ONES, "token_count": 6},
                    {"values": [None, ROWS, WHOLE], "targets": [None, OTHER, WHOLE], "mask": [None, OTHER, WORDS],
                     "old_values": [OTHER, WHOLE], "token_count": [ROWS]}),
@@ -224,7 +228,7 @@ def test_functions_name_what_they_refuse(function, name):
 @pytest.mark.parametrize(("old", "clip"), [(None, 0.2), (ONES, 0.0), (ONES, -1.0)])
 def test_a_bound_on_values_needs_old_ones_and_a_distance(old, clip):
     with pytest.raises(ValueError, match="old_values"):
-        values.value_loss(ONES, ONES, ONES, old, clip)
+        advantages.value_loss(ONES, ONES, ONES, old, clip)
 
 
 @pytest.mark.parametrize(("kind", "fields"), [
@@ -266,7 +270,7 @@ def test_fields_out_of_range_are_named(kind, fields):
     ("gspo", {"surrogate": DPPO()}, "DPPO is made of the tokens' own"),
     ("gspo", {"surrogate": M2PO()}, "M2PO is made of the tokens' own"),
     ("m2po", {"correction": MaskedIS()}, "would count that gap twice"),
-    ("dapo", {"token_filter": OffPolicySequenceMask()}, "token_filter must be a value such as whole_step.TopEntropy"),
+    ("dapo", {"token_filter": OffPolicySequenceMask()}, "token_filter must be a value such as surrogates.TopEntropy"),
     ("kimi_k1_5", {"reduce": TokenMean()}, "only SequenceSum adds it up once"),
     ("kimi_k1_5", {"reduce": ConstantLength(8)}, "only SequenceSum adds it up once"),
     ("deepseek_v3_2", {"correction": TruncatedIS()}, "would count that gap twice"),

@@ -9,7 +9,7 @@ from algorithms.batches import B, T, scored
 from algorithms.enumeration import Drawn, expected, grow, reached, slope, worth
 from oracles import check, number
 
-from jaxrl_llm.algorithms import AdvantageContext, Algorithm, values
+from jaxrl_llm.algorithms import AdvantageContext, Algorithm, advantages
 from jaxrl_llm.algorithms.advantages import GAE, Estimator, GroupMean, KLInReward, Whitened
 from jaxrl_llm.algorithms.kl import K1
 from jaxrl_llm.algorithms.ratios import Token
@@ -134,7 +134,7 @@ def test_whitening_leaves_the_returns_alone(dtype):
     plain, same_returns = GAE().with_returns(rewards, context)
     check(plain[0], "PPO/A", dtype)
     np.testing.assert_array_equal(same_returns, returns)
-    np.testing.assert_array_equal(values.returns(plain, context.values), returns)
+    np.testing.assert_array_equal(advantages.returns(plain, context.values), returns)
 
 
 def test_a_kl_in_the_reward_is_in_the_returns_too():

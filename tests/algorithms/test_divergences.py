@@ -8,7 +8,7 @@ from oracles import FIXTURE, fixture_logp
 
 from jaxrl_llm.algorithms import Algorithm, PolicyBatch, policy_loss
 from jaxrl_llm.algorithms.advantages import GroupMean
-from jaxrl_llm.algorithms.divergences import JensenShannon, SampledKL, spread_slopes, top_classes
+from jaxrl_llm.algorithms.kl import JensenShannon, SampledKL, spread_slopes, top_classes
 from jaxrl_llm.algorithms.ratios import Sequence, Token, TruncatedIS
 from jaxrl_llm.algorithms.reduce import SequenceMean, TokenMean
 from jaxrl_llm.algorithms.surrogates import PPOClip, Unclipped

@@ -11,7 +11,7 @@ import pytest
 from oracles import NUMBERS, check, number
 from tiny import logprob_and_entropy
 
-from jaxrl_llm.algorithms import PRESETS, AdvantageContext, PolicyBatch, policy_loss, preference, values
+from jaxrl_llm.algorithms import PRESETS, AdvantageContext, PolicyBatch, advantages, policy_loss, preference
 from jaxrl_llm.algorithms.advantages import GAE
 from jaxrl_llm.algorithms.preference import DPO, IPO, KTO, ORPO, SimPO
 
@@ -31,7 +31,7 @@ def ppo_policy(dtype, entropy_coef=0.0):
 
 @functools.partial(jax.jit, static_argnames="clip")
 def graded_values(new, targets, mask, old=None, clip=None):
-    return jax.value_and_grad(values.value_loss)(new, targets, mask, old, clip)
+    return jax.value_and_grad(advantages.value_loss)(new, targets, mask, old, clip)
 
 
 def ppo_value(dtype, clip=0.2):
@@ -58,7 +58,7 @@ def test_the_value_loss(dtype):
     unclipped, _ = ppo_value(dtype, clip=None)
     np.testing.assert_allclose(unclipped, 0.5 * np.mean((number("PPO/vpred") - number("PPO/returns")) ** 2), rtol=2e-5)
     held = jnp.asarray(number("PPO/vclipped")[None], dtype)
-    assert float(ppo_value(dtype)[0]) >= float(values.value_loss(held, row("PPO/returns", dtype), np.ones((1, 3))))
+    assert float(ppo_value(dtype)[0]) >= float(advantages.value_loss(held, row("PPO/returns", dtype), np.ones((1, 3))))
 
 
 def test_ppos_total_adds_the_value_loss_and_subtracts_the_entropy(dtype):
@@ -76,7 +76,7 @@ def test_the_value_loss_reads_no_padding_and_adds_up_over_microbatches(garbage):
     other, dirty = graded_values(spoiled[0], spoiled[1], mask, spoiled[2], 0.2)
     chex.assert_trees_all_equal((loss, grad), (other, dirty))
     assert not np.any(np.asarray(grad)[~mask]) and np.any(grad)
-    parts = [values.value_loss(new[i], targets[i], mask[i], old[i], 0.2, 7) for i in (slice(0, 1), slice(1, 4))]
+    parts = [advantages.value_loss(new[i], targets[i], mask[i], old[i], 0.2, 7) for i in (slice(0, 1), slice(1, 4))]
     np.testing.assert_allclose(sum(parts), loss, rtol=1e-6)
     assert not graded_values(spoiled[0], spoiled[1], np.zeros((4, 4), bool), spoiled[2], 0.2)[0]
 

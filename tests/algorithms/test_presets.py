@@ -16,8 +16,7 @@ from jaxrl_llm.algorithms.advantages import GroupMean, GroupZScore, ProcessSuper
 from jaxrl_llm.algorithms.kl import K3, UnbiasedK3
 from jaxrl_llm.algorithms.ratios import MaskedIS, OffPolicySequenceMask, SequenceMask, Token, TruncatedIS
 from jaxrl_llm.algorithms.reduce import ConstantLength, SequenceMean, SequenceSum, TokenMean
-from jaxrl_llm.algorithms.surrogates import CISPO, GMPO, LUSPO, MirrorDescent, PPOClip
-from jaxrl_llm.algorithms.whole_step import ClipCov, KLCov
+from jaxrl_llm.algorithms.surrogates import CISPO, GMPO, LUSPO, ClipCov, KLCov, MirrorDescent, PPOClip
 
 Z, POPULATION = GroupZScore(eps=0.0), GroupZScore(ddof=0, eps=0.0)
 WIDE = PPOClip(0.2, 0.2)

@@ -9,7 +9,7 @@ import pytest
 from algorithms.fixture import advantages_of
 from oracles import FIXTURE, NUMBERS, check, number
 
-from jaxrl_llm.algorithms import PRESETS, AdvantageContext, values
+from jaxrl_llm.algorithms import PRESETS, AdvantageContext, advantages
 from jaxrl_llm.algorithms.advantages import (
     GAE,
     GDPO,
@@ -129,7 +129,7 @@ def test_generalised_advantages(estimator, path, dtype):
 
 def test_the_targets_of_the_value_loss(dtype):
     critic = jnp.asarray(number("PPO/V")[None], dtype)
-    check(values.returns(single(GAE(), dtype)[None], critic)[0], "PPO/returns", dtype)
+    check(advantages.returns(single(GAE(), dtype)[None], critic)[0], "PPO/returns", dtype)
 
 
 def test_generalised_advantages_skip_what_a_tool_wrote(dtype):

@@ -13,7 +13,7 @@ from algorithms.test_enumeration import of, on_policy
 from oracles import NUMBERS, check, number
 
 from jaxrl_llm.algorithms import PRESETS, AdvantageContext
-from jaxrl_llm.algorithms.successes import MaxRL, PassAtK
+from jaxrl_llm.algorithms.advantages import MaxRL, PassAtK
 
 TREE = grow(2)
 RIGHT = np.array([0, 1, 0, 0, 1, 0, 0, 0, 1.0])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from oracles import FIXTURE, NUMBERS
 
 from jaxrl_llm.algorithms import PRESETS, AdvantageContext
-from jaxrl_llm.algorithms.turns import MTGRPO, GiGPO
+from jaxrl_llm.algorithms.advantages import MTGRPO, GiGPO
 
 T = 12
 TOKENS = {"float32": {"rtol": 2e-5, "atol": 2e-7}, "float64": {"rtol": 0, "atol": 1e-7}}

@@ -16,8 +16,18 @@ from jaxrl_llm.algorithms import PRESETS, PolicyBatch, policy_loss
 from jaxrl_llm.algorithms.advantages import GroupZScore
 from jaxrl_llm.algorithms.loss import clipped_tokens, whole_step
 from jaxrl_llm.algorithms.ratios import Token
-from jaxrl_llm.algorithms.surrogates import DPPO, VESPO, PPOClip
-from jaxrl_llm.algorithms.whole_step import LOTS, M2PO, ClipCov, KLCov, M2POClip, TopEntropy, lots_of
+from jaxrl_llm.algorithms.surrogates import (
+    DPPO,
+    LOTS,
+    M2PO,
+    VESPO,
+    ClipCov,
+    KLCov,
+    M2POClip,
+    PPOClip,
+    TopEntropy,
+    lots_of,
+)
 
 WIDE = dataclasses.replace(PRESETS["dapo"], surrogate=PPOClip(0.2, 0.2), advantage=GroupZScore(eps=0.0))
 ENTROPY = np.zeros((3, 4))

@@ -43,7 +43,7 @@ STARTS = (
     "subprocess.Popen",
     "pty.spawn",
 )
-RENDERS = "jaxrl_llm.tasks.rendering"
+RENDERS = "jaxrl_llm.tasks.template"
 """In the command of the one program that is meant to be started: it renders chat templates."""
 REACHES = ("socket.connect", "socket.bind", "urllib.Request", "ftplib.connect", "smtplib.connect")
 

@@ -58,11 +58,11 @@ WHERE = (
     ("updating", r"jaxrl_llm/learner/", ""),
     ("scoring", r"jaxrl_llm/rewards/", ""),
     ("sampling", r"jaxrl_llm/(engine|rollout)/", ""),
-    ("a phase begins", r"trainer/step\.py", "next_phase"),
-    ("a reset", r"trainer/step\.py", "apply"),
-    (LOADING, r"trainer/segment\.py", ""),
-    ("within a step", r"jaxrl_llm/(trainer/step|stages)", ""),
-    ("between steps", r"trainer/loop\.py", "make_steps|agreed_to_stop"),
+    ("a phase begins", r"trainer/loop\.py", "next_phase"),
+    ("a reset", r"trainer/loop\.py", "apply"),
+    (LOADING, r"trainer/state\.py", ""),
+    ("within a step", r"jaxrl_llm/stages", ""),
+    ("between steps", r"trainer/loop\.py", "run_phase|agreed_to_stop|save"),
 )
 """What a run is doing, by the innermost frame of its main thread in one of these files and functions."""
 

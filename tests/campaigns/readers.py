@@ -106,8 +106,7 @@ def _make_gym(draws: random.Random) -> Any:
 
 def parse_calls(case: Any, folder: Path) -> Any:
     """Read the tool calls of a reply."""
-    from jaxrl_llm.environments.call_syntaxes import SYNTAXES
-    from jaxrl_llm.environments.calls import HARMONY, NO_CALLS, parse_reply
+    from jaxrl_llm.environments.calls import HARMONY, NO_CALLS, SYNTAXES, parse_reply
 
     return [parse_reply(case, syntax) for syntax in (*SYNTAXES, HARMONY, NO_CALLS)]
 
@@ -324,7 +323,7 @@ def run_command(case: Any, folder: Path) -> Any:
 @functools.cache
 def byte_tokenizer() -> Any:
     """Return a tokenizer of bytes with a small chat template."""
-    from jaxrl_llm.models.builtin import BUILTIN  # noqa: F401  imports what the tokenizer needs
+    from jaxrl_llm.models.pretrained import BUILTIN  # noqa: F401  imports what the tokenizer needs
     from jaxrl_llm.models.tokenizer import BytePairs, build_tokenizer, byte_alphabet
 
     tokens = (*byte_alphabet(), "<eos>")
@@ -361,8 +360,7 @@ def _tokenizer_files() -> tuple[tuple[str, bytes], ...]:
 def read_directory(case: Any, folder: Path) -> Any:
     """Read a Hugging Face directory: attributes, tokenizer, each tensor."""
     from jaxrl_llm.models.families import tensors_of
-    from jaxrl_llm.models.hf import with_special_ids
-    from jaxrl_llm.models.hf_config import gives_scores, read_config
+    from jaxrl_llm.models.hf import gives_scores, read_config, with_special_ids
     from jaxrl_llm.models.pretrained import check_name
     from jaxrl_llm.models.tokenizer import load_tokenizer
     from jaxrl_llm.models.weights import check_tensors, open_checkpoint, read_json, read_part, split_tensors
@@ -389,8 +387,7 @@ def read_directory(case: Any, folder: Path) -> Any:
 def read_gguf_file(case: Any, folder: Path) -> Any:
     """Read a GGUF file: attributes, tokenizer, each tensor."""
     from jaxrl_llm.models.gguf import _as_input_error, read_gguf
-    from jaxrl_llm.models.hf import with_special_ids
-    from jaxrl_llm.models.hf_config import read_config
+    from jaxrl_llm.models.hf import read_config, with_special_ids
     from jaxrl_llm.models.weights import check_tensors
 
     path = folder / "model.gguf"
@@ -416,7 +413,7 @@ ADAPTER = {
 
 def read_adapter_of(case: Any, folder: Path) -> Any:
     """Read a PEFT adapter."""
-    from jaxrl_llm.models.peft import base_named, read_adapter
+    from jaxrl_llm.models.lora import base_named, read_adapter
 
     (folder / "adapter_config.json").write_bytes(case[0])
     (folder / "adapter_model.safetensors").write_bytes(case[1])

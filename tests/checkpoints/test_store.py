@@ -18,7 +18,7 @@ from jaxrl_llm.checkpoints.store import Checkpoints, flatten, read_host, steps_i
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Optimiser, create_state
 from jaxrl_llm.learner.optimiser import build
-from jaxrl_llm.learner.state import abstract_state
+from jaxrl_llm.learner.update import abstract_state
 from jaxrl_llm.rollout.groups import RECORDS, Carryover, PartialGroup, RolloutBatch
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
 from jaxrl_llm.trainer.state import LoopState

@@ -31,7 +31,7 @@ from jaxrl_llm.cli.generate import (
 from jaxrl_llm.config import load_config
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models.builtin import tiny_tokenizer
+from jaxrl_llm.models.pretrained import tiny_tokenizer
 from jaxrl_llm.models.tokenizer import text_of
 from jaxrl_llm.rollout import Engine
 from jaxrl_llm.types import Completion

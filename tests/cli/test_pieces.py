@@ -9,13 +9,11 @@ from commands import command
 from jaxrl_llm import config as configs
 from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.algorithms.advantages import GroupMean, GroupZScore, KLInReward, Whitened
-from jaxrl_llm.algorithms.entropy import AdaptiveEntropy
-from jaxrl_llm.algorithms.kl import K1, K3
+from jaxrl_llm.algorithms.kl import K1, K3, AdaptiveEntropy
 from jaxrl_llm.algorithms.loss import OPTIONAL, PIECES
 from jaxrl_llm.algorithms.ratios import OffPolicySequenceMask, Sequence, TruncatedIS
 from jaxrl_llm.algorithms.reduce import ConstantLength, SequenceMean
-from jaxrl_llm.algorithms.surrogates import CISPO, PPOClip, Surrogate
-from jaxrl_llm.algorithms.whole_step import TopEntropy
+from jaxrl_llm.algorithms.surrogates import CISPO, PPOClip, Surrogate, TopEntropy
 from jaxrl_llm.cli.flags import parse
 from jaxrl_llm.cli.pieces import ALGORITHM, CONTROLLER, choices
 from jaxrl_llm.errors import InputError

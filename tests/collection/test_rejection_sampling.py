@@ -12,13 +12,12 @@ from collection.test_episodes import collected_episodes
 from several import codes, launch, said
 from talkative import LONGEST, answerer, asked, task_in
 
-from jaxrl_llm.collection.ledger import Tally, opened
-from jaxrl_llm.collection.rejection_sampling import collect_rows, collected
+from jaxrl_llm.collection.rejection_sampling import Tally, collect_rows, collected, opened
 from jaxrl_llm.data import Collected, Pairs, Steps, Texts, load_texts
 from jaxrl_llm.engine.requests import first_tokens
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards import Failures
-from jaxrl_llm.rewards.scores import Scores
+from jaxrl_llm.rewards.scorer import Scores
 from jaxrl_llm.rollout.respond import SeedSpace, request_seed
 from jaxrl_llm.sharding.distributed import ALONE
 from jaxrl_llm.system.paths import COLLECTED, part_of

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxrl_llm.collection.rejection_sampling import decoded_answer
-from jaxrl_llm.collection.rows import Answer, prefix_tokens, rows_from
+from jaxrl_llm.collection.rejection_sampling import Answer, decoded_answer, prefix_tokens, rows_from
 from jaxrl_llm.data import Collected
 from jaxrl_llm.data.datasets import split_steps, step_lengths
 from jaxrl_llm.models import load_pretrained

@@ -17,7 +17,7 @@ from jaxrl_llm.environments.examples import multiply
 from jaxrl_llm.learner import Learner, Moments, Optimiser
 from jaxrl_llm.recipes import RECIPES, Overlong
 from jaxrl_llm.rewards import Format
-from jaxrl_llm.rewards.group_shaping import RelativeLength
+from jaxrl_llm.rewards.shaping import RelativeLength
 from jaxrl_llm.rollout import Collect, Rollout
 from jaxrl_llm.rules import Resets
 from jaxrl_llm.tasks import Table, Task

@@ -21,11 +21,11 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Layout
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.samples import advantage_of
-from jaxrl_llm.learner.state import abstract_state
+from jaxrl_llm.learner.update import abstract_state
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rewards import Accuracy, Constraint, Format, Gate, LengthPenalty, StepFunction, Threshold
-from jaxrl_llm.rewards.bounds import REJECTED
+from jaxrl_llm.rewards.shaping import REJECTED
 from jaxrl_llm.rollout.evaluate import describe
 from jaxrl_llm.rollout.groups import RECORDS, Carryover, RolloutBatch
 from jaxrl_llm.stages.ingredients import Constraints

@@ -24,7 +24,7 @@ from jaxrl_llm.diagnosis.detectors import EVERY, FindingTracker, looks
 from jaxrl_llm.diagnosis.history import ROLLED_BACK
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.optimiser import build
-from jaxrl_llm.learner.state import abstract_state
+from jaxrl_llm.learner.update import abstract_state
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.rules import (
     ASKED,
@@ -41,7 +41,7 @@ from jaxrl_llm.rules import (
 )
 from jaxrl_llm.rules.guards import on_finding
 from jaxrl_llm.sharding.distributed import ALONE
-from jaxrl_llm.telemetry.pace import Schedule
+from jaxrl_llm.telemetry.progress import Schedule
 from jaxrl_llm.trainer.state import moved_until, newest_before, remembered, why_not_back
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,7 @@ from jaxrl_llm.checkpoints.integrity import CHECKSUMS, fault, sums
 from jaxrl_llm.checkpoints.snapshots import phase_of
 from jaxrl_llm.checkpoints.store import read_host, steps_in
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models.hf_config import read_config
+from jaxrl_llm.models.hf import read_config
 from jaxrl_llm.models.tokenizer import load_tokenizer
 from jaxrl_llm.models.weights import INDEX, open_checkpoint, open_file, read_json
 from jaxrl_llm.runs.load import find_run

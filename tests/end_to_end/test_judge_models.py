@@ -16,7 +16,7 @@ from jaxrl_llm.config import load_config
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import load_pretrained, logits, save_pretrained
 from jaxrl_llm.rewards import JudgeModel, Pairwise, Rubric, Scorer
-from jaxrl_llm.rewards.chat_client import Answer
+from jaxrl_llm.rewards.endpoint import Answer
 from jaxrl_llm.rewards.shaping import check
 from jaxrl_llm.stages.judges import answered, load_judge_model
 from jaxrl_llm.tasks.template import rendered

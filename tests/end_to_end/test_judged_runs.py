@@ -17,10 +17,10 @@ from transformers import AutoTokenizer
 from jaxrl_llm.cli.export import how_to_score
 from jaxrl_llm.data import Pairs, Steps
 from jaxrl_llm.models import load_pretrained, save_pretrained, scores
-from jaxrl_llm.models.builtin import TINY, tiny_tokenizer
 from jaxrl_llm.models.config import Rope
 from jaxrl_llm.models.decoder import initialise
 from jaxrl_llm.models.heads import with_scalar_head
+from jaxrl_llm.models.pretrained import TINY, tiny_tokenizer
 from jaxrl_llm.runs.load import find_run, load_model
 from jaxrl_llm.stages.taught import taught, taught_by
 from jaxrl_llm.tasks import problem_index

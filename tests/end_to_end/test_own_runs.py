@@ -15,7 +15,7 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.checkpoints.store import Checkpoints, parts_of, restore_parts, restore_policy
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.optimiser import build
-from jaxrl_llm.learner.state import abstract_state
+from jaxrl_llm.learner.update import abstract_state
 from jaxrl_llm.models import load_pretrained
 
 pytestmark = pytest.mark.slow

@@ -31,7 +31,7 @@ from jaxrl_llm.config.run import MAX_SEED
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Moments, Optimiser
 from jaxrl_llm.learner.optimiser import build
-from jaxrl_llm.learner.state import abstract_state
+from jaxrl_llm.learner.update import abstract_state
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.models.config import Lora
 from jaxrl_llm.recipes import DR_GRPO, GRPO, PRORL_V1, Overlong

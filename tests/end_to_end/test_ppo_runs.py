@@ -21,14 +21,14 @@ from jaxrl_llm.config.notes import notes
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Critic, Optimiser
 from jaxrl_llm.learner.optimiser import build
-from jaxrl_llm.learner.state import NewRole, abstract_state, create_state
+from jaxrl_llm.learner.update import NewRole, abstract_state, create_state
 from jaxrl_llm.models import load_pretrained, save_pretrained
-from jaxrl_llm.models.builtin import TINY
 from jaxrl_llm.models.config import Lora, Rope
 from jaxrl_llm.models.decoder import initialise
 from jaxrl_llm.models.heads import with_scalar_head
+from jaxrl_llm.models.pretrained import TINY
 from jaxrl_llm.recipes import RECIPES, Overlong
-from jaxrl_llm.rewards.group_shaping import RelativeLength
+from jaxrl_llm.rewards.shaping import RelativeLength
 from jaxrl_llm.stages.taught import Taught
 from jaxrl_llm.tasks.template import template_fingerprint
 from jaxrl_llm.trainer.state import with_others

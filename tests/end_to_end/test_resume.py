@@ -16,7 +16,7 @@ from jaxrl_llm import codec
 from jaxrl_llm.checkpoints.store import Checkpoints, flatten, steps_in
 from jaxrl_llm.config import load_config
 from jaxrl_llm.learner.optimiser import build
-from jaxrl_llm.learner.state import abstract_state
+from jaxrl_llm.learner.update import abstract_state
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.system.signals import STOPPING
 

@@ -12,7 +12,7 @@ from learner.rollouts import one_device
 from jaxrl_llm.checkpoints.store import Checkpoints, flatten
 from jaxrl_llm.config import evaluation_key, read, whole
 from jaxrl_llm.learner.optimiser import build
-from jaxrl_llm.learner.state import abstract_state
+from jaxrl_llm.learner.update import abstract_state
 from jaxrl_llm.models import load_pretrained
 
 pytestmark = pytest.mark.slow

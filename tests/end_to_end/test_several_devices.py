@@ -12,8 +12,7 @@ from jaxrl_llm import train
 from jaxrl_llm.config import config_names, load_config, resolved, validate_on_devices
 from jaxrl_llm.data import Texts
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.plan.lowering import architectures, meshes, planned_stage
-from jaxrl_llm.plan.shapes import abstract_model
+from jaxrl_llm.plan.programs import abstract_model, architectures, meshes, planned_stage
 from jaxrl_llm.sharding import batch_parts
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,7 @@ from tiny import tiny
 from jaxrl_llm.algorithms import PolicyBatch, policy_loss
 from jaxrl_llm.algorithms.ratios import TruncatedIS
 from jaxrl_llm.config import load_config, resolved, validate
-from jaxrl_llm.engine.backend import weights_for_sampling
+from jaxrl_llm.engine.engine import weights_for_sampling
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.objectives import old_policy
 from jaxrl_llm.recipes import RECIPES

@@ -17,7 +17,7 @@ from jaxrl_llm.checkpoints.store import Checkpoints, flatten
 from jaxrl_llm.config import from_json, load_config, read, to_json, validate, whole
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.optimiser import build
-from jaxrl_llm.learner.state import abstract_state
+from jaxrl_llm.learner.update import abstract_state
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.rewards import Format, Hinge, ModelReward, Refusals, StepReward, Threshold
 from jaxrl_llm.telemetry import diagnose

@@ -9,9 +9,8 @@ import pytest
 from engine.test_engine import distributions, finished, model, same
 from tiny import tiny
 
-from jaxrl_llm.engine.prefix_cache import KEPT_PROMPTS
 from jaxrl_llm.engine.requests import Request, SlotShape
-from jaxrl_llm.engine.scheduler import Build, wanted
+from jaxrl_llm.engine.scheduler import KEPT_PROMPTS, Build, wanted
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.decoder import logits
 from jaxrl_llm.rollout import Engine, Sampling, first_tokens, with_tokens

@@ -11,9 +11,8 @@ from tiny import KINDS, Compilations, tiny
 
 from jaxrl_llm.engine.requests import Request, seat
 from jaxrl_llm.engine.scheduler import Build, next_requests, seating, wanted
-from jaxrl_llm.models.by_length import ByLength, Seen, block_columns, fetched, halves_of, reads
-from jaxrl_llm.models.cache import empty_cache
-from jaxrl_llm.models.decoding import _readings, shared_prefix
+from jaxrl_llm.models.decode_kernels import ByLength, Seen, block_columns, fetched, halves_of, reads
+from jaxrl_llm.models.decoding import _readings, empty_cache, shared_prefix
 from jaxrl_llm.rollout import Engine, Sampling
 from jaxrl_llm.types import Prompt
 

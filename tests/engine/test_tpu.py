@@ -14,9 +14,9 @@ from jaxrl_llm.engine.requests import SlotShape
 from jaxrl_llm.engine.sampling import as_rules, asked
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.engine.slots import empty_slots, fill_slots, idle, rearranged, run_chunk
-from jaxrl_llm.models.cache import empty_cache
 from jaxrl_llm.models.config import Attention, Embeddings, ModelConfig, Norm
 from jaxrl_llm.models.decoder import initialise
+from jaxrl_llm.models.decoding import empty_cache
 
 OPTIMISED = True
 pytestmark = [pytest.mark.slow, pytest.mark.compilers]

@@ -6,7 +6,7 @@ from environments.others import CountTo5, GuessTheNumber, MultiTurn
 from environments.worlds import USER, begun, contents, says
 
 from jaxrl_llm.environments import Factory, Limits
-from jaxrl_llm.environments.adapters import GymTries, SkyRL, TextArena
+from jaxrl_llm.environments.examples import GymTries, SkyRL, TextArena
 from jaxrl_llm.errors import InputError
 
 

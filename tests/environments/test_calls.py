@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from jaxrl_llm.environments.call_syntaxes import SYNTAXES, THOUGHTS
-from jaxrl_llm.environments.calls import _HARMONY_MARKS, HARMONY, NO_CALLS, parse_reply, syntax_of
+from jaxrl_llm.environments.calls import _HARMONY_MARKS, HARMONY, NO_CALLS, SYNTAXES, THOUGHTS, parse_reply, syntax_of
 from jaxrl_llm.errors import InputError
 
 HEAD = "<|channel|>commentary to=functions."

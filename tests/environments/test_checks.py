@@ -11,7 +11,7 @@ import pytest
 from environments.worlds import USER, Counting, begun, says
 
 from jaxrl_llm.environments import Environment, Factory, Limits, Step
-from jaxrl_llm.environments.checks import checked_reset, checked_step
+from jaxrl_llm.environments.environment import checked_reset, checked_step
 
 
 class Faulty(Environment):

@@ -5,7 +5,7 @@ from environments.worlds import begun, contents
 
 from jaxrl_llm.environments import Factory
 from jaxrl_llm.environments.calls import parse_reply
-from jaxrl_llm.environments.python_tool import PythonTool
+from jaxrl_llm.environments.examples import PythonTool
 from jaxrl_llm.tasks import Task
 
 pytestmark = pytest.mark.sandbox("landlock+seccomp")
@@ -61,7 +61,7 @@ def test_a_program_has_limits_and_reaches_nothing(code, reason):
 
 def test_it_is_an_environment_by_name_and_branches_keep_their_names():
     task = Task([{"prompt": "a", "answer": "1"}], environment=PythonTool)
-    assert task.environment == "jaxrl_llm.environments.python_tool:PythonTool"
+    assert task.environment == "jaxrl_llm.environments.examples:PythonTool"
     factory = Factory(task.environment)
     (schema,) = factory.tools({})
     assert factory.copyable and schema["function"]["name"] == "python"

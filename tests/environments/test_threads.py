@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from jaxrl_llm.environments.threads import Call, Caller, Loop, hanging, told
+from jaxrl_llm.environments.world import Call, Caller, Loop, hanging, told
 
 
 async def nap(seconds):

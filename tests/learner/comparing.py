@@ -11,8 +11,7 @@ from tiny import VOCAB, logprob_and_entropy, tiny
 
 from jaxrl_llm.algorithms.preference import DPO, IPO, KTO, ORPO, SimPO
 from jaxrl_llm.data import Judged, Ranked, Stepped, Text
-from jaxrl_llm.learner.comparisons import PairLoss, Ranking, StepEntropy, UnpairedLoss
-from jaxrl_llm.learner.objectives import NextToken
+from jaxrl_llm.learner.objectives import NextToken, PairLoss, Ranking, StepEntropy, UnpairedLoss
 from jaxrl_llm.models.decoder import causal_rows, forward, logits
 from jaxrl_llm.models.heads import ScalarModel
 from jaxrl_llm.models.lora import attached

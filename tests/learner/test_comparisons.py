@@ -36,10 +36,9 @@ from jaxrl_llm.algorithms.preference import DPO, IPO, KTO, ORPO, SimPO
 from jaxrl_llm.data import Judged, Ranked, Stepped
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Layout, pack
-from jaxrl_llm.learner.comparisons import PairLoss, Ranking, StepEntropy
-from jaxrl_llm.learner.epochs import _split
 from jaxrl_llm.learner.forward import Forward, on_mesh
-from jaxrl_llm.learner.update import accumulate
+from jaxrl_llm.learner.objectives import PairLoss, Ranking, StepEntropy
+from jaxrl_llm.learner.update import _split, accumulate
 from jaxrl_llm.models.config import ComputeOptions, Lora
 from jaxrl_llm.models.lora import create
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings

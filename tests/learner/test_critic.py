@@ -42,7 +42,7 @@ from jaxrl_llm.learner.batch import Counts
 from jaxrl_llm.learner.forward import microbatch, on_mesh
 from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.learner.samples import WINDOW, foreseen, pooled
-from jaxrl_llm.learner.state import NewRole, abstract_state
+from jaxrl_llm.learner.update import NewRole, abstract_state
 from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.models.heads import with_scalar_head
 from jaxrl_llm.models.lora import model_of

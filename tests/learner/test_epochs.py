@@ -33,9 +33,9 @@ from jaxrl_llm.learner import (
     learn,
     make_update,
 )
-from jaxrl_llm.learner.epochs import _split
 from jaxrl_llm.learner.objectives import Objective
 from jaxrl_llm.learner.optimiser import build, learning_rate
+from jaxrl_llm.learner.update import _split
 from jaxrl_llm.models.config import ComputeOptions, Lora
 
 MESH = one_device()

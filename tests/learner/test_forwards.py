@@ -11,8 +11,8 @@ from tiny import VOCAB, equations, tiny
 
 from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.learner import Layout, Learner, Training, create_state, learn, pack
-from jaxrl_llm.learner.epochs import kl_of_policy
 from jaxrl_llm.learner.optimiser import build
+from jaxrl_llm.learner.update import kl_of_policy
 from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.models.decoder import causal_rows, forward
 

@@ -22,12 +22,12 @@ from tiny import KINDS, largest_difference, tiny
 
 from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.checkpoints.store import Checkpoints, flatten, restore_policy
-from jaxrl_llm.engine.backend import weights_for_sampling
+from jaxrl_llm.engine.engine import weights_for_sampling
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Layout, Optimiser, create_state, pack
 from jaxrl_llm.learner.forward import on_mesh, score
 from jaxrl_llm.learner.optimiser import build
-from jaxrl_llm.learner.state import abstract_state
+from jaxrl_llm.learner.update import abstract_state
 from jaxrl_llm.models.config import ComputeOptions, Embeddings, Lora, ModelConfig
 from jaxrl_llm.models.decoder import Decoder, initialise, logits, to_parameters
 from jaxrl_llm.models.lora import attached, create, merge, model_of

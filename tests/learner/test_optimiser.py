@@ -17,7 +17,7 @@ from jaxrl_llm.config.phases import remembered
 from jaxrl_llm.learner import Layout, Moments, Optimiser, create_state, pack
 from jaxrl_llm.learner.forward import on_mesh
 from jaxrl_llm.learner.optimiser import build, moved
-from jaxrl_llm.learner.state import abstract_state, reset_optimiser
+from jaxrl_llm.learner.update import abstract_state, reset_optimiser
 from jaxrl_llm.models.config import ComputeOptions, Lora
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
 

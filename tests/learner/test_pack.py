@@ -11,7 +11,7 @@ from learner.rollouts import sample
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Layout, pack
-from jaxrl_llm.learner.packing import rows_of
+from jaxrl_llm.learner.batch import rows_of
 
 T, S = 5, 14
 

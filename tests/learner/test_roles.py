@@ -21,7 +21,7 @@ from learner.rollouts import (
 from tiny import largest_difference, tiny
 
 from jaxrl_llm.algorithms import PRESETS
-from jaxrl_llm.algorithms.values import value_loss
+from jaxrl_llm.algorithms.advantages import value_loss
 from jaxrl_llm.checkpoints.store import Checkpoints
 from jaxrl_llm.learner import (
     Layout,
@@ -37,7 +37,7 @@ from jaxrl_llm.learner import (
 )
 from jaxrl_llm.learner.forward import outputs_of
 from jaxrl_llm.learner.optimiser import build, learning_rate
-from jaxrl_llm.learner.state import NewRole, abstract_state
+from jaxrl_llm.learner.update import NewRole, abstract_state
 from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.models.heads import with_scalar_head
 

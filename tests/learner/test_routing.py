@@ -14,8 +14,8 @@ from tiny import largest_difference, tiny
 from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Layout, Learner
+from jaxrl_llm.learner.forward import KNOWN, REPLAYED, load_by_expert, recorded, replaying
 from jaxrl_llm.learner.platform import compute_for
-from jaxrl_llm.learner.routing import KNOWN, REPLAYED, load_by_expert, recorded, replaying
 from jaxrl_llm.learner.samples import to_samples
 from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.models.decoder import Decoder, to_parameters

@@ -14,12 +14,11 @@ from learner.rollouts import G, T, changed, forward_on, one_device, padded, poli
 from tiny import largest_difference, tiny
 
 from jaxrl_llm.algorithms import PRESETS, PolicyBatch, policy_loss
-from jaxrl_llm.algorithms.advantages import GAE, GDPO, GroupZScore, KLInReward, ProcessSupervised, Whitened
+from jaxrl_llm.algorithms.advantages import GAE, GDPO, GiGPO, GroupZScore, KLInReward, ProcessSupervised, Whitened
 from jaxrl_llm.algorithms.kl import K1
 from jaxrl_llm.algorithms.surrogates import PPOClip
-from jaxrl_llm.algorithms.turns import GiGPO
 from jaxrl_llm.learner import Layout, Sample, pack, to_samples
-from jaxrl_llm.learner.packing import rows_of
+from jaxrl_llm.learner.batch import rows_of
 from jaxrl_llm.learner.samples import _estimate, advantage_of, by_rows, bytes_to_estimate, equal_states, turns_of
 from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.sharding import MeshShape, make_mesh

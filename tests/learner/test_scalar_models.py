@@ -19,8 +19,7 @@ from jaxrl_llm.learner import Layout, Optimiser, create_state, make_update, pack
 from jaxrl_llm.learner.forward import on_mesh, score
 from jaxrl_llm.learner.objectives import Objective
 from jaxrl_llm.learner.optimiser import build, learning_rate
-from jaxrl_llm.learner.state import NewRole, abstract_state
-from jaxrl_llm.learner.update import accumulate
+from jaxrl_llm.learner.update import NewRole, abstract_state, accumulate
 from jaxrl_llm.models import scores
 from jaxrl_llm.models.config import ComputeOptions, Lora
 from jaxrl_llm.models.decoder import Decoder, causal_rows, forward, to_parameters

@@ -10,9 +10,9 @@ from learner.rollouts import TEMPERATURE, WIDTH, G, T, objective_gradient, one_d
 from tiny import VOCAB, equations, largest_difference, tiny
 
 from jaxrl_llm.algorithms import PRESETS
-from jaxrl_llm.algorithms.divergences import JensenShannon, top_classes
+from jaxrl_llm.algorithms.kl import JensenShannon, top_classes
 from jaxrl_llm.learner import Forward, Layout, PolicyGradient, pack
-from jaxrl_llm.learner.teaching import WHICH, DivergenceLoss, Teacher, TopOutput
+from jaxrl_llm.learner.objectives import WHICH, DivergenceLoss, Teacher, TopOutput
 from jaxrl_llm.learner.update import accumulate
 from jaxrl_llm.models.config import Attention, ComputeOptions, Lora, ModelConfig
 from jaxrl_llm.models.decoder import initialise, logits

@@ -25,12 +25,11 @@ from tiny import Compilations, largest_difference, tiny
 
 from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.algorithms.ratios import Token
-from jaxrl_llm.algorithms.surrogates import PPOClip
-from jaxrl_llm.algorithms.whole_step import M2PO
+from jaxrl_llm.algorithms.surrogates import M2PO, PPOClip
 from jaxrl_llm.learner import Layout, Optimiser, PolicyGradient, create_state, pack
 from jaxrl_llm.learner.forward import on_mesh, score
 from jaxrl_llm.learner.optimiser import build
-from jaxrl_llm.learner.state import NewRole
+from jaxrl_llm.learner.update import NewRole
 from jaxrl_llm.models.config import ComputeOptions
 
 COMPUTE = ComputeOptions(remat="full")

@@ -8,12 +8,12 @@ import pytest
 from learner.rollouts import sample
 from tiny import KINDS, tiny
 
-from jaxrl_llm.learner.epochs import Training
-from jaxrl_llm.learner.utilisation import MFU, utilisation
+from jaxrl_llm.learner.platform import MFU, utilisation
+from jaxrl_llm.learner.update import Training
 from jaxrl_llm.models.config import Lora
 from jaxrl_llm.models.heads import with_scalar_head
 from jaxrl_llm.models.lora import create
-from jaxrl_llm.sharding.chips import CHIPS, chip_of
+from jaxrl_llm.sharding.mesh import CHIPS, chip_of
 from jaxrl_llm.types import Role, TrainState
 
 # Two layers of 16 x (32 + 16 + 16 + 32) weights in attention and 3 x 16 x 24 behind it, and a head of 16 x 50.

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.models.decoder import to_parameters
-from jaxrl_llm.models.hf_config import read_config
+from jaxrl_llm.models.hf import read_config
 from jaxrl_llm.models.weights import open_checkpoint, read_json, read_parameters
 from jaxrl_llm.sharding import MeshShape, make_mesh
 

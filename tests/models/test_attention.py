@@ -16,7 +16,7 @@ from jaxrl_llm.models.decoder import forward
 from jaxrl_llm.models.layers import MOST, PREFIXES, SHORT, TokenRows, attention_over
 from jaxrl_llm.plan.machines import describe, parse_topology
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
-from jaxrl_llm.sharding.compiler import without_compilation_cache
+from jaxrl_llm.sharding.mesh import without_compilation_cache
 
 slow = pytest.mark.slow
 

@@ -13,9 +13,9 @@ import pytest
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import load_pretrained, logits, save_pretrained
-from jaxrl_llm.models.builtin import BUILTIN, CHATML, SMOLLM2, UPCYCLED, extract_gguf, upcycled
 from jaxrl_llm.models.config import Experts
 from jaxrl_llm.models.decoder import to_parameters
+from jaxrl_llm.models.pretrained import BUILTIN, CHATML, SMOLLM2, UPCYCLED, extract_gguf, upcycled
 
 
 def test_tiny_is_the_same_every_time_and_everywhere():

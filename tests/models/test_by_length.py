@@ -7,13 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.models.by_length import ByLength, Near, Seen, columns_read, form_for, reading, whole_blocks
-from jaxrl_llm.models.by_length_kernels import attend
-from jaxrl_llm.models.cache import Cache
 from jaxrl_llm.models.config import Attention
+from jaxrl_llm.models.decode_kernels import ByLength, Near, Seen, attend, columns_read, form_for, reading, whole_blocks
+from jaxrl_llm.models.decoding import Cache
 from jaxrl_llm.plan import hlo
 from jaxrl_llm.plan.machines import describe, parse_topology
-from jaxrl_llm.sharding.compiler import without_compilation_cache
+from jaxrl_llm.sharding.mesh import without_compilation_cache
 
 slow = pytest.mark.slow
 

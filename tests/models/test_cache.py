@@ -9,19 +9,21 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from tiny import KINDS, VOCAB, tiny
 
-from jaxrl_llm.models.cache import (
+from jaxrl_llm.models.decoder import by_layer, causal_rows, forward
+from jaxrl_llm.models.decoding import (
     Cache,
+    decode,
     empty_cache,
+    extend,
     flush,
     insert,
     insert_divided,
     move_rows,
     sequence_of,
+    shared_prefix,
     take_rows,
     with_columns,
 )  # fmt: skip
-from jaxrl_llm.models.decoder import by_layer, causal_rows, forward
-from jaxrl_llm.models.decoding import decode, extend, shared_prefix
 from jaxrl_llm.sharding import MeshShape, make_mesh
 
 PROMPTS, LENGTH, CHUNKS = (1, 4, 6), 14, (3, 3)

@@ -13,13 +13,13 @@ from jax.experimental import topologies
 from tiny import KINDS, largest_difference, tiny
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models import experts, grouped
+from jaxrl_llm.models import experts
 from jaxrl_llm.models.config import Attention, ComputeOptions, Experts, Lora, ModelConfig
 from jaxrl_llm.models.decoder import Decoder, Weights, causal_rows, forward, routed, to_parameters
 from jaxrl_llm.models.decoding import FEW
 from jaxrl_llm.models.lora import attached, create, merge
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
-from jaxrl_llm.sharding.compiler import without_compilation_cache
+from jaxrl_llm.sharding.mesh import without_compilation_cache
 
 WIDTH, INNER = 8, 12
 
@@ -29,7 +29,7 @@ def inputs(tokens, count, active, seed=0):
     random = np.random.default_rng(seed)
     shapes = ((count, WIDTH, INNER), (count, WIDTH, INNER), (count, INNER, WIDTH))
     shapes += ((count, INNER), (count, INNER))
-    matrices = grouped.Matrices(*(jnp.asarray(random.normal(size=shape), jnp.float32) for shape in shapes))
+    matrices = experts.Matrices(*(jnp.asarray(random.normal(size=shape), jnp.float32) for shape in shapes))
     taken = np.stack([random.permutation(count)[:active] for _ in range(tokens)])
     weights = random.uniform(size=taken.shape)
     return matrices, jnp.float32(random.normal(size=(tokens, WIDTH))), jnp.float32(weights), jnp.int32(taken)
@@ -95,7 +95,7 @@ def test_all_tokens_at_one_expert_are_computed():
 @pytest.mark.parametrize("block", [1, 4, 8])
 def test_pairs_are_sorted_into_blocks_of_one_expert(block):
     *_, taken = inputs(29, 5, 2)
-    at = jax.tree.map(np.asarray, grouped.by_expert(taken, 5, block))
+    at = jax.tree.map(np.asarray, experts.by_expert(taken, 5, block))
     flat = np.asarray(taken).ravel()
     assert sorted(at.row.ravel()) == sorted(np.flatnonzero(at.pair < 58)) and len(set(at.row.ravel())) == 58
     for pair, row in enumerate(at.row.ravel()):
@@ -108,17 +108,17 @@ def test_pairs_are_sorted_into_blocks_of_one_expert(block):
 def test_blocks_in_turn_and_at_once_are_one():
     """CPUs take the first form, other platforms the second one; values of unused blocks are anyone's."""
     matrices, x, _, taken = inputs(29, 5, 2)
-    at = grouped.by_expert(taken, 5, 8)
-    own = grouped.moved(x, at.token, at.row).reshape(-1, 8, WIDTH)
+    at = experts.by_expert(taken, 5, 8)
+    own = experts.moved(x, at.token, at.row).reshape(-1, 8, WIDTH)
     g = jnp.float32(np.random.default_rng(1).normal(size=own.shape))
     g = jnp.where(jnp.arange(len(g))[:, None, None] < at.used, g, 0)
-    found, wanted = (form(GATED, own, matrices, at.owner, at.used) for form in (grouped.in_turn, grouped.at_once))
-    assert len(own) % grouped.TOGETHER == 0 and at.used < len(own)
+    found, wanted = (form(GATED, own, matrices, at.owner, at.used) for form in (experts.in_turn, experts.at_once))
+    assert len(own) % experts.TOGETHER == 0 and at.used < len(own)
     assert largest_difference([t[: at.used] for t in found], [t[: at.used] for t in wanted]) < 1e-5
     given = (own, wanted[1:], g, matrices, at.owner, at.used)
-    found, wanted = (form(GATED, *given) for form in (grouped.back_in_turn, grouped.back_at_once))
+    found, wanted = (form(GATED, *given) for form in (experts.back_in_turn, experts.back_at_once))
     assert largest_difference(found, wanted) < 1e-5
-    program = str(jax.make_jaxpr(functools.partial(grouped.back_at_once, GATED))(*given))
+    program = str(jax.make_jaxpr(functools.partial(experts.back_at_once, GATED))(*given))
     assert "scatter" not in program  # one whose order is fixed takes a GPU four times the rest of the update
 
 
@@ -126,7 +126,7 @@ def test_blocks_in_turn_and_at_once_are_one():
     ("pairs", "count", "tokens"), [(4, 32, 8), (32, 4, 16), (128, 4, 32), (4096, 32, 64), (1 << 20, 8, 512)]
 )
 def test_a_block_is_half_of_an_experts_tokens_or_more_of_few(pairs, count, tokens):
-    assert grouped.block_of(pairs, count) == tokens
+    assert experts.block_of(pairs, count) == tokens
 
 
 def test_choosing_by_fewer_bits_leaves_the_weights():

@@ -9,7 +9,7 @@ import pytest
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import Embeddings, Llama3Rope, Yarn
 from jaxrl_llm.models.families import FAMILIES
-from jaxrl_llm.models.hf_config import read_config, write_config
+from jaxrl_llm.models.hf import read_config, write_config
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "models"
 NAMES = sorted(path.name for path in FIXTURES.iterdir() if path.is_dir())

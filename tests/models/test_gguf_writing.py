@@ -12,11 +12,10 @@ import pytest
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import load_pretrained, load_scalar, logits, save_gguf
-from jaxrl_llm.models.builtin import CHATML, TINY
 from jaxrl_llm.models.config import Llama3Rope, Rope
 from jaxrl_llm.models.decoder import Decoder, to_parameters
-from jaxrl_llm.models.gguf import PATHS
-from jaxrl_llm.models.gguf_writing import KINDS
+from jaxrl_llm.models.gguf import KINDS, PATHS
+from jaxrl_llm.models.pretrained import CHATML, TINY
 from jaxrl_llm.models.tokenizer import BytePairs, build_tokenizer, byte_alphabet, byte_pairs_of
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "models"

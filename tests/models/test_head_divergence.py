@@ -9,10 +9,10 @@ import pytest
 from jax.sharding import NamedSharding
 from tiny import VOCAB, equations, largest_difference, tiny
 
-from jaxrl_llm.algorithms.divergences import JensenShannon, top_classes
+from jaxrl_llm.algorithms.kl import JensenShannon, top_classes
 from jaxrl_llm.models.config import Attention, Embeddings, ModelConfig
 from jaxrl_llm.models.decoder import initialise, unembed
-from jaxrl_llm.models.head_divergence import TeacherStates, token_divergence, top_tokens
+from jaxrl_llm.models.heads import TeacherStates, token_divergence, top_tokens
 from jaxrl_llm.sharding import BATCH, MeshShape, fitting, make_mesh, shardings
 
 P, N, D, WIDE = 2, 23, 16, 24

@@ -20,8 +20,7 @@ from jaxrl_llm.models.config import TokenIds
 from jaxrl_llm.models.decoder import Decoder, causal_rows, forward, to_parameters
 from jaxrl_llm.models.families import FAMILIES
 from jaxrl_llm.models.heads import ScalarModel, drawn_head, scalars, with_scalar_head
-from jaxrl_llm.models.hf import padding_id
-from jaxrl_llm.models.hf_config import gives_scores
+from jaxrl_llm.models.hf import gives_scores, padding_id
 from jaxrl_llm.models.pretrained import load_either
 from jaxrl_llm.models.weights import open_checkpoint
 from jaxrl_llm.sharding import MeshShape, make_mesh, replicated, shardings

@@ -18,7 +18,7 @@ from jaxrl_llm.models import load_pretrained, logits, save_pretrained
 from jaxrl_llm.models.config import TokenIds
 from jaxrl_llm.models.decoder import Decoder, parameter_shapes, to_parameters
 from jaxrl_llm.models.families import axis_sizes, tensors_of
-from jaxrl_llm.models.hf_config import read_config
+from jaxrl_llm.models.hf import read_config
 from jaxrl_llm.models.pretrained import generation_of
 from jaxrl_llm.models.weights import open_checkpoint, to_hf, to_ours, to_stored, write_checkpoint
 from jaxrl_llm.sharding import MeshShape, make_mesh

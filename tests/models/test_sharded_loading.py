@@ -21,7 +21,7 @@ from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.models.config import Attention, Embeddings, ModelConfig
 from jaxrl_llm.models.families import axis_sizes, our_shape, tensors_of
 from jaxrl_llm.models.gguf import read_gguf
-from jaxrl_llm.models.hf_config import write_config
+from jaxrl_llm.models.hf import write_config
 from jaxrl_llm.models.weights import StoredTensor, hf_shape, read_part
 from jaxrl_llm.sharding import MeshShape, from_parts, layout_of, make_mesh, shardings
 

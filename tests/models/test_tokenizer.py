@@ -11,9 +11,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import load_pretrained, save_pretrained
-from jaxrl_llm.models.builtin import CHATML
 from jaxrl_llm.models.config import Attention, ModelConfig, TokenIds
 from jaxrl_llm.models.decoder import initialise
+from jaxrl_llm.models.pretrained import CHATML
 from jaxrl_llm.models.tokenizer import PROBE, byte_alphabet, load_tokenizer, save_tokenizer, text_of
 from jaxrl_llm.rollout.respond import with_texts
 from jaxrl_llm.types import Completion

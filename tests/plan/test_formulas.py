@@ -24,13 +24,10 @@ from jaxrl_llm.models import experts
 from jaxrl_llm.models.decoder import Weights, initialise
 from jaxrl_llm.models.flops import counts, forward_flops, visible_pairs
 from jaxrl_llm.plan import hlo
-from jaxrl_llm.plan.device_memory import learning, resident
-from jaxrl_llm.plan.lowering import compile_one, subject
-from jaxrl_llm.plan.movement import loops
-from jaxrl_llm.plan.network import exchanged
-from jaxrl_llm.plan.occupancy import Occupancy, lengths, occupancy
-from jaxrl_llm.plan.roofline import attention_share, update_flops, work
-from jaxrl_llm.plan.shapes import abstract_mesh, arrays, bytes_per_device
+from jaxrl_llm.plan.hlo import loops
+from jaxrl_llm.plan.planning import memory_of_learning, resident
+from jaxrl_llm.plan.programs import abstract_mesh, arrays, bytes_per_device, compile_one, subject
+from jaxrl_llm.plan.roofline import Occupancy, attention_share, exchanged, lengths, occupancy, update_flops, work
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rollout import Engine
 from jaxrl_llm.sharding import MeshShape, make_mesh
@@ -141,7 +138,7 @@ def test_attention_hides_half_at_best():
 
 def test_six_n_per_token_is_the_known_count():
     """Qwen2.5-0.5B by hand: 24 layers of 14,909,440 weights in products, a head of 136,134,656, and short rows."""
-    from jaxrl_llm.plan.lowering import model_config
+    from jaxrl_llm.plan.programs import model_config
 
     config, _ = model_config("Qwen/Qwen2.5-0.5B")
     (_, layers), head = counts(config), 896 * 151936
@@ -218,7 +215,7 @@ def test_estimated_advantages_are_counted():
     counted = []
     for prompts in (run.rollout.prompts, 1 << 20):
         more = dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, prompts=prompts))
-        counted.append(learning(more, held, {}).temporary)
+        counted.append(memory_of_learning(more, held, {}).temporary)
     layout = held.learned[0].forward.layout
     rows = run.rollout.group << 20
     estimate = bytes_to_estimate(run.recipe.algorithm.advantage, rows, layout.completion_tokens)

@@ -9,9 +9,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.plan import hlo
+from jaxrl_llm.plan.hlo import loops
 from jaxrl_llm.plan.machines import parse_topology
-from jaxrl_llm.plan.movement import loops
-from jaxrl_llm.plan.network import Places, places, traffic
+from jaxrl_llm.plan.roofline import Places, places, traffic
 from jaxrl_llm.sharding import MeshShape, make_mesh
 
 TPU_LIKE = """HloModule jit_f, is_scheduled=true

@@ -24,12 +24,11 @@ from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.models.config import Attention, Lora, ModelConfig
 from jaxrl_llm.models.decoder import initialise
 from jaxrl_llm.models.heads import with_scalar_head
-from jaxrl_llm.plan import device_memory
-from jaxrl_llm.plan.lowering import architectures, model_config, programs, subject
+from jaxrl_llm.plan import planning
 from jaxrl_llm.plan.machines import describe, parse_topology
 from jaxrl_llm.plan.planning import best, plan
+from jaxrl_llm.plan.programs import architectures, bytes_per_device, model_config, programs, subject
 from jaxrl_llm.plan.roofline import work
-from jaxrl_llm.plan.shapes import bytes_per_device
 from jaxrl_llm.plan.tables import draw, lines, table, to_json
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rewards import ModelReward
@@ -128,7 +127,7 @@ def test_bytes_of_all_models_are_those_that_a_device_really_holds(critic, sooner
     settings = build(run.learner.optimiser)
     model = initialise(CONFIG, jax.random.key(0))
     state = learner.create_state(model, settings, True, one.mesh, run.learner.lora, 0, [begins])
-    planned = device_memory.learning(run, one.arrays, {})
+    planned = planning.memory_of_learning(run, one.arrays, {})
     roles = state.roles
     assert planned.weights == held_by_one((roles["policy"].params, roles["policy"].base))
     assert planned.optimiser == held_by_one(roles["policy"].opt_state)
@@ -224,7 +223,7 @@ def test_bytes_of_a_run_from_data_are_those_that_a_device_really_holds(name, ran
     model = initialise(CONFIG, jax.random.key(0))
     model = with_scalar_head(model) if isinstance(run, RewardModel) else model
     state = learner.create_state(model, build(run.learner.optimiser), False, one.mesh, run.learner.lora)
-    planned = device_memory.learning(run, one.arrays, {})
+    planned = planning.memory_of_learning(run, one.arrays, {})
     assert planned.weights == held_by_one((state.policy.params, state.policy.base)) > 0
     assert planned.optimiser == held_by_one(state.policy.opt_state) > 0
     assert planned.reference == planned.critic == planned.judges == planned.sampled == planned.cache == 0

@@ -7,9 +7,9 @@ import pytest
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.families import FAMILIES
 from jaxrl_llm.models.flops import active_parameters, counts
-from jaxrl_llm.plan.lowering import model_config, published
 from jaxrl_llm.plan.machines import EXAMPLES, describe, parse_topology
-from jaxrl_llm.sharding.chips import CHIPS, chip_of
+from jaxrl_llm.plan.programs import model_config, published
+from jaxrl_llm.sharding.mesh import CHIPS, chip_of
 
 
 @pytest.mark.parametrize("text, devices, shape", [
@@ -91,8 +91,8 @@ def test_every_published_shape_can_be_read():
 
 
 def test_a_directory_is_read_before_the_table(tmp_path):
-    from jaxrl_llm.models.builtin import TINY
-    from jaxrl_llm.models.hf_config import write_config
+    from jaxrl_llm.models.hf import write_config
+    from jaxrl_llm.models.pretrained import TINY
     from jaxrl_llm.models.weights import write_json
 
     write_json(tmp_path / "config.json", write_config(TINY, "float32"))

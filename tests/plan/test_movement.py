@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.plan import hlo
+from jaxrl_llm.plan.hlo import cycles, in_memory, loops, moved
 from jaxrl_llm.plan.machines import describe, parse_topology
-from jaxrl_llm.plan.movement import cycles, in_memory, loops, moved
-from jaxrl_llm.sharding.compiler import without_compilation_cache
+from jaxrl_llm.sharding.mesh import without_compilation_cache
 
 MIB = 2**20
 TEXT = """HloModule jit_f, is_scheduled=true

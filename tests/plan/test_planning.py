@@ -9,14 +9,12 @@ import pytest
 from commands import command, commands
 from plan.tinyrun import CONFIG, computing, tiny_run
 
-from jaxrl_llm.models.by_length import ByLength
-from jaxrl_llm.plan.lowering import compile_one, meshes, needed, subject
+from jaxrl_llm.models.decode_kernels import ByLength
 from jaxrl_llm.plan.machines import CUDNN, describe, installed, parse_topology
 from jaxrl_llm.plan.planning import best, candidates, compilable, plan
+from jaxrl_llm.plan.programs import abstract_model, compile_one, meshes, needed, subject
 from jaxrl_llm.plan.roofline import CYCLES, FORMULAS, Read, phases, sampling_phases, work
-from jaxrl_llm.plan.shapes import abstract_model
-from jaxrl_llm.plan.tables import draw, lines, memory_lines, table, write
-from jaxrl_llm.plan.totals import totals
+from jaxrl_llm.plan.tables import draw, lines, memory_lines, table, totals_of, write
 from jaxrl_llm.rollout import Collect
 from jaxrl_llm.stages.programs import sampling_of
 
@@ -180,7 +178,7 @@ def test_what_fits_at_most_fits_and_more_does_not():
 def test_the_whole_run_is_its_steps_its_devices_and_its_checkpoints():
     run = dataclasses.replace(tiny_run((1, 4, 2)), steps=300)
     one = by_formula(run)
-    found = totals(one, 2.0)
+    found = totals_of(one, 2.0)
     assert found.run_s == pytest.approx(300 * one.seconds)
     assert found.device_hours == pytest.approx(8 * found.run_s / 3600) and found.cost == pytest.approx(
         2 * found.device_hours
@@ -189,10 +187,10 @@ def test_the_whole_run_is_its_steps_its_devices_and_its_checkpoints():
     weights = 4 * one.parameters
     assert found.snapshot_bytes == pytest.approx(weights, rel=1e-3)
     assert found.checkpoint_bytes == pytest.approx(4 * weights, rel=1e-3), "weights, two moments, reference"
-    assert found.disk_bytes == 4 * found.checkpoint_bytes and totals(one).cost is None
+    assert found.disk_bytes == 4 * found.checkpoint_bytes and totals_of(one).cost is None
     assert found.best_bytes == 4 * found.snapshot_bytes
     off = by_formula(dataclasses.replace(run, output=dataclasses.replace(run.output, keep_best=False)))
-    assert totals(off).best_bytes == 0
+    assert totals_of(off).best_bytes == 0
 
 
 def test_a_step_is_compared_with_the_time_that_a_signal_leaves():

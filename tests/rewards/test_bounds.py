@@ -22,9 +22,8 @@ from jaxrl_llm.rewards import (
     StepFunction,
     Threshold,
 )
-from jaxrl_llm.rewards.bounds import REJECTED, base_of, shaped
 from jaxrl_llm.rewards.functions import Lost
-from jaxrl_llm.rewards.shaping import check
+from jaxrl_llm.rewards.shaping import REJECTED, base_of, check, shaped
 
 LAM, EPS = number("MULTI/lam").item(), number("MULTI/eps").item()
 PLACES = [item(str(at)) for at in range(3)]

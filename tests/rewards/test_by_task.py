@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.rewards import Accuracy, Format, LengthPenalty, Scorer, Threshold
-from jaxrl_llm.rewards.bounds import TaskReward
 from jaxrl_llm.rewards.functions import as_reward
-from jaxrl_llm.rewards.shaping import named
+from jaxrl_llm.rewards.shaping import TaskReward, named
 from jaxrl_llm.types import Completion, Problem
 
 

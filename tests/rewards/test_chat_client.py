@@ -10,7 +10,7 @@ import pytest
 from rewards.judge_server import complete, endpoint, honest, serving
 
 from jaxrl_llm.rewards import Endpoint, Rubric, Scorer
-from jaxrl_llm.rewards.chat_client import Answer, Client, EndpointError
+from jaxrl_llm.rewards.endpoint import Answer, Client, EndpointError
 from jaxrl_llm.types import Completion, Problem
 
 KEY = "sk-secret-0123"

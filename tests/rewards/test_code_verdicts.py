@@ -7,7 +7,7 @@ from rewards.test_code import problem
 
 from jaxrl_llm.rewards import CodeTests, Scorer
 from jaxrl_llm.rewards.code import extracted, grade, read_tests
-from jaxrl_llm.rewards.code_compare import close, same_value, truth
+from jaxrl_llm.rewards.code_formats import close, same_value, truth
 from jaxrl_llm.sandbox.program import decoded, encoded
 
 pytestmark = pytest.mark.sandbox("landlock+seccomp")

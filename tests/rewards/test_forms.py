@@ -10,8 +10,7 @@ import pytest
 from rewards import sample_forms as forms
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.rewards.calls import AT_ONCE, Call, Outcome, perform
-from jaxrl_llm.rewards.functions import form_of
+from jaxrl_llm.rewards.functions import AT_ONCE, Call, Outcome, form_of, perform
 from jaxrl_llm.types import Completion, Problem
 
 

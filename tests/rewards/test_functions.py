@@ -20,7 +20,7 @@ from jaxrl_llm.cli.flags import parse
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards import Accuracy, Format, Function, LengthPenalty, Local, Scorer
 from jaxrl_llm.rewards.functions import as_reward, importable
-from jaxrl_llm.rewards.inside import MOST_STUCK
+from jaxrl_llm.rewards.pool import MOST_STUCK
 from jaxrl_llm.rewards.shaping import check, named
 from jaxrl_llm.tasks import Task
 from jaxrl_llm.types import Completion, Problem

@@ -7,7 +7,7 @@ import pytest
 from oracles import NUMBERS
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.rewards.group_shaping import LengthCycle, RelativeLength, StopProperly
+from jaxrl_llm.rewards.shaping import LengthCycle, RelativeLength, StopProperly
 from jaxrl_llm.system.setting import check_fields
 from jaxrl_llm.types import Completion, Group, Problem
 

@@ -14,8 +14,18 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards import Accuracy, accuracy
 from jaxrl_llm.rewards.scorer import Scorer
 from jaxrl_llm.tasks import Instructions, Rows, Table, Task, load
-from jaxrl_llm.tasks.instructed import CONFLICTS, ENDINGS, KEYWORDS, KINDS, OPENINGS, RARE, REQUESTS, TOPICS
-from jaxrl_llm.tasks.instructions import CHECKS, followed
+from jaxrl_llm.tasks.instructions import (
+    CHECKS,
+    CONFLICTS,
+    ENDINGS,
+    KEYWORDS,
+    KINDS,
+    OPENINGS,
+    RARE,
+    REQUESTS,
+    TOPICS,
+    followed,
+)
 from jaxrl_llm.types import Completion, Problem
 
 

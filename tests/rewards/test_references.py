@@ -6,8 +6,7 @@ import threading
 import pytest
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.rewards.references import FILE
-from jaxrl_llm.rewards.scorer import Scorer
+from jaxrl_llm.rewards.scorer import FILE, Scorer
 from jaxrl_llm.tasks import Task, load
 
 

@@ -6,7 +6,7 @@ import pytest
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.rewards import LengthPenalty, Scorer, accuracy
-from jaxrl_llm.rewards.rehearsal import as_episode
+from jaxrl_llm.rewards.scorer import as_episode
 from jaxrl_llm.rewards.verify import dry_run_completion
 from jaxrl_llm.system.paths import REWARD_ERROR
 from jaxrl_llm.types import Problem

@@ -11,8 +11,8 @@ from rewards.judge_server import code, endpoint, honest, part, serving
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards import Endpoint, Pairwise, Rubric, Scorer, Threshold
+from jaxrl_llm.rewards.rubric import better, code_of, quoted, steers, verdicts
 from jaxrl_llm.rewards.shaping import check
-from jaxrl_llm.rewards.verdicts import better, code_of, quoted, steers, verdicts
 from jaxrl_llm.types import Completion, Problem
 
 ITEMS = (("red", 2.0), ("blue", 1.0), ("rude", -1.0))

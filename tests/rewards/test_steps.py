@@ -12,10 +12,9 @@ from jaxrl_llm import codec
 from jaxrl_llm import config as configs
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import load_pretrained
-from jaxrl_llm.rewards import Accuracy, Failures, LengthPenalty, Scorer, StepFunction, calls
+from jaxrl_llm.rewards import Accuracy, Failures, LengthPenalty, Scorer, StepFunction, functions
 from jaxrl_llm.rewards.functions import Lost
-from jaxrl_llm.rewards.scorer import RECORDS
-from jaxrl_llm.rewards.scores import interleaved, last_token
+from jaxrl_llm.rewards.scorer import RECORDS, interleaved, last_token
 from jaxrl_llm.types import Completion
 
 WORDS = StepFunction("sample_steps:words")
@@ -100,16 +99,16 @@ def test_without_a_tokenizer_only_the_means_are_there(tokenizer):
 )
 def test_nonsense_of_steps_is_named(said, kind, told):
     with pytest.raises(kind) as raised:
-        calls.steps(said, item("abc", length=5)[1], "characters")
+        functions.steps(said, item("abc", length=5)[1], "characters")
     assert told in str(raised.value)
 
 
 def test_positions_are_those_of_characters_or_of_tokens():
     completion = item("abc", length=5)[1]
-    assert calls.steps(((at, 1) for at in np.array([3, 1])), completion, "characters") == [(3, 1.0), (1, 1.0)]
-    assert calls.steps([(0, True), (4, 2)], completion, "tokens") == [(0, 1.0), (4, 2.0)]
+    assert functions.steps(((at, 1) for at in np.array([3, 1])), completion, "characters") == [(3, 1.0), (1, 1.0)]
+    assert functions.steps([(0, True), (4, 2)], completion, "tokens") == [(0, 1.0), (4, 2.0)]
     with pytest.raises(ValueError, match="position 5 of a completion with tokens 0 to 4"):
-        calls.steps([(5, 1.0)], completion, "tokens")
+        functions.steps([(5, 1.0)], completion, "tokens")
 
 
 def test_a_function_that_fails_gives_its_completion_no_steps(tokenizer):

@@ -16,11 +16,11 @@ from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.config import load_config, notes, validate
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Layout
-from jaxrl_llm.learner.packing import pack
+from jaxrl_llm.learner.batch import pack
 from jaxrl_llm.learner.samples import advantage_of, to_samples
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rewards import Format
-from jaxrl_llm.rewards.bounds import REJECTED
+from jaxrl_llm.rewards.shaping import REJECTED
 from jaxrl_llm.rollout import Collect, Engine, Replay, Sampling
 from jaxrl_llm.rollout.dynamic_sampling import collect
 from jaxrl_llm.rollout.groups import RECORDS, chosen, failed, informative, replay, tokens_in

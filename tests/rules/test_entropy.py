@@ -10,8 +10,7 @@ from tiny import rules_in
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.algorithms import PRESETS
-from jaxrl_llm.algorithms.entropy import AdaptiveEntropy
-from jaxrl_llm.algorithms.kl import AdaptiveKL, ProportionalKL
+from jaxrl_llm.algorithms.kl import AdaptiveEntropy, AdaptiveKL, ProportionalKL
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rules import Decision, entropy_controlled

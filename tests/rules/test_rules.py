@@ -14,6 +14,7 @@ from tiny import Compilations, rules_in
 from jaxrl_llm import codec
 from jaxrl_llm import config as configs
 from jaxrl_llm.algorithms.kl import AdaptiveKL, ProportionalKL
+from jaxrl_llm.codec import jsonable
 from jaxrl_llm.data import Texts
 from jaxrl_llm.diagnosis.detectors import FindingTracker, diagnose
 from jaxrl_llm.learner.optimiser import build
@@ -41,7 +42,6 @@ from jaxrl_llm.rules.guards import (
     reward_fails,
     teaches_nothing,
 )
-from jaxrl_llm.system.json_lines import jsonable
 from jaxrl_llm.tasks import Table
 from jaxrl_llm.trainer.loop import apply
 from jaxrl_llm.trainer.state import LoopState

@@ -18,17 +18,15 @@ from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.learner import Layout, Optimiser, create_state, pack
 from jaxrl_llm.learner.forward import on_mesh, score
 from jaxrl_llm.learner.optimiser import build
-from jaxrl_llm.models.cache import empty_cache
 from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.models.decoder import Weights, mlp
-from jaxrl_llm.models.decoding import decode
-from jaxrl_llm.plan.lowering import compile_one, subject
+from jaxrl_llm.models.decoding import decode, empty_cache
 from jaxrl_llm.plan.machines import describe, parse_topology
 from jaxrl_llm.plan.planning import plan
-from jaxrl_llm.plan.shapes import abstract_model
+from jaxrl_llm.plan.programs import abstract_model, compile_one, subject
 from jaxrl_llm.plan.tables import lines
 from jaxrl_llm.sharding import MeshShape, gathered, layout_of, make_mesh
-from jaxrl_llm.sharding.compiler import OPTIONS, REPEATABLE, compiler_options, known_options, without_compilation_cache
+from jaxrl_llm.sharding.mesh import OPTIONS, REPEATABLE, compiler_options, known_options, without_compilation_cache
 
 pytestmark = pytest.mark.slow
 

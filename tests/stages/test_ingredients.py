@@ -9,7 +9,7 @@ from jaxrl_llm.config import load_config, resolved
 from jaxrl_llm.data import Texts
 from jaxrl_llm.learner import Critic, Sample
 from jaxrl_llm.rewards import Accuracy, ModelReward
-from jaxrl_llm.rewards.bounds import Constraint
+from jaxrl_llm.rewards.shaping import Constraint
 from jaxrl_llm.rollout.groups import Carryover, RolloutBatch
 from jaxrl_llm.rollout.settings import Ptx
 from jaxrl_llm.stages.critic import CriticRole

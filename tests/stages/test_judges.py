@@ -19,14 +19,14 @@ from jaxrl_llm.data.datasets import split_steps
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Critic
 from jaxrl_llm.models import load_pretrained, save_pretrained, scores
-from jaxrl_llm.models.builtin import TINY, tiny_tokenizer
 from jaxrl_llm.models.config import Rope
 from jaxrl_llm.models.decoder import initialise
 from jaxrl_llm.models.heads import with_scalar_head
+from jaxrl_llm.models.pretrained import TINY, tiny_tokenizer
 from jaxrl_llm.models.tokenizer import text_of
 from jaxrl_llm.rewards import Accuracy, Constraint, Gate, Hinge, ModelReward, Scorer, StepReward, Threshold
-from jaxrl_llm.rewards.bounds import TaskReward
 from jaxrl_llm.rewards.endpoint import JudgeModel
+from jaxrl_llm.rewards.shaping import TaskReward
 from jaxrl_llm.sharding import MeshShape, make_mesh
 from jaxrl_llm.stages.judges import JudgeEngine, judges_of, step_ends
 from jaxrl_llm.stages.rl import metrics_of

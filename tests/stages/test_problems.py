@@ -5,7 +5,7 @@ import json
 import pytest
 from commands import forked
 
-from jaxrl_llm.models.builtin import tiny_tokenizer
+from jaxrl_llm.models.pretrained import tiny_tokenizer
 from jaxrl_llm.stages.problems import endless
 from jaxrl_llm.tasks import Task
 

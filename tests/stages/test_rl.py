@@ -19,8 +19,8 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Layout, Learner, Sample, Training, create_state
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.models import logits
-from jaxrl_llm.models.builtin import tiny_tokenizer
 from jaxrl_llm.models.lora import model_of
+from jaxrl_llm.models.pretrained import tiny_tokenizer
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rewards import Format, Scorer
 from jaxrl_llm.rewards.shaping import named
@@ -31,8 +31,7 @@ from jaxrl_llm.stages.programs import coefficients_of, ingredients_of, objective
 from jaxrl_llm.stages.rl import Reinforcement, separately
 from jaxrl_llm.stages.stage import check_problems
 from jaxrl_llm.tasks import Task
-from jaxrl_llm.telemetry.pace import Schedule
-from jaxrl_llm.telemetry.progress import Progress
+from jaxrl_llm.telemetry.progress import Progress, Schedule
 from jaxrl_llm.types import Completion, Group, Problem
 
 REWARDS = (Format("a+", weight=2.0), Format("[ab]+", weight=-1.0))

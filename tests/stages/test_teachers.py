@@ -10,21 +10,20 @@ import numpy as np
 import pytest
 from learner.rollouts import one_device
 
-from jaxrl_llm.algorithms.divergences import JensenShannon, SampledKL, top_classes
+from jaxrl_llm.algorithms.kl import JensenShannon, SampledKL, top_classes
 from jaxrl_llm.config import Context, Distillation, TaskTeacher, load_config, resolved, validate
 from jaxrl_llm.data import Texts
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Forward, Layout, Sample
-from jaxrl_llm.learner.teaching import WHICH, DivergenceLoss, TeacherDivergence
+from jaxrl_llm.learner.objectives import WHICH, DivergenceLoss, TeacherDivergence
 from jaxrl_llm.models import load_pretrained, logits, save_pretrained
 from jaxrl_llm.models.config import ComputeOptions
-from jaxrl_llm.models.head_divergence import TeacherStates
+from jaxrl_llm.models.heads import TeacherStates
 from jaxrl_llm.rollout.groups import Carryover, RolloutBatch
 from jaxrl_llm.stages.ingredients import StageContext
 from jaxrl_llm.stages.teachers import Teachers, as_asked, facts, told_prompt, valued
 from jaxrl_llm.tasks import Prompts, Table
-from jaxrl_llm.telemetry.pace import Schedule
-from jaxrl_llm.telemetry.progress import Progress
+from jaxrl_llm.telemetry.progress import Progress, Schedule
 from jaxrl_llm.types import Completion, Group, Problem, Role, TrainState
 
 SMOKE = load_config("smoke")[1]

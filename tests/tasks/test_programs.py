@@ -8,8 +8,7 @@ import pytest
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.code import grade
 from jaxrl_llm.tasks import Programs, Task, load
-from jaxrl_llm.tasks.generated_programs import loaded
-from jaxrl_llm.tasks.program_templates import TEMPLATES
+from jaxrl_llm.tasks.programs import TEMPLATES, loaded
 
 PROBLEMS = list(Programs().problems())
 OF_TEMPLATE = {problem.metadata["template"]: problem for problem in PROBLEMS}

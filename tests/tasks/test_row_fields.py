@@ -10,13 +10,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from jaxrl_llm.collection.rows import row_of
+from jaxrl_llm.collection.rejection_sampling import row_of
 from jaxrl_llm.data import Pairs, Steps, Texts, load_texts
 from jaxrl_llm.environments import Environment, Step
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models.builtin import tiny_tokenizer
+from jaxrl_llm.models.pretrained import tiny_tokenizer
 from jaxrl_llm.tasks import Table, Task, encode, load
-from jaxrl_llm.tasks.sources import Rows
+from jaxrl_llm.tasks.task import Rows
 
 TINY = tiny_tokenizer()
 STOP = (TINY.eos_token_id,)

@@ -16,7 +16,7 @@ import pytest
 
 from jaxrl_llm import codec
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.rewards.calls import columns, is_chat
+from jaxrl_llm.rewards.functions import columns, is_chat
 from jaxrl_llm.tasks import ReasoningGym, Rows, Table, Task, begun, load
 from jaxrl_llm.tasks.gym import known
 
@@ -280,7 +280,7 @@ def test_reasoning_gym_refuses_in_one_line(source, message):
 
 OFFLINE = """
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.rewards.calls import columns, is_chat
+from jaxrl_llm.rewards.functions import columns, is_chat
 from jaxrl_llm.tasks import HubDataset
 import sys
 local = HubDataset(sys.argv[1], split="train", answer_field="solution.text", answer_extractor="last_number")

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from jaxrl_llm.config import dated
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.tasks import Table, Task, encode
-from jaxrl_llm.tasks.rendering import RENDERER
+from jaxrl_llm.tasks.template import RENDERER
 from jaxrl_llm.types import Problem
 
 SPECIAL = ["<bos>", "<eos>", "<|im_start|>", "<|im_end|>"]

@@ -14,7 +14,7 @@ import pytest
 from jaxrl_llm.config import dated
 from jaxrl_llm.data import Pairs, Steps, Texts, load_texts, longest
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models.builtin import tiny_tokenizer
+from jaxrl_llm.models.pretrained import tiny_tokenizer
 from jaxrl_llm.tasks import HubDataset, ReasoningGym, Table, Task, difference, fingerprint, load
 
 TINY = tiny_tokenizer()

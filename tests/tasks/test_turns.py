@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerFast
 
 from jaxrl_llm.data import Pairs, Steps, Texts, load_texts
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models.builtin import tiny_tokenizer
+from jaxrl_llm.models.pretrained import tiny_tokenizer
 from jaxrl_llm.tasks import Table, Task, encode
 from jaxrl_llm.types import Problem
 

@@ -8,7 +8,7 @@ pytestmark = pytest.mark.slow
 
 RUN = """
 import time
-from jaxrl_llm.telemetry.pace import Schedule
+from jaxrl_llm.telemetry.progress import Schedule
 from jaxrl_llm.telemetry.progress import Progress
 with Progress(Schedule(3)) as progress:
     progress.status("sampling 10/40 tokens")

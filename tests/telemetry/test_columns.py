@@ -4,7 +4,7 @@ import pytest
 
 from jaxrl_llm.system.text import count, seconds, short
 from jaxrl_llm.telemetry import screens
-from jaxrl_llm.telemetry.contents import happened
+from jaxrl_llm.telemetry.report import happened
 
 ROW = {
     "reward/mean": -0.0769,

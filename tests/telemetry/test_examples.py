@@ -7,7 +7,7 @@ import pytest
 from rich.cells import cell_len
 
 from jaxrl_llm.system.text import abridge, head, tail
-from jaxrl_llm.telemetry.panel import EVERY_S, Example, Panel, chosen
+from jaxrl_llm.telemetry.screens import EVERY_S, Example, Panel, chosen
 from jaxrl_llm.types import Completion, Episode, Group, Problem, Turn
 
 NONE = np.zeros(0, np.int32)

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from jaxrl_llm.telemetry.panel import GIB, memory_in_words, memory_now, resident
+from jaxrl_llm.telemetry.screens import GIB, memory_in_words, memory_now, resident
 
 
 def test_the_memory_of_this_process_is_what_the_kernel_counts():

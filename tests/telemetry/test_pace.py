@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from jaxrl_llm.telemetry.pace import Pace, Schedule, time_left
+from jaxrl_llm.telemetry.progress import Pace, Schedule, time_left
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from jaxrl_llm.telemetry.panel import BLOCKS, PLAIN, Panel, sparkline, time_split
+from jaxrl_llm.telemetry.screens import BLOCKS, PLAIN, Panel, sparkline, time_split
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,13 @@ from rich.console import Console
 from terminals import Terminal
 
 from jaxrl_llm.telemetry import Finding
-from jaxrl_llm.telemetry.pace import Compiling, Schedule
-from jaxrl_llm.telemetry.progress import Progress, model_line, patience
+from jaxrl_llm.telemetry.progress import Compiling, Progress, Schedule, model_line, patience
 from jaxrl_llm.telemetry.records import logged
 
 RUN = """
 import numpy as np
 from jaxrl_llm.types import Completion, Group, Problem
-from jaxrl_llm.telemetry.pace import Schedule
+from jaxrl_llm.telemetry.progress import Schedule
 from jaxrl_llm.telemetry.progress import Progress
 with Progress(Schedule(3), 2) as progress:
     progress.status("loading tiny"); import time; time.sleep(0.8)

@@ -4,7 +4,7 @@ import pytest
 import transformers
 from tokenizers import Tokenizer, decoders, models
 
-from jaxrl_llm.models.builtin import tiny_tokenizer
+from jaxrl_llm.models.pretrained import tiny_tokenizer
 from jaxrl_llm.telemetry.records import token_texts
 
 

@@ -13,16 +13,18 @@ from commands import command
 
 from jaxrl_llm.codec import flat
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.telemetry.contents import (
+from jaxrl_llm.telemetry.records import RunWriter
+from jaxrl_llm.telemetry.report import (
     MOST_BYTES,
     MOST_COMPLETIONS,
     MOST_POINTS,
+    Reporter,
     choose_lines,
     curves_of,
+    page,
     thinned,
+    write_report,
 )
-from jaxrl_llm.telemetry.records import RunWriter
-from jaxrl_llm.telemetry.report import Reporter, page, write_report
 
 NASTY = '</script><script>alert(1)</script><img src="x"> & [[data]] \\u2028 \u2028 日'
 CONFIG = {

@@ -15,8 +15,7 @@ from jaxrl_llm import train
 from jaxrl_llm.config import Found, Origin, Output, load_config
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.sharding.distributed import ALONE
-from jaxrl_llm.telemetry.records import RunWriter
-from jaxrl_llm.telemetry.trackers import SAMPLE_COLUMNS, import_extra, makers, table
+from jaxrl_llm.telemetry.records import SAMPLE_COLUMNS, RunWriter, import_extra, makers, table
 from jaxrl_llm.trainer.launch import begin
 
 FAKE = """
@@ -177,7 +176,7 @@ def test_an_unknown_tracker_is_refused_before_the_directory_is_claimed(tmp_path)
 
 @pytest.mark.slow
 def test_a_package_cannot_take_the_name_of_a_built_in_tracker(offered):
-    assert makers(("wandb",))["wandb"].__module__ == "jaxrl_llm.telemetry.trackers"
+    assert makers(("wandb",))["wandb"].__module__ == "jaxrl_llm.telemetry.records"
 
 
 TWICE = """

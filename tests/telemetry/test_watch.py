@@ -8,8 +8,7 @@ from rich.console import Console
 
 from jaxrl_llm.diagnosis import FindingTracker
 from jaxrl_llm.telemetry import Finding
-from jaxrl_llm.telemetry.pace import Schedule
-from jaxrl_llm.telemetry.progress import Progress
+from jaxrl_llm.telemetry.progress import Progress, Schedule
 
 SICK = rows(*sick("truncation", 60, 30))
 

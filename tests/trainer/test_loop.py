@@ -18,7 +18,7 @@ from jaxrl_llm.config import Output
 from jaxrl_llm.models import save_pretrained
 from jaxrl_llm.models.flops import counts
 from jaxrl_llm.rules import Reaches, Rules
-from jaxrl_llm.sharding.chips import CHIPS, KINDS
+from jaxrl_llm.sharding.mesh import CHIPS, KINDS
 from jaxrl_llm.system.json_lines import read_rows
 from jaxrl_llm.trainer.state import UNDERWAY, keep_underway, underway_after
 

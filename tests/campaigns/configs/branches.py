@@ -7,7 +7,7 @@ import zlib
 from jaxrl_llm import Environment, Step
 from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.algorithms.ratios import TruncatedIS
-from jaxrl_llm.algorithms.whole_step import ClipCov
+from jaxrl_llm.algorithms.surrogates import ClipCov
 from jaxrl_llm.config import Output, Run, Scoring
 from jaxrl_llm.learner import Compute, Learner, Optimiser
 from jaxrl_llm.recipes import ARPO

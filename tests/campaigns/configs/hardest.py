@@ -6,7 +6,7 @@ import dataclasses
 import time
 
 from jaxrl_llm.algorithms import PRESETS
-from jaxrl_llm.algorithms.entropy import AdaptiveEntropy
+from jaxrl_llm.algorithms.kl import AdaptiveEntropy
 from jaxrl_llm.config import Evaluation, Mixture, Output, Part, Run, Scoring
 from jaxrl_llm.learner import Learner, Optimiser
 from jaxrl_llm.recipes import Overlong, Recipe

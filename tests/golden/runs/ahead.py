@@ -1,12 +1,10 @@
 """A mixture of two tasks under LoRA, sampled one step ahead of learning; controllers of the KL and of the entropy."""
 
 from jaxrl_llm.algorithms import PRESETS
-from jaxrl_llm.algorithms.entropy import AdaptiveEntropy
-from jaxrl_llm.algorithms.kl import AdaptiveKL
 from jaxrl_llm.config import Evaluation, Mixture, Output, Part, Run, Scoring
 from jaxrl_llm.learner import Learner, Optimiser
 from jaxrl_llm.models.config import Lora
-from jaxrl_llm.recipes import Recipe
+from jaxrl_llm.recipes import AdaptiveEntropy, AdaptiveKL, Recipe
 from jaxrl_llm.rewards import Format, LengthPenalty
 from jaxrl_llm.rollout import Collect, EngineOptions, Rollout
 from jaxrl_llm.rules import Resets

@@ -5,6 +5,12 @@ program's process computes ``f(2)``, and another, which never saw the program, `
 statements before the assertion that it needs, so that a variable ``expected`` stays outside too. Where such a value is
 no data, the program's process computes more (``computable``). Assertions in loops over literals are unrolled. The rest
 is opaque: the process that runs the program says whether it holds.
+
+Tests in the words of unittest, numpy and pytest as plain assertions, which are split like all others.
+``self.assertEqual(f(2), 4)`` and ``np.testing.assert_equal(f(2), 4)`` become ``assert f(2) == 4``. Each test of a class
+has the statements of its ``setUp`` before it, and ``self.x`` becomes a name. The cases of ``parametrize`` become a
+loop, and ``capsys`` an object of the program's process. What has no plain form, such as ``assertRaises``, is refused,
+since nobody would notice if it were left out.
 """
 
 import ast
@@ -12,9 +18,12 @@ import builtins
 import contextlib
 import copy
 import dataclasses
+import functools
 import re
+import sys
+import textwrap
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta
 from decimal import Decimal
 from fractions import Fraction
@@ -23,8 +32,218 @@ from typing import Any
 
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.rewards.code_formats import Asserted
-from jaxrl_llm.rewards.code_names import available, bound, literal, loads, named, written
-from jaxrl_llm.rewards.code_unittest import plain
+
+_SOLUTION = ("solution", "main", "candidate", "your_module")
+"""Modules from which tests import the program's names."""
+_MAKERS = {"set": set, "frozenset": frozenset, "tuple": tuple, "list": list, "float": float}
+_PYTEST = """
+class pytest:
+    class raises:
+        def __init__(self, kinds, match=None):
+            self.kinds = kinds
+        def __enter__(self):
+            return self
+        def __exit__(self, kind, value, trace):
+            assert kind is not None, "did not raise"
+            return issubclass(kind, self.kinds)
+    class approx:
+        def __init__(self, value, rel=1e-6, abs=1e-12):
+            self.value, self.rel, self.abs = value, rel, abs
+        def __eq__(self, other):
+            if isinstance(self.value, (list, tuple)):
+                pairs = zip(self.value, other)
+                alike = all(pytest.approx(a, self.rel, self.abs) == b for a, b in pairs)
+                return alike and len(other) == len(self.value)
+            limit = max(self.abs, self.rel * abs(self.value))
+            return self.value == other or (limit < float("inf") and abs(other - self.value) <= limit)
+"""
+"""The two names of pytest that assertions need: programs have the standard library alone."""
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def loads(node: ast.AST) -> frozenset[str]:
+    """Return the names that a statement or expression reads."""
+    read = (one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load))
+    return frozenset(read)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def bound(node: ast.AST) -> frozenset[str]:
+    """Return the names that a statement or expression binds, arguments of its functions among them."""
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        stored = {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
+        return frozenset({node.name} | stored | {one.arg for one in ast.walk(node) if isinstance(one, ast.arg)})
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        return frozenset((one.asname or one.name).partition(".")[0] for one in node.names)
+    names = {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and not isinstance(one.ctx, ast.Load)}
+    return frozenset(names | {one.arg for one in ast.walk(node) if isinstance(one, ast.arg)})
+
+
+def literal(node: ast.expr, names: dict[str, Any]) -> tuple[Any] | None:
+    """Return the value of a literal, or of a name of one, in a tuple; None for other expressions."""
+    if isinstance(node, ast.Name) and node.id in names:
+        return (names[node.id],)
+    try:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords and len(node.args) < 2:
+            inner = [literal(one, names) for one in node.args]
+            if node.func.id not in _MAKERS or None in inner:
+                return None
+            return (_MAKERS[node.func.id](*(one[0] for one in inner)),)
+        return (ast.literal_eval(node),)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return None
+
+
+def written(value: Any) -> str | None:
+    """Return the text of a literal; None for one that has none, such as an infinite number."""
+    text = repr(value)
+    try:
+        return text if ast.literal_eval(text) == value else None
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return None
+
+
+def named(target: ast.expr, value: Any) -> dict[str, Any] | None:
+    """Return the values that an assignment gives to its names; None if it binds something else."""
+    if isinstance(target, ast.Name):
+        return {target.id: value}
+    if not isinstance(target, (ast.Tuple, ast.List)) or not isinstance(value, (list, tuple)):
+        return None
+    inner = [named(one, part) for one, part in zip(target.elts, value, strict=False)]
+    if len(target.elts) != len(value) or None in inner:
+        return None
+    return {name: part for one in inner for name, part in (one or {}).items()}
+
+
+def available(node: ast.stmt) -> tuple[list[ast.stmt], frozenset[str]]:
+    """Return the statements in place of one of a test's, and the names of packages that programs do not have.
+
+    Imports of the program's names become assignments; what a test file does as a main program, and texts, are left out.
+    """
+    if isinstance(node, ast.ImportFrom):
+        module = (node.module or "").partition(".")[0]
+        if module in _SOLUTION:
+            renamed = [one for one in node.names if one.asname]
+            return [ast.parse(f"{one.asname} = {one.name}").body[0] for one in renamed], frozenset()
+        return ([node], frozenset()) if module in sys.stdlib_module_names else ([], bound(node))
+    if isinstance(node, ast.Import):
+        names = [one.name.partition(".")[0] for one in node.names]
+        kept = [one for one, name in zip(node.names, names, strict=True) if name in sys.stdlib_module_names]
+        shim = ast.parse(_PYTEST).body if "pytest" in names else []
+        others = bound(node) - bound(ast.Import(kept)) - {"pytest", *_SOLUTION}
+        return ([ast.Import(kept)] if kept else []) + shim, others
+    documents = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    guard = isinstance(node, ast.If) and "__name__" in loads(node.test)
+    return ([] if documents or guard else [node]), frozenset()
+
+
+PLAIN = {
+    "assertEqual": "{0} == {1}", "assertNotEqual": "{0} != {1}", "assertTrue": "{0}", "assertFalse": "not {0}",
+    "assertIs": "{0} is {1}", "assertIsNot": "{0} is not {1}", "assertIsNone": "{0} is None",
+    "assertIsNotNone": "{0} is not None", "assertIn": "{0} in {1}", "assertNotIn": "{0} not in {1}",
+    "assertIsInstance": "isinstance({0}, {1})", "assertGreater": "{0} > {1}", "assertGreaterEqual": "{0} >= {1}",
+    "assertLess": "{0} < {1}", "assertLessEqual": "{0} <= {1}", "assertListEqual": "{0} == {1}",
+    "assertTupleEqual": "{0} == {1}", "assertSetEqual": "{0} == {1}", "assertDictEqual": "{0} == {1}",
+    "assertSequenceEqual": "list({0}) == list({1})", "assertMultiLineEqual": "{0} == {1}",
+    "assertCountEqual": "sorted({0}) == sorted({1})", "assertEquals": "{0} == {1}", "assert_equal": "{0} == {1}",
+    "assert_array_equal": "list({0}) == list({1})",
+}  # fmt: skip
+"""Assertions with the names of methods and functions, over their arguments."""
+_BEFORE = "setUpClass", "setup_class", "setUp", "setup_method"
+_CAPTURES = {"capsys", "capfd"}
+_PLACE = re.compile(r"\{(\d)\}")
+
+
+def plain(body: list[ast.stmt]) -> list[ast.stmt]:
+    """Return a module's statements with tests of unittest and numpy as assertions; others are returned as they are.
+
+    Raises:
+      InputError: a test has no plain form.
+    """
+    text = ast.unparse(ast.Module(body, []))
+    if not re.search(r"TestCase|\.testing|pytest|class Test|capsys", text):
+        return body
+    found = [_cased(one) for node in body for one in _statements(node)]
+    kept = {one.id for node in found for one in ast.walk(node) if isinstance(one, ast.Name)}
+    return [node for node in found if not isinstance(node, ast.Import | ast.ImportFrom) or _names(node) & kept]
+
+
+def _names(node: ast.Import | ast.ImportFrom) -> set[str]:
+    return {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+
+
+def _cased(node: ast.stmt) -> ast.stmt:
+    """Return a test of pytest's with its cases as loops, and what captures its output as a variable."""
+    if not isinstance(node, ast.FunctionDef) or not node.name.startswith("test"):
+        return node
+    wanted = {one.arg for one in node.args.args}
+    body = [f"{name} = CaptureFixture()" for name in wanted & _CAPTURES] + [*map(ast.unparse, node.body)]
+    for call in node.decorator_list:
+        if isinstance(call, ast.Call) and ast.unparse(call.func).endswith("parametrize"):
+            given = dict(zip(("argnames", "argvalues"), call.args, strict=False))
+            given |= {str(one.arg): one.value for one in call.keywords}
+            known = literal(given.get("argnames", call), {})
+            require(known is not None and len(given) > 1, f"{ast.unparse(call)!r:.60} has no plain form: write a loop")
+            names = known[0].strip(", ") if isinstance(known[0], str) else "".join(f"{name}, " for name in known[0])
+            body = [f"for {names} in {ast.unparse(given['argvalues'])}:", textwrap.indent("\n".join(body), "    ")]
+            wanted -= {*re.split(r"\W+", names)}
+    text = textwrap.indent("\n".join(body), "    ")
+    return ast.parse(f"def {node.name}({', '.join(wanted - _CAPTURES)}):\n{text}").body[0]
+
+
+def _statements(node: ast.stmt) -> Iterator[ast.stmt]:
+    methods = {one.name: one for one in getattr(node, "body", []) if isinstance(one, ast.FunctionDef)}
+    tests = any(name.startswith("test") for name in methods)
+    if isinstance(node, ast.ClassDef) and (tests or any(ast.unparse(base).endswith("TestCase") for base in node.bases)):
+        before = [one for name in _BEFORE for one in getattr(methods.get(name), "body", [])]
+        for name, method in methods.items():
+            if name.startswith("test"):
+                given = ast.arguments([], method.args.args[1:], None, [], [], None, [])
+                whole = ast.FunctionDef(name, given, [*before, *method.body], method.decorator_list)
+                whole = ast.parse(ast.unparse(ast.fix_missing_locations(whole))).body[
+                    0
+                ]  # its own copy of what is before
+                yield ast.fix_missing_locations(_Plain().visit(whole))
+            elif name not in _BEFORE and not name.lower().startswith("teardown"):
+                raise InputError(f"the test class {node.name} has a method {name}: move it out of the class")
+    elif not (isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)):
+        yield ast.fix_missing_locations(_Plain().visit(node))
+
+
+class _Plain(ast.NodeTransformer):
+    """Turns calls of assertions into statements, and attributes of ``self`` into names."""
+
+    def visit_Expr(self, node: ast.Expr) -> ast.stmt:
+        self.generic_visit(node)
+        call: Any = node.value
+        function = call.func if isinstance(call, ast.Call) else None
+        name = getattr(function, "attr", getattr(function, "id", ""))
+        if not name.startswith("assert"):
+            return node
+        given = [f"({ast.unparse(one)})" for one in call.args]
+        if "lmost" in name or name == "assert_allclose":  # functions of code_judge
+            call.func = ast.Name(f"apart_{name.replace('Not', '')}", ast.Load())
+            return ast.parse(f"assert {'not ' * ('Not' in name)}{ast.unparse(call)}").body[0]
+        wanted = [int(place) for place in _PLACE.findall(PLAIN.get(name, ""))]
+        fits = bool(wanted) and len(given) > max(wanted)
+        require(fits, f"the test {ast.unparse(node)!r:.60} has no plain form: write it as an assert")
+        return ast.parse(f"assert {PLAIN[name].format(*given)}").body[0]
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        case = ast.unparse(node.func) == "pytest.param"
+        return (ast.Tuple(node.args, ast.Load()) if len(node.args) > 1 else node.args[0]) if case else node
+
+    def visit_With(self, node: ast.With) -> ast.stmt | list[ast.stmt]:
+        text = ast.unparse(node.items[0].context_expr)
+        require(".assert" not in text, f"the test {text!r:.60} has no plain form: write it as an assert")
+        self.generic_visit(node)
+        return node.body if ".subTest" in text else node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls") and "assert" not in node.attr
+        return ast.Name(f"own_{node.attr}", node.ctx) if own else self.generic_visit(node)
+
 
 _MOST_UNROLLED = 2000
 _PLAIN = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Import, ast.ImportFrom, ast.Pass, ast.Delete)
@@ -32,7 +251,6 @@ _DEFINES = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 _FOLDED = (ast.Subscript, ast.Name, ast.Constant, ast.Slice, ast.UnaryOp, ast.USub, ast.Load)
 _BUILT_IN = frozenset(dir(builtins))
 _APART = re.compile(r"_\d+|apart_\w+")
-DECIDES = (ast.Compare, ast.BoolOp, ast.Not, ast.IfExp, ast.Assert)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _DATA = (str, bytes, list, dict, set, int, float, complex, Fraction, Decimal, datetime, timedelta, deque, range)
 _METHODS = frozenset(name for kind in _DATA for name in dir(kind))
@@ -98,7 +316,7 @@ def computable(scope: Any, node: ast.AST, certain: bool) -> bool:
 
 def decides(node: ast.AST) -> bool:
     """Whether a statement or expression compares something itself."""
-    return any(isinstance(part, DECIDES) for part in ast.walk(node))
+    return any(isinstance(part, (ast.Compare, ast.BoolOp, ast.Not, ast.IfExp, ast.Assert)) for part in ast.walk(node))
 
 
 def _computes(node: ast.AST) -> bool:
