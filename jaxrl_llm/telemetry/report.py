@@ -206,7 +206,6 @@ QUICK = 4
 REPORT_SHARE = 0.02
 """Largest share of a run's time spent on writing reports."""
 NAME = "report.html"
-MARK = re.compile(r"\[\[(\w+)\]\]")
 
 log = logging.getLogger(__name__)
 
@@ -240,7 +239,7 @@ def page(directories: Sequence[Path]) -> str:
         "licence": (ASSETS / "uplot.LICENSE").read_text("utf-8"),
         "data": "\n".join(blobs),
     }
-    return MARK.sub(lambda mark: parts[mark[1]], (ASSETS / "page.html").read_text("utf-8"))
+    return re.sub(r"\[\[(\w+)\]\]", lambda mark: parts[mark[1]], (ASSETS / "page.html").read_text("utf-8"))
 
 
 def _blob(name: str, data: bytes) -> str:
