@@ -21,7 +21,7 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.cli.flags import first, parse, status, take
 from jaxrl_llm.data import Steps
 from jaxrl_llm.errors import InputError, as_input_error, require
-from jaxrl_llm.models.lora import base_named, is_adapter
+from jaxrl_llm.models.peft import base_named, is_adapter
 from jaxrl_llm.models.pretrained import BUILTIN, generation_of, looks_like_hub_id
 from jaxrl_llm.runs.load import Trained, find_run, load_adapter, load_trained, mesh_here
 from jaxrl_llm.sharding import MeshShape
@@ -197,7 +197,7 @@ def public_base(model: str) -> str:
 
 def export_adapter(name: str, trained: Trained, target: Path, card: str) -> None:
     """Write the adapter alone."""
-    from jaxrl_llm.models.lora import save_adapter
+    from jaxrl_llm.models.peft import save_adapter
 
     run = trained.run
     base = public_base(run.model)

@@ -204,7 +204,6 @@ def say(
     require(room > 0, f"the prompt has {len(prompt)} tokens, and the model was made for {longest}: shorten it")
     # Powers of two, so that prompts of about one length share a compiled program.
     budget = min(sampling.max_new_tokens, room)
-    # Each length is compiled: few of them, by powers of two.
     length = max(256, 1 << (len(prompt) + budget - 1).bit_length())
     engine, _ = backend_for(policy.model, None, policy.mesh, policy.mesh, slots=1, max_length=length)
     requests = Requests(engine, dataclasses.replace(sampling, max_new_tokens=budget, stop_ids=config.tokens.eos))

@@ -34,10 +34,7 @@ KEY = "trust.key"
 KEY_BYTES = 32
 SHOWN = 3
 """The most files that a refusal names."""
-SHIPPED = tuple(
-    f"{OURS}.{name}"
-    for name in ("tasks.filters", "environments.examples", "environments.adapters", "environments.python_tool")
-)
+SHIPPED = tuple(f"{OURS}.{name}" for name in ("tasks.filters", "environments.examples"))
 """Modules of this package with functions that a configuration may name."""
 LOST = f"{Lost.__module__}:{Lost.__qualname__}"
 """The type, in a config.json, of a reward that it does not hold."""

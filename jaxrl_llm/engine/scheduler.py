@@ -353,18 +353,18 @@ class Scheduler:
             routes = self.prefixes.routes(request)
             if routes is not None:
                 request.begun = with_routes(request.begun or EMPTY, routes)
-        seated = seating(build, self._sampling, self.running, taken, self._held, unread)
-        shape, self.running = seated.shape, seated.running
-        if seated.moves is not None:
+        places = seating(build, self._sampling, self.running, taken, self._held, unread)
+        shape, self.running, moves, sources = places
+        if moves is not None:
             cache, blocks = self._state.cache, self._state.blocks
             light = self._state._replace(cache=None, blocks=None)
-            self._state = rearranged(cache, light, *seated.moves, build.mesh)._replace(blocks=blocks)
+            self._state = rearranged(cache, light, *moves, build.mesh)._replace(blocks=blocks)
         if self._state is None:
             most = room(build, self._sampling)
             self._state = empty_slots(build.config, shape, build.dtype, build.mesh, self._sampling.repetition, most)
-        if seated.blocks is not None:
+        if sources is not None:
             lanes = lane_table(self.running, shape)
-            self._state = with_blocks(self._state, seated.blocks, shape.prompt_columns, lanes, build.mesh, shape.parts)
+            self._state = with_blocks(self._state, sources, shape.prompt_columns, lanes, build.mesh, shape.parts)
         self._held = shape
         for cache, begun in self._admissions(taken):
             self._state = fill_slots(self._state, cache, begun, build.mesh)
@@ -434,27 +434,15 @@ class Scheduler:
             yield cache, begun
 
 
-class Seating(NamedTuple):
-    """Places of the requests in the next chunk.
-
-    Attributes:
-      shape: of its slots and blocks.
-      running: the requests by slot; each has its lane.
-      moves: order and source of ``moved_slots``, if the number of slots changes; None if all stay.
-      blocks: the old block that each block is made of, as ``assign_blocks`` has it; None if all stay.
-    """
-
-    shape: SlotShape
-    running: dict[int, Request]
-    moves: tuple[np.ndarray, np.ndarray] | None
-    blocks: np.ndarray | None
-
-
 def seating(
     build: Build, sampling: Sampling, running: dict[int, Request], taken: list[Request], held: SlotShape | None,
     unread: bool,
-) -> Seating:  # fmt: skip
+) -> tuple[SlotShape, dict[int, Request], tuple[np.ndarray, np.ndarray] | None, np.ndarray | None]:  # fmt: skip
     """Give the requests taken slots and blocks beside those that run, in a batch of the size that all need.
+
+    Returns the shape of the next chunk's slots and blocks; its requests by slot, each with its lane; order and source
+    of ``moved_slots``, None if the number of slots stays; the old block that each block is made of, as
+    ``assign_blocks`` has it, None if all stay.
 
     ``held``: shape of the chunk before, None for the first; ``unread``: whether that chunk has not been read yet.
     """
@@ -467,7 +455,7 @@ def seating(
     fixed = build.strict or build.slots <= FEWEST_SLOTS or build.form is not None
     shape = with_blocks_for(running, shape, build.slots, fixed)
     stay = (held or shape)._replace(columns=shape.columns) == shape
-    return Seating(shape, running, moves, assign_blocks(running, shape, stay))
+    return shape, running, moves, assign_blocks(running, shape, stay)
 
 
 def room(build: Build, sampling: Sampling) -> tuple[int, int]:

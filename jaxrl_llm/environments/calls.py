@@ -313,7 +313,7 @@ def parse_reply(text: str, syntax: str, tools: Sequence[Mapping[str, Any]] = (),
       tools: JSON schemas; they tell text from numbers in syntaxes that do not quote text.
       thinking: whether the reply continues reasoning that the prompt began.
     """
-    types = {tool["function"]["name"]: _properties(tool["function"]) for tool in tools}
+    types = {tool["function"]["name"]: tool["function"].get("parameters", {}).get("properties", {}) for tool in tools}
     pieces = list(_harmony(text) if syntax == HARMONY else _marked(text, SYNTAXES.get(syntax), types, thinking))
     error = next((piece.error for piece in pieces if piece.error), "")
     shown = ("text", "call") if error else ("text",)
@@ -335,10 +335,6 @@ class _Piece(NamedTuple):
     text: str
     calls: Sequence[Call] = ()
     error: str = ""
-
-
-def _properties(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    return function.get("parameters", {}).get("properties", {})
 
 
 def _marked(text: str, form: Syntax | None, types: Types, thinking: bool) -> Iterator[_Piece]:

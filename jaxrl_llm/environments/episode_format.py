@@ -38,7 +38,6 @@ _THOUGHTS: tuple[Callable[[Message, str], Message], ...] = (
     lambda message, thought: message | {"content": f"<think>\n{thought}\n</think>\n\n{message['content'] or ''}"},
 )
 """Forms in which templates take a reply's reasoning."""
-_UNCLOSED = re.compile(r"[<\[][^<>\[\]]*\Z")  # the first half of a mark at the end of a text
 
 
 class _Shape(NamedTuple):
@@ -216,7 +215,7 @@ class Renderings:
         for shape in _SHAPES:
             try:
                 text = self.text(_stand_ins(turns, (), shape, self._guard), False)
-                start = _UNCLOSED.sub("", text[: shared(text, self.text([ASKED], True))])
+                start = re.sub(r"[<\[][^<>\[\]]*\Z", "", text[: shared(text, self.text([ASKED], True))])
             except InputError:
                 continue
             before, found, after = text.partition(REPLY)

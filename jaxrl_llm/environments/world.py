@@ -332,7 +332,7 @@ def make_calls(
     for call in calls:
         tool = tools.get(name_in(call))
         if tool is not None:
-            made.append(Call(tool.function, _arguments(call), tool.apart))
+            made.append(Call(tool.function, call.get("function", call).get("arguments") or {}, tool.apart))
     outcomes = iter(caller.each(made, limits.tool_timeout_s, lambda value: readable(str(value))))
     known = (*others, *tools)
     return [_result(call, next(outcomes) if name_in(call) in tools else None, known, limits) for call in calls]
@@ -357,10 +357,6 @@ def _result(call: Any, outcome: Outcome | None, known: Sequence[str], limits: Li
 def name_in(call: Any) -> str:
     """Return the name of the tool that a call asks for."""
     return name_of(call) or name_of({"function": call})
-
-
-def _arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    return call.get("function", call).get("arguments") or {}
 
 
 def in_order(calls: Sequence[Any], results: Mapping[int, Message], messages: Sequence[Message]) -> tuple[Message, ...]:

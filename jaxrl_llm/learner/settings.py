@@ -107,7 +107,7 @@ class Optimiser(Setting):
 @dataclasses.dataclass(frozen=True)
 class Critic(Setting):
     """The critic, which estimates the value of each state, and its training; its loss is
-    ``algorithms.values.value_loss``.
+    ``algorithms.advantages.value_loss``.
 
     It is updated after the policy on each minibatch, with a gradient, a norm and a learning rate of its own, so that no
     coefficient weighs its loss against the policy's. Its weights have ``learner.dtype``.

@@ -374,7 +374,8 @@ def learn(
     kl_to = {"ref_logp" if held else "old_logp"} if measure_kl else set()
     batches = []
     for samples in _split(groups, settings.minibatches):
-        packed = _packed(state, samples, objectives, settings, forward)
+        packed = forward.packed(samples, objectives)
+        packed = replaying(packed, settings.routing_replay, model_of(state), forward.compute)
         batches.append(packed.with_tokens(**before(state, packed, forward, (needed | kl_to) - set(packed.by_token))))
     watched = _watched(state, groups, batches, forward, monitor_kl) if of_policy else {}
     coefficients = {"temperature": forward.temperature} | coefficients
@@ -431,14 +432,6 @@ def _update_each(
         if seen[-1]["refused/not_finite"] or seen[-1].get("refused/far"):
             return state._replace(frozen=frozen), True
     return state._replace(frozen=frozen), False
-
-
-def _packed(
-    state: TrainState, samples: Sequence[Sample], objectives: Sequence[str], settings: Learner, forward: Forward
-) -> Packed:
-    """Return a minibatch's data, with the experts to replay."""
-    packed = forward.packed(samples, objectives)
-    return replaying(packed, settings.routing_replay, model_of(state), forward.compute)
 
 
 def _watched(

@@ -339,16 +339,9 @@ def _splash_rows(
     return _by_device(local, 1, q, k, v, group)
 
 
-class Rotation(NamedTuple):
-    """What a layer's rotary embedding needs besides positions.
-
-    Attributes:
-      frequencies: float32[R / 2], radians per token of each pair of the R numbers that are rotated.
-      magnitude: float32[], factor on what is rotated.
-    """
-
-    frequencies: Any
-    magnitude: Any
+Rotation = tuple[jax.Array, jax.Array]
+"""Of a layer: float32[R / 2], radians per token of each pair of the R numbers that are rotated; and a factor on them.
+"""
 
 
 def layer_constants(config: ModelConfig) -> tuple[Rotation, jax.Array]:
@@ -368,7 +361,7 @@ def layer_constants(config: ModelConfig) -> tuple[Rotation, jax.Array]:
     local = full if rope.local_theta is None else 1.0 / rope.local_theta**exponents
     frequencies = np.stack([(local if one else full) * rotates for one, rotates in zip(own, whole, strict=True)])
     magnitudes = [magnitude if rotates and not one else 1.0 for one, rotates in zip(own, whole, strict=True)]
-    rotation = Rotation(jnp.asarray(frequencies, jnp.float32), jnp.asarray(magnitudes, jnp.float32))
+    rotation = jnp.asarray(frequencies, jnp.float32), jnp.asarray(magnitudes, jnp.float32)
     return rotation, jnp.asarray(windows, jnp.int32)
 
 
@@ -399,9 +392,9 @@ def layer_windows(config: ModelConfig) -> tuple[int, ...]:
 
 def turns(positions: jax.Array, rotation: Rotation) -> tuple[jax.Array, jax.Array]:
     """Return the cosines and sines by which ``rotate`` turns heads at positions [...], float32[..., R / 2] each."""
-    frequencies = jnp.expand_dims(rotation.frequencies, tuple(range(positions.ndim)))
-    angles = positions[..., None].astype(jnp.float32) * frequencies
-    return jnp.cos(angles) * rotation.magnitude, jnp.sin(angles) * rotation.magnitude
+    frequencies, magnitude = rotation
+    angles = positions[..., None].astype(jnp.float32) * jnp.expand_dims(frequencies, tuple(range(positions.ndim)))
+    return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
 
 
 def rotate(x: jax.Array, turned: tuple[jax.Array, jax.Array], interleaved: bool = False) -> jax.Array:

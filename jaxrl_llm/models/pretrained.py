@@ -21,7 +21,7 @@ import numpy as np
 from jaxrl_llm.errors import InputError, as_input_error, did_you_mean, require
 from jaxrl_llm.models.config import Attention, Embeddings, Experts, ModelConfig, Rope, TokenIds
 from jaxrl_llm.models.hf import gives_scores, read_config
-from jaxrl_llm.models.lora import MERGED, base_named, is_adapter, read_adapter
+from jaxrl_llm.models.peft import MERGED, base_named, is_adapter, read_adapter
 from jaxrl_llm.models.weights import read_json
 from jaxrl_llm.system import storage
 from jaxrl_llm.system.paths import cache_directory

@@ -412,8 +412,11 @@ def _assembled(
         tensor = run.mesh.sampling_sizes(machine.devices)["tensor"]
         repeated = repeated_heads(held.sampled.config.attention.kv_heads, tensor)
         taken = slots_of(held, todo)
+        form = held.build.form
+        reads = "every slot to the longest one's length"
+        reads = reads if form is None else f"each slot by its length ({form.platform} kernel)"
         decoding = [
-            f"attention of decoding: {_reads(held)}",
+            f"attention of decoding: {reads}",
             f"decoding, by the engine's rules for {todo.completions} completions of {todo.mean} tokens "
             f"({'log-normal, sigma ' + str(SIGMA) if todo.mean < outline.groups.longest else 'all as long'}): "
             f"{taken.chunks} chunks read {taken.read:.1%} of the cache on average, and {taken.live:.1%} is live",
@@ -435,13 +438,6 @@ def _assembled(
         tuple(phases(run, held, todo, machine.chip, traffics, read)), done,
         (f"attention: {compute.attention}", *options, *products, *repeated, *decoding, *notes, *outline.notes), more,
     )  # fmt: skip
-
-
-def _reads(held: SamplingArrays) -> str:
-    """Describe in words how much of the cache a decode step reads."""
-    if held.build.form is None:
-        return "every slot to the longest one's length"
-    return f"each slot by its length ({held.build.form.platform} kernel)"
 
 
 COMPILED, SLACK, ROWS = 3, 1.3, (1, 2, 4, 8)

@@ -35,7 +35,8 @@ from jaxrl_llm.models.decoder import Adapter, Decoder, cast, initialise
 from jaxrl_llm.models.decoding import empty_cache
 from jaxrl_llm.models.heads import ScalarModel
 from jaxrl_llm.models.hf import read_config
-from jaxrl_llm.models.lora import base_named, base_of, is_adapter, model_of
+from jaxrl_llm.models.lora import base_of, model_of
+from jaxrl_llm.models.peft import base_named, is_adapter
 from jaxrl_llm.models.pretrained import architecture
 from jaxrl_llm.plan import hlo
 from jaxrl_llm.plan.hlo import Loop, cycles, loops

@@ -174,8 +174,9 @@ def head(plan: Plan, source: str) -> list[str]:
     work = f"{w.train_flops:.2e} FLOP to learn"
     if plan.sampling is not None:
         work = f"{w.prompts_flops + w.decode_flops:.2e} FLOP to sample, {w.train_flops:.2e} to learn"
+    active = "" if plan.active == plan.parameters else f", {plan.active:,} of them for each token"
     return [
-        f"{run.model}: {plan.parameters:,} parameters{_active(plan)} ({source})",
+        f"{run.model}: {plan.parameters:,} parameters{active} ({source})",
         f"on {plan.machine.name}: {plan.machine.devices} devices, mesh {mesh}{apart}",
         f"a step: {g.count} {g.words} {w.mean} tokens, {w.updates} "
         f"update{'s' * (w.updates > 1)} of {w.microbatches} microbatches ({run.learner.compute.microbatch_rows} rows "
@@ -184,11 +185,6 @@ def head(plan: Plan, source: str) -> list[str]:
         f"token and causal attention; {sum(p.flops for p in plan.phases) * plan.machine.devices:.2e} are run), "
         f"{sum(p.bytes for p in plan.phases) * plan.machine.devices:.2e} bytes of memory read and written",
     ]
-
-
-def _active(plan: Plan) -> str:
-    """Return the number of parameters that a token uses, for a model with experts."""
-    return "" if plan.active == plan.parameters else f", {plan.active:,} of them for each token"
 
 
 def memory_lines(plan: Plan) -> list[str]:

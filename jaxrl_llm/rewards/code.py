@@ -2,7 +2,7 @@
 
 What a test expects never enters the process that runs the program: it gets the input, and what it prints or returns is
 compared outside. Each test has a fresh process. Exit codes count for nothing, and a program that writes a result itself
-has only said what it returns. Assertions that cannot be split (``code_asserts``), and those that compare objects of the
+has only said what it returns. Assertions that cannot be split (``code_tests``), and those that compare objects of the
 program with each other, are not counted unless allowed.
 """
 

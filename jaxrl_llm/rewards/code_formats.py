@@ -4,7 +4,7 @@
   the same as JSON text. An input of a call is the list of its arguments, or a text with one JSON value on each line.
 - LiveCodeBench: a list of ``{"input", "output", "testtype", "metadata"}``; of private tests only if they are JSON.
 - ``assert`` statements as a text or a list of texts (KodCode, MBPP), also in functions ``test_*``, or in the words of
-  unittest and ``numpy.testing`` (``code_unittest``); HumanEval's
+  unittest and ``numpy.testing`` (``code_tests``); HumanEval's
   ``check(candidate)``, with the function's name in a call ``check(name)``, or ``{"test": text, "entry_point": name}``.
 
 Comparison of what a program printed or returned with what a test expects.

@@ -151,7 +151,6 @@ PLAIN = {
 """Assertions with the names of methods and functions, over their arguments."""
 _BEFORE = "setUpClass", "setup_class", "setUp", "setup_method"
 _CAPTURES = {"capsys", "capfd"}
-_PLACE = re.compile(r"\{(\d)\}")
 
 
 def plain(body: list[ast.stmt]) -> list[ast.stmt]:
@@ -224,7 +223,7 @@ class _Plain(ast.NodeTransformer):
         if "lmost" in name or name == "assert_allclose":  # functions of code_judge
             call.func = ast.Name(f"apart_{name.replace('Not', '')}", ast.Load())
             return ast.parse(f"assert {'not ' * ('Not' in name)}{ast.unparse(call)}").body[0]
-        wanted = [int(place) for place in _PLACE.findall(PLAIN.get(name, ""))]
+        wanted = [int(place) for place in re.findall(r"\{(\d)\}", PLAIN.get(name, ""))]
         fits = bool(wanted) and len(given) > max(wanted)
         require(fits, f"the test {ast.unparse(node)!r:.60} has no plain form: write it as an assert")
         return ast.parse(f"assert {PLAIN[name].format(*given)}").body[0]

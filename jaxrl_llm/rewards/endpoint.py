@@ -232,7 +232,8 @@ class Client:
 
     def ask(self, chats: Sequence[Sequence[Message]]) -> list[Answer | Exception]:
         """Return the answer to each chat, or the error that it ended with; equal chats are asked once."""
-        keys = [self._content(chat) for chat in chats]
+        e = self._endpoint
+        keys = [digest([e.url, e.model, e.options, list(chat)], 64) for chat in chats]
         known = {key: self._known[key] for key in keys if key in self._known}
         waiting = collections.deque({k: c for k, c in zip(keys, chats, strict=True) if k not in known}.items())
         new: dict[str, Answer | Exception] = {}
@@ -263,10 +264,6 @@ class Client:
             if isinstance(answer, Answer):
                 known[key] = dataclasses.replace(answer, prompt_tokens=0.0, completion_tokens=0.0, cached=True)
         return found
-
-    def _content(self, chat: Sequence[Message]) -> str:
-        e = self._endpoint
-        return digest([e.url, e.model, e.options, list(chat)], 64)
 
     def _keep(self, key: str, answer: Answer) -> Answer:
         with self._lock:

@@ -24,9 +24,7 @@ FUNCTIONS = frozenset(
 """Functions of formulas."""
 LONGEST = 2000
 """Characters of an answer that is evaluated."""
-_PLAIN = re.compile(r"[\w\s,.'\"\[\]-]*")
 _FORMULA = re.compile(r"[\w\s.,+*/^()!-]*")
-_CALLED = re.compile(r"([^\W\d]\w*|\))\s*\(")
 _ATTRIBUTE = re.compile(r"\.\s*[^\W\de]|__")
 
 
@@ -51,7 +49,7 @@ def is_literal(text: str) -> bool:
     try:
         ast.literal_eval(text.strip())
     except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
-        return _PLAIN.fullmatch(text) is not None
+        return re.fullmatch(r"[\w\s,.'\"\[\]-]*", text) is not None
     return True
 
 
@@ -62,7 +60,7 @@ def is_formula(text: str) -> bool:
     >>> is_formula("2*x + sin(x)"), is_formula("open(x)"), is_formula("x.y"), is_formula("(exec)(x)")
     (True, False, False, False)
     """
-    called = {name for name in _CALLED.findall(text)}
+    called = {name for name in re.findall(r"([^\W\d]\w*|\))\s*\(", text)}
     fine = len(text) <= LONGEST and _FORMULA.fullmatch(text) is not None and _ATTRIBUTE.search(text) is None
     return fine and called <= FUNCTIONS and not too_large(text)
 

@@ -39,7 +39,9 @@ def score(answer: str, problem: Problem) -> float:
         return float(answer == reference)
     if equal(answer, reference) or (number(answer) is not None and number(reference) is not None):
         return float(equal(answer, reference))
-    answer, reference = (_SCIENTIFIC.sub(_decimal, _CURRENCY.sub("", text)) for text in (answer, reference))
+    answer, reference = (  # math_verify reads 2e3 as a product with e
+        _SCIENTIFIC.sub(lambda found: f"{Decimal(found[0]):f}", _CURRENCY.sub("", text)) for text in (answer, reference)
+    )
     candidate, expected = _parsed(answer if searched else _latex(answer)), _parsed(_latex(reference))
     if candidate and expected and _decimals(candidate[0], expected[0]):
         return float(near(*(Decimal(str(N(found[0], 15))) for found in (candidate, expected))))
@@ -48,10 +50,6 @@ def score(answer: str, problem: Problem) -> float:
 
 def _parsed(text: str) -> list[Any]:
     return math_verify.parse(text, parsing_timeout=None)  # ty: ignore[invalid-argument-type]
-
-
-def _decimal(found: re.Match[str]) -> str:
-    return f"{Decimal(found[0]):f}"  # math_verify reads 2e3 as a product with e
 
 
 def _decimals(*values: Any) -> bool:

@@ -1,6 +1,6 @@
 """Isolated calls of functions that may hang, crash or leak: one item is lost, never the run.
 
-``Pool`` calls them in worker processes, which can be killed. ``inside.Inside`` calls those that only this process has
+``Pool`` calls them in worker processes, which can be killed. ``Inside`` calls those that only this process has
 in threads, which can be abandoned.
 
 The program of a worker is ``main``: a fresh interpreter without JAX. Protocol over one connection: the parent sends a

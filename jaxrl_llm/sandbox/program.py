@@ -56,7 +56,8 @@ def _ended(asked: dict[str, Any], channel: int) -> int:
     code = 0
     try:
         for text in (asked.get("prelude", ""), asked["code"], asked.get("setup", "")):
-            _execute(text, module.__dict__)
+            if text:
+                exec(compile(text, NAME, "exec", dont_inherit=True), module.__dict__)
         values = _values(asked, module.__dict__)
         if values is not None:
             said = json.dumps(values).encode()
@@ -78,11 +79,6 @@ def _ended(asked: dict[str, Any], channel: int) -> int:
     except BaseException:  # noqa: BLE001
         code = code or FAILED
     return code
-
-
-def _execute(text: str, names: dict[str, Any]) -> None:
-    if text:
-        exec(compile(text, NAME, "exec", dont_inherit=True), names)
 
 
 def _values(asked: dict[str, Any], names: dict[str, Any]) -> list[Any] | None:

@@ -134,7 +134,7 @@ class Lease:
     def _ours(self, version: str | None) -> bool:
         """Write the lock in place of a version; return whether it is ours, by what is there now."""
         with contextlib.suppress(Refused):
-            put(self._lock, self._content(), version)
+            put(self._lock, json.dumps(self._me).encode(), version)
         there = get(self._lock)
         if there is None or there[0].get("id") != self._me["id"]:
             return False
@@ -162,9 +162,6 @@ class Lease:
             raise InUse(f"{self._run} is in use by {who}: wait until it ends, or {self._remedy}")
         warn(f"{self._run} was locked by {who}, which has ended: its lock is taken over")
         return version
-
-    def _content(self) -> bytes:
-        return json.dumps(self._me).encode()
 
     def renew(self) -> None:
         """Write the lock again.

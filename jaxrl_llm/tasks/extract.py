@@ -11,7 +11,6 @@ EXTRACTORS = ("last_number", "boxed", "tag:NAME", "after:TAG", "whole")
 
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 _UNSIGNED = rf"(?:{_DIGITS}(?:\.[0-9]+)?|(?<![.\w])\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
-_NUMBER = re.compile(_UNSIGNED)
 _CURRENCY = "$€£¥₹"
 _MONEY = rf"(?:\\?[{_CURRENCY}])?"
 _WHOLE_NUMBER = re.compile(rf"{_MONEY}([+-]?) ?{_MONEY}({_UNSIGNED})(?: ?{_MONEY})[.。]?")
@@ -26,16 +25,13 @@ _WRAPPED = re.compile(
     re.DOTALL,
 )
 _BOX = r"\\(?:boxed|fbox|framebox)(?![A-Za-z])[ \t]*"
-_BRACE = re.compile(rf"(?P<box>{_BOX}\{{)|(?P<bare>{_BOX})|\\.|[{{}}]", re.DOTALL)
 _BARE = re.compile(
     r"(?:[+-]?[0-9.]|\\(?!boxed|fbox|framebox)[A-Za-z]|[A-Z](?![A-Za-z]))(?:[^\s${}\\]|\\[A-Za-z]+|\{[^{}]*\})*"
 )
 _NO_VALUE = re.compile(r"(?:[\s.…_?]|\\[lc]?dots|\\[,;:! ])*")
 _BETWEEN = re.compile(r"(?:[ \t$,;&]|and|or|\\text ?\{ ?(?:and|or) ?\}|\\q?quad|\\[,;:! ()])*")
-_TAG_NAME = re.compile(r"[A-Za-z][\w-]*")
 _OTHER_VALUES = ("<super>", "<sub>", "<fraction>", "<square>")
 """Kinds of characters that NFKC would turn into other numbers: 5² into 52, 3½ into 31/2, 25㎡ into 25m2."""
-_TOWER = re.compile(r"(?:\*\*|\^)\s*[({]*\s*(?:\d+\s*(?:\*\*|\^)|\d{7})")
 _INTEGER_DIGITS = 1000
 
 
@@ -148,7 +144,7 @@ def too_large(text: str) -> bool:
     >>> too_large("10^{10^{10}}"), too_large("9**9**9"), too_large("2^{1000}"), too_large("(x^2)^3")
     (True, True, False, False)
     """
-    return _TOWER.search(text) is not None
+    return re.search(r"(?:\*\*|\^)\s*[({]*\s*(?:\d+\s*(?:\*\*|\^)|\d{7})", text) is not None
 
 
 def normalised(text: str) -> str:
@@ -185,7 +181,7 @@ def _normal_character(character: str) -> str:
 def marker(extractor: str) -> str:
     """Return the text after which ``after:TAG`` looks: TAG itself, or the closing tag of a bare name."""
     tag = extractor.removeprefix("after:").strip()
-    return f"</{tag}>" if _TAG_NAME.fullmatch(tag) else tag
+    return f"</{tag}>" if re.fullmatch(r"[A-Za-z][\w-]*", tag) else tag
 
 
 def number(text: str) -> Decimal | None:
@@ -222,7 +218,7 @@ def _exponent(found: re.Match[str]) -> str:
 
 def _last_number(text: str) -> str | None:
     text = _POWER_OF_TEN.sub(_exponent, _THOUSANDS.sub("", text))
-    matches = list(_NUMBER.finditer(text))
+    matches = list(re.finditer(_UNSIGNED, text))
     if not matches:
         return None
     match = matches[-1]
@@ -244,7 +240,7 @@ def _last_boxed(text: str) -> str | None:
     """
     open_braces: list[tuple[int, int] | None] = []  # where box and content start, or None for a brace that opens no box
     boxes: list[tuple[int, int, str]] = []  # begin, end and content, in order of the ends
-    for brace in _BRACE.finditer(text):
+    for brace in re.finditer(rf"(?P<box>{_BOX}\{{)|(?P<bare>{_BOX})|\\.|[{{}}]", text, flags=re.DOTALL):
         if brace["bare"]:
             if found := _BARE.match(text, brace.end()):
                 boxes.append((brace.start(), found.end(), found[0].rstrip(".,;:!?")))

@@ -27,12 +27,8 @@ ELSEWHERE = ("language:response_language", "length_constraints:number_sentences"
 KEEP = "jaxrl_llm.tasks.filters:checkable_instructions"
 RELATIONS = ("at least", "less than")
 
-_WORD = re.compile(r"\w+")
 _JOINED_WORD = re.compile(r"\w+(?:[-'\N{RIGHT SINGLE QUOTATION MARK}./]\w+)*")
-_PLACEHOLDER = re.compile(r"\[[^\[\]\n]*\]")
-_HIGHLIGHT = re.compile(r"\*\*([^\n*]+)\*\*|\*([^\n*]+)\*")
 _POSTSCRIPTS = {"P.S.": re.compile(r"p\.\s?s\.", re.IGNORECASE), "P.P.S": re.compile(r"p\.\s?p\.\s?s", re.IGNORECASE)}
-_FENCE = re.compile(r"```(?:json)?", re.IGNORECASE)
 
 
 Argument = tuple[Callable[[Any], bool], str]
@@ -127,13 +123,13 @@ def _follows(text: str, name: str, given: Mapping[str, Any]) -> bool:
         case "keywords:letter_frequency":
             return _holds(lower.count(given["letter"].lower()), given["let_frequency"], given["let_relation"])
         case "length_constraints:number_words":
-            return _holds(len(_WORD.findall(text)), given["num_words"], given["relation"])
+            return _holds(len(re.findall(r"\w+", text)), given["num_words"], given["relation"])
         case "length_constraints:number_paragraphs":
             return len(_parts(text, "***")) == given["num_paragraphs"]
         case "length_constraints:nth_paragraph_first_word":
             return _nth_paragraph(text, **given)
         case "detectable_content:number_placeholders":
-            return len(_PLACEHOLDER.findall(text)) >= given["num_placeholders"]
+            return len(re.findall(r"\[[^\[\]\n]*\]", text)) >= given["num_placeholders"]
         case "detectable_content:postscript":
             marker = given["postscript_marker"].strip()
             usual = _POSTSCRIPTS.get(marker)
@@ -143,7 +139,7 @@ def _follows(text: str, name: str, given: Mapping[str, Any]) -> bool:
             bullets = [line for line in lines if line[:1] == "-" or (line[:1] == "*" and line[1:2] != "*")]
             return len(bullets) == given["num_bullets"]
         case "detectable_format:number_highlighted_sections":
-            marked = [bold or plain for bold, plain in _HIGHLIGHT.findall(text)]
+            marked = [bold or plain for bold, plain in re.findall(r"\*\*([^\n*]+)\*\*|\*([^\n*]+)\*", text)]
             return sum(bool(part.strip()) for part in marked) >= given["num_highlights"]
         case "detectable_format:multiple_sections":
             heading = re.escape(given["section_spliter"].strip())
@@ -199,7 +195,7 @@ def _has_title(line: str) -> bool:
 
 
 def _is_json(text: str) -> bool:
-    fence = _FENCE.match(text)
+    fence = re.match(r"```(?:json)?", text, flags=re.IGNORECASE)
     try:
         json.loads(text[fence.end() if fence else 0 :].removesuffix("```"))
     except (ValueError, RecursionError):  # the latter where thousands of brackets are open

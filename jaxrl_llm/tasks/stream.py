@@ -1,6 +1,6 @@
 """Prompt streams: an endless order of problems, a function of the seed and of the results so far.
 
-``Shuffled`` asks the problems of one task in epochs, ``curriculum.Scheduled`` by a curriculum, ``Interleaved`` those of
+``Shuffled`` asks the problems of one task in epochs, ``Scheduled`` by a curriculum, ``Interleaved`` those of
 several tasks, each with its exact share.
 
 Curricula: which problems a task asks, by how often each was solved. ``drop`` removes problems, ``easy_to_hard``

@@ -214,7 +214,7 @@ def rendered(
 
     Raises:
       InputError: no chat template, an unknown template, or one that refuses the messages or goes beyond a limit of
-        ``rendering``.
+        this module.
     """
     if wording.template == "plain":
         return "\n\n".join(message["content"] for message in messages)

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxrl_llm.codec import flat, jsonable
 from jaxrl_llm.diagnosis import diagnose
@@ -39,36 +39,12 @@ HEAD = re.compile(rb'\{"step": (\d+), "kind": "(\w+)"')
 SECONDS = ("time/step_s", "time/evaluation_s")
 
 
-class SampleLines(NamedTuple):
-    """Lines of samples.jsonl.
-
-    Attributes:
-      lines: as in the file, in order.
-      there: number of lines in the file.
-    """
-
-    lines: list[bytes]
-    there: int
+Curves = dict[str, tuple[list[int], list[float]]]
 
 
-class RunFiles(NamedTuple):
-    """A run's files as they were read.
-
-    Attributes:
-      directory: the run's.
-      config: its settings by dotted names; empty where it has no config.json.
-      rows: of metrics.jsonl.
-      curves: steps and values of each metric; missing values are left out.
-    """
-
-    directory: Path
-    config: dict[str, Any]
-    rows: list[dict[str, Any]]
-    curves: dict[str, tuple[list[int], list[float]]]
-
-
-def read_files(directory: Path) -> RunFiles:
-    """Read the files of a run, finished or not.
+def read_files(directory: Path) -> tuple[dict[str, Any], list[dict[str, Any]], Curves]:
+    """Read the files of a run, finished or not: its settings by dotted names, the rows of metrics.jsonl, and their
+    curves. Without a config.json there are no settings.
 
     Raises:
       InputError: the run does not exist or has not finished a step; a file is not valid JSON.
@@ -89,12 +65,12 @@ def read_files(directory: Path) -> RunFiles:
             config = flat(json.loads(path.read_bytes()), whole_lists=True)
         except (ValueError, RecursionError):
             raise InputError(f"{path} is not JSON: give the folder of a run") from None
-    return RunFiles(directory, config, rows, curves_of(rows))
+    return config, rows, curves_of(rows)
 
 
-def curves_of(rows: list[dict[str, Any]]) -> dict[str, tuple[list[int], list[float]]]:
+def curves_of(rows: list[dict[str, Any]]) -> Curves:
     """Return steps and values of each numeric metric; null, NaN and infinity are left out."""
-    curves: dict[str, tuple[list[int], list[float]]] = {}
+    curves: Curves = {}
     for row in rows:
         for name, value in row.items():
             if name != "step" and (measured := number(value)) is not None:
@@ -113,35 +89,40 @@ def happened(metrics: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def described(runs: list[RunFiles], chosen: list[SampleLines]) -> dict[str, Any]:
-    """Return the data of the page as JSON values: for each run its settings, curves, events and findings."""
-    count = sum(len(run.curves) + 1 for run in runs)
+def described(directories: Sequence[Path], chosen: list[tuple[list[bytes], int]]) -> dict[str, Any]:
+    """Return the data of the page as JSON values: for each run its settings, curves, events and findings.
+
+    ``chosen``: of each run, as ``choose_lines`` returns them.
+    """
+    runs = [read_files(directory) for directory in directories]
+    count = sum(len(curves) + 1 for *_, curves in runs)
     most = max(100, MOST_POINTS // max(count, 1))
-    names = [run.directory.resolve().name for run in runs]
+    names = [directory.resolve().name for directory in directories]
     if len(set(names)) < len(names):
-        names = [str(run.directory) for run in runs]
-    shown = zip(names, runs, chosen, strict=True)
-    return {"runs": [{"name": name} | _run(run, samples, most) for name, run, samples in shown]}
+        names = [str(directory) for directory in directories]
+    return {
+        "runs": [
+            {"name": name, "directory": str(directory), "samples": [len(lines), there]} | _run(*files, most)
+            for name, directory, files, (lines, there) in zip(names, directories, runs, chosen, strict=True)
+        ]
+    }
 
 
-def _run(files: RunFiles, chosen: SampleLines, most: int) -> dict[str, Any]:
-    rows = files.rows
+def _run(config: dict[str, Any], rows: list[dict[str, Any]], curves: Curves, most: int) -> dict[str, Any]:
     seconds = {row["step"]: 0.0 for row in rows}
     for name in SECONDS:
-        for step, value in zip(*files.curves.get(name, ([], [])), strict=True):
+        for step, value in zip(*curves.get(name, ([], [])), strict=True):
             seconds[step] += value
     clock = list(seconds), list(itertools.accumulate(seconds.values()))  # the work up to the end of each step
     return {
-        "directory": str(files.directory),
-        "config": files.config,
+        "config": config,
         "last": rows[-1]["step"],
-        "curves": {name: _compact(*thinned(*curve, most)) for name, curve in files.curves.items()},
-        "means": {name: [float(f"{sum(y) / len(y):.5g}"), len(y)] for name, (_, y) in files.curves.items()},
+        "curves": {name: _compact(*thinned(*curve, most)) for name, curve in curves.items()},
+        "means": {name: [float(f"{sum(y) / len(y):.5g}"), len(y)] for name, (_, y) in curves.items()},
         "clock": _compact(*thinned(*clock, most)),
-        "thinned": [most, max(map(len, (steps for steps, _ in files.curves.values())), default=0)],
+        "thinned": [most, max(map(len, (steps for steps, _ in curves.values())), default=0)],
         "events": [[row["step"], *event] for row in rows for event in happened(row)],
         "findings": [dataclasses.asdict(finding) for finding in diagnose(rows)],
-        "samples": [len(chosen.lines), chosen.there],
     }
 
 
@@ -165,8 +146,9 @@ def thinned(steps: list[int], values: list[float], most: int) -> tuple[list[int]
     return [steps[place] for place in order], [values[place] for place in order]
 
 
-def choose_lines(path: Path, runs: int = 1) -> SampleLines:
-    """Return all lines of a samples.jsonl; of a long file those of evenly spaced steps, with the first and the last.
+def choose_lines(path: Path, runs: int = 1) -> tuple[list[bytes], int]:
+    """Return all lines of a samples.jsonl, and their number; of a long file the lines of evenly spaced steps, with the
+    first and the last.
 
     Lines are distinguished by their beginning and not parsed, so that hundreds of megabytes take a second.
 
@@ -196,7 +178,7 @@ def choose_lines(path: Path, runs: int = 1) -> SampleLines:
         for begin, size in kept:
             file.seek(begin)
             lines.append(file.read(size).rstrip(b"\n"))
-    return SampleLines(lines, there)
+    return lines, there
 
 
 def _told_apart(path: Path) -> Iterator[tuple[int, int, tuple[str, int]]]:
@@ -224,7 +206,6 @@ QUICK = 4
 REPORT_SHARE = 0.02
 """Largest share of a run's time spent on writing reports."""
 NAME = "report.html"
-MARK = re.compile(r"\[\[(\w+)\]\]")
 
 log = logging.getLogger(__name__)
 
@@ -243,15 +224,14 @@ def write_report(directories: Sequence[Path], path: Path) -> None:
 def page(directories: Sequence[Path]) -> str:
     """Return the report of some runs as HTML; foreign text is embedded as base64 or escaped."""
     try:
-        runs = [read_files(directory) for directory in directories]
-        chosen = [choose_lines(run.directory / "samples.jsonl", len(runs)) for run in runs]
-        data = described(runs, chosen)
+        chosen = [choose_lines(directory / "samples.jsonl", len(directories)) for directory in directories]
+        data = described(directories, chosen)
         data["written"] = datetime.datetime.now().isoformat(" ", "minutes")
         blobs = [_blob("history", json.dumps(jsonable(data), allow_nan=False).encode())]
     except (OSError, RecursionError) as error:
         named = ", ".join(map(str, directories))
         raise InputError(f"a file of {named} cannot be read: {error}") from error
-    blobs += [_blob(f"samples-{number}", b"\n".join(one.lines)) for number, one in enumerate(chosen)]
+    blobs += [_blob(f"samples-{number}", b"\n".join(lines)) for number, (lines, _) in enumerate(chosen)]
     parts = {
         "title": html.escape(", ".join(run["name"] for run in data["runs"])),
         "style": "\n".join((ASSETS / name).read_text("utf-8") for name in ("uplot.css", "style.css")),
@@ -259,7 +239,7 @@ def page(directories: Sequence[Path]) -> str:
         "licence": (ASSETS / "uplot.LICENSE").read_text("utf-8"),
         "data": "\n".join(blobs),
     }
-    return MARK.sub(lambda mark: parts[mark[1]], (ASSETS / "page.html").read_text("utf-8"))
+    return re.sub(r"\[\[(\w+)\]\]", lambda mark: parts[mark[1]], (ASSETS / "page.html").read_text("utf-8"))
 
 
 def _blob(name: str, data: bytes) -> str:

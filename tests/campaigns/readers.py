@@ -413,7 +413,7 @@ ADAPTER = {
 
 def read_adapter_of(case: Any, folder: Path) -> Any:
     """Read a PEFT adapter."""
-    from jaxrl_llm.models.lora import base_named, read_adapter
+    from jaxrl_llm.models.peft import base_named, read_adapter
 
     (folder / "adapter_config.json").write_bytes(case[0])
     (folder / "adapter_model.safetensors").write_bytes(case[1])

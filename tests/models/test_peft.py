@@ -14,7 +14,8 @@ from jaxrl_llm.models import load_pretrained, load_scalar, logits, save_pretrain
 from jaxrl_llm.models.config import Lora
 from jaxrl_llm.models.decoder import to_parameters
 from jaxrl_llm.models.heads import with_scalar_head
-from jaxrl_llm.models.lora import create, save_adapter
+from jaxrl_llm.models.lora import create
+from jaxrl_llm.models.peft import save_adapter
 from jaxrl_llm.models.pretrained import architecture, check_name
 from jaxrl_llm.models.tokenizer import save_tokenizer
 from jaxrl_llm.plan.programs import model_config

@@ -198,23 +198,23 @@ def test_of_many_completions_whole_steps_are_kept_the_first_and_the_last_among_t
     lines = [sample(step, member=n) for step in range(1, count + 1) for n in range(8)]
     lines += [sample(step, "evaluation") for step in (0, count)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    chosen = choose_lines(path)
-    rows = [json.loads(line) for line in chosen.lines]
-    assert chosen.there == len(lines) and MOST_COMPLETIONS // 2 < len(rows) <= MOST_COMPLETIONS
+    chosen, count_there = choose_lines(path)
+    rows = [json.loads(line) for line in chosen]
+    assert count_there == len(lines) and MOST_COMPLETIONS // 2 < len(rows) <= MOST_COMPLETIONS
     assert [row["step"] for row in rows if row["kind"] == "evaluation"] == [0, count]
     training = [row for row in rows if row["kind"] == "training"]
     assert {training[0]["step"], training[-1]["step"]} == {1, count}
     assert [row["member"] for row in training] == [*range(8)] * (len(training) // 8)
-    assert len(choose_lines(path, runs=4).lines) <= MOST_COMPLETIONS // 4
-    assert choose_lines(tmp_path / "none.jsonl").lines == [] == choose_lines(tmp_path).lines
+    assert len(choose_lines(path, runs=4)[0]) <= MOST_COMPLETIONS // 4
+    assert choose_lines(tmp_path / "none.jsonl") == ([], 0) == choose_lines(tmp_path)
 
 
 def test_runs_share_the_bytes_of_a_page(tmp_path):
     path = tmp_path / "samples.jsonl"
     line = json.dumps(sample(1, completion="x" * (MOST_BYTES // 20))).encode() + b"\n"
     path.write_bytes(b"".join(line.replace(b'"step": 1', b'"step": %d' % step) for step in range(1, 26)))
-    steps = [[json.loads(line)["step"] for line in choose_lines(path, runs).lines] for runs in (1, 2)]
-    assert steps == [[*range(1, 26, 2)], [*range(1, 26, 4)]] and choose_lines(path).there == 25
+    steps = [[json.loads(line)["step"] for line in choose_lines(path, runs)[0]] for runs in (1, 2)]
+    assert steps == [[*range(1, 26, 2)], [*range(1, 26, 4)]] and choose_lines(path)[1] == 25
 
 
 def test_a_run_whose_files_cannot_be_read_is_named(tmp_path):
