@@ -68,8 +68,8 @@ class CopyingStage(Stage):
     tokenizer: Any
     count: int
 
-    def step(self, state, carry, coefficients, number, late):
-        if late(before_update=True):
+    def step(self, state, carry, coefficients, number, must_stop):
+        if must_stop(before_update=True):
             return StepOutcome(state, carry)
         begin = carry or 0
         end = begin + self.count

@@ -34,7 +34,7 @@ from jaxrl_llm.sharding import compiler_options, platform_of
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.stages.stage import (
     Groups,
-    Late,
+    MustStop,
     Outline,
     Stage,
     StepOutcome,
@@ -163,10 +163,10 @@ class DatasetStage(Stage):
     left_out: str = ""
 
     def step(
-        self, state: TrainState, carry: int | None, coefficients: Mapping[str, float], number: int, late: Late
+        self, state: TrainState, carry: int | None, coefficients: Mapping[str, float], number: int, must_stop: MustStop
     ) -> StepOutcome:
         """Learn from the next rows, which stay together; each epoch is a fresh permutation of all rows."""
-        if late(before_update=True):
+        if must_stop(before_update=True):
             return StepOutcome(state, carry)
         begin = carry or 0
         end = begin + self.run.batch.rows

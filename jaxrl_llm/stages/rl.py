@@ -57,14 +57,14 @@ from jaxrl_llm.stages.programs import (
     sampler_of,
     sampling_of,
 )
-from jaxrl_llm.stages.stage import Late, Stage, StepOutcome
+from jaxrl_llm.stages.stage import MustStop, Stage, StepOutcome
 from jaxrl_llm.tasks import Prompts
 from jaxrl_llm.tasks.template import check_tokenizer
 from jaxrl_llm.telemetry.progress import Progress
 from jaxrl_llm.telemetry.records import token_texts
 from jaxrl_llm.types import Group, TrainState
 
-__all__ = ["check_ahead", "groups", "outline", "prepare", "resources"]
+__all__ = ["check_phase", "groups", "outline", "prepare", "resources"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,20 +76,20 @@ class Reinforcement(Stage):
       tokenizer: of the policy.
       sampler: fills steps with groups.
       transfer: maps the policy to weights to sample from.
-      answers: evaluates such weights, task by task; empty if there is nothing to test on.
+      evaluate_tasks: evaluates such weights, task by task; empty if there is nothing to test on.
       ingredients: prepared.
-      ahead: whether the next step's groups are sampled with the weights from before this step's update.
-      apart: whether sampling and learning may run at the same time.
+      samples_ahead: whether the next step's groups are sampled with the weights from before this step's update.
+      concurrent: whether sampling and learning may run at the same time.
     """
 
     run: configs.Run
     tokenizer: Any
     sampler: Sampler
     transfer: Callable[[Any], Any]
-    answers: Callable[[Any], tuple[Evaluated, ...]]
+    evaluate_tasks: Callable[[Any], tuple[Evaluated, ...]]
     ingredients: Ingredients
-    ahead: bool = False
-    apart: bool = False
+    samples_ahead: bool = False
+    concurrent: bool = False
     records: ClassVar[Sequence[type]] = RECORDS
 
     def step(
@@ -98,15 +98,15 @@ class Reinforcement(Stage):
         carry: Carryover | RolloutBatch | None,
         coefficients: Mapping[str, float],
         number: int,
-        late: Late,
+        must_stop: MustStop,
     ) -> StepOutcome:
         """Sample groups, score them, and learn from them; ``carry`` may be groups that are sampled already."""
-        if self.ahead:
-            return self.step_ahead(state, carry, coefficients, number, late)
+        if self.samples_ahead:
+            return self.step_ahead(state, carry, coefficients, number, must_stop)
         batch = carry
         if not isinstance(batch, RolloutBatch):  # prompts -> completions -> rewards
-            batch = self.collect(self.transfer(model_of(state)), int(state.policy.updates), batch, late)
-        if not isinstance(batch, RolloutBatch) or late(before_update=True):
+            batch = self.next_batch(self.transfer(model_of(state)), int(state.policy.updates), batch, must_stop)
+        if not isinstance(batch, RolloutBatch) or must_stop(before_update=True):
             return StepOutcome(state, batch)
         return self.learn(state, batch, coefficients, number)
 
@@ -118,14 +118,14 @@ class Reinforcement(Stage):
         samples, row, training, carry = [], {}, self.training, batch.left
         if len(batch):
             with jax.set_mesh(self.forward.mesh):  # of this thread
-                rewards = self.rewards(batch.groups, coefficients)
+                rewards = self.net_rewards(batch.groups, coefficients)
                 samples, row = self.advantages(state, batch, rewards, coefficients.get("kl_coef"))
                 for ingredient in self.ingredients:
                     samples = ingredient.samples(samples, batch)
                 if teachers is not None:
                     samples, distances = teachers.scored(state, samples, batch)
                     row, training = row | distances, teachers.learning(training)
-            row |= sizes(samples) | {"completions": len(batch.groups) * self.run.rollout.group}
+            row |= advantage_metrics(samples) | {"completions": len(batch.groups) * self.run.rollout.group}
         if critic is not None:
             training = critic.learning(number, training)
         state, metrics = self.update(state, samples, coefficients, number, began, training)
@@ -141,46 +141,46 @@ class Reinforcement(Stage):
         carry: Carryover | RolloutBatch | None,
         coefficients: Mapping[str, float],
         number: int,
-        late: Late,
+        must_stop: MustStop,
     ) -> StepOutcome:
         """Make a step, and sample the next one's groups with the weights from before its update.
 
-        Also in the last step, so that extending the run later is exact; costs one unused rollout otherwise.
+        The last step also samples a batch, so that a run that is extended later continues exactly.
         """
         weights, version = self.transfer(model_of(state)), int(state.policy.updates)
-        batch = carry if isinstance(carry, RolloutBatch) else self.collect(weights, version, carry, late)
-        if not isinstance(batch, RolloutBatch) or late(before_update=True):
+        batch = carry if isinstance(carry, RolloutBatch) else self.next_batch(weights, version, carry, must_stop)
+        if not isinstance(batch, RolloutBatch) or must_stop(before_update=True):
             return StepOutcome(state, batch)
-        if self.apart:
+        if self.concurrent:
             with ThreadPoolExecutor(1) as thread:
                 learning = thread.submit(self.learn, state, batch, coefficients, number)
-                following = self.collect(weights, version, batch.left)
+                following = self.next_batch(weights, version, batch.left)
                 outcome = learning.result()
-        else:  # two threads may start programs in another order on each device that they share, and wait for each other
+        else:  # on shared devices two threads could start programs in different orders per device, and deadlock
             outcome = self.learn(state, batch, coefficients, number)
-            following = self.collect(weights, version, batch.left)
+            following = self.next_batch(weights, version, batch.left)
         left = dataclasses.replace(following.left, critic=outcome.carry.critic)
         return outcome._replace(carry=dataclasses.replace(following, left=left))
 
-    def collect(
-        self, weights: Any, version: int, carry: Carryover | None, late: Callable[[], bool] = lambda: False
+    def next_batch(
+        self, weights: Any, version: int, carry: Carryover | None, must_stop: Callable[[], bool] = lambda: False
     ) -> RolloutBatch | Carryover:
-        """Return the groups of one step, scored, or the progress towards them if the run has to stop.
+        """Return the scored groups of one step, or the progress towards them if the run has to stop.
 
-        The batch no longer lists all sampled groups, which are counted already.
+        Of the sampled groups only those to learn from are kept: the others are counted in the metrics already.
         """
         self.status("sampling")
         run, carry, texts = self.run, carry or Carryover(), self.ingredients.texts
-        batch = RolloutBatch([], [], carry, 0, version, {})
+        batch = RolloutBatch(groups=[], sampled=[], left=carry, tokens=0, version=version, metrics={})
         if configs.samples_groups(run):
-            batch = collect(self.sampler, weights, version, carry, late)
+            batch = collect(self.sampler, weights, version, carry, must_stop)
         if not isinstance(batch, RolloutBatch):
             return batch
         batch = dataclasses.replace(batch, sampled=[], metrics=metrics_of(run, batch.metrics))
         return batch if texts is None else texts.drawn(batch, carry.texts)
 
-    def rewards(self, groups: Sequence[Group], coefficients: Mapping[str, float]) -> np.ndarray:
-        """Return the rewards float[P, G] that advantages are computed from: less the costs of constraints."""
+    def net_rewards(self, groups: Sequence[Group], coefficients: Mapping[str, float]) -> np.ndarray:
+        """Return the rewards float[P, G], less the costs of constraints."""
         rewards = np.asarray([group.rewards for group in groups])
         constraints = self.ingredients.constraints
         return constraints.rewards(rewards, groups, coefficients) if constraints and groups else rewards
@@ -190,7 +190,7 @@ class Reinforcement(Stage):
     ) -> tuple[list[list[Sample]], dict[str, float]]:
         """Return the groups as samples, with each token's advantage and whether the loss counts it, and metrics.
 
-        ``kl_coef``: of a KL in the reward.
+        ``kl_coef``: of the KL penalty in the reward; unused where there is none.
         """
         run, groups, models = self.run, batch.groups, {}
         if not groups:
@@ -201,7 +201,7 @@ class Reinforcement(Stage):
             models["values"] = self.ingredients.critic.values(state)
         algorithm = run.recipe.algorithm
         if algorithm.advantage.several:
-            algorithm, rewards = separately(algorithm, named(configs.rewards(run)), groups)
+            algorithm, rewards = split_rewards(algorithm, named(configs.rewards(run)), groups)
         return to_samples(
             algorithm,
             groups,
@@ -230,14 +230,14 @@ class Reinforcement(Stage):
 
     def evaluate(self, policy: Any, first: bool = False) -> Tested | None:
         """Evaluate on the problems to test on, and on held-out texts; ``first``: before the first step."""
-        answers, texts = self.answers(self.transfer(policy)), self.ingredients.texts
+        answers, texts = self.evaluate_tasks(self.transfer(policy)), self.ingredients.texts
         numbers = {} if texts is None else texts.evaluate(policy)
         if self.ingredients.win_rate is not None:
             answers = self.ingredients.win_rate.compared(answers, first)
         return Tested(numbers, answers) if numbers or answers else None
 
-    def let_go(self, carry: Carryover | RolloutBatch | None) -> Carryover | None:
-        """Return the carryover after a rollback of the policy: without groups of the policy that is undone."""
+    def carry_after_rollback(self, carry: Carryover | RolloutBatch | None) -> Carryover | None:
+        """Return the carryover without groups of the policy that is undone."""
         carry = carry.left if isinstance(carry, RolloutBatch) else carry
         fresh: dict[str, Any] = {"carried": (), "unfinished": (), "good": 0.0, "seen": 0.0, "underway": {}}
         return None if carry is None else dataclasses.replace(carry, critic=[], **fresh)
@@ -247,7 +247,7 @@ class Reinforcement(Stage):
         carry: Carryover | RolloutBatch | None,
         before: configs.Run,
         after: configs.Run,
-        anew: bool = False,
+        new_run: bool = False,
     ) -> Carryover | None:
         """Return the whole carryover if groups are sampled and scored as before, in the same run.
 
@@ -256,37 +256,42 @@ class Reinforcement(Stage):
         carry = carry.left if isinstance(carry, RolloutBatch) else carry
         if carry is None:
             return None
-        if same_groups(before, after) and not anew:
+        if same_groups(before, after) and not new_run:
             return dataclasses.replace(carry, critic=[])
-        fresh: Any = self.let_go(carry)
+        fresh: Any = self.carry_after_rollback(carry)
         stream = stream_left(carry.stream, carry.cursor, before, after)
-        return dataclasses.replace(fresh, stream=stream, successes=successes_left(carry.successes, before, after, anew))
+        return dataclasses.replace(
+            fresh, stream=stream, successes=successes_left(carry.successes, before, after, new_run)
+        )
 
 
-REWARDS = {f"reward/{name}" for name in ("mean", "std", "zero_std_fraction", "p10", "p50", "p90")}
+REWARD_METRICS = {f"reward/{name}" for name in ("mean", "std", "zero_std_fraction", "p10", "p50", "p90")}
 """Metrics that a run without rewards does not measure."""
-BY_TASK = ("reward", "zero_std_fraction")
+TASK_METRICS = ("reward", "zero_std_fraction")
 """The same of a task of a mixture."""
 
 
 def metrics_of(run: configs.Run, metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics of a step's groups: without those of rewards where the run has none, and with
-    ``reward_model/mean`` of the first model reward, if there is one: NaN if nothing was scored."""
+    """Return the metrics of a step's groups, with ``kl`` as NaN until learning measures it.
+
+    Metrics of rewards are left out of a run without rewards. ``reward_model/mean`` is of the first ``ModelReward``, NaN
+    if nothing was scored.
+    """
     models = [name for name, reward in named(configs.rewards(run)).items() if isinstance(reward, ModelReward)]
     left_out: set[str] = set()
     if configs.without_rewards(run):
-        of_tasks = {f"task/{task.label}/{name}" for task in configs.tasks_in(run.task) for name in BY_TASK}
-        left_out = REWARDS | of_tasks
+        of_tasks = {f"task/{task.label}/{name}" for task in configs.tasks_in(run.task) for name in TASK_METRICS}
+        left_out = REWARD_METRICS | of_tasks
     means = {"reward_model/mean": metrics.get(f"reward/{models[0]}", math.nan)} if models else {}
     return {"kl": math.nan} | {name: x for name, x in metrics.items() if name not in left_out} | means
 
 
-def separately(
+def split_rewards(
     algorithm: Algorithm, rewards: Mapping[str, Reward], groups: Sequence[Group]
 ) -> tuple[Algorithm, np.ndarray]:
-    """Return the algorithm with its weights filled in, and each reward float64[P, G, n], for an estimator of several.
+    """Return the algorithm with the rewards' weights, and the rewards float64[P, G, n], without rewards of steps.
 
-    Step rewards are excluded.
+    An estimator that takes several rewards gets them apart in place of their weighted sum.
     """
     rewards = {name: reward for name, reward in rewards.items() if not isinstance(reward, OF_STEPS)}
     weights = algorithm.advantage.weights or tuple(float(reward.weight) for reward in rewards.values())
@@ -294,8 +299,8 @@ def separately(
     return dataclasses.replace(algorithm, advantage=dataclasses.replace(algorithm.advantage, weights=weights)), parts
 
 
-def sizes(samples: Sequence[Sequence[Sample]]) -> dict[str, float]:
-    """Return metrics of the advantages of a step's samples; none without any."""
+def advantage_metrics(samples: Sequence[Sequence[Sample]]) -> dict[str, float]:
+    """Return metrics of the samples' advantages; empty if no sample has one."""
     every = [sample for members in samples for sample in members]
     sampled = [sample for sample in every if "advantages" in (*sample.scalars, *sample.arrays)]
     if not sampled:
@@ -337,34 +342,42 @@ def prepare(
     test_prompts = prompts_of(run, read.tested, read.asked, tokenizer)
     scorer.tokenizer = tokenizer
     progress.status("calling each reward once")
-    sandboxed = rewarded(scorer, read, prompts, configs.verifies(run), progress.note)
+    reward_notes = rewarded(scorer, read, prompts, configs.verifies(run), progress.note)
     stops, where = model.config.tokens.eos, rollout_mesh(run.mesh)
     ingredients = ingredients_of(run)
     training, forwards = learning_of(run, ingredients, model, mesh, tokenizer)
     forward, names = forwards["policy"], [objective.name for one in training for objective in one.objectives]
-    answers = answering(run, stops)
-    asked = {task.label: known for known in (test_prompts, prompts) for task in known.tasks}
-    scorer.models = judges_of(run, where, tokenizer, asked, progress.status)  # instead of an earlier phase's
-    context = StageContext(tokenizer, prompts, test_prompts, stops, forwards, names, scorer, answers, peers, progress)
+    test_sampling = answering(run, stops)
+    prompts_by_task = {task.label: texts for texts in (test_prompts, prompts) for task in texts.tasks}
+    scorer.models = judges_of(run, where, tokenizer, prompts_by_task, progress.status)  # instead of an earlier phase's
+    context = StageContext(
+        tokenizer, prompts, test_prompts, stops, forwards, names, scorer, test_sampling, peers, progress
+    )
     ingredients = ingredients.prepared(context)
     if asked_models(run):
         scorer.dry_run(read.all_train[0], tokenizer, judges=True)
     engine, transfer = sampling_of(run, model, forward.compute.dtype, mesh, where)
-    played = (prompts, run.recipe.branch, bool(run.recipe.observation_coef)), (test_prompts, None, False)
-    episodes = [episodes_of(one, run.rollout, stops, peers, *others) for one, *others in played]
-    of_run = run.rollout.group, run.seed, run.recipe.shaping
-    source = GroupSource(tokenizer, prompts, streams_of(run, read.train), scorer, *of_run, episodes[0], stops)
+    observed = bool(run.recipe.observation_coef)
+    episodes = [
+        episodes_of(prompts, run.rollout, stops, peers, run.recipe.branch, observed),
+        episodes_of(test_prompts, run.rollout, stops, peers),
+    ]
+    stream, rollout = streams_of(run, read.train), run.rollout
+    source = GroupSource(
+        tokenizer, prompts, stream, scorer, rollout.group, run.seed, run.recipe.shaping, episodes[0], stops
+    )
     limits = configs.limits_of(configs.parts_of_task(read.tested), run.rollout.max_new_tokens)
 
-    def test(weights: Any) -> tuple[Evaluated, ...]:
+    def evaluate_tasks(weights: Any) -> tuple[Evaluated, ...]:
         if not read.asked:
             return ()
-        asked = Questions(test_prompts, read.asked, run.evaluation.samples, run.seed, limits)
-        return evaluate(Answerer(engine, weights, tokenizer, scorer, episodes[1]), asked, answers, progress.status)
+        questions = Questions(test_prompts, read.asked, run.evaluation.samples, run.seed, limits)
+        answerer = Answerer(engine, weights, tokenizer, scorer, episodes[1])
+        return evaluate(answerer, questions, test_sampling, progress.status)
 
-    repeated = repeated_heads(model.config.attention.kv_heads, where.shape["tensor"])
+    head_notes = repeated_heads(model.config.attention.kv_heads, where.shape["tensor"])
     texts = ingredients.texts
-    told = [*(texts.notes if texts is not None else ()), *rehearsed(episodes, read)]
+    data_notes = [*(texts.notes if texts is not None else ()), *rehearsed(episodes, read)]
     return Reinforcement(
         training=training,
         forward=forward,
@@ -373,16 +386,16 @@ def prepare(
         reference=configs.keeps_reference(run),
         coefficients=coefficients_of(run, ingredients),
         rules=rules_for(run, ingredients),
-        notes=[*read.notes, *told, *sandboxed, *about(run, read, prompts, stops), *repeated],
-        ahead=run.rollout.collect.staleness > 0,
-        apart=run.mesh.rollout > 0 or mesh.size == 1,
+        notes=[*read.notes, *data_notes, *reward_notes, *about(run, read, prompts, stops), *head_notes],
+        samples_ahead=run.rollout.collect.staleness > 0,
+        concurrent=run.mesh.rollout > 0 or mesh.size == 1,
         measures_kl=run.recipe.of_kl is not None,
         run=run,
         status=progress.status,
         tokenizer=tokenizer,
         sampler=sampler_of(run, engine, source, stops, progress.status),
         transfer=transfer,
-        answers=test,
+        evaluate_tasks=evaluate_tasks,
         ingredients=ingredients,
     )
 
@@ -409,7 +422,7 @@ def rehearsed(episodes: Sequence[Episodes | None], read: Problems) -> list[str]:
     return list(dict.fromkeys(notes))
 
 
-def check_ahead(
+def check_phase(
     before: configs.Run, run: configs.Run, model: Any, tokenizer: Any, status: Callable[[str], None]
 ) -> None:
     """Refuse a phase that ``prepare`` would refuse later, before the phases ahead of it are trained.

@@ -43,8 +43,8 @@ class StepOutcome(NamedTuple):
     Attributes:
       state: after the updates.
       carry: what the step passes to the next one, which checkpoints save.
-      row: the metrics; None if the run has to stop before the updates: ``carry`` then resumes within the step.
-      examples: groups for people to look at.
+      row: the metrics; None if the run had to stop before the updates: ``carry`` then resumes within the step.
+      groups: the step learned from them; a terminal shows some.
       lines: the lines of samples.jsonl.
       common: arrays that must be equal on all processes.
     """
@@ -52,13 +52,13 @@ class StepOutcome(NamedTuple):
     state: TrainState
     carry: Any
     row: dict[str, Any] | None = None
-    examples: Sequence[Group] = ()
+    groups: Sequence[Group] = ()
     lines: Sequence[dict[str, Any]] = ()
     common: Sequence[np.ndarray] = ()
 
 
-Late = Callable[..., bool]
-"""Whether the run has to stop now, agreed by its processes; ``late(before_update=True)``: within one more update."""
+MustStop = Callable[..., bool]
+"""Whether the run has to stop now, agreed by its processes; with ``before_update=True``: within one more update."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ class Stage:
     records: ClassVar[Sequence[type]] = ()
 
     def step(
-        self, state: TrainState, carry: Any, coefficients: Mapping[str, float], number: int, late: Late
+        self, state: TrainState, carry: Any, coefficients: Mapping[str, float], number: int, must_stop: MustStop
     ) -> StepOutcome:
         """Make one step: get its data and learn from them.
 
@@ -103,7 +103,7 @@ class Stage:
           carry: what the step before has passed on; None before the first.
           coefficients: of the objectives, by name.
           number: of the step.
-          late: asked before the updates, and now and then while data are made.
+          must_stop: called before the updates, and now and then while data are made.
         """
         raise NotImplementedError
 
@@ -149,14 +149,14 @@ class Stage:
         """Evaluate the live model; None without anything to test on. ``first``: whether it is before the first step."""
         return None
 
-    def let_go(self, carry: Any) -> Any:
-        """Return what is passed on after a rollback of the policy."""
+    def carry_after_rollback(self, carry: Any) -> Any:
+        """Return what is passed on after the policy was rolled back."""
         return carry
 
-    def carry_over(self, carry: Any, before: Configuration, after: Configuration, anew: bool = False) -> Any:
+    def carry_over(self, carry: Any, before: Configuration, after: Configuration, new_run: bool = False) -> Any:
         """Return what a phase with the settings ``before`` passes to one with those of ``after``.
 
-        ``anew``: the latter is another run, whose policy counts its versions from 0.
+        ``new_run``: the latter is another run, whose policy counts its versions from 0.
         """
         return carry
 

@@ -21,15 +21,12 @@ from jaxrl_llm.checkpoints import snapshots
 from jaxrl_llm.checkpoints.store import steps_in
 from jaxrl_llm.config.origin import recorded_best
 from jaxrl_llm.errors import InputError, Stopped
-from jaxrl_llm.learner.optimiser import build
-from jaxrl_llm.learner.update import reset_optimiser, reset_reference, with_reference
 from jaxrl_llm.models.lora import model_of
-from jaxrl_llm.rules import BY_HAND, DONE, FOUND, GUARD, LAST, LR_SCALE, OF_ENTROPY, OF_GUARDS, Decision, decide
+from jaxrl_llm.rules import DONE, FOUND, GUARD, Decision, decide
 from jaxrl_llm.rules.decision import ENDED, EVENT_ENDED
 from jaxrl_llm.sharding.distributed import ALONE, Peers
 from jaxrl_llm.sharding.mesh import all_devices
 from jaxrl_llm.stages import stage_of
-from jaxrl_llm.stages.stage import Stage
 from jaxrl_llm.system.paths import PROFILE
 from jaxrl_llm.system.signals import PREEMPTED, Preemption, on_exit
 from jaxrl_llm.telemetry import Verbosity
@@ -39,13 +36,15 @@ from jaxrl_llm.trainer.state import (
     Cursor,
     LoopState,
     RunContext,
+    apply_resets,
     asked_reset,
     forget_best,
     forget_settled,
     go_back,
     keep_underway,
-    load,
-    opened,
+    load_phase,
+    next_phase,
+    open_context,
 )
 from jaxrl_llm.types import TrainState
 
@@ -77,19 +76,22 @@ def train(
     devices = len(all_devices())
     for number in phases:
         configs.validate_on_devices(configs.in_phase(run, number), devices, peers.count)
-    start, first, row = resume_point(run, directory, peers, say)
-    with opened(run, directory, start, bool(row), weights, peers, voice) as context, contextlib.ExitStack() as stack:
+    start, first_phase, resume_events = resume_point(run, directory, peers, say)
+    with (
+        open_context(run, directory, start, bool(resume_events), weights, peers, voice) as context,
+        contextlib.ExitStack() as stack,
+    ):
         cursor = ending = None
-        for number in phases[first:]:
+        for number in phases[first_phase:]:
             settings = configs.in_phase(run, number)
             with (
                 stage_of(settings).resources(settings, peers, directory) as resources,
                 on_exit(lambda *reason, resources=resources: resources.close()),
             ):
-                cursor = load(context, number, cursor, resources)
-                if number == first:
-                    cursor.row = row
-                    evaluate_first(context, cursor)
+                cursor = load_phase(context, number, cursor, resources)
+                if number == first_phase:
+                    cursor.row = resume_events
+                    begin_steps(context, cursor)
                     stack.enter_context(context.stop)  # from here on there is a step to finish
                 ending = run_phase(context, cursor)
             if ending is not None:
@@ -130,8 +132,8 @@ def resume_point(
     return start, phase, {"event/resumed": passed_over or True} | settings if start is not None or begun else {}
 
 
-def evaluate_first(context: RunContext, cursor: Cursor) -> None:
-    """Announce the steps. A run without a checkpoint is evaluated first: row 0, which rules may remember."""
+def begin_steps(context: RunContext, cursor: Cursor) -> None:
+    """Begin to show progress. A new run is evaluated as row 0, which the rules remember; they decide nothing yet."""
     progress, row = context.progress, {"step": 0}
     progress.begin()
     if context.start is None:
@@ -144,48 +146,50 @@ def evaluate_first(context: RunContext, cursor: Cursor) -> None:
 
 
 def run_phase(context: RunContext, cursor: Cursor) -> tuple[int, str] | None:
-    """Make, evaluate, record and save a phase's steps, moving ``cursor``.
+    """Make, evaluate, record and save steps, moving ``cursor``, until a rule ends the phase or the run ends.
 
-    Returns None if the next phase begins; else the exit code, and why the run ends before its steps are made, or "".
+    Returns None when the next phase begins; otherwise the exit code and the reason for ending early, which is empty if
+    all steps were made.
     """
-    run, stage, saved = context.run, cursor.stage, time.monotonic()
+    run, stage, last_save = context.run, cursor.stage, time.monotonic()
     for step in range(cursor.step + 1, run.steps + 1):
-        began, before, updates = time.perf_counter(), dataclasses.replace(cursor.host), updates_of(cursor.state)
-        host, answers = cursor.host, None
+        step_began, answers = time.perf_counter(), None
+        host_before, updates_before = dataclasses.replace(cursor.host), updates_of(cursor.state)
         try:
             with profiled(context, step):
-                cursor.state, host.carry, row, examples, lines, common = stage.step(
-                    cursor.state, host.carry, dict(host.coefficients), step, context.late
+                cursor.state, cursor.host.carry, row, groups, lines, common = stage.step(
+                    cursor.state, cursor.host.carry, cursor.host.coefficients, step, context.must_stop
                 )
-                if row is None:
+                if row is None:  # it had to stop before its updates
                     save_partial(context, cursor)
                     return PREEMPTED, f"stopped within step {step}, state and samples saved: {AGAIN}"
-                row |= host.coefficients | {"step": step} | cursor.row | {"time/step_s": time.perf_counter() - began}
+                row |= cursor.host.coefficients | {"step": step} | cursor.row
+                row["time/step_s"] = time.perf_counter() - step_began
                 context.update_s = row["time/update_s"]
                 context.progress.step(row)
                 if context.schedule.evaluates(step):
                     answers = evaluate(context, cursor, row)
                 decision = decide_after(context, cursor, row)
                 better = answers is not None and decision.rollback is None and keep_if_best(context, cursor, row)
-                cursor.state = apply(decision, cursor.state, cursor.settings)
-                cursor.host.coefficients |= decision.coefficients
-                cursor.row, cursor.step = {}, step
+                cursor.state = apply_resets(decision, cursor.state, cursor.settings)
+                cursor.host.coefficients = cursor.host.coefficients | decision.coefficients
                 row |= decision.events
-                context.progress.happened(step, row, examples)
+                context.progress.happened(step, row, groups)
                 row |= {EVENT_ENDED: decision.reason} if decision.stop == DONE else {}
                 record(context.writer, step, row, lines, answers)
+                cursor.row, cursor.step = {}, step
                 if better and context.peers.leads:
                     forget_best(context.directory)
         except InputError as error:
-            return broken_off(context, cursor, before, updates, f"step {step}: {error}")
-        asked = agreed_to_stop(context.peers, context.stop, step, common, row)
+            return broken_off(context, cursor, host_before, updates_before, f"step {step}: {error}")
+        stop_requested = agreed_to_stop(context.peers, context.stop, step, common, row)
         if decision.next_phase:
             cursor.state = next_phase(run, stage, cursor.state, cursor.host)
-        if save(context, cursor, decision, asked, saved):
-            saved = time.monotonic()
+        if save(context, cursor, decision, stop_requested, last_save):
+            last_save = time.monotonic()
         if decision.stop is not None:
             return decision.stop, why_stopped(context.directory, step, decision)
-        if asked and step < run.steps:
+        if stop_requested and step < run.steps:
             return PREEMPTED, f"stopped after step {step}, state saved: {AGAIN}"
         if decision.next_phase and step < run.steps:
             return None
@@ -219,7 +223,7 @@ def decide_after(context: RunContext, cursor: Cursor, row: dict[str, Any]) -> De
         by_kind = {f"{FOUND}{finding.kind}": [finding.step, finding.what, finding.remedy] for finding in findings}
         return asked_reset(context.directory) | by_kind
 
-    # Requests, and what guards see, are equal on all processes.
+    # The requests and findings of process 0 are those of all.
     decision, cursor.host.memory = decide(cursor.stage.rules, row | context.peers.first(requests), cursor.host.memory)
     if decision.rollback is not None:
         decision = go_back(context, cursor, decision)
@@ -233,7 +237,7 @@ def decide_after(context: RunContext, cursor: Cursor, row: dict[str, Any]) -> De
 def keep_if_best(context: RunContext, cursor: Cursor, row: dict[str, Any]) -> bool:
     """Keep the model if this row has the best evaluation so far and the run keeps the best; return whether it has.
 
-    It is whole before its row is written, and that before an older one goes.
+    On disk the snapshot is complete first, then the row is written, and only then is the older best one removed.
     """
     step, directory = row["step"], context.directory
     if not context.run.output.keep_best or not context.peers.first(lambda: recorded_best(directory, row) == step):
@@ -244,18 +248,18 @@ def keep_if_best(context: RunContext, cursor: Cursor, row: dict[str, Any]) -> bo
     return True
 
 
-def save(context: RunContext, cursor: Cursor, decision: Decision, asked: bool, saved: float) -> bool:
+def save(context: RunContext, cursor: Cursor, decision: Decision, stop_requested: bool, last_save: float) -> bool:
     """Save what is due after a step: a snapshot, a checkpoint; return whether a checkpoint was begun.
 
     Args:
       context: of the run.
       cursor: after the step, or at the start of the next phase.
       decision: after the step.
-      asked: whether the run was asked to stop.
-      saved: time of the last checkpoint, by the monotonic clock of process 0.
+      stop_requested: whether the run was asked to stop.
+      last_save: time of the last checkpoint, by the monotonic clock of process 0.
     """
     step, store, schedule = cursor.step, context.store, context.schedule
-    minutes = context.peers.first(lambda: (time.monotonic() - saved) / 60)
+    minutes = context.peers.first(lambda: (time.monotonic() - last_save) / 60)
     overdue = 0 < context.run.output.checkpoint_minutes <= minutes
     if decision.snapshot:
         store.wait()  # it is whole before the checkpoint of the step is begun
@@ -263,8 +267,8 @@ def save(context: RunContext, cursor: Cursor, decision: Decision, asked: bool, s
     if context.peers.leads:
         forget_settled(context.directory, cursor.host.memory)
     if decision.next_phase or decision.rollback is not None:
-        schedule.moved.add(step)
-    due = schedule.saves(step) or decision.stop is not None or asked or overdue
+        schedule.moved.add(step)  # which makes a checkpoint due
+    due = schedule.saves(step) or decision.stop is not None or stop_requested or overdue
     if due:
         context.progress.status("saving")
         store.save(step, cursor.state, vars(cursor.host), cursor.stage.records)
@@ -320,8 +324,8 @@ def profiled(context: RunContext, step: int) -> Generator[None]:
 
 
 def save_partial(context: RunContext, cursor: Cursor) -> None:
-    """Save the state before a step that was begun, with its samples so far: as a checkpoint, or, if that step has one
-    already, beside it."""
+    """Save the state before a step that was begun, and what it carries so far: as a checkpoint, or, if that state has
+    one already, beside it."""
     store, records = context.store, cursor.stage.records
     context.progress.status("saving")
     store.wait()
@@ -345,41 +349,3 @@ def agreed_to_stop(
         learned.update(array.tobytes())
     peers.check_same(f"samples, scores or gradients in step {step}", learned.hexdigest()[:16])
     return any(peers.gather(stop.asked))
-
-
-BEYOND = (LAST, BY_HAND, OF_GUARDS)
-"""Entries of the rules' memory that outlive a phase: the last reset, the last request, the actions of guards."""
-
-
-def next_phase(run: configs.Configuration, stage: Stage, state: TrainState, host: LoopState) -> TrainState:
-    """Return the state at the start of the run's next phase: with a reference if it needs one, reset if it says so.
-
-    Args:
-      run: all of it.
-      stage: of the phase that has ended.
-      state: donated.
-      host: updated for the next phase. Coefficients moved by rules are kept if recipe and constraints stay equal; the
-        learning rate scale after a rollback is always kept. The rules' memory is cleared, except for ``BEYOND``.
-    """
-    before: Any = configs.in_phase(run, host.phase)
-    host.phase += 1
-    after: Any = configs.in_phase(run, host.phase)
-    phase = configs.phases_of(run)[host.phase]
-    host.carry = stage.carry_over(host.carry, before, after)
-    host.problems = {}  # the next phase may have others
-    same = (before.recipe, before.scoring.constraints) == (after.recipe, after.scoring.constraints)
-    stay = (*BEYOND, OF_ENTROPY) if same else BEYOND
-    host.memory = {name: own for name, own in host.memory.items() if name in stay}
-    if not same:
-        host.coefficients = {name: value for name, value in host.coefficients.items() if name == LR_SCALE}
-    resets = Decision(reset_reference=phase.reset, reset_optimiser=phase.reset_optimiser)
-    return apply(resets, with_reference(state, configs.keeps_reference(after)), after)
-
-
-def apply(decision: Decision, state: TrainState, run: configs.Configuration) -> TrainState:
-    """Return the state after the resets of a decision; only this function applies decisions to it."""
-    if decision.reset_reference:
-        state = reset_reference(state, decision.mix)
-    if decision.reset_optimiser:
-        state = reset_optimiser(state, build(run.learner.optimiser))
-    return state

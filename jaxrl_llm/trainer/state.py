@@ -30,7 +30,7 @@ from jaxrl_llm.diagnosis import FindingTracker
 from jaxrl_llm.diagnosis.history import ROLLED_BACK
 from jaxrl_llm.errors import InputError, one_line, require
 from jaxrl_llm.learner.optimiser import build
-from jaxrl_llm.learner.update import NewRole, reset_reference
+from jaxrl_llm.learner.update import NewRole, reset_optimiser, reset_reference, with_reference
 from jaxrl_llm.models.heads import split
 from jaxrl_llm.rules import ASKED, BY_HAND, PHASE, Memory
 from jaxrl_llm.rules.decision import ENDED
@@ -116,7 +116,7 @@ class RunContext:
     stop: Preemption
     update_s: float = math.inf
 
-    def late(self, before_update: bool = False) -> bool:
+    def must_stop(self, before_update: bool = False) -> bool:
         """Whether any process was asked to stop and has no time left; ``before_update``: for updates like the last."""
         return any(self.peers.gather(self.stop.late(self.update_s if before_update else 0.0)))
 
@@ -157,7 +157,7 @@ def moved_until(directory: Path, step: int | None, peers: Peers) -> set[int]:
 
 
 @contextlib.contextmanager
-def opened(
+def open_context(
     run: Configuration,
     directory: Path,
     start: int | None,
@@ -281,7 +281,7 @@ def forget_reset(directory: Path, memory: Memory) -> None:
         (directory / REQUEST).unlink(missing_ok=True)
 
 
-def load(context: RunContext, number: int, cursor: Cursor | None, resources: Any) -> Cursor:
+def load_phase(context: RunContext, number: int, cursor: Cursor | None, resources: Any) -> Cursor:
     """Return the position before the first step of a phase; everything that may refuse the run is tried before any
     output.
 
@@ -309,7 +309,7 @@ def load(context: RunContext, number: int, cursor: Cursor | None, resources: Any
         for later in range(number + 1, len(configs.phases_of(whole))):  # it must be able to begin
             before, after = configs.in_phase(whole, later - 1), configs.in_phase(whole, later)
             try:
-                stage_of(after).check_ahead(before, after, model.config, tokenizer, progress.status)
+                stage_of(after).check_phase(before, after, model.config, tokenizer, progress.status)
             except InputError as error:
                 raise InputError(f"phase {configs.phases_of(whole)[later].name!r}: {error}") from None
         if start is not None:
@@ -396,7 +396,7 @@ def carried(run: configs.Configuration, stage: Stage, weights: configs.Start, no
         asked = {"training": stage.problems["training"]}
         check_problems(host.problems, asked, stage.label, f"of {shown}", "leave --carry out")
     note(f"continues the data, curriculum and stored successes of {shown} too")
-    return stage.carry_over(host.carry, before, run, anew=True)
+    return stage.carry_over(host.carry, before, run, new_run=True)
 
 
 def restored(
@@ -502,7 +502,7 @@ def go_back(context: RunContext, cursor: Cursor, decision: rules.Decision) -> ru
     cursor.state = state
     cursor.host = dataclasses.replace(
         host,
-        carry=cursor.stage.let_go(host.carry),
+        carry=cursor.stage.carry_after_rollback(host.carry),
         memory=remembered(then.memory, host.memory, cursor.step + 1 - step),
         coefficients=then.coefficients,
     )
@@ -544,3 +544,42 @@ def remembered(then: rules.Memory, now: rules.Memory, undone: int) -> rules.Memo
     if asked.get("id") != then.get(rules.BY_HAND, {}).get("id"):
         memory[rules.BY_HAND] = asked | {rules.AGAIN: True}
     return memory
+
+
+KEPT_ACROSS_PHASES = (rules.LAST, rules.BY_HAND, rules.OF_GUARDS)
+"""Entries of the rules' memory that outlive a phase: the last reset, the last request, the actions of guards."""
+
+
+def next_phase(run: configs.Configuration, stage: Stage, state: TrainState, host: LoopState) -> TrainState:
+    """Return the state at the start of the run's next phase: with a reference if it needs one, reset if it says so.
+
+    Args:
+      run: all of it.
+      stage: of the phase that has ended.
+      state: donated.
+      host: updated for the next phase. Coefficients moved by rules are kept if recipe and constraints stay equal; the
+        learning rate scale after a rollback is always kept. The rules' memory is cleared, except for
+        ``KEPT_ACROSS_PHASES``, and where recipe and constraints stay equal that of the entropy's controller.
+    """
+    before: Any = configs.in_phase(run, host.phase)
+    host.phase += 1
+    after: Any = configs.in_phase(run, host.phase)
+    phase = configs.phases_of(run)[host.phase]
+    host.carry = stage.carry_over(host.carry, before, after)
+    host.problems = {}  # the next phase may have others
+    same = (before.recipe, before.scoring.constraints) == (after.recipe, after.scoring.constraints)
+    stay = (*KEPT_ACROSS_PHASES, rules.OF_ENTROPY) if same else KEPT_ACROSS_PHASES
+    host.memory = {name: memory for name, memory in host.memory.items() if name in stay}
+    if not same:
+        host.coefficients = {name: value for name, value in host.coefficients.items() if name == rules.LR_SCALE}
+    resets = rules.Decision(reset_reference=phase.reset, reset_optimiser=phase.reset_optimiser)
+    return apply_resets(resets, with_reference(state, configs.keeps_reference(after)), after)
+
+
+def apply_resets(decision: rules.Decision, state: TrainState, run: configs.Configuration) -> TrainState:
+    """Return the state after a decision's resets of reference and optimiser."""
+    if decision.reset_reference:
+        state = reset_reference(state, decision.mix)
+    if decision.reset_optimiser:
+        state = reset_optimiser(state, build(run.learner.optimiser))
+    return state

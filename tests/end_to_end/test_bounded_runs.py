@@ -30,7 +30,7 @@ from jaxrl_llm.rollout.evaluate import describe
 from jaxrl_llm.rollout.groups import RECORDS, Carryover, RolloutBatch
 from jaxrl_llm.stages.ingredients import Constraints
 from jaxrl_llm.stages.programs import coefficients_of, ingredients_of
-from jaxrl_llm.stages.rl import Reinforcement, sizes
+from jaxrl_llm.stages.rl import Reinforcement, advantage_metrics
 from jaxrl_llm.tasks import Task
 from jaxrl_llm.trainer.state import LoopState
 from jaxrl_llm.types import Completion, Group, Problem, TrainState
@@ -78,14 +78,14 @@ def learned(run, groups, coefficients=None):
         tokenizer=None,
         sampler=None,
         transfer=None,
-        answers=None,
+        evaluate_tasks=None,
     )
     batch = RolloutBatch(groups, [], Carryover(), 4, 0, {})
-    rewards = stage.rewards(groups, coefficients or {})
+    rewards = stage.net_rewards(groups, coefficients or {})
     samples, _ = stage.advantages(TrainState({}, {}), batch, rewards, None)
     for ingredient in stage.ingredients:
         samples = ingredient.samples(samples, batch)
-    measured = sizes(samples)
+    measured = advantage_metrics(samples)
     return [advantage_of(sample) for members in samples for sample in members], measured
 
 

@@ -39,8 +39,7 @@ from jaxrl_llm.rewards import Accuracy, Format, Function
 from jaxrl_llm.rollout.groups import RECORDS
 from jaxrl_llm.rules import Phase, Reaches, Rules, Stalls
 from jaxrl_llm.stages.stage import Stage
-from jaxrl_llm.trainer.loop import next_phase
-from jaxrl_llm.trainer.state import LoopState, base_of_policy
+from jaxrl_llm.trainer.state import LoopState, base_of_policy, next_phase
 from jaxrl_llm.types import TrainState
 
 pytestmark = pytest.mark.slow

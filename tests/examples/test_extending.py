@@ -5,8 +5,8 @@ import json
 
 import numpy as np
 from extending.environment import Secret
+from extending.own_task import Backwards
 from extending.reward import in_place
-from extending.task import Backwards
 
 from jaxrl_llm import train
 from jaxrl_llm.config import Scoring, load_config

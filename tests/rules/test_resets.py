@@ -24,7 +24,7 @@ from jaxrl_llm.recipes import RECIPES, Recipe
 from jaxrl_llm.rules import Decision, Resets, decide, not_a_number, rules_of
 from jaxrl_llm.rules.guards import GUARD, on_stall
 from jaxrl_llm.sharding import MeshShape, make_mesh
-from jaxrl_llm.trainer.loop import apply
+from jaxrl_llm.trainer.state import apply_resets
 
 SMOKE = configs.load_config("smoke")[1]
 KL = "event/reference_reset"
@@ -162,7 +162,7 @@ def state():
 def test_a_mixture_is_by_weight_in_buffers_of_its_own_and_compiles_once(state):
     policy, before = (jax.device_get(x) for x in (state.policy.params, state.reference))
     layouts = jax.tree.map(lambda x: x.sharding, state.reference)
-    moved = apply(Decision(reset_reference=True, mix=0.25), state, SMOKE)
+    moved = apply_resets(Decision(reset_reference=True, mix=0.25), state, SMOKE)
     jax.tree.map(
         lambda new, old, now: np.testing.assert_allclose(new, 0.75 * old + 0.25 * now, rtol=1e-6, atol=1e-7),
         jax.device_get(moved.reference), before, policy,
@@ -173,9 +173,9 @@ def test_a_mixture_is_by_weight_in_buffers_of_its_own_and_compiles_once(state):
             live.addressable_shards[0].data.unsafe_buffer_pointer()
         )
     with Compilations() as compilations:
-        again = apply(Decision(reset_reference=True, mix=0.125), moved, SMOKE)
+        again = apply_resets(Decision(reset_reference=True, mix=0.125), moved, SMOKE)
     assert not compilations.heard
-    whole = apply(Decision(reset_reference=True), again, SMOKE)
+    whole = apply_resets(Decision(reset_reference=True), again, SMOKE)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(whole.reference), policy)
 
 
@@ -184,7 +184,7 @@ def test_a_bfloat16_reference_is_mixed_in_float32():
     from jaxrl_llm.types import Role, TrainState
 
     state = TrainState({"policy": Role(params * 2, None, jnp.int32(0))}, {"reference": params})
-    found = apply(Decision(reset_reference=True, mix=0.3), state, SMOKE).reference
+    found = apply_resets(Decision(reset_reference=True, mix=0.3), state, SMOKE).reference
     assert found.dtype == jnp.bfloat16
     np.testing.assert_array_equal(found, jnp.full((4,), 1.3, jnp.bfloat16))
 

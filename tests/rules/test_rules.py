@@ -43,8 +43,7 @@ from jaxrl_llm.rules.guards import (
     teaches_nothing,
 )
 from jaxrl_llm.tasks import Table
-from jaxrl_llm.trainer.loop import apply
-from jaxrl_llm.trainer.state import LoopState
+from jaxrl_llm.trainer.state import LoopState, apply_resets
 from jaxrl_llm.types import Role, TrainState
 
 SMOKE = configs.load_config("smoke")[1]
@@ -398,16 +397,16 @@ def test_apply_copies_the_policy_and_empties_the_optimiser():
     optimiser = build(run.learner.optimiser)
     _, used = optimiser.update(seen, optimiser.init(policy), policy)
     state = TrainState({"policy": Role(policy, used, jnp.int32(3))}, {"reference": seen})
-    unchanged = apply(Decision(), state, run)
+    unchanged = apply_resets(Decision(), state, run)
     assert unchanged is state
-    moved = apply(Decision(reset_reference=True), state, run)
+    moved = apply_resets(Decision(reset_reference=True), state, run)
     np.testing.assert_array_equal(moved.reference["w"], policy["w"])
     assert moved.reference["w"].unsafe_buffer_pointer() != policy["w"].unsafe_buffer_pointer()
     assert moved.policy.opt_state is used
-    anew = apply(Decision(reset_optimiser=True), state, run)
+    anew = apply_resets(Decision(reset_optimiser=True), state, run)
     assert anew.reference is seen and not any(np.any(x) for x in jax.tree.leaves(anew.policy.opt_state))
     assert any(np.any(x) for x in jax.tree.leaves(used)) and int(anew.policy.updates) == 3
-    assert apply(Decision(reset_reference=True), state._replace(frozen={}), run).reference is None
+    assert apply_resets(Decision(reset_reference=True), state._replace(frozen={}), run).reference is None
 
 
 def test_what_rules_remember_is_saved():
@@ -418,11 +417,11 @@ def test_what_rules_remember_is_saved():
 def test_resets_after_the_first_compile_nothing():
     policy = {"w": jnp.full((3, 5), 2.0)}
     state = TrainState({"policy": Role(policy, build(SMOKE.learner.optimiser).init(policy), jnp.int32(0))}, {})
-    apply(Decision(reset_optimiser=True), state, SMOKE)
+    apply_resets(Decision(reset_optimiser=True), state, SMOKE)
     with Compilations() as compilations:
         for _ in range(2):
             again = dataclasses.replace(SMOKE, learner=dataclasses.replace(SMOKE.learner))
-            apply(Decision(reset_optimiser=True), state, again)
+            apply_resets(Decision(reset_optimiser=True), state, again)
     assert not compilations.heard
 
 

@@ -81,7 +81,7 @@ def test_a_phase_leaves_the_successes_that_fit_the_next_one_and_no_group_of_its_
     run = resolved(RUN)
     store = {f"{run.task.label}/a": solved(3), f"{run.task.label}/b": solved(8)}
     stage = Reinforcement(
-        training=(), forward=None, label="", run=run, tokenizer=None, sampler=None, transfer=None, answers=None,
+        training=(), forward=None, label="", run=run, tokenizer=None, sampler=None, transfer=None, evaluate_tasks=None,
         ingredients=ingredients_of(run),
     )  # fmt: skip
     left = Carryover(cursor=5, unfinished=(PartialGroup(4, (None,)),), successes=store, underway={"cursor": 6})
@@ -96,17 +96,17 @@ def test_another_run_takes_up_the_place_and_the_successes_as_those_of_no_policy_
     run = resolved(RUN)
     place = f"{run.task.label}/a"
     stage = Reinforcement(
-        training=(), forward=None, label="", run=run, tokenizer=None, sampler=None, transfer=None, answers=None,
+        training=(), forward=None, label="", run=run, tokenizer=None, sampler=None, transfer=None, evaluate_tasks=None,
         ingredients=ingredients_of(run),
     )  # fmt: skip
     groups = (PartialGroup(4, (None,)),)
     left = Carryover(cursor=5, unfinished=groups, texts=3, successes={place: solved(3)}, underway={"cursor": 6})
-    found = stage.carry_over(left, run, run, anew=True)
+    found = stage.carry_over(left, run, run, new_run=True)
     assert found.cursor == 5 and found.texts == 3 and not found.unfinished and not found.underway
     assert found.successes[place].successes[0].completion.version.tolist() == [-1, -1, -1]
-    assert stage.carry_over(None, run, run, anew=True) is None
+    assert stage.carry_over(None, run, run, new_run=True) is None
     boxed = dataclasses.replace(run, task=dataclasses.replace(run.task, extractor="boxed"))
-    assert not stage.carry_over(left, run, boxed, anew=True).successes, "answers were judged in another way there"
+    assert not stage.carry_over(left, run, boxed, new_run=True).successes, "answers were judged in another way there"
 
 
 def test_streams_of_tasks_that_stay_go_on_and_shares_count_anew():

@@ -28,7 +28,7 @@ from jaxrl_llm.rollout.groups import Carryover, RolloutBatch
 from jaxrl_llm.stages.examples import of_examples, shown_places, with_ratios
 from jaxrl_llm.stages.problems import problems_of, read_problems
 from jaxrl_llm.stages.programs import coefficients_of, ingredients_of, objectives_of
-from jaxrl_llm.stages.rl import Reinforcement, separately
+from jaxrl_llm.stages.rl import Reinforcement, split_rewards
 from jaxrl_llm.stages.stage import check_problems
 from jaxrl_llm.tasks import Task
 from jaxrl_llm.telemetry.progress import Progress, Schedule
@@ -56,7 +56,7 @@ def test_an_estimator_of_several_rewards_sees_two_of_one_name_and_applies_their_
     with Scorer(REWARDS) as scorer:
         groups = [scored(scorer, texts) for texts in TEXTS]
     algorithm = dataclasses.replace(PRESETS["grpo"], advantage=GDPO(eps=0.0))
-    algorithm, rewards = separately(algorithm, named(REWARDS), groups)
+    algorithm, rewards = split_rewards(algorithm, named(REWARDS), groups)
     columns = [np.array([[1, 0, 0, 0], [1, 0, 0, 0]]), np.array([[1, 1, 0, 1], [1, 0, 0, 1]])]
     np.testing.assert_array_equal(rewards, np.stack(columns, axis=-1))
     expected = normal(2.0 * normal(columns[0], 1) - normal(columns[1], 1))
@@ -67,7 +67,7 @@ def test_weights_of_the_estimator_come_before_those_of_the_rewards():
     with Scorer(REWARDS) as scorer:
         groups = [scored(scorer, TEXTS[0])]
     given = dataclasses.replace(PRESETS["grpo"], advantage=GDPO((1.0, 3.0)))
-    assert separately(given, named(REWARDS), groups)[0] == given
+    assert split_rewards(given, named(REWARDS), groups)[0] == given
 
 
 def with_rows(train, test=None, **changes):
@@ -129,7 +129,7 @@ def learned(run, update, groups, coefficient, step):
     forward = forward_on(mesh, Layout(2, 40, 10))
     stage = Reinforcement(
         run=run, training=training, forward=forward, label="digits", tokenizer=tiny_tokenizer(), sampler=None,
-        transfer=None, answers=None, ingredients=ingredients,
+        transfer=None, evaluate_tasks=None, ingredients=ingredients,
     )  # fmt: skip
     return stage.learn(state, RolloutBatch(groups, [], Carryover(), 4, 0, {}), given, step)
 

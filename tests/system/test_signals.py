@@ -18,7 +18,7 @@ from jaxrl_llm.sharding.distributed import ALONE
 from jaxrl_llm.system.signals import BETWEEN_STEPS, QUIT, SIGNALS, STOPPING, UNHEARD, Preemption, while_read
 from jaxrl_llm.telemetry import Verbosity
 from jaxrl_llm.telemetry.records import logged
-from jaxrl_llm.trainer.state import opened
+from jaxrl_llm.trainer.state import open_context
 
 PARENT = """
 import os, time
@@ -252,7 +252,7 @@ def test_half_of_the_grace_is_for_saving(ordinary_handlers):
 
 def test_a_quiet_run_says_that_it_stops(ordinary_handlers, tmp_path, capsys):
     run = resolved(load_config("smoke")[1])
-    with opened(run, tmp_path, None, False, None, ALONE, Verbosity(quiet=True)) as context, context.stop:
+    with open_context(run, tmp_path, None, False, None, ALONE, Verbosity(quiet=True)) as context, context.stop:
         signal.raise_signal(signal.SIGTERM)
         limit = time.monotonic() + 20
         while STOPPING not in (screen := capsys.readouterr().err) and time.monotonic() < limit:
