@@ -32,8 +32,8 @@ from jaxrl_llm.system.setting import check_fields
 from jaxrl_llm.system.signals import answering, on_exit, quit_now
 from jaxrl_llm.tasks import Rows, Task
 from jaxrl_llm.tasks import encode as encode_problem
+from jaxrl_llm.tasks.sources import InMemory
 from jaxrl_llm.tasks.tables import unwritable
-from jaxrl_llm.tasks.task import InMemory
 from jaxrl_llm.tasks.template import check_tokenizer, template_text, worded
 from jaxrl_llm.types import Completion, Message, Problem
 
