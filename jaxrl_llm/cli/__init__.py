@@ -55,10 +55,6 @@ COMMANDS = {
     "completion": "completion:completion",
 }
 """Module and function of each command, imported on demand."""
-EXECUTING = ("train", "eval", "collect", "reset", "plan")
-"""Commands that may execute code that a run brings: those with ``--trust``."""
-SELDOM = (50_000, 10, 10)
-"""Thresholds of Python's garbage collector: nearly all objects that JAX traces stay, so it should run seldom."""
 
 
 def main() -> None:
@@ -77,7 +73,8 @@ def main() -> None:
         sys.stderr = while_read(sys.stderr)
     if sys.stdout is not None and sys.stdout.isatty():  # a pipe that nobody reads ends a command
         sys.stdout = while_read(sys.stdout)
-    gc.set_threshold(*SELDOM)
+    # Thresholds of Python's garbage collector: nearly all objects that JAX traces stay, so it should run seldom.
+    gc.set_threshold(50_000, 10, 10)
     sys.unraisablehook = _report
     code = run(sys.argv[1:])
     sys.stdout.flush()
@@ -168,7 +165,8 @@ def dispatch(arguments: list[str]) -> int:
     with contextlib.ExitStack() as stack:
         if name == "train":
             stack.enter_context(answering(lambda number: quit_now(PREEMPTED, BETWEEN_STEPS)))
-        if name in EXECUTING:
+        # Commands that may execute code that a run brings: those with ``--trust``.
+        if name in ("train", "eval", "collect", "reset", "plan"):
             from jaxrl_llm.cli.flags import take
             from jaxrl_llm.config import trusting
 

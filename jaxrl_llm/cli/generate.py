@@ -32,8 +32,8 @@ from jaxrl_llm.system.setting import check_fields
 from jaxrl_llm.system.signals import answering, on_exit, quit_now
 from jaxrl_llm.tasks import Rows, Task
 from jaxrl_llm.tasks import encode as encode_problem
+from jaxrl_llm.tasks.sources import InMemory
 from jaxrl_llm.tasks.tables import unwritable
-from jaxrl_llm.tasks.task import InMemory
 from jaxrl_llm.tasks.template import check_tokenizer, template_text, worded
 from jaxrl_llm.types import Completion, Message, Problem
 
@@ -45,8 +45,6 @@ HELP = """/new (or /clear)   forget the conversation and start again
 /help              these lines
 Ctrl-C ends an answer before its end; pressed again, or where no answer is being given, it ends the program."""
 NEW, BYE, HELPS = ("/new", "/clear", "/reset"), ("/bye", "/exit", "/quit"), ("/help", "/?")
-UNBRACKETED = b"\x1b[?2004l"
-"""Escape sequence that turns off a terminal's marks around pasted text."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -323,7 +321,8 @@ def typed() -> Iterator[str]:
         readline.parse_and_bind("set enable-bracketed-paste on")  # a pasted text is one message, line breaks and all
 
     def put_back(*reason: object) -> None:
-        os.write(sys.stdin.fileno(), UNBRACKETED)
+        # Escape sequence that turns off a terminal's marks around pasted text.
+        os.write(sys.stdin.fileno(), b"\x1b[?2004l")
         termios.tcsetattr(sys.stdin, termios.TCSANOW, mode)
 
     while True:

@@ -17,8 +17,9 @@ from jaxrl_llm.system.setting import Range
 from jaxrl_llm.tasks.chats import Writer
 from jaxrl_llm.tasks.messages import CALLS, OPTIONS, TOOLS, UNREAD, WEIGHT, chat_of, number_in, plain_text, shared
 from jaxrl_llm.tasks.prompts import prompt_key
+from jaxrl_llm.tasks.sources import HubDataset, Rows, Table
 from jaxrl_llm.tasks.tables import is_empty, shown
-from jaxrl_llm.tasks.task import HubDataset, Rows, Table, Task
+from jaxrl_llm.tasks.task import Task
 from jaxrl_llm.types import Message
 
 

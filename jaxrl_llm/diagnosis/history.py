@@ -94,8 +94,6 @@ class History:
 
 FINITE = ("loss", "grad_norm", "entropy", "policy_kl", "ratio", "ratio_spread", "advantage/abs_mean")
 """The metrics of a role that are numbers where it made an update; others may be unmeasured, and so not a number."""
-FINITE_TESTS = ("eval/text/loss", "eval/steps/loss")
-"""Evaluations that are numbers where they were made."""
 EVENT_BROKEN = "event/not_a_number"
 """The event of a step with numbers that are not finite."""
 ROLES = ("", "critic/")
@@ -110,7 +108,8 @@ def not_finite(row: Mapping[str, Any], role: str = "") -> list[str]:
     found = [name.removeprefix(role + NOT_FINITE) for name in row if name.startswith(role + NOT_FINITE)]
     found += ["grad_norm"] if row.get(f"{role}updates/not_finite") and not found else []
     names = [role + name for name in FINITE if number(row.get(f"{role}updates"))]
-    names += [] if role else FINITE_TESTS
+    # Evaluations that are numbers where they were made.
+    names += [] if role else ("eval/text/loss", "eval/steps/loss")
     return found + [name for name in names if name in row and number(row[name]) is None]
 
 

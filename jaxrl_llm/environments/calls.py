@@ -15,7 +15,6 @@ from jaxrl_llm.types import Message
 
 Types = Mapping[str, Mapping[str, Any]]
 """JSON schemas of the parameters by the tool's name."""
-_JSON = json.JSONDecoder()
 _PYTHON = {"True": True, "False": False, "None": None}
 
 
@@ -54,7 +53,7 @@ def read_llama(body: str, types: Types) -> list[Call]:
     found = []
     while body := body.lstrip(" \t\r\n;,"):
         try:
-            value, end = _JSON.raw_decode(body)
+            value, end = json.JSONDecoder().raw_decode(body)
         except (ValueError, RecursionError):
             value, end = json_value(body), len(body)
         found += calls_of(value)

@@ -121,7 +121,6 @@ LARGEST = 1e15
 """Maximum size of a reward, as that of all rewards."""
 WORLD = ("user", "tool", "system")
 """Roles of messages that answer the model."""
-ROLES = (*WORLD, "assistant")
 
 
 def readable(text: str) -> str:
@@ -144,7 +143,7 @@ def finite(value: Any, what: str, nan: bool = False) -> float:
     return found
 
 
-def checked_messages(value: Any, roles: Sequence[str] = ROLES) -> tuple[Message, ...]:
+def checked_messages(value: Any, roles: Sequence[str] = (*WORLD, "assistant")) -> tuple[Message, ...]:
     """Return messages as new dictionaries.
 
     Raises:

@@ -320,7 +320,6 @@ def shared(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 _LAST = 16  # tokens before a reply that tell whether it continues reasoning
 _THINKING = ("<think>", "<|channel>thought", "<|channel>", "<|START_THINKING|>", "[THINK]")
-_OTHERS = ("x", "0", "-")  # contents to compare with: one of them begins and ends otherwise than any given text
 _REWRITES = "the chat template rewrites earlier replies, as by dropping their reasoning; "
 _HISTORY = {
     "append_only": "every token is kept as it was sampled (append_only)",
@@ -454,7 +453,7 @@ class EpisodeFormat:
         found = []
         for index, message in enumerate(messages):
             text = message["content"].strip()
-            other = next(mark for mark in _OTHERS if mark not in (text[:1], text[-1:]))
+            other = next(mark for mark in ("x", "0", "-") if mark not in (text[:1], text[-1:]))
             changed = [*messages[:index], {**message, "content": other}, *messages[index + 1 :]]
             ids = self.suffix(turns, changed, sampled)
             begin = shared(suffix, ids)

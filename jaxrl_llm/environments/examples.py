@@ -6,7 +6,6 @@ TextArena's games, SkyRL-gym's environments, and reasoning-gym's problems in sev
 import contextlib
 import copy
 import dataclasses
-import functools
 import importlib
 import json
 import random
@@ -290,7 +289,7 @@ class GymTries(Environment):
     ):
         self._tries, self._extractor, self._again = tries, extractor, again
         if score is None:
-            import reasoning_gym  # noqa: F401  it takes seconds, which no episode's first step has
+            import jaxrl_llm.rewards.gym_answer  # noqa: F401  it takes seconds, which no episode's first step has
         self._score = score or gym_score
 
     def reset(self, row: Mapping[str, Any], seed: int) -> tuple[()]:
@@ -315,15 +314,9 @@ class GymTries(Environment):
 
 def gym_score(answer: str | None, row: Mapping[str, Any]) -> float:
     """Score an answer by the data set of a row's problem."""
-    dataset = _dataset(row["generator"], json.dumps(row["options"], sort_keys=True))
-    return dataset.score_answer(answer, row["entry"])
+    from jaxrl_llm.rewards.gym_answer import dataset_of
 
-
-@functools.lru_cache(maxsize=64)
-def _dataset(name: str, options: str) -> Any:
-    import reasoning_gym
-
-    return reasoning_gym.create_dataset(name, size=1, seed=0, **json.loads(options))
+    return dataset_of(row["generator"], json.dumps(row["options"], sort_keys=True)).score_answer(answer, row["entry"])
 
 
 PROGRAM = """
@@ -347,8 +340,6 @@ REASONS = {
     "memory": "it used more than {0.memory_mb} MiB of memory",
     "output": "it wrote too much",
 }
-OWN = '  File "<python>"'
-"""The beginning of the last line of a traceback that is about the model's program: it reads what follows."""
 
 
 class PythonTool:
@@ -394,7 +385,8 @@ class PythonTool:
             return found.stdout or "(no output)"
         if found.status == "refused":
             raise RuntimeError(found.stderr)
-        _, own, told = found.stderr.strip().rpartition(OWN)
+        # The beginning of the last line of a traceback that is about the model's program: it reads what follows.
+        _, own, told = found.stderr.strip().rpartition('  File "<python>"')
         reason = REASONS[found.status].format(self) if found.status in REASONS else f"{own}{told}".strip()
         return f"{found.stdout}Error: {reason}"
 

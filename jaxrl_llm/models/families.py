@@ -403,10 +403,6 @@ def family_of(model_type: Any) -> Family:
     return FAMILIES[model_type]
 
 
-SCORE = Tensor("score.weight", "scalar", "1 D", "D")
-"""The tensor that replaces the LM head in a reward model."""
-
-
 def tensors_of(config: ModelConfig, scalar: bool = False) -> tuple[Tensor, ...]:
     """Return the tensors that a checkpoint of this model holds; tied models have no LM head of their own.
 
@@ -415,7 +411,8 @@ def tensors_of(config: ModelConfig, scalar: bool = False) -> tuple[Tensor, ...]:
     absent = {"head"} if scalar or config.embeddings.tied else set()
     absent |= set() if config.attention.biased else {tensor.path for tensor in BIASES}
     named = tuple(tensor for tensor in FAMILIES[config.family].tensors if tensor.path not in absent)
-    return (*named, SCORE) if scalar else named
+    # The tensor that replaces the LM head in a reward model.
+    return (*named, Tensor("score.weight", "scalar", "1 D", "D")) if scalar else named
 
 
 def our_shape(tensor: Tensor, config: ModelConfig) -> tuple[int, ...]:

@@ -78,9 +78,6 @@ ENDS = ("eos", "eot", "eom")
 NAMED = types.MappingProxyType({"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"})
 """transformers' names of special tokens -> the same keys."""
 
-_LARGEST = {"gemma2": 46, "gemma3_text": 62}
-"""Layers of each family's 27B model, which scales its attention scores by D / N rather than by H."""
-
 
 Change = Callable[[np.ndarray], np.ndarray]
 
@@ -169,7 +166,8 @@ def attributes_of(
     if "query_pre_attn_scalar" in family.defaults:
         width = attributes["hidden_size"]
         heads = attributes["num_attention_heads"]
-        largest = attributes["num_hidden_layers"] == _LARGEST[family.model_type]
+        # Layers of each family's 27B model, which scales its attention scores by D / N rather than by H.
+        largest = attributes["num_hidden_layers"] == {"gemma2": 46, "gemma3_text": 62}[family.model_type]
         attributes["query_pre_attn_scalar"] = width // heads if largest else attributes.get("head_dim", width // heads)
     return attributes
 

@@ -39,8 +39,6 @@ class Tiles(NamedTuple):
 
 
 FORWARD, BACKWARD = Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2)
-MULTIPLE = 128
-"""Every row's length is a multiple of this."""
 
 
 def spans(group: jax.Array, branch: jax.Array, positions: jax.Array, window: jax.Array | int) -> jax.Array:

@@ -47,12 +47,11 @@ _SPELLINGS = {"num_local_experts": "num_experts", "num_experts": "num_local_expe
 _SPELLINGS |= {"_sliding_window_pattern": "sliding_window_pattern"}
 _LOCAL = "rope_local_base_freq"
 _ORIGINAL = ("factor", "original_max_position_embeddings")
-_YARN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 _ROPE_KEYS = {
     "default": (),
     "linear": ("factor",),
     "llama3": (*_ORIGINAL, "low_freq_factor", "high_freq_factor"),
-    "yarn": (*_ORIGINAL, *_YARN),
+    "yarn": (*_ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
 }
 _COUNTS = """
     vocab_size hidden_size num_hidden_layers intermediate_size num_attention_heads num_key_value_heads head_dim

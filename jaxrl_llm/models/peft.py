@@ -19,8 +19,6 @@ from jaxrl_llm.models.families import FAMILIES, StoredTensor, Tensor, axis_sizes
 from jaxrl_llm.models.weights import hf_shape, open_file, read_json, to_hf, to_ours, write_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."
-"""Precedes a module's name in an adapter's file."""
 READ: Mapping[str, Any] = {
     "r": int, "lora_alpha": float, "rank_pattern": dict, "alpha_pattern": dict, "use_rslora": bool,
     "target_modules": list, "base_model_name_or_path": str,
@@ -235,7 +233,8 @@ def factors(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """
     outputs, inputs = tensor.hf_axes.split()
     summed = len(inputs)
-    name = PREFIX + tensor.name.removesuffix("weight")
+    # Precedes a module's name in an adapter's file.
+    name = "base_model.model." + tensor.name.removesuffix("weight")
     return (
         Tensor(name + "lora_A.weight", "a", f"R {inputs}", tensor.axes[:summed] + "R"),
         Tensor(name + "lora_B.weight", "b", f"{outputs} R", "R" + tensor.axes[summed:]),

@@ -23,8 +23,6 @@ from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.families import FAMILIES, Fused, StoredTensor, Tensor, axis_sizes, our_shape, tensors_of
 
-SUFFIXES = ("_blocks", "_scales")
-"""Ends of the names of the two tensors that a packed one consists of."""
 BLOCK = 32
 _POSITIVE = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 VALUES = np.array(_POSITIVE + [-value for value in _POSITIVE], np.float32)
@@ -280,7 +278,8 @@ def open_file(path: Path) -> dict[str, StoredTensor]:
         raise InputError(f"{path} is not a whole safetensors file ({error}); fetch it again") from None
     views = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
     for name, view in views.items():
-        packed = view.get_dtype() == "U8" and name.endswith(SUFFIXES)
+        # Ends of the names of the two tensors that a packed one consists of.
+        packed = view.get_dtype() == "U8" and name.endswith(("_blocks", "_scales"))
         if view.get_dtype() not in _FLOATS and not packed:
             raise InputError(f"{path}: {name} is stored as {view.get_dtype()}; only {', '.join(_FLOATS)} are read")
     return {

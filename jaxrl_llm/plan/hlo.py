@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 _WIDTHS = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "f16": 2, "f8": 1, "token": 0}
 
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.-]+) = ")
@@ -178,7 +177,7 @@ def own_collectives(program: Program, name: str, times: float) -> Iterator[Colle
     seen: set[tuple[str, str]] = set()
     for where, instruction in walk(program, name, lambda one: calls(one)["calls"] if one.operation == "fusion" else ()):
         kind = instruction.operation.removesuffix("-start")
-        if kind not in KINDS:
+        if kind not in ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"):
             continue
         channel = re.search(r"channel_id=(\d+)", instruction.rest)
         fused = where != name

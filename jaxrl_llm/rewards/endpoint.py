@@ -172,8 +172,6 @@ MOST_BYTES = 8 * 1024**2
 """Size of a response beyond which it is no answer."""
 LONGEST_PAUSE_S = 60.0
 """Longest pause before another try, unless the endpoint asks for a longer one."""
-HIDDEN = "***"
-"""Text in place of the key in whatever an endpoint says."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -378,7 +376,8 @@ def _refusal(address: str, key: str, error: urllib.error.HTTPError) -> EndpointE
 
 def _safe(text: str, key: str) -> str:
     """Return what an endpoint said without the key, which some repeat."""
-    return text.replace(key, HIDDEN) if key else text
+    # Text in place of the key in whatever an endpoint says.
+    return text.replace(key, "***") if key else text
 
 
 def _answer(address: str, text: str) -> Answer:

@@ -38,7 +38,7 @@ def score(answer: str, problem: Problem) -> float:
     harmless = is_literal if name in LITERAL else is_formula if name in SYMBOLIC else lambda text: True
     if not harmless(answer) or not harmless(str(metadata["entry"]["answer"])):  # the reference may be a checkpoint's
         return 0.0
-    dataset = _dataset(name, json.dumps(metadata["options"], sort_keys=True))
+    dataset = dataset_of(name, json.dumps(metadata["options"], sort_keys=True))
     return float(dataset.score_answer(answer, metadata["entry"]))
 
 
@@ -66,5 +66,6 @@ def is_formula(text: str) -> bool:
 
 
 @functools.lru_cache(maxsize=64)
-def _dataset(name: str, options: str) -> Any:
+def dataset_of(name: str, options: str) -> Any:
+    """Return a data set of reasoning-gym by its name and its options, JSON."""
     return reasoning_gym.create_dataset(name, size=1, seed=0, **json.loads(options))

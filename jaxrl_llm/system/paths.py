@@ -28,8 +28,6 @@ GPU_SHARE = 0.9
 """The share of a GPU's memory that JAX may take (its own default is 0.75); the rest is for its libraries."""
 GPU_DRIVERS = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg")
 """Paths of NVIDIA's driver, at least one of which exists where it is installed; the last is that of Windows (WSL)."""
-GOOGLE = "0x1ae0"
-"""The vendor on the PCI bus of TPUs, and of the network cards of Google's machines."""
 TPUS = ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076")
 """The PCI devices of Google that are TPUs, those that JAX knows."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -221,7 +219,8 @@ def hint_accelerator(root: Path = Path("/")) -> None:
 def is_tpu(device: Path) -> bool:
     """Whether a folder of the PCI bus describes a TPU, told as JAX tells it: /dev differs between TPU generations."""
     vendor, name = (device / "vendor", device / "device")
-    return vendor.exists() and vendor.read_text().strip() == GOOGLE and name.read_text().strip() in TPUS
+    # The vendor on the PCI bus of TPUs, and of the network cards of Google's machines.
+    return vendor.exists() and vendor.read_text().strip() == "0x1ae0" and name.read_text().strip() in TPUS
 
 
 def config_folder() -> Path:

@@ -28,8 +28,6 @@ QUIT = "quit within a step: run the same command again to resume from the last c
 LAST_WORDS = "\r\x1b[2K\x1b[?25h"
 """The escape sequence that clears a terminal's live line and shows its cursor."""
 
-GONE = (errno.EPIPE, errno.EIO)
-"""Error numbers of a write to a pipe without a reader, or to a terminal that is gone."""
 UNHEARD = "nobody reads the error output any more; further output is in this file"
 
 log = logging.getLogger(__name__)
@@ -158,7 +156,8 @@ class _WhileRead(io.FileIO):
             while left:
                 left = left[os.write(self.fileno(), left) :]
         except OSError as error:
-            if error.errno not in GONE:
+            # Error numbers of a write to a pipe without a reader, or to a terminal that is gone.
+            if error.errno not in (errno.EPIPE, errno.EIO):
                 raise
             let_go(self.fileno())
             self._untold = True

@@ -30,8 +30,6 @@ CREDENTIALS = {
     "s3": "aws configure, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
 }
 """Ways to give credentials, by the scheme of an address."""
-STEPS = ("checkpoints", "snapshots", "best")
-"""The folders of a run with steps."""
 BEGINNINGS = ("config.json", "adapter_config.json")
 """Files of which a folder has at least one, if it holds a run or a model."""
 FRESH_S = 5.0
@@ -318,11 +316,12 @@ def _own_files(path: Path) -> list[Path]:
     """Return the files of a run that are uploaded: none of its steps, nothing hidden, and no other run below it."""
     files = sorted(local for local in path.rglob("*") if local.is_file() and not local.is_symlink())
     others = [local.parent for local in files if local.name in BEGINNINGS and local.parent != path]
+    # The folders of a run with steps.
     return [
         local
         for local in files
         if not any(part.startswith(".") for part in local.relative_to(path).parts)
-        and local.relative_to(path).parts[0] not in (*STEPS, LOCK)
+        and local.relative_to(path).parts[0] not in ("checkpoints", "snapshots", "best", LOCK)
         and not any(local.is_relative_to(other) for other in others)
     ]
 

@@ -30,8 +30,6 @@ _BARE = re.compile(
 )
 _NO_VALUE = re.compile(r"(?:[\s.…_?]|\\[lc]?dots|\\[,;:! ])*")
 _BETWEEN = re.compile(r"(?:[ \t$,;&]|and|or|\\text ?\{ ?(?:and|or) ?\}|\\q?quad|\\[,;:! ()])*")
-_OTHER_VALUES = ("<super>", "<sub>", "<fraction>", "<square>")
-"""Kinds of characters that NFKC would turn into other numbers: 5² into 52, 3½ into 31/2, 25㎡ into 25m2."""
 _INTEGER_DIGITS = 1000
 
 
@@ -173,7 +171,8 @@ def normalised(text: str) -> str:
 def _normal_character(character: str) -> str:
     if character in "\N{MINUS SIGN}\N{EN DASH}\N{FIGURE DASH}\N{HYPHEN}\N{NON-BREAKING HYPHEN}":
         return "-"
-    if unicodedata.decomposition(character).startswith(_OTHER_VALUES):
+    # Kinds of characters that NFKC would turn into other numbers: 5² into 52, 3½ into 31/2, 25㎡ into 25m2.
+    if unicodedata.decomposition(character).startswith(("<super>", "<sub>", "<fraction>", "<square>")):
         return character
     return unicodedata.normalize("NFKC", character)
 

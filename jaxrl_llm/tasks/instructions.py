@@ -22,8 +22,6 @@ from jaxrl_llm.types import Problem
 
 IDS, ARGUMENTS = "instruction_id_list", "kwargs"
 """Fields of a row: ids, and for each the arguments by name; an argument that is None is absent."""
-ELSEWHERE = ("language:response_language", "length_constraints:number_sentences")
-"""IFEval's other instructions, which are not checked here."""
 KEEP = "jaxrl_llm.tasks.filters:checkable_instructions"
 RELATIONS = ("at least", "less than")
 
@@ -59,7 +57,8 @@ def check_instructions(fields: Mapping[str, Any], where: str) -> None:
             "arguments of each; complete the row, or take another verifier"
         )
     for name, given in zip(names, arguments, strict=True):
-        if name in ELSEWHERE:
+        # IFEval's other instructions, which are not checked here.
+        if name in ("language:response_language", "length_constraints:number_sentences"):
             raise InputError(
                 f"{where}: instruction {name} takes a model or a splitter of sentences, and is not checked here; leave "
                 f"such rows out with keep={KEEP!r}"

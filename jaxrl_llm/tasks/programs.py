@@ -276,7 +276,7 @@ class Programs:
         draws = random.Random(f"{self.seed} {name} {constants}")
         drawn = [tuple(VALUES[kind](draws) for kind in template.parameters.values()) for _ in range(DRAWN)]
         tests = [
-            f"assert {called(given)} == {result}"
+            f"assert {NAME}({', '.join(map(repr, given))}) == {result}"
             for given, result in chosen(drawn, loaded(solution), list(map(loaded, others)), self.tests)
         ]
         signature = f"{NAME}({', '.join(template.parameters)})"
@@ -336,11 +336,6 @@ def loaded(solution: str) -> Callable[..., Any]:
     names: dict[str, Any] = {}
     exec(solution, names)
     return names[NAME]
-
-
-def called(given: tuple[Any, ...]) -> str:
-    """Return a call of the function, as Python text."""
-    return f"{NAME}({', '.join(map(repr, given))})"
 
 
 def copies(given: tuple[Any, ...]) -> list[Any]:

@@ -27,7 +27,6 @@ EVERY_S = 10.0
 STEPS_KEPT = 2000
 """Characters kept of either end of a text: no terminal shows more in a line."""
 GIB = 2**30
-STATM = Path("/proc/self/statm")
 BLOCKS = "▁▂▃▄▅▆▇█"
 PLAIN = "_.-~=+*#"
 """Levels of a curve from the lowest to the highest; ``PLAIN`` is for terminals without block characters."""
@@ -207,7 +206,7 @@ def memory_now() -> str:
 def resident() -> int | None:
     """Return the resident bytes of this process, which on a CPU include its arrays; None where there is no /proc."""
     try:
-        pages = STATM.read_text().split()[1]
+        pages = Path("/proc/self/statm").read_text().split()[1]
     except OSError:
         return None
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
