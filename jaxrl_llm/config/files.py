@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from jaxrl_llm.config.origin import (
 )
 from jaxrl_llm.config.run import Run
 from jaxrl_llm.config.texts import Configuration
-from jaxrl_llm.config.trust import SIGNED, check_trust, signed
+from jaxrl_llm.config.trust import SIGNED, check_trust, imported_from, signed
 from jaxrl_llm.errors import InputError, did_you_mean, require
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rewards.functions import Local, Lost, StepFunction
@@ -65,12 +65,14 @@ class Found:
       run: its value; as ``read`` returns it, perhaps with ``Unsaveable`` in some places.
       origin: its file, and the folder in which relative paths start.
       directory: of the run, if it is loaded from a run's config.json.
+      code: at a start, the bytes of its own modules, by name.
     """
 
     name: str
     run: Configuration
     origin: Origin
     directory: Path | None = None
+    code: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
 
     @property
     def located(self) -> Configuration:
@@ -277,10 +279,10 @@ def read(path: Path, own: bool = True, calls: bool = True) -> Found:
     with _of_this_version(path):
         data = json.loads(path.read_text())
         origin = origin_of(data)
-    if own and check_trust(path, data, origin, calls):
-        for folder in origin.places():
-            make_findable(folder)
-    with _of_this_version(path):
+    code = own and check_trust(path, data, origin, calls)
+    for folder in origin.places() if code else ():
+        make_findable(folder)
+    with _of_this_version(path), imported_from(path.parent, origin, calls) if code else contextlib.nullcontext():
         run = from_json(data, origin if own else None)
         if isinstance(run, KINDS):
             check_types(run, Unsaveable)

@@ -1,8 +1,9 @@
 """Trust in the code that a saved run names: its own classes, rewards, tools and environments, in files or packages.
 
 Loading such a run executes these files. A run that this user made here has a signature: an HMAC (RFC 2104, SHA-256)
-of its config.json and of the files of that code, by a key in the user's cache directory that nobody else can read. A
-run without the right signature is refused, unless the user says that its code may be executed (``trusting``).
+of its config.json, which has the SHA-256 of each copied module (``config.code``), and of the files of code that is not
+copied, by a key in the user's cache directory that nobody else can read. A run without the right signature, or with
+other copies, is refused, unless the user says that its code may be executed (``trusting``).
 """
 
 import contextlib
@@ -21,11 +22,23 @@ from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.config.origin import FOLDERS, Origin, execute, is_from, module_path, origin_of
+from jaxrl_llm.config.origin import (
+    FOLDERS,
+    PREFIX,
+    Origin,
+    changed_code,
+    copies,
+    copy_of,
+    digest_of,
+    execute,
+    origin_of,
+    own_module,
+)
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.functions import Lost, Own
 from jaxrl_llm.system.paths import cache_directory
 from jaxrl_llm.system.setting import OURS, parts_of, with_parts
+from jaxrl_llm.tasks.filters import COPIES, import_copies
 
 SIGNED = "signed"
 """The key of the signature in a config.json."""
@@ -63,7 +76,7 @@ def trusting(trusted: bool = True) -> Generator[None]:
 def own_code(data: Mapping[str, Any], origin: Origin, calls: bool = True) -> dict[str, str]:
     """Return the code outside this package that a config.json names, ``module:name``, with the file of each.
 
-    The file is empty where there is none. Nothing is imported.
+    A copy's file is below the run's directory; it is empty where there is none. Nothing is imported.
 
     Args:
       data: of the config.json.
@@ -74,14 +87,9 @@ def own_code(data: Mapping[str, Any], origin: Origin, calls: bool = True) -> dic
     found = {}
     for name, is_class in named({key: value for key, value in data.items() if key not in ("origin", "from", "chosen")}):
         module = name.partition(":")[0]
-        if not is_class:
-            if calls:
-                found[name] = _file_of(module.partition(".")[0], origin)
-        elif module in origin.modules:
-            file = str(module_path(module, origin) or origin.modules[module])
-            loaded = sys.modules.get(module)
-            if calls or loaded is None or not is_from(loaded, Path(file)):
-                found[name] = file
+        if calls if not is_class else module in origin.modules and (calls or module not in sys.modules):
+            copy = copy_of(module, origin) if module in origin.code else ""
+            found[name] = copy or origin.modules.get(module) or _file_of(module.partition(".")[0], origin)
     return found
 
 
@@ -100,12 +108,13 @@ def with_lost(run: Any, path: Path) -> Any:
     origin = origin_of(data)
     if not lost_code(data, origin):
         return run
-    file = Path(str(origin.config))
-    file = file if os.path.isfile(file) else Path.cwd() / file.name
-    trusted = TRUSTED.get() or is_made_here(data, origin)
+    file, name = Path(str(origin.config)), f"{PREFIX}{Path(str(origin.config)).stem}"
+    trusted = TRUSTED.get() or is_made_here(data, origin, path.parent)
     known = {}
-    if trusted and file.is_file():
-        held = (part for part in parts_of(getattr(execute(file), "config", None)) if isinstance(part, Own))
+    if trusted and (name in origin.code or file.is_file()):
+        with imported_from(path.parent, origin):
+            module = own_module(name, origin) if name in origin.code else execute(file)
+        held = (part for part in parts_of(getattr(module, "config", None)) if isinstance(part, Own))
         known = {part.name: part for part in held}
 
     def found(part: Any) -> Any:
@@ -115,6 +124,31 @@ def with_lost(run: Any, path: Path) -> Any:
         return known.get(part.name, dataclasses.replace(part, reason=told))
 
     return with_parts(run, found)
+
+
+@contextlib.contextmanager
+def imported_from(directory: Path, origin: Origin, lasting: bool = True) -> Generator[None]:
+    """Import a run's own modules from its copies in the block; with ``lasting`` from then on, in place of others of
+    their names."""
+    before = dict(COPIES)
+    usable = {name: copy for name, copy in copies(directory, origin).items() if copy[2] and name != "__main__"}
+    if not lasting:
+        usable = {name: copy for name, copy in usable.items() if name not in sys.modules}
+    for name, (_, _, digest) in usable.items():
+        loader = getattr(sys.modules.get(name), "__loader__", None)
+        file = getattr(loader, "path", "")
+        if name in sys.modules and (not os.path.isfile(file) or digest_of(file) != digest):
+            for other in usable:
+                sys.modules.pop(other, None)
+    import_copies(usable)
+    try:
+        yield
+    finally:
+        if not lasting:
+            for name in usable:
+                sys.modules.pop(name, None)
+            COPIES.clear()
+            COPIES.update(before)
 
 
 def named(value: Any, changes: bool = False) -> Iterator[tuple[str, bool]]:
@@ -155,13 +189,15 @@ def signed(data: Mapping[str, Any], origin: Origin) -> dict[str, Any]:
     return bare if key is None else bare | {SIGNED: _signature(key, bare, code)}
 
 
-def is_made_here(data: Mapping[str, Any], origin: Origin) -> bool:
-    """Whether a config.json has this user's signature, and its code is found in the same files as then."""
+def is_made_here(data: Mapping[str, Any], origin: Origin, directory: Path) -> bool:
+    """Whether the config.json of a run in a directory has this user's signature, and its code is what it was then."""
     key = _key(make=False)
     given = data.get(SIGNED)
     if key is None or not isinstance(given, str):
         return False
     bare = {name: value for name, value in data.items() if name != SIGNED}
+    if any(copy[2] != origin.code[name] for name, copy in copies(directory, origin).items()):
+        return False
     expected = _signature(key, bare, own_code(bare, origin) | lost_code(bare, origin))
     return hmac.compare_digest(expected.encode(), given.encode("utf-8", "backslashreplace"))
 
@@ -172,7 +208,7 @@ def tools_of_others(task: Any, path: Path) -> list[str]:
     if not own or TRUSTED.get():
         return []
     data = json.loads(path.read_text())
-    return [] if is_made_here(data, origin_of(data)) else own
+    return [] if is_made_here(data, origin_of(data), path.parent) else own
 
 
 def check_trust(path: Path, data: Mapping[str, Any], origin: Origin, calls: bool = True) -> bool:
@@ -184,12 +220,23 @@ def check_trust(path: Path, data: Mapping[str, Any], origin: Origin, calls: bool
       InputError: the line names the files.
     """
     code = own_code(data, origin, calls)
-    if not code or TRUSTED.get() or is_made_here(data, origin):
+    if not code or is_made_here(data, origin, path.parent):
         return bool(code)
     files: dict[str, list[str]] = {}
     for name, file in sorted(code.items()):
-        files.setdefault(file or "no file", []).append(name)
+        module = name.partition(":")[0]
+        files.setdefault(str(path.parent / file) if module in origin.code else file or "no file", []).append(name)
     shown = [f"{', '.join(names)} in {file}" for file, names in files.items()]
+    if TRUSTED.get():
+        there = copies(path.parent, origin)
+        listing = "; ".join([*shown, *(copy for copy, _, _ in there.values() if copy not in files)])
+        print(f"jaxrl-llm: {path.parent} executes code of its own: {listing}", file=sys.stderr)
+        now = dataclasses.replace(origin, code={name: copy[2] for name, copy in there.items()})
+        last = dataclasses.replace(origin, copy=origin.copy - 1)
+        then = {name: copy[2] for name, copy in copies(path.parent, last).items() if copy[2]}
+        if changed := (changed_code(dataclasses.replace(last, code=then), now) if then else []):
+            print(f"jaxrl-llm: since its copy before: {'; '.join(changed)}", file=sys.stderr)
+        return True
     more = f"; and {len(shown) - SHOWN} more files" if len(shown) > SHOWN else ""
     raise InputError(
         f"{path.parent} uses code of its own ({'; '.join(shown[:SHOWN])}{more}), and was not made by you on this "

@@ -198,46 +198,38 @@ def refusal(run: configs.Configuration, directory: Path, field: str, model: str,
     )
 
 
-class Pins:
-    """Owner of the pins in a run's config.json while it trains: models read for the first time are added there.
+def checking(found: Found, directory: Path, peers: Peers) -> Callable[[str, str, Any], None]:
+    """Return a function that compares the weights of a model with its pin, or records their fingerprint in config.json.
+
+    It takes the place from which a model was loaded, its dtype, and the model; its InputError says that the weights
+    differ from those of the previous start.
 
     Args:
       found: the run, with the pins from ``decide`` in its origin.
       directory: the run's.
       peers: its processes; all of them read, and the first one decides and writes.
     """
+    models = dict(found.origin.models)
+    names = {place_of(name, found.origin, found.directory): name for name in models}
 
-    def __init__(self, found: Found, directory: Path, peers: Peers):
-        self._run = found.run
-        self._pins = dict(found.origin.models)
-        self._names = {place_of(name, found.origin, found.directory): name for name in self._pins}
-        self._fields = dict(models_of(found.run))
-        self._directory = directory
-        self._peers = peers
+    def settle(name: str, dtype: str, digest: str) -> None:
+        pin = models[name]
+        if pin.weights.get(dtype, digest) != digest:
+            field = dict(models_of(found.run)).get(name, "model")
+            raise refusal(found.run, directory, field, name, "its weights have changed")
+        if dtype not in pin.weights:
+            models[name] = dataclasses.replace(pin, weights={**pin.weights, dtype: digest})
+            data = json.loads((directory / "config.json").read_text())
+            data["origin"]["models"] = {name: dataclasses.asdict(pin) for name, pin in models.items()}
+            configs.write(directory / "config.json", data)
 
-    def check(self, place: str, dtype: str, model: Any) -> None:
-        """Compare the weights of a model loaded from ``place`` with its pin, or record their fingerprint.
+    def check(place: str, dtype: str, model: Any) -> None:
+        if place in names:
+            digest = weights_digest(model)
+            peers.first(lambda: settle(names[place], dtype, digest))
 
-        Raises:
-          InputError: they differ from those of the previous start.
-        """
-        if place in self._names:
-            found = weights_digest(model)
-            self._peers.first(lambda: self._settle(self._names[place], dtype, found))
-
-    def _settle(self, name: str, dtype: str, found: str) -> None:
-        pin = self._pins[name]
-        if pin.weights.get(dtype, found) != found:
-            field = self._fields.get(name, "model")
-            raise refusal(self._run, self._directory, field, name, "its weights have changed")
-        if dtype in pin.weights:
-            return
-        self._pins[name] = dataclasses.replace(pin, weights={**pin.weights, dtype: found})
-        path = self._directory / "config.json"
-        data = json.loads(path.read_text())
-        data["origin"]["models"] = {name: dataclasses.asdict(pin) for name, pin in self._pins.items()}
-        configs.write(path, data)
+    return check
 
 
-PINS: contextvars.ContextVar[Pins | None] = contextvars.ContextVar("pins", default=None)
-"""The pins of the run in training, in this thread: ``runs.load.load_model`` compares what it reads with them."""
+PINS: contextvars.ContextVar[Callable[[str, str, Any], None] | None] = contextvars.ContextVar("pins", default=None)
+"""Checks the models of the run in training, in this thread: ``runs.load.load_model`` calls it with what it reads."""

@@ -25,9 +25,8 @@ from jaxrl_llm.rules import Reaches, Rules, Stalls
 from jaxrl_llm.sharding.distributed import ALONE, Peers
 from jaxrl_llm.system.paths import COLLECTED, InUse, alone
 from jaxrl_llm.system.storage import folder, mirror, system
-from jaxrl_llm.trainer.claim import claimed
 from jaxrl_llm.trainer.context import forget_best
-from jaxrl_llm.trainer.launch import Result, begin, choose_directory, first_weights
+from jaxrl_llm.trainer.launch import Result, begin, choose_directory, claimed, first_weights
 
 SMOKE = configs.dated(configs.resolved(configs.load_config("smoke")[1]), "2025-07-01")
 HOLD = "import sys\nfrom pathlib import Path\nfrom jaxrl_llm.system.paths import alone\n" \
