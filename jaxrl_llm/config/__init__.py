@@ -56,7 +56,6 @@ from jaxrl_llm.config.texts import (
     Supervised,
     check_start,
     dated,
-    day_of,
     wording,
 )
 from jaxrl_llm.config.trust import tools_of_others, trusting, with_lost

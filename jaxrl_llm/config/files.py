@@ -24,10 +24,10 @@ from jaxrl_llm.config.origin import (
 )
 from jaxrl_llm.config.run import Run
 from jaxrl_llm.config.texts import Configuration
-from jaxrl_llm.config.trust import SIGNED, check_trust, imported_from, signed
+from jaxrl_llm.config.trust import LOST, SIGNED, check_trust, imported_from, signed
 from jaxrl_llm.errors import InputError, did_you_mean, require
 from jaxrl_llm.recipes import RECIPES
-from jaxrl_llm.rewards.functions import Local, Lost, StepFunction
+from jaxrl_llm.rewards.functions import Local, StepFunction
 from jaxrl_llm.system import storage
 from jaxrl_llm.system.paths import config_folder, config_names, new_file
 from jaxrl_llm.system.setting import FREE, RECORDED, differing, has_default, names_marked, parts_of
@@ -108,7 +108,8 @@ def find_config(name: str) -> Found:
     if storage.split(name):
         path = storage.folder(name.removesuffix("/config.json"))
         require(path.is_dir(), f"there is no run at {name}: give the folder that holds its config.json")
-    if path.suffix != ".json" and name not in config_names() and is_run(path / "config.json"):
+    inside = path / "config.json"
+    if path.suffix != ".json" and inside.exists() and name not in config_names() and is_run(inside):
         path = path / "config.json"
     if path.suffix == ".json":
         found = read(path)
@@ -159,9 +160,10 @@ def to_json(value: Any) -> Any:
     if isinstance(value, (Local, StepFunction, InMemory)):
         value = value.to_save()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        why = why_not_found(type(value))
+        kind = type(value)
+        why = why_not_found(kind)
         fields = {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
-        return {"unsaveable": why} if why else {"type": _name(type(value))} | fields
+        return {"unsaveable": why} if why else {"type": f"{kind.__module__}:{kind.__qualname__}"} | fields
     if isinstance(value, (tuple, list)):
         return [to_json(item) for item in value]
     if isinstance(value, dict):
@@ -171,10 +173,6 @@ def to_json(value: Any) -> Any:
     name = getattr(value, "__qualname__", None)
     made = f"a {type(value).__qualname__}" if name is None else f"{value.__module__}.{name}"
     return {"unsaveable": f"the run holds {made}, which only the program that started it has: resume it from there"}
-
-
-def _name(kind: type) -> str:
-    return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def whole(value: Any, where: str = "config.json") -> Any:
@@ -308,7 +306,7 @@ def reloads(run: Configuration) -> bool:
     """Whether config.json holds everything the run trains with; functions and large tables exist only in the
     program."""
     values = flat(to_json(run)).values()
-    lost = any(value == _name(Lost) or str(value).startswith(MISSING) for value in values)
+    lost = any(value == LOST or str(value).startswith(MISSING) for value in values)
     return not lost and is_whole(as_read(run))
 
 

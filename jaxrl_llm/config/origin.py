@@ -281,11 +281,13 @@ def place_of(text: str, origin: Origin, directory: Path | None) -> str:
     """Resolve a relative path by the rules of ``located``; return it unchanged if no folder has it."""
     if Path(text).is_absolute() or not text or storage.split(text):
         return text
-    folders = [Path(origin.folder), *origin.places()]
+    folders = [Path(origin.folder), *([] if origin.config is None else [Path(origin.config).parent])]
     if directory is not None and directory.absolute().parent.name == SAVED_RUNS:
         folders.append(directory.absolute().parent.parent)
+    run, _, step = text.rpartition("@")
+    names = (text, run) if run and (step.isdecimal() or step == BEST) else (text,)
     for folder in folders:
-        if os.path.exists(split_step(str(folder / text))[0]):
+        if any(os.path.exists(folder / name) for name in names):
             return text if folder == Path.cwd() else str(folder / text)
     return text
 

@@ -14,7 +14,7 @@ from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.learner.settings import RL_RATE, Learner, Usual, at_usual_rate
 from jaxrl_llm.rules.settings import Rules
 from jaxrl_llm.sharding.mesh import MeshShape
-from jaxrl_llm.system.setting import FREE, MODEL, RECORDED, Count, Range, Setting, parts_of, with_parts
+from jaxrl_llm.system.setting import FREE, MODEL, RECORDED, Count, Range, Setting, with_parts
 from jaxrl_llm.tasks.sources import InMemory, Rows
 from jaxrl_llm.tasks.task import Task
 
@@ -255,12 +255,6 @@ def dated(run: Any, day: str) -> Any:
         return dataclasses.replace(part, date=day) if undated else part
 
     return with_parts(run, on_the_day)
-
-
-def day_of(begun: Any) -> str | None:
-    """Return the day that ``dated`` gave this run; None without one."""
-    days = (getattr(part, "date", None) for part in parts_of(begun) if hasattr(part, "template"))
-    return next(filter(None, days), None)
 
 
 def wording(run: Any) -> Task | None:

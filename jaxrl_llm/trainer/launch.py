@@ -31,6 +31,7 @@ from jaxrl_llm.sharding.distributed import ALONE, Peers
 from jaxrl_llm.system import lease, storage
 from jaxrl_llm.system.json_lines import read_rows
 from jaxrl_llm.system.paths import REWARD_ERROR, InUse, alone, hint_accelerator, prepare_libraries, writable
+from jaxrl_llm.system.setting import parts_of
 from jaxrl_llm.system.signals import on_exit
 from jaxrl_llm.telemetry import Verbosity
 from jaxrl_llm.telemetry.trackers import makers
@@ -201,15 +202,16 @@ def begin(
     code: dict[str, bytes] = {}
 
     def choose() -> tuple[str, str | None, dict[str, Any]]:
-        directory, day, changed = choose_directory(found.run, found.name, fresh, start)
-        before = begun(directory)
+        directory, before, changed = choose_directory(found.run, found.name, fresh, start)
         origin, copied = configs.own_code(found.run, found.origin, found.directory)
         edited = [] if before is None else configs.changed_code(before.origin, origin)
-        if finished(directory, found.run, why_ended(directory, found.run, changed, edited)):
+        if before is not None and finished(directory, found.run, why_ended(before, found.run, changed, edited)):
             return storage.named(directory), None, {}
         makers(found.run.output.trackers)  # what is missing is refused before anything is made or compiled
-        weights = first_weights(directory, start or found.origin.start)
-        models = pins.decide(found, directory, has_begun(directory), weights)
+        weights = start or found.origin.start
+        if before is not None or weights is not None:
+            weights = first_weights(directory, weights)
+        models = pins.decide(found, directory, before is not None, weights)
         origin = dataclasses.replace(origin, start=weights, models=models, copy=1)
         if before is None:
             holder = None if weights is None else weights.directory
@@ -222,7 +224,7 @@ def begin(
             recorded = [*before.origin.changed, *(now if changed or edited else [])]
             origin = dataclasses.replace(origin, changed=recorded, copy=before.origin.copy + bool(edited))
         code.update(copied)
-        return storage.named(directory), day, origin.to_json()
+        return storage.named(directory), day_of(before), origin.to_json()
 
     name, day, decided = peers.first(choose)
     directory = storage.mirror(name)
@@ -234,8 +236,8 @@ def begin(
 
 def choose_directory(
     settings: configs.Configuration, name: str, fresh: bool, start: configs.Start | None = None
-) -> tuple[Path, str, list[str]]:
-    """Return the run's directory, the day of its first start, which may be now, and the recorded changes of settings.
+) -> tuple[Path, configs.Found | None, list[str]]:
+    """Return the run's directory, the run that has begun there, and the changes of its settings that are recorded.
 
     With ``fresh`` it is the first free name; with ``start`` that, or a run that began with these settings and weights.
     For an address it is the mirror.
@@ -251,14 +253,15 @@ def choose_directory(
         number = number + 1
     if directory.exists() and not directory.is_dir():
         raise InputError(f"{directory} is a file: give a folder with --run_dir")
-    day, changes = changes_since(begun(directory), settings)
+    before = begun(directory)
+    changes = [] if before is None else changes_since(before, settings)
     free = configs.FREE_TO_CHANGE + configs.RECORDED_CHANGES
     if fixed := [change for change in changes if not change.startswith(free)]:
         raise InputError(
             f"{directory} was begun with other settings ({configs.shown(fixed)}): take the old ones, or --fresh for a "
             "new folder"
         )
-    return directory, day, [change for change in changes if change.startswith(configs.RECORDED_CHANGES)]
+    return directory, before, [change for change in changes if change.startswith(configs.RECORDED_CHANGES)]
 
 
 def begun_so(directory: Path, settings: configs.Configuration, start: configs.Start) -> bool:
@@ -267,19 +270,23 @@ def begun_so(directory: Path, settings: configs.Configuration, start: configs.St
     Another learning rate makes another run here, where it would only be recorded on resume; other measurements do not.
     """
     before = begun(directory)
+    if before is None:
+        return True
     measured = tuple(name for name in configs.RECORDED_CHANGES if name.startswith("evaluation."))
     free = configs.FREE_TO_CHANGE + measured
-    same = all(change.startswith(free) for change in changes_since(before, settings)[1])
-    return before is None or (before.origin.start == start and same)
+    return before.origin.start == start and all(one.startswith(free) for one in changes_since(before, settings))
 
 
-def changes_since(before: configs.Found | None, settings: configs.Configuration) -> tuple[str, list[str]]:
-    """Return the day of a run's first start, today for a new one, and the changes since, as ``name: old -> new``."""
-    day = datetime.date.today().isoformat()
-    if before is None:
-        return day, []
-    day = configs.day_of(before.run) or day
-    return day, configs.changes(before.run, configs.as_read(configs.dated(settings, day)))
+def changes_since(before: configs.Found, settings: configs.Configuration) -> list[str]:
+    """Return the settings that differ from those of a run, as ``name: old -> new``."""
+    return configs.changes(before.run, configs.as_read(configs.dated(settings, day_of(before))))
+
+
+def day_of(before: configs.Found | None) -> str:
+    """Return the day of a run's first start (``dated``); today for a new run, and if it recorded none."""
+    parts = () if before is None else parts_of(before.run)
+    days = [getattr(part, "date", None) for part in parts if hasattr(part, "template")]
+    return next(filter(None, days), datetime.date.today().isoformat())
 
 
 def first_weights(directory: Path, start: configs.Start | None) -> configs.Start | None:
@@ -321,15 +328,18 @@ def finished(directory: Path, settings: configs.Configuration, ending: str = "")
     return True
 
 
-def why_ended(directory: Path, settings: configs.Configuration, changed: Sequence[str], edited: Sequence[str]) -> str:
+def why_ended(
+    before: configs.Found, settings: configs.Configuration, changed: Sequence[str], edited: Sequence[str]
+) -> str:
     """Return why a rule has ended a run as done before its steps were made; empty if none has, or if it would not end
     the run with its present settings.
 
     ``changed``: settings that differ from those before; ``edited``: files of the run's own code.
     """
+    directory = Path(before.directory or "")
     place = directory / CHECKPOINTS / str(max(steps_in(directory / CHECKPOINTS), default=0))
-    memory, before = ended_at(place), begun(directory)
-    if not memory or before is None or int(place.name) >= settings.steps:
+    memory = ended_at(place)
+    if not memory or int(place.name) >= settings.steps:
         return ""
     rule, reason, number = memory[ENDED]["rule"], memory[ENDED]["reason"], phase_of(place)
     if rule not in (OF_LESSONS, OF_PHASES):  # of the user's own
@@ -412,16 +422,14 @@ def check_shared(peers: Peers, path: Path) -> None:
     """
     content = peers.first(path.read_text)
     limit = time.monotonic() + FILE_SYSTEM_S
-    while not (seen := _holds(path, content)) and time.monotonic() < limit:
-        time.sleep(0.2)
+    seen = peers.leads
+    while not seen and time.monotonic() < limit:
+        storage.refreshed(path.parent)
+        seen = path.is_file() and path.read_text() == content
+        time.sleep(0.0 if seen else 0.2)
     blind = [i for i, sees in enumerate(peers.gather(seen)) if not sees]
     if blind:
         raise InputError(
             f"process {blind[0]} does not see {path}: all processes write the checkpoints, so give a folder that they "
             "share with --run_dir"
         )
-
-
-def _holds(path: Path, content: str) -> bool:
-    storage.refreshed(path.parent)
-    return path.is_file() and path.read_text() == content
