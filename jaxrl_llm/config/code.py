@@ -59,7 +59,12 @@ def own_code(run: Any, origin: Origin, directory: Path | None) -> tuple[Origin, 
     files = {} if directory or not origin.config else {f"{PREFIX}{Path(origin.config).stem}": origin.config}
     files |= {name: _file(name) for name in sorted(names) if name not in files}
     todo = [(name, file) for name, file in files.items() if file]
-    folders = {folder for _, file in todo for folder in (os.path.dirname(file), _package(file))}
+    folders = set()
+    for folder in (Path(file).absolute().parent for _, file in todo):
+        folders.add(folder)
+        while all((place / "__init__.py").is_file() for place in (folder, folder.parent)):  # the whole package
+            folder = folder.parent
+        folders.add(folder)
     for name, file in todo:  # which grows
         if name in code:
             continue
@@ -93,15 +98,7 @@ def write_code(directory: Path, origin: Origin, code: Mapping[str, bytes]) -> No
             file.write(content)
 
 
-def _package(file: str) -> str:
-    """Return the folder of the outermost package with this file; the file's own folder without a package."""
-    folder = Path(file).absolute().parent
-    while all((place / "__init__.py").is_file() for place in (folder, folder.parent)):
-        folder = folder.parent
-    return str(folder)
-
-
-def _file(name: str, folders: Collection[str] = ()) -> str:
+def _file(name: str, folders: Collection[Path] = ()) -> str:
     """Return the Python file of a module that is not installed, and lies in one of the ``folders`` if any are given;
     empty for other modules, for links and for this package. Nothing is imported."""
     top = name.partition(".")[0]
