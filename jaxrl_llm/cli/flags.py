@@ -26,7 +26,6 @@ USUAL = (
 SHORT = {"run_dir": "output.run_dir"}
 """Settings with a short name on the command line."""
 HELP_FLAGS = ("-h", "--help")
-HELP_COLUMN = 34
 
 
 def parse(kind: type, arguments: list[str], program: str, description: str, default: Any = None) -> Any:
@@ -112,7 +111,7 @@ def help_text(actions: Iterable[Any], topic: str, program: str, description: str
         names = {name: now for name, now in usual.items() if now in flags}
         names |= {name: name for name in flags if "." not in name and name not in names}
     width = min(120, max(60, shutil.get_terminal_size((80, 24)).columns))
-    layout = functools.partial(argparse.HelpFormatter, max_help_position=HELP_COLUMN, width=width)
+    layout = functools.partial(argparse.HelpFormatter, max_help_position=34, width=width)
     table = argparse.ArgumentParser(usage=argparse.SUPPRESS, add_help=False, formatter_class=layout)
     group = table.add_argument_group("settings" if topic else "usual settings")
     for name, now in names.items():

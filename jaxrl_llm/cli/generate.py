@@ -48,7 +48,6 @@ Ctrl-C ends an answer before its end; pressed again, or where no answer is being
 NEW, BYE, HELPS = ("/new", "/clear", "/reset"), ("/bye", "/exit", "/quit"), ("/help", "/?")
 UNBRACKETED = b"\x1b[?2004l"
 """Escape sequence that turns off a terminal's marks around pasted text."""
-SHORTEST_CACHE = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,7 +205,7 @@ def say(
     require(room > 0, f"the prompt has {len(prompt)} tokens, and the model was made for {longest}: shorten it")
     # Powers of two, so that prompts of about one length share a compiled program.
     budget = min(sampling.max_new_tokens, room)
-    length = max(SHORTEST_CACHE, 1 << (len(prompt) + budget - 1).bit_length())
+    length = max(256, 1 << (len(prompt) + budget - 1).bit_length())
     engine, _ = backend_for(policy.model, None, policy.mesh, policy.mesh, slots=1, max_length=length)
     requests = Requests(engine, dataclasses.replace(sampling, max_new_tokens=budget, stop_ids=config.tokens.eos))
     requests.submit(["answer"], [prompt], [seed])

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from jaxrl_llm.errors import did_you_mean, require
 
-LONGEST_NOTE = 110
 INDENT = "  "
 KINDS_OF_TASK = [
     ("--task.source.name NAME", "where the source is ReasoningGym or HubDataset: another of its kind"),
@@ -101,7 +100,7 @@ def recipes(whole: bool) -> Rows:
         documented = isinstance(note, ast.Expr) and isinstance(note.value, ast.Constant)
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and documented:
             sentence = re.split(r"\.\s", str(note.value.value), maxsplit=1)[0].rstrip(".")
-            notes[node.targets[0].id] = textwrap.shorten(sentence, LONGEST_NOTE, placeholder=" ...")
+            notes[node.targets[0].id] = textwrap.shorten(sentence, 110, placeholder=" ...")
     values = {id(recipe): name for name, recipe in vars(module).items() if isinstance(recipe, module.Recipe)}
     return [(name, notes.get(values[id(recipe)], "")) for name, recipe in module.RECIPES.items()]
 

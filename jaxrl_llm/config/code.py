@@ -85,8 +85,8 @@ def write_code(directory: Path, origin: Origin, code: Mapping[str, bytes]) -> No
     Raises:
       InputError: its folder is a link.
     """
-    paths = {directory / copy_of(name, origin): content for name, content in code.items()}
     folder = directory / storage.CODE / str(origin.copy)
+    paths = {folder / copy_of(name, origin): content for name, content in code.items()}
     if all(path.is_file() and path.read_bytes() == content for path, content in paths.items()):
         return
     for place in (folder.parent, folder):

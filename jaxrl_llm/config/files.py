@@ -16,15 +16,15 @@ from jaxrl_llm.config.origin import (
     execute,
     find_class,
     located,
-    located_start,
     make_findable,
     origin_of,
     own_modules,
+    standing_place,
     why_not_found,
 )
 from jaxrl_llm.config.run import Run
 from jaxrl_llm.config.texts import Configuration
-from jaxrl_llm.config.trust import LOST, SIGNED, check_trust, imported_from, signed
+from jaxrl_llm.config.trust import LOST, SIGNED, check_trust, signed, use_copies
 from jaxrl_llm.errors import InputError, did_you_mean, require
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rewards.functions import Local, StepFunction
@@ -37,8 +37,6 @@ FREE_TO_CHANGE = tuple(dict.fromkeys(name for kind in KINDS for name in names_ma
 """Fields (and all below them) that may change when a run is resumed."""
 RECORDED_CHANGES = tuple(dict.fromkeys(name for kind in KINDS for name in names_marked(kind, RECORDED)))
 """Fields that may change when a run is resumed, with the change recorded, since it affects what is measured later."""
-LONGEST_SHOWN = 100
-"""The most characters shown of a changed value."""
 RUNS = tuple(f"{kind.__module__}:{kind.__qualname__}" for kind in KINDS)
 """The values of ``type`` in a config.json."""
 ABOUT = ("type", "origin", "from", "chosen", SIGNED)
@@ -86,8 +84,12 @@ class Found:
 
     @property
     def start(self) -> Start | None:
-        """The step of another run with its first weights."""
-        return located_start(self.origin, self.directory)
+        """The step of another run with its first weights; the run's copy of it if it is gone or has changed."""
+        start = self.origin.start
+        if start is None or start.name not in self.origin.models:
+            return start
+        place = standing_place(start.name, self.origin, self.directory)
+        return dataclasses.replace(start, run=place.rpartition("@")[0])
 
 
 def load_config(name: str) -> tuple[str, Configuration]:
@@ -277,10 +279,12 @@ def read(path: Path, own: bool = True, calls: bool = True) -> Found:
     with _of_this_version(path):
         data = json.loads(path.read_text())
         origin = origin_of(data)
-    code = own and check_trust(path, data, origin, calls)
-    for folder in origin.places() if code else ():
-        make_findable(folder)
-    with _of_this_version(path), imported_from(path.parent, origin, calls) if code else contextlib.nullcontext():
+    if own and check_trust(path, data, origin, calls):
+        for folder in origin.places():
+            make_findable(folder)
+        if calls:
+            use_copies(path.parent, origin)
+    with _of_this_version(path):
         run = from_json(data, origin if own else None)
         if isinstance(run, KINDS):
             check_types(run, Unsaveable)
@@ -319,7 +323,7 @@ def changes(old: Configuration, new: Configuration) -> list[str]:
         values = before.get(name), after.get(name)
         if repr(values[0]) != repr(values[1]):  # as text, since nan is not equal to itself
             texts = [str(value) for value in values]
-            then, now = (text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..." for text in texts)
+            then, now = (text if len(text) <= 100 else f"{text[:100]}..." for text in texts)
             found.append(f"{name}: {then} -> {now}")
     return found
 

@@ -232,20 +232,12 @@ def located(run: Any, origin: Origin, directory: Path | None = None, pinned: boo
 
     def placed(name: str, marks: Sequence[Any]) -> str:
         known = pinned and MODEL in marks and name in origin.models
-        return _standing(name, origin, directory) if known else place_of(name, origin, directory)
+        return standing_place(name, origin, directory) if known else place_of(name, origin, directory)
 
     return _with_names(run, placed)
 
 
-def located_start(origin: Origin, directory: Path | None) -> Start | None:
-    """Return the step with a run's first weights; the run's copy of it if it is gone or has changed."""
-    start = origin.start
-    if start is None or start.name not in origin.models:
-        return start
-    return dataclasses.replace(start, run=_standing(start.name, origin, directory).rpartition("@")[0])
-
-
-def _standing(name: str, origin: Origin, directory: Path | None) -> str:
+def standing_place(name: str, origin: Origin, directory: Path | None) -> str:
     """Return the place of a pinned model, with its step if it is a run, where it is as it was."""
     pin, place = origin.models[name], place_of(name, origin, directory)
     run, step = pin.of(place)
@@ -316,8 +308,11 @@ def execute(path: Path) -> ModuleType:
       InputError: whatever it raises, with file and line.
     """
     folder = path.absolute().parent
-    make_findable(folder)
-    name = f"{PREFIX}{path.stem}"
+    names, name = make_findable(folder), f"{PREFIX}{path.stem}"
+    for other, (_, file, _) in list(COPIES.items()):  # what lies there is executed, not the copy that a run has of it
+        if other == name or other.partition(".")[0] in names or Path(file).is_relative_to(folder):
+            del COPIES[other]
+            sys.modules.pop(other, None)
     spec: Any = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
@@ -337,8 +332,9 @@ def execute(path: Path) -> ModuleType:
     return module
 
 
-def make_findable(folder: Path) -> None:
-    """Make the modules in a configuration's folder importable by name, in this process and in those started later.
+def make_findable(folder: Path) -> set[str]:
+    """Make the modules in a configuration's folder importable by name, in this process and in those started later;
+    return their names.
 
     Installed modules are found first; the folders of earlier configurations come after this one.
     """
@@ -350,10 +346,6 @@ def make_findable(folder: Path) -> None:
         file = Path(getattr(sys.modules[name], "__file__", None) or "")
         if str(file.absolute().parents[int(file.name == "__init__.py")]) in earlier:
             stale.add(name)
-    copied = {name for name, (_, file, _) in COPIES.items() if Path(file).is_relative_to(folder)}
-    for name in copied | {name for name in COPIES if name.partition(".")[0] in names}:
-        del COPIES[name]
-        sys.modules.pop(name, None)
     for name in [name for name in sys.modules if name.partition(".")[0] in stale]:
         del sys.modules[name]
     before = next((index for index, place in enumerate(sys.path) if place in earlier), len(sys.path))
@@ -361,6 +353,7 @@ def make_findable(folder: Path) -> None:
         sys.path[:] = [*sys.path[:before], here, *(place for place in sys.path[before:] if place != here)]
     FOLDERS[:] = [here, *earlier]
     importlib.invalidate_caches()
+    return names
 
 
 def own_modules(value: Any) -> dict[str, str]:
@@ -432,7 +425,7 @@ def copies(directory: Path, origin: Origin) -> dict[str, tuple[str, str, str]]:
     without a file. The module's own file stands for a missing copy if it is the same; no links are followed."""
     found = {}
     for name, digest in origin.code.items():
-        file, inside = origin.modules.get(name, ""), copy_of(name, origin)
+        file, inside = origin.modules.get(name, ""), f"{storage.CODE}/{origin.copy}/{copy_of(name, origin)}"
         place = str((directory / inside).absolute())
         plain = os.path.realpath(place) == os.path.join(os.path.realpath(directory), inside) and os.path.isfile(place)
         now = digest_of(place) if plain else ""
@@ -447,19 +440,15 @@ def digest_of(file: str) -> str:
 
 
 def copy_of(name: str, origin: Origin) -> str:
-    """Return the place of the copy of a module below the run's directory."""
+    """Return the place of the copy of a module, below ``RUN/code/N``."""
     file = Path(origin.modules.get(name, "")).name
     alone = name == "__main__" or name.startswith(PREFIX)
     path = name.replace(".", "/")
-    inside = file if alone else f"{path}/{file}" if file == "__init__.py" else f"{path}.py"
-    return f"{storage.CODE}/{origin.copy}/{inside}"
+    return file if alone else f"{path}/{file}" if file == "__init__.py" else f"{path}.py"
 
 
 def changed_code(before: Origin, after: Origin) -> list[str]:
     """List the differences of two copies of a run's own code, as ``code/FILE changed``."""
-    old, new = (
-        {copy_of(name, dataclasses.replace(one, copy=0)): digest for name, digest in one.code.items()}
-        for one in (before, after)
-    )
+    old, new = ({copy_of(name, one): digest for name, digest in one.code.items()} for one in (before, after))
     words = {name: "removed" if name not in new else "changed" if name in old else "added" for name in old | new}
-    return [f"{name.replace('/0/', '/', 1)} {words[name]}" for name in sorted(words) if old.get(name) != new.get(name)]
+    return [f"{storage.CODE}/{name} {words[name]}" for name in sorted(words) if old.get(name) != new.get(name)]

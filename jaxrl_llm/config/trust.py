@@ -26,7 +26,6 @@ from jaxrl_llm.config.origin import (
     FOLDERS,
     PREFIX,
     Origin,
-    changed_code,
     copies,
     copy_of,
     digest_of,
@@ -36,17 +35,16 @@ from jaxrl_llm.config.origin import (
 )
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.functions import Lost, Own
+from jaxrl_llm.system import storage
 from jaxrl_llm.system.paths import cache_directory
 from jaxrl_llm.system.setting import OURS, parts_of, with_parts
-from jaxrl_llm.tasks.filters import COPIES, import_copies
+from jaxrl_llm.tasks.filters import import_copies
 
 SIGNED = "signed"
 """The key of the signature in a config.json."""
 KEY = "trust.key"
 """The file of the key in the cache directory."""
 KEY_BYTES = 32
-SHOWN = 3
-"""The most files that a refusal names."""
 SHIPPED = tuple(
     f"{OURS}.{name}"
     for name in ("tasks.filters", "environments.examples", "environments.adapters", "environments.python_tool")
@@ -88,7 +86,7 @@ def own_code(data: Mapping[str, Any], origin: Origin, calls: bool = True) -> dic
     for name, is_class in named({key: value for key, value in data.items() if key not in ("origin", "from", "chosen")}):
         module = name.partition(":")[0]
         if calls if not is_class else module in origin.modules and (calls or module not in sys.modules):
-            copy = copy_of(module, origin) if module in origin.code else ""
+            copy = f"{storage.CODE}/{origin.copy}/{copy_of(module, origin)}" if module in origin.code else ""
             found[name] = copy or origin.modules.get(module) or _file_of(module.partition(".")[0], origin)
     return found
 
@@ -112,8 +110,8 @@ def with_lost(run: Any, path: Path) -> Any:
     trusted = TRUSTED.get() or is_made_here(data, origin, path.parent)
     known = {}
     if trusted and (name in origin.code or file.is_file()):
-        with imported_from(path.parent, origin):
-            module = own_module(name, origin) if name in origin.code else execute(file)
+        use_copies(path.parent, origin)
+        module = own_module(name, origin) if name in origin.code else execute(file)
         held = (part for part in parts_of(getattr(module, "config", None)) if isinstance(part, Own))
         known = {part.name: part for part in held}
 
@@ -126,29 +124,15 @@ def with_lost(run: Any, path: Path) -> Any:
     return with_parts(run, found)
 
 
-@contextlib.contextmanager
-def imported_from(directory: Path, origin: Origin, lasting: bool = True) -> Generator[None]:
-    """Import a run's own modules from its copies in the block; with ``lasting`` from then on, in place of others of
-    their names."""
-    before = dict(COPIES)
+def use_copies(directory: Path, origin: Origin) -> None:
+    """Import a run's own modules from its copies from now on, in place of others of their names."""
     usable = {name: copy for name, copy in copies(directory, origin).items() if copy[2] and name != "__main__"}
-    if not lasting:
-        usable = {name: copy for name, copy in usable.items() if name not in sys.modules}
     for name, (_, _, digest) in usable.items():
-        loader = getattr(sys.modules.get(name), "__loader__", None)
-        file = getattr(loader, "path", "")
+        file = getattr(getattr(sys.modules.get(name), "__loader__", None), "path", "")
         if name in sys.modules and (not os.path.isfile(file) or digest_of(file) != digest):
             for other in usable:
                 sys.modules.pop(other, None)
     import_copies(usable)
-    try:
-        yield
-    finally:
-        if not lasting:
-            for name in usable:
-                sys.modules.pop(name, None)
-            COPIES.clear()
-            COPIES.update(before)
 
 
 def named(value: Any, changes: bool = False) -> Iterator[tuple[str, bool]]:
@@ -228,18 +212,16 @@ def check_trust(path: Path, data: Mapping[str, Any], origin: Origin, calls: bool
         files.setdefault(str(path.parent / file) if module in origin.code else file or "no file", []).append(name)
     shown = [f"{', '.join(names)} in {file}" for file, names in files.items()]
     if TRUSTED.get():
-        there = copies(path.parent, origin)
-        listing = "; ".join([*shown, *(copy for copy, _, _ in there.values() if copy not in files)])
-        print(f"jaxrl-llm: {path.parent} executes code of its own: {listing}", file=sys.stderr)
-        now = dataclasses.replace(origin, code={name: copy[2] for name, copy in there.items()})
-        last = dataclasses.replace(origin, copy=origin.copy - 1)
-        then = {name: copy[2] for name, copy in copies(path.parent, last).items() if copy[2]}
-        if changed := (changed_code(dataclasses.replace(last, code=then), now) if then else []):
-            print(f"jaxrl-llm: since its copy before: {'; '.join(changed)}", file=sys.stderr)
+        before = copies(path.parent, dataclasses.replace(origin, copy=origin.copy - 1))
+        for name, (copy, _, digest) in copies(path.parent, origin).items():
+            changed = before[name][2] not in ("", digest)
+            if changed or copy not in files:
+                shown.append(f"{copy} (changed since copy {origin.copy - 1})" if changed else copy)
+        print(f"jaxrl-llm: {path.parent} executes code of its own: {'; '.join(shown)}", file=sys.stderr)
         return True
-    more = f"; and {len(shown) - SHOWN} more files" if len(shown) > SHOWN else ""
+    more = f"; and {len(shown) - 3} more files" if len(shown) > 3 else ""
     raise InputError(
-        f"{path.parent} uses code of its own ({'; '.join(shown[:SHOWN])}{more}), and was not made by you on this "
+        f"{path.parent} uses code of its own ({'; '.join(shown[:3])}{more}), and was not made by you on this "
         "machine: read it, and add --trust to execute it"
     )
 

@@ -32,13 +32,11 @@ _BARE = re.compile(
 )
 _NO_VALUE = re.compile(r"(?:[\s.…_?]|\\[lc]?dots|\\[,;:! ])*")
 _BETWEEN = re.compile(r"(?:[ \t$,;&]|and|or|\\text ?\{ ?(?:and|or) ?\}|\\q?quad|\\[,;:! ()])*")
-_LONGEST_BETWEEN = 40
 _MINUS = "\N{MINUS SIGN}\N{EN DASH}\N{FIGURE DASH}\N{HYPHEN}\N{NON-BREAKING HYPHEN}"
 _TAG_NAME = re.compile(r"[A-Za-z][\w-]*")
 _OTHER_VALUES = ("<super>", "<sub>", "<fraction>", "<square>")
 """Kinds of characters that NFKC would turn into other numbers: 5² into 52, 3½ into 31/2, 25㎡ into 25m2."""
 _TOWER = re.compile(r"(?:\*\*|\^)\s*[({]*\s*(?:\d+\s*(?:\*\*|\^)|\d{7})")
-_FEW = 32
 _INTEGER_DIGITS = 1000
 
 
@@ -168,7 +166,7 @@ def normalised(text: str) -> str:
     if text.isascii():
         return text
     others = [character for character in set(text) if _normal_character(character) != character]
-    if len(others) > _FEW:
+    if len(others) > 32:
         text = "".join(map(_normal_character, text))
     else:  # in a long text this is much faster
         for character in others:
@@ -263,7 +261,7 @@ def _last_boxed(text: str) -> str | None:
     side_by_side = [boxes.pop()]
     while boxes:
         gap = boxes[-1][1], side_by_side[-1][0]
-        if not 0 <= gap[1] - gap[0] <= _LONGEST_BETWEEN or not _BETWEEN.fullmatch(text, *gap):
+        if not 0 <= gap[1] - gap[0] <= 40 or not _BETWEEN.fullmatch(text, *gap):
             break
         side_by_side.append(boxes.pop())
     return ", ".join(dict.fromkeys(content for *_, content in reversed(side_by_side)))

@@ -16,7 +16,6 @@ from jaxrl_llm.system.json_lines import number, read_rows
 
 MOST_POINTS = 90_000
 """Most points of all curves of a report together: about 600 KB of it."""
-LEAST_POINTS = 100
 MOST_COMPLETIONS = 25_000
 MOST_BYTES = 24_000_000
 """Most bytes of the completions in a report, before compression."""
@@ -103,7 +102,7 @@ def happened(metrics: dict[str, Any]) -> list[tuple[str, str]]:
 def described(runs: list[RunFiles], chosen: list[SampleLines]) -> dict[str, Any]:
     """Return the data of the page as JSON values: for each run its settings, curves, events and findings."""
     count = sum(len(run.curves) + 1 for run in runs)
-    most = max(LEAST_POINTS, MOST_POINTS // max(count, 1))
+    most = max(100, MOST_POINTS // max(count, 1))
     names = [run.directory.resolve().name for run in runs]
     if len(set(names)) < len(names):
         names = [str(run.directory) for run in runs]

@@ -33,7 +33,6 @@ CURVES = (
     ("loss", "loss"),
 )
 """Short names and metrics, the most informative first."""
-MOST_CURVES = 4
 NARROWEST = 20
 """Least columns of a curve."""
 LEAST_WIDTH = 60
@@ -156,7 +155,7 @@ class Panel:
         """Draw the curves side by side on one line, if there are any: ``reward ▁▃▆█ 0.93``."""
         curves = [(name.rpartition("/")[2], values) for name, values in self._tests.items() if len(values) > 1][:1]
         curves += [(name, self._curves[metric]) for name, metric in CURVES if len(set(self._curves[metric])) > 1]
-        count = min(MOST_CURVES, width // NARROWEST)
+        count = min(4, width // NARROWEST)
         room = width // count - 2
         drawn = []
         for name, values in curves[:count]:

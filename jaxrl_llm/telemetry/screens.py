@@ -18,7 +18,6 @@ from jaxrl_llm.telemetry.panel import Panel
 
 LONGEST_SILENCE = 60.0
 """Longest wait in seconds between two lines of one phase; the waits double up to this."""
-HEADING_EVERY = 40
 
 
 class Column(NamedTuple):
@@ -181,7 +180,7 @@ class Screen:
             self.line(plain(step, left, metrics))
             return
         layout = columns_for(self._console.width, metrics)
-        if self._rows % HEADING_EVERY == 0:
+        if self._rows % 40 == 0:
             self._print(in_columns(*layout, "step", "left"), "bold")
         self._rows += 1
         self.line(in_columns(*layout, step, left, metrics))

@@ -25,11 +25,8 @@ OTHERS = {
     "eval/text/loss": ("text loss", False),
 }
 """Metrics of evaluations other than task accuracy: their label, and whether they are shares."""
-SHOWN_PAIRS = 3
-SHOWN_LINES = 3
 LABEL_WIDTH = 18
 LONGEST_ASKED = 100
-SHOWN_STEPS = 12
 WORDS = {
     "accuracy": ("went from wrong to right", "from right to wrong"),
     "reward": ("got a higher reward", "a lower one"),
@@ -174,7 +171,7 @@ def _results(summary: RunSummary) -> list[Text]:
 
 def _judged(summary: RunSummary) -> list[Text]:
     """Return a table of modelled reward next to true accuracy: where they diverge, it is being exploited."""
-    shown = summary.judged[:: max(1, -(-len(summary.judged) // SHOWN_STEPS))]
+    shown = summary.judged[:: max(1, -(-len(summary.judged) // 12))]
     if not shown:
         return []
     several = any(differ is not None for *_, differ in shown)
@@ -197,7 +194,7 @@ def _shown(value: float, share: bool) -> str:
 def _samples(summary: RunSummary, console: Console) -> list[Text]:
     lines = []
     # Those that improved come first, the others in their order.
-    for pair in sorted(summary.pairs, key=lambda pair: not pair.after_score > pair.before_score)[:SHOWN_PAIRS]:
+    for pair in sorted(summary.pairs, key=lambda pair: not pair.after_score > pair.before_score)[:3]:
         lines += [Text(""), *_block("prompt", ("", ""), pair.prompt, console)]
         for label, text, score in (("before", pair.before, pair.before_score), ("after", pair.after, pair.after_score)):
             verdict = ("right", "green") if score else ("wrong", "red")
@@ -208,7 +205,7 @@ def _samples(summary: RunSummary, console: Console) -> list[Text]:
 
 def _block(label: str, verdict: tuple[str, str], text: str, console: Console) -> list[Text]:
     room = max(20, console.width - LABEL_WIDTH - 1)
-    first, *others = Text(abridge(text, room * SHOWN_LINES) or "(nothing)").wrap(console, room)
+    first, *others = Text(abridge(text, room * 3) or "(nothing)").wrap(console, room)
     head = Text.assemble((f"{label:<8}", "dim"), (f"{verdict[0]:<{LABEL_WIDTH - 8}}", verdict[1]))
     return [head + first, *(Text(" " * LABEL_WIDTH) + other for other in others)]
 

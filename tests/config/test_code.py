@@ -244,7 +244,7 @@ def test_only_the_bytes_that_were_looked_at_are_executed(project, tmp_path, caps
     _edited(path.parent, lambda origin: origin.update(folder="/elsewhere"))
     with configs.trusting():
         configs.read(path)
-    assert "since its copy before: code/a11.py changed" in capsys.readouterr().err
+    assert "code/2/a11.py (changed since copy 1)" in capsys.readouterr().err
 
 
 def test_nothing_is_written_through_a_link_nor_outside(project, tmp_path):
