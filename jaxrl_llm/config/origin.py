@@ -116,16 +116,9 @@ class Origin:
 
     def to_json(self) -> dict[str, Any]:
         """Return the entries of config.json: ``origin``, and ``from`` if the run began with the weights of another."""
-        origin = {
-            "folder": self.folder,
-            "config": self.config,
-            "modules": dict(self.modules),
-            "models": {name: dataclasses.asdict(pin) for name, pin in self.models.items()},
-            "changed": [list(one) for one in self.changed],
-            "code": dict(self.code),
-            "copy": self.copy,
-        }
-        return {"origin": origin} | ({} if self.start is None else {"from": dataclasses.asdict(self.start)})
+        origin = dataclasses.asdict(self)
+        start = origin.pop("start")
+        return {"origin": origin} | ({} if start is None else {"from": start})
 
 
 def origin_of(data: Mapping[str, Any]) -> Origin:

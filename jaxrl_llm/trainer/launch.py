@@ -220,7 +220,7 @@ def begin(
             if edited:
                 told = f"{storage.named(directory)} goes on with other code than before ({configs.shown(edited)})"
                 print(f"jaxrl-llm: {told}; --fresh begins a new run", file=sys.stderr)
-            now = [(max(steps_in(directory / CHECKPOINTS), default=0), [*changed, *edited])]
+            now: list[Any] = [[max(steps_in(directory / CHECKPOINTS), default=0), [*changed, *edited]]]
             recorded = [*before.origin.changed, *(now if changed or edited else [])]
             origin = dataclasses.replace(origin, changed=recorded, copy=before.origin.copy + bool(edited))
         code.update(copied)

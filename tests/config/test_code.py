@@ -81,29 +81,30 @@ BY_NAME = "Function('{}:score')"
 LAYOUTS = {
     "the configuration alone": ({}, "", "", "mine", ["mine.py"]),
     "what it imports": (
-        {"a1.py": "import b1, json, numpy", "b1.py": "", "other.py": "", "data.json": "{}"},
-        "import a1", "", "mine", ["a1.py", "b1.py", "mine.py"],
+        {"ya1.py": "import yb1, json, numpy", "yb1.py": "", "other.py": "", "data.json": "{}"},
+        "import ya1", "", "mine", ["ya1.py", "yb1.py", "mine.py"],
     ),
     "what functions import, and what is imported in turns": (
-        {"a2.py": "def f():\n    from b2 import f as g", "b2.py": "import a2"}, "import a2", "", "mine",
-        ["a2.py", "b2.py", "mine.py"],
+        {"ya2.py": "def f():\n    from yb2 import f as g", "yb2.py": "import ya2"}, "import ya2", "", "mine",
+        ["ya2.py", "yb2.py", "mine.py"],
     ),
-    "rewards by name": ({"a3.py": "import b3\n" + REWARD, "b3.py": "value = 1"}, "", "a3", "mine",
-                        ["a3.py", "b3.py", "mine.py"]),
+    "rewards by name": ({"ya3.py": "import yb3\n" + REWARD, "yb3.py": "value = 1"}, "", "ya3", "mine",
+                        ["ya3.py", "yb3.py", "mine.py"]),
     "packages, and relative imports": (
-        {"p4/__init__.py": "", "p4/a.py": "from . import b\nfrom .q.c import x", "p4/b.py": "", "p4/q/__init__.py": "",
-         "p4/q/c.py": "from ..d import *\nx = 1", "p4/d.py": "", "p4/not_used.py": ""},
-        "import p4.a", "", "mine",
-        ["mine.py", "p4/__init__.py", "p4/a.py", "p4/b.py", "p4/d.py", "p4/q/__init__.py", "p4/q/c.py"],
+        {"yp4/__init__.py": "", "yp4/a.py": "from . import b\nfrom .q.c import x", "yp4/b.py": "", "yp4/q/__init__.py": "",
+         "yp4/q/c.py": "from ..d import *\nx = 1", "yp4/d.py": "", "yp4/not_used.py": ""},
+        "import yp4.a", "", "mine",
+        ["mine.py", "yp4/__init__.py", "yp4/a.py", "yp4/b.py", "yp4/d.py", "yp4/q/__init__.py", "yp4/q/c.py"],
     ),
-    "folders without __init__": ({"n5/a.py": "import n5.b", "n5/b.py": ""}, "import n5.a", "", "mine",
-                                 ["mine.py", "n5/a.py", "n5/b.py"]),
+    "folders without __init__": ({"yn5/a.py": "import yn5.b", "yn5/b.py": ""}, "import yn5.a", "", "mine",
+                                 ["mine.py", "yn5/a.py", "yn5/b.py"]),
     "a configuration in a package": (
-        {"p6/__init__.py": "", "p6/a.py": REWARD, "p6/runs/__init__.py": ""}, "import p6.a", "", "p6/runs/mine",
-        ["mine.py", "p6/__init__.py", "p6/a.py"],
+        {"yp6/__init__.py": "", "yp6/a.py": REWARD, "yp6/runs/__init__.py": ""}, "import yp6.a", "", "yp6/runs/mine",
+        ["mine.py", "yp6/__init__.py", "yp6/a.py"],
     ),
-    "what cannot be read as Python": ({"a7.py": "print 1"}, "try:\n    import a7\nexcept SyntaxError:\n    pass", "",
-                                      "mine", ["a7.py", "mine.py"]),
+    "what cannot be read as Python": (
+        {"ya7.py": "print 1"}, "try:\n    import ya7\nexcept SyntaxError:\n    pass", "", "mine", ["ya7.py", "mine.py"]
+    ),
     "names that are none": ({}, "", "tag", "mine", ["mine.py"]),
 }  # fmt: skip
 
@@ -115,18 +116,21 @@ def test_the_configuration_and_what_it_imports_beside_it_are_copied(project, tmp
     rewards = f"__import__('jaxrl_llm.rewards').rewards.{BY_NAME.format(reward)}," if reward else ""
     found = project(files, imports, rewards, config)
     saved(found, tmp_path / "run")
-    assert copied(tmp_path / "run") == expected
+    assert copied(tmp_path / "run") == sorted(expected)
 
 
 def test_packages_under_src_links_large_files_and_installed_ones(project, tmp_path):
     outside = tmp_path / "outside.py"
     outside.write_text("secret = 1")
     src = tmp_path / "project" / "src"
-    files = {f"src/s_{tmp_path.name}/__init__.py": "", f"src/s_{tmp_path.name}/a.py": "import l8, big8, i8\n" + REWARD}
-    files |= {"lib/site-packages/i8.py": "", "big8.py": "#" * code_module.MOST_COPIED}
+    files = {
+        f"src/s_{tmp_path.name}/__init__.py": "",
+        f"src/s_{tmp_path.name}/a.py": "import yl8, ybig8, yi8\n" + REWARD,
+    }
+    files |= {"lib/site-packages/yi8.py": "", "ybig8.py": "#" * code_module.MOST_COPIED}
     sys.path[:0] = [str(src), str(tmp_path / "project/lib/site-packages")]
     (tmp_path / "project").mkdir()
-    (tmp_path / "project" / "l8.py").symlink_to(outside)
+    (tmp_path / "project" / "yl8.py").symlink_to(outside)
     package = f"s_{tmp_path.name}"
     found = project(files, f"import {package}.a", "")
     saved(found, tmp_path / "run")
@@ -141,53 +145,49 @@ def test_packages_under_src_links_large_files_and_installed_ones(project, tmp_pa
 
 
 def test_a_run_alone_executes_its_copy_and_the_configuration_what_lies_there(project, tmp_path):
-    files = {
-        "a9.py": "from b9 import value\nfrom pathlib import Path\nWORDS = Path(__file__).with_name('words').read_text"
-        "\ndef score(problem, completion):\n    return value\n",
-        "b9.py": "value = 1.0",
-        "words": "ours",
-    }
-    reward = f"__import__('jaxrl_llm.rewards').rewards.{BY_NAME.format('a9')},"
+    text = "from yb9 import value\nfrom pathlib import Path\nWORDS = Path(__file__).with_name('words').read_text\n"
+    files = {"ya9.py": text + REWARD.format(value="value"), "yb9.py": "value = 1.0", "words": "ours"}
+    reward = f"__import__('jaxrl_llm.rewards').rewards.{BY_NAME.format('ya9')},"
     folder, directory = tmp_path / "project", tmp_path / "run"
     found = project(files, "", reward)
     saved(found, directory)
-    score = lambda: resolve("a9:score")(None, None)
-    (folder / "b9.py").write_text("value = 22.0")
-    forget("a9", "b9")
+    score = lambda: resolve("ya9:score")(None, None)
+    (folder / "yb9.py").write_text("value = 22.0")
+    forget("ya9", "yb9")
     configs.find_config(str(folder / "mine.py"))
     assert score() == 22.0
     run = configs.find_config(str(directory))  # in the same process
     assert score() == 1.0 and run.run.scoring == found.run.scoring
-    module = sys.modules["a9"]
-    assert module.__file__ == str(folder / "a9.py") and module.WORDS() == "ours"
+    module = sys.modules["ya9"]
+    assert module.__file__ == str(folder / "ya9.py") and module.WORDS() == "ours"
     with contextlib.closing(Pool(1)) as pool:
-        (outcomes,) = (future.result() for future in pool.submit([Call("a9:score", [(None, None)])]))
+        (outcomes,) = (future.result() for future in pool.submit([Call("ya9:score", [(None, None)])]))
     assert [one.value for one in outcomes] == [1.0], outcomes
     again, _ = own_code(run.run, run.origin, run.directory)
     assert not changed_code(run.origin, again), "a run alone has the code that it had"
     configs.find_config(str(folder / "mine.py"))
     assert score() == 22.0
     shutil.rmtree(folder)
-    forget("a9", "b9")
+    forget("ya9", "yb9")
     moved = Path(shutil.move(directory, tmp_path / "moved"))
-    assert json.loads((moved / "config.json").read_text())["origin"]["modules"]["a9"] == str(folder / "a9.py")
+    assert json.loads((moved / "config.json").read_text())["origin"]["modules"]["ya9"] == str(folder / "ya9.py")
     configs.find_config(str(moved))
-    assert sys.modules.get("a9") is None
+    assert sys.modules.get("ya9") is None
     (moved / "code/1/words").write_text("")
-    assert score() == 1.0 and sys.modules["a9"].__file__ == str(moved / "code/1/a9.py")
+    assert score() == 1.0 and sys.modules["ya9"].__file__ == str(moved / "code/1/ya9.py")
 
 
-NOT_MADE_HERE = r"uses code of its own \(a10:score in .*code/1/a10.py\), and was not made by you on this machine"
+NOT_MADE_HERE = r"uses code of its own \(ya10:score in .*code/1/ya10.py\), and was not made by you on this machine"
 ATTACKS = {
     "another text": lambda run, copy: copy.write_text(copy.read_text().replace("1.0", "2.0")),
-    "a module that it imports": lambda run, copy: (run / "code/1/b10.py").write_text("value = 2.0"),
+    "a module that it imports": lambda run, copy: (run / "code/1/yb10.py").write_text("value = 2.0"),
     "no copy, and another file where it was": lambda run, copy: copy.unlink(),
     "a link": lambda run, copy: (copy.rename(copy.with_name("x")), copy.symlink_to("x")),
     "a linked folder": lambda run, copy: (copy.parent.rename(run / "x"), copy.parent.symlink_to(run / "x")),
     "another copy": lambda run, copy: _edited(run, lambda origin: origin.update(copy=0)),
-    "another fingerprint": lambda run, copy: _edited(run, lambda origin: origin["code"].update(a10="0" * 64)),
+    "another fingerprint": lambda run, copy: _edited(run, lambda origin: origin["code"].update(ya10="0" * 64)),
     "code that is not copied": lambda run, copy: _edited(run, lambda origin: origin.update(code={})),
-    "a file elsewhere": lambda run, copy: _edited(run, lambda origin: origin["modules"].update(a10="/etc/passwd")),
+    "a file elsewhere": lambda run, copy: _edited(run, lambda origin: origin["modules"].update(ya10="/etc/passwd")),
 }
 
 
@@ -200,43 +200,43 @@ def _edited(run, change):
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_copy_that_somebody_else_changed_is_not_executed(project, tmp_path, attack):
     mark = tmp_path / "ran"
-    files = {"a10.py": "import b10\n" + REWARD.format(value="1.0"), "b10.py": "value = 1.0"}
-    found = project(files, "", f"__import__('jaxrl_llm.rewards').rewards.{BY_NAME.format('a10')},")
+    files = {"ya10.py": "import yb10\n" + REWARD.format(value="1.0"), "yb10.py": "value = 1.0"}
+    found = project(files, "", f"__import__('jaxrl_llm.rewards').rewards.{BY_NAME.format('ya10')},")
     path = saved(found, tmp_path / "run")
     assert configs.read(path).run.scoring == found.run.scoring
-    forget("a10", "b10")
-    for name in ("a10", "b10"):
+    forget("ya10", "yb10")
+    for name in ("ya10", "yb10"):
         (tmp_path / f"project/{name}.py").write_text(f"open({str(mark)!r}, 'w')")
-    ATTACKS[attack](tmp_path / "run", tmp_path / "run/code/1/a10.py")
+    ATTACKS[attack](tmp_path / "run", tmp_path / "run/code/1/ya10.py")
     with pytest.raises(InputError, match=NOT_MADE_HERE.replace("code/1/", ".*")):
         configs.read(path)
-    assert not mark.exists() and "a10" not in COPIES
+    assert not mark.exists() and "ya10" not in COPIES
 
 
 def test_only_the_bytes_that_were_looked_at_are_executed(project, tmp_path, capsys):
-    found = project({"a11.py": REWARD.format(value="1.0")}, "", f"__import__('jaxrl_llm.rewards').rewards."
-                    f"{BY_NAME.format('a11')},")  # fmt: skip
+    found = project({"ya11.py": REWARD.format(value="1.0")}, "", f"__import__('jaxrl_llm.rewards').rewards."
+                    f"{BY_NAME.format('ya11')},")  # fmt: skip
     path = saved(found, tmp_path / "run")
-    copy = tmp_path / "run/code/1/a11.py"
-    forget("a11")
+    copy = tmp_path / "run/code/1/ya11.py"
+    forget("ya11")
     configs.read(path)
     trusted = copy.read_text()
     copy.write_text(trusted.replace("1.0", "3.0"))
-    with pytest.raises(InputError, match=r"a11.py has changed while the run was loaded"):
-        resolve("a11:score")
+    with pytest.raises(InputError, match=r"ya11.py has changed while the run was loaded"):
+        resolve("ya11:score")
     (copy.parent / "__pycache__").mkdir()
     with configs.trusting():  # whoever edits a copy says so
         again = configs.find_config(str(path.parent))
-        assert resolve("a11:score")(None, None) == 3.0
+        assert resolve("ya11:score")(None, None) == 3.0
     told = capsys.readouterr().err
-    assert f"executes code of its own: a11:score in {copy}; {copy.with_name('mine.py')}" in told
+    assert f"executes code of its own: ya11:score in {copy}; {copy.with_name('mine.py')}" in told
     origin, code = own_code(again.run, again.origin, again.directory)
-    assert changed_code(again.origin, origin) == ["code/a11.py changed"] and not list(
+    assert changed_code(again.origin, origin) == ["code/ya11.py changed"] and not list(
         (copy.parent / "__pycache__").iterdir()
     )
-    forget("a11")
+    forget("ya11")
     configs.write(path, configs.to_json(again.run) | dataclasses.replace(origin, copy=2).to_json())
-    with pytest.raises(InputError, match=r"code/2/a11\.py"):
+    with pytest.raises(InputError, match=r"code/2/ya11\.py"):
         configs.read(path)
     write_code(path.parent, dataclasses.replace(origin, copy=2), code)
     configs.read(path)
@@ -244,11 +244,11 @@ def test_only_the_bytes_that_were_looked_at_are_executed(project, tmp_path, caps
     _edited(path.parent, lambda origin: origin.update(folder="/elsewhere"))
     with configs.trusting():
         configs.read(path)
-    assert "code/2/a11.py (changed since copy 1)" in capsys.readouterr().err
+    assert "code/2/ya11.py (changed since copy 1)" in capsys.readouterr().err
 
 
 def test_nothing_is_written_through_a_link_nor_outside(project, tmp_path):
-    found = project({"a12.py": ""}, "import a12", "")
+    found = project({"ya12.py": ""}, "import ya12", "")
     outside = tmp_path / "outside"
     outside.mkdir()
     (tmp_path / "run").mkdir()
