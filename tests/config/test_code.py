@@ -91,8 +91,8 @@ LAYOUTS = {
     "rewards by name": ({"ya3.py": "import yb3\n" + REWARD, "yb3.py": "value = 1"}, "", "ya3", "mine",
                         ["ya3.py", "yb3.py", "mine.py"]),
     "packages, and relative imports": (
-        {"yp4/__init__.py": "", "yp4/a.py": "from . import b\nfrom .q.c import x", "yp4/b.py": "", "yp4/q/__init__.py": "",
-         "yp4/q/c.py": "from ..d import *\nx = 1", "yp4/d.py": "", "yp4/not_used.py": ""},
+        {"yp4/__init__.py": "", "yp4/a.py": "from . import b\nfrom .q.c import x", "yp4/b.py": "",
+         "yp4/q/__init__.py": "", "yp4/q/c.py": "from ..d import *\nx = 1", "yp4/d.py": "", "yp4/not_used.py": ""},
         "import yp4.a", "", "mine",
         ["mine.py", "yp4/__init__.py", "yp4/a.py", "yp4/b.py", "yp4/d.py", "yp4/q/__init__.py", "yp4/q/c.py"],
     ),
