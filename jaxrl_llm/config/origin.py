@@ -6,6 +6,7 @@ config.json records are executed, as the configuration itself was, if this user 
 """
 
 import dataclasses
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -245,7 +246,7 @@ def _with_names(run: Any, change: Callable[[str, Sequence[Any]], str]) -> Any:
 
     def changed(part: Any) -> Any:
         new = {}
-        for field, marks in _naming(part).items():
+        for field, marks in _naming(type(part)).items():
             named = getattr(part, field)
             if isinstance(named, (tuple, list)):
                 new[field] = tuple(change(name, marks) for name in named)
@@ -256,10 +257,10 @@ def _with_names(run: Any, change: Callable[[str, Sequence[Any]], str]) -> Any:
     return with_parts(run, changed)
 
 
-def _naming(part: Any) -> dict[str, Sequence[Any]]:
-    """Return the marks of the fields of a settings dataclass that name models, files or folders."""
-    found = annotations(type(part)) if dataclasses.is_dataclass(part) else {}
-    return {name: marks for name, (_, marks) in found.items() if MODEL in marks or PATH in marks}
+@functools.cache
+def _naming(kind: type) -> dict[str, Sequence[Any]]:
+    """Return the marks of the fields of a class of settings that name models, files or folders."""
+    return {name: marks for name, (_, marks) in annotations(kind).items() if MODEL in marks or PATH in marks}
 
 
 def place_of(text: str, origin: Origin, directory: Path | None) -> str:
@@ -281,7 +282,7 @@ def models_of(run: Any) -> Iterator[tuple[str, str]]:
     """Yield each model name in the settings, and the field or reward with it."""
     yield run.model, "model"
     for part in parts_of(run):
-        for field, marks in _naming(part).items():
+        for field, marks in _naming(type(part)).items():
             if MODEL in marks and part is not run:
                 named = getattr(part, field) or ()
                 label = OF_CRITIC if isinstance(part, Critic) else getattr(part, "label", None) or f"reward {part.name}"
