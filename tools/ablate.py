@@ -30,11 +30,11 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.cli.flags import first, parse, take
 from jaxrl_llm.config.phases import changed
 from jaxrl_llm.errors import InputError, did_you_mean, require
-from jaxrl_llm.runs.load import find_run
+from jaxrl_llm.runs.load import begun, find_run
 from jaxrl_llm.system.json_lines import read_rows
 from jaxrl_llm.system.paths import prepare_libraries, writable
 from jaxrl_llm.system.signals import PREEMPTED, SIGNALS
-from jaxrl_llm.trainer.launch import other_settings
+from jaxrl_llm.trainer.launch import changes_since
 
 GUARDED = 3
 """Exit code of a run that a guard has stopped: what it has done counts, and the others go on."""
@@ -158,7 +158,9 @@ def check(run: configs.Run) -> None:
 
 def check_same(one: Planned) -> None:
     """Refuse what lies there of a run with other settings: it would be told of as if it were this one."""
-    other, _ = other_settings(one.directory, one.run, MAY_DIFFER)
+    before = begun(one.directory)
+    changes = () if before is None else changes_since(before, one.run)
+    other = [change for change in changes if not change.startswith(MAY_DIFFER)]
     away = "give another --folder, or move it away"
     require(not other, f"{one.directory} was run with other settings ({'; '.join(other[:2])}): {away}")
     done, steps = one.done, one.run.steps

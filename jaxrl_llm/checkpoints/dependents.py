@@ -61,7 +61,12 @@ def keep_copy(holder: Path, run: Path, source: Path, step: int, was: str, most: 
     part.mkdir(parents=True)
     try:
         (part / "config.json").write_bytes(storage.place(source.parents[1] / "config.json").read_bytes())
-        linked = not (stored or uploaded) and _hard_links_work(source / CHECKSUMS, part / CHECKSUMS)
+        linked = False
+        with contextlib.suppress(OSError):  # of a disk without hard links
+            if not (stored or uploaded):
+                os.link(source / CHECKSUMS, part / CHECKSUMS)
+                (part / CHECKSUMS).unlink()
+                linked = True
         size = sum(length for length, _ in needed.values())
         if size > most and not linked:
             return f"its {size / 1e9:.1f} GB can only be copied, and the most is {most / 1e9:.0f} GB"
@@ -83,15 +88,6 @@ def keep_copy(holder: Path, run: Path, source: Path, step: int, was: str, most: 
         return ""
     finally:
         shutil.rmtree(part, ignore_errors=True)
-
-
-def _hard_links_work(source: Path, target: Path) -> bool:
-    """Whether the disk allows hard links from one place to the other."""
-    with contextlib.suppress(OSError):
-        os.link(source, target)
-        target.unlink()
-        return True
-    return False
 
 
 def _fill(there: Path, step: Path, copy: Callable[[Path, Path], object]) -> None:

@@ -80,7 +80,7 @@ def agree(name: str, pairs: str, arguments: list[str]) -> int:
     """
     options = parse(Options, arguments, f"jaxrl-llm eval {name} --pairs {pairs}", str(__doc__), Options())
     check_fields(options, "--")
-    run = on_this_machine(configs.find_config(name).located)
+    run: Any = on_this_machine(configs.find_config(name).located)
     judges = list(dict.fromkeys(base for base in configs.bases(run) if isinstance(base, OF_JUDGES)))
     require(bool(judges), f"{name} has no judge whose agreement could be measured: give it a Rubric or a Pairwise")
     for judge in judges:
@@ -89,7 +89,13 @@ def agree(name: str, pairs: str, arguments: list[str]) -> int:
     for judge in judges:
         if isinstance(judge, Rubric):
             judge.check_problems([problem for problem, *_ in rows])
-    models = loaded_models(run, options.mesh) if any(map(asks_model, judges)) else {}
+    models: Mapping[Any, Any] = {}
+    if any(map(asks_model, judges)):
+        from jaxrl_llm.stages.judges import judge_models
+        from jaxrl_llm.telemetry.progress import Progress, Schedule
+
+        with Progress(Schedule(1)) as progress:
+            models = judge_models(run, mesh_here(options.mesh), progress.status)
     found = {label: agreement(judge, rows, models) for label, judge in named(judges).items()}
     for label, one in found.items():
         if one.failure:
@@ -129,15 +135,6 @@ def read_pairs(path: Path, limit: int) -> list[Pair]:
         bool(found), f"{path} has no pairs: jaxrl-llm collect RUN_OR_MODEL --kind pairs --out FILE.jsonl makes some"
     )
     return found
-
-
-def loaded_models(run: Any, shape: MeshShape) -> dict[Any, Any]:
-    """Return ``Scorer.models`` for the judges that a configuration loads on a mesh."""
-    from jaxrl_llm.stages.judges import judge_models
-    from jaxrl_llm.telemetry.progress import Progress, Schedule
-
-    with Progress(Schedule(1)) as progress:
-        return judge_models(run, mesh_here(shape), progress.status)
 
 
 def agreement(judge: Any, pairs: Sequence[Pair], models: Mapping[Any, Any] = types.MappingProxyType({})) -> Agreement:

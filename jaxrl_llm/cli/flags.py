@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
-from jaxrl_llm.cli.foreign import NOTES, refuse_foreign
 from jaxrl_llm.errors import InputError, did_you_mean, require
 from jaxrl_llm.system.paths import local
 
@@ -38,12 +37,23 @@ def parse(kind: type, arguments: list[str], program: str, description: str, defa
     """
     import tyro
 
-    arguments = [_whole(argument) for argument in arguments]
+    for index, argument in enumerate(arguments):
+        flag, equals, value = argument.partition("=")
+        if (name := flag[2:].replace("-", "_")) in SHORT:
+            arguments[index] = f"--{SHORT[name]}{equals}{value}"
     pieces = {}
-    if hasattr(default, "recipe"):
+    # Pieces are imported if a flag may be of one, or may be mistaken: as most of the recipe's are, and all that follow.
+    by_class = any(
+        argument in ("-h", "--help") or argument.startswith(("--recipe", "--rules")) for argument in arguments
+    )
+    if by_class and hasattr(default, "recipe"):
         from jaxrl_llm.cli.pieces import flags, set_by_class, with_pieces
 
-        default = with_pieces(default, _last(arguments, set_by_class()))
+        chosen = {}
+        for name in set_by_class():
+            while (value := take(arguments, f"--{name}", True)) is not None:
+                chosen[name] = value
+        default = with_pieces(default, chosen)
         pieces = flags(default)
     options: dict[str, Any] = {"config": (tyro.conf.AvoidSubcommands,), "use_underscores": True, "add_help": False}
     options |= {} if default is None else {"default": default}
@@ -59,10 +69,9 @@ def parse(kind: type, arguments: list[str], program: str, description: str, defa
             topic = "" if topic.startswith("-") else topic
             print(help_text([*known.values(), *pieces.values()], topic, program, description))
             raise SystemExit
-        refuse_foreign(arguments, fields)
-        for flag in (argument.split("=", 1)[0] for argument in arguments if argument.startswith("--")):
-            if (name := flag[2:].replace("-", "_")) not in fields:
-                raise InputError(f"no option {flag}: {_meant(name, fields) or f'see {program} --help'}")
+        named = [argument.split("=", 1)[0] for argument in arguments if argument.startswith("--") or "=" in argument]
+        if unknown := [name for name in named if name[2:].replace("-", "_") not in fields]:
+            refuse_unknown(arguments, unknown, default, fields, program)
         try:
             with contextlib.redirect_stderr(captured):
                 found, surplus = tyro.cli(kind, args=arguments, return_unknown_args=True, **options)
@@ -118,30 +127,30 @@ def help_text(actions: Iterable[Any], topic: str, program: str, description: str
     return "\n\n".join(texts + [textwrap.fill(more, width)] * (len(names) < len(flags)))
 
 
-def _last(arguments: list[str], names: Iterable[str]) -> dict[str, str]:
-    """Remove the options of these names, and return the last value of each."""
-    found = {}
-    for name in names:
-        while (value := take(arguments, f"--{name}", True)) is not None:
-            found[name] = value
-    return found
+def refuse_unknown(arguments: list[str], unknown: list[str], default: Any, fields: set[str], program: str) -> None:
+    """Refuse options that there are not, with those that may be meant; arguments that only look like one may pass.
 
+    Raises:
+      InputError: there is such an option.
+    """
+    from jaxrl_llm.cli.foreign import NOTES, refuse_foreign
 
-def _whole(argument: str) -> str:
-    """Return an argument with the whole name of its option, if it has the short one."""
-    flag, equals, value = argument.partition("=")
-    return f"--{SHORT[name]}{equals}{value}" if (name := flag[2:].replace("-", "_")) in SHORT else argument
+    if hasattr(default, "recipe"):
+        from jaxrl_llm.cli.pieces import set_by_class
 
-
-def _meant(name: str, fields: set[str]) -> str:
-    """Suggest a replacement for an unknown option; empty if none is close."""
-    # A field is often named without the part that it belongs to, or with another.
-    last = name.rpartition(".")[2]
-    close = sorted(known for known in fields if f".{known}".endswith(f".{last}"))
-    if not close and last in NOTES:
-        return NOTES[last]
-    close = close or difflib.get_close_matches(name, sorted(fields), 1, 0.5)
-    return f"did you mean {' or '.join(f'--{known}' for known in close)}?" if close else ""
+        fields = fields | set_by_class().keys()
+    refuse_foreign(arguments, fields)
+    for flag in unknown:
+        name = flag[2:].replace("-", "_")
+        if not flag.startswith("--") or name in fields:
+            continue
+        # A field is often named without the part that it belongs to, or with another.
+        last = name.rpartition(".")[2]
+        close = sorted(known for known in fields if f".{known}".endswith(f".{last}"))
+        note = "" if close else NOTES.get(last, "")
+        close = close or difflib.get_close_matches(name, sorted(fields), 1, 0.5)
+        near = f"did you mean {' or '.join(f'--{known}' for known in close)}?" if close else f"see {program} --help"
+        raise InputError(f"no option {flag}: {note or near}")
 
 
 def flatten(box: str) -> str:

@@ -61,7 +61,10 @@ def train(arguments: list[str]) -> int:
     distributed = take_distributed(arguments)
     if take(arguments, "--monitor_kl", False):
         arguments.append("--output.monitor_kl")
-    settings = guarded(sized(settings, arguments), arguments)
+    if sizes := take(arguments, "--sizes", True):
+        settings = sized(settings, sizes)
+    while guard := take(arguments, "--guard", True):
+        settings = guarded(settings, guard)
     if recipe:
         settings = configs.with_recipe(settings, recipe)
     settings = parse(type(settings), arguments, f"jaxrl-llm train {given}", str(__doc__), settings)
@@ -73,8 +76,8 @@ def train(arguments: list[str]) -> int:
         return launch(found, fresh, first_weights, peers, voice=voice)
 
 
-def sized(settings: configs.Configuration, arguments: list[str]) -> configs.Configuration:
-    """Return the settings at the size of the configuration that ``--sizes`` names, which is removed from the arguments.
+def sized(settings: configs.Configuration, name: str) -> configs.Configuration:
+    """Return the settings at the size of the configuration of this name.
 
     Everything but the method, seed and rules is taken from there, so that a large configuration can be tried anywhere:
     recipe, minibatches and other settings of the learner stay.
@@ -82,9 +85,6 @@ def sized(settings: configs.Configuration, arguments: list[str]) -> configs.Conf
     Raises:
       InputError: a kind of run without a method, or no such configuration.
     """
-    name = take(arguments, "--sizes", True)
-    if name is None:
-        return settings
     _, other = configs.load_config(name)
     for kind in (type(settings), type(other)):
         require(
@@ -97,20 +97,15 @@ def sized(settings: configs.Configuration, arguments: list[str]) -> configs.Conf
     return dataclasses.replace(settings, learner=learned, **{part: getattr(other, part) for part in parts})
 
 
-def guarded(settings: configs.Configuration, arguments: list[str]) -> configs.Configuration:
-    """Return the settings with each ``--guard KIND``, which is removed from the arguments.
+def guarded(settings: configs.Configuration, kind: str) -> configs.Configuration:
+    """Return the settings with one more guard.
 
     Raises:
       InputError: a kind of run without guards.
     """
-    kinds = []
-    while (kind := take(arguments, "--guard", True)) is not None:
-        kinds.append(kind)
-    if not kinds:
-        return settings
     unwatched = f"--guard watches reinforcement learning, and this is a {type(settings).__name__} run: leave it out"
     require(isinstance(settings, configs.Run), unwatched)
-    guards = tuple(dict.fromkeys((*settings.rules.guards, *kinds)))
+    guards = tuple(dict.fromkeys((*settings.rules.guards, kind)))
     return dataclasses.replace(settings, rules=dataclasses.replace(settings.rules, guards=guards))
 
 

@@ -1,6 +1,7 @@
 """Configurations of runs: frozen dataclasses that validate themselves and round-trip through JSON."""
 
 from jaxrl_llm.config.checks import check_types, resolved, validate_on_devices, validate_on_model, validate_on_processes
+from jaxrl_llm.config.code import own_code, write_code
 from jaxrl_llm.config.distillation import Context, Distillation, TaskTeacher, samples_groups, without_rewards
 from jaxrl_llm.config.files import (
     FREE_TO_CHANGE,
@@ -24,7 +25,6 @@ from jaxrl_llm.config.files import (
     with_recipe,
     write,
 )
-from jaxrl_llm.config.fingerprints import changed_code, code_of
 from jaxrl_llm.config.mixture import (
     JUDGED,
     Mixture,
@@ -43,13 +43,12 @@ from jaxrl_llm.config.mixture import (
     watched,
 )
 from jaxrl_llm.config.notes import notes
-from jaxrl_llm.config.origin import Origin, Pin, Start, located, own_modules, split_step, without_step
+from jaxrl_llm.config.origin import Origin, Pin, Start, changed_code, located, own_modules, split_step, without_step
 from jaxrl_llm.config.phases import SHIFT, in_phase, phases_of, unreached, validate
 from jaxrl_llm.config.run import SEED, Evaluation, Output, Run, keeps_reference
 from jaxrl_llm.config.scoring import Scoring
 from jaxrl_llm.config.texts import (
     Answering,
-    AtStart,
     BatchSize,
     Configuration,
     Preference,
@@ -57,7 +56,6 @@ from jaxrl_llm.config.texts import (
     Supervised,
     check_start,
     dated,
-    decided_by,
     wording,
 )
 from jaxrl_llm.config.trust import tools_of_others, trusting, with_lost

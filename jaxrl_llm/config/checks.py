@@ -2,13 +2,14 @@
 
 import dataclasses
 import math
-import operator
 import os
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from numbers import Real
 from typing import Any
+
+import numpy as np
 
 from jaxrl_llm.algorithms.ratios import TruncatedIS
 from jaxrl_llm.algorithms.reduce import ConstantLength
@@ -23,7 +24,10 @@ KINDS = (Run, Supervised, Preference, RewardModel)
 """The types of configurations: a file sets ``config`` to one of them; ``stages.STAGES`` maps each to its training."""
 SIMPLE: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     bool: ("True or False", lambda value: isinstance(value, bool)),
-    int: ("a whole number", lambda value: not isinstance(value, bool) and _is_whole(value)),
+    int: (
+        "a whole number",
+        lambda value: not isinstance(value, bool) and hasattr(value, "__index__") and not np.ndim(value),
+    ),
     float: ("a number", lambda value: not isinstance(value, bool) and hasattr(value, "__float__")),
     str: ("text", lambda value: isinstance(value, (str, os.PathLike))),
     types.NoneType: ("None", lambda value: value is None),
@@ -121,14 +125,6 @@ def _fits(value: Any, wanted: Any) -> bool:
         return isinstance(value, Mapping)
     if dataclasses.is_dataclass(wanted):
         return isinstance(value, wanted) or not (isinstance(value, PLAIN) or is_ours(type(value)))
-    return True
-
-
-def _is_whole(value: Any) -> bool:
-    try:
-        operator.index(value)
-    except TypeError:
-        return False
     return True
 
 

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,18 @@ from jaxrl_llm.config.origin import (
     execute,
     find_class,
     located,
-    located_start,
     make_findable,
     origin_of,
     own_modules,
+    standing_place,
     why_not_found,
 )
 from jaxrl_llm.config.run import Run
 from jaxrl_llm.config.texts import Configuration
-from jaxrl_llm.config.trust import SIGNED, check_trust, signed
+from jaxrl_llm.config.trust import LOST, SIGNED, check_trust, signed, use_copies
 from jaxrl_llm.errors import InputError, did_you_mean, require
 from jaxrl_llm.recipes import RECIPES
-from jaxrl_llm.rewards.functions import Local, Lost, StepFunction
+from jaxrl_llm.rewards.functions import Local, StepFunction
 from jaxrl_llm.system import storage
 from jaxrl_llm.system.paths import config_folder, config_names, new_file
 from jaxrl_llm.system.setting import FREE, RECORDED, differing, has_default, names_marked, parts_of
@@ -37,8 +37,6 @@ FREE_TO_CHANGE = tuple(dict.fromkeys(name for kind in KINDS for name in names_ma
 """Fields (and all below them) that may change when a run is resumed."""
 RECORDED_CHANGES = tuple(dict.fromkeys(name for kind in KINDS for name in names_marked(kind, RECORDED)))
 """Fields that may change when a run is resumed, with the change recorded, since it affects what is measured later."""
-LONGEST_SHOWN = 100
-"""The most characters shown of a changed value."""
 RUNS = tuple(f"{kind.__module__}:{kind.__qualname__}" for kind in KINDS)
 """The values of ``type`` in a config.json."""
 ABOUT = ("type", "origin", "from", "chosen", SIGNED)
@@ -65,12 +63,14 @@ class Found:
       run: its value; as ``read`` returns it, perhaps with ``Unsaveable`` in some places.
       origin: its file, and the folder in which relative paths start.
       directory: of the run, if it is loaded from a run's config.json.
+      code: at a start, the bytes of its own modules, by name.
     """
 
     name: str
     run: Configuration
     origin: Origin
     directory: Path | None = None
+    code: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
 
     @property
     def located(self) -> Configuration:
@@ -84,8 +84,12 @@ class Found:
 
     @property
     def start(self) -> Start | None:
-        """The step of another run with its first weights."""
-        return located_start(self.origin, self.directory)
+        """The step of another run with its first weights; the run's copy of it if it is gone or has changed."""
+        start = self.origin.start
+        if start is None or start.name not in self.origin.models:
+            return start
+        place = standing_place(start.name, self.origin, self.directory)
+        return dataclasses.replace(start, run=place.rpartition("@")[0])
 
 
 def load_config(name: str) -> tuple[str, Configuration]:
@@ -106,7 +110,8 @@ def find_config(name: str) -> Found:
     if storage.split(name):
         path = storage.folder(name.removesuffix("/config.json"))
         require(path.is_dir(), f"there is no run at {name}: give the folder that holds its config.json")
-    if path.suffix != ".json" and name not in config_names() and is_run(path / "config.json"):
+    inside = path / "config.json"
+    if path.suffix != ".json" and inside.exists() and name not in config_names() and is_run(inside):
         path = path / "config.json"
     if path.suffix == ".json":
         found = read(path)
@@ -157,9 +162,10 @@ def to_json(value: Any) -> Any:
     if isinstance(value, (Local, StepFunction, InMemory)):
         value = value.to_save()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        why = why_not_found(type(value))
+        kind = type(value)
+        why = why_not_found(kind)
         fields = {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
-        return {"unsaveable": why} if why else {"type": _name(type(value))} | fields
+        return {"unsaveable": why} if why else {"type": f"{kind.__module__}:{kind.__qualname__}"} | fields
     if isinstance(value, (tuple, list)):
         return [to_json(item) for item in value]
     if isinstance(value, dict):
@@ -169,10 +175,6 @@ def to_json(value: Any) -> Any:
     name = getattr(value, "__qualname__", None)
     made = f"a {type(value).__qualname__}" if name is None else f"{value.__module__}.{name}"
     return {"unsaveable": f"the run holds {made}, which only the program that started it has: resume it from there"}
-
-
-def _name(kind: type) -> str:
-    return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def whole(value: Any, where: str = "config.json") -> Any:
@@ -280,6 +282,8 @@ def read(path: Path, own: bool = True, calls: bool = True) -> Found:
     if own and check_trust(path, data, origin, calls):
         for folder in origin.places():
             make_findable(folder)
+        if calls:
+            use_copies(path.parent, origin)
     with _of_this_version(path):
         run = from_json(data, origin if own else None)
         if isinstance(run, KINDS):
@@ -306,7 +310,7 @@ def reloads(run: Configuration) -> bool:
     """Whether config.json holds everything the run trains with; functions and large tables exist only in the
     program."""
     values = flat(to_json(run)).values()
-    lost = any(value == _name(Lost) or str(value).startswith(MISSING) for value in values)
+    lost = any(value == LOST or str(value).startswith(MISSING) for value in values)
     return not lost and is_whole(as_read(run))
 
 
@@ -319,7 +323,7 @@ def changes(old: Configuration, new: Configuration) -> list[str]:
         values = before.get(name), after.get(name)
         if repr(values[0]) != repr(values[1]):  # as text, since nan is not equal to itself
             texts = [str(value) for value in values]
-            then, now = (text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..." for text in texts)
+            then, now = (text if len(text) <= 100 else f"{text[:100]}..." for text in texts)
             found.append(f"{name}: {then} -> {now}")
     return found
 

@@ -13,7 +13,6 @@ from jaxrl_llm.rewards.functions import OF_STEPS
 from jaxrl_llm.rewards.shaping import RelativeLength
 from jaxrl_llm.system.setting import settings_in
 
-MANY_SNAPSHOTS = 20
 LEAST_COMPLETIONS = 128
 """The fewest completions per update in the papers' own runs."""
 USUAL_MINIBATCHES = 4
@@ -50,7 +49,7 @@ def inert(run: Run) -> list[str]:
         if (every := getattr(resets, name)) > run.steps:
             lines.append(f"recipe.resets.{name} {every} never comes in {run.steps} steps")
     kept = run.steps // resets.reference_every if resets.reference_every else 0
-    if resets.snapshots and kept > MANY_SNAPSHOTS:
+    if resets.snapshots and kept > 20:
         lines.append(
             f"recipe.resets.reference_every {resets.reference_every} keeps {kept} snapshots of the models for good; "
             "--recipe.resets.no_snapshots keeps none"

@@ -6,6 +6,8 @@ config.json records are executed, as the configuration itself was, if this user 
 """
 
 import dataclasses
+import functools
+import hashlib
 import importlib
 import importlib.util
 import json
@@ -19,12 +21,13 @@ from types import ModuleType
 from typing import Any
 
 from jaxrl_llm.checkpoints.snapshots import standing
-from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.errors import InputError, one_line, require
 from jaxrl_llm.learner.settings import Critic
 from jaxrl_llm.rules.guards import OF_RESULTS, best_step
 from jaxrl_llm.system import storage
 from jaxrl_llm.system.json_lines import read_rows
 from jaxrl_llm.system.setting import MODEL, OURS, PATH, annotations, is_ours, parts_of, with_parts
+from jaxrl_llm.tasks.filters import COPIES
 
 SAVED_RUNS = "runs"
 """The folder of runs: ``runs/NAME`` below the folder where the run began, unless ``run_dir`` says otherwise."""
@@ -90,11 +93,12 @@ class Origin:
     Attributes:
       folder: where the run began; relative paths of data and models start there.
       config: the configuration's file; None for a run that was made in Python.
-      modules: files of the modules next to the configuration that define the run's own classes, by name.
+      modules: files of its own modules, by name: the configuration's, local ones that it imports, those of its classes.
       start: the step of another run with its first weights; None for those of the model.
       models: pins of the models that it reads, by their names there.
       changed: recorded changes of settings and of code, each with the step after which it was made.
-      code: fingerprints of the run's own functions and classes, by name (``fingerprints.code_of``).
+      code: SHA-256 of the modules that are copied to ``RUN/code/N``, by name (``config.code``).
+      copy: N, the number of the newest copy.
     """
 
     folder: str
@@ -104,6 +108,7 @@ class Origin:
     models: Mapping[str, Pin] = dataclasses.field(default_factory=dict)
     changed: Sequence[tuple[int, Sequence[str]]] = dataclasses.field(default_factory=list)
     code: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    copy: int = 0
 
     def places(self) -> list[Path]:
         """Return the existing folders of its modules: the configuration's, then the one where the run began."""
@@ -112,15 +117,9 @@ class Origin:
 
     def to_json(self) -> dict[str, Any]:
         """Return the entries of config.json: ``origin``, and ``from`` if the run began with the weights of another."""
-        origin = {
-            "folder": self.folder,
-            "config": self.config,
-            "modules": dict(self.modules),
-            "models": {name: dataclasses.asdict(pin) for name, pin in self.models.items()},
-            "changed": [list(one) for one in self.changed],
-            "code": dict(self.code),
-        }
-        return {"origin": origin} | ({} if self.start is None else {"from": dataclasses.asdict(self.start)})
+        origin = dataclasses.asdict(self)
+        start = origin.pop("start")
+        return {"origin": origin} | ({} if start is None else {"from": start})
 
 
 def origin_of(data: Mapping[str, Any]) -> Origin:
@@ -130,7 +129,7 @@ def origin_of(data: Mapping[str, Any]) -> Origin:
     found = Origin(**data["origin"] | {"models": pins}, start=start)
     given = [text for text in (found.config, start and start.run) if text is not None]
     texts = (found.folder, *given, *found.modules.values(), *found.code, *found.code.values())
-    if all(isinstance(text, str) for text in texts):
+    if all(isinstance(text, str) for text in texts) and isinstance(found.copy, int):
         return found
     raise ValueError("origin or from names no files")
 
@@ -227,20 +226,12 @@ def located(run: Any, origin: Origin, directory: Path | None = None, pinned: boo
 
     def placed(name: str, marks: Sequence[Any]) -> str:
         known = pinned and MODEL in marks and name in origin.models
-        return _standing(name, origin, directory) if known else place_of(name, origin, directory)
+        return standing_place(name, origin, directory) if known else place_of(name, origin, directory)
 
     return _with_names(run, placed)
 
 
-def located_start(origin: Origin, directory: Path | None) -> Start | None:
-    """Return the step with a run's first weights; the run's copy of it if it is gone or has changed."""
-    start = origin.start
-    if start is None or start.name not in origin.models:
-        return start
-    return dataclasses.replace(start, run=_standing(start.name, origin, directory).rpartition("@")[0])
-
-
-def _standing(name: str, origin: Origin, directory: Path | None) -> str:
+def standing_place(name: str, origin: Origin, directory: Path | None) -> str:
     """Return the place of a pinned model, with its step if it is a run, where it is as it was."""
     pin, place = origin.models[name], place_of(name, origin, directory)
     run, step = pin.of(place)
@@ -255,7 +246,7 @@ def _with_names(run: Any, change: Callable[[str, Sequence[Any]], str]) -> Any:
 
     def changed(part: Any) -> Any:
         new = {}
-        for field, marks in _naming(part).items():
+        for field, marks in _naming(type(part)).items():
             named = getattr(part, field)
             if isinstance(named, (tuple, list)):
                 new[field] = tuple(change(name, marks) for name in named)
@@ -266,21 +257,23 @@ def _with_names(run: Any, change: Callable[[str, Sequence[Any]], str]) -> Any:
     return with_parts(run, changed)
 
 
-def _naming(part: Any) -> dict[str, Sequence[Any]]:
-    """Return the marks of the fields of a settings dataclass that name models, files or folders."""
-    found = annotations(type(part)) if dataclasses.is_dataclass(part) else {}
-    return {name: marks for name, (_, marks) in found.items() if MODEL in marks or PATH in marks}
+@functools.cache
+def _naming(kind: type) -> dict[str, Sequence[Any]]:
+    """Return the marks of the fields of a class of settings that name models, files or folders."""
+    return {name: marks for name, (_, marks) in annotations(kind).items() if MODEL in marks or PATH in marks}
 
 
 def place_of(text: str, origin: Origin, directory: Path | None) -> str:
     """Resolve a relative path by the rules of ``located``; return it unchanged if no folder has it."""
     if Path(text).is_absolute() or not text or storage.split(text):
         return text
-    folders = [Path(origin.folder), *origin.places()]
+    folders = [Path(origin.folder), *([] if origin.config is None else [Path(origin.config).parent])]
     if directory is not None and directory.absolute().parent.name == SAVED_RUNS:
         folders.append(directory.absolute().parent.parent)
+    run, _, step = text.rpartition("@")
+    names = (text, run) if run and (step.isdecimal() or step == BEST) else (text,)
     for folder in folders:
-        if os.path.exists(split_step(str(folder / text))[0]):
+        if any(os.path.exists(folder / name) for name in names):
             return text if folder == Path.cwd() else str(folder / text)
     return text
 
@@ -289,7 +282,7 @@ def models_of(run: Any) -> Iterator[tuple[str, str]]:
     """Yield each model name in the settings, and the field or reward with it."""
     yield run.model, "model"
     for part in parts_of(run):
-        for field, marks in _naming(part).items():
+        for field, marks in _naming(type(part)).items():
             if MODEL in marks and part is not run:
                 named = getattr(part, field) or ()
                 label = OF_CRITIC if isinstance(part, Critic) else getattr(part, "label", None) or f"reward {part.name}"
@@ -309,8 +302,11 @@ def execute(path: Path) -> ModuleType:
       InputError: whatever it raises, with file and line.
     """
     folder = path.absolute().parent
-    make_findable(folder)
-    name = f"{PREFIX}{path.stem}"
+    names, name = make_findable(folder), f"{PREFIX}{path.stem}"
+    for other, (_, file, _) in list(COPIES.items()):  # what lies there is executed, not the copy that a run has of it
+        if other == name or other.partition(".")[0] in names or Path(file).is_relative_to(folder):
+            del COPIES[other]
+            sys.modules.pop(other, None)
     spec: Any = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
@@ -330,8 +326,9 @@ def execute(path: Path) -> ModuleType:
     return module
 
 
-def make_findable(folder: Path) -> None:
-    """Make the modules in a configuration's folder importable by name, in this process and in those started later.
+def make_findable(folder: Path) -> set[str]:
+    """Make the modules in a configuration's folder importable by name, in this process and in those started later;
+    return their names.
 
     Installed modules are found first; the folders of earlier configurations come after this one.
     """
@@ -350,6 +347,7 @@ def make_findable(folder: Path) -> None:
         sys.path[:] = [*sys.path[:before], here, *(place for place in sys.path[before:] if place != here)]
     FOLDERS[:] = [here, *earlier]
     importlib.invalidate_caches()
+    return names
 
 
 def own_modules(value: Any) -> dict[str, str]:
@@ -383,7 +381,7 @@ def find_class(name: str, origin: Origin | None) -> type | None:
     if module_name.partition(".")[0] == OURS:
         module = importlib.import_module(module_name)
     elif origin is not None and module_name in origin.modules:
-        module = _own_module(module_name, origin)
+        module = own_module(module_name, origin)
     else:
         return None
     found: Any = module
@@ -395,42 +393,56 @@ def find_class(name: str, origin: Origin | None) -> type | None:
     return found if known and dataclasses.is_dataclass(found) else None
 
 
-def module_path(name: str, origin: Origin) -> Path | None:
-    """Return the file of an own module where it is now; None if it is missing.
+def own_module(name: str, origin: Origin) -> ModuleType:
+    """Return an own module of a run: the loaded one, else from the run's copy of it (``import_copies``), else from its
+    file.
 
-    It may be at the same place below the current folder as it was below the run's.
+    Raises:
+      InputError: the file is missing or another, or whatever it raises.
     """
-    path = Path(origin.modules[name])
-    here = _below(path, origin)
-    return path if os.path.isfile(path) else here.absolute() if os.path.isfile(here) else None
-
-
-def _below(path: Path, origin: Origin) -> Path:
-    return path.relative_to(origin.folder) if path.is_relative_to(origin.folder) else Path(path.name)
-
-
-def _own_module(name: str, origin: Origin) -> ModuleType:
-    path = module_path(name, origin)
-    if path is None:
-        recorded = Path(origin.modules[name])
-        here = _below(recorded, origin)
-        raise InputError(f"it has classes of {recorded}, which is missing: go to the folder that has it as {here}")
-    loaded = sys.modules.get(name)
-    if loaded is not None and is_from(loaded, path):
+    file, loaded = origin.modules[name], sys.modules.get(name)
+    if loaded is not None:
         return loaded
-    if name.startswith(PREFIX):
-        return execute(path)
-    make_findable(path.parents[name.count(".") + (path.name == "__init__.py")])
+    require(name in COPIES or os.path.isfile(file), f"it has classes of {file}, which is missing: put it back")
     try:
-        module = importlib.import_module(name)
+        alone = name.startswith(PREFIX) and name not in COPIES
+        module = execute(Path(file)) if alone else importlib.import_module(name)
     except Exception as error:  # whatever a person's file raises
-        raise InputError(f"{path}: {type(error).__name__}: {error}") from error
-    if not is_from(module, path):
-        raise InputError(f"the module {name} is {module.__file__} here, and the run has {path}: rename one of them")
+        raise error if isinstance(error, InputError) else InputError(f"{file}: {one_line(error)}") from error
+    same = name in COPIES or os.path.samefile(str(module.__file__), file)
+    require(same, f"the module {name} is {module.__file__} here, and the run has {file}: rename one of them")
     return module
 
 
-def is_from(module: ModuleType, path: Path) -> bool:
-    """Whether a module was loaded from this file, which may be missing."""
-    file = getattr(module, "__file__", None)
-    return file is not None and os.path.exists(file) and path.exists() and os.path.samefile(file, path)
+def copies(directory: Path, origin: Origin) -> dict[str, tuple[str, str, str]]:
+    """Return the run's copy of each of its own modules, as in ``COPIES``; the SHA-256 is that of its bytes now, empty
+    without a file. The module's own file stands for a missing copy if it is the same; no links are followed."""
+    found = {}
+    for name, digest in origin.code.items():
+        file, inside = origin.modules.get(name, ""), f"{storage.CODE}/{origin.copy}/{copy_of(name, origin)}"
+        place = str((directory / inside).absolute())
+        plain = os.path.realpath(place) == os.path.join(os.path.realpath(directory), inside) and os.path.isfile(place)
+        now = digest_of(place) if plain else ""
+        same = not plain and os.path.isfile(file) and digest_of(file) == digest
+        found[name] = (file, file, digest) if same else (place, file, now)
+    return found
+
+
+def digest_of(file: str) -> str:
+    """Return the SHA-256 of a file's bytes."""
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+
+
+def copy_of(name: str, origin: Origin) -> str:
+    """Return the place of the copy of a module, below ``RUN/code/N``."""
+    file = Path(origin.modules.get(name, "")).name
+    alone = name == "__main__" or name.startswith(PREFIX)
+    path = name.replace(".", "/")
+    return file if alone else f"{path}/{file}" if file == "__init__.py" else f"{path}.py"
+
+
+def changed_code(before: Origin, after: Origin) -> list[str]:
+    """List the differences of two copies of a run's own code, as ``code/FILE changed``."""
+    old, new = ({copy_of(name, one): digest for name, digest in one.code.items()} for one in (before, after))
+    words = {name: "removed" if name not in new else "changed" if name in old else "added" for name in old | new}
+    return [f"{storage.CODE}/{name} {words[name]}" for name in sorted(words) if old.get(name) != new.get(name)]

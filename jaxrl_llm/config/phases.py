@@ -100,7 +100,7 @@ def validate(run: Configuration) -> None:
     """
     if not isinstance(run, Run) or not run.rules.phases:
         check_run(run)
-        if isinstance(run, Run):
+        if isinstance(run, Run) and run.rules.until is not None:
             _check_until(run, run.rules.until, "rules.until")
         return
     settings = _by_phase(run)
@@ -108,7 +108,8 @@ def validate(run: Configuration) -> None:
     for number, phase in enumerate(run.rules.phases):
         where = f"rules.phases[{number}]"
         phase.check(run, f"{where}.")
-        _check_until(run, phase.until, f"{where}.until")
+        if phase.until is not None:
+            _check_until(run, phase.until, f"{where}.until")
         try:
             _check_names(run, phase, where)
             after = next(settings)
@@ -136,10 +137,8 @@ def remembered(optimiser: Optimiser) -> dict[str, Any]:
     return form | {"moments.b1": optimiser.name == "adafactor" and optimiser.moments.b1 > 0}
 
 
-def _check_until(run: Run, until: Until | None, where: str) -> None:
+def _check_until(run: Run, until: Until, where: str) -> None:
     """Refuse a condition that cannot hold."""
-    if until is None:
-        return
     check_fields(until, f"{where}.")
     until.check(run, f"{where}.")
     if isinstance(until, Stalls) and not until.metric and run.evaluation.every <= 0:

@@ -21,7 +21,6 @@ from jaxrl_llm.sharding.mesh import MeshShape
 from jaxrl_llm.system import storage
 from jaxrl_llm.system.setting import FIXED, FREE, MODEL, RECORDED, Count, Range, Setting
 from jaxrl_llm.tasks.task import Task
-from jaxrl_llm.telemetry.records import parts_of_name
 
 MAX_SEED = 1 << 24
 """The exclusive upper bound of seeds; larger ones would repeat the random numbers of smaller ones."""
@@ -124,9 +123,9 @@ class Output(Setting):
         require(self.run_dir != "", "run_dir is empty: give a folder, or leave it out for runs/NAME")
         beyond = f"{where}profile {self.profile} is after the last step, {run.steps}: name a step of the run"
         require(self.profile <= run.steps, beyond)
-        names = [parts_of_name(tracker)[0] for tracker in self.trackers]
+        names = [tracker.partition(":")[0] for tracker in self.trackers]
         for tracker, name in zip(self.trackers, names, strict=True):
-            whole = "" not in parts_of_name(tracker) and "," not in name
+            whole = "" not in tracker.split(":", 1) and "," not in name
             require(whole, f"{where}trackers has {tracker!r}: write NAME or NAME:PROJECT for each, apart by spaces")
             require(names.count(name) == 1, f"{where}trackers has {name} twice: name it once")
 

@@ -53,24 +53,6 @@ class Scoring(Setting):
 
     def check(self, run: Any, where: str) -> None:
         """Refuse rewards and bounds that cannot work, and estimators that would not read them."""
-        self._check_bounds(run)
-        self._check_steps(run)
-        require(not math.isinf(self.on_error), f"{where}on_error must be a finite number or nan, got {self.on_error}")
-        plays = all(task.plays for task in tasks_in(run.task))
-        require(
-            bool(self.rewards) or plays or self.distillation is not None,
-            f"{where}rewards is empty: give at least one, such as Accuracy(), or a teacher in {where}distillation",
-        )
-        for reward in mixture.rewards(run):
-            shaping.check(reward)
-        require(
-            run.rollout.repetition.on or not any(isinstance(base, RepetitionPenalty) for base in bases(run)),
-            f"{where}rewards has RepetitionPenalty, and nothing ends completions that repeat themselves: set "
-            "rollout.repetition.longest_period and times, or leave it out",
-        )
-
-    def _check_bounds(self, run: Any) -> None:
-        """Refuse constraints, gates and refusal measures that cannot work."""
         gates = () if self.gate is None else (self.gate,)
         for field, values, wanted in (("constraints", self.constraints, Constraint), ("gate", gates, Gate)):
             for value in values:
@@ -89,10 +71,6 @@ class Scoring(Setting):
             f"scoring.constraints changes the sum of the rewards, and {type(estimator).__name__} looks at {seen}: set "
             "scoring.constraints (), or take another estimator",
         )
-
-    def _check_steps(self, run: Any) -> None:
-        """Refuse an estimator of steps without rewards of steps, and the reverse."""
-        estimator = run.recipe.algorithm.advantage
         kind = type(estimator).__name__
         given = mixture.given_rewards(run)
         steps = of_steps(given)
@@ -110,3 +88,16 @@ class Scoring(Setting):
             )
         if estimator.several and len(steps) >= len(given):
             raise InputError(f"{kind} looks at rewards of whole completions, and scoring.rewards has none: add one")
+        require(not math.isinf(self.on_error), f"{where}on_error must be a finite number or nan, got {self.on_error}")
+        plays = all(task.plays for task in tasks_in(run.task))
+        require(
+            bool(self.rewards) or plays or self.distillation is not None,
+            f"{where}rewards is empty: give at least one, such as Accuracy(), or a teacher in {where}distillation",
+        )
+        for reward in mixture.rewards(run):
+            shaping.check(reward)
+        require(
+            run.rollout.repetition.on or not any(isinstance(base, RepetitionPenalty) for base in bases(run)),
+            f"{where}rewards has RepetitionPenalty, and nothing ends completions that repeat themselves: set "
+            "rollout.repetition.longest_period and times, or leave it out",
+        )

@@ -1,7 +1,7 @@
 """The settings of runs that learn from data: supervised fine-tuning, preferences, reward models."""
 
 import dataclasses
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal
 
 from jaxrl_llm import tasks
 from jaxrl_llm.algorithms.preference import DPO, IPO, KTO, ORPO, SimPO
@@ -14,7 +14,7 @@ from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.learner.settings import RL_RATE, Learner, Usual, at_usual_rate
 from jaxrl_llm.rules.settings import Rules
 from jaxrl_llm.sharding.mesh import MeshShape
-from jaxrl_llm.system.setting import FREE, MODEL, RECORDED, Count, Range, Setting, parts_of, with_parts
+from jaxrl_llm.system.setting import FREE, MODEL, RECORDED, Count, Range, Setting, with_parts
 from jaxrl_llm.tasks.sources import InMemory, Rows
 from jaxrl_llm.tasks.task import Task
 
@@ -230,18 +230,6 @@ Configuration = Run | FromData
 """Every kind of run: of reinforcement learning, or from data."""
 
 
-class AtStart(NamedTuple):
-    """The choices that the first start of a run makes for settings left open.
-
-    Attributes:
-      day: of that start; see ``dated``.
-      changed: settings that have other values from now on, as ``changes`` writes them.
-    """
-
-    day: str
-    changed: tuple[str, ...] = ()
-
-
 def check_start(run: Configuration, carry: bool = False) -> None:
     """Refuse another run's weights as the start of a run that makes its data with its own model, and its place in the
     data (``carry``) for a run that does not sample.
@@ -267,12 +255,6 @@ def dated(run: Any, day: str) -> Any:
         return dataclasses.replace(part, date=day) if undated else part
 
     return with_parts(run, on_the_day)
-
-
-def decided_by(begun: Any, today: str) -> AtStart:
-    """Return the choices that the first start of this run made; ``today`` if it recorded no day."""
-    days = [getattr(part, "date", None) for part in parts_of(begun) if hasattr(part, "template")]
-    return AtStart(next((day for day in days if day), today))
 
 
 def wording(run: Any) -> Task | None:

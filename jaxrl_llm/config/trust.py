@@ -1,8 +1,9 @@
 """Trust in the code that a saved run names: its own classes, rewards, tools and environments, in files or packages.
 
 Loading such a run executes these files. A run that this user made here has a signature: an HMAC (RFC 2104, SHA-256)
-of its config.json and of the files of that code, by a key in the user's cache directory that nobody else can read. A
-run without the right signature is refused, unless the user says that its code may be executed (``trusting``).
+of its config.json, which has the SHA-256 of each copied module (``config.code``), and of the files of code that is not
+copied, by a key in the user's cache directory that nobody else can read. A run without the right signature, or with
+other copies, is refused, unless the user says that its code may be executed (``trusting``).
 """
 
 import contextlib
@@ -21,19 +22,29 @@ from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.config.origin import FOLDERS, Origin, execute, is_from, module_path, origin_of
+from jaxrl_llm.config.origin import (
+    FOLDERS,
+    PREFIX,
+    Origin,
+    copies,
+    copy_of,
+    digest_of,
+    execute,
+    origin_of,
+    own_module,
+)
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.functions import Lost, Own
+from jaxrl_llm.system import storage
 from jaxrl_llm.system.paths import cache_directory
 from jaxrl_llm.system.setting import OURS, parts_of, with_parts
+from jaxrl_llm.tasks.filters import import_copies
 
 SIGNED = "signed"
 """The key of the signature in a config.json."""
 KEY = "trust.key"
 """The file of the key in the cache directory."""
 KEY_BYTES = 32
-SHOWN = 3
-"""The most files that a refusal names."""
 SHIPPED = tuple(f"{OURS}.{name}" for name in ("tasks.filters", "environments.examples"))
 """Modules of this package with functions that a configuration may name."""
 LOST = f"{Lost.__module__}:{Lost.__qualname__}"
@@ -60,7 +71,7 @@ def trusting(trusted: bool = True) -> Generator[None]:
 def own_code(data: Mapping[str, Any], origin: Origin, calls: bool = True) -> dict[str, str]:
     """Return the code outside this package that a config.json names, ``module:name``, with the file of each.
 
-    The file is empty where there is none. Nothing is imported.
+    A copy's file is below the run's directory; it is empty where there is none. Nothing is imported.
 
     Args:
       data: of the config.json.
@@ -71,14 +82,9 @@ def own_code(data: Mapping[str, Any], origin: Origin, calls: bool = True) -> dic
     found = {}
     for name, is_class in named({key: value for key, value in data.items() if key not in ("origin", "from", "chosen")}):
         module = name.partition(":")[0]
-        if not is_class:
-            if calls:
-                found[name] = _file_of(module.partition(".")[0], origin)
-        elif module in origin.modules:
-            file = str(module_path(module, origin) or origin.modules[module])
-            loaded = sys.modules.get(module)
-            if calls or loaded is None or not is_from(loaded, Path(file)):
-                found[name] = file
+        if calls if not is_class else module in origin.modules and (calls or module not in sys.modules):
+            copy = f"{storage.CODE}/{origin.copy}/{copy_of(module, origin)}" if module in origin.code else ""
+            found[name] = copy or origin.modules.get(module) or _file_of(module.partition(".")[0], origin)
     return found
 
 
@@ -97,12 +103,13 @@ def with_lost(run: Any, path: Path) -> Any:
     origin = origin_of(data)
     if not lost_code(data, origin):
         return run
-    file = Path(str(origin.config))
-    file = file if os.path.isfile(file) else Path.cwd() / file.name
-    trusted = TRUSTED.get() or is_made_here(data, origin)
+    file, name = Path(str(origin.config)), f"{PREFIX}{Path(str(origin.config)).stem}"
+    trusted = TRUSTED.get() or is_made_here(data, origin, path.parent)
     known = {}
-    if trusted and file.is_file():
-        held = (part for part in parts_of(getattr(execute(file), "config", None)) if isinstance(part, Own))
+    if trusted and (name in origin.code or file.is_file()):
+        use_copies(path.parent, origin)
+        module = own_module(name, origin) if name in origin.code else execute(file)
+        held = (part for part in parts_of(getattr(module, "config", None)) if isinstance(part, Own))
         known = {part.name: part for part in held}
 
     def found(part: Any) -> Any:
@@ -112,6 +119,17 @@ def with_lost(run: Any, path: Path) -> Any:
         return known.get(part.name, dataclasses.replace(part, reason=told))
 
     return with_parts(run, found)
+
+
+def use_copies(directory: Path, origin: Origin) -> None:
+    """Import a run's own modules from its copies from now on, in place of others of their names."""
+    usable = {name: copy for name, copy in copies(directory, origin).items() if copy[2] and name != "__main__"}
+    for name, (_, _, digest) in usable.items():
+        file = getattr(getattr(sys.modules.get(name), "__loader__", None), "path", "")
+        if name in sys.modules and (not os.path.isfile(file) or digest_of(file) != digest):
+            for other in usable:
+                sys.modules.pop(other, None)
+    import_copies(usable)
 
 
 def named(value: Any, changes: bool = False) -> Iterator[tuple[str, bool]]:
@@ -152,13 +170,15 @@ def signed(data: Mapping[str, Any], origin: Origin) -> dict[str, Any]:
     return bare if key is None else bare | {SIGNED: _signature(key, bare, code)}
 
 
-def is_made_here(data: Mapping[str, Any], origin: Origin) -> bool:
-    """Whether a config.json has this user's signature, and its code is found in the same files as then."""
+def is_made_here(data: Mapping[str, Any], origin: Origin, directory: Path) -> bool:
+    """Whether the config.json of a run in a directory has this user's signature, and its code is what it was then."""
     key = _key(make=False)
     given = data.get(SIGNED)
     if key is None or not isinstance(given, str):
         return False
     bare = {name: value for name, value in data.items() if name != SIGNED}
+    if any(copy[2] != origin.code[name] for name, copy in copies(directory, origin).items()):
+        return False
     expected = _signature(key, bare, own_code(bare, origin) | lost_code(bare, origin))
     return hmac.compare_digest(expected.encode(), given.encode("utf-8", "backslashreplace"))
 
@@ -169,7 +189,7 @@ def tools_of_others(task: Any, path: Path) -> list[str]:
     if not own or TRUSTED.get():
         return []
     data = json.loads(path.read_text())
-    return [] if is_made_here(data, origin_of(data)) else own
+    return [] if is_made_here(data, origin_of(data), path.parent) else own
 
 
 def check_trust(path: Path, data: Mapping[str, Any], origin: Origin, calls: bool = True) -> bool:
@@ -181,15 +201,24 @@ def check_trust(path: Path, data: Mapping[str, Any], origin: Origin, calls: bool
       InputError: the line names the files.
     """
     code = own_code(data, origin, calls)
-    if not code or TRUSTED.get() or is_made_here(data, origin):
+    if not code or is_made_here(data, origin, path.parent):
         return bool(code)
     files: dict[str, list[str]] = {}
     for name, file in sorted(code.items()):
-        files.setdefault(file or "no file", []).append(name)
+        module = name.partition(":")[0]
+        files.setdefault(str(path.parent / file) if module in origin.code else file or "no file", []).append(name)
     shown = [f"{', '.join(names)} in {file}" for file, names in files.items()]
-    more = f"; and {len(shown) - SHOWN} more files" if len(shown) > SHOWN else ""
+    if TRUSTED.get():
+        before = copies(path.parent, dataclasses.replace(origin, copy=origin.copy - 1))
+        for name, (copy, _, digest) in copies(path.parent, origin).items():
+            changed = before[name][2] not in ("", digest)
+            if changed or copy not in files:
+                shown.append(f"{copy} (changed since copy {origin.copy - 1})" if changed else copy)
+        print(f"jaxrl-llm: {path.parent} executes code of its own: {'; '.join(shown)}", file=sys.stderr)
+        return True
+    more = f"; and {len(shown) - 3} more files" if len(shown) > 3 else ""
     raise InputError(
-        f"{path.parent} uses code of its own ({'; '.join(shown[:SHOWN])}{more}), and was not made by you on this "
+        f"{path.parent} uses code of its own ({'; '.join(shown[:3])}{more}), and was not made by you on this "
         "machine: read it, and add --trust to execute it"
     )
 

@@ -306,7 +306,7 @@ class FindingTracker:
         for row in earlier:
             self.take(row)
         self._next = EVERY
-        self._told = {finding.kind for finding in diagnose(self._rows, steps)}
+        self._told = {finding.kind for finding in diagnose(self._rows, steps)} if self._rows else set()
 
     def take(self, row: Mapping[str, Any]) -> None:
         """Keep a row, or merge later metrics of the last step into its row."""

@@ -35,7 +35,7 @@ from typing import Any, Protocol
 
 from jaxrl_llm.rewards.functions import Call, Outcome, in_one_line, overdue, perform, place_in, together
 from jaxrl_llm.system.signals import interpreter, while_read
-from jaxrl_llm.tasks.filters import resolve
+from jaxrl_llm.tasks.filters import COPIES, import_copies, resolve
 
 START_TIMEOUT_S = 60.0
 """Seconds allowed to start a worker, and to import the function of a call; they do not count against the item."""
@@ -196,7 +196,7 @@ class _Worker:
         self.connection, theirs = multiprocessing.Pipe()
         # Not multiprocessing's own start methods: fork hangs under JAX's threads, and spawn and forkserver run the
         # user's main script again in every worker (JAX included).
-        command = interpreter("jaxrl_llm.rewards.pool", str(theirs.fileno()))
+        command = interpreter("jaxrl_llm.rewards.pool", str(theirs.fileno()), json.dumps(COPIES))
         with contextlib.closing(theirs):
             self.process = subprocess.Popen(
                 command,
@@ -277,13 +277,14 @@ def _kill_all(workers: list[_Worker], owner: int, closing: threading.Event | Non
             workers.pop().kill()
 
 
-def main(handle: str) -> None:
-    """Serve calls until the parent closes the connection.
+def main(handle: str, copies: str) -> None:
+    """Serve calls until the parent closes the connection; own modules are imported from the same ``copies`` as there.
 
     A call that is still running ``GRACE_S`` after its deadline ends the process from a thread that needs no
     interpreter lock: a parent that was killed itself cannot do it.
     """
     connection = Connection(int(handle))
+    import_copies(json.loads(copies))
     sys.stdout, sys.stderr = while_read(sys.stdout), while_read(sys.stderr)  # no reward fails for what it prints
     with contextlib.suppress(EOFError, ConnectionError), open(os.devnull, "w") as nowhere, asyncio.Runner() as runner:
         _say(connection, "ready")

@@ -207,8 +207,8 @@ def load_model(name: str, dtype: str, mesh: Any) -> tuple[Any, Any | None]:
     if trained is not None and trained.step:
         return load_trained(trained, mesh, dtype)
     model, tokenizer = load_either(name, dtype, mesh) if trained is None else load_trained(trained, mesh, dtype)
-    if (pins := PINS.get()) is not None and not only_shapes(mesh):
-        pins.check(name, dtype, model)
+    if (check := PINS.get()) is not None and not only_shapes(mesh):
+        check(name, dtype, model)
     return model, tokenizer
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.checkpoints.dependents import drop_copies, keep_copy, kept_copy, noted, write_note
+from jaxrl_llm.checkpoints.dependents import DEPENDENTS, NEEDS, drop_copies, keep_copy, kept_copy, noted, write_note
 from jaxrl_llm.checkpoints.integrity import mark
 from jaxrl_llm.checkpoints.snapshots import BEST, CHECKPOINTS, kept, listed, phase_of, standing
 from jaxrl_llm.checkpoints.store import steps_in
@@ -27,6 +27,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.pretrained import BUILTIN
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.sharding.rules import weights_digest
+from jaxrl_llm.system import storage
 from jaxrl_llm.system.paths import COLLECTED
 
 
@@ -51,7 +52,9 @@ def decide(found: Found, directory: Path, began: bool, start: Start | None) -> d
     elif start is not None and found.run.learner.lora.rank:  # the first weights are an adapter of that run's model
         base = configs.read(start.directory / "config.json", own=False).origin.models
         known = {name: pin for name, pin in base.items() if name == found.run.model}
-    needed = _read_from_here(found.run, directory, start)
+    needed = dict(models_of(found.run)) | ({} if start is None else {start.name: "--from"})
+    if steps := steps_in(directory / CHECKPOINTS):
+        needed = _read_from(found.run, directory / CHECKPOINTS / str(max(steps)))
     holders = [directory] if start is None else [directory, start.directory]
     pins = {}
     for name, field in (dict(models_of(found.run)) | needed).items():
@@ -88,6 +91,8 @@ def keep_dependencies(found: Found, directory: Path, say: Callable[[str], None])
       directory: the run's.
     """
     start = found.origin.start
+    if not found.origin.models and not any(storage.place(directory / name).exists() for name in (NEEDS, DEPENDENTS)):
+        return []
     holders = [directory] if start is None else [directory, start.directory]
     wanted, seen = noted(directory), set()
     asked = [(found, name) for name in found.origin.models]
@@ -134,17 +139,12 @@ def of_shapes(run: configs.Configuration, directory: Path) -> bool:
     return not needs_base(run, directory) and bool(steps_in(directory / CHECKPOINTS))
 
 
-def _read_from_here(run: configs.Configuration, directory: Path, start: Start | None) -> dict[str, str]:
-    """Return the models that a start reads, with the field that names each: without those of past phases, and with the
-    first weights of the policy and its roles only if the run has no checkpoint yet.
-    """
-    done = max(steps_in(directory / CHECKPOINTS), default=None)
+def _read_from(run: configs.Configuration, checkpoint: Path) -> dict[str, str]:
+    """Return the models that a run reads from a checkpoint on, with the field that names each: without those of past
+    phases, and without the first weights of the policy and its roles."""
     phases = range(len(configs.phases_of(run)))
-    if done is None:
-        begins = {} if start is None else {start.name: "--from"}
-        return dict(models_of(run)) | begins
     with contextlib.suppress(OSError, ValueError):  # a damaged checkpoint is passed over later
-        phases = phases[phase_of(directory / CHECKPOINTS / str(done)) :] if len(phases) > 1 else phases
+        phases = phases[phase_of(checkpoint) :] if len(phases) > 1 else phases
     found = (pair for number in phases for pair in models_of(configs.in_phase(run, number)))
     return {name: field for name, field in found if field != OF_CRITIC}
 
@@ -198,46 +198,38 @@ def refusal(run: configs.Configuration, directory: Path, field: str, model: str,
     )
 
 
-class Pins:
-    """Owner of the pins in a run's config.json while it trains: models read for the first time are added there.
+def checking(found: Found, directory: Path, peers: Peers) -> Callable[[str, str, Any], None]:
+    """Return a function that compares the weights of a model with its pin, or records their fingerprint in config.json.
+
+    It takes the place from which a model was loaded, its dtype, and the model; its InputError says that the weights
+    differ from those of the previous start.
 
     Args:
       found: the run, with the pins from ``decide`` in its origin.
       directory: the run's.
       peers: its processes; all of them read, and the first one decides and writes.
     """
+    models = dict(found.origin.models)
+    names = {place_of(name, found.origin, found.directory): name for name in models}
 
-    def __init__(self, found: Found, directory: Path, peers: Peers):
-        self._run = found.run
-        self._pins = dict(found.origin.models)
-        self._names = {place_of(name, found.origin, found.directory): name for name in self._pins}
-        self._fields = dict(models_of(found.run))
-        self._directory = directory
-        self._peers = peers
+    def settle(name: str, dtype: str, digest: str) -> None:
+        pin = models[name]
+        if pin.weights.get(dtype, digest) != digest:
+            field = dict(models_of(found.run)).get(name, "model")
+            raise refusal(found.run, directory, field, name, "its weights have changed")
+        if dtype not in pin.weights:
+            models[name] = dataclasses.replace(pin, weights={**pin.weights, dtype: digest})
+            data = json.loads((directory / "config.json").read_text())
+            data["origin"]["models"] = {name: dataclasses.asdict(pin) for name, pin in models.items()}
+            configs.write(directory / "config.json", data)
 
-    def check(self, place: str, dtype: str, model: Any) -> None:
-        """Compare the weights of a model loaded from ``place`` with its pin, or record their fingerprint.
+    def check(place: str, dtype: str, model: Any) -> None:
+        if place in names:
+            digest = weights_digest(model)
+            peers.first(lambda: settle(names[place], dtype, digest))
 
-        Raises:
-          InputError: they differ from those of the previous start.
-        """
-        if place in self._names:
-            found = weights_digest(model)
-            self._peers.first(lambda: self._settle(self._names[place], dtype, found))
-
-    def _settle(self, name: str, dtype: str, found: str) -> None:
-        pin = self._pins[name]
-        if pin.weights.get(dtype, found) != found:
-            field = self._fields.get(name, "model")
-            raise refusal(self._run, self._directory, field, name, "its weights have changed")
-        if dtype in pin.weights:
-            return
-        self._pins[name] = dataclasses.replace(pin, weights={**pin.weights, dtype: found})
-        path = self._directory / "config.json"
-        data = json.loads(path.read_text())
-        data["origin"]["models"] = {name: dataclasses.asdict(pin) for name, pin in self._pins.items()}
-        configs.write(path, data)
+    return check
 
 
-PINS: contextvars.ContextVar[Pins | None] = contextvars.ContextVar("pins", default=None)
-"""The pins of the run in training, in this thread: ``runs.load.load_model`` compares what it reads with them."""
+PINS: contextvars.ContextVar[Callable[[str, str, Any], None] | None] = contextvars.ContextVar("pins", default=None)
+"""Checks the models of the run in training, in this thread: ``runs.load.load_model`` calls it with what it reads."""

@@ -183,6 +183,7 @@ def prepare_libraries() -> None:
     """Set up libraries before their import: warnings stay off the terminal, and XLA's compiled programs are cached."""
     for name, value in {
         "JAX_COMPILATION_CACHE_DIR": str(cache_directory() / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",  # a start has many small programs
         "TRANSFORMERS_VERBOSITY": "error",
         "TF_CPP_MIN_LOG_LEVEL": "2",
         "TOKENIZERS_PARALLELISM": "false",
@@ -203,7 +204,13 @@ def hint_accelerator(root: Path = Path("/")) -> None:
     """Print a hint if the machine has an accelerator that this JAX cannot use; ``root`` holds its /proc and /sys."""
     if (root / "proc/driver/nvidia/version").exists():
         extra, device = "cuda", "an NVIDIA GPU"
-    elif any(is_tpu(found) for found in root.glob("sys/bus/pci/devices/*")):
+    elif any(
+        (device / "vendor").exists()
+        and (device / "vendor").read_text().strip()
+        == "0x1ae0"  # the vendor of TPUs, and of the network cards of Google's machines
+        and (device / "device").read_text().strip() in TPUS
+        for device in root.glob("sys/bus/pci/devices/*")
+    ):  # told as JAX tells it: /dev differs between generations
         extra, device = "tpu", "a TPU"
     else:
         return
@@ -214,13 +221,6 @@ def hint_accelerator(root: Path = Path("/")) -> None:
             f"jaxrl-llm: this machine has {device}, but this JAX runs on the CPU only: pip install -e '.[{extra}]'",
             file=sys.stderr,
         )
-
-
-def is_tpu(device: Path) -> bool:
-    """Whether a folder of the PCI bus describes a TPU, told as JAX tells it: /dev differs between TPU generations."""
-    vendor, name = (device / "vendor", device / "device")
-    # The vendor on the PCI bus of TPUs, and of the network cards of Google's machines.
-    return vendor.exists() and vendor.read_text().strip() == "0x1ae0" and name.read_text().strip() in TPUS
 
 
 def config_folder() -> Path:

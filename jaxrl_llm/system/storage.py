@@ -30,6 +30,10 @@ CREDENTIALS = {
     "s3": "aws configure, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
 }
 """Ways to give credentials, by the scheme of an address."""
+STEPS = ("checkpoints", "snapshots", "best")
+"""The folders of a run with steps."""
+CODE = "code"
+"""The folder of a run with the copies of its own modules."""
 BEGINNINGS = ("config.json", "adapter_config.json")
 """Files of which a folder has at least one, if it holds a run or a model."""
 FRESH_S = 5.0
@@ -208,7 +212,7 @@ def _in_training(path: Path) -> bool:
 
 
 def fetch(path: Path) -> None:
-    """Make a mirror equal to its address: its own files are copied, those in folders below it are not.
+    """Make a mirror equal to its address: its own files and its code are copied, other folders below it are not.
 
     Without a run or model there, the mirror is removed.
 
@@ -228,17 +232,17 @@ def fetch(path: Path) -> None:
             local = path if single else path / name
             if index.get(name) != [mark, *_state(local)]:
                 stale.append((name, local, mark))
-        if stale:
-            (path.parent if single else path).mkdir(parents=True, exist_ok=True)
         for name, local, mark in stale:
+            local.parent.mkdir(parents=True, exist_ok=True)
             part = local.with_name(f".{local.name}.part")
             files.get_file(found if single else f"{found}/{name}", str(part))
             part.replace(local)
             index[name] = [mark, *_state(local)]
-        for local in path.iterdir() if objects and not single else ():
-            if local.is_file() and local.name not in objects and local.name != LOCK:
+        for local in [*path.iterdir(), *(path / CODE).rglob("*")] if objects and not single else ():
+            name = str(local.relative_to(path))
+            if local.is_file() and name not in objects and name != LOCK:
                 local.unlink()
-                index.pop(local.name, None)
+                index.pop(name, None)
     _compared[path] = time.monotonic()
 
 
@@ -256,15 +260,19 @@ def _clear(path: Path) -> None:
 
 
 def _listing(files: Any, found: str) -> dict[str, str]:
-    """Return the versions of the files directly at an address, by name; {} if it holds neither a run nor a model."""
+    """Return the versions of the files at an address, and in its code, by name; {} if it holds neither a run nor a
+    model."""
     try:
         entries = files.ls(found, detail=True)
     except FileNotFoundError:
         return {}
+    if any(one["name"].rstrip("/").endswith(f"/{CODE}") for one in entries):
+        entries += files.find(f"{found}/{CODE}", detail=True).values()
+    root = found.partition("://")[2].rpartition("/")[0] if found.endswith(".gguf") else found.partition("://")[2]
     objects = {
-        one["name"].rpartition("/")[2]: str(one.get("generation") or one["ETag"])
+        one["name"].removeprefix(f"{root}/"): str(one.get("generation") or one["ETag"])
         for one in entries
-        if one["type"] == "file" and not one["name"].endswith("/")
+        if one["type"] == "file" and not {"", ".", ".."} & set(one["name"].split("/"))
     }
     objects.pop(LOCK, None)
     return objects if found.endswith(".gguf") or objects.keys() & set(BEGINNINGS) else {}

@@ -7,7 +7,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from jaxrl_llm import codec
 from jaxrl_llm.errors import InputError, require
-from jaxrl_llm.tasks.extract import extract, integer, matches, written
+from jaxrl_llm.tasks.extract import EXTRACTORS, extract, integer, matches, written
 from jaxrl_llm.tasks.filters import importable, resolve
 from jaxrl_llm.tasks.instructions import Instructions, check_instructions
 from jaxrl_llm.tasks.messages import TOOLS
@@ -118,7 +118,8 @@ def check(task: Task) -> None:
       InputError: unknown extractor, verifier or template, two that do not fit, a holdout outside [0, 1), a bad date, a
         ``keep`` that does not name a function.
     """
-    extract("", task.extractor)
+    if task.extractor not in EXTRACTORS:
+        extract("", task.extractor)
     require(task.verifier in VERIFIERS, f"verifier {task.verifier!r} is unknown; choose one of {', '.join(VERIFIERS)}")
     if task.verifier == "reasoning_gym" and isinstance(task.source, RowSource):
         raise InputError(f"verifier 'reasoning_gym' needs a ReasoningGym source; give {task.label} another")

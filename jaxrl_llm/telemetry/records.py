@@ -175,16 +175,6 @@ BUILT_IN: dict[str, tuple[Maker, str]] = {
 """Trackers of this package, each with the module that it needs."""
 
 
-def parts_of_name(tracker: str) -> tuple[str, str | None]:
-    """Split ``NAME`` or ``NAME:PROJECT``; the project is None where none is named.
-
-    >>> parts_of_name("wandb:sums")
-    ('wandb', 'sums')
-    """
-    name, colon, project = tracker.partition(":")
-    return name, project if colon else None
-
-
 def makers(trackers: Iterable[str]) -> dict[str, Maker]:
     """Return what makes each tracker's writer, with its package imported.
 
@@ -197,7 +187,7 @@ def makers(trackers: Iterable[str]) -> dict[str, Maker]:
     offered = [entry for entry in entry_points(group=GROUP) if entry.name not in BUILT_IN]
     found: dict[str, Maker] = {}
     for tracker in trackers:
-        name, _ = parts_of_name(tracker)
+        name = tracker.partition(":")[0]
         if name in BUILT_IN:
             found[tracker], module = BUILT_IN[name]
             import_extra(module, name)
@@ -229,9 +219,9 @@ class Trackers:
         self._warn = warn
         self._writers: dict[str, Writer] = {}
         for tracker, make in made_by.items():
-            name, project = parts_of_name(tracker)
+            name, colon, project = tracker.partition(":")
             try:
-                writer = make(dataclasses.replace(run, project=project))
+                writer = make(dataclasses.replace(run, project=project if colon else None))
                 fits = isinstance(writer, Writer)
                 require(fits, f"tracker {name} made a {type(writer).__name__}, which lacks write, samples or close")
             except InputError as error:

@@ -6,14 +6,15 @@ import datetime
 import functools
 import hashlib
 import json
+import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.checkpoints.dependents import write_note
+from jaxrl_llm.checkpoints.dependents import drop_copies, write_note
 from jaxrl_llm.checkpoints.integrity import fault
 from jaxrl_llm.checkpoints.snapshots import BEST, CHECKPOINTS, check_whole, ended_at, kept, phase_of
 from jaxrl_llm.checkpoints.store import steps_in
@@ -32,12 +33,18 @@ from jaxrl_llm.rules.guards import (
 from jaxrl_llm.runs import pins
 from jaxrl_llm.runs.load import asked_start, begun, find_run, has_begun, step_of
 from jaxrl_llm.sharding.distributed import ALONE, Peers
-from jaxrl_llm.system import storage
+from jaxrl_llm.system import lease, storage
 from jaxrl_llm.system.json_lines import read_rows
-from jaxrl_llm.system.paths import hint_accelerator, prepare_libraries
+from jaxrl_llm.system.paths import REWARD_ERROR, InUse, alone, hint_accelerator, prepare_libraries, writable
+from jaxrl_llm.system.setting import parts_of
+from jaxrl_llm.system.signals import on_exit
 from jaxrl_llm.telemetry import Verbosity
 from jaxrl_llm.telemetry.records import makers
-from jaxrl_llm.trainer.claim import check_shared, claimed
+
+OTHERWISE = "take --fresh for a new folder"
+"""An alternative to waiting for a run in use."""
+FILE_SYSTEM_S = 20.0
+"""The most seconds until another host sees a file that one host writes."""
 
 
 class Result(int):
@@ -125,7 +132,7 @@ def launch(
         notes: list[tuple[Path, str]] = []
         peers.first(lambda: notes.extend(pins.keep_dependencies(found, directory, say)))
         stack.callback(lambda: None if has_begun(directory) else [write_note(*one, directory, False) for one in notes])
-        stack.callback(pins.PINS.reset, pins.PINS.set(pins.Pins(found, directory, peers)))
+        stack.callback(pins.PINS.reset, pins.PINS.set(pins.checking(found, directory, peers)))
         try:
             code = run_training(found.pinned, directory, say, peers, found.start, voice)
         except InputError as error:
@@ -197,51 +204,45 @@ def begin(
     peers.check_same("settings", hashlib.sha256(text.encode()).hexdigest()[:16])
     if start is not None:
         configs.check_start(found.run, start.carry)
+    code: dict[str, bytes] = {}
 
     def choose() -> tuple[str, str | None, dict[str, Any]]:
-        directory, at_start = choose_directory(found.run, found.name, fresh, start)
-        before = begun(directory)
-        code = configs.code_of(found.run)
-        if finished(directory, found.run, why_ended(directory, found.run, at_start.changed, code)):
+        directory, before, changed = choose_directory(found.run, found.name, fresh, start)
+        origin, copied = configs.own_code(found.run, found.origin, found.directory)
+        edited = [] if before is None else configs.changed_code(before.origin, origin)
+        if before is not None and finished(directory, found.run, why_ended(before, found.run, changed, edited)):
             return storage.named(directory), None, {}
         makers(found.run.output.trackers)  # what is missing is refused before anything is made or compiled
-        weights = first_weights(directory, start or found.origin.start)
-        models = pins.decide(found, directory, has_begun(directory), weights)
-        origin = dataclasses.replace(found.origin, start=weights, models=models, code=code)
+        weights = start or found.origin.start
+        if before is not None or weights is not None:
+            weights = first_weights(directory, weights)
+        models = pins.decide(found, directory, before is not None, weights)
+        origin = dataclasses.replace(origin, start=weights, models=models, copy=1)
         if before is None:
             holder = None if weights is None else weights.directory
             find_run(configs.located(found.run, origin, holder, pinned=True).model)
-        if before is not None:
-            last = max(steps_in(directory / CHECKPOINTS), default=0)
-            edited = configs.changed_code(before.origin.code, code)
-            if edited and has_begun(directory):
+        else:
+            if edited:
                 told = f"{storage.named(directory)} goes on with other code than before ({configs.shown(edited)})"
                 print(f"jaxrl-llm: {told}; --fresh begins a new run", file=sys.stderr)
-            now = [(last, [*at_start.changed, *edited])] if at_start.changed or edited else []
-            origin = dataclasses.replace(origin, changed=[*before.origin.changed, *now])
-        return storage.named(directory), at_start.day, origin.to_json()
+            now: list[Any] = [[max(steps_in(directory / CHECKPOINTS), default=0), [*changed, *edited]]]
+            recorded = [*before.origin.changed, *(now if changed or edited else [])]
+            origin = dataclasses.replace(origin, changed=recorded, copy=before.origin.copy + bool(edited))
+        code.update(copied)
+        return storage.named(directory), day_of(before), origin.to_json()
 
     name, day, decided = peers.first(choose)
     directory = storage.mirror(name)
     if day is None:
         return directory, None
-    decided = origin_of(decided)
-    modules = configs.own_modules(found.run)
-    origin = dataclasses.replace(
-        found.origin,
-        modules=modules,
-        start=decided.start,
-        models=decided.models,
-        changed=decided.changed,
-        code=decided.code,
-    )
-    return directory, dataclasses.replace(found, run=configs.dated(found.run, day), origin=origin)
+    run = configs.dated(found.run, day)
+    return directory, dataclasses.replace(found, run=run, origin=origin_of(decided), code=code)
 
 
 def choose_directory(
     settings: configs.Configuration, name: str, fresh: bool, start: configs.Start | None = None
-) -> tuple[Path, configs.AtStart]:
-    """Return the run's directory and the choices of its first start, which may be now.
+) -> tuple[Path, configs.Found | None, list[str]]:
+    """Return the run's directory, the run that has begun there, and the changes of its settings that are recorded.
 
     With ``fresh`` it is the first free name; with ``start`` that, or a run that began with these settings and weights.
     For an address it is the mirror.
@@ -257,13 +258,15 @@ def choose_directory(
         number = number + 1
     if directory.exists() and not directory.is_dir():
         raise InputError(f"{directory} is a file: give a folder with --run_dir")
-    own, at_start = other_settings(directory, settings)
-    if own:
+    before = begun(directory)
+    changes = [] if before is None else changes_since(before, settings)
+    free = configs.FREE_TO_CHANGE + configs.RECORDED_CHANGES
+    if fixed := [change for change in changes if not change.startswith(free)]:
         raise InputError(
-            f"{directory} was begun with other settings ({configs.shown(own)}): take the old ones, or --fresh for a "
+            f"{directory} was begun with other settings ({configs.shown(fixed)}): take the old ones, or --fresh for a "
             "new folder"
         )
-    return directory, at_start
+    return directory, before, [change for change in changes if change.startswith(configs.RECORDED_CHANGES)]
 
 
 def begun_so(directory: Path, settings: configs.Configuration, start: configs.Start) -> bool:
@@ -276,26 +279,19 @@ def begun_so(directory: Path, settings: configs.Configuration, start: configs.St
         return True
     measured = tuple(name for name in configs.RECORDED_CHANGES if name.startswith("evaluation."))
     free = configs.FREE_TO_CHANGE + measured
-    return before.origin.start == start and not other_settings(directory, settings, free)[0]
+    return before.origin.start == start and all(one.startswith(free) for one in changes_since(before, settings))
 
 
-def other_settings(
-    directory: Path,
-    settings: configs.Configuration,
-    free: tuple[str, ...] = configs.FREE_TO_CHANGE + configs.RECORDED_CHANGES,
-) -> tuple[list[str], configs.AtStart]:
-    """Return the changes that the run there cannot resume with, as ``name: old -> new``, and the choices of its start.
+def changes_since(before: configs.Found, settings: configs.Configuration) -> list[str]:
+    """Return the settings that differ from those of a run, as ``name: old -> new``."""
+    return configs.changes(before.run, configs.as_read(configs.dated(settings, day_of(before))))
 
-    ``free``: settings (and all below them) that may differ.
-    """
-    today = datetime.date.today().isoformat()
-    before = begun(directory)
-    if before is None:
-        return [], configs.AtStart(today)
-    at_start = configs.decided_by(before.run, today)
-    found = configs.changes(before.run, configs.as_read(configs.dated(settings, at_start.day)))
-    recorded = tuple(change for change in found if change.startswith(configs.RECORDED_CHANGES))
-    return [change for change in found if not change.startswith(free)], at_start._replace(changed=recorded)
+
+def day_of(before: configs.Found | None) -> str:
+    """Return the day of a run's first start (``dated``); today for a new run, and if it recorded none."""
+    parts = () if before is None else parts_of(before.run)
+    days = [getattr(part, "date", None) for part in parts if hasattr(part, "template")]
+    return next(filter(None, days), datetime.date.today().isoformat())
 
 
 def first_weights(directory: Path, start: configs.Start | None) -> configs.Start | None:
@@ -337,20 +333,21 @@ def finished(directory: Path, settings: configs.Configuration, ending: str = "")
     return True
 
 
-def why_ended(directory: Path, settings: configs.Configuration, changed: Sequence[str], code: Mapping[str, str]) -> str:
+def why_ended(
+    before: configs.Found, settings: configs.Configuration, changed: Sequence[str], edited: Sequence[str]
+) -> str:
     """Return why a rule has ended a run as done before its steps were made; empty if none has, or if it would not end
     the run with its present settings.
 
-    ``changed``: settings that differ from those before; ``code``: fingerprints of the run's own code now.
+    ``changed``: settings that differ from those before; ``edited``: files of the run's own code.
     """
+    directory = Path(before.directory or "")
     place = directory / CHECKPOINTS / str(max(steps_in(directory / CHECKPOINTS), default=0))
-    memory, before = ended_at(place), begun(directory)
-    if not memory or before is None or int(place.name) >= settings.steps:
+    memory = ended_at(place)
+    if not memory or int(place.name) >= settings.steps:
         return ""
     rule, reason, number = memory[ENDED]["rule"], memory[ENDED]["reason"], phase_of(place)
     if rule not in (OF_LESSONS, OF_PHASES):  # of the user's own
-        own = json.dumps(configs.to_json(settings.rules.own))
-        edited = [name for name in code if configs.changed_code(before.origin.code, {name: code[name]}) and name in own]
         return "" if edited or any(one.startswith("rules.own") for one in changed) else reason
     if rule == OF_LESSONS:
         patience = configs.in_phase(settings, number).rollout.collect.patience
@@ -366,3 +363,78 @@ def why_ended(directory: Path, settings: configs.Configuration, changed: Sequenc
     test = configs.evaluation_key(settings)
     holds = until is not None and not restarts and would_end(until, rows, settings.evaluation.every, test)
     return reason if holds else ""
+
+
+@contextlib.contextmanager
+def claimed(directory: Path, found: configs.Found) -> Generator[None]:
+    """Create and lock the run's directory with its config.json. A directory made here is removed if the run does not
+    begin, except for the traceback of a reward, which the message names.
+    """
+    run = found.run
+    if found.directory is not None and run.output.run_dir == str(found.directory):  # a run lies where its directory is
+        run = dataclasses.replace(run, output=dataclasses.replace(run.output, run_dir=None))
+    settings = configs.to_json(run) | {"chosen": configs.chosen(found.run)}
+    made = next((p for p in reversed([directory, *directory.parents]) if not p.exists()), None)
+
+    def remove(*reason: object) -> None:
+        if made is None or has_begun(directory):
+            return
+        if not (directory / REWARD_ERROR).exists():
+            shutil.rmtree(directory, ignore_errors=True)
+            if storage.address(directory):
+                drop_copies(directory, ())
+                lease.upload_last(directory)
+            with contextlib.suppress(OSError):  # other runs may lie beside it by now
+                for parent in directory.parents[: len(directory.parts) - len(made.parts)]:
+                    parent.rmdir()
+            return
+        for path in directory.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name != REWARD_ERROR:
+                path.unlink(missing_ok=True)
+
+    with contextlib.ExitStack() as stack:
+        try:
+            with writable(directory, "--run_dir"):
+                directory.mkdir(parents=True, exist_ok=True)
+                lock = stack.enter_context(alone(directory, OTHERWISE))
+            stack.enter_context(lease.leased(directory, OTHERWISE))
+            if storage.address(directory):  # another machine may have trained it since it was chosen
+                storage.fetch(directory)
+            with writable(directory, "--run_dir"):
+                configs.write_code(directory, found.origin, found.code)
+                configs.write(directory / "config.json", settings | found.origin.to_json())
+            if storage.address(directory):
+                storage.push(directory)
+                stack.callback(lease.upload_last, directory)
+            with on_exit(lambda *reason: lock.unlink(missing_ok=True)), on_exit(remove):
+                yield
+        except InUse:
+            raise
+        except BaseException:
+            remove()
+            raise
+
+
+def check_shared(peers: Peers, path: Path) -> None:
+    """Refuse a run directory that is not shared by all hosts.
+
+    ``path``: a file that process 0 has just written.
+
+    Raises:
+      InputError: a process does not see it, or sees other content.
+    """
+    content = peers.first(path.read_text)
+    limit = time.monotonic() + FILE_SYSTEM_S
+    seen = peers.leads
+    while not seen and time.monotonic() < limit:
+        storage.refreshed(path.parent)
+        seen = path.is_file() and path.read_text() == content
+        time.sleep(0.0 if seen else 0.2)
+    blind = [i for i, sees in enumerate(peers.gather(seen)) if not sees]
+    if blind:
+        raise InputError(
+            f"process {blind[0]} does not see {path}: all processes write the checkpoints, so give a folder that they "
+            "share with --run_dir"
+        )

@@ -31,7 +31,7 @@ FROM_ELSEWHERE = {
     "from again": "train {run} --from {run}@1 --steps 1",
     "slower": f"train {{run}} --from {{run}}@1 --steps 1 {SLOWER}",
     "carried": "train {run} --from {run}@2 --carry --steps 1 --output.samples 8 --run_dir carried",
-    "alone": "train smoke --carry",
+    "carried alone": "train smoke --carry",
     "structure": "train smoke --from {run} --learner.lora.rank 2",
 }
 OF_A_STRANGER = {
@@ -61,7 +61,10 @@ def answers(folder):
     reward.write_text(reward.read_text().replace("return ", "return 0.0 + "))  # the same in other words
     names = {"run": folder / "project/runs/mine", "project": folder / "project"}
     lines = [line.format(**names) for line in FROM_ELSEWHERE.values()]
-    return {"begun": begun[0]} | dict(zip(FROM_ELSEWHERE, commands(lines, folder / "elsewhere"), strict=True))
+    found = {"begun": begun[0]} | dict(zip(FROM_ELSEWHERE, commands(lines, folder / "elsewhere"), strict=True))
+    shutil.copy(folder / "project/runs/mine/config.json", folder / "alone.json")
+    edited = "train {project}/mine.py --run_dir {run} --steps 4 --output.keep 9".format(**names)
+    return found | {"edited": commands([edited], folder / "elsewhere")[0]}
 
 
 def state_of(directory, step):
@@ -79,21 +82,23 @@ def same(one, other):
 
 
 def test_a_run_with_own_classes_is_gone_on_with_tested_and_exported_from_elsewhere(folder, answers):
-    for name in ("begun", "eval", "eval 1", "export", "eval export", "go on", "from", "from again", "slower"):
+    for name in ("begun", "eval", "eval 1", "export", "eval export", "go on", "edited", "from", "from again", "slower"):
         assert answers[name].code == 0, (name, answers[name].err)
     directory = folder / "project" / "runs" / "mine"
     rows = {row["step"]: row for row in map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())}
-    assert list(rows) == [0, 1, 2, 3]
-    told = "goes on with other code than before (code of my_rewards:digits: "
-    assert told in answers["go on"].err and told not in answers["begun"].err
-    assert rows[3]["event/settings"].startswith("code of my_rewards:digits: ") and "event/settings" not in rows[2]
+    assert list(rows) == [0, 1, 2, 3, 4]
+    told = "goes on with other code than before (code/my_rewards.py changed); --fresh begins a new run"
+    assert told in answers["edited"].err and told not in answers["begun"].err + answers["go on"].err
+    assert rows[4]["event/settings"] == "code/my_rewards.py changed" and "event/settings" not in rows[3]
+    copies = [(directory / "code" / number / "my_rewards.py").read_text() for number in "12"]
+    assert copies[1] == (folder / "project" / "my_rewards.py").read_text() != copies[0]
     logged = {name: value for name, value in rows[2].items() if name.startswith("eval/")}
     found = json.loads(answers["eval"].out)
     assert logged and {name: found[name] for name in logged} == logged
     ours, theirs = (json.loads(answers[name].out) for name in ("eval 1", "eval export"))
     assert (ours["step"], theirs["step"]) == (1, None)
     assert {k: v for k, v in ours.items() if "/" in k} == {k: v for k, v in theirs.items() if "/" in k}
-    saved = json.loads((directory / "config.json").read_text())
+    saved = json.loads((folder / "alone.json").read_text())
     assert saved["output"]["run_dir"] is None and saved["task"]["source"]["path"] == "sums.jsonl"
     assert not (folder / "elsewhere" / "runs").exists()
 
@@ -155,7 +160,7 @@ def test_a_run_that_carries_goes_on_where_the_other_one_was(folder, answers):
     assert again == sorted((prompt, text) for step, prompt, text in asked["mine"] if step == 3)
     assert len({prompt for prompt, _ in again}) == 8 + 5, "of the step, and of the evaluation"
     assert configs.read(folder / "elsewhere" / "carried" / "config.json").origin.start.carry
-    assert answers["alone"].code == 2 and "name it with --from RUN" in answers["alone"].err
+    assert answers["carried alone"].code == 2 and "name it with --from RUN" in answers["carried alone"].err
 
 
 def test_a_place_in_other_problems_is_not_carried(folder, answers):
@@ -174,16 +179,17 @@ def test_a_place_in_other_problems_is_not_carried(folder, answers):
 def test_a_run_of_a_stranger_executes_nothing(folder, answers):
     theirs = shutil.copytree(folder / "project", folder / "theirs")
     mark = folder / "ran"
-    for name in ("pieces.py", "my_rewards.py"):
-        with (theirs / name).open("a") as file:
-            file.write(f"\nopen({str(mark)!r}, 'a').write({name!r})\n")
     config = theirs / "runs" / "mine" / "config.json"
+    for place in (theirs, *(config.parent / "code").iterdir()):
+        for name in ("pieces.py", "my_rewards.py"):
+            with (place / name).open("a") as file:
+                file.write(f"\nopen({str(mark)!r}, 'a').write({name!r})\n")
     config.write_text(config.read_text().replace(str(folder / "project"), str(theirs)))  # still with a signature
     lines = {name: line.format(run=config.parent) for name, line in OF_A_STRANGER.items()}
     asked = dict(zip(lines, commands(list(lines.values()), folder / "elsewhere"), strict=True))
     for name in ("eval", "train", "collect"):
         assert asked[name].code == 2 and asked[name].err.count("\n") == 1, asked[name].err
-        assert f"in {theirs / 'pieces.py'}" in asked[name].err and "--trust" in asked[name].err
+        assert f"in {config.parent / 'code/2/pieces.py'}" in asked[name].err and "--trust" in asked[name].err
     for name in ("report", "export", "generate"):
         assert asked[name].code == 0, asked[name].err
     assert asked["generate --trust"].code == 2 and "--trust" in asked["generate --trust"].err

@@ -17,7 +17,7 @@ from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rewards import Accuracy, ModelReward
 from jaxrl_llm.rules import Phase, Rules
 from jaxrl_llm.runs.load import find_run
-from jaxrl_llm.runs.pins import Pins, decide, keep_dependencies, needs_base
+from jaxrl_llm.runs.pins import checking, decide, keep_dependencies, needs_base
 from jaxrl_llm.sharding.distributed import ALONE
 from jaxrl_llm.system.paths import COLLECTED
 from jaxrl_llm.tasks import Table
@@ -156,7 +156,7 @@ def test_other_weights_in_a_directory_are_refused_where_they_are_read(at):
 
     def compared(weights):
         found = Found("run", run, Origin(str(at), models=decided(at, run)), at / "run")
-        Pins(found, at / "run", ALONE).check("base", "float32", weights)
+        checking(found, at / "run", ALONE)("base", "float32", weights)
 
     a_run(at / "run", run, models=decided(at, run, began=False))
     compared(first)

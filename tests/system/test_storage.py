@@ -69,7 +69,9 @@ def test_a_mirror_tells_its_address(tmp_path):
 
 @pytest.mark.slow
 def test_a_mirror_and_its_address_become_equal_both_ways(address, tmp_path):
-    path = run_at(address, **{"metrics.jsonl": "1\n", "underway.json": "{}", "tensorboard/a": "curve"})
+    path = run_at(
+        address, **{"metrics.jsonl": "1\n", "underway.json": "{}", "tensorboard/a": "curve", "code/1/p/a.py": "1"}
+    )
     for name in (
         "lock",
         ".config.json.part",
@@ -85,13 +87,18 @@ def test_a_mirror_and_its_address_become_equal_both_ways(address, tmp_path):
     (path / "underway.json").unlink()
     stored.push(path)
     files = {"config.json": b"{}", "metrics.jsonl": b"1\n2\n", "tensorboard/a": b"curve"}
+    files |= {"code/1/p/a.py": b"1"}
     assert objects(address) == files
     on_another_machine(tmp_path / "other")
     other = stored.folder(address)
     assert other != path
-    assert {one.name: one.read_bytes() for one in other.iterdir()} == {
-        name: text for name, text in files.items() if "/" not in name
+    assert {str(one.relative_to(other)): one.read_bytes() for one in other.rglob("*") if one.is_file()} == {
+        name: text for name, text in files.items() if "/" not in name or name.startswith("code/")
     }
+    (other / "code/2").mkdir()
+    (other / "code/2/a.py").write_text("of another machine, which was killed")
+    stored.fetch(other)
+    assert not (other / "code/2/a.py").exists() and (other / "code/1/p/a.py").exists()
     (other / "metrics.jsonl").write_text("1\n2\n3\n")
     stored.push(other)
     on_another_machine(tmp_path / "cache")

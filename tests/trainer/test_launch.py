@@ -25,8 +25,7 @@ from jaxrl_llm.rules import Reaches, Rules, Stalls
 from jaxrl_llm.sharding.distributed import ALONE, Peers
 from jaxrl_llm.system.paths import COLLECTED, InUse, alone
 from jaxrl_llm.system.storage import folder, mirror, system
-from jaxrl_llm.trainer.claim import claimed
-from jaxrl_llm.trainer.launch import Result, begin, choose_directory, first_weights
+from jaxrl_llm.trainer.launch import Result, begin, choose_directory, claimed, first_weights
 from jaxrl_llm.trainer.state import forget_best
 
 SMOKE = configs.dated(configs.resolved(configs.load_config("smoke")[1]), "2025-07-01")
