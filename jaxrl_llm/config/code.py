@@ -46,8 +46,10 @@ def own_code(run: Any, origin: Origin, directory: Path | None) -> tuple[Origin, 
     names = {name.partition(":")[0] for name, _ in named(to_json(run))}
     if directory is not None:
         for name, (place, file, digest) in copies(directory, origin).items():
-            if digest:
-                modules[name], code[name] = file, Path(place).read_bytes()
+            content = Path(place).read_bytes() if digest else b""
+            trusted = origin.code[name], COPIES.get(name, ("", "", ""))[2]
+            if digest and hashlib.sha256(content).hexdigest() in trusted:  # as it was looked at when it was read
+                modules[name], code[name] = file, content
     for part in parts_of(run):
         while isinstance(part, functools.partial):
             part = part.func
@@ -66,10 +68,12 @@ def own_code(run: Any, origin: Origin, directory: Path | None) -> tuple[Origin, 
             folder = folder.parent
         folders.add(folder)
     for name, file in todo:  # which grows
-        if name in code:
+        if name in code or not os.access(file, os.R_OK):
             continue
-        content = Path(COPIES.get(name, (file,))[0]).read_bytes()
-        if len(content) + sum(map(len, code.values())) <= MOST_COPIED:
+        place, _, digest = COPIES.get(name, (file, "", ""))
+        content = Path(place).read_bytes()
+        same = digest in ("", hashlib.sha256(content).hexdigest())  # as it was imported
+        if same and len(content) + sum(map(len, code.values())) <= MOST_COPIED:
             modules[name], code[name] = file, content
         for other in _imports(content, name, file):
             if other not in files:
