@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config.files import to_json
-from jaxrl_llm.config.origin import PREFIX, Origin, copies, copy_of, own_modules
+from jaxrl_llm.config.origin import PREFIX, Origin, copies_of, copy_of, own_modules
 from jaxrl_llm.config.trust import named
 from jaxrl_llm.errors import require
 from jaxrl_llm.system import storage
@@ -45,7 +45,7 @@ def own_code(run: Any, origin: Origin, directory: Path | None) -> tuple[Origin, 
     modules, code = own_modules(run), {}
     names = {name.partition(":")[0] for name, _ in named(to_json(run))}
     if directory is not None:
-        for name, (place, file, digest) in copies(directory, origin).items():
+        for name, (place, file, digest) in copies_of(directory, origin).items():
             content = Path(place).read_bytes() if digest else b""
             trusted = origin.code[name], COPIES.get(name, ("", "", ""))[2]
             if digest and hashlib.sha256(content).hexdigest() in trusted:  # as it was looked at when it was read
@@ -59,7 +59,7 @@ def own_code(run: Any, origin: Origin, directory: Path | None) -> tuple[Origin, 
             with contextlib.suppress(OSError, TypeError):
                 modules[name], code[name] = "notebook.py", code.get(name, b"") + inspect.getsource(part).encode()
     files = {} if directory or not origin.config else {f"{PREFIX}{Path(origin.config).stem}": origin.config}
-    files |= {name: _file(name) for name in sorted(names) if name not in files}
+    files |= {name: _local_file(name) for name in sorted(names) if name not in files}
     todo = [(name, file) for name, file in files.items() if file]
     folders = set()
     for folder in (Path(file).absolute().parent for _, file in todo):
@@ -77,7 +77,7 @@ def own_code(run: Any, origin: Origin, directory: Path | None) -> tuple[Origin, 
             modules[name], code[name] = file, content
         for other in _imports(content, name, file):
             if other not in files:
-                files[other] = _file(other, folders)
+                files[other] = _local_file(other, folders)
                 todo += [(other, files[other])] * bool(files[other])
     digests = {name: hashlib.sha256(content).hexdigest() for name, content in code.items()}
     return dataclasses.replace(origin, modules=modules, code=digests), code
@@ -102,7 +102,7 @@ def write_code(directory: Path, origin: Origin, code: Mapping[str, bytes]) -> No
             file.write(content)
 
 
-def _file(name: str, folders: Collection[Path] = ()) -> str:
+def _local_file(name: str, folders: Collection[Path] = ()) -> str:
     """Return the Python file of a module that is not installed, and lies in one of the ``folders`` if any are given;
     empty for other modules, for links and for this package. Nothing is imported."""
     top = name.partition(".")[0]

@@ -413,7 +413,7 @@ def own_module(name: str, origin: Origin) -> ModuleType:
     return module
 
 
-def copies(directory: Path, origin: Origin) -> dict[str, tuple[str, str, str]]:
+def copies_of(directory: Path, origin: Origin) -> dict[str, tuple[str, str, str]]:
     """Return the run's copy of each of its own modules, as in ``COPIES``; the SHA-256 is that of its bytes now, empty
     without a file. The module's own file stands for a missing copy if it is the same; no links are followed."""
     found = {}
