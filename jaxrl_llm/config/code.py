@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config.files import to_json
-from jaxrl_llm.config.origin import PREFIX, Origin, copies, copy_of, own_modules
+from jaxrl_llm.config.origin import PREFIX, Origin, copies_of, copy_of, own_modules
 from jaxrl_llm.config.trust import named
 from jaxrl_llm.errors import require
 from jaxrl_llm.system import storage
@@ -45,9 +45,11 @@ def own_code(run: Any, origin: Origin, directory: Path | None) -> tuple[Origin, 
     modules, code = own_modules(run), {}
     names = {name.partition(":")[0] for name, _ in named(to_json(run))}
     if directory is not None:
-        for name, (place, file, digest) in copies(directory, origin).items():
-            if digest:
-                modules[name], code[name] = file, Path(place).read_bytes()
+        for name, (place, file, digest) in copies_of(directory, origin).items():
+            content = Path(place).read_bytes() if digest else b""
+            trusted = origin.code[name], COPIES.get(name, ("", "", ""))[2]
+            if digest and hashlib.sha256(content).hexdigest() in trusted:  # as it was looked at when it was read
+                modules[name], code[name] = file, content
     for part in parts_of(run):
         while isinstance(part, functools.partial):
             part = part.func
@@ -57,7 +59,7 @@ def own_code(run: Any, origin: Origin, directory: Path | None) -> tuple[Origin, 
             with contextlib.suppress(OSError, TypeError):
                 modules[name], code[name] = "notebook.py", code.get(name, b"") + inspect.getsource(part).encode()
     files = {} if directory or not origin.config else {f"{PREFIX}{Path(origin.config).stem}": origin.config}
-    files |= {name: _file(name) for name in sorted(names) if name not in files}
+    files |= {name: _local_file(name) for name in sorted(names) if name not in files}
     todo = [(name, file) for name, file in files.items() if file]
     folders = set()
     for folder in (Path(file).absolute().parent for _, file in todo):
@@ -66,14 +68,16 @@ def own_code(run: Any, origin: Origin, directory: Path | None) -> tuple[Origin, 
             folder = folder.parent
         folders.add(folder)
     for name, file in todo:  # which grows
-        if name in code:
+        if name in code or not os.access(file, os.R_OK):
             continue
-        content = Path(COPIES.get(name, (file,))[0]).read_bytes()
-        if len(content) + sum(map(len, code.values())) <= MOST_COPIED:
+        place, _, digest = COPIES.get(name, (file, "", ""))
+        content = Path(place).read_bytes()
+        same = digest in ("", hashlib.sha256(content).hexdigest())  # as it was imported
+        if same and len(content) + sum(map(len, code.values())) <= MOST_COPIED:
             modules[name], code[name] = file, content
         for other in _imports(content, name, file):
             if other not in files:
-                files[other] = _file(other, folders)
+                files[other] = _local_file(other, folders)
                 todo += [(other, files[other])] * bool(files[other])
     digests = {name: hashlib.sha256(content).hexdigest() for name, content in code.items()}
     return dataclasses.replace(origin, modules=modules, code=digests), code
@@ -98,7 +102,7 @@ def write_code(directory: Path, origin: Origin, code: Mapping[str, bytes]) -> No
             file.write(content)
 
 
-def _file(name: str, folders: Collection[Path] = ()) -> str:
+def _local_file(name: str, folders: Collection[Path] = ()) -> str:
     """Return the Python file of a module that is not installed, and lies in one of the ``folders`` if any are given;
     empty for other modules, for links and for this package. Nothing is imported."""
     top = name.partition(".")[0]

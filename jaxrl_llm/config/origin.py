@@ -401,20 +401,19 @@ def own_module(name: str, origin: Origin) -> ModuleType:
       InputError: the file is missing or another, or whatever it raises.
     """
     file, loaded = origin.modules[name], sys.modules.get(name)
-    if loaded is not None:
-        return loaded
-    require(name in COPIES or os.path.isfile(file), f"it has classes of {file}, which is missing: put it back")
+    known = loaded is not None or name in COPIES or os.path.isfile(file)
+    require(known, f"it has classes of {file}, which is missing: put it back")
     try:
-        alone = name.startswith(PREFIX) and name not in COPIES
+        alone = loaded is None and name.startswith(PREFIX) and name not in COPIES
         module = execute(Path(file)) if alone else importlib.import_module(name)
     except Exception as error:  # whatever a person's file raises
         raise error if isinstance(error, InputError) else InputError(f"{file}: {one_line(error)}") from error
-    same = name in COPIES or os.path.samefile(str(module.__file__), file)
+    same = name in origin.code or os.path.realpath(str(module.__file__)) == os.path.realpath(file)
     require(same, f"the module {name} is {module.__file__} here, and the run has {file}: rename one of them")
     return module
 
 
-def copies(directory: Path, origin: Origin) -> dict[str, tuple[str, str, str]]:
+def copies_of(directory: Path, origin: Origin) -> dict[str, tuple[str, str, str]]:
     """Return the run's copy of each of its own modules, as in ``COPIES``; the SHA-256 is that of its bytes now, empty
     without a file. The module's own file stands for a missing copy if it is the same; no links are followed."""
     found = {}

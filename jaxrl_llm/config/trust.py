@@ -26,7 +26,7 @@ from jaxrl_llm.config.origin import (
     FOLDERS,
     PREFIX,
     Origin,
-    copies,
+    copies_of,
     copy_of,
     digest_of,
     execute,
@@ -68,7 +68,7 @@ def trusting(trusted: bool = True) -> Generator[None]:
         TRUSTED.reset(token)
 
 
-def own_code(data: Mapping[str, Any], origin: Origin, calls: bool = True) -> dict[str, str]:
+def named_code(data: Mapping[str, Any], origin: Origin, calls: bool = True) -> dict[str, str]:
     """Return the code outside this package that a config.json names, ``module:name``, with the file of each.
 
     A copy's file is below the run's directory; it is empty where there is none. Nothing is imported.
@@ -123,7 +123,7 @@ def with_lost(run: Any, path: Path) -> Any:
 
 def use_copies(directory: Path, origin: Origin) -> None:
     """Import a run's own modules from its copies from now on, in place of others of their names."""
-    usable = {name: copy for name, copy in copies(directory, origin).items() if copy[2] and name != "__main__"}
+    usable = {name: copy for name, copy in copies_of(directory, origin).items() if copy[2] and name != "__main__"}
     for name, (_, _, digest) in usable.items():
         file = getattr(getattr(sys.modules.get(name), "__loader__", None), "path", "")
         if name in sys.modules and (not os.path.isfile(file) or digest_of(file) != digest):
@@ -165,7 +165,7 @@ def signed(data: Mapping[str, Any], origin: Origin) -> dict[str, Any]:
     Without a key that can be made or read it is not signed: the next start then asks.
     """
     bare = json.loads(json.dumps({name: value for name, value in data.items() if name != SIGNED}))  # as it is read
-    code = own_code(bare, origin) | lost_code(bare, origin)
+    code = named_code(bare, origin) | lost_code(bare, origin)
     key = _key(make=True) if code else None
     return bare if key is None else bare | {SIGNED: _signature(key, bare, code)}
 
@@ -177,9 +177,9 @@ def is_made_here(data: Mapping[str, Any], origin: Origin, directory: Path) -> bo
     if key is None or not isinstance(given, str):
         return False
     bare = {name: value for name, value in data.items() if name != SIGNED}
-    if any(copy[2] != origin.code[name] for name, copy in copies(directory, origin).items()):
+    if any(copy[2] != origin.code[name] for name, copy in copies_of(directory, origin).items()):
         return False
-    expected = _signature(key, bare, own_code(bare, origin) | lost_code(bare, origin))
+    expected = _signature(key, bare, named_code(bare, origin) | lost_code(bare, origin))
     return hmac.compare_digest(expected.encode(), given.encode("utf-8", "backslashreplace"))
 
 
@@ -195,12 +195,12 @@ def tools_of_others(task: Any, path: Path) -> list[str]:
 def check_trust(path: Path, data: Mapping[str, Any], origin: Origin, calls: bool = True) -> bool:
     """Refuse the config.json of a run that names code of its own and was made by another user or elsewhere.
 
-    Return whether it names any. ``calls``: as in ``own_code``.
+    Return whether it names any. ``calls``: as in ``named_code``.
 
     Raises:
       InputError: the line names the files.
     """
-    code = own_code(data, origin, calls)
+    code = named_code(data, origin, calls)
     if not code or is_made_here(data, origin, path.parent):
         return bool(code)
     files: dict[str, list[str]] = {}
@@ -209,8 +209,8 @@ def check_trust(path: Path, data: Mapping[str, Any], origin: Origin, calls: bool
         files.setdefault(str(path.parent / file) if module in origin.code else file or "no file", []).append(name)
     shown = [f"{', '.join(names)} in {file}" for file, names in files.items()]
     if TRUSTED.get():
-        before = copies(path.parent, dataclasses.replace(origin, copy=origin.copy - 1))
-        for name, (copy, _, digest) in copies(path.parent, origin).items():
+        before = copies_of(path.parent, dataclasses.replace(origin, copy=origin.copy - 1))
+        for name, (copy, _, digest) in copies_of(path.parent, origin).items():
             changed = before[name][2] not in ("", digest)
             if changed or copy not in files:
                 shown.append(f"{copy} (changed since copy {origin.copy - 1})" if changed else copy)

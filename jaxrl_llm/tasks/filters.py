@@ -31,7 +31,7 @@ COPIES: dict[str, tuple[str, str, str]] = {}
 """Modules that are imported from a run's copies, by name: the copy, the module's own file, the SHA-256 of its bytes."""
 
 
-class Copy(importlib.machinery.SourceFileLoader):
+class CopyLoader(importlib.machinery.SourceFileLoader):
     """Imports a module from a run's copy, without cached bytecode; ``__file__`` is its own file while that exists."""
 
     @classmethod
@@ -64,8 +64,8 @@ class Copy(importlib.machinery.SourceFileLoader):
 def import_copies(copies: dict[str, tuple[str, str, str]]) -> None:
     """Import modules from these copies (``COPIES``) from now on."""
     COPIES.update(copies)
-    if copies and Copy not in sys.meta_path:
-        sys.meta_path.insert(0, Copy)
+    if copies and CopyLoader not in sys.meta_path:
+        sys.meta_path.insert(0, CopyLoader)
 
 
 def resolve(path: str) -> Callable[..., Any]:

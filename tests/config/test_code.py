@@ -247,6 +247,18 @@ def test_only_the_bytes_that_were_looked_at_are_executed(project, tmp_path, caps
     assert "code/2/ya11.py (changed since copy 1)" in capsys.readouterr().err
 
 
+def test_bytes_that_are_swapped_after_they_were_looked_at_are_not_signed(project, tmp_path):
+    rewards = f"__import__('jaxrl_llm.rewards').rewards.{BY_NAME.format('ya13')},"
+    found = project({"ya13.py": REWARD.format(value="1.0")}, "", rewards)
+    path = saved(found, tmp_path / "run")
+    run = configs.find_config(str(path.parent))
+    (tmp_path / "run/code/1/ya13.py").write_text(REWARD.format(value="13.0"))
+    origin, code = own_code(run.run, run.origin, run.directory)
+    assert b"13.0" not in b"".join(code.values()) and "ya13" not in origin.code
+    (tmp_path / "project" / "mine.py").unlink()  # as a file that was only for a while
+    assert "jaxrl_llm_config_mine" not in own_code(found.run, found.origin, None)[0].code
+
+
 def test_nothing_is_written_through_a_link_nor_outside(project, tmp_path):
     found = project({"ya12.py": ""}, "import ya12", "")
     outside = tmp_path / "outside"
