@@ -89,12 +89,11 @@ def happened(metrics: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def described(directories: Sequence[Path], chosen: list[tuple[list[bytes], int]]) -> dict[str, Any]:
+def described(directories: Sequence[Path], runs: Sequence[Any], chosen: Sequence[Any]) -> dict[str, Any]:
     """Return the data of the page as JSON values: for each run its settings, curves, events and findings.
 
-    ``chosen``: of each run, as ``choose_lines`` returns them.
+    ``runs``, ``chosen``: of each, as ``read_files`` and ``choose_lines`` return them.
     """
-    runs = [read_files(directory) for directory in directories]
     count = sum(len(curves) + 1 for *_, curves in runs)
     most = max(100, MOST_POINTS // max(count, 1))
     names = [directory.resolve().name for directory in directories]
@@ -224,8 +223,9 @@ def write_report(directories: Sequence[Path], path: Path) -> None:
 def page(directories: Sequence[Path]) -> str:
     """Return the report of some runs as HTML; foreign text is embedded as base64 or escaped."""
     try:
+        runs = [read_files(directory) for directory in directories]
         chosen = [choose_lines(directory / "samples.jsonl", len(directories)) for directory in directories]
-        data = described(directories, chosen)
+        data = described(directories, runs, chosen)
         data["written"] = datetime.datetime.now().isoformat(" ", "minutes")
         blobs = [_blob("history", json.dumps(jsonable(data), allow_nan=False).encode())]
     except (OSError, RecursionError) as error:
