@@ -27,6 +27,15 @@ def require(fine: bool, message: str) -> None:
 
 
 @contextlib.contextmanager
+def naming(where: object) -> Generator[None]:
+    """Begin the message of an InputError within the block with ``where:``, a setting, file or row."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
+
+
+@contextlib.contextmanager
 def as_input_error(what: str, remedy: str) -> Generator[None]:
     """Turn any exception of a library into the InputError ``what (reason); remedy``: each version has its own
     classes."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.cli.flags import parse
-from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.errors import naming, require
 from jaxrl_llm.rewards.rubric import OF_JUDGES, Pairwise, Rubric, asks_model
 from jaxrl_llm.rewards.scorer import Scorer
 from jaxrl_llm.rewards.shaping import check, named
@@ -121,10 +121,8 @@ def read_pairs(path: Path, limit: int) -> list[Pair]:
 
     found: list[Pair] = []
     for place, row in rows_of(path):
-        try:
+        with naming(place):
             prompt, (best, *_, worst), _ = ranking_of(row, columns_of(row, PAIRS))
-        except InputError as error:
-            raise InputError(f"{place}: {error}") from None
         answer = row.get("answer")
         right = "" if answer is None else str(answer)
         problem = Problem(place, tuple(prompt), right, path.stem, verifier="none", metadata=row)

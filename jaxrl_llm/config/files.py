@@ -25,7 +25,7 @@ from jaxrl_llm.config.origin import (
 from jaxrl_llm.config.run import Run
 from jaxrl_llm.config.texts import Configuration
 from jaxrl_llm.config.trust import LOST, SIGNED, check_trust, signed, use_copies
-from jaxrl_llm.errors import InputError, did_you_mean, require
+from jaxrl_llm.errors import InputError, did_you_mean, naming, require
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rewards.functions import Local, StepFunction
 from jaxrl_llm.system import storage
@@ -128,10 +128,8 @@ def find_config(name: str) -> Found:
     module = execute(path)
     others = "".join(f", or {kind.__name__}(...)" for kind in KINDS[1:])
     require(isinstance(getattr(module, "config", None), KINDS), f"{path} must set config = Run(...){others}")
-    try:
+    with naming(path):
         check_types(module.config)
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
     return Found(path.stem, module.config, Origin(str(Path.cwd()), str(path.absolute())))
 
 

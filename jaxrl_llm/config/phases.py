@@ -11,7 +11,7 @@ from jaxrl_llm.config.checks import check_run, check_types, resolved
 from jaxrl_llm.config.mixture import overlong_weight
 from jaxrl_llm.config.run import MAX_SEED, Run, keeps_reference
 from jaxrl_llm.config.texts import Configuration
-from jaxrl_llm.errors import InputError, did_you_mean, require
+from jaxrl_llm.errors import InputError, did_you_mean, naming, require
 from jaxrl_llm.learner.settings import Optimiser
 from jaxrl_llm.rules.settings import Phase, Stalls, Until
 from jaxrl_llm.system.setting import FIXED, check_fields, names_marked
@@ -110,14 +110,12 @@ def validate(run: Configuration) -> None:
         phase.check(run, f"{where}.")
         if phase.until is not None:
             _check_until(run, phase.until, f"{where}.until")
-        try:
+        with naming(f"phase {phase.name!r}"):
             _check_names(run, phase, where)
             after = next(settings)
             _check_changes(run, phase, before, after, where)
             check_run(after)
             before = after
-        except InputError as error:
-            raise InputError(f"phase {phase.name!r}: {error}") from None
 
 
 def unreached(run: Configuration) -> list[str]:

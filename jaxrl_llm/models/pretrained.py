@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.errors import InputError, as_input_error, did_you_mean, require
+from jaxrl_llm.errors import InputError, as_input_error, did_you_mean, naming, require
 from jaxrl_llm.models.config import Attention, Embeddings, Experts, ModelConfig, Rope, TokenIds
 from jaxrl_llm.models.hf import gives_scores, read_config
 from jaxrl_llm.models.peft import MERGED, base_named, is_adapter, read_adapter
@@ -346,10 +346,8 @@ def of_adapter(folder: Path) -> Generator[str]:
     """Yield the name of an adapter's base; an InputError about the base names the adapter, too."""
     base = base_named(folder)
     require(not is_adapter(storage.folder(base)), f"{folder}: its base {base} is an adapter too: {MERGED}")
-    try:
+    with naming(f"the base_model_name_or_path of the adapter {folder}"):
         yield base
-    except InputError as error:
-        raise InputError(f"the base_model_name_or_path of the adapter {folder}: {error}") from None
 
 
 def check_name(name: str) -> None:

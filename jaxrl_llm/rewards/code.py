@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple
 
-from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.errors import InputError, naming, require
 from jaxrl_llm.rewards import sandbox
 from jaxrl_llm.rewards.code_formats import (
     Asserted,
@@ -282,10 +282,8 @@ class CodeTests:
             )
             if self.column not in problem.metadata:
                 raise InputError(f"{place}: there is none; name the column with the tests (CodeTests.column)")
-            try:
+            with naming(place):
                 found = read_tests(problem.metadata[self.column])
-            except InputError as error:
-                raise InputError(f"{place}: {error}") from None
             counts = self.allow_opaque_asserts or not all(test.opaque for test in found)
             require(
                 counts, f"{place}: only the program itself could judge its assertions; allow_opaque_asserts counts them"

@@ -13,7 +13,7 @@ from jaxrl_llm.checkpoints.snapshots import BEST, CHECKPOINTS, check_whole, kept
 from jaxrl_llm.checkpoints.store import read_host, restore_policy, steps_in
 from jaxrl_llm.config import Configuration
 from jaxrl_llm.config.origin import SAVED_RUNS
-from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.errors import InputError, naming, require
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.pretrained import architecture, check_name, load_either
 from jaxrl_llm.runs.pins import PINS
@@ -306,7 +306,5 @@ def load_base(trained: Trained, mesh: Any) -> tuple[Any, Any | None]:
       InputError: the model is missing; the line names the run.
     """
     name = configs.without_step(trained.run.model) if only_shapes(mesh) else trained.run.model
-    try:
+    with naming(f"the model that {trained.directory.parents[1]} was trained from"):
         return load_model(name, trained.run.learner.dtype, mesh)
-    except InputError as error:
-        raise InputError(f"the model that {trained.directory.parents[1]} was trained from: {error}") from None

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import Run, tasks_in
-from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.errors import naming, require
 from jaxrl_llm.learner import Critic, Forward, Sample, Training, ValueLoss, make_update
 from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.learner.platform import KERNELS, compute_for
@@ -131,10 +131,8 @@ def critic_config(name: str, run: Run, policy: ModelConfig, find: Architectures)
     Raises:
       InputError: it is missing, or has fewer positions or another vocabulary than the run needs.
     """
-    try:
+    with naming("recipe.critic.model"):
         config = find(name)
-    except InputError as error:
-        raise InputError(f"recipe.critic.model: {error}") from None
     positions = config.attention.rope.max_positions
     require(
         run.rollout.max_length <= positions,

@@ -17,7 +17,7 @@ from jaxrl_llm.config.texts import FromData
 from jaxrl_llm.data import Collected, Pairs, Steps, Text, Texts, Unpaired, load_texts, longest
 from jaxrl_llm.engine import Sampling
 from jaxrl_llm.engine.engine import backend_for
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import naming
 from jaxrl_llm.learner import Forward, Sample, Training, make_update
 from jaxrl_llm.learner.batch import rows_of, rows_together
 from jaxrl_llm.learner.objectives import NextToken, Objective
@@ -247,10 +247,8 @@ def with_room(forward: Forward, groups: Iterable[tuple[str, Sequence[Sample]]], 
         needed = rows_together(samples, layout)
         if needed > layout.rows and not rows:
             layout = dataclasses.replace(layout, rows=-(-needed // layout.parts) * layout.parts)
-        try:
+        with naming(where):
             rows_of(samples, layout)
-        except InputError as error:
-            raise InputError(f"{where}: {error}") from None
     return dataclasses.replace(forward, layout=layout)
 
 

@@ -20,7 +20,7 @@ from jaxrl_llm.algorithms.preference import solution_score, step_differences
 from jaxrl_llm.data.datasets import split_steps, step_lengths
 from jaxrl_llm.engine import Sampling
 from jaxrl_llm.engine.engine import Backend, backend_for
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, naming
 from jaxrl_llm.learner import Forward, Sample
 from jaxrl_llm.models.decoder import Decoder, initialise
 from jaxrl_llm.models.heads import ScalarModel, with_scalar_head
@@ -92,10 +92,8 @@ def load_judge(
       InputError: as ``judges_of``.
     """
     status(f"loading {path}")
-    try:
+    with naming(field):
         model, own = load_model(path, run.learner.compute.dtype, where)
-    except InputError as error:
-        raise InputError(f"{field}: {error}") from None
     if not isinstance(model, ScalarModel):
         raise InputError(f"{field}: {path} is a language model, which gives no score: train a RewardModel")
     check_tokenizer(own, f"{field}: {path}")
@@ -358,10 +356,8 @@ def load_judge_model(
     """
     status(f"loading {judge.model}")
     field = f"{field}: judge.model"
-    try:
+    with naming(field):
         model, tokenizer = load_model(judge.model, run.learner.compute.dtype, where)
-    except InputError as error:
-        raise InputError(f"{field}: {error}") from None
     if isinstance(model, ScalarModel):
         raise InputError(f"{field}: {judge.model} is a reward model, which answers nothing: take ModelReward")
     check_tokenizer(tokenizer, f"{field}: {judge.model}")
@@ -376,10 +372,8 @@ def load_judge_model(
         model, dtype, where, where, slots=judge.slots, max_length=judge.max_length, strict=True
     )  # fmt: skip
     found = JudgeEngine(judge, engine, transfer(model), tokenizer, where, status)
-    try:
+    with naming(f"{field}: {judge.model}"):
         found.prompt([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}])
-    except InputError as error:
-        raise InputError(f"{field}: {judge.model}: {error}") from None
     return found
 
 

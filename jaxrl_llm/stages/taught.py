@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.data import Pairs, Steps
-from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.errors import naming, require
 from jaxrl_llm.models.hf import OURS, gives_scores
 from jaxrl_llm.models.pretrained import attributes_of
 from jaxrl_llm.rewards.functions import ModelReward, StepReward
@@ -110,10 +110,8 @@ class Reader:
         Raises:
           InputError: it was trained with another format, or does not exist.
         """
-        try:
+        with naming(self.field.removesuffix(":")):
             found = taught(name)
-        except InputError as error:
-            raise InputError(f"{self.field.removesuffix(':')}: {error}") from None
         if found is None or found.kind is None:
             return
         what = "steps" if found.kind == "steps" else "whole answers"

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.algorithms.kl import SampledKL
-from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.errors import InputError, naming, require
 from jaxrl_llm.learner import Forward, Sample, Training
 from jaxrl_llm.learner.objectives import DISTILLATION, WHICH, DivergenceLoss, Teacher, TopOutput
 from jaxrl_llm.learner.platform import KERNELS, compute_for, layout_for
@@ -315,10 +315,8 @@ def load_teacher(name: str, run: configs.Run, forward: Forward, tokenizer: Any) 
     if is_base(name, run):
         return None
     field = field_of(name, run)
-    try:
+    with naming(field):
         model, own = load_model(name, run.learner.compute.dtype, forward.mesh)
-    except InputError as error:
-        raise InputError(f"{field}: {error}") from None
     if isinstance(model, ScalarModel):
         raise InputError(f"{field}: {name} is a reward model, which gives no distribution of tokens: take ModelReward")
     require(
@@ -343,10 +341,8 @@ def run_teacher(name: str | None, run: configs.Run, forward: Forward, find: Arch
     field = "scoring.distillation.context" if itself else field_of(name, run)
     if itself and not more:
         return forward
-    try:
+    with naming(field):
         config = find(run.model if name is None else name)
-    except InputError as error:
-        raise InputError(f"{field}: {error}") from None
     positions = config.attention.rope.max_positions
     require(
         longest <= positions,

@@ -28,7 +28,7 @@ from jaxrl_llm.config import Configuration, Start, to_json
 from jaxrl_llm.config.origin import recorded_best
 from jaxrl_llm.diagnosis import FindingTracker
 from jaxrl_llm.diagnosis.history import ROLLED_BACK
-from jaxrl_llm.errors import InputError, one_line, require
+from jaxrl_llm.errors import InputError, naming, one_line, require
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.update import NewRole, reset_optimiser, reset_reference, with_reference
 from jaxrl_llm.models.heads import split
@@ -308,10 +308,8 @@ def load_phase(context: RunContext, number: int, cursor: Cursor | None, resource
     if cursor is None:
         for later in range(number + 1, len(configs.phases_of(whole))):  # it must be able to begin
             before, after = configs.in_phase(whole, later - 1), configs.in_phase(whole, later)
-            try:
+            with naming(f"phase {configs.phases_of(whole)[later].name!r}"):
                 stage_of(after).check_phase(before, after, model.config, tokenizer, progress.status)
-            except InputError as error:
-                raise InputError(f"phase {configs.phases_of(whole)[later].name!r}: {error}") from None
         if start is not None:
             progress.status(f"restoring step {start}")
         parameters = sum(x.size for x in jax.tree.leaves(trained))  # of shapes, or of arrays which are consumed below
