@@ -339,7 +339,7 @@ def tested(trained: Trained) -> dict[str, Any]:
         stage = kind.prepare(run, model, tokenizer, mesh, resources, progress, ALONE)
         del model
         progress.status(f"loading {directory}")
-        found = stage.test(load_trained(trained, mesh)[0])
+        found = stage.evaluate(load_trained(trained, mesh)[0])
     if found is not None:
         found.check()
     else:
