@@ -22,11 +22,14 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jaxrl_llm.algorithms.tokens import (
     ABOVE_0,
     AT_LEAST_0,
     LOWEST_LOGP,
+    FloatBT,
+    FloatPG,
     array,
     count,
     flags,
@@ -73,7 +76,7 @@ class Grouped(NamedTuple):
         return jnp.where(self.valid & (high > low), self.rewards - mean, 0), count
 
 
-def scores(rewards: Any, context: AdvantageContext | None, grouped: bool = True) -> Grouped:
+def scores(rewards: FloatPG, context: AdvantageContext | None, grouped: bool = True) -> Grouped:
     """Group the rewards of the global batch: by the rows of [P, G], or by ``context.group_ids`` where given.
 
     An estimator that does not compare completions of one prompt passes ``grouped=False`` and may pass [B] as well.
@@ -166,7 +169,7 @@ def gae(
     return jax.lax.scan(back, (after, jnp.zeros_like(after)), (rewards.T, values.T, mask.T), reverse=True)[1].T
 
 
-def returns(advantages: Any, values: Any) -> jax.Array:
+def returns(advantages: FloatBT, values: FloatBT) -> jax.Array:
     """Return ``A_t + V_t`` [B, T], the targets of the value loss, for unwhitened advantages (arXiv 1506.02438)."""
     advantages = array(advantages, "advantages")
     values = array(values, "values")
@@ -176,7 +179,12 @@ def returns(advantages: Any, values: Any) -> jax.Array:
 
 
 def value_loss(
-    values: Any, targets: Any, mask: Any, old_values: Any = None, clip: float | None = None, token_count: Any = None
+    values: FloatBT,
+    targets: FloatBT,
+    mask: FloatBT,
+    old_values: FloatBT | None = None,
+    clip: float | None = None,
+    token_count: ArrayLike | None = None,
 ) -> jax.Array:
     """Compute ``0.5 mean_t max((V - Ret)^2, (V_old + clip(V - V_old, -clip, clip) - Ret)^2)``.
 
@@ -229,11 +237,11 @@ class Estimator:
     compares: ClassVar[bool] = True
     __post_init__ = within_bounds
 
-    def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
+    def __call__(self, rewards: FloatPG, context: AdvantageContext | None = None) -> jax.Array:
         """Return the advantages; the module docstring gives the shapes."""
         raise NotImplementedError
 
-    def with_returns(self, rewards: Any, context: AdvantageContext) -> tuple[jax.Array, jax.Array]:
+    def with_returns(self, rewards: FloatPG, context: AdvantageContext) -> tuple[jax.Array, jax.Array]:
         """Return advantages and the critic's targets, [B, T] each, for an estimator that needs values."""
         advantages = self(rewards, context)
         return advantages, returns(advantages, context.values)
@@ -246,7 +254,7 @@ class GroupMean(Estimator):
     The mean includes the completion itself, so the policy gradient is 1 - 1/G of the unbiased one.
     """
 
-    def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
+    def __call__(self, rewards: FloatPG, context: AdvantageContext | None = None) -> jax.Array:
         """Return float[P, G] for rewards float[P, G]."""
         return scores(rewards, context).centred()[0]
 
@@ -262,7 +270,7 @@ class GroupZScore(Estimator):
     ddof: Annotated[int, AT_LEAST_0] = 1
     eps: Annotated[float, AT_LEAST_0] = 1e-6
 
-    def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
+    def __call__(self, rewards: FloatPG, context: AdvantageContext | None = None) -> jax.Array:
         """Return float[P, G] for rewards float[P, G]."""
         given = scores(rewards, context)
         centre, count = given.centred()
@@ -273,7 +281,7 @@ class GroupZScore(Estimator):
 class LeaveOneOut(Estimator):
     """``A_i = R_i - mean_{j != i}(R_j) = G / (G - 1) (R_i - mean(R))``: RLOO (arXiv 2402.14740)."""
 
-    def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
+    def __call__(self, rewards: FloatPG, context: AdvantageContext | None = None) -> jax.Array:
         """Return float[P, G] for rewards float[P, G]."""
         centre, count = scores(rewards, context).centred()
         return centre * count / jnp.maximum(count - 1, 1)
@@ -291,7 +299,7 @@ class BatchScaled(Estimator):
     ddof: Annotated[int, AT_LEAST_0] = 1
     eps: Annotated[float, AT_LEAST_0] = 1e-6
 
-    def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
+    def __call__(self, rewards: FloatPG, context: AdvantageContext | None = None) -> jax.Array:
         """Return float[P, G] for rewards float[P, G]."""
         given = scores(rewards, context)
         centre, _ = given.centred()
@@ -314,7 +322,7 @@ class GDPO(Estimator):
     eps: Annotated[float, AT_LEAST_0] = 1e-6
     several: ClassVar[bool] = True
 
-    def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
+    def __call__(self, rewards: FloatPG, context: AdvantageContext | None = None) -> jax.Array:
         """Return advantages [P, G] for rewards float[P, G, n], or [B] for rewards float[B, n] with group ids.
 
         Raises:
@@ -362,7 +370,7 @@ class Whitened(Estimator):
         """Whether the baseline is the mean of the group."""
         return self.baseline == "group"
 
-    def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
+    def __call__(self, rewards: FloatPG, context: AdvantageContext | None = None) -> jax.Array:
         """Return float[B, T] for rewards float[P, G]; the context has mask and perhaps step_rewards [B, T]."""
         given = scores(rewards, context, self.baseline == "group")
         (mask,) = context_arrays(context, "Whitened", given.rewards.size, "mask")
@@ -388,7 +396,7 @@ class ProcessSupervised(Estimator):
     needs: ClassVar[tuple[str, ...]] = ("mask", "step_rewards")
     by_token: ClassVar[bool] = True
 
-    def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
+    def __call__(self, rewards: FloatPG, context: AdvantageContext | None = None) -> jax.Array:
         """Return float[B, T] for rewards float[P, G]; the context has mask and step_rewards [B, T]."""
         given = scores(rewards, context)
         mask, steps = context_arrays(context, "ProcessSupervised", given.rewards.size, *self.needs)
@@ -432,11 +440,11 @@ class GAE(Estimator):
         """Return the fields of the context that it reads."""
         return ("mask", "values") + ("bootstrap",) * self.bootstrap
 
-    def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
+    def __call__(self, rewards: FloatPG, context: AdvantageContext | None = None) -> jax.Array:
         """Return float[B, T] for rewards float[P, G]; the context has mask, values, perhaps step_rewards [B, T]."""
         return self.with_returns(rewards, context)[0]
 
-    def with_returns(self, rewards: Any, context: AdvantageContext | None = None) -> tuple[jax.Array, jax.Array]:
+    def with_returns(self, rewards: FloatPG, context: AdvantageContext | None = None) -> tuple[jax.Array, jax.Array]:
         """Return advantages and the critic's targets, ``A_t + V_t`` of the advantages before whitening; [B, T] each.
 
         Both are 0 where the mask is False and where the reward is unscorable.
@@ -491,15 +499,15 @@ class KLInReward(Estimator):
         """Whether it compares completions of one prompt."""
         return getattr(self.estimator, "compares", True)
 
-    def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
+    def __call__(self, rewards: FloatPG, context: AdvantageContext | None = None) -> jax.Array:
         """Return the estimator's advantages for rewards float[P, G]; mask, old_logp and ref_logp [B, T] are read."""
         return self.estimator(*self.penalised(rewards, context, self.coef))
 
-    def with_returns(self, rewards: Any, context: AdvantageContext) -> tuple[jax.Array, jax.Array]:
+    def with_returns(self, rewards: FloatPG, context: AdvantageContext) -> tuple[jax.Array, jax.Array]:
         """Return advantages and the critic's targets, [B, T] each, for an estimator with a critic."""
         return self.estimator.with_returns(*self.penalised(rewards, context, self.coef))
 
-    def penalised(self, rewards: Any, context: AdvantageContext | None, coef: Any) -> tuple[jax.Array, Any]:
+    def penalised(self, rewards: FloatPG, context: AdvantageContext | None, coef: ArrayLike) -> tuple[jax.Array, Any]:
         """Return rewards and context with the penalty added to the outcome, or to ``step_rewards`` at each token.
 
         ``coef`` may be traced, for controllers.
@@ -525,7 +533,7 @@ class MaxRL(Estimator):
     hard prompts weigh more. Rewards must not be negative: where the mean is 0 or less, the advantage is 0.
     """
 
-    def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
+    def __call__(self, rewards: FloatPG, context: AdvantageContext | None = None) -> jax.Array:
         """Return float[P, G] for rewards float[P, G]."""
         given = scores(rewards, context)
         centre, count = given.centred()
@@ -548,7 +556,7 @@ class PassAtK(Estimator):
 
     k: Annotated[int | None, Range("[2, inf)", words="at least 2")] = None
 
-    def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
+    def __call__(self, rewards: FloatPG, context: AdvantageContext | None = None) -> jax.Array:
         """Return float[P, G] for rewards float[P, G]."""
         given = scores(rewards, context)
         together = given.same is None
@@ -621,7 +629,7 @@ class GiGPO(Estimator):
     needs: ClassVar[tuple[str, ...]] = ("mask", "turn_rewards", "states")
     by_token: ClassVar[bool] = True
 
-    def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
+    def __call__(self, rewards: FloatPG, context: AdvantageContext | None = None) -> jax.Array:
         """Return float[B, T] for rewards float[P, G]; the context has mask, turn_rewards and states [B, T]."""
         rewards = array(rewards, "rewards", "any")
         turns = turns_of(rewards, context, "GiGPO")
@@ -669,7 +677,7 @@ class MTGRPO(Estimator):
     needs: ClassVar[tuple[str, ...]] = ("mask", "turn_rewards")
     by_token: ClassVar[bool] = True
 
-    def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
+    def __call__(self, rewards: FloatPG, context: AdvantageContext | None = None) -> jax.Array:
         """Return float[B, T] for rewards float[P, G]; the context has mask and turn_rewards [B, T]."""
         rewards = array(rewards, "rewards", "any")
         turns = turns_of(rewards, context, "MTGRPO")

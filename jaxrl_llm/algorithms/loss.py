@@ -5,12 +5,14 @@ from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jaxrl_llm.algorithms import reduce as reducers
 from jaxrl_llm.algorithms.advantages import KLInReward
 from jaxrl_llm.algorithms.tokens import (
     AT_LEAST_0,
     FINITE,
+    FloatBT,
     Tokens,
     array,
     clamped_log_ratio,
@@ -159,13 +161,13 @@ def _check_mix(algorithm: Algorithm, estimator: Any) -> None:
 
 def policy_loss(
     algorithm: Algorithm,
-    logp: Any,
+    logp: FloatBT,
     batch: PolicyBatch,
-    token_count: Any = None,
-    sequence_count: Any = None,
-    entropy: Any = None,
-    kl_coef: Any = None,
-    entropy_coef: Any = None,
+    token_count: ArrayLike | None = None,
+    sequence_count: ArrayLike | None = None,
+    entropy: FloatBT | None = None,
+    kl_coef: ArrayLike | None = None,
+    entropy_coef: ArrayLike | None = None,
 ) -> tuple[jax.Array, Metrics]:
     """Return the scalar loss to minimise, and its metrics.
 
@@ -211,7 +213,7 @@ def policy_loss(
     return loss, jax.lax.stop_gradient({"loss": loss} | means)
 
 
-def clipped_tokens(algorithm: Algorithm, logp: Any, batch: PolicyBatch) -> tuple[jax.Array, jax.Array]:
+def clipped_tokens(algorithm: Algorithm, logp: FloatBT, batch: PolicyBatch) -> tuple[jax.Array, jax.Array]:
     """Return masks of gradients cut at the lower and at the upper bound: bool[B, T] each, False at padding."""
     surrogate = algorithm.surrogate
     at = _prepared(algorithm, jax.lax.stop_gradient(logp), batch, algorithm.kl_coef)
@@ -220,13 +222,13 @@ def clipped_tokens(algorithm: Algorithm, logp: Any, batch: PolicyBatch) -> tuple
     return (at.mask > 0) & low.astype(bool), (at.mask > 0) & high.astype(bool)
 
 
-def log_ratios(algorithm: Algorithm, logp: Any, batch: PolicyBatch) -> jax.Array:
+def log_ratios(algorithm: Algorithm, logp: FloatBT, batch: PolicyBatch) -> jax.Array:
     """Return the logarithm of each token's importance ratio, or of its sequence's: [B, T], 0 at padding."""
     at = _prepared(algorithm, jax.lax.stop_gradient(logp), batch, algorithm.kl_coef)
     return jnp.where(at.mask > 0, at.log_ratio, 0)
 
 
-def whole_step(algorithm: Algorithm, logp: Any, batch: PolicyBatch, entropy: Any = None) -> Metrics:
+def whole_step(algorithm: Algorithm, logp: FloatBT, batch: PolicyBatch, entropy: FloatBT | None = None) -> Metrics:
     """Return the arrays [B, T], by name, that pieces compute over all tokens of an optimiser step; {} for most
     algorithms.
 
@@ -238,7 +240,9 @@ def whole_step(algorithm: Algorithm, logp: Any, batch: PolicyBatch, entropy: Any
     return _chosen(algorithm.chooses, at)
 
 
-def _prepared(algorithm: Algorithm, logp: Any, batch: PolicyBatch, kl_coef: Any, entropy: Any = None) -> Tokens:
+def _prepared(
+    algorithm: Algorithm, logp: FloatBT, batch: PolicyBatch, kl_coef: ArrayLike, entropy: FloatBT | None = None
+) -> Tokens:
     """Return the cleaned arrays with the log ratio and, where it is given, the entropy."""
     at = clean_tokens(logp, batch, kl_coef)
     if entropy is not None:

@@ -8,12 +8,24 @@ from typing import Annotated, Any, ClassVar, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
-from jaxrl_llm.algorithms.tokens import ABOVE_0, AT_LEAST_0, FINITE, array, count, flags, ranked, within_bounds
+from jaxrl_llm.algorithms.tokens import (
+    ABOVE_0,
+    AT_LEAST_0,
+    FINITE,
+    FloatB,
+    FloatBT,
+    array,
+    count,
+    flags,
+    ranked,
+    within_bounds,
+)
 from jaxrl_llm.system.setting import Range
 
 
-def sequence_logp(logp: Any, mask: Any) -> jax.Array:
+def sequence_logp(logp: FloatBT, mask: FloatBT) -> jax.Array:
     """Return the log-probability [B] of each completion: the sum over its valid tokens.
 
     logp: float[B, T], nats; mask: [B, T].
@@ -44,7 +56,7 @@ class PairwiseLoss:
         """Return what the margin is the difference of, for each answer; by default g itself."""
         return gap
 
-    def __call__(self, margin: Any) -> jax.Array:
+    def __call__(self, margin: FloatB) -> jax.Array:
         """Return the loss of each pair, float[B], for margins, float[B]."""
         raise NotImplementedError
 
@@ -68,7 +80,7 @@ class DPO(PairwiseLoss):
     average: bool = False
     nll_coef: ClassVar[float] = 0.0
 
-    def __call__(self, margin: Any) -> jax.Array:
+    def __call__(self, margin: FloatB) -> jax.Array:
         """Return the loss of each pair, float[B], for margins h, float[B]."""
         scaled = self.beta * _given(margin)
         right = jax.nn.log_sigmoid(scaled)
@@ -91,7 +103,7 @@ class IPO(PairwiseLoss):
     average: bool = False
     nll_coef: ClassVar[float] = 0.0
 
-    def __call__(self, margin: Any) -> jax.Array:
+    def __call__(self, margin: FloatB) -> jax.Array:
         """Return the loss of each pair, float[B], for margins h, float[B]."""
         return (_given(margin) - 1 / (2 * self.beta)) ** 2
 
@@ -116,7 +128,7 @@ class SimPO(PairwiseLoss):
     average: ClassVar[bool] = True
     to_reference: ClassVar[bool] = False
 
-    def __call__(self, margin: Any) -> jax.Array:
+    def __call__(self, margin: FloatB) -> jax.Array:
         """Return the loss of each pair, float[B], for margins a_w - a_l, float[B]."""
         return -jax.nn.log_sigmoid(self.beta * _given(margin) - self.gamma)
 
@@ -144,7 +156,7 @@ class ORPO(PairwiseLoss):
         below = jnp.minimum(gap, -jnp.finfo(gap.dtype).eps)
         return below - jnp.log(-jnp.expm1(below))
 
-    def __call__(self, margin: Any) -> jax.Array:
+    def __call__(self, margin: FloatB) -> jax.Array:
         """Return the odds-ratio term of each pair, float[B], for margins lo, float[B]."""
         return -self.beta * jax.nn.log_sigmoid(_given(margin))
 
@@ -170,13 +182,13 @@ class KTO:
 
     __post_init__ = within_bounds
 
-    def __call__(self, gap: Any, good: Any, point: Any) -> jax.Array:
+    def __call__(self, gap: FloatB, good: FloatB, point: ArrayLike) -> jax.Array:
         """Return the loss of each answer, float[B], for h float[B], good bool[B], and the scalar z."""
         gap = _given(gap, "gap")
         above = self.beta * (gap - jax.lax.stop_gradient(point))
         return jnp.where(good, self.desirable * jax.nn.sigmoid(-above), self.undesirable * jax.nn.sigmoid(above))
 
-    def point(self, unrelated: Any, counts: Any) -> jax.Array:
+    def point(self, unrelated: FloatB, counts: FloatB) -> jax.Array:
         """Return z, without a gradient, from h [B] of answers to other prompts, where ``counts`` bool[B] is True."""
         unrelated = _given(unrelated, "unrelated")
         mean = jnp.sum(jnp.where(counts, unrelated, 0)) / jnp.maximum(jnp.sum(counts, dtype=unrelated.dtype), 1)
@@ -190,7 +202,7 @@ def _given(x: Any, name: str = "margin") -> jax.Array:
     return x
 
 
-def bradley_terry(difference: jax.Array, margin: Any = 0.0) -> jax.Array:
+def bradley_terry(difference: jax.Array, margin: ArrayLike = 0.0) -> jax.Array:
     """Return ``-log sigmoid(r_w - r_l - margin)`` of each pair's difference of scores (arXiv 2203.02155, eq. 1)."""
     return -jax.nn.log_sigmoid(difference - margin)
 
@@ -218,7 +230,7 @@ def step_differences(scores: np.ndarray, start: float = 0.0) -> np.ndarray:
     return np.diff(scores, prepend=scores.dtype.type(start))
 
 
-def pretraining_loss(logp: Any, mask: Any, token_count: Any = None) -> jax.Array:
+def pretraining_loss(logp: FloatBT, mask: FloatBT, token_count: ArrayLike | None = None) -> jax.Array:
     """Return ``-mean_t(logp)`` of text, PPO-ptx's term (arXiv 2203.02155, eq. 2), for the policy loss to add.
 
     InstructGPT's coefficient 27.8 belongs to its own reduction and does not carry over to a token mean.

@@ -1,11 +1,12 @@
 """The arrays of one loss, checked and cleaned once, for ratios, surrogates, corrections and filters."""
 
 import typing
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.system.setting import Range, annotations, check_fields
@@ -15,6 +16,12 @@ LOG_RATIO_BOUND = 20.0
 """Bound on the size of every log ratio, in nats, so that no ratio overflows."""
 LOWEST_LOGP = -1e4
 """Lower bound on log-probabilities, in nats: differences stay finite where a token is impossible (-inf)."""
+FloatPG = Annotated[ArrayLike, "P G"]
+"""A NumPy or JAX array of numbers for each completion of each prompt; [P, G, n] for an estimator of several rewards."""
+FloatBT = Annotated[ArrayLike, "B T"]
+"""An array of numbers for each token of each completion."""
+FloatB = Annotated[ArrayLike, "B"]
+"""An array of numbers for each completion, or pair."""
 
 
 class Tokens(NamedTuple):
@@ -63,7 +70,7 @@ class Tokens(NamedTuple):
         return x if x.shape[1] == 1 else self.total(x) / jnp.maximum(self.lengths, 1)
 
 
-def clean_tokens(logp: Any, batch: PolicyBatch, kl_coef: Any) -> Tokens:
+def clean_tokens(logp: FloatBT, batch: PolicyBatch, kl_coef: ArrayLike) -> Tokens:
     """Check and clean the arrays of a loss: one dtype, 0 at padding, finite, gradient only through ``logp``.
 
     Raises:
