@@ -2,7 +2,6 @@
 arrays.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -13,6 +12,7 @@ from typing import Any
 
 from jaxrl_llm.checkpoints import objects
 from jaxrl_llm.checkpoints.objects import Sums
+from jaxrl_llm.codec import digest
 from jaxrl_llm.system import storage
 
 CHECKSUMS = "checksums.json"
@@ -53,7 +53,7 @@ def written(step: Path) -> Sums:
 def mark(step: Path) -> str:
     """Return 16 hexadecimal digits that identify the files of a step; empty if its checksums are missing."""
     found = dict(sorted(written(step).items()))
-    return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16] if found else ""
+    return digest(found) if found else ""
 
 
 def fault(step: Path, part: int = 0, parts: int = 1) -> str:

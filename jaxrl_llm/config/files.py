@@ -2,13 +2,12 @@
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.codec import flat
+from jaxrl_llm.codec import digest, flat
 from jaxrl_llm.config.checks import KINDS, check_types
 from jaxrl_llm.config.origin import (
     Origin,
@@ -344,4 +343,4 @@ def changed_since(directory: Path, step: int | None) -> str:
 def evaluation_key(run: Any) -> str:
     """Return a key of the settings that evaluations depend on: equal keys measure the same problems in the same way."""
     test = dataclasses.replace(run.evaluation, task=run.evaluation.task or run.task, every=0, judge=None)
-    return hashlib.sha256(json.dumps(to_json(test)).encode()).hexdigest()[:16]
+    return digest(to_json(test))

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import datetime
 import functools
-import hashlib
 import json
 import shutil
 import sys
@@ -18,6 +17,7 @@ from jaxrl_llm.checkpoints.dependents import drop_copies, write_note
 from jaxrl_llm.checkpoints.integrity import fault
 from jaxrl_llm.checkpoints.snapshots import BEST, CHECKPOINTS, check_whole, ended_at, kept, phase_of
 from jaxrl_llm.checkpoints.store import steps_in
+from jaxrl_llm.codec import digest
 from jaxrl_llm.config.origin import origin_of, other_tests, recorded_best, with_step_numbers
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.rules import OF_LESSONS, OF_PHASES, Stalls
@@ -200,8 +200,7 @@ def begin(
         before = None if fresh else begun(storage.refreshed(storage.mirror(place or f"runs/{found.name}")))
         known = {} if before is None else before.origin.models
         found = dataclasses.replace(found, run=with_step_numbers(found.run, found.origin, known))
-    text = json.dumps([configs.to_json(found.run), __version__, jax.__version__])
-    peers.check_same("settings", hashlib.sha256(text.encode()).hexdigest()[:16])
+    peers.check_same("settings", digest([configs.to_json(found.run), __version__, jax.__version__]))
     if start is not None:
         configs.check_start(found.run, start.carry)
     code: dict[str, bytes] = {}

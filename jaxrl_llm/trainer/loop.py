@@ -5,7 +5,6 @@ A stage makes the steps, rules decide between them; this module evaluates, appli
 
 import contextlib
 import dataclasses
-import hashlib
 import shlex
 import time
 from collections.abc import Callable, Generator, Iterable
@@ -344,8 +343,6 @@ def agreed_to_stop(
     Raises:
       Disagreement: the processes have sampled, scored or learned differently.
     """
-    learned = hashlib.sha256(repr([row.get(name) for name in ("loss", "grad_norm", "kl_coef", "critic/loss")]).encode())
-    for array in common:
-        learned.update(array.tobytes())
-    peers.check_same(f"samples, scores or gradients in step {step}", learned.hexdigest()[:16])
+    learned = repr([row.get(name) for name in ("loss", "grad_norm", "kl_coef", "critic/loss")])
+    peers.check_same(f"samples, scores or gradients in step {step}", codec.digest_of_parts([learned, *common]))
     return any(peers.gather(stop.asked))
