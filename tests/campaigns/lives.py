@@ -60,7 +60,7 @@ WHERE = (
     ("sampling", r"jaxrl_llm/(engine|rollout)/", ""),
     ("a phase begins", r"trainer/state\.py", "next_phase"),
     ("a reset", r"trainer/state\.py", "apply_resets"),
-    (LOADING, r"trainer/state\.py", ""),
+    (LOADING, r"trainer/state\.py", "load_phase|begin|borrowed|restored|with_others|carried|go_back"),
     ("within a step", r"jaxrl_llm/stages", ""),
     ("between steps", r"trainer/loop\.py", "run_phase|agreed_to_stop|save"),
 )
@@ -206,7 +206,7 @@ class Life:
     def samples(self) -> bool:
         """Whether its main thread samples for a step right now, not for a trial or an evaluation."""
         stack = self.stack()
-        return "in make_step\n" in stack and named(stack) == "sampling"
+        return "in next_batch\n" in stack and named(stack) == "sampling"
 
     def stack(self) -> str:
         """Where its main thread is right now."""

@@ -166,7 +166,7 @@ def test_the_compiler_is_given_as_many_bytes_as_planned(mesh):
     one = subject(tiny_run(mesh), CONFIG, jax.devices())
     size = bytes_per_device
     done = compile_one(one, "update")
-    given = size(one.arrays.state) + size(one.arrays.packed) + 4  # and the temperature
+    given = size(one.arrays.state) + size(one.arrays.packed) + 4 * len(one.outline.coefficients["policy"])
     packed = one.arrays.packed
     unused = size(packed.counts["policy"].sequences) + size(packed.by_token["sampler_logp"])
     assert given - unused <= done.arguments <= given and done.outputs < 0.01 * given
