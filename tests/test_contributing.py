@@ -234,6 +234,7 @@ def trained(run, directory):
     return code, [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_an_ingredient_trains_if_its_setting_says_so(tmp_path):
     collect = module_with(parts("ingredient")[0]).Collect
     smoke = resolved(load_config("smoke")[1])
@@ -250,6 +251,7 @@ def test_an_ingredient_trains_if_its_setting_says_so(tmp_path):
     assert code == 0 and rows[1]["right_answers/loss"] > 0
 
 
+@pytest.mark.slow
 def test_a_backend_draws_what_the_engine_draws(tmp_path):
     (chosen,) = [part for part in parts("backend") if part.code.startswith("sampling_of")]
     made = module_with(chosen)

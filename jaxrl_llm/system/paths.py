@@ -183,7 +183,6 @@ def prepare_libraries() -> None:
     """Set up libraries before their import: warnings stay off the terminal, and XLA's compiled programs are cached."""
     for name, value in {
         "JAX_COMPILATION_CACHE_DIR": str(cache_directory() / "compiled"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",  # a start has many small programs
         "TRANSFORMERS_VERBOSITY": "error",
         "TF_CPP_MIN_LOG_LEVEL": "2",
         "TOKENIZERS_PARALLELISM": "false",
@@ -206,8 +205,7 @@ def hint_accelerator(root: Path = Path("/")) -> None:
         extra, device = "cuda", "an NVIDIA GPU"
     elif any(
         (device / "vendor").exists()
-        and (device / "vendor").read_text().strip()
-        == "0x1ae0"  # the vendor of TPUs, and of the network cards of Google's machines
+        and (device / "vendor").read_text().strip() == "0x1ae0"  # of TPUs, and of network cards of Google's machines
         and (device / "device").read_text().strip() in TPUS
         for device in root.glob("sys/bus/pci/devices/*")
     ):  # told as JAX tells it: /dev differs between generations

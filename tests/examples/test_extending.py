@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import numpy as np
+import pytest
 from extending.environment import Secret
 from extending.own_task import Backwards
 from extending.reward import in_place
@@ -12,6 +13,7 @@ from jaxrl_llm import train
 from jaxrl_llm.config import Scoring, load_config
 from jaxrl_llm.environments import Limits
 from jaxrl_llm.tasks import Task, load
+from jaxrl_llm.types import Completion
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
@@ -34,6 +36,15 @@ def test_a_secret_is_drawn_from_the_seed_and_ends_the_episode():
         assert [answer.done for answer in answers] == [*right[:3], True]
 
 
+def test_a_reward_counts_the_letters_in_place():
+    problem = load(Task(Backwards("abc", 2), extractor="whole", template="plain")).train[0]
+    said = lambda text: in_place(problem, Completion(*[np.zeros(1)] * 2, "stop", *[np.zeros(1)] * 2, text=text))
+    assert (
+        said(problem.answer) == 1.0 == said(f" {problem.answer}\n") and said(problem.answer[0]) == 0.5 and said("") == 0
+    )
+
+
+@pytest.mark.slow
 def test_a_run_takes_them_as_they_are(tmp_path):
     smoke = load_config("smoke")[1]
     run = dataclasses.replace(
