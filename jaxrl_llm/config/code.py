@@ -24,9 +24,9 @@ from jaxrl_llm.config.origin import PREFIX, Origin, copies_of, copy_of, own_modu
 from jaxrl_llm.config.trust import named
 from jaxrl_llm.errors import require
 from jaxrl_llm.system import storage
+from jaxrl_llm.system.copies import COPIES
 from jaxrl_llm.system.paths import open_nofollow
 from jaxrl_llm.system.setting import OURS, parts_of
-from jaxrl_llm.tasks.filters import COPIES
 
 MOST_COPIED = 5_000_000
 """The most bytes of a run's own code that are copied; modules beyond are imported from where they lie."""

@@ -25,9 +25,9 @@ from jaxrl_llm.errors import InputError, one_line, require
 from jaxrl_llm.learner.settings import Critic
 from jaxrl_llm.rules.guards import OF_RESULTS, best_step
 from jaxrl_llm.system import storage
+from jaxrl_llm.system.copies import COPIES
 from jaxrl_llm.system.json_lines import read_rows
 from jaxrl_llm.system.setting import MODEL, OURS, PATH, annotations, is_ours, parts_of, with_parts
-from jaxrl_llm.tasks.filters import COPIES
 
 SAVED_RUNS = "runs"
 """The folder of runs: ``runs/NAME`` below the folder where the run began, unless ``run_dir`` says otherwise."""

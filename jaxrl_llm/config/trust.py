@@ -36,9 +36,9 @@ from jaxrl_llm.config.origin import (
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.functions import Lost, Own
 from jaxrl_llm.system import storage
+from jaxrl_llm.system.copies import import_copies
 from jaxrl_llm.system.paths import cache_directory
 from jaxrl_llm.system.setting import OURS, parts_of, with_parts
-from jaxrl_llm.tasks.filters import import_copies
 
 SIGNED = "signed"
 """The key of the signature in a config.json."""

@@ -34,8 +34,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jaxrl_llm.rewards.functions import Call, Outcome, in_one_line, overdue, perform, place_in, together
+from jaxrl_llm.system.copies import COPIES, import_copies
 from jaxrl_llm.system.signals import interpreter, while_read
-from jaxrl_llm.tasks.filters import COPIES, import_copies, resolve
+from jaxrl_llm.tasks.filters import resolve
 
 START_TIMEOUT_S = 60.0
 """Seconds allowed to start a worker, and to import the function of a call; they do not count against the item."""

@@ -101,19 +101,21 @@ class Reinforcement(Stage):
         must_stop: MustStop,
     ) -> StepOutcome:
         """Sample groups, score them, and learn from them; ``carry`` may be groups that are sampled already."""
-        if self.samples_ahead:
-            return self.step_ahead(state, carry, coefficients, number, must_stop)
-        batch = carry
+        weights, version, batch = self.transfer(model_of(state)), int(state.policy.updates), carry
         if not isinstance(batch, RolloutBatch):  # prompts -> completions -> rewards
-            batch = self.next_batch(self.transfer(model_of(state)), int(state.policy.updates), batch, must_stop)
+            batch = self.next_batch(weights, version, batch, must_stop)
         if not isinstance(batch, RolloutBatch) or must_stop(before_update=True):
             return StepOutcome(state, batch)
+        if self.samples_ahead:
+            return self.learn_and_sample(state, batch, coefficients, number, weights, version)
+        del weights  # the update has their memory
         return self.learn(state, batch, coefficients, number)
 
     def learn(
         self, state: TrainState, batch: RolloutBatch, coefficients: Mapping[str, float], number: int
     ) -> StepOutcome:
         """Learn from the groups of a step: rewards -> advantages -> samples -> updates."""
+        self.status("updating")  # reference, critic and teachers read the samples first
         began, critic, teachers = time.perf_counter(), self.ingredients.critic, self.ingredients.teachers
         samples, row, training, carry = [], {}, self.training, batch.left
         if len(batch):
@@ -135,22 +137,19 @@ class Reinforcement(Stage):
         lines = self.lines(state, batch.groups, samples, number)
         return StepOutcome(state, carry, batch.metrics | row | metrics, batch.groups, lines, [*batch.common])
 
-    def step_ahead(
+    def learn_and_sample(
         self,
         state: TrainState,
-        carry: Carryover | RolloutBatch | None,
+        batch: RolloutBatch,
         coefficients: Mapping[str, float],
         number: int,
-        must_stop: MustStop,
+        weights: Any,
+        version: int,
     ) -> StepOutcome:
-        """Make a step, and sample the next one's groups with the weights from before its update.
+        """Learn from the groups of a step, and sample the next one's with the weights from before the update.
 
         The last step also samples a batch, so that a run that is extended later continues exactly.
         """
-        weights, version = self.transfer(model_of(state)), int(state.policy.updates)
-        batch = carry if isinstance(carry, RolloutBatch) else self.next_batch(weights, version, carry, must_stop)
-        if not isinstance(batch, RolloutBatch) or must_stop(before_update=True):
-            return StepOutcome(state, batch)
         if self.concurrent:
             with ThreadPoolExecutor(1) as thread:
                 learning = thread.submit(self.learn, state, batch, coefficients, number)

@@ -127,6 +127,7 @@ class Stage:
           training: of the roles that learn; all by default.
         """
         run, training = self.run, self.training if training is None else training
+        self.status("updating")
         if not samples:
             return state, {"updates": 0.0, "time/update_s": 0.0}
         with jax.set_mesh(self.forward.mesh):  # of this thread

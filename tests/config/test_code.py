@@ -17,7 +17,8 @@ from jaxrl_llm.config import code as code_module
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards import Function
 from jaxrl_llm.rewards.pool import Call, Pool
-from jaxrl_llm.tasks.filters import COPIES, resolve
+from jaxrl_llm.system.copies import COPIES
+from jaxrl_llm.tasks.filters import resolve
 
 SMOKE = configs.load_config("smoke")[1]
 CONFIG = """

@@ -29,7 +29,7 @@ from jaxrl_llm.stages.examples import of_examples, shown_places, with_ratios
 from jaxrl_llm.stages.problems import problems_of, read_problems
 from jaxrl_llm.stages.programs import coefficients_of, ingredients_of, objectives_of
 from jaxrl_llm.stages.rl import Reinforcement, split_rewards
-from jaxrl_llm.stages.stage import check_problems
+from jaxrl_llm.stages.stage import Stage, check_problems
 from jaxrl_llm.tasks import Task
 from jaxrl_llm.telemetry.progress import Progress, Schedule
 from jaxrl_llm.types import Completion, Group, Problem
@@ -120,7 +120,7 @@ def test_what_rewards_right_answers_is_refused_once_none_is_known():
     assert prints(with_rows([{"prompt": "a", "answer": 1}], recipe=RECIPES["kimi_k1_5"]))["training"]["count"] == 1
 
 
-def learned(run, update, groups, coefficient, step):
+def learned(run, update, groups, coefficient, step, status=lambda text: None):
     """The outcome of learning from groups at a step; ``update`` stands for the compiled one."""
     mesh, ingredients = one_device(), ingredients_of(run)
     state = create_state(tiny("windows"), build(run.learner.optimiser), run.recipe.algorithm.needs_reference, mesh)
@@ -129,7 +129,7 @@ def learned(run, update, groups, coefficient, step):
     forward = forward_on(mesh, Layout(2, 40, 10))
     stage = Reinforcement(
         run=run, training=training, forward=forward, label="digits", tokenizer=tiny_tokenizer(), sampler=None,
-        transfer=None, evaluate_tasks=None, ingredients=ingredients,
+        transfer=None, evaluate_tasks=None, ingredients=ingredients, status=status,
     )  # fmt: skip
     return stage.learn(state, RolloutBatch(groups, [], Carryover(), 4, 0, {}), given, step)
 
@@ -159,6 +159,16 @@ def test_a_coefficient_that_was_moved_reaches_the_update(coefficient):
     run, seen = dataclasses.replace(resolved(load_config("smoke")[1]), learner=Learner()), []
     learned(run, noting(seen), [group_of(3, 4)], coefficient, 1)
     assert seen == [(coefficient, 3)]
+
+
+def test_progress_tells_that_a_step_learns_before_its_first_pass():
+    run, said = dataclasses.replace(resolved(load_config("smoke")[1]), learner=Learner()), []
+    seen = noting([])
+    learned(run, lambda *given: (said.append("an update"), seen(*given))[1], [group_of(3, 4)], None, 1, said.append)
+    assert said[0] == "updating" and said[-1] == "an update" and {*said} == {"updating", "an update"}
+    stage = Stage(run=run, training=(), forward=None, label="", status=said.append)
+    assert stage.update(None, [], {}, 1, 0.0) == (None, {"updates": 0.0, "time/update_s": 0.0})
+    assert said[-1] == "updating", "of any stage"
 
 
 @pytest.mark.parametrize("controller", [None, AdaptiveKL(0.1)])
