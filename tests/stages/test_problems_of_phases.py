@@ -85,7 +85,8 @@ def test_a_phase_leaves_the_successes_that_fit_the_next_one_and_no_group_of_its_
         ingredients=ingredients_of(run),
     )  # fmt: skip
     left = Carryover(cursor=5, unfinished=(PartialGroup(4, (None,)),), successes=store, underway={"cursor": 6})
-    assert stage.carry_over(left, run, run) == left
+    seen = dataclasses.replace(left, critic=[[4.0, 1.0, 0.5]])
+    assert stage.carry_over(seen, run, run) == left, "a critic's window is that of one phase"
     shorter = dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, max_new_tokens=3))
     after = stage.carry_over(left, run, shorter)
     assert set(after.successes) == {f"{run.task.label}/a"} and not after.unfinished and after.cursor == 5

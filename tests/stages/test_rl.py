@@ -29,7 +29,7 @@ from jaxrl_llm.stages.examples import of_examples, shown_places, with_ratios
 from jaxrl_llm.stages.problems import problems_of, read_problems
 from jaxrl_llm.stages.programs import coefficients_of, ingredients_of, objectives_of
 from jaxrl_llm.stages.rl import Reinforcement, split_rewards
-from jaxrl_llm.stages.stage import Stage, check_problems
+from jaxrl_llm.stages.stage import Stage, StepOutcome, check_problems
 from jaxrl_llm.tasks import Task
 from jaxrl_llm.telemetry.progress import Progress, Schedule
 from jaxrl_llm.types import Completion, Group, Problem
@@ -244,3 +244,27 @@ def test_of_some_groups_alone_samples_are_written_down():
     assert [id(one.tokens) for one in shown] == [id(one.tokens) for one in (*samples[1], *samples[2])]
     assert [one.place for one in shown] == [(n, i) for n in range(2) for i in range(4)]
     assert of_examples([], samples) == []
+
+
+class Ahead(Reinforcement):
+    """Samples nothing, and learns nothing but the critic's numbers of a step."""
+
+    def next_batch(self, weights, version, carry, must_stop=lambda: False):
+        return RolloutBatch([], [], dataclasses.replace(carry, cursor=carry.cursor + 1), 0, version, {})
+
+    def learn(self, state, batch, coefficients, number):
+        return StepOutcome(state, dataclasses.replace(batch.left, critic=[[4.0, 1.0, 0.5]]), {})
+
+
+@pytest.mark.parametrize("concurrent", [False, True])
+def test_groups_that_are_sampled_ahead_carry_what_the_critic_has_measured_meanwhile(concurrent):
+    run = resolved(load_config("smoke")[1])
+    stage = Ahead(
+        run=run, training=(), forward=None, label="", tokenizer=None, sampler=None, transfer=lambda policy: policy,
+        evaluate_tasks=None, ingredients=ingredients_of(run), samples_ahead=True, concurrent=concurrent,
+    )  # fmt: skip
+    state = create_state(tiny("windows"), build(run.learner.optimiser), False, one_device())
+    carry = stage.step(state, Carryover(), {}, 1, lambda before_update=False: False).carry
+    assert isinstance(carry, RolloutBatch) and carry.left == Carryover(cursor=2, critic=[[4.0, 1.0, 0.5]])
+    stopped = stage.step(state, carry, {}, 2, lambda before_update=False: before_update)
+    assert stopped.carry is carry and stopped.row is None
