@@ -41,7 +41,7 @@ from jaxrl_llm.models.lora import model_of
 from jaxrl_llm.recipes import GRPO
 from jaxrl_llm.rewards import Failures, Scores, code
 from jaxrl_llm.rollout import Collect, Engine, EngineOptions, Replay, Rollout, Sampling
-from jaxrl_llm.rollout.dynamic_sampling import Sampler, collect
+from jaxrl_llm.rollout.collect import Sampler, collect_groups
 from jaxrl_llm.rollout.groups import AdmissionPolicy, Carryover, GroupSource, informative
 from jaxrl_llm.sharding import MeshShape, make_mesh
 from jaxrl_llm.tasks import Shuffled
@@ -341,8 +341,8 @@ def replayed(options: Replayed, name: str, seed: int, replay: bool) -> Found:
     found = Found([float(chances[at])], [], None)
     for step in range(1, options.steps + 1):
         version = int(state.policy.updates)
-        batch = collect(sampler, model_of(state), version, left)
-        left = batch.left
+        batch = collect_groups(sampler, model_of(state), version, left)
+        left = batch.carryover
         rewards = np.stack([group.rewards for group in batch.groups])
         samples, _ = to_samples(algorithm, batch.groups, version, rewards, (), LENGTH, {})
         state, _ = learn(state, samples, settings, forward, (training,), {}, seed)

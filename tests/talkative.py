@@ -13,7 +13,7 @@ from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.models.decoder import Decoder, to_parameters
 from jaxrl_llm.rewards import Accuracy, Scorer
 from jaxrl_llm.rollout import Engine
-from jaxrl_llm.rollout.respond import Answerer
+from jaxrl_llm.rollout.generation import Answerer
 from jaxrl_llm.tasks import Prompts, Table, Task, load
 
 SAID = {"1": 1.4, "2": 1.4, " ": 1.5, "\n": 1.55, "<|im_end|>": 1.4}

@@ -142,7 +142,7 @@ def test_nothing_overwrites_what_counts_a_sample():
 
 def test_every_model_is_asked_through_one_driver():
     loops = [named(path) for path in MODULES if re.search(r"\.step\((model|weights)\b", path.read_text())]
-    assert loops == ["jaxrl_llm/engine/engine.py", "jaxrl_llm/rollout/respond.py"], "use rollout.respond"
+    assert loops == ["jaxrl_llm/engine/engine.py", "jaxrl_llm/rollout/generation.py"], "use rollout.generation"
     built = [named(path) for path in MODULES if re.search(r"\bEngine\(", path.read_text())]
     assert not built, f"use engine.engine.backend_for: {built}"
 

@@ -47,9 +47,9 @@ from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.plan.machines import parse_topology
 from jaxrl_llm.plan.programs import bytes_per_device, model_config, subject
 from jaxrl_llm.rewards import Failures, Scores
-from jaxrl_llm.rollout.dynamic_sampling import collect
+from jaxrl_llm.rollout.collect import collect_groups
+from jaxrl_llm.rollout.generation import SeedSpace
 from jaxrl_llm.rollout.groups import Carryover, GroupSource
-from jaxrl_llm.rollout.respond import SeedSpace
 from jaxrl_llm.stages.programs import sampler_of
 from jaxrl_llm.tasks import Shuffled
 from jaxrl_llm.types import Completion, Problem, Prompt
@@ -188,8 +188,8 @@ def simulate(run: configs.Run, options: Options, build: Build, costs: Costs, wai
     for step in range(options.steps):
         if step == 1:
             engine.tally, judges.waited, began = collections.Counter(), 0.0, clock.now
-        batch = collect(sampler, None, step, left)
-        left = batch.left
+        batch = collect_groups(sampler, None, step, left)
+        left = batch.carryover
         completions = [c for group in batch.groups for c in group.completions]
         learned.append(np.array([(c.length, np.sum(c.version < step)) for c in completions]))
     counted, found = options.steps - 1, engine.tally

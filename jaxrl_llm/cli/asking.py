@@ -15,7 +15,7 @@ from jaxrl_llm.tasks.template import check_tokenizer
 from jaxrl_llm.types import Problem
 
 if TYPE_CHECKING:  # a command line that is wrong should say so before JAX is imported
-    from jaxrl_llm.rollout.respond import Answerer
+    from jaxrl_llm.rollout.generation import Answerer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +120,7 @@ def asking(
     from jaxrl_llm.engine.engine import backend_for
     from jaxrl_llm.rewards import Accuracy, Scorer
     from jaxrl_llm.rollout.episodes import episodes_of
-    from jaxrl_llm.rollout.respond import Answerer
+    from jaxrl_llm.rollout.generation import Answerer
     from jaxrl_llm.stages.judges import judges_of
     from jaxrl_llm.stages.stage import check_positions
     from jaxrl_llm.tasks import Prompts

@@ -186,7 +186,7 @@ def test(
     """Evaluate; return (policy, results of each task, notes on the problems, KL to the model ``to`` on each task;
     empty without ``to``).
     """
-    from jaxrl_llm.rollout.evaluate import Questions, Tested, evaluate
+    from jaxrl_llm.rollout.evaluate import EvaluationReport, EvaluationSet, evaluate
     from jaxrl_llm.telemetry.progress import Progress, Schedule
 
     with Progress(Schedule(1)) as progress:
@@ -202,7 +202,7 @@ def test(
             sampling = Sampling(options.temperature, 0, options.top_p, options.max_new_tokens, stops)
             limits = configs.limits_of(configs.parts_of_task(options.task), options.max_new_tokens)
             limits = {label: min(most, options.max_new_tokens) for label, most in limits.items()}
-            asked = Questions(prompts, problems, options.samples, options.seed, limits)
+            asked = EvaluationSet(prompts, problems, options.samples, options.seed, limits)
             longest = by.engine.max_length - options.max_new_tokens
             watch, choose = None, None
             if options.rerank is not None:
@@ -210,7 +210,7 @@ def test(
                 for line in reader_of(options).untold(options.rerank):
                     progress.note(line)
             found = evaluate(by, asked, sampling, progress.status, watch)
-            Tested({}, found).check()
+            EvaluationReport({}, found).check()
             if choose is not None:
                 found = tuple(map(choose, found))
             far = () if to is None else measure(to, policy, prompts, settings, options, found, progress.status)
@@ -239,17 +239,17 @@ def as_json(policy: Policy, options: Options, found: tuple[Any, ...], far: tuple
     about = {"model": policy.name, "step": policy.step} | {name: getattr(options, name) for name in told}
     if far:
         about |= {"kl_to": far[0].to, "kl_to_step": far[0].step}
-    from jaxrl_llm.rollout.evaluate import Tested
+    from jaxrl_llm.rollout.evaluate import EvaluationReport
 
     away = {name: value for one in far for name, value in one.metrics().items()}
-    return json.dumps(jsonable(about | Tested({}, found).metrics() | away))
+    return json.dumps(jsonable(about | EvaluationReport({}, found).metrics() | away))
 
 
 def as_table(
     policy: Policy, options: Options, found: tuple[Any, ...], far: tuple[Distance, ...], notes: list[str]
 ) -> str:
     """Return a small table for each task, for people, and the average over several."""
-    from jaxrl_llm.rollout.evaluate import AVERAGE, averages
+    from jaxrl_llm.rollout.evaluate import average_tasks
 
     step = "" if policy.step is None else f", step {policy.step}"
     tables = [of_task(f"{policy.name}{step}", options, one) for one in found]
@@ -257,10 +257,9 @@ def as_table(
         table += one.lines()
     lines = [tables[0][0], *notes, *tables[0][1:], *(line for table in tables[1:] for line in table)]
     if len(found) > 1:
-        mean = averages(found)
-        shown = ", ".join(
-            f"{name.removeprefix(f'{AVERAGE}/')} {100 * value:.1f} %" for name, value in mean.items() if "@" in name
-        )
+        means = average_tasks(found)
+        shares = {name.rpartition("/")[2]: mean for name, mean in means.items() if "@" in name}
+        shown = ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares.items())
         lines += [f"on average over {len(found)} tasks: {shown}"] if shown else []
     return "\n".join(lines)
 

@@ -182,7 +182,7 @@ def say(
       InputError: the prompt leaves no room for an answer.
     """
     from jaxrl_llm.engine.engine import backend_for
-    from jaxrl_llm.rollout.respond import Requests, respond
+    from jaxrl_llm.rollout.generation import OpenRequests, generate_stream
 
     screen = sys.stdout.isatty()
     told = 0
@@ -204,10 +204,10 @@ def say(
     budget = min(sampling.max_new_tokens, room)
     length = max(256, 1 << (len(prompt) + budget - 1).bit_length())
     engine, _ = backend_for(policy.model, None, policy.mesh, policy.mesh, slots=1, max_length=length)
-    requests = Requests(engine, dataclasses.replace(sampling, max_new_tokens=budget, stop_ids=config.tokens.eos))
+    requests = OpenRequests(engine, dataclasses.replace(sampling, max_new_tokens=budget, stop_ids=config.tokens.eos))
     requests.submit(["answer"], [prompt], [seed])
     done: dict[Any, Completion] = {}
-    for over in respond(requests, policy.model):
+    for over in generate_stream(requests, policy.model):
         done |= over
         for running in requests.running.values() if screen else ():
             tell(settled(running.tokens, policy.tokenizer))

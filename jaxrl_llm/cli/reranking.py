@@ -13,7 +13,7 @@ from jaxrl_llm.tasks import Prompts
 from jaxrl_llm.types import Problem
 
 if TYPE_CHECKING:  # a command line that is wrong should say so before JAX is imported
-    from jaxrl_llm.rollout.evaluate import Evaluated
+    from jaxrl_llm.rollout.evaluate import TaskEvaluation
     from jaxrl_llm.stages.judges import FallingSteps
 
 
@@ -55,7 +55,7 @@ def reranker(
     longest: int,
     settings: configs.Run,
     status: Callable[[str], None],
-) -> tuple["FallingSteps | None", Callable[["Evaluated"], "Evaluated"]]:
+) -> tuple["FallingSteps | None", Callable[["TaskEvaluation"], "TaskEvaluation"]]:
     """Load the reward model; return a watcher that ends hopeless answers (None without ``--give_up_after``), and a
     function that reranks the answers of an evaluation.
 
@@ -74,7 +74,7 @@ def reranker(
     known = taught(options.rerank)
     separator = DEFAULT_SEPARATOR if known is None else known.separator or DEFAULT_SEPARATOR
 
-    def choose(found: "Evaluated") -> "Evaluated":
+    def choose(found: "TaskEvaluation") -> "TaskEvaluation":
         items = [(problem, c) for problem, row in zip(found.problems, found.completions, strict=True) for c in row]
         scores = solution_scores(model, items, by, separator, tokenizer).reshape(found.correct.shape)
         return reranked(found, scores, 1 / (1 + np.exp(-scores)) if by == "score" else scores)

@@ -34,9 +34,9 @@ from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.environments.environment import Limits
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.models.tokenizer import text_of
-from jaxrl_llm.rollout.episodes import Scene
-from jaxrl_llm.rollout.evaluate import prompts_for
-from jaxrl_llm.rollout.respond import Answerer, Requests, SeedSpace, gather, request_seed
+from jaxrl_llm.rollout.episodes import EpisodeSpec
+from jaxrl_llm.rollout.evaluate import start_prompts
+from jaxrl_llm.rollout.generation import Answerer, OpenRequests, SeedSpace, generate_all, request_seed
 from jaxrl_llm.sharding.distributed import ALONE, Peers
 from jaxrl_llm.sharding.rules import weights_digest
 from jaxrl_llm.system.json_lines import append_rows, encode_row, read_rows
@@ -439,12 +439,12 @@ def ask(by: Answerer, asked: Asked, first: int, status: Callable[[str], None]) -
     count = asked.data.samples
     places = list(itertools.product(range(len(problems)), range(count)))
     stops = by.model.config.tokens.eos
-    requests = Requests(by.engine, asked.sampling(stops), by.episodes)
+    requests = OpenRequests(by.engine, asked.sampling(stops), by.episodes)
     wanted = [problems[i] for i, _ in places]
     seeds = [asked.answer_seed(first + i, sample) for i, sample in places]
-    prompts, begun = prompts_for(by, asked.prompts, wanted, seeds, count, places)
-    requests.submit(places, prompts, seeds, begun=begun, keep=asked.kind == "steps")
-    done = gather(requests, by.model, by.tokenizer, status)
+    prompts, begun = start_prompts(by, asked.prompts, wanted, seeds, count, places)
+    requests.submit(places, prompts, seeds, partials=begun, keep=asked.kind == "steps")
+    done = generate_all(requests, by.model, by.tokenizer, status)
     items = [(problem, done[place]) for problem, place in zip(wanted, places, strict=True)]
     as_text = asked.data.task.template in ("plain", "chatml")
     scores = by.scorer.score(items, only=())
@@ -462,7 +462,9 @@ def ask(by: Answerer, asked: Asked, first: int, status: Callable[[str], None]) -
     if asked.kind == "steps":
         rows, more = _labelled(by, asked, first, answers, requests, done, status)
     else:
-        openings = by.episodes.openings([Scene((i, 0), p, 0) for i, p in enumerate(problems)]) if by.episodes else ()
+        openings = (
+            by.episodes.openings([EpisodeSpec((i, 0), p, 0) for i, p in enumerate(problems)]) if by.episodes else ()
+        )
         for i, opening in enumerate(openings):
             problems[i] = dataclasses.replace(problems[i], prompt=tuple(opening["prompt"]))
         rows = [rows_from(p, a, asked.data, asked.kind) for p, a in zip(problems, answers, strict=True)]
@@ -484,7 +486,7 @@ def _labelled(
     asked: Asked,
     first: int,
     answers: Sequence[Sequence[Answer]],
-    requests: Requests,
+    requests: OpenRequests,
     completions: dict[Any, Completion],
     status: Callable[[str], None],
 ) -> tuple[list[list[Row]], list[int]]:
@@ -508,9 +510,9 @@ def _labelled(
         keys,
         [asked.prompts[problems[i]] for i, *_ in keys],
         [asked.continuation_seed(first + i, sample, begins[i, sample, step], n) for i, sample, step, n in keys],
-        begun=[first_tokens(completions[i, sample], begins[i, sample, step]) for i, sample, step, _ in keys],
+        partials=[first_tokens(completions[i, sample], begins[i, sample, step]) for i, sample, step, _ in keys],
     )
-    done = gather(requests, by.model, by.tokenizer, lambda text: status(text.replace("sampling", "labelling", 1)))
+    done = generate_all(requests, by.model, by.tokenizer, lambda text: status(text.replace("sampling", "labelling", 1)))
     items = [(problems[key[0]], completion) for key, completion in done.items()]
     shares = iter(np.mean((by.scorer.verify(items) >= 1).reshape(-1, k), axis=1) if items else ())
     rows: list[list[Row]] = [[] for _ in answers]

@@ -213,7 +213,7 @@ def change_point(series: Series, limit: Limit, up: bool, relative: bool = False)
     """Find the change after which a series is bad up to its end; None without one.
 
     Args:
-      series: at least ``FEWEST`` measurements.
+      series: at least ``MIN_LOOP_TOKENS`` measurements.
       limit: maps the lowest level so far (the highest, for a series that falls) to the bound of bad values.
       up: whether growth is bad; else decline.
       relative: whether its beginning is judged by factors, not by differences.

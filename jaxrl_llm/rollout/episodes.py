@@ -34,14 +34,14 @@ from jaxrl_llm.types import Completion, Episode, Message, Problem, Turn
 if TYPE_CHECKING:
     from jaxrl_llm.sharding.distributed import Peers
 
-AT_ONCE = 256
+MAX_ANSWERING = 256
 """Maximum number of environments that answer at one time."""
 SETTLE_S = 0.05
 """Seconds in which episodes that begin are waited for together, so that the sampler gets them together."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Scene:
+class EpisodeSpec:
     """One episode to play.
 
     Attributes:
@@ -61,8 +61,8 @@ class Scene:
 
 
 @dataclasses.dataclass(frozen=True)
-class Beginning:
-    """How an episode has begun, or was brought back to where it was.
+class EpisodeStart:
+    """The start of an episode, or of its replay after a restart.
 
     Attributes:
       prompt: token ids; empty where it failed.
@@ -76,79 +76,79 @@ class Beginning:
 
 
 @dataclasses.dataclass
-class Live:
-    """An episode under way, on the process that has its environment.
+class LiveEpisode:
+    """A running episode, on the process that has its environment.
 
     Attributes:
       world: the environment.
       form: writes and reads its chat.
       messages: the prompt, and all turns so far.
-      asked: the prompt as row and environment gave it, without the task's system message and suffix.
+      opening_messages: the prompt of row and environment, without the task's system message and suffix.
       prompt: its token ids.
-      theirs: number of the last messages of ``asked`` that are the environment's.
-      room: most characters of an answer; what is longer fits nowhere.
-      trouble: gets a line for each environment that fails to close.
+      num_environment_messages: how many of the last opening messages are the environment's.
+      max_chars: of an answer; what is longer fits nowhere.
+      close_errors: gets a line for each environment that fails to close.
       turns: those answered.
       restarts: times that it began anew.
       branching: where it may branch; None for nowhere.
       observed: whether a loss reads what the environment says.
       copies: of the episode where it may branch, by the number of turns.
-      settled: whether no more copies are needed.
+      copies_closed: whether no more copies are needed.
     """
 
     world: World
     form: EpisodeFormat
     messages: list[Message]
-    asked: list[Message]
+    opening_messages: list[Message]
     prompt: list[int]
-    theirs: int
-    room: int
-    trouble: list[str]
+    num_environment_messages: int
+    max_chars: int
+    close_errors: list[str]
     turns: tuple[Turn, ...] = ()
     restarts: int = 0
     branching: Branching | None = None
     observed: bool = False
     copies: dict[int, Self] = dataclasses.field(default_factory=dict)
-    settled: bool = False
+    copies_closed: bool = False
 
-    def parsed(self, whole: Completion) -> Parsed:
+    def parse(self, completion: Completion) -> Parsed:
         """Return the message of a completion's last turn."""
-        start = whole.last_turn
-        before = whole.forks.get(start, whole.tokens[:start])
-        return self.form.parse(whole.tokens[start:].tolist(), before.tolist() or None)
+        start = completion.last_turn
+        before = completion.forks.get(start, completion.tokens[:start])
+        return self.form.parse(completion.tokens[start:].tolist(), before.tolist() or None)
 
-    def play(self, whole: Completion) -> tuple[Turn, Answer]:
+    def play(self, completion: Completion) -> tuple[Turn, Answer]:
         """Give the last turn of a completion to the environment; return its record and the answer."""
-        parsed = self.parsed(whole)
-        rise = self.risen(whole)
+        parsed = self.parse(completion)
+        rise = self.measure_entropy_rise(completion)
         answer = self.world.reply(parsed)
-        answer = dataclasses.replace(answer, messages=cut(answer.messages, self.room))
+        answer = dataclasses.replace(answer, messages=cut_contents(answer.messages, self.max_chars))
         turn = Turn(
-            len(whole.tokens), parsed.message, answer.messages, answer.reward, answer.tool_calls,
+            len(completion.tokens), parsed.message, answer.messages, answer.reward, answer.tool_calls,
             answer.tool_errors, dict(answer.metrics), rise, answer.state,
         )  # fmt: skip
         self.turns += (turn,)
         self.messages += [parsed.message, *answer.messages]
         return turn, answer
 
-    def risen(self, whole: Completion) -> float:
+    def measure_entropy_rise(self, completion: Completion) -> float:
         """Return the rise of the entropy of a completion's last turn, and copy the episode if it branches before it."""
         rule = self.branching
         if rule is None or not self.turns:
             return 0.0
-        rise = entropy_rise(whole, rule.tokens, len(self.form.tokenizer))
-        if rule.at(rise) and not self.settled:
+        rise = entropy_rise(completion, rule.tokens, len(self.form.tokenizer))
+        if rule.at(rise) and not self.copies_closed:
             try:
-                copied = {"world": self.world.copy(), "messages": list(self.messages), "restarts": 0, "copies": {}}
-                self.copies[len(self.turns)] = dataclasses.replace(self, **copied)
+                changes = {"world": self.world.copy(), "messages": list(self.messages), "restarts": 0, "copies": {}}
+                self.copies[len(self.turns)] = dataclasses.replace(self, **changes)
             except RuntimeError:  # what branches here gets a new environment that is given the same replies
                 self.world.error = ""
         return rise
 
     @property
     def opening(self) -> dict[str, Any]:
-        """How it began: ``prompt``, messages without the task's system message and suffix; ``tools``, JSON schemas."""
-        return {"prompt": self.asked, "tools": list(self.world.tools)}
+        """Its start: ``prompt``, messages without the task's system message and suffix; ``tools``, JSON schemas."""
+        return {"prompt": self.opening_messages, "tools": list(self.world.tools)}
 
     def copy_error(self) -> str | None:
         """Copy the environment and drop the copy; return why it cannot be copied, None if it can."""
@@ -160,89 +160,89 @@ class Live:
 
     def close(self) -> None:
         """Close the environment and its copies."""
-        self.settle()
+        self.close_copies()
         if error := self.world.close():
-            self.trouble.append(error)
+            self.close_errors.append(error)
 
-    def settle(self) -> None:
+    def close_copies(self) -> None:
         """Close the copies, and make no more: no branch will begin here."""
-        self.settled = True
+        self.copies_closed = True
         for turns in list(self.copies):
             copy = self.copies.pop(turns, None)  # which another thread may have closed
             if copy is not None:
                 copy.close()
 
-    def answer(self, whole: Completion, limit: int) -> tuple[Episode, list[int]]:
+    def answer(self, completion: Completion, limit: int) -> tuple[Episode, list[int]]:
         """Answer a completion's last turn; return the episode with it, and the tokens up to the model's next turn.
 
         Whatever fails, such as a chat template that refuses the answer, ends the episode.
 
         ``limit``: tokens of the whole completion at most.
         """
-        before = whole.episode or Episode(tools=len(self.world.tools))
+        episode = completion.episode or Episode(tools=len(self.world.tools))
         try:
-            return self._answer(whole, before, limit)
+            return self._answer(completion, episode, limit)
         except BaseException as error:  # noqa: BLE001  libraries written in Rust panic with one of their own
-            known = {"turns": self.turns, "tools": before.tools, "parent": before.parent, "shared": before.shared}
-            return self.ended(dataclasses.replace(failure(error), **known, restarts=self.restarts)), []
+            progress = {"turns": self.turns, "tools": episode.tools, "parent": episode.parent, "shared": episode.shared}
+            return self.end(dataclasses.replace(failed_episode(error), **progress, restarts=self.restarts)), []
 
-    def _answer(self, whole: Completion, before: Episode, limit: int) -> tuple[Episode, list[int]]:
-        size = len(whole.tokens)
-        room = row_room(whole, limit, len(self.prompt))
-        cut = whole.finish_reason == "length" and size < room
-        if whole.finish_reason != "stop" and not cut:
-            last = Turn(size, self.parsed(whole).message, entropy_rise=self.risen(whole))
+    def _answer(self, completion: Completion, before: Episode, limit: int) -> tuple[Episode, list[int]]:
+        size = len(completion.tokens)
+        room = row_room(completion, limit, len(self.prompt))
+        is_cut = completion.finish_reason == "length" and size < room
+        if completion.finish_reason != "stop" and not is_cut:
+            last = Turn(size, self.parse(completion).message, entropy_rise=self.measure_entropy_rise(completion))
             turns = (*before.turns, last)
-            return self.ended(dataclasses.replace(before, turns=turns, end="max_tokens", restarts=self.restarts)), []
+            return self.end(dataclasses.replace(before, turns=turns, end="max_tokens", restarts=self.restarts)), []
         history = list(self.messages)
-        turn, answer = self.play(whole)
-        end = "max_tokens" if cut and answer.end == "completed" and not self.world.steps else answer.end
+        turn, answer = self.play(completion)
+        end = "max_tokens" if is_cut and answer.end == "completed" and not self.world.steps else answer.end
         episode = dataclasses.replace(
             before, turns=(*before.turns, turn), end=end, reward=before.reward + answer.reward,
             error=answer.error, restarts=self.restarts,
         )  # fmt: skip
         if end:
-            return self.ended(episode), []
-        asked = [*history, turn.reply], answer.messages, whole.tokens[whole.last_turn :].tolist()
-        fork = self.form.fork(self.asked, *asked[:2], self.theirs)
-        tokens = [] if fork else self.form.suffix(*asked)
+            return self.end(episode), []
+        context = [*history, turn.reply], answer.messages, completion.tokens[completion.last_turn :].tolist()
+        fork = self.form.fork(self.opening_messages, *context[:2], self.num_environment_messages)
+        tokens = [] if fork else self.form.suffix(*context)
         if size >= limit or (len(fork) - len(self.prompt) >= limit if fork else size + len(tokens) >= room):
-            return self.ended(dataclasses.replace(episode, end="context_overflow")), []
+            return self.end(dataclasses.replace(episode, end="context_overflow")), []
         if fork:
             turns = (*before.turns, dataclasses.replace(turn, fork=tuple(map(int, fork))))
             return dataclasses.replace(episode, turns=turns), []
         if self.observed:
-            said = tuple((size + begin, size + end) for begin, end in self.form.said(*asked, tokens))
-            episode = dataclasses.replace(episode, turns=(*before.turns, dataclasses.replace(turn, said=said)))
+            spans = tuple((size + start, size + end) for start, end in self.form.said(*context, tokens))
+            episode = dataclasses.replace(episode, turns=(*before.turns, dataclasses.replace(turn, said=spans)))
         return episode, [int(token) for token in tokens]
 
-    def ended(self, episode: Episode) -> Episode:
+    def end(self, episode: Episode) -> Episode:
         """Close the environment; return the episode with its reward for all of it, NaN if it has failed."""
         failed = episode.end in ("environment_error", "timeout")
-        last = math.nan if failed else self.world.reward() or 0.0
+        final_reward = math.nan if failed else self.world.reward() or 0.0
         error = episode.error if failed else self.world.error
-        if trouble := self.world.close():
-            self.trouble.append(trouble)
-        return dataclasses.replace(episode, reward=episode.reward + last, error=error)
+        if close_error := self.world.close():
+            self.close_errors.append(close_error)
+        return dataclasses.replace(episode, reward=episode.reward + final_reward, error=error)
 
 
-def cut(messages: Sequence[Message], room: int) -> tuple[Message, ...]:
-    """Return messages with at most ``room`` characters of their contents, the first ones."""
-    found = []
+def cut_contents(messages: Sequence[Message], max_chars: int) -> tuple[Message, ...]:
+    """Return messages with at most ``max_chars`` characters of their contents, the first ones."""
+    shortened = []
     for message in messages:
         text = message.get("content")
-        found.append({**message, "content": text[:room]} if isinstance(text, str) else message)
-        room -= len(text[:room]) if isinstance(text, str) else 0
-    return tuple(found)
+        shortened.append({**message, "content": text[:max_chars]} if isinstance(text, str) else message)
+        max_chars -= len(text[:max_chars]) if isinstance(text, str) else 0
+    return tuple(shortened)
 
 
-def failure(error: BaseException) -> Episode:
+def failed_episode(error: BaseException) -> Episode:
     """Return the end of an episode that an exception breaks off."""
     return Episode(end="environment_error", reward=math.nan, error=told(error, kind=not isinstance(error, InputError)))
 
 
-class Worlds:
-    """Owner of the episodes under way whose environments are on this process, and of the threads on which they answer.
+class LocalEpisodes:
+    """Owner of the running episodes whose environments are on this process, and of the threads on which they answer.
 
     Args:
       prompts, limits, stops, branching, observed: as ``episodes.Episodes`` gets them.
@@ -250,27 +250,27 @@ class Worlds:
 
     Attributes:
       threads: on which environments are called.
-      trouble: lines on environments that failed to close.
+      close_errors: lines on environments that failed to close.
     """
 
     def __init__(
         self, prompts: Prompts, limits: Limits, stops: Sequence[int], branching: Branching | None, observed: bool,
         longest: int,
     ):  # fmt: skip
-        self.trouble: list[str] = []
-        self._room = longest * max(map(len, prompts.tokenizer.get_vocab()))
-        self.threads = Threads(AT_ONCE)
+        self.close_errors: list[str] = []
+        self._max_chars = longest * max(map(len, prompts.tokenizer.get_vocab()))
+        self.threads = Threads(MAX_ANSWERING)
         self._prompts, self._limits, self._stops = prompts, limits, stops
         self._branching, self._observed = branching, observed
         playing = [task for task in prompts.tasks if task.plays]
         self._factories = {task.label: Factory(task.environment, task.tools) for task in playing}
         self._forms: dict[str, EpisodeFormat] = {}
-        self._live: dict[Hashable, Live] = {}
+        self._live: dict[Hashable, LiveEpisode] = {}
         self._answers: dict[Hashable, concurrent.futures.Future[tuple[Episode, list[int]]]] = {}
-        self._begun: dict[Hashable, concurrent.futures.Future[Beginning]] = {}
+        self._starts: dict[Hashable, concurrent.futures.Future[EpisodeStart]] = {}
 
-    def __getitem__(self, key: Hashable) -> Live:
-        """Return an episode under way."""
+    def __getitem__(self, key: Hashable) -> LiveEpisode:
+        """Return a running episode."""
         return self._live[key]
 
     def copy_error(self, key: Hashable) -> str | None:
@@ -279,94 +279,97 @@ class Worlds:
 
     @property
     def notes(self) -> list[str]:
-        """Lines for people on the forms of the chats begun so far."""
+        """Lines for people on the chat formats in use so far."""
         return [*dict.fromkeys(form.note for form in self._forms.values() if form.note)]
 
-    def prepare(self, scene: Scene, begun: Completion | None) -> None:
+    def prepare(self, spec: EpisodeSpec, partial: Completion | None) -> None:
         """Begin an episode on a thread, or bring its environment to where it was, unless that is done already."""
-        if scene.key not in self._begun:
-            self._begun[scene.key] = self.threads.submit(self._prepared, scene, begun)
+        if spec.key not in self._starts:
+            self._starts[spec.key] = self.threads.submit(self._start_or_fail, spec, partial)
 
-    def _prepared(self, scene: Scene, begun: Completion | None) -> Beginning:
+    def _start_or_fail(self, spec: EpisodeSpec, partial: Completion | None) -> EpisodeStart:
         try:
-            return self._resumed(scene, begun or EMPTY)
-        except BaseException as error:  # noqa: BLE001  as in ``Live.answer``
-            return Beginning([], failed=failure(error))
+            return self._start_or_replay(spec, partial or EMPTY)
+        except BaseException as error:  # noqa: BLE001  as in ``LiveEpisode.answer``
+            return EpisodeStart([], failed=failed_episode(error))
 
-    def _begin(self, scene: Scene, restarts: int) -> Beginning:
-        task = self._prompts.task(scene.problem.task)
-        if scene.key in self._live:
-            self._live.pop(scene.key).close()
-        self._answers.pop(scene.key, None)
-        world = self._factories[task.label].world(scene.row, scene.seed, self._limits)
-        messages, answer = world.reset(scene.problem.prompt)
+    def _begin(self, spec: EpisodeSpec, restarts: int) -> EpisodeStart:
+        task = self._prompts.task(spec.problem.task)
+        if spec.key in self._live:
+            self._live.pop(spec.key).close()
+        self._answers.pop(spec.key, None)
+        world = self._factories[task.label].world(spec.row, spec.seed, self._limits)
+        messages, answer = world.reset(spec.problem.prompt)
         if answer.end:
             world.close()
-            return Beginning([], failed=Episode(end=answer.end, reward=math.nan, error=answer.error, restarts=restarts))
-        messages, theirs = list(cut(messages, self._room)), len(messages) - len(scene.problem.prompt)
-        options = scene.problem.options
+            failed = Episode(end=answer.end, reward=math.nan, error=answer.error, restarts=restarts)
+            return EpisodeStart([], failed=failed)
+        num_environment_messages = len(messages) - len(spec.problem.prompt)
+        messages = list(cut_contents(messages, self._max_chars))
+        options = spec.problem.options
         key = json.dumps([task.label, world.tools, options])
         if key not in self._forms:
             tokenizer, history = self._prompts.tokenizer, self._limits.history
             self._forms[key] = EpisodeFormat(tokenizer, task, world.tools, self._stops, history, options)
         form = self._forms[key]
-        prompt = [int(token) for token in form.prompt(messages, theirs)]
-        self._live[scene.key] = Live(
-            world, form, worded(messages, task), messages, prompt, theirs, self._room, self.trouble, (), restarts,
-            self._branching, self._observed,
+        prompt = [int(token) for token in form.prompt(messages, num_environment_messages)]
+        self._live[spec.key] = LiveEpisode(
+            world, form, worded(messages, task), messages, prompt, num_environment_messages, self._max_chars,
+            self.close_errors, (), restarts, self._branching, self._observed,
         )  # fmt: skip
-        return Beginning(prompt)
+        return EpisodeStart(prompt)
 
-    def _resumed(self, scene: Scene, begun: Completion) -> Beginning:
-        episode = begun.episode or Episode()
-        live = self._live.get(scene.key)
-        if live is not None and (live.turns == episode.turns or scene.key in self._answers):
-            return Beginning(live.prompt)
-        new = self._begin(scene, episode.restarts)
-        for number, turn in enumerate(() if new.failed else episode.turns):
-            so_far = dataclasses.replace(first_tokens(begun, turn.end), episode=Episode(episode.turns[:number]))
-            if self._live[scene.key].play(so_far)[0] != turn:
-                return dataclasses.replace(self._begin(scene, episode.restarts + 1), same=False)
-        return new
+    def _start_or_replay(self, spec: EpisodeSpec, partial: Completion) -> EpisodeStart:
+        episode = partial.episode or Episode()
+        live = self._live.get(spec.key)
+        if live is not None and (live.turns == episode.turns or spec.key in self._answers):
+            return EpisodeStart(live.prompt)
+        start = self._begin(spec, episode.restarts)
+        for number, turn in enumerate(() if start.failed else episode.turns):
+            so_far = dataclasses.replace(first_tokens(partial, turn.end), episode=Episode(episode.turns[:number]))
+            if self._live[spec.key].play(so_far)[0] != turn:
+                return dataclasses.replace(self._begin(spec, episode.restarts + 1), same=False)
+        return start
 
     def branch(self, key: Hashable, parent: Hashable, turns: int) -> None:
         """Begin an episode where another one was after so many turns, by the copy of its environment.
 
-        Without a copy, as after a restart, ``resume`` gives a new environment the same replies.
+        Without a copy, as after a restart, ``prepare`` gives a new environment the same replies.
         """
         copy = self._live[parent].copies.pop(turns, None) if parent in self._live else None
         if copy is not None:
             self._live[key] = copy
 
-    def settle(self, keys: Sequence[Hashable]) -> None:
+    def close_copies(self, keys: Sequence[Hashable]) -> None:
         """Close the copies of these episodes: no branch begins there any more."""
         for key in keys:
             if key in self._live:
-                self.threads.submit(self._live[key].settle)
+                self.threads.submit(self._live[key].close_copies)
 
-    def ask(self, key: Hashable, turn: Completion, limit: int) -> None:
-        """Let the environment answer a turn, unless it does already, having been asked before an interruption."""
+    def submit_turn(self, key: Hashable, turn: Completion, limit: int) -> None:
+        """Let the environment answer a turn, unless it does already since before an interruption."""
         if key not in self._answers:
             self._answers[key] = self.threads.submit(self._live[key].answer, turn, limit)
 
-    def come(
-        self, asked: Iterable[Hashable], preparing: Iterable[Hashable], wait_s: float
-    ) -> tuple[list[tuple[Hashable, tuple[Episode, list[int]]]], list[tuple[Hashable, Beginning]]]:
-        """Return the answers that have come to these episodes, and those that have begun; with none, wait so many
-        seconds for the first."""
-        answers = {key: self._answers[key] for key in asked if key in self._answers}
-        begun = {key: self._begun[key] for key in preparing if key in self._begun}
-        if wait_s and begun:
-            concurrent.futures.wait(begun.values(), SETTLE_S)
-        if wait_s and (answers or begun):
-            concurrent.futures.wait([*answers.values(), *begun.values()], wait_s, concurrent.futures.FIRST_COMPLETED)
-        return _taken(answers, self._answers), _taken(begun, self._begun)
+    def poll(
+        self, answering: Iterable[Hashable], preparing: Iterable[Hashable], wait_s: float
+    ) -> tuple[list[tuple[Hashable, tuple[Episode, list[int]]]], list[tuple[Hashable, EpisodeStart]]]:
+        """Return the answers of environments to these episodes, and the starts of those in preparation; with none, wait
+        so many seconds for the first.
+        """
+        answers = {key: self._answers[key] for key in answering if key in self._answers}
+        starts = {key: self._starts[key] for key in preparing if key in self._starts}
+        if wait_s and starts:
+            concurrent.futures.wait(starts.values(), SETTLE_S)
+        if wait_s and (answers or starts):
+            concurrent.futures.wait([*answers.values(), *starts.values()], wait_s, concurrent.futures.FIRST_COMPLETED)
+        return pop_done(answers, self._answers), pop_done(starts, self._starts)
 
-    def retain(self, kept: Set[Hashable]) -> list[Hashable]:
+    def retain(self, keys: Set[Hashable]) -> list[Hashable]:
         """Close the environments of all other episodes; return their keys."""
-        for key in self._begun.keys() - kept:
-            self._begun.pop(key).add_done_callback(lambda _, key=key: self._close(key))
-        closed = [*(self._live.keys() - kept)]
+        for key in self._starts.keys() - keys:
+            self._starts.pop(key).add_done_callback(lambda _, key=key: self._close(key))
+        closed = [*(self._live.keys() - keys)]
         for key in closed:
             self._answers.pop(key, None)
             self._close(key)
@@ -377,9 +380,9 @@ class Worlds:
             self.threads.submit(live.close)
 
 
-def _taken(some: dict[Hashable, Any], every: dict[Hashable, Any]) -> list[tuple[Hashable, Any]]:
-    """Return the results that have come of some futures, which are taken out of ``every``."""
-    return [(key, every.pop(key).result()) for key, future in some.items() if future.done()]
+def pop_done(futures: dict[Hashable, Any], pending: dict[Hashable, Any]) -> list[tuple[Hashable, Any]]:
+    """Return the results that have come of some futures, which are taken out of ``pending``."""
+    return [(key, pending.pop(key).result()) for key, future in futures.items() if future.done()]
 
 
 CUT_OFF = ("max_tokens", "context_overflow", "max_turns", "max_tool_calls")
@@ -393,42 +396,36 @@ def environment_seed(seed: int) -> int:
     return int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:4], "big") >> 1
 
 
-RECORDS = (Episode, Turn, Beginning)
+EPISODE_RECORDS = (Episode, Turn, EpisodeStart)
 """Types that processes send to each other."""
 LONGEST_WAIT_S = 1.0
 """Seconds after which a wait for an episode that begins is looked at again."""
 
 
-class Opened(NamedTuple):
-    """An episode that has begun, or was brought back to where it was.
+class ReadyEpisode(NamedTuple):
+    """An episode that can be sampled.
 
     Attributes:
       key: of its request.
       prompt: token ids, int32[p].
-      begun: completion that it goes on from, or the whole one if it is over; None for a new one.
+      partial: completion that it goes on from, or the whole one if it is over; None for a new one.
     """
 
     key: Hashable
     prompt: np.ndarray
-    begun: Completion | None
+    partial: Completion | None
 
 
-class Preparation(NamedTuple):
-    """Episodes that begin together.
+class PendingStart(NamedTuple):
+    """Episodes that start together: completions to go on from, None for new ones; prompt None if the specs give it."""
 
-    Attributes:
-      scenes: the episodes.
-      begun: completions to go on from; None for new ones.
-      prompt: known already; None if they give it.
-    """
-
-    scenes: Sequence[Scene]
-    begun: Sequence[Completion | None]
+    specs: Sequence[EpisodeSpec]
+    partials: Sequence[Completion | None]
     prompt: np.ndarray | None
 
 
 class Episodes:
-    """Owner of the episodes under way and of their environments; a ``respond.Responder``.
+    """Owner of the running episodes and of their environments; an ``EnvironmentClient``.
 
     With several processes each environment lives on one, and all get its answers.
 
@@ -462,12 +459,12 @@ class Episodes:
         self.max_turn_tokens = limits.max_turn_tokens
         self._longest_prompt = longest_prompt
         self._peers = peers
-        self._worlds = Worlds(prompts, limits, stops, branching, observed, max(longest, longest_prompt))
-        self._homes: dict[Hashable, Hashable] = {}  # of a branch: the whole episode that it goes back to
-        self._asked: dict[Hashable, Completion] = {}
+        self._local = LocalEpisodes(prompts, limits, stops, branching, observed, max(longest, longest_prompt))
+        self._roots: dict[Hashable, Hashable] = {}  # of a branch: the whole episode that it goes back to
+        self._answering: dict[Hashable, Completion] = {}
         self._playing: set[Hashable] = set()
-        self._preparations: list[Preparation] = []
-        self._known: dict[Hashable, Beginning] = {}
+        self._pending: list[PendingStart] = []
+        self._started: dict[Hashable, EpisodeStart] = {}
 
     def plays(self, problem: Problem) -> bool:
         """Whether an environment or tools belong to the problem's task."""
@@ -487,27 +484,31 @@ class Episodes:
         for problem in problems:
             if self.plays(problem):
                 firsts.setdefault(self._prompts.task(problem.task).label, problem)
-        scenes = [Scene((-1, place, twin), one, 0) for place, one in enumerate(firsts.values()) for twin in range(2)]
-        failed = any(one.begun is not None and one.begun.episode.error for one in self.begin(scenes))
-        for scene, one in zip(scenes, self.begin(scenes), strict=True):
-            label = self._prompts.task(scene.problem.task).label
-            error = "" if one.begun is None else one.begun.episode.error
+        specs = [
+            EpisodeSpec((-1, index, twin), problem, 0)
+            for index, problem in enumerate(firsts.values())
+            for twin in range(2)
+        ]
+        failed = any(ready.partial is not None and ready.partial.episode.error for ready in self.begin(specs))
+        for spec, ready in zip(specs, self.begin(specs), strict=True):
+            label = self._prompts.task(spec.problem.task).label
+            error = "" if ready.partial is None else ready.partial.episode.error
             require(not (failed and error), f"the environment of task {label} cannot begin an episode: {error}")
             require(
-                one.begun is None or bool(error),
-                f"a prompt of task {label} has {len(one.prompt)} tokens with what its environment says first: set "
-                f"--rollout.max_prompt_tokens {len(one.prompt)} (now {self._longest_prompt})",
+                ready.partial is None or bool(error),
+                f"a prompt of task {label} has {len(ready.prompt)} tokens with what its environment says first: set "
+                f"--rollout.max_prompt_tokens {len(ready.prompt)} (now {self._longest_prompt})",
             )
         if self.branching is not None:
-            for error in self._everywhere(lambda scene: self._worlds.copy_error(scene.key), scenes):
+            for error in self._call_on_owners(lambda spec: self._local.copy_error(spec.key), specs):
                 require(error is None, f"the environment cannot be copied, as branches need it: {error}")
         self.retain(())
-        return self._worlds.notes
+        return self._local.notes
 
     @property
     def preparing(self) -> list[Hashable]:
-        """Keys of the episodes that begin, or are brought back."""
-        return [scene.key for one in self._preparations for scene in one.scenes]
+        """Keys of the episodes that start, or replay what happened before a restart."""
+        return [spec.key for pending in self._pending for spec in pending.specs]
 
     def has(self, key: Hashable) -> bool:
         """Whether the request of this key is an episode."""
@@ -515,169 +516,171 @@ class Episodes:
 
     def prepare(
         self,
-        scenes: Sequence[Scene],
-        begun: Sequence[Completion | None] | None = None,
+        specs: Sequence[EpisodeSpec],
+        partials: Sequence[Completion | None] | None = None,
         prompt: np.ndarray | None = None,
     ) -> None:
-        """Begin episodes on threads, or bring their environments back to where they were; ``ready`` returns them.
+        """Begin episodes on threads, or bring their environments back to where they were; ``pop_ready`` returns them.
 
         An environment that is in memory goes on as it is. For others a new one is given the same replies.
 
         Args:
-          scenes: the episodes; those of one row and seed have one prompt.
-          begun: completions to go on from; None for new ones.
+          specs: the episodes; those of one row and seed have one prompt.
+          partials: completions to go on from; None for new ones.
           prompt: of all of them, if it is known.
         """
-        begun = [None] * len(scenes) if begun is None else begun
-        self._playing |= {scene.key for scene in scenes}
-        self._preparations.append(Preparation(scenes, begun, prompt))
-        for scene, one in zip(scenes, begun, strict=True):
-            if self._is_own(scene.key):
-                self._worlds.prepare(scene, one)
+        partials = [None] * len(specs) if partials is None else partials
+        self._playing |= {spec.key for spec in specs}
+        self._pending.append(PendingStart(specs, partials, prompt))
+        for spec, partial in zip(specs, partials, strict=True):
+            if self._is_local(spec.key):
+                self._local.prepare(spec, partial)
 
-    def ready(self) -> list[list[Opened]]:
-        """Return the episodes of each ``prepare`` that have all begun; ``answered`` waits for them.
+    def pop_ready(self) -> list[list[ReadyEpisode]]:
+        """Return the episodes of each ``prepare`` that have all started; ``pop_answers`` waits for them.
 
         One whose environment failed, or began with other words than the first of its row and seed, is over. One whose
         environment answers otherwise than before begins anew.
         """
-        done = [one for one in self._preparations if all(scene.key in self._known for scene in one.scenes)]
-        self._preparations = [one for one in self._preparations if one not in done]
-        return [self._opened(one, [self._known.pop(scene.key) for scene in one.scenes]) for one in done]
+        ready = [pending for pending in self._pending if all(spec.key in self._started for spec in pending.specs)]
+        self._pending = [pending for pending in self._pending if pending not in ready]
+        return [self._ready(pending, [self._started.pop(spec.key) for spec in pending.specs]) for pending in ready]
 
-    def begin(self, scenes: Sequence[Scene]) -> list[Opened]:
+    def begin(self, specs: Sequence[EpisodeSpec]) -> list[ReadyEpisode]:
         """Begin episodes, and wait for them."""
-        self.prepare(scenes)
-        while not (done := self.ready()):
-            self._hear(LONGEST_WAIT_S)
-        return done[0]
+        self.prepare(specs)
+        while not (ready := self.pop_ready()):
+            self._poll(LONGEST_WAIT_S)
+        return ready[0]
 
-    def _opened(self, asked: Preparation, found: Sequence[Beginning]) -> list[Opened]:
+    def _ready(self, pending: PendingStart, starts: Sequence[EpisodeStart]) -> list[ReadyEpisode]:
         prompts: dict[Hashable, Any] = {}
-        of = [(self._prompts.task(one.problem.task).label, one.problem.id, one.seed) for one in asked.scenes]
-        for which, new in zip(of, found, strict=True):
-            if asked.prompt is not None:
-                prompts[which] = asked.prompt.tolist()
-            elif new.failed is None:
-                prompts.setdefault(which, new.prompt)
-        opened = []
-        for scene, which, begun, new in zip(asked.scenes, of, asked.begun, found, strict=True):
-            prompt = np.asarray(prompts.get(which, ()), np.int32)
-            goes_on = begun is not None and new.same
-            if new.failed is not None:
-                begun = _broken_off(begun, new.failed)
-            elif not goes_on and new.prompt != prompts[which]:
-                what = (
-                    f"the environment of task {which[0]} begins two episodes of one row and seed with different words: "
+        rows = [(self._prompts.task(spec.problem.task).label, spec.problem.id, spec.seed) for spec in pending.specs]
+        for row, start in zip(rows, starts, strict=True):
+            if pending.prompt is not None:
+                prompts[row] = pending.prompt.tolist()
+            elif start.failed is None:
+                prompts.setdefault(row, start.prompt)
+        episodes = []
+        for spec, row, partial, start in zip(pending.specs, rows, pending.partials, starts, strict=True):
+            prompt = np.asarray(prompts.get(row, ()), np.int32)
+            continues = partial is not None and start.same
+            if start.failed is not None:
+                partial = broken_off(partial, start.failed)
+            elif not continues and start.prompt != prompts[row]:
+                error = (
+                    f"the environment of task {row[0]} begins two episodes of one row and seed with different words: "
                     "draw what it says in reset() from the row and the seed alone"
                 )
-                begun = _broken_off(None, Episode(end="environment_error", reward=math.nan, error=what))
-            elif not goes_on:
-                begun = None if len(prompt) <= self._longest_prompt else OVERFLOWN
-            opened.append(Opened(scene.key, prompt, begun))
-        return opened
+                partial = broken_off(None, Episode(end="environment_error", reward=math.nan, error=error))
+            elif not continues:
+                partial = None if len(prompt) <= self._longest_prompt else OVERFLOWN
+            episodes.append(ReadyEpisode(spec.key, prompt, partial))
+        return episodes
 
-    def openings(self, scenes: Sequence[Scene]) -> list[dict[str, Any]]:
+    def openings(self, specs: Sequence[EpisodeSpec]) -> list[dict[str, Any]]:
         """Return how these episodes, which are not closed yet, began: ``prompt``, messages without the task's system
         message and suffix, and ``tools``, JSON schemas.
         """
-        return self._everywhere(lambda scene: self._worlds[scene.key].opening, scenes)
+        return self._call_on_owners(lambda spec: self._local[spec.key].opening, specs)
 
-    def beginnings(
-        self, number: int, known: Sequence[Completion | None], left: Sequence[int]
+    def startable(
+        self, number: int, completions: Sequence[Completion | None], missing: Sequence[int]
     ) -> dict[int, Completion | None]:
-        """Return the members of a group that may begin now, of those ``left``: a branch with its first tokens.
+        """Return the members of a group that may begin now, of those ``missing``: a branch with its first tokens.
 
-        ``number``: of the group; ``known``: its completions, as far as they are.
+        ``number``: of the group; ``completions``: of its members, as far as they are.
         """
         if self.branching is None:
-            return dict.fromkeys(left)
-        found = starts([None if one is None else one.episode for one in known], self.branching)
-        begun: dict[int, Completion | None] = {}
-        for place in [place for place in left if place < len(found)]:
-            start = found[place]
-            parent = None if start.parent is None else known[start.parent]
-            begun[place] = None if parent is None else branch(parent, start)
-            if parent is not None:
-                key, origin = (number, place), (number, start.parent)
-                self._homes[key] = self._homes.get(origin, origin)
-                self._worlds.branch(key, origin, start.turns)
-        if len(found) == len(known):
-            self._worlds.settle([(number, place) for place in range(len(known))])
-        return begun
+            return dict.fromkeys(missing)
+        points = branch_points([None if c is None else c.episode for c in completions], self.branching)
+        partials: dict[int, Completion | None] = {}
+        for member in [member for member in missing if member < len(points)]:
+            point = points[member]
+            partials[member] = None
+            if point is not None and (parent := completions[point[0]]) is not None:
+                partials[member] = begin_branch(parent, *point)
+                key, parent_key = (number, member), (number, point[0])
+                self._roots[key] = self._roots.get(parent_key, parent_key)
+                self._local.branch(key, parent_key, point[1])
+        if len(points) == len(completions):
+            self._local.close_copies([(number, member) for member in range(len(completions))])
+        return partials
 
-    def ask(self, key: Hashable, turn: Completion, limit: int) -> None:
+    def submit_turn(self, key: Hashable, turn: Completion, limit: int) -> None:
         """Let the environment answer a turn that the model has ended; ``limit``: tokens of the episode at most."""
-        self._asked[key] = turn
-        if self._is_own(key):
-            self._worlds.ask(key, turn, limit)
+        self._answering[key] = turn
+        if self._is_local(key):
+            self._local.submit_turn(key, turn, limit)
 
     def abort(self, keys: Sequence[Hashable]) -> dict[Hashable, Completion]:
-        """Leave the answers to these episodes for later: ``answered`` does not return them unless asked again.
+        """Leave the answers to these episodes for later: ``pop_answers`` does not return them until their turns are
+        submitted again.
 
         Returns those that were in preparation, as they are: all of one ``prepare``, if any key is among them.
         """
         for key in keys:
-            self._asked.pop(key, None)
-        ending = [one for one in self._preparations if {scene.key for scene in one.scenes} & {*keys}]
-        self._preparations = [one for one in self._preparations if one not in ending]
-        left = {}
-        for one in ending:
-            left |= {scene.key: begun or EMPTY for scene, begun in zip(one.scenes, one.begun, strict=True)}
-        self._known = {key: found for key, found in self._known.items() if key not in left}
-        return left
+            self._answering.pop(key, None)
+        aborted = [pending for pending in self._pending if {spec.key for spec in pending.specs} & {*keys}]
+        self._pending = [pending for pending in self._pending if pending not in aborted]
+        partials = {}
+        for pending in aborted:
+            pairs = zip(pending.specs, pending.partials, strict=True)
+            partials |= {spec.key: partial or EMPTY for spec, partial in pairs}
+        self._started = {key: start for key, start in self._started.items() if key not in partials}
+        return partials
 
-    def answered(self, wait_s: float) -> dict[Hashable, Completion]:
+    def pop_answers(self, wait_s: float) -> dict[Hashable, Completion]:
         """Return the episodes answered since the last call, those with an end being over.
 
         ``wait_s``: seconds to wait if there are none, and none has begun.
         """
-        return {key: _continued(self._asked.pop(key), *answer) for key, answer in self._hear(wait_s)}
+        return {key: with_answer(self._answering.pop(key), *answer) for key, answer in self._poll(wait_s)}
 
-    def _hear(self, wait_s: float) -> list[tuple[Hashable, tuple[Episode, list[int]]]]:
-        """Return the answers since the last call on all processes, and note the episodes that have begun."""
-        preparing = [key for key in self.preparing if key not in self._known]
-        answers, begun = self._worlds.come(self._asked, preparing, wait_s)
+    def _poll(self, wait_s: float) -> list[tuple[Hashable, tuple[Episode, list[int]]]]:
+        """Return the answers since the last call on all processes, and note the episodes that have started."""
+        preparing = [key for key in self.preparing if key not in self._started]
+        answers, starts = self._local.poll(self._answering, preparing, wait_s)
         if self._peers is not None and self._peers.count > 1:
-            parts = self._peers.gather(codec.to_json([answers, begun], RECORDS))
-            both = [codec.from_json(part, RECORDS) for part in parts]
-            answers, begun = ([one for part in both for one in part[which]] for which in range(2))
-        self._known |= dict(begun)
+            parts = self._peers.gather(codec.to_json([answers, starts], EPISODE_RECORDS))
+            pairs = [codec.from_json(part, EPISODE_RECORDS) for part in parts]
+            answers, starts = ([entry for pair in pairs for entry in pair[which]] for which in range(2))
+        self._started |= dict(starts)
         return answers
 
-    def trouble(self) -> dict[str, Any]:
+    def close_metrics(self) -> dict[str, Any]:
         """Return metrics of environments that failed to close since the last call, and of threads that hang; {} without
         any."""
-        told, self._worlds.trouble[:] = [*self._worlds.trouble], []
-        found = [(told, hanging())]
+        close_errors, self._local.close_errors[:] = [*self._local.close_errors], []
+        by_process = [(close_errors, hanging())]
         if self._peers is not None and self._peers.count > 1:
-            found = self._peers.gather(found[0])
-        errors = [line for lines, _ in found for line in lines]
-        left = sum(count for _, count in found)
+            by_process = self._peers.gather(by_process[0])
+        errors = [line for lines, _ in by_process for line in lines]
+        threads = sum(count for _, count in by_process)
         closing = {"episode/close_errors": len(errors), "event/environment": errors[0]} if errors else {}
-        return closing | ({"episode/hanging_threads": left} if left else {})
+        return closing | ({"episode/hanging_threads": threads} if threads else {})
 
     def retain(self, keys: Sequence[Hashable] | set[Hashable]) -> None:
         """Close the environments of all other episodes."""
-        kept = set(keys)
-        self._playing &= kept
-        self.abort(self._worlds.retain(kept))
-        self._homes = {key: home for key, home in self._homes.items() if key in kept}
+        open_keys = set(keys)
+        self._playing &= open_keys
+        self.abort(self._local.retain(open_keys))
+        self._roots = {key: root for key, root in self._roots.items() if key in open_keys}
 
-    def _is_own(self, key: Hashable) -> bool:
+    def _is_local(self, key: Hashable) -> bool:
         """Whether the environment of an episode is on this process; the same answer everywhere."""
-        home = self._homes.get(key, key)
-        return self._peers is None or hash(home) % self._peers.count == self._peers.index
+        root = self._roots.get(key, key)
+        return self._peers is None or hash(root) % self._peers.count == self._peers.index
 
-    def _everywhere(self, call: Callable[[Scene], Any], scenes: Sequence[Scene]) -> list[Any]:
+    def _call_on_owners(self, call: Callable[[EpisodeSpec], Any], specs: Sequence[EpisodeSpec]) -> list[Any]:
         """Call a function for each scene, on the process that has its environment; return the results on all."""
-        own = [place for place, scene in enumerate(scenes) if self._is_own(scene.key)]
-        calls = {place: self._worlds.threads.submit(call, scenes[place]) for place in own}
-        found = {place: coming.result() for place, coming in calls.items()}
+        local = [index for index, spec in enumerate(specs) if self._is_local(spec.key)]
+        calls = {index: self._local.threads.submit(call, specs[index]) for index in local}
+        results = {index: future.result() for index, future in calls.items()}
         if self._peers is not None and self._peers.count > 1:
-            for part in self._peers.gather({str(place): found[place] for place in own}):
-                found |= {int(place): result for place, result in part.items()}
-        return [found[place] for place in range(len(scenes))]
+            for part in self._peers.gather({str(index): results[index] for index in local}):
+                results |= {int(index): answer for index, answer in part.items()}
+        return [results[index] for index in range(len(specs))]
 
 
 def episodes_of(prompts: Prompts, rollout: Any, stops: Sequence[int], *others: Any) -> Episodes | None:
@@ -690,16 +693,16 @@ def episodes_of(prompts: Prompts, rollout: Any, stops: Sequence[int], *others: A
     return Episodes(prompts, rollout.episode, rollout.max_prompt_tokens, stops, *others, longest=rollout.max_new_tokens)
 
 
-def _broken_off(begun: Completion | None, failed: Episode) -> Completion:
+def broken_off(partial: Completion | None, end: Episode) -> Completion:
     """Return the completion of an episode that cannot begin, or not be brought back."""
-    known = begun or EMPTY
+    completion = partial or EMPTY
     episode = dataclasses.replace(
-        known.episode or Episode(), end=failed.end, reward=math.nan, error=failed.error, pending=""
+        completion.episode or Episode(), end=end.end, reward=math.nan, error=end.error, pending=""
     )
-    return dataclasses.replace(known, finish_reason="stop", episode=episode)
+    return dataclasses.replace(completion, finish_reason="stop", episode=episode)
 
 
-def _continued(turn: Completion, episode: Episode, tokens: Sequence[int]) -> Completion:
+def with_answer(turn: Completion, episode: Episode, tokens: Sequence[int]) -> Completion:
     """Return the completion with an environment's answer to its last turn."""
     if episode.end:
         reason = turn.finish_reason
@@ -707,18 +710,6 @@ def _continued(turn: Completion, episode: Episode, tokens: Sequence[int]) -> Com
             reason = "length" if episode.end in CUT_OFF else "stop"
         return dataclasses.replace(turn, episode=episode, finish_reason=reason)
     return dataclasses.replace(with_tokens(turn, tokens, int(turn.version[-1])), episode=episode)
-
-
-class Start(NamedTuple):
-    """The beginning of a member of a group.
-
-    Attributes:
-      parent: member that it branches from; None for a whole episode.
-      turns: of the parent's that it has.
-    """
-
-    parent: int | None = None
-    turns: int = 0
 
 
 def entropy_rise(completion: Completion, tokens: int, vocabulary: int) -> float:
@@ -739,8 +730,11 @@ def entropy_rise(completion: Completion, tokens: int, vocabulary: int) -> float:
     return float(np.sum(last[:both] - first[:both])) / math.log(vocabulary)
 
 
-def starts(episodes: Sequence[Episode | None], rule: Branching) -> list[Start]:
-    """Return the beginnings of a group's M members, as many as are decided: ARPO, arXiv 2507.19849.
+def branch_points(episodes: Sequence[Episode | None], rule: Branching) -> list[tuple[int, int] | None]:
+    """Return where a group's M members begin, as many as are decided: ARPO, arXiv 2507.19849.
+
+    A branch begins at (parent, turns): the member that it branches from, and how many of the parent's turns it has. A
+    whole episode begins at None.
 
     A group of M members begins with N whole episodes. After each answer of the environment, the entropy of the first k
     tokens of the model's next turn is compared with that of its first turn,
@@ -764,30 +758,32 @@ def starts(episodes: Sequence[Episode | None], rule: Branching) -> list[Start]:
 
     ``episodes``: of the members, as far as they are; None for one that has no answer yet.
     """
-    found = [Start()] * rule.whole_of(len(episodes))
-    turn, going = 1, True
-    while going and len(found) < len(episodes):
-        going = False
-        for member in range(len(found)):  # those that begin at this turn are looked at from the next one on
+    points: list[tuple[int, int] | None] = [None] * rule.whole_of(len(episodes))
+    turn, running = 1, True
+    while running and len(points) < len(episodes):
+        running = False
+        for member in range(len(points)):  # those that begin at this turn are looked at from the next one on
             episode = episodes[member] or Episode()
-            over = len(episode.turns) <= turn
-            if over and not episode.end:
-                return found
-            if not over:
-                going = True
-                if rule.at(episode.turns[turn].entropy_rise) and len(found) < len(episodes):
-                    found.append(Start(member, turn))
+            if len(episode.turns) > turn:
+                running = True
+                if rule.at(episode.turns[turn].entropy_rise) and len(points) < len(episodes):
+                    points.append((member, turn))
+            elif not episode.end:
+                return points
         turn += 1
-    return found + [Start()] * (len(episodes) - len(found))
+    return points + [None] * (len(episodes) - len(points))
 
 
-def branch(parent: Completion, start: Start) -> Completion:
-    """Return a completion that goes on after some turns of its parent and the answer to the last of them."""
-    turns = parent.episode.turns[: start.turns]
+def begin_branch(parent: Completion, member: int, num_turns: int) -> Completion:
+    """Return a completion that goes on after some turns of its parent and the answer to the last of them.
+
+    ``member``: of the group that the parent is.
+    """
+    turns = parent.episode.turns[:num_turns]
     after = int(np.argmax(parent.mask[turns[-1].end :]))
     shared = turns[-1].end + after
     reward = sum(turn.reward for turn in turns)
-    episode = Episode(turns, reward=reward, parent=start.parent, shared=shared, tools=parent.episode.tools)
+    episode = Episode(turns, reward=reward, parent=member, shared=shared, tools=parent.episode.tools)
     return dataclasses.replace(first_tokens(parent, shared), episode=episode)
 
 
@@ -796,16 +792,16 @@ def common_lengths(completions: Sequence[Completion]) -> np.ndarray:
 
     That is what their records say, as far as their tokens are equal: a parent may have begun anew.
     """
-    found = np.diag([len(one.tokens) for one in completions])
-    for member, one in enumerate(completions):
-        parent = None if one.episode is None else one.episode.parent
+    lengths = np.diag([len(completion.tokens) for completion in completions])
+    for member, completion in enumerate(completions):
+        parent = None if completion.episode is None else completion.episode.parent
         if parent is None or parent >= member:
             continue
-        shared = min(one.episode.shared, len(completions[parent].tokens))
-        differ = np.flatnonzero(one.tokens[:shared] != completions[parent].tokens[:shared])
+        shared = min(completion.episode.shared, len(completions[parent].tokens))
+        differ = np.flatnonzero(completion.tokens[:shared] != completions[parent].tokens[:shared])
         shared = int(differ[0]) if len(differ) else shared
-        found[member, :member] = found[:member, member] = np.minimum(shared, found[parent, :member])
-    return found
+        lengths[member, :member] = lengths[:member, member] = np.minimum(shared, lengths[parent, :member])
+    return lengths
 
 
 def shared_credit(advantages: Sequence[np.ndarray], common: np.ndarray) -> list[np.ndarray]:
@@ -815,11 +811,11 @@ def shared_credit(advantages: Sequence[np.ndarray], common: np.ndarray) -> list[
       advantages: of the tokens of each member, float[T].
       common: lengths that members share, int[G, G], as of ``common_lengths``.
     """
-    found = []
-    for member, own in enumerate(advantages):
-        total, count = np.zeros(len(own)), np.zeros(len(own))
+    credit = []
+    for member, member_advantages in enumerate(advantages):
+        total, count = np.zeros(len(member_advantages)), np.zeros(len(member_advantages))
         for other, shared in enumerate(common[member]):
             total[:shared] += advantages[other][:shared]
             count[:shared] += 1
-        found.append((total / np.maximum(count, 1)).astype(own.dtype))
-    return found
+        credit.append((total / np.maximum(count, 1)).astype(member_advantages.dtype))
+    return credit

@@ -12,8 +12,8 @@ import numpy as np
 
 from jaxrl_llm.rewards import Failures, Scorer
 from jaxrl_llm.rewards.shaping import REJECTED, GroupShaping
-from jaxrl_llm.rollout.episodes import Episodes, Scene, environment_seed
-from jaxrl_llm.rollout.respond import SeedSpace, request_seed, with_texts
+from jaxrl_llm.rollout.episodes import Episodes, EpisodeSpec, environment_seed
+from jaxrl_llm.rollout.generation import SeedSpace, request_seed, with_texts
 from jaxrl_llm.rollout.settings import Collect, Replay
 from jaxrl_llm.tasks import Prompts, PromptStream
 from jaxrl_llm.tasks.stream import Memory
@@ -43,12 +43,17 @@ class PartialGroup:
     age: int = 0
 
     @property
-    def begun(self) -> bool:
+    def has_tokens(self) -> bool:
         """Whether any token has been sampled."""
         return any(c is not None for c in self.completions)
 
+    def with_completions(self, changed: Mapping[int, Completion | None]) -> "PartialGroup":
+        """Return the group with these members' completions, by index."""
+        completions = tuple(changed.get(i, c) for i, c in enumerate(self.completions))
+        return dataclasses.replace(self, completions=completions)
 
-PLACE = 0
+
+REPLACED_MEMBER = 0
 """Index of the member of a group that is replaced: the first, as in the paper."""
 
 
@@ -73,23 +78,23 @@ class Success:
 
 
 @dataclasses.dataclass(frozen=True)
-class Solved:
+class ProblemSuccesses:
     """Stored successes of one problem.
 
     Attributes:
       prompt: int32 token ids that its completions follow.
       successes: the oldest first.
       number: number, in the stream, of the prompt that was last answered right.
-      share: mean credit of the answers to the latest prompt.
+      mean_credit: of the answers to the latest prompt.
     """
 
     prompt: np.ndarray
     successes: tuple[Success, ...]
     number: int
-    share: float
+    mean_credit: float
 
 
-Store = dict[str, Solved]
+SuccessStore = dict[str, ProblemSuccesses]
 """Stored successes by task and id of the problem. A store is never changed, only replaced."""
 
 
@@ -99,30 +104,29 @@ class Carryover:
 
     Attributes:
       cursor: prompts consumed.
-      carried: surplus groups, scored, in the order in which they are learned from.
+      surplus: scored groups beyond those that a step needs, in the order in which they are learned from.
       unfinished: groups to resume, by number.
-      good: informative groups among the last ones scored.
-      seen: number of groups last scored; both fade (see ``judging.remember``).
-      stream: memory of the stream of prompts.
-      texts: texts drawn in addition to the groups.
+      recent_informative: number of informative groups among the last ones scored.
+      recent_scored: number of groups last scored; both fade (see ``collect.fade_counts``).
+      stream_memory: of the stream of prompts.
+      texts: number of texts drawn in addition to the groups.
       successes: stored for replay.
       critic: numbers of the critic's last steps (``learner.samples.pooled``).
       tool_failed: whether a call of a tool has failed in the run.
-      underway: progress of the next step (``dynamic_sampling.Step.progress``) if the run was stopped within it; else
-        empty.
+      step_progress: of the next step (``StepCollector.suspend``) if the run was stopped within it; else empty.
     """
 
     cursor: int = 0
-    carried: tuple[Group, ...] = ()
+    surplus: tuple[Group, ...] = ()
     unfinished: tuple[PartialGroup, ...] = ()
-    good: float = 0.0
-    seen: float = 0.0
-    stream: dict[str, Any] = dataclasses.field(default_factory=dict)
+    recent_informative: float = 0.0
+    recent_scored: float = 0.0
+    stream_memory: dict[str, Any] = dataclasses.field(default_factory=dict)
     texts: int = 0
-    successes: Store = dataclasses.field(default_factory=dict)
+    successes: SuccessStore = dataclasses.field(default_factory=dict)
     critic: list[list[float]] = dataclasses.field(default_factory=list)
     tool_failed: bool = False
-    underway: dict[str, Any] = dataclasses.field(default_factory=dict)
+    step_progress: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +136,7 @@ class RolloutBatch:
     Attributes:
       groups: the step learns from them; each token is marked with the version of the policy that sampled it.
       sampled: every group finished in this step, kept or not, by number.
-      left: carryover for the next step.
+      carryover: for the next step.
       tokens: sampled in this step.
       version: of the policy that sampled them.
       metrics: seconds, counts, and statistics of the sampled groups.
@@ -141,7 +145,7 @@ class RolloutBatch:
 
     groups: list[Group]
     sampled: list[Group]
-    left: Carryover
+    carryover: Carryover
     tokens: int
     version: int
     metrics: dict[str, float]
@@ -150,11 +154,6 @@ class RolloutBatch:
     def __len__(self) -> int:
         """Return the number of groups and texts to learn from."""
         return len(self.groups) + self.texts
-
-    @property
-    def examples(self) -> list[Group]:
-        """Groups to show to people."""
-        return self.groups
 
     @property
     def common(self) -> Iterator[np.ndarray]:
@@ -166,7 +165,19 @@ class RolloutBatch:
                 yield from (array for name, array in completion.extras.items() if name == STEP_REWARDS)
 
 
-RECORDS = (RolloutBatch, Carryover, PartialGroup, Group, Completion, Episode, Turn, Problem, Solved, Success, Failures)
+GROUP_RECORDS = (
+    RolloutBatch,
+    Carryover,
+    PartialGroup,
+    Group,
+    Completion,
+    Episode,
+    Turn,
+    Problem,
+    ProblemSuccesses,
+    Success,
+    Failures,
+)
 """Types that checkpoints hold to save groups."""
 
 
@@ -178,7 +189,7 @@ class GroupSource:
       tokenizer: decodes completions.
       prompts: token ids.
       stream: the training prompts, in their order.
-      judge: of the completions.
+      scorer: of the completions.
       group: G.
       seed: the run's; with a prompt's number in the stream it determines every random number.
       shaping: changes of a group's rewards, in order.
@@ -189,7 +200,7 @@ class GroupSource:
     tokenizer: Any
     prompts: Prompts
     stream: PromptStream
-    judge: Scorer
+    scorer: Scorer
     group: int
     seed: int
     shaping: tuple[GroupShaping, ...]
@@ -202,73 +213,75 @@ class GroupSource:
         tasks = self.prompts.tasks
         return tuple(task.label for task in tasks) if len(tasks) > 1 else ()
 
-    def ask(self, number: int, memory: Memory) -> tuple[PartialGroup, Memory]:
-        """Return the group of this number, not begun yet, and the new memory of the stream."""
+    def new_group(self, number: int, memory: Memory) -> tuple[PartialGroup, Memory]:
+        """Return the group of this number, without tokens, and the new memory of the stream."""
         problem, memory = self.stream.next(number, memory)
-        asked = PartialGroup(number, (None,) * self.group, problem)
         prompt = None if self.plays(problem) else self.prompts[problem]
-        return dataclasses.replace(asked, prompt=prompt), memory
+        return PartialGroup(number, (None,) * self.group, problem, prompt), memory
 
     def plays(self, problem: Problem) -> bool:
         """Whether completions of this problem are episodes with an environment or tools."""
         return self.episodes is not None and self.episodes.plays(problem)
 
-    def scenes(self, group: PartialGroup, places: Iterable[int]) -> list[Scene]:
+    def episode_specs(self, group: PartialGroup, members: Iterable[int]) -> list[EpisodeSpec]:
         """Return the episodes of some completions of a group."""
         seed = environment_seed(self.seeds(group.number)[0])
-        return [Scene((group.number, place), group.problem, seed) for place in places]
+        return [EpisodeSpec((group.number, member), group.problem, seed) for member in members]
 
     def seeds(self, number: int) -> list[int]:
         """Return the seeds of the G completions of a prompt."""
         first = SeedSpace.TRAINING + number * self.group
         return [request_seed(self.seed, first + g) for g in range(self.group)]
 
-    def score(self, whole: Sequence[PartialGroup]) -> Callable[[], tuple[dict[int, Group], Failures]]:
-        """Begin to score finished groups; return a function that waits for them: by number, with texts and scores, and
+    def score(self, groups: Sequence[PartialGroup]) -> Callable[[], tuple[dict[int, Group], Failures]]:
+        """Start to score finished groups; return a function that waits for them: by number, with texts and scores, and
         the failures of rewards.
         """
-        completions = [completion for group in whole for completion in group.completions]
-        done = with_texts(dict(enumerate(completions)), self.tokenizer, self.stop_ids)
-        coming = self.judge.begin([(whole[i // self.group].problem, c) for i, c in done.items()])
+        completions = [completion for group in groups for completion in group.completions]
+        answers = with_texts(dict(enumerate(completions)), self.tokenizer, self.stop_ids)
+        wait = self.scorer.begin([(groups[i // self.group].problem, c) for i, c in answers.items()])
 
         def finish() -> tuple[dict[int, Group], Failures]:
-            scores = coming()
+            scores = wait()
             for i, steps in enumerate(scores.steps):
-                done[i] = dataclasses.replace(done[i], extras=done[i].extras | {STEP_REWARDS: steps})
-            groups = {}
-            for index, asked in enumerate(whole):
+                answers[i] = dataclasses.replace(answers[i], extras=answers[i].extras | {STEP_REWARDS: steps})
+            scored = {}
+            for index, group in enumerate(groups):
                 at = slice(index * self.group, (index + 1) * self.group)
-                parts = {name: values[at] for name, values in scores.parts.items()}
-                groups[asked.number] = Group(
-                    asked.problem, asked.prompt, tuple(done.values())[at], scores.reward[at], scores.accuracy[at], parts
+                parts = {name: rewards[at] for name, rewards in scores.parts.items()}
+                members = tuple(answers.values())[at]
+                scored[group.number] = Group(
+                    group.problem, group.prompt, members, scores.reward[at], scores.accuracy[at], parts
                 )
-            return groups, scores.failures
+            return scored, scores.failures
 
         return finish
 
-    def shaped(self, groups: Mapping[int, Group], version: int, budget: Callable[[str], int]) -> dict[int, Group]:
+    def shape_rewards(
+        self, groups: Mapping[int, Group], version: int, budget: Callable[[str], int]
+    ) -> dict[int, Group]:
         """Return the groups with their rewards shaped.
 
         ``version``: optimiser updates so far; ``budget``: the longest completion of a task, by its label. Schedules of
         rewards read both.
         """
-        found = dict(groups)
+        groups = dict(groups)
         for shape in self.shaping:
-            found = {number: shape(group, version, budget(group.problem.task)) for number, group in found.items()}
-        return found
+            groups = {number: shape(group, version, budget(group.problem.task)) for number, group in groups.items()}
+        return groups
 
 
-def informative(group: Group, reads: str | bool = "accuracy") -> bool:
-    """Whether a group can teach: the values that a filter reads differ among the members that could be scored.
+def informative(group: Group, filter_groups: str | bool = "accuracy") -> bool:
+    """Whether a group can teach: the scores that the filter reads differ among the members that have any.
 
     "accuracy": of answers that are right or wrong, some but not all are right (DAPO, arXiv 2503.14476, eq. 11); if a
     verifier returns the share that is right, the shares differ (verl's ``acc``). "reward": the rewards differ.
     """
-    values = group.rewards if reads == "reward" else group.accuracy
-    return varied(values[~np.isnan(group.rewards)])
+    scores = group.rewards if filter_groups == "reward" else group.accuracy
+    return values_differ(scores[~np.isnan(group.rewards)])
 
 
-def whole(completion: Completion | None, longest: int) -> bool:
+def is_finished(completion: Completion | None, longest: int) -> bool:
     """Whether a completion is finished.
 
     If not, it was interrupted, or reached the budget of a step below ``longest``.
@@ -280,7 +293,7 @@ def whole(completion: Completion | None, longest: int) -> bool:
     return completion.finish_reason != "length" or len(completion.tokens) >= longest
 
 
-def tokens_in(groups: Sequence[Group | PartialGroup]) -> int:
+def count_sampled_tokens(groups: Sequence[Group | PartialGroup]) -> int:
     """Count the tokens that were sampled for all their completions."""
     return sum(c.length for g in groups for c in g.completions if c is not None)
 
@@ -321,24 +334,24 @@ class AdmissionPolicy:
         """Return the maximum number of tokens of a completion to a problem of this task."""
         return self.limits.get(task, self.longest)
 
-    def limit(self, begun: int, task: str) -> int:
-        """Return the maximum length, at the end of this step, of a completion that has ``begun`` tokens."""
+    def limit(self, length: int, task: str) -> int:
+        """Return the maximum length, at the end of this step, of a completion that has ``length`` tokens."""
         budget = self.collect.token_budget
         longest = self.longest_of(task)
-        return min(begun + budget, longest) if budget else longest
+        return min(length + budget, longest) if budget else longest
 
-    def wants(self, kept: int, running: int, held: int, waiting: int, started: int, share: float) -> bool:
+    def should_start(self, collected: int, running: int, paused: int, waiting: int, started: int, share: float) -> bool:
         """Whether to begin one more group, if ``share`` of them are informative.
 
         Groups that are certain to be needed are begun at once. Others are begun while the step is short of groups and
         those under way are not expected to cover it: as many as keep every slot busy, and as many again waiting, so
-        that a slot that ends is filled at once; a group that never ran costs nothing. Held groups count in the steps to
-        come.
+        that a slot that ends is filled at once; a group that never ran costs nothing. Paused groups count in the steps
+        to come.
 
         Args:
-          kept: groups to learn from.
+          collected: groups to learn from.
           running: groups with some completion being sampled.
-          held: groups that have used up their budget for this step.
+          paused: groups that have used up their budget for this step.
           waiting: completions that the engine has not returned.
           started: prompts begun in this step.
           share: of informative groups.
@@ -346,18 +359,18 @@ class AdmissionPolicy:
         # If the last groups are interrupted, more of them run, so that no slot idles, as far as the next step needs
         # them. If they are finished, more would fill slots too, but with tokens that are learned from a step later.
         reach = 2 * self.needed if self.collect.interrupt else self.needed
-        if kept >= self.needed or started >= self.collect.max_rounds * self.needed:
+        if collected >= self.needed or started >= self.collect.max_rounds * self.needed:
             return False
-        found = kept + share * running
-        if found + share * held >= self.segments * reach:
+        expected = collected + share * running
+        if expected + share * paused >= self.segments * reach:
             return False
-        certain = not self.filter_groups and kept + running < self.needed
-        return certain or (waiting < 2 * self.slots and found < reach)
+        certain = not self.filter_groups and collected + running < self.needed
+        return certain or (waiting < 2 * self.slots and expected < reach)
 
 
-def replay(
-    settings: Replay, store: Store, scored: Mapping[int, Group], seed: int, left_out: Collection[str]
-) -> tuple[Store, dict[int, Group]]:
+def replay_successes(
+    settings: Replay, store: SuccessStore, scored: Mapping[int, Group], seed: int, left_out: Collection[str]
+) -> tuple[SuccessStore, dict[int, Group]]:
     """Return the store with the successes of these groups added, and the failed groups with a member replaced.
 
     Args:
@@ -371,79 +384,82 @@ def replay(
     replaced = {}
     for number in sorted(scored):
         group = scored[number]
-        place = f"{group.problem.task}/{group.problem.id}"
-        known = store.get(place)
-        if known is not None and not (  # what is stored follows this very prompt, and was scored by the same rewards
-            np.array_equal(known.prompt, group.prompt) and known.successes[0].parts.keys() == group.parts.keys()
+        key = f"{group.problem.task}/{group.problem.id}"
+        stored = store.get(key)
+        if stored is not None and not (  # what is stored follows this very prompt, and was scored by the same rewards
+            np.array_equal(stored.prompt, group.prompt) and stored.successes[0].parts.keys() == group.parts.keys()
         ):
-            del store[place]
-            known = None
-        if known is not None and failed(group):
-            success = chosen(known.successes, seed, number)
-            here = np.arange(len(group.completions)) == PLACE
+            del store[key]
+            stored = None
+        if stored is not None and is_replaceable(group):
+            success = pick_success(stored.successes, seed, number)
+            at_member = np.arange(len(group.completions)) == REPLACED_MEMBER
             completions = list(group.completions)
-            completions[PLACE] = success.completion
+            completions[REPLACED_MEMBER] = success.completion
             replaced[number] = dataclasses.replace(
                 group,
                 completions=tuple(completions),
-                rewards=np.where(here, success.reward, group.rewards),
-                accuracy=np.where(here, success.accuracy, group.accuracy),
-                parts={name: np.where(here, success.parts[name], part) for name, part in group.parts.items()},
+                rewards=np.where(at_member, success.reward, group.rewards),
+                accuracy=np.where(at_member, success.accuracy, group.accuracy),
+                parts={name: np.where(at_member, success.parts[name], part) for name, part in group.parts.items()},
             )
-        found = _updated(known, number, group, settings.per_prompt, left_out)
-        if found is not None:
-            store[place] = found
+        updated = update_successes(stored, number, group, settings.per_prompt, left_out)
+        if updated is not None:
+            store[key] = updated
     while len(store) > settings.prompts:
-        del store[max(store, key=lambda place: (store[place].share, -store[place].number))]
+        del store[max(store, key=lambda key: (store[key].mean_credit, -store[key].number))]
     return store, replaced
 
 
-def failed(group: Group) -> bool:
+def is_replaceable(group: Group) -> bool:
     """Whether no answer was right or better than another, and a member that stays was found wrong."""
     scored = ~np.isnan(group.rewards)
     wrong = (group.accuracy < 1) & scored
-    teaches = (group.accuracy >= 1).any() or varied(group.accuracy[scored])
-    return not teaches and bool(np.delete(wrong, PLACE).any())
+    teaches = (group.accuracy >= 1).any() or values_differ(group.accuracy[scored])
+    return not teaches and bool(np.delete(wrong, REPLACED_MEMBER).any())
 
 
-def varied(values: np.ndarray) -> bool:
+def values_differ(values: np.ndarray) -> bool:
     """Whether the values that are not NaN differ, in the precision that advantages are computed in."""
     return len(np.unique(values[~np.isnan(values)].astype(np.float32))) > 1
 
 
-def chosen(successes: tuple[Success, ...], seed: int, number: int) -> Success:
+def pick_success(successes: tuple[Success, ...], seed: int, number: int) -> Success:
     """Choose one success uniformly, as a function of seed and number."""
     bits = np.random.PCG64(np.random.SeedSequence((seed, number, 1))).random_raw()
     return successes[int(bits % len(successes))]
 
 
-def no_longer_than(store: Store, limits: Mapping[str, int], names: Mapping[str, str]) -> Store:
+def drop_long_successes(store: SuccessStore, limits: Mapping[str, int], names: Mapping[str, str]) -> SuccessStore:
     """Return the store's successes of these tasks, by label, in completions of at most so many tokens; stored by the
     names that the tasks have from here on.
     """
-    kept = {}
-    for place, solved in store.items():
-        label, _, problem = place.rpartition("/")
-        fitting = tuple(one for one in solved.successes if len(one.completion.tokens) <= limits.get(label, 0))
-        if fitting:
-            kept[f"{names[label]}/{problem}"] = dataclasses.replace(solved, successes=fitting)
-    return kept
+    shorter = {}
+    for key, stored in store.items():
+        label, _, problem = key.rpartition("/")
+        limit = limits.get(label, 0)
+        successes = tuple(success for success in stored.successes if len(success.completion.tokens) <= limit)
+        if successes:
+            shorter[f"{names[label]}/{problem}"] = dataclasses.replace(stored, successes=successes)
+    return shorter
 
 
-def of_another_policy(store: Store) -> Store:
+def mark_off_policy(store: SuccessStore) -> SuccessStore:
     """Return the store for a run whose policy has sampled none of it: tokens get version -1, of no policy."""
     marked = {}
-    for place, solved in store.items():
+    for key, stored in store.items():
         successes = []
-        for one in solved.successes:
-            version = np.full_like(one.completion.version, -1)
-            completion = dataclasses.replace(one.completion, version=version)
-            successes.append(dataclasses.replace(one, completion=completion))
-        marked[place] = dataclasses.replace(solved, successes=tuple(successes))
+        for success in stored.successes:
+            version = np.full_like(success.completion.version, -1)
+            completion = dataclasses.replace(success.completion, version=version)
+            successes.append(dataclasses.replace(success, completion=completion))
+        marked[key] = dataclasses.replace(stored, successes=tuple(successes))
     return marked
 
 
-def _updated(known: Solved | None, number: int, group: Group, most: int, left_out: Collection[str]) -> Solved | None:
+def update_successes(
+    stored: ProblemSuccesses | None, number: int, group: Group, per_prompt: int, left_out: Collection[str]
+) -> ProblemSuccesses | None:
     """Return the stored successes of a problem after one more group; None if it was never solved."""
     new = []
     for i, completion in enumerate(group.completions):
@@ -453,8 +469,9 @@ def _updated(known: Solved | None, number: int, group: Group, most: int, left_ou
         if group.accuracy[i] >= 1 and counts and not rejected and not np.isnan(group.rewards[i]):
             parts = {name: float(part[i]) for name, part in group.parts.items()}
             new.append(Success(completion, float(group.rewards[i]), float(group.accuracy[i]), parts))
-    earlier = () if known is None else known.successes
+    earlier = () if stored is None else stored.successes
     if not new and not earlier:
         return None
-    last = known.number if known is not None and not new else number
-    return Solved(group.prompt, (*earlier, *new)[-most:], last, float(np.mean(np.nan_to_num(group.credit))))
+    last = stored.number if stored is not None and not new else number
+    mean_credit = float(np.mean(np.nan_to_num(group.credit)))
+    return ProblemSuccesses(group.prompt, (*earlier, *new)[-per_prompt:], last, mean_credit)

@@ -27,8 +27,8 @@ from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rewards import Accuracy, Scorer
 from jaxrl_llm.rewards.shaping import TaskReward
 from jaxrl_llm.rollout.episodes import Episodes, episodes_of
-from jaxrl_llm.rollout.evaluate import Evaluated, Questions, Tested, evaluate
-from jaxrl_llm.rollout.respond import Answerer
+from jaxrl_llm.rollout.evaluate import EvaluationReport, EvaluationSet, TaskEvaluation, evaluate
+from jaxrl_llm.rollout.generation import Answerer
 from jaxrl_llm.rules import not_a_number, reward_fails
 from jaxrl_llm.sharding import compiler_options, platform_of
 from jaxrl_llm.sharding.distributed import Peers
@@ -75,7 +75,7 @@ def groups(run: FromData) -> Groups:
     return Groups(run.group_field, run.batch.rows, each, run.batch.max_tokens, words)
 
 
-Exam = Callable[[Decoder], tuple[Evaluated, ...]]
+Exam = Callable[[Decoder], tuple[TaskEvaluation, ...]]
 """A function that evaluates a model on each task's problems; the result is empty without problems."""
 
 
@@ -124,13 +124,13 @@ def answers_of(
         model, dtype, mesh, mesh, slots=answering.slots, max_length=length, chunk=answering.chunk
     )
     limits = configs.limits_of(tested, answering.max_new_tokens)
-    asked = Questions(prompts, questions, run.evaluation.samples, run.seed, limits)
+    asked = EvaluationSet(prompts, questions, run.evaluation.samples, run.seed, limits)
     sampling = Sampling(run.evaluation.temperature, 0, run.evaluation.top_p, answering.max_new_tokens, stops)
 
     def by(model: Decoder, episodes: Episodes | None) -> Answerer:
         return Answerer(engine, prepared(model), tokenizer, scorer, episodes)
 
-    def exam(model: Decoder) -> tuple[Evaluated, ...]:
+    def exam(model: Decoder) -> tuple[TaskEvaluation, ...]:
         return evaluate(by(model, playing[0]), asked, sampling, status) if questions else ()
 
     if not collects:
@@ -178,11 +178,11 @@ class DatasetStage(Stage):
         row["tokens"] = float(sum(self.learned(sample) for group in groups for sample in group))
         return StepOutcome(state, end, row)
 
-    def evaluate(self, policy: Any, first: bool = False) -> Tested | None:
+    def evaluate(self, policy: Any, first: bool = False) -> EvaluationReport | None:
         """Evaluate the model on the held-out rows and on a task's problems."""
         numbers = self.numbers(policy, self.held_out) if self.held_out else {}
         answers = () if self.exam is None else self.exam(policy)
-        return Tested(numbers, answers) if numbers or answers else None
+        return EvaluationReport(numbers, answers) if numbers or answers else None
 
 
 def read(

@@ -25,7 +25,7 @@ from jaxrl_llm.rewards import Scorer
 from jaxrl_llm.rewards.rubric import Pairwise
 from jaxrl_llm.rewards.shaping import REJECTED, Constraint
 from jaxrl_llm.rollout.episodes import common_lengths, shared_credit
-from jaxrl_llm.rollout.evaluate import Evaluated
+from jaxrl_llm.rollout.evaluate import TaskEvaluation
 from jaxrl_llm.rollout.groups import RolloutBatch
 from jaxrl_llm.rules import Rule
 from jaxrl_llm.rules.decision import Decided, Decision, Own, Row
@@ -324,13 +324,13 @@ class PretrainingMix(Ingredient):
 
     def drawn(self, batch: RolloutBatch, before: int) -> RolloutBatch:
         """Add the number of texts that the run has drawn to the carryover; ``before``: that before this step."""
-        carry = dataclasses.replace(batch.left, texts=before + self.count)
-        return dataclasses.replace(batch, left=carry, texts=self.count if self.alone else 0)
+        carry = dataclasses.replace(batch.carryover, texts=before + self.count)
+        return dataclasses.replace(batch, carryover=carry, texts=self.count if self.alone else 0)
 
     def samples(self, samples: list[list[Sample]], batch: RolloutBatch) -> list[list[Sample]]:
         """Distribute the step's texts evenly between the groups, so that every minibatch gets its share."""
         counted = [[sample.counting(self.others) for sample in group] for group in samples]
-        numbers = range(batch.left.texts - self.count, batch.left.texts)
+        numbers = range(batch.carryover.texts - self.count, batch.carryover.texts)
         places = [tasks.problem_index(self.seed, number, len(self.texts)) for number in numbers]
         texts = [[sample_of(self.texts[place]).counting((self.objective,))] for place in places]
         # Of equal parts of a line the middles: a group's before a text's where they meet.
@@ -417,7 +417,7 @@ class WinRate(Ingredient):
             made_from=lambda problem: digest_of_parts([np.asarray(prompts[problem], np.int32), how]),
         )
 
-    def compared(self, answers: tuple[Evaluated, ...], first: bool) -> tuple[Evaluated, ...]:
+    def compared(self, answers: tuple[TaskEvaluation, ...], first: bool) -> tuple[TaskEvaluation, ...]:
         """Return the evaluations with ``won``; the first evaluation of the run stores its answers instead."""
         if first:
             self.begin(answers)
@@ -426,7 +426,7 @@ class WinRate(Ingredient):
         known = {(row["task"], row["problem"], row["sample"]): row for row in rows}
         return tuple(self.against(known, evaluated) for evaluated in answers)
 
-    def begin(self, found: Sequence[Evaluated]) -> None:
+    def begin(self, found: Sequence[TaskEvaluation]) -> None:
         """Store the first policy's answers to each task; they replace those of an earlier attempt."""
         if not self.peers.leads:
             return
@@ -441,7 +441,7 @@ class WinRate(Ingredient):
         with new_file(self.path) as part, part.open("wb") as file:
             append_rows(file, told)
 
-    def against(self, known: Mapping[tuple[str, str, int], dict[str, Any]], found: Evaluated) -> Evaluated:
+    def against(self, known: Mapping[tuple[str, str, int], dict[str, Any]], found: TaskEvaluation) -> TaskEvaluation:
         """Add ``won`` to one task's evaluation: each answer against the first policy's of the same number.
 
         Equal tokens are a tie, without asking the judge. NaN if the first answer is missing (the problems, their

@@ -28,7 +28,7 @@ from jaxrl_llm.rewards.endpoint import Answer, JudgeModel
 from jaxrl_llm.rewards.functions import ModelReward, StepReward
 from jaxrl_llm.rewards.rubric import Pairwise, asks_model
 from jaxrl_llm.rewards.scorer import last_token
-from jaxrl_llm.rollout.respond import Requests, gather
+from jaxrl_llm.rollout.generation import OpenRequests, generate_all
 from jaxrl_llm.runs.load import load_model
 from jaxrl_llm.stages.stage import SCORED_AT_ONCE, Architectures, Pass, run_by, scored, scored_sample
 from jaxrl_llm.stages.taught import check_template, readers, taught
@@ -302,11 +302,11 @@ class JudgeEngine:
             if len(prompt) <= self.settings.max_prompt_tokens:
                 asked.setdefault(prompt.tobytes(), prompt)
         sampling = Sampling(0.0, max_new_tokens=self.settings.max_new_tokens, stop_ids=self.weights.config.tokens.eos)
-        requests = Requests(self.backend, sampling)
+        requests = OpenRequests(self.backend, sampling)
         if asked:
             requests.submit(list(asked), list(asked.values()), [0] * len(asked))
         with jax.set_mesh(self.mesh):  # of this thread
-            found = gather(requests, self.weights, self.tokenizer, lambda text: self.status(f"judging: {text}"))
+            found = generate_all(requests, self.weights, self.tokenizer, lambda text: self.status(f"judging: {text}"))
         self.backend.start(sampling)  # gives its cache back
         answers: list[Answer | Exception] = []
         new = set(asked)

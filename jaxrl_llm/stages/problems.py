@@ -12,7 +12,7 @@ from jaxrl_llm import codec, tasks
 from jaxrl_llm import config as configs
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.models.tokenizer import text_of
-from jaxrl_llm.rollout.groups import Store, no_longer_than, of_another_policy
+from jaxrl_llm.rollout.groups import SuccessStore, drop_long_successes, mark_off_policy
 from jaxrl_llm.rollout.settings import Rollout
 from jaxrl_llm.runs.load import find_start, host_state
 from jaxrl_llm.stages.stage import Fingerprints, read_parts
@@ -312,7 +312,7 @@ def stream_left(memory: Memory, prompts: int, one: configs.Run, other: configs.R
     return going_on(left, new_labels, prompts)
 
 
-def successes_left(known: Store, one: configs.Run, other: configs.Run, anew: bool = False) -> Store:
+def successes_left(known: SuccessStore, one: configs.Run, other: configs.Run, anew: bool = False) -> SuccessStore:
     """Return the stored successes that are also right in the next phase, and fit into its limits.
 
     A run without replay keeps those of an earlier phase for a later one. ``anew``: they are those of another run's
@@ -322,8 +322,8 @@ def successes_left(known: Store, one: configs.Run, other: configs.Run, anew: boo
         return {}
     limits = configs.limits_of(configs.parts_of_task(other.task), other.rollout.max_new_tokens)
     names = {old.label: new.label for old, new in continued_tasks(one, other) if same_task(old, new)}
-    known = of_another_policy(known) if anew else known
-    return no_longer_than(known, {old: limits[new] for old, new in names.items()}, names)
+    known = mark_off_policy(known) if anew else known
+    return drop_long_successes(known, {old: limits[new] for old, new in names.items()}, names)
 
 
 def same_rewards(one: configs.Run, other: configs.Run) -> bool:

@@ -21,7 +21,7 @@ from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.learner.platform import compute_for, layout_for, with_rows
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.rollout.dynamic_sampling import Sampler
+from jaxrl_llm.rollout.collect import Sampler
 from jaxrl_llm.rollout.groups import AdmissionPolicy, GroupSource
 from jaxrl_llm.rules import (
     BY_HAND,

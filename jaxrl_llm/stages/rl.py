@@ -23,11 +23,11 @@ from jaxrl_llm.models.lora import model_of
 from jaxrl_llm.rewards import Reward, Scorer
 from jaxrl_llm.rewards.functions import OF_STEPS, ModelReward
 from jaxrl_llm.rewards.shaping import named
-from jaxrl_llm.rollout.dynamic_sampling import Sampler, collect
+from jaxrl_llm.rollout.collect import Sampler, collect_groups
 from jaxrl_llm.rollout.episodes import Episodes, episodes_of
-from jaxrl_llm.rollout.evaluate import Evaluated, Questions, Tested, evaluate
-from jaxrl_llm.rollout.groups import RECORDS, Carryover, GroupSource, RolloutBatch
-from jaxrl_llm.rollout.respond import Answerer
+from jaxrl_llm.rollout.evaluate import EvaluationReport, EvaluationSet, TaskEvaluation, evaluate
+from jaxrl_llm.rollout.generation import Answerer
+from jaxrl_llm.rollout.groups import GROUP_RECORDS, Carryover, GroupSource, RolloutBatch
 from jaxrl_llm.sharding import repeated_heads, rollout_mesh
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.stages.examples import of_examples, shown_places, training_lines, with_ratios
@@ -86,11 +86,11 @@ class Reinforcement(Stage):
     tokenizer: Any
     sampler: Sampler
     transfer: Callable[[Any], Any]
-    evaluate_tasks: Callable[[Any], tuple[Evaluated, ...]]
+    evaluate_tasks: Callable[[Any], tuple[TaskEvaluation, ...]]
     ingredients: Ingredients
     samples_ahead: bool = False
     concurrent: bool = False
-    records: ClassVar[Sequence[type]] = RECORDS
+    records: ClassVar[Sequence[type]] = GROUP_RECORDS
 
     def step(
         self,
@@ -117,7 +117,7 @@ class Reinforcement(Stage):
         """Learn from the groups of a step: rewards -> advantages -> samples -> updates."""
         self.status("updating")  # reference, critic and teachers read the samples first
         began, critic, teachers = time.perf_counter(), self.ingredients.critic, self.ingredients.teachers
-        samples, row, training, carry = [], {}, self.training, batch.left
+        samples, row, training, carry = [], {}, self.training, batch.carryover
         if len(batch):
             with jax.set_mesh(self.forward.mesh):  # of this thread
                 rewards = self.net_rewards(batch.groups, coefficients)
@@ -153,13 +153,13 @@ class Reinforcement(Stage):
         if self.concurrent:
             with ThreadPoolExecutor(1) as thread:
                 learning = thread.submit(self.learn, state, batch, coefficients, number)
-                following = self.next_batch(weights, version, batch.left)
+                following = self.next_batch(weights, version, batch.carryover)
                 outcome = learning.result()
         else:  # on shared devices two threads could start programs in different orders per device, and deadlock
             outcome = self.learn(state, batch, coefficients, number)
-            following = self.next_batch(weights, version, batch.left)
-        left = dataclasses.replace(following.left, critic=outcome.carry.critic)
-        return outcome._replace(carry=dataclasses.replace(following, left=left))
+            following = self.next_batch(weights, version, batch.carryover)
+        left = dataclasses.replace(following.carryover, critic=outcome.carry.critic)
+        return outcome._replace(carry=dataclasses.replace(following, carryover=left))
 
     def next_batch(
         self, weights: Any, version: int, carry: Carryover | None, must_stop: Callable[[], bool] = lambda: False
@@ -170,9 +170,9 @@ class Reinforcement(Stage):
         """
         self.status("sampling")
         run, carry, texts = self.run, carry or Carryover(), self.ingredients.texts
-        batch = RolloutBatch(groups=[], sampled=[], left=carry, tokens=0, version=version, metrics={})
+        batch = RolloutBatch(groups=[], sampled=[], carryover=carry, tokens=0, version=version, metrics={})
         if configs.samples_groups(run):
-            batch = collect(self.sampler, weights, version, carry, must_stop)
+            batch = collect_groups(self.sampler, weights, version, carry, must_stop)
         if not isinstance(batch, RolloutBatch):
             return batch
         batch = dataclasses.replace(batch, sampled=[], metrics=metrics_of(run, batch.metrics))
@@ -227,18 +227,19 @@ class Reinforcement(Stage):
         spell = functools.partial(token_texts, tokenizer=self.tokenizer)
         return training_lines([groups[place] for place in places], shown, spell)
 
-    def evaluate(self, policy: Any, first: bool = False) -> Tested | None:
+    def evaluate(self, policy: Any, first: bool = False) -> EvaluationReport | None:
         """Evaluate on the problems to test on, and on held-out texts; ``first``: before the first step."""
         answers, texts = self.evaluate_tasks(self.transfer(policy)), self.ingredients.texts
         numbers = {} if texts is None else texts.evaluate(policy)
         if self.ingredients.win_rate is not None:
             answers = self.ingredients.win_rate.compared(answers, first)
-        return Tested(numbers, answers) if numbers or answers else None
+        return EvaluationReport(numbers, answers) if numbers or answers else None
 
     def carry_after_rollback(self, carry: Carryover | RolloutBatch | None) -> Carryover | None:
         """Return the carryover without groups of the policy that is undone."""
-        carry = carry.left if isinstance(carry, RolloutBatch) else carry
-        fresh: dict[str, Any] = {"carried": (), "unfinished": (), "good": 0.0, "seen": 0.0, "underway": {}}
+        carry = carry.carryover if isinstance(carry, RolloutBatch) else carry
+        fresh: dict[str, Any] = {"surplus": (), "unfinished": (), "step_progress": {}}
+        fresh |= {"recent_informative": 0.0, "recent_scored": 0.0}
         return None if carry is None else dataclasses.replace(carry, critic=[], **fresh)
 
     def carry_over(
@@ -252,15 +253,15 @@ class Reinforcement(Stage):
 
         Otherwise groups that were not learned from are dropped, and so is the memory of tasks that ``after`` lacks.
         """
-        carry = carry.left if isinstance(carry, RolloutBatch) else carry
+        carry = carry.carryover if isinstance(carry, RolloutBatch) else carry
         if carry is None:
             return None
         if same_groups(before, after) and not new_run:
             return dataclasses.replace(carry, critic=[])
         fresh: Any = self.carry_after_rollback(carry)
-        stream = stream_left(carry.stream, carry.cursor, before, after)
+        stream = stream_left(carry.stream_memory, carry.cursor, before, after)
         return dataclasses.replace(
-            fresh, stream=stream, successes=successes_left(carry.successes, before, after, new_run)
+            fresh, stream_memory=stream, successes=successes_left(carry.successes, before, after, new_run)
         )
 
 
@@ -367,10 +368,10 @@ def prepare(
     )
     limits = configs.limits_of(configs.parts_of_task(read.tested), run.rollout.max_new_tokens)
 
-    def evaluate_tasks(weights: Any) -> tuple[Evaluated, ...]:
+    def evaluate_tasks(weights: Any) -> tuple[TaskEvaluation, ...]:
         if not read.asked:
             return ()
-        questions = Questions(test_prompts, read.asked, run.evaluation.samples, run.seed, limits)
+        questions = EvaluationSet(test_prompts, read.asked, run.evaluation.samples, run.seed, limits)
         answerer = Answerer(engine, weights, tokenizer, scorer, episodes[1])
         return evaluate(answerer, questions, test_sampling, progress.status)
 

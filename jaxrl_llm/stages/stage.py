@@ -27,7 +27,7 @@ from jaxrl_llm.learner.platform import compute_for, layout_for, utilisation
 from jaxrl_llm.learner.update import abstract_state
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.rollout.evaluate import Tested
+from jaxrl_llm.rollout.evaluate import EvaluationReport
 from jaxrl_llm.rollout.settings import Rollout
 from jaxrl_llm.rules import Rule
 from jaxrl_llm.sharding import batch_parts, compiler_options, platform_of
@@ -146,7 +146,7 @@ class Stage:
         devices = list(self.forward.mesh.devices.flat)
         return state, metrics | utilisation(state, samples, training, run.learner.minibatches, metrics, devices)
 
-    def evaluate(self, policy: Any, first: bool = False) -> Tested | None:
+    def evaluate(self, policy: Any, first: bool = False) -> EvaluationReport | None:
         """Evaluate the live model; None without anything to test on. ``first``: whether it is before the first step."""
         return None
 

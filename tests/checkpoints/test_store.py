@@ -19,7 +19,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Optimiser, create_state
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.update import abstract_state
-from jaxrl_llm.rollout.groups import RECORDS, Carryover, PartialGroup, RolloutBatch
+from jaxrl_llm.rollout.groups import GROUP_RECORDS, Carryover, PartialGroup, RolloutBatch
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
 from jaxrl_llm.trainer.state import LoopState
 from jaxrl_llm.types import Completion, Group, Problem
@@ -170,10 +170,10 @@ def same(a, b):
 
 def again(host):
     """A run's host values once they were saved and read."""
-    packed = LoopState.from_json(json.loads(json.dumps(codec.to_json(vars(host), RECORDS))), RECORDS)
+    packed = LoopState.from_json(json.loads(json.dumps(codec.to_json(vars(host), GROUP_RECORDS))), GROUP_RECORDS)
     arrays = bytearray()
-    told = codec.to_json(vars(host), RECORDS, arrays)
-    found = LoopState.from_json(codec.together(json.loads(json.dumps(told)), bytes(arrays)), RECORDS)
+    told = codec.to_json(vars(host), GROUP_RECORDS, arrays)
+    found = LoopState.from_json(codec.together(json.loads(json.dumps(told)), bytes(arrays)), GROUP_RECORDS)
     assert same(vars(packed), vars(found))
     return found
 

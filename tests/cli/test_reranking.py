@@ -19,7 +19,7 @@ from jaxrl_llm.engine import Sampling
 from jaxrl_llm.models import save_pretrained, scores
 from jaxrl_llm.rollout import Engine
 from jaxrl_llm.rollout.evaluate import majority, reranked
-from jaxrl_llm.rollout.respond import Requests, gather
+from jaxrl_llm.rollout.generation import OpenRequests, generate_all
 from jaxrl_llm.stages.judges import first_fall
 from jaxrl_llm.stages.taught import Taught
 from jaxrl_llm.tasks import Prompts, extract
@@ -187,9 +187,9 @@ def test_what_has_no_hope_is_not_sampled_on():
         return {n: 3 for n, one in made.items() if n != 2 and len(one.tokens) >= 3}
 
     def answers(watch=None):
-        requests = Requests(engine, sampling)
+        requests = OpenRequests(engine, sampling)
         requests.submit(range(4), prompts, range(4))
-        return list(gather(requests, model, tokenizer, watch=watch).values())
+        return list(generate_all(requests, model, tokenizer, watch=watch).values())
 
     ended = answers(watch)
     assert [len(one.tokens) for one in ended] == [3, 3, 64, 3]

@@ -17,8 +17,8 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards import Accuracy, Scorer
 from jaxrl_llm.rollout import Engine
 from jaxrl_llm.rollout.episodes import Episodes
-from jaxrl_llm.rollout.evaluate import prompts_for
-from jaxrl_llm.rollout.respond import Answerer, Requests, gather
+from jaxrl_llm.rollout.evaluate import start_prompts
+from jaxrl_llm.rollout.generation import Answerer, OpenRequests, generate_all
 from jaxrl_llm.tasks import Prompts, Table, Task, load
 from jaxrl_llm.tasks.messages import tool_call
 from jaxrl_llm.types import Completion, Episode, Turn
@@ -84,10 +84,10 @@ def played(by, asked):
     places = [(i, sample) for i in range(len(asked.problems)) for sample in range(8)]
     wanted = [asked.problems[i] for i, _ in places]
     seeds = [asked.answer_seed(*place) for place in places]
-    prompts, begun = prompts_for(by, asked.prompts, wanted, seeds, 8, places)
-    requests = Requests(by.engine, asked.sampling(by.model.config.tokens.eos), by.episodes)
-    requests.submit(places, prompts, seeds, begun=begun)
-    done = gather(requests, by.model, by.tokenizer)
+    prompts, begun = start_prompts(by, asked.prompts, wanted, seeds, 8, places)
+    requests = OpenRequests(by.engine, asked.sampling(by.model.config.tokens.eos), by.episodes)
+    requests.submit(places, prompts, seeds, partials=begun)
+    done = generate_all(requests, by.model, by.tokenizer)
     return [(problem, prompt, done[place]) for problem, prompt, place in zip(wanted, prompts, places, strict=True)]
 
 

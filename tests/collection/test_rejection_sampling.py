@@ -18,7 +18,7 @@ from jaxrl_llm.engine.requests import first_tokens
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards import Failures
 from jaxrl_llm.rewards.scorer import Scores
-from jaxrl_llm.rollout.respond import SeedSpace, request_seed
+from jaxrl_llm.rollout.generation import SeedSpace, request_seed
 from jaxrl_llm.sharding.distributed import ALONE
 from jaxrl_llm.system.paths import COLLECTED, part_of
 from jaxrl_llm.tasks import Table

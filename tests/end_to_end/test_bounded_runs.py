@@ -26,8 +26,8 @@ from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rewards import Accuracy, Constraint, Format, Gate, LengthPenalty, StepFunction, Threshold
 from jaxrl_llm.rewards.shaping import REJECTED
-from jaxrl_llm.rollout.evaluate import describe
-from jaxrl_llm.rollout.groups import RECORDS, Carryover, RolloutBatch
+from jaxrl_llm.rollout.evaluate import group_metrics
+from jaxrl_llm.rollout.groups import GROUP_RECORDS, Carryover, RolloutBatch
 from jaxrl_llm.stages.ingredients import Constraints
 from jaxrl_llm.stages.programs import coefficients_of, ingredients_of
 from jaxrl_llm.stages.rl import Reinforcement, advantage_metrics
@@ -160,7 +160,7 @@ def test_what_a_gate_rejects_gains_nothing_and_still_loses(estimator):
 def test_costs_gates_and_steps_have_metrics_of_their_own():
     one = group_of([completion(2)] * 2, [1.0, 0.0], steps=[0.5, NAN], **{HARM.part: [2.0, NAN], REJECTED: [1.0, 0.0]})
     one = dataclasses.replace(one, accuracy=np.array([NAN, NAN]))
-    found = describe([one, one])
+    found = group_metrics([one, one])
     assert (found["reward/steps"], found[HARM.part], found["gate/rejected_fraction"]) == (0.5, 2.0, 0.5)
     assert not any(name.startswith("reward/") and ("constraint" in name or "gate" in name) for name in found)
 
@@ -174,11 +174,11 @@ def test_a_group_that_is_carried_over_keeps_the_rewards_of_its_steps():
     group = group_of([completion(3, [(1, 0.1)])], [1.0], steps=[0.1], **{REJECTED: [0.0]})
     left = Carryover(7, (group,))
     host = LoopState(left, coefficients={HELD: 0.1 + 0.2})
-    data = json.loads(json.dumps(codec.to_json(vars(host), RECORDS)))
-    found = LoopState.from_json(data, RECORDS)
-    before, after = group.completions[0].extras["step_rewards"], found.carry.carried[0].completions[0].extras
+    data = json.loads(json.dumps(codec.to_json(vars(host), GROUP_RECORDS)))
+    found = LoopState.from_json(data, GROUP_RECORDS)
+    before, after = group.completions[0].extras["step_rewards"], found.carry.surplus[0].completions[0].extras
     assert after["step_rewards"].tobytes() == before.tobytes() and after["step_rewards"].dtype == before.dtype
-    assert found.coefficients == {HELD: 0.1 + 0.2} and found.carry.carried[0].parts.keys() == {"steps", REJECTED}
+    assert found.coefficients == {HELD: 0.1 + 0.2} and found.carry.surplus[0].parts.keys() == {"steps", REJECTED}
 
 
 PROCESS = dataclasses.replace(PRESETS["grpo"], advantage=ProcessSupervised())

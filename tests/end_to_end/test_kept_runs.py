@@ -21,7 +21,7 @@ from jaxrl_llm.cli.distance import measure
 from jaxrl_llm.learner import Optimiser, create_state
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.models import load_pretrained, logits
-from jaxrl_llm.rollout.evaluate import Evaluated
+from jaxrl_llm.rollout.evaluate import TaskEvaluation
 from jaxrl_llm.tasks import Prompts, Table, Task, load
 from jaxrl_llm.trainer.state import ask_reset, asked_reset
 from jaxrl_llm.types import Completion
@@ -103,7 +103,7 @@ def test_the_distance_is_that_of_the_two_models_own_log_probabilities(folder, an
 
     rows = tuple((completion(3 + i), completion(6)) for i in range(2))
     policy = Policy("tiny-random", None, None, model, tokenizer, one_device())
-    found = Evaluated("digits", tuple(problems), rows, None, None)
+    found = TaskEvaluation("digits", tuple(problems), rows, None, None)
 
     class Options:
         max_new_tokens, temperature, samples = 8, 0.5, len(rows[0])

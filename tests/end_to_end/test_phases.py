@@ -36,7 +36,7 @@ from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.models.config import Lora
 from jaxrl_llm.recipes import DR_GRPO, GRPO, PRORL_V1, Overlong
 from jaxrl_llm.rewards import Accuracy, Format, Function
-from jaxrl_llm.rollout.groups import RECORDS
+from jaxrl_llm.rollout.groups import GROUP_RECORDS
 from jaxrl_llm.rules import Phase, Reaches, Rules, Stalls
 from jaxrl_llm.stages.stage import Stage
 from jaxrl_llm.trainer.state import LoopState, base_of_policy, next_phase
@@ -120,8 +120,8 @@ def test_a_checkpoint_at_a_phases_end_is_of_the_next_one(folder, answers):
     assert host["phase"] == 1 and not any(name.startswith("reference") for name in before)
     after, host = saved(folder / "whole", 4, 2, True)
     assert host["phase"] == 2
-    left = LoopState.from_json(host, RECORDS).carry
-    assert left.stream["asked"] == {"digits": left.cursor} and left.cursor >= 16, "it goes on where it was alone"
+    left = LoopState.from_json(host, GROUP_RECORDS).carry
+    assert left.stream_memory["asked"] == {"digits": left.cursor} and left.cursor >= 16, "it goes on where it was alone"
     for name in [name for name in after if name.startswith("reference/")]:
         np.testing.assert_array_equal(after[name], after[name.replace("reference/", "policy/")])
     reset, _ = saved(folder / "whole", 6, 3, True)

@@ -6,7 +6,7 @@ from engine.test_engine import PROMPTS, SEEDS, finished, model
 
 from jaxrl_llm.engine.sampling import tail_of
 from jaxrl_llm.rollout import Engine, Repetition, Sampling
-from jaxrl_llm.rollout.groups import whole
+from jaxrl_llm.rollout.groups import is_finished
 
 ENGINE = Engine(model(), slots=4, max_length=60, chunk=3)
 LONG = {"temperature": 0.0, "max_new_tokens": 40}
@@ -44,7 +44,7 @@ def test_a_repetition_at_the_last_token_of_a_budget_is_the_end():
     ENGINE.start(sampling)
     found = finished(ENGINE, ENGINE.submit(PROMPTS, SEEDS, limits))
     assert [c.finish_reason for c in found] == [c.finish_reason for c in wanted]
-    assert "repetition" in {c.finish_reason for c in found if whole(c, 40)}
+    assert "repetition" in {c.finish_reason for c in found if is_finished(c, 40)}
     before = finished(ENGINE, ENGINE.submit(PROMPTS, SEEDS, [limit - 1 for limit in limits]))
     assert {c.finish_reason for c in before} == {"length"}
 

@@ -15,7 +15,7 @@ from jaxrl_llm.models.config import Attention, ModelConfig, TokenIds
 from jaxrl_llm.models.decoder import initialise
 from jaxrl_llm.models.pretrained import CHATML
 from jaxrl_llm.models.tokenizer import PROBE, byte_alphabet, load_tokenizer, save_tokenizer, text_of
-from jaxrl_llm.rollout.respond import with_texts
+from jaxrl_llm.rollout.generation import with_texts
 from jaxrl_llm.types import Completion
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

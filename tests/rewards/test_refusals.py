@@ -8,7 +8,7 @@ import pytest
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards import Accuracy, Format, Refusals, Scorer, Threshold
 from jaxrl_llm.rewards.shaping import REFUSED
-from jaxrl_llm.rollout.evaluate import describe
+from jaxrl_llm.rollout.evaluate import group_metrics
 from jaxrl_llm.types import Completion, Group, Problem
 
 PROBLEM = Problem("1", ({"role": "user", "content": "?"},), "3", "test")
@@ -96,5 +96,5 @@ def test_the_share_of_a_steps_completions_is_told_where_it_is_measured():
     made = tuple(map(completion, ("a", "b")))
     group = Group(PROBLEM, np.zeros(1, np.int32), made, np.zeros(2), np.zeros(2), {REFUSED: np.array([1.0, 0.0])})
     other = dataclasses.replace(group, parts={REFUSED: np.array([1.0, np.nan])})
-    assert describe([group, other])["completions/refusal_fraction"] == 2 / 3
-    assert not [name for name in describe([dataclasses.replace(group, parts={})]) if "refus" in name]
+    assert group_metrics([group, other])["completions/refusal_fraction"] == 2 / 3
+    assert not [name for name in group_metrics([dataclasses.replace(group, parts={})]) if "refus" in name]

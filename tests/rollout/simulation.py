@@ -8,9 +8,9 @@ import numpy as np
 
 from jaxrl_llm.rewards import Failures
 from jaxrl_llm.rollout import Collect, Sampling
-from jaxrl_llm.rollout.dynamic_sampling import Sampler, collect
+from jaxrl_llm.rollout.collect import Sampler, collect_groups
+from jaxrl_llm.rollout.generation import request_seed
 from jaxrl_llm.rollout.groups import AdmissionPolicy, Carryover, PartialGroup
-from jaxrl_llm.rollout.respond import request_seed
 from jaxrl_llm.types import Completion, Group, Problem
 
 LONGEST = 128
@@ -128,7 +128,7 @@ class ToySource:
     def informative(self, number):
         return drawn(number, 7, 1000) >= 1000 * self.degenerate
 
-    def ask(self, number, memory):
+    def new_group(self, number, memory):
         problem = Problem(str(number), ({"role": "user", "content": "?"},), "1", "toy")
         return PartialGroup(number, (None,) * self.group, problem, np.asarray([1 + number], np.int32)), memory
 
@@ -162,7 +162,7 @@ class ToySource:
             found[group.number] = Group(group.problem, group.prompt, group.completions, right, right * self.solved)
         return found, Failures(1, 0, {"toy": (len(found), 1)}, {"toy": f"failed after {whole[0].number}"})
 
-    def shaped(self, groups, version, budget):
+    def shape_rewards(self, groups, version, budget):
         return dict(groups)
 
 
@@ -178,8 +178,8 @@ def steps(made, count, left=Carryover()):
     """``count`` steps one after the other; the version grows by one with each."""
     out = []
     for version in range(count):
-        out.append(collect(made, None, version, left))
-        left = out[-1].left
+        out.append(collect_groups(made, None, version, left))
+        left = out[-1].carryover
     return out
 
 

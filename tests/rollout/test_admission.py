@@ -10,7 +10,7 @@ from rollout.simulation import ToySource, drawn
 
 from jaxrl_llm.engine.requests import EMPTY
 from jaxrl_llm.rollout import Collect
-from jaxrl_llm.rollout.dynamic_sampling import MEMORY, Judging, remember, share_of
+from jaxrl_llm.rollout.collect import SHARE_WINDOW, PendingScores, fade_counts, informative_share
 from jaxrl_llm.rollout.groups import AdmissionPolicy, Carryover
 
 LONGEST = 100
@@ -24,7 +24,7 @@ def begun(wanting, share, now=(0, 0, 0, 0, 0), group=4):
     """Groups begun at once, with these numbers of groups kept, running and held, completions waiting, prompts begun."""
     kept, running, held, waiting, started = now
     count = 0
-    while wanting.wants(kept, running + count, held, waiting + count * group, started + count, share):
+    while wanting.should_start(kept, running + count, held, waiting + count * group, started + count, share):
         count += 1
     return count
 
@@ -85,15 +85,19 @@ def test_a_short_step_with_nothing_under_way_always_begins_something(kept, share
 def test_the_share_is_a_chance_and_old_groups_fade(batches):
     good = seen = 0.0
     for right, wrong in batches:
-        good, seen = remember(good, seen, right, right + wrong)
-        assert 0 < share_of(good, seen) < 1 and 0 <= good <= seen <= MEMORY
+        good, seen = fade_counts(good, seen, right, right + wrong)
+        assert 0 < informative_share(good, seen) < 1 and 0 <= good <= seen <= SHARE_WINDOW
     for _ in range(40):
-        good, seen = remember(good, seen, 16, 32)
-    assert share_of(good, seen) == pytest.approx(0.5, abs=0.02)
+        good, seen = fade_counts(good, seen, 16, 32)
+    assert informative_share(good, seen) == pytest.approx(0.5, abs=0.02)
 
 
 def test_where_nothing_was_seen_four_of_five_are_informative():
-    assert share_of(*remember(0.0, 0.0, 0, 0)) == 0.8 and share_of(2.0, 2.0) == 0.9 and share_of(0.0, 2.0) == 0.4
+    assert (
+        informative_share(*fade_counts(0.0, 0.0, 0, 0)) == 0.8
+        and informative_share(2.0, 2.0) == 0.9
+        and informative_share(0.0, 2.0) == 0.4
+    )
 
 
 @pytest.mark.parametrize("reads", ["accuracy", False])
@@ -105,24 +109,24 @@ def test_a_decision_waits_only_for_scores_that_it_depends_on_and_is_that_of_all_
     for state in range(300):
         sizes = [1 + drawn(state, place, 4) for place in range(5)]
         numbers = iter(range(10 * state, 10 * state + 50))
-        batches = [[source.ask(next(numbers), {})[0] for _ in range(size)] for size in sizes]
+        batches = [[source.new_group(next(numbers), {})[0] for _ in range(size)] for size in sizes]
         batches = [[dataclasses.replace(one, completions=(EMPTY,) * 2) for one in batch] for batch in batches]
-        lazy, eager = (Judging(source, policy, 0, Carryover()) for _ in range(2))
+        lazy, eager = (PendingScores(source, policy, 0, Carryover()) for _ in range(2))
         running, bound = drawn(state, 8, 8), drawn(state, 9, 20)
         decisions = (lambda kept, share: kept + share * running < bound, lambda kept, share: kept >= bound)  # noqa: B023
         for batch in batches:
             for judging in (lazy, eager):
-                judging.begin(batch)
-            eager.take(9)
+                judging.start(batch)
+            eager.wait(9)
             for decision in decisions:
-                before = len(lazy.unscored)
-                ends = {decision(*lazy.expected(many)) for many in (False, True)}
-                assert lazy.decide(decision) == decision(*eager.expected(True))
-                waited += before - len(lazy.unscored)
-                assert (before == len(lazy.unscored)) == (len(ends) == 1)
-        lazy.take(9)
-        assert (lazy.good, lazy.seen, [*lazy.kept], [*lazy.sampled]) == (
-            eager.good, eager.seen, [*eager.kept], [*eager.sampled],
+                before = len(lazy.pending)
+                ends = {decision(*lazy.bound(many)) for many in (False, True)}
+                assert lazy.decide(decision) == decision(*eager.bound(True))
+                waited += before - len(lazy.pending)
+                assert (before == len(lazy.pending)) == (len(ends) == 1)
+        lazy.wait(9)
+        assert (lazy.recent_informative, lazy.recent_scored, [*lazy.kept], [*lazy.sampled]) == (
+            eager.recent_informative, eager.recent_scored, [*eager.kept], [*eager.sampled],
         )  # fmt: skip
         assert lazy.failures == eager.failures
     assert waited == 0 if reads is False else 100 < waited < 1500

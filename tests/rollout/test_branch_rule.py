@@ -12,7 +12,7 @@ from oracles import NUMBERS
 from jaxrl_llm.algorithms import PRESETS, PolicyBatch, policy_loss
 from jaxrl_llm.recipes import ARPO
 from jaxrl_llm.rollout import Branching
-from jaxrl_llm.rollout.episodes import Start, common_lengths, entropy_rise, shared_credit, starts
+from jaxrl_llm.rollout.episodes import branch_points, common_lengths, entropy_rise, shared_credit
 from jaxrl_llm.types import Completion, Episode, Turn
 
 
@@ -45,15 +45,15 @@ def episode(rises, over=True):
 def in_step(stories, first, rule):
     """All paths side by side, an answer at a time: the same members by the paper's own loop."""
     active = [(i, 0) for i in range(first)]
-    found = [Start()] * first
+    found = [None] * first
     for turn in range(1, 9):
         born = []
         for member, begun in active:
             if begun < turn < len(stories[member]) and rule.at(stories[member][turn]) and len(found) < len(stories):
-                found.append(Start(member, turn))
+                found.append((member, turn))
                 born.append((len(found) - 1, turn))
         active += born
-    return found + [Start()] * (len(stories) - len(found))
+    return found + [None] * (len(stories) - len(found))
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -65,17 +65,17 @@ def test_members_begin_where_the_papers_loop_begins_them_whatever_is_known_first
     stories = [[0.0, *random.normal(-0.3, 1, random.integers(0, 4))] for _ in range(size)]
     while True:
         wanted = in_step(stories, rule.whole_of(size), rule)
-        short = [i for i, start in enumerate(wanted) if len(stories[i]) <= start.turns]
+        short = [i for i, point in enumerate(wanted) if point and len(stories[i]) <= point[1]]
         if not short:
             break
-        stories[short[0]] += [float(x) for x in random.normal(-0.3, 1, wanted[short[0]].turns)]
-    assert starts([episode(story) for story in stories], rule) == wanted
+        stories[short[0]] += [float(x) for x in random.normal(-0.3, 1, wanted[short[0]][1])]
+    assert branch_points([episode(story) for story in stories], rule) == wanted
     known = [0] * size
     begun = rule.whole_of(size)
     while begun < size:
         part = [episode(story[:count], count == len(story)) for story, count in zip(stories, known, strict=True)]
         part = [one if known[i] else None for i, one in enumerate(part)]
-        found = starts(part, rule)
+        found = branch_points(part, rule)
         assert found == wanted[: len(found)] and len(found) >= begun, "what is decided stays"
         begun = len(found)
         going = [i for i in range(begun) if known[i] < len(stories[i])]

@@ -19,8 +19,8 @@ from rollout.test_episodes import sampler as plain
 from jaxrl_llm.environments import Limits
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rollout import Branching, Collect, Engine
-from jaxrl_llm.rollout.dynamic_sampling import collect
-from jaxrl_llm.rollout.episodes import Episodes, Start, common_lengths, entropy_rise, starts
+from jaxrl_llm.rollout.collect import collect_groups
+from jaxrl_llm.rollout.episodes import Episodes, branch_points, common_lengths, entropy_rise
 from jaxrl_llm.rollout.groups import Carryover
 
 RULE = Branching(tokens=4)
@@ -74,7 +74,7 @@ def sampler(environment=Copied, rule=RULE, slots=6, peers=None, engine=None, set
 
 @functools.cache
 def played(environment=Copied, rule=RULE, slots=6, limits=Limits()):
-    return collect(sampler(environment, rule, slots, limits=limits), loaded()[0], 4, Carryover())
+    return collect_groups(sampler(environment, rule, slots, limits=limits), loaded()[0], 4, Carryover())
 
 
 def same(some, others):
@@ -90,34 +90,34 @@ def test_a_branch_has_its_parents_turns_and_goes_on_by_itself():
     def told():
         """Each episode knows its own chat, and no other's."""
         episodes = made.source.episodes
-        for key, live in episodes._worlds._live.items():
-            if key not in episodes._worlds._answers:
+        for key, live in episodes._local._live.items():
+            if key not in episodes._local._answers:
                 said = [message for turn in live.turns for message in (turn.reply, *turn.messages)]
                 assert live.messages[1:] == said
 
-    found = collect(made, loaded()[0], 4, Carryover(), told)
+    found = collect_groups(made, loaded()[0], 4, Carryover(), told)
     branches = 0
     for group in found.groups:
         assert len(group.completions) == GROUP
         rises = [[turn.entropy_rise for turn in one.episode.turns] for one in group.completions]
-        wanted = starts([one.episode for one in group.completions], RULE)
+        wanted = branch_points([one.episode for one in group.completions], RULE)
         for member, (one, start) in enumerate(zip(group.completions, wanted, strict=True)):
-            assert one.episode.parent == start.parent and one.episode.end == "completed"
+            assert one.episode.parent == (start and start[0]) and one.episode.end == "completed"
             assert len(one.episode.turns) == 3 and one.episode.metrics == {"asked": 3.0}
             size = len(loaded()[1])
             for turn, rise in zip(one.episode.turns, rises[member], strict=True):
                 first = {name: x[: turn.end] for name, x in (("tokens", one.tokens), ("mask", one.mask))}
                 cut = dataclasses.replace(one, **first, extras={"entropy": one.extras["entropy"][: turn.end]})
                 assert entropy_rise(cut, RULE.tokens, size) == pytest.approx(rise)
-            if start.parent is None:
+            if start is None:
                 assert one.episode.shared == 0
                 continue
             branches += 1
-            parent, shared = group.completions[start.parent], one.episode.shared
+            parent, shared = group.completions[start[0]], one.episode.shared
             np.testing.assert_array_equal(one.tokens[:shared], parent.tokens[:shared])
             np.testing.assert_array_equal(one.sampler_logp[:shared], parent.sampler_logp[:shared])
             assert one.mask[shared] and not one.mask[shared - 1], "it begins after an answer"
-            assert one.episode.turns[: start.turns] == parent.episode.turns[: start.turns]
+            assert one.episode.turns[: start[1]] == parent.episode.turns[: start[1]]
             assert one.tokens[shared:].tolist() != parent.tokens[shared:].tolist(), "another seed"
         assert group.rewards.tolist() == [6.0] * GROUP
     assert branches >= 3
@@ -135,10 +135,10 @@ def test_a_branch_does_not_wait_for_the_end_of_its_parent():
     seen = set()
 
     def told():
-        live = made.source.episodes._worlds._live
+        live = made.source.episodes._local._live
         seen.update(len(live[key].turns) for key in live if key[1] == 0 and (key[0], 1) in live)
 
-    collect(made, loaded()[0], 4, Carryover(), told)
+    collect_groups(made, loaded()[0], 4, Carryover(), told)
     assert 2 in seen, "the first branch begins while its parent, of three turns, is in the last one"
 
 
@@ -150,15 +150,15 @@ def test_branches_are_the_same_in_a_slow_world_and_in_few_slots(slots):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("rule", "wanted"), [
-    (Branching(whole=2, threshold=0.0), [*([Start()] * 2), Start(0, 1), Start(1, 1), Start(0, 2), Start(1, 2)]),
-    (Branching(whole=1, threshold=0.0), [Start(), Start(0, 1), Start(0, 2), Start(1, 2), Start(), Start()]),
-    (Branching(whole=5, threshold=0.0), [*([Start()] * 5), Start(0, 1)]),
-    (Branching(whole=2, weight=0.0), [Start()] * 6),
+    (Branching(whole=2, threshold=0.0), [None, None, (0, 1), (1, 1), (0, 2), (1, 2)]),
+    (Branching(whole=1, threshold=0.0), [None, (0, 1), (0, 2), (1, 2), None, None]),
+    (Branching(whole=5, threshold=0.0), [None, None, None, None, None, (0, 1)]),
+    (Branching(whole=2, weight=0.0), [None] * 6),
 ])  # fmt: skip
 def test_a_group_has_all_its_members_however_many_branch(rule, wanted):
     for group in played(rule=rule).groups:
-        assert starts([one.episode for one in group.completions], rule) == wanted
-        assert [one.episode.parent for one in group.completions] == [start.parent for start in wanted]
+        assert branch_points([one.episode for one in group.completions], rule) == wanted
+        assert [one.episode.parent for one in group.completions] == [point and point[0] for point in wanted]
         texts = {one.tokens.tobytes() for one in group.completions}
         assert len(texts) == GROUP, "no two members are equal"
 
@@ -169,7 +169,7 @@ def test_a_group_has_all_its_members_however_many_branch(rule, wanted):
 def test_a_step_that_is_stopped_goes_on_to_the_same_branches(chunks, again):
     made = sampler()
     left = stopped(made, chunks)
-    found = collect(made if again else sampler(), loaded()[0], 4, left)
+    found = collect_groups(made if again else sampler(), loaded()[0], 4, left)
     same(found.groups, played().groups)
     assert found.tokens == played().tokens
 
@@ -178,7 +178,7 @@ def test_a_step_that_is_stopped_goes_on_to_the_same_branches(chunks, again):
 @pytest.mark.parametrize("chunks", [8, 14, 20])
 def test_a_group_in_which_an_episode_begins_anew_is_whole_all_the_same(chunks):
     left = stopped(sampler(Forgetful), chunks)
-    found = collect(sampler(Forgetful), loaded()[0], 4, left)
+    found = collect_groups(sampler(Forgetful), loaded()[0], 4, left)
     assert found.metrics["episode/restarts"] > 0
     for group in found.groups:
         assert [one.episode.end for one in group.completions] == ["completed"] * GROUP
@@ -216,7 +216,7 @@ def test_of_two_processes_the_one_that_has_a_parents_environment_has_its_branche
         own = Engine(loaded()[0], slots=6, max_length=380, chunk=4, group=3)
         made = sampler(peers=Side(index, board), engine=own, limits=FORKS)
         try:
-            return collect(made, loaded()[0], 4, Carryover()).groups
+            return collect_groups(made, loaded()[0], 4, Carryover()).groups
         except threading.BrokenBarrierError:
             return None  # the other one says why
         except Exception:
@@ -236,9 +236,9 @@ def test_groups_that_are_interrupted_have_the_same_branches():
     made = dataclasses.replace(made, admission=dataclasses.replace(made.admission, needed=1))
     left, found, interrupted = Carryover(), {}, 0
     for version in range(4):
-        batch = collect(made, loaded()[0], 4 + version, left)
+        batch = collect_groups(made, loaded()[0], 4 + version, left)
         found |= {one.problem.id: one for one in batch.sampled}
-        left, interrupted = batch.left, interrupted + batch.metrics["rollout/interrupted"]
+        left, interrupted = batch.carryover, interrupted + batch.metrics["rollout/interrupted"]
     assert interrupted
     for group in played().groups:
         same([found[group.problem.id]], [group])
@@ -248,13 +248,13 @@ def test_groups_that_are_interrupted_have_the_same_branches():
 def test_copies_are_closed_and_an_environment_that_fails_to_copy_itself_is_refused():
     made = sampler()
     before = [len(Copied.began), len(Copied.copied), len(Copied.closed)]
-    collect(made, loaded()[0], 4, Carryover())
+    collect_groups(made, loaded()[0], 4, Carryover())
     counts = lambda: [len(all) - n for all, n in zip((Copied.began, Copied.copied, Copied.closed), before, strict=True)]
     end = time.monotonic() + 20
     while counts()[2] < sum(counts()[:2]) and time.monotonic() < end:
         time.sleep(0.01)
     began, copied, closed = counts()
-    assert closed == began + copied > 2 * GROUP and not made.source.episodes._worlds._live
+    assert closed == began + copied > 2 * GROUP and not made.source.episodes._local._live
     source = sampler(Uncopied).source
     with pytest.raises(InputError, match="Uncopied: copy: OSError: one world is enough"):
         source.episodes.rehearse([source.stream.next(0, {})[0]])

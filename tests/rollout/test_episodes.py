@@ -18,11 +18,11 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.rewards import Scorer
 from jaxrl_llm.rollout import Collect, Engine, Sampling
-from jaxrl_llm.rollout.dynamic_sampling import Sampler, collect
-from jaxrl_llm.rollout.episodes import Episodes, Scene
-from jaxrl_llm.rollout.evaluate import Questions, describe_episodes, evaluate, failed_call
-from jaxrl_llm.rollout.groups import RECORDS, AdmissionPolicy, Carryover, GroupSource
-from jaxrl_llm.rollout.respond import Answerer
+from jaxrl_llm.rollout.collect import Sampler, collect_groups
+from jaxrl_llm.rollout.episodes import Episodes, EpisodeSpec
+from jaxrl_llm.rollout.evaluate import EvaluationSet, episode_metrics, evaluate, failed_call
+from jaxrl_llm.rollout.generation import Answerer
+from jaxrl_llm.rollout.groups import GROUP_RECORDS, AdmissionPolicy, Carryover, GroupSource
 from jaxrl_llm.stages.ingredients import observed
 from jaxrl_llm.tasks import Prompts, Shuffled, Task, load
 from jaxrl_llm.types import Episode, Turn
@@ -135,7 +135,7 @@ def sampler(environment, needed=2, limits=Limits(), settings=Collect(), rules=RU
 
 @functools.cache
 def played(environment=Counting, **more):
-    return collect(sampler(environment, **more), loaded()[0], 4, Carryover()).groups
+    return collect_groups(sampler(environment, **more), loaded()[0], 4, Carryover()).groups
 
 
 def completions(groups):
@@ -157,7 +157,7 @@ def test_what_a_row_says_to_the_template_is_in_its_episodes_prompt():
     task = Task(rows, template=template, verifier="none", environment=Counting)
     episodes = Episodes(Prompts(task, loaded()[1]), Limits(), 120, STOPS)
     problems = load(task, answers=False).train
-    begun = episodes.begin([Scene((0, place), problem, 0) for place, problem in enumerate(problems)])
+    begun = episodes.begin([EpisodeSpec((0, place), problem, 0) for place, problem in enumerate(problems)])
     assert [loaded()[1].decode(one.prompt).split()[0] for one in begun] == ["sly", "mild"]
 
 
@@ -192,10 +192,10 @@ def test_the_reward_is_the_sum_of_its_turns_and_ends_and_lengths_are_measured():
         wanted = [sum(turn.reward for turn in completion.episode.turns) for completion in group.completions]
         assert group.rewards.tolist() == group.parts["environment"].tolist() == wanted == [6.0] * 3
         assert all(completion.episode.metrics == {"asked": 3.0} for completion in group.completions)
-    found = describe_episodes(groups)
+    found = episode_metrics(groups)
     assert found["episode/turns"] == 3 and found["episode/ends/completed"] == 1 and found["environment/asked"] == 3
     assert {name for name in found if name.startswith("episode/ends/")} == {f"episode/ends/{end}" for end in ENDS}
-    assert describe_episodes([]) == {}
+    assert episode_metrics([]) == {}
 
 
 def test_the_prompt_has_the_first_words_and_they_follow_from_the_row_and_the_seed():
@@ -215,7 +215,7 @@ def test_an_episode_is_the_same_alone_and_among_others_and_in_a_slow_world(slots
 
 @pytest.mark.slow
 def test_environments_answer_at_one_time_and_what_they_are_waited_for_is_measured():
-    found = collect(sampler(Meeting), loaded()[0], 4, Carryover())
+    found = collect_groups(sampler(Meeting), loaded()[0], 4, Carryover())
     same(found.groups, played())
     assert found.metrics["time/environment_s"] >= 0
 
@@ -235,7 +235,7 @@ def test_an_episode_that_is_cut_off_says_so(limits, most, end):
 
 def test_an_environment_that_fails_costs_its_episode_and_is_told():
     made = sampler(Failing)
-    found = collect(made, loaded()[0], 0, Carryover())
+    found = collect_groups(made, loaded()[0], 0, Carryover())
     assert np.isnan([group.rewards for group in found.groups]).all()
     assert {one.episode.end for one in completions(found.groups)} == {"environment_error"}
     assert "the world is flat" in found.metrics["event/reward_failed"]
@@ -266,9 +266,9 @@ class Once(Counting):
 def test_an_episode_that_cannot_begin_costs_itself_alone(what, places, text):
     own = type("Own", (Once,), {"numbers": itertools.count()})
     made = sampler(own, needed=2)
-    made.source.episodes._worlds.threads = SERIAL
+    made.source.episodes._local.threads = SERIAL
     own.fails, own.numbers = {what: places}, itertools.count()
-    found = collect(made, loaded()[0], 4, Carryover())
+    found = collect_groups(made, loaded()[0], 4, Carryover())
     unscored = np.concatenate([np.isnan(group.rewards) for group in found.sampled])
     assert {*np.flatnonzero(unscored)} == places and text in found.metrics["event/reward_failed"]
     assert found.metrics["reward/environment/failed_fraction"] == len(places) / unscored.size
@@ -303,7 +303,7 @@ class Together(Counting):
 
 def test_all_groups_begin_at_one_time():
     made = sampler(Together)
-    same(collect(made, loaded()[0], 4, Carryover()).groups, played())
+    same(collect_groups(made, loaded()[0], 4, Carryover()).groups, played())
 
 
 class Closed(Counting):
@@ -319,9 +319,9 @@ class Closed(Counting):
 def test_a_run_is_stopped_while_environments_begin_and_goes_on_to_the_same_episodes():
     left = stopped(made := sampler(Closed), 1)
     Closed.opens.set()
-    found = collect(sampler(Closed), loaded()[0], 4, left)
+    found = collect_groups(sampler(Closed), loaded()[0], 4, left)
     same(found.groups, played())
-    again = collect(made, loaded()[0], 4, left)
+    again = collect_groups(made, loaded()[0], 4, left)
     same(again.groups, played())
 
 
@@ -338,7 +338,7 @@ def prepared(environment, prompt=None, begun=None):
     """The episodes of a sampler, with one in preparation."""
     made = sampler(environment)
     episodes, problem = made.source.episodes, load(made.source.prompts.tasks[0], answers=False).train[0]
-    episodes.prepare([Scene((0, 0), problem, 3)], None if begun is None else [begun], prompt)
+    episodes.prepare([EpisodeSpec((0, 0), problem, 3)], None if begun is None else [begun], prompt)
     return episodes
 
 
@@ -347,7 +347,7 @@ def test_what_is_being_prepared_is_given_back_as_it_is_and_closed_if_nobody_asks
     known = dataclasses.replace(completions(played())[0], episode=Episode(), finish_reason="aborted")
     episodes = prepared(own, begun=known)
     before = len(own.closed)  # by the rehearsal of its factory
-    assert episodes.preparing == [(0, 0)] and episodes.has((0, 0)) and not episodes.ready()
+    assert episodes.preparing == [(0, 0)] and episodes.has((0, 0)) and not episodes.pop_ready()
     assert episodes.abort([(0, 0)])[0, 0] is known and not episodes.preparing
     episodes.retain(())
     own.opens.set()
@@ -360,10 +360,10 @@ def test_what_is_being_prepared_is_given_back_as_it_is_and_closed_if_nobody_asks
 @pytest.mark.parametrize("known", [False, True])
 def test_a_member_that_begins_later_must_have_the_prompt_of_its_group(known):
     episodes = prepared(Counting, np.asarray([1, 2], np.int32) if known else None)
-    while not (found := episodes.ready()):
-        episodes.answered(1.0)
+    while not (found := episodes.pop_ready()):
+        episodes.pop_answers(1.0)
     [[one]] = found
-    assert ("draw what it says in reset" in one.begun.episode.error) if known else one.begun is None
+    assert ("draw what it says in reset" in one.partial.episode.error) if known else one.partial is None
     assert one.prompt.tolist() == [1, 2] if known else len(one.prompt) > 9
 
 
@@ -385,7 +385,7 @@ class Ruling(Talking):
 def test_what_no_context_can_hold_is_cut_before_it_is_read(environment):
     made = sampler(environment)
     longest = max(map(len, loaded()[1].get_vocab()))
-    for one in completions(collect(made, loaded()[0], 4, Carryover()).groups):
+    for one in completions(collect_groups(made, loaded()[0], 4, Carryover()).groups):
         assert one.episode.end == "context_overflow"
         [said] = one.episode.turns[-1].messages
         assert len(said["content"]) == 260 * longest
@@ -458,11 +458,11 @@ class Leaving(Counting):
 
 def test_an_environment_that_does_not_close_is_told():
     made = sampler(Leaving)
-    found = collect(made, loaded()[0], 4, Carryover())
+    found = collect_groups(made, loaded()[0], 4, Carryover())
     same(found.groups, played())
     assert found.metrics["episode/close_errors"] == 6 and "the door is stuck" in found.metrics["event/environment"]
     assert not {"episode/close_errors", "episode/hanging_threads"} & set(
-        collect(sampler(Counting), loaded()[0], 4, Carryover()).metrics
+        collect_groups(sampler(Counting), loaded()[0], 4, Carryover()).metrics
     )
 
 
@@ -470,7 +470,7 @@ def test_members_of_a_group_that_begin_with_other_words_than_the_first_are_no_ep
     made = sampler(Divided)
     with pytest.raises(InputError, match="draw what it says in reset"):
         made.source.episodes.rehearse([problem for problem in load(made.source.prompts.tasks[0]).train])
-    found = collect(made, loaded()[0], 0, Carryover())
+    found = collect_groups(made, loaded()[0], 0, Carryover())
     for group in found.groups:
         assert [one.unplayed for one in group.completions] == [False, True, True]
         assert np.isnan(group.rewards).tolist() == [False, True, True]
@@ -506,9 +506,9 @@ def test_a_last_answer_that_is_cut_is_no_whole_answer():
 def stopped(made, chunks):
     """The progress of a step that is stopped after so many chunks, as a checkpoint would bring it back."""
     count = itertools.count()
-    progress = collect(made, loaded()[0], 4, Carryover(), lambda: next(count) == chunks)
+    progress = collect_groups(made, loaded()[0], 4, Carryover(), lambda: next(count) == chunks)
     assert isinstance(progress, Carryover)
-    return codec.from_json(codec.to_json(progress, RECORDS), RECORDS)
+    return codec.from_json(codec.to_json(progress, GROUP_RECORDS), GROUP_RECORDS)
 
 
 @pytest.mark.slow
@@ -518,7 +518,7 @@ def test_a_step_that_is_stopped_goes_on_to_the_same_episodes(chunks, again):
     limits = {3: SHORT, 9: FORKS}.get(chunks, Limits())
     made = sampler(Counting, limits=limits)
     left = stopped(made, chunks)
-    found = collect(made if again else sampler(Counting, limits=limits), loaded()[0], 4, left)
+    found = collect_groups(made if again else sampler(Counting, limits=limits), loaded()[0], 4, left)
     for one, other in zip(completions(found.groups), completions(played(limits=limits)), strict=True):
         assert one.tokens.tolist() == other.tokens.tolist() and one.episode == other.episode
         assert one.finish_reason == other.finish_reason
@@ -527,20 +527,20 @@ def test_a_step_that_is_stopped_goes_on_to_the_same_episodes(chunks, again):
 
 def test_an_environment_that_answers_otherwise_begins_its_episode_anew_and_is_counted():
     left = stopped(sampler(Forgetful), 9)
-    under = [c for group in left.underway["asked"].values() for c in group.completions if c and c.episode]
+    under = [c for group in left.step_progress["open_groups"].values() for c in group.completions if c and c.episode]
     answered = sum(bool(c.episode.turns) and not c.episode.end for c in under)
     assert answered
-    found = collect(sampler(Forgetful), loaded()[0], 4, left)
+    found = collect_groups(sampler(Forgetful), loaded()[0], 4, left)
     assert found.metrics["episode/restarts"] == answered
     assert {one.episode.end for one in completions(found.groups)} == {"completed"}
 
 
 def test_a_prompt_that_is_too_long_is_an_episode_without_tokens_and_its_place_is_given_to_another():
-    found = collect(sampler(Wordy, needed=3), loaded()[0], 4, Carryover())
+    found = collect_groups(sampler(Wordy, needed=3), loaded()[0], 4, Carryover())
     assert [len(group.completions) for group in found.groups] == [3] * 3
     assert all(group.problem.metadata["secret"] in "efgh" for group in found.groups)
     over = [group for group in found.sampled if group.problem.metadata["secret"] in "abcd"]
-    assert over and len(found.sampled) == len(over) + 3 == found.left.cursor
+    assert over and len(found.sampled) == len(over) + 3 == found.carryover.cursor
     for group in over:
         assert len(group.prompt) > 120 and not group.rewards.any() and not group.parts["environment"].any()
         assert {(c.episode.end, c.finish_reason, c.length) for c in group.completions} == {
@@ -556,8 +556,8 @@ def test_an_evaluation_counts_an_episode_whose_prompt_is_too_long():
     made = sampler(Wordy)
     problems = load(made.source.prompts.tasks[0], answers=False).train
     fits = [problem.metadata["secret"] in "efgh" for problem in problems]
-    by = Answerer(engine(), model, tokenizer, made.source.judge, made.source.episodes)
-    [found] = evaluate(by, Questions(made.source.prompts, problems, 1, 5), RULES)
+    by = Answerer(engine(), model, tokenizer, made.source.scorer, made.source.episodes)
+    [found] = evaluate(by, EvaluationSet(made.source.prompts, problems, 1, 5), RULES)
     assert [[bool(c.length) for c in row] for row in found.completions] == [[one] for one in fits]
     assert found.rewards[:, 0].tolist() == [6.0 * one for one in fits] and len(set(fits)) == 2
 
@@ -567,8 +567,8 @@ def test_a_step_in_which_no_prompt_fits_ends_without_groups():
         def reset(self, row, seed):
             return super().reset(row | {"secret": "a"}, seed)
 
-    found = collect(sampler(Loud, settings=Collect(max_rounds=2)), loaded()[0], 4, Carryover())
-    assert not found.groups and found.left.cursor == 4 and found.metrics["episode/ends/context_overflow"] == 1
+    found = collect_groups(sampler(Loud, settings=Collect(max_rounds=2)), loaded()[0], 4, Carryover())
+    assert not found.groups and found.carryover.cursor == 4 and found.metrics["episode/ends/context_overflow"] == 1
 
 
 def test_environments_that_are_left_over_are_closed():
@@ -579,16 +579,16 @@ def test_environments_that_are_left_over_are_closed():
             closed.append(self)
 
     made = sampler(Closing)
-    collect(made, loaded()[0], 0, Carryover())
-    assert len(closed) >= 6 and not made.source.episodes._worlds._live
+    collect_groups(made, loaded()[0], 0, Carryover())
+    assert len(closed) >= 6 and not made.source.episodes._local._live
 
 
 def test_an_evaluation_plays_with_one_seed_for_all_samples_of_a_problem():
     model, tokenizer = loaded()
     made = sampler(Noting)
     problems = load(made.source.prompts.tasks[0], answers=False).train[:2]
-    by = Answerer(engine(), model, tokenizer, made.source.judge, made.source.episodes)
-    [found] = evaluate(by, Questions(made.source.prompts, problems, 2, 5), RULES)
+    by = Answerer(engine(), model, tokenizer, made.source.scorer, made.source.episodes)
+    [found] = evaluate(by, EvaluationSet(made.source.prompts, problems, 2, 5), RULES)
     assert found.metrics()["eval/rows/reward"] == 6.0
     assert len(Noting.seen) == 4, "two episodes of each problem"
     assert len(set(Noting.seen)) == len({secret for secret, _ in Noting.seen}) == len({s for _, s in Noting.seen}) == 2

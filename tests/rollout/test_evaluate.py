@@ -14,8 +14,16 @@ from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.rewards import Accuracy, Format, Function, Scorer
 from jaxrl_llm.rollout import Engine, Sampling
 from jaxrl_llm.rollout import evaluate as evaluation
-from jaxrl_llm.rollout.evaluate import Evaluated, Questions, checked, evaluate, majority, pass_at, reranked
-from jaxrl_llm.rollout.respond import Answerer, SeedSpace, request_seed
+from jaxrl_llm.rollout.evaluate import (
+    EvaluationSet,
+    TaskEvaluation,
+    evaluate,
+    majority,
+    pass_at,
+    reranked,
+    score_answers,
+)
+from jaxrl_llm.rollout.generation import Answerer, SeedSpace, request_seed
 from jaxrl_llm.tasks import Prompts, Table, Task, load
 from jaxrl_llm.types import Completion, Episode, Problem
 
@@ -76,7 +84,7 @@ def test_the_answer_that_a_reward_model_likes_best_counts():
     texts = (("2", "3", "2"), ("3", "2", "5"), ("3", "2", "5"))
     rows = tuple(tuple(completion(text) for text in row) for row in texts)
     correct = np.array([[text == "2" for text in row] for row in texts])
-    found = Evaluated("sums", (PROBLEM,) * 3, rows, correct, np.array([1.0, 0.0, 0.0]))
+    found = TaskEvaluation("sums", (PROBLEM,) * 3, rows, correct, np.array([1.0, 0.0, 0.0]))
     scores = np.array([[-3.0, -1.0, -2.0], [0.5, 0.75, 0.5], [4.0, 4.0, -8.0]])
     assert not [name for name in found.metrics() if "rerank" in name or "weighted" in name]
     chosen = reranked(found, scores, np.array([[0.3, 0.5, 0.3], [0.5, 0.6, 0.5], [0.2, 0.2, 0.1]]))
@@ -89,22 +97,22 @@ def test_the_answer_that_a_reward_model_likes_best_counts():
 def test_metrics_have_the_pinned_names():
     rows = tuple(tuple(completion("2") for _ in range(6)) for _ in range(2))
     correct = np.array([[1, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0]], bool)
-    found = Evaluated("sums", (PROBLEM, PROBLEM), rows, correct, np.array([1.0, 0.0])).metrics()
+    found = TaskEvaluation("sums", (PROBLEM, PROBLEM), rows, correct, np.array([1.0, 0.0])).metrics()
     names = {"pass@1", "pass@2", "pass@4", "pass@6", "maj@6", "problems", "mean_length"}
     assert found.keys() == {f"eval/sums/{name}" for name in names}
     np.testing.assert_allclose(
         [found["eval/sums/pass@1"], found["eval/sums/pass@2"], found["eval/sums/pass@6"]], [1 / 12, 1 / 6, 0.5]
     )
     assert (found["eval/sums/maj@6"], found["eval/sums/problems"], found["eval/sums/mean_length"]) == (0.5, 2.0, 3.0)
-    single = Evaluated("sums", (PROBLEM,), rows[:1], np.array([[True]]), np.array([1.0])).metrics()
+    single = TaskEvaluation("sums", (PROBLEM,), rows[:1], np.array([[True]]), np.array([1.0])).metrics()
     assert single.keys() == {"eval/sums/pass@1", "eval/sums/problems", "eval/sums/mean_length"}
 
 
 def test_without_a_verifier_the_mean_reward_of_what_could_be_scored_is_reported():
     rows = tuple(tuple(completion("2") for _ in range(2)) for _ in range(2))
-    found = Evaluated("sums", (PROBLEM, PROBLEM), rows, None, None, np.array([[1.0, np.nan], [0.5, 3.0]]))
+    found = TaskEvaluation("sums", (PROBLEM, PROBLEM), rows, None, None, np.array([[1.0, np.nan], [0.5, 3.0]]))
     assert found.metrics() == {"eval/sums/reward": 1.5, "eval/sums/problems": 2.0, "eval/sums/mean_length": 3.0}
-    nothing = Evaluated("sums", (PROBLEM,), rows[:1], None, None, np.full((1, 2), np.nan))
+    nothing = TaskEvaluation("sums", (PROBLEM,), rows[:1], None, None, np.full((1, 2), np.nan))
     assert np.isnan(nothing.metrics()["eval/sums/reward"])
 
 
@@ -128,19 +136,19 @@ def test_an_evaluation_tells_what_could_not_be_scored():
     rows = (tuple(map(completion, ("2", "2", "3", "2"))), tuple(map(completion, "3333")))
     failed = np.array([[0, 1, 1, 0], [1, 1, 1, 1]], bool)
     correct, maj = np.array([[1, 0, 0, 1], [0, 0, 0, 0]], bool), np.array([1.0, 0.0])
-    found = Evaluated("sums", (PROBLEM, PROBLEM), rows, correct, maj, failed=failed, failure="no server")
+    found = TaskEvaluation("sums", (PROBLEM, PROBLEM), rows, correct, maj, failed=failed, failure="no server")
     metrics = found.metrics()
     assert metrics["eval/sums/pass@1"] == metrics["eval/sums/pass@2"] == metrics["eval/sums/maj@4"] == 1
     assert metrics["eval/sums/failed_fraction"] == 0.75 and np.isnan(metrics["eval/sums/pass@4"])
-    whole = Evaluated("others", (PROBLEM,), rows[:1], correct[:1], maj[:1])
-    both = evaluation.Tested({}, (found, whole)).metrics()
+    whole = TaskEvaluation("others", (PROBLEM,), rows[:1], correct[:1], maj[:1])
+    both = evaluation.EvaluationReport({}, (found, whole)).metrics()
     assert both["eval/average/failed_fraction"] == 0.375 and "eval/others/failed_fraction" not in both
     assert both["event/evaluation_failed"] == "sums: 6 of 8 answers could not be scored: no server"
     lost = dataclasses.replace(found, failed=np.ones((2, 4), bool))
     assert np.isnan([lost.metrics()[f"eval/sums/{name}"] for name in ("pass@1", "pass@2", "maj@4")]).all()
-    evaluation.Tested({}, (found,)).check()
+    evaluation.EvaluationReport({}, (found,)).check()
     with pytest.raises(InputError, match="sums: 8 of 8 answers could not be scored: no server"):
-        evaluation.Tested({}, (found, lost)).check()
+        evaluation.EvaluationReport({}, (found, lost)).check()
 
 
 def broken(completion):
@@ -153,7 +161,7 @@ def test_a_reward_that_fails_is_no_reward_of_0():
     problem = dataclasses.replace(PROBLEM, verifier="none")
     with Scorer((Function(broken),), 1) as scorer:
         for texts, reward, fraction in (("2323", 1.0, 0.5), ("3333", NAN, 1.0), ("2222", 1.0, 0.0)):
-            found = checked("sums", (problem,), (tuple(map(completion, texts)),), scorer)
+            found = score_answers("sums", (problem,), (tuple(map(completion, texts)),), scorer)
             np.testing.assert_equal(found.metrics()["eval/sums/reward"], reward)
             assert found.metrics().get("eval/sums/failed_fraction", 0.0) == fraction
             assert ("no server" in found.failure) == bool(fraction)
@@ -165,7 +173,7 @@ def test_an_episode_whose_environment_fails_is_left_out_of_an_evaluation(verifie
     row = tuple(dataclasses.replace(completion("2"), episode=one) for one in (fine, lost, fine, lost))
     problem = dataclasses.replace(PROBLEM, verifier=verifier)
     with Scorer((), 1) as scorer:
-        found = checked("sums", (problem,), (row,), scorer)
+        found = score_answers("sums", (problem,), (row,), scorer)
     name, worth = {"none": ("reward", 2.0), "match": ("pass@1", 1.0)}[verifier]
     assert found.metrics()[f"eval/sums/{name}"] == worth and found.metrics()["eval/sums/failed_fraction"] == 0.5
     assert found.failure.startswith("no server")
@@ -183,7 +191,7 @@ def test_a_verifier_that_cannot_tell_is_no_wrong_answer():
         PROBLEM, extractor="whole", verifier="code", metadata={"tests": ["assert V(1) + V(2) == V(3)"]}
     )
     with Scorer((), 1) as scorer:
-        found = checked("programs", (problem,), (row,), scorer)
+        found = score_answers("programs", (problem,), (row,), scorer)
     assert found.failed.tolist() == [[True, False]] and "not counted" in found.failure
     assert found.metrics()["eval/programs/pass@1"] == 0 and found.metrics()["eval/programs/failed_fraction"] == 0.5
 
@@ -203,7 +211,7 @@ def test_evaluation_and_training_never_share_a_seed():
     prompts = Prompts(Task([{"prompt": "?"}], template="chatml"), tokenizer)
     engine = NotingEngine(4)
     with Scorer((Format("a"),)) as scorer:
-        evaluate(Answerer(engine, None, tokenizer, scorer), Questions(prompts, problems, 3, 5), Sampling())
+        evaluate(Answerer(engine, None, tokenizer, scorer), EvaluationSet(prompts, problems, 3, 5), Sampling())
     assert engine.seeds == [request_seed(5, SeedSpace.EVALUATION + n) for n in range(6)]
     assert min(engine.seeds) > request_seed(5, SeedSpace.EVALUATION - 1), (
         "training would have to ask for 2^39 completions"
@@ -219,7 +227,7 @@ def test_a_real_evaluation_is_the_same_twice_and_counts_what_it_says(tmp_path):
     engine = Engine(model, slots=4, max_length=64, chunk=4)
     heard = []
     with Scorer((Accuracy(),), 1) as scorer:
-        asked = Questions(Prompts(task, tokenizer), problems, 3, 5)
+        asked = EvaluationSet(Prompts(task, tokenizer), problems, 3, 5)
         rules = Sampling(max_new_tokens=6)
         by = Answerer(engine, model, tokenizer, scorer)
         (first,), (second,) = (evaluate(by, asked, rules, heard.append) for _ in range(2))
@@ -235,7 +243,7 @@ def test_what_could_not_be_scored_leaves_the_error_a_number():
     told = lambda *rewards: of_task(
         "m",
         Options(Task([{"prompt": "1 + 1?", "answer": "2"}]), samples=2),
-        Evaluated("t", (PROBLEM,) * 3, ((completion("2"),) * 2,) * 3, None, None, np.array(rewards)),
+        TaskEvaluation("t", (PROBLEM,) * 3, ((completion("2"),) * 2,) * 3, None, None, np.array(rewards)),
     )
     lines = told([1.0, nan], [0.5, 0.5], [nan, nan])
     assert lines[1:3] == ["  reward             0.667  +- 0.250", "  not scored           3 of 6 answers"]

@@ -10,7 +10,7 @@ from rollout.test_episodes import FORKS, RULES, completions, loaded, played
 from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.learner import Layout, pack, to_samples
 from jaxrl_llm.models.config import ComputeOptions
-from jaxrl_llm.rollout.evaluate import describe_episodes
+from jaxrl_llm.rollout.evaluate import episode_metrics
 
 
 @pytest.mark.slow
@@ -20,7 +20,7 @@ def test_where_the_template_rewrites_history_a_new_row_begins_and_the_loss_reads
     groups = played(limits=FORKS, rules=dataclasses.replace(RULES, max_new_tokens=180))
     ends = [one.episode.end for one in completions(groups)]
     assert ends.count("completed") == 4 and ends.count("context_overflow") == 1, "what is written anew may be longer"
-    assert describe_episodes(groups)["episode/forks"] == 5 / 6 and describe_episodes(played())["episode/forks"] == 0
+    assert episode_metrics(groups)["episode/forks"] == 5 / 6 and episode_metrics(played())["episode/forks"] == 0
     for group in groups:
         for one in group.completions:
             turns = one.episode.turns

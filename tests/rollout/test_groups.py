@@ -12,10 +12,10 @@ import pytest
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.rewards import Accuracy, Scorer
 from jaxrl_llm.rollout import Collect, Engine, Sampling
-from jaxrl_llm.rollout.dynamic_sampling import Sampler, collect
-from jaxrl_llm.rollout.evaluate import describe, loops
-from jaxrl_llm.rollout.groups import AdmissionPolicy, Carryover, GroupSource, informative, whole
-from jaxrl_llm.rollout.respond import request_seed
+from jaxrl_llm.rollout.collect import Sampler, collect_groups
+from jaxrl_llm.rollout.evaluate import end_in_loops, group_metrics
+from jaxrl_llm.rollout.generation import request_seed
+from jaxrl_llm.rollout.groups import AdmissionPolicy, Carryover, GroupSource, informative, is_finished
 from jaxrl_llm.tasks import Curriculum, Dropping, Prompts, Scheduled, Shuffled, Table, Task, load
 from jaxrl_llm.types import Completion, Group, Problem
 
@@ -79,8 +79,8 @@ def test_request_seeds_are_unique_within_a_run_and_between_runs():
 def test_a_completion_is_whole_unless_a_budget_or_an_interruption_ended_it(reason, size, ends):
     tokens = np.zeros(size, np.int32)
     completion = Completion(tokens, tokens.astype(np.float32), reason, tokens == 0, tokens)
-    assert whole(completion, LONGEST) == ends
-    assert not whole(None, LONGEST)
+    assert is_finished(completion, LONGEST) == ends
+    assert not is_finished(None, LONGEST)
 
 
 def ended(*reasons):
@@ -91,22 +91,22 @@ def ended(*reasons):
 
 
 def test_what_was_not_measured_is_not_a_number():
-    nothing = describe([])
-    assert nothing.keys() == describe([ended("stop")]).keys() and np.isnan(list(nothing.values())).all()
+    nothing = group_metrics([])
+    assert nothing.keys() == group_metrics([ended("stop")]).keys() and np.isnan(list(nothing.values())).all()
     none = np.full(2, np.nan)
-    unscored = describe([dataclasses.replace(ended("stop", "stop"), rewards=none, parts={"part": none})])
+    unscored = group_metrics([dataclasses.replace(ended("stop", "stop"), rewards=none, parts={"part": none})])
     lost = ("mean", "std", "part", "p10", "p50", "p90")
     assert np.isnan([unscored[f"reward/{name}"] for name in lost]).all()
     assert np.isnan(unscored["reward/zero_std_fraction"]), "no reward is no equal reward"
-    assert np.isnan(describe([ended("stop")])["reward/zero_std_fraction"]), "one completion is like no other"
+    assert np.isnan(group_metrics([ended("stop")])["reward/zero_std_fraction"]), "one completion is like no other"
 
 
 def test_groups_of_equal_rewards_are_those_that_no_estimator_can_tell_apart():
     rewards = ([0.5, 0.1], [0.3, 0.1 + 0.2], [1, 1], [float("nan"), 2])
     groups = [dataclasses.replace(ended("stop", "stop"), rewards=np.array(r, float)) for r in rewards]
-    assert describe(groups)["reward/zero_std_fraction"] == 0.75
+    assert group_metrics(groups)["reward/zero_std_fraction"] == 0.75
     unscored = dataclasses.replace(groups[0], rewards=np.full(2, np.nan))
-    assert describe([*groups, unscored])["reward/zero_std_fraction"] == 0.75, "what has no reward does not count"
+    assert group_metrics([*groups, unscored])["reward/zero_std_fraction"] == 0.75, "what has no reward does not count"
 
 
 def test_different_answers_are_counted_in_whatever_words_they_are_given():
@@ -115,7 +115,7 @@ def test_different_answers_are_counted_in_whatever_words_they_are_given():
         said = tuple(dataclasses.replace(c, text=text) for c, text in zip(made.completions, texts, strict=True))
         return dataclasses.replace(made, completions=said, problem=dataclasses.replace(made.problem, **changes))
 
-    of = lambda *groups: describe(groups)["completions/distinct_fraction"]
+    of = lambda *groups: group_metrics(groups)["completions/distinct_fraction"]
     assert of(share("so 3", "it is ３.", "4", "I do not know")) == 0.75
     assert of(share("3", "3"), share("3", "4")) == 0.75
     assert of(share("a 3", "b 3", verifier="none")) == 1.0 and np.isnan(of(share("3")))
@@ -129,11 +129,13 @@ def completed(*rows, reason="length"):
 
 
 def test_completions_that_repeat_themselves_are_counted_however_they_ended():
-    assert describe([ended("stop", "repetition"), ended("length", "stop")])["completions/repetition_fraction"] == 0.25
+    assert (
+        group_metrics([ended("stop", "repetition"), ended("length", "stop")])["completions/repetition_fraction"] == 0.25
+    )
     again = [5, 1, 2, 3] * 6
-    assert describe([completed([9, *again], [*again, 9])])["completions/repetition_fraction"] == 0.5
-    assert describe([completed([9, *again, 4], again, reason="stop")])["completions/repetition_fraction"] == 1
-    assert describe([completed([9, *again, 4], [4, 9], reason="length")])["completions/repetition_fraction"] == 0
+    assert group_metrics([completed([9, *again], [*again, 9])])["completions/repetition_fraction"] == 0.5
+    assert group_metrics([completed([9, *again, 4], again, reason="stop")])["completions/repetition_fraction"] == 1
+    assert group_metrics([completed([9, *again, 4], [4, 9], reason="length")])["completions/repetition_fraction"] == 0
 
 
 def test_a_loop_is_four_times_the_same_up_to_the_end_and_sixteen_tokens():
@@ -150,9 +152,9 @@ def test_a_loop_is_four_times_the_same_up_to_the_end_and_sixteen_tokens():
         "nothing": ([], False),
         "fewer tokens than it takes": ([7] * 8, False),
     }
-    found = loops([np.array(row, np.int32) for row, _ in rows.values()])
+    found = end_in_loops([np.array(row, np.int32) for row, _ in rows.values()])
     assert found.tolist() == [wanted for _, wanted in rows.values()], list(rows)
-    assert loops([]).shape == (0,)
+    assert end_in_loops([]).shape == (0,)
 
 
 def test_loops_are_what_a_search_through_all_periods_finds():
@@ -170,7 +172,7 @@ def test_loops_are_what_a_search_through_all_periods_finds():
 
     wanted = [ends_in_a_loop(row.tolist()) for row in rows]
     assert 20 < sum(wanted) < 400
-    assert loops(rows).tolist() == wanted
+    assert end_in_loops(rows).tolist() == wanted
 
 
 def test_quantiles_of_rewards_and_lengths_are_those_of_all_completions_together():
@@ -179,7 +181,7 @@ def test_quantiles_of_rewards_and_lengths_are_those_of_all_completions_together(
     made = [completed(*(np.arange(size) for size in row)) for row in sizes]
     rewards = rng.normal(size=(3, 4))
     rewards[1, 2] = np.nan
-    found = describe([dataclasses.replace(one, rewards=row) for one, row in zip(made, rewards, strict=True)])
+    found = group_metrics([dataclasses.replace(one, rewards=row) for one, row in zip(made, rewards, strict=True)])
     for name, share in (("p10", 0.1), ("p50", 0.5), ("p90", 0.9)):
         assert found[f"completions/length_{name}"] == pytest.approx(np.quantile(sizes, share))
         assert found[f"reward/{name}"] == pytest.approx(np.nanquantile(rewards, share))
@@ -209,8 +211,8 @@ def needing(made, needed, collect=Collect(), **source):
 @pytest.mark.slow
 def test_groups_depend_on_their_place_in_the_stream_only(sampler):
     model, made = sampler
-    together = collect(made, model, 2, Carryover(5)).groups
-    apart = [g for cursor in (5, 7) for g in collect(needing(made, 2), model, 2, Carryover(cursor)).groups]
+    together = collect_groups(made, model, 2, Carryover(5)).groups
+    apart = [g for cursor in (5, 7) for g in collect_groups(needing(made, 2), model, 2, Carryover(cursor)).groups]
     assert [g.problem.id for g in together] == [g.problem.id for g in apart]
     for a, b in zip(together, apart, strict=True):
         for x, y in zip(a.completions, b.completions, strict=True):
@@ -220,7 +222,7 @@ def test_groups_depend_on_their_place_in_the_stream_only(sampler):
 
 def test_groups_hold_their_prompts_completions_and_scores(sampler):
     model, made = sampler
-    found = collect(made, model, 0, Carryover())
+    found = collect_groups(made, model, 0, Carryover())
     assert len(found.groups) == 4 and {len(g.completions) for g in found.groups} == {3}
     for g in found.groups:
         assert g.rewards.shape == g.accuracy.shape == g.parts["accuracy"].shape == (3,)
@@ -264,10 +266,10 @@ def test_groups_are_scored_while_others_are_sampled(sampler):
         return float(len(completion.text))
 
     with Scorer((waits,), timeout_s=60.0) as engine.scorer:
-        source = dataclasses.replace(made.source, judge=engine)
-        found = collect(dataclasses.replace(made, engine=engine, source=source), model, 0, Carryover())
+        source = dataclasses.replace(made.source, scorer=engine)
+        found = collect_groups(dataclasses.replace(made, engine=engine, source=source), model, 0, Carryover())
     assert sampled == [True] * 12 and len(engine.begun) > 1
-    wanted = collect(made, model, 0, Carryover())
+    wanted = collect_groups(made, model, 0, Carryover())
     for one, other in zip(found.groups, wanted.groups, strict=True):
         assert [c.text for c in one.completions] == [c.text for c in other.completions]
         assert one.rewards.tolist() == [len(c.text) for c in one.completions]
@@ -276,11 +278,11 @@ def test_groups_are_scored_while_others_are_sampled(sampler):
 
 def test_a_completion_that_is_handed_back_goes_on_as_if_it_had_never_been(sampler):
     model, made = sampler
-    wanted, left = collect(needing(made, 2), model, 0, Carryover()).groups, Carryover()
+    wanted, left = collect_groups(needing(made, 2), model, 0, Carryover()).groups, Carryover()
     short = needing(made, 2, Collect(token_budget=2))
     for version in (5, 6, 7):
-        found = collect(short, model, version, left)
-        left = found.left
+        found = collect_groups(short, model, version, left)
+        left = found.carryover
         assert len(found.groups) == (2 if version == 7 else 0)
     assert [g.problem.id for g in found.groups] == [g.problem.id for g in wanted]
     for a, b in zip(found.groups, wanted, strict=True):
@@ -295,23 +297,23 @@ def test_a_completion_that_is_handed_back_goes_on_as_if_it_had_never_been(sample
 def test_accuracy_is_the_share_of_what_is_verified():
     unverified = group([np.nan, np.nan], rewards=[0.5, 1.0])
     done = completed([1], [2]).completions
-    share = lambda *groups: describe([dataclasses.replace(g, completions=done) for g in groups])["reward/accuracy"]
+    share = lambda *groups: group_metrics([dataclasses.replace(g, completions=done) for g in groups])["reward/accuracy"]
     assert share(group([1, 0]), group([1, 1])) == 0.75
     assert np.isnan(share(unverified)) and share(unverified, group([1, 0])) == 0.5
 
 
 def test_what_was_asked_is_scored_and_learned_from_whatever_changes_between_two_steps(sampler):
     model, made = sampler
-    left = collect(needing(made, 2, Collect(token_budget=2)), model, 5, Carryover()).left
+    left = collect_groups(needing(made, 2, Collect(token_budget=2)), model, 5, Carryover()).carryover
     assert all(len(u.prompt) for u in left.unfinished) and len(left.unfinished) >= 2
     answers = [dataclasses.replace(p, id=f"edited {p.id}", answer=p.answer * 2) for p in made.source.stream.problems]
     task = dataclasses.replace(made.source.prompts.tasks[0], suffix=" Now.")
     edited = needing(made, 2, stream=Shuffled(answers[::-1], 7), prompts=Prompts(task, made.source.tokenizer))
-    wanted = collect(needing(made, 2), model, 5, Carryover()).groups
-    for found, before in zip(collect(edited, model, 5, left).groups, wanted, strict=True):
+    wanted = collect_groups(needing(made, 2), model, 5, Carryover()).groups
+    for found, before in zip(collect_groups(edited, model, 5, left).groups, wanted, strict=True):
         assert found.problem == before.problem and found.prompt.tolist() == before.prompt.tolist()
         assert [c.tokens.tolist() for c in found.completions] == [c.tokens.tolist() for c in before.completions]
-    assert collect(edited, model, 5, Carryover()).groups[0].problem.id.startswith("edited")
+    assert collect_groups(edited, model, 5, Carryover()).groups[0].problem.id.startswith("edited")
 
 
 def test_rewards_are_shaped_in_order_with_the_updates_and_the_budget_at_hand(sampler):
@@ -325,7 +327,7 @@ def test_rewards_are_shaped_in_order_with_the_updates_and_the_budget_at_hand(sam
 
         return shape
 
-    shaped = collect(needing(made, 1, shaping=(note("first"), note("second"))), model, 7, Carryover()).groups
-    plain = collect(needing(made, 1), model, 7, Carryover()).groups
+    shaped = collect_groups(needing(made, 1, shaping=(note("first"), note("second"))), model, 7, Carryover()).groups
+    plain = collect_groups(needing(made, 1), model, 7, Carryover()).groups
     assert seen == [("first", 7, LONGEST), ("second", 7, LONGEST)]
     np.testing.assert_array_equal(shaped[0].rewards, plain[0].rewards * 4 + 1)

@@ -22,8 +22,15 @@ from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rewards import Format
 from jaxrl_llm.rewards.shaping import REJECTED
 from jaxrl_llm.rollout import Collect, Engine, Replay, Sampling
-from jaxrl_llm.rollout.dynamic_sampling import collect
-from jaxrl_llm.rollout.groups import RECORDS, chosen, failed, informative, replay, tokens_in
+from jaxrl_llm.rollout.collect import collect_groups
+from jaxrl_llm.rollout.groups import (
+    GROUP_RECORDS,
+    count_sampled_tokens,
+    informative,
+    is_replaceable,
+    pick_success,
+    replay_successes,
+)
 from jaxrl_llm.types import Completion, Group, Problem
 
 SEED = 5
@@ -54,7 +61,7 @@ def kept(*groups, settings=Replay(), left_out=(), store=None):
     """The store after these groups, one after the other, and what was replaced."""
     store, replaced = store or {}, {}
     for number, one in enumerate(groups):
-        store, more = replay(settings, store, {number: one}, SEED, left_out)
+        store, more = replay_successes(settings, store, {number: one}, SEED, left_out)
         replaced |= more
     return store, replaced
 
@@ -94,7 +101,7 @@ def test_where_all_have_failed_the_first_member_gives_way_scores_and_all():
 
 @pytest.mark.parametrize("accuracy", [[0, 1, 0], [1, 1, 1], [0, np.nan, np.nan], [np.nan] * 3, [0.5, 0.75, 0.25]])
 def test_a_group_with_a_success_or_without_a_known_failure_stays(accuracy):
-    assert not failed(group(accuracy)) and not kept(group([1, 0, 0]), group(accuracy))[1]
+    assert not is_replaceable(group(accuracy)) and not kept(group([1, 0, 0]), group(accuracy))[1]
 
 
 def test_what_followed_another_prompt_or_was_scored_by_other_rewards_is_forgotten():
@@ -107,10 +114,14 @@ def test_what_followed_another_prompt_or_was_scored_by_other_rewards_is_forgotte
 
 def test_each_success_is_taken_as_often_and_seed_and_number_say_which():
     successes = kept(group([1, 1, 1, 0]))[0]["toy/p"].successes
-    counts = np.bincount([int(chosen(successes, 3, n).completion.tokens[0]) for n in range(3000)], minlength=3)
+    counts = np.bincount([int(pick_success(successes, 3, n).completion.tokens[0]) for n in range(3000)], minlength=3)
     assert (np.abs(counts - 1000) < 100).all()
-    assert [id(chosen(successes, 3, n)) for n in range(20)] == [id(chosen(successes, 3, n)) for n in range(20)]
-    assert [id(chosen(successes, 4, n)) for n in range(20)] != [id(chosen(successes, 3, n)) for n in range(20)]
+    assert [id(pick_success(successes, 3, n)) for n in range(20)] == [
+        id(pick_success(successes, 3, n)) for n in range(20)
+    ]
+    assert [id(pick_success(successes, 4, n)) for n in range(20)] != [
+        id(pick_success(successes, 3, n)) for n in range(20)
+    ]
 
 
 def test_where_there_is_no_room_the_problem_that_was_solved_best_gives_way():
@@ -130,13 +141,13 @@ def test_where_there_is_no_room_the_problem_that_was_solved_best_gives_way():
 
 def test_the_store_is_replaced_and_comes_back_from_a_checkpoint_as_it_was():
     first = kept(group([1, 0, 1]), group([1, 0, 0], "q"))[0]
-    written = lambda store: json.dumps(codec.to_json(store, RECORDS))
+    written = lambda store: json.dumps(codec.to_json(store, GROUP_RECORDS))
     before = written(first)
-    again = codec.from_json(json.loads(before), RECORDS)
+    again = codec.from_json(json.loads(before), GROUP_RECORDS)
     assert written(again) == before
     turned = dict(reversed(again.items()))
     more = {7: group([0, 0, 0]), 8: group([1, 0, 0], "r"), 9: group([0, 0, 0], "q")}
-    results = [replay(Replay(8, 2), store, more, SEED, ()) for store in (first, again, turned)]
+    results = [replay_successes(Replay(8, 2), store, more, SEED, ()) for store in (first, again, turned)]
     assert written(first) == before, "the store that is handed in stays as it was"
     for store, replaced in results[1:]:
         assert {n: written(s) for n, s in store.items()} == {n: written(s) for n, s in results[0][0].items()}
@@ -149,8 +160,8 @@ class Few(ToySource):
 
     seed: int = SEED
 
-    def ask(self, number, memory):
-        asked, memory = super().ask(number % 4, memory)
+    def new_group(self, number, memory):
+        asked, memory = super().new_group(number % 4, memory)
         return dataclasses.replace(asked, number=number), memory
 
     def scores(self, whole):
@@ -158,7 +169,7 @@ class Few(ToySource):
         right = lambda n: np.eye(self.group)[1] * (drawn(n, 3, 8) == 0)
         return {n: dataclasses.replace(g, rewards=right(n), accuracy=right(n)) for n, g in found.items()}, failures
 
-    def shaped(self, groups, version, budget):
+    def shape_rewards(self, groups, version, budget):
         return {n: dataclasses.replace(g, rewards=g.rewards - g.rewards.mean()) for n, g in groups.items()}
 
     def learns(self, memory):
@@ -191,11 +202,11 @@ def test_replaced_groups_can_teach_and_metrics_are_of_what_was_sampled(filter_gr
         assert all(g.completions[0].finish_reason == "stop" and g.accuracy[0] == 0 for g in sampled)
         taken = [g for g in step.groups if g.accuracy[0] == 1]
         assert all(g.rewards.tolist() == [0.75, -0.25, -0.25, -0.25] for g in taken), "shaping sees the new group"
-        assert step.left.stream["right"] == right
+        assert step.carryover.stream_memory["right"] == right
     last = found[-1]
-    assert last.metrics["replay/prompts"] == len(last.left.successes) == 4
-    assert last.metrics["replay/stored"] == sum(len(one.successes) for one in last.left.successes.values()) > 4
-    assert not any(name.startswith("replay/") for name in plain[0].metrics) and not plain[-1].left.successes
+    assert last.metrics["replay/prompts"] == len(last.carryover.successes) == 4
+    assert last.metrics["replay/stored"] == sum(len(one.successes) for one in last.carryover.successes.values()) > 4
+    assert not any(name.startswith("replay/") for name in plain[0].metrics) and not plain[-1].carryover.successes
 
 
 def test_the_member_that_gave_way_is_thrown_away():
@@ -208,18 +219,20 @@ def test_the_member_that_gave_way_is_thrown_away():
     ]
     assert len(gone) == step.metrics["replay/replaced"] > 0
     thrown = sum(len(g.completions[0].tokens) for g in gone)
-    learned = tokens_in(step.groups)
+    learned = count_sampled_tokens(step.groups)
     assert step.metrics["rollout/useful_fraction"] == learned / (learned + thrown)
 
 
 def test_a_step_goes_on_from_a_checkpoint_with_the_same_successes():
     whole = steps(replaying(replay=Replay(2, 3), interrupt=True), 7)
-    left = codec.from_json(json.loads(json.dumps(codec.to_json(whole[3].left, RECORDS))), RECORDS)
+    left = codec.from_json(json.loads(json.dumps(codec.to_json(whole[3].carryover, GROUP_RECORDS))), GROUP_RECORDS)
     assert left.successes
     for version in range(4, 7):
-        found = collect(replaying(replay=Replay(2, 3), interrupt=True), None, version, left)
-        left = found.left
-        assert json.dumps(codec.to_json(left, RECORDS)) == json.dumps(codec.to_json(whole[version].left, RECORDS))
+        found = collect_groups(replaying(replay=Replay(2, 3), interrupt=True), None, version, left)
+        left = found.carryover
+        assert json.dumps(codec.to_json(left, GROUP_RECORDS)) == json.dumps(
+            codec.to_json(whole[version].carryover, GROUP_RECORDS)
+        )
         assert places(found.groups) == places(whole[version].groups)
         assert found.metrics["replay/replaced"] == whole[version].metrics["replay/replaced"]
     assert sum(step.metrics["replay/replaced"] for step in whole[4:])
@@ -243,9 +256,9 @@ def replaced():
     problem, prompt = Problem("p", (), "1", "toy"), np.asarray(PROMPT, np.int32)
     longest = int(np.argmax([len(c.tokens) for c in once]))
     right, wrong = np.eye(4)[longest], np.array([0.0, 0, 0, 0.2])
-    store, _ = replay(Replay(), {}, {0: Group(problem, prompt, tuple(once), right, right)}, SEED, ())
+    store, _ = replay_successes(Replay(), {}, {0: Group(problem, prompt, tuple(once), right, right)}, SEED, ())
     failing = Group(problem, prompt, tuple(done[handle] for handle in handles), wrong, np.zeros(4))
-    _, found = replay(Replay(), store, {1: failing}, SEED, ())
+    _, found = replay_successes(Replay(), store, {1: failing}, SEED, ())
     assert f"{problem.task}/{problem.id}" in store and len(once[longest].tokens) > 2
     return found[1], once[longest]
 

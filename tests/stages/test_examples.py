@@ -101,13 +101,13 @@ def test_the_learners_numbers_stand_beside_the_samplers():
 def test_the_same_answers_are_written_of_every_evaluation(tmp_path):
     count = evaluate.LOGGED_ANSWERS + 9
     answers = ((completion("2"),),) * count
-    found = evaluate.Evaluated("sums", (PROBLEM,) * count, answers, np.ones((count, 1), bool), None)
-    other, alone = dataclasses.replace(found, task="words"), evaluate.Tested({}, (found,))
+    found = evaluate.TaskEvaluation("sums", (PROBLEM,) * count, answers, np.ones((count, 1), bool), None)
+    other, alone = dataclasses.replace(found, task="words"), evaluate.EvaluationReport({}, (found,))
     with RunWriter(tmp_path, None) as writer:
         record(writer, 0, {}, answered=alone.lines())
         learned = training_lines(*learned_from(group(*[completion("a")] * 3 * evaluate.LOGGED_ANSWERS)))
         record(writer, 1, {}, learned, alone.lines())
-        record(writer, 2, {}, answered=evaluate.Tested({}, (found, other)).lines())
+        record(writer, 2, {}, answered=evaluate.EvaluationReport({}, (found, other)).lines())
     lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     counts = collections.Counter((line["step"], line["kind"], line["task"]) for line in lines)
     assert counts == {

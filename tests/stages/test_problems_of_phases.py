@@ -21,7 +21,7 @@ from jaxrl_llm.config import (
 from jaxrl_llm.config.run import MAX_SEED
 from jaxrl_llm.recipes import DAPO, GRPO, Overlong
 from jaxrl_llm.rewards import Format
-from jaxrl_llm.rollout.groups import Carryover, PartialGroup, Solved, Success
+from jaxrl_llm.rollout.groups import Carryover, PartialGroup, ProblemSuccesses, Success
 from jaxrl_llm.rules import DONE, Phase, Reaches, Rules, decide, guards_of
 from jaxrl_llm.stages.problems import same_rewards, stream_left, streams_of, successes_left
 from jaxrl_llm.stages.programs import ingredients_of
@@ -53,7 +53,7 @@ def test_stored_successes_stay_where_completions_score_the_same():
 def solved(tokens):
     """What is stored of a problem that was answered with so many tokens."""
     completion = Completion(np.arange(tokens), np.zeros(tokens), "stop", np.ones(tokens, bool), np.zeros(tokens))
-    return Solved(np.zeros(2, np.int32), (Success(completion, 1.0, 1.0, {}),), 0, 1.0)
+    return ProblemSuccesses(np.zeros(2, np.int32), (Success(completion, 1.0, 1.0, {}),), 0, 1.0)
 
 
 def test_stored_successes_stay_where_they_are_right_and_fit():
@@ -84,13 +84,13 @@ def test_a_phase_leaves_the_successes_that_fit_the_next_one_and_no_group_of_its_
         training=(), forward=None, label="", run=run, tokenizer=None, sampler=None, transfer=None, evaluate_tasks=None,
         ingredients=ingredients_of(run),
     )  # fmt: skip
-    left = Carryover(cursor=5, unfinished=(PartialGroup(4, (None,)),), successes=store, underway={"cursor": 6})
+    left = Carryover(cursor=5, unfinished=(PartialGroup(4, (None,)),), successes=store, step_progress={"cursor": 6})
     seen = dataclasses.replace(left, critic=[[4.0, 1.0, 0.5]])
     assert stage.carry_over(seen, run, run) == left, "a critic's window is that of one phase"
     shorter = dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, max_new_tokens=3))
     after = stage.carry_over(left, run, shorter)
     assert set(after.successes) == {f"{run.task.label}/a"} and not after.unfinished and after.cursor == 5
-    assert not after.underway
+    assert not after.step_progress
 
 
 def test_another_run_takes_up_the_place_and_the_successes_as_those_of_no_policy_of_its_own():
@@ -101,9 +101,9 @@ def test_another_run_takes_up_the_place_and_the_successes_as_those_of_no_policy_
         ingredients=ingredients_of(run),
     )  # fmt: skip
     groups = (PartialGroup(4, (None,)),)
-    left = Carryover(cursor=5, unfinished=groups, texts=3, successes={place: solved(3)}, underway={"cursor": 6})
+    left = Carryover(cursor=5, unfinished=groups, texts=3, successes={place: solved(3)}, step_progress={"cursor": 6})
     found = stage.carry_over(left, run, run, new_run=True)
-    assert found.cursor == 5 and found.texts == 3 and not found.unfinished and not found.underway
+    assert found.cursor == 5 and found.texts == 3 and not found.unfinished and not found.step_progress
     assert found.successes[place].successes[0].completion.version.tolist() == [-1, -1, -1]
     assert stage.carry_over(None, run, run, new_run=True) is None
     boxed = dataclasses.replace(run, task=dataclasses.replace(run.task, extractor="boxed"))

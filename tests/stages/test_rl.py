@@ -253,7 +253,7 @@ class Ahead(Reinforcement):
         return RolloutBatch([], [], dataclasses.replace(carry, cursor=carry.cursor + 1), 0, version, {})
 
     def learn(self, state, batch, coefficients, number):
-        return StepOutcome(state, dataclasses.replace(batch.left, critic=[[4.0, 1.0, 0.5]]), {})
+        return StepOutcome(state, dataclasses.replace(batch.carryover, critic=[[4.0, 1.0, 0.5]]), {})
 
 
 @pytest.mark.parametrize("concurrent", [False, True])
@@ -265,6 +265,6 @@ def test_groups_that_are_sampled_ahead_carry_what_the_critic_has_measured_meanwh
     )  # fmt: skip
     state = create_state(tiny("windows"), build(run.learner.optimiser), False, one_device())
     carry = stage.step(state, Carryover(), {}, 1, lambda before_update=False: False).carry
-    assert isinstance(carry, RolloutBatch) and carry.left == Carryover(cursor=2, critic=[[4.0, 1.0, 0.5]])
+    assert isinstance(carry, RolloutBatch) and carry.carryover == Carryover(cursor=2, critic=[[4.0, 1.0, 0.5]])
     stopped = stage.step(state, carry, {}, 2, lambda before_update=False: before_update)
     assert stopped.carry is carry and stopped.row is None

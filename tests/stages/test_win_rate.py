@@ -9,7 +9,7 @@ from rewards.judge_server import endpoint, serving
 
 from jaxrl_llm.config import JUDGED, Evaluation, Run
 from jaxrl_llm.rewards import Accuracy, ModelReward, Pairwise, Scorer
-from jaxrl_llm.rollout.evaluate import Evaluated
+from jaxrl_llm.rollout.evaluate import TaskEvaluation
 from jaxrl_llm.sharding.distributed import ALONE
 from jaxrl_llm.stages.ingredients import FIRST_ANSWERS, WinRate
 from jaxrl_llm.tasks import Task
@@ -37,7 +37,7 @@ def answer(text, extra=0):
 def evaluated(*texts, problems=PROBLEMS, extra=0):
     """An evaluation with these answers, a row for each problem."""
     rows = tuple(tuple(answer(text, extra) for text in row) for row in texts)
-    return Evaluated("sums", problems, rows, np.zeros((len(texts), len(texts[0])), bool), np.zeros(len(texts)))
+    return TaskEvaluation("sums", problems, rows, np.zeros((len(texts), len(texts[0])), bool), np.zeros(len(texts)))
 
 
 def judged(contest, found):

@@ -17,7 +17,7 @@ from jaxrl_llm.learner import create_state
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.settings import Optimiser
 from jaxrl_llm.models import load_pretrained
-from jaxrl_llm.rollout.groups import RECORDS, Carryover
+from jaxrl_llm.rollout.groups import GROUP_RECORDS, Carryover
 from jaxrl_llm.runs.load import find_start
 from jaxrl_llm.stages.problems import statistics, stream_of
 from jaxrl_llm.tasks import Curriculum, Dropping, EasyToHard, Prioritised, Scheduled, Shuffled
@@ -302,7 +302,7 @@ def other(tmp_path_factory):
         (folder / "runs" / name / "config.json").write_text(json.dumps(SAVED))
         with Checkpoints(folder / "runs" / name / "checkpoints") as store:
             for step, left in ((1, {}), (2, memory)):
-                store.save(step, state, vars(LoopState(carry=Carryover(step, stream=left))), RECORDS)
+                store.save(step, state, vars(LoopState(carry=Carryover(step, stream=left))), GROUP_RECORDS)
     return folder
 
 
@@ -339,7 +339,7 @@ def test_tasks_that_ask_the_same_begin_with_their_own_counts(tmp_path):
     counted = host_file(tmp_path / "checkpoints" / "1")
     counted.parent.mkdir(parents=True)
     (tmp_path / "config.json").write_text(json.dumps(SAVED))
-    counted.write_text(json.dumps(codec.to_json(vars(LoopState(carry=left)), RECORDS)))
+    counted.write_text(json.dumps(codec.to_json(vars(LoopState(carry=left)), GROUP_RECORDS)))
     for name, tries in {"loose": [4, 0, 0, 0], "strict": [4, 4, 0, 0]}.items():
         assert statistics(str(tmp_path), tasks[name])["tries"].tolist() == tries
     with pytest.raises(InputError, match=r"several tasks \(loose, strict\), none of them called toy: give the task"):

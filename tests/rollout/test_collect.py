@@ -11,8 +11,8 @@ import pytest
 from rollout.simulation import LONGEST, ToyEngine, ToyEngineAhead, ToySource, drawn, long_tailed, places, sampler, steps
 
 from jaxrl_llm import codec
-from jaxrl_llm.rollout.dynamic_sampling import collect
-from jaxrl_llm.rollout.groups import RECORDS, Carryover, RolloutBatch, tokens_in
+from jaxrl_llm.rollout.collect import collect_groups
+from jaxrl_llm.rollout.groups import GROUP_RECORDS, Carryover, RolloutBatch, count_sampled_tokens
 
 
 def versions(group):
@@ -22,7 +22,7 @@ def versions(group):
 
 def saved(left):
     """What a checkpoint holds of what a step leaves."""
-    return json.dumps(codec.to_json(left, RECORDS))
+    return json.dumps(codec.to_json(left, GROUP_RECORDS))
 
 
 def learned(found):
@@ -31,20 +31,20 @@ def learned(found):
 
 def begun(found):
     """Prompts begun, and not among those that are still under way or carried."""
-    left = found[-1].left
-    return left.cursor - len(left.unfinished) - len(left.carried)
+    left = found[-1].carryover
+    return left.cursor - len(left.unfinished) - len(left.surplus)
 
 
 def test_without_the_filter_the_prompts_needed_are_taken_as_they_are():
     found = steps(sampler(3, 8, 0.5, filter_groups=False), 2)
     assert [places(step.groups) for step in found] == [[0, 1, 2], [3, 4, 5]]
     assert found[0].groups == found[0].sampled and (
-        found[1].left.cursor,
-        found[1].left.carried,
-        found[1].left.unfinished,
+        found[1].carryover.cursor,
+        found[1].carryover.surplus,
+        found[1].carryover.unfinished,
     ) == (6, (), ())
     assert found[0].metrics["reward/errors"] >= 1 and "dynamic_sampling/rounds" not in found[0].metrics
-    assert found[0].tokens == tokens_in(found[0].groups) and found[0].metrics["prompts"] == 3
+    assert found[0].tokens == count_sampled_tokens(found[0].groups) and found[0].metrics["prompts"] == 3
 
 
 def test_the_filter_keeps_what_can_teach_in_the_order_of_the_prompts():
@@ -64,7 +64,10 @@ def test_the_filter_keeps_what_can_teach_in_the_order_of_the_prompts():
     every = [n for step in found for n in places(step.groups)]
     assert len(set(every)) == len(every)
     seen = [n for step in found for n in places(step.sampled)]
-    assert (found[-1].left.seen, found[-1].left.good) == (len(seen), sum(made.source.informative(n) for n in seen))
+    assert (found[-1].carryover.recent_scored, found[-1].carryover.recent_informative) == (
+        len(seen),
+        sum(made.source.informative(n) for n in seen),
+    )
 
 
 def test_processes_compare_the_scores_and_tokens_of_all_groups_that_are_learned_from():
@@ -72,12 +75,11 @@ def test_processes_compare_the_scores_and_tokens_of_all_groups_that_are_learned_
     wanted = [array for g in batch.groups for array in (g.rewards, *(c.tokens for c in g.completions))]
     found = list(batch.common)
     assert len(found) == 3 * (1 + 4) and all(one is other for one, other in zip(found, wanted, strict=True))
-    assert batch.examples == batch.groups
 
 
 def test_a_step_that_finishes_nothing_measures_nothing_and_leaves_the_engine_empty():
     made = sampler(2, 8, token_budget=1, group=8)
-    found = collect(made, None, 0, Carryover())
+    found = collect_groups(made, None, 0, Carryover())
     assert found.tokens and not found.sampled and found.metrics["rollout/utilisation"] == 1
     unmeasured = ("rollout/useful_fraction", "dynamic_sampling/kept_fraction", "reward/mean", "completions/mean_length")
     assert np.isnan([found.metrics[name] for name in unmeasured]).all()
@@ -95,23 +97,23 @@ def test_a_filter_of_the_reward_keeps_groups_that_nobody_solves():
 def test_surplus_comes_first_in_the_next_step_and_is_dropped_after_that():
     made = sampler(2, 64)  # all sixteen groups that slots have room for would be informative; two are begun
     surplus = steps(sampler(8, 64), 1)[0].groups
-    first = collect(made, None, 5, Carryover(40, tuple(surplus)))
+    first = collect_groups(made, None, 5, Carryover(40, tuple(surplus)))
     assert places(first.groups) == [0, 1] and first.sampled == [] and first.tokens == 0
-    assert first.metrics["dynamic_sampling/expired"] == 6 and first.left == Carryover(40)
+    assert first.metrics["dynamic_sampling/expired"] == 6 and first.carryover == Carryover(40)
     assert first.metrics["reward/mean"] == 0.75  # of what it learned from, since nothing was finished
     assert math.isnan(first.metrics["rollout/utilisation"]) and math.isnan(
         first.metrics["dynamic_sampling/kept_fraction"]
     )
     assert math.isnan(first.metrics["throughput/sampled_tokens_per_s"])
     assert 0 < first.metrics["rollout/useful_fraction"] < 1
-    second = collect(made, None, 5, Carryover(40, tuple(surplus[:1])))
+    second = collect_groups(made, None, 5, Carryover(40, tuple(surplus[:1])))
     assert places(second.groups) == [0, 40] and [versions(g) for g in second.groups] == [{0}, {5}]
 
 
 def test_a_step_that_finds_too_little_learns_from_that():
     made = sampler(4, 16, 0.9, max_rounds=2)
     found = steps(made, 4)
-    assert [step.left.cursor for step in found] == [8, 16, 24, 32]
+    assert [step.carryover.cursor for step in found] == [8, 16, 24, 32]
     assert [step.metrics["dynamic_sampling/rounds"] for step in found] == [2] * 4
     informative = sum(made.source.informative(n) for n in range(32))
     assert (
@@ -144,7 +146,7 @@ def test_hardly_a_group_is_generated_in_vain(degenerate, interrupt):
     useful = learned(found) / begun(found)
     # The bound of what these very prompts allow: luck made the share of informative ones differ from the law's a
     # little.
-    share = np.mean([made.source.informative(n) for n in range(found[-1].left.cursor)])
+    share = np.mean([made.source.informative(n) for n in range(found[-1].carryover.cursor)])
     assert learned(found) == 16 * count and share == pytest.approx(1 - degenerate, abs=0.03)
     assert useful >= 0.95 * (1 - degenerate) and useful >= 0.97 * share
     naive, generated = discarding(16, degenerate, count)
@@ -154,15 +156,17 @@ def test_hardly_a_group_is_generated_in_vain(degenerate, interrupt):
 def test_every_token_is_accounted_for():
     found = steps(sampler(6, 32, 0.5, interrupt=True, token_budget=40), 12)
     account = lambda step: [g for g in step.sampled if 0 < np.mean(g.accuracy) < 1]
-    thrown = sum(tokens_in(step.sampled) - tokens_in(account(step)) for step in found)
-    left = found[-1].left
+    thrown = sum(count_sampled_tokens(step.sampled) - count_sampled_tokens(account(step)) for step in found)
+    left = found[-1].carryover
     open_tokens = sum(len(c.tokens) for u in left.unfinished for c in u.completions if c)
-    used = sum(tokens_in(step.groups) for step in found)
+    used = sum(count_sampled_tokens(step.groups) for step in found)
     assert sum(step.metrics["dynamic_sampling/expired"] for step in found) == 0
-    assert sum(step.tokens for step in found) == used + thrown + tokens_in(left.carried) + open_tokens
+    assert sum(step.tokens for step in found) == used + thrown + count_sampled_tokens(left.surplus) + open_tokens
     for step in found:
-        lost = tokens_in(step.sampled) - tokens_in(account(step))
-        assert step.metrics["rollout/useful_fraction"] == tokens_in(step.groups) / (tokens_in(step.groups) + lost)
+        lost = count_sampled_tokens(step.sampled) - count_sampled_tokens(account(step))
+        assert step.metrics["rollout/useful_fraction"] == count_sampled_tokens(step.groups) / (
+            count_sampled_tokens(step.groups) + lost
+        )
 
 
 def busy(found):
@@ -198,7 +202,7 @@ def test_an_interrupted_completion_goes_on_as_if_nobody_had_stopped_it():
     groups = [g for step in found for g in step.groups]
     assert sum(len(versions(g)) > 1 for g in groups) > 10 and sum(s.metrics["rollout/interrupted"] for s in found) > 10
     assert [s.metrics["rollout/resumed"] for s in found[1:]] == [s.metrics["rollout/interrupted"] for s in found[:-1]]
-    left = [c for step in found for u in step.left.unfinished for c in u.completions]
+    left = [c for step in found for u in step.carryover.unfinished for c in u.completions]
     assert None in left and all(len(c.tokens) for c in left if c is not None)
     source = ToySource(4, 0.3)
     for group in groups:
@@ -216,42 +220,44 @@ def test_no_group_waits_for_ever():
 @pytest.mark.slow
 def test_a_group_that_grows_too_old_is_dropped():
     free, bound, strict = (steps(sampler(4, 64, 0.5, interrupt=True, max_age=age), 20) for age in (0, 6, 1))
-    assert saved(free[-1].left) == saved(bound[-1].left)  # none is older
+    assert saved(free[-1].carryover) == saved(bound[-1].carryover)  # none is older
     assert not sum(step.metrics["rollout/expired"] for step in free)
     for version, step in enumerate(strict):
         oldest = lambda group: min(int(v) for c in group.completions if c is not None for v in c.version)
-        assert all(u.age == (version + 1 - oldest(u) if u.begun else 0) <= 1 for u in step.left.unfinished)
-        assert all(version - oldest(g) <= 1 + (g in strict[version - 1].left.carried) for g in step.groups)
+        assert all(u.age == (version + 1 - oldest(u) if u.begun else 0) <= 1 for u in step.carryover.unfinished)
+        assert all(version - oldest(g) <= 1 + (g in strict[version - 1].carryover.surplus) for g in step.groups)
     assert sum(step.metrics["rollout/expired"] for step in strict) > 5
-    used = [tokens_in(step.groups) for step in strict]
+    used = [count_sampled_tokens(step.groups) for step in strict]
     thrown = sum(n / step.metrics["rollout/useful_fraction"] - n for n, step in zip(used, strict, strict=True))
-    left = strict[-1].left
+    left = strict[-1].carryover
     assert sum(step.tokens for step in strict) == pytest.approx(
-        sum(used) + thrown + tokens_in([*left.carried, *left.unfinished])
+        sum(used) + thrown + count_sampled_tokens([*left.surplus, *left.unfinished])
     )
 
 
 def test_the_longest_completion_is_finished_under_any_age_limit():
     found = steps(sampler(4, 16, 0.3, token_budget=30, max_age=1), 12)
     assert max(len(c.tokens) for step in found for g in step.groups for c in g.completions) == LONGEST
-    assert max(u.age for step in found for u in step.left.unfinished) <= 5
+    assert max(u.age for step in found for u in step.carryover.unfinished) <= 5
 
 
 @pytest.mark.parametrize("interrupt", [False, True])
 def test_what_is_under_way_waits_where_surplus_is_enough(interrupt):
     before = steps(sampler(4, 24, 0.3, interrupt=True), 1)[0]
-    left = dataclasses.replace(before.left, carried=(*before.left.carried, *before.groups))
-    found = collect(sampler(4, 24, 0.3, interrupt=interrupt), None, 1, left)
+    left = dataclasses.replace(before.carryover, surplus=(*before.carryover.surplus, *before.groups))
+    found = collect_groups(sampler(4, 24, 0.3, interrupt=interrupt), None, 1, left)
     assert found.tokens == 0 == found.metrics["rollout/resumed"] and len(found.groups) == 4
-    assert any(u.begun for u in left.unfinished) and found.metrics["rollout/interrupted"] > 0
-    assert [u.number for u in found.left.unfinished] == [u.number for u in left.unfinished]
+    assert any(u.has_tokens for u in left.unfinished) and found.metrics["rollout/interrupted"] > 0
+    assert [u.number for u in found.carryover.unfinished] == [u.number for u in left.unfinished]
     count = lambda left: [[len(c.tokens) if c else 0 for c in u.completions] for u in left.unfinished]
-    assert count(found.left) == count(left)
+    assert count(found.carryover) == count(left)
 
 
 def test_a_completion_samples_no_more_in_a_step_than_its_budget():
     found = steps(sampler(4, 16, 0.3, token_budget=30), 12)
-    assert all([u.number for u in s.left.unfinished] == sorted(u.number for u in s.left.unfinished) for s in found)
+    assert all(
+        [u.number for u in s.carryover.unfinished] == sorted(u.number for u in s.carryover.unfinished) for s in found
+    )
     counts = [np.bincount(c.version).max() for step in found for g in step.groups for c in g.completions]
     assert max(counts) == 30
     whole = [c for step in found for g in step.groups for c in g.completions]
@@ -268,21 +274,23 @@ def test_what_its_budget_cuts_off_goes_on_and_what_the_longest_length_cuts_off_i
 
 def test_where_earlier_tokens_are_not_learned_from_nothing_finished_is_carried():
     found = steps(sampler(4, 32, 0.5, interrupt=True, learn_earlier=False), 12)
-    assert not any(step.left.carried for step in found) and any(s.metrics["dynamic_sampling/expired"] for s in found)
+    assert not any(step.carryover.surplus for step in found) and any(
+        s.metrics["dynamic_sampling/expired"] for s in found
+    )
     assert all(version in versions(g) for version, step in enumerate(found) for g in step.groups)
 
 
 @pytest.mark.parametrize("settings", [{}, {"interrupt": True}, {"interrupt": True, "token_budget": 25}])
 def test_a_step_depends_on_the_backlog_alone_and_that_survives_the_checkpoint(settings):
     whole = steps(sampler(5, 32, 0.5, **settings), 8)
-    start = max(range(7), key=lambda n: len(whole[n].left.carried) + len(whole[n].left.unfinished))
-    left = codec.from_json(json.loads(saved(whole[start].left)), RECORDS)
-    assert left.carried or left.unfinished
-    assert [u.age for u in left.unfinished] == [u.age for u in whole[start].left.unfinished]
+    start = max(range(7), key=lambda n: len(whole[n].carryover.surplus) + len(whole[n].carryover.unfinished))
+    left = codec.from_json(json.loads(saved(whole[start].carryover)), GROUP_RECORDS)
+    assert left.surplus or left.unfinished
+    assert [u.age for u in left.unfinished] == [u.age for u in whole[start].carryover.unfinished]
     for version in range(start + 1, 8):
-        found = collect(sampler(5, 32, 0.5, **settings), None, version, left)
-        left = found.left
-        assert saved(left) == saved(whole[version].left)
+        found = collect_groups(sampler(5, 32, 0.5, **settings), None, version, left)
+        left = found.carryover
+        assert saved(left) == saved(whole[version].carryover)
         assert places(found.groups) == places(whole[version].groups)
         spared = lambda step: {n: v for n, v in step.metrics.items() if not n.startswith(("time/", "throughput/"))}
         assert spared(found) == spared(whole[version])
@@ -303,17 +311,17 @@ def test_a_step_that_is_stopped_within_its_sampling_goes_on_as_if_nobody_had_sto
     spared = lambda step: {n: v for n, v in step.metrics.items() if not n.startswith(clock)}
     stops, unscored = 0, 0
     for version in range(3):
-        left = Carryover() if version == 0 else whole[version - 1].left
+        left = Carryover() if version == 0 else whole[version - 1].carryover
         while True:
             asked = iter([False, True])
-            found = collect(make(), None, version, left, lambda asked=asked: next(asked))
+            found = collect_groups(make(), None, version, left, lambda asked=asked: next(asked))
             if isinstance(found, RolloutBatch):
                 break
-            left = codec.from_json(json.loads(saved(found)), RECORDS)
+            left = codec.from_json(json.loads(saved(found)), GROUP_RECORDS)
             stops += 1
-            unscored += len(left.underway["unscored"])
-        assert saved(found.left) == saved(whole[version].left)
-        assert codec.to_json(found.groups, RECORDS) == codec.to_json(whole[version].groups, RECORDS)
+            unscored += len(left.step_progress["pending"])
+        assert saved(found.carryover) == saved(whole[version].carryover)
+        assert codec.to_json(found.groups, GROUP_RECORDS) == codec.to_json(whole[version].groups, GROUP_RECORDS)
         assert spared(found) == spared(whole[version])
     assert stops > 6 and (unscored > 6 or settings.get("filter_groups", True))
 
@@ -323,9 +331,9 @@ def test_a_step_that_is_stopped_in_vain_again_and_again_moves_on():
     left, kept = Carryover(), []
     for _ in range(5):
         made, asked = sampler(2, 8, filter_groups=False, engine=ToyEngine(8, length=lambda seed: LONGEST)), iter([0, 1])
-        stopped = collect(made, None, 0, left, lambda asked=asked: next(asked))
-        left = codec.from_json(json.loads(saved(stopped)), RECORDS)
-        kept.append(left.underway["tokens"])
+        stopped = collect_groups(made, None, 0, left, lambda asked=asked: next(asked))
+        left = codec.from_json(json.loads(saved(stopped)), GROUP_RECORDS)
+        kept.append(left.step_progress["tokens"])
     assert kept[:2] == [0, 0] and 0 < kept[2] < kept[3] < kept[4]
 
 
@@ -337,8 +345,8 @@ def test_the_toys_lengths_are_not_all_alike():
 class Learning(ToySource):
     """Prompts whose order is a function of what came back: it remembers what it asked and what was scored."""
 
-    def ask(self, number, memory):
-        group, _ = super().ask(number, memory)
+    def new_group(self, number, memory):
+        group, _ = super().new_group(number, memory)
         return group, memory | {"asked": memory.get("asked", 0) + 1}
 
     def learns(self, memory):
@@ -351,9 +359,9 @@ class Learning(ToySource):
 def test_a_stream_of_prompts_remembers_what_came_back():
     made = dataclasses.replace(sampler(4, 16, 0.5), source=Learning(4, 0.5))
     found = steps(made, 3)
-    memory = found[-1].left.stream
-    assert memory["asked"] == found[-1].left.cursor
+    memory = found[-1].carryover.stream_memory
+    assert memory["asked"] == found[-1].carryover.cursor
     assert sorted(memory["scored"]) == sorted(int(g.problem.id) for step in found for g in step.sampled)
-    left = codec.from_json(json.loads(saved(found[0].left)), RECORDS)
-    again = collect(made, None, 1, left)
-    assert again.left.stream == found[1].left.stream, "what it remembers is saved with the run"
+    left = codec.from_json(json.loads(saved(found[0].carryover)), GROUP_RECORDS)
+    again = collect_groups(made, None, 1, left)
+    assert again.carryover.stream_memory == found[1].carryover.stream_memory, "what it remembers is saved with the run"

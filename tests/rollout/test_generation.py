@@ -8,20 +8,20 @@ from rollout.simulation import LONGEST, ToyEngine
 from tiny import tiny
 
 from jaxrl_llm.rollout import Engine, Sampling, with_tokens
-from jaxrl_llm.rollout.respond import Asked, Requests, SeedSpace, request_seed, respond
+from jaxrl_llm.rollout.generation import OpenRequest, OpenRequests, SeedSpace, generate_stream, request_seed
 from jaxrl_llm.types import Completion, Episode, Turn
 
 
 def asked(count, slots=2, longest=LONGEST, responder=None):
     """Requests for so many completions of the toy, by their numbers."""
-    requests = Requests(ToyEngine(slots), Sampling(max_new_tokens=longest), responder)
+    requests = OpenRequests(ToyEngine(slots), Sampling(max_new_tokens=longest), responder)
     requests.submit(range(count), [(1,)] * count, range(count))
     return requests
 
 
 def test_all_that_is_asked_comes_back_once_by_its_key():
     requests = asked(5)
-    rounds = list(respond(requests, None, 3))
+    rounds = list(generate_stream(requests, None, 3))
     assert rounds[0] == {} and not requests
     found = {key: completion for over in rounds for key, completion in over.items()}
     assert sorted(found) == list(range(5)) and sum(map(len, rounds)) == 5
@@ -34,7 +34,7 @@ def test_what_is_aborted_comes_back_before_the_next_chunk():
     steps, rounds = [], []
     step = requests.backend.step
     requests.backend.step = lambda *given: (steps.append(len(rounds)), step(*given))[1]
-    for over in respond(requests, None):
+    for over in generate_stream(requests, None):
         rounds.append(over)
         if len(rounds) == 2:
             waiting = [key for key in requests.keys if key not in requests.running]
@@ -47,7 +47,7 @@ def test_what_is_aborted_comes_back_before_the_next_chunk():
 def test_the_caller_may_ask_for_more_whenever_it_is_handed_something():
     requests = asked(1)
     seen = []
-    for over in respond(requests, None):
+    for over in generate_stream(requests, None):
         seen += over
         if len(seen) < 4 and not requests:
             requests.submit([10 + len(seen)], [(1,)], [len(seen)])
@@ -71,7 +71,7 @@ class Tool:
     def has(self, key):
         return True
 
-    def ask(self, key, turn, limit):
+    def submit_turn(self, key, turn, limit):
         self.heard.append((key, turn.finish_reason))
         self.asked[key] = turn, limit
 
@@ -80,7 +80,7 @@ class Tool:
             self.asked.pop(key, None)
         return {}
 
-    def answered(self, wait_s):
+    def pop_answers(self, wait_s):
         if self.never or (self.slow and not wait_s):
             return {}
         found = {}
@@ -96,15 +96,15 @@ RULES = Sampling(max_new_tokens=24, stop_ids=(2, 3, 5, 7, 9, 11, 12, 13))
 
 
 @pytest.mark.parametrize("slow", [False, True])
-def test_a_responder_answers_a_turn_until_the_episode_is_over(slow):
+def test_a_environments_answers_a_turn_until_the_episode_is_over(slow):
     model, prompts, seeds = tiny("windows"), ([3, 1, 4], [1, 5], [9]), (3, 4, 5)
     engine = Engine(model, slots=2, max_length=32, chunk=4)
     turns = engine.generate(model, prompts, seeds, RULES)
     assert all(turn.finish_reason == "stop" and len(turn.tokens) < 20 for turn in turns)
     tool = Tool(slow)
-    requests = Requests(engine, RULES, tool)
+    requests = OpenRequests(engine, RULES, tool)
     requests.submit("abc", prompts, seeds)
-    found = {key: episode for over in respond(requests, model) for key, episode in over.items()}
+    found = {key: episode for over in generate_stream(requests, model) for key, episode in over.items()}
     assert sorted(tool.heard) == sorted((key, "stop") for key in "abc" * 2) and set(found) == set("abc")
     engine.start(RULES)
     begun = [with_tokens(turn, [7, 8]) for turn in turns]
@@ -121,12 +121,12 @@ def test_a_responder_answers_a_turn_until_the_episode_is_over(slow):
 
 def test_an_interrupted_episode_resumes_with_its_answer():
     model, engine = tiny("windows"), Engine(tiny("windows"), slots=2, max_length=32, chunk=4)
-    whole = Requests(engine, RULES, Tool())
+    whole = OpenRequests(engine, RULES, Tool())
     whole.submit("ab", ([3, 1, 4], [1, 5]), (3, 4))
-    wanted = {key: one for over in respond(whole, model) for key, one in over.items()}
-    requests = Requests(engine, RULES, Tool(never=True))
+    wanted = {key: one for over in generate_stream(whole, model) for key, one in over.items()}
+    requests = OpenRequests(engine, RULES, Tool(never=True))
     requests.submit("ab", ([3, 1, 4], [1, 5]), (3, 4))
-    for _ in respond(requests, model):
+    for _ in generate_stream(requests, model):
         waiting = [
             key for key, turn in requests.running.items() if len(turn.tokens) and turn.tokens[-1] in RULES.stop_ids
         ]
@@ -134,13 +134,13 @@ def test_an_interrupted_episode_resumes_with_its_answer():
             break
     assert len(requests) == 2, "both wait for the tool"
     requests.abort(requests.keys)
-    assert not requests._responder.asked, "nobody is there for its answers"
-    left = requests.take()
+    assert not requests._environments.asked, "nobody is there for its answers"
+    left = requests.pop_finished()
     assert {one.finish_reason for one in left.values()} == {"aborted"} and not requests
-    again = Requests(engine, RULES, Tool())
-    again.submit("ab", ([3, 1, 4], [1, 5]), (3, 4), begun=[left["a"], left["b"]])
-    found = {key: one for over in respond(again, model) for key, one in over.items()}
-    assert [key for key, _ in again._responder.heard][:2] == ["a", "b"], "nothing is sampled before the tool answers"
+    again = OpenRequests(engine, RULES, Tool())
+    again.submit("ab", ([3, 1, 4], [1, 5]), (3, 4), partials=[left["a"], left["b"]])
+    found = {key: one for over in generate_stream(again, model) for key, one in over.items()}
+    assert [key for key, _ in again._environments.heard][:2] == ["a", "b"], "nothing is sampled before the tool answers"
     for key, one in wanted.items():
         np.testing.assert_array_equal(found[key].tokens, one.tokens)
         np.testing.assert_array_equal(found[key].sampler_logp, one.sampler_logp)
@@ -150,14 +150,14 @@ def test_a_turn_that_a_loop_has_ended_is_answered_after_an_interruption_too():
     """Its tokens do not tell that it has ended."""
     model, engine = tiny("windows"), Engine(tiny("windows"), slots=2, max_length=32, chunk=4)
     turn = dataclasses.replace(engine.generate(model, [[3, 1, 4]], [3], RULES)[0], finish_reason="repetition")
-    first = Requests(engine, RULES, Tool(never=True))
-    first._hear(Asked("a", [3, 1, 4], 3, 24, None), turn)
+    first = OpenRequests(engine, RULES, Tool(never=True))
+    first._submit_turn(OpenRequest("a", [3, 1, 4], 3, 24, None), turn)
     first.abort("a")
-    [left] = first.take().values()
-    again = Requests(engine, RULES, Tool())
-    again.submit("a", [[3, 1, 4]], [3], begun=[left])
-    [found] = [one for over in respond(again, model) for one in over.values()]
-    assert left.finish_reason == "aborted" and again._responder.heard == [("a", "repetition")]
+    [left] = first.pop_finished().values()
+    again = OpenRequests(engine, RULES, Tool())
+    again.submit("a", [[3, 1, 4]], [3], partials=[left])
+    [found] = [one for over in generate_stream(again, model) for one in over.values()]
+    assert left.finish_reason == "aborted" and again._environments.heard == [("a", "repetition")]
     assert found.tokens.tolist() == turn.tokens.tolist() and found.episode.end
 
 
@@ -173,9 +173,9 @@ def test_beside_episodes_others_are_one_turn_without_the_limits_of_one():
     model, prompts, seeds = tiny("windows"), ([3, 1, 4], [1, 5]), (3, 4)
     engine = Engine(model, slots=2, max_length=32, chunk=4)
     alone = engine.generate(model, prompts, seeds, RULES)
-    requests = Requests(engine, RULES, tool := Some(max_turn_tokens=2))
+    requests = OpenRequests(engine, RULES, tool := Some(max_turn_tokens=2))
     requests.submit("ab", prompts, seeds)
-    found = {key: one for over in respond(requests, model) for key, one in over.items()}
+    found = {key: one for over in generate_stream(requests, model) for key, one in over.items()}
     assert {key for key, _ in tool.heard} == {"a"} and found["a"].episode.end
     assert found["b"].tokens.tolist() == alone[1].tokens.tolist() and found["b"].episode is None
 
@@ -183,7 +183,7 @@ def test_beside_episodes_others_are_one_turn_without_the_limits_of_one():
 def test_a_turn_that_is_aborted_is_not_answered():
     tool = Tool()
     requests = asked(4, responder=tool)
-    for over in respond(requests, None):
+    for over in generate_stream(requests, None):
         requests.abort(requests.keys)
         assert {completion.finish_reason for completion in over.values()} <= {"aborted"}
     assert not tool.heard and not requests
@@ -196,17 +196,17 @@ def test_a_row_that_begins_anew_has_the_room_of_a_row_and_random_numbers_of_its_
     episode = Episode((Turn(3, {}), Turn(6, {}, fork=context)))
     tokens, mask = np.arange(8, dtype=np.int32), np.array([1, 1, 1, 0, 0, 1, 1, 1], bool)
     begun = Completion(tokens, np.float32(tokens), "aborted", mask, np.full(8, 3), episode=episode)
-    asked = Asked(0, np.arange(90, 94), 7, 20, begun)
-    prompt, seed, limit, row = asked.row(0)
+    asked = OpenRequest(0, np.arange(90, 94), 7, 20, begun)
+    prompt, seed, limit, row = asked.to_row(0)
     assert [*prompt, *row.tokens] == [*context, 6, 7] and row.mask.sum() == 2
     assert seed != 7 and limit == min(20, 20 - 6 + max(given - 4, 0))
-    assert asked.row(5)[2] == len(row.tokens) - 2 + 5, "5 tokens of a turn"
+    assert asked.to_row(5)[2] == len(row.tokens) - 2 + 5, "5 tokens of a turn"
     more = dataclasses.replace(with_tokens(row, [30, 31]), finish_reason="stop")
-    whole = asked.of_row(more)
+    whole = asked.from_row(more)
     assert whole.tokens.tolist() == [*range(8), 30, 31] and whole.sampler_logp.tolist() == [*range(8), 0, 0]
     assert whole.episode == episode and whole.finish_reason == "stop" and whole.mask[:8].tolist() == mask.tolist()
-    first = asked._replace(begun=dataclasses.replace(begun, episode=Episode()))
-    assert first.row(0) == (first.prompt, 7, 20, first.begun) and first.of_row(more) is more
+    first = asked._replace(partial=dataclasses.replace(begun, episode=Episode()))
+    assert first.to_row(0) == (first.prompt, 7, 20, first.partial) and first.from_row(more) is more
 
 
 def test_no_two_kinds_of_asking_share_a_random_number():
