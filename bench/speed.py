@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxrl_llm.algorithms import PRESETS, Algorithm, PolicyBatch, policy_loss
 from jaxrl_llm.engine.engine import for_sampling
-from jaxrl_llm.engine.sampling import as_rules, asked, draw
+from jaxrl_llm.engine.sampling import draw, draw_options, to_traced
 from jaxrl_llm.errors import require
 from jaxrl_llm.learner import (
     Compute,
@@ -399,8 +399,8 @@ def sampling(options: Draws) -> Iterator[dict[str, Any]]:
         u = jnp.asarray(random.random(options.rows), jnp.float32)
         ways = {"gumbel": (jax.jit(gumbel), (logits, u)), "top_p by sorting": (jax.jit(by_sorting), (logits, u))}
         for name, rule in rules.items():
-            ours = jax.jit(functools.partial(draw, asked=asked(rule)))
-            ways[f"draw: {name}"] = ours, (logits, u, jax.tree.map(jnp.asarray, as_rules(rule)))
+            ours = jax.jit(functools.partial(draw, options=draw_options(rule)))
+            ways[f"draw: {name}"] = ours, (logits, u, jax.tree.map(jnp.asarray, to_traced(rule)))
         for name, (call, arguments) in ways.items():
             _, seconds = timed(functools.partial(call, *arguments), options.repeats)
             yield {

@@ -42,7 +42,7 @@ from simulated_slots import Clock, Costs, Slots
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.cli.plan import settings
-from jaxrl_llm.engine.scheduler import Build
+from jaxrl_llm.engine.scheduler import EngineSpec
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.plan.machines import parse_topology
 from jaxrl_llm.plan.programs import bytes_per_device, model_config, subject
@@ -156,7 +156,7 @@ class Silent:
         return ""
 
 
-def planned(run: configs.Run, topology: str) -> tuple[Build, Costs]:
+def planned(run: configs.Run, topology: str) -> tuple[EngineSpec, Costs]:
     """Return the engine's settings on a machine, and what reading costs a device there."""
     require(isinstance(run, configs.Run), f"a {type(run).__name__} samples nothing: give a configuration with rollouts")
     machine = parse_topology(topology, run.mesh.slices)
@@ -168,7 +168,9 @@ def planned(run: configs.Run, topology: str) -> tuple[Build, Costs]:
     )
 
 
-def simulate(run: configs.Run, options: Options, build: Build, costs: Costs, waits: bool = False) -> dict[str, float]:
+def simulate(
+    run: configs.Run, options: Options, build: EngineSpec, costs: Costs, waits: bool = False
+) -> dict[str, float]:
     """Return the means of a run's steps after the first, by the names of ``HEADS``."""
     rollout, clock = run.rollout, Clock()
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.engine.requests import Request, SlotShape
-from jaxrl_llm.engine.scheduler import Build, next_requests, seating
+from jaxrl_llm.engine.scheduler import EngineSpec, plan_slots, pop_next
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.models.decode_kernels import columns_read
 from jaxrl_llm.types import Completion
@@ -44,7 +44,7 @@ class Slots:
       clock: advanced with every chunk.
     """
 
-    def __init__(self, build: Build, costs: Costs, tokens: Callable[[int], int], clock: Clock):
+    def __init__(self, build: EngineSpec, costs: Costs, tokens: Callable[[int], int], clock: Clock):
         self.slots, self.max_length = build.slots, build.max_length
         self.build, self.costs, self.tokens, self.clock = build, costs, tokens, clock
         self.tally = collections.Counter()  # decode steps, tokens and columns by name: see ``pass_time``
@@ -78,8 +78,8 @@ class Slots:
         """Seat what waits, and let a chunk's time pass; return the tokens that were read, as ``Engine.step`` does."""
         self.version = version
         read = self.read() if self.queue else 0
-        taken = next_requests(self.queue, self.seated, self.held, self.slots)
-        self.held, self.seated, *_ = seating(
+        taken = pop_next(self.queue, self.seated, self.held, self.slots)
+        self.held, self.seated, *_ = plan_slots(
             self.build, self.sampling, self.seated, taken, self.held, bool(self.unread)
         )
         ended = {id(request): (count, why) for request, count, why in self.unread}
@@ -129,7 +129,7 @@ class Slots:
         """Take the tokens of the chunk under way."""
         found, self.unread = self.unread, []
         for request, count, why in found:
-            request.count += count
+            request.num_sampled += count
             if why:
                 del self.seated[request.slot]
                 self.finished.append((request.handle, self.completion(request, why)))
@@ -137,9 +137,9 @@ class Slots:
 
     def completion(self, request: Request, reason: str) -> Completion:
         """Return a completion of tokens that say nothing."""
-        zeros = np.zeros(request.count, np.int32)
+        zeros = np.zeros(request.num_sampled, np.int32)
         piece = Completion(zeros, zeros.astype(np.float32), reason, zeros == 0, zeros + self.version)
-        request.pieces = [piece] if request.count else []
+        request.chunks = [piece] if request.num_sampled else []
         return request.completion(reason)
 
     def abort(self, handles: Sequence[int]) -> None:

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.engine.requests import Request
-from jaxrl_llm.engine.sampling import as_rules, asked, draw, uniforms
+from jaxrl_llm.engine.sampling import draw, draw_options, to_traced, uniforms
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.models.decoder import logits
 from jaxrl_llm.types import Prompt
@@ -55,17 +55,19 @@ class Plain:
         rows, lengths = np.zeros((self.slots, self.max_length), np.int32), np.ones(self.slots, np.int32)
         seeds = np.zeros((self.slots, 2), np.uint32)
         for slot, request in enumerate(self.seated):
-            tokens = np.concatenate([request.given, *(piece.tokens for piece in request.pieces)])
+            tokens = np.concatenate([request.input_tokens, *(piece.tokens for piece in request.chunks)])
             rows[slot, : len(tokens)], lengths[slot] = tokens, len(tokens)
             seeds[slot] = request.seed & 0xFFFFFFFF, request.seed >> 32
-        found = jax.device_get(next_tokens(model, rows, lengths, seeds, as_rules(self.sampling), asked(self.sampling)))
+        found = jax.device_get(
+            next_tokens(model, rows, lengths, seeds, to_traced(self.sampling), draw_options(self.sampling))
+        )
         going = []
         for slot, request in enumerate(self.seated):
             at = slice(slot, slot + 1)
             extras = {name: values[at] for name, values in found.extras.items()}
             request.add(found.token[at], found.logp[at], extras, version)
             stops = int(found.token[slot]) in self.sampling.stop_ids
-            if stops or request.earlier + request.count == request.limit:
+            if stops or request.num_partial + request.num_sampled == request.limit:
                 self.finished.append((request.handle, request.completion("stop" if stops else "length")))
             else:
                 going.append(request)

@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.engine.requests import Request
-from jaxrl_llm.engine.scheduler import Build, Scheduler
+from jaxrl_llm.engine.scheduler import EngineSpec, Scheduler
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.decode_kernels import ByLength, form_for
@@ -68,8 +68,8 @@ class Engine:
         dtype = jax.tree.leaves(model)[0].dtype
         sharing = 1 if strict else min(group, slots)
         self.form = form_for(model.config.attention, slots, mesh) if isinstance(form, str) else form
-        self._build = Build(model.config, dtype, slots, max_length, chunk, mesh, strict, sharing, self.form)
-        self._structure = _structure(model)
+        self._spec = EngineSpec(model.config, dtype, slots, max_length, chunk, mesh, strict, sharing, self.form)
+        self._structure = structure_of(model)
         self._leaves: list[weakref.ref] = []
         self.shapes: list[str] = []
         self.start(Sampling())
@@ -77,7 +77,7 @@ class Engine:
     def start(self, sampling: Sampling) -> None:
         """Drop all requests and sample by these rules from now on."""
         self._sampling = sampling
-        self._scheduler = Scheduler(self._build, sampling)
+        self._scheduler = Scheduler(self._spec, sampling)
         # The chunk that was given to the device and not read yet: what it samples, the requests in it, its weights'.
         self._flight: tuple[Any, dict[int, Request], int] | None = None
         self._queue: collections.deque[Request] = collections.deque()
@@ -90,7 +90,7 @@ class Engine:
         prompts: Sequence[Any],
         seeds: Sequence[int],
         limits: Sequence[int] | None = None,
-        begun: Sequence[Completion | None] | None = None,
+        partials: Sequence[Completion | None] | None = None,
         keep: bool = False,
         keep_prompt: bool = False,
     ) -> list[int]:
@@ -99,10 +99,10 @@ class Engine:
         Args:
           prompts: token ids, or ``Prompt``s.
           seeds: one int each.
-          limits: maximum number of tokens of each completion, those begun with included; ``max_new_tokens`` if not
-            given.
-          begun: completions to resume, whatever ended them; None for a new one. Their tokens stay as they are, and the
-            random draws are those of a completion that was never interrupted.
+          limits: maximum number of tokens of each completion, those of ``partials`` included; None for
+            ``max_new_tokens``.
+          partials: completions to resume, whatever ended them; None for a new one. Their tokens stay as they are, and
+            the random draws are those of a completion that was never interrupted.
           keep: keep the keys and values of these requests when they end, so that requests begun with them (or with any
             of their first tokens) resume from there; until the weights change, or ``start``.
           keep_prompt: keep the keys and values of these prompts, and compute completions begun from there: for episodes
@@ -113,23 +113,23 @@ class Engine:
         """
         sampling = self._sampling
         limits = [sampling.max_new_tokens] * len(prompts) if limits is None else limits
-        begun = [None] * len(prompts) if begun is None else begun
-        for name, given in {"seed": seeds, "limit": limits, "begun completion": begun}.items():
-            if len(given) != len(prompts):
-                raise InputError(f"every prompt needs one {name}: got {len(prompts)} prompts and {len(given)} {name}s")
+        partials = [None] * len(prompts) if partials is None else partials
+        for name, column in {"seed": seeds, "limit": limits, "partial completion": partials}.items():
+            if len(column) != len(prompts):
+                raise InputError(f"every prompt needs one {name}: got {len(prompts)} prompts and {len(column)} {name}s")
         room = self.max_length - sampling.max_new_tokens
         new = []
-        for prompt, seed, limit, earlier in zip(prompts, seeds, limits, begun, strict=True):
-            given = prompt if isinstance(prompt, Prompt) else Prompt(np.asarray(prompt, np.int32).reshape(-1))
-            earlier = earlier if earlier is not None and len(earlier.tokens) else None
-            request = Request(self._handles + len(new), given, int(seed), int(limit), earlier, keep, keep_prompt)
-            if not 1 <= len(given) <= room:
+        for prompt, seed, limit, partial in zip(prompts, seeds, limits, partials, strict=True):
+            prompt = prompt if isinstance(prompt, Prompt) else Prompt(np.asarray(prompt, np.int32).reshape(-1))
+            partial = partial if partial is not None and len(partial.tokens) else None
+            request = Request(self._handles + len(new), prompt, int(seed), int(limit), partial, keep, keep_prompt)
+            if not 1 <= len(prompt) <= room:
                 raise InputError(
-                    f"a prompt of {len(given)} tokens and max_new_tokens {sampling.max_new_tokens} do not fit "
+                    f"a prompt of {len(prompt)} tokens and max_new_tokens {sampling.max_new_tokens} do not fit "
                     f"max_length {self.max_length}: prompts must have 1 to {room} tokens"
                 )
-            if not request.earlier < limit <= sampling.max_new_tokens:
-                least, most = request.earlier + 1, sampling.max_new_tokens
+            if not request.num_partial < limit <= sampling.max_new_tokens:
+                least, most = request.num_partial + 1, sampling.max_new_tokens
                 raise InputError(f"a limit must be from {least} to max_new_tokens {most}, got {limit}")
             new.append(request)
         self._queue.extend(new)
@@ -151,8 +151,8 @@ class Engine:
 
         The chunk's tokens are read by the next call, or before it if free slots have to be found.
         """
-        with _on(self._build.mesh):
-            self._look_at(model)
+        with use_mesh(self._spec.mesh):
+            self._check_weights(model)
             count = self._read() if self._queue else 0
             self._scheduler.refill(model, self._queue, self._flight is not None)
             self.prompts_prefilled = self._scheduler.prefixes.count
@@ -164,19 +164,19 @@ class Engine:
 
     def abort(self, handles: Sequence[int]) -> None:
         """Abort these requests: ``collect`` returns their tokens so far, if any, with the reason "aborted"."""
-        ending = set(handles)
-        with _on(self._build.mesh):
+        aborted = set(handles)
+        with use_mesh(self._spec.mesh):
             self._read()
-            gone = self._scheduler.stop(ending)
-        gone += [request for request in self._queue if request.handle in ending]
-        self._finished += [(request.handle, request.completion("aborted")) for request in gone]
-        self._queue = collections.deque(request for request in self._queue if request.handle not in ending)
+            removed = self._scheduler.stop(aborted)
+        removed += [request for request in self._queue if request.handle in aborted]
+        self._finished += [(request.handle, request.completion("aborted")) for request in removed]
+        self._queue = collections.deque(request for request in self._queue if request.handle not in aborted)
 
     def collect(self) -> list[tuple[int, Completion]]:
         """Return the completions finished since the last call, by handle."""
-        done = self._finished
+        finished = self._finished
         self._finished = []
-        return done
+        return finished
 
     def generate(
         self, model: Decoder, prompts: Sequence[Any], seeds: Sequence[int], sampling: Sampling, version: int = 0
@@ -190,23 +190,23 @@ class Engine:
         handles = self.submit(prompts, seeds)
         while self.busy:
             self.step(model, version)
-        done = dict(self.collect())
-        return [done[handle] for handle in handles]
+        completions = dict(self.collect())
+        return [completions[handle] for handle in handles]
 
-    def _look_at(self, model: Decoder) -> None:
+    def _check_weights(self, model: Decoder) -> None:
         """Drop everything computed with other weights than these.
 
         Raises:
           InputError: the model has another structure, shape or dtype.
         """
-        if _structure(model) != self._structure:
+        if structure_of(model) != self._structure:
             raise InputError(
                 "the engine was built for a model of another structure, shape or dtype: build a new Engine"
             )
         leaves = jax.tree.leaves(model)
         # An array that is gone is like no other, whatever took its place.
-        known = len(self._leaves) == len(leaves)
-        if not known or any(ref() is not leaf for ref, leaf in zip(self._leaves, leaves, strict=True)):
+        same_count = len(self._leaves) == len(leaves)
+        if not same_count or any(ref() is not leaf for ref, leaf in zip(self._leaves, leaves, strict=True)):
             # A NumPy array may change in place: with one among them, weights are never known again.
             self._leaves = [weakref.ref(leaf) for leaf in leaves if isinstance(leaf, jax.Array)]
             self._scheduler.prefixes.clear()
@@ -222,34 +222,34 @@ class Engine:
         self._flight = after
         if flight is None:
             return 0
-        told, running, version = flight
-        out, active = jax.device_get(told)
-        counts = out.real.sum(axis=0)
+        outputs, running, version = flight
+        draws, active = jax.device_get(outputs)
+        counts = draws.real.sum(axis=0)
         steps = int(counts.max(initial=0))
         self.decode_steps += steps
         self.slot_steps += steps * len(counts)
-        names = [name for name in out.extras if name != "policy_logp" or self._sampling.alters_policy]
+        names = [name for name in draws.extras if name != "policy_logp" or self._sampling.alters_policy]
         for slot, request in running.items():
             count = int(counts[slot])
             if not count:  # it had ended in the chunk before, which was not read yet when this one was sent
                 continue
-            tokens = out.token[:count, slot]
-            logp = out.logp[:count, slot]
-            request.add(tokens, logp, {name: out.extras[name][:count, slot] for name in names}, version)
+            tokens = draws.token[:count, slot]
+            logp = draws.logp[:count, slot]
+            request.add(tokens, logp, {name: draws.extras[name][:count, slot] for name in names}, version)
             if not active[slot]:
                 self._scheduler.release(request)
                 # The last token that a limit allows may be a stop or a repetition too.
-                reason = "repetition" if out.repeats[count - 1, slot] else "length"
+                reason = "repetition" if draws.repeats[count - 1, slot] else "length"
                 reason = "stop" if tokens[-1] in self._sampling.stop_ids else reason
                 self._finished.append((request.handle, request.completion(reason)))
         return int(counts.sum())
 
 
-def _on(mesh: Mesh | None) -> AbstractContextManager:
+def use_mesh(mesh: Mesh | None) -> AbstractContextManager:
     return nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
-def _structure(model: Decoder) -> tuple:
+def structure_of(model: Decoder) -> tuple:
     leaves, structure = jax.tree.flatten(model)
     return structure, tuple((x.shape, np.dtype(x.dtype)) for x in leaves)
 
@@ -278,7 +278,7 @@ class Backend(Protocol):
         prompts: Sequence[Any],
         seeds: Sequence[int],
         limits: Sequence[int] | None = None,
-        begun: Sequence[Completion | None] | None = None,
+        partials: Sequence[Completion | None] | None = None,
         keep: bool = False,
         keep_prompt: bool = False,
     ) -> list[int]:
@@ -363,16 +363,16 @@ def weights_for_sampling(
       keep: whether the weights must outlive the policy, since an update takes its buffers.
       router_bits: see ``for_sampling``.
     """
-    apart = learner.devices.tolist() != sampler.devices.tolist()
+    separate = learner.devices.tolist() != sampler.devices.tolist()
     platform = platform_of(sampler)
     arrange = functools.partial(for_sampling, platform=platform, router_bits=router_bits)
     layout = sampling_shardings(jax.eval_shape(arrange, shapes), sampler)
 
-    @functools.partial(jax.jit, **({} if apart else {"out_shardings": layout}))
-    def arranged(policy: Decoder) -> Decoder:
-        narrow = arrange(merge(cast(policy, dtype)))
-        return jax.tree.map(jnp.copy, narrow) if keep else narrow
+    @functools.partial(jax.jit, **({} if separate else {"out_shardings": layout}))
+    def convert(policy: Decoder) -> Decoder:
+        weights = arrange(merge(cast(policy, dtype)))
+        return jax.tree.map(jnp.copy, weights) if keep else weights
 
-    if apart:
-        return lambda policy: jax.device_put(arranged(policy), layout)
-    return arranged  # ty: ignore[invalid-explicit-return]  a compiled function is a function
+    if separate:
+        return lambda policy: jax.device_put(convert(policy), layout)
+    return convert  # ty: ignore[invalid-explicit-return]  a compiled function is a function

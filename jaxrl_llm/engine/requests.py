@@ -25,51 +25,51 @@ class Request:
       handle: its name.
       prompt: the prompt that the completion follows.
       seed: determines its random numbers.
-      limit: maximum number of tokens of the completion, those begun with included.
-      begun: completion to resume; None for a new one.
+      limit: maximum number of tokens of the completion, those of ``partial`` included.
+      partial: completion to resume; None for a new one.
       keep: whether its keys and values are kept when it ends.
-      keep_prompt: whether those of its prompt are kept, and what was begun is computed from them.
+      keep_prompt: whether those of its prompt are kept, and ``partial`` is computed from them.
       block_key: key of the exact contents of its prompt columns; requests with equal keys may share a block.
       slot: number of its slot.
       lane: its block, and its number among the requests of the block; None until it has one.
-      pieces: the tokens of each chunk, with their data.
-      count: tokens in them.
+      chunks: the tokens that each chunk sampled, with their data.
+      num_sampled: tokens in them.
     """
 
     handle: int
     prompt: Prompt
     seed: int
     limit: int
-    begun: Completion | None = None
+    partial: Completion | None = None
     keep: bool = False
     keep_prompt: bool = False
     block_key: Hashable = None
     slot: int = -1
     lane: tuple[int, int] | None = None
-    pieces: list[Completion] = dataclasses.field(default_factory=list)
-    count: int = 0
+    chunks: list[Completion] = dataclasses.field(default_factory=list)
+    num_sampled: int = 0
 
     @property
-    def earlier(self) -> int:
-        """Number of tokens that it was begun with."""
-        return 0 if self.begun is None else len(self.begun.tokens)
+    def num_partial(self) -> int:
+        """Number of tokens of the completion that it resumes."""
+        return 0 if self.partial is None else len(self.partial.tokens)
 
     @functools.cached_property
-    def given(self) -> np.ndarray:
-        """Tokens of the prompt and of the completion begun, int32. Cached, since a queue is looked through often."""
-        if self.begun is None:
+    def input_tokens(self) -> np.ndarray:
+        """Tokens of the prompt and of the partial completion, int32. Cached, since a queue is looked through often."""
+        if self.partial is None:
             return self.prompt.tokens
-        return np.concatenate([self.prompt.tokens, self.begun.tokens.astype(np.int32)])
+        return np.concatenate([self.prompt.tokens, self.partial.tokens.astype(np.int32)])
 
     @functools.cached_property
     def key(self) -> Hashable:
-        """Key of the sequence given, exact to the bit: its tokens, and the other contents of the prompt."""
-        return (self.given.tobytes(), self.prompt.beside)
+        """Key of the input, exact to the bit: its tokens, and the other contents of the prompt."""
+        return (self.input_tokens.tobytes(), self.prompt.beside)
 
     @property
     def columns(self) -> int:
         """Columns of its slot: all tokens but those in its block and the newest, which is decoded next."""
-        return self.earlier + self.count
+        return self.num_partial + self.num_sampled
 
     @property
     def prompt_columns(self) -> int:
@@ -80,74 +80,73 @@ class Request:
         """Add the tokens that a chunk sampled."""
         count = len(tokens)
         sampled, versions = np.ones(count, bool), np.full(count, version, np.int32)
-        self.pieces.append(Completion(tokens, logp, "aborted", sampled, versions, extras))
-        self.count += count
+        self.chunks.append(Completion(tokens, logp, "aborted", sampled, versions, extras))
+        self.num_sampled += count
 
-    def completion(self, reason: str) -> Completion:
+    def completion(self, finish_reason: str) -> Completion:
         """Return the whole completion, with the reason of its end."""
-        return dataclasses.replace(joined(self.begun or EMPTY, *self.pieces), finish_reason=reason)
+        return dataclasses.replace(concatenate(self.partial or EMPTY, *self.chunks), finish_reason=finish_reason)
 
 
 EMPTY = Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), "aborted", np.zeros(0, bool), np.zeros(0, np.int32))
-ARRAYS = ("tokens", "sampler_logp", "mask", "version")
+TOKEN_FIELDS = ("tokens", "sampler_logp", "mask", "version")
 """Fields of a completion with an entry for each token."""
 
 
-def joined(*parts: Completion) -> Completion:
+def concatenate(*parts: Completion) -> Completion:
     """Join completions: finished as the last is, with the episode of the first; an extra that only some of them have is
     0 in the others."""
-    arrays: dict = {name: np.concatenate([getattr(part, name) for part in parts]) for name in ARRAYS}
+    arrays: dict = {name: np.concatenate([getattr(part, name) for part in parts]) for name in TOKEN_FIELDS}
     extras = {}
-    for name, model in collections.ChainMap(*(part.extras for part in reversed(parts))).items():
-        own = (part.extras.get(name) for part in parts)
-        shapes = ((len(part.tokens), *model.shape[1:]) for part in parts)
-        whole = [np.zeros(shape, model.dtype) if x is None else x for x, shape in zip(own, shapes, strict=True)]
-        extras[name] = np.concatenate(whole)
-    first = parts[0]
-    kept = {"prompt_extras": first.prompt_extras, "episode": first.episode}
-    return Completion(**arrays, finish_reason=parts[-1].finish_reason, extras=extras, **kept)
+    for name, example in collections.ChainMap(*(part.extras for part in reversed(parts))).items():
+        shape = example.shape[1:]
+        padded = [part.extras.get(name, np.zeros((len(part.tokens), *shape), example.dtype)) for part in parts]
+        extras[name] = np.concatenate(padded)
+    first, last = parts[0], parts[-1]
+    metadata = {"prompt_extras": first.prompt_extras, "episode": first.episode}
+    return Completion(**arrays, finish_reason=last.finish_reason, extras=extras, **metadata)
 
 
-def with_routes(begun: Completion, routes: np.ndarray) -> Completion:
-    """Return what a completion is begun with, with the experts of the tokens that no policy sampled.
+def with_routes(partial: Completion, routes: np.ndarray) -> Completion:
+    """Add the routing of prompt and tool tokens to a partial completion.
 
-    ``routes``: experts of the prompt and of what was begun, without the last token, [t, L, k].
+    ``routes``: experts of the prompt and of ``partial``, without the last token, [t, L, k].
     """
-    prompt = len(routes) + 1 - len(begun.tokens)
+    prompt = len(routes) + 1 - len(partial.tokens)
     # Row t is of the pass before token t; no pass precedes the first one.
-    given = np.concatenate([np.zeros((1, *routes.shape[1:]), routes.dtype), routes])
-    own = given[prompt:]
-    sampled = begun.mask[:, None, None]
-    kept = np.where(sampled, begun.extras[EXPERTS], own) if EXPERTS in begun.extras else own
-    extras = begun.extras | {EXPERTS: kept}
-    return dataclasses.replace(begun, extras=extras, prompt_extras={EXPERTS: given[:prompt]} | begun.prompt_extras)
+    routes = np.concatenate([np.zeros((1, *routes.shape[1:]), routes.dtype), routes])
+    experts = routes[prompt:]
+    if EXPERTS in partial.extras:
+        experts = np.where(partial.mask[:, None, None], partial.extras[EXPERTS], experts)
+    prompt_extras = {EXPERTS: routes[:prompt]} | partial.prompt_extras
+    return dataclasses.replace(partial, extras=partial.extras | {EXPERTS: experts}, prompt_extras=prompt_extras)
 
 
 def with_tokens(completion: Completion, tokens: Sequence[int] | np.ndarray, version: int = 0) -> Completion:
     """Append tokens that no policy sampled (a tool's output): masked, of log-probability 0."""
     ids = np.asarray(tokens, np.int32).reshape(-1)
     count = len(ids)
-    given = Completion(
+    appended = Completion(
         ids, np.zeros(count, np.float32), "aborted", np.zeros(count, bool), np.full(count, version, np.int32)
     )
-    return joined(completion, given)
+    return concatenate(completion, appended)
 
 
 def first_tokens(completion: Completion, count: int) -> Completion:
     """Truncate a completion after ``count`` tokens, so that a branch can resume there."""
-    return dataclasses.replace(_tokens_of(completion, slice(count)), finish_reason="aborted")
+    return dataclasses.replace(slice_tokens(completion, slice(count)), finish_reason="aborted")
 
 
 def last_tokens(completion: Completion, start: int) -> Completion:
     """Return what a completion has from its token ``start`` on, ended as it is."""
-    return _tokens_of(completion, slice(start, None))
+    return slice_tokens(completion, slice(start, None))
 
 
-def _tokens_of(completion: Completion, part: slice) -> Completion:
-    cut = {name: getattr(completion, name)[part] for name in ARRAYS}
-    extras = {name: values[part] for name, values in completion.extras.items()}
+def slice_tokens(completion: Completion, span: slice) -> Completion:
+    fields = {name: getattr(completion, name)[span] for name in TOKEN_FIELDS}
+    extras = {name: array[span] for name, array in completion.extras.items()}
     return Completion(
-        **cut, finish_reason=completion.finish_reason, extras=extras, prompt_extras=completion.prompt_extras
+        **fields, finish_reason=completion.finish_reason, extras=extras, prompt_extras=completion.prompt_extras
     )
 
 
@@ -159,14 +158,14 @@ def row_offset(completion: Completion, prompt: int) -> int:
     return max(len(forks[max(forks)]) - prompt, 0) - max(forks) if forks else 0
 
 
-def row_room(completion: Completion, limit: int, prompt: int) -> int:
+def row_limit(completion: Completion, limit: int, prompt: int) -> int:
     """Return the most tokens that a completion may have, where none of its rows has more than ``limit`` after
     ``prompt``.
     """
     return limit - max(row_offset(completion, prompt), 0)
 
 
-SIZES = 8
+MAX_SIZES = 8
 """Maximum number of sizes of the batch and of its blocks; each is compiled when first needed."""
 
 
@@ -204,7 +203,7 @@ class SlotShape(NamedTuple):
         return slot // each * (rows // self.parts) + slot % each
 
 
-def by_part(running: dict[int, Request], shape: SlotShape) -> list[list[Request]]:
+def requests_by_part(running: dict[int, Request], shape: SlotShape) -> list[list[Request]]:
     """Return the requests of each part, by slot."""
     members: list[list[Request]] = [[] for _ in range(shape.parts)]
     for slot in sorted(running):
@@ -212,31 +211,35 @@ def by_part(running: dict[int, Request], shape: SlotShape) -> list[list[Request]
     return members
 
 
-def seat(running: dict[int, Request], taken: Iterable[Request], shape: SlotShape) -> None:
+def count_prompts(requests: Iterable[Request]) -> collections.Counter[Hashable]:
+    """Count the requests of each prompt, by the key of its block."""
+    return collections.Counter(request.block_key for request in requests)
+
+
+def assign_slots(running: dict[int, Request], admitted: Iterable[Request], shape: SlotShape) -> None:
     """Give each request a free slot: in a part where requests with its prompt leave a lane, or in the emptiest part."""
     each = shape.rows // shape.parts
     free = [[s for s in range(p * each, (p + 1) * each) if s not in running] for p in range(shape.parts)]
-    mates = [collections.Counter(request.block_key for request in own) for own in by_part(running, shape)]
-    for request in taken:
+    same_prompt = [count_prompts(members) for members in requests_by_part(running, shape)]
+    for request in admitted:
         key = request.block_key
-        part = max(
-            (p for p in range(shape.parts) if free[p]), key=lambda p: (mates[p][key] % shape.group > 0, len(free[p]))
-        )
+        open_parts = (p for p in range(shape.parts) if free[p])
+        part = max(open_parts, key=lambda p: (same_prompt[p][key] % shape.group > 0, len(free[p])))
         request.slot = free[part].pop(0)
         running[request.slot] = request
-        mates[part][key] += 1
+        same_prompt[part][key] += 1
 
 
-def with_blocks_for(running: dict[int, Request], shape: SlotShape, slots: int, fixed: bool) -> SlotShape:
+def grow_blocks(running: dict[int, Request], shape: SlotShape, slots: int, fixed: bool) -> SlotShape:
     """Return the shape with as many more blocks as these requests need, in few sizes; ``fixed``: as any could need."""
     each = shape.rows // shape.parts
     if shape.group > 1 and not fixed:
-        mates = (collections.Counter(request.block_key for request in own) for own in by_part(running, shape))
+        same_prompt = (count_prompts(members) for members in requests_by_part(running, shape))
         # The part that needs most decides; no two blocks of one prompt have free lanes.
-        needed = max(sum(-(-count // shape.group) for count in of_part.values()) for of_part in mates)
-        least = max(slots // shape.parts // SIZES, 1)
-        wanted = least * power_of_two(-(-needed // least))
-        each = min(each, max(wanted, shape.blocks // shape.parts))
+        needed = max(sum(-(-count // shape.group) for count in counts.values()) for counts in same_prompt)
+        smallest = max(slots // shape.parts // MAX_SIZES, 1)
+        size = smallest * power_of_two(-(-needed // smallest))
+        each = min(each, max(size, shape.blocks // shape.parts))
     return shape._replace(blocks=each * shape.parts)
 
 
@@ -246,23 +249,23 @@ def assign_blocks(running: dict[int, Request], shape: SlotShape, stay: bool) -> 
 
     With ``stay`` false, or if the lanes of one prompt are too scattered, all move together.
     """
-    before = {slot: request.lane[0] for slot, request in running.items() if request.lane}
+    old_blocks = {slot: request.lane[0] for slot, request in running.items() if request.lane}
     each = shape.blocks // shape.parts
-    members = by_part(running, shape)
+    members = requests_by_part(running, shape)
     blocks = [range(p * each, (p + 1) * each) for p in range(shape.parts)]
-    if stay and all(_assigned(own, there, shape.group) for own, there in zip(members, blocks, strict=True)):
+    if stay and all(assign_lanes(*part, shape.group) for part in zip(members, blocks, strict=True)):
         return None
     for request in running.values():
         request.lane = None
-    for own, there in zip(members, blocks, strict=True):
-        _assigned(own, there, shape.group)
+    for part in zip(members, blocks, strict=True):
+        assign_lanes(*part, shape.group)
     order = np.zeros(shape.blocks, np.int32)
-    for slot, block in before.items():
+    for slot, block in old_blocks.items():
         order[running[slot].lane[0]] = block
     return order
 
 
-def _assigned(members: Sequence[Request], blocks: range, group: int) -> bool:
+def assign_lanes(members: Sequence[Request], blocks: range, group: int) -> bool:
     """Give the requests of a part lanes of its blocks; return whether all have one."""
     used = {request.lane[0]: request.block_key for request in members if request.lane}
     occupied = {request.lane for request in members if request.lane}
@@ -283,7 +286,7 @@ def _assigned(members: Sequence[Request], blocks: range, group: int) -> bool:
     return True
 
 
-def lane_table(running: dict[int, Request], shape: SlotShape) -> np.ndarray:
+def block_table(running: dict[int, Request], shape: SlotShape) -> np.ndarray:
     """Return the lane of each slot, int32[rows], counted through the blocks of its part.
 
     An idle slot has a number beyond the last lane.
@@ -296,7 +299,7 @@ def lane_table(running: dict[int, Request], shape: SlotShape) -> np.ndarray:
     return table
 
 
-def moved_slots(
+def move_slots(
     running: dict[int, Request], old: int, rows: int, parts: int
 ) -> tuple[np.ndarray, np.ndarray, dict[int, Request]]:
     """Return the old slot that each of ``rows`` slots takes over, int32[rows], negative for an idle one; the row of its
@@ -305,19 +308,19 @@ def moved_slots(
     Each stays in its part, which must have room for all its requests, and keeps its place there if that remains.
     """
     order = np.full(rows, -1, np.int32)
-    before = old // parts
-    after = rows // parts
-    moved = {}
+    slots_before = old // parts
+    slots_after = rows // parts
+    running_after = {}
     for part in range(parts):
-        kept = [place for place in range(before) if part * before + place in running]
-        free = collections.deque(place for place in range(after) if place not in kept)
-        for place in kept:
-            slot = part * after + (place if place < after else free.popleft())
-            order[slot] = part * before + place
-            moved[slot] = running[order[slot]]
-    for slot, request in moved.items():
+        occupied = [place for place in range(slots_before) if part * slots_before + place in running]
+        free = collections.deque(place for place in range(slots_after) if place not in occupied)
+        for place in occupied:
+            slot = part * slots_after + (place if place < slots_after else free.popleft())
+            order[slot] = part * slots_before + place
+            running_after[slot] = running[order[slot]]
+    for slot, request in running_after.items():
         request.slot = slot
-    places = np.arange(rows, dtype=np.int32) % after
-    stays = (order < 0) | (order % before == places)
-    source = np.where(stays, np.int32(-1), order % before).astype(np.int32)
-    return order, source, moved
+    places = np.arange(rows, dtype=np.int32) % slots_after
+    stays = (order < 0) | (order % slots_before == places)
+    source = np.where(stays, np.int32(-1), order % slots_before).astype(np.int32)
+    return order, source, running_after

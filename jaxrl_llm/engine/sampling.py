@@ -23,7 +23,7 @@ BITS_OF_ONE = 0x3F800000
 """Bits of the float32 1.0; nonnegative floats have the order of their bits."""
 
 
-class Rules(NamedTuple):
+class TracedSampling(NamedTuple):
     """``Sampling`` as arrays, for the compiled loop; its ``repetition.longest_period`` is the shape of ``Tail``.
 
     Attributes:
@@ -44,24 +44,24 @@ class Rules(NamedTuple):
     tail: Any
 
 
-def as_rules(sampling: Sampling) -> Rules:
+def to_traced(sampling: Sampling) -> TracedSampling:
     """Return the rules in traced form."""
     stops = np.full(MAX_STOP_IDS, -1, np.int32)
     stops[: len(sampling.stop_ids)] = sampling.stop_ids
     repetition = sampling.repetition or Repetition()
-    return Rules(
+    return TracedSampling(
         np.float32(sampling.temperature),
         np.int32(sampling.top_k),
         np.float32(sampling.top_p),
         np.float32(sampling.min_p),
         stops,
         np.int32(repetition.times),
-        _sure(repetition),
+        confident_logp(repetition),
         np.int32(repetition.tail),
     )
 
 
-class Computed(NamedTuple):
+class DrawOptions(NamedTuple):
     """Static options of a compiled loop: its work in addition to token, ``logp`` and entropy.
 
     Attributes:
@@ -73,9 +73,9 @@ class Computed(NamedTuple):
     kept: bool = False
 
 
-def asked(sampling: Sampling) -> Computed:
+def draw_options(sampling: Sampling) -> DrawOptions:
     """Return the options that these rules need."""
-    return Computed(sampling.truncates, sampling.keep_mask)
+    return DrawOptions(sampling.truncates, sampling.keep_mask)
 
 
 class Draw(NamedTuple):
@@ -106,57 +106,57 @@ def uniforms(seeds: jax.Array, positions: jax.Array) -> jax.Array:
     return jax.vmap(lambda row: jax.random.uniform(functools.reduce(jax.random.fold_in, row, key)))(words)
 
 
-def draw(logits: jax.Array, u: jax.Array, rules: Rules, asked: Computed = Computed()) -> Draw:
+def draw(logits: jax.Array, u: jax.Array, rules: TracedSampling, options: DrawOptions = DrawOptions()) -> Draw:
     """Draw one token for each row of float32 logits [B, V] by the uniform numbers u [B].
 
     At temperature 0 the token is the argmax and its log-probability 0, as in the distribution sampled. Two passes over
     the vocabulary, one for the largest logit and one for all sums: only the block of the drawn token is read again.
     """
     greedy = rules.temperature == 0
-    blocks = as_blocks(logits, -jnp.inf)
+    blocks = to_blocks(logits, -jnp.inf)
     peaks = jnp.max(blocks, axis=-1)
     peak = jnp.max(peaks, axis=-1)
     scale = jnp.where(greedy, 1.0, rules.temperature)
     scaled = (blocks - peak[:, None, None]) / scale
-    weights = kept = jnp.exp(scaled)
-    if asked.truncates:
+    weights = kept_weights = jnp.exp(scaled)
+    if options.truncates:
         # Computed once: the threshold is one of these very numbers.
         weights = jax.lax.optimization_barrier(weights)
-        least = least_kept(weights, rules)
-        kept = _at_least(weights, least)
+        threshold = truncation_threshold(weights, rules)
+        kept_weights = zero_below(weights, threshold)
     # An impossible token has logit -inf: it adds nothing to the entropy, and 0 * inf must not become NaN.
     moment = weights * jnp.maximum(scaled, jnp.finfo(jnp.float32).min)
-    kept_sums, moments, *whole = block_sums(kept, moment, *([weights] if asked.truncates else []))
-    total = jnp.sum(whole[0] if whole else kept_sums, axis=-1)
+    kept_sums, moments, *all_sums = block_sums(kept_weights, moment, *([weights] if options.truncates else []))
+    total = jnp.sum(all_sums[0] if all_sums else kept_sums, axis=-1)
     upper = jnp.cumsum(kept_sums, axis=-1)
     mass = upper[:, -1]
     target = u * mass
-    index = _first_above(upper, target)  # the block that the number falls in, and the rest of the number there
+    index = first_above(upper, target)  # the block that the number falls in, and the rest of the number there
     below = jnp.where(index > 0, jnp.take_along_axis(upper, jnp.maximum(index - 1, 0)[:, None], axis=1)[:, 0], 0.0)
     rest = target - below
     index = jnp.where(greedy, jnp.argmax(peaks, axis=-1), index)
-    near = _take(blocks, index) - peak[:, None]
-    near_kept = _at_least(_take(weights, index), least) if asked.truncates else jnp.exp(near / scale)
-    inside = _first_above(jnp.cumsum(near_kept, axis=-1), rest)
+    near = take_block(blocks, index) - peak[:, None]
+    near_kept = zero_below(take_block(weights, index), threshold) if options.truncates else jnp.exp(near / scale)
+    inside = first_above(jnp.cumsum(near_kept, axis=-1), rest)
     inside = jnp.where(greedy, jnp.argmax(near, axis=-1), inside)
-    found = jnp.take_along_axis(near, inside[:, None], axis=-1)[:, 0]
+    logit = jnp.take_along_axis(near, inside[:, None], axis=-1)[:, 0]
     extras = {"entropy": jnp.log(total) - jnp.sum(moments, axis=-1) / total}
-    anew = lambda: jnp.sum(block_sums(jnp.exp(blocks - peak[:, None, None]))[0], axis=-1)  # noqa: E731
-    extras["policy_logp"] = found - jnp.log(jax.lax.cond(scale == 1, lambda: total, anew))
-    if asked.kept:
-        words = (kept > 0).reshape(len(kept), -1, WORD)
+    policy_total = lambda: jnp.sum(block_sums(jnp.exp(blocks - peak[:, None, None]))[0], axis=-1)  # noqa: E731
+    extras["policy_logp"] = logit - jnp.log(jax.lax.cond(scale == 1, lambda: total, policy_total))
+    if options.kept:
+        words = (kept_weights > 0).reshape(len(kept_weights), -1, WORD)
         bits = jnp.where(words, jnp.uint32(1) << jnp.arange(WORD, dtype=jnp.uint32), jnp.uint32(0))
         extras["kept"] = jnp.sum(bits, axis=-1, dtype=jnp.uint32)[:, : -(-logits.shape[1] // WORD)]
-    logp = jnp.where(greedy, 0.0, found / scale - jnp.log(mass))
+    logp = jnp.where(greedy, 0.0, logit / scale - jnp.log(mass))
     return Draw((index * BLOCK + inside).astype(jnp.int32), logp, extras)
 
 
-def as_blocks(values: jax.Array, padding: float) -> jax.Array:
+def to_blocks(logits: jax.Array, padding: float) -> jax.Array:
     """Reshape [B, V] to [B, ceil(V / BLOCK), BLOCK]."""
-    rows, vocab = values.shape
+    rows, vocab = logits.shape
     # On CPUs a concatenation is a copy, where a pad goes element by element.
-    rest = [jnp.full((rows, -vocab % BLOCK), padding, values.dtype)] if vocab % BLOCK else []
-    return jnp.concatenate([values, *rest], axis=1).reshape(rows, -1, BLOCK)
+    rest = [jnp.full((rows, -vocab % BLOCK), padding, logits.dtype)] if vocab % BLOCK else []
+    return jnp.concatenate([logits, *rest], axis=1).reshape(rows, -1, BLOCK)
 
 
 def block_sums(*arrays: jax.Array) -> list[jax.Array]:
@@ -166,31 +166,31 @@ def block_sums(*arrays: jax.Array) -> list[jax.Array]:
     exponentials: 3 times as fast on CPUs as a sum for each.
     """
     parts = [x.reshape(*x.shape[:2], BLOCK // 16, 16) for x in arrays]
-    add = lambda left, right: type(left)(map(operator.add, left, right))  # noqa: E731
+    add = lambda first, second: type(first)(map(operator.add, first, second))  # noqa: E731
     return [jnp.sum(lanes, axis=-1) for lanes in jax.lax.reduce(parts, [jnp.float32(0)] * len(parts), add, (2,))]
 
 
-def _at_least(weights: jax.Array, least: jax.Array) -> jax.Array:
+def zero_below(weights: jax.Array, least: jax.Array) -> jax.Array:
     """Return weights [B, ...] with those smaller than the threshold [B] set to 0."""
     return jnp.where(weights >= least.reshape(-1, *(1,) * (weights.ndim - 1)), weights, 0.0)
 
 
-def least_kept(weights: jax.Array, rules: Rules) -> jax.Array:
+def truncation_threshold(weights: jax.Array, rules: TracedSampling) -> jax.Array:
     """Compute the threshold [B] of weights [B, n, BLOCK] with a maximum of 1 in each row: larger or equal ones are
     kept.
 
     It is the k-th largest; then the largest one that leaves the share ``top_p`` of the mass left by top-k; then
     ``min_p`` itself.
     """
-    least = jnp.zeros(weights.shape[0], jnp.int32)
+    bits = jnp.zeros(weights.shape[0], jnp.int32)
     none = jnp.zeros(weights.shape[0], jnp.float32)
-    least = _bisect(weights, none + rules.top_k.astype(jnp.float32), none, least, rules.top_k > 0)
-    mass = rules.top_p * _count_and_mass(weights, least)[1]
-    least = _bisect(weights, none, mass, least, rules.top_p < 1)
-    return jnp.maximum(jax.lax.bitcast_convert_type(least, jnp.float32), rules.min_p)
+    bits = bisect_threshold(weights, none + rules.top_k.astype(jnp.float32), none, bits, rules.top_k > 0)
+    mass = rules.top_p * count_and_mass(weights, bits)[1]
+    bits = bisect_threshold(weights, none, mass, bits, rules.top_p < 1)
+    return jnp.maximum(jax.lax.bitcast_convert_type(bits, jnp.float32), rules.min_p)
 
 
-def _bisect(weights: jax.Array, count: jax.Array, mass: jax.Array, low: jax.Array, on: jax.Array) -> jax.Array:
+def bisect_threshold(weights: jax.Array, count: jax.Array, mass: jax.Array, low: jax.Array, on: jax.Array) -> jax.Array:
     """Find the bits, int32[B], of the largest threshold in [0, 1] that leaves at least this count and this mass of
     weights.
 
@@ -201,15 +201,15 @@ def _bisect(weights: jax.Array, count: jax.Array, mass: jax.Array, low: jax.Arra
     def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = bounds
         middle = (low + high) // 2
-        left = _count_and_mass(weights, middle)
-        enough = (left[0] >= count) & (left[1] >= mass)
+        remaining = count_and_mass(weights, middle)
+        enough = (remaining[0] >= count) & (remaining[1] >= mass)
         return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
 
     rounds = jnp.where(on, BITS_OF_ONE.bit_length(), 0)
     return jax.lax.fori_loop(0, rounds, halve, (low, jnp.full_like(low, BITS_OF_ONE + 1)))[0]
 
 
-def _count_and_mass(weights: jax.Array, bits: jax.Array) -> tuple[jax.Array, jax.Array]:
+def count_and_mass(weights: jax.Array, bits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return count and mass, [B] each, of the weights no smaller than the threshold with these bits. One pass serves
     both, since XLA writes out the terms of a single sum, which takes 7 times as long on CPUs.
     """
@@ -218,12 +218,12 @@ def _count_and_mass(weights: jax.Array, bits: jax.Array) -> tuple[jax.Array, jax
     return jnp.sum(count, axis=-1), jnp.sum(mass, axis=-1)
 
 
-def _take(blocks: jax.Array, index: jax.Array) -> jax.Array:
+def take_block(blocks: jax.Array, index: jax.Array) -> jax.Array:
     """Take block index[b] of each row: [B, BLOCK]."""
     return jnp.take_along_axis(blocks, index[:, None, None], axis=1)[:, 0]
 
 
-def _first_above(running: jax.Array, target: jax.Array) -> jax.Array:
+def first_above(running: jax.Array, target: jax.Array) -> jax.Array:
     """Return the first index where the running sum [B, n] exceeds target [B]; at most the last that adds anything."""
     last = jnp.sum(running < running[:, -1:], axis=-1)
     return jnp.minimum(jnp.sum(running <= target[:, None], axis=-1), last)
@@ -243,18 +243,18 @@ class Tail(NamedTuple):
     confident: Any
 
 
-def _sure(repetition: Repetition) -> np.float32:
+def confident_logp(repetition: Repetition) -> np.float32:
     with np.errstate(divide="ignore"):
         return np.log(np.float32(repetition.probability))
 
 
-def fresh_tail(rows: int, repetition: Repetition | None) -> Tail:
+def empty_tail(rows: int, repetition: Repetition | None) -> Tail:
     """Return the state (NumPy) of B rows before the first token."""
     shape = (rows, repetition.longest_period if repetition else 0)
     return Tail(np.full(shape, -1, np.int32), np.zeros(shape, np.int32), np.zeros(rows, np.int32))
 
 
-def extend_tail(tail: Tail, tokens: jax.Array, logp: jax.Array, rules: Rules) -> tuple[Tail, jax.Array]:
+def extend_tail(tail: Tail, tokens: jax.Array, logp: jax.Array, rules: TracedSampling) -> tuple[Tail, jax.Array]:
     """Return the state after one more token int32[B] of log-probability float32[B] in each row, and bool[B], where to
     stop.
 
@@ -270,7 +270,7 @@ def extend_tail(tail: Tail, tokens: jax.Array, logp: jax.Array, rules: Rules) ->
     return Tail(recent, runs, confident), repeats | ((rules.tail > 0) & (confident >= rules.tail))
 
 
-def tail_of(tokens: np.ndarray, logps: np.ndarray, repetition: Repetition | None) -> Tail:
+def tail_after(tokens: np.ndarray, logps: np.ndarray, repetition: Repetition | None) -> Tail:
     """Return the state (NumPy, without the axis B) after tokens int[t] of log-probabilities float[t], to resume a
     completion.
 
@@ -282,11 +282,11 @@ def tail_of(tokens: np.ndarray, logps: np.ndarray, repetition: Repetition | None
     recent[: len(tokens)] = tokens[::-1][:period]
     same = [tokens[n:] == tokens[: len(tokens) - n] for n in range(1, min(period, len(tokens)) + 1)]
     runs = np.zeros(period, np.int32)
-    runs[: len(same)] = [_run(values) for values in same]
-    confident = _run(np.asarray(logps, np.float32) > _sure(repetition or Repetition()))
+    runs[: len(same)] = [trailing_run(equal) for equal in same]
+    confident = trailing_run(np.asarray(logps, np.float32) > confident_logp(repetition or Repetition()))
     return Tail(recent, runs, np.int32(confident))
 
 
-def _run(values: np.ndarray) -> int:
+def trailing_run(flags: np.ndarray) -> int:
     """Count the last values of bool[n] in a row that are true."""
-    return len(values) if values.all() else int(np.argmin(values[::-1]))
+    return len(flags) if flags.all() else int(np.argmin(flags[::-1]))

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.engine.requests import SlotShape
-from jaxrl_llm.engine.sampling import Computed, Draw, Rules, Tail, draw, extend_tail, fresh_tail, uniforms
+from jaxrl_llm.engine.sampling import Draw, DrawOptions, Tail, TracedSampling, draw, empty_tail, extend_tail, uniforms
 from jaxrl_llm.engine.settings import Repetition
 from jaxrl_llm.models.decode_kernels import ByLength
 from jaxrl_llm.models.decoder import Decoder, unembed
@@ -31,11 +31,11 @@ from jaxrl_llm.models.decoding import (
 from jaxrl_llm.models.experts import EXPERTS, routes_shape
 from jaxrl_llm.sharding import BATCH, batch_parts, constrain, fitting
 
-PLACE = (None, BATCH, "tensor")
+CACHE_PARTITION = (None, BATCH, "tensor")
 """Partition of a cache's arrays: rows over data and fsdp, heads over tensor."""
 
 
-def parts_of(mesh: Mesh | None, rows: int) -> int:
+def slot_parts(mesh: Mesh | None, rows: int) -> int:
     """Return the number of parts into which the mesh divides the slots and the blocks that they read."""
     parts = 1 if mesh is None else batch_parts(mesh)
     return parts if rows % parts == 0 else 1
@@ -43,48 +43,48 @@ def parts_of(mesh: Mesh | None, rows: int) -> int:
 
 def slot_shardings(slots: Any, mesh: Any) -> Any:
     """Return shardings for arrays of slots or of a cache: B and U over data and fsdp, key/value heads over tensor."""
-    return jax.tree.map(
-        lambda x: NamedSharding(mesh, fitting(x.shape, PLACE if x.ndim == 5 else (BATCH,), mesh)), slots
-    )
+    partition = lambda array: CACHE_PARTITION if array.ndim == 5 else (BATCH,)  # noqa: E731
+    return jax.tree.map(lambda array: NamedSharding(mesh, fitting(array.shape, partition(array), mesh)), slots)
 
 
-def on_mesh(slots: Any, mesh: Mesh | None) -> Any:
+def constrain_slots(slots: Any, mesh: Mesh | None) -> Any:
     """Constrain slots to their shardings."""
     return slots if mesh is None else jax.lax.with_sharding_constraint(slots, slot_shardings(slots, mesh))
 
 
-def placed(cache: Cache) -> Cache:
+def constrain_cache(cache: Cache) -> Cache:
     """Constrain a cache: rows over data and fsdp, heads over tensor."""
-    return jax.tree.map(lambda x: constrain(x, *PLACE), cache)
+    return jax.tree.map(lambda x: constrain(x, *CACHE_PARTITION), cache)
 
 
-def on_own_rows(change: Callable[..., Cache], mesh: Mesh | None, cache: Cache, new: Any, *index: jax.Array) -> Cache:
+def map_local_rows(change: Callable[..., Cache], mesh: Mesh | None, cache: Cache, new: Any, *index: jax.Array) -> Cache:
     """Apply ``change(cache, new, *index)`` to every device's own rows and heads; ``index`` has an entry for each slot.
 
     ``new``: None, or a cache of as many rows, partitioned alike.
     """
     if mesh is None:
         return change(cache, new, *index)
-    rows = fitting(cache.k.shape, PLACE, mesh)
-    inside = (Cache(rows, rows), jax.tree.map(lambda _: rows, new), *(PartitionSpec(rows[1]) for _ in index))
-    return jax.shard_map(change, mesh=mesh, in_specs=inside, out_specs=Cache(rows, rows), check_vma=False)(
+    rows = fitting(cache.k.shape, CACHE_PARTITION, mesh)
+    in_specs = (Cache(rows, rows), jax.tree.map(lambda _: rows, new), *(PartitionSpec(rows[1]) for _ in index))
+    return jax.shard_map(change, mesh=mesh, in_specs=in_specs, out_specs=Cache(rows, rows), check_vma=False)(
         cache, new, *index
     )
 
 
-def inserted(
-    mesh: Mesh | None, cache: Cache, given: Cache, needed: jax.Array, source: jax.Array, start: jax.Array
+def insert_rows(
+    mesh: Mesh | None, cache: Cache, prefilled: Cache, needed: jax.Array, source: jax.Array, start: jax.Array
 ) -> Cache:
     """Apply ``insert`` to every device's own rows and heads; the rows given may be divided too."""
     if mesh is None:
-        return insert(cache, given, source, start)
-    rows = fitting(cache.k.shape, PLACE, mesh)
-    there = fitting(given.k.shape, PLACE, mesh)
-    change = functools.partial(insert_divided, axes=there[1]) if there[1] else lambda *given: insert(*given[:-1])
+        return insert(cache, prefilled, source, start)
+    rows, prefilled_rows = (fitting(c.k.shape, CACHE_PARTITION, mesh) for c in (cache, prefilled))
+    change: Callable[..., Cache] = lambda *arguments: insert(*arguments[:-1])  # noqa: E731
+    if prefilled_rows[1]:
+        change = functools.partial(insert_divided, axes=prefilled_rows[1])
     each = PartitionSpec(rows[1])
-    inside = (Cache(rows, rows), Cache(there, there), each, each, PartitionSpec())
-    return jax.shard_map(change, mesh=mesh, in_specs=inside, out_specs=Cache(rows, rows), check_vma=False)(
-        cache, given, source, start, needed
+    in_specs = (Cache(rows, rows), Cache(prefilled_rows, prefilled_rows), each, each, PartitionSpec())
+    return jax.shard_map(change, mesh=mesh, in_specs=in_specs, out_specs=Cache(rows, rows), check_vma=False)(
+        cache, prefilled, source, start, needed
     )
 
 
@@ -135,36 +135,36 @@ class Admission(NamedTuple):
     slots: Slots
 
 
-def idle(shape: SlotShape, prefilled: int, repetition: Repetition | None) -> Admission:
+def empty_admission(shape: SlotShape, prefilled: int, repetition: Repetition | None) -> Admission:
     """Return an admission in NumPy that begins no slot, for so many prefilled rows."""
     none = functools.partial(np.full, fill_value=-1, dtype=np.int32)
     rows = shape.rows
     names = ("lanes", "before", "lengths", "tokens", "sampled", "limits")
     new: dict[str, Any] = {name: np.zeros(rows, np.int32) for name in names}
     new |= {"seeds": np.zeros((rows, 2), np.uint32), "active": np.zeros(rows, bool)}
-    slots = Slots(None, None, **new, tail=fresh_tail(rows, repetition))
+    slots = Slots(None, None, **new, tail=empty_tail(rows, repetition))
     return Admission(needed=none(prefilled), blocks=none(shape.blocks), source=none(rows), slots=slots)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "shape", "dtype", "mesh", "repetition", "room"))
+@functools.partial(jax.jit, static_argnames=("config", "shape", "dtype", "mesh", "repetition", "cache_shape"))
 def empty_slots(
     config: Any, shape: SlotShape, dtype: Any, mesh: Mesh | None = None, repetition: Repetition | None = None,
-    room: tuple[int, int] | None = None,
+    cache_shape: tuple[int, int] | None = None,
 ) -> Slots:  # fmt: skip
     """Return inactive slots on the mesh: B and U over data and fsdp, key/value heads over tensor.
 
-    ``room``: rows and columns of the cache, those of the slots unless more are given.
+    ``cache_shape``: rows and columns of the cache, those of the slots unless more are given.
     """
-    cache = empty_cache(config, *(room or (shape.rows, shape.columns)), dtype)
+    cache = empty_cache(config, *(cache_shape or (shape.rows, shape.columns)), dtype)
     blocks = empty_cache(config, shape.blocks, shape.prompt_columns, dtype)
-    slots = jax.tree.map(jnp.asarray, idle(shape, 0, repetition).slots)
-    return on_mesh(slots._replace(cache=cache, blocks=blocks), mesh)
+    slots = jax.tree.map(jnp.asarray, empty_admission(shape, 0, repetition).slots)
+    return constrain_slots(slots._replace(cache=cache, blocks=blocks), mesh)
 
 
-@functools.partial(jax.jit, static_argnames=("steps", "asked", "group", "mesh", "columns", "form"), donate_argnums=1)
+@functools.partial(jax.jit, static_argnames=("steps", "options", "group", "mesh", "columns", "form"), donate_argnums=1)
 def run_chunk(
-    model: Decoder, slots: Slots, rules: Rules, steps: int, asked: Computed, group: int = 1, mesh: Mesh | None = None,
-    columns: int | None = None, form: ByLength | None = None,
+    model: Decoder, slots: Slots, rules: TracedSampling, steps: int, options: DrawOptions, group: int = 1,
+    mesh: Mesh | None = None, columns: int | None = None, form: ByLength | None = None,
 ) -> tuple[Slots, tuple[Draw, jax.Array]]:  # fmt: skip
     """Sample up to ``steps`` tokens for every active slot; end early once none is active.
 
@@ -175,18 +175,18 @@ def run_chunk(
     """
     config = model.config
     rows = slots.tokens.shape[0]
-    before = shared_prefix(slots.blocks, slots.before, slots.lanes, parts_of(mesh, slots.cache.v.shape[1]), group)
+    before = shared_prefix(slots.blocks, slots.before, slots.lanes, slot_parts(mesh, slots.cache.v.shape[1]), group)
     lengths = slots.lengths
     if form is not None:  # nothing is live of a slot without a request, and what is read is the same in all steps
-        lengths, begun = (jnp.where(slots.active, x, 0) for x in (slots.lengths, slots.before))
-        before = before._replace(lengths=begun)
+        lengths, prompt_lengths = (jnp.where(slots.active, x, 0) for x in (slots.lengths, slots.before))
+        before = before._replace(lengths=prompt_lengths)
 
-    def pick(now: Slots, hidden: jax.Array, experts: jax.Array | None, step: jax.Array) -> tuple[Slots, Draw]:
+    def sample_token(now: Slots, hidden: jax.Array, experts: jax.Array | None, step: jax.Array) -> tuple[Slots, Draw]:
         """Sample one token for every row; ``now`` has no caches."""
         logits = constrain(unembed(model, hidden), BATCH, "tensor")
         # Each device draws for rows of its own: a vocabulary that is divided cannot be cut into blocks to be summed.
         logits = constrain(logits, (*BATCH, "tensor"))
-        drawn = draw(logits, uniforms(now.seeds, slots.before + slots.lengths + step + 1), rules, asked)
+        drawn = draw(logits, uniforms(now.seeds, slots.before + slots.lengths + step + 1), rules, options)
         if experts is not None:
             drawn.extras[EXPERTS] = experts
         drawn = jax.tree.map(lambda x: constrain(x, BATCH), drawn)
@@ -200,39 +200,41 @@ def run_chunk(
     chunk = empty_cache(config, rows, steps, slots.cache.k.dtype)
     hidden = jax.ShapeDtypeStruct((rows, config.width), model.weights.embed[...].dtype)
     routes = routes_shape(config, rows)
-    shapes = jax.eval_shape(lambda hidden, experts: pick(light, hidden, experts, jnp.int32(0))[1], hidden, routes)
-    out = jax.tree.map(lambda x: jnp.zeros((steps, *x.shape), x.dtype), shapes)
+    shapes = jax.eval_shape(lambda *inputs: sample_token(light, *inputs, jnp.int32(0))[1], hidden, routes)
+    draws = jax.tree.map(lambda x: jnp.zeros((steps, *x.shape), x.dtype), shapes)
 
-    def one(carry: tuple) -> tuple:
-        step, now, chunk, out = carry
+    def decode_step(carry: tuple) -> tuple:
+        step, now, chunk, draws = carry
         hidden, chunk, experts = decode(model, slots.cache, chunk, step, now.tokens, lengths, before, columns, form)
-        now, new = pick(now, hidden, experts, step)
-        return step + 1, now, chunk, jax.tree.map(lambda a, b: a.at[step].set(b), out, new)
+        now, new = sample_token(now, hidden, experts, step)
+        return step + 1, now, chunk, jax.tree.map(lambda a, b: a.at[step].set(b), draws, new)
 
     # The cache is read, never carried: only the small chunk travels through the loop.
     more = lambda carry: (carry[0] < steps) & jnp.any(carry[1].active)  # noqa: E731
-    _, now, chunk, out = jax.lax.while_loop(more, one, (jnp.int32(0), light, chunk, out))
-    cache = on_own_rows(flush, mesh, slots.cache, chunk, slots.lengths)
+    _, now, chunk, draws = jax.lax.while_loop(more, decode_step, (jnp.int32(0), light, chunk, draws))
+    cache = map_local_rows(flush, mesh, slots.cache, chunk, slots.lengths)
     lengths = slots.lengths + now.sampled - slots.sampled
-    told = (out, now.active)
+    host_outputs = (draws, now.active)
     if mesh is not None:
-        told = jax.lax.with_sharding_constraint(told, NamedSharding(mesh, PartitionSpec()))
-    return now._replace(cache=cache, blocks=slots.blocks, lengths=lengths), told
+        host_outputs = jax.lax.with_sharding_constraint(host_outputs, NamedSharding(mesh, PartitionSpec()))
+    return now._replace(cache=cache, blocks=slots.blocks, lengths=lengths), host_outputs
 
 
 @functools.partial(jax.jit, static_argnames="mesh", donate_argnums=0)
-def fill_slots(slots: Slots, given: Cache, begun: Admission, mesh: Mesh | None = None) -> Slots:
-    """Begin slots and blocks with rows of ``given``."""
-    new = begun.slots
-    cache = inserted(mesh, slots.cache, given, begun.needed, begun.source, new.before)
-    blocks = inserted(mesh, slots.blocks, given, begun.needed, begun.blocks, jnp.zeros_like(begun.blocks))
-    choose = lambda given, old: jnp.where(new.active.reshape((-1,) + (1,) * (old.ndim - 1)), given, old)  # noqa: E731
-    chosen = jax.tree.map(choose, new, slots._replace(cache=None, blocks=None))
-    return on_mesh(chosen._replace(cache=cache, blocks=blocks, lanes=new.lanes), mesh)
+def fill_slots(slots: Slots, prefilled: Cache, admission: Admission, mesh: Mesh | None = None) -> Slots:
+    """Begin slots and blocks with rows of ``prefilled``."""
+    new = admission.slots
+    cache = insert_rows(mesh, slots.cache, prefilled, admission.needed, admission.source, new.before)
+    first_columns = jnp.zeros_like(admission.blocks)
+    blocks = insert_rows(mesh, slots.blocks, prefilled, admission.needed, admission.blocks, first_columns)
+    is_new = lambda old: new.active.reshape((-1,) + (1,) * (old.ndim - 1))  # noqa: E731
+    old_slots = slots._replace(cache=None, blocks=None)
+    chosen = jax.tree.map(lambda array, old: jnp.where(is_new(old), array, old), new, old_slots)
+    return constrain_slots(chosen._replace(cache=cache, blocks=blocks, lanes=new.lanes), mesh)
 
 
 @functools.partial(jax.jit, static_argnames="mesh", donate_argnums=0)
-def rearranged(cache: Cache, rows: Slots, order: jax.Array, source: jax.Array, mesh: Mesh | None = None) -> Slots:
+def rearrange_slots(cache: Cache, rows: Slots, order: jax.Array, source: jax.Array, mesh: Mesh | None = None) -> Slots:
     """Replace slot i with slot ``order[i]``, or with an idle one where that is negative.
 
     Args:
@@ -243,14 +245,14 @@ def rearranged(cache: Cache, rows: Slots, order: jax.Array, source: jax.Array, m
       mesh: that divides them.
     """
     old = jnp.maximum(order, 0)
-    moved = jax.tree.map(lambda x: jnp.take(x, old, axis=0), rows)
-    cache = on_own_rows(move_rows, mesh, cache, None, source)
-    moved = moved._replace(cache=cache, active=moved.active & (order >= 0))
-    return on_mesh(moved, mesh)
+    new_rows = jax.tree.map(lambda x: jnp.take(x, old, axis=0), rows)
+    cache = map_local_rows(move_rows, mesh, cache, None, source)
+    new_rows = new_rows._replace(cache=cache, active=new_rows.active & (order >= 0))
+    return constrain_slots(new_rows, mesh)
 
 
 @functools.partial(jax.jit, static_argnames=("columns", "mesh", "parts"))
-def with_blocks(
+def rearrange_blocks(
     slots: Slots, order: jax.Array, columns: int, lanes: jax.Array, mesh: Mesh | None = None, parts: int = 1
 ) -> Slots:
     """Return the slots with block i made of the old block ``order[i]``, of ``columns`` columns, and with new lanes.
@@ -258,13 +260,13 @@ def with_blocks(
     Every device moves its own blocks, since otherwise each would gather all of them.
     """
 
-    taken = lambda cache, _, order: with_columns(take_rows(cache, order % cache.v.shape[1]), columns)  # noqa: E731
-    blocks = on_own_rows(taken, mesh if parts > 1 else None, slots.blocks, None, order)
-    return on_mesh(slots._replace(blocks=blocks, lanes=lanes), mesh)
+    take = lambda cache, _, order: with_columns(take_rows(cache, order % cache.v.shape[1]), columns)  # noqa: E731
+    blocks = map_local_rows(take, mesh if parts > 1 else None, slots.blocks, None, order)
+    return constrain_slots(slots._replace(blocks=blocks, lanes=lanes), mesh)
 
 
 @functools.partial(jax.jit, static_argnames="columns")
-def kept_sequence(slots: Slots, row: jax.Array, slot: jax.Array, block: jax.Array, columns: int) -> Cache:
+def copy_sequence(slots: Slots, row: jax.Array, slot: jax.Array, block: jax.Array, columns: int) -> Cache:
     """Return one row with the keys and values of a slot's sequence, in ``columns`` columns; ``row``: of the cache."""
     return with_columns(sequence_of(slots.cache, row, slots.blocks, block, slots.before[slot]), columns)
 
@@ -288,13 +290,13 @@ def extend_prompts(
     new, experts = extend(model, cache, lengths, tokens)
     if mesh is not None and experts is not None:
         experts = jax.lax.with_sharding_constraint(experts, NamedSharding(mesh, PartitionSpec()))
-    begun = empty_cache(model.config, len(tokens), columns, new.k.dtype) if cache is None else cache
-    return placed(on_own_rows(flush, mesh, placed(begun), new, lengths)), experts
+    start = empty_cache(model.config, len(tokens), columns, new.k.dtype) if cache is None else cache
+    return constrain_cache(map_local_rows(flush, mesh, constrain_cache(start), new, lengths)), experts
 
 
 @functools.partial(jax.jit, static_argnames=("rows", "columns"))
-def joined_caches(caches: list[Cache], rows: int, columns: int) -> Cache:
+def concatenate_caches(caches: list[Cache], rows: int, columns: int) -> Cache:
     """Join caches by rows and pad the result to so many rows and columns."""
-    given = [with_columns(cache, columns) for cache in caches]
-    whole = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *given)
-    return placed(jax.tree.map(lambda x: jnp.pad(x, [(0, 0), (0, rows - x.shape[1]), *[(0, 0)] * 3]), whole))
+    padded = [with_columns(cache, columns) for cache in caches]
+    joined = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *padded)
+    return constrain_cache(jax.tree.map(lambda x: jnp.pad(x, [(0, 0), (0, rows - x.shape[1]), *[(0, 0)] * 3]), joined))

@@ -21,10 +21,18 @@ from jaxrl_llm.config import Configuration, split_step, without_step
 from jaxrl_llm.config.origin import SAVED_RUNS
 from jaxrl_llm.engine.engine import for_sampling
 from jaxrl_llm.engine.requests import Request, SlotShape
-from jaxrl_llm.engine.sampling import as_rules
-from jaxrl_llm.engine.sampling import asked as asked_of
-from jaxrl_llm.engine.scheduler import Build, bucket, prefill_shape, rows_of_call, wanted
-from jaxrl_llm.engine.slots import Slots, empty_slots, extend_prompts, fill_slots, idle, run_chunk, slot_shardings
+from jaxrl_llm.engine.sampling import draw_options as asked_of
+from jaxrl_llm.engine.sampling import to_traced
+from jaxrl_llm.engine.scheduler import EngineSpec, bucket_length, call_rows, chunk_shape, prefill_shape
+from jaxrl_llm.engine.slots import (
+    Slots,
+    empty_admission,
+    empty_slots,
+    extend_prompts,
+    fill_slots,
+    run_chunk,
+    slot_shardings,
+)
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.learner import Forward, Training
 from jaxrl_llm.learner.batch import Packed, packed_shapes
@@ -148,7 +156,7 @@ class SamplingArrays(Arrays):
     sampled: Decoder
     slots: Slots
     slot_shape: SlotShape
-    build: Build
+    build: EngineSpec
 
 
 def abstract_mesh(sizes: Mapping[str, int], platform: str = "") -> AbstractMesh:
@@ -204,13 +212,13 @@ def _with_sampler(held: Arrays, sampler: PlannedSampler, model: Decoder, dtype: 
     engine = rollout.engine
     group = 1 if engine.strict else min(rollout.group, engine.slots)
     form = form_for(model.config.attention, engine.slots, where) if engine.attention == "auto" else None
-    build = Build(
+    build = EngineSpec(
         model.config, dtype, engine.slots, rollout.max_length, engine.chunk, where, engine.strict, group, form
     )
     prompt = Prompt(np.zeros(rollout.max_prompt_tokens, np.int32))
     most = rollout.max_new_tokens
-    at_their_end = [Request(i, prompt, 0, most, count=most - 1, block_key=i) for i in range(engine.slots)]
-    shape = wanted(build, sampler.rules, at_their_end, None, False)
+    at_their_end = [Request(i, prompt, 0, most, num_sampled=most - 1, block_key=i) for i in range(engine.slots)]
+    shape = chunk_shape(build, sampler.rules, at_their_end, None, False)
     shape = shape._replace(blocks=shape.rows)
     with jax.sharding.use_abstract_mesh(where.abstract_mesh):
         slots = jax.eval_shape(lambda: empty_slots(model.config, shape, dtype, None, sampler.rules.repetition))
@@ -240,7 +248,7 @@ def prompt_calls(tokens: int, parts: int) -> tuple[int, int, int]:
     ``parts``: number of parts into which the mesh divides the sequences.
     """
     shape = prefill_shape(tokens)
-    return rows_of_call(shape.piece * shape.calls, parts), shape.piece, shape.calls
+    return call_rows(shape.piece * shape.calls, parts), shape.piece, shape.calls
 
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -360,7 +368,7 @@ def lowered(one: Subject, name: str) -> jax.stages.Lowered:
     rows, piece, calls = prompt_calls(sampler.rollout.max_prompt_tokens, batch_parts(where))
     dtype = held.slots.cache.k.dtype
     with jax.set_mesh(where):
-        cache = jax.eval_shape(lambda: empty_cache(held.sampled.config, rows, bucket(calls * piece), dtype))
+        cache = jax.eval_shape(lambda: empty_cache(held.sampled.config, rows, bucket_length(calls * piece), dtype))
         cache = abstract(cache, slot_shardings(cache, where))
         if name == "prompts":
             lengths = jax.ShapeDtypeStruct((rows,), np.int32)
@@ -368,9 +376,9 @@ def lowered(one: Subject, name: str) -> jax.stages.Lowered:
             given = cache if calls > 1 else None
             return extend_prompts.lower(held.sampled, given, lengths, tokens, cache.columns, where)
         if name == "refill":
-            begun = jax.eval_shape(lambda: idle(shape, cache.v.shape[1], sampler.rules.repetition))
+            begun = jax.eval_shape(lambda: empty_admission(shape, cache.v.shape[1], sampler.rules.repetition))
             return fill_slots.lower(held.slots, cache, begun, where)
-        rules = jax.eval_shape(lambda: as_rules(sampler.rules))
+        rules = jax.eval_shape(lambda: to_traced(sampler.rules))
         chunk = sampler.rollout.engine.chunk
         how = {"group": shape.group, "mesh": where, "form": held.build.form}
         return run_chunk.lower(held.sampled, held.slots, rules, chunk, asked_of(sampler.rules), **how)

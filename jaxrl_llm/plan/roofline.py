@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrl_llm.config import Configuration
-from jaxrl_llm.engine.scheduler import columns_for, rows_for
+from jaxrl_llm.engine.scheduler import chunk_columns, chunk_rows
 from jaxrl_llm.learner.batch import packed_shapes
 from jaxrl_llm.models import gpu_attention
 from jaxrl_llm.models.config import ModelConfig
@@ -105,8 +105,8 @@ def occupancy(
         chunks += 1
         if form is None:
             # The chunk before has not been read when the next one is sent.
-            columns = columns_for(int(done.max()) + 2 * chunk, slots, room)
-            read += rows_for(len(running), slots, parts) * columns
+            columns = chunk_columns(int(done.max()) + 2 * chunk, slots, room)
+            read += chunk_rows(len(running), slots, parts) * columns
         else:
             read += sum(columns_read(form, int(live), room) for live in done)
         live += float(done.sum())

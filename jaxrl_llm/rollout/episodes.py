@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import numpy as np
 
 from jaxrl_llm import codec
-from jaxrl_llm.engine.requests import EMPTY, first_tokens, row_room, with_tokens
+from jaxrl_llm.engine.requests import EMPTY, first_tokens, row_limit, with_tokens
 from jaxrl_llm.environments.calls import Parsed
 from jaxrl_llm.environments.environment import Limits
 from jaxrl_llm.environments.episode_format import EpisodeFormat
@@ -188,7 +188,7 @@ class LiveEpisode:
 
     def _answer(self, completion: Completion, before: Episode, limit: int) -> tuple[Episode, list[int]]:
         size = len(completion.tokens)
-        room = row_room(completion, limit, len(self.prompt))
+        room = row_limit(completion, limit, len(self.prompt))
         is_cut = completion.finish_reason == "length" and size < room
         if completion.finish_reason != "stop" and not is_cut:
             last = Turn(size, self.parse(completion).message, entropy_rise=self.measure_entropy_rise(completion))

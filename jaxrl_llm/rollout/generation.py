@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from typing import Any, NamedTuple, Protocol
 
 from jaxrl_llm.engine.engine import Backend
-from jaxrl_llm.engine.requests import EMPTY, first_tokens, joined, last_tokens, row_offset, row_room, with_tokens
+from jaxrl_llm.engine.requests import EMPTY, concatenate, first_tokens, last_tokens, row_limit, row_offset, with_tokens
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.models.tokenizer import text_of
 from jaxrl_llm.rewards import Scorer
@@ -121,7 +121,7 @@ class OpenRequest(NamedTuple):
         """
         start, limit = 0, self.limit
         if self.partial is not None:
-            start, limit = self.partial.last_turn, row_room(self.partial, self.limit, len(self.prompt))
+            start, limit = self.partial.last_turn, row_limit(self.partial, self.limit, len(self.prompt))
         if max_turn_tokens:
             limit = min(limit, start + max_turn_tokens)
         if self.partial is None or not self.partial.forks:
@@ -129,7 +129,7 @@ class OpenRequest(NamedTuple):
         forks, prompt = self.partial.forks, len(self.prompt)
         start = max(forks)
         seed = int.from_bytes(hashlib.sha256(f"{self.seed} {start}".encode()).digest()[:8], "big")
-        row = joined(with_tokens(EMPTY, forks[start][prompt:]), last_tokens(self.partial, start))
+        row = concatenate(with_tokens(EMPTY, forks[start][prompt:]), last_tokens(self.partial, start))
         return forks[start][:prompt], seed, limit + row_offset(self.partial, prompt), row
 
     def from_row(self, row: Completion) -> Completion:
@@ -138,7 +138,7 @@ class OpenRequest(NamedTuple):
             return row
         start = max(self.partial.forks)
         end = last_tokens(row, start + row_offset(self.partial, len(self.prompt)))
-        return joined(dataclasses.replace(first_tokens(self.partial, start), episode=self.partial.episode), end)
+        return concatenate(dataclasses.replace(first_tokens(self.partial, start), episode=self.partial.episode), end)
 
 
 class OpenRequests:

@@ -72,7 +72,7 @@ def rows_of(path):
 def sampled(by, question, prompt, seeds, begun=None):
     """Completions of one prompt, asked by themselves."""
     by.engine.start(question.sampling(by.model.config.tokens.eos))
-    handles = by.engine.submit([prompt] * len(seeds), seeds, begun=begun)
+    handles = by.engine.submit([prompt] * len(seeds), seeds, partials=begun)
     while by.engine.busy:
         by.engine.step(by.model)
     done = dict(by.engine.collect())

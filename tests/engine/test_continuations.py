@@ -10,7 +10,7 @@ from engine.test_engine import distributions, finished, model, same
 from tiny import tiny
 
 from jaxrl_llm.engine.requests import Request, SlotShape
-from jaxrl_llm.engine.scheduler import KEPT_PROMPTS, Build, wanted
+from jaxrl_llm.engine.scheduler import MAX_CACHED_PROMPTS, EngineSpec, chunk_shape
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.decoder import logits
 from jaxrl_llm.rollout import Engine, Sampling, first_tokens, with_tokens
@@ -65,7 +65,7 @@ def test_resumed_completions_are_those_of_one_go(steps, keep):
     begun = interrupted(e, steps, keep)
     left = [i for i, c in enumerate(begun) if c.finish_reason == "aborted"]
     before = e.prompts_prefilled
-    handles = e.submit([PROMPTS[i] for i in left], [SEEDS[i] for i in left], begun=[begun[i] for i in left])
+    handles = e.submit([PROMPTS[i] for i in left], [SEEDS[i] for i in left], partials=[begun[i] for i in left])
     for i, found in zip(left, finished(e, handles), strict=True):
         if keep:  # from the same keys and values: the same bits
             same(found, expected()[i])
@@ -81,7 +81,7 @@ def test_earlier_tokens_keep_what_they_were_sampled_with():
     begun = interrupted(e, 3, False)
     left = [i for i, c in enumerate(begun) if 0 < len(c.tokens) < 12]
     assert left
-    handles = e.submit([PROMPTS[i] for i in left], [SEEDS[i] for i in left], begun=[begun[i] for i in left])
+    handles = e.submit([PROMPTS[i] for i in left], [SEEDS[i] for i in left], partials=[begun[i] for i in left])
     for i, found in zip(left, finished(e, handles, other, 7), strict=True):
         count = len(begun[i].tokens)
         assert found.sampler_logp[:count].tobytes() == begun[i].sampler_logp.tobytes()
@@ -92,10 +92,10 @@ def test_earlier_tokens_keep_what_they_were_sampled_with():
 def test_other_weights_never_meet_keys_and_values_that_were_kept():
     e, other = engine(), tiny(seed=9)
     begun = interrupted(e, 3, True)
-    (handle,) = e.submit(PROMPTS[:1], SEEDS[:1], begun=begun[:1])
+    (handle,) = e.submit(PROMPTS[:1], SEEDS[:1], partials=begun[:1])
     (kept,) = finished(e, [handle], other)
     e.start(RULES)
-    (handle,) = e.submit(PROMPTS[:1], SEEDS[:1], begun=begun[:1])
+    (handle,) = e.submit(PROMPTS[:1], SEEDS[:1], partials=begun[:1])
     same(finished(e, [handle], other)[0], kept)
 
 
@@ -112,10 +112,10 @@ def test_weights_are_others_where_any_one_of_their_arrays_is():
         e.start(RULES)
         (first,) = finished(e, e.submit(PROMPTS[:1], SEEDS[:1], [4], keep=True))
         other = with_leaf(index, lambda leaf: leaf * 1.5)
-        (found,) = finished(e, e.submit(PROMPTS[:1], SEEDS[:1], begun=[first]), other)
+        (found,) = finished(e, e.submit(PROMPTS[:1], SEEDS[:1], partials=[first]), other)
         assert e.prompts_prefilled == 2
         e.start(RULES)
-        same(found, finished(e, e.submit(PROMPTS[:1], SEEDS[:1], begun=[first]), other)[0])
+        same(found, finished(e, e.submit(PROMPTS[:1], SEEDS[:1], partials=[first]), other)[0])
 
 
 def test_a_prompt_is_kept_for_the_next_turns_until_the_weights_change_and_computed_again_to_equal_bits():
@@ -124,29 +124,29 @@ def test_a_prompt_is_kept_for_the_next_turns_until_the_weights_change_and_comput
     e.start(RULES)
     (first,) = finished(e, e.submit(PROMPTS[2:3], SEEDS[:1], [4], **kept))
     turn = with_tokens(first, [7, 8])
-    (found,) = finished(e, e.submit(PROMPTS[2:3], SEEDS[:1], begun=[turn], **kept))
+    (found,) = finished(e, e.submit(PROMPTS[2:3], SEEDS[:1], partials=[turn], **kept))
     assert e.prompts_prefilled == 2, "the prompt, and what follows it"
     e.start(RULES)
-    (again,) = finished(e, e.submit(PROMPTS[2:3], SEEDS[:1], begun=[turn], **kept))
+    (again,) = finished(e, e.submit(PROMPTS[2:3], SEEDS[:1], partials=[turn], **kept))
     assert e.prompts_prefilled == 2
     same(found, again)
     other = with_leaf(0, lambda leaf: leaf * 1.5)
-    (moved,) = finished(e, e.submit(PROMPTS[2:3], SEEDS[:1], begun=[turn], **kept), other)
+    (moved,) = finished(e, e.submit(PROMPTS[2:3], SEEDS[:1], partials=[turn], **kept), other)
     e.start(RULES)
-    same(moved, finished(e, e.submit(PROMPTS[2:3], SEEDS[:1], begun=[turn], **kept), other)[0])
+    same(moved, finished(e, e.submit(PROMPTS[2:3], SEEDS[:1], partials=[turn], **kept), other)[0])
 
 
 def test_a_turn_finds_its_prompt_beside_turns_of_prompts_that_were_dropped():
     e, oldest = engine(), [2, 0, 1]
-    prompts = [[1 + n % 40, 1 + n // 40] for n in range(KEPT_PROMPTS + 2)]
+    prompts = [[1 + n % 40, 1 + n // 40] for n in range(MAX_CACHED_PROMPTS + 2)]
     e.start(RULES)
     firsts = finished(e, e.submit(prompts, range(len(prompts)), [1] * len(prompts), keep_prompt=True))
     begun = [with_tokens(firsts[n], [7]) for n in oldest]
     asked = [prompts[n] for n in oldest]
-    found = finished(e, e.submit(asked, oldest, begun=begun, keep_prompt=True))
+    found = finished(e, e.submit(asked, oldest, partials=begun, keep_prompt=True))
     for one in range(3):
         e.start(RULES)
-        turn = e.submit(asked[one : one + 1], oldest[one : one + 1], begun=begun[one : one + 1], keep_prompt=True)
+        turn = e.submit(asked[one : one + 1], oldest[one : one + 1], partials=begun[one : one + 1], keep_prompt=True)
         same(found[one], finished(e, turn)[0])
 
 
@@ -155,7 +155,7 @@ def test_an_array_that_may_change_in_place_is_never_taken_for_known():
     e.start(RULES)
     (first,) = finished(e, e.submit(PROMPTS[:1], SEEDS[:1], [4], keep=True), loose)
     jax.tree.leaves(loose)[-1][...] *= 1.5
-    finished(e, e.submit(PROMPTS[:1], SEEDS[:1], begun=[first]), loose)
+    finished(e, e.submit(PROMPTS[:1], SEEDS[:1], partials=[first]), loose)
     assert e.prompts_prefilled == 2
 
 
@@ -166,7 +166,7 @@ def test_a_request_that_met_two_weights_is_not_kept():
     e.step(model())
     (mixed,) = finished(e, [handle], other)
     before = e.prompts_prefilled
-    finished(e, e.submit(PROMPTS[:1], SEEDS[:1], begun=[mixed]), other)
+    finished(e, e.submit(PROMPTS[:1], SEEDS[:1], partials=[mixed]), other)
     assert e.prompts_prefilled == before + 1
 
 
@@ -184,7 +184,7 @@ def test_a_tool_answers_and_the_completion_goes_on(keep):
     first = finished(e, e.submit(PROMPTS, SEEDS, limits, keep=keep))
     before = e.prompts_prefilled
     told = [with_tokens(c, [7, 7, 9], version=5) for c in first]
-    found = finished(e, e.submit(PROMPTS, SEEDS, begun=told))
+    found = finished(e, e.submit(PROMPTS, SEEDS, partials=told))
     for prompt, start, completion in zip(PROMPTS, first, found, strict=True):
         assert completion.tokens[:7].tolist() == [*start.tokens, 7, 7, 9] and len(completion.tokens) == 12
         assert completion.mask.tolist() == [True] * 4 + [False] * 3 + [True] * 5
@@ -200,7 +200,7 @@ def test_going_on_from_a_kept_cache_computes_only_what_is_new():
     e.start(RULES)
     (first,) = finished(e, e.submit(PROMPTS[2:3], SEEDS[2:3], [4], keep=True))
     assert prefills(e) == ["prompts: 1 x 16 tokens"]
-    finished(e, e.submit(PROMPTS[2:3], SEEDS[2:3], begun=[with_tokens(first, [7, 7, 9])]))
+    finished(e, e.submit(PROMPTS[2:3], SEEDS[2:3], partials=[with_tokens(first, [7, 7, 9])]))
     assert prefills(e) == ["prompts: 1 x 16 tokens", "prompts: 1 x 16 tokens, resumed"]
 
 
@@ -210,7 +210,7 @@ def test_branches_start_from_any_token(at):
     e.start(RULES)
     (trunk,) = finished(e, e.submit(PROMPTS[:1], SEEDS[:1], keep=True))
     branches = [first_tokens(trunk, at)] * 4
-    found = finished(e, e.submit([PROMPTS[0]] * 4, [SEEDS[0], 11, 12, 13], begun=branches))
+    found = finished(e, e.submit([PROMPTS[0]] * 4, [SEEDS[0], 11, 12, 13], partials=branches))
     np.testing.assert_array_equal(found[0].tokens, trunk.tokens)  # its own seed: the trunk again
     for branch in found:
         assert branch.tokens[:at].tolist() == trunk.tokens[:at].tolist()
@@ -236,9 +236,9 @@ def test_what_cannot_go_on_is_refused():
     e.start(RULES)
     whole = expected()[0]
     with pytest.raises(InputError, match="a limit must be from 13 to max_new_tokens 12, got 12"):
-        e.submit(PROMPTS[:1], SEEDS[:1], begun=[whole])
-    with pytest.raises(InputError, match="every prompt needs one begun completion: got 2 prompts and 1"):
-        e.submit(PROMPTS[:2], SEEDS[:2], begun=[None])
+        e.submit(PROMPTS[:1], SEEDS[:1], partials=[whole])
+    with pytest.raises(InputError, match="every prompt needs one partial completion: got 2 prompts and 1"):
+        e.submit(PROMPTS[:2], SEEDS[:2], partials=[None])
 
 
 # Of 24 slots three are an eighth: what is left where it takes long, a quarter of the slots where it does not.
@@ -265,10 +265,10 @@ def test_a_batch_shrinks_when_few_requests_are_left_and_draws_the_same_tokens(le
     [(20, None, 20), (20, 80, 20), (21, 80, 80), (3, 40, 20), (30, 40, 40), (41, 40, 80), (3, 10, 10), (90, 80, 80)],
 )
 def test_a_batch_of_short_completions_has_all_slots_those_it_has_or_a_quarter(count, held, rows):
-    build = Build(model().config, np.float32, 80, 64, 8, None, False, 8)
+    build = EngineSpec(model().config, np.float32, 80, 64, 8, None, False, 8)
     requests = [Request(i, np.zeros(3, np.int32), 0, 24) for i in range(count)]
     shape = held and SlotShape(held, 64, 10, 32, 1, 8)
-    found = wanted(build, Sampling(max_new_tokens=24), requests, shape, False)
+    found = chunk_shape(build, Sampling(max_new_tokens=24), requests, shape, False)
     assert (found.rows, found.blocks) == (rows, 10 if held else 0), "blocks are not made anew for so short a time"
 
 

@@ -52,7 +52,9 @@ def test_kept_sets_survive_an_interruption(first):
     going_on = [i for i, part in enumerate(parts) if part.finish_reason == "length"]
     assert going_on
     begun = [parts[i] for i in going_on]
-    again = finished(ENGINE, ENGINE.submit([PROMPTS[i] for i in going_on], [SEEDS[i] for i in going_on], begun=begun))
+    again = finished(
+        ENGINE, ENGINE.submit([PROMPTS[i] for i in going_on], [SEEDS[i] for i in going_on], partials=begun)
+    )
     for i, found in zip(going_on, again, strict=True):
         assert found.tokens.tolist() == whole[i].tokens.tolist()
         np.testing.assert_array_equal(found.extras["kept"], whole[i].extras["kept"])

@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 from tiny import KINDS, Compilations, tiny
 
-from jaxrl_llm.engine.requests import Request, seat
-from jaxrl_llm.engine.scheduler import Build, next_requests, seating, wanted
+from jaxrl_llm.engine.requests import Request, assign_slots
+from jaxrl_llm.engine.scheduler import EngineSpec, chunk_shape, plan_slots, pop_next
 from jaxrl_llm.models.decode_kernels import ByLength, Seen, block_columns, fetched, halves_of, reads
 from jaxrl_llm.models.decoding import _readings, empty_cache, shared_prefix
 from jaxrl_llm.rollout import Engine, Sampling
@@ -27,18 +27,18 @@ def chunks(parts, most, prompt, groups=24):
     lengths = np.clip(random.lognormal(np.log(most / 4), 0.9, groups * GROUP), 1, most).astype(int)
     prompts = [Prompt(np.full(size, i, np.int32)) for i, size in enumerate(random.integers(half, prompt, groups))]
     mesh = AbstractMesh((1, parts, 1), ("data", "fsdp", "tensor"), (AxisType.Auto,) * 3) if parts > 1 else None
-    build = Build(KINDS["plain"], np.float32, SLOTS, prompt + most, CHUNK, mesh, False, GROUP, ByLength("tpu"))
+    build = EngineSpec(KINDS["plain"], np.float32, SLOTS, prompt + most, CHUNK, mesh, False, GROUP, ByLength("tpu"))
     queue = collections.deque(
         Request(i, prompts[i // GROUP], i, int(limit), block_key=i // GROUP) for i, limit in enumerate(lengths)
     )
     running, held = {}, None
     while queue or running:
-        taken = next_requests(queue, running, held, SLOTS)
-        held, running, *_ = seating(build, Sampling(max_new_tokens=most), running, taken, held, False)
+        taken = pop_next(queue, running, held, SLOTS)
+        held, running, *_ = plan_slots(build, Sampling(max_new_tokens=most), running, taken, held, False)
         yield held, dict(running)
         for slot, request in list(running.items()):
-            request.count = min(request.count + CHUNK, request.limit)
-            if request.count == request.limit:
+            request.num_sampled = min(request.num_sampled + CHUNK, request.limit)
+            if request.num_sampled == request.limit:
                 del running[slot]
 
 
@@ -113,8 +113,8 @@ def test_every_request_is_taken_once_and_no_slot_stays_free():
     queue = collections.deque(Request(i, Prompt(np.full(2, key, np.int32)), i, 1) for i, key in enumerate(keys))
     shape, running, seen = wanted_shape(slots, parts), {}, []
     while queue or running:
-        taken = next_requests(queue, running, shape, slots)
-        seat(running, taken, shape)
+        taken = pop_next(queue, running, shape, slots)
+        assign_slots(running, taken, shape)
         seen += [request.handle for request in taken]
         assert len(running) == min(slots, 200 - len(seen) + len(running)) and sorted(r.handle for r in queue) == [
             r.handle for r in queue
@@ -127,8 +127,10 @@ def test_every_request_is_taken_once_and_no_slot_stays_free():
 def wanted_shape(slots, parts):
     """Of a batch with all slots."""
     mesh = AbstractMesh((1, parts, 1), ("data", "fsdp", "tensor"), (AxisType.Auto,) * 3)
-    build = Build(KINDS["plain"], np.float32, slots, 64, 4, mesh, False, 4, ByLength("tpu"))
-    return wanted(build, Sampling(max_new_tokens=8), [Request(0, Prompt(np.zeros(2, np.int32)), 0, 8)], None, False)
+    build = EngineSpec(KINDS["plain"], np.float32, slots, 64, 4, mesh, False, 4, ByLength("tpu"))
+    return chunk_shape(
+        build, Sampling(max_new_tokens=8), [Request(0, Prompt(np.zeros(2, np.int32)), 0, 8)], None, False
+    )
 
 
 @functools.cache

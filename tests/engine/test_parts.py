@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny
 
-from jaxrl_llm.engine.requests import Request, SlotShape, moved_slots
-from jaxrl_llm.engine.scheduler import Build, wanted
-from jaxrl_llm.engine.slots import empty_slots, rearranged, with_blocks
+from jaxrl_llm.engine.requests import Request, SlotShape, move_slots
+from jaxrl_llm.engine.scheduler import EngineSpec, chunk_shape
+from jaxrl_llm.engine.slots import empty_slots, rearrange_blocks, rearrange_slots
 from jaxrl_llm.rollout import Engine, Sampling
 from jaxrl_llm.sharding import MeshShape, make_mesh, sampling_shardings
 
@@ -26,7 +26,7 @@ def test_no_request_leaves_its_part(parts, old, rows, places):
     running = {
         slot: Request(slot, np.zeros(1, np.int32), 0, 1) for slot in places if slot < old and slot % before < after
     }
-    order, source, moved = moved_slots(dict(running), old, rows, parts)
+    order, source, moved = move_slots(dict(running), old, rows, parts)
     assert {slot: order[slot] for slot in moved} == {slot: r.handle for slot, r in moved.items()}
     assert sorted(r.handle for r in moved.values()) == sorted(running)
     assert all(slot // after == r.handle // before and r.slot == slot for slot, r in moved.items())
@@ -63,19 +63,19 @@ def test_a_batch_that_shrinks_moves_what_it_keeps():
 @pytest.mark.parametrize("slots, rows", [(32, 8), (34, 34)])
 def test_a_batch_shrinks_only_where_the_mesh_divides_it(slots, rows):
     mesh = make_mesh(MeshShape(data=2, fsdp=2, tensor=1), jax.devices()[:4])
-    build = Build(tiny("plain").config, np.float32, slots, 64, 4, mesh, False, 4)
+    build = EngineSpec(tiny("plain").config, np.float32, slots, 64, 4, mesh, False, 4)
     few = [Request(i, np.zeros(3, np.int32), 0, 40) for i in range(5)]
-    assert wanted(build, Sampling(max_new_tokens=40), few, None, False).rows == rows
+    assert chunk_shape(build, Sampling(max_new_tokens=40), few, None, False).rows == rows
 
 
 def test_no_device_sends_its_cache_away():
     mesh, config = make_mesh(MeshShape(data=2, fsdp=2, tensor=2)), tiny("plain").config
     shape = SlotShape(16, 64, 8, 32, 4, 4)
-    slots = empty_slots(config, shape, np.float32, mesh, room=(32, 64))
+    slots = empty_slots(config, shape, np.float32, mesh, cache_shape=(32, 64))
     order = np.arange(8, dtype=np.int32)
     calls = [
-        rearranged.lower(slots.cache, slots._replace(cache=None, blocks=None), order, order - 1, mesh),
-        with_blocks.lower(slots, np.arange(4, dtype=np.int32), 64, np.zeros(16, np.int32), mesh, 4),
+        rearrange_slots.lower(slots.cache, slots._replace(cache=None, blocks=None), order, order - 1, mesh),
+        rearrange_blocks.lower(slots, np.arange(4, dtype=np.int32), 64, np.zeros(16, np.int32), mesh, 4),
     ]
     for call in calls:
         with jax.set_mesh(mesh):

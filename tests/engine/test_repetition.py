@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl_llm.engine.sampling import Tail, as_rules, extend_tail, fresh_tail, tail_of
+from jaxrl_llm.engine.sampling import Tail, empty_tail, extend_tail, tail_after, to_traced
 from jaxrl_llm.engine.settings import Repetition, Sampling
 from jaxrl_llm.errors import InputError
 
@@ -37,7 +37,7 @@ def fed(tokens, logps, rule, period):
         tail, stop = extend_tail(tail, *inputs, rule)
         return tail, (tail, stop)
 
-    return jax.lax.scan(one, fresh_tail(ROWS, Repetition(period, 2 if period else 0)), (tokens.T, logps.T))[1]
+    return jax.lax.scan(one, empty_tail(ROWS, Repetition(period, 2 if period else 0)), (tokens.T, logps.T))[1]
 
 
 rules = st.builds(
@@ -54,12 +54,12 @@ def test_a_stop_is_what_the_whole_prefix_says(seed, words, period, repetition):
     for row in tokens:  # from there on one block again and again
         row[start:] = np.resize(row[start : start + period], LENGTH - start)
     logps = np.log(random.choice([0.3, 0.45, 0.7, 0.95], (ROWS, LENGTH), p=[0.1, 0.1, 0.3, 0.5])).astype(np.float32)
-    tails, stops = jax.device_get(fed(tokens, logps, as_rules(Sampling(repetition=repetition)), PERIOD))
+    tails, stops = jax.device_get(fed(tokens, logps, to_traced(Sampling(repetition=repetition)), PERIOD))
     for row in range(ROWS):
         for t in range(LENGTH):
             seen, sure = tokens[row, : t + 1], logps[row, : t + 1]
             assert stops[t, row] == (repeats(seen, repetition) or is_sure(sure, repetition)), (row, t)
-            for found, wanted in zip(tail_of(seen, sure, repetition), tails, strict=True):
+            for found, wanted in zip(tail_after(seen, sure, repetition), tails, strict=True):
                 assert found.dtype == wanted.dtype
                 np.testing.assert_array_equal(found, wanted[t, row])
 
@@ -72,11 +72,8 @@ def test_a_stop_is_what_the_whole_prefix_says(seed, words, period, repetition):
 def test_the_first_stop_of_a_few_lists(tokens, times, at):
     """A period of 5 is longer than what is looked for."""
     values = np.tile(np.array(tokens, np.int32), (ROWS, 1))
-    stops = np.asarray(
-        fed(
-            values, np.zeros(values.shape, np.float32), as_rules(Sampling(repetition=Repetition(PERIOD, times))), PERIOD
-        )[1]
-    )[:, 0]
+    rules = to_traced(Sampling(repetition=Repetition(PERIOD, times)))
+    stops = np.asarray(fed(values, np.zeros(values.shape, np.float32), rules, PERIOD)[1])[:, 0]
     assert (np.argmax(stops) if stops.any() else None) == at
 
 
@@ -86,19 +83,19 @@ def test_a_probability_of_exactly_the_bound_is_not_above_it():
     stops = fed(
         np.tile(np.arange(4, dtype=np.int32), (ROWS, 1)),
         np.tile(logps, (ROWS, 1)),
-        as_rules(Sampling(repetition=rule)),
+        to_traced(Sampling(repetition=rule)),
         0,
     )[1]
     np.testing.assert_array_equal(stops[:, 0], [False, False, False, True])
 
 
 def test_off_costs_nothing_and_ends_nothing():
-    tail = fresh_tail(ROWS, None)
+    tail = empty_tail(ROWS, None)
     assert tail.recent.size == tail.runs.size == 0
     zeros = np.zeros((ROWS, LENGTH), np.int32)
-    assert not np.any(fed(zeros, np.zeros((ROWS, LENGTH), np.float32), as_rules(Sampling()), 0)[1])
-    assert not np.any(fed(zeros, np.zeros((ROWS, LENGTH), np.float32), as_rules(Sampling()), PERIOD)[1])
-    alone = tail_of(np.zeros(0, np.int32), np.zeros(0, np.float32), Repetition(PERIOD, 2))
+    assert not np.any(fed(zeros, np.zeros((ROWS, LENGTH), np.float32), to_traced(Sampling()), 0)[1])
+    assert not np.any(fed(zeros, np.zeros((ROWS, LENGTH), np.float32), to_traced(Sampling()), PERIOD)[1])
+    alone = tail_after(np.zeros(0, np.int32), np.zeros(0, np.float32), Repetition(PERIOD, 2))
     np.testing.assert_array_equal(alone.recent, [-1] * PERIOD)
     assert isinstance(alone, Tail) and alone.confident == 0
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from engine.test_engine import PROMPTS, SEEDS, finished, model
 
-from jaxrl_llm.engine.sampling import tail_of
+from jaxrl_llm.engine.sampling import tail_after
 from jaxrl_llm.rollout import Engine, Repetition, Sampling
 from jaxrl_llm.rollout.groups import is_finished
 
@@ -17,7 +17,7 @@ def ends_at(completion, rule):
     """The first length at which the rule ends it, or None; by the host's own state."""
     logp = completion.extras["policy_logp"]
     for count in range(1, len(completion.tokens) + 1):
-        tail = tail_of(completion.tokens[:count], logp[:count], rule)
+        tail = tail_after(completion.tokens[:count], logp[:count], rule)
         periods = np.arange(1, rule.longest_period + 1)
         repeats = rule.times and (tail.runs >= (rule.times - 1) * periods).any()
         if repeats or (rule.tail and tail.confident >= rule.tail):
@@ -56,7 +56,7 @@ def test_an_interruption_does_not_hide_a_repetition():
     ENGINE.start(sampling)
     handles = ENGINE.submit(PROMPTS, SEEDS, [2] * len(PROMPTS))
     first = finished(ENGINE, handles)
-    again = finished(ENGINE, ENGINE.submit(PROMPTS, SEEDS, begun=first))
+    again = finished(ENGINE, ENGINE.submit(PROMPTS, SEEDS, partials=first))
     assert {completion.finish_reason for completion in first} == {"length"}
     assert "repetition" in {completion.finish_reason for completion in again}
     for found, wanted in zip(again, whole, strict=True):

@@ -14,9 +14,9 @@ from jaxrl_llm.engine.requests import (
     Request,
     SlotShape,
     assign_blocks,
-    lane_table,
-    seat,
-    with_blocks_for,
+    assign_slots,
+    block_table,
+    grow_blocks,
 )
 from jaxrl_llm.rollout import Engine, Sampling
 from jaxrl_llm.types import Prompt
@@ -38,7 +38,7 @@ def check(running, shape):
         assert r.slot == slot and r.lane[0] // (shape.blocks // shape.parts) == shape.part(slot)
         keys[r.lane[0]].add(r.block_key)
     assert all(len(found) == 1 for found in keys.values())
-    table, each = lane_table(running, shape), shape.blocks // shape.parts * shape.group
+    table, each = block_table(running, shape), shape.blocks // shape.parts * shape.group
     for slot in range(shape.rows):
         wanted = (
             each
@@ -64,10 +64,10 @@ def test_requests_come_and_go_and_every_one_reads_its_own_prompt(waves, parts, g
         shape = SlotShape(12, 8, 0, 8, parts, group)
         before = {r.handle: (r.slot, r.lane) for r in running.values()}
         stored = {r.lane[0]: r.block_key for r in running.values()}
-        seat(running, taken, shape)
+        assign_slots(running, taken, shape)
         if not running:
             continue
-        shape = with_blocks_for(running, shape, 12, False)
+        shape = grow_blocks(running, shape, 12, False)
         order = assign_blocks(running, shape, held == shape)
         check(running, shape)
         assert all(r.slot == before[r.handle][0] for r in running.values() if r.handle in before)
@@ -80,8 +80,8 @@ def test_requests_come_and_go_and_every_one_reads_its_own_prompt(waves, parts, g
 
 def test_a_group_needs_one_block_and_a_part_of_its_own():
     running, shape = {}, SlotShape(8, 8, 0, 8, 2, 4)
-    seat(running, [request(i, i // 4) for i in range(8)], shape)
-    assert with_blocks_for(running, shape, 8, False).blocks == 2
+    assign_slots(running, [request(i, i // 4) for i in range(8)], shape)
+    assert grow_blocks(running, shape, 8, False).blocks == 2
     assert [{running[slot].block_key for slot in part} for part in (range(4), range(4, 8))] == [{0}, {1}]
 
 
@@ -158,7 +158,7 @@ def test_interrupted_completions_share_their_prompt_again(keep):
     e.step(model())
     e.abort(handles)
     done = dict(e.collect())
-    again = e.submit(prompts, seeds, begun=[done[handle] for handle in handles])
+    again = e.submit(prompts, seeds, partials=[done[handle] for handle in handles])
     for found, wanted in zip(finished(e, again), whole, strict=True):
         np.testing.assert_array_equal(found.tokens, wanted.tokens)
         np.testing.assert_allclose(found.sampler_logp, wanted.sampler_logp, atol=1e-5)

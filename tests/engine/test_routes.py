@@ -53,7 +53,7 @@ def test_a_completion_that_resumes_has_them_of_a_tools_tokens_too(keep):
     told = [with_tokens(first_tokens(one, 3), [11, 12, 13]) for one in begun]
     marked = [dataclasses.replace(one, extras=one.extras | {EXPERTS: one.extras[EXPERTS].copy()}) for one in told]
     marked[0].extras[EXPERTS][1] = 5
-    for prompt, start, whole in zip(PROMPTS, marked, done(ENGINE.submit(PROMPTS[:2], SEEDS[:2], begun=marked)),
+    for prompt, start, whole in zip(PROMPTS, marked, done(ENGINE.submit(PROMPTS[:2], SEEDS[:2], partials=marked)),
                                     strict=False):  # fmt: skip
         wanted = of_full_forward(prompt, whole)
         if start is marked[0]:

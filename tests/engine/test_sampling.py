@@ -12,7 +12,7 @@ from oracles import kept_tokens
 from scipy.stats import chi2, kstest
 from tiny import Compilations, equations
 
-from jaxrl_llm.engine.sampling import Computed, as_rules, asked, draw, uniforms
+from jaxrl_llm.engine.sampling import DrawOptions, draw, draw_options, to_traced, uniforms
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.errors import InputError
 
@@ -25,7 +25,7 @@ RULES = {
     "plain": Sampling(), "cool": Sampling(temperature=0.7), "top-k": Sampling(top_k=5), "top-p": Sampling(top_p=0.8),
     "min-p": Sampling(min_p=0.05), "all": Sampling(1.5, top_k=60, top_p=0.95, min_p=0.03),
 }  # fmt: skip
-EVERYTHING = Computed(truncates=True, kept=True)
+EVERYTHING = DrawOptions(truncates=True, kept=True)
 
 drawn = jax.jit(draw, static_argnums=3)
 
@@ -48,7 +48,7 @@ def chosen(p, u):
     """The tokens that the numbers u [B] draw from weights [B, V]."""
     with np.errstate(divide="ignore"):
         logits = jnp.asarray(np.log(p))
-    return np.asarray(drawn(logits, jnp.asarray(u), as_rules(Sampling()), Computed()).token)
+    return np.asarray(drawn(logits, jnp.asarray(u), to_traced(Sampling()), DrawOptions()).token)
 
 
 def rows(logits, count):
@@ -65,7 +65,7 @@ def batch_of_draws(logits, rule, first, wanted):
 def test_a_hundred_thousand_draws_follow_the_distribution(name):
     sampling = RULES[name]
     _, wanted = distribution(LOGITS, sampling)
-    rule, need = as_rules(sampling), asked(sampling)
+    rule, need = to_traced(sampling), draw_options(sampling)
     tokens = np.concatenate([
         batch_of_draws(LOGITS, rule, jnp.uint32(start), need).token for start in range(0, DRAWS, BATCH)
     ])  # fmt: skip
@@ -87,7 +87,7 @@ def test_the_share_of_the_unit_interval_that_gives_a_token_is_its_probability(na
     sampling = RULES[name]
     p, wanted = distribution(LOGITS, sampling)
     u = jnp.asarray(((np.arange(BATCH) + 0.5) / BATCH).astype(np.float32))
-    found = drawn(rows(LOGITS, BATCH), u, as_rules(sampling), EVERYTHING)
+    found = drawn(rows(LOGITS, BATCH), u, to_traced(sampling), EVERYTHING)
     tokens = np.asarray(found.token)
     # Each token has one interval of u, whose ends fall between two steps.
     np.testing.assert_allclose(np.bincount(tokens, minlength=VOCAB) / BATCH, wanted, atol=1.01 / BATCH)
@@ -104,7 +104,9 @@ def test_temperature_zero_takes_the_most_likely_token_with_certainty():
     logits = np.random.default_rng(0).normal(size=(4, VOCAB)).astype(np.float32)
     logits[2, [20, 140]] = 9  # the first of equals, as argmax does
     sampling = Sampling(temperature=0.0, top_k=3, top_p=0.5, min_p=0.5)
-    found = drawn(jnp.asarray(logits), jnp.array([0.0, 0.3, 0.9, NEARLY_ONE]), as_rules(sampling), asked(sampling))
+    found = drawn(
+        jnp.asarray(logits), jnp.array([0.0, 0.3, 0.9, NEARLY_ONE]), to_traced(sampling), draw_options(sampling)
+    )
     np.testing.assert_array_equal(found.token, np.argmax(logits, axis=-1))
     np.testing.assert_array_equal(found.logp, 0)
     policy = jax.nn.log_softmax(logits)
@@ -147,7 +149,7 @@ def kept_of(p, sampling):
     """The kept set bool[B, V] of a draw from probabilities [B, V], and the draw."""
     with np.errstate(divide="ignore"):
         logits = jnp.asarray(np.log(np.asarray(p, np.float32)))
-    found = drawn(logits, jnp.full(len(p), 0.5), as_rules(sampling), EVERYTHING)
+    found = drawn(logits, jnp.full(len(p), 0.5), to_traced(sampling), EVERYTHING)
     return unpacked(found.extras["kept"], len(p[0])), found
 
 
@@ -177,7 +179,7 @@ def test_top_p_stops_as_soon_as_the_mass_is_reached(top_p, kept):
 def test_a_hair_less_likely_than_the_last_one_kept_is_cut_off(sampling):
     """The two in the middle differ by a few units in the last place; the first two hold 0.62 of the mass."""
     logits = jnp.array([[1.0, 0.5, 0.5 - 3e-7, -2.0]])
-    found = drawn(logits, jnp.full(1, 0.5), as_rules(sampling), EVERYTHING)
+    found = drawn(logits, jnp.full(1, 0.5), to_traced(sampling), EVERYTHING)
     np.testing.assert_array_equal(unpacked(found.extras["kept"], 4), [[True, True, False, False]])
 
 
@@ -209,14 +211,14 @@ def test_a_tail_too_thin_to_add_anything_is_kept_where_nothing_is_cut():
 
 def test_nothing_is_sorted_and_numbers_compile_nothing():
     logits, u = rows(LOGITS, 3), jnp.full(3, 0.2)
-    jaxpr = jax.make_jaxpr(draw, static_argnums=3)(logits, u, as_rules(Sampling(top_p=0.5)), EVERYTHING)
+    jaxpr = jax.make_jaxpr(draw, static_argnums=3)(logits, u, to_traced(Sampling(top_p=0.5)), EVERYTHING)
     assert not {"sort", "top_k"} & {equation.primitive.name for equation in equations(jaxpr.jaxpr)}
-    needs = [asked(s) for s in (Sampling(), Sampling(0.0), Sampling(0.7), Sampling(top_p=0.3))]
+    needs = [draw_options(s) for s in (Sampling(), Sampling(0.0), Sampling(0.7), Sampling(top_p=0.3))]
     assert needs[0] == needs[1] == needs[2] != needs[3]
-    drawn(logits, u, as_rules(Sampling()), EVERYTHING)
+    drawn(logits, u, to_traced(Sampling()), EVERYTHING)
     with Compilations() as compilations:
         for sampling in (Sampling(0.7), Sampling(1.2, 3), Sampling(top_p=0.3, min_p=0.1)):
-            drawn(logits, u, as_rules(sampling), EVERYTHING)
+            drawn(logits, u, to_traced(sampling), EVERYTHING)
     assert compilations.heard == []
 
 

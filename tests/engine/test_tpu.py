@@ -11,9 +11,9 @@ from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxrl_llm.engine.requests import SlotShape
-from jaxrl_llm.engine.sampling import as_rules, asked
+from jaxrl_llm.engine.sampling import draw_options, to_traced
 from jaxrl_llm.engine.settings import Sampling
-from jaxrl_llm.engine.slots import empty_slots, fill_slots, idle, rearranged, run_chunk
+from jaxrl_llm.engine.slots import empty_admission, empty_slots, fill_slots, rearrange_slots, run_chunk
 from jaxrl_llm.models.config import Attention, Embeddings, ModelConfig, Norm
 from jaxrl_llm.models.decoder import initialise
 from jaxrl_llm.models.decoding import empty_cache
@@ -43,7 +43,7 @@ def shape(columns):
 
 def slots(columns):
     """As many columns in slots as in the blocks of prompts, and room for more slots."""
-    make = lambda: empty_slots(CONFIG, shape(columns), jnp.bfloat16, room=(SLOTS + 8, columns))
+    make = lambda: empty_slots(CONFIG, shape(columns), jnp.bfloat16, cache_shape=(SLOTS + 8, columns))
     return abstract(jax.eval_shape(make))
 
 
@@ -51,12 +51,14 @@ def chunk(columns):
     """Three quarters of the columns are read."""
     make = lambda key: jax.tree.map(lambda x: x.astype(jnp.bfloat16), initialise(CONFIG, key))
     model = abstract(jax.eval_shape(make, jax.random.key(0)))
-    rules = abstract(as_rules(Sampling()))
-    return run_chunk.lower(model, slots(columns), rules, STEPS, asked(Sampling()), GROUP, columns=columns * 3 // 4)
+    rules = abstract(to_traced(Sampling()))
+    return run_chunk.lower(
+        model, slots(columns), rules, STEPS, draw_options(Sampling()), GROUP, columns=columns * 3 // 4
+    )
 
 
 def fill(columns):
-    begun = idle(shape(columns), 8, None)
+    begun = empty_admission(shape(columns), 8, None)
     prompts = jax.eval_shape(lambda: empty_cache(CONFIG, 8, 256, jnp.bfloat16))
     return fill_slots.lower(slots(columns), abstract(prompts), abstract(begun))
 
@@ -65,7 +67,7 @@ def shrink(columns):
     """To half as many slots."""
     light = slots(columns)._replace(cache=None, blocks=None)
     order = abstract(np.zeros(SLOTS // 2, np.int32))
-    return rearranged.lower(slots(columns).cache, light, order, order)
+    return rearrange_slots.lower(slots(columns).cache, light, order, order)
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,8 @@ from tiny import compiled, tiny
 from jaxrl_llm import learner
 from jaxrl_llm.config import Output
 from jaxrl_llm.engine.requests import Request
-from jaxrl_llm.engine.sampling import as_rules, asked
-from jaxrl_llm.engine.scheduler import Build, rows_for, wanted
+from jaxrl_llm.engine.sampling import draw_options, to_traced
+from jaxrl_llm.engine.scheduler import EngineSpec, chunk_rows, chunk_shape
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.engine.slots import empty_slots, run_chunk
 from jaxrl_llm.learner.optimiser import build
@@ -80,8 +80,8 @@ def test_a_decode_step_runs_the_products_that_the_formula_says():
     run = tiny_run((1, 1, 1))
     one = subject(run, CONFIG, jax.devices()[:1])
     a = one.arrays
-    rules = jax.eval_shape(lambda: as_rules(a.sampler.rules))
-    jaxpr = jax.make_jaxpr(lambda m, s, r: run_chunk(m, s, r, 1, asked(a.sampler.rules), a.slot_shape.group))(
+    rules = jax.eval_shape(lambda: to_traced(a.sampler.rules))
+    jaxpr = jax.make_jaxpr(lambda m, s, r: run_chunk(m, s, r, 1, draw_options(a.sampler.rules), a.slot_shape.group))(
         model, a.slots, rules
     )
     slots, columns = run.rollout.engine.slots, a.slot_shape.columns + 1
@@ -110,12 +110,12 @@ def test_slots_take_the_next_of_the_queue_and_read_what_the_engine_reads(mean, s
     count, longest, chunk = 90, 400, 16
     queue = lengths(count, mean, longest).tolist()
     assert sum(queue) / count == pytest.approx(mean, rel=0.06) and max(queue) <= longest
-    build = Build(CONFIG, jnp.float32, slots, longest + 24, chunk, None, False, 1)
+    build = EngineSpec(CONFIG, jnp.float32, slots, longest + 24, chunk, None, False, 1)
     held, chunks, read, live, room = [], 0, 0, 0, longest + chunk
     while queue or held:
         held += [[queue.pop(0), 0] for _ in range(min(slots - len(held), len(queue)))]
-        asked = [Request(0, Prompt(np.zeros(1, np.int32)), 0, 10**6, count=done) for _, done in held]
-        read += wanted(build, Sampling(max_new_tokens=longest), asked, None, True).columns * rows_for(
+        asked = [Request(0, Prompt(np.zeros(1, np.int32)), 0, 10**6, num_sampled=done) for _, done in held]
+        read += chunk_shape(build, Sampling(max_new_tokens=longest), asked, None, True).columns * chunk_rows(
             len(held), slots, parts
         )
         chunks, live = chunks + 1, live + sum(done for _, done in held)
@@ -123,8 +123,8 @@ def test_slots_take_the_next_of_the_queue_and_read_what_the_engine_reads(mean, s
     found = occupancy(count, mean, longest, slots, chunk, room, parts)
     whole = slots * room * chunks
     assert found == Occupancy(chunks, pytest.approx(read / whole), pytest.approx(live / whole))
-    alone = wanted(build, Sampling(max_new_tokens=longest), asked, None, True)
-    assert alone.rows == rows_for(len(asked), slots, 1)
+    alone = chunk_shape(build, Sampling(max_new_tokens=longest), asked, None, True)
+    assert alone.rows == chunk_rows(len(asked), slots, 1)
 
 
 def test_attention_hides_half_at_best():

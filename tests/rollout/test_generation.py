@@ -108,7 +108,7 @@ def test_a_environments_answers_a_turn_until_the_episode_is_over(slow):
     assert sorted(tool.heard) == sorted((key, "stop") for key in "abc" * 2) and set(found) == set("abc")
     engine.start(RULES)
     begun = [with_tokens(turn, [7, 8]) for turn in turns]
-    handles = engine.submit(prompts, seeds, begun=begun, keep_prompt=True)
+    handles = engine.submit(prompts, seeds, partials=begun, keep_prompt=True)
     while engine.busy:
         engine.step(model)
     for (_, wanted), key in zip(sorted(engine.collect()), "abc", strict=True):

@@ -26,7 +26,7 @@ def sampled(engine, weights):
     done = dict(engine.collect())
     begun = [done[handle] for handle in handles[:2]]
     left = [i for i in range(2) if begun[i].finish_reason == "aborted"]
-    again = engine.submit([PROMPTS[i] for i in left], [SEEDS[i] for i in left], begun=[begun[i] for i in left])
+    again = engine.submit([PROMPTS[i] for i in left], [SEEDS[i] for i in left], partials=[begun[i] for i in left])
     while engine.busy:
         engine.step(weights)
     done |= dict(engine.collect())
