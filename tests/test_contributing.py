@@ -198,7 +198,7 @@ def test_a_per_token_array_is_computed_by_the_sampler_and_read_by_the_loss():
     logits = np.random.default_rng(0).normal(size=(4, 50)).astype(np.float32)
     logits[:2, 7] += 20.0  # two rows that are sure of a token
     uniforms = jnp.linspace(0.05, 0.95, 4)
-    drawn = sampling.draw(jnp.asarray(logits), uniforms, sampling.as_rules(Sampling(temperature=0.7)))
+    drawn = sampling.draw(jnp.asarray(logits), uniforms, sampling.to_traced(Sampling(temperature=0.7)))
     wanted = jax.nn.log_softmax(logits / 0.7)
     np.testing.assert_allclose(drawn.extras["top_logp"], jnp.max(wanted, axis=-1), rtol=1e-5)
     piece = per_token_array.Hesitant()

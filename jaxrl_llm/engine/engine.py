@@ -103,9 +103,9 @@ class Engine:
             ``max_new_tokens``.
           partials: completions to resume, whatever ended them; None for a new one. Their tokens stay as they are, and
             the random draws are those of a completion that was never interrupted.
-          keep: keep the keys and values of these requests when they end, so that requests begun with them (or with any
+          keep: keep the keys and values of these requests when they end, so that requests that resume them (or any
             of their first tokens) resume from there; until the weights change, or ``start``.
-          keep_prompt: keep the keys and values of these prompts, and compute completions begun from there: for episodes
+          keep_prompt: keep the keys and values of these prompts, and compute partial completions from there: for episodes
             of several turns. Their bits then do not depend on what was kept.
 
         Raises:

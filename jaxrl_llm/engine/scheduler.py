@@ -178,7 +178,7 @@ class PrefixCache:
         self._prompts = dict([*self._prompts.items()][-MAX_CACHED_PROMPTS:])
 
     def prepare(self, model: Decoder, requests: Sequence[Request], upcoming: Iterable[Request] = ()) -> None:
-        """Compute the sequences of these requests that are missing; one that was begun resumes from the kept sequence
+        """Compute the sequences of these requests that are missing; a partial completion resumes from the kept sequence
         that shares most first tokens.
 
         Rows that a call would leave empty take new sequences of equal shape that are needed next.
@@ -396,7 +396,7 @@ class Scheduler:
             self.prefixes.keep(request, self._state, self._shape.row(request.slot, self._spec.slots))
 
     def _admissions(self, admitted: list[Request]) -> Iterator[tuple[Cache, Admission]]:
-        """Yield the cache of each prefilled batch that the requests taken come from, and the slots and blocks begun."""
+        """Yield the cache of each prefilled batch that the admitted requests come from, and their admission."""
         shape, repetition = self._shape, self._sampling.repetition
         batches: dict[int, tuple[Cache, list[tuple[Prefix, Request]]]] = {}
         for request in admitted:

@@ -28,7 +28,7 @@ def test_its_slots_pass_the_steps_of_the_engine():
     model = tiny()
     engine = Engine(model, slots=17, max_length=80, chunk=16, group=2, form=None)
     clock = tail.Clock()
-    slots = tail.Slots(engine._build, tail.Costs(2.0, 0.0), lambda seed: LIMITS[seed], clock)
+    slots = tail.Slots(engine._spec, tail.Costs(2.0, 0.0), lambda seed: LIMITS[seed], clock)
     prompts = [Prompt(np.asarray(prompt, np.int32)) for prompt in PROMPTS]
     for sampler in (engine, slots):
         sampler.start(Sampling(max_new_tokens=64))
