@@ -23,7 +23,7 @@ from jaxrl_llm.engine.scheduler import Build, Scheduler
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.decode_kernels import ByLength, form_for
-from jaxrl_llm.models.decoder import Decoder, by_layer, cast, to_parameters
+from jaxrl_llm.models.decoder import Decoder, cast, to_parameters, unstack_layers
 from jaxrl_llm.models.lora import merge
 from jaxrl_llm.sharding import platform_of, sampling_shardings
 from jaxrl_llm.types import Completion, Prompt
@@ -343,7 +343,7 @@ def for_sampling(model: Decoder, platform: str, router_bits: int = 0) -> Decoder
             raise InputError(f"rollout.engine.router_bits {router_bits} needs a model with experts: set it to 0")
         rounding = dataclasses.replace(model.config.experts, bits=router_bits)
         model = Decoder(dataclasses.replace(model.config, experts=rounding), to_parameters(model))
-    return by_layer(model) if platform == "gpu" else model
+    return unstack_layers(model) if platform == "gpu" else model
 
 
 def weights_for_sampling(

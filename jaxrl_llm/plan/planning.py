@@ -12,8 +12,8 @@ from jaxrl_llm.config import Configuration
 from jaxrl_llm.learner.platform import compute_for, token_bytes, tokens_in_memory
 from jaxrl_llm.learner.samples import bytes_to_estimate
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.flops import active_parameters, counts
-from jaxrl_llm.models.heads import split
+from jaxrl_llm.models.flops import active_parameters, count_parameters
+from jaxrl_llm.models.heads import split_head
 from jaxrl_llm.plan.machines import CUDNN, Machine, installed
 from jaxrl_llm.plan.programs import (
     Arrays,
@@ -246,9 +246,9 @@ class Plan:
     @property
     def active(self) -> int:
         """Return the number of those that one token uses: all but those of the experts that it does not take."""
-        decoder, _ = split(_whole(self.state.policy))
+        decoder, _ = split_head(_whole(self.state.policy))
         config = decoder.config
-        return self.parameters - counts(config)[0] + active_parameters(config)
+        return self.parameters - count_parameters(config)[0] + active_parameters(config)
 
     @property
     def refused(self) -> tuple[str, ...]:

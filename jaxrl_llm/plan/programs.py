@@ -35,9 +35,9 @@ from jaxrl_llm.models.decoder import Adapter, Decoder, cast, initialise
 from jaxrl_llm.models.decoding import empty_cache
 from jaxrl_llm.models.heads import ScalarModel
 from jaxrl_llm.models.hf import read_config
-from jaxrl_llm.models.lora import base_of, model_of
-from jaxrl_llm.models.peft import base_named, is_adapter
-from jaxrl_llm.models.pretrained import architecture
+from jaxrl_llm.models.lora import frozen_base, model_of
+from jaxrl_llm.models.peft import base_model_name, is_adapter
+from jaxrl_llm.models.pretrained import model_config_of
 from jaxrl_llm.plan import hlo
 from jaxrl_llm.plan.hlo import Loop, cycles, loops
 from jaxrl_llm.plan.machines import Machine
@@ -177,7 +177,7 @@ def arrays(outline: Outline, initial: Decoder, mesh: Any, where: Any) -> Arrays:
     packed = abstract(packed, batch_shardings(packed, mesh))
     learned = []
     for one in outline.training:
-        role = state.roles[one.role]._replace(base=base_of(state, one.role))
+        role = state.roles[one.role]._replace(base=frozen_base(state, one.role))
         model, forward = model_of(state, one.role), outline.forwards[one.role]
         name = "update" if one.role == "policy" else one.role
         predicts = not isinstance(model, ScalarModel)
@@ -441,8 +441,8 @@ def model_config(name: str) -> tuple[ModelConfig, str]:
     trained = find_run(name)
     adapter = is_adapter(storage.folder(name))
     if trained is None and not adapter:
-        return architecture(name)
-    base = base_named(storage.folder(name)) if trained is None else without_step(trained.run.model)
+        return model_config_of(name)
+    base = base_model_name(storage.folder(name)) if trained is None else without_step(trained.run.model)
     config, source = model_config(base)
     return config, f"of {'adapter' if adapter else 'run'} {name}: {source}"
 

@@ -19,8 +19,8 @@ from jaxrl_llm.learner.batch import packed_shapes
 from jaxrl_llm.models import gpu_attention
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decode_kernels import ByLength, columns_read
-from jaxrl_llm.models.flops import counts, forward_flops, training_flops, visible_pairs
-from jaxrl_llm.models.heads import keeps_logits
+from jaxrl_llm.models.flops import count_parameters, forward_flops, training_flops, visible_pairs
+from jaxrl_llm.models.heads import saves_logits
 from jaxrl_llm.models.layers import BLOCKS, part_columns
 from jaxrl_llm.plan.hlo import Collective, Traffic
 from jaxrl_llm.plan.machines import Machine
@@ -223,7 +223,7 @@ def update_flops(one: Work, learned: PlannedRole) -> float:
     last = 2.0 * config.layers * config.width * config.active_width * tokens
     repeated = forward_flops(config, tokens, pairs, 0) - last
     # The head's logits are computed again in the backward pass, if they are too large to be kept.
-    kept = keeps_logits(learned.packed.predictions.target.shape[-1], compute.head_chunk, config.vocab_size)
+    kept = saves_logits(learned.packed.predictions.target.shape[-1], compute.head_chunk, config.vocab_size)
     return once + REMAT_PASSES[compute.remat] * repeated + (not kept) * forward_flops(config, 0, 0, predictions)
 
 
@@ -429,7 +429,7 @@ def update_cost(arrays: Arrays, held: PlannedRole, work: Work) -> Cost:
     tokens = work.rows * work.row_tokens / parts
     a = config.attention
     layer = 16 * config.width + (6 * (a.heads + a.kv_heads) * a.head_dim + 8 * config.active_width) * share
-    weights = counts(config)[0] * width * share
+    weights = count_parameters(config)[0] * width * share
     role = arrays.state.roles[held.training.role]
     state = bytes_per_device((role.params, role.opt_state))
     gradients = bytes_per_device(role)

@@ -22,7 +22,7 @@ from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.samples import bytes_to_estimate
 from jaxrl_llm.models import experts
 from jaxrl_llm.models.decoder import Weights, initialise
-from jaxrl_llm.models.flops import counts, forward_flops, visible_pairs
+from jaxrl_llm.models.flops import count_parameters, forward_flops, visible_pairs
 from jaxrl_llm.plan import hlo
 from jaxrl_llm.plan.hlo import loops
 from jaxrl_llm.plan.planning import memory_of_learning, resident
@@ -141,7 +141,7 @@ def test_six_n_per_token_is_the_known_count():
     from jaxrl_llm.plan.programs import model_config
 
     config, _ = model_config("Qwen/Qwen2.5-0.5B")
-    (_, layers), head = counts(config), 896 * 151936
+    (_, layers), head = count_parameters(config), 896 * 151936
     assert layers == 24 * (896 * 896 * 2 + 896 * 128 * 2 + 3 * 896 * 4864)
     assert forward_flops(config, 0, 0, 1) == 2 * head
     assert 3 * forward_flops(config, 1, 0, 1) == 6 * (layers + head)

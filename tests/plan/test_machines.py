@@ -6,7 +6,7 @@ import pytest
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.families import FAMILIES
-from jaxrl_llm.models.flops import active_parameters, counts
+from jaxrl_llm.models.flops import active_parameters, count_parameters
 from jaxrl_llm.plan.machines import EXAMPLES, describe, parse_topology
 from jaxrl_llm.plan.programs import model_config, published
 from jaxrl_llm.sharding.mesh import CHIPS, chip_of
@@ -71,17 +71,17 @@ def test_every_chip_has_an_example_and_sound_peaks():
     ("meta-llama/Llama-3.1-8B", 8_030_261_248), ("meta-llama/Llama-3.2-1B", 1_235_814_400)])  # fmt: skip
 def test_published_shapes_have_the_published_number_of_parameters(name, parameters):
     config, source = model_config(name)
-    assert counts(config)[0] == parameters and "copied into this package" in source
+    assert count_parameters(config)[0] == parameters and "copied into this package" in source
 
 
 def test_a_token_uses_the_parameters_of_its_own_experts():
     """The model's card says 30.5 billion, 3.3 of them active."""
     config = model_config("Qwen/Qwen3-30B-A3B")[0]
-    total, active = counts(config)[0], active_parameters(config)
+    total, active = count_parameters(config)[0], active_parameters(config)
     assert total == 30_532_122_624 and active == total - 48 * (128 - 8) * 3 * 2048 * 768
     assert 3.3e9 < active < 3.4e9
     dense = model_config("Qwen/Qwen3-8B")[0]
-    assert active_parameters(dense) == counts(dense)[0]
+    assert active_parameters(dense) == count_parameters(dense)[0]
 
 
 def test_every_published_shape_can_be_read():
@@ -93,9 +93,9 @@ def test_every_published_shape_can_be_read():
 def test_a_directory_is_read_before_the_table(tmp_path):
     from jaxrl_llm.models.hf import write_config
     from jaxrl_llm.models.pretrained import TINY
-    from jaxrl_llm.models.weights import write_json
+    from jaxrl_llm.models.weights import write_object
 
-    write_json(tmp_path / "config.json", write_config(TINY, "float32"))
+    write_object(tmp_path / "config.json", write_config(TINY, "float32"))
     config, source = model_config(str(tmp_path))
     assert config.width == TINY.width and source == str(tmp_path / "config.json")
     assert model_config("tiny-random") == (TINY, "built in")
