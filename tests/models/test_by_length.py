@@ -20,7 +20,7 @@ from jaxrl_llm.models.decode_kernels import (
 )
 from jaxrl_llm.models.decoding import Cache
 from jaxrl_llm.plan import hlo
-from jaxrl_llm.plan.machines import describe, parse_topology
+from jaxrl_llm.plan.machines import describe_devices, parse_topology
 from jaxrl_llm.sharding.mesh import without_compilation_cache
 
 slow = pytest.mark.slow
@@ -120,7 +120,7 @@ def test_rows_and_shared_blocks_are_read_as_by_a_loop(platform, dtype, tolerance
 @pytest.mark.parametrize("width, queries", [(64, 7), (128, 5)])
 def test_the_kernels_compile_and_copy_nothing_of_the_cache(topology, width, queries):
     machine = parse_topology(topology)
-    place = jax.sharding.SingleDeviceSharding(describe(machine)[0])
+    place = jax.sharding.SingleDeviceSharding(describe_devices(machine)[0])
     layers, rows, columns, lanes = 3, 16, 4096, 4
     some = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
     form, config = ByLength(machine.chip.platform), Attention(2 * queries, 2, width)
@@ -139,7 +139,7 @@ def test_the_kernels_compile_and_copy_nothing_of_the_cache(topology, width, quer
         done = jax.jit(both).lower(q, cache, near, *bounds, some(jnp.int32, rows, lanes)).compile()
     size = sum(np.prod(x.shape) * 2 for x in cache)
     assert done.memory_analysis().temp_size_in_bytes < 0.1 * size
-    program = hlo.parse(done.as_text(), 1)
+    program = hlo.parse_hlo(done.as_text(), 1)
     kernels = [one for one in program.computations[program.entry].values() if one.operation == "custom-call"]
     assert len([one for one in kernels if "attention_by_length" in one.rest or "triton" in one.rest]) == 2
 

@@ -18,7 +18,7 @@ from jaxrl_llm.models.lora import create_adapter
 from jaxrl_llm.models.peft import save_adapter
 from jaxrl_llm.models.pretrained import check_name, model_config_of
 from jaxrl_llm.models.tokenizer import save_tokenizer
-from jaxrl_llm.plan.programs import model_config
+from jaxrl_llm.plan.programs import find_model_config
 from jaxrl_llm.sharding import MeshShape, make_mesh
 
 TOKENS = np.array([[1, 5, 9, 200, 33, 17, 4]])
@@ -123,7 +123,7 @@ def test_the_tokenizer_is_the_adapters_own_with_its_end_of_text(base, tmp_path):
 
 def test_a_plan_over_a_known_base_needs_no_network(base, tmp_path):
     write(tmp_path / "adapter", PLAIN | {"base_model_name_or_path": "Qwen/Qwen2.5-1.5B"}, ADAPTERS["plain"][1], base)
-    config, source = model_config(str(tmp_path / "adapter"))
+    config, source = find_model_config(str(tmp_path / "adapter"))
     assert config.width == 1536 and "of adapter" in source
 
 
