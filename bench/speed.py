@@ -37,7 +37,7 @@ from jaxrl_llm.learner.update import accumulate
 from jaxrl_llm.models import layers, load_pretrained
 from jaxrl_llm.models.config import Attention, Embeddings, Experts, ModelConfig, Norm, Rope
 from jaxrl_llm.models.decoder import Decoder, initialise
-from jaxrl_llm.plan.programs import model_config
+from jaxrl_llm.plan.programs import find_model_config
 from jaxrl_llm.rollout import Engine, Sampling
 from jaxrl_llm.sharding.mesh import MeshShape, compiler_options, make_mesh, platform_of
 from jaxrl_llm.types import Role, TrainState
@@ -148,7 +148,7 @@ def model_of(name: str, dtype: str = "float32") -> Decoder:
     """The model that is named: random weights of a shape from the same key always, or a loaded one."""
     shape = SHAPES.get(name)
     if name.startswith(RANDOM):
-        shape, _ = model_config(name.removeprefix(RANDOM))
+        shape, _ = find_model_config(name.removeprefix(RANDOM))
     return load_pretrained(name, dtype)[0] if shape is None else initialise(shape, jax.random.key(0), dtype)
 
 

@@ -16,7 +16,7 @@ import yaml
 from jaxrl_llm import config as configs
 from jaxrl_llm.cli.flags import parse
 from jaxrl_llm.cli.train import take_distributed
-from jaxrl_llm.models.flops import counts
+from jaxrl_llm.models.flops import count_parameters
 from jaxrl_llm.models.hf import read_config
 from jaxrl_llm.rules import DONE, GUARD
 from jaxrl_llm.sharding.distributed import joining
@@ -259,7 +259,7 @@ def test_sizes_of_checkpoints_and_device_hours_are_right():
     page = PAGE.read_text()
     groups = json.loads((ROOT / "jaxrl_llm" / "plan" / "published.json").read_text())
     published = {name: group["config"] for group in groups for name in group["names"]}
-    total = counts(read_config(published["Qwen/Qwen2.5-1.5B-Instruct"]))[0]
+    total = count_parameters(read_config(published["Qwen/Qwen2.5-1.5B-Instruct"]))[0]
     sizes = re.search(r"a checkpoint has ([\d.]+) GB, a snapshot ([\d.]+) GB; disk needed: ([\d.]+) GB", page)
     assert [float(size) for size in sizes.groups()] == [round(4 * each * total / 1e9, 1) for each in (4, 1, 16)]
     minutes, hours, cost = map(

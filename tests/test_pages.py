@@ -20,7 +20,7 @@ from jaxrl_llm.cli import COMMANDS
 from jaxrl_llm.config import config_names, load_config, validate
 from jaxrl_llm.diagnosis.detectors import RULES
 from jaxrl_llm.models.families import FAMILIES, our_shape, tensors_of
-from jaxrl_llm.plan.programs import model_config, published
+from jaxrl_llm.plan.programs import find_model_config, published_configs
 from jaxrl_llm.recipes import RECIPES
 
 pytestmark = pytest.mark.slow
@@ -256,9 +256,9 @@ def test_messages_that_are_explained_are_those_of_the_code():
 def test_parameters_of_models_are_those_of_their_shapes():
     page = (DOCS / "models.md").read_text()
     stated = dict(re.findall(r"^\| `([^`]+/[^`]+)` \| ([\d,]+) \|", page, re.MULTILINE))
-    assert set(stated) <= set(published()) and len(stated) > 15
+    assert set(stated) <= set(published_configs()) and len(stated) > 15
     for name, number in stated.items():
-        config = model_config(name)[0]
+        config = find_model_config(name)[0]
         counted = sum(math.prod(our_shape(tensor, config)) for tensor in tensors_of(config))
         assert counted == int(number.replace(",", "")), name
     types = re.findall(r"^\| [^|`]+ \| `(\w+)` \| `\w+` \|$", page, re.MULTILINE)

@@ -30,7 +30,7 @@ from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.models.decode_kernels import ByLength, whole_blocks
 from jaxrl_llm.models.decoder import Decoder, cast, initialise
 from jaxrl_llm.models.decoding import Cache, decode, empty_cache, shared_prefix
-from jaxrl_llm.plan.programs import model_config
+from jaxrl_llm.plan.programs import find_model_config
 from jaxrl_llm.types import Role
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -121,7 +121,7 @@ def run(options: Options) -> dict[str, Any]:
     """The row."""
     device = jax.devices()[0]
     options = dataclasses.replace(options, attention=options.attention or FUSED.get(device.platform, "triton"))
-    config = dataclasses.replace(model_config(options.model)[0], layers=options.layers)
+    config = dataclasses.replace(find_model_config(options.model)[0], layers=options.layers)
     model = initialise(config, jax.random.key(0))
     packed = batch(options, config.vocab_size)
     wanted, gradient, _ = results(model, packed, ComputeOptions("float32"))

@@ -3,7 +3,7 @@
 An entry says how config.json and the names of the tensors map to ours, and back; loading, saving and training follow.
 """
 
-from jaxrl_llm.models.families import BIASES, ENDS, MATRICES, PRE_NORMS, Family, _defaults
+from jaxrl_llm.models.families import BIASES, EMBEDDINGS, MATRICES, PRE_NORMS, Family, _defaults
 
 # jaxrl_llm/models/families.py, in _ALL, before )
 _ALL = (
@@ -13,6 +13,6 @@ _ALL = (
         "SeedOssForSequenceClassification",
         _defaults(num_key_value_heads=8, head_dim=128, max_position_embeddings=524288, attention_bias=True),
         constants={},
-        tensors=ENDS + MATRICES + BIASES + PRE_NORMS,
+        tensors=EMBEDDINGS + MATRICES + BIASES + PRE_NORMS,
     ),
 )

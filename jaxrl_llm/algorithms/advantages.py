@@ -30,20 +30,18 @@ from jaxrl_llm.algorithms.tokens import (
     LOWEST_LOGP,
     FloatBT,
     FloatPG,
-    array,
-    count,
-    flags,
-    ranked,
-    shaped,
-    within_bounds,
+    as_array,
+    as_mask,
+    check_rank,
+    check_self,
+    check_shape,
+    divisor,
 )
 from jaxrl_llm.system.setting import Range
 from jaxrl_llm.types import AdvantageContext
 
-Reduction = Callable[..., jax.Array]
 
-
-class Grouped(NamedTuple):
+class GroupedRewards(NamedTuple):
     """Rewards with their assignment to groups.
 
     Attributes:
@@ -56,11 +54,8 @@ class Grouped(NamedTuple):
     valid: jax.Array
     same: jax.Array | None
 
-    def by_group(self, reduction: Reduction, x: jax.Array, fill: float = 0) -> jax.Array:
-        """Apply ``reduction`` (``jnp.sum``, ``jnp.max``, ...) to x over each group; the result broadcasts against x.
-
-        ``fill`` is the neutral element of the reduction.
-        """
+    def by_group(self, reduction: Callable[..., jax.Array], x: jax.Array, fill: float = 0) -> jax.Array:
+        """Apply ``jnp.sum``, ``jnp.max``, ... to x over each group, to broadcast; ``fill``: its neutral element."""
         if self.same is None:
             return reduction(x, axis=1, keepdims=True)
         return reduction(jnp.where(self.same, x.reshape(-1)[None, :], fill), axis=1).reshape(x.shape)
@@ -76,15 +71,12 @@ class Grouped(NamedTuple):
         return jnp.where(self.valid & (high > low), self.rewards - mean, 0), count
 
 
-def scores(rewards: FloatPG, context: AdvantageContext | None, grouped: bool = True) -> Grouped:
+def group_rewards(rewards: FloatPG, context: AdvantageContext | None, grouped: bool = True) -> GroupedRewards:
     """Group the rewards of the global batch: by the rows of [P, G], or by ``context.group_ids`` where given.
 
     An estimator that does not compare completions of one prompt passes ``grouped=False`` and may pass [B] as well.
-
-    Raises:
-      ValueError: the groups are undefined, or the ids do not fit the rewards.
     """
-    rewards = array(rewards, "rewards", "any")
+    rewards = as_array(rewards, "rewards", "any")
     ids = None if context is None else context.group_ids
     if ids is None:
         if rewards.ndim != 2 and (grouped or rewards.ndim != 1):
@@ -93,34 +85,30 @@ def scores(rewards: FloatPG, context: AdvantageContext | None, grouped: bool = T
     else:
         if rewards.ndim not in (1, 2):
             raise ValueError(f"rewards must be [B] or [P, G] with context.group_ids, got shape {rewards.shape}")
-        ids = array(ids, "context.group_ids", "integers")
+        ids = as_array(ids, "context.group_ids", "integers")
         if ids.shape not in (rewards.shape, (rewards.size,)):
             raise ValueError(f"context.group_ids must have shape {(rewards.size,)}, got {ids.shape}")
         ids = ids.reshape(-1)
         same = ids[:, None] == ids[None, :]
     valid = ~jnp.isnan(rewards)
-    return Grouped(jnp.where(valid, rewards, 0), valid, same)
+    return GroupedRewards(jnp.where(valid, rewards, 0), valid, same)
 
 
 def context_arrays(context: AdvantageContext | None, owner: str, rows: int, *names: str) -> tuple[jax.Array, ...]:
-    """Return the context's arrays of these names, [B, T] each with B = ``rows``; ``mask`` (bool) comes first.
-
-    Raises:
-      ValueError: one is missing or has another shape; the message names it and its user.
-    """
-    given: list[Any] = [getattr(context, name, None) for name in names]
-    for name, x in zip(names, given, strict=True):
+    """Return the context's arrays of these names, [B, T] each with B = ``rows``; ``mask`` (bool) comes first."""
+    arrays: list[Any] = [getattr(context, name, None) for name in names]
+    for name, x in zip(names, arrays, strict=True):
         if x is None:
             raise ValueError(f"{owner} needs context.{name}: pass AdvantageContext({name}=...) of the global batch")
-    ranked(2, **{f"context.{names[0]}": given[0]})
-    shape = (rows, jnp.shape(given[0])[1])
-    mask = flags(given[0], shape, f"context.{names[0]}")
-    others = {f"context.{name}": x for name, x in zip(names[1:], given[1:], strict=True)}
-    shaped(shape, **others)
-    return mask, *(array(x, name) for name, x in others.items())
+    check_rank(2, **{f"context.{names[0]}": arrays[0]})
+    shape = (rows, jnp.shape(arrays[0])[1])
+    mask = as_mask(arrays[0], shape, f"context.{names[0]}")
+    float_arrays = {f"context.{name}": x for name, x in zip(names[1:], arrays[1:], strict=True)}
+    check_shape(shape, **float_arrays)
+    return mask, *(as_array(x, name) for name, x in float_arrays.items())
 
 
-def steps_of(context: AdvantageContext | None, owner: str, mask: jax.Array, dtype: Any) -> jax.Array:
+def clean_step_rewards(context: AdvantageContext | None, owner: str, mask: jax.Array, dtype: Any) -> jax.Array:
     """Return ``context.step_rewards`` [B, T] with 0 in place of NaN and where the mask is False."""
     _, steps = context_arrays(context, owner, mask.shape[0], "mask", "step_rewards")
     return jnp.where(mask & ~jnp.isnan(steps), steps, 0).astype(dtype)
@@ -140,7 +128,7 @@ def whiten(x: jax.Array, counts: jax.Array, ddof: int = 1, eps: float = 1e-8) ->
     return jnp.where(differ, centre * jax.lax.rsqrt(jnp.where(variance > 0, variance, 1) + eps), 0)
 
 
-def divided(x: jax.Array, variance: jax.Array, eps: float) -> jax.Array:
+def divide_by_std(x: jax.Array, variance: jax.Array, eps: float) -> jax.Array:
     """Return ``x / (sqrt(variance) + eps)``; 0 where the variance is 0."""
     std = jnp.sqrt(jnp.where(variance > 0, variance, 1))
     return jnp.where(variance > 0, x / (std + eps), 0)
@@ -171,10 +159,10 @@ def gae(
 
 def returns(advantages: FloatBT, values: FloatBT) -> jax.Array:
     """Return ``A_t + V_t`` [B, T], the targets of the value loss, for unwhitened advantages (arXiv 1506.02438)."""
-    advantages = array(advantages, "advantages")
-    values = array(values, "values")
-    ranked(2, advantages=advantages)
-    shaped(advantages.shape, values=values)
+    advantages = as_array(advantages, "advantages")
+    values = as_array(values, "values")
+    check_rank(2, advantages=advantages)
+    check_shape(advantages.shape, values=values)
     return jax.lax.stop_gradient(advantages + values.astype(advantages.dtype))
 
 
@@ -198,17 +186,14 @@ def value_loss(
       old_values: float[B, T], those at the start of the batch's updates; needed with ``clip``.
       clip: how far a value may move from its old one; None for no bound.
       token_count: valid tokens of the whole optimiser step; None for this batch's own.
-
-    Raises:
-      ValueError: a wrong rank, shape or dtype (the message names the argument), or ``clip`` without ``old_values``.
     """
-    values = array(values, "values")
-    ranked(2, values=values)
-    keep = flags(mask, values.shape, "mask")
-    shaped(values.shape, targets=targets, old_values=old_values)
+    values = as_array(values, "values")
+    check_rank(2, values=values)
+    keep = as_mask(mask, values.shape, "mask")
+    check_shape(values.shape, targets=targets, old_values=old_values)
 
     def clean(x: Any, name: str) -> jax.Array:
-        return jnp.where(keep, array(x, name).astype(values.dtype), 0)
+        return jnp.where(keep, as_array(x, name).astype(values.dtype), 0)
 
     value = clean(values, "values")
     target = jax.lax.stop_gradient(clean(targets, "targets"))
@@ -218,7 +203,7 @@ def value_loss(
             raise ValueError(f"clip={clip} is a distance from old_values: it must be above 0, and they must be given")
         old = jax.lax.stop_gradient(clean(old_values, "old_values"))
         loss = jnp.maximum(loss, (old + jnp.clip(value - old, -clip, clip) - target) ** 2)
-    return 0.5 * jnp.sum(loss) / count(token_count, keep, "token_count", loss.dtype)
+    return 0.5 * jnp.sum(loss) / divisor(token_count, keep, "token_count", loss.dtype)
 
 
 class Estimator:
@@ -235,7 +220,7 @@ class Estimator:
     by_token: ClassVar[bool] = False
     several: ClassVar[bool] = False
     compares: ClassVar[bool] = True
-    __post_init__ = within_bounds
+    __post_init__ = check_self
 
     def __call__(self, rewards: FloatPG, context: AdvantageContext | None = None) -> jax.Array:
         """Return the advantages; the module docstring gives the shapes."""
@@ -256,7 +241,7 @@ class GroupMean(Estimator):
 
     def __call__(self, rewards: FloatPG, context: AdvantageContext | None = None) -> jax.Array:
         """Return float[P, G] for rewards float[P, G]."""
-        return scores(rewards, context).centred()[0]
+        return group_rewards(rewards, context).centred()[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,9 +257,9 @@ class GroupZScore(Estimator):
 
     def __call__(self, rewards: FloatPG, context: AdvantageContext | None = None) -> jax.Array:
         """Return float[P, G] for rewards float[P, G]."""
-        given = scores(rewards, context)
-        centre, count = given.centred()
-        return divided(centre, given.by_group(jnp.sum, centre**2) / jnp.maximum(count - self.ddof, 1), self.eps)
+        groups = group_rewards(rewards, context)
+        centre, count = groups.centred()
+        return divide_by_std(centre, groups.by_group(jnp.sum, centre**2) / jnp.maximum(count - self.ddof, 1), self.eps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,7 +268,7 @@ class LeaveOneOut(Estimator):
 
     def __call__(self, rewards: FloatPG, context: AdvantageContext | None = None) -> jax.Array:
         """Return float[P, G] for rewards float[P, G]."""
-        centre, count = scores(rewards, context).centred()
+        centre, count = group_rewards(rewards, context).centred()
         return centre * count / jnp.maximum(count - 1, 1)
 
 
@@ -301,12 +286,12 @@ class BatchScaled(Estimator):
 
     def __call__(self, rewards: FloatPG, context: AdvantageContext | None = None) -> jax.Array:
         """Return float[P, G] for rewards float[P, G]."""
-        given = scores(rewards, context)
-        centre, _ = given.centred()
-        x = given.rewards if self.of == "rewards" else centre
-        count = jnp.sum(given.valid, dtype=centre.dtype)
-        deviation = jnp.where(given.valid, x - jnp.sum(jnp.where(given.valid, x, 0)) / jnp.maximum(count, 1), 0)
-        return divided(centre, jnp.sum(deviation**2) / jnp.maximum(count - self.ddof, 1), self.eps)
+        groups = group_rewards(rewards, context)
+        centre, _ = groups.centred()
+        x = groups.rewards if self.of == "rewards" else centre
+        count = jnp.sum(groups.valid, dtype=centre.dtype)
+        deviation = jnp.where(groups.valid, x - jnp.sum(jnp.where(groups.valid, x, 0)) / jnp.maximum(count, 1), 0)
+        return divide_by_std(centre, jnp.sum(deviation**2) / jnp.maximum(count - self.ddof, 1), self.eps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -323,12 +308,8 @@ class GDPO(Estimator):
     several: ClassVar[bool] = True
 
     def __call__(self, rewards: FloatPG, context: AdvantageContext | None = None) -> jax.Array:
-        """Return advantages [P, G] for rewards float[P, G, n], or [B] for rewards float[B, n] with group ids.
-
-        Raises:
-          ValueError: rewards have no axis n, or its length differs from the number of weights.
-        """
-        rewards = array(rewards, "rewards", "any")
+        """Return advantages [P, G] for rewards float[P, G, n], or [B] for rewards float[B, n] with group ids."""
+        rewards = as_array(rewards, "rewards", "any")
         axes = 2 if context is not None and context.group_ids is not None and rewards.ndim == 2 else 3
         if rewards.ndim != axes:
             raise ValueError(f"rewards must be [P, G, n] for GDPO, all rewards of a completion; got {rewards.shape}")
@@ -344,7 +325,7 @@ class GDPO(Estimator):
         total = jnp.where(jnp.abs(total) > 16 * jnp.finfo(total.dtype).eps * size, total, 0)
         # Its mean over the batch is 0 as it is, since every group's is.
         count = jnp.sum(valid, dtype=total.dtype)
-        return divided(total, jnp.sum(total**2) / jnp.maximum(count - self.ddof, 1), self.eps)
+        return divide_by_std(total, jnp.sum(total**2) / jnp.maximum(count - self.ddof, 1), self.eps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -372,13 +353,13 @@ class Whitened(Estimator):
 
     def __call__(self, rewards: FloatPG, context: AdvantageContext | None = None) -> jax.Array:
         """Return float[B, T] for rewards float[P, G]; the context has mask and perhaps step_rewards [B, T]."""
-        given = scores(rewards, context, self.baseline == "group")
-        (mask,) = context_arrays(context, "Whitened", given.rewards.size, "mask")
-        outcome = given.centred()[0] if self.baseline == "group" else given.rewards
-        counts = mask & given.valid.reshape(-1, 1)
+        groups = group_rewards(rewards, context, self.baseline == "group")
+        (mask,) = context_arrays(context, "Whitened", groups.rewards.size, "mask")
+        outcome = groups.centred()[0] if self.baseline == "group" else groups.rewards
+        counts = mask & groups.valid.reshape(-1, 1)
         to_come = jnp.broadcast_to(outcome.reshape(-1, 1), mask.shape)
         if context.step_rewards is not None:
-            to_come += suffix_sum(steps_of(context, "Whitened", mask, to_come.dtype))
+            to_come += suffix_sum(clean_step_rewards(context, "Whitened", mask, to_come.dtype))
         return whiten(to_come, counts, self.ddof, self.eps)
 
 
@@ -398,22 +379,22 @@ class ProcessSupervised(Estimator):
 
     def __call__(self, rewards: FloatPG, context: AdvantageContext | None = None) -> jax.Array:
         """Return float[B, T] for rewards float[P, G]; the context has mask and step_rewards [B, T]."""
-        given = scores(rewards, context)
-        mask, steps = context_arrays(context, "ProcessSupervised", given.rewards.size, *self.needs)
-        ends = mask & ~jnp.isnan(steps) & given.valid.reshape(-1, 1)
-        shape = given.rewards.shape
+        groups = group_rewards(rewards, context)
+        mask, steps = context_arrays(context, "ProcessSupervised", groups.rewards.size, *self.needs)
+        ends = mask & ~jnp.isnan(steps) & groups.valid.reshape(-1, 1)
+        shape = groups.rewards.shape
 
         def total(x: jax.Array) -> jax.Array:
             """Return the sum over the steps of each group, repeated for each of its completions: [B, 1]."""
-            rows = given.by_group(jnp.sum, jnp.sum(jnp.where(ends, x, 0), axis=1).reshape(shape))
+            rows = groups.by_group(jnp.sum, jnp.sum(jnp.where(ends, x, 0), axis=1).reshape(shape))
             return jnp.broadcast_to(rows, shape).reshape(-1, 1)
 
-        high = given.by_group(jnp.max, jnp.max(steps, axis=1, where=ends, initial=-jnp.inf).reshape(shape), -jnp.inf)
-        low = given.by_group(jnp.min, jnp.min(steps, axis=1, where=ends, initial=jnp.inf).reshape(shape), jnp.inf)
+        high = groups.by_group(jnp.max, jnp.max(steps, axis=1, where=ends, initial=-jnp.inf).reshape(shape), -jnp.inf)
+        low = groups.by_group(jnp.min, jnp.min(steps, axis=1, where=ends, initial=jnp.inf).reshape(shape), jnp.inf)
         differ = jnp.broadcast_to(high > low, shape).reshape(-1, 1)
         count = total(jnp.ones_like(steps))
         centre = jnp.where(ends & differ, steps - total(steps) / jnp.maximum(count, 1), 0)
-        normal = divided(centre, total(centre**2) / jnp.maximum(count - self.ddof, 1), self.eps)
+        normal = divide_by_std(centre, total(centre**2) / jnp.maximum(count - self.ddof, 1), self.eps)
         return jnp.where(mask, suffix_sum(normal), 0)
 
 
@@ -449,13 +430,13 @@ class GAE(Estimator):
 
         Both are 0 where the mask is False and where the reward is unscorable.
         """
-        given = scores(rewards, context, False)
-        mask, values = context_arrays(context, "GAE", given.rewards.size, "mask", "values")
-        counts = mask & given.valid.reshape(-1, 1)
+        groups = group_rewards(rewards, context, False)
+        mask, values = context_arrays(context, "GAE", groups.rewards.size, "mask", "values")
+        counts = mask & groups.valid.reshape(-1, 1)
         last = mask & (jnp.cumsum(mask, axis=1) == jnp.sum(mask, axis=1, keepdims=True))
-        token_rewards = jnp.where(last, given.rewards.reshape(-1, 1), 0)
+        token_rewards = jnp.where(last, groups.rewards.reshape(-1, 1), 0)
         if context.step_rewards is not None:
-            token_rewards += steps_of(context, "GAE", mask, token_rewards.dtype)
+            token_rewards += clean_step_rewards(context, "GAE", mask, token_rewards.dtype)
         values = values.astype(token_rewards.dtype)
         after = jnp.zeros_like(values[:, 0])
         if self.bootstrap:
@@ -463,8 +444,8 @@ class GAE(Estimator):
                 raise ValueError(
                     "GAE needs context.bootstrap: pass AdvantageContext(bootstrap=...) of the global batch"
                 )
-            shaped((given.rewards.size,), **{"context.bootstrap": context.bootstrap})
-            after = array(context.bootstrap, "context.bootstrap").astype(values.dtype)
+            check_shape((groups.rewards.size,), **{"context.bootstrap": context.bootstrap})
+            after = as_array(context.bootstrap, "context.bootstrap").astype(values.dtype)
         advantages = jnp.where(counts, gae(token_rewards, values, mask, self.gamma, self.lam, after), 0)
         targets = jnp.where(counts, returns(advantages, values), 0)
         return whiten(advantages, counts) if self.whiten else advantages, targets
@@ -512,7 +493,7 @@ class KLInReward(Estimator):
 
         ``coef`` may be traced, for controllers.
         """
-        rewards = array(rewards, "rewards", "any")
+        rewards = as_array(rewards, "rewards", "any")
         arrays = context_arrays(context, "a KL in the reward", rewards.size, "mask", "old_logp", "ref_logp")
         mask, *logps = arrays
         clean = [jnp.where(mask, jnp.maximum(x.astype(rewards.dtype), LOWEST_LOGP), 0) for x in logps]
@@ -520,7 +501,7 @@ class KLInReward(Estimator):
         if not self.by_token:
             return rewards + jnp.sum(penalty, axis=1).reshape(rewards.shape), context
         if context.step_rewards is not None:
-            penalty += steps_of(context, "a KL in the reward", mask, penalty.dtype)
+            penalty += clean_step_rewards(context, "a KL in the reward", mask, penalty.dtype)
         return rewards, context._replace(step_rewards=penalty)
 
 
@@ -535,9 +516,9 @@ class MaxRL(Estimator):
 
     def __call__(self, rewards: FloatPG, context: AdvantageContext | None = None) -> jax.Array:
         """Return float[P, G] for rewards float[P, G]."""
-        given = scores(rewards, context)
-        centre, count = given.centred()
-        mean = given.by_group(jnp.sum, given.rewards) / jnp.maximum(count, 1)
+        groups = group_rewards(rewards, context)
+        centre, count = groups.centred()
+        mean = groups.by_group(jnp.sum, groups.rewards) / jnp.maximum(count, 1)
         return jnp.where(mean > 0, centre / jnp.where(mean > 0, mean, 1), 0)
 
 
@@ -558,10 +539,10 @@ class PassAtK(Estimator):
 
     def __call__(self, rewards: FloatPG, context: AdvantageContext | None = None) -> jax.Array:
         """Return float[P, G] for rewards float[P, G]."""
-        given = scores(rewards, context)
-        together = given.same is None
-        x, valid = (y if together else y.reshape(1, -1) for y in (given.rewards, given.valid))
-        same = valid[:, None, :] & (valid[:, :, None] if together else (given.same[None] & valid[:, :, None]))
+        groups = group_rewards(rewards, context)
+        together = groups.same is None
+        x, valid = (y if together else y.reshape(1, -1) for y in (groups.rewards, groups.valid))
+        same = valid[:, None, :] & (valid[:, :, None] if together else (groups.same[None] & valid[:, :, None]))
         later = np.triu(np.ones((1, x.shape[1], x.shape[1]), bool), 1)
         # Of two equal rewards the earlier ranks higher: it gains 0 over the other, whichever it is.
         behind = (x[:, None, :] < x[:, :, None]) | ((x[:, None, :] == x[:, :, None]) & later)
@@ -574,7 +555,7 @@ class PassAtK(Estimator):
         for t in range(x.shape[1] - 2 if self.k is None else min(self.k, x.shape[1]) - 2):
             share = share * jnp.where(t < k - 2, jnp.maximum(rank - t, 0) / jnp.maximum(count - 2 - t, 1), 1)
         gains = jnp.where(behind, (x[:, :, None] - x[:, None, :]) * share[:, None, :], 0)
-        return jnp.sum(gains, axis=2).reshape(given.rewards.shape)
+        return jnp.sum(gains, axis=2).reshape(groups.rewards.shape)
 
 
 class Turns(NamedTuple):
@@ -595,18 +576,20 @@ class Turns(NamedTuple):
     mask: jax.Array
 
 
-def turns_of(rewards: jax.Array, context: AdvantageContext | None, owner: str) -> Turns:
+def split_turns(rewards: jax.Array, context: AdvantageContext | None, owner: str) -> Turns:
     """Return the turns in ``context.turn_rewards``.
 
     Completions with an unscorable reward (NaN) have none. Those that the loss leaves out have theirs, since their
     rewards count.
     """
-    given = scores(rewards, context)
-    mask, found = context_arrays(context, owner, given.rewards.size, "mask", "turn_rewards")
-    ends = ~jnp.isnan(found) & given.valid.reshape(-1, 1)
+    groups = group_rewards(rewards, context)
+    mask, turn_rewards = context_arrays(context, owner, groups.rewards.size, "mask", "turn_rewards")
+    ends = ~jnp.isnan(turn_rewards) & groups.valid.reshape(-1, 1)
     done = jnp.cumsum(ends, axis=1, dtype=jnp.int32)
     number, count = done - ends.astype(jnp.int32), done[:, -1:]
-    return Turns(ends, jnp.where(ends, found, 0).astype(given.rewards.dtype), number, count, mask & (number < count))
+    return Turns(
+        ends, jnp.where(ends, turn_rewards, 0).astype(groups.rewards.dtype), number, count, mask & (number < count)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -631,14 +614,14 @@ class GiGPO(Estimator):
 
     def __call__(self, rewards: FloatPG, context: AdvantageContext | None = None) -> jax.Array:
         """Return float[B, T] for rewards float[P, G]; the context has mask, turn_rewards and states [B, T]."""
-        rewards = array(rewards, "rewards", "any")
-        turns = turns_of(rewards, context, "GiGPO")
+        rewards = as_array(rewards, "rewards", "any")
+        turns = split_turns(rewards, context, "GiGPO")
         if context.states is None:
             raise ValueError("GiGPO needs context.states: pass AdvantageContext(states=...) of the global batch")
-        shaped(turns.ends.shape, **{"context.states": context.states})
+        check_shape(turns.ends.shape, **{"context.states": context.states})
         of_episodes = GroupZScore(self.ddof, self.eps) if self.std else GroupMean()
         episodes = of_episodes(rewards, context).reshape(-1, 1)
-        states = array(context.states, "context.states", "integers")
+        states = as_array(context.states, "context.states", "integers")
         places = jnp.where(turns.ends, jnp.arange(states.shape[1]), states.shape[1] - 1)
         ends = jax.lax.cummin(places, axis=1, reverse=True)
         of_states = jnp.take_along_axis(self.by_state(turns, states), ends, axis=1)
@@ -646,7 +629,7 @@ class GiGPO(Estimator):
 
     def by_state(self, turns: Turns, states: jax.Array) -> jax.Array:
         """Return A_S at the ends of turns, [B, T]."""
-        found = discounted(turns.rewards, turns.ends, self.gamma).reshape(-1)
+        turn_returns = discounted_returns(turns.rewards, turns.ends, self.gamma).reshape(-1)
         ends = turns.ends.reshape(-1)
         size = len(ends)
         ids = jnp.where(ends, states.reshape(-1), size)
@@ -654,11 +637,11 @@ class GiGPO(Estimator):
         def total(x: jax.Array) -> jax.Array:
             return jax.ops.segment_sum(jnp.where(ends, x, 0), ids, size + 1)[ids]
 
-        high, low = (reduce(found, ids, size + 1)[ids] for reduce in (jax.ops.segment_max, jax.ops.segment_min))
-        count = jnp.maximum(total(jnp.ones_like(found)), 1)
-        centre = jnp.where(ends & (high > low), found - total(found) / count, 0)
+        high, low = (reduce(turn_returns, ids, size + 1)[ids] for reduce in (jax.ops.segment_max, jax.ops.segment_min))
+        count = jnp.maximum(total(jnp.ones_like(turn_returns)), 1)
+        centre = jnp.where(ends & (high > low), turn_returns - total(turn_returns) / count, 0)
         if self.std:
-            centre = divided(centre, total(centre**2) / jnp.maximum(count - self.ddof, 1), self.eps)
+            centre = divide_by_std(centre, total(centre**2) / jnp.maximum(count - self.ddof, 1), self.eps)
         return centre.reshape(turns.ends.shape)
 
 
@@ -679,14 +662,14 @@ class MTGRPO(Estimator):
 
     def __call__(self, rewards: FloatPG, context: AdvantageContext | None = None) -> jax.Array:
         """Return float[B, T] for rewards float[P, G]; the context has mask and turn_rewards [B, T]."""
-        rewards = array(rewards, "rewards", "any")
-        turns = turns_of(rewards, context, "MTGRPO")
+        rewards = as_array(rewards, "rewards", "any")
+        turns = split_turns(rewards, context, "MTGRPO")
         normal = GroupZScore(self.ddof, self.eps)
 
         def compared(x: jax.Array) -> jax.Array:
             """Return the z-scores [B] of values [B], those of unscorable completions left out."""
-            known = jnp.where(jnp.isnan(rewards), jnp.nan, x.reshape(rewards.shape))
-            return normal(known, context).reshape(-1)
+            scorable = jnp.where(jnp.isnan(rewards), jnp.nan, x.reshape(rewards.shape))
+            return normal(scorable, context).reshape(-1)
 
         answered = turns.ends & (turns.number < turns.count - 1)
         rows = jnp.arange(len(turns.ends))[:, None]
@@ -694,16 +677,16 @@ class MTGRPO(Estimator):
         of_turns = jax.vmap(compared, in_axes=1, out_axes=1)(by_number)
         outcome = compared(jnp.sum(jnp.where(answered, 0, turns.rewards), axis=1))[:, None]
         before = jnp.where(turns.number < turns.count - 1, jnp.take_along_axis(of_turns, turns.number, axis=1), 0)
-        whole = jnp.where(turns.count > 1, outcome + self.coef * before, compared(rewards.reshape(-1))[:, None])
-        return jnp.where(turns.mask, whole, 0)
+        advantages = jnp.where(turns.count > 1, outcome + self.coef * before, compared(rewards.reshape(-1))[:, None])
+        return jnp.where(turns.mask, advantages, 0)
 
 
-def discounted(rewards: jax.Array, ends: jax.Array, gamma: float) -> jax.Array:
+def discounted_returns(rewards: jax.Array, ends: jax.Array, gamma: float) -> jax.Array:
     """Return ``R_k = sum_{j >= k} gamma^(j - k) r_j`` at the ends of turns, from their rewards there: float[B, T]."""
 
     def back(later: jax.Array, now: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         reward, end = now
-        found = jnp.where(end, reward + gamma * later, later)
-        return found, found
+        discounted_return = jnp.where(end, reward + gamma * later, later)
+        return discounted_return, discounted_return
 
     return jax.lax.scan(back, jnp.zeros_like(rewards[:, 0]), (rewards.T, ends.T), reverse=True)[1].T

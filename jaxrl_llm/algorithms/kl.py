@@ -27,7 +27,7 @@ from typing import Annotated, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.tokens import ABOVE_0, AT_LEAST_0, FINITE, array, clamped_log_ratio, shaped, within_bounds
+from jaxrl_llm.algorithms.tokens import ABOVE_0, AT_LEAST_0, FINITE, as_array, check_self, check_shape, clamp_log_ratio
 from jaxrl_llm.system.setting import Range
 
 
@@ -47,7 +47,7 @@ class SampledKL:
     """
 
     scale: Annotated[float, Range("(0, inf)", words="above 0")] = 1.0
-    __post_init__ = within_bounds
+    __post_init__ = check_self
 
     @property
     def needs_reference(self) -> bool:
@@ -76,7 +76,7 @@ class JensenShannon:
 
     beta: Annotated[float, Range("[0, 1]")] = 0.5
     top_k: Annotated[int, Range("[0, inf]")] = 0
-    __post_init__ = within_bounds
+    __post_init__ = check_self
 
     def __call__(self, logp: jax.Array, teacher_logp: jax.Array) -> jax.Array:
         """Return divergences [...] of distributions over classes, as log-probabilities [..., C]."""
@@ -110,13 +110,11 @@ TeacherSignal = SampledKL | JensenShannon
 def top_classes(logp: jax.Array, ids: jax.Array) -> jax.Array:
     """Return log-probabilities [..., k + 1] of the tokens ``ids`` [..., k], and of all others as one class.
 
-    The mass of the others is summed, not subtracted from 1, so that it keeps its digits.
-
-    ``logp``: of all tokens, [..., V]; k is below V.
+    The mass of the others is summed, not subtracted from 1, so that it keeps its digits. ``logp``: [..., V], V > k.
     """
-    own = jnp.take_along_axis(logp, ids, axis=-1)
-    others = jax.nn.logsumexp(jnp.put_along_axis(logp, ids, -jnp.inf, axis=-1, inplace=False), axis=-1, keepdims=True)
-    return jnp.concatenate([own, others], axis=-1)
+    chosen = jnp.take_along_axis(logp, ids, axis=-1)
+    rest = jax.nn.logsumexp(jnp.put_along_axis(logp, ids, -jnp.inf, axis=-1, inplace=False), axis=-1, keepdims=True)
+    return jnp.concatenate([chosen, rest], axis=-1)
 
 
 def spread_slopes(slopes: jax.Array, logp: jax.Array, classes: jax.Array, ids: jax.Array) -> jax.Array:
@@ -134,7 +132,7 @@ class K1:
 
     def __call__(self, logp: jax.Array, ref_logp: jax.Array, log_ratio: jax.Array | None = None) -> jax.Array:
         """Return the estimate [B, T]; all arguments are [B, T]."""
-        logp, ref_logp = _checked(logp, ref_logp, log_ratio)
+        logp, ref_logp = _check_shapes(logp, ref_logp, log_ratio)
         return logp - ref_logp
 
 
@@ -144,11 +142,11 @@ class K2:
 
     clip: Annotated[float | None, ABOVE_0] = None
 
-    __post_init__ = within_bounds
+    __post_init__ = check_self
 
     def __call__(self, logp: jax.Array, ref_logp: jax.Array, log_ratio: jax.Array | None = None) -> jax.Array:
         """Return the estimate [B, T]; all arguments are [B, T]."""
-        logp, ref_logp = _checked(logp, ref_logp, log_ratio)
+        logp, ref_logp = _check_shapes(logp, ref_logp, log_ratio)
         difference = logp - ref_logp
         if self.clip is not None:
             difference = jnp.clip(difference, -self.clip, self.clip)
@@ -165,12 +163,12 @@ class K3:
 
     clip: Annotated[float | None, ABOVE_0] = None
 
-    __post_init__ = within_bounds
+    __post_init__ = check_self
 
     def __call__(self, logp: jax.Array, ref_logp: jax.Array, log_ratio: jax.Array | None = None) -> jax.Array:
         """Return the estimate [B, T]; all arguments are [B, T]."""
-        logp, ref_logp = _checked(logp, ref_logp, log_ratio)
-        d = clamped_log_ratio(ref_logp, logp)
+        logp, ref_logp = _check_shapes(logp, ref_logp, log_ratio)
+        d = clamp_log_ratio(ref_logp, logp)
         estimate = jnp.expm1(d) - d
         return estimate if self.clip is None else jnp.clip(estimate, -self.clip, self.clip)
 
@@ -181,10 +179,9 @@ class K3Plus:
 
     def __call__(self, logp: jax.Array, ref_logp: jax.Array, log_ratio: jax.Array | None = None) -> jax.Array:
         """Return the estimate [B, T]; all arguments are [B, T]."""
-        logp, ref_logp = _checked(logp, ref_logp, log_ratio)
-        value = K3()(logp, ref_logp)
-        slope = K2()(clamped_log_ratio(logp, ref_logp), jnp.zeros_like(logp))
-        return jax.lax.stop_gradient(value - slope) + slope
+        logp, ref_logp = _check_shapes(logp, ref_logp, log_ratio)
+        slope = K2()(clamp_log_ratio(logp, ref_logp), jnp.zeros_like(logp))
+        return jax.lax.stop_gradient(K3()(logp, ref_logp) - slope) + slope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,14 +194,14 @@ class UnbiasedK3:
         ``log_ratio`` is the token's own, of the live policy to the one that sampled it; None means on-policy, a ratio
         of 1 with gradient.
         """
-        logp, ref_logp = _checked(logp, ref_logp, log_ratio)
+        logp, ref_logp = _check_shapes(logp, ref_logp, log_ratio)
         log_ratio = logp - jax.lax.stop_gradient(logp) if log_ratio is None else log_ratio
         return jnp.exp(log_ratio) * K3()(logp, ref_logp)
 
 
-def _checked(logp: jax.Array, ref_logp: jax.Array, log_ratio: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    logp = array(logp, "logp")
-    shaped(logp.shape, ref_logp=array(ref_logp, "ref_logp"), log_ratio=log_ratio)
+def _check_shapes(logp: jax.Array, ref_logp: jax.Array, log_ratio: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    logp = as_array(logp, "logp")
+    check_shape(logp.shape, ref_logp=as_array(ref_logp, "ref_logp"), log_ratio=log_ratio)
     return logp, jnp.asarray(ref_logp, logp.dtype)
 
 
@@ -222,7 +219,7 @@ class AdaptiveKL:
     reads: ClassVar[str] = "controller/kl"
     """The metric that is compared with the target."""
 
-    __post_init__ = within_bounds
+    __post_init__ = check_self
 
     def __call__(self, coef: float, kl: float, completions: int = 0) -> float:
         """Return the next coefficient, from the measured KL per token; ``completions`` is ignored."""
@@ -244,7 +241,7 @@ class ProportionalKL:
     reads: ClassVar[str] = "controller/kl_sequence"
     """The metric that is compared with the target."""
 
-    __post_init__ = within_bounds
+    __post_init__ = check_self
 
     def __call__(self, coef: float, kl: float, completions: int) -> float:
         """Return the next coefficient, from the KL per sequence measured on this number of completions."""
@@ -273,10 +270,10 @@ class AdaptiveEntropy:
     rate: Annotated[float, ABOVE_0, FINITE] = 0.005
     largest: Annotated[float, ABOVE_0, FINITE] = 0.1
 
-    __post_init__ = within_bounds
+    __post_init__ = check_self
 
     def __call__(self, coef: float, entropy: float) -> tuple[float, float]:
         """Return the next c, from this one and the measured entropy, and the coefficient for the next step."""
-        moved = coef + self.rate * ((entropy < self.target) - (entropy > self.target))
-        moved = min(max(moved, 0.0), self.largest)
-        return moved, moved if entropy <= self.target else 0.0
+        coefficient = coef + self.rate * ((entropy < self.target) - (entropy > self.target))
+        coefficient = min(max(coefficient, 0.0), self.largest)
+        return coefficient, coefficient if entropy <= self.target else 0.0

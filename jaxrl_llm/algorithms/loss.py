@@ -14,14 +14,14 @@ from jaxrl_llm.algorithms.tokens import (
     FINITE,
     FloatBT,
     Tokens,
-    array,
-    clamped_log_ratio,
+    as_array,
+    check_rank,
+    check_self,
+    check_shape,
+    clamp_log_ratio,
     clean_tokens,
-    count,
-    ranked,
-    sampled,
-    shaped,
-    within_bounds,
+    divisor,
+    mu_logp,
 )
 from jaxrl_llm.types import PolicyBatch
 
@@ -70,7 +70,7 @@ class Algorithm:
             fits = callable(piece) and not isinstance(piece, type) and all(hasattr(piece, name) for name in attributes)
             if not (optional or fits):
                 raise ValueError(f"{field} must be a value such as {example}, got {piece!r}")
-        within_bounds(self)
+        check_self(self)
         estimator = self.advantage.estimator if isinstance(self.advantage, KLInReward) else self.advantage
         _check_mix(self, estimator)
         penalised = self.kl_in == "reward" and self.kl_coef
@@ -191,18 +191,18 @@ def policy_loss(
     overridden = kl_coef is not None
     kl_coef = kl_coef if overridden else algorithm.kl_coef
     entropy_coef = algorithm.entropy_coef if entropy_coef is None else entropy_coef
-    ranked(0, kl_coef=kl_coef, entropy_coef=entropy_coef)
+    check_rank(0, kl_coef=kl_coef, entropy_coef=entropy_coef)
     # What is traced may be 0: only a number can be refused.
-    if overridden and _present(kl_coef) and not isinstance(kl_coef, jax.Array) and not algorithm.kl_in_loss:
+    if overridden and _is_computed(kl_coef) and not isinstance(kl_coef, jax.Array) and not algorithm.kl_in_loss:
         raise ValueError("nothing in this loss reads kl_coef: it has no KL term")
-    at = _prepared(algorithm, logp, batch, kl_coef, entropy)
-    at = at._replace(extras=at.extras | _chosen(algorithm.chooses, at))
-    tokens = count(token_count, at.lengths, "token_count", at.mask.dtype)
-    rows = count(sequence_count, at.lengths > 0, "sequence_count", at.mask.dtype)
-    losses, per_token = _terms(algorithm, at)
+    at = _prepare_tokens(algorithm, logp, batch, kl_coef, entropy)
+    at = at._replace(extras=at.extras | _over_step(algorithm.chooses, at))
+    tokens = divisor(token_count, at.lengths, "token_count", at.mask.dtype)
+    rows = divisor(sequence_count, at.lengths > 0, "sequence_count", at.mask.dtype)
+    losses, per_token = _loss_terms(algorithm, at)
     if entropy is not None:
-        per_token["entropy"] = jnp.where(at.mask > 0, array(entropy, "entropy").astype(at.mask.dtype), 0)
-    if _present(entropy_coef):
+        per_token["entropy"] = jnp.where(at.mask > 0, as_array(entropy, "entropy").astype(at.mask.dtype), 0)
+    if _is_computed(entropy_coef):
         if entropy is None:
             raise ValueError("the entropy coefficient is not 0: entropy must be given")
         losses = losses - entropy_coef * per_token["entropy"]
@@ -216,15 +216,15 @@ def policy_loss(
 def clipped_tokens(algorithm: Algorithm, logp: FloatBT, batch: PolicyBatch) -> tuple[jax.Array, jax.Array]:
     """Return masks of gradients cut at the lower and at the upper bound: bool[B, T] each, False at padding."""
     surrogate = algorithm.surrogate
-    at = _prepared(algorithm, jax.lax.stop_gradient(logp), batch, algorithm.kl_coef)
-    at = at._replace(extras=at.extras | _chosen([one for one in algorithm.chooses if one is surrogate], at))
-    low, high = _cuts(surrogate, at)
+    at = _prepare_tokens(algorithm, jax.lax.stop_gradient(logp), batch, algorithm.kl_coef)
+    at = at._replace(extras=at.extras | _over_step([piece for piece in algorithm.chooses if piece is surrogate], at))
+    low, high = _clip_masks(surrogate, at)
     return (at.mask > 0) & low.astype(bool), (at.mask > 0) & high.astype(bool)
 
 
 def log_ratios(algorithm: Algorithm, logp: FloatBT, batch: PolicyBatch) -> jax.Array:
     """Return the logarithm of each token's importance ratio, or of its sequence's: [B, T], 0 at padding."""
-    at = _prepared(algorithm, jax.lax.stop_gradient(logp), batch, algorithm.kl_coef)
+    at = _prepare_tokens(algorithm, jax.lax.stop_gradient(logp), batch, algorithm.kl_coef)
     return jnp.where(at.mask > 0, at.log_ratio, 0)
 
 
@@ -236,55 +236,55 @@ def whole_step(algorithm: Algorithm, logp: FloatBT, batch: PolicyBatch, entropy:
     microbatches computes them first, over the whole step, and gives each microbatch its part. Arguments are those of
     ``policy_loss``; nothing has a gradient.
     """
-    at = _prepared(algorithm, jax.lax.stop_gradient(logp), batch, algorithm.kl_coef, entropy)
-    return _chosen(algorithm.chooses, at)
+    at = _prepare_tokens(algorithm, jax.lax.stop_gradient(logp), batch, algorithm.kl_coef, entropy)
+    return _over_step(algorithm.chooses, at)
 
 
-def _prepared(
+def _prepare_tokens(
     algorithm: Algorithm, logp: FloatBT, batch: PolicyBatch, kl_coef: ArrayLike, entropy: FloatBT | None = None
 ) -> Tokens:
     """Return the cleaned arrays with the log ratio and, where it is given, the entropy."""
     at = clean_tokens(logp, batch, kl_coef)
     if entropy is not None:
-        shaped(at.logp.shape, entropy=entropy)
-        entropy = jnp.where(at.mask > 0, array(entropy, "entropy").astype(at.mask.dtype), 0)
+        check_shape(at.logp.shape, entropy=entropy)
+        entropy = jnp.where(at.mask > 0, as_array(entropy, "entropy").astype(at.mask.dtype), 0)
     return at._replace(log_ratio=algorithm.ratio(at), entropy=jax.lax.stop_gradient(entropy))
 
 
-def _chosen(pieces: Any, at: Tokens) -> Metrics:
+def _over_step(pieces: Any, at: Tokens) -> Metrics:
     """Return the arrays of these pieces that are not given yet."""
     lacking = [piece for piece in pieces if piece.of_step not in at.extras]
     return {piece.of_step: jax.lax.stop_gradient(piece.over_step(at)) for piece in lacking}
 
 
-def _cuts(surrogate: Any, at: Tokens) -> tuple[jax.Array, jax.Array]:
+def _clip_masks(surrogate: Any, at: Tokens) -> tuple[jax.Array, jax.Array]:
     """Return the surrogate's masks of cuts; one that is written elsewhere may have ``clipped`` alone."""
     if hasattr(surrogate, "cut"):
         return surrogate.cut(at)
     return surrogate.clipped(jnp.exp(at.log_ratio), at.advantages)
 
 
-def _terms(algorithm: Algorithm, at: Tokens) -> tuple[jax.Array, Metrics]:
+def _loss_terms(algorithm: Algorithm, at: Tokens) -> tuple[jax.Array, Metrics]:
     """Return the weighted surrogate with the KL term, and the per-token metrics; [B, T] or [B, 1] each."""
     loss = algorithm.surrogate(at)
     ratio = jnp.exp(at.log_ratio)
-    low, high = _cuts(algorithm.surrogate, at)
+    low, high = _clip_masks(algorithm.surrogate, at)
     per_token = {"ratio": ratio, "clip_fraction/low": low, "clip_fraction/high": high}
     for name in ("correction", "sequence_filter", "token_filter"):
         piece = getattr(algorithm, name)
         if piece is not None:
             per_token[name] = jax.lax.stop_gradient(piece(at))
             loss = loss * per_token[name]
-    if algorithm.kl is not None and algorithm.kl_in == "loss" and _present(at.kl_coef):
+    if algorithm.kl is not None and algorithm.kl_in == "loss" and _is_computed(at.kl_coef):
         if at.ref_logp is None:
             raise ValueError("this algorithm has a KL term: batch.ref_logp must be given")
         # Its ratio is by token, whatever the level of the surrogate's.
-        anchor = sampled(at, algorithm.ratio) if algorithm.ratio.anchor == "sampler" else at.old_logp
-        per_token["kl"] = algorithm.kl(at.logp, at.ref_logp, clamped_log_ratio(at.logp, anchor))
+        anchor = mu_logp(at, algorithm.ratio) if algorithm.ratio.anchor == "sampler" else at.old_logp
+        per_token["kl"] = algorithm.kl(at.logp, at.ref_logp, clamp_log_ratio(at.logp, anchor))
         loss = loss + at.kl_coef * per_token["kl"]
     return loss, per_token
 
 
-def _present(coefficient: Any) -> bool:
+def _is_computed(coefficient: Any) -> bool:
     """Whether a term is computed: always if its coefficient is an array, which may be traced."""
     return isinstance(coefficient, jax.Array) or coefficient != 0

@@ -16,11 +16,11 @@ from jaxrl_llm.algorithms.tokens import (
     FINITE,
     FloatB,
     FloatBT,
-    array,
-    count,
-    flags,
-    ranked,
-    within_bounds,
+    as_array,
+    as_mask,
+    check_rank,
+    check_self,
+    divisor,
 )
 from jaxrl_llm.system.setting import Range
 
@@ -30,9 +30,9 @@ def sequence_logp(logp: FloatBT, mask: FloatBT) -> jax.Array:
 
     logp: float[B, T], nats; mask: [B, T].
     """
-    logp = array(logp, "logp")
-    ranked(2, logp=logp)
-    keep = flags(mask, logp.shape, "mask")
+    logp = as_array(logp, "logp")
+    check_rank(2, logp=logp)
+    keep = as_mask(mask, logp.shape, "mask")
     return jnp.sum(jnp.where(keep, logp, 0), axis=1)
 
 
@@ -50,7 +50,7 @@ class PairwiseLoss:
     """
 
     to_reference: ClassVar[bool] = True
-    __post_init__ = within_bounds
+    __post_init__ = check_self
 
     def value(self, gap: jax.Array) -> jax.Array:
         """Return what the margin is the difference of, for each answer; by default g itself."""
@@ -82,7 +82,7 @@ class DPO(PairwiseLoss):
 
     def __call__(self, margin: FloatB) -> jax.Array:
         """Return the loss of each pair, float[B], for margins h, float[B]."""
-        scaled = self.beta * _given(margin)
+        scaled = self.beta * _check_rank_1(margin)
         right = jax.nn.log_sigmoid(scaled)
         if not self.label_smoothing:
             return -right
@@ -105,7 +105,7 @@ class IPO(PairwiseLoss):
 
     def __call__(self, margin: FloatB) -> jax.Array:
         """Return the loss of each pair, float[B], for margins h, float[B]."""
-        return (_given(margin) - 1 / (2 * self.beta)) ** 2
+        return (_check_rank_1(margin) - 1 / (2 * self.beta)) ** 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +130,7 @@ class SimPO(PairwiseLoss):
 
     def __call__(self, margin: FloatB) -> jax.Array:
         """Return the loss of each pair, float[B], for margins a_w - a_l, float[B]."""
-        return -jax.nn.log_sigmoid(self.beta * _given(margin) - self.gamma)
+        return -jax.nn.log_sigmoid(self.beta * _check_rank_1(margin) - self.gamma)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +158,7 @@ class ORPO(PairwiseLoss):
 
     def __call__(self, margin: FloatB) -> jax.Array:
         """Return the odds-ratio term of each pair, float[B], for margins lo, float[B]."""
-        return -self.beta * jax.nn.log_sigmoid(_given(margin))
+        return -self.beta * jax.nn.log_sigmoid(_check_rank_1(margin))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,23 +180,23 @@ class KTO:
     desirable: Annotated[float, AT_LEAST_0, FINITE] = 1.0
     undesirable: Annotated[float, AT_LEAST_0, FINITE] = 1.0
 
-    __post_init__ = within_bounds
+    __post_init__ = check_self
 
     def __call__(self, gap: FloatB, good: FloatB, point: ArrayLike) -> jax.Array:
         """Return the loss of each answer, float[B], for h float[B], good bool[B], and the scalar z."""
-        gap = _given(gap, "gap")
+        gap = _check_rank_1(gap, "gap")
         above = self.beta * (gap - jax.lax.stop_gradient(point))
         return jnp.where(good, self.desirable * jax.nn.sigmoid(-above), self.undesirable * jax.nn.sigmoid(above))
 
     def point(self, unrelated: FloatB, counts: FloatB) -> jax.Array:
         """Return z, without a gradient, from h [B] of answers to other prompts, where ``counts`` bool[B] is True."""
-        unrelated = _given(unrelated, "unrelated")
+        unrelated = _check_rank_1(unrelated, "unrelated")
         mean = jnp.sum(jnp.where(counts, unrelated, 0)) / jnp.maximum(jnp.sum(counts, dtype=unrelated.dtype), 1)
         return jax.lax.stop_gradient(jnp.maximum(mean, 0))
 
 
-def _given(x: Any, name: str = "margin") -> jax.Array:
-    x = array(x, name)
+def _check_rank_1(x: Any, name: str = "margin") -> jax.Array:
+    x = as_array(x, name)
     if x.ndim > 1:
         raise ValueError(f"{name} must be [B], got shape {x.shape}")
     return x
@@ -237,7 +237,7 @@ def pretraining_loss(logp: FloatBT, mask: FloatBT, token_count: ArrayLike | None
 
     logp: float[B, T], nats, with gradient; mask: [B, T]; token_count: of the whole step, None for this batch's own.
     """
-    logp = array(logp, "logp")
-    ranked(2, logp=logp)
-    keep = flags(mask, logp.shape, "mask")
-    return -jnp.sum(jnp.where(keep, logp, 0)) / count(token_count, keep, "token_count", logp.dtype)
+    logp = as_array(logp, "logp")
+    check_rank(2, logp=logp)
+    keep = as_mask(mask, logp.shape, "mask")
+    return -jnp.sum(jnp.where(keep, logp, 0)) / divisor(token_count, keep, "token_count", logp.dtype)

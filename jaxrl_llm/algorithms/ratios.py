@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.tokens import ABOVE_0, AT_LEAST_0, Tokens, clamped_log_ratio, ordered, sampled, within_bounds
+from jaxrl_llm.algorithms.tokens import ABOVE_0, AT_LEAST_0, Tokens, check_order, check_self, clamp_log_ratio, mu_logp
 
 Level = Literal["token", "sequence", "geometric"]
 
@@ -27,11 +27,11 @@ class Token:
     anchor: Literal["old", "sampler"] = "old"
     level = "token"
 
-    __post_init__ = within_bounds
+    __post_init__ = check_self
 
     def __call__(self, at: Tokens) -> jax.Array:
         """Return log ratios [B, T]."""
-        return clamped_log_ratio(at.logp, at.old_logp if self.anchor == "old" else sampled(at, self))
+        return clamp_log_ratio(at.logp, at.old_logp if self.anchor == "old" else mu_logp(at, self))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Sequence:
 
     def __call__(self, at: Tokens) -> jax.Array:
         """Return log ratios [B, 1]."""
-        return at.mean(clamped_log_ratio(at.logp, at.old_logp))
+        return at.mean(clamp_log_ratio(at.logp, at.old_logp))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ class SequenceToken:
 
     def __call__(self, at: Tokens) -> jax.Array:
         """Return log ratios [B, T]."""
-        s = at.mean(clamped_log_ratio(at.logp, at.old_logp))
+        s = at.mean(clamp_log_ratio(at.logp, at.old_logp))
         return jax.lax.stop_gradient(s) + at.logp - jax.lax.stop_gradient(at.logp)
 
 
@@ -70,11 +70,11 @@ def mismatch(at: Tokens, level: Level, owner: object) -> jax.Array:
     Only the product, without a cap, gives in expectation the loss on samples of the old policy; by token, prefixes
     stay the sampler's, with less variance.
     """
-    log_w = clamped_log_ratio(at.old_logp, sampled(at, owner))
+    log_w = clamp_log_ratio(at.old_logp, mu_logp(at, owner))
     if level == "token":
         return jnp.exp(log_w)
     total = at.mean(log_w) if level == "geometric" else at.total(log_w)
-    return jnp.exp(clamped_log_ratio(total, jnp.zeros_like(total)))
+    return jnp.exp(clamp_log_ratio(total, jnp.zeros_like(total)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ class TruncatedIS:
     cap: Annotated[float, ABOVE_0] = 2.0
     level: Level = "token"
 
-    __post_init__ = within_bounds
+    __post_init__ = check_self
 
     def __call__(self, at: Tokens) -> jax.Array:
         """Return weights [B, T] or, by sequence, [B, 1]."""
@@ -108,8 +108,8 @@ class MaskedIS:
     level: Level = "token"
 
     def __post_init__(self):
-        ordered(self, "low", "high")
-        within_bounds(self)
+        check_order(self, "low", "high")
+        check_self(self)
 
     def __call__(self, at: Tokens) -> jax.Array:
         """Return weights [B, T] or, by sequence, [B, 1]."""
@@ -129,7 +129,7 @@ class SequenceMask:
     high: float = 1.002
 
     def __post_init__(self):
-        ordered(self, "low", "high")
+        check_order(self, "low", "high")
 
     def __call__(self, at: Tokens) -> jax.Array:
         """Return weights [B, T]."""
@@ -148,10 +148,10 @@ class OffPolicySequenceMask:
 
     delta: Annotated[float, AT_LEAST_0] = 0.5
 
-    __post_init__ = within_bounds
+    __post_init__ = check_self
 
     def __call__(self, at: Tokens) -> jax.Array:
         """Return 0 or 1 for each sequence, [B, 1]."""
-        drift = at.mean(clamped_log_ratio(at.logp, sampled(at, self)))
+        drift = at.mean(clamp_log_ratio(at.logp, mu_logp(at, self)))
         dropped = (at.mean(at.advantages) < 0) & (drift < -self.delta)
         return jnp.where(dropped, jnp.zeros_like(drift), 1)

@@ -25,7 +25,7 @@ from typing import Annotated
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.tokens import ABOVE_0, array, ranked, shaped, within_bounds
+from jaxrl_llm.algorithms.tokens import ABOVE_0, as_array, check_rank, check_self, check_shape
 
 
 class Reducer:
@@ -41,16 +41,12 @@ class Reducer:
     def __call__(
         self, loss: jax.Array, mask: jax.Array, token_count: jax.Array, sequence_count: jax.Array
     ) -> jax.Array:
-        """Return the reduced loss, a scalar; loss and mask are [B, T], counts scalars.
-
-        Raises:
-          ValueError: a wrong rank or shape.
-        """
-        loss = array(loss, "loss")
-        mask = array(mask, "mask", "any")
-        ranked(2, loss=loss)
-        shaped(loss.shape, mask=mask)
-        ranked(0, token_count=token_count, sequence_count=sequence_count)
+        """Return the reduced loss, a scalar; loss and mask are [B, T], counts scalars."""
+        loss = as_array(loss, "loss")
+        mask = as_array(mask, "mask", "any")
+        check_rank(2, loss=loss)
+        check_shape(loss.shape, mask=mask)
+        check_rank(0, token_count=token_count, sequence_count=sequence_count)
         mask, tokens, sequences = (jnp.asarray(x, loss.dtype) for x in (mask, token_count, sequence_count))
         lengths = jnp.sum(mask, axis=1, keepdims=True)
         return jnp.sum(loss * mask * self.weight(lengths, tokens, sequences))
@@ -92,14 +88,10 @@ class ConstantLength(Reducer):
 
     length: Annotated[int | None, ABOVE_0] = None
 
-    __post_init__ = within_bounds
+    __post_init__ = check_self
 
     def weight(self, lengths: jax.Array, token_count: jax.Array, sequence_count: jax.Array) -> jax.Array:
-        """Return the weight of every token, a scalar.
-
-        Raises:
-          ValueError: the length is None.
-        """
+        """Return the weight of every token, a scalar."""
         if self.length is None:
             raise ValueError("ConstantLength.length must be given: the generation budget in tokens")
         return 1 / (sequence_count * self.length)
@@ -127,5 +119,5 @@ def _totals_jvp(
 def _sum_together(*arrays: jax.Array) -> list[jax.Array]:
     zeros = [jnp.zeros((), x.dtype) for x in arrays]
     axes = tuple(range(arrays[0].ndim))
-    sums = jax.lax.reduce(list(arrays), zeros, lambda left, right: list(map(operator.add, left, right)), axes)
+    sums = jax.lax.reduce(list(arrays), zeros, lambda a, b: list(map(operator.add, a, b)), axes)
     return jax.lax.optimization_barrier(sums)

@@ -40,10 +40,10 @@ from jaxrl_llm.algorithms.tokens import (
     AT_LEAST_0,
     FINITE,
     Tokens,
-    clamped_log_ratio,
-    ordered,
-    sampled,
-    within_bounds,
+    check_order,
+    check_self,
+    clamp_log_ratio,
+    mu_logp,
 )
 from jaxrl_llm.system.setting import Range
 
@@ -77,7 +77,7 @@ class Surrogate:
     bounds_ratio = True
     of_step = ""
     idle = ""
-    __post_init__ = within_bounds
+    __post_init__ = check_self
 
     def clipped(self, ratio: jax.Array, advantages: jax.Array) -> Bounds:
         """Return bool[B, T] masks of cuts at the lower and the upper bound, for metrics; all False by default."""
@@ -229,7 +229,7 @@ class MiniRL(Surrogate):
     def __call__(self, at: Tokens) -> jax.Array:
         """Return losses [B, T]."""
         low, high = self.clipped(jnp.exp(at.log_ratio), at.advantages)
-        weight = jnp.minimum(jnp.exp(clamped_log_ratio(at.logp, sampled(at, self))), self.cap)
+        weight = jnp.minimum(jnp.exp(clamp_log_ratio(at.logp, mu_logp(at, self))), self.cap)
         return -jax.lax.stop_gradient(jnp.where(low | high, 0, weight)) * at.advantages * at.logp
 
 
@@ -336,8 +336,8 @@ class GMPO(Surrogate):
     def __call__(self, at: Tokens) -> jax.Array:
         """Return losses [B, 1]."""
         good = at.advantages > 0
-        held = jnp.where(good, jnp.minimum(at.log_ratio, self.high), jnp.maximum(at.log_ratio, -self.low))
-        return -at.mean(at.advantages) * jnp.exp(at.mean(held))
+        clipped = jnp.where(good, jnp.minimum(at.log_ratio, self.high), jnp.maximum(at.log_ratio, -self.low))
+        return -at.mean(at.advantages) * jnp.exp(at.mean(clipped))
 
     def clipped(self, ratio: jax.Array, advantages: jax.Array) -> Bounds:
         """Return bool[B, T] masks of tokens without a gradient at the lower and at the upper bound."""
@@ -366,7 +366,7 @@ class LUSPO(Surrogate):
 SHARE = Range("(0, 1]")
 
 
-class Choosing(Surrogate):
+class WholeStepSurrogate(Surrogate):
     """The interface of a surrogate that reads an array of the whole step."""
 
     token_ratios = True
@@ -378,7 +378,7 @@ class Choosing(Surrogate):
 
 
 @dataclasses.dataclass(frozen=True)
-class M2PO(Choosing):
+class M2PO(WholeStepSurrogate):
     """``-M r A``, no clip: second-moment trust policy optimisation as AReaL states it (arXiv 2510.01161).
 
     M is 0 for the tokens with the largest ``(log r)^2``: as many as needed for its mean over the others, M2, to be
@@ -410,7 +410,7 @@ class M2PO(Choosing):
 
 
 @dataclasses.dataclass(frozen=True)
-class M2POClip(Choosing):
+class M2POClip(WholeStepSurrogate):
     """PPO's clip to ``[min(e^-c, 1 - low), max(e^c, 1 + high)]``: M2PO as in its authors' code (arXiv 2510.01161).
 
     c is the largest ``|log r|`` of a harmful token (A > 0 and r > 1, or A < 0 and r < 1) at which the mean of
@@ -453,12 +453,12 @@ class M2POClip(Choosing):
 
 
 @dataclasses.dataclass(frozen=True)
-class ClipCov(Choosing):
+class ClipCov(WholeStepSurrogate):
     """PPO's clipped loss without a few tokens that would cost the most entropy: Clip-Cov (arXiv 2505.22617).
 
     ``cov = (A - mean A)(logp - mean logp)``, means over the step's tokens. Of those with ``least < cov < most`` that
-    PPO does not clip, max(1, share N) get no gradient; they stay in the counts. Which ones is decided by ``lot``: as
-    good as at random, equal on any number of devices and microbatches, and in each epoch.
+    PPO does not clip, max(1, share N) get no gradient; they stay in the counts. ``random_numbers`` decides
+    which ones: as good as at random, equal on any number of devices and microbatches, and in each epoch.
     """
 
     share: Annotated[float, SHARE] = 2e-4
@@ -471,19 +471,19 @@ class ClipCov(Choosing):
     idle = "the clip range never binds"
 
     def __post_init__(self):
-        ordered(self, "least", "most")
-        within_bounds(self)
+        check_order(self, "least", "most")
+        check_self(self)
 
     def over_step(self, at: Tokens) -> jax.Array:
         """Return 1 for the tokens that are left out, float[B, T]."""
         cov = covariance(at)
         clipped = jnp.logical_or(*self.clipped(jnp.exp(at.log_ratio), at.advantages))
         eligible = (at.mask > 0) & (cov > self.least) & (cov < self.most) & ~clipped
-        lots = jnp.where(eligible, lot(at), jnp.uint32(2**32 - 1))
-        last = jnp.sort(lots.reshape(-1))[jnp.minimum(taken(self.share, at), lots.size - 1)]
-        return (eligible & ((lots < last) | (jnp.sum(eligible, dtype=jnp.int32) <= taken(self.share, at)))).astype(
-            at.mask.dtype
-        )
+        numbers = jnp.where(eligible, random_numbers(at), jnp.uint32(2**32 - 1))
+        count = share_count(self.share, at)
+        last = jnp.sort(numbers.reshape(-1))[jnp.minimum(count, numbers.size - 1)]
+        few = jnp.sum(eligible, dtype=jnp.int32) <= count
+        return (eligible & ((numbers < last) | few)).astype(at.mask.dtype)
 
     clipped = PPOClip.clipped
 
@@ -498,7 +498,7 @@ class ClipCov(Choosing):
 
 
 @dataclasses.dataclass(frozen=True)
-class KLCov(Choosing):
+class KLCov(WholeStepSurrogate):
     """``-r A``, plus ``coef |log r|`` for the max(1, share N) tokens of the highest cov: KL-Cov (arXiv 2505.22617).
 
     cov as in ``ClipCov``. The paper writes a KL; this is its code's penalty, which has no gradient at r = 1. There is
@@ -515,7 +515,7 @@ class KLCov(Choosing):
         """Return 1 for the tokens with a penalty, float[B, T]."""
         cov = jnp.where(at.mask > 0, covariance(at), -jnp.inf)
         falling = -jnp.sort(-cov.reshape(-1))
-        border = jnp.append(falling, -jnp.inf)[jnp.minimum(taken(self.share, at), falling.size)]
+        border = jnp.append(falling, -jnp.inf)[jnp.minimum(share_count(self.share, at), falling.size)]
         return ((at.mask > 0) & (cov > border)).astype(at.mask.dtype)
 
     def __call__(self, at: Tokens) -> jax.Array:
@@ -536,20 +536,16 @@ class TopEntropy:
     share: Annotated[float, SHARE] = 0.2
     of_step: ClassVar[str] = "entropy_top"
 
-    __post_init__ = within_bounds
+    __post_init__ = check_self
 
     def over_step(self, at: Tokens) -> jax.Array:
-        """Return 0 or 1 for each token, float[B, T].
-
-        Raises:
-          ValueError: the entropy is not given.
-        """
+        """Return 0 or 1 for each token, float[B, T]."""
         if at.entropy is None:
             raise ValueError("TopEntropy chooses tokens by their entropy: entropy must be given")
         falling = -jnp.sort(jnp.where(at.mask > 0, -at.entropy, jnp.inf).reshape(-1))
         # At or above an interpolated quantile is at or above the next order statistic.
-        others = jnp.maximum(jnp.sum(at.mask), 1) - 1
-        border = falling[jnp.floor(self.share * others * (1 + 1e-6)).astype(jnp.int32)]
+        last = jnp.maximum(jnp.sum(at.mask), 1) - 1
+        border = falling[jnp.floor(self.share * last * (1 + 1e-6)).astype(jnp.int32)]
         return ((at.mask > 0) & (at.entropy >= border)).astype(at.mask.dtype)
 
     def __call__(self, at: Tokens) -> jax.Array:
@@ -564,7 +560,7 @@ def covariance(at: Tokens) -> jax.Array:
     return centred[0] * centred[1] * at.mask
 
 
-def taken(share: float, at: Tokens) -> jax.Array:
+def share_count(share: float, at: Tokens) -> jax.Array:
     """Return ``max(1, floor(share N))`` for the N valid tokens, int32[]."""
     return jnp.maximum(jnp.floor(share * jnp.sum(at.mask) * (1 + 1e-6)), 1).astype(jnp.int32)
 
@@ -580,22 +576,22 @@ def lots_of(tokens: np.ndarray, number: int) -> np.ndarray:
     """
     places = np.arange(len(tokens), dtype=np.uint32)
     mixed = tokens.astype(np.uint32) * np.uint32(0x9E3779B1) ^ places * np.uint32(0x85EBCA77)
-    return _mixed(mixed ^ np.uint32(number * 0xC2B2AE3D & 0xFFFFFFFF)) >> np.uint32(8)
+    return _hash_bits(mixed ^ np.uint32(number * 0xC2B2AE3D & 0xFFFFFFFF)) >> np.uint32(8)
 
 
-def _mixed(x: Any) -> Any:
+def _hash_bits(x: Any) -> Any:
     for factor in (0x7FEB352D, 0x846CA68B):
         x = (x ^ (x >> 16)) * np.uint32(factor)
     return x ^ (x >> 15)
 
 
-def lot(at: Tokens) -> jax.Array:
+def random_numbers(at: Tokens) -> jax.Array:
     """Return a number for each token that looks drawn at random, uint32[B, T]: that of ``lots_of`` where the batch has
     it, else a hash of the sampler's log-probability (or the old policy's), the advantage and the position.
     """
     if at.extras and LOTS in at.extras:
         return at.extras[LOTS].astype(jnp.uint32)
-    known = at.old_logp if at.sampler_logp is None else at.sampler_logp
-    bits = [jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) for x in (known, at.advantages)]
+    behaviour_logp = at.old_logp if at.sampler_logp is None else at.sampler_logp
+    bits = [jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) for x in (behaviour_logp, at.advantages)]
     mixed = bits[0] * jnp.uint32(0x9E3779B1) ^ bits[1]
-    return _mixed(mixed ^ (jnp.arange(at.mask.shape[1], dtype=jnp.uint32)[None] * jnp.uint32(0x85EBCA77)))
+    return _hash_bits(mixed ^ (jnp.arange(at.mask.shape[1], dtype=jnp.uint32)[None] * jnp.uint32(0x85EBCA77)))

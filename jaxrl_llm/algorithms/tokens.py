@@ -71,50 +71,43 @@ class Tokens(NamedTuple):
 
 
 def clean_tokens(logp: FloatBT, batch: PolicyBatch, kl_coef: ArrayLike) -> Tokens:
-    """Check and clean the arrays of a loss: one dtype, 0 at padding, finite, gradient only through ``logp``.
-
-    Raises:
-      ValueError: a wrong rank, shape or dtype; the message names the argument.
-    """
-    logp = array(logp, "logp")
-    ranked(2, logp=logp)
+    """Check and clean the arrays of a loss: one dtype, 0 at padding, finite, gradient only through ``logp``."""
+    logp = as_array(logp, "logp")
+    check_rank(2, logp=logp)
     optional = {name: getattr(batch, name) for name in ("old_logp", "ref_logp", "sampler_logp")}
-    keep = flags(batch.mask, logp.shape, "mask")
-    shaped(logp.shape, **optional)
-    advantages = array(batch.advantages, "advantages", "any")
+    keep = as_mask(batch.mask, logp.shape, "mask")
+    check_shape(logp.shape, **optional)
+    advantages = as_array(batch.advantages, "advantages", "any")
     if advantages.shape not in (logp.shape[:1], logp.shape):
         raise ValueError(f"advantages must be [B] or [B, T] of {logp.shape}, got shape {advantages.shape}")
     dtype = jnp.float64 if logp.dtype == jnp.float64 else jnp.float32
 
     def clean(x: Any, name: str) -> jax.Array:
-        return jnp.where(keep, jnp.maximum(array(x, name).astype(dtype), LOWEST_LOGP), 0)
+        return jnp.where(keep, jnp.maximum(as_array(x, name).astype(dtype), LOWEST_LOGP), 0)
 
     logp = clean(logp, "logp")
-    given: dict[str, Any]
-    given = {name: None if x is None else jax.lax.stop_gradient(clean(x, name)) for name, x in optional.items()}
-    if given["old_logp"] is None:
-        given["old_logp"] = jax.lax.stop_gradient(logp)
+    logps: dict[str, Any] = {
+        name: None if x is None else jax.lax.stop_gradient(clean(x, name)) for name, x in optional.items()
+    }
+    if logps["old_logp"] is None:
+        logps["old_logp"] = jax.lax.stop_gradient(logp)
     extras = {}
     for name, x in (batch.extras or {}).items():
-        shaped(logp.shape, **{name: x})
-        extras[name] = jax.lax.stop_gradient(jnp.where(keep, array(x, name, "any").astype(dtype), 0))
-    at = Tokens(logp, keep.astype(dtype), advantages, **given, kl_coef=kl_coef, extras=extras)
+        check_shape(logp.shape, **{name: x})
+        extras[name] = jax.lax.stop_gradient(jnp.where(keep, as_array(x, name, "any").astype(dtype), 0))
+    at = Tokens(logp, keep.astype(dtype), advantages, **logps, kl_coef=kl_coef, extras=extras)
     counts = keep if advantages.ndim == 2 else at.lengths > 0
     advantages = jnp.where(counts, advantages.astype(dtype).reshape(counts.shape), 0)
     return at._replace(advantages=jax.lax.stop_gradient(advantages))
 
 
-def clamped_log_ratio(logp: jax.Array, other: jax.Array) -> jax.Array:
+def clamp_log_ratio(logp: jax.Array, other: jax.Array) -> jax.Array:
     """Return ``logp - other`` clamped to ±20 nats, with gradient 0 beyond; every importance ratio uses it."""
     return jnp.clip(logp - other, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
-def sampled(at: Tokens, owner: Any) -> jax.Array:
-    """Return ``sampler_logp`` [B, T].
-
-    Raises:
-      ValueError: it is missing; the message names the piece that needs it.
-    """
+def mu_logp(at: Tokens, owner: Any) -> jax.Array:
+    """Return ``sampler_logp`` [B, T]; ValueError names ``owner``, the piece that needs it, where it is missing."""
     if at.sampler_logp is None:
         raise ValueError(f"{type(owner).__name__} compares with the sampler: batch.sampler_logp must be given")
     return at.sampler_logp
@@ -123,15 +116,10 @@ def sampled(at: Tokens, owner: Any) -> jax.Array:
 ABOVE_0 = Range("(0, inf]")
 AT_LEAST_0 = Range("[0, inf]")
 FINITE = Range("[-inf, inf)", words="finite")
-KINDS = {"floating point": jnp.floating, "integers": jnp.integer}
 
 
-def ranked(rank: int, **arrays: Any) -> None:
-    """Refuse None and any array without exactly ``rank`` axes.
-
-    Raises:
-      ValueError: names the array.
-    """
+def check_rank(rank: int, **arrays: Any) -> None:
+    """Refuse None and any array without exactly ``rank`` axes."""
     for name, x in arrays.items():
         if x is None:
             raise ValueError(f"{name} must be given")
@@ -139,23 +127,15 @@ def ranked(rank: int, **arrays: Any) -> None:
             raise ValueError(f"{name} must have {rank} axes, got shape {np.shape(x)}")
 
 
-def shaped(shape: tuple[int, ...], **arrays: Any) -> None:
-    """Refuse an array of another shape; None is skipped.
-
-    Raises:
-      ValueError: names the array.
-    """
+def check_shape(shape: tuple[int, ...], **arrays: Any) -> None:
+    """Refuse an array of another shape; None is skipped."""
     for name, x in arrays.items():
         if x is not None and np.shape(x) != shape:
             raise ValueError(f"{name} must have shape {shape}, got {np.shape(x)}")
 
 
-def array(x: Any, name: str, kind: str = "floating point") -> jax.Array:
-    """Return ``x`` as an array of this kind: a key of ``KINDS``, or "any": integers and bools become float32.
-
-    Raises:
-      ValueError: it is None, no array, or of another dtype; the message contains ``name``.
-    """
+def as_array(x: Any, name: str, kind: str = "floating point") -> jax.Array:
+    """Return ``x`` as an array: "floating point", "integers", or "any" (integers and bools become float32)."""
     if x is None:
         raise ValueError(f"{name} must be given")
     try:
@@ -164,40 +144,29 @@ def array(x: Any, name: str, kind: str = "floating point") -> jax.Array:
         raise ValueError(f"{name} must be an array of numbers, got {type(x).__name__}") from error
     if kind == "any" and (x.dtype == bool or jnp.issubdtype(x.dtype, jnp.integer)):
         return x.astype(jnp.float32)
-    wanted = "floating point" if kind == "any" else kind
-    if not jnp.issubdtype(x.dtype, KINDS[wanted]):
-        raise ValueError(f"{name} must be {wanted}, got {x.dtype}")
+    kind = "floating point" if kind == "any" else kind
+    if not jnp.issubdtype(x.dtype, jnp.integer if kind == "integers" else jnp.floating):
+        raise ValueError(f"{name} must be {kind}, got {x.dtype}")
     return x
 
 
-def flags(x: Any, shape: tuple[int, ...], name: str) -> jax.Array:
-    """Return ``x`` as bool of this shape, True where it is not 0: a mask, or the ends of steps.
-
-    Raises:
-      ValueError: wrong shape or not numeric; the message contains ``name``.
-    """
-    array(x, name, "any")
-    shaped(shape, **{name: x})
+def as_mask(x: Any, shape: tuple[int, ...], name: str) -> jax.Array:
+    """Return ``x`` as bool of this shape, True where it is not 0: a mask, or the ends of steps."""
+    as_array(x, name, "any")
+    check_shape(shape, **{name: x})
     return jnp.asarray(x).astype(bool)
 
 
-def count(given: Any, counted: jax.Array, name: str, dtype: Any) -> jax.Array:
-    """Return the divisor of a loss, at least 1: the given count, or the sum of ``counted``.
-
-    Raises:
-      ValueError: the given count is not a scalar; the message contains ``name``.
-    """
-    ranked(0, **{name: 0 if given is None else given})
-    return jnp.maximum(jnp.sum(counted) if given is None else given, 1).astype(dtype)
+def divisor(number: Any, counted: jax.Array, name: str, dtype: Any) -> jax.Array:
+    """Return the divisor of a loss, at least 1: ``number``, or the sum of ``counted`` without one."""
+    check_rank(0, **{name: 0 if number is None else number})
+    return jnp.maximum(jnp.sum(counted) if number is None else number, 1).astype(dtype)
 
 
-def within_bounds(piece: Any) -> None:
+def check_self(piece: Any) -> None:
     """Refuse a value unless its fields lie in the ranges, and among the literals, of their annotations.
 
     A class of values takes it as its ``__post_init__``.
-
-    Raises:
-      ValueError: names class, field and value.
     """
     owner = type(piece).__name__
     try:
@@ -210,13 +179,8 @@ def within_bounds(piece: Any) -> None:
             raise ValueError(f"{owner}.{name} must be {allowed}, got {getattr(piece, name)!r}")
 
 
-def ordered(owner: Any, low: str, high: str) -> None:
-    """Refuse a value unless ``0 <= low < high`` holds for the fields of these names.
-
-    Raises:
-      ValueError: names class, fields and values.
-    """
-    least = getattr(owner, low)
-    most = getattr(owner, high)
+def check_order(owner: Any, low: str, high: str) -> None:
+    """Refuse a value unless ``0 <= low < high`` holds for the fields of these names."""
+    least, most = getattr(owner, low), getattr(owner, high)
     if not 0 <= least < most:
         raise ValueError(f"{type(owner).__name__} needs 0 <= {low} < {high}, got {low}={least} and {high}={most}")

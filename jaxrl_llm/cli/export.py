@@ -21,7 +21,7 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.cli.flags import first, parse, status, take
 from jaxrl_llm.data import Steps
 from jaxrl_llm.errors import InputError, as_input_error, require
-from jaxrl_llm.models.peft import base_named, is_adapter
+from jaxrl_llm.models.peft import base_model_name, is_adapter
 from jaxrl_llm.models.pretrained import BUILTIN, generation_of, looks_like_hub_id
 from jaxrl_llm.runs.load import Trained, find_run, load_adapter, load_trained, mesh_here
 from jaxrl_llm.sharding import MeshShape
@@ -122,10 +122,10 @@ def export_gguf(name: str, trained: Trained, target: Path, kind: str, adapter: b
     Raises:
       InputError: the file exists already, or cannot hold the model.
     """
-    from jaxrl_llm.models.gguf import KINDS, save_gguf
+    from jaxrl_llm.models.gguf import FILE_TYPES, save_gguf
 
     scores = isinstance(trained.run, configs.RewardModel)
-    require(kind in KINDS, f"--gguf_type {kind} is not supported: use one of {', '.join(KINDS)}")
+    require(kind in FILE_TYPES, f"--gguf_type {kind} is not supported: use one of {', '.join(FILE_TYPES)}")
     require(not adapter, f"--adapter writes a folder for PEFT, and --out {target} is a file: give a folder")
     require(not scores, f"{name} is a reward model, which a GGUF file cannot hold: give a folder with --out")
     require(not target.exists(), f"{target} exists: give a new file, or remove it first")
@@ -191,7 +191,7 @@ def public_base(model: str) -> str:
     if configs.is_run(path / "config.json"):
         return public_base(configs.read(path / "config.json", own=False).pinned.model)
     if is_adapter(path):
-        return public_base(base_named(path))
+        return public_base(base_model_name(path))
     return (BUILTIN[model].hub or model) if model in BUILTIN and not path.is_dir() else model
 
 

@@ -40,28 +40,34 @@ FLAGS = ("--search", "--quick", "--largest", "--loops")
 def plan(arguments: list[str]) -> int:
     """Run ``plan CONFIG --topology NAME ...``; return the exit code."""
     given = first(arguments, __doc__, MISSING, True)
-    from jaxrl_llm.plan.machines import NO_COMPILER, compiles_for_gpus, describe, parse_topology, prepare_compilers
+    from jaxrl_llm.plan.machines import (
+        NO_COMPILER,
+        compiles_for_gpus,
+        describe_devices,
+        parse_topology,
+        prepare_compilers,
+    )
 
     prepare_compilers()
     asked = options(arguments)
     run = settings(given, arguments, asked["--slices"])
-    from jaxrl_llm.plan.programs import model_config
+    from jaxrl_llm.plan.programs import find_model_config
 
     machine = parse_topology(asked["--topology"], asked["--slices"])
     quick = asked["--quick"]
     described = machine.chip.platform != "gpu" or (not quick and compiles_for_gpus())
-    devices = describe(machine) if described else None
+    devices = describe_devices(machine) if described else None
     configs.validate(run)
     run = chosen_phase(run, asked["--phase"])
     configs.validate_on_processes(run, machine.hosts)
     all_devices()  # refuses settings of JAX with which the programs would be others
-    config, source = model_config(run.model)
+    config, source = find_model_config(run.model)
     from jaxrl_llm.plan import planning, tables
 
     mean = asked["--mean_tokens"]
     if asked["--search"]:
-        plans = planning.best(run, config, machine, devices, mean, quick, status)
-        lines, source = tables.table(plans), ""
+        plans = planning.best_plans(run, config, machine, devices, mean, quick, status)
+        lines, source = tables.plans_table(plans), ""
         if not plans:
             longest = "rollout.max_new_tokens" if isinstance(run, configs.Run) else "batch.max_tokens"
             lines.append(f"nothing fits {machine.name}: take a larger machine, or lower {longest}")
@@ -69,8 +75,8 @@ def plan(arguments: list[str]) -> int:
         configs.validate_on_devices(run, machine.devices)
         compiling = described and not quick
         largest = compiling and asked["--largest"]
-        plans = [planning.plan(run, config, machine, devices, mean, compiling, largest, status)]
-        lines = tables.lines(plans[0], source, asked[PRICE])
+        plans = [planning.plan_run(run, config, machine, devices, mean, compiling, largest, status)]
+        lines = tables.report_lines(plans[0], source, asked[PRICE])
         if asked["--loops"] and plans[0].compiled:
             lines += ["", *tables.loop_lines(plans[0])]
         if not described and not quick:
@@ -79,10 +85,10 @@ def plan(arguments: list[str]) -> int:
     print("\n".join(lines))
     if asked["--json"]:
         with writable(asked["--json"], "--json"):
-            tables.write(asked["--json"], [(made, source) for made in plans], asked[PRICE])
+            tables.write_plans(asked["--json"], [(made, source) for made in plans], asked[PRICE])
     if asked["--plot"] and not asked["--search"]:
         with writable(asked["--plot"], "--plot"):
-            tables.draw([tables.to_json(plans[0], source)], asked["--plot"])
+            tables.draw_plans([tables.plan_to_json(plans[0], source)], asked["--plot"])
     if asked["--dump"]:
         with writable(asked["--dump"], "--dump"):
             asked["--dump"].mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,7 @@ from jaxrl_llm.engine.scheduler import EngineSpec, Scheduler
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.decode_kernels import ByLength, form_for
-from jaxrl_llm.models.decoder import Decoder, by_layer, cast, to_parameters
+from jaxrl_llm.models.decoder import Decoder, cast, to_parameters, unstack_layers
 from jaxrl_llm.models.lora import merge
 from jaxrl_llm.sharding import platform_of, sampling_shardings
 from jaxrl_llm.types import Completion, Prompt
@@ -105,8 +105,8 @@ class Engine:
             the random draws are those of a completion that was never interrupted.
           keep: keep the keys and values of these requests when they end, so that requests that resume them (or any
             of their first tokens) resume from there; until the weights change, or ``start``.
-          keep_prompt: keep the keys and values of these prompts, and compute partial completions from there: for episodes
-            of several turns. Their bits then do not depend on what was kept.
+          keep_prompt: keep the keys and values of these prompts, and compute partial completions from there: for
+            episodes of several turns. Their bits then do not depend on what was kept.
 
         Raises:
           InputError: a request does not fit.
@@ -343,7 +343,7 @@ def for_sampling(model: Decoder, platform: str, router_bits: int = 0) -> Decoder
             raise InputError(f"rollout.engine.router_bits {router_bits} needs a model with experts: set it to 0")
         rounding = dataclasses.replace(model.config.experts, bits=router_bits)
         model = Decoder(dataclasses.replace(model.config, experts=rounding), to_parameters(model))
-    return by_layer(model) if platform == "gpu" else model
+    return unstack_layers(model) if platform == "gpu" else model
 
 
 def weights_for_sampling(

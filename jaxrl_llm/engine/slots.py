@@ -22,8 +22,8 @@ from jaxrl_llm.models.decoding import (
     flush,
     insert,
     insert_divided,
+    joined_sequence,
     move_rows,
-    sequence_of,
     shared_prefix,
     take_rows,
     with_columns,
@@ -268,7 +268,7 @@ def rearrange_blocks(
 @functools.partial(jax.jit, static_argnames="columns")
 def copy_sequence(slots: Slots, row: jax.Array, slot: jax.Array, block: jax.Array, columns: int) -> Cache:
     """Return one row with the keys and values of a slot's sequence, in ``columns`` columns; ``row``: of the cache."""
-    return with_columns(sequence_of(slots.cache, row, slots.blocks, block, slots.before[slot]), columns)
+    return with_columns(joined_sequence(slots.cache, row, slots.blocks, block, slots.before[slot]), columns)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

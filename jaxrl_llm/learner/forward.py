@@ -198,7 +198,7 @@ def outputs_of(
             batch.predictions.target,
             temperature,
             compute.head_chunk,
-            kept=kept,
+            kept_tokens=kept,
             count=count_of(batch),
             entropy_gradient=entropy_gradient,
         )

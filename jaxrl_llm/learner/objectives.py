@@ -22,7 +22,7 @@ from jaxrl_llm.algorithms.kl import K3, JensenShannon, UnbiasedK3
 from jaxrl_llm.algorithms.loss import clipped_tokens, log_ratios, whole_step
 from jaxrl_llm.algorithms.preference import KTO, bradley_terry, pretraining_loss, sequence_logp, step_entropy
 from jaxrl_llm.algorithms.surrogates import LOTS
-from jaxrl_llm.algorithms.tokens import clamped_log_ratio
+from jaxrl_llm.algorithms.tokens import clamp_log_ratio
 from jaxrl_llm.learner.batch import Counts, Packed
 from jaxrl_llm.learner.forward import Output, Outputs, count_of, predicting
 from jaxrl_llm.models.config import ComputeOptions
@@ -278,7 +278,7 @@ def divergence(packed: Packed, logp: jax.Array) -> jax.Array:
     given = packed.by_token
     sampler = given["sampler_logp"]
     if "ref_logp" in given:
-        estimate = UnbiasedK3()(logp, given["ref_logp"], clamped_log_ratio(logp, sampler))
+        estimate = UnbiasedK3()(logp, given["ref_logp"], clamp_log_ratio(logp, sampler))
     else:
         # The old policy of an earlier step's token is the one that sampled it.
         estimate = K3()(jnp.where(given["fresh"], given["old_logp"], sampler), logp)

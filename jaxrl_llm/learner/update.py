@@ -21,8 +21,8 @@ from jaxrl_llm.learner.optimiser import moved
 from jaxrl_llm.learner.settings import Learner
 from jaxrl_llm.models.config import ComputeOptions, Lora
 from jaxrl_llm.models.decoder import Decoder, cast
-from jaxrl_llm.models.heads import ScalarModel, split
-from jaxrl_llm.models.lora import attached, base_of, create, model_of
+from jaxrl_llm.models.heads import ScalarModel, split_head
+from jaxrl_llm.models.lora import create_adapter, frozen_base, model_of, with_adapter
 from jaxrl_llm.sharding import shardings
 from jaxrl_llm.types import NOT_FINITE, Role, TrainState
 
@@ -47,7 +47,7 @@ def accumulate(
 
     def share(params: Any, batch: Packed) -> tuple[jax.Array, dict[str, Scalars]]:
         """Return one microbatch's share of the step's loss, and each objective's metrics: sums over the counts."""
-        model = cast(attached(role.base, params), compute.dtype)
+        model = cast(with_adapter(role.base, params), compute.dtype)
         outputs = outputs_of(model, batch, names, coefficients["temperature"], compute, entropy_gradient)
         total: Any = 0
         metrics = {}
@@ -86,7 +86,7 @@ def looked_ahead(
     role: Role, packed: Packed, objectives: Sequence[Objective], coefficients: Scalars, compute: ComputeOptions
 ) -> dict[str, jax.Array]:
     """Return the arrays [M, B, T] that objectives compute over a whole step, by a forward pass without a gradient."""
-    model = cast(attached(role.base, role.params), compute.dtype)
+    model = cast(with_adapter(role.base, role.params), compute.dtype)
     names = sorted({name for objective in objectives for name in objective.outputs})
 
     def body(index: jax.Array, found: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -132,7 +132,7 @@ def make_update(
     def update(state: TrainState, packed: Packed, coefficients: dict[str, Any]) -> tuple[TrainState, Scalars]:
         coefficients = {key: jnp.asarray(value, jnp.float32) for key, value in coefficients.items()}
         role = state.roles[name]
-        whole = role._replace(base=base_of(state, name))
+        whole = role._replace(base=frozen_base(state, name))
         grads, metrics = accumulate(whole, packed, objectives, coefficients, compute)
         norm = optax.tree.norm(grads)
         lr = jnp.asarray(rate(role.updates), jnp.float32) * coefficients.get("lr_scale", 1.0)
@@ -224,8 +224,8 @@ def _fresh(
     loaded: dict[str, Any],
 ) -> TrainState:
     """Return the state of the run's initial model and of those loaded for other roles."""
-    decoder, scalar = split(model)
-    params: Any = create(decoder.config, lora, jax.random.key(seed), scalar) if lora.rank else model
+    decoder, scalar = split_head(model)
+    params: Any = create_adapter(decoder.config, lora, jax.random.key(seed), scalar) if lora.rank else model
     roles = {"policy": Role(params, optimiser.init(params), jnp.int32(0), decoder if lora.rank else None)}
     for other in others:
         first = other.first(loaded.get(other.name, model))

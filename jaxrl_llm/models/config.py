@@ -139,9 +139,9 @@ class Lora(Setting):
 
     def check(self, run: Any, where: str) -> None:
         """Refuse matrices that no layer has, or that are listed twice."""
-        known = bool(self.targets) and set(self.targets) <= set(ADAPTABLE)
+        adaptable = bool(self.targets) and set(self.targets) <= set(ADAPTABLE)
         require(
-            known and len(set(self.targets)) == len(self.targets),
+            adaptable and len(set(self.targets)) == len(self.targets),
             f"{where}targets must be some of {', '.join(ADAPTABLE)}, each once; got "
             f"{', '.join(self.targets) or 'none'}",
         )

@@ -22,8 +22,7 @@ from jaxrl_llm.sharding import batch_parts, platform_of
 
 LANES, SUBLANES = 128, 8
 """A TPU's tile of float32, its last dimension first."""
-LEAST_BLOCK, COLUMNS_OF_BLOCK = LANES, ((4096, 512), (2048, 256))
-"""Columns of a block of a short cache, then of longer ones: (least columns of the cache, of a block)."""
+
 GPU_BLOCK, GPU_SPAN, GPU_ROWS = 64, 2048, 16
 """Columns that a GPU's kernel reads at once, and the most that one of its programs reads: a long row has several; and
 least queries of a program, those of a tensor core.
@@ -43,20 +42,16 @@ class ByLength:
     interpret: bool = False
 
 
-class Seen(NamedTuple):
+class ColumnRange(NamedTuple):
     """The columns that queries may see: ``least <= column < limit``; int32, one number for each query or several."""
 
     least: jax.Array
     limit: jax.Array
 
-    def each(self, change: Callable[[jax.Array], jax.Array]) -> "Seen":
-        """Return the bounds changed alike."""
-        return Seen(change(self.least), change(self.limit))
 
-
-def seen(limit: jax.Array, newest: jax.Array, window: Any) -> Seen:
+def column_range(limit: jax.Array, newest: jax.Array, window: Any) -> ColumnRange:
     """Return the columns below ``limit`` in a window that ends with column ``newest``; window 0 has no beginning."""
-    return Seen(jnp.where(window == 0, 0, jnp.maximum(newest - window + 1, 0)), limit)
+    return ColumnRange(jnp.where(window == 0, 0, jnp.maximum(newest - window + 1, 0)), limit)
 
 
 class PartialAttention(NamedTuple):
@@ -88,8 +83,8 @@ def form_for(config: Attention, slots: int, mesh: Mesh | AbstractMesh | None) ->
 
 
 def block_columns(columns: int) -> int:
-    """Return the columns of a block in a cache of so many."""
-    return next((block for least, block in COLUMNS_OF_BLOCK if columns >= least), LEAST_BLOCK)
+    """Return the columns of a block in a cache of so many: more in longer ones."""
+    return 512 if columns >= 4096 else 256 if columns >= 2048 else LANES
 
 
 def whole_blocks(columns: int) -> int:
@@ -108,7 +103,7 @@ def _block(form: ByLength, columns: int) -> int:
     return block_columns(columns) if form.platform == "tpu" else min(columns, GPU_BLOCK)
 
 
-def live_blocks(seen: Seen, block: int) -> tuple[jax.Array, jax.Array]:
+def live_blocks(seen: ColumnRange, block: int) -> tuple[jax.Array, jax.Array]:
     """Return the first block of each row that any of its queries sees, and the number of blocks from there to the last.
 
     ``seen``: [B, M].
@@ -119,7 +114,7 @@ def live_blocks(seen: Seen, block: int) -> tuple[jax.Array, jax.Array]:
     return jnp.minimum(first, end), jnp.maximum(end - first, 0)
 
 
-class Reads(NamedTuple):
+class ReadOrder(NamedTuple):
     """The order in which a TPU's kernel reads blocks; int32[halves * steps] but for the last.
 
     Attributes:
@@ -135,33 +130,33 @@ class Reads(NamedTuple):
     steps: Any = None
 
 
-class Reading(NamedTuple):
+class ReadPlan(NamedTuple):
     """The columns that a kernel reads of a cache's rows, and how it comes to them.
 
     Attributes:
       seen: [E, lanes], of each lane; [E, 1] without lanes.
-      order: ``Reads`` of a TPU; of a GPU the first live block of each row and the end of these, int32[E].
+      order: ``ReadOrder`` of a TPU; of a GPU the first live block of each row and the end of these, int32[E].
       lanes: int32[E, lanes], the row of queries that a lane of the cache's row serves, negative if none; None if each
         row of queries reads the cache's row of its own number.
-      begun: bool[B], whether a lane serves the row of queries; None without lanes.
+      served: bool[B], whether a lane serves the row of queries; None without lanes.
     """
 
-    seen: Seen
+    seen: ColumnRange
     order: Any
     lanes: Any = None
-    begun: Any = None
+    served: Any = None
 
 
-def reading(form: ByLength, seen: Seen, columns: int, lanes: Any = None, begun: Any = None) -> Reading:
+def read_plan(form: ByLength, seen: ColumnRange, columns: int, lanes: Any = None, served: Any = None) -> ReadPlan:
     """Return the reading of so much of rows of ``columns`` columns."""
     block = _block(form, columns)
     if form.platform == "tpu":
-        return Reading(seen, reads(seen, block, columns // block, lanes is not None), lanes, begun)
+        return ReadPlan(seen, read_order(seen, block, columns // block, lanes is not None), lanes, served)
     first, count = live_blocks(seen, block)
-    return Reading(seen, (first, first + count), lanes, begun)
+    return ReadPlan(seen, (first, first + count), lanes, served)
 
 
-def reads(seen: Seen, block: int, each: int, sparse: bool = False) -> Reads:
+def read_order(seen: ColumnRange, block: int, each: int, sparse: bool = False) -> ReadOrder:
     """Return the reads of rows of ``each`` blocks: the rows in order, every other in a half where a chip has two cores.
 
     A row without a visible column still has one step, which reads nothing; none if ``sparse``.
@@ -171,21 +166,21 @@ def reads(seen: Seen, block: int, each: int, sparse: bool = False) -> Reads:
     rows = first.shape[1]
     places = jnp.arange(rows * each, dtype=jnp.int32)
 
-    def half(first: jax.Array, count: jax.Array) -> Reads:
-        taken = count if sparse else jnp.maximum(count, 1)
-        ends = jnp.cumsum(taken)
+    def half(first: jax.Array, count: jax.Array) -> ReadOrder:
+        steps = count if sparse else jnp.maximum(count, 1)
+        ends = jnp.cumsum(steps)
         row = jnp.sum(ends[None] <= places[:, None], axis=1, dtype=jnp.int32)
         row = jnp.minimum(row, rows - 1)
-        inside = places - (ends - taken)[row]
+        inside = places - (ends - steps)[row]
         live = inside < count[row]
-        known = jax.lax.cummax(jnp.where(live, places, -1))
-        known = jnp.where(known < 0, jnp.argmax(live).astype(jnp.int32), known)
-        own = jnp.minimum(row * each + first[row] + inside, rows * each - 1)
-        return Reads(row, own[known], live.astype(jnp.int32), jnp.maximum(ends[-1], 1))
+        nearest = jax.lax.cummax(jnp.where(live, places, -1))
+        nearest = jnp.where(nearest < 0, jnp.argmax(live).astype(jnp.int32), nearest)
+        blocks = jnp.minimum(row * each + first[row] + inside, rows * each - 1)
+        return ReadOrder(row, blocks[nearest], live.astype(jnp.int32), jnp.maximum(ends[-1], 1))
 
-    found = jax.vmap(half)(first, count)
-    row, blocks, live = (x.reshape(-1) for x in found[:3])
-    return Reads(row, blocks, live, jnp.max(found.steps, keepdims=True))
+    halves_read = jax.vmap(half)(first, count)
+    row, blocks, live = (x.reshape(-1) for x in halves_read[:3])
+    return ReadOrder(row, blocks, live, jnp.max(halves_read.steps, keepdims=True))
 
 
 def halves_of(rows: int) -> int:
@@ -193,7 +188,7 @@ def halves_of(rows: int) -> int:
     return 2 if rows % 2 == 0 else 1
 
 
-def fetched(half: Any, number: Any, table: Reads, rows: int, each: int) -> tuple[Any, Any, Any]:
+def fetch_indices(half: Any, number: Any, table: ReadOrder, rows: int, each: int) -> tuple[Any, Any, Any]:
     """Return the row computed in a step of a TPU's kernel, and the row and the block that it reads."""
     halves = halves_of(rows)
     at = half * (rows // halves * each) + number
@@ -203,21 +198,21 @@ def fetched(half: Any, number: Any, table: Reads, rows: int, each: int) -> tuple
     return table.row[at] * halves + half, row * halves + half, jax.lax.rem(read, jnp.int32(each))
 
 
-class Near(NamedTuple):
-    """The columns of the chunk: one layer's k [B, K, H, C] and v [B, K, C, H], and ``Seen`` of all rows, int32[2]."""
+class ChunkColumns(NamedTuple):
+    """The columns of the chunk: one layer's k [B, K, H, C] and v [B, K, C, H], and the range of all rows, int32[2]."""
 
     k: Any
     v: Any
     seen: jax.Array
 
 
-def takes_near(form: ByLength, columns: int) -> bool:
+def reads_chunk(form: ByLength, columns: int) -> bool:
     """Whether the kernel of a cache's own rows can read a chunk of so many columns too."""
     return form.platform == "gpu" and columns >= GPU_ROWS and columns & (columns - 1) == 0
 
 
-def attend(
-    form: ByLength, config: Attention, q: jax.Array, cache: Any, layer: jax.Array, reading: Reading,
+def attend_by_length(
+    form: ByLength, config: Attention, q: jax.Array, cache: Any, layer: jax.Array, plan: ReadPlan,
     near: Any = None,
 ) -> list[PartialAttention]:  # fmt: skip
     """Attend over live columns of one layer of a cache.
@@ -228,21 +223,22 @@ def attend(
       q: [B, K, M, H].
       cache: k [L, E, K, H, S] and v [L, E, K, S, H], S of whole blocks; without lanes its first B rows are read.
       layer: int32[].
-      reading: of the cache's rows.
-      near: ``Near`` of the chunk, to be read too, where ``takes_near``; only without lanes.
+      plan: of the cache's rows.
+      near: ``ChunkColumns``, to be read too, where ``reads_chunk``; only without lanes.
 
     Returns:
       Parts of the result, whose columns are disjoint; ``top`` of a query without a column is ``MASKED``.
     """
-    given = config, q, cache, layer, reading
-    parts = _tpu(form.interpret, *given) if form.platform == "tpu" else _gpu(form.interpret, *given, near)
-    if reading.begun is None:
+    arguments = config, q, cache, layer, plan
+    on_tpu = form.platform == "tpu"
+    parts = _attend_tpu(form.interpret, *arguments) if on_tpu else _attend_gpu(form.interpret, *arguments, near)
+    if plan.served is None:
         return parts
-    begun = reading.begun[:, None, None, None]
-    return [PartialAttention(*(jnp.where(begun, x, y) for x, y in zip(p, _none(p), strict=True))) for p in parts]
+    served = plan.served[:, None, None, None]
+    return [PartialAttention(*(jnp.where(served, x, y) for x, y in zip(p, _empty(p), strict=True))) for p in parts]
 
 
-def _none(shapes: Any) -> PartialAttention:
+def _empty(shapes: Any) -> PartialAttention:
     """Return the attention over no column."""
     zeros = functools.partial(jnp.zeros, dtype=jnp.float32)
     top, mass, mixed = (x.shape for x in shapes)
@@ -250,11 +246,11 @@ def _none(shapes: Any) -> PartialAttention:
 
 
 def _shapes(*shape: int, stat: int = 1) -> tuple[jax.ShapeDtypeStruct, ...]:
-    one = jax.ShapeDtypeStruct((*shape[:-1], stat), jnp.float32)
-    return one, one, jax.ShapeDtypeStruct(shape, jnp.float32)
+    stat_shape = jax.ShapeDtypeStruct((*shape[:-1], stat), jnp.float32)
+    return stat_shape, stat_shape, jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def _update(
+def _add_columns(
     config: Attention, q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array, before: PartialAttention,
     turned: bool = False,
 ) -> PartialAttention:  # fmt: skip
@@ -262,15 +258,15 @@ def _update(
 
     ``turned``: v is [H, S].
     """
-    found = softcap(jnp.dot(q, k, preferred_element_type=jnp.float32) * config.factor, config.softcap)
-    found = jnp.where(visible, found, MASKED)
-    top = jnp.maximum(before.top, jnp.max(found, axis=1, keepdims=True))
-    weights = jnp.exp(found - top)
-    kept = jnp.exp(before.top - top)
+    scores = softcap(jnp.dot(q, k, preferred_element_type=jnp.float32) * config.factor, config.softcap)
+    scores = jnp.where(visible, scores, MASKED)
+    top = jnp.maximum(before.top, jnp.max(scores, axis=1, keepdims=True))
+    weights = jnp.exp(scores - top)
+    decay = jnp.exp(before.top - top)
     along = (((1,), (1 if turned else 0,)), ((), ()))
     mixed = jax.lax.dot_general(weights.astype(v.dtype), v, along, preferred_element_type=jnp.float32)
-    mass = kept * before.mass + jnp.sum(weights, axis=1, keepdims=True)
-    return PartialAttention(top, mass, kept * before.mixed + mixed)
+    mass = decay * before.mass + jnp.sum(weights, axis=1, keepdims=True)
+    return PartialAttention(top, mass, decay * before.mixed + mixed)
 
 
 class Tile(NamedTuple):
@@ -286,43 +282,44 @@ class Tile(NamedTuple):
     turned: bool
 
 
-def _add(config: Attention, tile: Tile, first: jax.Array, given: Sequence[Any], sums: Sequence[Any]) -> None:
+def _add_block(config: Attention, tile: Tile, first: jax.Array, inputs: Sequence[Any], sums: Sequence[Any]) -> None:
     """Add the block that begins with column ``first`` to the sums [K, M, ..] of all heads, references of Pallas.
 
-    ``given``: queries [K, M, H], keys, values, and the bounds of what each query sees.
+    ``inputs``: queries [K, M, H], keys, values, and the bounds of what each query sees.
     """
-    asked, k, v, least, limit = given
+    q, k, v, least, limit = inputs
     columns = first + jax.lax.broadcasted_iota(jnp.int32, (tile.queries, tile.block), 1)
     visible = (columns >= least[0]) & (columns < limit[0])
-    for head in range(asked.shape[0]):
+    for head in range(q.shape[0]):
         top, mass, mixed = (ref[head] for ref in sums)
         before = PartialAttention(top[:, :1], mass[:, :1], mixed)
-        after = _update(config, asked[head].astype(k.dtype), k[0, 0, head], v[0, 0, head], visible, before, tile.turned)
+        queries = q[head].astype(k.dtype)
+        after = _add_columns(config, queries, k[0, 0, head], v[0, 0, head], visible, before, tile.turned)
         for ref, value in zip(sums, after, strict=True):
             ref[head] = jnp.broadcast_to(value, ref.shape[1:])
 
 
-def _own_rows(config: Attention, tile: Tile, row: Any, blocks: Any, live: Any, _: Any, *refs: Any) -> None:
+def _row_kernel(config: Attention, tile: Tile, row: Any, blocks: Any, live: Any, _: Any, *refs: Any) -> None:
     """Compute one step for the row of queries of the cache's row."""
-    *given, top, mass, mixed = refs
+    *inputs, top, mass, mixed = refs
     sums = [ref.at[0] for ref in (top, mass, mixed)]
     at = pl.program_id(0) * (tile.rows // halves_of(tile.rows) * tile.each) + pl.program_id(1)
 
     @pl.when((pl.program_id(1) == 0) | (row[at] != row[jnp.maximum(at - 1, 0)]))
     def _begin() -> None:
-        for ref, zero in zip(sums, _none(sums), strict=True):
+        for ref, zero in zip(sums, _empty(sums), strict=True):
             ref[...] = zero
 
     @pl.when(live[at] == 1)
     def _compute() -> None:
         first = jax.lax.rem(blocks[at], jnp.int32(tile.each)) * tile.block
-        _add(config, tile, first, [given[0].at[0], *given[1:]], sums)
+        _add_block(config, tile, first, [inputs[0].at[0], *inputs[1:]], sums)
 
 
-def _lanes(config: Attention, tile: Tile, row: Any, blocks: Any, live: Any, _: Any, lanes: Any, *refs: Any) -> None:
+def _lane_kernel(config: Attention, tile: Tile, row: Any, blocks: Any, live: Any, *refs: Any) -> None:
     """Compute one step for the rows of queries that read the cache's row: its first step gathers their queries, and its
     last one sends the results to their places."""
-    q, k, v, least, limit, *outs, asked, top, mass, mixed, sent = refs
+    _, lanes, q, k, v, least, limit, *outs, gathered, top, mass, mixed, sent = refs
     sums = [top, mass, mixed]
     size = q.shape[2]
     count = tile.queries // size
@@ -336,20 +333,20 @@ def _lanes(config: Attention, tile: Tile, row: Any, blocks: Any, live: Any, _: A
     @pl.when((number == 0) | (row[at] != row[jnp.maximum(at - 1, 0)]))
     def _begin() -> None:
         copies = [
-            pltpu.make_async_copy(q.at[jnp.maximum(lanes[base + lane], 0)], asked.at[:, place], sent)
+            pltpu.make_async_copy(q.at[jnp.maximum(lanes[base + lane], 0)], gathered.at[:, place], sent)
             for lane, place in enumerate(places)
         ]
         for copy in copies:
             copy.start()
         for copy in copies:
             copy.wait()
-        for ref, zero in zip(sums, _none(sums), strict=True):
+        for ref, zero in zip(sums, _empty(sums), strict=True):
             ref[...] = zero
 
     @pl.when(live[at] == 1)
     def _compute() -> None:
         first = jax.lax.rem(blocks[at], jnp.int32(tile.each)) * tile.block
-        _add(config, tile, first, [asked, k, v, least, limit], sums)
+        _add_block(config, tile, first, [gathered, k, v, least, limit], sums)
 
     def send(lane: int, act: Callable[[Any], None]) -> None:
         @pl.when((live[at] == 1) & last & (lanes[base + lane] >= 0))
@@ -363,12 +360,12 @@ def _lanes(config: Attention, tile: Tile, row: Any, blocks: Any, live: Any, _: A
         send(lane, lambda copy: copy.wait())
 
 
-def _tpu(
-    interpret: bool, config: Attention, q: jax.Array, cache: Any, layer: jax.Array, reading: Reading
+def _attend_tpu(
+    interpret: bool, config: Attention, q: jax.Array, cache: Any, layer: jax.Array, plan: ReadPlan
 ) -> list[PartialAttention]:
     """One step of the grid for each live block, of all heads; the sums of a row stay in the chip's memory meanwhile."""
     (count, heads, queries, width) = q.shape
-    seen, table, lanes, _ = reading
+    seen, table, lanes, _ = plan
     block = block_columns(cache.v.shape[3])
     size = queries if lanes is None else -(-queries // SUBLANES) * SUBLANES
     inside = size if lanes is None else size * lanes.shape[1]
@@ -376,32 +373,32 @@ def _tpu(
     values = jnp.swapaxes(cache.v, 3, 4) if tile.turned else cache.v
     bounds = [jnp.repeat(x, inside // x.shape[1], axis=1)[..., None] for x in seen]
 
-    def where(half: Any, number: Any, *given: Any) -> tuple[Any, Any, Any]:
-        return fetched(half, number, Reads(*given[:3]), tile.rows, tile.each)
+    def where(half: Any, number: Any, *prefetched: Any) -> tuple[Any, Any, Any]:
+        return fetch_indices(half, number, ReadOrder(*prefetched[:3]), tile.rows, tile.each)
 
     def own(*blocked: int) -> Any:
-        return pl.BlockSpec((1, *blocked), lambda h, n, *given: (where(h, n, *given)[0], *(0 for _ in blocked)))
+        return pl.BlockSpec((1, *blocked), lambda *indices: (where(*indices)[0], *(0 for _ in blocked)))
 
     def columns(turned: bool) -> Any:
-        def at(half: Any, number: Any, *given: Any) -> tuple:
-            _, row, column = where(half, number, *given)
-            return given[3][0], row, 0, *((0, column) if turned else (column, 0))
+        def at(half: Any, number: Any, *prefetched: Any) -> tuple:
+            _, row, column = where(half, number, *prefetched)
+            return prefetched[3][0], row, 0, *((0, column) if turned else (column, 0))
 
         return pl.BlockSpec((1, 1, heads, *((width, block) if turned else (block, width))), at)
 
     inputs = [columns(True), columns(tile.turned), own(inside, 1), own(inside, 1)]
     scalars = [*table[:3], layer.reshape(1)]
     if lanes is None:
-        kernel, shapes, scratch = _own_rows, _shapes(count, heads, size, width), []
+        kernel, shapes, scratch = _row_kernel, _shapes(count, heads, size, width), []
         ends = own(heads, size, width), [own(*shape.shape[1:]) for shape in shapes]
     else:
-        kernel, shapes = _lanes, _shapes(count, heads, size, width, stat=LANES)
+        kernel, shapes = _lane_kernel, _shapes(count, heads, size, width, stat=LANES)
         sums = [pltpu.VMEM((heads, inside, shape.shape[3]), jnp.float32) for shape in (shapes[2], *shapes)]
         scratch = [*sums, pltpu.SemaphoreType.DMA]
         ends = pl.BlockSpec(memory_space=pl.ANY), [pl.BlockSpec(memory_space=pl.ANY) for _ in shapes]
         scalars.append(lanes.reshape(-1))
         q = jnp.pad(q.astype(jnp.float32), ((0, 0), (0, 0), (0, size - queries), (0, 0)))
-    found = pl.pallas_call(
+    outputs = pl.pallas_call(
         functools.partial(kernel, config, tile),
         out_shape=list(shapes),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -415,80 +412,73 @@ def _tpu(
         interpret=interpret,
         name="attention_by_length",
     )(*scalars, q, cache.k, values, *bounds)
-    top, mass, mixed = (x[:, :, :queries] for x in found)
+    top, mass, mixed = (x[:, :, :queries] for x in outputs)
     return [PartialAttention(top[..., :1], mass[..., :1], mixed)]
 
 
-class Program(NamedTuple):
-    """Sizes of one program of a GPU's kernel: columns of a block, queries of a row, the next power of two of these,
-    lanes, and queries of the whole call.
+def _gpu_kernel(config: Attention, width: int, count: int, size: int, lane_count: int, total: int, *refs: Any) -> None:
+    """Attend over one span of columns of one head of a row of the cache, for all rows of queries that read it.
+
+    ``width``: columns of a block. ``count``: queries of a row, ``size`` the next power of two, ``total`` of the call.
     """
-
-    block: int
-    queries: int
-    size: int
-    lanes: int
-    total: int
-
-
-def _row_of_cache(config: Attention, sizes: Program, *refs: Any) -> None:
-    """Attend over one span of columns of one head of a row of the cache, for all rows of queries that read it."""
     layer, first, end, lanes, q, k, v, least, limit, *near = refs[:-3]
     row, head, span = (pl.program_id(axis) for axis in range(3))
-    each = jnp.arange(sizes.lanes * sizes.size, dtype=jnp.int32)
-    lane, number = (operation(each, jnp.int32(sizes.size)) for operation in (jax.lax.div, jax.lax.rem))
+    each = jnp.arange(lane_count * size, dtype=jnp.int32)
+    lane, number = (operation(each, jnp.int32(size)) for operation in (jax.lax.div, jax.lax.rem))
     served = lanes[row, lane]
     heads = k.shape[2]
-    at = (jnp.maximum(served, 0) * heads + head) * sizes.queries + jnp.minimum(number, sizes.queries - 1)
-    asked = q[at]
+    at = (jnp.maximum(served, 0) * heads + head) * count + jnp.minimum(number, count - 1)
+    queries = q[at]
     lower, upper = (x[row, lane][:, None] for x in (least, limit))
 
     def add(block: jax.Array, before: PartialAttention) -> PartialAttention:
-        there = pl.ds(pl.multiple_of(block * sizes.block, sizes.block), sizes.block)
-        column = block * sizes.block + jax.lax.broadcasted_iota(jnp.int32, (len(each), sizes.block), 1)
+        there = pl.ds(pl.multiple_of(block * width, width), width)
+        column = block * width + jax.lax.broadcasted_iota(jnp.int32, (len(each), width), 1)
         visible = (column >= lower) & (column < upper)
-        return _update(config, asked, k[layer[0], row, head, :, there], v[layer[0], row, head, there], visible, before)
+        keys, values = k[layer[0], row, head, :, there], v[layer[0], row, head, there]
+        return _add_columns(config, queries, keys, values, visible, before)
 
     def add_chunk(before: PartialAttention) -> PartialAttention:
         column = jax.lax.broadcasted_iota(jnp.int32, (len(each), near[0].shape[3]), 1)
         visible = (column >= near[2][0]) & (column < near[2][1])
-        return _update(config, asked, near[0][row, head], near[1][row, head], visible, before)
+        return _add_columns(config, queries, near[0][row, head], near[1][row, head], visible, before)
 
-    inside = GPU_SPAN // sizes.block
+    inside = GPU_SPAN // width
     begin, after = jnp.maximum(first[row], span * inside), jnp.minimum(end[row], (span + 1) * inside)
-    result = jax.lax.fori_loop(begin, after, add, _none(_shapes(len(each), q.shape[1])))
+    sums = jax.lax.fori_loop(begin, after, add, _empty(_shapes(len(each), q.shape[1])))
     if near:
-        result = jax.lax.cond(span == 0, add_chunk, lambda before: before, result)
-    place = jnp.where((served >= 0) & (number < sizes.queries), at, sizes.total)
-    for ref, value in zip(refs[-3:], result, strict=True):
+        sums = jax.lax.cond(span == 0, add_chunk, lambda before: before, sums)
+    place = jnp.where((served >= 0) & (number < count), at, total)
+    for ref, value in zip(refs[-3:], sums, strict=True):
         ref[span, place] = value if ref.ndim == 3 else value[:, 0]
 
 
-def _gpu(
-    interpret: bool, config: Attention, q: jax.Array, cache: Any, layer: jax.Array, reading: Reading, near: Any
+def _attend_gpu(
+    interpret: bool, config: Attention, q: jax.Array, cache: Any, layer: jax.Array, plan: ReadPlan, near: Any
 ) -> list[PartialAttention]:
     """One program for each row of the cache, head and span of columns, with a loop over the live ones of the span.
 
     It gathers the queries that read the row, and puts their results where they belong.
     """
     (count, heads, queries, width) = q.shape
-    seen, (first, end), lanes, _ = reading
+    seen, (first, end), lanes, _ = plan
     columns = cache.v.shape[3]
     spans = -(-columns // GPU_SPAN)
     lanes = jnp.arange(count, dtype=jnp.int32)[:, None] if lanes is None else lanes
     size = 1 << (queries - 1).bit_length()
-    padded = max(GPU_ROWS // size, 1 << (lanes.shape[1] - 1).bit_length())  # all sizes are powers of two
-    lanes = jnp.pad(lanes, ((0, 0), (0, padded - lanes.shape[1])), constant_values=-1)
-    bounds = [jnp.pad(x, ((0, 0), (0, padded - x.shape[1]))) for x in seen]
-    sizes = Program(min(columns, GPU_BLOCK), queries, size, padded, count * heads * queries)
-    stats = jax.ShapeDtypeStruct((spans, sizes.total + 1), jnp.float32)  # the last place is for what nobody asked
-    found = pl.pallas_call(
-        functools.partial(_row_of_cache, config, sizes),
+    lane_count = max(GPU_ROWS // size, 1 << (lanes.shape[1] - 1).bit_length())  # all sizes are powers of two
+    lanes = jnp.pad(lanes, ((0, 0), (0, lane_count - lanes.shape[1])), constant_values=-1)
+    bounds = [jnp.pad(x, ((0, 0), (0, lane_count - x.shape[1]))) for x in seen]
+    total = count * heads * queries
+    kernel = functools.partial(_gpu_kernel, config, min(columns, GPU_BLOCK), queries, size, lane_count, total)
+    stats = jax.ShapeDtypeStruct((spans, total + 1), jnp.float32)  # the last place is for what nobody asked
+    outputs = pl.pallas_call(
+        kernel,
         out_shape=[stats, stats, jax.ShapeDtypeStruct((*stats.shape, width), jnp.float32)],
         grid=(len(lanes), heads, spans),
-        compiler_params=plgpu.CompilerParams(num_warps=4 if padded * size < 64 else 8, num_stages=2),
+        compiler_params=plgpu.CompilerParams(num_warps=4 if lane_count * size < 64 else 8, num_stages=2),
         interpret=interpret,
         name="attention_by_length",
-    )(layer.reshape(1), first, end, lanes, q.reshape(sizes.total, width), *cache, *bounds, *(near or ()))
-    whole = [x[:, : sizes.total].reshape(spans, count, heads, queries, -1) for x in found]
-    return [PartialAttention(*(x[span] for x in whole)) for span in range(spans)]
+    )(layer.reshape(1), first, end, lanes, q.reshape(total, width), *cache, *bounds, *(near or ()))
+    parts = [x[:, :total].reshape(spans, count, heads, queries, -1) for x in outputs]
+    return [PartialAttention(*(x[span] for x in parts)) for span in range(spans)]

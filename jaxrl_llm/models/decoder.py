@@ -74,8 +74,8 @@ def initialise(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32, sc
 def to_parameters(model: Any) -> dict[str, Any]:
     """Return the arrays of a model, or of its ``Weights``, as the plain nested dict that checkpoints and files use."""
     items = vars(model if isinstance(model, Weights) else model.weights).items()
-    kept = {name: value for name, value in items if isinstance(value, (Weights, nnx.Param))}
-    return {name: to_parameters(v) if isinstance(v, Weights) else v.get_value() for name, v in kept.items()}
+    parameters = {name: value for name, value in items if isinstance(value, (Weights, nnx.Param))}
+    return {name: to_parameters(v) if isinstance(v, Weights) else v.get_value() for name, v in parameters.items()}
 
 
 class Adapter(nnx.Module):
@@ -92,23 +92,21 @@ class Adapter(nnx.Module):
         self.weights = Weights(parameters)
 
 
-def merged(w: Weights) -> Weights:
+def add_adapter(w: Weights) -> Weights:
     """Return one layer's weights with its ``adapter`` added to them; the same object without an adapter."""
     if not hasattr(w, "adapter"):
         return w
     parameters = to_parameters(w)
     for part, names in to_parameters(w.adapter).items():
         for name, factors in names.items():
-            whole = parameters[part][name]
-            change = _change(part, factors["a"], factors["b"])
-            parameters[part][name] = (whole.astype(jnp.float32) + w.adapter.scale * change).astype(whole.dtype)
+            weight = parameters[part][name]
+            a, b = factors["a"], factors["b"]
+            if part == "experts":
+                change = jnp.einsum("eir,ero->eio", a, b, preferred_element_type=jnp.float32)
+            else:
+                change = jnp.tensordot(a, b, 1, preferred_element_type=jnp.float32)
+            parameters[part][name] = (weight.astype(jnp.float32) + w.adapter.scale * change).astype(weight.dtype)
     return Weights(parameters)
-
-
-def _change(part: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    if part == "experts":
-        return jnp.einsum("eir,ero->eio", a, b, preferred_element_type=jnp.float32)
-    return jnp.tensordot(a, b, 1, preferred_element_type=jnp.float32)
 
 
 def cast(model: Decoder, dtype: Any) -> Decoder:
@@ -116,28 +114,28 @@ def cast(model: Decoder, dtype: Any) -> Decoder:
     return jax.tree.map(lambda x: x.astype(dtype), model)
 
 
-def by_layer(model: Decoder) -> Decoder:
-    """Return the model with ``blocks/0``, ``blocks/1``, ... in place of stacked weights, for ``over_layers`` only."""
+def unstack_layers(model: Decoder) -> Decoder:
+    """Return the model with ``blocks/0``, ``blocks/1``, ... in place of stacked weights, for ``scan_layers`` only."""
     parameters = to_parameters(model)
     layers = {str(i): jax.tree.map(lambda x, i=i: x[i], parameters["blocks"]) for i in range(model.config.layers)}
     return Decoder(model.config, parameters | {"blocks": layers})
 
 
-def over_layers(layer: Callable[[Any, Any], tuple[Any, Any]], x: Any, model: Decoder, *others: Any) -> tuple[Any, Any]:
-    """Run ``jax.lax.scan`` of ``layer(x, (weights, *others))`` over the layers, unrolled for a ``by_layer`` model.
+def scan_layers(layer: Callable[[Any, Any], tuple[Any, Any]], x: Any, model: Decoder, *inputs: Any) -> tuple[Any, Any]:
+    """Run ``jax.lax.scan`` of ``layer(x, (weights, *inputs))`` over the layers; unrolled after ``unstack_layers``.
 
-    ``others`` have a leading axis of layers. A GPU's compiler copies a slice of stacked weights before a matrix product
+    ``inputs`` have a leading axis of layers. A GPU's compiler copies a slice of stacked weights before a matrix product
     reads it, three passes through memory instead of one; separate weights are read in place, but compile more slowly.
     """
     blocks = model.weights.blocks
     if hasattr(blocks, "attn"):
-        return jax.lax.scan(layer, x, (blocks, *others))
-    found = []
+        return jax.lax.scan(layer, x, (blocks, *inputs))
+    outputs = []
     for index in range(model.config.layers):
-        own = jax.tree.map(lambda stacked, index=index: stacked[index], others)
-        x, result = layer(x, (getattr(blocks, str(index)), *own))
-        found.append(result)
-    return x, jax.tree.map(lambda *results: jnp.stack(results), *found)
+        layer_inputs = jax.tree.map(lambda stacked, index=index: stacked[index], inputs)
+        x, output = layer(x, (getattr(blocks, str(index)), *layer_inputs))
+        outputs.append(output)
+    return x, jax.tree.map(lambda *results: jnp.stack(results), *outputs)
 
 
 Attend = Callable[..., jax.Array]
@@ -151,12 +149,12 @@ def block(
     w: Weights,
     config: ModelConfig,
     x: jax.Array,
-    turned: tuple[jax.Array, jax.Array],
+    cos_sin: tuple[jax.Array, jax.Array],
     attend: Attend,
     replayed: jax.Array | None = None,
     compute: ComputeOptions = ComputeOptions(),
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Apply one layer to x [B, S, D]; ``turned`` are rotary (``layers.turns``), ``attend`` knows mask and cache.
+    """Apply one layer to x [B, S, D]; ``attend`` knows mask and cache. ``cos_sin``: see ``layers.rotary_cos_sin``.
 
     Returns x, and the router's own choice of experts, uint8 or uint16[B, S, k]; None for a dense model. ``replayed``
     and ``compute`` are those of ``experts.mixture``.
@@ -173,29 +171,29 @@ def block(
         if hasattr(w.attn, "q_norm"):
             q = norm(q, w.attn.q_norm[...])
             k = norm(k, w.attn.k_norm[...])
-        q, k = (layers.rotate(t, turned, config.attention.rope.interleaved) for t in (q, k))
+        q, k = (layers.rotate(t, cos_sin, config.attention.rope.interleaved) for t in (q, k))
         sinks = w.attn.sinks[...] if config.attention.sinks else None
-        out = activation(with_copies(attend, head_copies(k.shape[2]), q, k, v, sinks), "heads")
+        out = activation(attend_with_copies(attend, head_copies(k.shape[2]), q, k, v, sinks), "heads")
         h = activation(jnp.einsum("bsnh,nhd->bsd", out, w.attn.o[...]), "residual")
         if hasattr(w.attn, "o_bias"):
             h = h + w.attn.o_bias[...][None, None]
-    x = added(x, norm(h, w.norms.attn_post[...]) if post else h, config)
+    x = add_residual(x, norm(h, w.norms.attn_post[...]) if post else h, config)
     h = activation(norm(x, w.norms.mlp[...]) if pre else x, "hidden")
-    own = None
+    routing = None
     if config.experts is None:
         h = mlp(w.mlp, config, h)
     else:
         with jax.named_scope("experts"):
-            routed, own = experts.mixture(w.experts, config, h, replayed, compute)
+            routed, routing = experts.mixture(w.experts, config, h, replayed, compute)
             routed = activation(routed, "residual")
         if hasattr(w, "mlp"):
             gate = jax.nn.sigmoid(layers.product("bsd,d->bs", h, w.experts.shared_gate[...]))
             routed += gate[..., None].astype(h.dtype) * mlp(w.mlp, config, h)
         h = routed
-    return added(x, norm(h, w.norms.mlp_post[...]) if post else h, config), own
+    return add_residual(x, norm(h, w.norms.mlp_post[...]) if post else h, config), routing
 
 
-def added(x: jax.Array, change: jax.Array, config: ModelConfig) -> jax.Array:
+def add_residual(x: jax.Array, change: jax.Array, config: ModelConfig) -> jax.Array:
     """Add what attention or MLP computed to the residual stream."""
     scale = config.residual_scale
     return x + (change if scale == 1.0 else change * jnp.asarray(scale, change.dtype))
@@ -209,7 +207,7 @@ def mlp(w: Weights, config: ModelConfig, h: jax.Array) -> jax.Array:
         return activation(h, "residual")
 
 
-def with_copies(
+def attend_with_copies(
     attend: Attend, copies: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None
 ) -> jax.Array:
     """Attend with q [B, S, N, H] over ``copies`` of each head of k and v [B, S, K, H]; returns [B, S, N, H].
@@ -239,7 +237,7 @@ def embed(model: Decoder, tokens: jax.Array) -> jax.Array:
     return x if scale == 1.0 else x * jnp.asarray(scale, x.dtype)
 
 
-def final(model: Decoder, x: jax.Array) -> jax.Array:
+def final_hidden(model: Decoder, x: jax.Array) -> jax.Array:
     """Return the normalised final hidden states of the last layer's output x [..., D], as heads multiply them."""
     hidden = layers.rms_norm(x, model.weights.final_norm[...], model.config.norm)
     divisor = model.config.embeddings.logit_divisor
@@ -279,22 +277,22 @@ def routed(
     positions = jnp.asarray(rows.positions)
     attention = attention_over(rows, config.attention, compute)
 
-    def one_layer(x: jax.Array, per_layer: Any) -> tuple[jax.Array, jax.Array | None]:
+    def apply_layer(x: jax.Array, per_layer: Any) -> tuple[jax.Array, jax.Array | None]:
         w, rotation, window, forced = per_layer
-        w = gathered(merged(w))
+        w = gathered(add_adapter(w))
         attend: Any = functools.partial(attention, window=window)
-        x, own = block(w, config, x, layers.turns(positions, rotation), attend, forced, compute)
-        return activation(x, "residual"), own
+        x, routing = block(w, config, x, layers.rotary_cos_sin(positions, rotation), attend, forced, compute)
+        return activation(x, "residual"), routing
 
     policy = REMAT[compute.remat]
-    layer = one_layer if policy is None else jax.checkpoint(one_layer, policy=policy)
+    layer = apply_layer if policy is None else jax.checkpoint(apply_layer, policy=policy)
     # First whole: positions divided as the vocabulary is would gather the table instead.
     x = activation(activation(embed(model, jnp.asarray(rows.tokens)), "hidden"), "residual")
     by_layer = None if replayed is None else jnp.moveaxis(replayed, 2, 0)
     inputs = (model.weights.blocks, *layers.layer_constants(config), by_layer)
-    x, own = jax.lax.scan(layer, x, inputs, unroll=compute.unroll)
-    hidden = activation(final(model, x), "hidden")
-    return hidden, None if own is None else jnp.moveaxis(own, 0, 2)
+    x, routing = jax.lax.scan(layer, x, inputs, unroll=compute.unroll)
+    hidden = activation(final_hidden(model, x), "hidden")
+    return hidden, None if routing is None else jnp.moveaxis(routing, 0, 2)
 
 
 def causal_rows(tokens: Any) -> TokenRows:

@@ -24,8 +24,8 @@ from jax.sharding import PartitionSpec
 
 from jaxrl_llm.models import decode_kernels, layers
 from jaxrl_llm.models.config import ComputeOptions, ModelConfig
-from jaxrl_llm.models.decode_kernels import ByLength, Near, PartialAttention, Reading, Seen
-from jaxrl_llm.models.decoder import Decoder, block, embed, final, over_layers
+from jaxrl_llm.models.decode_kernels import ByLength, ChunkColumns, ColumnRange, PartialAttention, ReadPlan
+from jaxrl_llm.models.decoder import Decoder, block, embed, final_hidden, scan_layers
 from jaxrl_llm.sharding import BATCH, constrain, fitting, head_copies
 
 
@@ -62,24 +62,24 @@ def with_columns(cache: Cache, count: int) -> Cache:
     return Cache(jnp.pad(cache.k, (*more, (0, 0), room)), jnp.pad(cache.v, (*more, room, (0, 0))))
 
 
-def layer_of(cache: Cache, one: Cache, index: Any, rows: int, columns: int, parts: int = 1) -> Cache:
+def read_layer(cache: Cache, layer: Cache, index: Any, rows: int, columns: int, parts: int = 1) -> Cache:
     """Return keys [rows, K, H, columns] and values [rows, K, columns, H] of one layer: the first rows of each part.
 
     Args:
       cache: all layers.
-      one: the layer, as a loop over layers slices it: CPUs are fastest with a part of that, where TPUs would copy the
+      layer: the layer, as a loop over layers slices it: CPUs are fastest with a part of that, where TPUs would copy the
         whole layer to read a part.
       index: the layer's number; not a tracer in a program with every layer written out.
       rows: number of rows over all parts.
       columns: number of columns that hold anything.
       parts: number of parts into which the mesh divides the cache's rows; each device reads its own.
     """
-    if (rows, columns) == (len(one.v), one.v.shape[2]):
-        return one
+    if (rows, columns) == (len(layer.v), layer.v.shape[2]):
+        return layer
 
-    def read(cache: Cache, one: Cache, index: Any, rows: int) -> Cache:
+    def read(cache: Cache, layer: Cache, index: Any, rows: int) -> Cache:
         def of_layer() -> Cache:
-            return Cache(one.k[:rows, :, :, :columns], one.v[:rows, :, :columns])
+            return Cache(layer.k[:rows, :, :, :columns], layer.v[:rows, :, :columns])
 
         def of_all() -> Cache:
             (_, _, heads, _, width) = cache.v.shape
@@ -92,16 +92,16 @@ def layer_of(cache: Cache, one: Cache, index: Any, rows: int, columns: int, part
         traced = isinstance(index, jax.Array)
         return jax.lax.platform_dependent(cpu=of_layer, default=of_all) if traced else of_layer()
 
-    if parts == 1 or rows == len(one.v):
-        return read(cache, one, index, rows)
-    whole = fitting(cache.k.shape, (None, BATCH, "tensor"), jax.sharding.get_abstract_mesh())
-    each = PartitionSpec(*whole[1:])
+    if parts == 1 or rows == len(layer.v):
+        return read(cache, layer, index, rows)
+    spec = fitting(cache.k.shape, (None, BATCH, "tensor"), jax.sharding.get_abstract_mesh())
+    layer_spec = PartitionSpec(*spec[1:])
     return jax.shard_map(
         functools.partial(read, rows=rows // parts),
-        in_specs=(Cache(whole, whole), Cache(each, each), PartitionSpec()),
-        out_specs=Cache(each, each),
+        in_specs=(Cache(spec, spec), Cache(layer_spec, layer_spec), PartitionSpec()),
+        out_specs=Cache(layer_spec, layer_spec),
         check_vma=False,
-    )(cache, one, index)
+    )(cache, layer, index)
 
 
 def take_rows(cache: Cache, rows: jax.Array) -> Cache:
@@ -119,8 +119,8 @@ def flush(cache: Cache, chunk: Cache, lengths: jax.Array) -> Cache:
     return _write_rows(cache, rows, lambda i, cache: (_row(chunk, i), i, lengths[i]))
 
 
-def insert(cache: Cache, given: Cache, source: jax.Array, start: jax.Array) -> Cache:
-    """Return the cache with row b overwritten by row ``source[b]`` of ``given``, from its column ``start[b]`` on.
+def insert(cache: Cache, new: Cache, source: jax.Array, start: jax.Array) -> Cache:
+    """Return the cache with row b overwritten by row ``source[b]`` of ``new``, from its column ``start[b]`` on.
 
     Rows with a negative source stay as they are. Columns beyond those given hold anything: they are invalid until
     written.
@@ -128,34 +128,34 @@ def insert(cache: Cache, given: Cache, source: jax.Array, start: jax.Array) -> C
     first = jnp.argsort(source < 0, stable=True)
 
     def writing(i: jax.Array, cache: Cache) -> tuple[Cache, Any, Any]:
-        row = _row(given, source[first[i]])
+        row = _row(new, source[first[i]])
         back = -start[first[i]]
-        moved = Cache(jnp.roll(row.k, back, axis=4), jnp.roll(row.v, back, axis=3))
-        return with_columns(moved, min(given.columns, cache.columns)), first[i], 0
+        shifted = Cache(jnp.roll(row.k, back, axis=4), jnp.roll(row.v, back, axis=3))
+        return with_columns(shifted, min(new.columns, cache.columns)), first[i], 0
 
     return _write_rows(cache, jnp.sum(source >= 0), writing)
 
 
 def insert_divided(
-    cache: Cache, given: Cache, source: jax.Array, start: jax.Array, needed: jax.Array, axes: tuple[str, ...]
+    cache: Cache, new: Cache, source: jax.Array, start: jax.Array, needed: jax.Array, axes: tuple[str, ...]
 ) -> Cache:
-    """Insert inside ``shard_map``, where the rows of ``given`` are divided over mesh axes: see ``insert``.
+    """Insert inside ``shard_map``, where the rows of ``new`` are divided over mesh axes: see ``insert``.
 
     Args:
       cache: the device's own rows.
-      given: the part of all given rows that is on this device.
+      new: the part of all given rows that is on this device.
       source: int32[rows of the cache], indices into all given rows.
       start: as in ``insert``.
       needed: int32[all rows given], those that any device reads, then negative numbers. They are broadcast one after
         the other, so that no device ever holds all of them.
       axes: mesh axes.
     """
-    here = given.v.shape[1]
+    here = new.v.shape[1]
     first = jax.lax.axis_index(axes) * here
 
     def bring(i: jax.Array, cache: Cache) -> Cache:
         place = needed[i] - first
-        row = _row(given, jnp.clip(place, 0, here - 1))
+        row = _row(new, jnp.clip(place, 0, here - 1))
         owned = (place >= 0) & (place < here)
         row = jax.tree.map(lambda x: jax.lax.psum(jnp.where(owned, x, jnp.zeros_like(x)), axes), row)
         return insert(cache, row, jnp.where(source == needed[i], 0, -1), start)
@@ -163,7 +163,7 @@ def insert_divided(
     return jax.lax.fori_loop(0, jnp.sum(needed >= 0), bring, cache)
 
 
-def move_rows(cache: Cache, given: None, source: jax.Array) -> Cache:
+def move_rows(cache: Cache, new: None, source: jax.Array) -> Cache:
     """Copy rows within the cache: row b becomes row ``source[b]`` where that is not negative.
 
     No row that is overwritten may be a source of another.
@@ -172,10 +172,10 @@ def move_rows(cache: Cache, given: None, source: jax.Array) -> Cache:
     return _write_rows(cache, jnp.sum(source >= 0), lambda i, cache: (_row(cache, source[first[i]]), first[i], 0))
 
 
-def sequence_of(cache: Cache, row: jax.Array, blocks: Cache, block: jax.Array, length: jax.Array) -> Cache:
+def joined_sequence(cache: Cache, row: jax.Array, blocks: Cache, block: jax.Array, length: jax.Array) -> Cache:
     """Return one row with all positions of a sequence: ``length`` columns of a block, then the row's own."""
-    begun = with_columns(_row(blocks, block), blocks.columns + cache.columns)
-    return _write_rows(begun, 1, lambda i, begun: (_row(cache, row), 0, length))
+    sequence = with_columns(_row(blocks, block), blocks.columns + cache.columns)
+    return _write_rows(sequence, 1, lambda i, sequence: (_row(cache, row), 0, length))
 
 
 def _row(cache: Cache, row: jax.Array) -> Cache:
@@ -228,7 +228,7 @@ def shared_prefix(cache: Cache, lengths: jax.Array, lanes: jax.Array, parts: int
     return SharedPrefix(cache, lengths, rows, jnp.minimum(lanes, count - 1))
 
 
-def _moved(x: jax.Array, index: jax.Array, count: int) -> jax.Array:
+def _gather_by_part(x: jax.Array, index: jax.Array, count: int) -> jax.Array:
     """Gather x [rows, ...] as [count, ..., ...]: entries ``index`` [parts, ...] of each part of the rows, in order."""
     parts = x.reshape(len(index), -1, *x.shape[1:])
     return jax.vmap(lambda part, at: part[at])(parts, index).reshape(count, -1, *x.shape[1:])
@@ -266,17 +266,17 @@ def extend(
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
             written.append(Cache(k, v))
             parts = [main, written[0]] if cache else written
-            s = jnp.concatenate([layers.scores(q, part.k, config.attention) for part in parts], -1)
+            s = jnp.concatenate([layers.attention_scores(q, part.k, config.attention) for part in parts], -1)
             weights = layers.attention_weights(s, visible[:, None, :, None], sinks)
             near = layers.mix(weights[..., len(columns) :], v)
             return near + layers.mix(weights[..., : len(columns)], main.v) if cache else near
 
-        x, own = block(w, config, x, layers.turns(positions, rotation), attend)
-        return constrain(x, BATCH), (written[0], own)
+        x, routing = block(w, config, x, layers.rotary_cos_sin(positions, rotation), attend)
+        return constrain(x, BATCH), (written[0], routing)
 
     x = constrain(embed(model, tokens), BATCH)
-    written, own = over_layers(layer, x, model, *layers.layer_constants(config), cache)[1]
-    return written, None if own is None else jnp.moveaxis(own, 0, 2)
+    written, routing = scan_layers(layer, x, model, *layers.layer_constants(config), cache)[1]
+    return written, None if routing is None else jnp.moveaxis(routing, 0, 2)
 
 
 def decode(
@@ -286,7 +286,7 @@ def decode(
     step: jax.Array,
     tokens: jax.Array,
     lengths: jax.Array,
-    before: SharedPrefix | None = None,
+    prefix: SharedPrefix | None = None,
     width: int | None = None,
     form: ByLength | None = None,
 ) -> tuple[jax.Array, Cache, jax.Array | None]:
@@ -299,7 +299,7 @@ def decode(
       step: int32[], 0 <= step < C.
       tokens: int32[B], each row's newest token, at position ``lengths + step`` after its shared prefix.
       lengths: int32[B].
-      before: the shared prefixes in front of column 0, or None.
+      prefix: the shared prefixes in front of column 0, or None.
       width: upper bound of the cache's columns in use; None for all.
       form: kernels that read the live columns of each row alone; None reads ``width`` columns of all rows.
 
@@ -307,10 +307,10 @@ def decode(
       Final hidden states [B, D], the chunk with the new column, and the experts [B, L, k], or None for a dense model.
     """
     config = model.config
-    positions = lengths + step + (0 if before is None else before.lengths)
-    given = config, cache, before, (lengths, lengths + step, positions)
-    read = _whole(*given, width) if form is None else _live(*given, form)
-    with_chunk = form is not None and decode_kernels.takes_near(form, chunk.columns)
+    positions = lengths + step + (0 if prefix is None else prefix.lengths)
+    arguments = config, cache, prefix, (lengths, lengths + step, positions)
+    read = _attend_all(*arguments, width) if form is None else _attend_live(*arguments, form)
+    with_chunk = form is not None and decode_kernels.reads_chunk(form, chunk.columns)
 
     def layer(x: jax.Array, per_layer: Any) -> tuple[jax.Array, tuple[Cache, jax.Array | None]]:
         w, rotation, window, new, *place = per_layer
@@ -322,71 +322,71 @@ def decode(
             written.append(fresh)
             q = q[:, 0]
             if with_chunk:
-                near = Near(*fresh, jnp.stack(decode_kernels.seen(step + 1, step, window)))
+                near = ChunkColumns(*fresh, jnp.stack(decode_kernels.column_range(step + 1, step, window)))
                 parts = read(q, window, *place, near)
             else:
-                own, *begun = read(q, window, *place)
-                parts = [own, _near(config, q, fresh, step, window), *begun]
+                cached, *prefixes = read(q, window, *place)
+                parts = [cached, _attend_chunk(config, q, fresh, step, window), *prefixes]
             if sinks is not None:
-                parts = [*parts, _sink(sinks, parts[0])]
-            return _merged(parts).astype(q.dtype)[:, None]
+                parts = [*parts, _attend_sink(sinks, parts[0])]
+            return _merge_parts(parts).astype(q.dtype)[:, None]
 
-        x, own = block(w, config, x, layers.turns(positions[:, None], rotation), attend, compute=FEW)
-        return x, (written[0], own)
+        x, routing = block(w, config, x, layers.rotary_cos_sin(positions[:, None], rotation), attend, compute=FEW)
+        return x, (written[0], routing)
 
     x = constrain(embed(model, tokens)[:, None], BATCH)
-    sliced = (cache, before and before.cache) if form is None else (None, None)
-    others = (*layers.layer_constants(config), chunk, np.arange(config.layers), *sliced)
-    x, (chunk, own) = over_layers(layer, x, model, *others)
-    return final(model, x[:, 0]), chunk, None if own is None else jnp.moveaxis(own[:, :, 0], 0, 1)
+    sliced = (cache, prefix and prefix.cache) if form is None else (None, None)
+    inputs = (*layers.layer_constants(config), chunk, np.arange(config.layers), *sliced)
+    x, (chunk, routing) = scan_layers(layer, x, model, *inputs)
+    return final_hidden(model, x[:, 0]), chunk, None if routing is None else jnp.moveaxis(routing[:, :, 0], 0, 1)
 
 
 Places = tuple[jax.Array, jax.Array, jax.Array]
 """int32[B] each: columns of a row in the cache, its newest token's column, and that token's position."""
 
 
-def _whole(
-    config: ModelConfig, cache: Cache, before: SharedPrefix | None, places: Places, width: int | None
+def _attend_all(
+    config: ModelConfig, cache: Cache, prefix: SharedPrefix | None, places: Places, width: int | None
 ) -> Callable[..., list[PartialAttention]]:
     """Return the attention of a layer over ``width`` columns of all rows, and over their shared prefixes."""
     lengths, newest, positions = places
     columns = jnp.arange(width or cache.columns)
-    parts = 1 if before is None else len(before.rows)
+    parts = 1 if prefix is None else len(prefix.rows)
     distance = newest[:, None] - columns[None]
     valid = columns[None] < lengths[:, None]
 
     def attend(q: jax.Array, window: jax.Array, index: Any, main: Cache, first: Cache) -> list[PartialAttention]:
-        main = layer_of(cache, main, index, len(q), len(columns), parts)
-        own = _part(config, q, main, (valid & ((window == 0) | (distance < window)))[:, None, None])
-        return [own] if before is None else [own, _begun(config, q, first, before, positions, window)]
+        main = read_layer(cache, main, index, len(q), len(columns), parts)
+        cached = _attend_part(config, q, main, (valid & ((window == 0) | (distance < window)))[:, None, None])
+        return [cached] if prefix is None else [cached, _attend_prefix(config, q, first, prefix, positions, window)]
 
     return attend
 
 
-def _part(config: ModelConfig, q: jax.Array, cache: Cache, visible: jax.Array) -> PartialAttention:
+def _attend_part(config: ModelConfig, q: jax.Array, cache: Cache, visible: jax.Array) -> PartialAttention:
     """Attend over one layer's cache: q [B, K, N / K, H]; mask ``visible`` bool[B, 1, N / K or 1, S]."""
-    found = jnp.where(visible, layers.scores(q, cache.k, config.attention), layers.MASKED)
-    top = jnp.max(found, axis=-1, keepdims=True)
-    weights = jnp.exp(found - top)
+    scores = jnp.where(visible, layers.attention_scores(q, cache.k, config.attention), layers.MASKED)
+    top = jnp.max(scores, axis=-1, keepdims=True)
+    weights = jnp.exp(scores - top)
     mixed = layers.product("bkgz,bkzh->bkgh", weights.astype(cache.v.dtype), cache.v)
     return PartialAttention(top, jnp.sum(weights, axis=-1, keepdims=True), mixed)
 
 
-def _near(config: ModelConfig, q: jax.Array, fresh: Cache, step: jax.Array, window: jax.Array) -> PartialAttention:
+def _attend_chunk(config: ModelConfig, q: jax.Array, chunk: Cache, step: Any, window: Any) -> PartialAttention:
     """Attend over one layer's chunk up to column ``step``."""
-    since = (step - jnp.arange(fresh.v.shape[2]))[None]
+    since = (step - jnp.arange(chunk.v.shape[2]))[None]
     visible = (since >= 0) & ((window == 0) | (since < window))
     # A GPU's compiler merges products that share an operand, and would copy the cache to do so.
-    return _part(config, jax.lax.optimization_barrier(q), fresh, visible[:, None, None])
+    return _attend_part(config, jax.lax.optimization_barrier(q), chunk, visible[:, None, None])
 
 
-def _sink(sinks: jax.Array, other: PartialAttention) -> PartialAttention:
+def _attend_sink(sinks: jax.Array, other: PartialAttention) -> PartialAttention:
     """Return the attention to the sinks [K, N / K] of the heads: a score and no value."""
     top = jnp.broadcast_to(sinks[None, :, :, None].astype(other.top.dtype), other.top.shape)
     return PartialAttention(top, jnp.ones_like(top), jnp.zeros_like(other.mixed))
 
 
-def _merged(parts: list[PartialAttention]) -> jax.Array:
+def _merge_parts(parts: list[PartialAttention]) -> jax.Array:
     """Combine partial attention over disjoint columns; the scores are never concatenated, which would copy them."""
     top = functools.reduce(jnp.maximum, [part.top for part in parts])
     mass = jnp.zeros_like(top)
@@ -398,27 +398,29 @@ def _merged(parts: list[PartialAttention]) -> jax.Array:
     return mixed / mass
 
 
-def _begun(
-    config: ModelConfig, q: jax.Array, blocks: Cache, before: SharedPrefix, positions: jax.Array, window: jax.Array
+def _attend_prefix(
+    config: ModelConfig, q: jax.Array, blocks: Cache, prefix: SharedPrefix, positions: jax.Array, window: jax.Array
 ) -> PartialAttention:
     """Attend over each row's shared prefix: queries [B, K, N / K, H] and results move, both small."""
     count = blocks.v.shape[0]
     (_, heads, queries, width) = q.shape
 
-    there = functools.partial(_moved, index=before.rows, count=count)
+    by_block = functools.partial(_gather_by_part, index=prefix.rows, count=count)
     columns = jnp.arange(blocks.v.shape[2])[None, None]
-    distance = there(positions)[..., None] - columns
-    visible = (columns < there(before.lengths)[..., None]) & ((window == 0) | (distance < window))
+    distance = by_block(positions)[..., None] - columns
+    visible = (columns < by_block(prefix.lengths)[..., None]) & ((window == 0) | (distance < window))
     visible = jnp.repeat(visible, queries, axis=1)[:, None]
-    asked = there(q).swapaxes(1, 2).reshape(count, heads, -1, width)
-    found = jnp.concatenate(_part(config, asked, blocks, visible), axis=-1)
-    found = found.reshape(count, heads, -1, queries, width + 2).swapaxes(1, 2).reshape(-1, heads, queries, width + 2)
-    found = _moved(found, before.lanes, len(positions))[:, 0]
-    return PartialAttention(found[..., :1], found[..., 1:2], found[..., 2:])
+    block_queries = by_block(q).swapaxes(1, 2).reshape(count, heads, -1, width)
+    attention = jnp.concatenate(_attend_part(config, block_queries, blocks, visible), axis=-1)
+    attention = (
+        attention.reshape(count, heads, -1, queries, width + 2).swapaxes(1, 2).reshape(-1, heads, queries, width + 2)
+    )
+    attention = _gather_by_part(attention, prefix.lanes, len(positions))[:, 0]
+    return PartialAttention(attention[..., :1], attention[..., 1:2], attention[..., 2:])
 
 
-def _live(
-    config: ModelConfig, cache: Cache, before: SharedPrefix | None, places: Places, form: ByLength
+def _attend_live(
+    config: ModelConfig, cache: Cache, prefix: SharedPrefix | None, places: Places, form: ByLength
 ) -> Callable[..., list[PartialAttention]]:
     """Return the attention of a layer over the live columns of each row and of its shared prefix, and perhaps over the
     chunk; each device reads its own rows and heads.
@@ -427,53 +429,54 @@ def _live(
     windows = layers.layer_windows(config)
     kinds = sorted(set(windows))
     of_layer = jnp.asarray([kinds.index(window) for window in windows], jnp.int32)
-    blocks = () if before is None else (before.cache, before.rows, before.lanes, before.lengths)
+    blocks = () if prefix is None else (prefix.cache, prefix.rows, prefix.lanes, prefix.lengths)
     by_row = fitting(places[0].shape, (BATCH,), mesh)
-    whole = fitting(cache.k.shape, (None, BATCH, "tensor"), mesh)
-    of_blocks = (Cache(whole, whole), by_row, by_row, by_row) if blocks else ()
+    spec = fitting(cache.k.shape, (None, BATCH, "tensor"), mesh)
+    of_blocks = (Cache(spec, spec), by_row, by_row, by_row) if blocks else ()
 
-    def on_own(call: Callable, out: PartitionSpec, specs: tuple, *given: Any) -> Any:
+    def on_own(call: Callable, out: PartitionSpec, specs: tuple, *arrays: Any) -> Any:
         if mesh.empty:
-            return call(*given)
-        return jax.shard_map(call, in_specs=specs, out_specs=out, check_vma=False)(*given)
+            return call(*arrays)
+        return jax.shard_map(call, in_specs=specs, out_specs=out, check_vma=False)(*arrays)
 
-    prepared = functools.partial(_readings, form, kinds, cache.columns)
-    readings = on_own(prepared, PartitionSpec(None, *by_row), (by_row, *of_blocks), places, *blocks)
+    plans_of = functools.partial(_read_plans, form, kinds, cache.columns)
+    all_plans = on_own(plans_of, PartitionSpec(None, *by_row), (by_row, *of_blocks), places, *blocks)
 
-    def local(q: jax.Array, layer: jax.Array, cache: Cache, own: list, near: Any, blocks: Any) -> list:
-        read = functools.partial(decode_kernels.attend, form, config.attention, q)
-        found = read(cache, layer, own[0], near)
-        return found + (read(blocks, layer, own[1]) if blocks else [])
+    def local(q: jax.Array, layer: jax.Array, cache: Cache, plans: list, near: Any, blocks: Any) -> list:
+        read = functools.partial(decode_kernels.attend_by_length, form, config.attention, q)
+        parts = read(cache, layer, plans[0], near)
+        return parts + (read(blocks, layer, plans[1]) if blocks else [])
 
     def attend(
-        q: jax.Array, _: jax.Array, index: Any, main: None, first: None, near: Near | None = None
+        q: jax.Array, _: jax.Array, index: Any, main: None, first: None, near: ChunkColumns | None = None
     ) -> list[PartialAttention]:
-        own = jax.tree.map(lambda x: x[of_layer[index] if len(kinds) > 1 else 0], readings)
+        plans = jax.tree.map(lambda x: x[of_layer[index] if len(kinds) > 1 else 0], all_plans)
         heads = fitting(q.shape, (BATCH, "tensor"), mesh)
         chunk = (heads, heads, PartitionSpec()) if near else None
-        shared = before and before.cache
-        specs = (heads, PartitionSpec(), Cache(whole, whole), by_row, chunk, shared and Cache(whole, whole))
-        return on_own(local, heads, specs, q, jnp.int32(index), cache, own, near and tuple(near), shared)
+        shared = prefix and prefix.cache
+        specs = (heads, PartitionSpec(), Cache(spec, spec), by_row, chunk, shared and Cache(spec, spec))
+        return on_own(local, heads, specs, q, jnp.int32(index), cache, plans, near and tuple(near), shared)
 
     return attend
 
 
-def _readings(form: ByLength, kinds: Sequence[int], width: int, places: Places, *blocks: Any) -> list[Reading]:
+def _read_plans(form: ByLength, kinds: Sequence[int], width: int, places: Places, *blocks: Any) -> list[ReadPlan]:
     """Return what the kernels read of a device's rows, and of its blocks if it has any, for each kind of window.
 
     ``width``: columns of the cache. ``blocks``: their cache, rows, lanes and lengths, as in ``SharedPrefix``.
     """
     columns, newest, positions = places
-    found = []
+    plans = []
     for window in kinds:
-        own = decode_kernels.seen(columns, newest, window).each(lambda x: x[:, None])
-        found.append([decode_kernels.reading(form, own, width)])
+        visible = ColumnRange(*(x[:, None] for x in decode_kernels.column_range(columns, newest, window)))
+        plans.append([decode_kernels.read_plan(form, visible, width)])
         if blocks:
             (shared, (rows,), (lanes,), lengths) = blocks
-            seen = decode_kernels.seen(lengths, positions, window)
+            seen = decode_kernels.column_range(lengths, positions, window)
             used = (lanes[rows] == jnp.arange(len(rows))) & (lengths[rows] > 0)
             served = jnp.where(used, rows, -1).reshape(shared.v.shape[1], -1)
             limit = jnp.where(used, seen.limit[rows], 0)
-            there = Seen(*(x.reshape(served.shape) for x in (seen.least[rows], limit)))
-            found[-1].append(decode_kernels.reading(form, there, shared.columns, served, seen.limit > seen.least))
-    return jax.tree.map(lambda *each: jnp.stack(each), *found)
+            lane_range = ColumnRange(*(x.reshape(served.shape) for x in (seen.least[rows], limit)))
+            has_lane = seen.limit > seen.least
+            plans[-1].append(decode_kernels.read_plan(form, lane_range, shared.columns, served, has_lane))
+    return jax.tree.map(lambda *each: jnp.stack(each), *plans)

@@ -61,11 +61,11 @@ class Sorted(NamedTuple):
     used: jax.Array
 
 
-def by_expert(taken: jax.Array, count: int, block: int) -> Sorted:
-    """Sort the pairs of ``taken`` int32[T, k] by expert, of ``count``; those of expert ``count`` come last, unused."""
-    tokens, k = taken.shape
+def sort_by_expert(ids: jax.Array, count: int, block: int) -> Sorted:
+    """Sort the pairs of ``ids`` int32[T, k] by expert, of ``count``; those of expert ``count`` come last, unused."""
+    tokens, k = ids.shape
     pairs = tokens * k
-    flat = taken.reshape(-1)
+    flat = ids.reshape(-1)
     blocks = min(pairs, (pairs + (count + 1) * (block - 1)) // block)
     blocks += -blocks % TOGETHER
     order = jnp.argsort(flat, stable=True)
@@ -77,48 +77,48 @@ def by_expert(taken: jax.Array, count: int, block: int) -> Sorted:
     pair = jnp.full(blocks * block, pairs, jnp.int32).at[rows].set(order.astype(jnp.int32), unique_indices=True)
     row = jnp.zeros(pairs, jnp.int32).at[order].set(rows, unique_indices=True)
     owner = jnp.sum(ends[None, : count - 1] <= jnp.arange(blocks)[:, None], axis=1, dtype=jnp.int32)
-    return Sorted(pair // k, pair, row.reshape(taken.shape), each[:count] * block, owner, ends[count - 1])
+    return Sorted(pair // k, pair, row.reshape(ids.shape), each[:count] * block, owner, ends[count - 1])
 
 
 @jax.custom_vjp
-def moved(x: jax.Array, there: jax.Array, back: jax.Array) -> jax.Array:
-    """Return rows ``there`` of x, zeros where that is beyond the last.
+def gather_rows(x: jax.Array, source: jax.Array, inverse: jax.Array) -> jax.Array:
+    """Return rows ``source`` of x, zeros where that is beyond the last.
 
-    ``back`` [len(x), n]: the rows of the result that are made of each row of x. The gradient reads them, where JAX's
+    ``inverse`` [len(x), n]: the rows of the result that are made of each row of x. The gradient reads them, where JAX's
     own would scatter.
     """
-    return x.at[there].get(mode="fill", fill_value=0)
+    return x.at[source].get(mode="fill", fill_value=0)
 
 
-def _moved_back(back: jax.Array, g: jax.Array) -> tuple[jax.Array, None, None]:
-    return jnp.sum(g.at[back].get(mode="fill", fill_value=0), axis=1), None, None
+def _gather_rows_backward(inverse: jax.Array, g: jax.Array) -> tuple[jax.Array, None, None]:
+    return jnp.sum(g.at[inverse].get(mode="fill", fill_value=0), axis=1), None, None
 
 
-moved.defvjp(lambda x, there, back: (moved(x, there, back), back), _moved_back)
+gather_rows.defvjp(lambda x, there, back: (gather_rows(x, there, back), back), _gather_rows_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def grouped(act: Gating, x: jax.Array, matrices: Matrices, owner: jax.Array, used: jax.Array) -> jax.Array:
+def grouped_mlp(act: Gating, x: jax.Array, matrices: Matrices, owner: jax.Array, used: jax.Array) -> jax.Array:
     """Compute the MLP of each block's owner for blocks x [n, b, D]: ``act(x gate, x up) down``.
 
     ``owner`` int32[n]; blocks from ``used`` on hold zeros, and their results anything. CPUs compute block after block
     and leave those out; others all at one time.
     """
-    return _grouped(act, x, matrices, owner, used)[0]
+    return _grouped_mlp(act, x, matrices, owner, used)[0]
 
 
-def forward_of(act: Gating, x: jax.Array, w: Matrices) -> tuple[jax.Array, ...]:
+def expert_forward(act: Gating, x: jax.Array, w: Matrices) -> tuple[jax.Array, ...]:
     """Compute one expert's MLP for x [b, D]; returns the result and what ``act`` was given."""
     pairs = ((w.gate, w.gate_bias), (w.up, w.up_bias))
-    given = [x @ m if bias is None else x @ m + bias[None] for m, bias in pairs]
-    return act(*given) @ w.down, *given
+    inputs = [x @ m if bias is None else x @ m + bias[None] for m, bias in pairs]
+    return act(*inputs) @ w.down, *inputs
 
 
-def backward_of(
-    act: Gating, x: jax.Array, given: tuple[jax.Array, ...], g: jax.Array, w: Matrices
+def expert_backward(
+    act: Gating, x: jax.Array, inputs: tuple[jax.Array, ...], g: jax.Array, w: Matrices
 ) -> tuple[jax.Array, Matrices]:
-    """Return the gradients of x and, in float32, of the weights of ``forward_of``, for a gradient g of its result."""
-    hidden, back = jax.vjp(act, *given)
+    """Return the gradients of x and, in float32, of the weights of ``expert_forward`` for its result's gradient g."""
+    hidden, back = jax.vjp(act, *inputs)
     gate, up = back(g @ w.down.T)
     biases = [None if bias is None else jnp.sum(d, 0, dtype=jnp.float32)
               for d, bias in ((gate, w.gate_bias), (up, w.up_bias))]  # fmt: skip
@@ -126,91 +126,95 @@ def backward_of(
     return gate @ w.gate.T + up @ w.up.T, Matrices(*products, *biases)
 
 
-def in_turn(act: Gating, x: jax.Array, matrices: Matrices, owner: jax.Array, used: jax.Array) -> tuple[jax.Array, ...]:
-    """Compute ``forward_of`` each block after the other, some of them in each round: they take several cores."""
+def loop_forward(
+    act: Gating, x: jax.Array, matrices: Matrices, owner: jax.Array, used: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Compute ``expert_forward`` each block after the other, some of them in each round: they take several cores."""
 
-    def one(i: jax.Array, out: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def body(i: jax.Array, out: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         for at in (TOGETHER * i + step for step in range(TOGETHER)):
-            found = forward_of(act, x[at], _of(matrices, owner[at]))
-            out = tuple(whole.at[at].set(part) for whole, part in zip(out, found, strict=True))
+            outputs = expert_forward(act, x[at], _select(matrices, owner[at]))
+            out = tuple(total.at[at].set(part) for total, part in zip(out, outputs, strict=True))
         return out
 
     wide = (*x.shape[:2], matrices.gate.shape[2])
     blank = tuple(jnp.zeros(shape, x.dtype) for shape in (x.shape, wide, wide))
-    return jax.lax.fori_loop(0, -(-used // TOGETHER), one, blank)
+    return jax.lax.fori_loop(0, -(-used // TOGETHER), body, blank)
 
 
-def at_once(act: Gating, x: jax.Array, matrices: Matrices, owner: jax.Array, used: jax.Array) -> tuple[jax.Array, ...]:
-    """Compute ``in_turn`` with a copy of the matrices for each block."""
-    return jax.vmap(functools.partial(forward_of, act))(x, _of(matrices, owner))
+def batched_forward(
+    act: Gating, x: jax.Array, matrices: Matrices, owner: jax.Array, used: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Compute ``loop_forward`` with a copy of the matrices for each block."""
+    return jax.vmap(functools.partial(expert_forward, act))(x, _select(matrices, owner))
 
 
-def back_in_turn(
+def loop_backward(
     act: Gating,
     x: jax.Array,
-    given: tuple[jax.Array, ...],
+    inputs: tuple[jax.Array, ...],
     g: jax.Array,
     matrices: Matrices,
     owner: jax.Array,
     used: jax.Array,
 ) -> tuple[jax.Array, Matrices]:
-    """Compute ``backward_of`` each block after the other, and sum the gradients of each expert's weights."""
+    """Compute ``expert_backward`` each block after the other, and sum the gradients of each expert's weights."""
 
-    def one(i: jax.Array, out: tuple[jax.Array, Matrices]) -> tuple[jax.Array, Matrices]:
-        whole, sums = out
+    def body(i: jax.Array, out: tuple[jax.Array, Matrices]) -> tuple[jax.Array, Matrices]:
+        d_x, sums = out
         for at in (TOGETHER * i + step for step in range(TOGETHER)):
-            own = owner[at]
-            part, change = backward_of(act, x[at], tuple(t[at] for t in given), g[at], _of(matrices, own))
-            whole = whole.at[at].set(part)
-            sums = jax.tree.map(lambda total, added, own=own: total.at[own].add(added), sums, change)
-        return whole, sums
+            expert = owner[at]
+            part, change = expert_backward(act, x[at], tuple(t[at] for t in inputs), g[at], _select(matrices, expert))
+            d_x = d_x.at[at].set(part)
+            sums = jax.tree.map(lambda total, added, expert=expert: total.at[expert].add(added), sums, change)
+        return d_x, sums
 
     blank = jax.tree.map(lambda m: jnp.zeros(m.shape, jnp.float32), matrices)
-    return jax.lax.fori_loop(0, -(-used // TOGETHER), one, (jnp.zeros_like(x), blank))
+    return jax.lax.fori_loop(0, -(-used // TOGETHER), body, (jnp.zeros_like(x), blank))
 
 
-def back_at_once(
+def batched_backward(
     act: Gating,
     x: jax.Array,
-    given: tuple[jax.Array, ...],
+    inputs: tuple[jax.Array, ...],
     g: jax.Array,
     matrices: Matrices,
     owner: jax.Array,
     used: jax.Array,
 ) -> tuple[jax.Array, Matrices]:
-    """Compute ``back_in_turn`` with a copy of the matrices for each block.
+    """Compute ``loop_backward`` with a copy of the matrices for each block.
 
     The blocks of an expert are summed by a product: where the order of additions is fixed, a GPU's compiler makes of a
     scatter many passes over indices as large as all gradients.
     """
-    back, changes = jax.vmap(functools.partial(backward_of, act))(x, given, g, _of(matrices, owner))
+    back, changes = jax.vmap(functools.partial(expert_backward, act))(x, inputs, g, _select(matrices, owner))
     mine = jax.nn.one_hot(owner, len(matrices.gate), dtype=jnp.float32)
     sums = functools.partial(jnp.einsum, "ne,n...->e...", mine, precision=jax.lax.Precision.HIGHEST)
     return back, jax.tree.map(sums, changes)
 
 
-def _of(matrices: Matrices, owner: jax.Array) -> Matrices:
+def _select(matrices: Matrices, owner: jax.Array) -> Matrices:
     return jax.tree.map(lambda m: m[owner], matrices)
 
 
-def _grouped(act: Gating, *given: Any) -> tuple[jax.Array, ...]:
-    forms = {"cpu": functools.partial(in_turn, act), "default": functools.partial(at_once, act)}
-    return jax.lax.platform_dependent(*given, **forms)
+def _grouped_mlp(act: Gating, *arrays: Any) -> tuple[jax.Array, ...]:
+    forms = {"cpu": functools.partial(loop_forward, act), "default": functools.partial(batched_forward, act)}
+    return jax.lax.platform_dependent(*arrays, **forms)
 
 
-def _forward(act: Gating, x: jax.Array, matrices: Matrices, owner: jax.Array, used: jax.Array) -> Any:
-    out, *given = _grouped(act, x, matrices, owner, used)
-    return out, (x, tuple(given), matrices, owner, used)
+def _grouped_mlp_forward(act: Gating, x: jax.Array, matrices: Matrices, owner: jax.Array, used: jax.Array) -> Any:
+    out, *inputs = _grouped_mlp(act, x, matrices, owner, used)
+    return out, (x, tuple(inputs), matrices, owner, used)
 
 
-def _backward(act: Gating, saved: tuple[Any, ...], g: jax.Array) -> tuple[jax.Array, Matrices, None, None]:
-    x, given, matrices, owner, used = saved
-    forms = {"cpu": functools.partial(back_in_turn, act), "default": functools.partial(back_at_once, act)}
-    back, sums = jax.lax.platform_dependent(x, given, g, matrices, owner, used, **forms)
+def _grouped_mlp_backward(act: Gating, saved: tuple[Any, ...], g: jax.Array) -> tuple[jax.Array, Matrices, None, None]:
+    x, inputs, matrices, owner, used = saved
+    forms = {"cpu": functools.partial(loop_backward, act), "default": functools.partial(batched_backward, act)}
+    back, sums = jax.lax.platform_dependent(x, inputs, g, matrices, owner, used, **forms)
     return back, jax.tree.map(lambda total, m: total.astype(m.dtype), sums, matrices), None, None
 
 
-grouped.defvjp(_forward, _backward)
+grouped_mlp.defvjp(_grouped_mlp_forward, _grouped_mlp_backward)
 
 
 def block_of(pairs: int, count: int) -> int:
@@ -225,11 +229,9 @@ def block_of(pairs: int, count: int) -> int:
 
 EXPERTS = "experts"
 """Name of the array of the experts that each token took in each layer, uint8 or uint16[T, L, k]."""
-TILE = 128
-"""Rows and columns that the kernel for TPUs multiplies at a time."""
 
 
-def id_dtype(experts: Experts) -> Any:
+def expert_id_dtype(experts: Experts) -> Any:
     """Return the smallest unsigned dtype that holds an expert's number."""
     return jnp.uint8 if experts.count <= 256 else jnp.uint16
 
@@ -239,15 +241,11 @@ def routes_shape(config: ModelConfig, *outer: int) -> jax.ShapeDtypeStruct | Non
     experts = config.experts
     if experts is None:
         return None
-    return jax.ShapeDtypeStruct((*outer, config.layers, experts.active), id_dtype(experts))
+    return jax.ShapeDtypeStruct((*outer, config.layers, experts.active), expert_id_dtype(experts))
 
 
 def route(
-    router: jax.Array,
-    experts: Experts,
-    x: jax.Array,
-    replayed: jax.Array | None = None,
-    bias: jax.Array | None = None,
+    router: jax.Array, experts: Experts, x: jax.Array, replayed: jax.Array | None = None, bias: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Choose the experts of tokens x [T, D] by the router's weights [D, E], and its ``bias`` [E].
 
@@ -265,12 +263,12 @@ def route(
     compared = jax.lax.stop_gradient(probabilities)
     if experts.bits:
         compared = jax.lax.reduce_precision(compared, 8, experts.bits)
-    _, own = jax.lax.top_k(compared, experts.active)
-    taken = own if replayed is None else jnp.where(replayed < 0, own, replayed.astype(jnp.int32))
-    weights = jnp.take_along_axis(probabilities, taken, axis=1)
+    _, top_ids = jax.lax.top_k(compared, experts.active)
+    ids = top_ids if replayed is None else jnp.where(replayed < 0, top_ids, replayed.astype(jnp.int32))
+    weights = jnp.take_along_axis(probabilities, ids, axis=1)
     if experts.renormalise:
         weights /= jnp.sum(weights, axis=1, keepdims=True)
-    return weights, taken, own
+    return weights, ids, top_ids
 
 
 def gating(config: ModelConfig) -> Gating:
@@ -314,22 +312,22 @@ def mixture(
     form = FORMS[compute.experts]
     if compute.experts == "megablox" and compute.interpret:
         form = functools.partial(megablox, interpret=True)
-    alone = functools.partial(_mixture, settings=config.experts, act=gating(config), form=form)
+    on_device = functools.partial(_device_mixture, settings=config.experts, act=gating(config), form=form)
     if mesh.empty:
-        return alone(router, matrices, x, replayed)
+        return on_device(router, matrices, x, replayed)
     rows = fitting(x.shape, (BATCH,), mesh)
     wide = fitting(matrices.gate.shape, ("expert", None, "tensor"), mesh)
     (experts, _, width) = wide
-    local = functools.partial(alone, rows=rows[0] or (), divided=(experts, width))
+    local = functools.partial(on_device, rows=rows[0] or (), divided=(experts, width))
     biases = PartitionSpec(experts, width)
-    whole = Matrices(wide, wide, PartitionSpec(experts, width, None), biases, biases, PartitionSpec(experts, None))
-    layout = Matrices(*(None if given is None else spec for given, spec in zip(matrices, whole, strict=True)))
+    all_specs = Matrices(wide, wide, PartitionSpec(experts, width, None), biases, biases, PartitionSpec(experts, None))
+    layout = Matrices(*(None if matrix is None else spec for matrix, spec in zip(matrices, all_specs, strict=True)))
     specs = (PartitionSpec(), layout, rows, rows)
     run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(rows, rows), check_vma=False)
     return run(router, matrices, x, replayed)
 
 
-def _mixture(
+def _device_mixture(
     router: tuple[jax.Array, jax.Array | None],
     matrices: Matrices,
     x: jax.Array,
@@ -346,98 +344,99 @@ def _mixture(
     their width; None for none. The tokens of devices with different experts are gathered, and their sums scattered.
     """
     experts, width = divided
-    apart = experts is not None and experts in rows
+    gathers = experts is not None and experts in rows
     flat = x.reshape(-1, x.shape[-1])
-    given = None if replayed is None else replayed.reshape(len(flat), -1)
-    weights, taken, own = route(router[0], settings, flat, given, router[1])
-    if apart:
-        flat, weights, taken = (jax.lax.all_gather(t, experts, tiled=True) for t in (flat, weights, taken))
+    replayed_ids = None if replayed is None else replayed.reshape(len(flat), -1)
+    weights, ids, top_ids = route(router[0], settings, flat, replayed_ids, router[1])
+    if gathers:
+        flat, weights, ids = (jax.lax.all_gather(t, experts, tiled=True) for t in (flat, weights, ids))
     count = len(matrices.gate)
     if experts is not None:  # other devices' experts become one more, that nobody computes
-        taken = taken - jax.lax.axis_index(experts) * count
-        here = (taken >= 0) & (taken < count)
-        taken = jnp.where(here, taken, count)
+        ids = ids - jax.lax.axis_index(experts) * count
+        here = (ids >= 0) & (ids < count)
+        ids = jnp.where(here, ids, count)
         weights = jnp.where(here, weights, 0)
-    out = form(matrices, act, flat, weights, taken)
+    out = form(matrices, act, flat, weights, ids)
     if width is not None:
         out = jax.lax.psum(out, width)
     if matrices.down_bias is not None:
-        out += product("te,ed->td", by_token(weights, taken, count), matrices.down_bias.astype(jnp.float32))
-    if apart:
+        out += product("te,ed->td", dense_weights(weights, ids, count), matrices.down_bias.astype(jnp.float32))
+    if gathers:
         out = jax.lax.psum_scatter(out, experts, tiled=True)
     elif experts is not None:
         out = jax.lax.psum(out, experts)
-    own = own.reshape(*x.shape[:2], -1).astype(id_dtype(settings))
-    return out.astype(x.dtype).reshape(x.shape), own
+    top_ids = top_ids.reshape(*x.shape[:2], -1).astype(expert_id_dtype(settings))
+    return out.astype(x.dtype).reshape(x.shape), top_ids
 
 
-def by_token(weights: jax.Array, taken: jax.Array, count: int) -> jax.Array:
+def dense_weights(weights: jax.Array, ids: jax.Array, count: int) -> jax.Array:
     """Return the weight of each of ``count`` experts for each token, float32[T, E]; 0 where it was not taken."""
-    return jnp.sum(jax.nn.one_hot(taken, count, dtype=jnp.float32) * weights[..., None], axis=1)
+    return jnp.sum(jax.nn.one_hot(ids, count, dtype=jnp.float32) * weights[..., None], axis=1)
 
 
-def dense(matrices: Matrices, act: Gating, x: jax.Array, weights: jax.Array, taken: jax.Array) -> jax.Array:
+def dense(matrices: Matrices, act: Gating, x: jax.Array, weights: jax.Array, ids: jax.Array) -> jax.Array:
     """Multiply all tokens x [T, D] by all experts, and weigh those that were not taken by 0; float32[T, D]."""
     biases = (None if bias is None else bias[:, None] for bias in (matrices.gate_bias, matrices.up_bias))
     pairs = zip((matrices.gate, matrices.up), biases, strict=True)
     each = jnp.broadcast_to(x, (len(matrices.gate), *x.shape))
-    hidden = act(*(_biased(jnp.einsum("etd,edi->eti", each, w), bias) for w, bias in pairs))
-    whole = by_token(weights, taken, len(matrices.gate)).astype(hidden.dtype).T
-    return product("eti,eid->td", hidden * whole[..., None], matrices.down)
+    hidden = act(*(_add_bias(jnp.einsum("etd,edi->eti", each, w), bias) for w, bias in pairs))
+    weight_of_token = dense_weights(weights, ids, len(matrices.gate)).astype(hidden.dtype).T
+    return product("eti,eid->td", hidden * weight_of_token[..., None], matrices.down)
 
 
-def _biased(x: jax.Array, bias: jax.Array | None) -> jax.Array:
+def _add_bias(x: jax.Array, bias: jax.Array | None) -> jax.Array:
     return x if bias is None else x + bias
 
 
-def blocks(matrices: Matrices, act: Gating, x: jax.Array, weights: jax.Array, taken: jax.Array) -> jax.Array:
+def blocks(matrices: Matrices, act: Gating, x: jax.Array, weights: jax.Array, ids: jax.Array) -> jax.Array:
     """Multiply tokens x [T, D] after sorting them by expert into padded blocks; float32[T, D]."""
     count = len(matrices.gate)
-    block = block_of(taken.size, count)
-    at = by_expert(taken, count, block)
-    inside = moved(x, at.token, at.row).reshape(-1, block, x.shape[1])
-    out = grouped(act, inside, matrices._replace(down_bias=None), at.owner, at.used)
-    return mixed(out.reshape(-1, x.shape[1]), weights, at)
+    block = block_of(ids.size, count)
+    at = sort_by_expert(ids, count, block)
+    inside = gather_rows(x, at.token, at.row).reshape(-1, block, x.shape[1])
+    out = grouped_mlp(act, inside, matrices._replace(down_bias=None), at.owner, at.used)
+    return combine_experts(out.reshape(-1, x.shape[1]), weights, at)
 
 
-def mixed(out: jax.Array, weights: jax.Array, at: Sorted) -> jax.Array:
+def combine_experts(out: jax.Array, weights: jax.Array, at: Sorted) -> jax.Array:
     """Sum each token's rows of ``out`` [M, D], weighted; float32[T, D]."""
-    own = moved(out, at.row.reshape(-1), at.pair[:, None]).reshape(*at.row.shape, -1)
-    return jnp.einsum("tk,tkd->td", weights, own.astype(jnp.float32))
+    rows = gather_rows(out, at.row.reshape(-1), at.pair[:, None]).reshape(*at.row.shape, -1)
+    return jnp.einsum("tk,tkd->td", weights, rows.astype(jnp.float32))
 
 
 def megablox(
-    matrices: Matrices, act: Gating, x: jax.Array, weights: jax.Array, taken: jax.Array, interpret: bool = False
+    matrices: Matrices, act: Gating, x: jax.Array, weights: jax.Array, ids: jax.Array, interpret: bool = False
 ) -> jax.Array:
     """Multiply tokens x [T, D], sorted by expert without padding, by JAX's kernel for TPUs; float32[T, D]."""
     # Half a second that programs without it need not wait for.
     from jax.experimental.pallas.ops.tpu.megablox import gmm
 
-    at = by_expert(taken, len(matrices.gate), 1)
+    tile = 128  # rows and columns that the kernel multiplies at a time
+    at = sort_by_expert(ids, len(matrices.gate), 1)
     count = len(at.pair)
-    inside = jnp.pad(moved(x, at.token, at.row), ((0, -count % TILE), (0, 0)))
+    inside = jnp.pad(gather_rows(x, at.token, at.row), ((0, -count % tile), (0, 0)))
     # The kernel leaves rows of no expert as they were in memory.
     used = (jnp.arange(len(inside)) < at.used)[:, None]
 
     def each(x: jax.Array, w: jax.Array) -> jax.Array:
-        found = gmm(x, w, at.sizes, x.dtype, (TILE, TILE, TILE), None, None, False, interpret)
-        return jnp.where(used, found, jnp.zeros_like(found))
+        rows = gmm(x, w, at.sizes, x.dtype, (tile, tile, tile), None, None, False, interpret)
+        return jnp.where(used, rows, jnp.zeros_like(rows))
 
-    owner = jnp.pad(at.owner, (0, -count % TILE))
+    owner = jnp.pad(at.owner, (0, -count % tile))
     biases = (None if bias is None else bias[owner] for bias in (matrices.gate_bias, matrices.up_bias))
     pairs = zip((matrices.gate, matrices.up), biases, strict=True)
-    hidden = act(*(_biased(each(inside, w), bias) for w, bias in pairs))
-    return mixed(each(hidden, matrices.down)[:count], weights, at)
+    hidden = act(*(_add_bias(each(inside, w), bias) for w, bias in pairs))
+    return combine_experts(each(hidden, matrices.down)[:count], weights, at)
 
 
-def few(matrices: Matrices, act: Gating, x: jax.Array, weights: jax.Array, taken: jax.Array) -> jax.Array:
+def few(matrices: Matrices, act: Gating, x: jax.Array, weights: jax.Array, ids: jax.Array) -> jax.Array:
     """Multiply the few tokens x [T, D] of a decode step; float32[T, D].
 
     Blocks copy an expert's matrices for each block. An accelerator waits for memory there: it reads every expert once
     and multiplies all tokens by it. A CPU would wait for the products.
     """
-    forms = {"cpu": lambda m, *given: blocks(m, act, *given), "default": lambda m, *given: dense(m, act, *given)}
-    return jax.lax.platform_dependent(matrices, x, weights, taken, **forms)
+    forms = {"cpu": lambda m, *arrays: blocks(m, act, *arrays), "default": lambda m, *arrays: dense(m, act, *arrays)}
+    return jax.lax.platform_dependent(matrices, x, weights, ids, **forms)
 
 
 FORMS = {"blocks": blocks, "dense": dense, "few": few, "megablox": megablox}

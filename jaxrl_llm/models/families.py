@@ -86,7 +86,7 @@ class Fused:
     alternating: bool = False
 
 
-ENDS = (
+EMBEDDINGS = (
     Tensor("model.embed_tokens.weight", "embed", "V D", "VD"),
     Tensor("model.norm.weight", "final_norm", "D", "D"),
     Tensor("lm_head.weight", "head", "V D", "DV"),
@@ -221,35 +221,19 @@ class Family:
     packed: str = ""
 
 
-FIELDS = types.MappingProxyType(
-    {
-        "vocab_size": "vocab_size",
-        "hidden_size": "width",
-        "num_hidden_layers": "layers",
-        "intermediate_size": "mlp_width",
-        "tie_word_embeddings": "embeddings.tied",
-        "final_logit_softcapping": "embeddings.logit_softcap",
-        "rms_norm_eps": "norm.eps",
-        "num_attention_heads": "attention.heads",
-        "num_key_value_heads": "attention.kv_heads",
-        "head_dim": "attention.head_dim",
-        "max_position_embeddings": "attention.rope.max_positions",
-        "attn_logit_softcapping": "attention.softcap",
-        "num_experts": "experts.count",
-        "num_local_experts": "experts.count",
-        "num_experts_per_tok": "experts.active",
-        "moe_intermediate_size": "experts.width",
-        "norm_topk_prob": "experts.renormalise",
-        "shared_expert_intermediate_size": "experts.shared_width",
-        "swiglu_limit": "experts.limit",
-        "swiglu_alpha": "experts.alpha",
-        "embedding_multiplier": "embeddings.scale",
-        "logits_scaling": "embeddings.logit_divisor",
-        "residual_multiplier": "residual_scale",
-        "attention_multiplier": "attention.scale",
-        "attention_bias": "attention.biased",
-    }
-)
+FIELDS = types.MappingProxyType({
+    "vocab_size": "vocab_size", "hidden_size": "width", "num_hidden_layers": "layers", "rms_norm_eps": "norm.eps",
+    "intermediate_size": "mlp_width", "residual_multiplier": "residual_scale",
+    "tie_word_embeddings": "embeddings.tied", "embedding_multiplier": "embeddings.scale",
+    "final_logit_softcapping": "embeddings.logit_softcap", "logits_scaling": "embeddings.logit_divisor",
+    "num_attention_heads": "attention.heads", "num_key_value_heads": "attention.kv_heads",
+    "head_dim": "attention.head_dim", "max_position_embeddings": "attention.rope.max_positions",
+    "attn_logit_softcapping": "attention.softcap", "attention_multiplier": "attention.scale",
+    "attention_bias": "attention.biased",
+    "num_experts": "experts.count", "num_local_experts": "experts.count", "num_experts_per_tok": "experts.active",
+    "moe_intermediate_size": "experts.width", "shared_expert_intermediate_size": "experts.shared_width",
+    "norm_topk_prob": "experts.renormalise", "swiglu_limit": "experts.limit", "swiglu_alpha": "experts.alpha",
+})  # fmt: skip
 """Attributes of config.json that are fields of ModelConfig under another name."""
 
 ACTIVATIONS = types.MappingProxyType({"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"})
@@ -265,133 +249,130 @@ def _defaults(activation: tuple[str, str] = ("hidden_act", "silu"), **changes: A
 
 
 _QWEN_WINDOWS: dict[str, Any] = {
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-    "layer_types": None,
-}
+    "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None,
+}  # fmt: skip
 _GEMMA = {
     "num_key_value_heads": 4, "head_dim": 256, "activation": ("hidden_activation", "gelu_pytorch_tanh"),
     "tie_word_embeddings": True, "query_pre_attn_scalar": 256, "sliding_window": 4096, "layer_types": None,
 }  # fmt: skip
-_GPT_OSS_YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
 
 LLAMA = Family(
     "llama", "LlamaForCausalLM", "LlamaForSequenceClassification", _defaults(),
-    constants={}, tensors=ENDS + MATRICES + PRE_NORMS,
+    constants={}, tensors=EMBEDDINGS + MATRICES + PRE_NORMS,
 )  # fmt: skip
 MISTRAL = Family(
     "mistral", "MistralForCausalLM", "MistralForSequenceClassification",
     _defaults(num_key_value_heads=8, max_position_embeddings=131072, sliding_window=4096),
-    constants={}, tensors=ENDS + MATRICES + PRE_NORMS, slides=lambda attributes, layer: True,
+    constants={}, tensors=EMBEDDINGS + MATRICES + PRE_NORMS, slides=lambda attributes, layer: True,
 )  # fmt: skip
 QWEN2 = Family(
     "qwen2", "Qwen2ForCausalLM", "Qwen2ForSequenceClassification",
     _defaults(max_position_embeddings=32768, num_key_value_heads=32, **_QWEN_WINDOWS),
-    constants={}, tensors=ENDS + MATRICES + BIASES + PRE_NORMS,
+    constants={}, tensors=EMBEDDINGS + MATRICES + BIASES + PRE_NORMS,
     slides=lambda attributes, layer: layer >= attributes["max_window_layers"],
-)  # fmt: skip
-QWEN3 = Family(
-    "qwen3", "Qwen3ForCausalLM", "Qwen3ForSequenceClassification",
-    _defaults(max_position_embeddings=32768, num_key_value_heads=32, head_dim=128, **_QWEN_WINDOWS),
-    constants={}, tensors=ENDS + MATRICES + HEAD_NORMS + PRE_NORMS, slides=QWEN2.slides,
-)  # fmt: skip
-GEMMA2 = Family(
-    "gemma2", "Gemma2ForCausalLM", "Gemma2ForSequenceClassification",
-    _defaults(**_GEMMA, max_position_embeddings=8192, attn_logit_softcapping=50.0, final_logit_softcapping=30.0),
-    constants={"norm.plus_one": True, "norm.placement": "both"},
-    tensors=ENDS + MATRICES + SANDWICH_NORMS,
-    slides=lambda attributes, layer: layer % 2 == 0, scaled_embedding=True,
-)  # fmt: skip
-GEMMA3 = Family(
-    "gemma3_text", "Gemma3ForCausalLM", "Gemma3TextForSequenceClassification",
-    _defaults(**_GEMMA, max_position_embeddings=131072, attn_logit_softcapping=None, final_logit_softcapping=None,
-              sliding_window_pattern=6, rope_theta=1e6, rope_local_base_freq=1e4),
-    constants={"norm.plus_one": True, "norm.placement": "both"},
-    tensors=ENDS + MATRICES + HEAD_NORMS + SANDWICH_NORMS, scaled_embedding=True,
-    slides=lambda attributes, layer: (layer + 1) % attributes["sliding_window_pattern"] != 0,
 )  # fmt: skip
 OLMO2 = Family(
     "olmo2", "Olmo2ForCausalLM", "Olmo2ForSequenceClassification", _defaults(rms_norm_eps=1e-5),
     constants={"norm.placement": "post"},
-    tensors=ENDS + MATRICES + FULL_NORMS + POST_NORMS,
+    tensors=EMBEDDINGS + MATRICES + FULL_NORMS + POST_NORMS,
 )  # fmt: skip
-
-OLMO3 = Family(
-    "olmo3", "Olmo3ForCausalLM", "Olmo3ForSequenceClassification",
-    _defaults(rms_norm_eps=1e-5, sliding_window=4096, layer_types=None, rope_theta=5e5, rope_local_base_freq=None),
-    constants=OLMO2.constants, tensors=OLMO2.tensors, slides=lambda attributes, layer: (layer + 1) % 4 != 0,
-)  # fmt: skip
-SMOLLM3 = Family(
-    "smollm3", "SmolLM3ForCausalLM", "SmolLM3ForSequenceClassification",
-    _defaults(num_key_value_heads=4, max_position_embeddings=32768, tie_word_embeddings=True, rope_theta=2e6,
-              use_sliding_window=False, sliding_window=None, layer_types=None, no_rope_layers=None,
-              no_rope_layer_interval=4),
-    constants={}, tensors=LLAMA.tensors,
-    slides=lambda attributes, layer: not attributes["no_rope_layers"][layer],
-)  # fmt: skip
-PHI3 = Family(
-    "phi3", "Phi3ForCausalLM", "Phi3ForSequenceClassification",
-    _defaults(max_position_embeddings=4096, rms_norm_eps=1e-5, sliding_window=None, partial_rotary_factor=1.0,
-              original_max_position_embeddings=4096, resid_pdrop=0.0, embd_pdrop=0.0),
-    constants={}, tensors=LLAMA.tensors, slides=MISTRAL.slides, fused=(FUSED_HEADS, FUSED_GATE_AND_UP),
-)  # fmt: skip
-GLM4 = Family(
-    "glm4", "Glm4ForCausalLM", "Glm4ForSequenceClassification",
-    _defaults(num_key_value_heads=2, head_dim=128, max_position_embeddings=131072, rms_norm_eps=1.5625e-7,
-              attention_bias=True, partial_rotary_factor=0.5),
-    constants={"norm.placement": "both", "attention.rope.interleaved": True},
-    tensors=ENDS + MATRICES + BIASES + TWO_NORMS, fused=(FUSED_GATE_AND_UP,),
-)  # fmt: skip
-GRANITE = Family(
-    "granite", "GraniteForCausalLM", "",
-    _defaults(embedding_multiplier=1.0, logits_scaling=1.0, residual_multiplier=1.0, attention_multiplier=1.0),
-    constants={}, tensors=LLAMA.tensors,
-)  # fmt: skip
-
-MIXTRAL = Family(
-    "mixtral", "MixtralForCausalLM", "MixtralForSequenceClassification",
-    _defaults(num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5, sliding_window=None,
-              num_local_experts=8, num_experts_per_tok=2, rope_theta=1e6),
-    constants={"experts.renormalise": True},
-    tensors=ENDS + ATTENTION + expert_tensors("block_sparse_moe", "w1", "w3", "w2") + PRE_NORMS,
-    slides=MISTRAL.slides,
-)  # fmt: skip
-OLMOE = Family(
-    "olmoe", "OlmoeForCausalLM", "",
-    _defaults(max_position_embeddings=4096, rms_norm_eps=1e-5, num_experts=64, num_experts_per_tok=8,
-              norm_topk_prob=False),
-    constants={}, tensors=ENDS + ATTENTION + EXPERTS + FULL_NORMS + PRE_NORMS,
-)  # fmt: skip
-QWEN2_MOE = Family(
-    "qwen2_moe", "Qwen2MoeForCausalLM", "Qwen2MoeForSequenceClassification",
-    _defaults(max_position_embeddings=32768, num_key_value_heads=16, num_experts=60, num_experts_per_tok=4,
-              moe_intermediate_size=1408, shared_expert_intermediate_size=5632, norm_topk_prob=False, **_QWEN_WINDOWS),
-    constants={}, tensors=ENDS + ATTENTION + EXPERTS + SHARED_EXPERT + BIASES + PRE_NORMS,
-    slides=lambda attributes, layer: layer % 2 == 0 and layer < attributes["max_window_layers"],
-    required={"qkv_bias": True},
-)  # fmt: skip
-QWEN3_MOE = Family(
-    "qwen3_moe", "Qwen3MoeForCausalLM", "Qwen3MoeForSequenceClassification",
-    _defaults(max_position_embeddings=32768, num_key_value_heads=4, num_experts=128, num_experts_per_tok=8,
-              moe_intermediate_size=768, norm_topk_prob=False, use_sliding_window=False, sliding_window=4096),
-    constants={}, tensors=ENDS + ATTENTION + EXPERTS + HEAD_NORMS + PRE_NORMS, slides=MISTRAL.slides,
-)  # fmt: skip
-
-GPT_OSS = Family(
-    "gpt_oss", "GptOssForCausalLM", "GptOssForSequenceClassification",
-    _defaults(num_key_value_heads=8, head_dim=64, max_position_embeddings=131072, rms_norm_eps=1e-5,
-              sliding_window=128, layer_types=None, num_local_experts=128, num_experts_per_tok=4, swiglu_limit=7.0,
-              swiglu_alpha=1.702, rope_theta=150000.0, rope_scaling=_GPT_OSS_YARN),
-    constants={"attention.sinks": True, "experts.renormalise": True},
-    tensors=ENDS + ATTENTION + BIASES + CLAMPED_EXPERTS + PRE_NORMS,
-    slides=lambda attributes, layer: layer % 2 == 0, required={"attention_bias": True},
-    fused=FUSED_EXPERTS, packed="mxfp4",
-)  # fmt: skip
-
 _ALL = (
-    LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, OLMO2, OLMO3, SMOLLM3, PHI3, GLM4, GRANITE,
-    MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE, GPT_OSS,
+    LLAMA,
+    MISTRAL,
+    QWEN2,
+    Family(
+        "qwen3", "Qwen3ForCausalLM", "Qwen3ForSequenceClassification",
+        _defaults(max_position_embeddings=32768, num_key_value_heads=32, head_dim=128, **_QWEN_WINDOWS),
+        constants={}, tensors=EMBEDDINGS + MATRICES + HEAD_NORMS + PRE_NORMS, slides=QWEN2.slides,
+    ),
+    Family(
+        "gemma2", "Gemma2ForCausalLM", "Gemma2ForSequenceClassification",
+        _defaults(**_GEMMA, max_position_embeddings=8192, attn_logit_softcapping=50.0, final_logit_softcapping=30.0),
+        constants={"norm.plus_one": True, "norm.placement": "both"},
+        tensors=EMBEDDINGS + MATRICES + SANDWICH_NORMS,
+        slides=lambda attributes, layer: layer % 2 == 0, scaled_embedding=True,
+    ),
+    Family(
+        "gemma3_text", "Gemma3ForCausalLM", "Gemma3TextForSequenceClassification",
+        _defaults(**_GEMMA, max_position_embeddings=131072, attn_logit_softcapping=None, final_logit_softcapping=None,
+                  sliding_window_pattern=6, rope_theta=1e6, rope_local_base_freq=1e4),
+        constants={"norm.plus_one": True, "norm.placement": "both"},
+        tensors=EMBEDDINGS + MATRICES + HEAD_NORMS + SANDWICH_NORMS, scaled_embedding=True,
+        slides=lambda attributes, layer: (layer + 1) % attributes["sliding_window_pattern"] != 0,
+    ),
+    OLMO2,
+    Family(
+        "olmo3", "Olmo3ForCausalLM", "Olmo3ForSequenceClassification",
+        _defaults(rms_norm_eps=1e-5, sliding_window=4096, layer_types=None, rope_theta=5e5, rope_local_base_freq=None),
+        constants=OLMO2.constants, tensors=OLMO2.tensors, slides=lambda attributes, layer: (layer + 1) % 4 != 0,
+    ),
+    Family(
+        "smollm3", "SmolLM3ForCausalLM", "SmolLM3ForSequenceClassification",
+        _defaults(num_key_value_heads=4, max_position_embeddings=32768, tie_word_embeddings=True, rope_theta=2e6,
+                  use_sliding_window=False, sliding_window=None, layer_types=None, no_rope_layers=None,
+                  no_rope_layer_interval=4),
+        constants={}, tensors=LLAMA.tensors,
+        slides=lambda attributes, layer: not attributes["no_rope_layers"][layer],
+    ),
+    Family(
+        "phi3", "Phi3ForCausalLM", "Phi3ForSequenceClassification",
+        _defaults(max_position_embeddings=4096, rms_norm_eps=1e-5, sliding_window=None, partial_rotary_factor=1.0,
+                  original_max_position_embeddings=4096, resid_pdrop=0.0, embd_pdrop=0.0),
+        constants={}, tensors=LLAMA.tensors, slides=MISTRAL.slides, fused=(FUSED_HEADS, FUSED_GATE_AND_UP),
+    ),
+    Family(
+        "glm4", "Glm4ForCausalLM", "Glm4ForSequenceClassification",
+        _defaults(num_key_value_heads=2, head_dim=128, max_position_embeddings=131072, rms_norm_eps=1.5625e-7,
+                  attention_bias=True, partial_rotary_factor=0.5),
+        constants={"norm.placement": "both", "attention.rope.interleaved": True},
+        tensors=EMBEDDINGS + MATRICES + BIASES + TWO_NORMS, fused=(FUSED_GATE_AND_UP,),
+    ),
+    Family(
+        "granite", "GraniteForCausalLM", "",
+        _defaults(embedding_multiplier=1.0, logits_scaling=1.0, residual_multiplier=1.0, attention_multiplier=1.0),
+        constants={}, tensors=LLAMA.tensors,
+    ),
+    Family(
+        "mixtral", "MixtralForCausalLM", "MixtralForSequenceClassification",
+        _defaults(num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5, sliding_window=None,
+                  num_local_experts=8, num_experts_per_tok=2, rope_theta=1e6),
+        constants={"experts.renormalise": True},
+        tensors=EMBEDDINGS + ATTENTION + expert_tensors("block_sparse_moe", "w1", "w3", "w2") + PRE_NORMS,
+        slides=MISTRAL.slides,
+    ),
+    Family(
+        "olmoe", "OlmoeForCausalLM", "",
+        _defaults(max_position_embeddings=4096, rms_norm_eps=1e-5, num_experts=64, num_experts_per_tok=8,
+                  norm_topk_prob=False),
+        constants={}, tensors=EMBEDDINGS + ATTENTION + EXPERTS + FULL_NORMS + PRE_NORMS,
+    ),
+    Family(
+        "qwen2_moe", "Qwen2MoeForCausalLM", "Qwen2MoeForSequenceClassification",
+        _defaults(max_position_embeddings=32768, num_key_value_heads=16, num_experts=60, num_experts_per_tok=4,
+                  moe_intermediate_size=1408, shared_expert_intermediate_size=5632, norm_topk_prob=False,
+                  **_QWEN_WINDOWS),
+        constants={}, tensors=EMBEDDINGS + ATTENTION + EXPERTS + SHARED_EXPERT + BIASES + PRE_NORMS,
+        slides=lambda attributes, layer: layer % 2 == 0 and layer < attributes["max_window_layers"],
+        required={"qkv_bias": True},
+    ),
+    Family(
+        "qwen3_moe", "Qwen3MoeForCausalLM", "Qwen3MoeForSequenceClassification",
+        _defaults(max_position_embeddings=32768, num_key_value_heads=4, num_experts=128, num_experts_per_tok=8,
+                  moe_intermediate_size=768, norm_topk_prob=False, use_sliding_window=False, sliding_window=4096),
+        constants={}, tensors=EMBEDDINGS + ATTENTION + EXPERTS + HEAD_NORMS + PRE_NORMS, slides=MISTRAL.slides,
+    ),
+    Family(
+        "gpt_oss", "GptOssForCausalLM", "GptOssForSequenceClassification",
+        _defaults(num_key_value_heads=8, head_dim=64, max_position_embeddings=131072, rms_norm_eps=1e-5,
+                  sliding_window=128, layer_types=None, num_local_experts=128, num_experts_per_tok=4, swiglu_limit=7.0,
+                  swiglu_alpha=1.702, rope_theta=150000.0,
+                  rope_scaling={"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096,
+                                "truncate": False}),
+        constants={"attention.sinks": True, "experts.renormalise": True},
+        tensors=EMBEDDINGS + ATTENTION + BIASES + CLAMPED_EXPERTS + PRE_NORMS,
+        slides=lambda attributes, layer: layer % 2 == 0, required={"attention_bias": True},
+        fused=FUSED_EXPERTS, packed="mxfp4",
+    ),
 )  # fmt: skip
 FAMILIES: Mapping[str, Family] = types.MappingProxyType({family.model_type: family for family in _ALL})
 
@@ -410,9 +391,9 @@ def tensors_of(config: ModelConfig, scalar: bool = False) -> tuple[Tensor, ...]:
     """
     absent = {"head"} if scalar or config.embeddings.tied else set()
     absent |= set() if config.attention.biased else {tensor.path for tensor in BIASES}
-    named = tuple(tensor for tensor in FAMILIES[config.family].tensors if tensor.path not in absent)
+    tensors = tuple(tensor for tensor in FAMILIES[config.family].tensors if tensor.path not in absent)
     # The tensor that replaces the LM head in a reward model.
-    return (*named, Tensor("score.weight", "scalar", "1 D", "D")) if scalar else named
+    return (*tensors, Tensor("score.weight", "scalar", "1 D", "D")) if scalar else tensors
 
 
 def our_shape(tensor: Tensor, config: ModelConfig) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ DIVIDED = tuple(f"blocks.experts.{name}" for name in Matrices._fields)
 """Paths of the parameters of which a token uses a part."""
 
 
-def counts(config: ModelConfig) -> tuple[int, int]:
+def count_parameters(config: ModelConfig) -> tuple[int, int]:
     """Count the parameters of the architecture: all of them, and those in matrix products of one token in the layers.
 
     A token is multiplied by the matrices of its own experts only.
@@ -20,8 +20,8 @@ def counts(config: ModelConfig) -> tuple[int, int]:
     total = sum(sizes.values())
     sizes = {path: of_one_token(config, path, size) for path, size in sizes.items()}
     # Norms and biases are added or scaled with: no products.
-    added = ("norm", "_bias", "sinks")
-    matrices = [path for path in sizes if path.startswith("blocks.") and not any(word in path for word in added)]
+    elementwise = ("norm", "_bias", "sinks")
+    matrices = [path for path in sizes if path.startswith("blocks.") and not any(word in path for word in elementwise)]
     return total, sum(sizes[path] for path in matrices)
 
 
@@ -50,7 +50,7 @@ def forward_flops(config: ModelConfig, tokens: float, pairs: float, predictions:
 
     Pairs are those of ``visible_pairs``: attention is causal, so published counts of 6 N S D for it are halved.
     """
-    _, layers = counts(config)
+    _, layers = count_parameters(config)
     a = config.attention
     head = config.width * config.vocab_size
     return 2.0 * layers * tokens + 2.0 * head * predictions + 4.0 * a.heads * a.head_dim * pairs

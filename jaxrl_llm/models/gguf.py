@@ -21,7 +21,7 @@ import numpy as np
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.models.config import Llama3Rope, ModelConfig
 from jaxrl_llm.models.families import Family, StoredTensor, Tensor, family_of, tensors_of
-from jaxrl_llm.models.hf import differences, read_config, write_config, write_scaling
+from jaxrl_llm.models.hf import differing_fields, read_config, write_config, write_scaling
 from jaxrl_llm.models.weights import to_stored
 from jaxrl_llm.system.paths import new_file
 
@@ -31,27 +31,18 @@ ARCHITECTURES = types.MappingProxyType({
 })  # fmt: skip
 """general.architecture -> model_type. Mistral's files carry "llama", and so do Mixtral's, with a number of experts."""
 
-ATTRIBUTES = types.MappingProxyType(
-    {
-        "block_count": "num_hidden_layers",
-        "embedding_length": "hidden_size",
-        "feed_forward_length": "intermediate_size",
-        "context_length": "max_position_embeddings",
-        "attention.head_count": "num_attention_heads",
-        "attention.head_count_kv": "num_key_value_heads",
-        "attention.key_length": "head_dim",
-        "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-        "attention.sliding_window": "sliding_window",
-        "attn_logit_softcapping": "attn_logit_softcapping",
-        "final_logit_softcapping": "final_logit_softcapping",
-        "rope.freq_base": "rope_theta",
-        "rope.freq_base_swa": "rope_local_base_freq",
-        "expert_count": "num_local_experts",
-        "expert_used_count": "num_experts_per_tok",
-        "expert_feed_forward_length": "moe_intermediate_size",
-        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-    }
-)
+ATTRIBUTES = types.MappingProxyType({
+    "block_count": "num_hidden_layers", "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size", "context_length": "max_position_embeddings",
+    "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim", "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping",
+    "rope.freq_base": "rope_theta", "rope.freq_base_swa": "rope_local_base_freq",
+    "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+})  # fmt: skip
 """Metadata key after the architecture's prefix -> attribute of config.json."""
 
 PATHS = types.MappingProxyType({
@@ -67,15 +58,15 @@ PATHS = types.MappingProxyType({
     "ffn_up_exps.weight": "blocks.experts.up", "ffn_down_exps.weight": "blocks.experts.down",
     "ffn_gate_inp_shexp.weight": "blocks.experts.shared_gate",
 })  # fmt: skip
-"""Tensor name after ``blk.N.`` -> our path; a shared expert's matrices are those of an MLP with ``SHARED`` added."""
-SHARED = "_shexp"
+"""Tensor name after ``blk.N.`` -> our path; a shared expert's matrices are those of an MLP with ``SHARED_SUFFIX``."""
+SHARED_SUFFIX = "_shexp"
 
 EMBEDDING, LLAMA3_ROPE = "token_embd.weight", "rope_freqs.weight"
 CONTROL, USER_DEFINED = 3, 4
 """Token types of llama.cpp that are cut out of the text whole."""
-ENDS = ("eos", "eot", "eom")
+END_KEYS = ("eos", "eot", "eom")
 """Metadata keys, between ``tokenizer.ggml.`` and ``_token_id``, of tokens that end a completion."""
-NAMED = types.MappingProxyType({"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"})
+SPECIAL_KEYS = types.MappingProxyType({"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"})
 """transformers' names of special tokens -> the same keys."""
 
 
@@ -109,12 +100,12 @@ def read_gguf(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str, Stored
 
         def value(key: str, default: Any = None) -> Any:
             field = reader.get_field(key)
-            return shortest(default if field is None else field.contents())
+            return shortest_decimal(default if field is None else field.contents())
 
         shapes = {tensor.name: tuple(int(size) for size in reversed(tensor.shape)) for tensor in reader.tensors}
         tables = [np.asarray(tensor.data).ravel() for tensor in reader.tensors if tensor.name == LLAMA3_ROPE]
-        attributes = attributes_of(value, shapes, tables[0] if tables else None)
-        stored = _tensors(reader.tensors, shapes, attributes)
+        attributes = config_attributes(value, shapes, tables[0] if tables else None)
+        stored = _hf_tensors(reader.tensors, shapes, attributes)
         return attributes, stored, _tokenizer(value, attributes.get("max_position_embeddings", 2048))
 
 
@@ -130,38 +121,32 @@ def _as_input_error(path: Path) -> Generator[None]:
         raise InputError(f"{path} is not a whole GGUF file ({reason}); fetch it again") from None
 
 
-def attributes_of(
-    value: Callable[..., Any], shapes: Mapping[str, tuple[int, ...]], table: np.ndarray | None
+def config_attributes(
+    lookup: Callable[..., Any], shapes: Mapping[str, tuple[int, ...]], table: np.ndarray | None
 ) -> dict[str, Any]:
     """Return the attributes of config.json that a GGUF file's metadata and tensors describe.
 
-    Args:
-      value: looks up metadata by key; returns None, or the second argument, where a key is missing.
-      shapes: shapes of the tensors, in NumPy's order.
-      table: the file's divisors of the rotary frequencies, or None.
-
-    Raises:
-      InputError: the architecture is unknown, or the file is incomplete.
+    ``lookup`` returns None, or its second argument, where a key is missing; ``table`` divides the rotary frequencies.
     """
-    architecture = value("general.architecture")
+    architecture = lookup("general.architecture")
     if architecture not in ARCHITECTURES:
         raise InputError(f"the GGUF architecture {architecture!r} is not supported; supported are "
                          f"{', '.join(ARCHITECTURES)}")  # fmt: skip
-    mixed = architecture == "llama" and value("llama.expert_count")
-    family = family_of("mixtral" if mixed else ARCHITECTURES[architecture])
+    is_mixtral = architecture == "llama" and lookup("llama.expert_count")
+    family = family_of("mixtral" if is_mixtral else ARCHITECTURES[architecture])
     attributes = {"model_type": family.model_type, "architectures": [family.architecture], "torch_dtype": "float32"}
     for key, name in ATTRIBUTES.items():
-        found = value(f"{architecture}.{key}")
-        if found is not None:
-            attributes[name] = found
+        field = lookup(f"{architecture}.{key}")
+        if field is not None:
+            attributes[name] = field
     if "norm_topk_prob" in family.defaults:
         attributes["norm_topk_prob"] = family.model_type == "qwen3_moe"  # which llama.cpp's architectures imply
     if EMBEDDING not in shapes:
         raise InputError(f"the file holds no {EMBEDDING}; take the file of a whole model")
     attributes |= {"vocab_size": shapes[EMBEDDING][0], "tie_word_embeddings": "output.weight" not in shapes}
-    attributes |= _rope_scaling(value, architecture, table)
-    ids = {name: value(f"tokenizer.ggml.{name}_token_id") for name in ("bos", *ENDS, "padding")}
-    ends = list(dict.fromkeys(ids[name] for name in ENDS if ids[name] is not None))
+    attributes |= _rope_scaling(lookup, architecture, table)
+    ids = {name: lookup(f"tokenizer.ggml.{name}_token_id") for name in ("bos", *END_KEYS, "padding")}
+    ends = list(dict.fromkeys(ids[name] for name in END_KEYS if ids[name] is not None))
     attributes |= {"bos_token_id": ids["bos"], "eos_token_id": ends, "pad_token_id": ids["padding"]}
     if "query_pre_attn_scalar" in family.defaults:
         width = attributes["hidden_size"]
@@ -172,20 +157,20 @@ def attributes_of(
     return attributes
 
 
-def shortest(value: Any) -> Any:
+def shortest_decimal(value: Any) -> Any:
     """Return the shortest decimal of a float stored as float32 (1e-05, not 9.99999974e-06); other values unchanged."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
-def _rope_scaling(value: Callable[..., Any], architecture: str, table: np.ndarray | None) -> dict[str, Any]:
+def _rope_scaling(lookup: Callable[..., Any], architecture: str, table: np.ndarray | None) -> dict[str, Any]:
     """Return the file's named rescaling, or the published one of Llama 3 (factor 8 or 32) that matches the table."""
     if table is None:
-        kind = value(f"{architecture}.rope.scaling.type", "none")
-        factor = value(f"{architecture}.rope.scaling.factor")
+        kind = lookup(f"{architecture}.rope.scaling.type", "none")
+        factor = lookup(f"{architecture}.rope.scaling.factor")
         if kind == "yarn":  # of which the format leaves out what was trained with
             raise InputError("the file scales rotary positions by yarn; load the model from a Hugging Face directory")
         return {} if kind == "none" else {"rope_scaling": {"rope_type": kind, "factor": factor}}
-    base = value(f"{architecture}.rope.freq_base", 10000.0)
+    base = lookup(f"{architecture}.rope.freq_base", 10000.0)
     for factor in (8.0, 32.0):
         published = Llama3Rope(factor, 1.0, 4.0, 8192)
         if np.allclose(llama3_table(published, base, len(table)), table.astype(np.float64), rtol=1e-4):
@@ -203,7 +188,7 @@ def llama3_table(rope: Llama3Rope, base: float, count: int) -> np.ndarray:
     return 1.0 / ((1.0 - smooth) / rope.factor + smooth)
 
 
-def _tensors(
+def _hf_tensors(
     tensors: Sequence[Any], shapes: Mapping[str, tuple[int, ...]], attributes: dict[str, Any]
 ) -> dict[str, StoredTensor]:
     family = family_of(attributes["model_type"])
@@ -215,27 +200,25 @@ def _tensors(
             continue
         match = re.fullmatch(r"blk\.(\d+)\.(.+)", tensor.name)
         name = match[2] if match else tensor.name
-        path = PATHS.get(name, PATHS.get(name.replace(SHARED, "")))
+        path = PATHS.get(name, PATHS.get(name.replace(SHARED_SUFFIX, "")))
         if path not in names:
             raise InputError(f"the tensor {tensor.name} is unknown to {family.model_type}; "
                              "load the model from a Hugging Face directory")  # fmt: skip
-        _, undo = changes_of(family, path, head_dim)
+        _, undo = storage_changes(family, path, head_dim)
         shape = shapes[tensor.name]
-        read = functools.partial(_read, tensor, undo)
+        read = functools.partial(_read_tensor, tensor, undo)
         if names[path].count("{}") == 2:
             for expert in range(shape[0]):
                 name = names[path].format(match[1] if match else 0, expert)
-                stored[name] = StoredTensor(shape[1:], functools.partial(_of_expert, read, expert))
+                stored[name] = StoredTensor(
+                    shape[1:], lambda place, read=read, expert=expert: read((slice(expert, expert + 1), *place))[0]
+                )
         else:
             stored[names[path].format(match[1]) if match else names[path]] = StoredTensor(shape, read)
     return stored
 
 
-def _of_expert(read: Callable[..., np.ndarray], expert: int, place: tuple[slice, ...]) -> np.ndarray:
-    return read((slice(expert, expert + 1), *place))[0]
-
-
-def _read(tensor: Any, undo: Change, place: tuple[slice, ...]) -> np.ndarray:
+def _read_tensor(tensor: Any, undo: Change, place: tuple[slice, ...]) -> np.ndarray:
     import gguf
 
     try:
@@ -250,16 +233,11 @@ def _read(tensor: Any, undo: Change, place: tuple[slice, ...]) -> np.ndarray:
                          "take a file quantised otherwise, or a Hugging Face directory") from None  # fmt: skip
 
 
-def changes_of(family: Family, path: str, head_dim: int) -> tuple[Change, Change]:
-    """Return llama.cpp's change of a tensor before storage, and its inverse for some whole heads or a part of a norm.
+def storage_changes(family: Family, path: str, head_dim: int) -> tuple[Change, Change]:
+    """Return llama.cpp's change of a parameter before storage, and its inverse for whole heads or a part of a norm.
 
     Rows of a llama's queries and keys are paired for interleaved rotary; norms that are stored as their difference
     from 1 have 1 added.
-
-    Args:
-      family: the family of the file's architecture.
-      path: path of our parameter.
-      head_dim: H.
     """
 
     def swapped(rows: np.ndarray, first: int, second: int) -> np.ndarray:
@@ -273,39 +251,39 @@ def changes_of(family: Family, path: str, head_dim: int) -> tuple[Change, Change
     return lambda array: array, lambda array: array
 
 
-def _tokenizer(value: Callable[..., Any], max_length: int) -> Any | None:
+def _tokenizer(lookup: Callable[..., Any], max_length: int) -> Any | None:
     from jaxrl_llm.models.tokenizer import BytePairs, build_tokenizer
 
-    kind = value("tokenizer.ggml.model")
+    kind = lookup("tokenizer.ggml.model")
     if kind is None:
         return None
     if kind != "gpt2":
         raise InputError(
             f"the tokenizer model {kind!r} cannot be rebuilt; load the model from a Hugging Face directory"
         )
-    tokens = value("tokenizer.ggml.tokens")
-    kinds = value("tokenizer.ggml.token_type")
-    pre = value("tokenizer.ggml.pre", "gpt-2")
-    ids = {name: value(f"tokenizer.ggml.{key}_token_id") for name, key in NAMED.items()}
+    tokens = lookup("tokenizer.ggml.tokens")
+    kinds = lookup("tokenizer.ggml.token_type")
+    pre = lookup("tokenizer.ggml.pre", "gpt-2")
+    ids = {name: lookup(f"tokenizer.ggml.{key}_token_id") for name, key in SPECIAL_KEYS.items()}
     return build_tokenizer(BytePairs(
         tokens=tuple(tokens),
-        merges=tuple(tuple(merge.split(" ", 1)) for merge in value("tokenizer.ggml.merges", [])),
+        merges=tuple(tuple(merge.split(" ", 1)) for merge in lookup("tokenizer.ggml.merges", [])),
         special=tuple(token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL),
         added=tuple(token for token, kind in zip(tokens, kinds, strict=True) if kind == USER_DEFINED),
         pre=pre,
-        begin=bool(value("tokenizer.ggml.add_bos_token", pre == "llama-bpe")),
-        chat_template=value("tokenizer.chat_template"),
-        named=tuple((f"{name}_token", tokens[i]) for name, i in ids.items() if i is not None),
+        begin=bool(lookup("tokenizer.ggml.add_bos_token", pre == "llama-bpe")),
+        chat_template=lookup("tokenizer.chat_template"),
+        names=tuple((f"{name}_token", tokens[i]) for name, i in ids.items() if i is not None),
         max_length=max_length,
     ))  # fmt: skip
 
 
-KINDS = types.MappingProxyType({"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"})
+FILE_TYPES = types.MappingProxyType(
+    {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
+)
 """Storage types of matrices -> llama.cpp's name of such a file."""
 NORMAL, UNUSED = 1, 5
 """Token types of llama.cpp: text, and ids without a meaning."""
-SAME = types.MappingProxyType({"mistral": "llama", "mixtral": "llama"})
-"""model_type -> the equivalent architecture, for families without one of their own."""
 
 
 def save_gguf(model: Any, tokenizer: Any | None, path: str | os.PathLike, kind: str = "f32") -> None:
@@ -318,7 +296,7 @@ def save_gguf(model: Any, tokenizer: Any | None, path: str | os.PathLike, kind: 
       model: a decoder; its arrays are addressable by this process.
       tokenizer: byte-level BPE, or None.
       path: the file, which is replaced if it exists.
-      kind: a key of ``KINDS``.
+      kind: a key of ``FILE_TYPES``.
 
     Raises:
       InputError: the model is a reward model, or has something that the format cannot express.
@@ -328,41 +306,41 @@ def save_gguf(model: Any, tokenizer: Any | None, path: str | os.PathLike, kind: 
     from jaxrl_llm.models.decoder import to_parameters
     from jaxrl_llm.models.heads import ScalarModel
 
-    require(kind in KINDS, f"{kind!r} is not a GGUF type that can be written: use one of {', '.join(KINDS)}")
+    require(kind in FILE_TYPES, f"{kind!r} is not a GGUF type that can be written: use one of {', '.join(FILE_TYPES)}")
     require(not isinstance(model, ScalarModel), "a GGUF file cannot hold a reward model: write a directory")
     config = model.config
     metadata = _metadata(config, tokenizer, Path(path).stem)
-    tensors = _stored_tensors(config, metadata["general.architecture"], to_stored(config, to_parameters(model)))
-    _check(config, metadata, tensors)
-    metadata["general.file_type"] = int(gguf.LlamaFileType[KINDS[kind]])
+    tensors = _gguf_tensors(config, metadata["general.architecture"], to_stored(config, to_parameters(model)))
+    _check_round_trip(config, metadata, tensors)
+    metadata["general.file_type"] = int(gguf.LlamaFileType[FILE_TYPES[kind]])
     metadata["general.quantization_version"] = gguf.GGML_QUANT_VERSION
     with new_file(Path(path)) as part:
-        _write(part, metadata, tensors, kind)
+        _write_file(part, metadata, tensors, kind)
 
 
 def _metadata(config: ModelConfig, tokenizer: Any | None, name: str) -> dict[str, Any]:
     """Return the file's metadata by key; floats are rounded to float32."""
-    known = {model_type: architecture for architecture, model_type in ARCHITECTURES.items()} | dict(SAME)
+    architectures = {model_type: architecture for architecture, model_type in ARCHITECTURES.items()}
+    architectures |= {"mistral": "llama", "mixtral": "llama"}  # families without an architecture of their own
     require(
-        config.family in known,
-        f"the family {config.family} has no known name in GGUF files: write a directory",
+        config.family in architectures, f"the family {config.family} has no known name in GGUF files: write a directory"
     )
-    prefix = known[config.family]
+    prefix = architectures[config.family]
     attributes = write_config(config, "float32")
     if "num_experts" in attributes:  # under the name that the table has
         attributes["num_local_experts"] = attributes["num_experts"]
-    found = {key: attributes[attribute] for key, attribute in ATTRIBUTES.items() if attributes.get(attribute)}
+    fields = {key: attributes[attribute] for key, attribute in ATTRIBUTES.items() if attributes.get(attribute)}
     scaling = config.attention.rope.scaling
     if isinstance(scaling, float):
-        found |= {"rope.scaling.type": "linear", "rope.scaling.factor": scaling}
-    found |= {"vocab_size": config.vocab_size, "attention.value_length": config.attention.head_dim}
-    found["rope.dimension_count"] = config.attention.head_dim
+        fields |= {"rope.scaling.type": "linear", "rope.scaling.factor": scaling}
+    fields |= {"vocab_size": config.vocab_size, "attention.value_length": config.attention.head_dim}
+    fields["rope.dimension_count"] = config.attention.head_dim
     metadata = {"general.architecture": prefix, "general.name": name}
-    metadata |= {f"{prefix}.{key}": shortest(value) for key, value in found.items()}
-    own = None if tokenizer is None else tokenizer.eos_token_id
-    ends = sorted(config.tokens.eos, key=lambda index: index != own)  # the tokenizer's own is the first
-    ids = dict(zip(ENDS, ends, strict=False))
-    ids |= {NAMED["bos"]: config.tokens.bos, NAMED["pad"]: config.tokens.pad}
+    metadata |= {f"{prefix}.{key}": shortest_decimal(value) for key, value in fields.items()}
+    tokenizer_end = None if tokenizer is None else tokenizer.eos_token_id
+    ends = sorted(config.tokens.eos, key=lambda index: index != tokenizer_end)  # the tokenizer's own is the first
+    ids = dict(zip(END_KEYS, ends, strict=False))
+    ids |= {SPECIAL_KEYS["bos"]: config.tokens.bos, SPECIAL_KEYS["pad"]: config.tokens.pad}
     metadata |= {f"tokenizer.ggml.{name}_token_id": index for name, index in ids.items() if index is not None}
     return metadata | _vocabulary_fields(tokenizer, config.vocab_size)
 
@@ -381,7 +359,7 @@ def _vocabulary_fields(tokenizer: Any | None, size: int) -> dict[str, Any]:
     kinds = dict.fromkeys(pairs.tokens, NORMAL) | dict.fromkeys(pairs.special, CONTROL)
     kinds |= dict.fromkeys(pairs.added, USER_DEFINED)
     unused = [f"[PAD{index}]" for index in range(len(pairs.tokens), size)]
-    found = {
+    fields = {
         "model": "gpt2",
         "pre": pairs.pre,
         "tokens": [*pairs.tokens, *unused],
@@ -390,33 +368,33 @@ def _vocabulary_fields(tokenizer: Any | None, size: int) -> dict[str, Any]:
         "add_bos_token": pairs.begin,
     }
     if tokenizer.unk_token_id is not None:
-        found[f"{NAMED['unk']}_token_id"] = tokenizer.unk_token_id
+        fields[f"{SPECIAL_KEYS['unk']}_token_id"] = tokenizer.unk_token_id
     # The format has no empty arrays; a tokenizer of single bytes has no merges.
-    metadata = {f"tokenizer.ggml.{name}": value for name, value in found.items() if value != []}
+    metadata = {f"tokenizer.ggml.{name}": value for name, value in fields.items() if value != []}
     return metadata | ({} if pairs.chat_template is None else {"tokenizer.chat_template": pairs.chat_template})
 
 
-def _stored_tensors(config: ModelConfig, architecture: str, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+def _gguf_tensors(config: ModelConfig, architecture: str, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Return the file's tensors by name, float32 when read."""
     family = family_of(ARCHITECTURES[architecture])
     names = {path: name for name, path in PATHS.items()}
     if config.experts is not None:
         matrices = {path: name for path, name in names.items() if path.startswith("blocks.mlp.")}
-        names |= {path: name.replace(".weight", f"{SHARED}.weight") for path, name in matrices.items()}
-    found = {}
+        names |= {path: name.replace(".weight", f"{SHARED_SUFFIX}.weight") for path, name in matrices.items()}
+    by_name = {}
     for tensor in tensors_of(config):
-        change, _ = changes_of(family, tensor.path, config.attention.head_dim)
+        change, _ = storage_changes(family, tensor.path, config.attention.head_dim)
         for layer in range(config.layers) if tensor.layered else (0,):
             prefix = f"blk.{layer}." if tensor.layered else ""
             plain = _stacked(tensor, layer, config, stored)
-            found[prefix + names[tensor.path]] = StoredTensor(
+            by_name[prefix + names[tensor.path]] = StoredTensor(
                 plain.shape, lambda place, plain=plain, change=change: change(plain.part(place).astype(np.float32))
             )
     rope = config.attention.rope
     if isinstance(rope.scaling, Llama3Rope):
         table = llama3_table(rope.scaling, rope.theta, config.attention.head_dim // 2).astype(np.float32)
-        found[LLAMA3_ROPE] = StoredTensor(table.shape, lambda place: table[place])
-    return found
+        by_name[LLAMA3_ROPE] = StoredTensor(table.shape, lambda place: table[place])
+    return by_name
 
 
 def _stacked(tensor: Tensor, layer: int, config: ModelConfig, stored: dict[str, StoredTensor]) -> StoredTensor:
@@ -426,17 +404,17 @@ def _stacked(tensor: Tensor, layer: int, config: ModelConfig, stored: dict[str, 
     each = [stored[tensor.name.format(layer, expert)] for expert in range(config.experts.count)]
 
     def part(place: tuple[slice, ...]) -> np.ndarray:
-        return np.stack([one.part(place[1:]) for one in each[place[0]]])
+        return np.stack([matrix.part(place[1:]) for matrix in each[place[0]]])
 
     return StoredTensor((len(each), *each[0].shape), part)
 
 
-def _check(config: ModelConfig, metadata: dict[str, Any], tensors: dict[str, StoredTensor]) -> None:
+def _check_round_trip(config: ModelConfig, metadata: dict[str, Any], tensors: dict[str, StoredTensor]) -> None:
     """Refuse a model that the file would not reproduce when it is read again."""
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     table = tensors[LLAMA3_ROPE].read() if LLAMA3_ROPE in tensors else None
     try:
-        again = read_config(attributes_of(metadata.get, shapes, table))
+        reread = read_config(config_attributes(metadata.get, shapes, table))
     except InputError:
         raise InputError(
             f"a GGUF file of {metadata['general.architecture']} cannot express this model's attention (its windows, or "
@@ -444,10 +422,10 @@ def _check(config: ModelConfig, metadata: dict[str, Any], tensors: dict[str, Sto
         ) from None
     # Any of its ends ends an answer, in whatever order they are listed.
     ordered = [
-        dataclasses.replace(one, tokens=dataclasses.replace(one.tokens, eos=tuple(sorted(one.tokens.eos))))
-        for one in (config, again)
+        dataclasses.replace(form, tokens=dataclasses.replace(form.tokens, eos=tuple(sorted(form.tokens.eos))))
+        for form in (config, reread)
     ]
-    lost = [name for name in differences(*ordered) if name != "family"]
+    lost = [name for name in differing_fields(*ordered) if name != "family"]
     if lost:
         value = operator.attrgetter(lost[0])(config)
         raise InputError(
@@ -455,7 +433,7 @@ def _check(config: ModelConfig, metadata: dict[str, Any], tensors: dict[str, Sto
         )
 
 
-def _write(path: Path, metadata: dict[str, Any], tensors: dict[str, StoredTensor], kind: str) -> None:
+def _write_file(path: Path, metadata: dict[str, Any], tensors: dict[str, StoredTensor], kind: str) -> None:
     import gguf
 
     stored_types = gguf.GGMLQuantizationType
@@ -481,9 +459,9 @@ def _write(path: Path, metadata: dict[str, Any], tensors: dict[str, StoredTensor
         writer.write_ti_data_to_file()
         for name, tensor in tensors.items():
             with np.errstate(over="ignore"):
-                found = gguf.quantize(np.ascontiguousarray(tensor.read()), types_of[name])
-            if found.dtype == np.float16 and not np.isfinite(found).all():
+                array = gguf.quantize(np.ascontiguousarray(tensor.read()), types_of[name])
+            if array.dtype == np.float16 and not np.isfinite(array).all():
                 raise InputError(f"{name} holds values that float16 cannot: take bf16 or f32")
-            writer.write_tensor_data(np.ascontiguousarray(found))
+            writer.write_tensor_data(np.ascontiguousarray(array))
     finally:
         writer.close()

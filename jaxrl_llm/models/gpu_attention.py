@@ -54,38 +54,38 @@ def spans(group: jax.Array, branch: jax.Array, positions: jax.Array, window: jax
     columns = jnp.broadcast_to(jnp.arange(group.shape[1], dtype=jnp.int32), group.shape)
     changes = jnp.pad(group[:, 1:] != group[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     turns = changes | jnp.pad(branch[:, 1:] != branch[:, :-1], ((0, 0), (1, 0)))
-    begins, own = (jax.lax.cummax(jnp.where(at, columns, 0), axis=1) for at in (changes, turns))
+    begins, branch_starts = (jax.lax.cummax(jnp.where(at, columns, 0), axis=1) for at in (changes, turns))
     # The prompt ends where the branch first changes; a query of the prompt itself has nothing before its own run.
     ends = jax.lax.cummin(jnp.where(turns & ~changes, columns, group.shape[1]), axis=1, reverse=True)
     prompts = jnp.where(branch == 0, ends, columns)
-    last = jnp.minimum(jnp.take_along_axis(prompts, begins, axis=1), own)
+    last = jnp.minimum(jnp.take_along_axis(prompts, begins, axis=1), branch_starts)
     limit = jnp.where(window > 0, window, group.shape[1])
     first = jnp.minimum(jnp.maximum(begins, begins + positions - limit + 1), last)
-    own = jnp.maximum(own, columns - limit + 1)
+    branch_starts = jnp.maximum(branch_starts, columns - limit + 1)
     nothing = jnp.array([0, 0, group.shape[1]], jnp.int32)[None, :, None]
-    return jnp.where(group[:, None] > 0, jnp.stack([first, last, own], axis=1), nothing)
+    return jnp.where(group[:, None] > 0, jnp.stack([first, last, branch_starts], axis=1), nothing)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend(kernel: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> jax.Array:
+def packed_attention(kernel: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> jax.Array:
     """Attend q [B, S, N, H] over k and v [B, S, K, H], N a multiple of K; a query that sees nothing gives 0.
 
     ``seen``: from ``spans``.
     """
-    return _forward(kernel, q, k, v, seen)[0]
+    return _packed_forward(kernel, q, k, v, seen)[0]
 
 
 def reach_of(seen: jax.Array, tiles: Tiles) -> jax.Array:
     """Return the blocks of keys that blocks of queries read: two pairs of begin and end, int32[B, S / queries, 4]."""
     columns = seen.shape[2]
-    first, last, own = seen.reshape(len(seen), 3, -1, tiles.queries).swapaxes(0, 1)
+    first, last, branch_starts = seen.reshape(len(seen), 3, -1, tiles.queries).swapaxes(0, 1)
     start = jnp.arange(0, columns, tiles.queries, dtype=jnp.int32)[None, :, None]
-    real = own < columns
+    real = branch_starts < columns
     # What is inside the block's own columns is among those that it reads anyway.
     before = real & (first < jnp.minimum(last, start))
     low = jnp.min(jnp.where(before, first, columns), axis=2) // tiles.keys
     high = -(-jnp.max(jnp.where(before, jnp.minimum(last, start), 0), axis=2) // tiles.keys)
-    begin = jnp.min(jnp.where(real, jnp.minimum(own, start), columns), axis=2) // tiles.keys
+    begin = jnp.min(jnp.where(real, jnp.minimum(branch_starts, start), columns), axis=2) // tiles.keys
     end = jnp.where(jnp.any(real, axis=2), (start[..., 0] + tiles.queries) // tiles.keys, begin)
     high = jnp.minimum(high, begin)
     return jnp.stack([jnp.minimum(low, high), high, begin, end], axis=2)
@@ -101,23 +101,23 @@ def readers_of(reach: jax.Array, blocks: int) -> jax.Array:
     return jnp.stack([jnp.minimum(jnp.min(jnp.where(reads, queries, queries.size), axis=2), last), last], axis=2)
 
 
-def _product(x: jax.Array, y: jax.Array) -> jax.Array:
+def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.dot(x, y, preferred_element_type=jnp.float32)
 
 
-def _scores(kernel: Kernel, q: jax.Array, k: jax.Array) -> jax.Array:
-    s = _product(q, k.T) * kernel.scale
+def _qk_scores(kernel: Kernel, q: jax.Array, k: jax.Array) -> jax.Array:
+    s = _dot(q, k.T) * kernel.scale
     return s if kernel.softcap is None else kernel.softcap * jnp.tanh(s / kernel.softcap)
 
 
-def _seen(spans: Any, row: jax.Array, column: jax.Array) -> jax.Array:
+def _visible(spans: Any, row: jax.Array, column: jax.Array) -> jax.Array:
     """Whether queries at columns ``row`` [Q] with these spans [Q] see keys at columns ``column`` [Z]: bool[Q, Z]."""
-    first, last, own = (x[:, None] for x in spans)
+    first, last, branch_starts = (x[:, None] for x in spans)
     key = column[None]
-    return ((first <= key) & (key < last)) | ((own <= key) & (key <= row[:, None]))
+    return ((first <= key) & (key < last)) | ((branch_starts <= key) & (key <= row[:, None]))
 
 
-def _call(kernel: Kernel, tiles: Tiles, body: Any, **arguments: Any) -> Any:
+def _pallas_call(kernel: Kernel, tiles: Tiles, body: Any, **arguments: Any) -> Any:
     """Return the Pallas call of a kernel's body."""
     # Half a second that programs without it need not wait for.
     from jax.experimental import pallas as pl
@@ -144,15 +144,15 @@ def _specs(tiles: Tiles, q: jax.Array, k: jax.Array) -> dict[str, Any]:
 def _over_keys(reach: Any, tiles: Tiles, step: Any, carry: Any) -> Any:
     """Run ``step(block of keys, carry)`` over the blocks of two spans."""
     low, high, begin, end = (reach[i] for i in range(4))
-    apart = high - low
+    first_count = high - low
 
     def body(t: jax.Array, carry: Any) -> Any:
-        return step(jnp.where(t < apart, low + t, begin + t - apart), carry)
+        return step(jnp.where(t < first_count, low + t, begin + t - first_count), carry)
 
-    return jax.lax.fori_loop(0, apart + end - begin, body, carry)
+    return jax.lax.fori_loop(0, first_count + end - begin, body, carry)
 
 
-def _forward(kernel: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> tuple[jax.Array, Any]:
+def _packed_forward(kernel: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> tuple[jax.Array, Any]:
     from jax.experimental import pallas as pl
 
     tiles = FORWARD
@@ -160,30 +160,30 @@ def _forward(kernel: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax
 
     def body(reach: Any, spans: Any, q: Any, k: Any, v: Any, out: Any, logsum: Any) -> None:
         row = pl.program_id(0) * tiles.queries + jnp.arange(tiles.queries)
-        own = [spans[i, :] for i in range(3)]
-        asked = q[...]
+        row_spans = [spans[i, :] for i in range(3)]
+        queries = q[...]
 
         def step(block: jax.Array, carry: Any) -> Any:
             top, mass, mixed = carry
             at = pl.ds(block * tiles.keys, tiles.keys)
-            visible = _seen(own, row, block * tiles.keys + jnp.arange(tiles.keys))
-            s = jnp.where(visible, _scores(kernel, asked, k[at, :]), LOWEST)
+            visible = _visible(row_spans, row, block * tiles.keys + jnp.arange(tiles.keys))
+            s = jnp.where(visible, _qk_scores(kernel, queries, k[at, :]), LOWEST)
             higher = jnp.maximum(top, jnp.max(s, axis=1))
             # A query that sees none of these keys has the top of those before.
             weights = jnp.where(visible, jnp.exp(s - higher[:, None]), 0.0)
-            kept = jnp.exp(top - higher)
-            mixed = mixed * kept[:, None] + _product(weights.astype(v.dtype), v[at, :])
-            return higher, mass * kept + jnp.sum(weights, axis=1), mixed
+            decay = jnp.exp(top - higher)
+            mixed = mixed * decay[:, None] + _dot(weights.astype(v.dtype), v[at, :])
+            return higher, mass * decay + jnp.sum(weights, axis=1), mixed
 
         empty = jnp.full((tiles.queries,), LOWEST, jnp.float32), jnp.zeros((tiles.queries,), jnp.float32)
-        begun = *empty, jnp.zeros((tiles.queries, width), jnp.float32)
-        top, mass, mixed = _over_keys(reach, tiles, step, begun)
+        initial = *empty, jnp.zeros((tiles.queries, width), jnp.float32)
+        top, mass, mixed = _over_keys(reach, tiles, step, initial)
         mass = jnp.where(mass > 0, mass, 1.0)
         out[...] = (mixed / mass[:, None]).astype(out.dtype)
         logsum[...] = top + jnp.log(mass)
 
     spec = _specs(tiles, q, k)
-    call = _call(
+    call = _pallas_call(
         kernel, tiles, body, name="attention", grid=(columns // tiles.queries, heads, rows),
         in_specs=[spec[x] for x in ("reach", "spans", "queries", "keys", "keys")],
         out_specs=[spec["queries"], pl.BlockSpec((None, None, tiles.queries), lambda i, n, b: (b, n, i))],
@@ -196,17 +196,17 @@ def _forward(kernel: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax
 def _slopes(kernel: Kernel, s: jax.Array, g: jax.Array, v: jax.Array, visible: Any, logsum: Any, dot: Any) -> Any:
     """Return probabilities and slopes of the scores [Q, Z]; ``dot``: ``g . out`` of each query."""
     weights = jnp.where(visible, jnp.exp(s - logsum[:, None]), 0.0)
-    slope = weights * (_product(g, v.T) - dot[:, None])
+    slope = weights * (_dot(g, v.T) - dot[:, None])
     return weights, slope if kernel.softcap is None else slope * (1 - jnp.square(s / kernel.softcap))
 
 
-def _backward(kernel: Kernel, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+def _packed_backward(kernel: Kernel, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     q, k, v, seen, out, logsum = saved
     dot = jnp.einsum("bsnh,bsnh->bns", g.astype(jnp.float32), out.astype(jnp.float32))
     reach = reach_of(seen, BACKWARD)
-    given = (kernel, reach, seen, q, k, v, g, jnp.stack([logsum, dot], axis=1))
-    to_keys, to_values = _key_gradients(*given)
-    return _query_gradient(*given), to_keys, to_values, None
+    arguments = (kernel, reach, seen, q, k, v, g, jnp.stack([logsum, dot], axis=1))
+    to_keys, to_values = _key_gradients(*arguments)
+    return _query_gradient(*arguments), to_keys, to_values, None
 
 
 def _query_gradient(kernel: Kernel, reach: jax.Array, seen: jax.Array, *arrays: jax.Array) -> jax.Array:
@@ -217,24 +217,24 @@ def _query_gradient(kernel: Kernel, reach: jax.Array, seen: jax.Array, *arrays: 
 
     def body(reach: Any, spans: Any, q: Any, k: Any, v: Any, g: Any, sums: Any, out: Any) -> None:
         row = pl.program_id(0) * tiles.queries + jnp.arange(tiles.queries)
-        own, logsum, dot = [spans[i, :] for i in range(3)], sums[0, :], sums[1, :]
-        asked, slope_out = q[...], g[...]
+        row_spans, logsum, dot = [spans[i, :] for i in range(3)], sums[0, :], sums[1, :]
+        queries, slope_out = q[...], g[...]
 
         def step(block: jax.Array, carry: jax.Array) -> jax.Array:
             at = pl.ds(block * tiles.keys, tiles.keys)
-            visible = _seen(own, row, block * tiles.keys + jnp.arange(tiles.keys))
+            visible = _visible(row_spans, row, block * tiles.keys + jnp.arange(tiles.keys))
             keys = k[at, :]
-            slope = _slopes(kernel, _scores(kernel, asked, keys), slope_out, v[at, :], visible, logsum, dot)[1]
-            return carry + _product(slope.astype(keys.dtype), keys)
+            slope = _slopes(kernel, _qk_scores(kernel, queries, keys), slope_out, v[at, :], visible, logsum, dot)[1]
+            return carry + _dot(slope.astype(keys.dtype), keys)
 
-        found = _over_keys(reach, tiles, step, jnp.zeros((tiles.queries, width), jnp.float32))
-        out[...] = (found * kernel.scale).astype(out.dtype)
+        gradient = _over_keys(reach, tiles, step, jnp.zeros((tiles.queries, width), jnp.float32))
+        out[...] = (gradient * kernel.scale).astype(out.dtype)
 
     spec = _specs(tiles, q, k)
-    given = ("reach", "spans", "queries", "keys", "keys", "queries", "sums")
-    call = _call(
+    inputs = ("reach", "spans", "queries", "keys", "keys", "queries", "sums")
+    call = _pallas_call(
         kernel, tiles, body, name="attention_queries", grid=(columns // tiles.queries, heads, rows),
-        in_specs=[spec[x] for x in given], out_specs=spec["queries"], out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        in_specs=[spec[x] for x in inputs], out_specs=spec["queries"], out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
     )  # fmt: skip
     return call(reach, seen, *arrays)
 
@@ -255,12 +255,12 @@ def _key_gradients(kernel: Kernel, reach: jax.Array, seen: jax.Array, *arrays: j
         def step(t: jax.Array, carry: Any) -> Any:
             head, start = t // count, (first + t % count) * tiles.queries
             at = pl.ds(start, tiles.queries)
-            visible = _seen([spans[i, at] for i in range(3)], start + jnp.arange(tiles.queries), column)
-            asked, slope_out = q[at, head, :], g[at, head, :]
+            visible = _visible([spans[i, at] for i in range(3)], start + jnp.arange(tiles.queries), column)
+            queries, slope_out = q[at, head, :], g[at, head, :]
             logsum, dot = sums[0, head, at], sums[1, head, at]
-            weights, slope = _slopes(kernel, _scores(kernel, asked, keys), slope_out, values, visible, logsum, dot)
-            to_keys = carry[0] + _product(slope.T.astype(asked.dtype), asked)
-            return to_keys, carry[1] + _product(weights.T.astype(slope_out.dtype), slope_out)
+            weights, slope = _slopes(kernel, _qk_scores(kernel, queries, keys), slope_out, values, visible, logsum, dot)
+            to_keys = carry[0] + _dot(slope.T.astype(queries.dtype), queries)
+            return to_keys, carry[1] + _dot(weights.T.astype(slope_out.dtype), slope_out)
 
         nothing = jnp.zeros((tiles.keys, width), jnp.float32)
         to_keys, to_values = jax.lax.fori_loop(0, share * count, step, (nothing, nothing))
@@ -268,18 +268,18 @@ def _key_gradients(kernel: Kernel, reach: jax.Array, seen: jax.Array, *arrays: j
         dv[...] = to_values.astype(dv.dtype)
 
     block = pl.BlockSpec((None, tiles.keys, None, width), lambda j, n, b: (b, j, n, 0))
-    asked = pl.BlockSpec((None, columns, share, width), lambda j, n, b: (b, 0, n, 0))
+    queries = pl.BlockSpec((None, columns, share, width), lambda j, n, b: (b, 0, n, 0))
     sums = pl.BlockSpec((None, 2, share, columns), lambda j, n, b: (b, 0, n, 0))
-    call = _call(
+    call = _pallas_call(
         kernel, tiles, body, name="attention_keys", grid=(columns // tiles.keys, k.shape[2], rows),
         in_specs=[
             pl.BlockSpec((None, None, 2), lambda j, n, b: (b, j, 0)),
             pl.BlockSpec((None, 3, columns), lambda j, n, b: (b, 0, 0)),
-            asked, block, block, asked, sums,
+            queries, block, block, queries, sums,
         ],
         out_specs=[block, block], out_shape=[jax.ShapeDtypeStruct(k.shape, k.dtype)] * 2,
     )  # fmt: skip
     return call(readers_of(reach, columns // tiles.keys), seen, *arrays)
 
 
-attend.defvjp(_forward, _backward)
+packed_attention.defvjp(_packed_forward, _packed_backward)

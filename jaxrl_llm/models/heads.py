@@ -50,27 +50,27 @@ def with_scalar_head(decoder: Decoder, scalar: Any = None) -> ScalarModel:
         scalar = jnp.zeros(decoder.config.width, weights.embed.dtype)
     if hasattr(weights, "head"):
         # Not by way of plain arrays, which would lose an attached adapter.
-        kept = {name: value for name, value in vars(weights).items() if isinstance(value, (nnx.Module, nnx.Param))}
-        parts = {name: value if isinstance(value, nnx.Module) else value.get_value() for name, value in kept.items()}
-        del parts["head"]
+        parts = {
+            name: value if isinstance(value, nnx.Module) else value.get_value()
+            for name, value in vars(weights).items()
+            if isinstance(value, (nnx.Module, nnx.Param)) and name != "head"
+        }
         decoder = Decoder(decoder.config, parts)
     return ScalarModel(decoder, {"scalar": scalar})
 
 
-HEAD_SCALE = 0.02
-"""Standard deviation of a new reward model's head: that of transformers, and so of TRL. Scores begin near 0 and differ
-with the seed, as do the models of an ensemble that learn from the same rows in the same order.
-"""
+def random_scalar_head(decoder: Decoder, seed: int) -> jax.Array:
+    """Draw the first head [D] of a new reward model: normal numbers determined by the seed.
 
-
-def drawn_head(decoder: Decoder, seed: int) -> jax.Array:
-    """Draw the first head [D] of a new reward model: normal numbers of ``HEAD_SCALE``, determined by the seed."""
+    Their standard deviation is that of transformers, and so of TRL. Scores begin near 0 and differ with the seed, as do
+    the models of an ensemble that learn from the same rows in the same order.
+    """
     key = jax.random.fold_in(jax.random.key(seed), 2)  # a run draws its adapters by the seed itself, and by 1
-    drawn = HEAD_SCALE * jax.random.normal(key, (decoder.config.width,), jnp.float32)
-    return drawn.astype(decoder.weights.embed.dtype)
+    head = 0.02 * jax.random.normal(key, (decoder.config.width,), jnp.float32)
+    return head.astype(decoder.weights.embed.dtype)
 
 
-def split(model: Decoder | ScalarModel) -> tuple[Decoder, Any]:
+def split_head(model: Decoder | ScalarModel) -> tuple[Decoder, Any]:
     """Return a scalar model's decoder and its head [D], or a language model and None."""
     if isinstance(model, ScalarModel):
         return model.decoder, model.weights.scalar.get_value()
@@ -96,18 +96,18 @@ def scores(model: ScalarModel, tokens: Any, lengths: Any) -> jax.Array:
     lengths = np.asarray(lengths, np.int32)
     if np.any(lengths < 1) or np.any(lengths > tokens.shape[1]):
         raise InputError(f"lengths {lengths.tolist()} must be from 1 to {tokens.shape[1]}; give each row's own")
-    return _scores(model, tokens, lengths)
+    return _scores_at_ends(model, tokens, lengths)
 
 
 @jax.jit
-def _scores(model: ScalarModel, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
+def _scores_at_ends(model: ScalarModel, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
     hidden = forward(model.decoder, causal_rows(tokens))
     return scalars(model, hidden[jnp.arange(len(tokens)), lengths - 1])
 
 
 CHUNK = ComputeOptions().head_chunk
 """Positions of each part that have logits in memory at one time, where nothing else is said."""
-KEPT_LOGITS = 2**28
+MAX_SAVED_LOGITS = 2**28
 """Most bytes of a part's logits that the forward pass keeps for the backward pass, if they are a single chunk."""
 
 
@@ -138,13 +138,13 @@ class Targets(NamedTuple):
 
     Attributes:
       targets: int32[P, N].
-      kept: uint32[P, N, ceil(V / 32)] as in ``token_logprobs``, or None.
+      kept_tokens: uint32[P, N, ceil(V / 32)] as in ``token_logprobs``, or None.
       temperature: scalar, of the logits' dtype.
       chunks: int32[], number of leading chunks of each part that are computed.
     """
 
     targets: Any
-    kept: Any
+    kept_tokens: Any
     temperature: Any
     chunks: Any
 
@@ -155,17 +155,17 @@ def token_logprobs(
     targets: jax.Array,
     temperature: jax.Array | float,
     chunk: int = CHUNK,
-    kept: jax.Array | None = None,
+    kept_tokens: jax.Array | None = None,
     count: jax.Array | int | None = None,
     entropy_gradient: bool = True,
-    keep: int = KEPT_LOGITS,
+    keep: int = MAX_SAVED_LOGITS,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute the log-probability of each target and the entropy of the full distribution, at the sampling temperature.
 
-    Where the sampler truncated its distribution, ``kept`` marks the tokens it kept: the log-probability is then that of
-    the target among those (DeepSeek-V3.2, arXiv 2512.02556, section 3.1), for policies that have moved too. The entropy
-    remains that of the full distribution, as the sampler reports it: it compares between runs, and a bonus on it can
-    bring back truncated tokens.
+    Where the sampler truncated its distribution, ``kept_tokens`` marks the tokens it kept: the log-probability is then
+    that of the target among those (DeepSeek-V3.2, arXiv 2512.02556, section 3.1), for policies that have moved too. The
+    entropy remains that of the full distribution, as the sampler reports it: it compares between runs, and a bonus on
+    it can bring back truncated tokens.
 
     The LM head runs over ``chunk`` positions of each part at a time, and once more in the backward pass, which forms
     the logits' gradient ``g (onehot - p) - h p (log p + H)`` from the saved logsumexp. Memory does not grow with N * V
@@ -178,8 +178,8 @@ def token_logprobs(
       targets: int32[P, N].
       temperature: logits are divided by it; above 0, not differentiated.
       chunk: positions at a time.
-      kept: uint32[P, N, ceil(V / 32)], token v as bit v % 32 of word v // 32; a row of zeros keeps everything. None
-        cuts nothing.
+      kept_tokens: uint32[P, N, ceil(V / 32)], token v as bit v % 32 of word v // 32; a row of zeros keeps everything.
+        None cuts nothing.
       count: int32[]; positions from there on in every part are not computed and give 0. None computes all.
       entropy_gradient: whether the entropy is differentiated; if not, its gradient is 0 and costs nothing.
       keep: the most bytes of a part's logits that are kept for the backward pass.
@@ -188,81 +188,90 @@ def token_logprobs(
       ``logp`` and ``entropy``, float32[P, N], in nats.
     """
     total = hidden.shape[1]
-    head, letters, layout = head_of(model)
-    # A whole number of equal chunks: at most a few positions more than there are.
-    pieces = -(-total // min(chunk, total))
-    size = -(-total // pieces)
-    keeps = keeps_logits(total, chunk, model.config.vocab_size, keep)
-    static = Head(letters, layout, model.config.embeddings.logit_softcap, size, entropy_gradient, keeps)
-
-    room = (0, pieces * size - total)
-    hidden, targets, kept = jax.tree.map(
-        lambda x: jnp.pad(x, ((0, 0), room, *[(0, 0)] * (x.ndim - 2))), (hidden, jnp.asarray(targets), kept)
-    )
-    count = jnp.asarray(total if count is None else count, jnp.int32)
-    chunks = -(-jnp.minimum(count, pieces * size) // size)
-    chosen = Targets(targets, kept, jnp.asarray(temperature, wide(hidden)), chunks)
+    saves = saves_logits(total, chunk, model.config.vocab_size, keep)
+    arrays = hidden, jnp.asarray(targets), kept_tokens
+    (hidden, targets, kept_tokens), size, chunks = _pad_to_chunks(arrays, chunk, count)
+    head, static = _head_and_options(model, size, entropy_gradient, saves)
+    chosen = Targets(targets, kept_tokens, jnp.asarray(temperature, wide_dtype(hidden)), chunks)
     logp, entropy = _logprobs(static, hidden, head, chosen)
     return logp[:, :total], entropy[:, :total]
 
 
-def keeps_logits(positions: int, chunk: int, vocab: int, most: int = KEPT_LOGITS) -> bool:
+def saves_logits(positions: int, chunk: int, vocab: int, most: int = MAX_SAVED_LOGITS) -> bool:
     """Whether a part's logits, float32, are kept: those of a single chunk, of at most so many bytes."""
     return positions <= chunk and 4 * positions * vocab <= most
 
 
-def head_of(model: Decoder) -> tuple[jax.Array, str, tuple[str | None, str | None]]:
-    """Return the weights of the LM head, the letters of its product, and the mesh axes of its weights in use."""
+def _pad_to_chunks(arrays: Any, chunk: int, count: Any = None) -> tuple[Any, int, jax.Array]:
+    """Pad arrays [P, N, ...] to equal chunks; return them, a chunk's size, and how many hold the first ``count``."""
+    total = arrays[0].shape[1]
+    # A whole number of equal chunks: at most a few positions more than there are.
+    pieces = -(-total // min(chunk, total))
+    size = -(-total // pieces)
+    room = (0, pieces * size - total)
+    padded = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), room, *[(0, 0)] * (x.ndim - 2))), arrays)
+    count = jnp.asarray(total if count is None else count, jnp.int32)
+    return padded, size, -(-jnp.minimum(count, pieces * size) // size)
+
+
+def _head_and_options(
+    model: Decoder, size: int, entropy_gradient: bool = False, keep: bool = False
+) -> tuple[jax.Array, Head]:
+    """Return the weights of the LM head, and how it is computed."""
+    weights, letters, layout = model.weights, "pcd,dv->pcv", (None, "tensor")
     if model.config.embeddings.tied:
-        return model.weights.embed[...], "pcd,vd->pcv", ("tensor", None)
-    return model.weights.head[...], "pcd,dv->pcv", (None, "tensor")
+        letters, layout = "pcd,vd->pcv", ("tensor", None)
+    head = weights.embed[...] if model.config.embeddings.tied else weights.head[...]
+    return head, Head(letters, layout, model.config.embeddings.logit_softcap, size, entropy_gradient, keep)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _logprobs(static: Head, hidden: jax.Array, head: jax.Array, chosen: Targets) -> tuple[jax.Array, jax.Array]:
-    return _forward(static, hidden, head, chosen)[0]
+    return _logprobs_forward(static, hidden, head, chosen)[0]
 
 
-def _forward(
+def _logprobs_forward(
     static: Head, hidden: jax.Array, head: jax.Array, chosen: Targets
 ) -> tuple[tuple[jax.Array, jax.Array], Any]:
     head = constrain(head, *static.layout)
 
     def body(index: jax.Array, out: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        h, targets, words = take_chunk(index, static.chunk, (hidden, chosen.targets, chosen.kept))
+        h, targets, words = take_chunk(index, static.chunk, (hidden, chosen.targets, chosen.kept_tokens))
         capped = layers.softcap(layers.product(static.letters, h, head), static.cap)
         scaled = capped / chosen.temperature
         # Differences from the largest logit: the logits' mean subtracted from logsumexp would lose the digits both have
         # in common.
         top = jnp.max(scaled, axis=-1, keepdims=True)
-        apart = scaled - top
-        weights = jnp.exp(apart)
+        shifted = scaled - top
+        weights = jnp.exp(shifted)
         # Both sums in one pass: CPUs computed the exponentials of two passes twice, and not as vectors.
         zero = np.zeros((), scaled.dtype)
         mass, moment = jax.lax.reduce(
-            (weights, weights * apart), (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), (2,)
+            (weights, weights * shifted), (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), (2,)
         )
         total = among = jnp.log(mass) + top[..., 0]
         if words is not None:
-            kept = unpack_kept(words, scaled.shape[-1])
-            among = jax.nn.logsumexp(jnp.where(kept, scaled, -jnp.inf), axis=-1)
+            in_kept = unpack_kept(words, scaled.shape[-1])
+            among = jax.nn.logsumexp(jnp.where(in_kept, scaled, -jnp.inf), axis=-1)
         logit = jnp.take_along_axis(scaled, targets[..., None], axis=-1)[..., 0]
-        found = (logit - among, jnp.log(mass) - moment / mass, total, among)
-        return put_chunk(index, static.chunk, out, (*found, *[capped] * static.keep))
+        outputs = (logit - among, jnp.log(mass) - moment / mass, total, among)
+        return put_chunk(index, static.chunk, out, (*outputs, *[capped] * static.keep))
 
-    zeros = jnp.zeros(chosen.targets.shape, wide(hidden))
+    zeros = jnp.zeros(chosen.targets.shape, wide_dtype(hidden))
     wide_shape = (*zeros.shape, head.shape[static.letters[4:6].index("v")])
     logits = [constrain(jnp.zeros(wide_shape, zeros.dtype), BATCH, None, "tensor")] if static.keep else []
     logp, entropy, total, among, *logits = over_chunks(static, chosen.chunks, body, (*[zeros] * 4, *logits))
     return (logp, entropy), (hidden, head, chosen, total, among, entropy, logits)
 
 
-def _backward(static: Head, saved: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, None]:
+def _logprobs_back(
+    static: Head, saved: Any, cotangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array, None]:
     hidden, head, chosen, total, among, entropy, logits = saved
-    given = (*cotangents, total, among, entropy, chosen.targets, chosen.kept)
+    aux = (*cotangents, total, among, entropy, chosen.targets, chosen.kept_tokens)
 
-    def slopes(scaled: jax.Array, own: Any) -> jax.Array:
-        g_logp, g_entropy, total, among, entropy, targets, words = own
+    def slopes(scaled: jax.Array, inputs: Any) -> jax.Array:
+        g_logp, g_entropy, total, among, entropy, targets, words = inputs
         share = jnp.exp(scaled - among[..., None])
         if words is not None:
             share = jnp.where(unpack_kept(words, scaled.shape[-1]), share, 0)
@@ -273,10 +282,10 @@ def _backward(static: Head, saved: Any, cotangents: tuple[jax.Array, jax.Array])
             slope = slope - g_entropy[..., None] * jnp.exp(logp) * (logp + entropy[..., None])
         return slope
 
-    return *head_gradients(static, hidden, head, chosen.temperature, chosen.chunks, given, slopes, logits), None
+    return *head_gradients(static, hidden, head, chosen.temperature, chosen.chunks, aux, slopes, logits), None
 
 
-_logprobs.defvjp(_forward, _backward)
+_logprobs.defvjp(_logprobs_forward, _logprobs_back)
 
 
 def head_gradients(
@@ -285,7 +294,7 @@ def head_gradients(
     head: jax.Array,
     temperature: jax.Array,
     chunks: jax.Array,
-    given: Any,
+    aux: Any,
     slopes: Callable[[jax.Array, Any], jax.Array],
     logits: Sequence[jax.Array] = (),
 ) -> tuple[jax.Array, jax.Array]:
@@ -294,32 +303,32 @@ def head_gradients(
     Args:
       static: how the head is computed.
       hidden, head, temperature, chunks: as in the forward pass.
-      given: arrays [P, N, ...] that the slopes depend on.
-      slopes: maps a chunk's logits over the temperature [P, C, V], and its part of ``given``, to the derivatives by
+      aux: arrays [P, N, ...] that the slopes depend on.
+      slopes: maps a chunk's logits over the temperature [P, C, V], and its part of ``aux``, to the derivatives by
         those.
       logits: one array of those that the forward pass kept, [P, N, V], or none: they are computed again.
     """
     letters = static.letters[4:6]
 
     def body(index: jax.Array, out: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        h, own = take_chunk(index, static.chunk, (hidden, given))
+        h, inputs = take_chunk(index, static.chunk, (hidden, aux))
         if logits:
             capped = jax.lax.dynamic_slice_in_dim(logits[0], index * static.chunk, static.chunk, axis=1)
         else:
             capped = layers.softcap(layers.product(static.letters, h, head), static.cap)
-        slope = slopes(capped / temperature, own) / temperature
+        slope = slopes(capped / temperature, inputs) / temperature
         slope = slope if static.cap is None else slope * (1 - jnp.square(capped / static.cap))
         slope = slope.astype(h.dtype)
         up = layers.product(f"pcv,{letters}->pcd", slope, head).astype(h.dtype)
         down = layers.product(f"pcv,pcd->p{letters}", slope, h)
         return put_chunk(index, static.chunk, out[0], up), out[1] + constrain(down, BATCH, *static.layout)
 
-    parts = constrain(jnp.zeros((hidden.shape[0], *head.shape), wide(hidden)), BATCH, *static.layout)
+    parts = constrain(jnp.zeros((hidden.shape[0], *head.shape), wide_dtype(hidden)), BATCH, *static.layout)
     d_hidden, d_head = over_chunks(static, chunks, body, (jnp.zeros_like(hidden), parts))
     return d_hidden, jnp.sum(d_head, axis=0).astype(head.dtype)
 
 
-def wide(x: jax.Array) -> Any:
+def wide_dtype(x: jax.Array) -> Any:
     """Return the dtype of sums and logits: float64 if x is float64, else float32."""
     return jnp.dtype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
 
@@ -376,7 +385,7 @@ class TopTokens(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Compared:
+class _Comparison:
     """What is static of a comparison: both heads, the teacher's None with ``TopTokens``, and the divergence."""
 
     head: Head
@@ -384,7 +393,7 @@ class _Compared:
     divergence: JensenShannon
 
 
-class _Given(NamedTuple):
+class _Frozen(NamedTuple):
     """What no gradient reaches: arrays [P, N, ...] of the teacher, its head or None, the temperature, the chunks."""
 
     positions: Any
@@ -417,22 +426,13 @@ def token_divergence(
       count: int32[]; positions from there on in every part are not computed and give 0. None computes all.
     """
     total = hidden.shape[1]
-    pieces = -(-total // min(chunk, total))
-    size = -(-total // pieces)
-    head, static = _static(model, size)
-    theirs = other = None
-    positions: Any = tuple(teacher)
-    if isinstance(teacher, TeacherStates):
-        theirs, other = _static(teacher.model, size)
-        positions = (teacher.hidden,)
-    room = (0, pieces * size - total)
-    hidden, positions = jax.tree.map(
-        lambda x: jnp.pad(x, ((0, 0), room, *[(0, 0)] * (x.ndim - 2))), (hidden, positions)
-    )
-    count = jnp.asarray(total if count is None else count, jnp.int32)
-    chunks = -(-jnp.minimum(count, pieces * size) // size)
-    given = _Given(positions, theirs, jnp.asarray(temperature, wide(hidden)), chunks)
-    return _divergence(_Compared(static, other, divergence), hidden, head, given)[:, :total]
+    whole_states = isinstance(teacher, TeacherStates)
+    positions: Any = (teacher.hidden,) if whole_states else tuple(teacher)
+    (hidden, positions), size, chunks = _pad_to_chunks((hidden, positions), chunk, count)
+    head, static = _head_and_options(model, size)
+    theirs, other = _head_and_options(teacher.model, size) if whole_states else (None, None)
+    frozen = _Frozen(positions, theirs, jnp.asarray(temperature, wide_dtype(hidden)), chunks)
+    return _divergence(_Comparison(static, other, divergence), hidden, head, frozen)[:, :total]
 
 
 def top_tokens(model: Decoder, hidden: jax.Array, k: int, temperature: jax.Array | float, limit: int) -> TopTokens:
@@ -441,77 +441,73 @@ def top_tokens(model: Decoder, hidden: jax.Array, k: int, temperature: jax.Array
     ``limit``: tokens from there on, which the student lacks, are left out.
     """
     total = hidden.shape[1]
-    pieces = -(-total // min(CHUNK, total))
-    size = -(-total // pieces)
-    head, static = _static(model, size)
+    (hidden,), size, _ = _pad_to_chunks((hidden,), CHUNK)
+    head, static = _head_and_options(model, size)
     head = constrain(head, *static.layout)
-    parts, room = len(hidden), (0, pieces * size - total)
-    hidden = jnp.pad(hidden, ((0, 0), room, (0, 0)))
 
     def body(index: jax.Array, out: tuple[jax.Array, jax.Array]) -> Any:
-        logp = jax.nn.log_softmax(_scaled(static, take_chunk(index, size, hidden), head, temperature)[..., :limit])
+        logp = jax.nn.log_softmax(_head_logits(static, take_chunk(index, size, hidden), head, temperature)[..., :limit])
         ids = jax.lax.top_k(logp, k)[1].astype(jnp.int32)
         return put_chunk(index, size, out, (ids, top_classes(logp, ids)))
 
-    shape = (parts, pieces * size)
-    blank = jnp.zeros((*shape, k), jnp.int32), jnp.zeros((*shape, k + 1), wide(hidden))
-    ids, logp = jax.lax.fori_loop(0, pieces, body, blank)
+    shape = hidden.shape[:2]
+    blank = jnp.zeros((*shape, k), jnp.int32), jnp.zeros((*shape, k + 1), wide_dtype(hidden))
+    ids, logp = jax.lax.fori_loop(0, hidden.shape[1] // size, body, blank)
     return TopTokens(ids[:, :total], logp[:, :total])
 
 
-def _static(model: Decoder, size: int) -> tuple[jax.Array, Head]:
-    head, letters, layout = head_of(model)
-    return head, Head(letters, layout, model.config.embeddings.logit_softcap, size, False)
-
-
-def _scaled(static: Head, hidden: jax.Array, head: jax.Array, temperature: Any) -> jax.Array:
+def _head_logits(static: Head, hidden: jax.Array, head: jax.Array, temperature: Any) -> jax.Array:
     return layers.softcap(layers.product(static.letters, hidden, head), static.cap) / temperature
 
 
-def _classes(static: _Compared, scaled: jax.Array, own: Any, given: _Given) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _class_logp(
+    static: _Comparison, scaled: jax.Array, inputs: Any, frozen: _Frozen
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return log-probabilities of both over the classes that are compared, [P, C, ...], and the model's of tokens."""
     if static.teacher is None:
-        ids, theirs = own
+        ids, theirs = inputs
         logp = jax.nn.log_softmax(scaled)
         return top_classes(logp, ids), theirs.astype(scaled.dtype), logp
-    other = _scaled(static.teacher, own[0], given.head, given.temperature.astype(wide(own[0])))
+    other = _head_logits(static.teacher, inputs[0], frozen.head, frozen.temperature.astype(wide_dtype(inputs[0])))
     both = min(scaled.shape[-1], other.shape[-1])
     logp = jax.nn.log_softmax(scaled[..., :both])
     return logp, jax.nn.log_softmax(other[..., :both]).astype(scaled.dtype), logp
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _divergence(static: _Compared, hidden: jax.Array, head: jax.Array, given: _Given) -> jax.Array:
-    return _divergence_forward(static, hidden, head, given)[0]
+def _divergence(static: _Comparison, hidden: jax.Array, head: jax.Array, frozen: _Frozen) -> jax.Array:
+    return _divergence_forward(static, hidden, head, frozen)[0]
 
 
-def _divergence_forward(static: _Compared, hidden: jax.Array, head: jax.Array, given: _Given) -> tuple[jax.Array, Any]:
+def _divergence_forward(
+    static: _Comparison, hidden: jax.Array, head: jax.Array, frozen: _Frozen
+) -> tuple[jax.Array, Any]:
     head = constrain(head, *static.head.layout)
     if static.teacher is not None:
-        given = given._replace(head=constrain(given.head, *static.teacher.layout))
+        frozen = frozen._replace(head=constrain(frozen.head, *static.teacher.layout))
 
     def body(index: jax.Array, out: jax.Array) -> jax.Array:
-        h, own = take_chunk(index, static.head.chunk, (hidden, given.positions))
-        ours, theirs, _ = _classes(static, _scaled(static.head, h, head, given.temperature), own, given)
+        h, inputs = take_chunk(index, static.head.chunk, (hidden, frozen.positions))
+        ours, theirs, _ = _class_logp(static, _head_logits(static.head, h, head, frozen.temperature), inputs, frozen)
         return put_chunk(index, static.head.chunk, out, static.divergence(ours, theirs))
 
-    blank = jnp.zeros(hidden.shape[:2], wide(hidden))
-    return jax.lax.fori_loop(0, given.chunks, body, blank), (hidden, head, given)
+    blank = jnp.zeros(hidden.shape[:2], wide_dtype(hidden))
+    return jax.lax.fori_loop(0, frozen.chunks, body, blank), (hidden, head, frozen)
 
 
-def _divergence_backward(static: _Compared, saved: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    hidden, head, given = saved
+def _divergence_backward(static: _Comparison, saved: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    hidden, head, frozen = saved
 
-    def slopes(scaled: jax.Array, own: Any) -> jax.Array:
-        g, of_teacher = own
-        ours, theirs, logp = _classes(static, scaled, of_teacher, given)
+    def slopes(scaled: jax.Array, inputs: Any) -> jax.Array:
+        g, of_teacher = inputs
+        ours, theirs, logp = _class_logp(static, scaled, of_teacher, frozen)
         by_class = g[..., None] * static.divergence.slopes(ours, theirs)
         if static.teacher is None:
             return spread_slopes(by_class, logp, ours, of_teacher[0])
         return jnp.pad(by_class, ((0, 0), (0, 0), (0, scaled.shape[-1] - by_class.shape[-1])))
 
-    per_position = cotangent, given.positions
-    return *head_gradients(static.head, hidden, head, given.temperature, given.chunks, per_position, slopes), None
+    aux = cotangent, frozen.positions
+    return *head_gradients(static.head, hidden, head, frozen.temperature, frozen.chunks, aux, slopes), None
 
 
 _divergence.defvjp(_divergence_forward, _divergence_backward)

@@ -15,21 +15,21 @@ from typing import Any
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import Attention, Embeddings, Experts, Llama3Rope, ModelConfig, Norm, Rope, TokenIds, Yarn
 from jaxrl_llm.models.families import ACTIVATIONS, FAMILIES, FIELDS, REQUIRED, Family, family_of
-from jaxrl_llm.models.tokenizer import load_tokenizer, padded_with, save_tokenizer, special_ids
+from jaxrl_llm.models.tokenizer import load_tokenizer, save_tokenizer, special_ids, with_pad_token
 from jaxrl_llm.models.weights import (
     StoredTensor,
     open_checkpoint,
-    read_json,
+    read_object,
     read_parameters,
     to_stored,
     write_checkpoint,
-    write_json,
+    write_object,
 )
 from jaxrl_llm.system.signals import on_exit
 
-OURS = "jaxrl_llm"
+OUR_ATTRIBUTE = "jaxrl_llm"
 """The config.json attribute that describes the training of a reward model written by this package."""
-HARMLESS = frozenset(
+IGNORED = frozenset(
     """
     jaxrl_llm
     architectures model_type transformers_version torch_dtype dtype _name_or_path name_or_path auto_map use_cache
@@ -43,24 +43,21 @@ HARMLESS = frozenset(
 """Attributes that a family's table may omit: they are read elsewhere, or do not affect a forward pass."""
 
 _NEUTRAL = {"partial_rotary_factor": 1.0, "decoder_sparse_step": 1}
-_SPELLINGS = {"num_local_experts": "num_experts", "num_experts": "num_local_experts"}
-_SPELLINGS |= {"_sliding_window_pattern": "sliding_window_pattern"}
+
 _LOCAL = "rope_local_base_freq"
-_ORIGINAL = ("factor", "original_max_position_embeddings")
+
 _ROPE_KEYS = {
     "default": (),
     "linear": ("factor",),
-    "llama3": (*_ORIGINAL, "low_freq_factor", "high_freq_factor"),
-    "yarn": (*_ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
-}
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
+             "mscale_all_dim", "truncate"),
+}  # fmt: skip
 _COUNTS = """
     vocab_size hidden_size num_hidden_layers intermediate_size num_attention_heads num_key_value_heads head_dim
     max_position_embeddings sliding_window num_experts num_local_experts num_experts_per_tok moe_intermediate_size
     shared_expert_intermediate_size
 """.split()
-
-_MOST_LAYERS = 10_000
-"""Lists with an entry for each layer are made before tensors are counted: a damaged file must not fill the memory."""
 
 
 def read_config(attributes: Mapping[str, Any]) -> ModelConfig:
@@ -72,36 +69,45 @@ def read_config(attributes: Mapping[str, Any]) -> ModelConfig:
         )
     try:
         family = family_of(attributes.get("model_type"))
-        attributes = {_own_spelling(name, family): value for name, value in attributes.items()}
+        # Versions of transformers write two names for one attribute.
+        spellings = {"num_local_experts": "num_experts", "num_experts": "num_local_experts"}
+        spellings["_sliding_window_pattern"] = "sliding_window_pattern"
+        spellings = {
+            old: new for old, new in spellings.items() if new in family.defaults and old not in family.defaults
+        }
+        attributes = {spellings.get(name, name): value for name, value in attributes.items()}
         neutral = _NEUTRAL | dict(family.required)
         for name, value in attributes.items():
-            known = name in HARMLESS or name in family.defaults or value == neutral.get(name)
-            known = known or (name == "quantization_config" and _readable(value, family))
-            if known or (not value and name not in family.required):
+            if name in IGNORED or name in family.defaults or value == neutral.get(name):
+                continue
+            if not value and name not in family.required:
+                continue
+            packing = value.get("quant_method") if isinstance(value, dict) else None
+            if name == "quantization_config" and family.packed and packing == family.packed:
                 continue
             raise InputError(
                 f"config.json sets {name}={value!r}, which {family.model_type} here does not know; remove it if it "
                 "does not change the model, else use another model"
             )
-        known = _with_defaults(attributes, family)
-        activation = known.get("hidden_activation", known.get("hidden_act"))
+        fields = _with_defaults(attributes, family)
+        activation = fields.get("hidden_activation", fields.get("hidden_act"))
         other = attributes.get("hidden_act")
         if attributes.get("hidden_activation") is None and other not in (None, activation):
             raise InputError(f"config.json sets hidden_act={other!r}; {family.model_type} has {activation}: remove it")
         if activation not in ACTIVATIONS:
             raise InputError(f"config.json names the activation {activation!r}; known are {', '.join(ACTIVATIONS)}")
-        values = {path: known[name] for name, path in FIELDS.items() if name in known}
-        values |= dict(family.constants) | _read_rope(attributes, family, known)
+        values = {path: fields[name] for name, path in FIELDS.items() if name in fields}
+        values |= dict(family.constants) | _read_rope(attributes, family, fields)
         values |= {
             "family": family.model_type,
             "activation": ACTIVATIONS[activation],
-            "attention.windows": _read_windows(known, family),
+            "attention.windows": _read_windows(fields, family),
             "tokens": read_token_ids(attributes),
         }
         if family.scaled_embedding:
-            values["embeddings.scale"] = float(known["hidden_size"] ** 0.5)
-        if "query_pre_attn_scalar" in known:
-            values["attention.scale"] = float(known["query_pre_attn_scalar"]) ** -0.5
+            values["embeddings.scale"] = float(fields["hidden_size"] ** 0.5)
+        if "query_pre_attn_scalar" in fields:
+            values["attention.scale"] = float(fields["query_pre_attn_scalar"]) ** -0.5
         parts: dict[str, dict[str, Any]] = collections.defaultdict(dict)
         for path, value in values.items():
             part, _, name = path.rpartition(".")
@@ -117,7 +123,7 @@ def read_config(attributes: Mapping[str, Any]) -> ModelConfig:
         raise InputError(f"config.json holds a value of the wrong type ({error}); fetch it again") from None
 
 
-def gives_scores(attributes: Mapping[str, Any]) -> bool:
+def is_reward_model(attributes: Mapping[str, Any]) -> bool:
     """Whether a config.json is of a reward model, that is of a sequence classifier with one label.
 
     InputError for a classifier of several labels.
@@ -153,8 +159,8 @@ def write_config(config: ModelConfig, dtype: str, scalar: bool = False) -> dict[
     if "query_pre_attn_scalar" in family.defaults and config.attention.scale is not None:
         denominator = config.attention.scale**-2
         # The rounding of x ** -0.5 ** -2 is undone where x was an integer.
-        whole = abs(denominator - round(denominator)) < 1e-6 * denominator
-        written["query_pre_attn_scalar"] = round(denominator) if whole else denominator
+        integral = abs(denominator - round(denominator)) < 1e-6 * denominator
+        written["query_pre_attn_scalar"] = round(denominator) if integral else denominator
     windows = config.attention.windows or (0,) * config.layers
     sliding = {
         "sliding_window": max(windows) or None,
@@ -164,7 +170,7 @@ def write_config(config: ModelConfig, dtype: str, scalar: bool = False) -> dict[
     }
     rope = config.attention.rope
     sliding |= {
-        "no_rope_layers": [int(one) for one in rope.layers or (True,) * config.layers],
+        "no_rope_layers": [int(rotates) for rotates in rope.layers or (True,) * config.layers],
         "partial_rotary_factor": (rope.dims or config.attention.head_dim) / config.attention.head_dim,
     }
     written |= {name: value for name, value in sliding.items() if name in family.defaults}
@@ -172,35 +178,35 @@ def write_config(config: ModelConfig, dtype: str, scalar: bool = False) -> dict[
     if rope.local_theta is not None:
         written["rope_local_base_freq"] = rope.local_theta
     written |= write_token_ids(config.tokens)
-    lost = differences(config, read_config(written))
+    lost = differing_fields(config, read_config(written))
     if lost:
         value = operator.attrgetter(lost[0])(config)
         raise InputError(f"a {config.family} config.json cannot express {lost[0]}={value!r}; set it back")
     return written
 
 
-def differences(config: Any, other: Any) -> list[str]:
+def differing_fields(config: Any, other: Any) -> list[str]:
     """Return the dotted names of the fields that differ between two configurations."""
-    found = []
+    names = []
     for field in dataclasses.fields(config):
         ours, theirs = getattr(config, field.name), getattr(other, field.name)
         if ours == theirs:
             continue
         parts = dataclasses.is_dataclass(ours) and type(ours) is type(theirs)
-        found += [f"{field.name}.{name}" for name in differences(ours, theirs)] if parts else [field.name]
-    return found
+        names += [f"{field.name}.{name}" for name in differing_fields(ours, theirs)] if parts else [field.name]
+    return names
 
 
 def read_token_ids(attributes: Mapping[str, Any]) -> TokenIds:
     """Read the special ids of a config.json or generation_config.json; negative ids are dropped."""
-    found = {}
+    ids_of = {}
     for name in ("bos", "eos", "pad"):
         value = attributes.get(f"{name}_token_id")
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if any(type(i) is not int for i in ids):
             raise InputError(f"{name}_token_id is {value!r}; it must be an integer or a list of integers")
-        found[name] = tuple(dict.fromkeys(i for i in ids if i >= 0))
-    return TokenIds(next(iter(found["bos"]), None), found["eos"], next(iter(found["pad"]), None))
+        ids_of[name] = tuple(dict.fromkeys(i for i in ids if i >= 0))
+    return TokenIds(next(iter(ids_of["bos"]), None), ids_of["eos"], next(iter(ids_of["pad"]), None))
 
 
 def write_token_ids(tokens: TokenIds) -> dict[str, Any]:
@@ -209,50 +215,36 @@ def write_token_ids(tokens: TokenIds) -> dict[str, Any]:
     return {"bos_token_id": tokens.bos, "eos_token_id": eos, "pad_token_id": tokens.pad}
 
 
-def _readable(quantisation: Any, family: Family) -> bool:
-    """Whether config.json's ``quantization_config`` is the one that the family's weights may have."""
-    return bool(family.packed) and isinstance(quantisation, dict) and quantisation.get("quant_method") == family.packed
-
-
-def _own_spelling(name: str, family: Family) -> str:
-    """Return the name by which the family knows an attribute; versions of transformers write two for one."""
-    other = _SPELLINGS.get(name, name)
-    return other if other in family.defaults and name not in family.defaults else name
-
-
 def _with_defaults(attributes: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    known = {name: _typed(name, attributes, default) for name, default in family.defaults.items()}
-    missing = [name for name, value in known.items() if value is REQUIRED]
+    """Return the attributes that the family knows, with its defaults, after checking their types and sizes."""
+    fields = {name: _typed(name, attributes, default) for name, default in family.defaults.items()}
+    missing = [name for name, value in fields.items() if value is REQUIRED]
     if missing:
         raise InputError(f"config.json does not say {missing[0]}; take the file that belongs to the model")
-    if known["num_key_value_heads"] is None:
-        known["num_key_value_heads"] = known["num_attention_heads"]
-    for name in (name for name in _COUNTS if name in known):
-        optional = (known[name] is None and name == "head_dim") or (not known[name] and name == "sliding_window")
-        if not optional and (type(known[name]) is not int or known[name] < 1):
-            raise InputError(f"config.json sets {name}={known[name]!r}; it must be a positive integer")
-    if known["num_hidden_layers"] > _MOST_LAYERS:
-        raise InputError(
-            f"config.json sets num_hidden_layers={known['num_hidden_layers']}; at most {_MOST_LAYERS} are read"
-        )
-    _multiple(known, "num_attention_heads", "num_key_value_heads")
-    experts = known.get("num_experts", known.get("num_local_experts"))
-    if experts is not None and known["num_experts_per_tok"] > experts:
-        raise InputError(f"config.json sets num_experts_per_tok={known['num_experts_per_tok']} of {experts} experts")
-    if known["head_dim"] is None:
-        known["head_dim"] = _multiple(known, "hidden_size", "num_attention_heads")
-    if "no_rope_layers" in known:
-        known["no_rope_layers"] = _rotated(known)
-    if known["head_dim"] % 2:
-        raise InputError(f"config.json gives a head_dim of {known['head_dim']}; rotary positions need an even one")
-    return known
+    if fields["num_key_value_heads"] is None:
+        fields["num_key_value_heads"] = fields["num_attention_heads"]
+    for name in (name for name in _COUNTS if name in fields):
+        optional = (fields[name] is None and name == "head_dim") or (not fields[name] and name == "sliding_window")
+        if not optional and (type(fields[name]) is not int or fields[name] < 1):
+            raise InputError(f"config.json sets {name}={fields[name]!r}; it must be a positive integer")
+    # Lists with an entry for each layer are made before tensors are counted: a damaged file must not fill the memory.
+    if fields["num_hidden_layers"] > 10_000:
+        raise InputError(f"config.json sets num_hidden_layers={fields['num_hidden_layers']}; at most 10000 are read")
+    _multiple(fields, "num_attention_heads", "num_key_value_heads")
+    experts = fields.get("num_experts", fields.get("num_local_experts"))
+    if experts is not None and fields["num_experts_per_tok"] > experts:
+        raise InputError(f"config.json sets num_experts_per_tok={fields['num_experts_per_tok']} of {experts} experts")
+    if fields["head_dim"] is None:
+        fields["head_dim"] = _multiple(fields, "hidden_size", "num_attention_heads")
+    if "no_rope_layers" in fields:
+        fields["no_rope_layers"] = _rotating_layers(fields)
+    if fields["head_dim"] % 2:
+        raise InputError(f"config.json gives a head_dim of {fields['head_dim']}; rotary positions need an even one")
+    return fields
 
 
 def _typed(name: str, attributes: Mapping[str, Any], default: Any) -> Any:
-    """Return an attribute, or its default where it is absent; null stands for the default of a number or a name.
-
-    InputError where the default is a number or a truth value, and the attribute is something else.
-    """
+    """Return an attribute, or its default where it is absent; null stands for the default of a number or a name."""
     value = attributes.get(name, default)
     if value is None and isinstance(default, (float, str)) and not name.endswith("softcapping"):
         return default
@@ -262,63 +254,66 @@ def _typed(name: str, attributes: Mapping[str, Any], default: Any) -> Any:
     return value
 
 
-def _rotated(known: Mapping[str, Any]) -> list[bool]:
+def _rotating_layers(fields: Mapping[str, Any]) -> list[bool]:
     """Return for each layer whether it rotates, which ``no_rope_layers`` says, 1 or 0 a layer."""
-    layers, interval = known["num_hidden_layers"], known["no_rope_layer_interval"]
-    given = known["no_rope_layers"]
-    if given is None:
+    layers, interval = fields["num_hidden_layers"], fields["no_rope_layer_interval"]
+    flags = fields["no_rope_layers"]
+    if flags is None:
         return [(layer + 1) % interval != 0 for layer in range(layers)]
-    if len(given) != layers:
-        raise InputError(f"config.json: no_rope_layers has {len(given)} entries for {layers} layers")
-    return [bool(one) for one in given]
+    if len(flags) != layers:
+        raise InputError(f"config.json: no_rope_layers has {len(flags)} entries for {layers} layers")
+    return [bool(flag) for flag in flags]
 
 
-def _multiple(known: Mapping[str, Any], name: str, unit: str) -> int:
-    """Return ``known[name] / known[unit]``; InputError where that is not a whole number."""
-    if known[name] % known[unit]:
-        raise InputError(f"config.json sets {name}={known[name]}, which is no multiple of {unit}={known[unit]}")
-    return known[name] // known[unit]
+def _multiple(fields: Mapping[str, Any], name: str, unit: str) -> int:
+    """Return ``fields[name] / fields[unit]``; InputError where that is not a whole number."""
+    if fields[name] % fields[unit]:
+        raise InputError(f"config.json sets {name}={fields[name]}, which is no multiple of {unit}={fields[unit]}")
+    return fields[name] // fields[unit]
 
 
-def _read_windows(known: Mapping[str, Any], family: Family) -> tuple[int, ...]:
-    layers = range(known["num_hidden_layers"])
-    kinds = known.get("layer_types")
-    size = known.get("sliding_window") if known.get("use_sliding_window", True) else None
+def _read_windows(fields: Mapping[str, Any], family: Family) -> tuple[int, ...]:
+    layers = range(fields["num_hidden_layers"])
+    kinds = fields.get("layer_types")
+    size = fields.get("sliding_window") if fields.get("use_sliding_window", True) else None
     if kinds is None:
-        kinds = ["sliding_attention" if family.slides(known, i) else "full_attention" for i in layers]
+        kinds = ["sliding_attention" if family.slides(fields, i) else "full_attention" for i in layers]
     strange = set(kinds) - {"sliding_attention", "full_attention"}
     if strange or len(kinds) != len(layers):
         reason = f"names {strange.pop()!r}" if strange else f"has {len(kinds)} entries for {len(layers)} layers"
         raise InputError(
             f"config.json: layer_types {reason}; it takes one of sliding_attention, full_attention a layer"
         )
-    if "sliding_attention" in kinds and not size and known.get("use_sliding_window", True) and known.get("layer_types"):
+    used = fields.get("use_sliding_window", True) and fields.get("layer_types")
+    if used and "sliding_attention" in kinds and not size:
         raise InputError("config.json: layer_types has sliding layers, and sliding_window is not set; set it")
     windows = tuple(size or 0 if kind == "sliding_attention" else 0 for kind in kinds)
     return windows if any(windows) else ()
 
 
-def _read_rope(attributes: Mapping[str, Any], family: Family, known: Mapping[str, Any]) -> dict[str, Any]:
+def _read_rope(attributes: Mapping[str, Any], family: Family, fields: Mapping[str, Any]) -> dict[str, Any]:
     full, local = _rope_parameters(attributes, family)
-    theta = _agreed("rope_theta", family.defaults, full, attributes)
-    values = {"attention.rope.theta": theta, "attention.rope.scaling": _read_scaling(full, family, known)}
+    theta = _single_number("rope_theta", family.defaults, full, attributes)
+    values = {"attention.rope.theta": theta, "attention.rope.scaling": _read_scaling(full, family, fields)}
     if _LOCAL in family.defaults:
         old = {"rope_theta": attributes.get(_LOCAL)}
-        values["attention.rope.local_theta"] = _agreed(
+        values["attention.rope.local_theta"] = _single_number(
             "rope_theta", {"rope_theta": family.defaults[_LOCAL] or theta}, local, old
         )
-        if _read_scaling(local, family, known) is not None:
+        if _read_scaling(local, family, fields) is not None:
             raise InputError(
                 "config.json scales the rotary positions of sliding layers; only full layers may be scaled"
             )
     if "partial_rotary_factor" in family.defaults:
-        share = _agreed("partial_rotary_factor", family.defaults, full, attributes)
-        dims = int(known["head_dim"] * share)
-        if dims % 2 or not 0 < dims <= known["head_dim"]:
-            raise InputError(f"config.json sets partial_rotary_factor={share}, which rotates {dims} of "
-                             f"{known['head_dim']} numbers of a head; that must be an even number of them")  # fmt: skip
-        values["attention.rope.dims"] = 0 if dims == known["head_dim"] else dims
-    rotated = known.get("no_rope_layers", ())
+        share = _single_number("partial_rotary_factor", family.defaults, full, attributes)
+        dims = int(fields["head_dim"] * share)
+        if dims % 2 or not 0 < dims <= fields["head_dim"]:
+            raise InputError(
+                f"config.json sets partial_rotary_factor={share}, which rotates {dims} of "
+                f"{fields['head_dim']} numbers of a head; that must be an even number of them"
+            )
+        values["attention.rope.dims"] = 0 if dims == fields["head_dim"] else dims
+    rotated = fields.get("no_rope_layers", ())
     values["attention.rope.layers"] = () if all(rotated) else tuple(rotated)
     return values
 
@@ -328,9 +323,6 @@ def _rope_parameters(attributes: Mapping[str, Any], family: Family) -> tuple[dic
 
     ``rope_parameters`` or ``rope_scaling`` has them flat or by kind of layer. Flat ones are of all layers; in families
     with two bases only ``rope_scaling`` may be flat, and is of full layers. A key that is null is absent.
-
-    Raises:
-      InputError: the two differ, or the form is not the family's.
     """
     several = _LOCAL in family.defaults
     kinds: dict[str, dict[str, Any]] = {"full_attention": {}, "sliding_attention": {}}
@@ -343,35 +335,35 @@ def _rope_parameters(attributes: Mapping[str, Any], family: Family) -> tuple[dic
                 f"config.json sets {name}.{key}={value!r} outside of {' and '.join(kinds)}; move it into one of them"
             )
         for kind, parameters in (nested or dict.fromkeys([*kinds][: 1 if several else 2], form)).items():
-            given = _filled(parameters or {})
-            if given and kinds[kind] and given != kinds[kind]:
+            present = _without_nulls(parameters or {})
+            if present and kinds[kind] and present != kinds[kind]:
                 raise InputError("config.json has rope_parameters and rope_scaling, and they differ; keep one of them")
-            kinds[kind] = given or kinds[kind]
+            kinds[kind] = present or kinds[kind]
     full, sliding = kinds.values()
     if not several and full != sliding:
         raise InputError(f"config.json rotates sliding layers otherwise than full ones; {family.model_type} cannot")
     return full or dict(family.defaults.get("rope_scaling") or {}), sliding
 
 
-def _filled(parameters: Mapping[str, Any]) -> dict[str, Any]:
+def _without_nulls(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return rotary parameters without those that are null, and ``type`` by its new name."""
-    given = {name: value for name, value in parameters.items() if value is not None or name == "factor"}
-    kind = given.pop("type", given.get("rope_type"))
-    if kind is not None and given.setdefault("rope_type", kind) != kind:
-        raise InputError(f"config.json has the rope types {given['rope_type']!r} and {kind!r}; keep one of them")
-    return given
+    present = {name: value for name, value in parameters.items() if value is not None or name == "factor"}
+    kind = present.pop("type", present.get("rope_type"))
+    if kind is not None and present.setdefault("rope_type", kind) != kind:
+        raise InputError(f"config.json has the rope types {present['rope_type']!r} and {kind!r}; keep one of them")
+    return present
 
 
-def _agreed(name: str, defaults: Mapping[str, Any], *places: Mapping[str, Any]) -> float:
+def _single_number(name: str, defaults: Mapping[str, Any], *places: Mapping[str, Any]) -> float:
     """Return an attribute that may be in several places of a config.json; InputError where they differ."""
-    given = [float(place[name]) for place in places if place.get(name) is not None]
-    if len({*given}) > 1:
-        raise InputError(f"config.json has {name} in two places, {given[0]} and {given[1]}; keep the right one")
-    return given[0] if given else float(defaults[name])
+    numbers = [float(place[name]) for place in places if place.get(name) is not None]
+    if len({*numbers}) > 1:
+        raise InputError(f"config.json has {name} in two places, {numbers[0]} and {numbers[1]}; keep the right one")
+    return numbers[0] if numbers else float(defaults[name])
 
 
 def _read_scaling(
-    rope: Mapping[str, Any], family: Family, known: Mapping[str, Any]
+    rope: Mapping[str, Any], family: Family, fields: Mapping[str, Any]
 ) -> Llama3Rope | Yarn | float | None:
     kind = rope.get("rope_type", "default")
     if kind == "longrope" or (family.model_type == "phi3" and kind in ("su", "yarn")):
@@ -393,11 +385,11 @@ def _read_scaling(
             return None
         if kind == "linear":
             return float(rope["factor"])
-        original = int(rope.get("original_max_position_embeddings", known["max_position_embeddings"]))
+        original = int(rope.get("original_max_position_embeddings", fields["max_position_embeddings"]))
         if kind == "llama3":
             factors = (float(rope[name]) for name in ("factor", "low_freq_factor", "high_freq_factor"))
             return Llama3Rope(*factors, original_positions=original)
-        factor = known["max_position_embeddings"] / original if rope["factor"] is None else float(rope["factor"])
+        factor = fields["max_position_embeddings"] / original if rope["factor"] is None else float(rope["factor"])
         fast, slow = (float(rope.get(name) or default) for name, default in (("beta_fast", 32), ("beta_slow", 1)))
         return Yarn(factor, original, fast, slow, _magnitude(rope, factor), _typed("truncate", rope, True))
     except KeyError as error:
@@ -434,18 +426,17 @@ def write_scaling(scaling: Llama3Rope | Yarn | float | None) -> dict[str, Any] |
 def load_directory(directory: Path, dtype: str, mesh: Any) -> tuple[Any, Any | None]:
     """Load (model, tokenizer or None) from a Hugging Face directory, parameters in ``dtype`` and laid out on the mesh.
 
-    The model is a ``Decoder``, or the ``ScalarModel`` of a sequence classifier with one label. InputError where a file
-    is missing or broken, an attribute cannot be obeyed, or a tensor does not fit.
+    The model is a ``Decoder``, or the ``ScalarModel`` of a sequence classifier with one label.
     """
     from jaxrl_llm.models.decoder import Decoder
     from jaxrl_llm.models.heads import with_scalar_head
 
-    attributes = read_json(directory / "config.json")
+    attributes = read_object(directory / "config.json")
     config = read_config(attributes)
     generation = directory / "generation_config.json"
     tokenizer = load_tokenizer(directory)
-    config = with_special_ids(config, read_json(generation) if generation.is_file() else {}, tokenizer)
-    parameters = read_parameters(config, open_checkpoint(directory), dtype, mesh, gives_scores(attributes))
+    config = with_special_ids(config, read_object(generation) if generation.is_file() else {}, tokenizer)
+    parameters = read_parameters(config, open_checkpoint(directory), dtype, mesh, is_reward_model(attributes))
     scalar = parameters.pop("scalar", None)
     decoder = Decoder(config, parameters)
     return decoder if scalar is None else with_scalar_head(decoder, scalar), tokenizer
@@ -456,33 +447,36 @@ def save_pretrained(
     tokenizer: Any | None,
     directory: str | os.PathLike,
     card: str | None = None,
-    taught: Mapping[str, str] | None = None,
+    reward_format: Mapping[str, str] | None = None,
     generation: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a directory that transformers loads: config, generation config, weights, tokenizer.
 
     A ``ScalarModel`` becomes a sequence classifier with one label, for ``AutoModelForSequenceClassification``. It reads
     the score at the last token that is not padding, so config and tokenizer name a padding token that ends no text
-    (``padding_id``); it may differ from the language model's.
+    (``padding_id``); it may differ from the language model's. Weights above 5 GB are sharded. The directory appears
+    whole or not at all.
 
-    ``card`` is the text of README.md, or None for no such file; ``taught`` describes the training of a reward model,
-    which config.json holds as ``jaxrl_llm`` (``stages.taught.Taught.to_json``); ``generation`` is the content of the
-    generation config, but for the special ids, which are the model's. Weights above 5 GB are sharded. The
-    directory appears whole or not at all; InputError where it exists and is not empty. The model's arrays must be
-    addressable by this process.
+    Args:
+      model: a ``Decoder`` or ``ScalarModel``; its arrays are addressable by this process.
+      tokenizer: written beside it, or None.
+      directory: must not exist, or be empty; InputError otherwise.
+      card: the text of README.md, or None for no such file.
+      reward_format: how a reward model was trained, which config.json holds as ``jaxrl_llm``.
+      generation: the content of the generation config, but for the special ids, which are the model's.
     """
     from jaxrl_llm.models.decoder import to_parameters
-    from jaxrl_llm.models.heads import split
+    from jaxrl_llm.models.heads import split_head
 
-    decoder, scalar = split(model)
+    decoder, scalar = split_head(model)
     config = decoder.config
     parameters = to_parameters(decoder)
     attributes = write_config(config, parameters["embed"].dtype.name, scalar is not None)
     if scalar is not None:
         parameters["scalar"] = scalar
         attributes["pad_token_id"] = padding_id(config, tokenizer)
-        tokenizer = None if tokenizer is None else padded_with(tokenizer, attributes["pad_token_id"])
-        attributes |= {} if taught is None else {OURS: dict(taught)}
+        tokenizer = None if tokenizer is None else with_pad_token(tokenizer, attributes["pad_token_id"])
+        attributes |= {} if reward_format is None else {OUR_ATTRIBUTE: dict(reward_format)}
     with new_directory(directory, card) as folder:
         write_directory(folder, attributes, to_stored(config, parameters), tokenizer, generation or {})
 
@@ -497,12 +491,12 @@ def write_directory(
     """Write every file of a model into an existing folder; ``attributes`` is the content of config.json, which has the
     special ids, and ``generation`` that of generation_config.json without them.
     """
-    write_json(folder / "config.json", attributes)
-    if not gives_scores(attributes):
+    write_object(folder / "config.json", attributes)
+    if not is_reward_model(attributes):
         ids = write_token_ids(read_token_ids(attributes))
-        others = {name: value for name, value in generation.items() if name not in ids}
-        own = {name: value for name, value in ids.items() if value is not None}
-        write_json(folder / "generation_config.json", others | own)
+        settings = {name: value for name, value in generation.items() if name not in ids}
+        present_ids = {name: value for name, value in ids.items() if value is not None}
+        write_object(folder / "generation_config.json", settings | present_ids)
     write_checkpoint(stored, folder, attributes["torch_dtype"])
     if tokenizer is not None:
         save_tokenizer(tokenizer, folder)
@@ -510,10 +504,7 @@ def write_directory(
 
 @contextlib.contextmanager
 def new_directory(target: str | os.PathLike, card: str | None = None) -> Generator[Path]:
-    """Yield a temporary folder next to ``target``; it is renamed to ``target`` on success and removed otherwise.
-
-    ``card``: the text of its README.md, or None for no such file.
-    """
+    """Yield a folder with this README.md next to ``target``; it is renamed on success and removed otherwise."""
     target = Path(target).absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise InputError(f"{target} exists and is not empty; give a new directory, or remove it first")
@@ -540,23 +531,20 @@ def with_special_ids(config: ModelConfig, generation: Mapping[str, Any], tokeniz
 
     first = {}
     for name in ("bos", "pad"):
-        found = (getattr(source, name) for source in sources)
-        first[name] = next((i for i in found if i is not None and i < config.vocab_size), None)
-    named = dict.fromkeys(i for source in sources for i in source.eos)
-    ends = [i for i in named if i < config.vocab_size]
-    if named and not ends:
+        candidates = (getattr(source, name) for source in sources)
+        first[name] = next((i for i in candidates if i is not None and i < config.vocab_size), None)
+    ids = dict.fromkeys(i for source in sources for i in source.eos)
+    ends = [i for i in ids if i < config.vocab_size]
+    if ids and not ends:
         raise InputError(
-            f"the model's end of a text, id {max(named)}, has no row in its embedding of {config.vocab_size} rows: set "
+            f"the model's end of a text, id {max(ids)}, has no row in its embedding of {config.vocab_size} rows: set "
             "eos_token_id in config.json to a token that the model can write"
         )
     return dataclasses.replace(config, tokens=TokenIds(first["bos"], tuple(ends), first["pad"]))
 
 
 def padding_id(config: ModelConfig, tokenizer: Any | None) -> int:
-    """Return the padding id of a reward model's texts. It ends no text: scores are read at the last unpadded token.
-
-    It is the model's own padding or beginning-of-text token, else a special token, else the smallest id.
-    """
+    """Return a reward model's padding id, which ends no text: scores are read at the last unpadded token."""
     tokens = config.tokens
     special = () if tokenizer is None else special_ids(tokenizer)
     candidates = (tokens.pad, tokens.bos, *special, *range(config.vocab_size))

@@ -30,10 +30,10 @@ def product(letters: str, x: jax.Array, y: jax.Array) -> jax.Array:
     made where a program is lowered, so that others keep their mixed products, and can be compiled where they cannot
     run.
     """
-    return _mixed(letters, x, y) if jnp.bfloat16 in (x.dtype, y.dtype) else _product(letters, x, y)
+    return _einsum_bfloat16(letters, x, y) if jnp.bfloat16 in (x.dtype, y.dtype) else _einsum_wide(letters, x, y)
 
 
-def _product(letters: str, x: jax.Array, y: jax.Array, widened: bool = False) -> jax.Array:
+def _einsum_wide(letters: str, x: jax.Array, y: jax.Array, widened: bool = False) -> jax.Array:
     if widened:
         x = x.astype(jnp.float32)
         y = y.astype(jnp.float32)
@@ -42,20 +42,20 @@ def _product(letters: str, x: jax.Array, y: jax.Array, widened: bool = False) ->
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mixed(letters: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    form = functools.partial(_product, letters)
+def _einsum_bfloat16(letters: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    form = functools.partial(_einsum_wide, letters)
     return jax.lax.platform_dependent(x, y, cpu=functools.partial(form, widened=True), default=form)
 
 
-def _mixed_back(letters: str, saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _einsum_bfloat16_back(letters: str, saved: tuple[jax.Array, ...], g: jax.Array) -> tuple[jax.Array, jax.Array]:
     # What JAX would derive through the choice saves the operands of both forms.
     def back(x: jax.Array, y: jax.Array, g: jax.Array, widened: bool = False) -> Any:
-        return jax.vjp(functools.partial(_product, letters, widened=widened), x, y)[1](g)
+        return jax.vjp(functools.partial(_einsum_wide, letters, widened=widened), x, y)[1](g)
 
     return jax.lax.platform_dependent(*saved, g, cpu=functools.partial(back, widened=True), default=back)
 
 
-_mixed.defvjp(lambda letters, x, y: (_mixed(letters, x, y), (x, y)), _mixed_back)
+_einsum_bfloat16.defvjp(lambda letters, x, y: (_einsum_bfloat16(letters, x, y), (x, y)), _einsum_bfloat16_back)
 
 
 @jax.custom_vjp
@@ -68,13 +68,13 @@ def project(x: jax.Array, w: jax.Array) -> jax.Array:
     return jnp.tensordot(x, w, 1)
 
 
-def _project_back(saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _project_backward(saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, w = saved
     back = jnp.tensordot(g, w, (tuple(range(2, g.ndim)), tuple(range(1, w.ndim))))
     return back, jnp.tensordot(x, g, ((0, 1), (0, 1)))
 
 
-project.defvjp(lambda x, w: (jnp.tensordot(x, w, 1), (x, w)), _project_back)
+project.defvjp(lambda x, w: (jnp.tensordot(x, w, 1), (x, w)), _project_backward)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, norm: Norm) -> jax.Array:
@@ -88,7 +88,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, norm: Norm) -> jax.Array:
     return (wide * scale).reshape(x.shape).astype(x.dtype)
 
 
-def scores(q: jax.Array, k: jax.Array, attention: Attention) -> jax.Array:
+def attention_scores(q: jax.Array, k: jax.Array, attention: Attention) -> jax.Array:
     """Compute scaled, soft-capped attention scores, float32.
 
     q: [B, S, K, N / K, H]; k: [B, K, H, Z]; returns [B, K, S, N / K, Z], the order of the product: another order
@@ -125,7 +125,7 @@ def mix(probabilities: jax.Array, v: jax.Array) -> jax.Array:
 
 SHORT = 1024
 """Longest row, in columns, that has all scores of a layer in memory at one time."""
-LEAST, MOST, PREFIXES = 128, 256, 8
+MIN_PART, MAX_CHUNK, PREFIXES = 128, 256, 8
 """Fewest queries of a part, most queries of a chunk in long rows, and number of parts of a row."""
 BLOCKS = (512, 256, 128)
 """Tile sizes of splash attention, best first; one of them must divide a row."""
@@ -145,15 +145,11 @@ class TokenRows(NamedTuple):
     branch: Any
 
 
-Windowed = Callable[..., jax.Array]
-"""(q [B, S, K, N / K, H], k [B, K, H, S], v [B, K, S, H], window int32[], sinks) -> [B, S, K, N / K, H].
-
-Window 0 sees everything; sinks are those of ``attention_weights``, which the plain form alone computes.
-"""
-
-
-def attention_over(rows: TokenRows, config: Attention, compute: ComputeOptions) -> Windowed:
+def attention_over(rows: TokenRows, config: Attention, compute: ComputeOptions) -> Callable[..., jax.Array]:
     """Return the attention function of every layer over these rows.
+
+    It maps (q [B, S, K, N / K, H], k [B, K, H, S], v [B, K, S, H], window int32[], sinks) to [B, S, K, N / K, H].
+    Window 0 sees everything; sinks are those of ``attention_weights``, which the plain form alone computes.
 
     Raises:
       InputError: rows of a length that splash attention cannot divide.
@@ -187,7 +183,7 @@ def visible(
 
 def part_columns(columns: int) -> int:
     """Return the number of query columns per part of a row; a part reads the keys up to its end."""
-    return max(-(-columns // PREFIXES), min(LEAST, columns))
+    return max(-(-columns // PREFIXES), min(MIN_PART, columns))
 
 
 def _xla(
@@ -211,18 +207,18 @@ def _xla(
         attend = functools.partial(_scores_and_mix, config, sinks)
         inputs = (q[:, start:end], visible(rows, window, slice(start, end), slice(0, end)))
         keys = k[..., :end], v[:, :, :end]
-        parts.append(attend(*inputs, *keys) if total <= SHORT else _few_at_a_time(attend, *inputs, *keys))
+        parts.append(attend(*inputs, *keys) if total <= SHORT else _in_chunks(attend, *inputs, *keys))
     return jnp.concatenate(parts, axis=1)
 
 
-def _few_at_a_time(attend: Any, q: jax.Array, seen: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+def _in_chunks(attend: Any, q: jax.Array, seen: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """Apply ``attend`` to chunks of the queries, each recomputed in the backward pass."""
-    chunks = -(-q.shape[1] // MOST)
+    chunks = -(-q.shape[1] // MAX_CHUNK)
     size = -(-q.shape[1] // chunks)
     room = (0, chunks * size - q.shape[1])
     padded = [jnp.pad(x, ((0, 0), room, *[(0, 0)] * (x.ndim - 2))) for x in (q, seen)]
     split = [jnp.moveaxis(x.reshape(len(x), chunks, size, *x.shape[2:]), 1, 0) for x in padded]
-    chunk = jax.checkpoint(lambda given: attend(*given, k, v))
+    chunk = jax.checkpoint(lambda inputs: attend(*inputs, k, v))
     out = jnp.moveaxis(jax.lax.map(chunk, split), 0, 1)
     return out.reshape(len(q), chunks * size, *out.shape[3:])[:, : q.shape[1]]
 
@@ -230,7 +226,7 @@ def _few_at_a_time(attend: Any, q: jax.Array, seen: jax.Array, k: jax.Array, v: 
 def _scores_and_mix(
     config: Attention, sinks: jax.Array | None, q: jax.Array, seen: jax.Array, k: jax.Array, v: jax.Array
 ) -> jax.Array:
-    return mix(attention_weights(scores(q, k, config), seen[:, None, :, None], sinks), v)
+    return mix(attention_weights(attention_scores(q, k, config), seen[:, None, :, None], sinks), v)
 
 
 def _dot_product(
@@ -270,7 +266,7 @@ def _triton(
     kernel = gpu_attention.Kernel(config.factor, config.softcap, interpret)
     arrays = q.reshape(*q.shape[:2], -1, q.shape[-1]), jnp.moveaxis(k, 3, 1), jnp.swapaxes(v, 1, 2)
     seen = gpu_attention.spans(*(jnp.asarray(x) for x in (rows.group, rows.branch, rows.positions)), window)
-    attend = functools.partial(gpu_attention.attend, kernel)
+    attend = functools.partial(gpu_attention.packed_attention, kernel)
     return _by_device(attend, 2, *arrays, seen).reshape(q.shape)
 
 
@@ -354,18 +350,18 @@ def layer_constants(config: ModelConfig) -> tuple[Rotation, jax.Array]:
     windows = layer_windows(config)
     dims = rope.dims or config.attention.head_dim
     exponents = np.arange(0, dims, 2, dtype=np.float64) / dims
-    full = _scaled(1.0 / rope.theta**exponents, rope)
+    full = _scaled_frequencies(1.0 / rope.theta**exponents, rope)
     magnitude = rope.scaling.magnitude if isinstance(rope.scaling, Yarn) else 1.0
-    whole = rope.layers or (True,) * config.layers
-    own = [bool(window) and rope.local_theta is not None for window in windows]
     local = full if rope.local_theta is None else 1.0 / rope.local_theta**exponents
-    frequencies = np.stack([(local if one else full) * rotates for one, rotates in zip(own, whole, strict=True)])
-    magnitudes = [magnitude if rotates and not one else 1.0 for one, rotates in zip(own, whole, strict=True)]
+    is_local = [bool(window) and rope.local_theta is not None for window in windows]
+    layers = list(zip(is_local, rope.layers or (True,) * config.layers, strict=True))
+    frequencies = np.stack([(local if windowed else full) * rotates for windowed, rotates in layers])
+    magnitudes = [magnitude if rotates and not windowed else 1.0 for windowed, rotates in layers]
     rotation = jnp.asarray(frequencies, jnp.float32), jnp.asarray(magnitudes, jnp.float32)
     return rotation, jnp.asarray(windows, jnp.int32)
 
 
-def _scaled(frequencies: np.ndarray, rope: Rope) -> np.ndarray:
+def _scaled_frequencies(frequencies: np.ndarray, rope: Rope) -> np.ndarray:
     scaling = rope.scaling
     if isinstance(scaling, Llama3Rope):
         turns = scaling.original_positions * frequencies / (2 * np.pi)
@@ -390,19 +386,19 @@ def layer_windows(config: ModelConfig) -> tuple[int, ...]:
     return config.attention.windows or (0,) * config.layers
 
 
-def turns(positions: jax.Array, rotation: Rotation) -> tuple[jax.Array, jax.Array]:
+def rotary_cos_sin(positions: jax.Array, rotation: Rotation) -> tuple[jax.Array, jax.Array]:
     """Return the cosines and sines by which ``rotate`` turns heads at positions [...], float32[..., R / 2] each."""
     frequencies, magnitude = rotation
     angles = positions[..., None].astype(jnp.float32) * jnp.expand_dims(frequencies, tuple(range(positions.ndim)))
     return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
 
 
-def rotate(x: jax.Array, turned: tuple[jax.Array, jax.Array], interleaved: bool = False) -> jax.Array:
-    """Apply rotary embedding to the first R numbers of heads x [..., heads, H], by ``turns`` at their positions.
+def rotate(x: jax.Array, cos_sin: tuple[jax.Array, jax.Array], interleaved: bool = False) -> jax.Array:
+    """Apply rotary embedding to the first R numbers of heads x [..., heads, H], by their ``rotary_cos_sin``.
 
     Halves of them are paired as in Hugging Face, or neighbours where ``interleaved``.
     """
-    cos, sin = (t[..., None, :] for t in turned)
+    cos, sin = (t[..., None, :] for t in cos_sin)
     dims = 2 * cos.shape[-1]
     rotated = x[..., :dims].astype(jnp.float32)
     if interleaved:

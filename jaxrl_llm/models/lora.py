@@ -14,15 +14,15 @@ import jax.numpy as jnp
 
 from jaxrl_llm.errors import require
 from jaxrl_llm.models.config import Lora, ModelConfig
-from jaxrl_llm.models.decoder import Adapter, Decoder, merged, parameter_shapes, to_parameters
-from jaxrl_llm.models.heads import ScalarModel, split, with_scalar_head
+from jaxrl_llm.models.decoder import Adapter, Decoder, add_adapter, parameter_shapes, to_parameters
+from jaxrl_llm.models.heads import ScalarModel, split_head, with_scalar_head
 from jaxrl_llm.types import TrainState
 
 INPUTS = {"attn/o": 2}
 """Number of summed axes of a weight, where it is not one."""
 
 
-def create(config: ModelConfig, lora: Lora, key: jax.Array, scalar: Any = None) -> Adapter:
+def create_adapter(config: ModelConfig, lora: Lora, key: jax.Array, scalar: Any = None) -> Adapter:
     """Create a float32 adapter that changes nothing yet: ``a`` normal with variance 1 / inputs, ``b`` zero.
 
     ``scalar`` [D] is the initial head of a scalar model; None for a language model. Targets that the model lacks are
@@ -38,8 +38,8 @@ def create(config: ModelConfig, lora: Lora, key: jax.Array, scalar: Any = None) 
         first = 2 if part == "experts" else 1
         last = first + INPUTS.get(target, 1)
         outer, inputs, outputs = shape[:first], shape[first:last], shape[last:]
-        drawn = jax.random.normal(jax.random.fold_in(key, index), (*outer, *inputs, lora.rank))
-        a = drawn / math.sqrt(math.prod(inputs))
+        normal = jax.random.normal(jax.random.fold_in(key, index), (*outer, *inputs, lora.rank))
+        a = normal / math.sqrt(math.prod(inputs))
         parameters.setdefault(part, {})[name] = {"a": a, "b": jnp.zeros((*outer, lora.rank, *outputs))}
     targets = ", ".join(lora.targets)
     require(bool(parameters), f"learner.lora.targets {targets}: a {config.family} model has none of them; add attn/q")
@@ -47,7 +47,7 @@ def create(config: ModelConfig, lora: Lora, key: jax.Array, scalar: Any = None) 
     return Adapter(lora.alpha / lora.rank, {"blocks": parameters} | head)
 
 
-def attached(base: Decoder | None, policy: Any) -> Any:
+def with_adapter(base: Decoder | None, policy: Any) -> Any:
     """Return the model of ``policy``: itself without a base, or else the base with this adapter in its layers.
 
     It is a ``ScalarModel`` if the adapter has a scalar head. Nothing is computed or copied; ``forward`` adds the two
@@ -69,16 +69,16 @@ def without_adapter(model: Decoder) -> Decoder:
 
 def merge(model: Decoder | ScalarModel) -> Any:
     """Return an ordinary model, in one dtype: an attached adapter is added to the weights, one layer at a time."""
-    decoder, scalar = split(model)
+    decoder, scalar = split_head(model)
     parameters = to_parameters(decoder)
     blocks = decoder.weights.blocks
     if not hasattr(blocks, "adapter"):
         return model
-    summed = Decoder(decoder.config, parameters | {"blocks": jax.lax.map(merged, blocks)})
+    summed = Decoder(decoder.config, parameters | {"blocks": jax.lax.map(add_adapter, blocks)})
     return summed if scalar is None else with_scalar_head(summed, scalar.astype(parameters["embed"].dtype))
 
 
-def base_of(state: TrainState, name: str) -> Any:
+def frozen_base(state: TrainState, name: str) -> Any:
     """Return the frozen model that the parameters of a role or of a frozen copy adapt; None for a whole model.
 
     An adapter without its own base adapts the policy's: no two roles hold the same buffer.
@@ -93,4 +93,4 @@ def base_of(state: TrainState, name: str) -> Any:
 def model_of(state: TrainState, name: str = "policy") -> Any:
     """Return the model of a role's parameters, or of a frozen copy's; by default the current policy."""
     params = state.roles[name].params if name in state.roles else state.frozen[name]
-    return attached(base_of(state, name), params)
+    return with_adapter(frozen_base(state, name), params)

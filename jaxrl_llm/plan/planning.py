@@ -12,37 +12,37 @@ from jaxrl_llm.config import Configuration
 from jaxrl_llm.learner.platform import compute_for, token_bytes, tokens_in_memory
 from jaxrl_llm.learner.samples import bytes_to_estimate
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.flops import active_parameters, counts
-from jaxrl_llm.models.heads import split
-from jaxrl_llm.plan.machines import CUDNN, Machine, installed
+from jaxrl_llm.models.flops import active_parameters, count_parameters
+from jaxrl_llm.models.heads import split_head
+from jaxrl_llm.plan.machines import CUDNN, Machine, is_installed
 from jaxrl_llm.plan.programs import (
     Arrays,
     Compiled,
     PlannedModel,
+    PlannedRun,
     SamplingArrays,
-    Subject,
-    architectures,
+    architecture_finder,
     bytes_per_device,
-    compile_one,
+    compile_program,
+    device_share,
+    planned_run,
     planned_stage,
-    programs,
+    program_meshes,
     prompt_calls,
-    share_of,
-    subject,
 )
 from jaxrl_llm.plan.roofline import (
     SIGMA,
+    CompiledCost,
     Places,
-    Read,
     StepPart,
     Work,
-    by_kind,
-    phases,
-    places,
-    slots_of,
-    traffic,
+    device_places,
+    slot_occupancy,
+    step_parts,
+    step_work,
+    sum_by_kind,
     traffic_by_formula,
-    work,
+    traffic_of,
 )
 from jaxrl_llm.sharding import batch_parts, repeated_heads
 from jaxrl_llm.stages.stage import Architectures, Groups
@@ -83,7 +83,7 @@ class DeviceMemory:
         return sum(dataclasses.astuple(self))
 
 
-def resident(arrays: Arrays) -> DeviceMemory:
+def state_memory(arrays: Arrays) -> DeviceMemory:
     """Return the memory of the training state, resident in both halves; moments kept in host memory do not count."""
     weights, moments = {"policy": 0, "critic": 0}, {"policy": 0, "critic": 0}
     for name, role in arrays.state.roles.items():
@@ -100,34 +100,33 @@ def resident(arrays: Arrays) -> DeviceMemory:
     )
 
 
-def judges(arrays: Arrays) -> float:
+def judge_bytes(arrays: Arrays) -> float:
     """Return the bytes of the reward models, which stay on the devices that sample."""
-    return sum(one.asked.copies * bytes_per_device(one.model) for one in arrays.readings)
+    return sum(planned.spec.copies * bytes_per_device(planned.model) for planned in arrays.passes)
 
 
 def memory_of_learning(run: Configuration, arrays: Arrays, done: Mapping[str, Compiled]) -> DeviceMemory:
     """Return the memory while learning: state and data; weights to sample from only where sampling runs ahead.
 
-    Reward models count too, unless they have devices of their own. ``done``: the compiled programs; empty to use
-    formulas for temporaries.
+    Reward models count too, unless they have devices of their own. ``done``: the compiled programs; empty for formulas.
     """
-    base = resident(arrays)
+    base = state_memory(arrays)
     packed = bytes_per_device(arrays.packed)
     batch = packed * run.learner.minibatches
     needs = []
-    for one in arrays.learned:
+    for planned in arrays.learned:
         if done:
-            needs.append(compiled_temporary(done[one.name], bytes_per_device(arrays.state) + packed))
+            needs.append(compiled_temporary(done[planned.name], bytes_per_device(arrays.state) + packed))
             continue
         # Gradients twice: those of a microbatch, and their sum in float32.
-        gradients = sum(bytes_per_device(x) * (1 + 4 / x.dtype.itemsize) for x in jax.tree.leaves(one.role))
-        needs.append(gradients + pass_by_formula(one, update=True))
-    for one in arrays.readings:
+        gradients = sum(bytes_per_device(x) * (1 + 4 / x.dtype.itemsize) for x in jax.tree.leaves(planned.role))
+        needs.append(gradients + pass_by_formula(planned, update=True))
+    for planned in arrays.passes:
         # A step's data is packed for its updates after the passes. What reads all data before the first step does so
         # before there is a state.
-        if not one.asked.copies:
-            there = batch + (0 if one.asked.calls else base.total - bytes_per_device(one.model))
-            needs.append(reading_bytes(one, done) - there)
+        if not planned.spec.copies:
+            there = batch + (0 if planned.spec.calls else base.total - bytes_per_device(planned.model))
+            needs.append(pass_bytes(planned, done) - there)
     if isinstance(run, configs.Run) and configs.samples_groups(run):
         layout, rows = arrays.learned[0].forward.layout, run.rollout.prompts * run.rollout.group
         estimate = bytes_to_estimate(run.recipe.algorithm.advantage, rows, layout.completion_tokens)
@@ -135,15 +134,12 @@ def memory_of_learning(run: Configuration, arrays: Arrays, done: Mapping[str, Co
     sampled = 0
     if isinstance(arrays, SamplingArrays) and arrays.sampler.rollout.collect.staleness and not run.mesh.rollout:
         sampled = bytes_per_device(arrays.sampled)
-    held = 0 if run.mesh.rollout else judges(arrays)
-    return dataclasses.replace(base, judges=held, sampled=sampled, batch=batch, temporary=max(needs))
+    judges = 0 if run.mesh.rollout else judge_bytes(arrays)
+    return dataclasses.replace(base, judges=judges, sampled=sampled, batch=batch, temporary=max(needs))
 
 
 def memory_of_sampling(run: Configuration, arrays: SamplingArrays, done: Mapping[str, Compiled]) -> DeviceMemory:
-    """Return the memory while sampling: the state (where the same devices learn), weights to sample from, the cache.
-
-    ``done``: as in ``learning``.
-    """
+    """Return the memory while sampling: the state (where the same devices learn), weights to sample from, the cache."""
     rollout = arrays.sampler.rollout
     parts = arrays.slot_shape.parts
     sampled = bytes_per_device(arrays.sampled)
@@ -153,7 +149,7 @@ def memory_of_sampling(run: Configuration, arrays: SamplingArrays, done: Mapping
     # Calls with keys and values that wait at one time to be copied into slots, at the first filling.
     rows, piece, calls = prompt_calls(rollout.max_prompt_tokens, parts)
     filling = -(-min(-(-rollout.engine.slots // rollout.group), rollout.prompts) // rows)
-    needs = [reading_bytes(one, done) for one in arrays.readings if one.asked.copies]
+    needs = [pass_bytes(planned, done) for planned in arrays.passes if planned.spec.copies]
     if done:
         waiting = max(done["prompts"].outputs + done["prompts"].arguments - sampled, 0) * filling
         decode = compiled_temporary(done["decode"], sampled + slots)
@@ -165,44 +161,44 @@ def memory_of_sampling(run: Configuration, arrays: SamplingArrays, done: Mapping
         needs += [busiest + waiting, moving - slots]
     else:
         config = arrays.sampled.config
-        share = share_of(arrays.sampled)
+        share = device_share(arrays.sampled)
         keys = arrays.slots.cache.k
         heads = keys.sharding.shard_shape(keys.shape)[2]
         tokens = filling * rows / parts * piece * calls
         waiting = tokens * 2 * config.layers * heads * config.attention.head_dim * keys.dtype.itemsize
         logits = 4 * 4 * rollout.engine.slots / parts * config.vocab_size * share
         needs.append(max(logits, blocks) + waiting)
-    base = DeviceMemory() if run.mesh.rollout else resident(arrays)
-    return dataclasses.replace(base, judges=judges(arrays), sampled=sampled, cache=slots, temporary=max(needs))
+    base = DeviceMemory() if run.mesh.rollout else state_memory(arrays)
+    return dataclasses.replace(base, judges=judge_bytes(arrays), sampled=sampled, cache=slots, temporary=max(needs))
 
 
-def compiled_temporary(done: Compiled, given: float) -> float:
-    """Return the bytes that a program needs in addition to arguments of ``given`` bytes; their padding counts."""
-    return done.refused - given if done.refused else done.temporary + done.outputs + max(done.arguments - given, 0)
+def compiled_temporary(done: Compiled, size: float) -> float:
+    """Return the bytes that a program needs in addition to arguments of ``size`` bytes; their padding counts."""
+    return done.refused - size if done.refused else done.temporary + done.outputs + max(done.arguments - size, 0)
 
 
-def reading_bytes(one: PlannedModel, done: Mapping[str, Compiled]) -> float:
+def pass_bytes(planned: PlannedModel, done: Mapping[str, Compiled]) -> float:
     """Return the bytes that a pass needs in addition to its model: data and temporaries."""
-    packed = bytes_per_device(one.packed)
+    packed = bytes_per_device(planned.packed)
     if not done:
-        return packed + pass_by_formula(one, update=False)
-    return packed + compiled_temporary(done[one.name], packed + bytes_per_device(one.model))
+        return packed + pass_by_formula(planned, update=False)
+    return packed + compiled_temporary(done[planned.name], packed + bytes_per_device(planned.model))
 
 
-def pass_by_formula(one: PlannedModel, update: bool) -> float:
+def pass_by_formula(planned: PlannedModel, update: bool) -> float:
     """Estimate the bytes that a pass needs in addition to its arguments, without compiling.
 
     That is the model in the compute type, in its layout, ``token_bytes`` for each token, and a chunk of logits where
     the model predicts tokens.
     """
-    layout = one.forward.layout
-    compute = one.forward.compute
-    config = one.model.config
-    share = share_of(one.gathered)
-    cast = sum(bytes_per_device(x) * one.width / x.dtype.itemsize for x in jax.tree.leaves(one.model))
+    layout = planned.forward.layout
+    compute = planned.forward.compute
+    config = planned.model.config
+    share = device_share(planned.gathered)
+    cast = sum(bytes_per_device(x) * planned.width / x.dtype.itemsize for x in jax.tree.leaves(planned.model))
     tokens = layout.rows * layout.row_tokens / layout.parts
-    positions = one.packed.predictions.target.shape[-1]
-    logits = 3 * 4 * min(positions, compute.head_chunk) * config.vocab_size * share * one.predicts
+    positions = planned.packed.predictions.target.shape[-1]
+    logits = 3 * 4 * min(positions, compute.head_chunk) * config.vocab_size * share * planned.predicts
     return cast + tokens * token_bytes(compute, config, layout.row_tokens, share, update) + logits
 
 
@@ -241,25 +237,25 @@ class Plan:
     @property
     def parameters(self) -> int:
         """Return the number of the policy's parameters; an adapter is not counted."""
-        return sum(x.size for x in jax.tree.leaves(_whole(self.state.policy)))
+        return sum(x.size for x in jax.tree.leaves(_full_model(self.state.policy)))
 
     @property
     def active(self) -> int:
         """Return the number of those that one token uses: all but those of the experts that it does not take."""
-        decoder, _ = split(_whole(self.state.policy))
+        decoder, _ = split_head(_full_model(self.state.policy))
         config = decoder.config
-        return self.parameters - counts(config)[0] + active_parameters(config)
+        return self.parameters - count_parameters(config)[0] + active_parameters(config)
 
     @property
     def refused(self) -> tuple[str, ...]:
         """Return the programs that need more memory than the device has."""
-        return tuple(name for name, one in self.compiled.items() if one.refused)
+        return tuple(name for name, program in self.compiled.items() if program.refused)
 
     @property
     def halves(self) -> dict[str, DeviceMemory]:
         """Return the memory of one device, by the half of the step."""
-        found = {} if self.sampling is None else {"sampling": self.sampling}
-        return found | {"learning": self.learning}
+        halves = {} if self.sampling is None else {"sampling": self.sampling}
+        return halves | {"learning": self.learning}
 
     @property
     def peak(self) -> float:
@@ -307,21 +303,15 @@ class Plan:
         return max(int((now + free / self.more[kind]) // unit * unit), 0)
 
 
-def _whole(policy: Any) -> Any:
+def _full_model(policy: Any) -> Any:
     """Return the weights of the policy's model: those below an adapter, if it has one."""
     return policy.params if policy.base is None else policy.base
 
 
-def plan(
-    run: Configuration,
-    config: ModelConfig,
-    machine: Machine,
-    devices: list[Any] | None,
-    mean: int | None,
-    compiling: bool,
-    more: bool = False,
-    say: Callable[[str], None] = lambda text: None,
-) -> Plan:
+def plan_run(
+    run: Configuration, config: ModelConfig, machine: Machine, devices: list[Any] | None, mean: int | None,
+    compiling: bool, more: bool = False, say: Callable[[str], None] = lambda text: None,
+) -> Plan:  # fmt: skip
     """Plan the run.
 
     Args:
@@ -335,41 +325,43 @@ def plan(
       say: called with a line about each compilation.
     """
     run, lacking = compilable(run, config, machine) if compiling else (run, ())
-    find, assumed = architectures(config)
-    run = with_rows(run, config, machine, find)
-    one = subject(run, config, devices, find, machine)
+    find, assumed = architecture_finder(config)
+    run = with_microbatch_rows(run, config, machine, find)
+    target = planned_run(run, config, devices, find, machine)
     done = {}
-    for name in programs(one) if compiling else ():
+    for name in program_meshes(target) if compiling else ():
         say(f"compiling {name} for {machine.name}")
-        done[name] = compile_one(one, name)
-    found = _assembled(
-        one, machine, places(machine, devices and one.mesh.devices.flat), mean, done, (*lacking, *assumed)
+        done[name] = compile_program(target, name)
+    planned = _build_plan(
+        target, machine, device_places(machine, devices and target.mesh.devices.flat), mean, done, (*lacking, *assumed)
     )
     if not more or not compiling:
-        return found
+        return planned
     say(f"compiling update for {machine.name} with other microbatches")
     # Twice as many rows, or half as many if the update was refused.
     update, rows = done["update"], run.learner.compute.microbatch_rows
     unit = batch_parts(run.mesh.sizes(machine.devices))
     other = 2 * rows if not update.refused else rows // 2 // unit * unit
     if not other:
-        return found
-    changed = dataclasses.replace(run, learner=run.learner.computing(microbatch_rows=other))
-    again = compile_one(subject(changed, config, devices, find), "update")
-    needs = [one.refused or one.arguments + one.temporary for one in (update, again)]
+        return planned
+    with_other_rows = dataclasses.replace(run, learner=run.learner.computing(microbatch_rows=other))
+    recompiled = compile_program(planned_run(with_other_rows, config, devices, find), "update")
+    needs = [target.refused or target.arguments + target.temporary for target in (update, recompiled)]
     if math.inf in needs:
-        return found
-    return dataclasses.replace(found, more=found.more | {"rows": (needs[1] - needs[0]) / (other - rows)})
+        return planned
+    return dataclasses.replace(planned, more=planned.more | {"rows": (needs[1] - needs[0]) / (other - rows)})
 
 
-def with_rows(run: Configuration, config: ModelConfig, machine: Machine, find: Architectures) -> Configuration:
+def with_microbatch_rows(
+    run: Configuration, config: ModelConfig, machine: Machine, find: Architectures
+) -> Configuration:
     """Return the run with the rows of a microbatch that it would choose on the machine, if it leaves them open."""
     if run.learner.compute.microbatch_rows:
         return run
-    one = subject(run, config, None, find, machine)
-    layout = one.outline.forward.layout
-    sizes = (one.mesh.shape["fsdp"], one.mesh.shape["tensor"])
-    compute = one.outline.forward.compute
+    target = planned_run(run, config, None, find, machine)
+    layout = target.outline.forward.layout
+    sizes = (target.mesh.shape["fsdp"], target.mesh.shape["tensor"])
+    compute = target.outline.forward.compute
     tokens = tokens_in_memory(run.learner, compute, config, layout.row_tokens, sizes, machine.chip.memory)
     rows = min(layout.rows, layout.parts * max(int(tokens // layout.row_tokens), 1))
     return dataclasses.replace(run, learner=run.learner.computing(microbatch_rows=rows))
@@ -377,7 +369,7 @@ def with_rows(run: Configuration, config: ModelConfig, machine: Machine, find: A
 
 def compilable(run: Any, config: ModelConfig, machine: Machine) -> tuple[Any, tuple[str, ...]]:
     """Return the run with an attention that can be compiled here, and a note if that is not its own."""
-    if compute_for(run.learner, config, machine.chip.platform).attention != "cudnn" or installed(CUDNN):
+    if compute_for(run.learner, config, machine.chip.platform).attention != "cudnn" or is_installed(CUDNN):
         return run, ()
     learner = run.learner.computing(attention="xla")
     return dataclasses.replace(run, learner=learner), (
@@ -385,47 +377,41 @@ def compilable(run: Any, config: ModelConfig, machine: Machine) -> tuple[Any, tu
     )
 
 
-def _assembled(
-    one: Subject, machine: Machine, spots: Places, mean: int | None, done: dict[str, Compiled], notes: Sequence[str]
-) -> Plan:
-    run = one.run
-    outline = one.outline
-    held = one.arrays
-    todo = work(run, outline, held.learned, mean)
+def _build_plan(
+    target: PlannedRun, machine: Machine, spots: Places, mean: int | None, done: dict[str, Compiled],
+    notes: Sequence[str],
+) -> Plan:  # fmt: skip
+    run, outline, arrays = target.run, target.outline, target.arrays
+    todo = step_work(run, outline, arrays.learned, mean)
     sizes = run.mesh.sizes(machine.devices)
-    traffics = traffic_by_formula(run, held, todo, sizes, spots)
-    traffics |= {
-        name: by_kind(traffic(c, spots) for loop in one.loops for c in loop.collectives)
-        for name, one in done.items()
-        if not one.refused
-    }
+    traffics = traffic_by_formula(run, arrays, todo, sizes, spots)
     clock = machine.chip.clock
-    read = {
-        name: Read(one.cycles / clock if clock else 0.0, one.loops[0].moved)
-        for name, one in done.items()
-        if not one.refused
-    }
-    more = {"groups": bytes_per_device(held.packed) * run.learner.minibatches / outline.groups.count}
+    read = {}
+    for name, program in done.items():
+        if not program.refused:
+            traffics[name] = sum_by_kind(traffic_of(c, spots) for loop in program.loops for c in loop.collectives)
+            read[name] = CompiledCost(program.cycles / clock if clock else 0.0, program.loops[0].moved)
+    more = {"groups": bytes_per_device(arrays.packed) * run.learner.minibatches / outline.groups.count}
     sampling, repeated, decoding = None, [], []
-    if isinstance(held, SamplingArrays):
-        sampling = memory_of_sampling(run, held, done)
+    if isinstance(arrays, SamplingArrays):
+        sampling = memory_of_sampling(run, arrays, done)
         tensor = run.mesh.sampling_sizes(machine.devices)["tensor"]
-        repeated = repeated_heads(held.sampled.config.attention.kv_heads, tensor)
-        taken = slots_of(held, todo)
-        form = held.build.form
+        repeated = repeated_heads(arrays.sampled.config.attention.kv_heads, tensor)
+        filled = slot_occupancy(arrays, todo)
+        form = arrays.build.form
         reads = "every slot to the longest one's length"
         reads = reads if form is None else f"each slot by its length ({form.platform} kernel)"
         decoding = [
             f"attention of decoding: {reads}",
             f"decoding, by the engine's rules for {todo.completions} completions of {todo.mean} tokens "
             f"({'log-normal, sigma ' + str(SIGMA) if todo.mean < outline.groups.longest else 'all as long'}): "
-            f"{taken.chunks} chunks read {taken.read:.1%} of the cache on average, and {taken.live:.1%} is live",
+            f"{filled.chunks} chunks read {filled.read:.1%} of the cache on average, and {filled.live:.1%} is live",
         ]
-        more["slots"] = (sampling.cache + sampling.temporary) / held.sampler.rollout.engine.slots
+        more["slots"] = (sampling.cache + sampling.temporary) / arrays.sampler.rollout.engine.slots
     products = [  # where the compiler had a choice
-        f"matrix products of {name}, as compiled: {', '.join(f'{count} by {who}' for who, count in made.items())}"
+        f"matrix products of {name}, as compiled: {', '.join(f'{count} by {who}' for who, count in counts.items())}"
         for name in ("update", "decode")
-        if name in done and (made := done[name].products)
+        if name in done and (counts := done[name].products)
     ]
     compute = outline.forward.compute
     options = []
@@ -433,9 +419,9 @@ def _assembled(
         values = (f"{name} {str(value).lower()}" for name, value in compute.compiler)
         options = [f"options of the learner's compiler: {', '.join(values)}"]
     return Plan(
-        run, machine, sizes, held.state, todo, outline.groups,
-        memory_of_learning(run, held, done), sampling,
-        tuple(phases(run, held, todo, machine.chip, traffics, read)), done,
+        run, machine, sizes, arrays.state, todo, outline.groups,
+        memory_of_learning(run, arrays, done), sampling,
+        tuple(step_parts(run, arrays, todo, machine.chip, traffics, read)), done,
         (f"attention: {compute.attention}", *options, *products, *repeated, *decoding, *notes, *outline.notes), more,
     )  # fmt: skip
 
@@ -446,7 +432,7 @@ part of the batch.
 """
 
 
-def candidates(run: Any, config: ModelConfig, machine: Machine) -> list[Any]:
+def candidate_runs(run: Any, config: ModelConfig, machine: Machine) -> list[Any]:
     """Return every mesh that divides heads, rows and devices, with some microbatches not larger than an update.
 
     More devices than key/value heads take copies of these, which divide the query heads evenly.
@@ -467,45 +453,40 @@ def candidates(run: Any, config: ModelConfig, machine: Machine) -> list[Any]:
         for data in range(1, math.isqrt(inside // tensor) + 1)
         if inside // tensor % data == 0
     ]
-    found = []
+    runs = []
     for mesh in meshes:
         parts = inside // mesh.tensor * mesh.slices * mesh.expert
         rows = [n * parts for n in ROWS if n == 1 or n * parts <= completions]
         learners = [run.learner.computing(microbatch_rows=n) for n in rows]
-        found += [dataclasses.replace(run, mesh=mesh, learner=learner) for learner in learners]
-    return found
+        runs += [dataclasses.replace(run, mesh=mesh, learner=learner) for learner in learners]
+    return runs
 
 
-def best(
-    run: Configuration,
-    config: ModelConfig,
-    machine: Machine,
-    devices: list[Any] | None,
-    mean: int | None,
-    quick: bool,
-    say: Callable[[str], None],
-) -> list[Plan]:
+def best_plans(
+    run: Configuration, config: ModelConfig, machine: Machine, devices: list[Any] | None, mean: int | None,
+    quick: bool, say: Callable[[str], None],
+) -> list[Plan]:  # fmt: skip
     """Return the fastest plans that fit, the best first; compiled where that is possible, until a few fit.
 
     A formula's memory is rough, so plans that exceed it a little are compiled too.
     """
     ranked = []
-    for number, one in enumerate(every := candidates(run, config, machine)):
+    for number, candidate in enumerate(every := candidate_runs(run, config, machine)):
         say(f"by formula: {number + 1} of {len(every)}")
-        made = plan(one, config, machine, devices, mean, False)
-        slots = made.most("slots") // batch_parts(made.mesh)
-        if slots and made.sampling.total > machine.chip.memory:  # with as many slots as fit
-            slots = (1 << slots.bit_length() - 1) * batch_parts(made.mesh)
-            fewer = dataclasses.replace(made.run, rollout=dataclasses.replace(made.run.rollout, slots=slots))
-            made = plan(fewer, config, machine, devices, mean, False)
-        ranked.append(made)
+        planned = plan_run(candidate, config, machine, devices, mean, False)
+        slots = planned.most("slots") // batch_parts(planned.mesh)
+        if slots and planned.sampling.total > machine.chip.memory:  # with as many slots as fit
+            slots = (1 << slots.bit_length() - 1) * batch_parts(planned.mesh)
+            fewer = dataclasses.replace(planned.run, rollout=dataclasses.replace(planned.run.rollout, slots=slots))
+            planned = plan_run(fewer, config, machine, devices, mean, False)
+        ranked.append(planned)
     ranked.sort(key=lambda p: p.seconds)
     if quick or devices is None:
         return [p for p in ranked if p.fits][: 2 * COMPILED]
-    found: list[Plan] = []
-    for one in [p for p in ranked if p.peak <= SLACK * machine.chip.memory][: 3 * COMPILED]:
-        tried = plan(one.run, config, machine, devices, mean, True, False, say)
-        found += [tried] if tried.fits else []
-        if len(found) == COMPILED:
+    fitting: list[Plan] = []
+    for candidate in [p for p in ranked if p.peak <= SLACK * machine.chip.memory][: 3 * COMPILED]:
+        tried = plan_run(candidate.run, config, machine, devices, mean, True, False, say)
+        fitting += [tried] if tried.fits else []
+        if len(fitting) == COMPILED:
             break
-    return sorted(found, key=lambda p: p.seconds)
+    return sorted(fitting, key=lambda p: p.seconds)

@@ -43,11 +43,11 @@ from jaxrl_llm.models.decoder import Adapter, Decoder, cast, initialise
 from jaxrl_llm.models.decoding import empty_cache
 from jaxrl_llm.models.heads import ScalarModel
 from jaxrl_llm.models.hf import read_config
-from jaxrl_llm.models.lora import base_of, model_of
-from jaxrl_llm.models.peft import base_named, is_adapter
-from jaxrl_llm.models.pretrained import architecture
+from jaxrl_llm.models.lora import frozen_base, model_of
+from jaxrl_llm.models.peft import base_model_name, is_adapter
+from jaxrl_llm.models.pretrained import model_config_of
 from jaxrl_llm.plan import hlo
-from jaxrl_llm.plan.hlo import Loop, cycles, loops
+from jaxrl_llm.plan.hlo import HloLoop, cycles, find_loops
 from jaxrl_llm.plan.machines import Machine
 from jaxrl_llm.runs.load import config_of, find_run
 from jaxrl_llm.sharding import (
@@ -118,9 +118,9 @@ class PlannedRole(PlannedModel):
 
 @dataclasses.dataclass(frozen=True)
 class PlannedPass(PlannedModel):
-    """A pass on the devices; ``asked``: the pass to run."""
+    """A pass on the devices; ``spec``: the pass to run."""
 
-    asked: Pass
+    spec: Pass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,13 +131,13 @@ class Arrays:
       state: weights, optimiser, reference.
       packed: one optimiser update's data, for all roles.
       learned: one for each role, the policy first.
-      readings: the passes.
+      passes: the passes.
     """
 
     state: TrainState
     packed: Packed
     learned: tuple[PlannedRole, ...]
-    readings: tuple[PlannedPass, ...]
+    passes: tuple[PlannedPass, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,41 +170,41 @@ def abstract_model(config: ModelConfig, dtype: str) -> Decoder:
     return jax.eval_shape(lambda key: initialise(config, key, jnp.dtype(dtype)), jax.random.key(0))
 
 
-def arrays(outline: Outline, initial: Decoder, mesh: Any, where: Any) -> Arrays:
+def planned_arrays(outline: Outline, initial: Decoder, mesh: Any, where: Any) -> Arrays:
     """Return the run's arrays, where ``mesh`` learns and ``where`` samples (either may be abstract).
 
     ``initial``: the model at the start, as shapes.
     """
     state = abstract(outline.state, shardings(outline.state, mesh))
-    names = tuple(objective.name for one in outline.training for objective in one.objectives)
+    names = tuple(objective.name for training in outline.training for objective in training.objectives)
     samples = outline.samples(outline.groups.longest)
     packed, microbatches = packed_shapes(samples, outline.forward.layout, names)
     computed = jax.ShapeDtypeStruct(packed.mask.shape, np.float32)
-    needed = set().union(*(one.needs for one in outline.training)) - set(packed.by_token)
+    needed = set().union(*(training.needs for training in outline.training)) - set(packed.by_token)
     packed = packed.with_tokens(**dict.fromkeys(sorted(needed), computed))
     packed = abstract(packed, batch_shardings(packed, mesh))
     learned = []
-    for one in outline.training:
-        role = state.roles[one.role]._replace(base=base_of(state, one.role))
-        model, forward = model_of(state, one.role), outline.forwards[one.role]
-        name = "update" if one.role == "policy" else one.role
+    for training in outline.training:
+        role = state.roles[training.role]._replace(base=frozen_base(state, training.role))
+        model, forward = model_of(state, training.role), outline.forwards[training.role]
+        name = "update" if training.role == "policy" else training.role
         predicts = not isinstance(model, ScalarModel)
-        learned.append(PlannedRole(name, forward, predicts, model, packed, microbatches, one, role))
-    readings = []
-    for asked in outline.passes:
-        on = asked.forward.mesh
-        model = model_of(state, asked.role) if asked.role else abstract(asked.model, shardings(asked.model, on))
-        read, count = packed_shapes(asked.samples, asked.forward.layout)
-        read = abstract(read, batch_shardings(read, on))
-        predicts = asked.output != "values"
-        readings.append(PlannedPass(asked.name, asked.forward, predicts, model, read, count, asked))
-    found = Arrays(state, packed, tuple(learned), tuple(readings))
+        learned.append(PlannedRole(name, forward, predicts, model, packed, microbatches, training, role))
+    passes = []
+    for spec in outline.passes:
+        mesh_of_pass = spec.forward.mesh
+        model = model_of(state, spec.role) if spec.role else abstract(spec.model, shardings(spec.model, mesh_of_pass))
+        data, count = packed_shapes(spec.samples, spec.forward.layout)
+        data = abstract(data, batch_shardings(data, mesh_of_pass))
+        predicts = spec.output != "values"
+        passes.append(PlannedPass(spec.name, spec.forward, predicts, model, data, count, spec))
+    planned = Arrays(state, packed, tuple(learned), tuple(passes))
     if outline.sampler is None:
-        return found
-    return _with_sampler(found, outline.sampler, initial, jnp.dtype(outline.forward.compute.dtype), where)
+        return planned
+    return _with_sampling(planned, outline.sampler, initial, jnp.dtype(outline.forward.compute.dtype), where)
 
 
-def _with_sampler(held: Arrays, sampler: PlannedSampler, model: Decoder, dtype: Any, where: Any) -> SamplingArrays:
+def _with_sampling(arrays: Arrays, sampler: PlannedSampler, model: Decoder, dtype: Any, where: Any) -> SamplingArrays:
     """Add the weights to sample from, and the slots at their largest: all of them, the longest prompts and completions,
     the most prompt blocks."""
     rollout = sampler.rollout
@@ -223,7 +223,7 @@ def _with_sampler(held: Arrays, sampler: PlannedSampler, model: Decoder, dtype: 
     with jax.sharding.use_abstract_mesh(where.abstract_mesh):
         slots = jax.eval_shape(lambda: empty_slots(model.config, shape, dtype, None, sampler.rules.repetition))
     return SamplingArrays(
-        **vars(held),
+        **vars(arrays),
         sampler=sampler,
         sampled=abstract(sampled, sampling_shardings(sampled, where)),
         slots=abstract(slots, slot_shardings(slots, where)),
@@ -237,21 +237,15 @@ def bytes_per_device(tree: Any) -> int:
     return sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def share_of(tree: Any) -> float:
+def device_share(tree: Any) -> float:
     """Return one device's share of arrays by bytes, which is also its share of their matrix products."""
     return bytes_per_device(tree) / sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def prompt_calls(tokens: int, parts: int) -> tuple[int, int, int]:
-    """Return how prompts of ``tokens`` tokens are prefilled: sequences per call, tokens per call, calls per prompt.
-
-    ``parts``: number of parts into which the mesh divides the sequences.
-    """
+    """Return how prompts of ``tokens`` tokens are prefilled: sequences per call, tokens per call, calls per prompt."""
     shape = prefill_shape(tokens)
     return call_rows(shape.piece * shape.calls, parts), shape.piece, shape.calls
-
-
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,7 +267,7 @@ class Compiled:
     arguments: int = 0
     outputs: int = 0
     temporary: int = 0
-    loops: tuple[Loop, ...] = ()
+    loops: tuple[HloLoop, ...] = ()
     cycles: float = 0.0
     products: Mapping[str, int] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
@@ -282,7 +276,7 @@ class Compiled:
 
 
 @dataclasses.dataclass(frozen=True)
-class Subject:
+class PlannedRun:
     """A run on a mesh of described devices, ready to compile.
 
     Attributes:
@@ -300,25 +294,25 @@ class Subject:
     arrays: Arrays
 
 
-def subject(
+def planned_run(
     run: Configuration,
     config: ModelConfig,
     devices: list[Any] | None,
     find: Architectures = config_of,
     machine: Machine | None = None,
-) -> Subject:
+) -> PlannedRun:
     """Return the run's functions and their arguments on these devices.
 
     ``find``: returns the architecture of other models. Without devices the meshes are abstract, of the ``machine``, and
     nothing can be compiled.
     """
-    mesh, where = meshes(run, devices, machine)
+    mesh, where = run_meshes(run, devices, machine)
     model = abstract_model(config, run.learner.dtype)
     outline = planned_stage(run).outline(run, model, mesh, where, find)
-    return Subject(run, mesh, where, outline, arrays(outline, model, mesh, where))
+    return PlannedRun(run, mesh, where, outline, planned_arrays(outline, model, mesh, where))
 
 
-def meshes(run: Configuration, devices: list[Any] | None, machine: Machine | None = None) -> tuple[Any, Any]:
+def run_meshes(run: Configuration, devices: list[Any] | None, machine: Machine | None = None) -> tuple[Any, Any]:
     """Return the run's meshes for learning and for sampling: of these devices, or without them abstract, of the
     machine."""
     if devices is not None or machine is None:
@@ -328,134 +322,123 @@ def meshes(run: Configuration, devices: list[Any] | None, machine: Machine | Non
 
 
 def planned_stage(run: Configuration) -> ModuleType:
-    """Return the module of the run's kind of training, which outlines its computation.
-
-    Raises:
-      InputError: the module has no outline.
-    """
+    """Return the module of the run's kind of training, which outlines its computation."""
     stage = stage_of(run)
     kind = type(run).__name__
     require(hasattr(stage, "outline"), f"a {kind} cannot be planned: its stage has no outline (stages/stage.py)")
     return stage
 
 
-def lowered(one: Subject, name: str) -> jax.stages.Lowered:
+def lower_program(target: PlannedRun, name: str) -> jax.stages.Lowered:
     """Lower a program of the run, at its largest: all slots, the longest prompts, the last call of several.
 
     ``weights`` casts and lays out the policy for sampling; ``refill`` fills slots and blocks with a call's prompts.
     """
-    held = one.arrays
+    arrays = target.arrays
     scalar = jax.ShapeDtypeStruct((), np.float32)
-    for learned in held.learned:
-        if learned.name == name:
-            role = learned.training
-            coefficients = dict.fromkeys(one.outline.coefficients[role.role], scalar)
-            with jax.set_mesh(one.mesh):
-                return role.update.lower(held.state, role.reads(held.packed), coefficients)
-    for reading in held.readings:
-        if reading.name == name:
-            with jax.set_mesh(reading.forward.mesh):
-                compute = reading.forward.compute
+    for planned in arrays.learned:
+        if planned.name == name:
+            role = planned.training
+            coefficients = dict.fromkeys(target.outline.coefficients[role.role], scalar)
+            with jax.set_mesh(target.mesh):
+                return role.update.lower(arrays.state, role.reads(arrays.packed), coefficients)
+    for planned_pass in arrays.passes:
+        if planned_pass.name == name:
+            with jax.set_mesh(planned_pass.forward.mesh):
+                compute = planned_pass.forward.compute
                 program = scoring(compute.compiler)
-                return program.lower(reading.model, reading.packed, scalar, compute, reading.asked.output)
-    assert isinstance(held, SamplingArrays)
-    sampler = held.sampler
+                return program.lower(planned_pass.model, planned_pass.packed, scalar, compute, planned_pass.spec.output)
+    assert isinstance(arrays, SamplingArrays)
+    sampler = arrays.sampler
     if name == "weights":
-        with jax.set_mesh(one.mesh):
-            transfer: Any = sampler.transfer(one.mesh, one.where)
-            return transfer.lower(model_of(held.state))
-    shape, where = held.slot_shape, one.where
+        with jax.set_mesh(target.mesh):
+            transfer: Any = sampler.transfer(target.mesh, target.where)
+            return transfer.lower(model_of(arrays.state))
+    shape, where = arrays.slot_shape, target.where
     rows, piece, calls = prompt_calls(sampler.rollout.max_prompt_tokens, batch_parts(where))
-    dtype = held.slots.cache.k.dtype
+    dtype = arrays.slots.cache.k.dtype
     with jax.set_mesh(where):
-        cache = jax.eval_shape(lambda: empty_cache(held.sampled.config, rows, bucket_length(calls * piece), dtype))
+        cache = jax.eval_shape(lambda: empty_cache(arrays.sampled.config, rows, bucket_length(calls * piece), dtype))
         cache = abstract(cache, slot_shardings(cache, where))
         if name == "prompts":
             lengths = jax.ShapeDtypeStruct((rows,), np.int32)
             tokens = jax.ShapeDtypeStruct((rows, piece), np.int32)
-            given = cache if calls > 1 else None
-            return extend_prompts.lower(held.sampled, given, lengths, tokens, cache.columns, where)
+            before = cache if calls > 1 else None
+            return extend_prompts.lower(arrays.sampled, before, lengths, tokens, cache.columns, where)
         if name == "refill":
-            begun = jax.eval_shape(lambda: empty_admission(shape, cache.v.shape[1], sampler.rules.repetition))
-            return fill_slots.lower(held.slots, cache, begun, where)
+            waiting = jax.eval_shape(lambda: empty_admission(shape, cache.v.shape[1], sampler.rules.repetition))
+            return fill_slots.lower(arrays.slots, cache, waiting, where)
         rules = jax.eval_shape(lambda: to_traced(sampler.rules))
         chunk = sampler.rollout.engine.chunk
-        how = {"group": shape.group, "mesh": where, "form": held.build.form}
-        return run_chunk.lower(held.sampled, held.slots, rules, chunk, asked_of(sampler.rules), **how)
+        options = {"group": shape.group, "mesh": where, "form": arrays.build.form}
+        return run_chunk.lower(arrays.sampled, arrays.slots, rules, chunk, asked_of(sampler.rules), **options)
 
 
-def programs(one: Subject) -> dict[str, Mesh]:
+def program_meshes(target: PlannedRun) -> dict[str, Mesh]:
     """Return the run's programs in order, each with its mesh; weights that move to other devices need none."""
-    found = {}
-    if isinstance(one.arrays, SamplingArrays):
-        found = {} if one.run.mesh.rollout else {"weights": one.mesh}
-        found |= dict.fromkeys(("prompts", "refill", "decode"), one.where)
-    return found | {model.name: model.forward.mesh for model in (*one.arrays.readings, *one.arrays.learned)}
+    meshes = {}
+    if isinstance(target.arrays, SamplingArrays):
+        meshes = {} if target.run.mesh.rollout else {"weights": target.mesh}
+        meshes |= dict.fromkeys(("prompts", "refill", "decode"), target.where)
+    return meshes | {model.name: model.forward.mesh for model in (*target.arrays.passes, *target.arrays.learned)}
 
 
-def compile_one(one: Subject, name: str) -> Compiled:
+def compile_program(target: PlannedRun, name: str) -> Compiled:
     """Compile one of the programs; one that needs more memory than the device has is returned as refused."""
     began = time.monotonic()
     with without_compilation_cache():
         try:
-            done = lowered(one, name).compile()
+            compiled = lower_program(target, name).compile()
         except jax.errors.JaxRuntimeError as error:
-            return Compiled(seconds=time.monotonic() - began, refused=needed(str(error)))
-    memory = done.memory_analysis()
-    text = str(done.as_text())
+            return Compiled(seconds=time.monotonic() - began, refused=memory_needed(str(error)))
+    memory = compiled.memory_analysis()
+    text = str(compiled.as_text())
     # Trip counts of loops with a bound in the data: microbatches and chunks of predictions, or decode steps.
     repeats: tuple[float, ...] = ()
-    if isinstance(one.arrays, SamplingArrays) and name == "decode":
-        repeats = (one.arrays.sampler.rollout.engine.chunk,)
-    for model in (*one.arrays.learned, *one.arrays.readings):
+    if isinstance(target.arrays, SamplingArrays) and name == "decode":
+        repeats = (target.arrays.sampler.rollout.engine.chunk,)
+    for model in (*target.arrays.learned, *target.arrays.passes):
         if model.name == name:
             chunks = -(-model.packed.predictions.target.shape[-1] // model.forward.compute.head_chunk)
             repeats = (model.microbatches,) + (chunks,) * model.predicts
-    program = hlo.parse(text, programs(one)[name].size)
+    program = hlo.parse_hlo(text, program_meshes(target)[name].size)
     return Compiled(
         memory.argument_size_in_bytes,
         memory.output_size_in_bytes - memory.alias_size_in_bytes,
         memory.temp_size_in_bytes,
-        tuple(loops(program, repeats)),
+        tuple(find_loops(program, repeats)),
         cycles(program, unknown=repeats),
-        hlo.products(text),
+        hlo.count_products(text),
         time.monotonic() - began,
         text=text,
     )
 
 
-def needed(text: str) -> float:
-    """Return the bytes that a program would have needed, from the compiler's error.
-
-    Raises:
-      InputError: the compiler failed for another reason.
-    """
-    found = re.search(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm", text)
-    require("RESOURCE_EXHAUSTED" in text or found is not None, f"the compiler failed: {text.splitlines()[0]}")
-    return float(found[1]) * _UNITS[found[2]] if found else float("inf")
+def memory_needed(text: str) -> float:
+    """Return the bytes that a program would have needed, from the compiler's error; InputError for any other."""
+    match = re.search(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm", text)
+    require("RESOURCE_EXHAUSTED" in text or match is not None, f"the compiler failed: {text.splitlines()[0]}")
+    return float(match[1]) * 2.0 ** (10 * " KMGT".index(match[2] or " ")) if match else float("inf")
 
 
-def model_config(name: str) -> tuple[ModelConfig, str]:
+def find_model_config(name: str) -> tuple[ModelConfig, str]:
     """Return the architecture of a model or adapter directory, .gguf file, built-in name, hub id or RUN[@STEP], and its
     source.
 
     The package holds a copy of config.json for well-known models, so that planning needs no network.
-
-    Raises:
-      InputError: no such model, or an unknown architecture.
     """
-    if name in published() and not Path(name).is_dir():
-        return read_config(published()[name]), "the published config.json, copied into this package"
+    if name in published_configs() and not Path(name).is_dir():
+        return read_config(published_configs()[name]), "the published config.json, copied into this package"
     trained = find_run(name)
     adapter = is_adapter(storage.folder(name))
     if trained is None and not adapter:
-        return architecture(name)
-    base = base_named(storage.folder(name)) if trained is None else without_step(trained.run.model)
-    config, source = model_config(base)
+        return model_config_of(name)
+    base = base_model_name(storage.folder(name)) if trained is None else without_step(trained.run.model)
+    config, source = find_model_config(base)
     return config, f"of {'adapter' if adapter else 'run'} {name}: {source}"
 
 
-def architectures(policy: ModelConfig) -> tuple[Architectures, list[str]]:
+def architecture_finder(policy: ModelConfig) -> tuple[Architectures, list[str]]:
     """Return a function from the name of a run's other model to its architecture, and the notes that it adds to.
 
     A run that has not been trained yet has no directory: the function assumes the policy's architecture and notes that.
@@ -469,7 +452,7 @@ def architectures(policy: ModelConfig) -> tuple[Architectures, list[str]]:
         # Where there is no folder of runs yet, its name would read as a hub id.
         if directory.parent.name != SAVED_RUNS or directory.exists():
             try:
-                return model_config(name)[0]
+                return find_model_config(name)[0]
             except InputError:
                 if directory.exists():
                     raise
@@ -480,7 +463,7 @@ def architectures(policy: ModelConfig) -> tuple[Architectures, list[str]]:
 
 
 @functools.cache
-def published() -> dict[str, dict[str, Any]]:
+def published_configs() -> dict[str, dict[str, Any]]:
     """Return the config.json of well-known models by hub id; attributes that change no shape are left out."""
     text = (resources.files("jaxrl_llm.plan") / "published.json").read_text()
     return {name: entry["config"] for entry in json.loads(text) for name in entry["names"]}

@@ -19,8 +19,8 @@ from jaxrl_llm.learner.batch import packed_shapes
 from jaxrl_llm.models import gpu_attention
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decode_kernels import ByLength, columns_read
-from jaxrl_llm.models.flops import counts, forward_flops, training_flops, visible_pairs
-from jaxrl_llm.models.heads import keeps_logits
+from jaxrl_llm.models.flops import count_parameters, forward_flops, training_flops, visible_pairs
+from jaxrl_llm.models.heads import saves_logits
 from jaxrl_llm.models.layers import BLOCKS, part_columns
 from jaxrl_llm.plan.hlo import Collective, Traffic
 from jaxrl_llm.plan.machines import Machine
@@ -30,8 +30,8 @@ from jaxrl_llm.plan.programs import (
     PlannedRole,
     SamplingArrays,
     bytes_per_device,
+    device_share,
     prompt_calls,
-    share_of,
 )
 from jaxrl_llm.sharding import batch_parts
 from jaxrl_llm.sharding.mesh import Chip
@@ -56,7 +56,7 @@ class Occupancy:
     live: float
 
 
-def lengths(count: int, mean: float, longest: int) -> np.ndarray:
+def completion_lengths(count: int, mean: float, longest: int) -> np.ndarray:
     """Return the tokens of ``count`` completions, int[count]: log-normal, cut at ``longest``, of this mean, shuffled.
 
     A mean of ``longest`` gives that length to all.
@@ -73,30 +73,15 @@ def lengths(count: int, mean: float, longest: int) -> np.ndarray:
 
 @functools.lru_cache
 def occupancy(
-    completions: int,
-    mean: int,
-    longest: int,
-    slots: int,
-    chunk: int,
-    room: int,
-    parts: int = 1,
+    completions: int, mean: int, longest: int, slots: int, chunk: int, room: int, parts: int = 1,
     form: ByLength | None = None,
-) -> Occupancy:
+) -> Occupancy:  # fmt: skip
     """Run a step's completions through the slots by the engine's rules for the rows and columns of a chunk.
 
-    A slot whose completion ends takes the next one of the queue at the next chunk.
-
-    Args:
-      completions: B.
-      mean: tokens of a completion on average, as ``lengths`` spreads them.
-      longest: tokens of the longest.
-      slots: of the engine.
-      chunk: decode steps of a call.
-      room: columns of the whole cache.
-      parts: of the mesh's rows.
-      form: kernels that read each row by its length; None for the plain form, which reads all to the longest one's.
+    A slot whose completion ends takes the next one of the queue at the next chunk. ``room``: columns of the whole
+    cache. ``form``: kernels that read each row by its length; None for the plain form, which reads all alike.
     """
-    queue = lengths(completions, mean, longest)
+    queue = completion_lengths(completions, mean, longest)
     running = queue[:slots]
     done = np.zeros(len(running), int)
     waits = len(running)
@@ -116,8 +101,8 @@ def occupancy(
         waits += len(new)
         running = np.concatenate([running[~ended], new])
         done = np.concatenate([done[~ended], np.zeros(len(new), int)])
-    whole = slots * room * chunks
-    return Occupancy(chunks, read / whole, live / whole)
+    capacity = slots * room * chunks
+    return Occupancy(chunks, read / capacity, live / capacity)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +147,7 @@ class Work:
         return self.update_flops * self.updates
 
 
-def work(run: Configuration, outline: Outline, learned: Sequence[PlannedRole], mean: int | None = None) -> Work:
+def step_work(run: Configuration, outline: Outline, learned: Sequence[PlannedRole], mean: int | None = None) -> Work:
     """Return the step's work; ``mean`` tokens of a completion, the longest if not given."""
     groups = outline.groups
     layout = outline.forward.layout
@@ -173,9 +158,9 @@ def work(run: Configuration, outline: Outline, learned: Sequence[PlannedRole], m
     completions = groups.count * groups.each
 
     def sizes(config: ModelConfig, predicts: bool) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
-        own = groups.count * prompt, groups.count * visible_pairs(config, 0, prompt), 0.0
+        of_prompts = groups.count * prompt, groups.count * visible_pairs(config, 0, prompt), 0.0
         after = completions * visible_pairs(config, prompt, prompt + tokens)
-        return own, (completions * tokens, after, completions * tokens * predicts)
+        return of_prompts, (completions * tokens, after, completions * tokens * predicts)
 
     _, microbatches = packed_shapes(samples, layout)
     policy = outline.training[0]
@@ -183,9 +168,9 @@ def work(run: Configuration, outline: Outline, learned: Sequence[PlannedRole], m
     in_reward = outline.state.reference is not None and "ref_logp" not in scored
     settings = run.learner
     counted = sum(
-        training_flops(one.model.config, *size, one.adapter) * one.training.passes(settings) / settings.epochs
-        for one in learned
-        for size in sizes(one.model.config, one.predicts)
+        training_flops(role.model.config, *size, role.adapter) * role.training.passes(settings) / settings.epochs
+        for role in learned
+        for size in sizes(role.model.config, role.predicts)
     )
     config = learned[0].model.config
     prefill, decode = (forward_flops(config, *size) if outline.sampler else 0.0 for size in sizes(config, True))
@@ -198,8 +183,6 @@ def work(run: Configuration, outline: Outline, learned: Sequence[PlannedRole], m
 
 REMAT_PASSES = {"none": 0.0, "dots": 0.0, "full": 1.0}
 """Forward passes that the backward pass recomputes; "dots" repeats no matrix product."""
-KERNELS_BACK = 3.5
-"""Products of fused attention's backward kernels over its forward kernel's: both compute scores and slopes."""
 
 
 def attention_share(attention: str, columns: int) -> float:
@@ -211,20 +194,20 @@ def attention_share(attention: str, columns: int) -> float:
     return 0.5 + tile / (2 * columns)
 
 
-def update_flops(one: Work, learned: PlannedRole) -> float:
+def update_flops(work: Work, planned: PlannedRole) -> float:
     """Return the FLOPs that one update of a role runs on all devices, with padding and recomputation by remat."""
-    config = learned.model.config
-    compute = learned.forward.compute
-    tokens = one.rows * one.row_tokens
-    pairs = packed_pairs(config, compute.attention, one.rows, one.row_tokens)
-    predictions = one.predictions if learned.predicts else 0
-    once = training_flops(config, tokens, pairs, predictions, learned.adapter)
+    config = planned.model.config
+    compute = planned.forward.compute
+    tokens = work.rows * work.row_tokens
+    pairs = packed_pairs(config, compute.attention, work.rows, work.row_tokens)
+    predictions = work.predictions if planned.predicts else 0
+    once = training_flops(config, tokens, pairs, predictions, planned.adapter)
     # Nobody asks for what the last product of a layer returned, so that one is not repeated.
     last = 2.0 * config.layers * config.width * config.active_width * tokens
     repeated = forward_flops(config, tokens, pairs, 0) - last
     # The head's logits are computed again in the backward pass, if they are too large to be kept.
-    kept = keeps_logits(learned.packed.predictions.target.shape[-1], compute.head_chunk, config.vocab_size)
-    return once + REMAT_PASSES[compute.remat] * repeated + (not kept) * forward_flops(config, 0, 0, predictions)
+    saved = saves_logits(planned.packed.predictions.target.shape[-1], compute.head_chunk, config.vocab_size)
+    return once + REMAT_PASSES[compute.remat] * repeated + (not saved) * forward_flops(config, 0, 0, predictions)
 
 
 def packed_pairs(config: ModelConfig, attention: str, rows: int, row_tokens: int) -> float:
@@ -250,7 +233,7 @@ class Cost(NamedTuple):
     share: float = 1.0
 
 
-class Read(NamedTuple):
+class CompiledCost(NamedTuple):
     """The cost of one call of a compiled program on one device, at its largest, read from its text.
 
     Attributes:
@@ -311,70 +294,69 @@ class StepPart:
         return network if self.seconds == self.ici_s + self.dcn_s else max(("compute", "memory"), key=times.__getitem__)
 
 
-def phases(
+def step_parts(
     run: Configuration, arrays: Arrays, work: Work, chip: Chip,
-    sent: Mapping[str, tuple[Traffic, ...]], read: Mapping[str, Read],
+    sent: Mapping[str, tuple[Traffic, ...]], read: Mapping[str, CompiledCost],
 ) -> list[StepPart]:  # fmt: skip
     """Return the parts of a step on one device; those that a step never calls are left out.
 
-    Args:
-      run: resolved.
-      arrays: the run's arrays.
-      work: of a step.
-      chip: its peaks.
-      sent: traffic of one call of each program.
-      read: what compiled programs cost; others cost what formulas say.
+    ``sent``: traffic of one call of each program. ``read``: what compiled programs cost; others cost what formulas say.
     """
-    found = []
+    parts = []
 
     def add(name: str, calls: float, cost: Cost, samples: bool = False, learns: bool = False) -> None:
         if not calls:
             return
         compute, moved, source = cost.flops / chip.flops, cost.bytes, FORMULAS
-        if one := read.get(name):
-            rest = max(one.bytes - cost.fixed, 0.0)
-            moved = one.bytes - rest + rest * cost.share
-            source = CYCLES if one.seconds else BYTES
-            if one.seconds:
-                compute = one.seconds * moved / one.bytes + cost.kernels / chip.flops
-        sends = tuple(one.times(calls) for one in sent.get(name, ()))
+        if program := read.get(name):
+            rest = max(program.bytes - cost.fixed, 0.0)
+            moved = program.bytes - rest + rest * cost.share
+            source = CYCLES if program.seconds else BYTES
+            if program.seconds:
+                compute = program.seconds * moved / program.bytes + cost.kernels / chip.flops
+        sends = tuple(program.times(calls) for program in sent.get(name, ()))
         times = (
             calls * compute,
             calls * moved / chip.bandwidth,
             sum(t.ici_s for t in sends),
             sum(t.dcn_s for t in sends),
         )
-        found.append(StepPart(name, calls, calls * cost.flops, calls * moved, sends, *times, samples, learns, source))
+        parts.append(StepPart(name, calls, calls * cost.flops, calls * moved, sends, *times, samples, learns, source))
 
     if isinstance(arrays, SamplingArrays):
-        for name, (calls, cost) in sampling_phases(arrays, work).items():
+        for name, (calls, cost) in sampling_costs(arrays, work).items():
             add(name, calls, cost, samples=True)
-    for one in arrays.readings:
-        predictions = sum(len(sample.tokens) for sample in one.asked.samples) if one.predicts else 0
-        add(one.name, one.asked.calls, pass_cost(one, one.microbatches, predictions), samples=one.asked.copies > 0)
+    for planned in arrays.passes:
+        predictions = sum(len(sample.tokens) for sample in planned.spec.samples) if planned.predicts else 0
+        add(
+            planned.name,
+            planned.spec.calls,
+            pass_cost(planned, planned.microbatches, predictions),
+            samples=planned.spec.copies > 0,
+        )
     minibatches = run.learner.minibatches
     scored = pass_cost(arrays.learned[0], work.microbatches, work.predictions)
     add("score", work.score_passes * minibatches, scored)
-    for held in arrays.learned:
-        add(held.name, held.training.passes(run.learner) * minibatches, update_cost(arrays, held, work), learns=True)
-    return found
+    for role in arrays.learned:
+        add(role.name, role.training.passes(run.learner) * minibatches, update_cost(arrays, role, work), learns=True)
+    return parts
 
 
-def slots_of(arrays: SamplingArrays, work: Work) -> Occupancy:
+def slot_occupancy(arrays: SamplingArrays, work: Work) -> Occupancy:
     """Return how a step's completions fill the engine's slots."""
     rollout, shape = arrays.sampler.rollout, arrays.slot_shape
     engine = rollout.engine
-    given = (rollout.max_new_tokens, engine.slots, engine.chunk, shape.columns, shape.parts, arrays.build.form)
-    found = occupancy(work.completions, work.mean, *given)
-    return dataclasses.replace(found, read=1.0) if engine.strict and arrays.build.form is None else found
+    settings = (rollout.max_new_tokens, engine.slots, engine.chunk, shape.columns, shape.parts, arrays.build.form)
+    filled = occupancy(work.completions, work.mean, *settings)
+    return dataclasses.replace(filled, read=1.0) if engine.strict and arrays.build.form is None else filled
 
 
-def sampling_phases(arrays: SamplingArrays, work: Work) -> dict[str, tuple[float, Cost]]:
+def sampling_costs(arrays: SamplingArrays, work: Work) -> dict[str, tuple[float, Cost]]:
     """Return the calls of each sampling program, and the cost of one call; a decode chunk is averaged over the step."""
     rollout = arrays.sampler.rollout
     shape = arrays.slot_shape
     config = arrays.sampled.config
-    share = share_of(arrays.sampled)
+    share = device_share(arrays.sampled)
     weights = bytes_per_device(arrays.sampled)
     policy = arrays.state.policy
     rows, piece, calls = prompt_calls(rollout.max_prompt_tokens, shape.parts)
@@ -385,52 +367,49 @@ def sampling_phases(arrays: SamplingArrays, work: Work) -> dict[str, tuple[float
     decode = forward_flops(config, 1, pairs, 1) * slots * share
     prompts = min(slots / shape.group * 2, slots)  # some groups end while others begin
     blocks = bytes_per_device(arrays.slots.blocks)
-    held = slots_of(arrays, work)
-    moved = weights + bytes_per_device(arrays.slots.cache) * held.read + blocks * prompts * shape.parts / shape.blocks
+    filled = slot_occupancy(arrays, work)
+    moved = weights + bytes_per_device(arrays.slots.cache) * filled.read + blocks * prompts * shape.parts / shape.blocks
     fixed = (weights + blocks) * chunk
     return {
         "weights": (1.0, Cost(0.0, bytes_per_device((policy.params, policy.base)) + weights)),
         "prompts": (math.ceil(rollout.prompts / rows) * calls, Cost(prefill, weights)),
-        "decode": (held.chunks, Cost(decode * chunk, moved * chunk, fixed=fixed, share=held.read)),
+        "decode": (filled.chunks, Cost(decode * chunk, moved * chunk, fixed=fixed, share=filled.read)),
     }
 
 
-def pass_cost(one: PlannedModel, microbatches: int, predictions: int) -> Cost:
+def pass_cost(planned: PlannedModel, microbatches: int, predictions: int) -> Cost:
     """Return the cost of a pass over ``microbatches`` that predicts ``predictions`` tokens."""
-    layout = one.forward.layout
-    config = one.model.config
+    layout = planned.forward.layout
+    config = planned.model.config
     rows = microbatches * layout.rows
-    pairs = packed_pairs(config, one.forward.compute.attention, rows, layout.row_tokens)
+    pairs = packed_pairs(config, planned.forward.compute.attention, rows, layout.row_tokens)
     flops = forward_flops(config, rows * layout.row_tokens, pairs, predictions)
-    share = share_of(one.gathered) / layout.parts
-    moved = microbatches * 2 * bytes_per_device(one.gathered)
-    return Cost(flops * share, moved, fused_flops(one, rows, layout.row_tokens) * share)
+    share = device_share(planned.gathered) / layout.parts
+    moved = microbatches * 2 * bytes_per_device(planned.gathered)
+    return Cost(flops * share, moved, fused_flops(planned, rows, layout.row_tokens) * share)
 
 
-def fused_flops(one: PlannedModel, rows: int, row_tokens: int) -> float:
+def fused_flops(planned: PlannedModel, rows: int, row_tokens: int) -> float:
     """Return the FLOPs of a forward pass's fused attention on all devices; 0 where XLA computes it."""
-    attention = one.forward.compute.attention
+    attention = planned.forward.compute.attention
     if attention == "xla":
         return 0.0
-    return forward_flops(one.model.config, 0, packed_pairs(one.model.config, attention, rows, row_tokens), 0)
+    return forward_flops(planned.model.config, 0, packed_pairs(planned.model.config, attention, rows, row_tokens), 0)
 
 
-def update_cost(arrays: Arrays, held: PlannedRole, work: Work) -> Cost:
-    """Return the cost of an update of a role.
-
-    Each microbatch's passes read and write weights and move activations.
-    """
-    config = held.model.config
-    compute = held.forward.compute
-    share = share_of(held.gathered)
-    width = held.width
-    parts = held.forward.layout.parts
+def update_cost(arrays: Arrays, planned: PlannedRole, work: Work) -> Cost:
+    """Return the cost of an update of a role: each microbatch's passes read and write weights and move activations."""
+    config = planned.model.config
+    compute = planned.forward.compute
+    share = device_share(planned.gathered)
+    width = planned.width
+    parts = planned.forward.layout.parts
     passes = 3 + REMAT_PASSES[compute.remat]
     tokens = work.rows * work.row_tokens / parts
     a = config.attention
     layer = 16 * config.width + (6 * (a.heads + a.kv_heads) * a.head_dim + 8 * config.active_width) * share
-    weights = counts(config)[0] * width * share
-    role = arrays.state.roles[held.training.role]
+    weights = count_parameters(config)[0] * width * share
+    role = arrays.state.roles[planned.training.role]
     state = bytes_per_device((role.params, role.opt_state))
     gradients = bytes_per_device(role)
     moved = (
@@ -438,9 +417,10 @@ def update_cost(arrays: Arrays, held: PlannedRole, work: Work) -> Cost:
         + tokens * config.layers * layer * width * passes
         + 2 * state
     )
-    # What is not kept between the passes is computed again, kernels too.
-    kernels = fused_flops(held, work.rows, work.row_tokens) * (1 + (compute.remat != "none") + KERNELS_BACK)
-    return Cost(update_flops(work, held) * share / parts, moved, kernels * share / parts)
+    # What is not kept between the passes is computed again, kernels too. Fused attention's backward kernels have 3.5
+    # times the products of its forward kernel: both compute scores and slopes.
+    kernels = fused_flops(planned, work.rows, work.row_tokens) * (1 + (compute.remat != "none") + 3.5)
+    return Cost(update_flops(work, planned) * share / parts, moved, kernels * share / parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -458,7 +438,7 @@ class Places:
     coordinates: np.ndarray
 
 
-def places(machine: Machine, devices: Iterable[Any] | None = None) -> Places:
+def device_places(machine: Machine, devices: Iterable[Any] | None = None) -> Places:
     """Return the places of described devices, in the order of a program's partitions; without them, GPUs by host."""
     if devices is None:
         return Places(machine, np.arange(machine.devices) // machine.shape[1], np.zeros((machine.devices, 0), int))
@@ -469,15 +449,15 @@ def places(machine: Machine, devices: Iterable[Any] | None = None) -> Places:
     return Places(machine, slices, np.array([d.coords[: len(machine.shape)] for d in devices]))
 
 
-def traffic(collective: Collective, where: Places) -> Traffic:
+def traffic_of(collective: Collective, where: Places) -> Traffic:
     """Return the traffic of all runs of one collective.
 
     Between slices it is assumed hierarchical: each device of a slice sends its share out, and the rest stays inside.
     """
     chip = where.machine.chip
-    one = collective.groups[0]
-    outside = len(set(where.slices[one].tolist()))
-    inside = len(one) // outside if outside > 1 else len(one)
+    group = collective.groups[0]
+    outside = len(set(where.slices[group].tolist()))
+    inside = len(group) // outside if outside > 1 else len(group)
     both = 2 if collective.kind == "all-reduce" else 1
     if collective.kind == "collective-permute":
         crossing = any(len(set(where.slices[pair].tolist())) > 1 for pair in collective.groups)
@@ -503,12 +483,12 @@ def _links(collective: Collective, where: Places) -> float:
     return min(links, 2.0) if permutes else links
 
 
-def by_kind(all_of: Iterable[Traffic]) -> tuple[Traffic, ...]:
+def sum_by_kind(all_of: Iterable[Traffic]) -> tuple[Traffic, ...]:
     """Add up traffic by kind, largest first."""
     rows = collections.defaultdict(list)
-    for one in all_of:
-        rows[one.kind].append(dataclasses.astuple(one)[1:])
-    sums = (Traffic(kind, *map(sum, zip(*own, strict=True))) for kind, own in rows.items())
+    for transfer in all_of:
+        rows[transfer.kind].append(dataclasses.astuple(transfer)[1:])
+    sums = (Traffic(kind, *map(sum, zip(*amounts, strict=True))) for kind, amounts in rows.items())
     return tuple(sorted(sums, key=lambda t: -(t.ici + t.dcn)))
 
 
@@ -533,43 +513,43 @@ def traffic_by_formula(
         sent["weights"] = [Collective("all-gather", bytes_per_device(arrays.sampled), axes["fsdp"], 1)]
         sent["decode"] = [
             Collective("all-reduce", slots * config.width * width, axes["tensor"], 2 * steps),
-            *exchanged(config, slots, width, axes, steps),
+            *expert_exchange(config, slots, width, axes, steps),
         ]
-    sent["score"] = _passed(arrays.learned[0], work.microbatches, axes)
-    for one in arrays.readings:
-        sent[one.name] = _passed(one, one.microbatches, axes)
-    for one in arrays.learned:
+    sent["score"] = _pass_collectives(arrays.learned[0], work.microbatches, axes)
+    for planned in arrays.passes:
+        sent[planned.name] = _pass_collectives(planned, planned.microbatches, axes)
+    for role in arrays.learned:
         # ``passes`` passes after the first one, and the sums of gradients.
         passes = 2 + REMAT_PASSES[run.learner.compute.remat]
-        weights, activations, *tokens = _passed(one, work.microbatches, axes)
-        sent[one.name] = [
+        weights, activations, *tokens = _pass_collectives(role, work.microbatches, axes)
+        sent[role.name] = [
             Collective("all-gather", weights.size, axes["fsdp"], passes * work.microbatches),
             Collective("reduce-scatter", weights.size, axes["fsdp"], work.microbatches),
-            Collective("all-reduce", bytes_per_device(one.role.params), axes["data"], work.microbatches),
+            Collective("all-reduce", bytes_per_device(role.role.params), axes["data"], work.microbatches),
             Collective("all-reduce", activations.size, axes["tensor"], (1 + passes) * activations.times),
-            *(dataclasses.replace(one, times=passes * one.times) for one in tokens),
+            *(dataclasses.replace(transfer, times=passes * transfer.times) for transfer in tokens),
         ]
     return {
-        name: by_kind(traffic(one, where) for one in several if one.groups.shape[1] > 1)
-        for name, several in sent.items()
+        name: sum_by_kind(traffic_of(transfer, where) for transfer in transfers if transfer.groups.shape[1] > 1)
+        for name, transfers in sent.items()
     }
 
 
-def _passed(one: PlannedModel, microbatches: int, axes: Mapping[str, np.ndarray]) -> list[Collective]:
+def _pass_collectives(planned: PlannedModel, microbatches: int, axes: Mapping[str, np.ndarray]) -> list[Collective]:
     """Return the collectives of a forward pass: weights gathered, activations summed, and what experts exchange, in
     each microbatch."""
-    config = one.model.config
-    layout = one.forward.layout
+    config = planned.model.config
+    layout = planned.forward.layout
     tokens = layout.rows * layout.row_tokens / layout.parts
     times = config.layers * microbatches
     return [
-        Collective("all-gather", bytes_per_device(one.gathered), axes["fsdp"], microbatches),
-        Collective("all-reduce", tokens * config.width * one.width, axes["tensor"], 2 * times),
-        *exchanged(config, tokens, one.width, axes, times),
+        Collective("all-gather", bytes_per_device(planned.gathered), axes["fsdp"], microbatches),
+        Collective("all-reduce", tokens * config.width * planned.width, axes["tensor"], 2 * times),
+        *expert_exchange(config, tokens, planned.width, axes, times),
     ]
 
 
-def exchanged(
+def expert_exchange(
     config: ModelConfig, tokens: float, width: int, axes: Mapping[str, np.ndarray], times: float
 ) -> list[Collective]:
     """Return what devices with different experts exchange for ``tokens`` of each; backward passes send as much.

@@ -73,40 +73,44 @@ def stored_bytes(state: TrainState) -> int:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(flatten(state)))
 
 
-def lines_of_totals(plan: Plan, found: Totals) -> list[str]:
+def totals_lines(plan: Plan, totals: Totals) -> list[str]:
     """Return the lines about the whole run."""
-    hours = f"{found.device_hours:,.1f}" if found.device_hours >= 1 else f"{found.device_hours:.2g}"
-    cost = "" if found.cost is None else f", cost {found.cost:,.2f} (at your price)"
-    best = f", up to {size(found.best_bytes)} for the best models (output.keep_best)" if found.best_bytes else ""
+    hours = f"{totals.device_hours:,.1f}" if totals.device_hours >= 1 else f"{totals.device_hours:.2g}"
+    cost = "" if totals.cost is None else f", cost {totals.cost:,.2f} (at your price)"
+    checkpoint, snapshot, models, disk = (
+        format_bytes(count)
+        for count in (totals.checkpoint_bytes, totals.snapshot_bytes, totals.best_bytes, totals.disk_bytes)
+    )
+    best = f", up to {models} for the best models (output.keep_best)" if totals.best_bytes else ""
     return [
-        f"the run takes at least {span(found.run_s)} ({found.steps} steps): {hours} device "
-        f"hours{cost}; a checkpoint every {span(found.checkpoint_every_s)}",
-        f"a checkpoint has {size(found.checkpoint_bytes)}, a snapshot {size(found.snapshot_bytes)}; disk needed: "
-        f"{size(found.disk_bytes)} for {plan.run.output.keep + 2} checkpoints (output.keep + 2){best}, and snapshots",
-        _stop(plan, found),
+        f"the run takes at least {format_seconds(totals.run_s)} ({totals.steps} steps): {hours} device "
+        f"hours{cost}; a checkpoint every {format_seconds(totals.checkpoint_every_s)}",
+        f"a checkpoint has {checkpoint}, a snapshot {snapshot}; disk needed: {disk} for {plan.run.output.keep + 2} "
+        f"checkpoints (output.keep + 2){best}, and snapshots",
+        _signal_line(plan, totals),
     ]
 
 
-def _stop(plan: Plan, found: Totals) -> str:
+def _signal_line(plan: Plan, totals: Totals) -> str:
     """Return the line about a signal: whether a step ends in its half of ``output.grace_s``."""
-    half, grace = found.step_grace_s, plan.run.output.grace_s
+    half, grace = totals.step_grace_s, plan.run.output.grace_s
     if half is None:
         return "a signal to stop: the step is finished, however long it takes (output.grace_s inf)"
-    given = f"{half:g} s (half of output.grace_s)"
-    save = f"saving in the other half needs {found.checkpoint_bytes / half / GB:.2g} GB/s"
+    limit = f"{half:g} s (half of output.grace_s)"
+    save = f"saving in the other half needs {totals.checkpoint_bytes / half / GB:.2g} GB/s"
     if plan.seconds <= half:
-        return f"a signal to stop: a step can end in {given}; {save}"
+        return f"a signal to stop: a step can end in {limit}; {save}"
     update = sum(p.seconds for p in plan.phases if p.learns)
     if plan.sampling is None or plan.run.rollout.collect.staleness:
         return (
-            f"a signal to stop: a step does not end in {given}, and is finished all the same: set output.grace_s to "
+            f"a signal to stop: a step does not end in {limit}, and is finished all the same: set output.grace_s to "
             f"{math.ceil(2 * plan.seconds)} or more where the machine gives it ({grace:g} now); {save}"
         )
-    late = "" if update <= half else f"; once it learns, it is finished ({span(update)})"
-    return f"a signal to stop: a step does not end in {given}, and is stopped within its sampling{late}; {save}"
+    late = "" if update <= half else f"; once it learns, it is finished ({format_seconds(update)})"
+    return f"a signal to stop: a step does not end in {limit}, and is stopped within its sampling{late}; {save}"
 
 
-def size(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Return bytes for people, in powers of 1000.
 
     >>> size(18_521_000_000), size(1_087_000), size(1.2e12)
@@ -118,7 +122,7 @@ def size(count: float) -> str:
     return f"{count / 1e6:.1f} MB"
 
 
-def span(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """Return a time for people.
 
     >>> span(0.25), span(75), span(5400), span(1e6)
@@ -131,7 +135,7 @@ def span(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
 
 
-KINDS = {
+MEMORY_KINDS = {
     "weights": ("weights ({dtype})", "#4269d0"), "optimiser": ("optimiser", "#6c8ae0"),
     "reference": ("reference", "#97bbf5"), "critic": ("critic ({dtype})", "#a463f2"),
     "critic_optimiser": ("optimiser of the critic", "#c9a3f7"), "judges": ("reward models ({compute})", "#ff8ab7"),
@@ -140,14 +144,13 @@ KINDS = {
 }  # fmt: skip
 """Label and colour of each kind of memory."""
 TIMES = f"{'seconds of a step':<50}{'compute':>10}{'memory':>10}{'ICI':>10}{'DCN':>10}   {'binds':<10}from"
-SENT = f"{'sent by one device in a step':<50}{'count':>10}{'ICI, GB':>10}{'DCN, GB':>10}"
-"""Heads of the tables of times and of collectives."""
+"""Head of the table of times."""
 
 
-def lines(plan: Plan, source: str, price: float | None = None) -> list[str]:
+def report_lines(plan: Plan, source: str, price: float | None = None) -> list[str]:
     """Return the report's lines; ``source`` names the source of the model's shapes, ``price`` is that of a device and
     hour."""
-    rows = [*head(plan, source), "", *memory_lines(plan), "", TIMES]
+    rows = [*head_lines(plan, source), "", *memory_lines(plan), "", TIMES]
     for p in plan.phases:
         times = "".join(f"{x:>10.3f}" for x in (p.compute_s, p.memory_s, p.ici_s, p.dcn_s))
         rows.append(f"  {f'{p.name} x {p.calls:.0f}':<48}{times}   {p.binds:<10}{p.source}")
@@ -159,12 +162,13 @@ def lines(plan: Plan, source: str, price: float | None = None) -> list[str]:
         for t in p.traffic:
             amounts = f"{t.count:>10.0f}{t.ici / 1e9:>10.2f}{t.dcn / 1e9:>10.2f}"
             sent.append(f"  {f'{p.name}: {t.kind} ({whose})':<48}{amounts}")
-    rows += ["", *([SENT, *sent] if sent else ["nothing is sent between devices"])]
-    whole = lines_of_totals(plan, totals_of(plan, price))
-    return [*rows, "", *plan.chosen, *conclusion(plan), "", *whole]
+    sent_head = f"{'sent by one device in a step':<50}{'count':>10}{'ICI, GB':>10}{'DCN, GB':>10}"
+    rows += ["", *([sent_head, *sent] if sent else ["nothing is sent between devices"])]
+    of_run = totals_lines(plan, totals_of(plan, price))
+    return [*rows, "", *plan.chosen, *verdict_lines(plan), "", *of_run]
 
 
-def head(plan: Plan, source: str) -> list[str]:
+def head_lines(plan: Plan, source: str) -> list[str]:
     """Return the lines about model, machine and work."""
     run = plan.run
     w = plan.work
@@ -191,7 +195,7 @@ def memory_lines(plan: Plan) -> list[str]:
     """Return the table of memory."""
     words = {
         name: text.format(dtype=plan.run.learner.dtype, compute=plan.run.learner.compute.dtype)
-        for name, (text, _) in KINDS.items()
+        for name, (text, _) in MEMORY_KINDS.items()
     }
     whose = "the compiler's" if plan.compiled else "a formula's"
     halves = plan.halves
@@ -213,24 +217,26 @@ def loop_lines(plan: Plan) -> list[str]:
     rows = [
         f"{'read and written by one device, as compiled':<50}{'rounds':>10}{'each, GiB':>12}{'copied':>10}{'sent':>10}"
     ]
-    for name, one in plan.compiled.items():
-        for loop in one.loops:
-            if loop.times * loop.moved < one.loops[0].moved / 100:
+    for name, program in plan.compiled.items():
+        for loop in program.loops:
+            if loop.times * loop.moved < program.loops[0].moved / 100:
                 continue
             place = "  " * (loop.depth + 1)
-            least = name == "decode" and loop.depth == 1 and loop.moved > one.arguments
-            beside = f", {loop.moved / one.arguments:.2f} times weights and cache" if least else ""
+            least = name == "decode" and loop.depth == 1 and loop.moved > program.arguments
+            beside = f", {loop.moved / program.arguments:.2f} times weights and cache" if least else ""
             what = f"loop{beside}" if loop.depth else name
             copied = sum(copy.size for copy in loop.copies) / GIB
             sent = sum(c.moved for c in loop.collectives) / GIB
             rows.append(f"{place + what:<50}{loop.times:>10.0f}{loop.moved / GIB:>12.3f}{copied:>10.3f}{sent:>10.3f}")
-            details = (*_most((f"{c.kind}: {c.source}", c.size) for c in loop.copies),
-                       *_most((f"{c.kind} among {c.groups.shape[1]}", c.size) for c in loop.collectives))  # fmt: skip
-            rows += [f"{place}  {text}" for text in details]
+            sums = [
+                *_largest((f"{c.kind}: {c.source}", c.size) for c in loop.copies),
+                *_largest((f"{c.kind} among {c.groups.shape[1]}", c.size) for c in loop.collectives),
+            ]
+            rows += [f"{place}  {text}" for text in sums]
     return rows
 
 
-def _most(items: Iterable[tuple[str, float]]) -> list[str]:
+def _largest(items: Iterable[tuple[str, float]]) -> list[str]:
     """Return the largest sums of items by name, of a MiB or more."""
     sums: collections.Counter[str] = collections.Counter()
     counts: collections.Counter[str] = collections.Counter()
@@ -240,7 +246,7 @@ def _most(items: Iterable[tuple[str, float]]) -> list[str]:
     return [f"{size / 2**20:,.0f} MiB in {counts[name]}: {name}" for name, size in sums.most_common(5) if size >= 2**20]
 
 
-def conclusion(plan: Plan) -> list[str]:
+def verdict_lines(plan: Plan) -> list[str]:
     """Return the verdict: whether the run fits, how large it may be, how fast it can be."""
     half = max(plan.halves, key=lambda name: plan.halves[name].total)
     verdict = "FITS" if plan.fits else "DOES NOT FIT"
@@ -261,7 +267,7 @@ def conclusion(plan: Plan) -> list[str]:
     return rows
 
 
-def table(plans: list[Plan]) -> list[str]:
+def plans_table(plans: list[Plan]) -> list[str]:
     """Return a table with one line per plan."""
     rows = ["data x fsdp x tensor   microbatch_rows   slots   GiB sampling   learning   seconds of a step   binds"]
     for p in plans:
@@ -278,7 +284,7 @@ def table(plans: list[Plan]) -> list[str]:
     return rows
 
 
-def to_json(plan: Plan, source: str, price: float | None = None) -> dict[str, Any]:
+def plan_to_json(plan: Plan, source: str, price: float | None = None) -> dict[str, Any]:
     """Return everything in the report as plain values: bytes, seconds, FLOPs."""
 
     halves = {
@@ -286,20 +292,20 @@ def to_json(plan: Plan, source: str, price: float | None = None) -> dict[str, An
         for name, half in plan.halves.items()
     }
     loops: dict[str, list[dict[str, Any]]] = {}
-    for name, one in plan.compiled.items():
+    for name, program in plan.compiled.items():
         loops[name] = []
-        for loop in one.loops:
+        for loop in program.loops:
             sent = [{"kind": c.kind, "bytes": c.size, "members": c.groups.shape[1]} for c in loop.collectives]
             copies = [dataclasses.asdict(copy) for copy in loop.copies]
-            found = {"depth": loop.depth, "times": loop.times, "bytes": loop.moved, "copies": copies}
-            loops[name].append(found | {"collectives": sent})
+            fields = {"depth": loop.depth, "times": loop.times, "bytes": loop.moved, "copies": copies}
+            loops[name].append(fields | {"collectives": sent})
     return {
         "model": plan.run.model, "model_source": source, "machine": plan.machine.name, "devices": plan.machine.devices,
         "mesh": dict(plan.mesh), "parameters": plan.parameters, "active_parameters": plan.active,
         "work": dataclasses.asdict(plan.work) | {"sampled": plan.work.sampled, "train_flops": plan.work.train_flops},
         "memory": {"available": plan.machine.chip.memory, "sampling": None} | halves,
         "phases": [dataclasses.asdict(p) | {"seconds": p.seconds, "binds": p.binds} for p in plan.phases],
-        "compiled_s": {name: one.seconds for name, one in plan.compiled.items()},
+        "compiled_s": {name: program.seconds for name, program in plan.compiled.items()},
         "loops": loops,
         "chosen": list(plan.chosen), "refused": list(plan.refused), "fits": plan.fits,
         "step_s": plan.seconds, "run": dataclasses.asdict(totals_of(plan, price)),
@@ -312,19 +318,15 @@ def to_json(plan: Plan, source: str, price: float | None = None) -> dict[str, An
     }  # fmt: skip
 
 
-def write(path: Path, plans: list[tuple[Plan, str]], price: float | None = None) -> None:
+def write_plans(path: Path, plans: list[tuple[Plan, str]], price: float | None = None) -> None:
     """Write the plans as JSON: a list, or an object for a single plan."""
-    values = [to_json(*one, price) for one in plans]
+    values = [plan_to_json(*plan_and_source, price) for plan_and_source in plans]
     with new_file(path) as part:
         part.write_text(json.dumps(values[0] if len(values) == 1 else values, indent=1))
 
 
-def draw(plans: list[dict[str, Any]], path: Path) -> None:
-    """Draw two bars for each plan (from ``to_json``): memory while sampling, if it samples, and while learning.
-
-    Raises:
-      InputError: matplotlib is not installed.
-    """
+def draw_plans(plans: list[dict[str, Any]], path: Path) -> None:
+    """Draw two bars for each plan (from ``plan_to_json``): memory while sampling, if it samples, and while learning."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
@@ -332,26 +334,27 @@ def draw(plans: list[dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(9, 0.9 + 0.95 * len(plans)), layout="constrained")
     axes = figure.add_subplot()
     halves = [[half for half in ("sampling", "learning") if p["memory"][half]] for p in plans]
-    words = {kind: text.partition(" (")[0].replace(" and ", ", ") for kind, (text, _) in KINDS.items()}
+    words = {kind: text.partition(" (")[0].replace(" and ", ", ") for kind, (text, _) in MEMORY_KINDS.items()}
     labels = []
-    for number, one in enumerate(plans):
+    for number, plan in enumerate(plans):
         for offset, half in enumerate(halves[number]):
             y = 2.4 * number + offset
-            labels.append((y, f"{one['model'].rsplit('/', 1)[-1]} on {one['machine']}, {half}" if not offset else half))
-            left = 0.0
-            for kind, (_, colour) in KINDS.items():
-                if value := one["memory"][half].get(kind, 0.0) / GIB:  # plans that were kept earlier know fewer kinds
-                    axes.barh(y, value, left=left, height=0.85, color=colour, label=words[kind])
-                    left += value
-            available = one["memory"]["available"] / GIB
+            model = plan["model"].rsplit("/", 1)[-1]
+            labels.append((y, half if offset else f"{model} on {plan['machine']}, {half}"))
+            offset_gib = 0.0
+            for kind, (_, colour) in MEMORY_KINDS.items():
+                if value := plan["memory"][half].get(kind, 0.0) / GIB:  # plans that were kept earlier know fewer kinds
+                    axes.barh(y, value, left=offset_gib, height=0.85, color=colour, label=words[kind])
+                    offset_gib += value
+            available = plan["memory"]["available"] / GIB
             axes.plot([available, available], [y - 0.5, y + 0.5], color="black", linewidth=1.5)
     axes.set_yticks([y for y, _ in labels], [text for _, text in labels], fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("GiB of one device (black line: the limit)")
     axes.spines[["top", "right"]].set_visible(False)
     handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    shown = [label for label in words.values() if label in handles]
+    used = [label for label in words.values() if label in handles]
     figure.legend(
-        [handles[label] for label in shown], shown, loc="outside upper center", ncols=4, fontsize=8, frameon=False
+        [handles[label] for label in used], used, loc="outside upper center", ncols=4, fontsize=8, frameon=False
     )
     figure.savefig(path)

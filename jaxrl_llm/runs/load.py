@@ -15,7 +15,7 @@ from jaxrl_llm.config import Configuration
 from jaxrl_llm.config.origin import SAVED_RUNS
 from jaxrl_llm.errors import InputError, naming, require
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.pretrained import architecture, check_name, load_either
+from jaxrl_llm.models.pretrained import check_name, load_either, model_config_of
 from jaxrl_llm.runs.pins import PINS
 from jaxrl_llm.sharding import MeshShape, make_mesh, only_shapes, shardings
 from jaxrl_llm.system import storage
@@ -220,11 +220,11 @@ def as_trained(run: Configuration, model: Any) -> Any:
     Raises:
       InputError: another kind of run names a reward model.
     """
-    from jaxrl_llm.models.heads import ScalarModel, drawn_head, with_scalar_head
+    from jaxrl_llm.models.heads import ScalarModel, random_scalar_head, with_scalar_head
 
     scores = isinstance(model, ScalarModel)
     if isinstance(run, configs.RewardModel):
-        return model if scores else with_scalar_head(model, drawn_head(model, run.seed))
+        return model if scores else with_scalar_head(model, random_scalar_head(model, run.seed))
     if scores:
         raise InputError(f"{run.model} is a reward model, which scores text and writes none: give a language model")
     return model
@@ -237,7 +237,7 @@ def config_of(name: str) -> ModelConfig:
       InputError: the name or the architecture is unknown.
     """
     trained = find_run(configs.without_step(name))  # a resumed role no longer needs its step
-    return architecture(name)[0] if trained is None else config_of(trained.run.model)
+    return model_config_of(name)[0] if trained is None else config_of(trained.run.model)
 
 
 def load_trained(trained: Trained, mesh: Any, dtype: str | None = None) -> tuple[Any, Any | None]:
@@ -246,13 +246,13 @@ def load_trained(trained: Trained, mesh: Any, dtype: str | None = None) -> tuple
     ``mesh``: as for ``load_model``. ``dtype``: of the weights; None keeps that of training.
     """
     from jaxrl_llm.models.decoder import cast
-    from jaxrl_llm.models.lora import attached, merge
+    from jaxrl_llm.models.lora import merge, with_adapter
 
     run = trained.run
     trained = where_it_began(trained)
     if run.learner.lora.rank and not only_shapes(mesh):
         base, adapter, tokenizer = load_adapter(trained, mesh)
-        policy = attached(base, adapter)
+        policy = with_adapter(base, adapter)
         found = jax.jit(merge, out_shardings=shardings(jax.eval_shape(merge, policy), mesh))(policy)
     elif trained.step == 0 and not only_shapes(mesh):
         model, tokenizer = load_base(trained, mesh)
@@ -271,15 +271,15 @@ def load_trained(trained: Trained, mesh: Any, dtype: str | None = None) -> tuple
 
 def load_adapter(trained: Trained, mesh: Any) -> tuple[Any, Any, Any | None]:
     """Load (base, adapter, tokenizer or None) of a run's checkpoint that has an adapter."""
-    from jaxrl_llm.models.heads import split
-    from jaxrl_llm.models.lora import create
+    from jaxrl_llm.models.heads import split_head
+    from jaxrl_llm.models.lora import create_adapter
 
     trained = where_it_began(trained)
     if trained.step:
         check_whole(trained.directory)
     model, tokenizer = load_base(trained, mesh)
-    base, head = split(as_trained(trained.run, model))
-    make = functools.partial(create, base.config, trained.run.learner.lora, jax.random.key(trained.run.seed))
+    base, head = split_head(as_trained(trained.run, model))
+    make = functools.partial(create_adapter, base.config, trained.run.learner.lora, jax.random.key(trained.run.seed))
     if trained.step == 0:
         return base, jax.jit(make, out_shardings=shardings(jax.eval_shape(make, head), mesh))(head), tokenizer
     adapter = jax.eval_shape(make, head)

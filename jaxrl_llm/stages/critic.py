@@ -20,7 +20,7 @@ from jaxrl_llm.learner.update import NewRole
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Decoder, initialise
 from jaxrl_llm.models.heads import ScalarModel, with_scalar_head
-from jaxrl_llm.models.lora import create, model_of
+from jaxrl_llm.models.lora import create_adapter, model_of
 from jaxrl_llm.rules import not_a_number
 from jaxrl_llm.runs.load import load_model
 from jaxrl_llm.sharding import platform_of
@@ -80,7 +80,7 @@ class CriticRole(Ingredient):
         begins = NewRole(ROLE, with_score, optimiser)
         if self.critic.adapter:
             key = jax.random.fold_in(jax.random.key(run.seed), 1)  # the policy's adapter takes the seed as it is
-            adapter = lambda base: create(base.config, run.learner.lora, key, jnp.zeros(base.config.width))  # noqa: E731
+            adapter = lambda base: create_adapter(base.config, run.learner.lora, key, jnp.zeros(base.config.width))  # noqa: E731
             begins = begins._replace(first=adapter)
         compute = forward.compute
         if name is not None:

@@ -7,8 +7,8 @@ from typing import Any, Literal
 from jaxrl_llm import config as configs
 from jaxrl_llm.data import Pairs, Steps
 from jaxrl_llm.errors import naming, require
-from jaxrl_llm.models.hf import OURS, gives_scores
-from jaxrl_llm.models.pretrained import attributes_of
+from jaxrl_llm.models.hf import OUR_ATTRIBUTE, is_reward_model
+from jaxrl_llm.models.pretrained import hf_attributes
 from jaxrl_llm.rewards.functions import ModelReward, StepReward
 from jaxrl_llm.runs.load import find_run
 from jaxrl_llm.tasks import Prompts
@@ -69,20 +69,20 @@ def taught(name: str, tokenizer: Any = None) -> Taught | None:
     trained = find_run(name)
     if trained is not None:
         return taught_by(trained.run, tokenizer) if isinstance(trained.run, configs.RewardModel) else None
-    attributes = attributes_of(name)
-    if not gives_scores(attributes):
+    attributes = hf_attributes(name)
+    if not is_reward_model(attributes):
         return None
-    if OURS not in attributes:
+    if OUR_ATTRIBUTE not in attributes:
         return Taught(score_at="template")
-    said = attributes[OURS]
+    said = attributes[OUR_ATTRIBUTE]
     known = {"kind": ("ranking", "steps"), "score_at": ("template", "stop", None)}
     for field, values in known.items():
         found = said.get(field) if isinstance(said, dict) else None
         words = ", ".join(value for value in values if value)
         require(
             found in values,
-            f"config.json of {name} has {OURS}.{field} {found!r}, and this version knows {words}: export the model "
-            "again with this version",
+            f"config.json of {name} has {OUR_ATTRIBUTE}.{field} {found!r}, and this version knows {words}: export the "
+            "model again with this version",
         )
     fields = [field.name for field in dataclasses.fields(Taught)]
     return Taught(**{field: said[field] for field in fields if field in said})

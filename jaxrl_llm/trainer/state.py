@@ -31,7 +31,7 @@ from jaxrl_llm.diagnosis.history import ROLLED_BACK
 from jaxrl_llm.errors import InputError, naming, one_line, require
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.update import NewRole, reset_optimiser, reset_reference, with_reference
-from jaxrl_llm.models.heads import split
+from jaxrl_llm.models.heads import split_head
 from jaxrl_llm.rules import ASKED, BY_HAND, PHASE, Memory
 from jaxrl_llm.rules.decision import ENDED
 from jaxrl_llm.runs.load import as_trained, find_run, host_state, load_model
@@ -368,7 +368,7 @@ def begin(
     """Return a fresh state, or that of step ``start``; ``model`` is consumed, or read for its shapes only."""
     if start is not None:
         like = state_of(run, model, stage.training, stage.reference)
-        return restored(store, start, like, mesh, split(model)[0], stage)
+        return restored(store, start, like, mesh, split_head(model)[0], stage)
     others = [one.begins for one in stage.training if one.begins is not None]
     optimiser = build(run.learner.optimiser)
     state = learner.create_state(model, optimiser, stage.reference, mesh, run.learner.lora, run.seed, others)

@@ -329,7 +329,7 @@ def byte_tokenizer() -> Any:
     tokens = (*byte_alphabet(), "<eos>")
     named = (("eos_token", "<eos>"), ("pad_token", "<eos>"))
     template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-    return build_tokenizer(BytePairs(tokens, (), ("<eos>",), chat_template=template, named=named))
+    return build_tokenizer(BytePairs(tokens, (), ("<eos>",), chat_template=template, names=named))
 
 
 def _files(folder: str) -> dict[str, bytes]:
@@ -360,21 +360,21 @@ def _tokenizer_files() -> tuple[tuple[str, bytes], ...]:
 def read_directory(case: Any, folder: Path) -> Any:
     """Read a Hugging Face directory: attributes, tokenizer, each tensor."""
     from jaxrl_llm.models.families import tensors_of
-    from jaxrl_llm.models.hf import gives_scores, read_config, with_special_ids
+    from jaxrl_llm.models.hf import is_reward_model, read_config, with_special_ids
     from jaxrl_llm.models.pretrained import check_name
     from jaxrl_llm.models.tokenizer import load_tokenizer
-    from jaxrl_llm.models.weights import check_tensors, open_checkpoint, read_json, read_part, split_tensors
+    from jaxrl_llm.models.weights import check_tensors, open_checkpoint, read_object, read_part, split_tensors
     from jaxrl_llm.models.weights import our_shape as shape_of
 
     for name, data in case.items():
         (folder / name).write_bytes(data)
     check_name(str(folder))
-    attributes = read_json(folder / "config.json")
+    attributes = read_object(folder / "config.json")
     config = read_config(attributes)
     generation = folder / "generation_config.json"
     tokenizer = load_tokenizer(folder)
-    config = with_special_ids(config, read_json(generation) if generation.is_file() else {}, tokenizer)
-    scalar = gives_scores(attributes)
+    config = with_special_ids(config, read_object(generation) if generation.is_file() else {}, tokenizer)
+    scalar = is_reward_model(attributes)
     stored = split_tensors(config, open_checkpoint(folder))
     check_tensors(config, stored, scalar)
     for tensor in tensors_of(config, scalar):
@@ -413,19 +413,19 @@ ADAPTER = {
 
 def read_adapter_of(case: Any, folder: Path) -> Any:
     """Read a PEFT adapter."""
-    from jaxrl_llm.models.peft import base_named, read_adapter
+    from jaxrl_llm.models.peft import base_model_name, read_adapter
 
     (folder / "adapter_config.json").write_bytes(case[0])
     (folder / "adapter_model.safetensors").write_bytes(case[1])
-    base_named(folder)
+    base_model_name(folder)
     return read_adapter(folder, _llama())
 
 
 @functools.cache
 def _llama() -> Any:
-    from jaxrl_llm.models.pretrained import architecture
+    from jaxrl_llm.models.pretrained import model_config_of
 
-    return architecture(str(MODELS / "llama"))[0]
+    return model_config_of(str(MODELS / "llama"))[0]
 
 
 def make_adapter(draws: random.Random) -> tuple[bytes, bytes]:

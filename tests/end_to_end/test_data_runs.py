@@ -21,7 +21,7 @@ from tiny import logprob_and_entropy
 from jaxrl_llm.data import Pairs, Steps, Texts, load_texts
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.models.decoder import causal_rows, forward, logits
-from jaxrl_llm.models.heads import drawn_head, with_scalar_head
+from jaxrl_llm.models.heads import random_scalar_head, with_scalar_head
 from jaxrl_llm.runs.load import find_run, load_model, load_trained
 from jaxrl_llm.sharding.distributed import ALONE
 from jaxrl_llm.stages.preference import at_start
@@ -306,7 +306,7 @@ def test_a_reward_model_is_tested_by_the_scores_of_whole_answers(whole, folder):
 
 
 def test_a_reward_model_begins_with_the_head_that_its_seed_draws(whole, folder, begin):
-    model = with_scalar_head(begin, drawn_head(begin, 0))
+    model = with_scalar_head(begin, random_scalar_head(begin, 0))
     losses = []
     for row in part("rm", folder, False):
         scores = [x[-1] for x in at_answers(values_of(model, written(answers_of(row))), answers_of(row))]
@@ -319,7 +319,7 @@ def test_a_reward_model_begins_with_the_head_that_its_seed_draws(whole, folder, 
 
 def test_a_process_reward_model_is_tested_at_the_ends_of_steps(whole, folder, begin):
     trained = load_model(str(whole / "prm"), "float32", one_device())[0]
-    drawn = with_scalar_head(begin, drawn_head(begin, 0))
+    drawn = with_scalar_head(begin, random_scalar_head(begin, 0))
     told = last(whole, "prm")["eval/steps/loss"], rows_of_run(whole / "prm")[1]["loss"]
     for model, held_out, loss in zip((trained, drawn), (True, False), told, strict=True):
         losses = []

@@ -15,7 +15,7 @@ from jaxrl_llm.checkpoints.store import read_host, steps_in
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.hf import read_config
 from jaxrl_llm.models.tokenizer import load_tokenizer
-from jaxrl_llm.models.weights import INDEX, open_checkpoint, open_file, read_json
+from jaxrl_llm.models.weights import INDEX, open_checkpoint, open_file, read_object
 from jaxrl_llm.runs.load import find_run
 from jaxrl_llm.system.json_lines import number, read_rows
 from jaxrl_llm.tasks import Table, Task, load
@@ -30,7 +30,7 @@ DEEP = "[" * 100_000
 def test_damaged_files_of_models_are_refused(tmp_path):
     (tmp_path / "config.json").write_text(DEEP)
     with pytest.raises(InputError, match="is not valid JSON"):
-        read_json(tmp_path / "config.json")
+        read_object(tmp_path / "config.json")
     shape = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "rms_norm_eps": 1e-6}
     with pytest.raises(InputError, match="num_hidden_layers=2000000000; at most 10000 are read"):
         read_config({"model_type": "llama", "num_hidden_layers": 2 * 10**9, "rope_theta": 1e4} | shape)

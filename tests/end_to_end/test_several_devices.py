@@ -12,7 +12,7 @@ from jaxrl_llm import train
 from jaxrl_llm.config import config_names, load_config, resolved, validate_on_devices
 from jaxrl_llm.data import Texts
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.plan.programs import abstract_model, architectures, meshes, planned_stage
+from jaxrl_llm.plan.programs import abstract_model, architecture_finder, planned_stage, run_meshes
 from jaxrl_llm.sharding import batch_parts
 
 pytestmark = pytest.mark.slow
@@ -27,10 +27,10 @@ def kind_of(run):
 def test_a_shipped_configuration_is_divided_over_eight_devices(name):
     run = resolved(load_config(name)[1])
     validate_on_devices(run, jax.device_count())
-    mesh, where = meshes(run, jax.devices())
+    mesh, where = run_meshes(run, jax.devices())
     kind = kind_of(run)
     model = abstract_model(kind, run.learner.dtype)
-    found, _ = architectures(kind)
+    found, _ = architecture_finder(kind)
     outline = planned_stage(run).outline(run, model, mesh, where, found)
     layouts = [one.layout for one in outline.forwards.values()] + [one.forward.layout for one in outline.passes]
     for layout in layouts:
@@ -42,7 +42,7 @@ def test_a_shipped_configuration_is_divided_over_eight_devices(name):
 def test_on_one_cpu_a_microbatch_of_a_quickstart_is_a_row(name):
     run = resolved(load_config(name)[1])
     model = abstract_model(kind_of(run), run.learner.dtype)
-    found, _ = architectures(kind_of(run))
+    found, _ = architecture_finder(kind_of(run))
     outline = planned_stage(run).outline(run, model, one_device(), one_device(), found)
     assert {one.layout.rows for one in outline.forwards.values()} == {1}
 

@@ -11,8 +11,8 @@ from tiny import KINDS, Compilations, tiny
 
 from jaxrl_llm.engine.requests import Request, assign_slots
 from jaxrl_llm.engine.scheduler import EngineSpec, chunk_shape, plan_slots, pop_next
-from jaxrl_llm.models.decode_kernels import ByLength, Seen, block_columns, fetched, halves_of, reads
-from jaxrl_llm.models.decoding import _readings, empty_cache, shared_prefix
+from jaxrl_llm.models.decode_kernels import ByLength, ColumnRange, block_columns, fetch_indices, halves_of, read_order
+from jaxrl_llm.models.decoding import _read_plans, empty_cache, shared_prefix
 from jaxrl_llm.rollout import Engine, Sampling
 from jaxrl_llm.types import Prompt
 
@@ -42,15 +42,15 @@ def chunks(parts, most, prompt, groups=24):
                 del running[slot]
 
 
-order_of = jax.jit(reads, static_argnums=(1, 2, 3))
-place_of = jax.jit(fetched, static_argnums=(0, 3, 4))
+order_of = jax.jit(read_order, static_argnums=(1, 2, 3))
+place_of = jax.jit(fetch_indices, static_argnums=(0, 3, 4))
 
 
 def columns_fetched(limits, columns, sparse):
     """Of rows with so many live columns each: those of all blocks whose place differs from the step's before."""
     block, rows = block_columns(columns), len(limits)
     each = columns // block
-    seen = Seen(np.zeros((rows, 1), np.int32), limits[:, None].astype(np.int32))
+    seen = ColumnRange(np.zeros((rows, 1), np.int32), limits[:, None].astype(np.int32))
     table = jax.device_get(order_of(seen, block, each, sparse))
     steps, found = int(table.steps[0]), 0
     for half in range(halves_of(rows)):
@@ -101,7 +101,7 @@ def test_blocks_and_lanes_without_a_request_are_never_read():
     lengths = np.array([200, 0, 200], np.int32)
     before = shared_prefix(cache, lengths, np.array([2, 8, 3], np.int32), 1, 2)
     given = cache, before.rows, before.lanes, lengths
-    [_, blocks] = _readings(ByLength("gpu"), [0], 256, (lengths, lengths, lengths), *given)
+    [_, blocks] = _read_plans(ByLength("gpu"), [0], 256, (lengths, lengths, lengths), *given)
     first, end = (x[0] for x in blocks.order)
     np.testing.assert_array_equal(end - first, [0, 4, 0, 0])
     np.testing.assert_array_equal(blocks.lanes[0], [[-1, -1], [0, 2], [-1, -1], [-1, -1]])
@@ -148,9 +148,9 @@ def sampled(platform, slots, count=6):
 @pytest.mark.parametrize("platform", ["tpu", "gpu"])
 def test_the_kernels_draw_the_tokens_of_the_plain_form(platform):
     """With windows of 3 and 4 columns, soft-capped scores, and rows past a block of 128 columns; float32."""
-    (found, programs), (wanted, _) = sampled(platform, 4), sampled(None, 4)
+    (found, programs), (chunk_shape, _) = sampled(platform, 4), sampled(None, 4)
     assert programs == 1
-    for one, other in zip(found, wanted, strict=True):
+    for one, other in zip(found, chunk_shape, strict=True):
         np.testing.assert_array_equal(one.tokens, other.tokens)
         # Both round 150 sums of one layer otherwise, of terms around 1: some 10 units in the last place of a logit.
         np.testing.assert_allclose(one.sampler_logp, other.sampler_logp, atol=2e-5)

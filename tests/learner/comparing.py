@@ -14,7 +14,7 @@ from jaxrl_llm.data import Judged, Ranked, Stepped, Text
 from jaxrl_llm.learner.objectives import NextToken, PairLoss, Ranking, StepEntropy, UnpairedLoss
 from jaxrl_llm.models.decoder import causal_rows, forward, logits
 from jaxrl_llm.models.heads import ScalarModel
-from jaxrl_llm.models.lora import attached
+from jaxrl_llm.models.lora import with_adapter
 from jaxrl_llm.stages.dataset import sample_of
 from jaxrl_llm.stages.preference import pair_samples, unpaired_samples
 from jaxrl_llm.stages.reward_model import samples_of
@@ -86,7 +86,7 @@ def pulled(output, params, base, rows, slope):
     """
 
     def read(params):
-        model = attached(base, params)
+        model = with_adapter(base, params)
         if output == "values":
             found = forward(model.decoder, causal_rows(rows)) @ model.weights.scalar[...]
         else:

@@ -40,7 +40,7 @@ from jaxrl_llm.learner.forward import Forward, on_mesh
 from jaxrl_llm.learner.objectives import PairLoss, Ranking, StepEntropy
 from jaxrl_llm.learner.update import _split, accumulate
 from jaxrl_llm.models.config import ComputeOptions, Lora
-from jaxrl_llm.models.lora import create
+from jaxrl_llm.models.lora import create_adapter
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
 from jaxrl_llm.stages import preference
 from jaxrl_llm.stages.dataset import text_numbers, with_room
@@ -153,7 +153,7 @@ def test_minibatches_of_as_many_pairs_are_the_batch_in_parts():
 
 @pytest.mark.slow
 def test_an_adapter_learns_from_preferences_as_beside_the_whole_model():
-    made = create(MODEL.config, Lora(2, 3.0), jax.random.key(1))
+    made = create_adapter(MODEL.config, Lora(2, 3.0), jax.random.key(1))
     random = np.random.default_rng(2)
     adapter = jax.tree.map(lambda x: jnp.asarray(0.2 * random.normal(size=x.shape).astype(np.float32)), made)
     one = case("dpo")

@@ -30,7 +30,7 @@ from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.update import abstract_state
 from jaxrl_llm.models.config import ComputeOptions, Embeddings, Lora, ModelConfig
 from jaxrl_llm.models.decoder import Decoder, initialise, logits, to_parameters
-from jaxrl_llm.models.lora import attached, create, merge, model_of
+from jaxrl_llm.models.lora import create_adapter, merge, model_of, with_adapter
 from jaxrl_llm.rollout import Engine, Sampling
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
 from jaxrl_llm.sharding.rules import RULES, fingerprint, parameter_path
@@ -43,7 +43,7 @@ OPTIMISER = Optimiser(learning_rate=1e-2, weight_decay=0.1)
 
 def adapter(seed=1, lora=LORA, kind="windows"):
     """An adapter that matters: both factors are random."""
-    made = create(KINDS[kind], lora, jax.random.key(seed))
+    made = create_adapter(KINDS[kind], lora, jax.random.key(seed))
     random = np.random.default_rng(seed)
     return jax.tree.map(lambda x: jnp.asarray(0.2 * random.normal(size=x.shape).astype(np.float32)), made)
 
@@ -72,10 +72,10 @@ def leaves(tree):
 @pytest.mark.slow
 @pytest.mark.parametrize("targets", [LORA.targets, ("attn/o", "mlp/up")])
 def test_the_policy_begins_as_the_base_exactly(targets):
-    fresh = create(MODEL.config, Lora(2, 3.0, targets), jax.random.key(0))
+    fresh = create_adapter(MODEL.config, Lora(2, 3.0, targets), jax.random.key(0))
     assert {path.rpartition("/")[0] for path in leaves(fresh)} == {f"blocks/{target}" for target in targets}
     tokens = np.arange(24).reshape(2, 12)
-    np.testing.assert_array_equal(logits(attached(MODEL, fresh), tokens), logits(MODEL, tokens))
+    np.testing.assert_array_equal(logits(with_adapter(MODEL, fresh), tokens), logits(MODEL, tokens))
     random = [np.std(x) * np.sqrt(np.prod(x.shape[1:-1])) for path, x in leaves(fresh).items() if path.endswith("/a")]
     np.testing.assert_allclose(random, 1.0, atol=0.3)
 
@@ -83,7 +83,7 @@ def test_the_policy_begins_as_the_base_exactly(targets):
 def test_weights_and_gradients_are_those_of_the_sum_written_out():
     policy = adapter()
     factors, before, packed = leaves(policy), leaves(MODEL), pack(rollout(), LAYOUT)
-    model = jax.jit(merge)(attached(MODEL, policy))
+    model = jax.jit(merge)(with_adapter(MODEL, policy))
     found = leaves(gradient(policy, packed, MODEL)[0])
     whole = leaves(gradient(model, packed)[0])
     assert found.keys() == factors.keys()
@@ -147,16 +147,16 @@ def test_sampler_and_learner_agree():
     samples = [sample(s.prompt, c.tokens, c.mask, c.sampler_logp, 1.0) for s, c in zip(rollout(), found, strict=True)]
     _, metrics = gradient(state.policy.params, pack(samples, LAYOUT), state.policy.base)
     assert 0 <= metrics["sampler/logp_abs_diff_mean"] <= metrics["sampler/logp_abs_diff_max"] < 1e-5
-    _, base = gradient(create(MODEL.config, LORA, jax.random.key(0)), pack(samples, LAYOUT), MODEL)
+    _, base = gradient(create_adapter(MODEL.config, LORA, jax.random.key(0)), pack(samples, LAYOUT), MODEL)
     assert base["sampler/logp_abs_diff_max"] > 1e-2
 
 
 @pytest.mark.slow
 def test_in_bfloat16_both_round_the_same_sum():
     policy, base = adapter(), tiny("windows", dtype="bfloat16")
-    weights = weights_for_sampling(base, "bfloat16", one_device(), one_device(), keep=False)(attached(base, policy))
+    weights = weights_for_sampling(base, "bfloat16", one_device(), one_device(), keep=False)(with_adapter(base, policy))
     tokens = np.arange(24).reshape(2, 12)
-    inside = logits(attached(base, jax.tree.map(lambda x: x.astype("bfloat16"), policy)), tokens)
+    inside = logits(with_adapter(base, jax.tree.map(lambda x: x.astype("bfloat16"), policy)), tokens)
     np.testing.assert_allclose(logits(weights, tokens), inside, atol=1e-6)
     packed = pack(rollout(), LAYOUT)
     grads, _ = jax.eval_shape(

@@ -23,8 +23,8 @@ from jaxrl_llm.learner.update import NewRole, abstract_state, accumulate
 from jaxrl_llm.models import scores
 from jaxrl_llm.models.config import ComputeOptions, Lora
 from jaxrl_llm.models.decoder import Decoder, causal_rows, forward, to_parameters
-from jaxrl_llm.models.heads import ScalarModel, split, with_scalar_head
-from jaxrl_llm.models.lora import attached, create, merge, model_of
+from jaxrl_llm.models.heads import ScalarModel, split_head, with_scalar_head
+from jaxrl_llm.models.lora import create_adapter, merge, model_of, with_adapter
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
 from jaxrl_llm.sharding.rules import fingerprint, parameter_path
 from jaxrl_llm.types import Role
@@ -49,7 +49,7 @@ def whole():
 
 def adapter(seed=1):
     """An adapter with a head; all of it matters."""
-    made = create(BASE.config, LORA, jax.random.key(seed), head())
+    made = create_adapter(BASE.config, LORA, jax.random.key(seed), head())
     random = np.random.default_rng(seed)
     return jax.tree.map(lambda x: jnp.asarray(0.2 * random.normal(size=x.shape).astype(np.float32)), made)
 
@@ -120,18 +120,18 @@ def gradient(policy, data):
 
 
 def test_a_fresh_adapter_scores_as_the_model_that_it_began_with():
-    fresh = create(BASE.config, LORA, jax.random.key(0), head().astype("bfloat16"))
+    fresh = create_adapter(BASE.config, LORA, jax.random.key(0), head().astype("bfloat16"))
     assert {leaf.dtype.name for leaf in jax.tree.leaves(fresh)} == {"float32"}
-    fresh = create(BASE.config, LORA, jax.random.key(0), head())
-    model = attached(BASE, fresh)
-    assert isinstance(model, ScalarModel) and attached(None, model) is model
+    fresh = create_adapter(BASE.config, LORA, jax.random.key(0), head())
+    model = with_adapter(BASE, fresh)
+    assert isinstance(model, ScalarModel) and with_adapter(None, model) is model
     np.testing.assert_array_equal(scores(model, TOKENS, LENGTHS), scores(whole(), TOKENS, LENGTHS))
-    language = attached(BASE, create(BASE.config, LORA, jax.random.key(0)))
+    language = with_adapter(BASE, create_adapter(BASE.config, LORA, jax.random.key(0)))
     assert not isinstance(language, ScalarModel)
 
 
 def test_merged_weights_score_the_same():
-    model = attached(BASE, adapter())
+    model = with_adapter(BASE, adapter())
     together = jax.jit(merge)(model)
     assert jax.tree.structure(together) == jax.tree.structure(whole())
     for path, weight in leaves(summed(adapter())).items():
@@ -142,7 +142,7 @@ def test_merged_weights_score_the_same():
     np.testing.assert_allclose(scores(model, TOKENS, LENGTHS), wanted, atol=1e-5)
     assert np.abs(wanted - scores(with_scalar_head(BASE, adapter().weights.scalar[...]), TOKENS, LENGTHS)).min() > 1e-2
     assert merge(together) is together
-    half = jax.eval_shape(lambda: merge(attached(tiny("plain", dtype="bfloat16"), adapter())))
+    half = jax.eval_shape(lambda: merge(with_adapter(tiny("plain", dtype="bfloat16"), adapter())))
     assert {leaf.dtype.name for leaf in jax.tree.leaves(half)} == {"bfloat16"}
 
 
@@ -158,7 +158,9 @@ def test_the_gradient_is_that_of_the_sum_written_out():
     np.testing.assert_allclose((unpacked_loss(ahead) - unpacked_loss(behind)) / 2e-2, norm, rtol=1e-3)
 
 
-CRITIC = NewRole("critic", lambda model: create(model.config, LORA, jax.random.key(7), head(4)), build(OPTIMISER))
+CRITIC = NewRole(
+    "critic", lambda model: create_adapter(model.config, LORA, jax.random.key(7), head(4)), build(OPTIMISER)
+)
 
 
 def state_on(mesh, lora=LORA, others=(CRITIC,)):
@@ -183,7 +185,7 @@ def test_a_state_begins_with_the_head_that_it_is_given():
     assert "head" not in leaves(state.policy.base) and state.roles["critic"].base is None
     for name, wanted in (("policy", head()), ("reference", head()), ("critic", head(4))):
         model = model_of(state, name)
-        np.testing.assert_array_equal(split(model)[1], wanted)
+        np.testing.assert_array_equal(split_head(model)[1], wanted)
         np.testing.assert_array_equal(model.decoder.weights.embed[...], BASE.weights.embed[...])
     pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state)]
     assert len(set(pointers)) == len(pointers), "no two parts share a buffer"
@@ -230,7 +232,7 @@ def test_the_model_of_a_run_learns_and_is_saved(lora, tmp_path):
         assert not {name for name in saved if name.startswith("roles/critic/base")}
     else:
         assert {"policy/scalar", "policy/decoder/embed", "policy/decoder/blocks/attn/q"} <= saved
-    base = jax.tree.map(jnp.copy, split(whole())[0]) if lora.rank else None
+    base = jax.tree.map(jnp.copy, split_head(whole())[0]) if lora.rank else None
     with Checkpoints(tmp_path) as store:
         store.save(1, state, {})
         for where in (mesh, other):
@@ -239,7 +241,7 @@ def test_the_model_of_a_run_learns_and_is_saved(lora, tmp_path):
     assert_same(restore_policy(tmp_path / "1", params, other, base), state.policy.params, other)
     if lora.rank:
         with pytest.raises(InputError, match="trained on another model"):
-            restore_policy(tmp_path / "1", params, mesh, split(with_scalar_head(tiny("plain", seed=1)))[0])
+            restore_policy(tmp_path / "1", params, mesh, split_head(with_scalar_head(tiny("plain", seed=1)))[0])
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "muon"])

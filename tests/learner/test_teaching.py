@@ -16,7 +16,7 @@ from jaxrl_llm.learner.objectives import WHICH, DivergenceLoss, Teacher, TopOutp
 from jaxrl_llm.learner.update import accumulate
 from jaxrl_llm.models.config import Attention, ComputeOptions, Lora, ModelConfig
 from jaxrl_llm.models.decoder import initialise, logits
-from jaxrl_llm.models.lora import attached, create
+from jaxrl_llm.models.lora import create_adapter, with_adapter
 from jaxrl_llm.stages.teachers import with_top
 from jaxrl_llm.types import Role
 
@@ -102,7 +102,7 @@ def test_each_sample_has_its_own_of_several_teachers():
 
 def test_an_adapter_learns_from_its_own_base_without_a_copy():
     """The base is a teacher of distance 0 at first, and then the dense oracle's."""
-    fresh = create(STUDENT.config, Lora(2, 4.0), jax.random.key(1))
+    fresh = create_adapter(STUDENT.config, Lora(2, 4.0), jax.random.key(1))
     moved = jax.tree.map(lambda x: x + 0.1, fresh)
     packed = pack(rollout(), LAYOUTS[0], BOTH)._replace(teachers={"base": Teacher(None, COMPUTE)})
     loss = DivergenceLoss(1.0, JensenShannon(0.5), ("base",))
@@ -111,7 +111,9 @@ def test_an_adapter_learns_from_its_own_base_without_a_copy():
     at_0 = graded(Role(fresh, None, jnp.int32(0), STUDENT))[1]
     assert abs(float(at_0["distillation/divergence"])) < 1e-6
     found, metrics = graded(Role(moved, None, jnp.int32(0), STUDENT))
-    oracle = lambda adapter: dense(JensenShannon(0.5), attached(STUDENT, adapter), rollout(), ["base"] * len(rollout()))
+    oracle = lambda adapter: dense(
+        JensenShannon(0.5), with_adapter(STUDENT, adapter), rollout(), ["base"] * len(rollout())
+    )
     value, wanted = jax.value_and_grad(oracle)(moved)
     np.testing.assert_allclose(metrics["distillation/divergence"], value, rtol=1e-5)
     assert largest_difference(found, wanted) < 1e-4

@@ -12,7 +12,7 @@ from jaxrl_llm.learner.platform import MFU, utilisation
 from jaxrl_llm.learner.update import Training
 from jaxrl_llm.models.config import Lora
 from jaxrl_llm.models.heads import with_scalar_head
-from jaxrl_llm.models.lora import create
+from jaxrl_llm.models.lora import create_adapter
 from jaxrl_llm.sharding.mesh import CHIPS, chip_of
 from jaxrl_llm.types import Role, TrainState
 
@@ -52,7 +52,7 @@ def test_a_whole_model_counts_six_for_each_weight_and_token():
 
 
 def test_below_an_adapter_frozen_weights_get_no_gradient():
-    adapter = create(KINDS["plain"], Lora(rank=2), jax.random.key(0))
+    adapter = create_adapter(KINDS["plain"], Lora(rank=2), jax.random.key(0))
     weights = sum(leaf.size for leaf in jax.tree.leaves(adapter))
     wanted = 4 * LAYERS * TOKENS + 4 * HEAD * ANSWERED + ATTENTION + 6 * weights * TOKENS
     assert flops({"policy": (adapter, tiny("plain"))}, {"updates": 2.0}) == pytest.approx(wanted, rel=1e-12)

@@ -15,7 +15,7 @@ import numpy as np
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.models.decoder import to_parameters
 from jaxrl_llm.models.hf import read_config
-from jaxrl_llm.models.weights import open_checkpoint, read_json, read_parameters
+from jaxrl_llm.models.weights import open_checkpoint, read_object, read_parameters
 from jaxrl_llm.sharding import MeshShape, make_mesh
 
 
@@ -42,7 +42,7 @@ def counted(stored, reads):
 def load_counted(directory, mesh, dtype="float32"):
     """(parameters on the mesh, elements of every reading)."""
     reads = []
-    config = read_config(read_json(directory / "config.json"))
+    config = read_config(read_object(directory / "config.json"))
     return read_parameters(config, counted(open_checkpoint(directory), reads), dtype, mesh), reads
 
 

@@ -13,8 +13,8 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import gpu_attention
 from jaxrl_llm.models.config import Attention, ComputeOptions
 from jaxrl_llm.models.decoder import forward
-from jaxrl_llm.models.layers import MOST, PREFIXES, SHORT, TokenRows, attention_over
-from jaxrl_llm.plan.machines import describe, parse_topology
+from jaxrl_llm.models.layers import MAX_CHUNK, PREFIXES, SHORT, TokenRows, attention_over
+from jaxrl_llm.plan.machines import describe_devices, parse_topology
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
 from jaxrl_llm.sharding.mesh import without_compilation_cache
 
@@ -92,7 +92,7 @@ def test_long_rows_never_hold_all_scores_and_no_row_makes_those_above_the_diagon
         loss = lambda rows, *given: jnp.sum(attention_over(rows, config, ComputeOptions())(*given, jnp.int32(0)))
         traced = jax.make_jaxpr(jax.grad(loss, argnums=(1, 2, 3)))(rows, *given)
         made = [v.aval.size for e in equations(traced.jaxpr) for v in e.outvars]
-        assert max(made) <= config.heads * width * (MOST if width > SHORT else width // PREFIXES), width
+        assert max(made) <= config.heads * width * (MAX_CHUNK if width > SHORT else width // PREFIXES), width
     assert_half_is_made(config, 1024)
 
 
@@ -168,7 +168,7 @@ def test_kernels_of_gpus_read_the_blocks_that_are_seen_and_few_others():
 @pytest.mark.compilers
 def test_a_gpus_program_has_no_array_of_two_sequence_axes():
     """Nor a mask, nor its gradient: 1,408 columns occur once in a shape."""
-    [device] = describe(parse_topology("h100:1"))
+    [device] = describe_devices(parse_topology("h100:1"))
     place, columns = jax.sharding.SingleDeviceSharding(device), 1408
     config, rows = Attention(10, 2, 128), TokenRows(*(np.ones((1, columns), np.int32) for _ in TokenRows._fields))
     shapes = (1, columns, 2, 5, 128), (1, 2, 128, columns), (1, 2, columns, 128)

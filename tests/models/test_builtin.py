@@ -15,7 +15,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import load_pretrained, logits, save_pretrained
 from jaxrl_llm.models.config import Experts
 from jaxrl_llm.models.decoder import to_parameters
-from jaxrl_llm.models.pretrained import BUILTIN, CHATML, SMOLLM2, UPCYCLED, extract_gguf, upcycled
+from jaxrl_llm.models.pretrained import BUILTIN, CHATML, SMOLLM2, UPCYCLED, extract_gguf, upcycle
 
 
 def test_tiny_is_the_same_every_time_and_everywhere():
@@ -91,10 +91,10 @@ def test_every_entry_describes_itself():
 def test_an_upcycled_model_begins_as_the_dense_one(tmp_path):
     dense, _ = load_pretrained("tiny-random")
     tokens = np.random.default_rng(0).integers(0, 250, (2, 9))
-    same = upcycled(dense, noise=0.0)
+    same = upcycle(dense, noise=0.0)
     assert same.config.experts == UPCYCLED and same.config.family == "mixtral"
     np.testing.assert_allclose(logits(same, tokens), logits(dense, tokens), atol=1e-5)
-    noisy = upcycled(dense)
+    noisy = upcycle(dense)
     difference = np.abs(logits(noisy, tokens) - logits(dense, tokens)).max()
     assert 1e-4 < difference < 0.1 * np.std(logits(dense, tokens))
     gate = np.asarray(noisy.weights.blocks.experts.gate[...])
@@ -102,6 +102,6 @@ def test_an_upcycled_model_begins_as_the_dense_one(tmp_path):
     save_pretrained(noisy, None, tmp_path / "moe")
     np.testing.assert_array_equal(logits(load_pretrained(tmp_path / "moe")[0], tokens), logits(noisy, tokens))
     with pytest.raises(InputError, match="only llama models are upcycled"):
-        upcycled(noisy)
+        upcycle(noisy)
     with pytest.raises(InputError, match="renormalise"):
-        upcycled(dense, Experts(4, 2))
+        upcycle(dense, Experts(4, 2))

@@ -8,19 +8,28 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.models.config import Attention
-from jaxrl_llm.models.decode_kernels import ByLength, Near, Seen, attend, columns_read, form_for, reading, whole_blocks
+from jaxrl_llm.models.decode_kernels import (
+    ByLength,
+    ChunkColumns,
+    ColumnRange,
+    attend_by_length,
+    columns_read,
+    form_for,
+    read_plan,
+    whole_blocks,
+)
 from jaxrl_llm.models.decoding import Cache
 from jaxrl_llm.plan import hlo
-from jaxrl_llm.plan.machines import describe, parse_topology
+from jaxrl_llm.plan.machines import describe_devices, parse_topology
 from jaxrl_llm.sharding.mesh import without_compilation_cache
 
 slow = pytest.mark.slow
 
 LAYERS, ROWS, HEADS, QUERIES, WIDTH, COLUMNS, CHUNK = 2, 5, 2, 3, 16, 384, 16
 CONFIG = Attention(6, HEADS, WIDTH, softcap=3.0)
-OWN = Seen(np.array([0, 0, 140, 383]), np.array([0, 131, 300, 384]))
+OWN = ColumnRange(np.array([0, 0, 140, 383]), np.array([0, 131, 300, 384]))
 LANES = np.array([[-1, -1, -1], [2, -1, 0], [-1, -1, -1], [-1, 3, -1], [-1, -1, -1]])
-SHARED = Seen(np.array([5, 0, 150, 0]), np.array([300, 0, 300, 64]))
+SHARED = ColumnRange(np.array([5, 0, 150, 0]), np.array([300, 0, 300, 64]))
 """Columns that rows 0 to 3 see of their own row of the cache, and of the block that their lane is in."""
 
 
@@ -73,23 +82,27 @@ def with_dead_blocks(cache, seen, rows):
 def test_rows_and_shared_blocks_are_read_as_by_a_loop(platform, dtype, tolerance):
     form = ByLength(platform, interpret=True)
     q, cache, chunk = arrays(dtype)
-    int32 = lambda seen: Seen(*(jnp.asarray(x, jnp.int32) for x in seen))
+    int32 = lambda seen: ColumnRange(*(jnp.asarray(x, jnp.int32) for x in seen))
     served = jnp.asarray(LANES, jnp.int32)
-    of_lanes = Seen(*(np.where(LANES >= 0, x[LANES], 0) for x in SHARED))
+    of_lanes = ColumnRange(*(np.where(LANES >= 0, x[LANES], 0) for x in SHARED))
 
     @jax.jit
     def found(own, blocks):
-        mine = reading(form, int32(OWN).each(lambda x: x[:, None]), COLUMNS)
-        theirs = reading(form, int32(of_lanes), COLUMNS, served, jnp.asarray(SHARED.limit > SHARED.least))
-        near = Near(*chunk, jnp.array([2, 9], jnp.int32)) if platform == "gpu" else None
+        mine = read_plan(form, ColumnRange(*(x[:, None] for x in int32(OWN))), COLUMNS)
+        theirs = read_plan(form, int32(of_lanes), COLUMNS, served, jnp.asarray(SHARED.limit > SHARED.least))
+        near = ChunkColumns(*chunk, jnp.array([2, 9], jnp.int32)) if platform == "gpu" else None
         layer = jnp.int32(1)
-        return attend(form, CONFIG, q, own, layer, mine, near), attend(form, CONFIG, q, blocks, layer, theirs)
+        return attend_by_length(form, CONFIG, q, own, layer, mine, near), attend_by_length(
+            form, CONFIG, q, blocks, layer, theirs
+        )
 
     rows = {row: [row] for row in range(4)}
     blocks = {row: [lane for lane in LANES[row] if lane >= 0] for row in range(ROWS)}
     own, shared = found(with_dead_blocks(cache, OWN, rows), with_dead_blocks(cache, SHARED, blocks))
     k, v = (np.asarray(x[1], np.float64) for x in cache)
-    near = between(Seen(np.full(4, 2), np.full(4, 9)), CHUNK) if platform == "gpu" else np.zeros((4, CHUNK), bool)
+    near = (
+        between(ColumnRange(np.full(4, 2), np.full(4, 9)), CHUNK) if platform == "gpu" else np.zeros((4, CHUNK), bool)
+    )
     keys = np.concatenate([k[:4], np.asarray(chunk[0], np.float64)], -1)
     values = np.concatenate([v[:4], np.asarray(chunk[1], np.float64)], -2)
     some = slice(None) if platform == "gpu" else slice(1, None)  # row 0 sees nothing of its own
@@ -107,26 +120,26 @@ def test_rows_and_shared_blocks_are_read_as_by_a_loop(platform, dtype, tolerance
 @pytest.mark.parametrize("width, queries", [(64, 7), (128, 5)])
 def test_the_kernels_compile_and_copy_nothing_of_the_cache(topology, width, queries):
     machine = parse_topology(topology)
-    place = jax.sharding.SingleDeviceSharding(describe(machine)[0])
+    place = jax.sharding.SingleDeviceSharding(describe_devices(machine)[0])
     layers, rows, columns, lanes = 3, 16, 4096, 4
     some = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
     form, config = ByLength(machine.chip.platform), Attention(2 * queries, 2, width)
 
     def both(q, cache, near, own, shared, served):
-        mine, theirs = reading(form, own, columns), reading(form, shared, columns, served, own.limit[:, 0] > 0)
-        chunk = Near(*near, jnp.stack([own.least[0, 0], own.limit[0, 0]])) if form.platform == "gpu" else None
-        parts = attend(form, config, q, cache, jnp.int32(1), mine, chunk)
-        return parts + attend(form, config, q, cache, jnp.int32(1), theirs)
+        mine, theirs = read_plan(form, own, columns), read_plan(form, shared, columns, served, own.limit[:, 0] > 0)
+        chunk = ChunkColumns(*near, jnp.stack([own.least[0, 0], own.limit[0, 0]])) if form.platform == "gpu" else None
+        parts = attend_by_length(form, config, q, cache, jnp.int32(1), mine, chunk)
+        return parts + attend_by_length(form, config, q, cache, jnp.int32(1), theirs)
 
     cache = Cache(*(some(jnp.bfloat16, layers, rows, 2, *x) for x in ((width, columns), (columns, width))))
     near = tuple(some(jnp.bfloat16, rows, 2, *x) for x in ((width, 16), (16, width)))
-    bounds = [Seen(*[some(jnp.int32, rows, count)] * 2) for count in (1, lanes)]
+    bounds = [ColumnRange(*[some(jnp.int32, rows, count)] * 2) for count in (1, lanes)]
     q = some(jnp.bfloat16, rows, 2, queries, width)
     with without_compilation_cache():
         done = jax.jit(both).lower(q, cache, near, *bounds, some(jnp.int32, rows, lanes)).compile()
     size = sum(np.prod(x.shape) * 2 for x in cache)
     assert done.memory_analysis().temp_size_in_bytes < 0.1 * size
-    program = hlo.parse(done.as_text(), 1)
+    program = hlo.parse_hlo(done.as_text(), 1)
     kernels = [one for one in program.computations[program.entry].values() if one.operation == "custom-call"]
     assert len([one for one in kernels if "attention_by_length" in one.rest or "triton" in one.rest]) == 2
 

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from tiny import KINDS, VOCAB, tiny
 
-from jaxrl_llm.models.decoder import by_layer, causal_rows, forward
+from jaxrl_llm.models.decoder import causal_rows, forward, unstack_layers
 from jaxrl_llm.models.decoding import (
     Cache,
     decode,
@@ -18,8 +18,8 @@ from jaxrl_llm.models.decoding import (
     flush,
     insert,
     insert_divided,
+    joined_sequence,
     move_rows,
-    sequence_of,
     shared_prefix,
     take_rows,
     with_columns,
@@ -117,7 +117,7 @@ def test_rows_that_read_their_beginning_from_a_block_get_what_those_with_a_copy_
     blocks = with_columns(take_rows(whole, jnp.array([2, 0, 2, 0])), 8)
     lanes = jnp.array([4, 3, 1, 5] if parts == 1 else [4, 3, 1, 3])
     before = shared_prefix(blocks, lengths, lanes, parts, 3)
-    found, same, _ = jax.jit(lambda: step(own, lengths=jnp.full(4, 4), before=before))()
+    found, same, _ = jax.jit(lambda: step(own, lengths=jnp.full(4, 4), prefix=before))()
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=2e-5)
     for a, b in zip(same, new, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)
@@ -126,7 +126,7 @@ def test_rows_that_read_their_beginning_from_a_block_get_what_those_with_a_copy_
 @pytest.mark.slow
 def test_a_sequence_is_put_together_from_its_block_and_its_row():
     own, blocks = random_cache(3, 4, 0), random_cache(2, 5, 9)
-    for got, row, block in by_position(sequence_of(own, 2, blocks, 1, 3), own, blocks):
+    for got, row, block in by_position(joined_sequence(own, 2, blocks, 1, 3), own, blocks):
         np.testing.assert_array_equal(got[:, 0, :, :3], block[:, 1, :, :3])
         np.testing.assert_array_equal(got[:, 0, :, 3:7], row[:, 2])
 
@@ -201,7 +201,7 @@ def test_layers_written_out_compute_what_their_loop_does(kind):
         return cache, decode(model, cache, chunk, jnp.int32(0), jnp.array([5]), jnp.array([6]))[:2]
 
     expected = both(model)
-    found = both(by_layer(model))
+    found = both(unstack_layers(model))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
 
 

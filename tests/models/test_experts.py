@@ -17,7 +17,7 @@ from jaxrl_llm.models import experts
 from jaxrl_llm.models.config import Attention, ComputeOptions, Experts, Lora, ModelConfig
 from jaxrl_llm.models.decoder import Decoder, Weights, causal_rows, forward, routed, to_parameters
 from jaxrl_llm.models.decoding import FEW
-from jaxrl_llm.models.lora import attached, create, merge
+from jaxrl_llm.models.lora import create_adapter, merge, with_adapter
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
 from jaxrl_llm.sharding.mesh import without_compilation_cache
 
@@ -95,7 +95,7 @@ def test_all_tokens_at_one_expert_are_computed():
 @pytest.mark.parametrize("block", [1, 4, 8])
 def test_pairs_are_sorted_into_blocks_of_one_expert(block):
     *_, taken = inputs(29, 5, 2)
-    at = jax.tree.map(np.asarray, experts.by_expert(taken, 5, block))
+    at = jax.tree.map(np.asarray, experts.sort_by_expert(taken, 5, block))
     flat = np.asarray(taken).ravel()
     assert sorted(at.row.ravel()) == sorted(np.flatnonzero(at.pair < 58)) and len(set(at.row.ravel())) == 58
     for pair, row in enumerate(at.row.ravel()):
@@ -108,17 +108,19 @@ def test_pairs_are_sorted_into_blocks_of_one_expert(block):
 def test_blocks_in_turn_and_at_once_are_one():
     """CPUs take the first form, other platforms the second one; values of unused blocks are anyone's."""
     matrices, x, _, taken = inputs(29, 5, 2)
-    at = experts.by_expert(taken, 5, 8)
-    own = experts.moved(x, at.token, at.row).reshape(-1, 8, WIDTH)
+    at = experts.sort_by_expert(taken, 5, 8)
+    own = experts.gather_rows(x, at.token, at.row).reshape(-1, 8, WIDTH)
     g = jnp.float32(np.random.default_rng(1).normal(size=own.shape))
     g = jnp.where(jnp.arange(len(g))[:, None, None] < at.used, g, 0)
-    found, wanted = (form(GATED, own, matrices, at.owner, at.used) for form in (experts.in_turn, experts.at_once))
+    found, wanted = (
+        form(GATED, own, matrices, at.owner, at.used) for form in (experts.loop_forward, experts.batched_forward)
+    )
     assert len(own) % experts.TOGETHER == 0 and at.used < len(own)
     assert largest_difference([t[: at.used] for t in found], [t[: at.used] for t in wanted]) < 1e-5
     given = (own, wanted[1:], g, matrices, at.owner, at.used)
-    found, wanted = (form(GATED, *given) for form in (experts.back_in_turn, experts.back_at_once))
+    found, wanted = (form(GATED, *given) for form in (experts.loop_backward, experts.batched_backward))
     assert largest_difference(found, wanted) < 1e-5
-    program = str(jax.make_jaxpr(functools.partial(experts.back_at_once, GATED))(*given))
+    program = str(jax.make_jaxpr(functools.partial(experts.batched_backward, GATED))(*given))
     assert "scatter" not in program  # one whose order is fixed takes a GPU four times the rest of the update
 
 
@@ -234,13 +236,15 @@ def test_an_adapter_leaves_experts_alone():
     """Attention is adapted, and the MLP of a shared expert."""
     config = tiny("experts").config
     alone = dataclasses.replace(config, family="qwen3_moe", experts=dataclasses.replace(config.experts, shared_width=0))
-    adapted = lambda config: to_parameters(jax.eval_shape(lambda: create(config, Lora(rank=2), jax.random.key(0))))
+    adapted = lambda config: to_parameters(
+        jax.eval_shape(lambda: create_adapter(config, Lora(rank=2), jax.random.key(0)))
+    )
     assert set(adapted(config)["blocks"]) == {"attn", "mlp"} and set(adapted(alone)["blocks"]) == {"attn"}
     chosen = Lora(rank=2, targets=("experts/gate", "experts/down"))
     model, rows = tiny("experts"), causal_rows(np.random.default_rng(0).integers(0, 50, (2, 7)))
-    adapter = create(config, chosen, jax.random.key(0))
+    adapter = create_adapter(config, chosen, jax.random.key(0))
     assert set(to_parameters(adapter)["blocks"]) == {"experts"}
-    np.testing.assert_array_equal(forward(attached(model, adapter), rows), forward(model, rows))
+    np.testing.assert_array_equal(forward(with_adapter(model, adapter), rows), forward(model, rows))
     random = np.random.default_rng(0)
     adapter = jax.tree.map(lambda x: jnp.float32(0.3 * random.normal(size=x.shape)), adapter)
     parameters = to_parameters(model)
@@ -249,10 +253,10 @@ def test_an_adapter_leaves_experts_alone():
             change = chosen.alpha / chosen.rank * factors["a"][layer, e] @ factors["b"][layer, e]
             parameters["blocks"]["experts"][name] = parameters["blocks"]["experts"][name].at[layer, e].add(change)
     whole = Decoder(model.config, parameters)
-    np.testing.assert_allclose(forward(attached(model, adapter), rows), forward(whole, rows), atol=1e-4)
-    assert largest_difference(to_parameters(merge(attached(model, adapter))), parameters) < 1e-5
+    np.testing.assert_allclose(forward(with_adapter(model, adapter), rows), forward(whole, rows), atol=1e-4)
+    assert largest_difference(to_parameters(merge(with_adapter(model, adapter))), parameters) < 1e-5
     with pytest.raises(InputError, match="mlp/up: a qwen3_moe model has none of them"):
-        create(alone, Lora(rank=2, targets=("mlp/up",)), jax.random.key(0))
+        create_adapter(alone, Lora(rank=2, targets=("mlp/up",)), jax.random.key(0))
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import load_pretrained, load_scalar, logits, save_gguf
 from jaxrl_llm.models.config import Llama3Rope, Rope
 from jaxrl_llm.models.decoder import Decoder, to_parameters
-from jaxrl_llm.models.gguf import KINDS, PATHS
+from jaxrl_llm.models.gguf import FILE_TYPES, PATHS
 from jaxrl_llm.models.pretrained import CHATML, TINY
 from jaxrl_llm.models.tokenizer import BytePairs, build_tokenizer, byte_alphabet, byte_pairs_of
 
@@ -90,7 +90,7 @@ def test_our_loader_reads_the_same_model(name, tmp_path):
         np.testing.assert_array_equal(logits(again, tokens), logits(model, tokens))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FILE_TYPES)
 def test_matrices_are_rounded_as_their_type_says_and_norms_are_not(kind, tmp_path):
     model = fitting("llama")
     save_gguf(model, None, tmp_path / "exact.gguf")
@@ -137,7 +137,7 @@ def pairs(pre, **more):
     tokens = (*byte_alphabet(), "<|end|>", "<tool>", "ab", "abc", "12", "Ġa")
     merges = (("a", "b"), ("ab", "c"), ("1", "2"), ("Ġ", "a"))
     named = (("bos_token", "<|end|>"), ("eos_token", "<|end|>"))
-    return BytePairs(tokens, merges, ("<|end|>",), ("<tool>",), pre, chat_template=CHATML, named=named, **more)
+    return BytePairs(tokens, merges, ("<|end|>",), ("<tool>",), pre, chat_template=CHATML, names=named, **more)
 
 
 @pytest.mark.parametrize("pre", ["none", "gpt-2", "smollm", "qwen2", "llama-bpe", "dbrx"])
@@ -171,8 +171,8 @@ def test_the_tiny_model_comes_back_whole(tmp_path):
     save_gguf(model, tokenizer, tmp_path / "m.gguf")
     again, read_back = load_pretrained(tmp_path / "m.gguf")
     assert again.config == model.config
-    assert dataclasses.replace(byte_pairs_of(read_back), named=()) == dataclasses.replace(
-        byte_pairs_of(tokenizer), named=()
+    assert dataclasses.replace(byte_pairs_of(read_back), names=()) == dataclasses.replace(
+        byte_pairs_of(tokenizer), names=()
     )
 
 

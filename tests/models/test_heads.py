@@ -19,8 +19,8 @@ from jaxrl_llm.models import load_pretrained, load_scalar, save_pretrained, scor
 from jaxrl_llm.models.config import TokenIds
 from jaxrl_llm.models.decoder import Decoder, causal_rows, forward, to_parameters
 from jaxrl_llm.models.families import FAMILIES
-from jaxrl_llm.models.heads import ScalarModel, drawn_head, scalars, with_scalar_head
-from jaxrl_llm.models.hf import gives_scores, padding_id
+from jaxrl_llm.models.heads import ScalarModel, random_scalar_head, scalars, with_scalar_head
+from jaxrl_llm.models.hf import is_reward_model, padding_id
 from jaxrl_llm.models.pretrained import load_either
 from jaxrl_llm.models.weights import open_checkpoint
 from jaxrl_llm.sharding import MeshShape, make_mesh, replicated, shardings
@@ -132,8 +132,8 @@ def test_a_language_model_gets_a_head_only_where_asked():
 
 def test_a_drawn_head_is_small_and_the_seeds_own():
     decoder, _ = load_pretrained("tiny-random", "bfloat16")
-    first, again, other = (np.asarray(drawn_head(decoder, seed), np.float32) for seed in (0, 0, 1))
-    assert drawn_head(decoder, 0).dtype == "bfloat16" and first.shape == (decoder.config.width,)
+    first, again, other = (np.asarray(random_scalar_head(decoder, seed), np.float32) for seed in (0, 0, 1))
+    assert random_scalar_head(decoder, 0).dtype == "bfloat16" and first.shape == (decoder.config.width,)
     assert np.array_equal(first, again) and not np.any(first == other)
     assert 0.01 < first.std() < 0.03 and abs(np.corrcoef(first, other)[0, 1]) < 0.5
 
@@ -158,10 +158,12 @@ def test_several_labels_are_refused(llama):
     for load in (load_scalar, load_pretrained, load_either):
         assert "classifier of 2 labels; a reward model has one" in refusal(load, llama)
     classifier = {"architectures": ["LlamaForSequenceClassification"]}
-    assert gives_scores(classifier | {"num_labels": 1}) and not gives_scores({"architectures": ["LlamaForCausalLM"]})
-    assert not gives_scores({})
+    assert is_reward_model(classifier | {"num_labels": 1}) and not is_reward_model(
+        {"architectures": ["LlamaForCausalLM"]}
+    )
+    assert not is_reward_model({})
     for labels, count in (({}, 2), ({"num_labels": 5}, 5), ({"id2label": {}}, 0)):  # transformers' default is 2
-        assert f"of {count} labels" in refusal(gives_scores, classifier | labels)
+        assert f"of {count} labels" in refusal(is_reward_model, classifier | labels)
 
 
 def test_a_head_that_does_not_fit_is_named(llama):

@@ -70,7 +70,7 @@ def graded(function, model, hidden=HIDDEN, bonus=0.3):
 @pytest.mark.parametrize("kind", ["plain", "gemma"])  # a head of its own, and a tied one with a soft cap
 def test_the_chunk_changes_neither_values_nor_gradients(kind, chunk, keep, kept):
     whole = graded(plain if kept is None else plain_kept, tiny(kind))
-    found = graded(functools.partial(token_logprobs, chunk=chunk, kept=kept, keep=keep), tiny(kind))
+    found = graded(functools.partial(token_logprobs, chunk=chunk, kept_tokens=kept, keep=keep), tiny(kind))
     np.testing.assert_allclose(found[0], whole[0], rtol=1e-5)
     assert largest_difference(found[1], whole[1]) < 1e-5
 
@@ -109,7 +109,7 @@ def test_the_gradient_written_by_hand_is_the_slope(kept):
     """In float64, against finite differences; the soft cap and both values included."""
     with jax.enable_x64(True):
         model, hidden = jax.tree.map(lambda x: x.astype(jnp.float64), tiny("gemma")), HIDDEN.astype(jnp.float64)
-        given = functools.partial(token_logprobs, chunk=7, kept=kept)
+        given = functools.partial(token_logprobs, chunk=7, kept_tokens=kept)
 
         @jax.jit
         def loss(embed, hidden):
@@ -214,7 +214,7 @@ def test_the_kept_sets_of_the_paper():
     kept = np.tile(number("V32_keep_sampling_mask/kept") > 0, (1, 2, 1))
     target = np.full((1, 2), int(number("V32_keep_sampling_mask/token")), np.int32)
     identity = Decoder(ModelConfig("llama", 4, 4, 1, 8, Attention(1, 1, 8)), {"head": jnp.eye(4)})
-    among = np.exp(token_logprobs(identity, policies, target, 1.0, kept=words(kept))[0])[0]
+    among = np.exp(token_logprobs(identity, policies, target, 1.0, kept_tokens=words(kept))[0])[0]
     alone = np.exp(token_logprobs(identity, policies, target, 1.0)[0])[0]
     for found, name in {
         among[0]: "p_old_masked", among[1]: "p_new_masked", alone[1]: "p_new_unmasked",

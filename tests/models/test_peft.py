@@ -14,11 +14,11 @@ from jaxrl_llm.models import load_pretrained, load_scalar, logits, save_pretrain
 from jaxrl_llm.models.config import Lora
 from jaxrl_llm.models.decoder import to_parameters
 from jaxrl_llm.models.heads import with_scalar_head
-from jaxrl_llm.models.lora import create
+from jaxrl_llm.models.lora import create_adapter
 from jaxrl_llm.models.peft import save_adapter
-from jaxrl_llm.models.pretrained import architecture, check_name
+from jaxrl_llm.models.pretrained import check_name, model_config_of
 from jaxrl_llm.models.tokenizer import save_tokenizer
-from jaxrl_llm.plan.programs import model_config
+from jaxrl_llm.plan.programs import find_model_config
 from jaxrl_llm.sharding import MeshShape, make_mesh
 
 TOKENS = np.array([[1, 5, 9, 200, 33, 17, 4]])
@@ -83,7 +83,7 @@ def test_logits_are_those_of_base_and_adapter_added_up(name, base, tmp_path):
     found, wanted = (np.asarray(logits(model, TOKENS)) for model in (ours, theirs))
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
     assert np.abs(found - np.asarray(logits(load_pretrained(base)[0], TOKENS))).max() > 0.1 and tokenizer is not None
-    assert architecture(str(tmp_path / "adapter"))[0] == theirs.config
+    assert model_config_of(str(tmp_path / "adapter"))[0] == theirs.config
 
 
 @pytest.mark.slow
@@ -123,7 +123,7 @@ def test_the_tokenizer_is_the_adapters_own_with_its_end_of_text(base, tmp_path):
 
 def test_a_plan_over_a_known_base_needs_no_network(base, tmp_path):
     write(tmp_path / "adapter", PLAIN | {"base_model_name_or_path": "Qwen/Qwen2.5-1.5B"}, ADAPTERS["plain"][1], base)
-    config, source = model_config(str(tmp_path / "adapter"))
+    config, source = find_model_config(str(tmp_path / "adapter"))
     assert config.width == 1536 and "of adapter" in source
 
 
@@ -176,8 +176,8 @@ def test_pickled_weights_and_an_adapter_of_an_adapter_are_refused(base, tmp_path
 def test_matrices_that_are_no_modules_are_refused(kind, word, tmp_path):
     """Those that a checkpoint fuses, and experts."""
     fixture = Path(__file__).parents[1] / "fixtures" / "models" / kind
-    config, _ = architecture(str(fixture))
+    config, _ = model_config_of(str(fixture))
     lora = Lora(rank=2, targets=(word,))
-    adapter = jax.eval_shape(lambda: create(config, lora, jax.random.key(0)))
+    adapter = jax.eval_shape(lambda: create_adapter(config, lora, jax.random.key(0)))
     with pytest.raises(InputError, match=f"no modules for {word} of a {kind} model: export the merged model"):
         save_adapter(adapter, config, lora, "base", tmp_path / "adapter")

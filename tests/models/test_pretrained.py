@@ -8,7 +8,7 @@ import pytest
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import load_pretrained
-from jaxrl_llm.models.pretrained import architecture, looks_like_hub_id
+from jaxrl_llm.models.pretrained import looks_like_hub_id, model_config_of
 
 
 @pytest.mark.parametrize(
@@ -86,5 +86,5 @@ def test_torch_is_never_imported():
 
 @pytest.mark.slow
 def test_a_plan_reads_the_architecture_of_a_built_in_model():
-    config, source = architecture("smollm2-135m")
+    config, source = model_config_of("smollm2-135m")
     assert (config.width, config.layers, config.vocab_size, source) == (576, 30, 49152, "built in")

@@ -22,12 +22,20 @@ from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.samples import bytes_to_estimate
 from jaxrl_llm.models import experts
 from jaxrl_llm.models.decoder import Weights, initialise
-from jaxrl_llm.models.flops import counts, forward_flops, visible_pairs
+from jaxrl_llm.models.flops import count_parameters, forward_flops, visible_pairs
 from jaxrl_llm.plan import hlo
-from jaxrl_llm.plan.hlo import loops
-from jaxrl_llm.plan.planning import memory_of_learning, resident
-from jaxrl_llm.plan.programs import abstract_mesh, arrays, bytes_per_device, compile_one, subject
-from jaxrl_llm.plan.roofline import Occupancy, attention_share, exchanged, lengths, occupancy, update_flops, work
+from jaxrl_llm.plan.hlo import find_loops
+from jaxrl_llm.plan.planning import memory_of_learning, state_memory
+from jaxrl_llm.plan.programs import abstract_mesh, bytes_per_device, compile_program, planned_arrays, planned_run
+from jaxrl_llm.plan.roofline import (
+    Occupancy,
+    attention_share,
+    completion_lengths,
+    expert_exchange,
+    occupancy,
+    step_work,
+    update_flops,
+)
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rollout import Engine
 from jaxrl_llm.sharding import MeshShape, make_mesh
@@ -60,7 +68,7 @@ def products(jaxpr):
 @pytest.mark.parametrize("remat", ["full", "none"])
 def test_an_update_runs_the_products_that_the_formula_says(remat):
     run = computing(tiny_run((1, 1, 1), prompts=2, group=2), remat=remat)
-    one = subject(run, CONFIG, jax.devices()[:1])
+    one = planned_run(run, CONFIG, jax.devices()[:1])
     held = one.arrays
     (policy,) = held.learned
     assert (
@@ -68,7 +76,7 @@ def test_an_update_runs_the_products_that_the_formula_says(remat):
     )  # both loops whose bounds are data run once
     given = dict.fromkeys(one.outline.coefficients["policy"], jax.ShapeDtypeStruct((), np.float32))
     jaxpr = jax.make_jaxpr(policy.training.update)(held.state, held.packed, given)
-    todo = work(run, one.outline, held.learned)
+    todo = step_work(run, one.outline, held.learned)
     predicted = update_flops(todo, policy)
     # What is padded to a quarter of a row among the predictions is computed too.
     padding = held.packed.predictions.target.size - todo.sampled
@@ -78,7 +86,7 @@ def test_an_update_runs_the_products_that_the_formula_says(remat):
 def test_a_decode_step_runs_the_products_that_the_formula_says():
     model = jax.eval_shape(lambda key: initialise(CONFIG, key), jax.random.key(0))
     run = tiny_run((1, 1, 1))
-    one = subject(run, CONFIG, jax.devices()[:1])
+    one = planned_run(run, CONFIG, jax.devices()[:1])
     a = one.arrays
     rules = jax.eval_shape(lambda: to_traced(a.sampler.rules))
     jaxpr = jax.make_jaxpr(lambda m, s, r: run_chunk(m, s, r, 1, draw_options(a.sampler.rules), a.slot_shape.group))(
@@ -108,7 +116,7 @@ def test_visible_pairs_are_those_of_a_loop(windows, first, last):
 def test_slots_take_the_next_of_the_queue_and_read_what_the_engine_reads(mean, slots, parts):
     """One slot at a time, by loops; the shape of each chunk is the engine's own answer."""
     count, longest, chunk = 90, 400, 16
-    queue = lengths(count, mean, longest).tolist()
+    queue = completion_lengths(count, mean, longest).tolist()
     assert sum(queue) / count == pytest.approx(mean, rel=0.06) and max(queue) <= longest
     build = EngineSpec(CONFIG, jnp.float32, slots, longest + 24, chunk, None, False, 1)
     held, chunks, read, live, room = [], 0, 0, 0, longest + chunk
@@ -138,10 +146,10 @@ def test_attention_hides_half_at_best():
 
 def test_six_n_per_token_is_the_known_count():
     """Qwen2.5-0.5B by hand: 24 layers of 14,909,440 weights in products, a head of 136,134,656, and short rows."""
-    from jaxrl_llm.plan.programs import model_config
+    from jaxrl_llm.plan.programs import find_model_config
 
-    config, _ = model_config("Qwen/Qwen2.5-0.5B")
-    (_, layers), head = counts(config), 896 * 151936
+    config, _ = find_model_config("Qwen/Qwen2.5-0.5B")
+    (_, layers), head = count_parameters(config), 896 * 151936
     assert layers == 24 * (896 * 896 * 2 + 896 * 128 * 2 + 3 * 896 * 4864)
     assert forward_flops(config, 0, 0, 1) == 2 * head
     assert 3 * forward_flops(config, 1, 0, 1) == 6 * (layers + head)
@@ -150,9 +158,9 @@ def test_six_n_per_token_is_the_known_count():
 @pytest.mark.parametrize("mesh", MESHES)
 def test_bytes_of_a_device_are_those_that_it_really_holds(mesh):
     run = tiny_run(mesh)
-    one = subject(run, CONFIG, jax.devices())
+    one = planned_run(run, CONFIG, jax.devices())
     model = initialise(CONFIG, jax.random.key(0))
-    held = arrays(one.outline, model, abstract_mesh(run.mesh.sizes(8)), abstract_mesh(run.mesh.sizes(8)))
+    held = planned_arrays(one.outline, model, abstract_mesh(run.mesh.sizes(8)), abstract_mesh(run.mesh.sizes(8)))
     state = learner.create_state(model, build(run.learner.optimiser), run.recipe.algorithm.needs_reference, one.mesh)
     slots = empty_slots(CONFIG, held.slot_shape, jnp.float32, one.where)
     for planned, real in [(held.state, state), (held.slots, slots)]:
@@ -163,9 +171,9 @@ def test_bytes_of_a_device_are_those_that_it_really_holds(mesh):
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES[1:])
 def test_the_compiler_is_given_as_many_bytes_as_planned(mesh):
-    one = subject(tiny_run(mesh), CONFIG, jax.devices())
+    one = planned_run(tiny_run(mesh), CONFIG, jax.devices())
     size = bytes_per_device
-    done = compile_one(one, "update")
+    done = compile_program(one, "update")
     given = size(one.arrays.state) + size(one.arrays.packed) + 4 * len(one.outline.coefficients["policy"])
     packed = one.arrays.packed
     unused = size(packed.counts["policy"].sequences) + size(packed.by_token["sampler_logp"])
@@ -176,7 +184,7 @@ def test_the_compiler_is_given_as_many_bytes_as_planned(mesh):
 @pytest.mark.slow
 def test_slots_are_planned_at_the_largest_that_an_engine_takes():
     run = tiny_run((1, 1, 1), prompts=9, group=4)
-    one = subject(run, CONFIG, jax.devices()[:1])
+    one = planned_run(run, CONFIG, jax.devices()[:1])
     engine, weights = (
         Engine(one.arrays.sampled, 32, run.rollout.max_length, 8, None, group=4),
         initialise(CONFIG, jax.random.key(1)),
@@ -202,16 +210,16 @@ def test_slots_are_planned_at_the_largest_that_an_engine_takes():
 def test_a_watched_reference_is_held_and_read_with_the_policy(minibatches):
     run = with_learner(tiny_run((1, 1, 1), recipe=RECIPES["dapo"]), minibatches=minibatches)
     watched = dataclasses.replace(run, output=Output(monitor_kl=True))
-    plain, held = (subject(one, CONFIG, jax.devices()[:1]) for one in (run, watched))
-    assert resident(plain.arrays).reference == 0
-    assert resident(held.arrays).reference == resident(held.arrays).weights > 0
-    passes = [work(one.run, one.outline, one.arrays.learned).score_passes for one in (plain, held)]
+    plain, held = (planned_run(one, CONFIG, jax.devices()[:1]) for one in (run, watched))
+    assert state_memory(plain.arrays).reference == 0
+    assert state_memory(held.arrays).reference == state_memory(held.arrays).weights > 0
+    passes = [step_work(one.run, one.outline, one.arrays.learned).score_passes for one in (plain, held)]
     assert passes == [int(minibatches > 1), 2]
 
 
 def test_estimated_advantages_are_counted():
     run = tiny_run((1, 1, 1), recipe=RECIPES["ppo"])
-    held = subject(run, CONFIG, jax.devices()[:1]).arrays
+    held = planned_run(run, CONFIG, jax.devices()[:1]).arrays
     counted = []
     for prompts in (run.rollout.prompts, 1 << 20):
         more = dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, prompts=prompts))
@@ -238,12 +246,12 @@ def test_experts_exchange_what_the_formula_says():
         x = jax.ShapeDtypeStruct((8, 6, width), np.float32, sharding=NamedSharding(mesh, PartitionSpec("expert")))
         text = jax.jit(jax.grad(loss, (0, 1))).lower(weights, x).compile().as_text()
     found = {"all-gather": 0.0, "reduce-scatter": 0.0}
-    for loop in loops(hlo.parse(text, 8), ()):
+    for loop in find_loops(hlo.parse_hlo(text, 8), ()):
         for one in loop.collectives:
             if one.kind in found and one.groups.shape[1] == 4:
                 found[one.kind] += one.times * one.size
     axes = {"expert": np.arange(8).reshape(4, 2).T}
-    wanted = {one.kind: one.size for one in exchanged(config, 12, 4, axes, 1)}
+    wanted = {one.kind: one.size for one in expert_exchange(config, 12, 4, axes, 1)}
     total = sum(found.values())
     assert 0.95 < total / (2 * sum(wanted.values())) <= 1, (found, wanted)
-    assert exchanged(tiny("plain").config, 12, 4, axes, 1) == exchanged(config, 12, 4, {}, 1) == []
+    assert expert_exchange(tiny("plain").config, 12, 4, axes, 1) == expert_exchange(config, 12, 4, {}, 1) == []

@@ -9,9 +9,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.plan import hlo
-from jaxrl_llm.plan.hlo import loops
+from jaxrl_llm.plan.hlo import find_loops
 from jaxrl_llm.plan.machines import parse_topology
-from jaxrl_llm.plan.roofline import Places, places, traffic
+from jaxrl_llm.plan.roofline import Places, device_places, traffic_of
 from jaxrl_llm.sharding import MeshShape, make_mesh
 
 TPU_LIKE = """HloModule jit_f, is_scheduled=true
@@ -82,7 +82,7 @@ ENTRY %main (a: bf16[4,8], b: (f32[32,8], s32[], s32[])) -> bf16[64,8] {
 
 def sent(text, devices, unknown=()):
     """Every transfer of one call of a program."""
-    return [one for loop in loops(hlo.parse(text, devices), unknown) for one in loop.collectives]
+    return [one for loop in find_loops(hlo.parse_hlo(text, devices), unknown) for one in loop.collectives]
 
 
 def test_loops_channels_and_fusions_of_a_tpu_program():
@@ -124,7 +124,7 @@ def test_what_a_gpus_program_begins_is_counted_by_what_travels():
     assert sizes == [
         ("all-gather", 1536 * 12 * 2), ("all-gather", both), ("reduce-scatter", both), ("all-reduce", 16 * 4 + 4),
     ]  # fmt: skip
-    assert hlo.products(GPU_LIKE) == {"cuBLAS": 1, "Triton": 1}
+    assert hlo.count_products(GPU_LIKE) == {"cuBLAS": 1, "Triton": 1}
 
 
 def test_a_real_program_sends_what_it_was_written_to_send():
@@ -171,12 +171,12 @@ def test_a_ring_on_a_closed_axis_sends_both_ways():
     coordinates = np.stack(np.unravel_index(np.arange(64), (4, 4, 4)), axis=1)
     where = Places(machine, np.zeros(64, int), coordinates)
     one, two = collective("all-gather", [[0, 1, 2, 3]]), collective("all-gather", [list(range(16))])
-    assert traffic(one, where).ici_s == pytest.approx(750 / (2 * machine.chip.link))
-    assert traffic(two, where).ici_s == pytest.approx(937.5 / (4 * machine.chip.link))
+    assert traffic_of(one, where).ici_s == pytest.approx(750 / (2 * machine.chip.link))
+    assert traffic_of(two, where).ici_s == pytest.approx(937.5 / (4 * machine.chip.link))
     open_ended = Places(
         parse_topology("v5e:4x4"), np.zeros(16, int), np.stack(np.unravel_index(np.arange(16), (4, 4)), axis=1)
     )
-    assert traffic(one, open_ended).ici_s == pytest.approx(750 / CHIP_LINK)
+    assert traffic_of(one, open_ended).ici_s == pytest.approx(750 / CHIP_LINK)
 
 
 CHIP_LINK = parse_topology("v5e:4x4").chip.link
@@ -185,19 +185,19 @@ CHIP_LINK = parse_topology("v5e:4x4").chip.link
 def test_between_slices_only_sums_of_shares_are_sent():
     machine = parse_topology("v5e:2x2", 2)
     where = Places(machine, np.repeat([0, 1], 4), np.tile([[0, 0], [0, 1], [1, 0], [1, 1]], (2, 1)))
-    found = traffic(collective("all-reduce", [list(range(8))]), where)
+    found = traffic_of(collective("all-reduce", [list(range(8))]), where)
     assert found.ici == 1000 * 2 * 3 / 4 and found.dcn == 250 * 2 * 1 / 2
     assert found.dcn_s == pytest.approx(250 / machine.chip.network)
-    inside = traffic(collective("all-reduce", [[0, 1, 2, 3]]), where)
+    inside = traffic_of(collective("all-reduce", [[0, 1, 2, 3]]), where)
     assert inside.dcn == 0 and inside.ici == 1500
 
 
 def test_gpus_of_one_host_have_a_switch():
-    where = places(parse_topology("h100:16"))
-    found = traffic(collective("all-gather", [list(range(8))]), where)
+    where = device_places(parse_topology("h100:16"))
+    found = traffic_of(collective("all-gather", [list(range(8))]), where)
     assert found.dcn == 0 and found.ici_s == pytest.approx(875 / where.machine.chip.link)
-    assert traffic(collective("all-gather", [[0, 8]]), where).dcn == 500
-    assert traffic(collective("all-gather", [[3, 4]]), places(parse_topology("h100:2x4"))).dcn == 500
+    assert traffic_of(collective("all-gather", [[0, 8]]), where).dcn == 500
+    assert traffic_of(collective("all-gather", [[3, 4]]), device_places(parse_topology("h100:2x4"))).dcn == 500
 
 
 def test_computations_of_other_threads_end_too():
@@ -211,5 +211,5 @@ ENTRY %main (q: s32[9]) -> s32[9] {
   ROOT %q = s32[9]{0} parameter(0)
 }
 """
-    program = hlo.parse(text, 1)
+    program = hlo.parse_hlo(text, 1)
     assert set(program.computations) == {"gathered", "main"} and program.entry == "main"

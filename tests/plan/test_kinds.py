@@ -25,11 +25,17 @@ from jaxrl_llm.models.config import Attention, Lora, ModelConfig
 from jaxrl_llm.models.decoder import initialise
 from jaxrl_llm.models.heads import with_scalar_head
 from jaxrl_llm.plan import planning
-from jaxrl_llm.plan.machines import describe, parse_topology
-from jaxrl_llm.plan.planning import best, plan
-from jaxrl_llm.plan.programs import architectures, bytes_per_device, model_config, programs, subject
-from jaxrl_llm.plan.roofline import work
-from jaxrl_llm.plan.tables import draw, lines, table, to_json
+from jaxrl_llm.plan.machines import describe_devices, parse_topology
+from jaxrl_llm.plan.planning import best_plans, plan_run
+from jaxrl_llm.plan.programs import (
+    architecture_finder,
+    bytes_per_device,
+    find_model_config,
+    planned_run,
+    program_meshes,
+)
+from jaxrl_llm.plan.roofline import step_work
+from jaxrl_llm.plan.tables import draw_plans, plan_to_json, plans_table, report_lines
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rewards import ModelReward
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
@@ -85,7 +91,7 @@ def sooner():
 @pytest.fixture(scope="module")
 def ppo():
     """A plan with four models by the TPU's compiler, for all tests."""
-    return plan(four_models(epochs=2), CONFIG, SLICE, describe(SLICE), None, True)
+    return plan_run(four_models(epochs=2), CONFIG, SLICE, describe_devices(SLICE), None, True)
 
 
 @pytest.mark.slow
@@ -102,16 +108,16 @@ def test_critic_and_reward_models_are_compiled_for_a_tpu_slice(ppo):
 
 @pytest.mark.compilers
 def test_the_report_names_every_model(ppo, tmp_path):
-    text = "\n".join(lines(ppo, ""))
+    text = "\n".join(report_lines(ppo, ""))
     for words in ("critic (float32)", "optimiser of the critic", "reward models (float32)", "critic x 2", "values x 1"):
         assert words in text, words
     for path in ("runs/one", "runs/two"):
         assert f"{path} not found: planned as a model of the policy's architecture" in text
-    value = to_json(ppo, "")
+    value = plan_to_json(ppo, "")
     assert value["memory"]["learning"]["critic"] == ppo.learning.critic > 0
     assert value["memory"]["sampling"]["judges"] == ppo.learning.judges > 0
     assert set(value["most"]) == {"prompts", "slots", "microbatch_rows"}
-    draw([json.loads(json.dumps(value))], tmp_path / "plan.svg")
+    draw_plans([json.loads(json.dumps(value))], tmp_path / "plan.svg")
     assert "reward models" in (tmp_path / "plan.svg").read_text()
 
 
@@ -120,7 +126,7 @@ def test_bytes_of_all_models_are_those_that_a_device_really_holds(critic, sooner
     run = four_models(adapter=critic == "adapter", model="other" if critic == "other" else None)
     run = with_learner(run, lora=Lora(4 if critic == "adapter" else 0))
     find = {"other": OTHER, "runs/one": CONFIG, "runs/two": OTHER}.__getitem__
-    one = subject(run, CONFIG, jax.devices()[:4], find)
+    one = planned_run(run, CONFIG, jax.devices()[:4], find)
     begins = one.outline.training[1].begins
     if critic == "other":
         begins = begins._replace(load=lambda: with_scalar_head(initialise(OTHER, jax.random.key(2))))
@@ -136,34 +142,34 @@ def test_bytes_of_all_models_are_those_that_a_device_really_holds(critic, sooner
     assert planned.critic_optimiser == held_by_one(roles["critic"].opt_state) > 0
     judges = [with_scalar_head(initialise(config, jax.random.key(1))) for config in (CONFIG, OTHER)]
     assert planned.judges == sum(held_by_one(jax.device_put(j, shardings(j, one.where))) for j in judges)
-    assert {"judges", "judges 2"} < set(programs(one))
+    assert {"judges", "judges 2"} < set(program_meshes(one))
 
 
 def test_a_critic_without_a_head_is_less_work_than_the_policy():
-    one = subject(four_models(), CONFIG, jax.devices()[:4], lambda name: CONFIG)
-    todo = work(one.run, one.outline, one.arrays.learned)
+    one = planned_run(four_models(), CONFIG, jax.devices()[:4], lambda name: CONFIG)
+    todo = step_work(one.run, one.outline, one.arrays.learned)
     policy, critic = one.arrays.learned
     head = 3 * 2 * CONFIG.width * CONFIG.vocab_size * todo.sampled
     assert policy.predicts and not critic.predicts
     without = dataclasses.replace(one.run, recipe=RECIPES["reinforce_pp"])
-    alone = subject(without, CONFIG, jax.devices()[:4], lambda name: CONFIG)
-    mine = work(without, alone.outline, alone.arrays.learned).train_flops
+    alone = planned_run(without, CONFIG, jax.devices()[:4], lambda name: CONFIG)
+    mine = step_work(without, alone.outline, alone.arrays.learned).train_flops
     np.testing.assert_allclose(todo.train_flops, 2 * mine - head, rtol=1e-12)
 
 
 def test_reward_models_on_devices_that_only_sample_take_no_memory_where_the_policy_learns():
     run = four_models()
     run = dataclasses.replace(run, mesh=MeshShape(1, 2, 1, rollout=2))
-    found = plan(run, CONFIG, GPUS, None, None, False)
+    found = plan_run(run, CONFIG, GPUS, None, None, False)
     single = dataclasses.replace(run, scoring=Scoring((ModelReward("runs/one"),)))
-    assert found.sampling.judges == 2 * plan(single, CONFIG, GPUS, None, None, False).sampling.judges
+    assert found.sampling.judges == 2 * plan_run(single, CONFIG, GPUS, None, None, False).sampling.judges
     assert found.sampling.judges > 0 == found.learning.judges and found.sampling.critic == 0 < found.learning.critic
 
 
 def test_a_model_that_is_there_and_cannot_be_read_is_no_model_of_the_policys_architecture(tmp_path):
     run = dataclasses.replace(four_models(), scoring=Scoring((ModelReward(str(tmp_path)),)))
     with pytest.raises(InputError, match=r"config\.json"):
-        plan(run, CONFIG, GPUS, None, None, False)
+        plan_run(run, CONFIG, GPUS, None, None, False)
 
 
 def test_a_run_of_another_model_has_its_architecture(tmp_path):
@@ -171,9 +177,9 @@ def test_a_run_of_another_model_has_its_architecture(tmp_path):
     (directory / "checkpoints" / "1").mkdir(parents=True)
     saved = configs.to_json(from_data("rm")) | Origin(str(tmp_path)).to_json()
     (directory / "config.json").write_text(json.dumps(saved))
-    config, source = model_config(str(directory))
-    assert config == model_config("tiny-random")[0] and source == f"of run {directory}: built in"
-    find, assumed = architectures(CONFIG)
+    config, source = find_model_config(str(directory))
+    assert config == find_model_config("tiny-random")[0] and source == f"of run {directory}: built in"
+    find, assumed = architecture_finder(CONFIG)
     assert find(f"{directory}@1") == config != CONFIG and not assumed
 
 
@@ -188,7 +194,7 @@ def test_samples_of_a_step_with_a_critic_carry_what_is_planned():
         ("values", "ref_logp"), lambda samples: [np.zeros(len(s.tokens), np.float32) for s in samples]
     )
     [[made, _]], _ = learner.to_samples(run.recipe.algorithm, [group], 0, group.rewards[None], (), 5, models)
-    planned = subject(run, CONFIG, jax.devices()[:4], lambda _: CONFIG).outline.samples(5)[0]
+    planned = planned_run(run, CONFIG, jax.devices()[:4], lambda _: CONFIG).outline.samples(5)[0]
     assert made.scalars.keys() == planned.scalars.keys()
     kinds = [{name: (x.shape, x.dtype) for name, x in one.arrays.items()} for one in (made, planned)]
     assert kinds[0] == kinds[1] and {"returns", "old_values", "advantages"} < kinds[0].keys()
@@ -200,7 +206,7 @@ def test_what_is_planned_is_what_is_trained(name, tmp_path):
     stage = stage_of(run)
     mesh = make_mesh(run.mesh, jax.devices()[:1])
     model, tokenizer = load_pretrained("tiny-random")
-    one = subject(run, model.config, jax.devices()[:1])
+    one = planned_run(run, model.config, jax.devices()[:1])
     with (
         stage.resources(run, ALONE, tmp_path) as resources,
         Progress(Schedule(1), console=Console(quiet=True)) as progress,
@@ -219,7 +225,7 @@ def test_what_is_planned_is_what_is_trained(name, tmp_path):
 @pytest.mark.parametrize("name, rank", [("sft", 0), ("dpo", 0), ("rm", 4), ("prm", 0)])
 def test_bytes_of_a_run_from_data_are_those_that_a_device_really_holds(name, rank, sooner):
     run = from_data(name, rank=rank)
-    one = subject(run, CONFIG, jax.devices()[:4])
+    one = planned_run(run, CONFIG, jax.devices()[:4])
     model = initialise(CONFIG, jax.random.key(0))
     model = with_scalar_head(model) if isinstance(run, RewardModel) else model
     state = learner.create_state(model, build(run.learner.optimiser), False, one.mesh, run.learner.lora)
@@ -236,25 +242,25 @@ def test_bytes_of_a_run_from_data_are_those_that_a_device_really_holds(name, ran
 @pytest.mark.compilers
 @pytest.mark.parametrize("name, wanted", [("dpo", {"reference", "update"}), ("prm", {"update"})])
 def test_programs_of_data_are_compiled_for_a_tpu_slice(name, wanted):
-    found = plan(from_data(name), CONFIG, SLICE, describe(SLICE), None, True)
+    found = plan_run(from_data(name), CONFIG, SLICE, describe_devices(SLICE), None, True)
     assert set(found.compiled) == wanted and found.fits and not found.refused
     assert all(one.temporary > 0 for one in found.compiled.values())
     assert all(any(loop.collectives for loop in one.loops) for one in found.compiled.values())
     assert [p.name for p in found.phases] == ["update"] and sum(t.ici for t in found.phases[0].traffic) > 0
-    assert found.sampling is None and "sampling" not in "\n".join(lines(found, ""))
+    assert found.sampling is None and "sampling" not in "\n".join(report_lines(found, ""))
 
 
 def test_data_is_planned_by_formula_and_searched():
     run = from_data("sft")
     longer = dataclasses.replace(run, batch=BatchSize(16, 64))
-    base, more = (plan(one, CONFIG, GPUS, None, None, False) for one in (run, longer))
+    base, more = (plan_run(one, CONFIG, GPUS, None, None, False) for one in (run, longer))
     assert more.learning.batch > base.learning.batch and more.work.train_flops == 2 * base.work.train_flops
-    shorter = plan(run, CONFIG, GPUS, None, 16, False)
+    shorter = plan_run(run, CONFIG, GPUS, None, 16, False)
     assert shorter.learning == base.learning and shorter.work.train_flops < base.work.train_flops / 3
-    value = to_json(base, "")
+    value = plan_to_json(base, "")
     assert value["memory"]["sampling"] is None and set(value["most"]) == {"rows", "slots", "microbatch_rows"}
-    found = best(run, CONFIG, GPUS, None, None, True, lambda text: None)
-    assert found and all(p.fits for p in found) and len(table(found)) == 1 + len(found)
+    found = best_plans(run, CONFIG, GPUS, None, None, True, lambda text: None)
+    assert found and all(p.fits for p in found) and len(plans_table(found)) == 1 + len(found)
 
 
 @pytest.mark.slow
@@ -270,6 +276,6 @@ def test_the_command_plans_every_kind(tmp_path):
 
 @pytest.mark.slow
 def test_the_model_in_compute_type_is_what_is_scored_with():
-    one = subject(computing(four_models(), dtype="bfloat16"), CONFIG, jax.devices()[:4], lambda _: CONFIG)
-    (judges, _) = one.arrays.readings
+    one = planned_run(computing(four_models(), dtype="bfloat16"), CONFIG, jax.devices()[:4], lambda _: CONFIG)
+    (judges, _) = one.arrays.passes
     assert {x.dtype for x in jax.tree.leaves(judges.model)} == {jnp.dtype("bfloat16")}

@@ -6,9 +6,9 @@ import pytest
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.families import FAMILIES
-from jaxrl_llm.models.flops import active_parameters, counts
-from jaxrl_llm.plan.machines import EXAMPLES, describe, parse_topology
-from jaxrl_llm.plan.programs import model_config, published
+from jaxrl_llm.models.flops import active_parameters, count_parameters
+from jaxrl_llm.plan.machines import EXAMPLES, describe_devices, parse_topology
+from jaxrl_llm.plan.programs import find_model_config, published_configs
 from jaxrl_llm.sharding.mesh import CHIPS, chip_of
 
 
@@ -46,7 +46,7 @@ def test_slices_that_make_no_sense_are_refused(text, slices):
 @pytest.mark.compilers
 @pytest.mark.parametrize("name", [name for name, chip in CHIPS.items() if chip.platform == "tpu"])
 def test_jax_names_of_tpus_are_known(name):
-    kind = describe(parse_topology(EXAMPLES[name]))[0].device_kind
+    kind = describe_devices(parse_topology(EXAMPLES[name]))[0].device_kind
     assert chip_of(kind) is CHIPS[name]
 
 
@@ -70,37 +70,39 @@ def test_every_chip_has_an_example_and_sound_peaks():
     ("Qwen/Qwen2.5-32B", 32_763_876_352), ("Qwen/Qwen3-0.6B", 596_049_920), ("Qwen/Qwen3-8B", 8_190_735_360),
     ("meta-llama/Llama-3.1-8B", 8_030_261_248), ("meta-llama/Llama-3.2-1B", 1_235_814_400)])  # fmt: skip
 def test_published_shapes_have_the_published_number_of_parameters(name, parameters):
-    config, source = model_config(name)
-    assert counts(config)[0] == parameters and "copied into this package" in source
+    config, source = find_model_config(name)
+    assert count_parameters(config)[0] == parameters and "copied into this package" in source
 
 
 def test_a_token_uses_the_parameters_of_its_own_experts():
     """The model's card says 30.5 billion, 3.3 of them active."""
-    config = model_config("Qwen/Qwen3-30B-A3B")[0]
-    total, active = counts(config)[0], active_parameters(config)
+    config = find_model_config("Qwen/Qwen3-30B-A3B")[0]
+    total, active = count_parameters(config)[0], active_parameters(config)
     assert total == 30_532_122_624 and active == total - 48 * (128 - 8) * 3 * 2048 * 768
     assert 3.3e9 < active < 3.4e9
-    dense = model_config("Qwen/Qwen3-8B")[0]
-    assert active_parameters(dense) == counts(dense)[0]
+    dense = find_model_config("Qwen/Qwen3-8B")[0]
+    assert active_parameters(dense) == count_parameters(dense)[0]
 
 
 def test_every_published_shape_can_be_read():
-    assert len(published()) > 30 and {config["model_type"] for config in published().values()} <= set(FAMILIES)
-    for name in published():
-        assert model_config(name)[0].layers > 0
+    assert len(published_configs()) > 30 and {config["model_type"] for config in published_configs().values()} <= set(
+        FAMILIES
+    )
+    for name in published_configs():
+        assert find_model_config(name)[0].layers > 0
 
 
 def test_a_directory_is_read_before_the_table(tmp_path):
     from jaxrl_llm.models.hf import write_config
     from jaxrl_llm.models.pretrained import TINY
-    from jaxrl_llm.models.weights import write_json
+    from jaxrl_llm.models.weights import write_object
 
-    write_json(tmp_path / "config.json", write_config(TINY, "float32"))
-    config, source = model_config(str(tmp_path))
+    write_object(tmp_path / "config.json", write_config(TINY, "float32"))
+    config, source = find_model_config(str(tmp_path))
     assert config.width == TINY.width and source == str(tmp_path / "config.json")
-    assert model_config("tiny-random") == (TINY, "built in")
+    assert find_model_config("tiny-random") == (TINY, "built in")
 
 
 def test_a_model_of_no_such_name_is_refused():
     with pytest.raises(InputError, match="no such model"):
-        model_config("qwen2.5-32b")
+        find_model_config("qwen2.5-32b")

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.plan import hlo
-from jaxrl_llm.plan.hlo import cycles, in_memory, loops, moved
-from jaxrl_llm.plan.machines import describe, parse_topology
+from jaxrl_llm.plan.hlo import bytes_moved, cycles, find_loops, in_memory
+from jaxrl_llm.plan.machines import describe_devices, parse_topology
 from jaxrl_llm.sharding.mesh import without_compilation_cache
 
 MIB = 2**20
@@ -74,8 +74,8 @@ ROW, LAYER, WIDE = 512 * 4, 512 * 512 * 4, 512 * 1024 * 4
 
 
 def test_a_loop_reads_what_it_slices_and_writes_what_it_puts():
-    program = hlo.parse(TEXT, 2)
-    whole, loop = loops(program)
+    program = hlo.parse_hlo(TEXT, 2)
+    whole, loop = find_loops(program)
     scalars = 3 * 4 + 2 * 4  # the counter: read by both kernels and the sum, written once; and the constant's word
     body = (LAYER + ROW + ROW) + (ROW + ROW) + (ROW + ROW)
     assert (loop.depth, loop.times) == (1, 4) and body <= loop.moved <= body + scalars
@@ -111,7 +111,7 @@ ENTRY %main (a: bf16[4,512], c: f32[]) -> {shape} {{
 }}
 """
     written = hlo.bytes_of(shape)
-    assert moved(hlo.parse(text, 1), "main") - written == pytest.approx(read, abs=8)
+    assert bytes_moved(hlo.parse_hlo(text, 1), "main") - written == pytest.approx(read, abs=8)
 
 
 def test_cycles_of_kernels_are_added_up_with_their_loops():
@@ -120,20 +120,22 @@ def test_cycles_of_kernels_are_added_up_with_their_loops():
 
     text = TEXT.replace("calls=%sliced", f"calls=%sliced{noted(100)}").replace("calls=%put", f"calls=%put{noted(20)}")
     text = text.replace("calls=%turned", f"calls=%turned{noted(7)}")
-    assert cycles(hlo.parse(text, 2)) == 4 * 120 + 7
-    assert cycles(hlo.parse(TEXT, 2)) == 0
+    assert cycles(hlo.parse_hlo(text, 2)) == 4 * 120 + 7
+    assert cycles(hlo.parse_hlo(TEXT, 2)) == 0
 
 
 def test_what_only_moves_is_told():
-    whole, loop = loops(hlo.parse(TEXT, 2))
+    whole, loop = find_loops(hlo.parse_hlo(TEXT, 2))
     assert [(c.kind, c.size, c.source) for c in whole.copies] == [("transpose", WIDE, "jit(f)/s/transpose")]
     assert not loop.copies  # 2 KiB are put into place there, which is not worth telling
 
 
 def test_loops_whose_bound_is_data_run_as_often_as_is_said():
     text = TEXT.replace("%less = pred[] compare(%n.1, %four), direction=LT", "%less = pred[] custom-call(%n.1)")
-    program = hlo.parse(text, 2)
-    assert [loop.times for loop in loops(program, (7.0,))] == [1, 7] and [x.times for x in loops(program)] == [1, 1]
+    program = hlo.parse_hlo(text, 2)
+    assert [loop.times for loop in find_loops(program, (7.0,))] == [1, 7] and [
+        x.times for x in find_loops(program)
+    ] == [1, 1]
 
 
 def test_of_branches_the_dearest_counts_and_fast_memory_is_free():
@@ -156,7 +158,7 @@ ENTRY %main (i: s32[], x: f32[8]) -> f32[8] {
   ROOT %chosen = f32[8]{0} conditional(%i, %x, %x), branch_computations={%small, %large}
 }
 """
-    assert moved(hlo.parse(text, 1), "main") == 3 * 32  # x twice, the result once
+    assert bytes_moved(hlo.parse_hlo(text, 1), "main") == 3 * 32  # x twice, the result once
     assert in_memory("(f32[8]{0:T(8,128)S(1)}, bf16[2,8]{1,0}, u32[]{:S(2)})") == 32
 
 
@@ -169,7 +171,9 @@ ENTRY %main (q: f32[8], k: f32[4,2,1,8,16]) -> f32[8] {
   ROOT %read = f32[8]{0} custom-call(%q, %k), custom_call_target="x", metadata={op_name="jit(f)/NAME/pallas_call"}
 }
 """
-    found = [moved(hlo.parse(text.replace("NAME", name), 1), "main") for name in ("attention_by_length", "other")]
+    found = [
+        bytes_moved(hlo.parse_hlo(text.replace("NAME", name), 1), "main") for name in ("attention_by_length", "other")
+    ]
     assert found == [2 * 32 + 2 * 8 * 16 * 4, 2 * 32 + 4 * 2 * 8 * 16 * 4]
 
 
@@ -177,7 +181,7 @@ ENTRY %main (q: f32[8], k: f32[4,2,1,8,16]) -> f32[8] {
 @pytest.mark.compilers
 def test_a_tpu_reads_weights_and_a_cache_once_in_each_round():
     """A real program: what is added to the least is small, and a cache that grows is counted in full."""
-    device = describe(parse_topology("v5e:1x1"))[0]
+    device = describe_devices(parse_topology("v5e:1x1"))[0]
     place = jax.sharding.SingleDeviceSharding(device)
     layers, width, rows = 6, 1024, 16
 
@@ -195,7 +199,7 @@ def test_a_tpu_reads_weights_and_a_cache_once_in_each_round():
         given = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place) for shape in shapes]
         with without_compilation_cache():
             text = jax.jit(step).lower(*given).compile().as_text()
-        whole, loop = loops(hlo.parse(text, 1))
+        whole, loop = find_loops(hlo.parse_hlo(text, 1))
         least = sum(2 * float(np.prod(shape)) for shape in shapes[:1]) + 2 * 2 * float(np.prod(shapes[1]))
         assert loop.times == layers and least <= layers * loop.moved <= whole.moved < 1.2 * least, text
         found.append(layers * loop.moved)

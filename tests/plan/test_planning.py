@@ -10,11 +10,11 @@ from commands import command, commands
 from plan.tinyrun import CONFIG, computing, tiny_run
 
 from jaxrl_llm.models.decode_kernels import ByLength
-from jaxrl_llm.plan.machines import CUDNN, describe, installed, parse_topology
-from jaxrl_llm.plan.planning import best, candidates, compilable, plan
-from jaxrl_llm.plan.programs import abstract_model, compile_one, meshes, needed, subject
-from jaxrl_llm.plan.roofline import CYCLES, FORMULAS, Read, phases, sampling_phases, work
-from jaxrl_llm.plan.tables import draw, lines, memory_lines, table, totals_of, write
+from jaxrl_llm.plan.machines import CUDNN, describe_devices, is_installed, parse_topology
+from jaxrl_llm.plan.planning import best_plans, candidate_runs, compilable, plan_run
+from jaxrl_llm.plan.programs import abstract_model, compile_program, memory_needed, planned_run, run_meshes
+from jaxrl_llm.plan.roofline import CYCLES, FORMULAS, CompiledCost, sampling_costs, step_parts, step_work
+from jaxrl_llm.plan.tables import draw_plans, memory_lines, plans_table, report_lines, totals_of, write_plans
 from jaxrl_llm.rollout import Collect
 from jaxrl_llm.stages.programs import sampling_of
 
@@ -27,7 +27,7 @@ SLICE = parse_topology("v5e:2x2")
 @pytest.fixture(scope="module")
 def compiled():
     """One plan by the TPU's compiler, for all tests."""
-    return plan(tiny_run((1, 2, 2)), CONFIG, SLICE, describe(SLICE), None, True)
+    return plan_run(tiny_run((1, 2, 2)), CONFIG, SLICE, describe_devices(SLICE), None, True)
 
 
 @pytest.mark.compilers
@@ -52,7 +52,7 @@ def test_the_real_programs_compile_for_a_tpu_slice(compiled):
 
 @pytest.mark.compilers
 def test_the_report_says_what_is_compiled_and_what_is_a_formula(compiled, tmp_path):
-    text = "\n".join(lines(compiled, "built in"))
+    text = "\n".join(report_lines(compiled, "built in"))
     for word in (
         "temporaries, the compiler's",
         "update: ",
@@ -65,14 +65,14 @@ def test_the_report_says_what_is_compiled_and_what_is_a_formula(compiled, tmp_pa
     ):
         assert word in text
     assert len({len(line) for line in memory_lines(compiled)}) == 1, "numbers stand below their heads"
-    write(tmp_path / "plan.json", [(compiled, "built in")])
+    write_plans(tmp_path / "plan.json", [(compiled, "built in")])
     value = json.loads((tmp_path / "plan.json").read_text())
     assert (
         value["memory"]["learning"]["total"] == compiled.learning.total
         and value["fits"]
         and value["mesh"]["tensor"] == 2
     )
-    draw([value], tmp_path / "plan.svg")
+    draw_plans([value], tmp_path / "plan.svg")
     assert "tiny-random" in (tmp_path / "plan.svg").read_text()
 
 
@@ -80,8 +80,8 @@ def test_the_report_says_what_is_compiled_and_what_is_a_formula(compiled, tmp_pa
 def test_a_program_that_needs_too_much_is_a_number_and_no_traceback():
     run = tiny_run((1, 4, 1), slots=1 << 16, max_prompt_tokens=1024, max_new_tokens=16384, chunk=16)
     run = computing(run, row_tokens=0)
-    one = subject(run, CONFIG, describe(SLICE))
-    done = compile_one(one, "decode")
+    one = planned_run(run, CONFIG, describe_devices(SLICE))
+    done = compile_program(one, "decode")
     assert done.refused > SLICE.chip.memory and not done.temporary
 
 
@@ -90,17 +90,17 @@ def test_the_number_is_read_from_the_refusal():
         "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. "
         "Used 36.50G of 15.75G hbm."
     )
-    assert needed(text) == 36.5 * 2**30
+    assert memory_needed(text) == 36.5 * 2**30
 
 
 def by_formula(run):
-    return plan(run, CONFIG, GPUS, None, None, False)
+    return plan_run(run, CONFIG, GPUS, None, None, False)
 
 
 def test_without_a_compiler_gpus_are_planned_by_formula():
     found = by_formula(tiny_run((1, 4, 2)))
     assert found.fits and not found.compiled
-    assert "a formula's" in "\n".join(lines(found, ""))
+    assert "a formula's" in "\n".join(report_lines(found, ""))
 
 
 def test_a_row_whose_length_is_left_open_is_planned_too():
@@ -122,20 +122,20 @@ def test_more_of_everything_costs_more():
 
 def test_decoding_reads_a_share_of_what_the_largest_program_reads():
     run = tiny_run((1, 4, 2), prompts=32)
-    one = subject(run, CONFIG, None, machine=GPUS)
-    todo = work(run, one.outline, one.arrays.learned, 10)
-    by_name = {p.name: p for p in phases(run, one.arrays, todo, GPUS.chip, {}, {})}
-    _, cost = sampling_phases(one.arrays, todo)["decode"]
+    one = planned_run(run, CONFIG, None, machine=GPUS)
+    todo = step_work(run, one.outline, one.arrays.learned, 10)
+    by_name = {p.name: p for p in step_parts(run, one.arrays, todo, GPUS.chip, {}, {})}
+    _, cost = sampling_costs(one.arrays, todo)["decode"]
     largest = 3 * cost.fixed
-    read = {"decode": Read(2.0, largest)}
-    decode = {p.name: p for p in phases(run, one.arrays, todo, GPUS.chip, {}, read)}["decode"]
+    read = {"decode": CompiledCost(2.0, largest)}
+    decode = {p.name: p for p in step_parts(run, one.arrays, todo, GPUS.chip, {}, read)}["decode"]
     each = cost.fixed + cost.share * (largest - cost.fixed)
     assert 0 < cost.share < 1 and decode.bytes == pytest.approx(decode.calls * each)
     assert decode.compute_s == pytest.approx(decode.calls * 2 * each / largest)
     # Some are longer than the mean, so decoding takes more chunks than if all had it.
     chunk, waves = run.rollout.engine.chunk, todo.completions / run.rollout.engine.slots
     assert decode.calls == by_name["decode"].calls > 1.2 * waves * 10 / chunk
-    told = "\n".join(lines(plan(run, CONFIG, GPUS, None, 10, False), ""))
+    told = "\n".join(report_lines(plan_run(run, CONFIG, GPUS, None, 10, False), ""))
     assert "completions of 10 tokens (log-normal, sigma 0.9)" in told and "of the cache on average" in told
 
 
@@ -144,7 +144,7 @@ def test_a_run_decodes_in_the_form_that_its_plan_names():
     model = abstract_model(CONFIG, "float32")
     for name, form in (("auto", ByLength("tpu")), ("xla", None)):
         run = tiny_run((1, 4, 1), attention=name)
-        mesh, where = meshes(run, describe(SLICE))
+        mesh, where = run_meshes(run, describe_devices(SLICE))
         assert sampling_of(run, model, "bfloat16", mesh, where)[0].form == form
 
 
@@ -155,10 +155,10 @@ def test_the_plain_form_of_decoding_reads_more_where_it_is_asked_for():
     )
     share = {}
     for run, words in ((kernels, "each slot by its length (gpu kernel)"), (plain, "every slot to the longest one's")):
-        one = subject(run, CONFIG, None, machine=GPUS)
-        todo = work(run, one.outline, one.arrays.learned, 400)
-        share[words] = sampling_phases(one.arrays, todo)["decode"][1].share
-        told = "\n".join(lines(plan(run, CONFIG, GPUS, None, 400, False), ""))
+        one = planned_run(run, CONFIG, None, machine=GPUS)
+        todo = step_work(run, one.outline, one.arrays.learned, 400)
+        share[words] = sampling_costs(one.arrays, todo)["decode"][1].share
+        told = "\n".join(report_lines(plan_run(run, CONFIG, GPUS, None, 400, False), ""))
         assert f"attention of decoding: {words}" in told
     assert share["each slot by its length (gpu kernel)"] < 0.6 * share["every slot to the longest one's"]
 
@@ -166,11 +166,11 @@ def test_the_plain_form_of_decoding_reads_more_where_it_is_asked_for():
 def test_what_fits_at_most_fits_and_more_does_not():
     run = tiny_run((1, 4, 2), slots=64)
     small = dataclasses.replace(GPUS, chip=dataclasses.replace(GPUS.chip, memory=by_formula(run).peak * 3))
-    most = plan(run, CONFIG, small, None, None, False).most("slots")
+    most = plan_run(run, CONFIG, small, None, None, False).most("slots")
     assert most > 64
 
     def fits(slots):
-        return plan(tiny_run((1, 4, 2), slots=slots), CONFIG, small, None, None, False).fits
+        return plan_run(tiny_run((1, 4, 2), slots=slots), CONFIG, small, None, None, False).fits
 
     assert fits(most) and not fits(most * 4)
 
@@ -197,7 +197,7 @@ def test_a_step_is_compared_with_the_time_that_a_signal_leaves():
     def told(grace, **collect):
         run = tiny_run((1, 4, 2), collect=Collect(**collect))
         run = dataclasses.replace(run, output=dataclasses.replace(run.output, grace_s=grace))
-        return lines(by_formula(run), "")[-1]
+        return report_lines(by_formula(run), "")[-1]
 
     assert "a step can end in 12.5 s" in told(25.0)
     assert "stopped within its sampling" in told(1e-6) and "once it learns, it is finished" in told(1e-6)
@@ -208,9 +208,9 @@ def test_a_step_is_compared_with_the_time_that_a_signal_leaves():
 def test_heads_of_a_cache_that_the_mesh_does_not_divide_are_repeated_and_told():
     once, copied = by_formula(tiny_run((1, 4, 2))), by_formula(tiny_run((1, 1, 8)))
     told = "mesh.tensor 8 does not divide the model's 2 key/value heads: the cache holds each of them 4 times"
-    assert told in "\n".join(lines(copied, ""))
-    assert "key/value heads" not in "\n".join(lines(once, ""))
-    cache = subject(tiny_run((1, 1, 8)), CONFIG, None, machine=GPUS).arrays.slots.cache.k
+    assert told in "\n".join(report_lines(copied, ""))
+    assert "key/value heads" not in "\n".join(report_lines(once, ""))
+    cache = planned_run(tiny_run((1, 1, 8)), CONFIG, None, machine=GPUS).arrays.slots.cache.k
     assert cache.shape[2] == 8 and cache.sharding.shard_shape(cache.shape)[2] == 1
 
 
@@ -222,15 +222,15 @@ def test_a_machine_has_a_process_for_each_host():
 
 def test_a_search_ranks_meshes_that_fit():
     run = tiny_run((1, 8, 1))
-    every = candidates(run, CONFIG, GPUS)
+    every = candidate_runs(run, CONFIG, GPUS)
     assert len({(one.mesh, one.learner.compute.microbatch_rows) for one in every}) == len(every) > 4
     assert {one.mesh.tensor for one in every} == {1, 2, 4}  # two key/value heads, and two copies of each
-    assert {one.mesh.tensor for one in candidates(computing(run, row_tokens=81), CONFIG, GPUS)} == {1}
+    assert {one.mesh.tensor for one in candidate_runs(computing(run, row_tokens=81), CONFIG, GPUS)} == {1}
     experts = dataclasses.replace(run, mesh=dataclasses.replace(run.mesh, fsdp=-1, expert=2))
-    assert all(math.prod(one.mesh.sizes(8).values()) == 8 for one in candidates(experts, CONFIG, GPUS))
-    found = best(run, CONFIG, GPUS, None, None, True, lambda text: None)
+    assert all(math.prod(one.mesh.sizes(8).values()) == 8 for one in candidate_runs(experts, CONFIG, GPUS))
+    found = best_plans(run, CONFIG, GPUS, None, None, True, lambda text: None)
     assert found and [p.seconds for p in found] == sorted(p.seconds for p in found) and all(p.fits for p in found)
-    assert len(table(found)) == 1 + len(found)
+    assert len(plans_table(found)) == 1 + len(found)
 
 
 @pytest.mark.compilers
@@ -258,7 +258,7 @@ def test_the_command_compiles_for_gpus_of_two_hosts(tmp_path):
 @pytest.mark.compilers
 def test_a_gpu_samples_from_weights_by_layer_and_a_tpu_from_stacked_ones():
     for machine, name in ((parse_topology("h100:4"), "0"), (SLICE, "attn")):
-        sampled = subject(tiny_run((1, 4, 1)), CONFIG, describe(machine)).arrays.sampled
+        sampled = planned_run(tiny_run((1, 4, 1)), CONFIG, describe_devices(machine)).arrays.sampled
         assert hasattr(sampled.weights.blocks, name), machine.name
 
 
@@ -266,7 +266,9 @@ def test_a_run_whose_attention_cannot_be_compiled_here_says_so():
     config = dataclasses.replace(CONFIG, attention=dataclasses.replace(CONFIG.attention, head_dim=16))
     run = computing(tiny_run((1, 4, 2)), dtype="bfloat16", attention="cudnn")
     planned, said = compilable(run, config, GPUS)
-    assert (planned.learner.compute.attention, bool(said)) == (("cudnn", False) if installed(CUDNN) else ("xla", True))
+    assert (planned.learner.compute.attention, bool(said)) == (
+        ("cudnn", False) if is_installed(CUDNN) else ("xla", True)
+    )
     assert compilable(computing(run, attention="auto"), config, GPUS)[1] == (), "our own kernels need no cuDNN"
     assert compilable(tiny_run((1, 4, 2)), config, GPUS)[1] == ()
 

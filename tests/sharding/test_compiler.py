@@ -21,10 +21,10 @@ from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.models.decoder import Weights, mlp
 from jaxrl_llm.models.decoding import decode, empty_cache
-from jaxrl_llm.plan.machines import describe, parse_topology
-from jaxrl_llm.plan.planning import plan
-from jaxrl_llm.plan.programs import abstract_model, compile_one, subject
-from jaxrl_llm.plan.tables import lines
+from jaxrl_llm.plan.machines import describe_devices, parse_topology
+from jaxrl_llm.plan.planning import plan_run
+from jaxrl_llm.plan.programs import abstract_model, compile_program, planned_run
+from jaxrl_llm.plan.tables import report_lines
 from jaxrl_llm.sharding import MeshShape, gathered, layout_of, make_mesh
 from jaxrl_llm.sharding.mesh import OPTIONS, REPEATABLE, compiler_options, known_options, without_compilation_cache
 
@@ -59,26 +59,26 @@ def test_an_option_that_a_compiler_does_not_know_is_left_out_with_a_warning(capl
 
 @pytest.mark.compilers
 def test_weights_are_gathered_while_products_run_on_an_absent_tpu():
-    devices = describe(SLICE)
+    devices = describe_devices(SLICE)
     config = dataclasses.replace(CONFIG, width=256, mlp_width=1024)
     run = computing(tiny_run((1, 4, 1)), dtype="bfloat16", attention="xla")
-    one = subject(run, config, devices)
+    one = planned_run(run, config, devices)
     assert one.outline.forward.compute.compiler == OPTIONS["v5p"], "the installed compiler knows all of them"
-    assert "%async-collective-start" in compile_one(one, "update").text
-    told = "\n".join(lines(plan(run, config, SLICE, devices, None, False), ""))
+    assert "%async-collective-start" in compile_program(one, "update").text
+    told = "\n".join(report_lines(plan_run(run, config, SLICE, devices, None, False), ""))
     assert all(f"{name} true" in told for name, _ in OPTIONS["v5p"])
 
 
 @pytest.mark.compilers
 def test_an_absent_v5e_knows_its_options():
-    mesh = make_mesh(MeshShape(1, 4, 1), describe(parse_topology("v5e:2x2")))
+    mesh = make_mesh(MeshShape(1, 4, 1), describe_devices(parse_topology("v5e:2x2")))
     assert compiler_options(mesh) == (("xla_tpu_scoped_vmem_limit_kib", 24576),)
 
 
 @pytest.mark.compilers
 def test_sums_are_added_in_one_order_on_an_absent_gpu():
-    devices = describe(parse_topology("h100:1"))
-    one = subject(computing(tiny_run((1, 1, 1)), dtype="bfloat16", attention="xla"), CONFIG, devices)
+    devices = describe_devices(parse_topology("h100:1"))
+    one = planned_run(computing(tiny_run((1, 1, 1)), dtype="bfloat16", attention="xla"), CONFIG, devices)
     assert one.outline.forward.compute.compiler == REPEATABLE, "the installed compiler knows it"
     place = SingleDeviceSharding(devices[0])
     table = jax.ShapeDtypeStruct((256, 64), jnp.float32, sharding=place)
@@ -96,7 +96,7 @@ def test_sums_are_added_in_one_order_on_an_absent_gpu():
 
 @pytest.mark.compilers
 def test_decoding_copies_no_keys_on_an_absent_gpu():
-    place = SingleDeviceSharding(describe(parse_topology("h100:1"))[0])
+    place = SingleDeviceSharding(describe_devices(parse_topology("h100:1"))[0])
     columns, rows, steps = 320, 4, 16
     config = dataclasses.replace(CONFIG, layers=1)
     integers = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((), (rows,), (rows,))]
@@ -114,7 +114,7 @@ def test_decoding_copies_no_keys_on_an_absent_gpu():
 @pytest.mark.compilers
 def test_products_of_a_layers_gradients_are_whole_and_scattered_as_they_are_added():
     """Of 512 rows over fsdp 16 each part would have 32, where a tile has 128."""
-    mesh = make_mesh(MeshShape(1, 16, 2), describe(parse_topology("v5p:4x4x2")))
+    mesh = make_mesh(MeshShape(1, 16, 2), describe_devices(parse_topology("v5p:4x4x2")))
     shapes = {"gate": (512, 2048), "up": (512, 2048), "down": (2048, 512)}
     of_mesh = lambda shape, layout: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=layout)
     weights = {name: of_mesh(shape, layout_of(f"blocks/0/mlp/{name}", shape, mesh)) for name, shape in shapes.items()}

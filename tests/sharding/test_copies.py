@@ -15,7 +15,7 @@ from jaxrl_llm.engine.slots import extend_prompts
 from jaxrl_llm.learner import Layout, pack
 from jaxrl_llm.learner.forward import on_mesh
 from jaxrl_llm.models.config import ComputeOptions
-from jaxrl_llm.models.decoder import causal_rows, initialise, with_copies
+from jaxrl_llm.models.decoder import attend_with_copies, causal_rows, initialise
 from jaxrl_llm.models.layers import attention_over
 from jaxrl_llm.rollout import Engine, Sampling
 from jaxrl_llm.sharding import MeshShape, head_copies, make_mesh, shardings
@@ -51,7 +51,7 @@ def test_copies_of_heads_change_no_bit(copies, heads):
     attend = functools.partial(
         attention_over(causal_rows(np.zeros((3, 9))), config, ComputeOptions()), window=jnp.int32(4)
     )
-    form = jax.jit(lambda count, *given: with_copies(attend, count, *given), static_argnums=0)
+    form = jax.jit(lambda count, *given: attend_with_copies(attend, count, *given), static_argnums=0)
     np.testing.assert_array_equal(form(copies, q, k, v), form(1, q, k, v))
     gradient = lambda count: jax.grad(lambda given: jnp.sum(jnp.sin(form(count, *given))))((q, k, v))
     assert largest_difference(gradient(copies), gradient(1)) < 1e-6

@@ -18,7 +18,7 @@ from jaxrl_llm.learner import Layout, Optimiser, create_state, pack
 from jaxrl_llm.learner.forward import on_mesh
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.models.config import ComputeOptions
-from jaxrl_llm.models.decoder import by_layer, causal_rows, forward, initialise
+from jaxrl_llm.models.decoder import causal_rows, forward, initialise, unstack_layers
 from jaxrl_llm.rollout import Engine, Sampling
 from jaxrl_llm.sharding import (
     BATCH,
@@ -84,7 +84,7 @@ def test_tokens_do_not_depend_on_the_mesh(shape):
 def test_weights_by_layer_are_divided_as_stacked_ones():
     model = tiny("windows")
     stacked = sampling_shardings(model, mesh_of((2, 2, 2))).weights.blocks
-    apart = sampling_shardings(by_layer(model), mesh_of((2, 2, 2))).weights.blocks
+    apart = sampling_shardings(unstack_layers(model), mesh_of((2, 2, 2))).weights.blocks
     for layer in range(model.config.layers):
         for part, name in (("attn", "q"), ("attn", "o"), ("mlp", "gate"), ("mlp", "down")):
             whole = getattr(getattr(stacked, part), name).get_value().spec

@@ -16,7 +16,7 @@ from jaxrl_llm import load_pretrained, train
 from jaxrl_llm.checkpoints.store import steps_in
 from jaxrl_llm.config import Output
 from jaxrl_llm.models import save_pretrained
-from jaxrl_llm.models.flops import counts
+from jaxrl_llm.models.flops import count_parameters
 from jaxrl_llm.rules import Reaches, Rules
 from jaxrl_llm.sharding.mesh import CHIPS, KINDS
 from jaxrl_llm.system.json_lines import read_rows
@@ -64,7 +64,7 @@ def known():
 
 def check_utilisation(rows):
     """It is between what the completions alone need, and thrice that of completions with prompts."""
-    _, layers = counts(load_pretrained(SMOKE.model)[0].config)
+    _, layers = count_parameters(load_pretrained(SMOKE.model)[0].config)
     completions = SMOKE.rollout.prompts * SMOKE.rollout.group
     for row in rows:
         flops = row["throughput/mfu"] * row["time/update_s"] * jax.device_count() * 1e9
