@@ -20,11 +20,11 @@ import numpy as np
 
 from jaxrl_llm import codec
 from jaxrl_llm.engine.requests import EMPTY, first_tokens, row_room, with_tokens
-from jaxrl_llm.environments.calls import Parsed
+from jaxrl_llm.environments.calls import ParsedReply
 from jaxrl_llm.environments.environment import Limits
 from jaxrl_llm.environments.episode_format import EpisodeFormat
 from jaxrl_llm.environments.factory import Factory
-from jaxrl_llm.environments.world import Answer, Threads, World, hanging, told
+from jaxrl_llm.environments.world import Answer, DaemonThreads, World, count_hanging, format_error
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.rollout.settings import Branching
 from jaxrl_llm.tasks.chats import Prompts
@@ -111,7 +111,7 @@ class Live:
     copies: dict[int, Self] = dataclasses.field(default_factory=dict)
     settled: bool = False
 
-    def parsed(self, whole: Completion) -> Parsed:
+    def parsed(self, whole: Completion) -> ParsedReply:
         """Return the message of a completion's last turn."""
         start = whole.last_turn
         before = whole.forks.get(start, whole.tokens[:start])
@@ -212,7 +212,7 @@ class Live:
             turns = (*before.turns, dataclasses.replace(turn, fork=tuple(map(int, fork))))
             return dataclasses.replace(episode, turns=turns), []
         if self.observed:
-            said = tuple((size + begin, size + end) for begin, end in self.form.said(*asked, tokens))
+            said = tuple((size + begin, size + end) for begin, end in self.form.content_ranges(*asked, tokens))
             episode = dataclasses.replace(episode, turns=(*before.turns, dataclasses.replace(turn, said=said)))
         return episode, [int(token) for token in tokens]
 
@@ -238,7 +238,9 @@ def cut(messages: Sequence[Message], room: int) -> tuple[Message, ...]:
 
 def failure(error: BaseException) -> Episode:
     """Return the end of an episode that an exception breaks off."""
-    return Episode(end="environment_error", reward=math.nan, error=told(error, kind=not isinstance(error, InputError)))
+    return Episode(
+        end="environment_error", reward=math.nan, error=format_error(error, kind=not isinstance(error, InputError))
+    )
 
 
 class Worlds:
@@ -259,7 +261,7 @@ class Worlds:
     ):  # fmt: skip
         self.trouble: list[str] = []
         self._room = longest * max(map(len, prompts.tokenizer.get_vocab()))
-        self.threads = Threads(AT_ONCE)
+        self.threads = DaemonThreads(AT_ONCE)
         self._prompts, self._limits, self._stops = prompts, limits, stops
         self._branching, self._observed = branching, observed
         playing = [task for task in prompts.tasks if task.plays]
@@ -649,7 +651,7 @@ class Episodes:
         """Return metrics of environments that failed to close since the last call, and of threads that hang; {} without
         any."""
         told, self._worlds.trouble[:] = [*self._worlds.trouble], []
-        found = [(told, hanging())]
+        found = [(told, count_hanging())]
         if self._peers is not None and self._peers.count > 1:
             found = self._peers.gather(found[0])
         errors = [line for lines, _ in found for line in lines]
