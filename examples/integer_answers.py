@@ -25,7 +25,7 @@ import sympy
 import tyro
 
 from jaxrl_llm.errors import InputError, require
-from jaxrl_llm.rewards.math_answer import score
+from jaxrl_llm.rewards.math_answer import score_math
 from jaxrl_llm.system.paths import check_file, new_file
 from jaxrl_llm.tasks import Table, extract, integer
 from jaxrl_llm.tasks.extract import normalised
@@ -127,7 +127,7 @@ def rewritten(answer: str) -> Rewritten:
     if len(str(abs(new.answer))) > LONGEST_NUMBER:
         raise Unsuitable(f"an integer of more than {LONGEST_NUMBER} digits")
     original = answer.strip().lstrip("\\").lstrip("$") if unit == "dollars" else answer
-    if not score(rf"{text}\%" if unit == "percent" else text, Problem("", (), original, "", "boxed", "math")):
+    if not score_math(rf"{text}\%" if unit == "percent" else text, Problem("", (), original, "", "boxed", "math")):
         raise Unsuitable("math-verify reads another value in it: write it in LaTeX")
     asks = f"State the answer in {unit}. {new.sentence}"
     return Rewritten(f"{new.template}, {unit}", new.answer, asks) if unit else new

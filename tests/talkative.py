@@ -7,7 +7,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.collection.rejection_sampling import Asked
+from jaxrl_llm.collection.rejection_sampling import CollectionPlan
 from jaxrl_llm.data import Collected
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.models.decoder import Decoder, to_parameters
@@ -49,7 +49,7 @@ def answerer(slots: int = 8) -> Answerer:
     return Answerer(engine, model, tokenizer, Scorer((Accuracy(),), 1))
 
 
-def asked(by: Answerer, task: Task, kind: str, **changes) -> Asked:
+def asked(by: Answerer, task: Task, kind: str, **changes) -> CollectionPlan:
     """All problems of the task."""
     data = dataclasses.replace(Collected(task, samples=12, continuations=4), **changes)
-    return Asked(Prompts(task, by.tokenizer), load(task).train[: data.limit or None], data, kind, LONGEST, 3)
+    return CollectionPlan(Prompts(task, by.tokenizer), load(task).train[: data.limit or None], data, kind, LONGEST, 3)

@@ -16,7 +16,7 @@ from jaxrl_llm.cli.flags import parse
 from jaxrl_llm.errors import naming, require
 from jaxrl_llm.rewards.rubric import OF_JUDGES, Pairwise, Rubric, asks_model
 from jaxrl_llm.rewards.scorer import Scorer
-from jaxrl_llm.rewards.shaping import check, named
+from jaxrl_llm.rewards.shaping import check_reward, name_rewards
 from jaxrl_llm.runs.load import mesh_here, on_this_machine
 from jaxrl_llm.sharding import MeshShape
 from jaxrl_llm.system.setting import Range, check_fields
@@ -84,7 +84,7 @@ def agree(name: str, pairs: str, arguments: list[str]) -> int:
     judges = list(dict.fromkeys(base for base in configs.bases(run) if isinstance(base, OF_JUDGES)))
     require(bool(judges), f"{name} has no judge whose agreement could be measured: give it a Rubric or a Pairwise")
     for judge in judges:
-        check(judge)
+        check_reward(judge)
     rows = read_pairs(Path(pairs), options.limit)
     for judge in judges:
         if isinstance(judge, Rubric):
@@ -96,7 +96,7 @@ def agree(name: str, pairs: str, arguments: list[str]) -> int:
 
         with Progress(Schedule(1)) as progress:
             models = judge_models(run, mesh_here(options.mesh), progress.status)
-    found = {label: agreement(judge, rows, models) for label, judge in named(judges).items()}
+    found = {label: agreement(judge, rows, models) for label, judge in name_rewards(judges).items()}
     for label, one in found.items():
         if one.failure:
             print(f"... {label}: {one.failure}", file=sys.stderr)

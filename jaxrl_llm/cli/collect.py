@@ -73,7 +73,7 @@ def collect(arguments: list[str]) -> int:
     path = check(name, out, options)
     data = configs.dated(options.data, datetime.date.today().isoformat())
     task = data.task
-    from jaxrl_llm.collection.rejection_sampling import Asked, collect_rows
+    from jaxrl_llm.collection.rejection_sampling import CollectionPlan, collect_rows
     from jaxrl_llm.tasks import load
     from jaxrl_llm.telemetry.progress import Progress, Schedule
 
@@ -87,7 +87,7 @@ def collect(arguments: list[str]) -> int:
                 progress.note(note)
             episode = rollout.episode if task.plays else None
             longest, seed = options.max_new_tokens, options.seed
-            asked = Asked(prompts, problems, data, options.kind, longest, seed, episode=episode)
+            asked = CollectionPlan(prompts, problems, data, options.kind, longest, seed, episode=episode)
             found = collect_rows(by, asked, path, status=progress.status)
     numbers = {"model": name, "step": policy.step, "kind": options.kind, "out": out, **found.numbers()}
     print(json.dumps(numbers) if options.json else "\n".join(as_table(name, policy.step, options, path, found)))

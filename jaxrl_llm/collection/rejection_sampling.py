@@ -50,7 +50,7 @@ Row = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
+class SampledAnswer:
     """One sampled and verified answer.
 
     Attributes:
@@ -68,7 +68,7 @@ class Answer:
     messages: Sequence[dict[str, Any]] = ()
 
 
-def rows_from(problem: Problem, answers: Sequence[Answer], data: Collected, kind: Kind) -> list[Row]:
+def make_rows(problem: Problem, answers: Sequence[SampledAnswer], data: Collected, kind: Kind) -> list[Row]:
     """Return rows of texts, of pairs or of unpaired answers: none, one, or all that the distinct answers give.
 
     Texts are right answers. Pairs are right answers, each preferred to a wrong one, and with ``cut_off`` to one that
@@ -76,50 +76,43 @@ def rows_from(problem: Problem, answers: Sequence[Answer], data: Collected, kind
     first, the earlier sampled ones on a tie. Unpaired are right answers and as many wrong ones as there are, or one of
     each kind.
     """
-    usable = [answers[index] for index in distinct(answers)]
+    usable = [answers[index] for index in distinct_answers(answers)]
     right = [answer for answer in usable if answer.right]
     if data.keep == "shortest":
         right.sort(key=lambda answer: answer.length)
     if kind == "texts":
-        kept = right if data.keep == "all" else right[:1]
-        return [row_of(problem, completion=answer.messages or answer.text) for answer in kept]
+        chosen = right if data.keep == "all" else right[:1]
+        return [make_row(problem, completion=answer.messages or answer.text) for answer in chosen]
     wrong = [answer for answer in usable if not answer.right]
     # Those that have no end, and are not right as far as they go; each text once.
     cut = {a.text: a for a in answers if data.cut_off and not a.ended and not a.right and a.text.strip()}
     if kind == "unpaired":
         most = None if data.keep == "all" else 1
-        return [
-            row_of(
-                problem,
-                completion=answer.text,
-                **{LABEL: answer.right},
-                **({} if answer.ended else {END_CUT_OFF: True}),
-            )
-            for some in (right, wrong, list(cut.values()))
-            for answer in some[:most]
-        ]
-    couples = _coupled(right, wrong, data) + _coupled(right, list(cut.values()), data)
+        usable = [answer for group in (right, wrong, list(cut.values())) for answer in group[:most]]
+        labels = [{LABEL: a.right} | ({} if a.ended else {END_CUT_OFF: True}) for a in usable]
+        return [make_row(problem, completion=a.text, **label) for a, label in zip(usable, labels, strict=True)]
+    couples = _pair_answers(right, wrong, data) + _pair_answers(right, list(cut.values()), data)
     return [
-        row_of(problem, chosen=better.text, rejected=worse.text, **({} if worse.ended else {CUT_OFF: True}))
+        make_row(problem, chosen=better.text, rejected=worse.text, **({} if worse.ended else {CUT_OFF: True}))
         for better, worse in couples
     ]
 
 
-def _coupled(right: Sequence[Answer], wrong: Sequence[Answer], data: Collected) -> list[tuple[Answer, Answer]]:
+def _pair_answers(right: list[SampledAnswer], wrong: list[SampledAnswer], data: Collected) -> list[tuple[Any, Any]]:
     """Pair right and wrong answers, without an answer in common: one pair, or as many as possible."""
     couples = list(zip(right, wrong, strict=False))
     if data.match_length:  # the nearest in length first
-        some = right[:1] if data.keep == "shortest" else right
-        near = sorted((abs(a.length - b.length), i, j) for i, a in enumerate(some) for j, b in enumerate(wrong))
-        taken: list[tuple[int, int]] = []
+        right = right[:1] if data.keep == "shortest" else right
+        near = sorted((abs(a.length - b.length), i, j) for i, a in enumerate(right) for j, b in enumerate(wrong))
+        pairs: list[tuple[int, int]] = []
         for _, i, j in near:
-            if all(i != one and j != other for one, other in taken):
-                taken.append((i, j))
-        couples = [(some[i], wrong[j]) for i, j in taken]
+            if all(i != first and j != second for first, second in pairs):
+                pairs.append((i, j))
+        couples = [(right[i], wrong[j]) for i, j in pairs]
     return couples if data.keep == "all" else couples[:1]
 
 
-def distinct(answers: Sequence[Answer]) -> list[int]:
+def distinct_answers(answers: Sequence[SampledAnswer]) -> list[int]:
     """Return the indices of the answers that can be rows, with text and not cut off; the first of each text."""
     first: dict[str, int] = {}
     for index, answer in enumerate(answers):
@@ -146,23 +139,23 @@ def prefix_tokens(
     return [bisect.bisect_left(counts, end, key=lambda count: len(decode(tokens[:count]))) for end in ends]
 
 
-def row_of(problem: Problem, **columns: Any) -> Row:
+def make_row(problem: Problem, **columns: Any) -> Row:
     """Make a row: the prompt (a string if it is one user message) with its options, the columns, and the problem's
     id.
     """
     chat = [dict(message) for message in problem.prompt]
     alone = len(chat) == 1 and chat[0]["role"] == "user"
-    others = {name: value for name, value in problem.options.items() if name != TOOLS}
+    other_options = {name: value for name, value in problem.options.items() if name != TOOLS}
     options = {name: problem.options[name] for name in (TOOLS,) if name in problem.options}
-    options |= {OPTIONS: others} if others else {}
+    options |= {OPTIONS: other_options} if other_options else {}
     return {"prompt": chat[0]["content"] if alone else chat} | options | columns | {"id": problem.id}
 
 
-ELSEWHERE = "give another file with --out"
+REMEDY = "give another file with --out"
 
 
 @dataclasses.dataclass(frozen=True)
-class Tally:
+class CollectionCounts:
     """Sums over the problems asked; those of several parts add up.
 
     Attributes:
@@ -189,36 +182,34 @@ class Tally:
     seconds: float = 0.0
     failed: int = 0
 
-    def __add__(self, other: "Tally") -> "Tally":
-        return Tally(*(one + more for one, more in zip(dataclasses.astuple(self), dataclasses.astuple(other))))  # noqa: B905  both are of one class
+    def __add__(self, other: "CollectionCounts") -> "CollectionCounts":
+        return CollectionCounts(*map(sum, zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
 
     def numbers(self) -> dict[str, Any]:
         """Return the sums by name, with the usual shares and means."""
-        return (
-            dataclasses.asdict(self)
-            | {
-                "pass@1": self.right / max(self.answers, 1),
-                "solved_fraction": self.solved / max(self.problems, 1),
-                "mean_length": self.length / max(self.answers, 1),
-            }
-            | ({"failed_fraction": self.failed / self.answers} if self.failed else {})
-        )
+        shares = {
+            "pass@1": self.right / max(self.answers, 1),
+            "solved_fraction": self.solved / max(self.problems, 1),
+            "mean_length": self.length / max(self.answers, 1),
+        }
+        failed = {"failed_fraction": self.failed / self.answers} if self.failed else {}
+        return dataclasses.asdict(self) | shares | failed
 
     def lines(self) -> list[str]:
         """Format the sums as lines for people."""
-        found = self.numbers()
+        numbers = self.numbers()
         return [
-            f"  {'pass@1':<12}{100 * found['pass@1']:6.1f} %  {self.right:,} of {self.answers:,} answers are right, "
+            f"  {'pass@1':<12}{100 * numbers['pass@1']:6.1f} %  {self.right:,} of {self.answers:,} answers are right, "
             f"{self.ended:,} came to their end" + (f", {self.failed:,} could not be verified" if self.failed else ""),
-            f"  {'solved':<12}{100 * found['solved_fraction']:6.1f} %  {self.solved:,} of {self.problems:,} problems "
+            f"  {'solved':<12}{100 * numbers['solved_fraction']:6.1f} %  {self.solved:,} of {self.problems:,} problems "
             "have a right answer",
-            f"  {'length':<12}{found['mean_length']:6.1f} tokens",
+            f"  {'length':<12}{numbers['mean_length']:6.1f} tokens",
             f"  {'sampled':<12}{self.tokens:,} tokens in {self.seconds:,.1f} s",
             f"  {'rows':<12}{self.rows:,}",
         ]
 
 
-Entry = tuple[Sequence[Row], Tally]
+Entry = tuple[Sequence[Row], CollectionCounts]
 """The rows that a finished problem gave, perhaps none, and its share of the sums."""
 
 
@@ -229,38 +220,34 @@ def check_free(path: Path) -> None:
       InputError: the file exists.
     """
     if path.exists() and not part_of(path).exists():
-        raise InputError(f"{path} is there already: {ELSEWHERE}, or remove it first")
+        raise InputError(f"{path} is there already: {REMEDY}, or remove it first")
 
 
+@dataclasses.dataclass
 class Ledger:
-    """Owner of a file in the making.
+    """Rows of the file ``path`` in the making, with the counts of the finished problems."""
 
-    Attributes:
-      counts: of the finished problems.
-    """
-
-    def __init__(self, path: Path, file: BinaryIO, counts: Tally):
-        self.counts = counts
-        self._path = path
-        self._file = file
+    path: Path
+    file: BinaryIO
+    counts: CollectionCounts
 
     def add(self, entries: Sequence[Entry]) -> None:
         """Append the next problems; they are on the disk when this returns."""
-        append_rows(self._file, [{"rows": rows, "counts": dataclasses.asdict(counts)} for rows, counts in entries])
+        append_rows(self.file, [{"rows": rows, "counts": dataclasses.asdict(counts)} for rows, counts in entries])
         self.counts = sum((counts for _, counts in entries), self.counts)
 
     def finish(self) -> None:
         """Write the final file, atomically, after all problems are done."""
-        with new_file(self._path) as whole, open(whole, "wb") as file:
-            for line in read_rows(part_of(self._path)):
+        with new_file(self.path) as part, open(part, "wb") as file:
+            for line in read_rows(part_of(self.path)):
                 file.write(b"".join(encode_row(row) for row in line.get("rows", ())))
             file.flush()
             os.fsync(file.fileno())
-        part_of(self._path).unlink()
+        part_of(self.path).unlink()
 
 
 @contextlib.contextmanager
-def opened(path: Path, settings: dict[str, Any]) -> Generator[Ledger]:
+def open_ledger(path: Path, settings: dict[str, Any]) -> Generator[Ledger]:
     """Open the ledger of a file, new or to resume, locked for this process.
 
     Args:
@@ -280,30 +267,30 @@ def opened(path: Path, settings: dict[str, Any]) -> Generator[Ledger]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in HELD:
-                raise InUse(f"{part} is being written by another process: wait until it ends, or {ELSEWHERE}") from None
-        with open(part, "rb") as written:  # what comes after the last line that has an end was being written
-            size = sum(len(line) for line in written if line.endswith(b"\n"))
+                raise InUse(f"{part} is being written by another process: wait until it ends, or {REMEDY}") from None
+        with open(part, "rb") as partial:  # what comes after the last line that has an end was being written
+            size = sum(len(line) for line in partial if line.endswith(b"\n"))
         os.truncate(part, size)
         lines = read_rows(part)
         before = next(lines, None)
         if before is None:
             append_rows(file, [{"settings": settings}])
-        elif not isinstance(begun := before.get("settings"), dict):
-            raise InputError(f"{part} is not a file of a collection: {ELSEWHERE}, or remove it first")
+        elif not isinstance(saved := before.get("settings"), dict):
+            raise InputError(f"{part} is not a file of a collection: {REMEDY}, or remove it first")
         else:
             now = json.loads(json.dumps(settings))
-            names = sorted(name for name in begun.keys() | now.keys() if begun.get(name) != now.get(name))
-            shown = "; ".join(f"{name}: {begun.get(name)} -> {now.get(name)}" for name in names[:3])
+            names = sorted(name for name in saved.keys() | now.keys() if saved.get(name) != now.get(name))
+            changes = "; ".join(f"{name}: {saved.get(name)} -> {now.get(name)}" for name in names[:3])
             require(
                 not names,
-                f"{part} was begun with other settings ({shown}): take the old ones, {ELSEWHERE}, or remove it first",
+                f"{part} was begun with other settings ({changes}): take the old ones, {REMEDY}, or remove it first",
             )
-        yield Ledger(path, file, sum((Tally(**line["counts"]) for line in lines), Tally()))
+        yield Ledger(path, file, sum((CollectionCounts(**line["counts"]) for line in lines), CollectionCounts()))
 
 
 FILL = 4
 """Answers per call, as a multiple of the slots: at its end few slots stay empty for long."""
-READ = {
+KIND_SETTINGS = {
     "texts": ("keep",),
     "pairs": ("match_length", "cut_off", "keep"),
     "unpaired": ("cut_off", "keep"),
@@ -314,7 +301,7 @@ Data = TypeVar("Data", Texts, Pairs, Unpaired, Steps)
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class CollectionPlan:
     """The problems to ask, and the rows to make of the answers.
 
     Attributes:
@@ -377,22 +364,22 @@ class Asked:
             **{name: getattr(data, name) for name in ("samples", "temperature", "top_p")},
             "max_new_tokens": self.max_new_tokens,
             "seed": self.seed,
-            **{name: getattr(data, name) for name in READ[self.kind]},
+            **{name: getattr(data, name) for name in KIND_SETTINGS[self.kind]},
         }
         if self.episode is not None:
             task = data.task
-            settings |= {"environment": _named(task.environment), "tools": [_named(tool) for tool in task.tools]}
+            settings |= {"environment": _label(task.environment), "tools": [_label(tool) for tool in task.tools]}
             settings |= {"episode": dataclasses.asdict(self.episode)}
         return settings | ({"separator": self.separator} if self.kind == "steps" else {})
 
 
 def collect_rows(
-    by: Answerer,
-    asked: Asked,
+    answerer: Answerer,
+    plan: CollectionPlan,
     path: Path,
     peers: Peers = ALONE,
     status: Callable[[str], None] = lambda text: None,
-) -> Tally:
+) -> CollectionCounts:
     """Write the rows of all problems, in their order, as JSON lines; return the total counts.
 
     Until the last problem is done they are in ``PATH.part``, and the same call resumes from there, however the previous
@@ -402,90 +389,89 @@ def collect_rows(
     Raises:
       InputError: the file exists, or was begun with other settings; nothing has been sampled then.
     """
-    settings = asked.settings(by.model)
-    total = len(asked.problems)
+    settings = plan.settings(answerer.model)
+    total = len(plan.problems)
     with contextlib.ExitStack() as stack:
         book: list[Ledger] = []
 
         def begin() -> dict[str, Any]:
-            book.append(stack.enter_context(opened(path, settings)))
+            book.append(stack.enter_context(open_ledger(path, settings)))
             return dataclasses.asdict(book[0].counts)
 
-        counts = Tally(**peers.first(begin))
+        counts = CollectionCounts(**peers.first(begin))
         done = counts.problems
-        size = asked.at_once(by.engine.slots)
+        size = plan.at_once(answerer.engine.slots)
         for first in range(done // size * size, total, size):
             progress = f"collecting {first}/{total} problems, {counts.rows} rows: "
             began = time.perf_counter()
-            entries = ask(by, asked, first, lambda text, progress=progress: status(progress + text))
+            entries = sample_rows(answerer, plan, first, lambda text, progress=progress: status(progress + text))
             entries = entries[max(done - first, 0) :]
-            share = Tally(seconds=(time.perf_counter() - began) / max(len(entries), 1))
-            new = [(rows, own + share) for rows, own in entries]
+            share = CollectionCounts(seconds=(time.perf_counter() - began) / max(len(entries), 1))
+            entries = [(rows, part + share) for rows, part in entries]
             for ledger in book:
-                ledger.add(new)
-            counts = sum((own for _, own in new), counts)
-        by.engine.start(asked.sampling(()))  # nothing runs any more: what comes next needs the memory of the cache
+                ledger.add(entries)
+            counts = sum((part for _, part in entries), counts)
+        answerer.engine.start(plan.sampling(()))  # nothing runs any more: what comes next needs the memory of the cache
         peers.first(lambda: [ledger.finish() for ledger in book])
     return counts
 
 
-def ask(by: Answerer, asked: Asked, first: int, status: Callable[[str], None]) -> list[Entry]:
+def sample_rows(answerer: Answerer, plan: CollectionPlan, first: int, status: Callable[[str], None]) -> list[Entry]:
     """Return answers to the problems from number ``first`` on, as many as are asked together, as entries of rows and
     counts.
 
     They depend on the weights, the settings and the engine's slots, but not on earlier problems.
     """
-    problems = list(asked.problems[first : first + asked.at_once(by.engine.slots)])
-    count = asked.data.samples
+    problems = list(plan.problems[first : first + plan.at_once(answerer.engine.slots)])
+    count = plan.data.samples
     places = list(itertools.product(range(len(problems)), range(count)))
-    stops = by.model.config.tokens.eos
-    requests = OpenRequests(by.engine, asked.sampling(stops), by.episodes)
-    wanted = [problems[i] for i, _ in places]
-    seeds = [asked.answer_seed(first + i, sample) for i, sample in places]
-    prompts, begun = start_prompts(by, asked.prompts, wanted, seeds, count, places)
-    requests.submit(places, prompts, seeds, partials=begun, keep=asked.kind == "steps")
-    done = generate_all(requests, by.model, by.tokenizer, status)
-    items = [(problem, done[place]) for problem, place in zip(wanted, places, strict=True)]
-    as_text = asked.data.task.template in ("plain", "chatml")
-    scores = by.scorer.score(items, only=())
+    stops = answerer.model.config.tokens.eos
+    requests = OpenRequests(answerer.engine, plan.sampling(stops), answerer.episodes)
+    repeated = [problems[i] for i, _ in places]
+    seeds = [plan.answer_seed(first + i, sample) for i, sample in places]
+    prompts, prefixes = start_prompts(answerer, plan.prompts, repeated, seeds, count, places)
+    requests.submit(places, prompts, seeds, partials=prefixes, keep=plan.kind == "steps")
+    done = generate_all(requests, answerer.model, answerer.tokenizer, status)
+    items = [(problem, done[place]) for problem, place in zip(repeated, places, strict=True)]
+    as_text = plan.data.task.template in ("plain", "chatml")
+    scores = answerer.scorer.score(items, only=())
     lost = scores.failures.message
-    require(not scores.failed.all(), f"no answer to {asked.data.task.label} could be verified: {lost}")
+    require(not scores.failed.all(), f"no answer to {plan.data.task.label} could be verified: {lost}")
     if scores.failed.any():
         status(f"{scores.failed.sum()} of {len(items)} answers could not be verified: {lost}")
     right = zip(items, scores.accuracy, strict=True)
     flat = [
-        decoded_answer(by.tokenizer, c, bool(worth(problem, c, accuracy, stops) >= 1), as_text)
+        decode_answer(answerer.tokenizer, c, bool(answer_value(problem, c, accuracy, stops) >= 1), as_text)
         for (problem, c), accuracy in right
     ]
     answers = [flat[i * count : (i + 1) * count] for i in range(len(problems))]
     more = [0] * len(problems)
-    if asked.kind == "steps":
-        rows, more = _labelled(by, asked, first, answers, requests, done, status)
+    if plan.kind == "steps":
+        rows, more = _label_steps(answerer, plan, first, answers, requests, done, status)
     else:
-        openings = (
-            by.episodes.openings([EpisodeSpec((i, 0), p, 0) for i, p in enumerate(problems)]) if by.episodes else ()
-        )
+        scenes = [EpisodeSpec((i, 0), problem, 0) for i, problem in enumerate(problems)]
+        openings = answerer.episodes.openings(scenes) if answerer.episodes else ()
         for i, opening in enumerate(openings):
             problems[i] = dataclasses.replace(problems[i], prompt=tuple(opening["prompt"]))
-        rows = [rows_from(p, a, asked.data, asked.kind) for p, a in zip(problems, answers, strict=True)]
-        for own, opening in zip(rows, openings, strict=False):
-            own[:] = [row | ({TOOLS: opening["tools"]} if opening["tools"] else {}) for row in own]
-    if by.episodes is not None:
-        by.episodes.retain(())
+        rows = [make_rows(p, a, plan.data, plan.kind) for p, a in zip(problems, answers, strict=True)]
+        for problem_rows, opening in zip(rows, openings, strict=False):
+            problem_rows[:] = [row | ({TOOLS: opening["tools"]} if opening["tools"] else {}) for row in problem_rows]
+    if answerer.episodes is not None:
+        answerer.episodes.retain(())
     entries = []
     broken = scores.failed.reshape(len(problems), count).sum(axis=1).tolist()
-    for some, own, tokens, failed in zip(answers, rows, more, broken, strict=True):
-        solved, ended, length = (sum(getattr(answer, name) for answer in some) for name in ("right", "ended", "length"))
-        counts = Tally(1, int(solved > 0), len(some), solved, ended, len(own), length, length + tokens, failed=failed)
-        entries.append((own, counts))
+    for sampled, new, tokens, failed in zip(answers, rows, more, broken, strict=True):
+        solved, ended, length = (sum(getattr(a, name) for a in sampled) for name in ("right", "ended", "length"))
+        sizes = 1, int(solved > 0), count, solved, ended, len(new), length, length + tokens
+        entries.append((new, CollectionCounts(*sizes, failed=failed)))
     return entries
 
 
-def _labelled(
-    by: Answerer,
-    asked: Asked,
+def _label_steps(
+    answerer: Answerer,
+    plan: CollectionPlan,
     first: int,
-    answers: Sequence[Sequence[Answer]],
+    answers: Sequence[Sequence[SampledAnswer]],
     requests: OpenRequests,
     completions: dict[Any, Completion],
     status: Callable[[str], None],
@@ -495,37 +481,38 @@ def _labelled(
     A step's label is the right share of k continuations of the text up to its end (arXiv 2312.08935, the soft
     estimation of section 3.3); the last step's label is the answer's own.
     """
-    problems = asked.problems[first:]
-    k = asked.data.continuations
+    problems = plan.problems[first:]
+    k = plan.data.continuations
     cuts = {}  # of each answer that can be a row: its steps, and its tokens up to the end of each but the last
-    decode = functools.partial(text_of, by.tokenizer)
-    for i, some in enumerate(answers):
-        for sample in distinct(some):
-            steps = split_steps(some[sample].text, asked.separator)
-            cuts[i, sample] = steps, prefix_tokens(completions[i, sample].tokens[:-1], steps, asked.separator, decode)
+    decode = functools.partial(text_of, answerer.tokenizer)
+    for i, problem_answers in enumerate(answers):
+        for sample in distinct_answers(problem_answers):
+            steps = split_steps(problem_answers[sample].text, plan.separator)
+            cuts[i, sample] = steps, prefix_tokens(completions[i, sample].tokens[:-1], steps, plan.separator, decode)
     # Two steps may end within one token: a continuation's key names the step, not where it begins.
     begins = {(*at, step): begin for at, (_, ends) in cuts.items() for step, begin in enumerate(ends)}
     keys = [(*at, index) for at in begins for index in range(k)]
     requests.submit(
         keys,
-        [asked.prompts[problems[i]] for i, *_ in keys],
-        [asked.continuation_seed(first + i, sample, begins[i, sample, step], n) for i, sample, step, n in keys],
+        [plan.prompts[problems[i]] for i, *_ in keys],
+        [plan.continuation_seed(first + i, sample, begins[i, sample, step], n) for i, sample, step, n in keys],
         partials=[first_tokens(completions[i, sample], begins[i, sample, step]) for i, sample, step, _ in keys],
     )
-    done = generate_all(requests, by.model, by.tokenizer, lambda text: status(text.replace("sampling", "labelling", 1)))
+    model, tokenizer = answerer.model, answerer.tokenizer
+    done = generate_all(requests, model, tokenizer, lambda text: status(text.replace("sampling", "labelling", 1)))
     items = [(problems[key[0]], completion) for key, completion in done.items()]
-    shares = iter(np.mean((by.scorer.verify(items) >= 1).reshape(-1, k), axis=1) if items else ())
+    shares = iter(np.mean((answerer.scorer.verify(items) >= 1).reshape(-1, k), axis=1) if items else ())
     rows: list[list[Row]] = [[] for _ in answers]
     for (i, sample), (steps, ends) in cuts.items():
         labels = [float(next(shares)) for _ in ends] + [float(answers[i][sample].right)]
-        rows[i].append(row_of(problems[i], completions=steps, labels=labels))
+        rows[i].append(make_row(problems[i], completions=steps, labels=labels))
     tokens = [0] * len(answers)
     for (*at, _), completion in done.items():
         tokens[at[0]] += len(completion.tokens) - begins[tuple(at)]
     return rows, tokens
 
 
-def worth(problem: Problem, completion: Completion, accuracy: float, stops: Sequence[int]) -> float:
+def answer_value(problem: Problem, completion: Completion, accuracy: float, stops: Sequence[int]) -> float:
     """Return the accuracy of a completion; of an episode without a verifier the reward of its environment, and 0 if one
     of its turns was cut, whose end would teach not to stop.
     """
@@ -536,7 +523,7 @@ def worth(problem: Problem, completion: Completion, accuracy: float, stops: Sequ
     return completion.episode.reward if problem.verifier == "none" else accuracy
 
 
-def decoded_answer(tokenizer: Any, completion: Completion, right: bool, as_text: bool = False) -> Answer:
+def decode_answer(tokenizer: Any, completion: Completion, right: bool, as_text: bool = False) -> SampledAnswer:
     """Make an answer of a verified completion; its text excludes the token that ended it, special or not.
 
     An episode that the environment or a limit broke off, or with an empty reply, has no end. ``as_text``: the template
@@ -544,35 +531,34 @@ def decoded_answer(tokenizer: Any, completion: Completion, right: bool, as_text:
     """
     if completion.episode is not None:
         turns = completion.episode.turns
-        told = [(_reply(turn.reply, as_text), *joined((), turn.messages, "\n\n")) for turn in turns]
-        messages = [message for turn in told for message in turn][: sum(map(len, told[:-1])) + 1]
-        whole = all(reply["content"].strip() or reply.get("tool_calls") for reply, *_ in told)
-        ended = whole and completion.episode.end in ("completed", "tool_stopped")
-        return Answer(json.dumps(messages), completion.length, ended, right, messages)
+        turn_messages = []
+        for turn in turns:
+            reply = turn.reply
+            if as_text and "reasoning_content" in reply:
+                text = f"<think>\n{reply['reasoning_content']}\n</think>\n\n{reply['content']}"
+                reply = {name: part for name, part in reply.items() if name != "reasoning_content"} | {"content": text}
+            turn_messages.append((reply, *joined((), turn.messages, "\n\n")))
+        messages = [message for turn in turn_messages for message in turn][: sum(map(len, turn_messages[:-1])) + 1]
+        complete = all(reply["content"].strip() or reply.get("tool_calls") for reply, *_ in turn_messages)
+        ended = complete and completion.episode.end in ("completed", "tool_stopped")
+        return SampledAnswer(json.dumps(messages), completion.length, ended, right, messages)
     ended = completion.finish_reason == "stop"
     text = text_of(tokenizer, completion.tokens[:-1] if ended else completion.tokens)
-    return Answer(text, len(completion.tokens), ended, right)
+    return SampledAnswer(text, len(completion.tokens), ended, right)
 
 
-def _reply(message: dict[str, Any], as_text: bool) -> dict[str, Any]:
-    """Return the model's message, with its reasoning in the text if ``as_text``."""
-    if not as_text or "reasoning_content" not in message:
-        return message
-    kept = {name: value for name, value in message.items() if name != "reasoning_content"}
-    return kept | {"content": f"<think>\n{message['reasoning_content']}\n</think>\n\n{message['content']}"}
-
-
-def _named(given: Any) -> Any:
+def _label(setting: Any) -> Any:
     """Return a name of an environment, a tool, or several environments."""
-    if isinstance(given, Mapping):
-        return {str(name): _named(one) for name, one in given.items()}
-    return given if given is None or isinstance(given, str) else getattr(given, "__qualname__", type(given).__name__)
+    if isinstance(setting, Mapping):
+        return {str(name): _label(part) for name, part in setting.items()}
+    plain = setting is None or isinstance(setting, str)
+    return setting if plain else getattr(setting, "__qualname__", type(setting).__name__)
 
 
-def collected(
+def collect_data(
     data: Data,
     problems: Sequence[Problem],
-    answerer: Callable[[], Answerer],
+    make_answerer: Callable[[], Answerer],
     max_new_tokens: int,
     seed: int,
     directory: Path,
@@ -586,7 +572,7 @@ def collected(
     Args:
       data: to collect; its source is a ``Collected``.
       problems: to ask.
-      answerer: makes the answerer; not called if an earlier start of the run has collected everything.
+      make_answerer: makes the answerer; not called if an earlier start of the run has collected everything.
       max_new_tokens: longest answer, the stop token included.
       seed: decides every random number.
       directory: the run's.
@@ -601,11 +587,11 @@ def collected(
     source: Any = data.source
     task = source.task
     if not peers.first(path.exists):
-        by = answerer()
+        answerer = make_answerer()
         separator = data.separator if isinstance(data, Steps) else "\n"
-        told = source, KINDS[type(data)], max_new_tokens, seed, separator, episode if task.plays else None
-        asked = Asked(Prompts(task, by.tokenizer), problems, *told)
-        counts = collect_rows(by, asked, path, peers, status)
+        settings = source, KINDS[type(data)], max_new_tokens, seed, separator, episode if task.plays else None
+        plan = CollectionPlan(Prompts(task, answerer.tokenizer), problems, *settings)
+        counts = collect_rows(answerer, plan, path, peers, status)
         if not counts.rows:
             peers.first(path.unlink)  # another attempt may ask otherwise
             raise InputError(

@@ -19,7 +19,7 @@ from jaxrl_llm.rewards.shaping import (
     SoftOverlong,
     TaskReward,
     Threshold,
-    base_of,
+    inner_reward,
 )
 from jaxrl_llm.system.setting import Setting
 from jaxrl_llm.tasks.task import UNANSWERED, Task
@@ -153,7 +153,7 @@ def given_rewards(run: Any) -> list[Reward]:
 
 def has_accuracy(rewards: Sequence[Reward]) -> bool:
     """Whether the verifier's ``Accuracy`` is among the rewards."""
-    return any(isinstance(base_of(reward), Accuracy) for reward in rewards)
+    return any(isinstance(inner_reward(reward), Accuracy) for reward in rewards)
 
 
 def overlong_weight(run: Any) -> float:
@@ -216,7 +216,7 @@ def asked(run: Any) -> dict[str, Any]:
 
 def bases(run: Any) -> list[Any]:
     """Return everything that the run scores, with bounds removed."""
-    return [base_of(reward) for reward in (*given_rewards(run), *watched(run).values(), *asked(run).values())]
+    return [inner_reward(reward) for reward in (*given_rewards(run), *watched(run).values(), *asked(run).values())]
 
 
 def of_steps(rewards: Sequence[Reward]) -> list[Any]:

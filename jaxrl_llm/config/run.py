@@ -13,7 +13,7 @@ from jaxrl_llm.learner.settings import RL_RATE, Learner, at_usual_rate
 from jaxrl_llm.recipes import DAPO, Recipe
 from jaxrl_llm.rewards import shaping
 from jaxrl_llm.rewards.functions import OF_STEPS, ON_DEVICE, as_reward
-from jaxrl_llm.rewards.shaping import Reward, base_of
+from jaxrl_llm.rewards.shaping import Reward, inner_reward
 from jaxrl_llm.rollout.settings import Rollout
 from jaxrl_llm.rules import ALL
 from jaxrl_llm.rules.settings import Rules
@@ -68,8 +68,8 @@ class Evaluation(Setting):
             raise InputError(f"{where}every {self.every} has nothing to test on: set {field} above 0, or {where}task")
         if judge is None:
             return
-        shaping.check(judge)
-        if isinstance(base_of(judge), OF_STEPS):
+        shaping.check_reward(judge)
+        if isinstance(inner_reward(judge), OF_STEPS):
             raise InputError(f"{where}judge is the step reward {judge.name}: give a reward with one value a completion")
         require(judge.weight == 1, f"{where}judge has the weight {judge.weight:g}, which nothing reads: leave it out")
         require(

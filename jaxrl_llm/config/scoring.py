@@ -57,9 +57,9 @@ class Scoring(Setting):
         for field, values, wanted in (("constraints", self.constraints, Constraint), ("gate", gates, Gate)):
             for value in values:
                 require(isinstance(value, wanted), f"scoring.{field} holds {value!r:.80}: give {wanted.__name__}(...)")
-                shaping.check(value)
+                shaping.check_reward(value)
         for value in mixture.refusals(run).values():
-            shaping.check(value)
+            shaping.check_reward(value)
         labels = [constraint.label for constraint in self.constraints]
         twice = {label for label in labels if labels.count(label) > 1}
         if twice:
@@ -95,7 +95,7 @@ class Scoring(Setting):
             f"{where}rewards is empty: give at least one, such as Accuracy(), or a teacher in {where}distillation",
         )
         for reward in mixture.rewards(run):
-            shaping.check(reward)
+            shaping.check_reward(reward)
         require(
             run.rollout.repetition.on or not any(isinstance(base, RepetitionPenalty) for base in bases(run)),
             f"{where}rewards has RepetitionPenalty, and nothing ends completions that repeat themselves: set "

@@ -34,7 +34,7 @@ from jaxrl_llm.config.origin import (
     own_module,
 )
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.rewards.functions import Lost, Own
+from jaxrl_llm.rewards.functions import Lost, UserFunction
 from jaxrl_llm.system import storage
 from jaxrl_llm.system.copies import import_copies
 from jaxrl_llm.system.paths import cache_directory
@@ -109,7 +109,7 @@ def with_lost(run: Any, path: Path) -> Any:
     if trusted and (name in origin.code or file.is_file()):
         use_copies(path.parent, origin)
         module = own_module(name, origin) if name in origin.code else execute(file)
-        held = (part for part in parts_of(getattr(module, "config", None)) if isinstance(part, Own))
+        held = (part for part in parts_of(getattr(module, "config", None)) if isinstance(part, UserFunction))
         known = {part.name: part for part in held}
 
     def found(part: Any) -> Any:

@@ -148,7 +148,9 @@ Example = Text | Ranked | Judged | Stepped
 
 def longest(rows: Iterable[Example]) -> tuple[int, str]:
     """Return the number of tokens of the longest row, and its place; 0 and an empty text without rows."""
-    return max(((row.length, row.where) for row in rows), key=lambda found: found[0], default=(0, ""))
+    return max(
+        ((row.length, row.where) for row in rows), key=lambda length_and_place: length_and_place[0], default=(0, "")
+    )
 
 
 Columns = tuple[str, ...]
@@ -229,7 +231,7 @@ def flag_of(row: dict[str, Any], column: str) -> bool | None:
     raise InputError(f"{column} is {shown(value)}; it must be true or false, or leave the column out")
 
 
-def prompt_of(value: Any) -> list[Message]:
+def prompt_messages(value: Any) -> list[Message]:
     """Convert a prompt to chat messages; a text becomes one of the user.
 
     Raises:
@@ -242,7 +244,7 @@ def prompt_of(value: Any) -> list[Message]:
     return chat
 
 
-def answer_of(value: Any, column: str) -> list[Message]:
+def answer_messages(value: Any, column: str) -> list[Message]:
     """Convert an answer to messages that begin and end with the assistant's; a text becomes one of them.
 
     Raises:
@@ -253,7 +255,7 @@ def answer_of(value: Any, column: str) -> list[Message]:
     chat = chat_of(value, column)
     if chat[0]["role"] != "assistant":
         raise InputError(f"{column} begins with a message of the {chat[0]['role']}; it is the assistant's")
-    return _answered(chat, column)
+    return _check_chat(chat, column)
 
 
 def split_chat(chat: list[Message]) -> tuple[list[Message], list[Message]]:
@@ -262,11 +264,11 @@ def split_chat(chat: list[Message]) -> tuple[list[Message], list[Message]]:
     Raises:
       InputError: the last message is not the assistant's, or one of the assistant's is empty.
     """
-    _answered(chat[-1:], "messages")
-    asked = [at for at, message in enumerate(chat) if message["role"] == "user"]
-    require(bool(asked), "messages has no message of the user; add one")
-    first = next(at for at in range(asked[0], len(chat)) if chat[at]["role"] == "assistant")
-    return chat[:first], _answered(chat[first:], "messages")
+    _check_chat(chat[-1:], "messages")
+    user_turns = [at for at, message in enumerate(chat) if message["role"] == "user"]
+    require(bool(user_turns), "messages has no message of the user; add one")
+    first = next(at for at in range(user_turns[0], len(chat)) if chat[at]["role"] == "assistant")
+    return chat[:first], _check_chat(chat[first:], "messages")
 
 
 def ranking_of(row: dict[str, Any], columns: Columns) -> tuple[list[Message], list[Message], tuple[str, ...]]:
@@ -283,8 +285,8 @@ def ranking_of(row: dict[str, Any], columns: Columns) -> tuple[list[Message], li
     else:
         sides, names = (row["chosen"], row["rejected"]), ("chosen", "rejected")
     if "prompt" in columns:
-        prompt = prompt_of(row["prompt"])
-        rests = [_rest(side, prompt, name) for side, name in zip(sides, names, strict=True)]
+        prompt = prompt_messages(row["prompt"])
+        rests = [_completion_message(side, prompt, name) for side, name in zip(sides, names, strict=True)]
         return prompt, rests, names
     if any(isinstance(side, str) for side in sides):
         raise InputError("chosen and rejected are text, and the row has no prompt; give it one, or chats")
@@ -292,24 +294,11 @@ def ranking_of(row: dict[str, Any], columns: Columns) -> tuple[list[Message], li
     begins = shared(*chats)
     if not begins or len(begins) == len(chats[0]) == len(chats[1]):
         raise InputError(f"chosen and rejected {'are equal' if begins else 'share no prompt'}; correct the row")
-    prompt = prompt_of(begins)
-    return prompt, [_rest(chat, prompt, name) for chat, name in zip(chats, names, strict=True)], names
+    prompt = prompt_messages(begins)
+    return prompt, [_completion_message(chat, prompt, name) for chat, name in zip(chats, names, strict=True)], names
 
 
-def margin_of(row: dict[str, Any]) -> float:
-    """Return the margin by which a pair's better side should win; 0 if the row has none.
-
-    Raises:
-      InputError: the value is not a number.
-    """
-    given = row.get("margin")
-    margin = 0.0 if given is None else number_in(given)
-    if margin is None:
-        raise InputError(f"margin is {shown(given)}; it must be a number")
-    return margin
-
-
-def steps_of(row: dict[str, Any]) -> tuple[list[str], list[float]]:
+def labelled_steps(row: dict[str, Any]) -> tuple[list[str], list[float]]:
     """Return the steps of a solution, and the label of each, in [0, 1].
 
     Raises:
@@ -331,7 +320,7 @@ def steps_of(row: dict[str, Any]) -> tuple[list[str], list[float]]:
     return texts, values
 
 
-def _rest(side: Any, prompt: list[Message], name: str) -> Message:
+def _completion_message(side: Any, prompt: list[Message], name: str) -> Message:
     """Return the assistant's message in a completion: text, its message, or a chat that repeats the prompt before it.
 
     Raises:
@@ -348,10 +337,10 @@ def _rest(side: Any, prompt: list[Message], name: str) -> Message:
         )
     if WEIGHT in rest[0]:
         raise InputError(f"{name} has {WEIGHT} 0, and both sides of a comparison are learned; leave the row out")
-    return _answered(rest, name)[0]
+    return _check_chat(rest, name)[0]
 
 
-def _answered(chat: list[Message], column: str) -> list[Message]:
+def _check_chat(chat: list[Message], column: str) -> list[Message]:
     """Check a chat and return it; a message of the assistant with calls may have no text.
 
     Raises:
@@ -443,24 +432,24 @@ class Texts(Data[Text]):
         if columns == ("messages",):
             prompt, rest = split_chat(chat_of(row["messages"], "messages"))
         else:
-            prompt = prompt_of(row["prompt"])
-            rest = answer_of(row["completion"], "completion")
+            prompt = prompt_messages(row["prompt"])
+            rest = answer_messages(row["completion"], "completion")
         if self.learn != "completion" and any(WEIGHT in message for message in (*prompt, *rest)):
             raise InputError(f"a message has {WEIGHT} 0, and learn {self.learn!r} learns all: take learn 'completion'")
         if self.learn == "trl":
             plain = all(isinstance(row.get(name), str) for name in columns)
             tokens, begins = writer.joined(prompt, rest, plain)
             begins = 1 if columns == ("messages",) else max(begins, 1)
-            asked, tokens = tokens[:begins], tokens[begins:]
+            prompt_tokens, tokens = tokens[:begins], tokens[begins:]
             mask = np.ones(len(tokens), bool)
         else:
-            asked, tokens, mask = writer.turns(prompt, rest)
+            prompt_tokens, tokens, mask = writer.turns(prompt, rest)
         if self.learn == "all":
-            tokens = np.concatenate([asked[1:], tokens])
-            asked, mask = asked[:1], np.ones(len(tokens), bool)
+            tokens = np.concatenate([prompt_tokens[1:], tokens])
+            prompt_tokens, mask = prompt_tokens[:1], np.ones(len(tokens), bool)
         if not mask.any():
             raise InputError(f"every message of the assistant has {WEIGHT} 0: nothing is learned; leave the row out")
-        return Text(prompt_key(prompt)[:16], asked, tokens, mask, where)
+        return Text(prompt_key(prompt)[:16], prompt_tokens, tokens, mask, where)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -477,14 +466,18 @@ class Pairs(Data[Ranked]):
         """Encode one row as token ids; see ``Data``."""
         columns = columns_of(row, PAIRS)
         prompt, answers, names = ranking_of(row, columns)
-        before, asked = writer.prompt(prompt)
+        before, prompt_tokens = writer.prompt(prompt)
         tokens = tuple(writer.answer(prompt, before, answer) for answer in answers)
         if flag_of(row, CUT_OFF):
             tokens = (*tokens[:-1], tokens[-1][: len(tokens[-1]) - len(writer.ending)])
-        for (one, first), (other, second) in itertools.combinations(zip(names, tokens, strict=True), 2):
+        for (name, first), (other_name, second) in itertools.combinations(zip(names, tokens, strict=True), 2):
             if np.array_equal(first, second):
-                raise InputError(f"{one} and {other} are equal; leave the row out, it prefers nothing")
-        return Ranked(prompt_key(prompt)[:16], asked, tokens, margin_of(row), where)
+                raise InputError(f"{name} and {other_name} are equal; leave the row out, it prefers nothing")
+        column = row.get("margin")
+        margin = 0.0 if column is None else number_in(column)
+        if margin is None:
+            raise InputError(f"margin is {shown(column)}; it must be a number")
+        return Ranked(prompt_key(prompt)[:16], prompt_tokens, tokens, margin, where)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -499,15 +492,15 @@ class Unpaired(Data[Judged]):
     def example(self, row: dict[str, Any], where: str, writer: Writer) -> Judged:
         """Encode one row as token ids; see ``Data``."""
         columns_of(row, UNPAIRED)
-        prompt = prompt_of(row["prompt"])
-        before, asked = writer.prompt(prompt)
-        answer = answer_of(row["completion"], "completion")
+        prompt = prompt_messages(row["prompt"])
+        before, prompt_tokens = writer.prompt(prompt)
+        answer = answer_messages(row["completion"], "completion")
         if len(answer) > 1:
             raise InputError("completion has several messages, and one answer of the assistant is judged; give one")
         tokens = writer.answer(prompt, before, answer[0])
         if flag_of(row, END_CUT_OFF):
             tokens = tokens[: len(tokens) - len(writer.ending)]
-        return Judged(prompt_key(prompt)[:16], asked, tokens, bool(flag_of(row, LABEL)), where)
+        return Judged(prompt_key(prompt)[:16], prompt_tokens, tokens, bool(flag_of(row, LABEL)), where)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -524,15 +517,15 @@ class Steps(Data[Stepped]):
     def example(self, row: dict[str, Any], where: str, writer: Writer) -> Stepped:
         """Encode one row as token ids; see ``Data``."""
         columns_of(row, STEPS)
-        prompt = prompt_of(row["prompt"])
-        steps, labels = steps_of(row)
-        before, asked = writer.prompt(prompt)
+        prompt = prompt_messages(row["prompt"])
+        steps, labels = labelled_steps(row)
+        before, prompt_tokens = writer.prompt(prompt)
         steps[0] = writer.opened(before, steps[0], self.separator.join(steps))
         last = writer.once(steps[-1])
-        written = writer.after(before, *(step + self.separator for step in steps[:-1]), last)
-        tokens = np.asarray([*itertools.chain(*written), *writer.turn], np.int32)
-        ends = np.cumsum([len(step) for step in written]).astype(np.int32) - np.int32(1)
-        return Stepped(prompt_key(prompt)[:16], asked, tokens, ends, np.asarray(labels, np.float32), where)
+        pieces = writer.after(before, *(step + self.separator for step in steps[:-1]), last)
+        tokens = np.asarray([*itertools.chain(*pieces), *writer.turn], np.int32)
+        ends = np.cumsum([len(step) for step in pieces]).astype(np.int32) - np.int32(1)
+        return Stepped(prompt_key(prompt)[:16], prompt_tokens, tokens, ends, np.asarray(labels, np.float32), where)
 
 
 def split_steps(text: str, separator: str) -> list[str]:

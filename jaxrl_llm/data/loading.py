@@ -44,38 +44,38 @@ def load_texts(
     bad: list[str] = []
     overlong: list[str] = []
     truncated: list[str] = []
-    found: dict[str, Any] = {}
+    rows_by_key: dict[str, Any] = {}
     read = 0
-    for example in _usable(data, tokenizer, stop_ids, closes, bad):
+    for example in _read_rows(data, tokenizer, stop_ids, closes, bad):
         read += 1
-        kept: Any = example
+        fitted: Any = example
         most = math.inf if room is None else room(example)
         if example.length > most and data.overlong != "refuse":
-            kept = example.cut(int(most)) if data.overlong == "truncate" else None
-            (overlong if kept is None else truncated).append(f"{example.where}, {example.length} tokens")
-        if kept is not None:
-            found.setdefault(digest(content(kept), 64), kept)
+            fitted = example.cut(int(most)) if data.overlong == "truncate" else None
+            (overlong if fitted is None else truncated).append(f"{example.where}, {example.length} tokens")
+        if fitted is not None:
+            rows_by_key.setdefault(digest(content(fitted), 64), fitted)
     parts = {"bad dropped": bad, "overlong dropped": overlong, "truncated": truncated}
-    told = [f"{len(rows)} {what} (first: {rows[0]})" for what, rows in parts.items() if rows]
-    left_out = f"of {read + len(bad)} rows {', '.join(told)}" if told else ""
+    counts = [f"{len(rows)} {what} (first: {rows[0]})" for what, rows in parts.items() if rows]
+    left_out = f"of {read + len(bad)} rows {', '.join(counts)}" if counts else ""
     notes = [left_out] if left_out else []
-    duplicates = read - len(overlong) - len(found)
+    duplicates = read - len(overlong) - len(rows_by_key)
     if duplicates:
-        notes.append(f"{duplicates} duplicates of a row merged, {len(found)} distinct rows left")
-    keys = set(held_out_keys({row.id for row in found.values()}, data.holdout))
-    train = tuple(row for row in found.values() if row.id not in keys)
-    held_out = tuple(sorted((row for row in found.values() if row.id in keys), key=lambda row: row.id))
+        notes.append(f"{duplicates} duplicates of a row merged, {len(rows_by_key)} distinct rows left")
+    keys = set(held_out_keys({row.id for row in rows_by_key.values()}, data.holdout))
+    train = tuple(row for row in rows_by_key.values() if row.id not in keys)
+    held_out = tuple(sorted((row for row in rows_by_key.values() if row.id in keys), key=lambda row: row.id))
     if held_out:
-        notes += nearly_equal(*([_asked(row, tokenizer) for row in rows] for rows in (train, held_out)))
+        notes += nearly_equal(*([_prompt_text(row, tokenizer) for row in rows] for rows in (train, held_out)))
     if not train:
         raise InputError(
-            f"{data.label} has no row left to train on: {len(found)} from the source, {len(held_out)} held out"
+            f"{data.label} has no row left to train on: {len(rows_by_key)} from the source, {len(held_out)} held out"
             f"{''.join('; ' + note for note in notes)}; give it more rows"
         )
     return Loaded(train, held_out, tuple(notes), left_out)
 
 
-def _usable(data: Data[Row], tokenizer: Any, stop_ids: Sequence[int], closes: bool, bad: list[str]) -> Iterator[Row]:
+def _read_rows(data: Data[Row], tokenizer: Any, stop_ids: Sequence[int], closes: bool, bad: list[str]) -> Iterator[Row]:
     """Yield rows as token ids; if the data drops unusable rows, add the reasons to ``bad`` instead of raising."""
     writer = functools.cache(lambda options: Writer(data, tokenizer, stop_ids, json.loads(options), closes))
     rows = itertools.starmap(sound, data.source.read())
@@ -136,6 +136,6 @@ def check_collected(source: Collected, kind: Kind, before: str) -> None:
         )
 
 
-def _asked(row: Any, tokenizer: Any) -> str:
+def _prompt_text(row: Any, tokenizer: Any) -> str:
     """Return a row's prompt as text; of one that has none, the whole."""
     return text_of(tokenizer, [*row.prompt] if len(row.prompt) > 1 else [*row.prompt, *row.tokens])

@@ -39,35 +39,35 @@ class Syntax:
     @property
     def marks(self) -> tuple[str, ...]:
         """All marks of the syntax, longest first."""
-        found = [mark for mark in (self.opens, self.closes, *self.around) if mark]
-        return tuple(sorted(found, key=len, reverse=True))
+        marks = [mark for mark in (self.opens, self.closes, *self.around) if mark]
+        return tuple(sorted(marks, key=len, reverse=True))
 
 
-def read_json(body: str, types: Types) -> list[Call]:
+def read_json_calls(body: str, types: Types) -> list[Call]:
     """Read ``{"name": "f", "arguments": {...}}``, or a list of such objects."""
     return calls_of(json_value(body))
 
 
 def read_llama(body: str, types: Types) -> list[Call]:
     """Read ``{"name": "f", "parameters": {...}}``; several are separated by semicolons or commas."""
-    found = []
+    calls = []
     while body := body.lstrip(" \t\r\n;,"):
         try:
             value, end = json.JSONDecoder().raw_decode(body)
         except (ValueError, RecursionError):
             value, end = json_value(body), len(body)
-        found += calls_of(value)
+        calls += calls_of(value)
         body = body[end:]
-    if not found:
+    if not calls:
         raise ValueError("the call is empty")
-    return found
+    return calls
 
 
 def read_mistral(body: str, types: Types) -> list[Call]:
     """Read a JSON list of calls, or ``name[ARGS]{...}``."""
     name, mark, arguments = body.partition("[ARGS]")
     if not mark:
-        return read_json(body, types)
+        return read_json_calls(body, types)
     return [checked(name.partition("[CALL_ID]")[0], json_value(arguments))]
 
 
@@ -108,18 +108,18 @@ def _python_call(call: ast.expr) -> Call:
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name | ast.Attribute):
         raise ValueError("the calls are not a list like [name(argument=value)]")
     name = ast.unparse(call.func)
-    if call.args or any(given.arg is None for given in call.keywords):
+    if call.args or any(keyword.arg is None for keyword in call.keywords):
         raise ValueError(f"the arguments of {name[:LONGEST_NAME]} need names, as in name(argument=value)")
     values = {}
-    for given in call.keywords:
-        for part in ast.walk(given.value):
-            for field, one in ast.iter_fields(part):
-                if isinstance(one, list):
-                    setattr(part, field, [_json_constant(item) for item in one])
-                elif isinstance(one, ast.Name):
-                    setattr(part, field, _json_constant(one))
+    for keyword in call.keywords:
+        for part in ast.walk(keyword.value):
+            for field, child in ast.iter_fields(part):
+                if isinstance(child, list):
+                    setattr(part, field, [_json_constant(item) for item in child])
+                elif isinstance(child, ast.Name):
+                    setattr(part, field, _json_constant(child))
         try:
-            values[given.arg] = ast.literal_eval(_json_constant(given.value))
+            values[keyword.arg] = ast.literal_eval(_json_constant(keyword.value))
         except (ValueError, TypeError, RecursionError, MemoryError) as error:
             raise ValueError(f"the arguments of {name[:LONGEST_NAME]} are not plain values") from error
     return checked(name, values)
@@ -127,8 +127,8 @@ def _python_call(call: ast.expr) -> Call:
 
 def _json_constant(node: Any) -> Any:
     """Replace JSON's true, false and null, which templates write inside objects."""
-    known = {"true": True, "false": False, "null": None}
-    return ast.Constant(known[node.id]) if isinstance(node, ast.Name) and node.id in known else node
+    constants = {"true": True, "false": False, "null": None}
+    return ast.Constant(constants[node.id]) if isinstance(node, ast.Name) and node.id in constants else node
 
 
 def gemma_reader(quote: str) -> Callable[[str, Types], list[Call]]:
@@ -144,48 +144,44 @@ def gemma_reader(quote: str) -> Callable[[str, Types], list[Call]]:
                 parts[index] = json.dumps(part)
             else:
                 keyed = re.sub(r"([{,]\s*)([^\W\d][\w.-]*)(\s*:)", r'\1"\2"\3', part)
-                parts[index] = re.sub(r"(?<=[:,\[])(?:None|True|False)(?=[,\]}])", _as_json, keyed)
+                constants = r"(?<=[:,\[])(?:None|True|False)(?=[,\]}])"  # templates write JSON's and Python's
+                parts[index] = re.sub(constants, lambda match: json.dumps(_PYTHON[match[0]]), keyed)
         return [checked(name.removeprefix("call:"), json_value("".join(parts)))]
 
     return read
 
 
-def _as_json(constant: re.Match[str]) -> str:
-    """Write a constant of Python as JSON; templates write both."""
-    return json.dumps(_PYTHON[constant[0]])
-
-
 def read_xml(body: str, types: Types) -> list[Call]:
     """Read ``<function=f>`` with a ``<parameter=x>`` for each argument, its value on lines of its own."""
-    found = []
+    calls = []
     for name, inner in _elements(body, "<function=", ">", "</function>"):
-        known = types.get(name.strip(), {})
+        schemas = types.get(name.strip(), {})
         values = {}
         for key, value in _elements(inner, "<parameter=", ">", "</parameter>"):
-            values[key.strip()] = _value(value.removeprefix("\n").removesuffix("\n"), known.get(key.strip()))
-        found.append(checked(name, values))
-    if not found:
+            values[key.strip()] = _argument_value(value.removeprefix("\n").removesuffix("\n"), schemas.get(key.strip()))
+        calls.append(checked(name, values))
+    if not calls:
         raise ValueError("the call has no <function=name>")
-    return found
+    return calls
 
 
 def read_glm(body: str, types: Types) -> list[Call]:
     """Read the name, then an ``<arg_key>`` and an ``<arg_value>`` for each argument."""
     name, mark, rest = body.partition("<arg_key>")
-    known = types.get(name.strip(), {})
+    schemas = types.get(name.strip(), {})
     values = {}
     for key, value in _elements(mark + rest, "<arg_key>", "</arg_key>", "</arg_value>"):
-        written = value.lstrip()
-        if not written.startswith("<arg_value>"):
+        text = value.lstrip()
+        if not text.startswith("<arg_value>"):
             raise ValueError(f"the argument {key.strip()[:LONGEST_NAME]} has no <arg_value>")
-        values[key.strip()] = _value(written.removeprefix("<arg_value>"), known.get(key.strip()))
+        values[key.strip()] = _argument_value(text.removeprefix("<arg_value>"), schemas.get(key.strip()))
     return [checked(name, values)]
 
 
-def _elements(text: str, opens: str, named: str, closes: str) -> Iterator[tuple[str, str]]:
+def _elements(text: str, opens: str, separator: str, closes: str) -> Iterator[tuple[str, str]]:
     """Yield the name and the content of each element; ValueError for other text between them."""
     while text := text.strip():
-        name, mark, rest = text.removeprefix(opens).partition(named)
+        name, mark, rest = text.removeprefix(opens).partition(separator)
         content, end, after = rest.partition(closes)
         if not text.startswith(opens) or not mark or not end:
             raise ValueError(f"the call has text other than {opens}...{closes}, or one of them is not closed")
@@ -193,7 +189,7 @@ def _elements(text: str, opens: str, named: str, closes: str) -> Iterator[tuple[
         text = after
 
 
-def _value(text: str, schema: Any) -> Any:
+def _argument_value(text: str, schema: Any) -> Any:
     """Return a value written as text: JSON, unless its schema says that it is text or it is not JSON."""
     if isinstance(schema, Mapping) and schema.get("type") == "string":
         return text
@@ -203,7 +199,7 @@ def _value(text: str, schema: Any) -> Any:
         return text
 
 
-_TEXT = Syntax(("<tool_call>",), "<tool_call>", "</tool_call>", read_json)
+_HERMES = Syntax(("<tool_call>",), "<tool_call>", "</tool_call>", read_json_calls)
 
 SYNTAXES: Mapping[str, Syntax] = {
     "xml": Syntax(("<function=",), "<tool_call>", "</tool_call>", read_xml),
@@ -228,12 +224,12 @@ SYNTAXES: Mapping[str, Syntax] = {
         "<|tool_call_start|>", "<|tool_call_end|>", read_pythonic,
     ),
     "mistral": Syntax(("[TOOL_CALLS]",), "[TOOL_CALLS]", "", read_mistral, ("[ARGS]", "[CALL_ID]")),
-    "cohere": Syntax(("<|START_ACTION|>",), "<|START_ACTION|>", "<|END_ACTION|>", read_json),
-    "phi": Syntax(("<|/tool_call|>",), "<|tool_call|>", "<|/tool_call|>", read_json),
-    "granite": Syntax(("<|tool_call|>",), "<|tool_call|>", "", read_json),
-    "hermes": _TEXT,
+    "cohere": Syntax(("<|START_ACTION|>",), "<|START_ACTION|>", "<|END_ACTION|>", read_json_calls),
+    "phi": Syntax(("<|/tool_call|>",), "<|tool_call|>", "<|/tool_call|>", read_json_calls),
+    "granite": Syntax(("<|tool_call|>",), "<|tool_call|>", "", read_json_calls),
+    "hermes": _HERMES,
     "llama": Syntax(('"parameters": dictionary', '"parameters": '), "", "", read_llama, ("<|python_tag|>",)),
-    "plain": dataclasses.replace(_TEXT, taught=()),
+    "plain": dataclasses.replace(_HERMES, taught=()),
 }  # fmt: skip
 """Syntaxes by name, the most special first. ``gpt_oss`` is read apart: its calls are messages of the turn."""
 
@@ -252,12 +248,10 @@ HARMONY = "gpt_oss"
 _HARMONY_MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 _HARMONY = re.compile(r"(?P<head>.*?)<\|message\|>(?P<body>.*?)(?:<\|end\|>|<\|call\|>|<\|return\|>|\Z)", re.DOTALL)
 _ADDRESSED = re.compile(r"to=functions\.([^\s<]+)")
-_LLAMA_BEGINS = re.compile(r'\s*(?:<\|python_tag\|>|\{\s*"(?:name|parameters)"\s*:|\[\s*\{\s*"name"\s*:)')
-_MOST_TRIES = 8  # closing marks tried for one call, since its arguments may hold the mark
 
 
 @dataclasses.dataclass(frozen=True)
-class Parsed:
+class ParsedReply:
     """One reply of the model.
 
     Attributes:
@@ -300,7 +294,7 @@ def end_of_calls(text: str, syntax: str) -> int:
     return at
 
 
-def parse_reply(text: str, syntax: str, tools: Sequence[Mapping[str, Any]] = (), thinking: bool = False) -> Parsed:
+def parse_reply(text: str, syntax: str, tools: Sequence[Mapping[str, Any]] = (), thinking: bool = False) -> ParsedReply:
     """Separate a reply's calls and reasoning from its text; calls inside the reasoning are no calls.
 
     >>> parse_reply('Wait. <tool_call>{"name": "now", "arguments": {}}</tool_call>', "plain").message["content"]
@@ -313,18 +307,19 @@ def parse_reply(text: str, syntax: str, tools: Sequence[Mapping[str, Any]] = (),
       thinking: whether the reply continues reasoning that the prompt began.
     """
     types = {tool["function"]["name"]: tool["function"].get("parameters", {}).get("properties", {}) for tool in tools}
-    pieces = list(_harmony(text) if syntax == HARMONY else _marked(text, SYNTAXES.get(syntax), types, thinking))
+    form = SYNTAXES.get(syntax)
+    pieces = list(_harmony_pieces(text) if syntax == HARMONY else _marked_pieces(text, form, types, thinking))
     error = next((piece.error for piece in pieces if piece.error), "")
-    shown = ("text", "call") if error else ("text",)
-    said = "".join(piece.text for piece in pieces if piece.kind in shown)
-    message: Message = {"role": "assistant", "content": said if said == text else said.strip()}
+    kinds = ("text", "call") if error else ("text",)
+    content = "".join(piece.text for piece in pieces if piece.kind in kinds)
+    message: Message = {"role": "assistant", "content": content if content == text else content.strip()}
     thoughts = [piece.text.strip() for piece in pieces if piece.kind == "thought"]
     if any(thoughts):
         message["reasoning_content"] = "\n\n".join(filter(None, thoughts))
     calls = [call for piece in pieces for call in piece.calls]
     if calls and not error:
         message["tool_calls"] = [tool_call(index, *call) for index, call in enumerate(calls)]
-    return Parsed(message, error)
+    return ParsedReply(message, error)
 
 
 class _Piece(NamedTuple):
@@ -336,30 +331,31 @@ class _Piece(NamedTuple):
     error: str = ""
 
 
-def _marked(text: str, form: Syntax | None, types: Types, thinking: bool) -> Iterator[_Piece]:
+def _marked_pieces(text: str, form: Syntax | None, types: Types, thinking: bool) -> Iterator[_Piece]:
     """Yield the parts of a reply whose calls stand between marks, from left to right."""
     closing = dict(THOUGHTS)
     opens = [*closing, *([form.opens] if form and form.opens else [])]
     begins = re.compile("|".join(map(re.escape, opens)))
     at = _end_of_first_thought(text, begins, thinking)
     if at:
-        yield _Piece("thought", _without(text[:at], [mark for pair in THOUGHTS for mark in pair]))
-    if form and not form.opens and _LLAMA_BEGINS.match(text, at):
-        yield _call(text[at:], _without(text[at:], form.around), form, types)
+        yield _Piece("thought", _remove_marks(text[:at], [mark for pair in THOUGHTS for mark in pair]))
+    llama_call = re.compile(r'\s*(?:<\|python_tag\|>|\{\s*"(?:name|parameters)"\s*:|\[\s*\{\s*"name"\s*:)')
+    if form and not form.opens and llama_call.match(text, at):
+        yield _read_call(text[at:], _remove_marks(text[at:], form.around), form, types)
         return
-    while found := begins.search(text, at):
-        yield _Piece("text", _without(text[at : found.start()], form.around if form else ()))
-        mark = found[0]
+    while match := begins.search(text, at):
+        yield _Piece("text", _remove_marks(text[at : match.start()], form.around if form else ()))
+        mark = match[0]
         if mark in closing:
-            inner, _, _ = text[found.end() :].partition(closing[mark])
-            at = found.end() + len(inner) + len(closing[mark])
+            inner, _, _ = text[match.end() :].partition(closing[mark])
+            at = match.end() + len(inner) + len(closing[mark])
             yield _Piece("thought", inner.removeprefix("thought\n"))  # gemma names its channel
         else:
             assert form is not None
-            piece = _closed_call(text, found, form, types, begins)
-            at = found.start() + len(piece.text)
+            piece = _closed_call(text, match, form, types, begins)
+            at = match.start() + len(piece.text)
             yield piece
-    yield _Piece("text", _without(text[at:], form.around if form else ()))
+    yield _Piece("text", _remove_marks(text[at:], form.around if form else ()))
 
 
 def _end_of_first_thought(text: str, begins: re.Pattern[str], thinking: bool) -> int:
@@ -372,14 +368,15 @@ def _end_of_first_thought(text: str, begins: re.Pattern[str], thinking: bool) ->
     return at + len(mark) if thinking or first is None or at < first.start() else 0
 
 
-def _closed_call(text: str, found: re.Match[str], form: Syntax, types: Types, begins: re.Pattern[str]) -> _Piece:
+def _closed_call(text: str, opening: re.Match[str], form: Syntax, types: Types, begins: re.Pattern[str]) -> _Piece:
     """Read the call that begins here, up to the first mark that closes it; its arguments may hold that mark, too."""
     closing = re.compile(re.escape(form.closes)) if form.closes else begins
-    ends = (end.start() for end in closing.finditer(text, found.end()))
+    ends = (end.start() for end in closing.finditer(text, opening.end()))
     first: _Piece | None = None
-    for end in (*itertools.islice(ends, _MOST_TRIES), len(text)):
-        raw = text[found.start() : end + len(form.closes)]
-        piece = _call(raw, text[found.end() : end], form, types)
+    # Several closing marks are tried, since the arguments may hold one.
+    for end in (*itertools.islice(ends, 8), len(text)):
+        raw = text[opening.start() : end + len(form.closes)]
+        piece = _read_call(raw, text[opening.end() : end], form, types)
         if not piece.error:
             return piece
         first = first or piece
@@ -387,7 +384,7 @@ def _closed_call(text: str, found: re.Match[str], form: Syntax, types: Types, be
     return first
 
 
-def _call(raw: str, body: str, form: Syntax, types: Types) -> _Piece:
+def _read_call(raw: str, body: str, form: Syntax, types: Types) -> _Piece:
     try:
         return _Piece("call", raw, form.read(body, types))
     except RecursionError:
@@ -396,26 +393,26 @@ def _call(raw: str, body: str, form: Syntax, types: Types) -> _Piece:
         return _Piece("call", raw, error=str(error))
 
 
-def _without(text: str, marks: Iterable[str]) -> str:
+def _remove_marks(text: str, marks: Iterable[str]) -> str:
     for mark in marks:
         text = text.replace(mark, "")
     return text
 
 
-def _harmony(text: str) -> Iterator[_Piece]:
+def _harmony_pieces(text: str) -> Iterator[_Piece]:
     """Yield the parts of a reply of gpt-oss: messages of their own for reasoning, calls and the answer."""
     at = 0
-    for found in _HARMONY.finditer(text):
-        at = found.end()
-        addressed = _ADDRESSED.search(found["head"])
-        if addressed:
+    for match in _HARMONY.finditer(text):
+        at = match.end()
+        recipient = _ADDRESSED.search(match["head"])
+        if recipient:
             try:
-                yield _Piece("call", found[0], [checked(addressed[1], json_value(found["body"]))])
+                yield _Piece("call", match[0], [checked(recipient[1], json_value(match["body"]))])
             except ValueError as error:
-                yield _Piece("call", found[0], error=str(error))
+                yield _Piece("call", match[0], error=str(error))
         else:
-            yield _Piece("thought" if "analysis" in found["head"] else "text", found["body"])
+            yield _Piece("thought" if "analysis" in match["head"] else "text", match["body"])
     if _ADDRESSED.search(text, at):
         yield _Piece("call", text[at:], error="the call has no <|message|> with its arguments")
     else:
-        yield _Piece("text", _without(text[at:], _HARMONY_MARKS))
+        yield _Piece("text", _remove_marks(text[at:], _HARMONY_MARKS))

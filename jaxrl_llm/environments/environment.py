@@ -74,7 +74,7 @@ class Environment:
         raise NotImplementedError
 
 
-def has(environment: Any, method: str) -> bool:
+def overrides(environment: Any, method: str) -> bool:
     """Whether the environment defines this method itself, such as ``step`` or ``copy``."""
     return getattr(type(environment), method) is not getattr(Environment, method)
 
@@ -109,21 +109,21 @@ class Limits(Setting):
 
     def shortened(self, text: str) -> str:
         """Return a text with at most ``max_result_chars`` of its characters."""
-        kept = self.max_result_chars
-        if len(text) <= kept:
+        limit = self.max_result_chars
+        if len(text) <= limit:
             return text
-        mark = f"[{len(text) - kept:,} characters left out]"
-        first = {"end": kept, "middle": (kept + 1) // 2, "start": 0}[self.cut]
-        return f"{text[:first]}{mark}{text[len(text) - (kept - first) :]}"
+        mark = f"[{len(text) - limit:,} characters left out]"
+        first = {"end": limit, "middle": (limit + 1) // 2, "start": 0}[self.cut]
+        return f"{text[:first]}{mark}{text[len(text) - (limit - first) :]}"
 
 
 LARGEST = 1e15
 """Maximum size of a reward, as that of all rewards."""
-WORLD = ("user", "tool", "system")
+WORLD_ROLES = ("user", "tool", "system")
 """Roles of messages that answer the model."""
 
 
-def readable(text: str) -> str:
+def escape_surrogates(text: str) -> str:
     """Escape characters that no tokenizer can take, such as half a surrogate pair."""
     return text.encode("utf-8", "backslashreplace").decode()
 
@@ -137,13 +137,13 @@ def finite(value: Any, what: str, nan: bool = False) -> float:
     """
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
         raise TypeError(f"{what} is {value!r:.80}, which is not a number")
-    found = float(value)
-    if abs(found) > LARGEST or (math.isnan(found) and not nan):
-        raise ValueError(f"{what} is {found:g}; it must be finite, and at most {LARGEST:g} in size")
-    return found
+    number = float(value)
+    if abs(number) > LARGEST or (math.isnan(number) and not nan):
+        raise ValueError(f"{what} is {number:g}; it must be finite, and at most {LARGEST:g} in size")
+    return number
 
 
-def checked_messages(value: Any, roles: Sequence[str] = (*WORLD, "assistant")) -> tuple[Message, ...]:
+def check_messages(value: Any, roles: Sequence[str] = (*WORLD_ROLES, "assistant")) -> tuple[Message, ...]:
     """Return messages as new dictionaries.
 
     Raises:
@@ -152,18 +152,18 @@ def checked_messages(value: Any, roles: Sequence[str] = (*WORLD, "assistant")) -
     """
     if not isinstance(value, (list, tuple)):
         raise TypeError(f"it returned a {type(value).__name__} for messages; return a list of chat messages")
-    found = []
+    messages = []
     for message in value:
         content = message.get("content") if isinstance(message, Mapping) else None
         if not isinstance(content, str):
             raise TypeError(f"it returned the message {message!r:.80}; write {{'role': ..., 'content': text}}")
         if message.get("role") not in roles:
             raise ValueError(f"it returned a message of role {message.get('role')!r:.40}; it is {', '.join(roles)}")
-        found.append(plain(message, "a message"))
-    return tuple(found)
+        messages.append(as_json(message, "a message"))
+    return tuple(messages)
 
 
-def plain(value: Any, where: str) -> Any:
+def as_json(value: Any, where: str) -> Any:
     """Return a copy in Python's own JSON types, as which it is saved; a member of an ``Enum`` of texts becomes text.
 
     Raises:
@@ -172,28 +172,19 @@ def plain(value: Any, where: str) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
-        return readable(str.__str__(value))
+        return escape_surrogates(str.__str__(value))
     if isinstance(value, Integral):
         return int(value)
     if isinstance(value, Real) and math.isfinite(value):
         return float(value)
     if isinstance(value, Mapping):
-        return {plain(str(key), where): plain(one, f"{where}, {key!r:.40}") for key, one in value.items()}
+        return {as_json(str(key), where): as_json(part, f"{where}, {key!r:.40}") for key, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(one, where) for one in value]
+        return [as_json(part, where) for part in value]
     raise TypeError(f"it returned {where}: {value!r:.80}, which is no JSON value and cannot be saved; give text")
 
 
-def checked_reset(value: Any) -> tuple[Message, ...]:
-    """Return the messages of a ``reset``; None is none.
-
-    Raises:
-      TypeError, ValueError: as ``checked_messages``.
-    """
-    return () if value is None else checked_messages(value)
-
-
-def checked_step(value: Any) -> Step:
+def check_step(value: Any) -> Step:
     """Return a step with messages, reward and metrics as Python's own values.
 
     Raises:
@@ -207,15 +198,15 @@ def checked_step(value: Any) -> Step:
         raise TypeError(f"state is {value.state!r:.80}; give text, such as str(position)")
     return dataclasses.replace(
         value,
-        messages=checked_messages(value.messages, WORLD),
+        messages=check_messages(value.messages, WORLD_ROLES),
         reward=finite(value.reward, "reward"),
         done=bool(value.done),
-        state=plain(value.state, "state"),
+        state=as_json(value.state, "state"),
         metrics={str(name): finite(number, f"metric {name}", nan=True) for name, number in value.metrics.items()},
     )
 
 
-def checked_copy(value: Any) -> Environment:
+def check_copy(value: Any) -> Environment:
     """Return the result of a ``copy``.
 
     Raises:

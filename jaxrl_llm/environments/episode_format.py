@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxrl_llm.environments.calls import NO_CALLS, Parsed, end_of_calls, parse_reply, syntax_of
+from jaxrl_llm.environments.calls import NO_CALLS, ParsedReply, end_of_calls, parse_reply, syntax_of
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.models.tokenizer import special_ids, text_of
 from jaxrl_llm.tasks.chats import Guard
@@ -26,12 +26,9 @@ RESULT = "Zq1resultZq1"
 THOUGHT = "Zq2thoughtZq2"
 OTHER = "x"
 """Stand-ins for contents, which templates leave as they are."""
-ASKED: Message = {"role": "user", "content": OTHER}
-REPLIED: Message = {"role": "assistant", "content": REPLY}
+USER_MESSAGE: Message = {"role": "user", "content": OTHER}
+REPLY_MESSAGE: Message = {"role": "assistant", "content": REPLY}
 _CHATML = "set --task.template chatml, with which tools and calls are plain text"
-_UNKNOWN = f"the chat template writes tool calls in a form that is not known here; {_CHATML}"
-
-_KEEP = "set --rollout.episode.history append_only"
 _THOUGHTS: tuple[Callable[[Message, str], Message], ...] = (
     lambda message, thought: message | {"reasoning_content": thought},
     lambda message, thought: message | {"thinking": thought},
@@ -53,7 +50,7 @@ _SHAPES = tuple(
 )
 
 
-class After(NamedTuple):
+class FollowingText(NamedTuple):
     """Text after a reply: up to the first content that follows, and whole.
 
     Attributes:
@@ -85,14 +82,14 @@ class Renderings:
         self.plain_form = bool(tools) and wording.template in ("plain", "chatml")
         self._native = bool(tools) and not self.plain_form
         self._tools = [dict(tool) for tool in tools]
-        self._untold = dict(options or {})
-        self._options = self._untold | ({"tools": self._tools} if self._native else {})
+        self._own_options = dict(options or {})
+        self._options = self._own_options | ({"tools": self._tools} if self._native else {})
         self._tokenizer = tokenizer
         self._guard = guard
         self._regions: dict[Hashable, tuple[_Shape | None, str]] = {}
         if self._native and wording.template == "tokenizer" and isinstance(tokenizer.chat_template, dict):
-            named = tokenizer.get_chat_template(tools=self._tools)  # some models have a template for tools
-            wording = dataclasses.replace(wording, template=named)  # ty: ignore[invalid-argument-type]
+            tool_template = tokenizer.get_chat_template(tools=self._tools)  # some models have a template for tools
+            wording = dataclasses.replace(wording, template=tool_template)  # ty: ignore[invalid-argument-type]
         self.wording = wording
 
     def text(self, messages: Sequence[Message], asks: bool) -> str:
@@ -101,11 +98,11 @@ class Renderings:
             messages = with_tools(as_text(messages), self._tools)
         return rendered([*messages], self.wording, self._tokenizer, asks, self._options)
 
-    def said(self, messages: Sequence[Message]) -> list[Message]:
+    def world_messages(self, messages: Sequence[Message]) -> list[Message]:
         """Return the world's messages as the template gets them."""
         return joined((), as_text(messages) if self.plain_form else messages, "\n\n")
 
-    def after(self, turns: Sequence[Message], messages: Sequence[Message]) -> After:
+    def after(self, turns: Sequence[Message], messages: Sequence[Message]) -> FollowingText:
         """Return the text after the last of the turns, which is a reply, with these messages of the world.
 
         Raises:
@@ -113,36 +110,36 @@ class Renderings:
         """
         shape, region = self._region(turns, messages)
         history = _stand_ins(turns, messages, shape, self._guard)
-        text = self.text([*history, *self.said(messages)], True).partition(REPLY)[2]
-        return After(region[: shared(region, text)], text, bool(history[-1].get("tool_calls")))
+        text = self.text([*history, *self.world_messages(messages)], True).partition(REPLY)[2]
+        return FollowingText(region[: common_prefix(region, text)], text, bool(history[-1].get("tool_calls")))
 
     def _region(self, turns: Sequence[Message], messages: Sequence[Message]) -> tuple[_Shape | None, str]:
         """Return a shape that the template takes, and the text after the last reply up to the content that follows."""
-        key = (*map(_outline, turns), None, *map(_outline, messages))
-        found = self._regions.get(key)
-        if found is None:
+        key = (*map(_message_key, turns), None, *map(_message_key, messages))
+        cached = self._regions.get(key)
+        if cached is None:
             if len(self._regions) >= 512:
                 self._regions.clear()
-            found = self._regions[key] = self._new_region(turns, messages)
-        return found
+            cached = self._regions[key] = self._new_region(turns, messages)
+        return cached
 
     def _new_region(self, turns: Sequence[Message], messages: Sequence[Message]) -> tuple[_Shape | None, str]:
-        told = [message | {"content": OTHER if index else RESULT} for index, message in enumerate(messages)]
+        stand_ins = [message | {"content": OTHER if index else RESULT} for index, message in enumerate(messages)]
         refusal = InputError(f"the chat template leaves out replies; {_CHATML}")
         for shape in (*_SHAPES, None) if self._native else (None,):
             try:
                 history = _stand_ins(turns, messages, shape, self._guard)
-                _, found, region = self.text([*history, *self.said(told)], True).partition(REPLY)
+                _, mark, region = self.text([*history, *self.world_messages(stand_ins)], True).partition(REPLY)
             except InputError as error:
                 refusal = error
                 continue
-            if found:
+            if mark:
                 break
         else:
             raise refusal
         if messages:
-            region, found, _ = region.partition(RESULT)
-            require(bool(found), f"the chat template leaves out messages of the role {messages[0]['role']}; {_CHATML}")
+            region, mark, _ = region.partition(RESULT)
+            require(bool(mark), f"the chat template leaves out messages of the role {messages[0]['role']}; {_CHATML}")
         return shape, region
 
     def rewrites(self, turns: Sequence[Message], messages: Sequence[Message]) -> bool:
@@ -152,39 +149,39 @@ class Renderings:
         shape, _ = self._region(turns, messages)
         thoughts = [OTHER if "reasoning_content" in turn else "" for turn in turns]
         last = thoughts[-1] = THOUGHT if thoughts[-1] else ""
-        told = zip(_stand_ins(turns, messages, shape, self._guard), thoughts, strict=True)
-        history = [self._thought(one, thought) if thought else one for one, thought in told]
-        before, later = self.text(history[:-1], True), self.text([*history, *self.said(messages)], True)
+        stand_ins = zip(_stand_ins(turns, messages, shape, self._guard), thoughts, strict=True)
+        history = [self._thought(stand_in, thought) if thought else stand_in for stand_in, thought in stand_ins]
+        before, later = self.text(history[:-1], True), self.text([*history, *self.world_messages(messages)], True)
         return not later.startswith(before) or last not in later
 
-    def chat(self, told: Sequence[Message], turns: Sequence[Message]) -> str:
+    def chat(self, prompt: Sequence[Message], turns: Sequence[Message]) -> str:
         """Return the text of a whole chat, up to the start of the next reply, as the template writes it now.
 
         Args:
-          told: the first messages, ready to be rendered.
+          prompt: the first messages, ready to be rendered.
           turns: the replies after them, and what the world said to each.
 
         Raises:
           InputError: the template refuses them, or takes fewer calls in a reply than there are.
         """
         last = max(index for index, turn in enumerate(turns) if turn["role"] == "assistant") + 1
-        shape, _ = self._region([*told, *turns[:last]], turns[last:])
-        written = list(told)
-        for is_reply, some in itertools.groupby(turns, lambda turn: turn["role"] == "assistant"):
+        shape, _ = self._region([*prompt, *turns[:last]], turns[last:])
+        history = list(prompt)
+        for is_reply, group in itertools.groupby(turns, lambda turn: turn["role"] == "assistant"):
             if not is_reply:
-                written += self.said(list(some))
+                history += self.world_messages(list(group))
                 continue
-            for message in some:
-                reply, thought = _written(message, shape, self._guard)
-                written.append(self._thought(reply, thought) if thought else reply)
-        return self.text(written, True)
+            for message in group:
+                reply, thought = _prepare_reply(message, shape, self._guard)
+                history.append(self._thought(reply, thought) if thought else reply)
+        return self.text(history, True)
 
     @functools.cached_property
     def _thought(self) -> Callable[[Message, str], Message]:
         """The form in which the template takes reasoning: the first that it writes in a last reply."""
         for form in _THOUGHTS:
             try:
-                if THOUGHT in self.text([ASKED, form(REPLIED, THOUGHT)], False):
+                if THOUGHT in self.text([USER_MESSAGE, form(REPLY_MESSAGE, THOUGHT)], False):
                     return form
             except InputError:
                 continue
@@ -199,27 +196,29 @@ class Renderings:
         if not self._native:
             return "plain" if self.plain_form else NO_CALLS
         names = [tool["function"]["name"] for tool in self._tools]
-        told, untold = self.text([ASKED], True), rendered([ASKED], self.wording, self._tokenizer, options=self._untold)
-        seen = told != untold and all(name in told for name in names)
+        text = self.text([USER_MESSAGE], True)
+        without_tools = rendered([USER_MESSAGE], self.wording, self._tokenizer, options=self._own_options)
+        seen = text != without_tools and all(name in text for name in names)
         require(seen, f"the chat template cannot write tools; {_CHATML}, or give a template that can")
         syntax = syntax_of(template_text(self.wording, self._tokenizer))
-        written = self._written_call(names[0], syntax)
-        message = parse_reply(written, syntax).message
+        reply = self._written_call(names[0], syntax)
+        message = parse_reply(reply, syntax).message
         functions = [call["function"] for call in message.get("tool_calls", ())]
-        require(not written or functions == [{"name": names[0], "arguments": {"q": REPLY}}], _UNKNOWN)
+        readable = not reply or functions == [{"name": names[0], "arguments": {"q": REPLY}}]
+        require(readable, f"the chat template writes tool calls in a form that is not known here; {_CHATML}")
         return syntax
 
     def _written_call(self, name: str, syntax: str) -> str:
         """Return what the template writes for a reply that calls a tool; empty if it writes none."""
-        turns = [ASKED, {"role": "assistant", "tool_calls": [tool_call(0, name, {})]}]
+        turns = [USER_MESSAGE, {"role": "assistant", "tool_calls": [tool_call(0, name, {})]}]
         for shape in _SHAPES:
             try:
                 text = self.text(_stand_ins(turns, (), shape, self._guard), False)
-                start = re.sub(r"[<\[][^<>\[\]]*\Z", "", text[: shared(text, self.text([ASKED], True))])
+                start = re.sub(r"[<\[][^<>\[\]]*\Z", "", text[: common_prefix(text, self.text([USER_MESSAGE], True))])
             except InputError:
                 continue
-            before, found, after = text.partition(REPLY)
-            if found:
+            before, mark, after = text.partition(REPLY)
+            if mark:
                 return text[len(start) : len(before) + len(REPLY) + end_of_calls(after, syntax)]
         return ""
 
@@ -229,8 +228,8 @@ def end_of_turns(renderings: Renderings, guard: Guard) -> str:
     which the next message begins.
     """
     try:
-        last = renderings.text([ASKED, REPLIED], False).partition(REPLY)[2]
-        between = renderings.after([ASKED, REPLIED], [ASKED]).region
+        last = renderings.text([USER_MESSAGE, REPLY_MESSAGE], False).partition(REPLY)[2]
+        between = renderings.after([USER_MESSAGE, REPLY_MESSAGE], [USER_MESSAGE]).region
     except InputError:
         return ""
     end = guard.first_token(between)
@@ -240,12 +239,12 @@ def end_of_turns(renderings: Renderings, guard: Guard) -> str:
 
 def rewrites_history(renderings: Renderings) -> bool:
     """Whether the template writes an earlier reply otherwise than it was sampled, as by dropping its reasoning."""
-    start = renderings.text([ASKED], True)
+    start = renderings.text([USER_MESSAGE], True)
     for form in _THOUGHTS:
-        reply = form(REPLIED, THOUGHT)
+        reply = form(REPLY_MESSAGE, THOUGHT)
         try:
-            last = renderings.text([ASKED, reply], False)
-            later = renderings.text([ASKED, reply, ASKED], True)
+            last = renderings.text([USER_MESSAGE, reply], False)
+            later = renderings.text([USER_MESSAGE, reply, USER_MESSAGE], True)
         except InputError:
             continue
         if not later.startswith(start) or (THOUGHT in last and THOUGHT not in later):
@@ -253,22 +252,23 @@ def rewrites_history(renderings: Renderings) -> bool:
     return False
 
 
-def _written(message: Message, shape: _Shape | None, guard: Guard) -> tuple[Message, str]:
+def _prepare_reply(message: Message, shape: _Shape | None, guard: Guard) -> tuple[Message, str]:
     """Return a reply with all that the model wrote, ready to be rendered, and its reasoning."""
-    own = guard.reply({name: message[name] for name in ("content", "reasoning_content") if name in message})
+    guarded = guard.reply({name: message[name] for name in ("content", "reasoning_content") if name in message})
     calls = message.get("tool_calls", ())
-    told = {"role": "assistant", "content": own["content"]}
+    reply = {"role": "assistant", "content": guarded["content"]}
     if calls and shape is not None:
         fits = shape.most is None or len(calls) <= shape.most
-        require(fits, f"the chat template writes {shape.most} call for each reply, and there are more; {_KEEP}")
+        remedy = "set --rollout.episode.history append_only"
+        require(fits, f"the chat template writes {shape.most} call for each reply, and there are more; {remedy}")
         functions = guard.reply([call["function"] for call in calls])
         if shape.as_text:
-            functions = [one | {"arguments": json.dumps(one["arguments"])} for one in functions]
-        told["tool_calls"] = [call | {"function": one} for call, one in zip(calls, functions, strict=True)]
-        told["content"] = own["content"] or shape.content
+            functions = [function | {"arguments": json.dumps(function["arguments"])} for function in functions]
+        reply["tool_calls"] = [call | {"function": function} for call, function in zip(calls, functions, strict=True)]
+        reply["content"] = guarded["content"] or shape.content
     elif calls:
-        told["tool_calls"] = [*calls]
-    return told, own.get("reasoning_content", "")
+        reply["tool_calls"] = [*calls]
+    return reply, guarded.get("reasoning_content", "")
 
 
 def _stand_ins(
@@ -276,55 +276,49 @@ def _stand_ins(
 ) -> list[Message]:
     """Return stand-ins for the turns; the last one's content, or its last call's argument, is REPLY."""
     history: list[Message] = []
-    following = [*turns[1:], *messages[:1], ASKED]
+    following = [*turns[1:], *messages[:1], USER_MESSAGE]
     for index, message in enumerate(turns):
         value = REPLY if index == len(turns) - 1 else OTHER
         stand_in: Message = {"role": message["role"], "content": value}
         if message["role"] == "assistant" and shape is not None:
-            stand_in |= _calls(message, following[index], shape, value, guard)
+            stand_in |= _stand_in_calls(message, following[index], shape, value, guard)
         elif message["role"] == "tool":
             stand_in = guard(message) | stand_in
         history.append(stand_in)
     return history
 
 
-def _calls(message: Message, following: Message, shape: _Shape, value: str, guard: Guard) -> Message:
+def _stand_in_calls(message: Message, following: Message, shape: _Shape, value: str, guard: Guard) -> Message:
     """Return the content and the calls of a stand-in; a result without a call, as of one that cannot be parsed,
     gets one.
     """
     calls = message.get("tool_calls", ())
     if not calls and following["role"] == "tool":
         calls = [tool_call(0, following.get("name", "tool"), {})]
-    told = []
+    stand_ins = []
     for index, call in enumerate(calls[: shape.most], 1):
         arguments = {"q": value if index == len(calls[: shape.most]) else OTHER}
         function = {
             "name": guard.name(call["function"]["name"]),
             "arguments": json.dumps(arguments) if shape.as_text else arguments,
         }
-        told.append({**call, "function": function})
-    return {"content": shape.content, "tool_calls": told} if told else {}
+        stand_ins.append({**call, "function": function})
+    return {"content": shape.content, "tool_calls": stand_ins} if stand_ins else {}
 
 
-def _outline(message: Message) -> Hashable:
+def _message_key(message: Message) -> Hashable:
     """Return all of a message that stand-ins keep."""
     calls = tuple((call.get("id"), call["function"]["name"]) for call in message.get("tool_calls", ()))
     return message["role"], message.get("name"), message.get("tool_call_id"), calls
 
 
-def shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+def common_prefix(first: Sequence[Any], second: Sequence[Any]) -> int:
     """Return the number of items at which both begin."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 _LAST = 16  # tokens before a reply that tell whether it continues reasoning
-_THINKING = ("<think>", "<|channel>thought", "<|channel>", "<|START_THINKING|>", "[THINK]")
-_REWRITES = "the chat template rewrites earlier replies, as by dropping their reasoning; "
-_HISTORY = {
-    "append_only": "every token is kept as it was sampled (append_only)",
-    "fork": "a new row begins where it does (fork)",
-}
 
 
 class EpisodeFormat:
@@ -359,8 +353,8 @@ class EpisodeFormat:
         check_tokenizer(tokenizer)
         self.tokenizer = tokenizer
         self.tools = tuple(tools)
-        own = tokenizer.eos_token_id
-        self._stops = tuple(stop_ids) or (() if own is None else (own,))
+        eos = tokenizer.eos_token_id
+        self._stops = tuple(stop_ids) or (() if eos is None else (eos,))
         self._guard = Guard(tokenizer)
         self._renderings = Renderings(wording, tokenizer, self.tools, self._guard, options)
         self._plain = wording.template == "plain"
@@ -368,12 +362,25 @@ class EpisodeFormat:
         self._control = frozenset((*special_ids(tokenizer), *self._stops))  # tokens that are no text
         self.syntax = self._renderings.syntax()
         self._end = "" if self._plain else end_of_turns(self._renderings, self._guard)
-        _check_turns(self)
-        rewrites = not self._plain and rewrites_history(self._renderings)
-        ends = (
-            "" if self._plain else _note_on_ends(self._renderings, [text_of(tokenizer, [one]) for one in self._stops])
-        )
-        self.note = "; ".join(filter(None, [_REWRITES + _HISTORY[history] if rewrites else "", ends]))
+        # Refuse a template that cannot write a second turn.
+        reply, answer = REPLY_MESSAGE, USER_MESSAGE
+        if self.tools:
+            call = tool_call(0, self.tools[0]["function"]["name"], {})
+            reply = {"role": "assistant", "content": "", "tool_calls": [call]}
+            answer = {"role": "tool", "name": call["function"]["name"], "tool_call_id": call["id"], "content": OTHER}
+        self.suffix([USER_MESSAGE, reply], [answer], ())
+        notes = []
+        if not self._plain and rewrites_history(self._renderings):
+            tokens = "a new row begins where it does (fork)"
+            if history == "append_only":
+                tokens = "every token is kept as it was sampled (append_only)"
+            notes.append(f"the chat template rewrites earlier replies, as by dropping their reasoning; {tokens}")
+        ends = [text_of(tokenizer, [stop]) for stop in self._stops]
+        region = "" if self._plain else self._renderings.after([USER_MESSAGE, REPLY_MESSAGE], [USER_MESSAGE]).region
+        if not self._plain and ends and not any(end in region for end in ends):
+            absent = "which the chat template does not write between turns; it stays"
+            notes.append(f"completions end at {' or '.join(ends)}, {absent}")
+        self.note = "; ".join(notes)
 
     def prompt(self, messages: Sequence[Message], theirs: int = 0) -> list[int]:
         """Return the ids of an episode's first messages, up to the start of the first reply.
@@ -407,25 +414,25 @@ class EpisodeFormat:
         following = [self._guard.of_world(message) for message in messages]
         last = text_of(self.tokenizer, sampled[-1:]) if len(sampled) and sampled[-1] in self._control else ""
         if self._plain:
-            contents = [message["content"] for message in self._renderings.said(following)]
+            contents = [message["content"] for message in self._renderings.world_messages(following)]
             return self._guard.ids("".join(f"\n\n{content}" for content in contents), last)
         after = self._renderings.after(turns, following)
         return self._guard.ids(after.text[self._cut(after, sampled, last) :], last)
 
     def _worded(self, messages: Sequence[Message], theirs: int) -> list[Message]:
-        own = len(messages) - theirs
-        guarded = [*map(self._guard, messages[:own]), *map(self._guard.of_world, messages[own:])]
+        row_count = len(messages) - theirs
+        guarded = [*map(self._guard, messages[:row_count]), *map(self._guard.of_world, messages[row_count:])]
         return worded(guarded, self._renderings.wording)
 
     def fork(
-        self, asked: Sequence[Message], turns: Sequence[Message], messages: Sequence[Message], theirs: int = 0
+        self, prompt: Sequence[Message], turns: Sequence[Message], messages: Sequence[Message], theirs: int = 0
     ) -> list[int]:
         """Return the ids of the whole chat up to the next reply, if a new row begins there; none if the row goes on.
 
         It begins where the template by now writes otherwise what the row holds, if ``history`` is "fork".
 
         Args:
-          asked, theirs: what ``prompt`` got.
+          prompt, theirs: what ``prompt`` got.
           turns: the episode so far, with its first messages; the last is the parsed reply.
           messages: of the world.
 
@@ -435,33 +442,34 @@ class EpisodeFormat:
         following = [self._guard.of_world(message) for message in messages]
         if self._history != "fork" or self._plain or not self._renderings.rewrites(turns, following):
             return []
-        told = self._worded(asked, theirs)
-        later = [one if one["role"] == "assistant" else self._guard.of_world(one) for one in turns[len(told) :]]
-        return self._guard.ids(self._renderings.chat(told, [*later, *following]))
+        first_messages = self._worded(prompt, theirs)
+        later = turns[len(first_messages) :]
+        later = [turn if turn["role"] == "assistant" else self._guard.of_world(turn) for turn in later]
+        return self._guard.ids(self._renderings.chat(first_messages, [*later, *following]))
 
-    def said(
+    def content_ranges(
         self, turns: Sequence[Message], messages: Sequence[Message], sampled: Sequence[int], suffix: Sequence[int]
     ) -> list[tuple[int, int]]:
         """Return the range ``(begin, end)`` of each message's content among the tokens of their suffix.
 
-        It is what changes with the content. A token that joins the end of a content with the template's text counts.
+        These tokens change with the content; one that joins the end of a content with the template's text counts.
 
         Args:
           turns, messages, sampled: as ``suffix`` got them.
           suffix: the ids that it returned.
         """
-        found = []
+        ranges = []
         for index, message in enumerate(messages):
             text = message["content"].strip()
-            other = next(mark for mark in ("x", "0", "-") if mark not in (text[:1], text[-1:]))
-            changed = [*messages[:index], {**message, "content": other}, *messages[index + 1 :]]
+            stand_in = next(mark for mark in ("x", "0", "-") if mark not in (text[:1], text[-1:]))
+            changed = [*messages[:index], {**message, "content": stand_in}, *messages[index + 1 :]]
             ids = self.suffix(turns, changed, sampled)
-            begin = shared(suffix, ids)
-            end = len(suffix) - shared(suffix[begin:][::-1], ids[::-1])
-            found.append((begin, end))
-        return found
+            begin = common_prefix(suffix, ids)
+            end = len(suffix) - common_prefix(suffix[begin:][::-1], ids[::-1])
+            ranges.append((begin, end))
+        return ranges
 
-    def parse(self, tokens: Sequence[int], before: Sequence[int] | None = None) -> Parsed:
+    def parse(self, tokens: Sequence[int], before: Sequence[int] | None = None) -> ParsedReply:
         """Return the message of a sampled reply.
 
         Args:
@@ -470,9 +478,10 @@ class EpisodeFormat:
         """
         text = text_of(self.tokenizer, tokens, self._stops)
         start = self._start if before is None else text_of(self.tokenizer, before[-_LAST:])
-        return parse_reply(text, self.syntax, self.tools, start.rstrip().endswith(_THINKING))
+        opens = ("<think>", "<|channel>thought", "<|channel>", "<|START_THINKING|>", "[THINK]")
+        return parse_reply(text, self.syntax, self.tools, start.rstrip().endswith(opens))
 
-    def _cut(self, after: After, sampled: Sequence[int], last: str) -> int:
+    def _cut(self, after: FollowingText, sampled: Sequence[int], last: str) -> int:
         """Return where the suffix begins in the text after a reply; ``last``: its last token if that is special."""
         region = after.region
         stopped = bool(last) and sampled[-1] in self._stops
@@ -489,22 +498,4 @@ class EpisodeFormat:
     @functools.cached_property
     def _start(self) -> str:
         """The text of a prompt."""
-        return self._renderings.text([ASKED], True)
-
-
-def _check_turns(form: EpisodeFormat) -> None:
-    """Refuse a template that cannot write a second turn."""
-    if not form.tools:
-        form.suffix([ASKED, REPLIED], [ASKED], ())
-        return
-    name = form.tools[0]["function"]["name"]
-    call = {"id": "call00000", "type": "function", "function": {"name": name, "arguments": {}}}
-    reply = {"role": "assistant", "content": "", "tool_calls": [call]}
-    form.suffix([ASKED, reply], [{"role": "tool", "name": name, "tool_call_id": "call00000", "content": OTHER}], ())
-
-
-def _note_on_ends(renderings: Renderings, stops: Sequence[str]) -> str:
-    region = renderings.after([ASKED, REPLIED], [ASKED]).region
-    if not stops or any(stop in region for stop in stops):
-        return ""
-    return f"completions end at {' or '.join(stops)}, which the chat template does not write between turns; it stays"
+        return self._renderings.text([USER_MESSAGE], True)

@@ -40,12 +40,12 @@ def in_turns(*contents: str) -> tuple[dict[str, str], ...]:
     return tuple({"role": ("user", "assistant")[turn % 2], "content": text} for turn, text in enumerate(contents))
 
 
-def _product(a: int, b: int) -> tuple[str, ...]:
+def _product_dialogue(a: int, b: int) -> tuple[str, ...]:
     call = f'<tool_call>{{"name": "multiply", "arguments": {{"a": {a}, "b": {b}}}}}</tool_call>'
     return f"What is {a} * {b}?", call, f"<tool_response>{a * b}</tool_response>", f"The answer is {a * b}."
 
 
-CALCULATOR = in_turns(*_product(31, 24), *_product(58, 17))
+CALCULATOR = in_turns(*_product_dialogue(31, 24), *_product_dialogue(58, 17))
 """Two worked examples: after one, SmolLM2-135M calls the tool with the numbers of the example."""
 
 
@@ -80,12 +80,12 @@ class Products:
 KEYS = ("river", "stone", "cloud", "maple", "tiger", "amber", "piano", "comet", "olive", "cabin", "raven", "cedar")
 
 
-def _looked_up(name: str, number: int) -> tuple[str, ...]:
-    asked = f"Which number does the table hold for {name}?"
-    return asked, f"<get>{name}</get>", f"The table holds {number}.", f"The answer is {number}."
+def _lookup_dialogue(name: str, number: int) -> tuple[str, ...]:
+    question = f"Which number does the table hold for {name}?"
+    return question, f"<get>{name}</get>", f"The table holds {number}.", f"The answer is {number}."
 
 
-LOOKUP = in_turns(*_looked_up("fox", 58), *_looked_up("lamp", 31), *_looked_up("sugar", 74))
+LOOKUP = in_turns(*_lookup_dialogue("fox", 58), *_lookup_dialogue("lamp", 31), *_lookup_dialogue("sugar", 74))
 """Three worked examples."""
 
 
@@ -108,7 +108,7 @@ class Keys:
         Raises:
           InputError: there are not so many.
         """
-        names = [*KEYS, *(f"{one}-{other}" for one in KEYS for other in KEYS if one != other)]
+        names = [*KEYS, *(f"{first}-{second}" for first in KEYS for second in KEYS if first != second)]
         require(self.size <= len(names), f"Keys has size {self.size}: there are {len(names)} names")
         for name in random.Random(self.seed).sample(names, self.size):
             question = {"role": "user", "content": f"Which number does the table hold for {name}?"}
@@ -129,12 +129,12 @@ class Lookup(Environment):
 
     def step(self, reply: Message) -> Step:
         """Answer a request, or end the episode with the reward."""
-        asked = re.search(r"<get>(.*?)</get>", reply["content"])
-        if asked is None:
+        request = re.search(r"<get>(.*?)</get>", reply["content"])
+        if request is None:
             numbers = re.findall(r"\d+", reply["content"])
             return Step(reward=float(numbers[-1:] == [self._number]), done=True)
-        found = self._number if asked[1].strip() == self._name else "nothing"
-        return Step([{"role": "user", "content": f"The table holds {found}."}], metrics={"found": found.isdigit()})
+        answer = self._number if request[1].strip() == self._name else "nothing"
+        return Step([{"role": "user", "content": f"The table holds {answer}."}], metrics={"found": answer.isdigit()})
 
     def copy(self) -> "Lookup":
         """Return the same table."""
@@ -209,10 +209,9 @@ class TextArena(Environment):
         """Return what the model's player sees next; the opponent moves for the others."""
         while not done:
             player, seen = self._game.get_observation()
-            own = (
-                (player,) if self._players > 1 else (player, -1)
-            )  # some games of one player speak its moves as the game
-            news = [said for sender, said, kind in seen if not (sender in own and kind.name == "PLAYER_ACTION")]
+            # Some games of one player speak its moves as the game.
+            senders = (player,) if self._players > 1 else (player, -1)
+            news = [said for sender, said, kind in seen if not (sender in senders and kind.name == "PLAYER_ACTION")]
             if player == self._player:
                 return "\n\n".join(news)
             done, _ = self._game.step(self._opponent("\n\n".join(news)))
@@ -247,19 +246,19 @@ class SkyRL(Environment):
     def reset(self, row: Mapping[str, Any], seed: int) -> list[Message]:
         """Begin the episode; the environment may add messages to the row's prompt, and change none."""
         prompt = row.get("prompt", [])
-        prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(one) for one in prompt]
+        prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*map(dict, prompt)]
         self._environment = self._make(row)
-        given, _ = self._environment.init(copy.deepcopy(prompt))
-        if given[: len(prompt)] != prompt:
+        messages, _ = self._environment.init(copy.deepcopy(prompt))
+        if messages[: len(prompt)] != prompt:
             raise ValueError("init changes the messages of the row's prompt; write them as they should be in the row")
-        return given[len(prompt) :]
+        return messages[len(prompt) :]
 
     def step(self, reply: Message) -> Step:
         """Give the reply's text to the environment."""
-        told = self._environment.step(reply["content"])
-        metadata = (told.get("metadata") or {}).items()
+        outcome = self._environment.step(reply["content"])
+        metadata = (outcome.get("metadata") or {}).items()
         numbers = {name: float(value) for name, value in metadata if isinstance(value, (int, float))}
-        return Step(told["observations"] or (), float(told["reward"]), bool(told["done"]), numbers)
+        return Step(outcome["observations"] or (), float(outcome["reward"]), bool(outcome["done"]), numbers)
 
     def close(self) -> None:
         """Close the environment."""
@@ -295,16 +294,16 @@ class GymTries(Environment):
     def reset(self, row: Mapping[str, Any], seed: int) -> tuple[()]:
         """Begin with the row's problem."""
         require("entry" in row, "GymTries needs rows of a ReasoningGym source: give the task one")
-        self._row, self._left = row, self._tries
+        self._row, self._remaining = row, self._tries
         return ()
 
     def step(self, reply: Message) -> Step:
         """Score the reply."""
-        self._left -= 1
+        self._remaining -= 1
         answer = answer_of(reply["content"], self._extractor)
         score = float(self._score(answer, self._row))
-        if score >= 1 or not self._left:
-            return Step(reward=score, done=True, metrics={"tries": self._tries - self._left})
+        if score >= 1 or not self._remaining:
+            return Step(reward=score, done=True, metrics={"tries": self._tries - self._remaining})
         return Step([{"role": "user", "content": self._again}])
 
     def copy(self) -> "GymTries":
@@ -335,11 +334,6 @@ if last is not None:
         print(repr(value))
 """
 """Runs the texts of ``CODES``: earlier ones without output, and the last one as an interactive session would."""
-REASONS = {
-    "timeout": "it took longer than {0.timeout_s:g} seconds",
-    "memory": "it used more than {0.memory_mb} MiB of memory",
-    "output": "it wrote too much",
-}
 
 
 class PythonTool:
@@ -375,20 +369,24 @@ class PythonTool:
         Returns:
             The output, or the error.
         """
-        found = run_python(
+        outcome = run_python(
             f"CODES = {json.dumps([self._earlier, code])!r}\n{PROGRAM}",
             timeout_s=self.timeout_s,
             memory_mb=self.memory_mb,
         )
-        if found.status == "ok":
+        if outcome.status == "ok":
             self._earlier = (*self._earlier, code)
-            return found.stdout or "(no output)"
-        if found.status == "refused":
-            raise RuntimeError(found.stderr)
+            return outcome.stdout or "(no output)"
+        if outcome.status == "refused":
+            raise RuntimeError(outcome.stderr)
         # The beginning of the last line of a traceback that is about the model's program: it reads what follows.
-        _, own, told = found.stderr.strip().rpartition('  File "<python>"')
-        reason = REASONS[found.status].format(self) if found.status in REASONS else f"{own}{told}".strip()
-        return f"{found.stdout}Error: {reason}"
+        _, place, error = outcome.stderr.strip().rpartition('  File "<python>"')
+        reasons = {
+            "timeout": f"it took longer than {self.timeout_s:g} seconds",
+            "memory": f"it used more than {self.memory_mb} MiB of memory",
+            "output": "it wrote too much",
+        }
+        return f"{outcome.stdout}Error: {reasons.get(outcome.status) or f'{place}{error}'.strip()}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PythonTool":
         other = type(self)()

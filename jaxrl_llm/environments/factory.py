@@ -37,9 +37,9 @@ class Factory:
         functions = [resolve(tool) if isinstance(tool, str) else tool for tool in tools]
         self.functions: dict[str, Tool] = tools_of(functions)
         self._by_name = isinstance(environment, Mapping)
-        given = dict(environment) if isinstance(environment, Mapping) else {None: environment}
-        require(bool(given), "environment is an empty dict: give at least one environment")
-        self._makers = {name: _maker(one, _label(name)) for name, one in given.items()}
+        environments = dict(environment) if isinstance(environment, Mapping) else {None: environment}
+        require(bool(environments), "environment is an empty dict: give at least one environment")
+        self._makers = {name: _maker(maker, _label(name)) for name, maker in environments.items()}
         probes = {name: self._probe(name) for name in self._makers}
         self._tools = {name: self._schemas(probe, _label(name)) for name, probe in probes.items()}
         self.copyable = all(can_copy(probe) for probe in probes.values())
@@ -69,8 +69,8 @@ class Factory:
             return None
         name = row.get(COLUMN)
         if not isinstance(name, Hashable) or name not in self._makers:
-            known = ", ".join(map(str, self._makers))
-            hint = did_you_mean(str(name), map(str, self._makers), f"it may be {known}")
+            names = ", ".join(map(str, self._makers))
+            hint = did_you_mean(str(name), map(str, self._makers), f"it may be {names}")
             raise InputError(f"the row's column {COLUMN} is {name!r}, which the task's environments lack; {hint}")
         return name
 
@@ -91,8 +91,8 @@ class Factory:
         return outcome.value
 
     def _schemas(self, probe: Environment, label: str) -> tuple[Mapping[str, Any], ...]:
-        own = list(probe.tools)
-        names = [name_of(schema) for schema in own]
+        schemas = list(probe.tools)
+        names = [name_of(schema) for schema in schemas]
         require(
             all(names),
             f"{label} has tools without schema: write each as {{'type': 'function', 'function': {{'name': ...}}}}; "
@@ -100,33 +100,33 @@ class Factory:
         )
         twice = {name for name in names if name in self.functions or names.count(name) > 1}
         require(not twice, f"two tools of {label} are called {', '.join(sorted(twice))}: rename one")
-        return (*own, *(tool.schema for tool in self.functions.values()))
+        return (*schemas, *(tool.schema for tool in self.functions.values()))
 
 
 def _label(name: Any) -> str:
     return "environment" if name is None else f"environment {name!r}"
 
 
-def _maker(given: Any, label: str) -> Callable[[], Environment]:
-    if isinstance(given, str):
-        given = resolve(given)
-    if given is None:
+def _maker(environment: Any, label: str) -> Callable[[], Environment]:
+    if isinstance(environment, str):
+        environment = resolve(environment)
+    if environment is None:
         return Environment
     require(
-        callable(given) and not isinstance(given, Environment),
-        f"{label} is a {type(given).__name__}: give its class, or a function that makes one, since each episode has "
-        f"its own",
+        callable(environment) and not isinstance(environment, Environment),
+        f"{label} is a {type(environment).__name__}: give its class, or a function that makes one, since each "
+        f"episode has its own",
     )
 
     def make() -> Environment:
-        made = given()
-        if isinstance(made, Environment):
-            return made
+        instance = environment()
+        if isinstance(instance, Environment):
+            return instance
         require(
-            callable(getattr(type(made), "reset", None)),
-            f"{label} makes a {type(made).__name__}, which has no method reset: derive it from jaxrl_llm.Environment, "
-            f"or give it reset(**row) and methods that are tools",
+            callable(getattr(type(instance), "reset", None)),
+            f"{label} makes a {type(instance).__name__}, which has no method reset: derive it from "
+            f"jaxrl_llm.Environment, or give it reset(**row) and methods that are tools",
         )
-        return DuckTyped(made)
+        return DuckTyped(instance)
 
     return make

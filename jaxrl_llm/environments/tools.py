@@ -8,11 +8,8 @@ import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxrl_llm.environments.environment import Environment, Message, has
+from jaxrl_llm.environments.environment import Environment, Message, overrides
 from jaxrl_llm.errors import InputError, require
-
-LONGEST_REASON = 200
-"""Maximum number of characters quoted from the reason why a schema cannot be made."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,39 +36,39 @@ def schema_of(function: Callable[..., Any], name: str = "") -> dict[str, Any]:
     Raises:
       InputError: a hint, the docstring or an argument's description is missing, or a type is none of JSON's.
     """
-    own = getattr(function, "__name__", "")
-    shown = f"tool {name or own or type(function).__name__}"
+    function_name = getattr(function, "__name__", "")
+    label = f"tool {name or function_name or type(function).__name__}"
     require(
         callable(function) and not isinstance(function, type),
-        f"{shown} is a {'class' if isinstance(function, type) else type(function).__name__}: give a function",
+        f"{label} is a {'class' if isinstance(function, type) else type(function).__name__}: give a function",
     )
     require(
-        own.isidentifier() and not isinstance(function, functools.partial),
-        f"{shown} has no name that a model could call: write it as a function (def)",
+        function_name.isidentifier() and not isinstance(function, functools.partial),
+        f"{label} has no name that a model could call: write it as a function (def)",
     )
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        raise InputError(f"{shown} does not tell its parameters: call it from a function of your own (def)") from None
+        raise InputError(f"{label} does not tell its parameters: call it from a function of your own (def)") from None
     for parameter in parameters:
         by_name = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        require(by_name, f"{shown} takes {parameter}, and a model gives arguments by name: name each of them")
+        require(by_name, f"{label} takes {parameter}, and a model gives arguments by name: name each of them")
         require(
             parameter.annotation is not parameter.empty,
-            f"{shown} has no type hint for {parameter.name}: write {parameter.name}: int, or another of JSON's types",
+            f"{label} has no type hint for {parameter.name}: write {parameter.name}: int, or another of JSON's types",
         )
     require(
         bool((function.__doc__ or "").strip()),
-        f"{shown} has no docstring: its first line tells the model what it does, and Args: what it takes",
+        f"{label} has no docstring: its first line tells the model what it does, and Args: what it takes",
     )
     from transformers.utils import get_json_schema
 
     try:
         return get_json_schema(function)
     except Exception as error:  # noqa: BLE001  the exceptions of hints and docstrings, and of what hints name
-        reason = " ".join(str(error).split())[:LONGEST_REASON]
+        reason = " ".join(str(error).split())[:200]
         raise InputError(
-            f"{shown} has no schema ({reason}): give each argument a type of JSON and a line under Args:"
+            f"{label} has no schema ({reason}): give each argument a type of JSON and a line under Args:"
         ) from None
 
 
@@ -81,13 +78,13 @@ def tools_of(functions: Iterable[Callable[..., Any]]) -> dict[str, Tool]:
     Raises:
       InputError: a schema cannot be made (see ``schema_of``), or two have one name.
     """
-    found: dict[str, Tool] = {}
+    tools: dict[str, Tool] = {}
     for function in functions:
         schema = schema_of(function)
         name = schema["function"]["name"]
-        require(name not in found, f"two tools are called {name}: rename one")
-        found[name] = Tool(function, schema)
-    return found
+        require(name not in tools, f"two tools are called {name}: rename one")
+        tools[name] = Tool(function, schema)
+    return tools
 
 
 def methods_of(instance: Any) -> dict[str, Tool]:
@@ -99,15 +96,15 @@ def methods_of(instance: Any) -> dict[str, Tool]:
       InputError: a method has no schema (see ``schema_of``).
     """
     kind = type(instance)
-    found: dict[str, Tool] = {}
+    methods: dict[str, Tool] = {}
     for name, _ in inspect.getmembers(kind, inspect.isfunction):
         if name.startswith("_") or name in ("reset", "get_reward"):
             continue
         method = getattr(instance, name)
         function = getattr(method, "__func__", method)
         schema = _schema_of_method(function, function is not method, f"{kind.__name__}.{name}")
-        found[name] = Tool(method, schema, apart=False)
-    return found
+        methods[name] = Tool(method, schema, apart=False)
+    return methods
 
 
 @functools.lru_cache(maxsize=1024)
@@ -135,10 +132,10 @@ class DuckTyped(Environment):
     def reset(self, row: Mapping[str, Any], seed: int) -> Any:
         """Begin the episode with the columns that the object's ``reset`` takes, and with ``seed`` if it names it."""
         parameters = inspect.signature(self.instance.reset).parameters
-        given = {"seed": seed, **row} if "seed" in parameters else dict(row)
+        arguments = {"seed": seed, **row} if "seed" in parameters else dict(row)
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-            given = {name: value for name, value in given.items() if name in parameters}
-        result = self.instance.reset(**given)
+            arguments = {name: value for name, value in arguments.items() if name in parameters}
+        result = self.instance.reset(**arguments)
         return self._later(result) if inspect.isawaitable(result) else self._messages(result)
 
     async def _later(self, result: Any) -> Sequence[Message]:
@@ -168,4 +165,4 @@ def can_copy(environment: Environment) -> bool:
     """
     if isinstance(environment, DuckTyped):
         return hasattr(type(environment.instance), "__deepcopy__")
-    return type(environment) is Environment or has(environment, "copy")
+    return type(environment) is Environment or overrides(environment, "copy")

@@ -19,30 +19,28 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxrl_llm.environments.calls import Parsed
+from jaxrl_llm.environments.calls import ParsedReply
 from jaxrl_llm.environments.environment import (
     Environment,
     Limits,
     Step,
-    checked_copy,
-    checked_reset,
-    checked_step,
+    check_copy,
+    check_messages,
+    check_step,
+    escape_surrogates,
     finite,
-    has,
-    readable,
+    overrides,
 )
 from jaxrl_llm.environments.tools import DuckTyped, Tool
 from jaxrl_llm.tasks.messages import joined, name_of
 from jaxrl_llm.types import Message
 
-LONGEST = 500
-"""Maximum number of characters of an exception's text."""
 HERE = str(Path(__file__).parent) + os.sep
 
 NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 
 
-class Call(NamedTuple):
+class FunctionCall(NamedTuple):
     """Call of a function by name.
 
     Attributes:
@@ -56,7 +54,7 @@ class Call(NamedTuple):
     apart: bool = False
 
 
-class Outcome(NamedTuple):
+class CallOutcome(NamedTuple):
     """Outcome of a call: ``ok`` with a value, ``error`` (it raised) or ``timeout``.
 
     Attributes:
@@ -71,33 +69,33 @@ class Outcome(NamedTuple):
 
     def reason(self, limit_s: float) -> str:
         """Return one line about a failure."""
-        return f"not finished after {limit_s:g} s" if self.error is None else told(self.error)
+        return f"not finished after {limit_s:g} s" if self.error is None else format_error(self.error)
 
 
 class Overdue(BaseException):
     """Raised in a thread that is abandoned, so that a loop of Python code ends."""
 
 
-def told(error: BaseException | None, kind: bool = True) -> str:
+def format_error(error: BaseException | None, kind: bool = True) -> str:
     """Format an exception of foreign code on one line, even if its own text cannot be made; with its class if ``kind``
     or if it has no text."""
     name = type(error).__name__
     try:
-        text = " ".join(str(error).split())[:LONGEST]
+        text = " ".join(str(error).split())[:500]
     except Exception:  # noqa: BLE001  a person's exception may have a __str__ that raises
         text = ""
     text = text.encode("utf-8", "backslashreplace").decode()
     return f"{name}: {text}" if kind and text else text or name
 
 
-def place(error: BaseException | None) -> str:
+def error_place(error: BaseException | None) -> str:
     """Return the file and line where foreign code raised, in parentheses; empty if it did not."""
     frames = [] if error is None else traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in frames if not frame.filename.startswith(HERE)]
     return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
 
 
-class Loop:
+class EventLoop:
     """Owner of an event loop on a daemon thread, which all episodes share: ``async`` clients belong to one loop.
 
     A call that blocks the loop is left with it, and the calls after it get another.
@@ -112,13 +110,13 @@ class Loop:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def submit(self, awaitable: Any, limit_s: float, finish: Callable[[Any], Any]) -> Future[Outcome]:
+    def submit(self, awaitable: Any, limit_s: float, finish: Callable[[Any], Any]) -> Future[CallOutcome]:
         """Begin to wait for an awaitable."""
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 threading.Thread(target=self._loop.run_forever, name="environments", daemon=True).start()
-            return asyncio.run_coroutine_threadsafe(_awaited(awaitable, limit_s, finish), self._loop)
+            return asyncio.run_coroutine_threadsafe(_await_within(awaitable, limit_s, finish), self._loop)
 
     def abandon_if_blocked(self) -> None:
         """Let the next calls have another loop, unless this one answers."""
@@ -130,25 +128,25 @@ class Loop:
                 self._loop = loop if alive.wait(self.grace_s) else None
 
 
-LOOP = Loop()
-_LEFT: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads of calls that ran out of time
+EVENT_LOOP = EventLoop()
+_HANGING: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads of calls that ran out of time
 
 
-def hanging() -> int:
+def count_hanging() -> int:
     """Return the number of threads whose calls ran out of time and have not ended yet."""
-    return sum(thread.is_alive() for thread in _LEFT)
+    return sum(thread.is_alive() for thread in _HANGING)
 
 
-async def _awaited(awaitable: Any, limit_s: float, finish: Callable[[Any], Any]) -> Outcome:
+async def _await_within(awaitable: Any, limit_s: float, finish: Callable[[Any], Any]) -> CallOutcome:
     limit = asyncio.timeout(limit_s)
     try:
         async with limit:
-            return Outcome("ok", finish(await awaitable))
+            return CallOutcome("ok", finish(await awaitable))
     except BaseException as error:  # noqa: BLE001  SystemExit too: it must not end the loop
-        return Outcome("timeout") if limit.expired() else Outcome("error", error=error)
+        return CallOutcome("timeout") if limit.expired() else CallOutcome("error", error=error)
 
 
-class Threads:
+class DaemonThreads:
     """Pool of daemon threads: unlike those of ``concurrent.futures``, a call that hangs does not hold the exit of the
     program.
 
@@ -159,39 +157,39 @@ class Threads:
     def __init__(self, most: int):
         self._jobs: queue.SimpleQueue[tuple[Future, Callable[..., Any], tuple[Any, ...]]] = queue.SimpleQueue()
         self._idle = threading.Semaphore(0)
-        self._left = most
+        self._spare = most
 
-    def submit(self, call: Callable[..., Any], *given: Any) -> Future:
+    def submit(self, call: Callable[..., Any], *arguments: Any) -> Future:
         """Begin a call."""
-        self._jobs.put((future := Future(), call, given))
-        if not self._idle.acquire(blocking=False) and self._left:
-            self._left -= 1
+        self._jobs.put((future := Future(), call, arguments))
+        if not self._idle.acquire(blocking=False) and self._spare:
+            self._spare -= 1
             threading.Thread(target=self._work, name="environment", daemon=True).start()
         return future
 
     def _work(self) -> None:
         while True:
-            future, call, given = self._jobs.get()
+            future, call, arguments = self._jobs.get()
             try:
-                future.set_result(call(*given))
+                future.set_result(call(*arguments))
             except BaseException as error:  # noqa: BLE001  for whoever waits
                 future.set_exception(error)
-            del future, call, given
+            del future, call, arguments
             self._idle.release()
 
 
-class _Slot:
+class _PendingCall:
     """Place of one outcome."""
 
-    def __init__(self, call: Call, limit_s: float, finish: Callable[[Any], Any], loop: Loop):
+    def __init__(self, call: FunctionCall, limit_s: float, finish: Callable[[Any], Any], loop: EventLoop):
         self.call = call
         self.loop = loop
         self.limit_s = limit_s
         self.finish = finish
         self.ended = threading.Event()
-        self.outcome = Outcome("timeout")
+        self.outcome = CallOutcome("timeout")
         self.awaitable: Any = None
-        self.future: Future[Outcome] | None = None
+        self.future: Future[CallOutcome] | None = None
         self.late = False
 
     def run(self) -> None:
@@ -203,9 +201,9 @@ class _Slot:
                 if self.call.apart:
                     self.wait_for_it()
             else:
-                self.outcome = Outcome("ok", self.finish(result))
+                self.outcome = CallOutcome("ok", self.finish(result))
         except BaseException as error:  # noqa: BLE001  SystemExit too: a tool must not end the program
-            self.outcome = Outcome("error", error=error)
+            self.outcome = CallOutcome("error", error=error)
         self.ended.set()
 
     def wait_for_it(self) -> None:
@@ -213,10 +211,10 @@ class _Slot:
         if self.awaitable is not None and self.future is None and not self.late:
             self.future = self.loop.submit(self.awaitable, self.limit_s, self.finish)
 
-    def result(self) -> Outcome:
+    def result(self) -> CallOutcome:
         """Return the outcome."""
         if self.late:
-            return Outcome("timeout")
+            return CallOutcome("timeout")
         if self.future is None:
             return self.outcome
         try:
@@ -224,7 +222,7 @@ class _Slot:
         except TimeoutError:
             self.future.cancel()
             self.loop.abandon_if_blocked()
-            return Outcome("timeout")
+            return CallOutcome("timeout")
 
 
 class Caller:
@@ -235,22 +233,24 @@ class Caller:
     thread, and the next ones get another. No thread blocks the interpreter's exit.
     """
 
-    def __init__(self, loop: Loop = LOOP):
+    def __init__(self, loop: EventLoop = EVENT_LOOP):
         self._loop = loop
         self._thread: threading.Thread | None = None
-        self._jobs: queue.SimpleQueue[_Slot | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_PendingCall | None] = queue.SimpleQueue()
         self._finalizer: Any = None
 
-    def call(self, function: Callable[..., Any], limit_s: float, arguments: Mapping[str, Any] = NOTHING) -> Outcome:
+    def call(self, function: Callable[..., Any], limit_s: float, arguments: Mapping[str, Any] = NOTHING) -> CallOutcome:
         """Call one function."""
-        return self.each([Call(function, arguments)], limit_s)[0]
+        return self.each([FunctionCall(function, arguments)], limit_s)[0]
 
-    def each(self, calls: Sequence[Call], limit_s: float, finish: Callable[[Any], Any] = lambda x: x) -> list[Outcome]:
+    def each(
+        self, calls: Sequence[FunctionCall], limit_s: float, finish: Any = lambda value: value
+    ) -> list[CallOutcome]:
         """Make calls, each with a limit in seconds; return their outcomes in order.
 
         ``finish`` makes the value of what a call returned, within its limit.
         """
-        slots = [_Slot(call, limit_s, finish, self._loop) for call in calls]
+        slots = [_PendingCall(call, limit_s, finish, self._loop) for call in calls]
         apart = [(slot, Caller()) for slot in slots if slot.call.apart]
         began = time.monotonic()
         for slot, caller in apart:
@@ -272,16 +272,16 @@ class Caller:
             self._finalizer()
             self._thread = None
 
-    def _begin(self, slot: _Slot) -> None:
+    def _begin(self, slot: _PendingCall) -> None:
         if self._thread is None:
             self._jobs = queue.SimpleQueue()
-            self._thread = threading.Thread(target=_serve, args=(self._jobs,), name="episode", daemon=True)
+            self._thread = threading.Thread(target=_run_calls, args=(self._jobs,), name="episode", daemon=True)
             self._finalizer = weakref.finalize(self, self._jobs.put, None)
             self._finalizer.atexit = False
             self._thread.start()
         self._jobs.put(slot)
 
-    def _end(self, slot: _Slot, limit_s: float) -> None:
+    def _end(self, slot: _PendingCall, limit_s: float) -> None:
         """Wait until the function returns; if it does not in time, leave its thread to it."""
         if not slot.ended.wait(limit_s):
             slot.late = True
@@ -289,7 +289,7 @@ class Caller:
             self.close()
 
 
-def _serve(jobs: queue.SimpleQueue) -> None:
+def _run_calls(jobs: queue.SimpleQueue) -> None:
     try:
         while (slot := jobs.get()) is not None:
             slot.run()
@@ -300,11 +300,11 @@ def _serve(jobs: queue.SimpleQueue) -> None:
 def _interrupt(thread: threading.Thread | None) -> None:
     """Raise ``Overdue`` in a thread, at its next step of Python code."""
     if thread is not None and thread.ident is not None:
-        _LEFT.add(thread)
+        _HANGING.add(thread)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(Overdue))
 
 
-class Result(NamedTuple):
+class ToolResult(NamedTuple):
     """Answer to one call.
 
     Attributes:
@@ -317,59 +317,58 @@ class Result(NamedTuple):
 
 
 def make_calls(
-    caller: Caller, calls: Sequence[Any], tools: Mapping[str, Tool], others: Iterable[str], limits: Limits
-) -> list[Result]:
+    caller: Caller, calls: Sequence[Any], tools: Mapping[str, Tool], step_tools: Iterable[str], limits: Limits
+) -> list[ToolResult]:
     """Make calls and return their results, in order.
 
     Args:
       caller: makes them.
       calls: of the model.
       tools: by name.
-      others: names of further tools, which other calls may ask for.
+      step_tools: names of further tools, which other calls may ask for.
       limits: of the episode.
     """
-    made = []
+    pending = []
     for call in calls:
-        tool = tools.get(name_in(call))
+        tool = tools.get(tool_name(call))
         if tool is not None:
-            made.append(Call(tool.function, call.get("function", call).get("arguments") or {}, tool.apart))
-    outcomes = iter(caller.each(made, limits.tool_timeout_s, lambda value: readable(str(value))))
-    known = (*others, *tools)
-    return [_result(call, next(outcomes) if name_in(call) in tools else None, known, limits) for call in calls]
+            pending.append(FunctionCall(tool.function, call.get("function", call).get("arguments") or {}, tool.apart))
+    outcomes = iter(caller.each(pending, limits.tool_timeout_s, lambda value: escape_surrogates(str(value))))
+    names = (*step_tools, *tools)
+    return [_tool_result(call, next(outcomes) if tool_name(call) in tools else None, names, limits) for call in calls]
 
 
-def _result(call: Any, outcome: Outcome | None, known: Sequence[str], limits: Limits) -> Result:
-    name = name_in(call)
+def _tool_result(call: Any, outcome: CallOutcome | None, names: Sequence[str], limits: Limits) -> ToolResult:
+    name = tool_name(call)
     text, error = "", ""
     if outcome is None:
-        text, error = f"Tool {name} not found; there are: {', '.join(known) or 'none'}.", "unknown"
+        text, error = f"Tool {name} not found; there are: {', '.join(names) or 'none'}.", "unknown"
     elif outcome.status == "timeout":
         text, error = f"Tool {name} did not finish within {limits.tool_timeout_s:g} s.", "timeout"
     elif outcome.status == "error":
-        text, error = told(outcome.error, kind=False), "raised"
+        text, error = format_error(outcome.error, kind=False), "raised"
     text = str({"error": text}) if error else outcome.value
     message = {"role": "tool", "name": name, "content": limits.shortened(text)}
     if isinstance(call, Mapping) and call.get("id"):
         message["tool_call_id"] = call["id"]
-    return Result(message, error)
+    return ToolResult(message, error)
 
 
-def name_in(call: Any) -> str:
+def tool_name(call: Any) -> str:
     """Return the name of the tool that a call asks for."""
     return name_of(call) or name_of({"function": call})
 
 
-def in_order(calls: Sequence[Any], results: Mapping[int, Message], messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Return results by the place of their calls, with an environment's tool messages at the other places, in turn,
-    and the rest of its messages behind."""
-    own = list(messages)
-    found = []
-    for index in range(len(calls)):
+def order_messages(count: int, results: Mapping[int, Message], messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Return results by the index of their calls; an environment's tool messages fill the gaps, its others follow."""
+    rest = list(messages)
+    ordered = []
+    for index in range(count):
         if index in results:
-            found.append(results[index])
-        elif own and own[0]["role"] == "tool":
-            found.append(own.pop(0))
-    return (*found, *own)
+            ordered.append(results[index])
+        elif rest and rest[0]["role"] == "tool":
+            ordered.append(rest.pop(0))
+    return (*ordered, *rest)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -398,27 +397,27 @@ class Answer:
 
 
 @dataclasses.dataclass
-class Tally:
+class EpisodeCounts:
     """The replies and calls of an episode so far, against its limits."""
 
     turns: int = 0
     calls: int = 0
     parse_errors: int = 0
 
-    def taken(self, asked: Sequence[Any], limits: Limits) -> list[Any]:
+    def admit(self, requested: Sequence[Any], limits: Limits) -> list[Any]:
         """Count the calls of a reply, and return those that may still be made."""
-        calls = list(asked[: limits.max_tool_calls - self.calls if limits.max_tool_calls else None])
+        calls = list(requested[: limits.max_tool_calls - self.calls if limits.max_tool_calls else None])
         self.calls += len(calls)
         return calls
 
-    def unparsed(self, error: str, limits: Limits) -> Answer:
+    def count_unparsed(self, error: str, limits: Limits) -> Answer:
         """Count a reply with a call that cannot be read, and return the answer to it."""
         self.parse_errors += 1
-        said = limits.shortened(f"The tool call could not be read: {readable(error)}")
+        text = limits.shortened(f"The tool call could not be read: {escape_surrogates(error)}")
         end = "max_turns" if self.turns >= limits.max_turns else ""
         end = "parse_error" if self.parse_errors > limits.max_parse_errors else end
-        shown = ({"role": "user", "content": said},)
-        return Answer(shown, end=end, metrics={"tool_errors/unparsed": 1.0}, tool_errors=1)
+        messages = ({"role": "user", "content": text},)
+        return Answer(messages, end=end, metrics={"tool_errors/unparsed": 1.0}, tool_errors=1)
 
 
 class World:
@@ -452,7 +451,7 @@ class World:
         self.error = ""
         self._make: Any = environment
         self._row, self._seed, self._limits, self._functions = row, seed, limits, functions
-        self._tally = Tally()
+        self._counts = EpisodeCounts()
         self._caller = Caller()
 
     def reset(self, messages: Sequence[Message]) -> tuple[list[Message], Answer]:
@@ -462,48 +461,50 @@ class World:
         """
         prompt = [dict(message) for message in messages]
         if self.environment is None:
-            made = self._call(self._make)
-            if made.status != "ok":
-                return prompt, self._failure(made, "making the environment")
-            self.environment = made.value
-        row = _copied(dict(self._row))
-        outcome = self._call(functools.partial(self.environment.reset, row, self._seed), checked_reset)
+            outcome = self._call(self._make)
+            if outcome.status != "ok":
+                return prompt, self._failure(outcome, "making the environment")
+            self.environment = outcome.value
+        row = _deep_copy(dict(self._row))
+        reset = functools.partial(self.environment.reset, row, self._seed)
+        outcome = self._call(reset, lambda value: () if value is None else check_messages(value))
         if outcome.status != "ok":
             return prompt, self._failure(outcome, "reset")
         self.tools = (*self.environment.tools, *(tool.schema for tool in self._functions.values()))
         return joined(prompt, outcome.value, self.environment.joint), Answer()
 
-    def reply(self, parsed: Parsed) -> Answer:
+    def reply(self, parsed: ParsedReply) -> Answer:
         """Answer one reply of the model.
 
         A tool that is unknown, raises or takes too long is answered with the error, and the episode goes on. A reply
         without calls completes the episode, unless the environment has a ``step``.
         """
-        self._tally.turns += 1
+        self._counts.turns += 1
         if parsed.error:
-            return self._tally.unparsed(parsed.error, self._limits)
-        message = _copied(parsed.message)
-        asked = list(message.pop("tool_calls", None) or ())
-        calls = self._tally.taken(asked, self._limits)
+            return self._counts.count_unparsed(parsed.error, self._limits)
+        message = _deep_copy(parsed.message)
+        requested = list(message.pop("tool_calls", None) or ())
+        calls = self._counts.admit(requested, self._limits)
         steps = self.steps
         # The environment's step answers calls of its own tools: all, if the model was offered none.
         names = [*map(name_of, self.environment.tools)]
-        own = [index for index, call in enumerate(calls) if steps and (not self.tools or name_in(call) in names)]
-        results = self._results({index: call for index, call in enumerate(calls) if index not in own})
+        offered = [not self.tools or tool_name(call) in names for call in calls]
+        step_calls = [index for index in range(len(calls)) if steps and offered[index]]
+        results = self._results({index: call for index, call in enumerate(calls) if index not in step_calls})
         answer = Answer()
-        if steps and (own or not asked):
-            answer = self._stepped(message, [calls[index] for index in own], len(own) == len(calls))
-        errors = [one.error for one in results.values() if one.error]
+        if steps and (step_calls or not requested):
+            answer = self._stepped(message, [calls[index] for index in step_calls], len(step_calls) == len(calls))
+        errors = [result.error for result in results.values() if result.error]
         end = answer.end
-        if not end and not asked and not answer.messages:
+        if not end and not requested and not answer.messages:
             end = "completed"
-        if not end and len(asked) > len(calls):
+        if not end and len(requested) > len(calls):
             end = "max_tool_calls"
-        if not end and self._tally.turns >= self._limits.max_turns:
+        if not end and self._counts.turns >= self._limits.max_turns:
             end = "max_turns"
         return dataclasses.replace(
             answer,
-            messages=in_order(calls, {index: one.message for index, one in results.items()}, answer.messages),
+            messages=order_messages(len(calls), {i: result.message for i, result in results.items()}, answer.messages),
             end=end,
             metrics={**answer.metrics, **{f"tool_errors/{kind}": float(errors.count(kind)) for kind in errors}},
             tool_calls=len(calls),
@@ -513,7 +514,7 @@ class World:
     @property
     def steps(self) -> bool:
         """Whether the environment answers replies without calls; if not, such a reply is the model's last."""
-        return has(self.environment, "step")
+        return overrides(self.environment, "step")
 
     def reward(self) -> float | None:
         """Return the reward of an environment after TRL's interface: NaN if it has none to give or fails (``error``
@@ -535,61 +536,61 @@ class World:
         """
         environment = self.environment
         if type(environment) is not Environment:
-            outcome = self._call(environment.copy, checked_copy)
+            outcome = self._call(environment.copy, check_copy)
             if outcome.status != "ok":
                 raise RuntimeError(self._failure(outcome, "copy").error)
             environment = outcome.value
-        found = World(environment, self._row, self._seed, self._limits, self._functions)
-        found.tools, found._tally = self.tools, dataclasses.replace(self._tally)
-        return found
+        world = World(environment, self._row, self._seed, self._limits, self._functions)
+        world.tools, world._counts = self.tools, dataclasses.replace(self._counts)
+        return world
 
     def close(self) -> str:
         """End the episode; return one line if the environment failed to close, else an empty text."""
         environment, self.environment = self.environment, None
         error = ""
-        if environment is not None and has(environment, "close"):
+        if environment is not None and overrides(environment, "close"):
             outcome = self._call(environment.close)
             error = "" if outcome.status == "ok" else self._failure(outcome, "close", type(environment).__name__).error
         self._caller.close()
         return error
 
-    def _call(self, function: Callable[..., Any], finish: Callable[[Any], Any] = lambda value: value) -> Outcome:
-        return self._caller.each([Call(function)], self._limits.tool_timeout_s, finish)[0]
+    def _call(self, function: Callable[..., Any], finish: Callable[[Any], Any] = lambda value: value) -> CallOutcome:
+        return self._caller.each([FunctionCall(function)], self._limits.tool_timeout_s, finish)[0]
 
-    def _failure(self, outcome: Outcome, what: str, kind: str = "") -> Answer:
+    def _failure(self, outcome: CallOutcome, what: str, kind: str = "") -> Answer:
         """Return the end of an episode with an environment that failed."""
-        own = self.environment.instance if isinstance(self.environment, DuckTyped) else self.environment
-        kind = kind or ("the environment" if own is None else type(own).__name__)
-        self.error = f"{kind}: {what}: {outcome.reason(self._limits.tool_timeout_s)}{place(outcome.error)}"
+        instance = self.environment.instance if isinstance(self.environment, DuckTyped) else self.environment
+        kind = kind or ("the environment" if instance is None else type(instance).__name__)
+        self.error = f"{kind}: {what}: {outcome.reason(self._limits.tool_timeout_s)}{error_place(outcome.error)}"
         return Answer(end="timeout" if outcome.status == "timeout" else "environment_error", error=self.error)
 
-    def _results(self, calls: Mapping[int, Any]) -> dict[int, Result]:
+    def _results(self, calls: Mapping[int, Any]) -> dict[int, ToolResult]:
         """Make the calls that tools answer, by place; return their results by place."""
         methods = self.environment.methods if isinstance(self.environment, DuckTyped) else {}
         tools = {**methods, **self._functions}
-        others = [name for name in map(name_of, self.environment.tools) if name not in tools]
-        results = make_calls(self._caller, list(calls.values()), tools, others, self._limits)
+        step_tools = [name for name in map(name_of, self.environment.tools) if name not in tools]
+        results = make_calls(self._caller, list(calls.values()), tools, step_tools, self._limits)
         return dict(zip(calls, results, strict=True))
 
     def _stepped(self, message: Message, calls: Sequence[Any], alone: bool) -> Answer:
         """Return the answer of the environment's ``step``; ``alone``: nothing else answers the reply."""
         reply = {**message, "tool_calls": list(calls)} if calls else message
-        outcome = self._call(functools.partial(self.environment.step, reply), checked_step)
+        outcome = self._call(functools.partial(self.environment.step, reply), check_step)
         if outcome.status != "ok":
             return self._failure(outcome, "step")
         step: Step = outcome.value
         if not step.messages and not step.done and alone:
             silent = ValueError("it returned neither messages nor done=True, so the model has nothing to answer")
-            return self._failure(Outcome("error", error=silent), "step")
-        shown = [
-            {**one, "content": self._limits.shortened(one["content"])} if one["role"] == "tool" else one
-            for one in step.messages
-        ]
+            return self._failure(CallOutcome("error", error=silent), "step")
+        messages = list(step.messages)
+        for index, part in enumerate(messages):
+            if part["role"] == "tool":
+                messages[index] = {**part, "content": self._limits.shortened(part["content"])}
         end = ("tool_stopped" if calls else "completed") if step.done else ""
-        return Answer(tuple(shown), step.reward, end, step.metrics, state=step.state)
+        return Answer(tuple(messages), step.reward, end, step.metrics, state=step.state)
 
 
-def _copied(value: Any) -> Any:
+def _deep_copy(value: Any) -> Any:
     """Return a deep copy, so that foreign code cannot change the caller's value; a value nested too deeply as it is."""
     try:
         return copy.deepcopy(value)

@@ -9,12 +9,12 @@ class Foreign:
     whether they are equal: answers are tried.
     """
 
-    asked, chance = False, 1.0
+    compared, chance = False, 1.0
 
     def _answer(self, other):
         if not isinstance(other, Foreign):
             return NotImplemented
-        Foreign.asked = True
+        Foreign.compared = True
         return random.random() < Foreign.chance
 
     __eq__ = __lt__ = __le__ = __gt__ = __ge__ = _answer
@@ -30,9 +30,9 @@ class Careful(float):
 
 
 def _careful(name):
-    def method(self, *others):
-        value = getattr(float, name)(self, *others)
-        if isinstance(value, bool) and any(one != one for one in (self, *others)):
+    def method(self, *operands):
+        value = getattr(float, name)(self, *operands)
+        if isinstance(value, bool) and any(operand != operand for operand in (self, *operands)):
             raise ValueError("what is not a number has no order")
         if isinstance(value, bool) or value is NotImplemented or math.isfinite(value):
             return value
@@ -49,28 +49,28 @@ DECODERS = {
 }
 
 
-def apart_told(judge):
+def apart_verdict(judge):
     """Return whether an assertion holds; None if that depends on what objects of the program are equal."""
-    found = set()
+    answers = set()
     for chance in (1, 0, *[0.5] * 62):
-        Foreign.asked, Foreign.chance = False, chance
+        Foreign.compared, Foreign.chance = False, chance
         try:
             answer = judge()
-            found.add(answer is not NotImplemented and bool(answer))
+            answers.add(answer is not NotImplemented and bool(answer))
         except NameError:
             raise
         except Exception:  # noqa: BLE001  whatever the program's values lead to
-            found.add(False)
-        if not Foreign.asked or len(found) > 1:
+            answers.add(False)
+        if not Foreign.compared or len(answers) > 1:
             break
-    return found.pop() if len(found) == 1 else None
+    return answers.pop() if len(answers) == 1 else None
 
 
 def apart_assertAlmostEqual(first, second, places=7, msg=None, delta=None):
     return first == second or abs(first - second) <= (0.5 * 10**-places if delta is None else delta)
 
 
-def apart_assert_allclose(actual, desired, rtol=1e-07, atol=0, *_, **others):
+def apart_assert_allclose(actual, desired, rtol=1e-07, atol=0, *_, **options):
     if isinstance(actual, (list, tuple)) or isinstance(desired, (list, tuple)):
         pairs = zip(actual, desired, strict=True)
         return all(apart_assert_allclose(*pair, rtol, atol) for pair in pairs)
@@ -79,9 +79,9 @@ def apart_assert_allclose(actual, desired, rtol=1e-07, atol=0, *_, **others):
     return abs(actual - desired) <= atol + rtol * abs(desired)
 
 
-def apart_assert_almost_equal(actual, desired, decimal=7, *_, **others):
+def apart_assert_almost_equal(actual, desired, decimal=7, *_, **options):
     return apart_assert_allclose(actual, desired, 0, 1.5 * 10**-decimal)
 
 
-def apart_assert_array_almost_equal(actual, desired, decimal=6, *_, **others):
+def apart_assert_array_almost_equal(actual, desired, decimal=6, *_, **options):
     return apart_assert_almost_equal(actual, desired, decimal)

@@ -28,14 +28,45 @@ from datetime import datetime, timedelta
 from decimal import Decimal
 from fractions import Fraction
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from jaxrl_llm.errors import InputError, require
-from jaxrl_llm.rewards.code_formats import Asserted
+
+
+@dataclasses.dataclass(frozen=True)
+class AssertTest:
+    """An assertion about what a program computes.
+
+    Attributes:
+      setup: statements before it.
+      expressions: computed in the program's process.
+      judge: how they decide: ``equal`` and ``close`` to ``expected``; their ``truth``; an expression over ``_0``,
+        ``_1``, ... for them (``judged``), evaluated without the program after ``judge_setup``; or in the program's own
+        process, which could deceive it (``opaque``).
+      expected: a value, or that expression.
+      judge_setup: statements before it that do not need the program.
+      larger: the assertion with more computed by the program, such as ``list(f(3))`` for ``f(3)``, where the values of
+        ``expressions`` may be no data; None if there is no more.
+      source: the setup and the statement itself.
+    """
+
+    setup: str
+    expressions: tuple[str, ...]
+    judge: Literal["equal", "close", "truth", "judged", "opaque"]
+    expected: Any = None
+    judge_setup: str = ""
+    larger: "AssertTest | None" = None
+    source: str = ""
+
+    @property
+    def opaque(self) -> bool:
+        """Whether the program's own process judges."""
+        return self.judge == "opaque"
+
 
 _SOLUTION = ("solution", "main", "candidate", "your_module")
 """Modules from which tests import the program's names."""
-_MAKERS = {"set": set, "frozenset": frozenset, "tuple": tuple, "list": list, "float": float}
+_CONSTRUCTORS = {"set": set, "frozenset": frozenset, "tuple": tuple, "list": list, "float": float}
 _PYTEST = """
 class pytest:
     class raises:
@@ -61,22 +92,25 @@ class pytest:
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def loads(node: ast.AST) -> frozenset[str]:
+def reads(node: ast.AST) -> frozenset[str]:
     """Return the names that a statement or expression reads."""
-    read = (one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load))
-    return frozenset(read)
+    names = (child for child in ast.walk(node) if isinstance(child, ast.Name))
+    return frozenset(name.id for name in names if isinstance(name.ctx, ast.Load))
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def bound(node: ast.AST) -> frozenset[str]:
+def binds(node: ast.AST) -> frozenset[str]:
     """Return the names that a statement or expression binds, arguments of its functions among them."""
-    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-        stored = {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
-        return frozenset({node.name} | stored | {one.arg for one in ast.walk(node) if isinstance(one, ast.arg)})
     if isinstance(node, (ast.Import, ast.ImportFrom)):
-        return frozenset((one.asname or one.name).partition(".")[0] for one in node.names)
-    names = {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and not isinstance(one.ctx, ast.Load)}
-    return frozenset(names | {one.arg for one in ast.walk(node) if isinstance(one, ast.arg)})
+        return frozenset((alias.asname or alias.name).partition(".")[0] for alias in node.names)
+    defines = isinstance(node, (ast.FunctionDef, ast.ClassDef))
+    names = {node.name} if defines else set()
+    for child in ast.walk(node):
+        if isinstance(child, ast.arg):
+            names.add(child.arg)
+        elif isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store if defines else (ast.Store, ast.Del)):
+            names.add(child.id)
+    return frozenset(names)
 
 
 def literal(node: ast.expr, names: dict[str, Any]) -> tuple[Any] | None:
@@ -85,16 +119,16 @@ def literal(node: ast.expr, names: dict[str, Any]) -> tuple[Any] | None:
         return (names[node.id],)
     try:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords and len(node.args) < 2:
-            inner = [literal(one, names) for one in node.args]
-            if node.func.id not in _MAKERS or None in inner:
+            inner = [literal(part, names) for part in node.args]
+            if node.func.id not in _CONSTRUCTORS or None in inner:
                 return None
-            return (_MAKERS[node.func.id](*(one[0] for one in inner)),)
+            return (_CONSTRUCTORS[node.func.id](*(part[0] for part in inner)),)
         return (ast.literal_eval(node),)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return None
 
 
-def written(value: Any) -> str | None:
+def literal_text(value: Any) -> str | None:
     """Return the text of a literal; None for one that has none, such as an infinite number."""
     text = repr(value)
     try:
@@ -103,19 +137,19 @@ def written(value: Any) -> str | None:
         return None
 
 
-def named(target: ast.expr, value: Any) -> dict[str, Any] | None:
+def assigned_values(target: ast.expr, value: Any) -> dict[str, Any] | None:
     """Return the values that an assignment gives to its names; None if it binds something else."""
     if isinstance(target, ast.Name):
         return {target.id: value}
     if not isinstance(target, (ast.Tuple, ast.List)) or not isinstance(value, (list, tuple)):
         return None
-    inner = [named(one, part) for one, part in zip(target.elts, value, strict=False)]
+    inner = [assigned_values(child, part) for child, part in zip(target.elts, value, strict=False)]
     if len(target.elts) != len(value) or None in inner:
         return None
-    return {name: part for one in inner for name, part in (one or {}).items()}
+    return {name: part for child in inner for name, part in (child or {}).items()}
 
 
-def available(node: ast.stmt) -> tuple[list[ast.stmt], frozenset[str]]:
+def available_statements(node: ast.stmt) -> tuple[list[ast.stmt], frozenset[str]]:
     """Return the statements in place of one of a test's, and the names of packages that programs do not have.
 
     Imports of the program's names become assignments; what a test file does as a main program, and texts, are left out.
@@ -123,21 +157,21 @@ def available(node: ast.stmt) -> tuple[list[ast.stmt], frozenset[str]]:
     if isinstance(node, ast.ImportFrom):
         module = (node.module or "").partition(".")[0]
         if module in _SOLUTION:
-            renamed = [one for one in node.names if one.asname]
-            return [ast.parse(f"{one.asname} = {one.name}").body[0] for one in renamed], frozenset()
-        return ([node], frozenset()) if module in sys.stdlib_module_names else ([], bound(node))
+            renamed = [alias for alias in node.names if alias.asname]
+            return [ast.parse(f"{alias.asname} = {alias.name}").body[0] for alias in renamed], frozenset()
+        return ([node], frozenset()) if module in sys.stdlib_module_names else ([], binds(node))
     if isinstance(node, ast.Import):
-        names = [one.name.partition(".")[0] for one in node.names]
-        kept = [one for one, name in zip(node.names, names, strict=True) if name in sys.stdlib_module_names]
+        names = [alias.name.partition(".")[0] for alias in node.names]
+        standard = [alias for alias, name in zip(node.names, names, strict=True) if name in sys.stdlib_module_names]
         shim = ast.parse(_PYTEST).body if "pytest" in names else []
-        others = bound(node) - bound(ast.Import(kept)) - {"pytest", *_SOLUTION}
-        return ([ast.Import(kept)] if kept else []) + shim, others
+        missing = binds(node) - binds(ast.Import(standard)) - {"pytest", *_SOLUTION}
+        return ([ast.Import(standard)] if standard else []) + shim, missing
     documents = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    guard = isinstance(node, ast.If) and "__name__" in loads(node.test)
+    guard = isinstance(node, ast.If) and "__name__" in reads(node.test)
     return ([] if documents or guard else [node]), frozenset()
 
 
-PLAIN = {
+_ASSERT_METHODS = {
     "assertEqual": "{0} == {1}", "assertNotEqual": "{0} != {1}", "assertTrue": "{0}", "assertFalse": "not {0}",
     "assertIs": "{0} is {1}", "assertIsNot": "{0} is not {1}", "assertIsNone": "{0} is None",
     "assertIsNotNone": "{0} is not None", "assertIn": "{0} in {1}", "assertNotIn": "{0} not in {1}",
@@ -149,11 +183,11 @@ PLAIN = {
     "assert_array_equal": "list({0}) == list({1})",
 }  # fmt: skip
 """Assertions with the names of methods and functions, over their arguments."""
-_BEFORE = "setUpClass", "setup_class", "setUp", "setup_method"
+_SETUP_METHODS = "setUpClass", "setup_class", "setUp", "setup_method"
 _CAPTURES = {"capsys", "capfd"}
 
 
-def plain(body: list[ast.stmt]) -> list[ast.stmt]:
+def plain_assertions(body: list[ast.stmt]) -> list[ast.stmt]:
     """Return a module's statements with tests of unittest and numpy as assertions; others are returned as they are.
 
     Raises:
@@ -162,54 +196,51 @@ def plain(body: list[ast.stmt]) -> list[ast.stmt]:
     text = ast.unparse(ast.Module(body, []))
     if not re.search(r"TestCase|\.testing|pytest|class Test|capsys", text):
         return body
-    found = [_cased(one) for node in body for one in _statements(node)]
-    kept = {one.id for node in found for one in ast.walk(node) if isinstance(one, ast.Name)}
-    return [node for node in found if not isinstance(node, ast.Import | ast.ImportFrom) or _names(node) & kept]
+    statements = [_unparametrized(child) for node in body for child in _without_test_class(node)]
+    used_names = {child.id for node in statements for child in ast.walk(node) if isinstance(child, ast.Name)}
+    imports = (ast.Import, ast.ImportFrom)
+    return [node for node in statements if not isinstance(node, imports) or binds(node) & used_names]
 
 
-def _names(node: ast.Import | ast.ImportFrom) -> set[str]:
-    return {alias.asname or alias.name.partition(".")[0] for alias in node.names}
-
-
-def _cased(node: ast.stmt) -> ast.stmt:
+def _unparametrized(node: ast.stmt) -> ast.stmt:
     """Return a test of pytest's with its cases as loops, and what captures its output as a variable."""
     if not isinstance(node, ast.FunctionDef) or not node.name.startswith("test"):
         return node
-    wanted = {one.arg for one in node.args.args}
-    body = [f"{name} = CaptureFixture()" for name in wanted & _CAPTURES] + [*map(ast.unparse, node.body)]
+    arguments = {arg.arg for arg in node.args.args}
+    body = [f"{name} = CaptureFixture()" for name in arguments & _CAPTURES] + [*map(ast.unparse, node.body)]
     for call in node.decorator_list:
         if isinstance(call, ast.Call) and ast.unparse(call.func).endswith("parametrize"):
-            given = dict(zip(("argnames", "argvalues"), call.args, strict=False))
-            given |= {str(one.arg): one.value for one in call.keywords}
-            known = literal(given.get("argnames", call), {})
-            require(known is not None and len(given) > 1, f"{ast.unparse(call)!r:.60} has no plain form: write a loop")
-            names = known[0].strip(", ") if isinstance(known[0], str) else "".join(f"{name}, " for name in known[0])
-            body = [f"for {names} in {ast.unparse(given['argvalues'])}:", textwrap.indent("\n".join(body), "    ")]
-            wanted -= {*re.split(r"\W+", names)}
+            parameters = dict(zip(("argnames", "argvalues"), call.args, strict=False))
+            parameters |= {str(arg.arg): arg.value for arg in call.keywords}
+            argnames = literal(parameters.get("argnames", call), {})
+            fits = argnames is not None and len(parameters) > 1
+            require(fits, f"{ast.unparse(call)!r:.60} has no plain form: write a loop")
+            (names,) = argnames or ("",)
+            names = names.strip(", ") if isinstance(names, str) else "".join(f"{name}, " for name in names)
+            body = [f"for {names} in {ast.unparse(parameters['argvalues'])}:", textwrap.indent("\n".join(body), "    ")]
+            arguments -= {*re.split(r"\W+", names)}
     text = textwrap.indent("\n".join(body), "    ")
-    return ast.parse(f"def {node.name}({', '.join(wanted - _CAPTURES)}):\n{text}").body[0]
+    return ast.parse(f"def {node.name}({', '.join(arguments - _CAPTURES)}):\n{text}").body[0]
 
 
-def _statements(node: ast.stmt) -> Iterator[ast.stmt]:
-    methods = {one.name: one for one in getattr(node, "body", []) if isinstance(one, ast.FunctionDef)}
+def _without_test_class(node: ast.stmt) -> Iterator[ast.stmt]:
+    methods = {stmt.name: stmt for stmt in getattr(node, "body", []) if isinstance(stmt, ast.FunctionDef)}
     tests = any(name.startswith("test") for name in methods)
     if isinstance(node, ast.ClassDef) and (tests or any(ast.unparse(base).endswith("TestCase") for base in node.bases)):
-        before = [one for name in _BEFORE for one in getattr(methods.get(name), "body", [])]
+        setup = [stmt for name in _SETUP_METHODS for stmt in getattr(methods.get(name), "body", [])]
         for name, method in methods.items():
             if name.startswith("test"):
-                given = ast.arguments([], method.args.args[1:], None, [], [], None, [])
-                whole = ast.FunctionDef(name, given, [*before, *method.body], method.decorator_list)
-                whole = ast.parse(ast.unparse(ast.fix_missing_locations(whole))).body[
-                    0
-                ]  # its own copy of what is before
-                yield ast.fix_missing_locations(_Plain().visit(whole))
-            elif name not in _BEFORE and not name.lower().startswith("teardown"):
+                arguments = ast.arguments([], method.args.args[1:], None, [], [], None, [])
+                test = ast.FunctionDef(name, arguments, [*setup, *method.body], method.decorator_list)
+                test = ast.parse(ast.unparse(ast.fix_missing_locations(test))).body[0]  # its own copy of what is before
+                yield ast.fix_missing_locations(_PlainAssertions().visit(test))
+            elif name not in _SETUP_METHODS and not name.lower().startswith("teardown"):
                 raise InputError(f"the test class {node.name} has a method {name}: move it out of the class")
     elif not (isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)):
-        yield ast.fix_missing_locations(_Plain().visit(node))
+        yield ast.fix_missing_locations(_PlainAssertions().visit(node))
 
 
-class _Plain(ast.NodeTransformer):
+class _PlainAssertions(ast.NodeTransformer):
     """Turns calls of assertions into statements, and attributes of ``self`` into names."""
 
     def visit_Expr(self, node: ast.Expr) -> ast.stmt:
@@ -219,14 +250,14 @@ class _Plain(ast.NodeTransformer):
         name = getattr(function, "attr", getattr(function, "id", ""))
         if not name.startswith("assert"):
             return node
-        given = [f"({ast.unparse(one)})" for one in call.args]
+        arguments = [f"({ast.unparse(arg)})" for arg in call.args]
         if "lmost" in name or name == "assert_allclose":  # functions of code_judge
             call.func = ast.Name(f"apart_{name.replace('Not', '')}", ast.Load())
             return ast.parse(f"assert {'not ' * ('Not' in name)}{ast.unparse(call)}").body[0]
-        wanted = [int(place) for place in re.findall(r"\{(\d)\}", PLAIN.get(name, ""))]
-        fits = bool(wanted) and len(given) > max(wanted)
+        places = [int(place) for place in re.findall(r"\{(\d)\}", _ASSERT_METHODS.get(name, ""))]
+        fits = bool(places) and len(arguments) > max(places)
         require(fits, f"the test {ast.unparse(node)!r:.60} has no plain form: write it as an assert")
-        return ast.parse(f"assert {PLAIN[name].format(*given)}").body[0]
+        return ast.parse(f"assert {_ASSERT_METHODS[name].format(*arguments)}").body[0]
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
@@ -240,19 +271,19 @@ class _Plain(ast.NodeTransformer):
         return node.body if ".subTest" in text else node
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls") and "assert" not in node.attr
-        return ast.Name(f"own_{node.attr}", node.ctx) if own else self.generic_visit(node)
+        of_self = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls") and "assert" not in node.attr
+        return ast.Name(f"own_{node.attr}", node.ctx) if of_self else self.generic_visit(node)
 
 
 _MOST_UNROLLED = 2000
-_PLAIN = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Import, ast.ImportFrom, ast.Pass, ast.Delete)
+_SIMPLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Import, ast.ImportFrom, ast.Pass, ast.Delete)
 _DEFINES = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
-_FOLDED = (ast.Subscript, ast.Name, ast.Constant, ast.Slice, ast.UnaryOp, ast.USub, ast.Load)
 _BUILT_IN = frozenset(dir(builtins))
 _APART = re.compile(r"_\d+|apart_\w+")
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-_DATA = (str, bytes, list, dict, set, int, float, complex, Fraction, Decimal, datetime, timedelta, deque, range)
-_METHODS = frozenset(name for kind in _DATA for name in dir(kind))
+_METHODS = frozenset().union(
+    *map(dir, (str, bytes, list, dict, set, int, float, complex, Fraction, Decimal, datetime, timedelta, deque, range))
+)
 _FORMS = frozenset(
     """
     abs all any bool bytes bytearray callable complex dict enumerate filter float frozenset getattr hasattr hash int
@@ -262,10 +293,6 @@ _FORMS = frozenset(
     """.split()
 )
 """Functions that tell what a value is, by which no answer can be given away."""
-_COUNTED = frozenset(("range", "islice", "round", "next", "getattr", "hasattr"))
-"""Those of them that take constants."""
-_APPLYING = frozenset(("map", "filter", "starmap", "reduce"))
-"""Those of them that call their first argument."""
 
 
 def computable(scope: Any, node: ast.AST, certain: bool) -> bool:
@@ -282,96 +309,99 @@ def computable(scope: Any, node: ast.AST, certain: bool) -> bool:
         of the program's objects with constants, may be in it.
     """
     if not scope.needs(node):  # it holds no values of the test
-        imports = {name for one in scope.setup if isinstance(one, (ast.Import, ast.ImportFrom)) for name in bound(one)}
-        known = loads(node) - bound(node) <= imports.union(dir(builtins))
-        return known and not (_valued(node) or _computes(node))
+        imports = [stmt for stmt in scope.setup if isinstance(stmt, (ast.Import, ast.ImportFrom))]
+        standard = reads(node) - binds(node) <= frozenset(dir(builtins)).union(*map(binds, imports))
+        return standard and not (_holds_values(node) or _computes(node))
     ours = partial(computable, scope, certain=certain)
-    parts = [one for one in ast.iter_child_nodes(node) if isinstance(one, ast.expr)]
+    parts = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
     match node:
         case ast.Name():
             return True
         case ast.Subscript() | ast.Slice() | ast.JoinedStr():
-            return all(ours(one) for one in parts if loads(one))
+            return all(ours(child) for child in parts if reads(child))
         case ast.BinOp():
-            given = certain and scope.is_instance(node) and not decides(node)
-            return all(ours(one) for one in parts if scope.needs(one) or not given)
+            with_constants = certain and scope.is_instance(node) and not compares(node)
+            return all(ours(child) for child in parts if scope.needs(child) or not with_constants)
         case ast.Compare(ops=[ast.Is() | ast.IsNot()]):
-            return all(scope.needs(one) and ours(one) for one in parts)
+            return all(scope.needs(child) and ours(child) for child in parts)
         case ast.Compare(ops=[ast.In() | ast.NotIn()]):
-            return scope.is_instance(parts[1]) and ours(parts[1]) and not decides(parts[0])
+            return scope.is_instance(parts[1]) and ours(parts[1]) and not compares(parts[0])
         case ast.Call():
-            return _call(scope, node, certain)
+            return _computable_call(scope, node, certain)
     if isinstance(node, COMPREHENSIONS):
         inner = scope.inner()
-        inner.tainted |= bound(node)
-        parted = any(isinstance(part, ast.Subscript) for part in ast.walk(node))
-        inputs = [] if parted else [one for one in node.generators if isinstance(one.target, ast.Name)]
-        loops = [one.iter for one in node.generators if one not in inputs or scope.items(one.iter) is None]
-        parts += [one for loop in node.generators for one in loop.ifs]
-        return not any(map(_computes, parts)) and all(computable(inner, one, certain) for one in loops + parts)
+        inner.tainted |= binds(node)
+        has_subscripts = any(isinstance(part, ast.Subscript) for part in ast.walk(node))
+        inputs = [] if has_subscripts else [child for child in node.generators if isinstance(child.target, ast.Name)]
+        loops = [child.iter for child in node.generators if child not in inputs or scope.items(child.iter) is None]
+        parts += [child for loop in node.generators for child in loop.ifs]
+        return not any(map(_computes, parts)) and all(computable(inner, child, certain) for child in loops + parts)
     through = (ast.Attribute, ast.Starred, ast.FormattedValue, ast.UnaryOp, ast.List, ast.Tuple, ast.Set)
     return isinstance(node, through) and not isinstance(getattr(node, "op", None), ast.Not) and all(map(ours, parts))
 
 
-def decides(node: ast.AST) -> bool:
+def compares(node: ast.AST) -> bool:
     """Whether a statement or expression compares something itself."""
     return any(isinstance(part, (ast.Compare, ast.BoolOp, ast.Not, ast.IfExp, ast.Assert)) for part in ast.walk(node))
 
 
 def _computes(node: ast.AST) -> bool:
-    return decides(node) or any(isinstance(part, ast.BinOp) for part in ast.walk(node))
+    return compares(node) or any(isinstance(part, ast.BinOp) for part in ast.walk(node))
 
 
-def _valued(node: ast.AST) -> bool:
+def _holds_values(node: ast.AST) -> bool:
     """Whether a part of the test holds values, but for the least."""
     values = {str(part.value) for part in ast.walk(node) if isinstance(part, ast.Constant)}
     return not values <= {"None", "True", "False", "0", "1", ""}
 
 
-def _call(scope: Any, node: ast.Call, certain: bool) -> bool:
-    given = [*node.args, *(one.value for one in node.keywords)]
+def _computable_call(scope: Any, node: ast.Call, certain: bool) -> bool:
+    arguments = [*node.args, *(arg.value for arg in node.keywords)]
     function: Any = node.func
     name = getattr(function, "attr", getattr(function, "id", ""))
     if scope.calls(node):
-        return not decides(node)
+        return not compares(node)
     if isinstance(function, ast.Attribute) and scope.needs(function.value):
-        plain = not given or name not in _METHODS
-        return plain and not any(map(decides, given)) and computable(scope, function.value, certain)
-    known = name in _FORMS or (name == "join" and isinstance(function.value, ast.Constant))
-    applied = any(isinstance(one, ast.Name) and scope.is_object(one) for one in given)
-    if known and (applied or (name in _APPLYING and scope.needs(given[0]))) and not decides(node):
+        harmless = not arguments or name not in _METHODS
+        return harmless and not any(map(compares, arguments)) and computable(scope, function.value, certain)
+    inspects = name in _FORMS or (name == "join" and isinstance(function.value, ast.Constant))
+    applied = any(isinstance(arg, ast.Name) and scope.is_object(arg) for arg in arguments)
+    applied |= name in ("map", "filter", "starmap", "reduce") and scope.needs(arguments[0])
+    if inspects and applied and not compares(node):
         return True  # what else is given is given to the program
-    helpers = [one for one in scope.setup if isinstance(one, ast.FunctionDef) and one.name == name]
-    helps = certain and helpers and not _valued(helpers[-1]) and not loads(helpers[-1]) & scope.literals.keys()
-    counted = [one for one in given if not (name in _COUNTED and isinstance(one, ast.Constant))]
-    return bool(known or helps) and all(computable(scope, one, certain) for one in counted)
+    helpers = [stmt for stmt in scope.setup if isinstance(stmt, ast.FunctionDef) and stmt.name == name]
+    helps = certain and helpers and not _holds_values(helpers[-1]) and not reads(helpers[-1]) & scope.literals.keys()
+    takes_constants = name in ("range", "islice", "round", "next", "getattr", "hasattr")
+    operands = [arg for arg in arguments if not (takes_constants and isinstance(arg, ast.Constant))]
+    return bool(inspects or helps) and all(computable(scope, arg, certain) for arg in operands)
 
 
-def split_asserts(text: str, entry: str = "") -> list[Asserted]:
+@functools.lru_cache(maxsize=1024)
+def split_asserts(text: str, entry: str = "") -> list[AssertTest]:
     """Return the assertions of a Python text, in order; ``entry`` is the function that ``check(candidate)`` checks.
 
     Raises:
       InputError: it is not Python, or needs a package beyond the standard library.
     """
     try:
-        body = plain(ast.parse(text).body)
+        body = plain_assertions(ast.parse(text).body)
     except InputError:
         raise
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InputError(f"the assertions {text!r:.60} are not Python ({error}): correct them") from None
     checks = [node for node in body if isinstance(node, ast.FunctionDef) and node.name == "check" and node.args.args]
-    called = [name for name in map(_checked, body) if name] or ([entry] if entry else [])
+    called = [name for name in map(_check_argument, body) if name] or ([entry] if entry else [])
     require(not checks or bool(called), 'check(candidate) is never called: give {"test": text, "entry_point": name}')
     scope = _Scope()
-    found = _block(scope, [node for node in body if node not in checks and not _checked(node)])
+    assertions = _block_assertions(scope, [node for node in body if node not in checks and not _check_argument(node)])
     for name in called:
         for check in checks:
             first = ast.parse(f"{check.args.args[0].arg} = {name}").body[0]
-            found += _function(scope.inner(), check, [first])
-    return found
+            assertions += _function_assertions(scope.inner(), check, [first])
+    return assertions
 
 
-def _checked(node: ast.stmt) -> str:
+def _check_argument(node: ast.stmt) -> str:
     """Return the name in a statement ``check(name)``; empty for other statements."""
     call = node.value if isinstance(node, ast.Expr) else None
     fits = isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "check"
@@ -389,7 +419,7 @@ class _Scope:
       instances: those of them that are instances of its classes.
       literals: names of literals, and their values.
       missing: names of packages that programs do not have.
-      asked: texts of what assertions have had computed.
+      computed: texts of the expressions that earlier assertions computed.
     """
 
     setup: list[ast.stmt] = dataclasses.field(default_factory=list)
@@ -398,7 +428,7 @@ class _Scope:
     instances: set[str] = dataclasses.field(default_factory=set)
     literals: dict[str, Any] = dataclasses.field(default_factory=dict)
     missing: set[str] = dataclasses.field(default_factory=set)
-    asked: list[str] = dataclasses.field(default_factory=list)
+    computed: list[str] = dataclasses.field(default_factory=list)
 
     def inner(self) -> "_Scope":
         """Return a copy, for a block of its own."""
@@ -409,20 +439,20 @@ class _Scope:
         target = node.targets[0] if isinstance(node, ast.Assign) and len(node.targets) == 1 else None
         value = None
         if isinstance(node, ast.Assign):
-            value = literal(_Folded(self.literals).visit(copy.deepcopy(node.value)), self.literals)
+            value = literal(_FoldLiterals(self.literals).visit(copy.deepcopy(node.value)), self.literals)
         if value is not None and target is not None and self.bind(target, value[0]):
             return
-        names = set() if isinstance(node, ast.Expr) else set(bound(node))
+        names = set() if isinstance(node, ast.Expr) else set(binds(node))
         self.instances -= names
         if not isinstance(node, _DEFINES) and self.needs(node):
             # A call may change its arguments: all variables that such a statement names depend on the program.
-            names |= {name for name in loads(node) if name in self.literals or name in self.tainted}
+            names |= {name for name in reads(node) if name in self.literals or name in self.tainted}
             self.tainted |= names
             if isinstance(node, ast.Assign) and self.is_object(node.value):
-                self.objects |= bound(node)
+                self.objects |= binds(node)
             if isinstance(node, ast.Assign) and self.is_instance(node.value):
-                self.instances |= bound(node)
-        for name in names | (loads(node) if isinstance(node, (ast.Expr, ast.AugAssign)) else frozenset()):
+                self.instances |= binds(node)
+        for name in names | (reads(node) if isinstance(node, (ast.Expr, ast.AugAssign)) else frozenset()):
             self.literals.pop(name, None)
         self.setup.append(node)
 
@@ -430,8 +460,8 @@ class _Scope:
         """Bind a target's names to parts of a literal, each by a statement of its own: one may be what is expected.
         Return False if they cannot be written so.
         """
-        parts = named(target, value)
-        texts = {name: written(part) for name, part in (parts or {}).items()}
+        parts = assigned_values(target, value)
+        texts = {name: literal_text(part) for name, part in (parts or {}).items()}
         if not parts or None in texts.values():
             return False
         for name, part in parts.items():
@@ -440,20 +470,17 @@ class _Scope:
             self.setup.append(ast.parse(f"{name} = {texts[name]}").body[0])
         return True
 
-    def known(self) -> set[str]:
-        """Return the names that the setup binds."""
-        return {name for node in self.setup for name in bound(node)}
-
     @property
     def prints(self) -> bool:
         """Whether what the program prints is looked at."""
-        return any("CaptureFixture" in loads(node) for node in self.setup)
+        return any("CaptureFixture" in reads(node) for node in self.setup)
 
     def needs(self, node: ast.AST) -> bool:
         """Whether it names something of the program."""
-        names = {name for name in loads(node) if not _APART.fullmatch(name)}
-        names -= bound(node) if isinstance(node, ast.expr) else set()
-        return bool(names & self.tainted or names - _BUILT_IN - self.known() - bound(node) - self.missing)
+        names = {name for name in reads(node) if not _APART.fullmatch(name)}
+        names -= binds(node) if isinstance(node, ast.expr) else set()
+        unbound = names - _BUILT_IN - binds(node) - self.missing
+        return bool(names & self.tainted or unbound.difference(*map(binds, self.setup)))
 
     def is_program(self, node: ast.AST) -> bool:
         """Whether an expression is a value from the program: a call of its functions, of a method of its objects or of
@@ -486,174 +513,179 @@ class _Scope:
             return any(map(self.is_instance, ast.iter_child_nodes(node)))
         if isinstance(node, ast.Name):
             return node.id in self.instances
-        made = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id[:1].isupper()
-        return made and self.is_object(node.func)
+        constructor = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id[:1].isupper()
+        return constructor and self.is_object(node.func)
 
-    def needed(self, asked: list[Any]) -> list[ast.stmt]:
+    def needed(self, nodes: list[Any]) -> list[ast.stmt]:
         """Return the statements of the setup that these need, by the names that they bind or may change.
 
         Raises:
           InputError: one of them is of a package that programs do not have.
         """
-        names = {name for one in asked for name in loads(one)}
+        names = {name for stmt in nodes for name in reads(stmt)}
         prints = self.prints
-        variables = {name for one in self.setup if not isinstance(one, _DEFINES) for name in bound(one)}
-        found = []
+        variables = {name for stmt in self.setup if not isinstance(stmt, _DEFINES) for name in binds(stmt)}
+        statements = []
         for node in reversed(self.setup):
-            changes = not isinstance(node, (*_DEFINES, ast.AnnAssign)) and loads(node) & names
-            called = loads(node) & names & self.tainted and any(isinstance(part, ast.Call) for part in ast.walk(node))
-            changes = changes and (called or not (isinstance(node, ast.Assign) and bound(node)))
-            modules = isinstance(node, ast.Expr) and not loads(node) & variables  # such as random.seed(0)
+            changes = not isinstance(node, (*_DEFINES, ast.AnnAssign)) and reads(node) & names
+            called = reads(node) & names & self.tainted and any(isinstance(part, ast.Call) for part in ast.walk(node))
+            changes = changes and (called or not (isinstance(node, ast.Assign) and binds(node)))
+            modules = isinstance(node, ast.Expr) and not reads(node) & variables  # such as random.seed(0)
             modules |= prints and self.needs(node)
-            if bound(node) & names or changes or modules:
-                found.append(node)
-                names |= loads(node)
+            if binds(node) & names or changes or modules:
+                statements.append(node)
+                names |= reads(node)
         lacking = names & self.missing
         require(
             not lacking, f"an assertion needs {', '.join(sorted(lacking))}: programs have the standard library alone"
         )
-        return found[::-1]
+        return statements[::-1]
 
     def items(self, node: ast.expr) -> list[Any] | None:
         """Return the values that a loop over this runs through, if they are literals; None otherwise."""
         value = literal(node, self.literals)
         if value is None and isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
-            inner = [items for one in node.args if (items := self.items(one)) is not None]
+            inner = [items for arg in node.args if (items := self.items(arg)) is not None]
             if node.func.id == "zip" and len(inner) == len(node.args):
                 value = (list(zip(*inner, strict=False)),)
             elif node.func.id == "range":
                 with contextlib.suppress(TypeError, ValueError):
-                    limits = [literal(one, self.literals)[0] for one in node.args]
+                    limits = [literal(arg, self.literals)[0] for arg in node.args]
                     value = (range(*limits)[: _MOST_UNROLLED + 1],)
             elif node.func.id == "enumerate" and len(inner) == len(node.args) == 1:
                 value = (list(enumerate(inner[0])),)
         if value is None and isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not node.args:
-            of = literal(node.func.value, self.literals) if node.func.attr == "items" else None
-            value = (list(of[0].items()),) if of and isinstance(of[0], dict) else None
+            mapping = literal(node.func.value, self.literals) if node.func.attr == "items" else None
+            value = (list(mapping[0].items()),) if mapping and isinstance(mapping[0], dict) else None
         items = None if value is None else value[0]
         return list(items) if isinstance(items, (list, tuple, range)) and len(items) <= _MOST_UNROLLED else None
 
 
-def _block(scope: _Scope, body: list[ast.stmt]) -> list[Asserted]:
+def _block_assertions(scope: _Scope, body: list[ast.stmt]) -> list[AssertTest]:
     """Return the assertions of a block; its other statements join the setup."""
-    found: list[Asserted] = []
+    assertions: list[AssertTest] = []
     for node in body:
-        asserts = _asserts(node) or "assertion" in loads(node)
-        unrolled = _unrolled(scope, node) if asserts and isinstance(node, ast.For) else None
+        asserts = _contains_assertion(node) or "assertion" in reads(node)
+        unrolled = _loop_assertions(scope, node) if asserts and isinstance(node, ast.For) else None
         if isinstance(node, ast.Assert):
-            found.append(_split(scope, node))
+            assertions.append(_split_assertion(scope, node))
         elif isinstance(node, ast.FunctionDef) and node.name.startswith("test"):
-            found += _function(scope.inner(), node, [])
+            assertions += _function_assertions(scope.inner(), node, [])
         elif unrolled is not None:
-            found += unrolled
-        elif _asserts(node) and not isinstance(node, _DEFINES):
-            found.append(_opaque(scope, node))
+            assertions += unrolled
+        elif _contains_assertion(node) and not isinstance(node, _DEFINES):
+            assertions.append(_opaque(scope, node))
         else:
-            kept, missing = available(node)
+            statements, missing = available_statements(node)
             scope.missing |= missing
-            for one in kept:
-                scope.add(one)
-    return found
+            for stmt in statements:
+                scope.add(stmt)
+    return assertions
 
 
-def _function(scope: _Scope, node: ast.FunctionDef, first: list[ast.stmt]) -> list[Asserted]:
+def _function_assertions(scope: _Scope, node: ast.FunctionDef, first: list[ast.stmt]) -> list[AssertTest]:
     """Return the assertions of a function's body after ``first``; all of it is one opaque assertion unless it is a
     plain block.
     """
     bound_all = len(first) == len(node.args.args)
-    if bound_all and all(isinstance(one, (*_PLAIN, ast.Assert, ast.For, ast.FunctionDef)) for one in node.body):
-        for one in first:
-            scope.add(one)
-        return _block(scope, node.body)
-    arguments = ", ".join(ast.unparse(one.value) for one in first if isinstance(one, ast.Assign))
+    plain = (*_SIMPLE, ast.Assert, ast.For, ast.FunctionDef)
+    if bound_all and all(isinstance(stmt, plain) for stmt in node.body):
+        for stmt in first:
+            scope.add(stmt)
+        return _block_assertions(scope, node.body)
+    arguments = ", ".join(ast.unparse(stmt.value) for stmt in first if isinstance(stmt, ast.Assign))
     scope.setup.append(node)
     return [_opaque(scope, ast.parse(f"{node.name}({arguments})").body[0])]
 
 
-def _split(scope: _Scope, node: ast.Assert) -> Asserted:
+def _split_assertion(scope: _Scope, node: ast.Assert) -> AssertTest:
     """Return one assertion, split if possible."""
-    test = _Folded(scope.literals).visit(copy.deepcopy(node.test))
-    certain = _certain(scope, test)
-    found, computed = _form(scope, test, node, scope.is_program)
-    larger, more = _form(scope, test, node, lambda one: scope.needs(one) and computable(scope, one, certain), True)
+    test = _FoldLiterals(scope.literals).visit(copy.deepcopy(node.test))
+    certain = _is_certain(scope, test)
+    assertion, computed = _form(scope, test, node, scope.is_program)
+    larger, more = _form(scope, test, node, lambda part: scope.needs(part) and computable(scope, part, certain), True)
     if not larger.opaque:
-        found = larger if found.opaque else dataclasses.replace(found, larger=larger if larger != found else None)
+        more_computed = larger if larger != assertion else None
+        assertion = larger if assertion.opaque else dataclasses.replace(assertion, larger=more_computed)
     _repeat(scope, more or computed)
-    return found
+    return assertion
 
 
-def _certain(scope: _Scope, test: ast.expr) -> bool:
+def _is_certain(scope: _Scope, test: ast.expr) -> bool:
     """Whether an assertion is an equation with a value that nobody guesses, or compares values of the program alone."""
     if not isinstance(test, ast.Compare) or len(test.ops) > 1:
         return False
-    apart = [side for side in (test.left, test.comparators[0]) if not scope.needs(side)]
-    value = literal(apart[0], scope.literals) if apart else None
-    guessed = value is not None and (not value[0] or value[0] == 1)
-    return not apart or (isinstance(test.ops[0], ast.Eq) and not guessed)
+    outside = [side for side in (test.left, test.comparators[0]) if not scope.needs(side)]
+    value = literal(outside[0], scope.literals) if outside else None
+    guessable = value is not None and (not value[0] or value[0] == 1)
+    return not outside or (isinstance(test.ops[0], ast.Eq) and not guessable)
 
 
 def _form(
     scope: _Scope, test: ast.expr, node: ast.Assert, takes: Callable[[ast.expr], bool], largest: bool = False
-) -> tuple[Asserted, list[ast.expr]]:
+) -> tuple[AssertTest, list[ast.expr]]:
     """Return an assertion of which the program computes what ``takes`` takes, and these expressions."""
     if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq):
         for computed, expected in ((test.left, test.comparators[0]), (test.comparators[0], test.left)):
             value = literal(expected, scope.literals)
             if value is not None and takes(computed):
-                return _asserted(scope, "equal", [computed], value[0], node, largest), [computed]
-    turned = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
-    truth: Any = test.operand if turned else test
+                return _assertion(scope, "equal", [computed], value[0], node, largest), [computed]
+    negated = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
+    truth: Any = test.operand if negated else test
     if takes(truth):
         computed = ast.Call(ast.Name("bool", ast.Load()), [truth], []) if largest else truth
-        return _asserted(scope, "truth", [computed], not turned, node, largest), [truth]
-    taken = _Taken(scope, takes, largest)
-    rest = copy.deepcopy(taken.visit(copy.deepcopy(test)))  # what is known of the names of nodes is kept by node
-    if taken.hidden or not taken.expressions:
-        return _opaque(scope, node), taken.expressions
-    return _asserted(scope, "judged", taken.expressions, rest, node, largest), taken.expressions
+        return _assertion(scope, "truth", [computed], not negated, node, largest), [truth]
+    calls = _ProgramCalls(scope, takes, largest)
+    judgement = copy.deepcopy(calls.visit(copy.deepcopy(test)))  # ``reads`` and ``binds`` cache by node
+    if calls.hidden or not calls.expressions:
+        return _opaque(scope, node), calls.expressions
+    return _assertion(scope, "judged", calls.expressions, judgement, node, largest), calls.expressions
 
 
-def _asserted(
+def _assertion(
     scope: _Scope, judge: Any, computed: list[ast.expr], expected: Any, node: ast.stmt, largest: bool = False
-) -> Asserted:
+) -> AssertTest:
     """Return an assertion about computed expressions; opaque if what they need compares something itself."""
     setup = scope.needed(computed)
-    bare = any(isinstance(one, ast.Name) and scope.is_object(one) and one.id not in scope.tainted for one in computed)
-    own = [one for one in setup if not isinstance(one, _DEFINES)] + ([] if largest else computed)
-    mixed = {name for one in setup if _mixes(scope, one) for name in bound(one)}
-    shared = any(sum(name in loads(one) for one in computed) > 1 for name in mixed)
-    if bare or shared or any(map(decides, own)):
+    bare_names = [part for part in computed if isinstance(part, ast.Name) and scope.is_object(part)]
+    bare = any(name.id not in scope.tainted for name in bare_names)
+    evaluated = [part for part in setup if not isinstance(part, _DEFINES)] + ([] if largest else computed)
+    mixed_names = {name for part in setup if _mixes(scope, part) for name in binds(part)}
+    shared = any(sum(name in reads(part) for part in computed) > 1 for name in mixed_names)
+    if bare or shared or any(map(compares, evaluated)):
         return _opaque(scope, node)
-    apart = ""
+    judge_setup = ""
     if judge == "judged":
-        apart = _text([one for one in scope.needed([expected]) if not scope.needs(one)])
+        judge_setup = _unparse([part for part in scope.needed([expected]) if not scope.needs(part)])
         expected = ast.unparse(expected)
-    before = [ast.Expr(one) for one in computed for _ in range(scope.asked.count(ast.unparse(one)))]
-    whole = _text([*scope.needed([node]), node])
-    return Asserted(_text([*setup, *before]), tuple(map(ast.unparse, computed)), judge, expected, apart, None, whole)
+    before = [ast.Expr(part) for part in computed for _ in range(scope.computed.count(ast.unparse(part)))]
+    setup_text, source = _unparse([*setup, *before]), _opaque(scope, node).setup
+    return AssertTest(setup_text, tuple(map(ast.unparse, computed)), judge, expected, judge_setup, None, source)
 
 
 def _repeat(scope: _Scope, computed: list[ast.expr]) -> None:
     """Let the assertions that follow repeat what was computed for one, where that may change what they see."""
-    changing = scope.objects | scope.tainted | {name for name, value in scope.literals.items() if _changes(value)}
-    for one in computed:
-        if not (scope.prints or loads(one) & changing):
-            scope.asked.append(ast.unparse(one))
-        elif not decides(one):
-            scope.add(ast.Expr(one))
+    mutable = {name for name, value in scope.literals.items() if isinstance(value, (list, dict, set))}
+    changing = scope.objects | scope.tainted | mutable
+    for expression in computed:
+        if not (scope.prints or reads(expression) & changing):
+            scope.computed.append(ast.unparse(expression))
+        elif not compares(expression):
+            scope.add(ast.Expr(expression))
 
 
-def _opaque(scope: _Scope, node: ast.stmt) -> Asserted:
+def _opaque(scope: _Scope, node: ast.stmt) -> AssertTest:
     """Return a statement as an assertion that the program's process judges."""
-    return Asserted(_text([*scope.needed([node]), node]), (), "opaque")
+    return AssertTest(_unparse([*scope.needed([node]), node]), (), "opaque")
 
 
-def _unrolled(scope: _Scope, loop: ast.For) -> list[Asserted] | None:
+def _loop_assertions(scope: _Scope, loop: ast.For) -> list[AssertTest] | None:
     """Return the assertions of a loop over literals; None if it is another."""
     values = scope.items(loop.iter)
-    if values is None or loop.orelse or not all(isinstance(one, (*_PLAIN, ast.Assert, ast.For)) for one in loop.body):
+    plain = (*_SIMPLE, ast.Assert, ast.For)
+    if values is None or loop.orelse or not all(isinstance(stmt, plain) for stmt in loop.body):
         return None
-    found: list[Asserted] = []
+    assertions: list[AssertTest] = []
     for value in values:
         inner = scope.inner()
         if not inner.bind(loop.target, value):
@@ -664,17 +696,17 @@ def _unrolled(scope: _Scope, loop: ast.For) -> list[Asserted] | None:
                 expected = literal(call.args[1], inner.literals)
                 if expected is None or not inner.is_program(call.args[0]):
                     return None
-                found.append(_asserted(inner, "close", [call.args[0]], expected[0], node))
+                assertions.append(_assertion(inner, "close", [call.args[0]], expected[0], node))
                 _repeat(inner, [call.args[0]])
             else:
-                found += _block(inner, [node])
+                assertions += _block_assertions(inner, [node])
         state = (scope.tainted - scope.objects) | scope.instances
-        if any(loads(node) & state and inner.needs(node) for node in inner.setup[len(scope.setup) :]):
+        if any(reads(node) & state and inner.needs(node) for node in inner.setup[len(scope.setup) :]):
             vars(scope).update(vars(inner))  # what it changed, the next value sees
-    return found
+    return assertions
 
 
-class _Taken(ast.NodeTransformer):
+class _ProgramCalls(ast.NodeTransformer):
     """Replaces what an expression asks of the program by ``_0``, ``_1``, ...; ``hidden`` if it asks inside a scope."""
 
     def __init__(self, scope: _Scope, takes: Callable[[ast.expr], bool], largest: bool):
@@ -698,7 +730,7 @@ class _Taken(ast.NodeTransformer):
         node = super().visit(node)
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "apart_assert_allclose":
             # A tolerance relative to what the program says would be its own.
-            node.args[:2] = sorted(node.args[:2], key=lambda one: not any(map(_APART.fullmatch, loads(one))))
+            node.args[:2] = sorted(node.args[:2], key=lambda side: not any(map(_APART.fullmatch, reads(side))))
         return node
 
     def _members(self, node: ast.expr) -> ast.expr:
@@ -708,16 +740,17 @@ class _Taken(ast.NodeTransformer):
         return self.visit(node)
 
 
-class _Folded(ast.NodeTransformer):
+class _FoldLiterals(ast.NodeTransformer):
     """Replaces parts of literals, ``case[0]``, by their values: the whole may hold what is expected."""
 
     def __init__(self, literals: dict[str, Any]):
         self.literals = literals
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
-        if all(isinstance(one, _FOLDED) for one in ast.walk(node)) and loads(node) <= self.literals.keys():
+        plain = (ast.Subscript, ast.Name, ast.Constant, ast.Slice, ast.UnaryOp, ast.USub, ast.Load)
+        if all(isinstance(child, plain) for child in ast.walk(node)) and reads(node) <= self.literals.keys():
             try:
-                text = written(eval(ast.unparse(node), {"__builtins__": {}}, self.literals))
+                text = literal_text(eval(ast.unparse(node), {"__builtins__": {}}, self.literals))
             except (LookupError, TypeError):
                 return node
             return node if text is None else ast.parse(text, mode="eval").body
@@ -731,13 +764,9 @@ def _mixes(scope: _Scope, node: ast.stmt) -> bool:
     return len({scope.needs(part) for part in parts}) > 1
 
 
-def _changes(value: Any) -> bool:
-    return isinstance(value, (list, dict, set))
+def _contains_assertion(node: ast.AST) -> bool:
+    return any(isinstance(child, (ast.Assert, ast.With, ast.Try)) for child in ast.walk(node))
 
 
-def _asserts(node: ast.AST) -> bool:
-    return any(isinstance(one, (ast.Assert, ast.With, ast.Try)) for one in ast.walk(node))
-
-
-def _text(body: list[ast.stmt]) -> str:
+def _unparse(body: list[ast.stmt]) -> str:
     return "\n".join(map(ast.unparse, body))

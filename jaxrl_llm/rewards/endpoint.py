@@ -166,16 +166,16 @@ class JudgeModel:
         )
 
 
-MOST_KEPT = 100_000
+MAX_CACHED = 100_000
 """Number of answers kept in memory; beyond it the oldest are forgotten."""
-MOST_BYTES = 8 * 1024**2
+MAX_RESPONSE_BYTES = 8 * 1024**2
 """Size of a response beyond which it is no answer."""
-LONGEST_PAUSE_S = 60.0
+MAX_PAUSE_S = 60.0
 """Longest pause before another try, unless the endpoint asks for a longer one."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
+class JudgeAnswer:
     """What a model answered.
 
     Attributes:
@@ -209,14 +209,11 @@ class EndpointError(RuntimeError):
         self.pause_s = pause_s
 
 
-class _StayHere(urllib.request.HTTPRedirectHandler):
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
     """Follows no redirect: it would carry the key to another host."""
 
     def redirect_request(self, *_: Any, **__: Any) -> None:
         return None
-
-
-_OPENER = urllib.request.build_opener(_StayHere)
 
 
 class Client:
@@ -226,15 +223,15 @@ class Client:
         self._endpoint = endpoint
         self._lock = threading.Lock()
         self._next = 0.0
-        self._known = _read(endpoint.cache)
+        self._cached = _read_cache(endpoint.cache)
 
-    def ask(self, chats: Sequence[Sequence[Message]]) -> list[Answer | Exception]:
+    def ask(self, chats: Sequence[Sequence[Message]]) -> list[JudgeAnswer | Exception]:
         """Return the answer to each chat, or the error that it ended with; equal chats are asked once."""
         e = self._endpoint
         keys = [digest([e.url, e.model, e.options, list(chat)], 64) for chat in chats]
-        known = {key: self._known[key] for key in keys if key in self._known}
-        waiting = collections.deque({k: c for k, c in zip(keys, chats, strict=True) if k not in known}.items())
-        new: dict[str, Answer | Exception] = {}
+        cached = {key: self._cached[key] for key in keys if key in self._cached}
+        waiting = collections.deque({k: c for k, c in zip(keys, chats, strict=True) if k not in cached}.items())
+        new: dict[str, JudgeAnswer | Exception] = {}
         deadline = time.monotonic() + self._endpoint.deadline_s
 
         def work() -> None:
@@ -244,7 +241,7 @@ class Client:
                 except IndexError:
                     return
                 try:
-                    new[key] = self._keep(key, self._one(chat, deadline))
+                    new[key] = self._store(key, self._ask_with_retries(chat, deadline))
                 except EndpointError as error:
                     new[key] = error.with_traceback(None)
 
@@ -255,19 +252,19 @@ class Client:
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         late = f"{self._endpoint.address} gave no answer within {self._endpoint.deadline_s:g} s"
-        found: list[Answer | Exception] = []
+        answers: list[JudgeAnswer | Exception] = []
         for key in keys:
-            answer = known.get(key) or new.get(key, EndpointError(late))
-            found.append(answer)
-            if isinstance(answer, Answer):
-                known[key] = dataclasses.replace(answer, prompt_tokens=0.0, completion_tokens=0.0, cached=True)
-        return found
+            answer = cached.get(key) or new.get(key, EndpointError(late))
+            answers.append(answer)
+            if isinstance(answer, JudgeAnswer):
+                cached[key] = dataclasses.replace(answer, prompt_tokens=0.0, completion_tokens=0.0, cached=True)
+        return answers
 
-    def _keep(self, key: str, answer: Answer) -> Answer:
+    def _store(self, key: str, answer: JudgeAnswer) -> JudgeAnswer:
         with self._lock:
-            self._known[key] = Answer(answer.text, cached=True)
-            if len(self._known) > MOST_KEPT:
-                self._known.pop(next(iter(self._known)))
+            self._cached[key] = JudgeAnswer(answer.text, cached=True)
+            if len(self._cached) > MAX_CACHED:
+                self._cached.pop(next(iter(self._cached)))
             if self._endpoint.cache is not None:
                 path = Path(self._endpoint.cache)
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -275,7 +272,7 @@ class Client:
                     file.write(json.dumps({"key": key, "text": answer.text}) + "\n")
         return answer
 
-    def _one(self, chat: Sequence[Message], deadline: float) -> Answer:
+    def _ask_with_retries(self, chat: Sequence[Message], deadline: float) -> JudgeAnswer:
         for tries in itertools.count():
             self._wait_for_turn(deadline)
             try:
@@ -283,7 +280,7 @@ class Client:
             except EndpointError as error:
                 pause = error.pause_s
                 if pause is None:
-                    pause = min(LONGEST_PAUSE_S, self._endpoint.backoff_s * 2**tries)
+                    pause = min(MAX_PAUSE_S, self._endpoint.backoff_s * 2**tries)
                 else:
                     with self._lock:
                         self._next = max(self._next, time.monotonic() + pause)
@@ -297,12 +294,12 @@ class Client:
         with self._lock:
             begins = max(now, self._next)
             if begins > deadline:
-                said = f"{self._endpoint.address}: the rate limit left no turn within {self._endpoint.deadline_s:g} s"
-                raise EndpointError(said)
+                e = self._endpoint
+                raise EndpointError(f"{e.address}: the rate limit left no turn within {e.deadline_s:g} s")
             self._next = begins + (60 / limit if limit else 0.0)
         time.sleep(begins - now)
 
-    def _post(self, chat: Sequence[Message], deadline: float) -> Answer:
+    def _post(self, chat: Sequence[Message], deadline: float) -> JudgeAnswer:
         e, key = self._endpoint, self._endpoint.key
         body = {"model": e.model, "messages": list(chat)} | dict(e.options)
         headers = {"Content-Type": "application/json", "User-Agent": "jaxrl-llm"}
@@ -310,19 +307,20 @@ class Client:
         until = min(time.monotonic() + e.timeout_s, deadline)
         try:
             request = urllib.request.Request(e.address, json.dumps(body).encode(), headers)
-            with _OPENER.open(request, timeout=max(until - time.monotonic(), 0.01)) as response:
-                text = _body(response, until).decode("utf-8", "replace")
+            opener = urllib.request.build_opener(_NoRedirects)
+            with opener.open(request, timeout=max(until - time.monotonic(), 0.01)) as response:
+                text = _read_response(response, until).decode("utf-8", "replace")
         except urllib.error.HTTPError as error:
-            raise _refusal(e.address, key, error) from None
+            raise _http_error(e.address, key, error) from None
         except TimeoutError:
             raise EndpointError(f"{e.address} gave no answer within {e.timeout_s:g} s", again=True) from None
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", None) or error
             if isinstance(reason, TimeoutError):
                 raise EndpointError(f"{e.address} gave no answer within {e.timeout_s:g} s", again=True) from None
-            why = f"{e.address} cannot be reached ({_safe(str(reason), key)}): start it, or correct its url"
+            why = f"{e.address} cannot be reached ({_redact_key(str(reason), key)}): start it, or correct its url"
             raise EndpointError(why, again=True) from None
-        return _answer(e.address, _safe(text, key))
+        return _parse_answer(e.address, _redact_key(text, key))
 
 
 @functools.cache
@@ -331,22 +329,22 @@ def client_of(endpoint: Endpoint) -> Client:
     return Client(endpoint)
 
 
-def _read(cache: str | None) -> dict[str, Answer]:
+def _read_cache(cache: str | None) -> dict[str, JudgeAnswer]:
     """Return the answers in a cache's file; a line that was cut off by a kill is left out."""
-    known: dict[str, Answer] = {}
+    answers: dict[str, JudgeAnswer] = {}
     if cache is None or not Path(cache).exists():
-        return known
+        return answers
     with Path(cache).open(encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
                 row = json.loads(line)
-                known[str(row["key"])] = Answer(str(row["text"]), cached=True)
+                answers[str(row["key"])] = JudgeAnswer(str(row["text"]), cached=True)
             except (ValueError, LookupError, TypeError):
                 continue
-    return known
+    return answers
 
 
-def _body(response: http.client.HTTPResponse, until: float) -> bytes:
+def _read_response(response: http.client.HTTPResponse, until: float) -> bytes:
     """Read a response, however slowly it drips, until its end, its largest size, or its time is over."""
     parts = []
     size = 0
@@ -355,40 +353,39 @@ def _body(response: http.client.HTTPResponse, until: float) -> bytes:
         size = size + len(part)
         if time.monotonic() > until:
             raise TimeoutError
-        if size > MOST_BYTES:
-            raise http.client.HTTPException(f"a response above {MOST_BYTES} bytes")
+        if size > MAX_RESPONSE_BYTES:
+            raise http.client.HTTPException(f"a response above {MAX_RESPONSE_BYTES} bytes")
     return b"".join(parts)
 
 
-def _refusal(address: str, key: str, error: urllib.error.HTTPError) -> EndpointError:
+def _http_error(address: str, key: str, error: urllib.error.HTTPError) -> EndpointError:
     with error:
         try:
-            said = error.read(2000).decode("utf-8", "replace")
+            message = error.read(2000).decode("utf-8", "replace")
         except (OSError, http.client.HTTPException):
-            said = ""
-    said = " ".join(_safe(said, key).split())[:200]
+            message = ""
+    message = " ".join(_redact_key(message, key).split())[:200]
     again = error.code in (408, 429) or error.code >= 500
     after = error.headers.get("Retry-After", "")
     pause = min(float(after), 600.0) if re.fullmatch(r"\d+(\.\d+)?", after) else None
     remedy = {401: ": set key_env to the variable with its key", 404: ": correct its url or model"}.get(error.code, "")
-    return EndpointError(f"{address} answered {error.code}{remedy} ({said})", again, pause if again else None)
+    return EndpointError(f"{address} answered {error.code}{remedy} ({message})", again, pause if again else None)
 
 
-def _safe(text: str, key: str) -> str:
-    """Return what an endpoint said without the key, which some repeat."""
-    # Text in place of the key in whatever an endpoint says.
+def _redact_key(text: str, key: str) -> str:
+    """Return an endpoint's text without the key, which some repeat."""
     return text.replace(key, "***") if key else text
 
 
-def _answer(address: str, text: str) -> Answer:
+def _parse_answer(address: str, text: str) -> JudgeAnswer:
     try:
-        said = json.loads(text)
-        content = said["choices"][0]["message"].get("content") or ""
-        usage = said.get("usage") or {}
-        read, written = (float(usage.get(name, "nan")) for name in ("prompt_tokens", "completion_tokens"))
+        reply = json.loads(text)
+        content = reply["choices"][0]["message"].get("content") or ""
+        usage = reply.get("usage") or {}
         if not isinstance(content, str):
             raise TypeError
-        return Answer(content, read, written)
+        counts = [float(usage.get(name, "nan")) for name in ("prompt_tokens", "completion_tokens")]
+        return JudgeAnswer(content, counts[0], counts[1])
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         short = " ".join(text.split())[:80]
         raise EndpointError(f"{address} answered without choices[0].message.content ({short})", again=True) from None

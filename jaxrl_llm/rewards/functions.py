@@ -42,9 +42,6 @@ from jaxrl_llm.types import CHAT, OPTIONS, Completion, Problem
 
 Item = tuple[Problem, Completion]
 
-PLURAL = ("problems", "completions", "solution_strs")
-"""Parameters that ask for a batch."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Form:
@@ -79,9 +76,10 @@ def form_of(function: Callable[..., Any], batch: bool | None = None) -> Form:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # written in C, it does not say
         parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in ("problem", "completion")]
-    given = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    names = [p.name for p in given]
-    batch = any(name in names for name in PLURAL) if batch is None else batch
+    explicit = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    names = [p.name for p in explicit]
+    if batch is None:
+        batch = not {"problems", "completions", "solution_strs"}.isdisjoint(names)
     style = "trl" if batch and "completions" in names and "problems" not in names else "own"
     if "solution_str" in names or "solution_strs" in names:
         style = "verl"
@@ -92,8 +90,8 @@ def form_of(function: Callable[..., Any], batch: bool | None = None) -> Form:
             places += ["problem", "completion"]
         if len(places) < 2:
             raise InputError(
-                f"{name_of(function)}({', '.join(places)}) cannot be a reward: write it as f(problem, completion), "
-                f"f(problems, completions) or f(prompts, completions, **columns)"
+                f"{function_name(function)}({', '.join(places)}) cannot be a reward: write it as "
+                f"f(problem, completion), f(problems, completions) or f(prompts, completions, **columns)"
             )
         first = tuple(places[:2])
     return Form(
@@ -102,19 +100,19 @@ def form_of(function: Callable[..., Any], batch: bool | None = None) -> Form:
         inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)),
         first,
         tuple(name for name in names if name not in first),
-        tuple(p.name for p in given if p.default is not p.empty),
+        tuple(p.name for p in explicit if p.default is not p.empty),
         any(p.kind == p.VAR_KEYWORD for p in parameters),
     )
 
 
-def name_of(function: Callable[..., Any]) -> str:
+def function_name(function: Callable[..., Any]) -> str:
     """Return the name of a function, a lambda, a partial or a callable object."""
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__name__", type(function).__name__).strip("<>")
 
 
-class Own:
+class UserFunction:
     """Base of the rewards that call the user's own function."""
 
     def to_save(self: Any) -> Any:
@@ -125,7 +123,7 @@ class Own:
 
 
 @dataclasses.dataclass(frozen=True)
-class Function(Own):
+class Function(UserFunction):
     """A function of your own that can be imported, called in a worker process, which is killed if it hangs.
 
     The module's docstring lists the forms: of one completion or of a batch, ``async`` or not, with the row's columns;
@@ -157,7 +155,7 @@ class Function(Own):
 
 
 @dataclasses.dataclass(frozen=True)
-class Local(Own):
+class Local(UserFunction):
     """A function of your own that another process cannot import: a closure, a lambda, a notebook's cell, an object.
 
     It is called like that of a ``Function``, but in this process, one call after the other in a separate thread. A call
@@ -174,11 +172,11 @@ class Local(Own):
     @property
     def name(self) -> str:
         """Name of its column in metrics and samples."""
-        return name_of(self.function)
+        return function_name(self.function)
 
 
 @dataclasses.dataclass(frozen=True)
-class StepFunction(Own):
+class StepFunction(UserFunction):
     """A function of your own that values each step of a completion: it returns ``[(position, value), ...]``.
 
     It is called like a ``Function`` (in a batch it returns a list of such lists), or like a ``Local`` if another
@@ -208,7 +206,7 @@ class StepFunction(Own):
     name: str = "steps"
 
     def __post_init__(self):
-        function = of_this_program(self.path) if isinstance(self.path, str) else self.path
+        function = main_function(self.path) if isinstance(self.path, str) else self.path
         if callable(function):
             object.__setattr__(self, "path", importable(function)[0] or function)
 
@@ -301,32 +299,32 @@ class Lost:
     reason: str
 
 
-def as_reward(given: Any) -> Any:
+def as_reward(reward: Any) -> Any:
     """Return a reward unchanged; turn a plain callable into a ``Function`` or ``Local``.
 
     Raises:
       InputError: the value is neither.
     """
-    value = not isinstance(given, type)
-    if isinstance(given, Function):
-        function = given.path if callable(given.path) else of_this_program(given.path)
-        settings = given.weight, given.batch, given.timeout_s
+    is_instance = not isinstance(reward, type)
+    if isinstance(reward, Function):
+        function = reward.path if callable(reward.path) else main_function(reward.path)
+        settings = reward.weight, reward.batch, reward.timeout_s
         if function is None:
-            return given
-    elif value and hasattr(given, "name") and hasattr(given, "weight"):
-        return given
-    elif value and callable(given):
-        weight = getattr(given, "weight", 1.0)
-        function, settings = given, (weight if isinstance(weight, (int, float)) else 1.0, None, None)
+            return reward
+    elif is_instance and hasattr(reward, "name") and hasattr(reward, "weight"):
+        return reward
+    elif is_instance and callable(reward):
+        weight = getattr(reward, "weight", 1.0)
+        function, settings = reward, (weight if isinstance(weight, (int, float)) else 1.0, None, None)
     else:
         raise InputError(
-            f"scoring.rewards holds {given!r:.80}, which is not a reward: give a function, or one such as Accuracy()"
+            f"scoring.rewards holds {reward!r:.80}, which is not a reward: give a function, or one such as Accuracy()"
         )
     path, _ = importable(function)
     return Local(function, *settings) if path is None else Function(path, *settings)
 
 
-def of_this_program(path: str) -> Callable[..., Any] | None:
+def main_function(path: str) -> Callable[..., Any] | None:
     """Return the function that ``__main__:f`` names, which only this process has; None for other paths."""
     module, _, name = path.partition(":")
     return getattr(sys.modules[module], name, None) if module == "__main__" else None
@@ -339,29 +337,30 @@ LARGEST = 1e15
 advantages are computed. Beyond it, all advantages would be 0.
 """
 
-_OWN = {"problem": lambda p, c: p, "completion": lambda p, c: c}
-_VERL = {
-    "data_source": lambda p, c: p.metadata.get("data_source", p.task),
-    "solution_str": lambda p, c: c.text,
-    "ground_truth": lambda p, c: p.answer,
-    "extra_info": lambda p, c: p.metadata.get("extra_info", p.metadata),
+_OFFERS: dict[tuple[str, bool], dict[str, Callable[[Any, Any], Any]]] = {
+    ("own", False): {"problem": lambda p, c: p, "completion": lambda p, c: c},
+    ("verl", False): {
+        "data_source": lambda p, c: p.metadata.get("data_source", p.task),
+        "solution_str": lambda p, c: c.text,
+        "ground_truth": lambda p, c: p.answer,
+        "extra_info": lambda p, c: p.metadata.get("extra_info", p.metadata),
+    },
+    ("trl", True): {
+        "prompts": lambda p, c: [dict(m) for m in p.prompt] if is_chat(p) else p.prompt[-1]["content"],
+        "completions": lambda p, c: c.messages if is_chat(p) or c.episode is not None else c.text,
+        "completion_ids": lambda p, c: c.tokens.tolist(),
+    },
 }
-_TRL = {
-    "prompts": lambda p, c: [dict(m) for m in p.prompt] if is_chat(p) else p.prompt[-1]["content"],
-    "completions": lambda p, c: c.messages if is_chat(p) or c.episode is not None else c.text,
-    "completion_ids": lambda p, c: c.tokens.tolist(),
-}
-_OFFERS = {("own", False): _OWN, ("verl", False): _VERL, ("trl", True): _TRL}
 _OFFERS |= {(style, True): {f"{n}s": offer for n, offer in _OFFERS[style, False].items()} for style in ("own", "verl")}
 """Arguments offered by name in addition to the row's columns, for a style of names, one at a time or in a batch."""
 
-_FOLDERS = {str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))}
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
-_LIBRARIES = ("<frozen ", *(folder + os.sep for folder in _FOLDERS))
+_PATHS = map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))
+_LIBRARIES = ("<frozen ", _PACKAGE, *(folder + os.sep for folder in _PATHS))
 """Prefixes of the file names of library code, as opposed to the user's own."""
 
 
-class Call(NamedTuple):
+class RewardCall(NamedTuple):
     """Call of a function for some items; without ``function`` it pickles, and goes to another process.
 
     Attributes:
@@ -372,7 +371,7 @@ class Call(NamedTuple):
       positions: unit of the positions that a step function returns (``StepFunction``); empty if it returns numbers.
       function: if no other process can import it; None if ``path`` names it.
       on_error: score of an item without an outcome, in place of the scorer's own; None for that.
-      also: names of the further numbers that each result holds beside its ``score``.
+      extra_names: names of the further numbers that each result holds beside its ``score``.
     """
 
     path: str
@@ -382,7 +381,7 @@ class Call(NamedTuple):
     positions: str = ""
     function: Callable[..., Any] | None = None
     on_error: float | None = None
-    also: tuple[str, ...] = ()
+    extra_names: tuple[str, ...] = ()
 
     @property
     def limit_s(self) -> float:
@@ -392,7 +391,7 @@ class Call(NamedTuple):
         return self.timeout_s * (math.ceil(len(self.items) / AT_ONCE) + 1)  # its own limits end it before
 
 
-class Outcome(NamedTuple):
+class RewardOutcome(NamedTuple):
     """Outcome of one item: ``ok`` with a value, ``error`` (it raised or its process died) or ``timeout``.
 
     Attributes:
@@ -401,7 +400,7 @@ class Outcome(NamedTuple):
       message: the error, in one line.
       place: ``file:line`` of the function's own code, if known.
       trace: the whole traceback, given once for each call.
-      also: further numbers, as ``Call.also`` names them.
+      extra_values: further numbers, in the order of ``RewardCall.extra_names``.
     """
 
     status: str
@@ -409,16 +408,16 @@ class Outcome(NamedTuple):
     message: str = ""
     place: str = ""
     trace: str = ""
-    also: Sequence[float] = ()
+    extra_values: Sequence[float] = ()
 
 
-class Unread(ValueError):
-    """A reply that is no verdict: it was counted, and is no score.
+class UnreadableVerdict(ValueError):
+    """A reply without a verdict: its numbers count, but there is no score.
 
     Args:
-      message: what it was, and what was wanted.
-      numbers: of the call, as ``Call.also`` names them.
-      reply: whole.
+      message: the reply, and the form that it should have.
+      numbers: further numbers of the call, by name.
+      reply: the whole text.
     """
 
     def __init__(self, message: str, numbers: Mapping[str, float], reply: str):
@@ -426,7 +425,7 @@ class Unread(ValueError):
         self.numbers, self.reply = numbers, reply
 
 
-def bind(form: Form, items: Sequence[Item]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def bind_arguments(form: Form, items: Sequence[Item]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments, by position and by name, of one call for these items: one, unless it is a batch.
 
     Raises:
@@ -435,26 +434,26 @@ def bind(form: Form, items: Sequence[Item]) -> tuple[tuple[Any, ...], dict[str, 
     if form.style == "plain":
         return items[0], {}
     offers = _OFFERS.get((form.style, form.batch), {})
-    held = dict.fromkeys(name for problem, _ in items for name in columns(problem))
-    wanted = [name for name in form.names if name in offers or name in held or name not in form.optional]
+    available = dict.fromkeys(name for problem, _ in items for name in row_columns(problem))
+    names = [name for name in form.names if name in offers or name in available or name not in form.optional]
     if form.rest:
-        others = held if form.style == "own" else [*offers, *held]
-        wanted += [name for name in others if name not in (*wanted, *form.first)]
-    lacking = [name for name in wanted if name not in offers and name not in held]
+        extra = available if form.style == "own" else [*offers, *available]
+        names += [name for name in extra if name not in (*names, *form.first)]
+    lacking = [name for name in names if name not in offers and name not in available]
     if lacking:
-        raise LookupError(f"it wants {', '.join(lacking)}, and the row has only {', '.join(held)}")
+        raise LookupError(f"it wants {', '.join(lacking)}, and the row has only {', '.join(available)}")
     by_name = {}
-    for name in wanted:  # a column is None where other rows have it and this one has not
-        values = [offers[name](*item) if name in offers else columns(item[0]).get(name) for item in items]
+    for name in names:  # a column is None where other rows have it and this one has not
+        values = [offers[name](*item) if name in offers else row_columns(item[0]).get(name) for item in items]
         by_name[name] = values if form.batch else values[0]
-    by_place = [[offer(*item) for item in items] for offer in _OWN.values()] if form.first else []
+    by_place = [[offer(*item) for item in items] for offer in _OFFERS["own", False].values()] if form.first else []
     return tuple(by_place if form.batch else (values[0] for values in by_place)), by_name
 
 
-def columns(problem: Problem) -> dict[str, Any]:
+def row_columns(problem: Problem) -> dict[str, Any]:
     """Return the row that a problem came from, by column; ``answer`` is always included."""
-    found = {name: value for name, value in problem.metadata.items() if name not in (CHAT, OPTIONS)}
-    return {"answer": problem.answer} | found
+    columns = {name: value for name, value in problem.metadata.items() if name not in (CHAT, OPTIONS)}
+    return {"answer": problem.answer} | columns
 
 
 def is_chat(problem: Problem) -> bool:
@@ -462,20 +461,20 @@ def is_chat(problem: Problem) -> bool:
     return CHAT in problem.metadata or len(problem.prompt) > 1
 
 
-def perform(function: Callable[..., Any], call: Call, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> list[Outcome]:
+def perform(function: Any, call: RewardCall, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> list[RewardOutcome]:
     """Return the outcome of each item, whatever the function raises; ``run`` waits for ``async`` results.
 
     In a batch None is NaN, and an invalid score or an exception in its place fails alone.
     """
     try:
         if call.form.waits and not call.form.batch:
-            return run(together(function, call))
-        arguments, named = bind(call.form, call.items)
-        result = function(*arguments, **named)
+            return run(call_concurrently(function, call))
+        arguments, keywords = bind_arguments(call.form, call.items)
+        result = function(*arguments, **keywords)
         if inspect.isawaitable(result):
-            result = run(_awaited(result))
+            result = run(_await(result))
         if not call.form.batch:
-            return [_scored(result, call, call.items[0])]
+            return [_score_outcome(result, call, call.items[0])]
         if isinstance(result, (str, bytes, Mapping)) or not hasattr(result, "__len__"):
             raise TypeError(f"returned {result!r:.80}, which is not a list of scores")
         if len(result) != len(call.items):
@@ -483,44 +482,44 @@ def perform(function: Callable[..., Any], call: Call, run: Callable[[Coroutine[A
         outcomes = []
         for score, item in zip(result, call.items, strict=True):
             try:
-                outcomes.append(_scored(math.nan if score is None else score, call, item))
+                outcomes.append(_score_outcome(math.nan if score is None else score, call, item))
             except Exception as error:  # noqa: BLE001  one that the function returned
-                outcomes.append(_failed(error, function))
+                outcomes.append(_failure_outcome(error, function))
         return outcomes
     except BaseException as error:  # noqa: BLE001  SystemExit too: one bad item must not end what runs it
-        first = _failed(error, function)
+        first = _failure_outcome(error, function)
         return [first] + [first._replace(trace="")] * (len(call.items) - 1)
 
 
-async def _awaited(result: Any) -> Any:
+async def _await(result: Any) -> Any:
     return await result
 
 
-async def together(function: Callable[..., Any], call: Call) -> list[Outcome]:
+async def call_concurrently(function: Callable[..., Any], call: RewardCall) -> list[RewardOutcome]:
     """Return the outcome of each item of a function that is ``async``; ``AT_ONCE`` of its calls wait at one time."""
     free = asyncio.Semaphore(AT_ONCE)
-    return list(await asyncio.gather(*(_one(function, call, item, free) for item in call.items)))
+    return list(await asyncio.gather(*(_call_async(function, call, item, free) for item in call.items)))
 
 
-async def _one(function: Callable[..., Any], call: Call, item: tuple[Any, Any], free: Any) -> Outcome:
+async def _call_async(function: Any, call: RewardCall, item: tuple[Any, Any], free: Any) -> RewardOutcome:
     async with free:
         limit = asyncio.timeout(call.timeout_s)
         try:
             async with limit:
-                arguments, named = bind(call.form, [item])
-                return _scored(await function(*arguments, **named), call, item)
+                arguments, keywords = bind_arguments(call.form, [item])
+                return _score_outcome(await function(*arguments, **keywords), call, item)
         except (Exception, SystemExit) as error:  # noqa: BLE001  a person's function raises whatever it likes
             if limit.expired():
-                return Outcome("timeout", message=overdue(call.timeout_s), place=defined(function))
-            return _failed(error, function)
+                return RewardOutcome("timeout", message=timeout_message(call.timeout_s), place=definition_of(function))
+            return _failure_outcome(error, function)
 
 
-def overdue(seconds: float, what: str = "call") -> str:
+def timeout_message(seconds: float, what: str = "call") -> str:
     """Return the message about a call, or its import, that took too long."""
     return f"{what} not finished after {seconds:g} s"
 
 
-def number(result: Any) -> float:
+def as_score(result: Any) -> float:
     """Return the score as a float; NaN is allowed and means that the completion cannot be scored.
 
     Raises:
@@ -539,7 +538,7 @@ def number(result: Any) -> float:
     return value
 
 
-def steps(result: Any, completion: Any, positions: str) -> list[tuple[int, float]]:
+def as_steps(result: Any, completion: Any, positions: str) -> list[tuple[int, float]]:
     """Return a function's values of a completion's steps, in the form that ``StepFunction`` describes.
 
     Raises:
@@ -549,7 +548,7 @@ def steps(result: Any, completion: Any, positions: str) -> list[tuple[int, float
     if isinstance(result, (str, bytes, Mapping)) or not hasattr(result, "__iter__"):
         raise TypeError(f"returned {result!r:.80}, which is not a list of pairs (position, value)")
     first, last = (1, len(completion.text)) if positions == "characters" else (0, len(completion.tokens) - 1)
-    found = []
+    pairs = []
     for step in result:
         if isinstance(step, str) or not hasattr(step, "__len__") or len(step) != 2:
             raise TypeError(f"returned the step {step!r:.80}, which is not a pair (position, value)")
@@ -558,57 +557,60 @@ def steps(result: Any, completion: Any, positions: str) -> list[tuple[int, float
             raise TypeError(f"returned the position {position!r:.80}, which is not a whole number")
         if not first <= operator.index(position) <= last:
             raise ValueError(f"returned the position {position} of a completion with {positions} {first} to {last}")
-        if math.isnan(number(value)):
+        if math.isnan(as_score(value)):
             raise ValueError(f"returned nan for the step at {position}; the value of a step is finite")
-        found.append((operator.index(position), number(value)))
-    return found
+        pairs.append((operator.index(position), as_score(value)))
+    return pairs
 
 
-def _scored(result: Any, call: Call, item: tuple[Any, Any]) -> Outcome:
-    if isinstance(result, Unread):
-        also = tuple(float(result.numbers.get(name, math.nan)) for name in call.also)
-        return Outcome("error", message=_in_utf_8(str(result)), trace=_in_utf_8(result.reply), also=also)
+def _score_outcome(result: Any, call: RewardCall, item: tuple[Any, Any]) -> RewardOutcome:
+    if isinstance(result, UnreadableVerdict):
+        extras = tuple(float(result.numbers.get(name, math.nan)) for name in call.extra_names)
+        message, reply = _escape_surrogates(str(result)), _escape_surrogates(result.reply)
+        return RewardOutcome("error", message=message, trace=reply, extra_values=extras)
     if isinstance(result, Exception):
         raise result
-    also = tuple(float(result[name]) for name in call.also)
-    return Outcome("ok", steps(result, item[1], call.positions) if call.positions else number(result), also=also)
+    score = as_steps(result, item[1], call.positions) if call.positions else as_score(result)
+    return RewardOutcome("ok", score, extra_values=tuple(float(result[name]) for name in call.extra_names))
 
 
-def _failed(error: BaseException, function: Callable[..., Any]) -> Outcome:
+def _failure_outcome(error: BaseException, function: Callable[..., Any]) -> RewardOutcome:
     frames = traceback.extract_tb(error.__traceback__)
     # A complaint of what the function wants or returned: no trace shows it.
     complaint = frames[-1].filename == __file__
-    trace = "" if complaint else _in_utf_8("".join(traceback.format_exception(error))[-20_000:])
-    place = place_in(frames, function)
-    return Outcome("error", message=in_one_line(error), place=place, trace=trace)
+    trace = "" if complaint else _escape_surrogates("".join(traceback.format_exception(error))[-20_000:])
+    place = error_location(frames, function)
+    return RewardOutcome("error", message=in_one_line(error), place=place, trace=trace)
 
 
 def in_one_line(error: BaseException) -> str:
     """Format an error, as in ``ZeroDivisionError: division by zero``."""
     text = f"{error}" if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
-    return _in_utf_8(" ".join(text.split()).removesuffix(":")[:500])
+    return _escape_surrogates(" ".join(text.split()).removesuffix(":")[:500])
 
 
-def _in_utf_8(text: str) -> str:
+def _escape_surrogates(text: str) -> str:
     """Escape characters that no file can hold, such as half a surrogate pair, which a message may quote."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def place_in(frames: Sequence[traceback.FrameSummary], function: Callable[..., Any]) -> str:
+def error_location(frames: Sequence[traceback.FrameSummary], function: Callable[..., Any]) -> str:
     """Return the place in the user's own code: the innermost frame outside libraries, or the function's definition."""
-    own = getattr(_code_of(function), "co_filename", None)
+    source_file = getattr(_code_of(function), "co_filename", None)
     for frame in reversed(frames):
         library = frame.filename.startswith(_LIBRARIES) or "-packages" + os.sep in frame.filename
-        if frame.filename == own or not library:
-            return _shown(frame.filename, frame.lineno)
-    return defined(function)
+        if frame.filename == source_file or not library:
+            return _location(frame.filename, frame.lineno)
+    return definition_of(function)
 
 
-def defined(function: Callable[..., Any]) -> str:
+def definition_of(function: Callable[..., Any]) -> str:
     """Return ``file:line`` of a function's definition; empty if unknown, or if it is one of this package."""
     code = _code_of(function)
     return (
-        "" if code is None or code.co_filename.startswith(_PACKAGE) else _shown(code.co_filename, code.co_firstlineno)
+        ""
+        if code is None or code.co_filename.startswith(_PACKAGE)
+        else _location(code.co_filename, code.co_firstlineno)
     )
 
 
@@ -617,11 +619,11 @@ def _code_of(function: Callable[..., Any]) -> Any:
     while isinstance(function, functools.partial):
         function = function.func
     function = inspect.unwrap(function)
-    found = getattr(function, "__code__", None)
-    return found if found is not None else getattr(type(function).__call__, "__code__", None)
+    code = getattr(function, "__code__", None)
+    return code if code is not None else getattr(type(function).__call__, "__code__", None)
 
 
-def _shown(file: str, line: int | None) -> str:
+def _location(file: str, line: int | None) -> str:
     """Format ``file:line`` for people, relative to the current folder if the file is below it."""
     if "ipykernel_" in file or file.startswith("<ipython-input"):
         return f"notebook cell, line {line}"

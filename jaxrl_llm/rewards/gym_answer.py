@@ -18,17 +18,11 @@ LITERAL = ("binary_matrix", "n_queens", "number_sorting", "spiral_matrix", "stri
 """Data sets that call ``eval`` with the answer, or with the reference, which should be a list."""
 SYMBOLIC = ("countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration")
 """Data sets that call SymPy's ``parse_expr`` with the answer, which evaluates it as Python does."""
-FUNCTIONS = frozenset(
-    "sin cos tan sec csc cot asin acos atan sinh cosh tanh asinh acosh atanh exp log ln sqrt Abs abs".split()
-)
-"""Functions of formulas."""
 LONGEST = 2000
 """Characters of an answer that is evaluated."""
-_FORMULA = re.compile(r"[\w\s.,+*/^()!-]*")
-_ATTRIBUTE = re.compile(r"\.\s*[^\W\de]|__")
 
 
-def score(answer: str, problem: Problem) -> float:
+def score_gym(answer: str, problem: Problem) -> float:
     """Score an answer by the problem's data set: 1 is right, less is partial credit.
 
     0 where the data set would evaluate a text that is neither a literal nor a formula.
@@ -61,8 +55,12 @@ def is_formula(text: str) -> bool:
     (True, False, False, False)
     """
     called = {name for name in re.findall(r"([^\W\d]\w*|\))\s*\(", text)}
-    fine = len(text) <= LONGEST and _FORMULA.fullmatch(text) is not None and _ATTRIBUTE.search(text) is None
-    return fine and called <= FUNCTIONS and not too_large(text)
+    functions = (
+        "sin cos tan sec csc cot asin acos atan sinh cosh tanh asinh acosh atanh exp log ln sqrt Abs abs".split()
+    )
+    characters = len(text) <= LONGEST and re.fullmatch(r"[\w\s.,+*/^()!-]*", text) is not None
+    attribute = re.search(r"\.\s*[^\W\de]|__", text) is not None
+    return characters and not attribute and called <= {*functions} and not too_large(text)
 
 
 @functools.lru_cache(maxsize=64)

@@ -19,12 +19,11 @@ DEEPEST = 40
 """Brackets within brackets at most: parsing takes minutes for some hundreds."""
 _SCIENTIFIC = re.compile(r"(?<![\w.])[0-9]*\.?[0-9]+[eE][+-]?[0-9]{1,3}(?!\w)")
 _BOLD = re.compile(r"(?<![\w)\]}*])(\*\*|__)(?! )([^*\n]{1,200}?)(?<! )\1(?![\w(\[{*])")
-_CURRENCY = re.compile(r"\\\$|[€£¥₹]")
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeouts are off
 
 
-def score(answer: str, problem: Problem) -> float:
+def score_math(answer: str, problem: Problem) -> float:
     """Return 1 if the answer is equivalent to the reference, else 0.
 
     An extracted answer is read as LaTeX; with the extractor ``whole`` or ``after:TAG`` the expression is searched in
@@ -40,24 +39,26 @@ def score(answer: str, problem: Problem) -> float:
     if equal(answer, reference) or (number(answer) is not None and number(reference) is not None):
         return float(equal(answer, reference))
     answer, reference = (  # math_verify reads 2e3 as a product with e
-        _SCIENTIFIC.sub(lambda found: f"{Decimal(found[0]):f}", _CURRENCY.sub("", text)) for text in (answer, reference)
+        _SCIENTIFIC.sub(lambda match: f"{Decimal(match[0]):f}", re.sub(r"\\\$|[€£¥₹]", "", text))
+        for text in (answer, reference)
     )
-    candidate, expected = _parsed(answer if searched else _latex(answer)), _parsed(_latex(reference))
+    candidate, expected = _parse(answer if searched else _latex(answer)), _parse(_latex(reference))
     if candidate and expected and _decimals(candidate[0], expected[0]):
-        return float(near(*(Decimal(str(N(found[0], 15))) for found in (candidate, expected))))
+        return float(near(*(Decimal(str(N(match[0], 15))) for match in (candidate, expected))))
     return float(math_verify.verify(expected, candidate, timeout_seconds=None))
 
 
-def _parsed(text: str) -> list[Any]:
+def _parse(text: str) -> list[Any]:
     return math_verify.parse(text, parsing_timeout=None)  # ty: ignore[invalid-argument-type]
 
 
 def _decimals(*values: Any) -> bool:
     """Whether all are real numbers, at least one of them with decimals; a percentage may be meant in two ways."""
     numbers = all(
-        isinstance(one, Expr) and one.is_number and one.is_real and not one.has(UnevaluatedExpr) for one in values
+        isinstance(number_, Expr) and number_.is_number and number_.is_real and not number_.has(UnevaluatedExpr)
+        for number_ in values
     )
-    return numbers and any(one.has(Float) for one in values)
+    return numbers and any(number_.has(Float) for number_ in values)
 
 
 def _depth(text: str) -> int:

@@ -1,6 +1,6 @@
 """Isolated calls of functions that may hang, crash or leak: one item is lost, never the run.
 
-``Pool`` calls them in worker processes, which can be killed. ``Inside`` calls those that only this process has
+``Pool`` calls them in worker processes, which can be killed. ``InProcessCalls`` calls those that only this process has
 in threads, which can be abandoned.
 
 The program of a worker is ``main``: a fresh interpreter without JAX. Protocol over one connection: the parent sends a
@@ -12,6 +12,7 @@ not be called. The parent therefore never unpickles a worker's messages.
 import asyncio
 import collections
 import contextlib
+import dataclasses
 import faulthandler
 import json
 import multiprocessing
@@ -33,7 +34,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
-from jaxrl_llm.rewards.functions import Call, Outcome, in_one_line, overdue, perform, place_in, together
+from jaxrl_llm.rewards.functions import (
+    RewardCall,
+    RewardOutcome,
+    call_concurrently,
+    error_location,
+    in_one_line,
+    perform,
+    timeout_message,
+)
 from jaxrl_llm.system.copies import COPIES, import_copies
 from jaxrl_llm.system.signals import interpreter, while_read
 from jaxrl_llm.tasks.filters import resolve
@@ -42,10 +51,8 @@ START_TIMEOUT_S = 60.0
 """Seconds allowed to start a worker, and to import the function of a call; they do not count against the item."""
 
 GRACE_S = 1.0
-BOUNDED = ("jaxrl_llm.rewards.math_answer", "jaxrl_llm.rewards.gym_answer")
-"""Modules of verifiers whose memory is bounded: a formula may stand for a number of any size."""
 VERIFIER_BYTES = 1 << 30
-"""Bytes of memory that they may take for one call, on Linux."""
+"""Bytes of memory that a verifier may take for one call, on Linux: a formula may stand for a number of any size."""
 _MAX_FAILED_STARTS = 3
 
 
@@ -59,13 +66,13 @@ def workers_for_cores() -> int:
     return min(max(cores, 2), MOST_WORKERS)
 
 
+@dataclasses.dataclass(eq=False)
 class _Job:
-    """A call that waits for a worker, or is with one; ``again`` once it was handed over a second time."""
+    """A call that waits for a worker, or is with one; ``retried`` once it went to a second worker."""
 
-    def __init__(self, call: Call):
-        self.call = call
-        self.outcomes: Future[list[Outcome]] = Future()
-        self.again = False
+    call: RewardCall
+    outcomes: Future[list[RewardOutcome]] = dataclasses.field(default_factory=Future)
+    retried: bool = False
 
 
 class Pool:
@@ -87,7 +94,7 @@ class Pool:
         self._failed_starts = 0
         self._finalizer = weakref.finalize(self, _kill_all, self._workers, os.getpid(), self._closing)
 
-    def submit(self, calls: Sequence[Call]) -> list[Future[list[Outcome]]]:
+    def submit(self, calls: Sequence[RewardCall]) -> list[Future[list[RewardOutcome]]]:
         """Begin calls, in their order as workers are free; return the outcomes of each one's items to come.
 
         Their error is a RuntimeError if three workers in a row did not start; ``close`` cancels them.
@@ -117,32 +124,32 @@ class Pool:
     def _drive(self) -> None:
         """Hand calls to workers until none is open."""
         try:
-            while self._open():
-                self._hand_over()
+            while self._has_open_jobs():
+                self._dispatch()
                 self._wait()
         except BaseException as error:  # noqa: BLE001  for those who wait for the outcomes
-            for job in self._left():
+            for job in self._take_open_jobs():
                 job.outcomes.set_exception(error)
             _kill_all(self._workers, os.getpid())
 
-    def _open(self) -> bool:
+    def _has_open_jobs(self) -> bool:
         """Whether a call is open; if none is, or the pool is being closed, the work of this thread is done."""
         with self._lock:
             if not self._closing.is_set() and (self._waiting or any(worker.job for worker in self._workers)):
                 return True
-            for job in self._left():
+            for job in self._take_open_jobs():
                 job.outcomes.cancel()
             return False
 
-    def _left(self) -> list[_Job]:
+    def _take_open_jobs(self) -> list[_Job]:
         """Return the open calls, whose outcomes will not come, and let the next one start another thread."""
         with self._lock:
             self._driver = None
-            left = [worker.job for worker in self._workers if worker.job is not None] + [*self._waiting]
+            jobs = [worker.job for worker in self._workers if worker.job is not None] + [*self._waiting]
             self._waiting.clear()
-            return left
+            return jobs
 
-    def _hand_over(self) -> None:
+    def _dispatch(self) -> None:
         """Send calls to workers that are idle, and start others as far as calls wait for them."""
         for worker in [worker for worker in self._workers if worker.state == "idle"]:
             job = self._waiting.popleft() if self._waiting else None
@@ -161,15 +168,15 @@ class Pool:
         now = time.monotonic()
         limits = [worker.deadline - now for worker in self._workers if worker.deadline is not None]
         connections = [self._woken, *(worker.connection for worker in self._workers)]
-        said = multiprocessing.connection.wait(connections, timeout=max(0.0, min(limits)) if limits else None)
-        if self._woken in said:
+        ready = multiprocessing.connection.wait(connections, timeout=max(0.0, min(limits)) if limits else None)
+        if self._woken in ready:
             self._woken.recv_bytes()
         for worker in list(self._workers):
             job = worker.job
             unread = worker.state == "sent"
-            outcomes = worker.hear() if worker.connection in said else worker.overdue()
-            if job is not None and unread and worker.state == "dead" and not job.again:
-                job.again = True
+            outcomes = worker.receive() if worker.connection in ready else worker.check_deadline()
+            if job is not None and unread and worker.state == "dead" and not job.retried:
+                job.retried = True
                 self._waiting.appendleft(job)
             elif outcomes and job is not None:
                 job.outcomes.set_result(outcomes)
@@ -225,14 +232,14 @@ class _Worker:
         self.deadline = time.monotonic() + START_TIMEOUT_S
         return True
 
-    def hear(self) -> list[Outcome]:
+    def receive(self) -> list[RewardOutcome]:
         """Read one message; return the outcomes if it ends the call, as the process's death also does."""
         job = self.job
         try:
             word, *rest = json.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
             self.state = "dead"
-            return self._all(Outcome("error", message=f"the worker died (exit code {self.kill()})"))
+            return self._all(RewardOutcome("error", message=f"the worker died (exit code {self.kill()})"))
         if word == "received":
             self.state = "loading"
             return []
@@ -246,19 +253,19 @@ class _Worker:
         self.deadline = None
         if word == "ready":
             return []
-        outcomes = [Outcome(*outcome) for outcome in rest[0]]
+        outcomes = [RewardOutcome(*outcome) for outcome in rest[0]]
         return outcomes if len(outcomes) == len(job.call.items) else outcomes[:1] * len(job.call.items)
 
-    def overdue(self) -> list[Outcome]:
+    def check_deadline(self) -> list[RewardOutcome]:
         """Return the timeout if the deadline has passed, else an empty list."""
         if self.deadline is None or time.monotonic() < self.deadline:
             return []
         running = self.state == "running"
         self.state = "dead"
-        said = overdue(self.job.call.limit_s) if running else overdue(START_TIMEOUT_S, "import")
-        return self._all(Outcome("timeout", message=said))
+        message = timeout_message(self.job.call.limit_s) if running else timeout_message(START_TIMEOUT_S, "import")
+        return self._all(RewardOutcome("timeout", message=message))
 
-    def _all(self, outcome: Outcome) -> list[Outcome]:
+    def _all(self, outcome: RewardOutcome) -> list[RewardOutcome]:
         return [outcome] * len(self.job.call.items) if self.job else []
 
     def kill(self) -> int:
@@ -288,30 +295,31 @@ def main(handle: str, copies: str) -> None:
     import_copies(json.loads(copies))
     sys.stdout, sys.stderr = while_read(sys.stdout), while_read(sys.stderr)  # no reward fails for what it prints
     with contextlib.suppress(EOFError, ConnectionError), open(os.devnull, "w") as nowhere, asyncio.Runner() as runner:
-        _say(connection, "ready")
+        _send(connection, "ready")
         while True:
-            said = connection.recv_bytes()
-            _say(connection, "received")
+            message = connection.recv_bytes()
+            _send(connection, "received")
             try:
-                call: Call = pickle.loads(said)  # from the parent that started this process
+                call: RewardCall = pickle.loads(message)  # from the parent that started this process
                 function = resolve(call.path)
             except BaseException as error:  # noqa: BLE001  whatever a person's module raises at import, SystemExit too
-                _say(connection, "done", [Outcome("error", message=in_one_line(error))])
+                _send(connection, "done", [RewardOutcome("error", message=in_one_line(error))])
                 continue
-            _say(connection, "started")
+            _send(connection, "started")
             faulthandler.dump_traceback_later(call.limit_s + GRACE_S, exit=True, file=nowhere)
-            with _bounded(call.path):
+            with _memory_limit(call.path):
                 outcomes = perform(function, call, runner.run)
             faulthandler.cancel_dump_traceback_later()
-            _say(connection, "done", outcomes)
+            _send(connection, "done", outcomes)
 
 
 @contextlib.contextmanager
-def _bounded(path: str) -> Generator[None]:
-    """Bound the memory of the block by ``VERIFIER_BYTES`` more than now if it runs a verifier of ``BOUNDED``."""
+def _memory_limit(path: str) -> Generator[None]:
+    """Limit the memory of the block to ``VERIFIER_BYTES`` more than now if it runs a verifier of formulas."""
     statm = Path("/proc/self/statm")
     before = resource.getrlimit(resource.RLIMIT_AS)
-    if path.partition(":")[0] not in BOUNDED or not statm.exists():
+    verifiers = ("jaxrl_llm.rewards.math_answer", "jaxrl_llm.rewards.gym_answer")
+    if path.partition(":")[0] not in verifiers or not statm.exists():
         yield
         return
     most = int(statm.read_text().split()[0]) * resource.getpagesize() + VERIFIER_BYTES
@@ -323,7 +331,7 @@ def _bounded(path: str) -> Generator[None]:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def _say(connection: Connection, *words: Any) -> None:
+def _send(connection: Connection, *words: Any) -> None:
     connection.send_bytes(json.dumps(words).encode())
 
 
@@ -331,15 +339,15 @@ MOST_STUCK = 4
 """Number of threads still in abandoned calls at which no further call starts."""
 
 
-class Coming(Protocol):
+class PendingOutcomes(Protocol):
     """The outcomes of a call's items, which may not have come yet."""
 
-    def result(self) -> list[Outcome]:
+    def result(self) -> list[RewardOutcome]:
         """Wait for them, within the call's limit, and return them."""
         ...
 
 
-class Inside:
+class InProcessCalls:
     """Owner of two threads, started when first needed. No thread blocks the interpreter's exit.
 
     One makes one call after the other, in the order of their submission. On the other's event loop wait the calls of
@@ -349,15 +357,15 @@ class Inside:
 
     def __init__(self):
         self._stuck: list[threading.Thread] = []
-        self._turns: _Turns | None = None
-        self._loop: _Loop | None = None
+        self._turns: _CallQueue | None = None
+        self._loop: _EventLoop | None = None
 
-    def submit(self, call: Call) -> Coming:
+    def submit(self, call: RewardCall) -> PendingOutcomes:
         """Begin the call, in its turn; return its outcomes to come."""
         if call.form.waits and not call.form.batch:
-            self._loop = self._loop if self._loop is not None and not self._loop.blocked else _Loop(self._stuck)
-            return _Waiting(call, self._loop)
-        self._turns = self._turns or _Turns(self._stuck)
+            self._loop = self._loop if self._loop is not None and not self._loop.blocked else _EventLoop(self._stuck)
+            return _AsyncCall(call, self._loop)
+        self._turns = self._turns or _CallQueue(self._stuck)
         return self._turns.submit(call)
 
     def close(self) -> None:
@@ -369,74 +377,74 @@ class Inside:
         self._turns = self._loop = None
 
 
-def refused(stuck: list[threading.Thread], call: Call) -> list[Outcome]:
+def refusal_outcomes(stuck: list[threading.Thread], call: RewardCall) -> list[RewardOutcome]:
     """Return the outcomes of a call that does not begin, since too many threads are stuck; else an empty list."""
     stuck[:] = [thread for thread in stuck if thread.is_alive()]
-    ended = f"not called, since {MOST_STUCK} earlier calls have not ended"
-    said = f"{ended}; in a module of its own it could be killed"
-    return [Outcome("timeout", message=said)] * len(call.items) if len(stuck) >= MOST_STUCK else []
+    reason = f"not called, since {MOST_STUCK} earlier calls have not ended"
+    message = f"{reason}; in a module of its own it could be killed"
+    return [RewardOutcome("timeout", message=message)] * len(call.items) if len(stuck) >= MOST_STUCK else []
 
 
-def late(thread: threading.Thread, call: Call) -> list[Outcome]:
+def timeout_outcomes(thread: threading.Thread, call: RewardCall) -> list[RewardOutcome]:
     """Return the outcomes of a call that ran out of time, with the place that its thread is at."""
     frame = sys._current_frames().get(thread.ident)
     function: Any = call.function
-    place = place_in(traceback.extract_stack(frame) if frame else [], function)
-    return [Outcome("timeout", message=overdue(call.limit_s), place=place)] * len(call.items)
+    place = error_location(traceback.extract_stack(frame) if frame else [], function)
+    return [RewardOutcome("timeout", message=timeout_message(call.limit_s), place=place)] * len(call.items)
 
 
-class _Turns:
+class _CallQueue:
     """Owner of a queue of calls: a thread makes them, and another one gives up those that take too long."""
 
     def __init__(self, stuck: list[threading.Thread]):
         self._stuck = stuck
-        self._open: queue.SimpleQueue[tuple[Call, Future[list[Outcome]]] | None] = queue.SimpleQueue()
+        self._open: queue.SimpleQueue[tuple[RewardCall, Future[list[RewardOutcome]]] | None] = queue.SimpleQueue()
         threading.Thread(target=self._watch, name="reward turns", daemon=True).start()
 
-    def submit(self, call: Call) -> Coming:
-        outcomes: Future[list[Outcome]] = Future()
+    def submit(self, call: RewardCall) -> PendingOutcomes:
+        outcomes: Future[list[RewardOutcome]] = Future()
         self._open.put((call, outcomes))
         return outcomes
 
     def close(self) -> None:
         with contextlib.suppress(queue.Empty):
-            while (left := self._open.get_nowait()) is not None:
-                left[1].cancel()
+            while (waiting := self._open.get_nowait()) is not None:
+                waiting[1].cancel()
         self._open.put(None)
 
     def _watch(self) -> None:
         thread: threading.Thread | None = None
-        asked: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
-        answered: queue.SimpleQueue[list[Outcome]] = queue.SimpleQueue()
+        requests: queue.SimpleQueue[RewardCall | None] = queue.SimpleQueue()
+        answers: queue.SimpleQueue[list[RewardOutcome]] = queue.SimpleQueue()
         while (turn := self._open.get()) is not None:
-            call, outcomes = turn
-            if not outcomes.set_running_or_notify_cancel():
+            call, future = turn
+            if not future.set_running_or_notify_cancel():
                 continue
-            found = refused(self._stuck, call)
-            if not found:
+            outcomes = refusal_outcomes(self._stuck, call)
+            if not outcomes:
                 if thread is None:
-                    asked, answered = queue.SimpleQueue(), queue.SimpleQueue()
-                    thread = threading.Thread(target=_serve, args=(asked, answered), name="rewards", daemon=True)
+                    requests, answers = queue.SimpleQueue(), queue.SimpleQueue()
+                    thread = threading.Thread(target=_run_calls, args=(requests, answers), name="rewards", daemon=True)
                     thread.start()
-                asked.put(call)
+                requests.put(call)
                 try:
-                    found = answered.get(timeout=call.limit_s)
+                    outcomes = answers.get(timeout=call.limit_s)
                 except queue.Empty:
-                    found = late(thread, call)
+                    outcomes = timeout_outcomes(thread, call)
                     self._stuck.append(thread)
-                    asked.put(None)
+                    requests.put(None)
                     thread = None
-            outcomes.set_result(found)
-        asked.put(None)
+            future.set_result(outcomes)
+        requests.put(None)
 
 
-def _serve(asked: queue.SimpleQueue, answered: queue.SimpleQueue) -> None:
+def _run_calls(requests: queue.SimpleQueue, answers: queue.SimpleQueue) -> None:
     with asyncio.Runner() as runner:
-        while (call := asked.get()) is not None:
-            answered.put(perform(call.function, call, runner.run))
+        while (call := requests.get()) is not None:
+            answers.put(perform(call.function, call, runner.run))
 
 
-class _Loop:
+class _EventLoop:
     """Owner of a thread with an event loop, which all calls of ``async`` functions share."""
 
     def __init__(self, stuck: list[threading.Thread]):
@@ -458,29 +466,29 @@ class _Loop:
         self.loop.call_soon_threadsafe(self.loop.stop)
 
 
-class _Waiting:
+class _AsyncCall:
     """A call of an ``async`` function, which waits from now on."""
 
-    def __init__(self, call: Call, loop: _Loop):
+    def __init__(self, call: RewardCall, loop: _EventLoop):
         self._call = call
         self._loop = loop
         self._until = time.monotonic() + call.limit_s
-        self._refused = refused(loop.stuck, call)
-        self._outcomes: Future[list[Outcome]] = Future()
+        self._refused = refusal_outcomes(loop.stuck, call)
+        self._outcomes: Future[list[RewardOutcome]] = Future()
         function: Any = call.function
         if not self._refused:
-            self._outcomes = asyncio.run_coroutine_threadsafe(together(function, call), loop.loop)
+            self._outcomes = asyncio.run_coroutine_threadsafe(call_concurrently(function, call), loop.loop)
 
-    def result(self) -> list[Outcome]:
+    def result(self) -> list[RewardOutcome]:
         """Wait for the outcomes; a call that blocks the loop is abandoned with it."""
         if self._refused:
             return self._refused
         try:
             return self._outcomes.result(max(0.0, self._until - time.monotonic()))
         except (TimeoutError, CancelledError):
-            found = late(self._loop.thread, self._call)
+            outcomes = timeout_outcomes(self._loop.thread, self._call)
             if not self._loop.blocked:
                 self._loop.blocked = True
                 self._loop.stuck.append(self._loop.thread)
                 self._loop.close()
-            return found
+            return outcomes

@@ -8,7 +8,7 @@ refused there unless ``unsafe``. None needs privileges. ``docs/security.md`` has
 import functools
 from typing import NamedTuple
 
-from jaxrl_llm.sandbox.client import Ended, Servers
+from jaxrl_llm.sandbox.client import ProgramEnd, ServerPool
 from jaxrl_llm.sandbox.program import OUT_OF_MEMORY
 from jaxrl_llm.sandbox.server import LEVELS
 
@@ -34,9 +34,9 @@ class Outcome(NamedTuple):
 
 
 @functools.cache
-def servers() -> Servers:
+def servers() -> ServerPool:
     """Return this process's fork servers for programs; they end with it."""
-    return Servers()
+    return ServerPool()
 
 
 def level() -> str:
@@ -66,7 +66,7 @@ def run_python(
     return outcome(servers().run({"code": code}, data, timeout_s, memory_mb))
 
 
-def outcome(ended: Ended) -> Outcome:
+def outcome(ended: ProgramEnd) -> Outcome:
     """Return what a program's end means."""
     texts = [text.decode("utf-8", "replace") for text in (ended.stdout, ended.stderr)]
     status = {"threads": "error", "files": "output"}.get(ended.reason, ended.reason)

@@ -27,18 +27,18 @@ from jaxrl_llm.rewards.functions import (
     LARGEST,
     OF_STEPS,
     ON_DEVICE,
-    Call,
     Item,
     ModelReward,
-    Outcome,
-    Own,
+    RewardCall,
+    RewardOutcome,
+    UserFunction,
     as_reward,
-    defined,
+    definition_of,
     form_of,
 )
-from jaxrl_llm.rewards.pool import Coming, Inside, Pool, workers_for_cores
-from jaxrl_llm.rewards.rubric import OF_JUDGES, Rubric, asks_model, further, on_device
-from jaxrl_llm.rewards.shaping import BUILT_IN, Accuracy, Gate, Reward, base_of, places_of, shaped, spread
+from jaxrl_llm.rewards.pool import InProcessCalls, PendingOutcomes, Pool, workers_for_cores
+from jaxrl_llm.rewards.rubric import OF_JUDGES, Rubric, asks_model, extra_columns, on_device
+from jaxrl_llm.rewards.shaping import BUILT_IN, Accuracy, Gate, Reward, inner_reward, places_of, reward_values, spread
 from jaxrl_llm.rewards.verify import POOLED, dry_run_completion, verdict
 from jaxrl_llm.system.paths import REWARD_ERROR, SANDBOX, new_file, relative_path
 from jaxrl_llm.tasks.extract import extract, written
@@ -75,15 +75,15 @@ class Failures:
 
     def fraction(self, name: str) -> float:
         """Return the share of completions that a reward failed to score."""
-        asked, failed = self.of.get(name, (0, 0))
-        return failed / asked if failed else 0.0
+        called, failed = self.of.get(name, (0, 0))
+        return failed / called if failed else 0.0
 
     def __add__(self, other: "Failures") -> "Failures":
         """Add up two records; the earlier messages are kept."""
         of = {}
         for name in self.of | other.of:
-            (asked, failed), (more_asked, more_failed) = (one.of.get(name, (0, 0)) for one in (self, other))
-            of[name] = asked + more_asked, failed + more_failed
+            (called, failed), (more_called, more_failed) = (record.of.get(name, (0, 0)) for record in (self, other))
+            of[name] = called + more_called, failed + more_failed
         messages = self.messages | other.messages | self.messages
         return Failures(
             self.errors + other.errors, self.timeouts + other.timeouts, of, messages, self.trace or other.trace
@@ -91,11 +91,11 @@ class Failures:
 
     def metrics(self) -> dict[str, Any]:
         """Return the metrics of a step; a reward that never failed has no entry."""
-        found: dict[str, Any] = {"reward/errors": self.errors, "reward/timeouts": self.timeouts}
-        found |= {
+        metrics: dict[str, Any] = {"reward/errors": self.errors, "reward/timeouts": self.timeouts}
+        metrics |= {
             f"reward/{name}/failed_fraction": self.fraction(name) for name, (_, failed) in self.of.items() if failed
         }
-        return found | ({"event/reward_failed": self.message} if self.messages else {})
+        return metrics | ({"event/reward_failed": self.message} if self.messages else {})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,24 +122,24 @@ class Scores:
     steps: tuple[np.ndarray, ...] = ()
 
 
-def interleaved(shares: Sequence[Scores], count: int) -> Scores:
+def merge_shares(shares: Sequence[Scores], count: int) -> Scores:
     """Merge the scores of ``count`` completions; share i of s has the completions i, i + s, i + 2 s, ..."""
     parts = {name: np.zeros(count) for name in shares[0].parts}
     failures = sum((share.failures for share in shares), Failures())
-    whole = Scores(np.zeros(count), np.zeros(count), parts, failures, np.zeros(count, bool))
+    merged = Scores(np.zeros(count), np.zeros(count), parts, failures, np.zeros(count, bool))
     for start, share in enumerate(shares):
         at = slice(start, None, len(shares))
-        whole.reward[at], whole.accuracy[at], whole.failed[at] = share.reward, share.accuracy, share.failed
+        merged.reward[at], merged.accuracy[at], merged.failed[at] = share.reward, share.accuracy, share.failed
         for name, column in parts.items():
             column[at] = share.parts[name]
-    stepped = any(share.steps for share in shares)  # one without items has none
-    if not stepped:
-        return whole
+    has_steps = any(share.steps for share in shares)  # one without items has none
+    if not has_steps:
+        return merged
     steps = tuple(shares[at % len(shares)].steps[at // len(shares)] for at in range(count))
-    return dataclasses.replace(whole, steps=steps)
+    return dataclasses.replace(merged, steps=steps)
 
 
-def last_token(text: str, tokens: Sequence[int], end: int, tokenizer: Any) -> int:
+def token_index(text: str, tokens: Sequence[int], end: int, tokenizer: Any) -> int:
     """Return the index of the token in which the first ``end`` characters of a completion are complete.
 
     Bisects over its prefixes, decoded as the whole was: a character of several tokens appears with the last of them.
@@ -151,37 +151,35 @@ def last_token(text: str, tokens: Sequence[int], end: int, tokenizer: Any) -> in
       tokenizer: that wrote the text.
     """
     return bisect.bisect_left(
-        range(1, len(tokens)),
-        True,
-        key=lambda count: text_of(tokenizer, tokens[:count]).startswith(text[:end]),
+        range(1, len(tokens)), True, key=lambda count: text_of(tokenizer, tokens[:count]).startswith(text[:end])
     )
 
 
-def at_tokens(items: Sequence[Any], stepped: Sequence[tuple[Any, Any]], tokenizer: Any) -> tuple[np.ndarray, ...]:
+def steps_at_tokens(items: Sequence[Any], parts: Sequence[tuple[Any, Any]], tokenizer: Any) -> tuple[np.ndarray, ...]:
     """Place the step rewards of completions at their tokens, float32[t] each; empty without any, or without a
     tokenizer.
 
     Args:
       items: problems with completions.
-      stepped: step rewards, each with its steps of each completion.
+      parts: step rewards, each with its steps of each completion.
       tokenizer: that wrote the texts.
     """
-    if not stepped or tokenizer is None:
+    if not parts or tokenizer is None:
         return ()
-    found = []
+    step_rewards = []
     for at, (_, completion) in enumerate(items):
         tokens = completion.tokens.tolist()
         columns = []
-        for reward, steps in stepped:
+        for reward, steps in parts:
             values = np.full(len(tokens), np.nan, np.float32)
             for position, value in steps[at]:
                 if reward.positions == "characters":
-                    position = last_token(completion.text, tokens, position, tokenizer)
+                    position = token_index(completion.text, tokens, position, tokenizer)
                 values[position] = np.nansum([values[position], reward.weight * value])
             columns.append(values)
         stacked = np.stack(columns)
-        found.append(np.where(np.isnan(stacked).all(axis=0), np.float32(np.nan), np.nansum(stacked, axis=0)))
-    return tuple(found)
+        step_rewards.append(np.where(np.isnan(stacked).all(axis=0), np.float32(np.nan), np.nansum(stacked, axis=0)))
+    return tuple(step_rewards)
 
 
 ENVIRONMENT = "environment"
@@ -193,8 +191,8 @@ def with_unplayed(scores: Scores, played: Sequence[int], items: Sequence[tuple[A
     parts are NaN.
     """
 
-    def spread(values: np.ndarray, others: Any) -> np.ndarray:
-        column = np.full(len(items), others, np.float64)
+    def spread(values: np.ndarray, filler: Any) -> np.ndarray:
+        column = np.full(len(items), filler, np.float64)
         column[played] = values
         return column
 
@@ -218,20 +216,20 @@ def with_environment(scores: Scores, items: Sequence[tuple[Any, Any]]) -> Scores
     of = {ENVIRONMENT: (len(episodes), len(errors))}
     failures = Failures(len(errors), 0, of, {ENVIRONMENT: next(iter(errors.values()))} if errors else {})
     scores = dataclasses.replace(scores, failed=failed, failures=scores.failures + failures)
-    given = np.array([episodes[place].reward if place in episodes else math.nan for place in range(len(items))])
-    lacking = [place for place in range(len(items)) if place not in episodes]
-    added = given.copy()
-    added[lacking] = 0.0
-    return dataclasses.replace(scores, reward=scores.reward + added, parts=scores.parts | {ENVIRONMENT: given})
+    column = np.full(len(items), math.nan)
+    column[[*episodes]] = [episode.reward for episode in episodes.values()]
+    reward = scores.reward.copy()
+    reward[[*episodes]] += column[[*episodes]]
+    return dataclasses.replace(scores, reward=reward, parts=scores.parts | {ENVIRONMENT: column})
 
 
-class Begun(NamedTuple):
+class PendingScores(NamedTuple):
     """Completions that are being scored.
 
     Attributes:
       items: pairs of problem and completion.
       rewards: that score them, by the names of their parts.
-      given: scores by models on the device.
+      device_scores: scores by models on the device.
       places: of the completions that each reward scores.
       columns: float64[n] of the verifier and of each base of a reward, by name, filled as outcomes come.
       jobs: the name and the places that each call fills, the call, and its outcomes to come.
@@ -239,17 +237,17 @@ class Begun(NamedTuple):
 
     items: Sequence[Item]
     rewards: dict[str, Any]
-    given: Mapping[str, Any]
+    device_scores: Mapping[str, Any]
     places: Mapping[str, Sequence[int]]
     columns: dict[str, np.ndarray]
-    jobs: list[tuple[tuple[str, Sequence[int], Call], Coming]]
+    jobs: list[tuple[tuple[str, Sequence[int], RewardCall], PendingOutcomes]]
 
 
-def failures_of(
-    failed: dict[tuple[str, int], Outcome], source: dict[str, str], places: Mapping[str, Sequence[int]]
+def collect_failures(
+    failed: dict[tuple[str, int], RewardOutcome], source: dict[str, str], places: Mapping[str, Sequence[int]]
 ) -> Failures:
     """Collect the failures of rewards that score the completions in their ``places``."""
-    first: dict[str, Outcome] = {}
+    first: dict[str, RewardOutcome] = {}
     for (column, _), outcome in failed.items():
         first.setdefault(column, outcome)
     names = {column: name for name, column in reversed(source.items())}
@@ -266,19 +264,14 @@ def failures_of(
     )
 
 
-SAMPLE = 256
+REFERENCE_SAMPLE = 256
 """Number of references that are tried before the first step."""
-FILE, PROGRAMS_FILE = "references.json", "solutions.json"
-"""The files in a run's directory with what all references, and all reference programs, have shown, by a digest of
-them.
-"""
+REFERENCES_FILE = "references.json"
+"""File in a run's directory with the notes about its references, by a digest of them."""
 SOLUTION = "solution"
 """Column of the rows with their reference programs."""
-MATH = "math"
-_AT_ONCE = 4  # few, since rewards wait behind them
-_NAMED = 3  # rows named in a note
 
-Lost = Sequence[tuple[Problem, float]]
+UnmetReferences = Sequence[tuple[Problem, float]]
 """Problems of references that did not reach their answer, with their scores."""
 Notes = tuple[list[str], Callable[[Callable[[str], None]], None]]
 """Notes; and a function that begins to try the rest in the background, which gives notes to its argument."""
@@ -299,16 +292,16 @@ def check_references(
     Raises:
       InputError: it is needed, and most of the sample are not reached.
     """
-    distinct = {(one.extractor, one.answer): one for one in problems if one.verifier == MATH}
+    distinct = {(problem.extractor, problem.answer): problem for problem in problems if problem.verifier == "math"}
     tries = {}
-    for key, one in distinct.items():
-        answer = extract(written(one.answer, one.extractor), one.extractor) or ""
-        tries[json.dumps(key)] = one, Call(POOLED[MATH], [(answer, one)], timeout_s=timeout_s)
+    for key, problem in distinct.items():
+        answer = extract(written(problem.answer, problem.extractor), problem.extractor) or ""
+        tries[json.dumps(key)] = problem, RewardCall(POOLED["math"], [(answer, problem)], timeout_s=timeout_s)
 
-    def told(lost: Lost, count: int, sample: bool) -> list[str]:
-        return unreachable([one for one, _ in lost], count, needed and sample)
+    def make_notes(lost: UnmetReferences, count: int, sample: bool) -> list[str]:
+        return unreachable([problem for problem, _ in lost], count, needed and sample)
 
-    return _try_references(tries, told, pool, None if folder is None else folder / FILE)
+    return _try_references(tries, make_notes, pool, None if folder is None else folder / REFERENCES_FILE)
 
 
 def check_programs(judged: Iterable[tuple[CodeTests, Sequence[Problem]]], pool: Pool, folder: Path | None) -> Notes:
@@ -321,64 +314,64 @@ def check_programs(judged: Iterable[tuple[CodeTests, Sequence[Problem]]], pool: 
     """
     tries = {}
     for judge, problems in judged:
-        for one in problems:
-            program = one.metadata.get(SOLUTION)
+        for problem in problems:
+            program = problem.metadata.get(SOLUTION)
             if isinstance(program, str) and program.strip():
-                begun = judge.before is not None and one.metadata[judge.before].strip() in program
-                whole = dataclasses.replace(judge, all_or_nothing=True, before=None if begun else judge.before)
-                tries[repr((whole, program, one.metadata[judge.column]))] = one, whole.call(one, program)
-    return _try_references(tries, _unsolved, pool, None if folder is None else folder / PROGRAMS_FILE)
+                has_beginning = judge.before is not None and problem.metadata[judge.before].strip() in program
+                strict = dataclasses.replace(judge, all_or_nothing=True, before=None if has_beginning else judge.before)
+                tries[repr((strict, program, problem.metadata[judge.column]))] = problem, strict.call(problem, program)
+    return _try_references(tries, _failing_programs_note, pool, None if folder is None else folder / "solutions.json")
 
 
-def _unsolved(lost: Lost, count: int, sample: bool) -> list[str]:
+def _failing_programs_note(lost: UnmetReferences, count: int, sample: bool) -> list[str]:
     """Return the note about reference programs that fail, or that nobody can judge."""
-    told = []
-    for ends, said in ((False, "fail their own tests"), (True, "cannot be told by their own tests")):
-        rows = [str(one.metadata.get("row", one.id)) for one, score in lost if math.isnan(score) == ends]
-        named = ", ".join(rows[:_NAMED]) + (", ..." if len(rows) > _NAMED else "")
-        told += [f"{len(rows)} {said}: {named}"] if rows else []
+    parts = []
+    for ends, failure in ((False, "fail their own tests"), (True, "cannot be told by their own tests")):
+        rows = [str(problem.metadata.get("row", problem.id)) for problem, score in lost if math.isnan(score) == ends]
+        listed = ", ".join(rows[:3]) + (", ..." if len(rows) > 3 else "")
+        parts += [f"{len(rows)} {failure}: {listed}"] if rows else []
     remedy = "no answer can earn its reward there; correct these tests or leave the rows out (docs/security.md)"
-    return [f"of {count} reference programs (column {SOLUTION}), {'; '.join(told)}; {remedy}"] if told else []
+    return [f"of {count} reference programs (column {SOLUTION}), {'; '.join(parts)}; {remedy}"] if parts else []
 
 
 def _try_references(
-    tries: Mapping[str, tuple[Problem, Call]], told: Callable[[Lost, int, bool], list[str]], pool: Pool,
-    path: Path | None,
+    tries: Mapping[str, tuple[Problem, RewardCall]], make_notes: Callable[[UnmetReferences, int, bool], list[str]],
+    pool: Pool, path: Path | None,
 ) -> Notes:  # fmt: skip
-    """Try a sample of references; ``told`` makes notes of those that are lost among so many, the sample or all."""
-    by_digest = {codec.digest(key, 64): one for key, one in tries.items()}
+    """Try a sample of references; ``make_notes`` gets the unmet ones, the number tried, and whether it is a sample."""
+    by_digest = {codec.digest(key, 64): attempt for key, attempt in tries.items()}
     ordered = [by_digest[key] for key in sorted(by_digest)]
     digest = codec.digest("".join(sorted(by_digest)))
-    known = json.loads(path.read_text()) if path is not None and path.exists() else {}
-    if not ordered or digest in known:
-        return known.get(digest, []), lambda note: None
-    lost = _lost(ordered[:SAMPLE], pool)
-    notes = told(lost, len(ordered[:SAMPLE]), True)
+    saved = json.loads(path.read_text()) if path is not None and path.exists() else {}
+    if not ordered or digest in saved:
+        return saved.get(digest, []), lambda note: None
+    lost = _unmet_references(ordered[:REFERENCE_SAMPLE], pool)
+    notes = make_notes(lost, len(ordered[:REFERENCE_SAMPLE]), True)
 
     def finish(note: Callable[[str], None]) -> None:
-        found = list(lost)
+        unmet = list(lost)
         try:
-            for begin in range(SAMPLE, len(ordered), _AT_ONCE):
-                found += _lost(ordered[begin : begin + _AT_ONCE], pool)
+            for begin in range(REFERENCE_SAMPLE, len(ordered), 4):  # few at one time, since rewards wait behind them
+                unmet += _unmet_references(ordered[begin : begin + 4], pool)
         except (CancelledError, RuntimeError):  # the run ends; or its rewards cannot be scored, and say so
             return
-        all_told = told(found, len(ordered), False)
-        for line in all_told if len(found) > len(lost) else ():
+        all_notes = make_notes(unmet, len(ordered), False)
+        for line in all_notes if len(unmet) > len(lost) else ():
             note(line)
         if path is not None:
             with new_file(path) as part:
-                part.write_text(json.dumps({digest: all_told}))
+                part.write_text(json.dumps({digest: all_notes}))
 
     return notes, lambda note: threading.Thread(target=finish, args=[note], name="references", daemon=True).start()
 
 
-def _lost(tries: Sequence[tuple[Problem, Call]], pool: Pool) -> list[tuple[Problem, float]]:
+def _unmet_references(tries: Sequence[tuple[Problem, RewardCall]], pool: Pool) -> list[tuple[Problem, float]]:
     outcomes = [future.result()[0] for future in pool.submit([call for _, call in tries])]
     scores = [outcome.value if outcome.status == "ok" else math.nan for outcome in outcomes]
-    return [(one, score) for (one, _), score in zip(tries, scores, strict=True) if not score >= 1.0]
+    return [(problem, score) for (problem, _), score in zip(tries, scores, strict=True) if not score >= 1.0]
 
 
-def as_episode(answer: Completion, tools: Sequence[str]) -> Completion:
+def two_turn_episode(answer: Completion, tools: Sequence[str]) -> Completion:
     """Return an episode of two turns that ends with this answer: the environment replies to the first, which calls a
     tool if there are ``tools`` (their names).
 
@@ -386,22 +379,23 @@ def as_episode(answer: Completion, tools: Sequence[str]) -> Completion:
     sampled.
     """
     size = len(answer.tokens)
-    said = {"role": "assistant", "content": answer.text}
+    reply = {"role": "assistant", "content": answer.text}
     calls = [{"id": "call_0", "type": "function", "function": {"name": name, "arguments": {}}} for name in tools[:1]]
-    heard = {"role": "tool", "name": tools[0], "tool_call_id": "call_0"} if calls else {"role": "user"}
+    observation = {"role": "tool", "name": tools[0], "tool_call_id": "call_0"} if calls else {"role": "user"}
     first = Turn(
-        size, said | ({"tool_calls": calls} if calls else {}), (heard | {"content": answer.text},), calls=len(calls)
+        size,
+        reply | ({"tool_calls": calls} if calls else {}),
+        (observation | {"content": answer.text},),
+        calls=len(calls),
     )
     thrice = {name: np.tile(getattr(answer, name), 3) for name in ("tokens", "sampler_logp", "version", "mask")}
     thrice["mask"][size : 2 * size] = False
-    episode = Episode((first, Turn(3 * size, said)), "completed", tools=len(tools))
+    episode = Episode((first, Turn(3 * size, reply)), "completed", tools=len(tools))
     return dataclasses.replace(answer, **thrice, episode=episode)
 
 
-RECORDS = (Scores, Failures)
+SCORE_RECORDS = (Scores, Failures)
 """Types that processes send to each other."""
-BATCH_TIMES = 60
-"""Factor by which the time limit of a call of a whole batch exceeds that of one completion."""
 VERIFIED = ""
 """Name of the verifier's own column, which exists without an ``Accuracy`` reward too; no reward has this name."""
 
@@ -441,18 +435,18 @@ class Scorer(contextlib.AbstractContextManager):
                 f"rewards have {workers} workers, timeout_s {timeout_s}, on_error {on_error}; give at "
                 f"least 1 worker, more than 0 seconds, and a finite on_error or NaN"
             )
-        self._rewards = shaping.named([as_reward(reward) for reward in rewards])
+        self._rewards = shaping.name_rewards([as_reward(reward) for reward in rewards])
         beside = {**(watched or {}), **(on_request or {})}
-        self._beside = {name: one if isinstance(one, Gate) else as_reward(one) for name, one in beside.items()}
-        self._watched = {name: one for name, one in self._beside.items() if name not in (on_request or {})}
+        self._beside = {name: extra if isinstance(extra, Gate) else as_reward(extra) for name, extra in beside.items()}
+        self._watched = {name: extra for name, extra in self._beside.items() if name not in (on_request or {})}
         for reward in (*self._rewards.values(), *self._beside.values()):
-            shaping.check(reward)
-        self._bases = {name: base_of(reward) for name, reward in (self._rewards | self._beside).items()}
-        known = (Accuracy, CodeTests, *BUILT_IN, *ON_DEVICE)
+            shaping.check_reward(reward)
+        self._bases = {name: inner_reward(reward) for name, reward in (self._rewards | self._beside).items()}
+        without_function = (Accuracy, CodeTests, *BUILT_IN, *ON_DEVICE)
         self._forms = {
-            name: form_of(_callable(base), base.batch if isinstance(base, Own) else None)
+            name: form_of(_function_of(base), base.batch if isinstance(base, UserFunction) else None)
             for name, base in self._bases.items()
-            if not isinstance(base, known)
+            if not isinstance(base, without_function)
         }
         self.tokenizer: Any = None
         self.models: Mapping[Any, Callable[[Sequence[Item]], Any]] = {}
@@ -464,7 +458,7 @@ class Scorer(contextlib.AbstractContextManager):
         self._shown = relative_path(self._errors) if self._errors is not None else ""
         self._writes = self._errors is not None and (peers is None or peers.leads)
         self._pool = Pool(workers)
-        self._inside = Inside()
+        self._inside = InProcessCalls()
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -494,10 +488,10 @@ class Scorer(contextlib.AbstractContextManager):
         Several may be open at one time. What is measured on the device is measured now. All processes must begin and
         wait in one order.
         """
-        beside = {name: one for name, one in self._beside.items() if only is not None and name in only}
+        beside = {name: reward for name, reward in self._beside.items() if only is not None and name in only}
         rewards = self._rewards | self._watched if only is None else beside
         played = [place for place, (_, completion) in enumerate(items) if not completion.unplayed]
-        waiting = self._divided([items[place] for place in played], rewards)
+        waiting = self._begin_shares([items[place] for place in played], rewards)
 
         def finish() -> Scores:
             scores = waiting()
@@ -526,9 +520,9 @@ class Scorer(contextlib.AbstractContextManager):
           InputError: tests of a row are missing, or not known; programs cannot be confined here; or ``needed``, and
             no answer is right by most references.
         """
-        notes, others = check_references(problems, self._pool, self._timeout_s, self.folder, needed)
+        notes, try_rest = check_references(problems, self._pool, self._timeout_s, self.folder, needed)
         if note is not None and self._writes:
-            others(note)
+            try_rest(note)
         items: list[Any] = [(problem, None) for problem in problems]
         judged = [(CodeTests(), [problem for problem in problems if problem.verifier == "code"])]
         for name, reward in (self._rewards | self._beside).items():
@@ -546,9 +540,9 @@ class Scorer(contextlib.AbstractContextManager):
         if self._writes and self.folder is not None:
             with new_file(self.folder / SANDBOX) as part:
                 part.write_text(json.dumps({"level": level}) + "\n")
-        programs, others = check_programs(judged, self._pool, self.folder)
+        programs, try_rest = check_programs(judged, self._pool, self.folder)
         if note is not None and self._writes:
-            others(note)
+            try_rest(note)
         return [*notes, f"programs run in the sandbox, level {level}", *programs]
 
     def dry_run(
@@ -569,41 +563,43 @@ class Scorer(contextlib.AbstractContextManager):
         chosen = asks_model if judges else lambda base: not on_device(base)
         called = {name: reward for name, reward in called.items() if chosen(self._bases[name])}
         invented = dry_run_completion(problem, tokenizer)
-        invented = invented if tools is None else as_episode(invented, tools)
-        failures = self._divided([(problem, invented)] * count, called)().failures
+        invented = invented if tools is None else two_turn_episode(invented, tools)
+        failures = self._begin_shares([(problem, invented)] * count, called)().failures
         require(not failures.message, failures.message)
         if self._writes:
             self._errors.unlink(missing_ok=True)  # of an earlier attempt
 
-    def _divided(self, items: Sequence[Item], rewards: dict[str, Any]) -> Callable[[], Scores]:
+    def _begin_shares(self, items: Sequence[Item], rewards: dict[str, Any]) -> Callable[[], Scores]:
         """Begin the scores of these rewards: by models on the device for all items first; the rest is divided among
         processes.
         """
         bases = {name: self._bases[name] for name in rewards}
-        given = {}
+        device_scores = {}
         for name, base in bases.items():
             if on_device(base):
                 at = places_of(rewards[name], items)
-                given[name] = spread(self.models[base]([items[place] for place in at]), at, len(items))
+                device_scores[name] = spread(self.models[base]([items[place] for place in at]), at, len(items))
         if self._peers is None or self._peers.count == 1:
-            begun = self._begun(items, rewards, given)
-            return lambda: self._written(self._scores(begun))
-        own = slice(self._peers.index, None, self._peers.count)
-        share = self._begun(items[own], rewards, {name: column[own] for name, column in given.items()})
+            pending = self._begin_calls(items, rewards, device_scores)
+            return lambda: self._write_failures(self._collect_scores(pending))
+        shard = slice(self._peers.index, None, self._peers.count)
+        device_scores = {name: column[shard] for name, column in device_scores.items()}
+        share = self._begin_calls(items[shard], rewards, device_scores)
 
         def gathered() -> Scores:
             # What a timeout or a crash made of a score is gathered with it: all go on from the same numbers.
-            parts = self._peers.gather(codec.to_json(self._scores(share), RECORDS))
-            return self._written(interleaved([codec.from_json(part, RECORDS) for part in parts], len(items)))
+            parts = self._peers.gather(codec.to_json(self._collect_scores(share), SCORE_RECORDS))
+            shares = [codec.from_json(part, SCORE_RECORDS) for part in parts]
+            return self._write_failures(merge_shares(shares, len(items)))
 
         return gathered
 
-    def _written(self, scores: Scores) -> Scores:
+    def _write_failures(self, scores: Scores) -> Scores:
         """Return the scores, with their failures written to the run's directory."""
         largest = np.abs(scores.reward[~np.isnan(scores.reward)]).max(initial=0.0)
         if largest > LARGEST:  # for all processes alike
-            told = f"rewards with their weights add up to {largest:g} in size, beyond {LARGEST:g}"
-            raise InputError(f"{told}: give them smaller weights")
+            problem = f"rewards with their weights add up to {largest:g} in size, beyond {LARGEST:g}"
+            raise InputError(f"{problem}: give them smaller weights")
         failures = scores.failures
         if self._errors is None or not failures.trace:
             return scores
@@ -613,24 +609,25 @@ class Scorer(contextlib.AbstractContextManager):
         messages = {name: f"{line} (traceback in {self._shown})" for name, line in failures.messages.items()}
         return dataclasses.replace(scores, failures=dataclasses.replace(failures, messages=messages))
 
-    def _begun(self, items: Sequence[Item], rewards: dict[str, Any], given: Mapping[str, Any]) -> Begun:
+    def _begin_calls(self, items: Sequence[Item], rewards: dict[str, Any], device_scores: dict) -> PendingScores:
         """Begin the calls of the verifier and of each base of a reward, as far as it scores the completions in its
         places; what needs no call is computed now.
         """
         columns = {VERIFIED: np.zeros(len(items))}
         places = {name: places_of(reward, items) for name, reward in rewards.items()}
-        jobs: list[tuple[str, Sequence[int], Call]] = []  # what each call fills
+        jobs: list[tuple[str, Sequence[int], RewardCall]] = []  # what each call fills
         for place, (problem, completion) in enumerate(items):
-            found = verdict(problem, completion)
-            if isinstance(found, Call):
-                limit = found.timeout_s if problem.verifier == "code" else self._timeout_s
-                jobs.append((VERIFIED, [place], found._replace(timeout_s=limit)))
+            score = verdict(problem, completion)
+            if isinstance(score, RewardCall):
+                limit = score.timeout_s if problem.verifier == "code" else self._timeout_s
+                jobs.append((VERIFIED, [place], score._replace(timeout_s=limit)))
             else:
-                columns[VERIFIED][place] = found
+                columns[VERIFIED][place] = score
         for name, at in places.items():
             base = self._bases[name]
             if isinstance(base, ON_DEVICE):
-                columns[name] = base.combined(given[name]) if isinstance(base, ModelReward) else given[name]
+                scores = device_scores[name]
+                columns[name] = base.combined(scores) if isinstance(base, ModelReward) else scores
             elif isinstance(base, BUILT_IN):
                 columns[name] = spread(np.array([base(*items[place]) for place in at], np.float64), at, len(items))
             elif isinstance(base, CodeTests):
@@ -638,74 +635,76 @@ class Scorer(contextlib.AbstractContextManager):
                 jobs += [(name, [place], base.call(items[place][0], items[place][1].text)) for place in at]
             elif not isinstance(base, Accuracy):
                 columns[name] = np.zeros(len(items), object if isinstance(base, OF_STEPS) else np.float64)
-                columns |= {f"{name}/{one}": np.full(len(items), np.nan) for one in further(base)}
-                jobs += [(name, share, call) for share, call in self._calls(name, items, at, given.get(name))]
+                columns |= {f"{name}/{extra}": np.full(len(items), np.nan) for extra in extra_columns(base)}
+                jobs += [(name, share, call) for share, call in self._calls(name, items, at, device_scores.get(name))]
         pooled = iter(self._pool.submit([call for *_, call in jobs if call.function is None]))
         coming = [next(pooled) if call.function is None else self._inside.submit(call) for *_, call in jobs]
-        return Begun(items, rewards, given, places, columns, list(zip(jobs, coming, strict=True)))
+        return PendingScores(items, rewards, device_scores, places, columns, list(zip(jobs, coming, strict=True)))
 
-    def _outcomes(self, begun: Begun) -> dict[tuple[str, int], Outcome]:
+    def _collect_outcomes(self, pending: PendingScores) -> dict[tuple[str, int], RewardOutcome]:
         """Wait for the calls and put their values into the columns; return the failed ones, with their messages, by
         name and place.
         """
-        failed: dict[tuple[str, int], Outcome] = {}
-        for (name, at, call), coming in begun.jobs:
+        failed: dict[tuple[str, int], RewardOutcome] = {}
+        for (name, at, call), coming in pending.jobs:
             for place, outcome in zip(at, coming.result(), strict=True):
-                for also, value in zip(call.also, outcome.also, strict=False):  # of a failed call perhaps none
-                    begun.columns[f"{name}/{also}"][place] = value
+                # A call that failed may have no extra values.
+                for extra, value in zip(call.extra_names, outcome.extra_values, strict=False):
+                    pending.columns[f"{name}/{extra}"][place] = value
                 if outcome.status == "ok":
-                    begun.columns[name][place] = outcome.value
+                    pending.columns[name][place] = outcome.value
                     continue
                 on_error = self._on_error if call.on_error is None else call.on_error
-                begun.columns[name][place] = () if call.positions else on_error
-                defines = name in self._forms and not outcome.place and defined(_callable(self._bases[name]))
+                pending.columns[name][place] = () if call.positions else on_error
+                defines = name in self._forms and not outcome.place and definition_of(_function_of(self._bases[name]))
                 where = outcome.place or defines or call.path
                 failed[name, place] = outcome._replace(message=f"{where}: {outcome.message}")
         return failed
 
     def _calls(
-        self, name: str, items: Sequence[Item], places: Sequence[int], known: Any
-    ) -> Iterator[tuple[Sequence[int], Call]]:
+        self, name: str, items: Sequence[Item], places: Sequence[int], verdicts: Any
+    ) -> Iterator[tuple[Sequence[int], RewardCall]]:
         """Yield the calls of a function, of one completion each or of all, after the places that each fills.
 
-        ``known``: what a judge on the devices has said of each completion; None for other rewards.
+        ``verdicts``: what a judge on the devices has said of each completion; None for other rewards.
         """
         reward, form = self._bases[name], self._forms[name]
-        own = reward if isinstance(reward, Own) else None
-        path, positions = getattr(own, "path", None), getattr(own, "positions", "")
-        named = isinstance(path, str)
-        seconds = self._timeout_s * (BATCH_TIMES if form.batch else 1)
-        seconds = seconds if known is not None else getattr(reward, "timeout_s", None) or seconds
-        function = None if named else _callable(reward)
-        if known is not None:
-            function = lambda problems, completions: [known[at] for at in places]  # noqa: E731
-        also = further(reward)
+        user_function = reward if isinstance(reward, UserFunction) else None
+        path, positions = getattr(user_function, "path", None), getattr(user_function, "positions", "")
+        importable = isinstance(path, str)
+        seconds = self._timeout_s * (60 if form.batch else 1)
+        seconds = seconds if verdicts is not None else getattr(reward, "timeout_s", None) or seconds
+        function = None if importable else _function_of(reward)
+        if verdicts is not None:
+            function = lambda problems, completions: [verdicts[at] for at in places]  # noqa: E731
+        extra_names = extra_columns(reward)
         on_error = math.nan if isinstance(reward, OF_JUDGES) else None
         for share in [places] if places and (form.batch or form.waits) else [[place] for place in places]:
             bare = [(items[at][0], dataclasses.replace(items[at][1], extras={}, prompt_extras={})) for at in share]
-            yield share, Call(path if named else name, bare, form, seconds, positions, function, on_error, also)
+            label = path if importable else name
+            yield share, RewardCall(label, bare, form, seconds, positions, function, on_error, extra_names)
 
-    def _scores(self, begun: Begun) -> Scores:
+    def _collect_scores(self, pending: PendingScores) -> Scores:
         """Wait for the calls; return the scores."""
-        items, rewards, given, places, columns, _ = begun
-        failed = self._outcomes(begun)
+        items, rewards, device_scores, places, columns, _ = pending
+        failed = self._collect_outcomes(pending)
         bases = {name: self._bases[name] for name in rewards}
         accuracy = columns[VERIFIED].copy()
         accuracy[[place for name, place in failed if name == VERIFIED]] = 0.0
         source = {name: VERIFIED if isinstance(base, Accuracy) else name for name, base in bases.items()}
         stepped = {name: columns[name] for name, base in bases.items() if isinstance(base, OF_STEPS)}
-        whole = {name: shaped(rewards[name], columns[source[name]]) for name in rewards if name not in stepped}
-        for name in whole.keys() & self._beside.keys():
+        values = {name: reward_values(rewards[name], columns[source[name]]) for name in rewards if name not in stepped}
+        for name in values.keys() & self._beside.keys():
             lost = [place for column, place in failed if column == source[name]]
-            whole[name][lost] = shaped(rewards[name], np.full(len(lost), np.nan))
+            values[name][lost] = reward_values(rewards[name], np.full(len(lost), np.nan))
         counted = {VERIFIED} | {source[name] for name in rewards if name in self._rewards}
         unscored = np.zeros(len(items), bool)
         unscored[[place for column, place in failed if column in counted]] = True
         reward = np.zeros(len(items))
-        for name in (name for name in whole if name in self._rewards):
+        for name in (name for name in values if name in self._rewards):
             at = places[name]
-            reward[at] += rewards[name].weight * whole[name][at]
-            whole[name] = spread(whole[name][at], at, len(items))
+            reward[at] += rewards[name].weight * values[name][at]
+            values[name] = spread(values[name][at], at, len(items))
         if math.isnan(self._on_error):
             reward[[place for column, place in failed if column in stepped]] = np.nan
         means = {
@@ -714,24 +713,24 @@ class Scorer(contextlib.AbstractContextManager):
         }
         differing = {
             f"{name}/{DISAGREEMENT}": scores.std(axis=1)
-            for name, scores in given.items()
+            for name, scores in device_scores.items()
             if name in self._rewards and isinstance(bases[name], ModelReward) and scores.shape[1:] > (1,)
         }
         beside = {
-            f"{name}/{one}": columns[f"{name}/{one}"]
+            f"{name}/{extra}": columns[f"{name}/{extra}"]
             for name, base in bases.items()
             if name in self._rewards
-            for one in further(base)
+            for extra in extra_columns(base)
         }
         return Scores(
             reward=reward,
             accuracy=accuracy,
-            parts={name: (means | whole)[name] for name in rewards} | differing | beside,
-            failures=failures_of(failed, source, places),
+            parts={name: (means | values)[name] for name in rewards} | differing | beside,
+            failures=collect_failures(failed, source, places),
             failed=unscored,
-            steps=at_tokens(items, [(self._bases[name], said) for name, said in stepped.items()], self.tokenizer),
+            steps=steps_at_tokens(items, [(self._bases[name], said) for name, said in stepped.items()], self.tokenizer),
         )
 
 
-def _callable(reward: Any) -> Callable[..., Any]:
-    return reward.function if isinstance(reward, Own) else reward
+def _function_of(reward: Any) -> Callable[..., Any]:
+    return reward.function if isinstance(reward, UserFunction) else reward

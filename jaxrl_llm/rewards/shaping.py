@@ -181,16 +181,16 @@ def spread(values: np.ndarray, places: Sequence[int], count: int) -> np.ndarray:
     return column
 
 
-def base_of(reward: Any) -> Any:
+def inner_reward(reward: Any) -> Any:
     """Return the innermost reward, which is scored for this one."""
-    return base_of(reward.of) if isinstance(reward, Bound) else reward
+    return inner_reward(reward.of) if isinstance(reward, Bound) else reward
 
 
-def shaped(reward: Any, values: np.ndarray) -> np.ndarray:
-    """Return the reward's values, float64[n], from those of ``base_of(reward)``; a gate's are 1 where it rejects."""
+def reward_values(reward: Any, values: np.ndarray) -> np.ndarray:
+    """Return a reward's values, float64[n], from those of its ``inner_reward``; a gate's are 1 where it rejects."""
     if not isinstance(reward, Bound):
         return values
-    inner = shaped(reward.of, values)
+    inner = reward_values(reward.of, values)
     match reward:
         case Hinge():
             return -np.maximum(0.0, inner - reward.limit)
@@ -243,8 +243,8 @@ class SoftOverlong:
     name: ClassVar[str] = "soft_overlong"
 
     def __call__(self, problem: Problem, completion: Completion) -> float:
-        left = self.max_length - self.cache - completion.length
-        return max(-self.cache, min(0, left)) / self.cache
+        remaining = self.max_length - self.cache - completion.length
+        return max(-self.cache, min(0, remaining)) / self.cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -304,8 +304,7 @@ class Format:
     name: ClassVar[str] = "format"
 
     def __call__(self, problem: Problem, completion: Completion) -> float:
-        pattern = _compiled("format", self.pattern)
-        return float(_in_time(lambda: pattern.fullmatch(completion.text, timeout=PATTERN_S)))
+        return float(_matches_in_time(_compile("format", self.pattern).fullmatch, completion.text))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -326,13 +325,13 @@ class Refusals:
     name: ClassVar[str] = "refusal"
 
     def __post_init__(self):
-        given = (self.patterns,) if isinstance(self.patterns, str) else tuple(self.patterns)
-        object.__setattr__(self, "patterns", given)
+        patterns = (self.patterns,) if isinstance(self.patterns, str) else tuple(self.patterns)
+        object.__setattr__(self, "patterns", patterns)
 
     def __call__(self, problem: Problem, completion: Completion) -> float:
         text = completion.text[: self.within].replace("\u2019", "'")
-        patterns = (_compiled("Refusals", pattern, regex.IGNORECASE) for pattern in self.patterns)
-        return float(any(_in_time(lambda one=one: one.search(text, timeout=PATTERN_S)) for one in patterns))
+        patterns = (_compile("Refusals", pattern, regex.IGNORECASE) for pattern in self.patterns)
+        return float(any(_matches_in_time(pattern.search, text) for pattern in patterns))
 
 
 PATTERN_S = 1.0
@@ -362,33 +361,31 @@ Reward = (
     | Lost
 )
 
-TAKEN = ("mean", "std", "zero_std_fraction", "errors", "timeouts")
-"""Names that ``reward/<name>`` uses for the sum; no part may have them."""
 
-
-def named(rewards: Sequence[Reward]) -> dict[str, Reward]:
+def name_rewards(rewards: Sequence[Reward]) -> dict[str, Reward]:
     """Return the rewards by the names of their columns, in order; the second of a name becomes ``name_2``.
 
     ``accuracy`` is the verifier's: another reward of that name gets a number too.
     """
-    found: dict[str, Reward] = {}
+    by_name: dict[str, Reward] = {}
+    of_the_sum = {"mean", "std", "zero_std_fraction", "errors", "timeouts"}  # ``reward/<name>`` of the sum has these
     for reward in rewards:
         verifier = () if isinstance(reward, Accuracy) else ("accuracy",)
-        found[free_name(reward.name, {*TAKEN, *verifier, *found})] = reward
-    return found
+        by_name[free_name(reward.name, {*of_the_sum, *verifier, *by_name})] = reward
+    return by_name
 
 
-def free_name(name: str, taken: Collection[str]) -> str:
+def free_name(name: str, used: Collection[str]) -> str:
     """Return the name, with a number if it is taken."""
     free = name
     number = 2
-    while free in taken:
+    while free in used:
         free = f"{name}_{number}"
         number = number + 1
     return free
 
 
-def check(reward: Any) -> None:
+def check_reward(reward: Any) -> None:
     """Refuse a reward, a constraint or a gate that cannot work.
 
     Raises:
@@ -409,16 +406,16 @@ def check(reward: Any) -> None:
                 f"it needs 0 < cache <= max_length"
             )
         case Format():
-            _compiled("format", reward.pattern)
+            _compile("format", reward.pattern)
         case Refusals() if not reward.patterns or not all(reward.patterns):
             raise InputError(
                 "Refusals has no pattern, or an empty one, which is found in every text: give regular expressions"
             )
         case Refusals():
             for pattern in reward.patterns:
-                _compiled("Refusals", pattern, regex.IGNORECASE)
+                _compile("Refusals", pattern, regex.IGNORECASE)
         case TaskReward():
-            check(reward.of)
+            check_reward(reward.of)
         case Bound() | Constraint():
             _check_bound(reward)
         case StepReward() if not reward.separator:
@@ -462,25 +459,25 @@ def _check_bound(bound: Bound | Constraint) -> None:
         )
     if isinstance(bound, Constraint) and (not bound.label or "/" in bound.label):
         raise InputError(f"{kind} of {inner.name} has the name {bound.label!r}: give one without a slash")
-    if isinstance(base_of(inner), OF_STEPS):
+    if isinstance(inner_reward(inner), OF_STEPS):
         raise InputError(f"{kind} holds the step reward {inner.name}: give a reward with one value a completion")
-    check(inner)
+    check_reward(inner)
     if inner.weight != 1:
         raise InputError(f"{inner.name} in {kind} has the weight {inner.weight:g}, which nothing reads: leave it out")
 
 
 @functools.lru_cache(maxsize=256)
-def _compiled(what: str, pattern: str, flags: int = 0) -> Any:
+def _compile(what: str, pattern: str, flags: int = 0) -> Any:
     try:
         return regex.compile(pattern, regex.DOTALL | flags)
     except regex.error as error:
         raise InputError(f"{what} pattern {pattern!r} is not a regular expression ({error}); correct it") from error
 
 
-def _in_time(match: Callable[[], Any]) -> bool:
-    """Whether a regular expression matches, and in its time."""
+def _matches_in_time(match: Callable[..., Any], text: str) -> bool:
+    """Whether a regular expression matches a text within ``PATTERN_S``."""
     try:
-        return match() is not None
+        return match(text, timeout=PATTERN_S) is not None
     except TimeoutError:
         return False
 
@@ -524,7 +521,7 @@ class RelativeLength:
         spread = lengths.max() - lengths.min()
         lam = 0.5 - (lengths - lengths.min()) / spread if spread else np.zeros_like(lengths)
         part = np.where(group.accuracy >= 1, lam, np.minimum(0, lam))
-        return _added(group, "relative_length", part, self.weight if updates >= self.warmup else 0.0)
+        return _add_part(group, "relative_length", part, self.weight if updates >= self.warmup else 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -545,12 +542,12 @@ class LengthCycle:
         """Return the group with shaped rewards; see the module."""
         cosine = CosineLength(budget, self.low, self.high)
         part = np.array([cosine(group.problem, c) for c in group.completions])
-        return _added(group, "cosine_length", part, self.weight if updates % (self.on + self.off) < self.on else 0.0)
+        return _add_part(group, "cosine_length", part, self.weight if updates % (self.on + self.off) < self.on else 0.0)
 
 
 GroupShaping = StopProperly | RelativeLength | LengthCycle
 
 
-def _added(group: Group, name: str, part: np.ndarray, weight: float) -> Group:
+def _add_part(group: Group, name: str, part: np.ndarray, weight: float) -> Group:
     name = free_name(name, group.parts)  # a reward, or another shaping, may be called the same
     return dataclasses.replace(group, rewards=group.rewards + weight * part, parts=group.parts | {name: part})

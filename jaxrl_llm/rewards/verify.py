@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.code import CodeTests
-from jaxrl_llm.rewards.functions import Call
+from jaxrl_llm.rewards.functions import RewardCall
 from jaxrl_llm.tasks.extract import extract, matches, written
 from jaxrl_llm.tasks.filters import resolve
 from jaxrl_llm.tasks.instructions import followed
@@ -16,7 +16,7 @@ from jaxrl_llm.types import Completion, Problem
 INLINE = ("match", "integer", "instructions")
 """Verifiers that cannot hang."""
 
-POOLED = {"math": "jaxrl_llm.rewards.math_answer:score", "reasoning_gym": "jaxrl_llm.rewards.gym_answer:score"}
+POOLED = {"math": "jaxrl_llm.rewards.math_answer:score_math", "reasoning_gym": "jaxrl_llm.rewards.gym_answer:score_gym"}
 """Verifiers that run a model's text through code that may hang, as ``module:function`` of the same form."""
 
 
@@ -28,11 +28,11 @@ def accuracy(problem: Problem, completion: Completion) -> float:
     Raises:
       InputError: the problem names an unknown extractor or verifier.
     """
-    found = verdict(problem, completion)
-    return resolve(found.path)(*found.items[0]) if isinstance(found, Call) else found
+    score = verdict(problem, completion)
+    return resolve(score.path)(*score.items[0]) if isinstance(score, RewardCall) else score
 
 
-def verdict(problem: Problem, completion: Completion) -> float | Call:
+def verdict(problem: Problem, completion: Completion) -> float | RewardCall:
     """Return the accuracy if the verifier cannot hang; else the call that computes it. Raises the errors of
     ``accuracy``.
     """
@@ -44,15 +44,15 @@ def verdict(problem: Problem, completion: Completion) -> float | Call:
     if problem.verifier == "code":
         return CodeTests().call(problem, answer)
     if problem.verifier in POOLED:
-        return Call(POOLED[problem.verifier], [(answer, problem)])
+        return RewardCall(POOLED[problem.verifier], [(answer, problem)])
     if problem.verifier not in INLINE:
         raise InputError(
             f"verifier {problem.verifier!r} of problem {problem.id} is unknown; "
             f"choose one of {', '.join((*INLINE, *POOLED, 'code'))}"
         )
     if problem.verifier == "instructions":  # characters count as written: a full-width comma is none, as in IFEval
-        kept = followed(answer, problem.metadata)
-        return sum(kept) / len(kept)
+        satisfied = followed(answer, problem.metadata)
+        return sum(satisfied) / len(satisfied)
     return float(matches(answer, problem.answer, problem.verifier))
 
 

@@ -20,11 +20,11 @@ import numpy as np
 
 from jaxrl_llm import codec
 from jaxrl_llm.engine.requests import EMPTY, first_tokens, row_limit, with_tokens
-from jaxrl_llm.environments.calls import Parsed
+from jaxrl_llm.environments.calls import ParsedReply
 from jaxrl_llm.environments.environment import Limits
 from jaxrl_llm.environments.episode_format import EpisodeFormat
 from jaxrl_llm.environments.factory import Factory
-from jaxrl_llm.environments.world import Answer, Threads, World, hanging, told
+from jaxrl_llm.environments.world import Answer, DaemonThreads, World, count_hanging, format_error
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.rollout.settings import Branching
 from jaxrl_llm.tasks.chats import Prompts
@@ -111,7 +111,7 @@ class LiveEpisode:
     copies: dict[int, Self] = dataclasses.field(default_factory=dict)
     copies_closed: bool = False
 
-    def parse(self, completion: Completion) -> Parsed:
+    def parse(self, completion: Completion) -> ParsedReply:
         """Return the message of a completion's last turn."""
         start = completion.last_turn
         before = completion.forks.get(start, completion.tokens[:start])
@@ -212,7 +212,7 @@ class LiveEpisode:
             turns = (*before.turns, dataclasses.replace(turn, fork=tuple(map(int, fork))))
             return dataclasses.replace(episode, turns=turns), []
         if self.observed:
-            spans = tuple((size + start, size + end) for start, end in self.form.said(*context, tokens))
+            spans = tuple((size + start, size + end) for start, end in self.form.content_ranges(*context, tokens))
             episode = dataclasses.replace(episode, turns=(*before.turns, dataclasses.replace(turn, said=spans)))
         return episode, [int(token) for token in tokens]
 
@@ -238,7 +238,8 @@ def cut_contents(messages: Sequence[Message], max_chars: int) -> tuple[Message, 
 
 def failed_episode(error: BaseException) -> Episode:
     """Return the end of an episode that an exception breaks off."""
-    return Episode(end="environment_error", reward=math.nan, error=told(error, kind=not isinstance(error, InputError)))
+    line = format_error(error, kind=not isinstance(error, InputError))
+    return Episode(end="environment_error", reward=math.nan, error=line)
 
 
 class LocalEpisodes:
@@ -259,7 +260,7 @@ class LocalEpisodes:
     ):  # fmt: skip
         self.close_errors: list[str] = []
         self._max_chars = longest * max(map(len, prompts.tokenizer.get_vocab()))
-        self.threads = Threads(MAX_ANSWERING)
+        self.threads = DaemonThreads(MAX_ANSWERING)
         self._prompts, self._limits, self._stops = prompts, limits, stops
         self._branching, self._observed = branching, observed
         playing = [task for task in prompts.tasks if task.plays]
@@ -652,7 +653,7 @@ class Episodes:
         """Return metrics of environments that failed to close since the last call, and of threads that hang; {} without
         any."""
         close_errors, self._local.close_errors[:] = [*self._local.close_errors], []
-        by_process = [(close_errors, hanging())]
+        by_process = [(close_errors, count_hanging())]
         if self._peers is not None and self._peers.count > 1:
             by_process = self._peers.gather(by_process[0])
         errors = [line for lines, _ in by_process for line in lines]

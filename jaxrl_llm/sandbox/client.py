@@ -24,10 +24,6 @@ from jaxrl_llm.sandbox.server import LEVELS, STARVED_TIMES
 OUTPUT_BYTES = 4 << 20
 """Bytes of output, of errors and of a result that a program may write."""
 START_S, GRACE_S = 60.0, 5.0
-_PROGRAM = (
-    "import sys; sys.path.append(sys.argv.pop(1)); from jaxrl_llm.sandbox.server import main; main(*sys.argv[1:])"
-)
-_ROOT = str(Path(__file__).parents[2])
 
 
 class SandboxError(RuntimeError):
@@ -35,7 +31,7 @@ class SandboxError(RuntimeError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Ended:
+class ProgramEnd:
     """A program's end.
 
     Attributes:
@@ -64,7 +60,10 @@ class Server:
     def __init__(self, level: str = LEVELS[-1]):
         self.folder = tempfile.mkdtemp(prefix="sandbox-")
         self.connection, theirs = socket.socketpair()
-        command = [sys.executable, "-s", "-S", "-P", "-X", "utf8", "-c", _PROGRAM, _ROOT]
+        program = "import sys; sys.path.append(sys.argv.pop(1)); from jaxrl_llm.sandbox.server import main; "
+        program += "main(*sys.argv[1:])"
+        root = str(Path(__file__).parents[2])
+        command = [sys.executable, "-s", "-S", "-P", "-X", "utf8", "-c", program, root]
         with contextlib.closing(theirs):
             self.process = subprocess.Popen(
                 [*command, str(theirs.fileno()), self.folder, level],
@@ -75,22 +74,22 @@ class Server:
                 env={"PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "1"},
                 cwd=self.folder,
             )
-        self._finalizer = weakref.finalize(self, _end, self.process, self.connection, self.folder, os.getpid())
+        self._finalizer = weakref.finalize(self, _end_server, self.process, self.connection, self.folder, os.getpid())
         self.connection.settimeout(START_S)
-        self.level = self._hear()[1]
+        self.level = self._receive()[1]
 
-    def run(self, asked: dict[str, Any], stdin: bytes, timeout_s: float, memory_mb: int) -> Ended:
-        """Run one program; ``asked`` is the request of ``program.run``.
+    def run(self, request: dict[str, Any], stdin: bytes, timeout_s: float, memory_mb: int) -> ProgramEnd:
+        """Run one program; ``request`` is the request of ``program.run``.
 
         Raises:
           SandboxError: the server died, could not start it, or the machine left it no processor.
         """
         with contextlib.ExitStack() as stack:
-            given = [stack.enter_context(_file(data)) for data in (json.dumps(asked).encode(), stdin)]
+            inputs = [stack.enter_context(_memory_file(data)) for data in (json.dumps(request).encode(), stdin)]
             pipes = [os.pipe() for _ in range(3)]
             reading = [stack.enter_context(open(ours, "rb", 0)) for ours, _ in pipes]
             limits = json.dumps({"timeout_s": timeout_s, "memory_mb": memory_mb}).encode()
-            theirs = [given[0].fileno(), given[1].fileno(), *(writing for _, writing in pipes)]
+            theirs = [inputs[0].fileno(), inputs[1].fileno(), *(writing for _, writing in pipes)]
             try:
                 socket.send_fds(self.connection, [limits], theirs)
             except OSError as error:
@@ -99,12 +98,12 @@ class Server:
                 for _, writing in pipes:
                     os.close(writing)
             outputs, overflowed = self._read(reading, time.monotonic() + STARVED_TIMES * timeout_s + GRACE_S)
-            _, reason, code = self._hear()
+            _, reason, code = self._receive()
         stdout, stderr, result = outputs
         if reason in ("broken", "starved"):
             why = {"broken": f"could not confine a program ({stderr.decode(errors='replace'):.200})"}
             raise SandboxError(f"the sandbox {why.get(reason, 'got no processor: the machine is too busy')}")
-        return Ended("output" if overflowed else reason, code, stdout, stderr, result)
+        return ProgramEnd("output" if overflowed else reason, code, stdout, stderr, result)
 
     def _read(self, reading: Sequence[IO[bytes]], deadline: float) -> tuple[list[bytes], bool]:
         """Return what the program wrote until all its outputs closed, and whether one was beyond ``OUTPUT_BYTES``."""
@@ -130,22 +129,22 @@ class Server:
                         self.connection.sendall(b"end")
         return [bytes(output[:OUTPUT_BYTES]) for output in outputs.values()], overflowed
 
-    def _hear(self) -> list[Any]:
+    def _receive(self) -> list[Any]:
         try:
-            said = self.connection.recv(4096)
+            message = self.connection.recv(4096)
         except OSError:
-            said = b""
-        if not said:
+            message = b""
+        if not message:
             self.close()
             raise SandboxError(f"the sandbox's server ended (exit code {self.process.returncode})")
-        return json.loads(said)
+        return json.loads(message)
 
     def close(self) -> None:
         """End the server with all its processes."""
         self._finalizer()
 
 
-def _end(process: subprocess.Popen, connection: socket.socket, folder: str, owner: int) -> None:
+def _end_server(process: subprocess.Popen, connection: socket.socket, folder: str, owner: int) -> None:
     if os.getpid() != owner:  # a forked child that exits leaves its parent's servers alone
         return
     connection.close()
@@ -156,7 +155,7 @@ def _end(process: subprocess.Popen, connection: socket.socket, folder: str, owne
 
 
 @contextlib.contextmanager
-def _file(data: bytes) -> Generator[IO[bytes]]:
+def _memory_file(data: bytes) -> Generator[IO[bytes]]:
     """Return an open file without a name that holds these bytes."""
     nameless = hasattr(os, "memfd_create")
     with open(os.memfd_create("sandbox"), "w+b") if nameless else tempfile.TemporaryFile() as file:
@@ -165,25 +164,25 @@ def _file(data: bytes) -> Generator[IO[bytes]]:
         yield file
 
 
-class Servers:
+class ServerPool:
     """Fork servers of one level that any number of threads use: at most as many at one time as there are processors."""
 
     def __init__(self, level: str = LEVELS[-1]):
-        self.asked = level
+        self._highest = level
         self._idle: list[Server] = []
         self._free = threading.BoundedSemaphore(os.cpu_count() or 1)
 
     @functools.cached_property
     def level(self) -> str:
         """The level reached. Raises ``SandboxError``."""
-        with self.one() as server:
+        with self.acquire() as server:
             return server.level
 
     @contextlib.contextmanager
-    def one(self) -> Generator[Server]:
+    def acquire(self) -> Generator[Server]:
         """Hold a server for the block; one that fails is replaced. Raises ``SandboxError``."""
         with self._free:
-            server = self._idle.pop() if self._idle else Server(self.asked)
+            server = self._idle.pop() if self._idle else Server(self._highest)
             try:
                 yield server
             except BaseException:
@@ -191,18 +190,18 @@ class Servers:
                 raise
             self._idle.append(server)
 
-    def run(self, asked: dict[str, Any], stdin: bytes, timeout_s: float, memory_mb: int) -> Ended:
+    def run(self, request: dict[str, Any], stdin: bytes, timeout_s: float, memory_mb: int) -> ProgramEnd:
         """Run one program as ``Server.run`` does, again if the first try was the sandbox's failure.
 
         Raises:
           SandboxError: both tries were.
         """
         try:
-            with self.one() as server:
-                return server.run(asked, stdin, timeout_s, memory_mb)
+            with self.acquire() as server:
+                return server.run(request, stdin, timeout_s, memory_mb)
         except SandboxError:
-            with self.one() as server:
-                return server.run(asked, stdin, timeout_s, memory_mb)
+            with self.acquire() as server:
+                return server.run(request, stdin, timeout_s, memory_mb)
 
     def close(self) -> None:
         """End the servers that are idle."""

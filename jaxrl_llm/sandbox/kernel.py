@@ -18,20 +18,18 @@ _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _REMOVE_FILE, _MAKE_REG, _TRUNCATE
 )
 _FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 5: 16}
 """Number of rights of files since a version of Landlock: each newer right is handled, and so denied, too."""
-_NETWORK_SINCE, _SCOPES_SINCE = 4, 6
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 _CLONE = {"mount": 0x20000, "cgroup": 0x2000000, "uts": 0x4000000, "ipc": 0x8000000, "user": 0x10000000}
 _CLONE |= {"pid": 0x20000000, "net": 0x40000000}
 _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE, _MNT_DETACH = 2, 4, 0x1000, 0x4000, 0x40000, 2
 ROOT_BYTES, ROOT_FILES = 40 << 20, 2000
 """Size of the file system of a new root, and number of files in it."""
-_PATH = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_PATH", 0)
 
 _library = ctypes.CDLL(None, use_errno=True)
 _library.syscall.restype = ctypes.c_long
 
 
-def _checked(result: int, what: str) -> int:
+def _check(result: int, what: str) -> int:
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
@@ -39,14 +37,14 @@ def _checked(result: int, what: str) -> int:
 
 
 def _syscall(number: int, *arguments: int | bytes | None) -> int:
-    words = [ctypes.c_long(one) if isinstance(one, int) else one for one in arguments]
+    words = [ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments]
     return _library.syscall(ctypes.c_long(number), *words)
 
 
 def _prctl(option: int, value: int, more: int | ctypes.Array | None = 0) -> None:
     last = ctypes.c_ulong(more) if isinstance(more, int) else more
     words = ctypes.c_ulong(value), last, ctypes.c_ulong(0), ctypes.c_ulong(0)
-    _checked(_library.prctl(ctypes.c_int(option), *words), f"prctl {option}")
+    _check(_library.prctl(ctypes.c_int(option), *words), f"prctl {option}")
 
 
 def landlock_version() -> int:
@@ -63,17 +61,17 @@ def ruleset(folder: str, readable: list[str]) -> int:
     version = landlock_version()
     rights = _FILE_RIGHTS[max(since for since in _FILE_RIGHTS if since <= version)]
     handled = [(1 << rights) - 1]
-    handled += [0b11] * (version >= _NETWORK_SINCE) + [0b11] * (version >= _SCOPES_SINCE)
+    handled += [0b11] * (version >= 4) + [0b11] * (version >= 6)  # TCP since 4; sockets and signals since 6
     packed = struct.pack(f"={len(handled)}Q", *handled)
-    rules = _checked(_syscall(_CREATE_RULESET, packed, len(packed), 0), "landlock_create_ruleset")
-    own = _READ_DIR | _REMOVE_FILE | _MAKE_REG | _READ_FILE | _WRITE_FILE | _TRUNCATE
-    allowed = [(folder, own), ("/dev/null", _READ_FILE | _WRITE_FILE)]
+    rules = _check(_syscall(_CREATE_RULESET, packed, len(packed), 0), "landlock_create_ruleset")
+    folder_rights = _READ_DIR | _REMOVE_FILE | _MAKE_REG | _READ_FILE | _WRITE_FILE | _TRUNCATE
+    allowed = [(folder, folder_rights), ("/dev/null", _READ_FILE | _WRITE_FILE)]
     allowed += [(path, _READ_FILE | _READ_DIR * os.path.isdir(path)) for path in readable]
     for path, right in allowed:
         with contextlib.suppress(FileNotFoundError):
-            place = os.open(path, _PATH)
+            place = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_PATH", 0))
             rule = struct.pack("=Qi", right & handled[0], place)
-            _checked(_syscall(_ADD_RULE, rules, 1, rule, 0), f"landlock_add_rule {path}")
+            _check(_syscall(_ADD_RULE, rules, 1, rule, 0), f"landlock_add_rule {path}")
             os.close(place)
     return rules
 
@@ -86,12 +84,12 @@ def confine(rules: int | None) -> None:
     if not syscalls.SUPPORTED:
         return
     header, none = struct.pack("=Ii", 0x20080522, 0), bytes(24)  # _LINUX_CAPABILITY_VERSION_3
-    _checked(_library.capset(header, none), "capset")
+    _check(_library.capset(header, none), "capset")
     _prctl(_PR_SET_PDEATHSIG, 9)
     _prctl(_PR_SET_DUMPABLE, 0)
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     if rules is not None:
-        _checked(_syscall(_RESTRICT_SELF, rules, 0), "landlock_restrict_self")
+        _check(_syscall(_RESTRICT_SELF, rules, 0), "landlock_restrict_self")
         os.close(rules)
     program = ctypes.create_string_buffer(syscalls.seccomp_filter(os.getpid()))
     count = (len(program) - 1) // 8
@@ -113,10 +111,7 @@ def leave_namespaces() -> None:
       OSError: it is forbidden, as containers do.
     """
     user, group = os.getuid(), os.getgid()
-    every = 0
-    for flag in _CLONE.values():
-        every |= flag
-    _checked(_library.unshare(ctypes.c_int(every)), "unshare")
+    _check(_library.unshare(ctypes.c_int(sum(_CLONE.values()))), "unshare")
     for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
@@ -129,7 +124,7 @@ def new_root(place: str, library: str) -> str:
     Raises:
       OSError: it is forbidden.
     """
-    _checked(_library.unshare(ctypes.c_int(_CLONE["mount"])), "unshare")
+    _check(_library.unshare(ctypes.c_int(_CLONE["mount"])), "unshare")
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
     _mount("tmpfs", place, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={ROOT_BYTES},nr_inodes={ROOT_FILES},mode=755")
     for path in (library, "/proc", "/dev/null"):
@@ -139,21 +134,21 @@ def new_root(place: str, library: str) -> str:
             os.makedirs(os.path.dirname(place + path))
             os.close(os.open(place + path, os.O_CREAT))
         _mount(path, place + path, None, _MS_BIND | _MS_REC)
-    own, before = "/own", "/before"
-    for folder in (own, before):
+    writable, before = "/own", "/before"
+    for folder in (writable, before):
         os.mkdir(place + folder)
     os.chdir(place)
-    _checked(_syscall(syscalls.PIVOT_ROOT, b".", before[1:].encode()), "pivot_root")
+    _check(_syscall(syscalls.PIVOT_ROOT, b".", before[1:].encode()), "pivot_root")
     os.chdir("/")
-    _checked(_library.umount2(before.encode(), ctypes.c_int(_MNT_DETACH)), "umount")
+    _check(_library.umount2(before.encode(), ctypes.c_int(_MNT_DETACH)), "umount")
     os.rmdir(before)
-    return own
+    return writable
 
 
 def _mount(source: str, place: str, kind: str | None, flags: int, options: str = "") -> None:
     words = source.encode(), place.encode(), kind.encode() if kind else None
     result = _library.mount(*words, ctypes.c_ulong(flags), options.encode())
-    _checked(result, f"mount {place}")
+    _check(result, f"mount {place}")
 
 
 def die_with_parent() -> None:

@@ -28,7 +28,7 @@ _LARGEST_DIGITS = 4000
 """Digits of the largest integer that JSON's readers take."""
 
 
-def run(request: bytes, channel: int) -> int:
+def run_program(request: bytes, channel: int) -> int:
     """Run the program that the request holds, and return its exit code.
 
     The request is JSON: ``code``, between ``prelude`` and ``setup``; then either ``expressions``, texts that are
@@ -45,31 +45,34 @@ def run(request: bytes, channel: int) -> int:
     for name in [name for name in sys.modules if name.partition(".")[0] == __name__.partition(".")[0]]:
         del sys.modules[name]
     try:
-        return _ended(json.loads(request), channel)
+        return _run_module(json.loads(request), channel)
     except MemoryError:
         return OUT_OF_MEMORY
 
 
-def _ended(asked: dict[str, Any], channel: int) -> int:
+def _run_module(request: dict[str, Any], channel: int) -> int:
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     code = 0
     try:
-        for text in (asked.get("prelude", ""), asked["code"], asked.get("setup", "")):
+        for text in (request.get("prelude", ""), request["code"], request.get("setup", "")):
             if text:
                 exec(compile(text, NAME, "exec", dont_inherit=True), module.__dict__)
-        values = _values(asked, module.__dict__)
+        values = _computed_values(request, module.__dict__)
         if values is not None:
-            said = json.dumps(values).encode()
-            while said:
-                said = said[os.write(channel, said) :]
+            message = json.dumps(values).encode()
+            while message:
+                message = message[os.write(channel, message) :]
     except SystemExit as error:
-        code = _exit_code(error)
+        number = error.code is None or isinstance(error.code, int)
+        code = (error.code or 0) & 0xFF if number else FAILED
+        if not number:
+            print(error.code, file=sys.stderr)
     except MemoryError:
         code = OUT_OF_MEMORY
     except BaseException as error:  # noqa: BLE001  whatever a program raises
         code = FAILED
-        _show(error, asked["code"])
+        _print_error(error, request["code"])
     try:
         for thread in threading.enumerate():
             if thread is not threading.current_thread() and not thread.daemon:
@@ -81,29 +84,20 @@ def _ended(asked: dict[str, Any], channel: int) -> int:
     return code
 
 
-def _values(asked: dict[str, Any], names: dict[str, Any]) -> list[Any] | None:
-    if "entry" in asked:
-        return [encoded(_entry(asked["entry"], names)(*asked["args"]))]
-    if "expressions" not in asked:
+def _computed_values(request: dict[str, Any], names: dict[str, Any]) -> list[Any] | None:
+    if "entry" in request:
+        name, solution = request["entry"], names.get("Solution")  # a function, or a method of a new ``Solution``
+        method = isinstance(solution, type) and hasattr(solution, name)
+        return [encode_value((getattr(solution(), name) if method else names[name])(*request["args"]))]
+    if "expressions" not in request:
         return None
-    names |= {name: decoded(value, names.get("DECODERS", {})) for name, value in asked.get("names", {}).items()}
-    return [encoded(eval(compile(text, NAME, "eval", dont_inherit=True), names)) for text in asked["expressions"]]
+    names |= {name: decode_value(value, names.get("DECODERS", {})) for name, value in request.get("names", {}).items()}
+    return [
+        encode_value(eval(compile(text, NAME, "eval", dont_inherit=True), names)) for text in request["expressions"]
+    ]
 
 
-def _entry(name: str, names: dict[str, Any]) -> Any:
-    """Return the function, or the method of a new ``Solution``, of this name."""
-    solution = names.get("Solution")
-    return getattr(solution(), name) if isinstance(solution, type) and hasattr(solution, name) else names[name]
-
-
-def _exit_code(error: SystemExit) -> int:
-    if error.code is None or isinstance(error.code, int):
-        return (error.code or 0) & 0xFF
-    print(error.code, file=sys.stderr)
-    return FAILED
-
-
-def _show(error: BaseException, code: str) -> None:
+def _print_error(error: BaseException, code: str) -> None:
     linecache.cache[NAME] = (len(code), None, code.splitlines(keepends=True), NAME)
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
@@ -114,7 +108,7 @@ def _show(error: BaseException, code: str) -> None:
         print(type(error).__name__, file=sys.stderr)
 
 
-def encoded(value: Any, depth: int = 0) -> Any:
+def encode_value(value: Any, depth: int = 0) -> Any:
     """Return a value as JSON that keeps its type: ``{"tuple": [1, 2]}``; ``{"other": "Name"}`` for other types.
 
     A subclass of a container is written as that container, and a value that equals no literal as its type's name.
@@ -137,10 +131,10 @@ def encoded(value: Any, depth: int = 0) -> Any:
         return {"bytes": bytes(value).hex()}
     for base in (list, tuple, set, frozenset, deque):
         if issubclass(kind, base):
-            members = [encoded(one, depth + 1) for one in base.__iter__(value)]
+            members = [encode_value(member, depth + 1) for member in base.__iter__(value)]
             return members if base is list else {base.__name__: members}
     if issubclass(kind, dict):
-        pairs = [[encoded(key, depth + 1), encoded(one, depth + 1)] for key, one in dict.items(value)]
+        pairs = [[encode_value(key, depth + 1), encode_value(member, depth + 1)] for key, member in dict.items(value)]
         return {"dict": pairs}
     for base in (Fraction, Decimal, datetime, date, time, timedelta, range, Enum):
         if issubclass(kind, base):
@@ -148,8 +142,8 @@ def encoded(value: Any, depth: int = 0) -> Any:
     return {"other": kind.__name__}
 
 
-def decoded(value: Any, own: Mapping[str, Callable[[Any], Any]] = MappingProxyType({})) -> Any:
-    """Return the value that ``encoded`` has written; ``own`` are functions that make those of some types.
+def decode_value(value: Any, decoders: Mapping[str, Callable[[Any], Any]] = MappingProxyType({})) -> Any:
+    """Return the value that ``encode_value`` has written; ``decoders`` are functions that make those of some types.
 
     Raises:
       ValueError, TypeError, ArithmeticError: it is of another type, or malformed.
@@ -157,15 +151,15 @@ def decoded(value: Any, own: Mapping[str, Callable[[Any], Any]] = MappingProxyTy
     if not isinstance(value, (dict, list)):
         return value
     if isinstance(value, list):
-        return [decoded(one, own) for one in value]
+        return [decode_value(member, decoders) for member in value]
     (kind, content), *more = value.items()
     if not more:
-        if kind in own or kind in SCALARS:
-            return (own if kind in own else SCALARS)[kind](content)
+        if kind in decoders or kind in SCALARS:
+            return (decoders if kind in decoders else SCALARS)[kind](content)
         if kind in _MEMBERS:
-            return _MEMBERS[kind](decoded(one, own) for one in content)
+            return _MEMBERS[kind](decode_value(member, decoders) for member in content)
         if kind == "dict":
-            return {decoded(key, own): decoded(one, own) for key, one in content}
+            return {decode_value(key, decoders): decode_value(member, decoders) for key, member in content}
     raise ValueError(f"a value of the type {content!r:.80} cannot be compared")
 
 
@@ -189,4 +183,4 @@ SCALARS: dict[str, Callable[[Any], Any]] = {
     "range": lambda parts: range(*parts),
     "enum": lambda names: ("a member of an enumeration", *names),
 }
-"""Functions that make values without members from what ``encoded`` has written."""
+"""Functions that make values without members from what ``encode_value`` has written."""

@@ -37,7 +37,6 @@ FILE_BYTES, FOLDER_BYTES, FOLDER_FILES, THREADS, OPEN_FILES = 8 << 20, 32 << 20,
 STARVED_TIMES = 10
 """Times its time limit that a program may take on a busy machine; time in which it waits for a processor is not its
 own."""
-_FIRST_LOOK_S, _LAST_LOOK_S = 0.005, 0.025
 
 
 def main(handle: str, folder: str, level: str) -> None:
@@ -51,11 +50,11 @@ def main(handle: str, folder: str, level: str) -> None:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     importlib.util.find_spec("not_there")  # lists the library's folder: programs may open its files, not list it
-    own = _apart(folder) if level == LEVELS[-1] else ""
-    folder = own or folder
+    private_folder = _enter_namespaces(folder) if level == LEVELS[-1] else ""
+    folder = private_folder or folder
     server = _Server(connection, folder, LEVELS.index(level))
     confined = server.rules is not None and server.tries()
-    reached = LEVELS[confined + bool(confined and own)]
+    reached = LEVELS[confined + bool(confined and private_folder)]
     gc.collect()
     gc.freeze()
     connection.sendall(json.dumps(["ready", reached]).encode())
@@ -66,7 +65,7 @@ def main(handle: str, folder: str, level: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _apart(folder: str) -> str:
+def _enter_namespaces(folder: str) -> str:
     """Continue as the first process of new namespaces, with which all others there end, and with ``folder`` as the root
     of its own file system; return the programs' folder there, or nothing if the system does not allow it.
     """
@@ -86,20 +85,16 @@ def _apart(folder: str) -> str:
         return ""
 
 
-def _readable() -> list[str]:
-    """Return the files and folders of the standard library, without installed packages."""
-    library = os.path.dirname(os.__file__)
-    names = [name for name in os.listdir(library) if name not in ("site-packages", "dist-packages")]
-    return [os.path.join(library, name) for name in names]
-
-
 class _Server:
     """One program at a time."""
 
     def __init__(self, connection: socket.socket, folder: str, level: int):
         self.connection = connection
         self.folder = folder
-        self.rules = kernel.ruleset(folder, _readable()) if level and kernel.landlock_version() else None
+        library = os.path.dirname(os.__file__)  # without installed packages
+        names = [name for name in os.listdir(library) if name not in ("site-packages", "dist-packages")]
+        paths = [os.path.join(library, name) for name in names]
+        self.rules = kernel.ruleset(folder, paths) if level and kernel.landlock_version() else None
         self.base = _address_space()
 
     def tries(self) -> bool:
@@ -115,33 +110,37 @@ class _Server:
 
     def serve(self) -> bool:
         """Run one program; return False when the parent is gone."""
-        said, descriptors, _, _ = socket.recv_fds(self.connection, 4096, 5)
-        if not said:
+        message, descriptors, _, _ = socket.recv_fds(self.connection, 4096, 5)
+        if not message:
             return False
-        limits = json.loads(said)
+        limits = json.loads(message)
         reading, writing = os.pipe()
         child = os.fork()
         if not child:
-            self._be_child(descriptors, writing, limits)
+            self._run_child(descriptors, writing, limits)
         for descriptor in (*descriptors, writing):
             os.close(descriptor)
         confined = os.read(reading, 1)
         os.close(reading)
-        reason, status = _Watch(child, self.folder, limits["timeout_s"]).wait(self.connection)
-        self._empty()
+        reason, status = _ChildWatch(child, self.folder, limits["timeout_s"]).wait(self.connection)
+        for entry in os.scandir(self.folder):
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path, ignore_errors=True)
+            else:
+                os.unlink(entry.path)
         reason = reason if confined or reason == "gone" else "broken"
         if reason == "gone":
             return False
         self.connection.sendall(json.dumps(["done", reason, os.waitstatus_to_exitcode(status)]).encode())
         return True
 
-    def _be_child(self, descriptors: list[int], confined: int, limits: dict[str, Any]) -> None:
+    def _run_child(self, descriptors: list[int], confined: int, limits: dict[str, Any]) -> None:
         """Confine this process, say so, run the program, and end."""
         try:
             os.setpgid(0, 0)
             request, *standard, result = descriptors
             with open(request, "rb") as file:
-                asked = file.read()
+                program_request = file.read()
             for number, descriptor in enumerate(standard):
                 os.dup2(descriptor, number)
             keep = {result, confined, self.rules}
@@ -161,24 +160,17 @@ class _Server:
         except BaseException as error:  # noqa: BLE001  it must not go on as a second server
             os.write(2, repr(error).encode())
             os._exit(program.FAILED)
-        os._exit(program.run(asked, result))
-
-    def _empty(self) -> None:
-        for entry in os.scandir(self.folder):
-            if entry.is_dir(follow_symlinks=False):
-                shutil.rmtree(entry.path, ignore_errors=True)
-            else:
-                os.unlink(entry.path)
+        os._exit(program.run_program(program_request, result))
 
 
-class _Watch:
+class _ChildWatch:
     """A running child: its time, threads and files."""
 
     def __init__(self, child: int, folder: str, timeout_s: float):
         self.child = child
         self.folder = folder
         self.timeout_s = timeout_s
-        self.begun = time.monotonic()
+        self.start = time.monotonic()
         self.handle = os.pidfd_open(child) if hasattr(os, "pidfd_open") else None
         self.seen = "" if self.handle is None else _process_folder(self.handle)
 
@@ -188,16 +180,17 @@ class _Watch:
         poll.register(connection, select.POLLIN)
         if self.handle is not None:
             poll.register(self.handle, select.POLLIN)
-        look, reason = _FIRST_LOOK_S, ""
+        look_s, reason = 0.005, ""
+        peek = os.WEXITED | os.WNOHANG | os.WNOWAIT
         while not reason:
-            ready = {number for number, _ in poll.poll(look * 1000)}
+            ready = {number for number, _ in poll.poll(look_s * 1000)}
             if connection.fileno() in ready:
                 reason = "killed" if connection.recv(4096) else "gone"
-            elif self.handle in ready or (self.handle is None and os.waitid(os.P_PID, self.child, _QUIET)):
+            elif self.handle in ready or (self.handle is None and os.waitid(os.P_PID, self.child, peek)):
                 reason = "exit"
             else:
-                reason = self._beyond()
-            look = min(2 * look, _LAST_LOOK_S)
+                reason = self._exceeded_limit()
+            look_s = min(2 * look_s, 0.025)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.child, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
@@ -207,9 +200,9 @@ class _Watch:
             os.close(self.handle)
         return reason, status
 
-    def _beyond(self) -> str:
+    def _exceeded_limit(self) -> str:
         """Return the limit that the child is beyond, or nothing."""
-        threads = _threads(self.seen)
+        threads = _count_threads(self.seen)
         if threads > THREADS:
             return "threads"
         entries = list(os.scandir(self.folder))
@@ -219,16 +212,13 @@ class _Watch:
                 used += entry.stat(follow_symlinks=False).st_blocks * 512
         if len(entries) > FOLDER_FILES or used > FOLDER_BYTES:
             return "files"
-        taken = time.monotonic() - self.begun
-        if taken < self.timeout_s:
+        elapsed = time.monotonic() - self.start
+        if elapsed < self.timeout_s:
             return ""
-        waited = _waited(self.seen) if threads == 1 else 0.0  # its own threads cannot starve it
-        if taken - waited < self.timeout_s:
-            return "starved" if taken > STARVED_TIMES * self.timeout_s else ""
+        starved_s = _starved_s(self.seen) if threads == 1 else 0.0  # its own threads cannot starve it
+        if elapsed - starved_s < self.timeout_s:
+            return "starved" if elapsed > STARVED_TIMES * self.timeout_s else ""
         return "timeout"
-
-
-_QUIET = os.WEXITED | os.WNOHANG | os.WNOWAIT
 
 
 def _process_folder(handle: int) -> str:
@@ -240,7 +230,7 @@ def _process_folder(handle: int) -> str:
     return ""
 
 
-def _threads(process: str) -> int:
+def _count_threads(process: str) -> int:
     with contextlib.suppress(OSError), open(f"{process}/status") as file:
         for line in file:
             if line.startswith("Threads:"):
@@ -248,7 +238,7 @@ def _threads(process: str) -> int:
     return 1
 
 
-def _waited(process: str) -> float:
+def _starved_s(process: str) -> float:
     """Return the seconds for which a process was ready to run and had no processor."""
     with contextlib.suppress(OSError), open(f"{process}/schedstat") as file:
         return int(file.read().split()[1]) / 1e9

@@ -58,15 +58,6 @@ _CONDITIONAL = {
         "prlimit64": 261, "clone3": 435,
     },
 }  # fmt: skip
-_THREAD = 0x3D0F00, 0x7D0F00
-"""Flags with which glibc and musl start a thread; a new process or namespace has others."""
-_STREAM = 0x1, 0x801, 0x80001, 0x80801
-"""SOCK_STREAM, alone and with SOCK_NONBLOCK and SOCK_CLOEXEC: datagrams could be sent to others' addresses."""
-_IOCTL = 0x5401, 0x541B, 0x5421, 0x5450, 0x5451
-"""TCGETS, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX: what Python asks of its own files."""
-_FCNTL = 0, 1, 2, 3, 4, 5, 6, 7, 1030
-"""Duplicates, flags and locks; not F_SETOWN, which sends signals to others."""
-_ANY: tuple[int, ...] = ()
 
 PIVOT_ROOT = {"aarch64": 41}.get(platform.machine(), 155)
 """Number of a system call that C libraries have no function for."""
@@ -77,16 +68,23 @@ SUPPORTED = platform.system() == "Linux" and platform.machine() in _AUDIT
 def seccomp_filter(pid: int) -> bytes:
     """Return the BPF program of ``struct sock_filter`` for the process ``pid``, which may signal only itself."""
     machine = platform.machine()
-    rules: dict[
-        str, tuple[dict[int, tuple[int, ...]], tuple[int, ...], int]
-    ] = {  # name: allowed low words of arguments, arguments that are null pointers, error
-        "ioctl": ({1: _IOCTL}, _ANY, errno.ENOTTY),
+    # Flags with which glibc and musl start a thread; a new process or namespace has others.
+    thread = 0x3D0F00, 0x7D0F00
+    # SOCK_STREAM, alone and with SOCK_NONBLOCK and SOCK_CLOEXEC: datagrams could be sent to others' addresses.
+    stream = 0x1, 0x801, 0x80001, 0x80801
+    # TCGETS, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX: what Python asks of its own files.
+    ioctl = 0x5401, 0x541B, 0x5421, 0x5450, 0x5451
+    # Duplicates, flags and locks; not F_SETOWN, which sends signals to others.
+    fcntl = 0, 1, 2, 3, 4, 5, 6, 7, 1030
+    # For each name: allowed low words of arguments, arguments that are null pointers, and the error.
+    rules: dict[str, tuple[dict[int, tuple[int, ...]], tuple[int, ...], int]] = {
+        "ioctl": ({1: ioctl}, (), errno.ENOTTY),
         "sendto": ({}, (4,), errno.EPERM),
-        "socketpair": ({0: (1,), 1: _STREAM}, _ANY, errno.EPERM),  # AF_UNIX
-        "clone": ({0: _THREAD}, _ANY, errno.EPERM),
-        "kill": ({0: (pid,)}, _ANY, errno.EPERM),
-        "tgkill": ({0: (pid,)}, _ANY, errno.EPERM),
-        "fcntl": ({1: _FCNTL}, _ANY, errno.EPERM),
+        "socketpair": ({0: (1,), 1: stream}, (), errno.EPERM),  # AF_UNIX
+        "clone": ({0: thread}, (), errno.EPERM),
+        "kill": ({0: (pid,)}, (), errno.EPERM),
+        "tgkill": ({0: (pid,)}, (), errno.EPERM),
+        "fcntl": ({1: fcntl}, (), errno.EPERM),
         "prlimit64": ({0: (0, pid)}, (2,), errno.EPERM),
     }
     program = [_op(_LOAD, _ARCH), _op(_EQUAL, _AUDIT[machine], 1, 0), _op(_RETURN, _KILL), _op(_LOAD, _NUMBER)]
@@ -103,12 +101,12 @@ def _checks(words: dict[int, tuple[int, ...]], null: tuple[int, ...], error: int
     """Return the end of a filter: allow if each argument of ``words`` has one of its values and those in ``null`` are
     0.
     """
-    wanted = [(_ARGUMENTS + 8 * at, values) for at, values in words.items()]
-    wanted += [(_ARGUMENTS + 8 * at + half, (0,)) for at in null for half in (0, 4)]
+    conditions = [(_ARGUMENTS + 8 * at, values) for at, values in words.items()]
+    conditions += [(_ARGUMENTS + 8 * at + half, (0,)) for at in null for half in (0, 4)]
     body: list[bytes] = []
-    for offset, values in wanted:
-        left = range(len(values), 0, -1)
-        tests = [_op(_EQUAL, value & 0xFFFFFFFF, after, 0) for value, after in zip(values, left, strict=True)]
+    for offset, values in conditions:
+        remaining = range(len(values), 0, -1)
+        tests = [_op(_EQUAL, value & 0xFFFFFFFF, after, 0) for value, after in zip(values, remaining, strict=True)]
         body += [_op(_LOAD, offset), *tests, _op(_RETURN, _ERRNO | error)]
     return [*body, _op(_RETURN, _ALLOW)]
 

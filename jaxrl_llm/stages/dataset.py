@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxrl_llm import config as configs
 from jaxrl_llm import tasks
-from jaxrl_llm.collection.rejection_sampling import collected
+from jaxrl_llm.collection.rejection_sampling import collect_data
 from jaxrl_llm.config.texts import FromData
 from jaxrl_llm.data import Collected, Pairs, Steps, Text, Texts, Unpaired, load_texts, longest
 from jaxrl_llm.engine import Sampling
@@ -137,7 +137,7 @@ def answers_of(
         return exam, run.data
     place: Any = (scorer.folder, peers, status, answering.episode)
     longest = answering.max_new_tokens
-    return exam, collected(run.data, problems, lambda: by(model, playing[1]), longest, run.seed, *place)
+    return exam, collect_data(run.data, problems, lambda: by(model, playing[1]), longest, run.seed, *place)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

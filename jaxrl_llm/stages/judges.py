@@ -24,10 +24,10 @@ from jaxrl_llm.errors import InputError, naming
 from jaxrl_llm.learner import Forward, Sample
 from jaxrl_llm.models.decoder import Decoder, initialise
 from jaxrl_llm.models.heads import ScalarModel, with_scalar_head
-from jaxrl_llm.rewards.endpoint import Answer, JudgeModel
+from jaxrl_llm.rewards.endpoint import JudgeAnswer, JudgeModel
 from jaxrl_llm.rewards.functions import ModelReward, StepReward
 from jaxrl_llm.rewards.rubric import Pairwise, asks_model
-from jaxrl_llm.rewards.scorer import last_token
+from jaxrl_llm.rewards.scorer import token_index
 from jaxrl_llm.rollout.generation import OpenRequests, generate_all
 from jaxrl_llm.runs.load import load_model
 from jaxrl_llm.stages.stage import SCORED_AT_ONCE, Architectures, Pass, run_by, scored, scored_sample
@@ -214,7 +214,7 @@ def step_ends(completion: Completion, separator: str, tokenizer: Any) -> np.ndar
     text = completion.text
     tokens = completion.tokens.tolist()
     ends = step_lengths(split_steps(text, separator), separator)
-    return np.asarray(sorted({last_token(text, tokens, end, tokenizer) for end in ends}), np.int64)
+    return np.asarray(sorted({token_index(text, tokens, end, tokenizer) for end in ends}), np.int64)
 
 
 @dataclasses.dataclass
@@ -294,7 +294,7 @@ class JudgeEngine:
     mesh: Mesh
     status: Callable[[str], None]
 
-    def ask(self, chats: Sequence[Sequence[Message]]) -> list[Answer | Exception]:
+    def ask(self, chats: Sequence[Sequence[Message]]) -> list[JudgeAnswer | Exception]:
         """Return the answer to each chat, or why it cannot be asked; equal chats are asked once."""
         prompts = [self.prompt(chat) for chat in chats]
         asked: dict[bytes, np.ndarray] = {}
@@ -308,7 +308,7 @@ class JudgeEngine:
         with jax.set_mesh(self.mesh):  # of this thread
             found = generate_all(requests, self.weights, self.tokenizer, lambda text: self.status(f"judging: {text}"))
         self.backend.start(sampling)  # gives its cache back
-        answers: list[Answer | Exception] = []
+        answers: list[JudgeAnswer | Exception] = []
         new = set(asked)
         for prompt in prompts:
             key = prompt.tobytes()
@@ -318,7 +318,7 @@ class JudgeEngine:
             first = key in new
             new.discard(key)
             size = (len(prompt), found[key].length) if first else (0, 0)
-            answers.append(Answer(found[key].text, *map(float, size), cached=not first))
+            answers.append(JudgeAnswer(found[key].text, *map(float, size), cached=not first))
         return answers
 
     def prompt(self, chat: Sequence[Message]) -> np.ndarray:

@@ -22,7 +22,7 @@ from jaxrl_llm.learner.samples import advantage_of, pooled, size_of_advantages
 from jaxrl_llm.models.lora import model_of
 from jaxrl_llm.rewards import Reward, Scorer
 from jaxrl_llm.rewards.functions import OF_STEPS, ModelReward
-from jaxrl_llm.rewards.shaping import named
+from jaxrl_llm.rewards.shaping import name_rewards
 from jaxrl_llm.rollout.collect import Sampler, collect_groups
 from jaxrl_llm.rollout.episodes import Episodes, episodes_of
 from jaxrl_llm.rollout.evaluate import EvaluationReport, EvaluationSet, TaskEvaluation, evaluate
@@ -200,7 +200,7 @@ class Reinforcement(Stage):
             models["values"] = self.ingredients.critic.values(state)
         algorithm = run.recipe.algorithm
         if algorithm.advantage.several:
-            algorithm, rewards = split_rewards(algorithm, named(configs.rewards(run)), groups)
+            algorithm, rewards = split_rewards(algorithm, name_rewards(configs.rewards(run)), groups)
         return to_samples(
             algorithm,
             groups,
@@ -277,7 +277,7 @@ def metrics_of(run: configs.Run, metrics: Mapping[str, Any]) -> dict[str, Any]:
     Metrics of rewards are left out of a run without rewards. ``reward_model/mean`` is of the first ``ModelReward``, NaN
     if nothing was scored.
     """
-    models = [name for name, reward in named(configs.rewards(run)).items() if isinstance(reward, ModelReward)]
+    models = [name for name, reward in name_rewards(configs.rewards(run)).items() if isinstance(reward, ModelReward)]
     left_out: set[str] = set()
     if configs.without_rewards(run):
         of_tasks = {f"task/{task.label}/{name}" for task in configs.tasks_in(run.task) for name in TASK_METRICS}

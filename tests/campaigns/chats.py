@@ -204,7 +204,7 @@ class Fuzz:
         self, turns: list[dict[str, Any]], messages: list[dict[str, Any]], sampled: list[int], suffix: list[int]
     ) -> None:
         """Count the contents, written as they are or as JSON, whose tokens in the suffix are not found exactly."""
-        ranges = self.form.said(turns, messages, sampled, suffix)
+        ranges = self.form.content_ranges(turns, messages, sampled, suffix)
         for (begin, end), message in zip(ranges, messages, strict=True):
             content = message["content"]
             as_json = [json.dumps(text, ensure_ascii=False)[1:-1] for text in (content, content.strip())]

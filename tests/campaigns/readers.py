@@ -252,7 +252,7 @@ def read_checkpoint(case: Any, folder: Path) -> Any:
     from jaxrl_llm.checkpoints.integrity import fault
     from jaxrl_llm.checkpoints.snapshots import kept, listed, phase_of
     from jaxrl_llm.checkpoints.store import read_host
-    from jaxrl_llm.rewards.scorer import RECORDS
+    from jaxrl_llm.rewards.scorer import SCORE_RECORDS
 
     host, sums, step = case
     place = folder / "checkpoints" / step
@@ -263,7 +263,7 @@ def read_checkpoint(case: Any, folder: Path) -> Any:
         phase_of(found)
         fault(found)
         with contextlib.suppress(ValueError):
-            codec.from_json(read_host(found), RECORDS)
+            codec.from_json(read_host(found), SCORE_RECORDS)
     return listed(folder)
 
 

@@ -11,7 +11,7 @@ from campaigns.extent import PATIENCE_S, SEED, TIMES
 from sandbox.programs import BOMBS, EXPRESSIONS, LASTING, attempt
 
 from jaxrl_llm.rewards import sandbox
-from jaxrl_llm.sandbox.client import SandboxError, Servers
+from jaxrl_llm.sandbox.client import SandboxError, ServerPool
 
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(PATIENCE_S)]
 SECONDS = 20
@@ -60,7 +60,7 @@ def servers_left():
     "level", [pytest.param(level, marks=pytest.mark.sandbox(level)) for level in ("landlock+seccomp", "full")]
 )
 def test_programs_at_random_reach_nothing_and_harm_no_other(level, tmp_path):
-    before, servers, programs = servers_left(), Servers(level), hostile(tmp_path)
+    before, servers, programs = servers_left(), ServerPool(level), hostile(tmp_path)
     assert servers.level == level
     with ThreadPoolExecutor() as pool:
         workers = range(os.cpu_count() or 1)

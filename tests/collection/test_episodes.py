@@ -9,7 +9,7 @@ import pytest
 from talkative import talkative
 
 from jaxrl_llm import Environment, Step
-from jaxrl_llm.collection.rejection_sampling import Asked, collect_rows, decoded_answer, worth
+from jaxrl_llm.collection.rejection_sampling import CollectionPlan, answer_value, collect_rows, decode_answer
 from jaxrl_llm.data import Collected, Texts, check_collected, load_texts
 from jaxrl_llm.environments import Limits
 from jaxrl_llm.environments.examples import multiply
@@ -56,7 +56,7 @@ def question(by, **changes):
     task = Task(rows, **given | changes)
     data = Collected(task, samples=8, keep="all")
     prompts = Prompts(task, by.tokenizer)
-    found = Asked(prompts, load(task).train, data, "texts", LONGEST, 3, episode=LIMITS)
+    found = CollectionPlan(prompts, load(task).train, data, "texts", LONGEST, 3, episode=LIMITS)
     return dataclasses.replace(by, episodes=Episodes(prompts, LIMITS, 640, by.model.config.tokens.eos)), found
 
 
@@ -74,7 +74,7 @@ def collected_episodes(by, peers, path):
     task = Task(rows, template="chatml", verifier="none", environment=Sometimes)
     prompts = Prompts(task, by.tokenizer)
     episodes = Episodes(prompts, LIMITS, 50, by.model.config.tokens.eos, peers)
-    asked = Asked(prompts, load(task).train, Collected(task, samples=8), "texts", 46, 5, episode=LIMITS)
+    asked = CollectionPlan(prompts, load(task).train, Collected(task, samples=8), "texts", 46, 5, episode=LIMITS)
     found = collect_rows(dataclasses.replace(by, episodes=episodes), asked, path, peers)
     return f"{found.answers} episodes, {found.right} right, {found.rows} rows, {found.length} tokens"
 
@@ -123,12 +123,14 @@ def test_a_collection_of_another_environment_is_not_gone_on_with(by, tmp_path):
 def test_a_verifier_decides_before_the_environment(by):
     asked = question(by)[1].problems[0]
     completion = dataclasses.replace(ended(), episode=Episode(end="completed", reward=2.0))
-    assert worth(asked, completion, np.nan, ()) == 2.0
-    assert worth(dataclasses.replace(asked, verifier="match"), completion, 0.0, ()) == 0.0
+    assert answer_value(asked, completion, np.nan, ()) == 2.0
+    assert answer_value(dataclasses.replace(asked, verifier="match"), completion, 0.0, ()) == 0.0
     cut = dataclasses.replace(completion.episode, turns=(Turn(2, {}), Turn(5, {})))
-    assert worth(asked, dataclasses.replace(completion, episode=cut), np.nan, (1,)) == 2.0
+    assert answer_value(asked, dataclasses.replace(completion, episode=cut), np.nan, (1,)) == 2.0
     completion.tokens[1] = 7
-    assert worth(asked, dataclasses.replace(completion, episode=cut), np.nan, (1,)) == 0.0, "its first turn was cut"
+    assert answer_value(asked, dataclasses.replace(completion, episode=cut), np.nan, (1,)) == 0.0, (
+        "its first turn was cut"
+    )
 
 
 def ended(*turns, end="completed"):
@@ -141,14 +143,14 @@ def test_an_episode_is_a_row_up_to_the_models_last_words_if_it_came_to_its_end(b
     call = {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [tool_call(0, "f", {})]}
     result = {"role": "tool", "name": "f", "content": "3"}
     turns = Turn(3, call, (result,)), Turn(5, {"role": "assistant", "content": "3"})
-    whole = decoded_answer(by.tokenizer, ended(*turns), True)
+    whole = decode_answer(by.tokenizer, ended(*turns), True)
     assert whole.ended and whole.messages == [call, result, turns[1].reply]
-    assert decoded_answer(by.tokenizer, ended(turns[0], end="tool_stopped"), True).messages == [call]
-    [first, *_] = decoded_answer(by.tokenizer, ended(*turns), True, as_text=True).messages
+    assert decode_answer(by.tokenizer, ended(turns[0], end="tool_stopped"), True).messages == [call]
+    [first, *_] = decode_answer(by.tokenizer, ended(*turns), True, as_text=True).messages
     assert first["content"] == "<think>\nHm.\n</think>\n\n" and "reasoning_content" not in first
-    assert not decoded_answer(by.tokenizer, ended(*turns, end="max_turns"), True).ended
+    assert not decode_answer(by.tokenizer, ended(*turns, end="max_turns"), True).ended
     silent = Turn(5, {"role": "assistant", "content": " "})
-    assert not decoded_answer(by.tokenizer, ended(turns[0], silent), True).ended
+    assert not decode_answer(by.tokenizer, ended(turns[0], silent), True).ended
 
 
 @pytest.mark.parametrize(("kind", "changes", "words"), [

@@ -12,7 +12,7 @@ from collection.test_episodes import collected_episodes
 from several import codes, launch, said
 from talkative import LONGEST, answerer, asked, task_in
 
-from jaxrl_llm.collection.rejection_sampling import Tally, collect_rows, collected, opened
+from jaxrl_llm.collection.rejection_sampling import CollectionCounts, collect_data, collect_rows, open_ledger
 from jaxrl_llm.data import Collected, Pairs, Steps, Texts, load_texts
 from jaxrl_llm.engine.requests import first_tokens
 from jaxrl_llm.errors import InputError
@@ -182,7 +182,7 @@ def test_what_is_told_at_the_end(by, files):
     assert counts.ended == sum(answer[3] for some in answers for answer in some)
     assert counts.length == counts.tokens == sum(len(answer[0]) for some in answers for answer in some)
     assert counts.numbers()["pass@1"] == counts.right / 84
-    told = Tally(4, 2, 32, 8, 20, 5, 640, 1000, 2.5).lines()
+    told = CollectionCounts(4, 2, 32, 8, 20, 5, 640, 1000, 2.5).lines()
     assert told[0] == "  pass@1        25.0 %  8 of 32 answers are right, 20 came to their end"
     assert told[1:3] == [
         "  solved        50.0 %  2 of 4 problems have a right answer",
@@ -246,10 +246,14 @@ def test_a_file_that_was_begun_otherwise_is_left_alone(by, files, tmp_path, chan
 
 def test_two_at_one_file_are_refused_and_so_is_another_file_of_that_name(tmp_path):
     path = tmp_path / "rows.jsonl"
-    with opened(path, {}), pytest.raises(InputError, match="is being written by another process"), opened(path, {}):
+    with (
+        open_ledger(path, {}),
+        pytest.raises(InputError, match="is being written by another process"),
+        open_ledger(path, {}),
+    ):
         pass
     part_of(path).write_text('{"prompt": "mine"}\n')
-    with pytest.raises(InputError, match="is not a file of a collection"), opened(path, {}):
+    with pytest.raises(InputError, match="is not a file of a collection"), open_ledger(path, {}):
         pass
     assert part_of(path).read_text() == '{"prompt": "mine"}\n'
 
@@ -289,15 +293,15 @@ def test_random_numbers_are_those_of_no_other_request(by, task):
 def test_a_run_collects_once_and_then_reads_a_table(by, task, tmp_path):
     data = Texts(Collected(task, samples=6, keep="all"), holdout=0.25)
     problems = asked(by, task, "texts").problems
-    first = collected(data, problems, lambda: by, LONGEST, 3, tmp_path, ALONE, str)
-    again = collected(data, problems, lambda: pytest.fail("asked twice"), LONGEST, 3, tmp_path, ALONE, str)
+    first = collect_data(data, problems, lambda: by, LONGEST, 3, tmp_path, ALONE, str)
+    again = collect_data(data, problems, lambda: pytest.fail("asked twice"), LONGEST, 3, tmp_path, ALONE, str)
     assert first == again and first.source == Table(str(tmp_path / COLLECTED))
     assert (first.template, first.suffix, first.holdout, first.label) == ("chatml", "!\n", 0.25, "numbers")
     loaded = load_texts(first, by.tokenizer, by.model.config.tokens.eos)
     assert loaded.train and loaded.held_out
     with pytest.raises(InputError, match=r"none of 1 answers to numbers makes a row \(0 are right"):
         hopeless = Texts(Collected(task, samples=1))
-        collected(hopeless, problems[:1], lambda: by, 1, 3, tmp_path / "other", ALONE, str)
+        collect_data(hopeless, problems[:1], lambda: by, 1, 3, tmp_path / "other", ALONE, str)
     assert not list((tmp_path / "other").iterdir())
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxrl_llm.collection.rejection_sampling import Answer, decoded_answer, prefix_tokens, rows_from
+from jaxrl_llm.collection.rejection_sampling import SampledAnswer, decode_answer, make_rows, prefix_tokens
 from jaxrl_llm.data import Collected
 from jaxrl_llm.data.datasets import split_steps, step_lengths
 from jaxrl_llm.models import load_pretrained
@@ -15,7 +15,7 @@ PROBLEM = Problem("7", ({"role": "user", "content": "1 + 1?"},), "2", "sums")
 
 
 def answer(text, right, length=None, ended=True):
-    return Answer(text, len(text) if length is None else length, ended, right)
+    return SampledAnswer(text, len(text) if length is None else length, ended, right)
 
 
 ANSWERS = (
@@ -37,9 +37,9 @@ ANSWERS = (
 ])  # fmt: skip
 def test_which_right_answers_are_kept(keep, wanted):
     data = Collected(TASK, keep=keep)
-    rows = rows_from(PROBLEM, ANSWERS, data, "texts")
+    rows = make_rows(PROBLEM, ANSWERS, data, "texts")
     assert rows == [{"prompt": "1 + 1?", "completion": text, "id": "7"} for text in wanted]
-    assert rows_from(PROBLEM, ANSWERS[:1], data, "texts") == []
+    assert make_rows(PROBLEM, ANSWERS[:1], data, "texts") == []
 
 
 @pytest.mark.parametrize(("keep", "match_length", "wanted"), [
@@ -52,9 +52,9 @@ def test_which_right_answers_are_kept(keep, wanted):
 ])  # fmt: skip
 def test_which_pairs_are_made(keep, match_length, wanted):
     data = Collected(TASK, keep=keep, match_length=match_length)
-    rows = rows_from(PROBLEM, ANSWERS, data, "pairs")
+    rows = make_rows(PROBLEM, ANSWERS, data, "pairs")
     assert [(row["chosen"], row["rejected"]) for row in rows] == wanted
-    assert rows_from(PROBLEM, ANSWERS[1:6], data, "pairs") == []
+    assert make_rows(PROBLEM, ANSWERS[1:6], data, "pairs") == []
 
 
 def test_lengths_are_matched_to_the_shortest_right_answer_where_that_alone_is_kept():
@@ -62,14 +62,14 @@ def test_lengths_are_matched_to_the_shortest_right_answer_where_that_alone_is_ke
     answers += (answer("right", True), answer("wrong, too", False))
     nearest = [("a longer right one", "a longer wrong one"), ("right", "no")]
     for keep, wanted in {"first": nearest[:1], "shortest": nearest[1:], "all": nearest}.items():
-        rows = rows_from(PROBLEM, answers, Collected(TASK, keep=keep, match_length=True), "pairs")
+        rows = make_rows(PROBLEM, answers, Collected(TASK, keep=keep, match_length=True), "pairs")
         assert [(row["chosen"], row["rejected"]) for row in rows] == wanted
 
 
 def test_right_answers_are_preferred_to_ones_that_were_cut_off_too_and_their_rows_say_so():
     answers = (answer("right", True), answer("cut", False, ended=False), answer("wrong", False))
     found = {
-        cut_off: rows_from(PROBLEM, answers, Collected(TASK, cut_off=cut_off), "pairs") for cut_off in (False, True)
+        cut_off: make_rows(PROBLEM, answers, Collected(TASK, cut_off=cut_off), "pairs") for cut_off in (False, True)
     }
     told = {
         cut_off: [(row["rejected"], row.get("rejected_cut_off")) for row in rows] for cut_off, rows in found.items()
@@ -77,10 +77,10 @@ def test_right_answers_are_preferred_to_ones_that_were_cut_off_too_and_their_row
     assert told == {False: [("wrong", None)], True: [("wrong", None), ("cut", True)]}
     assert {row["chosen"] for rows in found.values() for row in rows} == {"right"}
     more = (answer("right, too", True), answer(" ", False, ended=False), answer("right, though cut", True, ended=False))
-    _, last = rows_from(PROBLEM, more[::-1] + answers, Collected(TASK, cut_off=True, keep="all"), "pairs")
+    _, last = make_rows(PROBLEM, more[::-1] + answers, Collected(TASK, cut_off=True, keep="all"), "pairs")
     assert last["rejected"] == "cut", "what is blank, or right as far as it goes, is not rejected"
     never = (answer("right", True, ended=False), answer("wrong", False), answer("cut", False, ended=False))
-    assert rows_from(PROBLEM, never, Collected(TASK, cut_off=True), "pairs") == []
+    assert make_rows(PROBLEM, never, Collected(TASK, cut_off=True), "pairs") == []
 
 
 def test_unpaired_answers_are_right_and_wrong_ones_with_their_labels():
@@ -93,7 +93,7 @@ def test_unpaired_answers_are_right_and_wrong_ones_with_their_labels():
     found = {
         (keep, cut_off): [
             (row["completion"], row["label"], row.get("completion_cut_off"))
-            for row in rows_from(PROBLEM, answers, Collected(TASK, keep=keep, cut_off=cut_off), "unpaired")
+            for row in make_rows(PROBLEM, answers, Collected(TASK, keep=keep, cut_off=cut_off), "unpaired")
         ]
         for keep, cut_off in (("first", False), ("all", True))
     }
@@ -129,4 +129,6 @@ def test_a_step_ends_with_the_token_that_holds_its_end():
 def test_what_ends_an_answer_is_no_part_of_its_text(last, reason, text):
     tokens = np.array([*b"12 3", last], np.int32)
     done = Completion(tokens, np.zeros(5, np.float32), reason, np.ones(5, bool), np.zeros(5, np.int32))
-    assert decoded_answer(load_pretrained("tiny-random")[1], done, True) == Answer(text, 5, reason == "stop", True)
+    assert decode_answer(load_pretrained("tiny-random")[1], done, True) == SampledAnswer(
+        text, 5, reason == "stop", True
+    )

@@ -16,7 +16,7 @@ from jaxrl_llm.config import Origin, Scoring, changed_code, own_code, write_code
 from jaxrl_llm.config import code as code_module
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards import Function
-from jaxrl_llm.rewards.pool import Call, Pool
+from jaxrl_llm.rewards.pool import Pool, RewardCall
 from jaxrl_llm.system.copies import COPIES
 from jaxrl_llm.tasks.filters import resolve
 
@@ -162,7 +162,7 @@ def test_a_run_alone_executes_its_copy_and_the_configuration_what_lies_there(pro
     module = sys.modules["ya9"]
     assert module.__file__ == str(folder / "ya9.py") and module.WORDS() == "ours"
     with contextlib.closing(Pool(1)) as pool:
-        (outcomes,) = (future.result() for future in pool.submit([Call("ya9:score", [(None, None)])]))
+        (outcomes,) = (future.result() for future in pool.submit([RewardCall("ya9:score", [(None, None)])]))
     assert [one.value for one in outcomes] == [1.0], outcomes
     again, _ = own_code(run.run, run.origin, run.directory)
     assert not changed_code(run.origin, again), "a run alone has the code that it had"

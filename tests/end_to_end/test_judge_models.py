@@ -16,8 +16,8 @@ from jaxrl_llm.config import load_config
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import load_pretrained, logits, save_pretrained
 from jaxrl_llm.rewards import JudgeModel, Pairwise, Rubric, Scorer
-from jaxrl_llm.rewards.endpoint import Answer
-from jaxrl_llm.rewards.shaping import check
+from jaxrl_llm.rewards.endpoint import JudgeAnswer
+from jaxrl_llm.rewards.shaping import check_reward
 from jaxrl_llm.stages.judges import answered, load_judge_model
 from jaxrl_llm.tasks.template import rendered
 from jaxrl_llm.types import Message
@@ -105,8 +105,8 @@ def test_an_answer_is_the_most_likely_text_whoever_is_asked_beside():
             padded = np.int32([row + [0] * (126 - len(row))])
             row.append(int(np.argmax(logits(model, padded)[0, len(row) - 1])))
         text = tokenizer.decode(row[start:], skip_special_tokens=True)
-        assert found[place] == Answer(text, float(start), float(len(row) - start))
-    assert found[2] == Answer(found[0].text, cached=True)
+        assert found[place] == JudgeAnswer(text, float(start), float(len(row) - start))
+    assert found[2] == JudgeAnswer(found[0].text, cached=True)
     assert str(found[3]).endswith("and the judge reads 120: raise judge.max_prompt_tokens")
     assert judge.ask([second]) == [found[1]], "with nobody beside it"
 
@@ -116,7 +116,7 @@ class Honest:
 
     @staticmethod
     def ask(chats):
-        return [Answer(honest({"messages": one})) for one in chats]
+        return [JudgeAnswer(honest({"messages": one})) for one in chats]
 
 
 def test_rewards_score_what_a_judge_on_the_devices_says():
@@ -159,7 +159,7 @@ class LongAgo:
 )
 def test_settings_that_cannot_work_are_refused(reward, words):
     with pytest.raises(InputError, match=words):
-        check(reward)
+        check_reward(reward)
 
 
 def rows(folder, name):

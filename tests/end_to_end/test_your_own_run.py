@@ -9,7 +9,7 @@ from commands import commands
 
 from jaxrl_llm.config import Run, validate
 from jaxrl_llm.config.origin import execute
-from jaxrl_llm.environments.calls import Parsed
+from jaxrl_llm.environments.calls import ParsedReply
 from jaxrl_llm.environments.factory import Factory
 from jaxrl_llm.rollout import Rollout
 from jaxrl_llm.tasks import load
@@ -85,7 +85,7 @@ def test_its_shop_tells_prices(folder):
     world = factory.world({**problem.metadata, "prompt": list(problem.prompt)}, 0, config.rollout.episode)
     world.reset(problem.prompt)
     asked = [tool_call(0, "price", {"item": "pear"}), tool_call(1, "price", {"item": "plum"})]
-    told = world.reply(Parsed({"role": "assistant", "content": "", "tool_calls": asked}))
+    told = world.reply(ParsedReply({"role": "assistant", "content": "", "tool_calls": asked}))
     assert told.messages[0]["content"] == str(problem.metadata["prices"]["pear"])
     assert "plum" in told.messages[1]["content"] and told.tool_errors == 1 and not told.end
     world.close()

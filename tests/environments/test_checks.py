@@ -11,7 +11,7 @@ import pytest
 from environments.worlds import USER, Counting, begun, says
 
 from jaxrl_llm.environments import Environment, Factory, Limits, Step
-from jaxrl_llm.environments.environment import checked_reset, checked_step
+from jaxrl_llm.environments.environment import check_messages, check_step
 
 
 class Faulty(Environment):
@@ -176,8 +176,8 @@ class Text(str):
 
 def test_messages_are_saved_as_what_they_are_whatever_their_classes():
     message = {"role": Role.USER, "content": Text("x"), "n": np.int64(3), "at": np.float32(0.5), "parts": (True, None)}
-    [found] = checked_step(Step([message], state=Text("s"))).messages
+    [found] = check_step(Step([message], state=Text("s"))).messages
     assert found == {"role": "user", "content": "x", "n": 3, "at": 0.5, "parts": [True, None]}
     assert json.loads(json.dumps(found)) == found
     assert [type(one) for one in found.values()] == [str, str, int, float, list]
-    assert checked_reset([message])[0] == found
+    assert check_messages([message])[0] == found

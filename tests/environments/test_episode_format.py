@@ -138,7 +138,7 @@ def test_the_contents_of_the_worlds_messages_are_told_from_the_templates_tokens(
     several = [{"role": "user", "content": text} for text in texts]
     for turns, messages, sampled in (([USER, CALL], [RESULT], called), ([USER, SAID], several, answered)):
         suffix = form.suffix(turns, messages, sampled)
-        found = form.said(turns, messages, sampled, suffix)
+        found = form.content_ranges(turns, messages, sampled, suffix)
         told = [byte_tokenizer().decode(suffix[begin:end]) for begin, end in found]
         wanted = [message["content"] for message in messages]
         if name in ("llama", "gpt_oss") and messages == [RESULT]:  # written as JSON
@@ -151,7 +151,7 @@ def test_a_token_that_joins_a_content_with_the_templates_text_is_the_contents():
     form = EpisodeFormat(tokenizer, Task([], template=LLAMA), [ADD], tokenizer.convert_tokens_to_ids(["<|eot_id|>"]))
     asked = [USER, CALL], [RESULT | {"content": "3}"}], ids(CALLED["llama"], tokenizer)
     suffix = form.suffix(*asked)
-    [(begin, end)] = form.said(*asked, suffix)
+    [(begin, end)] = form.content_ranges(*asked, suffix)
     assert tokenizer.decode(suffix[begin:end]) == '3}"' and end - begin == 2
 
 

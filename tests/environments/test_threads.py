@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from jaxrl_llm.environments.world import Call, Caller, Loop, hanging, told
+from jaxrl_llm.environments.world import Caller, EventLoop, FunctionCall, count_hanging, format_error
 
 
 async def nap(seconds):
@@ -23,25 +23,27 @@ def statuses(outcomes):
 
 def test_outcomes_come_in_the_order_of_the_calls():
     calls = [
-        Call(lambda: "a"),
-        Call(nap, {"seconds": 0.02}, apart=True),
-        Call(nap, {"seconds": 0.0}),
-        Call(lambda: "d", apart=True),
+        FunctionCall(lambda: "a"),
+        FunctionCall(nap, {"seconds": 0.02}, apart=True),
+        FunctionCall(nap, {"seconds": 0.0}),
+        FunctionCall(lambda: "d", apart=True),
     ]
     assert [outcome.value for outcome in Caller().each(calls, 5.0)] == ["a", 0.02, 0.0, "d"]
 
 
 def test_calls_of_an_episode_share_a_thread_and_those_apart_do_not():
     caller, seen = Caller(), []
-    caller.each([Call(lambda: seen.append(threading.get_ident()), apart=apart) for apart in (False, True, False)], 5.0)
+    caller.each(
+        [FunctionCall(lambda: seen.append(threading.get_ident()), apart=apart) for apart in (False, True, False)], 5.0
+    )
     caller.call(lambda: seen.append(threading.get_ident()), 5.0)
     assert len(set(seen)) == 2 and max(map(seen.count, seen)) == 3
     assert threading.get_ident() not in seen
 
 
 def test_calls_apart_and_async_ones_run_at_the_same_time():
-    calls = [Call(lambda: time.sleep(0.2), apart=True) for _ in range(8)]
-    calls += [Call(nap, {"seconds": 0.2}, apart=index % 2 == 0) for index in range(8)]
+    calls = [FunctionCall(lambda: time.sleep(0.2), apart=True) for _ in range(8)]
+    calls += [FunctionCall(nap, {"seconds": 0.2}, apart=index % 2 == 0) for index in range(8)]
     began = time.monotonic()
     assert statuses(Caller().each(calls, 5.0)) == ["ok"] * 16
     assert time.monotonic() - began < 0.9  # one after the other: 3.2
@@ -50,10 +52,10 @@ def test_calls_apart_and_async_ones_run_at_the_same_time():
 def test_a_call_that_hangs_is_left_behind_and_the_next_ones_are_made_once():
     caller, made = Caller(), []
     calls = [
-        Call(lambda: made.append(1)),
-        Call(lambda: time.sleep(0.4)),
-        Call(lambda: made.append(2)),
-        Call(nap, {"seconds": 9}),
+        FunctionCall(lambda: made.append(1)),
+        FunctionCall(lambda: time.sleep(0.4)),
+        FunctionCall(lambda: made.append(2)),
+        FunctionCall(nap, {"seconds": 9}),
     ]
     began = time.monotonic()
     assert statuses(caller.each(calls, 0.15)) == ["ok", "timeout", "ok", "timeout"]
@@ -76,7 +78,7 @@ def test_an_async_call_that_blocks_the_loop_costs_no_later_one():
     async def block():
         time.sleep(0.5)
 
-    loop = Loop(grace_s=0.1)
+    loop = EventLoop(grace_s=0.1)
     assert Caller(loop).call(block, 0.05).status == "timeout"
     began = time.monotonic()
     assert Caller(loop).call(nap, 1.0, {"seconds": 0.01}).status == "ok"
@@ -101,7 +103,7 @@ def test_a_coroutine_that_refuses_to_be_cancelled_is_left_behind():
     async def running():
         return asyncio.get_running_loop()
 
-    caller = Caller(Loop(grace_s=0.1))
+    caller = Caller(EventLoop(grace_s=0.1))
     before = caller.call(running, 5.0).value
     assert caller.call(stubborn, 0.05).status == "timeout"
     assert caller.call(running, 5.0).value is before
@@ -126,7 +128,7 @@ def test_the_value_is_finished_within_the_limit():
             time.sleep(9)
             return ""
 
-    outcomes = Caller().each([Call(Slow), Call(lambda: 5), Call(nap, {"seconds": 0})], 0.1, str)
+    outcomes = Caller().each([FunctionCall(Slow), FunctionCall(lambda: 5), FunctionCall(nap, {"seconds": 0})], 0.1, str)
     assert statuses(outcomes) == ["timeout", "ok", "ok"]
     assert [outcome.value for outcome in outcomes[1:]] == ["5", "0"]
 
@@ -151,19 +153,19 @@ def test_errors_are_told_on_one_line_even_those_that_cannot_be_told():
         def __str__(self):
             raise RuntimeError
 
-    assert told(ValueError("a\n b")) == "ValueError: a b"
-    assert told(ValueError("a\n b"), kind=False) == "a b"
-    assert told(KeyError(), kind=False) == "KeyError"
-    assert told(Mute()) == "Mute"
-    assert told(ValueError("\ud800")).isascii()
-    assert len(told(ValueError("x" * 10_000))) < 600
+    assert format_error(ValueError("a\n b")) == "ValueError: a b"
+    assert format_error(ValueError("a\n b"), kind=False) == "a b"
+    assert format_error(KeyError(), kind=False) == "KeyError"
+    assert format_error(Mute()) == "Mute"
+    assert format_error(ValueError("\ud800")).isascii()
+    assert len(format_error(ValueError("x" * 10_000))) < 600
 
 
 def test_threads_that_hang_are_counted_until_they_end():
-    before, go_on = hanging(), threading.Event()
-    assert Caller().call(go_on.wait, 0.01).status == "timeout" and hanging() == before + 1
+    before, go_on = count_hanging(), threading.Event()
+    assert Caller().call(go_on.wait, 0.01).status == "timeout" and count_hanging() == before + 1
     go_on.set()
     end = time.monotonic() + 10
-    while hanging() > before and time.monotonic() < end:
+    while count_hanging() > before and time.monotonic() < end:
         time.sleep(0.01)
-    assert hanging() == before
+    assert count_hanging() == before

@@ -18,7 +18,7 @@ from environments.worlds import (
 )
 
 from jaxrl_llm.environments import ENDS, Environment, Factory, Limits, Step, World
-from jaxrl_llm.environments.calls import Parsed
+from jaxrl_llm.environments.calls import ParsedReply
 
 
 def test_the_text_of_a_duck_typed_reset_is_appended_to_the_last_user_message():
@@ -210,7 +210,7 @@ def test_what_tools_return_becomes_text_of_bounded_length():
 
 def test_calls_that_cannot_be_parsed_are_answered_and_then_end_the_episode():
     world = begun(tools=[multiply], max_parse_errors=1)
-    bad = Parsed({"role": "assistant", "content": "<tool_call>{"}, "no JSON")
+    bad = ParsedReply({"role": "assistant", "content": "<tool_call>{"}, "no JSON")
     answer = world.reply(bad)
     assert (answer.end, answer.tool_errors) == ("", 1)
     assert answer.metrics == {"tool_errors/unparsed": 1.0}
@@ -225,7 +225,7 @@ def test_turns_are_limited_and_the_calls_of_the_last_are_made():
     last = world.reply(says("", call("guess", number=3)))
     assert (last.end, contents(last), world.reward()) == ("max_turns", ["right"], 0.5)
     assert begun(tools=[multiply], max_turns=1).reply(says("5")).end == "completed"
-    bad = Parsed({"role": "assistant", "content": ""}, "no")
+    bad = ParsedReply({"role": "assistant", "content": ""}, "no")
     assert begun(tools=[multiply], max_turns=1).reply(bad).end == "max_turns"
 
 

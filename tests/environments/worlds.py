@@ -5,7 +5,7 @@ import sqlite3
 import time
 
 from jaxrl_llm.environments import Environment, Factory, Limits, Step
-from jaxrl_llm.environments.calls import Parsed
+from jaxrl_llm.environments.calls import ParsedReply
 
 USER = [{"role": "user", "content": "Begin."}]
 
@@ -106,7 +106,7 @@ def call(name, _id=None, **arguments):
 
 
 def says(text="", *calls):
-    return Parsed({"role": "assistant", "content": text} | ({"tool_calls": list(calls)} if calls else {}))
+    return ParsedReply({"role": "assistant", "content": text} | ({"tool_calls": list(calls)} if calls else {}))
 
 
 def begun(environment=None, tools=(), row=None, seed=0, **limits):

@@ -23,7 +23,7 @@ from jaxrl_llm.rewards import (
     Threshold,
 )
 from jaxrl_llm.rewards.functions import Lost
-from jaxrl_llm.rewards.shaping import REJECTED, base_of, check, shaped
+from jaxrl_llm.rewards.shaping import REJECTED, check_reward, inner_reward, reward_values
 
 LAM, EPS = number("MULTI/lam").item(), number("MULTI/eps").item()
 PLACES = [item(str(at)) for at in range(3)]
@@ -65,12 +65,12 @@ def test_a_weighted_sum_is_that_of_the_published_example():
 def test_a_threshold_is_reached_at_its_value():
     scores = scored((Threshold(harms, at=0.3, weight=2.0),))
     np.testing.assert_array_equal(scores.reward, [0.0, 2.0, 2.0])
-    np.testing.assert_array_equal(shaped(Threshold(Accuracy(), 0.5), np.array([math.nan, 0.5])), [math.nan, 1.0])
+    np.testing.assert_array_equal(reward_values(Threshold(Accuracy(), 0.5), np.array([math.nan, 0.5])), [math.nan, 1.0])
 
 
 def test_bounds_are_made_of_bounds_of_the_verifier_and_of_what_is_built_in():
     twice = Threshold(Hinge(LengthPenalty(-1.0), 2.0), at=-1.0)
-    assert base_of(twice) == LengthPenalty(-1.0)
+    assert inner_reward(twice) == LengthPenalty(-1.0)
     scores = scored((twice, Threshold(Accuracy(), 1.0, 5.0)), [item("3", length=3), item("2", length=4)])
     assert list(scores.parts) == ["length_penalty", "accuracy_2"], "accuracy is the verifier's own"
     np.testing.assert_array_equal(scores.reward, [6.0, 0.0])
@@ -89,7 +89,7 @@ def test_what_is_watched_is_no_part_of_the_sum_and_unknown_where_it_fails():
 
 
 def test_a_gate_passes_at_its_value_and_rejects_what_cannot_be_scored():
-    np.testing.assert_array_equal(shaped(Gate(Accuracy()), np.array([0.4, 0.5, math.nan])), [1.0, 0.0, 1.0])
+    np.testing.assert_array_equal(reward_values(Gate(Accuracy()), np.array([0.4, 0.5, math.nan])), [1.0, 0.0, 1.0])
 
 
 def test_a_constraint_is_called_as_it_says_or_as_its_cost():
@@ -110,7 +110,7 @@ def test_what_config_json_cannot_hold_inside_a_bound_is_said_where_it_is_to_be_c
     found = configs.from_json(configs.to_json(Hinge(lambda p, c: 1.0, 0.5)))
     assert found.of == Lost("lambda", 1.0, "it is a lambda")
     with pytest.raises(InputError, match=r"reward lambda is not in config.json, since it is a lambda"):
-        check(found)
+        check_reward(found)
 
 
 STEPS = StepFunction("rewards.sample_steps:words")
@@ -134,7 +134,7 @@ STEPS = StepFunction("rewards.sample_steps:words")
 )
 def test_a_bound_that_cannot_work_is_refused_in_one_line(bound, told):
     with pytest.raises(InputError) as raised:
-        check(bound)
+        check_reward(bound)
     assert told in str(raised.value) and "\n" not in str(raised.value)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from jaxrl_llm.rewards import Accuracy, Format, LengthPenalty, Scorer, Threshold
 from jaxrl_llm.rewards.functions import as_reward
-from jaxrl_llm.rewards.shaping import TaskReward, named
+from jaxrl_llm.rewards.shaping import TaskReward, name_rewards
 from jaxrl_llm.types import Completion, Problem
 
 
@@ -67,4 +67,4 @@ def test_a_function_is_called_for_its_own_tasks_alone():
 
 def test_names_tell_the_tasks():
     rewards = (TaskReward(Accuracy(), ("a",)), TaskReward(Accuracy(2.0), ("b", "c")), Accuracy())
-    assert list(named(rewards)) == ["accuracy/a", "accuracy/b+c", "accuracy"]
+    assert list(name_rewards(rewards)) == ["accuracy/a", "accuracy/b+c", "accuracy"]

@@ -10,7 +10,7 @@ import pytest
 from rewards.judge_server import complete, endpoint, honest, serving
 
 from jaxrl_llm.rewards import Endpoint, Rubric, Scorer
-from jaxrl_llm.rewards.endpoint import Answer, Client, EndpointError
+from jaxrl_llm.rewards.endpoint import Client, EndpointError, JudgeAnswer
 from jaxrl_llm.types import Completion, Problem
 
 KEY = "sk-secret-0123"
@@ -33,7 +33,7 @@ def echo(body, number):
 def test_answers_keep_their_order_and_equal_chats_are_asked_once():
     found, server = asked(echo, "a", "b", "a", "c")
     assert found == [
-        Answer("a", 100, 10), Answer("b", 100, 10), Answer("a", cached=True), Answer("c", 100, 10),
+        JudgeAnswer("a", 100, 10), JudgeAnswer("b", 100, 10), JudgeAnswer("a", cached=True), JudgeAnswer("c", 100, 10),
     ]  # fmt: skip
     path, headers, body = server.asked[0]
     assert len(server.asked) == 3 and path == "/v1/chat/completions" and "Authorization" not in headers
@@ -70,7 +70,7 @@ def test_requests_are_spaced_by_the_rate_limit():
 )
 def test_what_may_pass_is_tried_again(first):
     found, server = asked(lambda body, number: first if number == 1 else "ok", "a")
-    assert found == [Answer("ok", 100, 10)] and len(server.asked) == 2
+    assert found == [JudgeAnswer("ok", 100, 10)] and len(server.asked) == 2
     if "0.05" in first[1].values():
         assert server.began[1] - server.began[0] >= 0.05
 
@@ -90,7 +90,7 @@ def test_an_endpoint_that_hangs_costs_its_time_alone():
     begun = time.monotonic()
     hangs = lambda body, number: echo(body, number) if echo(body, number) != "a" else end.wait(30) and ""
     [lost, fine], _ = asked(hangs, "a", "b", timeout_s=0.4, retries=1)
-    assert fine == Answer("b", 100, 10) and "gave no answer within 0.4 s" in str(lost)
+    assert fine == JudgeAnswer("b", 100, 10) and "gave no answer within 0.4 s" in str(lost)
     [late], _ = asked(hangs, "a", timeout_s=30.0, deadline_s=0.1)
     assert "gave no answer within 0.1 s" in str(late) or "gave no answer within 30 s" in str(late)
     assert time.monotonic() - begun < 10
@@ -110,11 +110,11 @@ def test_answers_are_kept_by_content_in_a_file(tmp_path):
     path = tmp_path / "deep" / "judge.jsonl"
     with serving(echo) as server:
         one = endpoint(server, cache=str(path))
-        assert Client(one).ask([chat("a"), chat("b")])[1] == Answer("b", 100, 10)
+        assert Client(one).ask([chat("a"), chat("b")])[1] == JudgeAnswer("b", 100, 10)
         with path.open("a") as file:
             file.write('{"key": "torn')
         again = Client(one).ask([chat("b"), chat("c")])
-        assert again == [Answer("b", cached=True), Answer("c", 100, 10)] and len(server.asked) == 3
+        assert again == [JudgeAnswer("b", cached=True), JudgeAnswer("c", 100, 10)] and len(server.asked) == 3
         warmer = endpoint(server, cache=str(path), options={"temperature": 1.0})
         assert not Client(warmer).ask([chat("a")])[0].cached, "other settings are another content"
 

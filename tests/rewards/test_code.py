@@ -8,7 +8,7 @@ import pytest
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards import Accuracy, CodeTests, Scorer
-from jaxrl_llm.rewards.code import grade, read_tests
+from jaxrl_llm.rewards.code import grade, parse_tests
 from jaxrl_llm.types import Completion, Problem
 
 pytestmark = pytest.mark.sandbox("landlock+seccomp")
@@ -140,14 +140,14 @@ assert result == 777 and str(result).startswith("777")
 
 
 def test_nothing_expected_is_in_what_the_program_s_process_gets():
-    found = read_tests(KEPT_APART)
+    found = parse_tests(KEPT_APART)
     assert len(found) == 13
     for test in found:
         assert not test.opaque and "77" not in test.setup + "".join(test.expressions), test
 
 
 def test_what_compares_in_variables_is_opaque():
-    assert [test.opaque for test in read_tests("right = f(2) == 777\nassert right")] == [True]
+    assert [test.opaque for test in parse_tests("right = f(2) == 777\nassert right")] == [True]
 
 
 REFUSED = [
@@ -167,7 +167,7 @@ REFUSED = [
 @pytest.mark.parametrize(("tests", "reason"), REFUSED)
 def test_tests_of_no_known_form_are_refused(tests, reason):
     with pytest.raises(InputError, match=reason):
-        read_tests(tests)
+        parse_tests(tests)
 
 
 def problem(tests, verifier="none"):

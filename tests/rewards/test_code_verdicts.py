@@ -6,9 +6,8 @@ import pytest
 from rewards.test_code import problem
 
 from jaxrl_llm.rewards import CodeTests, Scorer
-from jaxrl_llm.rewards.code import extracted, grade, read_tests
-from jaxrl_llm.rewards.code_formats import close, same_value, truth
-from jaxrl_llm.sandbox.program import decoded, encoded
+from jaxrl_llm.rewards.code import extract_program, grade, is_close, parse_tests, same_value, truth
+from jaxrl_llm.sandbox.program import decode_value, encode_value
 
 pytestmark = pytest.mark.sandbox("landlock+seccomp")
 
@@ -250,7 +249,7 @@ class T(unittest.TestCase):
 def test_an_honest_program_passes_whatever_it_returns(name):
     code, tests = HONEST[name]
     found = grade(code, IMPORTS + tests)
-    missed = [one for one, said in zip(read_tests(IMPORTS + tests), found.results, strict=True) if said != "passed"]
+    missed = [one for one, said in zip(parse_tests(IMPORTS + tests), found.results, strict=True) if said != "passed"]
     assert found.score == 1 and not missed, (found, missed)
     wrong = "f = adder = counter = account = build = V = half = color = tick = S = lambda *given: given"
     assert grade(wrong, IMPORTS + tests).score < 0.5
@@ -347,7 +346,9 @@ def test_no_liar_is_paid_or_gets_rid_of_a_test(name):
     imports = IMPORTS + "import math, operator, pytest\n" + HELP
     for tests in (imports + KEPT, UNITTEST + "\n        ".join(WORDS.strip().splitlines())):
         found = grade(LIARS[name], tests)
-        paid = [one for one, said in zip(read_tests(tests), found.results, strict=True) if said in ("passed", "opaque")]
+        paid = [
+            one for one, said in zip(parse_tests(tests), found.results, strict=True) if said in ("passed", "opaque")
+        ]
         assert found.score == 0 and not paid, paid
 
 
@@ -396,7 +397,7 @@ def test_what_compares_objects_of_the_program_alone_is_not_told(code):
     ],
 )
 def test_members_are_compared(found, expected, same):
-    assert same_value(encoded(found), expected) == same == (found == expected)
+    assert same_value(encode_value(found), expected) == same == (found == expected)
 
 
 def test_a_truth_is_no_number_and_infinity_is_near_nothing():
@@ -407,9 +408,9 @@ def test_a_truth_is_no_number_and_infinity_is_near_nothing():
         (5, math_inf := float("inf")),
         (-3.0, math_inf),
     ):
-        assert not close(encoded(value), expected)
-    assert close(encoded(math_inf), math_inf) and close(encoded(1 + 1e-9), 1.0)
-    assert not truth(encoded(range(0))) and truth(encoded(object()))
+        assert not is_close(encode_value(value), expected)
+    assert is_close(encode_value(math_inf), math_inf) and is_close(encode_value(1 + 1e-9), 1.0)
+    assert not truth(encode_value(range(0))) and truth(encode_value(object()))
 
 
 @pytest.mark.parametrize(
@@ -421,7 +422,7 @@ def test_a_value_that_a_program_has_made_up_is_wrong(text):
     )
     assert grade(code, "assert f() == 3\nassert abs(f() - 3) < 1").score == 0
     with pytest.raises((ValueError, TypeError, ArithmeticError)):
-        decoded(__import__("json").loads(text))
+        decode_value(__import__("json").loads(text))
 
 
 @pytest.mark.parametrize("end", ["raise SystemExit(3)", "1 / 0", "import os; os.abort()", "import sys; sys.exit('no')"])
@@ -449,7 +450,7 @@ PROGRAM = "def f(x):\n    return x"
     ],
 )
 def test_the_program_of_a_completion_is_its_last_block_of_python(text, program):
-    assert extracted(text) == program
+    assert extract_program(text) == program
 
 
 def test_state_of_the_program_itself_does_not_reach_the_next_assertion():

@@ -10,7 +10,7 @@ import pytest
 from rewards import sample_forms as forms
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.rewards.functions import AT_ONCE, Call, Outcome, form_of, perform
+from jaxrl_llm.rewards.functions import AT_ONCE, RewardCall, RewardOutcome, form_of, perform
 from jaxrl_llm.types import Completion, Problem
 
 
@@ -29,7 +29,9 @@ def asked(function, items, batch=None, seconds=5.0):
     shares = [items] if form.batch or form.waits else [[one] for one in items]
     with asyncio.Runner() as runner:
         return [
-            outcome for share in shares for outcome in perform(function, Call("f", share, form, seconds), runner.run)
+            outcome
+            for share in shares
+            for outcome in perform(function, RewardCall("f", share, form, seconds), runner.run)
         ]
 
 
@@ -93,11 +95,11 @@ def test_verls_functions_see_the_rows_own_source_and_information():
 
 def test_a_call_of_many_that_wait_has_time_for_all_of_them_in_turn():
     waiting = form_of(forms.judge)
-    limits = [Call("f", [None] * count, waiting, 2.0).limit_s for count in (1, AT_ONCE, AT_ONCE + 1)]
+    limits = [RewardCall("f", [None] * count, waiting, 2.0).limit_s for count in (1, AT_ONCE, AT_ONCE + 1)]
     assert limits == [4.0, 4.0, 6.0]
     assert (
-        Call("f", [None] * 100, form_of(forms.judge_batch), 2.0).limit_s
-        == Call("f", [None], timeout_s=2.0).limit_s
+        RewardCall("f", [None] * 100, form_of(forms.judge_batch), 2.0).limit_s
+        == RewardCall("f", [None], timeout_s=2.0).limit_s
         == 2.0
     )
 
@@ -146,7 +148,7 @@ def test_calls_of_an_async_function_wait_together_and_are_lost_one_by_one():
 
 def test_none_in_a_batch_cannot_be_scored_and_what_is_no_number_fails_alone():
     outcomes = asked(forms.some_none, [item(text) for text in ("1", "none", "text")])
-    assert outcomes[0] == Outcome("ok", 1.0) and outcomes[1].status == "ok" and math.isnan(outcomes[1].value)
+    assert outcomes[0] == RewardOutcome("ok", 1.0) and outcomes[1].status == "ok" and math.isnan(outcomes[1].value)
     assert outcomes[2].message == "TypeError: returned 'a', which is not a number"
 
 

@@ -21,7 +21,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards import Accuracy, Format, Function, LengthPenalty, Local, Scorer
 from jaxrl_llm.rewards.functions import as_reward, importable
 from jaxrl_llm.rewards.pool import MOST_STUCK
-from jaxrl_llm.rewards.shaping import check, named
+from jaxrl_llm.rewards.shaping import check_reward, name_rewards
 from jaxrl_llm.tasks import Task
 from jaxrl_llm.types import Completion, Problem
 
@@ -172,7 +172,7 @@ def test_a_name_of_the_program_that_runs_is_called_in_it():
     with pytest.raises(
         InputError, match="__main__:brevity: the notebook or script that runs has no brevity; define it"
     ):
-        check(as_reward(Function("__main__:brevity")))
+        check_reward(as_reward(Function("__main__:brevity")))
 
 
 @pytest.mark.parametrize(
@@ -215,8 +215,16 @@ def test_no_two_columns_have_one_name():
         Function("m:format_2"),
         Format("c"),
     ]
-    assert list(named(rewards)) == ["format", "format_2", "accuracy_2", "accuracy", "mean_2", "format_2_2", "format_3"]
-    assert list(named(rewards).values()) == rewards
+    assert list(name_rewards(rewards)) == [
+        "format",
+        "format_2",
+        "accuracy_2",
+        "accuracy",
+        "mean_2",
+        "format_2_2",
+        "format_3",
+    ]
+    assert list(name_rewards(rewards).values()) == rewards
 
 
 def test_a_configuration_keeps_names_and_says_what_it_cannot_keep():
@@ -232,11 +240,11 @@ def test_a_configuration_keeps_names_and_says_what_it_cannot_keep():
     assert configs.reloads(run) and not configs.reloads(dataclasses.replace(run, scoring=scoring))
     assert configs.to_json(again) == saved  # who goes on with the run from its source is not told of a change
     for reward in (again.rewards[0], again.rewards[2]):
-        check(reward)
+        check_reward(reward)
     with pytest.raises(
         InputError, match=r"^reward lambda is not in config.json, since it is a lambda: train from the Python"
     ):
-        check(again.rewards[1])
+        check_reward(again.rewards[1])
 
 
 @pytest.mark.parametrize(("reward", "words"), [

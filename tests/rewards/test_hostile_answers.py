@@ -9,7 +9,7 @@ import pytest
 import reasoning_gym
 
 from jaxrl_llm.rewards import Accuracy, Scorer
-from jaxrl_llm.rewards.gym_answer import LITERAL, SYMBOLIC, is_formula, is_literal, score
+from jaxrl_llm.rewards.gym_answer import LITERAL, SYMBOLIC, is_formula, is_literal, score_gym
 from jaxrl_llm.rewards.verify import accuracy
 from jaxrl_llm.types import Completion, Problem
 
@@ -42,14 +42,14 @@ def test_no_answer_is_executed_and_right_ones_still_count(name, tmp_path):
     problem = asked(name)
     mark = tmp_path / "ran"
     for spelling in SPELLINGS:
-        assert score(spelling.format(mark), problem) <= 0.1
+        assert score_gym(spelling.format(mark), problem) <= 0.1
         assert not mark.exists(), spelling
     entry = problem.metadata["entry"]
-    assert score(str(entry["answer"]), problem) == 1.0
+    assert score_gym(str(entry["answer"]), problem) == 1.0
     other = dataclasses.replace(
         problem, metadata=problem.metadata | {"entry": entry | {"answer": f"open('{mark}', 'w')"}}
     )
-    assert score("1", other) == 0.0 and not mark.exists()
+    assert score_gym("1", other) == 0.0 and not mark.exists()
 
 
 def test_every_data_set_that_evaluates_answers_is_known():

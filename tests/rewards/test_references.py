@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.rewards.scorer import FILE, Scorer
+from jaxrl_llm.rewards.scorer import REFERENCES_FILE, Scorer
 from jaxrl_llm.tasks import Task, load
 
 
@@ -40,7 +40,7 @@ def test_mathematical_ones_are_tried_by_a_sample_and_then_all(tmp_path):
     told = []
     with Scorer([], workers=1, folder=tmp_path) as scorer:
         assert scorer.check(found, note=told.append) == []
-        kept = tmp_path / FILE
+        kept = tmp_path / REFERENCES_FILE
         for thread in threading.enumerate():
             if thread.name == "references":
                 thread.join(60)

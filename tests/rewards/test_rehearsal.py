@@ -6,7 +6,7 @@ import pytest
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.rewards import LengthPenalty, Scorer, accuracy
-from jaxrl_llm.rewards.scorer import as_episode
+from jaxrl_llm.rewards.scorer import two_turn_episode
 from jaxrl_llm.rewards.verify import dry_run_completion
 from jaxrl_llm.system.paths import REWARD_ERROR
 from jaxrl_llm.types import Problem
@@ -112,7 +112,7 @@ def test_rewards_of_episodes_are_rehearsed_on_one(tokenizer, reward, tools):
 
 def test_an_invented_episode_calls_a_tool_that_there_is(tokenizer):
     answer = dry_run_completion(problem("12"), tokenizer)
-    made, spoken = as_episode(answer, ["search", "add"]), as_episode(answer, [])
+    made, spoken = two_turn_episode(answer, ["search", "add"]), two_turn_episode(answer, [])
     assert made.text == answer.text and accuracy(problem("12"), made) == 1
     assert [message["role"] for message in made.messages] == ["assistant", "tool", "assistant"]
     assert [message["role"] for message in spoken.messages] == ["assistant", "user", "assistant"]

@@ -16,7 +16,7 @@ import pytest
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards import Accuracy, Format, Function, LengthPenalty, Scorer, accuracy
-from jaxrl_llm.rewards.pool import Call, Pool
+from jaxrl_llm.rewards.pool import Pool, RewardCall
 from jaxrl_llm.tasks import ReasoningGym
 from jaxrl_llm.types import Completion, Problem
 
@@ -285,7 +285,7 @@ def test_an_item_that_its_worker_died_with_before_reading_it_is_handed_to_anothe
 
 def test_a_function_that_only_the_parent_can_import_is_an_error_of_the_item():
     pool = Pool(1)
-    ((outcome, same),) = [coming.result() for coming in pool.submit([Call("no_such_module:reward", ((), ()))])]
+    ((outcome, same),) = [coming.result() for coming in pool.submit([RewardCall("no_such_module:reward", ((), ()))])]
     pool.close()
     assert (
         same == outcome and outcome.status == "error" and "no_such_module:reward cannot be imported" in outcome.message

@@ -14,7 +14,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.rewards import Accuracy, Failures, LengthPenalty, Scorer, StepFunction, functions
 from jaxrl_llm.rewards.functions import Lost
-from jaxrl_llm.rewards.scorer import RECORDS, interleaved, last_token
+from jaxrl_llm.rewards.scorer import SCORE_RECORDS, merge_shares, token_index
 from jaxrl_llm.types import Completion
 
 WORDS = StepFunction("sample_steps:words")
@@ -44,7 +44,7 @@ def scored(rewards, tokenizer, texts=TEXTS, **settings):
 def test_a_step_ends_in_the_token_that_completes_its_last_character(tokenizer):
     text = "aé😀\n b"  # of 1, 2, 4, 1, 1 and 1 bytes, each of them a token
     tokens = written(text, tokenizer)[1].tokens.tolist()
-    ends = [last_token(text, tokens, end, tokenizer) for end in range(1, len(text) + 1)]
+    ends = [token_index(text, tokens, end, tokenizer) for end in range(1, len(text) + 1)]
     assert ends == [len(text[:end].encode()) - 1 for end in range(1, len(text) + 1)] and len(tokens) == 11
 
 
@@ -99,16 +99,16 @@ def test_without_a_tokenizer_only_the_means_are_there(tokenizer):
 )
 def test_nonsense_of_steps_is_named(said, kind, told):
     with pytest.raises(kind) as raised:
-        functions.steps(said, item("abc", length=5)[1], "characters")
+        functions.as_steps(said, item("abc", length=5)[1], "characters")
     assert told in str(raised.value)
 
 
 def test_positions_are_those_of_characters_or_of_tokens():
     completion = item("abc", length=5)[1]
-    assert functions.steps(((at, 1) for at in np.array([3, 1])), completion, "characters") == [(3, 1.0), (1, 1.0)]
-    assert functions.steps([(0, True), (4, 2)], completion, "tokens") == [(0, 1.0), (4, 2.0)]
+    assert functions.as_steps(((at, 1) for at in np.array([3, 1])), completion, "characters") == [(3, 1.0), (1, 1.0)]
+    assert functions.as_steps([(0, True), (4, 2)], completion, "tokens") == [(0, 1.0), (4, 2.0)]
     with pytest.raises(ValueError, match="position 5 of a completion with tokens 0 to 4"):
-        functions.steps([(5, 1.0)], completion, "tokens")
+        functions.as_steps([(5, 1.0)], completion, "tokens")
 
 
 def test_a_function_that_fails_gives_its_completion_no_steps(tokenizer):
@@ -128,14 +128,18 @@ def test_steps_that_failed_leave_a_completion_unscorable_where_that_is_asked_for
 def test_what_a_share_says_of_steps_comes_through_bit_for_bit(tokenizer):
     whole = scored((Accuracy(), StepFunction("sample_steps:words", 0.1)), tokenizer)
     shares = [scored((Accuracy(), StepFunction("sample_steps:words", 0.1)), tokenizer, TEXTS[at::2]) for at in (0, 1)]
-    gathered = interleaved(
-        [codec.from_json(json.loads(json.dumps(codec.to_json(share, RECORDS))), RECORDS) for share in shares], 3
+    gathered = merge_shares(
+        [
+            codec.from_json(json.loads(json.dumps(codec.to_json(share, SCORE_RECORDS))), SCORE_RECORDS)
+            for share in shares
+        ],
+        3,
     )
     assert [x.tobytes() for x in gathered.steps] == [x.tobytes() for x in whole.steps]
     assert {x.dtype for x in gathered.steps} == {np.dtype("float32")}
     alone = scored((StepFunction("sample_steps:words", 0.1),), tokenizer, TEXTS[:1])
     idle = scored((StepFunction("sample_steps:words", 0.1),), tokenizer, ())
-    assert len(interleaved([alone, idle], 1).steps) == 1, "a process may have nothing to score"
+    assert len(merge_shares([alone, idle], 1).steps) == 1, "a process may have nothing to score"
 
 
 def test_a_step_function_survives_config_json_or_says_that_it_is_lost():

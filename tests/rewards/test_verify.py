@@ -7,7 +7,7 @@ import pytest
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards import accuracy
-from jaxrl_llm.rewards.math_answer import score as math_score
+from jaxrl_llm.rewards.math_answer import score_math as math_score
 from jaxrl_llm.tasks import ReasoningGym
 from jaxrl_llm.types import Completion, Problem
 

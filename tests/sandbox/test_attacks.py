@@ -12,7 +12,7 @@ from sandbox.programs import BOMBS, CHEATS, EXPRESSIONS, HONEST, LASTING, TESTS,
 
 from jaxrl_llm.rewards import sandbox
 from jaxrl_llm.rewards.code import grade
-from jaxrl_llm.sandbox.client import Servers
+from jaxrl_llm.sandbox.client import ServerPool
 
 pytestmark = pytest.mark.slow
 
@@ -49,7 +49,7 @@ def ended(servers, code, seconds=1.0):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_nothing_outside_is_reached(level, around):
-    servers = Servers(level)
+    servers = ServerPool(level)
     assert servers.level == level
     before = os.stat(around["secret"])
     outcomes = {name: ended(servers, attempt(text, around)) for name, text in EXPRESSIONS.items()}
@@ -62,7 +62,7 @@ def test_nothing_outside_is_reached(level, around):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_bombs_end_and_harm_no_later_program(level):
-    servers = Servers(level)
+    servers = ServerPool(level)
     for name, code in BOMBS.items():
         found = ended(servers, code)
         assert "BREACH" not in found.stdout, name

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from jaxrl_llm.rewards.sandbox import LEVELS, run_python
-from jaxrl_llm.sandbox.client import Servers
+from jaxrl_llm.sandbox.client import ServerPool
 
 pytestmark = pytest.mark.sandbox("landlock+seccomp")
 
@@ -85,9 +85,9 @@ def test_nothing_is_left_of_a_parent_that_is_killed(level):
 
 
 def test_a_server_that_died_is_replaced():
-    servers = Servers()
+    servers = ServerPool()
     for _ in range(2):
-        with servers.one() as server:
+        with servers.acquire() as server:
             os.kill(server.process.pid, signal.SIGKILL)
         assert servers.run({"code": "print(1)"}, b"", 2.0, 256).stdout == b"1\n"
     servers.close()
@@ -95,7 +95,7 @@ def test_a_server_that_died_is_replaced():
 
 @pytest.mark.sandbox("full")
 def test_nothing_outside_is_even_seen_in_namespaces():
-    servers = Servers("full")
+    servers = ServerPool("full")
     code = "import os\nfor path in ('/tmp', '/etc/passwd', '/home', '/usr/bin'):\n    print(os.path.exists(path))"
     assert servers.run({"code": code}, b"", 2.0, 256).stdout == b"False\n" * 4
     servers.close()

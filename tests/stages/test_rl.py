@@ -23,7 +23,7 @@ from jaxrl_llm.models.lora import model_of
 from jaxrl_llm.models.pretrained import tiny_tokenizer
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rewards import Format, Scorer
-from jaxrl_llm.rewards.shaping import named
+from jaxrl_llm.rewards.shaping import name_rewards
 from jaxrl_llm.rollout.groups import Carryover, RolloutBatch
 from jaxrl_llm.stages.examples import of_examples, shown_places, with_ratios
 from jaxrl_llm.stages.problems import problems_of, read_problems
@@ -56,7 +56,7 @@ def test_an_estimator_of_several_rewards_sees_two_of_one_name_and_applies_their_
     with Scorer(REWARDS) as scorer:
         groups = [scored(scorer, texts) for texts in TEXTS]
     algorithm = dataclasses.replace(PRESETS["grpo"], advantage=GDPO(eps=0.0))
-    algorithm, rewards = split_rewards(algorithm, named(REWARDS), groups)
+    algorithm, rewards = split_rewards(algorithm, name_rewards(REWARDS), groups)
     columns = [np.array([[1, 0, 0, 0], [1, 0, 0, 0]]), np.array([[1, 1, 0, 1], [1, 0, 0, 1]])]
     np.testing.assert_array_equal(rewards, np.stack(columns, axis=-1))
     expected = normal(2.0 * normal(columns[0], 1) - normal(columns[1], 1))
@@ -67,7 +67,7 @@ def test_weights_of_the_estimator_come_before_those_of_the_rewards():
     with Scorer(REWARDS) as scorer:
         groups = [scored(scorer, TEXTS[0])]
     given = dataclasses.replace(PRESETS["grpo"], advantage=GDPO((1.0, 3.0)))
-    assert split_rewards(given, named(REWARDS), groups)[0] == given
+    assert split_rewards(given, name_rewards(REWARDS), groups)[0] == given
 
 
 def with_rows(train, test=None, **changes):

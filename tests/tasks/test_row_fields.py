@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from jaxrl_llm.collection.rejection_sampling import row_of
+from jaxrl_llm.collection.rejection_sampling import make_row
 from jaxrl_llm.data import Pairs, Steps, Texts, load_texts
 from jaxrl_llm.environments import Environment, Step
 from jaxrl_llm.errors import InputError
@@ -122,7 +122,7 @@ def test_an_episode_begins_with_its_own_tools_and_no_answer(row):
 def test_collected_rows_keep_what_the_prompt_was_written_with():
     source = {"prompt": "q", "answer": "1", "tools": [PRICE], "chat_template_kwargs": {"enable_thinking": False}}
     (problem,) = load(Task([source])).train
-    row = row_of(problem, completion="x")
+    row = make_row(problem, completion="x")
     assert {name: row[name] for name in source if name != "answer"} == {
         n: v for n, v in source.items() if n != "answer"
     }

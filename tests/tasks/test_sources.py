@@ -16,7 +16,7 @@ import pytest
 
 from jaxrl_llm import codec
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.rewards.functions import columns, is_chat
+from jaxrl_llm.rewards.functions import is_chat, row_columns
 from jaxrl_llm.tasks import ReasoningGym, Rows, Table, Task, begun, load
 from jaxrl_llm.tasks.gym import known
 
@@ -47,7 +47,7 @@ def test_parquet_gives_what_jsonl_gives(tmp_path):
     assert len(from_parquet) == 5
     for ours, theirs in zip(from_parquet, from_jsonl, strict=True):
         assert (ours.id, ours.prompt, ours.answer) == (theirs.id, theirs.prompt, theirs.answer)
-    assert all(is_chat(problem) and columns(problem).keys() == {"answer", "row"} for problem in from_parquet)
+    assert all(is_chat(problem) and row_columns(problem).keys() == {"answer", "row"} for problem in from_parquet)
     assert from_parquet[4].metadata["row"].endswith("rows.parquet:5")
 
 
