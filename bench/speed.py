@@ -30,7 +30,7 @@ from jaxrl_llm.learner import (
     make_update,
     pack,
 )  # fmt: skip
-from jaxrl_llm.learner.forward import on_mesh
+from jaxrl_llm.learner.forward import put_on_mesh
 from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.learner.platform import compute_for, layout_for
 from jaxrl_llm.learner.update import accumulate
@@ -304,7 +304,7 @@ def update(options: Update) -> Iterator[dict[str, Any]]:
     groups = samples_of(prompts, completions, random.standard_normal(options.rows).tolist(), options.group)
     state, setup = set_up(model, options.learner, options.prompt, options.completion)
     with jax.set_mesh(setup.forward.mesh):
-        packed = on_mesh(pack([sample for group in groups for sample in group], setup.layout), setup.forward.mesh)
+        packed = put_on_mesh(pack([sample for group in groups for sample in group], setup.layout), setup.forward.mesh)
         compiled = setup.training.update.lower(state, packed, {"temperature": 1.0}).compile().memory_analysis()
         role = functools.partial(Role, opt_state=None, updates=jnp.int32(0))
         given = packed, setup.training.objectives, {"temperature": jnp.float32(1)}, setup.forward.compute

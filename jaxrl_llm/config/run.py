@@ -9,7 +9,7 @@ from jaxrl_llm.config.mixture import Mixture, bases, of_steps, tasks_in
 from jaxrl_llm.config.scoring import Scoring
 from jaxrl_llm.diagnosis.findings import WORDS
 from jaxrl_llm.errors import InputError, did_you_mean, require
-from jaxrl_llm.learner.settings import RL_RATE, Learner, at_usual_rate
+from jaxrl_llm.learner.settings import RL_RATE, Learner, with_usual_rate
 from jaxrl_llm.recipes import DAPO, Recipe
 from jaxrl_llm.rewards import shaping
 from jaxrl_llm.rewards.functions import OF_STEPS, ON_DEVICE, as_reward
@@ -173,7 +173,7 @@ class Run(Setting):
     """The fields with the number of groups per step, and with the most tokens of a completion."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "learner", at_usual_rate(self.learner, RL_RATE))
+        object.__setattr__(self, "learner", with_usual_rate(self.learner, RL_RATE))
 
     @property
     def longest_row(self) -> int:

@@ -11,7 +11,7 @@ from jaxrl_llm.data.datasets import KINDS, Collected, Pairs, Steps, Texts, Unpai
 from jaxrl_llm.data.loading import check_collected
 from jaxrl_llm.environments.environment import Limits
 from jaxrl_llm.errors import InputError, require
-from jaxrl_llm.learner.settings import RL_RATE, Learner, Usual, at_usual_rate
+from jaxrl_llm.learner.settings import RL_RATE, Learner, UsualRate, with_usual_rate
 from jaxrl_llm.rules.settings import Rules
 from jaxrl_llm.sharding.mesh import MeshShape
 from jaxrl_llm.system.setting import FREE, MODEL, RECORDED, Count, Range, Setting, with_parts
@@ -84,7 +84,7 @@ class FromData(Setting):
     output: Output = Output()
     steps: Annotated[int, Count(1), FREE] = 100
     seed: Annotated[int, SEED] = 0
-    usual_rate: ClassVar[Usual]
+    usual_rate: ClassVar[UsualRate]
     """The learning rate of this kind of run if its optimiser sets none; the defaults of TRL 1.16."""
     rules = Rules()
     """The rules between steps: no phases and no guards."""
@@ -92,7 +92,7 @@ class FromData(Setting):
     """The fields with the number of rows per step, and with the most tokens of an answer."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "learner", at_usual_rate(self.learner, self.usual_rate))
+        object.__setattr__(self, "learner", with_usual_rate(self.learner, self.usual_rate))
 
     @property
     def longest_row(self) -> int:
@@ -147,7 +147,7 @@ class Supervised(FromData):
     """
 
     data: Texts
-    usual_rate: ClassVar[Usual] = Usual(2e-5)
+    usual_rate: ClassVar[UsualRate] = UsualRate(2e-5)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +164,7 @@ class Preference(FromData):
 
     data: Pairs | Unpaired
     loss: DPO | IPO | SimPO | ORPO | KTO = DPO()
-    usual_rate: ClassVar[Usual] = RL_RATE
+    usual_rate: ClassVar[UsualRate] = RL_RATE
 
     def check(self, run: Any, where: str) -> None:
         """Refuse a loss of pairs on answers with labels, and the reverse."""
@@ -203,7 +203,7 @@ class RewardModel(FromData):
     centre: Annotated[float, Range("[0, inf)", words="at least 0, and finite")] = 0.0
     score_at: Literal["template", "stop"] = "template"
     bootstrap: bool = False
-    usual_rate: ClassVar[Usual] = Usual(1e-4)
+    usual_rate: ClassVar[UsualRate] = UsualRate(1e-4)
 
     def check(self, run: Any, where: str) -> None:
         """Refuse settings of another kind of data, and evaluations that a reward model cannot take."""

@@ -18,7 +18,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.decoder import TokenRows
 from jaxrl_llm.types import Prompt
 
-READ_BY_THE_HEAD = ("kept", "teacher_ids", "teacher_logp")
+HEAD_ARRAYS = ("kept", "teacher_ids", "teacher_logp")
 """Names of per-token arrays that the last layer, not the loss, reads at the token's prediction."""
 POLICY = ("policy",)
 """The objective of a run that trains only a policy."""
@@ -56,12 +56,12 @@ class Sample:
 
     def counting(self, objectives: Collection[str]) -> "Sample":
         """Restrict the sample to these objectives; objectives that were excluded before stay excluded."""
-        before = objectives if self.counted_by is None else self.counted_by
-        return dataclasses.replace(self, counted_by=tuple(name for name in before if name in objectives))
+        counted_by = objectives if self.counted_by is None else self.counted_by
+        return dataclasses.replace(self, counted_by=tuple(name for name in counted_by if name in objectives))
 
     def with_arrays(self, **arrays: np.ndarray) -> "Sample":
         """Add arrays [t, ...], which take the places of numbers of the same names."""
-        scalars = {name: x for name, x in self.scalars.items() if name not in arrays}
+        scalars = {name: number for name, number in self.scalars.items() if name not in arrays}
         return dataclasses.replace(self, scalars=scalars, arrays=self.arrays | arrays)
 
 
@@ -104,7 +104,7 @@ class Packed(NamedTuple):
       counted: bool[M, B] by objective: the completions that it counts.
       by_sequence: [M, B] each: ``Sample.scalars``; and ``together``, int32, equal for completions that a loss compares.
       by_token: [M, B, T, ...] each: ``Sample.arrays``, and arrays computed before the first update.
-      by_prediction: [M, P, N, ...] each, aligned with ``predictions``: the names in ``READ_BY_THE_HEAD``.
+      by_prediction: [M, P, N, ...] each, aligned with ``predictions``: the names in ``HEAD_ARRAYS``.
       by_column: [M, R, S, ...] each, aligned with ``rows``: the names that prompts have too.
       microbatches: int32[], the non-empty ones; the rest is padding. None for a single microbatch, without the axis M.
       counts: of the step, by objective; None likewise.
@@ -179,7 +179,7 @@ class Segment:
 
 Piece = list[Segment]
 """The segments that follow one prompt in one row."""
-NARROW = {np.dtype(np.float64): np.float32, np.dtype(np.int64): np.int32}
+DEVICE_DTYPES = {np.dtype(np.float64): np.float32, np.dtype(np.int64): np.int32}
 """Device dtypes for wide host dtypes: the device holds 32 bits at most."""
 
 
@@ -195,37 +195,37 @@ def pack(samples: Sequence[Sample], layout: Layout, objectives: Sequence[str] = 
       InputError: a prompt with its completion is longer than a row, or samples that belong together fill more than a
         microbatch.
     """
-    batches = _batches(samples, layout)
-    empty = _blank(samples, batches, layout, objectives)
+    batches = assign_rows(samples, layout)
+    empty = empty_batch(samples, batches, layout, objectives)
     for number, batch in enumerate(batches):
-        _write(jax.tree.map(lambda x, n=number: x[n], empty), batch, samples, layout)
+        write_microbatch(jax.tree.map(lambda x, n=number: x[n], empty), batch, samples, layout)
     counts = {}
     for name in objectives:
-        tokens = [sample.arrays.get(name, sample.mask).sum() for sample in samples if _counts(name, sample)]
+        tokens = [sample.arrays.get(name, sample.mask).sum() for sample in samples if is_counted(name, sample)]
         counts[name] = Counts(np.float32(sum(tokens)), np.float32(sum(count > 0 for count in tokens)))
     return empty._replace(microbatches=np.int32(len(batches)), counts=counts)
 
 
 def packed_shapes(samples: Sequence[Sample], layout: Layout, objectives: Sequence[str] = POLICY) -> tuple[Packed, int]:
     """Return the shapes of ``pack``'s result for these samples, and the number of non-empty microbatches."""
-    batches = _batches(samples, layout)
+    batches = assign_rows(samples, layout)
     total = jax.ShapeDtypeStruct((), np.float32)
-    blank = jax.eval_shape(lambda: _blank(samples, batches, layout, objectives))
+    blank = jax.eval_shape(lambda: empty_batch(samples, batches, layout, objectives))
     counts = {name: Counts(total, total) for name in objectives}
     return blank._replace(microbatches=jax.ShapeDtypeStruct((), np.int32), counts=counts), len(batches)
 
 
-def _counts(objective: str, sample: Sample) -> bool:
+def is_counted(objective: str, sample: Sample) -> bool:
     return sample.counted_by is None or objective in sample.counted_by
 
 
-def _blank(
+def empty_batch(
     samples: Sequence[Sample], batches: list[list[list[Piece]]], layout: Layout, objectives: Sequence[str]
 ) -> Packed:
     """Return microbatches of only padding, with room for these samples."""
     part = layout.rows // layout.parts
     # Powers of two.
-    width = 1 << (max(len(_order(batch)) for batch in batches) - 1).bit_length()
+    width = 1 << (max(len(row_order(batch)) for batch in batches) - 1).bit_length()
     count = 1 << (len(batches) - 1).bit_length()
     predictions = max(
         sum(len(segment) for row in batch[i : i + part] for piece in row for segment in piece)
@@ -239,13 +239,13 @@ def _blank(
     def zeros(shape: tuple[int, ...], dtype: Any = np.int32) -> np.ndarray:
         return np.zeros((count, *shape), dtype)
 
-    def named(arrays: dict[str, np.ndarray], shape: tuple[int, ...]) -> dict[str, np.ndarray]:
-        return {name: zeros((*shape, *x.shape[1:]), NARROW.get(x.dtype, x.dtype)) for name, x in arrays.items()}
+    def zeros_like(arrays: dict[str, np.ndarray], shape: tuple[int, ...]) -> dict[str, np.ndarray]:
+        return {name: zeros((*shape, *x.shape[1:]), DEVICE_DTYPES.get(x.dtype, x.dtype)) for name, x in arrays.items()}
 
     by_column = {name: x for sample in samples for name, x in sample.prompt_arrays.items()}
     per_token = {name: x for sample in samples for name, x in sample.arrays.items() if name not in by_column}
-    by_prediction = {name: x for name, x in per_token.items() if name in READ_BY_THE_HEAD}
-    by_token = {name: x for name, x in per_token.items() if name not in READ_BY_THE_HEAD}
+    by_prediction = {name: x for name, x in per_token.items() if name in HEAD_ARRAYS}
+    by_token = {name: x for name, x in per_token.items() if name not in HEAD_ARRAYS}
     by_sequence = {name: zeros((width,), np.float32) for name in {name for s in samples for name in s.scalars}}
     if any(sample.together is not None for sample in samples):
         by_sequence["together"] = zeros((width,)) + np.arange(width, dtype=np.int32)
@@ -256,35 +256,35 @@ def _blank(
         mask=zeros((width, T), bool),
         counted={name: zeros((width,), bool) for name in objectives},
         by_sequence=by_sequence,
-        by_token=named(by_token, (width, T)),
-        by_prediction=named(by_prediction, predicted),
-        by_column=named(by_column, (R, S)),
+        by_token=zeros_like(by_token, (width, T)),
+        by_prediction=zeros_like(by_prediction, predicted),
+        by_column=zeros_like(by_column, (R, S)),
         microbatches=None,
         counts=None,
     )
 
 
-def rows_of(samples: Sequence[Sample], layout: Layout) -> list[tuple[int, int]]:
+def sample_rows(samples: Sequence[Sample], layout: Layout) -> list[tuple[int, int]]:
     """Return the place of each sample in ``pack``'s result: its microbatch, and its row of [B, T] there."""
-    found: dict[int, tuple[int, int]] = {}
-    for microbatch, batch in enumerate(_batches(samples, layout)):
-        found |= {index: (microbatch, place) for index, place in _order(batch).items()}
-    return [found[index] for index in range(len(samples))]
+    rows: dict[int, tuple[int, int]] = {}
+    for microbatch, batch in enumerate(assign_rows(samples, layout)):
+        rows |= {index: (microbatch, place) for index, place in row_order(batch).items()}
+    return [rows[index] for index in range(len(samples))]
 
 
-def _order(batch: list[list[Piece]]) -> dict[int, int]:
+def row_order(batch: list[list[Piece]]) -> dict[int, int]:
     """Return the row of [B, T] of each sample of a microbatch."""
     samples = dict.fromkeys(segment.sample for row in batch for piece in row for segment in piece)
     return {sample: place for place, sample in enumerate(samples)}
 
 
-def rows_together(samples: Sequence[Sample], layout: Layout) -> int:
+def count_compared_rows(samples: Sequence[Sample], layout: Layout) -> int:
     """Return the number of rows that samples which are compared fill, beginning in a row of their own."""
     alone = [dataclasses.replace(sample, together=None) for sample in samples]
-    return sum(map(len, _batches(alone, layout)))
+    return sum(map(len, assign_rows(alone, layout)))
 
 
-class _Filling:
+class RowPacker:
     """The rows of a batch, filled one after the other, each a list of pieces."""
 
     def __init__(self, layout: Layout):
@@ -297,18 +297,19 @@ class _Filling:
 
         Padding would cost as much as the copied tokens.
         """
-        room = self._layout.row_tokens
+        row_tokens = self._layout.row_tokens
         prompt = len(members[0].prompt)
         piece: Piece = []
         for segment in members:
             length = len(segment)
-            if prompt + length > room:
+            if prompt + length > row_tokens:
                 raise InputError(
-                    f"a prompt of {prompt} and a completion of {length} tokens exceed learner.compute.row_tokens {room}"
+                    f"a prompt of {prompt} and a completion of {length} tokens exceed learner.compute.row_tokens "
+                    f"{row_tokens}"
                 )
             if length + (0 if piece else prompt) > self._left:
                 self.rows.append([])
-                self._left = room
+                self._left = row_tokens
                 piece = []
             if not piece:
                 self.rows[-1].append(piece)
@@ -321,16 +322,17 @@ class _Filling:
         rows = self._layout.rows
         full = self.rows[:-1]
         last = [list(piece) for row in self.rows[-1:] for piece in row]
-        for here in (True, False):
-            if not here:
+        for in_place in (True, False):
+            if not in_place:
                 self.rows = [*full, last] if last else full
                 self.rows += [[] for _ in range(-len(self.rows) % rows)]
                 self._left = 0
-            begun = len(self.rows)
+            first_row = len(self.rows)
             for members in groups:
                 self.add(members)
-            stands = begun > 0 and any(groups[0][0] is segment for piece in self.rows[begun - 1] for segment in piece)
-            if (begun - stands) // rows == (len(self.rows) - 1) // rows:
+            before = [segment for piece in self.rows[first_row - 1] for segment in piece] if first_row else []
+            continues = any(groups[0][0] is segment for segment in before)
+            if (first_row - continues) // rows == (len(self.rows) - 1) // rows:
                 return
         raise InputError(
             f"{sum(map(len, groups))} completions that are compared with each other, or rows of one episode, fill more "
@@ -339,29 +341,29 @@ class _Filling:
         )
 
 
-def _segments(index: int, sample: Sample) -> list[Segment]:
+def split_forks(index: int, sample: Sample) -> list[Segment]:
     """Return the segments of a sample."""
-    read = {0: (sample.prompt, sample.prompt_arrays)}
-    for start, given in sample.forks.items():
-        blank = {name: np.zeros((len(given), *x.shape[1:]), x.dtype) for name, x in sample.prompt_arrays.items()}
-        read[start] = (given, blank)
+    prefixes = {0: (sample.prompt, sample.prompt_arrays)}
+    for start, prefix in sample.forks.items():
+        blank = {name: np.zeros((len(prefix), *x.shape[1:]), x.dtype) for name, x in sample.prompt_arrays.items()}
+        prefixes[start] = (prefix, blank)
     together = sample.together is not None or bool(sample.forks)
     unit: Hashable = ("prompt", Prompt(sample.prompt, sample.prompt_arrays).key)
     if together:
         unit = ("together", sample.together) if sample.together is not None else ("forked", index)
     stops = [*sample.forks, len(sample.tokens)]
-    parts = zip(read.items(), stops, strict=True)
-    found = [Segment(index, slice(start, stop), *given, unit, together) for (start, given), stop in parts]
-    return [segment for segment in found if len(segment)] or found[:1]
+    parts = zip(prefixes.items(), stops, strict=True)
+    segments = [Segment(index, slice(start, stop), *prefix, unit, together) for (start, prefix), stop in parts]
+    return [segment for segment in segments if len(segment)] or segments[:1]
 
 
-def _batches(samples: Sequence[Sample], layout: Layout) -> list[list[list[Piece]]]:
+def assign_rows(samples: Sequence[Sample], layout: Layout) -> list[list[list[Piece]]]:
     """Return the rows of each microbatch; samples that belong together, or share a prompt, are placed at one time."""
-    segments = [segment for index, sample in enumerate(samples) for segment in _segments(index, sample)]
-    filling = _Filling(layout)
-    for unit in _by_key(segments, [segment.unit for segment in segments]):
-        own = [Prompt(segment.prompt, segment.prompt_arrays).key for segment in unit]
-        groups = _by_key(unit, own) if layout.share_prompts else [[segment] for segment in unit]
+    segments = [segment for index, sample in enumerate(samples) for segment in split_forks(index, sample)]
+    filling = RowPacker(layout)
+    for unit in group_by_key(segments, [segment.unit for segment in segments]):
+        prompts = [Prompt(segment.prompt, segment.prompt_arrays).key for segment in unit]
+        groups = group_by_key(unit, prompts) if layout.share_prompts else [[segment] for segment in unit]
         if unit[0].together:
             filling.add_together(groups)
         else:
@@ -371,7 +373,7 @@ def _batches(samples: Sequence[Sample], layout: Layout) -> list[list[list[Piece]
     return [rows[i : i + layout.rows] for i in range(0, len(rows), layout.rows)]
 
 
-def _by_key(segments: Iterable[Segment], keys: Sequence[Hashable]) -> list[list[Segment]]:
+def group_by_key(segments: Iterable[Segment], keys: Sequence[Hashable]) -> list[list[Segment]]:
     """Return the segments in lists of equal keys, in the order of first appearance."""
     groups: dict[Hashable, list[Segment]] = {}
     for segment, key in zip(segments, keys, strict=True):
@@ -379,11 +381,11 @@ def _by_key(segments: Iterable[Segment], keys: Sequence[Hashable]) -> list[list[
     return list(groups.values())
 
 
-def _write(out: Packed, batch: list[list[Piece]], samples: Sequence[Sample], layout: Layout) -> None:
+def write_microbatch(packed: Packed, batch: list[list[Piece]], samples: Sequence[Sample], layout: Layout) -> None:
     """Fill the arrays of one microbatch in place."""
     part = layout.rows // layout.parts
     first: dict[Hashable, int] = {}
-    order = _order(batch)
+    order = row_order(batch)
     used = 0
     for r, row in enumerate(batch):
         column = 0
@@ -391,40 +393,40 @@ def _write(out: Packed, batch: list[list[Piece]], samples: Sequence[Sample], lay
             used = 0
         for group, members in enumerate(row, start=1):
             prompt = members[0].prompt
-            _place_tokens(out.rows, r, column, prompt, 0, group, 0)
-            for name, values in members[0].prompt_arrays.items():
-                out.by_column[name][r, column : column + len(prompt)] = values
+            write_tokens(packed.rows, r, column, prompt, 0, group, 0)
+            for name, array in members[0].prompt_arrays.items():
+                packed.by_column[name][r, column : column + len(prompt)] = array
             last = column + len(prompt) - 1
             column += len(prompt)
             for branch, segment in enumerate(members, start=1):
                 sample, sequence, at = samples[segment.sample], order[segment.sample], segment.tokens
                 size, tokens = len(segment), sample.tokens[at]
-                predicts = out.predictions
-                ahead = r // part, slice(used, used + size)
-                _place_tokens(out.rows, r, column, tokens, len(prompt), group, branch)
+                predictions = packed.predictions
+                at_predictions = r // part, slice(used, used + size)
+                write_tokens(packed.rows, r, column, tokens, len(prompt), group, branch)
                 sources = np.concatenate([[last], np.arange(column, column + size - 1)])
-                predicts.source[ahead] = r % part * layout.row_tokens + sources
-                predicts.target[ahead] = tokens
-                predicts.scatter[ahead] = sequence * layout.completion_tokens + np.arange(at.start, at.stop)
-                out.mask[sequence, at] = sample.mask[at]
-                for name, counted in out.counted.items():
-                    counted[sequence] = _counts(name, sample)
+                predictions.source[at_predictions] = r % part * layout.row_tokens + sources
+                predictions.target[at_predictions] = tokens
+                predictions.scatter[at_predictions] = sequence * layout.completion_tokens + np.arange(at.start, at.stop)
+                packed.mask[sequence, at] = sample.mask[at]
+                for name, counted in packed.counted.items():
+                    counted[sequence] = is_counted(name, sample)
                 for name, number in sample.scalars.items():
-                    out.by_sequence[name][sequence] = number
-                for name, values in sample.arrays.items():
-                    if name in out.by_prediction:
-                        out.by_prediction[name][ahead] = values[at]
-                    elif name in out.by_column:
-                        out.by_column[name][r, column : column + size] = values[at]
+                    packed.by_sequence[name][sequence] = number
+                for name, array in sample.arrays.items():
+                    if name in packed.by_prediction:
+                        packed.by_prediction[name][at_predictions] = array[at]
+                    elif name in packed.by_column:
+                        packed.by_column[name][r, column : column + size] = array[at]
                     else:
-                        out.by_token[name][sequence, at] = values[at]
+                        packed.by_token[name][sequence, at] = array[at]
                 if sample.together is not None:
-                    out.by_sequence["together"][sequence] = first.setdefault(sample.together, sequence)
+                    packed.by_sequence["together"][sequence] = first.setdefault(sample.together, sequence)
                 column += size
                 used += size
 
 
-def _place_tokens(
+def write_tokens(
     rows: TokenRows, row: int, column: int, tokens: np.ndarray, position: int, group: int, branch: int
 ) -> None:
     at = (row, slice(column, column + len(tokens)))

@@ -24,7 +24,7 @@ from jaxrl_llm.algorithms.preference import KTO, bradley_terry, pretraining_loss
 from jaxrl_llm.algorithms.surrogates import LOTS
 from jaxrl_llm.algorithms.tokens import clamp_log_ratio
 from jaxrl_llm.learner.batch import Counts, Packed
-from jaxrl_llm.learner.forward import Output, Outputs, count_of, predicting
+from jaxrl_llm.learner.forward import Output, Outputs, max_predictions, prediction_states
 from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.models.decoder import Decoder, cast
 from jaxrl_llm.models.heads import TeacherStates, TopTokens, token_divergence, top_tokens
@@ -35,11 +35,11 @@ Share = tuple[jax.Array, Scalars]
 """One microbatch's share of a step's loss, and metrics."""
 
 
-CLIPPED = "clip_probability"
+CLIP_PROBABILITY = "clip_probability"
 """The prefix of metrics of the clipped tokens' probability."""
 
 
-BEFORE = {"old_logp": ("policy", "logp"), "ref_logp": ("reference", "logp"), "old_values": ("critic", "values")}
+PRECOMPUTED = {"old_logp": ("policy", "logp"), "ref_logp": ("reference", "logp"), "old_values": ("critic", "values")}
 """Arrays [B, T] that an objective may need, by their name in ``Packed.by_token``: the role, or frozen copy, and its
 model output. They are computed once, before a batch's first update, at the shapes of the updates, unless samples give
 them.
@@ -53,7 +53,7 @@ class Objective:
       name: unique in a run; ``Sample.counted_by`` refers to it.
       role: the role that it trains.
       outputs: the outputs of that model's forward pass that it reads; see ``learner.forward.Output``.
-      needs: names in ``BEFORE``.
+      needs: names in ``PRECOMPUTED``.
       entropy_gradient: whether it differentiates the entropy.
       looks_ahead: whether ``over_step`` computes arrays, from a forward pass over the whole step before its gradient.
     """
@@ -132,15 +132,16 @@ class PolicyGradient(Objective):
 
     def inputs(self, logp: jax.Array, batch: Packed) -> PolicyBatch:
         """Return the loss's inputs besides the live log-probabilities."""
-        given = batch.by_token
+        by_token = batch.by_token
         names = (*self.algorithm.reads, *(piece.of_step for piece in self.algorithm.chooses), LOTS)
+        sampler_logp = by_token["sampler_logp"]
         return PolicyBatch(
-            advantages=given["advantages"] if "advantages" in given else batch.by_sequence["advantages"],
+            advantages=by_token["advantages"] if "advantages" in by_token else batch.by_sequence["advantages"],
             mask=batch.mask,
-            old_logp=old_policy(self.algorithm, logp, given.get("old_logp"), given["sampler_logp"], given["fresh"]),
-            ref_logp=given.get("ref_logp"),
-            sampler_logp=given["sampler_logp"],
-            extras={name: given[name] for name in names if name in given or name in self.algorithm.reads},
+            old_logp=old_policy(self.algorithm, logp, by_token.get("old_logp"), sampler_logp, by_token["fresh"]),
+            ref_logp=by_token.get("ref_logp"),
+            sampler_logp=sampler_logp,
+            extras={name: by_token[name] for name in names if name in by_token or name in self.algorithm.reads},
         )
 
     def __call__(self, outputs: Outputs, batch: Packed, counts: Counts, coefficients: Scalars) -> Share:
@@ -148,7 +149,7 @@ class PolicyGradient(Objective):
         if self.idle:
             outputs = {name: jax.lax.stop_gradient(outputs[name]) for name in self.outputs}
         logp = outputs["logp"]
-        given = batch.by_token
+        by_token = batch.by_token
         inputs = self.inputs(logp, batch)
         kl_coef = coefficients.get("kl_coef") if self.algorithm.kl_in_loss else None
         entropy_coef = coefficients.get("entropy_coef")
@@ -156,36 +157,36 @@ class PolicyGradient(Objective):
         loss, metrics = policy_loss(self.algorithm, logp, inputs, *totals, outputs["entropy"], kl_coef, entropy_coef)
         for side, cut in zip(("low", "high"), clipped_tokens(self.algorithm, logp, inputs), strict=True):
             chance = jnp.sum(jnp.where(cut, jnp.exp(logp), 0.0))
-            metrics[f"{CLIPPED}/{side}"] = chance / jnp.maximum(counts.tokens, 1)
-        gap = jnp.abs(logp - given["sampler_logp"])
-        fresh = (batch.mask & given["fresh"]).astype(jnp.float32)
-        moved = jnp.where(batch.mask, logp - inputs.old_logp, 0.0)
+            metrics[f"{CLIP_PROBABILITY}/{side}"] = chance / jnp.maximum(counts.tokens, 1)
+        gap = jnp.abs(logp - by_token["sampler_logp"])
+        fresh = (batch.mask & by_token["fresh"]).astype(jnp.float32)
+        log_ratio = jnp.where(batch.mask, logp - inputs.old_logp, 0.0)
         metrics |= {
             "sampler/gap_sum": jnp.sum(gap * fresh),
             "sampler/fresh_tokens": jnp.sum(fresh),
             "sampler/logp_abs_diff_max": jnp.max(gap * fresh),
             # Tokens are the old policy's, so this k3 estimates KL(old || policy).
-            "policy_kl": jnp.sum(jnp.expm1(moved) - moved) / jnp.maximum(counts.tokens, 1),
+            "policy_kl": jnp.sum(jnp.expm1(log_ratio) - log_ratio) / jnp.maximum(counts.tokens, 1),
             "ratio_spread": jnp.sum(jnp.abs(log_ratios(self.algorithm, logp, inputs))) / jnp.maximum(counts.tokens, 1),
         }
         if "rerouted" in outputs:
-            elsewhere = outputs["rerouted"] * fresh
-            metrics |= {"sampler/rerouted": jnp.sum(elsewhere), "sampler/rerouted_gap": jnp.sum(gap * elsewhere)}
+            rerouted = outputs["rerouted"] * fresh
+            metrics |= {"sampler/rerouted": jnp.sum(rerouted), "sampler/rerouted_gap": jnp.sum(gap * rerouted)}
         return loss, metrics
 
     def finalize(self, metrics: Scalars) -> Scalars:
         """Replace the sums of the gap to the sampler by its mean; NaN without fresh tokens."""
         fresh = metrics["sampler/fresh_tokens"]
-        measured = {
+        means = {
             "sampler/logp_abs_diff_mean": metrics["sampler/gap_sum"] / fresh,
             "sampler/logp_abs_diff_max": jnp.where(fresh > 0, metrics["sampler/logp_abs_diff_max"], jnp.nan),
         }
         sums = ("sampler/fresh_tokens", "sampler/gap_sum", "sampler/rerouted", "sampler/rerouted_gap")
         if "sampler/rerouted" in metrics:
-            measured["sampler/rerouted_fraction"] = metrics["sampler/rerouted"] / fresh
+            means["sampler/rerouted_fraction"] = metrics["sampler/rerouted"] / fresh
             gap = metrics["sampler/rerouted_gap"] / metrics["sampler/rerouted"]
-            measured["sampler/rerouted_logp_abs_diff_mean"] = gap
-        return {name: value for name, value in metrics.items() if name not in sums} | measured
+            means["sampler/rerouted_logp_abs_diff_mean"] = gap
+        return {name: metric for name, metric in metrics.items() if name not in sums} | means
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,8 +216,8 @@ class ValueLoss(Objective):
         loss = value_loss(values, targets, batch.mask, old, self.clip, tokens)
         if old is None:
             return loss, {"loss": loss}
-        held = old + jnp.clip(values - old, -self.clip, self.clip)
-        cut = (jnp.abs(values - old) > self.clip) & (jnp.abs(held - targets) > jnp.abs(values - targets))
+        clipped = old + jnp.clip(values - old, -self.clip, self.clip)
+        cut = (jnp.abs(values - old) > self.clip) & (jnp.abs(clipped - targets) > jnp.abs(values - targets))
         return loss, {"loss": loss, "clip_fraction": jnp.sum((cut & batch.mask).astype(jnp.float32)) / tokens}
 
 
@@ -269,19 +270,19 @@ def old_policy(
 
 
 @jax.jit
-def divergence(packed: Packed, logp: jax.Array) -> jax.Array:
+def summed_kl(packed: Packed, logp: jax.Array) -> jax.Array:
     """Return the KL of a policy with these log-probabilities; nats, summed over the tokens that its loss counts.
 
     With a reference it is ``KL(policy || reference)``, weighted by policy / sampler since another policy drew the
     tokens; else ``KL(old || policy)`` on the old policy's own tokens. It is for each token given those before it.
     """
-    given = packed.by_token
-    sampler = given["sampler_logp"]
-    if "ref_logp" in given:
-        estimate = UnbiasedK3()(logp, given["ref_logp"], clamp_log_ratio(logp, sampler))
+    by_token = packed.by_token
+    sampler = by_token["sampler_logp"]
+    if "ref_logp" in by_token:
+        estimate = UnbiasedK3()(logp, by_token["ref_logp"], clamp_log_ratio(logp, sampler))
     else:
         # The old policy of an earlier step's token is the one that sampled it.
-        estimate = K3()(jnp.where(given["fresh"], given["old_logp"], sampler), logp)
+        estimate = K3()(jnp.where(by_token["fresh"], by_token["old_logp"], sampler), logp)
     return jnp.sum(jnp.where(packed.mask & packed.counted["policy"][..., None], estimate, 0.0))
 
 
@@ -306,35 +307,35 @@ class PairLoss(Objective):
         pairs = jnp.maximum(counts.sequences / 2, 1)
         logp = sequence_logp(outputs["logp"], batch.mask)
         lengths = jnp.maximum(jnp.sum(batch.mask, axis=1), 1).astype(logp.dtype)
-        gap = gaps(outputs, batch) if self.loss.to_reference else logp
+        gap = logp_gaps(outputs, batch) if self.loss.to_reference else logp
         if self.loss.average:
             gap /= lengths
         sign = batch.by_sequence["sign"]
         present = jnp.any(batch.mask, axis=1)
         # A row of padding has no value; that of 0 may be infinite.
-        margin = of_each(batch, sign * jnp.where(present, self.loss.value(jnp.where(present, gap, -1.0)), 0.0))
-        whole = of_each(batch, present.astype(jnp.float32)) == 2
+        margin = sum_compared(batch, sign * jnp.where(present, self.loss.value(jnp.where(present, gap, -1.0)), 0.0))
+        complete = sum_compared(batch, present.astype(jnp.float32)) == 2
         each = self.loss(margin)
         if self.loss.nll_coef:
-            each -= self.loss.nll_coef * of_each(batch, jnp.where(sign > 0, logp / lengths, 0.0))
-        loss = jnp.sum(jnp.where(whole, each, 0.0)) / pairs
-        right = jnp.where(whole, in_order(margin), 0.0)
-        reward = jnp.where(whole, self.loss.beta * margin, 0.0)
+            each -= self.loss.nll_coef * sum_compared(batch, jnp.where(sign > 0, logp / lengths, 0.0))
+        loss = jnp.sum(jnp.where(complete, each, 0.0)) / pairs
+        right = jnp.where(complete, order_accuracy(margin), 0.0)
+        reward = jnp.where(complete, self.loss.beta * margin, 0.0)
         return loss, {"loss": loss, "pairs/accuracy": jnp.sum(right) / pairs, "pairs/margin": jnp.sum(reward) / pairs}
 
 
-def of_each(batch: Packed, values: jax.Array) -> jax.Array:
+def sum_compared(batch: Packed, values: jax.Array) -> jax.Array:
     """Return sums [B] over the samples that belong together, each in their first row; 0 in the others."""
     together = batch.by_sequence["together"]
     return jax.ops.segment_sum(values, together, num_segments=len(values))
 
 
-def in_order(margin: jax.Array) -> jax.Array:
+def order_accuracy(margin: jax.Array) -> jax.Array:
     """Return 1 for a positive margin, 0 for a negative one, 0.5 for 0."""
     return (jnp.sign(margin) + 1) / 2
 
 
-POINT = "reference_point"
+REFERENCE_POINT = "reference_point"
 """The array [B, T] with KTO's z at every token."""
 UNRELATED = -1.0
 """The ``label`` of an answer to another prompt."""
@@ -365,23 +366,24 @@ class UnpairedLoss(Objective):
     def over_step(self, outputs: Outputs, batch: Packed) -> Scalars:
         """Return the reference point at every token."""
         unrelated = jnp.any(batch.mask, axis=1) & (batch.by_sequence["label"] == UNRELATED)
-        return {POINT: jnp.broadcast_to(self.loss.point(gaps(outputs, batch), unrelated), batch.mask.shape)}
+        point = self.loss.point(logp_gaps(outputs, batch), unrelated)
+        return {REFERENCE_POINT: jnp.broadcast_to(point, batch.mask.shape)}
 
     def __call__(self, outputs: Outputs, batch: Packed, counts: Counts, coefficients: Scalars) -> Share:
         """Return the mean loss over labelled completions, and sums for the metrics."""
         label = batch.by_sequence["label"]
-        point = batch.by_token[POINT][0, 0]
-        gap = gaps(outputs, batch)
+        point = batch.by_token[REFERENCE_POINT][0, 0]
+        gap = logp_gaps(outputs, batch)
         labelled = jnp.any(batch.mask, axis=1) & (label != UNRELATED)
         each = self.loss(gap, label > 0, point)
         loss = jnp.sum(jnp.where(labelled, each, 0.0)) / jnp.maximum(counts.sequences / 2, 1)
-        found = {"loss": loss, "point_max": point}
+        metrics = {"loss": loss, "point_max": point}
         for name, group in (("good", labelled & (label > 0)), ("bad", labelled & (label == 0))):
-            found |= {
+            metrics |= {
                 name: self.loss.beta * jnp.sum(jnp.where(group, gap, 0.0)),
                 f"{name}/count": jnp.sum(group, dtype=gap.dtype),
             }
-        return loss, found
+        return loss, metrics
 
     def finalize(self, metrics: Scalars) -> Scalars:
         """Return the loss, the reference point, and the margin of rewards: NaN without good or without bad ones."""
@@ -389,7 +391,7 @@ class UnpairedLoss(Objective):
         return {"loss": metrics["loss"], "pairs/margin": means[0] - means[1], "kto/point": metrics["point_max"]}
 
 
-def gaps(outputs: Outputs, batch: Packed) -> jax.Array:
+def logp_gaps(outputs: Outputs, batch: Packed) -> jax.Array:
     """Return ``logp - ref`` of each completion, summed over its tokens, nats [B]."""
     return sequence_logp(outputs["logp"], batch.mask) - batch.by_sequence["ref_logp"]
 
@@ -415,30 +417,30 @@ class Ranking(Objective):
     def __call__(self, outputs: Outputs, batch: Packed, counts: Counts, coefficients: Scalars) -> Share:
         """Return the mean loss over prompts, and the metrics accuracy, mean difference and mean score."""
         prompts = jnp.maximum(counts.sequences, 1)
-        given = batch.by_sequence
-        last = given["last"].astype(jnp.int32)
+        by_sequence = batch.by_sequence
+        last = by_sequence["last"].astype(jnp.int32)
         scores = jnp.take_along_axis(outputs["values"], last[:, None], axis=1)[:, 0]
-        together = given["together"]
-        counted = of_each(batch, jnp.any(batch.mask, axis=1).astype(jnp.float32))[together] > 0
-        rank = given["rank"]
+        together = by_sequence["together"]
+        counted = sum_compared(batch, jnp.any(batch.mask, axis=1).astype(jnp.float32))[together] > 0
+        rank = by_sequence["rank"]
         # [B, B]: 1 if the first ranks before the second of the same, counted prompt, else 0.
         ahead = (together[:, None] == together[None, :]) & (rank[:, None] < rank[None, :]) & counted[:, None]
         ahead = ahead.astype(jnp.float32)
         difference = scores[:, None] - scores[None, :]
-        share = ahead / jnp.maximum(of_each(batch, jnp.sum(ahead, axis=1))[together], 1)[:, None]
+        share = ahead / jnp.maximum(sum_compared(batch, jnp.sum(ahead, axis=1))[together], 1)[:, None]
 
         def mean(values: jax.Array) -> jax.Array:
             return jnp.sum(share * values) / prompts
 
-        loss = mean(bradley_terry(difference, given["margin"][:, None]))
+        loss = mean(bradley_terry(difference, by_sequence["margin"][:, None]))
         ranked = jnp.any(ahead > 0, axis=1) | jnp.any(ahead > 0, axis=0)
-        members = of_each(batch, ranked.astype(scores.dtype))
-        centre = of_each(batch, jnp.where(ranked, scores, 0.0)) / jnp.maximum(members, 1)
+        members = sum_compared(batch, ranked.astype(scores.dtype))
+        centre = sum_compared(batch, jnp.where(ranked, scores, 0.0)) / jnp.maximum(members, 1)
         if self.centre:
             loss += self.centre * jnp.sum((2 * centre) ** 2) / prompts
         return loss, {
             "loss": loss,
-            "pairs/accuracy": mean(in_order(difference)),
+            "pairs/accuracy": mean(order_accuracy(difference)),
             "pairs/margin": mean(difference),
             "reward_model/mean": jnp.sum(centre) / prompts,
         }
@@ -468,7 +470,7 @@ class StepEntropy(Objective):
 
 DISTILLATION = "distillation"
 """The name of the objective, for ``Sample.counted_by``, and the prefix of its metrics."""
-WHICH = "teacher"
+TEACHER_INDEX = "teacher"
 """The name of the number of a sample's teacher among its scalars, if there are several."""
 
 
@@ -522,7 +524,7 @@ class TeacherDivergence:
     def __call__(self, model: Decoder, hidden: jax.Array, batch: Packed, temperature: jax.Array) -> jax.Array:
         """Return the divergence at each prediction."""
         measure = functools.partial(
-            token_divergence, self.divergence, model, hidden, temperature=temperature, count=count_of(batch)
+            token_divergence, self.divergence, model, hidden, temperature=temperature, count=max_predictions(batch)
         )
         if self.divergence.top_k:
             return measure(TopTokens(batch.by_prediction["teacher_ids"], batch.by_prediction["teacher_logp"]))
@@ -531,22 +533,22 @@ class TeacherDivergence:
         if len(states) == 1:
             return measure(states[0]())
         places = jnp.minimum(batch.predictions.scatter // batch.mask.shape[1], len(batch.mask) - 1)
-        which = batch.by_sequence[WHICH][places]
+        which = batch.by_sequence[TEACHER_INDEX][places]
         valid = batch.predictions.scatter < batch.mask.size
-        found = zeros = jnp.zeros(which.shape, jnp.float32)
+        divergence = zeros = jnp.zeros(which.shape, jnp.float32)
         for number, of_teacher in enumerate(states):
             own = valid & (which == number)
-            theirs = jax.lax.cond(jnp.any(own), lambda s=of_teacher: measure(s()), lambda: zeros)
-            found = jnp.where(own, theirs, found)
-        return found
+            measured = jax.lax.cond(jnp.any(own), lambda s=of_teacher: measure(s()), lambda: zeros)
+            divergence = jnp.where(own, measured, divergence)
+        return divergence
 
     @staticmethod
     def _states(teacher: Teacher, model: Decoder, batch: Packed) -> Any:
         """Return a function that runs the teacher on the rows."""
 
         def run() -> TeacherStates:
-            own = without_adapter(model) if teacher.model is None else cast(teacher.model, teacher.compute.dtype)
-            return TeacherStates(own, jax.lax.stop_gradient(predicting(own, batch, teacher.compute)[0]))
+            frozen = without_adapter(model) if teacher.model is None else cast(teacher.model, teacher.compute.dtype)
+            return TeacherStates(frozen, jax.lax.stop_gradient(prediction_states(frozen, batch, teacher.compute)[0]))
 
         return run
 

@@ -56,11 +56,9 @@ def build(config: Optimiser) -> optax.GradientTransformation:
     """
     clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
     # Without a decay the state has the same form, so that a phase may begin or end one.
-    none = optax.masked(optax.identity(), _decayed)
-    decay = optax.add_decayed_weights(config.weight_decay, _decayed) if config.weight_decay else none
-    chain = optax.chain(
-        clip, {"adamw": _adam, "adafactor": _adafactor, "muon": _muon}[config.name](config.moments), decay
-    )
+    none = optax.masked(optax.identity(), decay_mask)
+    decay = optax.add_decayed_weights(config.weight_decay, decay_mask) if config.weight_decay else none
+    chain = optax.chain(clip, {"adamw": adam, "adafactor": adafactor, "muon": muon}[config.name](config.moments), decay)
 
     def init(params: Any) -> Any:
         state = chain.init(optax.tree.cast(params, jnp.float32))
@@ -77,24 +75,24 @@ def build(config: Optimiser) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-def _adam(moments: Moments) -> optax.GradientTransformation:
-    return _kept_in(optax.scale_by_adam(moments.b1, moments.b2, moments.eps), "mu", moments.dtype)
+def adam(moments: Moments) -> optax.GradientTransformation:
+    return store_moment_as(optax.scale_by_adam(moments.b1, moments.b2, moments.eps), "mu", moments.dtype)
 
 
-def _adafactor(moments: Moments) -> optax.GradientTransformation:
+def adafactor(moments: Moments) -> optax.GradientTransformation:
     """Return Adafactor: factored second moments, with a decay rising to b2 as 1 - t ** -0.8; momentum unless b1 is 0.
 
     Arrays are folded to matrices, so that the paper's matrix is factored, not a head of it; those with fewer than 128
     rows or columns are kept whole. As in arXiv 2106.04560, section 3.4, step sizes are not
     relative; steps are not clipped.
     """
-    fold = functools.partial(jax.tree.map_with_path, _folded)
+    fold = functools.partial(jax.tree.map_with_path, fold_to_matrices)
 
     def decay(step: Any, _: Any) -> jax.Array:
         return jnp.minimum(1.0 - (step + 1.0) ** -0.8, moments.b2)
 
     scale = optax.scale_by_factored_rms(epsilon=moments.eps**2, decay_rate_fn=decay)
-    momentum = _kept_in(optax.ema(moments.b1), "ema", moments.dtype) if moments.b1 else optax.identity()
+    momentum = store_moment_as(optax.ema(moments.b1), "ema", moments.dtype) if moments.b1 else optax.identity()
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         directions, state = scale.update(fold(updates), state, fold(params))
@@ -103,27 +101,27 @@ def _adafactor(moments: Moments) -> optax.GradientTransformation:
     return optax.chain(optax.GradientTransformation(lambda params: scale.init(fold(params)), update), momentum)
 
 
-def _muon(moments: Moments) -> optax.GradientTransformation:
+def muon(moments: Moments) -> optax.GradientTransformation:
     """Return Muon (arXiv 2502.16982): momentum of each layer's matrices, orthogonalised.
 
     Embeddings, head, norms and biases use Adam.
     """
 
-    axes = functools.partial(jax.tree.map_with_path, _dimension_numbers)
+    axes = functools.partial(jax.tree.map_with_path, muon_dimensions)
 
     def label(params: Any) -> Any:
-        return jax.tree.map_with_path(lambda path, x: "adam" if _matrix(path, x) is None else "muon", params)
+        return jax.tree.map_with_path(lambda path, x: "adam" if input_axes(path, x) is None else "muon", params)
 
     def resize(path: tuple, x: jax.Array) -> jax.Array:
-        return MUON_RMS * math.sqrt(max(_folded(path, x).shape[1:])) * x
+        return MUON_RMS * math.sqrt(max(fold_to_matrices(path, x).shape[1:])) * x
 
     momentum = contrib.scale_by_muon(beta=moments.b1, eps=moments.eps, weight_dimension_numbers=axes)
-    momentum = _kept_in(momentum, "mu", moments.dtype)
+    momentum = store_moment_as(momentum, "mu", moments.dtype)
     sized = optax.stateless(lambda grads, _: jax.tree.map_with_path(resize, grads))
-    return optax.partition({"muon": optax.chain(momentum, sized), "adam": _adam(moments)}, label)
+    return optax.partition({"muon": optax.chain(momentum, sized), "adam": adam(moments)}, label)
 
 
-def _kept_in(inner: optax.GradientTransformation, field: str, dtype: str) -> optax.GradientTransformation:
+def store_moment_as(inner: optax.GradientTransformation, field: str, dtype: str) -> optax.GradientTransformation:
     """Keep one field of the state of ``inner`` in ``dtype``; it computes in float32, so each update rounds once."""
 
     def cast(state: Any, to: str) -> Any:
@@ -136,12 +134,12 @@ def _kept_in(inner: optax.GradientTransformation, field: str, dtype: str) -> opt
     return optax.GradientTransformation(lambda params: cast(inner.init(params), dtype), update)
 
 
-def _dimension_numbers(path: tuple, x: Any) -> contrib.MuonDimensionNumbers:
-    inputs = _matrix(path, x)
+def muon_dimensions(path: tuple, x: Any) -> contrib.MuonDimensionNumbers:
+    inputs = input_axes(path, x)
     return contrib.MuonDimensionNumbers(tuple(range(1, 1 + inputs)), tuple(range(1 + inputs, x.ndim)))
 
 
-def _matrix(path: tuple, x: Any) -> int | None:
+def input_axes(path: tuple, x: Any) -> int | None:
     """Return how many axes after L are summed over, for a stack of matrices; else None."""
     name = parameter_path(path)
     if not name.startswith("blocks/") or not _is_decayed(name):
@@ -150,15 +148,15 @@ def _matrix(path: tuple, x: Any) -> int | None:
     return INPUTS.get(weight, 1)
 
 
-def _folded(path: tuple, x: jax.Array) -> jax.Array:
+def fold_to_matrices(path: tuple, x: jax.Array) -> jax.Array:
     """Return a stack of matrices as [L, inputs, outputs]; anything else unchanged."""
-    inputs = _matrix(path, x)
+    inputs = input_axes(path, x)
     if inputs is None:
         return x
     return x.reshape(x.shape[0], math.prod(x.shape[1 : 1 + inputs]), math.prod(x.shape[1 + inputs :]))
 
 
-def _decayed(params: Any) -> Any:
+def decay_mask(params: Any) -> Any:
     """Return True for the weights that decay: all but norms and biases."""
     return jax.tree.map_with_path(lambda path, _: _is_decayed(parameter_path(path)), params)
 
@@ -167,7 +165,7 @@ def _is_decayed(name: str) -> bool:
     return not any(word in name for word in ("norm", "bias"))
 
 
-def moved(tree: Any, like: Any = None) -> Any:
+def move_memory(tree: Any, like: Any = None) -> Any:
     """Move every array to the memory of its counterpart in ``like``, or else to the device's; inside jit."""
 
     def move(x: jax.Array, y: jax.Array) -> jax.Array:

@@ -22,15 +22,15 @@ from jaxrl_llm.sharding import batch_parts, memory_of, platform_of
 from jaxrl_llm.sharding.mesh import Options, chip_of
 from jaxrl_llm.types import TrainState
 
-KERNELS = {"splash": "tpu", "triton": "gpu", "cudnn": "gpu"}
+ATTENTION_PLATFORMS = {"splash": "tpu", "triton": "gpu", "cudnn": "gpu"}
 """Attention backends other than "xla", and the platform of each; of several that can serve, "auto" takes the first."""
 TRITON_HEADS, CUDNN_HEAD = (16, 32, 64, 128), 128
 """Widths of a head that our kernels for GPUs compute, and the widest of cuDNN's on every generation that has them."""
-SHORT_ROW, TILES = 256, {"cpu": 32}
+MIN_ROW_TOKENS, ROW_TILES = 256, {"cpu": 32}
 """Tokens below which a row is not worth its overhead, and divisors of its length by platform (128 if not listed)."""
-MICROBATCH_TOKENS, MICROBATCH_TOKENS_OF = 8192, {"cpu": SHORT_ROW}
+MICROBATCH_TOKENS, MICROBATCH_TOKENS_OF = 8192, {"cpu": MIN_ROW_TOKENS}
 """The most tokens of a device's part of a chosen microbatch: more do not make products faster."""
-ROOM = 0.5
+ACTIVATION_SHARE = 0.5
 """The share that chosen activations may take of the device memory left by weights and optimiser."""
 HEAD_CHUNK = {"tpu": 1024, "gpu": 1024}
 """Positions of a chunk of the LM head by platform (``ComputeOptions``' own if not listed). The compiler's cycles of
@@ -38,7 +38,7 @@ HEAD_CHUNK = {"tpu": 1024, "gpu": 1024}
 0.054 and 0.052 s; 32B over tensor 8 there 0.021 and 0.017 s for the first two. An H100's bytes: 1.5B 26, 18 and 14 ms,
 with temporaries of 1.0, 1.5 and 2.6 GiB.
 """
-UNROLLED_LAYERS = 12
+MAX_UNROLLED_LAYERS = 12
 """The most layers that are unrolled in a CPU program."""
 
 
@@ -51,33 +51,34 @@ def compute_for(settings: Learner, config: ModelConfig, platform: str, compiler:
       InputError: the settings ask for an attention that the platform lacks, or that cannot compute the model; or for
         replay of the routing of a model without experts.
     """
-    asked = settings.compute.attention
-    if asked == "auto":
-        asked = next((name for name in KERNELS if not _obstacle(name, settings, config, platform)), "xla")
-    obstacle = _obstacle(asked, settings, config, platform)
+    attention = settings.compute.attention
+    if attention == "auto":
+        usable = (name for name in ATTENTION_PLATFORMS if not attention_obstacle(name, settings, config, platform))
+        attention = next(usable, "xla")
+    obstacle = attention_obstacle(attention, settings, config, platform)
     if obstacle:
-        raise InputError(f"learner.compute.attention {asked!r} {obstacle}: set it to 'auto' or 'xla'")
+        raise InputError(f"learner.compute.attention {attention!r} {obstacle}: set it to 'auto' or 'xla'")
     replay = settings.routing_replay
     if replay != "off" and config.experts is None:
         raise InputError(f"learner.routing_replay {replay!r} needs a model with experts: set it to 'off'")
-    unroll = platform == "cpu" and config.layers <= UNROLLED_LAYERS
+    unroll = platform == "cpu" and config.layers <= MAX_UNROLLED_LAYERS
     # The kernel's rows on an axis of experts that others compute are zeros, so it serves every mesh.
     experts = "megablox" if platform == "tpu" else "blocks"
     options = ComputeOptions(
-        settings.compute.dtype, settings.compute.remat, asked, unroll, compiler=compiler, experts=experts
+        settings.compute.dtype, settings.compute.remat, attention, unroll, compiler=compiler, experts=experts
     )
     return dataclasses.replace(options, head_chunk=HEAD_CHUNK.get(platform, options.head_chunk))
 
 
-def _obstacle(name: str, settings: Learner, config: ModelConfig, platform: str) -> str | None:
+def attention_obstacle(name: str, settings: Learner, config: ModelConfig, platform: str) -> str | None:
     """Return why this attention backend cannot be used; None if it can."""
-    if name in KERNELS and platform != KERNELS[name]:
-        return f"is for {KERNELS[name]}, and this is {platform}"
-    if name in KERNELS and config.attention.sinks:
+    if name in ATTENTION_PLATFORMS and platform != ATTENTION_PLATFORMS[name]:
+        return f"is for {ATTENTION_PLATFORMS[name]}, and this is {platform}"
+    if name in ATTENTION_PLATFORMS and config.attention.sinks:
         return "has no attention sinks, which this model needs"
     if name in ("splash", "triton") and settings.compute.row_tokens % 128:
         return f"needs learner.compute.row_tokens to be a multiple of 128, got {settings.compute.row_tokens}"
-    if KERNELS.get(name) != "gpu":
+    if ATTENTION_PLATFORMS.get(name) != "gpu":
         return None
     attention = config.attention
     if settings.compute.dtype != "bfloat16":
@@ -124,8 +125,8 @@ def layout_for(
         # Enough for one prompt and as many of its longest completions as make a row of 256 tokens, in the tiles of the
         # platform, and divided by ``tensor``, as positions are between matrix products.
         prompt = longest - completion_tokens
-        completions = max(-(-(SHORT_ROW - prompt) // completion_tokens), 1)
-        tile = math.lcm(TILES.get(platform_of(mesh), 128), mesh.shape["tensor"])
+        completions = max(-(-(MIN_ROW_TOKENS - prompt) // completion_tokens), 1)
+        tile = math.lcm(ROW_TILES.get(platform_of(mesh), 128), mesh.shape["tensor"])
         row_tokens = -(-(prompt + completions * completion_tokens) // tile) * tile
     share = compute.attention != "splash"
     parts = batch_parts(mesh)
@@ -142,17 +143,17 @@ def layout_for(
     return Layout(rows, row_tokens, completion_tokens, parts, share)
 
 
-def with_rows(layout: Layout, turns: int, given: int) -> Layout:
+def rows_for_turns(layout: Layout, turns: int, microbatch_rows: int) -> Layout:
     """Return the layout with as many rows as an episode of so many turns can fill, since the loss reads them together.
 
-    ``given``: ``learner.compute.microbatch_rows``; 0 takes as many as it needs.
+    ``microbatch_rows``: ``learner.compute.microbatch_rows``; 0 takes as many as it needs.
 
     Raises:
       InputError: fewer are given.
     """
     require(
-        layout.rows >= turns or not given,
-        f"learner.compute.microbatch_rows {given} is less than rollout.episode.max_turns {turns}, and with "
+        layout.rows >= turns or not microbatch_rows,
+        f"learner.compute.microbatch_rows {microbatch_rows} is less than rollout.episode.max_turns {turns}, and with "
         f"rollout.episode.history fork each turn may begin a row: set it to {turns} or more, or to 0 to choose",
     )
     return dataclasses.replace(layout, rows=max(layout.rows, -(-turns // layout.parts) * layout.parts))
@@ -170,12 +171,12 @@ def tokens_in_memory(
 
     ``sizes``: of the mesh's axes fsdp and tensor. ``memory``: bytes of the device, infinite if unknown.
     """
-    own = jnp.dtype(settings.dtype).itemsize
-    each = own + jnp.dtype(compute.dtype).itemsize
+    weight_bytes = jnp.dtype(settings.dtype).itemsize
+    bytes_per_weight = weight_bytes + jnp.dtype(compute.dtype).itemsize
     if not settings.lora.rank:  # a reference, a microbatch's gradients, their sum and two moments in float32
-        each += 2 * own + 3 * 4
-    free = memory - each * sum(map(math.prod, parameter_shapes(config).values())) / math.prod(sizes)
-    return ROOM * free / token_bytes(compute, config, row_tokens, 1 / sizes[1])
+        bytes_per_weight += 2 * weight_bytes + 3 * 4
+    free = memory - bytes_per_weight * sum(map(math.prod, parameter_shapes(config).values())) / math.prod(sizes)
+    return ACTIVATION_SHARE * free / token_bytes(compute, config, row_tokens, 1 / sizes[1])
 
 
 def token_bytes(
@@ -235,24 +236,24 @@ def utilisation(
     if chip is None:
         return {}
     flops = 0.0
-    for one in training:
-        updates = row["updates" if one.role == "policy" else f"{one.role}/updates"]
-        params = state.roles[one.role].params
+    for role in training:
+        updates = row["updates" if role.role == "policy" else f"{role.role}/updates"]
+        params = state.roles[role.role].params
         adapter = optax.tree.size(params) if isinstance(params, Adapter) else None
-        model = model_of(state, one.role)
-        tokens, pairs, predictions = work_of(model.config, groups)
+        model = model_of(state, role.role)
+        tokens, pairs, predictions = count_work(model.config, groups)
         predictions = 0 if isinstance(model, ScalarModel) else predictions
         epochs = updates / max(min(minibatches, len(groups)), 1)
         flops += epochs * training_flops(model.config, tokens, pairs, predictions, adapter)
     return {MFU: flops / (row["time/update_s"] * len(devices) * chip.flops)}
 
 
-def work_of(config: ModelConfig, groups: Sequence[Sequence[Sample]]) -> tuple[int, float, int]:
+def count_work(config: ModelConfig, groups: Sequence[Sequence[Sample]]) -> tuple[int, float, int]:
     """Return what a model reads of the groups in one epoch: tokens, pairs of queries and keys that see each other
     (summed over layers), and completion tokens, which a language model predicts."""
     lengths = [(len(sample.prompt), len(sample.tokens)) for group in groups for sample in group]
-    shared = [len(prompt) for group in groups for prompt in {s.prompt.tobytes(): s.prompt for s in group}.values()]
-    pairs = sum(visible_pairs(config, 0, prompt) for prompt in shared)
+    prompts = [len(prompt) for group in groups for prompt in {s.prompt.tobytes(): s.prompt for s in group}.values()]
+    pairs = sum(visible_pairs(config, 0, prompt) for prompt in prompts)
     pairs += sum(visible_pairs(config, prompt, prompt + tokens) for prompt, tokens in lengths)
     predictions = sum(tokens for _, tokens in lengths)
-    return sum(shared) + predictions, pairs, predictions
+    return sum(prompts) + predictions, pairs, predictions

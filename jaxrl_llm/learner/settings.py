@@ -11,22 +11,22 @@ from jaxrl_llm.system.setting import FIXED, FREE, MODEL, RECORDED, Choice, Count
 MUON_RMS = 0.2
 """Root mean square of Muon's steps: AdamW's, so that one learning rate serves both (arXiv 2502.16982, section 2.2)."""
 
-LEAST_STEP = 2.0**-13
+MIN_BFLOAT16_STEP = 2.0**-13
 """Half the distance between bfloat16's numbers from 1/32 to 1/16: smaller steps leave weights of that size unchanged.
 Most weights of large models are smaller (their deviation is about 0.02), most of small ones larger (SmolLM2-135M:
 0.19).
 """
 
 
-class Usual(float):
+class UsualRate(float):
     """A default learning rate, which a run replaces by the usual one for its kind."""
 
     def __hash__(self) -> int:
         """Return another hash than the number's: tyro keeps types by default value, and would mix them up."""
-        return hash((Usual, float(self)))
+        return hash((UsualRate, float(self)))
 
 
-RL_RATE = Usual(1e-6)
+RL_RATE = UsualRate(1e-6)
 """The usual rate for reinforcement learning, and the default outside a run."""
 
 
@@ -98,7 +98,7 @@ class Optimiser(Setting):
         # AdamW and Adafactor move a weight by about the rate at most, Muon by a fifth of it.
         step = self.learning_rate * (MUON_RMS if self.name == "muon" else 1.0)
         require(
-            dtype != "bfloat16" or step >= LEAST_STEP,
+            dtype != "bfloat16" or step >= MIN_BFLOAT16_STEP,
             f"learner.dtype 'bfloat16' rounds away steps of {step:g} ({where}.learning_rate "
             f"{self.learning_rate:g}): set learner.dtype float32 and learner.compute.dtype bfloat16, or {adapter}",
         )
@@ -243,10 +243,10 @@ class Learner(Setting):
         return dataclasses.replace(self, compute=dataclasses.replace(self.compute, **changes))
 
 
-def at_usual_rate(learner: Learner, rate: float) -> Learner:
+def with_usual_rate(learner: Learner, rate: float) -> Learner:
     """Return the learner with this learning rate, unless a rate was set explicitly."""
     optimiser = getattr(learner, "optimiser", None)  # a run that is read may lack what its file could not hold
-    named = getattr(optimiser, "learning_rate", None)
-    if not isinstance(optimiser, Optimiser) or not isinstance(named, Usual) or named is rate:
+    current = getattr(optimiser, "learning_rate", None)
+    if not isinstance(optimiser, Optimiser) or not isinstance(current, UsualRate) or current is rate:
         return learner
     return dataclasses.replace(learner, optimiser=dataclasses.replace(optimiser, learning_rate=rate))

@@ -15,9 +15,16 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm.learner.batch import Packed, Sample
-from jaxrl_llm.learner.forward import Forward, load_by_expert, microbatch, outputs_of, replaying, without_routes
-from jaxrl_llm.learner.objectives import BEFORE, CLIPPED, Objective, Scalars, divergence
-from jaxrl_llm.learner.optimiser import moved
+from jaxrl_llm.learner.forward import (
+    Forward,
+    compute_outputs,
+    expert_load,
+    microbatch,
+    with_replayed_routes,
+    without_routes,
+)
+from jaxrl_llm.learner.objectives import CLIP_PROBABILITY, PRECOMPUTED, Objective, Scalars, summed_kl
+from jaxrl_llm.learner.optimiser import move_memory
 from jaxrl_llm.learner.settings import Learner
 from jaxrl_llm.models.config import ComputeOptions, Lora
 from jaxrl_llm.models.decoder import Decoder, cast
@@ -43,66 +50,66 @@ def accumulate(
     entropy_gradient = any(objective.entropy_gradient for objective in objectives)
     ahead = [objective for objective in objectives if objective.looks_ahead]
     if ahead:
-        packed = packed.with_tokens(**looked_ahead(role, packed, ahead, coefficients, compute))
+        packed = packed.with_tokens(**compute_ahead(role, packed, ahead, coefficients, compute))
 
     def share(params: Any, batch: Packed) -> tuple[jax.Array, dict[str, Scalars]]:
         """Return one microbatch's share of the step's loss, and each objective's metrics: sums over the counts."""
         model = cast(with_adapter(role.base, params), compute.dtype)
-        outputs = outputs_of(model, batch, names, coefficients["temperature"], compute, entropy_gradient)
+        outputs = compute_outputs(model, batch, names, coefficients["temperature"], compute, entropy_gradient)
         total: Any = 0
         metrics = {}
         for objective in objectives:
-            own = batch.counting(objective.name)
+            counted = batch.counting(objective.name)
             counts = packed.counts[objective.name]
-            loss, metrics[objective.name] = objective(outputs, own, counts, coefficients)
+            loss, metrics[objective.name] = objective(outputs, counted, counts, coefficients)
             total += loss
         return total, jax.lax.stop_gradient(metrics)
 
     gradient = jax.grad(share, has_aux=True)
     # The gradient has the shapes of the parameters; tracing it to find them would take as long as tracing the loop.
     _, metrics = jax.eval_shape(share, role.params, microbatch(packed, jnp.int32(0)))
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (role.params, metrics))
+    zeros = jax.tree.map(lambda number: jnp.zeros(number.shape, jnp.float32), (role.params, metrics))
 
     def body(index: jax.Array, total: tuple[Any, dict[str, Scalars]]) -> tuple[Any, dict[str, Scalars]]:
         grads, metrics = gradient(role.params, microbatch(packed, index))
         summed = jax.tree.map(lambda a, b: a + b.astype(a.dtype), total[0], grads)
         combined = {}
         for objective, new in metrics.items():
-            before = total[1][objective]
+            earlier = total[1][objective]
             combined[objective] = {
-                name: jnp.maximum(before[name], x) if name.endswith("_max") else before[name] + x
-                for name, x in new.items()
+                name: jnp.maximum(earlier[name], number) if name.endswith("_max") else earlier[name] + number
+                for name, number in new.items()
             }
         return summed, combined
 
     grads, sums = jax.lax.fori_loop(0, packed.microbatches, body, zeros)
-    each = [objective.finalize(sums[objective.name]) for objective in objectives]
+    finalized = [objective.finalize(sums[objective.name]) for objective in objectives]
     # Losses are added, other names belong to one of them.
-    loss: Any = sum(metrics["loss"] for metrics in each)
-    return grads, {name: value for metrics in each for name, value in metrics.items()} | {"loss": loss}
+    loss: Any = sum(metrics["loss"] for metrics in finalized)
+    return grads, {name: metric for metrics in finalized for name, metric in metrics.items()} | {"loss": loss}
 
 
-def looked_ahead(
+def compute_ahead(
     role: Role, packed: Packed, objectives: Sequence[Objective], coefficients: Scalars, compute: ComputeOptions
 ) -> dict[str, jax.Array]:
     """Return the arrays [M, B, T] that objectives compute over a whole step, by a forward pass without a gradient."""
     model = cast(with_adapter(role.base, role.params), compute.dtype)
     names = sorted({name for objective in objectives for name in objective.outputs})
 
-    def body(index: jax.Array, found: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        outputs = outputs_of(model, microbatch(packed, index), names, coefficients["temperature"], compute)
-        return {name: found[name].at[index].set(outputs[name]) for name in names}
+    def body(index: jax.Array, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        outputs = compute_outputs(model, microbatch(packed, index), names, coefficients["temperature"], compute)
+        return {name: arrays[name].at[index].set(outputs[name]) for name in names}
 
     zeros = jnp.zeros(packed.mask.shape, jnp.float32)
     outputs = jax.lax.fori_loop(0, packed.microbatches, body, dict.fromkeys(names, zeros))
     shape = packed.mask.shape
     together = [{"mask": packed.mask} | outputs, packed.by_token, packed.by_sequence, packed.counted]
-    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), together)
-    whole = packed._replace(mask=flat[0].pop("mask"), by_token=flat[1], by_sequence=flat[2], counted=flat[3])
-    found: dict[str, jax.Array] = {}
+    flat = jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), together)
+    step = packed._replace(mask=flat[0].pop("mask"), by_token=flat[1], by_sequence=flat[2], counted=flat[3])
+    arrays: dict[str, jax.Array] = {}
     for objective in objectives:
-        found |= objective.over_step(flat[0], whole.counting(objective.name))
-    return {name: jax.lax.stop_gradient(x.reshape(shape)) for name, x in found.items()}
+        arrays |= objective.over_step(flat[0], step.counting(objective.name))
+    return {name: jax.lax.stop_gradient(array.reshape(shape)) for name, array in arrays.items()}
 
 
 @functools.cache
@@ -130,13 +137,13 @@ def make_update(
 
     @functools.partial(jax.jit, donate_argnums=0, compiler_options=dict(compute.compiler))
     def update(state: TrainState, packed: Packed, coefficients: dict[str, Any]) -> tuple[TrainState, Scalars]:
-        coefficients = {key: jnp.asarray(value, jnp.float32) for key, value in coefficients.items()}
+        coefficients = {key: jnp.asarray(coefficient, jnp.float32) for key, coefficient in coefficients.items()}
         role = state.roles[name]
-        whole = role._replace(base=frozen_base(state, name))
-        grads, metrics = accumulate(whole, packed, objectives, coefficients, compute)
+        with_base = role._replace(base=frozen_base(state, name))
+        grads, metrics = accumulate(with_base, packed, objectives, coefficients, compute)
         norm = optax.tree.norm(grads)
         lr = jnp.asarray(rate(role.updates), jnp.float32) * coefficients.get("lr_scale", 1.0)
-        before = role._replace(opt_state=moved(role.opt_state))
+        before = role._replace(opt_state=move_memory(role.opt_state))
         directions, opt_state = optimiser.update(grads, before.opt_state, role.params)
         params = jax.tree.map(lambda w, d: (w.astype(d.dtype) - lr * d).astype(w.dtype), role.params, directions)
         new = Role(params, opt_state, role.updates + 1, role.base)
@@ -145,10 +152,13 @@ def make_update(
         if "target_kl" in coefficients and "policy_kl" in metrics:
             refused["refused/far"] = metrics["policy_kl"] > coefficients["target_kl"]
         stays = functools.reduce(jnp.logical_or, refused.values())
-        kept = jax.tree.map(lambda a, b: jnp.where(stays, b, a), new, before)
-        kept = kept._replace(opt_state=moved(kept.opt_state, role.opt_state))
-        told = {reason: value.astype(jnp.float32) for reason, value in refused.items()}
-        return state._replace(roles=state.roles | {name: kept}), metrics | told | {"grad_norm": norm, "lr": lr}
+        updated = jax.tree.map(lambda a, b: jnp.where(stays, b, a), new, before)
+        updated = updated._replace(opt_state=move_memory(updated.opt_state, role.opt_state))
+        reasons = {reason: flag.astype(jnp.float32) for reason, flag in refused.items()}
+        return state._replace(roles=state.roles | {name: updated}), metrics | reasons | {
+            "grad_norm": norm,
+            "lr": lr,
+        }
 
     return update
 
@@ -197,9 +207,9 @@ def create_state(
 
     models = model, {other.name: other.load() for other in others if other.load is not None}
     # Each result of a compiled program has a buffer of its own.
-    make = functools.partial(_fresh, optimiser, reference, lora, seed, others)
-    made = jax.jit(make, out_shardings=layout, donate_argnums=(0, 1))
-    return made(*jax.device_put(models, shardings(models, mesh)))
+    initialise = functools.partial(fresh_state, optimiser, reference, lora, seed, others)
+    create = jax.jit(initialise, out_shardings=layout, donate_argnums=(0, 1))
+    return create(*jax.device_put(models, shardings(models, mesh)))
 
 
 def abstract_state(
@@ -211,10 +221,10 @@ def abstract_state(
 ) -> TrainState:
     """Return shapes and dtypes of the state, without arrays."""
     shapes = {other.name: other.shapes for other in others if other.load is not None}
-    return jax.eval_shape(functools.partial(_fresh, optimiser, reference, lora, 0, others), model, shapes)
+    return jax.eval_shape(functools.partial(fresh_state, optimiser, reference, lora, 0, others), model, shapes)
 
 
-def _fresh(
+def fresh_state(
     optimiser: optax.GradientTransformation,
     reference: bool,
     lora: Lora,
@@ -233,13 +243,13 @@ def _fresh(
     return TrainState(roles, {"reference": params} if reference else {})
 
 
-def with_reference(state: TrainState, kept: bool) -> TrainState:
+def with_reference(state: TrainState, needed: bool) -> TrainState:
     """Return the state with a reference, if missing a copy of the current policy; or the state without one."""
-    if not kept:
-        return state._replace(frozen={name: x for name, x in state.frozen.items() if name != "reference"})
+    if not needed:
+        return state._replace(frozen={name: params for name, params in state.frozen.items() if name != "reference"})
     if state.reference is not None:
         return state
-    return state._replace(frozen=state.frozen | {"reference": _copied(state.policy.params)})
+    return state._replace(frozen=state.frozen | {"reference": copy_params(state.policy.params)})
 
 
 def reset_reference(state: TrainState, share: float = 1.0) -> TrainState:
@@ -252,20 +262,20 @@ def reset_reference(state: TrainState, share: float = 1.0) -> TrainState:
     if state.reference is None:
         return state
     policy = state.policy.params
-    mixed = _copied(policy) if share == 1 else _mixed(state.reference, policy, jnp.float32(share))
+    mixed = copy_params(policy) if share == 1 else mix_params(state.reference, policy, jnp.float32(share))
     return state._replace(frozen=state.frozen | {"reference": mixed})
 
 
 @jax.jit
-def _copied(params: Any) -> Any:
+def copy_params(params: Any) -> Any:
     """Return equal parameters in buffers of their own, by one program for all of them."""
     return jax.tree.map(jnp.copy, params)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _mixed(reference: Any, policy: Any, share: jax.Array) -> Any:
-    before, now = optax.tree.cast((reference, policy), jnp.float32)
-    return jax.tree.map(lambda old, x, y: (x + share * (y - x)).astype(old.dtype), reference, before, now)
+def mix_params(reference: Any, policy: Any, share: jax.Array) -> Any:
+    wide = optax.tree.cast((reference, policy), jnp.float32)
+    return jax.tree.map(lambda old, r, p: (r + share * (p - r)).astype(old.dtype), reference, *wide)
 
 
 def reset_optimiser(state: TrainState, optimiser: optax.GradientTransformation) -> TrainState:
@@ -281,7 +291,7 @@ def reset_optimiser(state: TrainState, optimiser: optax.GradientTransformation) 
     return state.with_role("policy", opt_state=fresh)
 
 
-Row = dict[str, float]
+Metrics = dict[str, float]
 """Numbers by name, on the host."""
 
 
@@ -320,12 +330,13 @@ class Training:
     def reads(self, packed: Packed) -> Packed:
         """Return the data with the teachers, and without what only other roles need, so that the update is the same
         program without them."""
-        own = {objective.name for objective in self.objectives}
+        names = {objective.name for objective in self.objectives}
+        lacking = PRECOMPUTED.keys() - self.needs
         return packed._replace(
-            by_token={name: x for name, x in packed.by_token.items() if name in self.needs or name not in BEFORE},
+            by_token={name: array for name, array in packed.by_token.items() if name not in lacking},
             by_column=packed.by_column if self.role == "policy" else without_routes(packed).by_column,
-            counted={name: x for name, x in packed.counted.items() if name in own},
-            counts={name: x for name, x in packed.counts.items() if name in own},
+            counted={name: counted for name, counted in packed.counted.items() if name in names},
+            counts={name: count for name, count in packed.counts.items() if name in names},
             teachers=self.teachers,
         )
 
@@ -340,7 +351,7 @@ def learn(
     seed: int,
     measure_kl: bool = False,
     monitor_kl: bool = False,
-) -> tuple[TrainState, Row]:
+) -> tuple[TrainState, Metrics]:
     """Update each role on every minibatch of the groups, in every epoch that the role makes.
 
     The passes end with the first update of the policy that is refused for its distance from the old one (early
@@ -363,57 +374,59 @@ def learn(
     Returns:
       The new state, and metrics averaged over the applied updates (``sampler/`` ones from the first, the only on-policy
       one), NaN without any; ``updates`` counts them, ``updates/not_finite`` those refused for their loss or
-      gradient, and ``not_finite/...`` is what was not finite. Names of
-      other roles' metrics begin with the role's name.
+      gradient, and ``not_finite/...`` is what was not finite. Names of other roles' metrics begin with the role's
+      name.
     """
-    objectives = tuple(objective.name for one in training for objective in one.objectives)
-    needed = set().union(*(one.needs for one in training))
-    of_policy = any(one.role == "policy" for one in training)
-    measure_kl = measure_kl and of_policy
-    held = state.reference is not None and not monitor_kl
-    kl_to = {"ref_logp" if held else "old_logp"} if measure_kl else set()
+    objectives = tuple(objective.name for role in training for objective in role.objectives)
+    needed = set().union(*(role.needs for role in training))
+    learns_policy = any(role.role == "policy" for role in training)
+    measure_kl = measure_kl and learns_policy
+    has_reference = state.reference is not None and not monitor_kl
+    kl_to = {"ref_logp" if has_reference else "old_logp"} if measure_kl else set()
     batches = []
-    for samples in _split(groups, settings.minibatches):
+    for samples in split_minibatches(groups, settings.minibatches):
         packed = forward.packed(samples, objectives)
-        packed = replaying(packed, settings.routing_replay, model_of(state), forward.compute)
-        batches.append(packed.with_tokens(**before(state, packed, forward, (needed | kl_to) - set(packed.by_token))))
-    watched = _watched(state, groups, batches, forward, monitor_kl) if of_policy else {}
+        packed = with_replayed_routes(packed, settings.routing_replay, model_of(state), forward.compute)
+        missing = (needed | kl_to) - set(packed.by_token)
+        batches.append(packed.with_tokens(**precompute(state, packed, forward, missing)))
+    measured: dict[str, Any] = {}
+    if learns_policy:
+        measured = expert_load([s for group in groups for s in group], model_of(state).config.experts)
+        measured |= kl_to_reference(state, batches, forward) if monitor_kl else {}
     coefficients = {"temperature": forward.temperature} | coefficients
-    rows: dict[str, list[Row]] = {one.role: [] for one in training}
-    for epoch, packed in _passes(batches, max(one.passes(settings) for one in training), seed):
-        learning = [one for one in training if epoch < one.passes(settings)]
-        state, refused = _update_each(state, packed, settings, learning, coefficients, rows)
+    rows: dict[str, list[Metrics]] = {role.role: [] for role in training}
+    for epoch, packed in iterate_epochs(batches, max(role.passes(settings) for role in training), seed):
+        learning = [role for role in training if epoch < role.passes(settings)]
+        state, refused = update_roles(state, packed, settings, learning, coefficients, rows)
         if refused:
             break
-    measured = watched | (kl_of_policy(state, batches, forward) if measure_kl else {})
-    found = (
-        {"updates": 0.0}
-        | wrong_samples(groups)
-        | {name: float(value) for name, value in jax.device_get(measured).items()}
-    )
-    for one in training:
-        prefix = "" if one.role == "policy" else f"{one.role}/"
-        found |= {prefix + name: value for name, value in _summary(rows[one.role], settings).items()}
-    return state, found
+    measured |= kl_of_policy(state, batches, forward) if measure_kl else {}
+    metrics = {"updates": 0.0} | count_not_finite(groups)
+    metrics |= {name: float(metric) for name, metric in jax.device_get(measured).items()}
+    for role in training:
+        prefix = "" if role.role == "policy" else f"{role.role}/"
+        metrics |= {prefix + name: metric for name, metric in summarise_updates(rows[role.role], settings).items()}
+    return state, metrics
 
 
-def wrong_samples(groups: Sequence[Sequence[Sample]]) -> Row:
+def count_not_finite(groups: Sequence[Sequence[Sample]]) -> Metrics:
     """Return how many samples have numbers that count and are not finite, by the names of such numbers."""
-    found: collections.Counter[str] = collections.Counter()
+    counts: collections.Counter[str] = collections.Counter()
     for sample in itertools.chain.from_iterable(groups):
-        counted = {name: x[sample.mask] for name, x in sample.arrays.items() if x.ndim == 1 and x.dtype.kind == "f"}
+        floats = {name: x for name, x in sample.arrays.items() if x.ndim == 1 and x.dtype.kind == "f"}
+        counted = {name: x[sample.mask] for name, x in floats.items()}
         numbers = (sample.scalars if sample.mask.any() else {}) | counted
-        found.update(NOT_FINITE + name for name, x in numbers.items() if not np.isfinite(x).all())
-    return {name: float(count) for name, count in found.items()}
+        counts.update(NOT_FINITE + name for name, array in numbers.items() if not np.isfinite(array).all())
+    return {name: float(count) for name, count in counts.items()}
 
 
-def _update_each(
+def update_roles(
     state: TrainState,
     packed: Packed,
     settings: Learner,
     training: Sequence[Training],
     coefficients: dict[str, Any],
-    rows: dict[str, list[Row]],
+    rows: dict[str, list[Metrics]],
 ) -> tuple[TrainState, bool]:
     """Update every role on one minibatch, and append each update's metrics to ``rows``.
 
@@ -422,36 +435,27 @@ def _update_each(
     """
     frozen = state.frozen
     state = state._replace(frozen={})
-    for one in training:
-        seen = rows[one.role]
-        own = coefficients
-        if settings.target_kl is not None and one.role == "policy":
-            own = own | {"target_kl": settings.target_kl if any(map(_applied, seen)) else math.inf}
-        state, metrics = one.update(state, one.reads(packed), own)
-        seen.append({name: float(value) for name, value in jax.device_get(metrics).items()})
-        if seen[-1]["refused/not_finite"] or seen[-1].get("refused/far"):
+    for role in training:
+        updates, numbers = rows[role.role], coefficients
+        if settings.target_kl is not None and role.role == "policy":
+            numbers = numbers | {"target_kl": settings.target_kl if any(map(is_applied, updates)) else math.inf}
+        state, metrics = role.update(state, role.reads(packed), numbers)
+        updates.append({name: float(metric) for name, metric in jax.device_get(metrics).items()})
+        if updates[-1]["refused/not_finite"] or updates[-1].get("refused/far"):
             return state._replace(frozen=frozen), True
     return state._replace(frozen=frozen), False
 
 
-def _watched(
-    state: TrainState, groups: Sequence[Sequence[Sample]], batches: Sequence[Packed], forward: Forward, kl: bool
-) -> dict[str, Any]:
-    """Return metrics of the policy and its data before the first update; ``kl``: also ``kl_to_reference``."""
-    load = load_by_expert([sample for group in groups for sample in group], model_of(state).config.experts)
-    return load | (kl_to_reference(state, batches, forward) if kl else {})
-
-
-def before(state: TrainState, packed: Packed, forward: Forward, names: set[str]) -> dict[str, jax.Array]:
+def precompute(state: TrainState, packed: Packed, forward: Forward, names: set[str]) -> dict[str, jax.Array]:
     """Compute the arrays [M, B, T] of these names, at the shapes that the updates use. Experts are replayed for the
     policy alone.
     """
-    found = {}
+    arrays = {}
     for name in sorted(names):
-        whose, output = BEFORE[name]
-        given = packed if whose == "policy" else without_routes(packed)
-        found[name] = forward.score(model_of(state, whose), given, output)
-    return found
+        role, output = PRECOMPUTED[name]
+        role_packed = packed if role == "policy" else without_routes(packed)
+        arrays[name] = forward.score(model_of(state, role), role_packed, output)
+    return arrays
 
 
 def kl_of_policy(state: TrainState, batches: Sequence[Packed], forward: Forward) -> dict[str, Any]:
@@ -462,11 +466,11 @@ def kl_of_policy(state: TrainState, batches: Sequence[Packed], forward: Forward)
     policy.
     """
     model = model_of(state, "policy")
-    far = sum(divergence(packed, forward.score(model, packed)) for packed in batches)
+    kl = sum(summed_kl(packed, forward.score(model, packed)) for packed in batches)
     counts = [packed.counts["policy"] for packed in batches]
     return {
-        "controller/kl": far / sum(one.tokens for one in counts),
-        "controller/kl_sequence": far / sum(one.sequences for one in counts),
+        "controller/kl": kl / sum(count.tokens for count in counts),
+        "controller/kl_sequence": kl / sum(count.sequences for count in counts),
     }
 
 
@@ -476,48 +480,48 @@ def kl_to_reference(state: TrainState, batches: Sequence[Packed], forward: Forwa
     It uses forward passes of its own, so that learning is the same bit for bit without it. The estimate is unbiased k3,
     weighted by policy over sampler; 0 while the policy equals the reference; NaN if no token is in the loss.
     """
-    far: Any = 0
+    kl: Any = 0
     for packed in batches:
-        lacking = {"old_logp", "ref_logp"} - set(packed.by_token)
-        both = packed.with_tokens(**before(state, packed, forward, lacking))
-        far += divergence(both, both.by_token["old_logp"])
-    return {"kl": far / sum(packed.counts["policy"].tokens for packed in batches)}
+        missing = {"old_logp", "ref_logp"} - set(packed.by_token)
+        with_both = packed.with_tokens(**precompute(state, packed, forward, missing))
+        kl += summed_kl(with_both, with_both.by_token["old_logp"])
+    return {"kl": kl / sum(packed.counts["policy"].tokens for packed in batches)}
 
 
-def _passes(batches: list[Packed], epochs: int, seed: int) -> Iterator[tuple[int, Packed]]:
+def iterate_epochs(batches: list[Packed], epochs: int, seed: int) -> Iterator[tuple[int, Packed]]:
     """Yield the number and the minibatches of every epoch: in order in the first, shuffled in each later one."""
     for epoch in range(epochs):
         order = np.random.default_rng((seed, epoch)).permutation(len(batches)) if epoch else range(len(batches))
         yield from ((epoch, batches[index]) for index in order)
 
 
-def _split(groups: Sequence[Sequence[Sample]], parts: int) -> list[list[Sample]]:
+def split_minibatches(groups: Sequence[Sequence[Sample]], parts: int) -> list[list[Sample]]:
     """Split the groups into minibatches as evenly as possible, whole and in order."""
     bounds = np.linspace(0, len(groups), min(parts, len(groups)) + 1).round().astype(int)
     return [[s for group in groups[a:b] for s in group] for a, b in itertools.pairwise(bounds)]
 
 
-def _applied(row: Row) -> bool:
-    return not any(value for name, value in row.items() if name.startswith("refused/"))
+def is_applied(row: Metrics) -> bool:
+    return not any(refused for name, refused in row.items() if name.startswith("refused/"))
 
 
-def _summary(rows: list[Row], settings: Learner) -> Row:
+def summarise_updates(rows: list[Metrics], settings: Learner) -> Metrics:
     """Combine the metrics of one role's updates; see ``learn``."""
     if not rows:  # the passes ended before its first update
         return {"updates": 0.0}
-    applied = [row for row in rows if _applied(row)]
+    applied = [row for row in rows if is_applied(row)]
     names = [name for name in rows[0] if not name.startswith("refused/")]
     means = {name: float(np.mean([row[name] for row in applied])) if applied else math.nan for name in names}
     # The updates measure shares of all tokens, of which the mean over those that are clipped is made here.
     for side in ("low", "high"):
-        if (name := f"{CLIPPED}/{side}") in means:
+        if (name := f"{CLIP_PROBABILITY}/{side}") in means:
             share = means[f"clip_fraction/{side}"]
             means[name] = means[name] / share if share else math.nan
-    first = {name: value for name, value in applied[0].items() if name.startswith("sampler/")} if applied else {}
+    first = {name: metric for name, metric in applied[0].items() if name.startswith("sampler/")} if applied else {}
     counts = {"updates": float(len(applied)), "updates/not_finite": sum(row["refused/not_finite"] for row in rows)}
     if counts["updates/not_finite"]:
-        wrong = {"loss", "grad_norm"} & rows[-1].keys()
-        counts |= {NOT_FINITE + name: 1.0 for name in sorted(wrong) if not math.isfinite(rows[-1][name])}
+        not_finite = {"loss", "grad_norm"} & rows[-1].keys()
+        counts |= {NOT_FINITE + name: 1.0 for name in sorted(not_finite) if not math.isfinite(rows[-1][name])}
     if settings.target_kl is not None and "refused/far" in rows[-1]:
         counts["target_kl/early_stops"] = rows[-1]["refused/far"]
     return means | first | counts

@@ -10,7 +10,7 @@ import jax
 from jaxrl_llm import config as configs
 from jaxrl_llm.config import Configuration
 from jaxrl_llm.learner.platform import compute_for, token_bytes, tokens_in_memory
-from jaxrl_llm.learner.samples import bytes_to_estimate
+from jaxrl_llm.learner.samples import estimator_bytes
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.flops import active_parameters, count_parameters
 from jaxrl_llm.models.heads import split_head
@@ -129,7 +129,7 @@ def memory_of_learning(run: Configuration, arrays: Arrays, done: Mapping[str, Co
             needs.append(pass_bytes(planned, done) - there)
     if isinstance(run, configs.Run) and configs.samples_groups(run):
         layout, rows = arrays.learned[0].forward.layout, run.rollout.prompts * run.rollout.group
-        estimate = bytes_to_estimate(run.recipe.algorithm.advantage, rows, layout.completion_tokens)
+        estimate = estimator_bytes(run.recipe.algorithm.advantage, rows, layout.completion_tokens)
         needs.append(estimate / layout.parts - batch)  # of which a step's data is made
     sampled = 0
     if isinstance(arrays, SamplingArrays) and arrays.sampler.rollout.collect.staleness and not run.mesh.rollout:

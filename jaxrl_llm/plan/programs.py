@@ -36,7 +36,7 @@ from jaxrl_llm.engine.slots import (
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.learner import Forward, Training
 from jaxrl_llm.learner.batch import Packed, packed_shapes
-from jaxrl_llm.learner.forward import batch_shardings, scoring
+from jaxrl_llm.learner.forward import batch_shardings, jitted_score
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decode_kernels import form_for
 from jaxrl_llm.models.decoder import Adapter, Decoder, cast, initialise
@@ -346,7 +346,7 @@ def lower_program(target: PlannedRun, name: str) -> jax.stages.Lowered:
         if planned_pass.name == name:
             with jax.set_mesh(planned_pass.forward.mesh):
                 compute = planned_pass.forward.compute
-                program = scoring(compute.compiler)
+                program = jitted_score(compute.compiler)
                 return program.lower(planned_pass.model, planned_pass.packed, scalar, compute, planned_pass.spec.output)
     assert isinstance(arrays, SamplingArrays)
     sampler = arrays.sampler

@@ -14,8 +14,8 @@ from jaxrl_llm.config import Run, tasks_in
 from jaxrl_llm.errors import naming, require
 from jaxrl_llm.learner import Critic, Forward, Sample, Training, ValueLoss, make_update
 from jaxrl_llm.learner.optimiser import build, learning_rate
-from jaxrl_llm.learner.platform import KERNELS, compute_for
-from jaxrl_llm.learner.samples import to_value
+from jaxrl_llm.learner.platform import ATTENTION_PLATFORMS, compute_for
+from jaxrl_llm.learner.samples import value_sample
 from jaxrl_llm.learner.update import NewRole
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Decoder, initialise
@@ -86,7 +86,7 @@ class CriticRole(Ingredient):
         if name is not None:
             config = critic_config(name, run, policy, find)
             # Another architecture, in rows laid out for the policy's attention.
-            attention = "auto" if KERNELS.get(compute.attention) == "gpu" else compute.attention
+            attention = "auto" if ATTENTION_PLATFORMS.get(compute.attention) == "gpu" else compute.attention
             settings = run.learner.computing(attention=attention, row_tokens=forward.layout.row_tokens)
             compute = compute_for(settings, config, platform_of(forward.mesh), compute.compiler)
             dtype = jnp.dtype(run.learner.dtype)
@@ -109,7 +109,7 @@ class CriticRole(Ingredient):
     def planned_pass(self, samples: Sequence[Sample], forward: Forward) -> Pass:
         """Return the pass that computes the critic's values of all completions of a step."""
         one_more = "bootstrap" in self.run.recipe.algorithm.advantage.needs
-        return Pass("values", forward, [to_value(sample, one_more) for sample in samples], "values", 1, role=ROLE)
+        return Pass("values", forward, [value_sample(sample, one_more) for sample in samples], "values", 1, role=ROLE)
 
     def learning(self, step: int, training: Sequence[Training]) -> Sequence[Training]:
         """Exclude the policy while the critic warms up."""

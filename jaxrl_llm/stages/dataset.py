@@ -19,7 +19,7 @@ from jaxrl_llm.engine import Sampling
 from jaxrl_llm.engine.engine import backend_for
 from jaxrl_llm.errors import naming
 from jaxrl_llm.learner import Forward, Sample, Training, make_update
-from jaxrl_llm.learner.batch import rows_of, rows_together
+from jaxrl_llm.learner.batch import count_compared_rows, sample_rows
 from jaxrl_llm.learner.objectives import NextToken, Objective
 from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.learner.platform import compute_for, layout_for
@@ -244,11 +244,11 @@ def with_room(forward: Forward, groups: Iterable[tuple[str, Sequence[Sample]]], 
     """
     layout = forward.layout
     for where, samples in groups:
-        needed = rows_together(samples, layout)
+        needed = count_compared_rows(samples, layout)
         if needed > layout.rows and not rows:
             layout = dataclasses.replace(layout, rows=-(-needed // layout.parts) * layout.parts)
         with naming(where):
-            rows_of(samples, layout)
+            sample_rows(samples, layout)
     return dataclasses.replace(forward, layout=layout)
 
 

@@ -19,7 +19,7 @@ from jaxrl_llm.engine import Sampling
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Forward, Sample
 from jaxrl_llm.learner.objectives import DISTILLATION, TEXT, NextToken, Objective, Scalars, Share
-from jaxrl_llm.learner.samples import advantage_of, without_gain
+from jaxrl_llm.learner.samples import advantage_of, clip_positive_advantage
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rewards import Scorer
 from jaxrl_llm.rewards.rubric import Pairwise
@@ -134,7 +134,10 @@ class Constraints(Ingredient):
         if not self.gated:
             return samples
         return [
-            [without_gain(one) if out else one for one, out in zip(members, group.parts[REJECTED], strict=True)]
+            [
+                clip_positive_advantage(one) if out else one
+                for one, out in zip(members, group.parts[REJECTED], strict=True)
+            ]
             for members, group in zip(samples, batch.groups, strict=True)
         ]
 

@@ -18,7 +18,7 @@ from jaxrl_llm.learner import Forward, PolicyGradient, Sample, Training, make_up
 from jaxrl_llm.learner.forward import planned_routes
 from jaxrl_llm.learner.objectives import Objective
 from jaxrl_llm.learner.optimiser import build, learning_rate
-from jaxrl_llm.learner.platform import compute_for, layout_for, with_rows
+from jaxrl_llm.learner.platform import compute_for, layout_for, rows_for_turns
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.collect import Sampler
@@ -195,7 +195,7 @@ def learning_of(
     tokens = -(-run.rollout.prompts // run.learner.minibatches) * each
     layout = layout_for(run.learner, compute, longest, completion, mesh, model.config, tokens)
     if run.rollout.episode.history == "fork" and any(task.plays for task in configs.tasks_in(run.task)):
-        layout = with_rows(layout, run.rollout.episode.max_turns, run.learner.compute.microbatch_rows)
+        layout = rows_for_turns(layout, run.rollout.episode.max_turns, run.learner.compute.microbatch_rows)
     forward = Forward(layout, compute, run.rollout.temperature, mesh)
     teachers = ingredients.teachers and ingredients.teachers.in_update(forward, find)
     training, forwards = [Training(objectives, update, teachers=teachers)], {"policy": forward}

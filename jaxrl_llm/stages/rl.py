@@ -18,7 +18,7 @@ from jaxrl_llm import tasks
 from jaxrl_llm.algorithms import Algorithm
 from jaxrl_llm.environments import Factory
 from jaxrl_llm.learner import Sample, to_samples
-from jaxrl_llm.learner.samples import advantage_of, pooled, size_of_advantages
+from jaxrl_llm.learner.samples import advantage_of, mean_abs_advantage, pool_explained_variance
 from jaxrl_llm.models.lora import model_of
 from jaxrl_llm.rewards import Reward, Scorer
 from jaxrl_llm.rewards.functions import OF_STEPS, ModelReward
@@ -132,7 +132,7 @@ class Reinforcement(Stage):
             training = critic.learning(number, training)
         state, metrics = self.update(state, samples, coefficients, number, began, training)
         if critic is not None:
-            explained, steps = pooled(row, carry.critic)
+            explained, steps = pool_explained_variance(row, carry.critic)
             metrics, carry = metrics | explained, dataclasses.replace(carry, critic=steps)
         lines = self.lines(state, batch.groups, samples, number)
         return StepOutcome(state, carry, batch.metrics | row | metrics, batch.groups, lines, [*batch.common])
@@ -308,7 +308,7 @@ def advantage_metrics(samples: Sequence[Sequence[Sample]]) -> dict[str, float]:
     moving = [bool(np.any(advantage_of(sample))) for sample in sampled]
     return {
         "advantage/nonzero_fraction": float(np.mean(moving)),
-        "advantage/abs_mean": size_of_advantages(sampled),
+        "advantage/abs_mean": mean_abs_advantage(sampled),
     }
 
 

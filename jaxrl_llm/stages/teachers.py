@@ -14,8 +14,8 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.algorithms.kl import SampledKL
 from jaxrl_llm.errors import InputError, naming, require
 from jaxrl_llm.learner import Forward, Sample, Training
-from jaxrl_llm.learner.objectives import DISTILLATION, WHICH, DivergenceLoss, Teacher, TopOutput
-from jaxrl_llm.learner.platform import KERNELS, compute_for, layout_for
+from jaxrl_llm.learner.objectives import DISTILLATION, TEACHER_INDEX, DivergenceLoss, Teacher, TopOutput
+from jaxrl_llm.learner.platform import ATTENTION_PLATFORMS, compute_for, layout_for
 from jaxrl_llm.learner.samples import advantage_of
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Decoder, initialise
@@ -184,7 +184,7 @@ def numbered(sample: Sample, number: int, own: configs.Distillation) -> Sample:
     """Return the sample with the number of its teacher, where the update runs several."""
     if len(own.names) == 1 or own.by_policy_gradient or own.top_k:
         return sample
-    return dataclasses.replace(sample, scalars=sample.scalars | {WHICH: float(number)})
+    return dataclasses.replace(sample, scalars=sample.scalars | {TEACHER_INDEX: float(number)})
 
 
 def output_of(own: configs.Distillation, vocab: int) -> Any:
@@ -356,7 +356,7 @@ def run_teacher(name: str | None, run: configs.Run, forward: Forward, find: Arch
         f"{name or run.model}: set it to 0 to compare all",
     )
     compute = forward.compute
-    attention = "auto" if KERNELS.get(compute.attention) == "gpu" else compute.attention
+    attention = "auto" if ATTENTION_PLATFORMS.get(compute.attention) == "gpu" else compute.attention
     own = run.learner.computing(attention=attention, row_tokens=0 if more else forward.layout.row_tokens)
     compute = compute_for(own, config, platform_of(forward.mesh), compute.compiler)
     layout = forward.layout

@@ -36,9 +36,9 @@ from jaxrl_llm.algorithms.preference import DPO, IPO, KTO, ORPO, SimPO
 from jaxrl_llm.data import Judged, Ranked, Stepped
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Layout, pack
-from jaxrl_llm.learner.forward import Forward, on_mesh
+from jaxrl_llm.learner.forward import Forward, put_on_mesh
 from jaxrl_llm.learner.objectives import PairLoss, Ranking, StepEntropy
-from jaxrl_llm.learner.update import _split, accumulate
+from jaxrl_llm.learner.update import accumulate, split_minibatches
 from jaxrl_llm.models.config import ComputeOptions, Lora
 from jaxrl_llm.models.lora import create_adapter
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
@@ -107,7 +107,7 @@ def test_eight_devices_and_one_microbatch_change_nothing(name):
     params = case(name).params
     with jax.set_mesh(mesh):
         placed = jax.device_put(params, shardings(params, mesh))
-        found, metrics = jax.device_get(graded(placed, on_mesh(packed, mesh), case(name).objective))
+        found, metrics = jax.device_get(graded(placed, put_on_mesh(packed, mesh), case(name).objective))
     first, before = alone(name)
     assert largest_difference(found, wanted(name)[1]) < 1e-5
     assert largest_difference(found, first) < 1e-5
@@ -140,7 +140,7 @@ def test_minibatches_of_as_many_pairs_are_the_batch_in_parts():
     name = "dpo"
     groups = case(name).groups[:4]
     size = Layout(8, 40, T)  # one microbatch each: one program
-    parts = [together(groups), *_split(groups, 2)]
+    parts = [together(groups), *split_minibatches(groups, 2)]
     assert [len(part) for part in parts[1:]] == [len(together(groups[:2])), len(together(groups[2:]))]
     whole, first, second = (
         jax.device_get(graded(case(name).params, pack(part, size, (case(name).objective.name,)), case(name).objective))
@@ -161,7 +161,7 @@ def test_an_adapter_learns_from_preferences_as_beside_the_whole_model():
     mesh = make_mesh(MeshShape(2, 2, 2))
     with jax.set_mesh(mesh):
         params, base = (jax.device_put(x, shardings(x, mesh)) for x in (adapter, MODEL))
-        found, _ = graded(params, on_mesh(packed_of("dpo", DIVIDED), mesh), one.objective, base)
+        found, _ = graded(params, put_on_mesh(packed_of("dpo", DIVIDED), mesh), one.objective, base)
     assert largest_difference(jax.device_get(found), slope) < 1e-5
 
 

@@ -39,9 +39,9 @@ from jaxrl_llm.learner import (
     to_samples,
 )
 from jaxrl_llm.learner.batch import Counts
-from jaxrl_llm.learner.forward import microbatch, on_mesh
+from jaxrl_llm.learner.forward import microbatch, put_on_mesh
 from jaxrl_llm.learner.optimiser import build, learning_rate
-from jaxrl_llm.learner.samples import WINDOW, foreseen, pooled
+from jaxrl_llm.learner.samples import POOLING_STEPS, pool_explained_variance, value_metrics
 from jaxrl_llm.learner.update import NewRole, abstract_state
 from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.models.heads import with_scalar_head
@@ -151,17 +151,17 @@ def test_explained_variance():
     random = np.random.default_rng(0)
     returns, values = random.normal(size=(2, 5, 4)).astype(np.float32)
     counts = random.random((5, 4)) > 0.4
-    found = foreseen(returns, values, counts)
+    found = value_metrics(returns, values, counts)
     r, v = returns[counts], values[counts]
     residue = sum((r - v - np.mean(r - v)) ** 2) / sum((r - np.mean(r)) ** 2)
     assert found["critic/explained_variance"] == pytest.approx(1 - residue, rel=1e-5)
     assert found["critic/values_mean"] == pytest.approx(v.mean(), rel=1e-5)
-    assert foreseen(returns, returns, counts)["critic/explained_variance"] == 1
-    assert foreseen(returns, 0 * returns, counts)["critic/explained_variance"] == 0
+    assert value_metrics(returns, returns, counts)["critic/explained_variance"] == 1
+    assert value_metrics(returns, 0 * returns, counts)["critic/explained_variance"] == 0
     # Equal up to what adding an advantage to a value in float32 leaves.
     flat = (np.float32(1) - values) + values
-    assert math.isnan(foreseen(flat, values, counts)["critic/explained_variance"])
-    nothing = foreseen(returns, values, counts & False)
+    assert math.isnan(value_metrics(flat, values, counts)["critic/explained_variance"])
+    nothing = value_metrics(returns, values, counts & False)
     assert nothing.pop("critic/tokens") == 0 and all(math.isnan(x) for x in nothing.values())
 
 
@@ -173,28 +173,30 @@ def around_its_mean(x):
 def test_explained_variance_is_pooled_over_the_last_steps():
     random = np.random.default_rng(1)
     own, seen = [], []
-    assert pooled({"loss": 1.0}, own) == ({}, []), "a step without a critic"
-    for step in range(WINDOW + 3):
+    assert pool_explained_variance({"loss": 1.0}, own) == ({}, []), "a step without a critic"
+    for step in range(POOLING_STEPS + 3):
         returns, values = (step + (1 + step) * random.normal(size=(2, 6, 3))).astype(np.float32)
         counts = random.random((6, 3)) > (1 if step == 2 else 0.3)
         if counts.any():
             seen.append((returns[counts].astype(float), values[counts].astype(float)))
-        found, own = pooled(foreseen(returns, values, counts), json.loads(json.dumps(own)))
-        left = sum(around_its_mean(r - v) for r, v in seen[-WINDOW:])
-        explained = 1 - left / sum(around_its_mean(r) for r, _ in seen[-WINDOW:])
+        found, own = pool_explained_variance(value_metrics(returns, values, counts), json.loads(json.dumps(own)))
+        left = sum(around_its_mean(r - v) for r, v in seen[-POOLING_STEPS:])
+        explained = 1 - left / sum(around_its_mean(r) for r, _ in seen[-POOLING_STEPS:])
         assert found == {"critic/explained_variance_pooled": pytest.approx(explained, rel=1e-9)}
-    assert len(seen) > WINDOW == len(own)
+    assert len(seen) > POOLING_STEPS == len(own)
 
 
 def test_a_mean_that_rises_from_step_to_step_is_no_merit_of_the_critic():
     own = []
     for step in range(3):
         returns = np.float32([[step, step + 1]])
-        found, own = pooled(foreseen(returns, 0 * returns + step, returns > -1), own)
+        found, own = pool_explained_variance(value_metrics(returns, 0 * returns + step, returns > -1), own)
     assert found["critic/explained_variance_pooled"] == 0
     flat = np.ones((1, 2), np.float32)
     for counts in (flat > 0, flat < 0):
-        assert math.isnan(pooled(foreseen(flat, 0 * flat, counts), [])[0]["critic/explained_variance_pooled"])
+        assert math.isnan(
+            pool_explained_variance(value_metrics(flat, 0 * flat, counts), [])[0]["critic/explained_variance_pooled"]
+        )
 
 
 def loss_by_hand(values, old, returns, mask, clip):
@@ -246,7 +248,7 @@ def test_the_mesh_changes_nothing():
     for mesh in (one_device(), make_mesh(MeshShape(2, 2, 2))):
         layout = dataclasses.replace(LAYOUT, parts=mesh.shape["data"] * mesh.shape["fsdp"])
         with jax.set_mesh(mesh):
-            packed = on_mesh(pack(samples, layout, ("values",)), mesh)
+            packed = put_on_mesh(pack(samples, layout, ("values",)), mesh)
             model = jax.device_put(critic, shardings(critic, mesh))
             values = forward_on(mesh, layout).by_sample(model, samples, "values")
             found.append((*objective_gradient(model, packed, (ValueLoss(0.2),)), values))

@@ -35,7 +35,7 @@ from jaxrl_llm.learner import (
 )
 from jaxrl_llm.learner.objectives import Objective
 from jaxrl_llm.learner.optimiser import build, learning_rate
-from jaxrl_llm.learner.update import _split
+from jaxrl_llm.learner.update import split_minibatches
 from jaxrl_llm.models.config import ComputeOptions, Lora
 
 MESH = one_device()
@@ -401,5 +401,5 @@ def test_learning_rates(optimiser, wanted):
 
 def test_fewer_groups_than_minibatches_make_no_empty_one():
     groups = [["a", "b"], ["c"], ["d"]]
-    assert _split(groups, 2) == [["a", "b", "c"], ["d"]]
-    assert _split(groups, 3) == _split(groups, 9) == [["a", "b"], ["c"], ["d"]]
+    assert split_minibatches(groups, 2) == [["a", "b", "c"], ["d"]]
+    assert split_minibatches(groups, 3) == split_minibatches(groups, 9) == [["a", "b"], ["c"], ["d"]]

@@ -25,7 +25,7 @@ from jaxrl_llm.checkpoints.store import Checkpoints, flatten, restore_policy
 from jaxrl_llm.engine.engine import weights_for_sampling
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Layout, Optimiser, create_state, pack
-from jaxrl_llm.learner.forward import on_mesh, score
+from jaxrl_llm.learner.forward import put_on_mesh, score
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.update import abstract_state
 from jaxrl_llm.models.config import ComputeOptions, Embeddings, Lora, ModelConfig
@@ -113,7 +113,7 @@ def test_an_update_moves_the_adapter_alone():
     )
     old, reference = leaves(state.policy.params), leaves(state.reference)
     assert {x.size for x in jax.tree.leaves(state.policy.opt_state)} == {1} | {x.size for x in old.values()}
-    data = on_mesh(pack(rollout(), LAYOUT), one_device())
+    data = put_on_mesh(pack(rollout(), LAYOUT), one_device())
     for _ in range(2):
         state, metrics = updater()(state, data)
     assert metrics["grad_norm"] > 0 and int(state.policy.updates) == 2
@@ -194,7 +194,7 @@ def test_the_mesh_changes_nothing():
     for where in (alone, mesh):
         with jax.set_mesh(where):
             state = jax.block_until_ready(state_on(where, policy=adapter()))
-            state, _ = jax.block_until_ready(updater()(state, on_mesh(pack(rollout(), LAYOUT), where)))
+            state, _ = jax.block_until_ready(updater()(state, put_on_mesh(pack(rollout(), LAYOUT), where)))
         moments.append(jax.device_get(state.policy.opt_state[1].mu))
         for (path, leaf), layout in zip(
             jax.tree.leaves_with_path(state), jax.tree.leaves(shardings(state, where)), strict=True

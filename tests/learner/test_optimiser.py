@@ -15,8 +15,8 @@ from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.checkpoints.store import Checkpoints
 from jaxrl_llm.config.phases import remembered
 from jaxrl_llm.learner import Layout, Moments, Optimiser, create_state, pack
-from jaxrl_llm.learner.forward import on_mesh
-from jaxrl_llm.learner.optimiser import build, moved
+from jaxrl_llm.learner.forward import put_on_mesh
+from jaxrl_llm.learner.optimiser import build, move_memory
 from jaxrl_llm.learner.update import abstract_state, reset_optimiser
 from jaxrl_llm.models.config import ComputeOptions, Lora
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
@@ -206,8 +206,8 @@ def test_the_mesh_changes_nothing(kind):
 @functools.partial(jax.jit, static_argnums=0)
 def stepped(config, state):
     """The state after an update whose gradients are the weights themselves."""
-    _, after = build(config).update(state.policy.params, moved(state.policy.opt_state), state.policy.params)
-    return state.with_role("policy", opt_state=moved(after, state.policy.opt_state))
+    _, after = build(config).update(state.policy.params, move_memory(state.policy.opt_state), state.policy.params)
+    return state.with_role("policy", opt_state=move_memory(after, state.policy.opt_state))
 
 
 @pytest.mark.slow
@@ -265,7 +265,7 @@ def test_where_moments_lie_changes_nothing():
         update = policy_update(PRESETS["dapo"], config, ComputeOptions())
         with jax.set_mesh(mesh):
             state = create_state(tiny("plain"), build(config), False, mesh)
-            states.append(update(state, on_mesh(pack(rollout("plain"), Layout(8, 22, T)), mesh))[0])
+            states.append(update(state, put_on_mesh(pack(rollout("plain"), Layout(8, 22, T)), mesh))[0])
         same_layout(states[-1], mesh)
     for a, b in zip(*map(jax.tree.leaves, states), strict=True):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()

@@ -11,7 +11,7 @@ from learner.rollouts import sample
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Layout, pack
-from jaxrl_llm.learner.batch import rows_of
+from jaxrl_llm.learner.batch import sample_rows
 
 T, S = 5, 14
 
@@ -83,7 +83,7 @@ def test_every_completion_is_there_once_behind_its_prompt(samples, rows, parts, 
         unused = [b for b in range(packed.mask.shape[1]) if b not in found]
         assert not packed.mask[m, unused].any()
     assert sorted(numbers) == list(range(len(samples)))
-    for number, (m, b) in enumerate(rows_of(samples, layout)):
+    for number, (m, b) in enumerate(sample_rows(samples, layout)):
         assert packed.by_sequence["advantages"][m, b] == number
     assert packed.counts["policy"].tokens == sum(s.mask.sum() for s in samples)
     assert packed.counts["policy"].sequences == sum(s.mask.any() for s in samples)

@@ -35,7 +35,7 @@ from jaxrl_llm.learner import (
     make_update,
     pack,
 )
-from jaxrl_llm.learner.forward import outputs_of
+from jaxrl_llm.learner.forward import compute_outputs
 from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.learner.update import NewRole, abstract_state
 from jaxrl_llm.models.config import ComputeOptions
@@ -121,5 +121,5 @@ def test_the_policy_learns_the_same_whoever_learns_beside_it():
 @pytest.mark.slow
 def test_an_unread_output_is_not_computed():
     packed = jax.tree.map(lambda x: x[0], pack(rollout(), LAYOUTS[0])._replace(microbatches=None, counts=None))
-    found = outputs_of(critic_of(MODEL), packed, ("values",), jnp.float32(1), COMPUTE)
+    found = compute_outputs(critic_of(MODEL), packed, ("values",), jnp.float32(1), COMPUTE)
     assert set(found) == {"values"} and found["values"].shape == packed.mask.shape

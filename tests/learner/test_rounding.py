@@ -11,7 +11,7 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Compute, Learner, Optimiser
 from jaxrl_llm.learner.optimiser import build
-from jaxrl_llm.learner.settings import LEAST_STEP
+from jaxrl_llm.learner.settings import MIN_BFLOAT16_STEP
 from jaxrl_llm.models.config import Lora
 from jaxrl_llm.sharding import MeshShape
 
@@ -26,13 +26,13 @@ def test_smaller_steps_leave_weights_where_they_are():
     near = np.arange(2**-5 + 2**-12, 2**-4, 2**-12).astype(ml_dtypes.bfloat16)
     assert len(near) == 127 == len(set(near.tolist())), "every number of the type from 1/32 to 1/16"
     for factor, moves in ((1.001, True), (0.999, False)):
-        for step in (LEAST_STEP * factor, -LEAST_STEP * factor):
+        for step in (MIN_BFLOAT16_STEP * factor, -MIN_BFLOAT16_STEP * factor):
             after = (near.astype(np.float32) - np.float32(step)).astype(ml_dtypes.bfloat16)
             assert np.all((after != near) == moves)
 
 
 @pytest.mark.parametrize(
-    ("name", "least"), [("adamw", LEAST_STEP), ("adafactor", LEAST_STEP), ("muon", 5 * LEAST_STEP)]
+    ("name", "least"), [("adamw", MIN_BFLOAT16_STEP), ("adafactor", MIN_BFLOAT16_STEP), ("muon", 5 * MIN_BFLOAT16_STEP)]
 )
 def test_rates_whose_steps_are_rounded_away_are_refused(name, least):
     checked(dtype="bfloat16", optimiser=Optimiser(name, least * 1.01))

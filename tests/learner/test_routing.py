@@ -14,7 +14,7 @@ from tiny import largest_difference, tiny
 from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Layout, Learner
-from jaxrl_llm.learner.forward import KNOWN, REPLAYED, load_by_expert, recorded, replaying
+from jaxrl_llm.learner.forward import EXPERTS_KNOWN, EXPERTS_REPLAYED, expert_load, sampled_routes, with_replayed_routes
 from jaxrl_llm.learner.platform import compute_for
 from jaxrl_llm.learner.samples import to_samples
 from jaxrl_llm.models.config import ComputeOptions
@@ -65,7 +65,7 @@ def sampled():
 @functools.cache
 def packed(mode):
     """The samples with the experts to take; those of R2 are of the model that is not the sampler's."""
-    return replaying(FORWARD.packed(sampled()[1], ("policy",)), mode, OTHER, FORWARD.compute)
+    return with_replayed_routes(FORWARD.packed(sampled()[1], ("policy",)), mode, OTHER, FORWARD.compute)
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -86,9 +86,9 @@ def test_a_sample_has_the_experts_of_each_token_that_is_read():
         whole = np.concatenate([completion.prompt_extras[EXPERTS], completion.extras[EXPERTS]])
         read = np.concatenate([sample.prompt_arrays[EXPERTS], sample.arrays[EXPERTS]])
         np.testing.assert_array_equal(read[:-1], whole[1:])
-        known = np.concatenate([sample.prompt_arrays[KNOWN], sample.arrays[KNOWN]])
+        known = np.concatenate([sample.prompt_arrays[EXPERTS_KNOWN], sample.arrays[EXPERTS_KNOWN]])
         assert known[:-1].all() and not known[-1]
-    assert recorded(dataclasses.replace(done[0], extras={})) == ({}, {})
+    assert sampled_routes(dataclasses.replace(done[0], extras={})) == ({}, {})
 
 
 @pytest.mark.slow
@@ -127,27 +127,29 @@ def test_updates_replay_too_and_the_router_learns():
 
 def test_what_was_not_recorded_is_not_replayed():
     """Texts beside completions, for one: the router chooses their experts."""
-    bare = [dataclasses.replace(s, arrays={n: x for n, x in s.arrays.items() if n not in (EXPERTS, KNOWN)},
+    bare = [dataclasses.replace(s, arrays={n: x for n, x in s.arrays.items() if n not in (EXPERTS, EXPERTS_KNOWN)},
                                 prompt_arrays={}) for s in sampled()[1][:2]]  # fmt: skip
-    rows = replaying(FORWARD.packed([*bare, *sampled()[1][2:]], ("policy",)), "R3", MODEL, FORWARD.compute)
-    taken = np.asarray(rows.by_column[REPLAYED])
+    rows = with_replayed_routes(FORWARD.packed([*bare, *sampled()[1][2:]], ("policy",)), "R3", MODEL, FORWARD.compute)
+    taken = np.asarray(rows.by_column[EXPERTS_REPLAYED])
     unknown = (taken < 0).all(axis=(-1, -2))
     tokens = sum(len(s.tokens) for s in bare)
     assert tokens < (unknown & (rows.rows.group > 0)).sum() <= tokens + len(bare) * 3 + len(sampled()[1])
     without = FORWARD.packed(bare, ("policy",))
-    assert replaying(without, "R3", MODEL, FORWARD.compute) is without
+    assert with_replayed_routes(without, "R3", MODEL, FORWARD.compute) is without
 
 
 def test_load_is_that_of_a_count_by_hand():
-    found = load_by_expert(sampled()[1], MODEL.config.experts)
-    taken = [np.concatenate([s.arrays[EXPERTS][s.arrays[KNOWN]] for s in sampled()[1]])[:, layer] for layer in (0, 1)]
+    found = expert_load(sampled()[1], MODEL.config.experts)
+    taken = [
+        np.concatenate([s.arrays[EXPERTS][s.arrays[EXPERTS_KNOWN]] for s in sampled()[1]])[:, layer] for layer in (0, 1)
+    ]
     shares = [[np.mean(layer == e) for e in range(6)] for layer in taken]
     assert found["experts/busiest_share"] == pytest.approx(np.mean([max(one) for one in shares]))
     assert found["experts/dead_fraction"] == np.mean([[share == 0 for share in one] for one in shares])
     entropy = [-sum(p * np.log(p) for p in one if p) / np.log(6) for one in shares]
     assert found["experts/load_entropy"] == pytest.approx(np.mean(entropy))
     assert found["experts/bytes_per_token"] == 2 * 3
-    assert load_by_expert([], MODEL.config.experts) == {}
+    assert expert_load([], MODEL.config.experts) == {}
 
 
 def test_a_dense_model_has_no_experts_to_replay():

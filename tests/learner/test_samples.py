@@ -18,8 +18,15 @@ from jaxrl_llm.algorithms.advantages import GAE, GDPO, GiGPO, GroupZScore, KLInR
 from jaxrl_llm.algorithms.kl import K1
 from jaxrl_llm.algorithms.surrogates import PPOClip
 from jaxrl_llm.learner import Layout, Sample, pack, to_samples
-from jaxrl_llm.learner.batch import rows_of
-from jaxrl_llm.learner.samples import _estimate, advantage_of, by_rows, bytes_to_estimate, equal_states, turns_of
+from jaxrl_llm.learner.batch import sample_rows
+from jaxrl_llm.learner.samples import (
+    advantage_of,
+    equal_state_fraction,
+    estimate_advantages,
+    estimator_bytes,
+    shard_rows,
+    turn_arrays,
+)
 from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.sharding import MeshShape, make_mesh
 from jaxrl_llm.types import AdvantageContext, Completion, Episode, Group, Problem, Turn
@@ -107,7 +114,7 @@ def test_logps_come_back_in_the_order_of_the_samples():
     wanted = np.asarray(unpacked_logp(REFERENCE, samples))
     for s, values, row in zip(samples, found, wanted, strict=True):
         np.testing.assert_allclose(values, row[: len(s.tokens)], atol=1e-5)
-    spots = rows_of(samples, LAYOUT)
+    spots = sample_rows(samples, LAYOUT)
     assert len(set(spots)) == len(samples) and max(m for m, _ in spots) > 0
 
 
@@ -143,7 +150,7 @@ def test_advantages_by_token_survive_packing():
     samples = [changed(s, fresh=True, advantages=advantage_of(s) * (1 + np.arange(len(s.tokens)))) for s in samples]
     packed = pack(samples, LAYOUT)
     ref = np.zeros(packed.mask.shape, np.float32)
-    for (m, b), values in zip(rows_of(samples, LAYOUT), reference(samples), strict=True):
+    for (m, b), values in zip(sample_rows(samples, LAYOUT), reference(samples), strict=True):
         ref[m, b, : len(values)] = values
     wide = np.zeros((len(samples), T), np.float32)
     for row, values in zip(wide, reference(samples), strict=True):
@@ -177,7 +184,7 @@ def test_turns_have_their_rewards_and_the_states_in_which_they_began():
     )
     rewards = np.array([[0.1 + 0.2, 2.0, 1.25, np.nan]] * 2)
     groups = [Group(PROBLEM, np.array([1]), group, row, row) for row in rewards]
-    found = turns_of(groups, rewards, T)
+    found = turn_arrays(groups, rewards, T)
     wanted = np.full((4, T), np.nan, np.float32)
     wanted[0, [0, 2, 4]], wanted[1, [1, 3, 5]], wanted[2, [1, 3]] = (0.1, 0.2, 0), (0.25, 0, 1.75), (0.25, 1)
     wanted[3, 1] = 0.5
@@ -190,9 +197,9 @@ def test_turns_have_their_rewards_and_the_states_in_which_they_began():
     assert len({first[0], states[0, 2], states[1, 3], states[3, 3]}) == 4
     assert not set(states[:4][~np.isnan(wanted)]) & set(states[4:][~np.isnan(wanted)]), "of one group alone"
     assert states.min() == 0 and states.max() < states.size
-    assert equal_states(**found) == 1, "the later turns are three behind the door, and two after equal words"
-    assert equal_states(found["turn_rewards"][:2], states[:2]) == 3 / 4
-    assert math.isnan(equal_states(found["turn_rewards"][3:4], states[3:4])), "a first turn alone"
+    assert equal_state_fraction(**found) == 1, "the later turns are three behind the door, and two after equal words"
+    assert equal_state_fraction(found["turn_rewards"][:2], states[:2]) == 3 / 4
+    assert math.isnan(equal_state_fraction(found["turn_rewards"][3:4], states[3:4])), "a first turn alone"
 
 
 def test_a_turns_tokens_have_its_advantage():
@@ -238,7 +245,7 @@ def test_an_episode_in_three_rows_counts_once():
         return policy_loss(algorithm, unpacked(model), batch)[0]
 
     old = np.asarray(unpacked(REFERENCE))
-    places = [b for _, b in rows_of(samples, Layout(3, 22, T))]
+    places = [b for _, b in sample_rows(samples, Layout(3, 22, T))]
     found, measured = jax.jit(lambda m, p: policy_gradient(m, p, algorithm, ComputeOptions()))(
         MODEL, packed.with_tokens(old_logp=old[np.argsort(places)][None])
     )
@@ -268,9 +275,9 @@ def estimated(estimator, groups, length, mesh):
     rewards = draw(groups, 4)
     rewards[1, 2] = np.nan
     with jax.set_mesh(make_mesh(MeshShape(*mesh), jax.devices()[: math.prod(mesh)])):
-        laid = by_rows(context)
-        used = _estimate.lower(estimator, rewards, laid).compile().memory_analysis()
-        found = jax.device_get(_estimate(estimator, rewards, laid))
+        laid = shard_rows(context)
+        used = estimate_advantages.lower(estimator, rewards, laid).compile().memory_analysis()
+        found = jax.device_get(estimate_advantages(estimator, rewards, laid))
     return found, used.argument_size_in_bytes + used.output_size_in_bytes + used.temp_size_in_bytes
 
 
@@ -278,7 +285,7 @@ def estimated(estimator, groups, length, mesh):
 def test_advantages_are_estimated_by_rows_on_the_devices_that_divide_a_batch(name):
     estimator = ESTIMATORS[name]
     whole, alone = estimated(estimator, 16, 256, (1, 1, 1))
-    assert alone < 1.15 * bytes_to_estimate(estimator, 64, 256)
+    assert alone < 1.15 * estimator_bytes(estimator, 64, 256)
     for mesh, parts in (((2, 2, 2), 4), ((8, 1, 1), 8)):
         divided, each = estimated(estimator, 16, 256, mesh)
         chex.assert_trees_all_close(divided, whole, rtol=0, atol=2e-6)
@@ -288,5 +295,5 @@ def test_advantages_are_estimated_by_rows_on_the_devices_that_divide_a_batch(nam
 
 
 def test_where_nothing_is_read_by_token_nothing_is_counted():
-    assert bytes_to_estimate(GDPO(), 8192, 8192) == 0 == bytes_to_estimate(GroupZScore(), 8192, 8192)
-    assert bytes_to_estimate(GAE(), 8192, 8192) == 8192 * 8192 * 25
+    assert estimator_bytes(GDPO(), 8192, 8192) == 0 == estimator_bytes(GroupZScore(), 8192, 8192)
+    assert estimator_bytes(GAE(), 8192, 8192) == 8192 * 8192 * 25

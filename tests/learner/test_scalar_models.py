@@ -16,7 +16,7 @@ from tiny import largest_difference, tiny
 from jaxrl_llm.checkpoints.store import Checkpoints, flatten, restore_policy
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Layout, Optimiser, create_state, make_update, pack
-from jaxrl_llm.learner.forward import on_mesh, score
+from jaxrl_llm.learner.forward import put_on_mesh, score
 from jaxrl_llm.learner.objectives import Objective
 from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.learner.update import NewRole, abstract_state, accumulate
@@ -202,7 +202,7 @@ def test_a_critic_learns_on_the_base_of_the_policy():
     for where in (one_device(), make_mesh(MeshShape(2, 2, 2))):
         with jax.set_mesh(where):
             state = state_on(where).with_role("critic", params=jax.device_put(adapter(), shardings(adapter(), where)))
-            data = on_mesh(packed(), where)
+            data = put_on_mesh(packed(), where)
             values = score(model_of(state, "critic"), data, jnp.float32(1), COMPUTE, "values")
             np.testing.assert_allclose(np.asarray(values)[0, : len(mask)] * mask, wanted, atol=1e-5)
             before, lay = jax.tree.map(np.array, state.policy), places(state.policy.base)
@@ -223,7 +223,7 @@ def test_a_critic_learns_on_the_base_of_the_policy():
 def test_the_model_of_a_run_learns_and_is_saved(lora, tmp_path):
     mesh, other = one_device(), make_mesh(MeshShape(2, 2, 2))
     others = (CRITIC,) if lora.rank else ()
-    state, metrics = updater("policy")(state_on(mesh, lora, others), on_mesh(packed(), mesh))
+    state, metrics = updater("policy")(state_on(mesh, lora, others), put_on_mesh(packed(), mesh))
     assert metrics["grad_norm"] > 0 and np.abs(leaves(state.policy.params)["scalar"] - head()).max() > 1e-3
     np.testing.assert_array_equal(leaves(state.reference)["scalar"], head())
     saved = flatten(state).keys()

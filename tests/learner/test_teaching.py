@@ -12,7 +12,7 @@ from tiny import VOCAB, equations, largest_difference, tiny
 from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.algorithms.kl import JensenShannon, top_classes
 from jaxrl_llm.learner import Forward, Layout, PolicyGradient, pack
-from jaxrl_llm.learner.objectives import WHICH, DivergenceLoss, Teacher, TopOutput
+from jaxrl_llm.learner.objectives import TEACHER_INDEX, DivergenceLoss, Teacher, TopOutput
 from jaxrl_llm.learner.update import accumulate
 from jaxrl_llm.models.config import Attention, ComputeOptions, Lora, ModelConfig
 from jaxrl_llm.models.decoder import initialise, logits
@@ -82,10 +82,10 @@ def test_the_gradient_is_that_of_whole_distributions_without_packing(layout, div
 def test_each_sample_has_its_own_of_several_teachers():
     """The second prompt's is the other one; the loss of the policy gradient is added, each over its own tokens."""
     samples = [
-        dataclasses.replace(one, scalars=one.scalars | {WHICH: float(place // G == 1)})
+        dataclasses.replace(one, scalars=one.scalars | {TEACHER_INDEX: float(place // G == 1)})
         for place, one in enumerate(rollout())
     ]
-    names = [("wider", "gemma")[int(one.scalars[WHICH])] for one in samples]
+    names = [("wider", "gemma")[int(one.scalars[TEACHER_INDEX])] for one in samples]
     teachers = {name: Teacher(model, COMPUTE) for name, model in TEACHERS.items()}
     packed = pack(samples, LAYOUTS[0], BOTH)._replace(teachers=teachers)
     divergence, policy = JensenShannon(0.3), PolicyGradient(PRESETS["dapo"])

@@ -27,7 +27,7 @@ from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.algorithms.ratios import Token
 from jaxrl_llm.algorithms.surrogates import M2PO, PPOClip
 from jaxrl_llm.learner import Layout, Optimiser, PolicyGradient, create_state, pack
-from jaxrl_llm.learner.forward import on_mesh, score
+from jaxrl_llm.learner.forward import put_on_mesh, score
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.update import NewRole
 from jaxrl_llm.models.config import ComputeOptions
@@ -253,7 +253,7 @@ def updater(optimiser, algorithm=PRESETS["dapo"]):
 
 def state_and_data(optimiser, samples=None, reference=False):
     mesh = one_device()
-    data = on_mesh(pack(samples or rollout(), LAYOUTS["two rows"][0]), mesh)
+    data = put_on_mesh(pack(samples or rollout(), LAYOUTS["two rows"][0]), mesh)
     return create_state(jax.tree.map(jnp.copy, MODEL), build(optimiser), reference, mesh), data
 
 
@@ -296,7 +296,7 @@ def test_weight_decay_leaves_norms_and_biases_alone():
 def test_an_update_that_is_refused_leaves_the_state_as_it_was(change, reason):
     optimiser = Optimiser(learning_rate=1e-2, weight_decay=0.1, clip_norm=0.05)
     state, data = state_and_data(optimiser)
-    refused = on_mesh(
+    refused = put_on_mesh(
         pack([dataclasses.replace(s, **change(s)) for s in rollout()], LAYOUTS["two rows"][0]), one_device()
     )
     state, metrics = updater(optimiser)(state, data)  # momentum and decay would now move the weights by themselves
@@ -349,7 +349,7 @@ def test_steps_of_other_lengths_and_updates_of_equal_settings_share_one_program(
     state, data = state_and_data(optimiser)
     state, _ = update(state, data)
     shorter = [shortened(s) if len(s.tokens) > 1 else s for s in rollout()]
-    other = on_mesh(pack(shorter, LAYOUTS["two rows"][0]), one_device())
+    other = put_on_mesh(pack(shorter, LAYOUTS["two rows"][0]), one_device())
     assert jax.tree.map(jnp.shape, other) == jax.tree.map(jnp.shape, data)
     again = policy_update(PRESETS["dapo"], Optimiser(learning_rate=1e-3), COMPUTE)
     with Compilations() as compilations:

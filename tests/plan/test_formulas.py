@@ -19,7 +19,7 @@ from jaxrl_llm.engine.scheduler import EngineSpec, chunk_rows, chunk_shape
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.engine.slots import empty_slots, run_chunk
 from jaxrl_llm.learner.optimiser import build
-from jaxrl_llm.learner.samples import bytes_to_estimate
+from jaxrl_llm.learner.samples import estimator_bytes
 from jaxrl_llm.models import experts
 from jaxrl_llm.models.decoder import Weights, initialise
 from jaxrl_llm.models.flops import count_parameters, forward_flops, visible_pairs
@@ -226,7 +226,7 @@ def test_estimated_advantages_are_counted():
         counted.append(memory_of_learning(more, held, {}).temporary)
     layout = held.learned[0].forward.layout
     rows = run.rollout.group << 20
-    estimate = bytes_to_estimate(run.recipe.algorithm.advantage, rows, layout.completion_tokens)
+    estimate = estimator_bytes(run.recipe.algorithm.advantage, rows, layout.completion_tokens)
     assert counted[1] == estimate - bytes_per_device(held.packed) * run.learner.minibatches > counted[0]
 
 

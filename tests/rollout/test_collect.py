@@ -224,7 +224,7 @@ def test_a_group_that_grows_too_old_is_dropped():
     assert not sum(step.metrics["rollout/expired"] for step in free)
     for version, step in enumerate(strict):
         oldest = lambda group: min(int(v) for c in group.completions if c is not None for v in c.version)
-        assert all(u.age == (version + 1 - oldest(u) if u.begun else 0) <= 1 for u in step.carryover.unfinished)
+        assert all(u.age == (version + 1 - oldest(u) if u.has_tokens else 0) <= 1 for u in step.carryover.unfinished)
         assert all(version - oldest(g) <= 1 + (g in strict[version - 1].carryover.surplus) for g in step.groups)
     assert sum(step.metrics["rollout/expired"] for step in strict) > 5
     used = [count_sampled_tokens(step.groups) for step in strict]

@@ -18,7 +18,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Optimiser, create_state
 from jaxrl_llm.learner.batch import Sample
 from jaxrl_llm.learner.optimiser import build
-from jaxrl_llm.learner.samples import size_of_advantages
+from jaxrl_llm.learner.samples import mean_abs_advantage
 from jaxrl_llm.models.config import Lora
 from jaxrl_llm.recipes import RECIPES, Recipe
 from jaxrl_llm.rules import Decision, Resets, decide, not_a_number, rules_of
@@ -90,8 +90,8 @@ def test_size_of_advantages_is_the_mean_over_tokens_that_count():
     tokens = np.zeros(3, np.int32)
     whole = Sample(tokens, tokens, np.array([True, True, False]), {"advantages": -2.0})
     by_token = Sample(tokens, tokens, np.array([False, True, True]), {}, {"advantages": np.array([9.0, 1.0, -4.0])})
-    assert size_of_advantages([whole, by_token]) == (2 + 2 + 1 + 4) / 4
-    assert math.isnan(size_of_advantages([]))
+    assert mean_abs_advantage([whole, by_token]) == (2 + 2 + 1 + 4) / 4
+    assert math.isnan(mean_abs_advantage([]))
 
 
 def test_soft_resets_and_averages_say_how_far_the_reference_goes():

@@ -16,7 +16,7 @@ from tiny import tiny
 
 from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.learner import Layout, Optimiser, create_state, pack
-from jaxrl_llm.learner.forward import on_mesh, score
+from jaxrl_llm.learner.forward import put_on_mesh, score
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.models.decoder import Weights, mlp
@@ -42,7 +42,7 @@ def test_the_learners_programs_are_compiled_with_their_options():
     compute = ComputeOptions(compiler=(UNKNOWN,))
     mesh, optimiser = one_device(), Optimiser()
     with jax.set_mesh(mesh):
-        data = on_mesh(pack(rollout(), Layout(4, 24, T)), mesh)
+        data = put_on_mesh(pack(rollout(), Layout(4, 24, T)), mesh)
         with pytest.raises(jax.errors.JaxRuntimeError, match=UNKNOWN[0]):
             score(tiny(), data, jnp.float32(1), compute)
         state = create_state(tiny(), build(optimiser), False, mesh)

@@ -13,7 +13,7 @@ from tiny import KINDS, largest_difference
 from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.engine.slots import extend_prompts
 from jaxrl_llm.learner import Layout, pack
-from jaxrl_llm.learner.forward import on_mesh
+from jaxrl_llm.learner.forward import put_on_mesh
 from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.models.decoder import attend_with_copies, causal_rows, initialise
 from jaxrl_llm.models.layers import attention_over
@@ -91,6 +91,6 @@ def test_gradients_do_not_depend_on_copies():
         with jax.set_mesh(mesh):
             model = jax.device_put(seven(), shardings(seven(), mesh))
             compute = jax.jit(functools.partial(policy_gradient, algorithm=PRESETS["dapo"]))
-            return jax.device_get(compute(model, on_mesh(pack(rollout(), LAYOUT), mesh))[0])
+            return jax.device_get(compute(model, put_on_mesh(pack(rollout(), LAYOUT), mesh))[0])
 
     assert largest_difference(gradient(make_mesh(MeshShape(1, 2, 4))), gradient(one_device())) < 1e-5

@@ -15,7 +15,7 @@ from tiny import KINDS, Compilations, largest_difference, tiny
 from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Layout, Optimiser, create_state, pack
-from jaxrl_llm.learner.forward import on_mesh
+from jaxrl_llm.learner.forward import put_on_mesh
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.models.decoder import causal_rows, forward, initialise, unstack_layers
@@ -48,7 +48,7 @@ def gradient(model, mesh):
     compute = functools.partial(policy_gradient, algorithm=PRESETS["dapo"])
     with jax.set_mesh(mesh):
         placed = jax.device_put(model, shardings(model, mesh))
-        return jax.device_get(jax.jit(compute)(placed, on_mesh(pack(rollout(), LAYOUT), mesh)))
+        return jax.device_get(jax.jit(compute)(placed, put_on_mesh(pack(rollout(), LAYOUT), mesh)))
 
 
 @functools.cache
@@ -98,7 +98,7 @@ def test_an_update_leaves_the_state_where_it_was(shape):
     with jax.set_mesh(mesh):
         state = create_state(tiny("windows"), build(optimiser), True, mesh)
         layout = shardings(state, mesh)
-        data = on_mesh(pack(rollout(), LAYOUT), mesh)
+        data = put_on_mesh(pack(rollout(), LAYOUT), mesh)
         update = policy_update(PRESETS["dapo"], optimiser)
         state, _ = update(state, data)
         for (path, leaf), wanted in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(layout), strict=True):

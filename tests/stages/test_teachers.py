@@ -15,7 +15,7 @@ from jaxrl_llm.config import Context, Distillation, TaskTeacher, load_config, re
 from jaxrl_llm.data import Texts
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Forward, Layout, Sample
-from jaxrl_llm.learner.objectives import WHICH, DivergenceLoss, TeacherDivergence
+from jaxrl_llm.learner.objectives import TEACHER_INDEX, DivergenceLoss, TeacherDivergence
 from jaxrl_llm.models import load_pretrained, logits, save_pretrained
 from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.models.heads import TeacherStates
@@ -119,7 +119,7 @@ def test_the_update_is_told_the_number_of_each_samples_teacher(folder):
     models = [str(folder / name) for name in "12"]
     several = Distillation(models[0], 0.5, by_task=(TaskTeacher("other", models[1]),))
     found, _ = scored(taught(several, model="tiny-random"))
-    assert [one.scalars[WHICH] for one in found] == [0.0, 0.0, 1.0, 1.0]
+    assert [one.scalars[TEACHER_INDEX] for one in found] == [0.0, 0.0, 1.0, 1.0]
 
 
 class Said(TeacherDivergence):
@@ -138,7 +138,7 @@ def test_each_row_has_the_divergence_from_its_own_teacher():
         teachers={name: TeacherStates(MODEL, jnp.asarray(states)) for name, states in zip("abc", read, strict=False)},
         predictions=SimpleNamespace(scatter=jnp.asarray(scatter)),
         mask=np.ones((3, 4), bool),
-        by_sequence={WHICH: jnp.float32([2, 0, 1])},
+        by_sequence={TEACHER_INDEX: jnp.float32([2, 0, 1])},
     )
     measured = lambda *names: np.asarray(Said(JensenShannon(0.5), names)(MODEL, jnp.asarray(read[3]), batch, 1.0))
     first, second, third = (measured(name) for name in "abc")
