@@ -307,11 +307,7 @@ class Rubric(JudgedReward):
 
 
 def check_items(items: Sequence[Any], where: str, complete: bool = True) -> None:
-    """Refuse items that cannot work; ``complete``: these are all, one of which must have a weight above 0.
-
-    Raises:
-      InputError: names the item and the remedy, after ``where``.
-    """
+    """Refuse items that cannot work; ``complete``: these are all, one of which must have a weight above 0."""
     require(bool(items), f"{where} is empty: give pairs of a text and a weight")
     for item in items:
         if not isinstance(item, tuple) or len(item) != 2 or not isinstance(item[0], str) or not item[0].strip():
