@@ -19,8 +19,8 @@ line, each line equal apart from white space or as decimal numbers. Returned val
 where a test is JSON, tuples are lists and the keys of dictionaries text, as LiveCodeBench and APPS do. Floats of
 HumanEval+ and MBPP+ are close as in EvalPlus (absolute 1e-6, relative 1e-7).
 
-A value comes as the JSON of ``sandbox.program.encoded``, from a process that may have written anything: it is compared
-member by member, so that no hash table is built from it that is larger than the expected value.
+Values are JSON of ``sandbox.program.encode_value``, from a process that may have written anything: they are compared
+member by member, so that no hash table is built from one that is larger than the expected value.
 """
 
 import ast

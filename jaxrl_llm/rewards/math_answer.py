@@ -25,8 +25,8 @@ def score_math(answer: str, problem: Problem) -> float:
     """Return 1 if the answer is equivalent to the reference, else 0.
 
     An extracted answer is read as LaTeX; with the extractor ``whole`` or ``after:TAG`` the expression is searched in
-    the text. Numbers are compared as ``near`` does. What is nested too deep, or would be too large a number, only
-    equals itself.
+    the text. Numbers are compared by ``same_number``. An expression that is nested too deep, or stands for too large a
+    number, only equals itself.
     """
     prose = problem.extractor == "whole" or problem.extractor.startswith("after:")
     boxed = extract(answer, "boxed") if prose else None

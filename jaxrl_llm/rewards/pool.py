@@ -4,7 +4,7 @@
 in threads, which can be abandoned.
 
 The program of a worker is ``main``: a fresh interpreter without JAX. Protocol over one connection: the parent sends a
-``Call``. The worker sends JSON lists: ``["ready"]`` when it has started, then for each call ``["received"]``,
+``RewardCall``. The worker sends JSON lists: ``["ready"]`` when it has started, then for each call ``["received"]``,
 ``["started"]`` once the function is imported, and ``["done", outcomes]``, one for each item, or one for all if it could
 not be called. The parent therefore never unpickles a worker's messages.
 """

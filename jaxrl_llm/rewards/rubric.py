@@ -119,7 +119,7 @@ def chat_code(chat: Sequence[Message]) -> str:
 def parse_verdicts(text: str, code: str, count: int) -> tuple[bool, ...] | None:
     """Return whether each of ``count`` items is met; None unless the judge gave exactly one verdict for each.
 
-    >>> verdicts('{"code": "7f", "verdicts": [{"item": 1, "met": true}]}', "7f", 1)
+    >>> parse_verdicts('{"code": "7f", "verdicts": [{"item": 1, "met": true}]}', "7f", 1)
     (True,)
     """
     reply = _parse_reply(text, code)
@@ -135,7 +135,7 @@ def parse_verdicts(text: str, code: str, count: int) -> tuple[bool, ...] | None:
 def parse_comparison(text: str, code: str) -> str | None:
     """Return ``A``, ``B`` or ``tie``; None for any other answer.
 
-    >>> better('{"code": "7f", "better": "B"}', "7f")
+    >>> parse_comparison('{"code": "7f", "better": "B"}', "7f")
     'B'
     """
     choice = _parse_reply(text, code).get("better")

@@ -79,7 +79,7 @@ class Server:
         self.level = self._receive()[1]
 
     def run(self, request: dict[str, Any], stdin: bytes, timeout_s: float, memory_mb: int) -> ProgramEnd:
-        """Run one program; ``request`` is the request of ``program.run``."""
+        """Run one program; ``request`` is the request of ``program.run_program``."""
         with contextlib.ExitStack() as stack:
             inputs = [stack.enter_context(_memory_file(data)) for data in (json.dumps(request).encode(), stdin)]
             pipes = [os.pipe() for _ in range(3)]

@@ -49,7 +49,7 @@ class DeviceModel:
       forward: how it is run.
       prompts: of each task, by its label.
       status: receives progress messages.
-      closings: the tokens that close a completion where its score is read, by task label; see ``tasks.chats.closed``.
+      closings: tokens that ``close_completion`` writes where a score is read, by task label.
     """
 
     model: ScalarModel

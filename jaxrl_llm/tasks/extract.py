@@ -83,7 +83,7 @@ def normalise_answer(text: str) -> str:
     r"""Return an answer or a reference in the one form in which both are compared: ``normalise``, without what marks
     it as mathematics, bold, code or boxed, separators of thousands that LaTeX writes, and escapes of currencies.
 
-    >>> plain(r"$\$9{,}500$"), plain(r"**\(\text{Paris}\)**")
+    >>> normalise_answer(r"\$9{,}500"), normalise_answer(r"**\(\text{Paris}\)**")
     ('$9500', 'Paris')
     """
     text = _THOUSANDS.sub("", _without_thousands(text)).strip()
@@ -144,7 +144,7 @@ def normalise(text: str) -> str:
     It is NFKC without superscripts, subscripts, fractions and squared units. Code that counts characters must not use
     it.
 
-    >>> normalised("－１，２３４．５ m²")
+    >>> normalise("－１，２３４．５ m²")
     '-1,234.5 m²'
     """
     if text.isascii():
@@ -177,7 +177,7 @@ def marker(extractor: str) -> str:
 def parse_number(text: str) -> Decimal | None:
     """Parse a text that is a number as a whole, currency sign and thousands separators allowed; None if it is not.
 
-    >>> number("+1,000.0") == 1000
+    >>> parse_number("+1,000.0") == 1000
     True
     """
     lone_power = r"^([+-]?)(?=10 ?(?:\^|\*\*))"  # a power alone is once that power
