@@ -28,7 +28,7 @@ from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.rewards.math_answer import score_math
 from jaxrl_llm.system.paths import check_file, new_file
 from jaxrl_llm.tasks import Table, extract, integer
-from jaxrl_llm.tasks.extract import normalised
+from jaxrl_llm.tasks.extract import normalise
 from jaxrl_llm.types import Problem
 
 LONGEST_NUMBER, MOST_PLACES = 12, 6  # digits of a number, and of a decimal's fraction
@@ -174,7 +174,7 @@ def _as_value(exact: sympy.Expr) -> Value:
 
 def _bare(answer: str) -> tuple[str, str]:
     """The expression without what stands around it, and its unit, empty for none."""
-    text = normalised(answer).strip().removesuffix(".").strip()
+    text = normalise(answer).strip().removesuffix(".").strip()
     text = (extract(text, "boxed") or text) if text.startswith(r"\boxed") else text
     wrapped = _WRAPPED.fullmatch(text)
     text = next(part for part in wrapped.groups() if part is not None).strip() if wrapped else text

@@ -117,10 +117,10 @@ def read_pairs(path: Path, limit: int) -> list[Pair]:
       InputError: a row is no pair, or the file has none.
     """
     from jaxrl_llm.data.datasets import PAIRS, columns_of, ranking_of
-    from jaxrl_llm.tasks.tables import rows_of
+    from jaxrl_llm.tasks.tables import read_table
 
     found: list[Pair] = []
-    for place, row in rows_of(path):
+    for place, row in read_table(path):
         with naming(place):
             prompt, (best, *_, worst), _ = ranking_of(row, columns_of(row, PAIRS))
         answer = row.get("answer")

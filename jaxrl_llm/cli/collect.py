@@ -21,7 +21,7 @@ from jaxrl_llm.cli.asking import asking, find_settings
 from jaxrl_llm.cli.flags import first, parse, take
 from jaxrl_llm.collection.rejection_sampling import check_free
 from jaxrl_llm.data import Collected, check_collected
-from jaxrl_llm.data.datasets import KINDS, Kind
+from jaxrl_llm.data.datasets import KINDS, RowKind
 from jaxrl_llm.errors import require
 from jaxrl_llm.sharding import MeshShape
 from jaxrl_llm.system.setting import Count, check_fields
@@ -47,7 +47,7 @@ class Options:
     """
 
     data: Annotated[Collected, tyro.conf.arg(name="")]
-    kind: Kind = "texts"
+    kind: RowKind = "texts"
     max_new_tokens: Annotated[int, Count(1)] = 256
     slots: Annotated[int, Count(1)] = 64
     seed: Annotated[int, configs.SEED] = 0

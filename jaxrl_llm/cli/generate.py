@@ -32,9 +32,9 @@ from jaxrl_llm.system.setting import check_fields
 from jaxrl_llm.system.signals import answering, on_exit, quit_now
 from jaxrl_llm.tasks import Rows, Task
 from jaxrl_llm.tasks import encode as encode_problem
-from jaxrl_llm.tasks.sources import InMemory
 from jaxrl_llm.tasks.tables import unwritable
-from jaxrl_llm.tasks.template import check_tokenizer, template_text, worded
+from jaxrl_llm.tasks.task import InMemory
+from jaxrl_llm.tasks.template import check_tokenizer, template_text, word_prompt
 from jaxrl_llm.types import Completion, Message, Problem
 
 PROMPT = "> "
@@ -288,7 +288,7 @@ def turn(policy: Policy, messages: Sequence[Message], task: Task, sampling: Samp
     if done.finish_reason == "length":
         why = "--max_new_tokens allows no more" if count == sampling.max_new_tokens else "the model's context is full"
         note(f"cut off after {count} tokens: {why}")
-    return (*worded(kept, task), *said) if said else tuple(kept[:-1])
+    return (*word_prompt(kept, task), *said) if said else tuple(kept[:-1])
 
 
 def fitted(

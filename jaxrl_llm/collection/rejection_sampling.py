@@ -24,7 +24,7 @@ from jaxrl_llm.data.datasets import (
     KINDS,
     LABEL,
     Collected,
-    Kind,
+    RowKind,
     Unpaired,
     split_steps,
     step_lengths,
@@ -43,7 +43,7 @@ from jaxrl_llm.system.json_lines import append_rows, encode_row, read_rows
 from jaxrl_llm.system.paths import COLLECTED, HELD, InUse, new_file, open_nofollow, part_of, writable
 from jaxrl_llm.tasks import Prompts, Table
 from jaxrl_llm.tasks import fingerprint as fingerprint_of_problems
-from jaxrl_llm.tasks.messages import OPTIONS, TOOLS, joined
+from jaxrl_llm.tasks.messages import OPTIONS, TOOLS, join_messages
 from jaxrl_llm.types import Completion, Problem
 
 Row = dict[str, Any]
@@ -68,7 +68,7 @@ class SampledAnswer:
     messages: Sequence[dict[str, Any]] = ()
 
 
-def make_rows(problem: Problem, answers: Sequence[SampledAnswer], data: Collected, kind: Kind) -> list[Row]:
+def make_rows(problem: Problem, answers: Sequence[SampledAnswer], data: Collected, kind: RowKind) -> list[Row]:
     """Return rows of texts, of pairs or of unpaired answers: none, one, or all that the distinct answers give.
 
     Texts are right answers. Pairs are right answers, each preferred to a wrong one, and with ``cut_off`` to one that
@@ -214,11 +214,7 @@ Entry = tuple[Sequence[Row], CollectionCounts]
 
 
 def check_free(path: Path) -> None:
-    """Refuse an existing file, unless an earlier attempt ended while it was put in its place.
-
-    Raises:
-      InputError: the file exists.
-    """
+    """Refuse an existing file, unless an earlier attempt ended while it was put in its place."""
     if path.exists() and not part_of(path).exists():
         raise InputError(f"{path} is there already: {REMEDY}, or remove it first")
 
@@ -253,9 +249,6 @@ def open_ledger(path: Path, settings: dict[str, Any]) -> Generator[Ledger]:
     Args:
       path: of the file of rows, which does not exist before all problems are done.
       settings: all that decides its rows, as JSON values.
-
-    Raises:
-      InputError: the file exists, was begun with other settings, is locked by another process, or cannot be written.
     """
     check_free(path)
     part = part_of(path)
@@ -288,8 +281,6 @@ def open_ledger(path: Path, settings: dict[str, Any]) -> Generator[Ledger]:
         yield Ledger(path, file, sum((CollectionCounts(**line["counts"]) for line in lines), CollectionCounts()))
 
 
-FILL = 4
-"""Answers per call, as a multiple of the slots: at its end few slots stay empty for long."""
 KIND_SETTINGS = {
     "texts": ("keep",),
     "pairs": ("match_length", "cut_off", "keep"),
@@ -318,7 +309,7 @@ class CollectionPlan:
     prompts: Prompts
     problems: Sequence[Problem]
     data: Collected
-    kind: Kind
+    kind: RowKind
     max_new_tokens: int
     seed: int
     separator: str = "\n"
@@ -338,9 +329,10 @@ class CollectionPlan:
         return Sampling(self.data.temperature, 0, self.data.top_p, self.max_new_tokens, stops)
 
     def at_once(self, slots: int) -> int:
-        """Return the number of problems sampled together; for rows of steps fewer, since each answer makes many
-        requests."""
-        return max(1, (slots if self.kind == "steps" else FILL * slots) // self.data.samples)
+        """Return the number of problems sampled together: four answers for each slot, so that few slots are empty at
+        the end; for rows of steps one, since each answer makes many requests.
+        """
+        return max(1, (slots if self.kind == "steps" else 4 * slots) // self.data.samples)
 
     def answer_seed(self, number: int, sample: int) -> int:
         """Return the seed of an answer to the problem with this number."""
@@ -537,7 +529,7 @@ def decode_answer(tokenizer: Any, completion: Completion, right: bool, as_text: 
             if as_text and "reasoning_content" in reply:
                 text = f"<think>\n{reply['reasoning_content']}\n</think>\n\n{reply['content']}"
                 reply = {name: part for name, part in reply.items() if name != "reasoning_content"} | {"content": text}
-            turn_messages.append((reply, *joined((), turn.messages, "\n\n")))
+            turn_messages.append((reply, *join_messages((), turn.messages, "\n\n")))
         messages = [message for turn in turn_messages for message in turn][: sum(map(len, turn_messages[:-1])) + 1]
         complete = all(reply["content"].strip() or reply.get("tool_calls") for reply, *_ in turn_messages)
         ended = complete and completion.episode.end in ("completed", "tool_stopped")
@@ -579,9 +571,6 @@ def collect_data(
       peers: its processes.
       status: called with lines on the progress.
       episode: limits of episodes.
-
-    Raises:
-      InputError: no answer makes a row.
     """
     path = directory / COLLECTED
     source: Any = data.source

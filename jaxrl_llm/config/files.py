@@ -30,7 +30,7 @@ from jaxrl_llm.rewards.functions import Local, StepFunction
 from jaxrl_llm.system import storage
 from jaxrl_llm.system.paths import config_folder, config_names, new_file
 from jaxrl_llm.system.setting import FREE, RECORDED, differing, has_default, names_marked, parts_of
-from jaxrl_llm.tasks.sources import MISSING, InMemory
+from jaxrl_llm.tasks.task import MISSING, InMemory
 
 FREE_TO_CHANGE = tuple(dict.fromkeys(name for kind in KINDS for name in names_marked(kind, FREE)))
 """Fields (and all below them) that may change when a run is resumed."""

@@ -15,8 +15,7 @@ from jaxrl_llm.learner.settings import RL_RATE, Learner, UsualRate, with_usual_r
 from jaxrl_llm.rules.settings import Rules
 from jaxrl_llm.sharding.mesh import MeshShape
 from jaxrl_llm.system.setting import FREE, MODEL, RECORDED, Count, Range, Setting, with_parts
-from jaxrl_llm.tasks.sources import InMemory, Rows
-from jaxrl_llm.tasks.task import Task
+from jaxrl_llm.tasks.task import InMemory, Rows, Task
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,12 +14,21 @@ import numpy as np
 
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.system.setting import Range
-from jaxrl_llm.tasks.chats import Writer
-from jaxrl_llm.tasks.messages import CALLS, OPTIONS, TOOLS, UNREAD, WEIGHT, chat_of, number_in, plain_text, shared
+from jaxrl_llm.tasks.chats import ChatEncoder
+from jaxrl_llm.tasks.messages import (
+    CALLS,
+    OPTIONS,
+    TOOLS,
+    UNREAD,
+    WEIGHT,
+    chat_of,
+    number_in,
+    plain_text,
+    shared_prefix,
+)
 from jaxrl_llm.tasks.prompts import prompt_key
-from jaxrl_llm.tasks.sources import HubDataset, Rows, Table
-from jaxrl_llm.tasks.tables import is_empty, shown
-from jaxrl_llm.tasks.task import Task
+from jaxrl_llm.tasks.tables import is_empty, short_repr
+from jaxrl_llm.tasks.task import HubDataset, Rows, Table, Task
 from jaxrl_llm.types import Message
 
 
@@ -148,9 +157,7 @@ Example = Text | Ranked | Judged | Stepped
 
 def longest(rows: Iterable[Example]) -> tuple[int, str]:
     """Return the number of tokens of the longest row, and its place; 0 and an empty text without rows."""
-    return max(
-        ((row.length, row.where) for row in rows), key=lambda length_and_place: length_and_place[0], default=(0, "")
-    )
+    return max(((row.length, row.where) for row in rows), key=lambda pair: pair[0], default=(0, ""))
 
 
 Columns = tuple[str, ...]
@@ -200,11 +207,7 @@ the reason why none does.
 
 
 def columns_of(row: dict[str, Any], form: RowFormat) -> Columns:
-    """Return the first set of columns that a row has; a column that holds None counts as absent.
-
-    Raises:
-      InputError: the row has no set, or a column that changes its lesson and that this kind of data does not read.
-    """
+    """Return the first set of columns that a row has; a column that holds None counts as absent."""
     has = [name for name, value in row.items() if value is not None]
     reads = {*form.beside, *itertools.chain(*form.sets)}
     for name in has:
@@ -220,23 +223,15 @@ def columns_of(row: dict[str, Any], form: RowFormat) -> Columns:
 
 
 def flag_of(row: dict[str, Any], column: str) -> bool | None:
-    """Return whether a column is true; None if the row lacks it.
-
-    Raises:
-      InputError: the value is not a boolean.
-    """
+    """Return whether a column is true; None if the row lacks it."""
     value = row.get(column)
     if value is None or isinstance(value, bool):
         return value
-    raise InputError(f"{column} is {shown(value)}; it must be true or false, or leave the column out")
+    raise InputError(f"{column} is {short_repr(value)}; it must be true or false, or leave the column out")
 
 
 def prompt_messages(value: Any) -> list[Message]:
-    """Convert a prompt to chat messages; a text becomes one of the user.
-
-    Raises:
-      InputError: the value is neither, it is empty, or it has no message of the user.
-    """
+    """Convert a prompt to chat messages; a text becomes one of the user."""
     if isinstance(value, str):
         return [{"role": "user", "content": plain_text(value, "prompt")}]
     chat = chat_of(value, "prompt")
@@ -245,11 +240,7 @@ def prompt_messages(value: Any) -> list[Message]:
 
 
 def answer_messages(value: Any, column: str) -> list[Message]:
-    """Convert an answer to messages that begin and end with the assistant's; a text becomes one of them.
-
-    Raises:
-      InputError: the value has another form, or a message of the assistant is empty.
-    """
+    """Convert an answer to messages that begin and end with the assistant's; a text becomes one of them."""
     if isinstance(value, str):
         return [{"role": "assistant", "content": plain_text(value, column)}]
     chat = chat_of(value, column)
@@ -259,11 +250,7 @@ def answer_messages(value: Any, column: str) -> list[Message]:
 
 
 def split_chat(chat: list[Message]) -> tuple[list[Message], list[Message]]:
-    """Split a chat into its prompt and the rest, from the assistant's first message after one of the user on.
-
-    Raises:
-      InputError: the last message is not the assistant's, or one of the assistant's is empty.
-    """
+    """Split a chat into its prompt and the rest, from the assistant's first message after one of the user on."""
     _check_chat(chat[-1:], "messages")
     user_turns = [at for at, message in enumerate(chat) if message["role"] == "user"]
     require(bool(user_turns), "messages has no message of the user; add one")
@@ -272,11 +259,7 @@ def split_chat(chat: list[Message]) -> tuple[list[Message], list[Message]]:
 
 
 def ranking_of(row: dict[str, Any], columns: Columns) -> tuple[list[Message], list[Message], tuple[str, ...]]:
-    """Return the prompt, the assistant's message in each completion, the best first, and the names of the completions.
-
-    Raises:
-      InputError: there are too few completions, or they share no prompt.
-    """
+    """Return the prompt, the assistant's message in each completion, best first, and the names of the completions."""
     if "completions" in columns:
         sides = row["completions"]
         if not isinstance(sides, list | tuple) or len(sides) < 2:
@@ -291,7 +274,7 @@ def ranking_of(row: dict[str, Any], columns: Columns) -> tuple[list[Message], li
     if any(isinstance(side, str) for side in sides):
         raise InputError("chosen and rejected are text, and the row has no prompt; give it one, or chats")
     chats = [chat_of(side, name) for side, name in zip(sides, names, strict=True)]
-    begins = shared(*chats)
+    begins = shared_prefix(*chats)
     if not begins or len(begins) == len(chats[0]) == len(chats[1]):
         raise InputError(f"chosen and rejected {'are equal' if begins else 'share no prompt'}; correct the row")
     prompt = prompt_messages(begins)
@@ -299,11 +282,7 @@ def ranking_of(row: dict[str, Any], columns: Columns) -> tuple[list[Message], li
 
 
 def labelled_steps(row: dict[str, Any]) -> tuple[list[str], list[float]]:
-    """Return the steps of a solution, and the label of each, in [0, 1].
-
-    Raises:
-      InputError: a value has another form, or the counts differ.
-    """
+    """Return the steps of a solution, and the label of each, in [0, 1]."""
     steps, labels = row["completions"], row["labels"]
     for name, value in (("completions", steps), ("labels", labels)):
         if not isinstance(value, list | tuple) or not value:
@@ -315,17 +294,13 @@ def labelled_steps(row: dict[str, Any]) -> tuple[list[str], list[float]]:
     for index, label in enumerate(labels):
         value = float(label) if isinstance(label, bool) else number_in(label)
         if value is None or not 0 <= value <= 1:
-            raise InputError(f"labels[{index}] is {shown(label)}; a label is true, false, or from 0 to 1")
+            raise InputError(f"labels[{index}] is {short_repr(label)}; a label is true, false, or from 0 to 1")
         values.append(value)
     return texts, values
 
 
 def _completion_message(side: Any, prompt: list[Message], name: str) -> Message:
-    """Return the assistant's message in a completion: text, its message, or a chat that repeats the prompt before it.
-
-    Raises:
-      InputError: the value has another form.
-    """
+    """Return the assistant's message in a completion: text, its message, or a chat that repeats the prompt."""
     if isinstance(side, str):
         return {"role": "assistant", "content": plain_text(side, name)}
     chat = chat_of(side, name)
@@ -341,11 +316,7 @@ def _completion_message(side: Any, prompt: list[Message], name: str) -> Message:
 
 
 def _check_chat(chat: list[Message], column: str) -> list[Message]:
-    """Check a chat and return it; a message of the assistant with calls may have no text.
-
-    Raises:
-      InputError: its last message is not the assistant's, or one of the assistant's is empty.
-    """
+    """Check a chat and return it; a message of the assistant with calls may have no text."""
     if chat[-1]["role"] != "assistant":
         raise InputError(f"{column} ends with a message of the {chat[-1]['role']}; the assistant's is learned")
     for message in chat:
@@ -390,12 +361,8 @@ class Data(Generic[Row]):
         """Name of the data in metrics."""
         return self.name or getattr(self.source, "label", type(self.source).__name__)
 
-    def example(self, row: dict[str, Any], where: str, writer: Writer) -> Row:
-        """Encode one row as token ids.
-
-        Raises:
-          InputError: the row cannot be used.
-        """
+    def example(self, row: dict[str, Any], where: str, writer: ChatEncoder) -> Row:
+        """Encode one row as token ids."""
         raise NotImplementedError
 
 
@@ -419,7 +386,7 @@ class Texts(Data[Text]):
 
     learn: Literal["completion", "all", "trl"] = "completion"
 
-    def example(self, row: dict[str, Any], where: str, writer: Writer) -> Text:
+    def example(self, row: dict[str, Any], where: str, writer: ChatEncoder) -> Text:
         """Encode one row as token ids; see ``Data``."""
         columns = columns_of(row, TEXTS)
         if flag_of(row, LABEL) is False:
@@ -462,7 +429,7 @@ class Pairs(Data[Ranked]):
       source, template, system, suffix, holdout, name, date, overlong, bad_rows: as in Texts.
     """
 
-    def example(self, row: dict[str, Any], where: str, writer: Writer) -> Ranked:
+    def example(self, row: dict[str, Any], where: str, writer: ChatEncoder) -> Ranked:
         """Encode one row as token ids; see ``Data``."""
         columns = columns_of(row, PAIRS)
         prompt, answers, names = ranking_of(row, columns)
@@ -476,7 +443,7 @@ class Pairs(Data[Ranked]):
         column = row.get("margin")
         margin = 0.0 if column is None else number_in(column)
         if margin is None:
-            raise InputError(f"margin is {shown(column)}; it must be a number")
+            raise InputError(f"margin is {short_repr(column)}; it must be a number")
         return Ranked(prompt_key(prompt)[:16], prompt_tokens, tokens, margin, where)
 
 
@@ -489,7 +456,7 @@ class Unpaired(Data[Judged]):
       source, template, system, suffix, holdout, name, date, overlong, bad_rows: as in Texts.
     """
 
-    def example(self, row: dict[str, Any], where: str, writer: Writer) -> Judged:
+    def example(self, row: dict[str, Any], where: str, writer: ChatEncoder) -> Judged:
         """Encode one row as token ids; see ``Data``."""
         columns_of(row, UNPAIRED)
         prompt = prompt_messages(row["prompt"])
@@ -514,7 +481,7 @@ class Steps(Data[Stepped]):
 
     separator: str = "\n"
 
-    def example(self, row: dict[str, Any], where: str, writer: Writer) -> Stepped:
+    def example(self, row: dict[str, Any], where: str, writer: ChatEncoder) -> Stepped:
         """Encode one row as token ids; see ``Data``."""
         columns_of(row, STEPS)
         prompt = prompt_messages(row["prompt"])
@@ -555,9 +522,9 @@ def step_lengths(steps: Sequence[str], separator: str) -> list[int]:
     return [length + len(separator) for length in lengths[:-1]] + lengths[-1:]
 
 
-Kind = Literal["texts", "pairs", "unpaired", "steps"]
+RowKind = Literal["texts", "pairs", "unpaired", "steps"]
 """Kinds of rows that are made of collected answers: ``Texts``, ``Pairs``, ``Unpaired`` or ``Steps``."""
-KINDS: dict[type, Kind] = {Texts: "texts", Pairs: "pairs", Unpaired: "unpaired", Steps: "steps"}
+KINDS: dict[type, RowKind] = {Texts: "texts", Pairs: "pairs", Unpaired: "unpaired", Steps: "steps"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxrl_llm.codec import digest
-from jaxrl_llm.data.datasets import Collected, Data, Kind, Row
+from jaxrl_llm.data.datasets import Collected, Data, Row, RowKind
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.models.tokenizer import text_of
 from jaxrl_llm.system.setting import check_fields
-from jaxrl_llm.tasks.chats import Writer
+from jaxrl_llm.tasks.chats import ChatEncoder
 from jaxrl_llm.tasks.messages import options_of
 from jaxrl_llm.tasks.prompts import content
-from jaxrl_llm.tasks.tables import BadRow, sound
-from jaxrl_llm.tasks.task import Loaded, check, check_split, check_template, held_out_keys, nearly_equal
+from jaxrl_llm.tasks.tables import BadRow, clean_row
+from jaxrl_llm.tasks.task import Loaded, check, check_split, check_template_name, held_out_keys, nearly_equal
 
 
 def load_texts(
@@ -77,8 +77,8 @@ def load_texts(
 
 def _read_rows(data: Data[Row], tokenizer: Any, stop_ids: Sequence[int], closes: bool, bad: list[str]) -> Iterator[Row]:
     """Yield rows as token ids; if the data drops unusable rows, add the reasons to ``bad`` instead of raising."""
-    writer = functools.cache(lambda options: Writer(data, tokenizer, stop_ids, json.loads(options), closes))
-    rows = itertools.starmap(sound, data.source.read())
+    writer = functools.cache(lambda options: ChatEncoder(data, tokenizer, stop_ids, json.loads(options), closes))
+    rows = itertools.starmap(clean_row, data.source.read())
     while True:
         try:
             where, row = next(rows)
@@ -96,21 +96,17 @@ def _read_rows(data: Data[Row], tokenizer: Any, stop_ids: Sequence[int], closes:
 
 
 def check_texts(data: Data[Any]) -> None:
-    """Refuse data of a supervised stage that cannot work, before anything is loaded.
-
-    Raises:
-      InputError: a source without rows, an unknown template, a holdout outside [0, 1), a bad date.
-    """
+    """Refuse data of a supervised stage that cannot work, before anything is loaded."""
     if not hasattr(data.source, "read"):
         raise InputError(
             f"a {type(data.source).__name__} makes problems, and {type(data).__name__} needs rows: give a Table, a "
             "HubDataset, rows in memory, or a dataclass with read()"
         )
-    check_template(data.template)
+    check_template_name(data.template)
     check_split(data.holdout, data.date)
 
 
-def check_collected(source: Collected, kind: Kind, before: str) -> None:
+def check_collected(source: Collected, kind: RowKind, before: str) -> None:
     """Refuse settings that cannot collect, before anything is loaded.
 
     ``before``: prefix of the names of the fields in messages, such as ``--``.

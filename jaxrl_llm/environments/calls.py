@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.tasks.messages import LONGEST_NAME, Call, calls_of, checked, json_value, tool_call
+from jaxrl_llm.tasks.messages import LONGEST_NAME, ToolCall, json_value, parse_calls, tool_call, validate_call
 from jaxrl_llm.types import Message
 
 Types = Mapping[str, Mapping[str, Any]]
@@ -33,7 +33,7 @@ class Syntax:
     taught: tuple[str, ...]
     opens: str
     closes: str
-    read: Callable[[str, Types], list[Call]]
+    read: Callable[[str, Types], list[ToolCall]]
     around: tuple[str, ...] = ()
 
     @property
@@ -43,12 +43,12 @@ class Syntax:
         return tuple(sorted(marks, key=len, reverse=True))
 
 
-def read_json_calls(body: str, types: Types) -> list[Call]:
+def read_json_calls(body: str, types: Types) -> list[ToolCall]:
     """Read ``{"name": "f", "arguments": {...}}``, or a list of such objects."""
-    return calls_of(json_value(body))
+    return parse_calls(json_value(body))
 
 
-def read_llama(body: str, types: Types) -> list[Call]:
+def read_llama(body: str, types: Types) -> list[ToolCall]:
     """Read ``{"name": "f", "parameters": {...}}``; several are separated by semicolons or commas."""
     calls = []
     while body := body.lstrip(" \t\r\n;,"):
@@ -56,41 +56,41 @@ def read_llama(body: str, types: Types) -> list[Call]:
             value, end = json.JSONDecoder().raw_decode(body)
         except (ValueError, RecursionError):
             value, end = json_value(body), len(body)
-        calls += calls_of(value)
+        calls += parse_calls(value)
         body = body[end:]
     if not calls:
         raise ValueError("the call is empty")
     return calls
 
 
-def read_mistral(body: str, types: Types) -> list[Call]:
+def read_mistral(body: str, types: Types) -> list[ToolCall]:
     """Read a JSON list of calls, or ``name[ARGS]{...}``."""
     name, mark, arguments = body.partition("[ARGS]")
     if not mark:
         return read_json_calls(body, types)
-    return [checked(name.partition("[CALL_ID]")[0], json_value(arguments))]
+    return [validate_call(name.partition("[CALL_ID]")[0], json_value(arguments))]
 
 
-def read_deepseek(body: str, types: Types) -> list[Call]:
+def read_deepseek(body: str, types: Types) -> list[ToolCall]:
     """Read ``function<｜tool▁sep｜>name`` with a block of JSON, or ``name<｜tool▁sep｜>{...}``."""
     first, mark, second = body.partition("<｜tool▁sep｜>")
     if not mark:
         raise ValueError("the call has no <｜tool▁sep｜> after its name")
     name, block, fenced = second.partition("```json")
     if block:
-        return [checked(name, json_value(fenced.rstrip().removesuffix("```")))]
-    return [checked(first, json_value(second))]
+        return [validate_call(name, json_value(fenced.rstrip().removesuffix("```")))]
+    return [validate_call(first, json_value(second))]
 
 
-def read_kimi(body: str, types: Types) -> list[Call]:
+def read_kimi(body: str, types: Types) -> list[ToolCall]:
     """Read ``functions.name:0<|tool_call_argument_begin|>{...}``."""
     name, mark, arguments = body.partition("<|tool_call_argument_begin|>")
     if not mark:
         raise ValueError("the call has no <|tool_call_argument_begin|> after its name")
-    return [checked(re.sub(r":\d+\s*\Z", "", name.strip()).removeprefix("functions."), json_value(arguments))]
+    return [validate_call(re.sub(r":\d+\s*\Z", "", name.strip()).removeprefix("functions."), json_value(arguments))]
 
 
-def read_pythonic(body: str, types: Types) -> list[Call]:
+def read_pythonic(body: str, types: Types) -> list[ToolCall]:
     """Read ``[f(x=1, y='a'), g()]``."""
     try:
         with warnings.catch_warnings():
@@ -104,7 +104,7 @@ def read_pythonic(body: str, types: Types) -> list[Call]:
     return [_python_call(call) for call in calls]
 
 
-def _python_call(call: ast.expr) -> Call:
+def _python_call(call: ast.expr) -> ToolCall:
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name | ast.Attribute):
         raise ValueError("the calls are not a list like [name(argument=value)]")
     name = ast.unparse(call.func)
@@ -122,7 +122,7 @@ def _python_call(call: ast.expr) -> Call:
             values[keyword.arg] = ast.literal_eval(_json_constant(keyword.value))
         except (ValueError, TypeError, RecursionError, MemoryError) as error:
             raise ValueError(f"the arguments of {name[:LONGEST_NAME]} are not plain values") from error
-    return checked(name, values)
+    return validate_call(name, values)
 
 
 def _json_constant(node: Any) -> Any:
@@ -131,10 +131,10 @@ def _json_constant(node: Any) -> Any:
     return ast.Constant(constants[node.id]) if isinstance(node, ast.Name) and node.id in constants else node
 
 
-def gemma_reader(quote: str) -> Callable[[str, Types], list[Call]]:
+def gemma_reader(quote: str) -> Callable[[str, Types], list[ToolCall]]:
     """Return a reader of ``call:f{x:1,y:"a"}`` with this mark in place of quotation marks."""
 
-    def read(body: str, types: Types) -> list[Call]:
+    def read(body: str, types: Types) -> list[ToolCall]:
         name, brace, values = body.strip().partition("{")
         if not name.startswith("call:") or not brace:
             raise ValueError("the call is not like call:name{argument:value}")
@@ -146,12 +146,12 @@ def gemma_reader(quote: str) -> Callable[[str, Types], list[Call]]:
                 keyed = re.sub(r"([{,]\s*)([^\W\d][\w.-]*)(\s*:)", r'\1"\2"\3', part)
                 constants = r"(?<=[:,\[])(?:None|True|False)(?=[,\]}])"  # templates write JSON's and Python's
                 parts[index] = re.sub(constants, lambda match: json.dumps(_PYTHON[match[0]]), keyed)
-        return [checked(name.removeprefix("call:"), json_value("".join(parts)))]
+        return [validate_call(name.removeprefix("call:"), json_value("".join(parts)))]
 
     return read
 
 
-def read_xml(body: str, types: Types) -> list[Call]:
+def read_xml(body: str, types: Types) -> list[ToolCall]:
     """Read ``<function=f>`` with a ``<parameter=x>`` for each argument, its value on lines of its own."""
     calls = []
     for name, inner in _elements(body, "<function=", ">", "</function>"):
@@ -159,13 +159,13 @@ def read_xml(body: str, types: Types) -> list[Call]:
         values = {}
         for key, value in _elements(inner, "<parameter=", ">", "</parameter>"):
             values[key.strip()] = _argument_value(value.removeprefix("\n").removesuffix("\n"), schemas.get(key.strip()))
-        calls.append(checked(name, values))
+        calls.append(validate_call(name, values))
     if not calls:
         raise ValueError("the call has no <function=name>")
     return calls
 
 
-def read_glm(body: str, types: Types) -> list[Call]:
+def read_glm(body: str, types: Types) -> list[ToolCall]:
     """Read the name, then an ``<arg_key>`` and an ``<arg_value>`` for each argument."""
     name, mark, rest = body.partition("<arg_key>")
     schemas = types.get(name.strip(), {})
@@ -175,7 +175,7 @@ def read_glm(body: str, types: Types) -> list[Call]:
         if not text.startswith("<arg_value>"):
             raise ValueError(f"the argument {key.strip()[:LONGEST_NAME]} has no <arg_value>")
         values[key.strip()] = _argument_value(text.removeprefix("<arg_value>"), schemas.get(key.strip()))
-    return [checked(name, values)]
+    return [validate_call(name, values)]
 
 
 def _elements(text: str, opens: str, separator: str, closes: str) -> Iterator[tuple[str, str]]:
@@ -246,7 +246,6 @@ NO_CALLS = ""
 """Syntax of replies without tools: only the reasoning is separated."""
 HARMONY = "gpt_oss"
 _HARMONY_MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
-_HARMONY = re.compile(r"(?P<head>.*?)<\|message\|>(?P<body>.*?)(?:<\|end\|>|<\|call\|>|<\|return\|>|\Z)", re.DOTALL)
 _ADDRESSED = re.compile(r"to=functions\.([^\s<]+)")
 
 
@@ -265,11 +264,7 @@ class ParsedReply:
 
 
 def syntax_of(template: str) -> str:
-    """Return the name of the syntax of calls that a chat template teaches; ``plain`` if it knows no tools.
-
-    Raises:
-      InputError: the template knows tools, and its syntax is not known here.
-    """
+    """Return the name of the syntax of calls that a chat template teaches; ``plain`` if it knows no tools."""
     if not re.search(r"\btools\b", template):
         return "plain"
     if "<|channel|>commentary" in template:
@@ -327,7 +322,7 @@ class _Piece(NamedTuple):
 
     kind: str
     text: str
-    calls: Sequence[Call] = ()
+    calls: Sequence[ToolCall] = ()
     error: str = ""
 
 
@@ -402,12 +397,13 @@ def _remove_marks(text: str, marks: Iterable[str]) -> str:
 def _harmony_pieces(text: str) -> Iterator[_Piece]:
     """Yield the parts of a reply of gpt-oss: messages of their own for reasoning, calls and the answer."""
     at = 0
-    for match in _HARMONY.finditer(text):
+    parts = r"(?P<head>.*?)<\|message\|>(?P<body>.*?)(?:<\|end\|>|<\|call\|>|<\|return\|>|\Z)"
+    for match in re.finditer(parts, text, re.DOTALL):
         at = match.end()
         recipient = _ADDRESSED.search(match["head"])
         if recipient:
             try:
-                yield _Piece("call", match[0], [checked(recipient[1], json_value(match["body"]))])
+                yield _Piece("call", match[0], [validate_call(recipient[1], json_value(match["body"]))])
             except ValueError as error:
                 yield _Piece("call", match[0], error=str(error))
         else:

@@ -129,12 +129,7 @@ def escape_surrogates(text: str) -> str:
 
 
 def finite(value: Any, what: str, nan: bool = False) -> float:
-    """Return a number as a float; NaN is refused unless ``nan``.
-
-    Raises:
-      TypeError: it is no number.
-      ValueError: it is infinite, too large, or NaN.
-    """
+    """Return a number as a float; NaN is refused unless ``nan``."""
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
         raise TypeError(f"{what} is {value!r:.80}, which is not a number")
     number = float(value)
@@ -144,12 +139,7 @@ def finite(value: Any, what: str, nan: bool = False) -> float:
 
 
 def check_messages(value: Any, roles: Sequence[str] = (*WORLD_ROLES, "assistant")) -> tuple[Message, ...]:
-    """Return messages as new dictionaries.
-
-    Raises:
-      TypeError: it is no list of chat messages.
-      ValueError: a role is none of ``roles``.
-    """
+    """Return messages as new dictionaries."""
     if not isinstance(value, (list, tuple)):
         raise TypeError(f"it returned a {type(value).__name__} for messages; return a list of chat messages")
     messages = []
@@ -164,11 +154,7 @@ def check_messages(value: Any, roles: Sequence[str] = (*WORLD_ROLES, "assistant"
 
 
 def as_json(value: Any, where: str) -> Any:
-    """Return a copy in Python's own JSON types, as which it is saved; a member of an ``Enum`` of texts becomes text.
-
-    Raises:
-      TypeError: a part is none of these; ``where`` says which.
-    """
+    """Return a copy in Python's own JSON types, as which it is saved; a member of an ``Enum`` of texts becomes text."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -185,11 +171,7 @@ def as_json(value: Any, where: str) -> Any:
 
 
 def check_step(value: Any) -> Step:
-    """Return a step with messages, reward and metrics as Python's own values.
-
-    Raises:
-      TypeError, ValueError: it is no ``Step``, or a part has another type or value than it should.
-    """
+    """Return a step with messages, reward and metrics as Python's own values."""
     if not isinstance(value, Step):
         raise TypeError(f"it returned a {type(value).__name__}; return a Step")
     if not isinstance(value.metrics, Mapping):
@@ -207,11 +189,7 @@ def check_step(value: Any) -> Step:
 
 
 def check_copy(value: Any) -> Environment:
-    """Return the result of a ``copy``.
-
-    Raises:
-      TypeError: it is no environment.
-    """
+    """Return the result of a ``copy``."""
     if not isinstance(value, Environment):
         raise TypeError(f"it returned a {type(value).__name__}; return an Environment")
     return value

@@ -17,8 +17,8 @@ from jaxrl_llm.environments.calls import NO_CALLS, ParsedReply, end_of_calls, pa
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.models.tokenizer import special_ids, text_of
 from jaxrl_llm.tasks.chats import Guard
-from jaxrl_llm.tasks.messages import as_text, joined, tool_call, with_tools
-from jaxrl_llm.tasks.template import Wording, bos, check_tokenizer, rendered, template_text, worded
+from jaxrl_llm.tasks.messages import as_text, join_messages, tool_call, with_tools
+from jaxrl_llm.tasks.template import Wording, bos, check_tokenizer, render_chat, template_text, word_prompt
 from jaxrl_llm.types import Message
 
 REPLY = "Zq0replyZq0"
@@ -96,18 +96,14 @@ class Renderings:
         """Return the text of messages with the tools; with ``asks`` up to the start of the next reply."""
         if self.plain_form:
             messages = with_tools(as_text(messages), self._tools)
-        return rendered([*messages], self.wording, self._tokenizer, asks, self._options)
+        return render_chat([*messages], self.wording, self._tokenizer, asks, self._options)
 
     def world_messages(self, messages: Sequence[Message]) -> list[Message]:
         """Return the world's messages as the template gets them."""
-        return joined((), as_text(messages) if self.plain_form else messages, "\n\n")
+        return join_messages((), as_text(messages) if self.plain_form else messages, "\n\n")
 
     def after(self, turns: Sequence[Message], messages: Sequence[Message]) -> FollowingText:
-        """Return the text after the last of the turns, which is a reply, with these messages of the world.
-
-        Raises:
-          InputError: the template refuses the messages, or leaves them or the reply out.
-        """
+        """Return the text after the last of the turns, which is a reply, with these messages of the world."""
         shape, region = self._region(turns, messages)
         history = _stand_ins(turns, messages, shape, self._guard)
         text = self.text([*history, *self.world_messages(messages)], True).partition(REPLY)[2]
@@ -160,9 +156,6 @@ class Renderings:
         Args:
           prompt: the first messages, ready to be rendered.
           turns: the replies after them, and what the world said to each.
-
-        Raises:
-          InputError: the template refuses them, or takes fewer calls in a reply than there are.
         """
         last = max(index for index, turn in enumerate(turns) if turn["role"] == "assistant") + 1
         shape, _ = self._region([*prompt, *turns[:last]], turns[last:])
@@ -188,16 +181,12 @@ class Renderings:
         return _THOUGHTS[0]
 
     def syntax(self) -> str:
-        """Return the name of the syntax of calls.
-
-        Raises:
-          InputError: the template cannot write the tools, or writes a call that cannot be read back.
-        """
+        """Return the name of the syntax of calls."""
         if not self._native:
             return "plain" if self.plain_form else NO_CALLS
         names = [tool["function"]["name"] for tool in self._tools]
         text = self.text([USER_MESSAGE], True)
-        without_tools = rendered([USER_MESSAGE], self.wording, self._tokenizer, options=self._own_options)
+        without_tools = render_chat([USER_MESSAGE], self.wording, self._tokenizer, options=self._own_options)
         seen = text != without_tools and all(name in text for name in names)
         require(seen, f"the chat template cannot write tools; {_CHATML}, or give a template that can")
         syntax = syntax_of(template_text(self.wording, self._tokenizer))
@@ -387,9 +376,6 @@ class EpisodeFormat:
 
         Control tokens in the contents of users, of tools, and of the last ``theirs`` messages, which are the
         environment's, are text.
-
-        Raises:
-          InputError: no message is a user's, or the template refuses them.
         """
         require(
             any(message["role"] == "user" for message in messages),
@@ -407,9 +393,6 @@ class EpisodeFormat:
           turns: the episode so far; the last is the parsed reply.
           messages: of the world. Control tokens in their contents are text.
           sampled: ids of the reply, its stop token included if it has one.
-
-        Raises:
-          InputError: the template refuses the messages, or leaves them out.
         """
         following = [self._guard.of_world(message) for message in messages]
         last = text_of(self.tokenizer, sampled[-1:]) if len(sampled) and sampled[-1] in self._control else ""
@@ -422,7 +405,7 @@ class EpisodeFormat:
     def _worded(self, messages: Sequence[Message], theirs: int) -> list[Message]:
         row_count = len(messages) - theirs
         guarded = [*map(self._guard, messages[:row_count]), *map(self._guard.of_world, messages[row_count:])]
-        return worded(guarded, self._renderings.wording)
+        return word_prompt(guarded, self._renderings.wording)
 
     def fork(
         self, prompt: Sequence[Message], turns: Sequence[Message], messages: Sequence[Message], theirs: int = 0
@@ -435,9 +418,6 @@ class EpisodeFormat:
           prompt, theirs: what ``prompt`` got.
           turns: the episode so far, with its first messages; the last is the parsed reply.
           messages: of the world.
-
-        Raises:
-          InputError: the template refuses the messages, or takes fewer calls in a reply than there are.
         """
         following = [self._guard.of_world(message) for message in messages]
         if self._history != "fork" or self._plain or not self._renderings.rewrites(turns, following):

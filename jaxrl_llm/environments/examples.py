@@ -65,11 +65,7 @@ class Products:
     label: str = "products"
 
     def problems(self) -> Iterator[Problem]:
-        """Yield the problems.
-
-        Raises:
-          InputError: there are not so many.
-        """
+        """Yield the problems."""
         require(self.size <= 90 * 90, f"Products has size {self.size}: numbers of two digits have {90 * 90} products")
         for index in random.Random(self.seed).sample(range(90 * 90), self.size):
             a, b = 10 + index // 90, 10 + index % 90
@@ -103,11 +99,7 @@ class Keys:
     label: str = "lookup"
 
     def problems(self) -> Iterator[Problem]:
-        """Yield the problems; only the table has their answers.
-
-        Raises:
-          InputError: there are not so many.
-        """
+        """Yield the problems; only the table has their answers."""
         names = [*KEYS, *(f"{first}-{second}" for first in KEYS for second in KEYS if first != second)]
         require(self.size <= len(names), f"Keys has size {self.size}: there are {len(names)} names")
         for name in random.Random(self.seed).sample(names, self.size):

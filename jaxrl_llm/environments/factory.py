@@ -8,7 +8,7 @@ from jaxrl_llm.environments.tools import DuckTyped, Tool, can_copy, tools_of
 from jaxrl_llm.environments.world import Caller, World
 from jaxrl_llm.errors import InputError, did_you_mean, require
 from jaxrl_llm.tasks.filters import resolve
-from jaxrl_llm.tasks.messages import name_of
+from jaxrl_llm.tasks.messages import schema_name
 
 COLUMN = "environment"
 """Column of the row that names its environment, where a task has several."""
@@ -92,7 +92,7 @@ class Factory:
 
     def _schemas(self, probe: Environment, label: str) -> tuple[Mapping[str, Any], ...]:
         schemas = list(probe.tools)
-        names = [name_of(schema) for schema in schemas]
+        names = [schema_name(schema) for schema in schemas]
         require(
             all(names),
             f"{label} has tools without schema: write each as {{'type': 'function', 'function': {{'name': ...}}}}; "

@@ -32,9 +32,6 @@ def schema_of(function: Callable[..., Any], name: str = "") -> dict[str, Any]:
     """Return the JSON schema of a function, made of its type hints and its docstring in Google's style.
 
     ``name``: shown in refusals; the schema has the function's own.
-
-    Raises:
-      InputError: a hint, the docstring or an argument's description is missing, or a type is none of JSON's.
     """
     function_name = getattr(function, "__name__", "")
     label = f"tool {name or function_name or type(function).__name__}"
@@ -73,11 +70,7 @@ def schema_of(function: Callable[..., Any], name: str = "") -> dict[str, Any]:
 
 
 def tools_of(functions: Iterable[Callable[..., Any]]) -> dict[str, Tool]:
-    """Return tools by name, of functions.
-
-    Raises:
-      InputError: a schema cannot be made (see ``schema_of``), or two have one name.
-    """
+    """Return tools by name, of functions."""
     tools: dict[str, Tool] = {}
     for function in functions:
         schema = schema_of(function)
@@ -91,9 +84,6 @@ def methods_of(instance: Any) -> dict[str, Tool]:
     """Return the tools of an environment after TRL's interface: its public methods but ``reset`` and ``get_reward``.
 
     Inherited methods count; properties are not looked at, as are attributes that are callable and no methods.
-
-    Raises:
-      InputError: a method has no schema (see ``schema_of``).
     """
     kind = type(instance)
     methods: dict[str, Tool] = {}

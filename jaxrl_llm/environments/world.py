@@ -32,10 +32,8 @@ from jaxrl_llm.environments.environment import (
     overrides,
 )
 from jaxrl_llm.environments.tools import DuckTyped, Tool
-from jaxrl_llm.tasks.messages import joined, name_of
+from jaxrl_llm.tasks.messages import join_messages, schema_name
 from jaxrl_llm.types import Message
-
-HERE = str(Path(__file__).parent) + os.sep
 
 NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 
@@ -86,13 +84,6 @@ def format_error(error: BaseException | None, kind: bool = True) -> str:
         text = ""
     text = text.encode("utf-8", "backslashreplace").decode()
     return f"{name}: {text}" if kind and text else text or name
-
-
-def error_place(error: BaseException | None) -> str:
-    """Return the file and line where foreign code raised, in parentheses; empty if it did not."""
-    frames = [] if error is None else traceback.extract_tb(error.__traceback__)
-    frames = [frame for frame in frames if not frame.filename.startswith(HERE)]
-    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
 
 
 class EventLoop:
@@ -356,7 +347,7 @@ def _tool_result(call: Any, outcome: CallOutcome | None, names: Sequence[str], l
 
 def tool_name(call: Any) -> str:
     """Return the name of the tool that a call asks for."""
-    return name_of(call) or name_of({"function": call})
+    return schema_name(call) or schema_name({"function": call})
 
 
 def order_messages(count: int, results: Mapping[int, Message], messages: Sequence[Message]) -> tuple[Message, ...]:
@@ -403,12 +394,6 @@ class EpisodeCounts:
     turns: int = 0
     calls: int = 0
     parse_errors: int = 0
-
-    def admit(self, requested: Sequence[Any], limits: Limits) -> list[Any]:
-        """Count the calls of a reply, and return those that may still be made."""
-        calls = list(requested[: limits.max_tool_calls - self.calls if limits.max_tool_calls else None])
-        self.calls += len(calls)
-        return calls
 
     def count_unparsed(self, error: str, limits: Limits) -> Answer:
         """Count a reply with a call that cannot be read, and return the answer to it."""
@@ -471,7 +456,7 @@ class World:
         if outcome.status != "ok":
             return prompt, self._failure(outcome, "reset")
         self.tools = (*self.environment.tools, *(tool.schema for tool in self._functions.values()))
-        return joined(prompt, outcome.value, self.environment.joint), Answer()
+        return join_messages(prompt, outcome.value, self.environment.joint), Answer()
 
     def reply(self, parsed: ParsedReply) -> Answer:
         """Answer one reply of the model.
@@ -484,10 +469,12 @@ class World:
             return self._counts.count_unparsed(parsed.error, self._limits)
         message = _deep_copy(parsed.message)
         requested = list(message.pop("tool_calls", None) or ())
-        calls = self._counts.admit(requested, self._limits)
+        most = self._limits.max_tool_calls
+        calls = requested[: most - self._counts.calls if most else None]
+        self._counts.calls += len(calls)
         steps = self.steps
         # The environment's step answers calls of its own tools: all, if the model was offered none.
-        names = [*map(name_of, self.environment.tools)]
+        names = [*map(schema_name, self.environment.tools)]
         offered = [not self.tools or tool_name(call) in names for call in calls]
         step_calls = [index for index in range(len(calls)) if steps and offered[index]]
         results = self._results({index: call for index, call in enumerate(calls) if index not in step_calls})
@@ -561,14 +548,17 @@ class World:
         """Return the end of an episode with an environment that failed."""
         instance = self.environment.instance if isinstance(self.environment, DuckTyped) else self.environment
         kind = kind or ("the environment" if instance is None else type(instance).__name__)
-        self.error = f"{kind}: {what}: {outcome.reason(self._limits.tool_timeout_s)}{error_place(outcome.error)}"
+        frames = [] if outcome.error is None else traceback.extract_tb(outcome.error.__traceback__)
+        frames = [frame for frame in frames if not frame.filename.startswith(str(Path(__file__).parent) + os.sep)]
+        place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""  # where the foreign code raised
+        self.error = f"{kind}: {what}: {outcome.reason(self._limits.tool_timeout_s)}{place}"
         return Answer(end="timeout" if outcome.status == "timeout" else "environment_error", error=self.error)
 
     def _results(self, calls: Mapping[int, Any]) -> dict[int, ToolResult]:
         """Make the calls that tools answer, by place; return their results by place."""
         methods = self.environment.methods if isinstance(self.environment, DuckTyped) else {}
         tools = {**methods, **self._functions}
-        step_tools = [name for name in map(name_of, self.environment.tools) if name not in tools]
+        step_tools = [name for name in map(schema_name, self.environment.tools) if name not in tools]
         results = make_calls(self._caller, list(calls.values()), tools, step_tools, self._limits)
         return dict(zip(calls, results, strict=True))
 

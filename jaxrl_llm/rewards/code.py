@@ -19,8 +19,8 @@ line, each line equal apart from white space or as decimal numbers. Returned val
 where a test is JSON, tuples are lists and the keys of dictionaries text, as LiveCodeBench and APPS do. Floats of
 HumanEval+ and MBPP+ are close as in EvalPlus (absolute 1e-6, relative 1e-7).
 
-A value comes as the JSON of ``sandbox.program.encoded``, from a process that may have written anything: it is compared
-member by member, so that no hash table is built from it that is larger than the expected value.
+Values are JSON of ``sandbox.program.encode_value``, from a process that may have written anything: they are compared
+member by member, so that no hash table is built from one that is larger than the expected value.
 """
 
 import ast
@@ -312,11 +312,7 @@ class CodeTests:
 
 
 def score_by_tests(settings: CodeTests, tests_and_text: tuple[Any, str]) -> float:
-    """Return the score of a completion's text by tests, in a worker process.
-
-    Raises:
-      SandboxError: there is no verdict.
-    """
+    """Return the score of a completion's text by tests, in a worker process."""
     tests, text = tests_and_text
     limits = settings.timeout_s, settings.memory_mb
     verdict = grade(text, tests, *limits, settings.allow_opaque_asserts, stop_early=settings.all_or_nothing)
@@ -326,11 +322,7 @@ def score_by_tests(settings: CodeTests, tests_and_text: tuple[Any, str]) -> floa
 
 
 def parse_tests(tests: Any) -> list[Test]:
-    """Return the tests that a value of any of the module's forms holds.
-
-    Raises:
-      InputError: it has none of the forms, or no test; the message has no place.
-    """
+    """Return the tests that a value of any of the module's forms holds."""
     base64 = isinstance(tests, str) and re.fullmatch(r"(?:eJ|eN|eA|gA)[A-Za-z0-9+/\s]{40,}={0,2}\s*", tests)
     if isinstance(tests, (bytes, bytearray)) or base64:
         raise InputError(
@@ -423,14 +415,11 @@ def same_output(printed: str, expected: str) -> bool:
     True
     """
     lines, expected_lines = ([line.split() for line in text.strip().split("\n")] for text in (printed, expected))
-    return len(lines) == len(expected_lines) and all(map(_same_line, lines, expected_lines))
-
-
-def _same_line(words: list[str], expected: list[str]) -> bool:
-    if words == expected or len(words) != len(expected):
-        return words == expected
+    if len(lines) != len(expected_lines):
+        return False
+    wrong = [(line, other) for line, other in zip(lines, expected_lines, strict=True) if line != other]
     try:
-        return all(Decimal(word) == Decimal(other) for word, other in zip(words, expected, strict=True))
+        return all(len(a) == len(b) and [*map(Decimal, a)] == [*map(Decimal, b)] for a, b in wrong)
     except InvalidOperation:
         return False
 
@@ -481,11 +470,7 @@ def truth(encoded: Any) -> bool:
 
 
 def _kind(encoded: Any) -> tuple[str, Any]:
-    """Return the type of an encoded value and its content.
-
-    Raises:
-      ValueError: nothing encodes this.
-    """
+    """Return the type of an encoded value and its content."""
     if isinstance(encoded, list):
         return "list", encoded
     if not isinstance(encoded, dict):

@@ -188,11 +188,7 @@ _CAPTURES = {"capsys", "capfd"}
 
 
 def plain_assertions(body: list[ast.stmt]) -> list[ast.stmt]:
-    """Return a module's statements with tests of unittest and numpy as assertions; others are returned as they are.
-
-    Raises:
-      InputError: a test has no plain form.
-    """
+    """Return a module's statements with tests of unittest and numpy as assertions; others are returned as they are."""
     text = ast.unparse(ast.Module(body, []))
     if not re.search(r"TestCase|\.testing|pytest|class Test|capsys", text):
         return body
@@ -378,11 +374,7 @@ def _computable_call(scope: Any, node: ast.Call, certain: bool) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def split_asserts(text: str, entry: str = "") -> list[AssertTest]:
-    """Return the assertions of a Python text, in order; ``entry`` is the function that ``check(candidate)`` checks.
-
-    Raises:
-      InputError: it is not Python, or needs a package beyond the standard library.
-    """
+    """Return the assertions of a Python text, in order; ``entry`` is the function that ``check(candidate)`` checks."""
     try:
         body = plain_assertions(ast.parse(text).body)
     except InputError:
@@ -517,11 +509,7 @@ class _Scope:
         return constructor and self.is_object(node.func)
 
     def needed(self, nodes: list[Any]) -> list[ast.stmt]:
-        """Return the statements of the setup that these need, by the names that they bind or may change.
-
-        Raises:
-          InputError: one of them is of a package that programs do not have.
-        """
+        """Return the statements of the setup that these need, by the names that they bind or may change."""
         names = {name for stmt in nodes for name in reads(stmt)}
         prints = self.prints
         variables = {name for stmt in self.setup if not isinstance(stmt, _DEFINES) for name in binds(stmt)}

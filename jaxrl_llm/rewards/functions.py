@@ -67,11 +67,7 @@ class Form:
 
 
 def form_of(function: Callable[..., Any], batch: bool | None = None) -> Form:
-    """Return the form of a function; ``batch`` sets it if the names do not.
-
-    Raises:
-      InputError: the function cannot take a problem and a completion.
-    """
+    """Return the form of a function; ``batch`` sets it if the names do not."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # written in C, it does not say
@@ -300,11 +296,7 @@ class Lost:
 
 
 def as_reward(reward: Any) -> Any:
-    """Return a reward unchanged; turn a plain callable into a ``Function`` or ``Local``.
-
-    Raises:
-      InputError: the value is neither.
-    """
+    """Return a reward unchanged; turn a plain callable into a ``Function`` or ``Local``."""
     is_instance = not isinstance(reward, type)
     if isinstance(reward, Function):
         function = reward.path if callable(reward.path) else main_function(reward.path)
@@ -355,8 +347,10 @@ _OFFERS |= {(style, True): {f"{n}s": offer for n, offer in _OFFERS[style, False]
 """Arguments offered by name in addition to the row's columns, for a style of names, one at a time or in a batch."""
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
-_PATHS = map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))
-_LIBRARIES = ("<frozen ", _PACKAGE, *(folder + os.sep for folder in _PATHS))
+_LIBRARIES = (
+    *("<frozen ", _PACKAGE),
+    *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+)
 """Prefixes of the file names of library code, as opposed to the user's own."""
 
 
@@ -426,11 +420,7 @@ class UnreadableVerdict(ValueError):
 
 
 def bind_arguments(form: Form, items: Sequence[Item]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments, by position and by name, of one call for these items: one, unless it is a batch.
-
-    Raises:
-      LookupError: the function wants a column that the row lacks.
-    """
+    """Return the arguments, by position and by name, of one call for these items: one, unless it is a batch."""
     if form.style == "plain":
         return items[0], {}
     offers = _OFFERS.get((form.style, form.batch), {})
@@ -520,12 +510,7 @@ def timeout_message(seconds: float, what: str = "call") -> str:
 
 
 def as_score(result: Any) -> float:
-    """Return the score as a float; NaN is allowed and means that the completion cannot be scored.
-
-    Raises:
-      TypeError: the result is not a number.
-      ValueError: it is infinite, or beyond ``LARGEST``.
-    """
+    """Return the score as a float; NaN is allowed and means that the completion cannot be scored."""
     if isinstance(result, Mapping) and "score" in result:  # verl's functions may say more than the score
         result = result["score"]
     if not isinstance(result, numbers.Real) and not hasattr(result, "__float__"):
@@ -539,12 +524,7 @@ def as_score(result: Any) -> float:
 
 
 def as_steps(result: Any, completion: Any, positions: str) -> list[tuple[int, float]]:
-    """Return a function's values of a completion's steps, in the form that ``StepFunction`` describes.
-
-    Raises:
-      TypeError: the result is not a list of pairs of a whole number and a number.
-      ValueError: a position is outside the completion, or a value is not finite.
-    """
+    """Return a function's values of a completion's steps, in the form that ``StepFunction`` describes."""
     if isinstance(result, (str, bytes, Mapping)) or not hasattr(result, "__iter__"):
         raise TypeError(f"returned {result!r:.80}, which is not a list of pairs (position, value)")
     first, last = (1, len(completion.text)) if positions == "characters" else (0, len(completion.tokens) - 1)

@@ -11,7 +11,7 @@ from typing import Any
 
 import reasoning_gym
 
-from jaxrl_llm.tasks.extract import normalised, too_large
+from jaxrl_llm.tasks.extract import normalise, too_large
 from jaxrl_llm.types import Problem
 
 LITERAL = ("binary_matrix", "n_queens", "number_sorting", "spiral_matrix", "string_insertion")
@@ -28,7 +28,7 @@ def score_gym(answer: str, problem: Problem) -> float:
     0 where the data set would evaluate a text that is neither a literal nor a formula.
     """
     metadata = problem.metadata
-    name, answer = metadata["generator"], normalised(answer)
+    name, answer = metadata["generator"], normalise(answer)
     harmless = is_literal if name in LITERAL else is_formula if name in SYMBOLIC else lambda text: True
     if not harmless(answer) or not harmless(str(metadata["entry"]["answer"])):  # the reference may be a checkpoint's
         return 0.0

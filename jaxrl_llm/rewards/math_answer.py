@@ -12,13 +12,11 @@ from typing import Any
 import math_verify
 from sympy import Expr, Float, N, UnevaluatedExpr
 
-from jaxrl_llm.tasks.extract import equal, extract, near, number, plain, too_large
+from jaxrl_llm.tasks.extract import extract, normalise_answer, parse_number, same_answer, same_number, too_large
 from jaxrl_llm.types import Problem
 
 DEEPEST = 40
 """Brackets within brackets at most: parsing takes minutes for some hundreds."""
-_SCIENTIFIC = re.compile(r"(?<![\w.])[0-9]*\.?[0-9]+[eE][+-]?[0-9]{1,3}(?!\w)")
-_BOLD = re.compile(r"(?<![\w)\]}*])(\*\*|__)(?! )([^*\n]{1,200}?)(?<! )\1(?![\w(\[{*])")
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeouts are off
 
@@ -27,24 +25,25 @@ def score_math(answer: str, problem: Problem) -> float:
     """Return 1 if the answer is equivalent to the reference, else 0.
 
     An extracted answer is read as LaTeX; with the extractor ``whole`` or ``after:TAG`` the expression is searched in
-    the text. Numbers are compared as ``near`` does. What is nested too deep, or would be too large a number, only
-    equals itself.
+    the text. Numbers are compared by ``same_number``. An expression that is nested too deep, or stands for too large a
+    number, only equals itself.
     """
     prose = problem.extractor == "whole" or problem.extractor.startswith("after:")
     boxed = extract(answer, "boxed") if prose else None
     searched = prose and not boxed
-    answer, reference = plain(_BOLD.sub(r"\2", answer) if searched else boxed or answer), plain(problem.answer)
+    bold = r"(?<![\w)\]}*])(\*\*|__)(?! )([^*\n]{1,200}?)(?<! )\1(?![\w(\[{*])"
+    answer = normalise_answer(re.sub(bold, r"\2", answer) if searched else boxed or answer)
+    reference = normalise_answer(problem.answer)
     if any(_depth(text) > DEEPEST or too_large(text) for text in (reference, answer)):
         return float(answer == reference)
-    if equal(answer, reference) or (number(answer) is not None and number(reference) is not None):
-        return float(equal(answer, reference))
-    answer, reference = (  # math_verify reads 2e3 as a product with e
-        _SCIENTIFIC.sub(lambda match: f"{Decimal(match[0]):f}", re.sub(r"\\\$|[€£¥₹]", "", text))
-        for text in (answer, reference)
-    )
+    if same_answer(answer, reference) or (parse_number(answer) is not None and parse_number(reference) is not None):
+        return float(same_answer(answer, reference))
+    scientific = r"(?<![\w.])[0-9]*\.?[0-9]+[eE][+-]?[0-9]{1,3}(?!\w)"  # math_verify reads 2e3 as a product with e
+    texts = (re.sub(r"\\\$|[€£¥₹]", "", text) for text in (answer, reference))
+    answer, reference = (re.sub(scientific, lambda match: f"{Decimal(match[0]):f}", text) for text in texts)
     candidate, expected = _parse(answer if searched else _latex(answer)), _parse(_latex(reference))
     if candidate and expected and _decimals(candidate[0], expected[0]):
-        return float(near(*(Decimal(str(N(match[0], 15))) for match in (candidate, expected))))
+        return float(same_number(*(Decimal(str(N(match[0], 15))) for match in (candidate, expected))))
     return float(math_verify.verify(expected, candidate, timeout_seconds=None))
 
 
@@ -54,11 +53,8 @@ def _parse(text: str) -> list[Any]:
 
 def _decimals(*values: Any) -> bool:
     """Whether all are real numbers, at least one of them with decimals; a percentage may be meant in two ways."""
-    numbers = all(
-        isinstance(number_, Expr) and number_.is_number and number_.is_real and not number_.has(UnevaluatedExpr)
-        for number_ in values
-    )
-    return numbers and any(number_.has(Float) for number_ in values)
+    real = (isinstance(n, Expr) and n.is_number and n.is_real and not n.has(UnevaluatedExpr) for n in values)
+    return all(real) and any(number.has(Float) for number in values)
 
 
 def _depth(text: str) -> int:

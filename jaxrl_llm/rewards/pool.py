@@ -4,7 +4,7 @@
 in threads, which can be abandoned.
 
 The program of a worker is ``main``: a fresh interpreter without JAX. Protocol over one connection: the parent sends a
-``Call``. The worker sends JSON lists: ``["ready"]`` when it has started, then for each call ``["received"]``,
+``RewardCall``. The worker sends JSON lists: ``["ready"]`` when it has started, then for each call ``["received"]``,
 ``["started"]`` once the function is imported, and ``["done", outcomes]``, one for each item, or one for all if it could
 not be called. The parent therefore never unpickles a worker's messages.
 """
@@ -51,8 +51,6 @@ START_TIMEOUT_S = 60.0
 """Seconds allowed to start a worker, and to import the function of a call; they do not count against the item."""
 
 GRACE_S = 1.0
-VERIFIER_BYTES = 1 << 30
-"""Bytes of memory that a verifier may take for one call, on Linux: a formula may stand for a number of any size."""
 _MAX_FAILED_STARTS = 3
 
 
@@ -315,14 +313,16 @@ def main(handle: str, copies: str) -> None:
 
 @contextlib.contextmanager
 def _memory_limit(path: str) -> Generator[None]:
-    """Limit the memory of the block to ``VERIFIER_BYTES`` more than now if it runs a verifier of formulas."""
+    """Limit the memory of the block, on Linux, to 1 GiB more than now if it runs a verifier of formulas: one may stand
+    for a number of any size.
+    """
     statm = Path("/proc/self/statm")
     before = resource.getrlimit(resource.RLIMIT_AS)
     verifiers = ("jaxrl_llm.rewards.math_answer", "jaxrl_llm.rewards.gym_answer")
     if path.partition(":")[0] not in verifiers or not statm.exists():
         yield
         return
-    most = int(statm.read_text().split()[0]) * resource.getpagesize() + VERIFIER_BYTES
+    most = int(statm.read_text().split()[0]) * resource.getpagesize() + (1 << 30)
     most = most if before[1] == resource.RLIM_INFINITY else min(most, before[1])
     resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
     try:

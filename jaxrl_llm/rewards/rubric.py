@@ -119,7 +119,7 @@ def chat_code(chat: Sequence[Message]) -> str:
 def parse_verdicts(text: str, code: str, count: int) -> tuple[bool, ...] | None:
     """Return whether each of ``count`` items is met; None unless the judge gave exactly one verdict for each.
 
-    >>> verdicts('{"code": "7f", "verdicts": [{"item": 1, "met": true}]}', "7f", 1)
+    >>> parse_verdicts('{"code": "7f", "verdicts": [{"item": 1, "met": true}]}', "7f", 1)
     (True,)
     """
     reply = _parse_reply(text, code)
@@ -135,7 +135,7 @@ def parse_verdicts(text: str, code: str, count: int) -> tuple[bool, ...] | None:
 def parse_comparison(text: str, code: str) -> str | None:
     """Return ``A``, ``B`` or ``tie``; None for any other answer.
 
-    >>> better('{"code": "7f", "better": "B"}', "7f")
+    >>> parse_comparison('{"code": "7f", "better": "B"}', "7f")
     'B'
     """
     choice = _parse_reply(text, code).get("better")
@@ -307,11 +307,7 @@ class Rubric(JudgedReward):
 
 
 def check_items(items: Sequence[Any], where: str, complete: bool = True) -> None:
-    """Refuse items that cannot work; ``complete``: these are all, one of which must have a weight above 0.
-
-    Raises:
-      InputError: names the item and the remedy, after ``where``.
-    """
+    """Refuse items that cannot work; ``complete``: these are all, one of which must have a weight above 0."""
     require(bool(items), f"{where} is empty: give pairs of a text and a weight")
     for item in items:
         if not isinstance(item, tuple) or len(item) != 2 or not isinstance(item[0], str) or not item[0].strip():

@@ -40,11 +40,7 @@ def servers() -> ServerPool:
 
 
 def level() -> str:
-    """Return the level of protection here: ``full``, ``landlock+seccomp`` or ``rlimits only``.
-
-    Raises:
-      SandboxError: the sandbox does not start.
-    """
+    """Return the level of protection here: ``full``, ``landlock+seccomp`` or ``rlimits only``."""
     return servers().level
 
 

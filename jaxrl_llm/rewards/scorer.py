@@ -41,8 +41,8 @@ from jaxrl_llm.rewards.rubric import OF_JUDGES, Rubric, asks_model, extra_column
 from jaxrl_llm.rewards.shaping import BUILT_IN, Accuracy, Gate, Reward, inner_reward, places_of, reward_values, spread
 from jaxrl_llm.rewards.verify import POOLED, dry_run_completion, verdict
 from jaxrl_llm.system.paths import REWARD_ERROR, SANDBOX, new_file, relative_path
-from jaxrl_llm.tasks.extract import extract, written
-from jaxrl_llm.tasks.task import unreachable
+from jaxrl_llm.tasks.extract import extract, wrap_answer
+from jaxrl_llm.tasks.task import note_unreachable
 from jaxrl_llm.types import DISAGREEMENT, Completion, Episode, Problem, Turn
 
 if TYPE_CHECKING:
@@ -288,18 +288,15 @@ def check_references(
       timeout_s: for one reference.
       folder: the run's, where the result is kept; None for none.
       needed: whether the run reads which answers are right.
-
-    Raises:
-      InputError: it is needed, and most of the sample are not reached.
     """
     distinct = {(problem.extractor, problem.answer): problem for problem in problems if problem.verifier == "math"}
     tries = {}
     for key, problem in distinct.items():
-        answer = extract(written(problem.answer, problem.extractor), problem.extractor) or ""
+        answer = extract(wrap_answer(problem.answer, problem.extractor), problem.extractor) or ""
         tries[json.dumps(key)] = problem, RewardCall(POOLED["math"], [(answer, problem)], timeout_s=timeout_s)
 
     def make_notes(lost: UnmetReferences, count: int, sample: bool) -> list[str]:
-        return unreachable([problem for problem, _ in lost], count, needed and sample)
+        return note_unreachable([problem for problem, _ in lost], count, needed and sample)
 
     return _try_references(tries, make_notes, pool, None if folder is None else folder / REFERENCES_FILE)
 

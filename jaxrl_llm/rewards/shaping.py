@@ -386,13 +386,7 @@ def free_name(name: str, used: Collection[str]) -> str:
 
 
 def check_reward(reward: Any) -> None:
-    """Refuse a reward, a constraint or a gate that cannot work.
-
-    Raises:
-      InputError: a number out of its range, a bad or missing pattern, a path that does not name a function, a function
-        that cannot take a problem and a completion, one that a config.json could not hold, a name that metrics cannot
-        have, or an inner reward that is of steps, has a weight of its own, or cannot work.
-    """
+    """Refuse a reward, a constraint or a gate that cannot work."""
     weight = getattr(reward, "weight", 1.0)  # a gate and a constraint have none
     if not isinstance(weight, (int, float)) or not math.isfinite(weight):
         raise InputError(f"reward {reward.name} has the weight {weight}; give a finite number")

@@ -8,7 +8,7 @@ import numpy as np
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.code import CodeTests
 from jaxrl_llm.rewards.functions import RewardCall
-from jaxrl_llm.tasks.extract import extract, matches, written
+from jaxrl_llm.tasks.extract import extract, matches, wrap_answer
 from jaxrl_llm.tasks.filters import resolve
 from jaxrl_llm.tasks.instructions import followed
 from jaxrl_llm.types import Completion, Problem
@@ -61,7 +61,7 @@ def dry_run_completion(problem: Problem, tokenizer: Any) -> Completion:
 
     It ends with the stop token, if the tokenizer has one. The version of its tokens is -1: no policy sampled them.
     """
-    text = written(problem.answer or "42", problem.extractor)
+    text = wrap_answer(problem.answer or "42", problem.extractor)
     stop = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     tokens = np.asarray([*tokenizer(text, add_special_tokens=False)["input_ids"], *stop], np.int32)
     size = len(tokens)

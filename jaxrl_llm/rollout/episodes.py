@@ -28,7 +28,7 @@ from jaxrl_llm.environments.world import Answer, DaemonThreads, World, count_han
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.rollout.settings import Branching
 from jaxrl_llm.tasks.chats import Prompts
-from jaxrl_llm.tasks.template import worded
+from jaxrl_llm.tasks.template import word_prompt
 from jaxrl_llm.types import Completion, Episode, Message, Problem, Turn
 
 if TYPE_CHECKING:
@@ -315,7 +315,7 @@ class LocalEpisodes:
         form = self._forms[key]
         prompt = [int(token) for token in form.prompt(messages, num_environment_messages)]
         self._live[spec.key] = LiveEpisode(
-            world, form, worded(messages, task), messages, prompt, num_environment_messages, self._max_chars,
+            world, form, word_prompt(messages, task), messages, prompt, num_environment_messages, self._max_chars,
             self.close_errors, (), restarts, self._branching, self._observed,
         )  # fmt: skip
         return EpisodeStart(prompt)

@@ -79,11 +79,7 @@ class Server:
         self.level = self._receive()[1]
 
     def run(self, request: dict[str, Any], stdin: bytes, timeout_s: float, memory_mb: int) -> ProgramEnd:
-        """Run one program; ``request`` is the request of ``program.run``.
-
-        Raises:
-          SandboxError: the server died, could not start it, or the machine left it no processor.
-        """
+        """Run one program; ``request`` is the request of ``program.run_program``."""
         with contextlib.ExitStack() as stack:
             inputs = [stack.enter_context(_memory_file(data)) for data in (json.dumps(request).encode(), stdin)]
             pipes = [os.pipe() for _ in range(3)]
@@ -191,11 +187,7 @@ class ServerPool:
             self._idle.append(server)
 
     def run(self, request: dict[str, Any], stdin: bytes, timeout_s: float, memory_mb: int) -> ProgramEnd:
-        """Run one program as ``Server.run`` does, again if the first try was the sandbox's failure.
-
-        Raises:
-          SandboxError: both tries were.
-        """
+        """Run one program as ``Server.run`` does, again if the first try was the sandbox's failure."""
         try:
             with self.acquire() as server:
                 return server.run(request, stdin, timeout_s, memory_mb)

@@ -105,11 +105,7 @@ def limit(memory: int, seconds: int, file_size: int, files: int) -> None:
 
 
 def leave_namespaces() -> None:
-    """Move into new namespaces of everything; children are in a new one of processes too.
-
-    Raises:
-      OSError: it is forbidden, as containers do.
-    """
+    """Move into new namespaces of everything; children are in a new one of processes too."""
     user, group = os.getuid(), os.getgid()
     _check(_library.unshare(ctypes.c_int(sum(_CLONE.values()))), "unshare")
     for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
@@ -120,9 +116,6 @@ def leave_namespaces() -> None:
 def new_root(place: str, library: str) -> str:
     """Make ``place`` the root of a file system with the library, ``/proc`` and ``/dev/null`` alone, in namespaces of
     this process, and return the folder there that may be written.
-
-    Raises:
-      OSError: it is forbidden.
     """
     _check(_library.unshare(ctypes.c_int(_CLONE["mount"])), "unshare")
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)

@@ -33,8 +33,8 @@ from jaxrl_llm.runs.load import load_model
 from jaxrl_llm.stages.stage import SCORED_AT_ONCE, Architectures, Pass, run_by, scored, scored_sample
 from jaxrl_llm.stages.taught import check_template, readers, taught
 from jaxrl_llm.tasks import Prompts
-from jaxrl_llm.tasks.chats import Guard, Pieces, closed
-from jaxrl_llm.tasks.template import check_tokenizer, rendered
+from jaxrl_llm.tasks.chats import Guard, PieceEncoder, close_completion
+from jaxrl_llm.tasks.template import check_tokenizer, render_chat
 from jaxrl_llm.types import Completion, Message, Problem
 
 Item = tuple[Problem, Completion]
@@ -49,7 +49,7 @@ class DeviceModel:
       forward: how it is run.
       prompts: of each task, by its label.
       status: receives progress messages.
-      closings: the tokens that close a completion where its score is read, by task label; see ``tasks.chats.closed``.
+      closings: tokens that ``close_completion`` writes where a score is read, by task label.
     """
 
     model: ScalarModel
@@ -64,7 +64,9 @@ class DeviceModel:
         If the model reads on to the end of the chat template, the t tokens include those of the template.
         """
         samples = [
-            scored_sample(self.prompts[problem.task][problem], closed(completion, self.closings.get(problem.task)), {})
+            scored_sample(
+                self.prompts[problem.task][problem], close_completion(completion, self.closings.get(problem.task)), {}
+            )
             for problem, completion in items
         ]
         with jax.set_mesh(self.forward.mesh):  # of this thread
@@ -106,7 +108,9 @@ def load_judge(
     check_template(known, f"{field}: {path}", prompts, tokenizer)
     closes = known is not None and known.score_at == "template"  # else a score is read at the completion's own end
     ends = (
-        {label: Pieces(one.task(label), tokenizer, (), {}).closing for label, one in prompts.items()} if closes else {}
+        {label: PieceEncoder(one.task(label), tokenizer, (), {}).closing for label, one in prompts.items()}
+        if closes
+        else {}
     )
     more = max((len(closing) - 1 for closing in ends.values() if closing), default=0)  # a stop token is there already
     longest = run.rollout.max_length + more
@@ -328,7 +332,7 @@ class JudgeEngine:
           InputError: the chat template refuses it.
         """
         guarded = [self._guard(dict(message)) for message in chat]
-        text = rendered(guarded, self.settings, self.tokenizer, options=self.options)
+        text = render_chat(guarded, self.settings, self.tokenizer, options=self.options)
         return np.asarray(self._guard.ids(text), np.int32)
 
     @functools.cached_property

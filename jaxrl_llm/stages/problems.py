@@ -17,7 +17,7 @@ from jaxrl_llm.rollout.settings import Rollout
 from jaxrl_llm.runs.load import find_start, host_state
 from jaxrl_llm.stages.stage import Fingerprints, read_parts
 from jaxrl_llm.stages.taught import untold
-from jaxrl_llm.tasks.chats import OPENS_A_THOUGHT, Pieces
+from jaxrl_llm.tasks.chats import OPENS_A_THOUGHT, PieceEncoder
 from jaxrl_llm.tasks.stream import (
     BY_SUCCESS,
     NONE,
@@ -26,8 +26,8 @@ from jaxrl_llm.tasks.stream import (
     Memory,
     PromptStream,
     difficulties,
-    going_on,
     places_in,
+    resume_memory,
 )
 from jaxrl_llm.types import Problem
 
@@ -137,7 +137,7 @@ def endless(task: tasks.Task, tokenizer: Any, stops: Sequence[int]) -> list[str]
     closing: Sequence[int] = ()
     if task.template != "plain" and not task.plays:  # an episode says it by itself
         with contextlib.suppress(InputError):  # a template that writes no answers
-            closing = Pieces(task, tokenizer, stops, {}).closing or ()
+            closing = PieceEncoder(task, tokenizer, stops, {}).closing or ()
     end = text_of(tokenizer, closing).strip()
     if not end or {*closing} & {*stops}:
         return []
@@ -309,7 +309,7 @@ def stream_left(memory: Memory, prompts: int, one: configs.Run, other: configs.R
         count, own = places[old.label]
         own = own if same_task(old, new) else {name: own[name] for name in PLACES if name in own}
         left[new.label] = count, own | {"since": NONE} if anew and own else own
-    return going_on(left, new_labels, prompts)
+    return resume_memory(left, new_labels, prompts)
 
 
 def successes_left(known: SuccessStore, one: configs.Run, other: configs.Run, anew: bool = False) -> SuccessStore:

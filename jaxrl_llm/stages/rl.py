@@ -321,7 +321,7 @@ def resources(run: configs.Run, peers: Peers, directory: Path) -> Generator[Scor
         configs.watched(run), configs.asked(run),
     )  # fmt: skip
     sources = [task.source for task in configs.tasks_in(run.task, run.evaluation.task)]
-    with scorer, tasks.begun(sources):
+    with scorer, tasks.generate_ahead(sources):
         yield scorer
 
 

@@ -5,7 +5,6 @@ from jaxrl_llm.tasks.extract import answer_of, extract, integer
 from jaxrl_llm.tasks.instructions import Instructions
 from jaxrl_llm.tasks.programs import Programs
 from jaxrl_llm.tasks.prompts import difference, fingerprint
-from jaxrl_llm.tasks.sources import HubDataset, ReasoningGym, Rows, Table, begun
 from jaxrl_llm.tasks.stream import (
     Curriculum,
     Dropping,
@@ -17,6 +16,16 @@ from jaxrl_llm.tasks.stream import (
     of_tasks,
     problem_index,
 )
-from jaxrl_llm.tasks.task import Loaded, Task, check, load
+from jaxrl_llm.tasks.task import (
+    HubDataset,
+    Loaded,
+    ReasoningGym,
+    Rows,
+    Table,
+    Task,
+    check,
+    generate_ahead,
+    load,
+)  # fmt: skip
 
 __all__ = [name for name in globals() if not name.startswith("_")]

@@ -31,13 +31,13 @@ from jaxrl_llm.tasks.messages import (
     TOOLS,
     WEIGHT,
     as_text,
-    joined,
-    shared,
+    join_messages,
+    shared_prefix,
     tool_call,
     with_tools,
 )
 from jaxrl_llm.tasks.task import Task
-from jaxrl_llm.tasks.template import Wording, bos, check_tokenizer, rendered, template_text, worded
+from jaxrl_llm.tasks.template import Wording, bos, check_tokenizer, render_chat, template_text, word_prompt
 from jaxrl_llm.types import Completion, Message, Problem
 
 _CUT = "\ufdd0"  # no character, so that no text has it: cuts the spelling of a token in two until the text is encoded
@@ -57,10 +57,7 @@ class Guard:
         special = {*special_ids(tokenizer), *tokenizer.all_special_ids}
         texts = [text for index, text in added.items() if index in special]
         self._special = sorted(texts, key=len, reverse=True)
-        self._by_role = {
-            "user": _pattern(texts),
-            "tool": _pattern(list(added.values())),
-        }
+        self._by_role = {"user": _pattern(texts), "tool": _pattern(list(added.values()))}
 
     def __call__(self, message: Message) -> Message:
         """Return the message, ready to be rendered; half characters become replacement characters."""
@@ -68,7 +65,7 @@ class Guard:
         if pattern is None:
             return message
         texts = {key: message[key] for key in ("content", "name", "tool_call_id") if isinstance(message.get(key), str)}
-        return message | {key: _cut(text, pattern) for key, text in texts.items()}
+        return message | {key: _cut_tokens(text, pattern) for key, text in texts.items()}
 
     def of_world(self, message: Message) -> Message:
         """Return an environment's message, ready to be rendered: whatever its role, it holds no control token."""
@@ -76,7 +73,7 @@ class Guard:
 
     def without(self, pattern: re.Pattern[str], text: str) -> str:
         """Return a text in which the tokens that a pattern finds stay text."""
-        return pattern.sub(lambda found: f"{found[0][:1]}{_CUT}{found[0][1:]}", text)
+        return pattern.sub(lambda match: f"{match[0][:1]}{_CUT}{match[0][1:]}", text)
 
     def spelled(self, text: str) -> list[int]:
         """Return the ids of a rendered text in which the control tokens that its contents spell are control tokens."""
@@ -89,12 +86,12 @@ class Guard:
         if isinstance(value, list):
             return [self.reply(item) for item in value]
         pattern = self._by_role["user"]
-        return _cut(value, pattern) if isinstance(value, str) and pattern else value
+        return _cut_tokens(value, pattern) if isinstance(value, str) and pattern else value
 
     def name(self, text: str) -> str:
         """Return a name that the model wrote, ready to be rendered."""
         pattern = self._by_role["tool"]
-        return _cut(text, pattern) if pattern else text
+        return _cut_tokens(text, pattern) if pattern else text
 
     def first_token(self, text: str) -> str:
         """Return the special token at which a text begins, after white space; empty if there is none."""
@@ -107,16 +104,16 @@ class Guard:
     def ids(self, text: str, before: str = "") -> list[int]:
         """Return the ids of a rendered text that follows this text."""
         first, *rest = text.split(_CUT)
-        found = self._after(before, first)
+        ids = self._after(before, first)
         for piece in rest:
-            found += self._after("x", piece)
-        return found
+            ids += self._after("x", piece)
+        return ids
 
     def _after(self, before: str, text: str) -> list[int]:
         """Return the ids that a text adds to those of the text before it."""
-        known = self._ids(before)
-        whole = self._ids(before + text)
-        return whole[len(known) :] if whole[: len(known)] == known else self._ids(text)
+        before_ids = self._ids(before)
+        ids = self._ids(before + text)
+        return ids[len(before_ids) :] if ids[: len(before_ids)] == before_ids else self._ids(text)
 
     def _ids(self, text: str) -> list[int]:
         return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] if text else []
@@ -129,22 +126,20 @@ def _pattern(texts: list[str]) -> re.Pattern[str] | None:
     return re.compile("|".join(parts)) if longer else None
 
 
-def _cut(text: str, pattern: re.Pattern[str]) -> str:
-    whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").replace(_CUT, "")
-    return pattern.sub(lambda found: found[0] + _CUT, whole)
+def _cut_tokens(text: str, pattern: re.Pattern[str]) -> str:
+    plain_text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").replace(_CUT, "")
+    return pattern.sub(lambda match: match[0] + _CUT, plain_text)
 
 
-_MARKS = 64  # characters by which a template marks a thought, or what follows it, at most
 OPENS_A_THOUGHT = re.compile(r"<(\w*(?:think|thought|reason)\w*)>\s*\Z", re.IGNORECASE)
 """The end of a prompt after which a model begins to think."""
 _STAND_IN = "\ufdd1"  # no character, so that no text has it
-_NEAR = 64  # characters before a piece that tokenizers may look at; what they cut text into first is shorter
 _ASKED = [{"role": "user", "content": "Is it so?"}]
 _ANSWER = {"role": "assistant", "content": "Yes."}
 _NO_TURNS = "template plain marks no turns, and the assistant has several; give a chat template, such as chatml"
 
 
-def closed(completion: Completion, closing: Sequence[int] | None) -> np.ndarray:
+def close_completion(completion: Completion, closing: Sequence[int] | None) -> np.ndarray:
     """Return the tokens of a completion, int32[t]; one that ended by itself gets the end that a template writes.
 
     Its stop token is part of that end, or is replaced by it; truncated completions stay as they are.
@@ -165,22 +160,22 @@ def thought_of(message: Message) -> str:
     return next((message[name] for name in THOUGHTS if name in message), "")
 
 
-def said_of(before: str, message: Message, whole: str) -> str | None:
-    """Return the text in ``whole`` after ``before`` that holds the assistant's reasoning and answer; None if other text
+def assistant_text(before: str, message: Message, chat: str) -> str | None:
+    """Return the text in ``chat`` after ``before`` that holds the assistant's reasoning and answer; None if other text
     follows. It includes the template's marks before and between the two.
     """
-    if not whole.startswith(before):
+    if not chat.startswith(before):
         return None
     content, thought = message["content"], thought_of(message)
-    if not thought and whole.startswith(content, len(before)):
+    if not thought and chat.startswith(content, len(before)):
         return content
-    marked = rf".{{0,{_MARKS}}}?"
+    marked = r".{0,64}?"  # a template's marks around a thought
     begins = marked + re.escape(thought.strip()) + marked if thought else r"\s*(?:</\w+>\s*)?"
-    found = re.compile(begins + re.escape(content.strip()), re.DOTALL).match(whole, len(before))
-    return found and found[0]
+    match = re.compile(begins + re.escape(content.strip()), re.DOTALL).match(chat, len(before))
+    return match and match[0]
 
 
-class Pieces:
+class PieceEncoder:
     """Encoder of pieces of text as token ids, with the ends of texts and turns.
 
     Args:
@@ -210,19 +205,15 @@ class Pieces:
         self._closes = closes
         ids = {*stop_ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])}
         texts = [text_of(tokenizer, [token]) for token in sorted(ids)]
-        some = "|".join(re.escape(text) for text in texts if text.strip()) or r"(?!)"
-        self._end_token = re.compile(some)
-        self._ends = re.compile(rf"(?:(?:{some})\s*)+\Z")  # end tokens at the end of a text
+        end_pattern = "|".join(re.escape(text) for text in texts if text.strip()) or r"(?!)"
+        self._end_token = re.compile(end_pattern)
+        self._ends = re.compile(rf"(?:(?:{end_pattern})\s*)+\Z")  # end tokens at the end of a text
         self._guard = Guard(tokenizer)
         for name in options:
             self._check_read(name, "the row has" if name == TOOLS else f"{OPTIONS} has")
 
     def _check_read(self, name: str, what: str) -> None:
-        """Refuse an option or field that the template would ignore.
-
-        Raises:
-          InputError: the template does not name it.
-        """
+        """Refuse an option or field that the template would ignore."""
         text = "" if self.plain else template_text(self._wording, self.tokenizer)
         if not re.search(rf"\b{re.escape(name)}\b", text):
             raise InputError(f"{what} {name}, which the chat template does not read; leave it out, or give another one")
@@ -230,7 +221,7 @@ class Pieces:
     def rendered(self, messages: list[Message], asks: bool = True) -> str:
         """Return the text of a chat; with ``asks`` up to where the assistant continues."""
         messages = with_tools(messages, self._tools) if self._tools else messages
-        return rendered(messages, self._wording, self.tokenizer, asks, self._options)
+        return render_chat(messages, self._wording, self.tokenizer, asks, self._options)
 
     def ids(self, text: str) -> list[int]:
         """Return the token ids of a text, without further special tokens."""
@@ -238,36 +229,28 @@ class Pieces:
 
     def after(self, before: str, *pieces: str) -> list[list[int]]:
         """Return the ids of each of several pieces of text that follow a prompt's text one after the other."""
-        found = []
+        ids_of_pieces = []
         for piece in pieces:
-            near = before[-_NEAR:]
-            known, whole = self.ids(near), self.ids(near + piece)
-            found.append(whole[len(known) :] if whole[: len(known)] == known else self.ids(piece))
+            near = before[-64:]  # tokenizers look no further back: what they cut text into first is shorter
+            near_ids, ids = self.ids(near), self.ids(near + piece)
+            ids_of_pieces.append(ids[len(near_ids) :] if ids[: len(near_ids)] == near_ids else self.ids(piece))
             before += piece
-        return found
+        return ids_of_pieces
 
     @functools.cached_property
     def end(self) -> int:
-        """Id of the token that ends a text and stops the model's completions.
-
-        Raises:
-          InputError: neither the tokenizer nor the model names one.
-        """
-        own = self.tokenizer.eos_token_id
-        found = [own] if own is not None and own in (self._stop_ids or (own,)) else list(self._stop_ids)
-        require(bool(found), "neither the tokenizer nor the model's configuration names a token that ends a text")
-        return found[0]
+        """Id of the token that ends a text and stops the model's completions."""
+        eos = self.tokenizer.eos_token_id
+        ends = [eos] if eos is not None and eos in (self._stop_ids or (eos,)) else list(self._stop_ids)
+        require(bool(ends), "neither the tokenizer nor the model's configuration names a token that ends a text")
+        return ends[0]
 
     def once(self, text: str) -> str:
-        """Return the text without its own end tokens and the white space after them: one end will be added to it.
-
-        Raises:
-          InputError: the text has nothing else.
-        """
-        found = self._ends.sub("", text)
-        if found != text and not found.strip():
+        """Return the text without its own end tokens and the white space after them: one end will be added to it."""
+        stripped = self._ends.sub("", text)
+        if stripped != text and not stripped.strip():
             raise InputError(f"{text[:40]!r} is empty but for its end; complete the row or leave it out")
-        return found
+        return stripped
 
     @functools.cached_property
     def closing(self) -> list[int] | None:
@@ -275,9 +258,9 @@ class Pieces:
 
         None for ``plain``, which writes nothing there, and for a template that does not repeat the text.
         """
-        whole = "" if self.plain else self.rendered([*worded(_ASKED, self._wording), _ANSWER], asks=False)
-        _, said, closing = whole.rpartition(_ANSWER["content"])
-        return self.ids(closing) if said else None
+        text = "" if self.plain else self.rendered([*word_prompt(_ASKED, self._wording), _ANSWER], asks=False)
+        _, content, closing = text.rpartition(_ANSWER["content"])
+        return self.ids(closing) if content else None
 
     @property
     def turn(self) -> list[int]:
@@ -297,12 +280,12 @@ class Pieces:
         """Text and ids up to the first stop token after a turn of the assistant; empty without one."""
         if self.plain:
             return "", []
-        asked = worded(_ASKED, self._wording)
-        before, whole = self.rendered(asked), self.rendered([*asked, _ANSWER, *_ASKED])
-        said = said_of(before, _ANSWER, whole)
-        if said is None:
+        prompt = word_prompt(_ASKED, self._wording)
+        before, text = self.rendered(prompt), self.rendered([*prompt, _ANSWER, *_ASKED])
+        reply = assistant_text(before, _ANSWER, text)
+        if reply is None:
             return "", []
-        ids = self.ids(whole[len(before) + len(said) :].partition(_ASKED[0]["content"])[0])
+        ids = self.ids(text[len(before) + len(reply) :].partition(_ASKED[0]["content"])[0])
         stops = [at for at, token in enumerate(ids) if token in self._stop_ids]
         if not stops:
             return "", []
@@ -310,47 +293,44 @@ class Pieces:
         return text_of(self.tokenizer, ids), ids
 
 
-class Writer(Pieces):
-    """Encoder of chats and texts as token ids, piece by piece; its arguments are those of ``Pieces``."""
+class ChatEncoder(PieceEncoder):
+    """Encoder of chats and texts as token ids, piece by piece; its arguments are those of ``PieceEncoder``."""
 
     def prompt(self, messages: Iterable[Message]) -> tuple[str, np.ndarray]:
         """Return a prompt's text up to the start of the answer, or to the end of a last message of the assistant, which
         begins it; and its ids, int32[p]: those of ``encode``.
         """
-        chat = self._worded(messages)
-        text = self._begun(chat) if chat[-1]["role"] == "assistant" and not self.plain else self.rendered(chat)
+        chat = self._word_prompt(messages)
+        text = self._prefill_text(chat) if chat[-1]["role"] == "assistant" and not self.plain else self.rendered(chat)
         begins = bos(text, self.tokenizer) if self.plain else []
         return text, np.asarray(begins + self.ids(text), np.int32)
 
-    def _begun(self, chat: list[Message]) -> str:
+    def _prefill_text(self, chat: list[Message]) -> str:
         """Return the text of a chat up to the end of its last message, which is not closed."""
         content = chat[-1]["content"]
         begins = bool(content.strip()) and CALLS not in chat[-1]
         require(begins, "the assistant's last message in the prompt begins no text; leave it out")
-        header, found, _ = self.rendered([*chat[:-1], chat[-1] | {"content": _STAND_IN}], asks=False).rpartition(
+        header, stand_in, _ = self.rendered([*chat[:-1], chat[-1] | {"content": _STAND_IN}], asks=False).rpartition(
             _STAND_IN
         )
-        require(bool(found), "the chat template leaves out the beginning of the answer; give another template")
+        require(bool(stand_in), "the chat template leaves out the beginning of the answer; give another template")
         return header + content
 
-    def opened(self, before: str, content: str, whole: str = "") -> str:
-        """Return an answer, or the beginning of the ``whole``, without the mark that opens its thought if the prompt's
+    def opened(self, before: str, content: str, answer: str = "") -> str:
+        """Return an answer, or the beginning of the ``answer``, without the mark that opens its thought if the prompt's
         text has written it.
-
-        Raises:
-          InputError: the prompt has opened a thought, and the answer does not close it.
         """
-        found = OPENS_A_THOUGHT.search(before)
-        if not found:
+        opening = OPENS_A_THOUGHT.search(before)
+        if not opening:
             return content
-        mark = f"<{found[1]}>"
+        mark = f"<{opening[1]}>"
         inner = content.lstrip()
         if inner.startswith(mark):
             inner = inner.removeprefix(mark)
             content = inner.lstrip() if before[-1].isspace() else inner
         require(
-            f"</{found[1]}>" in (whole or content),
-            f"the chat template's prompt opens {mark}, and the answer has no </{found[1]}>: give it its thought, or "
+            f"</{opening[1]}>" in (answer or content),
+            f"the chat template's prompt opens {mark}, and the answer has no </{opening[1]}>: give it its thought, or "
             "take another template, or one of its options in chat_template_kwargs, such as enable_thinking",
         )
         return content
@@ -363,41 +343,38 @@ class Writer(Pieces):
 
     def answer(self, prompt: Sequence[Message], before: str, answer: Message) -> np.ndarray:
         """Encode the assistant's answer to a prompt with the text ``before``, and the end of its turn, int32[t]."""
-        chat = [*self._worded(prompt), *self._ended([answer])]
+        chat = [*self._word_prompt(prompt), *self._without_ends([answer])]
         return np.asarray(self._last(chat, before), np.int32)
 
     def turns(self, prompt: Sequence[Message], rest: Sequence[Message]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Encode a chat with the assistant first and last in ``rest``: return the prompt's ids, int32[p], those that
         follow, int32[t], and their mask, bool[t]: True for the assistant's text and the ends of its turns, except in
         messages that are not learned.
-
-        Raises:
-          InputError: the template rewrites an earlier turn of the assistant, or cannot mark turns.
         """
-        before, asked = self.prompt(prompt)
-        begins = self._worded(prompt)
-        chat = [*begins, *self._ended(rest)]
+        before, prompt_ids = self.prompt(prompt)
+        begins = self._word_prompt(prompt)
+        chat = [*begins, *self._without_ends(rest)]
         speaks = [at for at in range(len(begins), len(chat)) if chat[at]["role"] == "assistant"]
         require(not self.plain or len(speaks) < 2, _NO_TURNS)
         tokens: list[int] = []
         mask: list[bool] = []
         for at, following in itertools.pairwise(speaks):
-            whole = self.rendered(chat[:following])
-            said, ended = self._said(before, chat[: at + 1], whole)
-            if said is None:
+            text = self.rendered(chat[:following])
+            reply, stops = self._assistant_text(before, chat[: at + 1], text)
+            if reply is None:
                 raise InputError(
                     f"the chat template rewrites the assistant's earlier turn {chat[at]['content'][:40]!r}, which can "
                     "then not be learned in place; give another template, or a row for each turn"
                 )
-            glue = whole[len(before) + len(said) :]
-            learned, others = self.after(before, said, glue)
-            ends = next((place + 1 for place, token in enumerate(others) if token in self._stop_ids), 0) * ended
-            tokens += learned + others
-            mask += [WEIGHT not in chat[at]] * (len(learned) + ends) + [False] * (len(others) - ends)
-            before = whole
+            glue = text[len(before) + len(reply) :]
+            reply_ids, glue_ids = self.after(before, reply, glue)
+            ends = next((place + 1 for place, token in enumerate(glue_ids) if token in self._stop_ids), 0) * stops
+            tokens += reply_ids + glue_ids
+            mask += [WEIGHT not in chat[at]] * (len(reply_ids) + ends) + [False] * (len(glue_ids) - ends)
+            before = text
         last = self._last(chat, before)
         mask += [WEIGHT not in chat[-1]] * len(last)
-        return asked, np.asarray(tokens + last, np.int32), np.asarray(mask, bool)
+        return prompt_ids, np.asarray(tokens + last, np.int32), np.asarray(mask, bool)
 
     def joined(self, prompt: Sequence[Message], rest: Sequence[Message], plain: bool) -> tuple[np.ndarray, int]:
         """Encode a prompt and its answer as TRL's ``SFTTrainer`` does: return the ids of the whole, tokenised in one
@@ -405,87 +382,78 @@ class Writer(Pieces):
         prompt's.
 
         ``plain``: both are single texts, which no template wraps, followed by one end of a text.
-
-        Raises:
-          InputError: the chat has several turns, and no template to mark them.
         """
         require(not self.plain or len(rest) < 2, _NO_TURNS)
         if plain or self.plain:
-            texts = [message["content"] for message in self._worded(prompt)]
+            texts = [message["content"] for message in self._word_prompt(prompt)]
             before = "\n\n".join(texts)
-            whole = before + "\n\n".join(message["content"] for message in self._ended(rest))
+            text = before + "\n\n".join(message["content"] for message in self._without_ends(rest))
             begins = bos(before, self.tokenizer)
-            asked, ids = begins + self._guard.spelled(before), [*begins, *self._guard.spelled(whole), self.end]
+            prompt_ids, ids = begins + self._guard.spelled(before), [*begins, *self._guard.spelled(text), self.end]
         else:
-            chat = self._worded(prompt)
-            asked = self._guard.spelled(self.rendered(chat))
-            ids = self._guard.spelled(self.rendered([*chat, *self._ended(rest)], asks=False))
-        return np.asarray(ids, np.int32), len(shared(asked, ids))
+            chat = self._word_prompt(prompt)
+            prompt_ids = self._guard.spelled(self.rendered(chat))
+            ids = self._guard.spelled(self.rendered([*chat, *self._without_ends(rest)], asks=False))
+        return np.asarray(ids, np.int32), len(shared_prefix(prompt_ids, ids))
 
-    def _said(self, before: str, chat: list[Message], whole: str) -> tuple[str | None, bool]:
-        """Return the text in ``whole`` that the last message of the chat is after ``before``, None if other text
+    def _assistant_text(self, before: str, chat: list[Message], text: str) -> tuple[str | None, bool]:
+        """Return the text in ``text`` that the last message of the chat is after ``before``, None if other text
         follows, and whether an end of its turn at which completions stop comes next.
         """
         if CALLS not in chat[-1]:
-            said = said_of(before, chat[-1], whole)
+            reply = assistant_text(before, chat[-1], text)
             end, _ = self._turn_end
-            rest = whole[len(before) + len(said or "") :]
-            return said, bool(end) and rest.lstrip().startswith(end.lstrip())
+            following = text[len(before) + len(reply or "") :]
+            return reply, bool(end) and following.lstrip().startswith(end.lstrip())
         alone = self.rendered(chat, asks=False)
-        said = self._ends.sub("", alone[len(before) :])
-        if not (alone.startswith(before) and whole.startswith(before + said)):
+        reply = self._ends.sub("", alone[len(before) :])
+        if not (alone.startswith(before) and text.startswith(before + reply)):
             return None, False
-        return said, bool(self._end_token.match(whole, len(before) + len(said)))
+        return reply, bool(self._end_token.match(text, len(before) + len(reply)))
 
     def _last(self, chat: list[Message], before: str) -> list[int]:
         """Return the ids of the assistant's last message, after the text before it, and the end of its turn."""
         content = chat[-1]["content"]
         if not self.plain:
-            said, _ = self._said(before, chat, self.rendered(chat, asks=False))
+            reply, _ = self._assistant_text(before, chat, self.rendered(chat, asks=False))
             thought = thought_of(chat[-1])
-            if said is None and thought:
+            if reply is None and thought:
                 raise InputError(
                     f"the chat template does not write the thought {thought[:40]!r} of the assistant where it answers; "
                     "leave it out, or give another template"
                 )
-            content = self.opened(before, content) if said is None else said or content
+            content = self.opened(before, content) if reply is None else reply or content
         return [*self.after(before, content)[0], *self.ending]
 
-    def _worded(self, messages: Iterable[Message]) -> list[Message]:
-        return worded(self._ended(messages), self._wording)
+    def _word_prompt(self, messages: Iterable[Message]) -> list[Message]:
+        return word_prompt(self._without_ends(messages), self._wording)
 
-    def _ended(self, messages: Iterable[Message]) -> list[Message]:
-        """Return the messages without end tokens that the assistant's texts contain.
-
-        Raises:
-          InputError: a message has a field that the template does not read, or nothing but its end.
-        """
-        found: list[Any] = [dict(message) if self.plain else self._guard(message) for message in messages]
-        if self._as_text and any(CALLS in message or message["role"] == "tool" for message in found):
-            found = joined((), as_text(found), "\n\n")
-        for message in found:
+    def _without_ends(self, messages: Iterable[Message]) -> list[Message]:
+        """Return the messages without end tokens that the assistant's texts contain."""
+        chat: list[Any] = [dict(message) if self.plain else self._guard(message) for message in messages]
+        if self._as_text and any(CALLS in message or message["role"] == "tool" for message in chat):
+            chat = join_messages((), as_text(chat), "\n\n")
+        for message in chat:
             for name in THOUGHTS:
                 if name in message:
                     self._check_read(name, "a message has")
             if message["role"] == "assistant":
                 message["content"] = self._guard.without(self._end_token, self.once(message["content"]))
             if CALLS in message:
-                message |= self._called(message["content"], [call["function"] for call in message[CALLS]])
-        return found
+                message |= self._write_calls(message["content"], [call["function"] for call in message[CALLS]])
+        return chat
 
-    def _called(self, content: str, functions: list[dict[str, Any]]) -> dict[str, Any]:
+    def _write_calls(self, content: str, functions: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the content and the calls of a message in a form that the template takes: some take no text beside
         calls, or arguments only as text.
-
-        Raises:
-          InputError: the template writes calls in no form.
         """
         for no_text, write in itertools.product(("", None), (dict, json.dumps)):
-            made = [tool_call(at, one["name"], write(one["arguments"])) for at, one in enumerate(functions)]
-            message: Any = {"role": "assistant", "content": content or no_text, CALLS: made}
+            calls = [tool_call(at, call["name"], write(call["arguments"])) for at, call in enumerate(functions)]
+            message: Any = {"role": "assistant", "content": content or no_text, CALLS: calls}
             with contextlib.suppress(InputError):
                 text = self.rendered([*_ASKED, message], asks=False)
-                if all(one["name"] in text.partition(_ASKED[0]["content"])[2] for one in functions):
+                reply = text.partition(_ASKED[0]["content"])[2]
+                if all(call["name"] in reply for call in functions):
                     return message
         raise InputError("the chat template cannot write these calls of tools; give another one, such as chatml")
 
@@ -502,14 +470,14 @@ class Prompts:
         self.tasks = (tasks,) if isinstance(tasks, Task) else tuple(tasks)
         self._by_label = {task.label: task for task in self.tasks}
         self.tokenizer = tokenizer
-        self._known: dict[tuple[str, str], np.ndarray] = {}
+        self._encoded: dict[tuple[str, str], np.ndarray] = {}
 
     def __getitem__(self, problem: Problem) -> np.ndarray:
         """Return the prompt's token ids, int32[T]; see ``encode``. Ids tell the problems of one task apart."""
         key = (problem.task, problem.id)
-        if key not in self._known:
-            self._known[key] = encode(problem, self.task(problem.task), self.tokenizer)
-        return self._known[key]
+        if key not in self._encoded:
+            self._encoded[key] = encode(problem, self.task(problem.task), self.tokenizer)
+        return self._encoded[key]
 
     def task(self, label: str) -> Task:
         """Return the task of this label; a single task is returned for any label."""
@@ -535,15 +503,15 @@ def encode(problem: Problem, task: Wording, tokenizer: Any) -> np.ndarray:
     """
     try:
         wording = (task.template, task.system, task.suffix, task.date)
-        return _writer(wording, type(task), tokenizer, json.dumps(problem.options)).prompt(problem.prompt)[1]
+        return _chat_encoder(wording, type(task), tokenizer, json.dumps(problem.options)).prompt(problem.prompt)[1]
     except InputError as error:
         row = problem.metadata.get("row")
         raise InputError(f"{row}: {error}" if row else str(error)) from error
 
 
 @functools.lru_cache(maxsize=64)
-def _writer(wording: tuple[Any, ...], kind: type, tokenizer: Any, options: str) -> Writer:
+def _chat_encoder(wording: tuple[Any, ...], kind: type, tokenizer: Any, options: str) -> ChatEncoder:
     template, system, suffix, date = wording
-    return Writer(
+    return ChatEncoder(
         kind([], template=template, system=system, suffix=suffix, date=date), tokenizer, (), json.loads(options)
     )

@@ -9,8 +9,7 @@ from jaxrl_llm.errors import InputError
 
 EXTRACTORS = ("last_number", "boxed", "tag:NAME", "after:TAG", "whole")
 
-_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
-_UNSIGNED = rf"(?:{_DIGITS}(?:\.[0-9]+)?|(?<![.\w])\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
+_UNSIGNED = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![.\w])\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
 _CURRENCY = "$€£¥₹"
 _MONEY = rf"(?:\\?[{_CURRENCY}])?"
 _WHOLE_NUMBER = re.compile(rf"{_MONEY}([+-]?) ?{_MONEY}({_UNSIGNED})(?: ?{_MONEY})[.。]?")
@@ -25,11 +24,6 @@ _WRAPPED = re.compile(
     re.DOTALL,
 )
 _BOX = r"\\(?:boxed|fbox|framebox)(?![A-Za-z])[ \t]*"
-_BARE = re.compile(
-    r"(?:[+-]?[0-9.]|\\(?!boxed|fbox|framebox)[A-Za-z]|[A-Z](?![A-Za-z]))(?:[^\s${}\\]|\\[A-Za-z]+|\{[^{}]*\})*"
-)
-_NO_VALUE = re.compile(r"(?:[\s.…_?]|\\[lc]?dots|\\[,;:! ])*")
-_BETWEEN = re.compile(r"(?:[ \t$,;&]|and|or|\\text ?\{ ?(?:and|or) ?\}|\\q?quad|\\[,;:! ()])*")
 _INTEGER_DIGITS = 1000
 
 
@@ -40,7 +34,7 @@ def extract(text: str, extractor: str) -> str | None:
     minus sign directly before it counts unless it subtracts (``"7-3"`` -> ``"3"``), and so does a power of ten after it
     (``"2 \times 10^3"`` -> ``"2e3"``). ``boxed``: the content of the last complete ``\boxed{...}`` or ``\fbox{...}``
     that is not empty, or ``\boxed 5``; of several side by side on a line, all (``"2, 3"``). Both read full-width
-    characters (``normalised``). ``tag:NAME``: the content of the last complete ``<NAME>...</NAME>``. ``after:TAG``:
+    characters (``normalise``). ``tag:NAME``: the content of the last complete ``<NAME>...</NAME>``. ``after:TAG``:
     the text after the last TAG, such as ``after:</think>``; ``after:think`` means the same. A text without the TAG has
     no answer: a model that begins to think and is cut off has not answered. ``whole``: the text. These three keep the
     text as written, apart from surrounding white space, since a verifier may count its characters.
@@ -54,26 +48,26 @@ def extract(text: str, extractor: str) -> str | None:
       InputError: the extractor is unknown.
     """
     if extractor == "last_number":
-        return _last_number(_grouped(text))
+        return _last_number(_without_thousands(text))
     if extractor == "boxed":
-        return _last_boxed(normalised(text))
+        return _last_boxed(normalise(text))
     if extractor == "whole":
         return text.strip() or None
     if extractor.startswith("tag:") and extractor[4:]:
-        return _last_tag(text, extractor[4:]) or _last_tag(normalised(text), extractor[4:])
+        return _last_tag(text, extractor[4:]) or _last_tag(normalise(text), extractor[4:])
     if extractor.startswith("after:") and extractor[6:].strip():
-        _, found, answer = text.rpartition(marker(extractor))
-        return answer.strip() or None if found else None
+        _, tag, answer = text.rpartition(marker(extractor))
+        return answer.strip() or None if tag else None
     raise InputError(f"extractor {extractor!r} is unknown; choose one of {', '.join(EXTRACTORS)}")
 
 
 def answer_of(text: str, extractor: str) -> str | None:
-    """Extract the answer and return it ``normalised``, the form in which answers are compared."""
-    found = extract(text, extractor)
-    return None if found is None else normalised(found)
+    """Extract the answer and return it as ``normalise`` writes it."""
+    answer = extract(text, extractor)
+    return None if answer is None else normalise(answer)
 
 
-def written(answer: str, extractor: str) -> str:
+def wrap_answer(answer: str, extractor: str) -> str:
     """Return a text from which ``extract`` should cut this answer: some words, and the answer in the form of it."""
     kind, _, tag = extractor.partition(":")
     thought = "Let me think about it step by step."
@@ -85,54 +79,51 @@ def written(answer: str, extractor: str) -> str:
     return f"{thought} The answer is {form}"
 
 
-def plain(text: str) -> str:
-    r"""Return an answer or a reference in the one form in which both are compared: ``normalised``, without what marks
+def normalise_answer(text: str) -> str:
+    r"""Return an answer or a reference in the one form in which both are compared: ``normalise``, without what marks
     it as mathematics, bold, code or boxed, separators of thousands that LaTeX writes, and escapes of currencies.
 
-    >>> plain(r"$\$9{,}500$"), plain(r"**\(\text{Paris}\)**")
+    >>> normalise_answer(r"\$9{,}500"), normalise_answer(r"**\(\text{Paris}\)**")
     ('$9500', 'Paris')
     """
-    text = _THOUSANDS.sub("", _grouped(text)).strip()
-    while found := _WRAPPED.fullmatch(text):
-        text = next(filter(None, found.groups())).strip()
+    text = _THOUSANDS.sub("", _without_thousands(text)).strip()
+    while match := _WRAPPED.fullmatch(text):
+        text = next(filter(None, match.groups())).strip()
     return re.sub(rf"\\(?=[{_CURRENCY}%])", "", text)
 
 
-def _grouped(text: str) -> str:
-    return normalised(text if text.isascii() else _THOUSANDS.sub("", text))
+def _without_thousands(text: str) -> str:
+    return normalise(text if text.isascii() else _THOUSANDS.sub("", text))
 
 
-def equal(answer: str, reference: str) -> bool:
-    """Whether two answers in ``plain`` form are the same: equal numbers (``near``), or the same text but for case,
-    white space and a full stop at the end.
+def same_answer(answer: str, reference: str) -> bool:
+    """Whether two answers of ``normalise_answer`` are equal numbers, or equal texts but for case, white space and a
+    full stop at the end.
     """
-    value, other = number(answer), number(reference)
+    value, other = parse_number(answer), parse_number(reference)
     if value is not None and other is not None:
-        return near(value, other)
-    one, two = (re.sub(r"\s*,\s*", ",", " ".join(plain(text).split())).rstrip(".。") for text in (answer, reference))
-    return one.casefold() == two.casefold()
+        return same_number(value, other)
+    texts = (" ".join(normalise_answer(text).split()) for text in (answer, reference))
+    first, second = (re.sub(r"\s*,\s*", ",", text).rstrip(".。").casefold() for text in texts)
+    return first == second
 
 
 def matches(answer: str, reference: str, verifier: str) -> bool:
     """Whether an extracted answer is the reference by verifier ``integer`` (the same integer, in any notation) or
-    ``match`` (``equal``).
+    ``match`` (``same_answer``).
     """
     if verifier == "integer":
         value = integer(answer)
         return value is not None and value == integer(reference)
-    return equal(answer, reference)
+    return same_answer(answer, reference)
 
 
-RELATIVE = Decimal("1e-6")
-"""The greatest relative distance of two decimals that are one number."""
-
-
-def near(value: Decimal, reference: Decimal) -> bool:
-    """Whether a number is the reference: exactly if the reference is an integer, else within ``RELATIVE`` of it."""
+def same_number(value: Decimal, reference: Decimal) -> bool:
+    """Whether a number is the reference: exactly if the reference is an integer, else within 1e-6 of it, relatively."""
     if value == reference:
         return True
-    whole = reference.adjusted() >= _INTEGER_DIGITS or reference == reference.to_integral_value()
-    return not whole and abs(value - reference) <= RELATIVE * max(abs(value), abs(reference))
+    exact = reference.adjusted() >= _INTEGER_DIGITS or reference == reference.to_integral_value()
+    return not exact and abs(value - reference) <= Decimal("1e-6") * max(abs(value), abs(reference))
 
 
 def too_large(text: str) -> bool:
@@ -145,7 +136,7 @@ def too_large(text: str) -> bool:
     return re.search(r"(?:\*\*|\^)\s*[({]*\s*(?:\d+\s*(?:\*\*|\^)|\d{7})", text) is not None
 
 
-def normalised(text: str) -> str:
+def normalise(text: str) -> str:
     """Return the text in the characters that answers are compared in: full-width, half-width and mathematical letters,
     digits and signs become plain ones, and so does the minus sign. Characters that this would turn into another number
     stay.
@@ -153,16 +144,16 @@ def normalised(text: str) -> str:
     It is NFKC without superscripts, subscripts, fractions and squared units. Code that counts characters must not use
     it.
 
-    >>> normalised("－１，２３４．５ m²")
+    >>> normalise("－１，２３４．５ m²")
     '-1,234.5 m²'
     """
     if text.isascii():
         return text
-    others = [character for character in set(text) if _normal_character(character) != character]
-    if len(others) > 32:
+    changed = [character for character in set(text) if _normal_character(character) != character]
+    if len(changed) > 32:
         text = "".join(map(_normal_character, text))
     else:  # in a long text this is much faster
-        for character in others:
+        for character in changed:
             text = text.replace(character, _normal_character(character))
     return unicodedata.normalize("NFC", text)
 
@@ -183,13 +174,14 @@ def marker(extractor: str) -> str:
     return f"</{tag}>" if re.fullmatch(r"[A-Za-z][\w-]*", tag) else tag
 
 
-def number(text: str) -> Decimal | None:
+def parse_number(text: str) -> Decimal | None:
     """Parse a text that is a number as a whole, currency sign and thousands separators allowed; None if it is not.
 
-    >>> number("+1,000.0") == 1000
+    >>> parse_number("+1,000.0") == 1000
     True
     """
-    value = re.sub(r"^([+-]?)(?=10 ?(?:\^|\*\*))", r"\g<1>1*", plain(text))  # a power alone is once that power
+    lone_power = r"^([+-]?)(?=10 ?(?:\^|\*\*))"  # a power alone is once that power
+    value = re.sub(lone_power, r"\g<1>1*", normalise_answer(text))
     match = _WHOLE_NUMBER.fullmatch(_POWER_OF_TEN.sub(_exponent, value))
     if match is None:
         return None
@@ -204,15 +196,15 @@ def integer(text: str) -> int | None:
 
     Numbers of more than 1000 digits give None: a model may write 1e999999999.
     """
-    value = number(text)
+    value = parse_number(text)
     if value is None or value.adjusted() >= _INTEGER_DIGITS:
         return None
-    whole = value.to_integral_value()
-    return int(whole) if whole == value else None
+    rounded = value.to_integral_value()
+    return int(rounded) if rounded == value else None
 
 
-def _exponent(found: re.Match[str]) -> str:
-    return f"e{found[1] or found[2]}"
+def _exponent(match: re.Match[str]) -> str:
+    return f"e{match[1] or match[2]}"
 
 
 def _last_number(text: str) -> str | None:
@@ -224,28 +216,33 @@ def _last_number(text: str) -> str | None:
     start = match.start()
     while start and text[start - 1] in _CURRENCY + "\\":
         start -= 1
-    found = match[0].replace(",", "")
+    number = match[0].replace(",", "")
     if not start or text[start - 1] != "-":
-        return found
+        return number
     before = text[start - 2] if start > 1 else " "
     # After an operand it is a subtraction or a hyphen; scripts without spaces write the sign directly behind a word.
     operand = before in ")]}%_" or (before.isalnum() and unicodedata.category(before) != "Lo")
-    return found if operand else f"-{found}"
+    return number if operand else f"-{number}"
 
 
 def _last_boxed(text: str) -> str | None:
     """Return the content of the last complete box; one pass with a stack, because a model that repeats itself may open
     thousands of boxes. ``\\{`` is text.
     """
+    unbraced = re.compile(
+        r"(?:[+-]?[0-9.]|\\(?!boxed|fbox|framebox)[A-Za-z]|[A-Z](?![A-Za-z]))(?:[^\s${}\\]|\\[A-Za-z]+|\{[^{}]*\})*"
+    )
+    no_value = re.compile(r"(?:[\s.…_?]|\\[lc]?dots|\\[,;:! ])*")
+    between = re.compile(r"(?:[ \t$,;&]|and|or|\\text ?\{ ?(?:and|or) ?\}|\\q?quad|\\[,;:! ()])*")
     open_braces: list[tuple[int, int] | None] = []  # where box and content start, or None for a brace that opens no box
     boxes: list[tuple[int, int, str]] = []  # begin, end and content, in order of the ends
     for brace in re.finditer(rf"(?P<box>{_BOX}\{{)|(?P<bare>{_BOX})|\\.|[{{}}]", text, flags=re.DOTALL):
         if brace["bare"]:
-            if found := _BARE.match(text, brace.end()):
-                boxes.append((brace.start(), found.end(), found[0].rstrip(".,;:!?")))
+            if bare := unbraced.match(text, brace.end()):
+                boxes.append((brace.start(), bare.end(), bare[0].rstrip(".,;:!?")))
         elif brace[0] == "}":
             opened = open_braces.pop() if open_braces else None
-            if opened and not _NO_VALUE.fullmatch(text, opened[1], brace.start()):
+            if opened and not no_value.fullmatch(text, opened[1], brace.start()):
                 boxes.append((opened[0], brace.end(), text[opened[1] : brace.start()].strip()))
         elif brace["box"] or brace[0] == "{":
             open_braces.append((brace.start(), brace.end()) if brace["box"] else None)
@@ -255,7 +252,7 @@ def _last_boxed(text: str) -> str | None:
     side_by_side = [boxes.pop()]
     while boxes:
         gap = boxes[-1][1], side_by_side[-1][0]
-        if not 0 <= gap[1] - gap[0] <= 40 or not _BETWEEN.fullmatch(text, *gap):
+        if not 0 <= gap[1] - gap[0] <= 40 or not between.fullmatch(text, *gap):
             break
         side_by_side.append(boxes.pop())
     return ", ".join(dict.fromkeys(content for *_, content in reversed(side_by_side)))

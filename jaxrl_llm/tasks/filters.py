@@ -8,14 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxrl_llm.errors import InputError, did_you_mean, one_line, require
-from jaxrl_llm.tasks.extract import number
+from jaxrl_llm.tasks.extract import parse_number
 from jaxrl_llm.tasks.instructions import CHECKS, IDS
 from jaxrl_llm.types import Problem
 
 
 def nonnegative_answer(problem: Problem) -> bool:
     """Whether the reference is a number of 0 or more."""
-    value = number(problem.answer)
+    value = parse_number(problem.answer)
     return value is not None and value >= 0
 
 
@@ -70,8 +70,8 @@ def importable(function: Callable[..., Any]) -> tuple[str | None, str]:
         return None, "it belongs to the notebook or script that was run"
     package = module.partition(".")[0]
     finders = (getattr(finder, "find_spec", None) for finder in (*sys.meta_path, importlib.machinery.PathFinder))
-    found = package in sys.builtin_module_names or any(find(package, None) is not None for find in finders if find)
-    if module not in sys.modules or not found:  # a new interpreter does not know files loaded by their path
+    exists = package in sys.builtin_module_names or any(find(package, None) is not None for find in finders if find)
+    if module not in sys.modules or not exists:  # a new interpreter does not know files loaded by their path
         return None, "it belongs to a file that was run, not imported"
     if getattr(sys.modules[module], name, None) is not function:
         return None, f"{module}:{name} is something else"

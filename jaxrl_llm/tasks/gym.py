@@ -17,63 +17,52 @@ from typing import Any
 from jaxrl_llm.errors import InputError, did_you_mean, one_line, require
 from jaxrl_llm.system.signals import child, interpreter
 
-NAMED = "jaxrl-llm list tasks names those that it has"
-
 _REFUSED = 2
-
-KEPT = 4
-"""Outputs of the generating process that are cached: starting it costs more than its problems, and several runs of one
-program ask for equal ones.
-"""
-known: dict[str, bytes] = {}
-_begun: dict[str, subprocess.Popen] = {}
+CACHE: dict[str, bytes] = {}
+"""Last outputs: starting the process takes longer than its problems, and runs of one program ask for equal ones."""
+_RUNNING: dict[str, subprocess.Popen] = {}
 
 
-def entries(wanted: str) -> list[dict[str, Any]]:
-    """Return the entries (``question``, ``answer``, ``metadata``) that ``main`` writes for this argument.
-
-    Raises:
-      InputError: the data set or option is unknown, or the data set refuses a value.
-      RuntimeError: the generating process failed; its messages are on the error output.
-    """
-    if wanted not in known:
-        with generating(wanted):
-            process = _begun[wanted]
-            found, _ = process.communicate()
+def entries(request: str) -> list[dict[str, Any]]:
+    """Return the entries (``question``, ``answer``, ``metadata``) that ``main`` writes for this argument."""
+    if request not in CACHE:
+        with generating(request):
+            process = _RUNNING[request]
+            output, _ = process.communicate()
         if process.returncode == _REFUSED:
-            raise InputError(found.decode())
+            raise InputError(output.decode())
         if process.returncode:
-            raise RuntimeError(f"generating {json.loads(wanted)[0]} failed with exit code {process.returncode}")
-        known[wanted] = found
-        for oldest in list(known)[:-KEPT]:
-            del known[oldest]
-    return marshal.loads(known[wanted])
+            raise RuntimeError(f"generating {json.loads(request)[0]} failed with exit code {process.returncode}")
+        CACHE[request] = output
+        for oldest in list(CACHE)[:-4]:
+            del CACHE[oldest]
+    return marshal.loads(CACHE[request])
 
 
 @contextlib.contextmanager
-def generating(wanted: str) -> Generator[None]:
+def generating(request: str) -> Generator[None]:
     """Generate the wanted entries in another process during the block, unless they are cached or already being
     generated.
     """
-    if wanted in known or wanted in _begun:
+    if request in CACHE or request in _RUNNING:
         yield
         return
-    command = interpreter("jaxrl_llm.tasks.gym", wanted)
+    command = interpreter("jaxrl_llm.tasks.gym", request)
     environment = {**os.environ, "PYTHONHASHSEED": "0"}
     with child(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=environment) as process:
-        _begun[wanted] = process
+        _RUNNING[request] = process
         try:
             yield
         finally:
-            del _begun[wanted]
+            del _RUNNING[request]
 
 
-def main(wanted: str) -> int:
+def main(request: str) -> int:
     """Write entries to the standard output, or one line with the reason of the failure; return the exit code.
 
-    ``wanted``: name, options, size and seed of a data set, as JSON.
+    ``request``: name, options, size and seed of a data set, as JSON.
     """
-    name, options, size, seed = json.loads(wanted)
+    name, options, size, seed = json.loads(request)
     with os.fdopen(os.dup(1), "wb") as output:
         os.dup2(2, 1)  # what a data set prints must not stand among the entries
         try:
@@ -89,7 +78,8 @@ def _generate(name: str, options: dict[str, Any], size: int, seed: int) -> list[
     from reasoning_gym.factory import DATASETS
 
     if name not in DATASETS:
-        raise InputError(f"reasoning-gym has no data set {name!r}; {did_you_mean(name, DATASETS, NAMED)}")
+        hint = did_you_mean(name, DATASETS, "jaxrl-llm list tasks names those that it has")
+        raise InputError(f"reasoning-gym has no data set {name!r}; {hint}")
     settings: Any = DATASETS[name][1]
     fields = [field.name for field in dataclasses.fields(settings)]
     for option in options:
@@ -98,20 +88,20 @@ def _generate(name: str, options: dict[str, Any], size: int, seed: int) -> list[
             has = f"it has {', '.join(sorted(fields))}"
             raise InputError(f"reasoning-gym's {name} has no option {option!r}; {did_you_mean(option, fields, has)}")
     random.seed(seed)
-    given = f"size {size}, seed {seed}, options {options}"
+    settings_text = f"size {size}, seed {seed}, options {options}"
     try:
         dataset = reasoning_gym.create_dataset(name, size=size, seed=seed, **options)
     except (AssertionError, TypeError, ValueError) as error:
-        raise InputError(f"reasoning-gym's {name} refuses {given} ({one_line(error)}); change them") from error
-    found = []
+        raise InputError(f"reasoning-gym's {name} refuses {settings_text} ({one_line(error)}); change them") from error
+    generated = []
     for index in range(size):
         try:
-            found.append(_plain(dataset[index]))
+            generated.append(_plain(dataset[index]))
         except Exception as error:  # each data set has its own
             raise InputError(
-                f"reasoning-gym's {name} fails at problem {index} of {given} ({one_line(error)}); change them"
+                f"reasoning-gym's {name} fails at problem {index} of {settings_text} ({one_line(error)}); change them"
             ) from error
-    return found
+    return generated
 
 
 def _plain(value: Any) -> Any:

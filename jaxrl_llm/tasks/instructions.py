@@ -22,12 +22,7 @@ from jaxrl_llm.types import Problem
 
 IDS, ARGUMENTS = "instruction_id_list", "kwargs"
 """Fields of a row: ids, and for each the arguments by name; an argument that is None is absent."""
-KEEP = "jaxrl_llm.tasks.filters:checkable_instructions"
 RELATIONS = ("at least", "less than")
-
-_JOINED_WORD = re.compile(r"\w+(?:[-'\N{RIGHT SINGLE QUOTATION MARK}./]\w+)*")
-_POSTSCRIPTS = {"P.S.": re.compile(r"p\.\s?s\.", re.IGNORECASE), "P.P.S": re.compile(r"p\.\s?p\.\s?s", re.IGNORECASE)}
-
 
 Argument = tuple[Callable[[Any], bool], str]
 """Requirement on an instruction's argument: whether a value meets it, and its description in errors."""
@@ -35,8 +30,8 @@ Argument = tuple[Callable[[Any], bool], str]
 
 def followed(text: str, fields: Mapping[str, Any]) -> list[bool]:
     """Return for each instruction of a row that ``check_instructions`` accepted whether the text follows it."""
-    given = zip(fields[IDS], fields[ARGUMENTS], strict=True)
-    return [_follows(text, name, _present(arguments)) for name, arguments in given]
+    pairs = zip(fields[IDS], fields[ARGUMENTS], strict=True)
+    return [_follows(text, name, _set_arguments(arguments)) for name, arguments in pairs]
 
 
 def check_instructions(fields: Mapping[str, Any], where: str) -> None:
@@ -45,9 +40,6 @@ def check_instructions(fields: Mapping[str, Any], where: str) -> None:
     Args:
       fields: of the row.
       where: place of the row; begins the message.
-
-    Raises:
-      InputError: the row has no instruction, an unknown one, or one with missing, surplus or wrong arguments.
     """
     names, arguments = fields.get(IDS), fields.get(ARGUMENTS)
     listed = isinstance(names, list | tuple) and names and isinstance(arguments, list | tuple)
@@ -56,40 +48,40 @@ def check_instructions(fields: Mapping[str, Any], where: str) -> None:
             f"{where}: verifier instructions needs the fields {IDS}, a list of ids, and {ARGUMENTS}, a list with the "
             "arguments of each; complete the row, or take another verifier"
         )
-    for name, given in zip(names, arguments, strict=True):
+    for name, values in zip(names, arguments, strict=True):
         # IFEval's other instructions, which are not checked here.
         if name in ("language:response_language", "length_constraints:number_sentences"):
             raise InputError(
                 f"{where}: instruction {name} takes a model or a splitter of sentences, and is not checked here; leave "
-                f"such rows out with keep={KEEP!r}"
+                "such rows out with keep='jaxrl_llm.tasks.filters:checkable_instructions'"
             )
         if not isinstance(name, str) or name not in CHECKS:
             hint = did_you_mean(str(name), CHECKS, f"choose of {', '.join(CHECKS)}")
             raise InputError(f"{where}: instruction {name!r} is unknown; {hint}")
-        if wrong := _wrong(name, given):
+        if wrong := _argument_error(name, values):
             raise InputError(f"{where}: instruction {name} {wrong}; correct the row")
 
 
-def _wrong(name: str, given: Any) -> str:
+def _argument_error(name: str, arguments: Any) -> str:
     """Describe the error in an instruction's arguments; empty if they are right."""
-    if not (given is None or isinstance(given, Mapping)):
-        return f"has {given!r} for arguments, which are an object with names"
-    present, needed = _present(given), CHECKS[name]
-    for argument in present:
+    if not (arguments is None or isinstance(arguments, Mapping)):
+        return f"has {arguments!r} for arguments, which are an object with names"
+    values, needed = _set_arguments(arguments), CHECKS[name]
+    for argument in values:
         if argument not in needed:
             hint = did_you_mean(argument, needed, f"it has {', '.join(needed) or 'none'}")
             return f"has no argument {argument!r}; {hint}"
     for argument, (fits, described) in needed.items():
-        if argument not in present:
+        if argument not in values:
             return f"lacks the argument {argument}, {described}"
-        if not fits(present[argument]):
-            return f"has {argument} {present[argument]!r}, which is not {described}"
-    if present.get("nth_paragraph", 0) > present.get("num_paragraphs", 0):
-        return f"speaks of paragraph {present['nth_paragraph']} of {present['num_paragraphs']}"
+        if not fits(values[argument]):
+            return f"has {argument} {values[argument]!r}, which is not {described}"
+    if values.get("nth_paragraph", 0) > values.get("num_paragraphs", 0):
+        return f"speaks of paragraph {values['nth_paragraph']} of {values['num_paragraphs']}"
     return ""
 
 
-def _present(arguments: Mapping[str, Any] | None) -> dict[str, Any]:
+def _set_arguments(arguments: Mapping[str, Any] | None) -> dict[str, Any]:
     return {name: value for name, value in (arguments or {}).items() if value is not None}
 
 
@@ -104,58 +96,58 @@ TEXTS: Argument = (
     lambda value: isinstance(value, list | tuple) and bool(value) and all(map(_is_text, value)),
     "a list of texts",
 )
-LETTER: Argument = (lambda value: _is_text(value) and len(value) == 1, "one character")
 RELATION: Argument = (lambda value: value in RELATIONS, " or ".join(map(repr, RELATIONS)))
 
 
-def _follows(text: str, name: str, given: Mapping[str, Any]) -> bool:
+def _follows(text: str, name: str, args: Mapping[str, Any]) -> bool:
     """Whether a text follows an instruction with these arguments."""
     lower, bare = text.lower(), text.strip()
     match name:
         case "keywords:existence":
-            return all(word.lower() in lower for word in given["keywords"])
+            return all(word.lower() in lower for word in args["keywords"])
         case "keywords:forbidden_words":
-            words = map(re.escape, given["forbidden_words"])
+            words = map(re.escape, args["forbidden_words"])
             return not any(re.search(rf"(?<!\w){word}(?!\w)", text, re.IGNORECASE) for word in words)
         case "keywords:frequency":
-            return _holds(lower.count(given["keyword"].strip().lower()), given["frequency"], given["relation"])
+            return _holds(lower.count(args["keyword"].strip().lower()), args["frequency"], args["relation"])
         case "keywords:letter_frequency":
-            return _holds(lower.count(given["letter"].lower()), given["let_frequency"], given["let_relation"])
+            return _holds(lower.count(args["letter"].lower()), args["let_frequency"], args["let_relation"])
         case "length_constraints:number_words":
-            return _holds(len(re.findall(r"\w+", text)), given["num_words"], given["relation"])
+            return _holds(len(re.findall(r"\w+", text)), args["num_words"], args["relation"])
         case "length_constraints:number_paragraphs":
-            return len(_parts(text, "***")) == given["num_paragraphs"]
+            return len(_parts(text, "***")) == args["num_paragraphs"]
         case "length_constraints:nth_paragraph_first_word":
-            return _nth_paragraph(text, **given)
+            return _nth_paragraph(text, **args)
         case "detectable_content:number_placeholders":
-            return len(re.findall(r"\[[^\[\]\n]*\]", text)) >= given["num_placeholders"]
+            return len(re.findall(r"\[[^\[\]\n]*\]", text)) >= args["num_placeholders"]
         case "detectable_content:postscript":
-            marker = given["postscript_marker"].strip()
-            usual = _POSTSCRIPTS.get(marker)
-            return marker.lower() in lower if usual is None else usual.search(text) is not None
+            marker = args["postscript_marker"].strip()
+            usual = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}.get(marker)
+            return marker.lower() in lower if usual is None else re.search(usual, text, re.IGNORECASE) is not None
         case "detectable_format:number_bullet_lists":
             lines = [line.lstrip() for line in text.split("\n")]
             bullets = [line for line in lines if line[:1] == "-" or (line[:1] == "*" and line[1:2] != "*")]
-            return len(bullets) == given["num_bullets"]
+            return len(bullets) == args["num_bullets"]
         case "detectable_format:number_highlighted_sections":
             marked = [bold or plain for bold, plain in re.findall(r"\*\*([^\n*]+)\*\*|\*([^\n*]+)\*", text)]
-            return sum(bool(part.strip()) for part in marked) >= given["num_highlights"]
+            return sum(bool(part.strip()) for part in marked) >= args["num_highlights"]
         case "detectable_format:multiple_sections":
-            heading = re.escape(given["section_spliter"].strip())
-            return len(re.findall(rf"{heading}\s?\d", text)) >= given["num_sections"]
+            heading = re.escape(args["section_spliter"].strip())
+            return len(re.findall(rf"{heading}\s?\d", text)) >= args["num_sections"]
         case "detectable_format:title":
-            return any(_has_title(line) for line in text.split("\n"))
+            ends = ((line, line.find("<<"), line.rfind(">>")) for line in text.split("\n"))
+            return any(0 <= begin < end and line[begin:end].strip("<> \t") for line, begin, end in ends)
         case "detectable_format:json_format":
             return _is_json(bare)
         case "detectable_format:constrained_response":
-            return any(one in text for one in ("My answer is yes.", "My answer is no.", "My answer is maybe."))
+            return any(phrase in text for phrase in ("My answer is yes.", "My answer is no.", "My answer is maybe."))
         case "combination:two_responses":
             parts = _parts(text, "******")
             return len(parts) == 2 and parts[0] != parts[1]
         case "combination:repeat_prompt":
-            return bare.lower().startswith(given["prompt_to_repeat"].strip().lower())
+            return bare.lower().startswith(args["prompt_to_repeat"].strip().lower())
         case "startend:end_checker":
-            return bare.strip('"').lower().endswith(given["end_phrase"].strip().lower())
+            return bare.strip('"').lower().endswith(args["end_phrase"].strip().lower())
         case "startend:quotation":
             return len(bare) > 1 and bare[0] == bare[-1] == '"'
         case "change_case:english_capital":
@@ -163,8 +155,9 @@ def _follows(text: str, name: str, given: Mapping[str, Any]) -> bool:
         case "change_case:english_lowercase":
             return text.islower()
         case "change_case:capital_word_frequency":
-            count = sum(word.isupper() for word in _JOINED_WORD.findall(text))
-            return _holds(count, given["capital_frequency"], given["capital_relation"])
+            words = re.findall(r"\w+(?:[-'\u2019./]\w+)*", text)
+            count = sum(word.isupper() for word in words)
+            return _holds(count, args["capital_frequency"], args["capital_relation"])
     return "," not in text  # punctuation:no_comma
 
 
@@ -188,11 +181,6 @@ def _nth_paragraph(text: str, num_paragraphs: int, nth_paragraph: int, first_wor
     return word[:end] == first_word.lower()
 
 
-def _has_title(line: str) -> bool:
-    begin, end = line.find("<<"), line.rfind(">>")
-    return 0 <= begin < end and bool(line[begin:end].strip("<> \t"))
-
-
 def _is_json(text: str) -> bool:
     fence = re.match(r"```(?:json)?", text, flags=re.IGNORECASE)
     try:
@@ -206,7 +194,11 @@ CHECKS: dict[str, Mapping[str, Argument]] = {
     "keywords:existence": {"keywords": TEXTS},
     "keywords:forbidden_words": {"forbidden_words": TEXTS},
     "keywords:frequency": {"keyword": TEXT, "frequency": COUNT, "relation": RELATION},
-    "keywords:letter_frequency": {"letter": LETTER, "let_frequency": COUNT, "let_relation": RELATION},
+    "keywords:letter_frequency": {
+        "letter": (lambda value: _is_text(value) and len(value) == 1, "one character"),
+        "let_frequency": COUNT,
+        "let_relation": RELATION,
+    },
     "length_constraints:number_words": {"num_words": COUNT, "relation": RELATION},
     "length_constraints:number_paragraphs": {"num_paragraphs": FROM_ONE},
     "length_constraints:nth_paragraph_first_word": {
@@ -309,14 +301,14 @@ class Instructions:
                     names.append(name)
             arguments = [DRAWS[name](draws, request) if name in DRAWS else {} for name in names]
             sentences = []
-            for name, given in zip(names, arguments, strict=True):
-                words = {key: " and ".join(value) if isinstance(value, list) else value for key, value in given.items()}
+            for name, values in zip(names, arguments, strict=True):
+                words = {key: " and ".join(part) if isinstance(part, list) else part for key, part in values.items()}
                 sentences.append(KINDS[name].sentence.format(**words))
             prompt = ({"role": "user", "content": " ".join([request, *sentences])},)
             yield problem_of(prompt, "", self.label, {IDS: names, ARGUMENTS: arguments})
 
 
-def _bounded(
+def _draw_bound(
     draws: random.Random, number: str, relation: str, at_least: tuple[int, int], less_than: tuple[int, int]
 ) -> dict[str, Any]:
     """Draw a relation, and a number from the range for it; return both under these names of arguments."""
@@ -328,13 +320,13 @@ DRAWS: dict[str, Callable[[random.Random, str], dict[str, Any]]] = {
     "keywords:existence": lambda draws, _: {"keywords": draws.sample(KEYWORDS, 2)},
     "keywords:forbidden_words": lambda draws, _: {"forbidden_words": draws.sample(KEYWORDS, 2)},
     "keywords:frequency": lambda draws, _: (
-        {"keyword": draws.choice(KEYWORDS)} | _bounded(draws, "frequency", "relation", (2, 5), (2, 4))
+        {"keyword": draws.choice(KEYWORDS)} | _draw_bound(draws, "frequency", "relation", (2, 5), (2, 4))
     ),
     "keywords:letter_frequency": lambda draws, _: (
-        (bound := _bounded(draws, "let_frequency", "let_relation", (3, 12), (1, 3)))
+        (bound := _draw_bound(draws, "let_frequency", "let_relation", (3, 12), (1, 3)))
         | {"letter": draws.choice(COMMON if bound["let_relation"] == "at least" else RARE)}
     ),
-    "length_constraints:number_words": lambda draws, _: _bounded(draws, "num_words", "relation", (10, 60), (30, 80)),
+    "length_constraints:number_words": lambda draws, _: _draw_bound(draws, "num_words", "relation", (10, 60), (30, 80)),
     "length_constraints:number_paragraphs": lambda draws, _: {"num_paragraphs": draws.randint(2, 4)},
     "length_constraints:nth_paragraph_first_word": lambda draws, _: {
         "num_paragraphs": (count := draws.randint(2, 4)),
@@ -351,7 +343,7 @@ DRAWS: dict[str, Callable[[random.Random, str], dict[str, Any]]] = {
     },
     "combination:repeat_prompt": lambda draws, request: {"prompt_to_repeat": request},
     "startend:end_checker": lambda draws, _: {"end_phrase": draws.choice(ENDINGS)},
-    "change_case:capital_word_frequency": lambda draws, _: _bounded(
+    "change_case:capital_word_frequency": lambda draws, _: _draw_bound(
         draws, "capital_frequency", "capital_relation", (1, 4), (2, 4)
     ),
 }

@@ -206,13 +206,7 @@ NAME = "solve"
 """The name of the function that a problem asks for."""
 TESTS = "tests"
 """The column with a problem's tests."""
-DRAWN = 80
-"""Inputs that are drawn, of which the tests of a problem are chosen."""
 LEXICON = ("tree", "a", "moon", "otter", "to", "letters", "sea", "stone", "at", "yellow", "the", "oat", "east", "toe")
-
-
-def _integers(draws: random.Random) -> list[int]:
-    return [draws.randint(-4, 12) for _ in range(draws.randint(0, 8))]
 
 
 VALUES: dict[str, Callable[[random.Random], Any]] = {
@@ -220,7 +214,7 @@ VALUES: dict[str, Callable[[random.Random], Any]] = {
     "natural": lambda draws: draws.randint(0, 40),
     "positive": lambda draws: draws.randint(1, 60),
     "small": lambda draws: draws.randint(0, 12),
-    "integers": _integers,
+    "integers": lambda draws: [draws.randint(-4, 12) for _ in range(draws.randint(0, 8))],
     "text": lambda draws: " ".join(draws.choices(LEXICON, k=draws.randint(1, 3))),
     "words": lambda draws: draws.choices(LEXICON, k=draws.randint(0, 5)),
     "letters": lambda draws: "".join(draws.choices("abc", k=draws.randint(0, 6))),
@@ -256,69 +250,69 @@ class Programs:
         Raises:
           InputError: there is no such level, or a number is too small.
         """
-        known = sorted({template.level for template in TEMPLATES.values()})
+        levels = sorted({template.level for template in TEMPLATES.values()})
         require(
-            bool(self.levels) and set(self.levels) <= set(known),
-            f"source Programs has levels {self.levels}; choose of {', '.join(map(str, known))}",
+            bool(self.levels) and set(self.levels) <= set(levels),
+            f"source Programs has levels {self.levels}; choose of {', '.join(map(str, levels))}",
         )
         require(self.size >= 0, f"source Programs has size {self.size}; give at least 1, or 0 for all")
         require(self.tests >= 2, f"source Programs has {self.tests} tests of each problem; give at least 2")
-        of_levels = {name: one for name, one in TEMPLATES.items() if one.level in self.levels}
-        made = [(name, constants) for name, one in of_levels.items() for constants in constants_of(one)]
-        random.Random(self.seed).shuffle(made)
-        for name, constants in made[: self.size or None]:
+        names = [name for name, template in TEMPLATES.items() if template.level in self.levels]
+        variants = [(name, constants) for name in names for constants in constants_of(TEMPLATES[name])]
+        random.Random(self.seed).shuffle(variants)
+        for name, constants in variants[: self.size or None]:
             yield self._problem(name, constants)
 
     def _problem(self, name: str, constants: Mapping[str, Any]) -> Problem:
         template = TEMPLATES[name]
         solution = solution_of(template, constants)
-        others = [solution_of(template, other) for other in constants_of(template) if other != constants]
+        others = [load_solution(solution_of(template, other)) for other in constants_of(template) if other != constants]
         draws = random.Random(f"{self.seed} {name} {constants}")
-        drawn = [tuple(VALUES[kind](draws) for kind in template.parameters.values()) for _ in range(DRAWN)]
+        inputs = [tuple(VALUES[kind](draws) for kind in template.parameters.values()) for _ in range(80)]
         tests = [
-            f"assert {NAME}({', '.join(map(repr, given))}) == {result}"
-            for given, result in chosen(drawn, loaded(solution), list(map(loaded, others)), self.tests)
+            f"assert {NAME}({', '.join(map(repr, arguments))}) == {result}"
+            for arguments, result in choose_tests(inputs, load_solution(solution), others, self.tests)
         ]
         signature = f"{NAME}({', '.join(template.parameters)})"
         text = (
-            f"Write a Python function {signature} that returns {filled(template.returns, constants)}.\n"
+            f"Write a Python function {signature} that returns {fill_constants(template.returns, constants)}.\n"
             f"For example, {tests[0].removeprefix('assert ')}."
         )
         metadata = {TESTS: tests, "solution": solution, "level": template.level, "template": name}
         return problem_of(({"role": "user", "content": text},), "", self.label, metadata)
 
 
-def chosen(
-    drawn: list[tuple[Any, ...]], solution: Callable[..., Any], others: list[Callable[..., Any]], most: int
+def choose_tests(
+    inputs: list[tuple[Any, ...]], solution: Callable[..., Any], others: list[Callable[..., Any]], most: int
 ) -> list[tuple[tuple[Any, ...], str]]:
     """Return so many different inputs with their results, as Python text, that every other solution fails on one.
 
-    Each input is the one that most of the remaining others fail on, the first of equal ones; a solution that always
+    Each input is the one that most of the remaining solutions fail on, the first of equal ones; a solution that always
     returns the first result counts as one of them.
     """
-    inputs = list({repr(given): given for given in drawn}.values())
-    results = [repr(solution(*copies(given))) for given in inputs]
-    wrong = [[repr(other(*copies(given))) for given in inputs] for other in others]
+    inputs = list({repr(arguments): arguments for arguments in inputs}.values())
+    expected = [repr(solution(*copy_arguments(arguments))) for arguments in inputs]
+    wrong = [[repr(other(*copy_arguments(arguments))) for arguments in inputs] for other in others]
     places = [0]
-    left = [one for one in (*wrong, [results[0]] * len(inputs)) if one[0] == results[0]]
+    remaining = [results for results in (*wrong, [expected[0]] * len(inputs)) if results[0] == expected[0]]
     while len(places) < min(most, len(inputs)):
         free = [place for place in range(len(inputs)) if place not in places]
-        best = max(free, key=lambda place: sum(one[place] != results[place] for one in left))
+        best = max(free, key=lambda place: sum(results[place] != expected[place] for results in remaining))
         places.append(best)
-        left = [one for one in left if one[best] == results[best]]
-    return [(inputs[place], results[place]) for place in places]
+        remaining = [results for results in remaining if results[best] == expected[best]]
+    return [(inputs[place], expected[place]) for place in places]
 
 
 def constants_of(template: Template) -> Iterator[dict[str, Any]]:
     """Yield the constants of each of a template's problems; names that stand together are set together."""
     for values in itertools.product(*template.constants.values()):
-        found: dict[str, Any] = {}
+        constants: dict[str, Any] = {}
         for name, value in zip(template.constants, values, strict=True):
-            found |= {name: value} if isinstance(name, str) else dict(zip(name, value, strict=True))
-        yield found
+            constants |= {name: value} if isinstance(name, str) else dict(zip(name, value, strict=True))
+        yield constants
 
 
-def filled(text: str, constants: Mapping[str, Any]) -> str:
+def fill_constants(text: str, constants: Mapping[str, Any]) -> str:
     """Return a template's text with its constants."""
     for name, value in constants.items():
         text = text.replace(f"{{{name}}}", str(value))
@@ -327,17 +321,17 @@ def filled(text: str, constants: Mapping[str, Any]) -> str:
 
 def solution_of(template: Template, constants: Mapping[str, Any]) -> str:
     """Return the reference solution, a function definition."""
-    lines = filled(template.body, constants).split("\n")
+    lines = fill_constants(template.body, constants).split("\n")
     return "\n".join([f"def {NAME}({', '.join(template.parameters)}):", *(f"    {line}" for line in lines)]) + "\n"
 
 
-def loaded(solution: str) -> Callable[..., Any]:
+def load_solution(solution: str) -> Callable[..., Any]:
     """Return the function that a reference solution, a text of this package, defines."""
     names: dict[str, Any] = {}
     exec(solution, names)
     return names[NAME]
 
 
-def copies(given: tuple[Any, ...]) -> list[Any]:
+def copy_arguments(arguments: tuple[Any, ...]) -> list[Any]:
     """Return arguments that a solution may change."""
-    return [list(value) if isinstance(value, list) else value for value in given]
+    return [list(value) if isinstance(value, list) else value for value in arguments]

@@ -12,7 +12,7 @@ from jaxrl_llm import codec
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.tasks.extract import extract
 from jaxrl_llm.tasks.messages import WEIGHT, chat_of
-from jaxrl_llm.tasks.tables import field_of, is_empty
+from jaxrl_llm.tasks.tables import is_empty, nested_field
 from jaxrl_llm.types import Message, Problem
 
 
@@ -23,9 +23,10 @@ def problem_of(prompt: tuple[Message, ...], answer: str, label: str, metadata: d
 
 def prompt_key(prompt: Sequence[Message]) -> str:
     """Return the SHA-256, in hex, of a prompt's messages; equal on every machine."""
-    known = ("role", "content")
-    others = ({name: value for name, value in message.items() if name not in known} for message in prompt)
-    chat = [[*map(message.get, known), *filter(None, [more])] for message, more in zip(prompt, others, strict=True)]
+    chat = []
+    for message in prompt:
+        more = {name: value for name, value in message.items() if name not in ("role", "content")}
+        chat.append([message.get("role"), message.get("content"), *filter(None, [more])])
     text = json.dumps(chat, ensure_ascii=False)
     return codec.digest(text, 64)
 
@@ -36,8 +37,8 @@ def answer_in(source: Any, row: dict[str, Any], where: str, needed: bool) -> str
     """
     if source.answer_field is None:
         return ""
-    found = field_of(row, source.answer_field)
-    if not needed and (is_empty(found) or isinstance(found, list | dict)):
+    field = nested_field(row, source.answer_field)
+    if not needed and (is_empty(field) or isinstance(field, list | dict)):
         return ""
     answer = required(row, source.answer_field, where, "answer")
     if isinstance(answer, list | dict | bytes):
@@ -60,7 +61,7 @@ def _as_text(answer: Any) -> str:
 
 def required(row: dict[str, Any], name: str, where: str, role: str) -> Any:
     """Return the value of a field, the prompt's or the answer's by its ``role``; InputError if it is empty."""
-    value = field_of(row, name)
+    value = nested_field(row, name)
     if is_empty(value):
         remedy = ", or take rewards that need no answer (no Accuracy)" if role == "answer" else ""
         raise InputError(
@@ -71,11 +72,7 @@ def required(row: dict[str, Any], name: str, where: str, role: str) -> Any:
 
 
 def messages_of(prompt: Any, where: str) -> tuple[Message, ...]:
-    """Convert a prompt to chat messages (``chat_of``); a text becomes one message of the user.
-
-    Raises:
-      InputError: it is neither text nor a chat with a message of the user; ``where`` is named.
-    """
+    """Convert a prompt to chat messages (``chat_of``); a text becomes one message of the user."""
     if isinstance(prompt, str):
         return ({"role": "user", "content": prompt},)
     try:
@@ -94,12 +91,12 @@ Fingerprint = dict[str, int | str]
 
 def fingerprint(problems: Sequence[Problem | Any]) -> Fingerprint:
     """Return a fingerprint of problems or rows, independent of their table's place; small JSON, saved with a run."""
-    whole = [codec.digest_of_parts([content(problem)]) for problem in problems]
+    digests = [codec.digest_of_parts([content(problem)]) for problem in problems]
     return {
         "count": len(problems),
         "prompts": codec.digest_of_parts(sorted(problem.id for problem in problems)),
-        "contents": codec.digest_of_parts(sorted(whole)),
-        "order": codec.digest_of_parts(whole),
+        "contents": codec.digest_of_parts(sorted(digests)),
+        "order": codec.digest_of_parts(digests),
     }
 
 

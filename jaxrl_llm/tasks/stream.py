@@ -18,7 +18,7 @@ import numpy as np
 from jaxrl_llm import codec
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.system.setting import PATH, Range, Setting
-from jaxrl_llm.tasks.tables import field_of
+from jaxrl_llm.tasks.tables import nested_field
 from jaxrl_llm.types import Group, Problem
 
 Memory = dict[str, Any]
@@ -37,8 +37,6 @@ ASKED = "asked"
 """
 STREAMS = "streams"
 BEFORE = "before"
-TOLERANCE = 1e-9
-"""Rounding error allowed in shares, which are not exact fractions."""
 
 
 class PromptStream(Protocol):
@@ -119,21 +117,21 @@ def permutation(seed: int, epoch: int, size: int) -> np.ndarray:
     return np.argsort(bits, kind="stable")
 
 
-def drawn(weights: np.ndarray, seed: int, number: int) -> int:
+def draw_index(weights: np.ndarray, seed: int, number: int) -> int:
     """Draw an index with probability in proportion to its weight; a function of seed and number."""
     bits = np.random.PCG64(np.random.SeedSequence((seed, number))).random_raw()
     total = np.cumsum(weights)
     # Rounding may reach the total itself, and what has no weight is never drawn.
-    found = int(np.searchsorted(total, (bits >> 11) * 2.0**-53 * total[-1], side="right"))
-    return min(found, int(np.flatnonzero(weights)[-1]))
+    index = int(np.searchsorted(total, (bits >> 11) * 2.0**-53 * total[-1], side="right"))
+    return min(index, int(np.flatnonzero(weights)[-1]))
 
 
 @dataclasses.dataclass(frozen=True)
 class Interleaved:
     """Streams of several tasks: after n prompts a task with share w of the weights has had w n prompts, within one.
 
-    The next task is a function of the counts alone (``turn``), so that no chance moves the balance. Each stream numbers
-    its own prompts: its order does not depend on the other streams.
+    The next task is a function of the counts alone (``due_task``), so that no chance moves the balance. Each stream
+    numbers its own prompts: its order does not depend on the other streams.
 
     Attributes:
       streams: by the label of their task.
@@ -145,20 +143,20 @@ class Interleaved:
 
     def next(self, number: int, memory: Memory) -> tuple[Problem, Memory]:
         """Return the next problem, from the task that is due, and the new memory."""
-        asked = {label: memory.get(ASKED, {}).get(label, 0) for label in self.streams}
+        counts = {label: memory.get(ASKED, {}).get(label, 0) for label in self.streams}
         before = memory.get(BEFORE, {})
-        label = turn({label: count - before.get(label, 0) for label, count in asked.items()}, self.weights)
+        label = due_task({label: count - before.get(label, 0) for label, count in counts.items()}, self.weights)
         inner = memory.get(STREAMS, {})
-        problem, remembered = self.streams[label].next(asked[label], inner.get(label, {}))
-        return problem, memory | {ASKED: asked | {label: asked[label] + 1}, STREAMS: inner | {label: remembered}}
+        problem, new = self.streams[label].next(counts[label], inner.get(label, {}))
+        return problem, memory | {ASKED: counts | {label: counts[label] + 1}, STREAMS: inner | {label: new}}
 
     def observe(self, memory: Memory, groups: Sequence[Group]) -> Memory:
         """Return the memory after each group is passed to the stream of its task."""
         inner = memory.get(STREAMS, {})
         remembered = {}
         for label in dict.fromkeys(group.problem.task for group in groups):
-            own = [group for group in groups if group.problem.task == label]
-            remembered[label] = self.streams[label].observe(inner.get(label, {}), own)
+            task_groups = [group for group in groups if group.problem.task == label]
+            remembered[label] = self.streams[label].observe(inner.get(label, {}), task_groups)
         return memory | {STREAMS: inner | remembered}
 
     def learns(self, memory: Memory) -> bool:
@@ -168,12 +166,12 @@ class Interleaved:
 
     def metrics(self, before: Memory, after: Memory) -> dict[str, Any]:
         """Return each stream's metrics as ``task/<label>/...``; events keep their names."""
-        found = {}
+        metrics = {}
         for label, stream in self.streams.items():
-            of_task = stream.metrics(*(memory.get(STREAMS, {}).get(label, {}) for memory in (before, after)))
-            for name, value in of_task.items():
-                found[name if name.startswith("event/") else f"task/{label}/{name}"] = value
-        return found
+            task_metrics = stream.metrics(*(memory.get(STREAMS, {}).get(label, {}) for memory in (before, after)))
+            for name, value in task_metrics.items():
+                metrics[name if name.startswith("event/") else f"task/{label}/{name}"] = value
+        return metrics
 
 
 Places = Mapping[str, tuple[int, Memory]]
@@ -186,43 +184,43 @@ def places_in(memory: Memory, labels: Sequence[str], prompts: int) -> Places:
     ``prompts``: of the run so far, by which those of a single task are numbered.
     """
     if len(labels) > 1:
-        asked, streams = memory.get(ASKED, {}), memory.get(STREAMS, {})
-        return {label: (asked.get(label, 0), streams.get(label, {})) for label in labels}
-    own = {name: value for name, value in memory.items() if name != OTHERS}
-    return {label: (prompts - memory.get(OTHERS, 0), own) for label in labels}
+        counts, streams = memory.get(ASKED, {}), memory.get(STREAMS, {})
+        return {label: (counts.get(label, 0), streams.get(label, {})) for label in labels}
+    task_memory = {name: value for name, value in memory.items() if name != OTHERS}
+    return {label: (prompts - memory.get(OTHERS, 0), task_memory) for label in labels}
 
 
-def going_on(places: Places, labels: Sequence[str], prompts: int) -> Memory:
+def resume_memory(places: Places, labels: Sequence[str], prompts: int) -> Memory:
     """Return a stream's memory in which each task resumes from its place, or starts if it has none: the inverse of
     ``places_in``. Shares count from here.
     """
     if len(labels) > 1:
-        asked = {label: count for label, (count, _) in places.items()}
-        return {ASKED: asked, BEFORE: asked, STREAMS: {label: own for label, (_, own) in places.items()}}
-    count, own = places.get(labels[0], (0, {}))
-    return own | ({OTHERS: prompts - count} if prompts > count else {})
+        counts = {label: count for label, (count, _) in places.items()}
+        return {ASKED: counts, BEFORE: counts, STREAMS: {label: memory for label, (_, memory) in places.items()}}
+    count, task_memory = places.get(labels[0], (0, {}))
+    return task_memory | ({OTHERS: prompts - count} if prompts > count else {})
 
 
-def turn(asked: Mapping[str, int], weights: Mapping[str, float]) -> str:
+def due_task(counts: Mapping[str, int], weights: Mapping[str, float]) -> str:
     """Return the task that is due (R. Tijdeman, The chairman assignment problem, 1980): no count is ever a whole prompt
     away from its share.
 
     Among the tasks that one more prompt would not put too far ahead, it is the one that would fall behind first.
 
     Args:
-      asked: prompts of each task so far.
+      counts: prompts of each task so far.
       weights: positive.
     """
     if len(weights) == 1:
         return next(iter(weights))
     total = sum(weights.values())
-    number = sum(asked.values())
+    number = sum(counts.values())
     slack = 1 / (2 * len(weights) - 2)
     due = {}  # after how many prompts the task's share exceeds its count by too much
     for label, weight in weights.items():
         share = weight / total
-        if share * (number + 1) - asked[label] >= slack - TOLERANCE:
-            due[label] = (1 - slack - share * number + asked[label]) / share
+        if share * (number + 1) - counts[label] >= slack - 1e-9:  # shares are no exact fractions
+            due[label] = (1 - slack - share * number + counts[label]) / share
     return min(due, key=due.__getitem__)
 
 
@@ -286,26 +284,26 @@ class EasyToHard(Setting):
         turned = self.by == BY_SUCCESS and not self.rising
         require(not turned, f"{where}rising must be left out where by is success, got {self.rising}")
 
-    def __call__(self, difficulty: np.ndarray, left: np.ndarray, number: int, ties: np.ndarray) -> np.ndarray:
+    def __call__(self, difficulty: np.ndarray, candidates: np.ndarray, number: int, ties: np.ndarray) -> np.ndarray:
         """Return which problems are open, bool[N].
 
         Args:
           difficulty: [N].
-          left: bool[N], those that are not dropped.
+          candidates: bool[N], those that are not dropped.
           number: of the prompt.
           ties: int[N], a permutation: of equally easy problems those with smaller numbers come first.
         """
-        total = int(left.sum())
+        total = int(candidates.sum())
         share = min(1.0, self.start + (1 - self.start) * number / self.over)
         count = math.ceil(share * total - 1e-9)  # a share's rounding opens no further problem
         if count >= total:
-            return left
-        hardest = np.partition(difficulty[left], count - 1)[count - 1]
-        found = left & (difficulty < hardest)
-        equal = np.flatnonzero(left & (difficulty == hardest))
-        more = count - int(found.sum())
-        found[equal[np.argpartition(ties[equal], more - 1)[:more]]] = True
-        return found
+            return candidates
+        hardest = np.partition(difficulty[candidates], count - 1)[count - 1]
+        opened = candidates & (difficulty < hardest)
+        equal = np.flatnonzero(candidates & (difficulty == hardest))
+        more = count - int(opened.sum())
+        opened[equal[np.argpartition(ties[equal], more - 1)[:more]]] = True
+        return opened
 
 
 @dataclasses.dataclass(frozen=True)
@@ -387,23 +385,20 @@ class Curriculum(Setting):
 
 
 def difficulties(easy: EasyToHard, problems: Sequence[Problem]) -> np.ndarray:
-    """Return the number in the column of each problem, turned so that larger is harder, float64[N].
-
-    Raises:
-      InputError: a problem has no number there; the message names the columns that do.
-    """
-    found = np.empty(len(problems))
+    """Return the number in the column of each problem, turned so that larger is harder, float64[N]."""
+    values = np.empty(len(problems))
     for index, problem in enumerate(problems):
-        value = field_of(problem.metadata, easy.by)
-        if not _is_number(value) or math.isnan(value):
-            columns = [name for name in codec.flat(problem.metadata) if _is_number(field_of(problem.metadata, name))]
+        column = nested_field(problem.metadata, easy.by)
+        if not _is_number(column) or math.isnan(column):
+            fields = {name: nested_field(problem.metadata, name) for name in codec.flat(problem.metadata)}
+            columns = [name for name, field in fields.items() if _is_number(field)]
             raise InputError(
-                f"easy_to_hard.by {easy.by!r} is {value!r:.40} in problem {problem.metadata.get('row', problem.id)}, "
+                f"easy_to_hard.by {easy.by!r} is {column!r:.40} in problem {problem.metadata.get('row', problem.id)}, "
                 "and it takes a number for each: give a column that has them "
                 f"(there: {', '.join(columns) or 'none'}), or success"
             )
-        found[index] = value
-    return found if easy.rising else -found
+        values[index] = column
+    return values if easy.rising else -values
 
 
 def _is_number(value: Any) -> bool:
@@ -424,41 +419,41 @@ class Scheduled:
       curriculum: the rules.
       problems: all of them, N.
       seed: of every draw, with the prompt's number.
-      known: memory of another run's stream; empty for none.
+      prior_memory: memory of another run's stream; empty for none.
     """
 
     curriculum: Curriculum
     problems: Sequence[Problem]
     seed: int
-    known: Memory = dataclasses.field(default_factory=dict)
+    prior_memory: Memory = dataclasses.field(default_factory=dict)
 
     def next(self, number: int, memory: Memory) -> tuple[Problem, Memory]:
         """Return the problem drawn for this prompt, and the new memory."""
         number -= memory.get(OTHERS, 0)
         if number and not memory.keys() - {OTHERS}:
-            begun = number - number % len(self.problems)  # so many prompts were asked as ``Shuffled`` asks
+            round_start = number - number % len(self.problems)  # so many prompts were asked as ``Shuffled`` asks
             last = np.full(len(self.problems), NONE, np.int64)
-            for place in range(begun, number):
+            for place in range(round_start, number):
                 last[problem_index(self.seed, place, len(self.problems))] = place
-            memory = memory | {COUNTED: last, "begun": begun, "asked": number}
+            memory = memory | {COUNTED: last, "begun": round_start, "asked": number}
         memory = self.valid(memory)
         if memory.get("since", 0) == NONE:
             memory = memory | {"since": number}
         active = self.active(number, memory)
-        begun = memory["begun"]
+        round_start = memory["begun"]
         if self.curriculum.prioritised is not None:
             weights = np.where(active, self.curriculum.prioritised(self.success(memory)), 0.0)
             weights = weights if weights.any() else active.astype(float)
         else:
-            unasked = active & (memory["last"] < begun)
+            unasked = active & (memory["last"] < round_start)
             if not unasked.any():
-                begun = number
+                round_start = number
                 unasked = active
             weights = unasked.astype(float)
-        index = drawn(weights, self.seed, number)
+        index = draw_index(weights, self.seed, number)
         last = memory["last"].copy()
         last[index] = number
-        return self.problems[index], memory | {"last": last, "begun": begun, "asked": number + 1}
+        return self.problems[index], memory | {"last": last, "begun": round_start, "asked": number + 1}
 
     def observe(self, memory: Memory, groups: Sequence[Group]) -> Memory:
         """Count the answers of known accuracy, each for the part of it that is right; return the new memory."""
@@ -466,15 +461,15 @@ class Scheduled:
         tries, solved, streak = (memory[name].copy() for name in ("tries", "solved", "streak"))
         for group in groups:
             index = self._index.get(group.problem.id)
-            known = group.credit[~np.isnan(group.credit)]
-            if index is None or not len(known):
+            credits = group.credit[~np.isnan(group.credit)]
+            if index is None or not len(credits):
                 continue
-            tries[index] = tries[index] * np.float32(self.curriculum.fade) + np.float32(len(known))
-            solved[index] = solved[index] * np.float32(self.curriculum.fade) + np.float32(known.sum())
-            if (known == 1).all():
+            tries[index] = tries[index] * np.float32(self.curriculum.fade) + np.float32(len(credits))
+            solved[index] = solved[index] * np.float32(self.curriculum.fade) + np.float32(credits.sum())
+            if (credits == 1).all():
                 streak[index] = max(streak[index], 0) + 1
             else:
-                streak[index] = 0 if known.any() else min(streak[index], 0) - 1
+                streak[index] = 0 if credits.any() else min(streak[index], 0) - 1
         return memory | {"tries": tries, "solved": solved, "streak": streak}
 
     def learns(self, memory: Memory) -> bool:
@@ -487,15 +482,15 @@ class Scheduled:
         dropped = self.dropped(after["asked"], after)
         seen = after["tries"] > 0
         rates = after["solved"][seen] / after["tries"][seen]
-        found: dict[str, Any] = {
+        metrics: dict[str, Any] = {
             "curriculum/active": int(self.active(after["asked"], after).sum()),
             "curriculum/dropped_solved": int((dropped & (after["streak"] > 0)).sum()),
             "curriculum/dropped_unsolved": int((dropped & (after["streak"] < 0)).sum()),
             "curriculum/success": float(rates.mean(dtype=np.float64)) if seen.any() else math.nan,
         }
         if dropped.all() and not self.dropped(before["asked"], before).all():
-            found["event/curriculum_exhausted"] = f"all {len(dropped)} problems are dropped, so all are asked again"
-        return found
+            metrics["event/curriculum_exhausted"] = f"all {len(dropped)} problems are dropped, so all are asked again"
+        return metrics
 
     def valid(self, memory: Memory) -> Memory:
         """Return the memory if it is of these problems; else the one before the first prompt, with known places."""
@@ -520,15 +515,15 @@ class Scheduled:
 
     def active(self, number: int, memory: Memory) -> np.ndarray:
         """Return which problems prompt ``number`` may ask, bool[N]; at least one."""
-        left = ~self.dropped(number, memory)
-        left = left if left.any() else ~left
+        candidates = ~self.dropped(number, memory)
+        candidates = candidates if candidates.any() else ~candidates
         easy = self.curriculum.easy_to_hard
         if easy is None:
-            return left
+            return candidates
         hard = 1 - self.success(memory) if easy.by == BY_SUCCESS else self._difficulty
         since = memory.get("since", 0)
         ties = permutation(self.seed, 0, len(self.problems))
-        return easy(hard, left, 0 if since == NONE else number - since, ties)
+        return easy(hard, candidates, 0 if since == NONE else number - since, ties)
 
     @functools.cached_property
     def first(self) -> Memory:
@@ -536,9 +531,10 @@ class Scheduled:
         size = len(self.problems)
         kinds = {"tries": np.float32, "solved": np.float32, "streak": np.int32}
         counts = {name: np.zeros(size, kind) for name, kind in kinds.items()}
-        known = {name: array for name, array in self.known.items() if name in counts}
+        prior_counts = {name: array for name, array in self.prior_memory.items() if name in counts}
         places = {"last": np.full(size, NONE, np.int64), "begun": 0, "asked": 0, "since": NONE}
-        return counts | known | places | {"problems": codec.digest("\n".join(problem.id for problem in self.problems))}
+        digest = codec.digest("\n".join(problem.id for problem in self.problems))
+        return counts | prior_counts | places | {"problems": digest}
 
     @functools.cached_property
     def _index(self) -> dict[str, int]:

@@ -15,10 +15,6 @@ from jaxrl_llm.errors import InputError, one_line, require
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 NOT_UTF8 = "{} has text that is not UTF-8 ({}); write it again in UTF-8"
-LONGEST_CELL = 2**31 - 1
-"""Characters of one cell of a CSV file; Python's own limit is 131072, which a long solution may pass."""
-
-
 LONGEST_SHOWN = 60
 """Maximum number of characters of a value in a message."""
 DEEPEST = 200
@@ -29,22 +25,17 @@ class BadRow(InputError):
     """Error in one row; the rows after it are usable."""
 
 
-def sound(where: str, row: Any) -> tuple[str, dict[str, Any]]:
-    """Return a row with its values as ``cleaned`` returns them, after its place.
-
-    Raises:
-      BadRow: the row is not an object with named fields, is nested too deeply, or has text that no tokenizer and no
-        file can take.
-    """
+def clean_row(where: str, row: Any) -> tuple[str, dict[str, Any]]:
+    """Return a row with its values as ``clean_value`` returns them, after its place."""
     if not isinstance(row, dict):
         raise BadRow(f"{where} is a {type(row).__name__}; a row is an object with fields")
-    found = {}
+    fields = {}
     for name, value in row.items():
         if not isinstance(name, str):
-            raise BadRow(f"{where} has a field named {shown(name)}; names of fields are text")
+            raise BadRow(f"{where} has a field named {short_repr(name)}; names of fields are text")
         try:
-            found[name] = _present(cleaned(value))
-            broken = unwritable([name, found[name]])
+            fields[name] = _without_nan(clean_value(value))
+            broken = unwritable([name, fields[name]])
         except RecursionError:
             raise BadRow(f"{where}: field {name!a} is nested too deeply to be read; leave the row out") from None
         if broken:
@@ -52,26 +43,23 @@ def sound(where: str, row: Any) -> tuple[str, dict[str, Any]]:
                 f"{where}: field {name!a} holds {broken!a}, half of a surrogate pair, which UTF-8 "
                 "cannot hold; write the character, or leave the row out"
             )
-    return where, found
+    return where, fields
 
 
-def cleaned(value: Any, depth: int = 0) -> Any:
+def clean_value(value: Any, depth: int = 0) -> Any:
     """Return a field's value in the form that it has by every way, as values of JSON where it can be.
 
     Arrow fills in nulls where records of a list differ: names in records that hold None, or a number that is none
     (NaN), are left out. A number of another precision is the decimal that was written, so a float32 0.1 is 0.1. Bytes
     of UTF-8 are text, and arrays and tuples lists. Other values stay.
-
-    Raises:
-      RecursionError: the value is nested too deeply.
     """
     if depth > DEEPEST:
         raise RecursionError
     if isinstance(value, dict):
-        items = ((name, _present(cleaned(item, depth + 1))) for name, item in value.items())
+        items = ((name, _without_nan(clean_value(item, depth + 1))) for name, item in value.items())
         return {name: item for name, item in items if item is not None}
     if isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.ndim):
-        return [cleaned(item, depth + 1) for item in value]
+        return [clean_value(item, depth + 1) for item in value]
     if isinstance(value, np.ndarray | np.generic):
         value = float(str(value)) if np.issubdtype(value.dtype, np.floating) else value.item()
     if isinstance(value, bytes):
@@ -81,12 +69,12 @@ def cleaned(value: Any, depth: int = 0) -> Any:
     return value
 
 
-def _present(value: Any) -> Any:
+def _without_nan(value: Any) -> Any:
     """Return a field's value; None for the number that stands for a missing one in tables."""
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
-def shown(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """Format a value for a message: its beginning on one line."""
     try:
         text = " ".join(repr(value).split())
@@ -106,7 +94,7 @@ def unwritable(value: Any) -> str:
     return next(filter(None, map(unwritable, parts)), "")
 
 
-def field_of(row: dict[str, Any], name: str) -> Any:
+def nested_field(row: dict[str, Any], name: str) -> Any:
     """Return the value of a field, None if it is missing; a dot reaches into a nested record."""
     value: Any = row
     for part in [name] if name in row else name.split("."):
@@ -119,20 +107,15 @@ def is_empty(value: Any) -> bool:
     return value is None or (isinstance(value, str | list | tuple | dict) and not value)
 
 
-def rows_of(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of a file, each after its place; a row that is not well-formed does not end the iterator.
-
-    Raises:
-      InputError: the file is missing, its suffix is unknown, or it is not what the suffix says.
-      BadRow: one row cannot be read; the next one may be.
-    """
-    known = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
-    require(path.suffix in SUFFIXES, f"{path} has the suffix {path.suffix!r}; tables are {known} files")
+def read_table(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the rows of a file, each after its place; a row that is not well-formed does not end the iterator."""
+    suffixes = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
+    require(path.suffix in SUFFIXES, f"{path} has the suffix {path.suffix!r}; tables are {suffixes} files")
     require(path.is_file(), f"{path} not found; paths start at the current folder, {Path.cwd()}")
     if path.suffix == ".jsonl":
-        return itertools.starmap(_parsed, _lines(path))
+        return itertools.starmap(_json_line, _lines(path))
     if path.suffix == ".csv":
-        return itertools.starmap(_named, _cells(path))
+        return itertools.starmap(_csv_row, _cells(path))
     return _json_rows(path) if path.suffix == ".json" else _parquet_rows(path)
 
 
@@ -141,7 +124,7 @@ def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
         yield from ((f"{path}:{count}", line) for count, line in enumerate(lines, start=1) if line.strip())
 
 
-def _parsed(where: str, line: bytes) -> tuple[str, Any]:
+def _json_line(where: str, line: bytes) -> tuple[str, Any]:
     try:
         return where, json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -162,7 +145,7 @@ def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 def _cells(path: Path) -> Iterator[tuple[str, list[str], list[str]]]:
     """Yield place (its first line), names and cells of each row of a CSV file; a mark of byte order is skipped."""
-    csv.field_size_limit(LONGEST_CELL)
+    csv.field_size_limit(2**31 - 1)  # a long solution may pass Python's own limit of 131072 characters a cell
     before = 0
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -184,7 +167,7 @@ def _cells(path: Path) -> Iterator[tuple[str, list[str], list[str]]]:
         ) from error
 
 
-def _named(where: str, names: list[str], cells: list[str]) -> tuple[str, Any]:
+def _csv_row(where: str, names: list[str], cells: list[str]) -> tuple[str, Any]:
     if len(cells) != len(names):
         raise BadRow(
             f"{where} has {len(cells)} cells, and the first line names {len(names)} columns; put text with commas in "
@@ -199,8 +182,8 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
 
     try:
         with contextlib.closing(pyarrow.parquet.ParquetFile(path)) as table:
-            found = (row for batch in table.iter_batches() for row in batch.to_pylist(maps_as_pydicts="strict"))
-            rows = _written_in(found, table.schema_arrow)
+            read = (row for batch in table.iter_batches() for row in batch.to_pylist(maps_as_pydicts="strict"))
+            rows = _written_rows(read, table.schema_arrow)
             yield from ((f"{path}:{count}", row) for count, row in enumerate(rows, start=1))
     except (pyarrow.ArrowException, OSError) as error:  # its readers raise either for a damaged file
         raise InputError(f"{path} is not a Parquet file ({one_line(error, 200)}); write it again") from error
@@ -208,20 +191,20 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
         raise InputError(NOT_UTF8.format(path, one_line(error, 200))) from error
 
 
-def as_written(rows: Any) -> Iterator[Any]:
+def with_written_numbers(rows: Any) -> Iterator[Any]:
     """Yield rows, those of a ``datasets.Dataset`` with their numbers as they were written."""
     schema = getattr(getattr(rows, "features", None), "arrow_schema", None)
-    return iter(rows) if schema is None else _written_in(rows, schema)
+    return iter(rows) if schema is None else _written_rows(rows, schema)
 
 
-def _written_in(rows: Iterable[Any], schema: Any) -> Iterator[Any]:
+def _written_rows(rows: Iterable[Any], schema: Any) -> Iterator[Any]:
     import pyarrow
 
     kind = pyarrow.struct(list(schema))
-    return (_as_written(row, kind) for row in rows) if "float" in str(kind) else iter(rows)
+    return (_written_value(row, kind) for row in rows) if "float" in str(kind) else iter(rows)
 
 
-def _as_written(value: Any, kind: Any) -> Any:
+def _written_value(value: Any, kind: Any) -> Any:
     """Return a value of an Arrow type; numbers of less than 64 bits are the decimals that were written: a float32 0.1
     is 0.1 and not 0.10000000149.
     """
@@ -230,10 +213,10 @@ def _as_written(value: Any, kind: Any) -> Any:
     if types.is_float32(kind) or types.is_float16(kind):
         return value if value is None else float(str((np.float32 if types.is_float32(kind) else np.float16)(value)))
     if isinstance(value, list) and (types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)):
-        return [_as_written(item, kind.value_type) for item in value]
+        return [_written_value(item, kind.value_type) for item in value]
     if isinstance(value, dict) and types.is_map(kind):
-        return {name: _as_written(item, kind.item_type) for name, item in value.items()}
+        return {name: _written_value(item, kind.item_type) for name, item in value.items()}
     if isinstance(value, dict):
         kinds = {field.name: field.type for field in kind}
-        return {name: _as_written(item, kinds[name]) if name in kinds else item for name, item in value.items()}
+        return {name: _written_value(item, kinds[name]) if name in kinds else item for name, item in value.items()}
     return value

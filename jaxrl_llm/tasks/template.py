@@ -28,7 +28,7 @@ from jaxrl_llm.codec import digest
 from jaxrl_llm.errors import InputError, one_line
 from jaxrl_llm.models.pretrained import CHATML
 from jaxrl_llm.system.signals import interpreter
-from jaxrl_llm.tasks.task import Task, check_template
+from jaxrl_llm.tasks.task import Task, check_template_name
 from jaxrl_llm.types import Message
 
 SECONDS = 2.0
@@ -37,8 +37,6 @@ MEMORY = 512 * 1024**2
 """Bytes of memory that it may take."""
 LONGEST = 4 * 1024**2
 """Characters that it may write: a tokenizer takes some 100 bytes of memory for each."""
-LONGEST_REASON = 200
-"""Maximum number of characters quoted from a template's own error."""
 HARMLESS = ("872be49dbb638044ad01b60388f48d469ff2980e5f0dccdc22ec907db54d0788",)
 """SHA-256 of further templates that this process renders itself, since they are known: that of SmolLM2."""
 
@@ -58,28 +56,25 @@ class Renderer:
         """Return the text of a chat; if ``asks``, up to the start of the assistant's next message.
 
         ``options``: passed to the template in addition to the messages and the tokenizer's special tokens.
-
-        Raises:
-          InputError: the template refuses the messages, or goes beyond a limit; the message is the reason alone.
         """
         if template == CHATML or digest(template, 64) in HARMLESS:
-            return _rendered(tokenizer, template, messages, options, asks)
+            return _apply_template(tokenizer, template, messages, options, asks)
         with self._lock:
             if template in self._endless:
                 raise InputError(self._endless[template])
             try:
-                self._started().send((template, [*messages], {**tokenizer.special_tokens_map, **options}, asks))
+                self._start().send((template, [*messages], {**tokenizer.special_tokens_map, **options}, asks))
                 text, reason = json.loads(self._connection.recv_bytes())
             except (EOFError, OSError):
-                reason = self._endless[template] = self._ended()
+                reason = self._endless[template] = self._end()
             except BaseException:  # an answer still on its way would be taken for that of the next chat
-                self._ended()
+                self._end()
                 raise
         if reason:
             raise InputError(reason)
         return text
 
-    def _started(self) -> Any:
+    def _start(self) -> Any:
         """Return the connection to the process."""
         if self._process is None or self._process.poll() is not None:
             self._connection, theirs = multiprocessing.Pipe()
@@ -91,7 +86,7 @@ class Renderer:
             weakref.finalize(self, _kill, self._process, os.getpid())
         return self._connection
 
-    def _ended(self) -> str:
+    def _end(self) -> str:
         """End the process; return why it did."""
         self._connection.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -114,7 +109,7 @@ RENDERER = Renderer()
 """Renders the templates of this process."""
 
 
-def _rendered(
+def _apply_template(
     tokenizer: Any, template: str, messages: Sequence[Message], options: Mapping[str, Any], asks: bool
 ) -> str:
     try:
@@ -126,7 +121,7 @@ def _rendered(
     except MemoryError:
         raise InputError(f"it takes more than {MEMORY >> 20} MiB") from None
     except Exception as error:  # a template is a program, and raises whatever it likes
-        raise InputError(one_line(error, LONGEST_REASON)) from error
+        raise InputError(one_line(error, 200)) from error
 
 
 def main(handle: str) -> None:
@@ -152,7 +147,7 @@ def main(handle: str) -> None:
             template, messages, options, asks = connection.recv()
             signal.setitimer(signal.ITIMER_PROF, SECONDS)
             try:
-                text, reason = _rendered(tokenizer, template, messages, options, asks), ""
+                text, reason = _apply_template(tokenizer, template, messages, options, asks), ""
                 if len(text) > LONGEST:
                     text, reason = "", f"it writes more than {LONGEST} characters"
             except InputError as error:
@@ -185,16 +180,12 @@ class Wording(Protocol):
 
 
 def check_tokenizer(tokenizer: Any, name: str = "the model's directory") -> None:
-    """Refuse a model without a tokenizer; ``name`` says in the message which model it is.
-
-    Raises:
-      InputError: the tokenizer is None.
-    """
+    """Refuse a model without a tokenizer; ``name`` says in the message which model it is."""
     if tokenizer is None:
         raise InputError(f"{name} has no tokenizer: put tokenizer.json and tokenizer_config.json next to its weights")
 
 
-def worded(prompt: Iterable[Message], wording: Wording) -> list[Message]:
+def word_prompt(prompt: Iterable[Message], wording: Wording) -> list[Message]:
     """Return a prompt's messages with the system message and the suffix in place."""
     messages = [dict(message) for message in prompt]
     if wording.system is not None:
@@ -205,30 +196,22 @@ def worded(prompt: Iterable[Message], wording: Wording) -> list[Message]:
     return messages
 
 
-def rendered(
+def render_chat(
     messages: list[Message], wording: Wording, tokenizer: Any, asks: bool = True, options: dict[str, Any] | None = None
 ) -> str:
     """Render worded messages as text; if ``asks``, up to the start of the assistant's next message.
 
     ``options``: passed to the template in addition to the messages.
-
-    Raises:
-      InputError: no chat template, an unknown template, or one that refuses the messages or goes beyond a limit of
-        this module.
     """
     if wording.template == "plain":
         return "\n\n".join(message["content"] for message in messages)
-    template = _on_the_day(template_text(wording, tokenizer), wording.date, _option(wording, "template"))
+    template = _with_date(template_text(wording, tokenizer), wording.date, _option(wording, "template"))
     try:
         return RENDERER.render(template, messages, options or {}, asks, tokenizer)
     except InputError as error:
         settings = " or ".join(_option(wording, name) for name in ("system", "template"))
-        told = f", or the row's template options ({', '.join(options)})" if options else ""
-        raise InputError(f"the chat template refuses the messages ({error}); change {settings}{told}") from error
-
-
-_SAID = [{"role": role, "content": content} for role, content in (("user", "a"), ("assistant", "b"), ("user", "c"))]
-_CHATS = (_SAID[:1], _SAID[:2], _SAID, [{"role": "system", "content": "d"}, *_SAID[:1]])
+        row_options = f", or the row's template options ({', '.join(options)})" if options else ""
+        raise InputError(f"the chat template refuses the messages ({error}); change {settings}{row_options}") from error
 
 
 def template_fingerprint(template: str, tokenizer: Any) -> str:
@@ -237,15 +220,18 @@ def template_fingerprint(template: str, tokenizer: Any) -> str:
     If a template can write none of a few chats, such as one that reads the clock in its own way, its text is hashed.
     """
     wording = Task([], template=template, date="2000-01-01")
-    found: list[str | None] = []
-    for chat, asks in itertools.product(_CHATS, (True, False)):
+    turns = [("user", "a"), ("assistant", "b"), ("user", "c")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    chats = (messages[:1], messages[:2], messages, [{"role": "system", "content": "d"}, *messages[:1]])
+    texts: list[str | None] = []
+    for chat, asks in itertools.product(chats, (True, False)):
         try:
-            found.append(rendered(chat, wording, tokenizer, asks))
+            texts.append(render_chat(chat, wording, tokenizer, asks))
         except InputError:
-            found.append(None)
-    if not any(found):
-        found = [str(tokenizer.chat_template) if template == "tokenizer" else template]
-    return digest(found)
+            texts.append(None)
+    if not any(texts):
+        texts = [str(tokenizer.chat_template) if template == "tokenizer" else template]
+    return digest(texts)
 
 
 def _option(wording: Wording, name: str) -> str:
@@ -254,11 +240,7 @@ def _option(wording: Wording, name: str) -> str:
 
 
 def template_text(wording: Wording, tokenizer: Any) -> str:
-    """Return the Jinja text that a wording names; the wording is not ``plain``.
-
-    Raises:
-      InputError: the name is unknown, or the tokenizer has no template.
-    """
+    """Return the Jinja text that a wording names; the wording is not ``plain``."""
     if wording.template == "tokenizer":
         if tokenizer.chat_template is None:
             option = _option(wording, "template")
@@ -266,25 +248,25 @@ def template_text(wording: Wording, tokenizer: Any) -> str:
         return tokenizer.get_chat_template()
     if wording.template == "chatml":
         return CHATML
-    check_template(wording.template)
+    check_template_name(wording.template)
     return wording.template
 
 
 @functools.lru_cache(maxsize=8)
-def _on_the_day(template: str, day: str | None, option: str) -> str:
+def _with_date(template: str, day: str | None, option: str) -> str:
     """Return the template with the day in place of its calls of the clock; transformers passes no function to a
     template.
     """
     if day is None:
         return template
     today = datetime.datetime.fromisoformat(day)
-    told = _CLOCK.sub(lambda asked: json.dumps(today.strftime(asked["format"]), ensure_ascii=False), template)
-    if "strftime_now(" in told:
+    dated = _CLOCK.sub(lambda call: json.dumps(today.strftime(call["format"]), ensure_ascii=False), template)
+    if "strftime_now(" in dated:
         raise InputError(
             "the chat template reads the clock by a format that it computes, so that no date can be set "
             f"for it; give another with {option}"
         )
-    return told
+    return dated
 
 
 def bos(text: str, tokenizer: Any) -> list[int]:

@@ -67,10 +67,10 @@ def _completion(said: str) -> Any:
 def extract_any(case: Any, folder: Path) -> Any:
     """Cut answers out of a text, in every way, and read them as numbers."""
     from jaxrl_llm.tasks.extract import EXTRACTORS as KNOWN
-    from jaxrl_llm.tasks.extract import answer_of, extract, integer, number
+    from jaxrl_llm.tasks.extract import answer_of, extract, integer, parse_number
 
     found = [extract(case, one) for one in EXTRACTORS if one in KNOWN or ":" in one]
-    return found, [answer_of(case, one) for one in EXTRACTORS], number(case), integer(case)
+    return found, [answer_of(case, one) for one in EXTRACTORS], parse_number(case), integer(case)
 
 
 def verify(case: Any, folder: Path) -> Any:

@@ -19,7 +19,7 @@ from jaxrl_llm.models.weights import INDEX, open_checkpoint, open_file, read_obj
 from jaxrl_llm.runs.load import find_run
 from jaxrl_llm.system.json_lines import number, read_rows
 from jaxrl_llm.tasks import Table, Task, load
-from jaxrl_llm.tasks.tables import sound
+from jaxrl_llm.tasks.tables import clean_row
 from jaxrl_llm.telemetry.report import page
 
 pytestmark = pytest.mark.slow
@@ -98,7 +98,7 @@ def test_rows_that_are_nested_or_huge_are_refused(tmp_path):
     for _ in range(300):
         value = [value]
     with pytest.raises(InputError, match="nested too deeply"):
-        sound("rows[0]", {"a": value})
+        clean_row("rows[0]", {"a": value})
     assert number(10**400) is None
     with pytest.raises(InputError, match="line 1 is not a JSON object"):
         list(read_rows(tmp_path / "rows.jsonl"))

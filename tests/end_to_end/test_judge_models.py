@@ -19,7 +19,7 @@ from jaxrl_llm.rewards import JudgeModel, Pairwise, Rubric, Scorer
 from jaxrl_llm.rewards.endpoint import JudgeAnswer
 from jaxrl_llm.rewards.shaping import check_reward
 from jaxrl_llm.stages.judges import answered, load_judge_model
-from jaxrl_llm.tasks.template import rendered
+from jaxrl_llm.tasks.template import render_chat
 from jaxrl_llm.types import Message
 
 pytestmark = pytest.mark.slow
@@ -99,7 +99,7 @@ def test_an_answer_is_the_most_likely_text_whoever_is_asked_beside():
     found = judge.ask([first, second, first, chat("long", "x" * 200)])
     for place, asked in ((0, first), (1, second)):
         row = judge.prompt(asked).tolist()
-        assert tokenizer.decode(row) == rendered(asked, JUDGE, tokenizer)
+        assert tokenizer.decode(row) == render_chat(asked, JUDGE, tokenizer)
         start = len(row)
         while len(row) < start + 5 and row[-1:] != [model.config.tokens.eos[0]]:
             padded = np.int32([row + [0] * (126 - len(row))])

@@ -7,7 +7,7 @@ from environments.worlds import Guess, multiply
 
 from jaxrl_llm.environments.tools import methods_of, schema_of, tools_of
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.tasks.messages import name_of
+from jaxrl_llm.tasks.messages import schema_name
 
 
 def search(query: str, kind: Literal["web", "news"] = "web", limit: int | None = None) -> str:
@@ -194,5 +194,5 @@ def test_a_method_that_is_no_tool_is_refused_by_its_class_and_name():
 
 @pytest.mark.parametrize("schema", [None, 3, {}, {"function": 3}, {"function": {"name": 3}}, multiply])
 def test_what_is_no_schema_has_no_name(schema):
-    assert name_of(schema) == ""
-    assert name_of(schema_of(multiply)) == "multiply"
+    assert schema_name(schema) == ""
+    assert schema_name(schema_of(multiply)) == "multiply"

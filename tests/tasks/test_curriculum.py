@@ -302,7 +302,7 @@ def other(tmp_path_factory):
         (folder / "runs" / name / "config.json").write_text(json.dumps(SAVED))
         with Checkpoints(folder / "runs" / name / "checkpoints") as store:
             for step, left in ((1, {}), (2, memory)):
-                store.save(step, state, vars(LoopState(carry=Carryover(step, stream=left))), GROUP_RECORDS)
+                store.save(step, state, vars(LoopState(carry=Carryover(step, stream_memory=left))), GROUP_RECORDS)
     return folder
 
 
@@ -335,7 +335,7 @@ def test_tasks_that_ask_the_same_begin_with_their_own_counts(tmp_path):
     groups = [
         answered(tasks[name][i], right) for name, i, right in (("loose", 0, 4), ("strict", 0, 0), ("strict", 1, 0))
     ]
-    left = Carryover(stream=both.observe({}, groups))
+    left = Carryover(stream_memory=both.observe({}, groups))
     counted = host_file(tmp_path / "checkpoints" / "1")
     counted.parent.mkdir(parents=True)
     (tmp_path / "config.json").write_text(json.dumps(SAVED))

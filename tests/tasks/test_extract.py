@@ -6,7 +6,7 @@ import pytest
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.tasks import extract, integer
-from jaxrl_llm.tasks.extract import number
+from jaxrl_llm.tasks.extract import parse_number
 
 
 @pytest.mark.parametrize(
@@ -192,5 +192,5 @@ def test_integer(text, value):
 
 
 def test_number_is_exact():
-    assert number("0.1") + number("0.2") == number("0.3")
-    assert number("3/4") is None
+    assert parse_number("0.1") + parse_number("0.2") == parse_number("0.3")
+    assert parse_number("3/4") is None

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxrl_llm.tasks import Shuffled, of_tasks
-from jaxrl_llm.tasks.stream import Interleaved, going_on, places_in, turn
+from jaxrl_llm.tasks.stream import Interleaved, due_task, places_in, resume_memory
 from jaxrl_llm.types import Group, Problem
 
 weights = st.lists(st.one_of(st.integers(1, 20), st.floats(0.01, 50.0)), min_size=2, max_size=9)
@@ -24,7 +24,7 @@ def test_no_count_is_ever_a_whole_prompt_away_from_its_share(given_weights):
     shares = np.array(list(named.values())) / sum(named.values())
     asked = dict.fromkeys(named, 0)
     for number in range(1, 200):
-        asked[turn(asked, named)] += 1
+        asked[due_task(asked, named)] += 1
         # Tijdeman's bound: 1 - 1 / (2 k - 2)
         away = np.abs(np.array(list(asked.values())) - shares * number)
         assert away.max() <= 1 - 1 / (2 * len(named) - 2) + 1e-6
@@ -34,7 +34,7 @@ def test_equal_weights_take_turns_and_a_task_with_twice_the_weight_has_two():
     asked = {"a": 0, "b": 0}
     order = ""
     for _ in range(6):
-        label = turn(asked, {"a": 2.0, "b": 1.0})
+        label = due_task(asked, {"a": 2.0, "b": 1.0})
         asked[label] += 1
         order += label
     assert sorted(order[:3]) == sorted(order[3:]) == ["a", "a", "b"]
@@ -92,10 +92,10 @@ def test_shares_count_from_where_others_began_and_streams_go_on():
     first, memory = asked_of(Interleaved(streams, {"a": 1.0, "b": 1.0}), 20)
     later = Interleaved(streams, {"a": 3.0, "b": 1.0})
     places = places_in(memory, ["a", "b"], 20)
-    rest, _ = asked_of(later, 40, going_on(places, ["a", "b"], 20))
+    rest, _ = asked_of(later, 40, resume_memory(places, ["a", "b"], 20))
     assert [sum(task == "a" for task, _ in rest[:count]) for count in (4, 8, 40)] == [3, 6, 30]
     assert len(set(first + rest)) == 60, "no problem comes twice before all of its task have come"
-    alone, _ = asked_of(later, 4, going_on({"b": places["b"]}, ["a", "b"], 20))
+    alone, _ = asked_of(later, 4, resume_memory({"b": places["b"]}, ["a", "b"], 20))
     assert next(pair for pair in alone if pair[0] == "a") == first[[pair[0] for pair in first].index("a")]
 
 
@@ -127,7 +127,7 @@ def test_labels_decide_nothing_but_ties(number):
     asked = dict.fromkeys(names, 0)
     order = []
     for _ in range(2 * number):
-        label = turn(asked, first)
+        label = due_task(asked, first)
         asked[label] += 1
         order.append(label)
     assert order == names * 2

@@ -8,7 +8,7 @@ import pytest
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.code import grade
 from jaxrl_llm.tasks import Programs, Task, load
-from jaxrl_llm.tasks.programs import TEMPLATES, loaded
+from jaxrl_llm.tasks.programs import TEMPLATES, load_solution
 
 PROBLEMS = list(Programs().problems())
 OF_TEMPLATE = {problem.metadata["template"]: problem for problem in PROBLEMS}
@@ -16,7 +16,7 @@ OF_TEMPLATE = {problem.metadata["template"]: problem for problem in PROBLEMS}
 
 def passes(solution, tests):
     """Whether a solution passes tests, in this process: the solutions of this package are no strangers."""
-    names = {"solve": loaded(solution)}
+    names = {"solve": load_solution(solution)}
     try:
         for test in tests:
             exec(test, names)

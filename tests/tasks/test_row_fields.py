@@ -16,7 +16,7 @@ from jaxrl_llm.environments import Environment, Step
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.pretrained import tiny_tokenizer
 from jaxrl_llm.tasks import Table, Task, encode, load
-from jaxrl_llm.tasks.sources import Rows
+from jaxrl_llm.tasks.task import Rows
 
 TINY = tiny_tokenizer()
 STOP = (TINY.eos_token_id,)

@@ -11,7 +11,7 @@ from jaxrl_llm.cli.flags import parse
 from jaxrl_llm.config import Run, changes, from_json, to_json
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.tasks import Rows, Task, check, load
-from jaxrl_llm.tasks.sources import LARGEST_SAVED
+from jaxrl_llm.tasks.task import LARGEST_SAVED
 from jaxrl_llm.types import Problem
 
 DAY = datetime.date(2025, 7, 1)

@@ -17,8 +17,8 @@ import pytest
 from jaxrl_llm import codec
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.functions import is_chat, row_columns
-from jaxrl_llm.tasks import ReasoningGym, Rows, Table, Task, begun, load
-from jaxrl_llm.tasks.gym import known
+from jaxrl_llm.tasks import ReasoningGym, Rows, Table, Task, generate_ahead, load
+from jaxrl_llm.tasks.gym import CACHE
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "tasks"
 
@@ -195,7 +195,7 @@ def test_options_that_only_a_problem_shows_to_be_wrong_are_refused():
 def test_reasoning_gym_repeats_itself_by_seed():
     found = []
     for seed in (1, 1, 2):
-        known.clear()
+        CACHE.clear()
         found.append([problem.id for problem in ReasoningGym("chain_sum", size=20, seed=seed).problems()])
     first, again, other = found
     assert first == again != other
@@ -209,19 +209,19 @@ def generating():
 
 @pytest.mark.slow
 def test_what_is_begun_is_generated_once_and_does_not_outlive_its_block():
-    known.clear()
+    CACHE.clear()
     source, other = ReasoningGym("chain_sum", size=20, seed=3), ReasoningGym("chain_sum", size=20, seed=4)
-    with begun([source, other]):
+    with generate_ahead([source, other]):
         children = generating()
         assert len(children) == 2
         first = list(source.problems())
         assert generating() <= children, "another process generated them"
     assert not children & generating(), "nobody asked for the other's"
-    with begun([source]):
+    with generate_ahead([source]):
         assert not generating(), "they are known"
         assert list(source.problems()) == first
     refused = ReasoningGym("chain_sums")
-    with begun([refused]), pytest.raises(InputError, match="no data set 'chain_sums'"):
+    with generate_ahead([refused]), pytest.raises(InputError, match="no data set 'chain_sums'"):
         list(refused.problems())
 
 
@@ -280,7 +280,7 @@ def test_reasoning_gym_refuses_in_one_line(source, message):
 
 OFFLINE = """
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.rewards.functions import columns, is_chat
+from jaxrl_llm.rewards.functions import is_chat, row_columns
 from jaxrl_llm.tasks import HubDataset
 import sys
 local = HubDataset(sys.argv[1], split="train", answer_field="solution.text", answer_extractor="last_number")
