@@ -19,7 +19,7 @@ from jaxrl_llm.cli.train import take_distributed
 from jaxrl_llm.models.flops import count_parameters
 from jaxrl_llm.models.hf import read_config
 from jaxrl_llm.rules import DONE, GUARD
-from jaxrl_llm.sharding.distributed import joining
+from jaxrl_llm.sharding.distributed import join_arguments
 from jaxrl_llm.system.signals import PREEMPTED
 
 pytestmark = pytest.mark.slow
@@ -195,7 +195,7 @@ def test_the_program_understands_the_commands(shell, name):
     configs.validate(configs.resolved(run))
     assert command == "train" and run.output.run_dir == "/shared/runs/grpo"
     if given.coordinator is not None:
-        joined = joining(given, {})
+        joined = join_arguments(given, {})
         assert (joined["num_processes"], joined["process_id"]) == (2, 1)
         assert joined["coordinator_address"] == {"gke_gpu": "grpo-0.grpo:12345", "sky_gpu": "10.0.0.1:12345"}[name]
 

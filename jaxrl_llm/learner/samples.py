@@ -16,7 +16,7 @@ from jaxrl_llm.algorithms.surrogates import LOTS, lots_of
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.batch import POLICY, READ_BY_THE_HEAD, Sample
 from jaxrl_llm.learner.forward import recorded
-from jaxrl_llm.sharding import BATCH, constrain, fitting, laid_out, replicated
+from jaxrl_llm.sharding import BATCH, constrain, fit_spec, lay_out, replicated
 from jaxrl_llm.types import AdvantageContext, Completion, Group, Turn
 
 Models = Mapping[str, Callable[[Sequence[Sample]], list[np.ndarray]]]
@@ -167,7 +167,7 @@ def by_rows(context: AdvantageContext | None) -> Any:
     mesh: Any = jax.sharding.get_mesh()
     if context is None or mesh.empty or mesh.size == 1:
         return context
-    return laid_out(context, jax.tree.map(lambda x: NamedSharding(mesh, fitting(x.shape, (BATCH,), mesh)), context))
+    return lay_out(context, jax.tree.map(lambda x: NamedSharding(mesh, fit_spec(x.shape, (BATCH,), mesh)), context))
 
 
 WORKED = 3
