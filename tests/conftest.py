@@ -54,7 +54,7 @@ from tiny import compiled  # noqa: E402
 
 from jaxrl_llm.plan.machines import compiles_for_gpus  # noqa: E402
 from jaxrl_llm.rewards.sandbox import LEVELS, level  # noqa: E402
-from jaxrl_llm.telemetry.screens import resident  # noqa: E402
+from jaxrl_llm.telemetry.screens import resident_bytes  # noqa: E402
 
 SOONER = (
     "algorithms", "checkpoints", "cli", "collection", "config", "end_to_end", "engine", "learner", "models", "rl",
@@ -82,11 +82,11 @@ HELD = {"bytes": 0}
 def room():
     """What files before have compiled goes: 4 MB for a program would come to 6 GB in each process of tests."""
     yield
-    if (resident() or 0) > HELD["bytes"] + ROOM:
+    if (resident_bytes() or 0) > HELD["bytes"] + ROOM:
         jax.clear_caches()
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)  # the C library would keep it
-        HELD["bytes"] = resident()
+        HELD["bytes"] = resident_bytes()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -14,12 +14,12 @@ import pytest
 import yaml
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.cli.flags import parse
+from jaxrl_llm.cli.flags import parse_flags
 from jaxrl_llm.cli.train import take_distributed
 from jaxrl_llm.models.flops import count_parameters
 from jaxrl_llm.models.hf import read_config
 from jaxrl_llm.rules import DONE, GUARD
-from jaxrl_llm.sharding.distributed import joining
+from jaxrl_llm.sharding.distributed import join_arguments
 from jaxrl_llm.system.signals import PREEMPTED
 
 pytestmark = pytest.mark.slow
@@ -191,11 +191,11 @@ def test_the_program_understands_the_commands(shell, name):
     assert done.returncode == 0, done.stderr
     command, config, *flags = (shell.home / "arguments").read_text().splitlines()
     given = take_distributed(flags)
-    run = parse(configs.Run, flags, "train", "", configs.load_config(config)[1])
+    run = parse_flags(configs.Run, flags, "train", "", configs.load_config(config)[1])
     configs.validate(configs.resolved(run))
     assert command == "train" and run.output.run_dir == "/shared/runs/grpo"
     if given.coordinator is not None:
-        joined = joining(given, {})
+        joined = join_arguments(given, {})
         assert (joined["num_processes"], joined["process_id"]) == (2, 1)
         assert joined["coordinator_address"] == {"gke_gpu": "grpo-0.grpo:12345", "sky_gpu": "10.0.0.1:12345"}[name]
 

@@ -27,7 +27,7 @@ from ladder_statistics import MANY, Line, Row, lines_of, picture, ranking, table
 from ladders import LADDERS, Rung
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.cli.flags import first, parse, take
+from jaxrl_llm.cli.flags import first, parse_flags, take
 from jaxrl_llm.config.phases import changed
 from jaxrl_llm.errors import InputError, did_you_mean, require
 from jaxrl_llm.runs.load import begun, find_run
@@ -110,7 +110,7 @@ def read(arguments: list[str]) -> Asked:
     require(take(arguments, "--run_dir", True) is None, "--run_dir is each run's own: give --folder for all of them")
     found = configs.find_config(given)
     require(isinstance(found.run, configs.Run), f"{given} is no run of reinforcement learning: a ladder needs one")
-    run = parse(configs.Run, arguments, f"ablate {given}", HELP, found.run)
+    run = parse_flags(configs.Run, arguments, f"ablate {given}", HELP, found.run)
     place = Path(folder or Path("runs") / "ablations" / found.name)
     return Asked(ladder, int(seeds), place, draw, as_json, dataclasses.replace(found, run=run))
 

@@ -41,7 +41,7 @@ import tyro
 from simulated_slots import Clock, Costs, Slots
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.cli.plan import settings
+from jaxrl_llm.cli.plan import plan_settings
 from jaxrl_llm.engine.scheduler import EngineSpec
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.plan.machines import parse_topology
@@ -234,7 +234,7 @@ def main(arguments: list[str]) -> None:
     """Print the table."""
     options, fields = tyro.cli(Options, description=__doc__, args=arguments, return_unknown_args=True)
     options.check()
-    run = settings(options.config, fields, 1)
+    run = plan_settings(options.config, fields, 1)
     configs.validate(run)
     found = rows(configs.in_phase(run, 0), options)
     print(f"{'':32s}" + "".join(f"{name:>10s}" for name in HEADS))

@@ -23,8 +23,8 @@ from jaxrl_llm.checkpoints import objects
 from jaxrl_llm.checkpoints.dependents import depended_on, set_aside
 from jaxrl_llm.checkpoints.integrity import CHECKSUMS, readable, sums
 from jaxrl_llm.errors import InputError, one_line
-from jaxrl_llm.sharding import abstract, replicated, shardings
-from jaxrl_llm.sharding.rules import fingerprint
+from jaxrl_llm.sharding import as_shapes, replicated, shardings
+from jaxrl_llm.sharding.rules import weight_checksums
 from jaxrl_llm.system import lease, storage
 from jaxrl_llm.types import Role, TrainState
 
@@ -37,7 +37,9 @@ def flatten(state: TrainState) -> dict[str, Any]:
     bases = {name: role.base for name, role in state.roles.items() if role.base is not None}
     for name, base in bases.items():
         only_shapes = isinstance(jax.tree.leaves(base)[0], jax.ShapeDtypeStruct)
-        state = state.with_role(name, base=jax.eval_shape(fingerprint, base) if only_shapes else fingerprint(base))
+        state = state.with_role(
+            name, base=jax.eval_shape(weight_checksums, base) if only_shapes else weight_checksums(base)
+        )
     return {_name(path): leaf for path, leaf in jax.tree.leaves_with_path(state)}
 
 
@@ -255,9 +257,9 @@ def restore_parts(step_directory: Path, like: TrainState, mesh: Mesh, base: Any 
     """
     import orbax.checkpoint as ocp
 
-    wanted = flatten(abstract(like, shardings(like, mesh)))
+    wanted = flatten(as_shapes(like, shardings(like, mesh)))
     parts = {_part(name) for name in wanted} | {"base"}
-    prints = () if base is None else jax.tree.leaves_with_path(jax.device_get(fingerprint(base)))
+    prints = () if base is None else jax.tree.leaves_with_path(jax.device_get(weight_checksums(base)))
     prints = {_name(path): value for path, value in prints}
     for name, x in prints.items():
         wanted[f"base/{name}"] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(mesh))

@@ -30,29 +30,17 @@ from jaxrl_llm.system.paths import NO_ROOM, prepare_libraries
 from jaxrl_llm.system.signals import BETWEEN_STEPS, PREEMPTED, answering, let_go, listen, quit_now, while_read
 
 DONE, WRONG_INPUT = 0, 2
-MARKS_OF_NO_ROOM = ("No space left on device", "Disk quota exceeded", "File too large")
-MARKS_OF_NO_RIGHT = ("Permission denied", "Read-only file system", "Operation not permitted")
-MARKS_OF_NO_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory")
-OF_ENVIRONMENT = re.compile(r"for environment 'JAX_|for JAX flag ")
-"""Marks of an environment variable with a value that JAX refuses when it is imported."""
-LESS_MEMORY = {
-    "train": "lower --learner.compute.microbatch_rows (learning) or --rollout.engine.slots (sampling)",
-    "eval": "lower --slots or --max_new_tokens",
-    "collect": "lower --slots or --max_new_tokens",
-    "generate": "lower --max_new_tokens",
-}
-"""Remedies for lack of memory, by command."""
 COMMANDS = {
-    "train": "train:train",
-    "eval": "eval:evaluate",
-    "collect": "collect:collect",
-    "generate": "generate:generate",
-    "export": "export:export",
-    "reset": "runs:reset",
-    "report": "runs:report",
-    "plan": "plan:plan",
+    "train": "train:train_command",
+    "eval": "eval:eval_command",
+    "collect": "collect:collect_command",
+    "generate": "generate:generate_command",
+    "export": "export:export_command",
+    "reset": "runs:reset_command",
+    "report": "runs:report_command",
+    "plan": "plan:plan_command",
     "list": "names:list_names",
-    "completion": "completion:completion",
+    "completion": "names:completion",
 }
 """Module and function of each command, imported on demand."""
 
@@ -119,23 +107,32 @@ def explain(error: BaseException | None, command: str) -> str | None:
     Orbax and JAX wrap the cause in errors of their own, so the chain is searched, and their texts too. A full disk
     comes first: TensorStore calls that RESOURCE_EXHAUSTED as well.
     """
+    no_room = ("No space left on device", "Disk quota exceeded", "File too large")
+    no_right = ("Permission denied", "Read-only file system", "Operation not permitted")
+    no_memory = ("RESOURCE_EXHAUSTED", "Out of memory")
     chain: list[BaseException] = []
     while error is not None and error not in chain:
         chain.append(error)
         error = error.__cause__ or error.__context__
     where = {id(link): getattr(link, "filename", None) or "while writing" for link in chain}
     for link in chain:
-        if getattr(link, "errno", None) in NO_ROOM or any(mark in str(link) for mark in MARKS_OF_NO_ROOM):
+        if getattr(link, "errno", None) in NO_ROOM or any(mark in str(link) for mark in no_room):
             return f"the disk is full ({where[id(link)]}): free some space and run the same command again"
     for link in chain:
-        if isinstance(link, ValueError) and OF_ENVIRONMENT.search(str(link)):
+        # JAX refuses the value of an environment variable when it is imported.
+        if isinstance(link, ValueError) and re.search(r"for environment 'JAX_|for JAX flag ", str(link)):
             return f"{link}: correct it, or unset it"
-    for link, mark in itertools.product(chain, MARKS_OF_NO_RIGHT):
+    for link, mark in itertools.product(chain, no_right):
         if mark in str(link):
             remedy = "make it readable and writable, and run the same command again"
             return f"{mark.lower()} ({where[id(link)]}): {remedy}"
-    if any(isinstance(link, MemoryError) or any(mark in str(link) for mark in MARKS_OF_NO_MEMORY) for link in chain):
-        return f"out of memory: {LESS_MEMORY.get(command, 'use a larger machine')}"
+    if any(isinstance(link, MemoryError) or any(mark in str(link) for mark in no_memory) for link in chain):
+        remedies = {
+            "train": "lower --learner.compute.microbatch_rows (learning) or --rollout.engine.slots (sampling)",
+            **dict.fromkeys(("eval", "collect"), "lower --slots or --max_new_tokens"),
+            "generate": "lower --max_new_tokens",
+        }
+        return f"out of memory: {remedies.get(command, 'use a larger machine')}"
     return None
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.cli.flags import parse
+from jaxrl_llm.cli.flags import parse_flags
 from jaxrl_llm.errors import naming, require
 from jaxrl_llm.rewards.rubric import OF_JUDGES, Pairwise, Rubric, asks_model
 from jaxrl_llm.rewards.scorer import Scorer
@@ -22,15 +22,12 @@ from jaxrl_llm.sharding import MeshShape
 from jaxrl_llm.system.setting import Range, check_fields
 from jaxrl_llm.types import Completion, Problem
 
-AT_ONCE = 64
-"""Number of pairs that a judge is asked about in one call."""
-
 Pair = tuple[Problem, str, str]
 """A problem with a better and a worse answer."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class AgreementOptions:
     """Options of the comparison of judges with labelled pairs.
 
     Attributes:
@@ -60,25 +57,22 @@ class Agreement:
 
     def metrics(self) -> dict[str, float | None]:
         """Return the numbers by name: ``agreement`` counts a tie as half, and its ``error`` is the standard error."""
-        known = self.won[~np.isnan(self.won)]
-        count = len(known)
-        found: dict[str, float | None] = {
+        scored = self.won[~np.isnan(self.won)]
+        count = len(scored)
+        metrics: dict[str, float | None] = {
             "pairs": len(self.won),
             "scored": count,
-            "agreement": float(known.mean()) if count else None,
-            "error": float(known.std(ddof=1) / count**0.5) if count > 1 else None,
-            "ties": float(np.mean(known == 0.5)) if count else None,
+            "agreement": float(scored.mean()) if count else None,
+            "error": float(scored.std(ddof=1) / count**0.5) if count > 1 else None,
+            "ties": float(np.mean(scored == 0.5)) if count else None,
         }
-        return found | {name: None if math.isnan(mean) else mean for name, mean in self.means.items()}
+        return metrics | {name: None if math.isnan(mean) else mean for name, mean in self.means.items()}
 
 
-def agree(name: str, pairs: str, arguments: list[str]) -> int:
-    """Ask the judges of a configuration about the pairs of a file, and print their agreement; return the exit code.
-
-    Raises:
-      InputError: the configuration has no judge, or the file has no pairs.
-    """
-    options = parse(Options, arguments, f"jaxrl-llm eval {name} --pairs {pairs}", str(__doc__), Options())
+def agreement_command(name: str, pairs: str, arguments: list[str]) -> int:
+    """Ask the judges of a configuration about the pairs of a file, and print their agreement; return the exit code."""
+    program = f"jaxrl-llm eval {name} --pairs {pairs}"
+    options = parse_flags(AgreementOptions, arguments, program, str(__doc__), AgreementOptions())
     check_fields(options, "--")
     run: Any = on_this_machine(configs.find_config(name).located)
     judges = list(dict.fromkeys(base for base in configs.bases(run) if isinstance(base, OF_JUDGES)))
@@ -96,60 +90,54 @@ def agree(name: str, pairs: str, arguments: list[str]) -> int:
 
         with Progress(Schedule(1)) as progress:
             models = judge_models(run, mesh_here(options.mesh), progress.status)
-    found = {label: agreement(judge, rows, models) for label, judge in name_rewards(judges).items()}
-    for label, one in found.items():
-        if one.failure:
-            print(f"... {label}: {one.failure}", file=sys.stderr)
+    agreements = {label: ask_judge(judge, rows, models) for label, judge in name_rewards(judges).items()}
+    for label, judged in agreements.items():
+        if judged.failure:
+            print(f"... {label}: {judged.failure}", file=sys.stderr)
     if options.json:
-        print(json.dumps({"pairs": pairs} | {label: one.metrics() for label, one in found.items()}))
+        print(json.dumps({"pairs": pairs} | {label: judged.metrics() for label, judged in agreements.items()}))
         return 0
-    for label, one in found.items():
+    for label, judged in agreements.items():
         print(f"{label} on {pairs}:")
-        for metric, value in one.metrics().items():
+        for metric, value in judged.metrics().items():
             print(f"  {metric:<12}{'unknown' if value is None else f'{value:10.4g}'}")
     return 0
 
 
 def read_pairs(path: Path, limit: int) -> list[Pair]:
-    """Return the pairs of a file in any form that ``Pairs`` reads; a row's ``answer`` is the reference.
-
-    Raises:
-      InputError: a row is no pair, or the file has none.
-    """
+    """Return the pairs of a file in any form that ``Pairs`` reads; a row's ``answer`` is the reference."""
     from jaxrl_llm.data.datasets import PAIRS, columns_of, ranking_of
     from jaxrl_llm.tasks.tables import read_table
 
-    found: list[Pair] = []
+    labelled: list[Pair] = []
     for place, row in read_table(path):
         with naming(place):
             prompt, (best, *_, worst), _ = ranking_of(row, columns_of(row, PAIRS))
         answer = row.get("answer")
         right = "" if answer is None else str(answer)
         problem = Problem(place, tuple(prompt), right, path.stem, verifier="none", metadata=row)
-        found.append((problem, str(best["content"]), str(worst["content"])))
-        if len(found) == limit:
+        labelled.append((problem, str(best["content"]), str(worst["content"])))
+        if len(labelled) == limit:
             break
     require(
-        bool(found), f"{path} has no pairs: jaxrl-llm collect RUN_OR_MODEL --kind pairs --out FILE.jsonl makes some"
+        bool(labelled), f"{path} has no pairs: jaxrl-llm collect RUN_OR_MODEL --kind pairs --out FILE.jsonl makes some"
     )
-    return found
+    return labelled
 
 
-def agreement(judge: Any, pairs: Sequence[Pair], models: Mapping[Any, Any] = types.MappingProxyType({})) -> Agreement:
-    """Ask a judge about each pair: a ``Rubric`` scores both answers, a ``Pairwise`` compares them.
-
-    ``models``: as of ``Scorer``.
-    """
+def ask_judge(judge: Any, pairs: Sequence[Pair], models: Mapping[Any, Any] = types.MappingProxyType({})) -> Agreement:
+    """Ask a judge about each pair: a ``Rubric`` scores both answers, a ``Pairwise`` compares them."""
     items: list[tuple[Problem, Completion]] = []
     for problem, best, worst in pairs:
         if isinstance(judge, Pairwise):
-            items.append((dataclasses.replace(problem, answer=worst or " "), completion_of(best)))
+            items.append((dataclasses.replace(problem, answer=worst or " "), as_completion(best)))
         else:
-            items += [(problem, completion_of(best)), (problem, completion_of(worst))]
+            items += [(problem, as_completion(best)), (problem, as_completion(worst))]
     each = len(items) // len(pairs)
     with Scorer((judge,)) as scorer:
         scorer.models = models
-        parts = [scorer.score(items[at : at + AT_ONCE * each]) for at in range(0, len(items), AT_ONCE * each)]
+        size = 64 * each  # pairs that a judge is asked about in one call
+        parts = [scorer.score(items[at : at + size]) for at in range(0, len(items), size)]
     scores = np.concatenate([part.reward / judge.weight for part in parts])
     if each == 2:
         best, worst = scores.reshape(-1, 2).T
@@ -163,7 +151,7 @@ def agreement(judge: Any, pairs: Sequence[Pair], models: Mapping[Any, Any] = typ
     return Agreement(scores, means, next((part.failures.message for part in parts if part.failures.message), ""))
 
 
-def completion_of(text: str) -> Completion:
+def as_completion(text: str) -> Completion:
     """Return a text as a completion that no policy sampled."""
-    one = np.zeros(1)
-    return Completion(one.astype(np.int32), one, "stop", one > 0, one.astype(np.int32), text=text)
+    zero = np.zeros(1)
+    return Completion(zero.astype(np.int32), zero, "stop", zero > 0, zero.astype(np.int32), text=text)

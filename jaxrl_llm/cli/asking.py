@@ -40,13 +40,7 @@ class Policy:
 
 
 def load_policy(name: str, trained: Trained | None, shape: MeshShape = MeshShape()) -> Policy:
-    """Load a run's policy, or the model of this name; the weights are float32 for a model. An adapter is merged.
-
-    ``shape``: of the mesh, over the devices of this machine.
-
-    Raises:
-      InputError: the model cannot be found, read or obeyed, or is a reward model.
-    """
+    """Load a run's policy, or the model of this name; the weights are float32 for a model. An adapter is merged."""
     from jaxrl_llm.models.heads import ScalarModel
     from jaxrl_llm.models.pretrained import load_either
 
@@ -62,36 +56,29 @@ def load_policy(name: str, trained: Trained | None, shape: MeshShape = MeshShape
 
 
 def check_tools(name: str, trained: Trained) -> None:
-    """Refuse to call tools that a run brings, unless this user made it here.
-
-    Raises:
-      InputError: the line names them.
-    """
-    own = configs.tools_of_others(configs.wording(trained.run), trained.directory.parents[1] / "config.json")
-    calls = f"{name} calls tools of its own ({', '.join(own)}), and was not made by you on this machine"
-    require(not own, f"{calls}: read them, and name those that may be called with --tools {' '.join(own)}")
+    """Refuse to call tools that a run brings, unless this user made it here."""
+    tools = configs.tools_of_others(configs.wording(trained.run), trained.directory.parents[1] / "config.json")
+    calls = f"{name} calls tools of its own ({', '.join(tools)}), and was not made by you on this machine"
+    require(not tools, f"{calls}: read them, and name those that may be called with --tools {' '.join(tools)}")
 
 
-def find_settings(name: str, chosen: str | None) -> tuple[Trained | None, configs.Run]:
-    """Return the run of this name, None for a model; and the settings with the task: those of the ``chosen``
+def find_settings(name: str, config: str | None) -> tuple[Trained | None, configs.Run]:
+    """Return the run of this name, None for a model; and the settings with the task: those of the ``config``
     configuration, else the run's own, else quickstart's.
-
-    Raises:
-      InputError: neither exists, or the run has no task.
     """
-    trained = find_run(name, tests=chosen is None)
-    if trained and chosen is None:
+    trained = find_run(name, tests=config is None)
+    if trained and config is None:
         settings = configs.with_lost(trained.run, configs.split_step(name)[0] / "config.json")
     else:
-        settings = on_this_machine(configs.find_config(chosen or "quickstart").located)
+        settings = on_this_machine(configs.find_config(config or "quickstart").located)
     if not isinstance(settings, configs.Run):
-        kind = f"{chosen or name} is a {type(settings).__name__} run, which has no problems to ask"
+        kind = f"{config or name} is a {type(settings).__name__} run, which has no problems to ask"
         raise InputError(f"{kind}: name a configuration that has some with --config")
     return trained, settings
 
 
 @contextlib.contextmanager
-def asking(
+def open_answerer(
     name: str,
     trained: Trained | None,
     settings: configs.Run,
@@ -111,9 +98,6 @@ def asking(
       options: ``max_new_tokens``, ``slots`` and ``mesh``.
       status: called with the current activity.
       refusals: also detect answers that refuse, if the settings define how.
-
-    Raises:
-      InputError: a model that cannot be loaded, has no tokenizer, is not a language model, or is too short.
     """
     import jax
 
@@ -128,7 +112,8 @@ def asking(
     status(f"loading {name}")
     policy = load_policy(name, trained, options.mesh)
     check_tokenizer(policy.tokenizer, name)
-    rewards: tuple = configs.rewards(settings) if any(one.verifier == "none" for one in problems) else (Accuracy(),)
+    unverified = any(problem.verifier == "none" for problem in problems)
+    rewards: tuple = configs.rewards(settings) if unverified else (Accuracy(),)
     watched = configs.refusals(settings) if refusals else {}
     with (
         jax.set_mesh(policy.mesh),
@@ -145,16 +130,16 @@ def asking(
         field = f"--max_new_tokens {options.max_new_tokens} after a prompt of {longest} tokens"
         check_positions(length, policy.model.config, field)
         scoring = configs.Scoring(rewards, refusals=settings.scoring.refusals if refusals else None)
-        asked = as_asked(name, settings, scoring, longest, options.max_new_tokens)
-        by_task = {one.label: prompts for one in prompts.tasks}
-        scorer.models = judges_of(asked, policy.mesh, policy.tokenizer, by_task, status)
+        with_model = settings_for(name, settings, scoring, longest, options.max_new_tokens)
+        by_task = {part.label: prompts for part in prompts.tasks}
+        scorer.models = judges_of(with_model, policy.mesh, policy.tokenizer, by_task, status)
         dtype = jax.numpy.dtype(settings.learner.compute.dtype)
         sizes: dict[str, Any] = {"slots": options.slots, "max_length": length, "chunk": settings.rollout.engine.chunk}
         engine, prepared = backend_for(policy.model, dtype, policy.mesh, policy.mesh, **sizes)
         yield policy, prompts, Answerer(engine, prepared(policy.model), policy.tokenizer, scorer, episodes)
 
 
-def as_asked(
+def settings_for(
     name: str, settings: configs.Run, scoring: configs.Scoring, prompt_tokens: int, new_tokens: int
 ) -> configs.Run:
     """Return the settings with this model and its lengths, for judges on the devices."""

@@ -17,8 +17,8 @@ from typing import Annotated, Any
 import tyro
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.cli.asking import asking, find_settings
-from jaxrl_llm.cli.flags import first, parse, take
+from jaxrl_llm.cli.asking import find_settings, open_answerer
+from jaxrl_llm.cli.flags import first, parse_flags, take
 from jaxrl_llm.collection.rejection_sampling import check_free
 from jaxrl_llm.data import Collected, check_collected
 from jaxrl_llm.data.datasets import KINDS, RowKind
@@ -32,7 +32,7 @@ STOPPED = "interrupted: run the same command again to resume"
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class CollectOptions:
     """The data to collect and how to sample it.
 
     Attributes:
@@ -55,7 +55,7 @@ class Options:
     mesh: MeshShape = MeshShape()
 
 
-def collect(arguments: list[str]) -> int:
+def collect_command(arguments: list[str]) -> int:
     """Run ``collect RUN_OR_MODEL --out FILE [--config NAME] [--field value ...]``; return the exit code."""
     name = first(
         arguments, __doc__, "collect needs a run or a model: jaxrl-llm collect runs/quickstart --out answers.jsonl"
@@ -67,10 +67,10 @@ def collect(arguments: list[str]) -> int:
         f"collect asks one task, and {name} has several: name a configuration of one with --config",
     )
     rollout, task = settings.rollout, configs.tasks_in(settings.task)[0]
-    proposed = Options(Collected(task), "texts", rollout.max_new_tokens, rollout.engine.slots, settings.seed)
+    proposed = CollectOptions(Collected(task), "texts", rollout.max_new_tokens, rollout.engine.slots, settings.seed)
     description = "--out FILE.jsonl is the output. --config NAME takes another configuration's task."
-    options = parse(Options, arguments, f"jaxrl-llm collect {name}", description, proposed)
-    path = check(name, out, options)
+    options = parse_flags(CollectOptions, arguments, f"jaxrl-llm collect {name}", description, proposed)
+    path = check_output(name, out, options)
     data = configs.dated(options.data, datetime.date.today().isoformat())
     task = data.task
     from jaxrl_llm.collection.rejection_sampling import CollectionPlan, collect_rows
@@ -81,20 +81,21 @@ def collect(arguments: list[str]) -> int:
         progress.status(f"reading task {task.label}")
         loaded = load(task)
         problems = loaded.train[: data.limit or None]
-        model = asking(name, trained, settings, task, problems, options, progress.status)
-        with model as (policy, prompts, by):
+        model = open_answerer(name, trained, settings, task, problems, options, progress.status)
+        with model as (policy, prompts, answerer):
             for note in loaded.notes:
                 progress.note(note)
             episode = rollout.episode if task.plays else None
             longest, seed = options.max_new_tokens, options.seed
-            asked = CollectionPlan(prompts, problems, data, options.kind, longest, seed, episode=episode)
-            found = collect_rows(by, asked, path, status=progress.status)
-    numbers = {"model": name, "step": policy.step, "kind": options.kind, "out": out, **found.numbers()}
-    print(json.dumps(numbers) if options.json else "\n".join(as_table(name, policy.step, options, path, found)))
+            request = CollectionPlan(prompts, problems, data, options.kind, longest, seed, episode=episode)
+            collection = collect_rows(answerer, request, path, status=progress.status)
+    numbers = {"model": name, "step": policy.step, "kind": options.kind, "out": out, **collection.numbers()}
+    table = collection_table(name, policy.step, options, path, collection)
+    print(json.dumps(numbers) if options.json else "\n".join(table))
     return 0
 
 
-def check(name: str, out: str | None, options: Options) -> Path:
+def check_output(name: str, out: str | None, options: CollectOptions) -> Path:
     """Return the file to write; wrong options are refused before anything is loaded."""
     require(out is not None, f"collect needs a file to write: jaxrl-llm collect {name} --out answers.jsonl")
     path = Path(str(out))
@@ -106,16 +107,16 @@ def check(name: str, out: str | None, options: Options) -> Path:
     return path
 
 
-def as_table(name: str, step: int | None, options: Options, path: Path, found: Any) -> list[str]:
+def collection_table(name: str, step: int | None, options: CollectOptions, path: Path, collection: Any) -> list[str]:
     """Return the results as lines for people, with the code that reads the file."""
     data = options.data
     where = f"{name}, step {step}" if step is not None else name
-    reader = next(kind.__name__ for kind, known in KINDS.items() if known == options.kind)
+    reader = next(kind.__name__ for kind, kind_name in KINDS.items() if kind_name == options.kind)
     worded = {key: getattr(data.task, key) for key in ("template", "system", "suffix")}
     said = "".join(f", {key}={value!r}" for key, value in worded.items() if value not in (None, ""))
     return [
-        f"{where} on {data.task.label}: {found.problems} problems, {data.samples} each, "
+        f"{where} on {data.task.label}: {collection.problems} problems, {data.samples} each, "
         f"temperature {data.temperature:g}, top_p {data.top_p:g}",
-        *found.lines(),
-        f"{path} is written: {reader}(Table({str(path)!r}){said})" if found.rows else f"{path} is empty: {EMPTY}",
+        *collection.lines(),
+        f"{path} is written: {reader}(Table({str(path)!r}){said})" if collection.rows else f"{path} is empty: {EMPTY}",
     ]

@@ -17,25 +17,31 @@ import dataclasses
 import datetime
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import numpy as np
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.cli.asking import Policy, asking, find_settings
-from jaxrl_llm.cli.distance import Distance, check_distance, measure
-from jaxrl_llm.cli.flags import first, parse, take
-from jaxrl_llm.cli.reranking import check_rerank, reader_of, reranker
+from jaxrl_llm.cli.asking import Policy, find_settings, open_answerer, settings_for
+from jaxrl_llm.cli.flags import first, parse_flags, take
 from jaxrl_llm.codec import jsonable
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.errors import InputError, require
-from jaxrl_llm.runs.load import Trained, find_run, load_base, load_trained, mesh_here
+from jaxrl_llm.runs.load import Trained, find_run, load_base, load_model, load_trained, mesh_here
 from jaxrl_llm.runs.pins import needs_base
 from jaxrl_llm.sharding import MeshShape
+from jaxrl_llm.stages.taught import DEFAULT_SEPARATOR, Reader, taught
 from jaxrl_llm.system.paths import check_file, new_file, writable
 from jaxrl_llm.system.setting import Count, Range, check_fields
 from jaxrl_llm.system.signals import on_exit
-from jaxrl_llm.tasks import Task
+from jaxrl_llm.tasks import Prompts, Task
+from jaxrl_llm.types import Problem
+
+if TYPE_CHECKING:  # a command line that is wrong should say so before JAX is imported
+    from jaxrl_llm.rollout.evaluate import TaskEvaluation
+    from jaxrl_llm.stages.judges import FallingSteps
 
 HELP = (
     "--config NAME takes another configuration's task and sampling, --out FILE.jsonl keeps every answer, --kl_to "
@@ -44,7 +50,7 @@ HELP = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class EvalOptions:
     """The problems to evaluate on, and how to sample.
 
     Attributes:
@@ -81,7 +87,7 @@ class Options:
 
 
 @dataclasses.dataclass(frozen=True)
-class DataOptions:
+class EvalDataOptions:
     """Options of the evaluation of a run that learns from data.
 
     Attributes:
@@ -105,56 +111,204 @@ class DataOptions:
     mesh: MeshShape = MeshShape()
 
 
-def evaluate(arguments: list[str]) -> int:
+def check_rerank(options: Any) -> None:
+    """Refuse options without a choice to make, or a reward model that learned to score something else."""
+    by_steps = options.rerank_by != "score"
+    if options.rerank is None:
+        for flag, is_set in (("rerank_by", by_steps), ("give_up_after", options.give_up_after)):
+            needs = f"--{flag} {getattr(options, flag)} needs a process reward model: add --rerank RUN_OR_MODEL"
+            require(not is_set, needs)
+        return
+    require(
+        options.samples >= 2,
+        f"--rerank chooses one of several answers, and --samples is {options.samples}: set it to at least 2",
+    )
+    require(
+        by_steps or not options.give_up_after,
+        f"--give_up_after {options.give_up_after} reads the scores of steps: set --rerank_by product, minimum or last",
+    )
+    reader_of(options).check(options.rerank)
+
+
+def reader_of(options: Any) -> Reader:
+    """Return the role of the reward model under ``--rerank_by``."""
+    if options.rerank_by == "score":
+        return Reader("--rerank", "ranking", "set --rerank_by product, minimum or last")
+    return Reader("--rerank", "steps", "set --rerank_by score")
+
+
+def load_reranker(
+    options: Any, policy: Policy, prompts: Prompts, problems: Sequence[Problem], longest: int, settings: configs.Run,
+    status: Callable[[str], None],
+) -> tuple["FallingSteps | None", Callable[["TaskEvaluation"], "TaskEvaluation"]]:  # fmt: skip
+    """Load the reward model; return a watcher that ends hopeless answers (None without ``--give_up_after``), and a
+    function that reranks the answers of an evaluation.
+
+    ``longest``: most tokens of a prompt.
+    """
+    from jaxrl_llm.rollout.evaluate import reranked
+    from jaxrl_llm.stages.judges import FallingSteps, load_judge, solution_scores
+
+    by, falls, tokenizer = options.rerank_by, options.give_up_after, policy.tokenizer
+    with_model = settings_for(policy.name, settings, configs.Scoring(()), longest, options.max_new_tokens)
+    known_prompts = {options.task.label: prompts}
+    model = load_judge(with_model, options.rerank, "--rerank", policy.mesh, tokenizer, known_prompts, status)
+    reward_format = taught(options.rerank)
+    separator = DEFAULT_SEPARATOR if reward_format is None else reward_format.separator or DEFAULT_SEPARATOR
+
+    def choose(evaluation: "TaskEvaluation") -> "TaskEvaluation":
+        rows = zip(evaluation.problems, evaluation.completions, strict=True)
+        items = [(problem, completion) for problem, row in rows for completion in row]
+        scores = solution_scores(model, items, by, separator, tokenizer).reshape(evaluation.correct.shape)
+        return reranked(evaluation, scores, 1 / (1 + np.exp(-scores)) if by == "score" else scores)
+
+    answered = [problem for problem in problems for _ in range(options.samples)]
+    return FallingSteps(model, answered, separator, falls, tokenizer) if falls else None, choose
+
+
+@dataclasses.dataclass(frozen=True)
+class Distance:
+    """Estimates of KL(tested || other) of the next token, nats, on tokens that the tested model sampled.
+
+    ``k1``, log p - log q, and ``k3``, q/p - 1 - log(q/p), are both unbiased, since the tokens are sampled from p at the
+    temperature at which p and q are taken; k3 is never negative, and varies less where the two are near.
+
+    Attributes:
+      to: the other's name, as it was given.
+      step: of the other's run; None for a model.
+      task: the label of the task with these answers.
+      sums: float64[n, 3] for each completion: its tokens, and the sums over them of k1 and of k3.
+    """
+
+    to: str
+    step: int | None
+    task: str
+    sums: np.ndarray
+
+    def metrics(self) -> dict[str, float]:
+        """Return ``eval/<task>/kl_k1`` and ``kl_k3``: means over all tokens."""
+        tokens, k1, k3 = self.sums.sum(axis=0)
+        return {f"eval/{self.task}/kl_k1": float(k1 / tokens), f"eval/{self.task}/kl_k3": float(k3 / tokens)}
+
+    def rows(self) -> list[dict[str, float]]:
+        """Return the means of k1 and k3 over the tokens of each completion, for a file."""
+        return [{"kl_k1": float(k1 / tokens), "kl_k3": float(k3 / tokens)} for tokens, k1, k3 in self.sums]
+
+    def lines(self) -> list[str]:
+        """Return two lines of a table for people."""
+        k1, k3 = self.metrics().values()
+        step = "" if self.step is None else f", step {self.step}"
+        of = f"nats a token to {self.to}{step}"
+        return [f"  {'KL (k1)':<16}{k1:8.5f}  {of}", f"  {'KL (k3)':<16}{k3:8.5f}"]
+
+
+def check_distance(to: str | None, options: Any) -> None:
+    """Refuse sampling settings that would bias the estimates, and a model that does not exist."""
+    if to is None:
+        return
+    drawn = "--kl_to needs answers drawn from the model as it is, and"
+    require(options.temperature > 0, f"{drawn} --temperature is 0: set --temperature 1")
+    require(options.top_p >= 1, f"{drawn} --top_p is {options.top_p:g}: set --top_p 1")
+    find_run(to)
+
+
+def measure_distance(
+    to: str, policy: Policy, prompts: Any, settings: configs.Run, options: Any, results: Sequence[Any],
+    status: Callable[[str], None],
+) -> tuple[Distance, ...]:  # fmt: skip
+    """Measure the KL of a policy to the model ``to``, on its fresh answers to each task.
+
+    Both are read by the learner's own forward pass at the sampling temperature: a model is at distance 0 from itself,
+    bit for bit.
+    """
+    from jaxrl_llm.learner import Sample
+    from jaxrl_llm.models.heads import ScalarModel
+    from jaxrl_llm.stages.stage import run_by, scored
+
+    status(f"loading {to}")
+    other, tokenizer = load_model(to, settings.learner.dtype, policy.mesh)
+    trained = find_run(to)
+    require(not isinstance(other, ScalarModel), f"--kl_to {to} is a reward model: give a language model")
+    alike = tokenizer is None or tokenizer.get_vocab() == policy.tokenizer.get_vocab()
+    vocab = policy.model.config.vocab_size
+    require(
+        alike and other.config.vocab_size == vocab,
+        f"--kl_to {to} has other tokens than {policy.name}: no KL between the two is defined",
+    )
+    samples = [
+        Sample(np.asarray(prompts[problem], np.int32), completion.tokens, completion.mask)
+        for evaluation in results
+        for problem, row in zip(evaluation.problems, evaluation.completions, strict=True)
+        for completion in row
+    ]
+    length = max(len(sample.prompt) for sample in samples) + options.max_new_tokens
+    positions = other.config.attention.rope.max_positions
+    require(length <= positions, f"--kl_to {to} was made for {positions} positions, and {length} are needed")
+    shape = policy.mesh, length, options.max_new_tokens, options.temperature
+    logps = []
+    for model in (policy.model, other):
+        forward = run_by(settings.learner, model.config, *shape)
+        logps.append(scored(forward, model, samples, "logp", status))
+    sums = []
+    for sample, logp, other_logp in zip(samples, *logps, strict=True):
+        log_ratio = (other_logp.astype(np.float64) - logp)[sample.mask]
+        sums.append((float(len(log_ratio)), float(-log_ratio.sum()), float((np.expm1(log_ratio) - log_ratio).sum())))
+    ends = np.cumsum([len(evaluation.problems) * options.samples for evaluation in results])[:-1]
+    step = trained.step if trained else None
+    of_tasks = zip(results, np.split(np.asarray(sums), ends), strict=True)
+    return tuple(Distance(to, step, evaluation.task, task_sums) for evaluation, task_sums in of_tasks)
+
+
+def eval_command(arguments: list[str]) -> int:
     """Run ``eval RUN_OR_MODEL [--config NAME] [--field value ...]``; return the exit code."""
     name = first(arguments, __doc__, "eval needs a run or a model: jaxrl-llm eval runs/quickstart")
     pairs = take(arguments, "--pairs", True)
     if pairs is not None:
-        from jaxrl_llm.cli.agreement import agree
+        from jaxrl_llm.cli.agreement import agreement_command
 
-        return agree(name, pairs, arguments)
-    own = find_run(name)
+        return agreement_command(name, pairs, arguments)
+    run = find_run(name)
     chosen = take(arguments, "--config", True)
     to = take(arguments, "--kl_to", True)
-    if own is not None and chosen is None and not isinstance(own.run, configs.Run):
+    if run is not None and chosen is None and not isinstance(run.run, configs.Run):
         require(to is None, f"--kl_to {to} needs a task to answer: name a configuration that has one, --config")
         return evaluate_data(name, arguments)
     trained, settings = find_settings(name, chosen)
-    proposed = defaults(settings)
+    proposed = default_options(settings)
     if to is not None:  # answers are drawn from the policy as it was trained: at its temperature, with nothing cut off
         temperature = configs.resolved(settings).rollout.temperature
         proposed = dataclasses.replace(proposed, temperature=temperature, top_p=1.0)
     out = take(arguments, "--out", True)
-    options = parse(Options, arguments, f"jaxrl-llm eval {name}", HELP, proposed)
-    check(options, settings)
+    options = parse_flags(EvalOptions, arguments, f"jaxrl-llm eval {name}", HELP, proposed)
+    check_options(options, settings)
     check_distance(to, options)
     if out is not None:  # a file that cannot hold the answers is refused before anything is sampled
         require(out.endswith(".jsonl"), f"--out {out} is written as JSON lines: end it in .jsonl")
         check_file(Path(out), "--out")
     # A task that a run only ever tests on has no part that it learned from.
-    whole = settings.evaluation.task is not None and options.task == settings.evaluation.task
+    all_problems = settings.evaluation.task is not None and options.task == settings.evaluation.task
     # A run's tasks have its date; prompts of what has none are templated twice, and midnight may lie between.
     options = dataclasses.replace(options, task=configs.dated(options.task, datetime.date.today().isoformat()))
-    policy, found, notes, far = test(name, trained, settings, options, whole, to)
+    policy, results, notes, distances = evaluate_answers(name, trained, settings, options, all_problems, to)
     if out is not None:
         from jaxrl_llm.system.json_lines import append_rows
 
         with writable(Path(out), "--out"), new_file(Path(out)) as part, open(part, "wb") as file:
-            rows = [row for one in found for row in one.rows()]
-            away = [row for one in far for row in one.rows()] or [{}] * len(rows)
-            append_rows(file, [row | more for row, more in zip(rows, away, strict=True)])
-    results = policy, options, found, far
-    print(as_json(*results) if options.json else as_table(*results, notes))
+            rows = [row for evaluation in results for row in evaluation.rows()]
+            kl_columns = [row for distance in distances for row in distance.rows()] or [{}] * len(rows)
+            append_rows(file, [row | more for row, more in zip(rows, kl_columns, strict=True)])
+    outputs = policy, options, results, distances
+    print(evaluation_json(*outputs) if options.json else evaluation_table(*outputs, notes))
     return 0
 
 
-def defaults(run: configs.Run) -> Options:
-    """Return the options of the run's own evaluations."""
+def default_options(run: configs.Run) -> EvalOptions:
+    """Return the options of the run's own results."""
     e, longest, slots = run.evaluation, run.rollout.max_new_tokens, run.rollout.engine.slots
-    return Options(e.task or run.task, e.samples, e.temperature, e.top_p, e.limit, longest, slots, run.seed)
+    return EvalOptions(e.task or run.task, e.samples, e.temperature, e.top_p, e.limit, longest, slots, run.seed)
 
 
-def check(options: Options, settings: configs.Run) -> None:
+def check_options(options: EvalOptions, settings: configs.Run) -> None:
     """Refuse wrong options before anything is loaded."""
     from jaxrl_llm.tasks import check as check_task
 
@@ -180,8 +334,8 @@ def check(options: Options, settings: configs.Run) -> None:
     )
 
 
-def test(
-    name: str, trained: Trained | None, settings: configs.Run, options: Options, whole: bool, to: str | None
+def evaluate_answers(
+    name: str, trained: Trained | None, settings: configs.Run, options: EvalOptions, all_problems: bool, to: str | None
 ) -> tuple[Policy, tuple[Any, ...], list[str], tuple[Distance, ...]]:
     """Evaluate; return (policy, results of each task, notes on the problems, KL to the model ``to`` on each task;
     empty without ``to``).
@@ -190,93 +344,99 @@ def test(
     from jaxrl_llm.telemetry.progress import Progress, Schedule
 
     with Progress(Schedule(1)) as progress:
-        problems, notes = read_problems(options, settings, whole, progress.status)
+        problems, notes = load_problems(options, settings, all_problems, progress.status)
         require(
             options.rerank is None or problems[0].verifier != "none",
             f"--rerank has nothing to measure on task {options.task.label}, which verifies no answers: give a task "
             "with answers and a verifier",
         )
-        model = asking(name, trained, settings, options.task, problems, options, progress.status, True)
-        with model as (policy, prompts, by):
+        model = open_answerer(name, trained, settings, options.task, problems, options, progress.status, True)
+        with model as (policy, prompts, answerer):
             stops = policy.model.config.tokens.eos
             sampling = Sampling(options.temperature, 0, options.top_p, options.max_new_tokens, stops)
             limits = configs.limits_of(configs.parts_of_task(options.task), options.max_new_tokens)
             limits = {label: min(most, options.max_new_tokens) for label, most in limits.items()}
-            asked = EvaluationSet(prompts, problems, options.samples, options.seed, limits)
-            longest = by.engine.max_length - options.max_new_tokens
+            evaluation_set = EvaluationSet(prompts, problems, options.samples, options.seed, limits)
+            longest = answerer.engine.max_length - options.max_new_tokens
             watch, choose = None, None
             if options.rerank is not None:
-                watch, choose = reranker(options, policy, prompts, problems, longest, settings, progress.status)
+                watch, choose = load_reranker(options, policy, prompts, problems, longest, settings, progress.status)
                 for line in reader_of(options).untold(options.rerank):
                     progress.note(line)
-            found = evaluate(by, asked, sampling, progress.status, watch)
-            EvaluationReport({}, found).check()
+            results = evaluate(answerer, evaluation_set, sampling, progress.status, watch)
+            EvaluationReport({}, results).check()
             if choose is not None:
-                found = tuple(map(choose, found))
-            far = () if to is None else measure(to, policy, prompts, settings, options, found, progress.status)
-    return policy, found, notes, far
+                results = tuple(map(choose, results))
+            distances: tuple[Distance, ...] = ()
+            if to is not None:
+                distances = measure_distance(to, policy, prompts, settings, options, results, progress.status)
+    return policy, results, notes, distances
 
 
-def read_problems(
-    options: Options, settings: configs.Run, whole: bool, status: Callable[[str], None]
+def load_problems(
+    options: EvalOptions, settings: configs.Run, all_problems: bool, status: Callable[[str], None]
 ) -> tuple[list[Any], list[str]]:
     """Return the problems to test on, task by task, and a note if the run may have learned from them."""
     from jaxrl_llm.stages.stage import read_parts
 
     loaded = read_parts(configs.parts_of_task(options.task), functools.partial(configs.verifies, settings), status)
-    held_out = any(one.held_out for one in loaded)
-    chosen = [one.held_out if held_out and not whole else one.train for one in loaded]
+    held_out = any(parts.held_out for parts in loaded)
+    chosen = [parts.held_out if held_out and not all_problems else parts.train for parts in loaded]
     warning = "no problems are held out (task.holdout is 0): these may be the ones that a run learned from"
-    problems = [problem for one in chosen for problem in one[: options.limit or None]]
-    return problems, [] if whole or held_out else [warning]
+    problems = [problem for parts in chosen for problem in parts[: options.limit or None]]
+    return problems, [] if all_problems or held_out else [warning]
 
 
-def as_json(policy: Policy, options: Options, found: tuple[Any, ...], far: tuple[Distance, ...]) -> str:
+def evaluation_json(
+    policy: Policy, options: EvalOptions, results: tuple[Any, ...], distances: tuple[Distance, ...]
+) -> str:
     """Return one JSON object: model, sampling, and ``eval/<task>/...`` by their names in metrics.jsonl."""
-    told = ["samples", "temperature", "top_p"]
+    names = ["samples", "temperature", "top_p"]
     if options.rerank is not None:
-        told += ["rerank", "rerank_by", "give_up_after"]
-    about = {"model": policy.name, "step": policy.step} | {name: getattr(options, name) for name in told}
-    if far:
-        about |= {"kl_to": far[0].to, "kl_to_step": far[0].step}
+        names += ["rerank", "rerank_by", "give_up_after"]
+    about = {"model": policy.name, "step": policy.step} | {name: getattr(options, name) for name in names}
+    if distances:
+        about |= {"kl_to": distances[0].to, "kl_to_step": distances[0].step}
     from jaxrl_llm.rollout.evaluate import EvaluationReport
 
-    away = {name: value for one in far for name, value in one.metrics().items()}
-    return json.dumps(jsonable(about | EvaluationReport({}, found).metrics() | away))
+    kl_metrics = {name: value for distance in distances for name, value in distance.metrics().items()}
+    return json.dumps(jsonable(about | EvaluationReport({}, results).metrics() | kl_metrics))
 
 
-def as_table(
-    policy: Policy, options: Options, found: tuple[Any, ...], far: tuple[Distance, ...], notes: list[str]
+def evaluation_table(
+    policy: Policy, options: EvalOptions, results: tuple[Any, ...], distances: tuple[Distance, ...], notes: list[str]
 ) -> str:
     """Return a small table for each task, for people, and the average over several."""
     from jaxrl_llm.rollout.evaluate import average_tasks
 
     step = "" if policy.step is None else f", step {policy.step}"
-    tables = [of_task(f"{policy.name}{step}", options, one) for one in found]
-    for table, one in zip(tables, far, strict=bool(far)):
-        table += one.lines()
+    tables = [task_lines(f"{policy.name}{step}", options, task_result) for task_result in results]
+    for table, distance in zip(tables, distances, strict=bool(distances)):
+        table += distance.lines()
     lines = [tables[0][0], *notes, *tables[0][1:], *(line for table in tables[1:] for line in table)]
-    if len(found) > 1:
-        means = average_tasks(found)
+    if len(results) > 1:
+        means = average_tasks(results)
         shares = {name.rpartition("/")[2]: mean for name, mean in means.items() if "@" in name}
-        shown = ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares.items())
-        lines += [f"on average over {len(found)} tasks: {shown}"] if shown else []
+        averages = ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares.items())
+        lines += [f"on average over {len(results)} tasks: {averages}"] if averages else []
     return "\n".join(lines)
 
 
-def of_task(name: str, options: Options, found: Any) -> list[str]:
+def task_lines(name: str, options: EvalOptions, evaluation: Any) -> list[str]:
     """Return the results of one task as lines; the error is the standard error over problems."""
     import numpy as np
 
-    scores = found.rewards if found.correct is None else np.where(found.failed, np.nan, found.correct)
-    known = ~np.isnan(scores)
+    scores = (
+        evaluation.rewards if evaluation.correct is None else np.where(evaluation.failed, np.nan, evaluation.correct)
+    )
+    is_scored = ~np.isnan(scores)
     # A problem of which no answer could be scored says nothing.
-    rate = np.array([row[scored].mean() for row, scored in zip(scores, known, strict=True) if scored.any()])
+    rate = np.array([row[scored].mean() for row, scored in zip(scores, is_scored, strict=True) if scored.any()])
     error = float(rate.std(ddof=1) / len(rate) ** 0.5) if len(rate) > 1 else 0.0
     how = "greedy" if options.temperature == 0 else f"temperature {options.temperature:g}, top_p {options.top_p:g}"
-    lines = [f"{name} on {found.task}: {len(found.problems)} problems, {options.samples} each, {how}"]
-    for metric, value in found.metrics().items():
-        short = metric.removeprefix(f"eval/{found.task}/")
+    lines = [f"{name} on {evaluation.task}: {len(evaluation.problems)} problems, {options.samples} each, {how}"]
+    for metric, value in evaluation.metrics().items():
+        short = metric.removeprefix(f"eval/{evaluation.task}/")
         if short == "pass@1":
             lines.append(f"  {f'avg@{options.samples}':<16}{100 * value:6.1f} %  +- {100 * error:.1f}")
         elif short == "reward":
@@ -285,9 +445,9 @@ def of_task(name: str, options: Options, found: Any) -> list[str]:
             lines.append(f"  {short.replace('_', ' '):<16}{100 * value:6.1f} %")
         elif short == "mean_length":
             lines.append(f"  {'length':<16}{value:6.1f} tokens")
-        if short in ("pass@1", "reward") and not known.all():
-            why = f": {found.failure}" if found.failure else ""
-            lines.append(f"  {'not scored':<16}{np.sum(~known):6d} of {known.size} answers{why}")
+        if short in ("pass@1", "reward") and not is_scored.all():
+            why = f": {evaluation.failure}" if evaluation.failure else ""
+            lines.append(f"  {'not scored':<16}{np.sum(~is_scored):6d} of {is_scored.size} answers{why}")
     return lines
 
 
@@ -296,26 +456,28 @@ def evaluate_data(name: str, arguments: list[str]) -> int:
     trained: Any = find_run(name, tests=True)
     run: Any = trained.run
     e, a = run.evaluation, run.answering
-    proposed = DataOptions(e.samples, e.temperature, e.top_p, e.limit, a.max_new_tokens, a.slots)
-    given = parse(DataOptions, arguments, f"jaxrl-llm eval {name}", "Test a run on its held-out data.", proposed)
-    e = dataclasses.replace(
-        e, samples=given.samples, temperature=given.temperature, top_p=given.top_p, limit=given.limit
+    proposed = EvalDataOptions(e.samples, e.temperature, e.top_p, e.limit, a.max_new_tokens, a.slots)
+    options = parse_flags(
+        EvalDataOptions, arguments, f"jaxrl-llm eval {name}", "Test a run on its held-out data.", proposed
     )
-    a = dataclasses.replace(a, max_new_tokens=given.max_new_tokens, slots=given.slots)
-    run = dataclasses.replace(run, evaluation=e, answering=a, mesh=given.mesh)
+    e = dataclasses.replace(
+        e, samples=options.samples, temperature=options.temperature, top_p=options.top_p, limit=options.limit
+    )
+    a = dataclasses.replace(a, max_new_tokens=options.max_new_tokens, slots=options.slots)
+    run = dataclasses.replace(run, evaluation=e, answering=a, mesh=options.mesh)
     configs.validate(run)
-    found = tested(dataclasses.replace(trained, run=run))
-    if given.json:
-        print(json.dumps(jsonable({"model": name, "step": trained.step} | found)))
+    metrics = evaluate_stage(dataclasses.replace(trained, run=run))
+    if options.json:
+        print(json.dumps(jsonable({"model": name, "step": trained.step} | metrics)))
         return 0
     print(f"{name}, step {trained.step}:")
-    for metric, value in found.items():
-        told = value if isinstance(value, str) else f"{value:10.4f}"
-        print(f"  {metric.removeprefix('eval/').removeprefix('event/'):<24}{told}")
+    for metric, value in metrics.items():
+        text = value if isinstance(value, str) else f"{value:10.4f}"
+        print(f"  {metric.removeprefix('eval/').removeprefix('event/'):<24}{text}")
     return 0
 
 
-def tested(trained: Trained) -> dict[str, Any]:
+def evaluate_stage(trained: Trained) -> dict[str, Any]:
     """Return ``eval/...`` metrics by their names in metrics.jsonl."""
     import jax
 
@@ -338,9 +500,9 @@ def tested(trained: Trained) -> dict[str, Any]:
         stage = kind.prepare(run, model, tokenizer, mesh, resources, progress, ALONE)
         del model
         progress.status(f"loading {directory}")
-        found = stage.evaluate(load_trained(trained, mesh)[0])
-    if found is not None:
-        found.check()
+        evaluation = stage.evaluate(load_trained(trained, mesh)[0])
+    if evaluation is not None:
+        evaluation.check()
     else:
         raise InputError(f"{directory} holds nothing out to test on, and has no task: give one with --config NAME")
-    return found.metrics()
+    return evaluation.metrics()

@@ -18,7 +18,7 @@ from typing import Any
 
 import jaxrl_llm
 from jaxrl_llm import config as configs
-from jaxrl_llm.cli.flags import first, parse, status, take
+from jaxrl_llm.cli.flags import first, parse_flags, status, take
 from jaxrl_llm.data import Steps
 from jaxrl_llm.errors import InputError, as_input_error, require
 from jaxrl_llm.models.peft import base_model_name, is_adapter
@@ -62,13 +62,10 @@ score = model(input_ids=torch.tensor([ids])).logits[0, 0].item()
 {place}
 
 """
-WRITTEN = "ids = tokenizer.apply_chat_template([*prompt, answer], return_dict=False)"
-ASKED = "ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)"
-FOLLOWS = "ids += tokenizer({text}, add_special_tokens=False)['input_ids']"
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class ExportOptions:
     """Where the model is loaded.
 
     Attributes:
@@ -78,19 +75,16 @@ class Place:
     mesh: MeshShape = MeshShape()
 
 
-def export(arguments: list[str]) -> int:
-    """Run ``export RUN[@STEP] --out DIR [--adapter] [--push USER/NAME]``, or ``--out FILE.gguf [--gguf_type T]``.
-
-    Return the exit code.
-    """
+def export_command(arguments: list[str]) -> int:
+    """Run ``export RUN[@STEP] --out DIR [--adapter] [--push USER/NAME]``, or ``--out FILE.gguf [--gguf_type T]``."""
     name = first(arguments, __doc__, "export needs a run: jaxrl-llm export runs/quickstart --out model", True)
     out = take(arguments, "--out", True)
     adapter = take(arguments, "--adapter", False)
     gguf_type = take(arguments, "--gguf_type", True)
     push = take(arguments, "--push", True)
     sizes = {axis: take(arguments, f"--mesh.{axis}", True) for axis in MeshShape.__dataclass_fields__}
-    asked = [f"--mesh.{axis}={size}" for axis, size in sizes.items() if size is not None]
-    place = parse(Place, asked, f"jaxrl-llm export {name}", str(__doc__))
+    mesh_flags = [f"--mesh.{axis}={size}" for axis, size in sizes.items() if size is not None]
+    place = parse_flags(ExportOptions, mesh_flags, f"jaxrl-llm export {name}", str(__doc__))
     require(not arguments, f"export does not know {' '.join(arguments)}: jaxrl-llm export RUN[@STEP] --out DIR")
     require(out is not None, f"export needs a folder to write: jaxrl-llm export {shlex.quote(name)} --out DIR")
     trained = find_run(name) if configs.split_step(name)[0].is_dir() else None
@@ -117,11 +111,7 @@ def export(arguments: list[str]) -> int:
 
 
 def export_gguf(name: str, trained: Trained, target: Path, kind: str, adapter: bool) -> None:
-    """Write the whole model as one GGUF file.
-
-    Raises:
-      InputError: the file exists already, or cannot hold the model.
-    """
+    """Write the whole model as one GGUF file."""
     from jaxrl_llm.models.gguf import FILE_TYPES, save_gguf
 
     scores = isinstance(trained.run, configs.RewardModel)
@@ -130,7 +120,7 @@ def export_gguf(name: str, trained: Trained, target: Path, kind: str, adapter: b
     require(not scores, f"{name} is a reward model, which a GGUF file cannot hold: give a folder with --out")
     require(not target.exists(), f"{target} exists: give a new file, or remove it first")
     check_file(target, "--out")
-    with writing(name, trained, target, load_trained) as (model, tokenizer):
+    with load_for_export(name, trained, target, load_trained) as (model, tokenizer):
         save_gguf(model, tokenizer, target, kind)
     print(f"{name}, step {trained.step}, is written to {target} ({kind}), for llama.cpp and its like. Try next:")
     print(GENERATE.format(shlex.quote(str(target))))
@@ -147,15 +137,15 @@ def export_model(name: str, trained: Trained, target: Path, card: str) -> None:
 
     run: Any = trained.run
     scores = isinstance(run, configs.RewardModel)
-    told = None
-    with writing(name, trained, target, load_trained) as (model, tokenizer):
+    reward_format = None
+    with load_for_export(name, trained, target, load_trained) as (model, tokenizer):
         if scores:
-            told = taught_by(run, tokenizer).to_json()
+            reward_format = taught_by(run, tokenizer).to_json()
             wording: Any = configs.wording(run)
             if wording.template not in ("tokenizer", "plain"):
                 tokenizer = copy.deepcopy(tokenizer)
                 tokenizer.chat_template = template_text(wording, tokenizer)
-        save_pretrained(model, tokenizer, target, card, told, generation_of(public_base(run.model)))
+        save_pretrained(model, tokenizer, target, card, reward_format, generation_of(public_base(run.model)))
     use = f". Try next:\n{GENERATE.format(shlex.quote(str(target)))}"
     use = " as AutoModelForSequenceClassification." if scores else use
     print(f"{name}, step {trained.step}, is written to {target}; transformers loads it{use}")
@@ -164,13 +154,12 @@ def export_model(name: str, trained: Trained, target: Path, card: str) -> None:
 def check_adapter(name: str, trained: Trained) -> None:
     """Refuse to export the adapter of a run that has none of use to PEFT.
 
-    Raises:
-      InputError: the run trains the whole model; the adapter is a reward model's; or what it is added to was itself
-        trained, and exists nowhere by a name that PEFT knows.
+    The run trains the whole model; the adapter is a reward model's; or what it is added to was itself trained, and
+    exists nowhere by a name that PEFT knows.
     """
     run = trained.run
-    whole = not run.learner.lora.rank
-    require(not whole, f"{name} trained the whole model (learner.lora.rank is 0): export it without --adapter")
+    full = not run.learner.lora.rank
+    require(not full, f"{name} trained the whole model (learner.lora.rank is 0): export it without --adapter")
     scores = isinstance(run, configs.RewardModel)
     require(not scores, f"{name} is a reward model; its head is not an adapter: export it whole, without --adapter")
     inner = configs.split_step(run.model)[0]
@@ -202,20 +191,16 @@ def export_adapter(name: str, trained: Trained, target: Path, card: str) -> None
     run = trained.run
     base = public_base(run.model)
 
-    with writing(name, trained, target, load_adapter) as (model, adapter, _):
+    with load_for_export(name, trained, target, load_adapter) as (model, adapter, _):
         save_adapter(adapter, model.config, run.learner.lora, base, target, card)
-    known = looks_like_hub_id(base) or Path(base).is_dir()
-    use = f"PEFT loads it over {base}." if known else f"PEFT finds no base by the name {base}."
+    loadable = looks_like_hub_id(base) or Path(base).is_dir()
+    use = f"PEFT loads it over {base}." if loadable else f"PEFT finds no base by the name {base}."
     print(f"the adapter of {name}, step {trained.step}, is written to {target}; {use} Try next:")
     print(GENERATE.format(shlex.quote(str(target))))
 
 
 def check_push(repository: str) -> None:
-    """Refuse a repository's name or a token with which nothing can be uploaded, before anything is computed.
-
-    Raises:
-      InputError: the name is not USER/NAME, or the hub knows no such token.
-    """
+    """Refuse a repository's name or a token with which nothing can be uploaded, before anything is computed."""
     from huggingface_hub import HfApi, get_token
 
     fine = re.fullmatch(r"[\w.-]+/[\w.-]+", repository)
@@ -228,11 +213,7 @@ def check_push(repository: str) -> None:
 
 
 def upload(folder: Path, repository: str, message: str) -> None:
-    """Upload a folder to the hub; a repository that does not exist is created, private.
-
-    Raises:
-      InputError: the hub refuses; the folder stays.
-    """
+    """Upload a folder to the hub; a repository that does not exist is created, private."""
     from huggingface_hub import HfApi
 
     status(f"uploading {folder}")
@@ -245,25 +226,18 @@ def upload(folder: Path, repository: str, message: str) -> None:
 
 
 @contextlib.contextmanager
-def writing(name: str, trained: Trained, target: Path, load: Callable[..., Any]) -> Generator[Any]:
+def load_for_export(name: str, trained: Trained, target: Path, load: Callable[..., Any]) -> Generator[Any]:
     """Load the run on its mesh here and yield the result, to be saved to ``target``, with a status line for each."""
     status(f"loading {name}")
-    found = load(trained, mesh_here(trained.run.mesh))
+    loaded = load(trained, mesh_here(trained.run.mesh))
     status(f"writing {target}")
     with writable(target, "--out"):
-        yield found
+        yield loaded
     status("")
 
 
 def model_card(name: str, trained: Trained, out: str, adapter: bool) -> str:
-    """Return a model card: Markdown with the metadata that model hubs read.
-
-    Args:
-      name: of the run, as it was given.
-      trained: the run.
-      out: the export's folder.
-      adapter: whether it holds the adapter alone.
-    """
+    """Return a model card for the folder ``out``: Markdown with the metadata that model hubs read."""
     run = trained.run
     rows = [row for row in read_rows(trained.directory.parent.parent / "metrics.jsonl") if row["step"] <= trained.step]
     scores = isinstance(run, configs.RewardModel)
@@ -280,7 +254,7 @@ def model_card(name: str, trained: Trained, out: str, adapter: bool) -> str:
         step=trained.step,
         steps=run.steps,
         data=(run.task if isinstance(run, configs.Run) else run.data).label,
-        evaluations=table(rows),
+        evaluations=evaluations_table(rows),
         scoring=how_to_score(run, out) if scores else "",
         commands="\n".join([f"jaxrl-llm eval {shlex.quote(name)}", *answers]),
     )
@@ -304,33 +278,37 @@ def how_to_score(run: configs.RewardModel, out: str) -> str:
     wording = configs.wording(run)
     plain = wording.template == "plain"
     steps = isinstance(run.data, Steps)
-    whole = not (plain or steps or run.score_at == "stop")
-    asked = f'"..."{f" + {wording.suffix!r}" if wording.suffix else ""}'
+    by_template = not (plain or steps or run.score_at == "stop")
+    prompt = f'"..."{f" + {wording.suffix!r}" if wording.suffix else ""}'
     system = [] if wording.system is None else [str({"role": "system", "content": wording.system})]
-    messages = ", ".join([*system, f'{{"role": "user", "content": {asked}}}'])
-    lines = [f"prompt = {asked if plain else f'[{messages}]'}"]
-    if whole:
-        lines += ['answer = {"role": "assistant", "content": "..."}', WRITTEN]
+    messages = ", ".join([*system, f'{{"role": "user", "content": {prompt}}}'])
+    lines = [f"prompt = {prompt if plain else f'[{messages}]'}"]
+    if by_template:
+        lines.append('answer = {"role": "assistant", "content": "..."}')
+        lines.append("ids = tokenizer.apply_chat_template([*prompt, answer], return_dict=False)")
     else:
-        lines += ['answer = "..."', "ids = tokenizer(prompt)['input_ids']" if plain else ASKED]
-        lines += [FOLLOWS.format(text="answer" if steps else "answer + tokenizer.eos_token")]
+        chat = "ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)"
+        text = "answer" if steps else "answer + tokenizer.eos_token"
+        lines += ['answer = "..."', "ids = tokenizer(prompt)['input_ids']" if plain else chat]
+        lines.append(f"ids += tokenizer({text}, add_special_tokens=False)['input_ids']")
     place = "The score is read at the token that ends the answer; of one that was cut off, at its last token."
     if steps:
         place = (
             "An answer that goes up to the end of a step gets that step's score, which `sigmoid` makes a probability"
         )
         place += f"; steps end with {run.data.separator!r}."
-    elif whole:
+    elif by_template:
         place = "The score is read at the last token that the chat template writes; of an answer that was cut off, at "
         place += "its own last token."
     return SCORING.format(out=out, ids="\n".join(lines), place=place)
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def evaluations_table(rows: list[dict[str, Any]]) -> str:
     """Return a Markdown table of the first and the last evaluation; empty without evaluations."""
-    found = [{k: v for k, v in row.items() if k.startswith("eval/") and v is not None} for row in rows]
-    found = list(filter(None, found))
-    if not found:
+    evaluations = [{k: v for k, v in row.items() if k.startswith("eval/") and v is not None} for row in rows]
+    evaluations = list(filter(None, evaluations))
+    if not evaluations:
         return ""
-    lines = [f"| {name} | {shown(found[0].get(name))} | {shown(value)} |" for name, value in found[-1].items()]
+    first, last = evaluations[0], evaluations[-1]
+    lines = [f"| {name} | {shown(first.get(name))} | {shown(value)} |" for name, value in last.items()]
     return "\n".join(["| held out | before | after |", "|---|---|---|", *lines, "", ""])

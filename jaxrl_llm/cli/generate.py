@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.cli.asking import Policy, check_tools, load_policy
-from jaxrl_llm.cli.flags import first, parse, status
+from jaxrl_llm.cli.flags import first, parse_flags, status
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.environments.environment import Environment, Limits
 from jaxrl_llm.environments.episode_format import EpisodeFormat
@@ -48,7 +48,7 @@ NEW, BYE, HELPS = ("/new", "/clear", "/reset"), ("/bye", "/exit", "/quit"), ("/h
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class GenerateOptions:
     """The prompt and how to sample the answer.
 
     Attributes:
@@ -74,12 +74,12 @@ class Options:
     mesh: MeshShape = MeshShape()
 
 
-def generate(arguments: list[str]) -> int:
+def generate_command(arguments: list[str]) -> int:
     """Run ``generate MODEL_OR_RUN [--prompt TEXT] ...``; return the exit code."""
     name = first(
         arguments, __doc__, 'generate needs a model or a run: jaxrl-llm generate smollm2-135m --prompt "Hello"'
     )
-    options = parse(Options, arguments, f"jaxrl-llm generate {name}", "Answer a prompt.")
+    options = parse_flags(GenerateOptions, arguments, f"jaxrl-llm generate {name}", "Answer a prompt.")
     require(options.prompt is None or options.prompt.strip(), "--prompt is empty: give it some text")
     check_fields(options, "--")
     sampling = Sampling(options.temperature, 0, options.top_p, options.max_new_tokens, min_p=options.min_p)
@@ -91,21 +91,20 @@ def generate(arguments: list[str]) -> int:
     policy = load_policy(name, run, options.mesh)
     check_tokenizer(policy.tokenizer, name)
     status("")
-    task = wording(policy, options.system, options.tools)
+    task = prompt_wording(policy, options.system, options.tools)
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # as arguments are: ``encode`` refuses them
+        sys.stdin.reconfigure(errors="surrogateescape")  # as arguments are: ``encode_chat`` refuses them
     if options.prompt is None and sys.stdin.isatty():
         chat(policy, task, sampling, options.seed)
         return 0
     lines = (line.strip() for line in sys.stdin) if options.prompt is None else [options.prompt]
     for prompt in filter(None, lines):
-        exchange(
-            policy, [{"role": "user", "content": prompt}], task, lambda ids: say(policy, ids, options.seed, sampling)
-        )
+        messages = [{"role": "user", "content": prompt}]
+        answer_chat(policy, messages, task, lambda ids: print_answer(policy, ids, options.seed, sampling))
     return 0
 
 
-def wording(policy: Policy, system: str | None, tools: tuple[str, ...] = ()) -> Task:
+def prompt_wording(policy: Policy, system: str | None, tools: tuple[str, ...] = ()) -> Task:
     """Return the wording of prompts: that of the run's training, else the tokenizer's chat template, else plain text.
 
     ``system``: the system message; ``tools``: functions that the model may call; both in place of the run's own.
@@ -120,41 +119,33 @@ def wording(policy: Policy, system: str | None, tools: tuple[str, ...] = ()) -> 
     return dataclasses.replace(task, template=template, system=system, tools=tools, environment=None)
 
 
-def encode(policy: Policy, messages: Sequence[Message], task: Task) -> Any:
-    """Return the token ids of a chat up to the beginning of the answer, int32[T].
-
-    Raises:
-      InputError: a text is not valid UTF-8, or the chat template refuses the chat.
-    """
+def encode_chat(policy: Policy, messages: Sequence[Message], task: Task) -> Any:
+    """Return the token ids of a chat up to the beginning of the answer, int32[T]."""
     broken = unwritable([task.system, task.suffix, *(message["content"] for message in messages)])
     require(not broken, f"the prompt or the system message holds {broken!a}, which is not UTF-8: write it in UTF-8")
     if task.tools:
-        return as_episode(policy, task)[0].prompt(messages)
+        return tool_episode(policy, task)[0].prompt(messages)
     return encode_problem(Problem("prompt", tuple(messages), "", "prompt"), task, policy.tokenizer)
 
 
-def as_episode(policy: Policy, task: Task) -> tuple[EpisodeFormat, World]:
-    """Return the form of a chat with the task's tools, and the world that runs their calls.
-
-    Raises:
-      InputError: a tool has no schema, or the chat template cannot write it.
-    """
+def tool_episode(policy: Policy, task: Task) -> tuple[EpisodeFormat, World]:
+    """Return the form of a chat with the task's tools, and the world that runs their calls."""
     functions = Factory(None, task.tools).functions
     world = World(Environment(), {}, 0, Limits(), functions)
     world.reset(())
     return EpisodeFormat(policy.tokenizer, task, world.tools, policy.model.config.tokens.eos), world
 
 
-def exchange(
+def answer_chat(
     policy: Policy, messages: Sequence[Message], task: Task, speak: Callable[[Any], Completion]
 ) -> tuple[list[Any], Completion]:
     """Let the model answer a chat, and run the calls in its answers, until one calls nothing or is cut off; results are
-    shown on stderr. Return all that was said, and the last answer. ``speak`` answers a prompt (token ids), as ``say``.
+    shown on stderr. Return all that was said, and the last answer. ``speak`` answers a prompt, as ``print_answer``.
     """
-    done = speak(encode(policy, messages, task))
+    done = speak(encode_chat(policy, messages, task))
     if not task.tools:
         return [{"role": "assistant", "content": done.text}] if len(done.tokens) else [], done
-    form, world = as_episode(policy, task)
+    form, world = tool_episode(policy, task)
     said: list[Any] = []
     while len(done.tokens):
         said.append((reply := form.parse(done.tokens.tolist())).message)
@@ -163,37 +154,34 @@ def exchange(
         answer = world.reply(reply)
         said += answer.messages
         for message in answer.messages:
-            note(harmless(f"{message.get('name', message['role'])}: {message['content']}"))
+            print_note(printable(f"{message.get('name', message['role'])}: {message['content']}"))
         if answer.end:
             break
-        done = speak(encode(policy, [*messages, *said], task))
+        done = speak(encode_chat(policy, [*messages, *said], task))
     world.close()
     return said, done
 
 
-def say(
+def print_answer(
     policy: Policy, prompt: Any, seed: int, sampling: Sampling, stopped: Callable[[], bool] = lambda: False
 ) -> Completion:
     """Print an answer to a prompt (token ids) on stdout: on a terminal while it is sampled, elsewhere at its end.
 
     ``stopped`` is called after each chunk; the answer ends when it returns True.
-
-    Raises:
-      InputError: the prompt leaves no room for an answer.
     """
     from jaxrl_llm.engine.engine import backend_for
     from jaxrl_llm.rollout.generation import OpenRequests, generate_stream
 
     screen = sys.stdout.isatty()
-    told = 0
+    printed = 0
 
     def tell(text: str) -> None:
-        nonlocal told
-        if len(text) > told:
-            if not told:
+        nonlocal printed
+        if len(text) > printed:
+            if not printed:
                 status("")
-            print(harmless(text[told:]) if screen else text[told:], end="", flush=True)
-            told = len(text)
+            print(printable(text[printed:]) if screen else text[printed:], end="", flush=True)
+            printed = len(text)
 
     status("thinking")
     config = policy.model.config
@@ -210,18 +198,18 @@ def say(
     for over in generate_stream(requests, policy.model):
         done |= over
         for running in requests.running.values() if screen else ():
-            tell(settled(running.tokens, policy.tokenizer))
+            tell(stable_text(running.tokens, policy.tokenizer))
         if requests and stopped():
             requests.abort(requests.keys)
     text = text_of(policy.tokenizer, done["answer"].tokens, config.tokens.eos)
     tell(text)
-    if not told:
+    if not printed:
         status("")
     print(flush=True)
     return dataclasses.replace(done["answer"], text=text)
 
 
-def settled(tokens: Any, tokenizer: Any) -> str:
+def stable_text(tokens: Any, tokenizer: Any) -> str:
     """Return the beginning of an answer's text that no later token can change.
 
     The rest waits: the bytes of an incomplete character, and bytes that are single tokens, since a tokenizer with byte
@@ -233,65 +221,61 @@ def settled(tokens: Any, tokenizer: Any) -> str:
     return text_of(tokenizer, tokens[:count]).rstrip("\ufffd")
 
 
-def harmless(text: str) -> str:
+def printable(text: str) -> str:
     """Replace control characters, which could drive the terminal, by spaces; line breaks and tabs stay."""
     return "".join(letter if letter.isprintable() or letter in "\n\t" else " " for letter in text)
 
 
 def chat(policy: Policy, task: Task, sampling: Sampling, seed: int) -> None:
-    """Answer message after message; the n-th of all is sampled with ``seed`` + n, counted from 0.
-
-    ``task``: gives the wording of prompts.
-    """
+    """Answer message after message; the n-th of all is sampled with ``seed`` + n, counted from 0."""
     history: tuple[Message, ...] = ()
-    note(GREETING)
+    print_note(GREETING)
     if task.template == "plain":
-        note("the model has no chat template: messages are separated by blank lines only")
-    for line in typed():
+        print_note("the model has no chat template: messages are separated by blank lines only")
+    for line in read_lines():
         if line in BYE:
             return
         if line in NEW:
             history = ()
-            note(FORGOTTEN)
+            print_note(FORGOTTEN)
         elif line in HELPS:
-            note(HELP)
+            print_note(HELP)
         elif re.fullmatch(r"/[a-z?]+", line):
-            note(f"unknown command {line}; /help lists the commands")
+            print_note(f"unknown command {line}; /help lists the commands")
         else:
             try:
-                history = turn(policy, (*history, {"role": "user", "content": line}), task, sampling, seed)
+                history = take_turn(policy, (*history, {"role": "user", "content": line}), task, sampling, seed)
             except InputError as error:  # of this message: what was said before it stays
-                note(f"jaxrl-llm: {error}")
+                print_note(f"jaxrl-llm: {error}")
             seed += 1
 
 
-def turn(policy: Policy, messages: Sequence[Message], task: Task, sampling: Sampling, seed: int) -> tuple[Message, ...]:
-    """Answer the last message; return the chat with the answer, or the earlier chat if the answer is empty.
-
-    Raises:
-      InputError: the message alone leaves no room for an answer, or the chat template refuses the chat.
-    """
-    _, kept = fitted(policy, messages, task, sampling.max_new_tokens)
-    if len(kept) < len(messages):
+def take_turn(
+    policy: Policy, messages: Sequence[Message], task: Task, sampling: Sampling, seed: int
+) -> tuple[Message, ...]:
+    """Answer the last message; return the chat with the answer, or the earlier chat if the answer is empty."""
+    _, recent = fit_context(policy, messages, task, sampling.max_new_tokens)
+    if len(recent) < len(messages):
         longest = policy.model.config.attention.rope.max_positions
-        note(f"the chat is longer than the model's context ({longest} tokens): its beginning is left out")
-    asked: list[int] = []
+        print_note(f"the chat is longer than the model's context ({longest} tokens): its beginning is left out")
+    interrupts: list[int] = []
 
     def interrupted(number: int) -> None:  # the first Ctrl-C ends the answer, the second the program
-        if asked or number != signal.SIGINT:
+        if interrupts or number != signal.SIGINT:
             quit_now(128 + number, "interrupted")
-        asked.append(number)
+        interrupts.append(number)
 
     with answering(interrupted):
-        said, done = exchange(policy, kept, task, lambda ids: say(policy, ids, seed, sampling, lambda: bool(asked)))
+        speak = lambda ids: print_answer(policy, ids, seed, sampling, lambda: bool(interrupts))  # noqa: E731
+        said, done = answer_chat(policy, recent, task, speak)
     count = len(done.tokens)
     if done.finish_reason == "length":
         why = "--max_new_tokens allows no more" if count == sampling.max_new_tokens else "the model's context is full"
-        note(f"cut off after {count} tokens: {why}")
-    return (*word_prompt(kept, task), *said) if said else tuple(kept[:-1])
+        print_note(f"cut off after {count} tokens: {why}")
+    return (*word_prompt(recent, task), *said) if said else tuple(recent[:-1])
 
 
-def fitted(
+def fit_context(
     policy: Policy, messages: Sequence[Message], task: Task, longest: int
 ) -> tuple[Sequence[int], Sequence[Message]]:
     """Return the token ids of a chat, and the chat, without its first turns as needed to leave room for an answer.
@@ -301,17 +285,17 @@ def fitted(
     """
     positions = policy.model.config.attention.rope.max_positions
     room = positions - min(longest, positions // 4)
-    kept = list(messages)
-    while len(tokens := encode(policy, kept, task)) > room:
-        first = 1 if kept[0]["role"] == "system" else 0
-        later = [at for at in range(first + 1, len(kept)) if kept[at]["role"] == "user"]
+    recent = list(messages)
+    while len(tokens := encode_chat(policy, recent, task)) > room:
+        first = 1 if recent[0]["role"] == "system" else 0
+        later = [at for at in range(first + 1, len(recent)) if recent[at]["role"] == "user"]
         if not later:  # a turn is what a person says, and all up to the person's next words
             break
-        del kept[first : later[0]]
-    return tokens, kept
+        del recent[first : later[0]]
+    return tokens, recent
 
 
-def typed() -> Iterator[str]:
+def read_lines() -> Iterator[str]:
     """Yield the non-empty lines that a person types, up to Ctrl-D."""
     import termios
 
@@ -336,12 +320,12 @@ def typed() -> Iterator[str]:
                     if not (line := sys.stdin.readline()):
                         raise EOFError
         except EOFError:
-            note("")
+            print_note("")
             return
         if line.strip():
             yield line.strip()
 
 
-def note(text: str) -> None:
+def print_note(text: str) -> None:
     """Print a notice on stderr, apart from the answers."""
     print(text, file=sys.stderr, flush=True)

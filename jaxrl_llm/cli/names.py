@@ -1,4 +1,4 @@
-"""``jaxrl-llm list``: configurations, tasks, recipes and models by name."""
+"""``jaxrl-llm list``: configurations, tasks, recipes and models by name; ``jaxrl-llm completion``: a script of them."""
 
 import ast
 import itertools
@@ -7,6 +7,7 @@ import shutil
 import textwrap
 from pathlib import Path
 
+from jaxrl_llm.cli.flags import USUAL, first
 from jaxrl_llm.errors import did_you_mean, require
 
 KINDS_OF_TASK = [
@@ -40,17 +41,17 @@ def list_names(arguments: list[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         print(f"usage: jaxrl-llm list [{'|'.join(topics)}]")
         return 0
-    known = ", ".join(topics)
-    require(len(arguments) <= 1, f"list takes one of {known}, got {' '.join(arguments)}")
+    words = ", ".join(topics)
+    require(len(arguments) <= 1, f"list takes one of {words}, got {' '.join(arguments)}")
     for topic in arguments:
-        hint = did_you_mean(topic, topics, f"there are {known}")
+        hint = did_you_mean(topic, topics, f"there are {words}")
         require(topic in topics, f"list does not know {topic!r}: {hint}")
-    found = {name: topics[name](bool(arguments)) for name in arguments or topics}
-    print("\n\n".join("\n".join([name, *formatted(rows)]) for name, rows in found.items()))
+    sections = {name: topics[name](bool(arguments)) for name in arguments or topics}
+    print("\n\n".join("\n".join([name, *format_rows(rows)]) for name, rows in sections.items()))
     return 0
 
 
-def formatted(rows: Rows) -> list[str]:
+def format_rows(rows: Rows) -> list[str]:
     """Format names with their descriptions, wrapped in a second column.
 
     The width is the terminal's, at least 60 columns, and 80 without a terminal.
@@ -72,7 +73,7 @@ def formatted(rows: Rows) -> list[str]:
     return lines
 
 
-def configs(whole: bool) -> Rows:
+def configs(full: bool) -> Rows:
     """List each shipped configuration with the first line of its docstring, without executing it."""
     from jaxrl_llm.system.paths import config_folder, config_names
 
@@ -80,16 +81,16 @@ def configs(whole: bool) -> Rows:
     return [(name, (ast.get_docstring(ast.parse(text)) or "").split("\n", 1)[0]) for name, text in texts.items()]
 
 
-def tasks(whole: bool) -> Rows:
-    """List the kinds of tasks; with ``whole`` every name of reasoning-gym."""
-    if not whole:
+def tasks(full: bool) -> Rows:
+    """List the kinds of tasks; with ``full`` every name of reasoning-gym."""
+    if not full:
         return [*KINDS_OF_TASK, ("", "jaxrl-llm list tasks names all of reasoning-gym's")]
     from reasoning_gym.factory import DATASETS
 
     return [*KINDS_OF_TASK, ("", ""), ("", " ".join(sorted(DATASETS)))]
 
 
-def recipes(whole: bool) -> Rows:
+def recipes(full: bool) -> Rows:
     """List each recipe with the first sentence of its docstring in recipes.py."""
     from jaxrl_llm import recipes as module
 
@@ -104,7 +105,7 @@ def recipes(whole: bool) -> Rows:
     return [(name, notes.get(values[id(recipe)], "")) for name, recipe in module.RECIPES.items()]
 
 
-def models(whole: bool) -> Rows:
+def models(full: bool) -> Rows:
     """List the built-in models, and the families that can be loaded from a path."""
     from jaxrl_llm.models.families import FAMILIES
     from jaxrl_llm.models.pretrained import BUILTIN
@@ -115,3 +116,65 @@ def models(whole: bool) -> Rows:
         ("OWNER/MODEL", "a model of the hub"),
         ("", f"families: {' '.join(sorted(FAMILIES))}"),
     ]
+
+
+COMPLETION_USAGE = """usage: jaxrl-llm completion bash|zsh
+
+Prints a script for tab completion: commands, configurations, recipes, models and the usual flags; else files.
+bash: jaxrl-llm completion bash > ~/.local/share/bash-completion/completions/jaxrl-llm, and open a new terminal
+zsh:  jaxrl-llm completion zsh > ~/.jaxrl_llm.zsh; echo 'source ~/.jaxrl_llm.zsh' >> ~/.zshrc"""
+SHELLS = ("bash", "zsh")
+SCRIPT = """_jaxrl_llm() {{
+    local word="${{COMP_WORDS[COMP_CWORD]}}" words=""
+    case "${{COMP_WORDS[COMP_CWORD-1]}}" in
+        --recipe) words="{recipes}" ;;
+        --model) words="{models}" ;;
+        --config) words="{configs}" ;;
+        *) case "$COMP_CWORD ${{COMP_WORDS[1]}} $word" in
+            1\\ *) words="{commands}" ;;
+            2\\ train\\ [^-]*|2\\ plan\\ [^-]*|2\\ train\\ |2\\ plan\\ ) words="{configs}" ;;
+            2\\ list\\ *) words="configs tasks recipes models" ;;
+            2\\ completion\\ *) words="{shells}" ;;
+{flags}
+        esac ;;
+    esac
+    COMPREPLY=($(compgen -W "$words" -- "$word"))
+}}
+complete -o default -F _jaxrl_llm jaxrl-llm"""
+
+
+def completion(arguments: list[str]) -> int:
+    """Run ``completion bash|zsh``; return the exit code."""
+    shell = first(arguments, COMPLETION_USAGE, "completion needs a shell: jaxrl-llm completion bash (or zsh)", True)
+    hint = did_you_mean(shell, SHELLS, f"there are {' and '.join(SHELLS)}")
+    require(shell in SHELLS, f"completion does not know {shell!r}: {hint}")
+    require(not arguments, f"completion takes one shell, got {' '.join(arguments)}")
+    # Loads what reads bash's scripts in zsh.
+    load = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n"
+    print((load if shell == "zsh" else "") + completion_script())
+    return 0
+
+
+def completion_script() -> str:
+    """Return the script for bash; its words are those of this version."""
+    from jaxrl_llm import cli
+    from jaxrl_llm.config import config_names
+    from jaxrl_llm.models.pretrained import BUILTIN
+    from jaxrl_llm.recipes import RECIPES
+
+    rows = []
+    for command, place in cli.COMMANDS.items():
+        flags = documented_flags(place.partition(":")[0], command)
+        flags |= {f"--{name}" for name in USUAL} if command in ("train", "plan") else set()
+        rows.append(f'            *\\ {command}\\ -*) words="{" ".join(sorted(flags | {"--help"}))}" ;;')
+    words = {"recipes": RECIPES, "models": BUILTIN, "configs": config_names(), "commands": cli.COMMANDS}
+    texts = {name: " ".join(values) for name, values in words.items()}
+    return SCRIPT.format(**texts, shells=" ".join(SHELLS), flags="\n".join(rows))
+
+
+def documented_flags(module: str, command: str) -> set[str]:
+    """Return the flags in a command's text of usage in its module, which is not imported."""
+    tree = ast.parse((Path(__file__).parent / f"{module}.py").read_text())
+    texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    usage = " ".join(text for text in texts if text.startswith(f"usage: jaxrl-llm {command} "))
+    return set(re.findall(r"--[a-z][a-z_.]*[a-z]", usage)) - {"--field"}

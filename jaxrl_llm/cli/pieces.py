@@ -30,76 +30,73 @@ from jaxrl_llm.system.setting import has_default
 ALGORITHM, CONTROLLER, UNTIL = "recipe.algorithm", "recipe.controller", "rules.until"
 
 
-def choices() -> dict[str, dict[str, Any]]:
+def piece_classes() -> dict[str, dict[str, Any]]:
     """Return the classes that each piece may have, by the dotted name of the piece and by the names of the classes;
     with those of the configuration's own file."""
     pieces: dict[str, tuple[type, ...]] = {
-        "advantage": _below(Estimator),
+        "advantage": _subclasses(Estimator),
         "ratio": (Token, Sequence, SequenceToken),
-        "surrogate": _below(Surrogate),
-        "reduce": _below(Reducer),
+        "surrogate": _subclasses(Surrogate),
+        "reduce": _subclasses(Reducer),
         "kl": (K1, K2, K3, K3Plus, UnbiasedK3),
         "correction": (TruncatedIS, MaskedIS, SequenceMask),
         "sequence_filter": (OffPolicySequenceMask,),
         "token_filter": (TopEntropy,),
     }
-    found = {f"{ALGORITHM}.{name}": kinds for name, kinds in pieces.items()}
-    found[CONTROLLER] = typing.get_args(Controller)
-    named: dict[str, dict[str, Any]] = {name: {k.__name__: k for k in kinds} for name, kinds in found.items()}
+    kinds_of = {f"{ALGORITHM}.{name}": kinds for name, kinds in pieces.items()}
+    kinds_of[CONTROLLER] = typing.get_args(Controller)
+    by_class: dict[str, dict[str, Any]] = {name: {k.__name__: k for k in kinds} for name, kinds in kinds_of.items()}
     for name in (CONTROLLER, *(f"{ALGORITHM}.{name}" for name in OPTIONAL)):
-        named[name]["None"] = None
-    return named
+        by_class[name]["None"] = None
+    return by_class
 
 
 def set_by_class() -> dict[str, dict[str, Any]]:
     """Return the classes of all settings that are given by the name of their class: pieces, and the run's end."""
-    return choices() | {UNTIL: {"None": None} | {kind.__name__: kind for kind in typing.get_args(Until)}}
+    return piece_classes() | {UNTIL: {"None": None} | {kind.__name__: kind for kind in typing.get_args(Until)}}
 
 
-def _below(base: type) -> tuple[type, ...]:
+def _subclasses(base: type) -> tuple[type, ...]:
     """Return the pieces that are made from an interface, by name."""
-    kinds = {kind for one in base.__subclasses__() for kind in (one, *_below(one))}
+    kinds = {kind for subclass in base.__subclasses__() for kind in (subclass, *_subclasses(subclass))}
     pieces = (kind for kind in kinds if dataclasses.is_dataclass(kind) and kind is not KLInReward)
     return tuple(sorted(pieces, key=lambda kind: kind.__name__))
 
 
-def with_pieces(run: Any, given: Mapping[str, str]) -> Any:
+def with_pieces(run: Any, words: Mapping[str, str]) -> Any:
     """Return the run with a piece of each of these classes, by the dotted names of the pieces.
 
     A new piece has the defaults of its class; one of the same class stays as it is. Whether the pieces fit together is
     left to be checked with the values of the other flags.
-
-    Raises:
-      InputError: there is no such class, or it has no defaults.
     """
     algorithm = copy.copy(run.recipe.algorithm)
     if isinstance(algorithm.advantage, KLInReward):  # wrapped anew when the algorithm is made
         object.__setattr__(algorithm, "advantage", algorithm.advantage.estimator)
     controller, rules = run.recipe.controller, run.rules
-    known = set_by_class()
-    for name, word in given.items():
-        kind = _named(name, word, known[name])
+    classes = set_by_class()
+    for name, word in words.items():
+        kind = _find_class(name, word, classes[name])
         if name == CONTROLLER:
-            controller = _made(name, kind, controller)
+            controller = _default_piece(name, kind, controller)
         elif name == UNTIL:
-            rules = dataclasses.replace(rules, until=_made(name, kind, rules.until))
+            rules = dataclasses.replace(rules, until=_default_piece(name, kind, rules.until))
         else:
             field = name.removeprefix(f"{ALGORITHM}.")
-            object.__setattr__(algorithm, field, _made(name, kind, getattr(algorithm, field)))
+            object.__setattr__(algorithm, field, _default_piece(name, kind, getattr(algorithm, field)))
     recipe = dataclasses.replace(run.recipe, algorithm=algorithm, controller=controller)
     return dataclasses.replace(run, recipe=recipe, rules=rules)
 
 
-def _named(name: str, word: str, kinds: Mapping[str, Any]) -> Any:
+def _find_class(name: str, word: str, kinds: Mapping[str, Any]) -> Any:
     """Return the class of this name; capitals, ``_`` and ``-`` do not count."""
     plain = word.replace("_", "").replace("-", "").lower()
-    for known, kind in kinds.items():
-        if known.lower() == plain:
+    for class_name, kind in kinds.items():
+        if class_name.lower() == plain:
             return kind
     raise InputError(f"--{name}: expected one of {', '.join(kinds)}, got {word!r}")
 
 
-def _made(name: str, kind: Any, before: Any) -> Any:
+def _default_piece(name: str, kind: Any, before: Any) -> Any:
     """Return a piece of a class with its defaults, or the one before if it has this class."""
     if kind is None or type(before) is kind:
         return None if kind is None else before
@@ -108,13 +105,13 @@ def _made(name: str, kind: Any, before: Any) -> Any:
     return kind()
 
 
-def flags(run: Any) -> dict[str, argparse.Action]:
+def class_flags(run: Any) -> dict[str, argparse.Action]:
     """Return the flags that name a class, for help, by their names."""
     table = argparse.ArgumentParser(add_help=False)
-    found = {}
+    by_flag = {}
     for name, kinds in set_by_class().items():
         part = operator.attrgetter(name)(run)
         now = "None" if part is None else type(part).__name__
-        told = f"by the name of its class, whose fields are flags in turn (default: {now})"
-        found[name] = table.add_argument(f"--{name}", metavar="{" + ",".join(kinds) + "}", help=told)
-    return found
+        help_text = f"by the name of its class, whose fields are flags in turn (default: {now})"
+        by_flag[name] = table.add_argument(f"--{name}", metavar="{" + ",".join(kinds) + "}", help=help_text)
+    return by_flag

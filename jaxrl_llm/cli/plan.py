@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.cli.flags import first, parse, status, take
+from jaxrl_llm.cli.flags import first, parse_flags, status, take
 from jaxrl_llm.errors import require
 from jaxrl_llm.sharding.mesh import all_devices
 from jaxrl_llm.system.paths import check_file, writable
@@ -34,12 +34,11 @@ MISSING = (
 PICTURES = (".svg", ".png", ".pdf")
 """Suffixes of a picture's file."""
 PRICE = "--price_per_device_hour"
-FLAGS = ("--search", "--quick", "--largest", "--loops")
 
 
-def plan(arguments: list[str]) -> int:
+def plan_command(arguments: list[str]) -> int:
     """Run ``plan CONFIG --topology NAME ...``; return the exit code."""
-    given = first(arguments, __doc__, MISSING, True)
+    config_name = first(arguments, __doc__, MISSING, True)
     from jaxrl_llm.plan.machines import (
         NO_COMPILER,
         compiles_for_gpus,
@@ -49,23 +48,23 @@ def plan(arguments: list[str]) -> int:
     )
 
     prepare_compilers()
-    asked = options(arguments)
-    run = settings(given, arguments, asked["--slices"])
+    choices = plan_options(arguments)
+    run = plan_settings(config_name, arguments, choices["--slices"])
     from jaxrl_llm.plan.programs import find_model_config
 
-    machine = parse_topology(asked["--topology"], asked["--slices"])
-    quick = asked["--quick"]
-    described = machine.chip.platform != "gpu" or (not quick and compiles_for_gpus())
-    devices = describe_devices(machine) if described else None
+    machine = parse_topology(choices["--topology"], choices["--slices"])
+    quick = choices["--quick"]
+    compilable = machine.chip.platform != "gpu" or (not quick and compiles_for_gpus())
+    devices = describe_devices(machine) if compilable else None
     configs.validate(run)
-    run = chosen_phase(run, asked["--phase"])
+    run = select_phase(run, choices["--phase"])
     configs.validate_on_processes(run, machine.hosts)
     all_devices()  # refuses settings of JAX with which the programs would be others
     config, source = find_model_config(run.model)
     from jaxrl_llm.plan import planning, tables
 
-    mean = asked["--mean_tokens"]
-    if asked["--search"]:
+    mean = choices["--mean_tokens"]
+    if choices["--search"]:
         plans = planning.best_plans(run, config, machine, devices, mean, quick, status)
         lines, source = tables.plans_table(plans), ""
         if not plans:
@@ -73,89 +72,82 @@ def plan(arguments: list[str]) -> int:
             lines.append(f"nothing fits {machine.name}: take a larger machine, or lower {longest}")
     else:
         configs.validate_on_devices(run, machine.devices)
-        compiling = described and not quick
-        largest = compiling and asked["--largest"]
+        compiling = compilable and not quick
+        largest = compiling and choices["--largest"]
         plans = [planning.plan_run(run, config, machine, devices, mean, compiling, largest, status)]
-        lines = tables.report_lines(plans[0], source, asked[PRICE])
-        if asked["--loops"] and plans[0].compiled:
+        lines = tables.report_lines(plans[0], source, choices[PRICE])
+        if choices["--loops"] and plans[0].compiled:
             lines += ["", *tables.loop_lines(plans[0])]
-        if not described and not quick:
+        if not compilable and not quick:
             lines.append(NO_COMPILER["gpu"])
     status("")
     print("\n".join(lines))
-    if asked["--json"]:
-        with writable(asked["--json"], "--json"):
-            tables.write_plans(asked["--json"], [(made, source) for made in plans], asked[PRICE])
-    if asked["--plot"] and not asked["--search"]:
-        with writable(asked["--plot"], "--plot"):
-            tables.draw_plans([tables.plan_to_json(plans[0], source)], asked["--plot"])
-    if asked["--dump"]:
-        with writable(asked["--dump"], "--dump"):
-            asked["--dump"].mkdir(parents=True, exist_ok=True)
+    if choices["--json"]:
+        with writable(choices["--json"], "--json"):
+            tables.write_plans(choices["--json"], [(planned, source) for planned in plans], choices[PRICE])
+    if choices["--plot"] and not choices["--search"]:
+        with writable(choices["--plot"], "--plot"):
+            tables.draw_plans([tables.plan_to_json(plans[0], source)], choices["--plot"])
+    if choices["--dump"]:
+        with writable(choices["--dump"], "--dump"):
+            choices["--dump"].mkdir(parents=True, exist_ok=True)
             for name, program in plans[0].compiled.items():
-                (asked["--dump"] / f"{name}.txt").write_text(program.text)
+                (choices["--dump"] / f"{name}.txt").write_text(program.text)
     return 0
 
 
-def chosen_phase(run: Any, number: int | None) -> Any:
-    """Return the settings of one phase of the run, counted from 1; without a number the first, which is printed.
-
-    Raises:
-      InputError: the run has fewer phases.
-    """
+def select_phase(run: Any, number: int | None) -> Any:
+    """Return the settings of one phase of the run, counted from 1; without a number the first, which is printed."""
     phases = configs.phases_of(run)
     if len(phases) == 1 and number is None:
         return run
-    shown = number or 1
-    require(shown <= len(phases), f"--phase {shown}: this run has {len(phases)}, give one from 1 on")
-    others = "" if number else "; --phase N plans another"
-    print(f"phase {shown} of {len(phases)}: {phases[shown - 1].name or 'all of the run'}{others}")
-    return configs.in_phase(run, shown - 1)
+    phase = number or 1
+    require(phase <= len(phases), f"--phase {phase}: this run has {len(phases)}, give one from 1 on")
+    hint = "" if number else "; --phase N plans another"
+    print(f"phase {phase} of {len(phases)}: {phases[phase - 1].name or 'all of the run'}{hint}")
+    return configs.in_phase(run, phase - 1)
 
 
-def options(arguments: list[str]) -> dict[str, Any]:
-    """Return the command's own options, removed from the arguments.
-
-    Raises:
-      InputError: the topology is missing, or a value is not a number.
-    """
-    found: dict[str, Any] = {flag: take(arguments, flag, False) for flag in FLAGS}
-    found |= {flag: take(arguments, flag, True) for flag in ("--topology", "--json", "--plot", "--dump")}
+def plan_options(arguments: list[str]) -> dict[str, Any]:
+    """Return the command's own options, removed from the arguments."""
+    switches = ("--search", "--quick", "--largest", "--loops")
+    choices: dict[str, Any] = {flag: take(arguments, flag, False) for flag in switches}
+    choices |= {flag: take(arguments, flag, True) for flag in ("--topology", "--json", "--plot", "--dump")}
     machines = "--topology v5e:4x4 (v4, v5e, v5p, v6e, tpu7x), or h100:8 (a100, h100, h200, b200)"
-    require(found["--topology"], f"plan needs a machine: {machines}")
+    require(choices["--topology"], f"plan needs a machine: {machines}")
     for flag, default in (("--slices", 1), ("--mean_tokens", None), ("--phase", None)):
         text = take(arguments, flag, True)
         positive = text is None or (text.isdigit() and int(text) > 0)
         require(positive, f"{flag} must be a positive number, got {text}")
-        found[flag] = default if text is None else int(text)
+        choices[flag] = default if text is None else int(text)
     price = take(arguments, PRICE, True)
     try:
-        found[PRICE] = None if price is None else float(price)
+        choices[PRICE] = None if price is None else float(price)
     except ValueError:
-        found[PRICE] = 0.0
-    priced = found[PRICE] is None or 0 < found[PRICE] < math.inf
+        choices[PRICE] = 0.0
+    priced = choices[PRICE] is None or 0 < choices[PRICE] < math.inf
     require(priced, f"--price_per_device_hour must be a number above 0, such as 1.2, got {price}")
-    paths = {flag: Path(found[flag]) for flag in ("--json", "--plot") if found[flag]}
+    paths = {flag: Path(choices[flag]) for flag in ("--json", "--plot") if choices[flag]}
     for flag, path in paths.items():
         check_file(path, flag)
         drawn = flag == "--json" or path.suffix in PICTURES
         require(drawn, f"--plot {path}: end it in {' or '.join(PICTURES)}")
-    reads = next((flag for flag in ("--loops", "--dump") if found[flag]), "")
-    compiled = not (reads and (found["--quick"] or found["--search"]))
+    reads = next((flag for flag in ("--loops", "--dump") if choices[flag]), "")
+    compiled = not (reads and (choices["--quick"] or choices["--search"]))
     require(compiled, f"{reads} reads the compiled programs of one plan: leave --quick and --search out")
-    if found["--dump"]:
-        paths["--dump"] = Path(found["--dump"])
-        require(not paths["--dump"].is_file(), f"--dump {found['--dump']} is a file: give a folder")
-    return found | paths
+    if choices["--dump"]:
+        paths["--dump"] = Path(choices["--dump"])
+        require(not paths["--dump"].is_file(), f"--dump {choices['--dump']} is a file: give a folder")
+    return choices | paths
 
 
-def settings(given: str, arguments: list[str], slices: int) -> Any:
+def plan_settings(name: str, arguments: list[str], slices: int) -> Any:
     """Return the run as it would be trained, with model paths resolved from the current folder."""
-    found = configs.find_config(given)
-    run: Any = found.run
+    loaded = configs.find_config(name)
+    run: Any = loaded.run
     recipe = take(arguments, "--recipe", True)
     run = configs.with_recipe(run, recipe) if recipe else run
     if slices > 1:
         run = dataclasses.replace(run, mesh=dataclasses.replace(run.mesh, slices=slices))
-    settled = dataclasses.replace(found, run=parse(type(run), arguments, f"jaxrl-llm plan {given}", "", run))
-    return configs.resolved(settled.located)
+    parsed = dataclasses.replace(loaded, run=parse_flags(type(run), arguments, f"jaxrl-llm plan {name}", "", run))
+    return configs.resolved(parsed.located)

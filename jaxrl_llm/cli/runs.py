@@ -20,7 +20,7 @@ does this after its current step, a stopped run after its next step, once it is 
 step, and the models of the step are kept for good as RUN@STEP."""
 
 
-def report(arguments: list[str]) -> int:
+def report_command(arguments: list[str]) -> int:
     """Run ``report RUN [RUN ...] [--out FILE]``; return the exit code."""
     out = take(arguments, "--out", True)
     runs = [first(arguments, REPORT_USAGE, "report needs a run: jaxrl-llm report runs/quickstart", True), *arguments]
@@ -39,7 +39,7 @@ def report(arguments: list[str]) -> int:
     return 0
 
 
-def reset(arguments: list[str]) -> int:
+def reset_command(arguments: list[str]) -> int:
     """Run ``reset RUN [--with_optimiser]``; return the exit code.
 
     Raises:

@@ -30,7 +30,7 @@ from collections.abc import Generator
 from typing import Any
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.cli.flags import first, parse, take
+from jaxrl_llm.cli.flags import first, parse_flags, take
 from jaxrl_llm.errors import InputError, did_you_mean, require
 from jaxrl_llm.runs.load import asked_start
 from jaxrl_llm.sharding.distributed import Disagreement, Distributed, Peers, join
@@ -40,17 +40,15 @@ from jaxrl_llm.trainer.launch import launch
 
 MISSING = "train needs a configuration: jaxrl-llm train quickstart (jaxrl-llm list configs names the others)"
 DISTRIBUTED = ("coordinator", "processes", "process", "heartbeat_s")
-MARKS_OF_LOSS = ("Gloo", "CoordinationService", "coordination service", "Connection reset", "heartbeat")
-"""Texts in errors of collectives and of the coordination service after the loss of a process."""
 
 
-def train(arguments: list[str]) -> int:
+def train_command(arguments: list[str]) -> int:
     """Run ``train CONFIG [--fresh] [--from RUN[@STEP]] [--quiet] [--json] [--field V ...]``; return the exit code."""
     if {"-h", "--help"} & set(arguments[:1]):
         arguments.insert(0, "quickstart")  # the settings are shown with its values
-    given = first(arguments, None, MISSING)
-    found = configs.find_config(given)
-    settings = found.run
+    name = first(arguments, None, MISSING)
+    loaded = configs.find_config(name)
+    settings = loaded.run
     fresh = take(arguments, "--fresh", False)
     recipe = take(arguments, "--recipe", True)
     start = take(arguments, "--from", True)
@@ -62,28 +60,25 @@ def train(arguments: list[str]) -> int:
     if take(arguments, "--monitor_kl", False):
         arguments.append("--output.monitor_kl")
     if sizes := take(arguments, "--sizes", True):
-        settings = sized(settings, sizes)
+        settings = with_sizes_of(settings, sizes)
     while guard := take(arguments, "--guard", True):
-        settings = guarded(settings, guard)
+        settings = with_guard(settings, guard)
     if recipe:
         settings = configs.with_recipe(settings, recipe)
-    settings = parse(type(settings), arguments, f"jaxrl-llm train {given}", str(__doc__), settings)
+    settings = parse_flags(type(settings), arguments, f"jaxrl-llm train {name}", str(__doc__), settings)
     settings = configs.resolved(settings)
     configs.validate(settings)
-    found = dataclasses.replace(found, run=settings)
+    loaded = dataclasses.replace(loaded, run=settings)
     first_weights = None if start is None else asked_start(start, carry)
-    with together(distributed) as peers, speaking(quiet, as_json) as voice:
-        return launch(found, fresh, first_weights, peers, voice=voice)
+    with linked_processes(distributed) as peers, row_output(quiet, as_json) as voice:
+        return launch(loaded, fresh, first_weights, peers, voice=voice)
 
 
-def sized(settings: configs.Configuration, name: str) -> configs.Configuration:
+def with_sizes_of(settings: configs.Configuration, name: str) -> configs.Configuration:
     """Return the settings at the size of the configuration of this name.
 
     Everything but the method, seed and rules is taken from there, so that a large configuration can be tried anywhere:
     recipe, minibatches and other settings of the learner stay.
-
-    Raises:
-      InputError: a kind of run without a method, or no such configuration.
     """
     _, other = configs.load_config(name)
     for kind in (type(settings), type(other)):
@@ -97,12 +92,8 @@ def sized(settings: configs.Configuration, name: str) -> configs.Configuration:
     return dataclasses.replace(settings, learner=learned, **{part: getattr(other, part) for part in parts})
 
 
-def guarded(settings: configs.Configuration, kind: str) -> configs.Configuration:
-    """Return the settings with one more guard.
-
-    Raises:
-      InputError: a kind of run without guards.
-    """
+def with_guard(settings: configs.Configuration, kind: str) -> configs.Configuration:
+    """Return the settings with one more guard."""
     unwatched = f"--guard watches reinforcement learning, and this is a {type(settings).__name__} run: leave it out"
     require(isinstance(settings, configs.Run), unwatched)
     guards = tuple(dict.fromkeys((*settings.rules.guards, kind)))
@@ -110,7 +101,7 @@ def guarded(settings: configs.Configuration, kind: str) -> configs.Configuration
 
 
 @contextlib.contextmanager
-def speaking(quiet: bool, as_json: bool) -> Generator[Verbosity]:
+def row_output(quiet: bool, as_json: bool) -> Generator[Verbosity]:
     """Yield the verbosity of a run; if its rows go to stdout, all other output of the block goes to stderr.
 
     A row is one line of JSON. A closed reader of the rows is reported, and the run continues.
@@ -129,33 +120,29 @@ def speaking(quiet: bool, as_json: bool) -> Generator[Verbosity]:
 
 
 def take_distributed(arguments: list[str]) -> Distributed:
-    """Remove ``--distributed.*``; they depend on the place of a run, not its settings, so no config.json holds them.
-
-    Raises:
-      InputError: a value is not a number, or such an option is unknown.
-    """
-    found: dict[str, Any] = {}
+    """Remove ``--distributed.*``; they depend on the place of a run, not its settings, so no config.json holds them."""
+    options: dict[str, Any] = {}
     for name in DISTRIBUTED:
         value = take(arguments, f"--distributed.{name}", True)
         if value is None:
             continue
         number = name != "coordinator"
         require(not number or value.isdecimal(), f"--distributed.{name} must be a number, got {value!r}")
-        found[name] = int(value) if number else value
-    known = [f"--distributed.{name}" for name in DISTRIBUTED]
+        options[name] = int(value) if number else value
+    flags = [f"--distributed.{name}" for name in DISTRIBUTED]
     for argument in arguments:
         if argument.startswith("--distributed"):
-            hint = did_you_mean(argument, known, f"there are {', '.join(known)}")
+            hint = did_you_mean(argument, flags, f"there are {', '.join(flags)}")
             raise InputError(f"no option {argument}: {hint}")
-    enough = found.get("processes", 1) > 0 and found.get("heartbeat_s", 10) >= 10
+    enough = options.get("processes", 1) > 0 and options.get("heartbeat_s", 10) >= 10
     require(enough, "--distributed.processes must be at least 1, and --distributed.heartbeat_s at least 10")
-    return Distributed(**found)
+    return Distributed(**options)
 
 
 @contextlib.contextmanager
-def together(given: Distributed) -> Generator[Peers]:
+def linked_processes(distributed: Distributed) -> Generator[Peers]:
     """Yield the link to the other processes; an early end of the block on one process ends all, with one line each."""
-    peers = join(given)
+    peers = join(distributed)
     if peers.shutdown is None:
         yield peers
         return
@@ -171,7 +158,9 @@ def together(given: Distributed) -> Generator[Peers]:
             shutdown.stop(getattr(error, "code", cli.WRONG_INPUT), reason)
         if isinstance(error, Disagreement):
             shutdown.stop(1, str(error))
-        if any(mark in str(error) for mark in MARKS_OF_LOSS):
+        # Texts in errors of collectives and of the coordination service after the loss of a process.
+        marks = ("Gloo", "CoordinationService", "coordination service", "Connection reset", "heartbeat")
+        if any(mark in str(error) for mark in marks):
             shutdown.lost(str(error))
         traceback.print_exception(error, file=sys.stderr)
         shutdown.stop(1, f"{type(error).__name__}: {error}"[:500])

@@ -29,7 +29,7 @@ from jaxrl_llm.models.decoding import (
     with_columns,
 )  # fmt: skip
 from jaxrl_llm.models.experts import EXPERTS, routes_shape
-from jaxrl_llm.sharding import BATCH, batch_parts, constrain, fitting
+from jaxrl_llm.sharding import BATCH, batch_parts, constrain, fit_spec
 
 CACHE_PARTITION = (None, BATCH, "tensor")
 """Partition of a cache's arrays: rows over data and fsdp, heads over tensor."""
@@ -44,7 +44,7 @@ def slot_parts(mesh: Mesh | None, rows: int) -> int:
 def slot_shardings(slots: Any, mesh: Any) -> Any:
     """Return shardings for arrays of slots or of a cache: B and U over data and fsdp, key/value heads over tensor."""
     partition = lambda array: CACHE_PARTITION if array.ndim == 5 else (BATCH,)  # noqa: E731
-    return jax.tree.map(lambda array: NamedSharding(mesh, fitting(array.shape, partition(array), mesh)), slots)
+    return jax.tree.map(lambda array: NamedSharding(mesh, fit_spec(array.shape, partition(array), mesh)), slots)
 
 
 def constrain_slots(slots: Any, mesh: Mesh | None) -> Any:
@@ -64,7 +64,7 @@ def map_local_rows(change: Callable[..., Cache], mesh: Mesh | None, cache: Cache
     """
     if mesh is None:
         return change(cache, new, *index)
-    rows = fitting(cache.k.shape, CACHE_PARTITION, mesh)
+    rows = fit_spec(cache.k.shape, CACHE_PARTITION, mesh)
     in_specs = (Cache(rows, rows), jax.tree.map(lambda _: rows, new), *(PartitionSpec(rows[1]) for _ in index))
     return jax.shard_map(change, mesh=mesh, in_specs=in_specs, out_specs=Cache(rows, rows), check_vma=False)(
         cache, new, *index
@@ -77,7 +77,7 @@ def insert_rows(
     """Apply ``insert`` to every device's own rows and heads; the rows given may be divided too."""
     if mesh is None:
         return insert(cache, prefilled, source, start)
-    rows, prefilled_rows = (fitting(c.k.shape, CACHE_PARTITION, mesh) for c in (cache, prefilled))
+    rows, prefilled_rows = (fit_spec(c.k.shape, CACHE_PARTITION, mesh) for c in (cache, prefilled))
     change: Callable[..., Cache] = lambda *arguments: insert(*arguments[:-1])  # noqa: E731
     if prefilled_rows[1]:
         change = functools.partial(insert_divided, axes=prefilled_rows[1])

@@ -23,8 +23,8 @@ from jaxrl_llm.models.config import ComputeOptions, Experts, ModelConfig
 from jaxrl_llm.models.decoder import cast, routed
 from jaxrl_llm.models.experts import EXPERTS, routes_shape
 from jaxrl_llm.models.heads import ScalarModel, scalars, token_logprobs
-from jaxrl_llm.sharding import BATCH, constrain, fitting, laid_out, replicated
-from jaxrl_llm.sharding.mesh import Options
+from jaxrl_llm.sharding import BATCH, constrain, fit_spec, lay_out, replicated
+from jaxrl_llm.sharding.mesh import CompilerOptions
 from jaxrl_llm.types import Completion
 
 EXPERTS_KNOWN = "experts_known"
@@ -262,7 +262,7 @@ def score(model: Any, packed: Packed, temperature: jax.Array, compute: ComputeOp
 
 
 @cache
-def jitted_score(compiler: Options) -> Any:
+def jitted_score(compiler: CompilerOptions) -> Any:
     """Return the jitted function behind ``score``, compiled with these options."""
     return jax.jit(_score, static_argnames=("compute", "output"), compiler_options=dict(compiler))
 
@@ -285,7 +285,7 @@ def _score(model: Any, packed: Packed, temperature: jax.Array, compute: ComputeO
 
 def put_on_mesh(packed: Packed, mesh: Mesh) -> Packed:
     """Put a step's data on the mesh."""
-    return laid_out(packed, batch_shardings(packed, mesh))
+    return lay_out(packed, batch_shardings(packed, mesh))
 
 
 def batch_shardings(packed: Packed, mesh: Any) -> Packed:
@@ -293,6 +293,6 @@ def batch_shardings(packed: Packed, mesh: Any) -> Packed:
     names = ("rows", "predictions", "by_prediction", "by_column")
 
     def lay(name: str, array: Any) -> NamedSharding:
-        return NamedSharding(mesh, fitting(array.shape, (None, BATCH), mesh)) if name in names else replicated(mesh)
+        return NamedSharding(mesh, fit_spec(array.shape, (None, BATCH), mesh)) if name in names else replicated(mesh)
 
     return Packed(**{name: jax.tree.map(partial(lay, name), part) for name, part in packed._asdict().items()})

@@ -18,8 +18,8 @@ from jaxrl_llm.models.decoder import Adapter, parameter_shapes
 from jaxrl_llm.models.flops import training_flops, visible_pairs
 from jaxrl_llm.models.heads import ScalarModel
 from jaxrl_llm.models.lora import model_of
-from jaxrl_llm.sharding import batch_parts, memory_of, platform_of
-from jaxrl_llm.sharding.mesh import Options, chip_of
+from jaxrl_llm.sharding import batch_parts, memory_limit, platform_of
+from jaxrl_llm.sharding.mesh import CompilerOptions, chip_of
 from jaxrl_llm.types import TrainState
 
 ATTENTION_PLATFORMS = {"splash": "tpu", "triton": "gpu", "cudnn": "gpu"}
@@ -42,7 +42,9 @@ MAX_UNROLLED_LAYERS = 12
 """The most layers that are unrolled in a CPU program."""
 
 
-def compute_for(settings: Learner, config: ModelConfig, platform: str, compiler: Options = ()) -> ComputeOptions:
+def compute_for(
+    settings: Learner, config: ModelConfig, platform: str, compiler: CompilerOptions = ()
+) -> ComputeOptions:
     """Return compute options for a platform ("cpu", "gpu" or "tpu") and a model; all such choices are made here.
 
     ``compiler``: of ``compiler_options``, for the mesh on which the model is computed.
@@ -136,7 +138,7 @@ def layout_for(
         tokens = min(most, update_tokens / parts)
         if config is not None:
             sizes = (mesh.shape["fsdp"], mesh.shape["tensor"])
-            tokens = min(tokens, tokens_in_memory(settings, compute, config, row_tokens, sizes, memory_of(mesh)))
+            tokens = min(tokens, tokens_in_memory(settings, compute, config, row_tokens, sizes, memory_limit(mesh)))
         rows = parts * max(int(tokens // row_tokens), 1)
     words = f"learner.compute.microbatch_rows {rows} does not divide over the mesh's {parts} parts of a batch"
     require(rows % parts == 0, f"{words}: make it a multiple of {parts}, or 0 to choose")

@@ -16,7 +16,7 @@ from jaxrl_llm.algorithms.surrogates import LOTS, lots_of
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.batch import HEAD_ARRAYS, POLICY, Sample
 from jaxrl_llm.learner.forward import sampled_routes
-from jaxrl_llm.sharding import BATCH, constrain, fitting, laid_out, replicated
+from jaxrl_llm.sharding import BATCH, constrain, fit_spec, lay_out, replicated
 from jaxrl_llm.types import AdvantageContext, Completion, Group, Turn
 
 Models = Mapping[str, Callable[[Sequence[Sample]], list[np.ndarray]]]
@@ -175,7 +175,7 @@ def shard_rows(context: AdvantageContext | None) -> Any:
     mesh: Any = jax.sharding.get_mesh()
     if context is None or mesh.empty or mesh.size == 1:
         return context
-    return laid_out(context, jax.tree.map(lambda x: NamedSharding(mesh, fitting(x.shape, (BATCH,), mesh)), context))
+    return lay_out(context, jax.tree.map(lambda x: NamedSharding(mesh, fit_spec(x.shape, (BATCH,), mesh)), context))
 
 
 SCRATCH_ARRAYS = 3

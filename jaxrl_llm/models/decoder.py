@@ -16,7 +16,7 @@ from jaxrl_llm.models import experts, layers
 from jaxrl_llm.models.config import ComputeOptions, ModelConfig
 from jaxrl_llm.models.families import our_shape, tensors_of
 from jaxrl_llm.models.layers import TokenRows, attention_over
-from jaxrl_llm.sharding import activation, gathered, head_copies
+from jaxrl_llm.sharding import activation, gather_layer, head_copies
 
 REMAT = {
     "none": None,
@@ -279,7 +279,7 @@ def routed(
 
     def apply_layer(x: jax.Array, per_layer: Any) -> tuple[jax.Array, jax.Array | None]:
         w, rotation, window, forced = per_layer
-        w = gathered(add_adapter(w))
+        w = gather_layer(add_adapter(w))
         attend: Any = functools.partial(attention, window=window)
         x, routing = block(w, config, x, layers.rotary_cos_sin(positions, rotation), attend, forced, compute)
         return activation(x, "residual"), routing

@@ -26,7 +26,7 @@ from jaxrl_llm.models import decode_kernels, layers
 from jaxrl_llm.models.config import ComputeOptions, ModelConfig
 from jaxrl_llm.models.decode_kernels import ByLength, ChunkColumns, ColumnRange, PartialAttention, ReadPlan
 from jaxrl_llm.models.decoder import Decoder, block, embed, final_hidden, scan_layers
-from jaxrl_llm.sharding import BATCH, constrain, fitting, head_copies
+from jaxrl_llm.sharding import BATCH, constrain, fit_spec, head_copies
 
 
 class Cache(NamedTuple):
@@ -94,7 +94,7 @@ def read_layer(cache: Cache, layer: Cache, index: Any, rows: int, columns: int, 
 
     if parts == 1 or rows == len(layer.v):
         return read(cache, layer, index, rows)
-    spec = fitting(cache.k.shape, (None, BATCH, "tensor"), jax.sharding.get_abstract_mesh())
+    spec = fit_spec(cache.k.shape, (None, BATCH, "tensor"), jax.sharding.get_abstract_mesh())
     layer_spec = PartitionSpec(*spec[1:])
     return jax.shard_map(
         functools.partial(read, rows=rows // parts),
@@ -430,8 +430,8 @@ def _attend_live(
     kinds = sorted(set(windows))
     of_layer = jnp.asarray([kinds.index(window) for window in windows], jnp.int32)
     blocks = () if prefix is None else (prefix.cache, prefix.rows, prefix.lanes, prefix.lengths)
-    by_row = fitting(places[0].shape, (BATCH,), mesh)
-    spec = fitting(cache.k.shape, (None, BATCH, "tensor"), mesh)
+    by_row = fit_spec(places[0].shape, (BATCH,), mesh)
+    spec = fit_spec(cache.k.shape, (None, BATCH, "tensor"), mesh)
     of_blocks = (Cache(spec, spec), by_row, by_row, by_row) if blocks else ()
 
     def on_own(call: Callable, out: PartitionSpec, specs: tuple, *arrays: Any) -> Any:
@@ -451,7 +451,7 @@ def _attend_live(
         q: jax.Array, _: jax.Array, index: Any, main: None, first: None, near: ChunkColumns | None = None
     ) -> list[PartialAttention]:
         plans = jax.tree.map(lambda x: x[of_layer[index] if len(kinds) > 1 else 0], all_plans)
-        heads = fitting(q.shape, (BATCH, "tensor"), mesh)
+        heads = fit_spec(q.shape, (BATCH, "tensor"), mesh)
         chunk = (heads, heads, PartitionSpec()) if near else None
         shared = prefix and prefix.cache
         specs = (heads, PartitionSpec(), Cache(spec, spec), by_row, chunk, shared and Cache(spec, spec))

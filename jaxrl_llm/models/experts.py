@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from jaxrl_llm.models.config import ComputeOptions, Experts, ModelConfig
 from jaxrl_llm.models.layers import ACTIVATIONS, product
-from jaxrl_llm.sharding import BATCH, fitting
+from jaxrl_llm.sharding import BATCH, fit_spec
 
 LEAST_BLOCK, MOST_BLOCK = 8, 512
 """Bounds of the tokens in a block of one expert."""
@@ -315,8 +315,8 @@ def mixture(
     on_device = functools.partial(_device_mixture, settings=config.experts, act=gating(config), form=form)
     if mesh.empty:
         return on_device(router, matrices, x, replayed)
-    rows = fitting(x.shape, (BATCH,), mesh)
-    wide = fitting(matrices.gate.shape, ("expert", None, "tensor"), mesh)
+    rows = fit_spec(x.shape, (BATCH,), mesh)
+    wide = fit_spec(matrices.gate.shape, ("expert", None, "tensor"), mesh)
     (experts, _, width) = wide
     local = functools.partial(on_device, rows=rows[0] or (), divided=(experts, width))
     biases = PartitionSpec(experts, width)

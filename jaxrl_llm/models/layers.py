@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import gpu_attention
 from jaxrl_llm.models.config import Attention, ComputeOptions, Llama3Rope, ModelConfig, Norm, Rope, Yarn
-from jaxrl_llm.sharding import BATCH, fitting
+from jaxrl_llm.sharding import BATCH, fit_spec
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True)}
 MASKED = -1e30
@@ -277,7 +277,7 @@ def _by_device(attend: Callable[..., jax.Array], axis: int, *arrays: jax.Array) 
         return attend(*arrays)
     # Query heads go where their key/value head is: if those do not divide, all heads stay together.
     axes = (BATCH, *[None] * (axis - 1), "tensor")
-    heads = fitting(arrays[1].shape, axes, mesh)
+    heads = fit_spec(arrays[1].shape, axes, mesh)
     specs = (heads, heads, heads, *[PartitionSpec(heads[0])] * (len(arrays) - 3))
     return jax.shard_map(attend, in_specs=specs, out_specs=heads, check_vma=False)(*arrays)
 

@@ -95,7 +95,7 @@ def load_tiny(dtype: str, mesh: Any, config: ModelConfig = TINY) -> tuple[Any, A
     from flax import traverse_util
 
     from jaxrl_llm.models.decoder import Decoder, parameter_shapes
-    from jaxrl_llm.sharding import laid_out, shardings
+    from jaxrl_llm.sharding import lay_out, shardings
 
     # RandomState's stream is frozen by NumPy's promise, and uniform draws need no libm, which rounds as it likes.
     random = np.random.RandomState(0)
@@ -106,7 +106,7 @@ def load_tiny(dtype: str, mesh: Any, config: ModelConfig = TINY) -> tuple[Any, A
         # NumPy rounds, as XLA does: no program is compiled for each shape.
         leaves[path] = jax.device_put(values.astype(np.float32).astype(dtype))
     model = Decoder(config, traverse_util.unflatten_dict(leaves, sep="."))
-    return model if mesh is None else laid_out(model, shardings(model, mesh)), tiny_tokenizer()
+    return model if mesh is None else lay_out(model, shardings(model, mesh)), tiny_tokenizer()
 
 
 UPCYCLED = Experts(4, 2, renormalise=True)
@@ -150,11 +150,11 @@ def upcycle(model: Any, experts: Experts = UPCYCLED, noise: float = 0.02) -> Any
 def load_upcycled(dtype: str, mesh: Any) -> tuple[Any, Any]:
     """Load SmolLM2-135M-Instruct as ``upcycle`` makes it a mixture of experts: 373 million parameters."""
     from jaxrl_llm.models.decoder import cast
-    from jaxrl_llm.sharding import laid_out, shardings
+    from jaxrl_llm.sharding import lay_out, shardings
 
     dense, tokenizer = load_smollm2("float32", None)
     model = cast(upcycle(dense), dtype)
-    return model if mesh is None else laid_out(model, shardings(model, mesh)), tokenizer
+    return model if mesh is None else lay_out(model, shardings(model, mesh)), tokenizer
 
 
 BUILTIN: Mapping[str, Builtin] = types.MappingProxyType({
@@ -255,13 +255,13 @@ def load_scalar(
     scalar head of zeros in place of its LM head; otherwise it raises InputError.
     """
     from jaxrl_llm.models.heads import ScalarModel, with_scalar_head
-    from jaxrl_llm.sharding import laid_out, shardings
+    from jaxrl_llm.sharding import lay_out, shardings
 
     model, tokenizer = load_either(path_or_name, dtype, mesh, scores=None if fresh else True)
     if isinstance(model, ScalarModel):
         return model, tokenizer
     model = with_scalar_head(model)
-    return model if mesh is None else laid_out(model, shardings(model, mesh)), tokenizer
+    return model if mesh is None else lay_out(model, shardings(model, mesh)), tokenizer
 
 
 def load_either(
@@ -320,7 +320,7 @@ def load_adapted(folder: Path, dtype: str, mesh: Any, scores: bool | None) -> tu
     from jaxrl_llm.models.hf import with_special_ids
     from jaxrl_llm.models.lora import merge, with_adapter
     from jaxrl_llm.models.tokenizer import limit_vocab, load_tokenizer
-    from jaxrl_llm.sharding import laid_out, only_shapes, shardings
+    from jaxrl_llm.sharding import lay_out, only_shapes, shardings
 
     with adapter_base(folder) as base:
         model, tokenizer = load_either(base, dtype, mesh, scores)
@@ -331,7 +331,7 @@ def load_adapted(folder: Path, dtype: str, mesh: Any, scores: bool | None) -> tu
         adapted_tokenizer = limit_vocab(adapted_tokenizer, decoder.config.vocab_size)
         decoder = Decoder(with_special_ids(decoder.config, {}, adapted_tokenizer), to_parameters(decoder))
     if mesh is not None:
-        adapter = laid_out(adapter, shardings(adapter, mesh))
+        adapter = lay_out(adapter, shardings(adapter, mesh))
     layout = None if mesh is None else shardings(decoder, mesh)
     add = jax.jit(lambda base, adapter: merge(with_adapter(base, adapter)), donate_argnums=0, out_shardings=layout)
     summed = add.eval_shape(decoder, adapter) if only_shapes(mesh) else add(decoder, adapter)

@@ -51,7 +51,7 @@ from jaxrl_llm.plan.hlo import HloLoop, cycles, find_loops
 from jaxrl_llm.plan.machines import Machine
 from jaxrl_llm.runs.load import config_of, find_run
 from jaxrl_llm.sharding import (
-    abstract,
+    as_shapes,
     batch_parts,
     make_mesh,
     platform_of,
@@ -90,7 +90,7 @@ class PlannedModel:
     def gathered(self) -> Any:
         """The model as its layers read it: in the compute type, divided over the tensor axis alone."""
         narrow = jax.eval_shape(lambda m: cast(m, self.forward.compute.dtype), self.model)
-        return abstract(narrow, sampling_shardings(narrow, self.forward.mesh))
+        return as_shapes(narrow, sampling_shardings(narrow, self.forward.mesh))
 
     @property
     def width(self) -> int:
@@ -175,14 +175,14 @@ def planned_arrays(outline: Outline, initial: Decoder, mesh: Any, where: Any) ->
 
     ``initial``: the model at the start, as shapes.
     """
-    state = abstract(outline.state, shardings(outline.state, mesh))
+    state = as_shapes(outline.state, shardings(outline.state, mesh))
     names = tuple(objective.name for training in outline.training for objective in training.objectives)
     samples = outline.samples(outline.groups.longest)
     packed, microbatches = packed_shapes(samples, outline.forward.layout, names)
     computed = jax.ShapeDtypeStruct(packed.mask.shape, np.float32)
     needed = set().union(*(training.needs for training in outline.training)) - set(packed.by_token)
     packed = packed.with_tokens(**dict.fromkeys(sorted(needed), computed))
-    packed = abstract(packed, batch_shardings(packed, mesh))
+    packed = as_shapes(packed, batch_shardings(packed, mesh))
     learned = []
     for training in outline.training:
         role = state.roles[training.role]._replace(base=frozen_base(state, training.role))
@@ -193,9 +193,9 @@ def planned_arrays(outline: Outline, initial: Decoder, mesh: Any, where: Any) ->
     passes = []
     for spec in outline.passes:
         mesh_of_pass = spec.forward.mesh
-        model = model_of(state, spec.role) if spec.role else abstract(spec.model, shardings(spec.model, mesh_of_pass))
+        model = model_of(state, spec.role) if spec.role else as_shapes(spec.model, shardings(spec.model, mesh_of_pass))
         data, count = packed_shapes(spec.samples, spec.forward.layout)
-        data = abstract(data, batch_shardings(data, mesh_of_pass))
+        data = as_shapes(data, batch_shardings(data, mesh_of_pass))
         predicts = spec.output != "values"
         passes.append(PlannedPass(spec.name, spec.forward, predicts, model, data, count, spec))
     planned = Arrays(state, packed, tuple(learned), tuple(passes))
@@ -225,8 +225,8 @@ def _with_sampling(arrays: Arrays, sampler: PlannedSampler, model: Decoder, dtyp
     return SamplingArrays(
         **vars(arrays),
         sampler=sampler,
-        sampled=abstract(sampled, sampling_shardings(sampled, where)),
-        slots=abstract(slots, slot_shardings(slots, where)),
+        sampled=as_shapes(sampled, sampling_shardings(sampled, where)),
+        slots=as_shapes(slots, slot_shardings(slots, where)),
         slot_shape=shape,
         build=build,
     )
@@ -359,7 +359,7 @@ def lower_program(target: PlannedRun, name: str) -> jax.stages.Lowered:
     dtype = arrays.slots.cache.k.dtype
     with jax.set_mesh(where):
         cache = jax.eval_shape(lambda: empty_cache(arrays.sampled.config, rows, bucket_length(calls * piece), dtype))
-        cache = abstract(cache, slot_shardings(cache, where))
+        cache = as_shapes(cache, slot_shardings(cache, where))
         if name == "prompts":
             lengths = jax.ShapeDtypeStruct((rows,), np.int32)
             tokens = jax.ShapeDtypeStruct((rows, piece), np.int32)

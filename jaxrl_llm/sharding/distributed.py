@@ -24,14 +24,8 @@ from jaxrl_llm.system.signals import on_exit, quit_now
 FOREVER_MS = 7 * 24 * 3600 * 1000
 """The time limit in milliseconds of waits that end when the coordination service notices a dead process, not by the
 clock."""
-PARTING_MS = 5000
-"""Milliseconds in which the others can receive this process's reason to stop."""
-LAST_WORDS_S, SERVICE_S = 3.0, 1.0
-"""Seconds for a failing process to report its reason after its connections close; and to receive process 0's reason."""
 AGAIN = "run the same command again, on fewer if need be, to resume"
 LOST = f"another process of this run died or cannot be reached: {AGAIN}"
-KILLED = f"this process was killed, or lost another one of its run: {AGAIN}"
-UNMET = "the processes of this run did not find each other: start all of them, with a coordinator that each can reach"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,28 +45,27 @@ class Distributed:
     heartbeat_s: int = 100
 
 
-def joining(given: Distributed, environment: Mapping[str, str]) -> dict[str, Any] | None:
+def join_arguments(settings: Distributed, environment: Mapping[str, str]) -> dict[str, Any] | None:
     """Return the arguments of ``jax.distributed.initialize``; None for a run of this process alone.
 
     ``environment`` is read after JAX's import, which marks a Cloud TPU there.
-
-    Raises:
-      InputError: only some of the three are given, or they contradict each other.
     """
-    named = {name: value for name, value in vars(given).items() if name != "heartbeat_s" and value is not None}
-    if given.processes == 1:
+    flags = {name: value for name, value in vars(settings).items() if name != "heartbeat_s" and value is not None}
+    if settings.processes == 1:
         return None
-    if named:
-        missing = [f"--distributed.{name}" for name in ("coordinator", "processes", "process") if name not in named]
+    if flags:
+        missing = [f"--distributed.{name}" for name in ("coordinator", "processes", "process") if name not in flags]
         if missing:
-            raise InputError(f"--distributed.{next(iter(named))} needs {' and '.join(missing)}, too")
-        if not re.fullmatch(r".+:\d+", given.coordinator or ""):
-            raise InputError(f"--distributed.coordinator must be HOST:PORT, got {given.coordinator!r}")
-        if not 0 <= given.process < given.processes:
-            raise InputError(f"--distributed.process must be from 0 to {given.processes - 1}, got {given.process}")
+            raise InputError(f"--distributed.{next(iter(flags))} needs {' and '.join(missing)}, too")
+        if not re.fullmatch(r".+:\d+", settings.coordinator or ""):
+            raise InputError(f"--distributed.coordinator must be HOST:PORT, got {settings.coordinator!r}")
+        if not 0 <= settings.process < settings.processes:
+            raise InputError(
+                f"--distributed.process must be from 0 to {settings.processes - 1}, got {settings.process}"
+            )
         return {
-            "coordinator_address": given.coordinator, "num_processes": given.processes, "process_id": given.process,
-            "cluster_detection_method": "deactivate",
+            "coordinator_address": settings.coordinator, "num_processes": settings.processes,
+            "process_id": settings.process, "cluster_detection_method": "deactivate",
         }  # fmt: skip
     # JAX finds the other processes if a launcher started several.
     if "OMPI_MCA_orte_hnp_uri" in environment and int(environment.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
@@ -113,9 +106,9 @@ class Shutdown:
     def __init__(self, index: int, client: Any):
         self._index = index
         self._client = client
-        self._service_s = SERVICE_S if index == 0 else 0.0
+        self._service_s = 1.0 if index == 0 else 0.0  # in which the others can receive process 0's reason
         self._leaving = threading.Lock()
-        self._witness = witness(KILLED)
+        self._witness = start_witness(f"this process was killed, or lost another one of its run: {AGAIN}")
         self._watch = threading.Thread(target=self._hear, daemon=True)
         self._watch.start()
 
@@ -124,12 +117,12 @@ class Shutdown:
         if self._index == 0:
             self._client.key_value_set("stopped", "null")
         self._watch.join()
-        dismiss(self._witness)
+        dismiss_witness(self._witness)
 
     def lost(self, reason: str) -> None:
         """End this process after its collectives have failed, with the reason of the process that ended first, if it
         gave one."""
-        self._watch.join(LAST_WORDS_S + self._service_s)
+        self._watch.join(3.0 + self._service_s)  # a failing process reports its reason after its connections close
         with self._leaving:
             self._exit(1, f"{LOST} ({' '.join(reason.split())[:200]})")
 
@@ -148,37 +141,37 @@ class Shutdown:
     def _hear(self) -> None:
         """Wait, in a thread, until a process reports its reason to stop or the service misses a process."""
         try:
-            said = json.loads(self._client.blocking_key_value_get("stopped", FOREVER_MS))
+            stop = json.loads(self._client.blocking_key_value_get("stopped", FOREVER_MS))
         except Exception:  # noqa: BLE001  of JAX's own kinds; whatever it is, the others are out of reach
             with self._leaving:
                 self._exit(1, LOST)  # before JAX aborts the process, which it does on the same news
-        if said is None or said[0] == self._index:
+        if stop is None or stop[0] == self._index:
             return
         with self._leaving:
-            number, code, line = said
+            number, code, line = stop
             self._part(code, f"process {number} stopped: {line}")
 
     def _part(self, code: int, line: str) -> None:
         """Exit once all processes have the reason; process 0 last, since the others are aborted when its service
         ends."""
         with contextlib.suppress(Exception):  # some are gone already
-            self._client.wait_at_barrier("stopped", PARTING_MS)
+            self._client.wait_at_barrier("stopped", 5000)
         time.sleep(self._service_s)
         self._exit(code, line)
 
     def _exit(self, code: int, line: str) -> None:
         """Exit without Python's exit handlers, which would wait for every process."""
-        dismiss(self._witness)
+        dismiss_witness(self._witness)
         quit_now(code, line)
 
 
-def witness(line: str) -> subprocess.Popen:
-    """Start a shell that prints ``line`` if this process ends without ``dismiss``, as when JAX aborts it."""
+def start_witness(line: str) -> subprocess.Popen:
+    """Start a shell that prints ``line`` if this process ends without ``dismiss_witness``, as when JAX aborts it."""
     command = ["/bin/sh", "-c", 'read farewell || echo "$0" >&2', f"jaxrl-llm: {line}"]
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
 
-def dismiss(shell: subprocess.Popen) -> None:
+def dismiss_witness(shell: subprocess.Popen) -> None:
     """End a witness without output."""
     with contextlib.suppress(BrokenPipeError):
         shell.communicate(b"\n")
@@ -220,7 +213,7 @@ class Peers:
         self._client.wait_at_barrier(f"gather/{number}", FOREVER_MS)
         if number:  # which all have read by now
             self._client.key_value_delete(f"gather/{number - 1}/{self.index:06d}")
-        return [json.loads(found) for _, found in sorted(self._client.key_value_dir_get(f"gather/{number}"))]
+        return [json.loads(text) for _, text in sorted(self._client.key_value_dir_get(f"gather/{number}"))]
 
     def first(self, call: Callable[[], Any]) -> Any:
         """Run ``call`` on process 0 only and return its result on all; its InputError is raised on all."""
@@ -236,13 +229,9 @@ class Peers:
         return answer["value"]
 
     def check_same(self, what: str, value: Any) -> None:
-        """Refuse to continue if ``value`` differs from that of process 0.
-
-        Raises:
-          Disagreement: one line that names ``what`` and the first process that differs.
-        """
+        """Raise a ``Disagreement`` that names ``what`` if ``value`` differs from that of process 0."""
         values = self.gather(value)
-        other = next((i for i, found in enumerate(values) if found != values[0]), None)
+        other = next((i for i in range(len(values)) if values[i] != values[0]), None)
         if other is not None:
             raise Disagreement(f"process {other} has other {what} than process 0: {values[other]} and not {values[0]}")
 
@@ -256,24 +245,22 @@ class Peers:
 ALONE = Peers()
 
 
-def join(given: Distributed) -> Peers:
-    """Connect to the other processes, before any backend starts; return ``ALONE`` for a run of one process.
-
-    Raises:
-      InputError: the others cannot be found or reached.
-    """
+def join(settings: Distributed) -> Peers:
+    """Connect to the other processes, before any backend starts; return ``ALONE`` for a run of one process."""
     import jax
     from jax._src.distributed import global_state  # the store has no public name
 
-    arguments = joining(given, os.environ)
+    arguments = join_arguments(settings, os.environ)
     if arguments is None:
         return ALONE
     # Signals are ours: JAX's own handler would swallow those that come before the first step.
     jax.config.update("jax_enable_preemption_service", False)
-    waiting = witness(UNMET)
+    waiting = start_witness(
+        "the processes of this run did not find each other: start all of them, with a coordinator that each can reach"
+    )
     try:
-        with on_exit(lambda *reason: dismiss(waiting)):
-            jax.distributed.initialize(**arguments, heartbeat_timeout_seconds=given.heartbeat_s)
+        with on_exit(lambda *reason: dismiss_witness(waiting)):
+            jax.distributed.initialize(**arguments, heartbeat_timeout_seconds=settings.heartbeat_s)
     except Exception as error:  # launchers, name look-ups and RPCs fail each in their own way
         reason = " ".join(str(error).split())
         raise InputError(
@@ -281,7 +268,7 @@ def join(given: Distributed) -> Peers:
             ".process, or --distributed.processes 1 for a run of this process alone"
         ) from error
     finally:
-        dismiss(waiting)
+        dismiss_witness(waiting)
     if global_state.num_processes == 1:
         return ALONE
     return Peers(global_state.process_id, global_state.num_processes, global_state.client)

@@ -52,11 +52,7 @@ class MeshShape:
     expert: int = 1
 
     def sizes(self, devices: int) -> dict[str, int]:
-        """Return the axis sizes by name for this many devices: data over all slices, without the sampling devices.
-
-        Raises:
-          InputError: they do not fit.
-        """
+        """Return the axis sizes by name for this many devices: data over all slices, without the sampling devices."""
         if not 0 <= self.rollout < devices:
             raise InputError(f"mesh.rollout must be from 0 to {devices - 1} with {devices} devices, got {self.rollout}")
         devices -= self.rollout
@@ -64,18 +60,18 @@ class MeshShape:
             raise InputError(f"mesh.slices must divide the {devices} devices that learn, got {self.slices}")
         devices //= self.slices
         sizes = zip(("data", "fsdp", "expert", "tensor"), (self.data, self.fsdp, self.expert, self.tensor), strict=True)
-        given = {axis: size for axis, size in sizes if (axis, size) != ("expert", 1)}
-        said = f"{', '.join(given)} = {tuple(given.values())}"
-        counts = list(given.values())
-        known = math.prod(size for size in counts if size > 0)
+        axes = {axis: size for axis, size in sizes if (axis, size) != ("expert", 1)}
+        shape = f"{', '.join(axes)} = {tuple(axes.values())}"
+        counts = list(axes.values())
+        product = math.prod(size for size in counts if size > 0)
         if counts.count(-1) > 1 or any(size == 0 or size < -1 for size in counts):
-            raise InputError(f"mesh sizes must be positive, one of them may be -1: got {said}")
-        rest = devices // known
-        sizes = {axis: rest if size == -1 else size for axis, size in given.items()}
+            raise InputError(f"mesh sizes must be positive, one of them may be -1: got {shape}")
+        rest = devices // product
+        sizes = {axis: rest if size == -1 else size for axis, size in axes.items()}
         if math.prod(sizes.values()) != devices:
             where = "devices" if self.slices == 1 else "devices of a slice"
             remedy = f"the others must divide {devices}" if -1 in counts else "set one of them to -1"
-            raise InputError(f"mesh {said} does not fit {devices} {where}: {remedy}")
+            raise InputError(f"mesh {shape} does not fit {devices} {where}: {remedy}")
         return sizes | {"data": sizes["data"] * self.slices}
 
     def sampling_sizes(self, devices: int, slices: int = 1) -> dict[str, int]:
@@ -87,7 +83,7 @@ class MeshShape:
         return dict.fromkeys(sizes, 1) | {"data": self.rollout // tensor, "tensor": tensor}
 
 
-COMPUTES = {
+JAX_SETTINGS = {
     "jax_enable_x64": (False,),
     "jax_threefry_partitionable": (True,),
     "jax_default_prng_impl": ("threefry2x32",),
@@ -99,12 +95,8 @@ COMPUTES = {
 
 
 def all_devices() -> list[Any]:
-    """Return the devices of all processes.
-
-    Raises:
-      InputError: JAX_PLATFORMS names devices that are not there, or the environment sets one of ``COMPUTES`` otherwise.
-    """
-    for name, usual in COMPUTES.items():
+    """Return the devices of all processes; InputError where the environment changes one of ``JAX_SETTINGS``."""
+    for name, usual in JAX_SETTINGS.items():
         value = getattr(jax.config, name, usual[0])
         require(value in usual, f"{name.upper()}={value} gives other numbers, or none: unset it, or set {usual[0]}")
     try:
@@ -112,32 +104,25 @@ def all_devices() -> list[Any]:
     except (RuntimeError, AssertionError) as error:  # JAX asserts that there is a driver
         if str(error) and "initialize backend" not in str(error):
             raise
-        asked, reason = os.environ.get("JAX_PLATFORMS", ""), str(error).partition(" (set JAX")[0] or "no driver"
-        raise InputError(f"JAX_PLATFORMS={asked} finds no device ({reason}): unset it, or set it to cpu") from None
+        platforms, reason = os.environ.get("JAX_PLATFORMS", ""), str(error).partition(" (set JAX")[0] or "no driver"
+        raise InputError(f"JAX_PLATFORMS={platforms} finds no device ({reason}): unset it, or set it to cpu") from None
 
 
 def make_mesh(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
-    """Make the learner's mesh: all devices of all processes (or these), except for those that only sample.
-
-    Raises:
-      InputError: the shape does not fit the devices, or would divide weights across slices.
-    """
+    """Make the learner's mesh: all devices of all processes (or these), except for those that only sample."""
     devices = list(all_devices() if devices is None else devices)
     sizes = shape.sizes(len(devices))
-    return _mesh(sizes, devices[: math.prod(sizes.values())], shape.slices)
+    return _arrange_mesh(sizes, devices[: math.prod(sizes.values())], shape.slices)
 
 
 def rollout_mesh(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
-    """Make the sampler's mesh: of the devices set aside for it, or else the learner's.
-
-    Heads are divided as the learner's are.
-    """
+    """Make the sampler's mesh: of the devices set aside for it, or else the learner's; heads are divided alike."""
     if not shape.rollout:
         return make_mesh(shape, devices)
     devices = list(all_devices() if devices is None else devices)
     apart = devices[-shape.rollout :]
     slices = len(_by_slice(apart))
-    return _mesh(shape.sampling_sizes(len(devices), slices), apart, slices)
+    return _arrange_mesh(shape.sampling_sizes(len(devices), slices), apart, slices)
 
 
 def head_copies(kv_heads: int, tensor: int | None = None) -> int:
@@ -162,17 +147,17 @@ def repeated_heads(kv_heads: int, tensor: int) -> list[str]:
     ]
 
 
-def _mesh(sizes: Mapping[str, int], devices: list[Any], slices: int) -> Mesh:
+def _arrange_mesh(sizes: Mapping[str, int], devices: list[Any], slices: int) -> Mesh:
     """Make a mesh with slices along its first axis; the other axes stay inside a slice."""
-    found = _by_slice(devices)
-    if len(found) > 1 and (len(found) != slices or len({len(part) for part in found}) > 1):
-        sizes_found = ", ".join(str(len(part)) for part in found)
+    by_slice = _by_slice(devices)
+    if len(by_slice) > 1 and (len(by_slice) != slices or len({len(part) for part in by_slice}) > 1):
+        sizes_found = ", ".join(str(len(part)) for part in by_slice)
         raise InputError(
-            f"the devices are in slices of {sizes_found}: set mesh.slices to {len(found)}, and mesh.rollout so that as "
-            "many of each slice learn"
+            f"the devices are in slices of {sizes_found}: set mesh.slices to {len(by_slice)}, and mesh.rollout so that "
+            "as many of each slice learn"
         )
     size = len(devices) // slices
-    parts = found if len(found) > 1 else [devices[i : i + size] for i in range(0, len(devices), size)]
+    parts = by_slice if len(by_slice) > 1 else [devices[i : i + size] for i in range(0, len(devices), size)]
     inside = {**sizes, "data": sizes["data"] // slices}
     shape = tuple(inside.values())
     names = tuple(sizes)
@@ -204,15 +189,13 @@ def platform_of(mesh: Mesh | AbstractMesh) -> str:
     return mesh.devices.flat[0].platform
 
 
-def memory_of(mesh: Mesh | AbstractMesh) -> float:
-    """Return the bytes that a program may use on each device; infinite if unknown: for CPUs and described devices.
-
-    Devices of other processes are assumed to equal this one's.
-    """
+def memory_limit(mesh: Mesh | AbstractMesh) -> float:
+    """Return the bytes that a program may use on each device; infinite if unknown: for CPUs and described devices."""
     if isinstance(mesh, AbstractMesh):
         return math.inf
-    own = set(jax.local_devices())
-    here = next((device for device in mesh.devices.flat if device in own), None)
+    local = set(jax.local_devices())
+    # Devices of other processes are assumed to equal this one's.
+    here = next((device for device in mesh.devices.flat if device in local), None)
     stats = here and here.memory_stats()
     return stats.get("bytes_limit", math.inf) if stats else math.inf
 
@@ -230,19 +213,19 @@ def constrain(x: jax.Array, *spec: str | tuple[str, ...] | None) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
-    return jax.lax.with_sharding_constraint(x, fitting(x.shape, spec, mesh))
+    return jax.lax.with_sharding_constraint(x, fit_spec(x.shape, spec, mesh))
 
 
-def fitting(shape: tuple[int, ...], spec: Any, mesh: Any) -> PartitionSpec:
+def fit_spec(shape: tuple[int, ...], spec: Any, mesh: Any) -> PartitionSpec:
     """Return ``spec`` without axes that the mesh lacks, or that do not divide their dimension (9 heads on 2 devices),
     dropping the last first."""
-    found = []
+    axes = []
     for size, axis in zip(shape, spec, strict=False):
         names = tuple(name for name in ((axis,) if isinstance(axis, str) else axis or ()) if name in mesh.shape)
         while names and size % math.prod(mesh.shape[name] for name in names):
             names = names[:-1]
-        found.append(names[0] if len(names) == 1 else names or None)
-    return PartitionSpec(*found)
+        axes.append(names[0] if len(names) == 1 else names or None)
+    return PartitionSpec(*axes)
 
 
 GB, GIB = 1e9, 2.0**30
@@ -298,7 +281,7 @@ CHIPS: dict[str, Chip] = {
 TPU is what its compiler lets a program use, that of a GPU what the trainer lets JAX take.
 """
 
-KINDS = {
+DEVICE_KINDS = {
     "TPU v4": "v4",
     "TPU v5 lite|TPU v5e": "v5e",
     "TPU v5|TPU v5p": "v5p",
@@ -319,36 +302,36 @@ def chip_of(device_kind: str) -> Chip | None:
     >>> chip_of("TPU v5 lite").name
     'v5e'
     """
-    return next((CHIPS[name] for kinds, name in KINDS.items() if re.fullmatch(kinds, device_kind)), None)
+    return next((CHIPS[name] for kinds, name in DEVICE_KINDS.items() if re.fullmatch(kinds, device_kind)), None)
 
 
 log = logging.getLogger(__name__)
 
-Options = tuple[tuple[str, bool | int], ...]
+CompilerOptions = tuple[tuple[str, bool | int], ...]
 """Compiler options and their values, as ``jax.jit(..., compiler_options=dict(options))`` takes them."""
 
-_GATHERING: Options = (
-    ("xla_tpu_enable_async_collective_fusion", True),
-    ("xla_tpu_enable_async_collective_fusion_fuse_all_gather", True),
-    ("xla_tpu_enable_async_collective_fusion_multiple_steps", True),
-    ("xla_tpu_overlap_compute_collective_tc", True),
-    ("xla_enable_async_all_gather", True),
-    ("xla_tpu_data_parallel_opt_different_sized_ops", True),
-)
-"""Weights are gathered while matrix products run; a v5e's compiler does so by default."""
-_TILES: Options = (("xla_tpu_scoped_vmem_limit_kib", 24576),)
-"""On-chip memory that a kernel may use. The compiler's cycles of an update of 1.5B on v5e:4x4: 4.171e9 by its own
-limit of 16 MiB, 4.041e9 with 24 MiB, 4.048e9 with 28, 4.398e9 with 64, which leaves less for results between kernels.
-"""
-OPTIONS: dict[str, Options] = dict.fromkeys(("v4", "v5p", "v6e"), _GATHERING) | {"v5e": _TILES}
+CHIP_OPTIONS: dict[str, CompilerOptions] = {
+    # On-chip memory that a kernel may use. The compiler's cycles of an update of 1.5B on v5e:4x4: 4.171e9 by its own
+    # limit of 16 MiB, 4.041e9 with 24 MiB, 4.048e9 with 28, 4.398e9 with 64, which leaves less for results between.
+    "v5e": (("xla_tpu_scoped_vmem_limit_kib", 24576),),
+    # Weights are gathered while matrix products run; a v5e's compiler does so by default.
+    **dict.fromkeys(("v4", "v5p", "v6e"), (
+        ("xla_tpu_enable_async_collective_fusion", True),
+        ("xla_tpu_enable_async_collective_fusion_fuse_all_gather", True),
+        ("xla_tpu_enable_async_collective_fusion_multiple_steps", True),
+        ("xla_tpu_overlap_compute_collective_tc", True),
+        ("xla_enable_async_all_gather", True),
+        ("xla_tpu_data_parallel_opt_different_sized_ops", True),
+    )),
+}  # fmt: skip
 """Options of the learner's programs by ``Chip.name``; other TPUs, and CPUs, have none."""
-REPEATABLE: Options = (("xla_gpu_exclude_nondeterministic_ops", True),)
+REPEATABLE: CompilerOptions = (("xla_gpu_exclude_nondeterministic_ops", True),)
 """Options of the learner's programs on every GPU: sums of a scatter are added in one order, so that a run resumes bit
 for bit. On an H100 two undisturbed runs differed from their third step on without it. It costs 7 % of an update.
 """
 
 
-def compiler_options(mesh: Mesh | AbstractMesh) -> Options:
+def compiler_options(mesh: Mesh | AbstractMesh) -> CompilerOptions:
     """Return the options of the mesh's platform and chip that its compiler knows; none for a mesh without devices.
 
     An option that the installed compiler does not know would stop every program: it is left out with a warning.
@@ -358,23 +341,23 @@ def compiler_options(mesh: Mesh | AbstractMesh) -> Options:
     first = mesh.devices.flat[0]
     chip = chip_of(first.device_kind)
     # A process compiles nothing for devices of another process alone.
-    device = next((one for one in jax.local_devices() if one.platform == first.platform), first)
-    wanted = OPTIONS.get(chip.name, ()) if chip else ()
-    return known_options(REPEATABLE if first.platform == "gpu" else wanted, device)
+    device = next((local for local in jax.local_devices() if local.platform == first.platform), first)
+    options = CHIP_OPTIONS.get(chip.name, ()) if chip else ()
+    return supported_options(REPEATABLE if first.platform == "gpu" else options, device)
 
 
 @functools.cache
-def known_options(options: Options, device: jax.Device) -> Options:
+def supported_options(options: CompilerOptions, device: jax.Device) -> CompilerOptions:
     """Return the options that a device's compiler takes, found by compiling a tiny program."""
-    if not options or _takes(options, device):
+    if not options or _compiles_with(options, device):
         return options
-    known = tuple(one for one in options if _takes((one,), device))
-    left_out = ", ".join(name for name, _ in options if name not in dict(known))
+    supported = tuple(option for option in options if _compiles_with((option,), device))
+    left_out = ", ".join(name for name, _ in options if name not in dict(supported))
     log.warning("the compiler of %s does not know %s: left out", device.device_kind, left_out)
-    return known
+    return supported
 
 
-def _takes(options: Options, device: jax.Device) -> bool:
+def _compiles_with(options: CompilerOptions, device: jax.Device) -> bool:
     x = jax.ShapeDtypeStruct((), jnp.float32, sharding=SingleDeviceSharding(device))
     try:
         with without_compilation_cache():

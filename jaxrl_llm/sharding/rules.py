@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxrl_llm.codec import digest_of_parts
-from jaxrl_llm.sharding.mesh import BATCH, constrain, fitting
+from jaxrl_llm.sharding.mesh import BATCH, constrain, fit_spec
 
 RULES: dict[str, tuple[str | tuple[str, ...] | None, ...]] = {
     # The vocabulary takes both axes: a width divided over fsdp would clash with the batch, which fsdp divides too.
@@ -54,44 +54,41 @@ ACTIVATIONS: dict[str, tuple[str | tuple[str, ...] | None, ...]] = {
 
 
 def activation(x: jax.Array, name: str) -> jax.Array:
-    """Lay out ``x`` by ``ACTIVATIONS``, inside jit on the mesh set by ``jax.set_mesh``.
-
-    Without a mesh it is returned unchanged.
-    """
+    """Lay out ``x`` by ``ACTIVATIONS``, inside jit on the mesh set by ``jax.set_mesh``; unchanged without a mesh."""
     return constrain(x, *ACTIVATIONS[name])
 
 
-def shardings(tree: Any, mesh: Mesh, whole: Sequence[str] = ()) -> Any:
+def shardings(tree: Any, mesh: Mesh, skip: Sequence[str] = ()) -> Any:
     """Return a ``NamedSharding`` for every leaf of a tree with models: weights, gradients, optimiser moments, states.
 
-    Leaves outside a model (counters) are on every device; those below ``on_host`` are in its host's memory. ``whole``:
+    Leaves outside a model (counters) are on every device; those below ``on_host`` are in its host's memory. ``skip``:
     mesh axes that divide no weights.
     """
 
     def leaf(path: tuple, x: Any) -> NamedSharding:
-        layout = layout_of(parameter_path(path), x.shape, mesh, whole)
+        layout = layout_of(parameter_path(path), x.shape, mesh, skip)
         on_host = any(getattr(key, "name", "") == "on_host" for key in path)
         return layout.with_memory_kind("pinned_host") if on_host else layout
 
     return jax.tree.map_with_path(leaf, tree)
 
 
-sampling_shardings = functools.partial(shardings, whole=("fsdp",))
+sampling_shardings = functools.partial(shardings, skip=("fsdp",))
 """``shardings`` of weights that only sample: whole over ``fsdp``, or each decode step would gather them all."""
 
 
-def layout_of(path: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, whole: Sequence[str] = ()) -> NamedSharding:
+def layout_of(path: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, skip: Sequence[str] = ()) -> NamedSharding:
     """Return the layout of one parameter, such as ``blocks/attn/q``, or of a layer's own, ``blocks/0/attn/q``.
 
-    ``whole``: mesh axes that do not divide it.
+    ``skip``: mesh axes that do not divide it.
     """
     name, layers = re.subn(r"^blocks/\d+/", "blocks/", path)
     axes = [(axis,) if isinstance(axis, str) else axis or () for axis in RULES.get(name, ())[layers:]]
-    spec = [tuple(one for one in several if one not in whole) for several in axes]
-    return NamedSharding(mesh, fitting(shape, spec, mesh))
+    spec = [tuple(axis for axis in group if axis not in skip) for group in axes]
+    return NamedSharding(mesh, fit_spec(shape, spec, mesh))
 
 
-def gathered(layer: Any) -> Any:
+def gather_layer(layer: Any) -> Any:
     """Return one layer's weights whole over ``fsdp``, inside jit on the mesh set by ``jax.set_mesh``.
 
     Their gradients are divided again (ZeRO-3, arXiv 1910.02054). A product with divided weights would be computed in as
@@ -101,29 +98,29 @@ def gathered(layer: Any) -> Any:
     weights are returned unchanged.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    return layer if mesh.empty or mesh.shape["fsdp"] == 1 else _gathered(layer)
+    return layer if mesh.empty or mesh.shape["fsdp"] == 1 else _gather(layer)
 
 
 @jax.custom_vjp
-def _gathered(layer: Any) -> Any:
-    return _constrained(layer, ("fsdp",))
+def _gather(layer: Any) -> Any:
+    return _constrain_layer(layer, ("fsdp",))
 
 
-def _divided(_: None, gradient: Any) -> tuple[Any]:
+def _gather_backward(_: None, gradient: Any) -> tuple[Any]:
     if jax.sharding.get_abstract_mesh().shape["tensor"] > 1:
-        gradient = _constrained(gradient, ("fsdp",))
-    return (_constrained(gradient, ()),)
+        gradient = _constrain_layer(gradient, ("fsdp",))
+    return (_constrain_layer(gradient, ()),)
 
 
-_gathered.defvjp(lambda layer: (_gathered(layer), None), _divided)
+_gather.defvjp(lambda layer: (_gather(layer), None), _gather_backward)
 
 
-def _constrained(layer: Any, whole: Sequence[str]) -> Any:
+def _constrain_layer(layer: Any, skip: Sequence[str]) -> Any:
     mesh = jax.sharding.get_abstract_mesh()
 
     def leaf(path: tuple, x: jax.Array) -> jax.Array:
         name = jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
-        return jax.lax.with_sharding_constraint(x, layout_of(f"blocks/0/{name}", x.shape, mesh, whole).spec)
+        return jax.lax.with_sharding_constraint(x, layout_of(f"blocks/0/{name}", x.shape, mesh, skip).spec)
 
     return jax.tree.map_with_path(leaf, layer)
 
@@ -145,14 +142,8 @@ def from_parts(
 ) -> jax.Array | jax.ShapeDtypeStruct:
     """Make a global array of the parts that ``read`` returns, one at a time; on an abstract mesh only its shape.
 
-    Each process reads only the parts of its own devices; a part that several of them have is read once.
-
-    Args:
-      shape: of the whole.
-      dtype: of the whole.
-      layout: of the array.
-      read: from a part's place (slices with start and stop) to its values in that dtype; they are copied, so the
-        memory may be anyone's.
+    Each process reads only the parts of its own devices; a part that several of them have is read once. ``read`` takes
+    a part's place (slices with start and stop); its values are copied, so the memory may be anyone's.
     """
     if only_shapes(layout.mesh):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=layout)
@@ -169,37 +160,31 @@ def from_parts(
     return jax.make_array_from_single_device_arrays(shape, layout, arrays, dtype=dtype)
 
 
-def laid_out(tree: Any, layout: Any) -> Any:
+def lay_out(tree: Any, layout: Any) -> Any:
     """Turn host values that are equal on every process into global arrays, or into shapes on an abstract mesh.
 
-    ``jax.device_put`` would first compare them across the processes, in one program per shape.
-
-    Args:
-      tree: of arrays.
-      layout: a sharding for all of them, or a tree of shardings.
+    ``layout``: a sharding for all of them, or a tree of shardings. ``jax.device_put`` would first compare the values
+    across the processes, in one program per shape.
     """
     layout = jax.tree.broadcast(layout, tree)
     if only_shapes(jax.tree.leaves(layout)[0].mesh):
-        return abstract(tree, layout)
+        return as_shapes(tree, layout)
     if jax.process_count() == 1:
         return jax.device_put(tree, layout)
 
-    return jax.tree.map(
-        lambda x, layout: jax.make_array_from_callback(
-            np.shape(x), layout, lambda index: np.asarray(np.asarray(x)[index])
-        ),
-        tree,
-        layout,
-    )
+    def spread(x: Any, layout: Any) -> jax.Array:
+        return jax.make_array_from_callback(np.shape(x), layout, lambda index: np.asarray(np.asarray(x)[index]))
+
+    return jax.tree.map(spread, tree, layout)
 
 
-def abstract(tree: Any, layout: Any) -> Any:
+def as_shapes(tree: Any, layout: Any) -> Any:
     """Return the shapes and dtypes of a tree with a tree of shardings, without arrays."""
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, layout)
 
 
 @jax.jit
-def fingerprint(model: Any) -> Any:
+def weight_checksums(model: Any) -> Any:
     """Return a 64-bit checksum, uint32[2], of every weight; the sharding of the weights does not change it.
 
     Each element's bits are mixed with its place and added up modulo 2 ** 32, which no order of summation changes.
@@ -209,7 +194,7 @@ def fingerprint(model: Any) -> Any:
 
 def weights_digest(model: Any) -> str:
     """Return 16 hexadecimal digits that identify the weights; results computed from a model are stored under them."""
-    return digest_of_parts(jax.tree.leaves(jax.device_get(fingerprint(model))))
+    return digest_of_parts(jax.tree.leaves(jax.device_get(weight_checksums(model))))
 
 
 def _checksum(x: jax.Array) -> jax.Array:
@@ -217,11 +202,13 @@ def _checksum(x: jax.Array) -> jax.Array:
     place = jnp.zeros(x.shape, jnp.uint32)
     for axis, size in enumerate(x.shape):
         place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
-    sums = [jnp.sum(_mix(_mix(place + jnp.uint32(seed)) ^ bits), dtype=jnp.uint32) for seed in (1, 0x9E3779B9)]
+    sums = [
+        jnp.sum(_mix_bits(_mix_bits(place + jnp.uint32(seed)) ^ bits), dtype=jnp.uint32) for seed in (1, 0x9E3779B9)
+    ]
     return jnp.stack(sums)
 
 
-def _mix(x: jax.Array) -> jax.Array:
+def _mix_bits(x: jax.Array) -> jax.Array:
     """Apply a bijection of uint32 in which every input bit moves half of the output bits (MurmurHash3's finaliser)."""
     x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> jnp.uint32(13))) * jnp.uint32(0xC2B2AE35)

@@ -23,7 +23,7 @@ from jaxrl_llm.models.heads import ScalarModel
 from jaxrl_llm.models.lora import model_of
 from jaxrl_llm.rollout.groups import RolloutBatch
 from jaxrl_llm.runs.load import config_of, load_model
-from jaxrl_llm.sharding import abstract, platform_of, shardings
+from jaxrl_llm.sharding import as_shapes, platform_of, shardings
 from jaxrl_llm.stages.ingredients import Ingredient, StageContext
 from jaxrl_llm.stages.stage import Architectures, Pass
 from jaxrl_llm.tasks import Prompts, encode
@@ -369,7 +369,7 @@ def teacher_shapes(config: ModelConfig, run: configs.Run, forward: Forward) -> D
     """Return a teacher as shapes on the mesh."""
     dtype = jnp.dtype(run.learner.compute.dtype)
     model = jax.eval_shape(lambda: initialise(config, jax.random.key(0), dtype))
-    return abstract(model, shardings(model, forward.mesh))
+    return as_shapes(model, shardings(model, forward.mesh))
 
 
 def field_of(name: str, run: configs.Run) -> str:

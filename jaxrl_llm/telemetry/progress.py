@@ -12,12 +12,10 @@ from rich.console import Console
 
 from jaxrl_llm.diagnosis import FindingTracker
 from jaxrl_llm.system.text import count, seconds
-from jaxrl_llm.telemetry.report import happened
-from jaxrl_llm.telemetry.screens import Panel, Screen, evaluation, memory_now, plain
+from jaxrl_llm.telemetry.report import step_events
+from jaxrl_llm.telemetry.screens import Panel, Screen, evaluation_line, memory_now, plain_row
 from jaxrl_llm.types import Group
 
-RECENT = 20
-"""Number of latest durations of each kind of work that determine the time left."""
 STEP, EVALUATION, SAVE = "step", "evaluation", "save"
 PHASES = "/jax/core/compile/"
 """Prefix of JAX's events of tracing, lowering and compiling; each is reported at its begin and at its end."""
@@ -35,9 +33,8 @@ CACHE_HIT = "/jax/compilation_cache/cache_hits"
 """JAX's event of a program that was read from its cache, within that program's compilation."""
 COMPILE = "backend_compile"
 DONE = {"jaxpr_trace": "traced", "jaxpr_to_mlir_module": "lowered", COMPILE: "compiled"}
-SHORTEST_TOLD_S = 0.3
-SHORTEST_KEPT_S = 1.0
-"""Least seconds of a compilation that JAX keeps in its cache."""
+MIN_REPORTED_S = 0.3
+
 
 log = logging.getLogger(__name__)
 
@@ -114,11 +111,11 @@ class Pace:
     def took(self, kind: str) -> None:
         """Record the time since the last call, or since ``begin``, as a duration of this kind of work."""
         elapsed = max(time.monotonic() - self._told - (self._compiled() - self._before), 0.0)
-        self.durations[kind] = (*self.durations.get(kind, ()), elapsed)[-RECENT:]
+        self.durations[kind] = (*self.durations.get(kind, ()), elapsed)[-20:]
         self.begin()
 
 
-class Compiling:
+class CompileWatch:
     """Owner of listeners to JAX's compilations; a context manager.
 
     Attributes:
@@ -135,7 +132,7 @@ class Compiling:
         self._lock = threading.Lock()
         self._open: dict[int, list[tuple[str, float]]] = {}  # by thread: what is traced may trace other programs
 
-    def __enter__(self) -> "Compiling":
+    def __enter__(self) -> "CompileWatch":
         import jax.monitoring
 
         jax.monitoring.register_scalar_listener(self._begins)
@@ -154,16 +151,15 @@ class Compiling:
         """Return a note that this first step takes longer; empty if all large programs came from the cache."""
         if self.read > 0 and self.compiled == 0:
             return ""
-        return (
-            f"step {step} takes longer than those after it: it also compiles its programs, unless JAX's cache has them"
-        )
+        note = "takes longer than those after it: it also compiles its programs, unless JAX's cache has them"
+        return f"step {step} {note}"
 
     def now(self) -> tuple[str, float] | None:
         """Return the program being compiled and its seconds so far; None if nothing is, or only briefly."""
         with self._lock:
             outermost = [programs[0] for programs in self._open.values() if programs]
         for name, since in outermost:
-            if time.monotonic() - since >= SHORTEST_TOLD_S:
+            if time.monotonic() - since >= MIN_REPORTED_S:
                 return name, time.monotonic() - since
         return None
 
@@ -182,20 +178,20 @@ class Compiling:
 
     def _ends(self, event: str, duration_secs: float, **about: Any) -> None:
         with self._lock:
-            begun = self._open.get(threading.get_ident())
-            if not begun or not event.startswith(PHASES) or "fun_name" not in about:
+            programs = self._open.get(threading.get_ident())
+            if not programs or not event.startswith(PHASES) or "fun_name" not in about:
                 return
-            name, _ = begun.pop()
+            name, _ = programs.pop()
             what = event.removeprefix(PHASES).removesuffix("_duration")
             read = what == COMPILE and threading.get_ident() in self._reading
             if what == COMPILE:
                 self._reading.discard(threading.get_ident())
                 self.read += read
-                self.compiled += not read and duration_secs >= SHORTEST_KEPT_S
-            if begun:
+                self.compiled += not read and duration_secs >= 1.0  # the least that JAX keeps in its cache
+            if programs:
                 return
             self.seconds += duration_secs
-        if duration_secs >= SHORTEST_TOLD_S:
+        if duration_secs >= MIN_REPORTED_S:
             done = f"read {name} from JAX's cache" if read else f"{DONE.get(what, what)} {name}"
             log.info("%s in %.1f s", done, duration_secs)
 
@@ -206,7 +202,7 @@ QUIET_SECONDS = 5.0
 """Longest silence of a log file in seconds, unless an ordinary step takes longer."""
 
 
-def patience(status: str, durations: Sequence[float]) -> float:
+def allowed_silence(status: str, durations: Sequence[float]) -> float:
     """Return the seconds of silence allowed under ``status`` after steps of ``durations`` seconds.
 
     Within a step it is twice an ordinary step, so that a log file holds one line for each; otherwise QUIET_SECONDS.
@@ -247,14 +243,14 @@ class Progress:
         self._schedule = schedule
         self.tracker = tracker
         self._block = contextlib.ExitStack()
-        self.compiling = Compiling()
+        self.compiling = CompileWatch()
         self.at = first_step
         self.pace = Pace(lambda: self.compiling.seconds)
         self._status = "starting"
         self._since = time.monotonic()
         self._panel = Panel()
         self._warned: set[str] = set()
-        allowed = lambda: patience(self._status, self.pace.durations.get(STEP, ()))  # noqa: E731
+        allowed = lambda: allowed_silence(self._status, self.pace.durations.get(STEP, ()))  # noqa: E731
         self._screen = Screen(console, self.describe, allowed, self._panel, quiet)
 
     def __enter__(self) -> "Progress":
@@ -290,37 +286,37 @@ class Progress:
         """Print a line for the step ``metrics["step"]`` after its update; its evaluation is still to come."""
         self.pace.took(STEP)
         step = int(metrics["step"])
-        left = time_left(self.pace.durations, self._schedule.ahead(step))
-        shown = f"{step}/{self._schedule.steps}", seconds(left or 0.0), metrics
-        self._panel.step(metrics)
-        self._screen.row(*shown)
-        log.info("%s", plain(*shown))
+        seconds_left = time_left(self.pace.durations, self._schedule.ahead(step))
+        fields = f"{step}/{self._schedule.steps}", seconds(seconds_left or 0.0), metrics
+        self._panel.show_step(metrics)
+        self._screen.row(*fields)
+        log.info("%s", plain_row(*fields))
         self.at = step + 1
         self.status("writing down")
 
-    def tested(self, step: int, metrics: dict[str, Any]) -> None:
+    def show_evaluation(self, step: int, metrics: dict[str, Any]) -> None:
         """Print a line with the metrics of the evaluation after ``step``."""
         self.pace.took(EVALUATION)
-        self._panel.tested(metrics)
-        if found := evaluation(metrics):
-            self.note(f"evaluation at step {step}:  {found}")
+        self._panel.show_evaluation(metrics)
+        if text := evaluation_line(metrics):
+            self.note(f"evaluation at step {step}:  {text}")
 
-    def happened(self, step: int, metrics: dict[str, Any], groups: Sequence[Group] = ()) -> None:
+    def show_events(self, step: int, metrics: dict[str, Any], groups: Sequence[Group] = ()) -> None:
         """Print a line for each event in the step's complete row, and lines for each new finding.
 
         An event that has a reason is a warning when it first happens. ``groups``: the data of the step; a terminal
         shows one of its completions now and then.
         """
-        for name, reason in happened(metrics):
+        for name, reason in step_events(metrics):
             warning = bool(reason) and name not in self._warned
             self.note(f"step {step}: {f'{name}: {reason}' if reason else name}", warning)
             self._warned.add(name)
-        for found in self.tracker.new(metrics) if self.tracker else ():
-            told = f"{found.kind.replace('_', ' ')} since step {found.step}: {found.what}"
-            self._panel.finding = told
-            self.note(f"step {step}: {told}", warning=True)
-            self.note(f"  {found.why} Try {found.remedy}", warning=True)
-        self._panel.learned(step, groups)
+        for finding in self.tracker.new(metrics) if self.tracker else ():
+            text = f"{finding.kind.replace('_', ' ')} since step {finding.step}: {finding.what}"
+            self._panel.finding = text
+            self.note(f"step {step}: {text}", warning=True)
+            self.note(f"  {finding.why} Try {finding.remedy}", warning=True)
+        self._panel.show_example(step, groups)
 
     def note(self, text: str, warning: bool = False) -> None:
         """Print a line of text; a ``warning`` is shown even without progress."""
@@ -329,15 +325,7 @@ class Progress:
 
 
 def model_line(model: str, parameters: int, trained: int, devices: int, device: str) -> str:
-    """Return the line about the model and the machine.
-
-    Args:
-      model: its name.
-      parameters: number of the model's parameters.
-      trained: number of trained parameters; smaller for an adapter.
-      devices: number of devices of all processes.
-      device: kind of device.
-    """
+    """Return the line about the model and the machine: ``trained`` parameters of an adapter, ``devices`` of a kind."""
     adapter = "" if trained == parameters else f", an adapter of {count(trained)} is trained"
     on = "one device" if devices == 1 else f"{devices} devices"
     return f"{model}: {count(parameters)} parameters{adapter}, on {on} ({device})"

@@ -21,10 +21,9 @@ from jaxrl_llm.telemetry.report import Reporter
 
 GROUP = "jaxrl_llm.writers"
 """The group of entry points by which other packages offer trackers: a name, and a class or function ``TrackedRun ->
-Writer``."""
+Tracker``."""
 SAMPLE_COLUMNS = ("step", "kind", "prompt", "completion", "reward")
-USUAL_PROJECT = "jaxrl_llm"
-"""The project of a tracker that needs one, where the run names none."""
+
 log = logging.getLogger(__name__)
 
 
@@ -55,7 +54,7 @@ class TrackedRun:
 
 
 @runtime_checkable
-class Writer(Protocol):
+class Tracker(Protocol):
     """A tracker of one run. Any method may raise: the run then continues without this tracker, after one warning."""
 
     def write(self, step: int, values: dict[str, Any]) -> None:
@@ -150,8 +149,8 @@ class Trackio:
         self._module: Any = trackio
         name = f"{run.directory.name}-{run.identity('trackio')[:6]}"
         refused = as_input_error("trackio refuses the run", "name another project: --output.trackers trackio:PROJECT")
-        with refused, _prints_logged():
-            project = run.project or USUAL_PROJECT
+        with refused, _log_prints():
+            project = run.project or "jaxrl_llm"
             self._run = trackio.init(project, name, config=dict(run.config), resume="allow", embed=False)
 
     def write(self, step: int, values: dict[str, Any]) -> None:
@@ -164,50 +163,45 @@ class Trackio:
 
     def close(self) -> None:
         """Write what is waiting, and end trackio's run."""
-        with _prints_logged():
+        with _log_prints():
             self._module.finish()  # as a method of the run it would be repeated when the program ends
 
 
-Maker = Callable[[TrackedRun], Writer]
-BUILT_IN: dict[str, tuple[Maker, str]] = {
+TrackerFactory = Callable[[TrackedRun], Tracker]
+BUILT_IN: dict[str, tuple[TrackerFactory, str]] = {
     "tensorboard": (TensorBoard, "tensorboardX"), "trackio": (Trackio, "trackio"), "wandb": (Wandb, "wandb"),
 }  # fmt: skip
 """Trackers of this package, each with the module that it needs."""
 
 
-def makers(trackers: Iterable[str]) -> dict[str, Maker]:
-    """Return what makes each tracker's writer, with its package imported.
-
-    Raises:
-      InputError: an unknown tracker, with those that there are; or a package is missing, with the command to install
-        it.
-    """
+def tracker_factories(trackers: Iterable[str]) -> dict[str, TrackerFactory]:
+    """Return the factory of each tracker, with its package imported; InputError for an unknown or missing one."""
     from importlib.metadata import entry_points  # which is slow to import
 
     offered = [entry for entry in entry_points(group=GROUP) if entry.name not in BUILT_IN]
-    found: dict[str, Maker] = {}
+    factories: dict[str, TrackerFactory] = {}
     for tracker in trackers:
         name = tracker.partition(":")[0]
         if name in BUILT_IN:
-            found[tracker], module = BUILT_IN[name]
+            factories[tracker], module = BUILT_IN[name]
             import_extra(module, name)
             continue
         entries = [entry for entry in offered if entry.name == name]
-        known = sorted({*BUILT_IN, *(entry.name for entry in offered)})
-        meant = did_you_mean(name, known, f"there are {', '.join(known)}")
+        names = sorted({*BUILT_IN, *(entry.name for entry in offered)})
+        meant = did_you_mean(name, names, f"there are {', '.join(names)}")
         require(bool(entries), f"output.trackers {name!r} is unknown: {meant}")
         values = " and ".join(sorted(entry.value for entry in entries))
         require(len(entries) == 1, f"output.trackers {name!r} is offered twice, by {values}: uninstall one of them")
         with as_input_error(f"output.trackers {name!r} cannot be imported from {values}", "repair it or leave it out"):
-            found[tracker] = entries[0].load()
-    return found
+            factories[tracker] = entries[0].load()
+    return factories
 
 
 class Trackers:
     """The writers of a run; one that raises is left out from then on, with one warning.
 
     Args:
-      made_by: of ``makers``.
+      factories: of ``tracker_factories``.
       run: as trackers see it, but for their projects.
       warn: called with the warning.
 
@@ -215,14 +209,14 @@ class Trackers:
       InputError: a writer of a new run refuses to start. A resumed run continues without it.
     """
 
-    def __init__(self, made_by: Mapping[str, Maker], run: TrackedRun, warn: Callable[[str], None]):
+    def __init__(self, factories: Mapping[str, TrackerFactory], run: TrackedRun, warn: Callable[[str], None]):
         self._warn = warn
-        self._writers: dict[str, Writer] = {}
-        for tracker, make in made_by.items():
+        self._writers: dict[str, Tracker] = {}
+        for tracker, make in factories.items():
             name, colon, project = tracker.partition(":")
             try:
                 writer = make(dataclasses.replace(run, project=project if colon else None))
-                fits = isinstance(writer, Writer)
+                fits = isinstance(writer, Tracker)
                 require(fits, f"tracker {name} made a {type(writer).__name__}, which lacks write, samples or close")
             except InputError as error:
                 if run.resumed_at is None:
@@ -239,11 +233,11 @@ class Trackers:
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         """Give each writer the step's metrics, without those that are None."""
-        known = {name: value for name, value in values.items() if value is not None}
-        self._each("write", lambda writer: writer.write(step, dict(known)))
+        measured = {name: value for name, value in values.items() if value is not None}
+        self._each("write", lambda writer: writer.write(step, dict(measured)))
 
     def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """Give each writer the completions; see ``Writer.samples``."""
+        """Give each writer the completions; see ``Tracker.samples``."""
         self._each("samples", lambda writer: writer.samples(step, [dict(row) for row in rows]))
 
     def close(self) -> None:
@@ -251,7 +245,7 @@ class Trackers:
         self._each("close", lambda writer: writer.close())
         self._writers = {}
 
-    def _each(self, method: str, call: Callable[[Writer], None]) -> None:
+    def _each(self, method: str, call: Callable[[Tracker], None]) -> None:
         for name, writer in list(self._writers.items()):
             try:
                 call(writer)
@@ -264,11 +258,7 @@ class Trackers:
 
 
 def import_extra(module: str, extra: str) -> None:
-    """Import an optional package.
-
-    Raises:
-      InputError: it is not installed, or something that it needs; the message names the extra to install.
-    """
+    """Import an optional package; InputError names the extra to install."""
     try:
         importlib.import_module(module)
     except ImportError as error:
@@ -279,14 +269,14 @@ def import_extra(module: str, extra: str) -> None:
         ) from None
 
 
-def table(step: int, rows: list[dict[str, Any]], most: int = 16, longest: int = 1000) -> list[dict[str, Any]]:
+def choose_samples(step: int, rows: list[dict[str, Any]], most: int = 16, longest: int = 1000) -> list[dict[str, Any]]:
     """Return ``SAMPLE_COLUMNS`` of the first ``most`` samples of each kind, evaluation first, with texts of at most
     ``longest`` characters; empty without an evaluation."""
-    found = [[row for row in rows if row.get("kind") == kind] for kind in ("evaluation", "training")]
-    if not found[0]:
+    by_kind = [[row for row in rows if row.get("kind") == kind] for kind in ("evaluation", "training")]
+    if not by_kind[0]:
         return []
     lines = []
-    for row in (row for of_kind in found for row in of_kind[:most]):
+    for row in (row for of_kind in by_kind for row in of_kind[:most]):
         texts = (row["prompt"], row["completion"])
         prompt, completion = (x if len(x) <= longest else f"{x[: longest - 1]}…" for x in texts)
         # Where an answer was only verified, its reward is 1 or 0.
@@ -296,7 +286,7 @@ def table(step: int, rows: list[dict[str, Any]], most: int = 16, longest: int = 
 
 
 @contextlib.contextmanager
-def _prints_logged() -> Generator[None]:
+def _log_prints() -> Generator[None]:
     """Send what the block prints to the log in place of stdout, which may carry a run's rows."""
     printed = io.StringIO()
     try:
@@ -334,7 +324,7 @@ class RunWriter(contextlib.AbstractContextManager):
         warn: Callable[[str], None] = log.warning,
     ):
         self._run_dir = Path(run_dir)
-        made_by = makers(trackers)
+        made_by = tracker_factories(trackers)
         metrics = self._run_dir / "metrics.jsonl"
         samples = self._run_dir / "samples.jsonl"
         self._run_dir.mkdir(parents=True, exist_ok=True)
@@ -373,8 +363,8 @@ class RunWriter(contextlib.AbstractContextManager):
         Trackers get some of them if an evaluation's answers are among them.
         """
         append_rows(self._samples, [{"step": step, **row} for row in rows])
-        if self._trackers and (shown := table(step, rows)):
-            self._trackers.samples(step, shown)
+        if self._trackers and (sample := choose_samples(step, rows)):
+            self._trackers.samples(step, sample)
 
     def report(self) -> None:
         """Start to rewrite ``report.html``, in a separate process; see ``Reporter``."""
@@ -398,7 +388,7 @@ class _Log(logging.StreamHandler):
 
 
 @contextlib.contextmanager
-def logged(path: Path) -> Generator[None]:
+def log_to_file(path: Path) -> Generator[None]:
     """Append the package's log messages to ``path`` within the block, each line with its time."""
     package = logging.getLogger("jaxrl_llm")
     before = package.level, package.propagate
@@ -416,7 +406,7 @@ def logged(path: Path) -> Generator[None]:
             package.removeHandler(handler)
 
 
-def record(
+def record_step(
     writer: RunWriter | None,
     step: int,
     row: dict[str, Any],
@@ -440,10 +430,6 @@ def token_texts(tokens: Sequence[int], tokenizer: Any) -> list[str]:
 
     A character of several tokens is the text of the last one, and the others are empty. Some tokenizers cannot tell
     the pieces of bytes that form no characters: then each token is decoded alone.
-
-    Args:
-      tokens: ids.
-      tokenizer: a fast one of transformers.
     """
     stream = DecodeStream(skip_special_tokens=False)
     try:

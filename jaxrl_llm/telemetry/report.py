@@ -33,11 +33,6 @@ MOST_POINTS = 90_000
 MOST_COMPLETIONS = 25_000
 MOST_BYTES = 24_000_000
 """Most bytes of the completions in a report, before compression."""
-LAST_STEP = 2**53
-"""The largest number of a step that the page's numbers hold."""
-HEAD = re.compile(rb'\{"step": (\d+), "kind": "(\w+)"')
-SECONDS = ("time/step_s", "time/evaluation_s")
-
 
 Curves = dict[str, tuple[list[int], list[float]]]
 
@@ -45,19 +40,19 @@ Curves = dict[str, tuple[list[int], list[float]]]
 def read_files(directory: Path) -> tuple[dict[str, Any], list[dict[str, Any]], Curves]:
     """Read the files of a run, finished or not: its settings by dotted names, the rows of metrics.jsonl, and their
     curves. Without a config.json there are no settings.
-
-    Raises:
-      InputError: the run does not exist or has not finished a step; a file is not valid JSON.
     """
     metrics = directory / "metrics.jsonl"
     if not metrics.is_file():
-        begun = (directory / "config.json").is_file()
-        remedy = "it has no metrics.jsonl yet: wait for its first step" if begun else "give a folder with metrics.jsonl"
+        started = (directory / "config.json").is_file()
+        remedy = (
+            "it has no metrics.jsonl yet: wait for its first step" if started else "give a folder with metrics.jsonl"
+        )
         raise InputError(f"{directory} is not a run: {remedy}")
     rows = list(read_rows(metrics))
     if not rows:
         raise InputError(f"{metrics} is empty: wait for the run's first step")
-    if any(not isinstance(row.get("step"), int) or abs(row["step"]) > LAST_STEP for row in rows):
+    largest = 2**53  # that the page's numbers hold
+    if any(not isinstance(row.get("step"), int) or abs(row["step"]) > largest for row in rows):
         raise InputError(f"{metrics} holds a row without a step: give the folder of a run")
     config: dict[str, Any] = {}
     if (path := directory / "config.json").is_file():
@@ -65,10 +60,10 @@ def read_files(directory: Path) -> tuple[dict[str, Any], list[dict[str, Any]], C
             config = flat(json.loads(path.read_bytes()), whole_lists=True)
         except (ValueError, RecursionError):
             raise InputError(f"{path} is not JSON: give the folder of a run") from None
-    return config, rows, curves_of(rows)
+    return config, rows, collect_curves(rows)
 
 
-def curves_of(rows: list[dict[str, Any]]) -> Curves:
+def collect_curves(rows: list[dict[str, Any]]) -> Curves:
     """Return steps and values of each numeric metric; null, NaN and infinity are left out."""
     curves: Curves = {}
     for row in rows:
@@ -80,7 +75,7 @@ def curves_of(rows: list[dict[str, Any]]) -> Curves:
     return curves
 
 
-def happened(metrics: dict[str, Any]) -> list[tuple[str, str]]:
+def step_events(metrics: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the events of a step, each with its explanation, which may be empty: ``("reference reset", "")``."""
     there = [(name, value) for name, value in metrics.items() if name.startswith("event/") and value]
     return [
@@ -89,7 +84,7 @@ def happened(metrics: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def described(directories: Sequence[Path], runs: Sequence[Any], chosen: Sequence[Any]) -> dict[str, Any]:
+def page_data(directories: Sequence[Path], runs: Sequence[Any], chosen: Sequence[Any]) -> dict[str, Any]:
     """Return the data of the page as JSON values: for each run its settings, curves, events and findings.
 
     ``runs``, ``chosen``: of each, as ``read_files`` and ``choose_lines`` return them.
@@ -101,26 +96,26 @@ def described(directories: Sequence[Path], runs: Sequence[Any], chosen: Sequence
         names = [str(directory) for directory in directories]
     return {
         "runs": [
-            {"name": name, "directory": str(directory), "samples": [len(lines), there]} | _run(*files, most)
+            {"name": name, "directory": str(directory), "samples": [len(lines), there]} | _run_data(*files, most)
             for name, directory, files, (lines, there) in zip(names, directories, runs, chosen, strict=True)
         ]
     }
 
 
-def _run(config: dict[str, Any], rows: list[dict[str, Any]], curves: Curves, most: int) -> dict[str, Any]:
+def _run_data(config: dict[str, Any], rows: list[dict[str, Any]], curves: Curves, most: int) -> dict[str, Any]:
     seconds = {row["step"]: 0.0 for row in rows}
-    for name in SECONDS:
+    for name in ("time/step_s", "time/evaluation_s"):
         for step, value in zip(*curves.get(name, ([], [])), strict=True):
             seconds[step] += value
     clock = list(seconds), list(itertools.accumulate(seconds.values()))  # the work up to the end of each step
     return {
         "config": config,
         "last": rows[-1]["step"],
-        "curves": {name: _compact(*thinned(*curve, most)) for name, curve in curves.items()},
+        "curves": {name: _compact(*thin_curve(*curve, most)) for name, curve in curves.items()},
         "means": {name: [float(f"{sum(y) / len(y):.5g}"), len(y)] for name, (_, y) in curves.items()},
-        "clock": _compact(*thinned(*clock, most)),
+        "clock": _compact(*thin_curve(*clock, most)),
         "thinned": [most, max(map(len, (steps for steps, _ in curves.values())), default=0)],
-        "events": [[row["step"], *event] for row in rows for event in happened(row)],
+        "events": [[row["step"], *event] for row in rows for event in step_events(row)],
         "findings": [dataclasses.asdict(finding) for finding in diagnose(rows)],
     }
 
@@ -131,17 +126,17 @@ def _compact(steps: list[int], values: list[float]) -> tuple[list[int], list[flo
     return gaps, [float(f"{value:.5g}") for value in values]
 
 
-def thinned(steps: list[int], values: list[float], most: int) -> tuple[list[int], list[float]]:
+def thin_curve(steps: list[int], values: list[float], most: int) -> tuple[list[int], list[float]]:
     """Return at most about ``most`` points of a curve: its ends, and the lowest and the highest of each stretch."""
     count = len(steps)
     if count <= most:
         return steps, values
     stretch = -(-count // max(most // 2 - 1, 1))
-    kept = {0, count - 1}
+    indices = {0, count - 1}
     for begin in range(0, count, stretch):
         places = range(begin, min(begin + stretch, count))
-        kept |= {min(places, key=values.__getitem__), max(places, key=values.__getitem__)}
-    order = sorted(kept)
+        indices |= {min(places, key=values.__getitem__), max(places, key=values.__getitem__)}
+    order = sorted(indices)
     return [steps[place] for place in order], [values[place] for place in order]
 
 
@@ -149,45 +144,40 @@ def choose_lines(path: Path, runs: int = 1) -> tuple[list[bytes], int]:
     """Return all lines of a samples.jsonl, and their number; of a long file the lines of evenly spaced steps, with the
     first and the last.
 
-    Lines are distinguished by their beginning and not parsed, so that hundreds of megabytes take a second.
-
-    Args:
-      path: a file that may be missing.
-      runs: number of runs that share the report.
-
-    Raises:
-      InputError: a line is not a JSON object, except a torn last one.
+    Lines are distinguished by their beginning and not parsed, so that hundreds of megabytes take a second. ``runs``
+    share the report.
     """
     batches: dict[tuple[str, int], list[tuple[int, int]]] = {}
-    for begin, size, key in _told_apart(path):
+    for begin, size, key in _index_lines(path):
         batches.setdefault(key, []).append((begin, size))
-    there = sum(map(len, batches.values()))
+    total = sum(map(len, batches.values()))
     kinds = [[batch for (of, _), batch in batches.items() if of == kind] for kind in {of for of, _ in batches}]
     every = 1
     while True:
         # One of ``every`` batches of a kind, and the last.
-        batches_kept = [batch for kind in kinds for batch in (*kind[:-1][::every], kind[-1])]
-        kept = sorted(place for batch in batches_kept for place in batch)
-        fits = len(kept) * runs <= MOST_COMPLETIONS and sum(size for _, size in kept) * runs <= MOST_BYTES
+        chosen = [batch for kind in kinds for batch in (*kind[:-1][::every], kind[-1])]
+        places = sorted(place for batch in chosen for place in batch)
+        fits = len(places) * runs <= MOST_COMPLETIONS and sum(size for _, size in places) * runs <= MOST_BYTES
         if fits or every > len(batches):
             break
         every *= 2
     lines = []
-    with open(path, "rb") if kept else nullcontext() as file:
-        for begin, size in kept:
+    with open(path, "rb") if places else nullcontext() as file:
+        for begin, size in places:
             file.seek(begin)
             lines.append(file.read(size).rstrip(b"\n"))
-    return lines, there
+    return lines, total
 
 
-def _told_apart(path: Path) -> Iterator[tuple[int, int, tuple[str, int]]]:
+def _index_lines(path: Path) -> Iterator[tuple[int, int, tuple[str, int]]]:
     """Yield the offset, the length, and (kind, step) of each line."""
     if not path.is_file():  # nor a device
         return
     begin = 0
+    pattern = re.compile(rb'\{"step": (\d+), "kind": "(\w+)"')
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
-            head = HEAD.match(line) if line.endswith(b"}\n") else None
+            head = pattern.match(line) if line.endswith(b"}\n") else None
             try:
                 row = {} if head else json.loads(line)
                 key = (head[2].decode(), int(head[1])) if head else (str(row["kind"]), int(row["step"]))
@@ -199,43 +189,36 @@ def _told_apart(path: Path) -> Iterator[tuple[int, int, tuple[str, int]]]:
 
 
 ASSETS = Path(__file__).with_name("page")
-SCRIPTS = ("uplot.js", "values.js", "charts.js", "sections.js", "settings.js", "completions.js", "begin.js")
-QUICK = 4
-"""Level of gzip: a tenth larger than the smallest, at a third of the time, since runs wait for it."""
-REPORT_SHARE = 0.02
-"""Largest share of a run's time spent on writing reports."""
+
 NAME = "report.html"
 
 log = logging.getLogger(__name__)
 
 
 def write_report(directories: Sequence[Path], path: Path) -> None:
-    """Write the report of one or several runs to ``path``, atomically.
-
-    Raises:
-      InputError: a directory is not a run, or has files that cannot be read.
-    """
-    text = page(directories)
+    """Write the report of one or several runs to ``path``, atomically."""
+    text = render_page(directories)
     with new_file(path) as part:
         part.write_text(text, encoding="utf-8")
 
 
-def page(directories: Sequence[Path]) -> str:
+def render_page(directories: Sequence[Path]) -> str:
     """Return the report of some runs as HTML; foreign text is embedded as base64 or escaped."""
     try:
         runs = [read_files(directory) for directory in directories]
         chosen = [choose_lines(directory / "samples.jsonl", len(directories)) for directory in directories]
-        data = described(directories, runs, chosen)
+        data = page_data(directories, runs, chosen)
         data["written"] = datetime.datetime.now().isoformat(" ", "minutes")
         blobs = [_blob("history", json.dumps(jsonable(data), allow_nan=False).encode())]
     except (OSError, RecursionError) as error:
-        named = ", ".join(map(str, directories))
-        raise InputError(f"a file of {named} cannot be read: {error}") from error
+        names = ", ".join(map(str, directories))
+        raise InputError(f"a file of {names} cannot be read: {error}") from error
     blobs += [_blob(f"samples-{number}", b"\n".join(lines)) for number, (lines, _) in enumerate(chosen)]
+    scripts = ("uplot.js", "values.js", "charts.js", "sections.js", "settings.js", "completions.js", "begin.js")
     parts = {
         "title": html.escape(", ".join(run["name"] for run in data["runs"])),
         "style": "\n".join((ASSETS / name).read_text("utf-8") for name in ("uplot.css", "style.css")),
-        "script": "\n".join((ASSETS / name).read_text("utf-8") for name in SCRIPTS),
+        "script": "\n".join((ASSETS / name).read_text("utf-8") for name in scripts),
         "licence": (ASSETS / "uplot.LICENSE").read_text("utf-8"),
         "data": "\n".join(blobs),
     }
@@ -244,7 +227,8 @@ def page(directories: Sequence[Path]) -> str:
 
 def _blob(name: str, data: bytes) -> str:
     """Return an HTML element with data that browsers neither run nor show."""
-    packed = base64.b64encode(gzip.compress(data, QUICK, mtime=0)).decode()
+    # Level 4 is a tenth larger than the smallest, at a third of the time, since runs wait for it.
+    packed = base64.b64encode(gzip.compress(data, 4, mtime=0)).decode()
     return f'<script type="application/octet-stream" id="{name}">{packed}</script>'
 
 
@@ -290,12 +274,12 @@ class Reporter:
         if answer["error"]:
             log.warning("%s was not written: %s", NAME, answer["error"])
             self._holds = -1
-        self._due = time.monotonic() + answer["seconds"] / REPORT_SHARE
+        self._due = time.monotonic() + answer["seconds"] / 0.02  # the largest share of a run's time for reports
 
     def finish(self, step: int) -> None:
         """Write the report of the run's last step, in this process."""
         self.wait()
-        if self._holds != step and (error := written(self._run_dir)):
+        if self._holds != step and (error := try_write_report(self._run_dir)):
             log.warning("%s was not written: %s", NAME, error)
 
     def close(self) -> None:
@@ -305,7 +289,7 @@ class Reporter:
             (self._run_dir / f".{NAME}.part").unlink(missing_ok=True)
 
 
-def written(run_dir: Path) -> str:
+def try_write_report(run_dir: Path) -> str:
     """Write the report of a run into its directory; return the reason of a failure, or ""."""
     try:
         write_report([run_dir], run_dir / NAME)
@@ -318,5 +302,5 @@ def main(run_dir: str) -> None:
     """Write the report at low priority, as a separate process, and print its duration and error as JSON."""
     began = time.monotonic()
     os.nice(10)
-    error = written(Path(run_dir))
+    error = try_write_report(Path(run_dir))
     print(json.dumps({"seconds": time.monotonic() - began, "error": error}))

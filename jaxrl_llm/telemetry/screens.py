@@ -22,9 +22,9 @@ from jaxrl_llm.system.json_lines import number
 from jaxrl_llm.system.text import ELLIPSIS, abridge, harmless, head, short, shown, tail
 from jaxrl_llm.types import Group
 
-EVERY_S = 10.0
+EXAMPLE_S = 10.0
 """Least seconds that an example is shown, so that it can be read; slower steps each have their own."""
-STEPS_KEPT = 2000
+MAX_CHARACTERS = 2000
 """Characters kept of either end of a text: no terminal shows more in a line."""
 GIB = 2**30
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -40,11 +40,6 @@ CURVES = (
     ("loss", "loss"),
 )
 """Short names and metrics, the most informative first."""
-NARROWEST = 20
-"""Least columns of a curve."""
-LEAST_WIDTH = 60
-"""Least columns of a terminal with a panel."""
-SPLIT = (("sample", "time/rollout_s"), ("score", "time/reward_s"), ("update", "time/update_s"))
 
 
 class Example(NamedTuple):
@@ -73,7 +68,7 @@ class Example(NamedTuple):
         ]
 
 
-def chosen(step: int, groups: Sequence[Group], turn: int) -> Example | None:
+def choose_example(step: int, groups: Sequence[Group], turn: int) -> Example | None:
     """Choose one of the best completions, or of the worst in odd turns; None if no completion has a reward."""
     scored = [
         (float(reward), group, i) for group in groups for i, reward in enumerate(group.rewards) if math.isfinite(reward)
@@ -82,13 +77,13 @@ def chosen(step: int, groups: Sequence[Group], turn: int) -> Example | None:
         return None
     best = max(reward for reward, _, _ in scored)
     worst = min(reward for reward, _, _ in scored)
-    wanted = worst if turn % 2 else best
-    alike = [one for one in scored if one[0] == wanted]
+    target = worst if turn % 2 else best
+    alike = [candidate for candidate in scored if candidate[0] == target]
     reward, group, i = alike[turn // 2 % len(alike)]
     which = "" if best == worst else ("lowest" if turn % 2 else "best")
-    prompt = harmless(group.problem.prompt[-1]["content"][-STEPS_KEPT:])
+    prompt = harmless(group.problem.prompt[-1]["content"][-MAX_CHARACTERS:])
     text = group.completions[i].transcript
-    text = text if len(text) <= 2 * STEPS_KEPT else f"{text[:STEPS_KEPT]} {text[-STEPS_KEPT:]}"
+    text = text if len(text) <= 2 * MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]} {text[-MAX_CHARACTERS:]}"
     return Example(step, which, reward, prompt, harmless(text))
 
 
@@ -115,14 +110,14 @@ class Panel:
         self._tests: dict[str, list[float]] = {}
         self._row: Mapping[str, Any] = {}
 
-    def step(self, row: Mapping[str, Any]) -> None:
+    def show_step(self, row: Mapping[str, Any]) -> None:
         """Take a finished step's metrics."""
         self._row = row
         for metric, values in self._curves.items():
             if (measured := number(row.get(metric))) is not None:
                 values.append(measured)
 
-    def tested(self, row: Mapping[str, Any]) -> None:
+    def show_evaluation(self, row: Mapping[str, Any]) -> None:
         """Take the metrics of an evaluation; the first one is drawn."""
         for name, value in row.items():
             if name.startswith("eval/") and not name.endswith(("/problems", "/mean_length")):
@@ -130,9 +125,9 @@ class Panel:
                 if (measured := number(value)) is not None:
                     values.append(measured)
 
-    def learned(self, step: int, groups: Sequence[Group]) -> None:
+    def show_example(self, step: int, groups: Sequence[Group]) -> None:
         """Take the groups of a finished step: now and then one of the best completions is shown, or of the worst."""
-        if self._clock() - self._since < EVERY_S or (example := chosen(step, groups, self._turn)) is None:
+        if self._clock() - self._since < EXAMPLE_S or (example := choose_example(step, groups, self._turn)) is None:
             return
         self.example = example
         self._turn += 1
@@ -140,29 +135,31 @@ class Panel:
 
     def lines(self, width: int, encoding: str = "utf-8") -> list[Text]:
         """Return at most six lines of ``width`` columns, in characters of the terminal's ``encoding``."""
-        if width < LEAST_WIDTH:
+        if width < 60:
             return []
         wide = encoding.lower().startswith("utf")
         mark = ELLIPSIS if wide else "..."
         lines = [(line, "") for line in self._drawn(width, BLOCKS if wide else PLAIN)]
-        split = f"time  {told}" if (told := time_split(self._row)) else ""
+        split = f"time  {times}" if (times := time_split(self._row)) else ""
         usage = [part for part in (split, self.memory()) if part]
-        one = "    ".join(usage)
-        lines += [(line, "dim") for line in (usage if len(one) > width else [one] * bool(usage))]
+        usage_line = "    ".join(usage)
+        lines += [(line, "dim") for line in (usage if len(usage_line) > width else [usage_line] * bool(usage))]
         if self.example:
             where, what = self.example.lines(width, mark)
             lines += [(where, "dim"), (what, "")]
         if self.finding:
             lines.append((self.finding, "yellow"))
         # A question mark stands for each letter that the encoding does not have.
-        known = [(head(line, width, mark).encode(encoding, "replace").decode(encoding), style) for line, style in lines]
-        return [Text(line, style=style, no_wrap=True) for line, style in known]
+        encodable = [
+            (head(line, width, mark).encode(encoding, "replace").decode(encoding), style) for line, style in lines
+        ]
+        return [Text(line, style=style, no_wrap=True) for line, style in encodable]
 
     def _drawn(self, width: int, blocks: str) -> list[str]:
         """Draw the curves side by side on one line, if there are any: ``reward ▁▃▆█ 0.93``."""
         curves = [(name.rpartition("/")[2], values) for name, values in self._tests.items() if len(values) > 1][:1]
         curves += [(name, self._curves[metric]) for name, metric in CURVES if len(set(self._curves[metric])) > 1]
-        count = min(4, width // NARROWEST)
+        count = min(4, width // 20)  # a curve has 20 columns at least
         room = width // count - 2
         drawn = []
         for name, values in curves[:count]:
@@ -189,21 +186,22 @@ def sparkline(values: Sequence[float], width: int, blocks: str = BLOCKS) -> str:
 
 def time_split(row: Mapping[str, Any]) -> str:
     """Return the split of a step's seconds: ``sample 27 %  score 1 %  update 71 %  of 12.3 s``; empty if unknown."""
-    whole = row.get("time/step_s")
-    if not whole:
+    step_s = row.get("time/step_s")
+    if not step_s:
         return ""
-    parts = [(name, row[metric]) for name, metric in SPLIT if row.get(metric)]
-    return "  ".join([*(f"{name} {100 * part / whole:.0f} %" for name, part in parts), f"of {short(whole)} s"])
+    metrics = (("sample", "time/rollout_s"), ("score", "time/reward_s"), ("update", "time/update_s"))
+    parts = [(name, row[metric]) for name, metric in metrics if row.get(metric)]
+    return "  ".join([*(f"{name} {100 * part / step_s:.0f} %" for name, part in parts), f"of {short(step_s)} s"])
 
 
 def memory_now() -> str:
     """Return ``memory 1.4 GiB  device 12.3 of 79.6 GiB, 61.0 at most``; unknown parts are left out."""
     import jax
 
-    return memory_in_words(resident(), [device.memory_stats() or {} for device in jax.local_devices()])
+    return describe_memory(resident_bytes(), [device.memory_stats() or {} for device in jax.local_devices()])
 
 
-def resident() -> int | None:
+def resident_bytes() -> int | None:
     """Return the resident bytes of this process, which on a CPU include its arrays; None where there is no /proc."""
     try:
         pages = Path("/proc/self/statm").read_text().split()[1]
@@ -212,7 +210,7 @@ def resident() -> int | None:
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
-def memory_in_words(process: int | None, devices: Sequence[Mapping[str, int]]) -> str:
+def describe_memory(process: int | None, devices: Sequence[Mapping[str, int]]) -> str:
     """Describe the memory of the process and of the fullest device.
 
     Args:
@@ -230,9 +228,8 @@ def memory_in_words(process: int | None, devices: Sequence[Mapping[str, int]]) -
     return "  ".join(parts)
 
 
-KEPT = 100
+MAX_LINES = 100
 """Lines that stay in view; all are in the run's log.txt."""
-STYLE = "white-space: pre; overflow-x: auto; line-height: 1.3"
 
 
 class CellOutput:
@@ -248,7 +245,7 @@ class CellOutput:
     def add(self, text: str, strong: bool) -> None:
         """Append a line, which is shown with the next ``show``; a ``strong`` one stands out."""
         with self._lock:
-            self._lines = [*self._lines, (text, strong)][-KEPT:]
+            self._lines = [*self._lines, (text, strong)][-MAX_LINES:]
 
     def show(self, below: Sequence[str]) -> None:
         """Show the lines and, under them, those of what is going on now."""
@@ -260,11 +257,8 @@ class CellOutput:
         marked = [f"<b>{html.escape(text)}</b>" if strong else html.escape(text) for text, strong in lines]
         page = "\n".join([*marked, *map(html.escape, below)])
         plain = "\n".join([*(text for text, _ in lines), *below])
-        return {"text/plain": plain, "text/html": f'<pre style="{STYLE}">{page}</pre>'}
-
-
-LONGEST_SILENCE = 60.0
-"""Longest wait in seconds between two lines of one phase; the waits double up to this."""
+        style = "white-space: pre; overflow-x: auto; line-height: 1.3"
+        return {"text/plain": plain, "text/html": f'<pre style="{style}">{page}</pre>'}
 
 
 class Column(NamedTuple):
@@ -302,19 +296,16 @@ COLUMNS = (
     Column("MFU", "throughput/mfu", 6, lambda value: f"{100 * value:.1f} %", 9),
     Column("seconds", "time/step_s", 7, lambda value: f"{value:.1f}", 3),
 )
-STEP_WIDTH, LEFT_WIDTH = 9, 7
 
 
-def columns_for(width: int, metrics: Collection[str]) -> tuple[tuple[Column, ...], int]:
-    """Return the columns within ``width`` characters, and the characters between them.
+def fit_columns(width: int, metrics: Collection[str]) -> tuple[tuple[Column, ...], int]:
+    """Return the columns of these metrics within ``width`` characters, and the characters between them.
 
     Gaps are narrowed first, then columns of high rank are left out.
-
-    ``metrics``: names of the run's metrics; columns of others are left out.
     """
     columns = tuple(column for column in COLUMNS if column.metric in metrics)
     gap = 2
-    while len(in_columns(columns, gap, "step", "left")) > width and (gap > 1 or columns):
+    while len(format_row(columns, gap, "step", "left")) > width and (gap > 1 or columns):
         if gap > 1:
             gap = 1
         else:
@@ -323,29 +314,31 @@ def columns_for(width: int, metrics: Collection[str]) -> tuple[tuple[Column, ...
     return columns, gap
 
 
-def in_columns(columns: Sequence[Column], gap: int, step: str, left: str, metrics: dict[str, Any] | None = None) -> str:
+def format_row(
+    columns: Sequence[Column], gap: int, step: str, time_left: str, metrics: dict[str, Any] | None = None
+) -> str:
     """Return a step's values in right-aligned columns; without ``metrics`` the titles, each over its column."""
     cells = [column.title if metrics is None else column.cell(metrics) for column in columns]
-    widths = (STEP_WIDTH, *(column.width for column in columns), LEFT_WIDTH)
-    texts = (step, *cells, left)
+    widths = (9, *(column.width for column in columns), 7)
+    texts = (step, *cells, time_left)
     return (" " * gap).join(f"{text:>{width}}" for text, width in zip(texts, widths, strict=True))
 
 
-def plain(step: str, left: str, metrics: dict[str, Any]) -> str:
+def plain_row(step: str, time_left: str, metrics: dict[str, Any]) -> str:
     """Return a step's values with their names, for log files."""
     values = "".join(f"  {column.title} {column.cell(metrics)}" for column in COLUMNS if column.metric in metrics)
-    return f"step {step}{values}  left {left}"
+    return f"step {step}{values}  left {time_left}"
 
 
-def evaluation(metrics: dict[str, Any]) -> str:
+def evaluation_line(metrics: dict[str, Any]) -> str:
     """Return the metrics of a step's evaluation: ``chain_sum  pass@1 0.987  mean length 8.000``; empty without one."""
-    told: dict[str, str] = {}
+    by_task: dict[str, str] = {}
     for name, value in metrics.items():
         _, _, measured = name.partition("eval/")
         task, _, metric = measured.rpartition("/")
         if task and metric != "problems":  # the run printed their number before
-            told[task] = f"{told.get(task, task)}  {metric.replace('_', ' ')} {shown(value)}"
-    return "  ".join(told.values())
+            by_task[task] = f"{by_task.get(task, task)}  {metric.replace('_', ' ')} {shown(value)}"
+    return "  ".join(by_task.values())
 
 
 class Screen:
@@ -364,12 +357,7 @@ class Screen:
     """
 
     def __init__(
-        self,
-        console: Console,
-        describe: Callable[[], str],
-        patience: Callable[[], float],
-        panel: Panel,
-        quiet: bool,
+        self, console: Console, describe: Callable[[], str], patience: Callable[[], float], panel: Panel, quiet: bool
     ):
         self._console = console
         self._describe = describe
@@ -416,21 +404,22 @@ class Screen:
                 self._cell.show([*(line.plain for line in panel), f"... {self._describe()}"])
                 continue
             shortest = self._patience()
-            if time.monotonic() - self._last >= max(shortest, min(shortest * 2**self._repeats, LONGEST_SILENCE)):
+            # Waits between two lines of one phase double up to a minute.
+            if time.monotonic() - self._last >= max(shortest, min(shortest * 2**self._repeats, 60.0)):
                 repeats = self._repeats + 1
                 self.line(f"... {self._describe()}")
                 self._repeats = repeats
 
-    def row(self, step: str, left: str, metrics: dict[str, Any]) -> None:
+    def row(self, step: str, time_left: str, metrics: dict[str, Any]) -> None:
         """Print a finished step: ``3/9``, the time left, and its metrics; except in a file with a heading at times."""
         if self._live is None and self._cell is None:
-            self.line(plain(step, left, metrics))
+            self.line(plain_row(step, time_left, metrics))
             return
-        layout = columns_for(self._console.width, metrics)
+        layout = fit_columns(self._console.width, metrics)
         if self._rows % 40 == 0:
-            self._print(in_columns(*layout, "step", "left"), "bold")
+            self._print(format_row(*layout, "step", "left"), "bold")
         self._rows += 1
-        self.line(in_columns(*layout, step, left, metrics))
+        self.line(format_row(*layout, step, time_left, metrics))
 
     def line(self, text: str, warning: bool = False) -> None:
         """Print a line, which ends a silence; warnings are coloured on a terminal."""

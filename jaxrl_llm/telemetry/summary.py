@@ -16,10 +16,10 @@ from jaxrl_llm.system import storage
 from jaxrl_llm.system.json_lines import read_rows
 from jaxrl_llm.system.paths import PROFILE
 from jaxrl_llm.system.text import abridge, seconds, short
-from jaxrl_llm.telemetry.report import happened
+from jaxrl_llm.telemetry.report import step_events
 from jaxrl_llm.types import DISAGREEMENT
 
-OTHERS = {
+OTHER_MEASURES = {
     "eval/pairs/accuracy": ("pairs", True),
     "eval/steps/accuracy": ("steps", True),
     "eval/text/loss": ("text loss", False),
@@ -27,11 +27,6 @@ OTHERS = {
 """Metrics of evaluations other than task accuracy: their label, and whether they are shares."""
 LABEL_WIDTH = 18
 LONGEST_ASKED = 100
-WORDS = {
-    "accuracy": ("went from wrong to right", "from right to wrong"),
-    "reward": ("got a higher reward", "a lower one"),
-}
-"""Wording for problems that improved and worsened, by measure."""
 
 
 class SamplePair(NamedTuple):
@@ -44,7 +39,7 @@ class SamplePair(NamedTuple):
     after_score: float
 
 
-class Took(NamedTuple):
+class StepSpan(NamedTuple):
     """The steps of a process, ``first`` to ``last``, and its duration in ``seconds``."""
 
     first: int
@@ -65,7 +60,7 @@ class RunSummary:
       after: the same after the last step.
       pairs: the evaluated problems with their completions, as far as there are any.
       problems: number of evaluated problems; of many not all completions are written down.
-      others: other measures of the evaluations: label, before training (None if not evaluated) and after, and whether
+      other_measures: of the evaluations: label, before training (None if not evaluated) and after, and whether
         it is a share.
       judged: for each step with a reward model: the step, its mean score, the share of correct answers, and the
         disagreement of several models.
@@ -79,13 +74,13 @@ class RunSummary:
 
     run_dir: str
     task: str
-    took: Took
+    took: StepSpan
     measure: str = "accuracy"
     before: float | None = None
     after: float | None = None
     pairs: tuple[SamplePair, ...] = ()
     problems: int = 0
-    others: tuple[tuple[str, float | None, float, bool], ...] = ()
+    other_measures: tuple[tuple[str, float | None, float, bool], ...] = ()
     judged: tuple[tuple[int, float, float, float | None], ...] = ()
     phases: tuple[tuple[int, str], ...] = ()
     findings: Sequence[Finding] = ()
@@ -93,11 +88,11 @@ class RunSummary:
     ended: tuple[int, str, str] | None = None
 
 
-Answered = tuple[str, str, str, float]
+ScoredAnswer = tuple[str, str, str, float]
 """Task, prompt text, completion text, and score: 1 if correct, 0 if not; the reward where nothing is verified."""
 
 
-def pair_samples(before: Iterable[Answered], after: Iterable[Answered]) -> tuple[SamplePair, ...]:
+def pair_answers(before: Iterable[ScoredAnswer], after: Iterable[ScoredAnswer]) -> tuple[SamplePair, ...]:
     """Pair answers by task and prompt, in the order of ``after``; unpaired ones are left out."""
     first = {(task, prompt): (text, score) for task, prompt, text, score in before}
     pairs = []
@@ -129,16 +124,19 @@ def print_summary(
       writes: whether it trains a model that answers; a reward model does not.
     """
     console = console or Printer(highlight=False)
-    begun = [_field(f"after step {step}", text) for step, text in summary.phases]
-    lines = [*_results(summary), *begun]
+    phases = [_field(f"after step {step}", text) for step, text in summary.phases]
+    lines = [*_result_lines(summary), *phases]
     if brief:
         lines.append(_field("the run is in", summary.run_dir))
     else:
-        lines = [Text(""), *lines, *_judged(summary), *_samples(summary, console)]
-        lines += [Text(""), *_next(summary, reloads, writes)]
-    for found in summary.findings:
-        lines += [Text(""), _field(found.kind.replace("_", " "), f"since step {found.step}: {found.what}", "bold")]
-        lines += [Text(f"{'':<{LABEL_WIDTH}}{text}") for text in (found.why, f"try {found.remedy}")]
+        lines = [Text(""), *lines, *_reward_model_lines(summary), *_sample_lines(summary, console)]
+        lines += [Text(""), *_next_lines(summary, reloads, writes)]
+    for finding in summary.findings:
+        lines += [
+            Text(""),
+            _field(finding.kind.replace("_", " "), f"since step {finding.step}: {finding.what}", "bold"),
+        ]
+        lines += [Text(f"{'':<{LABEL_WIDTH}}{text}") for text in (finding.why, f"try {finding.remedy}")]
     console.print(*lines, sep="\n", soft_wrap=True)  # at once: in a notebook each call is an output
 
 
@@ -146,40 +144,41 @@ def _field(label: str, value: str, style: str = "") -> Text:
     return Text.assemble((f"{label:<{LABEL_WIDTH - 1}} ", "bold"), (value, style))
 
 
-def _results(summary: RunSummary) -> list[Text]:
+def _result_lines(summary: RunSummary) -> list[Text]:
     measure = summary.measure
     took = summary.took
     later = f"step {took.last}" if took.first == took.last else f"steps {took.first} to {took.last}"
     steps = f"{took.last} steps" if took.first <= 1 else later
     early = "; ended at step {} of {}: {}".format(took.last, *summary.ended) if summary.ended is not None else ""
     lines = [_field("finished", f"{steps} in {seconds(took.seconds)}{early}")]
-    measured = [(*other, "") for other in summary.others]
+    measured = [(*other, "") for other in summary.other_measures]
     if summary.after is not None:
         measured.insert(0, (measure, summary.before, summary.after, measure == "accuracy", f"  on {summary.task}"))
     for name, before, after, share, where in measured:
-        lines.append(_field(f"{name} before", "not evaluated" if before is None else _shown(before, share)))
-        lines.append(_field(f"{name} after", f"{_shown(after, share)}{where}", "bold"))
+        lines.append(_field(f"{name} before", "not evaluated" if before is None else _format_measure(before, share)))
+        lines.append(_field(f"{name} after", f"{_format_measure(after, share)}{where}", "bold"))
     if summary.pairs:
         gained = sum(pair.after_score > pair.before_score for pair in summary.pairs)
         lost = sum(pair.after_score < pair.before_score for pair in summary.pairs)
-        better, worse = WORDS[measure]
-        known = len(summary.pairs)
-        which = f"first {known} of {summary.problems}" if known < summary.problems else "of the problems"
-        lines.append(_field(which, f"{gained} {better}, {lost} {worse}, {known - gained - lost} stayed"))
+        right_or_wrong = ("went from wrong to right", "from right to wrong")
+        better, worse = right_or_wrong if measure == "accuracy" else ("got a higher reward", "a lower one")
+        count = len(summary.pairs)
+        which = f"first {count} of {summary.problems}" if count < summary.problems else "of the problems"
+        lines.append(_field(which, f"{gained} {better}, {lost} {worse}, {count - gained - lost} stayed"))
     return lines
 
 
-def _judged(summary: RunSummary) -> list[Text]:
+def _reward_model_lines(summary: RunSummary) -> list[Text]:
     """Return a table of modelled reward next to true accuracy: where they diverge, it is being exploited."""
-    shown = summary.judged[:: max(1, -(-len(summary.judged) // 12))]
-    if not shown:
+    rows = summary.judged[:: max(1, -(-len(summary.judged) // 12))]
+    if not rows:
         return []
-    several = any(differ is not None for *_, differ in shown)
+    several = any(differ is not None for *_, differ in rows)
     title = "step      modelled reward   true accuracy" + "      disagreement" * several
     lines = [Text(""), Text(title, "bold")]
-    most = max(score for _, score, *_ in shown)
-    least = min(score for _, score, *_ in shown)
-    for step, score, accuracy, differ in shown:
+    most = max(score for _, score, *_ in rows)
+    least = min(score for _, score, *_ in rows)
+    for step, score, accuracy, differ in rows:
         height = (score - least) / (most - least) if most > least else 0.0
         reward_bar, accuracy_bar = ("#" * round(10 * share) for share in (height, accuracy))
         line = f"{step:>4}  {short(score):>8} {reward_bar:<10}  {100 * accuracy:5.1f} % {accuracy_bar:<10}"
@@ -187,30 +186,30 @@ def _judged(summary: RunSummary) -> list[Text]:
     return lines
 
 
-def _shown(value: float, share: bool) -> str:
+def _format_measure(value: float, share: bool) -> str:
     return f"{100 * value:.1f} %" if share else short(value)
 
 
-def _samples(summary: RunSummary, console: Console) -> list[Text]:
+def _sample_lines(summary: RunSummary, console: Console) -> list[Text]:
     lines = []
     # Those that improved come first, the others in their order.
     for pair in sorted(summary.pairs, key=lambda pair: not pair.after_score > pair.before_score)[:3]:
-        lines += [Text(""), *_block("prompt", ("", ""), pair.prompt, console)]
+        lines += [Text(""), *_labelled_lines("prompt", ("", ""), pair.prompt, console)]
         for label, text, score in (("before", pair.before, pair.before_score), ("after", pair.after, pair.after_score)):
             verdict = ("right", "green") if score else ("wrong", "red")
-            shown = (short(score), "") if summary.measure == "reward" else verdict
-            lines += _block(label, shown, text, console)
+            result = (short(score), "") if summary.measure == "reward" else verdict
+            lines += _labelled_lines(label, result, text, console)
     return lines
 
 
-def _block(label: str, verdict: tuple[str, str], text: str, console: Console) -> list[Text]:
+def _labelled_lines(label: str, verdict: tuple[str, str], text: str, console: Console) -> list[Text]:
     room = max(20, console.width - LABEL_WIDTH - 1)
-    first, *others = Text(abridge(text, room * 3) or "(nothing)").wrap(console, room)
+    first, *rest = Text(abridge(text, room * 3) or "(nothing)").wrap(console, room)
     head = Text.assemble((f"{label:<8}", "dim"), (f"{verdict[0]:<{LABEL_WIDTH - 8}}", verdict[1]))
-    return [head + first, *(Text(" " * LABEL_WIDTH) + other for other in others)]
+    return [head + first, *(Text(" " * LABEL_WIDTH) + other for other in rest)]
 
 
-def _next(summary: RunSummary, reloads: bool, writes: bool) -> list[Text]:
+def _next_lines(summary: RunSummary, reloads: bool, writes: bool) -> list[Text]:
     run = shlex.quote(summary.run_dir)
     ask = "What is 3 + 5?"
     # The run's own configuration: it may have started with flags on top of the named one.
@@ -220,9 +219,9 @@ def _next(summary: RunSummary, reloads: bool, writes: bool) -> list[Text]:
     flags = f"--steps {2 * summary.took.last}" if summary.ended is None else summary.ended[2]
     more = f"jaxrl-llm train {config} " + (f"--run_dir {run} {flags}" if flags else f"--from {run}")
     if not reloads:
-        begun = "from the file or notebook that began it: config.json lacks its own parts"
+        source = "from the file or notebook that began it: config.json lacks its own parts"
         how = f"for {2 * summary.took.last} steps" if summary.ended is None else f"with {flags or f'--from {run}'}"
-        more = f"train again {how} {begun}"
+        more = f"train again {how} {source}"
     commands = [f"jaxrl-llm eval {run}", more]
     if writes:
         commands.insert(1, f"jaxrl-llm generate {run} --prompt {shlex.quote(ask)}")
@@ -231,7 +230,7 @@ def _next(summary: RunSummary, reloads: bool, writes: bool) -> list[Text]:
     best = []
     if summary.best is not None:
         step, result = summary.best
-        value = _shown(result, summary.measure == "accuracy" and summary.after is not None)
+        value = _format_measure(result, summary.measure == "accuracy" and summary.after is not None)
         best = [_field("its best model", f"{summary.run_dir}@best: step {step}, {value}")]
     return [
         _field("the run is in", summary.run_dir),
@@ -248,12 +247,12 @@ def summarise(run_dir: Path, seconds: float) -> RunSummary:
     phases and findings."""
     rows = list(read_rows(run_dir / "metrics.jsonl"))
     steps = rows[-1]["step"] if rows else 0
-    took = Took(max((row["step"] for row in rows if row.get("event/resumed")), default=1), steps, seconds)
-    others = []
-    for name, (label, share) in OTHERS.items():
+    took = StepSpan(max((row["step"] for row in rows if row.get("event/resumed")), default=1), steps, seconds)
+    other_measures = []
+    for name, (label, share) in OTHER_MEASURES.items():
         values = [row[name] for row in rows if name in row]
         if values:
-            others.append((label, values[0] if len(values) > 1 else None, values[-1], share))
+            other_measures.append((label, values[0] if len(values) > 1 else None, values[-1], share))
     judged = []
     for row in rows:
         score, right = row.get("reward_model/mean"), row.get("reward/accuracy")
@@ -261,8 +260,9 @@ def summarise(run_dir: Path, seconds: float) -> RunSummary:
             names = (name for name in row if name.startswith("reward/") and name.endswith(f"/{DISAGREEMENT}"))
             judged.append((row["step"], score, right, row.get(next(names, ""))))
     summary = RunSummary(
-        storage.named(run_dir), "", took, others=tuple(others), judged=tuple(judged), findings=diagnose(rows),
-        phases=tuple((row["step"], text) for row in rows for name, text in happened(row) if name == "phase"),
+        storage.named(run_dir), "", took, other_measures=tuple(other_measures), judged=tuple(judged),
+        findings=diagnose(rows),
+        phases=tuple((row["step"], text) for row in rows for name, text in step_events(row) if name == "phase"),
     )  # fmt: skip
     # The main metric comes first in a row: the accuracy, or the reward where nothing is verified, of several tasks the
     # average.
@@ -277,7 +277,7 @@ def summarise(run_dir: Path, seconds: float) -> RunSummary:
     summary = dataclasses.replace(summary, task=task, measure=measure, after=last[name])
     if first is last:
         return summary
-    answers: dict[int, list[Answered]] = {first["step"]: [], last["step"]: []}
+    answers: dict[int, list[ScoredAnswer]] = {first["step"]: [], last["step"]: []}
     for row in read_rows(run_dir / "samples.jsonl"):
         if row["kind"] == "evaluation" and row["step"] in answers:
             reward = math.nan if row.get("reward") is None else row["reward"]
@@ -285,5 +285,5 @@ def summarise(run_dir: Path, seconds: float) -> RunSummary:
             answers[row["step"]].append((row.get("task", ""), row["prompt"], row["completion"], score))
     counts = [last[count] for count in last if count.startswith("eval/") and count.endswith("/problems")]
     return dataclasses.replace(
-        summary, before=first[name], pairs=pair_samples(*answers.values()), problems=int(sum(counts))
+        summary, before=first[name], pairs=pair_answers(*answers.values()), problems=int(sum(counts))
     )

@@ -39,7 +39,7 @@ from jaxrl_llm.system.paths import REWARD_ERROR, InUse, alone, hint_accelerator,
 from jaxrl_llm.system.setting import parts_of
 from jaxrl_llm.system.signals import on_exit
 from jaxrl_llm.telemetry import Verbosity
-from jaxrl_llm.telemetry.records import makers
+from jaxrl_llm.telemetry.records import tracker_factories
 
 OTHERWISE = "take --fresh for a new folder"
 """An alternative to waiting for a run in use."""
@@ -211,7 +211,7 @@ def begin(
         edited = [] if before is None else configs.changed_code(before.origin, origin)
         if before is not None and finished(directory, found.run, why_ended(before, found.run, changed, edited)):
             return storage.named(directory), None, {}
-        makers(found.run.output.trackers)  # what is missing is refused before anything is made or compiled
+        tracker_factories(found.run.output.trackers)  # what is missing is refused before anything is made or compiled
         weights = start or found.origin.start
         if before is not None or weights is not None:
             weights = first_weights(directory, weights)

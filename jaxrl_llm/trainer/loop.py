@@ -30,7 +30,7 @@ from jaxrl_llm.system.paths import PROFILE
 from jaxrl_llm.system.signals import PREEMPTED, Preemption, on_exit
 from jaxrl_llm.telemetry import Verbosity
 from jaxrl_llm.telemetry.progress import SAVE
-from jaxrl_llm.telemetry.records import record
+from jaxrl_llm.telemetry.records import record_step
 from jaxrl_llm.trainer.state import (
     Cursor,
     LoopState,
@@ -138,8 +138,8 @@ def begin_steps(context: RunContext, cursor: Cursor) -> None:
     if context.start is None:
         answers = evaluate(context, cursor, row, first=True)
         _, cursor.host.memory = decide(cursor.stage.rules, row, cursor.host.memory)
-        progress.happened(0, row)
-        record(context.writer, 0, row, answered=answers)
+        progress.show_events(0, row)
+        record_step(context.writer, 0, row, answered=answers)
     if line := progress.compiling.slower(progress.at):
         progress.note(line)
 
@@ -173,9 +173,9 @@ def run_phase(context: RunContext, cursor: Cursor) -> tuple[int, str] | None:
                 cursor.state = apply_resets(decision, cursor.state, cursor.settings)
                 cursor.host.coefficients = cursor.host.coefficients | decision.coefficients
                 row |= decision.events
-                context.progress.happened(step, row, groups)
+                context.progress.show_events(step, row, groups)
                 row |= {EVENT_ENDED: decision.reason} if decision.stop == DONE else {}
-                record(context.writer, step, row, lines, answers)
+                record_step(context.writer, step, row, lines, answers)
                 cursor.row, cursor.step = {}, step
                 if better and context.peers.leads:
                     forget_best(context.directory)
@@ -210,7 +210,7 @@ def evaluate(
             tested.check()
         row |= tested.metrics() | {"time/evaluation_s": time.perf_counter() - began}
     if tested is not None or first:
-        context.progress.tested(row["step"], row)
+        context.progress.show_evaluation(row["step"], row)
     return None if tested is None else tested.lines()
 
 

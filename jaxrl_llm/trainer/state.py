@@ -46,7 +46,7 @@ from jaxrl_llm.system.paths import new_file
 from jaxrl_llm.system.signals import Preemption
 from jaxrl_llm.telemetry import Verbosity
 from jaxrl_llm.telemetry.progress import Progress, Schedule, model_line
-from jaxrl_llm.telemetry.records import RunWriter, logged
+from jaxrl_llm.telemetry.records import RunWriter, log_to_file
 from jaxrl_llm.types import TrainState
 
 
@@ -181,7 +181,7 @@ def open_context(
     ):
         writer = None
         if peers.leads:
-            stack.enter_context(logged(directory / "log.txt"))
+            stack.enter_context(log_to_file(directory / "log.txt"))
             tracker = FindingTracker(run.steps, rows_until(directory, start))
             progress = stack.enter_context(Progress(schedule, first_step, tracker=tracker, quiet=voice.quiet))
             cut = (-1 if start is None else start) if resumed else None

@@ -230,11 +230,11 @@ def read_run(case: Any, folder: Path) -> Any:
 
 def write_report_of(case: Any, folder: Path) -> Any:
     """Write the report of a stranger's run."""
-    from jaxrl_llm.telemetry.report import page
+    from jaxrl_llm.telemetry.report import render_page
 
     for name, data in zip(("metrics.jsonl", "samples.jsonl", "config.json"), case, strict=True):
         (folder / name).write_bytes(data)
-    found = page([folder])
+    found = render_page([folder])
     assert found.count("<script") == 1 + found.count('type="application/octet-stream"'), "a script too many"
 
 

@@ -7,7 +7,7 @@ import pytest
 from commands import assert_refused, commands
 from rewards.judge_server import endpoint, honest, serving
 
-from jaxrl_llm.cli.agreement import agreement, read_pairs
+from jaxrl_llm.cli.agreement import ask_judge, read_pairs
 from jaxrl_llm.rewards import Endpoint, Pairwise, Rubric
 
 ROWS = [
@@ -46,8 +46,8 @@ def test_agreement_counts_ties_as_half_and_leaves_out_what_has_no_score(pairs):
     rows = read_pairs(pairs, 0)
     assert [problem.answer for problem, *_ in rows] == ["red", "", "", "5"] and rows[3][0].prompt[0]["content"] == "q4"
     with serving(lossy) as server:
-        found = agreement(Rubric((("red", 1.0),), endpoint(server), weight=2.0), rows)
-        compared = agreement(Pairwise(endpoint(server)), rows)
+        found = ask_judge(Rubric((("red", 1.0),), endpoint(server), weight=2.0), rows)
+        compared = ask_judge(Pairwise(endpoint(server)), rows)
     assert found.won[:3].tolist() == [1.0, 0.0, 0.5] and math.isnan(found.won[3])
     assert "which is no verdict" in found.failure
     told = found.metrics()

@@ -12,8 +12,7 @@ from commands import ROOT
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.algorithms.preference import KTO, SimPO
-from jaxrl_llm.cli.flags import parse
-from jaxrl_llm.cli.foreign import NAMES, NOTES, PAGES, refuse_foreign
+from jaxrl_llm.cli.flags import NAMES, NOTES, PAGES, parse_flags, refuse_foreign
 from jaxrl_llm.errors import InputError
 
 pytestmark = pytest.mark.filterwarnings("ignore:get_parser")
@@ -29,7 +28,7 @@ VALUES = {int: "3", float: "2.5", type(None): "2.5", str: "x"}
 
 def refusal(run, *arguments):
     with pytest.raises(InputError) as refused:
-        parse(type(run), list(arguments), "train", "", run)
+        parse_flags(type(run), list(arguments), "train", "", run)
     assert "\n" not in str(refused.value)
     return str(refused.value)
 
@@ -38,7 +37,7 @@ def refusal(run, *arguments):
 def flags_of(number):
     """All flags of one of the runs, as its help lists them."""
     with contextlib.redirect_stdout(io.StringIO()) as text, pytest.raises(SystemExit):
-        parse(type(RUNS[number]), ["--help", "all"], "train", "", RUNS[number])
+        parse_flags(type(RUNS[number]), ["--help", "all"], "train", "", RUNS[number])
     return frozenset(re.findall(r"^ *--([\w.]+)", text.getvalue(), re.MULTILINE))
 
 
@@ -74,7 +73,7 @@ def test_a_name_is_refused_with_a_flag_that_is_there(name):
 def test_flags_that_are_equal_take_the_value(number):
     equal = {flag for _, meanings in NAMES.values() for flag, alike in meanings if alike and run_with(flag) == number}
     arguments = [word for flag in sorted(equal) for word in (f"--{flag}", value_of(flag))]
-    run = parse(type(RUNS[number]), arguments, "train", "", RUNS[number])
+    run = parse_flags(type(RUNS[number]), arguments, "train", "", RUNS[number])
     assert {flag: str(operator.attrgetter(flag)(run)) for flag in equal} == {flag: value_of(flag) for flag in equal}
 
 

@@ -19,14 +19,14 @@ from jaxrl_llm.cli.generate import (
     FORGOTTEN,
     GREETING,
     HELP,
-    encode,
-    exchange,
-    fitted,
-    harmless,
-    say,
-    settled,
-    turn,
-    wording,
+    answer_chat,
+    encode_chat,
+    fit_context,
+    print_answer,
+    printable,
+    prompt_wording,
+    stable_text,
+    take_turn,
 )
 from jaxrl_llm.config import load_config
 from jaxrl_llm.engine.settings import Sampling
@@ -65,7 +65,7 @@ def policy():
 
 @pytest.fixture(scope="module")
 def task(policy):
-    return wording(policy, None)
+    return prompt_wording(policy, None)
 
 
 def expected(policy, messages, sampling=GREEDY, seed=0):
@@ -100,14 +100,14 @@ def test_what_is_told_stays_whatever_follows(tokenizer):
             tokens[:] = text[start : start + 12]
             tokens[random.integers(0, 12)] = 0xE2
         whole = text_of(tokenizer, tokens)
-        told = [settled(tokens[:count], tokenizer) for count in range(13)]
+        told = [stable_text(tokens[:count], tokenizer) for count in range(13)]
         assert all(whole.startswith(text) for text in told)
         assert all(len(a) <= len(b) for a, b in itertools.pairwise(told))
 
 
 def test_a_character_appears_once_all_its_bytes_are_there():
     tokens = tiny_tokenizer()("Zoë is 🙂, or so.")["input_ids"]
-    told = [settled(tokens[:count], tiny_tokenizer()) for count in range(len(tokens) + 1)]
+    told = [stable_text(tokens[:count], tiny_tokenizer()) for count in range(len(tokens) + 1)]
     assert not any("\ufffd" in text for text in told) and told[-1] == "Zoë is 🙂, or so."
     assert "Zoë" in told and told.index("Zoë") == 4
 
@@ -117,18 +117,22 @@ def test_an_answer_appears_in_pieces_and_is_the_one_of_its_seed(policy, task):
     sampling = Sampling(0.7, max_new_tokens=60)
     screen = Screen()
     with contextlib.redirect_stdout(screen):
-        done = say(policy, encode(policy, [HELLO], task), 3, sampling)
+        done = print_answer(policy, encode_chat(policy, [HELLO], task), 3, sampling)
     assert done.text == expected(policy, [HELLO], sampling, 3) != expected(policy, [HELLO], sampling, 4)
-    assert screen.getvalue() == harmless(done.text) + "\n"
+    assert screen.getvalue() == printable(done.text) + "\n"
     assert len([piece for piece in screen.pieces if piece.strip()]) >= 3
 
 
 def test_each_answer_follows_from_all_that_was_said(policy, task, capsys):
     first = expected(policy, [HELLO])
-    chat = turn(policy, [HELLO], task, GREEDY, 0)
+    chat = take_turn(policy, [HELLO], task, GREEDY, 0)
     assert chat == (HELLO, {"role": "assistant", "content": first})
     second = expected(policy, [*chat, AGAIN])
-    assert turn(policy, [*chat, AGAIN], task, GREEDY, 0) == (*chat, AGAIN, {"role": "assistant", "content": second})
+    assert take_turn(policy, [*chat, AGAIN], task, GREEDY, 0) == (
+        *chat,
+        AGAIN,
+        {"role": "assistant", "content": second},
+    )
     assert second != expected(policy, [AGAIN])
     said = capsys.readouterr()
     assert said.out == f"{first}\n{second}\n"
@@ -137,10 +141,10 @@ def test_each_answer_follows_from_all_that_was_said(policy, task, capsys):
 
 @pytest.mark.slow
 def test_the_runs_own_wording_holds_for_every_message(policy):
-    task = wording(policy, "Be brief.")
+    task = prompt_wording(policy, "Be brief.")
     task = task.__class__(task.source, template="chatml", system="Be brief.", suffix="!")
-    chat = turn(policy, [HELLO], task, GREEDY, 0)
-    chat = turn(policy, [*chat, AGAIN], task, GREEDY, 0)
+    chat = take_turn(policy, [HELLO], task, GREEDY, 0)
+    chat = take_turn(policy, [*chat, AGAIN], task, GREEDY, 0)
     assert [one["content"] for one in chat[::2]] == ["Be brief.", chat[2]["content"], chat[4]["content"]]
     assert [one["content"] for one in chat if one["role"] == "user"] == ["hello!", "and again!"]
     assert [one["role"] for one in chat] == ["system", "user", "assistant", "user", "assistant"]
@@ -164,58 +168,61 @@ MULTIPLY = ("jaxrl_llm.environments.examples:multiply",)
 
 
 def test_calls_are_run_until_an_answer_calls_nothing(policy, capsys):
-    task = wording(policy, None, MULTIPLY)
+    task = prompt_wording(policy, None, MULTIPLY)
     prompts = []
-    said, last = exchange(policy, [HELLO], task, spoken(policy, [CALL, "It is 42."], prompts))
+    said, last = answer_chat(policy, [HELLO], task, spoken(policy, [CALL, "It is 42."], prompts))
     assert [one["role"] for one in said] == ["assistant", "tool", "assistant"] and last.text == "It is 42."
     assert said[1]["content"] == "42" and "multiply: 42" in capsys.readouterr().err.splitlines()
     assert "Multiply two" in prompts[0] and prompts[1].startswith(prompts[0] + CALL)
     assert "<tool_response>42</tool_response>" in prompts[1].removeprefix(prompts[0])
-    more = fitted(policy, [HELLO, *said, AGAIN], task, 40)[1]
+    more = fit_context(policy, [HELLO, *said, AGAIN], task, 40)[1]
     assert more == [HELLO, *said, AGAIN], "calls and results stay in the chat"
     long = [{"role": "user", "content": "x" * 700}, *said, AGAIN]
-    assert fitted(policy, long, task, 40)[1] == [AGAIN], "a turn is forgotten with its calls"
+    assert fit_context(policy, long, task, 40)[1] == [AGAIN], "a turn is forgotten with its calls"
 
 
 def test_an_answer_that_is_cut_off_calls_nothing(policy, capsys):
-    task = wording(policy, None, MULTIPLY)
-    said, _ = exchange(policy, [HELLO], task, spoken(policy, [CALL], [], "length"))
+    task = prompt_wording(policy, None, MULTIPLY)
+    said, _ = answer_chat(policy, [HELLO], task, spoken(policy, [CALL], [], "length"))
     assert [one["role"] for one in said] == ["assistant"] and not capsys.readouterr().err
 
 
 def test_tools_are_those_of_the_run_unless_others_are_given(policy):
     run = dataclasses.replace(load_config("calculator_quickstart")[1])
     of_run = dataclasses.replace(policy, run=run)
-    assert wording(of_run, None).tools == run.task.tools and wording(of_run, None, MULTIPLY).tools == MULTIPLY
+    assert (
+        prompt_wording(of_run, None).tools == run.task.tools
+        and prompt_wording(of_run, None, MULTIPLY).tools == MULTIPLY
+    )
 
 
 def test_bytes_that_are_no_text_are_refused(policy):
     for system, said in ((None, "caf\udce9"), ("caf\udce9", "hello")):
         with pytest.raises(InputError, match=r"holds '\\udce9', which is not UTF-8"):
-            encode(policy, [HELLO | {"content": said}], wording(policy, system))
+            encode_chat(policy, [HELLO | {"content": said}], prompt_wording(policy, system))
 
 
 @pytest.mark.slow
 def test_a_long_chat_loses_its_beginning_with_a_word_said(policy, task, capsys):
     long = [{"role": role, "content": "x" * 200} for role in ("user", "assistant", "user", "assistant", "user")]
     system = {"role": "system", "content": "Be brief."}
-    tokens, kept = fitted(policy, [system, *long], task, 40)
+    tokens, kept = fit_context(policy, [system, *long], task, 40)
     assert kept == [system, *long[2:]] and len(tokens) <= 1024 - 40  # of the model's 1024
-    assert fitted(policy, kept, task, 40)[1] == kept
-    assert fitted(policy, [*long[:2], HELLO], task, 2000)[1] == [*long[:2], HELLO]  # a quarter is room enough
-    turn(policy, [*long, *long[1:]], task, GREEDY, 0)
+    assert fit_context(policy, kept, task, 40)[1] == kept
+    assert fit_context(policy, [*long[:2], HELLO], task, 2000)[1] == [*long[:2], HELLO]  # a quarter is room enough
+    take_turn(policy, [*long, *long[1:]], task, GREEDY, 0)
     assert "the chat is longer than the model's context (1024 tokens): its beginning" in capsys.readouterr().err
     with pytest.raises(InputError, match=r"the prompt has \d+ tokens, and the model was made for 1024: shorten it"):
-        turn(policy, [*long, {"role": "user", "content": "x" * 1100}], task, GREEDY, 0)
+        take_turn(policy, [*long, {"role": "user", "content": "x" * 1100}], task, GREEDY, 0)
 
 
 def test_an_answer_that_is_ended_is_what_was_said_of_it(policy, task):
-    prompt = encode(policy, [HELLO], task)
+    prompt = encode_chat(policy, [HELLO], task)
     chunks = iter([False, False, True])
-    done = say(policy, prompt, 0, GREEDY, lambda: next(chunks))
+    done = print_answer(policy, prompt, 0, GREEDY, lambda: next(chunks))
     assert (done.finish_reason, len(done.tokens)) == ("aborted", 32)
     assert expected(policy, [HELLO]).startswith(done.text.rstrip("\ufffd"))
-    assert not len(say(policy, prompt, 0, GREEDY, lambda: True).tokens)
+    assert not len(print_answer(policy, prompt, 0, GREEDY, lambda: True).tokens)
 
 
 @pytest.fixture(scope="module")
@@ -253,7 +260,7 @@ def test_a_terminal_has_a_chat(talks, policy):
     begun = talks[0].screen.index(FORGOTTEN)
     chat = [HELLO, {"role": "assistant", "content": expected(policy, [HELLO])}, AGAIN]
     for messages in (chat[:1], chat, [AGAIN]):
-        said = harmless(expected(policy, messages)).replace("\n", "\r\n")
+        said = printable(expected(policy, messages)).replace("\n", "\r\n")
         begun = talks[0].screen.index(f"thinking\r\x1b[K{said}\r\n{CUT}", begun) + 1
 
 

@@ -12,7 +12,7 @@ from commands import MAIN, Answer, assert_refused, command, commands, environmen
 
 from jaxrl_llm.algorithms.preference import IPO
 from jaxrl_llm.cli.export import check_adapter, model_card
-from jaxrl_llm.cli.train import speaking
+from jaxrl_llm.cli.train import row_output
 from jaxrl_llm.config import Origin, Preference, RewardModel, Supervised, to_json
 from jaxrl_llm.data import Pairs, Texts
 from jaxrl_llm.errors import InputError
@@ -82,7 +82,7 @@ def test_types_that_tyro_keeps_are_not_mixed_up(tmp_path):
 
 def test_a_run_goes_on_when_nobody_reads_its_rows_any_more(capfd):
     reading, writing = os.pipe()
-    with open(writing, "w") as out, contextlib.redirect_stdout(out), speaking(False, True) as voice:
+    with open(writing, "w") as out, contextlib.redirect_stdout(out), row_output(False, True) as voice:
         voice.rows({"step": 1, "event/reward_failed": "mine: naïve"})
         assert os.read(reading, 100) == b'{"step": 1, "event/reward_failed": "mine: na\\u00efve"}\n'
         os.close(reading)

@@ -14,8 +14,8 @@ from jaxrl_llm.algorithms.loss import OPTIONAL, PIECES
 from jaxrl_llm.algorithms.ratios import OffPolicySequenceMask, Sequence, TruncatedIS
 from jaxrl_llm.algorithms.reduce import ConstantLength, SequenceMean
 from jaxrl_llm.algorithms.surrogates import CISPO, PPOClip, Surrogate, TopEntropy
-from jaxrl_llm.cli.flags import parse
-from jaxrl_llm.cli.pieces import ALGORITHM, CONTROLLER, choices
+from jaxrl_llm.cli.flags import parse_flags
+from jaxrl_llm.cli.pieces import ALGORITHM, CONTROLLER, piece_classes
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rules import Rules, Stalls
@@ -29,7 +29,7 @@ def given(line, recipe="grpo"):
     """The recipe after the flags of a line; ``.x`` is short for ``--recipe.algorithm.x``."""
     flags = [f"--{ALGORITHM}{word}" if word.startswith(".") else word for word in line.split()]
     run = configs.with_recipe(SMOKE, recipe)
-    return parse(configs.Run, flags, "train", "", run).recipe
+    return parse_flags(configs.Run, flags, "train", "", run).recipe
 
 
 @pytest.mark.parametrize(("recipe", "line", "changed"), [
@@ -69,7 +69,7 @@ def test_without_such_a_flag_nothing_changes(name):
 
 
 def test_every_piece_of_every_algorithm_can_be_named():
-    known = choices()
+    known = piece_classes()
     assert known.keys() == {CONTROLLER, *(f"{ALGORITHM}.{piece}" for piece in PIECES)}
     for algorithm in PRESETS.values():
         for name in PIECES:
@@ -134,6 +134,6 @@ UNTILS = {
 @pytest.mark.parametrize("line", UNTILS)
 def test_the_condition_that_ends_a_run_is_taken_away_or_changed(line):
     run = dataclasses.replace(SMOKE, rules=Rules(until=Stalls(2, "kl")))
-    assert parse(configs.Run, line.split(), "train smoke", "", run).rules.until == UNTILS[line]
+    assert parse_flags(configs.Run, line.split(), "train smoke", "", run).rules.until == UNTILS[line]
     with pytest.raises(InputError, match=r"--rules\.until Reaches has no default metric: set it in the configuration"):
-        parse(configs.Run, ["--rules.until", "Reaches"], "train smoke", "", run)
+        parse_flags(configs.Run, ["--rules.until", "Reaches"], "train smoke", "", run)

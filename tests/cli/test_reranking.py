@@ -61,15 +61,15 @@ def evaluated(folder, by, give_up_after=0, chunk=None):
     rollout = dataclasses.replace(settings.rollout, engine=engine)
     settings = dataclasses.replace(settings, rollout=rollout)
     options = dataclasses.replace(
-        command.defaults(settings),
+        command.default_options(settings),
         samples=SAMPLES,
         temperature=1.0,
         rerank=str(folder / ("answers" if by == "score" else "rm")),
         rerank_by=by,
         give_up_after=give_up_after,
     )
-    command.check(options, settings)
-    _, (found,), _, _ = command.test(str(folder / "model"), None, settings, options, False, None)
+    command.check_options(options, settings)
+    _, (found,), _, _ = command.evaluate_answers(str(folder / "model"), None, settings, options, False, None)
     return found, settings.task
 
 

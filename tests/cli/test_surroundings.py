@@ -8,7 +8,7 @@ from commands import ROOT, command, started
 
 from jaxrl_llm.cli import explain
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.sharding.mesh import COMPUTES, all_devices
+from jaxrl_llm.sharding.mesh import JAX_SETTINGS, all_devices
 
 OTHERS = {
     "jax_enable_x64": True,
@@ -31,7 +31,7 @@ def configured(name, value):
         jax.config.update(name, before)
 
 
-@pytest.mark.parametrize("name", COMPUTES)
+@pytest.mark.parametrize("name", JAX_SETTINGS)
 def test_what_would_give_other_numbers_is_refused(name):
     with configured(name, OTHERS[name]), pytest.raises(InputError, match=f"^{name.upper()}=.* unset it, or set "):
         all_devices()

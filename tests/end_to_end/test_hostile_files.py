@@ -20,7 +20,7 @@ from jaxrl_llm.runs.load import find_run
 from jaxrl_llm.system.json_lines import number, read_rows
 from jaxrl_llm.tasks import Table, Task, load
 from jaxrl_llm.tasks.tables import clean_row
-from jaxrl_llm.telemetry.report import page
+from jaxrl_llm.telemetry.report import render_page
 
 pytestmark = pytest.mark.slow
 
@@ -105,7 +105,7 @@ def test_rows_that_are_nested_or_huge_are_refused(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 10**400}) + "\n")
     (tmp_path / "config.json").write_text(DEEP)
     with pytest.raises(InputError, match="is not JSON"):
-        page([tmp_path])
+        render_page([tmp_path])
 
 
 @pytest.mark.parametrize(

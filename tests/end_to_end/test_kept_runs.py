@@ -17,7 +17,7 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.checkpoints.snapshots import keep, kept, newest_whole
 from jaxrl_llm.checkpoints.store import Checkpoints, holds, restore_policy, steps_in
 from jaxrl_llm.cli.asking import Policy
-from jaxrl_llm.cli.distance import measure
+from jaxrl_llm.cli.eval import measure_distance
 from jaxrl_llm.learner import Optimiser, create_state
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.models import load_pretrained, logits
@@ -108,7 +108,7 @@ def test_the_distance_is_that_of_the_two_models_own_log_probabilities(folder, an
     class Options:
         max_new_tokens, temperature, samples = 8, 0.5, len(rows[0])
 
-    (far,) = measure(str(folder / "model"), policy, prompts, settings, Options, [found], lambda text: None)
+    (far,) = measure_distance(str(folder / "model"), policy, prompts, settings, Options, [found], lambda text: None)
     wanted = []
     for problem, completions in zip(problems, rows, strict=True):
         for one in completions:

@@ -33,7 +33,7 @@ from jaxrl_llm.models.decoder import Decoder, initialise, logits, to_parameters
 from jaxrl_llm.models.lora import create_adapter, merge, model_of, with_adapter
 from jaxrl_llm.rollout import Engine, Sampling
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
-from jaxrl_llm.sharding.rules import RULES, fingerprint, parameter_path
+from jaxrl_llm.sharding.rules import RULES, parameter_path, weight_checksums
 
 LORA = Lora(rank=2, alpha=3.0)
 LAYOUT, COMPUTE = Layout(8, 22, T), ComputeOptions(remat="full")
@@ -215,17 +215,17 @@ def test_an_adapter_is_divided_as_its_weight():
 @pytest.mark.slow
 def test_a_fingerprint_is_of_the_content_wherever_it_lies():
     model = tiny("gemma")
-    wanted = leaves(fingerprint(model))
+    wanted = leaves(weight_checksums(model))
     for shape in ((1, 8, 1), (2, 2, 2)):
         mesh = make_mesh(MeshShape(*shape))
-        found = leaves(fingerprint(jax.device_put(model, shardings(model, mesh))))
+        found = leaves(weight_checksums(jax.device_put(model, shardings(model, mesh))))
         assert all(np.array_equal(found[path], wanted[path]) for path in wanted)
     assert len({x.tobytes() for x in wanted.values()}) == len(wanted)
 
     def of(change):
         values = np.array(to_parameters(model)["embed"])
         change(values)
-        return leaves(fingerprint({"weights": {"embed": jnp.asarray(values)}}))["embed"].tobytes()
+        return leaves(weight_checksums({"weights": {"embed": jnp.asarray(values)}}))["embed"].tobytes()
 
     def swap(x):
         x[[0, 7]] = x[[7, 0]]

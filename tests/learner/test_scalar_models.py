@@ -26,7 +26,7 @@ from jaxrl_llm.models.decoder import Decoder, causal_rows, forward, to_parameter
 from jaxrl_llm.models.heads import ScalarModel, split_head, with_scalar_head
 from jaxrl_llm.models.lora import create_adapter, merge, model_of, with_adapter
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
-from jaxrl_llm.sharding.rules import fingerprint, parameter_path
+from jaxrl_llm.sharding.rules import parameter_path, weight_checksums
 from jaxrl_llm.types import Role
 
 pytestmark = pytest.mark.slow
@@ -257,8 +257,8 @@ def test_a_head_is_scaled_by_element_and_decays(name):
 
 def test_a_fingerprint_is_of_the_head_too():
     mesh = make_mesh(MeshShape(2, 2, 2))
-    found = leaves(fingerprint(jax.device_put(whole(), shardings(whole(), mesh))))
-    wanted = leaves(fingerprint(whole()))
+    found = leaves(weight_checksums(jax.device_put(whole(), shardings(whole(), mesh))))
+    wanted = leaves(weight_checksums(whole()))
     chex.assert_trees_all_equal(found, wanted)
-    changed = leaves(fingerprint(with_scalar_head(BASE, head().at[0].add(1e-6))))
+    changed = leaves(weight_checksums(with_scalar_head(BASE, head().at[0].add(1e-6))))
     assert {path for path, x in changed.items() if not np.array_equal(x, wanted[path])} == {"scalar"}

@@ -13,7 +13,7 @@ from jaxrl_llm.algorithms.kl import JensenShannon, top_classes
 from jaxrl_llm.models.config import Attention, Embeddings, ModelConfig
 from jaxrl_llm.models.decoder import initialise, unembed
 from jaxrl_llm.models.heads import TeacherStates, token_divergence, top_tokens
-from jaxrl_llm.sharding import BATCH, MeshShape, fitting, make_mesh, shardings
+from jaxrl_llm.sharding import BATCH, MeshShape, fit_spec, make_mesh, shardings
 
 P, N, D, WIDE = 2, 23, 16, 24
 HIDDEN, STATES = (jax.random.normal(jax.random.key(n), (P, N, width)) for n, width in ((0, D), (1, WIDE)))
@@ -114,6 +114,6 @@ def test_on_a_mesh_it_is_the_same():
 
     graded, mesh = jax.jit(jax.value_and_grad(loss, argnums=(0, 2))), make_mesh(MeshShape(2, 2, 2))
     with jax.set_mesh(mesh):
-        rows = [jax.device_put(x, NamedSharding(mesh, fitting(x.shape, (BATCH,), mesh))) for x in (hidden, states)]
+        rows = [jax.device_put(x, NamedSharding(mesh, fit_spec(x.shape, (BATCH,), mesh))) for x in (hidden, states)]
         found = graded(*(jax.device_put(model, shardings(model, mesh)) for model in models), *rows)
     assert largest_difference(found, graded(*models, hidden, states)) < 1e-5

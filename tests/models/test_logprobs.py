@@ -14,7 +14,7 @@ from tiny import VOCAB, equations, largest_difference, logprob_and_entropy, tiny
 from jaxrl_llm.models.config import Attention, Embeddings, ModelConfig
 from jaxrl_llm.models.decoder import Decoder, initialise, unembed
 from jaxrl_llm.models.heads import token_logprobs
-from jaxrl_llm.sharding import BATCH, MeshShape, fitting, make_mesh, shardings
+from jaxrl_llm.sharding import BATCH, MeshShape, fit_spec, make_mesh, shardings
 
 P, N, D = 2, 23, 16
 HIDDEN = 3 * jax.random.normal(jax.random.key(0), (P, N, D))
@@ -199,7 +199,7 @@ def test_on_a_mesh_the_head_moves_once_and_not_for_each_chunk(tied):
 
     graded = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
     with jax.set_mesh(mesh):
-        rows = jax.device_put(hidden, NamedSharding(mesh, fitting(hidden.shape, (BATCH,), mesh)))
+        rows = jax.device_put(hidden, NamedSharding(mesh, fit_spec(hidden.shape, (BATCH,), mesh)))
         given = jax.device_put(model, shardings(model, mesh)), rows
         compiled = graded.lower(*given).compile()
         found = compiled(*given)

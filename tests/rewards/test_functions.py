@@ -16,7 +16,7 @@ import pytest
 from rewards import sample_forms as forms
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.cli.flags import parse
+from jaxrl_llm.cli.flags import parse_flags
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards import Accuracy, Format, Function, LengthPenalty, Local, Scorer
 from jaxrl_llm.rewards.functions import as_reward, importable
@@ -262,7 +262,7 @@ def test_rewards_of_ones_own_have_flags_and_no_warnings():
     run = configs.Run("m", Task([{"prompt": "?", "answer": "!"}]), configs.Scoring((Times(2.0), lambda p, c: 1.0)))
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        found = parse(
+        found = parse_flags(
             configs.Run, ["--scoring.rewards.0.factor", "3", "--scoring.rewards.1.weight", "0.5"], "p", "", run
         )
     assert found.scoring.rewards == (Times(3.0), dataclasses.replace(run.scoring.rewards[1], weight=0.5))

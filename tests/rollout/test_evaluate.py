@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rollout.simulation import ToyEngine
 
-from jaxrl_llm.cli.eval import Options, of_task
+from jaxrl_llm.cli.eval import EvalOptions, task_lines
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.rewards import Accuracy, Format, Function, Scorer
@@ -240,9 +240,9 @@ def test_a_real_evaluation_is_the_same_twice_and_counts_what_it_says(tmp_path):
 
 def test_what_could_not_be_scored_leaves_the_error_a_number():
     nan = float("nan")
-    told = lambda *rewards: of_task(
+    told = lambda *rewards: task_lines(
         "m",
-        Options(Task([{"prompt": "1 + 1?", "answer": "2"}]), samples=2),
+        EvalOptions(Task([{"prompt": "1 + 1?", "answer": "2"}]), samples=2),
         TaskEvaluation("t", (PROBLEM,) * 3, ((completion("2"),) * 2,) * 3, None, None, np.array(rewards)),
     )
     lines = told([1.0, nan], [0.5, 0.5], [nan, nan])

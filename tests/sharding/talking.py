@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 
-from jaxrl_llm.cli.train import take_distributed, together
+from jaxrl_llm.cli.train import linked_processes, take_distributed
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards import Accuracy, Function, Scorer
 from jaxrl_llm.sharding.distributed import Disagreement
@@ -83,7 +83,7 @@ def end(peers, how):
 
 def main(arguments):
     how = arguments.pop(0)
-    with together(take_distributed(arguments)) as peers:
+    with linked_processes(take_distributed(arguments)) as peers:
         talk(peers) if how == "talk" else end(peers, how)
 
 

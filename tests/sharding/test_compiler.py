@@ -25,8 +25,14 @@ from jaxrl_llm.plan.machines import describe_devices, parse_topology
 from jaxrl_llm.plan.planning import plan_run
 from jaxrl_llm.plan.programs import abstract_model, compile_program, planned_run
 from jaxrl_llm.plan.tables import report_lines
-from jaxrl_llm.sharding import MeshShape, gathered, layout_of, make_mesh
-from jaxrl_llm.sharding.mesh import OPTIONS, REPEATABLE, compiler_options, known_options, without_compilation_cache
+from jaxrl_llm.sharding import MeshShape, gather_layer, layout_of, make_mesh
+from jaxrl_llm.sharding.mesh import (
+    CHIP_OPTIONS,
+    REPEATABLE,
+    compiler_options,
+    supported_options,
+    without_compilation_cache,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +59,7 @@ def test_the_learners_programs_are_compiled_with_their_options():
 def test_an_option_that_a_compiler_does_not_know_is_left_out_with_a_warning(caplog):
     known = ("xla_embed_ir_in_executable", True)
     with caplog.at_level(logging.WARNING):
-        assert known_options((known, UNKNOWN), jax.devices()[0]) == (known,)
+        assert supported_options((known, UNKNOWN), jax.devices()[0]) == (known,)
     assert f"does not know {UNKNOWN[0]}: left out" in caplog.text and known[0] not in caplog.text
 
 
@@ -63,10 +69,10 @@ def test_weights_are_gathered_while_products_run_on_an_absent_tpu():
     config = dataclasses.replace(CONFIG, width=256, mlp_width=1024)
     run = computing(tiny_run((1, 4, 1)), dtype="bfloat16", attention="xla")
     one = planned_run(run, config, devices)
-    assert one.outline.forward.compute.compiler == OPTIONS["v5p"], "the installed compiler knows all of them"
+    assert one.outline.forward.compute.compiler == CHIP_OPTIONS["v5p"], "the installed compiler knows all of them"
     assert "%async-collective-start" in compile_program(one, "update").text
     told = "\n".join(report_lines(plan_run(run, config, SLICE, devices, None, False), ""))
-    assert all(f"{name} true" in told for name, _ in OPTIONS["v5p"])
+    assert all(f"{name} true" in told for name, _ in CHIP_OPTIONS["v5p"])
 
 
 @pytest.mark.compilers
@@ -120,7 +126,7 @@ def test_products_of_a_layers_gradients_are_whole_and_scattered_as_they_are_adde
     weights = {name: of_mesh(shape, layout_of(f"blocks/0/mlp/{name}", shape, mesh)) for name, shape in shapes.items()}
     layer = Weights({"mlp": weights})
     hidden = of_mesh((16, 512, 512), NamedSharding(mesh, PartitionSpec("fsdp")))
-    loss = lambda layer, hidden: jnp.sum(jnp.square(mlp(gathered(layer).mlp, CONFIG, hidden)))
+    loss = lambda layer, hidden: jnp.sum(jnp.square(mlp(gather_layer(layer).mlp, CONFIG, hidden)))
     with jax.set_mesh(mesh), without_compilation_cache():
         divided = jax.tree.map(lambda x: x.sharding, layer)
         text = jax.jit(jax.grad(loss), out_shardings=divided).lower(layer, hidden).compile().as_text()

@@ -12,7 +12,7 @@ from sharding.talking import scored
 
 from jaxrl_llm.cli.train import take_distributed
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.sharding.distributed import ALONE, Distributed, joining
+from jaxrl_llm.sharding.distributed import ALONE, Distributed, join_arguments
 
 PROGRAM = (Path(__file__).parent / "talking.py").read_text()
 SLURM = {
@@ -83,18 +83,18 @@ def test_when_the_leading_process_dies_the_other_says_so_and_ends(ended):
 def test_flags_come_first_and_must_be_whole():
     given = "--steps 3 --distributed.coordinator a:1 --distributed.processes=2 --distributed.process 1".split()
     assert take_distributed(given) == Distributed("a:1", 2, 1) and given == ["--steps", "3"]
-    arguments = joining(Distributed("a:1", 2, 1), SLURM)
+    arguments = join_arguments(Distributed("a:1", 2, 1), SLURM)
     assert arguments | {"cluster_detection_method": 0} == {
         "coordinator_address": "a:1", "num_processes": 2, "process_id": 1, "cluster_detection_method": 0,
     }  # fmt: skip
-    assert joining(Distributed(processes=1), SLURM) is None
+    assert join_arguments(Distributed(processes=1), SLURM) is None
     for wrong, message in {
         Distributed("a:1"): "--distributed.coordinator needs --distributed.processes and --distributed.process",
         Distributed("a", 2, 0): "--distributed.coordinator must be HOST:PORT, got 'a'",
         Distributed("a:1", 2, 2): "--distributed.process must be from 0 to 1, got 2",
     }.items():
         with pytest.raises(InputError, match=message):
-            joining(wrong, {})
+            join_arguments(wrong, {})
     for given, message in {
         ("--distributed.process", "x"): "--distributed.process must be a number, got 'x'",
         ("--distributed.heartbeat_s", "9"): "--distributed.heartbeat_s at least 10",
@@ -105,19 +105,22 @@ def test_flags_come_first_and_must_be_whole():
 
 
 def test_a_launcher_is_noticed_where_it_started_several():
-    assert joining(Distributed(), {}) is None
-    assert joining(Distributed(), SLURM | {"SLURM_NTASKS": "1"}) is None
+    assert join_arguments(Distributed(), {}) is None
+    assert join_arguments(Distributed(), SLURM | {"SLURM_NTASKS": "1"}) is None
     shell_of_sbatch = {name: value for name, value in SLURM.items() if "STEP" not in name}
-    assert joining(Distributed(), shell_of_sbatch) is None
-    assert joining(Distributed(), TPU) == {}
-    assert joining(Distributed(), TPU | {"JAX_PLATFORMS": "cpu"}) is None
+    assert join_arguments(Distributed(), shell_of_sbatch) is None
+    assert join_arguments(Distributed(), TPU) == {}
+    assert join_arguments(Distributed(), TPU | {"JAX_PLATFORMS": "cpu"}) is None
     alone = TPU | {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
-    assert joining(Distributed(), alone) is None
-    assert joining(Distributed(), alone | {"TPU_WORKER_HOSTNAMES": "a,b"}) == {}
-    assert joining(Distributed(), KUBERNETES) is None
+    assert join_arguments(Distributed(), alone) is None
+    assert join_arguments(Distributed(), alone | {"TPU_WORKER_HOSTNAMES": "a,b"}) == {}
+    assert join_arguments(Distributed(), KUBERNETES) is None
     with pytest.raises(InputError, match=r"an indexed Job, .* pip install kubernetes"):
-        joining(Distributed(), KUBERNETES | {"JOB_COMPLETION_INDEX": "0"})
-    assert joining(Distributed("run-0.run:1", 4, 0), KUBERNETES | {"JOB_COMPLETION_INDEX": "0"})["num_processes"] == 4
+        join_arguments(Distributed(), KUBERNETES | {"JOB_COMPLETION_INDEX": "0"})
+    assert (
+        join_arguments(Distributed("run-0.run:1", 4, 0), KUBERNETES | {"JOB_COMPLETION_INDEX": "0"})["num_processes"]
+        == 4
+    )
 
 
 @pytest.mark.parametrize(("changes", "devices"), [
@@ -128,7 +131,7 @@ def test_a_launcher_is_noticed_where_it_started_several():
     ({"SLURM_GPUS_ON_NODE": "0"}, None),
 ])  # fmt: skip
 def test_a_task_of_slurm_takes_the_gpus_that_are_its_own(changes, devices):
-    assert joining(Distributed(), SLURM | changes).get("local_device_ids") == devices
+    assert join_arguments(Distributed(), SLURM | changes).get("local_device_ids") == devices
 
 
 def test_one_process_has_nobody_to_ask():

@@ -25,8 +25,8 @@ from jaxrl_llm.sharding import (
     MeshShape,
     batch_parts,
     constrain,
-    fitting,
-    gathered,
+    fit_spec,
+    gather_layer,
     layout_of,
     make_mesh,
     shardings,
@@ -135,7 +135,7 @@ def kept_of_a_layer(mesh, columns):
         like = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), model, shardings(model, mesh)
         )
-        layout = NamedSharding(mesh, fitting((8, columns), (BATCH,), mesh))
+        layout = NamedSharding(mesh, fit_spec((8, columns), (BATCH,), mesh))
         tokens = jax.ShapeDtypeStruct((8, columns), jnp.int32, sharding=layout)
         loss = lambda m, t: jnp.sum(jnp.square(forward(m, causal_rows(t), ComputeOptions(remat="full"))))
         with jax.set_mesh(mesh):
@@ -165,8 +165,8 @@ def test_a_layers_weights_are_gathered_once_for_its_products_and_its_gradients_a
         layer = jax.tree.map(lambda x: x[0], model.weights.blocks)
         name, x = "blocks/0/mlp/up", layer.mlp.up[...]
         divided, whole = (layout_of(name, x.shape, mesh, axes) for axes in ((), ("fsdp",)))
-        loss = lambda layer: jnp.sum(jnp.sin(gathered(layer).mlp.up[...]))
-        found = jax.jit(gathered)(layer).mlp.up[...].sharding
+        loss = lambda layer: jnp.sum(jnp.sin(gather_layer(layer).mlp.up[...]))
+        found = jax.jit(gather_layer)(layer).mlp.up[...].sharding
         gradient = jax.jit(jax.grad(loss))(layer).mlp.up[...]
         assert constraints() == others + len(jax.tree.leaves(layer))
     assert found.is_equivalent_to(whole, 2) and gradient.sharding.is_equivalent_to(divided, 2)
@@ -245,9 +245,9 @@ def test_meshes_that_cannot_be(given, message):
 def test_layouts_fit_the_shape():
     mesh = mesh_of((2, 2, 2))
     assert batch_parts(mesh) == 4
-    assert fitting((8, 9), (("data", "fsdp"), "tensor"), mesh) == PartitionSpec(("data", "fsdp"), None)
-    assert fitting((6, 4), (("data", "fsdp"), "tensor"), mesh) == PartitionSpec("data", "tensor")
-    assert fitting((5, 4), (("data", "fsdp"), "tensor"), mesh) == PartitionSpec(None, "tensor")
+    assert fit_spec((8, 9), (("data", "fsdp"), "tensor"), mesh) == PartitionSpec(("data", "fsdp"), None)
+    assert fit_spec((6, 4), (("data", "fsdp"), "tensor"), mesh) == PartitionSpec("data", "tensor")
+    assert fit_spec((5, 4), (("data", "fsdp"), "tensor"), mesh) == PartitionSpec(None, "tensor")
     assert constrain(np.ones(3), "data").shape == (3,)  # without a mesh nothing is asked for
     with jax.set_mesh(mesh):
         laid = jax.jit(lambda x: constrain(x, ("data", "fsdp"), None))(jnp.ones((8, 3)))

@@ -9,7 +9,7 @@ import numpy as np
 from jaxrl_llm.learner import Sample
 from jaxrl_llm.rollout import evaluate
 from jaxrl_llm.stages.examples import LOGGED_TOKENS, training_lines
-from jaxrl_llm.telemetry.records import RunWriter, record
+from jaxrl_llm.telemetry.records import RunWriter, record_step
 from jaxrl_llm.types import Completion, Group, Problem
 
 PROBLEM = Problem("1", ({"role": "user", "content": "1 + 1 ="},), "2", "sums")
@@ -83,7 +83,7 @@ def test_what_cannot_be_spelled_or_was_not_learned_from_is_left_out():
 def test_lines_on_the_disk_are_rows_of_the_step(tmp_path):
     odd = completion("a", extras={"step_rewards": np.array([np.nan], np.float32)})
     with RunWriter(tmp_path, None) as writer:
-        record(writer, 3, {"loss": 0.5}, training_lines(*learned_from(group(odd))))
+        record_step(writer, 3, {"loss": 0.5}, training_lines(*learned_from(group(odd))))
     line = (tmp_path / "samples.jsonl").read_text()
     assert line.startswith('{"step": 3, "kind": "training", "group": 0, "task": "sums", "prompt": "1 + 1 ="')
     assert json.loads(line)["by_token"]["step_rewards"] == [None]
@@ -104,10 +104,10 @@ def test_the_same_answers_are_written_of_every_evaluation(tmp_path):
     found = evaluate.TaskEvaluation("sums", (PROBLEM,) * count, answers, np.ones((count, 1), bool), None)
     other, alone = dataclasses.replace(found, task="words"), evaluate.EvaluationReport({}, (found,))
     with RunWriter(tmp_path, None) as writer:
-        record(writer, 0, {}, answered=alone.lines())
+        record_step(writer, 0, {}, answered=alone.lines())
         learned = training_lines(*learned_from(group(*[completion("a")] * 3 * evaluate.LOGGED_ANSWERS)))
-        record(writer, 1, {}, learned, alone.lines())
-        record(writer, 2, {}, answered=evaluate.EvaluationReport({}, (found, other)).lines())
+        record_step(writer, 1, {}, learned, alone.lines())
+        record_step(writer, 2, {}, answered=evaluate.EvaluationReport({}, (found, other)).lines())
     lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     counts = collections.Counter((line["step"], line["kind"], line["task"]) for line in lines)
     assert counts == {

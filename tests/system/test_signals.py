@@ -17,7 +17,7 @@ from jaxrl_llm.config import load_config, resolved
 from jaxrl_llm.sharding.distributed import ALONE
 from jaxrl_llm.system.signals import BETWEEN_STEPS, QUIT, SIGNALS, STOPPING, UNHEARD, Preemption, while_read
 from jaxrl_llm.telemetry import Verbosity
-from jaxrl_llm.telemetry.records import logged
+from jaxrl_llm.telemetry.records import log_to_file
 from jaxrl_llm.trainer.state import open_context
 
 PARENT = """
@@ -151,7 +151,7 @@ def test_what_nobody_reads_any_more_is_dropped_and_the_log_says_so(tmp_path, ope
         assert os.read(reading, 64).split() == [b"heard"]
         os.close(reading)
         print("before there is a log", file=out)
-        with logged(tmp_path / "log.txt"):
+        with log_to_file(tmp_path / "log.txt"):
             for _ in range(3):
                 print("unheard", file=out)
     assert (tmp_path / "log.txt").read_text().endswith(f"  {UNHEARD}\n")

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 
-from jaxrl_llm.cli.flags import parse
+from jaxrl_llm.cli.flags import parse_flags
 from jaxrl_llm.config import Run, changes, from_json, to_json
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.tasks import Rows, Task, check, load
@@ -154,8 +154,10 @@ def test_what_a_source_of_ones_own_yields_is_made_into_problems_or_refused():
 def test_the_flags_of_rows_and_of_sources_of_ones_own():
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        run = parse(Run, ["--task.source.prompt_field", "question", "--steps", "7"], "p", "", Run("m", Task(ROWS)))
-        own = parse(Run, ["--task.source.count", "2"], "p", "", Run("m", Task(Letters())))
+        run = parse_flags(
+            Run, ["--task.source.prompt_field", "question", "--steps", "7"], "p", "", Run("m", Task(ROWS))
+        )
+        own = parse_flags(Run, ["--task.source.count", "2"], "p", "", Run("m", Task(Letters())))
     assert run.task.source == Rows(ROWS, "question") and run.steps == 7
     assert own.task.source == Letters(2)
     assert not [warning for warning in heard if "Union" in str(warning.message)]

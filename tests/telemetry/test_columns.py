@@ -4,7 +4,7 @@ import pytest
 
 from jaxrl_llm.system.text import count, seconds, short
 from jaxrl_llm.telemetry import screens
-from jaxrl_llm.telemetry.report import happened
+from jaxrl_llm.telemetry.report import step_events
 
 ROW = {
     "reward/mean": -0.0769,
@@ -50,13 +50,13 @@ def test_numbers(value, text):
 
 
 def titles(width, row=ROW):
-    return [column.title for column in screens.columns_for(width, row)[0]]
+    return [column.title for column in screens.fit_columns(width, row)[0]]
 
 
 def test_eighty_characters_hold_what_a_step_of_reinforcement_learning_has():
     everything = ["reward", "accuracy", "length", "entropy", "grad norm", "tokens/s", "seconds"]
     assert titles(80) == titles(80, ROW | {"loss": 0.5}) == everything
-    assert [screens.columns_for(width, ROW)[1] for width in (80, 120)] == [1, 2]
+    assert [screens.fit_columns(width, ROW)[1] for width in (80, 120)] == [1, 2]
     assert "loss" in titles(120, ROW | {"loss": 0.5})
     assert titles(120, ROW | {"throughput/mfu": 0.4})[5:8] == ["tokens/s", "MFU", "seconds"]
 
@@ -67,8 +67,8 @@ def test_a_run_has_the_columns_of_what_it_measures():
 
 @pytest.mark.parametrize("width", [20, 40, 60, 79, 80, 100])
 def test_a_line_is_no_wider_than_the_terminal_and_ends_under_its_heading(width):
-    layout = screens.columns_for(width, ROW)
-    line, heading = screens.in_columns(*layout, "12/400", "2h07", ROW), screens.in_columns(*layout, "step", "left")
+    layout = screens.fit_columns(width, ROW)
+    line, heading = screens.format_row(*layout, "12/400", "2h07", ROW), screens.format_row(*layout, "step", "left")
     assert len(line) == len(heading) <= width
     for column in layout[0]:
         end = heading.index(column.title) + len(column.title)
@@ -94,15 +94,15 @@ def test_an_evaluation_is_told_by_task_and_what_happened_by_name():
         "eval/a/b/problems": 26.0,
         "eval/c/reward": float("nan"),
     }
-    assert screens.evaluation(found) == "a/b  pass@1 0.500  mean length 8.000  c  reward -"
-    assert screens.evaluation({"entropy": 1.0}) == ""
+    assert screens.evaluation_line(found) == "a/b  pass@1 0.500  mean length 8.000  c  reward -"
+    assert screens.evaluation_line({"entropy": 1.0}) == ""
     row = {
         "event/reference_reset": True,
         "event/resumed": False,
         "event/teaches_nothing": "no token is in the loss",
         "kl": 0.0,
     }
-    assert happened(row) == [("reference reset", ""), ("teaches nothing", "no token is in the loss")]
+    assert step_events(row) == [("reference reset", ""), ("teaches nothing", "no token is in the loss")]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from rich.cells import cell_len
 
 from jaxrl_llm.system.text import abridge, head, tail
-from jaxrl_llm.telemetry.screens import EVERY_S, Example, Panel, chosen
+from jaxrl_llm.telemetry.screens import EXAMPLE_S, Example, Panel, choose_example
 from jaxrl_llm.types import Completion, Episode, Group, Problem, Turn
 
 NONE = np.zeros(0, np.int32)
@@ -25,7 +25,7 @@ GROUPS = [group("first", a=1.0, b=0.5, c=float("nan")), group("second", d=0.0, e
 
 
 def test_the_best_and_the_worst_take_turns_and_so_do_those_that_are_alike():
-    shown = [chosen(3, GROUPS, turn) for turn in range(5)]
+    shown = [choose_example(3, GROUPS, turn) for turn in range(5)]
     assert [(one.prompt, one.completion) for one in shown] == [
         ("first", "a"), ("second", "d"), ("second", "e"), ("third", "f"), ("first", "a")
     ]  # fmt: skip
@@ -37,24 +37,24 @@ def test_of_an_episode_all_turns_are_shown():
     [one] = group("first", a=1.0).completions
     episode = dataclasses.replace(one, episode=Episode((*turns, Turn(2, {"role": "assistant", "content": "cold"}))))
     played = dataclasses.replace(group("first", a=1.0), completions=(episode,))
-    assert chosen(1, [played], 0).completion == "[assistant] hot [user] colder [assistant] cold"
+    assert choose_example(1, [played], 0).completion == "[assistant] hot [user] colder [assistant] cold"
 
 
 def test_where_all_are_alike_none_is_the_best():
-    one = chosen(1, [group("p", a=0.5, b=0.5)], 0)
+    one = choose_example(1, [group("p", a=0.5, b=0.5)], 0)
     assert one.which == "" and one.lines(60)[0] == "step 1  reward 0.500  p"
-    assert chosen(1, [group("p", a=float("nan"))], 0) is None and chosen(1, [], 1) is None
+    assert choose_example(1, [group("p", a=float("nan"))], 0) is None and choose_example(1, [], 1) is None
 
 
 def test_each_is_shown_for_a_while_however_fast_the_steps_are():
     now = [100.0]
     panel = Panel(lambda: now[0])
-    panel.learned(0, [])
+    panel.show_example(0, [])
     seen = []
     for step in range(1, 8):
-        panel.learned(step, GROUPS)
+        panel.show_example(step, GROUPS)
         seen.append((panel.example.step, panel.example.completion))
-        now[0] += EVERY_S / 2 - (step == 3)  # the fourth comes a second too early
+        now[0] += EXAMPLE_S / 2 - (step == 3)  # the fourth comes a second too early
     assert seen == [(1, "a"), (1, "a"), (3, "d"), (3, "d"), (3, "d"), (6, "e"), (6, "e")]
 
 
@@ -64,7 +64,7 @@ HOSTILE = "\x1b[31mred\x1b[0m \x1b]0;title\x07 a\r\nb\x00 [bold]c[/bold] \u202eb
 @pytest.mark.parametrize("text", [HOSTILE, HOSTILE * 400, "和" * 99, "word " * 99, "", "\n\n", "x" * 5000])
 @pytest.mark.parametrize("width", [60, 61, 80, 120])
 def test_an_example_has_two_lines_that_fit_and_drive_no_terminal(text, width):
-    example = chosen(12345, [group(text or "?", **{text: -0.25}), group("p", a=1.0)], 1)
+    example = choose_example(12345, [group(text or "?", **{text: -0.25}), group("p", a=1.0)], 1)
     for mark in ("…", "..."):
         lines = example.lines(width, mark)
         assert len(lines) == 2 and all(cell_len(line) <= width and line.isprintable() for line in lines)
@@ -87,7 +87,7 @@ def test_lines_are_cut_by_the_columns_of_their_letters():
 
 def test_an_example_stands_above_the_finding():
     panel = Panel()
-    panel.learned(10, [group("1 + 1 =", **{"is [red]2[/red]": 1.0, "3": 0.0})])
+    panel.show_example(10, [group("1 + 1 =", **{"is [red]2[/red]": 1.0, "3": 0.0})])
     panel.finding = "stalled since step 3: no"
     assert [line.plain for line in panel.lines(100)] == [
         "step 10  best reward 1.000  1 + 1 =",
@@ -98,7 +98,7 @@ def test_an_example_stands_above_the_finding():
 
 def test_a_terminal_gets_letters_that_it_knows():
     panel = Panel()
-    panel.learned(10, [group("é" * 99, **{"€ 5": 1.0})])
+    panel.show_example(10, [group("é" * 99, **{"€ 5": 1.0})])
     panel.finding = "long " * 40
     where, what, found = [line.plain for line in panel.lines(80, "ascii")]
     assert (where, what) == ("step 10  reward 1.000  ..." + "?" * 54, "  ? 5")

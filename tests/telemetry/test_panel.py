@@ -26,9 +26,9 @@ def test_a_curve_goes_from_its_lowest_to_its_highest_level(values, width, wanted
 def panel_of(rows, tests=()):
     panel = Panel()
     for row in rows:
-        panel.step(row)
+        panel.show_step(row)
     for row in tests:
-        panel.tested(row)
+        panel.show_evaluation(row)
     return panel
 
 
@@ -79,6 +79,6 @@ def test_memory_stands_beside_the_time_where_there_is_room():
     panel = Panel()
     panel.memory = lambda: "memory 1.4 GiB  device 12.3 of 79.6 GiB, 61.0 at most"
     assert drawn(panel) == [panel.memory()], "before the first step too"
-    panel.step({"time/step_s": 10.0, "time/update_s": 7.0})
+    panel.show_step({"time/step_s": 10.0, "time/update_s": 7.0})
     assert drawn(panel) == [f"time  update 70 %  of 10.0 s    {panel.memory()}"]
     assert drawn(panel, 80) == ["time  update 70 %  of 10.0 s", panel.memory()]

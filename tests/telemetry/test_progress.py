@@ -10,8 +10,8 @@ from rich.console import Console
 from terminals import Terminal
 
 from jaxrl_llm.telemetry import Finding
-from jaxrl_llm.telemetry.progress import Compiling, Progress, Schedule, model_line, patience
-from jaxrl_llm.telemetry.records import logged
+from jaxrl_llm.telemetry.progress import CompileWatch, Progress, Schedule, allowed_silence, model_line
+from jaxrl_llm.telemetry.records import log_to_file
 
 RUN = """
 import numpy as np
@@ -22,12 +22,12 @@ with Progress(Schedule(3), 2) as progress:
     progress.status("loading tiny"); import time; time.sleep(0.8)
     progress.begin()
     progress.step({"step": 2, "reward/mean": 0.25})
-    progress.tested(2, {"eval/sums/pass@1": 0.5})
+    progress.show_evaluation(2, {"eval/sums/pass@1": 0.5})
     print("a stray print")
     none = np.zeros(0, np.int32)
     answer = Completion(none, none, "stop", none, none, text="\\x1b[2J[red]eight[/red]\\nor 9")
     problem = Problem("1", ({"role": "user", "content": "what is " * 30 + "3 + 5?"},), "8", "sums")
-    progress.happened(2, {"step": 2}, [Group(problem, none, (answer,), np.ones(1), np.ones(1))])
+    progress.show_events(2, {"step": 2}, [Group(problem, none, (answer,), np.ones(1), np.ones(1))])
     progress.status("sampling 10/40 tokens"); time.sleep(0.8)
     progress.note("[bold]saved[/bold]")
     raise SystemExit(3)
@@ -54,9 +54,9 @@ def test_a_log_file_gets_one_line_for_each_step_with_names_and_no_escape_codes()
 def test_evaluations_and_events_are_lines_of_their_own():
     console = log_file()
     with Progress(Schedule(2), console=console) as progress:
-        progress.tested(0, {"eval/sums/pass@1": 0.5, "eval/sums/pass@4": None})
-        progress.tested(1, {})
-        progress.happened(1, {"event/resumed": True, "event/teaches_nothing": "no token is in the loss"})
+        progress.show_evaluation(0, {"eval/sums/pass@1": 0.5, "eval/sums/pass@4": None})
+        progress.show_evaluation(1, {})
+        progress.show_events(1, {"event/resumed": True, "event/teaches_nothing": "no token is in the loss"})
     assert console.file.getvalue().splitlines() == [
         "evaluation at step 0:  sums  pass@1 0.500  pass@4 -",
         "step 1: resumed",
@@ -66,7 +66,7 @@ def test_evaluations_and_events_are_lines_of_their_own():
 
 def test_what_is_said_is_logged_with_its_time_and_goes_nowhere_else(tmp_path, caplog):
     with Progress(Schedule(2), console=log_file()) as progress:
-        with logged(tmp_path / "log.txt"):
+        with log_to_file(tmp_path / "log.txt"):
             progress.note("a note")
         progress.note("later")
     assert re.fullmatch(r"[-0-9]+ [:,0-9]+  a note\n", (tmp_path / "log.txt").read_text())
@@ -100,7 +100,7 @@ COMPILE = "/jax/core/compile/backend_compile_duration"
 
 
 def test_programs_within_a_program_are_compiled_in_its_time():
-    with Compiling() as compiling:
+    with CompileWatch() as compiling:
         jax.monitoring.record_scalar(COMPILE, 0.0, fun_name="jit(update)")
         jax.monitoring.record_scalar(COMPILE, 0.0, fun_name="inner")
         jax.monitoring.record_event_duration_secs(COMPILE, 1e6, fun_name="inner")
@@ -150,7 +150,7 @@ def compiles(seconds, from_cache):
 )
 def test_a_longer_first_step_is_announced_unless_the_cache_has_had_everything(tmp_path, before, told):
     console = log_file()
-    with logged(tmp_path / "log.txt"), Progress(Schedule(9), 7, console) as progress:
+    with log_to_file(tmp_path / "log.txt"), Progress(Schedule(9), 7, console) as progress:
         progress.begin()
         for compiled in before:
             compiles(*compiled)
@@ -164,14 +164,14 @@ def test_a_longer_first_step_is_announced_unless_the_cache_has_had_everything(tm
 def test_whoever_wants_no_progress_sees_warnings_and_each_but_once(tmp_path):
     console = log_file()
     finding = Finding("stalled", 2, "nothing rises", "It learns nothing.", "easier problems")
-    with logged(tmp_path / "log.txt"), Progress(Schedule(9), 2, console, Found([finding]), quiet=True) as progress:
+    with log_to_file(tmp_path / "log.txt"), Progress(Schedule(9), 2, console, Found([finding]), quiet=True) as progress:
         progress.begin()
         progress.status("sampling")
         progress.note("a note")
         progress.step({"step": 2, "reward/mean": 0.25})
-        progress.tested(2, {"eval/sums/pass@1": 0.5})
+        progress.show_evaluation(2, {"eval/sums/pass@1": 0.5})
         for step in (2, 3):
-            progress.happened(step, {"step": step, "event/resumed": True, "event/reward_failed": "mine: no"})
+            progress.show_events(step, {"step": step, "event/resumed": True, "event/reward_failed": "mine: no"})
         progress.note("stopping", warning=True)
     shown = [
         "step 2: reward failed: mine: no",
@@ -210,7 +210,7 @@ def shown_clock(progress):
     ],
 )
 def test_only_what_belongs_to_a_step_may_take_as_long_as_a_step(status, durations, allowed):
-    assert patience(status, durations) == allowed
+    assert allowed_silence(status, durations) == allowed
 
 
 @pytest.fixture(scope="module")

@@ -20,9 +20,9 @@ from jaxrl_llm.telemetry.report import (
     MOST_POINTS,
     Reporter,
     choose_lines,
-    curves_of,
-    page,
-    thinned,
+    collect_curves,
+    render_page,
+    thin_curve,
     write_report,
 )
 
@@ -87,7 +87,7 @@ def test_the_page_holds_the_runs_rows_samples_and_settings(tmp_path):
     rows += [{"step": n, "loss": n / 7, "time/step_s": 2.0, "event/resumed": n == 2} for n in (1, 2, 3)]
     rows[3]["event/reward_failed"] = "a.py:3"
     samples = [sample(1, completion=NASTY), sample(3, "evaluation", correct=True)]
-    data, found = read(page([a_run(tmp_path / "run", rows, samples)]))
+    data, found = read(render_page([a_run(tmp_path / "run", rows, samples)]))
     (run,) = data["runs"]
     assert unpacked(run, "loss") == [(1, 0.14286), (2, 0.28571), (3, 0.42857)]
     assert unpacked(run, "eval/x/pass@1") == [(0, 0.25)]
@@ -102,7 +102,7 @@ def test_the_page_holds_the_runs_rows_samples_and_settings(tmp_path):
 
 def test_nothing_of_a_run_becomes_markup(tmp_path):
     run = a_run(tmp_path / 'a<b>"&run', [{"step": 1, NASTY: 1.0, "event/<i>": NASTY}], [sample(1, completion=NASTY)])
-    text = page([run])
+    text = render_page([run])
     elements = Elements(text)
     assert text.count("alert(1)") == 0 and "[[" not in re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
     kinds = [attributes.get("type") for tag, attributes in elements.found if tag == "script"]
@@ -112,7 +112,7 @@ def test_nothing_of_a_run_becomes_markup(tmp_path):
 
 
 def test_the_page_asks_nobody_for_anything(tmp_path):
-    text = page([a_run(tmp_path / "run", [{"step": 1, "loss": 1.0}])])
+    text = render_page([a_run(tmp_path / "run", [{"step": 1, "loss": 1.0}])])
     elements = Elements(text).found
     assert not [one for one in elements if {"src", "action"} & set(one[1])]
     assert [attributes["href"] for tag, attributes in elements if tag == "link"] == ["data:,"]
@@ -126,12 +126,14 @@ def test_what_was_not_measured_is_no_point():
         {"step": 1, "kl": None, "a": math.nan, "b": math.inf, "c": True, "d": "text", "e": 3},
         {"step": 2, "a": 0.5},
     ]
-    assert curves_of(rows) == {"e": ([1], [3]), "a": ([2], [0.5])}
+    assert collect_curves(rows) == {"e": ([1], [3]), "a": ([2], [0.5])}
 
 
 def test_numbers_that_no_json_holds_are_null(tmp_path):
     rows = [{"step": n, "reward/mean": 1.5e308, "reward/std": math.nan} for n in (1, 2)]
-    run = read(page([a_run(tmp_path / "run", rows, config={"high": math.inf, "on_error": math.nan})]))[0]["runs"][0]
+    run = read(render_page([a_run(tmp_path / "run", rows, config={"high": math.inf, "on_error": math.nan})]))[0][
+        "runs"
+    ][0]
     assert run["config"] == {"high": None, "on_error": None}
     assert run["means"] == {"reward/mean": [None, 2]} and unpacked(run, "reward/mean")[0] == (1, 1.5e308)
 
@@ -140,23 +142,23 @@ def test_seconds_that_were_not_measured_are_none_of_the_work(tmp_path):
     odd = '{"step": 2, "time/step_s": NaN}\n{"step": 3, "time/step_s": "3"}\n{"step": 4, "time/step_s": 1, "x": null}\n'
     run = a_run(tmp_path / "run", [{"step": 1, "time/step_s": 2.0, "time/evaluation_s": 0.5}])
     (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text() + odd)
-    assert read(page([run]))[0]["runs"][0]["clock"] == [[1, 1, 1, 1], [2.5, 2.5, 2.5, 3.5]]
+    assert read(render_page([run]))[0]["runs"][0]["clock"] == [[1, 1, 1, 1], [2.5, 2.5, 2.5, 3.5]]
 
 
 def test_torn_last_lines_are_passed_over(tmp_path):
     run = a_run(tmp_path / "run", [{"step": 1, "loss": 1.0}], [sample(1)], torn='{"step": 2, "kind": "training", "pro')
-    data, found = read(page([run]))
+    data, found = read(render_page([run]))
     assert data["runs"][0]["last"] == 1 and found["samples-0"] == [sample(1)]
 
 
 def test_a_broken_line_inside_is_named(tmp_path):
     run = a_run(tmp_path / "run", [{"step": 1}], torn="no json\n")
     with pytest.raises(InputError, match=r"metrics.jsonl: line 2 is not a JSON object"):
-        page([run])
+        render_page([run])
     a_run(run, [{"step": 1}])
     (run / "samples.jsonl").write_text('{"kind": "training"}\n')
     with pytest.raises(InputError, match=r"samples.jsonl: line 1 is not a sample"):
-        page([run])
+        render_page([run])
 
 
 @pytest.mark.slow
@@ -165,7 +167,7 @@ def test_several_runs_share_a_page_and_its_room(tmp_path):
     names = [f"metric {number}" for number in range(40)]
     rows = [{"step": step, **{name: math.sin(step * len(name)) for name in names}} for step in steps]
     runs = [a_run(tmp_path / name, rows, [sample(n, completion=name) for n in range(20)]) for name in ("a", "b", "c")]
-    text = page(runs)
+    text = render_page(runs)
     data, found = read(text)
     assert [run["name"] for run in data["runs"]] == ["a", "b", "c"]
     assert {row["completion"] for row in found["samples-2"]} == {"c"}
@@ -176,19 +178,19 @@ def test_several_runs_share_a_page_and_its_room(tmp_path):
 
 def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
     runs = [a_run(tmp_path / name / "run", [{"step": 1, "loss": 1.0}]) for name in ("a", "b")]
-    assert [run["name"] for run in read(page(runs))[0]["runs"]] == [str(run) for run in runs]
+    assert [run["name"] for run in read(render_page(runs))[0]["runs"]] == [str(run) for run in runs]
 
 
 def test_a_thinned_curve_keeps_its_ends_and_its_extremes():
     steps = list(range(10, 10_010))
     values = [math.sin(step) for step in steps]
     values[4321], values[8765] = 7.0, -9.0
-    kept, shown = thinned(steps, values, 500)
+    kept, shown = thin_curve(steps, values, 500)
     assert len(kept) <= 502 and kept == sorted(set(kept))
     assert {10, 4331, 8775, 10_009} <= set(kept) and max(shown) == 7.0 and min(shown) == -9.0
     assert all(values[step - 10] == value for step, value in zip(kept, shown, strict=True))
-    assert thinned(steps, values, 10_000) == (steps, values)
-    assert len(thinned(steps[:1000], values[:1000], 100)[0]) <= 100
+    assert thin_curve(steps, values, 10_000) == (steps, values)
+    assert len(thin_curve(steps[:1000], values[:1000], 100)[0]) <= 100
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from rich.console import Console
 from jaxrl_llm.rules.guards import evaluation_result, measured_result
 from jaxrl_llm.system.text import abridge
 from jaxrl_llm.telemetry import Finding
-from jaxrl_llm.telemetry.summary import RunSummary, SamplePair, Took, pair_samples, print_summary, summarise
+from jaxrl_llm.telemetry.summary import RunSummary, SamplePair, StepSpan, pair_answers, print_summary, summarise
 
 BEFORE = [
     ("sums", "1 + 1", "2", True),
@@ -34,10 +34,10 @@ def printed(width=80, reloads=True, **changes):
     values = {
         "run_dir": "my runs/quickstart",
         "task": "chain_sum",
-        "took": Took(1, 12, 431.0),
+        "took": StepSpan(1, 12, 431.0),
         "before": 0.5,
         "after": 0.25,
-        "pairs": pair_samples(BEFORE, AFTER),
+        "pairs": pair_answers(BEFORE, AFTER),
     }
     print_summary(RunSummary(**{**values, **changes}), console, reloads=reloads)
     return console.file.getvalue()
@@ -49,7 +49,7 @@ def prompts_of(text):
 
 
 def test_pairs_are_made_by_prompt():
-    pairs = pair_samples(BEFORE, AFTER)
+    pairs = pair_answers(BEFORE, AFTER)
     assert [pair.prompt for pair in pairs] == [prompt for _, prompt, _, _ in AFTER]
     assert pairs[0] == SamplePair("5 + 5", "10", "[b]11[/b]", True, False)
 
@@ -68,7 +68,7 @@ def test_what_reward_models_believe_is_shown_beside_what_is_true_and_how_much_th
 def test_two_tasks_may_ask_the_same():
     before = [("sums", "2", "4", True), ("words", "2", "two", False)]
     after = [("words", "2", "2", True), ("sums", "2", "5", False), ("new", "2", "", False)]
-    assert pair_samples(before, after) == (
+    assert pair_answers(before, after) == (
         SamplePair("2", "two", "2", False, True),
         SamplePair("2", "4", "5", True, False),
     )
@@ -97,12 +97,12 @@ def test_seconds_stand_beside_the_steps_that_they_took(tmp_path):
     rows = [{"step": 1}, {"step": 2, "event/resumed": True}, {"step": 3, "event/resumed": True}, {"step": 4}]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     took = summarise(tmp_path, 5.0).took
-    assert took == Took(3, 4, 5.0) and "finished          steps 3 to 4 in 5.0 s" in printed(took=took)
-    assert "finished          step 4 in 5.0 s" in printed(took=Took(4, 4, 5.0))
+    assert took == StepSpan(3, 4, 5.0) and "finished          steps 3 to 4 in 5.0 s" in printed(took=took)
+    assert "finished          step 4 in 5.0 s" in printed(took=StepSpan(4, 4, 5.0))
 
 
 def test_without_a_verifier_the_reward_is_summed_up():
-    pairs = pair_samples([("t", "a", "x", 0.25), ("t", "b", "y", 2.0)], [("t", "a", "z", -1.5), ("t", "b", "w", 3.0)])
+    pairs = pair_answers([("t", "a", "x", 0.25), ("t", "b", "y", 2.0)], [("t", "a", "z", -1.5), ("t", "b", "w", 3.0)])
     text = printed(measure="reward", before=0.25, after=-1.5, pairs=pairs)
     assert prompts_of(text) == ["b", "a"]
     assert "reward before     0.250" in text and "reward after      -1.500  on chain_sum" in text
@@ -130,7 +130,7 @@ def test_a_run_that_its_configuration_does_not_hold_is_not_said_to_go_on_from_it
 
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_samples_fit_the_terminal_and_carry_no_escape_codes(width):
-    text = printed(width, pairs=pair_samples(BEFORE, AFTER)[3:])
+    text = printed(width, pairs=pair_answers(BEFORE, AFTER)[3:])
     assert max(len(line) for line in text.split("the run is in")[0].splitlines() if "went" not in line) <= width
     assert "(nothing)" in text and "…" in text
     assert "\x1b" not in printed(width) and "[b]11[/b]" in printed(width)

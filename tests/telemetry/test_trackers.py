@@ -15,7 +15,7 @@ from jaxrl_llm import train
 from jaxrl_llm.config import Found, Origin, Output, load_config
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.sharding.distributed import ALONE
-from jaxrl_llm.telemetry.records import SAMPLE_COLUMNS, RunWriter, import_extra, makers, table
+from jaxrl_llm.telemetry.records import SAMPLE_COLUMNS, RunWriter, choose_samples, import_extra, tracker_factories
 from jaxrl_llm.trainer.launch import begin
 
 FAKE = """
@@ -176,7 +176,7 @@ def test_an_unknown_tracker_is_refused_before_the_directory_is_claimed(tmp_path)
 
 @pytest.mark.slow
 def test_a_package_cannot_take_the_name_of_a_built_in_tracker(offered):
-    assert makers(("wandb",))["wandb"].__module__ == "jaxrl_llm.telemetry.records"
+    assert tracker_factories(("wandb",))["wandb"].__module__ == "jaxrl_llm.telemetry.records"
 
 
 TWICE = """
@@ -268,8 +268,8 @@ def test_a_table_of_completions_is_of_evaluations_and_bounded():
     verified = {"kind": "evaluation", "prompt": "q", "completion": "d" * 1000, "correct": True}
     judged = verified | {"reward": math.nan}
     rows = [trained] * 40 + [verified] * 15 + [judged] * 40
-    assert table(3, [trained]) == []
-    shown = table(3, rows)
+    assert choose_samples(3, [trained]) == []
+    shown = choose_samples(3, rows)
     assert all(tuple(line) == SAMPLE_COLUMNS for line in shown)
     found = [list(line.values()) for line in shown]
     assert found[:15] == [[3, "evaluation", "q", "d" * 1000, 1.0]] * 15

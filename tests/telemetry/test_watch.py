@@ -59,7 +59,7 @@ def shown(watch, some):
     console = Console(file=io.StringIO(), force_terminal=False, width=80)
     with Progress(Schedule(60), console=console, tracker=watch) as progress:
         for row in some:
-            progress.happened(row["step"], row)
+            progress.show_events(row["step"], row)
     return console.file.getvalue().splitlines()
 
 

@@ -18,7 +18,7 @@ from jaxrl_llm.config import Output
 from jaxrl_llm.models import save_pretrained
 from jaxrl_llm.models.flops import count_parameters
 from jaxrl_llm.rules import Reaches, Rules
-from jaxrl_llm.sharding.mesh import CHIPS, KINDS
+from jaxrl_llm.sharding.mesh import CHIPS, DEVICE_KINDS
 from jaxrl_llm.system.json_lines import read_rows
 from jaxrl_llm.trainer.state import UNDERWAY, keep_underway, underway_after
 
@@ -57,9 +57,9 @@ class Stopping:
 @pytest.fixture
 def known():
     """These devices have a peak of 1 GFLOP/s."""
-    CHIPS["known"], KINDS["cpu"] = dataclasses.replace(CHIPS["v5e"], name="known", flops=1e9), "known"
+    CHIPS["known"], DEVICE_KINDS["cpu"] = dataclasses.replace(CHIPS["v5e"], name="known", flops=1e9), "known"
     yield
-    del CHIPS["known"], KINDS["cpu"]
+    del CHIPS["known"], DEVICE_KINDS["cpu"]
 
 
 def check_utilisation(rows):
