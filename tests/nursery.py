@@ -19,10 +19,10 @@ from jaxrl_llm.system.paths import prepare_libraries
 prepare_libraries()
 import jax, jaxlib.mlir.dialects.mhlo, orbax.checkpoint, tensorboardX, transformers, typeguard
 import jaxrl_llm.cli.train, jaxrl_llm.stages.rl, jaxrl_llm.trainer.launch, jaxrl_llm.trainer.loop
-from jaxrl_llm.cli.flags import parse
+from jaxrl_llm.cli.flags import parse_flags
 from jaxrl_llm.config import Run
 from jaxrl_llm.tasks import ReasoningGym, Task
-parse(Run, [], "", "", Run("", Task(ReasoningGym(""))))  # the texts of all settings are looked up once
+parse_flags(Run, [], "", "", Run("", Task(ReasoningGym(""))))  # the texts of all settings are looked up once
 gc.set_threshold(100_000, 20, 100)  # as in conftest.py
 gc.freeze()
 while line := sys.stdin.readline():
