@@ -34,7 +34,21 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 BUILD = ROOT / "build" / "golden"
 FIXTURES = ROOT / "tests" / "fixtures" / "runs"
-RENAMED: dict[str, str] = {}
+RENAMED = {
+    "left": "carryover",
+    "carried": "surplus",
+    "good": "recent_informative",
+    "seen": "recent_scored",
+    "stream": "stream_memory",
+    "underway": "step_progress",
+    "unscored": "pending",
+    "asked": "open_groups",
+    "returned": "sampled_numbers",
+    "held": "paused",
+    "idle": "stalled_stops",
+    "$Solved": "$ProblemSuccesses",
+    "share": "mean_credit",
+}
 """New names of metrics, arrays and host values by their names at the other revision."""
 CHAINS: dict[str, tuple[str, ...]] = {
     "grpo": (

@@ -15,8 +15,6 @@ import numpy as np
 
 CLOCK = ("time/", "throughput/", "memory", "event/resumed", "rollout/utilisation")
 """How the names of metrics begin that depend on the clock or on the machine's load."""
-ADDED = ("kl_coef", "entropy_coef")
-"""Metrics that a later revision has in more rows."""
 NO_NAMES: Mapping[str, str] = {}
 CLOCKS = (
     (r"(tokens/s|seconds|left|took|in) +[\d.]+( ?(k|M))?( ?(s|ms|min|h)\b|m\d+)?", r"\1 CLOCK"),
@@ -71,8 +69,6 @@ def of_rows(
     for row, other in zip(rows, others, strict=False):
         row = {renamed.get(name, name): value for name, value in row.items()}
         for name in [name for name in row | other if not name.startswith(CLOCK)]:
-            if name in ADDED and name not in row:
-                continue
             one, two = (json.dumps(values.get(name, "nothing")) for values in (row, other))
             if one != two:
                 yield f"metrics.jsonl, step {row['step']}, {name}: {one}, {two}"
@@ -88,8 +84,7 @@ def of_steps(step: Path, other: Path, renamed: Mapping[str, str] = NO_NAMES) -> 
     """
     where = f"{step.parent.name}/{step.name}"
     hosts = [json.loads((place / "host" / "metadata").read_text()) for place in (step, other)]
-    hosts[0] = of_carry(hosts[0]) if "left" in hosts[0] else hosts[0]
-    yield from of_values(_renamed(hosts[0], renamed), _without_added(*hosts), f"{where}, host")
+    yield from of_values(_renamed(hosts[0], renamed), _renamed(hosts[1], renamed), f"{where}, host")
     files = [place / "host" / "arrays.zlib" for place in (step, other)]
     stored = [zlib.decompress(path.read_bytes()) if path.exists() else b"" for path in files]
     if stored[0] != stored[1]:
@@ -104,26 +99,6 @@ def of_steps(step: Path, other: Path, renamed: Mapping[str, str] = NO_NAMES) -> 
         elif arrays[name].tobytes() != others[name].tobytes():
             apart = np.abs(arrays[name].astype(np.float64) - others[name].astype(np.float64)).max(initial=0.0)
             yield f"{where}, {name}: differs by up to {apart:.3g}"
-
-
-def of_carry(host: dict[str, Any]) -> dict[str, Any]:
-    """Return host values that were written as ``left`` and ``ready`` in the form that has one ``carry``, with the
-    numbers of the critic in it."""
-    left, ready = host.pop("left"), host.pop("ready")
-    steps = host["memory"].pop("critic", {}).get("steps", [])
-    if ready is not None:
-        left = next(iter(ready.values()))["left"]
-    for carry in left.values() if isinstance(left, dict) else ():
-        carry["critic"] = steps
-    return {"carry": left if ready is None else ready} | host
-
-
-def _without_added(host: Any, other: Any) -> Any:
-    """Return the other's host values without coefficients that these lack."""
-    more = {name for name in ADDED if name in other.get("coefficients", ()) and name not in host["coefficients"]}
-    return (
-        other | {"coefficients": {k: v for k, v in other["coefficients"].items() if k not in more}} if more else other
-    )
 
 
 def _renamed(value: Any, renamed: Mapping[str, str]) -> Any:
