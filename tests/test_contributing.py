@@ -253,18 +253,18 @@ def test_an_ingredient_trains_if_its_setting_says_so(tmp_path):
 
 @pytest.mark.slow
 def test_a_backend_draws_what_the_engine_draws(tmp_path):
-    (chosen,) = [part for part in parts("backend") if part.code.startswith("sampling_of")]
+    (chosen,) = [part for part in parts("backend") if part.code.startswith("build_engine")]
     made = module_with(chosen)
     made.__dict__["Plain"] = backend.Plain
     run = dataclasses.replace(resolved(load_config("smoke")[1]), steps=1)
     code, wanted = trained(run, tmp_path / "engine")
     assert code == 0
-    whole = prepare.sampling_of
-    prepare.sampling_of = made.sampling_of
+    whole = prepare.build_engine
+    prepare.build_engine = made.build_engine
     try:
         code, found = trained(run, tmp_path / "plain")
     finally:
-        prepare.sampling_of = whole
+        prepare.build_engine = whole
     same = ("reward/mean", "completions/mean_length", "completions/truncated_fraction", "prompts")
     assert code == 0 and [[row.get(name) for name in same] for row in found] == [
         [row.get(name) for name in same] for row in wanted

@@ -50,7 +50,7 @@ from jaxrl_llm.rewards import Failures, Scores
 from jaxrl_llm.rollout.collect import collect_groups
 from jaxrl_llm.rollout.generation import SeedSpace
 from jaxrl_llm.rollout.groups import Carryover, GroupSource
-from jaxrl_llm.stages.programs import sampler_of
+from jaxrl_llm.stages.programs import build_sampler
 from jaxrl_llm.tasks import Shuffled
 from jaxrl_llm.types import Completion, Problem, Prompt
 
@@ -185,7 +185,7 @@ def simulate(
     problems = [Problem(str(n), (), "", "simulated", verifier="none") for n in range(PROBLEMS)]
     prompts = Prompts(rollout.max_prompt_tokens)
     source = GroupSource(Silent(), prompts, Shuffled(problems, run.seed), judges, rollout.group, run.seed, ())
-    sampler = sampler_of(run, engine, source, (), lambda text: None)
+    sampler = build_sampler(run, engine, source, (), lambda text: None)
     left, learned = Carryover(), []
     for step in range(options.steps):
         if step == 1:

@@ -87,7 +87,7 @@ class Plain:
 
 
 # jaxrl_llm/stages/programs.py, at the top: from jaxrl_llm.engine.plain import Plain
-# jaxrl_llm/stages/programs.py, in sampling_of, after model, dtype, mesh
-sampling_of = dict(
+# jaxrl_llm/stages/programs.py, in build_engine, after model, dtype, mesh
+build_engine = dict(
     kind=Plain,
 )

@@ -5,7 +5,7 @@ An entry says how config.json and the names of the tensors map to ours, and back
 
 from jaxrl_llm.models.families import BIASES, EMBEDDINGS, MATRICES, PRE_NORMS, Family, _defaults
 
-# jaxrl_llm/models/families.py, in _ALL, before )
+# jaxrl_llm/models/families.py, in _ALL, after LLAMA
 _ALL = (
     Family(
         "seed_oss",

@@ -51,7 +51,7 @@ def length_training(optimiser: Optimiser, compute: ComputeOptions) -> Training:
     return Training(objectives, update, NewRole("length", with_scalar_head, build(optimiser)))
 
 
-# jaxrl_llm/stages/programs.py, in learning_of, before return tuple(training)
-def learning_of(run, training, forwards, forward):
+# jaxrl_llm/stages/programs.py, in build_training, before return tuple(training)
+def build_training(run, training, forwards, forward):
     training.append(length_training(run.learner.optimiser, forward.compute))
     forwards["length"] = forward

@@ -85,11 +85,11 @@ def agreement_command(name: str, pairs: str, arguments: list[str]) -> int:
             judge.check_problems([problem for problem, *_ in rows])
     models: Mapping[Any, Any] = {}
     if any(map(asks_model, judges)):
-        from jaxrl_llm.stages.judges import judge_models
+        from jaxrl_llm.stages.judges import load_judge_engines
         from jaxrl_llm.telemetry.progress import Progress, Schedule
 
         with Progress(Schedule(1)) as progress:
-            models = judge_models(run, mesh_here(options.mesh), progress.status)
+            models = load_judge_engines(run, mesh_here(options.mesh), progress.status)
     agreements = {label: ask_judge(judge, rows, models) for label, judge in name_rewards(judges).items()}
     for label, judged in agreements.items():
         if judged.failure:

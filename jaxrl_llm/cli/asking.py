@@ -105,7 +105,7 @@ def open_answerer(
     from jaxrl_llm.rewards import Accuracy, Scorer
     from jaxrl_llm.rollout.episodes import episodes_of
     from jaxrl_llm.rollout.generation import Answerer
-    from jaxrl_llm.stages.judges import judges_of
+    from jaxrl_llm.stages.judges import load_judges
     from jaxrl_llm.stages.stage import check_positions
     from jaxrl_llm.tasks import Prompts
 
@@ -132,7 +132,7 @@ def open_answerer(
         scoring = configs.Scoring(rewards, refusals=settings.scoring.refusals if refusals else None)
         with_model = settings_for(name, settings, scoring, longest, options.max_new_tokens)
         by_task = {part.label: prompts for part in prompts.tasks}
-        scorer.models = judges_of(with_model, policy.mesh, policy.tokenizer, by_task, status)
+        scorer.models = load_judges(with_model, policy.mesh, policy.tokenizer, by_task, status)
         dtype = jax.numpy.dtype(settings.learner.compute.dtype)
         sizes: dict[str, Any] = {"slots": options.slots, "max_length": length, "chunk": settings.rollout.engine.chunk}
         engine, prepared = backend_for(policy.model, dtype, policy.mesh, policy.mesh, **sizes)

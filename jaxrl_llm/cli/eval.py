@@ -32,7 +32,7 @@ from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.runs.load import Trained, find_run, load_base, load_model, load_trained, mesh_here
 from jaxrl_llm.runs.pins import needs_base
 from jaxrl_llm.sharding import MeshShape
-from jaxrl_llm.stages.taught import DEFAULT_SEPARATOR, Reader, taught
+from jaxrl_llm.stages.taught import DEFAULT_SEPARATOR, RewardModelUse, reward_format
 from jaxrl_llm.system.paths import check_file, new_file, writable
 from jaxrl_llm.system.setting import Count, Range, check_fields
 from jaxrl_llm.system.signals import on_exit
@@ -130,11 +130,11 @@ def check_rerank(options: Any) -> None:
     reader_of(options).check(options.rerank)
 
 
-def reader_of(options: Any) -> Reader:
+def reader_of(options: Any) -> RewardModelUse:
     """Return the role of the reward model under ``--rerank_by``."""
     if options.rerank_by == "score":
-        return Reader("--rerank", "ranking", "set --rerank_by product, minimum or last")
-    return Reader("--rerank", "steps", "set --rerank_by score")
+        return RewardModelUse("--rerank", "ranking", "set --rerank_by product, minimum or last")
+    return RewardModelUse("--rerank", "steps", "set --rerank_by score")
 
 
 def load_reranker(
@@ -153,8 +153,8 @@ def load_reranker(
     with_model = settings_for(policy.name, settings, configs.Scoring(()), longest, options.max_new_tokens)
     known_prompts = {options.task.label: prompts}
     model = load_judge(with_model, options.rerank, "--rerank", policy.mesh, tokenizer, known_prompts, status)
-    reward_format = taught(options.rerank)
-    separator = DEFAULT_SEPARATOR if reward_format is None else reward_format.separator or DEFAULT_SEPARATOR
+    recorded = reward_format(options.rerank)
+    separator = DEFAULT_SEPARATOR if recorded is None else recorded.separator or DEFAULT_SEPARATOR
 
     def choose(evaluation: "TaskEvaluation") -> "TaskEvaluation":
         rows = zip(evaluation.problems, evaluation.completions, strict=True)
@@ -223,7 +223,7 @@ def measure_distance(
     """
     from jaxrl_llm.learner import Sample
     from jaxrl_llm.models.heads import ScalarModel
-    from jaxrl_llm.stages.stage import run_by, scored
+    from jaxrl_llm.stages.stage import score_samples, scoring_forward
 
     status(f"loading {to}")
     other, tokenizer = load_model(to, settings.learner.dtype, policy.mesh)
@@ -247,8 +247,8 @@ def measure_distance(
     shape = policy.mesh, length, options.max_new_tokens, options.temperature
     logps = []
     for model in (policy.model, other):
-        forward = run_by(settings.learner, model.config, *shape)
-        logps.append(scored(forward, model, samples, "logp", status))
+        forward = scoring_forward(settings.learner, model.config, *shape)
+        logps.append(score_samples(forward, model, samples, "logp", status))
     sums = []
     for sample, logp, other_logp in zip(samples, *logps, strict=True):
         log_ratio = (other_logp.astype(np.float64) - logp)[sample.mask]

@@ -132,7 +132,7 @@ def export_model(name: str, trained: Trained, target: Path, card: str) -> None:
     A reward model's directory describes its training, and its tokenizer has the chat template of that training.
     """
     from jaxrl_llm.models import save_pretrained
-    from jaxrl_llm.stages.taught import taught_by
+    from jaxrl_llm.stages.taught import format_of_run
     from jaxrl_llm.tasks.template import template_text
 
     run: Any = trained.run
@@ -140,7 +140,7 @@ def export_model(name: str, trained: Trained, target: Path, card: str) -> None:
     reward_format = None
     with load_for_export(name, trained, target, load_trained) as (model, tokenizer):
         if scores:
-            reward_format = taught_by(run, tokenizer).to_json()
+            reward_format = format_of_run(run, tokenizer).to_json()
             wording: Any = configs.wording(run)
             if wording.template not in ("tokenizer", "plain"):
                 tokenizer = copy.deepcopy(tokenizer)

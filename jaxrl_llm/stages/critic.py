@@ -26,11 +26,11 @@ from jaxrl_llm.runs.load import load_model
 from jaxrl_llm.sharding import platform_of
 from jaxrl_llm.stages.ingredients import Ingredient, StageContext
 from jaxrl_llm.stages.stage import Architectures, Pass
-from jaxrl_llm.stages.taught import check_template, taught
+from jaxrl_llm.stages.taught import check_reward_template, reward_format
 from jaxrl_llm.tasks import Prompts
 from jaxrl_llm.types import TrainState
 
-ROLE = ValueLoss.role
+CRITIC = ValueLoss.role
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ class CriticRole(Ingredient):
 
     def prepared(self, context: StageContext) -> Self:
         """See ``Ingredient``."""
-        return dataclasses.replace(self, forward=context.forwards[ROLE])
+        return dataclasses.replace(self, forward=context.forwards[CRITIC])
 
     def role(
         self, policy: ModelConfig, forward: Forward, tokenizer: Any, find: Architectures
@@ -77,7 +77,7 @@ class CriticRole(Ingredient):
         """
         run, name = self.run, self.critic.model
         optimiser = build(self.critic.optimiser)
-        begins = NewRole(ROLE, with_score, optimiser)
+        begins = NewRole(CRITIC, with_value_head, optimiser)
         if self.critic.adapter:
             key = jax.random.fold_in(jax.random.key(run.seed), 1)  # the policy's adapter takes the seed as it is
             adapter = lambda base: create_adapter(base.config, run.learner.lora, key, jnp.zeros(base.config.width))  # noqa: E731
@@ -92,7 +92,7 @@ class CriticRole(Ingredient):
             dtype = jnp.dtype(run.learner.dtype)
             begins = begins._replace(
                 load=lambda: load_critic(name, run, tokenizer, forward.mesh),
-                shapes=jax.eval_shape(lambda: with_score(initialise(config, jax.random.key(0), dtype))),
+                shapes=jax.eval_shape(lambda: with_value_head(initialise(config, jax.random.key(0), dtype))),
             )
         objectives = (ValueLoss(self.critic.clip),)
         update = make_update(objectives, optimiser, learning_rate(self.critic.optimiser), compute)
@@ -100,27 +100,29 @@ class CriticRole(Ingredient):
 
     def planned_samples(self, samples: list[Sample], updates: int) -> list[Sample]:
         """Add zero returns and old values to the samples."""
-        found = []
+        with_zeros = []
         for sample in samples:
             zeros = np.zeros(len(sample.tokens), np.float32)
-            found.append(sample.with_arrays(returns=zeros, old_values=zeros))
-        return found
+            with_zeros.append(sample.with_arrays(returns=zeros, old_values=zeros))
+        return with_zeros
 
     def planned_pass(self, samples: Sequence[Sample], forward: Forward) -> Pass:
         """Return the pass that computes the critic's values of all completions of a step."""
-        one_more = "bootstrap" in self.run.recipe.algorithm.advantage.needs
-        return Pass("values", forward, [value_sample(sample, one_more) for sample in samples], "values", 1, role=ROLE)
+        bootstraps = "bootstrap" in self.run.recipe.algorithm.advantage.needs
+        return Pass(
+            "values", forward, [value_sample(sample, bootstraps) for sample in samples], "values", 1, role=CRITIC
+        )
 
     def learning(self, step: int, training: Sequence[Training]) -> Sequence[Training]:
         """Exclude the policy while the critic warms up."""
-        return [one for one in training if one.role != "policy"] if step <= self.critic.warmup else training
+        return [role for role in training if role.role != "policy"] if step <= self.critic.warmup else training
 
     def values(self, state: TrainState) -> Callable[[Sequence[Sample]], list[np.ndarray]]:
         """Return the function that computes the values of samples."""
-        return functools.partial(self.forward.by_sample, model_of(state, ROLE), output="values")
+        return functools.partial(self.forward.by_sample, model_of(state, CRITIC), output="values")
 
 
-def with_score(model: Decoder | ScalarModel) -> ScalarModel:
+def with_value_head(model: Decoder | ScalarModel) -> ScalarModel:
     """Return the model with its scalar head; a decoder gets one of zeros."""
     return model if isinstance(model, ScalarModel) else with_scalar_head(model)
 
@@ -153,12 +155,13 @@ def load_critic(name: str, run: Run, tokenizer: Any, mesh: Mesh) -> ScalarModel:
     Raises:
       InputError: it is unreadable, has other tokens than the policy, or was trained with another chat template.
     """
-    model, own = load_model(name, run.learner.dtype, mesh)
+    model, critic_tokenizer = load_model(name, run.learner.dtype, mesh)
     require(
-        own is None or own.get_vocab() == tokenizer.get_vocab(),
+        critic_tokenizer is None or critic_tokenizer.get_vocab() == tokenizer.get_vocab(),
         f"the tokens of recipe.critic.model {name} are not those of {run.model}: give a critic that reads the policy's "
         "tokens",
     )
     prompts = {task.label: Prompts(task, tokenizer) for task in tasks_in(run.task)}
-    check_template(taught(name, own or tokenizer), f"recipe.critic.model {name}", prompts, tokenizer)
-    return with_score(model)
+    recorded = reward_format(name, critic_tokenizer or tokenizer)
+    check_reward_template(recorded, f"recipe.critic.model {name}", prompts, tokenizer)
+    return with_value_head(model)

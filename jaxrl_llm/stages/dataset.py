@@ -39,15 +39,15 @@ from jaxrl_llm.stages.stage import (
     Stage,
     StepOutcome,
     check_positions,
+    planned_state,
     read_parts,
-    scored,
-    state_of,
+    score_samples,
 )
 from jaxrl_llm.tasks.template import check_tokenizer
 from jaxrl_llm.telemetry.progress import Progress
 from jaxrl_llm.types import Problem, TrainState
 
-LEFT_OUT = "event/data"
+DROPPED_ROWS = "event/data"
 """The metric in the first step's row that reports how many data rows were dropped or truncated."""
 
 
@@ -55,11 +55,11 @@ def resources(run: FromData, peers: Peers, directory: Path) -> Scorer:
     """Return what verifies answers to a task, with its worker processes."""
     answering = run.answering
     source = run.data.source
-    asked = configs.tasks_in(run.evaluation.task) or ([source.task] if isinstance(source, Collected) else [])
-    verified = tuple(task.label for task in asked if task.verifier != "none")  # others have an environment's reward
-    rewards = (TaskReward(Accuracy(), verified),) if 0 < len(verified) < len(asked) else (Accuracy(),)
+    answered = configs.tasks_in(run.evaluation.task) or ([source.task] if isinstance(source, Collected) else [])
+    verified = tuple(task.label for task in answered if task.verifier != "none")  # others have an environment's reward
+    rewards = (TaskReward(Accuracy(), verified),) if 0 < len(verified) < len(answered) else (Accuracy(),)
     return Scorer(
-        () if asked and not verified else rewards, answering.workers, answering.timeout_s, 0.0, peers, directory
+        () if answered and not verified else rewards, answering.workers, answering.timeout_s, 0.0, peers, directory
     )
 
 
@@ -71,7 +71,7 @@ def groups(run: FromData) -> Groups:
         Pairs: (2, "pairs of completions of"),
         Unpaired: (2, "completions, each with that of another prompt, of"),
     }
-    each, words = next(found for kind, found in kinds.items() if isinstance(run.data, kind))
+    each, words = next(size for kind, size in kinds.items() if isinstance(run.data, kind))
     return Groups(run.group_field, run.batch.rows, each, run.batch.max_tokens, words)
 
 
@@ -79,7 +79,7 @@ Exam = Callable[[Decoder], tuple[TaskEvaluation, ...]]
 """A function that evaluates a model on each task's problems; the result is empty without problems."""
 
 
-def answers_of(
+def build_exam(
     run: FromData, model: Decoder, tokenizer: Any, mesh: Any, scorer: Scorer, progress: Progress, peers: Peers
 ) -> tuple[Exam | None, Any]:
     """Return the evaluation on a task, None without one, and the run's data.
@@ -96,7 +96,7 @@ def answers_of(
         return None, run.data
     answering, status = run.answering, progress.status
     tested = configs.parts_of_task(run.evaluation.task or source.task)
-    most = run.evaluation.limit or None
+    limit = run.evaluation.limit or None
     problems: Sequence[Problem] = ()
     questions: Sequence[Problem] = ()
     longest = 0
@@ -104,17 +104,17 @@ def answers_of(
         status(f"reading task {source.task.label}")
         loaded = tasks.load(source.task)
         problems = loaded.train[: source.limit or None]
-        questions = loaded.held_out[:most]
+        questions = loaded.held_out[:limit]
         longest = tasks.Prompts(source.task, tokenizer).longest(problems)
     if run.evaluation.task is not None:
-        read = read_parts(tested, lambda part: True, status)
-        questions = [problem for one in read for problem in one.train[:most]]
+        tasks_read = read_parts(tested, lambda part: True, status)
+        questions = [problem for task in tasks_read for problem in task.train[:limit]]
     scorer.check([*problems, *questions])
     prompts = tasks.Prompts([part.task for part in tested], tokenizer)
     stops = model.config.tokens.eos
     playing = [
-        episodes_of(one, answering, stops, peers)
-        for one in (prompts, tasks.Prompts(source.task if collects else (), tokenizer))
+        episodes_of(task, answering, stops, peers)
+        for task in (prompts, tasks.Prompts(source.task if collects else (), tokenizer))
     ]
     longest = max(longest, prompts.longest(questions), answering.max_prompt_tokens if any(playing) else 0)
     length = longest + answering.max_new_tokens
@@ -124,14 +124,14 @@ def answers_of(
         model, dtype, mesh, mesh, slots=answering.slots, max_length=length, chunk=answering.chunk
     )
     limits = configs.limits_of(tested, answering.max_new_tokens)
-    asked = EvaluationSet(prompts, questions, run.evaluation.samples, run.seed, limits)
+    evaluation_set = EvaluationSet(prompts, questions, run.evaluation.samples, run.seed, limits)
     sampling = Sampling(run.evaluation.temperature, 0, run.evaluation.top_p, answering.max_new_tokens, stops)
 
     def by(model: Decoder, episodes: Episodes | None) -> Answerer:
         return Answerer(engine, prepared(model), tokenizer, scorer, episodes)
 
     def exam(model: Decoder) -> tuple[TaskEvaluation, ...]:
-        return evaluate(by(model, playing[0]), asked, sampling, status) if questions else ()
+        return evaluate(by(model, playing[0]), evaluation_set, sampling, status) if questions else ()
 
     if not collects:
         return exam, run.data
@@ -173,7 +173,7 @@ class DatasetStage(Stage):
         places = [tasks.problem_index(self.run.seed, index, len(self.rows)) for index in range(begin, end)]
         groups = [self.samples_of(self.rows[place], place, row) for row, place in enumerate(places)]
         state, metrics = self.update(state, groups, coefficients, number, time.perf_counter())
-        row: dict[str, Any] = {LEFT_OUT: self.left_out} if self.left_out and carry is None else {}
+        row: dict[str, Any] = {DROPPED_ROWS: self.left_out} if self.left_out and carry is None else {}
         row |= {"epoch": end / len(self.rows)} | metrics
         row["tokens"] = float(sum(self.learned(sample) for group in groups for sample in group))
         return StepOutcome(state, end, row)
@@ -185,7 +185,7 @@ class DatasetStage(Stage):
         return EvaluationReport(numbers, answers) if numbers or answers else None
 
 
-def read(
+def read_rows_of(
     run: FromData, model: Any, tokenizer: Any, mesh: Any, scorer: Scorer, progress: Progress, peers: Peers, what: str
 ) -> tuple[tasks.Loaded, dict[str, Any]]:
     """Collect the data or read it; return its rows, and the fields of a ``DatasetStage`` except how it learns.
@@ -197,7 +197,7 @@ def read(
     """
     check_tokenizer(tokenizer, run.model)
     check_positions(run.batch.max_tokens, model.config, "batch.max_tokens")
-    exam, data = answers_of(run, model, tokenizer, mesh, scorer, progress, peers)
+    exam, data = build_exam(run, model, tokenizer, mesh, scorer, progress, peers)
     progress.status(f"reading {data.label}")
     closes = isinstance(run, configs.RewardModel) and run.score_at != "stop"
     loaded = load_texts(data, tokenizer, model.config.tokens.eos, lambda row: run.batch.max_tokens, closes)
@@ -231,7 +231,7 @@ def read(
     }
 
 
-def with_room(forward: Forward, groups: Iterable[tuple[str, Sequence[Sample]]], rows: int) -> Forward:
+def fit_microbatch(forward: Forward, groups: Iterable[tuple[str, Sequence[Sample]]], rows: int) -> Forward:
     """Return the forward pass with microbatches large enough for samples that are compared with each other.
 
     Args:
@@ -252,21 +252,21 @@ def with_room(forward: Forward, groups: Iterable[tuple[str, Sequence[Sample]]], 
     return dataclasses.replace(forward, layout=layout)
 
 
-def programs_of(
+def build_programs(
     run: FromData, model: Any, mesh: Any, objective: Objective, groups: Iterable[tuple[str, Sequence[Sample]]] = ()
 ) -> tuple[Forward, tuple[Training, ...]]:
-    """Return how the model is run, and how it is trained; ``groups``: as for ``with_room``."""
+    """Return how the model is run, and how it is trained; ``groups``: as for ``fit_microbatch``."""
     compute = compute_for(run.learner, model.config, platform_of(mesh), compiler_options(mesh))
     longest = run.batch.max_tokens + 1  # a scalar model reads its score where one more token would be predicted
     tokens = -(-run.batch.rows // run.learner.minibatches) * longest
     layout = layout_for(run.learner, compute, longest, longest, mesh, model.config, tokens)
     optimiser = run.learner.optimiser
     update = make_update((objective,), build(optimiser), learning_rate(optimiser), compute)
-    forward = with_room(Forward(layout, compute, 1.0, mesh), groups, run.learner.compute.microbatch_rows)
+    forward = fit_microbatch(Forward(layout, compute, 1.0, mesh), groups, run.learner.compute.microbatch_rows)
     return forward, (Training((objective,), update),)
 
 
-def outline_of(
+def outline_dataset(
     run: FromData, model: Any, mesh: Any, objective: Objective, samples_of: Callable[..., list[Sample]]
 ) -> Outline:
     """Outline the run's computation for the longest rows, with all but the first token of each learned.
@@ -284,11 +284,11 @@ def outline_of(
         follows = np.zeros(max(tokens - 1, 1), np.int32)
         return [sample for row in rows for sample in samples_of(np.full(1, row, np.int32), follows, row)]
 
-    whole = samples_of(np.zeros(1, np.int32), np.zeros(run.batch.max_tokens - 1, np.int32), 0)
-    forward, training = programs_of(run, model, mesh, objective, [("the longest row", whole)])
+    longest_row = samples_of(np.zeros(1, np.int32), np.zeros(run.batch.max_tokens - 1, np.int32), 0)
+    forward, training = build_programs(run, model, mesh, objective, [("the longest row", longest_row)])
     answers = run.evaluation.task is not None or isinstance(run.data.source, Collected)
     return Outline(
-        state=state_of(run, model, training, False),
+        state=planned_state(run, model, training, False),
         training=training,
         forwards={"policy": forward},
         groups=groups(run),
@@ -301,7 +301,7 @@ def outline_of(
 # Supervised fine-tuning: the model learns to continue prompts as texts do.
 
 
-def sample_of(text: Text) -> Sample:
+def text_sample(text: Text) -> Sample:
     """Return the learner's sample of a text."""
     return Sample(text.prompt, text.tokens, text.mask)
 
@@ -310,16 +310,16 @@ def outline(run: configs.Supervised, model: Decoder, mesh: Any, *_: Any) -> Outl
     """Outline the run's computation on its devices."""
 
     def samples(prompt: np.ndarray, tokens: np.ndarray, number: int) -> list[Sample]:
-        return [sample_of(Text("", prompt, tokens, np.ones(len(tokens), bool), str(number)))]
+        return [text_sample(Text("", prompt, tokens, np.ones(len(tokens), bool), str(number)))]
 
-    return outline_of(run, model, mesh, NextToken(), samples)
+    return outline_dataset(run, model, mesh, NextToken(), samples)
 
 
-def text_numbers(forward: Any, model: Decoder, texts: Any, status: Callable[[str], None]) -> dict[str, float]:
+def evaluate_texts(forward: Any, model: Decoder, texts: Any, status: Callable[[str], None]) -> dict[str, float]:
     """Return ``eval/text/loss``, nats per token, and ``eval/text/perplexity``."""
-    samples = [sample_of(text) for text in texts]
-    found = scored(forward, model, samples, "logp", lambda text: status(f"evaluating: {text}"))
-    total = sum(float(np.sum(logp[sample.mask], dtype=np.float64)) for logp, sample in zip(found, samples, strict=True))
+    samples = [text_sample(text) for text in texts]
+    logps = score_samples(forward, model, samples, "logp", lambda text: status(f"evaluating: {text}"))
+    total = sum(float(np.sum(logp[sample.mask], dtype=np.float64)) for logp, sample in zip(logps, samples, strict=True))
     count = sum(int(sample.mask.sum()) for sample in samples)
     loss = -total / max(count, 1)
     return {"eval/text/loss": loss, "eval/text/perplexity": math.exp(min(loss, 700.0))}
@@ -333,12 +333,12 @@ def prepare(
     Raises:
       InputError: data that the run cannot use.
     """
-    _, fields = read(run, model, tokenizer, mesh, scorer, progress, peers, "texts")
-    forward, training = programs_of(run, model, mesh, NextToken())
+    _, fields = read_rows_of(run, model, tokenizer, mesh, scorer, progress, peers, "texts")
+    forward, training = build_programs(run, model, mesh, NextToken())
     return DatasetStage(
         forward=forward,
         training=training,
-        samples_of=lambda text, place, number: [sample_of(text)],
-        numbers=lambda policy, texts: text_numbers(forward, policy, texts, progress.status),
+        samples_of=lambda text, place, number: [text_sample(text)],
+        numbers=lambda policy, texts: evaluate_texts(forward, policy, texts, progress.status),
         **fields,
     )

@@ -32,12 +32,12 @@ def training_lines(
       samples: the learner's samples of their completions, each with its place among these groups.
       spell: returns the text of each token of a completion; if empty, tokens are not written one by one.
     """
-    seen = {sample.place: sample for sample in samples}
-    room = LOGGED_TOKENS
+    sample_by_place = {sample.place: sample for sample in samples}
+    tokens_left = LOGGED_TOKENS
     lines = []
     for number, group in enumerate(groups):
         for i, completion in enumerate(group.completions):
-            sample = seen.get((number, i))
+            sample = sample_by_place.get((number, i))
             line = {
                 "kind": "training",
                 "group": number,
@@ -54,30 +54,30 @@ def training_lines(
                 advantage = np.asarray(advantage_of(sample), np.float64)
                 counted = np.broadcast_to(sample.mask, advantage.shape) if advantage.ndim else np.ones(())
                 line["advantage"] = float(np.sum(advantage * counted) / max(np.sum(counted), 1))
-            room -= len(completion.tokens)
-            if room >= 0 and (texts := spell(completion.tokens.tolist())):
-                line["by_token"] = {"text": texts, **by_token(completion, sample)}
+            tokens_left -= len(completion.tokens)
+            if tokens_left >= 0 and (texts := spell(completion.tokens.tolist())):
+                line["by_token"] = {"text": texts, **token_numbers(completion, sample)}
             lines.append(line)
     return lines
 
 
-def by_token(completion: Completion, sample: Sample | None) -> dict[str, list[Any]]:
+def token_numbers(completion: Completion, sample: Sample | None) -> dict[str, list[Any]]:
     """Return the values of each token by name: numbers of sampler and learner; ``mask``, if the policy did not sample
     all tokens; ``counted``, if the loss leaves out some of those.
     """
     arrays = {"sampler_logp": completion.sampler_logp, **completion.extras, **({} if sample is None else sample.arrays)}
-    told: dict[str, list[Any]] = {}
+    numbers: dict[str, list[Any]] = {}
     for name, array in arrays.items():
         if array.ndim == 1 and np.issubdtype(array.dtype, np.floating):  # sets and marks are no numbers of tokens
-            told[name] = np.round(array.astype(np.float64), DIGITS).tolist()
+            numbers[name] = np.round(array.astype(np.float64), DIGITS).tolist()
     if not completion.mask.all():
-        told["mask"] = completion.mask.astype(int).tolist()
+        numbers["mask"] = completion.mask.astype(int).tolist()
     if sample is not None and (sample.mask != completion.mask).any():
-        told["counted"] = sample.mask.astype(int).tolist()
-    return told
+        numbers["counted"] = sample.mask.astype(int).tolist()
+    return numbers
 
 
-def of_examples(places: Sequence[int], samples: Sequence[Sequence[Sample]]) -> list[Sample]:
+def samples_at(places: Sequence[int], samples: Sequence[Sequence[Sample]]) -> list[Sample]:
     """Return the learner's samples of the groups at these places of a step, with their places renumbered."""
     order = {place: number for number, place in enumerate(places)}
     return [

@@ -30,7 +30,7 @@ from jaxrl_llm.rollout.groups import RolloutBatch
 from jaxrl_llm.rules import Rule
 from jaxrl_llm.rules.decision import Decided, Decision, Own, Row
 from jaxrl_llm.sharding.distributed import ALONE, Peers
-from jaxrl_llm.stages.dataset import sample_of, text_numbers
+from jaxrl_llm.stages.dataset import evaluate_texts, text_sample
 from jaxrl_llm.stages.stage import Fingerprints
 from jaxrl_llm.system.json_lines import append_rows, read_rows
 from jaxrl_llm.system.paths import new_file
@@ -117,16 +117,16 @@ class Constraints(Ingredient):
     def of(cls, run: Run) -> Self | None:
         """See ``Ingredient``."""
         limits = run.scoring.constraints
-        moves = {one.coefficient: functools.partial(constrained, limited=one) for one in limits}
-        begins = {one.coefficient: float(one.multiplier) for one in limits}
+        moves = {limit.coefficient: functools.partial(update_multiplier, constraint=limit) for limit in limits}
+        begins = {limit.coefficient: float(limit.multiplier) for limit in limits}
         gated = run.scoring.gate is not None
         return cls(limits, gated, coefficients=begins, rules=moves) if limits or gated else None
 
     def rewards(self, rewards: np.ndarray, groups: Sequence[Group], coefficients: Mapping[str, float]) -> np.ndarray:
         """Return ``r - sum of lam * (cost - limit)``, NaN where a cost is NaN."""
-        for one in self.constraints:
-            cost = np.stack([group.parts[one.part] for group in groups])
-            rewards = rewards - coefficients[one.coefficient] * (cost - one.limit)
+        for constraint in self.constraints:
+            cost = np.stack([group.parts[constraint.part] for group in groups])
+            rewards = rewards - coefficients[constraint.coefficient] * (cost - constraint.limit)
         return rewards
 
     def samples(self, samples: list[list[Sample]], batch: RolloutBatch) -> list[list[Sample]]:
@@ -135,23 +135,23 @@ class Constraints(Ingredient):
             return samples
         return [
             [
-                clip_positive_advantage(one) if out else one
-                for one, out in zip(members, group.parts[REJECTED], strict=True)
+                clip_positive_advantage(sample) if rejected else sample
+                for sample, rejected in zip(members, group.parts[REJECTED], strict=True)
             ]
             for members, group in zip(samples, batch.groups, strict=True)
         ]
 
 
-def constrained(row: Row, own: Own, limited: Constraint) -> Decided:
+def update_multiplier(row: Row, rule_memory: Own, constraint: Constraint) -> Decided:
     """Update the multiplier of a constraint, ``lam <- max(0, lam + rate * (mean cost - limit))``: a ``Rule``.
 
     A step without a cost leaves it unchanged.
     """
-    cost = row.get(limited.part, math.nan)
+    cost = row.get(constraint.part, math.nan)
     if math.isnan(cost):
-        return Decision(), own
-    moved = max(0.0, row[limited.coefficient] + limited.rate * (cost - limited.limit))
-    return Decision(coefficients={limited.coefficient: moved}), own
+        return Decision(), rule_memory
+    multiplier = max(0.0, row[constraint.coefficient] + constraint.rate * (cost - constraint.limit))
+    return Decision(coefficients={constraint.coefficient: multiplier}), rule_memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,16 +166,17 @@ class SharedCredit(Ingredient):
 
     def planned_samples(self, samples: list[Sample], updates: int) -> list[Sample]:
         """Return the samples with an advantage for each token."""
-        return [one.with_arrays(advantages=np.zeros(len(one.tokens), np.float32)) for one in samples]
+        return [sample.with_arrays(advantages=np.zeros(len(sample.tokens), np.float32)) for sample in samples]
 
     def samples(self, samples: list[list[Sample]], batch: RolloutBatch) -> list[list[Sample]]:
         """Return the samples with an advantage for each token: the mean over the members that share it."""
-        found = []
+        shared_samples = []
         for members, group in zip(samples, batch.groups, strict=True):
-            own = [np.broadcast_to(np.float32(advantage_of(one)), one.tokens.shape) for one in members]
-            shared = shared_credit(own, common_lengths(group.completions))
-            found.append([one.with_arrays(advantages=values) for one, values in zip(members, shared, strict=True)])
-        return found
+            advantages = [np.broadcast_to(np.float32(advantage_of(sample)), sample.tokens.shape) for sample in members]
+            shared = shared_credit(advantages, common_lengths(group.completions))
+            pairs = zip(members, shared, strict=True)
+            shared_samples.append([sample.with_arrays(advantages=credit) for sample, credit in pairs])
+        return shared_samples
 
 
 OBSERVATIONS = "observations"
@@ -201,11 +202,11 @@ class ObservationLoss(Objective):
     def __call__(self, outputs: Any, batch: Any, counts: Any, coefficients: Scalars) -> Share:
         """Return the loss, and as metrics the loss, the mean without the coefficient, and the number of tokens."""
         mean = pretraining_loss(outputs["logp"], batch.mask, counts.tokens)
-        said = jnp.sum(batch.mask, dtype=jnp.float32)
+        tokens = jnp.sum(batch.mask, dtype=jnp.float32)
         return self.coef * mean, {
             "loss": self.coef * mean,
             f"{OBSERVATIONS}/loss": mean,
-            f"{OBSERVATIONS}/tokens": said,
+            f"{OBSERVATIONS}/tokens": tokens,
         }
 
     def finalize(self, metrics: Scalars) -> Scalars:
@@ -232,20 +233,20 @@ class Observations(Ingredient):
         """Add to each sample the mask of what its environment said."""
         return [
             [
-                one.with_arrays(**{OBSERVATIONS: observed(said)})
-                for one, said in zip(members, group.completions, strict=True)
+                sample.with_arrays(**{OBSERVATIONS: observation_mask(completion)})
+                for sample, completion in zip(members, group.completions, strict=True)
             ]
             for members, group in zip(samples, batch.groups, strict=True)
         ]
 
 
-def observed(completion: Completion) -> np.ndarray:
+def observation_mask(completion: Completion) -> np.ndarray:
     """Return bool[T], True on the contents of the messages of an episode's environment, False on the template's."""
-    found = np.zeros(len(completion.tokens), bool)
+    mask = np.zeros(len(completion.tokens), bool)
     for turn in () if completion.episode is None else completion.episode.turns:
         for begin, end in turn.said:
-            found[begin:end] = True
-    return found
+            mask[begin:end] = True
+    return mask
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,11 +286,11 @@ class PretrainingMix(Ingredient):
     @classmethod
     def of(cls, run: Run) -> Self | None:
         """See ``Ingredient``."""
-        ptx, taught = run.rollout.collect.ptx, run.scoring.distillation
-        if taught is not None and taught.texts is not None:
-            count = taught.rows_of(run.rollout.prompts * run.rollout.group)
+        ptx, distillation = run.rollout.collect.ptx, run.scoring.distillation
+        if distillation is not None and distillation.texts is not None:
+            count = distillation.rows_of(run.rollout.prompts * run.rollout.group)
             alone = not samples_groups(run)
-            return cls(count=count, alone=alone, seed=run.seed, source=taught.texts, objective=DISTILLATION)
+            return cls(count=count, alone=alone, seed=run.seed, source=distillation.texts, objective=DISTILLATION)
         if ptx is None:
             return None
         return cls(count=ptx.rows, seed=run.seed, source=ptx.texts, objectives=(NextToken(ptx.coef, "text/"),))
@@ -304,9 +305,9 @@ class PretrainingMix(Ingredient):
         context.progress.status(f"reading {source.label}")
         forward = context.forwards["policy"]
         size = forward.layout.row_tokens, forward.layout.completion_tokens
-        loaded = load_texts(source, context.tokenizer, context.stops, lambda text: room(text, *size))
+        loaded = load_texts(source, context.tokenizer, context.stops, lambda text: max_text_tokens(text, *size))
         train, held_out = (
-            [piece for text in texts for piece in pieces(text, *size)] for texts in (loaded.train, loaded.held_out)
+            [piece for text in texts for piece in split_text(text, *size)] for texts in (loaded.train, loaded.held_out)
         )
         return dataclasses.replace(
             self,
@@ -335,7 +336,7 @@ class PretrainingMix(Ingredient):
         counted = [[sample.counting(self.others) for sample in group] for group in samples]
         numbers = range(batch.carryover.texts - self.count, batch.carryover.texts)
         places = [tasks.problem_index(self.seed, number, len(self.texts)) for number in numbers]
-        texts = [[sample_of(self.texts[place]).counting((self.objective,))] for place in places]
+        texts = [[text_sample(self.texts[place]).counting((self.objective,))] for place in places]
         # Of equal parts of a line the middles: a group's before a text's where they meet.
         order = [((at + 0.5) / len(counted), 0, group) for at, group in enumerate(counted)]
         order += [((at + 0.5) / len(texts), 1, text) for at, text in enumerate(texts)]
@@ -343,15 +344,15 @@ class PretrainingMix(Ingredient):
 
     def evaluate(self, policy: Decoder) -> dict[str, float]:
         """Return ``eval/text/loss`` and its perplexity on the held-out texts; nothing without any."""
-        return text_numbers(self.forward, policy, self.held_out, self.status) if self.held_out else {}
+        return evaluate_texts(self.forward, policy, self.held_out, self.status) if self.held_out else {}
 
 
-def room(text: Text, row_tokens: int, tokens: int) -> float:
+def max_text_tokens(text: Text, row_tokens: int, tokens: int) -> float:
     """Return the most tokens that a text may have; infinite for one without a prompt, which may be split."""
     return math.inf if len(text.prompt) == 1 else min(row_tokens, len(text.prompt) + tokens)
 
 
-def pieces(text: Text, row_tokens: int, tokens: int) -> list[Text]:
+def split_text(text: Text, row_tokens: int, tokens: int) -> list[Text]:
     """Return a text that fits a row, or the pieces of one without a prompt, each after the last token of the one
     before.
 
@@ -367,14 +368,12 @@ def pieces(text: Text, row_tokens: int, tokens: int) -> list[Text]:
             f"have {row_tokens}, completions {tokens}: raise rollout.max_new_tokens, or leave it out of "
             "rollout.collect.ptx (Texts.overlong drops or truncates such texts)"
         )
-    whole = np.concatenate([text.prompt, text.tokens])
-    begins = range(1, len(whole), size)
-    return [
-        dataclasses.replace(
-            text, prompt=whole[at - 1 : at], tokens=whole[at : at + size], mask=text.mask[at - 1 : at - 1 + size]
-        )
-        for at in begins
-    ]
+    tokens_read, parts = np.concatenate([text.prompt, text.tokens]), []
+    for at in range(1, len(tokens_read), size):
+        here = slice(at, at + size)
+        mask = text.mask[at - 1 : at - 1 + size]
+        parts.append(dataclasses.replace(text, prompt=tokens_read[at - 1 : at], tokens=tokens_read[here], mask=mask))
+    return parts
 
 
 FIRST_ANSWERS = "first_answers.jsonl"
@@ -411,13 +410,13 @@ class WinRate(Ingredient):
         """See ``Ingredient``."""
         prompts = context.test_prompts
         # The length of answers may grow from phase to phase.
-        how = np.asarray([context.answers.temperature, context.answers.top_p], np.float64)
+        sampling_numbers = np.asarray([context.answers.temperature, context.answers.top_p], np.float64)
         return dataclasses.replace(
             self,
             path=context.scorer.folder / FIRST_ANSWERS,
             scorer=context.scorer,
             peers=context.peers,
-            made_from=lambda problem: digest_of_parts([np.asarray(prompts[problem], np.int32), how]),
+            made_from=lambda problem: digest_of_parts([np.asarray(prompts[problem], np.int32), sampling_numbers]),
         )
 
     def compared(self, answers: tuple[TaskEvaluation, ...], first: bool) -> tuple[TaskEvaluation, ...]:
@@ -426,47 +425,49 @@ class WinRate(Ingredient):
             self.begin(answers)
             return answers
         rows = self.peers.first(lambda: list(read_rows(self.path)))
-        known = {(row["task"], row["problem"], row["sample"]): row for row in rows}
-        return tuple(self.against(known, evaluated) for evaluated in answers)
+        first_answers = {(row["task"], row["problem"], row["sample"]): row for row in rows}
+        return tuple(self.against(first_answers, evaluated) for evaluated in answers)
 
-    def begin(self, found: Sequence[TaskEvaluation]) -> None:
+    def begin(self, evaluations: Sequence[TaskEvaluation]) -> None:
         """Store the first policy's answers to each task; they replace those of an earlier attempt."""
         if not self.peers.leads:
             return
-        kept = ("task", "problem", "sample", "completion", "finish_reason")
-        told = []
-        for one in found:
-            asked = {problem.id: self.made_from(problem) for problem in one.problems}
-            rows = zip(one.rows(), (answer for row in one.completions for answer in row), strict=True)
+        columns = ("task", "problem", "sample", "completion", "finish_reason")
+        lines = []
+        for evaluation in evaluations:
+            digests = {problem.id: self.made_from(problem) for problem in evaluation.problems}
+            rows = zip(evaluation.rows(), (answer for row in evaluation.completions for answer in row), strict=True)
             for row, answer in rows:
-                own = {"tokens": answer.tokens, "made_from": asked[row["problem"]]}
-                told.append({name: row[name] for name in kept} | own)
+                more = {"tokens": answer.tokens, "made_from": digests[row["problem"]]}
+                lines.append({name: row[name] for name in columns} | more)
         with new_file(self.path) as part, part.open("wb") as file:
-            append_rows(file, told)
+            append_rows(file, lines)
 
-    def against(self, known: Mapping[tuple[str, str, int], dict[str, Any]], found: TaskEvaluation) -> TaskEvaluation:
+    def against(
+        self, first_answers: Mapping[tuple[str, str, int], dict[str, Any]], evaluation: TaskEvaluation
+    ) -> TaskEvaluation:
         """Add ``won`` to one task's evaluation: each answer against the first policy's of the same number.
 
         Equal tokens are a tie, without asking the judge. NaN if the first answer is missing (the problems, their
         prompts or the sampling were others then, or the file is gone), or if one of the two could not be scored.
         """
         first = [
-            [known.get((found.task, problem.id, number)) for number in range(len(row))]
-            for problem, row in zip(found.problems, found.completions, strict=True)
+            [first_answers.get((evaluation.task, problem.id, number)) for number in range(len(row))]
+            for problem, row in zip(evaluation.problems, evaluation.completions, strict=True)
         ]
         won = np.full((len(first), len(first[0])), np.nan)
         places = []
         items: list[tuple[Problem, Completion]] = []
         for at, row in np.ndenumerate(np.asarray(first, object)):
-            answer = found.completions[at[0]][at[1]]
-            made_from = self.made_from(found.problems[at[0]])
+            answer = evaluation.completions[at[0]][at[1]]
+            made_from = self.made_from(evaluation.problems[at[0]])
             if row is None or row["made_from"] != made_from:
                 continue
             if row["tokens"] == answer.tokens.tolist():
                 won[at] = 0.5
                 continue
             places.append(at)
-            problem = found.problems[at[0]]
+            problem = evaluation.problems[at[0]]
             if self.pairwise:  # it prefers an answer to the reference: here to the first policy's
                 before = dataclasses.replace(problem, answer=row["completion"] or " ", verifier="none")
                 items.append((before, answer))
@@ -484,4 +485,4 @@ class WinRate(Ingredient):
             scores = np.where(np.isnan(old + new), np.nan, (np.sign(new - old) + 1) / 2)
         for at, score in zip(places, scores, strict=True):
             won[at] = score
-        return dataclasses.replace(found, won=won)
+        return dataclasses.replace(evaluation, won=won)

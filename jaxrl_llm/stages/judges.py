@@ -30,8 +30,8 @@ from jaxrl_llm.rewards.rubric import Pairwise, asks_model
 from jaxrl_llm.rewards.scorer import token_index
 from jaxrl_llm.rollout.generation import OpenRequests, generate_all
 from jaxrl_llm.runs.load import load_model
-from jaxrl_llm.stages.stage import SCORED_AT_ONCE, Architectures, Pass, run_by, scored, scored_sample
-from jaxrl_llm.stages.taught import check_template, readers, taught
+from jaxrl_llm.stages.stage import SCORING_CHUNK, Architectures, Pass, score_sample, score_samples, scoring_forward
+from jaxrl_llm.stages.taught import check_reward_template, reward_format, reward_model_uses
 from jaxrl_llm.tasks import Prompts
 from jaxrl_llm.tasks.chats import Guard, PieceEncoder, close_completion
 from jaxrl_llm.tasks.template import check_tokenizer, render_chat
@@ -64,13 +64,13 @@ class DeviceModel:
         If the model reads on to the end of the chat template, the t tokens include those of the template.
         """
         samples = [
-            scored_sample(
+            score_sample(
                 self.prompts[problem.task][problem], close_completion(completion, self.closings.get(problem.task)), {}
             )
             for problem, completion in items
         ]
         with jax.set_mesh(self.forward.mesh):  # of this thread
-            return scored(self.forward, self.model, samples, "values", self.status)
+            return score_samples(self.forward, self.model, samples, "values", self.status)
 
 
 def load_judge(
@@ -88,30 +88,28 @@ def load_judge(
       run: gives the policy, the lengths of prompts and completions, and how the learner computes.
       path: RUN[@STEP] or a directory.
       field: the setting that names it, for messages.
-      where, tokenizer, prompts, status: as for ``judges_of``.
+      where, tokenizer, prompts, status: as for ``load_judges``.
 
     Raises:
-      InputError: as ``judges_of``.
+      InputError: as ``load_judges``.
     """
     status(f"loading {path}")
     with naming(field):
-        model, own = load_model(path, run.learner.compute.dtype, where)
+        model, model_tokenizer = load_model(path, run.learner.compute.dtype, where)
     if not isinstance(model, ScalarModel):
         raise InputError(f"{field}: {path} is a language model, which gives no score: train a RewardModel")
-    check_tokenizer(own, f"{field}: {path}")
-    if own.get_vocab() != tokenizer.get_vocab():
+    check_tokenizer(model_tokenizer, f"{field}: {path}")
+    if model_tokenizer.get_vocab() != tokenizer.get_vocab():
         raise InputError(
             f"{field}: the tokens of {path} are not those of {run.model}: give a reward model that reads the policy's "
             "tokens"
         )
-    known = taught(path, own)
-    check_template(known, f"{field}: {path}", prompts, tokenizer)
-    closes = known is not None and known.score_at == "template"  # else a score is read at the completion's own end
-    ends = (
-        {label: PieceEncoder(one.task(label), tokenizer, (), {}).closing for label, one in prompts.items()}
-        if closes
-        else {}
-    )
+    recorded = reward_format(path, model_tokenizer)
+    check_reward_template(recorded, f"{field}: {path}", prompts, tokenizer)
+    ends: dict[str, Sequence[int] | None] = {}
+    if recorded is not None and recorded.score_at == "template":  # else a score is read at the completion's own end
+        tasks_read = {label: task_prompts.task(label) for label, task_prompts in prompts.items()}
+        ends = {label: PieceEncoder(task, tokenizer, (), {}).closing for label, task in tasks_read.items()}
     more = max((len(closing) - 1 for closing in ends.values() if closing), default=0)  # a stop token is there already
     longest = run.rollout.max_length + more
     positions = model.config.attention.rope.max_positions
@@ -120,15 +118,15 @@ def load_judge(
         f"{field}: {path} was made for {positions} positions, and prompts with completions have up to {longest}: lower "
         "max_new_tokens or max_prompt_tokens, or give another reward model",
     )
-    forward = run_by(run.learner, model.config, where, longest + 1, run.rollout.max_new_tokens + more + 1)
+    forward = scoring_forward(run.learner, model.config, where, longest + 1, run.rollout.max_new_tokens + more + 1)
     return DeviceModel(model, forward, prompts, status, ends)
 
 
-def judges_of(
+def load_judges(
     run: configs.Run, where: Mesh, tokenizer: Any, prompts: Mapping[str, Prompts], status: Callable[[str], None]
 ) -> dict[Any, Callable[[Sequence[Item]], Any]]:
-    """Return functions that compute the rewards of models, by reward: ``together``, ``by_step``, or the answers of a
-    judge; empty without any.
+    """Return functions that compute the rewards of models, by reward: ``final_scores``, ``step_scores``, or the
+    answers of a judge; empty without any.
 
     Args:
       run: with its settings resolved.
@@ -141,24 +139,24 @@ def judges_of(
       InputError: a model that is missing, is not a reward model, was trained with another format, or has other tokens
         than the policy.
     """
-    for reader, path in readers(run):
-        reader.check(path)
+    for use, path in reward_model_uses(run):
+        use.check(path)
     models: dict[str, DeviceModel] = {}
-    for reader, path in readers(run):
+    for use, path in reward_model_uses(run):
         if path not in models:
-            models[path] = load_judge(run, path, reader.field.removesuffix(":"), where, tokenizer, prompts, status)
-    found: dict[Any, Callable[[Sequence[Item]], Any]] = {}
+            models[path] = load_judge(run, path, use.field.removesuffix(":"), where, tokenizer, prompts, status)
+    functions: dict[Any, Callable[[Sequence[Item]], Any]] = {}
     for base in configs.bases(run):
         if isinstance(base, ModelReward):
-            found[base] = functools.partial(together, [models[path] for path in base.paths])
+            functions[base] = functools.partial(final_scores, [models[path] for path in base.paths])
         elif isinstance(base, StepReward):
-            found[base] = functools.partial(by_step, base, models[base.path], tokenizer)
-    return found | judge_models(run, where, status)
+            functions[base] = functools.partial(step_scores, base, models[base.path], tokenizer)
+    return functions | load_judge_engines(run, where, status)
 
 
-def together(models: Sequence[DeviceModel], items: Sequence[Item]) -> np.ndarray:
+def final_scores(models: Sequence[DeviceModel], items: Sequence[Item]) -> np.ndarray:
     """Return the score of each completion by each model, float64[n, m]."""
-    scores = [[float(values[-1]) for values in one.values(items)] for one in models]
+    scores = [[float(values[-1]) for values in model.values(items)] for model in models]
     return np.asarray(scores, np.float64).T
 
 
@@ -167,29 +165,29 @@ def judge_passes(run: configs.Run, samples: Sequence[Sample], where: Any, find: 
 
     Reward models of one architecture share a program, and score in chunks of completions.
     """
-    models = collections.Counter(find(path) for path in dict.fromkeys(path for _, path in readers(run)))
-    calls = -(-len(samples) // SCORED_AT_ONCE)
-    some = [scored_sample(sample.prompt, sample.tokens, {}) for sample in samples[:SCORED_AT_ONCE]]
+    models = collections.Counter(find(path) for path in dict.fromkeys(path for _, path in reward_model_uses(run)))
+    calls = -(-len(samples) // SCORING_CHUNK)
+    some = [score_sample(sample.prompt, sample.tokens, {}) for sample in samples[:SCORING_CHUNK]]
     dtype = jnp.dtype(run.learner.compute.dtype)
     passes, rollout = [], run.rollout
     for number, (config, count) in enumerate(models.items(), start=1):
-        forward = run_by(run.learner, config, where, rollout.max_length + 1, rollout.max_new_tokens + 1)
+        forward = scoring_forward(run.learner, config, where, rollout.max_length + 1, rollout.max_new_tokens + 1)
         model = jax.eval_shape(lambda c=config: with_scalar_head(initialise(c, jax.random.key(0), dtype)))
         name = "judges" if number == 1 else f"judges {number}"
         passes.append(Pass(name, forward, some, "values", calls * count, model=model, copies=count))
-    return [*passes, *judging_passes(run, samples, where, find)]
+    return [*passes, *engine_passes(run, samples, where, find)]
 
 
-def by_step(reward: StepReward, model: DeviceModel, tokenizer: Any, items: Sequence[Item]) -> np.ndarray:
+def step_scores(reward: StepReward, model: DeviceModel, tokenizer: Any, items: Sequence[Item]) -> np.ndarray:
     """Return for each completion ``[(index of a step's last token, value), ...]``, as an array of lists [n]."""
-    found = np.zeros(len(items), object)
-    for place, ((_, completion), values) in enumerate(zip(items, model.values(items), strict=True)):
+    steps = np.zeros(len(items), object)
+    for index, ((_, completion), values) in enumerate(zip(items, model.values(items), strict=True)):
         ends = step_ends(completion, reward.separator, tokenizer)
         scores = 1 / (1 + np.exp(-values[ends + 1].astype(np.float64)))
         if reward.differences:
             scores = step_differences(scores, reward.start)
-        found[place] = [(int(end), float(score)) for end, score in zip(ends, scores, strict=True)]
-    return found
+        steps[index] = [(int(end), float(score)) for end, score in zip(ends, scores, strict=True)]
+    return steps
 
 
 def solution_scores(
@@ -205,9 +203,9 @@ def solution_scores(
     """
     if by == "score":
         return np.asarray([values[-1] for values in model.values(items)], np.float64)
-    said = by_step(StepReward("", separator=separator), model, tokenizer, items)
-    found = [np.asarray([value for _, value in steps], np.float64) for steps in said]
-    return np.asarray([solution_score(steps, by) for steps in found], np.float64)
+    steps_of_items = step_scores(StepReward("", separator=separator), model, tokenizer, items)
+    probabilities = [np.asarray([probability for _, probability in steps], np.float64) for steps in steps_of_items]
+    return np.asarray([solution_score(steps, by) for steps in probabilities], np.float64)
 
 
 def step_ends(completion: Completion, separator: str, tokenizer: Any) -> np.ndarray:
@@ -246,22 +244,22 @@ class FallingSteps:
     seen: dict[int, int] = dataclasses.field(default_factory=dict)
     ends: dict[int, int] = dataclasses.field(default_factory=dict)
 
-    def __call__(self, made: Mapping[int, Completion]) -> dict[int, int]:
+    def __call__(self, completions: Mapping[int, Completion]) -> dict[int, int]:
         """Return the number of tokens to keep of each stopped completion; the completions must have their texts."""
         longer = {}
-        for number, completion in made.items():
+        for number, completion in completions.items():
             complete = len(split_steps(completion.text, self.separator)) - 1
             if number not in self.ends and complete > max(self.falls, self.seen.get(number, 0)):
                 longer[number] = completion
         if longer:
             values = self.model.values([(self.problems[number], c) for number, c in longer.items()])
-            for (number, completion), said in zip(longer.items(), values, strict=True):
+            for (number, completion), step_values in zip(longer.items(), values, strict=True):
                 ends = step_ends(completion, self.separator, self.tokenizer)[:-1]
                 self.seen[number] = len(ends)
-                fallen = first_fall(said[ends + 1], self.falls)
+                fallen = first_fall(step_values[ends + 1], self.falls)
                 if fallen is not None:
                     self.ends[number] = int(ends[fallen]) + 1
-        return {number: self.ends[number] for number in made if number in self.ends}
+        return {number: self.ends[number] for number in completions if number in self.ends}
 
 
 def first_fall(scores: Sequence[float], falls: int) -> int | None:
@@ -301,28 +299,29 @@ class JudgeEngine:
     def ask(self, chats: Sequence[Sequence[Message]]) -> list[JudgeAnswer | Exception]:
         """Return the answer to each chat, or why it cannot be asked; equal chats are asked once."""
         prompts = [self.prompt(chat) for chat in chats]
-        asked: dict[bytes, np.ndarray] = {}
+        unique: dict[bytes, np.ndarray] = {}
         for prompt in prompts:
             if len(prompt) <= self.settings.max_prompt_tokens:
-                asked.setdefault(prompt.tobytes(), prompt)
+                unique.setdefault(prompt.tobytes(), prompt)
         sampling = Sampling(0.0, max_new_tokens=self.settings.max_new_tokens, stop_ids=self.weights.config.tokens.eos)
         requests = OpenRequests(self.backend, sampling)
-        if asked:
-            requests.submit(list(asked), list(asked.values()), [0] * len(asked))
+        if unique:
+            requests.submit(list(unique), list(unique.values()), [0] * len(unique))
         with jax.set_mesh(self.mesh):  # of this thread
-            found = generate_all(requests, self.weights, self.tokenizer, lambda text: self.status(f"judging: {text}"))
+            status = lambda text: self.status(f"judging: {text}")  # noqa: E731
+            completions = generate_all(requests, self.weights, self.tokenizer, status)
         self.backend.start(sampling)  # gives its cache back
         answers: list[JudgeAnswer | Exception] = []
-        new = set(asked)
+        new = set(unique)
         for prompt in prompts:
             key = prompt.tobytes()
-            if key not in asked:
+            if key not in unique:
                 answers.append(self._too_long(len(prompt)))
                 continue
             first = key in new
             new.discard(key)
-            size = (len(prompt), found[key].length) if first else (0, 0)
-            answers.append(JudgeAnswer(found[key].text, *map(float, size), cached=not first))
+            size = (len(prompt), completions[key].length) if first else (0, 0)
+            answers.append(JudgeAnswer(completions[key].text, *map(float, size), cached=not first))
         return answers
 
     def prompt(self, chat: Sequence[Message]) -> np.ndarray:
@@ -375,53 +374,53 @@ def load_judge_model(
     engine, transfer = backend_for(
         model, dtype, where, where, slots=judge.slots, max_length=judge.max_length, strict=True
     )  # fmt: skip
-    found = JudgeEngine(judge, engine, transfer(model), tokenizer, where, status)
+    judge_engine = JudgeEngine(judge, engine, transfer(model), tokenizer, where, status)
     with naming(f"{field}: {judge.model}"):
-        found.prompt([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}])
-    return found
+        judge_engine.prompt([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}])
+    return judge_engine
 
 
-def judge_models(
+def load_judge_engines(
     run: configs.Run, where: Mesh, status: Callable[[str], None]
 ) -> dict[Any, Callable[[Sequence[Item]], Any]]:
-    """Return ``answered`` by reward, for those that ask a ``JudgeModel``; arguments and errors as of ``judges_of``."""
+    """Return ``judge_completions`` by reward, for those that ask a ``JudgeModel``; see ``load_judges``."""
     engines: dict[JudgeModel, JudgeEngine] = {}
-    found: dict[Any, Callable[[Sequence[Item]], Any]] = {}
+    functions: dict[Any, Callable[[Sequence[Item]], Any]] = {}
     for base in filter(asks_model, configs.bases(run)):
         if base.judge not in engines:
             engines[base.judge] = load_judge_model(base.judge, run, f"reward {base.name}", where, status)
-        found[base] = functools.partial(answered, base, engines[base.judge])
-    return found
+        functions[base] = functools.partial(judge_completions, base, engines[base.judge])
+    return functions
 
 
-def asked_models(run: configs.Run) -> dict[JudgeModel, int]:
+def judge_questions(run: configs.Run) -> dict[JudgeModel, int]:
     """Return the judges on the run's devices, each with its questions about a completion in training."""
-    found: dict[JudgeModel, int] = {}
+    questions: dict[JudgeModel, int] = {}
     for base in configs.bases(run):
         if asks_model(base):
-            found[base.judge] = found.get(base.judge, 0) + (2 if isinstance(base, Pairwise) else 1)
-    return found
+            questions[base.judge] = questions.get(base.judge, 0) + (2 if isinstance(base, Pairwise) else 1)
+    return questions
 
 
-def answered(reward: Any, judge: JudgeEngine, items: Sequence[Item]) -> np.ndarray:
+def judge_completions(reward: Any, judge: JudgeEngine, items: Sequence[Item]) -> np.ndarray:
     """Return what a reward makes of a judge's answers: a score with its numbers, or an error, for each completion."""
-    found = np.empty(len(items), object)
-    found[:] = reward.judge_all(items, judge.ask)
-    return found
+    judgements = np.empty(len(items), object)
+    judgements[:] = reward.judge_all(items, judge.ask)
+    return judgements
 
 
-def judging_passes(run: configs.Run, samples: Sequence[Sample], where: Any, find: Architectures) -> list[Pass]:
+def engine_passes(run: configs.Run, samples: Sequence[Sample], where: Any, find: Architectures) -> list[Pass]:
     """Return what judges read in a step that has these completions, for the plan: the weights of each, and passes over
     questions and answers at their longest, as many as slots at a time.
     """
     passes = []
     dtype = jnp.dtype(run.learner.compute.dtype)
-    for number, (judge, asked) in enumerate(asked_models(run).items(), start=1):
+    for number, (judge, questions) in enumerate(judge_questions(run).items(), start=1):
         config = find(judge.model)
-        forward = run_by(run.learner, config, where, judge.max_length, judge.max_new_tokens)
+        forward = scoring_forward(run.learner, config, where, judge.max_length, judge.max_new_tokens)
         ids, mask = np.zeros(judge.max_new_tokens, np.int32), np.ones(judge.max_new_tokens, bool)
         some = [Sample(np.zeros(judge.max_prompt_tokens, np.int32), ids, mask)] * min(judge.slots, len(samples))
         model = jax.eval_shape(lambda c=config: initialise(c, jax.random.key(0), dtype))
-        calls = -(-len(samples) * asked // len(some))
+        calls = -(-len(samples) * questions // len(some))
         passes.append(Pass(f"judge model {number}", forward, some, "logp", calls, model=model, copies=1))
     return passes

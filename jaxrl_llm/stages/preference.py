@@ -19,8 +19,8 @@ from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rewards import Scorer
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.sharding.rules import weights_digest
-from jaxrl_llm.stages.dataset import DatasetStage, groups, outline_of, programs_of, read, resources
-from jaxrl_llm.stages.stage import SCORED_AT_ONCE, Outline, Pass, scored
+from jaxrl_llm.stages.dataset import DatasetStage, build_programs, groups, outline_dataset, read_rows_of, resources
+from jaxrl_llm.stages.stage import SCORING_CHUNK, Outline, Pass, score_samples
 from jaxrl_llm.system.paths import new_file
 from jaxrl_llm.telemetry.progress import Progress
 
@@ -50,22 +50,22 @@ def at_start(path: Path, key: str, peers: Peers, compute: Callable[[], Sums]) ->
 
     def its_key() -> str | None:
         try:
-            with path.open("rb") as file, np.load(file) as found:
-                return str(found["key"])
+            with path.open("rb") as file, np.load(file) as arrays:
+                return str(arrays["key"])
         except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
             return None  # missing, or torn by a crash
 
     if peers.first(its_key) == key:
         with np.load(path) as file:
             return {name: file[name] for name in file.files if name != "key"}
-    known = compute()
+    sums = compute()
     if peers.leads:
         with new_file(path) as part, part.open("wb") as file:
-            np.savez(file, key=np.asarray(key), **known)  # ty: ignore[invalid-argument-type]
-    return known
+            np.savez(file, key=np.asarray(key), **sums)  # ty: ignore[invalid-argument-type]
+    return sums
 
 
-def pair_numbers(loss: Any, pairs: Sequence[Ranked], logp: np.ndarray, reference: np.ndarray) -> dict[str, float]:
+def paired_metrics(loss: Any, pairs: Sequence[Ranked], logp: np.ndarray, reference: np.ndarray) -> dict[str, float]:
     """Return accuracy and margin of pairs from the summed log-probabilities of policy and reference, float64[n, 2]."""
     gap = logp - reference
     if loss.average:
@@ -78,10 +78,10 @@ def pair_numbers(loss: Any, pairs: Sequence[Ranked], logp: np.ndarray, reference
     }
 
 
-def unpaired_numbers(loss: Any, rows: Sequence[Judged], logp: np.ndarray, reference: np.ndarray) -> dict[str, float]:
+def unpaired_metrics(loss: Any, rows: Sequence[Judged], logp: np.ndarray, reference: np.ndarray) -> dict[str, float]:
     """Return the share of all pairs of a good and a bad answer that the rewards order, and the margin of their means.
 
-    Arguments as in ``pair_numbers``; both numbers are NaN without good or without bad answers.
+    Arguments as in ``paired_metrics``; both numbers are NaN without good or without bad answers.
     """
     gap = (logp - reference)[:, 0]
     good = np.asarray([row.good for row in rows])
@@ -92,7 +92,7 @@ def unpaired_numbers(loss: Any, rows: Sequence[Judged], logp: np.ndarray, refere
     }
 
 
-def sums(
+def sum_logprobs(
     forward: Forward,
     model: Decoder,
     rows: Sequence[Ranked | Judged],
@@ -103,13 +103,13 @@ def sums(
 
     ``others``: of answers with labels, an answer to another prompt for each.
     """
-    groups = [samples_of(row, (0.0, 0.0), place, others[place : place + 1]) for place, row in enumerate(rows)]
+    groups = [row_samples(row, (0.0, 0.0), place, others[place : place + 1]) for place, row in enumerate(rows)]
     samples = [sample for group in groups for sample in group]
-    found = scored(forward, model, samples, "logp", lambda text: status(f"comparing: {text}"))
-    return np.asarray([np.sum(logp, dtype=np.float64) for logp in found]).reshape(-1, len(SIGNS))
+    logprobs = score_samples(forward, model, samples, "logp", lambda text: status(f"comparing: {text}"))
+    return np.asarray([np.sum(logp, dtype=np.float64) for logp in logprobs]).reshape(-1, len(SIGNS))
 
 
-def samples_of(
+def row_samples(
     row: Ranked | Judged, reference: Sequence[float], number: int, other: Sequence[np.ndarray] = ()
 ) -> list[Sample]:
     """Return the two samples of a row: of a pair, or of an answer with a label and the ``other`` one's answer."""
@@ -137,9 +137,9 @@ def unpaired_samples(row: Judged, unrelated: np.ndarray, reference: Sequence[flo
     ]
 
 
-def unrelated_to(rows: Sequence[Judged], most: int) -> list[np.ndarray]:
-    """Return an answer to another prompt for each row: that of the next row with one, cut to ``most`` tokens with the
-    row's prompt.
+def unrelated_answers(rows: Sequence[Judged], max_tokens: int) -> list[np.ndarray]:
+    """Return an answer to another prompt for each row: that of the next row with one, cut to ``max_tokens`` with
+    the row's prompt.
 
     Raises:
       InputError: all rows have one prompt.
@@ -149,17 +149,17 @@ def unrelated_to(rows: Sequence[Judged], most: int) -> list[np.ndarray]:
         f"{rows[0].where if rows else ''}: all rows answer one prompt, and KTO compares with answers to other prompts: "
         "add rows of another",
     )
-    found: list[np.ndarray] = []
+    answers: list[np.ndarray] = []
     at = 1
     for place, row in enumerate(rows):
         at = max(at, place + 1)
         while rows[at % len(rows)].id == row.id:
             at += 1
-        found.append(rows[at % len(rows)].tokens[: most - len(row.prompt)])
-    return found
+        answers.append(rows[at % len(rows)].tokens[: max_tokens - len(row.prompt)])
+    return answers
 
 
-def balance_of(rows: Sequence[Judged], loss: KTO) -> str:
+def balance_note(rows: Sequence[Judged], loss: KTO) -> str:
     """Return what is wrong with the weights of good and bad answers, by the advice of KTO's paper; empty if nothing."""
     good = sum(row.good for row in rows)
     bad = len(rows) - good
@@ -180,18 +180,20 @@ def outline(run: Preference, model: Decoder, mesh: Any, *_: Any) -> Outline:
 
     def samples(prompt: np.ndarray, tokens: np.ndarray, number: int) -> list[Sample]:
         pair = Ranked("", prompt, (tokens, tokens), 0.0, "")
-        return samples_of(Judged("", prompt, tokens, True, "") if unpaired else pair, (0.0, 0.0), number, [tokens])
+        return row_samples(Judged("", prompt, tokens, True, "") if unpaired else pair, (0.0, 0.0), number, [tokens])
 
-    found = outline_of(run, model, mesh, objective_of(run), samples)
+    planned = outline_dataset(run, model, mesh, preference_objective(run), samples)
     if not needs_reference(run):
-        return found
+        return planned
     follows = np.zeros(run.batch.max_tokens - 1, np.int32)
-    pairs = range(SCORED_AT_ONCE // len(SIGNS))
-    read = [sample for pair in pairs for sample in samples(np.full(1, pair, np.int32), follows, pair)]
-    return dataclasses.replace(found, passes=(Pass("reference", found.forward, read, "logp", 0, model=model),))
+    pairs = range(SCORING_CHUNK // len(SIGNS))
+    samples_read = [sample for pair in pairs for sample in samples(np.full(1, pair, np.int32), follows, pair)]
+    return dataclasses.replace(
+        planned, passes=(Pass("reference", planned.forward, samples_read, "logp", 0, model=model),)
+    )
 
 
-def objective_of(run: Preference) -> PairLoss | UnpairedLoss:
+def preference_objective(run: Preference) -> PairLoss | UnpairedLoss:
     """Return the objective of a run's loss."""
     return UnpairedLoss(run.loss) if isinstance(run.loss, KTO) else PairLoss(run.loss)
 
@@ -211,7 +213,7 @@ def prepare(
     """
     unpaired = isinstance(run.data, Unpaired)
     what = "answers" if unpaired else "pairs"
-    loaded, fields = read(run, model, tokenizer, mesh, scorer, progress, peers, what)
+    loaded, fields = read_rows_of(run, model, tokenizer, mesh, scorer, progress, peers, what)
     parts = {"train": loaded.train, "held_out": loaded.held_out}
     for row in () if unpaired else (*loaded.train, *loaded.held_out):
         require(
@@ -221,38 +223,38 @@ def prepare(
         )
     # Held-out answers are compared with each other alone: a single token stands for the other prompt's answer.
     others: dict[str, list[np.ndarray]] = {name: [] for name in parts}
-    if isinstance(run.loss, KTO) and (note := balance_of(loaded.train, run.loss)):
+    if isinstance(run.loss, KTO) and (note := balance_note(loaded.train, run.loss)):
         fields["notes"].append(note)
     if unpaired:
-        others["train"] = unrelated_to(loaded.train, run.batch.max_tokens)
+        others["train"] = unrelated_answers(loaded.train, run.batch.max_tokens)
         others["held_out"] = [row.tokens[:1] for row in loaded.held_out]
     groups = (
-        (row.where, samples_of(row, (0.0, 0.0), 0, others[part][place : place + 1]))
+        (row.where, row_samples(row, (0.0, 0.0), 0, others[part][place : place + 1]))
         for part, rows in parts.items()
         for place, row in enumerate(rows)
     )
-    forward, training = programs_of(run, model, mesh, objective_of(run), groups)
+    forward, training = build_programs(run, model, mesh, preference_objective(run), groups)
 
     def compute() -> Sums:
-        return {name: sums(forward, model, rows, progress.status, others[name]) for name, rows in parts.items()}
+        return {name: sum_logprobs(forward, model, rows, progress.status, others[name]) for name, rows in parts.items()}
 
     made_from = {"weights": weights_digest(model), "compute": forward.compute.dtype, what: fields["problems"]}
     key = json.dumps(made_from, sort_keys=True)  # the rows are tokens: template and tokenizer are in them
     if needs_reference(run):
-        known = at_start(scorer.folder / REFERENCE, key, peers, compute)
+        reference_sums = at_start(scorer.folder / REFERENCE, key, peers, compute)
     else:
-        known = {name: np.zeros((len(rows), len(SIGNS))) for name, rows in parts.items()}
-    measured = unpaired_numbers if unpaired else pair_numbers
+        reference_sums = {name: np.zeros((len(rows), len(SIGNS))) for name, rows in parts.items()}
+    metrics = unpaired_metrics if unpaired else paired_metrics
 
     def numbers(policy: Decoder, rows: Sequence[Any]) -> dict[str, float]:
-        logp = sums(forward, policy, rows, progress.status, others["held_out"])
-        return measured(run.loss, rows, logp, known["held_out"][: len(rows)])
+        logp = sum_logprobs(forward, policy, rows, progress.status, others["held_out"])
+        return metrics(run.loss, rows, logp, reference_sums["held_out"][: len(rows)])
 
     return DatasetStage(
         forward=forward,
         training=training,
-        samples_of=lambda row, place, number: samples_of(
-            row, known["train"][place], number, others["train"][place : place + 1]
+        samples_of=lambda row, place, number: row_samples(
+            row, reference_sums["train"][place], number, others["train"][place : place + 1]
         ),
         numbers=numbers,
         **fields,

@@ -16,7 +16,7 @@ from jaxrl_llm.rollout.groups import SuccessStore, drop_long_successes, mark_off
 from jaxrl_llm.rollout.settings import Rollout
 from jaxrl_llm.runs.load import find_start, host_state
 from jaxrl_llm.stages.stage import Fingerprints, read_parts
-from jaxrl_llm.stages.taught import untold
+from jaxrl_llm.stages.taught import format_notes
 from jaxrl_llm.tasks.chats import OPENS_A_THOUGHT, PieceEncoder
 from jaxrl_llm.tasks.stream import (
     BY_SUCCESS,
@@ -58,10 +58,10 @@ class Problems:
     @property
     def all_train(self) -> list[Problem]:
         """Return the training problems of all tasks."""
-        return [problem for one in self.train for problem in one]
+        return [problem for task_problems in self.train for problem in task_problems]
 
 
-def read_problems(run: configs.Run, tokenizer: Any, status: Callable[[str], None]) -> Problems:
+def load_problems(run: configs.Run, tokenizer: Any, status: Callable[[str], None]) -> Problems:
     """Read the training problems of the run's tasks, and its evaluation problems; those with prompts that are too long
     are left out where the task says so.
 
@@ -70,26 +70,27 @@ def read_problems(run: configs.Run, tokenizer: Any, status: Callable[[str], None
     """
 
     def read(parts: Sequence[configs.Part]) -> list[tasks.Loaded]:
-        found = read_parts(parts, functools.partial(configs.verifies, run), status)
-        for part, one in zip(parts, found, strict=True):
-            if one.train[0].verifier == "none":
-                configs.refuse_readers(run, part, f"task {one.train[0].task} without reference answers")
-        return [short_enough(part.task, one, tokenizer, run.rollout) for part, one in zip(parts, found, strict=True)]
+        loaded = read_parts(parts, functools.partial(configs.verifies, run), status)
+        for part, task in zip(parts, loaded, strict=True):
+            if task.train[0].verifier == "none":
+                configs.refuse_readers(run, part, f"task {task.train[0].task} without reference answers")
+        pairs = zip(parts, loaded, strict=True)
+        return [drop_long_prompts(part.task, task, tokenizer, run.rollout) for part, task in pairs]
 
     loaded = read(configs.parts_of_task(run.task))
-    others = read(configs.parts_of_task(run.evaluation.task))
-    tested = [one.train for one in others] if others else [one.held_out for one in loaded]
-    most = run.evaluation.limit or None
+    evaluation_tasks = read(configs.parts_of_task(run.evaluation.task))
+    tested = [task.train for task in evaluation_tasks] if evaluation_tasks else [task.held_out for task in loaded]
+    limit = run.evaluation.limit or None
     return Problems(
-        train=tuple(one.train for one in loaded),
-        held_out=tuple(problem for one in tested for problem in one),
-        asked=tuple(problem for one in tested for problem in one[:most]),
+        train=tuple(task.train for task in loaded),
+        held_out=tuple(problem for task in tested for problem in task),
+        asked=tuple(problem for task in tested for problem in task[:limit]),
         tested=run.evaluation.task or run.task,
-        notes=tuple(dict.fromkeys(line for one in (*loaded, *others) for line in one.notes)),
+        notes=tuple(dict.fromkeys(line for task in (*loaded, *evaluation_tasks) for line in task.notes)),
     )
 
 
-def short_enough(task: tasks.Task, loaded: tasks.Loaded, tokenizer: Any, rollout: Rollout) -> tasks.Loaded:
+def drop_long_prompts(task: tasks.Task, loaded: tasks.Loaded, tokenizer: Any, rollout: Rollout) -> tasks.Loaded:
     """Return a task's problems without those whose prompts are too long, if the task drops them.
 
     Raises:
@@ -98,24 +99,24 @@ def short_enough(task: tasks.Task, loaded: tasks.Loaded, tokenizer: Any, rollout
     if task.overlong == "refuse":
         return loaded
     prompts, limit = tasks.Prompts(task, tokenizer), rollout.max_prompt_tokens
-    train, held_out = (
-        tuple(one for one in problems if len(prompts[one]) <= limit) for problems in (loaded.train, loaded.held_out)
-    )
-    before, left = (len(loaded.train) + len(loaded.held_out), len(train) + len(held_out))
-    told = f"{before - left} of {before} problems of {task.label} dropped: their prompts have over {limit} tokens"
-    require(bool(train), f"{told}; raise --rollout.max_prompt_tokens")
-    return dataclasses.replace(loaded, train=train, held_out=held_out, notes=(*loaded.notes, *[told] * (left < before)))
+    before = loaded.train, loaded.held_out
+    train, held_out = (tuple(p for p in problems if len(prompts[p]) <= limit) for problems in before)
+    count = sum(map(len, before))
+    dropped = count - len(train) - len(held_out)
+    note = f"{dropped} of {count} problems of {task.label} dropped: their prompts have over {limit} tokens"
+    require(bool(train), f"{note}; raise --rollout.max_prompt_tokens")
+    return dataclasses.replace(loaded, train=train, held_out=held_out, notes=(*loaded.notes, *[note] * (dropped > 0)))
 
 
-def problems_of(run: configs.Run, read: Problems) -> Fingerprints:
+def problem_fingerprints(run: configs.Run, problems: Problems) -> Fingerprints:
     """Return fingerprints of the problems; the evaluation's key depends on its settings, which may change on resume."""
     name = "held-out"
     if run.evaluation.task:
         name = f"evaluation {codec.digest(configs.to_json(run.evaluation.task))}"
-    return {"training": tasks.fingerprint(read.all_train), name: tasks.fingerprint(read.held_out)}
+    return {"training": tasks.fingerprint(problems.all_train), name: tasks.fingerprint(problems.held_out)}
 
 
-def prompts_of(
+def encode_prompts(
     run: configs.Run, task: tasks.Task | configs.Mixture, problems: Sequence[Problem], tokenizer: Any
 ) -> tasks.Prompts:
     """Return the prompts of these problems of a task or mixture.
@@ -132,7 +133,7 @@ def prompts_of(
     return prompts
 
 
-def endless(task: tasks.Task, tokenizer: Any, stops: Sequence[int]) -> list[str]:
+def unstopped_notes(task: tasks.Task, tokenizer: Any, stops: Sequence[int]) -> list[str]:
     """Return a line for people if the chat template ends the assistant's turn with a text that stops no completion."""
     closing: Sequence[int] = ()
     if task.template != "plain" and not task.plays:  # an episode says it by itself
@@ -141,22 +142,22 @@ def endless(task: tasks.Task, tokenizer: Any, stops: Sequence[int]) -> list[str]
     end = text_of(tokenizer, closing).strip()
     if not end or {*closing} & {*stops}:
         return []
-    known = " or ".join(text_of(tokenizer, [stop]) for stop in stops) or "none"
+    ends = " or ".join(text_of(tokenizer, [stop]) for stop in stops) or "none"
     return [
-        f"the chat template of {task.label} ends a turn with {end}, which stops no completion (stop tokens: {known}): "
+        f"the chat template of {task.label} ends a turn with {end}, which stops no completion (stop tokens: {ends}): "
         "name its id as eos_token_id in the model's generation_config.json, if the model writes it"
     ]
 
 
-def about(run: configs.Run, read: Problems, prompts: tasks.Prompts, stops: Sequence[int]) -> list[str]:
+def data_notes(run: configs.Run, problems: Problems, prompts: tasks.Prompts, stops: Sequence[int]) -> list[str]:
     """Return lines for people: tasks with completions that begin within a thought and are judged with it, or that
     none of ``stops`` ends where the template does; the amount of training data, with each task's share in a mixture;
     models without a recorded training format; and notes on the settings."""
     lines = []
-    for task, problems in zip(prompts.tasks, read.train, strict=True):
-        lines += endless(task, prompts.tokenizer, stops)
-        opened = OPENS_A_THOUGHT.search(text_of(prompts.tokenizer, prompts[problems[0]][-16:]))
-        if opened and task.extractor == "whole" and problems[0].verifier != "none":
+    for task, of_task in zip(prompts.tasks, problems.train, strict=True):
+        lines += unstopped_notes(task, prompts.tokenizer, stops)
+        opened = OPENS_A_THOUGHT.search(text_of(prompts.tokenizer, prompts[of_task[0]][-16:]))
+        if opened and task.extractor == "whole" and of_task[0].verifier != "none":
             lines.append(
                 f"the chat template opens a thought, {opened[0].strip()}, and extractor whole judges the "
                 f"thoughts of {task.label} too: extractor after:{opened[1]} (--task.extractor) reads the text after "
@@ -164,33 +165,33 @@ def about(run: configs.Run, read: Problems, prompts: tasks.Prompts, stops: Seque
             )
     updates = "one update" if run.learner.updates == 1 else f"{run.learner.updates} updates"
     lines.append(
-        f"{run.task.label}: {len(read.all_train):,} problems, {len(read.asked):,} to test on; each step "
+        f"{run.task.label}: {len(problems.all_train):,} problems, {len(problems.asked):,} to test on; each step "
         f"{run.rollout.prompts} x {run.rollout.group} completions, {updates}"
     )
     if isinstance(run.task, configs.Mixture):
         parts = run.task.parts
         total = sum(part.weight for part in parts)
         shares = [
-            f"{part.task.label} {100 * part.weight / total:.0f} % ({len(problems)} problems)"
-            for part, problems in zip(parts, read.train, strict=True)
+            f"{part.task.label} {100 * part.weight / total:.0f} % ({len(of_task)} problems)"
+            for part, of_task in zip(parts, problems.train, strict=True)
         ]
         lines.append(f"prompts of each task: {', '.join(shares)}")
-    return [*lines, *untold(run), *configs.notes(run)]
+    return [*lines, *format_notes(run), *configs.notes(run)]
 
 
-def streams_of(run: configs.Run, train: Sequence[Sequence[Problem]]) -> tasks.PromptStream:
+def prompt_stream(run: configs.Run, train: Sequence[Sequence[Problem]]) -> tasks.PromptStream:
     """Return the stream of prompts, which gives the order of each task's problems."""
     parts = configs.parts_of_task(run.task)
     seed = run.seed % configs.SHIFT  # so that no phase restarts the order
     return tasks.of_tasks(
         [
-            (part.task.label, part.weight, stream_of(run.rollout.collect.curriculum, problems, seed))
+            (part.task.label, part.weight, task_stream(run.rollout.collect.curriculum, problems, seed))
             for part, problems in zip(parts, train, strict=True)
         ]
     )
 
 
-def stream_of(curriculum: Curriculum | None, problems: Sequence[Problem], seed: int) -> PromptStream:
+def task_stream(curriculum: Curriculum | None, problems: Sequence[Problem], seed: int) -> PromptStream:
     """Return the stream of these problems; without a curriculum each epoch is a fresh permutation.
 
     Raises:
@@ -206,11 +207,11 @@ def stream_of(curriculum: Curriculum | None, problems: Sequence[Problem], seed: 
     easy = curriculum.easy_to_hard
     if easy is not None and easy.by != BY_SUCCESS:
         difficulties(easy, problems)
-    known = {} if curriculum.statistics is None else statistics(curriculum.statistics, problems)
-    return tasks.Scheduled(curriculum, problems, seed, known)
+    counts = {} if curriculum.statistics is None else load_statistics(curriculum.statistics, problems)
+    return tasks.Scheduled(curriculum, problems, seed, counts)
 
 
-def statistics(name: str, problems: Sequence[Problem]) -> Memory:
+def load_statistics(name: str, problems: Sequence[Problem]) -> Memory:
     """Return the counts of these problems in the newest checkpoint of RUN, or that of RUN@STEP; no weights are read.
 
     In a mixture the task of the same name is preferred: tasks may ask the same problems and judge them differently.
@@ -218,14 +219,14 @@ def statistics(name: str, problems: Sequence[Problem]) -> Memory:
     Raises:
       InputError: the run is missing, had no curriculum or other problems, or has them in several tasks of other names.
     """
-    found = _memories(host_state(find_start(name)))
-    if not found:
+    memories = find_memories(host_state(find_start(name)))
+    if not memories:
         raise InputError(
             f"{FIELD}.statistics {name} has none: that run had no {FIELD}, or this is a snapshot; give another, or "
             "leave it out"
         )
-    wanted, task = codec.digest("\n".join(problem.id for problem in problems)), problems[0].task
-    same = {label: memory for label, memory in reversed(found) if memory["problems"] == wanted}
+    problems_digest, task = codec.digest("\n".join(problem.id for problem in problems)), problems[0].task
+    same = {label: memory for label, memory in reversed(memories) if memory["problems"] == problems_digest}
     if not same:
         raise InputError(
             f"{FIELD}.statistics {name} is about other problems than the {len(problems)} of {task}: give a run "
@@ -239,7 +240,7 @@ def statistics(name: str, problems: Sequence[Problem]) -> Memory:
     return codec.from_json(same[task] if task in same else next(iter(same.values())))
 
 
-def _memories(saved: Any, name: str = "") -> list[tuple[str, dict[str, Any]]]:
+def find_memories(saved: Any, name: str = "") -> list[tuple[str, dict[str, Any]]]:
     """Return every stream's memory in a checkpoint's host values, as it was written, each with its name.
 
     The name is the key that holds it: in a mixture its task's.
@@ -247,11 +248,11 @@ def _memories(saved: Any, name: str = "") -> list[tuple[str, dict[str, Any]]]:
     if isinstance(saved, dict):
         if {"problems", "tries", "solved", "streak"} <= saved.keys():
             return [(name, saved)]
-        return [memory for inner, item in saved.items() for memory in _memories(item, inner)]
-    return [memory for item in saved for memory in _memories(item, name)] if isinstance(saved, list) else []
+        return [memory for inner, item in saved.items() for memory in find_memories(item, inner)]
+    return [memory for item in saved for memory in find_memories(item, name)] if isinstance(saved, list) else []
 
 
-def same_groups(one: configs.Run, other: configs.Run) -> bool:
+def same_groups(before: configs.Run, after: configs.Run) -> bool:
     """Whether both runs sample and score groups in the same way."""
     parts = operator.attrgetter(
         "task",
@@ -262,34 +263,34 @@ def same_groups(one: configs.Run, other: configs.Run) -> bool:
         "recipe.shaping",
         "recipe.branch",
     )
-    return parts(one) == parts(other)
+    return parts(before) == parts(after)
 
 
-def same_task(one: tasks.Task, other: tasks.Task) -> bool:
+def same_task(before: tasks.Task, after: tasks.Task) -> bool:
     """Whether two tasks differ only in name: problems, prompts and the judging of answers are equal."""
-    return dataclasses.replace(one, name=other.name) == other
+    return dataclasses.replace(before, name=after.name) == after
 
 
-def continued_tasks(one: configs.Run, other: configs.Run) -> list[tuple[tasks.Task, tasks.Task]]:
-    """Pair each task of ``other`` with the task of ``one`` that it continues, old one first.
+def continued_tasks(before: configs.Run, after: configs.Run) -> list[tuple[tasks.Task, tasks.Task]]:
+    """Pair each task of ``after`` with the task of ``before`` that it continues, old one first.
 
     Both ask the same rows, alone or in a mixture, under any name; of several candidates the most similar one is taken.
     """
-    before, after = configs.tasks_in(one.task), configs.tasks_in(other.task)
-    found = []
+    old_tasks, new_tasks = configs.tasks_in(before.task), configs.tasks_in(after.task)
+    pairs = []
     rows = operator.attrgetter(*ROWS)
     for alike in (operator.eq, same_task, lambda old, task: rows(old) == rows(task)):
-        for task in list(after):
-            fitting = [old for old in before if alike(old, task)]
+        for task in list(new_tasks):
+            fitting = [old for old in old_tasks if alike(old, task)]
             if fitting:
                 old = min(fitting, key=lambda old, task=task: old.label != task.label)
-                found.append((old, task))
-                before.remove(old)
-                after.remove(task)
-    return found
+                pairs.append((old, task))
+                old_tasks.remove(old)
+                new_tasks.remove(task)
+    return pairs
 
 
-def stream_left(memory: Memory, prompts: int, one: configs.Run, other: configs.Run) -> Memory:
+def carry_stream(memory: Memory, prompts: int, before: configs.Run, after: configs.Run) -> Memory:
     """Return the prompt stream's memory of the tasks that the next phase keeps, alone or in a mixture.
 
     A task resumes at its place if it asks the same rows, and keeps the counts of its curriculum if answers are judged
@@ -297,35 +298,37 @@ def stream_left(memory: Memory, prompts: int, one: configs.Run, other: configs.R
 
     ``prompts``: asked in the run so far.
     """
-    curricula = [run.rollout.collect.curriculum for run in (one, other)]
-    before, after = (None if curriculum is None else curriculum.easy_to_hard for curriculum in curricula)
-    anew = before != after
-    if one.task == other.task and not anew:
+    curricula = [run.rollout.collect.curriculum for run in (before, after)]
+    old_order, new_order = (None if curriculum is None else curriculum.easy_to_hard for curriculum in curricula)
+    restart = old_order != new_order
+    if before.task == after.task and not restart:
         return memory
-    labels, new_labels = ([task.label for task in configs.tasks_in(run.task)] for run in (one, other))
+    labels, new_labels = ([task.label for task in configs.tasks_in(run.task)] for run in (before, after))
     places = places_in(memory, labels, prompts)
-    left = {}
-    for old, new in continued_tasks(one, other):
-        count, own = places[old.label]
-        own = own if same_task(old, new) else {name: own[name] for name in PLACES if name in own}
-        left[new.label] = count, own | {"since": NONE} if anew and own else own
-    return resume_memory(left, new_labels, prompts)
+    continued = {}
+    for old, new in continued_tasks(before, after):
+        count, counts = places[old.label]
+        counts = counts if same_task(old, new) else {name: counts[name] for name in PLACES if name in counts}
+        continued[new.label] = count, counts | {"since": NONE} if restart and counts else counts
+    return resume_memory(continued, new_labels, prompts)
 
 
-def successes_left(known: SuccessStore, one: configs.Run, other: configs.Run, anew: bool = False) -> SuccessStore:
+def carry_successes(
+    store: SuccessStore, before: configs.Run, after: configs.Run, new_run: bool = False
+) -> SuccessStore:
     """Return the stored successes that are also right in the next phase, and fit into its limits.
 
-    A run without replay keeps those of an earlier phase for a later one. ``anew``: they are those of another run's
+    A run without replay keeps those of an earlier phase for a later one. ``new_run``: they are those of another run's
     policy.
     """
-    if one.learner.keep_sampling_mask != other.learner.keep_sampling_mask or not same_rewards(one, other):
+    if before.learner.keep_sampling_mask != after.learner.keep_sampling_mask or not same_rewards(before, after):
         return {}
-    limits = configs.limits_of(configs.parts_of_task(other.task), other.rollout.max_new_tokens)
-    names = {old.label: new.label for old, new in continued_tasks(one, other) if same_task(old, new)}
-    known = mark_off_policy(known) if anew else known
-    return drop_long_successes(known, {old: limits[new] for old, new in names.items()}, names)
+    limits = configs.limits_of(configs.parts_of_task(after.task), after.rollout.max_new_tokens)
+    names = {old.label: new.label for old, new in continued_tasks(before, after) if same_task(old, new)}
+    store = mark_off_policy(store) if new_run else store
+    return drop_long_successes(store, {old: limits[new] for old, new in names.items()}, names)
 
 
-def same_rewards(one: configs.Run, other: configs.Run) -> bool:
+def same_rewards(before: configs.Run, after: configs.Run) -> bool:
     """Whether both runs score all completions in the same way, including the penalty of long ones."""
-    return one.scoring == other.scoring and configs.rewards(one) == configs.rewards(other)
+    return before.scoring == after.scoring and configs.rewards(before) == configs.rewards(after)

@@ -37,7 +37,7 @@ from jaxrl_llm.rules import (
 )
 from jaxrl_llm.runs.load import config_of
 from jaxrl_llm.sharding import compiler_options, platform_of
-from jaxrl_llm.stages.critic import ROLE, CriticRole
+from jaxrl_llm.stages.critic import CRITIC, CriticRole
 from jaxrl_llm.stages.ingredients import (
     Constraints,
     Ingredient,
@@ -48,7 +48,7 @@ from jaxrl_llm.stages.ingredients import (
     WinRate,
 )
 from jaxrl_llm.stages.judges import judge_passes
-from jaxrl_llm.stages.stage import Architectures, Groups, Outline, PlannedSampler, state_of
+from jaxrl_llm.stages.stage import Architectures, Groups, Outline, PlannedSampler, planned_state
 from jaxrl_llm.stages.teachers import Teachers
 
 INGREDIENTS: list[type[Ingredient]] = [
@@ -96,7 +96,7 @@ def ingredients_of(run: configs.Run) -> Ingredients:
     return Ingredients(CriticRole.of(run), others, Constraints.of(run), texts, teachers, win_rate)
 
 
-def objectives_of(run: configs.Run, ingredients: Ingredients) -> tuple[Objective, ...]:
+def policy_objectives(run: configs.Run, ingredients: Ingredients) -> tuple[Objective, ...]:
     """Return the training objectives of the policy; its gradient needs completions of its own."""
     algorithm, moves = run.recipe.algorithm, run.recipe.of_entropy is not None
     teacher = run.scoring.distillation
@@ -123,7 +123,7 @@ def coefficients_of(run: configs.Run, ingredients: Ingredients) -> dict[str, flo
 def rules_for(run: configs.Run, ingredients: Ingredients) -> dict[str, Rule]:
     """Return the rules between this run's steps, by name; if several stop it, the first gives the reason."""
     of_ingredients = {name: rule for ingredient in ingredients for name, rule in ingredient.rules.items()}
-    rules = guards_of(run, of_ingredients, len(objectives_of(run, ingredients)) > 1)
+    rules = guards_of(run, of_ingredients, len(policy_objectives(run, ingredients)) > 1)
     rules |= rules_of(run.recipe.resets, run.evaluation.every, configs.evaluation_key(run))
     if configs.keeps_reference(run):
         rules[BY_HAND] = partial(by_hand, resets=run.recipe.resets)
@@ -140,7 +140,7 @@ def dropped_endings(run: configs.Run) -> tuple[str, ...]:
     return cut_off if run.rollout.repetition.learn else (*cut_off, "repetition")
 
 
-def minibatch(
+def planned_minibatch(
     run: configs.Run, ingredients: Ingredients, config: ModelConfig, tokens: int | None = None, updates: int = 0
 ) -> list[Sample]:
     """Return the samples of one optimiser update: groups with prompts and completions (or ``tokens``) at their longest.
@@ -163,17 +163,17 @@ def minibatch(
         scalars = {}
     arrays |= {name: logp for name in run.recipe.algorithm.reads}
     prompts = [np.full(rollout.max_prompt_tokens, group, np.int32) for group in range(groups)]
-    experts, of_prompt = planned_routes(config, length, rollout.max_prompt_tokens, run.learner.routing_replay)
+    experts, prompt_experts = planned_routes(config, length, rollout.max_prompt_tokens, run.learner.routing_replay)
     arrays |= experts
     samples = [
-        Sample(prompt, ids, mask, scalars, arrays, of_prompt) for prompt in prompts for _ in range(rollout.group)
+        Sample(prompt, ids, mask, scalars, arrays, prompt_experts) for prompt in prompts for _ in range(rollout.group)
     ]
     for ingredient in ingredients:
         samples = ingredient.planned_samples(samples, updates)
     return samples
 
 
-def learning_of(
+def build_training(
     run: configs.Run,
     ingredients: Ingredients,
     model: Decoder,
@@ -187,7 +187,7 @@ def learning_of(
     """
     optimiser = run.learner.optimiser
     compute = compute_for(run.learner, model.config, platform_of(mesh), compiler_options(mesh))
-    objectives = objectives_of(run, ingredients)
+    objectives = policy_objectives(run, ingredients)
     update = make_update(objectives, build(optimiser), learning_rate(optimiser), compute)
     longest = run.longest_row
     completion = longest - run.rollout.max_prompt_tokens
@@ -200,13 +200,13 @@ def learning_of(
     teachers = ingredients.teachers and ingredients.teachers.in_update(forward, find)
     training, forwards = [Training(objectives, update, teachers=teachers)], {"policy": forward}
     if ingredients.critic is not None:
-        critic, forwards[ROLE] = ingredients.critic.role(model.config, forward, tokenizer, find)
+        critic, forwards[CRITIC] = ingredients.critic.role(model.config, forward, tokenizer, find)
         training.append(critic)
     return tuple(training), forwards
 
 
-def sampling_of(
-    run: configs.Run, model: Decoder, dtype: Any, mesh: Mesh, where: Mesh
+def build_engine(
+    run: configs.Run, model: Decoder, dtype: Any, mesh: Mesh, sampling_mesh: Mesh
 ) -> tuple[Backend, Callable[[Any], Any]]:
     """Return the engine of a run, and the function from the policy to sampling weights; nothing is computed yet.
 
@@ -215,17 +215,17 @@ def sampling_of(
       model: may be shapes and dtypes.
       dtype: that the learner computes in.
       mesh: learns; its devices may be described only.
-      where: samples.
+      sampling_mesh: samples.
     """
     rollout, engine = run.rollout, run.rollout.engine
     return backend_for(
-        model, dtype, mesh, where, rollout.collect.staleness > 0, slots=engine.slots, max_length=rollout.max_length,
-        chunk=engine.chunk, strict=engine.strict, group=rollout.group,
+        model, dtype, mesh, sampling_mesh, rollout.collect.staleness > 0, slots=engine.slots,
+        max_length=rollout.max_length, chunk=engine.chunk, strict=engine.strict, group=rollout.group,
         form="auto" if engine.attention == "auto" else None, router_bits=engine.router_bits,
     )  # fmt: skip
 
 
-def sampler_of(
+def build_sampler(
     run: configs.Run, engine: Backend, source: GroupSource, stops: tuple[int, ...], status: Callable[[str], None]
 ) -> Sampler:
     """Return the sampler that fills the run's steps with groups."""
@@ -238,7 +238,7 @@ def sampler_of(
     return Sampler(engine, source, rollout.sampling(stops, run.learner.keep_sampling_mask), admission, status)
 
 
-def answering(run: configs.Run, stops: tuple[int, ...]) -> Sampling:
+def evaluation_sampling(run: configs.Run, stops: tuple[int, ...]) -> Sampling:
     """Return how answers to the evaluation problems are sampled."""
     evaluation = run.evaluation
     return dataclasses.replace(
@@ -268,22 +268,22 @@ def outline(run: configs.Run, model: Decoder, mesh: Any, where: Any, find: Archi
       find: maps the name of a model other than the policy to its architecture.
     """
     ingredients = ingredients_of(run)
-    training, forwards = learning_of(run, ingredients, model, mesh, None, find)
+    training, forwards = build_training(run, ingredients, model, mesh, None, find)
     policy, rollout = forwards["policy"], run.rollout
     names = ("temperature", *coefficients_of(run, ingredients))
     of_policy = names if run.learner.target_kl is None else (*names, "target_kl")
-    samples = minibatch(run, ingredients, model.config, updates=1)
+    samples = planned_minibatch(run, ingredients, model.config, updates=1)
     passes = judge_passes(run, samples, where, find)
     if ingredients.critic is not None:
-        passes.append(ingredients.critic.planned_pass(samples, forwards[ROLE]))
+        passes.append(ingredients.critic.planned_pass(samples, forwards[CRITIC]))
     if ingredients.teachers is not None:
         passes += ingredients.teachers.passes(samples, policy, find)
     return Outline(
-        state=state_of(run, model, training, configs.keeps_reference(run)),
+        state=planned_state(run, model, training, configs.keeps_reference(run)),
         training=training,
         forwards=forwards,
         groups=groups(run),
-        samples=functools.partial(minibatch, run, ingredients, model.config),
+        samples=functools.partial(planned_minibatch, run, ingredients, model.config),
         coefficients={role.role: of_policy if role.role == "policy" else names for role in training},
         passes=passes,
         sampler=PlannedSampler(

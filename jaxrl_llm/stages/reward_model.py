@@ -15,18 +15,18 @@ from jaxrl_llm.models.heads import ScalarModel
 from jaxrl_llm.rewards import Scorer
 from jaxrl_llm.runs.load import as_trained
 from jaxrl_llm.sharding.distributed import Peers
-from jaxrl_llm.stages.dataset import DatasetStage, groups, outline_of, programs_of, read, resources
-from jaxrl_llm.stages.stage import AFTER, Outline, scored, scored_sample
+from jaxrl_llm.stages.dataset import DatasetStage, build_programs, groups, outline_dataset, read_rows_of, resources
+from jaxrl_llm.stages.stage import PLACEHOLDER, Outline, score_sample, score_samples
 from jaxrl_llm.telemetry.progress import Progress
 
 __all__ = ["groups", "outline", "prepare", "resources"]
 
 
-def samples_of(row: Ranked | Stepped, number: int) -> list[Sample]:
+def reward_samples(row: Ranked | Stepped, number: int) -> list[Sample]:
     """Return a prompt's completions as samples for ``Ranking``, or a solution as one for ``StepEntropy``."""
     if isinstance(row, Ranked):
         return [
-            scored_sample(row.prompt, tokens, {"rank": float(rank), "margin": row.margin}, number, rank == 0)
+            score_sample(row.prompt, tokens, {"rank": float(rank), "margin": row.margin}, number, rank == 0)
             for rank, tokens in enumerate(row.completions)
         ]
     size = len(row.tokens) + 1
@@ -34,10 +34,10 @@ def samples_of(row: Ranked | Stepped, number: int) -> list[Sample]:
     labels = np.zeros(size, np.float32)
     mask[row.ends + 1] = True
     labels[row.ends + 1] = row.labels
-    return [Sample(row.prompt, np.append(row.tokens, AFTER), mask, arrays={"labels": labels})]
+    return [Sample(row.prompt, np.append(row.tokens, PLACEHOLDER), mask, arrays={"labels": labels})]
 
 
-def pair_numbers(scores: Sequence[Sequence[float]]) -> dict[str, float]:
+def ranking_metrics(scores: Sequence[Sequence[float]]) -> dict[str, float]:
     """Return accuracy and margin of pairs and the mean reward, averaged over prompts; scores are best answer first."""
     accuracy = []
     margin = []
@@ -52,16 +52,17 @@ def pair_numbers(scores: Sequence[Sequence[float]]) -> dict[str, float]:
     }
 
 
-def step_numbers(rows: Sequence[Stepped], values: Sequence[np.ndarray]) -> dict[str, float]:
+def step_metrics(rows: Sequence[Stepped], values: Sequence[np.ndarray]) -> dict[str, float]:
     """Return ``eval/steps/loss``, nats, and ``eval/steps/accuracy`` at a threshold of one half."""
-    at_ends = np.concatenate([found[row.ends + 1] for row, found in zip(rows, values, strict=True)]).astype(np.float64)
+    at_ends = [row_values[row.ends + 1] for row, row_values in zip(rows, values, strict=True)]
+    scores = np.concatenate(at_ends).astype(np.float64)
     labels = np.concatenate([row.labels for row in rows]).astype(np.float64)
-    loss = labels * np.logaddexp(0, -at_ends) + (1 - labels) * np.logaddexp(0, at_ends)
-    right = (at_ends > 0) == (labels > 0.5)
+    loss = labels * np.logaddexp(0, -scores) + (1 - labels) * np.logaddexp(0, scores)
+    right = (scores > 0) == (labels > 0.5)
     return {"eval/steps/loss": float(np.mean(loss)), "eval/steps/accuracy": float(np.mean(right))}
 
 
-def objective_of(run: RewardModel) -> Objective:
+def reward_objective(run: RewardModel) -> Objective:
     """Return the training objective of the model."""
     return StepEntropy() if isinstance(run.data, Steps) else Ranking(run.centre)
 
@@ -72,11 +73,11 @@ def outline(run: RewardModel, model: Decoder, mesh: Any, *_: Any) -> Outline:
     def samples(prompt: np.ndarray, tokens: np.ndarray, number: int) -> list[Sample]:
         if isinstance(run.data, Steps):
             end = np.full(1, len(tokens) - 1, np.int32)
-            return samples_of(Stepped("", prompt, tokens, end, np.zeros(1, np.float32), ""), number)
-        return samples_of(Ranked("", prompt, (tokens, tokens), 0.0, ""), number)
+            return reward_samples(Stepped("", prompt, tokens, end, np.zeros(1, np.float32), ""), number)
+        return reward_samples(Ranked("", prompt, (tokens, tokens), 0.0, ""), number)
 
     trained = jax.eval_shape(lambda decoder: as_trained(run, decoder), model)
-    return outline_of(run, trained, mesh, objective_of(run), samples)
+    return outline_dataset(run, trained, mesh, reward_objective(run), samples)
 
 
 def prepare(
@@ -94,29 +95,29 @@ def prepare(
       InputError: data that the run cannot use.
     """
     what = "solutions" if isinstance(run.data, Steps) else "rankings"
-    loaded, fields = read(run, model, tokenizer, mesh, scorer, progress, peers, what)
+    loaded, fields = read_rows_of(run, model, tokenizer, mesh, scorer, progress, peers, what)
     fields["exam"] = None  # what learns gives scores, and no answers
     if run.bootstrap:
         count = len(loaded.train)
         drawn = np.random.default_rng([run.seed, count]).integers(count, size=count)
-        told = f"{count:,} rows to learn from are drawn by seed {run.seed}, {len(set(drawn.tolist())):,} different ones"
+        note = f"{count:,} rows to learn from are drawn by seed {run.seed}, {len(set(drawn.tolist())):,} different ones"
         fields["rows"] = tuple(loaded.train[place] for place in drawn)
-        fields["notes"].insert(-1, f"bootstrap: {told}")
-    rows = ((row.where, samples_of(row, 0)) for row in (*fields["rows"], *loaded.held_out))
-    forward, training = programs_of(run, model, mesh, objective_of(run), rows)
+        fields["notes"].insert(-1, f"bootstrap: {note}")
+    rows = ((row.where, reward_samples(row, 0)) for row in (*fields["rows"], *loaded.held_out))
+    forward, training = build_programs(run, model, mesh, reward_objective(run), rows)
 
     def numbers(policy: ScalarModel, rows: Sequence[Any]) -> dict[str, float]:
-        samples = [sample for number, row in enumerate(rows) for sample in samples_of(row, number)]
-        found = scored(forward, policy, samples, "values", lambda text: progress.status(f"evaluating: {text}"))
+        samples = [sample for number, row in enumerate(rows) for sample in reward_samples(row, number)]
+        outputs = score_samples(forward, policy, samples, "values", lambda text: progress.status(f"evaluating: {text}"))
         if isinstance(run.data, Steps):
-            return step_numbers(rows, found)
-        scores = iter([float(values[-1]) for values in found])
-        return pair_numbers([[next(scores) for _ in row.completions] for row in rows])
+            return step_metrics(rows, outputs)
+        scores = iter([float(values[-1]) for values in outputs])
+        return ranking_metrics([[next(scores) for _ in row.completions] for row in rows])
 
     return DatasetStage(
         forward=forward,
         training=training,
-        samples_of=lambda row, place, number: samples_of(row, number),
+        samples_of=lambda row, place, number: reward_samples(row, number),
         numbers=numbers,
         learned=lambda sample: len(sample.tokens) - 1,  # all tokens: the score is read after the last one
         **fields,

@@ -30,32 +30,32 @@ from jaxrl_llm.rollout.generation import Answerer
 from jaxrl_llm.rollout.groups import GROUP_RECORDS, Carryover, GroupSource, RolloutBatch
 from jaxrl_llm.sharding import repeated_heads, rollout_mesh
 from jaxrl_llm.sharding.distributed import Peers
-from jaxrl_llm.stages.examples import of_examples, shown_places, training_lines, with_ratios
+from jaxrl_llm.stages.examples import samples_at, shown_places, training_lines, with_ratios
 from jaxrl_llm.stages.ingredients import StageContext
-from jaxrl_llm.stages.judges import asked_models, judges_of
+from jaxrl_llm.stages.judges import judge_questions, load_judges
 from jaxrl_llm.stages.problems import (
     Problems,
-    about,
-    problems_of,
-    prompts_of,
-    read_problems,
+    carry_stream,
+    carry_successes,
+    data_notes,
+    encode_prompts,
+    load_problems,
+    problem_fingerprints,
+    prompt_stream,
     same_groups,
-    stream_left,
-    streams_of,
-    successes_left,
 )
 from jaxrl_llm.stages.programs import (
     Ingredients,
-    answering,
+    build_engine,
+    build_sampler,
+    build_training,
     coefficients_of,
     dropped_endings,
+    evaluation_sampling,
     groups,
     ingredients_of,
-    learning_of,
     outline,
     rules_for,
-    sampler_of,
-    sampling_of,
 )
 from jaxrl_llm.stages.stage import MustStop, Stage, StepOutcome
 from jaxrl_llm.tasks import Prompts
@@ -158,8 +158,8 @@ class Reinforcement(Stage):
         else:  # on shared devices two threads could start programs in different orders per device, and deadlock
             outcome = self.learn(state, batch, coefficients, number)
             following = self.next_batch(weights, version, batch.carryover)
-        left = dataclasses.replace(following.carryover, critic=outcome.carry.critic)
-        return outcome._replace(carry=dataclasses.replace(following, carryover=left))
+        carryover = dataclasses.replace(following.carryover, critic=outcome.carry.critic)
+        return outcome._replace(carry=dataclasses.replace(following, carryover=carryover))
 
     def next_batch(
         self, weights: Any, version: int, carry: Carryover | None, must_stop: Callable[[], bool] = lambda: False
@@ -175,7 +175,7 @@ class Reinforcement(Stage):
             batch = collect_groups(self.sampler, weights, version, carry, must_stop)
         if not isinstance(batch, RolloutBatch):
             return batch
-        batch = dataclasses.replace(batch, sampled=[], metrics=metrics_of(run, batch.metrics))
+        batch = dataclasses.replace(batch, sampled=[], metrics=group_row(run, batch.metrics))
         return batch if texts is None else texts.drawn(batch, carry.texts)
 
     def net_rewards(self, groups: Sequence[Group], coefficients: Mapping[str, float]) -> np.ndarray:
@@ -219,13 +219,13 @@ class Reinforcement(Stage):
         """Return the lines of samples.jsonl, of some of the step's groups."""
         output = self.run.output
         places = shown_places(len(groups), output.samples, number)
-        shown = of_examples(places, samples)
-        if output.ratios and shown:
+        shown_samples = samples_at(places, samples)
+        if output.ratios and shown_samples:
             with jax.set_mesh(self.forward.mesh):
                 policy = model_of(state, "policy")
-                shown = with_ratios(shown, self.run.recipe.algorithm, self.forward, policy)
+                shown_samples = with_ratios(shown_samples, self.run.recipe.algorithm, self.forward, policy)
         spell = functools.partial(token_texts, tokenizer=self.tokenizer)
-        return training_lines([groups[place] for place in places], shown, spell)
+        return training_lines([groups[place] for place in places], shown_samples, spell)
 
     def evaluate(self, policy: Any, first: bool = False) -> EvaluationReport | None:
         """Evaluate on the problems to test on, and on held-out texts; ``first``: before the first step."""
@@ -259,9 +259,9 @@ class Reinforcement(Stage):
         if same_groups(before, after) and not new_run:
             return dataclasses.replace(carry, critic=[])
         fresh: Any = self.carry_after_rollback(carry)
-        stream = stream_left(carry.stream_memory, carry.cursor, before, after)
+        stream = carry_stream(carry.stream_memory, carry.cursor, before, after)
         return dataclasses.replace(
-            fresh, stream_memory=stream, successes=successes_left(carry.successes, before, after, new_run)
+            fresh, stream_memory=stream, successes=carry_successes(carry.successes, before, after, new_run)
         )
 
 
@@ -271,7 +271,7 @@ TASK_METRICS = ("reward", "zero_std_fraction")
 """The same of a task of a mixture."""
 
 
-def metrics_of(run: configs.Run, metrics: Mapping[str, Any]) -> dict[str, Any]:
+def group_row(run: configs.Run, metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metrics of a step's groups, with ``kl`` as NaN until learning measures it.
 
     Metrics of rewards are left out of a run without rewards. ``reward_model/mean`` is of the first ``ModelReward``, NaN
@@ -283,7 +283,7 @@ def metrics_of(run: configs.Run, metrics: Mapping[str, Any]) -> dict[str, Any]:
         of_tasks = {f"task/{task.label}/{name}" for task in configs.tasks_in(run.task) for name in TASK_METRICS}
         left_out = REWARD_METRICS | of_tasks
     means = {"reward_model/mean": metrics.get(f"reward/{models[0]}", math.nan)} if models else {}
-    return {"kl": math.nan} | {name: x for name, x in metrics.items() if name not in left_out} | means
+    return {"kl": math.nan} | {name: metric for name, metric in metrics.items() if name not in left_out} | means
 
 
 def split_rewards(
@@ -301,8 +301,8 @@ def split_rewards(
 
 def advantage_metrics(samples: Sequence[Sequence[Sample]]) -> dict[str, float]:
     """Return metrics of the samples' advantages; empty if no sample has one."""
-    every = [sample for members in samples for sample in members]
-    sampled = [sample for sample in every if "advantages" in (*sample.scalars, *sample.arrays)]
+    all_samples = [sample for members in samples for sample in members]
+    sampled = [sample for sample in all_samples if "advantages" in (*sample.scalars, *sample.arrays)]
     if not sampled:
         return {}
     moving = [bool(np.any(advantage_of(sample))) for sample in sampled]
@@ -335,90 +335,93 @@ def prepare(
     """
     check_tokenizer(tokenizer, run.model)
     configs.validate_on_model(run, model.config.attention.rope.max_positions)
-    read = read_problems(run, tokenizer, progress.status)
-    prints = problems_of(run, read)
-    peers.check_same(f"problems of {run.task.label}", " ".join(found["order"] for found in prints.values()))
-    prompts = prompts_of(run, run.task, read.all_train, tokenizer)
-    test_prompts = prompts_of(run, read.tested, read.asked, tokenizer)
+    problems = load_problems(run, tokenizer, progress.status)
+    fingerprints = problem_fingerprints(run, problems)
+    peers.check_same(
+        f"problems of {run.task.label}", " ".join(fingerprint["order"] for fingerprint in fingerprints.values())
+    )
+    prompts = encode_prompts(run, run.task, problems.all_train, tokenizer)
+    test_prompts = encode_prompts(run, problems.tested, problems.asked, tokenizer)
     scorer.tokenizer = tokenizer
     progress.status("calling each reward once")
-    reward_notes = rewarded(scorer, read, prompts, configs.verifies(run), progress.note)
+    reward_notes = check_rewards(scorer, problems, prompts, configs.verifies(run), progress.note)
     stops, where = model.config.tokens.eos, rollout_mesh(run.mesh)
     ingredients = ingredients_of(run)
-    training, forwards = learning_of(run, ingredients, model, mesh, tokenizer)
-    forward, names = forwards["policy"], [objective.name for one in training for objective in one.objectives]
-    test_sampling = answering(run, stops)
+    training, forwards = build_training(run, ingredients, model, mesh, tokenizer)
+    forward, names = forwards["policy"], [objective.name for role in training for objective in role.objectives]
+    test_sampling = evaluation_sampling(run, stops)
     prompts_by_task = {task.label: texts for texts in (test_prompts, prompts) for task in texts.tasks}
-    scorer.models = judges_of(run, where, tokenizer, prompts_by_task, progress.status)  # instead of an earlier phase's
+    # Instead of an earlier phase's.
+    scorer.models = load_judges(run, where, tokenizer, prompts_by_task, progress.status)
     context = StageContext(
         tokenizer, prompts, test_prompts, stops, forwards, names, scorer, test_sampling, peers, progress
     )
     ingredients = ingredients.prepared(context)
-    if asked_models(run):
-        scorer.dry_run(read.all_train[0], tokenizer, judges=True)
-    engine, transfer = sampling_of(run, model, forward.compute.dtype, mesh, where)
+    if judge_questions(run):
+        scorer.dry_run(problems.all_train[0], tokenizer, judges=True)
+    engine, transfer = build_engine(run, model, forward.compute.dtype, mesh, where)
     observed = bool(run.recipe.observation_coef)
     episodes = [
         episodes_of(prompts, run.rollout, stops, peers, run.recipe.branch, observed),
         episodes_of(test_prompts, run.rollout, stops, peers),
     ]
-    stream, rollout = streams_of(run, read.train), run.rollout
+    stream, rollout = prompt_stream(run, problems.train), run.rollout
     source = GroupSource(
         tokenizer, prompts, stream, scorer, rollout.group, run.seed, run.recipe.shaping, episodes[0], stops
     )
-    limits = configs.limits_of(configs.parts_of_task(read.tested), run.rollout.max_new_tokens)
+    limits = configs.limits_of(configs.parts_of_task(problems.tested), run.rollout.max_new_tokens)
 
     def evaluate_tasks(weights: Any) -> tuple[TaskEvaluation, ...]:
-        if not read.asked:
+        if not problems.asked:
             return ()
-        questions = EvaluationSet(test_prompts, read.asked, run.evaluation.samples, run.seed, limits)
+        questions = EvaluationSet(test_prompts, problems.asked, run.evaluation.samples, run.seed, limits)
         answerer = Answerer(engine, weights, tokenizer, scorer, episodes[1])
         return evaluate(answerer, questions, test_sampling, progress.status)
 
     head_notes = repeated_heads(model.config.attention.kv_heads, where.shape["tensor"])
     texts = ingredients.texts
-    data_notes = [*(texts.notes if texts is not None else ()), *rehearsed(episodes, read)]
+    notes = [*problems.notes, *(texts.notes if texts is not None else ()), *rehearse_episodes(episodes, problems)]
     return Reinforcement(
         training=training,
         forward=forward,
         label=run.task.label,
-        problems=prints | (texts.fingerprints if texts is not None else {}),
+        problems=fingerprints | (texts.fingerprints if texts is not None else {}),
         reference=configs.keeps_reference(run),
         coefficients=coefficients_of(run, ingredients),
         rules=rules_for(run, ingredients),
-        notes=[*read.notes, *data_notes, *reward_notes, *about(run, read, prompts, stops), *head_notes],
+        notes=[*notes, *reward_notes, *data_notes(run, problems, prompts, stops), *head_notes],
         samples_ahead=run.rollout.collect.staleness > 0,
         concurrent=run.mesh.rollout > 0 or mesh.size == 1,
         measures_kl=run.recipe.of_kl is not None,
         run=run,
         status=progress.status,
         tokenizer=tokenizer,
-        sampler=sampler_of(run, engine, source, stops, progress.status),
+        sampler=build_sampler(run, engine, source, stops, progress.status),
         transfer=transfer,
         evaluate_tasks=evaluate_tasks,
         ingredients=ingredients,
     )
 
 
-def rewarded(
-    scorer: Scorer, read: Problems, prompts: Prompts, verifies: bool, note: Callable[[str], None] | None = None
+def check_rewards(
+    scorer: Scorer, problems_read: Problems, prompts: Prompts, verifies: bool, note: Callable[[str], None] | None = None
 ) -> list[str]:
     """Check that the rewards can judge all problems, and call each once for every task; return notes. ``note`` gets
     what is found later, see ``Scorer.check``.
     """
-    notes = scorer.check([*read.all_train, *read.held_out], verifies, note)
-    for problems in read.train:
+    notes = scorer.check([*problems_read.all_train, *problems_read.held_out], verifies, note)
+    for problems in problems_read.train:
         task = prompts.task(problems[0].task)
         tools = [*Factory(None, task.tools).functions] if task.plays else None
         scorer.dry_run(problems[0], prompts.tokenizer, tools)
     return notes
 
 
-def rehearsed(episodes: Sequence[Episodes | None], read: Problems) -> list[str]:
+def rehearse_episodes(episodes: Sequence[Episodes | None], problems_read: Problems) -> list[str]:
     """Begin a first episode of training and of evaluation, so that one that cannot begin is refused; return notes."""
     notes: list[str] = []
-    for one, problems in zip(episodes, (read.all_train, read.asked), strict=True):
-        notes += [] if one is None else one.rehearse(problems)
+    for task_episodes, problems in zip(episodes, (problems_read.all_train, problems_read.asked), strict=True):
+        notes += [] if task_episodes is None else task_episodes.rehearse(problems)
     return list(dict.fromkeys(notes))
 
 
@@ -435,10 +438,10 @@ def check_phase(
     configs.validate_on_model(run, model.attention.rope.max_positions)
     if same_groups(before, run) and before.evaluation.task == run.evaluation.task:
         return
-    read = read_problems(run, tokenizer, status)
+    problems = load_problems(run, tokenizer, status)
     # Refuses those that are too long.
-    prompts = prompts_of(run, run.task, read.all_train, tokenizer)
-    prompts_of(run, read.tested, read.asked, tokenizer)
+    prompts = encode_prompts(run, run.task, problems.all_train, tokenizer)
+    encode_prompts(run, problems.tested, problems.asked, tokenizer)
     scoring = run.scoring
     with Scorer(configs.rewards(run), scoring.workers, scoring.timeout_s, watched=configs.watched(run)) as scorer:
-        rewarded(scorer, read, prompts, configs.verifies(run))
+        check_rewards(scorer, problems, prompts, configs.verifies(run))

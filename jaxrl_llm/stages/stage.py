@@ -162,9 +162,9 @@ class Stage:
         return carry
 
 
-SCORED_AT_ONCE = 256
+SCORING_CHUNK = 256
 """Samples of each scoring call."""
-AFTER = 0
+PLACEHOLDER = 0
 """A placeholder token after the last one: the prediction there is the value of the whole text; it is never read."""
 
 
@@ -187,8 +187,8 @@ def check_problems(
     Raises:
       InputError: names the change.
     """
-    for name, found in now.items():
-        changed = tasks.difference(before.get(name, found), found)
+    for name, fingerprint in now.items():
+        changed = tasks.difference(before.get(name, fingerprint), fingerprint)
         require(
             not changed,
             f"the {name.split()[0]} problems of {label} are not those {origin} ({changed}): put the old ones back, or "
@@ -209,14 +209,14 @@ def read_parts(
     parts: Sequence[Part], verifies: Callable[[Part], bool], status: Callable[[str], None]
 ) -> list[tasks.Loaded]:
     """Read the problems of each part; ``verifies``: whether the run reads which answers to it are right."""
-    found = []
+    loaded = []
     for part in parts:
         status(f"reading task {part.task.label}")
-        found.append(tasks.load(part.task, verifies(part)))
-    return found
+        loaded.append(tasks.load(part.task, verifies(part)))
+    return loaded
 
 
-def run_by(
+def scoring_forward(
     learner: Learner, config: ModelConfig, mesh: Any, longest: int, completion: int, temperature: float = 1.0
 ) -> Forward:
     """Return how a model that does not learn is run on a mesh, such as the one that samples.
@@ -236,24 +236,24 @@ def run_by(
     return Forward(layout_for(settings, compute, longest, completion, mesh, config), compute, temperature, mesh)
 
 
-def scored(
+def score_samples(
     forward: Forward, model: Any, samples: Sequence[Sample], output: str, status: Callable[[str], None]
 ) -> list[np.ndarray]:
     """Compute one output of many samples, float32[t] each, in chunks: their arrays need not all fit the devices."""
-    found: list[np.ndarray] = []
-    for begin in range(0, len(samples), SCORED_AT_ONCE):
+    outputs: list[np.ndarray] = []
+    for begin in range(0, len(samples), SCORING_CHUNK):
         status(f"scoring {begin}/{len(samples)}")
-        found += forward.by_sample(model, samples[begin : begin + SCORED_AT_ONCE], output)
-    return found
+        outputs += forward.by_sample(model, samples[begin : begin + SCORING_CHUNK], output)
+    return outputs
 
 
-def scored_sample(
+def score_sample(
     prompt: np.ndarray, tokens: np.ndarray, scalars: dict[str, float], number: int | None = None, counted: bool = True
 ) -> Sample:
     """Return a sample of a completion with its score read at its ``last`` place, one behind its last token."""
     mask = np.zeros(len(tokens) + 1, bool)
     mask[-1] = counted
-    return Sample(prompt, np.append(tokens, AFTER), mask, scalars | {"last": float(len(tokens))}, together=number)
+    return Sample(prompt, np.append(tokens, PLACEHOLDER), mask, scalars | {"last": float(len(tokens))}, together=number)
 
 
 Architectures = Callable[[str], ModelConfig]
@@ -350,7 +350,7 @@ class Outline:
         return self.forwards["policy"]
 
 
-def state_of(run: Configuration, model: Any, training: Sequence[Training], reference: bool) -> TrainState:
+def planned_state(run: Configuration, model: Any, training: Sequence[Training], reference: bool) -> TrainState:
     """Return the run's initial state, as shapes; ``model``: the trained model, as shapes."""
-    others = [one.begins for one in training if one.begins is not None]
+    others = [role.begins for role in training if role.begins is not None]
     return abstract_state(model, build(run.learner.optimiser), reference, run.learner.lora, others)

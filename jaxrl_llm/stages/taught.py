@@ -16,7 +16,7 @@ from jaxrl_llm.tasks.template import template_fingerprint
 
 
 @dataclasses.dataclass(frozen=True)
-class Taught:
+class RewardFormat:
     """The training format of a reward model; a field is None if it is not recorded.
 
     Attributes:
@@ -38,13 +38,13 @@ class Taught:
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
 
-def taught_by(run: configs.RewardModel, tokenizer: Any = None) -> Taught:
+def format_of_run(run: configs.RewardModel, tokenizer: Any = None) -> RewardFormat:
     """Return the format that a run teaches; without its tokenizer, all but the fingerprint."""
     data = run.data
     if not isinstance(data, Pairs | Steps):  # of a class that is not there any more
-        return Taught(score_at=run.score_at)
+        return RewardFormat(score_at=run.score_at)
     template = configs.wording(run).template
-    return Taught(
+    return RewardFormat(
         kind="ranking" if isinstance(data, Pairs) else "steps",
         separator=data.separator if isinstance(data, Steps) else None,
         template=template if template in ("tokenizer", "chatml", "plain") else "own",
@@ -53,7 +53,7 @@ def taught_by(run: configs.RewardModel, tokenizer: Any = None) -> Taught:
     )
 
 
-def taught(name: str, tokenizer: Any = None) -> Taught | None:
+def reward_format(name: str, tokenizer: Any = None) -> RewardFormat | None:
     """Return the training format of a reward model, by its run or directory; None for a model without scores.
 
     A directory that does not record where scores are read is taken to read them at the end of the template, as
@@ -68,28 +68,28 @@ def taught(name: str, tokenizer: Any = None) -> Taught | None:
     """
     trained = find_run(name)
     if trained is not None:
-        return taught_by(trained.run, tokenizer) if isinstance(trained.run, configs.RewardModel) else None
+        return format_of_run(trained.run, tokenizer) if isinstance(trained.run, configs.RewardModel) else None
     attributes = hf_attributes(name)
     if not is_reward_model(attributes):
         return None
     if OUR_ATTRIBUTE not in attributes:
-        return Taught(score_at="template")
-    said = attributes[OUR_ATTRIBUTE]
-    known = {"kind": ("ranking", "steps"), "score_at": ("template", "stop", None)}
-    for field, values in known.items():
-        found = said.get(field) if isinstance(said, dict) else None
-        words = ", ".join(value for value in values if value)
+        return RewardFormat(score_at="template")
+    attribute = attributes[OUR_ATTRIBUTE]
+    allowed = {"kind": ("ranking", "steps"), "score_at": ("template", "stop", None)}
+    for field, names in allowed.items():
+        entry = attribute.get(field) if isinstance(attribute, dict) else None
+        words = ", ".join(filter(None, names))
         require(
-            found in values,
-            f"config.json of {name} has {OUR_ATTRIBUTE}.{field} {found!r}, and this version knows {words}: export the "
+            entry in names,
+            f"config.json of {name} has {OUR_ATTRIBUTE}.{field} {entry!r}, and this version knows {words}: export the "
             "model again with this version",
         )
-    fields = [field.name for field in dataclasses.fields(Taught)]
-    return Taught(**{field: said[field] for field in fields if field in said})
+    fields = [field.name for field in dataclasses.fields(RewardFormat)]
+    return RewardFormat(**{field: attribute[field] for field in fields if field in attribute})
 
 
 @dataclasses.dataclass(frozen=True)
-class Reader:
+class RewardModelUse:
     """A setting that reads a reward model, with the format that it expects.
 
     Attributes:
@@ -111,21 +111,21 @@ class Reader:
           InputError: it was trained with another format, or does not exist.
         """
         with naming(self.field.removesuffix(":")):
-            found = taught(name)
-        if found is None or found.kind is None:
+            recorded = reward_format(name)
+        if recorded is None or recorded.kind is None:
             return
-        what = "steps" if found.kind == "steps" else "whole answers"
-        require(self.kind in (None, found.kind), f"{self.field} {name} learned to score {what}: {self.remedy}")
+        what = "steps" if recorded.kind == "steps" else "whole answers"
+        require(self.kind in (None, recorded.kind), f"{self.field} {name} learned to score {what}: {self.remedy}")
         require(
-            found.separator is None or self.separator in (None, found.separator),
-            f"{self.field} {name} learned steps that end with {found.separator!r}, and here they end with "
-            f"{self.separator!r}: set separator to {found.separator!r}, or give another model",
+            recorded.separator is None or self.separator in (None, recorded.separator),
+            f"{self.field} {name} learned steps that end with {recorded.separator!r}, and here they end with "
+            f"{self.separator!r}: set separator to {recorded.separator!r}, or give another model",
         )
 
     def untold(self, name: str) -> list[str]:
         """Return a line for people on how a model is read that does not record its training format."""
-        found = taught(name)
-        if found is None or found.kind is not None:
+        recorded = reward_format(name)
+        if recorded is None or recorded.kind is not None:
             return []
         read_as = {
             "ranking": "a score of the whole answer, at the last token that the chat template writes",
@@ -139,34 +139,36 @@ DEFAULT_SEPARATOR = "\n"
 """The end of a step if neither a model nor its reader gives a separator."""
 
 
-def readers(run: configs.Run) -> Iterator[tuple[Reader, str]]:
+def reward_model_uses(run: configs.Run) -> Iterator[tuple[RewardModelUse, str]]:
     """Yield every use of a reward model in a run, with the model's name: rewards, constraints, a gate, the judge of
     evaluations.
     """
     for base in configs.bases(run):
         field = f"reward {getattr(base, 'name', '')}:"
         if isinstance(base, ModelReward):
-            reader = Reader(field, "ranking", "take StepReward for it, or give a model of whole answers")
+            reader = RewardModelUse(field, "ranking", "take StepReward for it, or give a model of whole answers")
             yield from ((reader, path) for path in base.paths)
         elif isinstance(base, StepReward):
             remedy = "take ModelReward for it, or give a process reward model"
-            yield Reader(field, "steps", remedy, base.separator), base.path
+            yield RewardModelUse(field, "steps", remedy, base.separator), base.path
 
 
-def untold(run: configs.Run) -> list[str]:
+def format_notes(run: configs.Run) -> list[str]:
     """Return lines for people on how models without a recorded training format are read; includes a critic's initial
     model.
     """
     critic = run.recipe.critic
-    begins = [] if critic is None or critic.model is None else [(Reader("recipe.critic.model"), critic.model)]
-    return list(dict.fromkeys(line for reader, name in (*readers(run), *begins) for line in reader.untold(name)))
+    begins = [] if critic is None or critic.model is None else [(RewardModelUse("recipe.critic.model"), critic.model)]
+    return list(dict.fromkeys(line for use, name in (*reward_model_uses(run), *begins) for line in use.untold(name)))
 
 
-def check_template(found: Taught | None, name: str, prompts: Mapping[str, Prompts], tokenizer: Any) -> None:
+def check_reward_template(
+    recorded: RewardFormat | None, name: str, prompts: Mapping[str, Prompts], tokenizer: Any
+) -> None:
     """Refuse a reward model that was trained with another chat template than those of the tasks.
 
     Args:
-      found: its training format.
+      recorded: its training format.
       name: of the model, with the setting that names it.
       prompts: of each task, by its label.
       tokenizer: the policy's.
@@ -174,12 +176,12 @@ def check_template(found: Taught | None, name: str, prompts: Mapping[str, Prompt
     Raises:
       InputError: names the task and the remedy.
     """
-    if found is None or found.fingerprint is None:
+    if recorded is None or recorded.fingerprint is None:
         return
-    for label, known in prompts.items():
-        template = known.task(label).template
+    for label, task_prompts in prompts.items():
+        template = task_prompts.task(label).template
         require(
-            template_fingerprint(template, tokenizer) == found.fingerprint,
-            f"{name} learned from chats in the template {found.template}, and task {label} writes others (template "
-            f"{template[:40]!r}): give both the same, or take a reward model that was trained with this one",
+            template_fingerprint(template, tokenizer) == recorded.fingerprint,
+            f"{name} learned from chats in the template {recorded.template}, and task {label} writes others "
+            f"(template {template[:40]!r}): give both the same, or take a reward model that was trained with this one",
         )

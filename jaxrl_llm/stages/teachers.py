@@ -55,12 +55,12 @@ class Teachers(Ingredient):
     @classmethod
     def of(cls, run: configs.Run) -> Self | None:
         """See ``Ingredient``."""
-        own = run.scoring.distillation
-        if own is None:
+        distillation = run.scoring.distillation
+        if distillation is None:
             return None
-        signal = own.divergence
-        named = tuple(name for name in own.names if name is not None)
-        losses = () if isinstance(signal, SampledKL) else (DivergenceLoss(own.weight, signal, named),)
+        signal = distillation.divergence
+        names = tuple(name for name in distillation.names if name is not None)
+        losses = () if isinstance(signal, SampledKL) else (DivergenceLoss(distillation.weight, signal, names),)
         return cls(run, objectives=losses)
 
     @property
@@ -81,11 +81,11 @@ class Teachers(Ingredient):
         """
         forward, loaded = context.forwards["policy"], {}
         forwards = {name: run_teacher(name, self.run, forward, config_of) for name in self.settings.names}
-        for name, own in forwards.items():
+        for name, teacher_forward in forwards.items():
             if name is None:
                 continue
             context.progress.status(f"loading {name}")
-            loaded[name] = load_teacher(name, self.run, own, context.tokenizer)
+            loaded[name] = load_teacher(name, self.run, teacher_forward, context.tokenizer)
         vocab = config_of(self.run.model).vocab_size
         return dataclasses.replace(
             self, loaded=loaded, forwards=forwards, policy=forward, vocab=vocab, prompts=context.prompts,
@@ -101,159 +101,159 @@ class Teachers(Ingredient):
         """
         if not self.runs_in_update:
             return None
-        found = {}
+        teachers = {}
         for name in self.settings.names:
-            own = run_teacher(name, self.run, forward, find)
-            model = None if is_base(name, self.run) else teacher_shapes(find(name), self.run, own)
-            found[name] = Teacher(model, own.compute)
-        return found
+            teacher_forward = run_teacher(name, self.run, forward, find)
+            model = None if is_base(name, self.run) else teacher_shapes(find(name), self.run, teacher_forward)
+            teachers[name] = Teacher(model, teacher_forward.compute)
+        return teachers
 
     def planned_samples(self, samples: list[Sample], updates: int) -> list[Sample]:
         """Add what the teachers tell of the tokens, as zeros."""
-        found = []
+        planned = []
         for sample in samples:
             if self.settings.by_policy_gradient:
                 sample = sample.with_arrays(advantages=np.zeros(len(sample.tokens), np.float32))
             if self.settings.top_k:
-                sample = with_top(sample, no_top(sample, self.settings.top_k))
-            found.append(numbered(sample, 0, self.settings))
-        return found
+                sample = with_top(sample, empty_top(sample, self.settings.top_k))
+            planned.append(add_teacher_index(sample, 0, self.settings))
+        return planned
 
     def passes(self, samples: Sequence[Sample], forward: Forward, find: Architectures) -> Sequence[Pass]:
         """Return the passes of teachers over a step's completions; those that run in the update have none."""
         if self.runs_in_update:
             return ()
-        found, output = [], output_of(self.settings, find(self.run.model).vocab_size)
+        passes, output = [], teacher_output(self.settings, find(self.run.model).vocab_size)
         for number, name in enumerate(self.settings.names, start=1):
-            own = run_teacher(name, self.run, forward, find)
-            held = name is None or is_base(name, self.run)
-            model = None if held else teacher_shapes(find(name), self.run, own)
+            teacher_forward = run_teacher(name, self.run, forward, find)
+            in_state = name is None or is_base(name, self.run)
+            model = None if in_state else teacher_shapes(find(name), self.run, teacher_forward)
             label = "teacher" if number == 1 else f"teacher {number}"
-            role = (self.settings.own if name is None else "policy") if held else ""
-            found.append(Pass(label, own, samples, output, 1, role, model, copies=int(not held)))
-        return found
+            role = (self.settings.own if name is None else "policy") if in_state else ""
+            passes.append(Pass(label, teacher_forward, samples, output, 1, role, model, copies=int(not in_state)))
+        return passes
 
     def learning(self, training: Sequence[Training]) -> Sequence[Training]:
         """Give the policy's update the teachers that it runs."""
         if not self.runs_in_update:
             return training
-        given = {name: Teacher(model, self.forwards[name].compute) for name, model in self.loaded.items()}
-        return [dataclasses.replace(one, teachers=given) if one.role == "policy" else one for one in training]
+        teachers = {name: Teacher(model, self.forwards[name].compute) for name, model in self.loaded.items()}
+        return [dataclasses.replace(role, teachers=teachers) if role.role == "policy" else role for role in training]
 
     def scored(
         self, state: TrainState, samples: list[list[Sample]], batch: RolloutBatch
     ) -> tuple[list[list[Sample]], dict[str, float]]:
         """Add the teachers' advantages to those of the samples, or their most likely tokens; return metrics."""
-        own, every = self.settings, [sample for members in samples for sample in members]
-        numbers = [teacher_number(sample, batch, own) for sample in every]
-        every = [numbered(sample, number, own) for sample, number in zip(every, numbers, strict=True)]
-        measured: dict[str, float] = {}
+        settings, flat = self.settings, [sample for members in samples for sample in members]
+        numbers = [teacher_index(sample, batch, settings) for sample in flat]
+        flat = [add_teacher_index(sample, number, settings) for sample, number in zip(flat, numbers, strict=True)]
+        metrics: dict[str, float] = {}
         if not self.runs_in_update:
-            asked = [as_asked(sample, batch, self.run, self.prompts) for sample in every]
-            models = [weights_of(name, self.loaded, state, own) for name in own.names]
-            told: list[Any] = [None] * len(every)
-            for number, (name, model) in enumerate(zip(own.names, models, strict=True)):
-                at = [n for n, one in enumerate(asked) if one is not None and numbers[n] == number]
-                mine = [asked[n] for n in at]
-                found = self.forwards[name].by_sample(model, mine, output_of(own, self.vocab)) if at else []
-                for place, one in zip(at, found, strict=True):
-                    told[place] = one
-            if own.context is not None:
-                sampled = [
-                    one is not None for one, sample in zip(asked, every, strict=True) if sample.place is not None
-                ]
-                measured[f"{DISTILLATION}/told_fraction"] = float(np.mean(sampled))
-            if own.top_k:
-                pairs = zip(every, told, strict=True)
-                every = [taught_by_top(sample, top, own.top_k, self.others) for sample, top in pairs]
+            prompted = [with_teacher_prompt(sample, batch, self.run, self.prompts) for sample in flat]
+            outputs: list[Any] = [None] * len(flat)
+            for number, name in enumerate(settings.names):
+                at = [n for n, sample in enumerate(prompted) if sample is not None and numbers[n] == number]
+                model = teacher_weights(name, self.loaded, state, settings)
+                output, mine = teacher_output(settings, self.vocab), [prompted[n] for n in at]
+                read = iter(self.forwards[name].by_sample(model, mine, output) if at else ())
+                for n in at:
+                    outputs[n] = next(read)
+            if settings.context is not None:
+                sampled = [p is not None for p, sample in zip(prompted, flat, strict=True) if sample.place is not None]
+                metrics[f"{DISTILLATION}/told_fraction"] = float(np.mean(sampled))
+            if settings.top_k:
+                pairs = zip(flat, outputs, strict=True)
+                flat = [add_teacher_tokens(sample, top, settings.top_k, self.others) for sample, top in pairs]
             else:
                 ref = None
-                if own.divergence.needs_reference:
-                    ref = self.policy.by_sample(model_of(state, "reference"), every)
-                every, measured[f"{DISTILLATION}/kl"] = valued(every, told, ref, own)
-        rest = iter(every)
-        return [[next(rest) for _ in members] for members in samples], measured
+                if settings.divergence.needs_reference:
+                    ref = self.policy.by_sample(model_of(state, "reference"), flat)
+                flat, metrics[f"{DISTILLATION}/kl"] = add_teacher_advantages(flat, outputs, ref, settings)
+        rest = iter(flat)
+        return [[next(rest) for _ in members] for members in samples], metrics
 
 
-def teacher_number(sample: Sample, batch: RolloutBatch, own: configs.Distillation) -> int:
+def teacher_index(sample: Sample, batch: RolloutBatch, settings: configs.Distillation) -> int:
     """Return the number of a sample's teacher; given texts have the first."""
-    return 0 if sample.place is None else own.number_of(batch.groups[sample.place[0]].problem.task)
+    return 0 if sample.place is None else settings.number_of(batch.groups[sample.place[0]].problem.task)
 
 
-def numbered(sample: Sample, number: int, own: configs.Distillation) -> Sample:
+def add_teacher_index(sample: Sample, number: int, settings: configs.Distillation) -> Sample:
     """Return the sample with the number of its teacher, where the update runs several."""
-    if len(own.names) == 1 or own.by_policy_gradient or own.top_k:
+    if len(settings.names) == 1 or settings.by_policy_gradient or settings.top_k:
         return sample
     return dataclasses.replace(sample, scalars=sample.scalars | {TEACHER_INDEX: float(number)})
 
 
-def output_of(own: configs.Distillation, vocab: int) -> Any:
+def teacher_output(settings: configs.Distillation, vocab: int) -> Any:
     """Return what is read of a teacher at each token, for a policy with so many tokens."""
-    return TopOutput(own.top_k, vocab) if own.top_k else "logp"
+    return TopOutput(settings.top_k, vocab) if settings.top_k else "logp"
 
 
-def weights_of(name: str | None, loaded: Mapping[str, Any], state: TrainState, own: configs.Distillation) -> Any:
+def teacher_weights(
+    name: str | None, loaded: Mapping[str, Any], state: TrainState, settings: configs.Distillation
+) -> Any:
     """Return a teacher's weights: loaded ones, the base of the policy's adapter, or the policy's own."""
     if name is None:
-        return model_of(state, own.own)
+        return model_of(state, settings.own)
     return state.policy.base if loaded[name] is None else loaded[name]
 
 
-def as_asked(sample: Sample, batch: RolloutBatch, run: configs.Run, prompts: Any) -> Sample | None:
+def with_teacher_prompt(sample: Sample, batch: RolloutBatch, run: configs.Run, prompts: Any) -> Sample | None:
     """Return the sample as its teacher reads it, with its context; None where it has none, or none is taught.
 
     ``prompts``: writes what a teacher is told.
     """
-    own: Any = run.scoring.distillation
+    distillation: Any = run.scoring.distillation
     if sample.place is None:
-        taught = not own.by_policy_gradient and DISTILLATION in (sample.counted_by or (DISTILLATION,))
-        return sample if taught else None
-    if own.context is None:
+        is_taught = not distillation.by_policy_gradient and DISTILLATION in (sample.counted_by or (DISTILLATION,))
+        return sample if is_taught else None
+    if distillation.context is None:
         return sample
     number, member = sample.place
-    prompt = told_prompt(own.context.template, batch.groups[number], member, prompts)
-    if prompt is None or len(prompt) > run.rollout.max_prompt_tokens + own.context.max_tokens:
+    prompt = teacher_prompt(distillation.context.template, batch.groups[number], member, prompts)
+    if prompt is None or len(prompt) > run.rollout.max_prompt_tokens + distillation.context.max_tokens:
         return None
     return dataclasses.replace(sample, prompt=prompt)
 
 
-def valued(
-    samples: Sequence[Sample], told: Sequence[Any], ref: Sequence[Any] | None, own: Any
+def add_teacher_advantages(
+    samples: Sequence[Sample], teacher_logps: Sequence[Any], ref: Sequence[Any] | None, distillation: Any
 ) -> tuple[list[Sample], float]:
     """Return the samples with the teacher's advantages added, and how far the policy is from it, nats a token.
 
     Args:
       samples: of a step.
-      told: log-probabilities of each sample's tokens by its teacher; None where it was not asked.
+      teacher_logps: log-probabilities of each sample's tokens by its teacher; None where it was not asked.
       ref: those by the reference; None if the signal reads none.
-      own: the run's ``Distillation``.
+      distillation: the run's ``Distillation``.
     """
-    found, far, count = [], 0.0, 0
-    for sample, theirs, before in zip(samples, told, ref or [None] * len(samples), strict=True):
+    with_advantages, distance, count = [], 0.0, 0
+    for sample, teacher_logp, ref_logp in zip(samples, teacher_logps, ref or [None] * len(samples), strict=True):
         if sample.place is None:
-            found.append(sample)
+            with_advantages.append(sample)
             continue
         logp = sample.arrays["sampler_logp"]
         # A teacher with fewer tokens has no log-probability of the others, which are padding.
-        theirs = np.full(len(logp), np.nan, np.float32) if theirs is None else theirs
-        counts = sample.mask & ~np.isnan(theirs)
-        advantages = own.weight * own.divergence.advantages(logp, theirs, before)
+        teacher_logp = np.full(len(logp), np.nan, np.float32) if teacher_logp is None else teacher_logp
+        counts = sample.mask & ~np.isnan(teacher_logp)
+        advantages = distillation.weight * distillation.divergence.advantages(logp, teacher_logp, ref_logp)
         advantages = np.where(counts, advantages, 0).astype(np.float32)
-        found.append(sample.with_arrays(advantages=np.float32(advantage_of(sample)) + advantages))
-        far += float(np.sum((logp - theirs)[counts], dtype=np.float64))
+        with_advantages.append(sample.with_arrays(advantages=np.float32(advantage_of(sample)) + advantages))
+        distance += float(np.sum((logp - teacher_logp)[counts], dtype=np.float64))
         count += int(counts.sum())
-    return found, far / count if count else math.nan
+    return with_advantages, distance / count if count else math.nan
 
 
-def taught_by_top(sample: Sample, top: Any, k: int, others: Sequence[str]) -> Sample:
+def add_teacher_tokens(sample: Sample, top: Any, k: int, others: Sequence[str]) -> Sample:
     """Return the sample with the teacher's most likely tokens; without them its teacher teaches nothing, and the
     ``others``, names of objectives, count it."""
     if top is None:
-        return with_top(sample.counting(others), no_top(sample, k))
+        return with_top(sample.counting(others), empty_top(sample, k))
     return with_top(sample, top)
 
 
-def no_top(sample: Sample, k: int) -> tuple[np.ndarray, np.ndarray]:
+def empty_top(sample: Sample, k: int) -> tuple[np.ndarray, np.ndarray]:
     """Return placeholders of a teacher's most likely tokens and their log-probabilities."""
     count = len(sample.tokens)
     return np.zeros((count, k), np.int32), np.zeros((count, k + 1), np.float32)
@@ -265,11 +265,11 @@ def with_top(sample: Sample, top: Any) -> Sample:
     return sample.with_arrays(teacher_ids=ids, teacher_logp=logp)
 
 
-RIGHT = 1.0
+MIN_RIGHT_ACCURACY = 1.0
 """The least accuracy of a completion that counts as right."""
 
 
-def told_prompt(template: str, group: Group, member: int, prompts: Prompts) -> np.ndarray | None:
+def teacher_prompt(template: str, group: Group, member: int, prompts: Prompts) -> np.ndarray | None:
     """Return the teacher's prompt of a completion, int32[T]; None if it lacks one of the facts.
 
     Args:
@@ -280,25 +280,25 @@ def told_prompt(template: str, group: Group, member: int, prompts: Prompts) -> n
     """
     problem = group.problem
     before, last = problem.prompt[:-1], problem.prompt[-1]
-    known = facts(group, member) | {"prompt": last["content"]}
-    wanted = {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
-    if not all(known.get(name) for name in wanted):
+    facts = known_facts(group, member) | {"prompt": last["content"]}
+    fields = {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
+    if not all(facts.get(name) for name in fields):
         return None
-    content = template.format(**{name: known[name] for name in wanted})
-    told = dataclasses.replace(problem, prompt=(*before, {**last, "content": content}))
-    return encode(told, prompts.task(problem.task), prompts.tokenizer)
+    content = template.format(**{name: facts[name] for name in fields})
+    problem_for_teacher = dataclasses.replace(problem, prompt=(*before, {**last, "content": content}))
+    return encode(problem_for_teacher, prompts.task(problem.task), prompts.tokenizer)
 
 
-def facts(group: Group, member: int) -> dict[str, str]:
+def known_facts(group: Group, member: int) -> dict[str, str]:
     """Return the facts about a completion by name; what is unknown is missing."""
     row = {name: str(value) for name, value in group.problem.metadata.items() if value is not None}
-    found = row | {"answer": group.problem.answer, "attempt": group.completions[member].text}
+    facts = row | {"answer": group.problem.answer, "attempt": group.completions[member].text}
     if not np.isnan(group.accuracy[member]):
-        found["verdict"] = "right" if group.accuracy[member] >= RIGHT else "wrong"
-    others = [place for place in np.flatnonzero(group.accuracy >= RIGHT) if place != member]
+        facts["verdict"] = "right" if group.accuracy[member] >= MIN_RIGHT_ACCURACY else "wrong"
+    others = [place for place in np.flatnonzero(group.accuracy >= MIN_RIGHT_ACCURACY) if place != member]
     if others:
-        found["success"] = group.completions[others[0]].text
-    return found
+        facts["success"] = group.completions[others[0]].text
+    return facts
 
 
 def is_base(name: str | None, run: configs.Run) -> bool:
@@ -314,13 +314,13 @@ def load_teacher(name: str, run: configs.Run, forward: Forward, tokenizer: Any) 
     """
     if is_base(name, run):
         return None
-    field = field_of(name, run)
+    field = teacher_field(name, run)
     with naming(field):
-        model, own = load_model(name, run.learner.compute.dtype, forward.mesh)
+        model, teacher_tokenizer = load_model(name, run.learner.compute.dtype, forward.mesh)
     if isinstance(model, ScalarModel):
         raise InputError(f"{field}: {name} is a reward model, which gives no distribution of tokens: take ModelReward")
     require(
-        own is None or own.get_vocab() == tokenizer.get_vocab(),
+        teacher_tokenizer is None or teacher_tokenizer.get_vocab() == tokenizer.get_vocab(),
         f"{field}: the tokenizer of {name} is not that of {run.model}: give a teacher that reads the policy's tokens",
     )
     return model
@@ -338,7 +338,7 @@ def run_teacher(name: str | None, run: configs.Run, forward: Forward, find: Arch
     more = 0 if settings.context is None else settings.context.max_tokens
     longest = run.longest_row + more
     itself = name is None or is_base(name, run)
-    field = "scoring.distillation.context" if itself else field_of(name, run)
+    field = "scoring.distillation.context" if itself else teacher_field(name, run)
     if itself and not more:
         return forward
     with naming(field):
@@ -357,11 +357,11 @@ def run_teacher(name: str | None, run: configs.Run, forward: Forward, find: Arch
     )
     compute = forward.compute
     attention = "auto" if ATTENTION_PLATFORMS.get(compute.attention) == "gpu" else compute.attention
-    own = run.learner.computing(attention=attention, row_tokens=0 if more else forward.layout.row_tokens)
-    compute = compute_for(own, config, platform_of(forward.mesh), compute.compiler)
+    teacher_learner = run.learner.computing(attention=attention, row_tokens=0 if more else forward.layout.row_tokens)
+    compute = compute_for(teacher_learner, config, platform_of(forward.mesh), compute.compiler)
     layout = forward.layout
     if more:
-        layout = layout_for(own, compute, longest, run.rollout.max_new_tokens, forward.mesh, config)
+        layout = layout_for(teacher_learner, compute, longest, run.rollout.max_new_tokens, forward.mesh, config)
     return dataclasses.replace(forward, compute=compute, layout=layout)
 
 
@@ -372,7 +372,7 @@ def teacher_shapes(config: ModelConfig, run: configs.Run, forward: Forward) -> D
     return as_shapes(model, shardings(model, forward.mesh))
 
 
-def field_of(name: str, run: configs.Run) -> str:
+def teacher_field(name: str, run: configs.Run) -> str:
     """Return the setting that names a teacher, for messages."""
     settings = run.scoring.distillation
     first = settings is None or name == settings.teacher

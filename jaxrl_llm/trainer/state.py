@@ -39,7 +39,7 @@ from jaxrl_llm.runs.pins import needs_base
 from jaxrl_llm.sharding import make_mesh
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.stages import stage_of
-from jaxrl_llm.stages.stage import Fingerprints, Stage, check_problems, state_of
+from jaxrl_llm.stages.stage import Fingerprints, Stage, check_problems, planned_state
 from jaxrl_llm.system import lease, storage
 from jaxrl_llm.system.json_lines import read_rows
 from jaxrl_llm.system.paths import new_file
@@ -367,7 +367,7 @@ def begin(
 ) -> tuple[TrainState, LoopState]:
     """Return a fresh state, or that of step ``start``; ``model`` is consumed, or read for its shapes only."""
     if start is not None:
-        like = state_of(run, model, stage.training, stage.reference)
+        like = planned_state(run, model, stage.training, stage.reference)
         return restored(store, start, like, mesh, split_head(model)[0], stage)
     others = [one.begins for one in stage.training if one.begins is not None]
     optimiser = build(run.learner.optimiser)

@@ -21,7 +21,7 @@ from jaxrl_llm.rollout import Engine
 from jaxrl_llm.rollout.evaluate import majority, reranked
 from jaxrl_llm.rollout.generation import OpenRequests, generate_all
 from jaxrl_llm.stages.judges import first_fall
-from jaxrl_llm.stages.taught import Taught
+from jaxrl_llm.stages.taught import RewardFormat
 from jaxrl_llm.tasks import Prompts, extract
 
 pytestmark = pytest.mark.slow
@@ -49,7 +49,7 @@ def folder(tmp_path_factory):
     model, tokenizer = talkative()
     save_pretrained(model, tokenizer, folder / "model")
     save_pretrained(scalar_model("one"), tokenizer, folder / "rm")
-    told = Taught("ranking", score_at="stop").to_json()
+    told = RewardFormat("ranking", score_at="stop").to_json()
     save_pretrained(scalar_model("one"), tokenizer, folder / "answers", None, told)
     return folder
 

@@ -18,7 +18,7 @@ from jaxrl_llm.models import load_pretrained, logits, save_pretrained
 from jaxrl_llm.rewards import JudgeModel, Pairwise, Rubric, Scorer
 from jaxrl_llm.rewards.endpoint import JudgeAnswer
 from jaxrl_llm.rewards.shaping import check_reward
-from jaxrl_llm.stages.judges import answered, load_judge_model
+from jaxrl_llm.stages.judges import judge_completions, load_judge_model
 from jaxrl_llm.tasks.template import render_chat
 from jaxrl_llm.types import Message
 
@@ -126,14 +126,14 @@ def test_rewards_score_what_a_judge_on_the_devices_says():
     for (problem, _), wanted in zip(items, (["warm"], [["12", 3]], [{"criterion": "kind", "points": -2}]), strict=True):
         problem.metadata["wanted"] = wanted
     with Scorer((rubric, pairs)) as scorer:
-        scorer.models = {one: functools.partial(answered, one, Honest) for one in (rubric, pairs)}
+        scorer.models = {one: functools.partial(judge_completions, one, Honest) for one in (rubric, pairs)}
         scorer.dry_run(items[0][0], load_pretrained("tiny-random")[1])  # asks nobody
         assert scorer.check([problem for problem, _ in items]) == []
         found = scorer.score(items)
         refused = item("x")[0]
         with pytest.raises(InputError, match="column 'wanted' holds no list of items for rubric"):
             scorer.check([refused])
-        too_long = functools.partial(answered, rubric, LongAgo)
+        too_long = functools.partial(judge_completions, rubric, LongAgo)
         scorer.models |= {rubric: too_long}
         lost = scorer.score(items)
     assert found.parts["rubric"].tolist() == [3 / 4, 4 / 6, -1 / 3]

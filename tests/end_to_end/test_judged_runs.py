@@ -22,7 +22,7 @@ from jaxrl_llm.models.decoder import initialise
 from jaxrl_llm.models.heads import with_scalar_head
 from jaxrl_llm.models.pretrained import TINY, tiny_tokenizer
 from jaxrl_llm.runs.load import find_run, load_model
-from jaxrl_llm.stages.taught import taught, taught_by
+from jaxrl_llm.stages.taught import format_of_run, reward_format
 from jaxrl_llm.tasks import problem_index
 from jaxrl_llm.tasks.template import CHATML, template_fingerprint
 
@@ -237,7 +237,7 @@ def test_scores_are_learned_at_the_end_of_the_messages_or_at_the_stop(folder, an
         wanted = before if run == "at_stop" else end
         np.testing.assert_allclose(rows(folder / run)[step]["pairs/margin"], wanted, rtol=1e-4)
         assert abs(end - before) > 100 * 1e-4 * abs(wanted), "the two places are told apart"
-    assert [taught(str(folder / name)).score_at for name in ("runs/rm", "exported", "at_stop")] == [
+    assert [reward_format(str(folder / name)).score_at for name in ("runs/rm", "exported", "at_stop")] == [
         *2 * ["template"],
         "stop",
     ]
@@ -247,7 +247,7 @@ def test_an_exported_directory_says_what_it_was_taught(folder, answers):
     told = {"template": "chatml", "fingerprint": template_fingerprint("chatml", tiny_tokenizer())}
     config = json.loads((folder / "exported" / "config.json").read_text())
     assert config["jaxrl_llm"] == told | {"kind": "ranking", "score_at": "template"}
-    steps = taught_by(find_run(str(folder / "runs/prm")).run, tiny_tokenizer())
+    steps = format_of_run(find_run(str(folder / "runs/prm")).run, tiny_tokenizer())
     assert steps.to_json() == told | {"kind": "steps", "separator": " "}
 
 

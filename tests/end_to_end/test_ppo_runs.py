@@ -29,7 +29,7 @@ from jaxrl_llm.models.heads import with_scalar_head
 from jaxrl_llm.models.pretrained import TINY
 from jaxrl_llm.recipes import RECIPES, Overlong
 from jaxrl_llm.rewards.shaping import RelativeLength
-from jaxrl_llm.stages.taught import Taught
+from jaxrl_llm.stages.taught import RewardFormat
 from jaxrl_llm.tasks.template import template_fingerprint
 from jaxrl_llm.trainer.state import with_others
 
@@ -60,7 +60,7 @@ def other_models(folder):
     save_pretrained(
         initialise(dataclasses.replace(config, attention=attention), jax.random.key(0)), tokenizer, folder / "short"
     )
-    plain = Taught("ranking", None, "plain", template_fingerprint("plain", tokenizer))
+    plain = RewardFormat("ranking", None, "plain", template_fingerprint("plain", tokenizer))
     model = with_scalar_head(initialise(config, jax.random.key(0)))
     save_pretrained(model, tokenizer, folder / "taught", None, plain.to_json())
     save_pretrained(

@@ -15,7 +15,7 @@ from jaxrl_llm.algorithms.preference import KTO
 from jaxrl_llm.data import Pairs, Unpaired, load_texts
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.runs.load import load_model
-from jaxrl_llm.stages.preference import balance_of
+from jaxrl_llm.stages.preference import balance_note
 from jaxrl_llm.tasks import Table
 
 pytestmark = pytest.mark.slow
@@ -83,8 +83,8 @@ def test_every_metric_is_documented(whole):
 def test_weights_that_do_not_balance_good_and_bad_answers_are_told(whole):
     rows = parts("kto", whole).train
     assert sum(row.good for row in rows) * 2 == len(rows)
-    assert balance_of(rows, KTO()) == balance_of(rows, KTO(desirable=1.3)) == balance_of(rows[:1], KTO()) == ""
+    assert balance_note(rows, KTO()) == balance_note(rows, KTO(desirable=1.3)) == balance_note(rows[:1], KTO()) == ""
     few = [row for place, row in enumerate(rows) if not row.good or place < 2]
     good, bad = 1, len(rows) // 2
     told = f"{good} good answers and {bad} bad ones: KTO's paper advises loss.desirable from {bad} to {4 / 3 * bad:.3g}"
-    assert balance_of(few, KTO()) == f"{told} for them, now 1" and balance_of(few, KTO(desirable=bad)) == ""
+    assert balance_note(few, KTO()) == f"{told} for them, now 1" and balance_note(few, KTO(desirable=bad)) == ""

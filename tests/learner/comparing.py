@@ -15,9 +15,9 @@ from jaxrl_llm.learner.objectives import NextToken, PairLoss, Ranking, StepEntro
 from jaxrl_llm.models.decoder import causal_rows, forward, logits
 from jaxrl_llm.models.heads import ScalarModel
 from jaxrl_llm.models.lora import with_adapter
-from jaxrl_llm.stages.dataset import sample_of
+from jaxrl_llm.stages.dataset import text_sample
 from jaxrl_llm.stages.preference import pair_samples, unpaired_samples
-from jaxrl_llm.stages.reward_model import samples_of
+from jaxrl_llm.stages.reward_model import reward_samples
 
 T, WIDTH = 11, 18
 LENGTHS = ((3, 8), (5, 1), (2, 4, 7), (6, 3, 2, 9), (4, 4))
@@ -237,7 +237,7 @@ def pairs():
 def case(name):
     """The losses by name."""
     if name == "texts":
-        return Case(NextToken(), MODEL, [[sample_of(t)] for t in texts()], members(texts()), likelihood)
+        return Case(NextToken(), MODEL, [[text_sample(t)] for t in texts()], members(texts()), likelihood)
     if name in PREFERENCES:
         loss, formula = PREFERENCES[name]
         return Case(PairLoss(loss), MODEL, pairs(), members(rankings(2)), preference(formula, loss.average))
@@ -248,9 +248,9 @@ def case(name):
         completions = [(sample.prompt, sample.tokens) for group in unpaired() for sample in group]
         return Case(UnpairedLoss(KTO(0.05, undesirable=1.5)), MODEL, unpaired(), completions, prospect)
     if name == "steps":
-        groups = [samples_of(row, n) for n, row in enumerate(solutions())]
+        groups = [reward_samples(row, n) for n, row in enumerate(solutions())]
         return Case(StepEntropy(), SCALAR, groups, members(solutions()), stepwise)
-    groups = [samples_of(row, n) for n, row in enumerate(rankings())]
+    groups = [reward_samples(row, n) for n, row in enumerate(rankings())]
     return Case(Ranking(0.1), SCALAR, groups, members(rankings()), ranked(0.1))
 
 

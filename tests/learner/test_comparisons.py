@@ -43,9 +43,9 @@ from jaxrl_llm.models.config import ComputeOptions, Lora
 from jaxrl_llm.models.lora import create_adapter
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
 from jaxrl_llm.stages import preference
-from jaxrl_llm.stages.dataset import text_numbers, with_room
-from jaxrl_llm.stages.preference import pair_samples, sums
-from jaxrl_llm.stages.reward_model import pair_numbers, samples_of, step_numbers
+from jaxrl_llm.stages.dataset import evaluate_texts, fit_microbatch
+from jaxrl_llm.stages.preference import pair_samples, sum_logprobs
+from jaxrl_llm.stages.reward_model import ranking_metrics, reward_samples, step_metrics
 from jaxrl_llm.types import Role
 
 DIVIDED = Layout(8, 40, T, parts=4)
@@ -174,7 +174,7 @@ def silent(text):
 
 
 def test_the_reference_is_what_the_model_gives_whole_completions():
-    np.testing.assert_allclose(sums(forwards(), REFERENCE, rankings(2), silent), known(), rtol=1e-5)
+    np.testing.assert_allclose(sum_logprobs(forwards(), REFERENCE, rankings(2), silent), known(), rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["dpo", "ipo", "dpo of averages, smoothed"])
@@ -183,7 +183,7 @@ def test_numbers_of_pairs_are_of_their_order_and_implicit_rewards_in_a_step_and_
     margins = by_hand_margins(loss.average)
     assert 0 < np.mean(margins > 0) < 1
     pairs = rankings(2)
-    tested = preference.pair_numbers(loss, pairs, sums(forwards(), MODEL, pairs, silent), known())
+    tested = preference.paired_metrics(loss, pairs, sum_logprobs(forwards(), MODEL, pairs, silent), known())
     for prefix, found in (("", alone(name)[1]), ("eval/", tested)):
         np.testing.assert_allclose(found[f"{prefix}pairs/accuracy"], np.mean(margins > 0), rtol=1e-6)
         np.testing.assert_allclose(found[f"{prefix}pairs/margin"], loss.beta * np.mean(margins), rtol=1e-4)
@@ -196,7 +196,7 @@ def test_numbers_of_pairs_without_a_reference(name):
     means = [x[:-1].astype(np.float64).mean() for x in found_of_pairs()]
     worth = np.reshape([float(odds(mean)) if name == "orpo" else mean for mean in means], (-1, 2))
     margins = worth @ [1, -1]
-    tested = preference.pair_numbers(loss, pairs, sums(forwards(), MODEL, pairs, silent), nothing)
+    tested = preference.paired_metrics(loss, pairs, sum_logprobs(forwards(), MODEL, pairs, silent), nothing)
     np.testing.assert_allclose(tested["eval/pairs/accuracy"], np.mean(margins > 0), rtol=1e-6)
     np.testing.assert_allclose(tested["eval/pairs/margin"], loss.beta * np.mean(margins), rtol=1e-4)
 
@@ -204,9 +204,9 @@ def test_numbers_of_pairs_without_a_reference(name):
 def test_numbers_of_answers_with_labels():
     rows = [Judged(str(n), prompt(n), drawn(3, n), good, str(n)) for n, good in enumerate([True, False, True, False])]
     logp = np.array([[1.0, 9], [2.0, 9], [3.0, 9], [0.0, 9]])
-    found = preference.unpaired_numbers(KTO(0.5), rows, logp, np.zeros((4, 2)))
+    found = preference.unpaired_metrics(KTO(0.5), rows, logp, np.zeros((4, 2)))
     assert found == {"eval/pairs/accuracy": 0.75, "eval/pairs/margin": 0.5 * (2 - 1)}
-    assert np.isnan(preference.unpaired_numbers(KTO(), rows[:1], logp[:1], np.zeros((1, 2)))["eval/pairs/accuracy"])
+    assert np.isnan(preference.unpaired_metrics(KTO(), rows[:1], logp[:1], np.zeros((1, 2)))["eval/pairs/accuracy"])
     _, metrics = alone("kto")
     assert metrics["kto/point"] > 0, "below it, the reference point would be held at 0"
     assert np.isfinite(metrics["pairs/margin"])
@@ -214,11 +214,11 @@ def test_numbers_of_answers_with_labels():
 
 def test_the_unrelated_answer_is_the_next_one_to_another_prompt():
     rows = [Judged(name, drawn(4, 1), drawn(5, n), True, str(n)) for n, name in enumerate("aabba")]
-    found = preference.unrelated_to(rows, 7)
+    found = preference.unrelated_answers(rows, 7)
     for tokens, place in zip(found, (2, 2, 4, 4, 2), strict=True):
         np.testing.assert_array_equal(tokens, rows[place].tokens[:3])
     with pytest.raises(InputError, match="0: all rows answer one prompt, and KTO compares with answers to other"):
-        preference.unrelated_to(rows[:2], 7)
+        preference.unrelated_answers(rows[:2], 7)
 
 
 def by_hand_margins(average):
@@ -250,7 +250,7 @@ def test_evaluations_are_those_of_completions_by_themselves():
     samples = together(case("centred").groups)
     found = iter([float(x[-1]) for x in forwards().by_sample(SCALAR, samples, "values")])
     np.testing.assert_allclose([next(found) for _ in samples], [x for row in known_scores for x in row], rtol=1e-4)
-    numbers = pair_numbers(known_scores)
+    numbers = ranking_metrics(known_scores)
     _, metrics = alone("centred")
     for ours, theirs in {
         "accuracy": "pairs/accuracy",
@@ -258,10 +258,10 @@ def test_evaluations_are_those_of_completions_by_themselves():
         "reward_mean": "reward_model/mean",
     }.items():
         np.testing.assert_allclose(metrics[theirs], numbers[f"eval/pairs/{ours}"], rtol=1e-4, atol=1e-6)
-    numbers = step_numbers(solutions(), by_solution)
+    numbers = step_metrics(solutions(), by_solution)
     np.testing.assert_allclose(numbers["eval/steps/loss"], wanted("steps")[0], rtol=1e-5)
     np.testing.assert_allclose(numbers["eval/steps/accuracy"], alone("steps")[1]["steps/accuracy"], rtol=1e-6)
-    numbers = text_numbers(forwards(), MODEL, texts(), silent)
+    numbers = evaluate_texts(forwards(), MODEL, texts(), silent)
     np.testing.assert_allclose(numbers["eval/text/loss"], wanted("texts")[0], rtol=1e-5)
     np.testing.assert_allclose(numbers["eval/text/perplexity"], np.exp(wanted("texts")[0]), rtol=1e-4)
 
@@ -294,14 +294,14 @@ def test_published_numbers_come_out_of_the_objectives():
         np.testing.assert_allclose(given(PairLoss(loss), [group], "logp", logp)[0], number(f"DPO/{name}"), rtol=1e-5)
     for key, name, margin in (("BT", "loss", 0.0), ("BT", "margin0p5", 0.5), ("BT_K3", "loss", 0.0)):
         ranks = number(f"{key}/r")
-        group = samples_of(row_of(*range(2, 2 + len(ranks)), margin=margin), 0)
+        group = reward_samples(row_of(*range(2, 2 + len(ranks)), margin=margin), 0)
         values = [np.append(np.full(2 + n, 9.0), score) for n, score in enumerate(ranks)]
         np.testing.assert_allclose(given(Ranking(), [group], "values", values)[0], number(f"{key}/{name}"), rtol=1e-5)
     right = number("PRM/s")
     row = Stepped("", prompt(0), drawn(7, 1), np.array([1, 3, 4]), number("PRM/labels"), "")
     values = np.full(8, 9.0)
     values[[2, 4, 5]] = np.log(right / (1 - right))
-    loss, _ = given(StepEntropy(), [samples_of(row, 0)], "values", [values])
+    loss, _ = given(StepEntropy(), [reward_samples(row, 0)], "values", [values])
     np.testing.assert_allclose(loss, number("PRM/loss"), rtol=1e-5)
 
 
@@ -323,18 +323,18 @@ def test_a_step_is_right_on_its_labels_side_of_a_half_and_a_half_is_not_above_it
     values = np.full(8, 9.0)
     for found, right in (([-0.1, 0.1, 0.2, -0.1], 1.0), ([0.1, 0.1, 0.2, 0.0], 0.75), ([0.1, -0.1, -0.2, 0.1], 0.0)):
         values[row.ends + 1] = found
-        _, metrics = given(StepEntropy(), [samples_of(row, 0)], "values", [values])
-        assert float(metrics["steps/accuracy"]) == step_numbers([row], [values])["eval/steps/accuracy"] == right
+        _, metrics = given(StepEntropy(), [reward_samples(row, 0)], "values", [values])
+        assert float(metrics["steps/accuracy"]) == step_metrics([row], [values])["eval/steps/accuracy"] == right
 
 
 def test_a_row_that_fills_more_than_a_microbatch_is_named_or_given_room_where_rows_are_chosen():
     groups = [(f"rows.jsonl:{n}", samples) for n, samples in enumerate(case("centred").groups, start=1)]
     one = Forward(Layout(1, 18, T), ComputeOptions(), 1.0, one_device())
-    assert with_room(dataclasses.replace(one, layout=Layout(2, 18, T)), groups, 2).layout.rows == 2
+    assert fit_microbatch(dataclasses.replace(one, layout=Layout(2, 18, T)), groups, 2).layout.rows == 2
     with pytest.raises(
         InputError, match=r"rows.jsonl:3: 3 completions .* raise learner.compute.microbatch_rows \(now 1\)"
     ):
-        with_room(one, groups, 1)
-    assert with_room(one, groups, 0).layout.rows == 2
-    assert with_room(dataclasses.replace(one, layout=Layout(8, 18, T, 8)), groups, 0).layout.rows == 8
-    assert with_room(dataclasses.replace(one, layout=Layout(8, 18, T, 8)), groups[:2], 0).layout.rows == 8
+        fit_microbatch(one, groups, 1)
+    assert fit_microbatch(one, groups, 0).layout.rows == 2
+    assert fit_microbatch(dataclasses.replace(one, layout=Layout(8, 18, T, 8)), groups, 0).layout.rows == 8
+    assert fit_microbatch(dataclasses.replace(one, layout=Layout(8, 18, T, 8)), groups[:2], 0).layout.rows == 8

@@ -25,7 +25,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Layout, PolicyGradient, pack
 from jaxrl_llm.learner.objectives import NextToken
 from jaxrl_llm.rollout.groups import Carryover, RolloutBatch
-from jaxrl_llm.stages.ingredients import PretrainingMix, pieces, room
+from jaxrl_llm.stages.ingredients import PretrainingMix, max_text_tokens, split_text
 
 MODEL = tiny("windows")
 LAYOUT = Layout(2, 22, T)
@@ -87,17 +87,17 @@ def test_an_epoch_has_every_text_once_and_each_minibatch_its_share():
 
 def test_a_long_plain_text_is_cut_and_every_token_learned_once():
     long = dataclasses.replace(text(7, size=25), mask=np.arange(25) % 3 > 0)
-    parts = pieces(long, 22, T)
+    parts = split_text(long, 22, T)
     assert [len(part.tokens) for part in parts] == [10, 10, 5]
     np.testing.assert_array_equal(np.concatenate([part.tokens for part in parts]), long.tokens)
     np.testing.assert_array_equal(np.concatenate([part.mask for part in parts]), long.mask)
     assert [int(part.prompt[0]) for part in parts] == [int(long.prompt[0]), *(int(long.tokens[at]) for at in (9, 19))]
-    assert pieces(TEXTS[0], 22, T) == [TEXTS[0]]
+    assert split_text(TEXTS[0], 22, T) == [TEXTS[0]]
     with pytest.raises(InputError, match=r"rows.jsonl:8 has a prompt of 3 and a completion of 25 tokens"):
-        pieces(text(8, prompt=3, size=25), 22, T)
+        split_text(text(8, prompt=3, size=25), 22, T)
     asked = text(8, prompt=3, size=25)
-    cut = asked.cut(room(asked, 22, T))
-    assert pieces(cut, 22, T) == [cut] and cut.length == min(22, 3 + T) and room(long, 22, T) == np.inf
+    cut = asked.cut(max_text_tokens(asked, 22, T))
+    assert split_text(cut, 22, T) == [cut] and cut.length == min(22, 3 + T) and max_text_tokens(long, 22, T) == np.inf
 
 
 def test_held_out_texts_are_tested_at_temperature_one():

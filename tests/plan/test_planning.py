@@ -16,7 +16,7 @@ from jaxrl_llm.plan.programs import abstract_model, compile_program, memory_need
 from jaxrl_llm.plan.roofline import CYCLES, FORMULAS, CompiledCost, sampling_costs, step_parts, step_work
 from jaxrl_llm.plan.tables import draw_plans, memory_lines, plans_table, report_lines, totals_of, write_plans
 from jaxrl_llm.rollout import Collect
-from jaxrl_llm.stages.programs import sampling_of
+from jaxrl_llm.stages.programs import build_engine
 
 pytestmark = pytest.mark.slow
 
@@ -145,7 +145,7 @@ def test_a_run_decodes_in_the_form_that_its_plan_names():
     for name, form in (("auto", ByLength("tpu")), ("xla", None)):
         run = tiny_run((1, 4, 1), attention=name)
         mesh, where = run_meshes(run, describe_devices(SLICE))
-        assert sampling_of(run, model, "bfloat16", mesh, where)[0].form == form
+        assert build_engine(run, model, "bfloat16", mesh, where)[0].form == form
 
 
 def test_the_plain_form_of_decoding_reads_more_where_it_is_asked_for():

@@ -23,7 +23,7 @@ from jaxrl_llm.rollout.episodes import Episodes, EpisodeSpec
 from jaxrl_llm.rollout.evaluate import EvaluationSet, episode_metrics, evaluate, failed_call
 from jaxrl_llm.rollout.generation import Answerer
 from jaxrl_llm.rollout.groups import GROUP_RECORDS, AdmissionPolicy, Carryover, GroupSource
-from jaxrl_llm.stages.ingredients import observed
+from jaxrl_llm.stages.ingredients import observation_mask
 from jaxrl_llm.tasks import Prompts, Shuffled, Task, load
 from jaxrl_llm.types import Episode, Turn
 
@@ -146,7 +146,7 @@ def same(some, others):
     for one, other in zip(completions(some), completions(others), strict=True):
         np.testing.assert_array_equal(one.tokens, other.tokens)
         np.testing.assert_array_equal(one.mask, other.mask)
-        np.testing.assert_array_equal(observed(one), observed(other))
+        np.testing.assert_array_equal(observation_mask(one), observation_mask(other))
         assert one.episode == other.episode and one.finish_reason == other.finish_reason
         np.testing.assert_array_equal(one.sampler_logp, other.sampler_logp)
 
@@ -179,9 +179,9 @@ def test_what_the_environment_says_stands_between_the_turns_with_mask_0():
                 assert completion.mask[turn.end - 1]
                 start = turn.end
             assert start == len(completion.tokens) and completion.length == completion.mask.sum()
-            assert not (observed(completion) & completion.mask).any()
+            assert not (observation_mask(completion) & completion.mask).any()
             heard = "".join(message["content"] for turn in completion.episode.turns[:-1] for message in turn.messages)
-            assert bytes(int(t) for t in completion.tokens[observed(completion)]).decode() == heard
+            assert bytes(int(t) for t in completion.tokens[observation_mask(completion)]).decode() == heard
             assert not completion.sampler_logp[~completion.mask].any()
     assert ends == {"completed"}, "limits are wide enough"
 

@@ -15,7 +15,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rules import Decision, entropy_controlled
 from jaxrl_llm.rules.guards import teaches_nothing
-from jaxrl_llm.stages.programs import coefficients_of, ingredients_of, objectives_of
+from jaxrl_llm.stages.programs import coefficients_of, ingredients_of, policy_objectives
 
 SMOKE = configs.load_config("smoke")[1]
 
@@ -67,12 +67,12 @@ def test_a_run_may_have_one_for_the_kl_and_one_for_the_entropy():
         assert coefficients_of(run, ingredients_of(run)).keys() == terms
         rules = rules_in(run)
         assert ("controller" in rules, "entropy" in rules) == ("kl_coef" in names, "entropy_coef" in names)
-        assert objectives_of(run, ingredients_of(run))[0].entropy_moves == ("entropy_coef" in names)
+        assert policy_objectives(run, ingredients_of(run))[0].entropy_moves == ("entropy_coef" in names)
         assert configs.from_json(json.loads(json.dumps(configs.to_json(run)))) == run
     assert rules["controller"].keywords == {"reads": kl.reads, "controller": kl}
     assert rules["entropy"].keywords == {"controller": entropy}
     assert coefficients_of(run, ingredients_of(run))["entropy_coef"] == 0.01
-    assert objectives_of(with_controller(entropy), ingredients_of(with_controller(entropy)))[0].entropy_gradient
+    assert policy_objectives(with_controller(entropy), ingredients_of(with_controller(entropy)))[0].entropy_gradient
 
 
 @pytest.mark.parametrize(

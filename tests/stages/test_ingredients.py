@@ -14,7 +14,7 @@ from jaxrl_llm.rollout.groups import Carryover, RolloutBatch
 from jaxrl_llm.rollout.settings import Ptx
 from jaxrl_llm.stages.critic import CriticRole
 from jaxrl_llm.stages.ingredients import Constraints, Ingredient, Observations, PretrainingMix, WinRate
-from jaxrl_llm.stages.programs import coefficients_of, ingredients_of, objectives_of
+from jaxrl_llm.stages.programs import coefficients_of, ingredients_of, policy_objectives
 from jaxrl_llm.tasks import Table
 
 SMOKE = resolved(load_config("smoke")[1])
@@ -45,7 +45,7 @@ def test_a_run_has_the_ingredients_that_its_settings_name():
     ingredients, none = ingredients_of(run), ingredients_of(SMOKE)
     kinds = [type(ingredient) for ingredient in ingredients]
     assert kinds == [CriticRole, Observations, Constraints, PretrainingMix, WinRate], "in the order of their hooks"
-    assert [one.name for one in objectives_of(run, ingredients)] == ["policy", "observations", "text"]
+    assert [one.name for one in policy_objectives(run, ingredients)] == ["policy", "observations", "text"]
     assert coefficients_of(run, ingredients).keys() - coefficients_of(SMOKE, none).keys() == {limit.coefficient}
     assert rules_in(run).keys() - rules_in(SMOKE).keys() == {"critic_not_a_number", limit.coefficient}
     assert list(rules_in(run))[:2] == ["not_a_number", "critic_not_a_number"]

@@ -28,10 +28,10 @@ from jaxrl_llm.rewards import Accuracy, Constraint, Gate, Hinge, ModelReward, Sc
 from jaxrl_llm.rewards.endpoint import JudgeModel
 from jaxrl_llm.rewards.shaping import TaskReward
 from jaxrl_llm.sharding import MeshShape, make_mesh
-from jaxrl_llm.stages.judges import JudgeEngine, judges_of, step_ends
-from jaxrl_llm.stages.rl import metrics_of
-from jaxrl_llm.stages.stage import SCORED_AT_ONCE
-from jaxrl_llm.stages.taught import Taught, readers, taught, untold
+from jaxrl_llm.stages.judges import JudgeEngine, load_judges, step_ends
+from jaxrl_llm.stages.rl import group_row
+from jaxrl_llm.stages.stage import SCORING_CHUNK
+from jaxrl_llm.stages.taught import RewardFormat, format_notes, reward_format, reward_model_uses
 from jaxrl_llm.tasks import Prompts, Table, Task, load
 from jaxrl_llm.tasks.template import template_fingerprint
 from jaxrl_llm.types import Completion
@@ -60,7 +60,7 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, tokenizer):
     folder = tmp_path_factory.mktemp("judges")
-    at_the_stop = Taught("ranking", score_at="stop").to_json()
+    at_the_stop = RewardFormat("ranking", score_at="stop").to_json()
     for name in MODELS:
         save_pretrained(scalar_model(name), tokenizer, folder / name, None, at_the_stop)
     save_pretrained(scalar_model("one"), tokenizer, folder / "silent")
@@ -84,7 +84,7 @@ def completion(tokens, text=""):
 def items():
     """So many that they are scored in two parts: three prompts, groups of completions of 1 to 8 tokens."""
     random = np.random.default_rng(0)
-    count = SCORED_AT_ONCE // 3 + 2
+    count = SCORING_CHUNK // 3 + 2
     return [
         (problem, completion(random.integers(1, 256, random.integers(1, LONGEST + 1))))
         for problem in load(TASK).train[:3]
@@ -94,7 +94,7 @@ def items():
 
 def judged(rewards, where, tokenizer, asked):
     """What the judge of each of these rewards says."""
-    found = judges_of(run_with(*rewards), where, tokenizer, {"digits": Prompts(TASK, tokenizer)}, lambda text: None)
+    found = load_judges(run_with(*rewards), where, tokenizer, {"digits": Prompts(TASK, tokenizer)}, lambda text: None)
     said = [found[reward](asked) for reward in rewards]
     return [
         reward.combined(x) if isinstance(reward, ModelReward) else x for reward, x in zip(rewards, said, strict=True)
@@ -121,7 +121,7 @@ MESHES = {"one": one_device, "eight": lambda: make_mesh(MeshShape()), "2x2x2": l
 @pytest.mark.parametrize("mesh", MESHES)
 def test_packed_scores_are_those_of_each_completion_alone_on_every_mesh(folder, tokenizer, mesh):
     asked = items()
-    assert len(asked) > SCORED_AT_ONCE
+    assert len(asked) > SCORING_CHUNK
     [found] = judged([ModelReward(str(folder / "one"))], MESHES[mesh](), tokenizer, asked)
     wanted = oracle("one", tokenizer, asked)
     assert found.dtype == np.float64 and np.std(wanted) > 0.1
@@ -165,7 +165,7 @@ PLACES = {"silent": "template", "as_written": "template", "one": "stop"}
 
 @pytest.mark.slow
 def test_an_answer_is_scored_where_the_model_was_taught_to(folder, tokenizer):
-    told = Taught("ranking", None, "chatml", template_fingerprint("chatml", tokenizer), "template")
+    told = RewardFormat("ranking", None, "chatml", template_fingerprint("chatml", tokenizer), "template")
     save_pretrained(scalar_model("one"), tokenizer, folder / "as_written", None, told.to_json())
     problem = load(TASK).train[0]
     chats = [[*problem.prompt, {"role": "assistant", "content": text}] for text in ("1" * (LONGEST - 1), "no", "")]
@@ -186,7 +186,7 @@ def test_an_answer_is_scored_where_the_model_was_taught_to(folder, tokenizer):
 
 
 def test_all_readers_ask_for_what_a_model_was_taught(folder, tokenizer):
-    told = {"steps": Taught("steps", " "), "answers": Taught("ranking")}
+    told = {"steps": RewardFormat("steps", " "), "answers": RewardFormat("ranking")}
     for name, one in told.items():
         save_pretrained(scalar_model("one"), tokenizer, folder / name, None, one.to_json())
     steps, answers = ModelReward(str(folder / "steps")), StepReward(str(folder / "answers"))
@@ -205,28 +205,28 @@ def test_all_readers_ask_for_what_a_model_was_taught(folder, tokenizer):
         ),
     ]:
         with pytest.raises(InputError, match=words) as caught:
-            judges_of(run, one_device(), tokenizer, {}, lambda text: None)
+            load_judges(run, one_device(), tokenizer, {}, lambda text: None)
         assert "\n" not in str(caught.value)
     fit = run_with(ModelReward(answers.path), StepReward(steps.path, separator=" "))
-    assert [reader.check(name) for reader, name in readers(fit)] == [None, None]
+    assert [reader.check(name) for reader, name in reward_model_uses(fit)] == [None, None]
 
 
 def test_a_model_that_does_not_say_what_it_was_taught_gets_a_line(folder, tokenizer):
     one = str(folder / "silent")
-    save_pretrained(scalar_model("one"), tokenizer, folder / "told", None, Taught("ranking").to_json())
+    save_pretrained(scalar_model("one"), tokenizer, folder / "told", None, RewardFormat("ranking").to_json())
     run = run_with(ModelReward((one, str(folder / "told"), one)), StepReward(one))
     critic = dataclasses.replace(run.recipe, critic=Critic(model=one))
     says = f"{one} does not say what it was taught; it is read as"
-    assert untold(dataclasses.replace(run, recipe=critic)) == [
+    assert format_notes(dataclasses.replace(run, recipe=critic)) == [
         f"reward model: {says} a score of the whole answer, at the last token that the chat template writes",
         f"reward steps: {says} scores of steps that end with '\\n'",
         f"recipe.critic.model {says} values of the policy's states",
     ]
-    assert untold(run_with(Accuracy())) == [] and taught("tiny-random") is None
+    assert format_notes(run_with(Accuracy())) == [] and reward_format("tiny-random") is None
     path = folder / "told" / "config.json"
     path.write_text(path.read_text().replace('"kind": "ranking"', '"kind": "preference"'))
     with pytest.raises(InputError, match=r"told has jaxrl_llm.kind 'preference', and this version knows ranking"):
-        judges_of(run, one_device(), tokenizer, {}, lambda text: None)
+        load_judges(run, one_device(), tokenizer, {}, lambda text: None)
 
 
 def test_bounds_hold_scores_of_models_too(folder, tokenizer):
@@ -242,7 +242,9 @@ def test_bounds_hold_scores_of_models_too(folder, tokenizer):
     )
     configs.validate(run)
     with Scorer(configs.rewards(run), 1, watched=configs.watched(run)) as scorer:
-        scorer.models = judges_of(run, one_device(), tokenizer, {"digits": Prompts(TASK, tokenizer)}, lambda text: None)
+        scorer.models = load_judges(
+            run, one_device(), tokenizer, {"digits": Prompts(TASK, tokenizer)}, lambda text: None
+        )
         assert list(scorer.models) == [model]
         found = scorer.score(asked)
     hinge, above = -np.maximum(0, raw - limit), raw >= limit
@@ -256,9 +258,9 @@ def test_bounds_hold_scores_of_models_too(folder, tokenizer):
 def test_the_mean_is_that_of_the_first_reward_model_and_nan_where_nothing_was_scored():
     run = run_with(Accuracy(), StepReward("steps"), ModelReward("one"), ModelReward("two"))
     found = {"reward/accuracy": 1.0, "reward/steps": 2.0, "reward/model": 3.0, "reward/model_2": 4.0}
-    assert metrics_of(run, {"kl": 1.0} | found) == {"kl": 1.0} | found | {"reward_model/mean": 3.0}
-    assert np.isnan(metrics_of(run, {})["reward_model/mean"])
-    assert metrics_of(run_with(Accuracy()), {"kl": 1.0} | found) == {"kl": 1.0} | found
+    assert group_row(run, {"kl": 1.0} | found) == {"kl": 1.0} | found | {"reward_model/mean": 3.0}
+    assert np.isnan(group_row(run, {})["reward_model/mean"])
+    assert group_row(run_with(Accuracy()), {"kl": 1.0} | found) == {"kl": 1.0} | found
 
 
 @pytest.mark.slow
@@ -269,18 +271,18 @@ def test_a_model_for_just_as_many_positions_is_taken(folder, tokenizer):
     save_pretrained(with_scalar_head(initialise(config, jax.random.key(0))), tokenizer, path)
     run = run_with(ModelReward(path))
     assert run.rollout.max_length == WIDTH
-    assert judges_of(run, one_device(), tokenizer, {}, lambda text: None).keys() == set(run.scoring.rewards)
+    assert load_judges(run, one_device(), tokenizer, {}, lambda text: None).keys() == set(run.scoring.rewards)
     path = str(folder / "one_more")
     shutil.copytree(folder / "just_enough", path)
     settings = json.loads((folder / "one_more" / "config.json").read_text())
-    told = settings | {"jaxrl_llm": Taught("ranking", score_at="template").to_json()}
+    told = settings | {"jaxrl_llm": RewardFormat("ranking", score_at="template").to_json()}
     (folder / "one_more" / "config.json").write_text(json.dumps(told))
     with pytest.raises(InputError, match=f"made for {WIDTH} positions, and prompts with completions have up to 41"):
         prompts = {"digits": Prompts(TASK, tokenizer)}
-        judges_of(run_with(ModelReward(path)), one_device(), tokenizer, prompts, lambda text: None)
+        load_judges(run_with(ModelReward(path)), one_device(), tokenizer, prompts, lambda text: None)
     longer = dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, max_new_tokens=LONGEST + 1))
     with pytest.raises(InputError, match=f"made for {WIDTH} positions, and prompts with completions have up to 41"):
-        judges_of(longer, one_device(), tokenizer, {}, lambda text: None)
+        load_judges(longer, one_device(), tokenizer, {}, lambda text: None)
 
 
 def test_runs_and_their_checkpoints_are_found_from_elsewhere(folder):
@@ -328,7 +330,7 @@ def test_each_step_is_worth_the_models_belief_behind_it_or_its_rise(folder, toke
     short = [text for text in TEXTS if len(text.encode()) < LONGEST]
     made = [written(text, tokenizer)[1] for text in short] + [completion([tokenizer.eos_token_id])]
     path = str(folder / "of_steps")
-    save_pretrained(scalar_model("two"), tokenizer, path, None, Taught("steps", "\n").to_json())
+    save_pretrained(scalar_model("two"), tokenizer, path, None, RewardFormat("steps", "\n").to_json())
     plain, rises = StepReward(path), StepReward(path, differences=True, start=0.25, weight=2.0, name="rises")
     asked = [(problem, one) for one in made]
     values, differences = judged([plain, rises], one_device(), tokenizer, asked)

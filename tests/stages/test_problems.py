@@ -6,7 +6,7 @@ import pytest
 from commands import forked
 
 from jaxrl_llm.models.pretrained import tiny_tokenizer
-from jaxrl_llm.stages.problems import endless
+from jaxrl_llm.stages.problems import unstopped_notes
 from jaxrl_llm.tasks import Task
 
 PROGRAM = """
@@ -162,5 +162,5 @@ ENDED = "{% for m in messages %}[{{ m.role }}]{{ m.content }}END\n{% endfor %}"
     ],
 )
 def test_a_template_whose_end_of_turn_stops_nothing_is_said(template, stops, said):
-    (line,) = endless(Task([], template=template), tiny_tokenizer(), stops) or [""]
+    (line,) = unstopped_notes(Task([], template=template), tiny_tokenizer(), stops) or [""]
     assert said in line and bool(said) == bool(line) and "\n" not in line

@@ -23,7 +23,7 @@ from jaxrl_llm.recipes import DAPO, GRPO, Overlong
 from jaxrl_llm.rewards import Format
 from jaxrl_llm.rollout.groups import Carryover, PartialGroup, ProblemSuccesses, Success
 from jaxrl_llm.rules import DONE, Phase, Reaches, Rules, decide, guards_of
-from jaxrl_llm.stages.problems import same_rewards, stream_left, streams_of, successes_left
+from jaxrl_llm.stages.problems import carry_stream, carry_successes, prompt_stream, same_rewards
 from jaxrl_llm.stages.programs import ingredients_of
 from jaxrl_llm.stages.rl import Reinforcement
 from jaxrl_llm.stages.stage import Stage
@@ -63,7 +63,7 @@ def test_stored_successes_stay_where_they_are_right_and_fit():
 
     def left(**changes):
         after = dataclasses.replace(before, **changes)
-        return set(successes_left(store, before, after))
+        return set(carry_successes(store, before, after))
 
     assert left() == set(store)
     assert left(rollout=dataclasses.replace(RUN.rollout, max_new_tokens=3)) == {"digits/a", "letters/c"}
@@ -74,7 +74,7 @@ def test_stored_successes_stay_where_they_are_right_and_fit():
     assert left(learner=dataclasses.replace(RUN.learner, keep_sampling_mask=True)) == set()
     alone = dataclasses.replace(RUN, task=letters)
     called = dataclasses.replace(RUN, task=Mixture((dataclasses.replace(letters, name="abc"), boxed)))
-    assert set(successes_left(store, alone, called)) == {"abc/c"}, "whatever it is called"
+    assert set(carry_successes(store, alone, called)) == {"abc/c"}, "whatever it is called"
 
 
 def test_a_phase_leaves_the_successes_that_fit_the_next_one_and_no_group_of_its_own():
@@ -115,15 +115,15 @@ def test_streams_of_tasks_that_stay_go_on_and_shares_count_anew():
     new = dataclasses.replace(RUN.task, name="new", holdout=0.5)
     before = dataclasses.replace(RUN, task=Mixture((digits, letters)))
     memory = {"asked": {"digits": 7, "letters": 6}, "streams": {"digits": {"tries": 1}, "letters": {}}}
-    assert stream_left(memory, 13, before, before) == memory
+    assert carry_stream(memory, 13, before, before) == memory
     heavier = dataclasses.replace(before, task=Mixture((Part(digits, 3.0), Part(letters, 1.0))))
-    assert stream_left(memory, 13, before, heavier) == memory | {"before": memory["asked"]}
+    assert carry_stream(memory, 13, before, heavier) == memory | {"before": memory["asked"]}
     other = dataclasses.replace(before, task=Mixture((digits, new)))
-    kept = stream_left(memory, 13, before, other)
+    kept = carry_stream(memory, 13, before, other)
     assert kept == {"asked": {"digits": 7}, "before": {"digits": 7}, "streams": {"digits": {"tries": 1}}}
-    assert stream_left(memory, 13, before, dataclasses.replace(before, task=new)) == {"others": 13}
+    assert carry_stream(memory, 13, before, dataclasses.replace(before, task=new)) == {"others": 13}
     boxed = [dataclasses.replace(task, extractor="boxed") for task in (letters, digits)]
-    judged = stream_left(memory, 13, before, dataclasses.replace(before, task=Mixture(boxed)))
+    judged = carry_stream(memory, 13, before, dataclasses.replace(before, task=Mixture(boxed)))
     assert judged["asked"] == memory["asked"] and judged["streams"] == {"letters": {}, "digits": {}}
 
 
@@ -143,7 +143,7 @@ class Asking:
         self.run, self.cursor, self.memory = run, 0, {}
 
     def phase(self, following):
-        written = json.dumps(codec.to_json(stream_left(self.memory, self.cursor, self.run, following)))
+        written = json.dumps(codec.to_json(carry_stream(self.memory, self.cursor, self.run, following)))
         self.run, self.memory = following, codec.from_json(json.loads(written))
 
     @property
@@ -155,7 +155,7 @@ class Asking:
             [Problem(str(i), prompt, "1", label, metadata={"level": i}) for i in range(size)]
             for label, size in zip(labels, sizes, strict=True)
         ]
-        return streams_of(self.run, rows)
+        return prompt_stream(self.run, rows)
 
     def ask(self, count):
         """The problems of the larger task among so many prompts."""
@@ -237,7 +237,7 @@ def test_the_order_of_problems_is_the_same_in_all_phases():
     run = phased(Phase("a", 1), Phase("b", 1), Phase("c"), seed=MAX_SEED - 1)
     assert {in_phase(run, number).seed % SHIFT for number in range(3)} == {(MAX_SEED - 1) % (1 << 16)}
     asked = [Problem(str(i), ({"role": "user", "content": str(i)},), "1", "digits") for i in range(9)]
-    streams = [streams_of(in_phase(run, number), [asked]) for number in range(3)]
+    streams = [prompt_stream(in_phase(run, number), [asked]) for number in range(3)]
     orders = [[stream.next(number, {})[0].id for number in range(9)] for stream in streams]
     assert orders[0] == orders[1] == orders[2] and len(set(orders[0])) == 9
 

@@ -25,9 +25,9 @@ from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rewards import Format, Scorer
 from jaxrl_llm.rewards.shaping import name_rewards
 from jaxrl_llm.rollout.groups import Carryover, RolloutBatch
-from jaxrl_llm.stages.examples import of_examples, shown_places, with_ratios
-from jaxrl_llm.stages.problems import problems_of, read_problems
-from jaxrl_llm.stages.programs import coefficients_of, ingredients_of, objectives_of
+from jaxrl_llm.stages.examples import samples_at, shown_places, with_ratios
+from jaxrl_llm.stages.problems import load_problems, problem_fingerprints
+from jaxrl_llm.stages.programs import coefficients_of, ingredients_of, policy_objectives
 from jaxrl_llm.stages.rl import Reinforcement, split_rewards
 from jaxrl_llm.stages.stage import Stage, StepOutcome, check_problems
 from jaxrl_llm.tasks import Task
@@ -79,8 +79,8 @@ def with_rows(train, test=None, **changes):
 
 def prints(run):
     with Progress(Schedule(1), console=Console(quiet=True)) as progress:
-        read = read_problems(run, tiny_tokenizer(), progress.status)
-    return json.loads(json.dumps(problems_of(run, read)))
+        read = load_problems(run, tiny_tokenizer(), progress.status)
+    return json.loads(json.dumps(problem_fingerprints(run, read)))
 
 
 def test_long_prompts_are_dropped_and_counted_where_the_task_says_so():
@@ -88,7 +88,7 @@ def test_long_prompts_are_dropped_and_counted_where_the_task_says_so():
         run = with_rows([{"prompt": "a" * length} for length in lengths])
         run = dataclasses.replace(run, task=dataclasses.replace(run.task, overlong="drop", template="plain"))
         with Progress(Schedule(1), console=Console(quiet=True)) as progress:
-            return read_problems(run, tiny_tokenizer(), progress.status)
+            return load_problems(run, tiny_tokenizer(), progress.status)
 
     assert [len(one.prompt[0]["content"]) for one in read(5, 300, 256).all_train] == [5, 256]
     assert "1 of 3 problems of rows dropped: their prompts have over 256 tokens" in read(5, 300, 256).notes
@@ -125,7 +125,7 @@ def learned(run, update, groups, coefficient, step, status=lambda text: None):
     mesh, ingredients = one_device(), ingredients_of(run)
     state = create_state(tiny("windows"), build(run.learner.optimiser), run.recipe.algorithm.needs_reference, mesh)
     given = {} if coefficient is None else {"kl_coef": coefficient}
-    training = (Training(objectives_of(run, ingredients), update),)
+    training = (Training(policy_objectives(run, ingredients), update),)
     forward = forward_on(mesh, Layout(2, 40, 10))
     stage = Reinforcement(
         run=run, training=training, forward=forward, label="digits", tokenizer=tiny_tokenizer(), sampler=None,
@@ -240,10 +240,10 @@ def test_of_some_groups_alone_samples_are_written_down():
     ]
     others = [Sample(np.zeros(1), np.zeros(1), np.ones(1, bool))]
     assert shown_places(len(groups), 2, 2) == [1, 2]
-    shown = of_examples([1, 2], [samples[1], others, samples[2], samples[0]])
+    shown = samples_at([1, 2], [samples[1], others, samples[2], samples[0]])
     assert [id(one.tokens) for one in shown] == [id(one.tokens) for one in (*samples[1], *samples[2])]
     assert [one.place for one in shown] == [(n, i) for n in range(2) for i in range(4)]
-    assert of_examples([], samples) == []
+    assert samples_at([], samples) == []
 
 
 class Ahead(Reinforcement):

@@ -21,7 +21,7 @@ from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.models.heads import TeacherStates
 from jaxrl_llm.rollout.groups import Carryover, RolloutBatch
 from jaxrl_llm.stages.ingredients import StageContext
-from jaxrl_llm.stages.teachers import Teachers, as_asked, facts, told_prompt, valued
+from jaxrl_llm.stages.teachers import Teachers, add_teacher_advantages, known_facts, teacher_prompt, with_teacher_prompt
 from jaxrl_llm.tasks import Prompts, Table
 from jaxrl_llm.telemetry.progress import Progress, Schedule
 from jaxrl_llm.types import Completion, Group, Problem, Role, TrainState
@@ -163,7 +163,7 @@ def test_what_an_environment_said_is_not_distilled(mask):
         for row in mask
     ]  # fmt: skip
     told = [np.float32([-2, -1, -1]), np.float32([-3, np.nan, -2])]
-    valued_, far = valued(samples, told, None, Distillation("a", weight=2.0))
+    valued_, far = add_teacher_advantages(samples, told, None, Distillation("a", weight=2.0))
     gaps = np.array([[-1, 1, 2], [-2, np.nan, 1]])
     counts = mask & ~np.isnan(gaps)
     wanted = np.where(counts, 0.5 + 2 * gaps, 0.5)
@@ -174,9 +174,9 @@ def test_what_an_environment_said_is_not_distilled(mask):
 def test_a_completion_that_its_teacher_is_not_told_of_keeps_its_advantage():
     own = Sample(np.int32([1]), np.int32([2, 3]), np.ones(2, bool), {"advantages": 0.5},
                  {"sampler_logp": np.float32([-1, -2])}, place=(0, 0))  # fmt: skip
-    found, far = valued([own, own], [None, np.float32([-2, -2])], None, Distillation("a"))
+    found, far = add_teacher_advantages([own, own], [None, np.float32([-2, -2])], None, Distillation("a"))
     np.testing.assert_array_equal([one.arrays["advantages"] for one in found], [[0.5, 0.5], [-0.5, 0.5]])
-    assert far == 0.5 and math.isnan(valued([own], [None], None, Distillation("a"))[1])
+    assert far == 0.5 and math.isnan(add_teacher_advantages([own], [None], None, Distillation("a"))[1])
 
 
 @pytest.mark.parametrize("room", [-1, 0, 1])
@@ -184,12 +184,12 @@ def test_a_prompt_with_what_is_told_is_no_longer_than_its_limit(room):
     """A longer one would not fit into the rows of the teacher: its completion is not taught."""
     first = groups()[0]
     prompts = Prompts(SMOKE.task, TOKENIZER)
-    length = len(told_prompt(SHOWN, first, 0, prompts))
+    length = len(teacher_prompt(SHOWN, first, 0, prompts))
     context = Context(SHOWN, length + room - SMOKE.rollout.max_prompt_tokens)
     run = dataclasses.replace(SMOKE, scoring=by_teacher(Distillation(None, JensenShannon(0.0, 7), context=context)))
     one = first.completions[0]
     sample = Sample(first.prompt, one.tokens, one.mask, place=(0, 0))
-    found = as_asked(sample, RolloutBatch([first], [first], Carryover(), 0, 0, {}), run, prompts)
+    found = with_teacher_prompt(sample, RolloutBatch([first], [first], Carryover(), 0, 0, {}), run, prompts)
     assert (found is None) == (room < 0)
     assert found is None or len(found.prompt) == length
 
@@ -239,12 +239,12 @@ def test_given_texts_are_taught_by_the_first_teacher_and_others_not_at_all(folde
 
 def test_a_context_has_the_facts_of_a_completion_and_no_others():
     first = groups()[0]
-    assert facts(first, 0) == {"answer": "2", "attempt": "two", "verdict": "wrong", "success": "two"}
-    assert facts(first, 1) == {"answer": "2", "attempt": "two", "verdict": "right"}
+    assert known_facts(first, 0) == {"answer": "2", "attempt": "two", "verdict": "wrong", "success": "two"}
+    assert known_facts(first, 1) == {"answer": "2", "attempt": "two", "verdict": "right"}
     prompts = Prompts(SMOKE.task, TOKENIZER)
-    assert told_prompt("{prompt} {solution}", first, 0, prompts) is None
+    assert teacher_prompt("{prompt} {solution}", first, 0, prompts) is None
     with_column = dataclasses.replace(first, problem=dataclasses.replace(first.problem, metadata={"solution": 3}))
-    text = TOKENIZER.decode(told_prompt("{prompt} {solution} {{}}", with_column, 0, prompts))
+    text = TOKENIZER.decode(teacher_prompt("{prompt} {solution} {{}}", with_column, 0, prompts))
     assert text.endswith("0 + 1 = 3 {}")
 
 

@@ -19,7 +19,7 @@ from jaxrl_llm.learner.settings import Optimiser
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.rollout.groups import GROUP_RECORDS, Carryover
 from jaxrl_llm.runs.load import find_start
-from jaxrl_llm.stages.problems import statistics, stream_of
+from jaxrl_llm.stages.problems import load_statistics, task_stream
 from jaxrl_llm.tasks import Curriculum, Dropping, EasyToHard, Prioritised, Scheduled, Shuffled
 from jaxrl_llm.tasks.stream import Interleaved
 from jaxrl_llm.trainer.state import LoopState
@@ -271,11 +271,11 @@ def test_a_column_must_hold_a_number_for_each_problem():
     rows = problems(5, level=[1, 2, None, 4, 5], size=[1.5] * 5, hard=[True] * 5, entry=nested)
     for by in ("nothing", "level", "hard", "entry"):
         with pytest.raises(InputError) as raised:
-            stream_of(Curriculum(easy_to_hard=EasyToHard(by, 9)), rows, 0)
+            task_stream(Curriculum(easy_to_hard=EasyToHard(by, 9)), rows, 0)
         assert f"easy_to_hard.by '{by}' is" in str(raised.value) and "size, entry.terms" in str(raised.value)
-    stream = stream_of(Curriculum(easy_to_hard=EasyToHard("entry.terms", 9)), rows, 0)
+    stream = task_stream(Curriculum(easy_to_hard=EasyToHard("entry.terms", 9)), rows, 0)
     assert stream.next(0, {})[0].id == "p0"
-    assert stream_of(None, rows, 3) == Shuffled(rows, 3)
+    assert task_stream(None, rows, 3) == Shuffled(rows, 3)
 
 
 def test_where_nothing_is_verified_only_a_column_can_order():
@@ -286,8 +286,8 @@ def test_where_nothing_is_verified_only_a_column_can_order():
         Curriculum(easy_to_hard=EasyToHard("success", 9)),
     ):
         with pytest.raises(InputError, match="task toy has no reference answers: give it answers and a verifier"):
-            stream_of(parts, rows, 0)
-    assert stream_of(Curriculum(easy_to_hard=EasyToHard("level", 9)), rows, 0).next(0, {})[0].id == "p0"
+            task_stream(parts, rows, 0)
+    assert task_stream(Curriculum(easy_to_hard=EasyToHard("level", 9)), rows, 0).next(0, {})[0].id == "p0"
 
 
 @pytest.fixture(scope="module")
@@ -310,7 +310,7 @@ def other(tmp_path_factory):
 def test_a_curriculum_begins_with_what_another_run_has_counted(other):
     name = str(other / "runs" / "counted")
     counted = played(Scheduled(Curriculum(drop=Dropping()), problems(6), 9), 20, lambda i: i % 5)[1]
-    stream = stream_of(Curriculum(Prioritised(), statistics=name), problems(6), 0)
+    stream = task_stream(Curriculum(Prioritised(), statistics=name), problems(6), 0)
     memory = stream.next(0, {})[1]
     for part in ("tries", "solved", "streak"):
         np.testing.assert_array_equal(memory[part], counted[part])
@@ -324,7 +324,7 @@ def test_a_curriculum_begins_with_what_another_run_has_counted(other):
         (f"{name}@7", problems(6), "has no checkpoint of step 7: it keeps 1, 2"),
     ):
         with pytest.raises(InputError, match=wanted) as raised:
-            stream_of(Curriculum(Prioritised(), statistics=given), rows, 0)
+            task_stream(Curriculum(Prioritised(), statistics=given), rows, 0)
         assert "\n" not in str(raised.value)
 
 
@@ -341,9 +341,9 @@ def test_tasks_that_ask_the_same_begin_with_their_own_counts(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SAVED))
     counted.write_text(json.dumps(codec.to_json(vars(LoopState(carry=left)), GROUP_RECORDS)))
     for name, tries in {"loose": [4, 0, 0, 0], "strict": [4, 4, 0, 0]}.items():
-        assert statistics(str(tmp_path), tasks[name])["tries"].tolist() == tries
+        assert load_statistics(str(tmp_path), tasks[name])["tries"].tolist() == tries
     with pytest.raises(InputError, match=r"several tasks \(loose, strict\), none of them called toy: give the task"):
-        statistics(str(tmp_path), problems(4))
+        load_statistics(str(tmp_path), problems(4))
 
 
 def test_another_run_is_found_from_where_this_one_began(other):
