@@ -127,12 +127,6 @@ def prefix_tokens(
     """Return, for each step but the last, the number of first tokens up to its end, the separator after it included.
 
     A token that holds both the end of a step and the beginning of the next belongs to the former.
-
-    Args:
-      tokens: of the answer.
-      steps: of its text.
-      separator: between two steps.
-      decode: first tokens as text.
     """
     ends = step_lengths(steps, separator)[:-1]
     counts = range(len(tokens) + 1)
@@ -140,9 +134,7 @@ def prefix_tokens(
 
 
 def make_row(problem: Problem, **columns: Any) -> Row:
-    """Make a row: the prompt (a string if it is one user message) with its options, the columns, and the problem's
-    id.
-    """
+    """Make a row: the prompt (a string if it is one user message), its options, the columns, and the problem's id."""
     chat = [dict(message) for message in problem.prompt]
     alone = len(chat) == 1 and chat[0]["role"] == "user"
     other_options = {name: value for name, value in problem.options.items() if name != TOOLS}
@@ -244,12 +236,7 @@ class Ledger:
 
 @contextlib.contextmanager
 def open_ledger(path: Path, settings: dict[str, Any]) -> Generator[Ledger]:
-    """Open the ledger of a file, new or to resume, locked for this process.
-
-    Args:
-      path: of the file of rows, which does not exist before all problems are done.
-      settings: all that decides its rows, as JSON values.
-    """
+    """Open the ledger of a file of rows, new or to resume, locked; ``settings`` are all that decides its rows."""
     check_free(path)
     part = part_of(path)
     with writable(path, "--out"):
@@ -329,9 +316,7 @@ class CollectionPlan:
         return Sampling(self.data.temperature, 0, self.data.top_p, self.max_new_tokens, stops)
 
     def at_once(self, slots: int) -> int:
-        """Return the number of problems sampled together: four answers for each slot, so that few slots are empty at
-        the end; for rows of steps one, since each answer makes many requests.
-        """
+        """Return the number of problems sampled together: four answers a slot keep slots filled; for steps, one."""
         return max(1, (slots if self.kind == "steps" else 4 * slots) // self.data.samples)
 
     def answer_seed(self, number: int, sample: int) -> int:
@@ -344,8 +329,7 @@ class CollectionPlan:
         return request_seed(self.seed, SeedSpace.CONTINUATION + place * self.data.continuations + index)
 
     def settings(self, model: Any) -> dict[str, Any]:
-        """Return all that decides a model's rows, as JSON values; weights, problems and prompts by their
-        fingerprints."""
+        """Return all that decides a model's rows, as JSON; weights, problems and prompts by their fingerprints."""
         data = self.data
         settings = {
             "weights": weights_digest(model),
@@ -505,8 +489,8 @@ def _label_steps(
 
 
 def answer_value(problem: Problem, completion: Completion, accuracy: float, stops: Sequence[int]) -> float:
-    """Return the accuracy of a completion; of an episode without a verifier the reward of its environment, and 0 if one
-    of its turns was cut, whose end would teach not to stop.
+    """Return a completion's accuracy; without a verifier an episode's reward, 0 if a turn was cut, which teaches not to
+    stop.
     """
     if completion.episode is None:
         return accuracy

@@ -251,13 +251,7 @@ _ADDRESSED = re.compile(r"to=functions\.([^\s<]+)")
 
 @dataclasses.dataclass(frozen=True)
 class ParsedReply:
-    """One reply of the model.
-
-    Attributes:
-      message: role assistant, content (the text without the calls and the reasoning), ``tool_calls`` if there are any,
-        ``reasoning_content`` if the model reasoned.
-      error: why a call cannot be parsed; empty if all can. No call of such a reply is kept.
-    """
+    """One reply of the model as a message; if a call is unreadable, ``error`` says why and no call is kept."""
 
     message: Message
     error: str = ""

@@ -51,11 +51,11 @@ _SHAPES = tuple(
 
 
 class FollowingText(NamedTuple):
-    """Text after a reply: up to the first content that follows, and whole.
+    """Text after a reply, up to the next one.
 
     Attributes:
-      region: what the template alone writes: the rest of the turn, and the head of the next.
-      text: all of it, up to the next reply.
+      region: its part up to the first content that follows, which the template alone writes.
+      text: all of it.
       inside: whether it begins inside the last argument of the reply's last call.
     """
 
@@ -65,15 +65,7 @@ class FollowingText(NamedTuple):
 
 
 class Renderings:
-    """Texts of a chat template.
-
-    Args:
-      wording: settings of the prompt's text.
-      tokenizer: has the template.
-      tools: JSON schemas.
-      guard: makes contents harmless.
-      options: what the template gets in addition to messages and tools.
-    """
+    """Texts of a chat template; ``guard`` makes contents harmless, ``options`` go to the template."""
 
     def __init__(
         self, wording: Wording, tokenizer: Any, tools: Sequence[Mapping[str, Any]], guard: Guard,
@@ -139,9 +131,7 @@ class Renderings:
         return shape, region
 
     def rewrites(self, turns: Sequence[Message], messages: Sequence[Message]) -> bool:
-        """Whether the template, once these messages of the world follow, writes what was before the last of the turns,
-        a reply, otherwise than without them, or leaves out the reply's reasoning.
-        """
+        """Whether the template rewrites turns before the last reply as these messages follow, or drops its thought."""
         shape, _ = self._region(turns, messages)
         thoughts = [OTHER if "reasoning_content" in turn else "" for turn in turns]
         last = thoughts[-1] = THOUGHT if thoughts[-1] else ""
@@ -213,9 +203,7 @@ class Renderings:
 
 
 def end_of_turns(renderings: Renderings, guard: Guard) -> str:
-    """Return the token that the template writes after each reply; empty if it writes none, or only the token with
-    which the next message begins.
-    """
+    """Return the token that the template writes after each reply; empty if the next message begins with it."""
     try:
         last = renderings.text([USER_MESSAGE, REPLY_MESSAGE], False).partition(REPLY)[2]
         between = renderings.after([USER_MESSAGE, REPLY_MESSAGE], [USER_MESSAGE]).region
@@ -278,9 +266,7 @@ def _stand_ins(
 
 
 def _stand_in_calls(message: Message, following: Message, shape: _Shape, value: str, guard: Guard) -> Message:
-    """Return the content and the calls of a stand-in; a result without a call, as of one that cannot be parsed,
-    gets one.
-    """
+    """Return the content and calls of a stand-in; a result without a call, such as an unreadable one, gets one."""
     calls = message.get("tool_calls", ())
     if not calls and following["role"] == "tool":
         calls = [tool_call(0, following.get("name", "tool"), {})]
@@ -430,13 +416,10 @@ class EpisodeFormat:
     def content_ranges(
         self, turns: Sequence[Message], messages: Sequence[Message], sampled: Sequence[int], suffix: Sequence[int]
     ) -> list[tuple[int, int]]:
-        """Return the range ``(begin, end)`` of each message's content among the tokens of their suffix.
+        """Return the range ``(begin, end)`` of each message's content among the tokens of their ``suffix``, made of the
+        same ``turns``, ``messages`` and ``sampled``.
 
         These tokens change with the content; one that joins the end of a content with the template's text counts.
-
-        Args:
-          turns, messages, sampled: as ``suffix`` got them.
-          suffix: the ids that it returned.
         """
         ranges = []
         for index, message in enumerate(messages):

@@ -57,11 +57,7 @@ class Factory:
         return World(self._makers[self._name(row)], seen, seed, limits, self.functions)
 
     def tools(self, row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-        """Return the schemas of the tools that a row's model may call.
-
-        Raises:
-          InputError: as ``world``.
-        """
+        """Return the schemas of the tools that a row's model may call."""
         return self._tools[self._name(row)]
 
     def _name(self, row: Mapping[str, Any]) -> Any:

@@ -39,13 +39,7 @@ NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 
 
 class FunctionCall(NamedTuple):
-    """Call of a function by name.
-
-    Attributes:
-      function: may be ``async``, or return something to await.
-      arguments: by name.
-      apart: whether it runs on a thread of its own, at the same time as the others.
-    """
+    """Call of a function, ``async`` or not; ``apart``: on its own thread, at the same time as the others."""
 
     function: Callable[..., Any]
     arguments: Mapping[str, Any] = NOTHING
@@ -53,13 +47,7 @@ class FunctionCall(NamedTuple):
 
 
 class CallOutcome(NamedTuple):
-    """Outcome of a call: ``ok`` with a value, ``error`` (it raised) or ``timeout``.
-
-    Attributes:
-      status: one of these.
-      value: what it returned.
-      error: the exception; None if it raised none.
-    """
+    """Outcome of a call: ``ok`` with a value, ``error`` (it raised) or ``timeout``."""
 
     status: str
     value: Any = None
@@ -75,8 +63,7 @@ class Overdue(BaseException):
 
 
 def format_error(error: BaseException | None, kind: bool = True) -> str:
-    """Format an exception of foreign code on one line, even if its own text cannot be made; with its class if ``kind``
-    or if it has no text."""
+    """Format an exception of foreign code on one line, with its class if ``kind`` or if it has no text."""
     name = type(error).__name__
     try:
         text = " ".join(str(error).split())[:500]
@@ -138,12 +125,7 @@ async def _await_within(awaitable: Any, limit_s: float, finish: Callable[[Any], 
 
 
 class DaemonThreads:
-    """Pool of daemon threads: unlike those of ``concurrent.futures``, a call that hangs does not hold the exit of the
-    program.
-
-    Args:
-      most: threads at one time.
-    """
+    """Pool of at most ``most`` daemon threads: unlike in ``concurrent.futures``, no call that hangs delays the exit."""
 
     def __init__(self, most: int):
         self._jobs: queue.SimpleQueue[tuple[Future, Callable[..., Any], tuple[Any, ...]]] = queue.SimpleQueue()
@@ -237,10 +219,7 @@ class Caller:
     def each(
         self, calls: Sequence[FunctionCall], limit_s: float, finish: Any = lambda value: value
     ) -> list[CallOutcome]:
-        """Make calls, each with a limit in seconds; return their outcomes in order.
-
-        ``finish`` makes the value of what a call returned, within its limit.
-        """
+        """Make calls, each with a limit in seconds; return their outcomes, with values that ``finish`` made in time."""
         slots = [_PendingCall(call, limit_s, finish, self._loop) for call in calls]
         apart = [(slot, Caller()) for slot in slots if slot.call.apart]
         began = time.monotonic()
@@ -296,12 +275,7 @@ def _interrupt(thread: threading.Thread | None) -> None:
 
 
 class ToolResult(NamedTuple):
-    """Answer to one call.
-
-    Attributes:
-      message: of role tool.
-      error: ``unknown`` (no tool has its name), ``raised`` or ``timeout``; empty if the tool returned.
-    """
+    """Message of a tool; ``error``: ``unknown`` (no tool has its name), ``raised``, ``timeout``, or empty."""
 
     message: Message
     error: str = ""
@@ -310,15 +284,7 @@ class ToolResult(NamedTuple):
 def make_calls(
     caller: Caller, calls: Sequence[Any], tools: Mapping[str, Tool], step_tools: Iterable[str], limits: Limits
 ) -> list[ToolResult]:
-    """Make calls and return their results, in order.
-
-    Args:
-      caller: makes them.
-      calls: of the model.
-      tools: by name.
-      step_tools: names of further tools, which other calls may ask for.
-      limits: of the episode.
-    """
+    """Make the model's calls and return their results, in order; ``step_tools``: names that ``step`` answers."""
     pending = []
     for call in calls:
         tool = tools.get(tool_name(call))
@@ -504,8 +470,7 @@ class World:
         return overrides(self.environment, "step")
 
     def reward(self) -> float | None:
-        """Return the reward of an environment after TRL's interface: NaN if it has none to give or fails (``error``
-        says why); None for other environments."""
+        """Return the reward by TRL's interface, NaN if it has none or fails; None for other environments."""
         get = self.environment.reward if isinstance(self.environment, DuckTyped) else None
         if get is None:
             return None

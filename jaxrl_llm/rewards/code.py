@@ -126,9 +126,7 @@ def referees() -> ServerPool:
 
 
 def extract_program(text: str) -> str:
-    """Return the code of a completion: the last fenced block that is marked as Python or compiles to more than bare
-    values, such as an example's output; else its last block, or all of it if it has none.
-    """
+    """Return the code of a completion: the last fenced block that is Python, else the last block, else all of it."""
     blocks = re.findall(r"```([^\n`]*)\n(.*?)(?:\n[ \t]*```|\Z)", text.rpartition("</think>")[2], re.DOTALL)
     language = re.compile(r"\W*(?:i?python|py)[\d.]*\b", re.IGNORECASE)
     programs = (body for mark, body in reversed(blocks) if language.match(mark) or _is_python(body))
@@ -290,11 +288,7 @@ class CodeTests:
         )
 
     def check(self, problems: Sequence[Problem]) -> None:
-        """Refuse problems with tests that cannot be run.
-
-        Raises:
-          InputError: a row lacks the column, or its tests have no known form, or none of them counts.
-        """
+        """Refuse problems without tests, with tests of no known form, or of which none counts."""
         for problem in problems:
             row = problem.metadata.get("row", problem.id)
             place = f"{row}, column {self.column}"
@@ -390,10 +384,7 @@ def _live_code_bench_test(test: dict[str, Any]) -> Test:
 
 
 def _call_test(name: str, arguments: Any, expected: Any) -> CallTest:
-    """Return a call from its arguments and its value, each as values or JSON text.
-
-    APPS wraps values in a list of one: both are accepted, as its own grader does.
-    """
+    """Return a call of arguments and a value, as values or JSON. APPS wraps values in lists of one: both are right."""
     name = name.rpartition(".")[2]
     require(name.isidentifier(), f"{name!r:.60} is no name of a function: correct it")
     as_text = isinstance(arguments, str)

@@ -40,13 +40,11 @@ class AssertTest:
     Attributes:
       setup: statements before it.
       expressions: computed in the program's process.
-      judge: how they decide: ``equal`` and ``close`` to ``expected``; their ``truth``; an expression over ``_0``,
-        ``_1``, ... for them (``judged``), evaluated without the program after ``judge_setup``; or in the program's own
-        process, which could deceive it (``opaque``).
+      judge: ``equal`` and ``close`` compare with ``expected``; ``truth``; ``judged`` evaluates an expression over
+        ``_0``, ``_1``, ... without the program; ``opaque``: the program's process judges, which it could deceive.
       expected: a value, or that expression.
-      judge_setup: statements before it that do not need the program.
-      larger: the assertion with more computed by the program, such as ``list(f(3))`` for ``f(3)``, where the values of
-        ``expressions`` may be no data; None if there is no more.
+      judge_setup: statements before that expression.
+      larger: the assertion with more computed by the program, such as ``list(f(3))`` for ``f(3)``; None without more.
       source: the setup and the statement itself.
     """
 
@@ -150,10 +148,7 @@ def assigned_values(target: ast.expr, value: Any) -> dict[str, Any] | None:
 
 
 def available_statements(node: ast.stmt) -> tuple[list[ast.stmt], frozenset[str]]:
-    """Return the statements in place of one of a test's, and the names of packages that programs do not have.
-
-    Imports of the program's names become assignments; what a test file does as a main program, and texts, are left out.
-    """
+    """Return the statements in place of a test file's one, and the names of packages that programs do not have."""
     if isinstance(node, ast.ImportFrom):
         module = (node.module or "").partition(".")[0]
         if module in _SOLUTION:
@@ -402,13 +397,12 @@ def _check_argument(node: ast.stmt) -> str:
 
 @dataclasses.dataclass
 class _Scope:
-    """The statements so far, and what they say of names.
+    """The statements so far, and their knowledge of names.
 
     Attributes:
       setup: the statements.
-      tainted: names whose values depend on the program.
-      objects: those of them that are functions or objects of the program.
-      instances: those of them that are instances of its classes.
+      tainted: names whose values depend on the program; ``objects`` of them are its functions or objects, and
+        ``instances`` of them instances of its classes.
       literals: names of literals, and their values.
       missing: names of packages that programs do not have.
       computed: texts of the expressions that earlier assertions computed.
@@ -449,9 +443,7 @@ class _Scope:
         self.setup.append(node)
 
     def bind(self, target: ast.expr, value: Any) -> bool:
-        """Bind a target's names to parts of a literal, each by a statement of its own: one may be what is expected.
-        Return False if they cannot be written so.
-        """
+        """Bind a target's names to parts of a literal, each by a statement; return False if some cannot be written."""
         parts = assigned_values(target, value)
         texts = {name: literal_text(part) for name, part in (parts or {}).items()}
         if not parts or None in texts.values():
@@ -475,9 +467,7 @@ class _Scope:
         return bool(names & self.tainted or unbound.difference(*map(binds, self.setup)))
 
     def is_program(self, node: ast.AST) -> bool:
-        """Whether an expression is a value from the program: a call of its functions, of a method of its objects or of
-        what it returned, an operation of its instances, or a variable that depends on it.
-        """
+        """Whether an expression is a value from the program: a call, an operation of instances, or tainted."""
         if isinstance(node, ast.Name):
             return self.needs(node)
         if isinstance(node, (ast.BinOp, ast.UnaryOp)):
@@ -572,9 +562,7 @@ def _block_assertions(scope: _Scope, body: list[ast.stmt]) -> list[AssertTest]:
 
 
 def _function_assertions(scope: _Scope, node: ast.FunctionDef, first: list[ast.stmt]) -> list[AssertTest]:
-    """Return the assertions of a function's body after ``first``; all of it is one opaque assertion unless it is a
-    plain block.
-    """
+    """Return the assertions of a function's body after ``first``: one opaque one unless the body is a plain block."""
     bound_all = len(first) == len(node.args.args)
     plain = (*_SIMPLE, ast.Assert, ast.For, ast.FunctionDef)
     if bound_all and all(isinstance(stmt, plain) for stmt in node.body):

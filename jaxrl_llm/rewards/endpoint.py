@@ -78,14 +78,7 @@ class Endpoint:
         return os.environ.get(self.key_env, "").strip() if self.key_env else ""
 
     def check(self, where: str) -> None:
-        """Refuse an address, a key or prices that cannot work; no message quotes a key.
-
-        Args:
-          where: name of the setting with a final dot.
-
-        Raises:
-          InputError: names the setting and the remedy.
-        """
+        """Refuse an address, a key or prices that cannot work, of the setting ``where``; no message quotes a key."""
         check_fields(self, where)
         parts = urllib.parse.urlsplit(os.path.expandvars(self.url))
         unset = "$" in parts.netloc + parts.path
@@ -176,14 +169,7 @@ MAX_PAUSE_S = 60.0
 
 @dataclasses.dataclass(frozen=True)
 class JudgeAnswer:
-    """What a model answered.
-
-    Attributes:
-      text: of the answer.
-      prompt_tokens: tokens of the prompt, as the endpoint counts them; NaN if it does not.
-      completion_tokens: those of the answer.
-      cached: whether it was known; its tokens are 0 then.
-    """
+    """A model's answer; token counts are NaN if the endpoint gives none, and 0 if the answer was cached."""
 
     text: str
     prompt_tokens: float = 0.0
@@ -196,12 +182,7 @@ class JudgeAnswer:
 
 
 class EndpointError(RuntimeError):
-    """Failure of a request.
-
-    Attributes:
-      again: whether another try may succeed.
-      pause_s: seconds that the endpoint asks to wait; None if it does not say.
-    """
+    """Failure of a request; ``again``: another try may succeed, after ``pause_s`` seconds if the endpoint says so."""
 
     def __init__(self, message: str, again: bool = False, pause_s: float | None = None):
         super().__init__(message)

@@ -389,7 +389,6 @@ class RewardOutcome(NamedTuple):
     """Outcome of one item: ``ok`` with a value, ``error`` (it raised or its process died) or ``timeout``.
 
     Attributes:
-      status: one of these.
       value: the score, or the steps as pairs of a position and a value.
       message: the error, in one line.
       place: ``file:line`` of the function's own code, if known.
@@ -406,13 +405,7 @@ class RewardOutcome(NamedTuple):
 
 
 class UnreadableVerdict(ValueError):
-    """A reply without a verdict: its numbers count, but there is no score.
-
-    Args:
-      message: the reply, and the form that it should have.
-      numbers: further numbers of the call, by name.
-      reply: the whole text.
-    """
+    """A reply without a verdict: its ``numbers`` count, but there is no score."""
 
     def __init__(self, message: str, numbers: Mapping[str, float], reply: str):
         super().__init__(message)

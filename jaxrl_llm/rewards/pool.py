@@ -93,10 +93,7 @@ class Pool:
         self._finalizer = weakref.finalize(self, _kill_all, self._workers, os.getpid(), self._closing)
 
     def submit(self, calls: Sequence[RewardCall]) -> list[Future[list[RewardOutcome]]]:
-        """Begin calls, in their order as workers are free; return the outcomes of each one's items to come.
-
-        Their error is a RuntimeError if three workers in a row did not start; ``close`` cancels them.
-        """
+        """Begin calls in their order; return the outcomes of each one's items to come. ``close`` cancels them."""
         jobs = [_Job(call) for call in calls]
         with self._lock:
             self._waiting += jobs
@@ -159,10 +156,7 @@ class Pool:
             self._workers.append(_Worker())
 
     def _wait(self) -> None:
-        """Wait for the next message, death, deadline or call.
-
-        A call that a dead worker had not read yet waits for another one, once: the item is not to blame.
-        """
+        """Wait for a message, death, deadline or call; a call that a dead worker had not read goes to another, once."""
         now = time.monotonic()
         limits = [worker.deadline - now for worker in self._workers if worker.deadline is not None]
         connections = [self._woken, *(worker.connection for worker in self._workers)]
@@ -313,9 +307,7 @@ def main(handle: str, copies: str) -> None:
 
 @contextlib.contextmanager
 def _memory_limit(path: str) -> Generator[None]:
-    """Limit the memory of the block, on Linux, to 1 GiB more than now if it runs a verifier of formulas: one may stand
-    for a number of any size.
-    """
+    """Limit memory, on Linux, to 1 GiB more than now for verifiers of formulas, which may stand for any number."""
     statm = Path("/proc/self/statm")
     before = resource.getrlimit(resource.RLIMIT_AS)
     verifiers = ("jaxrl_llm.rewards.math_answer", "jaxrl_llm.rewards.gym_answer")

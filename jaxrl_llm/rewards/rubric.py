@@ -81,10 +81,7 @@ def _judge_chat(rules: str, code: str, form: str, parts: Sequence[str]) -> list[
 
 
 def rubric_chat(problem: Problem, text: str, items: Sequence[str], instructions: str, reference: str) -> list[Message]:
-    """Return the chat that asks whether a text meets each of the items.
-
-    ``reference``: a right answer; empty for none.
-    """
+    """Return the chat that asks whether a text meets each item; ``reference``: a right answer, or empty."""
     code = tag_code(_question(problem), text, reference, *items)
     form = json.dumps({"code": code, "verdicts": [{"item": 1, "reason": "short", "met": True}]})
     rules = "You grade an answer to a question. Decide for each criterion alone whether the answer meets it."
@@ -269,11 +266,7 @@ class Rubric(JudgedReward):
         return {"score": earned / most} | numbers
 
     def items_of(self, problem: Problem) -> tuple[tuple[str, float], ...]:
-        """Return the items of a problem: the rubric's own, then those of its row.
-
-        Raises:
-          InputError: the row has no list of items, or one that cannot work.
-        """
+        """Return the items of a problem: the rubric's own, then those of its row."""
         if not self.column:
             return self.items
         row_items = problem.metadata.get(self.column)
@@ -296,11 +289,7 @@ class Rubric(JudgedReward):
             self.items_of(problem)
 
     def check(self) -> None:
-        """Refuse items or a judge that cannot work.
-
-        Raises:
-          InputError: names the field and the remedy.
-        """
+        """Refuse items or a judge that cannot work."""
         if self.items or not self.column:
             check_items(self.items, "Rubric.items", complete=not self.column)
         self.check_judge()
@@ -363,11 +352,7 @@ class Pairwise(JudgedReward):
         return {"score": score} | numbers if not lacking else unreadable_verdict(chats, replies[0].text, numbers)
 
     def check(self) -> None:
-        """Refuse a criterion or a judge that cannot work.
-
-        Raises:
-          InputError: names the field and the remedy.
-        """
+        """Refuse a criterion or a judge that cannot work."""
         require(bool(self.criterion.strip()), "Pairwise.criterion is empty: say what makes an answer the better one")
         self.check_judge()
 

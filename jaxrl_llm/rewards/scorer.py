@@ -140,15 +140,9 @@ def merge_shares(shares: Sequence[Scores], count: int) -> Scores:
 
 
 def token_index(text: str, tokens: Sequence[int], end: int, tokenizer: Any) -> int:
-    """Return the index of the token in which the first ``end`` characters of a completion are complete.
+    """Return the index of the token in which the first ``end`` characters (1 to all) of a completion are complete.
 
-    Bisects over its prefixes, decoded as the whole was: a character of several tokens appears with the last of them.
-
-    Args:
-      text: of the whole completion.
-      tokens: of it.
-      end: 1 to ``len(text)``.
-      tokenizer: that wrote the text.
+    Bisects over its prefixes, decoded as the completion was: a character of several tokens appears with the last one.
     """
     return bisect.bisect_left(
         range(1, len(tokens)), True, key=lambda count: text_of(tokenizer, tokens[:count]).startswith(text[:end])
@@ -156,14 +150,7 @@ def token_index(text: str, tokens: Sequence[int], end: int, tokenizer: Any) -> i
 
 
 def steps_at_tokens(items: Sequence[Any], parts: Sequence[tuple[Any, Any]], tokenizer: Any) -> tuple[np.ndarray, ...]:
-    """Place the step rewards of completions at their tokens, float32[t] each; empty without any, or without a
-    tokenizer.
-
-    Args:
-      items: problems with completions.
-      parts: step rewards, each with its steps of each completion.
-      tokenizer: that wrote the texts.
-    """
+    """Place step rewards at their tokens, float32[t] for each completion; empty without any, or without a tokenizer."""
     if not parts or tokenizer is None:
         return ()
     step_rewards = []
@@ -187,9 +174,7 @@ ENVIRONMENT = "environment"
 
 
 def with_unplayed(scores: Scores, played: Sequence[int], items: Sequence[tuple[Any, Any]]) -> Scores:
-    """Return the scores of all completions from those of the ``played`` ones: the others are wrong, and worth 0; their
-    parts are NaN.
-    """
+    """Return the scores of all completions from those of the ``played`` ones: the others are wrong, and worth 0."""
 
     def spread(values: np.ndarray, filler: Any) -> np.ndarray:
         column = np.full(len(items), filler, np.float64)
@@ -204,9 +189,7 @@ def with_unplayed(scores: Scores, played: Sequence[int], items: Sequence[tuple[A
 
 
 def with_environment(scores: Scores, items: Sequence[tuple[Any, Any]]) -> Scores:
-    """Add the rewards that environments give to episodes, with weight 1; an episode whose environment failed is
-    unscorable.
-    """
+    """Add the rewards of environments to episodes, with weight 1; one whose environment failed is unscorable."""
     episodes = {place: completion.episode for place, (_, completion) in enumerate(items) if completion.episode}
     if not episodes:
         return scores
@@ -227,7 +210,6 @@ class PendingScores(NamedTuple):
     """Completions that are being scored.
 
     Attributes:
-      items: pairs of problem and completion.
       rewards: that score them, by the names of their parts.
       device_scores: scores by models on the device.
       places: of the completions that each reward scores.
@@ -280,14 +262,9 @@ Notes = tuple[list[str], Callable[[Callable[[str], None]], None]]
 def check_references(
     problems: Iterable[Problem], pool: Pool, timeout_s: float, folder: Path | None, needed: bool
 ) -> Notes:
-    """Try the references of the verifier ``math``; those of ``match`` and ``integer`` are tried as they are read.
+    """Try the references of the verifier ``math`` and keep the result in ``folder``; others are tried as they are read.
 
-    Args:
-      problems: of which those with this verifier are tried, one for each reference.
-      pool: of the verifier's processes.
-      timeout_s: for one reference.
-      folder: the run's, where the result is kept; None for none.
-      needed: whether the run reads which answers are right.
+    ``needed``: whether the run reads which answers are right; then most of the sample must reach their answer.
     """
     distinct = {(problem.extractor, problem.answer): problem for problem in problems if problem.verifier == "math"}
     tries = {}
@@ -302,13 +279,7 @@ def check_references(
 
 
 def check_programs(judged: Iterable[tuple[CodeTests, Sequence[Problem]]], pool: Pool, folder: Path | None) -> Notes:
-    """Run the reference programs of rows through their own tests; rows without one are left out.
-
-    Args:
-      judged: tests of programs, and the problems that they judge.
-      pool: of the processes of rewards.
-      folder: the run's, where the result is kept; None for none.
-    """
+    """Run the reference programs of rows through their own tests, and keep the result in ``folder``."""
     tries = {}
     for judge, problems in judged:
         for problem in problems:
@@ -369,11 +340,9 @@ def _unmet_references(tries: Sequence[tuple[Problem, RewardCall]], pool: Pool) -
 
 
 def two_turn_episode(answer: Completion, tools: Sequence[str]) -> Completion:
-    """Return an episode of two turns that ends with this answer: the environment replies to the first, which calls a
-    tool if there are ``tools`` (their names).
+    """Return an episode of two turns that ends with this answer; the first turn calls one of the ``tools``, if any.
 
-    Its tokens are those of the answer three times: for each turn, and for the environment's words, which no policy
-    sampled.
+    Its tokens are those of the answer three times: for each turn, and for the environment's words between them.
     """
     size = len(answer.tokens)
     reply = {"role": "assistant", "content": answer.text}
@@ -482,8 +451,7 @@ class Scorer(contextlib.AbstractContextManager):
     def begin(self, items: Sequence[Item], only: Collection[str] | None = None) -> Callable[[], Scores]:
         """Begin to score, as ``score`` does; return a function that waits for the scores.
 
-        Several may be open at one time. What is measured on the device is measured now. All processes must begin and
-        wait in one order.
+        Several may be open at one time; all processes must begin and wait in one order.
         """
         beside = {name: reward for name, reward in self._beside.items() if only is not None and name in only}
         rewards = self._rewards | self._watched if only is None else beside
@@ -504,18 +472,13 @@ class Scorer(contextlib.AbstractContextManager):
     def check(
         self, problems: Sequence[Problem], needed: bool = True, note: Callable[[str], None] | None = None
     ) -> list[str]:
-        """Refuse problems with tests of programs that cannot be run, and references that most answers cannot reach;
-        return a line about the sandbox if there are programs, and one if their reference programs fail; write the
-        sandbox's level to the run's directory.
+        """Refuse problems with tests that cannot be run, and references that most answers cannot reach; return notes on
+        the sandbox and reference programs, and write the sandbox's level to the run's directory.
 
         Args:
           problems: all that will be asked.
           needed: whether the run reads which answers are right.
-          note: gets what the references show that are tried in the background; None if only a sample is tried.
-
-        Raises:
-          InputError: tests of a row are missing, or not known; programs cannot be confined here; or ``needed``, and
-            no answer is right by most references.
+          note: gets the notes about references that are tried in the background; None tries only a sample.
         """
         notes, try_rest = check_references(problems, self._pool, self._timeout_s, self.folder, needed)
         if note is not None and self._writes:
@@ -567,9 +530,7 @@ class Scorer(contextlib.AbstractContextManager):
             self._errors.unlink(missing_ok=True)  # of an earlier attempt
 
     def _begin_shares(self, items: Sequence[Item], rewards: dict[str, Any]) -> Callable[[], Scores]:
-        """Begin the scores of these rewards: by models on the device for all items first; the rest is divided among
-        processes.
-        """
+        """Begin the scores of these rewards: by models on the device first; processes divide the rest."""
         bases = {name: self._bases[name] for name in rewards}
         device_scores = {}
         for name, base in bases.items():
@@ -607,9 +568,7 @@ class Scorer(contextlib.AbstractContextManager):
         return dataclasses.replace(scores, failures=dataclasses.replace(failures, messages=messages))
 
     def _begin_calls(self, items: Sequence[Item], rewards: dict[str, Any], device_scores: dict) -> PendingScores:
-        """Begin the calls of the verifier and of each base of a reward, as far as it scores the completions in its
-        places; what needs no call is computed now.
-        """
+        """Begin the calls of the verifier and of each reward's base in its places; compute now what needs no call."""
         columns = {VERIFIED: np.zeros(len(items))}
         places = {name: places_of(reward, items) for name, reward in rewards.items()}
         jobs: list[tuple[str, Sequence[int], RewardCall]] = []  # what each call fills
@@ -639,9 +598,7 @@ class Scorer(contextlib.AbstractContextManager):
         return PendingScores(items, rewards, device_scores, places, columns, list(zip(jobs, coming, strict=True)))
 
     def _collect_outcomes(self, pending: PendingScores) -> dict[tuple[str, int], RewardOutcome]:
-        """Wait for the calls and put their values into the columns; return the failed ones, with their messages, by
-        name and place.
-        """
+        """Wait for the calls, fill the columns, and return the failed ones, with their messages, by name and place."""
         failed: dict[tuple[str, int], RewardOutcome] = {}
         for (name, at, call), coming in pending.jobs:
             for place, outcome in zip(at, coming.result(), strict=True):
@@ -661,10 +618,7 @@ class Scorer(contextlib.AbstractContextManager):
     def _calls(
         self, name: str, items: Sequence[Item], places: Sequence[int], verdicts: Any
     ) -> Iterator[tuple[Sequence[int], RewardCall]]:
-        """Yield the calls of a function, of one completion each or of all, after the places that each fills.
-
-        ``verdicts``: what a judge on the devices has said of each completion; None for other rewards.
-        """
+        """Yield the calls of a function after the places that each fills; ``verdicts``: of a judge on the devices."""
         reward, form = self._bases[name], self._forms[name]
         user_function = reward if isinstance(reward, UserFunction) else None
         path, positions = getattr(user_function, "path", None), getattr(user_function, "positions", "")

@@ -46,11 +46,7 @@ REJECTED = "gate/rejected"
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """Base of rewards made of another reward's value.
-
-    Attributes:
-      of: that reward, or a function.
-    """
+    """Base of rewards made of the value of another reward, or function, ``of``."""
 
     of: Any
 
@@ -280,10 +276,7 @@ class CosineLength:
 
 @dataclasses.dataclass(frozen=True)
 class RepetitionPenalty:
-    """-1 if the completion was ended because it only repeated itself, else 0.
-
-    ``rollout.repetition`` sets when that happens.
-    """
+    """-1 if the completion was ended because it only repeated itself (``rollout.repetition``), else 0."""
 
     weight: float = 1.0
     name: ClassVar[str] = "repetition_penalty"
@@ -520,8 +513,7 @@ class RelativeLength:
 
 @dataclasses.dataclass(frozen=True)
 class LengthCycle:
-    """Schedule of ProRL v2's cosine of the length: ``CosineLength`` up to the budget, in ``on`` of every ``on + off``
-    updates.
+    """Schedule of ProRL v2's ``CosineLength`` up to the budget, in ``on`` of every ``on + off`` updates.
 
     The weight is our choice: the recipes do not publish it.
     """

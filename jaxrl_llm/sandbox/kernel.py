@@ -114,9 +114,7 @@ def leave_namespaces() -> None:
 
 
 def new_root(place: str, library: str) -> str:
-    """Make ``place`` the root of a file system with the library, ``/proc`` and ``/dev/null`` alone, in namespaces of
-    this process, and return the folder there that may be written.
-    """
+    """Make ``place`` a root with the library, ``/proc`` and ``/dev/null`` alone; return the folder open for writing."""
     _check(_library.unshare(ctypes.c_int(_CLONE["mount"])), "unshare")
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
     _mount("tmpfs", place, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={ROOT_BYTES},nr_inodes={ROOT_FILES},mode=755")

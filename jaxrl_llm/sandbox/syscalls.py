@@ -98,9 +98,7 @@ def seccomp_filter(pid: int) -> bytes:
 
 
 def _checks(words: dict[int, tuple[int, ...]], null: tuple[int, ...], error: int) -> list[bytes]:
-    """Return the end of a filter: allow if each argument of ``words`` has one of its values and those in ``null`` are
-    0.
-    """
+    """Return the end of a filter: allow if arguments in ``words`` have one of their values, those in ``null`` 0."""
     conditions = [(_ARGUMENTS + 8 * at, values) for at, values in words.items()]
     conditions += [(_ARGUMENTS + 8 * at + half, (0,)) for at in null for half in (0, 4)]
     body: list[bytes] = []

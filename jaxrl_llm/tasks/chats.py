@@ -142,11 +142,8 @@ _NO_TURNS = "template plain marks no turns, and the assistant has several; give 
 def close_completion(completion: Completion, closing: Sequence[int] | None) -> np.ndarray:
     """Return the tokens of a completion, int32[t]; one that ended by itself gets the end that a template writes.
 
-    Its stop token is part of that end, or is replaced by it; truncated completions stay as they are.
-
-    Args:
-      completion: sampled by a policy.
-      closing: see ``Pieces.closing``; None leaves all completions as they are.
+    ``closing``: see ``PieceEncoder.closing``; None leaves all completions as they are. A stop token is part of that
+    end, or is replaced by it; truncated completions stay.
     """
     tokens = completion.tokens
     if closing is None or completion.finish_reason != "stop":
@@ -161,9 +158,7 @@ def thought_of(message: Message) -> str:
 
 
 def assistant_text(before: str, message: Message, chat: str) -> str | None:
-    """Return the text in ``chat`` after ``before`` that holds the assistant's reasoning and answer; None if other text
-    follows. It includes the template's marks before and between the two.
-    """
+    """Return the reasoning and answer in ``chat`` after ``before``, with the template's marks; None for other text."""
     if not chat.startswith(before):
         return None
     content, thought = message["content"], thought_of(message)
@@ -264,9 +259,7 @@ class PieceEncoder:
 
     @property
     def turn(self) -> list[int]:
-        """Ids that end the assistant's turn: the template's, up to the first of the model's stop tokens; if it writes
-        none of them, the token that ends a text.
-        """
+        """Ids that end the assistant's turn: the template's up to the first stop token, or the end of a text."""
         return self._turn_end[1] or [self.end]
 
     @property
@@ -317,9 +310,7 @@ class ChatEncoder(PieceEncoder):
         return header + content
 
     def opened(self, before: str, content: str, answer: str = "") -> str:
-        """Return an answer, or the beginning of the ``answer``, without the mark that opens its thought if the prompt's
-        text has written it.
-        """
+        """Return an answer without the mark that opens its thought if the prompt has it; ``answer``: all of it."""
         opening = OPENS_A_THOUGHT.search(before)
         if not opening:
             return content
@@ -397,8 +388,8 @@ class ChatEncoder(PieceEncoder):
         return np.asarray(ids, np.int32), len(shared_prefix(prompt_ids, ids))
 
     def _assistant_text(self, before: str, chat: list[Message], text: str) -> tuple[str | None, bool]:
-        """Return the text in ``text`` that the last message of the chat is after ``before``, None if other text
-        follows, and whether an end of its turn at which completions stop comes next.
+        """Return the text of the chat's last message in ``text`` after ``before`` (None for other text), and whether an
+        end of its turn at which completions stop comes next.
         """
         if CALLS not in chat[-1]:
             reply = assistant_text(before, chat[-1], text)
@@ -444,9 +435,7 @@ class ChatEncoder(PieceEncoder):
         return chat
 
     def _write_calls(self, content: str, functions: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the content and the calls of a message in a form that the template takes: some take no text beside
-        calls, or arguments only as text.
-        """
+        """Return a message's content and calls as the template takes them: some take no text, or arguments as text."""
         for no_text, write in itertools.product(("", None), (dict, json.dumps)):
             calls = [tool_call(at, call["name"], write(call["arguments"])) for at, call in enumerate(functions)]
             message: Any = {"role": "assistant", "content": content or no_text, CALLS: calls}
@@ -459,12 +448,7 @@ class ChatEncoder(PieceEncoder):
 
 
 class Prompts:
-    """Prompts of problems as token ids, each encoded once.
-
-    Args:
-      tasks: set the templates: one task, or several, found by the label of the problem.
-      tokenizer: of the model.
-    """
+    """Prompts of problems as token ids, each encoded once; several ``tasks`` are told apart by the problem's label."""
 
     def __init__(self, tasks: Task | Sequence[Task], tokenizer: Any):
         self.tasks = (tasks,) if isinstance(tasks, Task) else tuple(tasks)

@@ -97,9 +97,7 @@ def _without_thousands(text: str) -> str:
 
 
 def same_answer(answer: str, reference: str) -> bool:
-    """Whether two answers of ``normalise_answer`` are equal numbers, or equal texts but for case, white space and a
-    full stop at the end.
-    """
+    """Whether two answers are equal numbers, or equal texts but for case, white space and a full stop at the end."""
     value, other = parse_number(answer), parse_number(reference)
     if value is not None and other is not None:
         return same_number(value, other)
@@ -109,9 +107,7 @@ def same_answer(answer: str, reference: str) -> bool:
 
 
 def matches(answer: str, reference: str, verifier: str) -> bool:
-    """Whether an extracted answer is the reference by verifier ``integer`` (the same integer, in any notation) or
-    ``match`` (``same_answer``).
-    """
+    """Whether an answer is the reference by verifier ``integer`` (in any notation) or ``match`` (``same_answer``)."""
     if verifier == "integer":
         value = integer(answer)
         return value is not None and value == integer(reference)
@@ -226,9 +222,7 @@ def _last_number(text: str) -> str | None:
 
 
 def _last_boxed(text: str) -> str | None:
-    """Return the content of the last complete box; one pass with a stack, because a model that repeats itself may open
-    thousands of boxes. ``\\{`` is text.
-    """
+    """Return the content of the last complete box, in one pass: a model may open thousands. ``\\{`` is text."""
     unbraced = re.compile(
         r"(?:[+-]?[0-9.]|\\(?!boxed|fbox|framebox)[A-Za-z]|[A-Z](?![A-Za-z]))(?:[^\s${}\\]|\\[A-Za-z]+|\{[^{}]*\})*"
     )

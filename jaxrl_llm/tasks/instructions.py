@@ -35,12 +35,7 @@ def followed(text: str, fields: Mapping[str, Any]) -> list[bool]:
 
 
 def check_instructions(fields: Mapping[str, Any], where: str) -> None:
-    """Refuse a row with instructions that cannot be checked.
-
-    Args:
-      fields: of the row.
-      where: place of the row; begins the message.
-    """
+    """Refuse a row with instructions that cannot be checked; ``where``, its place, begins the message."""
     names, arguments = fields.get(IDS), fields.get(ARGUMENTS)
     listed = isinstance(names, list | tuple) and names and isinstance(arguments, list | tuple)
     if not listed or len(names) != len(arguments):
@@ -249,12 +244,7 @@ COMMON, RARE = "aeinorst", "jqxz"
 
 
 class Kind(NamedTuple):
-    """One kind of instruction.
-
-    Attributes:
-      group: a prompt has at most one kind of each group.
-      sentence: text in the prompt, with places for the arguments.
-    """
+    """One kind of instruction; a prompt has at most one of each ``group``. ``sentence`` has places for arguments."""
 
     group: str
     sentence: str
@@ -279,11 +269,7 @@ class Instructions:
     label: ClassVar[str] = "instructions"
 
     def problems(self) -> Iterator[Problem]:
-        """Yield the problems; ``metadata`` holds ``instruction_id_list`` and ``kwargs``, as IFEval's rows do.
-
-        Raises:
-          InputError: a kind is unknown, or the size is below 1.
-        """
+        """Yield the problems; ``metadata`` holds ``instruction_id_list`` and ``kwargs``, as IFEval's rows do."""
         require(self.size >= 1, f"source Instructions has size {self.size}; give at least 1")
         for name in (name for name in self.kinds if name not in KINDS):
             hint = did_you_mean(name, KINDS, f"choose of {', '.join(KINDS)}")

@@ -48,9 +48,7 @@ LONGEST_NAME = 40
 
 
 def options_of(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the row's options of the chat template by name, with its tools under ``TOOLS``; an option that is None
-    counts as absent.
-    """
+    """Return a row's options of the chat template by name, with its tools under ``TOOLS``; None counts as absent."""
     options = _parse_json({} if row.get(OPTIONS) is None else row[OPTIONS])
     try:
         plain = isinstance(options, dict) and json.loads(json.dumps(options)) == options
@@ -242,9 +240,7 @@ def with_tools(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) 
 
 
 def as_text(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with calls and results as text; adjacent results are one message of the user. Other fields of
-    a message stay.
-    """
+    """Return the messages with calls and results as text; adjacent results are one message of the user."""
     texts: list[Message] = []
     before = ""
     for message in messages:

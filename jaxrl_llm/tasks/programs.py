@@ -245,11 +245,7 @@ class Programs:
     label: ClassVar[str] = "programs"
 
     def problems(self) -> Iterator[Problem]:
-        """Yield the problems; ``metadata`` holds ``tests``, ``solution``, ``level`` and ``template``.
-
-        Raises:
-          InputError: there is no such level, or a number is too small.
-        """
+        """Yield the problems; ``metadata`` holds ``tests``, ``solution``, ``level`` and ``template``."""
         levels = sorted({template.level for template in TEMPLATES.values()})
         require(
             bool(self.levels) and set(self.levels) <= set(levels),

@@ -32,9 +32,7 @@ def prompt_key(prompt: Sequence[Message]) -> str:
 
 
 def answer_in(source: Any, row: dict[str, Any], where: str, needed: bool) -> str:
-    """Return the reference in a row of a ``RowSource``; empty if no answer is needed and it has none, or a record
-    there.
-    """
+    """Return the reference in a row of a ``RowSource``; empty if none is needed and there is none, or a record."""
     if source.answer_field is None:
         return ""
     field = nested_field(row, source.answer_field)
@@ -112,10 +110,7 @@ def difference(before: Fingerprint, now: Fingerprint) -> str:
 
 
 def content(problem: Problem | Any) -> str:
-    """Return all of a problem that verifiers and rewards may read or training learns, without the row's place.
-
-    JSON, equal for equal content.
-    """
+    """Return all of a problem that verifiers, rewards or training may read, without the row's place, as sorted JSON."""
     if not isinstance(problem, Problem):
         fields = {field.name: getattr(problem, field.name) for field in dataclasses.fields(problem)}
         return json.dumps(fields | {"where": ""}, sort_keys=True, default=np.ndarray.tolist)

@@ -40,9 +40,7 @@ BEFORE = "before"
 
 
 class PromptStream(Protocol):
-    """Protocol of an order of problems. Pure: memory is passed in and returned, so that a resumed run asks equal
-    problems.
-    """
+    """Protocol of an order of problems; memory is passed in and returned, so that a resumed run asks equal problems."""
 
     def next(self, number: int, memory: Memory) -> tuple[Problem, Memory]:
         """Return the problem of prompt ``number`` of the run, counted from 0, and the new memory."""
@@ -179,10 +177,7 @@ Places = Mapping[str, tuple[int, Memory]]
 
 
 def places_in(memory: Memory, labels: Sequence[str], prompts: int) -> Places:
-    """Return the count and memory of each of these tasks, read from a stream's memory.
-
-    ``prompts``: of the run so far, by which those of a single task are numbered.
-    """
+    """Return the count and memory of each task in a stream's memory, after ``prompts`` of the run."""
     if len(labels) > 1:
         counts, streams = memory.get(ASKED, {}), memory.get(STREAMS, {})
         return {label: (counts.get(label, 0), streams.get(label, {})) for label in labels}
@@ -191,9 +186,7 @@ def places_in(memory: Memory, labels: Sequence[str], prompts: int) -> Places:
 
 
 def resume_memory(places: Places, labels: Sequence[str], prompts: int) -> Memory:
-    """Return a stream's memory in which each task resumes from its place, or starts if it has none: the inverse of
-    ``places_in``. Shares count from here.
-    """
+    """Return a stream's memory in which each task resumes from its place (``places_in``); shares count from here."""
     if len(labels) > 1:
         counts = {label: count for label, (count, _) in places.items()}
         return {ASKED: counts, BEFORE: counts, STREAMS: {label: memory for label, (_, memory) in places.items()}}

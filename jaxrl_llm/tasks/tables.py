@@ -205,9 +205,7 @@ def _written_rows(rows: Iterable[Any], schema: Any) -> Iterator[Any]:
 
 
 def _written_value(value: Any, kind: Any) -> Any:
-    """Return a value of an Arrow type; numbers of less than 64 bits are the decimals that were written: a float32 0.1
-    is 0.1 and not 0.10000000149.
-    """
+    """Return a value of an Arrow type; a float32 0.1 is 0.1, the decimal that was written, and not 0.10000000149."""
     from pyarrow import types
 
     if types.is_float32(kind) or types.is_float16(kind):

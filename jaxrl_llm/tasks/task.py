@@ -548,13 +548,9 @@ def _reaches_itself(problem: Problem) -> bool:
 
 
 def note_unreachable(unmet: Sequence[Problem], count: int, needed: bool) -> list[str]:
-    """Return the note about references that no answer reaches: not even the reference itself, in the form in which it
-    is extracted.
+    """Return the note about references that no answer reaches, not even the reference itself as it is extracted.
 
-    Args:
-      unmet: their problems.
-      count: of the problems that were tried.
-      needed: whether the run reads which answers are right.
+    ``count``: tried problems. If the run needs right answers (``needed``), most references must be reached.
     """
     if not unmet:
         return []
@@ -573,11 +569,7 @@ def note_unreachable(unmet: Sequence[Problem], count: int, needed: bool) -> list
 
 
 def _merge_duplicates(problems: Iterable[Problem], by_content: bool, notes: list[str]) -> list[tuple[Problem, str]]:
-    """Return the problems in order, each with the key of its prompt; equal ones are merged.
-
-    ``by_content``: whether problems differ by all that verifiers, rewards and environments can read; else by the prompt
-    alone, as those of a generator do.
-    """
+    """Return the problems with the keys of their prompts; merge equal ones, by all content or by the prompt alone."""
     alike: dict[str, dict[str, Problem]] = {}
     distinct: list[tuple[Problem, str]] = []
     merged = 0
