@@ -160,9 +160,6 @@ def longest(rows: Iterable[Example]) -> tuple[int, str]:
     return max(((row.length, row.where) for row in rows), key=lambda pair: pair[0], default=(0, ""))
 
 
-Columns = tuple[str, ...]
-
-
 class RowFormat(NamedTuple):
     """Columns of the rows of a kind of data.
 
@@ -173,8 +170,8 @@ class RowFormat(NamedTuple):
     """
 
     kind: str
-    sets: tuple[Columns, ...]
-    beside: Columns
+    sets: tuple[tuple[str, ...], ...]
+    beside: tuple[str, ...]
 
 
 CUT_OFF, END_CUT_OFF = "rejected_cut_off", "completion_cut_off"
@@ -206,7 +203,7 @@ the reason why none does.
 """
 
 
-def columns_of(row: dict[str, Any], form: RowFormat) -> Columns:
+def columns_of(row: dict[str, Any], form: RowFormat) -> tuple[str, ...]:
     """Return the first set of columns that a row has; a column that holds None counts as absent."""
     has = [name for name, value in row.items() if value is not None]
     reads = {*form.beside, *itertools.chain(*form.sets)}
@@ -258,7 +255,7 @@ def split_chat(chat: list[Message]) -> tuple[list[Message], list[Message]]:
     return chat[:first], _check_chat(chat[first:], "messages")
 
 
-def ranking_of(row: dict[str, Any], columns: Columns) -> tuple[list[Message], list[Message], tuple[str, ...]]:
+def ranking_of(row: dict[str, Any], columns: tuple[str, ...]) -> tuple[list[Message], list[Message], tuple[str, ...]]:
     """Return the prompt, the assistant's message in each completion, best first, and the names of the completions."""
     if "completions" in columns:
         sides = row["completions"]

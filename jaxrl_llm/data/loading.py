@@ -66,7 +66,11 @@ def load_texts(
     train = tuple(row for row in rows_by_key.values() if row.id not in keys)
     held_out = tuple(sorted((row for row in rows_by_key.values() if row.id in keys), key=lambda row: row.id))
     if held_out:
-        notes += nearly_equal(*([_prompt_text(row, tokenizer) for row in rows] for rows in (train, held_out)))
+        prompts = []
+        for rows in (train, held_out):
+            tokens = ([*row.prompt] if len(row.prompt) > 1 else [*row.prompt, *row.tokens] for row in rows)
+            prompts.append([text_of(tokenizer, ids) for ids in tokens])
+        notes += nearly_equal(*prompts)
     if not train:
         raise InputError(
             f"{data.label} has no row left to train on: {len(rows_by_key)} from the source, {len(held_out)} held out"
@@ -130,8 +134,3 @@ def check_collected(source: Collected, kind: RowKind, before: str) -> None:
         raise InputError(
             f"{before}task.verifier none leaves nothing to collect by: give the task its answers and a verifier"
         )
-
-
-def _prompt_text(row: Any, tokenizer: Any) -> str:
-    """Return a row's prompt as text; of one that has none, the whole."""
-    return text_of(tokenizer, [*row.prompt] if len(row.prompt) > 1 else [*row.prompt, *row.tokens])

@@ -40,12 +40,12 @@ def in_turns(*contents: str) -> tuple[dict[str, str], ...]:
     return tuple({"role": ("user", "assistant")[turn % 2], "content": text} for turn, text in enumerate(contents))
 
 
-def _product_dialogue(a: int, b: int) -> tuple[str, ...]:
-    call = f'<tool_call>{{"name": "multiply", "arguments": {{"a": {a}, "b": {b}}}}}</tool_call>'
-    return f"What is {a} * {b}?", call, f"<tool_response>{a * b}</tool_response>", f"The answer is {a * b}."
-
-
-CALCULATOR = in_turns(*_product_dialogue(31, 24), *_product_dialogue(58, 17))
+CALCULATOR = in_turns(
+    *("What is 31 * 24?", '<tool_call>{"name": "multiply", "arguments": {"a": 31, "b": 24}}</tool_call>'),
+    *("<tool_response>744</tool_response>", "The answer is 744."),
+    *("What is 58 * 17?", '<tool_call>{"name": "multiply", "arguments": {"a": 58, "b": 17}}</tool_call>'),
+    *("<tool_response>986</tool_response>", "The answer is 986."),
+)
 """Two worked examples: after one, SmolLM2-135M calls the tool with the numbers of the example."""
 
 
@@ -76,12 +76,11 @@ class Products:
 KEYS = ("river", "stone", "cloud", "maple", "tiger", "amber", "piano", "comet", "olive", "cabin", "raven", "cedar")
 
 
-def _lookup_dialogue(name: str, number: int) -> tuple[str, ...]:
-    question = f"Which number does the table hold for {name}?"
-    return question, f"<get>{name}</get>", f"The table holds {number}.", f"The answer is {number}."
-
-
-LOOKUP = in_turns(*_lookup_dialogue("fox", 58), *_lookup_dialogue("lamp", 31), *_lookup_dialogue("sugar", 74))
+LOOKUP = in_turns(
+    *("Which number does the table hold for fox?", "<get>fox</get>", "The table holds 58.", "The answer is 58."),
+    *("Which number does the table hold for lamp?", "<get>lamp</get>", "The table holds 31.", "The answer is 31."),
+    *("Which number does the table hold for sugar?", "<get>sugar</get>", "The table holds 74.", "The answer is 74."),
+)
 """Three worked examples."""
 
 

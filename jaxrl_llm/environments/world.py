@@ -353,24 +353,6 @@ class Answer:
     state: str = ""
 
 
-@dataclasses.dataclass
-class EpisodeCounts:
-    """The replies and calls of an episode so far, against its limits."""
-
-    turns: int = 0
-    calls: int = 0
-    parse_errors: int = 0
-
-    def count_unparsed(self, error: str, limits: Limits) -> Answer:
-        """Count a reply with a call that cannot be read, and return the answer to it."""
-        self.parse_errors += 1
-        text = limits.shortened(f"The tool call could not be read: {escape_surrogates(error)}")
-        end = "max_turns" if self.turns >= limits.max_turns else ""
-        end = "parse_error" if self.parse_errors > limits.max_parse_errors else end
-        messages = ({"role": "user", "content": text},)
-        return Answer(messages, end=end, metrics={"tool_errors/unparsed": 1.0}, tool_errors=1)
-
-
 class World:
     """One episode's living side; used from one thread at a time.
 
@@ -402,7 +384,7 @@ class World:
         self.error = ""
         self._make: Any = environment
         self._row, self._seed, self._limits, self._functions = row, seed, limits, functions
-        self._counts = EpisodeCounts()
+        self._turns = self._calls = self._parse_errors = 0
         self._caller = Caller()
 
     def reset(self, messages: Sequence[Message]) -> tuple[list[Message], Answer]:
@@ -430,14 +412,14 @@ class World:
         A tool that is unknown, raises or takes too long is answered with the error, and the episode goes on. A reply
         without calls completes the episode, unless the environment has a ``step``.
         """
-        self._counts.turns += 1
+        self._turns += 1
         if parsed.error:
-            return self._counts.count_unparsed(parsed.error, self._limits)
+            return self._unparsed(parsed.error)
         message = _deep_copy(parsed.message)
         requested = list(message.pop("tool_calls", None) or ())
         most = self._limits.max_tool_calls
-        calls = requested[: most - self._counts.calls if most else None]
-        self._counts.calls += len(calls)
+        calls = requested[: most - self._calls if most else None]
+        self._calls += len(calls)
         steps = self.steps
         # The environment's step answers calls of its own tools: all, if the model was offered none.
         names = [*map(schema_name, self.environment.tools)]
@@ -453,7 +435,7 @@ class World:
             end = "completed"
         if not end and len(requested) > len(calls):
             end = "max_tool_calls"
-        if not end and self._counts.turns >= self._limits.max_turns:
+        if not end and self._turns >= self._limits.max_turns:
             end = "max_turns"
         return dataclasses.replace(
             answer,
@@ -493,7 +475,8 @@ class World:
                 raise RuntimeError(self._failure(outcome, "copy").error)
             environment = outcome.value
         world = World(environment, self._row, self._seed, self._limits, self._functions)
-        world.tools, world._counts = self.tools, dataclasses.replace(self._counts)
+        world.tools = self.tools
+        world._turns, world._calls, world._parse_errors = self._turns, self._calls, self._parse_errors
         return world
 
     def close(self) -> str:
@@ -526,6 +509,15 @@ class World:
         step_tools = [name for name in map(schema_name, self.environment.tools) if name not in tools]
         results = make_calls(self._caller, list(calls.values()), tools, step_tools, self._limits)
         return dict(zip(calls, results, strict=True))
+
+    def _unparsed(self, error: str) -> Answer:
+        """Count a reply with a call that cannot be read, and return the answer to it."""
+        self._parse_errors += 1
+        text = self._limits.shortened(f"The tool call could not be read: {escape_surrogates(error)}")
+        end = "max_turns" if self._turns >= self._limits.max_turns else ""
+        end = "parse_error" if self._parse_errors > self._limits.max_parse_errors else end
+        messages = ({"role": "user", "content": text},)
+        return Answer(messages, end=end, metrics={"tool_errors/unparsed": 1.0}, tool_errors=1)
 
     def _stepped(self, message: Message, calls: Sequence[Any], alone: bool) -> Answer:
         """Return the answer of the environment's ``step``; ``alone``: nothing else answers the reply."""

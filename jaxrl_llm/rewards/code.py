@@ -25,7 +25,6 @@ member by member, so that no hash table is built from one that is larger than th
 
 import ast
 import dataclasses
-import functools
 import json
 import math
 import re
@@ -39,7 +38,7 @@ from jaxrl_llm.errors import InputError, naming, require
 from jaxrl_llm.rewards import sandbox
 from jaxrl_llm.rewards.code_tests import AssertTest, split_asserts
 from jaxrl_llm.rewards.functions import RewardCall
-from jaxrl_llm.sandbox.client import START_S, ProgramEnd, SandboxError, ServerPool
+from jaxrl_llm.sandbox.client import START_S, ProgramEnd, SandboxError
 from jaxrl_llm.sandbox.program import SCALARS, decode_value
 from jaxrl_llm.sandbox.server import STARVED_TIMES
 from jaxrl_llm.system.setting import Range
@@ -117,12 +116,6 @@ class Verdict(NamedTuple):
     score: float | None
     results: tuple[str, ...]
     note: str
-
-
-@functools.cache
-def referees() -> ServerPool:
-    """Return the fork servers that see what is expected, and never a program."""
-    return ServerPool()
 
 
 def extract_program(text: str) -> str:
@@ -243,8 +236,9 @@ def _is_right(test: CallTest | AssertTest, values: list[Any]) -> bool | None:
 
 def _judge_apart(test: AssertTest, values: list[Any]) -> bool | None:
     names = {f"_{number}": value for number, value in enumerate(values)}
-    request = {"prelude": JUDGE, "code": test.judge_setup, "names": names}
-    ended = referees().run(request | {"expressions": [f"apart_verdict(lambda: {test.expected})"]}, b"", 10.0, 1024)
+    expressions = [f"apart_verdict(lambda: {test.expected})"]
+    request = {"prelude": JUDGE, "code": test.judge_setup, "names": names, "expressions": expressions}
+    ended = sandbox.servers(judge=True).run(request, b"", 10.0, 1024)
     verdict = _decoded_values(ended, 1)
     if verdict is None and sandbox.outcome(ended).status == "error":
         return None  # whatever the program returned: what the test itself needs is not there

@@ -32,7 +32,7 @@ from collections.abc import Generator, Sequence
 from concurrent.futures import CancelledError, Future
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from jaxrl_llm.rewards.functions import (
     RewardCall,
@@ -331,14 +331,6 @@ MOST_STUCK = 4
 """Number of threads still in abandoned calls at which no further call starts."""
 
 
-class PendingOutcomes(Protocol):
-    """The outcomes of a call's items, which may not have come yet."""
-
-    def result(self) -> list[RewardOutcome]:
-        """Wait for them, within the call's limit, and return them."""
-        ...
-
-
 class InProcessCalls:
     """Owner of two threads, started when first needed. No thread blocks the interpreter's exit.
 
@@ -352,8 +344,8 @@ class InProcessCalls:
         self._turns: _CallQueue | None = None
         self._loop: _EventLoop | None = None
 
-    def submit(self, call: RewardCall) -> PendingOutcomes:
-        """Begin the call, in its turn; return its outcomes to come."""
+    def submit(self, call: RewardCall) -> "Future[list[RewardOutcome]] | _AsyncCall":
+        """Begin the call, in its turn; return its outcomes to come (``result`` waits, within the limit)."""
         if call.form.waits and not call.form.batch:
             self._loop = self._loop if self._loop is not None and not self._loop.blocked else _EventLoop(self._stuck)
             return _AsyncCall(call, self._loop)
@@ -393,7 +385,7 @@ class _CallQueue:
         self._open: queue.SimpleQueue[tuple[RewardCall, Future[list[RewardOutcome]]] | None] = queue.SimpleQueue()
         threading.Thread(target=self._watch, name="reward turns", daemon=True).start()
 
-    def submit(self, call: RewardCall) -> PendingOutcomes:
+    def submit(self, call: RewardCall) -> Future[list[RewardOutcome]]:
         outcomes: Future[list[RewardOutcome]] = Future()
         self._open.put((call, outcomes))
         return outcomes

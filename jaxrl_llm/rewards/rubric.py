@@ -44,11 +44,6 @@ MARKS = re.compile(r"<(?=\||/?s>|/?think>|(?:start|end)_of_turn>)|\[(?=/?INST\])
 """Beginnings of marks that a server's tokenizer could take for a turn's end."""
 
 
-def steers(text: str) -> bool:
-    """Whether a completion tries to close the tags around it, or to dictate the verdict."""
-    return STEERING.search(text) is not None
-
-
 def tag_code(*texts: str) -> str:
     """Return the code of a question's tags: 12 hexadecimal digits from its texts, in none of which it occurs."""
     seed = json.dumps(texts)
@@ -203,7 +198,7 @@ class JudgedReward:
         """Return the numbers of ``JUDGE_METRICS`` for one completion."""
         return {
             "unparsed": float(unparsed),
-            "injected": float(steers(text)),
+            "injected": float(STEERING.search(text) is not None),
             "cached": float(all(answer.cached for answer in replies)),
             "tokens": sum(answer.prompt_tokens + answer.completion_tokens for answer in replies),
             "cost": sum(answer.cost(self.judge.prices) for answer in replies),

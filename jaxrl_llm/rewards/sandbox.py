@@ -34,8 +34,8 @@ class Outcome(NamedTuple):
 
 
 @functools.cache
-def servers() -> ServerPool:
-    """Return this process's fork servers for programs; they end with it."""
+def servers(judge: bool = False) -> ServerPool:
+    """Return this process's fork servers: for programs, or for judges, which see expected values and no program."""
     return ServerPool()
 
 

@@ -36,7 +36,7 @@ from jaxrl_llm.rewards.functions import (
     definition_of,
     form_of,
 )
-from jaxrl_llm.rewards.pool import InProcessCalls, PendingOutcomes, Pool, workers_for_cores
+from jaxrl_llm.rewards.pool import InProcessCalls, Pool, workers_for_cores
 from jaxrl_llm.rewards.rubric import OF_JUDGES, Rubric, asks_model, extra_columns, on_device
 from jaxrl_llm.rewards.shaping import BUILT_IN, Accuracy, Gate, Reward, inner_reward, places_of, reward_values, spread
 from jaxrl_llm.rewards.verify import POOLED, dry_run_completion, verdict
@@ -222,7 +222,7 @@ class PendingScores(NamedTuple):
     device_scores: Mapping[str, Any]
     places: Mapping[str, Sequence[int]]
     columns: dict[str, np.ndarray]
-    jobs: list[tuple[tuple[str, Sequence[int], RewardCall], PendingOutcomes]]
+    jobs: list[tuple[tuple[str, Sequence[int], RewardCall], Any]]
 
 
 def collect_failures(
@@ -253,15 +253,10 @@ REFERENCES_FILE = "references.json"
 SOLUTION = "solution"
 """Column of the rows with their reference programs."""
 
-UnmetReferences = Sequence[tuple[Problem, float]]
-"""Problems of references that did not reach their answer, with their scores."""
-Notes = tuple[list[str], Callable[[Callable[[str], None]], None]]
-"""Notes; and a function that begins to try the rest in the background, which gives notes to its argument."""
-
 
 def check_references(
     problems: Iterable[Problem], pool: Pool, timeout_s: float, folder: Path | None, needed: bool
-) -> Notes:
+) -> tuple[list[str], Callable[..., None]]:
     """Try the references of the verifier ``math`` and keep the result in ``folder``; others are tried as they are read.
 
     ``needed``: whether the run reads which answers are right; then most of the sample must reach their answer.
@@ -272,13 +267,15 @@ def check_references(
         answer = extract(wrap_answer(problem.answer, problem.extractor), problem.extractor) or ""
         tries[json.dumps(key)] = problem, RewardCall(POOLED["math"], [(answer, problem)], timeout_s=timeout_s)
 
-    def make_notes(lost: UnmetReferences, count: int, sample: bool) -> list[str]:
+    def make_notes(lost: Sequence[tuple[Problem, float]], count: int, sample: bool) -> list[str]:
         return note_unreachable([problem for problem, _ in lost], count, needed and sample)
 
     return _try_references(tries, make_notes, pool, None if folder is None else folder / REFERENCES_FILE)
 
 
-def check_programs(judged: Iterable[tuple[CodeTests, Sequence[Problem]]], pool: Pool, folder: Path | None) -> Notes:
+def check_programs(
+    judged: Iterable[tuple[CodeTests, Sequence[Problem]]], pool: Pool, folder: Path | None
+) -> tuple[list[str], Callable[..., None]]:
     """Run the reference programs of rows through their own tests, and keep the result in ``folder``."""
     tries = {}
     for judge, problems in judged:
@@ -291,7 +288,7 @@ def check_programs(judged: Iterable[tuple[CodeTests, Sequence[Problem]]], pool: 
     return _try_references(tries, _failing_programs_note, pool, None if folder is None else folder / "solutions.json")
 
 
-def _failing_programs_note(lost: UnmetReferences, count: int, sample: bool) -> list[str]:
+def _failing_programs_note(lost: Sequence[tuple[Problem, float]], count: int, sample: bool) -> list[str]:
     """Return the note about reference programs that fail, or that nobody can judge."""
     parts = []
     for ends, failure in ((False, "fail their own tests"), (True, "cannot be told by their own tests")):
@@ -303,10 +300,14 @@ def _failing_programs_note(lost: UnmetReferences, count: int, sample: bool) -> l
 
 
 def _try_references(
-    tries: Mapping[str, tuple[Problem, RewardCall]], make_notes: Callable[[UnmetReferences, int, bool], list[str]],
+    tries: Mapping[str, tuple[Problem, RewardCall]], make_notes: Callable[..., list[str]],
     pool: Pool, path: Path | None,
-) -> Notes:  # fmt: skip
-    """Try a sample of references; ``make_notes`` gets the unmet ones, the number tried, and whether it is a sample."""
+) -> tuple[list[str], Callable[..., None]]:  # fmt: skip
+    """Try a sample of references; return notes, and a function that tries the rest behind the run and gives its
+    argument further notes.
+
+    ``make_notes`` gets the unmet references, the number of those that were tried, and whether they are a sample.
+    """
     by_digest = {codec.digest(key, 64): attempt for key, attempt in tries.items()}
     ordered = [by_digest[key] for key in sorted(by_digest)]
     digest = codec.digest("".join(sorted(by_digest)))

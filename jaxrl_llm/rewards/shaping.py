@@ -470,7 +470,6 @@ def _matches_in_time(match: Callable[..., Any], text: str) -> bool:
 
 
 Finite = Annotated[float, Range("(-inf, inf)", words="finite")]
-Natural = Annotated[int, Range("[0, inf]")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -500,7 +499,7 @@ class RelativeLength:
     """
 
     weight: Finite = 1.0
-    warmup: Natural = 0
+    warmup: Annotated[int, Range("[0, inf]")] = 0
 
     def __call__(self, group: Group, updates: int, budget: int) -> Group:
         """Return the group with shaped rewards; see the module."""
@@ -522,7 +521,7 @@ class LengthCycle:
     high: float = 0.0
     weight: Finite = 0.5
     on: Annotated[int, Range("[1, inf]")] = 100
-    off: Natural = 500
+    off: Annotated[int, Range("[0, inf]")] = 500
 
     def __call__(self, group: Group, updates: int, budget: int) -> Group:
         """Return the group with shaped rewards; see the module."""

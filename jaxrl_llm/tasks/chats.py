@@ -71,10 +71,6 @@ class Guard:
         """Return an environment's message, ready to be rendered: whatever its role, it holds no control token."""
         return self(message) if message["role"] in self._by_role else self.reply(message)
 
-    def without(self, pattern: re.Pattern[str], text: str) -> str:
-        """Return a text in which the tokens that a pattern finds stay text."""
-        return pattern.sub(lambda match: f"{match[0][:1]}{_CUT}{match[0][1:]}", text)
-
     def spelled(self, text: str) -> list[int]:
         """Return the ids of a rendered text in which the control tokens that its contents spell are control tokens."""
         return self._ids(text.replace(_CUT, ""))
@@ -429,7 +425,9 @@ class ChatEncoder(PieceEncoder):
                 if name in message:
                     self._check_read(name, "a message has")
             if message["role"] == "assistant":
-                message["content"] = self._guard.without(self._end_token, self.once(message["content"]))
+                text = self.once(message["content"])
+                split = lambda match: f"{match[0][:1]}{_CUT}{match[0][1:]}"  # noqa: E731  an end token inside stays text
+                message["content"] = self._end_token.sub(split, text)
             if CALLS in message:
                 message |= self._write_calls(message["content"], [call["function"] for call in message[CALLS]])
         return chat

@@ -83,11 +83,7 @@ def messages_of(prompt: Any, where: str) -> tuple[Message, ...]:
     return tuple({name: value for name, value in message.items() if name != WEIGHT} for message in messages)
 
 
-Fingerprint = dict[str, int | str]
-"""Number of problems; digests of their prompts and contents, both independent of order; digest with the order."""
-
-
-def fingerprint(problems: Sequence[Problem | Any]) -> Fingerprint:
+def fingerprint(problems: Sequence[Problem | Any]) -> dict[str, int | str]:
     """Return a fingerprint of problems or rows, independent of their table's place; small JSON, saved with a run."""
     digests = [codec.digest_of_parts([content(problem)]) for problem in problems]
     return {
@@ -98,7 +94,7 @@ def fingerprint(problems: Sequence[Problem | Any]) -> Fingerprint:
     }
 
 
-def difference(before: Fingerprint, now: Fingerprint) -> str:
+def difference(before: dict[str, int | str], now: dict[str, int | str]) -> str:
     """Describe in a few words how two fingerprints differ; empty if they are equal."""
     differences = {
         "count": f"there were {before['count']} and there are {now['count']}",

@@ -399,7 +399,7 @@ def _is_number(value: Any) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Scheduled:
+class Scheduled(PromptStream):
     """Prompt stream of a curriculum.
 
     It remembers arrays with an entry for each problem: ``tries`` and ``solved``, float32, faded counts of verified
@@ -464,10 +464,6 @@ class Scheduled:
             else:
                 streak[index] = 0 if credits.any() else min(streak[index], 0) - 1
         return memory | {"tries": tries, "solved": solved, "streak": streak}
-
-    def learns(self, memory: Memory) -> bool:
-        """Whether results count: they do."""
-        return True
 
     def metrics(self, before: Memory, after: Memory) -> dict[str, Any]:
         """Return counts of open and dropped problems, the mean success of those tried, and an event once all drop."""

@@ -37,8 +37,6 @@ MEMORY = 512 * 1024**2
 """Bytes of memory that it may take."""
 LONGEST = 4 * 1024**2
 """Characters that it may write: a tokenizer takes some 100 bytes of memory for each."""
-HARMLESS = ("872be49dbb638044ad01b60388f48d469ff2980e5f0dccdc22ec907db54d0788",)
-"""SHA-256 of further templates that this process renders itself, since they are known: that of SmolLM2."""
 
 
 class Renderer:
@@ -54,7 +52,8 @@ class Renderer:
         self, template: str, messages: Sequence[Message], options: Mapping[str, Any], asks: bool, tokenizer: Any
     ) -> str:
         """Return the text of a chat, up to the start of the next reply if ``asks``; ``options`` go to the template."""
-        if template == CHATML or digest(template, 64) in HARMLESS:
+        smollm2 = "872be49dbb638044ad01b60388f48d469ff2980e5f0dccdc22ec907db54d0788"
+        if template == CHATML or digest(template, 64) == smollm2:  # they are known, and need no other process
             return _apply_template(tokenizer, template, messages, options, asks)
         with self._lock:
             if template in self._endless:
