@@ -252,10 +252,10 @@ def open_ledger(path: Path, settings: dict[str, Any]) -> Generator[Ledger]:
             size = sum(len(line) for line in partial if line.endswith(b"\n"))
         os.truncate(part, size)
         lines = read_rows(part)
-        before = next(lines, None)
-        if before is None:
+        header = next(lines, None)
+        if header is None:
             append_rows(file, [{"settings": settings}])
-        elif not isinstance(saved := before.get("settings"), dict):
+        elif not isinstance(saved := header.get("settings"), dict):
             raise InputError(f"{part} is not a file of a collection: {REMEDY}, or remove it first")
         else:
             now = json.loads(json.dumps(settings))
@@ -421,9 +421,9 @@ def sample_rows(answerer: Answerer, plan: CollectionPlan, first: int, status: Ca
         for (problem, c), accuracy in right
     ]
     answers = [flat[i * count : (i + 1) * count] for i in range(len(problems))]
-    more = [0] * len(problems)
+    extra_tokens = [0] * len(problems)
     if plan.kind == "steps":
-        rows, more = _label_steps(answerer, plan, first, answers, requests, done, status)
+        rows, extra_tokens = _label_steps(answerer, plan, first, answers, requests, done, status)
     else:
         scenes = [EpisodeSpec((i, 0), problem, 0) for i, problem in enumerate(problems)]
         openings = answerer.episodes.openings(scenes) if answerer.episodes else ()
@@ -435,8 +435,8 @@ def sample_rows(answerer: Answerer, plan: CollectionPlan, first: int, status: Ca
     if answerer.episodes is not None:
         answerer.episodes.retain(())
     entries = []
-    broken = scores.failed.reshape(len(problems), count).sum(axis=1).tolist()
-    for sampled, new, tokens, failed in zip(answers, rows, more, broken, strict=True):
+    failures = scores.failed.reshape(len(problems), count).sum(axis=1).tolist()
+    for sampled, new, tokens, failed in zip(answers, rows, extra_tokens, failures, strict=True):
         solved, ended, length = (sum(getattr(a, name) for a in sampled) for name in ("right", "ended", "length"))
         sizes = 1, int(solved > 0), count, solved, ended, len(new), length, length + tokens
         entries.append((new, CollectionCounts(*sizes, failed=failed)))

@@ -430,8 +430,8 @@ class Pairs(Data[Ranked]):
         """Encode one row as token ids; see ``Data``."""
         columns = columns_of(row, PAIRS)
         prompt, answers, names = ranking_of(row, columns)
-        before, prompt_tokens = writer.prompt(prompt)
-        tokens = tuple(writer.answer(prompt, before, answer) for answer in answers)
+        prefix, prompt_tokens = writer.prompt(prompt)
+        tokens = tuple(writer.answer(prompt, prefix, answer) for answer in answers)
         if flag_of(row, CUT_OFF):
             tokens = (*tokens[:-1], tokens[-1][: len(tokens[-1]) - len(writer.ending)])
         for (name, first), (other_name, second) in itertools.combinations(zip(names, tokens, strict=True), 2):
@@ -457,11 +457,11 @@ class Unpaired(Data[Judged]):
         """Encode one row as token ids; see ``Data``."""
         columns_of(row, UNPAIRED)
         prompt = prompt_messages(row["prompt"])
-        before, prompt_tokens = writer.prompt(prompt)
+        prefix, prompt_tokens = writer.prompt(prompt)
         answer = answer_messages(row["completion"], "completion")
         if len(answer) > 1:
             raise InputError("completion has several messages, and one answer of the assistant is judged; give one")
-        tokens = writer.answer(prompt, before, answer[0])
+        tokens = writer.answer(prompt, prefix, answer[0])
         if flag_of(row, END_CUT_OFF):
             tokens = tokens[: len(tokens) - len(writer.ending)]
         return Judged(prompt_key(prompt)[:16], prompt_tokens, tokens, bool(flag_of(row, LABEL)), where)
@@ -483,10 +483,10 @@ class Steps(Data[Stepped]):
         columns_of(row, STEPS)
         prompt = prompt_messages(row["prompt"])
         steps, labels = labelled_steps(row)
-        before, prompt_tokens = writer.prompt(prompt)
-        steps[0] = writer.opened(before, steps[0], self.separator.join(steps))
+        prefix, prompt_tokens = writer.prompt(prompt)
+        steps[0] = writer.opened(prefix, steps[0], self.separator.join(steps))
         last = writer.once(steps[-1])
-        pieces = writer.after(before, *(step + self.separator for step in steps[:-1]), last)
+        pieces = writer.after(prefix, *(step + self.separator for step in steps[:-1]), last)
         tokens = np.asarray([*itertools.chain(*pieces), *writer.turn], np.int32)
         ends = np.cumsum([len(step) for step in pieces]).astype(np.int32) - np.int32(1)
         return Stepped(prompt_key(prompt)[:16], prompt_tokens, tokens, ends, np.asarray(labels, np.float32), where)

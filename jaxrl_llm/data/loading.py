@@ -110,27 +110,25 @@ def check_texts(data: Data[Any]) -> None:
     check_split(data.holdout, data.date)
 
 
-def check_collected(source: Collected, kind: RowKind, before: str) -> None:
+def check_collected(source: Collected, kind: RowKind, where: str) -> None:
     """Refuse settings that cannot collect, before anything is loaded.
 
-    ``before``: prefix of the names of the fields in messages, such as ``--``.
+    ``where``: prefix of the names of the fields in messages, such as ``--``.
 
     Raises:
       InputError: names field, value and remedy.
     """
     check(source.task)
-    check_fields(source, before)
+    check_fields(source, where)
     least = 2 if kind == "pairs" else 1
-    require(
-        source.samples >= least, f"{before}samples must be at least {least} to collect {kind}, got {source.samples}"
-    )
+    require(source.samples >= least, f"{where}samples must be at least {least} to collect {kind}, got {source.samples}")
     task = source.task
     require(
         not task.plays or (kind == "texts" and task.template != "plain"),
-        f"{before}task {task.label} has an environment or tools, and whole episodes are collected: as texts, with a "
-        f"chat template (got {kind}, {before}task.template {task.template:.20})",
+        f"{where}task {task.label} has an environment or tools, and whole episodes are collected: as texts, with a "
+        f"chat template (got {kind}, {where}task.template {task.template:.20})",
     )
     if task.verifier == "none" and task.environment is None:
         raise InputError(
-            f"{before}task.verifier none leaves nothing to collect by: give the task its answers and a verifier"
+            f"{where}task.verifier none leaves nothing to collect by: give the task its answers and a verifier"
         )

@@ -137,8 +137,8 @@ class Renderings:
         last = thoughts[-1] = THOUGHT if thoughts[-1] else ""
         stand_ins = zip(_stand_ins(turns, messages, shape, self._guard), thoughts, strict=True)
         history = [self._thought(stand_in, thought) if thought else stand_in for stand_in, thought in stand_ins]
-        before, later = self.text(history[:-1], True), self.text([*history, *self.world_messages(messages)], True)
-        return not later.startswith(before) or last not in later
+        earlier, later = self.text(history[:-1], True), self.text([*history, *self.world_messages(messages)], True)
+        return not later.startswith(earlier) or last not in later
 
     def chat(self, prompt: Sequence[Message], turns: Sequence[Message]) -> str:
         """Return the text of a whole chat, up to the start of the next reply, as the template writes it now.
@@ -177,8 +177,8 @@ class Renderings:
         names = [tool["function"]["name"] for tool in self._tools]
         text = self.text([USER_MESSAGE], True)
         without_tools = render_chat([USER_MESSAGE], self.wording, self._tokenizer, options=self._own_options)
-        seen = text != without_tools and all(name in text for name in names)
-        require(seen, f"the chat template cannot write tools; {_CHATML}, or give a template that can")
+        writes_tools = text != without_tools and all(name in text for name in names)
+        require(writes_tools, f"the chat template cannot write tools; {_CHATML}, or give a template that can")
         syntax = syntax_of(template_text(self.wording, self._tokenizer))
         reply = self._written_call(names[0], syntax)
         message = parse_reply(reply, syntax).message
@@ -196,9 +196,9 @@ class Renderings:
                 start = re.sub(r"[<\[][^<>\[\]]*\Z", "", shared_prefix(text, self.text([USER_MESSAGE], True)))
             except InputError:
                 continue
-            before, mark, after = text.partition(REPLY)
+            head, mark, tail = text.partition(REPLY)
             if mark:
-                return text[len(start) : len(before) + len(REPLY) + end_of_calls(after, syntax)]
+                return text[len(start) : len(head) + len(REPLY) + end_of_calls(tail, syntax)]
         return ""
 
 
@@ -374,13 +374,13 @@ class EpisodeFormat:
           messages: of the world. Control tokens in their contents are text.
           sampled: ids of the reply, its stop token included if it has one.
         """
-        following = [self._guard.of_world(message) for message in messages]
+        guarded = [self._guard.of_world(message) for message in messages]
         last = text_of(self.tokenizer, sampled[-1:]) if len(sampled) and sampled[-1] in self._control else ""
         if self._plain:
-            contents = [message["content"] for message in self._renderings.world_messages(following)]
+            contents = [message["content"] for message in self._renderings.world_messages(guarded)]
             return self._guard.ids("".join(f"\n\n{content}" for content in contents), last)
-        after = self._renderings.after(turns, following)
-        return self._guard.ids(after.text[self._cut(after, sampled, last) :], last)
+        following = self._renderings.after(turns, guarded)
+        return self._guard.ids(following.text[self._cut(following, sampled, last) :], last)
 
     def _worded(self, messages: Sequence[Message], theirs: int) -> list[Message]:
         row_count = len(messages) - theirs
@@ -399,13 +399,13 @@ class EpisodeFormat:
           turns: the episode so far, with its first messages; the last is the parsed reply.
           messages: of the world.
         """
-        following = [self._guard.of_world(message) for message in messages]
-        if self._history != "fork" or self._plain or not self._renderings.rewrites(turns, following):
+        guarded = [self._guard.of_world(message) for message in messages]
+        if self._history != "fork" or self._plain or not self._renderings.rewrites(turns, guarded):
             return []
         first_messages = self._worded(prompt, theirs)
         later = turns[len(first_messages) :]
         later = [turn if turn["role"] == "assistant" else self._guard.of_world(turn) for turn in later]
-        return self._guard.ids(self._renderings.chat(first_messages, [*later, *following]))
+        return self._guard.ids(self._renderings.chat(first_messages, [*later, *guarded]))
 
     def content_ranges(
         self, turns: Sequence[Message], messages: Sequence[Message], sampled: Sequence[int], suffix: Sequence[int]
@@ -419,8 +419,8 @@ class EpisodeFormat:
         for index, message in enumerate(messages):
             text = message["content"].strip()
             stand_in = next(mark for mark in ("x", "0", "-") if mark not in (text[:1], text[-1:]))
-            changed = [*messages[:index], {**message, "content": stand_in}, *messages[index + 1 :]]
-            ids = self.suffix(turns, changed, sampled)
+            changed_messages = [*messages[:index], {**message, "content": stand_in}, *messages[index + 1 :]]
+            ids = self.suffix(turns, changed_messages, sampled)
             begin = len(shared_prefix(suffix, ids))
             end = len(suffix) - len(shared_prefix(suffix[begin:][::-1], ids[::-1]))
             ranges.append((begin, end))
@@ -438,13 +438,13 @@ class EpisodeFormat:
         opens = ("<think>", "<|channel>thought", "<|channel>", "<|START_THINKING|>", "[THINK]")
         return parse_reply(text, self.syntax, self.tools, start.rstrip().endswith(opens))
 
-    def _cut(self, after: FollowingText, sampled: Sequence[int], last: str) -> int:
+    def _cut(self, following: FollowingText, sampled: Sequence[int], last: str) -> int:
         """Return where the suffix begins in the text after a reply; ``last``: its last token if that is special."""
-        region = after.region
+        region = following.region
         stopped = bool(last) and sampled[-1] in self._stops
         if stopped and last in region:
             return region.index(last) + len(last)
-        at = end_of_calls(region, self.syntax) if after.inside else 0
+        at = end_of_calls(region, self.syntax) if following.inside else 0
         rest = region[at:].lstrip()
         begins = len(region) - len(rest)
         for end in (last, self._end if stopped else ""):

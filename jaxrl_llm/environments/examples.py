@@ -186,9 +186,9 @@ class TextArena(Environment):
         """Make the model's move, and those of the opponent after it."""
         with self._drawing():
             done, _ = self._game.step(reply["content"])
-            said = self._until_our_turn(done)
+            observation = self._until_our_turn(done)
             if not self._game.state.done:
-                return Step([{"role": "user", "content": said}])
+                return Step([{"role": "user", "content": observation}])
             rewards, _ = self._game.close()
             return Step(reward=float((rewards or {}).get(self._player, 0.0)), done=True)
 
@@ -199,10 +199,10 @@ class TextArena(Environment):
     def _until_our_turn(self, done: bool) -> str:
         """Return what the model's player sees next; the opponent moves for the others."""
         while not done:
-            player, seen = self._game.get_observation()
+            player, messages = self._game.get_observation()
             # Some games of one player speak its moves as the game.
             senders = (player,) if self._players > 1 else (player, -1)
-            news = [said for sender, said, kind in seen if not (sender in senders and kind.name == "PLAYER_ACTION")]
+            news = [text for sender, text, kind in messages if not (sender in senders and kind.name == "PLAYER_ACTION")]
             if player == self._player:
                 return "\n\n".join(news)
             done, _ = self._game.step(self._opponent("\n\n".join(news)))
@@ -211,13 +211,13 @@ class TextArena(Environment):
     @contextlib.contextmanager
     def _drawing(self) -> Generator[None]:
         with DRAWING:
-            before = random.getstate()
+            global_state = random.getstate()
             random.setstate(self._draws)
             try:
                 yield
             finally:
                 self._draws = random.getstate()
-                random.setstate(before)
+                random.setstate(global_state)
 
 
 class SkyRL(Environment):

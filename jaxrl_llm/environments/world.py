@@ -429,7 +429,7 @@ class World:
         answer = Answer()
         if steps and (step_calls or not requested):
             answer = self._stepped(message, [calls[index] for index in step_calls], len(step_calls) == len(calls))
-        errors = [result.error for result in results.values() if result.error]
+        errors = [tool.error for tool in results.values() if tool.error]
         end = answer.end
         if not end and not requested and not answer.messages:
             end = "completed"
@@ -439,7 +439,7 @@ class World:
             end = "max_turns"
         return dataclasses.replace(
             answer,
-            messages=order_messages(len(calls), {i: result.message for i, result in results.items()}, answer.messages),
+            messages=order_messages(len(calls), {i: tool.message for i, tool in results.items()}, answer.messages),
             end=end,
             metrics={**answer.metrics, **{f"tool_errors/{kind}": float(errors.count(kind)) for kind in errors}},
             tool_calls=len(calls),

@@ -186,13 +186,13 @@ def run_test(code: str, test: Test, timeout_s: float, memory_mb: int) -> str:
     else:
         setup = JUDGE + test.setup if test.opaque and "apart_" in test.setup else test.setup
         request |= {"prelude": PRELUDE, "setup": setup, "expressions": test.expressions or ["True"]}
-    ended = sandbox.servers().run(request, stdin, timeout_s, memory_mb)
-    outcome = sandbox.outcome(ended)
+    end = sandbox.servers().run(request, stdin, timeout_s, memory_mb)
+    outcome = sandbox.outcome(end)
     if isinstance(test, OutputTest):
         # Like the benchmarks: a program that printed the answer and then failed has not solved the test.
         right = outcome.status == "ok" and same_output(outcome.stdout, test.expected)
     else:
-        values = _decoded_values(ended, 1 if isinstance(test, CallTest) else len(test.expressions) or 1)
+        values = _decoded_values(end, 1 if isinstance(test, CallTest) else len(test.expressions) or 1)
         right = values is not None and _is_right(test, values)
         larger = None if right or values is None else getattr(test, "larger", None)
         if larger and (test.judge != "truth" or foreign(values)):
@@ -204,10 +204,10 @@ def run_test(code: str, test: Test, timeout_s: float, memory_mb: int) -> str:
     return "failed" if outcome.status == "ok" else outcome.status
 
 
-def _decoded_values(ended: ProgramEnd, count: int) -> list[Any] | None:
+def _decoded_values(end: ProgramEnd, count: int) -> list[Any] | None:
     """Return the values that a program's process computed; None if it did not."""
     try:
-        values = json.loads(ended.result, parse_float=_bare, parse_constant=_bare)
+        values = json.loads(end.result, parse_float=_bare, parse_constant=_bare)
         foreign(values)  # it may be too deep
     except (ValueError, RecursionError):
         return None
@@ -238,9 +238,9 @@ def _judge_apart(test: AssertTest, values: list[Any]) -> bool | None:
     names = {f"_{number}": value for number, value in enumerate(values)}
     expressions = [f"apart_verdict(lambda: {test.expected})"]
     request = {"prelude": JUDGE, "code": test.judge_setup, "names": names, "expressions": expressions}
-    ended = sandbox.servers(judge=True).run(request, b"", 10.0, 1024)
-    verdict = _decoded_values(ended, 1)
-    if verdict is None and sandbox.outcome(ended).status == "error":
+    end = sandbox.servers(judge=True).run(request, b"", 10.0, 1024)
+    verdict = _decoded_values(end, 1)
+    if verdict is None and sandbox.outcome(end).status == "error":
         return None  # whatever the program returned: what the test itself needs is not there
     return None if verdict == [None] else verdict == [True]
 

@@ -356,9 +356,9 @@ def _computable_call(scope: Any, node: ast.Call, certain: bool) -> bool:
         harmless = not arguments or name not in _METHODS
         return harmless and not any(map(compares, arguments)) and computable(scope, function.value, certain)
     inspects = name in _FORMS or (name == "join" and isinstance(function.value, ast.Constant))
-    applied = any(isinstance(arg, ast.Name) and scope.is_object(arg) for arg in arguments)
-    applied |= name in ("map", "filter", "starmap", "reduce") and scope.needs(arguments[0])
-    if inspects and applied and not compares(node):
+    calls_program = any(isinstance(arg, ast.Name) and scope.is_object(arg) for arg in arguments)
+    calls_program |= name in ("map", "filter", "starmap", "reduce") and scope.needs(arguments[0])
+    if inspects and calls_program and not compares(node):
         return True  # what else is given is given to the program
     helpers = [stmt for stmt in scope.setup if isinstance(stmt, ast.FunctionDef) and stmt.name == name]
     helps = certain and helpers and not _holds_values(helpers[-1]) and not reads(helpers[-1]) & scope.literals.keys()
@@ -377,11 +377,11 @@ def split_asserts(text: str, entry: str = "") -> list[AssertTest]:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InputError(f"the assertions {text!r:.60} are not Python ({error}): correct them") from None
     checks = [node for node in body if isinstance(node, ast.FunctionDef) and node.name == "check" and node.args.args]
-    called = [name for name in map(_check_argument, body) if name] or ([entry] if entry else [])
-    require(not checks or bool(called), 'check(candidate) is never called: give {"test": text, "entry_point": name}')
+    entries = [name for name in map(_check_argument, body) if name] or ([entry] if entry else [])
+    require(not checks or bool(entries), 'check(candidate) is never called: give {"test": text, "entry_point": name}')
     scope = _Scope()
     assertions = _block_assertions(scope, [node for node in body if node not in checks and not _check_argument(node)])
-    for name in called:
+    for name in entries:
         for check in checks:
             first = ast.parse(f"{check.args.args[0].arg} = {name}").body[0]
             assertions += _function_assertions(scope.inner(), check, [first])
@@ -506,16 +506,16 @@ class _Scope:
         statements = []
         for node in reversed(self.setup):
             changes = not isinstance(node, (*_DEFINES, ast.AnnAssign)) and reads(node) & names
-            called = reads(node) & names & self.tainted and any(isinstance(part, ast.Call) for part in ast.walk(node))
-            changes = changes and (called or not (isinstance(node, ast.Assign) and binds(node)))
+            calls = reads(node) & names & self.tainted and any(isinstance(part, ast.Call) for part in ast.walk(node))
+            changes = changes and (calls or not (isinstance(node, ast.Assign) and binds(node)))
             modules = isinstance(node, ast.Expr) and not reads(node) & variables  # such as random.seed(0)
             modules |= prints and self.needs(node)
             if binds(node) & names or changes or modules:
                 statements.append(node)
                 names |= reads(node)
-        lacking = names & self.missing
+        missing = names & self.missing
         require(
-            not lacking, f"an assertion needs {', '.join(sorted(lacking))}: programs have the standard library alone"
+            not missing, f"an assertion needs {', '.join(sorted(missing))}: programs have the standard library alone"
         )
         return statements[::-1]
 
@@ -579,11 +579,12 @@ def _split_assertion(scope: _Scope, node: ast.Assert) -> AssertTest:
     test = _FoldLiterals(scope.literals).visit(copy.deepcopy(node.test))
     certain = _is_certain(scope, test)
     assertion, computed = _form(scope, test, node, scope.is_program)
-    larger, more = _form(scope, test, node, lambda part: scope.needs(part) and computable(scope, part, certain), True)
+    takes = lambda part: scope.needs(part) and computable(scope, part, certain)  # noqa: E731
+    larger, more_computed = _form(scope, test, node, takes, True)
     if not larger.opaque:
-        more_computed = larger if larger != assertion else None
-        assertion = larger if assertion.opaque else dataclasses.replace(assertion, larger=more_computed)
-    _repeat(scope, more or computed)
+        differs = larger != assertion
+        assertion = larger if assertion.opaque else dataclasses.replace(assertion, larger=larger if differs else None)
+    _repeat(scope, more_computed or computed)
     return assertion
 
 
@@ -634,8 +635,8 @@ def _assertion(
     if judge == "judged":
         judge_setup = _unparse([part for part in scope.needed([expected]) if not scope.needs(part)])
         expected = ast.unparse(expected)
-    before = [ast.Expr(part) for part in computed for _ in range(scope.computed.count(ast.unparse(part)))]
-    setup_text, source = _unparse([*setup, *before]), _opaque(scope, node).setup
+    earlier = [ast.Expr(part) for part in computed for _ in range(scope.computed.count(ast.unparse(part)))]
+    setup_text, source = _unparse([*setup, *earlier]), _opaque(scope, node).setup
     return AssertTest(setup_text, tuple(map(ast.unparse, computed)), judge, expected, judge_setup, None, source)
 
 

@@ -422,9 +422,9 @@ def bind_arguments(form: Form, items: Sequence[Item]) -> tuple[tuple[Any, ...], 
     if form.rest:
         extra = available if form.style == "own" else [*offers, *available]
         names += [name for name in extra if name not in (*names, *form.first)]
-    lacking = [name for name in names if name not in offers and name not in available]
-    if lacking:
-        raise LookupError(f"it wants {', '.join(lacking)}, and the row has only {', '.join(available)}")
+    missing = [name for name in names if name not in offers and name not in available]
+    if missing:
+        raise LookupError(f"it wants {', '.join(missing)}, and the row has only {', '.join(available)}")
     by_name = {}
     for name in names:  # a column is None where other rows have it and this one has not
         values = [offers[name](*item) if name in offers else row_columns(item[0]).get(name) for item in items]

@@ -50,13 +50,13 @@ def is_formula(text: str) -> bool:
     >>> is_formula("2*x + sin(x)"), is_formula("open(x)"), is_formula("x.y"), is_formula("(exec)(x)")
     (True, False, False, False)
     """
-    called = {name for name in re.findall(r"([^\W\d]\w*|\))\s*\(", text)}
+    calls = {name for name in re.findall(r"([^\W\d]\w*|\))\s*\(", text)}
     functions = (
         "sin cos tan sec csc cot asin acos atan sinh cosh tanh asinh acosh atanh exp log ln sqrt Abs abs".split()
     )
     characters = len(text) <= LONGEST and re.fullmatch(r"[\w\s.,+*/^()!-]*", text) is not None
     attribute = re.search(r"\.\s*[^\W\de]|__", text) is not None
-    return characters and not attribute and called <= {*functions} and not too_large(text)
+    return characters and not attribute and calls <= {*functions} and not too_large(text)
 
 
 @functools.lru_cache(maxsize=64)

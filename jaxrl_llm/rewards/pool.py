@@ -309,18 +309,18 @@ def main(handle: str, copies: str) -> None:
 def _memory_limit(path: str) -> Generator[None]:
     """Limit memory, on Linux, to 1 GiB more than now for verifiers of formulas, which may stand for any number."""
     statm = Path("/proc/self/statm")
-    before = resource.getrlimit(resource.RLIMIT_AS)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
     verifiers = ("jaxrl_llm.rewards.math_answer", "jaxrl_llm.rewards.gym_answer")
     if path.partition(":")[0] not in verifiers or not statm.exists():
         yield
         return
     most = int(statm.read_text().split()[0]) * resource.getpagesize() + (1 << 30)
-    most = most if before[1] == resource.RLIM_INFINITY else min(most, before[1])
-    resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
+    most = most if limits[1] == resource.RLIM_INFINITY else min(most, limits[1])
+    resource.setrlimit(resource.RLIMIT_AS, (most, limits[1]))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
+        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 def _send(connection: Connection, *words: Any) -> None:

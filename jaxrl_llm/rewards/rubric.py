@@ -137,9 +137,9 @@ def parse_comparison(text: str, code: str) -> str | None:
 def _parse_reply(text: str, code: str) -> Mapping[str, Any]:
     """Return the one JSON object that an answer is, after a thought and without a fence; empty for another answer."""
     answer = text.rpartition("</think>")[2].strip()
-    fenced = re.fullmatch(r"```(?:json)?\s*\n(.*)\n\s*```", answer, re.DOTALL)
+    fence = re.fullmatch(r"```(?:json)?\s*\n(.*)\n\s*```", answer, re.DOTALL)
     try:
-        reply = json.loads(fenced[1] if fenced else answer, object_pairs_hook=_unique_keys)
+        reply = json.loads(fence[1] if fence else answer, object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError):
         return {}
     return reply if isinstance(reply, dict) and reply.get("code") == code else {}
@@ -269,12 +269,12 @@ class Rubric(JudgedReward):
         if not isinstance(row_items, list | tuple) or not row_items:
             raise InputError(f"{where} holds no list of items for {self.name}: give a list of texts, or of pairs")
         items = list(self.items)
-        for item in row_items:
-            if isinstance(item, str):
-                item = (item, 1.0)
-            elif isinstance(item, Mapping) and item.keys() >= {"criterion", "points"}:
-                item = (item["criterion"], item["points"])
-            items.append(tuple(item) if isinstance(item, list) else item)
+        for row_item in row_items:
+            if isinstance(row_item, str):
+                row_item = (row_item, 1.0)
+            elif isinstance(row_item, Mapping) and row_item.keys() >= {"criterion", "points"}:
+                row_item = (row_item["criterion"], row_item["points"])
+            items.append(tuple(row_item) if isinstance(row_item, list) else row_item)
         check_items(items, where)
         return tuple(items)
 
@@ -338,13 +338,13 @@ class Pairwise(JudgedReward):
     def score_replies(self, problem: Problem, text: str, chats: Chats, replies: Sequence[JudgeAnswer]) -> Judgement:
         """Return the score and its numbers from the judge's two answers."""
         choices = [parse_comparison(reply.text, chat_code(chat)) for reply, chat in zip(replies, chats, strict=True)]
-        lacking = None in choices
+        unreadable = None in choices
         values = {"A": 1.0, "tie": 0.5}, {"B": 1.0, "tie": 0.5}
         first, second = (scores.get(choice, 0.0) for scores, choice in zip(values, choices, strict=True))
-        score = math.nan if lacking else first if first == second else 0.5
-        disagreed = math.nan if lacking else float(first != second)
-        numbers = {"disagreed": disagreed} | self.judge_metrics(text, replies, lacking)
-        return {"score": score} | numbers if not lacking else unreadable_verdict(chats, replies[0].text, numbers)
+        score = math.nan if unreadable else first if first == second else 0.5
+        disagreed = math.nan if unreadable else float(first != second)
+        numbers = {"disagreed": disagreed} | self.judge_metrics(text, replies, unreadable)
+        return {"score": score} | numbers if not unreadable else unreadable_verdict(chats, replies[0].text, numbers)
 
     def check(self) -> None:
         """Refuse a criterion or a judge that cannot work."""

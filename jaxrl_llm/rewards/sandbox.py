@@ -62,10 +62,10 @@ def run_python(
     return outcome(servers().run({"code": code}, data, timeout_s, memory_mb))
 
 
-def outcome(ended: ProgramEnd) -> Outcome:
+def outcome(end: ProgramEnd) -> Outcome:
     """Return what a program's end means."""
-    texts = [text.decode("utf-8", "replace") for text in (ended.stdout, ended.stderr)]
-    status = {"threads": "error", "files": "output"}.get(ended.reason, ended.reason)
+    texts = [text.decode("utf-8", "replace") for text in (end.stdout, end.stderr)]
+    status = {"threads": "error", "files": "output"}.get(end.reason, end.reason)
     if status == "exit":
-        status = {0: "ok", OUT_OF_MEMORY: "memory"}.get(ended.code, "error")
+        status = {0: "ok", OUT_OF_MEMORY: "memory"}.get(end.code, "error")
     return Outcome(status, *texts)

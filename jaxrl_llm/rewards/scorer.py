@@ -75,15 +75,15 @@ class Failures:
 
     def fraction(self, name: str) -> float:
         """Return the share of completions that a reward failed to score."""
-        called, failed = self.of.get(name, (0, 0))
-        return failed / called if failed else 0.0
+        calls, failures = self.of.get(name, (0, 0))
+        return failures / calls if failures else 0.0
 
     def __add__(self, other: "Failures") -> "Failures":
         """Add up two records; the earlier messages are kept."""
         of = {}
         for name in self.of | other.of:
-            (called, failed), (more_called, more_failed) = (record.of.get(name, (0, 0)) for record in (self, other))
-            of[name] = called + more_called, failed + more_failed
+            (calls, failures), (other_calls, other_failures) = (record.of.get(name, (0, 0)) for record in (self, other))
+            of[name] = calls + other_calls, failures + other_failures
         messages = self.messages | other.messages | self.messages
         return Failures(
             self.errors + other.errors, self.timeouts + other.timeouts, of, messages, self.trace or other.trace
@@ -293,8 +293,8 @@ def _failing_programs_note(lost: Sequence[tuple[Problem, float]], count: int, sa
     parts = []
     for ends, failure in ((False, "fail their own tests"), (True, "cannot be told by their own tests")):
         rows = [str(problem.metadata.get("row", problem.id)) for problem, score in lost if math.isnan(score) == ends]
-        listed = ", ".join(rows[:3]) + (", ..." if len(rows) > 3 else "")
-        parts += [f"{len(rows)} {failure}: {listed}"] if rows else []
+        first_rows = ", ".join(rows[:3]) + (", ..." if len(rows) > 3 else "")
+        parts += [f"{len(rows)} {failure}: {first_rows}"] if rows else []
     remedy = "no answer can earn its reward there; correct these tests or leave the rows out (docs/security.md)"
     return [f"of {count} reference programs (column {SOLUTION}), {'; '.join(parts)}; {remedy}"] if parts else []
 
@@ -680,7 +680,7 @@ class Scorer(contextlib.AbstractContextManager):
             parts={name: (means | values)[name] for name in rewards} | differing | beside,
             failures=collect_failures(failed, source, places),
             failed=unscored,
-            steps=steps_at_tokens(items, [(self._bases[name], said) for name, said in stepped.items()], self.tokenizer),
+            steps=steps_at_tokens(items, [(bases[name], column) for name, column in stepped.items()], self.tokenizer),
         )
 
 

@@ -164,8 +164,8 @@ class TaskReward(Bound):
 
 def places_of(reward: Any, items: Sequence[Item]) -> list[int]:
     """Return the indices of the completions that a reward scores."""
-    some = isinstance(reward, TaskReward)
-    return [place for place, (problem, _) in enumerate(items) if not some or problem.task in reward.tasks]
+    has_tasks = isinstance(reward, TaskReward)
+    return [place for place, (problem, _) in enumerate(items) if not has_tasks or problem.task in reward.tasks]
 
 
 def spread(values: np.ndarray, places: Sequence[int], count: int) -> np.ndarray:

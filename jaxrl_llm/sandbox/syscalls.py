@@ -104,7 +104,7 @@ def _checks(words: dict[int, tuple[int, ...]], null: tuple[int, ...], error: int
     body: list[bytes] = []
     for offset, values in conditions:
         remaining = range(len(values), 0, -1)
-        tests = [_op(_EQUAL, value & 0xFFFFFFFF, after, 0) for value, after in zip(values, remaining, strict=True)]
+        tests = [_op(_EQUAL, value & 0xFFFFFFFF, jump, 0) for value, jump in zip(values, remaining, strict=True)]
         body += [_op(_LOAD, offset), *tests, _op(_RETURN, _ERRNO | error)]
     return [*body, _op(_RETURN, _ALLOW)]
 

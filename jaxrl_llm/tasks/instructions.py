@@ -37,8 +37,8 @@ def followed(text: str, fields: Mapping[str, Any]) -> list[bool]:
 def check_instructions(fields: Mapping[str, Any], where: str) -> None:
     """Refuse a row with instructions that cannot be checked; ``where``, its place, begins the message."""
     names, arguments = fields.get(IDS), fields.get(ARGUMENTS)
-    listed = isinstance(names, list | tuple) and names and isinstance(arguments, list | tuple)
-    if not listed or len(names) != len(arguments):
+    has_lists = isinstance(names, list | tuple) and names and isinstance(arguments, list | tuple)
+    if not has_lists or len(names) != len(arguments):
         raise InputError(
             f"{where}: verifier instructions needs the fields {IDS}, a list of ids, and {ARGUMENTS}, a list with the "
             "arguments of each; complete the row, or take another verifier"
@@ -124,8 +124,8 @@ def _follows(text: str, name: str, args: Mapping[str, Any]) -> bool:
             bullets = [line for line in lines if line[:1] == "-" or (line[:1] == "*" and line[1:2] != "*")]
             return len(bullets) == args["num_bullets"]
         case "detectable_format:number_highlighted_sections":
-            marked = [bold or plain for bold, plain in re.findall(r"\*\*([^\n*]+)\*\*|\*([^\n*]+)\*", text)]
-            return sum(bool(part.strip()) for part in marked) >= args["num_highlights"]
+            phrases = [bold or plain for bold, plain in re.findall(r"\*\*([^\n*]+)\*\*|\*([^\n*]+)\*", text)]
+            return sum(bool(part.strip()) for part in phrases) >= args["num_highlights"]
         case "detectable_format:multiple_sections":
             heading = re.escape(args["section_spliter"].strip())
             return len(re.findall(rf"{heading}\s?\d", text)) >= args["num_sections"]

@@ -194,10 +194,10 @@ def schema_name(schema: Any) -> str:
     return name if isinstance(name, str) else ""
 
 
-def join_messages(prompt: Sequence[Message], more: Sequence[Message], joint: str) -> list[Message]:
+def join_messages(prompt: Sequence[Message], following: Sequence[Message], joint: str) -> list[Message]:
     """Return a prompt with more messages; a user message after a user message is appended to it behind ``joint``."""
     messages = list(prompt)
-    for message in more:
+    for message in following:
         if messages and message["role"] == messages[-1]["role"] == "user":
             messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}{joint}{message['content']}"}
         else:
@@ -242,11 +242,11 @@ def with_tools(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) 
 def as_text(messages: Sequence[Message]) -> list[Message]:
     """Return the messages with calls and results as text; adjacent results are one message of the user."""
     texts: list[Message] = []
-    before = ""
+    previous_role = ""
     for message in messages:
         if message["role"] == "tool":
             result = f"<tool_response>{message['content']}</tool_response>"
-            if before == "tool":
+            if previous_role == "tool":
                 result = f"{texts.pop()['content']}\n{result}"
             texts.append({"role": "user", "content": result})
         else:
@@ -257,5 +257,5 @@ def as_text(messages: Sequence[Message]) -> list[Message]:
             content = "\n".join(filter(None, parts))
             fields = {name: value for name, value in message.items() if name != "tool_calls"}
             texts.append(fields | {"content": content})
-        before = message["role"]
+        previous_role = message["role"]
     return texts

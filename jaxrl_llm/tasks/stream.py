@@ -274,8 +274,8 @@ class EasyToHard(Setting):
     def check(self, run: Any, where: str) -> None:
         """Refuse an order by nothing, and a direction where the order is by success."""
         require(bool(self.by), f"{where}by must be a column of the rows, or success, got {self.by!r}")
-        turned = self.by == BY_SUCCESS and not self.rising
-        require(not turned, f"{where}rising must be left out where by is success, got {self.rising}")
+        reversed_success = self.by == BY_SUCCESS and not self.rising
+        require(not reversed_success, f"{where}rising must be left out where by is success, got {self.rising}")
 
     def __call__(self, difficulty: np.ndarray, candidates: np.ndarray, number: int, ties: np.ndarray) -> np.ndarray:
         """Return which problems are open, bool[N].
@@ -292,11 +292,11 @@ class EasyToHard(Setting):
         if count >= total:
             return candidates
         hardest = np.partition(difficulty[candidates], count - 1)[count - 1]
-        opened = candidates & (difficulty < hardest)
+        is_open = candidates & (difficulty < hardest)
         equal = np.flatnonzero(candidates & (difficulty == hardest))
-        more = count - int(opened.sum())
-        opened[equal[np.argpartition(ties[equal], more - 1)[:more]]] = True
-        return opened
+        ties_open = count - int(is_open.sum())
+        is_open[equal[np.argpartition(ties[equal], ties_open - 1)[:ties_open]]] = True
+        return is_open
 
 
 @dataclasses.dataclass(frozen=True)
@@ -469,13 +469,13 @@ class Scheduled(PromptStream):
         """Return counts of open and dropped problems, the mean success of those tried, and an event once all drop."""
         before, after = self.valid(before), self.valid(after)
         dropped = self.dropped(after["asked"], after)
-        seen = after["tries"] > 0
-        rates = after["solved"][seen] / after["tries"][seen]
+        tried = after["tries"] > 0
+        rates = after["solved"][tried] / after["tries"][tried]
         metrics: dict[str, Any] = {
             "curriculum/active": int(self.active(after["asked"], after).sum()),
             "curriculum/dropped_solved": int((dropped & (after["streak"] > 0)).sum()),
             "curriculum/dropped_unsolved": int((dropped & (after["streak"] < 0)).sum()),
-            "curriculum/success": float(rates.mean(dtype=np.float64)) if seen.any() else math.nan,
+            "curriculum/success": float(rates.mean(dtype=np.float64)) if tried.any() else math.nan,
         }
         if dropped.all() and not self.dropped(before["asked"], before).all():
             metrics["event/curriculum_exhausted"] = f"all {len(dropped)} problems are dropped, so all are asked again"
