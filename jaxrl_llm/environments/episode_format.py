@@ -311,14 +311,9 @@ class EpisodeFormat:
     """
 
     def __init__(
-        self,
-        tokenizer: Any,
-        wording: Wording,
-        tools: Sequence[Mapping[str, Any]] = (),
-        stop_ids: Sequence[int] = (),
-        history: str = "append_only",
-        options: Mapping[str, Any] | None = None,
-    ):
+        self, tokenizer: Any, wording: Wording, tools: Sequence[Mapping[str, Any]] = (), stop_ids: Sequence[int] = (),
+        history: str = "append_only", options: Mapping[str, Any] | None = None,
+    ):  # fmt: skip
         check_tokenizer(tokenizer)
         self.tokenizer = tokenizer
         self.tools = tuple(tools)

@@ -333,26 +333,9 @@ BUILT_IN = (SoftOverlong, LengthPenalty, CosineLength, RepetitionPenalty, Format
 """Rewards that neither hang nor raise: the scorer calls them in its own process."""
 
 Reward = (
-    Accuracy
-    | SoftOverlong
-    | LengthPenalty
-    | CosineLength
-    | RepetitionPenalty
-    | Format
-    | Refusals
-    | CodeTests
-    | Hinge
-    | Threshold
-    | Function
-    | Local
-    | StepFunction
-    | ModelReward
-    | StepReward
-    | Rubric
-    | Pairwise
-    | TaskReward
-    | Lost
-)
+    Accuracy | SoftOverlong | LengthPenalty | CosineLength | RepetitionPenalty | Format | Refusals | CodeTests | Hinge
+    | Threshold | Function | Local | StepFunction | ModelReward | StepReward | Rubric | Pairwise | TaskReward | Lost
+)  # fmt: skip
 
 
 def name_rewards(rewards: Sequence[Reward]) -> dict[str, Reward]:
