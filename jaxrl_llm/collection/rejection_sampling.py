@@ -344,7 +344,10 @@ class CollectionPlan:
         }
         if self.episode is not None:
             task = data.task
-            settings |= {"environment": _label(task.environment), "tools": [_label(tool) for tool in task.tools]}
+            settings |= {
+                "environment": _setting_name(task.environment),
+                "tools": [_setting_name(tool) for tool in task.tools],
+            }
             settings |= {"episode": dataclasses.asdict(self.episode)}
         return settings | ({"separator": self.separator} if self.kind == "steps" else {})
 
@@ -377,7 +380,7 @@ def collect_rows(
         for first in range(done // size * size, total, size):
             progress = f"collecting {first}/{total} problems, {counts.rows} rows: "
             began = time.perf_counter()
-            entries = sample_rows(answerer, plan, first, lambda text, progress=progress: status(progress + text))
+            entries = collect_batch(answerer, plan, first, lambda text, progress=progress: status(progress + text))
             entries = entries[max(done - first, 0) :]
             share = CollectionCounts(seconds=(time.perf_counter() - began) / max(len(entries), 1))
             entries = [(rows, part + share) for rows, part in entries]
@@ -389,7 +392,7 @@ def collect_rows(
     return counts
 
 
-def sample_rows(answerer: Answerer, plan: CollectionPlan, first: int, status: Callable[[str], None]) -> list[Entry]:
+def collect_batch(answerer: Answerer, plan: CollectionPlan, first: int, status: Callable[[str], None]) -> list[Entry]:
     """Return answers to the problems from number ``first`` on, as many as are asked together, as entries of rows and
     counts.
 
@@ -515,10 +518,10 @@ def decode_answer(tokenizer: Any, completion: Completion, right: bool, as_text: 
     return SampledAnswer(text, len(completion.tokens), ended, right)
 
 
-def _label(setting: Any) -> Any:
+def _setting_name(setting: Any) -> Any:
     """Return a name of an environment, a tool, or several environments."""
     if isinstance(setting, Mapping):
-        return {str(name): _label(part) for name, part in setting.items()}
+        return {str(name): _setting_name(part) for name, part in setting.items()}
     plain = setting is None or isinstance(setting, str)
     return setting if plain else getattr(setting, "__qualname__", type(setting).__name__)
 

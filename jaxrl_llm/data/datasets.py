@@ -22,9 +22,9 @@ from jaxrl_llm.tasks.messages import (
     UNREAD,
     WEIGHT,
     chat_of,
+    common_prefix,
     number_in,
     plain_text,
-    shared_prefix,
 )
 from jaxrl_llm.tasks.prompts import prompt_key
 from jaxrl_llm.tasks.tables import is_empty, short_repr
@@ -271,7 +271,7 @@ def ranking_of(row: dict[str, Any], columns: tuple[str, ...]) -> tuple[list[Mess
     if any(isinstance(side, str) for side in sides):
         raise InputError("chosen and rejected are text, and the row has no prompt; give it one, or chats")
     chats = [chat_of(side, name) for side, name in zip(sides, names, strict=True)]
-    begins = shared_prefix(*chats)
+    begins = common_prefix(*chats)
     if not begins or len(begins) == len(chats[0]) == len(chats[1]):
         raise InputError(f"chosen and rejected {'are equal' if begins else 'share no prompt'}; correct the row")
     prompt = prompt_messages(begins)

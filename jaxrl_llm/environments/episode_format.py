@@ -17,7 +17,7 @@ from jaxrl_llm.environments.calls import NO_CALLS, ParsedReply, end_of_calls, pa
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.models.tokenizer import special_ids, text_of
 from jaxrl_llm.tasks.chats import Guard
-from jaxrl_llm.tasks.messages import as_text, join_messages, shared_prefix, tool_call, with_tools
+from jaxrl_llm.tasks.messages import as_text, common_prefix, join_messages, tool_call, with_tools
 from jaxrl_llm.tasks.template import Wording, bos, check_tokenizer, render_chat, template_text, word_prompt
 from jaxrl_llm.types import Message
 
@@ -99,7 +99,7 @@ class Renderings:
         shape, region = self._region(turns, messages)
         history = _stand_ins(turns, messages, shape, self._guard)
         text = self.text([*history, *self.world_messages(messages)], True).partition(REPLY)[2]
-        return FollowingText(shared_prefix(region, text), text, bool(history[-1].get("tool_calls")))
+        return FollowingText(common_prefix(region, text), text, bool(history[-1].get("tool_calls")))
 
     def _region(self, turns: Sequence[Message], messages: Sequence[Message]) -> tuple[_Shape | None, str]:
         """Return a shape that the template takes, and the text after the last reply up to the content that follows."""
@@ -193,7 +193,7 @@ class Renderings:
         for shape in _SHAPES:
             try:
                 text = self.text(_stand_ins(turns, (), shape, self._guard), False)
-                start = re.sub(r"[<\[][^<>\[\]]*\Z", "", shared_prefix(text, self.text([USER_MESSAGE], True)))
+                start = re.sub(r"[<\[][^<>\[\]]*\Z", "", common_prefix(text, self.text([USER_MESSAGE], True)))
             except InputError:
                 continue
             head, mark, tail = text.partition(REPLY)
@@ -416,8 +416,8 @@ class EpisodeFormat:
             stand_in = next(mark for mark in ("x", "0", "-") if mark not in (text[:1], text[-1:]))
             changed_messages = [*messages[:index], {**message, "content": stand_in}, *messages[index + 1 :]]
             ids = self.suffix(turns, changed_messages, sampled)
-            begin = len(shared_prefix(suffix, ids))
-            end = len(suffix) - len(shared_prefix(suffix[begin:][::-1], ids[::-1]))
+            begin = len(common_prefix(suffix, ids))
+            end = len(suffix) - len(common_prefix(suffix[begin:][::-1], ids[::-1]))
             ranges.append((begin, end))
         return ranges
 

@@ -245,7 +245,7 @@ class Caller:
     def _begin(self, slot: _PendingCall) -> None:
         if self._thread is None:
             self._jobs = queue.SimpleQueue()
-            self._thread = threading.Thread(target=_run_calls, args=(self._jobs,), name="episode", daemon=True)
+            self._thread = threading.Thread(target=_run_pending, args=(self._jobs,), name="episode", daemon=True)
             self._finalizer = weakref.finalize(self, self._jobs.put, None)
             self._finalizer.atexit = False
             self._thread.start()
@@ -259,7 +259,7 @@ class Caller:
             self.close()
 
 
-def _run_calls(jobs: queue.SimpleQueue) -> None:
+def _run_pending(jobs: queue.SimpleQueue) -> None:
     try:
         while (slot := jobs.get()) is not None:
             slot.run()

@@ -206,7 +206,7 @@ def with_environment(scores: Scores, items: Sequence[tuple[Any, Any]]) -> Scores
     return dataclasses.replace(scores, reward=reward, parts=scores.parts | {ENVIRONMENT: column})
 
 
-class PendingScores(NamedTuple):
+class ScoringBatch(NamedTuple):
     """Completions that are being scored.
 
     Attributes:
@@ -568,7 +568,7 @@ class Scorer(contextlib.AbstractContextManager):
         messages = {name: f"{line} (traceback in {self._shown})" for name, line in failures.messages.items()}
         return dataclasses.replace(scores, failures=dataclasses.replace(failures, messages=messages))
 
-    def _begin_calls(self, items: Sequence[Item], rewards: dict[str, Any], device_scores: dict) -> PendingScores:
+    def _begin_calls(self, items: Sequence[Item], rewards: dict[str, Any], device_scores: dict) -> ScoringBatch:
         """Begin the calls of the verifier and of each reward's base in its places; compute now what needs no call."""
         columns = {VERIFIED: np.zeros(len(items))}
         places = {name: places_of(reward, items) for name, reward in rewards.items()}
@@ -596,9 +596,9 @@ class Scorer(contextlib.AbstractContextManager):
                 jobs += [(name, share, call) for share, call in self._calls(name, items, at, device_scores.get(name))]
         pooled = iter(self._pool.submit([call for *_, call in jobs if call.function is None]))
         coming = [next(pooled) if call.function is None else self._inside.submit(call) for *_, call in jobs]
-        return PendingScores(items, rewards, device_scores, places, columns, list(zip(jobs, coming, strict=True)))
+        return ScoringBatch(items, rewards, device_scores, places, columns, list(zip(jobs, coming, strict=True)))
 
-    def _collect_outcomes(self, pending: PendingScores) -> dict[tuple[str, int], RewardOutcome]:
+    def _collect_outcomes(self, pending: ScoringBatch) -> dict[tuple[str, int], RewardOutcome]:
         """Wait for the calls, fill the columns, and return the failed ones, with their messages, by name and place."""
         failed: dict[tuple[str, int], RewardOutcome] = {}
         for (name, at, call), coming in pending.jobs:
@@ -636,7 +636,7 @@ class Scorer(contextlib.AbstractContextManager):
             label = path if importable else name
             yield share, RewardCall(label, bare, form, seconds, positions, function, on_error, extra_names)
 
-    def _collect_scores(self, pending: PendingScores) -> Scores:
+    def _collect_scores(self, pending: ScoringBatch) -> Scores:
         """Wait for the calls; return the scores."""
         items, rewards, device_scores, places, columns, _ = pending
         failed = self._collect_outcomes(pending)

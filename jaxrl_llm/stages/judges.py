@@ -33,7 +33,7 @@ from jaxrl_llm.runs.load import load_model
 from jaxrl_llm.stages.stage import SCORED_AT_ONCE, Architectures, Pass, run_by, scored, scored_sample
 from jaxrl_llm.stages.taught import check_template, readers, taught
 from jaxrl_llm.tasks import Prompts
-from jaxrl_llm.tasks.chats import Guard, PieceEncoder, close_completion
+from jaxrl_llm.tasks.chats import ChatEncoder, Guard, close_completion
 from jaxrl_llm.tasks.template import check_tokenizer, render_chat
 from jaxrl_llm.types import Completion, Message, Problem
 
@@ -108,7 +108,7 @@ def load_judge(
     check_template(known, f"{field}: {path}", prompts, tokenizer)
     closes = known is not None and known.score_at == "template"  # else a score is read at the completion's own end
     ends = (
-        {label: PieceEncoder(one.task(label), tokenizer, (), {}).closing for label, one in prompts.items()}
+        {label: ChatEncoder(one.task(label), tokenizer, (), {}).closing for label, one in prompts.items()}
         if closes
         else {}
     )

@@ -31,8 +31,8 @@ from jaxrl_llm.tasks.messages import (
     TOOLS,
     WEIGHT,
     as_text,
+    common_prefix,
     join_messages,
-    shared_prefix,
     tool_call,
     with_tools,
 )
@@ -138,7 +138,7 @@ _NO_TURNS = "template plain marks no turns, and the assistant has several; give 
 def close_completion(completion: Completion, closing: Sequence[int] | None) -> np.ndarray:
     """Return the tokens of a completion, int32[t]; one that ended by itself gets the end that a template writes.
 
-    ``closing``: see ``PieceEncoder.closing``; None leaves all completions as they are. A stop token is part of that
+    ``closing``: see ``ChatEncoder.closing``; None leaves all completions as they are. A stop token is part of that
     end, or is replaced by it; truncated completions stay.
     """
     tokens = completion.tokens
@@ -166,8 +166,8 @@ def assistant_text(prefix: str, message: Message, chat: str) -> str | None:
     return match and match[0]
 
 
-class PieceEncoder:
-    """Encoder of pieces of text as token ids, with the ends of texts and turns.
+class ChatEncoder:
+    """Encoder of chats and texts as token ids, piece by piece, with the ends of texts and turns.
 
     Args:
       wording: settings of the prompt's text.
@@ -281,10 +281,6 @@ class PieceEncoder:
         ids = ids[: stops[0] + 1]
         return text_of(self.tokenizer, ids), ids
 
-
-class ChatEncoder(PieceEncoder):
-    """Encoder of chats and texts as token ids, piece by piece; its arguments are those of ``PieceEncoder``."""
-
     def prompt(self, messages: Iterable[Message]) -> tuple[str, np.ndarray]:
         """Return a prompt's text up to the start of the answer, or to the end of a last message of the assistant, which
         begins it; and its ids, int32[p]: those of ``encode``.
@@ -381,7 +377,7 @@ class ChatEncoder(PieceEncoder):
             chat = self._word_prompt(prompt)
             prompt_ids = self._guard.spelled(self.rendered(chat))
             ids = self._guard.spelled(self.rendered([*chat, *self._without_ends(rest)], asks=False))
-        return np.asarray(ids, np.int32), len(shared_prefix(prompt_ids, ids))
+        return np.asarray(ids, np.int32), len(common_prefix(prompt_ids, ids))
 
     def _assistant_text(self, prefix: str, chat: list[Message], text: str) -> tuple[str | None, bool]:
         """Return the text of the chat's last message in ``text`` after ``prefix`` (None for other text), and whether an

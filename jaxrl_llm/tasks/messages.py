@@ -216,7 +216,7 @@ def number_in(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def shared_prefix(first: Any, second: Any) -> Any:
+def common_prefix(first: Any, second: Any) -> Any:
     """Return the longest common beginning of two sequences."""
     return first[: sum(itertools.takewhile(bool, map(operator.eq, first, second)))]
 
