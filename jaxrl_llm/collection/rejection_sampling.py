@@ -127,12 +127,6 @@ def prefix_tokens(
     """Return, for each step but the last, the number of first tokens up to its end, the separator after it included.
 
     A token that holds both the end of a step and the beginning of the next belongs to the former.
-
-    Args:
-      tokens: of the answer.
-      steps: of its text.
-      separator: between two steps.
-      decode: first tokens as text.
     """
     ends = step_lengths(steps, separator)[:-1]
     counts = range(len(tokens) + 1)
@@ -140,9 +134,7 @@ def prefix_tokens(
 
 
 def make_row(problem: Problem, **columns: Any) -> Row:
-    """Make a row: the prompt (a string if it is one user message) with its options, the columns, and the problem's
-    id.
-    """
+    """Make a row: the prompt (a string if it is one user message), its options, the columns, and the problem's id."""
     chat = [dict(message) for message in problem.prompt]
     alone = len(chat) == 1 and chat[0]["role"] == "user"
     other_options = {name: value for name, value in problem.options.items() if name != TOOLS}
@@ -244,12 +236,7 @@ class Ledger:
 
 @contextlib.contextmanager
 def open_ledger(path: Path, settings: dict[str, Any]) -> Generator[Ledger]:
-    """Open the ledger of a file, new or to resume, locked for this process.
-
-    Args:
-      path: of the file of rows, which does not exist before all problems are done.
-      settings: all that decides its rows, as JSON values.
-    """
+    """Open the ledger of a file of rows, new or to resume, locked; ``settings`` are all that decides its rows."""
     check_free(path)
     part = part_of(path)
     with writable(path, "--out"):
@@ -265,10 +252,10 @@ def open_ledger(path: Path, settings: dict[str, Any]) -> Generator[Ledger]:
             size = sum(len(line) for line in partial if line.endswith(b"\n"))
         os.truncate(part, size)
         lines = read_rows(part)
-        before = next(lines, None)
-        if before is None:
+        header = next(lines, None)
+        if header is None:
             append_rows(file, [{"settings": settings}])
-        elif not isinstance(saved := before.get("settings"), dict):
+        elif not isinstance(saved := header.get("settings"), dict):
             raise InputError(f"{part} is not a file of a collection: {REMEDY}, or remove it first")
         else:
             now = json.loads(json.dumps(settings))
@@ -329,9 +316,7 @@ class CollectionPlan:
         return Sampling(self.data.temperature, 0, self.data.top_p, self.max_new_tokens, stops)
 
     def at_once(self, slots: int) -> int:
-        """Return the number of problems sampled together: four answers for each slot, so that few slots are empty at
-        the end; for rows of steps one, since each answer makes many requests.
-        """
+        """Return the number of problems sampled together: four answers a slot keep slots filled; for steps, one."""
         return max(1, (slots if self.kind == "steps" else 4 * slots) // self.data.samples)
 
     def answer_seed(self, number: int, sample: int) -> int:
@@ -344,8 +329,7 @@ class CollectionPlan:
         return request_seed(self.seed, SeedSpace.CONTINUATION + place * self.data.continuations + index)
 
     def settings(self, model: Any) -> dict[str, Any]:
-        """Return all that decides a model's rows, as JSON values; weights, problems and prompts by their
-        fingerprints."""
+        """Return all that decides a model's rows, as JSON; weights, problems and prompts by their fingerprints."""
         data = self.data
         settings = {
             "weights": weights_digest(model),
@@ -360,18 +344,18 @@ class CollectionPlan:
         }
         if self.episode is not None:
             task = data.task
-            settings |= {"environment": _label(task.environment), "tools": [_label(tool) for tool in task.tools]}
+            settings |= {
+                "environment": _setting_name(task.environment),
+                "tools": [_setting_name(tool) for tool in task.tools],
+            }
             settings |= {"episode": dataclasses.asdict(self.episode)}
         return settings | ({"separator": self.separator} if self.kind == "steps" else {})
 
 
 def collect_rows(
-    answerer: Answerer,
-    plan: CollectionPlan,
-    path: Path,
-    peers: Peers = ALONE,
+    answerer: Answerer, plan: CollectionPlan, path: Path, peers: Peers = ALONE,
     status: Callable[[str], None] = lambda text: None,
-) -> CollectionCounts:
+) -> CollectionCounts:  # fmt: skip
     """Write the rows of all problems, in their order, as JSON lines; return the total counts.
 
     Until the last problem is done they are in ``PATH.part``, and the same call resumes from there, however the previous
@@ -396,7 +380,7 @@ def collect_rows(
         for first in range(done // size * size, total, size):
             progress = f"collecting {first}/{total} problems, {counts.rows} rows: "
             began = time.perf_counter()
-            entries = sample_rows(answerer, plan, first, lambda text, progress=progress: status(progress + text))
+            entries = collect_batch(answerer, plan, first, lambda text, progress=progress: status(progress + text))
             entries = entries[max(done - first, 0) :]
             share = CollectionCounts(seconds=(time.perf_counter() - began) / max(len(entries), 1))
             entries = [(rows, part + share) for rows, part in entries]
@@ -408,7 +392,7 @@ def collect_rows(
     return counts
 
 
-def sample_rows(answerer: Answerer, plan: CollectionPlan, first: int, status: Callable[[str], None]) -> list[Entry]:
+def collect_batch(answerer: Answerer, plan: CollectionPlan, first: int, status: Callable[[str], None]) -> list[Entry]:
     """Return answers to the problems from number ``first`` on, as many as are asked together, as entries of rows and
     counts.
 
@@ -437,9 +421,9 @@ def sample_rows(answerer: Answerer, plan: CollectionPlan, first: int, status: Ca
         for (problem, c), accuracy in right
     ]
     answers = [flat[i * count : (i + 1) * count] for i in range(len(problems))]
-    more = [0] * len(problems)
+    extra_tokens = [0] * len(problems)
     if plan.kind == "steps":
-        rows, more = _label_steps(answerer, plan, first, answers, requests, done, status)
+        rows, extra_tokens = _label_steps(answerer, plan, first, answers, requests, done, status)
     else:
         scenes = [EpisodeSpec((i, 0), problem, 0) for i, problem in enumerate(problems)]
         openings = answerer.episodes.openings(scenes) if answerer.episodes else ()
@@ -451,8 +435,8 @@ def sample_rows(answerer: Answerer, plan: CollectionPlan, first: int, status: Ca
     if answerer.episodes is not None:
         answerer.episodes.retain(())
     entries = []
-    broken = scores.failed.reshape(len(problems), count).sum(axis=1).tolist()
-    for sampled, new, tokens, failed in zip(answers, rows, more, broken, strict=True):
+    failures = scores.failed.reshape(len(problems), count).sum(axis=1).tolist()
+    for sampled, new, tokens, failed in zip(answers, rows, extra_tokens, failures, strict=True):
         solved, ended, length = (sum(getattr(a, name) for a in sampled) for name in ("right", "ended", "length"))
         sizes = 1, int(solved > 0), count, solved, ended, len(new), length, length + tokens
         entries.append((new, CollectionCounts(*sizes, failed=failed)))
@@ -460,14 +444,9 @@ def sample_rows(answerer: Answerer, plan: CollectionPlan, first: int, status: Ca
 
 
 def _label_steps(
-    answerer: Answerer,
-    plan: CollectionPlan,
-    first: int,
-    answers: Sequence[Sequence[SampledAnswer]],
-    requests: OpenRequests,
-    completions: dict[Any, Completion],
-    status: Callable[[str], None],
-) -> tuple[list[list[Row]], list[int]]:
+    answerer: Answerer, plan: CollectionPlan, first: int, answers: Sequence[Sequence[SampledAnswer]],
+    requests: OpenRequests, completions: dict[Any, Completion], status: Callable[[str], None],
+) -> tuple[list[list[Row]], list[int]]:  # fmt: skip
     """Return the rows of steps for each problem, and the number of tokens sampled for their labels.
 
     A step's label is the right share of k continuations of the text up to its end (arXiv 2312.08935, the soft
@@ -505,8 +484,8 @@ def _label_steps(
 
 
 def answer_value(problem: Problem, completion: Completion, accuracy: float, stops: Sequence[int]) -> float:
-    """Return the accuracy of a completion; of an episode without a verifier the reward of its environment, and 0 if one
-    of its turns was cut, whose end would teach not to stop.
+    """Return a completion's accuracy; without a verifier an episode's reward, 0 if a turn was cut, which teaches not to
+    stop.
     """
     if completion.episode is None:
         return accuracy
@@ -539,25 +518,18 @@ def decode_answer(tokenizer: Any, completion: Completion, right: bool, as_text: 
     return SampledAnswer(text, len(completion.tokens), ended, right)
 
 
-def _label(setting: Any) -> Any:
+def _setting_name(setting: Any) -> Any:
     """Return a name of an environment, a tool, or several environments."""
     if isinstance(setting, Mapping):
-        return {str(name): _label(part) for name, part in setting.items()}
+        return {str(name): _setting_name(part) for name, part in setting.items()}
     plain = setting is None or isinstance(setting, str)
     return setting if plain else getattr(setting, "__qualname__", type(setting).__name__)
 
 
 def collect_data(
-    data: Data,
-    problems: Sequence[Problem],
-    make_answerer: Callable[[], Answerer],
-    max_new_tokens: int,
-    seed: int,
-    directory: Path,
-    peers: Peers,
-    status: Callable[[str], None],
-    episode: Limits = Limits(),
-) -> Data:
+    data: Data, problems: Sequence[Problem], make_answerer: Callable[[], Answerer], max_new_tokens: int, seed: int,
+    directory: Path, peers: Peers, status: Callable[[str], None], episode: Limits = Limits(),
+) -> Data:  # fmt: skip
     """Collect the data of a run before its first step; return it with a table in place of its ``Collected`` source, and
     with the wording of the prompts that the model read.
 

@@ -22,9 +22,9 @@ from jaxrl_llm.tasks.messages import (
     UNREAD,
     WEIGHT,
     chat_of,
+    common_prefix,
     number_in,
     plain_text,
-    shared_prefix,
 )
 from jaxrl_llm.tasks.prompts import prompt_key
 from jaxrl_llm.tasks.tables import is_empty, short_repr
@@ -160,9 +160,6 @@ def longest(rows: Iterable[Example]) -> tuple[int, str]:
     return max(((row.length, row.where) for row in rows), key=lambda pair: pair[0], default=(0, ""))
 
 
-Columns = tuple[str, ...]
-
-
 class RowFormat(NamedTuple):
     """Columns of the rows of a kind of data.
 
@@ -173,8 +170,8 @@ class RowFormat(NamedTuple):
     """
 
     kind: str
-    sets: tuple[Columns, ...]
-    beside: Columns
+    sets: tuple[tuple[str, ...], ...]
+    beside: tuple[str, ...]
 
 
 CUT_OFF, END_CUT_OFF = "rejected_cut_off", "completion_cut_off"
@@ -206,7 +203,7 @@ the reason why none does.
 """
 
 
-def columns_of(row: dict[str, Any], form: RowFormat) -> Columns:
+def columns_of(row: dict[str, Any], form: RowFormat) -> tuple[str, ...]:
     """Return the first set of columns that a row has; a column that holds None counts as absent."""
     has = [name for name, value in row.items() if value is not None]
     reads = {*form.beside, *itertools.chain(*form.sets)}
@@ -258,7 +255,7 @@ def split_chat(chat: list[Message]) -> tuple[list[Message], list[Message]]:
     return chat[:first], _check_chat(chat[first:], "messages")
 
 
-def ranking_of(row: dict[str, Any], columns: Columns) -> tuple[list[Message], list[Message], tuple[str, ...]]:
+def ranking_of(row: dict[str, Any], columns: tuple[str, ...]) -> tuple[list[Message], list[Message], tuple[str, ...]]:
     """Return the prompt, the assistant's message in each completion, best first, and the names of the completions."""
     if "completions" in columns:
         sides = row["completions"]
@@ -274,7 +271,7 @@ def ranking_of(row: dict[str, Any], columns: Columns) -> tuple[list[Message], li
     if any(isinstance(side, str) for side in sides):
         raise InputError("chosen and rejected are text, and the row has no prompt; give it one, or chats")
     chats = [chat_of(side, name) for side, name in zip(sides, names, strict=True)]
-    begins = shared_prefix(*chats)
+    begins = common_prefix(*chats)
     if not begins or len(begins) == len(chats[0]) == len(chats[1]):
         raise InputError(f"chosen and rejected {'are equal' if begins else 'share no prompt'}; correct the row")
     prompt = prompt_messages(begins)
@@ -433,8 +430,8 @@ class Pairs(Data[Ranked]):
         """Encode one row as token ids; see ``Data``."""
         columns = columns_of(row, PAIRS)
         prompt, answers, names = ranking_of(row, columns)
-        before, prompt_tokens = writer.prompt(prompt)
-        tokens = tuple(writer.answer(prompt, before, answer) for answer in answers)
+        prefix, prompt_tokens = writer.prompt(prompt)
+        tokens = tuple(writer.answer(prompt, prefix, answer) for answer in answers)
         if flag_of(row, CUT_OFF):
             tokens = (*tokens[:-1], tokens[-1][: len(tokens[-1]) - len(writer.ending)])
         for (name, first), (other_name, second) in itertools.combinations(zip(names, tokens, strict=True), 2):
@@ -460,11 +457,11 @@ class Unpaired(Data[Judged]):
         """Encode one row as token ids; see ``Data``."""
         columns_of(row, UNPAIRED)
         prompt = prompt_messages(row["prompt"])
-        before, prompt_tokens = writer.prompt(prompt)
+        prefix, prompt_tokens = writer.prompt(prompt)
         answer = answer_messages(row["completion"], "completion")
         if len(answer) > 1:
             raise InputError("completion has several messages, and one answer of the assistant is judged; give one")
-        tokens = writer.answer(prompt, before, answer[0])
+        tokens = writer.answer(prompt, prefix, answer[0])
         if flag_of(row, END_CUT_OFF):
             tokens = tokens[: len(tokens) - len(writer.ending)]
         return Judged(prompt_key(prompt)[:16], prompt_tokens, tokens, bool(flag_of(row, LABEL)), where)
@@ -486,10 +483,10 @@ class Steps(Data[Stepped]):
         columns_of(row, STEPS)
         prompt = prompt_messages(row["prompt"])
         steps, labels = labelled_steps(row)
-        before, prompt_tokens = writer.prompt(prompt)
-        steps[0] = writer.opened(before, steps[0], self.separator.join(steps))
+        prefix, prompt_tokens = writer.prompt(prompt)
+        steps[0] = writer.opened(prefix, steps[0], self.separator.join(steps))
         last = writer.once(steps[-1])
-        pieces = writer.after(before, *(step + self.separator for step in steps[:-1]), last)
+        pieces = writer.after(prefix, *(step + self.separator for step in steps[:-1]), last)
         tokens = np.asarray([*itertools.chain(*pieces), *writer.turn], np.int32)
         ends = np.cumsum([len(step) for step in pieces]).astype(np.int32) - np.int32(1)
         return Stepped(prompt_key(prompt)[:16], prompt_tokens, tokens, ends, np.asarray(labels, np.float32), where)

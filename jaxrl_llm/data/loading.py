@@ -20,12 +20,9 @@ from jaxrl_llm.tasks.task import Loaded, check, check_split, check_template_name
 
 
 def load_texts(
-    data: Data[Row],
-    tokenizer: Any,
-    stop_ids: Sequence[int],
-    room: Callable[[Row], float] | None = None,
+    data: Data[Row], tokenizer: Any, stop_ids: Sequence[int], room: Callable[[Row], float] | None = None,
     closes: bool = False,
-) -> Loaded[Row]:
+) -> Loaded[Row]:  # fmt: skip
     """Read the rows, merge equal ones, then split by a hash of the prompt; equal on every machine.
 
     Args:
@@ -66,7 +63,11 @@ def load_texts(
     train = tuple(row for row in rows_by_key.values() if row.id not in keys)
     held_out = tuple(sorted((row for row in rows_by_key.values() if row.id in keys), key=lambda row: row.id))
     if held_out:
-        notes += nearly_equal(*([_prompt_text(row, tokenizer) for row in rows] for rows in (train, held_out)))
+        prompts = []
+        for rows in (train, held_out):
+            tokens = ([*row.prompt] if len(row.prompt) > 1 else [*row.prompt, *row.tokens] for row in rows)
+            prompts.append([text_of(tokenizer, ids) for ids in tokens])
+        notes += nearly_equal(*prompts)
     if not train:
         raise InputError(
             f"{data.label} has no row left to train on: {len(rows_by_key)} from the source, {len(held_out)} held out"
@@ -106,32 +107,25 @@ def check_texts(data: Data[Any]) -> None:
     check_split(data.holdout, data.date)
 
 
-def check_collected(source: Collected, kind: RowKind, before: str) -> None:
+def check_collected(source: Collected, kind: RowKind, where: str) -> None:
     """Refuse settings that cannot collect, before anything is loaded.
 
-    ``before``: prefix of the names of the fields in messages, such as ``--``.
+    ``where``: prefix of the names of the fields in messages, such as ``--``.
 
     Raises:
       InputError: names field, value and remedy.
     """
     check(source.task)
-    check_fields(source, before)
+    check_fields(source, where)
     least = 2 if kind == "pairs" else 1
-    require(
-        source.samples >= least, f"{before}samples must be at least {least} to collect {kind}, got {source.samples}"
-    )
+    require(source.samples >= least, f"{where}samples must be at least {least} to collect {kind}, got {source.samples}")
     task = source.task
     require(
         not task.plays or (kind == "texts" and task.template != "plain"),
-        f"{before}task {task.label} has an environment or tools, and whole episodes are collected: as texts, with a "
-        f"chat template (got {kind}, {before}task.template {task.template:.20})",
+        f"{where}task {task.label} has an environment or tools, and whole episodes are collected: as texts, with a "
+        f"chat template (got {kind}, {where}task.template {task.template:.20})",
     )
     if task.verifier == "none" and task.environment is None:
         raise InputError(
-            f"{before}task.verifier none leaves nothing to collect by: give the task its answers and a verifier"
+            f"{where}task.verifier none leaves nothing to collect by: give the task its answers and a verifier"
         )
-
-
-def _prompt_text(row: Any, tokenizer: Any) -> str:
-    """Return a row's prompt as text; of one that has none, the whole."""
-    return text_of(tokenizer, [*row.prompt] if len(row.prompt) > 1 else [*row.prompt, *row.tokens])

@@ -76,9 +76,9 @@ def read_deepseek(body: str, types: Types) -> list[ToolCall]:
     first, mark, second = body.partition("<｜tool▁sep｜>")
     if not mark:
         raise ValueError("the call has no <｜tool▁sep｜> after its name")
-    name, block, fenced = second.partition("```json")
+    name, block, fence = second.partition("```json")
     if block:
-        return [validate_call(name, json_value(fenced.rstrip().removesuffix("```")))]
+        return [validate_call(name, json_value(fence.rstrip().removesuffix("```")))]
     return [validate_call(first, json_value(second))]
 
 
@@ -182,11 +182,11 @@ def _elements(text: str, opens: str, separator: str, closes: str) -> Iterator[tu
     """Yield the name and the content of each element; ValueError for other text between them."""
     while text := text.strip():
         name, mark, rest = text.removeprefix(opens).partition(separator)
-        content, end, after = rest.partition(closes)
+        content, end, remaining = rest.partition(closes)
         if not text.startswith(opens) or not mark or not end:
             raise ValueError(f"the call has text other than {opens}...{closes}, or one of them is not closed")
         yield name, content
-        text = after
+        text = remaining
 
 
 def _argument_value(text: str, schema: Any) -> Any:
@@ -251,13 +251,7 @@ _ADDRESSED = re.compile(r"to=functions\.([^\s<]+)")
 
 @dataclasses.dataclass(frozen=True)
 class ParsedReply:
-    """One reply of the model.
-
-    Attributes:
-      message: role assistant, content (the text without the calls and the reasoning), ``tool_calls`` if there are any,
-        ``reasoning_content`` if the model reasoned.
-      error: why a call cannot be parsed; empty if all can. No call of such a reply is kept.
-    """
+    """One reply of the model as a message; if a call is unreadable, ``error`` says why and no call is kept."""
 
     message: Message
     error: str = ""

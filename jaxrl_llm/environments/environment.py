@@ -10,16 +10,9 @@ from jaxrl_llm.system.setting import Choice, Count, Range, Setting
 from jaxrl_llm.types import Message
 
 ENDS = (
-    "completed",
-    "tool_stopped",
-    "max_turns",
-    "max_tokens",
-    "max_tool_calls",
-    "context_overflow",
-    "parse_error",
-    "environment_error",
-    "timeout",
-)
+    "completed", "tool_stopped", "max_turns", "max_tokens", "max_tool_calls", "context_overflow", "parse_error",
+    "environment_error", "timeout",
+)  # fmt: skip
 """Reasons why an episode ends. ``completed``: the model's last reply needs no answer, or the environment is done;
 ``tool_stopped``: the environment is done after a reply with tool calls."""
 

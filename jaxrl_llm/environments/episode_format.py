@@ -17,7 +17,7 @@ from jaxrl_llm.environments.calls import NO_CALLS, ParsedReply, end_of_calls, pa
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.models.tokenizer import special_ids, text_of
 from jaxrl_llm.tasks.chats import Guard
-from jaxrl_llm.tasks.messages import as_text, join_messages, tool_call, with_tools
+from jaxrl_llm.tasks.messages import as_text, common_prefix, join_messages, tool_call, with_tools
 from jaxrl_llm.tasks.template import Wording, bos, check_tokenizer, render_chat, template_text, word_prompt
 from jaxrl_llm.types import Message
 
@@ -51,11 +51,11 @@ _SHAPES = tuple(
 
 
 class FollowingText(NamedTuple):
-    """Text after a reply: up to the first content that follows, and whole.
+    """Text after a reply, up to the next one.
 
     Attributes:
-      region: what the template alone writes: the rest of the turn, and the head of the next.
-      text: all of it, up to the next reply.
+      region: its part up to the first content that follows, which the template alone writes.
+      text: all of it.
       inside: whether it begins inside the last argument of the reply's last call.
     """
 
@@ -65,15 +65,7 @@ class FollowingText(NamedTuple):
 
 
 class Renderings:
-    """Texts of a chat template.
-
-    Args:
-      wording: settings of the prompt's text.
-      tokenizer: has the template.
-      tools: JSON schemas.
-      guard: makes contents harmless.
-      options: what the template gets in addition to messages and tools.
-    """
+    """Texts of a chat template; ``guard`` makes contents harmless, ``options`` go to the template."""
 
     def __init__(
         self, wording: Wording, tokenizer: Any, tools: Sequence[Mapping[str, Any]], guard: Guard,
@@ -107,7 +99,7 @@ class Renderings:
         shape, region = self._region(turns, messages)
         history = _stand_ins(turns, messages, shape, self._guard)
         text = self.text([*history, *self.world_messages(messages)], True).partition(REPLY)[2]
-        return FollowingText(region[: common_prefix(region, text)], text, bool(history[-1].get("tool_calls")))
+        return FollowingText(common_prefix(region, text), text, bool(history[-1].get("tool_calls")))
 
     def _region(self, turns: Sequence[Message], messages: Sequence[Message]) -> tuple[_Shape | None, str]:
         """Return a shape that the template takes, and the text after the last reply up to the content that follows."""
@@ -139,16 +131,14 @@ class Renderings:
         return shape, region
 
     def rewrites(self, turns: Sequence[Message], messages: Sequence[Message]) -> bool:
-        """Whether the template, once these messages of the world follow, writes what was before the last of the turns,
-        a reply, otherwise than without them, or leaves out the reply's reasoning.
-        """
+        """Whether the template rewrites turns before the last reply as these messages follow, or drops its thought."""
         shape, _ = self._region(turns, messages)
         thoughts = [OTHER if "reasoning_content" in turn else "" for turn in turns]
         last = thoughts[-1] = THOUGHT if thoughts[-1] else ""
         stand_ins = zip(_stand_ins(turns, messages, shape, self._guard), thoughts, strict=True)
         history = [self._thought(stand_in, thought) if thought else stand_in for stand_in, thought in stand_ins]
-        before, later = self.text(history[:-1], True), self.text([*history, *self.world_messages(messages)], True)
-        return not later.startswith(before) or last not in later
+        earlier, later = self.text(history[:-1], True), self.text([*history, *self.world_messages(messages)], True)
+        return not later.startswith(earlier) or last not in later
 
     def chat(self, prompt: Sequence[Message], turns: Sequence[Message]) -> str:
         """Return the text of a whole chat, up to the start of the next reply, as the template writes it now.
@@ -187,8 +177,8 @@ class Renderings:
         names = [tool["function"]["name"] for tool in self._tools]
         text = self.text([USER_MESSAGE], True)
         without_tools = render_chat([USER_MESSAGE], self.wording, self._tokenizer, options=self._own_options)
-        seen = text != without_tools and all(name in text for name in names)
-        require(seen, f"the chat template cannot write tools; {_CHATML}, or give a template that can")
+        writes_tools = text != without_tools and all(name in text for name in names)
+        require(writes_tools, f"the chat template cannot write tools; {_CHATML}, or give a template that can")
         syntax = syntax_of(template_text(self.wording, self._tokenizer))
         reply = self._written_call(names[0], syntax)
         message = parse_reply(reply, syntax).message
@@ -203,19 +193,17 @@ class Renderings:
         for shape in _SHAPES:
             try:
                 text = self.text(_stand_ins(turns, (), shape, self._guard), False)
-                start = re.sub(r"[<\[][^<>\[\]]*\Z", "", text[: common_prefix(text, self.text([USER_MESSAGE], True))])
+                start = re.sub(r"[<\[][^<>\[\]]*\Z", "", common_prefix(text, self.text([USER_MESSAGE], True)))
             except InputError:
                 continue
-            before, mark, after = text.partition(REPLY)
+            head, mark, tail = text.partition(REPLY)
             if mark:
-                return text[len(start) : len(before) + len(REPLY) + end_of_calls(after, syntax)]
+                return text[len(start) : len(head) + len(REPLY) + end_of_calls(tail, syntax)]
         return ""
 
 
 def end_of_turns(renderings: Renderings, guard: Guard) -> str:
-    """Return the token that the template writes after each reply; empty if it writes none, or only the token with
-    which the next message begins.
-    """
+    """Return the token that the template writes after each reply; empty if the next message begins with it."""
     try:
         last = renderings.text([USER_MESSAGE, REPLY_MESSAGE], False).partition(REPLY)[2]
         between = renderings.after([USER_MESSAGE, REPLY_MESSAGE], [USER_MESSAGE]).region
@@ -278,9 +266,7 @@ def _stand_ins(
 
 
 def _stand_in_calls(message: Message, following: Message, shape: _Shape, value: str, guard: Guard) -> Message:
-    """Return the content and the calls of a stand-in; a result without a call, as of one that cannot be parsed,
-    gets one.
-    """
+    """Return the content and calls of a stand-in; a result without a call, such as an unreadable one, gets one."""
     calls = message.get("tool_calls", ())
     if not calls and following["role"] == "tool":
         calls = [tool_call(0, following.get("name", "tool"), {})]
@@ -299,12 +285,6 @@ def _message_key(message: Message) -> Hashable:
     """Return all of a message that stand-ins keep."""
     calls = tuple((call.get("id"), call["function"]["name"]) for call in message.get("tool_calls", ()))
     return message["role"], message.get("name"), message.get("tool_call_id"), calls
-
-
-def common_prefix(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """Return the number of items at which both begin."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 _LAST = 16  # tokens before a reply that tell whether it continues reasoning
@@ -331,14 +311,9 @@ class EpisodeFormat:
     """
 
     def __init__(
-        self,
-        tokenizer: Any,
-        wording: Wording,
-        tools: Sequence[Mapping[str, Any]] = (),
-        stop_ids: Sequence[int] = (),
-        history: str = "append_only",
-        options: Mapping[str, Any] | None = None,
-    ):
+        self, tokenizer: Any, wording: Wording, tools: Sequence[Mapping[str, Any]] = (), stop_ids: Sequence[int] = (),
+        history: str = "append_only", options: Mapping[str, Any] | None = None,
+    ):  # fmt: skip
         check_tokenizer(tokenizer)
         self.tokenizer = tokenizer
         self.tools = tuple(tools)
@@ -394,13 +369,13 @@ class EpisodeFormat:
           messages: of the world. Control tokens in their contents are text.
           sampled: ids of the reply, its stop token included if it has one.
         """
-        following = [self._guard.of_world(message) for message in messages]
+        guarded = [self._guard.of_world(message) for message in messages]
         last = text_of(self.tokenizer, sampled[-1:]) if len(sampled) and sampled[-1] in self._control else ""
         if self._plain:
-            contents = [message["content"] for message in self._renderings.world_messages(following)]
+            contents = [message["content"] for message in self._renderings.world_messages(guarded)]
             return self._guard.ids("".join(f"\n\n{content}" for content in contents), last)
-        after = self._renderings.after(turns, following)
-        return self._guard.ids(after.text[self._cut(after, sampled, last) :], last)
+        following = self._renderings.after(turns, guarded)
+        return self._guard.ids(following.text[self._cut(following, sampled, last) :], last)
 
     def _worded(self, messages: Sequence[Message], theirs: int) -> list[Message]:
         row_count = len(messages) - theirs
@@ -419,33 +394,30 @@ class EpisodeFormat:
           turns: the episode so far, with its first messages; the last is the parsed reply.
           messages: of the world.
         """
-        following = [self._guard.of_world(message) for message in messages]
-        if self._history != "fork" or self._plain or not self._renderings.rewrites(turns, following):
+        guarded = [self._guard.of_world(message) for message in messages]
+        if self._history != "fork" or self._plain or not self._renderings.rewrites(turns, guarded):
             return []
         first_messages = self._worded(prompt, theirs)
         later = turns[len(first_messages) :]
         later = [turn if turn["role"] == "assistant" else self._guard.of_world(turn) for turn in later]
-        return self._guard.ids(self._renderings.chat(first_messages, [*later, *following]))
+        return self._guard.ids(self._renderings.chat(first_messages, [*later, *guarded]))
 
     def content_ranges(
         self, turns: Sequence[Message], messages: Sequence[Message], sampled: Sequence[int], suffix: Sequence[int]
     ) -> list[tuple[int, int]]:
-        """Return the range ``(begin, end)`` of each message's content among the tokens of their suffix.
+        """Return the range ``(begin, end)`` of each message's content among the tokens of their ``suffix``, made of the
+        same ``turns``, ``messages`` and ``sampled``.
 
         These tokens change with the content; one that joins the end of a content with the template's text counts.
-
-        Args:
-          turns, messages, sampled: as ``suffix`` got them.
-          suffix: the ids that it returned.
         """
         ranges = []
         for index, message in enumerate(messages):
             text = message["content"].strip()
             stand_in = next(mark for mark in ("x", "0", "-") if mark not in (text[:1], text[-1:]))
-            changed = [*messages[:index], {**message, "content": stand_in}, *messages[index + 1 :]]
-            ids = self.suffix(turns, changed, sampled)
-            begin = common_prefix(suffix, ids)
-            end = len(suffix) - common_prefix(suffix[begin:][::-1], ids[::-1])
+            changed_messages = [*messages[:index], {**message, "content": stand_in}, *messages[index + 1 :]]
+            ids = self.suffix(turns, changed_messages, sampled)
+            begin = len(common_prefix(suffix, ids))
+            end = len(suffix) - len(common_prefix(suffix[begin:][::-1], ids[::-1]))
             ranges.append((begin, end))
         return ranges
 
@@ -461,13 +433,13 @@ class EpisodeFormat:
         opens = ("<think>", "<|channel>thought", "<|channel>", "<|START_THINKING|>", "[THINK]")
         return parse_reply(text, self.syntax, self.tools, start.rstrip().endswith(opens))
 
-    def _cut(self, after: FollowingText, sampled: Sequence[int], last: str) -> int:
+    def _cut(self, following: FollowingText, sampled: Sequence[int], last: str) -> int:
         """Return where the suffix begins in the text after a reply; ``last``: its last token if that is special."""
-        region = after.region
+        region = following.region
         stopped = bool(last) and sampled[-1] in self._stops
         if stopped and last in region:
             return region.index(last) + len(last)
-        at = end_of_calls(region, self.syntax) if after.inside else 0
+        at = end_of_calls(region, self.syntax) if following.inside else 0
         rest = region[at:].lstrip()
         begins = len(region) - len(rest)
         for end in (last, self._end if stopped else ""):

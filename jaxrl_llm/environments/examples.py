@@ -40,12 +40,12 @@ def in_turns(*contents: str) -> tuple[dict[str, str], ...]:
     return tuple({"role": ("user", "assistant")[turn % 2], "content": text} for turn, text in enumerate(contents))
 
 
-def _product_dialogue(a: int, b: int) -> tuple[str, ...]:
-    call = f'<tool_call>{{"name": "multiply", "arguments": {{"a": {a}, "b": {b}}}}}</tool_call>'
-    return f"What is {a} * {b}?", call, f"<tool_response>{a * b}</tool_response>", f"The answer is {a * b}."
-
-
-CALCULATOR = in_turns(*_product_dialogue(31, 24), *_product_dialogue(58, 17))
+CALCULATOR = in_turns(
+    *("What is 31 * 24?", '<tool_call>{"name": "multiply", "arguments": {"a": 31, "b": 24}}</tool_call>'),
+    *("<tool_response>744</tool_response>", "The answer is 744."),
+    *("What is 58 * 17?", '<tool_call>{"name": "multiply", "arguments": {"a": 58, "b": 17}}</tool_call>'),
+    *("<tool_response>986</tool_response>", "The answer is 986."),
+)
 """Two worked examples: after one, SmolLM2-135M calls the tool with the numbers of the example."""
 
 
@@ -76,12 +76,11 @@ class Products:
 KEYS = ("river", "stone", "cloud", "maple", "tiger", "amber", "piano", "comet", "olive", "cabin", "raven", "cedar")
 
 
-def _lookup_dialogue(name: str, number: int) -> tuple[str, ...]:
-    question = f"Which number does the table hold for {name}?"
-    return question, f"<get>{name}</get>", f"The table holds {number}.", f"The answer is {number}."
-
-
-LOOKUP = in_turns(*_lookup_dialogue("fox", 58), *_lookup_dialogue("lamp", 31), *_lookup_dialogue("sugar", 74))
+LOOKUP = in_turns(
+    *("Which number does the table hold for fox?", "<get>fox</get>", "The table holds 58.", "The answer is 58."),
+    *("Which number does the table hold for lamp?", "<get>lamp</get>", "The table holds 31.", "The answer is 31."),
+    *("Which number does the table hold for sugar?", "<get>sugar</get>", "The table holds 74.", "The answer is 74."),
+)
 """Three worked examples."""
 
 
@@ -156,12 +155,9 @@ class TextArena(Environment):
     """
 
     def __init__(
-        self,
-        game: str | Callable[[], Any],
-        player: int = 0,
-        players: int = 1,
+        self, game: str | Callable[[], Any], player: int = 0, players: int = 1,
         opponent: Callable[[str], str] | None = None,
-    ):
+    ):  # fmt: skip
         require(
             opponent is not None or players == 1,
             f"TextArena with {players} players needs opponent, a function of a text",
@@ -187,9 +183,9 @@ class TextArena(Environment):
         """Make the model's move, and those of the opponent after it."""
         with self._drawing():
             done, _ = self._game.step(reply["content"])
-            said = self._until_our_turn(done)
+            observation = self._until_our_turn(done)
             if not self._game.state.done:
-                return Step([{"role": "user", "content": said}])
+                return Step([{"role": "user", "content": observation}])
             rewards, _ = self._game.close()
             return Step(reward=float((rewards or {}).get(self._player, 0.0)), done=True)
 
@@ -200,10 +196,10 @@ class TextArena(Environment):
     def _until_our_turn(self, done: bool) -> str:
         """Return what the model's player sees next; the opponent moves for the others."""
         while not done:
-            player, seen = self._game.get_observation()
+            player, messages = self._game.get_observation()
             # Some games of one player speak its moves as the game.
             senders = (player,) if self._players > 1 else (player, -1)
-            news = [said for sender, said, kind in seen if not (sender in senders and kind.name == "PLAYER_ACTION")]
+            news = [text for sender, text, kind in messages if not (sender in senders and kind.name == "PLAYER_ACTION")]
             if player == self._player:
                 return "\n\n".join(news)
             done, _ = self._game.step(self._opponent("\n\n".join(news)))
@@ -212,13 +208,13 @@ class TextArena(Environment):
     @contextlib.contextmanager
     def _drawing(self) -> Generator[None]:
         with DRAWING:
-            before = random.getstate()
+            global_state = random.getstate()
             random.setstate(self._draws)
             try:
                 yield
             finally:
                 self._draws = random.getstate()
-                random.setstate(before)
+                random.setstate(global_state)
 
 
 class SkyRL(Environment):
@@ -272,12 +268,9 @@ class GymTries(Environment):
     """
 
     def __init__(
-        self,
-        tries: int = 3,
-        extractor: str = "whole",
-        again: str = "That is not right. Try again.",
+        self, tries: int = 3, extractor: str = "whole", again: str = "That is not right. Try again.",
         score: Callable[[str | None, Mapping[str, Any]], float] | None = None,
-    ):
+    ):  # fmt: skip
         self._tries, self._extractor, self._again = tries, extractor, again
         if score is None:
             import jaxrl_llm.rewards.gym_answer  # noqa: F401  it takes seconds, which no episode's first step has

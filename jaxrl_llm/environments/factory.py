@@ -53,15 +53,11 @@ class Factory:
         Raises:
           InputError: there are several environments, and the row names none of them.
         """
-        seen = {name: value for name, value in row.items() if not (self._by_name and name == COLUMN)}
-        return World(self._makers[self._name(row)], seen, seed, limits, self.functions)
+        visible_row = {name: value for name, value in row.items() if not (self._by_name and name == COLUMN)}
+        return World(self._makers[self._name(row)], visible_row, seed, limits, self.functions)
 
     def tools(self, row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-        """Return the schemas of the tools that a row's model may call.
-
-        Raises:
-          InputError: as ``world``.
-        """
+        """Return the schemas of the tools that a row's model may call."""
         return self._tools[self._name(row)]
 
     def _name(self, row: Mapping[str, Any]) -> Any:

@@ -29,10 +29,7 @@ class Tool:
 
 
 def schema_of(function: Callable[..., Any], name: str = "") -> dict[str, Any]:
-    """Return the JSON schema of a function, made of its type hints and its docstring in Google's style.
-
-    ``name``: shown in refusals; the schema has the function's own.
-    """
+    """Return the JSON schema of a function, of its hints and docstring in Google's style; ``name`` is for refusals."""
     function_name = getattr(function, "__name__", "")
     label = f"tool {name or function_name or type(function).__name__}"
     require(
@@ -107,9 +104,6 @@ class DuckTyped(Environment):
     """An environment after TRL's interface: any object with ``reset(**row)`` that returns None or text.
 
     The text is appended to the last user message. Every public method is a tool, ``get_reward()`` is optional.
-
-    Args:
-      instance: the object.
     """
 
     joint = ""

@@ -39,13 +39,7 @@ NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 
 
 class FunctionCall(NamedTuple):
-    """Call of a function by name.
-
-    Attributes:
-      function: may be ``async``, or return something to await.
-      arguments: by name.
-      apart: whether it runs on a thread of its own, at the same time as the others.
-    """
+    """Call of a function, ``async`` or not; ``apart``: on its own thread, at the same time as the others."""
 
     function: Callable[..., Any]
     arguments: Mapping[str, Any] = NOTHING
@@ -53,13 +47,7 @@ class FunctionCall(NamedTuple):
 
 
 class CallOutcome(NamedTuple):
-    """Outcome of a call: ``ok`` with a value, ``error`` (it raised) or ``timeout``.
-
-    Attributes:
-      status: one of these.
-      value: what it returned.
-      error: the exception; None if it raised none.
-    """
+    """Outcome of a call: ``ok`` with a value, ``error`` (it raised) or ``timeout``."""
 
     status: str
     value: Any = None
@@ -75,8 +63,7 @@ class Overdue(BaseException):
 
 
 def format_error(error: BaseException | None, kind: bool = True) -> str:
-    """Format an exception of foreign code on one line, even if its own text cannot be made; with its class if ``kind``
-    or if it has no text."""
+    """Format an exception of foreign code on one line, with its class if ``kind`` or if it has no text."""
     name = type(error).__name__
     try:
         text = " ".join(str(error).split())[:500]
@@ -138,12 +125,7 @@ async def _await_within(awaitable: Any, limit_s: float, finish: Callable[[Any], 
 
 
 class DaemonThreads:
-    """Pool of daemon threads: unlike those of ``concurrent.futures``, a call that hangs does not hold the exit of the
-    program.
-
-    Args:
-      most: threads at one time.
-    """
+    """Pool of at most ``most`` daemon threads: unlike in ``concurrent.futures``, no call that hangs delays the exit."""
 
     def __init__(self, most: int):
         self._jobs: queue.SimpleQueue[tuple[Future, Callable[..., Any], tuple[Any, ...]]] = queue.SimpleQueue()
@@ -237,10 +219,7 @@ class Caller:
     def each(
         self, calls: Sequence[FunctionCall], limit_s: float, finish: Any = lambda value: value
     ) -> list[CallOutcome]:
-        """Make calls, each with a limit in seconds; return their outcomes in order.
-
-        ``finish`` makes the value of what a call returned, within its limit.
-        """
+        """Make calls, each with a limit in seconds; return their outcomes, with values that ``finish`` made in time."""
         slots = [_PendingCall(call, limit_s, finish, self._loop) for call in calls]
         apart = [(slot, Caller()) for slot in slots if slot.call.apart]
         began = time.monotonic()
@@ -266,7 +245,7 @@ class Caller:
     def _begin(self, slot: _PendingCall) -> None:
         if self._thread is None:
             self._jobs = queue.SimpleQueue()
-            self._thread = threading.Thread(target=_run_calls, args=(self._jobs,), name="episode", daemon=True)
+            self._thread = threading.Thread(target=_run_pending, args=(self._jobs,), name="episode", daemon=True)
             self._finalizer = weakref.finalize(self, self._jobs.put, None)
             self._finalizer.atexit = False
             self._thread.start()
@@ -280,7 +259,7 @@ class Caller:
             self.close()
 
 
-def _run_calls(jobs: queue.SimpleQueue) -> None:
+def _run_pending(jobs: queue.SimpleQueue) -> None:
     try:
         while (slot := jobs.get()) is not None:
             slot.run()
@@ -296,12 +275,7 @@ def _interrupt(thread: threading.Thread | None) -> None:
 
 
 class ToolResult(NamedTuple):
-    """Answer to one call.
-
-    Attributes:
-      message: of role tool.
-      error: ``unknown`` (no tool has its name), ``raised`` or ``timeout``; empty if the tool returned.
-    """
+    """Message of a tool; ``error``: ``unknown`` (no tool has its name), ``raised``, ``timeout``, or empty."""
 
     message: Message
     error: str = ""
@@ -310,15 +284,7 @@ class ToolResult(NamedTuple):
 def make_calls(
     caller: Caller, calls: Sequence[Any], tools: Mapping[str, Tool], step_tools: Iterable[str], limits: Limits
 ) -> list[ToolResult]:
-    """Make calls and return their results, in order.
-
-    Args:
-      caller: makes them.
-      calls: of the model.
-      tools: by name.
-      step_tools: names of further tools, which other calls may ask for.
-      limits: of the episode.
-    """
+    """Make the model's calls and return their results, in order; ``step_tools``: names that ``step`` answers."""
     pending = []
     for call in calls:
         tool = tools.get(tool_name(call))
@@ -387,24 +353,6 @@ class Answer:
     state: str = ""
 
 
-@dataclasses.dataclass
-class EpisodeCounts:
-    """The replies and calls of an episode so far, against its limits."""
-
-    turns: int = 0
-    calls: int = 0
-    parse_errors: int = 0
-
-    def count_unparsed(self, error: str, limits: Limits) -> Answer:
-        """Count a reply with a call that cannot be read, and return the answer to it."""
-        self.parse_errors += 1
-        text = limits.shortened(f"The tool call could not be read: {escape_surrogates(error)}")
-        end = "max_turns" if self.turns >= limits.max_turns else ""
-        end = "parse_error" if self.parse_errors > limits.max_parse_errors else end
-        messages = ({"role": "user", "content": text},)
-        return Answer(messages, end=end, metrics={"tool_errors/unparsed": 1.0}, tool_errors=1)
-
-
 class World:
     """One episode's living side; used from one thread at a time.
 
@@ -424,19 +372,15 @@ class World:
     """
 
     def __init__(
-        self,
-        environment: Environment | Callable[[], Environment],
-        row: Mapping[str, Any],
-        seed: int,
-        limits: Limits,
+        self, environment: Environment | Callable[[], Environment], row: Mapping[str, Any], seed: int, limits: Limits,
         functions: Mapping[str, Tool] = NOTHING,
-    ):
+    ):  # fmt: skip
         self.environment: Any = environment if isinstance(environment, Environment) else None
         self.tools: tuple[Mapping[str, Any], ...] = ()
         self.error = ""
         self._make: Any = environment
         self._row, self._seed, self._limits, self._functions = row, seed, limits, functions
-        self._counts = EpisodeCounts()
+        self._turns = self._calls = self._parse_errors = 0
         self._caller = Caller()
 
     def reset(self, messages: Sequence[Message]) -> tuple[list[Message], Answer]:
@@ -464,14 +408,14 @@ class World:
         A tool that is unknown, raises or takes too long is answered with the error, and the episode goes on. A reply
         without calls completes the episode, unless the environment has a ``step``.
         """
-        self._counts.turns += 1
+        self._turns += 1
         if parsed.error:
-            return self._counts.count_unparsed(parsed.error, self._limits)
+            return self._unparsed(parsed.error)
         message = _deep_copy(parsed.message)
         requested = list(message.pop("tool_calls", None) or ())
         most = self._limits.max_tool_calls
-        calls = requested[: most - self._counts.calls if most else None]
-        self._counts.calls += len(calls)
+        calls = requested[: most - self._calls if most else None]
+        self._calls += len(calls)
         steps = self.steps
         # The environment's step answers calls of its own tools: all, if the model was offered none.
         names = [*map(schema_name, self.environment.tools)]
@@ -481,17 +425,17 @@ class World:
         answer = Answer()
         if steps and (step_calls or not requested):
             answer = self._stepped(message, [calls[index] for index in step_calls], len(step_calls) == len(calls))
-        errors = [result.error for result in results.values() if result.error]
+        errors = [tool.error for tool in results.values() if tool.error]
         end = answer.end
         if not end and not requested and not answer.messages:
             end = "completed"
         if not end and len(requested) > len(calls):
             end = "max_tool_calls"
-        if not end and self._counts.turns >= self._limits.max_turns:
+        if not end and self._turns >= self._limits.max_turns:
             end = "max_turns"
         return dataclasses.replace(
             answer,
-            messages=order_messages(len(calls), {i: result.message for i, result in results.items()}, answer.messages),
+            messages=order_messages(len(calls), {i: tool.message for i, tool in results.items()}, answer.messages),
             end=end,
             metrics={**answer.metrics, **{f"tool_errors/{kind}": float(errors.count(kind)) for kind in errors}},
             tool_calls=len(calls),
@@ -504,8 +448,7 @@ class World:
         return overrides(self.environment, "step")
 
     def reward(self) -> float | None:
-        """Return the reward of an environment after TRL's interface: NaN if it has none to give or fails (``error``
-        says why); None for other environments."""
+        """Return the reward by TRL's interface, NaN if it has none or fails; None for other environments."""
         get = self.environment.reward if isinstance(self.environment, DuckTyped) else None
         if get is None:
             return None
@@ -528,7 +471,8 @@ class World:
                 raise RuntimeError(self._failure(outcome, "copy").error)
             environment = outcome.value
         world = World(environment, self._row, self._seed, self._limits, self._functions)
-        world.tools, world._counts = self.tools, dataclasses.replace(self._counts)
+        world.tools = self.tools
+        world._turns, world._calls, world._parse_errors = self._turns, self._calls, self._parse_errors
         return world
 
     def close(self) -> str:
@@ -561,6 +505,15 @@ class World:
         step_tools = [name for name in map(schema_name, self.environment.tools) if name not in tools]
         results = make_calls(self._caller, list(calls.values()), tools, step_tools, self._limits)
         return dict(zip(calls, results, strict=True))
+
+    def _unparsed(self, error: str) -> Answer:
+        """Count a reply with a call that cannot be read, and return the answer to it."""
+        self._parse_errors += 1
+        text = self._limits.shortened(f"The tool call could not be read: {escape_surrogates(error)}")
+        end = "max_turns" if self._turns >= self._limits.max_turns else ""
+        end = "parse_error" if self._parse_errors > self._limits.max_parse_errors else end
+        messages = ({"role": "user", "content": text},)
+        return Answer(messages, end=end, metrics={"tool_errors/unparsed": 1.0}, tool_errors=1)
 
     def _stepped(self, message: Message, calls: Sequence[Any], alone: bool) -> Answer:
         """Return the answer of the environment's ``step``; ``alone``: nothing else answers the reply."""

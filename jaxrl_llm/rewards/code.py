@@ -25,7 +25,6 @@ member by member, so that no hash table is built from one that is larger than th
 
 import ast
 import dataclasses
-import functools
 import json
 import math
 import re
@@ -39,7 +38,7 @@ from jaxrl_llm.errors import InputError, naming, require
 from jaxrl_llm.rewards import sandbox
 from jaxrl_llm.rewards.code_tests import AssertTest, split_asserts
 from jaxrl_llm.rewards.functions import RewardCall
-from jaxrl_llm.sandbox.client import START_S, ProgramEnd, SandboxError, ServerPool
+from jaxrl_llm.sandbox.client import START_S, ProgramEnd, SandboxError
 from jaxrl_llm.sandbox.program import SCALARS, decode_value
 from jaxrl_llm.sandbox.server import STARVED_TIMES
 from jaxrl_llm.system.setting import Range
@@ -119,16 +118,8 @@ class Verdict(NamedTuple):
     note: str
 
 
-@functools.cache
-def referees() -> ServerPool:
-    """Return the fork servers that see what is expected, and never a program."""
-    return ServerPool()
-
-
 def extract_program(text: str) -> str:
-    """Return the code of a completion: the last fenced block that is marked as Python or compiles to more than bare
-    values, such as an example's output; else its last block, or all of it if it has none.
-    """
+    """Return the code of a completion: the last fenced block that is Python, else the last block, else all of it."""
     blocks = re.findall(r"```([^\n`]*)\n(.*?)(?:\n[ \t]*```|\Z)", text.rpartition("</think>")[2], re.DOTALL)
     language = re.compile(r"\W*(?:i?python|py)[\d.]*\b", re.IGNORECASE)
     programs = (body for mark, body in reversed(blocks) if language.match(mark) or _is_python(body))
@@ -195,13 +186,13 @@ def run_test(code: str, test: Test, timeout_s: float, memory_mb: int) -> str:
     else:
         setup = JUDGE + test.setup if test.opaque and "apart_" in test.setup else test.setup
         request |= {"prelude": PRELUDE, "setup": setup, "expressions": test.expressions or ["True"]}
-    ended = sandbox.servers().run(request, stdin, timeout_s, memory_mb)
-    outcome = sandbox.outcome(ended)
+    end = sandbox.servers().run(request, stdin, timeout_s, memory_mb)
+    outcome = sandbox.outcome(end)
     if isinstance(test, OutputTest):
         # Like the benchmarks: a program that printed the answer and then failed has not solved the test.
         right = outcome.status == "ok" and same_output(outcome.stdout, test.expected)
     else:
-        values = _decoded_values(ended, 1 if isinstance(test, CallTest) else len(test.expressions) or 1)
+        values = _decoded_values(end, 1 if isinstance(test, CallTest) else len(test.expressions) or 1)
         right = values is not None and _is_right(test, values)
         larger = None if right or values is None else getattr(test, "larger", None)
         if larger and (test.judge != "truth" or foreign(values)):
@@ -213,10 +204,10 @@ def run_test(code: str, test: Test, timeout_s: float, memory_mb: int) -> str:
     return "failed" if outcome.status == "ok" else outcome.status
 
 
-def _decoded_values(ended: ProgramEnd, count: int) -> list[Any] | None:
+def _decoded_values(end: ProgramEnd, count: int) -> list[Any] | None:
     """Return the values that a program's process computed; None if it did not."""
     try:
-        values = json.loads(ended.result, parse_float=_bare, parse_constant=_bare)
+        values = json.loads(end.result, parse_float=_bare, parse_constant=_bare)
         foreign(values)  # it may be too deep
     except (ValueError, RecursionError):
         return None
@@ -245,10 +236,11 @@ def _is_right(test: CallTest | AssertTest, values: list[Any]) -> bool | None:
 
 def _judge_apart(test: AssertTest, values: list[Any]) -> bool | None:
     names = {f"_{number}": value for number, value in enumerate(values)}
-    request = {"prelude": JUDGE, "code": test.judge_setup, "names": names}
-    ended = referees().run(request | {"expressions": [f"apart_verdict(lambda: {test.expected})"]}, b"", 10.0, 1024)
-    verdict = _decoded_values(ended, 1)
-    if verdict is None and sandbox.outcome(ended).status == "error":
+    expressions = [f"apart_verdict(lambda: {test.expected})"]
+    request = {"prelude": JUDGE, "code": test.judge_setup, "names": names, "expressions": expressions}
+    end = sandbox.servers(judge=True).run(request, b"", 10.0, 1024)
+    verdict = _decoded_values(end, 1)
+    if verdict is None and sandbox.outcome(end).status == "error":
         return None  # whatever the program returned: what the test itself needs is not there
     return None if verdict == [None] else verdict == [True]
 
@@ -290,11 +282,7 @@ class CodeTests:
         )
 
     def check(self, problems: Sequence[Problem]) -> None:
-        """Refuse problems with tests that cannot be run.
-
-        Raises:
-          InputError: a row lacks the column, or its tests have no known form, or none of them counts.
-        """
+        """Refuse problems without tests, with tests of no known form, or of which none counts."""
         for problem in problems:
             row = problem.metadata.get("row", problem.id)
             place = f"{row}, column {self.column}"
@@ -390,10 +378,7 @@ def _live_code_bench_test(test: dict[str, Any]) -> Test:
 
 
 def _call_test(name: str, arguments: Any, expected: Any) -> CallTest:
-    """Return a call from its arguments and its value, each as values or JSON text.
-
-    APPS wraps values in a list of one: both are accepted, as its own grader does.
-    """
+    """Return a call of arguments and a value, as values or JSON. APPS wraps values in lists of one: both are right."""
     name = name.rpartition(".")[2]
     require(name.isidentifier(), f"{name!r:.60} is no name of a function: correct it")
     as_text = isinstance(arguments, str)

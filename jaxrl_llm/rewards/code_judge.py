@@ -24,9 +24,7 @@ class Foreign:
 
 
 class Careful(float):
-    """Infinite number of the program, or none. It is equal and has an order as usual, but no tolerance can be computed
-    from it: after arithmetic it is not a number, and that has no order.
-    """
+    """Infinite number of the program, or none: it compares as usual, but arithmetic makes it a NaN without an order."""
 
 
 def _careful(name):

@@ -40,13 +40,11 @@ class AssertTest:
     Attributes:
       setup: statements before it.
       expressions: computed in the program's process.
-      judge: how they decide: ``equal`` and ``close`` to ``expected``; their ``truth``; an expression over ``_0``,
-        ``_1``, ... for them (``judged``), evaluated without the program after ``judge_setup``; or in the program's own
-        process, which could deceive it (``opaque``).
+      judge: ``equal`` and ``close`` compare with ``expected``; ``truth``; ``judged`` evaluates an expression over
+        ``_0``, ``_1``, ... without the program; ``opaque``: the program's process judges, which it could deceive.
       expected: a value, or that expression.
-      judge_setup: statements before it that do not need the program.
-      larger: the assertion with more computed by the program, such as ``list(f(3))`` for ``f(3)``, where the values of
-        ``expressions`` may be no data; None if there is no more.
+      judge_setup: statements before that expression.
+      larger: the assertion with more computed by the program, such as ``list(f(3))`` for ``f(3)``; None without more.
       source: the setup and the statement itself.
     """
 
@@ -150,10 +148,7 @@ def assigned_values(target: ast.expr, value: Any) -> dict[str, Any] | None:
 
 
 def available_statements(node: ast.stmt) -> tuple[list[ast.stmt], frozenset[str]]:
-    """Return the statements in place of one of a test's, and the names of packages that programs do not have.
-
-    Imports of the program's names become assignments; what a test file does as a main program, and texts, are left out.
-    """
+    """Return the statements in place of a test file's one, and the names of packages that programs do not have."""
     if isinstance(node, ast.ImportFrom):
         module = (node.module or "").partition(".")[0]
         if module in _SOLUTION:
@@ -361,9 +356,9 @@ def _computable_call(scope: Any, node: ast.Call, certain: bool) -> bool:
         harmless = not arguments or name not in _METHODS
         return harmless and not any(map(compares, arguments)) and computable(scope, function.value, certain)
     inspects = name in _FORMS or (name == "join" and isinstance(function.value, ast.Constant))
-    applied = any(isinstance(arg, ast.Name) and scope.is_object(arg) for arg in arguments)
-    applied |= name in ("map", "filter", "starmap", "reduce") and scope.needs(arguments[0])
-    if inspects and applied and not compares(node):
+    calls_program = any(isinstance(arg, ast.Name) and scope.is_object(arg) for arg in arguments)
+    calls_program |= name in ("map", "filter", "starmap", "reduce") and scope.needs(arguments[0])
+    if inspects and calls_program and not compares(node):
         return True  # what else is given is given to the program
     helpers = [stmt for stmt in scope.setup if isinstance(stmt, ast.FunctionDef) and stmt.name == name]
     helps = certain and helpers and not _holds_values(helpers[-1]) and not reads(helpers[-1]) & scope.literals.keys()
@@ -382,11 +377,11 @@ def split_asserts(text: str, entry: str = "") -> list[AssertTest]:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InputError(f"the assertions {text!r:.60} are not Python ({error}): correct them") from None
     checks = [node for node in body if isinstance(node, ast.FunctionDef) and node.name == "check" and node.args.args]
-    called = [name for name in map(_check_argument, body) if name] or ([entry] if entry else [])
-    require(not checks or bool(called), 'check(candidate) is never called: give {"test": text, "entry_point": name}')
+    entries = [name for name in map(_check_argument, body) if name] or ([entry] if entry else [])
+    require(not checks or bool(entries), 'check(candidate) is never called: give {"test": text, "entry_point": name}')
     scope = _Scope()
     assertions = _block_assertions(scope, [node for node in body if node not in checks and not _check_argument(node)])
-    for name in called:
+    for name in entries:
         for check in checks:
             first = ast.parse(f"{check.args.args[0].arg} = {name}").body[0]
             assertions += _function_assertions(scope.inner(), check, [first])
@@ -402,13 +397,12 @@ def _check_argument(node: ast.stmt) -> str:
 
 @dataclasses.dataclass
 class _Scope:
-    """The statements so far, and what they say of names.
+    """The statements so far, and their knowledge of names.
 
     Attributes:
       setup: the statements.
-      tainted: names whose values depend on the program.
-      objects: those of them that are functions or objects of the program.
-      instances: those of them that are instances of its classes.
+      tainted: names whose values depend on the program; ``objects`` of them are its functions or objects, and
+        ``instances`` of them instances of its classes.
       literals: names of literals, and their values.
       missing: names of packages that programs do not have.
       computed: texts of the expressions that earlier assertions computed.
@@ -449,9 +443,7 @@ class _Scope:
         self.setup.append(node)
 
     def bind(self, target: ast.expr, value: Any) -> bool:
-        """Bind a target's names to parts of a literal, each by a statement of its own: one may be what is expected.
-        Return False if they cannot be written so.
-        """
+        """Bind a target's names to parts of a literal, each by a statement; return False if some cannot be written."""
         parts = assigned_values(target, value)
         texts = {name: literal_text(part) for name, part in (parts or {}).items()}
         if not parts or None in texts.values():
@@ -475,9 +467,7 @@ class _Scope:
         return bool(names & self.tainted or unbound.difference(*map(binds, self.setup)))
 
     def is_program(self, node: ast.AST) -> bool:
-        """Whether an expression is a value from the program: a call of its functions, of a method of its objects or of
-        what it returned, an operation of its instances, or a variable that depends on it.
-        """
+        """Whether an expression is a value from the program: a call, an operation of instances, or tainted."""
         if isinstance(node, ast.Name):
             return self.needs(node)
         if isinstance(node, (ast.BinOp, ast.UnaryOp)):
@@ -516,16 +506,16 @@ class _Scope:
         statements = []
         for node in reversed(self.setup):
             changes = not isinstance(node, (*_DEFINES, ast.AnnAssign)) and reads(node) & names
-            called = reads(node) & names & self.tainted and any(isinstance(part, ast.Call) for part in ast.walk(node))
-            changes = changes and (called or not (isinstance(node, ast.Assign) and binds(node)))
+            calls = reads(node) & names & self.tainted and any(isinstance(part, ast.Call) for part in ast.walk(node))
+            changes = changes and (calls or not (isinstance(node, ast.Assign) and binds(node)))
             modules = isinstance(node, ast.Expr) and not reads(node) & variables  # such as random.seed(0)
             modules |= prints and self.needs(node)
             if binds(node) & names or changes or modules:
                 statements.append(node)
                 names |= reads(node)
-        lacking = names & self.missing
+        missing = names & self.missing
         require(
-            not lacking, f"an assertion needs {', '.join(sorted(lacking))}: programs have the standard library alone"
+            not missing, f"an assertion needs {', '.join(sorted(missing))}: programs have the standard library alone"
         )
         return statements[::-1]
 
@@ -572,9 +562,7 @@ def _block_assertions(scope: _Scope, body: list[ast.stmt]) -> list[AssertTest]:
 
 
 def _function_assertions(scope: _Scope, node: ast.FunctionDef, first: list[ast.stmt]) -> list[AssertTest]:
-    """Return the assertions of a function's body after ``first``; all of it is one opaque assertion unless it is a
-    plain block.
-    """
+    """Return the assertions of a function's body after ``first``: one opaque one unless the body is a plain block."""
     bound_all = len(first) == len(node.args.args)
     plain = (*_SIMPLE, ast.Assert, ast.For, ast.FunctionDef)
     if bound_all and all(isinstance(stmt, plain) for stmt in node.body):
@@ -591,11 +579,12 @@ def _split_assertion(scope: _Scope, node: ast.Assert) -> AssertTest:
     test = _FoldLiterals(scope.literals).visit(copy.deepcopy(node.test))
     certain = _is_certain(scope, test)
     assertion, computed = _form(scope, test, node, scope.is_program)
-    larger, more = _form(scope, test, node, lambda part: scope.needs(part) and computable(scope, part, certain), True)
+    takes = lambda part: scope.needs(part) and computable(scope, part, certain)  # noqa: E731
+    larger, more_computed = _form(scope, test, node, takes, True)
     if not larger.opaque:
-        more_computed = larger if larger != assertion else None
-        assertion = larger if assertion.opaque else dataclasses.replace(assertion, larger=more_computed)
-    _repeat(scope, more or computed)
+        differs = larger != assertion
+        assertion = larger if assertion.opaque else dataclasses.replace(assertion, larger=larger if differs else None)
+    _repeat(scope, more_computed or computed)
     return assertion
 
 
@@ -646,8 +635,8 @@ def _assertion(
     if judge == "judged":
         judge_setup = _unparse([part for part in scope.needed([expected]) if not scope.needs(part)])
         expected = ast.unparse(expected)
-    before = [ast.Expr(part) for part in computed for _ in range(scope.computed.count(ast.unparse(part)))]
-    setup_text, source = _unparse([*setup, *before]), _opaque(scope, node).setup
+    earlier = [ast.Expr(part) for part in computed for _ in range(scope.computed.count(ast.unparse(part)))]
+    setup_text, source = _unparse([*setup, *earlier]), _opaque(scope, node).setup
     return AssertTest(setup_text, tuple(map(ast.unparse, computed)), judge, expected, judge_setup, None, source)
 
 

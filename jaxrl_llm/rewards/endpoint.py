@@ -78,14 +78,7 @@ class Endpoint:
         return os.environ.get(self.key_env, "").strip() if self.key_env else ""
 
     def check(self, where: str) -> None:
-        """Refuse an address, a key or prices that cannot work; no message quotes a key.
-
-        Args:
-          where: name of the setting with a final dot.
-
-        Raises:
-          InputError: names the setting and the remedy.
-        """
+        """Refuse an address, a key or prices that cannot work, of the setting ``where``; no message quotes a key."""
         check_fields(self, where)
         parts = urllib.parse.urlsplit(os.path.expandvars(self.url))
         unset = "$" in parts.netloc + parts.path
@@ -176,14 +169,7 @@ MAX_PAUSE_S = 60.0
 
 @dataclasses.dataclass(frozen=True)
 class JudgeAnswer:
-    """What a model answered.
-
-    Attributes:
-      text: of the answer.
-      prompt_tokens: tokens of the prompt, as the endpoint counts them; NaN if it does not.
-      completion_tokens: those of the answer.
-      cached: whether it was known; its tokens are 0 then.
-    """
+    """A model's answer; token counts are NaN if the endpoint gives none, and 0 if the answer was cached."""
 
     text: str
     prompt_tokens: float = 0.0
@@ -196,12 +182,7 @@ class JudgeAnswer:
 
 
 class EndpointError(RuntimeError):
-    """Failure of a request.
-
-    Attributes:
-      again: whether another try may succeed.
-      pause_s: seconds that the endpoint asks to wait; None if it does not say.
-    """
+    """Failure of a request; ``again``: another try may succeed, after ``pause_s`` seconds if the endpoint says so."""
 
     def __init__(self, message: str, again: bool = False, pause_s: float | None = None):
         super().__init__(message)
@@ -304,12 +285,12 @@ class Client:
         body = {"model": e.model, "messages": list(chat)} | dict(e.options)
         headers = {"Content-Type": "application/json", "User-Agent": "jaxrl-llm"}
         headers |= {"Authorization": f"Bearer {key}"} if key else {}
-        until = min(time.monotonic() + e.timeout_s, deadline)
+        limit = min(time.monotonic() + e.timeout_s, deadline)
         try:
             request = urllib.request.Request(e.address, json.dumps(body).encode(), headers)
             opener = urllib.request.build_opener(_NoRedirects)
-            with opener.open(request, timeout=max(until - time.monotonic(), 0.01)) as response:
-                text = _read_response(response, until).decode("utf-8", "replace")
+            with opener.open(request, timeout=max(limit - time.monotonic(), 0.01)) as response:
+                text = _read_response(response, limit).decode("utf-8", "replace")
         except urllib.error.HTTPError as error:
             raise _http_error(e.address, key, error) from None
         except TimeoutError:
@@ -344,14 +325,14 @@ def _read_cache(cache: str | None) -> dict[str, JudgeAnswer]:
     return answers
 
 
-def _read_response(response: http.client.HTTPResponse, until: float) -> bytes:
+def _read_response(response: http.client.HTTPResponse, deadline: float) -> bytes:
     """Read a response, however slowly it drips, until its end, its largest size, or its time is over."""
     parts = []
     size = 0
     while part := response.read1(65536):
         parts.append(part)
         size = size + len(part)
-        if time.monotonic() > until:
+        if time.monotonic() > deadline:
             raise TimeoutError
         if size > MAX_RESPONSE_BYTES:
             raise http.client.HTTPException(f"a response above {MAX_RESPONSE_BYTES} bytes")
@@ -366,8 +347,8 @@ def _http_error(address: str, key: str, error: urllib.error.HTTPError) -> Endpoi
             message = ""
     message = " ".join(_redact_key(message, key).split())[:200]
     again = error.code in (408, 429) or error.code >= 500
-    after = error.headers.get("Retry-After", "")
-    pause = min(float(after), 600.0) if re.fullmatch(r"\d+(\.\d+)?", after) else None
+    retry_after = error.headers.get("Retry-After", "")
+    pause = min(float(retry_after), 600.0) if re.fullmatch(r"\d+(\.\d+)?", retry_after) else None
     remedy = {401: ": set key_env to the variable with its key", 404: ": correct its url or model"}.get(error.code, "")
     return EndpointError(f"{address} answered {error.code}{remedy} ({message})", again, pause if again else None)
 

@@ -389,7 +389,6 @@ class RewardOutcome(NamedTuple):
     """Outcome of one item: ``ok`` with a value, ``error`` (it raised or its process died) or ``timeout``.
 
     Attributes:
-      status: one of these.
       value: the score, or the steps as pairs of a position and a value.
       message: the error, in one line.
       place: ``file:line`` of the function's own code, if known.
@@ -406,13 +405,7 @@ class RewardOutcome(NamedTuple):
 
 
 class UnreadableVerdict(ValueError):
-    """A reply without a verdict: its numbers count, but there is no score.
-
-    Args:
-      message: the reply, and the form that it should have.
-      numbers: further numbers of the call, by name.
-      reply: the whole text.
-    """
+    """A reply without a verdict: its ``numbers`` count, but there is no score."""
 
     def __init__(self, message: str, numbers: Mapping[str, float], reply: str):
         super().__init__(message)
@@ -429,9 +422,9 @@ def bind_arguments(form: Form, items: Sequence[Item]) -> tuple[tuple[Any, ...], 
     if form.rest:
         extra = available if form.style == "own" else [*offers, *available]
         names += [name for name in extra if name not in (*names, *form.first)]
-    lacking = [name for name in names if name not in offers and name not in available]
-    if lacking:
-        raise LookupError(f"it wants {', '.join(lacking)}, and the row has only {', '.join(available)}")
+    missing = [name for name in names if name not in offers and name not in available]
+    if missing:
+        raise LookupError(f"it wants {', '.join(missing)}, and the row has only {', '.join(available)}")
     by_name = {}
     for name in names:  # a column is None where other rows have it and this one has not
         values = [offers[name](*item) if name in offers else row_columns(item[0]).get(name) for item in items]

@@ -23,10 +23,7 @@ LONGEST = 2000
 
 
 def score_gym(answer: str, problem: Problem) -> float:
-    """Score an answer by the problem's data set: 1 is right, less is partial credit.
-
-    0 where the data set would evaluate a text that is neither a literal nor a formula.
-    """
+    """Score an answer by its data set: 1 is right, less is partial credit, 0 a text that must not be evaluated."""
     metadata = problem.metadata
     name, answer = metadata["generator"], normalise(answer)
     harmless = is_literal if name in LITERAL else is_formula if name in SYMBOLIC else lambda text: True
@@ -48,19 +45,18 @@ def is_literal(text: str) -> bool:
 
 
 def is_formula(text: str) -> bool:
-    """Whether a text is made of numbers, names, operators and calls of known functions: no texts, no attributes, no
-    number that would fill the memory.
+    """Whether a text is made of numbers, names, operators and calls of known functions, without huge numbers.
 
     >>> is_formula("2*x + sin(x)"), is_formula("open(x)"), is_formula("x.y"), is_formula("(exec)(x)")
     (True, False, False, False)
     """
-    called = {name for name in re.findall(r"([^\W\d]\w*|\))\s*\(", text)}
+    calls = {name for name in re.findall(r"([^\W\d]\w*|\))\s*\(", text)}
     functions = (
         "sin cos tan sec csc cot asin acos atan sinh cosh tanh asinh acosh atanh exp log ln sqrt Abs abs".split()
     )
     characters = len(text) <= LONGEST and re.fullmatch(r"[\w\s.,+*/^()!-]*", text) is not None
     attribute = re.search(r"\.\s*[^\W\de]|__", text) is not None
-    return characters and not attribute and called <= {*functions} and not too_large(text)
+    return characters and not attribute and calls <= {*functions} and not too_large(text)
 
 
 @functools.lru_cache(maxsize=64)

@@ -41,13 +41,13 @@ def score_math(answer: str, problem: Problem) -> float:
     scientific = r"(?<![\w.])[0-9]*\.?[0-9]+[eE][+-]?[0-9]{1,3}(?!\w)"  # math_verify reads 2e3 as a product with e
     texts = (re.sub(r"\\\$|[€£¥₹]", "", text) for text in (answer, reference))
     answer, reference = (re.sub(scientific, lambda match: f"{Decimal(match[0]):f}", text) for text in texts)
-    candidate, expected = _parse(answer if searched else _latex(answer)), _parse(_latex(reference))
+    candidate, expected = _parse_math(answer if searched else _latex(answer)), _parse_math(_latex(reference))
     if candidate and expected and _decimals(candidate[0], expected[0]):
         return float(same_number(*(Decimal(str(N(match[0], 15))) for match in (candidate, expected))))
     return float(math_verify.verify(expected, candidate, timeout_seconds=None))
 
 
-def _parse(text: str) -> list[Any]:
+def _parse_math(text: str) -> list[Any]:
     return math_verify.parse(text, parsing_timeout=None)  # ty: ignore[invalid-argument-type]
 
 

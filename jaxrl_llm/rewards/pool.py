@@ -32,7 +32,7 @@ from collections.abc import Generator, Sequence
 from concurrent.futures import CancelledError, Future
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from jaxrl_llm.rewards.functions import (
     RewardCall,
@@ -93,10 +93,7 @@ class Pool:
         self._finalizer = weakref.finalize(self, _kill_all, self._workers, os.getpid(), self._closing)
 
     def submit(self, calls: Sequence[RewardCall]) -> list[Future[list[RewardOutcome]]]:
-        """Begin calls, in their order as workers are free; return the outcomes of each one's items to come.
-
-        Their error is a RuntimeError if three workers in a row did not start; ``close`` cancels them.
-        """
+        """Begin calls in their order; return the outcomes of each one's items to come. ``close`` cancels them."""
         jobs = [_Job(call) for call in calls]
         with self._lock:
             self._waiting += jobs
@@ -159,10 +156,7 @@ class Pool:
             self._workers.append(_Worker())
 
     def _wait(self) -> None:
-        """Wait for the next message, death, deadline or call.
-
-        A call that a dead worker had not read yet waits for another one, once: the item is not to blame.
-        """
+        """Wait for a message, death, deadline or call; a call that a dead worker had not read goes to another, once."""
         now = time.monotonic()
         limits = [worker.deadline - now for worker in self._workers if worker.deadline is not None]
         connections = [self._woken, *(worker.connection for worker in self._workers)]
@@ -313,22 +307,20 @@ def main(handle: str, copies: str) -> None:
 
 @contextlib.contextmanager
 def _memory_limit(path: str) -> Generator[None]:
-    """Limit the memory of the block, on Linux, to 1 GiB more than now if it runs a verifier of formulas: one may stand
-    for a number of any size.
-    """
+    """Limit memory, on Linux, to 1 GiB more than now for verifiers of formulas, which may stand for any number."""
     statm = Path("/proc/self/statm")
-    before = resource.getrlimit(resource.RLIMIT_AS)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
     verifiers = ("jaxrl_llm.rewards.math_answer", "jaxrl_llm.rewards.gym_answer")
     if path.partition(":")[0] not in verifiers or not statm.exists():
         yield
         return
     most = int(statm.read_text().split()[0]) * resource.getpagesize() + (1 << 30)
-    most = most if before[1] == resource.RLIM_INFINITY else min(most, before[1])
-    resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
+    most = most if limits[1] == resource.RLIM_INFINITY else min(most, limits[1])
+    resource.setrlimit(resource.RLIMIT_AS, (most, limits[1]))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
+        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 def _send(connection: Connection, *words: Any) -> None:
@@ -337,14 +329,6 @@ def _send(connection: Connection, *words: Any) -> None:
 
 MOST_STUCK = 4
 """Number of threads still in abandoned calls at which no further call starts."""
-
-
-class PendingOutcomes(Protocol):
-    """The outcomes of a call's items, which may not have come yet."""
-
-    def result(self) -> list[RewardOutcome]:
-        """Wait for them, within the call's limit, and return them."""
-        ...
 
 
 class InProcessCalls:
@@ -360,8 +344,8 @@ class InProcessCalls:
         self._turns: _CallQueue | None = None
         self._loop: _EventLoop | None = None
 
-    def submit(self, call: RewardCall) -> PendingOutcomes:
-        """Begin the call, in its turn; return its outcomes to come."""
+    def submit(self, call: RewardCall) -> "Future[list[RewardOutcome]] | _AsyncCall":
+        """Begin the call, in its turn; return its outcomes to come (``result`` waits, within the limit)."""
         if call.form.waits and not call.form.batch:
             self._loop = self._loop if self._loop is not None and not self._loop.blocked else _EventLoop(self._stuck)
             return _AsyncCall(call, self._loop)
@@ -401,7 +385,7 @@ class _CallQueue:
         self._open: queue.SimpleQueue[tuple[RewardCall, Future[list[RewardOutcome]]] | None] = queue.SimpleQueue()
         threading.Thread(target=self._watch, name="reward turns", daemon=True).start()
 
-    def submit(self, call: RewardCall) -> PendingOutcomes:
+    def submit(self, call: RewardCall) -> Future[list[RewardOutcome]]:
         outcomes: Future[list[RewardOutcome]] = Future()
         self._open.put((call, outcomes))
         return outcomes

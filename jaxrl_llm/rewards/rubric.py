@@ -44,11 +44,6 @@ MARKS = re.compile(r"<(?=\||/?s>|/?think>|(?:start|end)_of_turn>)|\[(?=/?INST\])
 """Beginnings of marks that a server's tokenizer could take for a turn's end."""
 
 
-def steers(text: str) -> bool:
-    """Whether a completion tries to close the tags around it, or to dictate the verdict."""
-    return STEERING.search(text) is not None
-
-
 def tag_code(*texts: str) -> str:
     """Return the code of a question's tags: 12 hexadecimal digits from its texts, in none of which it occurs."""
     seed = json.dumps(texts)
@@ -81,10 +76,7 @@ def _judge_chat(rules: str, code: str, form: str, parts: Sequence[str]) -> list[
 
 
 def rubric_chat(problem: Problem, text: str, items: Sequence[str], instructions: str, reference: str) -> list[Message]:
-    """Return the chat that asks whether a text meets each of the items.
-
-    ``reference``: a right answer; empty for none.
-    """
+    """Return the chat that asks whether a text meets each item; ``reference``: a right answer, or empty."""
     code = tag_code(_question(problem), text, reference, *items)
     form = json.dumps({"code": code, "verdicts": [{"item": 1, "reason": "short", "met": True}]})
     rules = "You grade an answer to a question. Decide for each criterion alone whether the answer meets it."
@@ -145,9 +137,9 @@ def parse_comparison(text: str, code: str) -> str | None:
 def _parse_reply(text: str, code: str) -> Mapping[str, Any]:
     """Return the one JSON object that an answer is, after a thought and without a fence; empty for another answer."""
     answer = text.rpartition("</think>")[2].strip()
-    fenced = re.fullmatch(r"```(?:json)?\s*\n(.*)\n\s*```", answer, re.DOTALL)
+    fence = re.fullmatch(r"```(?:json)?\s*\n(.*)\n\s*```", answer, re.DOTALL)
     try:
-        reply = json.loads(fenced[1] if fenced else answer, object_pairs_hook=_unique_keys)
+        reply = json.loads(fence[1] if fence else answer, object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError):
         return {}
     return reply if isinstance(reply, dict) and reply.get("code") == code else {}
@@ -206,7 +198,7 @@ class JudgedReward:
         """Return the numbers of ``JUDGE_METRICS`` for one completion."""
         return {
             "unparsed": float(unparsed),
-            "injected": float(steers(text)),
+            "injected": float(STEERING.search(text) is not None),
             "cached": float(all(answer.cached for answer in replies)),
             "tokens": sum(answer.prompt_tokens + answer.completion_tokens for answer in replies),
             "cost": sum(answer.cost(self.judge.prices) for answer in replies),
@@ -269,11 +261,7 @@ class Rubric(JudgedReward):
         return {"score": earned / most} | numbers
 
     def items_of(self, problem: Problem) -> tuple[tuple[str, float], ...]:
-        """Return the items of a problem: the rubric's own, then those of its row.
-
-        Raises:
-          InputError: the row has no list of items, or one that cannot work.
-        """
+        """Return the items of a problem: the rubric's own, then those of its row."""
         if not self.column:
             return self.items
         row_items = problem.metadata.get(self.column)
@@ -281,12 +269,12 @@ class Rubric(JudgedReward):
         if not isinstance(row_items, list | tuple) or not row_items:
             raise InputError(f"{where} holds no list of items for {self.name}: give a list of texts, or of pairs")
         items = list(self.items)
-        for item in row_items:
-            if isinstance(item, str):
-                item = (item, 1.0)
-            elif isinstance(item, Mapping) and item.keys() >= {"criterion", "points"}:
-                item = (item["criterion"], item["points"])
-            items.append(tuple(item) if isinstance(item, list) else item)
+        for row_item in row_items:
+            if isinstance(row_item, str):
+                row_item = (row_item, 1.0)
+            elif isinstance(row_item, Mapping) and row_item.keys() >= {"criterion", "points"}:
+                row_item = (row_item["criterion"], row_item["points"])
+            items.append(tuple(row_item) if isinstance(row_item, list) else row_item)
         check_items(items, where)
         return tuple(items)
 
@@ -296,11 +284,7 @@ class Rubric(JudgedReward):
             self.items_of(problem)
 
     def check(self) -> None:
-        """Refuse items or a judge that cannot work.
-
-        Raises:
-          InputError: names the field and the remedy.
-        """
+        """Refuse items or a judge that cannot work."""
         if self.items or not self.column:
             check_items(self.items, "Rubric.items", complete=not self.column)
         self.check_judge()
@@ -354,20 +338,16 @@ class Pairwise(JudgedReward):
     def score_replies(self, problem: Problem, text: str, chats: Chats, replies: Sequence[JudgeAnswer]) -> Judgement:
         """Return the score and its numbers from the judge's two answers."""
         choices = [parse_comparison(reply.text, chat_code(chat)) for reply, chat in zip(replies, chats, strict=True)]
-        lacking = None in choices
+        unreadable = None in choices
         values = {"A": 1.0, "tie": 0.5}, {"B": 1.0, "tie": 0.5}
         first, second = (scores.get(choice, 0.0) for scores, choice in zip(values, choices, strict=True))
-        score = math.nan if lacking else first if first == second else 0.5
-        disagreed = math.nan if lacking else float(first != second)
-        numbers = {"disagreed": disagreed} | self.judge_metrics(text, replies, lacking)
-        return {"score": score} | numbers if not lacking else unreadable_verdict(chats, replies[0].text, numbers)
+        score = math.nan if unreadable else first if first == second else 0.5
+        disagreed = math.nan if unreadable else float(first != second)
+        numbers = {"disagreed": disagreed} | self.judge_metrics(text, replies, unreadable)
+        return {"score": score} | numbers if not unreadable else unreadable_verdict(chats, replies[0].text, numbers)
 
     def check(self) -> None:
-        """Refuse a criterion or a judge that cannot work.
-
-        Raises:
-          InputError: names the field and the remedy.
-        """
+        """Refuse a criterion or a judge that cannot work."""
         require(bool(self.criterion.strip()), "Pairwise.criterion is empty: say what makes an answer the better one")
         self.check_judge()
 

@@ -34,8 +34,8 @@ class Outcome(NamedTuple):
 
 
 @functools.cache
-def servers() -> ServerPool:
-    """Return this process's fork servers for programs; they end with it."""
+def servers(judge: bool = False) -> ServerPool:
+    """Return this process's fork servers: for programs, or for judges, which see expected values and no program."""
     return ServerPool()
 
 
@@ -62,10 +62,10 @@ def run_python(
     return outcome(servers().run({"code": code}, data, timeout_s, memory_mb))
 
 
-def outcome(ended: ProgramEnd) -> Outcome:
+def outcome(end: ProgramEnd) -> Outcome:
     """Return what a program's end means."""
-    texts = [text.decode("utf-8", "replace") for text in (ended.stdout, ended.stderr)]
-    status = {"threads": "error", "files": "output"}.get(ended.reason, ended.reason)
+    texts = [text.decode("utf-8", "replace") for text in (end.stdout, end.stderr)]
+    status = {"threads": "error", "files": "output"}.get(end.reason, end.reason)
     if status == "exit":
-        status = {0: "ok", OUT_OF_MEMORY: "memory"}.get(ended.code, "error")
+        status = {0: "ok", OUT_OF_MEMORY: "memory"}.get(end.code, "error")
     return Outcome(status, *texts)

@@ -36,7 +36,7 @@ from jaxrl_llm.rewards.functions import (
     definition_of,
     form_of,
 )
-from jaxrl_llm.rewards.pool import InProcessCalls, PendingOutcomes, Pool, workers_for_cores
+from jaxrl_llm.rewards.pool import InProcessCalls, Pool, workers_for_cores
 from jaxrl_llm.rewards.rubric import OF_JUDGES, Rubric, asks_model, extra_columns, on_device
 from jaxrl_llm.rewards.shaping import BUILT_IN, Accuracy, Gate, Reward, inner_reward, places_of, reward_values, spread
 from jaxrl_llm.rewards.verify import POOLED, dry_run_completion, verdict
@@ -75,15 +75,15 @@ class Failures:
 
     def fraction(self, name: str) -> float:
         """Return the share of completions that a reward failed to score."""
-        called, failed = self.of.get(name, (0, 0))
-        return failed / called if failed else 0.0
+        calls, failures = self.of.get(name, (0, 0))
+        return failures / calls if failures else 0.0
 
     def __add__(self, other: "Failures") -> "Failures":
         """Add up two records; the earlier messages are kept."""
         of = {}
         for name in self.of | other.of:
-            (called, failed), (more_called, more_failed) = (record.of.get(name, (0, 0)) for record in (self, other))
-            of[name] = called + more_called, failed + more_failed
+            (calls, failures), (other_calls, other_failures) = (record.of.get(name, (0, 0)) for record in (self, other))
+            of[name] = calls + other_calls, failures + other_failures
         messages = self.messages | other.messages | self.messages
         return Failures(
             self.errors + other.errors, self.timeouts + other.timeouts, of, messages, self.trace or other.trace
@@ -140,15 +140,9 @@ def merge_shares(shares: Sequence[Scores], count: int) -> Scores:
 
 
 def token_index(text: str, tokens: Sequence[int], end: int, tokenizer: Any) -> int:
-    """Return the index of the token in which the first ``end`` characters of a completion are complete.
+    """Return the index of the token in which the first ``end`` characters (1 to all) of a completion are complete.
 
-    Bisects over its prefixes, decoded as the whole was: a character of several tokens appears with the last of them.
-
-    Args:
-      text: of the whole completion.
-      tokens: of it.
-      end: 1 to ``len(text)``.
-      tokenizer: that wrote the text.
+    Bisects over its prefixes, decoded as the completion was: a character of several tokens appears with the last one.
     """
     return bisect.bisect_left(
         range(1, len(tokens)), True, key=lambda count: text_of(tokenizer, tokens[:count]).startswith(text[:end])
@@ -156,14 +150,7 @@ def token_index(text: str, tokens: Sequence[int], end: int, tokenizer: Any) -> i
 
 
 def steps_at_tokens(items: Sequence[Any], parts: Sequence[tuple[Any, Any]], tokenizer: Any) -> tuple[np.ndarray, ...]:
-    """Place the step rewards of completions at their tokens, float32[t] each; empty without any, or without a
-    tokenizer.
-
-    Args:
-      items: problems with completions.
-      parts: step rewards, each with its steps of each completion.
-      tokenizer: that wrote the texts.
-    """
+    """Place step rewards at their tokens, float32[t] for each completion; empty without any, or without a tokenizer."""
     if not parts or tokenizer is None:
         return ()
     step_rewards = []
@@ -187,9 +174,7 @@ ENVIRONMENT = "environment"
 
 
 def with_unplayed(scores: Scores, played: Sequence[int], items: Sequence[tuple[Any, Any]]) -> Scores:
-    """Return the scores of all completions from those of the ``played`` ones: the others are wrong, and worth 0; their
-    parts are NaN.
-    """
+    """Return the scores of all completions from those of the ``played`` ones: the others are wrong, and worth 0."""
 
     def spread(values: np.ndarray, filler: Any) -> np.ndarray:
         column = np.full(len(items), filler, np.float64)
@@ -204,9 +189,7 @@ def with_unplayed(scores: Scores, played: Sequence[int], items: Sequence[tuple[A
 
 
 def with_environment(scores: Scores, items: Sequence[tuple[Any, Any]]) -> Scores:
-    """Add the rewards that environments give to episodes, with weight 1; an episode whose environment failed is
-    unscorable.
-    """
+    """Add the rewards of environments to episodes, with weight 1; one whose environment failed is unscorable."""
     episodes = {place: completion.episode for place, (_, completion) in enumerate(items) if completion.episode}
     if not episodes:
         return scores
@@ -223,11 +206,10 @@ def with_environment(scores: Scores, items: Sequence[tuple[Any, Any]]) -> Scores
     return dataclasses.replace(scores, reward=reward, parts=scores.parts | {ENVIRONMENT: column})
 
 
-class PendingScores(NamedTuple):
+class ScoringBatch(NamedTuple):
     """Completions that are being scored.
 
     Attributes:
-      items: pairs of problem and completion.
       rewards: that score them, by the names of their parts.
       device_scores: scores by models on the device.
       places: of the completions that each reward scores.
@@ -240,7 +222,7 @@ class PendingScores(NamedTuple):
     device_scores: Mapping[str, Any]
     places: Mapping[str, Sequence[int]]
     columns: dict[str, np.ndarray]
-    jobs: list[tuple[tuple[str, Sequence[int], RewardCall], PendingOutcomes]]
+    jobs: list[tuple[tuple[str, Sequence[int], RewardCall], Any]]
 
 
 def collect_failures(
@@ -271,23 +253,13 @@ REFERENCES_FILE = "references.json"
 SOLUTION = "solution"
 """Column of the rows with their reference programs."""
 
-UnmetReferences = Sequence[tuple[Problem, float]]
-"""Problems of references that did not reach their answer, with their scores."""
-Notes = tuple[list[str], Callable[[Callable[[str], None]], None]]
-"""Notes; and a function that begins to try the rest in the background, which gives notes to its argument."""
-
 
 def check_references(
     problems: Iterable[Problem], pool: Pool, timeout_s: float, folder: Path | None, needed: bool
-) -> Notes:
-    """Try the references of the verifier ``math``; those of ``match`` and ``integer`` are tried as they are read.
+) -> tuple[list[str], Callable[..., None]]:
+    """Try the references of the verifier ``math`` and keep the result in ``folder``; others are tried as they are read.
 
-    Args:
-      problems: of which those with this verifier are tried, one for each reference.
-      pool: of the verifier's processes.
-      timeout_s: for one reference.
-      folder: the run's, where the result is kept; None for none.
-      needed: whether the run reads which answers are right.
+    ``needed``: whether the run reads which answers are right; then most of the sample must reach their answer.
     """
     distinct = {(problem.extractor, problem.answer): problem for problem in problems if problem.verifier == "math"}
     tries = {}
@@ -295,20 +267,16 @@ def check_references(
         answer = extract(wrap_answer(problem.answer, problem.extractor), problem.extractor) or ""
         tries[json.dumps(key)] = problem, RewardCall(POOLED["math"], [(answer, problem)], timeout_s=timeout_s)
 
-    def make_notes(lost: UnmetReferences, count: int, sample: bool) -> list[str]:
+    def make_notes(lost: Sequence[tuple[Problem, float]], count: int, sample: bool) -> list[str]:
         return note_unreachable([problem for problem, _ in lost], count, needed and sample)
 
     return _try_references(tries, make_notes, pool, None if folder is None else folder / REFERENCES_FILE)
 
 
-def check_programs(judged: Iterable[tuple[CodeTests, Sequence[Problem]]], pool: Pool, folder: Path | None) -> Notes:
-    """Run the reference programs of rows through their own tests; rows without one are left out.
-
-    Args:
-      judged: tests of programs, and the problems that they judge.
-      pool: of the processes of rewards.
-      folder: the run's, where the result is kept; None for none.
-    """
+def check_programs(
+    judged: Iterable[tuple[CodeTests, Sequence[Problem]]], pool: Pool, folder: Path | None
+) -> tuple[list[str], Callable[..., None]]:
+    """Run the reference programs of rows through their own tests, and keep the result in ``folder``."""
     tries = {}
     for judge, problems in judged:
         for problem in problems:
@@ -320,22 +288,26 @@ def check_programs(judged: Iterable[tuple[CodeTests, Sequence[Problem]]], pool: 
     return _try_references(tries, _failing_programs_note, pool, None if folder is None else folder / "solutions.json")
 
 
-def _failing_programs_note(lost: UnmetReferences, count: int, sample: bool) -> list[str]:
+def _failing_programs_note(lost: Sequence[tuple[Problem, float]], count: int, sample: bool) -> list[str]:
     """Return the note about reference programs that fail, or that nobody can judge."""
     parts = []
     for ends, failure in ((False, "fail their own tests"), (True, "cannot be told by their own tests")):
         rows = [str(problem.metadata.get("row", problem.id)) for problem, score in lost if math.isnan(score) == ends]
-        listed = ", ".join(rows[:3]) + (", ..." if len(rows) > 3 else "")
-        parts += [f"{len(rows)} {failure}: {listed}"] if rows else []
+        first_rows = ", ".join(rows[:3]) + (", ..." if len(rows) > 3 else "")
+        parts += [f"{len(rows)} {failure}: {first_rows}"] if rows else []
     remedy = "no answer can earn its reward there; correct these tests or leave the rows out (docs/security.md)"
     return [f"of {count} reference programs (column {SOLUTION}), {'; '.join(parts)}; {remedy}"] if parts else []
 
 
 def _try_references(
-    tries: Mapping[str, tuple[Problem, RewardCall]], make_notes: Callable[[UnmetReferences, int, bool], list[str]],
+    tries: Mapping[str, tuple[Problem, RewardCall]], make_notes: Callable[..., list[str]],
     pool: Pool, path: Path | None,
-) -> Notes:  # fmt: skip
-    """Try a sample of references; ``make_notes`` gets the unmet ones, the number tried, and whether it is a sample."""
+) -> tuple[list[str], Callable[..., None]]:  # fmt: skip
+    """Try a sample of references; return notes, and a function that tries the rest behind the run and gives its
+    argument further notes.
+
+    ``make_notes`` gets the unmet references, the number of those that were tried, and whether they are a sample.
+    """
     by_digest = {codec.digest(key, 64): attempt for key, attempt in tries.items()}
     ordered = [by_digest[key] for key in sorted(by_digest)]
     digest = codec.digest("".join(sorted(by_digest)))
@@ -369,11 +341,9 @@ def _unmet_references(tries: Sequence[tuple[Problem, RewardCall]], pool: Pool) -
 
 
 def two_turn_episode(answer: Completion, tools: Sequence[str]) -> Completion:
-    """Return an episode of two turns that ends with this answer: the environment replies to the first, which calls a
-    tool if there are ``tools`` (their names).
+    """Return an episode of two turns that ends with this answer; the first turn calls one of the ``tools``, if any.
 
-    Its tokens are those of the answer three times: for each turn, and for the environment's words, which no policy
-    sampled.
+    Its tokens are those of the answer three times: for each turn, and for the environment's words between them.
     """
     size = len(answer.tokens)
     reply = {"role": "assistant", "content": answer.text}
@@ -482,8 +452,7 @@ class Scorer(contextlib.AbstractContextManager):
     def begin(self, items: Sequence[Item], only: Collection[str] | None = None) -> Callable[[], Scores]:
         """Begin to score, as ``score`` does; return a function that waits for the scores.
 
-        Several may be open at one time. What is measured on the device is measured now. All processes must begin and
-        wait in one order.
+        Several may be open at one time; all processes must begin and wait in one order.
         """
         beside = {name: reward for name, reward in self._beside.items() if only is not None and name in only}
         rewards = self._rewards | self._watched if only is None else beside
@@ -504,18 +473,13 @@ class Scorer(contextlib.AbstractContextManager):
     def check(
         self, problems: Sequence[Problem], needed: bool = True, note: Callable[[str], None] | None = None
     ) -> list[str]:
-        """Refuse problems with tests of programs that cannot be run, and references that most answers cannot reach;
-        return a line about the sandbox if there are programs, and one if their reference programs fail; write the
-        sandbox's level to the run's directory.
+        """Refuse problems with tests that cannot be run, and references that most answers cannot reach; return notes on
+        the sandbox and reference programs, and write the sandbox's level to the run's directory.
 
         Args:
           problems: all that will be asked.
           needed: whether the run reads which answers are right.
-          note: gets what the references show that are tried in the background; None if only a sample is tried.
-
-        Raises:
-          InputError: tests of a row are missing, or not known; programs cannot be confined here; or ``needed``, and
-            no answer is right by most references.
+          note: gets the notes about references that are tried in the background; None tries only a sample.
         """
         notes, try_rest = check_references(problems, self._pool, self._timeout_s, self.folder, needed)
         if note is not None and self._writes:
@@ -567,9 +531,7 @@ class Scorer(contextlib.AbstractContextManager):
             self._errors.unlink(missing_ok=True)  # of an earlier attempt
 
     def _begin_shares(self, items: Sequence[Item], rewards: dict[str, Any]) -> Callable[[], Scores]:
-        """Begin the scores of these rewards: by models on the device for all items first; the rest is divided among
-        processes.
-        """
+        """Begin the scores of these rewards: by models on the device first; processes divide the rest."""
         bases = {name: self._bases[name] for name in rewards}
         device_scores = {}
         for name, base in bases.items():
@@ -606,10 +568,8 @@ class Scorer(contextlib.AbstractContextManager):
         messages = {name: f"{line} (traceback in {self._shown})" for name, line in failures.messages.items()}
         return dataclasses.replace(scores, failures=dataclasses.replace(failures, messages=messages))
 
-    def _begin_calls(self, items: Sequence[Item], rewards: dict[str, Any], device_scores: dict) -> PendingScores:
-        """Begin the calls of the verifier and of each base of a reward, as far as it scores the completions in its
-        places; what needs no call is computed now.
-        """
+    def _begin_calls(self, items: Sequence[Item], rewards: dict[str, Any], device_scores: dict) -> ScoringBatch:
+        """Begin the calls of the verifier and of each reward's base in its places; compute now what needs no call."""
         columns = {VERIFIED: np.zeros(len(items))}
         places = {name: places_of(reward, items) for name, reward in rewards.items()}
         jobs: list[tuple[str, Sequence[int], RewardCall]] = []  # what each call fills
@@ -636,12 +596,10 @@ class Scorer(contextlib.AbstractContextManager):
                 jobs += [(name, share, call) for share, call in self._calls(name, items, at, device_scores.get(name))]
         pooled = iter(self._pool.submit([call for *_, call in jobs if call.function is None]))
         coming = [next(pooled) if call.function is None else self._inside.submit(call) for *_, call in jobs]
-        return PendingScores(items, rewards, device_scores, places, columns, list(zip(jobs, coming, strict=True)))
+        return ScoringBatch(items, rewards, device_scores, places, columns, list(zip(jobs, coming, strict=True)))
 
-    def _collect_outcomes(self, pending: PendingScores) -> dict[tuple[str, int], RewardOutcome]:
-        """Wait for the calls and put their values into the columns; return the failed ones, with their messages, by
-        name and place.
-        """
+    def _collect_outcomes(self, pending: ScoringBatch) -> dict[tuple[str, int], RewardOutcome]:
+        """Wait for the calls, fill the columns, and return the failed ones, with their messages, by name and place."""
         failed: dict[tuple[str, int], RewardOutcome] = {}
         for (name, at, call), coming in pending.jobs:
             for place, outcome in zip(at, coming.result(), strict=True):
@@ -661,10 +619,7 @@ class Scorer(contextlib.AbstractContextManager):
     def _calls(
         self, name: str, items: Sequence[Item], places: Sequence[int], verdicts: Any
     ) -> Iterator[tuple[Sequence[int], RewardCall]]:
-        """Yield the calls of a function, of one completion each or of all, after the places that each fills.
-
-        ``verdicts``: what a judge on the devices has said of each completion; None for other rewards.
-        """
+        """Yield the calls of a function after the places that each fills; ``verdicts``: of a judge on the devices."""
         reward, form = self._bases[name], self._forms[name]
         user_function = reward if isinstance(reward, UserFunction) else None
         path, positions = getattr(user_function, "path", None), getattr(user_function, "positions", "")
@@ -681,7 +636,7 @@ class Scorer(contextlib.AbstractContextManager):
             label = path if importable else name
             yield share, RewardCall(label, bare, form, seconds, positions, function, on_error, extra_names)
 
-    def _collect_scores(self, pending: PendingScores) -> Scores:
+    def _collect_scores(self, pending: ScoringBatch) -> Scores:
         """Wait for the calls; return the scores."""
         items, rewards, device_scores, places, columns, _ = pending
         failed = self._collect_outcomes(pending)
@@ -725,7 +680,7 @@ class Scorer(contextlib.AbstractContextManager):
             parts={name: (means | values)[name] for name in rewards} | differing | beside,
             failures=collect_failures(failed, source, places),
             failed=unscored,
-            steps=steps_at_tokens(items, [(self._bases[name], said) for name, said in stepped.items()], self.tokenizer),
+            steps=steps_at_tokens(items, [(bases[name], column) for name, column in stepped.items()], self.tokenizer),
         )
 
 

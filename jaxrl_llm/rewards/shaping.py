@@ -46,11 +46,7 @@ REJECTED = "gate/rejected"
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """Base of rewards made of another reward's value.
-
-    Attributes:
-      of: that reward, or a function.
-    """
+    """Base of rewards made of the value of another reward, or function, ``of``."""
 
     of: Any
 
@@ -168,8 +164,8 @@ class TaskReward(Bound):
 
 def places_of(reward: Any, items: Sequence[Item]) -> list[int]:
     """Return the indices of the completions that a reward scores."""
-    some = isinstance(reward, TaskReward)
-    return [place for place, (problem, _) in enumerate(items) if not some or problem.task in reward.tasks]
+    has_tasks = isinstance(reward, TaskReward)
+    return [place for place, (problem, _) in enumerate(items) if not has_tasks or problem.task in reward.tasks]
 
 
 def spread(values: np.ndarray, places: Sequence[int], count: int) -> np.ndarray:
@@ -280,10 +276,7 @@ class CosineLength:
 
 @dataclasses.dataclass(frozen=True)
 class RepetitionPenalty:
-    """-1 if the completion was ended because it only repeated itself, else 0.
-
-    ``rollout.repetition`` sets when that happens.
-    """
+    """-1 if the completion was ended because it only repeated itself (``rollout.repetition``), else 0."""
 
     weight: float = 1.0
     name: ClassVar[str] = "repetition_penalty"
@@ -340,26 +333,9 @@ BUILT_IN = (SoftOverlong, LengthPenalty, CosineLength, RepetitionPenalty, Format
 """Rewards that neither hang nor raise: the scorer calls them in its own process."""
 
 Reward = (
-    Accuracy
-    | SoftOverlong
-    | LengthPenalty
-    | CosineLength
-    | RepetitionPenalty
-    | Format
-    | Refusals
-    | CodeTests
-    | Hinge
-    | Threshold
-    | Function
-    | Local
-    | StepFunction
-    | ModelReward
-    | StepReward
-    | Rubric
-    | Pairwise
-    | TaskReward
-    | Lost
-)
+    Accuracy | SoftOverlong | LengthPenalty | CosineLength | RepetitionPenalty | Format | Refusals | CodeTests | Hinge
+    | Threshold | Function | Local | StepFunction | ModelReward | StepReward | Rubric | Pairwise | TaskReward | Lost
+)  # fmt: skip
 
 
 def name_rewards(rewards: Sequence[Reward]) -> dict[str, Reward]:
@@ -477,7 +453,6 @@ def _matches_in_time(match: Callable[..., Any], text: str) -> bool:
 
 
 Finite = Annotated[float, Range("(-inf, inf)", words="finite")]
-Natural = Annotated[int, Range("[0, inf]")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -507,7 +482,7 @@ class RelativeLength:
     """
 
     weight: Finite = 1.0
-    warmup: Natural = 0
+    warmup: Annotated[int, Range("[0, inf]")] = 0
 
     def __call__(self, group: Group, updates: int, budget: int) -> Group:
         """Return the group with shaped rewards; see the module."""
@@ -520,8 +495,7 @@ class RelativeLength:
 
 @dataclasses.dataclass(frozen=True)
 class LengthCycle:
-    """Schedule of ProRL v2's cosine of the length: ``CosineLength`` up to the budget, in ``on`` of every ``on + off``
-    updates.
+    """Schedule of ProRL v2's ``CosineLength`` up to the budget, in ``on`` of every ``on + off`` updates.
 
     The weight is our choice: the recipes do not publish it.
     """
@@ -530,7 +504,7 @@ class LengthCycle:
     high: float = 0.0
     weight: Finite = 0.5
     on: Annotated[int, Range("[1, inf]")] = 100
-    off: Natural = 500
+    off: Annotated[int, Range("[0, inf]")] = 500
 
     def __call__(self, group: Group, updates: int, budget: int) -> Group:
         """Return the group with shaped rewards; see the module."""

@@ -33,9 +33,7 @@ def accuracy(problem: Problem, completion: Completion) -> float:
 
 
 def verdict(problem: Problem, completion: Completion) -> float | RewardCall:
-    """Return the accuracy if the verifier cannot hang; else the call that computes it. Raises the errors of
-    ``accuracy``.
-    """
+    """Return the accuracy if the verifier cannot hang; else the call that computes it."""
     if problem.verifier == "none":
         return math.nan
     answer = extract(completion.text, problem.extractor)

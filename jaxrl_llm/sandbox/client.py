@@ -37,8 +37,6 @@ class ProgramEnd:
     Attributes:
       reason: ``exit timeout threads files output``.
       code: exit code; negative, the number of the signal that ended it.
-      stdout: what it printed.
-      stderr: its error output.
       result: the JSON that its calls returned, if it came to an end.
     """
 
@@ -50,12 +48,7 @@ class ProgramEnd:
 
 
 class Server:
-    """Owner of one fork server, used by one thread at a time; ``level`` is the highest to use, and then the one
-    reached.
-
-    Raises:
-      SandboxError: it does not start.
-    """
+    """Owner of one fork server, used by one thread at a time; ``level`` is the highest to use, then the one reached."""
 
     def __init__(self, level: str = LEVELS[-1]):
         self.folder = tempfile.mkdtemp(prefix="sandbox-")

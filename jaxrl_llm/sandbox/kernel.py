@@ -41,8 +41,8 @@ def _syscall(number: int, *arguments: int | bytes | None) -> int:
     return _library.syscall(ctypes.c_long(number), *words)
 
 
-def _prctl(option: int, value: int, more: int | ctypes.Array | None = 0) -> None:
-    last = ctypes.c_ulong(more) if isinstance(more, int) else more
+def _prctl(option: int, value: int, argument: int | ctypes.Array | None = 0) -> None:
+    last = ctypes.c_ulong(argument) if isinstance(argument, int) else argument
     words = ctypes.c_ulong(value), last, ctypes.c_ulong(0), ctypes.c_ulong(0)
     _check(_library.prctl(ctypes.c_int(option), *words), f"prctl {option}")
 
@@ -60,17 +60,17 @@ def ruleset(folder: str, readable: list[str]) -> int:
     """
     version = landlock_version()
     rights = _FILE_RIGHTS[max(since for since in _FILE_RIGHTS if since <= version)]
-    handled = [(1 << rights) - 1]
-    handled += [0b11] * (version >= 4) + [0b11] * (version >= 6)  # TCP since 4; sockets and signals since 6
-    packed = struct.pack(f"={len(handled)}Q", *handled)
+    rights_masks = [(1 << rights) - 1]
+    rights_masks += [0b11] * (version >= 4) + [0b11] * (version >= 6)  # TCP since 4; sockets and signals since 6
+    packed = struct.pack(f"={len(rights_masks)}Q", *rights_masks)
     rules = _check(_syscall(_CREATE_RULESET, packed, len(packed), 0), "landlock_create_ruleset")
     folder_rights = _READ_DIR | _REMOVE_FILE | _MAKE_REG | _READ_FILE | _WRITE_FILE | _TRUNCATE
-    allowed = [(folder, folder_rights), ("/dev/null", _READ_FILE | _WRITE_FILE)]
-    allowed += [(path, _READ_FILE | _READ_DIR * os.path.isdir(path)) for path in readable]
-    for path, right in allowed:
+    path_rights = [(folder, folder_rights), ("/dev/null", _READ_FILE | _WRITE_FILE)]
+    path_rights += [(path, _READ_FILE | _READ_DIR * os.path.isdir(path)) for path in readable]
+    for path, right in path_rights:
         with contextlib.suppress(FileNotFoundError):
             place = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_PATH", 0))
-            rule = struct.pack("=Qi", right & handled[0], place)
+            rule = struct.pack("=Qi", right & rights_masks[0], place)
             _check(_syscall(_ADD_RULE, rules, 1, rule, 0), f"landlock_add_rule {path}")
             os.close(place)
     return rules
@@ -114,9 +114,7 @@ def leave_namespaces() -> None:
 
 
 def new_root(place: str, library: str) -> str:
-    """Make ``place`` the root of a file system with the library, ``/proc`` and ``/dev/null`` alone, in namespaces of
-    this process, and return the folder there that may be written.
-    """
+    """Make ``place`` a root with the library, ``/proc`` and ``/dev/null`` alone; return the folder open for writing."""
     _check(_library.unshare(ctypes.c_int(_CLONE["mount"])), "unshare")
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
     _mount("tmpfs", place, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={ROOT_BYTES},nr_inodes={ROOT_FILES},mode=755")
@@ -127,14 +125,14 @@ def new_root(place: str, library: str) -> str:
             os.makedirs(os.path.dirname(place + path))
             os.close(os.open(place + path, os.O_CREAT))
         _mount(path, place + path, None, _MS_BIND | _MS_REC)
-    writable, before = "/own", "/before"
-    for folder in (writable, before):
+    writable, old_root = "/own", "/before"
+    for folder in (writable, old_root):
         os.mkdir(place + folder)
     os.chdir(place)
-    _check(_syscall(syscalls.PIVOT_ROOT, b".", before[1:].encode()), "pivot_root")
+    _check(_syscall(syscalls.PIVOT_ROOT, b".", old_root[1:].encode()), "pivot_root")
     os.chdir("/")
-    _check(_library.umount2(before.encode(), ctypes.c_int(_MNT_DETACH)), "umount")
-    os.rmdir(before)
+    _check(_library.umount2(old_root.encode(), ctypes.c_int(_MNT_DETACH)), "umount")
+    os.rmdir(old_root)
     return writable
 
 

@@ -148,8 +148,8 @@ def decode_value(value: Any, decoders: Mapping[str, Callable[[Any], Any]] = Mapp
         return value
     if isinstance(value, list):
         return [decode_value(member, decoders) for member in value]
-    (kind, content), *more = value.items()
-    if not more:
+    (kind, content), *other_pairs = value.items()
+    if not other_pairs:
         if kind in decoders or kind in SCALARS:
             return (decoders if kind in decoders else SCALARS)[kind](content)
         if kind in _MEMBERS:

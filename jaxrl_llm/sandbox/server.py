@@ -40,10 +40,7 @@ own."""
 
 
 def main(handle: str, folder: str, level: str) -> None:
-    """Serve the socket ``handle`` until it closes, with ``folder`` for the programs' files.
-
-    ``level`` is the highest one to use; what the system allows is reported.
-    """
+    """Serve the socket ``handle`` until it closes; ``folder`` is for programs' files, ``level`` the highest to use."""
     connection = socket.socket(fileno=int(handle))
     sys.path[:] = [path for path in sys.path if not os.path.exists(os.path.join(path, "jaxrl_llm"))]
     for name in WARM:
@@ -66,8 +63,8 @@ def main(handle: str, folder: str, level: str) -> None:
 
 
 def _enter_namespaces(folder: str) -> str:
-    """Continue as the first process of new namespaces, with which all others there end, and with ``folder`` as the root
-    of its own file system; return the programs' folder there, or nothing if the system does not allow it.
+    """Continue as the first process of new namespaces, with which all others there end, and with ``folder`` as root;
+    return the programs' folder there, or nothing if the system does not allow it.
     """
     try:
         kernel.leave_namespaces()

@@ -98,15 +98,13 @@ def seccomp_filter(pid: int) -> bytes:
 
 
 def _checks(words: dict[int, tuple[int, ...]], null: tuple[int, ...], error: int) -> list[bytes]:
-    """Return the end of a filter: allow if each argument of ``words`` has one of its values and those in ``null`` are
-    0.
-    """
+    """Return the end of a filter: allow if arguments in ``words`` have one of their values, those in ``null`` 0."""
     conditions = [(_ARGUMENTS + 8 * at, values) for at, values in words.items()]
     conditions += [(_ARGUMENTS + 8 * at + half, (0,)) for at in null for half in (0, 4)]
     body: list[bytes] = []
     for offset, values in conditions:
         remaining = range(len(values), 0, -1)
-        tests = [_op(_EQUAL, value & 0xFFFFFFFF, after, 0) for value, after in zip(values, remaining, strict=True)]
+        tests = [_op(_EQUAL, value & 0xFFFFFFFF, jump, 0) for value, jump in zip(values, remaining, strict=True)]
         body += [_op(_LOAD, offset), *tests, _op(_RETURN, _ERRNO | error)]
     return [*body, _op(_RETURN, _ALLOW)]
 

@@ -33,7 +33,7 @@ from jaxrl_llm.runs.load import load_model
 from jaxrl_llm.stages.stage import SCORING_CHUNK, Architectures, Pass, score_sample, score_samples, scoring_forward
 from jaxrl_llm.stages.taught import check_reward_template, reward_format, reward_model_uses
 from jaxrl_llm.tasks import Prompts
-from jaxrl_llm.tasks.chats import Guard, PieceEncoder, close_completion
+from jaxrl_llm.tasks.chats import ChatEncoder, Guard, close_completion
 from jaxrl_llm.tasks.template import check_tokenizer, render_chat
 from jaxrl_llm.types import Completion, Message, Problem
 
@@ -109,7 +109,7 @@ def load_judge(
     ends: dict[str, Sequence[int] | None] = {}
     if recorded is not None and recorded.score_at == "template":  # else a score is read at the completion's own end
         tasks_read = {label: task_prompts.task(label) for label, task_prompts in prompts.items()}
-        ends = {label: PieceEncoder(task, tokenizer, (), {}).closing for label, task in tasks_read.items()}
+        ends = {label: ChatEncoder(task, tokenizer, (), {}).closing for label, task in tasks_read.items()}
     more = max((len(closing) - 1 for closing in ends.values() if closing), default=0)  # a stop token is there already
     longest = run.rollout.max_length + more
     positions = model.config.attention.rope.max_positions

@@ -17,7 +17,7 @@ from jaxrl_llm.rollout.settings import Rollout
 from jaxrl_llm.runs.load import find_start, host_state
 from jaxrl_llm.stages.stage import Fingerprints, read_parts
 from jaxrl_llm.stages.taught import format_notes
-from jaxrl_llm.tasks.chats import OPENS_A_THOUGHT, PieceEncoder
+from jaxrl_llm.tasks.chats import OPENS_A_THOUGHT, ChatEncoder
 from jaxrl_llm.tasks.stream import (
     BY_SUCCESS,
     NONE,
@@ -138,7 +138,7 @@ def unstopped_notes(task: tasks.Task, tokenizer: Any, stops: Sequence[int]) -> l
     closing: Sequence[int] = ()
     if task.template != "plain" and not task.plays:  # an episode says it by itself
         with contextlib.suppress(InputError):  # a template that writes no answers
-            closing = PieceEncoder(task, tokenizer, stops, {}).closing or ()
+            closing = ChatEncoder(task, tokenizer, stops, {}).closing or ()
     end = text_of(tokenizer, closing).strip()
     if not end or {*closing} & {*stops}:
         return []

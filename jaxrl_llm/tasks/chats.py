@@ -31,8 +31,8 @@ from jaxrl_llm.tasks.messages import (
     TOOLS,
     WEIGHT,
     as_text,
+    common_prefix,
     join_messages,
-    shared_prefix,
     tool_call,
     with_tools,
 )
@@ -71,10 +71,6 @@ class Guard:
         """Return an environment's message, ready to be rendered: whatever its role, it holds no control token."""
         return self(message) if message["role"] in self._by_role else self.reply(message)
 
-    def without(self, pattern: re.Pattern[str], text: str) -> str:
-        """Return a text in which the tokens that a pattern finds stay text."""
-        return pattern.sub(lambda match: f"{match[0][:1]}{_CUT}{match[0][1:]}", text)
-
     def spelled(self, text: str) -> list[int]:
         """Return the ids of a rendered text in which the control tokens that its contents spell are control tokens."""
         return self._ids(text.replace(_CUT, ""))
@@ -101,19 +97,19 @@ class Guard:
         """Whether a text holds a special token."""
         return any(token in text for token in self._special)
 
-    def ids(self, text: str, before: str = "") -> list[int]:
+    def ids(self, text: str, prefix: str = "") -> list[int]:
         """Return the ids of a rendered text that follows this text."""
         first, *rest = text.split(_CUT)
-        ids = self._after(before, first)
+        ids = self._after(prefix, first)
         for piece in rest:
             ids += self._after("x", piece)
         return ids
 
-    def _after(self, before: str, text: str) -> list[int]:
+    def _after(self, prefix: str, text: str) -> list[int]:
         """Return the ids that a text adds to those of the text before it."""
-        before_ids = self._ids(before)
-        ids = self._ids(before + text)
-        return ids[len(before_ids) :] if ids[: len(before_ids)] == before_ids else self._ids(text)
+        prefix_ids = self._ids(prefix)
+        ids = self._ids(prefix + text)
+        return ids[len(prefix_ids) :] if ids[: len(prefix_ids)] == prefix_ids else self._ids(text)
 
     def _ids(self, text: str) -> list[int]:
         return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] if text else []
@@ -142,11 +138,8 @@ _NO_TURNS = "template plain marks no turns, and the assistant has several; give 
 def close_completion(completion: Completion, closing: Sequence[int] | None) -> np.ndarray:
     """Return the tokens of a completion, int32[t]; one that ended by itself gets the end that a template writes.
 
-    Its stop token is part of that end, or is replaced by it; truncated completions stay as they are.
-
-    Args:
-      completion: sampled by a policy.
-      closing: see ``Pieces.closing``; None leaves all completions as they are.
+    ``closing``: see ``ChatEncoder.closing``; None leaves all completions as they are. A stop token is part of that
+    end, or is replaced by it; truncated completions stay.
     """
     tokens = completion.tokens
     if closing is None or completion.finish_reason != "stop":
@@ -160,23 +153,21 @@ def thought_of(message: Message) -> str:
     return next((message[name] for name in THOUGHTS if name in message), "")
 
 
-def assistant_text(before: str, message: Message, chat: str) -> str | None:
-    """Return the text in ``chat`` after ``before`` that holds the assistant's reasoning and answer; None if other text
-    follows. It includes the template's marks before and between the two.
-    """
-    if not chat.startswith(before):
+def assistant_text(prefix: str, message: Message, chat: str) -> str | None:
+    """Return the reasoning and answer in ``chat`` after ``prefix``, with the template's marks; None for other text."""
+    if not chat.startswith(prefix):
         return None
     content, thought = message["content"], thought_of(message)
-    if not thought and chat.startswith(content, len(before)):
+    if not thought and chat.startswith(content, len(prefix)):
         return content
-    marked = r".{0,64}?"  # a template's marks around a thought
-    begins = marked + re.escape(thought.strip()) + marked if thought else r"\s*(?:</\w+>\s*)?"
-    match = re.compile(begins + re.escape(content.strip()), re.DOTALL).match(chat, len(before))
+    mark = r".{0,64}?"  # a template's marks around a thought
+    begins = mark + re.escape(thought.strip()) + mark if thought else r"\s*(?:</\w+>\s*)?"
+    match = re.compile(begins + re.escape(content.strip()), re.DOTALL).match(chat, len(prefix))
     return match and match[0]
 
 
-class PieceEncoder:
-    """Encoder of pieces of text as token ids, with the ends of texts and turns.
+class ChatEncoder:
+    """Encoder of chats and texts as token ids, piece by piece, with the ends of texts and turns.
 
     Args:
       wording: settings of the prompt's text.
@@ -227,14 +218,14 @@ class PieceEncoder:
         """Return the token ids of a text, without further special tokens."""
         return self._guard.ids(text)
 
-    def after(self, before: str, *pieces: str) -> list[list[int]]:
+    def after(self, prefix: str, *pieces: str) -> list[list[int]]:
         """Return the ids of each of several pieces of text that follow a prompt's text one after the other."""
         ids_of_pieces = []
         for piece in pieces:
-            near = before[-64:]  # tokenizers look no further back: what they cut text into first is shorter
+            near = prefix[-64:]  # tokenizers look no further back: what they cut text into first is shorter
             near_ids, ids = self.ids(near), self.ids(near + piece)
             ids_of_pieces.append(ids[len(near_ids) :] if ids[: len(near_ids)] == near_ids else self.ids(piece))
-            before += piece
+            prefix += piece
         return ids_of_pieces
 
     @functools.cached_property
@@ -264,9 +255,7 @@ class PieceEncoder:
 
     @property
     def turn(self) -> list[int]:
-        """Ids that end the assistant's turn: the template's, up to the first of the model's stop tokens; if it writes
-        none of them, the token that ends a text.
-        """
+        """Ids that end the assistant's turn: the template's up to the first stop token, or the end of a text."""
         return self._turn_end[1] or [self.end]
 
     @property
@@ -281,20 +270,16 @@ class PieceEncoder:
         if self.plain:
             return "", []
         prompt = word_prompt(_ASKED, self._wording)
-        before, text = self.rendered(prompt), self.rendered([*prompt, _ANSWER, *_ASKED])
-        reply = assistant_text(before, _ANSWER, text)
+        prefix, text = self.rendered(prompt), self.rendered([*prompt, _ANSWER, *_ASKED])
+        reply = assistant_text(prefix, _ANSWER, text)
         if reply is None:
             return "", []
-        ids = self.ids(text[len(before) + len(reply) :].partition(_ASKED[0]["content"])[0])
+        ids = self.ids(text[len(prefix) + len(reply) :].partition(_ASKED[0]["content"])[0])
         stops = [at for at, token in enumerate(ids) if token in self._stop_ids]
         if not stops:
             return "", []
         ids = ids[: stops[0] + 1]
         return text_of(self.tokenizer, ids), ids
-
-
-class ChatEncoder(PieceEncoder):
-    """Encoder of chats and texts as token ids, piece by piece; its arguments are those of ``PieceEncoder``."""
 
     def prompt(self, messages: Iterable[Message]) -> tuple[str, np.ndarray]:
         """Return a prompt's text up to the start of the answer, or to the end of a last message of the assistant, which
@@ -316,18 +301,16 @@ class ChatEncoder(PieceEncoder):
         require(bool(stand_in), "the chat template leaves out the beginning of the answer; give another template")
         return header + content
 
-    def opened(self, before: str, content: str, answer: str = "") -> str:
-        """Return an answer, or the beginning of the ``answer``, without the mark that opens its thought if the prompt's
-        text has written it.
-        """
-        opening = OPENS_A_THOUGHT.search(before)
+    def opened(self, prefix: str, content: str, answer: str = "") -> str:
+        """Return an answer without the mark that opens its thought if the prompt has it; ``answer``: all of it."""
+        opening = OPENS_A_THOUGHT.search(prefix)
         if not opening:
             return content
         mark = f"<{opening[1]}>"
         inner = content.lstrip()
         if inner.startswith(mark):
             inner = inner.removeprefix(mark)
-            content = inner.lstrip() if before[-1].isspace() else inner
+            content = inner.lstrip() if prefix[-1].isspace() else inner
         require(
             f"</{opening[1]}>" in (answer or content),
             f"the chat template's prompt opens {mark}, and the answer has no </{opening[1]}>: give it its thought, or "
@@ -341,17 +324,17 @@ class ChatEncoder(PieceEncoder):
         begins = bos(text, self.tokenizer)
         return np.asarray(begins + self.ids(text) + [self.end], np.int32)
 
-    def answer(self, prompt: Sequence[Message], before: str, answer: Message) -> np.ndarray:
-        """Encode the assistant's answer to a prompt with the text ``before``, and the end of its turn, int32[t]."""
+    def answer(self, prompt: Sequence[Message], prefix: str, answer: Message) -> np.ndarray:
+        """Encode the assistant's answer to a prompt with the text ``prefix``, and the end of its turn, int32[t]."""
         chat = [*self._word_prompt(prompt), *self._without_ends([answer])]
-        return np.asarray(self._last(chat, before), np.int32)
+        return np.asarray(self._last(chat, prefix), np.int32)
 
     def turns(self, prompt: Sequence[Message], rest: Sequence[Message]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Encode a chat with the assistant first and last in ``rest``: return the prompt's ids, int32[p], those that
         follow, int32[t], and their mask, bool[t]: True for the assistant's text and the ends of its turns, except in
         messages that are not learned.
         """
-        before, prompt_ids = self.prompt(prompt)
+        prefix, prompt_ids = self.prompt(prompt)
         begins = self._word_prompt(prompt)
         chat = [*begins, *self._without_ends(rest)]
         speaks = [at for at in range(len(begins), len(chat)) if chat[at]["role"] == "assistant"]
@@ -360,19 +343,19 @@ class ChatEncoder(PieceEncoder):
         mask: list[bool] = []
         for at, following in itertools.pairwise(speaks):
             text = self.rendered(chat[:following])
-            reply, stops = self._assistant_text(before, chat[: at + 1], text)
+            reply, stops = self._assistant_text(prefix, chat[: at + 1], text)
             if reply is None:
                 raise InputError(
                     f"the chat template rewrites the assistant's earlier turn {chat[at]['content'][:40]!r}, which can "
                     "then not be learned in place; give another template, or a row for each turn"
                 )
-            glue = text[len(before) + len(reply) :]
-            reply_ids, glue_ids = self.after(before, reply, glue)
+            glue = text[len(prefix) + len(reply) :]
+            reply_ids, glue_ids = self.after(prefix, reply, glue)
             ends = next((place + 1 for place, token in enumerate(glue_ids) if token in self._stop_ids), 0) * stops
             tokens += reply_ids + glue_ids
             mask += [WEIGHT not in chat[at]] * (len(reply_ids) + ends) + [False] * (len(glue_ids) - ends)
-            before = text
-        last = self._last(chat, before)
+            prefix = text
+        last = self._last(chat, prefix)
         mask += [WEIGHT not in chat[-1]] * len(last)
         return prompt_ids, np.asarray(tokens + last, np.int32), np.asarray(mask, bool)
 
@@ -386,44 +369,44 @@ class ChatEncoder(PieceEncoder):
         require(not self.plain or len(rest) < 2, _NO_TURNS)
         if plain or self.plain:
             texts = [message["content"] for message in self._word_prompt(prompt)]
-            before = "\n\n".join(texts)
-            text = before + "\n\n".join(message["content"] for message in self._without_ends(rest))
-            begins = bos(before, self.tokenizer)
-            prompt_ids, ids = begins + self._guard.spelled(before), [*begins, *self._guard.spelled(text), self.end]
+            prefix = "\n\n".join(texts)
+            text = prefix + "\n\n".join(message["content"] for message in self._without_ends(rest))
+            begins = bos(prefix, self.tokenizer)
+            prompt_ids, ids = begins + self._guard.spelled(prefix), [*begins, *self._guard.spelled(text), self.end]
         else:
             chat = self._word_prompt(prompt)
             prompt_ids = self._guard.spelled(self.rendered(chat))
             ids = self._guard.spelled(self.rendered([*chat, *self._without_ends(rest)], asks=False))
-        return np.asarray(ids, np.int32), len(shared_prefix(prompt_ids, ids))
+        return np.asarray(ids, np.int32), len(common_prefix(prompt_ids, ids))
 
-    def _assistant_text(self, before: str, chat: list[Message], text: str) -> tuple[str | None, bool]:
-        """Return the text in ``text`` that the last message of the chat is after ``before``, None if other text
-        follows, and whether an end of its turn at which completions stop comes next.
+    def _assistant_text(self, prefix: str, chat: list[Message], text: str) -> tuple[str | None, bool]:
+        """Return the text of the chat's last message in ``text`` after ``prefix`` (None for other text), and whether an
+        end of its turn at which completions stop comes next.
         """
         if CALLS not in chat[-1]:
-            reply = assistant_text(before, chat[-1], text)
+            reply = assistant_text(prefix, chat[-1], text)
             end, _ = self._turn_end
-            following = text[len(before) + len(reply or "") :]
+            following = text[len(prefix) + len(reply or "") :]
             return reply, bool(end) and following.lstrip().startswith(end.lstrip())
         alone = self.rendered(chat, asks=False)
-        reply = self._ends.sub("", alone[len(before) :])
-        if not (alone.startswith(before) and text.startswith(before + reply)):
+        reply = self._ends.sub("", alone[len(prefix) :])
+        if not (alone.startswith(prefix) and text.startswith(prefix + reply)):
             return None, False
-        return reply, bool(self._end_token.match(text, len(before) + len(reply)))
+        return reply, bool(self._end_token.match(text, len(prefix) + len(reply)))
 
-    def _last(self, chat: list[Message], before: str) -> list[int]:
+    def _last(self, chat: list[Message], prefix: str) -> list[int]:
         """Return the ids of the assistant's last message, after the text before it, and the end of its turn."""
         content = chat[-1]["content"]
         if not self.plain:
-            reply, _ = self._assistant_text(before, chat, self.rendered(chat, asks=False))
+            reply, _ = self._assistant_text(prefix, chat, self.rendered(chat, asks=False))
             thought = thought_of(chat[-1])
             if reply is None and thought:
                 raise InputError(
                     f"the chat template does not write the thought {thought[:40]!r} of the assistant where it answers; "
                     "leave it out, or give another template"
                 )
-            content = self.opened(before, content) if reply is None else reply or content
-        return [*self.after(before, content)[0], *self.ending]
+            content = self.opened(prefix, content) if reply is None else reply or content
+        return [*self.after(prefix, content)[0], *self.ending]
 
     def _word_prompt(self, messages: Iterable[Message]) -> list[Message]:
         return word_prompt(self._without_ends(messages), self._wording)
@@ -438,15 +421,15 @@ class ChatEncoder(PieceEncoder):
                 if name in message:
                     self._check_read(name, "a message has")
             if message["role"] == "assistant":
-                message["content"] = self._guard.without(self._end_token, self.once(message["content"]))
+                text = self.once(message["content"])
+                split = lambda match: f"{match[0][:1]}{_CUT}{match[0][1:]}"  # noqa: E731  an end token inside stays text
+                message["content"] = self._end_token.sub(split, text)
             if CALLS in message:
                 message |= self._write_calls(message["content"], [call["function"] for call in message[CALLS]])
         return chat
 
     def _write_calls(self, content: str, functions: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the content and the calls of a message in a form that the template takes: some take no text beside
-        calls, or arguments only as text.
-        """
+        """Return a message's content and calls as the template takes them: some take no text, or arguments as text."""
         for no_text, write in itertools.product(("", None), (dict, json.dumps)):
             calls = [tool_call(at, call["name"], write(call["arguments"])) for at, call in enumerate(functions)]
             message: Any = {"role": "assistant", "content": content or no_text, CALLS: calls}
@@ -459,12 +442,7 @@ class ChatEncoder(PieceEncoder):
 
 
 class Prompts:
-    """Prompts of problems as token ids, each encoded once.
-
-    Args:
-      tasks: set the templates: one task, or several, found by the label of the problem.
-      tokenizer: of the model.
-    """
+    """Prompts of problems as token ids, each encoded once; several ``tasks`` are told apart by the problem's label."""
 
     def __init__(self, tasks: Task | Sequence[Task], tokenizer: Any):
         self.tasks = (tasks,) if isinstance(tasks, Task) else tuple(tasks)

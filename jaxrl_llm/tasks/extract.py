@@ -97,9 +97,7 @@ def _without_thousands(text: str) -> str:
 
 
 def same_answer(answer: str, reference: str) -> bool:
-    """Whether two answers of ``normalise_answer`` are equal numbers, or equal texts but for case, white space and a
-    full stop at the end.
-    """
+    """Whether two answers are equal numbers, or equal texts but for case, white space and a full stop at the end."""
     value, other = parse_number(answer), parse_number(reference)
     if value is not None and other is not None:
         return same_number(value, other)
@@ -109,9 +107,7 @@ def same_answer(answer: str, reference: str) -> bool:
 
 
 def matches(answer: str, reference: str, verifier: str) -> bool:
-    """Whether an extracted answer is the reference by verifier ``integer`` (the same integer, in any notation) or
-    ``match`` (``same_answer``).
-    """
+    """Whether an answer is the reference by verifier ``integer`` (in any notation) or ``match`` (``same_answer``)."""
     if verifier == "integer":
         value = integer(answer)
         return value is not None and value == integer(reference)
@@ -149,11 +145,11 @@ def normalise(text: str) -> str:
     """
     if text.isascii():
         return text
-    changed = [character for character in set(text) if _normal_character(character) != character]
-    if len(changed) > 32:
+    characters = [character for character in set(text) if _normal_character(character) != character]
+    if len(characters) > 32:
         text = "".join(map(_normal_character, text))
     else:  # in a long text this is much faster
-        for character in changed:
+        for character in characters:
             text = text.replace(character, _normal_character(character))
     return unicodedata.normalize("NFC", text)
 
@@ -219,16 +215,14 @@ def _last_number(text: str) -> str | None:
     number = match[0].replace(",", "")
     if not start or text[start - 1] != "-":
         return number
-    before = text[start - 2] if start > 1 else " "
+    previous = text[start - 2] if start > 1 else " "
     # After an operand it is a subtraction or a hyphen; scripts without spaces write the sign directly behind a word.
-    operand = before in ")]}%_" or (before.isalnum() and unicodedata.category(before) != "Lo")
+    operand = previous in ")]}%_" or (previous.isalnum() and unicodedata.category(previous) != "Lo")
     return number if operand else f"-{number}"
 
 
 def _last_boxed(text: str) -> str | None:
-    """Return the content of the last complete box; one pass with a stack, because a model that repeats itself may open
-    thousands of boxes. ``\\{`` is text.
-    """
+    """Return the content of the last complete box, in one pass: a model may open thousands. ``\\{`` is text."""
     unbraced = re.compile(
         r"(?:[+-]?[0-9.]|\\(?!boxed|fbox|framebox)[A-Za-z]|[A-Z](?![A-Za-z]))(?:[^\s${}\\]|\\[A-Za-z]+|\{[^{}]*\})*"
     )
@@ -241,9 +235,9 @@ def _last_boxed(text: str) -> str | None:
             if bare := unbraced.match(text, brace.end()):
                 boxes.append((brace.start(), bare.end(), bare[0].rstrip(".,;:!?")))
         elif brace[0] == "}":
-            opened = open_braces.pop() if open_braces else None
-            if opened and not no_value.fullmatch(text, opened[1], brace.start()):
-                boxes.append((opened[0], brace.end(), text[opened[1] : brace.start()].strip()))
+            opening = open_braces.pop() if open_braces else None
+            if opening and not no_value.fullmatch(text, opening[1], brace.start()):
+                boxes.append((opening[0], brace.end(), text[opening[1] : brace.start()].strip()))
         elif brace["box"] or brace[0] == "{":
             open_braces.append((brace.start(), brace.end()) if brace["box"] else None)
     if not boxes:
@@ -259,8 +253,8 @@ def _last_boxed(text: str) -> str | None:
 
 
 def _last_tag(text: str, name: str) -> str | None:
-    for after in reversed(text.split(f"<{name}>")[1:]):
-        content, closing, _ = after.partition(f"</{name}>")
+    for following in reversed(text.split(f"<{name}>")[1:]):
+        content, closing, _ = following.partition(f"</{name}>")
         if closing:
             return content.strip() or None
     return None

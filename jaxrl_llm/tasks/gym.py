@@ -41,9 +41,7 @@ def entries(request: str) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def generating(request: str) -> Generator[None]:
-    """Generate the wanted entries in another process during the block, unless they are cached or already being
-    generated.
-    """
+    """Generate entries in another process during the block, unless they are cached or already being generated."""
     if request in CACHE or request in _RUNNING:
         yield
         return
@@ -58,10 +56,7 @@ def generating(request: str) -> Generator[None]:
 
 
 def main(request: str) -> int:
-    """Write entries to the standard output, or one line with the reason of the failure; return the exit code.
-
-    ``request``: name, options, size and seed of a data set, as JSON.
-    """
+    """Write entries (``request``: JSON of name, options, size, seed) or why there are none; return the exit code."""
     name, options, size, seed = json.loads(request)
     with os.fdopen(os.dup(1), "wb") as output:
         os.dup2(2, 1)  # what a data set prints must not stand among the entries

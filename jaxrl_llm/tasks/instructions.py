@@ -14,7 +14,7 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from jaxrl_llm.errors import InputError, did_you_mean, require
 from jaxrl_llm.tasks.prompts import problem_of
@@ -35,15 +35,10 @@ def followed(text: str, fields: Mapping[str, Any]) -> list[bool]:
 
 
 def check_instructions(fields: Mapping[str, Any], where: str) -> None:
-    """Refuse a row with instructions that cannot be checked.
-
-    Args:
-      fields: of the row.
-      where: place of the row; begins the message.
-    """
+    """Refuse a row with instructions that cannot be checked; ``where``, its place, begins the message."""
     names, arguments = fields.get(IDS), fields.get(ARGUMENTS)
-    listed = isinstance(names, list | tuple) and names and isinstance(arguments, list | tuple)
-    if not listed or len(names) != len(arguments):
+    has_lists = isinstance(names, list | tuple) and names and isinstance(arguments, list | tuple)
+    if not has_lists or len(names) != len(arguments):
         raise InputError(
             f"{where}: verifier instructions needs the fields {IDS}, a list of ids, and {ARGUMENTS}, a list with the "
             "arguments of each; complete the row, or take another verifier"
@@ -129,8 +124,8 @@ def _follows(text: str, name: str, args: Mapping[str, Any]) -> bool:
             bullets = [line for line in lines if line[:1] == "-" or (line[:1] == "*" and line[1:2] != "*")]
             return len(bullets) == args["num_bullets"]
         case "detectable_format:number_highlighted_sections":
-            marked = [bold or plain for bold, plain in re.findall(r"\*\*([^\n*]+)\*\*|\*([^\n*]+)\*", text)]
-            return sum(bool(part.strip()) for part in marked) >= args["num_highlights"]
+            phrases = [bold or plain for bold, plain in re.findall(r"\*\*([^\n*]+)\*\*|\*([^\n*]+)\*", text)]
+            return sum(bool(part.strip()) for part in phrases) >= args["num_highlights"]
         case "detectable_format:multiple_sections":
             heading = re.escape(args["section_spliter"].strip())
             return len(re.findall(rf"{heading}\s?\d", text)) >= args["num_sections"]
@@ -226,8 +221,6 @@ CHECKS: dict[str, Mapping[str, Argument]] = {
 """The arguments that each of IFEval's instructions takes, by its id; all are needed."""
 
 
-MOST = 3
-"""Maximum number of instructions in a prompt."""
 # None of these has a comma or one of the rare letters, and none of the keywords stands in another: what repeats or uses
 # them can still do without those.
 REQUESTS = (
@@ -246,18 +239,6 @@ KEYWORDS = (
 OPENINGS = ("today", "perhaps", "once", "later", "still", "maybe")
 ENDINGS = ("That is all.", "Do you want to know more?", "The end.", "Ask me again tomorrow.")
 COMMON, RARE = "aeinorst", "jqxz"
-
-
-class Kind(NamedTuple):
-    """One kind of instruction.
-
-    Attributes:
-      group: a prompt has at most one kind of each group.
-      sentence: text in the prompt, with places for the arguments.
-    """
-
-    group: str
-    sentence: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,11 +260,7 @@ class Instructions:
     label: ClassVar[str] = "instructions"
 
     def problems(self) -> Iterator[Problem]:
-        """Yield the problems; ``metadata`` holds ``instruction_id_list`` and ``kwargs``, as IFEval's rows do.
-
-        Raises:
-          InputError: a kind is unknown, or the size is below 1.
-        """
+        """Yield the problems; ``metadata`` holds ``instruction_id_list`` and ``kwargs``, as IFEval's rows do."""
         require(self.size >= 1, f"source Instructions has size {self.size}; give at least 1")
         for name in (name for name in self.kinds if name not in KINDS):
             hint = did_you_mean(name, KINDS, f"choose of {', '.join(KINDS)}")
@@ -292,18 +269,18 @@ class Instructions:
         for _ in range(self.size):
             request = draws.choice(REQUESTS).format(draws.choice(TOPICS))
             shuffled = draws.sample(self.kinds or tuple(KINDS), len(self.kinds or KINDS))
-            count = draws.randint(1, MOST)
+            count = draws.randint(1, 3)
             names: list[str] = []
             for name in shuffled:
-                groups = {KINDS[other].group for other in names}
+                groups = {KINDS[other][0] for other in names}
                 conflicts = any({name, other} in CONFLICTS for other in names)
-                if len(names) < count and KINDS[name].group not in groups and not conflicts:
+                if len(names) < count and KINDS[name][0] not in groups and not conflicts:
                     names.append(name)
             arguments = [DRAWS[name](draws, request) if name in DRAWS else {} for name in names]
             sentences = []
             for name, values in zip(names, arguments, strict=True):
                 words = {key: " and ".join(part) if isinstance(part, list) else part for key, part in values.items()}
-                sentences.append(KINDS[name].sentence.format(**words))
+                sentences.append(KINDS[name][1].format(**words))
             prompt = ({"role": "user", "content": " ".join([request, *sentences])},)
             yield problem_of(prompt, "", self.label, {IDS: names, ARGUMENTS: arguments})
 
@@ -351,50 +328,56 @@ DRAWS: dict[str, Callable[[random.Random, str], dict[str, Any]]] = {
 request.
 """
 
-KINDS: dict[str, Kind] = {
-    "keywords:existence": Kind("words", "Use the words {keywords}."),
-    "keywords:forbidden_words": Kind("words", "Never use the words {forbidden_words}."),
-    "keywords:frequency": Kind("words", "Use the word {keyword} {relation} {frequency} times."),
-    "keywords:letter_frequency": Kind(
-        "letters", "The letter {letter} must occur {let_relation} {let_frequency} times."
-    ),
-    "length_constraints:number_words": Kind("length", "Write {relation} {num_words} words."),
-    "length_constraints:number_paragraphs": Kind("layout", "Write {num_paragraphs} paragraphs with *** between them."),
-    "length_constraints:nth_paragraph_first_word": Kind(
+KINDS: dict[str, tuple[str, str]] = {
+    "keywords:existence": ("words", "Use the words {keywords}."),
+    "keywords:forbidden_words": ("words", "Never use the words {forbidden_words}."),
+    "keywords:frequency": ("words", "Use the word {keyword} {relation} {frequency} times."),
+    "keywords:letter_frequency": ("letters", "The letter {letter} must occur {let_relation} {let_frequency} times."),
+    "length_constraints:number_words": ("length", "Write {relation} {num_words} words."),
+    "length_constraints:number_paragraphs": ("layout", "Write {num_paragraphs} paragraphs with *** between them."),
+    "length_constraints:nth_paragraph_first_word": (
         "layout",
         "Write {num_paragraphs} paragraphs with one empty line between them; paragraph {nth_paragraph} begins with the "
         "word {first_word}.",
     ),
-    "detectable_content:number_placeholders": Kind(
-        "blanks", "Leave at least {num_placeholders} places open in square brackets, like [name]."
+    "detectable_content:number_placeholders": (
+        "blanks",
+        "Leave at least {num_placeholders} places open in square brackets, like [name].",
     ),
-    "detectable_content:postscript": Kind("end", "Add a postscript that begins with {postscript_marker}"),
-    "detectable_format:number_bullet_lists": Kind(
-        "layout", "Make {num_bullets} bullet points, on lines that begin with a star."
+    "detectable_content:postscript": ("end", "Add a postscript that begins with {postscript_marker}"),
+    "detectable_format:number_bullet_lists": (
+        "layout",
+        "Make {num_bullets} bullet points, on lines that begin with a star.",
     ),
-    "detectable_format:number_highlighted_sections": Kind(
-        "layout", "Put stars around at least {num_highlights} phrases, *like this*."
+    "detectable_format:number_highlighted_sections": (
+        "layout",
+        "Put stars around at least {num_highlights} phrases, *like this*.",
     ),
-    "detectable_format:multiple_sections": Kind(
-        "layout", "Make {num_sections} parts, and begin each with {section_spliter} and its number."
+    "detectable_format:multiple_sections": (
+        "layout",
+        "Make {num_sections} parts, and begin each with {section_spliter} and its number.",
     ),
-    "detectable_format:title": Kind("title", "Give it a title in double angle brackets, <<like this>>."),
-    "detectable_format:json_format": Kind("layout", "Your whole answer must be JSON."),
-    "detectable_format:constrained_response": Kind(
-        "layout", 'Say "My answer is yes.", "My answer is no." or "My answer is maybe." in these words.'
+    "detectable_format:title": ("title", "Give it a title in double angle brackets, <<like this>>."),
+    "detectable_format:json_format": ("layout", "Your whole answer must be JSON."),
+    "detectable_format:constrained_response": (
+        "layout",
+        'Say "My answer is yes.", "My answer is no." or "My answer is maybe." in these words.',
     ),
-    "combination:two_responses": Kind("layout", "Give two different answers with ****** between them."),
-    "combination:repeat_prompt": Kind("layout", 'Begin with this sentence, word for word: "{prompt_to_repeat}"'),
-    "startend:end_checker": Kind("end", 'End with "{end_phrase}" and nothing after it.'),
-    "startend:quotation": Kind("layout", "Put double quotation marks around your whole answer."),
-    "change_case:english_capital": Kind("case", "Use capital letters only."),
-    "change_case:english_lowercase": Kind("case", "Use no capital letters."),
-    "change_case:capital_word_frequency": Kind(
-        "case", "Write {capital_relation} {capital_frequency} words in capital letters."
+    "combination:two_responses": ("layout", "Give two different answers with ****** between them."),
+    "combination:repeat_prompt": ("layout", 'Begin with this sentence, word for word: "{prompt_to_repeat}"'),
+    "startend:end_checker": ("end", 'End with "{end_phrase}" and nothing after it.'),
+    "startend:quotation": ("layout", "Put double quotation marks around your whole answer."),
+    "change_case:english_capital": ("case", "Use capital letters only."),
+    "change_case:english_lowercase": ("case", "Use no capital letters."),
+    "change_case:capital_word_frequency": (
+        "case",
+        "Write {capital_relation} {capital_frequency} words in capital letters.",
     ),
-    "punctuation:no_comma": Kind("commas", "Do not use any commas."),
+    "punctuation:no_comma": ("commas", "Do not use any commas."),
 }
-"""Kinds of instruction that can be drawn, by id: all those that can be checked."""
+"""Kinds of instruction by id, all those that can be checked: a group, of which a prompt has at most one kind, and the
+sentence in the prompt, with places for the arguments.
+"""
 
 CONFLICTS = (
     {"detectable_format:json_format", "startend:end_checker"},

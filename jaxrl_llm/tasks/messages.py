@@ -48,9 +48,7 @@ LONGEST_NAME = 40
 
 
 def options_of(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the row's options of the chat template by name, with its tools under ``TOOLS``; an option that is None
-    counts as absent.
-    """
+    """Return a row's options of the chat template by name, with its tools under ``TOOLS``; None counts as absent."""
     options = _parse_json({} if row.get(OPTIONS) is None else row[OPTIONS])
     try:
         plain = isinstance(options, dict) and json.loads(json.dumps(options)) == options
@@ -196,10 +194,10 @@ def schema_name(schema: Any) -> str:
     return name if isinstance(name, str) else ""
 
 
-def join_messages(prompt: Sequence[Message], more: Sequence[Message], joint: str) -> list[Message]:
+def join_messages(prompt: Sequence[Message], following: Sequence[Message], joint: str) -> list[Message]:
     """Return a prompt with more messages; a user message after a user message is appended to it behind ``joint``."""
     messages = list(prompt)
-    for message in more:
+    for message in following:
         if messages and message["role"] == messages[-1]["role"] == "user":
             messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}{joint}{message['content']}"}
         else:
@@ -218,7 +216,7 @@ def number_in(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def shared_prefix(first: Sequence[Any], second: Sequence[Any]) -> Sequence[Any]:
+def common_prefix(first: Any, second: Any) -> Any:
     """Return the longest common beginning of two sequences."""
     return first[: sum(itertools.takewhile(bool, map(operator.eq, first, second)))]
 
@@ -242,15 +240,13 @@ def with_tools(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) 
 
 
 def as_text(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with calls and results as text; adjacent results are one message of the user. Other fields of
-    a message stay.
-    """
+    """Return the messages with calls and results as text; adjacent results are one message of the user."""
     texts: list[Message] = []
-    before = ""
+    previous_role = ""
     for message in messages:
         if message["role"] == "tool":
             result = f"<tool_response>{message['content']}</tool_response>"
-            if before == "tool":
+            if previous_role == "tool":
                 result = f"{texts.pop()['content']}\n{result}"
             texts.append({"role": "user", "content": result})
         else:
@@ -261,5 +257,5 @@ def as_text(messages: Sequence[Message]) -> list[Message]:
             content = "\n".join(filter(None, parts))
             fields = {name: value for name, value in message.items() if name != "tool_calls"}
             texts.append(fields | {"content": content})
-        before = message["role"]
+        previous_role = message["role"]
     return texts

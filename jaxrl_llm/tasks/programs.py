@@ -245,11 +245,7 @@ class Programs:
     label: ClassVar[str] = "programs"
 
     def problems(self) -> Iterator[Problem]:
-        """Yield the problems; ``metadata`` holds ``tests``, ``solution``, ``level`` and ``template``.
-
-        Raises:
-          InputError: there is no such level, or a number is too small.
-        """
+        """Yield the problems; ``metadata`` holds ``tests``, ``solution``, ``level`` and ``template``."""
         levels = sorted({template.level for template in TEMPLATES.values()})
         require(
             bool(self.levels) and set(self.levels) <= set(levels),
@@ -266,12 +262,12 @@ class Programs:
     def _problem(self, name: str, constants: Mapping[str, Any]) -> Problem:
         template = TEMPLATES[name]
         solution = solution_of(template, constants)
-        others = [load_solution(solution_of(template, other)) for other in constants_of(template) if other != constants]
+        rivals = [load_solution(solution_of(template, other)) for other in constants_of(template) if other != constants]
         draws = random.Random(f"{self.seed} {name} {constants}")
         inputs = [tuple(VALUES[kind](draws) for kind in template.parameters.values()) for _ in range(80)]
         tests = [
             f"assert {NAME}({', '.join(map(repr, arguments))}) == {result}"
-            for arguments, result in choose_tests(inputs, load_solution(solution), others, self.tests)
+            for arguments, result in choose_tests(inputs, load_solution(solution), rivals, self.tests)
         ]
         signature = f"{NAME}({', '.join(template.parameters)})"
         text = (
@@ -283,7 +279,7 @@ class Programs:
 
 
 def choose_tests(
-    inputs: list[tuple[Any, ...]], solution: Callable[..., Any], others: list[Callable[..., Any]], most: int
+    inputs: list[tuple[Any, ...]], solution: Callable[..., Any], rivals: list[Callable[..., Any]], most: int
 ) -> list[tuple[tuple[Any, ...], str]]:
     """Return so many different inputs with their results, as Python text, that every other solution fails on one.
 
@@ -292,7 +288,7 @@ def choose_tests(
     """
     inputs = list({repr(arguments): arguments for arguments in inputs}.values())
     expected = [repr(solution(*copy_arguments(arguments))) for arguments in inputs]
-    wrong = [[repr(other(*copy_arguments(arguments))) for arguments in inputs] for other in others]
+    wrong = [[repr(other(*copy_arguments(arguments))) for arguments in inputs] for other in rivals]
     places = [0]
     remaining = [results for results in (*wrong, [expected[0]] * len(inputs)) if results[0] == expected[0]]
     while len(places) < min(most, len(inputs)):

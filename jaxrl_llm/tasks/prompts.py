@@ -32,9 +32,7 @@ def prompt_key(prompt: Sequence[Message]) -> str:
 
 
 def answer_in(source: Any, row: dict[str, Any], where: str, needed: bool) -> str:
-    """Return the reference in a row of a ``RowSource``; empty if no answer is needed and it has none, or a record
-    there.
-    """
+    """Return the reference in a row of a ``RowSource``; empty if none is needed and there is none, or a record."""
     if source.answer_field is None:
         return ""
     field = nested_field(row, source.answer_field)
@@ -85,11 +83,7 @@ def messages_of(prompt: Any, where: str) -> tuple[Message, ...]:
     return tuple({name: value for name, value in message.items() if name != WEIGHT} for message in messages)
 
 
-Fingerprint = dict[str, int | str]
-"""Number of problems; digests of their prompts and contents, both independent of order; digest with the order."""
-
-
-def fingerprint(problems: Sequence[Problem | Any]) -> Fingerprint:
+def fingerprint(problems: Sequence[Problem | Any]) -> dict[str, int | str]:
     """Return a fingerprint of problems or rows, independent of their table's place; small JSON, saved with a run."""
     digests = [codec.digest_of_parts([content(problem)]) for problem in problems]
     return {
@@ -100,7 +94,7 @@ def fingerprint(problems: Sequence[Problem | Any]) -> Fingerprint:
     }
 
 
-def difference(before: Fingerprint, now: Fingerprint) -> str:
+def difference(before: dict[str, int | str], now: dict[str, int | str]) -> str:
     """Describe in a few words how two fingerprints differ; empty if they are equal."""
     differences = {
         "count": f"there were {before['count']} and there are {now['count']}",
@@ -112,10 +106,7 @@ def difference(before: Fingerprint, now: Fingerprint) -> str:
 
 
 def content(problem: Problem | Any) -> str:
-    """Return all of a problem that verifiers and rewards may read or training learns, without the row's place.
-
-    JSON, equal for equal content.
-    """
+    """Return all of a problem that verifiers, rewards or training may read, without the row's place, as sorted JSON."""
     if not isinstance(problem, Problem):
         fields = {field.name: getattr(problem, field.name) for field in dataclasses.fields(problem)}
         return json.dumps(fields | {"where": ""}, sort_keys=True, default=np.ndarray.tolist)

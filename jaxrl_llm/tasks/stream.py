@@ -40,9 +40,7 @@ BEFORE = "before"
 
 
 class PromptStream(Protocol):
-    """Protocol of an order of problems. Pure: memory is passed in and returned, so that a resumed run asks equal
-    problems.
-    """
+    """Protocol of an order of problems; memory is passed in and returned, so that a resumed run asks equal problems."""
 
     def next(self, number: int, memory: Memory) -> tuple[Problem, Memory]:
         """Return the problem of prompt ``number`` of the run, counted from 0, and the new memory."""
@@ -179,10 +177,7 @@ Places = Mapping[str, tuple[int, Memory]]
 
 
 def places_in(memory: Memory, labels: Sequence[str], prompts: int) -> Places:
-    """Return the count and memory of each of these tasks, read from a stream's memory.
-
-    ``prompts``: of the run so far, by which those of a single task are numbered.
-    """
+    """Return the count and memory of each task in a stream's memory, after ``prompts`` of the run."""
     if len(labels) > 1:
         counts, streams = memory.get(ASKED, {}), memory.get(STREAMS, {})
         return {label: (counts.get(label, 0), streams.get(label, {})) for label in labels}
@@ -191,9 +186,7 @@ def places_in(memory: Memory, labels: Sequence[str], prompts: int) -> Places:
 
 
 def resume_memory(places: Places, labels: Sequence[str], prompts: int) -> Memory:
-    """Return a stream's memory in which each task resumes from its place, or starts if it has none: the inverse of
-    ``places_in``. Shares count from here.
-    """
+    """Return a stream's memory in which each task resumes from its place (``places_in``); shares count from here."""
     if len(labels) > 1:
         counts = {label: count for label, (count, _) in places.items()}
         return {ASKED: counts, BEFORE: counts, STREAMS: {label: memory for label, (_, memory) in places.items()}}
@@ -281,8 +274,8 @@ class EasyToHard(Setting):
     def check(self, run: Any, where: str) -> None:
         """Refuse an order by nothing, and a direction where the order is by success."""
         require(bool(self.by), f"{where}by must be a column of the rows, or success, got {self.by!r}")
-        turned = self.by == BY_SUCCESS and not self.rising
-        require(not turned, f"{where}rising must be left out where by is success, got {self.rising}")
+        reversed_success = self.by == BY_SUCCESS and not self.rising
+        require(not reversed_success, f"{where}rising must be left out where by is success, got {self.rising}")
 
     def __call__(self, difficulty: np.ndarray, candidates: np.ndarray, number: int, ties: np.ndarray) -> np.ndarray:
         """Return which problems are open, bool[N].
@@ -299,11 +292,11 @@ class EasyToHard(Setting):
         if count >= total:
             return candidates
         hardest = np.partition(difficulty[candidates], count - 1)[count - 1]
-        opened = candidates & (difficulty < hardest)
+        is_open = candidates & (difficulty < hardest)
         equal = np.flatnonzero(candidates & (difficulty == hardest))
-        more = count - int(opened.sum())
-        opened[equal[np.argpartition(ties[equal], more - 1)[:more]]] = True
-        return opened
+        ties_open = count - int(is_open.sum())
+        is_open[equal[np.argpartition(ties[equal], ties_open - 1)[:ties_open]]] = True
+        return is_open
 
 
 @dataclasses.dataclass(frozen=True)
@@ -406,7 +399,7 @@ def _is_number(value: Any) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Scheduled:
+class Scheduled(PromptStream):
     """Prompt stream of a curriculum.
 
     It remembers arrays with an entry for each problem: ``tries`` and ``solved``, float32, faded counts of verified
@@ -472,21 +465,17 @@ class Scheduled:
                 streak[index] = 0 if credits.any() else min(streak[index], 0) - 1
         return memory | {"tries": tries, "solved": solved, "streak": streak}
 
-    def learns(self, memory: Memory) -> bool:
-        """Whether results count: they do."""
-        return True
-
     def metrics(self, before: Memory, after: Memory) -> dict[str, Any]:
         """Return counts of open and dropped problems, the mean success of those tried, and an event once all drop."""
         before, after = self.valid(before), self.valid(after)
         dropped = self.dropped(after["asked"], after)
-        seen = after["tries"] > 0
-        rates = after["solved"][seen] / after["tries"][seen]
+        tried = after["tries"] > 0
+        rates = after["solved"][tried] / after["tries"][tried]
         metrics: dict[str, Any] = {
             "curriculum/active": int(self.active(after["asked"], after).sum()),
             "curriculum/dropped_solved": int((dropped & (after["streak"] > 0)).sum()),
             "curriculum/dropped_unsolved": int((dropped & (after["streak"] < 0)).sum()),
-            "curriculum/success": float(rates.mean(dtype=np.float64)) if seen.any() else math.nan,
+            "curriculum/success": float(rates.mean(dtype=np.float64)) if tried.any() else math.nan,
         }
         if dropped.all() and not self.dropped(before["asked"], before).all():
             metrics["event/curriculum_exhausted"] = f"all {len(dropped)} problems are dropped, so all are asked again"

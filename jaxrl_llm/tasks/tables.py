@@ -35,12 +35,12 @@ def clean_row(where: str, row: Any) -> tuple[str, dict[str, Any]]:
             raise BadRow(f"{where} has a field named {short_repr(name)}; names of fields are text")
         try:
             fields[name] = _without_nan(clean_value(value))
-            broken = unwritable([name, fields[name]])
+            surrogate = unwritable([name, fields[name]])
         except RecursionError:
             raise BadRow(f"{where}: field {name!a} is nested too deeply to be read; leave the row out") from None
-        if broken:
+        if surrogate:
             raise BadRow(
-                f"{where}: field {name!a} holds {broken!a}, half of a surrogate pair, which UTF-8 "
+                f"{where}: field {name!a} holds {surrogate!a}, half of a surrogate pair, which UTF-8 "
                 "cannot hold; write the character, or leave the row out"
             )
     return where, fields
@@ -146,23 +146,23 @@ def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
 def _cells(path: Path) -> Iterator[tuple[str, list[str], list[str]]]:
     """Yield place (its first line), names and cells of each row of a CSV file; a mark of byte order is skipped."""
     csv.field_size_limit(2**31 - 1)  # a long solution may pass Python's own limit of 131072 characters a cell
-    before = 0
+    last_line = 0
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file, strict=True)
             names = next(reader, [])
             wrong = f"{path}:1 must name the columns, each once, such as prompt,answer"
             require(bool(names) and all(names) and len({*names}) == len(names), wrong)
-            before = reader.line_num
+            last_line = reader.line_num
             for cells in reader:
                 if cells:
-                    yield f"{path}:{before + 1}", names, cells
-                before = reader.line_num
+                    yield f"{path}:{last_line + 1}", names, cells
+                last_line = reader.line_num
     except UnicodeDecodeError as error:
         raise InputError(NOT_UTF8.format(path, one_line(error, 200))) from error
     except csv.Error as error:
         raise InputError(
-            f"{path}:{before + 1} is not CSV ({one_line(error, 200)}); put text with commas, quotes or line ends in "
+            f"{path}:{last_line + 1} is not CSV ({one_line(error, 200)}); put text with commas, quotes or line ends in "
             "double quotes, and double each quote in it"
         ) from error
 
@@ -205,9 +205,7 @@ def _written_rows(rows: Iterable[Any], schema: Any) -> Iterator[Any]:
 
 
 def _written_value(value: Any, kind: Any) -> Any:
-    """Return a value of an Arrow type; numbers of less than 64 bits are the decimals that were written: a float32 0.1
-    is 0.1 and not 0.10000000149.
-    """
+    """Return a value of an Arrow type; a float32 0.1 is 0.1, the decimal that was written, and not 0.10000000149."""
     from pyarrow import types
 
     if types.is_float32(kind) or types.is_float16(kind):

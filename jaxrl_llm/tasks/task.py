@@ -522,9 +522,9 @@ def _with_readable_answers(problems: list[Problem], verifier: str, notes: list[s
         return problems
     dropped = [problem for problem in problems if integer(problem.answer) is None]
     if dropped:
-        listed = ", ".join(f"{_place(problem)} ({problem.answer[:40]!r})" for problem in dropped[:3])
-        more = ", ..." if len(dropped) > 3 else ""
-        notes.append(f"{len(dropped)} of {len(problems)} dropped because the answer is not an integer: {listed}{more}")
+        first_rows = ", ".join(f"{_place(problem)} ({problem.answer[:40]!r})" for problem in dropped[:3])
+        first_rows += ", ..." if len(dropped) > 3 else ""
+        notes.append(f"{len(dropped)} of {len(problems)} dropped because the answer is not an integer: {first_rows}")
     return [problem for problem in problems if integer(problem.answer) is not None]
 
 
@@ -548,36 +548,28 @@ def _reaches_itself(problem: Problem) -> bool:
 
 
 def note_unreachable(unmet: Sequence[Problem], count: int, needed: bool) -> list[str]:
-    """Return the note about references that no answer reaches: not even the reference itself, in the form in which it
-    is extracted.
+    """Return the note about references that no answer reaches, not even the reference itself as it is extracted.
 
-    Args:
-      unmet: their problems.
-      count: of the problems that were tried.
-      needed: whether the run reads which answers are right.
+    ``count``: tried problems. If the run needs right answers (``needed``), most references must be reached.
     """
     if not unmet:
         return []
     first = unmet[0]
-    listed = ", ".join(f"{short_repr(problem.answer)} ({_place(problem)})" for problem in unmet[:3])
+    first_rows = ", ".join(f"{short_repr(problem.answer)} ({_place(problem)})" for problem in unmet[:3])
     remedy = "correct them, or take another verifier"
     if first.extractor == "last_number":
         remedy = "cut the number out of them (answer_extractor last_number), or take extractor boxed and verifier math"
     note = (
         f"{len(unmet)} of {count} references of {first.task} are not reached by any answer, since extractor "
         f"{first.extractor} and verifier {first.verifier} do not take them for themselves: "
-        f"{listed}{', ...' if len(unmet) > 3 else ''}; {remedy}"
+        f"{first_rows}{', ...' if len(unmet) > 3 else ''}; {remedy}"
     )
     require(not needed or 2 * len(unmet) <= count, note)
     return [note]
 
 
 def _merge_duplicates(problems: Iterable[Problem], by_content: bool, notes: list[str]) -> list[tuple[Problem, str]]:
-    """Return the problems in order, each with the key of its prompt; equal ones are merged.
-
-    ``by_content``: whether problems differ by all that verifiers, rewards and environments can read; else by the prompt
-    alone, as those of a generator do.
-    """
+    """Return the problems with the keys of their prompts; merge equal ones, by all content or by the prompt alone."""
     alike: dict[str, dict[str, Problem]] = {}
     distinct: list[tuple[Problem, str]] = []
     merged = 0

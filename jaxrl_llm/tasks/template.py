@@ -37,8 +37,6 @@ MEMORY = 512 * 1024**2
 """Bytes of memory that it may take."""
 LONGEST = 4 * 1024**2
 """Characters that it may write: a tokenizer takes some 100 bytes of memory for each."""
-HARMLESS = ("872be49dbb638044ad01b60388f48d469ff2980e5f0dccdc22ec907db54d0788",)
-"""SHA-256 of further templates that this process renders itself, since they are known: that of SmolLM2."""
 
 
 class Renderer:
@@ -53,11 +51,9 @@ class Renderer:
     def render(
         self, template: str, messages: Sequence[Message], options: Mapping[str, Any], asks: bool, tokenizer: Any
     ) -> str:
-        """Return the text of a chat; if ``asks``, up to the start of the assistant's next message.
-
-        ``options``: passed to the template in addition to the messages and the tokenizer's special tokens.
-        """
-        if template == CHATML or digest(template, 64) in HARMLESS:
+        """Return the text of a chat, up to the start of the next reply if ``asks``; ``options`` go to the template."""
+        smollm2 = "872be49dbb638044ad01b60388f48d469ff2980e5f0dccdc22ec907db54d0788"
+        if template == CHATML or digest(template, 64) == smollm2:  # they are known, and need no other process
             return _apply_template(tokenizer, template, messages, options, asks)
         with self._lock:
             if template in self._endless:
@@ -125,10 +121,7 @@ def _apply_template(
 
 
 def main(handle: str) -> None:
-    """Render chats until the parent closes the connection; the kernel ends this process when a template takes too long.
-
-    Memory is bounded on Linux only.
-    """
+    """Render chats until the parent closes the connection; the kernel ends a template that takes too long."""
     from transformers import PreTrainedTokenizerBase
 
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # libtpu ignores it, and what its process starts begins so
@@ -199,10 +192,7 @@ def word_prompt(prompt: Iterable[Message], wording: Wording) -> list[Message]:
 def render_chat(
     messages: list[Message], wording: Wording, tokenizer: Any, asks: bool = True, options: dict[str, Any] | None = None
 ) -> str:
-    """Render worded messages as text; if ``asks``, up to the start of the assistant's next message.
-
-    ``options``: passed to the template in addition to the messages.
-    """
+    """Render worded messages as text, up to the start of the next reply if ``asks``; ``options`` go to the template."""
     if wording.template == "plain":
         return "\n\n".join(message["content"] for message in messages)
     template = _with_date(template_text(wording, tokenizer), wording.date, _option(wording, "template"))
@@ -254,9 +244,7 @@ def template_text(wording: Wording, tokenizer: Any) -> str:
 
 @functools.lru_cache(maxsize=8)
 def _with_date(template: str, day: str | None, option: str) -> str:
-    """Return the template with the day in place of its calls of the clock; transformers passes no function to a
-    template.
-    """
+    """Return the template with the day in place of its calls of the clock; transformers passes it no function."""
     if day is None:
         return template
     today = datetime.datetime.fromisoformat(day)

@@ -326,7 +326,7 @@ def test_what_prompts_repeat_leaves_out_what_may_be_forbidden():
     fixed = " ".join([*REQUESTS, *TOPICS, *OPENINGS, *ENDINGS]).lower()
     assert not [word for word in KEYWORDS if word in fixed] and len(set(KEYWORDS)) == len(KEYWORDS)
     assert not set(RARE + ",") & set(fixed + " ".join(KEYWORDS))
-    assert all(len({KINDS[name].group for name in pair}) == 2 for pair in CONFLICTS)
+    assert all(len({KINDS[name][0] for name in pair}) == 2 for pair in CONFLICTS)
 
 
 def test_equal_settings_give_equal_problems_and_others_give_others():

@@ -11,7 +11,7 @@ from rewards.judge_server import code, endpoint, honest, part, serving
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards import Endpoint, Pairwise, Rubric, Scorer, Threshold
-from jaxrl_llm.rewards.rubric import parse_comparison, parse_verdicts, quoted, steers, tag_code
+from jaxrl_llm.rewards.rubric import STEERING, parse_comparison, parse_verdicts, quoted, tag_code
 from jaxrl_llm.rewards.shaping import check_reward
 from jaxrl_llm.types import Completion, Problem
 
@@ -147,7 +147,7 @@ def test_marks_of_chat_templates_end_no_turn():
     ],
 )
 def test_attempts_at_steering_are_found(text, expected):
-    assert steers(text) is expected
+    assert (STEERING.search(text) is not None) is expected
 
 
 def placed(body, number):

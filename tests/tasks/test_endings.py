@@ -6,7 +6,7 @@ from tasks.test_turns import BRACKETS, FORGETS, STOP, TALK, TINY, UNMARKED, says
 
 from jaxrl_llm.data import Pairs, load_texts
 from jaxrl_llm.tasks import Table, Task
-from jaxrl_llm.tasks.chats import PieceEncoder, close_completion
+from jaxrl_llm.tasks.chats import ChatEncoder, close_completion
 from jaxrl_llm.tasks.template import CHATML, template_fingerprint
 from jaxrl_llm.types import Completion
 
@@ -30,7 +30,7 @@ def test_an_answer_that_is_scored_ends_as_transformers_writes_the_messages(templ
     assert closed_ones.completions[-1].tolist() == before.completions[-1].tolist(), (
         "cut off, so nothing is written after"
     )
-    closing = PieceEncoder(Task(Table("none.jsonl"), template=template), TINY, (), {}).closing
+    closing = ChatEncoder(Task(Table("none.jsonl"), template=template), TINY, (), {}).closing
     for said, usual, tokens in zip(answers[:2], before.completions, closed_ones.completions, strict=False):
         whole = TINY.apply_chat_template([*TALK[:3], says(said)], chat_template=text, return_dict=False)
         if template == FORGETS:  # what a template puts before the last answer only is left out of it
@@ -50,7 +50,7 @@ def test_a_plain_answer_that_is_scored_ends_with_the_text():
     assert [*found[1].prompt, *found[1].completions[0]] == TINY("qa<|im_end|>")["input_ids"]
     made = completion(found[0].completions[0], "stop")
     assert (
-        close_completion(made, PieceEncoder(Task(Table("none.jsonl"), template="plain"), TINY, (), {}).closing)
+        close_completion(made, ChatEncoder(Task(Table("none.jsonl"), template="plain"), TINY, (), {}).closing)
         is made.tokens
     )
 
