@@ -8,18 +8,10 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
+from jaxrl_llm.algorithms import ratios
 from jaxrl_llm.algorithms.advantages import Estimator, KLInReward
 from jaxrl_llm.algorithms.kl import K1, K2, K3, K3Plus, UnbiasedK3
 from jaxrl_llm.algorithms.loss import OPTIONAL
-from jaxrl_llm.algorithms.ratios import (
-    MaskedIS,
-    OffPolicySequenceMask,
-    Sequence,
-    SequenceMask,
-    SequenceToken,
-    Token,
-    TruncatedIS,
-)
 from jaxrl_llm.algorithms.reduce import Reducer
 from jaxrl_llm.algorithms.surrogates import Surrogate, TopEntropy
 from jaxrl_llm.errors import InputError, require
@@ -35,12 +27,12 @@ def piece_classes() -> dict[str, dict[str, Any]]:
     with those of the configuration's own file."""
     pieces: dict[str, tuple[type, ...]] = {
         "advantage": _subclasses(Estimator),
-        "ratio": (Token, Sequence, SequenceToken),
+        "ratio": (ratios.Token, ratios.Sequence, ratios.SequenceToken),
         "surrogate": _subclasses(Surrogate),
         "reduce": _subclasses(Reducer),
         "kl": (K1, K2, K3, K3Plus, UnbiasedK3),
-        "correction": (TruncatedIS, MaskedIS, SequenceMask),
-        "sequence_filter": (OffPolicySequenceMask,),
+        "correction": (ratios.TruncatedIS, ratios.MaskedIS, ratios.SequenceMask),
+        "sequence_filter": (ratios.OffPolicySequenceMask,),
         "token_filter": (TopEntropy,),
     }
     kinds_of = {f"{ALGORITHM}.{name}": kinds for name, kinds in pieces.items()}

@@ -65,14 +65,9 @@ def with_columns(cache: Cache, count: int) -> Cache:
 def read_layer(cache: Cache, layer: Cache, index: Any, rows: int, columns: int, parts: int = 1) -> Cache:
     """Return keys [rows, K, H, columns] and values [rows, K, columns, H] of one layer: the first rows of each part.
 
-    Args:
-      cache: all layers.
-      layer: the layer, as a loop over layers slices it: CPUs are fastest with a part of that, where TPUs would copy the
-        whole layer to read a part.
-      index: the layer's number; not a tracer in a program with every layer written out.
-      rows: number of rows over all parts.
-      columns: number of columns that hold anything.
-      parts: number of parts into which the mesh divides the cache's rows; each device reads its own.
+    ``layer``: as a loop over layers slices it: CPUs are fastest with a part of that, where TPUs would copy the whole
+    layer to read a part. ``index``: the layer's number; not a tracer in a program with every layer written out.
+    ``parts``: into which the mesh divides the cache's rows; each device reads its own.
     """
     if (rows, columns) == (len(layer.v), layer.v.shape[2]):
         return layer

@@ -18,8 +18,6 @@ from jaxrl_llm.models.config import ComputeOptions, Experts, ModelConfig
 from jaxrl_llm.models.layers import ACTIVATIONS, product
 from jaxrl_llm.sharding import BATCH, fit_spec
 
-LEAST_BLOCK, MOST_BLOCK = 8, 512
-"""Bounds of the tokens in a block of one expert."""
 TOGETHER = 4
 """Blocks in each round of a CPU's loop; their number is a multiple of it."""
 
@@ -224,7 +222,7 @@ def block_of(pairs: int, count: int) -> int:
     """
     mean = max(pairs // count, 1)
     tokens = max(mean // 2, math.isqrt(64 * mean))
-    return min(max(1 << (tokens.bit_length() - 1), LEAST_BLOCK), MOST_BLOCK)
+    return min(max(1 << (tokens.bit_length() - 1), 8), 512)
 
 
 EXPERTS = "experts"
@@ -296,8 +294,6 @@ def mixture(
 
     Args:
       w: of the layer: ``router`` [D, E], perhaps ``router_bias`` [E], and the ``Matrices`` by name.
-      config: of the model.
-      x: normalised.
       replayed: experts int[B, S, k] to take in place of the router's own, which a negative number takes, or None.
       compute: has the form, of ``FORMS``.
 

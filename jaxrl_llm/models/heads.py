@@ -119,9 +119,6 @@ class Head:
       letters: of the product with the weights.
       layout: mesh axes of the weights while they are used: only ``tensor`` divides their vocabulary, gathered once,
         since ``fsdp`` divides the positions.
-      cap: soft cap of the logits, or None.
-      chunk: positions at a time.
-      entropy_gradient: whether the entropy is differentiated.
       keep: whether all positions are one chunk, whose logits the forward pass keeps for the backward pass.
     """
 
@@ -301,8 +298,6 @@ def head_gradients(
     """Return the gradients to hidden states [P, N, D] and to the head, a chunk of positions at a time.
 
     Args:
-      static: how the head is computed.
-      hidden, head, temperature, chunks: as in the forward pass.
       aux: arrays [P, N, ...] that the slopes depend on.
       slopes: maps a chunk's logits over the temperature [P, C, V], and its part of ``aux``, to the derivatives by
         those.

@@ -13,18 +13,10 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.models import weights
 from jaxrl_llm.models.config import Attention, Embeddings, Experts, Llama3Rope, ModelConfig, Norm, Rope, TokenIds, Yarn
 from jaxrl_llm.models.families import ACTIVATIONS, FAMILIES, FIELDS, REQUIRED, Family, family_of
 from jaxrl_llm.models.tokenizer import load_tokenizer, save_tokenizer, special_ids, with_pad_token
-from jaxrl_llm.models.weights import (
-    StoredTensor,
-    open_checkpoint,
-    read_object,
-    read_parameters,
-    to_stored,
-    write_checkpoint,
-    write_object,
-)
 from jaxrl_llm.system.signals import on_exit
 
 OUR_ATTRIBUTE = "jaxrl_llm"
@@ -53,11 +45,6 @@ _ROPE_KEYS = {
     "yarn": ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
              "mscale_all_dim", "truncate"),
 }  # fmt: skip
-_COUNTS = """
-    vocab_size hidden_size num_hidden_layers intermediate_size num_attention_heads num_key_value_heads head_dim
-    max_position_embeddings sliding_window num_experts num_local_experts num_experts_per_tok moe_intermediate_size
-    shared_expert_intermediate_size
-""".split()
 
 
 def read_config(attributes: Mapping[str, Any]) -> ModelConfig:
@@ -223,7 +210,12 @@ def _with_defaults(attributes: Mapping[str, Any], family: Family) -> dict[str, A
         raise InputError(f"config.json does not say {missing[0]}; take the file that belongs to the model")
     if fields["num_key_value_heads"] is None:
         fields["num_key_value_heads"] = fields["num_attention_heads"]
-    for name in (name for name in _COUNTS if name in fields):
+    counts = """
+        vocab_size hidden_size num_hidden_layers intermediate_size num_attention_heads num_key_value_heads head_dim
+        max_position_embeddings sliding_window num_experts num_local_experts num_experts_per_tok moe_intermediate_size
+        shared_expert_intermediate_size
+    """.split()
+    for name in (name for name in counts if name in fields):
         optional = (fields[name] is None and name == "head_dim") or (not fields[name] and name == "sliding_window")
         if not optional and (type(fields[name]) is not int or fields[name] < 1):
             raise InputError(f"config.json sets {name}={fields[name]!r}; it must be a positive integer")
@@ -431,12 +423,14 @@ def load_directory(directory: Path, dtype: str, mesh: Any) -> tuple[Any, Any | N
     from jaxrl_llm.models.decoder import Decoder
     from jaxrl_llm.models.heads import with_scalar_head
 
-    attributes = read_object(directory / "config.json")
+    attributes = weights.read_object(directory / "config.json")
     config = read_config(attributes)
     generation = directory / "generation_config.json"
     tokenizer = load_tokenizer(directory)
-    config = with_special_ids(config, read_object(generation) if generation.is_file() else {}, tokenizer)
-    parameters = read_parameters(config, open_checkpoint(directory), dtype, mesh, is_reward_model(attributes))
+    config = with_special_ids(config, weights.read_object(generation) if generation.is_file() else {}, tokenizer)
+    parameters = weights.read_parameters(
+        config, weights.open_checkpoint(directory), dtype, mesh, is_reward_model(attributes)
+    )
     scalar = parameters.pop("scalar", None)
     decoder = Decoder(config, parameters)
     return decoder if scalar is None else with_scalar_head(decoder, scalar), tokenizer
@@ -478,26 +472,26 @@ def save_pretrained(
         tokenizer = None if tokenizer is None else with_pad_token(tokenizer, attributes["pad_token_id"])
         attributes |= {} if reward_format is None else {OUR_ATTRIBUTE: dict(reward_format)}
     with new_directory(directory, card) as folder:
-        write_directory(folder, attributes, to_stored(config, parameters), tokenizer, generation or {})
+        write_directory(folder, attributes, weights.to_stored(config, parameters), tokenizer, generation or {})
 
 
 def write_directory(
     folder: Path,
     attributes: Mapping[str, Any],
-    stored: Mapping[str, StoredTensor],
+    stored: Mapping[str, weights.StoredTensor],
     tokenizer: Any | None,
     generation: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Write every file of a model into an existing folder; ``attributes`` is the content of config.json, which has the
     special ids, and ``generation`` that of generation_config.json without them.
     """
-    write_object(folder / "config.json", attributes)
+    weights.write_object(folder / "config.json", attributes)
     if not is_reward_model(attributes):
         ids = write_token_ids(read_token_ids(attributes))
         settings = {name: value for name, value in generation.items() if name not in ids}
         present_ids = {name: value for name, value in ids.items() if value is not None}
-        write_object(folder / "generation_config.json", settings | present_ids)
-    write_checkpoint(stored, folder, attributes["torch_dtype"])
+        weights.write_object(folder / "generation_config.json", settings | present_ids)
+    weights.write_checkpoint(stored, folder, attributes["torch_dtype"])
     if tokenizer is not None:
         save_tokenizer(tokenizer, folder)
 

@@ -147,17 +147,9 @@ def save_adapter(
 ) -> None:
     """Write a folder with ``adapter_config.json`` and ``adapter_model.safetensors`` (float32), which PEFT loads.
 
-    Args:
-      adapter: adapter of a language model; its arrays are addressable.
-      config: the model's configuration.
-      lora: the settings that the adapter was made with.
-      base: the name by which PEFT finds the model.
-      directory: must not exist, or be empty.
-      card: the text of README.md, or None for no such file.
-
-    Raises:
-      InputError: the directory exists and is not empty, or the format has no names for what the adapter adapts:
-        experts, and matrices that the family's checkpoints fuse.
+    ``base``: the name by which PEFT finds the model. ``card``: the text of README.md. InputError where the directory is
+    not empty, or the format has no names for what the adapter adapts: experts, and matrices that the family's
+    checkpoints fuse.
     """
     from safetensors.numpy import save_file
 

@@ -30,14 +30,7 @@ from jaxrl_llm.system.signals import child
 
 @dataclasses.dataclass(frozen=True)
 class Builtin:
-    """A model known by name.
-
-    Attributes:
-      description: for people.
-      load: ``load(dtype, mesh) -> (model, tokenizer)``.
-      hub: its hub id; None if it is not on the hub.
-      config: its architecture; None if that is known once it is loaded.
-    """
+    """A model known by name: ``load(dtype, mesh) -> (model, tokenizer)``; ``config`` is None until it is loaded."""
 
     description: str
     load: Callable[..., tuple[Any, Any]]

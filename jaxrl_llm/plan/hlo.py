@@ -50,12 +50,8 @@ class Traffic:
     """Transfers of one kind.
 
     Attributes:
-      kind: as in the program.
-      count: number of transfers.
-      ici: bytes that a device sends inside its slice or host.
-      dcn: bytes that a device sends out of its slice or host.
-      ici_s: least seconds for ``ici``.
-      dcn_s: least seconds for ``dcn``.
+      ici, dcn: bytes that a device sends inside its slice or host, and out of it.
+      ici_s, dcn_s: least seconds for these.
     """
 
     kind: str
@@ -72,13 +68,7 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True)
 class HloProgram:
-    """A parsed program.
-
-    Attributes:
-      computations: instructions by the computation's name.
-      entry: name of the entry computation.
-      devices: number of partitions.
-    """
+    """A parsed program: instructions by name, by the computation's name; ``devices``: number of partitions."""
 
     computations: dict[str, dict[str, Instruction]]
     entry: str

@@ -14,36 +14,8 @@ from jaxrl_llm.learner.samples import estimator_bytes
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.flops import active_parameters, count_parameters
 from jaxrl_llm.models.heads import split_head
+from jaxrl_llm.plan import programs, roofline
 from jaxrl_llm.plan.machines import CUDNN, Machine, is_installed
-from jaxrl_llm.plan.programs import (
-    Arrays,
-    Compiled,
-    PlannedModel,
-    PlannedRun,
-    SamplingArrays,
-    architecture_finder,
-    bytes_per_device,
-    compile_program,
-    device_share,
-    planned_run,
-    planned_stage,
-    program_meshes,
-    prompt_calls,
-)
-from jaxrl_llm.plan.roofline import (
-    SIGMA,
-    CompiledCost,
-    Places,
-    StepPart,
-    Work,
-    device_places,
-    slot_occupancy,
-    step_parts,
-    step_work,
-    sum_by_kind,
-    traffic_by_formula,
-    traffic_of,
-)
 from jaxrl_llm.sharding import batch_parts, repeated_heads
 from jaxrl_llm.stages.stage import Architectures, Groups
 from jaxrl_llm.types import TrainState
@@ -83,77 +55,87 @@ class DeviceMemory:
         return sum(dataclasses.astuple(self))
 
 
-def state_memory(arrays: Arrays) -> DeviceMemory:
+def state_memory(arrays: programs.Arrays) -> DeviceMemory:
     """Return the memory of the training state, resident in both halves; moments kept in host memory do not count."""
     weights, moments = {"policy": 0, "critic": 0}, {"policy": 0, "critic": 0}
     for name, role in arrays.state.roles.items():
         kind = "policy" if name == "policy" else "critic"
         here = [x for x in jax.tree.leaves(role.opt_state) if x.sharding.memory_kind != "pinned_host"]
-        weights[kind] += bytes_per_device((role.params, role.base))
-        moments[kind] += bytes_per_device(here)
+        weights[kind] += programs.bytes_per_device((role.params, role.base))
+        moments[kind] += programs.bytes_per_device(here)
     return DeviceMemory(
         weights=weights["policy"],
         optimiser=moments["policy"],
-        reference=bytes_per_device(arrays.state.reference),
+        reference=programs.bytes_per_device(arrays.state.reference),
         critic=weights["critic"],
         critic_optimiser=moments["critic"],
     )
 
 
-def judge_bytes(arrays: Arrays) -> float:
+def judge_bytes(arrays: programs.Arrays) -> float:
     """Return the bytes of the reward models, which stay on the devices that sample."""
-    return sum(planned.spec.copies * bytes_per_device(planned.model) for planned in arrays.passes)
+    return sum(planned.spec.copies * programs.bytes_per_device(planned.model) for planned in arrays.passes)
 
 
-def memory_of_learning(run: Configuration, arrays: Arrays, done: Mapping[str, Compiled]) -> DeviceMemory:
+def memory_of_learning(
+    run: Configuration, arrays: programs.Arrays, done: Mapping[str, programs.Compiled]
+) -> DeviceMemory:
     """Return the memory while learning: state and data; weights to sample from only where sampling runs ahead.
 
     Reward models count too, unless they have devices of their own. ``done``: the compiled programs; empty for formulas.
     """
     base = state_memory(arrays)
-    packed = bytes_per_device(arrays.packed)
+    packed = programs.bytes_per_device(arrays.packed)
     batch = packed * run.learner.minibatches
     needs = []
     for planned in arrays.learned:
         if done:
-            needs.append(compiled_temporary(done[planned.name], bytes_per_device(arrays.state) + packed))
+            needs.append(compiled_temporary(done[planned.name], programs.bytes_per_device(arrays.state) + packed))
             continue
         # Gradients twice: those of a microbatch, and their sum in float32.
-        gradients = sum(bytes_per_device(x) * (1 + 4 / x.dtype.itemsize) for x in jax.tree.leaves(planned.role))
+        gradients = sum(
+            programs.bytes_per_device(x) * (1 + 4 / x.dtype.itemsize) for x in jax.tree.leaves(planned.role)
+        )
         needs.append(gradients + pass_by_formula(planned, update=True))
     for planned in arrays.passes:
         # A step's data is packed for its updates after the passes. What reads all data before the first step does so
         # before there is a state.
         if not planned.spec.copies:
-            there = batch + (0 if planned.spec.calls else base.total - bytes_per_device(planned.model))
+            there = batch + (0 if planned.spec.calls else base.total - programs.bytes_per_device(planned.model))
             needs.append(pass_bytes(planned, done) - there)
     if isinstance(run, configs.Run) and configs.samples_groups(run):
         layout, rows = arrays.learned[0].forward.layout, run.rollout.prompts * run.rollout.group
         estimate = estimator_bytes(run.recipe.algorithm.advantage, rows, layout.completion_tokens)
         needs.append(estimate / layout.parts - batch)  # of which a step's data is made
     sampled = 0
-    if isinstance(arrays, SamplingArrays) and arrays.sampler.rollout.collect.staleness and not run.mesh.rollout:
-        sampled = bytes_per_device(arrays.sampled)
+    if (
+        isinstance(arrays, programs.SamplingArrays)
+        and arrays.sampler.rollout.collect.staleness
+        and not run.mesh.rollout
+    ):
+        sampled = programs.bytes_per_device(arrays.sampled)
     judges = 0 if run.mesh.rollout else judge_bytes(arrays)
     return dataclasses.replace(base, judges=judges, sampled=sampled, batch=batch, temporary=max(needs))
 
 
-def memory_of_sampling(run: Configuration, arrays: SamplingArrays, done: Mapping[str, Compiled]) -> DeviceMemory:
+def memory_of_sampling(
+    run: Configuration, arrays: programs.SamplingArrays, done: Mapping[str, programs.Compiled]
+) -> DeviceMemory:
     """Return the memory while sampling: the state (where the same devices learn), weights to sample from, the cache."""
     rollout = arrays.sampler.rollout
     parts = arrays.slot_shape.parts
-    sampled = bytes_per_device(arrays.sampled)
-    slots = bytes_per_device(arrays.slots)
+    sampled = programs.bytes_per_device(arrays.sampled)
+    slots = programs.bytes_per_device(arrays.slots)
     # The blocks that prompts had before, while they become more.
-    blocks = bytes_per_device(arrays.slots.blocks) / 2
+    blocks = programs.bytes_per_device(arrays.slots.blocks) / 2
     # Calls with keys and values that wait at one time to be copied into slots, at the first filling.
-    rows, piece, calls = prompt_calls(rollout.max_prompt_tokens, parts)
+    rows, piece, calls = programs.prompt_calls(rollout.max_prompt_tokens, parts)
     filling = -(-min(-(-rollout.engine.slots // rollout.group), rollout.prompts) // rows)
     needs = [pass_bytes(planned, done) for planned in arrays.passes if planned.spec.copies]
     if done:
         waiting = max(done["prompts"].outputs + done["prompts"].arguments - sampled, 0) * filling
         decode = compiled_temporary(done["decode"], sampled + slots)
-        weights = done.get("weights", Compiled())
+        weights = done.get("weights", programs.Compiled())
         moving = weights.refused or weights.temporary + max(weights.outputs - sampled, 0)
         refill = compiled_temporary(done["refill"], slots + waiting)
         # Slots are empty while weights are laid out; what one call of prompts returns is already among those that wait.
@@ -161,7 +143,7 @@ def memory_of_sampling(run: Configuration, arrays: SamplingArrays, done: Mapping
         needs += [busiest + waiting, moving - slots]
     else:
         config = arrays.sampled.config
-        share = device_share(arrays.sampled)
+        share = programs.device_share(arrays.sampled)
         keys = arrays.slots.cache.k
         heads = keys.sharding.shard_shape(keys.shape)[2]
         tokens = filling * rows / parts * piece * calls
@@ -172,20 +154,20 @@ def memory_of_sampling(run: Configuration, arrays: SamplingArrays, done: Mapping
     return dataclasses.replace(base, judges=judge_bytes(arrays), sampled=sampled, cache=slots, temporary=max(needs))
 
 
-def compiled_temporary(done: Compiled, size: float) -> float:
+def compiled_temporary(done: programs.Compiled, size: float) -> float:
     """Return the bytes that a program needs in addition to arguments of ``size`` bytes; their padding counts."""
     return done.refused - size if done.refused else done.temporary + done.outputs + max(done.arguments - size, 0)
 
 
-def pass_bytes(planned: PlannedModel, done: Mapping[str, Compiled]) -> float:
+def pass_bytes(planned: programs.PlannedModel, done: Mapping[str, programs.Compiled]) -> float:
     """Return the bytes that a pass needs in addition to its model: data and temporaries."""
-    packed = bytes_per_device(planned.packed)
+    packed = programs.bytes_per_device(planned.packed)
     if not done:
         return packed + pass_by_formula(planned, update=False)
-    return packed + compiled_temporary(done[planned.name], packed + bytes_per_device(planned.model))
+    return packed + compiled_temporary(done[planned.name], packed + programs.bytes_per_device(planned.model))
 
 
-def pass_by_formula(planned: PlannedModel, update: bool) -> float:
+def pass_by_formula(planned: programs.PlannedModel, update: bool) -> float:
     """Estimate the bytes that a pass needs in addition to its arguments, without compiling.
 
     That is the model in the compute type, in its layout, ``token_bytes`` for each token, and a chunk of logits where
@@ -194,8 +176,8 @@ def pass_by_formula(planned: PlannedModel, update: bool) -> float:
     layout = planned.forward.layout
     compute = planned.forward.compute
     config = planned.model.config
-    share = device_share(planned.gathered)
-    cast = sum(bytes_per_device(x) * planned.width / x.dtype.itemsize for x in jax.tree.leaves(planned.model))
+    share = programs.device_share(planned.gathered)
+    cast = sum(programs.bytes_per_device(x) * planned.width / x.dtype.itemsize for x in jax.tree.leaves(planned.model))
     tokens = layout.rows * layout.row_tokens / layout.parts
     positions = planned.packed.predictions.target.shape[-1]
     logits = 3 * 4 * min(positions, compute.head_chunk) * config.vocab_size * share * planned.predicts
@@ -204,17 +186,11 @@ def pass_by_formula(planned: PlannedModel, update: bool) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The predicted memory and time of a run on a machine.
+    """The predicted memory and time of a run, with its settings resolved, on a machine.
 
     Attributes:
-      run: with its settings resolved.
-      machine: the machine that it is planned for.
-      mesh: sizes of data, fsdp and tensor.
       state: all that the run learns and keeps, as shapes.
-      work: of a step.
-      groups: the data that a step learns from.
-      learning: memory of one device while it learns.
-      sampling: memory of one device while it samples; None where the run's steps do not sample.
+      learning, sampling: memory of one device meanwhile; None where the run's steps do not sample.
       phases: of a step, with their least times.
       compiled: programs by name; empty where formulas are used.
       chosen: notes on backends of attention and matrix products, and on assumptions.
@@ -225,12 +201,12 @@ class Plan:
     machine: Machine
     mesh: Mapping[str, int]
     state: TrainState
-    work: Work
+    work: roofline.Work
     groups: Groups
     learning: DeviceMemory
     sampling: DeviceMemory | None
-    phases: tuple[StepPart, ...]
-    compiled: dict[str, Compiled]
+    phases: tuple[roofline.StepPart, ...]
+    compiled: dict[str, programs.Compiled]
     chosen: tuple[str, ...]
     more: dict[str, float]
 
@@ -275,7 +251,7 @@ class Plan:
         return max(sampled, learned) if self.run.mesh.rollout else sampled + learned
 
     @property
-    def slowest(self) -> StepPart:
+    def slowest(self) -> roofline.StepPart:
         """Return the part that takes longest."""
         return max(self.phases, key=lambda p: p.seconds)
 
@@ -312,28 +288,29 @@ def plan_run(
     run: Configuration, config: ModelConfig, machine: Machine, devices: list[Any] | None, mean: int | None,
     compiling: bool, more: bool = False, say: Callable[[str], None] = lambda text: None,
 ) -> Plan:  # fmt: skip
-    """Plan the run.
+    """Plan a resolved run on a machine, by its compiled programs, or by formula if not ``compiling``.
 
     Args:
-      run: resolved.
-      config: the model's.
-      machine: the machine to plan for.
       devices: as their compiler describes them; None to use formulas.
       mean: tokens of a completion, for the times; None for the longest. Memory is always that of the longest.
-      compiling: whether to compile the run's programs; if not, formulas are used.
       more: find out how large microbatches may be, which takes one more compilation.
       say: called with a line about each compilation.
     """
     run, lacking = compilable(run, config, machine) if compiling else (run, ())
-    find, assumed = architecture_finder(config)
+    find, assumed = programs.architecture_finder(config)
     run = with_microbatch_rows(run, config, machine, find)
-    target = planned_run(run, config, devices, find, machine)
+    target = programs.planned_run(run, config, devices, find, machine)
     done = {}
-    for name in program_meshes(target) if compiling else ():
+    for name in programs.program_meshes(target) if compiling else ():
         say(f"compiling {name} for {machine.name}")
-        done[name] = compile_program(target, name)
+        done[name] = programs.compile_program(target, name)
     planned = _build_plan(
-        target, machine, device_places(machine, devices and target.mesh.devices.flat), mean, done, (*lacking, *assumed)
+        target,
+        machine,
+        roofline.device_places(machine, devices and target.mesh.devices.flat),
+        mean,
+        done,
+        (*lacking, *assumed),
     )
     if not more or not compiling:
         return planned
@@ -345,7 +322,7 @@ def plan_run(
     if not other:
         return planned
     with_other_rows = dataclasses.replace(run, learner=run.learner.computing(microbatch_rows=other))
-    recompiled = compile_program(planned_run(with_other_rows, config, devices, find), "update")
+    recompiled = programs.compile_program(programs.planned_run(with_other_rows, config, devices, find), "update")
     needs = [target.refused or target.arguments + target.temporary for target in (update, recompiled)]
     if math.inf in needs:
         return planned
@@ -358,7 +335,7 @@ def with_microbatch_rows(
     """Return the run with the rows of a microbatch that it would choose on the machine, if it leaves them open."""
     if run.learner.compute.microbatch_rows:
         return run
-    target = planned_run(run, config, None, find, machine)
+    target = programs.planned_run(run, config, None, find, machine)
     layout = target.outline.forward.layout
     sizes = (target.mesh.shape["fsdp"], target.mesh.shape["tensor"])
     compute = target.outline.forward.compute
@@ -378,33 +355,35 @@ def compilable(run: Any, config: ModelConfig, machine: Machine) -> tuple[Any, tu
 
 
 def _build_plan(
-    target: PlannedRun, machine: Machine, spots: Places, mean: int | None, done: dict[str, Compiled],
-    notes: Sequence[str],
+    target: programs.PlannedRun, machine: Machine, spots: roofline.Places, mean: int | None,
+    done: dict[str, programs.Compiled], notes: Sequence[str],
 ) -> Plan:  # fmt: skip
     run, outline, arrays = target.run, target.outline, target.arrays
-    todo = step_work(run, outline, arrays.learned, mean)
+    todo = roofline.step_work(run, outline, arrays.learned, mean)
     sizes = run.mesh.sizes(machine.devices)
-    traffics = traffic_by_formula(run, arrays, todo, sizes, spots)
+    traffics = roofline.traffic_by_formula(run, arrays, todo, sizes, spots)
     clock = machine.chip.clock
     read = {}
     for name, program in done.items():
         if not program.refused:
-            traffics[name] = sum_by_kind(traffic_of(c, spots) for loop in program.loops for c in loop.collectives)
-            read[name] = CompiledCost(program.cycles / clock if clock else 0.0, program.loops[0].moved)
-    more = {"groups": bytes_per_device(arrays.packed) * run.learner.minibatches / outline.groups.count}
+            traffics[name] = roofline.sum_by_kind(
+                roofline.traffic_of(c, spots) for loop in program.loops for c in loop.collectives
+            )
+            read[name] = roofline.CompiledCost(program.cycles / clock if clock else 0.0, program.loops[0].moved)
+    more = {"groups": programs.bytes_per_device(arrays.packed) * run.learner.minibatches / outline.groups.count}
     sampling, repeated, decoding = None, [], []
-    if isinstance(arrays, SamplingArrays):
+    if isinstance(arrays, programs.SamplingArrays):
         sampling = memory_of_sampling(run, arrays, done)
         tensor = run.mesh.sampling_sizes(machine.devices)["tensor"]
         repeated = repeated_heads(arrays.sampled.config.attention.kv_heads, tensor)
-        filled = slot_occupancy(arrays, todo)
+        filled = roofline.slot_occupancy(arrays, todo)
         form = arrays.build.form
         reads = "every slot to the longest one's length"
         reads = reads if form is None else f"each slot by its length ({form.platform} kernel)"
         decoding = [
             f"attention of decoding: {reads}",
             f"decoding, by the engine's rules for {todo.completions} completions of {todo.mean} tokens "
-            f"({'log-normal, sigma ' + str(SIGMA) if todo.mean < outline.groups.longest else 'all as long'}): "
+            f"({'log-normal, sigma ' + str(roofline.SIGMA) if todo.mean < outline.groups.longest else 'all as long'}): "
             f"{filled.chunks} chunks read {filled.read:.1%} of the cache on average, and {filled.live:.1%} is live",
         ]
         more["slots"] = (sampling.cache + sampling.temporary) / arrays.sampler.rollout.engine.slots
@@ -421,7 +400,7 @@ def _build_plan(
     return Plan(
         run, machine, sizes, arrays.state, todo, outline.groups,
         memory_of_learning(run, arrays, done), sampling,
-        tuple(step_parts(run, arrays, todo, machine.chip, traffics, read)), done,
+        tuple(roofline.step_parts(run, arrays, todo, machine.chip, traffics, read)), done,
         (f"attention: {compute.attention}", *options, *products, *repeated, *decoding, *notes, *outline.notes), more,
     )  # fmt: skip
 
@@ -445,7 +424,7 @@ def candidate_runs(run: Any, config: ModelConfig, machine: Machine) -> list[Any]
         if inside % tensor == heads.heads % tensor == run.learner.compute.row_tokens % tensor == 0
         and 0 in (heads.kv_heads % tensor, tensor % heads.kv_heads)
     ]
-    groups = planned_stage(run).groups(run)
+    groups = programs.planned_stage(run).groups(run)
     completions = groups.count * groups.each // run.learner.minibatches
     meshes = [
         dataclasses.replace(run.mesh, data=data, fsdp=inside // tensor // data, tensor=tensor)

@@ -22,17 +22,9 @@ from jaxrl_llm.models.decode_kernels import ByLength, columns_read
 from jaxrl_llm.models.flops import count_parameters, forward_flops, training_flops, visible_pairs
 from jaxrl_llm.models.heads import saves_logits
 from jaxrl_llm.models.layers import BLOCKS, part_columns
+from jaxrl_llm.plan import programs
 from jaxrl_llm.plan.hlo import Collective, Traffic
 from jaxrl_llm.plan.machines import Machine
-from jaxrl_llm.plan.programs import (
-    Arrays,
-    PlannedModel,
-    PlannedRole,
-    SamplingArrays,
-    bytes_per_device,
-    device_share,
-    prompt_calls,
-)
 from jaxrl_llm.sharding import batch_parts
 from jaxrl_llm.sharding.mesh import Chip
 from jaxrl_llm.stages.stage import Outline
@@ -110,18 +102,13 @@ class Work:
     """The work of a step, over all devices; a completion has ``mean`` tokens and a prompt the maximum.
 
     Attributes:
-      completions: B.
-      mean: tokens of each.
       prompts_flops: prefill of all prompts, once for each group; 0 where nothing is sampled.
-      decode_flops: all sampled tokens.
       score_passes: forward passes over the batch that are not differentiated: old policy, reference.
       update_flops: useful FLOPs of one update of every role, the policy and the others; a role with more passes counts
         with its share of those.
       predictions: tokens of one update.
       rows: of packed tokens that an update computes, padding included.
-      row_tokens: S.
       microbatches: non-empty microbatches of an update.
-      updates: optimiser steps.
     """
 
     completions: int
@@ -147,7 +134,9 @@ class Work:
         return self.update_flops * self.updates
 
 
-def step_work(run: Configuration, outline: Outline, learned: Sequence[PlannedRole], mean: int | None = None) -> Work:
+def step_work(
+    run: Configuration, outline: Outline, learned: Sequence[programs.PlannedRole], mean: int | None = None
+) -> Work:
     """Return the step's work; ``mean`` tokens of a completion, the longest if not given."""
     groups = outline.groups
     layout = outline.forward.layout
@@ -194,7 +183,7 @@ def attention_share(attention: str, columns: int) -> float:
     return 0.5 + tile / (2 * columns)
 
 
-def update_flops(work: Work, planned: PlannedRole) -> float:
+def update_flops(work: Work, planned: programs.PlannedRole) -> float:
     """Return the FLOPs that one update of a role runs on all devices, with padding and recomputation by remat."""
     config = planned.model.config
     compute = planned.forward.compute
@@ -255,14 +244,9 @@ class StepPart:
 
     Attributes:
       name: "weights", "prompts", "decode", "score", "update", or that of another role or of a pass.
-      calls: of its program in a step.
-      flops: of one device, in all calls.
-      bytes: that one device reads and writes, in all calls.
-      traffic: that it sends, in all calls.
-      compute_s: at the peak of matrix products.
-      memory_s: at the peak of its memory.
-      ici_s: inside a slice or host.
-      dcn_s: between slices or hosts.
+      flops, bytes, traffic: of one device, in all ``calls`` of a step.
+      compute_s, memory_s: at the peaks of matrix products and of memory.
+      ici_s, dcn_s: inside a slice or host, and between them.
       samples: whether it is part of the sampling half.
       learns: whether it updates a role.
       source: of ``compute_s`` and ``memory_s``: ``FORMULAS``, ``BYTES`` or ``CYCLES``.
@@ -295,7 +279,7 @@ class StepPart:
 
 
 def step_parts(
-    run: Configuration, arrays: Arrays, work: Work, chip: Chip,
+    run: Configuration, arrays: programs.Arrays, work: Work, chip: Chip,
     sent: Mapping[str, tuple[Traffic, ...]], read: Mapping[str, CompiledCost],
 ) -> list[StepPart]:  # fmt: skip
     """Return the parts of a step on one device; those that a step never calls are left out.
@@ -323,7 +307,7 @@ def step_parts(
         )
         parts.append(StepPart(name, calls, calls * cost.flops, calls * moved, sends, *times, samples, learns, source))
 
-    if isinstance(arrays, SamplingArrays):
+    if isinstance(arrays, programs.SamplingArrays):
         for name, (calls, cost) in sampling_costs(arrays, work).items():
             add(name, calls, cost, samples=True)
     for planned in arrays.passes:
@@ -342,7 +326,7 @@ def step_parts(
     return parts
 
 
-def slot_occupancy(arrays: SamplingArrays, work: Work) -> Occupancy:
+def slot_occupancy(arrays: programs.SamplingArrays, work: Work) -> Occupancy:
     """Return how a step's completions fill the engine's slots."""
     rollout, shape = arrays.sampler.rollout, arrays.slot_shape
     engine = rollout.engine
@@ -351,45 +335,49 @@ def slot_occupancy(arrays: SamplingArrays, work: Work) -> Occupancy:
     return dataclasses.replace(filled, read=1.0) if engine.strict and arrays.build.form is None else filled
 
 
-def sampling_costs(arrays: SamplingArrays, work: Work) -> dict[str, tuple[float, Cost]]:
+def sampling_costs(arrays: programs.SamplingArrays, work: Work) -> dict[str, tuple[float, Cost]]:
     """Return the calls of each sampling program, and the cost of one call; a decode chunk is averaged over the step."""
     rollout = arrays.sampler.rollout
     shape = arrays.slot_shape
     config = arrays.sampled.config
-    share = device_share(arrays.sampled)
-    weights = bytes_per_device(arrays.sampled)
+    share = programs.device_share(arrays.sampled)
+    weights = programs.bytes_per_device(arrays.sampled)
     policy = arrays.state.policy
-    rows, piece, calls = prompt_calls(rollout.max_prompt_tokens, shape.parts)
+    rows, piece, calls = programs.prompt_calls(rollout.max_prompt_tokens, shape.parts)
     pairs = visible_pairs(config, 0, piece * calls) / calls
     prefill = forward_flops(config, piece, pairs, 0) * rows / shape.parts * share
     slots, chunk = rollout.engine.slots / shape.parts, rollout.engine.chunk
     pairs = config.layers * (rollout.max_prompt_tokens + work.mean / 2)
     decode = forward_flops(config, 1, pairs, 1) * slots * share
     prompts = min(slots / shape.group * 2, slots)  # some groups end while others begin
-    blocks = bytes_per_device(arrays.slots.blocks)
+    blocks = programs.bytes_per_device(arrays.slots.blocks)
     filled = slot_occupancy(arrays, work)
-    moved = weights + bytes_per_device(arrays.slots.cache) * filled.read + blocks * prompts * shape.parts / shape.blocks
+    moved = (
+        weights
+        + programs.bytes_per_device(arrays.slots.cache) * filled.read
+        + blocks * prompts * shape.parts / shape.blocks
+    )
     fixed = (weights + blocks) * chunk
     return {
-        "weights": (1.0, Cost(0.0, bytes_per_device((policy.params, policy.base)) + weights)),
+        "weights": (1.0, Cost(0.0, programs.bytes_per_device((policy.params, policy.base)) + weights)),
         "prompts": (math.ceil(rollout.prompts / rows) * calls, Cost(prefill, weights)),
         "decode": (filled.chunks, Cost(decode * chunk, moved * chunk, fixed=fixed, share=filled.read)),
     }
 
 
-def pass_cost(planned: PlannedModel, microbatches: int, predictions: int) -> Cost:
+def pass_cost(planned: programs.PlannedModel, microbatches: int, predictions: int) -> Cost:
     """Return the cost of a pass over ``microbatches`` that predicts ``predictions`` tokens."""
     layout = planned.forward.layout
     config = planned.model.config
     rows = microbatches * layout.rows
     pairs = packed_pairs(config, planned.forward.compute.attention, rows, layout.row_tokens)
     flops = forward_flops(config, rows * layout.row_tokens, pairs, predictions)
-    share = device_share(planned.gathered) / layout.parts
-    moved = microbatches * 2 * bytes_per_device(planned.gathered)
+    share = programs.device_share(planned.gathered) / layout.parts
+    moved = microbatches * 2 * programs.bytes_per_device(planned.gathered)
     return Cost(flops * share, moved, fused_flops(planned, rows, layout.row_tokens) * share)
 
 
-def fused_flops(planned: PlannedModel, rows: int, row_tokens: int) -> float:
+def fused_flops(planned: programs.PlannedModel, rows: int, row_tokens: int) -> float:
     """Return the FLOPs of a forward pass's fused attention on all devices; 0 where XLA computes it."""
     attention = planned.forward.compute.attention
     if attention == "xla":
@@ -397,11 +385,11 @@ def fused_flops(planned: PlannedModel, rows: int, row_tokens: int) -> float:
     return forward_flops(planned.model.config, 0, packed_pairs(planned.model.config, attention, rows, row_tokens), 0)
 
 
-def update_cost(arrays: Arrays, planned: PlannedRole, work: Work) -> Cost:
+def update_cost(arrays: programs.Arrays, planned: programs.PlannedRole, work: Work) -> Cost:
     """Return the cost of an update of a role: each microbatch's passes read and write weights and move activations."""
     config = planned.model.config
     compute = planned.forward.compute
-    share = device_share(planned.gathered)
+    share = programs.device_share(planned.gathered)
     width = planned.width
     parts = planned.forward.layout.parts
     passes = 3 + REMAT_PASSES[compute.remat]
@@ -410,8 +398,8 @@ def update_cost(arrays: Arrays, planned: PlannedRole, work: Work) -> Cost:
     layer = 16 * config.width + (6 * (a.heads + a.kv_heads) * a.head_dim + 8 * config.active_width) * share
     weights = count_parameters(config)[0] * width * share
     role = arrays.state.roles[planned.training.role]
-    state = bytes_per_device((role.params, role.opt_state))
-    gradients = bytes_per_device(role)
+    state = programs.bytes_per_device((role.params, role.opt_state))
+    gradients = programs.bytes_per_device(role)
     moved = (
         work.microbatches * (2 * passes * weights + 2 * gradients)
         + tokens * config.layers * layer * width * passes
@@ -493,7 +481,7 @@ def sum_by_kind(all_of: Iterable[Traffic]) -> tuple[Traffic, ...]:
 
 
 def traffic_by_formula(
-    run: Configuration, arrays: Arrays, work: Work, sizes: Mapping[str, int], where: Places
+    run: Configuration, arrays: programs.Arrays, work: Work, sizes: Mapping[str, int], where: Places
 ) -> dict[str, tuple[Traffic, ...]]:
     """Estimate the traffic of one call of each program, without compiling.
 
@@ -504,13 +492,13 @@ def traffic_by_formula(
     # Groups of partitions by mesh axis, int[groups, members]: the members of a group differ along this axis only.
     axes = {name: np.moveaxis(partitions, i, -1).reshape(-1, sizes[name]) for i, name in enumerate(sizes)}
     sent: dict[str, list[Collective]] = {}
-    if isinstance(arrays, SamplingArrays):
+    if isinstance(arrays, programs.SamplingArrays):
         rollout = arrays.sampler.rollout
         config = arrays.sampled.config
         width = arrays.slots.cache.k.dtype.itemsize
         slots = rollout.engine.slots / batch_parts(sizes)
         steps = config.layers * rollout.engine.chunk
-        sent["weights"] = [Collective("all-gather", bytes_per_device(arrays.sampled), axes["fsdp"], 1)]
+        sent["weights"] = [Collective("all-gather", programs.bytes_per_device(arrays.sampled), axes["fsdp"], 1)]
         sent["decode"] = [
             Collective("all-reduce", slots * config.width * width, axes["tensor"], 2 * steps),
             *expert_exchange(config, slots, width, axes, steps),
@@ -525,7 +513,7 @@ def traffic_by_formula(
         sent[role.name] = [
             Collective("all-gather", weights.size, axes["fsdp"], passes * work.microbatches),
             Collective("reduce-scatter", weights.size, axes["fsdp"], work.microbatches),
-            Collective("all-reduce", bytes_per_device(role.role.params), axes["data"], work.microbatches),
+            Collective("all-reduce", programs.bytes_per_device(role.role.params), axes["data"], work.microbatches),
             Collective("all-reduce", activations.size, axes["tensor"], (1 + passes) * activations.times),
             *(dataclasses.replace(transfer, times=passes * transfer.times) for transfer in tokens),
         ]
@@ -535,7 +523,9 @@ def traffic_by_formula(
     }
 
 
-def _pass_collectives(planned: PlannedModel, microbatches: int, axes: Mapping[str, np.ndarray]) -> list[Collective]:
+def _pass_collectives(
+    planned: programs.PlannedModel, microbatches: int, axes: Mapping[str, np.ndarray]
+) -> list[Collective]:
     """Return the collectives of a forward pass: weights gathered, activations summed, and what experts exchange, in
     each microbatch."""
     config = planned.model.config
@@ -543,7 +533,7 @@ def _pass_collectives(planned: PlannedModel, microbatches: int, axes: Mapping[st
     tokens = layout.rows * layout.row_tokens / layout.parts
     times = config.layers * microbatches
     return [
-        Collective("all-gather", bytes_per_device(planned.gathered), axes["fsdp"], microbatches),
+        Collective("all-gather", programs.bytes_per_device(planned.gathered), axes["fsdp"], microbatches),
         Collective("all-reduce", tokens * config.width * planned.width, axes["tensor"], 2 * times),
         *expert_exchange(config, tokens, planned.width, axes, times),
     ]

@@ -27,13 +27,9 @@ class Totals:
     """A run from its first step to its last, at the least time of a step.
 
     Attributes:
-      steps: of the run.
-      run_s: seconds of all steps.
-      checkpoint_every_s: seconds between two checkpoints.
       device_hours: of all devices together.
       cost: in the currency of the price; None without a price.
-      checkpoint_bytes: of one checkpoint on disk.
-      snapshot_bytes: of one snapshot on disk.
+      checkpoint_bytes, snapshot_bytes: of one on disk.
       best_bytes: of the models of the best evaluation, as of now and of each checkpoint, at most; 0 if none is kept.
       disk_bytes: of ``output.keep`` checkpoints, one in writing, and one of an interruption.
       step_grace_s: the half of ``output.grace_s`` that a step has to end in after a signal; None if that is infinite.

@@ -236,7 +236,6 @@ class Chip:
     """Peaks of one device, as JAX counts devices.
 
     Attributes:
-      name: as in a topology.
       platform: "tpu" or "gpu".
       flops: bfloat16 matrix products, FLOP/s, dense.
       bandwidth: of its memory, bytes/s.

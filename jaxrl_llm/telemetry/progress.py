@@ -218,7 +218,6 @@ class Progress:
     """Shows a run's progress; a context manager, so that the terminal is restored in any case.
 
     Args:
-      schedule: the run's.
       first_step: the first step that this process runs: 1 for a new run, s + 1 after resuming at s.
       console: where to print; stderr if None.
       tracker: looks for findings; None for none.
@@ -226,9 +225,7 @@ class Progress:
 
     Attributes:
       pace: durations of each kind of work; the loop adds those of checkpoints.
-      compiling: JAX's current compilation.
       at: the current step.
-      tracker: as given.
     """
 
     def __init__(

@@ -200,13 +200,7 @@ def tracker_factories(trackers: Iterable[str]) -> dict[str, TrackerFactory]:
 class Trackers:
     """The writers of a run; one that raises is left out from then on, with one warning.
 
-    Args:
-      factories: of ``tracker_factories``.
-      run: as trackers see it, but for their projects.
-      warn: called with the warning.
-
-    Raises:
-      InputError: a writer of a new run refuses to start. A resumed run continues without it.
+    A new run is refused if a writer does not start; a resumed run continues without it.
     """
 
     def __init__(self, factories: Mapping[str, TrackerFactory], run: TrackedRun, warn: Callable[[str], None]):

@@ -48,7 +48,6 @@ class Example(NamedTuple):
     Attributes:
       step: the step that learned from it.
       which: ``best``, ``lowest``, or empty where all completions of the step have the same reward.
-      reward: its reward.
       prompt: the end of the prompt, on one line.
       completion: on one line; of an episode all turns, each after its role.
     """
@@ -89,9 +88,6 @@ def choose_example(step: int, groups: Sequence[Group], turn: int) -> Example | N
 
 class Panel:
     """The state of the live lines; unknown quantities have no line.
-
-    Args:
-      clock: returns seconds.
 
     Attributes:
       memory: returns the memory in use as text; empty until it matters.
@@ -265,10 +261,7 @@ class Column(NamedTuple):
     """One column of the table of steps.
 
     Attributes:
-      title: its heading.
-      metric: the metric that it shows.
       width: characters, without the gap before it.
-      style: float -> str.
       rank: columns of a higher rank are left out first where the terminal is narrow.
     """
 
@@ -348,12 +341,7 @@ class Screen:
     updated in place. A log file has one line for each step, and a line when a phase takes long: no bars, no escape
     codes.
 
-    Args:
-      console: of the terminal or file.
-      describe: returns the current activity.
-      patience: returns the seconds that a file may stay silent now.
-      panel: the live lines above the activity.
-      quiet: print only warnings.
+    ``describe`` returns the current activity, ``patience`` the seconds that a file may stay silent now.
     """
 
     def __init__(

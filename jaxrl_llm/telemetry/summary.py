@@ -53,19 +53,15 @@ class RunSummary:
 
     Attributes:
       run_dir: the run's directory, or its address.
-      task: the task that was evaluated.
       took: the steps of this process, which may have resumed the run, and its duration.
       measure: measure of the evaluation: ``accuracy``, or ``reward`` where nothing is verified.
-      before: the share of correct answers, 0 to 1, or the mean reward, before training; None if it was not evaluated.
-      after: the same after the last step.
-      pairs: the evaluated problems with their completions, as far as there are any.
+      before, after: the share of correct answers, 0 to 1, or the mean reward; None if it was not evaluated.
       problems: number of evaluated problems; of many not all completions are written down.
       other_measures: of the evaluations: label, before training (None if not evaluated) and after, and whether
         it is a share.
       judged: for each step with a reward model: the step, its mean score, the share of correct answers, and the
         disagreement of several models.
       phases: the steps after which another phase began, and the text of each one's row about it.
-      findings: the run's.
       best: the step of the best evaluation and its result as measured, where the run keeps that model, as ``RUN@best``;
         else None.
       ended: after how many planned steps a rule ended the run, why, and the flags that continue it, if any do; None if
@@ -116,12 +112,8 @@ def print_summary(
 ) -> None:
     """Print the accuracy (or reward) before and after, samples, the run's directory, the next commands and findings.
 
-    Args:
-      summary: of the run.
-      console: where to print; stdout if None.
-      brief: leave out samples and commands.
-      reloads: whether the run's config.json holds all that it trains with.
-      writes: whether it trains a model that answers; a reward model does not.
+    ``brief`` leaves out samples and commands. ``reloads``: the run's config.json holds all that it trains with.
+    ``writes``: it trains a model that answers; a reward model does not.
     """
     console = console or Printer(highlight=False)
     phases = [_field(f"after step {step}", text) for step, text in summary.phases]
