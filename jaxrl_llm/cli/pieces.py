@@ -92,8 +92,8 @@ def _default_piece(name: str, kind: Any, before: Any) -> Any:
     """Return a piece of a class with its defaults, or the one before if it has this class."""
     if kind is None or type(before) is kind:
         return None if kind is None else before
-    lacking = [field.name for field in dataclasses.fields(kind) if not has_default(field)]
-    require(not lacking, f"--{name} {kind.__name__} has no default {', '.join(lacking)}: set it in the configuration")
+    missing = [field.name for field in dataclasses.fields(kind) if not has_default(field)]
+    require(not missing, f"--{name} {kind.__name__} has no default {', '.join(missing)}: set it in the configuration")
     return kind()
 
 

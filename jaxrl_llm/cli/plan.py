@@ -130,11 +130,11 @@ def plan_options(arguments: list[str]) -> dict[str, Any]:
     paths = {flag: Path(choices[flag]) for flag in ("--json", "--plot") if choices[flag]}
     for flag, path in paths.items():
         check_file(path, flag)
-        drawn = flag == "--json" or path.suffix in PICTURES
-        require(drawn, f"--plot {path}: end it in {' or '.join(PICTURES)}")
-    reads = next((flag for flag in ("--loops", "--dump") if choices[flag]), "")
-    compiled = not (reads and (choices["--quick"] or choices["--search"]))
-    require(compiled, f"{reads} reads the compiled programs of one plan: leave --quick and --search out")
+        valid_suffix = flag == "--json" or path.suffix in PICTURES
+        require(valid_suffix, f"--plot {path}: end it in {' or '.join(PICTURES)}")
+    reader = next((flag for flag in ("--loops", "--dump") if choices[flag]), "")
+    compiled = not (reader and (choices["--quick"] or choices["--search"]))
+    require(compiled, f"{reader} reads the compiled programs of one plan: leave --quick and --search out")
     if choices["--dump"]:
         paths["--dump"] = Path(choices["--dump"])
         require(not paths["--dump"].is_file(), f"--dump {choices['--dump']} is a file: give a folder")

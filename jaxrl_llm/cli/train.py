@@ -80,16 +80,16 @@ def with_sizes_of(settings: configs.Configuration, name: str) -> configs.Configu
     Everything but the method, seed and rules is taken from there, so that a large configuration can be tried anywhere:
     recipe, minibatches and other settings of the learner stay.
     """
-    _, other = configs.load_config(name)
-    for kind in (type(settings), type(other)):
+    _, source = configs.load_config(name)
+    for kind in (type(settings), type(source)):
         require(
             kind is configs.Run,
             f"--sizes takes one reinforcement learning run to another's size, not a {kind.__name__}",
         )
     parts = ("model", "task", "scoring", "rollout", "mesh", "evaluation", "output", "steps")
-    learner = {part: getattr(other.learner, part) for part in ("compute", "optimiser", "lora")}
-    learned = dataclasses.replace(settings.learner, **learner)
-    return dataclasses.replace(settings, learner=learned, **{part: getattr(other, part) for part in parts})
+    learner = {part: getattr(source.learner, part) for part in ("compute", "optimiser", "lora")}
+    resized = dataclasses.replace(settings.learner, **learner)
+    return dataclasses.replace(settings, learner=resized, **{part: getattr(source, part) for part in parts})
 
 
 def with_guard(settings: configs.Configuration, kind: str) -> configs.Configuration:

@@ -134,20 +134,20 @@ def write_config(config: ModelConfig, dtype: str, scalar: bool = False) -> dict[
     family = FAMILIES[config.family]
     if scalar and not family.classifier:
         raise InputError(f"transformers has no reward model of the family {config.family}: train another one")
-    written: dict[str, Any] = {
+    attributes: dict[str, Any] = {
         "architectures": [family.classifier if scalar else family.architecture],
         "model_type": family.model_type,
         "torch_dtype": dtype,
     }
-    written |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}} if scalar else {}
-    written |= {name: operator.attrgetter(FIELDS[name])(config) for name in family.defaults if name in FIELDS}
+    attributes |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}} if scalar else {}
+    attributes |= {name: operator.attrgetter(FIELDS[name])(config) for name in family.defaults if name in FIELDS}
     activation = next(hf for hf, ours in ACTIVATIONS.items() if ours == config.activation)
-    written |= {name: activation for name in ("hidden_act", "hidden_activation") if name in family.defaults}
+    attributes |= {name: activation for name in ("hidden_act", "hidden_activation") if name in family.defaults}
     if "query_pre_attn_scalar" in family.defaults and config.attention.scale is not None:
         denominator = config.attention.scale**-2
         # The rounding of x ** -0.5 ** -2 is undone where x was an integer.
         integral = abs(denominator - round(denominator)) < 1e-6 * denominator
-        written["query_pre_attn_scalar"] = round(denominator) if integral else denominator
+        attributes["query_pre_attn_scalar"] = round(denominator) if integral else denominator
     windows = config.attention.windows or (0,) * config.layers
     sliding = {
         "sliding_window": max(windows) or None,
@@ -160,16 +160,16 @@ def write_config(config: ModelConfig, dtype: str, scalar: bool = False) -> dict[
         "no_rope_layers": [int(rotates) for rotates in rope.layers or (True,) * config.layers],
         "partial_rotary_factor": (rope.dims or config.attention.head_dim) / config.attention.head_dim,
     }
-    written |= {name: value for name, value in sliding.items() if name in family.defaults}
-    written |= {"rope_theta": rope.theta, "rope_scaling": write_scaling(rope.scaling)}
+    attributes |= {name: value for name, value in sliding.items() if name in family.defaults}
+    attributes |= {"rope_theta": rope.theta, "rope_scaling": write_scaling(rope.scaling)}
     if rope.local_theta is not None:
-        written["rope_local_base_freq"] = rope.local_theta
-    written |= write_token_ids(config.tokens)
-    lost = differing_fields(config, read_config(written))
+        attributes["rope_local_base_freq"] = rope.local_theta
+    attributes |= write_token_ids(config.tokens)
+    lost = differing_fields(config, read_config(attributes))
     if lost:
         value = operator.attrgetter(lost[0])(config)
         raise InputError(f"a {config.family} config.json cannot express {lost[0]}={value!r}; set it back")
-    return written
+    return attributes
 
 
 def differing_fields(config: Any, other: Any) -> list[str]:
@@ -305,8 +305,8 @@ def _read_rope(attributes: Mapping[str, Any], family: Family, fields: Mapping[st
                 f"{fields['head_dim']} numbers of a head; that must be an even number of them"
             )
         values["attention.rope.dims"] = 0 if dims == fields["head_dim"] else dims
-    rotated = fields.get("no_rope_layers", ())
-    values["attention.rope.layers"] = () if all(rotated) else tuple(rotated)
+    rotating = fields.get("no_rope_layers", ())
+    values["attention.rope.layers"] = () if all(rotating) else tuple(rotating)
     return values
 
 
@@ -316,23 +316,23 @@ def _rope_parameters(attributes: Mapping[str, Any], family: Family) -> tuple[dic
     ``rope_parameters`` or ``rope_scaling`` has them flat or by kind of layer. Flat ones are of all layers; in families
     with two bases only ``rope_scaling`` may be flat, and is of full layers. A key that is null is absent.
     """
-    several = _LOCAL in family.defaults
+    two_bases = _LOCAL in family.defaults
     kinds: dict[str, dict[str, Any]] = {"full_attention": {}, "sliding_attention": {}}
     for name in ("rope_parameters", "rope_scaling"):
         form = dict(attributes.get(name) or {})
         nested = {kind: form.pop(kind) for kind in kinds if kind in form}
-        if form and (nested or (several and name == "rope_parameters")):
+        if form and (nested or (two_bases and name == "rope_parameters")):
             key, value = next(iter(form.items()))
             raise InputError(
                 f"config.json sets {name}.{key}={value!r} outside of {' and '.join(kinds)}; move it into one of them"
             )
-        for kind, parameters in (nested or dict.fromkeys([*kinds][: 1 if several else 2], form)).items():
+        for kind, parameters in (nested or dict.fromkeys([*kinds][: 1 if two_bases else 2], form)).items():
             present = _without_nulls(parameters or {})
             if present and kinds[kind] and present != kinds[kind]:
                 raise InputError("config.json has rope_parameters and rope_scaling, and they differ; keep one of them")
             kinds[kind] = present or kinds[kind]
     full, sliding = kinds.values()
-    if not several and full != sliding:
+    if not two_bases and full != sliding:
         raise InputError(f"config.json rotates sliding layers otherwise than full ones; {family.model_type} cannot")
     return full or dict(family.defaults.get("rope_scaling") or {}), sliding
 

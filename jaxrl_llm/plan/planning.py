@@ -60,9 +60,9 @@ def state_memory(arrays: programs.Arrays) -> DeviceMemory:
     weights, moments = {"policy": 0, "critic": 0}, {"policy": 0, "critic": 0}
     for name, role in arrays.state.roles.items():
         kind = "policy" if name == "policy" else "critic"
-        here = [x for x in jax.tree.leaves(role.opt_state) if x.sharding.memory_kind != "pinned_host"]
+        on_device = [x for x in jax.tree.leaves(role.opt_state) if x.sharding.memory_kind != "pinned_host"]
         weights[kind] += programs.bytes_per_device((role.params, role.base))
-        moments[kind] += programs.bytes_per_device(here)
+        moments[kind] += programs.bytes_per_device(on_device)
     return DeviceMemory(
         weights=weights["policy"],
         optimiser=moments["policy"],
@@ -78,19 +78,19 @@ def judge_bytes(arrays: programs.Arrays) -> float:
 
 
 def memory_of_learning(
-    run: Configuration, arrays: programs.Arrays, done: Mapping[str, programs.Compiled]
+    run: Configuration, arrays: programs.Arrays, compiled: Mapping[str, programs.Compiled]
 ) -> DeviceMemory:
     """Return the memory while learning: state and data; weights to sample from only where sampling runs ahead.
 
-    Reward models count too, unless they have devices of their own. ``done``: the compiled programs; empty for formulas.
+    Reward models count too, unless they have devices of their own. ``compiled`` is empty for formulas.
     """
     base = state_memory(arrays)
     packed = programs.bytes_per_device(arrays.packed)
     batch = packed * run.learner.minibatches
     needs = []
     for planned in arrays.learned:
-        if done:
-            needs.append(compiled_temporary(done[planned.name], programs.bytes_per_device(arrays.state) + packed))
+        if compiled:
+            needs.append(compiled_temporary(compiled[planned.name], programs.bytes_per_device(arrays.state) + packed))
             continue
         # Gradients twice: those of a microbatch, and their sum in float32.
         gradients = sum(
@@ -101,8 +101,8 @@ def memory_of_learning(
         # A step's data is packed for its updates after the passes. What reads all data before the first step does so
         # before there is a state.
         if not planned.spec.copies:
-            there = batch + (0 if planned.spec.calls else base.total - programs.bytes_per_device(planned.model))
-            needs.append(pass_bytes(planned, done) - there)
+            counted = batch + (0 if planned.spec.calls else base.total - programs.bytes_per_device(planned.model))
+            needs.append(pass_bytes(planned, compiled) - counted)
     if isinstance(run, configs.Run) and configs.samples_groups(run):
         layout, rows = arrays.learned[0].forward.layout, run.rollout.prompts * run.rollout.group
         estimate = estimator_bytes(run.recipe.algorithm.advantage, rows, layout.completion_tokens)
@@ -119,7 +119,7 @@ def memory_of_learning(
 
 
 def memory_of_sampling(
-    run: Configuration, arrays: programs.SamplingArrays, done: Mapping[str, programs.Compiled]
+    run: Configuration, arrays: programs.SamplingArrays, compiled: Mapping[str, programs.Compiled]
 ) -> DeviceMemory:
     """Return the memory while sampling: the state (where the same devices learn), weights to sample from, the cache."""
     rollout = arrays.sampler.rollout
@@ -131,15 +131,15 @@ def memory_of_sampling(
     # Calls with keys and values that wait at one time to be copied into slots, at the first filling.
     rows, piece, calls = programs.prompt_calls(rollout.max_prompt_tokens, parts)
     filling = -(-min(-(-rollout.engine.slots // rollout.group), rollout.prompts) // rows)
-    needs = [pass_bytes(planned, done) for planned in arrays.passes if planned.spec.copies]
-    if done:
-        waiting = max(done["prompts"].outputs + done["prompts"].arguments - sampled, 0) * filling
-        decode = compiled_temporary(done["decode"], sampled + slots)
-        weights = done.get("weights", programs.Compiled())
+    needs = [pass_bytes(planned, compiled) for planned in arrays.passes if planned.spec.copies]
+    if compiled:
+        waiting = max(compiled["prompts"].outputs + compiled["prompts"].arguments - sampled, 0) * filling
+        decode = compiled_temporary(compiled["decode"], sampled + slots)
+        weights = compiled.get("weights", programs.Compiled())
         moving = weights.refused or weights.temporary + max(weights.outputs - sampled, 0)
-        refill = compiled_temporary(done["refill"], slots + waiting)
+        refill = compiled_temporary(compiled["refill"], slots + waiting)
         # Slots are empty while weights are laid out; what one call of prompts returns is already among those that wait.
-        busiest = max(decode, blocks, refill, done["prompts"].temporary)
+        busiest = max(decode, blocks, refill, compiled["prompts"].temporary)
         needs += [busiest + waiting, moving - slots]
     else:
         config = arrays.sampled.config
@@ -154,17 +154,18 @@ def memory_of_sampling(
     return dataclasses.replace(base, judges=judge_bytes(arrays), sampled=sampled, cache=slots, temporary=max(needs))
 
 
-def compiled_temporary(done: programs.Compiled, size: float) -> float:
+def compiled_temporary(program: programs.Compiled, size: float) -> float:
     """Return the bytes that a program needs in addition to arguments of ``size`` bytes; their padding counts."""
-    return done.refused - size if done.refused else done.temporary + done.outputs + max(done.arguments - size, 0)
+    padding = max(program.arguments - size, 0)
+    return program.refused - size if program.refused else program.temporary + program.outputs + padding
 
 
-def pass_bytes(planned: programs.PlannedModel, done: Mapping[str, programs.Compiled]) -> float:
+def pass_bytes(planned: programs.PlannedModel, compiled: Mapping[str, programs.Compiled]) -> float:
     """Return the bytes that a pass needs in addition to its model: data and temporaries."""
     packed = programs.bytes_per_device(planned.packed)
-    if not done:
+    if not compiled:
         return packed + pass_by_formula(planned, update=False)
-    return packed + compiled_temporary(done[planned.name], packed + programs.bytes_per_device(planned.model))
+    return packed + compiled_temporary(compiled[planned.name], packed + programs.bytes_per_device(planned.model))
 
 
 def pass_by_formula(planned: programs.PlannedModel, update: bool) -> float:
@@ -270,13 +271,13 @@ class Plan:
         if kind not in self.more:
             return None
         learner, parts = self.run.learner, batch_parts(self.mesh)
-        half, now, unit = {
+        half, current, unit = {
             "groups": (self.learning, self.groups.count, learner.minibatches),
             "slots": (self.sampling, self.sampling and self.run.rollout.engine.slots, parts),
             "rows": (self.learning, learner.compute.microbatch_rows, parts),
         }[kind]
         free = self.machine.chip.memory - half.total
-        return max(int((now + free / self.more[kind]) // unit * unit), 0)
+        return max(int((current + free / self.more[kind]) // unit * unit), 0)
 
 
 def _full_model(policy: Any) -> Any:
@@ -296,37 +297,37 @@ def plan_run(
       more: find out how large microbatches may be, which takes one more compilation.
       say: called with a line about each compilation.
     """
-    run, lacking = compilable(run, config, machine) if compiling else (run, ())
+    run, notes = compilable(run, config, machine) if compiling else (run, ())
     find, assumed = programs.architecture_finder(config)
     run = with_microbatch_rows(run, config, machine, find)
     target = programs.planned_run(run, config, devices, find, machine)
-    done = {}
+    compiled = {}
     for name in programs.program_meshes(target) if compiling else ():
         say(f"compiling {name} for {machine.name}")
-        done[name] = programs.compile_program(target, name)
+        compiled[name] = programs.compile_program(target, name)
     planned = _build_plan(
         target,
         machine,
         roofline.device_places(machine, devices and target.mesh.devices.flat),
         mean,
-        done,
-        (*lacking, *assumed),
+        compiled,
+        (*notes, *assumed),
     )
     if not more or not compiling:
         return planned
     say(f"compiling update for {machine.name} with other microbatches")
     # Twice as many rows, or half as many if the update was refused.
-    update, rows = done["update"], run.learner.compute.microbatch_rows
+    update, rows = compiled["update"], run.learner.compute.microbatch_rows
     unit = batch_parts(run.mesh.sizes(machine.devices))
-    other = 2 * rows if not update.refused else rows // 2 // unit * unit
-    if not other:
+    other_rows = 2 * rows if not update.refused else rows // 2 // unit * unit
+    if not other_rows:
         return planned
-    with_other_rows = dataclasses.replace(run, learner=run.learner.computing(microbatch_rows=other))
+    with_other_rows = dataclasses.replace(run, learner=run.learner.computing(microbatch_rows=other_rows))
     recompiled = programs.compile_program(programs.planned_run(with_other_rows, config, devices, find), "update")
     needs = [target.refused or target.arguments + target.temporary for target in (update, recompiled)]
     if math.inf in needs:
         return planned
-    return dataclasses.replace(planned, more=planned.more | {"rows": (needs[1] - needs[0]) / (other - rows)})
+    return dataclasses.replace(planned, more=planned.more | {"rows": (needs[1] - needs[0]) / (other_rows - rows)})
 
 
 def with_microbatch_rows(
@@ -356,41 +357,41 @@ def compilable(run: Any, config: ModelConfig, machine: Machine) -> tuple[Any, tu
 
 def _build_plan(
     target: programs.PlannedRun, machine: Machine, spots: roofline.Places, mean: int | None,
-    done: dict[str, programs.Compiled], notes: Sequence[str],
+    compiled: dict[str, programs.Compiled], notes: Sequence[str],
 ) -> Plan:  # fmt: skip
     run, outline, arrays = target.run, target.outline, target.arrays
     todo = roofline.step_work(run, outline, arrays.learned, mean)
     sizes = run.mesh.sizes(machine.devices)
     traffics = roofline.traffic_by_formula(run, arrays, todo, sizes, spots)
     clock = machine.chip.clock
-    read = {}
-    for name, program in done.items():
+    costs = {}
+    for name, program in compiled.items():
         if not program.refused:
             traffics[name] = roofline.sum_by_kind(
                 roofline.traffic_of(c, spots) for loop in program.loops for c in loop.collectives
             )
-            read[name] = roofline.CompiledCost(program.cycles / clock if clock else 0.0, program.loops[0].moved)
+            costs[name] = roofline.CompiledCost(program.cycles / clock if clock else 0.0, program.loops[0].moved)
     more = {"groups": programs.bytes_per_device(arrays.packed) * run.learner.minibatches / outline.groups.count}
     sampling, repeated, decoding = None, [], []
     if isinstance(arrays, programs.SamplingArrays):
-        sampling = memory_of_sampling(run, arrays, done)
+        sampling = memory_of_sampling(run, arrays, compiled)
         tensor = run.mesh.sampling_sizes(machine.devices)["tensor"]
         repeated = repeated_heads(arrays.sampled.config.attention.kv_heads, tensor)
         filled = roofline.slot_occupancy(arrays, todo)
         form = arrays.build.form
-        reads = "every slot to the longest one's length"
-        reads = reads if form is None else f"each slot by its length ({form.platform} kernel)"
+        columns_read = "every slot to the longest one's length"
+        columns_read = columns_read if form is None else f"each slot by its length ({form.platform} kernel)"
         decoding = [
-            f"attention of decoding: {reads}",
+            f"attention of decoding: {columns_read}",
             f"decoding, by the engine's rules for {todo.completions} completions of {todo.mean} tokens "
             f"({'log-normal, sigma ' + str(roofline.SIGMA) if todo.mean < outline.groups.longest else 'all as long'}): "
             f"{filled.chunks} chunks read {filled.read:.1%} of the cache on average, and {filled.live:.1%} is live",
         ]
         more["slots"] = (sampling.cache + sampling.temporary) / arrays.sampler.rollout.engine.slots
     products = [  # where the compiler had a choice
-        f"matrix products of {name}, as compiled: {', '.join(f'{count} by {who}' for who, count in counts.items())}"
+        f"matrix products of {name}, as compiled: {', '.join(f'{n} by {kernel}' for kernel, n in counts.items())}"
         for name in ("update", "decode")
-        if name in done and (counts := done[name].products)
+        if name in compiled and (counts := compiled[name].products)
     ]
     compute = outline.forward.compute
     options = []
@@ -399,8 +400,8 @@ def _build_plan(
         options = [f"options of the learner's compiler: {', '.join(values)}"]
     return Plan(
         run, machine, sizes, arrays.state, todo, outline.groups,
-        memory_of_learning(run, arrays, done), sampling,
-        tuple(roofline.step_parts(run, arrays, todo, machine.chip, traffics, read)), done,
+        memory_of_learning(run, arrays, compiled), sampling,
+        tuple(roofline.step_parts(run, arrays, todo, machine.chip, traffics, costs)), compiled,
         (f"attention: {compute.attention}", *options, *products, *repeated, *decoding, *notes, *outline.notes), more,
     )  # fmt: skip
 
@@ -416,25 +417,25 @@ def candidate_runs(run: Any, config: ModelConfig, machine: Machine) -> list[Any]
 
     More devices than key/value heads take copies of these, which divide the query heads evenly.
     """
-    inside = (machine.devices - run.mesh.rollout) // run.mesh.slices // run.mesh.expert
+    per_slice = (machine.devices - run.mesh.rollout) // run.mesh.slices // run.mesh.expert
     heads = config.attention
     divides = [
         tensor
-        for tensor in range(1, inside + 1)
-        if inside % tensor == heads.heads % tensor == run.learner.compute.row_tokens % tensor == 0
+        for tensor in range(1, per_slice + 1)
+        if per_slice % tensor == heads.heads % tensor == run.learner.compute.row_tokens % tensor == 0
         and 0 in (heads.kv_heads % tensor, tensor % heads.kv_heads)
     ]
     groups = programs.planned_stage(run).groups(run)
     completions = groups.count * groups.each // run.learner.minibatches
     meshes = [
-        dataclasses.replace(run.mesh, data=data, fsdp=inside // tensor // data, tensor=tensor)
+        dataclasses.replace(run.mesh, data=data, fsdp=per_slice // tensor // data, tensor=tensor)
         for tensor in divides
-        for data in range(1, math.isqrt(inside // tensor) + 1)
-        if inside // tensor % data == 0
+        for data in range(1, math.isqrt(per_slice // tensor) + 1)
+        if per_slice // tensor % data == 0
     ]
     runs = []
     for mesh in meshes:
-        parts = inside // mesh.tensor * mesh.slices * mesh.expert
+        parts = per_slice // mesh.tensor * mesh.slices * mesh.expert
         rows = [n * parts for n in ROWS if n == 1 or n * parts <= completions]
         learners = [run.learner.computing(microbatch_rows=n) for n in rows]
         runs += [dataclasses.replace(run, mesh=mesh, learner=learner) for learner in learners]
@@ -450,8 +451,8 @@ def best_plans(
     A formula's memory is rough, so plans that exceed it a little are compiled too.
     """
     ranked = []
-    for number, candidate in enumerate(every := candidate_runs(run, config, machine)):
-        say(f"by formula: {number + 1} of {len(every)}")
+    for number, candidate in enumerate(runs := candidate_runs(run, config, machine)):
+        say(f"by formula: {number + 1} of {len(runs)}")
         planned = plan_run(candidate, config, machine, devices, mean, False)
         slots = planned.most("slots") // batch_parts(planned.mesh)
         if slots and planned.sampling.total > machine.chip.memory:  # with as many slots as fit

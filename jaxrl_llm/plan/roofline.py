@@ -75,24 +75,24 @@ def occupancy(
     """
     queue = completion_lengths(completions, mean, longest)
     running = queue[:slots]
-    done = np.zeros(len(running), int)
-    waits = len(running)
+    progress = np.zeros(len(running), int)
+    next_index = len(running)
     chunks, read, live = 0, 0.0, 0.0
     while len(running):
         chunks += 1
         if form is None:
             # The chunk before has not been read when the next one is sent.
-            columns = chunk_columns(int(done.max()) + 2 * chunk, slots, room)
+            columns = chunk_columns(int(progress.max()) + 2 * chunk, slots, room)
             read += chunk_rows(len(running), slots, parts) * columns
         else:
-            read += sum(columns_read(form, int(live), room) for live in done)
-        live += float(done.sum())
-        done = done + chunk
-        ended = done >= running
-        new = queue[waits : waits + int(ended.sum())]
-        waits += len(new)
+            read += sum(columns_read(form, int(live), room) for live in progress)
+        live += float(progress.sum())
+        progress = progress + chunk
+        ended = progress >= running
+        new = queue[next_index : next_index + int(ended.sum())]
+        next_index += len(new)
         running = np.concatenate([running[~ended], new])
-        done = np.concatenate([done[~ended], np.zeros(len(new), int)])
+        progress = np.concatenate([progress[~ended], np.zeros(len(new), int)])
     capacity = slots * room * chunks
     return Occupancy(chunks, read / capacity, live / capacity)
 
@@ -156,7 +156,7 @@ def step_work(
     scored = policy.needs | ({"old_logp", "ref_logp"} if run.output.monitor_kl else set())
     in_reward = outline.state.reference is not None and "ref_logp" not in scored
     settings = run.learner
-    counted = sum(
+    flops = sum(
         training_flops(role.model.config, *size, role.adapter) * role.training.passes(settings) / settings.epochs
         for role in learned
         for size in sizes(role.model.config, role.predicts)
@@ -164,7 +164,7 @@ def step_work(
     config = learned[0].model.config
     prefill, decode = (forward_flops(config, *size) if outline.sampler else 0.0 for size in sizes(config, True))
     return Work(
-        completions, mean, prefill, decode, len(scored) + in_reward, counted / settings.minibatches,
+        completions, mean, prefill, decode, len(scored) + in_reward, flops / settings.minibatches,
         sum(len(sample.tokens) for sample in samples), microbatches * layout.rows, layout.row_tokens, microbatches,
         settings.updates,
     )  # fmt: skip
@@ -280,11 +280,11 @@ class StepPart:
 
 def step_parts(
     run: Configuration, arrays: programs.Arrays, work: Work, chip: Chip,
-    sent: Mapping[str, tuple[Traffic, ...]], read: Mapping[str, CompiledCost],
+    traffic: Mapping[str, tuple[Traffic, ...]], costs: Mapping[str, CompiledCost],
 ) -> list[StepPart]:  # fmt: skip
     """Return the parts of a step on one device; those that a step never calls are left out.
 
-    ``sent``: traffic of one call of each program. ``read``: what compiled programs cost; others cost what formulas say.
+    ``traffic``: of one call of each program. ``costs``: of compiled programs; others cost what formulas say.
     """
     parts = []
 
@@ -292,13 +292,13 @@ def step_parts(
         if not calls:
             return
         compute, moved, source = cost.flops / chip.flops, cost.bytes, FORMULAS
-        if program := read.get(name):
+        if program := costs.get(name):
             rest = max(program.bytes - cost.fixed, 0.0)
             moved = program.bytes - rest + rest * cost.share
             source = CYCLES if program.seconds else BYTES
             if program.seconds:
                 compute = program.seconds * moved / program.bytes + cost.kernels / chip.flops
-        sends = tuple(program.times(calls) for program in sent.get(name, ()))
+        sends = tuple(program.times(calls) for program in traffic.get(name, ()))
         times = (
             calls * compute,
             calls * moved / chip.bandwidth,
@@ -437,51 +437,51 @@ def device_places(machine: Machine, devices: Iterable[Any] | None = None) -> Pla
     return Places(machine, slices, np.array([d.coords[: len(machine.shape)] for d in devices]))
 
 
-def traffic_of(collective: Collective, where: Places) -> Traffic:
+def traffic_of(collective: Collective, places: Places) -> Traffic:
     """Return the traffic of all runs of one collective.
 
     Between slices it is assumed hierarchical: each device of a slice sends its share out, and the rest stays inside.
     """
-    chip = where.machine.chip
+    chip = places.machine.chip
     group = collective.groups[0]
-    outside = len(set(where.slices[group].tolist()))
+    outside = len(set(places.slices[group].tolist()))
     inside = len(group) // outside if outside > 1 else len(group)
-    both = 2 if collective.kind == "all-reduce" else 1
+    passes = 2 if collective.kind == "all-reduce" else 1
     if collective.kind == "collective-permute":
-        crossing = any(len(set(where.slices[pair].tolist())) > 1 for pair in collective.groups)
+        crossing = any(len(set(places.slices[pair].tolist())) > 1 for pair in collective.groups)
         ici, dcn = (0.0, collective.size) if crossing else (collective.size, 0.0)
     else:
-        ici = collective.size * both * (inside - 1) / inside
-        dcn = collective.size / inside * both * (outside - 1) / outside if outside > 1 else 0.0
-    links = _links(collective, where) * chip.link
+        ici = collective.size * passes * (inside - 1) / inside
+        dcn = collective.size / inside * passes * (outside - 1) / outside if outside > 1 else 0.0
+    links = _links(collective, places) * chip.link
     n = collective.times
     return Traffic(collective.kind, n, n * ici, n * dcn, n * ici / links, n * dcn / chip.network)
 
 
-def _links(collective: Collective, where: Places) -> float:
+def _links(collective: Collective, places: Places) -> float:
     """Return the number of links that a device can use at once: two along each closed axis of its group's torus."""
     permutes = collective.kind == "collective-permute"
-    coordinates = where.coordinates[np.unique(collective.groups if permutes else collective.groups[:1])]
-    wrap = where.machine.chip.wrap
+    coordinates = places.coordinates[np.unique(collective.groups if permutes else collective.groups[:1])]
+    wrap = places.machine.chip.wrap
     links = 0.0
     for axis in range(coordinates.shape[1]):
         if len(np.unique(coordinates[:, axis])) > 1:
-            links += 2.0 if wrap and where.machine.shape[axis] % wrap == 0 else 1.0
+            links += 2.0 if wrap and places.machine.shape[axis] % wrap == 0 else 1.0
     links = links or 1.0
     return min(links, 2.0) if permutes else links
 
 
-def sum_by_kind(all_of: Iterable[Traffic]) -> tuple[Traffic, ...]:
+def sum_by_kind(transfers: Iterable[Traffic]) -> tuple[Traffic, ...]:
     """Add up traffic by kind, largest first."""
     rows = collections.defaultdict(list)
-    for transfer in all_of:
+    for transfer in transfers:
         rows[transfer.kind].append(dataclasses.astuple(transfer)[1:])
     sums = (Traffic(kind, *map(sum, zip(*amounts, strict=True))) for kind, amounts in rows.items())
     return tuple(sorted(sums, key=lambda t: -(t.ici + t.dcn)))
 
 
 def traffic_by_formula(
-    run: Configuration, arrays: programs.Arrays, work: Work, sizes: Mapping[str, int], where: Places
+    run: Configuration, arrays: programs.Arrays, work: Work, sizes: Mapping[str, int], places: Places
 ) -> dict[str, tuple[Traffic, ...]]:
     """Estimate the traffic of one call of each program, without compiling.
 
@@ -518,7 +518,7 @@ def traffic_by_formula(
             *(dataclasses.replace(transfer, times=passes * transfer.times) for transfer in tokens),
         ]
     return {
-        name: sum_by_kind(traffic_of(transfer, where) for transfer in transfers if transfer.groups.shape[1] > 1)
+        name: sum_by_kind(traffic_of(transfer, places) for transfer in transfers if transfer.groups.shape[1] > 1)
         for name, transfers in sent.items()
     }
 
@@ -548,9 +548,9 @@ def expert_exchange(
     """
     if config.experts is None or "expert" not in axes:
         return []
-    both = tokens * axes["expert"].shape[1]
+    all_tokens = tokens * axes["expert"].shape[1]
     gathered = config.width * width + 8 * config.experts.active
     return [
-        Collective("all-gather", both * gathered, axes["expert"], times),
-        Collective("reduce-scatter", both * config.width * 4, axes["expert"], times),
+        Collective("all-gather", all_tokens * gathered, axes["expert"], times),
+        Collective("reduce-scatter", all_tokens * config.width * 4, axes["expert"], times),
     ]

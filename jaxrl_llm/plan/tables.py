@@ -152,14 +152,14 @@ def report_lines(plan: Plan, source: str, price: float | None = None) -> list[st
         rows.append(f"  {f'{p.name} x {p.calls:.0f}':<48}{times}   {p.binds:<10}{p.source}")
     if any(p.source == CYCLES for p in plan.phases):
         rows.append("  by formula there: fused attention, its FLOPs at the peak; ICI and DCN, bytes over their links")
-    sent = []
+    collectives = []
     for p in plan.phases:
-        whose = "compiled" if p.name in plan.compiled and p.name not in plan.refused else "formula"
+        origin = "compiled" if p.name in plan.compiled and p.name not in plan.refused else "formula"
         for t in p.traffic:
             amounts = f"{t.count:>10.0f}{t.ici / 1e9:>10.2f}{t.dcn / 1e9:>10.2f}"
-            sent.append(f"  {f'{p.name}: {t.kind} ({whose})':<48}{amounts}")
+            collectives.append(f"  {f'{p.name}: {t.kind} ({origin})':<48}{amounts}")
     sent_head = f"{'sent by one device in a step':<50}{'count':>10}{'ICI, GB':>10}{'DCN, GB':>10}"
-    rows += ["", *([sent_head, *sent] if sent else ["nothing is sent between devices"])]
+    rows += ["", *([sent_head, *collectives] if collectives else ["nothing is sent between devices"])]
     of_run = totals_lines(plan, totals_of(plan, price))
     return [*rows, "", *plan.chosen, *verdict_lines(plan), "", *of_run]
 
@@ -170,14 +170,14 @@ def head_lines(plan: Plan, source: str) -> list[str]:
     w = plan.work
     mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items())
     g = plan.groups
-    apart = f", and {run.mesh.rollout} devices that only sample" if run.mesh.rollout else ""
+    samplers = f", and {run.mesh.rollout} devices that only sample" if run.mesh.rollout else ""
     work = f"{w.train_flops:.2e} FLOP to learn"
     if plan.sampling is not None:
         work = f"{w.prompts_flops + w.decode_flops:.2e} FLOP to sample, {w.train_flops:.2e} to learn"
     active = "" if plan.active == plan.parameters else f", {plan.active:,} of them for each token"
     return [
         f"{run.model}: {plan.parameters:,} parameters{active} ({source})",
-        f"on {plan.machine.name}: {plan.machine.devices} devices, mesh {mesh}{apart}",
+        f"on {plan.machine.name}: {plan.machine.devices} devices, mesh {mesh}{samplers}",
         f"a step: {g.count} {g.words} {w.mean} tokens, {w.updates} "
         f"update{'s' * (w.updates > 1)} of {w.microbatches} microbatches ({run.learner.compute.microbatch_rows} rows "
         f"of {w.row_tokens} tokens)",
@@ -217,18 +217,18 @@ def loop_lines(plan: Plan) -> list[str]:
         for loop in program.loops:
             if loop.times * loop.moved < program.loops[0].moved / 100:
                 continue
-            place = "  " * (loop.depth + 1)
+            indent = "  " * (loop.depth + 1)
             least = name == "decode" and loop.depth == 1 and loop.moved > program.arguments
             beside = f", {loop.moved / program.arguments:.2f} times weights and cache" if least else ""
-            what = f"loop{beside}" if loop.depth else name
+            label = f"loop{beside}" if loop.depth else name
             copied = sum(copy.size for copy in loop.copies) / GIB
             sent = sum(c.moved for c in loop.collectives) / GIB
-            rows.append(f"{place + what:<50}{loop.times:>10.0f}{loop.moved / GIB:>12.3f}{copied:>10.3f}{sent:>10.3f}")
+            rows.append(f"{indent + label:<50}{loop.times:>10.0f}{loop.moved / GIB:>12.3f}{copied:>10.3f}{sent:>10.3f}")
             sums = [
                 *_largest((f"{c.kind}: {c.source}", c.size) for c in loop.copies),
                 *_largest((f"{c.kind} among {c.groups.shape[1]}", c.size) for c in loop.collectives),
             ]
-            rows += [f"{place}  {text}" for text in sums]
+            rows += [f"{indent}  {text}" for text in sums]
     return rows
 
 
@@ -291,10 +291,10 @@ def plan_to_json(plan: Plan, source: str, price: float | None = None) -> dict[st
     for name, program in plan.compiled.items():
         loops[name] = []
         for loop in program.loops:
-            sent = [{"kind": c.kind, "bytes": c.size, "members": c.groups.shape[1]} for c in loop.collectives]
+            collectives = [{"kind": c.kind, "bytes": c.size, "members": c.groups.shape[1]} for c in loop.collectives]
             copies = [dataclasses.asdict(copy) for copy in loop.copies]
             fields = {"depth": loop.depth, "times": loop.times, "bytes": loop.moved, "copies": copies}
-            loops[name].append(fields | {"collectives": sent})
+            loops[name].append(fields | {"collectives": collectives})
     return {
         "model": plan.run.model, "model_source": source, "machine": plan.machine.name, "devices": plan.machine.devices,
         "mesh": dict(plan.mesh), "parameters": plan.parameters, "active_parameters": plan.active,

@@ -77,17 +77,17 @@ def collect_curves(rows: list[dict[str, Any]]) -> Curves:
 
 def step_events(metrics: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the events of a step, each with its explanation, which may be empty: ``("reference reset", "")``."""
-    there = [(name, value) for name, value in metrics.items() if name.startswith("event/") and value]
+    events = [(name, value) for name, value in metrics.items() if name.startswith("event/") and value]
     return [
         (name.removeprefix("event/").replace("_", " "), value if isinstance(value, str) else "")
-        for name, value in there
+        for name, value in events
     ]
 
 
-def page_data(directories: Sequence[Path], runs: Sequence[Any], chosen: Sequence[Any]) -> dict[str, Any]:
+def page_data(directories: Sequence[Path], runs: Sequence[Any], samples: Sequence[Any]) -> dict[str, Any]:
     """Return the data of the page as JSON values: for each run its settings, curves, events and findings.
 
-    ``runs``, ``chosen``: of each, as ``read_files`` and ``choose_lines`` return them.
+    ``runs``, ``samples``: of each, as ``read_files`` and ``choose_lines`` return them.
     """
     count = sum(len(curves) + 1 for *_, curves in runs)
     most = max(100, MOST_POINTS // max(count, 1))
@@ -96,8 +96,8 @@ def page_data(directories: Sequence[Path], runs: Sequence[Any], chosen: Sequence
         names = [str(directory) for directory in directories]
     return {
         "runs": [
-            {"name": name, "directory": str(directory), "samples": [len(lines), there]} | _run_data(*files, most)
-            for name, directory, files, (lines, there) in zip(names, directories, runs, chosen, strict=True)
+            {"name": name, "directory": str(directory), "samples": [len(lines), total]} | _run_data(*files, most)
+            for name, directory, files, (lines, total) in zip(names, directories, runs, samples, strict=True)
         ]
     }
 
@@ -152,15 +152,15 @@ def choose_lines(path: Path, runs: int = 1) -> tuple[list[bytes], int]:
         batches.setdefault(key, []).append((begin, size))
     total = sum(map(len, batches.values()))
     kinds = [[batch for (of, _), batch in batches.items() if of == kind] for kind in {of for of, _ in batches}]
-    every = 1
+    stride = 1
     while True:
         # One of ``every`` batches of a kind, and the last.
-        chosen = [batch for kind in kinds for batch in (*kind[:-1][::every], kind[-1])]
+        chosen = [batch for kind in kinds for batch in (*kind[:-1][::stride], kind[-1])]
         places = sorted(place for batch in chosen for place in batch)
         fits = len(places) * runs <= MOST_COMPLETIONS and sum(size for _, size in places) * runs <= MOST_BYTES
-        if fits or every > len(batches):
+        if fits or stride > len(batches):
             break
-        every *= 2
+        stride *= 2
     lines = []
     with open(path, "rb") if places else nullcontext() as file:
         for begin, size in places:
@@ -206,14 +206,14 @@ def render_page(directories: Sequence[Path]) -> str:
     """Return the report of some runs as HTML; foreign text is embedded as base64 or escaped."""
     try:
         runs = [read_files(directory) for directory in directories]
-        chosen = [choose_lines(directory / "samples.jsonl", len(directories)) for directory in directories]
-        data = page_data(directories, runs, chosen)
+        samples = [choose_lines(directory / "samples.jsonl", len(directories)) for directory in directories]
+        data = page_data(directories, runs, samples)
         data["written"] = datetime.datetime.now().isoformat(" ", "minutes")
         blobs = [_blob("history", json.dumps(jsonable(data), allow_nan=False).encode())]
     except (OSError, RecursionError) as error:
         names = ", ".join(map(str, directories))
         raise InputError(f"a file of {names} cannot be read: {error}") from error
-    blobs += [_blob(f"samples-{number}", b"\n".join(lines)) for number, (lines, _) in enumerate(chosen)]
+    blobs += [_blob(f"samples-{number}", b"\n".join(lines)) for number, (lines, _) in enumerate(samples)]
     scripts = ("uplot.js", "values.js", "charts.js", "sections.js", "settings.js", "completions.js", "begin.js")
     parts = {
         "title": html.escape(", ".join(run["name"] for run in data["runs"])),
@@ -267,10 +267,10 @@ class Reporter:
         """Wait for the report that is being written, if any."""
         if self._process is None:
             return
-        said, _ = self._process.communicate()
+        output, _ = self._process.communicate()
         code, self._process = self._process.returncode, None
         self._block.close()
-        answer = json.loads(said) if code == 0 else {"seconds": 0.0, "error": f"its process ended with {code}"}
+        answer = json.loads(output) if code == 0 else {"seconds": 0.0, "error": f"its process ended with {code}"}
         if answer["error"]:
             log.warning("%s was not written: %s", NAME, answer["error"])
             self._holds = -1

@@ -77,8 +77,8 @@ def choose_example(step: int, groups: Sequence[Group], turn: int) -> Example | N
     best = max(reward for reward, _, _ in scored)
     worst = min(reward for reward, _, _ in scored)
     target = worst if turn % 2 else best
-    alike = [candidate for candidate in scored if candidate[0] == target]
-    reward, group, i = alike[turn // 2 % len(alike)]
+    candidates = [candidate for candidate in scored if candidate[0] == target]
+    reward, group, i = candidates[turn // 2 % len(candidates)]
     which = "" if best == worst else ("lowest" if turn % 2 else "best")
     prompt = harmless(group.problem.prompt[-1]["content"][-MAX_CHARACTERS:])
     text = group.completions[i].transcript
@@ -141,8 +141,8 @@ class Panel:
         usage_line = "    ".join(usage)
         lines += [(line, "dim") for line in (usage if len(usage_line) > width else [usage_line] * bool(usage))]
         if self.example:
-            where, what = self.example.lines(width, mark)
-            lines += [(where, "dim"), (what, "")]
+            origin, text = self.example.lines(width, mark)
+            lines += [(origin, "dim"), (text, "")]
         if self.finding:
             lines.append((self.finding, "yellow"))
         # A question mark stands for each letter that the encoding does not have.

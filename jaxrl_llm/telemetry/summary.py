@@ -155,8 +155,8 @@ def _result_lines(summary: RunSummary) -> list[Text]:
         right_or_wrong = ("went from wrong to right", "from right to wrong")
         better, worse = right_or_wrong if measure == "accuracy" else ("got a higher reward", "a lower one")
         count = len(summary.pairs)
-        which = f"first {count} of {summary.problems}" if count < summary.problems else "of the problems"
-        lines.append(_field(which, f"{gained} {better}, {lost} {worse}, {count - gained - lost} stayed"))
+        label = f"first {count} of {summary.problems}" if count < summary.problems else "of the problems"
+        lines.append(_field(label, f"{gained} {better}, {lost} {worse}, {count - gained - lost} stayed"))
     return lines
 
 
@@ -212,8 +212,8 @@ def _next_lines(summary: RunSummary, reloads: bool, writes: bool) -> list[Text]:
     more = f"jaxrl-llm train {config} " + (f"--run_dir {run} {flags}" if flags else f"--from {run}")
     if not reloads:
         source = "from the file or notebook that began it: config.json lacks its own parts"
-        how = f"for {2 * summary.took.last} steps" if summary.ended is None else f"with {flags or f'--from {run}'}"
-        more = f"train again {how} {source}"
+        extent = f"for {2 * summary.took.last} steps" if summary.ended is None else f"with {flags or f'--from {run}'}"
+        more = f"train again {extent} {source}"
     commands = [f"jaxrl-llm eval {run}", more]
     if writes:
         commands.insert(1, f"jaxrl-llm generate {run} --prompt {shlex.quote(ask)}")
