@@ -202,16 +202,6 @@ class Distance:
         return [f"  {'KL (k1)':<16}{k1:8.5f}  {of}", f"  {'KL (k3)':<16}{k3:8.5f}"]
 
 
-def check_distance(to: str | None, options: Any) -> None:
-    """Refuse sampling settings that would bias the estimates, and a model that does not exist."""
-    if to is None:
-        return
-    reason = "--kl_to needs answers drawn from the model as it is, and"
-    require(options.temperature > 0, f"{reason} --temperature is 0: set --temperature 1")
-    require(options.top_p >= 1, f"{reason} --top_p is {options.top_p:g}: set --top_p 1")
-    find_run(to)
-
-
 def measure_distance(
     to: str, policy: Policy, prompts: Any, settings: configs.Run, options: Any, results: Sequence[Any],
     status: Callable[[str], None],
@@ -280,8 +270,7 @@ def eval_command(arguments: list[str]) -> int:
         proposed = dataclasses.replace(proposed, temperature=temperature, top_p=1.0)
     out = take(arguments, "--out", True)
     options = parse_flags(EvalOptions, arguments, f"jaxrl-llm eval {name}", HELP, proposed)
-    check_options(options, settings)
-    check_distance(to, options)
+    check_options(options, settings, to)
     if out is not None:  # a file that cannot hold the answers is refused before anything is sampled
         require(out.endswith(".jsonl"), f"--out {out} is written as JSON lines: end it in .jsonl")
         check_file(Path(out), "--out")
@@ -308,8 +297,8 @@ def default_options(run: configs.Run) -> EvalOptions:
     return EvalOptions(e.task or run.task, e.samples, e.temperature, e.top_p, e.limit, longest, slots, run.seed)
 
 
-def check_options(options: EvalOptions, settings: configs.Run) -> None:
-    """Refuse wrong options before anything is loaded."""
+def check_options(options: EvalOptions, settings: configs.Run, to: str | None) -> None:
+    """Refuse wrong options before anything is loaded; ``to``: of ``--kl_to``, whose estimates must not be biased."""
     from jaxrl_llm.tasks import check as check_task
 
     for task in configs.tasks_in(options.task):
@@ -332,6 +321,11 @@ def check_options(options: EvalOptions, settings: configs.Run) -> None:
         f"--rerank chooses among the answers to one task, and {options.task.label} has several: name a configuration "
         "of one with --config",
     )
+    if to is not None:
+        reason = "--kl_to needs answers drawn from the model as it is, and"
+        require(options.temperature > 0, f"{reason} --temperature is 0: set --temperature 1")
+        require(options.top_p >= 1, f"{reason} --top_p is {options.top_p:g}: set --top_p 1")
+        find_run(to)
 
 
 def evaluate_answers(

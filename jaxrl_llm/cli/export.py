@@ -243,6 +243,12 @@ def model_card(name: str, trained: Trained, out: str, adapter: bool) -> str:
     scores = isinstance(run, configs.RewardModel)
     answers = [] if scores else [f'jaxrl-llm generate {shlex.quote(out)} --prompt "..."']
     base = public_base(run.model)
+    evaluations = [{k: v for k, v in row.items() if k.startswith("eval/") and v is not None} for row in rows]
+    lines = []
+    if evaluations := list(filter(None, evaluations)):
+        before = evaluations[0]
+        lines = [f"| {name} | {shown(before.get(name))} | {shown(after)} |" for name, after in evaluations[-1].items()]
+        lines = ["| held out | before | after |", "|---|---|---|", *lines, "", ""]
     return HEAD.format(
         metadata=f"base_model: {base}\n" if looks_like_hub_id(base) else "",
         origin=f"`{base}`" if base == run.model or run.model in BUILTIN else f"`{run.model}` (from `{base}`)",
@@ -254,7 +260,7 @@ def model_card(name: str, trained: Trained, out: str, adapter: bool) -> str:
         step=trained.step,
         steps=run.steps,
         data=(run.task if isinstance(run, configs.Run) else run.data).label,
-        evaluations=evaluations_table(rows),
+        evaluations="\n".join(lines),
         scoring=how_to_score(run, out) if scores else "",
         commands="\n".join([f"jaxrl-llm eval {shlex.quote(name)}", *answers]),
     )
@@ -299,14 +305,3 @@ def how_to_score(run: configs.RewardModel, out: str) -> str:
         note = "The score is read at the last token that the chat template writes; of an answer that was cut off, at "
         note += "its own last token."
     return SCORING.format(out=out, ids="\n".join(lines), place=note)
-
-
-def evaluations_table(rows: list[dict[str, Any]]) -> str:
-    """Return a Markdown table of the first and the last evaluation; empty without evaluations."""
-    evaluations = [{k: v for k, v in row.items() if k.startswith("eval/") and v is not None} for row in rows]
-    evaluations = list(filter(None, evaluations))
-    if not evaluations:
-        return ""
-    first, last = evaluations[0], evaluations[-1]
-    lines = [f"| {name} | {shown(first.get(name))} | {shown(value)} |" for name, value in last.items()]
-    return "\n".join(["| held out | before | after |", "|---|---|---|", *lines, "", ""])

@@ -354,7 +354,7 @@ def refuse_foreign(arguments: Sequence[str], flags: Collection[str]) -> None:
 
     ``arguments``: of a command; verl's overrides are without dashes. ``flags``: the names of those that it has.
     """
-    equal, unequal = {}, {}
+    equal, unequal, owners = {}, {}, {}
     for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue="--"):
         typed, equals, value = argument.partition("=")
         name = typed.removeprefix("--").replace("-", "_") if typed.startswith("--") else typed.lstrip("+")
@@ -368,6 +368,7 @@ def refuse_foreign(arguments: Sequence[str], flags: Collection[str]) -> None:
         if not available:
             continue
         flag, is_equal = available[0]
+        owners[typed] = NAMES[name][0]
         if is_equal:
             equal[typed] = f"--{flag} {shlex.quote(value)}" if value else f"--{flag}"
         else:
@@ -375,22 +376,17 @@ def refuse_foreign(arguments: Sequence[str], flags: Collection[str]) -> None:
             unequal[typed] = f"{typed} ({note})" if note else typed
     notes = []
     if equal:
-        notes.append(
-            f"{_describe_names(equal)}; here {'they are' if len(equal) > 1 else 'it is'} {' '.join(equal.values())}"
-        )
+        verb = "they are" if len(equal) > 1 else "it is"
+        notes.append(f"{_describe_names(equal, owners)}; here {verb} {' '.join(equal.values())}")
     if unequal:
-        pages = dict.fromkeys(PAGES[owner] for owner in _owners(unequal))
-        notes.append(f"{_describe_names(unequal)}, without an equal here: {' and '.join(pages)}")
+        pages = dict.fromkeys(PAGES[owners[typed]] for typed in unequal)
+        notes.append(f"{_describe_names(unequal, owners)}, without an equal here: {' and '.join(pages)}")
     if notes:
         raise InputError("; ".join(notes))
 
 
-def _owners(names: Mapping[str, str]) -> list[str]:
-    return list(dict.fromkeys(NAMES[typed.lstrip("-+").replace("-", "_")][0] for typed in names))
-
-
-def _describe_names(names: Mapping[str, str]) -> str:
-    """Return the names, or what is told of them, with whose they are."""
-    owners = " and ".join(f"{owner}'s" for owner in _owners(names))
+def _describe_names(names: Mapping[str, str], owners: Mapping[str, str]) -> str:
+    """Return the names, or the notes on them, with the trainers that own them."""
+    trainers = " and ".join(dict.fromkeys(f"{owners[typed]}'s" for typed in names))
     phrases = [phrase if phrase.startswith(typed) else typed for typed, phrase in names.items()]
-    return f"{' and '.join(phrases)} {'are' if len(phrases) > 1 else 'is'} {owners} name{'s' * (len(phrases) > 1)}"
+    return f"{' and '.join(phrases)} {'are' if len(phrases) > 1 else 'is'} {trainers} name{'s' * (len(phrases) > 1)}"

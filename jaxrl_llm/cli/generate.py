@@ -44,7 +44,6 @@ HELP = """/new (or /clear)   forget the conversation and start again
 /bye (or /exit)    end; so does Ctrl-D
 /help              these lines
 Ctrl-C ends an answer before its end; pressed again, or where no answer is being given, it ends the program."""
-NEW, BYE, HELPS = ("/new", "/clear", "/reset"), ("/bye", "/exit", "/quit"), ("/help", "/?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,12 +232,12 @@ def chat(policy: Policy, task: Task, sampling: Sampling, seed: int) -> None:
     if task.template == "plain":
         print_note("the model has no chat template: messages are separated by blank lines only")
     for line in read_lines():
-        if line in BYE:
+        if line in ("/bye", "/exit", "/quit"):
             return
-        if line in NEW:
+        if line in ("/new", "/clear", "/reset"):
             history = ()
             print_note(FORGOTTEN)
-        elif line in HELPS:
+        elif line in ("/help", "/?"):
             print_note(HELP)
         elif re.fullmatch(r"/[a-z?]+", line):
             print_note(f"unknown command {line}; /help lists the commands")

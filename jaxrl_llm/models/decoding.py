@@ -322,8 +322,10 @@ def decode(
             else:
                 cached, *prefixes = read(q, window, *place)
                 parts = [cached, _attend_chunk(config, q, fresh, step, window), *prefixes]
-            if sinks is not None:
-                parts = [*parts, _attend_sink(sinks, parts[0])]
+            if sinks is not None:  # [K, N / K] of the heads: each is a score and no value
+                cached = parts[0]
+                top = jnp.broadcast_to(sinks[None, :, :, None].astype(cached.top.dtype), cached.top.shape)
+                parts = [*parts, PartialAttention(top, jnp.ones_like(top), jnp.zeros_like(cached.mixed))]
             return _merge_parts(parts).astype(q.dtype)[:, None]
 
         x, routing = block(w, config, x, layers.rotary_cos_sin(positions[:, None], rotation), attend, compute=FEW)
@@ -373,12 +375,6 @@ def _attend_chunk(config: ModelConfig, q: jax.Array, chunk: Cache, step: Any, wi
     visible = (since >= 0) & ((window == 0) | (since < window))
     # A GPU's compiler merges products that share an operand, and would copy the cache to do so.
     return _attend_part(config, jax.lax.optimization_barrier(q), chunk, visible[:, None, None])
-
-
-def _attend_sink(sinks: jax.Array, other: PartialAttention) -> PartialAttention:
-    """Return the attention to the sinks [K, N / K] of the heads: a score and no value."""
-    top = jnp.broadcast_to(sinks[None, :, :, None].astype(other.top.dtype), other.top.shape)
-    return PartialAttention(top, jnp.ones_like(top), jnp.zeros_like(other.mixed))
 
 
 def _merge_parts(parts: list[PartialAttention]) -> jax.Array:

@@ -327,7 +327,11 @@ def _rope_parameters(attributes: Mapping[str, Any], family: Family) -> tuple[dic
                 f"config.json sets {name}.{key}={value!r} outside of {' and '.join(kinds)}; move it into one of them"
             )
         for kind, parameters in (nested or dict.fromkeys([*kinds][: 1 if two_bases else 2], form)).items():
-            present = _without_nulls(parameters or {})
+            entries = (parameters or {}).items()
+            present = {key: value for key, value in entries if value is not None or key == "factor"}
+            rope_type = present.pop("type", present.get("rope_type"))  # ``type`` is the old name
+            if rope_type is not None and (other := present.setdefault("rope_type", rope_type)) != rope_type:
+                raise InputError(f"config.json has the rope types {other!r} and {rope_type!r}; keep one of them")
             if present and kinds[kind] and present != kinds[kind]:
                 raise InputError("config.json has rope_parameters and rope_scaling, and they differ; keep one of them")
             kinds[kind] = present or kinds[kind]
@@ -335,15 +339,6 @@ def _rope_parameters(attributes: Mapping[str, Any], family: Family) -> tuple[dic
     if not two_bases and full != sliding:
         raise InputError(f"config.json rotates sliding layers otherwise than full ones; {family.model_type} cannot")
     return full or dict(family.defaults.get("rope_scaling") or {}), sliding
-
-
-def _without_nulls(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return rotary parameters without those that are null, and ``type`` by its new name."""
-    present = {name: value for name, value in parameters.items() if value is not None or name == "factor"}
-    kind = present.pop("type", present.get("rope_type"))
-    if kind is not None and present.setdefault("rope_type", kind) != kind:
-        raise InputError(f"config.json has the rope types {present['rope_type']!r} and {kind!r}; keep one of them")
-    return present
 
 
 def _single_number(name: str, defaults: Mapping[str, Any], *places: Mapping[str, Any]) -> float:

@@ -76,7 +76,9 @@ def read_settings(folder: Path) -> dict[str, Any]:
     valid = valid and all(isinstance(alpha, int | float) and abs(alpha) <= LARGEST for alpha in alphas)
     numbers = f"ranks {ranks!s:.99} and alphas {alphas!s:.99}"
     require(valid, f"{path} has {numbers}, which must be whole positive numbers and numbers, up to {LARGEST}")
-    for pattern in (*settings["rank_pattern"], *settings["alpha_pattern"], *as_pattern(settings["target_modules"])):
+    targets = settings["target_modules"]
+    targets = [targets] if isinstance(targets, str) else []
+    for pattern in (*settings["rank_pattern"], *settings["alpha_pattern"], *targets):
         try:
             re.compile(pattern)
         except re.error as error:
@@ -214,16 +216,11 @@ def factors(tensor: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
-def as_pattern(targets: str | list[str]) -> list[str]:
-    """Return the regular expression that ``target_modules`` is, if it is one."""
-    return [targets] if isinstance(targets, str) and targets != "all-linear" else []
-
-
 def is_target(settings: Mapping[str, Any], name: str) -> bool:
     """Whether PEFT adapts a module: a list has names or their ends, a string is a regular expression."""
     targets = settings["target_modules"]
     if isinstance(targets, str):
-        return all(re.fullmatch(pattern, name) for pattern in as_pattern(targets))
+        return targets == "all-linear" or re.fullmatch(targets, name) is not None
     return any(name == target or name.endswith(f".{target}") for target in targets)
 
 

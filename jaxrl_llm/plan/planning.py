@@ -212,16 +212,15 @@ class Plan:
     more: dict[str, float]
 
     @property
-    def parameters(self) -> int:
-        """Return the number of the policy's parameters; an adapter is not counted."""
-        return sum(x.size for x in jax.tree.leaves(_full_model(self.state.policy)))
-
-    @property
-    def active(self) -> int:
-        """Return the number of those that one token uses: all but those of the experts that it does not take."""
-        decoder, _ = split_head(_full_model(self.state.policy))
-        config = decoder.config
-        return self.parameters - count_parameters(config)[0] + active_parameters(config)
+    def parameters(self) -> tuple[int, int]:
+        """Return the number of the policy's parameters, without an adapter's, and of those that one token uses: all but
+        those of the experts that it does not take.
+        """
+        policy = self.state.policy
+        model = policy.params if policy.base is None else policy.base
+        total = sum(x.size for x in jax.tree.leaves(model))
+        config = split_head(model)[0].config
+        return total, total - count_parameters(config)[0] + active_parameters(config)
 
     @property
     def refused(self) -> tuple[str, ...]:
@@ -278,11 +277,6 @@ class Plan:
         }[kind]
         free = self.machine.chip.memory - half.total
         return max(int((current + free / self.more[kind]) // unit * unit), 0)
-
-
-def _full_model(policy: Any) -> Any:
-    """Return the weights of the policy's model: those below an adapter, if it has one."""
-    return policy.params if policy.base is None else policy.base
 
 
 def plan_run(
@@ -406,12 +400,6 @@ def _build_plan(
     )  # fmt: skip
 
 
-COMPILED, SLACK, ROWS = 3, 1.3, (1, 2, 4, 8)
-"""Number of plans that are compiled; tolerated excess of a formula's memory; candidate rows of a microbatch for each
-part of the batch.
-"""
-
-
 def candidate_runs(run: Any, config: ModelConfig, machine: Machine) -> list[Any]:
     """Return every mesh that divides heads, rows and devices, with some microbatches not larger than an update.
 
@@ -436,7 +424,7 @@ def candidate_runs(run: Any, config: ModelConfig, machine: Machine) -> list[Any]
     runs = []
     for mesh in meshes:
         parts = per_slice // mesh.tensor * mesh.slices * mesh.expert
-        rows = [n * parts for n in ROWS if n == 1 or n * parts <= completions]
+        rows = [n * parts for n in (1, 2, 4, 8) if n == 1 or n * parts <= completions]
         learners = [run.learner.computing(microbatch_rows=n) for n in rows]
         runs += [dataclasses.replace(run, mesh=mesh, learner=learner) for learner in learners]
     return runs
@@ -450,7 +438,7 @@ def best_plans(
 
     A formula's memory is rough, so plans that exceed it a little are compiled too.
     """
-    ranked = []
+    ranked, enough = [], 3
     for number, candidate in enumerate(runs := candidate_runs(run, config, machine)):
         say(f"by formula: {number + 1} of {len(runs)}")
         planned = plan_run(candidate, config, machine, devices, mean, False)
@@ -462,11 +450,12 @@ def best_plans(
         ranked.append(planned)
     ranked.sort(key=lambda p: p.seconds)
     if quick or devices is None:
-        return [p for p in ranked if p.fits][: 2 * COMPILED]
+        return [p for p in ranked if p.fits][: 2 * enough]
     fitting: list[Plan] = []
-    for candidate in [p for p in ranked if p.peak <= SLACK * machine.chip.memory][: 3 * COMPILED]:
+    # Formulas may overestimate memory by so much.
+    for candidate in [p for p in ranked if p.peak <= 1.3 * machine.chip.memory][: 3 * enough]:
         tried = plan_run(candidate.run, config, machine, devices, mean, True, False, say)
         fitting += [tried] if tried.fits else []
-        if len(fitting) == COMPILED:
+        if len(fitting) == enough:
             break
     return sorted(fitting, key=lambda p: p.seconds)

@@ -17,7 +17,6 @@ from jaxrl_llm.plan.planning import Plan
 from jaxrl_llm.plan.roofline import CYCLES
 from jaxrl_llm.sharding.mesh import GIB
 from jaxrl_llm.system.paths import new_file
-from jaxrl_llm.types import TrainState
 
 GB = 1e9
 
@@ -55,18 +54,15 @@ def totals_of(plan: Plan, price: float | None = None) -> Totals:
     # A step ends before a checkpoint is due by minutes, and the last step has one.
     minutes = math.ceil(60 * output.checkpoint_minutes / step) * step if output.checkpoint_minutes else math.inf
     hours = plan.machine.devices * run_s / 3600
-    checkpoint, snapshot = stored_bytes(plan.state), stored_bytes(snapshot_of(plan.state))
+    # Bytes on disk, before compression: those of the arrays.
+    leaves = [jax.tree.leaves(flatten(state)) for state in (plan.state, snapshot_of(plan.state))]
+    checkpoint, snapshot = (sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays) for arrays in leaves)
     return Totals(
         run.steps, run_s, min(output.checkpoint_every * step, minutes, run_s), hours,
         None if price is None else hours * price,
         checkpoint, snapshot, output.keep_best * (output.keep + 2) * snapshot, (output.keep + 2) * checkpoint,
         None if math.isinf(output.grace_s) else output.grace_s / 2,
     )  # fmt: skip
-
-
-def stored_bytes(state: TrainState) -> int:
-    """Return the bytes of a state on disk, before compression: the arrays of a checkpoint."""
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(flatten(state)))
 
 
 def totals_lines(plan: Plan, totals: Totals) -> list[str]:
@@ -109,7 +105,7 @@ def _signal_line(plan: Plan, totals: Totals) -> str:
 def format_bytes(count: float) -> str:
     """Return bytes for people, in powers of 1000.
 
-    >>> size(18_521_000_000), size(1_087_000), size(1.2e12)
+    >>> format_bytes(18_521_000_000), format_bytes(1_087_000), format_bytes(1.2e12)
     ('18.5 GB', '1.1 MB', '1.2 TB')
     """
     for unit, scale in (("TB", 1e12), ("GB", 1e9)):
@@ -174,9 +170,10 @@ def head_lines(plan: Plan, source: str) -> list[str]:
     work = f"{w.train_flops:.2e} FLOP to learn"
     if plan.sampling is not None:
         work = f"{w.prompts_flops + w.decode_flops:.2e} FLOP to sample, {w.train_flops:.2e} to learn"
-    active = "" if plan.active == plan.parameters else f", {plan.active:,} of them for each token"
+    parameters, active = plan.parameters
+    share = "" if active == parameters else f", {active:,} of them for each token"
     return [
-        f"{run.model}: {plan.parameters:,} parameters{active} ({source})",
+        f"{run.model}: {parameters:,} parameters{share} ({source})",
         f"on {plan.machine.name}: {plan.machine.devices} devices, mesh {mesh}{samplers}",
         f"a step: {g.count} {g.words} {w.mean} tokens, {w.updates} "
         f"update{'s' * (w.updates > 1)} of {w.microbatches} microbatches ({run.learner.compute.microbatch_rows} rows "
@@ -297,7 +294,7 @@ def plan_to_json(plan: Plan, source: str, price: float | None = None) -> dict[st
             loops[name].append(fields | {"collectives": collectives})
     return {
         "model": plan.run.model, "model_source": source, "machine": plan.machine.name, "devices": plan.machine.devices,
-        "mesh": dict(plan.mesh), "parameters": plan.parameters, "active_parameters": plan.active,
+        "mesh": dict(plan.mesh), "parameters": plan.parameters[0], "active_parameters": plan.parameters[1],
         "work": dataclasses.asdict(plan.work) | {"sampled": plan.work.sampled, "train_flops": plan.work.train_flops},
         "memory": {"available": plan.machine.chip.memory, "sampling": None} | halves,
         "phases": [dataclasses.asdict(p) | {"seconds": p.seconds, "binds": p.binds} for p in plan.phases],

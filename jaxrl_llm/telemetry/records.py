@@ -19,9 +19,6 @@ from jaxrl_llm.system.json_lines import append_rows, cut_after, last_row
 from jaxrl_llm.system.paths import new_file, open_nofollow
 from jaxrl_llm.telemetry.report import Reporter
 
-GROUP = "jaxrl_llm.writers"
-"""The group of entry points by which other packages offer trackers: a name, and a class or function ``TrackedRun ->
-Tracker``."""
 SAMPLE_COLUMNS = ("step", "kind", "prompt", "completion", "reward")
 
 log = logging.getLogger(__name__)
@@ -175,10 +172,13 @@ BUILT_IN: dict[str, tuple[TrackerFactory, str]] = {
 
 
 def tracker_factories(trackers: Iterable[str]) -> dict[str, TrackerFactory]:
-    """Return the factory of each tracker, with its package imported; InputError for an unknown or missing one."""
+    """Return the factory of each tracker, with its package imported; InputError for an unknown or missing one.
+
+    Other packages offer trackers as entry points: a name, and a class or function ``TrackedRun -> Tracker``.
+    """
     from importlib.metadata import entry_points  # which is slow to import
 
-    offered = [entry for entry in entry_points(group=GROUP) if entry.name not in BUILT_IN]
+    offered = [entry for entry in entry_points(group="jaxrl_llm.writers") if entry.name not in BUILT_IN]
     factories: dict[str, TrackerFactory] = {}
     for tracker in trackers:
         name = tracker.partition(":")[0]

@@ -154,7 +154,7 @@ def choose_lines(path: Path, runs: int = 1) -> tuple[list[bytes], int]:
     kinds = [[batch for (of, _), batch in batches.items() if of == kind] for kind in {of for of, _ in batches}]
     stride = 1
     while True:
-        # One of ``every`` batches of a kind, and the last.
+        # One of ``stride`` batches of a kind, and the last.
         chosen = [batch for kind in kinds for batch in (*kind[:-1][::stride], kind[-1])]
         places = sorted(place for batch in chosen for place in batch)
         fits = len(places) * runs <= MOST_COMPLETIONS and sum(size for _, size in places) * runs <= MOST_BYTES
@@ -209,27 +209,25 @@ def render_page(directories: Sequence[Path]) -> str:
         samples = [choose_lines(directory / "samples.jsonl", len(directories)) for directory in directories]
         data = page_data(directories, runs, samples)
         data["written"] = datetime.datetime.now().isoformat(" ", "minutes")
-        blobs = [_blob("history", json.dumps(jsonable(data), allow_nan=False).encode())]
+        blobs = {"history": json.dumps(jsonable(data), allow_nan=False).encode()}
     except (OSError, RecursionError) as error:
         names = ", ".join(map(str, directories))
         raise InputError(f"a file of {names} cannot be read: {error}") from error
-    blobs += [_blob(f"samples-{number}", b"\n".join(lines)) for number, (lines, _) in enumerate(samples)]
+    blobs |= {f"samples-{number}": b"\n".join(lines) for number, (lines, _) in enumerate(samples)}
+    elements = []  # with data that browsers neither run nor show
+    for name, blob in blobs.items():
+        # Level 4 is a tenth larger than the smallest, at a third of the time, since runs wait for it.
+        packed = base64.b64encode(gzip.compress(blob, 4, mtime=0)).decode()
+        elements.append(f'<script type="application/octet-stream" id="{name}">{packed}</script>')
     scripts = ("uplot.js", "values.js", "charts.js", "sections.js", "settings.js", "completions.js", "begin.js")
     parts = {
         "title": html.escape(", ".join(run["name"] for run in data["runs"])),
         "style": "\n".join((ASSETS / name).read_text("utf-8") for name in ("uplot.css", "style.css")),
         "script": "\n".join((ASSETS / name).read_text("utf-8") for name in scripts),
         "licence": (ASSETS / "uplot.LICENSE").read_text("utf-8"),
-        "data": "\n".join(blobs),
+        "data": "\n".join(elements),
     }
     return re.sub(r"\[\[(\w+)\]\]", lambda mark: parts[mark[1]], (ASSETS / "page.html").read_text("utf-8"))
-
-
-def _blob(name: str, data: bytes) -> str:
-    """Return an HTML element with data that browsers neither run nor show."""
-    # Level 4 is a tenth larger than the smallest, at a third of the time, since runs wait for it.
-    packed = base64.b64encode(gzip.compress(data, 4, mtime=0)).decode()
-    return f'<script type="application/octet-stream" id="{name}">{packed}</script>'
 
 
 class Reporter:
@@ -241,7 +239,7 @@ class Reporter:
 
     def __init__(self, run_dir: Path):
         self._run_dir = run_dir
-        self._holds = -1
+        self._reported_step = -1
         self._due = 0.0
         self._process: subprocess.Popen | None = None
         self._block = ExitStack()
@@ -251,7 +249,7 @@ class Reporter:
         if self._process is not None and self._process.poll() is None:
             return
         self.wait()
-        if self._holds == step or time.monotonic() < self._due:
+        if self._reported_step == step or time.monotonic() < self._due:
             return
         command = interpreter("jaxrl_llm.telemetry.report", str(self._run_dir))
         try:
@@ -261,7 +259,7 @@ class Reporter:
         except OSError as error:
             log.warning("%s was not written: %s", NAME, error)
             return
-        self._holds = step
+        self._reported_step = step
 
     def wait(self) -> None:
         """Wait for the report that is being written, if any."""
@@ -273,13 +271,13 @@ class Reporter:
         answer = json.loads(output) if code == 0 else {"seconds": 0.0, "error": f"its process ended with {code}"}
         if answer["error"]:
             log.warning("%s was not written: %s", NAME, answer["error"])
-            self._holds = -1
+            self._reported_step = -1
         self._due = time.monotonic() + answer["seconds"] / 0.02  # the largest share of a run's time for reports
 
     def finish(self, step: int) -> None:
         """Write the report of the run's last step, in this process."""
         self.wait()
-        if self._holds != step and (error := try_write_report(self._run_dir)):
+        if self._reported_step != step and (error := try_write_report(self._run_dir)):
             log.warning("%s was not written: %s", NAME, error)
 
     def close(self) -> None:

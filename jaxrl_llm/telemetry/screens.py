@@ -224,10 +224,6 @@ def describe_memory(process: int | None, devices: Sequence[Mapping[str, int]]) -
     return "  ".join(parts)
 
 
-MAX_LINES = 100
-"""Lines that stay in view; all are in the run's log.txt."""
-
-
 class CellOutput:
     """One output of the cell that runs; any thread may update it."""
 
@@ -241,7 +237,7 @@ class CellOutput:
     def add(self, text: str, strong: bool) -> None:
         """Append a line, which is shown with the next ``show``; a ``strong`` one stands out."""
         with self._lock:
-            self._lines = [*self._lines, (text, strong)][-MAX_LINES:]
+            self._lines = [*self._lines, (text, strong)][-100:]  # all are in the run's log.txt
 
     def show(self, below: Sequence[str]) -> None:
         """Show the lines and, under them, those of what is going on now."""

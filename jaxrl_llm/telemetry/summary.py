@@ -26,7 +26,6 @@ OTHER_MEASURES = {
 }
 """Metrics of evaluations other than task accuracy: their label, and whether they are shares."""
 LABEL_WIDTH = 18
-LONGEST_ASKED = 100
 
 
 class SamplePair(NamedTuple):
@@ -203,11 +202,11 @@ def _labelled_lines(label: str, verdict: tuple[str, str], text: str, console: Co
 
 def _next_lines(summary: RunSummary, reloads: bool, writes: bool) -> list[Text]:
     run = shlex.quote(summary.run_dir)
-    ask = "What is 3 + 5?"
+    prompt, longest = "What is 3 + 5?", 100
     # The run's own configuration: it may have started with flags on top of the named one.
     config = shlex.quote(f"{summary.run_dir}/config.json")
-    if summary.pairs and len(summary.pairs[0].prompt) <= LONGEST_ASKED:
-        ask = abridge(summary.pairs[0].prompt, LONGEST_ASKED)
+    if summary.pairs and len(summary.pairs[0].prompt) <= longest:
+        prompt = abridge(summary.pairs[0].prompt, longest)
     flags = f"--steps {2 * summary.took.last}" if summary.ended is None else summary.ended[2]
     more = f"jaxrl-llm train {config} " + (f"--run_dir {run} {flags}" if flags else f"--from {run}")
     if not reloads:
@@ -216,7 +215,7 @@ def _next_lines(summary: RunSummary, reloads: bool, writes: bool) -> list[Text]:
         more = f"train again {extent} {source}"
     commands = [f"jaxrl-llm eval {run}", more]
     if writes:
-        commands.insert(1, f"jaxrl-llm generate {run} --prompt {shlex.quote(ask)}")
+        commands.insert(1, f"jaxrl-llm generate {run} --prompt {shlex.quote(prompt)}")
     folder = storage.mirror(summary.run_dir)
     report, profile = folder / "report.html", folder / PROFILE
     best = []
