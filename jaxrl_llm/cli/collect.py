@@ -113,10 +113,10 @@ def collection_table(name: str, step: int | None, options: CollectOptions, path:
     where = f"{name}, step {step}" if step is not None else name
     reader = next(kind.__name__ for kind, kind_name in KINDS.items() if kind_name == options.kind)
     worded = {key: getattr(data.task, key) for key in ("template", "system", "suffix")}
-    said = "".join(f", {key}={value!r}" for key, value in worded.items() if value not in (None, ""))
+    texts = "".join(f", {key}={value!r}" for key, value in worded.items() if value not in (None, ""))
     return [
         f"{where} on {data.task.label}: {collection.problems} problems, {data.samples} each, "
         f"temperature {data.temperature:g}, top_p {data.top_p:g}",
         *collection.lines(),
-        f"{path} is written: {reader}(Table({str(path)!r}){said})" if collection.rows else f"{path} is empty: {EMPTY}",
+        f"{path} is written: {reader}(Table({str(path)!r}){texts})" if collection.rows else f"{path} is empty: {EMPTY}",
     ]

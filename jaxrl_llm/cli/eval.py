@@ -149,7 +149,7 @@ def load_reranker(
     from jaxrl_llm.rollout.evaluate import reranked
     from jaxrl_llm.stages.judges import FallingSteps, load_judge, solution_scores
 
-    by, falls, tokenizer = options.rerank_by, options.give_up_after, policy.tokenizer
+    method, patience, tokenizer = options.rerank_by, options.give_up_after, policy.tokenizer
     with_model = settings_for(policy.name, settings, configs.Scoring(()), longest, options.max_new_tokens)
     known_prompts = {options.task.label: prompts}
     model = load_judge(with_model, options.rerank, "--rerank", policy.mesh, tokenizer, known_prompts, status)
@@ -159,11 +159,11 @@ def load_reranker(
     def choose(evaluation: "TaskEvaluation") -> "TaskEvaluation":
         rows = zip(evaluation.problems, evaluation.completions, strict=True)
         items = [(problem, completion) for problem, row in rows for completion in row]
-        scores = solution_scores(model, items, by, separator, tokenizer).reshape(evaluation.correct.shape)
-        return reranked(evaluation, scores, 1 / (1 + np.exp(-scores)) if by == "score" else scores)
+        scores = solution_scores(model, items, method, separator, tokenizer).reshape(evaluation.correct.shape)
+        return reranked(evaluation, scores, 1 / (1 + np.exp(-scores)) if method == "score" else scores)
 
     answered = [problem for problem in problems for _ in range(options.samples)]
-    return FallingSteps(model, answered, separator, falls, tokenizer) if falls else None, choose
+    return FallingSteps(model, answered, separator, patience, tokenizer) if patience else None, choose
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,16 +202,6 @@ class Distance:
         return [f"  {'KL (k1)':<16}{k1:8.5f}  {of}", f"  {'KL (k3)':<16}{k3:8.5f}"]
 
 
-def check_distance(to: str | None, options: Any) -> None:
-    """Refuse sampling settings that would bias the estimates, and a model that does not exist."""
-    if to is None:
-        return
-    drawn = "--kl_to needs answers drawn from the model as it is, and"
-    require(options.temperature > 0, f"{drawn} --temperature is 0: set --temperature 1")
-    require(options.top_p >= 1, f"{drawn} --top_p is {options.top_p:g}: set --top_p 1")
-    find_run(to)
-
-
 def measure_distance(
     to: str, policy: Policy, prompts: Any, settings: configs.Run, options: Any, results: Sequence[Any],
     status: Callable[[str], None],
@@ -229,10 +219,10 @@ def measure_distance(
     other, tokenizer = load_model(to, settings.learner.dtype, policy.mesh)
     trained = find_run(to)
     require(not isinstance(other, ScalarModel), f"--kl_to {to} is a reward model: give a language model")
-    alike = tokenizer is None or tokenizer.get_vocab() == policy.tokenizer.get_vocab()
+    same_tokens = tokenizer is None or tokenizer.get_vocab() == policy.tokenizer.get_vocab()
     vocab = policy.model.config.vocab_size
     require(
-        alike and other.config.vocab_size == vocab,
+        same_tokens and other.config.vocab_size == vocab,
         f"--kl_to {to} has other tokens than {policy.name}: no KL between the two is defined",
     )
     samples = [
@@ -268,20 +258,19 @@ def eval_command(arguments: list[str]) -> int:
 
         return agreement_command(name, pairs, arguments)
     run = find_run(name)
-    chosen = take(arguments, "--config", True)
+    config = take(arguments, "--config", True)
     to = take(arguments, "--kl_to", True)
-    if run is not None and chosen is None and not isinstance(run.run, configs.Run):
+    if run is not None and config is None and not isinstance(run.run, configs.Run):
         require(to is None, f"--kl_to {to} needs a task to answer: name a configuration that has one, --config")
         return evaluate_data(name, arguments)
-    trained, settings = find_settings(name, chosen)
+    trained, settings = find_settings(name, config)
     proposed = default_options(settings)
     if to is not None:  # answers are drawn from the policy as it was trained: at its temperature, with nothing cut off
         temperature = configs.resolved(settings).rollout.temperature
         proposed = dataclasses.replace(proposed, temperature=temperature, top_p=1.0)
     out = take(arguments, "--out", True)
     options = parse_flags(EvalOptions, arguments, f"jaxrl-llm eval {name}", HELP, proposed)
-    check_options(options, settings)
-    check_distance(to, options)
+    check_options(options, settings, to)
     if out is not None:  # a file that cannot hold the answers is refused before anything is sampled
         require(out.endswith(".jsonl"), f"--out {out} is written as JSON lines: end it in .jsonl")
         check_file(Path(out), "--out")
@@ -308,8 +297,8 @@ def default_options(run: configs.Run) -> EvalOptions:
     return EvalOptions(e.task or run.task, e.samples, e.temperature, e.top_p, e.limit, longest, slots, run.seed)
 
 
-def check_options(options: EvalOptions, settings: configs.Run) -> None:
-    """Refuse wrong options before anything is loaded."""
+def check_options(options: EvalOptions, settings: configs.Run, to: str | None) -> None:
+    """Refuse wrong options before anything is loaded; ``to``: of ``--kl_to``, whose estimates must not be biased."""
     from jaxrl_llm.tasks import check as check_task
 
     for task in configs.tasks_in(options.task):
@@ -332,6 +321,11 @@ def check_options(options: EvalOptions, settings: configs.Run) -> None:
         f"--rerank chooses among the answers to one task, and {options.task.label} has several: name a configuration "
         "of one with --config",
     )
+    if to is not None:
+        reason = "--kl_to needs answers drawn from the model as it is, and"
+        require(options.temperature > 0, f"{reason} --temperature is 0: set --temperature 1")
+        require(options.top_p >= 1, f"{reason} --top_p is {options.top_p:g}: set --top_p 1")
+        find_run(to)
 
 
 def evaluate_answers(
@@ -433,8 +427,8 @@ def task_lines(name: str, options: EvalOptions, evaluation: Any) -> list[str]:
     # A problem of which no answer could be scored says nothing.
     rate = np.array([row[scored].mean() for row, scored in zip(scores, is_scored, strict=True) if scored.any()])
     error = float(rate.std(ddof=1) / len(rate) ** 0.5) if len(rate) > 1 else 0.0
-    how = "greedy" if options.temperature == 0 else f"temperature {options.temperature:g}, top_p {options.top_p:g}"
-    lines = [f"{name} on {evaluation.task}: {len(evaluation.problems)} problems, {options.samples} each, {how}"]
+    sampling = "greedy" if options.temperature == 0 else f"temperature {options.temperature:g}, top_p {options.top_p:g}"
+    lines = [f"{name} on {evaluation.task}: {len(evaluation.problems)} problems, {options.samples} each, {sampling}"]
     for metric, value in evaluation.metrics().items():
         short = metric.removeprefix(f"eval/{evaluation.task}/")
         if short == "pass@1":
@@ -446,8 +440,8 @@ def task_lines(name: str, options: EvalOptions, evaluation: Any) -> list[str]:
         elif short == "mean_length":
             lines.append(f"  {'length':<16}{value:6.1f} tokens")
         if short in ("pass@1", "reward") and not is_scored.all():
-            why = f": {evaluation.failure}" if evaluation.failure else ""
-            lines.append(f"  {'not scored':<16}{np.sum(~is_scored):6d} of {is_scored.size} answers{why}")
+            reason = f": {evaluation.failure}" if evaluation.failure else ""
+            lines.append(f"  {'not scored':<16}{np.sum(~is_scored):6d} of {is_scored.size} answers{reason}")
     return lines
 
 

@@ -97,8 +97,8 @@ def export_command(arguments: list[str]) -> int:
         export_gguf(name, trained, target, gguf_type or "f32", adapter)
         return 0
     require(gguf_type is None, f"--gguf_type {gguf_type} needs a file: give --out FILE.gguf, or leave it out")
-    free = not target.exists() or (target.is_dir() and not any(target.iterdir()))
-    require(free, f"{out} exists and is not empty; give a new directory, or remove it first")
+    is_free = not target.exists() or (target.is_dir() and not any(target.iterdir()))
+    require(is_free, f"{out} exists and is not empty; give a new directory, or remove it first")
     if adapter:
         check_adapter(name, trained)
     card = model_card(name, trained, out, adapter)
@@ -203,8 +203,8 @@ def check_push(repository: str) -> None:
     """Refuse a repository's name or a token with which nothing can be uploaded, before anything is computed."""
     from huggingface_hub import HfApi, get_token
 
-    fine = re.fullmatch(r"[\w.-]+/[\w.-]+", repository)
-    require(fine is not None, f"--push {repository} is not a repository of the hub: give USER/NAME")
+    valid = re.fullmatch(r"[\w.-]+/[\w.-]+", repository)
+    require(valid is not None, f"--push {repository} is not a repository of the hub: give USER/NAME")
     require(
         bool(get_token()), f"--push {repository} needs a token that may write there: set HF_TOKEN, or hf auth login"
     )
@@ -217,12 +217,12 @@ def upload(folder: Path, repository: str, message: str) -> None:
     from huggingface_hub import HfApi
 
     status(f"uploading {folder}")
-    again = f"{folder} is whole; try again with: hf upload {repository} {shlex.quote(str(folder))} --private"
-    with as_input_error(f"cannot push to {repository}", again):
-        place = HfApi().create_repo(repository, private=True, exist_ok=True)
+    remedy = f"{folder} is whole; try again with: hf upload {repository} {shlex.quote(str(folder))} --private"
+    with as_input_error(f"cannot push to {repository}", remedy):
+        url = HfApi().create_repo(repository, private=True, exist_ok=True)
         HfApi().upload_folder(repo_id=repository, folder_path=folder, commit_message=message)
     status("")
-    print(f"pushed to {place}")
+    print(f"pushed to {url}")
 
 
 @contextlib.contextmanager
@@ -243,6 +243,12 @@ def model_card(name: str, trained: Trained, out: str, adapter: bool) -> str:
     scores = isinstance(run, configs.RewardModel)
     answers = [] if scores else [f'jaxrl-llm generate {shlex.quote(out)} --prompt "..."']
     base = public_base(run.model)
+    evaluations = [{k: v for k, v in row.items() if k.startswith("eval/") and v is not None} for row in rows]
+    lines = []
+    if evaluations := list(filter(None, evaluations)):
+        before = evaluations[0]
+        lines = [f"| {name} | {shown(before.get(name))} | {shown(after)} |" for name, after in evaluations[-1].items()]
+        lines = ["| held out | before | after |", "|---|---|---|", *lines, "", ""]
     return HEAD.format(
         metadata=f"base_model: {base}\n" if looks_like_hub_id(base) else "",
         origin=f"`{base}`" if base == run.model or run.model in BUILTIN else f"`{run.model}` (from `{base}`)",
@@ -254,7 +260,7 @@ def model_card(name: str, trained: Trained, out: str, adapter: bool) -> str:
         step=trained.step,
         steps=run.steps,
         data=(run.task if isinstance(run, configs.Run) else run.data).label,
-        evaluations=evaluations_table(rows),
+        evaluations="\n".join(lines),
         scoring=how_to_score(run, out) if scores else "",
         commands="\n".join([f"jaxrl-llm eval {shlex.quote(name)}", *answers]),
     )
@@ -291,24 +297,11 @@ def how_to_score(run: configs.RewardModel, out: str) -> str:
         text = "answer" if steps else "answer + tokenizer.eos_token"
         lines += ['answer = "..."', "ids = tokenizer(prompt)['input_ids']" if plain else chat]
         lines.append(f"ids += tokenizer({text}, add_special_tokens=False)['input_ids']")
-    place = "The score is read at the token that ends the answer; of one that was cut off, at its last token."
+    note = "The score is read at the token that ends the answer; of one that was cut off, at its last token."
     if steps:
-        place = (
-            "An answer that goes up to the end of a step gets that step's score, which `sigmoid` makes a probability"
-        )
-        place += f"; steps end with {run.data.separator!r}."
+        note = "An answer that goes up to the end of a step gets that step's score, which `sigmoid` makes a probability"
+        note += f"; steps end with {run.data.separator!r}."
     elif by_template:
-        place = "The score is read at the last token that the chat template writes; of an answer that was cut off, at "
-        place += "its own last token."
-    return SCORING.format(out=out, ids="\n".join(lines), place=place)
-
-
-def evaluations_table(rows: list[dict[str, Any]]) -> str:
-    """Return a Markdown table of the first and the last evaluation; empty without evaluations."""
-    evaluations = [{k: v for k, v in row.items() if k.startswith("eval/") and v is not None} for row in rows]
-    evaluations = list(filter(None, evaluations))
-    if not evaluations:
-        return ""
-    first, last = evaluations[0], evaluations[-1]
-    lines = [f"| {name} | {shown(first.get(name))} | {shown(value)} |" for name, value in last.items()]
-    return "\n".join(["| held out | before | after |", "|---|---|---|", *lines, "", ""])
+        note = "The score is read at the last token that the chat template writes; of an answer that was cut off, at "
+        note += "its own last token."
+    return SCORING.format(out=out, ids="\n".join(lines), place=note)

@@ -55,11 +55,11 @@ def parse_flags(kind: type, arguments: list[str], program: str, description: str
     if by_class and hasattr(default, "recipe"):
         from jaxrl_llm.cli.pieces import class_flags, set_by_class, with_pieces
 
-        chosen = {}
+        class_names = {}
         for name in set_by_class():
             while (value := take(arguments, f"--{name}", True)) is not None:
-                chosen[name] = value
-        default = with_pieces(default, chosen)
+                class_names[name] = value
+        default = with_pieces(default, class_names)
         pieces = class_flags(default)
     options: dict[str, Any] = {"config": (tyro.conf.AvoidSubcommands,), "use_underscores": True, "add_help": False}
     options |= {} if default is None else {"default": default}
@@ -109,22 +109,22 @@ def help_text(actions: Iterable[Any], topic: str, program: str, description: str
     names = {name: name for name in flags if topic in ("all", name.partition(".")[0])}
     if not topic:
         usual = {name: SHORT.get(name, name) for name in USUAL}
-        names = {name: now for name, now in usual.items() if now in flags}
+        names = {name: full_name for name, full_name in usual.items() if full_name in flags}
         names |= {name: name for name in flags if "." not in name and name not in names}
     width = min(120, max(60, shutil.get_terminal_size((80, 24)).columns))
     layout = functools.partial(argparse.HelpFormatter, max_help_position=34, width=width)
     table = argparse.ArgumentParser(usage=argparse.SUPPRESS, add_help=False, formatter_class=layout)
     group = table.add_argument_group("settings" if topic else "usual settings")
-    for name, now in names.items():
-        text = " ".join(str(flags[now].help or "").replace("``", "").replace("%", "%%").split())
-        if flags[now].nargs == 0:
-            group.add_argument(*flags[now].option_strings, help=text, action="store_true")
+    for name, full_name in names.items():
+        text = " ".join(str(flags[full_name].help or "").replace("``", "").replace("%", "%%").split())
+        if flags[full_name].nargs == 0:
+            group.add_argument(*flags[full_name].option_strings, help=text, action="store_true")
         else:
-            group.add_argument(f"--{name}", help=text, metavar=str(flags[now].metavar).replace("{None}", "None"))
-    more = f"{program} --help all lists all {len(flags)}, --help PART those of one part: {', '.join(parts)}."
+            group.add_argument(f"--{name}", help=text, metavar=str(flags[full_name].metavar).replace("{None}", "None"))
+    hint = f"{program} --help all lists all {len(flags)}, --help PART those of one part: {', '.join(parts)}."
     usage = f"usage: {program} [--option value ...]\n\n{textwrap.fill(description, width)}"
     texts = [description if description.startswith("usage:") else usage, table.format_help().strip()]
-    return "\n\n".join(texts + [textwrap.fill(more, width)] * (len(names) < len(flags)))
+    return "\n\n".join(texts + [textwrap.fill(hint, width)] * (len(names) < len(flags)))
 
 
 def refuse_unknown(arguments: list[str], unknown: list[str], default: Any, fields: set[str], program: str) -> None:
@@ -154,11 +154,11 @@ def flatten_error(box: str) -> str:
     if choice := re.search(r"invalid choice ('.*?') for argument '(--\S+)'\. Expected one of \((.*?)\)", text):
         choices = choice[3].replace("'", "")
         return f"{choice[2]}: expected one of {choices}, got {choice[1]}"
-    if lacking := re.search(r"Missing value for argument '(--\S+)'", text):
-        return f"{lacking[1]} needs a value"
-    if refused := re.search(r"Error parsing (\w[\w.]*): (.*)", text):
-        qualified = re.match(r"[A-Z]\w*\.", refused[2])  # the class's own name stands before the field
-        return refused[2] if qualified else f"{refused[1]}.{refused[2]}"
+    if missing := re.search(r"Missing value for argument '(--\S+)'", text):
+        return f"{missing[1]} needs a value"
+    if invalid := re.search(r"Error parsing (\w[\w.]*): (.*)", text):
+        qualified = re.match(r"[A-Z]\w*\.", invalid[2])  # the class's own name stands before the field
+        return invalid[2] if qualified else f"{invalid[1]}.{invalid[2]}"
     value = re.search(r"Error parsing (--\S+?):? (.*?) Argument helptext: .*?(?:\1|^--\S+) (\S+)", text)
     if value is None:
         return re.sub(r" Argument helptext:.*", "", text)
@@ -178,8 +178,8 @@ def take(arguments: list[str], flag: str, value: bool) -> Any:
             return True
         if inline:
             return local(inline, flag) if flag in OUTPUTS else inline
-        follows = not equals and index < len(arguments) and not arguments[index].startswith("--")
-        require(follows, f"{flag} needs a value")
+        has_value = not equals and index < len(arguments) and not arguments[index].startswith("--")
+        require(has_value, f"{flag} needs a value")
         following = arguments.pop(index)
         return local(following, flag) if flag in OUTPUTS else following
     return None if value else False
@@ -341,8 +341,8 @@ def _by_name() -> Mapping[str, tuple[str, tuple[tuple[str, bool], ...]]]:
         for line in table.strip().splitlines():
             ours, relation, names = re.split(r" ?([=~]) ", line)
             for name in names.split():
-                before = by_name[name][1] if name in by_name else ()
-                by_name[name] = owner, (*before, (ours, relation == "="))
+                earlier = by_name[name][1] if name in by_name else ()
+                by_name[name] = owner, (*earlier, (ours, relation == "="))
     return MappingProxyType(by_name)
 
 
@@ -354,43 +354,39 @@ def refuse_foreign(arguments: Sequence[str], flags: Collection[str]) -> None:
 
     ``arguments``: of a command; verl's overrides are without dashes. ``flags``: the names of those that it has.
     """
-    equal, unequal = {}, {}
+    equal, unequal, owners = {}, {}, {}
     for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue="--"):
         typed, equals, value = argument.partition("=")
         name = typed.removeprefix("--").replace("-", "_") if typed.startswith("--") else typed.lstrip("+")
         if name in flags or name not in NAMES or not (equals or typed.startswith("--")):
             continue
         candidates = (
-            (flag_name, alike) for flag, alike in NAMES[name][1] for flag_name in (flag, flag.rpartition(".")[2])
+            (flag_name, is_equal) for flag, is_equal in NAMES[name][1] for flag_name in (flag, flag.rpartition(".")[2])
         )
-        here = [(flag, alike) for flag, alike in candidates if not flag or flag in flags]  # of a run, or of a command
+        available = [candidate for candidate in candidates if not candidate[0] or candidate[0] in flags]
         value = following if not equals and not following.startswith("--") else value
-        if not here:
+        if not available:
             continue
-        flag, alike = here[0]
-        if alike:
+        flag, is_equal = available[0]
+        owners[typed] = NAMES[name][0]
+        if is_equal:
             equal[typed] = f"--{flag} {shlex.quote(value)}" if value else f"--{flag}"
         else:
             note = f"nearest: --{flag}" if flag else NOTES.get(name.rpartition(".")[2], "")
             unequal[typed] = f"{typed} ({note})" if note else typed
     notes = []
     if equal:
-        notes.append(
-            f"{_describe_names(equal)}; here {'they are' if len(equal) > 1 else 'it is'} {' '.join(equal.values())}"
-        )
+        verb = "they are" if len(equal) > 1 else "it is"
+        notes.append(f"{_describe_names(equal, owners)}; here {verb} {' '.join(equal.values())}")
     if unequal:
-        pages = dict.fromkeys(PAGES[owner] for owner in _owners(unequal))
-        notes.append(f"{_describe_names(unequal)}, without an equal here: {' and '.join(pages)}")
+        pages = dict.fromkeys(PAGES[owners[typed]] for typed in unequal)
+        notes.append(f"{_describe_names(unequal, owners)}, without an equal here: {' and '.join(pages)}")
     if notes:
         raise InputError("; ".join(notes))
 
 
-def _owners(names: Mapping[str, str]) -> list[str]:
-    return list(dict.fromkeys(NAMES[typed.lstrip("-+").replace("-", "_")][0] for typed in names))
-
-
-def _describe_names(names: Mapping[str, str]) -> str:
-    """Return the names, or what is told of them, with whose they are."""
-    owners = " and ".join(f"{owner}'s" for owner in _owners(names))
+def _describe_names(names: Mapping[str, str], owners: Mapping[str, str]) -> str:
+    """Return the names, or the notes on them, with the trainers that own them."""
+    trainers = " and ".join(dict.fromkeys(f"{owners[typed]}'s" for typed in names))
     phrases = [phrase if phrase.startswith(typed) else typed for typed, phrase in names.items()]
-    return f"{' and '.join(phrases)} {'are' if len(phrases) > 1 else 'is'} {owners} name{'s' * (len(phrases) > 1)}"
+    return f"{' and '.join(phrases)} {'are' if len(phrases) > 1 else 'is'} {trainers} name{'s' * (len(phrases) > 1)}"

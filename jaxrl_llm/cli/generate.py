@@ -44,7 +44,6 @@ HELP = """/new (or /clear)   forget the conversation and start again
 /bye (or /exit)    end; so does Ctrl-D
 /help              these lines
 Ctrl-C ends an answer before its end; pressed again, or where no answer is being given, it ends the program."""
-NEW, BYE, HELPS = ("/new", "/clear", "/reset"), ("/bye", "/exit", "/quit"), ("/help", "/?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,8 +120,8 @@ def prompt_wording(policy: Policy, system: str | None, tools: tuple[str, ...] = 
 
 def encode_chat(policy: Policy, messages: Sequence[Message], task: Task) -> Any:
     """Return the token ids of a chat up to the beginning of the answer, int32[T]."""
-    broken = unwritable([task.system, task.suffix, *(message["content"] for message in messages)])
-    require(not broken, f"the prompt or the system message holds {broken!a}, which is not UTF-8: write it in UTF-8")
+    invalid = unwritable([task.system, task.suffix, *(message["content"] for message in messages)])
+    require(not invalid, f"the prompt or the system message holds {invalid!a}, which is not UTF-8: write it in UTF-8")
     if task.tools:
         return tool_episode(policy, task)[0].prompt(messages)
     return encode_problem(Problem("prompt", tuple(messages), "", "prompt"), task, policy.tokenizer)
@@ -142,24 +141,24 @@ def answer_chat(
     """Let the model answer a chat, and run the calls in its answers, until one calls nothing or is cut off; results are
     shown on stderr. Return all that was said, and the last answer. ``speak`` answers a prompt, as ``print_answer``.
     """
-    done = speak(encode_chat(policy, messages, task))
+    completion = speak(encode_chat(policy, messages, task))
     if not task.tools:
-        return [{"role": "assistant", "content": done.text}] if len(done.tokens) else [], done
+        return [{"role": "assistant", "content": completion.text}] if len(completion.tokens) else [], completion
     form, world = tool_episode(policy, task)
-    said: list[Any] = []
-    while len(done.tokens):
-        said.append((reply := form.parse(done.tokens.tolist())).message)
-        if done.finish_reason != "stop":
+    replies: list[Any] = []
+    while len(completion.tokens):
+        replies.append((reply := form.parse(completion.tokens.tolist())).message)
+        if completion.finish_reason != "stop":
             break
         answer = world.reply(reply)
-        said += answer.messages
+        replies += answer.messages
         for message in answer.messages:
             print_note(printable(f"{message.get('name', message['role'])}: {message['content']}"))
         if answer.end:
             break
-        done = speak(encode_chat(policy, [*messages, *said], task))
+        completion = speak(encode_chat(policy, [*messages, *replies], task))
     world.close()
-    return said, done
+    return replies, completion
 
 
 def print_answer(
@@ -194,19 +193,19 @@ def print_answer(
     engine, _ = backend_for(policy.model, None, policy.mesh, policy.mesh, slots=1, max_length=length)
     requests = OpenRequests(engine, dataclasses.replace(sampling, max_new_tokens=budget, stop_ids=config.tokens.eos))
     requests.submit(["answer"], [prompt], [seed])
-    done: dict[Any, Completion] = {}
+    finished: dict[Any, Completion] = {}
     for over in generate_stream(requests, policy.model):
-        done |= over
+        finished |= over
         for running in requests.running.values() if screen else ():
             tell(stable_text(running.tokens, policy.tokenizer))
         if requests and stopped():
             requests.abort(requests.keys)
-    text = text_of(policy.tokenizer, done["answer"].tokens, config.tokens.eos)
+    text = text_of(policy.tokenizer, finished["answer"].tokens, config.tokens.eos)
     tell(text)
     if not printed:
         status("")
     print(flush=True)
-    return dataclasses.replace(done["answer"], text=text)
+    return dataclasses.replace(finished["answer"], text=text)
 
 
 def stable_text(tokens: Any, tokenizer: Any) -> str:
@@ -233,12 +232,12 @@ def chat(policy: Policy, task: Task, sampling: Sampling, seed: int) -> None:
     if task.template == "plain":
         print_note("the model has no chat template: messages are separated by blank lines only")
     for line in read_lines():
-        if line in BYE:
+        if line in ("/bye", "/exit", "/quit"):
             return
-        if line in NEW:
+        if line in ("/new", "/clear", "/reset"):
             history = ()
             print_note(FORGOTTEN)
-        elif line in HELPS:
+        elif line in ("/help", "/?"):
             print_note(HELP)
         elif re.fullmatch(r"/[a-z?]+", line):
             print_note(f"unknown command {line}; /help lists the commands")
@@ -267,12 +266,12 @@ def take_turn(
 
     with answering(interrupted):
         speak = lambda ids: print_answer(policy, ids, seed, sampling, lambda: bool(interrupts))  # noqa: E731
-        said, done = answer_chat(policy, recent, task, speak)
-    count = len(done.tokens)
-    if done.finish_reason == "length":
+        replies, completion = answer_chat(policy, recent, task, speak)
+    count = len(completion.tokens)
+    if completion.finish_reason == "length":
         why = "--max_new_tokens allows no more" if count == sampling.max_new_tokens else "the model's context is full"
         print_note(f"cut off after {count} tokens: {why}")
-    return (*word_prompt(recent, task), *said) if said else tuple(recent[:-1])
+    return (*word_prompt(recent, task), *replies) if replies else tuple(recent[:-1])
 
 
 def fit_context(

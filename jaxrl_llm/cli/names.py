@@ -156,7 +156,9 @@ def completion(arguments: list[str]) -> int:
 
 
 def completion_script() -> str:
-    """Return the script for bash; its words are those of this version."""
+    """Return the script for bash; its words are those of this version. Flags are read from the texts of usage of the
+    commands, whose modules are not imported.
+    """
     from jaxrl_llm import cli
     from jaxrl_llm.config import config_names
     from jaxrl_llm.models.pretrained import BUILTIN
@@ -164,17 +166,12 @@ def completion_script() -> str:
 
     rows = []
     for command, place in cli.COMMANDS.items():
-        flags = documented_flags(place.partition(":")[0], command)
+        tree = ast.parse((Path(__file__).parent / f"{place.partition(':')[0]}.py").read_text())
+        texts = [str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+        usage = " ".join(text for text in texts if text.startswith(f"usage: jaxrl-llm {command} "))
+        flags = set(re.findall(r"--[a-z][a-z_.]*[a-z]", usage)) - {"--field"}
         flags |= {f"--{name}" for name in USUAL} if command in ("train", "plan") else set()
         rows.append(f'            *\\ {command}\\ -*) words="{" ".join(sorted(flags | {"--help"}))}" ;;')
     words = {"recipes": RECIPES, "models": BUILTIN, "configs": config_names(), "commands": cli.COMMANDS}
-    texts = {name: " ".join(values) for name, values in words.items()}
-    return SCRIPT.format(**texts, shells=" ".join(SHELLS), flags="\n".join(rows))
-
-
-def documented_flags(module: str, command: str) -> set[str]:
-    """Return the flags in a command's text of usage in its module, which is not imported."""
-    tree = ast.parse((Path(__file__).parent / f"{module}.py").read_text())
-    texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    usage = " ".join(text for text in texts if text.startswith(f"usage: jaxrl-llm {command} "))
-    return set(re.findall(r"--[a-z][a-z_.]*[a-z]", usage)) - {"--field"}
+    joined_words = {name: " ".join(values) for name, values in words.items()}
+    return SCRIPT.format(**joined_words, shells=" ".join(SHELLS), flags="\n".join(rows))

@@ -8,21 +8,13 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
+from jaxrl_llm.algorithms import ratios
 from jaxrl_llm.algorithms.advantages import Estimator, KLInReward
 from jaxrl_llm.algorithms.kl import K1, K2, K3, K3Plus, UnbiasedK3
 from jaxrl_llm.algorithms.loss import OPTIONAL
-from jaxrl_llm.algorithms.ratios import (
-    MaskedIS,
-    OffPolicySequenceMask,
-    Sequence,
-    SequenceMask,
-    SequenceToken,
-    Token,
-    TruncatedIS,
-)
 from jaxrl_llm.algorithms.reduce import Reducer
 from jaxrl_llm.algorithms.surrogates import Surrogate, TopEntropy
-from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.errors import require
 from jaxrl_llm.recipes import Controller
 from jaxrl_llm.rules.settings import Until
 from jaxrl_llm.system.setting import has_default
@@ -35,12 +27,12 @@ def piece_classes() -> dict[str, dict[str, Any]]:
     with those of the configuration's own file."""
     pieces: dict[str, tuple[type, ...]] = {
         "advantage": _subclasses(Estimator),
-        "ratio": (Token, Sequence, SequenceToken),
+        "ratio": (ratios.Token, ratios.Sequence, ratios.SequenceToken),
         "surrogate": _subclasses(Surrogate),
         "reduce": _subclasses(Reducer),
         "kl": (K1, K2, K3, K3Plus, UnbiasedK3),
-        "correction": (TruncatedIS, MaskedIS, SequenceMask),
-        "sequence_filter": (OffPolicySequenceMask,),
+        "correction": (ratios.TruncatedIS, ratios.MaskedIS, ratios.SequenceMask),
+        "sequence_filter": (ratios.OffPolicySequenceMask,),
         "token_filter": (TopEntropy,),
     }
     kinds_of = {f"{ALGORITHM}.{name}": kinds for name, kinds in pieces.items()}
@@ -64,7 +56,8 @@ def _subclasses(base: type) -> tuple[type, ...]:
 
 
 def with_pieces(run: Any, words: Mapping[str, str]) -> Any:
-    """Return the run with a piece of each of these classes, by the dotted names of the pieces.
+    """Return the run with a piece of each of these classes, by the dotted names of the pieces; in the names of classes
+    capitals, ``_`` and ``-`` do not count.
 
     A new piece has the defaults of its class; one of the same class stays as it is. Whether the pieces fit together is
     left to be checked with the values of the other flags.
@@ -75,7 +68,10 @@ def with_pieces(run: Any, words: Mapping[str, str]) -> Any:
     controller, rules = run.recipe.controller, run.rules
     classes = set_by_class()
     for name, word in words.items():
-        kind = _find_class(name, word, classes[name])
+        kinds = {class_name.lower(): kind for class_name, kind in classes[name].items()}
+        plain = word.replace("_", "").replace("-", "").lower()
+        require(plain in kinds, f"--{name}: expected one of {', '.join(classes[name])}, got {word!r}")
+        kind = kinds[plain]
         if name == CONTROLLER:
             controller = _default_piece(name, kind, controller)
         elif name == UNTIL:
@@ -87,21 +83,12 @@ def with_pieces(run: Any, words: Mapping[str, str]) -> Any:
     return dataclasses.replace(run, recipe=recipe, rules=rules)
 
 
-def _find_class(name: str, word: str, kinds: Mapping[str, Any]) -> Any:
-    """Return the class of this name; capitals, ``_`` and ``-`` do not count."""
-    plain = word.replace("_", "").replace("-", "").lower()
-    for class_name, kind in kinds.items():
-        if class_name.lower() == plain:
-            return kind
-    raise InputError(f"--{name}: expected one of {', '.join(kinds)}, got {word!r}")
-
-
 def _default_piece(name: str, kind: Any, before: Any) -> Any:
     """Return a piece of a class with its defaults, or the one before if it has this class."""
     if kind is None or type(before) is kind:
         return None if kind is None else before
-    lacking = [field.name for field in dataclasses.fields(kind) if not has_default(field)]
-    require(not lacking, f"--{name} {kind.__name__} has no default {', '.join(lacking)}: set it in the configuration")
+    missing = [field.name for field in dataclasses.fields(kind) if not has_default(field)]
+    require(not missing, f"--{name} {kind.__name__} has no default {', '.join(missing)}: set it in the configuration")
     return kind()
 
 

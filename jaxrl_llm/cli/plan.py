@@ -28,17 +28,13 @@ from jaxrl_llm.errors import require
 from jaxrl_llm.sharding.mesh import all_devices
 from jaxrl_llm.system.paths import check_file, writable
 
-MISSING = (
-    "plan needs a configuration: jaxrl-llm plan quickstart --topology v5e:2x2 (jaxrl-llm list configs names the others)"
-)
-PICTURES = (".svg", ".png", ".pdf")
-"""Suffixes of a picture's file."""
 PRICE = "--price_per_device_hour"
 
 
 def plan_command(arguments: list[str]) -> int:
     """Run ``plan CONFIG --topology NAME ...``; return the exit code."""
-    config_name = first(arguments, __doc__, MISSING, True)
+    example = "jaxrl-llm plan quickstart --topology v5e:2x2 (jaxrl-llm list configs names the others)"
+    config_name = first(arguments, __doc__, f"plan needs a configuration: {example}", True)
     from jaxrl_llm.plan.machines import (
         NO_COMPILER,
         compiles_for_gpus,
@@ -130,11 +126,11 @@ def plan_options(arguments: list[str]) -> dict[str, Any]:
     paths = {flag: Path(choices[flag]) for flag in ("--json", "--plot") if choices[flag]}
     for flag, path in paths.items():
         check_file(path, flag)
-        drawn = flag == "--json" or path.suffix in PICTURES
-        require(drawn, f"--plot {path}: end it in {' or '.join(PICTURES)}")
-    reads = next((flag for flag in ("--loops", "--dump") if choices[flag]), "")
-    compiled = not (reads and (choices["--quick"] or choices["--search"]))
-    require(compiled, f"{reads} reads the compiled programs of one plan: leave --quick and --search out")
+        valid_suffix = flag == "--json" or path.suffix in (".svg", ".png", ".pdf")
+        require(valid_suffix, f"--plot {path}: end it in .svg or .png or .pdf")
+    reader = next((flag for flag in ("--loops", "--dump") if choices[flag]), "")
+    compiled = not (reader and (choices["--quick"] or choices["--search"]))
+    require(compiled, f"{reader} reads the compiled programs of one plan: leave --quick and --search out")
     if choices["--dump"]:
         paths["--dump"] = Path(choices["--dump"])
         require(not paths["--dump"].is_file(), f"--dump {choices['--dump']} is a file: give a folder")

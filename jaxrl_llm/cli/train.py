@@ -38,15 +38,13 @@ from jaxrl_llm.system.signals import let_go, on_exit
 from jaxrl_llm.telemetry import Verbosity
 from jaxrl_llm.trainer.launch import launch
 
-MISSING = "train needs a configuration: jaxrl-llm train quickstart (jaxrl-llm list configs names the others)"
-DISTRIBUTED = ("coordinator", "processes", "process", "heartbeat_s")
-
 
 def train_command(arguments: list[str]) -> int:
     """Run ``train CONFIG [--fresh] [--from RUN[@STEP]] [--quiet] [--json] [--field V ...]``; return the exit code."""
     if {"-h", "--help"} & set(arguments[:1]):
         arguments.insert(0, "quickstart")  # the settings are shown with its values
-    name = first(arguments, None, MISSING)
+    example = "jaxrl-llm train quickstart (jaxrl-llm list configs names the others)"
+    name = first(arguments, None, f"train needs a configuration: {example}")
     loaded = configs.find_config(name)
     settings = loaded.run
     fresh = take(arguments, "--fresh", False)
@@ -62,7 +60,10 @@ def train_command(arguments: list[str]) -> int:
     if sizes := take(arguments, "--sizes", True):
         settings = with_sizes_of(settings, sizes)
     while guard := take(arguments, "--guard", True):
-        settings = with_guard(settings, guard)
+        unwatched = f"--guard watches reinforcement learning, and this is a {type(settings).__name__} run: leave it out"
+        require(isinstance(settings, configs.Run), unwatched)
+        guards = tuple(dict.fromkeys((*settings.rules.guards, guard)))
+        settings = dataclasses.replace(settings, rules=dataclasses.replace(settings.rules, guards=guards))
     if recipe:
         settings = configs.with_recipe(settings, recipe)
     settings = parse_flags(type(settings), arguments, f"jaxrl-llm train {name}", str(__doc__), settings)
@@ -80,24 +81,16 @@ def with_sizes_of(settings: configs.Configuration, name: str) -> configs.Configu
     Everything but the method, seed and rules is taken from there, so that a large configuration can be tried anywhere:
     recipe, minibatches and other settings of the learner stay.
     """
-    _, other = configs.load_config(name)
-    for kind in (type(settings), type(other)):
+    _, source = configs.load_config(name)
+    for kind in (type(settings), type(source)):
         require(
             kind is configs.Run,
             f"--sizes takes one reinforcement learning run to another's size, not a {kind.__name__}",
         )
     parts = ("model", "task", "scoring", "rollout", "mesh", "evaluation", "output", "steps")
-    learner = {part: getattr(other.learner, part) for part in ("compute", "optimiser", "lora")}
-    learned = dataclasses.replace(settings.learner, **learner)
-    return dataclasses.replace(settings, learner=learned, **{part: getattr(other, part) for part in parts})
-
-
-def with_guard(settings: configs.Configuration, kind: str) -> configs.Configuration:
-    """Return the settings with one more guard."""
-    unwatched = f"--guard watches reinforcement learning, and this is a {type(settings).__name__} run: leave it out"
-    require(isinstance(settings, configs.Run), unwatched)
-    guards = tuple(dict.fromkeys((*settings.rules.guards, kind)))
-    return dataclasses.replace(settings, rules=dataclasses.replace(settings.rules, guards=guards))
+    learner = {part: getattr(source.learner, part) for part in ("compute", "optimiser", "lora")}
+    resized = dataclasses.replace(settings.learner, **learner)
+    return dataclasses.replace(settings, learner=resized, **{part: getattr(source, part) for part in parts})
 
 
 @contextlib.contextmanager
@@ -121,15 +114,16 @@ def row_output(quiet: bool, as_json: bool) -> Generator[Verbosity]:
 
 def take_distributed(arguments: list[str]) -> Distributed:
     """Remove ``--distributed.*``; they depend on the place of a run, not its settings, so no config.json holds them."""
+    names = ("coordinator", "processes", "process", "heartbeat_s")
     options: dict[str, Any] = {}
-    for name in DISTRIBUTED:
+    for name in names:
         value = take(arguments, f"--distributed.{name}", True)
         if value is None:
             continue
         number = name != "coordinator"
         require(not number or value.isdecimal(), f"--distributed.{name} must be a number, got {value!r}")
         options[name] = int(value) if number else value
-    flags = [f"--distributed.{name}" for name in DISTRIBUTED]
+    flags = [f"--distributed.{name}" for name in names]
     for argument in arguments:
         if argument.startswith("--distributed"):
             hint = did_you_mean(argument, flags, f"there are {', '.join(flags)}")

@@ -65,14 +65,9 @@ def with_columns(cache: Cache, count: int) -> Cache:
 def read_layer(cache: Cache, layer: Cache, index: Any, rows: int, columns: int, parts: int = 1) -> Cache:
     """Return keys [rows, K, H, columns] and values [rows, K, columns, H] of one layer: the first rows of each part.
 
-    Args:
-      cache: all layers.
-      layer: the layer, as a loop over layers slices it: CPUs are fastest with a part of that, where TPUs would copy the
-        whole layer to read a part.
-      index: the layer's number; not a tracer in a program with every layer written out.
-      rows: number of rows over all parts.
-      columns: number of columns that hold anything.
-      parts: number of parts into which the mesh divides the cache's rows; each device reads its own.
+    ``layer``: as a loop over layers slices it: CPUs are fastest with a part of that, where TPUs would copy the whole
+    layer to read a part. ``index``: the layer's number; not a tracer in a program with every layer written out.
+    ``parts``: into which the mesh divides the cache's rows; each device reads its own.
     """
     if (rows, columns) == (len(layer.v), layer.v.shape[2]):
         return layer
@@ -327,8 +322,10 @@ def decode(
             else:
                 cached, *prefixes = read(q, window, *place)
                 parts = [cached, _attend_chunk(config, q, fresh, step, window), *prefixes]
-            if sinks is not None:
-                parts = [*parts, _attend_sink(sinks, parts[0])]
+            if sinks is not None:  # [K, N / K] of the heads: each is a score and no value
+                cached = parts[0]
+                top = jnp.broadcast_to(sinks[None, :, :, None].astype(cached.top.dtype), cached.top.shape)
+                parts = [*parts, PartialAttention(top, jnp.ones_like(top), jnp.zeros_like(cached.mixed))]
             return _merge_parts(parts).astype(q.dtype)[:, None]
 
         x, routing = block(w, config, x, layers.rotary_cos_sin(positions[:, None], rotation), attend, compute=FEW)
@@ -378,12 +375,6 @@ def _attend_chunk(config: ModelConfig, q: jax.Array, chunk: Cache, step: Any, wi
     visible = (since >= 0) & ((window == 0) | (since < window))
     # A GPU's compiler merges products that share an operand, and would copy the cache to do so.
     return _attend_part(config, jax.lax.optimization_barrier(q), chunk, visible[:, None, None])
-
-
-def _attend_sink(sinks: jax.Array, other: PartialAttention) -> PartialAttention:
-    """Return the attention to the sinks [K, N / K] of the heads: a score and no value."""
-    top = jnp.broadcast_to(sinks[None, :, :, None].astype(other.top.dtype), other.top.shape)
-    return PartialAttention(top, jnp.ones_like(top), jnp.zeros_like(other.mixed))
 
 
 def _merge_parts(parts: list[PartialAttention]) -> jax.Array:

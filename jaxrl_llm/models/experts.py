@@ -18,8 +18,6 @@ from jaxrl_llm.models.config import ComputeOptions, Experts, ModelConfig
 from jaxrl_llm.models.layers import ACTIVATIONS, product
 from jaxrl_llm.sharding import BATCH, fit_spec
 
-LEAST_BLOCK, MOST_BLOCK = 8, 512
-"""Bounds of the tokens in a block of one expert."""
 TOGETHER = 4
 """Blocks in each round of a CPU's loop; their number is a multiple of it."""
 
@@ -188,8 +186,8 @@ def batched_backward(
     scatter many passes over indices as large as all gradients.
     """
     back, changes = jax.vmap(functools.partial(expert_backward, act))(x, inputs, g, _select(matrices, owner))
-    mine = jax.nn.one_hot(owner, len(matrices.gate), dtype=jnp.float32)
-    sums = functools.partial(jnp.einsum, "ne,n...->e...", mine, precision=jax.lax.Precision.HIGHEST)
+    one_hot = jax.nn.one_hot(owner, len(matrices.gate), dtype=jnp.float32)
+    sums = functools.partial(jnp.einsum, "ne,n...->e...", one_hot, precision=jax.lax.Precision.HIGHEST)
     return back, jax.tree.map(sums, changes)
 
 
@@ -224,7 +222,7 @@ def block_of(pairs: int, count: int) -> int:
     """
     mean = max(pairs // count, 1)
     tokens = max(mean // 2, math.isqrt(64 * mean))
-    return min(max(1 << (tokens.bit_length() - 1), LEAST_BLOCK), MOST_BLOCK)
+    return min(max(1 << (tokens.bit_length() - 1), 8), 512)
 
 
 EXPERTS = "experts"
@@ -296,8 +294,6 @@ def mixture(
 
     Args:
       w: of the layer: ``router`` [D, E], perhaps ``router_bias`` [E], and the ``Matrices`` by name.
-      config: of the model.
-      x: normalised.
       replayed: experts int[B, S, k] to take in place of the router's own, which a negative number takes, or None.
       compute: has the form, of ``FORMS``.
 
@@ -353,9 +349,9 @@ def _device_mixture(
     count = len(matrices.gate)
     if experts is not None:  # other devices' experts become one more, that nobody computes
         ids = ids - jax.lax.axis_index(experts) * count
-        here = (ids >= 0) & (ids < count)
-        ids = jnp.where(here, ids, count)
-        weights = jnp.where(here, weights, 0)
+        is_local = (ids >= 0) & (ids < count)
+        ids = jnp.where(is_local, ids, count)
+        weights = jnp.where(is_local, weights, 0)
     out = form(matrices, act, flat, weights, ids)
     if width is not None:
         out = jax.lax.psum(out, width)
@@ -392,15 +388,15 @@ def blocks(matrices: Matrices, act: Gating, x: jax.Array, weights: jax.Array, id
     """Multiply tokens x [T, D] after sorting them by expert into padded blocks; float32[T, D]."""
     count = len(matrices.gate)
     block = block_of(ids.size, count)
-    at = sort_by_expert(ids, count, block)
-    inside = gather_rows(x, at.token, at.row).reshape(-1, block, x.shape[1])
-    out = grouped_mlp(act, inside, matrices._replace(down_bias=None), at.owner, at.used)
-    return combine_experts(out.reshape(-1, x.shape[1]), weights, at)
+    pairs = sort_by_expert(ids, count, block)
+    sorted_x = gather_rows(x, pairs.token, pairs.row).reshape(-1, block, x.shape[1])
+    out = grouped_mlp(act, sorted_x, matrices._replace(down_bias=None), pairs.owner, pairs.used)
+    return combine_experts(out.reshape(-1, x.shape[1]), weights, pairs)
 
 
-def combine_experts(out: jax.Array, weights: jax.Array, at: Sorted) -> jax.Array:
+def combine_experts(out: jax.Array, weights: jax.Array, pairs: Sorted) -> jax.Array:
     """Sum each token's rows of ``out`` [M, D], weighted; float32[T, D]."""
-    rows = gather_rows(out, at.row.reshape(-1), at.pair[:, None]).reshape(*at.row.shape, -1)
+    rows = gather_rows(out, pairs.row.reshape(-1), pairs.pair[:, None]).reshape(*pairs.row.shape, -1)
     return jnp.einsum("tk,tkd->td", weights, rows.astype(jnp.float32))
 
 
@@ -412,21 +408,21 @@ def megablox(
     from jax.experimental.pallas.ops.tpu.megablox import gmm
 
     tile = 128  # rows and columns that the kernel multiplies at a time
-    at = sort_by_expert(ids, len(matrices.gate), 1)
-    count = len(at.pair)
-    inside = jnp.pad(gather_rows(x, at.token, at.row), ((0, -count % tile), (0, 0)))
+    order = sort_by_expert(ids, len(matrices.gate), 1)
+    count = len(order.pair)
+    sorted_x = jnp.pad(gather_rows(x, order.token, order.row), ((0, -count % tile), (0, 0)))
     # The kernel leaves rows of no expert as they were in memory.
-    used = (jnp.arange(len(inside)) < at.used)[:, None]
+    used = (jnp.arange(len(sorted_x)) < order.used)[:, None]
 
     def each(x: jax.Array, w: jax.Array) -> jax.Array:
-        rows = gmm(x, w, at.sizes, x.dtype, (tile, tile, tile), None, None, False, interpret)
+        rows = gmm(x, w, order.sizes, x.dtype, (tile, tile, tile), None, None, False, interpret)
         return jnp.where(used, rows, jnp.zeros_like(rows))
 
-    owner = jnp.pad(at.owner, (0, -count % tile))
+    owner = jnp.pad(order.owner, (0, -count % tile))
     biases = (None if bias is None else bias[owner] for bias in (matrices.gate_bias, matrices.up_bias))
     pairs = zip((matrices.gate, matrices.up), biases, strict=True)
-    hidden = act(*(_add_bias(each(inside, w), bias) for w, bias in pairs))
-    return combine_experts(each(hidden, matrices.down)[:count], weights, at)
+    hidden = act(*(_add_bias(each(sorted_x, w), bias) for w, bias in pairs))
+    return combine_experts(each(hidden, matrices.down)[:count], weights, order)
 
 
 def few(matrices: Matrices, act: Gating, x: jax.Array, weights: jax.Array, ids: jax.Array) -> jax.Array:

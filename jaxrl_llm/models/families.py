@@ -119,12 +119,7 @@ def expert_tensors(block: str, gate: str, up: str, down: str) -> tuple[Tensor, .
 
 
 EXPERTS = expert_tensors("mlp", "gate_proj", "up_proj", "down_proj")
-SHARED_EXPERT = (
-    Tensor(LAYER + "mlp.shared_expert.gate_proj.weight", "blocks.mlp.gate", "S D", "DS"),
-    Tensor(LAYER + "mlp.shared_expert.up_proj.weight", "blocks.mlp.up", "S D", "DS"),
-    Tensor(LAYER + "mlp.shared_expert.down_proj.weight", "blocks.mlp.down", "D S", "SD"),
-    Tensor(LAYER + "mlp.shared_expert_gate.weight", "blocks.experts.shared_gate", "1 D", "D"),
-)
+
 BIASES = (
     Tensor(LAYER + "self_attn.q_proj.bias", "blocks.attn.q_bias", "NH", "NH"),
     Tensor(LAYER + "self_attn.k_proj.bias", "blocks.attn.k_bias", "KH", "KH"),
@@ -151,38 +146,9 @@ SANDWICH_NORMS = (
     Tensor(LAYER + "pre_feedforward_layernorm.weight", "blocks.norms.mlp", "D", "D"),
     *POST_NORMS,
 )
-TWO_NORMS = (
-    *PRE_NORMS,
-    Tensor(LAYER + "post_self_attn_layernorm.weight", "blocks.norms.attn_post", "D", "D"),
-    Tensor(LAYER + "post_mlp_layernorm.weight", "blocks.norms.mlp_post", "D", "D"),
-)
-CLAMPED_EXPERTS = (
-    Tensor(LAYER + "self_attn.o_proj.bias", "blocks.attn.o_bias", "D", "D"),
-    Tensor(LAYER + "self_attn.sinks", "blocks.attn.sinks", "N", "N"),
-    Tensor(LAYER + "mlp.router.weight", "blocks.experts.router", "E D", "DE"),
-    Tensor(LAYER + "mlp.router.bias", "blocks.experts.router_bias", "E", "E"),
-    Tensor(LAYER + "mlp.experts.gate_proj", "blocks.experts.gate", "E D I", "EDI"),
-    Tensor(LAYER + "mlp.experts.up_proj", "blocks.experts.up", "E D I", "EDI"),
-    Tensor(LAYER + "mlp.experts.down_proj", "blocks.experts.down", "E I D", "EID"),
-    Tensor(LAYER + "mlp.experts.gate_proj_bias", "blocks.experts.gate_bias", "E I", "EI"),
-    Tensor(LAYER + "mlp.experts.up_proj_bias", "blocks.experts.up_bias", "E I", "EI"),
-    Tensor(LAYER + "mlp.experts.down_proj_bias", "blocks.experts.down_bias", "E D", "ED"),
-)
-"""What GPT-OSS has besides matrices, biases and norms of attention: sinks, and experts with biases."""
-
-FUSED_HEADS = Fused(
-    LAYER + "self_attn.qkv_proj.weight", tuple(LAYER + f"self_attn.{name}_proj.weight" for name in "qkv")
-)
 FUSED_GATE_AND_UP = Fused(
     LAYER + "mlp.gate_up_proj.weight", tuple(LAYER + f"mlp.{name}_proj.weight" for name in ("gate", "up"))
 )
-FUSED_EXPERTS = tuple(
-    Fused(
-        LAYER + f"mlp.experts.gate_up_proj{kind}",
-        tuple(LAYER + f"mlp.experts.{name}_proj{kind}" for name in ("gate", "up")), axis, alternating=True,
-    )
-    for kind, axis in (("", 2), ("_bias", 1))
-)  # fmt: skip
 
 
 REQUIRED = object()
@@ -318,14 +284,24 @@ _ALL = (
         "phi3", "Phi3ForCausalLM", "Phi3ForSequenceClassification",
         _defaults(max_position_embeddings=4096, rms_norm_eps=1e-5, sliding_window=None, partial_rotary_factor=1.0,
                   original_max_position_embeddings=4096, resid_pdrop=0.0, embd_pdrop=0.0),
-        constants={}, tensors=LLAMA.tensors, slides=MISTRAL.slides, fused=(FUSED_HEADS, FUSED_GATE_AND_UP),
+        constants={}, tensors=LLAMA.tensors, slides=MISTRAL.slides,
+        fused=(
+            Fused(LAYER + "self_attn.qkv_proj.weight",
+                  tuple(LAYER + f"self_attn.{name}_proj.weight" for name in "qkv")),
+            FUSED_GATE_AND_UP,
+        ),
     ),
     Family(
         "glm4", "Glm4ForCausalLM", "Glm4ForSequenceClassification",
         _defaults(num_key_value_heads=2, head_dim=128, max_position_embeddings=131072, rms_norm_eps=1.5625e-7,
                   attention_bias=True, partial_rotary_factor=0.5),
         constants={"norm.placement": "both", "attention.rope.interleaved": True},
-        tensors=EMBEDDINGS + MATRICES + BIASES + TWO_NORMS, fused=(FUSED_GATE_AND_UP,),
+        tensors=(
+            *(EMBEDDINGS + MATRICES + BIASES + PRE_NORMS),
+            Tensor(LAYER + "post_self_attn_layernorm.weight", "blocks.norms.attn_post", "D", "D"),
+            Tensor(LAYER + "post_mlp_layernorm.weight", "blocks.norms.mlp_post", "D", "D"),
+        ),
+        fused=(FUSED_GATE_AND_UP,),
     ),
     Family(
         "granite", "GraniteForCausalLM", "",
@@ -351,7 +327,15 @@ _ALL = (
         _defaults(max_position_embeddings=32768, num_key_value_heads=16, num_experts=60, num_experts_per_tok=4,
                   moe_intermediate_size=1408, shared_expert_intermediate_size=5632, norm_topk_prob=False,
                   **_QWEN_WINDOWS),
-        constants={}, tensors=EMBEDDINGS + ATTENTION + EXPERTS + SHARED_EXPERT + BIASES + PRE_NORMS,
+        constants={},
+        tensors=(
+            *(EMBEDDINGS + ATTENTION + EXPERTS),
+            Tensor(LAYER + "mlp.shared_expert.gate_proj.weight", "blocks.mlp.gate", "S D", "DS"),
+            Tensor(LAYER + "mlp.shared_expert.up_proj.weight", "blocks.mlp.up", "S D", "DS"),
+            Tensor(LAYER + "mlp.shared_expert.down_proj.weight", "blocks.mlp.down", "D S", "SD"),
+            Tensor(LAYER + "mlp.shared_expert_gate.weight", "blocks.experts.shared_gate", "1 D", "D"),
+            *(BIASES + PRE_NORMS),
+        ),
         slides=lambda attributes, layer: layer % 2 == 0 and layer < attributes["max_window_layers"],
         required={"qkv_bias": True},
     ),
@@ -369,9 +353,29 @@ _ALL = (
                   rope_scaling={"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096,
                                 "truncate": False}),
         constants={"attention.sinks": True, "experts.renormalise": True},
-        tensors=EMBEDDINGS + ATTENTION + BIASES + CLAMPED_EXPERTS + PRE_NORMS,
+        tensors=(
+            *(EMBEDDINGS + ATTENTION + BIASES),
+            Tensor(LAYER + "self_attn.o_proj.bias", "blocks.attn.o_bias", "D", "D"),
+            Tensor(LAYER + "self_attn.sinks", "blocks.attn.sinks", "N", "N"),
+            Tensor(LAYER + "mlp.router.weight", "blocks.experts.router", "E D", "DE"),
+            Tensor(LAYER + "mlp.router.bias", "blocks.experts.router_bias", "E", "E"),
+            Tensor(LAYER + "mlp.experts.gate_proj", "blocks.experts.gate", "E D I", "EDI"),
+            Tensor(LAYER + "mlp.experts.up_proj", "blocks.experts.up", "E D I", "EDI"),
+            Tensor(LAYER + "mlp.experts.down_proj", "blocks.experts.down", "E I D", "EID"),
+            Tensor(LAYER + "mlp.experts.gate_proj_bias", "blocks.experts.gate_bias", "E I", "EI"),
+            Tensor(LAYER + "mlp.experts.up_proj_bias", "blocks.experts.up_bias", "E I", "EI"),
+            Tensor(LAYER + "mlp.experts.down_proj_bias", "blocks.experts.down_bias", "E D", "ED"),
+            *PRE_NORMS,
+        ),
         slides=lambda attributes, layer: layer % 2 == 0, required={"attention_bias": True},
-        fused=FUSED_EXPERTS, packed="mxfp4",
+        fused=tuple(
+            Fused(
+                LAYER + f"mlp.experts.gate_up_proj{kind}",
+                tuple(LAYER + f"mlp.experts.{name}_proj{kind}" for name in ("gate", "up")), axis, alternating=True,
+            )
+            for kind, axis in (("", 2), ("_bias", 1))
+        ),
+        packed="mxfp4",
     ),
 )  # fmt: skip
 FAMILIES: Mapping[str, Family] = types.MappingProxyType({family.model_type: family for family in _ALL})

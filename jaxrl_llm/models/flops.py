@@ -7,9 +7,6 @@ from jaxrl_llm.models.decoder import parameter_shapes
 from jaxrl_llm.models.experts import Matrices
 from jaxrl_llm.models.layers import layer_windows
 
-DIVIDED = tuple(f"blocks.experts.{name}" for name in Matrices._fields)
-"""Paths of the parameters of which a token uses a part."""
-
 
 def count_parameters(config: ModelConfig) -> tuple[int, int]:
     """Count the parameters of the architecture: all of them, and those in matrix products of one token in the layers.
@@ -27,8 +24,9 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
 
 def of_one_token(config: ModelConfig, path: str, size: int) -> int:
     """Return how many of a parameter's ``size`` numbers one token uses: those of its experts, or all."""
-    divided = path in DIVIDED and config.experts is not None
-    return size * config.experts.active // config.experts.count if divided else size
+    if config.experts is None or path not in [f"blocks.experts.{name}" for name in Matrices._fields]:
+        return size
+    return size * config.experts.active // config.experts.count
 
 
 def active_parameters(config: ModelConfig) -> int:

@@ -282,8 +282,6 @@ FILE_TYPES = types.MappingProxyType(
     {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
 )
 """Storage types of matrices -> llama.cpp's name of such a file."""
-NORMAL, UNUSED = 1, 5
-"""Token types of llama.cpp: text, and ids without a meaning."""
 
 
 def save_gguf(model: Any, tokenizer: Any | None, path: str | os.PathLike, kind: str = "f32") -> None:
@@ -356,14 +354,15 @@ def _vocabulary_fields(tokenizer: Any | None, size: int) -> dict[str, Any]:
         len(pairs.tokens) <= size,
         f"the tokenizer has {len(pairs.tokens)} tokens and the model {size}: write a directory",
     )
-    kinds = dict.fromkeys(pairs.tokens, NORMAL) | dict.fromkeys(pairs.special, CONTROL)
+    normal, without_meaning = 1, 5  # further token types of llama.cpp
+    kinds = dict.fromkeys(pairs.tokens, normal) | dict.fromkeys(pairs.special, CONTROL)
     kinds |= dict.fromkeys(pairs.added, USER_DEFINED)
     unused = [f"[PAD{index}]" for index in range(len(pairs.tokens), size)]
     fields = {
         "model": "gpt2",
         "pre": pairs.pre,
         "tokens": [*pairs.tokens, *unused],
-        "token_type": [*(kinds[token] for token in pairs.tokens), *(UNUSED for _ in unused)],
+        "token_type": [*(kinds[token] for token in pairs.tokens), *(without_meaning for _ in unused)],
         "merges": [" ".join(merge) for merge in pairs.merges],
         "add_bos_token": pairs.begin,
     }

@@ -119,9 +119,6 @@ class Head:
       letters: of the product with the weights.
       layout: mesh axes of the weights while they are used: only ``tensor`` divides their vocabulary, gathered once,
         since ``fsdp`` divides the positions.
-      cap: soft cap of the logits, or None.
-      chunk: positions at a time.
-      entropy_gradient: whether the entropy is differentiated.
       keep: whether all positions are one chunk, whose logits the forward pass keeps for the backward pass.
     """
 
@@ -192,8 +189,8 @@ def token_logprobs(
     arrays = hidden, jnp.asarray(targets), kept_tokens
     (hidden, targets, kept_tokens), size, chunks = _pad_to_chunks(arrays, chunk, count)
     head, static = _head_and_options(model, size, entropy_gradient, saves)
-    chosen = Targets(targets, kept_tokens, jnp.asarray(temperature, wide_dtype(hidden)), chunks)
-    logp, entropy = _logprobs(static, hidden, head, chosen)
+    spec = Targets(targets, kept_tokens, jnp.asarray(temperature, wide_dtype(hidden)), chunks)
+    logp, entropy = _logprobs(static, hidden, head, spec)
     return logp[:, :total], entropy[:, :total]
 
 
@@ -226,19 +223,19 @@ def _head_and_options(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _logprobs(static: Head, hidden: jax.Array, head: jax.Array, chosen: Targets) -> tuple[jax.Array, jax.Array]:
-    return _logprobs_forward(static, hidden, head, chosen)[0]
+def _logprobs(static: Head, hidden: jax.Array, head: jax.Array, spec: Targets) -> tuple[jax.Array, jax.Array]:
+    return _logprobs_forward(static, hidden, head, spec)[0]
 
 
 def _logprobs_forward(
-    static: Head, hidden: jax.Array, head: jax.Array, chosen: Targets
+    static: Head, hidden: jax.Array, head: jax.Array, spec: Targets
 ) -> tuple[tuple[jax.Array, jax.Array], Any]:
     head = constrain(head, *static.layout)
 
     def body(index: jax.Array, out: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        h, targets, words = take_chunk(index, static.chunk, (hidden, chosen.targets, chosen.kept_tokens))
+        h, targets, words = take_chunk(index, static.chunk, (hidden, spec.targets, spec.kept_tokens))
         capped = layers.softcap(layers.product(static.letters, h, head), static.cap)
-        scaled = capped / chosen.temperature
+        scaled = capped / spec.temperature
         # Differences from the largest logit: the logits' mean subtracted from logsumexp would lose the digits both have
         # in common.
         top = jnp.max(scaled, axis=-1, keepdims=True)
@@ -257,18 +254,18 @@ def _logprobs_forward(
         outputs = (logit - among, jnp.log(mass) - moment / mass, total, among)
         return put_chunk(index, static.chunk, out, (*outputs, *[capped] * static.keep))
 
-    zeros = jnp.zeros(chosen.targets.shape, wide_dtype(hidden))
+    zeros = jnp.zeros(spec.targets.shape, wide_dtype(hidden))
     wide_shape = (*zeros.shape, head.shape[static.letters[4:6].index("v")])
     logits = [constrain(jnp.zeros(wide_shape, zeros.dtype), BATCH, None, "tensor")] if static.keep else []
-    logp, entropy, total, among, *logits = over_chunks(static, chosen.chunks, body, (*[zeros] * 4, *logits))
-    return (logp, entropy), (hidden, head, chosen, total, among, entropy, logits)
+    logp, entropy, total, among, *logits = over_chunks(static, spec.chunks, body, (*[zeros] * 4, *logits))
+    return (logp, entropy), (hidden, head, spec, total, among, entropy, logits)
 
 
 def _logprobs_back(
     static: Head, saved: Any, cotangents: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array, None]:
-    hidden, head, chosen, total, among, entropy, logits = saved
-    aux = (*cotangents, total, among, entropy, chosen.targets, chosen.kept_tokens)
+    hidden, head, spec, total, among, entropy, logits = saved
+    aux = (*cotangents, total, among, entropy, spec.targets, spec.kept_tokens)
 
     def slopes(scaled: jax.Array, inputs: Any) -> jax.Array:
         g_logp, g_entropy, total, among, entropy, targets, words = inputs
@@ -282,7 +279,7 @@ def _logprobs_back(
             slope = slope - g_entropy[..., None] * jnp.exp(logp) * (logp + entropy[..., None])
         return slope
 
-    return *head_gradients(static, hidden, head, chosen.temperature, chosen.chunks, aux, slopes, logits), None
+    return *head_gradients(static, hidden, head, spec.temperature, spec.chunks, aux, slopes, logits), None
 
 
 _logprobs.defvjp(_logprobs_forward, _logprobs_back)
@@ -301,8 +298,6 @@ def head_gradients(
     """Return the gradients to hidden states [P, N, D] and to the head, a chunk of positions at a time.
 
     Args:
-      static: how the head is computed.
-      hidden, head, temperature, chunks: as in the forward pass.
       aux: arrays [P, N, ...] that the slopes depend on.
       slopes: maps a chunk's logits over the temperature [P, C, V], and its part of ``aux``, to the derivatives by
         those.

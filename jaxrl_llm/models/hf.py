@@ -13,18 +13,10 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.models import weights
 from jaxrl_llm.models.config import Attention, Embeddings, Experts, Llama3Rope, ModelConfig, Norm, Rope, TokenIds, Yarn
 from jaxrl_llm.models.families import ACTIVATIONS, FAMILIES, FIELDS, REQUIRED, Family, family_of
 from jaxrl_llm.models.tokenizer import load_tokenizer, save_tokenizer, special_ids, with_pad_token
-from jaxrl_llm.models.weights import (
-    StoredTensor,
-    open_checkpoint,
-    read_object,
-    read_parameters,
-    to_stored,
-    write_checkpoint,
-    write_object,
-)
 from jaxrl_llm.system.signals import on_exit
 
 OUR_ATTRIBUTE = "jaxrl_llm"
@@ -53,11 +45,6 @@ _ROPE_KEYS = {
     "yarn": ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
              "mscale_all_dim", "truncate"),
 }  # fmt: skip
-_COUNTS = """
-    vocab_size hidden_size num_hidden_layers intermediate_size num_attention_heads num_key_value_heads head_dim
-    max_position_embeddings sliding_window num_experts num_local_experts num_experts_per_tok moe_intermediate_size
-    shared_expert_intermediate_size
-""".split()
 
 
 def read_config(attributes: Mapping[str, Any]) -> ModelConfig:
@@ -147,20 +134,20 @@ def write_config(config: ModelConfig, dtype: str, scalar: bool = False) -> dict[
     family = FAMILIES[config.family]
     if scalar and not family.classifier:
         raise InputError(f"transformers has no reward model of the family {config.family}: train another one")
-    written: dict[str, Any] = {
+    attributes: dict[str, Any] = {
         "architectures": [family.classifier if scalar else family.architecture],
         "model_type": family.model_type,
         "torch_dtype": dtype,
     }
-    written |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}} if scalar else {}
-    written |= {name: operator.attrgetter(FIELDS[name])(config) for name in family.defaults if name in FIELDS}
+    attributes |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}} if scalar else {}
+    attributes |= {name: operator.attrgetter(FIELDS[name])(config) for name in family.defaults if name in FIELDS}
     activation = next(hf for hf, ours in ACTIVATIONS.items() if ours == config.activation)
-    written |= {name: activation for name in ("hidden_act", "hidden_activation") if name in family.defaults}
+    attributes |= {name: activation for name in ("hidden_act", "hidden_activation") if name in family.defaults}
     if "query_pre_attn_scalar" in family.defaults and config.attention.scale is not None:
         denominator = config.attention.scale**-2
         # The rounding of x ** -0.5 ** -2 is undone where x was an integer.
         integral = abs(denominator - round(denominator)) < 1e-6 * denominator
-        written["query_pre_attn_scalar"] = round(denominator) if integral else denominator
+        attributes["query_pre_attn_scalar"] = round(denominator) if integral else denominator
     windows = config.attention.windows or (0,) * config.layers
     sliding = {
         "sliding_window": max(windows) or None,
@@ -173,16 +160,16 @@ def write_config(config: ModelConfig, dtype: str, scalar: bool = False) -> dict[
         "no_rope_layers": [int(rotates) for rotates in rope.layers or (True,) * config.layers],
         "partial_rotary_factor": (rope.dims or config.attention.head_dim) / config.attention.head_dim,
     }
-    written |= {name: value for name, value in sliding.items() if name in family.defaults}
-    written |= {"rope_theta": rope.theta, "rope_scaling": write_scaling(rope.scaling)}
+    attributes |= {name: value for name, value in sliding.items() if name in family.defaults}
+    attributes |= {"rope_theta": rope.theta, "rope_scaling": write_scaling(rope.scaling)}
     if rope.local_theta is not None:
-        written["rope_local_base_freq"] = rope.local_theta
-    written |= write_token_ids(config.tokens)
-    lost = differing_fields(config, read_config(written))
+        attributes["rope_local_base_freq"] = rope.local_theta
+    attributes |= write_token_ids(config.tokens)
+    lost = differing_fields(config, read_config(attributes))
     if lost:
         value = operator.attrgetter(lost[0])(config)
         raise InputError(f"a {config.family} config.json cannot express {lost[0]}={value!r}; set it back")
-    return written
+    return attributes
 
 
 def differing_fields(config: Any, other: Any) -> list[str]:
@@ -223,7 +210,12 @@ def _with_defaults(attributes: Mapping[str, Any], family: Family) -> dict[str, A
         raise InputError(f"config.json does not say {missing[0]}; take the file that belongs to the model")
     if fields["num_key_value_heads"] is None:
         fields["num_key_value_heads"] = fields["num_attention_heads"]
-    for name in (name for name in _COUNTS if name in fields):
+    counts = """
+        vocab_size hidden_size num_hidden_layers intermediate_size num_attention_heads num_key_value_heads head_dim
+        max_position_embeddings sliding_window num_experts num_local_experts num_experts_per_tok moe_intermediate_size
+        shared_expert_intermediate_size
+    """.split()
+    for name in (name for name in counts if name in fields):
         optional = (fields[name] is None and name == "head_dim") or (not fields[name] and name == "sliding_window")
         if not optional and (type(fields[name]) is not int or fields[name] < 1):
             raise InputError(f"config.json sets {name}={fields[name]!r}; it must be a positive integer")
@@ -313,8 +305,8 @@ def _read_rope(attributes: Mapping[str, Any], family: Family, fields: Mapping[st
                 f"{fields['head_dim']} numbers of a head; that must be an even number of them"
             )
         values["attention.rope.dims"] = 0 if dims == fields["head_dim"] else dims
-    rotated = fields.get("no_rope_layers", ())
-    values["attention.rope.layers"] = () if all(rotated) else tuple(rotated)
+    rotating = fields.get("no_rope_layers", ())
+    values["attention.rope.layers"] = () if all(rotating) else tuple(rotating)
     return values
 
 
@@ -324,34 +316,29 @@ def _rope_parameters(attributes: Mapping[str, Any], family: Family) -> tuple[dic
     ``rope_parameters`` or ``rope_scaling`` has them flat or by kind of layer. Flat ones are of all layers; in families
     with two bases only ``rope_scaling`` may be flat, and is of full layers. A key that is null is absent.
     """
-    several = _LOCAL in family.defaults
+    two_bases = _LOCAL in family.defaults
     kinds: dict[str, dict[str, Any]] = {"full_attention": {}, "sliding_attention": {}}
     for name in ("rope_parameters", "rope_scaling"):
         form = dict(attributes.get(name) or {})
         nested = {kind: form.pop(kind) for kind in kinds if kind in form}
-        if form and (nested or (several and name == "rope_parameters")):
+        if form and (nested or (two_bases and name == "rope_parameters")):
             key, value = next(iter(form.items()))
             raise InputError(
                 f"config.json sets {name}.{key}={value!r} outside of {' and '.join(kinds)}; move it into one of them"
             )
-        for kind, parameters in (nested or dict.fromkeys([*kinds][: 1 if several else 2], form)).items():
-            present = _without_nulls(parameters or {})
+        for kind, parameters in (nested or dict.fromkeys([*kinds][: 1 if two_bases else 2], form)).items():
+            entries = (parameters or {}).items()
+            present = {key: value for key, value in entries if value is not None or key == "factor"}
+            rope_type = present.pop("type", present.get("rope_type"))  # ``type`` is the old name
+            if rope_type is not None and (other := present.setdefault("rope_type", rope_type)) != rope_type:
+                raise InputError(f"config.json has the rope types {other!r} and {rope_type!r}; keep one of them")
             if present and kinds[kind] and present != kinds[kind]:
                 raise InputError("config.json has rope_parameters and rope_scaling, and they differ; keep one of them")
             kinds[kind] = present or kinds[kind]
     full, sliding = kinds.values()
-    if not several and full != sliding:
+    if not two_bases and full != sliding:
         raise InputError(f"config.json rotates sliding layers otherwise than full ones; {family.model_type} cannot")
     return full or dict(family.defaults.get("rope_scaling") or {}), sliding
-
-
-def _without_nulls(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return rotary parameters without those that are null, and ``type`` by its new name."""
-    present = {name: value for name, value in parameters.items() if value is not None or name == "factor"}
-    kind = present.pop("type", present.get("rope_type"))
-    if kind is not None and present.setdefault("rope_type", kind) != kind:
-        raise InputError(f"config.json has the rope types {present['rope_type']!r} and {kind!r}; keep one of them")
-    return present
 
 
 def _single_number(name: str, defaults: Mapping[str, Any], *places: Mapping[str, Any]) -> float:
@@ -431,12 +418,14 @@ def load_directory(directory: Path, dtype: str, mesh: Any) -> tuple[Any, Any | N
     from jaxrl_llm.models.decoder import Decoder
     from jaxrl_llm.models.heads import with_scalar_head
 
-    attributes = read_object(directory / "config.json")
+    attributes = weights.read_object(directory / "config.json")
     config = read_config(attributes)
     generation = directory / "generation_config.json"
     tokenizer = load_tokenizer(directory)
-    config = with_special_ids(config, read_object(generation) if generation.is_file() else {}, tokenizer)
-    parameters = read_parameters(config, open_checkpoint(directory), dtype, mesh, is_reward_model(attributes))
+    config = with_special_ids(config, weights.read_object(generation) if generation.is_file() else {}, tokenizer)
+    parameters = weights.read_parameters(
+        config, weights.open_checkpoint(directory), dtype, mesh, is_reward_model(attributes)
+    )
     scalar = parameters.pop("scalar", None)
     decoder = Decoder(config, parameters)
     return decoder if scalar is None else with_scalar_head(decoder, scalar), tokenizer
@@ -478,26 +467,26 @@ def save_pretrained(
         tokenizer = None if tokenizer is None else with_pad_token(tokenizer, attributes["pad_token_id"])
         attributes |= {} if reward_format is None else {OUR_ATTRIBUTE: dict(reward_format)}
     with new_directory(directory, card) as folder:
-        write_directory(folder, attributes, to_stored(config, parameters), tokenizer, generation or {})
+        write_directory(folder, attributes, weights.to_stored(config, parameters), tokenizer, generation or {})
 
 
 def write_directory(
     folder: Path,
     attributes: Mapping[str, Any],
-    stored: Mapping[str, StoredTensor],
+    stored: Mapping[str, weights.StoredTensor],
     tokenizer: Any | None,
     generation: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Write every file of a model into an existing folder; ``attributes`` is the content of config.json, which has the
     special ids, and ``generation`` that of generation_config.json without them.
     """
-    write_object(folder / "config.json", attributes)
+    weights.write_object(folder / "config.json", attributes)
     if not is_reward_model(attributes):
         ids = write_token_ids(read_token_ids(attributes))
         settings = {name: value for name, value in generation.items() if name not in ids}
         present_ids = {name: value for name, value in ids.items() if value is not None}
-        write_object(folder / "generation_config.json", settings | present_ids)
-    write_checkpoint(stored, folder, attributes["torch_dtype"])
+        weights.write_object(folder / "generation_config.json", settings | present_ids)
+    weights.write_checkpoint(stored, folder, attributes["torch_dtype"])
     if tokenizer is not None:
         save_tokenizer(tokenizer, folder)
 

@@ -202,9 +202,13 @@ def _xla(
     total = q.shape[1]
     part = part_columns(total)
     parts = []
+
+    def attend(q: jax.Array, seen: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return mix(attention_weights(attention_scores(q, k, config), seen[:, None, :, None], sinks), v)
+
     for start in range(0, total, part):
         end = min(start + part, total)
-        attend = functools.partial(_scores_and_mix, config, sinks)
+
         inputs = (q[:, start:end], visible(rows, window, slice(start, end), slice(0, end)))
         keys = k[..., :end], v[:, :, :end]
         parts.append(attend(*inputs, *keys) if total <= SHORT else _in_chunks(attend, *inputs, *keys))
@@ -221,12 +225,6 @@ def _in_chunks(attend: Any, q: jax.Array, seen: jax.Array, k: jax.Array, v: jax.
     chunk = jax.checkpoint(lambda inputs: attend(*inputs, k, v))
     out = jnp.moveaxis(jax.lax.map(chunk, split), 0, 1)
     return out.reshape(len(q), chunks * size, *out.shape[3:])[:, : q.shape[1]]
-
-
-def _scores_and_mix(
-    config: Attention, sinks: jax.Array | None, q: jax.Array, seen: jax.Array, k: jax.Array, v: jax.Array
-) -> jax.Array:
-    return mix(attention_weights(attention_scores(q, k, config), seen[:, None, :, None], sinks), v)
 
 
 def _dot_product(

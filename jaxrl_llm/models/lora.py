@@ -56,10 +56,10 @@ def with_adapter(base: Decoder | None, policy: Any) -> Any:
     if base is None:
         return policy
     parameters = to_parameters(base)
-    trained = to_parameters(policy)
-    adapter = Adapter(policy.scale, trained["blocks"])
+    parameters_of_policy = to_parameters(policy)
+    adapter = Adapter(policy.scale, parameters_of_policy["blocks"])
     model = Decoder(base.config, parameters | {"blocks": parameters["blocks"] | {"adapter": adapter}})
-    return with_scalar_head(model, trained["scalar"]) if "scalar" in trained else model
+    return with_scalar_head(model, parameters_of_policy["scalar"]) if "scalar" in parameters_of_policy else model
 
 
 def without_adapter(model: Decoder) -> Decoder:
@@ -74,8 +74,8 @@ def merge(model: Decoder | ScalarModel) -> Any:
     blocks = decoder.weights.blocks
     if not hasattr(blocks, "adapter"):
         return model
-    summed = Decoder(decoder.config, parameters | {"blocks": jax.lax.map(add_adapter, blocks)})
-    return summed if scalar is None else with_scalar_head(summed, scalar.astype(parameters["embed"].dtype))
+    merged = Decoder(decoder.config, parameters | {"blocks": jax.lax.map(add_adapter, blocks)})
+    return merged if scalar is None else with_scalar_head(merged, scalar.astype(parameters["embed"].dtype))
 
 
 def frozen_base(state: TrainState, name: str) -> Any:

@@ -68,21 +68,23 @@ def read_settings(folder: Path) -> dict[str, Any]:
     for name, kind in SUPPORTED.items():
         value = settings.get(name) or kind()
         required = name in ("r", "lora_alpha", "target_modules", "base_model_name_or_path")
-        fine = isinstance(value, KINDS.get(name, kind)) and bool(value or not required)
-        require(fine, f"{path} has {name} {settings.get(name)!r}: correct it, or fetch the file again")
+        valid = isinstance(value, KINDS.get(name, kind)) and bool(value or not required)
+        require(valid, f"{path} has {name} {settings.get(name)!r}: correct it, or fetch the file again")
         settings[name] = value
     ranks, alphas = ([settings[name], *settings[patterns].values()] for name, patterns in PATTERNS.items())
-    fine = all(isinstance(rank, int) and 0 < rank <= LARGEST for rank in ranks)
-    fine = fine and all(isinstance(alpha, int | float) and abs(alpha) <= LARGEST for alpha in alphas)
+    valid = all(isinstance(rank, int) and 0 < rank <= LARGEST for rank in ranks)
+    valid = valid and all(isinstance(alpha, int | float) and abs(alpha) <= LARGEST for alpha in alphas)
     numbers = f"ranks {ranks!s:.99} and alphas {alphas!s:.99}"
-    require(fine, f"{path} has {numbers}, which must be whole positive numbers and numbers, up to {LARGEST}")
-    for pattern in (*settings["rank_pattern"], *settings["alpha_pattern"], *as_pattern(settings["target_modules"])):
+    require(valid, f"{path} has {numbers}, which must be whole positive numbers and numbers, up to {LARGEST}")
+    targets = settings["target_modules"]
+    targets = [targets] if isinstance(targets, str) else []
+    for pattern in (*settings["rank_pattern"], *settings["alpha_pattern"], *targets):
         try:
             re.compile(pattern)
         except re.error as error:
             raise InputError(f"{path}: {pattern!r} is not a regular expression ({error}): correct it") from None
-    there = (folder / WEIGHTS).is_file()
-    require(there, f"{folder} holds no {WEIGHTS}: fetch it (pickled weights, .bin, are never read)")
+    has_weights = (folder / WEIGHTS).is_file()
+    require(has_weights, f"{folder} holds no {WEIGHTS}: fetch it (pickled weights, .bin, are never read)")
     return settings
 
 
@@ -101,8 +103,8 @@ def read_adapter(folder: Path, config: ModelConfig) -> Any:
         ranks = {layer: rank_and_scale(settings, name) for layer, name in names.items() if is_target(settings, name)}
         if ranks:
             part, matrix = target_of(tensor).split("/")
-            read = {side.path: stacked_factor(folder, side, config, ranks, stored) for side in factors(tensor)}
-            parameters.setdefault(part, {})[matrix] = read
+            both_factors = {side.path: stacked_factor(folder, side, config, ranks, stored) for side in factors(tensor)}
+            parameters.setdefault(part, {})[matrix] = both_factors
     foreign = next(iter(stored), None)
     require(
         foreign is None,
@@ -147,17 +149,9 @@ def save_adapter(
 ) -> None:
     """Write a folder with ``adapter_config.json`` and ``adapter_model.safetensors`` (float32), which PEFT loads.
 
-    Args:
-      adapter: adapter of a language model; its arrays are addressable.
-      config: the model's configuration.
-      lora: the settings that the adapter was made with.
-      base: the name by which PEFT finds the model.
-      directory: must not exist, or be empty.
-      card: the text of README.md, or None for no such file.
-
-    Raises:
-      InputError: the directory exists and is not empty, or the format has no names for what the adapter adapts:
-        experts, and matrices that the family's checkpoints fuse.
+    ``base``: the name by which PEFT finds the model. ``card``: the text of README.md. InputError where the directory is
+    not empty, or the format has no names for what the adapter adapts: experts, and matrices that the family's
+    checkpoints fuse.
     """
     from safetensors.numpy import save_file
 
@@ -213,25 +207,20 @@ def factors(tensor: Tensor) -> tuple[Tensor, Tensor]:
     The path is the name of ours, ``a`` or ``b``.
     """
     outputs, inputs = tensor.hf_axes.split()
-    summed = len(inputs)
+    input_axes = len(inputs)
     # Precedes a module's name in an adapter's file.
     name = "base_model.model." + tensor.name.removesuffix("weight")
     return (
-        Tensor(name + "lora_A.weight", "a", f"R {inputs}", tensor.axes[:summed] + "R"),
-        Tensor(name + "lora_B.weight", "b", f"{outputs} R", "R" + tensor.axes[summed:]),
+        Tensor(name + "lora_A.weight", "a", f"R {inputs}", tensor.axes[:input_axes] + "R"),
+        Tensor(name + "lora_B.weight", "b", f"{outputs} R", "R" + tensor.axes[input_axes:]),
     )
-
-
-def as_pattern(targets: str | list[str]) -> list[str]:
-    """Return the regular expression that ``target_modules`` is, if it is one."""
-    return [targets] if isinstance(targets, str) and targets != "all-linear" else []
 
 
 def is_target(settings: Mapping[str, Any], name: str) -> bool:
     """Whether PEFT adapts a module: a list has names or their ends, a string is a regular expression."""
     targets = settings["target_modules"]
     if isinstance(targets, str):
-        return all(re.fullmatch(pattern, name) for pattern in as_pattern(targets))
+        return targets == "all-linear" or re.fullmatch(targets, name) is not None
     return any(name == target or name.endswith(f".{target}") for target in targets)
 
 

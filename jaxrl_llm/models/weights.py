@@ -62,15 +62,15 @@ def hf_shape(tensor: Tensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
 def to_ours(tensor: Tensor, array: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
     """Convert a checkpoint's array (of one layer, and of one expert) to our axes."""
     letters = tensor.hf_axes.replace(" ", "").replace("1", "")
-    split = array.reshape([sizes[letter] for letter in letters])
-    return split.transpose([letters.index(letter) for letter in tensor.inner])
+    unmerged = array.reshape([sizes[letter] for letter in letters])
+    return unmerged.transpose([letters.index(letter) for letter in tensor.inner])
 
 
 def to_hf(tensor: Tensor, array: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
     """Convert our array (of one layer, and of one expert) to the checkpoint's axes; the inverse of ``to_ours``."""
     letters = tensor.hf_axes.replace(" ", "").replace("1", "")
-    split = array.transpose([tensor.inner.index(letter) for letter in letters])
-    return np.ascontiguousarray(split.reshape(hf_shape(tensor, sizes)))
+    unmerged = array.transpose([tensor.inner.index(letter) for letter in letters])
+    return np.ascontiguousarray(unmerged.reshape(hf_shape(tensor, sizes)))
 
 
 def read_parameters(
@@ -203,9 +203,9 @@ def _fused(config: ModelConfig) -> list[tuple[Fused, str, list[str]]]:
 
 def _read_piece(fused: Fused, source: StoredTensor, first: int, place: tuple[slice, ...]) -> np.ndarray:
     """Read a part of a fused tensor's part, which begins at ``first``."""
-    here = place[fused.axis]
+    piece = place[fused.axis]
     step = len(fused.parts) if fused.alternating else 1
-    cut = slice(first + step * here.start, first + step * (here.stop - 1) + 1)
+    cut = slice(first + step * piece.start, first + step * (piece.stop - 1) + 1)
     values = source.part((*place[: fused.axis], cut, *place[fused.axis + 1 :]))
     return values[(slice(None),) * fused.axis + (slice(None, None, step),)]
 
@@ -231,9 +231,9 @@ def open_checkpoint(directory: Path) -> dict[str, StoredTensor]:
         tensors = open_file(directory / SINGLE)
         if files - {SINGLE} and all((directory / file).is_file() for file in files):  # else the index is left over
             sharded = _open_shards(directory, places)
-            same = tensors.keys() == sharded.keys() and all(_equal(tensors[name], sharded[name]) for name in sharded)
-            two = f"{SINGLE} and the files of {INDEX}"
-            require(same, f"{directory} holds two models that differ, {two}; move one of them away")
+            equal = tensors.keys() == sharded.keys() and all(_equal(tensors[name], sharded[name]) for name in sharded)
+            both = f"{SINGLE} and the files of {INDEX}"
+            require(equal, f"{directory} holds two models that differ, {both}; move one of them away")
         return tensors
     if files:
         return _open_shards(directory, places)

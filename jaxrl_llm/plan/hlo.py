@@ -50,12 +50,8 @@ class Traffic:
     """Transfers of one kind.
 
     Attributes:
-      kind: as in the program.
-      count: number of transfers.
-      ici: bytes that a device sends inside its slice or host.
-      dcn: bytes that a device sends out of its slice or host.
-      ici_s: least seconds for ``ici``.
-      dcn_s: least seconds for ``dcn``.
+      ici, dcn: bytes that a device sends inside its slice or host, and out of it.
+      ici_s, dcn_s: least seconds for these.
     """
 
     kind: str
@@ -72,13 +68,7 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True)
 class HloProgram:
-    """A parsed program.
-
-    Attributes:
-      computations: instructions by the computation's name.
-      entry: name of the entry computation.
-      devices: number of partitions.
-    """
+    """A parsed program: instructions by name, by the computation's name; ``devices``: number of partitions."""
 
     computations: dict[str, dict[str, Instruction]]
     entry: str
@@ -151,10 +141,10 @@ def walk(
 
 
 def rounds(
-    program: HloProgram, where: str, loop: Instruction, unknown: tuple[float, ...]
+    program: HloProgram, computation: str, loop: Instruction, unknown: tuple[float, ...]
 ) -> tuple[float, tuple[float, ...]]:
     """Return how often a loop of a computation runs, and the rest of ``unknown`` for the loops inside it."""
-    trips = trip_count(program, program.computations[where], loop)
+    trips = trip_count(program, program.computations[computation], loop)
     if trips is not None:
         return trips, unknown
     return (unknown[0], unknown[1:]) if unknown else (1.0, ())
@@ -166,16 +156,16 @@ def collectives_of(program: HloProgram, name: str, times: float) -> Iterator[Col
     A transfer that is split over several fusions, to overlap, has one channel and counts once.
     """
     seen: set[tuple[str, str]] = set()
-    for where, op in walk(program, name, lambda op: callees(op)["calls"] if op.operation == "fusion" else ()):
+    for computation, op in walk(program, name, lambda op: callees(op)["calls"] if op.operation == "fusion" else ()):
         kind = op.operation.removesuffix("-start")
         if kind not in ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"):
             continue
         channel = re.search(r"channel_id=(\d+)", op.rest)
-        fused = where != name
+        fused = computation != name
         if fused and channel and (kind, channel[1]) in seen:
             continue
         seen |= {(kind, channel[1])} if fused and channel else set()
-        if kind == "all-reduce" and fused and where.startswith("all-reduce-scatter"):
+        if kind == "all-reduce" and fused and computation.startswith("all-reduce-scatter"):
             kind = "reduce-scatter"
         groups = _device_groups(op.rest, program.devices)
         parts = parts_of(op.shapes) if op.operation.endswith("-start") else []
@@ -246,19 +236,19 @@ def trip_count(program: HloProgram, around: dict[str, Instruction], loop: Instru
         return None
     counter, bound = (condition[name] for name in compare.operands)
     limit = _constant(bound)
-    place = re.search(r"index=(\d+)", counter.rest)
-    if limit is None or place is None:
+    index_match = re.search(r"index=(\d+)", counter.rest)
+    if limit is None or index_match is None:
         return None
-    index = int(place[1])
+    index = int(index_match[1])
     # The counter begins at 0 and grows by 1, unless the operands and the body give other constants.
     initial = around.get(loop.operands[0])
     starts = initial is not None and initial.operation == "tuple"
     first = _constant(_origin(around, initial.operands[index])) or 0 if starts else 0
     root = next(i for i in body.values() if i.root)
-    added = _origin(body, root.operands[index]) if root.operation == "tuple" else None
+    increment = _origin(body, root.operands[index]) if root.operation == "tuple" else None
     stride = 1
-    if added is not None and added.operation == "add":
-        stride = next((value for operand in added.operands if (value := _constant(body.get(operand)))), 1)
+    if increment is not None and increment.operation == "add":
+        stride = next((value for operand in increment.operands if (value := _constant(body.get(operand)))), 1)
     return max(-(-(limit - first) // stride), 0)
 
 
@@ -335,14 +325,14 @@ def find_loops(
     """
     name = name or program.entry
     instructions = list(walk(program, name, inlined_callees))
-    all_copies = (_as_copy(program, where, op) for where, op in instructions)
+    all_copies = (_as_copy(program, computation, op) for computation, op in instructions)
     copies = tuple(copy for copy in all_copies if copy is not None and copy.size >= MIN_COPY)
-    places = dict.fromkeys(where for where, _ in instructions)
-    sent = tuple(c for where in places for c in collectives_of(program, where, times))
+    places = dict.fromkeys(computation for computation, _ in instructions)
+    sent = tuple(c for computation in places for c in collectives_of(program, computation, times))
     program_loops = [HloLoop(depth, times, bytes_moved(program, name, tuple(unknown)), copies, sent)]
-    for where, op in instructions:
+    for computation, op in instructions:
         if op.operation == "while":
-            repeats, rest = rounds(program, where, op, tuple(unknown))
+            repeats, rest = rounds(program, computation, op, tuple(unknown))
             program_loops += find_loops(program, rest, callees(op)["body"][0], depth + 1, times * repeats)
     return program_loops
 
@@ -394,14 +384,14 @@ def _sum_costs(program: HloProgram, name: str, unknown: tuple[float, ...], cost:
     return total
 
 
-def _bytes_read(program: HloProgram, shapes: str, user: Instruction, place: int) -> float:
-    """Return the bytes that ``user`` reads of its operand at ``place``, which has these shapes."""
+def _bytes_read(program: HloProgram, shapes: str, user: Instruction, index: int) -> float:
+    """Return the bytes that ``user`` reads of its operand at ``index``, which has these shapes."""
     total = in_memory(shapes)
-    if user.operation in ("dynamic-slice", "slice", "gather", "slice-start") and place == 0:
+    if user.operation in ("dynamic-slice", "slice", "gather", "slice-start") and index == 0:
         parts = parts_of(user.shapes)
         sliced = parts[1] if len(parts) > 1 else user.shapes
         return min(total, bytes_of(sliced) * _width(shapes) / _width(sliced))
-    if user.operation == "dynamic-update-slice" and place == 0:
+    if user.operation == "dynamic-update-slice" and index == 0:
         return 0.0
     if user.operation == "custom-call" and "attention_by_length" in user.rest:
         layers = re.match(r"\w+\[(\d+)(?:,\d+){4}\]", shapes)  # one layer of a cache, at most: lengths decide
@@ -410,7 +400,7 @@ def _bytes_read(program: HloProgram, shapes: str, user: Instruction, place: int)
         return total
     kernel = program.computations[callees(user)["calls"][0]]
     parameter = next(
-        (x for x in kernel.values() if x.operation == "parameter" and x.rest.startswith(f"({place})")), None
+        (x for x in kernel.values() if x.operation == "parameter" and x.rest.startswith(f"({index})")), None
     )
     return total if parameter is None else min(total, _kernel_reads(program, kernel, parameter, shapes))
 

@@ -14,36 +14,8 @@ from jaxrl_llm.learner.samples import estimator_bytes
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.flops import active_parameters, count_parameters
 from jaxrl_llm.models.heads import split_head
+from jaxrl_llm.plan import programs, roofline
 from jaxrl_llm.plan.machines import CUDNN, Machine, is_installed
-from jaxrl_llm.plan.programs import (
-    Arrays,
-    Compiled,
-    PlannedModel,
-    PlannedRun,
-    SamplingArrays,
-    architecture_finder,
-    bytes_per_device,
-    compile_program,
-    device_share,
-    planned_run,
-    planned_stage,
-    program_meshes,
-    prompt_calls,
-)
-from jaxrl_llm.plan.roofline import (
-    SIGMA,
-    CompiledCost,
-    Places,
-    StepPart,
-    Work,
-    device_places,
-    slot_occupancy,
-    step_parts,
-    step_work,
-    sum_by_kind,
-    traffic_by_formula,
-    traffic_of,
-)
 from jaxrl_llm.sharding import batch_parts, repeated_heads
 from jaxrl_llm.stages.stage import Architectures, Groups
 from jaxrl_llm.types import TrainState
@@ -83,85 +55,95 @@ class DeviceMemory:
         return sum(dataclasses.astuple(self))
 
 
-def state_memory(arrays: Arrays) -> DeviceMemory:
+def state_memory(arrays: programs.Arrays) -> DeviceMemory:
     """Return the memory of the training state, resident in both halves; moments kept in host memory do not count."""
     weights, moments = {"policy": 0, "critic": 0}, {"policy": 0, "critic": 0}
     for name, role in arrays.state.roles.items():
         kind = "policy" if name == "policy" else "critic"
-        here = [x for x in jax.tree.leaves(role.opt_state) if x.sharding.memory_kind != "pinned_host"]
-        weights[kind] += bytes_per_device((role.params, role.base))
-        moments[kind] += bytes_per_device(here)
+        on_device = [x for x in jax.tree.leaves(role.opt_state) if x.sharding.memory_kind != "pinned_host"]
+        weights[kind] += programs.bytes_per_device((role.params, role.base))
+        moments[kind] += programs.bytes_per_device(on_device)
     return DeviceMemory(
         weights=weights["policy"],
         optimiser=moments["policy"],
-        reference=bytes_per_device(arrays.state.reference),
+        reference=programs.bytes_per_device(arrays.state.reference),
         critic=weights["critic"],
         critic_optimiser=moments["critic"],
     )
 
 
-def judge_bytes(arrays: Arrays) -> float:
+def judge_bytes(arrays: programs.Arrays) -> float:
     """Return the bytes of the reward models, which stay on the devices that sample."""
-    return sum(planned.spec.copies * bytes_per_device(planned.model) for planned in arrays.passes)
+    return sum(planned.spec.copies * programs.bytes_per_device(planned.model) for planned in arrays.passes)
 
 
-def memory_of_learning(run: Configuration, arrays: Arrays, done: Mapping[str, Compiled]) -> DeviceMemory:
+def memory_of_learning(
+    run: Configuration, arrays: programs.Arrays, compiled: Mapping[str, programs.Compiled]
+) -> DeviceMemory:
     """Return the memory while learning: state and data; weights to sample from only where sampling runs ahead.
 
-    Reward models count too, unless they have devices of their own. ``done``: the compiled programs; empty for formulas.
+    Reward models count too, unless they have devices of their own. ``compiled`` is empty for formulas.
     """
     base = state_memory(arrays)
-    packed = bytes_per_device(arrays.packed)
+    packed = programs.bytes_per_device(arrays.packed)
     batch = packed * run.learner.minibatches
     needs = []
     for planned in arrays.learned:
-        if done:
-            needs.append(compiled_temporary(done[planned.name], bytes_per_device(arrays.state) + packed))
+        if compiled:
+            needs.append(compiled_temporary(compiled[planned.name], programs.bytes_per_device(arrays.state) + packed))
             continue
         # Gradients twice: those of a microbatch, and their sum in float32.
-        gradients = sum(bytes_per_device(x) * (1 + 4 / x.dtype.itemsize) for x in jax.tree.leaves(planned.role))
+        gradients = sum(
+            programs.bytes_per_device(x) * (1 + 4 / x.dtype.itemsize) for x in jax.tree.leaves(planned.role)
+        )
         needs.append(gradients + pass_by_formula(planned, update=True))
     for planned in arrays.passes:
         # A step's data is packed for its updates after the passes. What reads all data before the first step does so
         # before there is a state.
         if not planned.spec.copies:
-            there = batch + (0 if planned.spec.calls else base.total - bytes_per_device(planned.model))
-            needs.append(pass_bytes(planned, done) - there)
+            counted = batch + (0 if planned.spec.calls else base.total - programs.bytes_per_device(planned.model))
+            needs.append(pass_bytes(planned, compiled) - counted)
     if isinstance(run, configs.Run) and configs.samples_groups(run):
         layout, rows = arrays.learned[0].forward.layout, run.rollout.prompts * run.rollout.group
         estimate = estimator_bytes(run.recipe.algorithm.advantage, rows, layout.completion_tokens)
         needs.append(estimate / layout.parts - batch)  # of which a step's data is made
     sampled = 0
-    if isinstance(arrays, SamplingArrays) and arrays.sampler.rollout.collect.staleness and not run.mesh.rollout:
-        sampled = bytes_per_device(arrays.sampled)
+    if (
+        isinstance(arrays, programs.SamplingArrays)
+        and arrays.sampler.rollout.collect.staleness
+        and not run.mesh.rollout
+    ):
+        sampled = programs.bytes_per_device(arrays.sampled)
     judges = 0 if run.mesh.rollout else judge_bytes(arrays)
     return dataclasses.replace(base, judges=judges, sampled=sampled, batch=batch, temporary=max(needs))
 
 
-def memory_of_sampling(run: Configuration, arrays: SamplingArrays, done: Mapping[str, Compiled]) -> DeviceMemory:
+def memory_of_sampling(
+    run: Configuration, arrays: programs.SamplingArrays, compiled: Mapping[str, programs.Compiled]
+) -> DeviceMemory:
     """Return the memory while sampling: the state (where the same devices learn), weights to sample from, the cache."""
     rollout = arrays.sampler.rollout
     parts = arrays.slot_shape.parts
-    sampled = bytes_per_device(arrays.sampled)
-    slots = bytes_per_device(arrays.slots)
+    sampled = programs.bytes_per_device(arrays.sampled)
+    slots = programs.bytes_per_device(arrays.slots)
     # The blocks that prompts had before, while they become more.
-    blocks = bytes_per_device(arrays.slots.blocks) / 2
+    blocks = programs.bytes_per_device(arrays.slots.blocks) / 2
     # Calls with keys and values that wait at one time to be copied into slots, at the first filling.
-    rows, piece, calls = prompt_calls(rollout.max_prompt_tokens, parts)
+    rows, piece, calls = programs.prompt_calls(rollout.max_prompt_tokens, parts)
     filling = -(-min(-(-rollout.engine.slots // rollout.group), rollout.prompts) // rows)
-    needs = [pass_bytes(planned, done) for planned in arrays.passes if planned.spec.copies]
-    if done:
-        waiting = max(done["prompts"].outputs + done["prompts"].arguments - sampled, 0) * filling
-        decode = compiled_temporary(done["decode"], sampled + slots)
-        weights = done.get("weights", Compiled())
+    needs = [pass_bytes(planned, compiled) for planned in arrays.passes if planned.spec.copies]
+    if compiled:
+        waiting = max(compiled["prompts"].outputs + compiled["prompts"].arguments - sampled, 0) * filling
+        decode = compiled_temporary(compiled["decode"], sampled + slots)
+        weights = compiled.get("weights", programs.Compiled())
         moving = weights.refused or weights.temporary + max(weights.outputs - sampled, 0)
-        refill = compiled_temporary(done["refill"], slots + waiting)
+        refill = compiled_temporary(compiled["refill"], slots + waiting)
         # Slots are empty while weights are laid out; what one call of prompts returns is already among those that wait.
-        busiest = max(decode, blocks, refill, done["prompts"].temporary)
+        busiest = max(decode, blocks, refill, compiled["prompts"].temporary)
         needs += [busiest + waiting, moving - slots]
     else:
         config = arrays.sampled.config
-        share = device_share(arrays.sampled)
+        share = programs.device_share(arrays.sampled)
         keys = arrays.slots.cache.k
         heads = keys.sharding.shard_shape(keys.shape)[2]
         tokens = filling * rows / parts * piece * calls
@@ -172,20 +154,21 @@ def memory_of_sampling(run: Configuration, arrays: SamplingArrays, done: Mapping
     return dataclasses.replace(base, judges=judge_bytes(arrays), sampled=sampled, cache=slots, temporary=max(needs))
 
 
-def compiled_temporary(done: Compiled, size: float) -> float:
+def compiled_temporary(program: programs.Compiled, size: float) -> float:
     """Return the bytes that a program needs in addition to arguments of ``size`` bytes; their padding counts."""
-    return done.refused - size if done.refused else done.temporary + done.outputs + max(done.arguments - size, 0)
+    padding = max(program.arguments - size, 0)
+    return program.refused - size if program.refused else program.temporary + program.outputs + padding
 
 
-def pass_bytes(planned: PlannedModel, done: Mapping[str, Compiled]) -> float:
+def pass_bytes(planned: programs.PlannedModel, compiled: Mapping[str, programs.Compiled]) -> float:
     """Return the bytes that a pass needs in addition to its model: data and temporaries."""
-    packed = bytes_per_device(planned.packed)
-    if not done:
+    packed = programs.bytes_per_device(planned.packed)
+    if not compiled:
         return packed + pass_by_formula(planned, update=False)
-    return packed + compiled_temporary(done[planned.name], packed + bytes_per_device(planned.model))
+    return packed + compiled_temporary(compiled[planned.name], packed + programs.bytes_per_device(planned.model))
 
 
-def pass_by_formula(planned: PlannedModel, update: bool) -> float:
+def pass_by_formula(planned: programs.PlannedModel, update: bool) -> float:
     """Estimate the bytes that a pass needs in addition to its arguments, without compiling.
 
     That is the model in the compute type, in its layout, ``token_bytes`` for each token, and a chunk of logits where
@@ -194,8 +177,8 @@ def pass_by_formula(planned: PlannedModel, update: bool) -> float:
     layout = planned.forward.layout
     compute = planned.forward.compute
     config = planned.model.config
-    share = device_share(planned.gathered)
-    cast = sum(bytes_per_device(x) * planned.width / x.dtype.itemsize for x in jax.tree.leaves(planned.model))
+    share = programs.device_share(planned.gathered)
+    cast = sum(programs.bytes_per_device(x) * planned.width / x.dtype.itemsize for x in jax.tree.leaves(planned.model))
     tokens = layout.rows * layout.row_tokens / layout.parts
     positions = planned.packed.predictions.target.shape[-1]
     logits = 3 * 4 * min(positions, compute.head_chunk) * config.vocab_size * share * planned.predicts
@@ -204,17 +187,11 @@ def pass_by_formula(planned: PlannedModel, update: bool) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The predicted memory and time of a run on a machine.
+    """The predicted memory and time of a run, with its settings resolved, on a machine.
 
     Attributes:
-      run: with its settings resolved.
-      machine: the machine that it is planned for.
-      mesh: sizes of data, fsdp and tensor.
       state: all that the run learns and keeps, as shapes.
-      work: of a step.
-      groups: the data that a step learns from.
-      learning: memory of one device while it learns.
-      sampling: memory of one device while it samples; None where the run's steps do not sample.
+      learning, sampling: memory of one device meanwhile; None where the run's steps do not sample.
       phases: of a step, with their least times.
       compiled: programs by name; empty where formulas are used.
       chosen: notes on backends of attention and matrix products, and on assumptions.
@@ -225,26 +202,25 @@ class Plan:
     machine: Machine
     mesh: Mapping[str, int]
     state: TrainState
-    work: Work
+    work: roofline.Work
     groups: Groups
     learning: DeviceMemory
     sampling: DeviceMemory | None
-    phases: tuple[StepPart, ...]
-    compiled: dict[str, Compiled]
+    phases: tuple[roofline.StepPart, ...]
+    compiled: dict[str, programs.Compiled]
     chosen: tuple[str, ...]
     more: dict[str, float]
 
     @property
-    def parameters(self) -> int:
-        """Return the number of the policy's parameters; an adapter is not counted."""
-        return sum(x.size for x in jax.tree.leaves(_full_model(self.state.policy)))
-
-    @property
-    def active(self) -> int:
-        """Return the number of those that one token uses: all but those of the experts that it does not take."""
-        decoder, _ = split_head(_full_model(self.state.policy))
-        config = decoder.config
-        return self.parameters - count_parameters(config)[0] + active_parameters(config)
+    def parameters(self) -> tuple[int, int]:
+        """Return the number of the policy's parameters, without an adapter's, and of those that one token uses: all but
+        those of the experts that it does not take.
+        """
+        policy = self.state.policy
+        model = policy.params if policy.base is None else policy.base
+        total = sum(x.size for x in jax.tree.leaves(model))
+        config = split_head(model)[0].config
+        return total, total - count_parameters(config)[0] + active_parameters(config)
 
     @property
     def refused(self) -> tuple[str, ...]:
@@ -275,7 +251,7 @@ class Plan:
         return max(sampled, learned) if self.run.mesh.rollout else sampled + learned
 
     @property
-    def slowest(self) -> StepPart:
+    def slowest(self) -> roofline.StepPart:
         """Return the part that takes longest."""
         return max(self.phases, key=lambda p: p.seconds)
 
@@ -294,62 +270,58 @@ class Plan:
         if kind not in self.more:
             return None
         learner, parts = self.run.learner, batch_parts(self.mesh)
-        half, now, unit = {
+        half, current, unit = {
             "groups": (self.learning, self.groups.count, learner.minibatches),
             "slots": (self.sampling, self.sampling and self.run.rollout.engine.slots, parts),
             "rows": (self.learning, learner.compute.microbatch_rows, parts),
         }[kind]
         free = self.machine.chip.memory - half.total
-        return max(int((now + free / self.more[kind]) // unit * unit), 0)
-
-
-def _full_model(policy: Any) -> Any:
-    """Return the weights of the policy's model: those below an adapter, if it has one."""
-    return policy.params if policy.base is None else policy.base
+        return max(int((current + free / self.more[kind]) // unit * unit), 0)
 
 
 def plan_run(
     run: Configuration, config: ModelConfig, machine: Machine, devices: list[Any] | None, mean: int | None,
     compiling: bool, more: bool = False, say: Callable[[str], None] = lambda text: None,
 ) -> Plan:  # fmt: skip
-    """Plan the run.
+    """Plan a resolved run on a machine, by its compiled programs, or by formula if not ``compiling``.
 
     Args:
-      run: resolved.
-      config: the model's.
-      machine: the machine to plan for.
       devices: as their compiler describes them; None to use formulas.
       mean: tokens of a completion, for the times; None for the longest. Memory is always that of the longest.
-      compiling: whether to compile the run's programs; if not, formulas are used.
       more: find out how large microbatches may be, which takes one more compilation.
       say: called with a line about each compilation.
     """
-    run, lacking = compilable(run, config, machine) if compiling else (run, ())
-    find, assumed = architecture_finder(config)
+    run, notes = compilable(run, config, machine) if compiling else (run, ())
+    find, assumed = programs.architecture_finder(config)
     run = with_microbatch_rows(run, config, machine, find)
-    target = planned_run(run, config, devices, find, machine)
-    done = {}
-    for name in program_meshes(target) if compiling else ():
+    target = programs.planned_run(run, config, devices, find, machine)
+    compiled = {}
+    for name in programs.program_meshes(target) if compiling else ():
         say(f"compiling {name} for {machine.name}")
-        done[name] = compile_program(target, name)
+        compiled[name] = programs.compile_program(target, name)
     planned = _build_plan(
-        target, machine, device_places(machine, devices and target.mesh.devices.flat), mean, done, (*lacking, *assumed)
+        target,
+        machine,
+        roofline.device_places(machine, devices and target.mesh.devices.flat),
+        mean,
+        compiled,
+        (*notes, *assumed),
     )
     if not more or not compiling:
         return planned
     say(f"compiling update for {machine.name} with other microbatches")
     # Twice as many rows, or half as many if the update was refused.
-    update, rows = done["update"], run.learner.compute.microbatch_rows
+    update, rows = compiled["update"], run.learner.compute.microbatch_rows
     unit = batch_parts(run.mesh.sizes(machine.devices))
-    other = 2 * rows if not update.refused else rows // 2 // unit * unit
-    if not other:
+    other_rows = 2 * rows if not update.refused else rows // 2 // unit * unit
+    if not other_rows:
         return planned
-    with_other_rows = dataclasses.replace(run, learner=run.learner.computing(microbatch_rows=other))
-    recompiled = compile_program(planned_run(with_other_rows, config, devices, find), "update")
+    with_other_rows = dataclasses.replace(run, learner=run.learner.computing(microbatch_rows=other_rows))
+    recompiled = programs.compile_program(programs.planned_run(with_other_rows, config, devices, find), "update")
     needs = [target.refused or target.arguments + target.temporary for target in (update, recompiled)]
     if math.inf in needs:
         return planned
-    return dataclasses.replace(planned, more=planned.more | {"rows": (needs[1] - needs[0]) / (other - rows)})
+    return dataclasses.replace(planned, more=planned.more | {"rows": (needs[1] - needs[0]) / (other_rows - rows)})
 
 
 def with_microbatch_rows(
@@ -358,7 +330,7 @@ def with_microbatch_rows(
     """Return the run with the rows of a microbatch that it would choose on the machine, if it leaves them open."""
     if run.learner.compute.microbatch_rows:
         return run
-    target = planned_run(run, config, None, find, machine)
+    target = programs.planned_run(run, config, None, find, machine)
     layout = target.outline.forward.layout
     sizes = (target.mesh.shape["fsdp"], target.mesh.shape["tensor"])
     compute = target.outline.forward.compute
@@ -378,40 +350,42 @@ def compilable(run: Any, config: ModelConfig, machine: Machine) -> tuple[Any, tu
 
 
 def _build_plan(
-    target: PlannedRun, machine: Machine, spots: Places, mean: int | None, done: dict[str, Compiled],
-    notes: Sequence[str],
+    target: programs.PlannedRun, machine: Machine, spots: roofline.Places, mean: int | None,
+    compiled: dict[str, programs.Compiled], notes: Sequence[str],
 ) -> Plan:  # fmt: skip
     run, outline, arrays = target.run, target.outline, target.arrays
-    todo = step_work(run, outline, arrays.learned, mean)
+    todo = roofline.step_work(run, outline, arrays.learned, mean)
     sizes = run.mesh.sizes(machine.devices)
-    traffics = traffic_by_formula(run, arrays, todo, sizes, spots)
+    traffics = roofline.traffic_by_formula(run, arrays, todo, sizes, spots)
     clock = machine.chip.clock
-    read = {}
-    for name, program in done.items():
+    costs = {}
+    for name, program in compiled.items():
         if not program.refused:
-            traffics[name] = sum_by_kind(traffic_of(c, spots) for loop in program.loops for c in loop.collectives)
-            read[name] = CompiledCost(program.cycles / clock if clock else 0.0, program.loops[0].moved)
-    more = {"groups": bytes_per_device(arrays.packed) * run.learner.minibatches / outline.groups.count}
+            traffics[name] = roofline.sum_by_kind(
+                roofline.traffic_of(c, spots) for loop in program.loops for c in loop.collectives
+            )
+            costs[name] = roofline.CompiledCost(program.cycles / clock if clock else 0.0, program.loops[0].moved)
+    more = {"groups": programs.bytes_per_device(arrays.packed) * run.learner.minibatches / outline.groups.count}
     sampling, repeated, decoding = None, [], []
-    if isinstance(arrays, SamplingArrays):
-        sampling = memory_of_sampling(run, arrays, done)
+    if isinstance(arrays, programs.SamplingArrays):
+        sampling = memory_of_sampling(run, arrays, compiled)
         tensor = run.mesh.sampling_sizes(machine.devices)["tensor"]
         repeated = repeated_heads(arrays.sampled.config.attention.kv_heads, tensor)
-        filled = slot_occupancy(arrays, todo)
+        filled = roofline.slot_occupancy(arrays, todo)
         form = arrays.build.form
-        reads = "every slot to the longest one's length"
-        reads = reads if form is None else f"each slot by its length ({form.platform} kernel)"
+        columns_read = "every slot to the longest one's length"
+        columns_read = columns_read if form is None else f"each slot by its length ({form.platform} kernel)"
         decoding = [
-            f"attention of decoding: {reads}",
+            f"attention of decoding: {columns_read}",
             f"decoding, by the engine's rules for {todo.completions} completions of {todo.mean} tokens "
-            f"({'log-normal, sigma ' + str(SIGMA) if todo.mean < outline.groups.longest else 'all as long'}): "
+            f"({'log-normal, sigma ' + str(roofline.SIGMA) if todo.mean < outline.groups.longest else 'all as long'}): "
             f"{filled.chunks} chunks read {filled.read:.1%} of the cache on average, and {filled.live:.1%} is live",
         ]
         more["slots"] = (sampling.cache + sampling.temporary) / arrays.sampler.rollout.engine.slots
     products = [  # where the compiler had a choice
-        f"matrix products of {name}, as compiled: {', '.join(f'{count} by {who}' for who, count in counts.items())}"
+        f"matrix products of {name}, as compiled: {', '.join(f'{n} by {kernel}' for kernel, n in counts.items())}"
         for name in ("update", "decode")
-        if name in done and (counts := done[name].products)
+        if name in compiled and (counts := compiled[name].products)
     ]
     compute = outline.forward.compute
     options = []
@@ -420,16 +394,10 @@ def _build_plan(
         options = [f"options of the learner's compiler: {', '.join(values)}"]
     return Plan(
         run, machine, sizes, arrays.state, todo, outline.groups,
-        memory_of_learning(run, arrays, done), sampling,
-        tuple(step_parts(run, arrays, todo, machine.chip, traffics, read)), done,
+        memory_of_learning(run, arrays, compiled), sampling,
+        tuple(roofline.step_parts(run, arrays, todo, machine.chip, traffics, costs)), compiled,
         (f"attention: {compute.attention}", *options, *products, *repeated, *decoding, *notes, *outline.notes), more,
     )  # fmt: skip
-
-
-COMPILED, SLACK, ROWS = 3, 1.3, (1, 2, 4, 8)
-"""Number of plans that are compiled; tolerated excess of a formula's memory; candidate rows of a microbatch for each
-part of the batch.
-"""
 
 
 def candidate_runs(run: Any, config: ModelConfig, machine: Machine) -> list[Any]:
@@ -437,26 +405,26 @@ def candidate_runs(run: Any, config: ModelConfig, machine: Machine) -> list[Any]
 
     More devices than key/value heads take copies of these, which divide the query heads evenly.
     """
-    inside = (machine.devices - run.mesh.rollout) // run.mesh.slices // run.mesh.expert
+    per_slice = (machine.devices - run.mesh.rollout) // run.mesh.slices // run.mesh.expert
     heads = config.attention
     divides = [
         tensor
-        for tensor in range(1, inside + 1)
-        if inside % tensor == heads.heads % tensor == run.learner.compute.row_tokens % tensor == 0
+        for tensor in range(1, per_slice + 1)
+        if per_slice % tensor == heads.heads % tensor == run.learner.compute.row_tokens % tensor == 0
         and 0 in (heads.kv_heads % tensor, tensor % heads.kv_heads)
     ]
-    groups = planned_stage(run).groups(run)
+    groups = programs.planned_stage(run).groups(run)
     completions = groups.count * groups.each // run.learner.minibatches
     meshes = [
-        dataclasses.replace(run.mesh, data=data, fsdp=inside // tensor // data, tensor=tensor)
+        dataclasses.replace(run.mesh, data=data, fsdp=per_slice // tensor // data, tensor=tensor)
         for tensor in divides
-        for data in range(1, math.isqrt(inside // tensor) + 1)
-        if inside // tensor % data == 0
+        for data in range(1, math.isqrt(per_slice // tensor) + 1)
+        if per_slice // tensor % data == 0
     ]
     runs = []
     for mesh in meshes:
-        parts = inside // mesh.tensor * mesh.slices * mesh.expert
-        rows = [n * parts for n in ROWS if n == 1 or n * parts <= completions]
+        parts = per_slice // mesh.tensor * mesh.slices * mesh.expert
+        rows = [n * parts for n in (1, 2, 4, 8) if n == 1 or n * parts <= completions]
         learners = [run.learner.computing(microbatch_rows=n) for n in rows]
         runs += [dataclasses.replace(run, mesh=mesh, learner=learner) for learner in learners]
     return runs
@@ -470,9 +438,9 @@ def best_plans(
 
     A formula's memory is rough, so plans that exceed it a little are compiled too.
     """
-    ranked = []
-    for number, candidate in enumerate(every := candidate_runs(run, config, machine)):
-        say(f"by formula: {number + 1} of {len(every)}")
+    ranked, enough = [], 3
+    for number, candidate in enumerate(runs := candidate_runs(run, config, machine)):
+        say(f"by formula: {number + 1} of {len(runs)}")
         planned = plan_run(candidate, config, machine, devices, mean, False)
         slots = planned.most("slots") // batch_parts(planned.mesh)
         if slots and planned.sampling.total > machine.chip.memory:  # with as many slots as fit
@@ -482,11 +450,12 @@ def best_plans(
         ranked.append(planned)
     ranked.sort(key=lambda p: p.seconds)
     if quick or devices is None:
-        return [p for p in ranked if p.fits][: 2 * COMPILED]
+        return [p for p in ranked if p.fits][: 2 * enough]
     fitting: list[Plan] = []
-    for candidate in [p for p in ranked if p.peak <= SLACK * machine.chip.memory][: 3 * COMPILED]:
+    # Formulas may overestimate memory by so much.
+    for candidate in [p for p in ranked if p.peak <= 1.3 * machine.chip.memory][: 3 * enough]:
         tried = plan_run(candidate.run, config, machine, devices, mean, True, False, say)
         fitting += [tried] if tried.fits else []
-        if len(fitting) == COMPILED:
+        if len(fitting) == enough:
             break
     return sorted(fitting, key=lambda p: p.seconds)

@@ -17,6 +17,7 @@ import numpy as np
 import optax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
+from jaxrl_llm import sharding
 from jaxrl_llm.config import Configuration, split_step, without_step
 from jaxrl_llm.config.origin import SAVED_RUNS
 from jaxrl_llm.engine.engine import for_sampling
@@ -50,15 +51,6 @@ from jaxrl_llm.plan import hlo
 from jaxrl_llm.plan.hlo import HloLoop, cycles, find_loops
 from jaxrl_llm.plan.machines import Machine
 from jaxrl_llm.runs.load import config_of, find_run
-from jaxrl_llm.sharding import (
-    as_shapes,
-    batch_parts,
-    make_mesh,
-    platform_of,
-    rollout_mesh,
-    sampling_shardings,
-    shardings,
-)
 from jaxrl_llm.sharding.mesh import without_compilation_cache
 from jaxrl_llm.stages import stage_of
 from jaxrl_llm.stages.stage import Architectures, Outline, Pass, PlannedSampler
@@ -72,9 +64,7 @@ class PlannedModel:
 
     Attributes:
       name: of the program: "update" for the policy, or that of another role or of a pass.
-      forward: options of the model's forward pass.
       predicts: whether it predicts tokens; a scalar model does not.
-      model: the model that reads.
       packed: the data of one call.
       microbatches: non-empty microbatches of the data.
     """
@@ -90,7 +80,7 @@ class PlannedModel:
     def gathered(self) -> Any:
         """The model as its layers read it: in the compute type, divided over the tensor axis alone."""
         narrow = jax.eval_shape(lambda m: cast(m, self.forward.compute.dtype), self.model)
-        return as_shapes(narrow, sampling_shardings(narrow, self.forward.mesh))
+        return sharding.as_shapes(narrow, sharding.sampling_shardings(narrow, self.forward.mesh))
 
     @property
     def width(self) -> int:
@@ -100,12 +90,7 @@ class PlannedModel:
 
 @dataclasses.dataclass(frozen=True)
 class PlannedRole(PlannedModel):
-    """One role on the devices, with the program that updates it.
-
-    Attributes:
-      training: its training functions.
-      role: its weights and optimiser.
-    """
+    """One role on the devices, with its training functions; ``role`` has its weights and optimiser."""
 
     training: Training
     role: Role
@@ -142,15 +127,7 @@ class Arrays:
 
 @dataclasses.dataclass(frozen=True)
 class SamplingArrays(Arrays):
-    """All arrays of a run that samples.
-
-    Attributes:
-      sampler: the planned sampler.
-      sampled: weights to sample from.
-      slots: the engine's slots, at their largest.
-      slot_shape: the shape of the slots.
-      build: settings of the engine.
-    """
+    """All arrays of a run that samples: also the weights to sample from, and the engine's slots at their largest."""
 
     sampler: PlannedSampler
     sampled: Decoder
@@ -175,14 +152,14 @@ def planned_arrays(outline: Outline, initial: Decoder, mesh: Any, where: Any) ->
 
     ``initial``: the model at the start, as shapes.
     """
-    state = as_shapes(outline.state, shardings(outline.state, mesh))
+    state = sharding.as_shapes(outline.state, sharding.shardings(outline.state, mesh))
     names = tuple(objective.name for training in outline.training for objective in training.objectives)
     samples = outline.samples(outline.groups.longest)
     packed, microbatches = packed_shapes(samples, outline.forward.layout, names)
     computed = jax.ShapeDtypeStruct(packed.mask.shape, np.float32)
     needed = set().union(*(training.needs for training in outline.training)) - set(packed.by_token)
     packed = packed.with_tokens(**dict.fromkeys(sorted(needed), computed))
-    packed = as_shapes(packed, batch_shardings(packed, mesh))
+    packed = sharding.as_shapes(packed, batch_shardings(packed, mesh))
     learned = []
     for training in outline.training:
         role = state.roles[training.role]._replace(base=frozen_base(state, training.role))
@@ -193,9 +170,13 @@ def planned_arrays(outline: Outline, initial: Decoder, mesh: Any, where: Any) ->
     passes = []
     for spec in outline.passes:
         mesh_of_pass = spec.forward.mesh
-        model = model_of(state, spec.role) if spec.role else as_shapes(spec.model, shardings(spec.model, mesh_of_pass))
+        model = (
+            model_of(state, spec.role)
+            if spec.role
+            else sharding.as_shapes(spec.model, sharding.shardings(spec.model, mesh_of_pass))
+        )
         data, count = packed_shapes(spec.samples, spec.forward.layout)
-        data = as_shapes(data, batch_shardings(data, mesh_of_pass))
+        data = sharding.as_shapes(data, batch_shardings(data, mesh_of_pass))
         predicts = spec.output != "values"
         passes.append(PlannedPass(spec.name, spec.forward, predicts, model, data, count, spec))
     planned = Arrays(state, packed, tuple(learned), tuple(passes))
@@ -208,7 +189,7 @@ def _with_sampling(arrays: Arrays, sampler: PlannedSampler, model: Decoder, dtyp
     """Add the weights to sample from, and the slots at their largest: all of them, the longest prompts and completions,
     the most prompt blocks."""
     rollout = sampler.rollout
-    sampled = jax.eval_shape(lambda m: for_sampling(cast(m, dtype), platform_of(where)), model)
+    sampled = jax.eval_shape(lambda m: for_sampling(cast(m, dtype), sharding.platform_of(where)), model)
     engine = rollout.engine
     group = 1 if engine.strict else min(rollout.group, engine.slots)
     form = form_for(model.config.attention, engine.slots, where) if engine.attention == "auto" else None
@@ -225,8 +206,8 @@ def _with_sampling(arrays: Arrays, sampler: PlannedSampler, model: Decoder, dtyp
     return SamplingArrays(
         **vars(arrays),
         sampler=sampler,
-        sampled=as_shapes(sampled, sampling_shardings(sampled, where)),
-        slots=as_shapes(slots, slot_shardings(slots, where)),
+        sampled=sharding.as_shapes(sampled, sharding.sampling_shardings(sampled, where)),
+        slots=sharding.as_shapes(slots, slot_shardings(slots, where)),
         slot_shape=shape,
         build=build,
     )
@@ -253,15 +234,11 @@ class Compiled:
     """A compiled program and its needs on one device.
 
     Attributes:
-      arguments: bytes of its arguments.
-      outputs: bytes of its results in new memory.
-      temporary: bytes of temporaries while it runs.
-      loops: memory traffic and transfers of the program and each of its loops.
+      arguments, outputs, temporary: bytes; outputs are results in new memory.
       cycles: of a TPU's core in one call, by its compiler, without kernels of Pallas and collectives; 0 on GPUs.
       products: number of matrix products by implementation, which a GPU's compiler chooses.
       seconds: duration of the compilation.
       refused: bytes that it would need, if that is more than the device has; the other numbers are then 0.
-      text: the compiled program.
     """
 
     arguments: int = 0
@@ -277,14 +254,9 @@ class Compiled:
 
 @dataclasses.dataclass(frozen=True)
 class PlannedRun:
-    """A run on a mesh of described devices, ready to compile.
+    """A resolved run on described devices, ready to compile: ``arrays`` are the arguments of the trainer's functions.
 
-    Attributes:
-      run: the resolved settings.
-      mesh: mesh that learns; abstract where nothing is compiled.
-      where: mesh that samples.
-      outline: the trainer's functions.
-      arrays: their arguments.
+    ``mesh`` learns and ``where`` samples; both are abstract where nothing is compiled.
     """
 
     run: Configuration
@@ -316,7 +288,7 @@ def run_meshes(run: Configuration, devices: list[Any] | None, machine: Machine |
     """Return the run's meshes for learning and for sampling: of these devices, or without them abstract, of the
     machine."""
     if devices is not None or machine is None:
-        return make_mesh(run.mesh, devices), rollout_mesh(run.mesh, devices)
+        return sharding.make_mesh(run.mesh, devices), sharding.rollout_mesh(run.mesh, devices)
     sizes = run.mesh.sizes(machine.devices), run.mesh.sampling_sizes(machine.devices)
     return abstract_mesh(sizes[0], machine.chip.platform), abstract_mesh(sizes[1], machine.chip.platform)
 
@@ -355,11 +327,11 @@ def lower_program(target: PlannedRun, name: str) -> jax.stages.Lowered:
             transfer: Any = sampler.transfer(target.mesh, target.where)
             return transfer.lower(model_of(arrays.state))
     shape, where = arrays.slot_shape, target.where
-    rows, piece, calls = prompt_calls(sampler.rollout.max_prompt_tokens, batch_parts(where))
+    rows, piece, calls = prompt_calls(sampler.rollout.max_prompt_tokens, sharding.batch_parts(where))
     dtype = arrays.slots.cache.k.dtype
     with jax.set_mesh(where):
         cache = jax.eval_shape(lambda: empty_cache(arrays.sampled.config, rows, bucket_length(calls * piece), dtype))
-        cache = as_shapes(cache, slot_shardings(cache, where))
+        cache = sharding.as_shapes(cache, slot_shardings(cache, where))
         if name == "prompts":
             lengths = jax.ShapeDtypeStruct((rows,), np.int32)
             tokens = jax.ShapeDtypeStruct((rows, piece), np.int32)

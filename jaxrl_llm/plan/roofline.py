@@ -22,17 +22,9 @@ from jaxrl_llm.models.decode_kernels import ByLength, columns_read
 from jaxrl_llm.models.flops import count_parameters, forward_flops, training_flops, visible_pairs
 from jaxrl_llm.models.heads import saves_logits
 from jaxrl_llm.models.layers import BLOCKS, part_columns
+from jaxrl_llm.plan import programs
 from jaxrl_llm.plan.hlo import Collective, Traffic
 from jaxrl_llm.plan.machines import Machine
-from jaxrl_llm.plan.programs import (
-    Arrays,
-    PlannedModel,
-    PlannedRole,
-    SamplingArrays,
-    bytes_per_device,
-    device_share,
-    prompt_calls,
-)
 from jaxrl_llm.sharding import batch_parts
 from jaxrl_llm.sharding.mesh import Chip
 from jaxrl_llm.stages.stage import Outline
@@ -83,24 +75,24 @@ def occupancy(
     """
     queue = completion_lengths(completions, mean, longest)
     running = queue[:slots]
-    done = np.zeros(len(running), int)
-    waits = len(running)
+    progress = np.zeros(len(running), int)
+    next_index = len(running)
     chunks, read, live = 0, 0.0, 0.0
     while len(running):
         chunks += 1
         if form is None:
             # The chunk before has not been read when the next one is sent.
-            columns = chunk_columns(int(done.max()) + 2 * chunk, slots, room)
+            columns = chunk_columns(int(progress.max()) + 2 * chunk, slots, room)
             read += chunk_rows(len(running), slots, parts) * columns
         else:
-            read += sum(columns_read(form, int(live), room) for live in done)
-        live += float(done.sum())
-        done = done + chunk
-        ended = done >= running
-        new = queue[waits : waits + int(ended.sum())]
-        waits += len(new)
+            read += sum(columns_read(form, int(live), room) for live in progress)
+        live += float(progress.sum())
+        progress = progress + chunk
+        ended = progress >= running
+        new = queue[next_index : next_index + int(ended.sum())]
+        next_index += len(new)
         running = np.concatenate([running[~ended], new])
-        done = np.concatenate([done[~ended], np.zeros(len(new), int)])
+        progress = np.concatenate([progress[~ended], np.zeros(len(new), int)])
     capacity = slots * room * chunks
     return Occupancy(chunks, read / capacity, live / capacity)
 
@@ -110,18 +102,13 @@ class Work:
     """The work of a step, over all devices; a completion has ``mean`` tokens and a prompt the maximum.
 
     Attributes:
-      completions: B.
-      mean: tokens of each.
       prompts_flops: prefill of all prompts, once for each group; 0 where nothing is sampled.
-      decode_flops: all sampled tokens.
       score_passes: forward passes over the batch that are not differentiated: old policy, reference.
       update_flops: useful FLOPs of one update of every role, the policy and the others; a role with more passes counts
         with its share of those.
       predictions: tokens of one update.
       rows: of packed tokens that an update computes, padding included.
-      row_tokens: S.
       microbatches: non-empty microbatches of an update.
-      updates: optimiser steps.
     """
 
     completions: int
@@ -147,7 +134,9 @@ class Work:
         return self.update_flops * self.updates
 
 
-def step_work(run: Configuration, outline: Outline, learned: Sequence[PlannedRole], mean: int | None = None) -> Work:
+def step_work(
+    run: Configuration, outline: Outline, learned: Sequence[programs.PlannedRole], mean: int | None = None
+) -> Work:
     """Return the step's work; ``mean`` tokens of a completion, the longest if not given."""
     groups = outline.groups
     layout = outline.forward.layout
@@ -167,7 +156,7 @@ def step_work(run: Configuration, outline: Outline, learned: Sequence[PlannedRol
     scored = policy.needs | ({"old_logp", "ref_logp"} if run.output.monitor_kl else set())
     in_reward = outline.state.reference is not None and "ref_logp" not in scored
     settings = run.learner
-    counted = sum(
+    flops = sum(
         training_flops(role.model.config, *size, role.adapter) * role.training.passes(settings) / settings.epochs
         for role in learned
         for size in sizes(role.model.config, role.predicts)
@@ -175,7 +164,7 @@ def step_work(run: Configuration, outline: Outline, learned: Sequence[PlannedRol
     config = learned[0].model.config
     prefill, decode = (forward_flops(config, *size) if outline.sampler else 0.0 for size in sizes(config, True))
     return Work(
-        completions, mean, prefill, decode, len(scored) + in_reward, counted / settings.minibatches,
+        completions, mean, prefill, decode, len(scored) + in_reward, flops / settings.minibatches,
         sum(len(sample.tokens) for sample in samples), microbatches * layout.rows, layout.row_tokens, microbatches,
         settings.updates,
     )  # fmt: skip
@@ -194,7 +183,7 @@ def attention_share(attention: str, columns: int) -> float:
     return 0.5 + tile / (2 * columns)
 
 
-def update_flops(work: Work, planned: PlannedRole) -> float:
+def update_flops(work: Work, planned: programs.PlannedRole) -> float:
     """Return the FLOPs that one update of a role runs on all devices, with padding and recomputation by remat."""
     config = planned.model.config
     compute = planned.forward.compute
@@ -255,14 +244,9 @@ class StepPart:
 
     Attributes:
       name: "weights", "prompts", "decode", "score", "update", or that of another role or of a pass.
-      calls: of its program in a step.
-      flops: of one device, in all calls.
-      bytes: that one device reads and writes, in all calls.
-      traffic: that it sends, in all calls.
-      compute_s: at the peak of matrix products.
-      memory_s: at the peak of its memory.
-      ici_s: inside a slice or host.
-      dcn_s: between slices or hosts.
+      flops, bytes, traffic: of one device, in all ``calls`` of a step.
+      compute_s, memory_s: at the peaks of matrix products and of memory.
+      ici_s, dcn_s: inside a slice or host, and between them.
       samples: whether it is part of the sampling half.
       learns: whether it updates a role.
       source: of ``compute_s`` and ``memory_s``: ``FORMULAS``, ``BYTES`` or ``CYCLES``.
@@ -295,12 +279,12 @@ class StepPart:
 
 
 def step_parts(
-    run: Configuration, arrays: Arrays, work: Work, chip: Chip,
-    sent: Mapping[str, tuple[Traffic, ...]], read: Mapping[str, CompiledCost],
+    run: Configuration, arrays: programs.Arrays, work: Work, chip: Chip,
+    traffic: Mapping[str, tuple[Traffic, ...]], costs: Mapping[str, CompiledCost],
 ) -> list[StepPart]:  # fmt: skip
     """Return the parts of a step on one device; those that a step never calls are left out.
 
-    ``sent``: traffic of one call of each program. ``read``: what compiled programs cost; others cost what formulas say.
+    ``traffic``: of one call of each program. ``costs``: of compiled programs; others cost what formulas say.
     """
     parts = []
 
@@ -308,13 +292,13 @@ def step_parts(
         if not calls:
             return
         compute, moved, source = cost.flops / chip.flops, cost.bytes, FORMULAS
-        if program := read.get(name):
+        if program := costs.get(name):
             rest = max(program.bytes - cost.fixed, 0.0)
             moved = program.bytes - rest + rest * cost.share
             source = CYCLES if program.seconds else BYTES
             if program.seconds:
                 compute = program.seconds * moved / program.bytes + cost.kernels / chip.flops
-        sends = tuple(program.times(calls) for program in sent.get(name, ()))
+        sends = tuple(program.times(calls) for program in traffic.get(name, ()))
         times = (
             calls * compute,
             calls * moved / chip.bandwidth,
@@ -323,7 +307,7 @@ def step_parts(
         )
         parts.append(StepPart(name, calls, calls * cost.flops, calls * moved, sends, *times, samples, learns, source))
 
-    if isinstance(arrays, SamplingArrays):
+    if isinstance(arrays, programs.SamplingArrays):
         for name, (calls, cost) in sampling_costs(arrays, work).items():
             add(name, calls, cost, samples=True)
     for planned in arrays.passes:
@@ -342,7 +326,7 @@ def step_parts(
     return parts
 
 
-def slot_occupancy(arrays: SamplingArrays, work: Work) -> Occupancy:
+def slot_occupancy(arrays: programs.SamplingArrays, work: Work) -> Occupancy:
     """Return how a step's completions fill the engine's slots."""
     rollout, shape = arrays.sampler.rollout, arrays.slot_shape
     engine = rollout.engine
@@ -351,45 +335,49 @@ def slot_occupancy(arrays: SamplingArrays, work: Work) -> Occupancy:
     return dataclasses.replace(filled, read=1.0) if engine.strict and arrays.build.form is None else filled
 
 
-def sampling_costs(arrays: SamplingArrays, work: Work) -> dict[str, tuple[float, Cost]]:
+def sampling_costs(arrays: programs.SamplingArrays, work: Work) -> dict[str, tuple[float, Cost]]:
     """Return the calls of each sampling program, and the cost of one call; a decode chunk is averaged over the step."""
     rollout = arrays.sampler.rollout
     shape = arrays.slot_shape
     config = arrays.sampled.config
-    share = device_share(arrays.sampled)
-    weights = bytes_per_device(arrays.sampled)
+    share = programs.device_share(arrays.sampled)
+    weights = programs.bytes_per_device(arrays.sampled)
     policy = arrays.state.policy
-    rows, piece, calls = prompt_calls(rollout.max_prompt_tokens, shape.parts)
+    rows, piece, calls = programs.prompt_calls(rollout.max_prompt_tokens, shape.parts)
     pairs = visible_pairs(config, 0, piece * calls) / calls
     prefill = forward_flops(config, piece, pairs, 0) * rows / shape.parts * share
     slots, chunk = rollout.engine.slots / shape.parts, rollout.engine.chunk
     pairs = config.layers * (rollout.max_prompt_tokens + work.mean / 2)
     decode = forward_flops(config, 1, pairs, 1) * slots * share
     prompts = min(slots / shape.group * 2, slots)  # some groups end while others begin
-    blocks = bytes_per_device(arrays.slots.blocks)
+    blocks = programs.bytes_per_device(arrays.slots.blocks)
     filled = slot_occupancy(arrays, work)
-    moved = weights + bytes_per_device(arrays.slots.cache) * filled.read + blocks * prompts * shape.parts / shape.blocks
+    moved = (
+        weights
+        + programs.bytes_per_device(arrays.slots.cache) * filled.read
+        + blocks * prompts * shape.parts / shape.blocks
+    )
     fixed = (weights + blocks) * chunk
     return {
-        "weights": (1.0, Cost(0.0, bytes_per_device((policy.params, policy.base)) + weights)),
+        "weights": (1.0, Cost(0.0, programs.bytes_per_device((policy.params, policy.base)) + weights)),
         "prompts": (math.ceil(rollout.prompts / rows) * calls, Cost(prefill, weights)),
         "decode": (filled.chunks, Cost(decode * chunk, moved * chunk, fixed=fixed, share=filled.read)),
     }
 
 
-def pass_cost(planned: PlannedModel, microbatches: int, predictions: int) -> Cost:
+def pass_cost(planned: programs.PlannedModel, microbatches: int, predictions: int) -> Cost:
     """Return the cost of a pass over ``microbatches`` that predicts ``predictions`` tokens."""
     layout = planned.forward.layout
     config = planned.model.config
     rows = microbatches * layout.rows
     pairs = packed_pairs(config, planned.forward.compute.attention, rows, layout.row_tokens)
     flops = forward_flops(config, rows * layout.row_tokens, pairs, predictions)
-    share = device_share(planned.gathered) / layout.parts
-    moved = microbatches * 2 * bytes_per_device(planned.gathered)
+    share = programs.device_share(planned.gathered) / layout.parts
+    moved = microbatches * 2 * programs.bytes_per_device(planned.gathered)
     return Cost(flops * share, moved, fused_flops(planned, rows, layout.row_tokens) * share)
 
 
-def fused_flops(planned: PlannedModel, rows: int, row_tokens: int) -> float:
+def fused_flops(planned: programs.PlannedModel, rows: int, row_tokens: int) -> float:
     """Return the FLOPs of a forward pass's fused attention on all devices; 0 where XLA computes it."""
     attention = planned.forward.compute.attention
     if attention == "xla":
@@ -397,11 +385,11 @@ def fused_flops(planned: PlannedModel, rows: int, row_tokens: int) -> float:
     return forward_flops(planned.model.config, 0, packed_pairs(planned.model.config, attention, rows, row_tokens), 0)
 
 
-def update_cost(arrays: Arrays, planned: PlannedRole, work: Work) -> Cost:
+def update_cost(arrays: programs.Arrays, planned: programs.PlannedRole, work: Work) -> Cost:
     """Return the cost of an update of a role: each microbatch's passes read and write weights and move activations."""
     config = planned.model.config
     compute = planned.forward.compute
-    share = device_share(planned.gathered)
+    share = programs.device_share(planned.gathered)
     width = planned.width
     parts = planned.forward.layout.parts
     passes = 3 + REMAT_PASSES[compute.remat]
@@ -410,8 +398,8 @@ def update_cost(arrays: Arrays, planned: PlannedRole, work: Work) -> Cost:
     layer = 16 * config.width + (6 * (a.heads + a.kv_heads) * a.head_dim + 8 * config.active_width) * share
     weights = count_parameters(config)[0] * width * share
     role = arrays.state.roles[planned.training.role]
-    state = bytes_per_device((role.params, role.opt_state))
-    gradients = bytes_per_device(role)
+    state = programs.bytes_per_device((role.params, role.opt_state))
+    gradients = programs.bytes_per_device(role)
     moved = (
         work.microbatches * (2 * passes * weights + 2 * gradients)
         + tokens * config.layers * layer * width * passes
@@ -449,51 +437,51 @@ def device_places(machine: Machine, devices: Iterable[Any] | None = None) -> Pla
     return Places(machine, slices, np.array([d.coords[: len(machine.shape)] for d in devices]))
 
 
-def traffic_of(collective: Collective, where: Places) -> Traffic:
+def traffic_of(collective: Collective, places: Places) -> Traffic:
     """Return the traffic of all runs of one collective.
 
     Between slices it is assumed hierarchical: each device of a slice sends its share out, and the rest stays inside.
     """
-    chip = where.machine.chip
+    chip = places.machine.chip
     group = collective.groups[0]
-    outside = len(set(where.slices[group].tolist()))
+    outside = len(set(places.slices[group].tolist()))
     inside = len(group) // outside if outside > 1 else len(group)
-    both = 2 if collective.kind == "all-reduce" else 1
+    passes = 2 if collective.kind == "all-reduce" else 1
     if collective.kind == "collective-permute":
-        crossing = any(len(set(where.slices[pair].tolist())) > 1 for pair in collective.groups)
+        crossing = any(len(set(places.slices[pair].tolist())) > 1 for pair in collective.groups)
         ici, dcn = (0.0, collective.size) if crossing else (collective.size, 0.0)
     else:
-        ici = collective.size * both * (inside - 1) / inside
-        dcn = collective.size / inside * both * (outside - 1) / outside if outside > 1 else 0.0
-    links = _links(collective, where) * chip.link
+        ici = collective.size * passes * (inside - 1) / inside
+        dcn = collective.size / inside * passes * (outside - 1) / outside if outside > 1 else 0.0
+    links = _links(collective, places) * chip.link
     n = collective.times
     return Traffic(collective.kind, n, n * ici, n * dcn, n * ici / links, n * dcn / chip.network)
 
 
-def _links(collective: Collective, where: Places) -> float:
+def _links(collective: Collective, places: Places) -> float:
     """Return the number of links that a device can use at once: two along each closed axis of its group's torus."""
     permutes = collective.kind == "collective-permute"
-    coordinates = where.coordinates[np.unique(collective.groups if permutes else collective.groups[:1])]
-    wrap = where.machine.chip.wrap
+    coordinates = places.coordinates[np.unique(collective.groups if permutes else collective.groups[:1])]
+    wrap = places.machine.chip.wrap
     links = 0.0
     for axis in range(coordinates.shape[1]):
         if len(np.unique(coordinates[:, axis])) > 1:
-            links += 2.0 if wrap and where.machine.shape[axis] % wrap == 0 else 1.0
+            links += 2.0 if wrap and places.machine.shape[axis] % wrap == 0 else 1.0
     links = links or 1.0
     return min(links, 2.0) if permutes else links
 
 
-def sum_by_kind(all_of: Iterable[Traffic]) -> tuple[Traffic, ...]:
+def sum_by_kind(transfers: Iterable[Traffic]) -> tuple[Traffic, ...]:
     """Add up traffic by kind, largest first."""
     rows = collections.defaultdict(list)
-    for transfer in all_of:
+    for transfer in transfers:
         rows[transfer.kind].append(dataclasses.astuple(transfer)[1:])
     sums = (Traffic(kind, *map(sum, zip(*amounts, strict=True))) for kind, amounts in rows.items())
     return tuple(sorted(sums, key=lambda t: -(t.ici + t.dcn)))
 
 
 def traffic_by_formula(
-    run: Configuration, arrays: Arrays, work: Work, sizes: Mapping[str, int], where: Places
+    run: Configuration, arrays: programs.Arrays, work: Work, sizes: Mapping[str, int], places: Places
 ) -> dict[str, tuple[Traffic, ...]]:
     """Estimate the traffic of one call of each program, without compiling.
 
@@ -504,13 +492,13 @@ def traffic_by_formula(
     # Groups of partitions by mesh axis, int[groups, members]: the members of a group differ along this axis only.
     axes = {name: np.moveaxis(partitions, i, -1).reshape(-1, sizes[name]) for i, name in enumerate(sizes)}
     sent: dict[str, list[Collective]] = {}
-    if isinstance(arrays, SamplingArrays):
+    if isinstance(arrays, programs.SamplingArrays):
         rollout = arrays.sampler.rollout
         config = arrays.sampled.config
         width = arrays.slots.cache.k.dtype.itemsize
         slots = rollout.engine.slots / batch_parts(sizes)
         steps = config.layers * rollout.engine.chunk
-        sent["weights"] = [Collective("all-gather", bytes_per_device(arrays.sampled), axes["fsdp"], 1)]
+        sent["weights"] = [Collective("all-gather", programs.bytes_per_device(arrays.sampled), axes["fsdp"], 1)]
         sent["decode"] = [
             Collective("all-reduce", slots * config.width * width, axes["tensor"], 2 * steps),
             *expert_exchange(config, slots, width, axes, steps),
@@ -525,17 +513,19 @@ def traffic_by_formula(
         sent[role.name] = [
             Collective("all-gather", weights.size, axes["fsdp"], passes * work.microbatches),
             Collective("reduce-scatter", weights.size, axes["fsdp"], work.microbatches),
-            Collective("all-reduce", bytes_per_device(role.role.params), axes["data"], work.microbatches),
+            Collective("all-reduce", programs.bytes_per_device(role.role.params), axes["data"], work.microbatches),
             Collective("all-reduce", activations.size, axes["tensor"], (1 + passes) * activations.times),
             *(dataclasses.replace(transfer, times=passes * transfer.times) for transfer in tokens),
         ]
     return {
-        name: sum_by_kind(traffic_of(transfer, where) for transfer in transfers if transfer.groups.shape[1] > 1)
+        name: sum_by_kind(traffic_of(transfer, places) for transfer in transfers if transfer.groups.shape[1] > 1)
         for name, transfers in sent.items()
     }
 
 
-def _pass_collectives(planned: PlannedModel, microbatches: int, axes: Mapping[str, np.ndarray]) -> list[Collective]:
+def _pass_collectives(
+    planned: programs.PlannedModel, microbatches: int, axes: Mapping[str, np.ndarray]
+) -> list[Collective]:
     """Return the collectives of a forward pass: weights gathered, activations summed, and what experts exchange, in
     each microbatch."""
     config = planned.model.config
@@ -543,7 +533,7 @@ def _pass_collectives(planned: PlannedModel, microbatches: int, axes: Mapping[st
     tokens = layout.rows * layout.row_tokens / layout.parts
     times = config.layers * microbatches
     return [
-        Collective("all-gather", bytes_per_device(planned.gathered), axes["fsdp"], microbatches),
+        Collective("all-gather", programs.bytes_per_device(planned.gathered), axes["fsdp"], microbatches),
         Collective("all-reduce", tokens * config.width * planned.width, axes["tensor"], 2 * times),
         *expert_exchange(config, tokens, planned.width, axes, times),
     ]
@@ -558,9 +548,9 @@ def expert_exchange(
     """
     if config.experts is None or "expert" not in axes:
         return []
-    both = tokens * axes["expert"].shape[1]
+    all_tokens = tokens * axes["expert"].shape[1]
     gathered = config.width * width + 8 * config.experts.active
     return [
-        Collective("all-gather", both * gathered, axes["expert"], times),
-        Collective("reduce-scatter", both * config.width * 4, axes["expert"], times),
+        Collective("all-gather", all_tokens * gathered, axes["expert"], times),
+        Collective("reduce-scatter", all_tokens * config.width * 4, axes["expert"], times),
     ]

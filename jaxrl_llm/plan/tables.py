@@ -17,7 +17,6 @@ from jaxrl_llm.plan.planning import Plan
 from jaxrl_llm.plan.roofline import CYCLES
 from jaxrl_llm.sharding.mesh import GIB
 from jaxrl_llm.system.paths import new_file
-from jaxrl_llm.types import TrainState
 
 GB = 1e9
 
@@ -27,13 +26,9 @@ class Totals:
     """A run from its first step to its last, at the least time of a step.
 
     Attributes:
-      steps: of the run.
-      run_s: seconds of all steps.
-      checkpoint_every_s: seconds between two checkpoints.
       device_hours: of all devices together.
       cost: in the currency of the price; None without a price.
-      checkpoint_bytes: of one checkpoint on disk.
-      snapshot_bytes: of one snapshot on disk.
+      checkpoint_bytes, snapshot_bytes: of one on disk.
       best_bytes: of the models of the best evaluation, as of now and of each checkpoint, at most; 0 if none is kept.
       disk_bytes: of ``output.keep`` checkpoints, one in writing, and one of an interruption.
       step_grace_s: the half of ``output.grace_s`` that a step has to end in after a signal; None if that is infinite.
@@ -59,18 +54,15 @@ def totals_of(plan: Plan, price: float | None = None) -> Totals:
     # A step ends before a checkpoint is due by minutes, and the last step has one.
     minutes = math.ceil(60 * output.checkpoint_minutes / step) * step if output.checkpoint_minutes else math.inf
     hours = plan.machine.devices * run_s / 3600
-    checkpoint, snapshot = stored_bytes(plan.state), stored_bytes(snapshot_of(plan.state))
+    # Bytes on disk, before compression: those of the arrays.
+    leaves = [jax.tree.leaves(flatten(state)) for state in (plan.state, snapshot_of(plan.state))]
+    checkpoint, snapshot = (sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays) for arrays in leaves)
     return Totals(
         run.steps, run_s, min(output.checkpoint_every * step, minutes, run_s), hours,
         None if price is None else hours * price,
         checkpoint, snapshot, output.keep_best * (output.keep + 2) * snapshot, (output.keep + 2) * checkpoint,
         None if math.isinf(output.grace_s) else output.grace_s / 2,
     )  # fmt: skip
-
-
-def stored_bytes(state: TrainState) -> int:
-    """Return the bytes of a state on disk, before compression: the arrays of a checkpoint."""
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(flatten(state)))
 
 
 def totals_lines(plan: Plan, totals: Totals) -> list[str]:
@@ -113,7 +105,7 @@ def _signal_line(plan: Plan, totals: Totals) -> str:
 def format_bytes(count: float) -> str:
     """Return bytes for people, in powers of 1000.
 
-    >>> size(18_521_000_000), size(1_087_000), size(1.2e12)
+    >>> format_bytes(18_521_000_000), format_bytes(1_087_000), format_bytes(1.2e12)
     ('18.5 GB', '1.1 MB', '1.2 TB')
     """
     for unit, scale in (("TB", 1e12), ("GB", 1e9)):
@@ -156,14 +148,14 @@ def report_lines(plan: Plan, source: str, price: float | None = None) -> list[st
         rows.append(f"  {f'{p.name} x {p.calls:.0f}':<48}{times}   {p.binds:<10}{p.source}")
     if any(p.source == CYCLES for p in plan.phases):
         rows.append("  by formula there: fused attention, its FLOPs at the peak; ICI and DCN, bytes over their links")
-    sent = []
+    collectives = []
     for p in plan.phases:
-        whose = "compiled" if p.name in plan.compiled and p.name not in plan.refused else "formula"
+        origin = "compiled" if p.name in plan.compiled and p.name not in plan.refused else "formula"
         for t in p.traffic:
             amounts = f"{t.count:>10.0f}{t.ici / 1e9:>10.2f}{t.dcn / 1e9:>10.2f}"
-            sent.append(f"  {f'{p.name}: {t.kind} ({whose})':<48}{amounts}")
+            collectives.append(f"  {f'{p.name}: {t.kind} ({origin})':<48}{amounts}")
     sent_head = f"{'sent by one device in a step':<50}{'count':>10}{'ICI, GB':>10}{'DCN, GB':>10}"
-    rows += ["", *([sent_head, *sent] if sent else ["nothing is sent between devices"])]
+    rows += ["", *([sent_head, *collectives] if collectives else ["nothing is sent between devices"])]
     of_run = totals_lines(plan, totals_of(plan, price))
     return [*rows, "", *plan.chosen, *verdict_lines(plan), "", *of_run]
 
@@ -174,14 +166,15 @@ def head_lines(plan: Plan, source: str) -> list[str]:
     w = plan.work
     mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items())
     g = plan.groups
-    apart = f", and {run.mesh.rollout} devices that only sample" if run.mesh.rollout else ""
+    samplers = f", and {run.mesh.rollout} devices that only sample" if run.mesh.rollout else ""
     work = f"{w.train_flops:.2e} FLOP to learn"
     if plan.sampling is not None:
         work = f"{w.prompts_flops + w.decode_flops:.2e} FLOP to sample, {w.train_flops:.2e} to learn"
-    active = "" if plan.active == plan.parameters else f", {plan.active:,} of them for each token"
+    parameters, active = plan.parameters
+    share = "" if active == parameters else f", {active:,} of them for each token"
     return [
-        f"{run.model}: {plan.parameters:,} parameters{active} ({source})",
-        f"on {plan.machine.name}: {plan.machine.devices} devices, mesh {mesh}{apart}",
+        f"{run.model}: {parameters:,} parameters{share} ({source})",
+        f"on {plan.machine.name}: {plan.machine.devices} devices, mesh {mesh}{samplers}",
         f"a step: {g.count} {g.words} {w.mean} tokens, {w.updates} "
         f"update{'s' * (w.updates > 1)} of {w.microbatches} microbatches ({run.learner.compute.microbatch_rows} rows "
         f"of {w.row_tokens} tokens)",
@@ -221,18 +214,18 @@ def loop_lines(plan: Plan) -> list[str]:
         for loop in program.loops:
             if loop.times * loop.moved < program.loops[0].moved / 100:
                 continue
-            place = "  " * (loop.depth + 1)
+            indent = "  " * (loop.depth + 1)
             least = name == "decode" and loop.depth == 1 and loop.moved > program.arguments
             beside = f", {loop.moved / program.arguments:.2f} times weights and cache" if least else ""
-            what = f"loop{beside}" if loop.depth else name
+            label = f"loop{beside}" if loop.depth else name
             copied = sum(copy.size for copy in loop.copies) / GIB
             sent = sum(c.moved for c in loop.collectives) / GIB
-            rows.append(f"{place + what:<50}{loop.times:>10.0f}{loop.moved / GIB:>12.3f}{copied:>10.3f}{sent:>10.3f}")
+            rows.append(f"{indent + label:<50}{loop.times:>10.0f}{loop.moved / GIB:>12.3f}{copied:>10.3f}{sent:>10.3f}")
             sums = [
                 *_largest((f"{c.kind}: {c.source}", c.size) for c in loop.copies),
                 *_largest((f"{c.kind} among {c.groups.shape[1]}", c.size) for c in loop.collectives),
             ]
-            rows += [f"{place}  {text}" for text in sums]
+            rows += [f"{indent}  {text}" for text in sums]
     return rows
 
 
@@ -295,13 +288,13 @@ def plan_to_json(plan: Plan, source: str, price: float | None = None) -> dict[st
     for name, program in plan.compiled.items():
         loops[name] = []
         for loop in program.loops:
-            sent = [{"kind": c.kind, "bytes": c.size, "members": c.groups.shape[1]} for c in loop.collectives]
+            collectives = [{"kind": c.kind, "bytes": c.size, "members": c.groups.shape[1]} for c in loop.collectives]
             copies = [dataclasses.asdict(copy) for copy in loop.copies]
             fields = {"depth": loop.depth, "times": loop.times, "bytes": loop.moved, "copies": copies}
-            loops[name].append(fields | {"collectives": sent})
+            loops[name].append(fields | {"collectives": collectives})
     return {
         "model": plan.run.model, "model_source": source, "machine": plan.machine.name, "devices": plan.machine.devices,
-        "mesh": dict(plan.mesh), "parameters": plan.parameters, "active_parameters": plan.active,
+        "mesh": dict(plan.mesh), "parameters": plan.parameters[0], "active_parameters": plan.parameters[1],
         "work": dataclasses.asdict(plan.work) | {"sampled": plan.work.sampled, "train_flops": plan.work.train_flops},
         "memory": {"available": plan.machine.chip.memory, "sampling": None} | halves,
         "phases": [dataclasses.asdict(p) | {"seconds": p.seconds, "binds": p.binds} for p in plan.phases],

@@ -120,9 +120,9 @@ def rollout_mesh(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh
     if not shape.rollout:
         return make_mesh(shape, devices)
     devices = list(all_devices() if devices is None else devices)
-    apart = devices[-shape.rollout :]
-    slices = len(_by_slice(apart))
-    return _arrange_mesh(shape.sampling_sizes(len(devices), slices), apart, slices)
+    samplers = devices[-shape.rollout :]
+    slices = len(_by_slice(samplers))
+    return _arrange_mesh(shape.sampling_sizes(len(devices), slices), samplers, slices)
 
 
 def head_copies(kv_heads: int, tensor: int | None = None) -> int:
@@ -236,7 +236,6 @@ class Chip:
     """Peaks of one device, as JAX counts devices.
 
     Attributes:
-      name: as in a topology.
       platform: "tpu" or "gpu".
       flops: bfloat16 matrix products, FLOP/s, dense.
       bandwidth: of its memory, bytes/s.
@@ -352,8 +351,8 @@ def supported_options(options: CompilerOptions, device: jax.Device) -> CompilerO
     if not options or _compiles_with(options, device):
         return options
     supported = tuple(option for option in options if _compiles_with((option,), device))
-    left_out = ", ".join(name for name, _ in options if name not in dict(supported))
-    log.warning("the compiler of %s does not know %s: left out", device.device_kind, left_out)
+    unknown = ", ".join(name for name, _ in options if name not in dict(supported))
+    log.warning("the compiler of %s does not know %s: left out", device.device_kind, unknown)
     return supported
 
 
@@ -372,11 +371,11 @@ def _compiles_with(options: CompilerOptions, device: jax.Device) -> bool:
 @contextlib.contextmanager
 def without_compilation_cache() -> Generator[None]:
     """Switch off JAX's compilation cache: a cached program of an absent device cannot be loaded."""
-    on = jax.config.jax_enable_compilation_cache  # ty: ignore[missing-attribute]  made at run time
+    enabled = jax.config.jax_enable_compilation_cache  # ty: ignore[missing-attribute]  made at run time
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
     try:
         yield
     finally:
-        jax.config.update("jax_enable_compilation_cache", on)
+        jax.config.update("jax_enable_compilation_cache", enabled)
         compilation_cache.reset_cache()

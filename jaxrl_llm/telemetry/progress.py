@@ -29,8 +29,7 @@ PROGRAMS = {
     "<lambda>": "a program",
 }
 """Display names of the large programs by their functions' names; others are shown by function name."""
-CACHE_HIT = "/jax/compilation_cache/cache_hits"
-"""JAX's event of a program that was read from its cache, within that program's compilation."""
+
 COMPILE = "backend_compile"
 DONE = {"jaxpr_trace": "traced", "jaxpr_to_mlir_module": "lowered", COMPILE: "compiled"}
 MIN_REPORTED_S = 0.3
@@ -105,12 +104,12 @@ class Pace:
 
     def begin(self) -> None:
         """Start the clock of the next work: the time before it does not count."""
-        self._told = time.monotonic()
+        self._begin = time.monotonic()
         self._before = self._compiled()
 
     def took(self, kind: str) -> None:
         """Record the time since the last call, or since ``begin``, as a duration of this kind of work."""
-        elapsed = max(time.monotonic() - self._told - (self._compiled() - self._before), 0.0)
+        elapsed = max(time.monotonic() - self._begin - (self._compiled() - self._before), 0.0)
         self.durations[kind] = (*self.durations.get(kind, ()), elapsed)[-20:]
         self.begin()
 
@@ -172,7 +171,8 @@ class CompileWatch:
                 self._open.setdefault(threading.get_ident(), []).append((name, time.monotonic()))
 
     def _happens(self, event: str, **about: Any) -> None:
-        if event == CACHE_HIT:
+        # A program was read from JAX's cache; this event comes within that program's compilation.
+        if event == "/jax/compilation_cache/cache_hits":
             with self._lock:
                 self._reading.add(threading.get_ident())
 
@@ -198,16 +198,14 @@ class CompileWatch:
 
 WITHIN_A_STEP = ("sampling", "scoring", "updating")
 """First words of statuses within a step."""
-QUIET_SECONDS = 5.0
-"""Longest silence of a log file in seconds, unless an ordinary step takes longer."""
 
 
 def allowed_silence(status: str, durations: Sequence[float]) -> float:
     """Return the seconds of silence allowed under ``status`` after steps of ``durations`` seconds.
 
-    Within a step it is twice an ordinary step, so that a log file holds one line for each; otherwise QUIET_SECONDS.
+    Within a step it is twice an ordinary step, so that a log file holds one line for each, but 5 s at least.
     """
-    return max(QUIET_SECONDS, 2 * max(durations, default=0.0) if _phase(status) in WITHIN_A_STEP else 0.0)
+    return max(5.0, 2 * max(durations, default=0.0) if _phase(status) in WITHIN_A_STEP else 0.0)
 
 
 def _phase(status: str) -> str:
@@ -218,7 +216,6 @@ class Progress:
     """Shows a run's progress; a context manager, so that the terminal is restored in any case.
 
     Args:
-      schedule: the run's.
       first_step: the first step that this process runs: 1 for a new run, s + 1 after resuming at s.
       console: where to print; stderr if None.
       tracker: looks for findings; None for none.
@@ -226,9 +223,7 @@ class Progress:
 
     Attributes:
       pace: durations of each kind of work; the loop adds those of checkpoints.
-      compiling: JAX's current compilation.
       at: the current step.
-      tracker: as given.
     """
 
     def __init__(

@@ -19,9 +19,6 @@ from jaxrl_llm.system.json_lines import append_rows, cut_after, last_row
 from jaxrl_llm.system.paths import new_file, open_nofollow
 from jaxrl_llm.telemetry.report import Reporter
 
-GROUP = "jaxrl_llm.writers"
-"""The group of entry points by which other packages offer trackers: a name, and a class or function ``TrackedRun ->
-Tracker``."""
 SAMPLE_COLUMNS = ("step", "kind", "prompt", "completion", "reward")
 
 log = logging.getLogger(__name__)
@@ -74,12 +71,12 @@ class TensorBoard:
     def __init__(self, run: TrackedRun):
         from tensorboardX import SummaryWriter
 
-        after: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         if run.resumed_at is not None:
             # File names count whole seconds: without the suffix a quick restart would overwrite the curves so far.
             first = run.resumed_at + 1
-            after = {"purge_step": first, "filename_suffix": f".from{first:09d}"}
-        self._curves = SummaryWriter(str(run.directory / "tensorboard"), flush_secs=10, **after)
+            options = {"purge_step": first, "filename_suffix": f".from{first:09d}"}
+        self._curves = SummaryWriter(str(run.directory / "tensorboard"), flush_secs=10, **options)
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         """Add a point to each curve; texts are shown as texts."""
@@ -148,8 +145,8 @@ class Trackio:
 
         self._module: Any = trackio
         name = f"{run.directory.name}-{run.identity('trackio')[:6]}"
-        refused = as_input_error("trackio refuses the run", "name another project: --output.trackers trackio:PROJECT")
-        with refused, _log_prints():
+        refusal = as_input_error("trackio refuses the run", "name another project: --output.trackers trackio:PROJECT")
+        with refusal, _log_prints():
             project = run.project or "jaxrl_llm"
             self._run = trackio.init(project, name, config=dict(run.config), resume="allow", embed=False)
 
@@ -175,10 +172,13 @@ BUILT_IN: dict[str, tuple[TrackerFactory, str]] = {
 
 
 def tracker_factories(trackers: Iterable[str]) -> dict[str, TrackerFactory]:
-    """Return the factory of each tracker, with its package imported; InputError for an unknown or missing one."""
+    """Return the factory of each tracker, with its package imported; InputError for an unknown or missing one.
+
+    Other packages offer trackers as entry points: a name, and a class or function ``TrackedRun -> Tracker``.
+    """
     from importlib.metadata import entry_points  # which is slow to import
 
-    offered = [entry for entry in entry_points(group=GROUP) if entry.name not in BUILT_IN]
+    offered = [entry for entry in entry_points(group="jaxrl_llm.writers") if entry.name not in BUILT_IN]
     factories: dict[str, TrackerFactory] = {}
     for tracker in trackers:
         name = tracker.partition(":")[0]
@@ -188,8 +188,8 @@ def tracker_factories(trackers: Iterable[str]) -> dict[str, TrackerFactory]:
             continue
         entries = [entry for entry in offered if entry.name == name]
         names = sorted({*BUILT_IN, *(entry.name for entry in offered)})
-        meant = did_you_mean(name, names, f"there are {', '.join(names)}")
-        require(bool(entries), f"output.trackers {name!r} is unknown: {meant}")
+        hint = did_you_mean(name, names, f"there are {', '.join(names)}")
+        require(bool(entries), f"output.trackers {name!r} is unknown: {hint}")
         values = " and ".join(sorted(entry.value for entry in entries))
         require(len(entries) == 1, f"output.trackers {name!r} is offered twice, by {values}: uninstall one of them")
         with as_input_error(f"output.trackers {name!r} cannot be imported from {values}", "repair it or leave it out"):
@@ -200,13 +200,7 @@ def tracker_factories(trackers: Iterable[str]) -> dict[str, TrackerFactory]:
 class Trackers:
     """The writers of a run; one that raises is left out from then on, with one warning.
 
-    Args:
-      factories: of ``tracker_factories``.
-      run: as trackers see it, but for their projects.
-      warn: called with the warning.
-
-    Raises:
-      InputError: a writer of a new run refuses to start. A resumed run continues without it.
+    A new run is refused if a writer does not start; a resumed run continues without it.
     """
 
     def __init__(self, factories: Mapping[str, TrackerFactory], run: TrackedRun, warn: Callable[[str], None]):
@@ -263,20 +257,20 @@ def import_extra(module: str, extra: str) -> None:
         importlib.import_module(module)
     except ImportError as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name == module
-        said = "is not installed" if missing else f"cannot be imported ({one_line(error, 200)})"
+        reason = "is not installed" if missing else f"cannot be imported ({one_line(error, 200)})"
         raise InputError(
-            f"{module} {said}: pip install 'jaxrl-llm[{extra}]', or -e '.[{extra}]' in the checkout"
+            f"{module} {reason}: pip install 'jaxrl-llm[{extra}]', or -e '.[{extra}]' in the checkout"
         ) from None
 
 
-def choose_samples(step: int, rows: list[dict[str, Any]], most: int = 16, longest: int = 1000) -> list[dict[str, Any]]:
-    """Return ``SAMPLE_COLUMNS`` of the first ``most`` samples of each kind, evaluation first, with texts of at most
+def choose_samples(step: int, rows: list[dict[str, Any]], limit: int = 16, longest: int = 1000) -> list[dict[str, Any]]:
+    """Return ``SAMPLE_COLUMNS`` of the first ``limit`` samples of each kind, evaluation first, with texts of at most
     ``longest`` characters; empty without an evaluation."""
     by_kind = [[row for row in rows if row.get("kind") == kind] for kind in ("evaluation", "training")]
     if not by_kind[0]:
         return []
     lines = []
-    for row in (row for of_kind in by_kind for row in of_kind[:most]):
+    for row in (row for of_kind in by_kind for row in of_kind[:limit]):
         texts = (row["prompt"], row["completion"])
         prompt, completion = (x if len(x) <= longest else f"{x[: longest - 1]}…" for x in texts)
         # Where an answer was only verified, its reward is 1 or 0.
@@ -391,7 +385,7 @@ class _Log(logging.StreamHandler):
 def log_to_file(path: Path) -> Generator[None]:
     """Append the package's log messages to ``path`` within the block, each line with its time."""
     package = logging.getLogger("jaxrl_llm")
-    before = package.level, package.propagate
+    previous = package.level, package.propagate
     with open_nofollow(path, "a", "utf-8") as file:
         handler = _Log(file)
         handler.setFormatter(logging.Formatter("%(asctime)s  %(message)s"))
@@ -401,8 +395,8 @@ def log_to_file(path: Path) -> Generator[None]:
         try:
             yield
         finally:
-            package.setLevel(before[0])
-            package.propagate = before[1]
+            package.setLevel(previous[0])
+            package.propagate = previous[1]
             package.removeHandler(handler)
 
 
@@ -410,18 +404,18 @@ def record_step(
     writer: RunWriter | None,
     step: int,
     row: dict[str, Any],
-    learned: Sequence[dict[str, Any]] = (),
-    answered: Sequence[dict[str, Any]] | None = None,
+    training_rows: Sequence[dict[str, Any]] = (),
+    evaluation_rows: Sequence[dict[str, Any]] | None = None,
 ) -> None:
     """Write a step's metrics and samples, and after an evaluation the report, if there is a writer.
 
-    ``learned``: the lines of the step's completions; ``answered``: those of its evaluation, None without one.
+    ``training_rows``: of the step's completions; ``evaluation_rows``: of its evaluation, None without one.
     """
     if writer is None:
         return
-    writer.samples(step, [*learned, *(answered or ())])
+    writer.samples(step, [*training_rows, *(evaluation_rows or ())])
     writer.write(step, row)
-    if answered is not None:
+    if evaluation_rows is not None:
         writer.report()
 
 

@@ -77,17 +77,17 @@ def collect_curves(rows: list[dict[str, Any]]) -> Curves:
 
 def step_events(metrics: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the events of a step, each with its explanation, which may be empty: ``("reference reset", "")``."""
-    there = [(name, value) for name, value in metrics.items() if name.startswith("event/") and value]
+    events = [(name, value) for name, value in metrics.items() if name.startswith("event/") and value]
     return [
         (name.removeprefix("event/").replace("_", " "), value if isinstance(value, str) else "")
-        for name, value in there
+        for name, value in events
     ]
 
 
-def page_data(directories: Sequence[Path], runs: Sequence[Any], chosen: Sequence[Any]) -> dict[str, Any]:
+def page_data(directories: Sequence[Path], runs: Sequence[Any], samples: Sequence[Any]) -> dict[str, Any]:
     """Return the data of the page as JSON values: for each run its settings, curves, events and findings.
 
-    ``runs``, ``chosen``: of each, as ``read_files`` and ``choose_lines`` return them.
+    ``runs``, ``samples``: of each, as ``read_files`` and ``choose_lines`` return them.
     """
     count = sum(len(curves) + 1 for *_, curves in runs)
     most = max(100, MOST_POINTS // max(count, 1))
@@ -96,8 +96,8 @@ def page_data(directories: Sequence[Path], runs: Sequence[Any], chosen: Sequence
         names = [str(directory) for directory in directories]
     return {
         "runs": [
-            {"name": name, "directory": str(directory), "samples": [len(lines), there]} | _run_data(*files, most)
-            for name, directory, files, (lines, there) in zip(names, directories, runs, chosen, strict=True)
+            {"name": name, "directory": str(directory), "samples": [len(lines), total]} | _run_data(*files, most)
+            for name, directory, files, (lines, total) in zip(names, directories, runs, samples, strict=True)
         ]
     }
 
@@ -152,15 +152,15 @@ def choose_lines(path: Path, runs: int = 1) -> tuple[list[bytes], int]:
         batches.setdefault(key, []).append((begin, size))
     total = sum(map(len, batches.values()))
     kinds = [[batch for (of, _), batch in batches.items() if of == kind] for kind in {of for of, _ in batches}]
-    every = 1
+    stride = 1
     while True:
-        # One of ``every`` batches of a kind, and the last.
-        chosen = [batch for kind in kinds for batch in (*kind[:-1][::every], kind[-1])]
+        # One of ``stride`` batches of a kind, and the last.
+        chosen = [batch for kind in kinds for batch in (*kind[:-1][::stride], kind[-1])]
         places = sorted(place for batch in chosen for place in batch)
         fits = len(places) * runs <= MOST_COMPLETIONS and sum(size for _, size in places) * runs <= MOST_BYTES
-        if fits or every > len(batches):
+        if fits or stride > len(batches):
             break
-        every *= 2
+        stride *= 2
     lines = []
     with open(path, "rb") if places else nullcontext() as file:
         for begin, size in places:
@@ -206,30 +206,28 @@ def render_page(directories: Sequence[Path]) -> str:
     """Return the report of some runs as HTML; foreign text is embedded as base64 or escaped."""
     try:
         runs = [read_files(directory) for directory in directories]
-        chosen = [choose_lines(directory / "samples.jsonl", len(directories)) for directory in directories]
-        data = page_data(directories, runs, chosen)
+        samples = [choose_lines(directory / "samples.jsonl", len(directories)) for directory in directories]
+        data = page_data(directories, runs, samples)
         data["written"] = datetime.datetime.now().isoformat(" ", "minutes")
-        blobs = [_blob("history", json.dumps(jsonable(data), allow_nan=False).encode())]
+        blobs = {"history": json.dumps(jsonable(data), allow_nan=False).encode()}
     except (OSError, RecursionError) as error:
         names = ", ".join(map(str, directories))
         raise InputError(f"a file of {names} cannot be read: {error}") from error
-    blobs += [_blob(f"samples-{number}", b"\n".join(lines)) for number, (lines, _) in enumerate(chosen)]
+    blobs |= {f"samples-{number}": b"\n".join(lines) for number, (lines, _) in enumerate(samples)}
+    elements = []  # with data that browsers neither run nor show
+    for name, blob in blobs.items():
+        # Level 4 is a tenth larger than the smallest, at a third of the time, since runs wait for it.
+        packed = base64.b64encode(gzip.compress(blob, 4, mtime=0)).decode()
+        elements.append(f'<script type="application/octet-stream" id="{name}">{packed}</script>')
     scripts = ("uplot.js", "values.js", "charts.js", "sections.js", "settings.js", "completions.js", "begin.js")
     parts = {
         "title": html.escape(", ".join(run["name"] for run in data["runs"])),
         "style": "\n".join((ASSETS / name).read_text("utf-8") for name in ("uplot.css", "style.css")),
         "script": "\n".join((ASSETS / name).read_text("utf-8") for name in scripts),
         "licence": (ASSETS / "uplot.LICENSE").read_text("utf-8"),
-        "data": "\n".join(blobs),
+        "data": "\n".join(elements),
     }
     return re.sub(r"\[\[(\w+)\]\]", lambda mark: parts[mark[1]], (ASSETS / "page.html").read_text("utf-8"))
-
-
-def _blob(name: str, data: bytes) -> str:
-    """Return an HTML element with data that browsers neither run nor show."""
-    # Level 4 is a tenth larger than the smallest, at a third of the time, since runs wait for it.
-    packed = base64.b64encode(gzip.compress(data, 4, mtime=0)).decode()
-    return f'<script type="application/octet-stream" id="{name}">{packed}</script>'
 
 
 class Reporter:
@@ -241,7 +239,7 @@ class Reporter:
 
     def __init__(self, run_dir: Path):
         self._run_dir = run_dir
-        self._holds = -1
+        self._reported_step = -1
         self._due = 0.0
         self._process: subprocess.Popen | None = None
         self._block = ExitStack()
@@ -251,7 +249,7 @@ class Reporter:
         if self._process is not None and self._process.poll() is None:
             return
         self.wait()
-        if self._holds == step or time.monotonic() < self._due:
+        if self._reported_step == step or time.monotonic() < self._due:
             return
         command = interpreter("jaxrl_llm.telemetry.report", str(self._run_dir))
         try:
@@ -261,25 +259,25 @@ class Reporter:
         except OSError as error:
             log.warning("%s was not written: %s", NAME, error)
             return
-        self._holds = step
+        self._reported_step = step
 
     def wait(self) -> None:
         """Wait for the report that is being written, if any."""
         if self._process is None:
             return
-        said, _ = self._process.communicate()
+        output, _ = self._process.communicate()
         code, self._process = self._process.returncode, None
         self._block.close()
-        answer = json.loads(said) if code == 0 else {"seconds": 0.0, "error": f"its process ended with {code}"}
+        answer = json.loads(output) if code == 0 else {"seconds": 0.0, "error": f"its process ended with {code}"}
         if answer["error"]:
             log.warning("%s was not written: %s", NAME, answer["error"])
-            self._holds = -1
+            self._reported_step = -1
         self._due = time.monotonic() + answer["seconds"] / 0.02  # the largest share of a run's time for reports
 
     def finish(self, step: int) -> None:
         """Write the report of the run's last step, in this process."""
         self.wait()
-        if self._holds != step and (error := try_write_report(self._run_dir)):
+        if self._reported_step != step and (error := try_write_report(self._run_dir)):
             log.warning("%s was not written: %s", NAME, error)
 
     def close(self) -> None:

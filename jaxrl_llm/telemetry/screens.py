@@ -48,7 +48,6 @@ class Example(NamedTuple):
     Attributes:
       step: the step that learned from it.
       which: ``best``, ``lowest``, or empty where all completions of the step have the same reward.
-      reward: its reward.
       prompt: the end of the prompt, on one line.
       completion: on one line; of an episode all turns, each after its role.
     """
@@ -78,8 +77,8 @@ def choose_example(step: int, groups: Sequence[Group], turn: int) -> Example | N
     best = max(reward for reward, _, _ in scored)
     worst = min(reward for reward, _, _ in scored)
     target = worst if turn % 2 else best
-    alike = [candidate for candidate in scored if candidate[0] == target]
-    reward, group, i = alike[turn // 2 % len(alike)]
+    candidates = [candidate for candidate in scored if candidate[0] == target]
+    reward, group, i = candidates[turn // 2 % len(candidates)]
     which = "" if best == worst else ("lowest" if turn % 2 else "best")
     prompt = harmless(group.problem.prompt[-1]["content"][-MAX_CHARACTERS:])
     text = group.completions[i].transcript
@@ -89,9 +88,6 @@ def choose_example(step: int, groups: Sequence[Group], turn: int) -> Example | N
 
 class Panel:
     """The state of the live lines; unknown quantities have no line.
-
-    Args:
-      clock: returns seconds.
 
     Attributes:
       memory: returns the memory in use as text; empty until it matters.
@@ -145,8 +141,8 @@ class Panel:
         usage_line = "    ".join(usage)
         lines += [(line, "dim") for line in (usage if len(usage_line) > width else [usage_line] * bool(usage))]
         if self.example:
-            where, what = self.example.lines(width, mark)
-            lines += [(where, "dim"), (what, "")]
+            origin, text = self.example.lines(width, mark)
+            lines += [(origin, "dim"), (text, "")]
         if self.finding:
             lines.append((self.finding, "yellow"))
         # A question mark stands for each letter that the encoding does not have.
@@ -228,10 +224,6 @@ def describe_memory(process: int | None, devices: Sequence[Mapping[str, int]]) -
     return "  ".join(parts)
 
 
-MAX_LINES = 100
-"""Lines that stay in view; all are in the run's log.txt."""
-
-
 class CellOutput:
     """One output of the cell that runs; any thread may update it."""
 
@@ -245,7 +237,7 @@ class CellOutput:
     def add(self, text: str, strong: bool) -> None:
         """Append a line, which is shown with the next ``show``; a ``strong`` one stands out."""
         with self._lock:
-            self._lines = [*self._lines, (text, strong)][-MAX_LINES:]
+            self._lines = [*self._lines, (text, strong)][-100:]  # all are in the run's log.txt
 
     def show(self, below: Sequence[str]) -> None:
         """Show the lines and, under them, those of what is going on now."""
@@ -265,10 +257,7 @@ class Column(NamedTuple):
     """One column of the table of steps.
 
     Attributes:
-      title: its heading.
-      metric: the metric that it shows.
       width: characters, without the gap before it.
-      style: float -> str.
       rank: columns of a higher rank are left out first where the terminal is narrow.
     """
 
@@ -348,12 +337,7 @@ class Screen:
     updated in place. A log file has one line for each step, and a line when a phase takes long: no bars, no escape
     codes.
 
-    Args:
-      console: of the terminal or file.
-      describe: returns the current activity.
-      patience: returns the seconds that a file may stay silent now.
-      panel: the live lines above the activity.
-      quiet: print only warnings.
+    ``describe`` returns the current activity, ``patience`` the seconds that a file may stay silent now.
     """
 
     def __init__(

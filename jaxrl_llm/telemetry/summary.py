@@ -26,7 +26,6 @@ OTHER_MEASURES = {
 }
 """Metrics of evaluations other than task accuracy: their label, and whether they are shares."""
 LABEL_WIDTH = 18
-LONGEST_ASKED = 100
 
 
 class SamplePair(NamedTuple):
@@ -53,19 +52,15 @@ class RunSummary:
 
     Attributes:
       run_dir: the run's directory, or its address.
-      task: the task that was evaluated.
       took: the steps of this process, which may have resumed the run, and its duration.
       measure: measure of the evaluation: ``accuracy``, or ``reward`` where nothing is verified.
-      before: the share of correct answers, 0 to 1, or the mean reward, before training; None if it was not evaluated.
-      after: the same after the last step.
-      pairs: the evaluated problems with their completions, as far as there are any.
+      before, after: the share of correct answers, 0 to 1, or the mean reward; None if it was not evaluated.
       problems: number of evaluated problems; of many not all completions are written down.
       other_measures: of the evaluations: label, before training (None if not evaluated) and after, and whether
         it is a share.
       judged: for each step with a reward model: the step, its mean score, the share of correct answers, and the
         disagreement of several models.
       phases: the steps after which another phase began, and the text of each one's row about it.
-      findings: the run's.
       best: the step of the best evaluation and its result as measured, where the run keeps that model, as ``RUN@best``;
         else None.
       ended: after how many planned steps a rule ended the run, why, and the flags that continue it, if any do; None if
@@ -116,12 +111,8 @@ def print_summary(
 ) -> None:
     """Print the accuracy (or reward) before and after, samples, the run's directory, the next commands and findings.
 
-    Args:
-      summary: of the run.
-      console: where to print; stdout if None.
-      brief: leave out samples and commands.
-      reloads: whether the run's config.json holds all that it trains with.
-      writes: whether it trains a model that answers; a reward model does not.
+    ``brief`` leaves out samples and commands. ``reloads``: the run's config.json holds all that it trains with.
+    ``writes``: it trains a model that answers; a reward model does not.
     """
     console = console or Printer(highlight=False)
     phases = [_field(f"after step {step}", text) for step, text in summary.phases]
@@ -163,8 +154,8 @@ def _result_lines(summary: RunSummary) -> list[Text]:
         right_or_wrong = ("went from wrong to right", "from right to wrong")
         better, worse = right_or_wrong if measure == "accuracy" else ("got a higher reward", "a lower one")
         count = len(summary.pairs)
-        which = f"first {count} of {summary.problems}" if count < summary.problems else "of the problems"
-        lines.append(_field(which, f"{gained} {better}, {lost} {worse}, {count - gained - lost} stayed"))
+        label = f"first {count} of {summary.problems}" if count < summary.problems else "of the problems"
+        lines.append(_field(label, f"{gained} {better}, {lost} {worse}, {count - gained - lost} stayed"))
     return lines
 
 
@@ -211,20 +202,20 @@ def _labelled_lines(label: str, verdict: tuple[str, str], text: str, console: Co
 
 def _next_lines(summary: RunSummary, reloads: bool, writes: bool) -> list[Text]:
     run = shlex.quote(summary.run_dir)
-    ask = "What is 3 + 5?"
+    prompt, longest = "What is 3 + 5?", 100
     # The run's own configuration: it may have started with flags on top of the named one.
     config = shlex.quote(f"{summary.run_dir}/config.json")
-    if summary.pairs and len(summary.pairs[0].prompt) <= LONGEST_ASKED:
-        ask = abridge(summary.pairs[0].prompt, LONGEST_ASKED)
+    if summary.pairs and len(summary.pairs[0].prompt) <= longest:
+        prompt = abridge(summary.pairs[0].prompt, longest)
     flags = f"--steps {2 * summary.took.last}" if summary.ended is None else summary.ended[2]
     more = f"jaxrl-llm train {config} " + (f"--run_dir {run} {flags}" if flags else f"--from {run}")
     if not reloads:
         source = "from the file or notebook that began it: config.json lacks its own parts"
-        how = f"for {2 * summary.took.last} steps" if summary.ended is None else f"with {flags or f'--from {run}'}"
-        more = f"train again {how} {source}"
+        extent = f"for {2 * summary.took.last} steps" if summary.ended is None else f"with {flags or f'--from {run}'}"
+        more = f"train again {extent} {source}"
     commands = [f"jaxrl-llm eval {run}", more]
     if writes:
-        commands.insert(1, f"jaxrl-llm generate {run} --prompt {shlex.quote(ask)}")
+        commands.insert(1, f"jaxrl-llm generate {run} --prompt {shlex.quote(prompt)}")
     folder = storage.mirror(summary.run_dir)
     report, profile = folder / "report.html", folder / PROFILE
     best = []

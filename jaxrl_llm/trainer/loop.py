@@ -139,7 +139,7 @@ def begin_steps(context: RunContext, cursor: Cursor) -> None:
         answers = evaluate(context, cursor, row, first=True)
         _, cursor.host.memory = decide(cursor.stage.rules, row, cursor.host.memory)
         progress.show_events(0, row)
-        record_step(context.writer, 0, row, answered=answers)
+        record_step(context.writer, 0, row, evaluation_rows=answers)
     if line := progress.compiling.slower(progress.at):
         progress.note(line)
 

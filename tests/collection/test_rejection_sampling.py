@@ -30,7 +30,7 @@ import sys
 from pathlib import Path
 from talkative import answerer, asked, task_in
 from collection.test_episodes import collected_episodes
-from jaxrl_llm.cli.train import take_distributed, linked_processes
+from jaxrl_llm.cli.train import linked_processes, take_distributed
 from jaxrl_llm.collection.rejection_sampling import collect_rows
 with linked_processes(take_distributed(sys.argv[1:])) as peers:
     by = answerer()

@@ -184,7 +184,7 @@ def test_the_whole_run_is_its_steps_its_devices_and_its_checkpoints():
         2 * found.device_hours
     )
     assert found.checkpoint_every_s == pytest.approx(50 * one.seconds)
-    weights = 4 * one.parameters
+    weights = 4 * one.parameters[0]
     assert found.snapshot_bytes == pytest.approx(weights, rel=1e-3)
     assert found.checkpoint_bytes == pytest.approx(4 * weights, rel=1e-3), "weights, two moments, reference"
     assert found.disk_bytes == 4 * found.checkpoint_bytes and totals_of(one).cost is None

@@ -104,10 +104,10 @@ def test_the_same_answers_are_written_of_every_evaluation(tmp_path):
     found = evaluate.TaskEvaluation("sums", (PROBLEM,) * count, answers, np.ones((count, 1), bool), None)
     other, alone = dataclasses.replace(found, task="words"), evaluate.EvaluationReport({}, (found,))
     with RunWriter(tmp_path, None) as writer:
-        record_step(writer, 0, {}, answered=alone.lines())
+        record_step(writer, 0, {}, evaluation_rows=alone.lines())
         learned = training_lines(*learned_from(group(*[completion("a")] * 3 * evaluate.LOGGED_ANSWERS)))
         record_step(writer, 1, {}, learned, alone.lines())
-        record_step(writer, 2, {}, answered=evaluate.EvaluationReport({}, (found, other)).lines())
+        record_step(writer, 2, {}, evaluation_rows=evaluate.EvaluationReport({}, (found, other)).lines())
     lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     counts = collections.Counter((line["step"], line["kind"], line["task"]) for line in lines)
     assert counts == {
