@@ -34,7 +34,7 @@ from jaxrl_llm.runs.load import begun, find_run
 from jaxrl_llm.system.json_lines import read_rows
 from jaxrl_llm.system.paths import prepare_libraries, writable
 from jaxrl_llm.system.signals import PREEMPTED, SIGNALS
-from jaxrl_llm.trainer.launch import changes_since
+from jaxrl_llm.trainer.launch import settings_changes
 
 GUARDED = 3
 """Exit code of a run that a guard has stopped: what it has done counts, and the others go on."""
@@ -159,7 +159,7 @@ def check(run: configs.Run) -> None:
 def check_same(one: Planned) -> None:
     """Refuse what lies there of a run with other settings: it would be told of as if it were this one."""
     before = begun(one.directory)
-    changes = () if before is None else changes_since(before, one.run)
+    changes = () if before is None else settings_changes(before, one.run)
     other = [change for change in changes if not change.startswith(MAY_DIFFER)]
     away = "give another --folder, or move it away"
     require(not other, f"{one.directory} was run with other settings ({'; '.join(other[:2])}): {away}")

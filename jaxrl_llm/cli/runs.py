@@ -50,7 +50,7 @@ def reset_command(arguments: list[str]) -> int:
     require(not arguments, f"reset does not know {' '.join(arguments)}: jaxrl-llm reset RUN [--with_optimiser]")
     from jaxrl_llm import config as configs
     from jaxrl_llm.runs.load import current_phase
-    from jaxrl_llm.trainer.state import ask_reset
+    from jaxrl_llm.trainer.state import request_reset
 
     directory = storage.folder(name)
     path = directory / "config.json"
@@ -72,7 +72,7 @@ def reset_command(arguments: list[str]) -> int:
         f"begin a run with a KL, or with --monitor_kl, from its weights: jaxrl-llm train CONFIG --from {name}",
     )
     with writable(directory, "RUN"):
-        ask_reset(directory, with_optimiser)
+        request_reset(directory, with_optimiser)
     if storage.address(directory):
         storage.push(directory)
     also = " and its optimiser" if with_optimiser else ""

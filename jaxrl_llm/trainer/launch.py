@@ -43,7 +43,7 @@ from jaxrl_llm.telemetry.records import tracker_factories
 
 OTHERWISE = "take --fresh for a new folder"
 """An alternative to waiting for a run in use."""
-FILE_SYSTEM_S = 20.0
+FILE_VISIBLE_S = 20.0
 """The most seconds until another host sees a file that one host writes."""
 
 
@@ -59,9 +59,9 @@ class Result(int):
     @classmethod
     def of(cls, code: int, directory: Path) -> "Result":
         """Return the result of a run."""
-        result = cls(code)
-        result.directory = directory
-        return result
+        instance = cls(code)
+        instance.directory = directory
+        return instance
 
     @functools.cached_property
     def history(self) -> list[dict[str, Any]]:
@@ -71,8 +71,8 @@ class Result(int):
     @property
     def evaluations(self) -> list[tuple[float, dict[str, Any]]]:
         """The result of each evaluation, higher is better, with its row."""
-        found = [(evaluation_result(row), row) for row in self.history]
-        return [(result, row) for result, row in found if result is not None]
+        scored_rows = [(evaluation_result(row), row) for row in self.history]
+        return [(result, row) for result, row in scored_rows if result is not None]
 
     @property
     def last(self) -> dict[str, Any] | None:
@@ -88,7 +88,7 @@ class Result(int):
 
 
 def launch(
-    found: configs.Found,
+    loaded: configs.Found,
     fresh: bool = False,
     start: configs.Start | None = None,
     peers: Peers = ALONE,
@@ -97,7 +97,7 @@ def launch(
     """Train, or resume, in the run's directory, and print a summary; return the exit code with the run.
 
     Args:
-      found: settings, resolved and validated, and where they came from. The directory is ``runs/NAME`` where they name
+      loaded: settings, resolved and validated, and where they came from. The directory is ``runs/NAME`` where they name
         none.
       fresh: start over in a new one.
       start: begin a new run with the weights of this checkpoint or snapshot.
@@ -108,11 +108,11 @@ def launch(
       InputError: the directory cannot be used, or whatever the run cannot work with.
     """
     began = time.monotonic()
-    chosen, ready = begin(peers, found, fresh, start)
+    chosen, resolved = decide_start(peers, loaded, fresh, start)
     directory = chosen.absolute()  # a tool may change the current folder
-    if ready is None:
+    if resolved is None:
         return Result.of(0, directory)
-    found = ready
+    loaded = resolved
 
     def name() -> str:
         return storage.named(chosen if chosen.absolute() == directory else directory)
@@ -123,18 +123,18 @@ def launch(
 
     with contextlib.ExitStack() as stack:
         # The directory is made, and removed again, by process 0.
-        peers.first(lambda: stack.enter_context(claimed(directory, found)))
+        peers.first(lambda: stack.enter_context(claim_directory(directory, loaded)))
         check_shared(peers, directory / "config.json")
         hint_accelerator()
         from jaxrl_llm.trainer.loop import train as run_training
 
-        found = dataclasses.replace(found, directory=directory)
+        loaded = dataclasses.replace(loaded, directory=directory)
         notes: list[tuple[Path, str]] = []
-        peers.first(lambda: notes.extend(pins.keep_dependencies(found, directory, say)))
+        peers.first(lambda: notes.extend(pins.keep_dependencies(loaded, directory, say)))
         stack.callback(lambda: None if has_begun(directory) else [write_note(*one, directory, False) for one in notes])
-        stack.callback(pins.PINS.reset, pins.PINS.set(pins.checking(found, directory, peers)))
+        stack.callback(pins.PINS.reset, pins.PINS.set(pins.checking(loaded, directory, peers)))
         try:
-            code = run_training(found.pinned, directory, say, peers, found.start, voice)
+            code = run_training(loaded.pinned, directory, say, peers, loaded.start, voice)
         except InputError as error:
             error.args = (str(error).replace(str(directory), name()),)
             raise
@@ -142,15 +142,15 @@ def launch(
         from jaxrl_llm.telemetry.summary import print_summary, summarise
 
         summary = dataclasses.replace(summarise(directory, time.monotonic() - began), run_dir=name())
-        best, last, steps = Result.of(code, directory).best, summary.took.last, found.run.steps
+        best, last, steps = Result.of(code, directory).best, summary.took.last, loaded.run.steps
         if best is not None and best["step"] in (0, *kept(directory)):
             summary = dataclasses.replace(summary, best=(best["step"], measured_result(best)[0]))
         if last < steps and (memory := ended_at(directory / CHECKPOINTS / str(last))):
             summary = dataclasses.replace(
-                summary, ended=(steps, memory[ENDED]["reason"], flags_to_continue(memory, found.run))
+                summary, ended=(steps, memory[ENDED]["reason"], flags_to_continue(memory, loaded.run))
             )
-        writes = not isinstance(found.run, configs.RewardModel)
-        print_summary(summary, brief=voice.quiet, reloads=configs.reloads(found.run), writes=writes)
+        writes = not isinstance(loaded.run, configs.RewardModel)
+        print_summary(summary, brief=voice.quiet, reloads=configs.reloads(loaded.run), writes=writes)
     return Result.of(code, directory)
 
 
@@ -179,13 +179,13 @@ def train(
     configs.check_types(run)
     settings = configs.resolved(run)
     configs.validate(settings)
-    found = configs.Found(name, settings, configs.Origin(str(Path.cwd())))
+    loaded = configs.Found(name, settings, configs.Origin(str(Path.cwd())))
     voice = Verbosity(rows=on_step)
-    return launch(found, fresh, None if start is None else asked_start(start, carry), voice=voice)
+    return launch(loaded, fresh, None if start is None else asked_start(start, carry), voice=voice)
 
 
-def begin(
-    peers: Peers, found: configs.Found, fresh: bool, start: configs.Start | None
+def decide_start(
+    peers: Peers, loaded: configs.Found, fresh: bool, start: configs.Start | None
 ) -> tuple[Path, configs.Found | None]:
     """Return the run's directory, and the settings with its origin and the choices of its start, as process 0 decides;
     None in place of the settings if the run has finished its steps."""
@@ -193,49 +193,50 @@ def begin(
 
     from jaxrl_llm import __version__
 
-    place = found.run.output.run_dir
-    shared = peers.count == 1 or storage.written_directly(storage.mirror(place or ""))
-    require(shared, f"run_dir {place}: only one process writes to s3://; give gs://, or a shared folder")
-    if f"@{BEST}" in json.dumps(configs.to_json(found.run)):
-        before = None if fresh else begun(storage.refreshed(storage.mirror(place or f"runs/{found.name}")))
+    place = loaded.run.output.run_dir
+    is_shared = peers.count == 1 or storage.written_directly(storage.mirror(place or ""))
+    require(is_shared, f"run_dir {place}: only one process writes to s3://; give gs://, or a shared folder")
+    if f"@{BEST}" in json.dumps(configs.to_json(loaded.run)):
+        before = None if fresh else begun(storage.refreshed(storage.mirror(place or f"runs/{loaded.name}")))
         known = {} if before is None else before.origin.models
-        found = dataclasses.replace(found, run=with_step_numbers(found.run, found.origin, known))
-    peers.check_same("settings", digest([configs.to_json(found.run), __version__, jax.__version__]))
+        loaded = dataclasses.replace(loaded, run=with_step_numbers(loaded.run, loaded.origin, known))
+    peers.check_same("settings", digest([configs.to_json(loaded.run), __version__, jax.__version__]))
     if start is not None:
-        configs.check_start(found.run, start.carry)
+        configs.check_start(loaded.run, start.carry)
     code: dict[str, bytes] = {}
 
     def choose() -> tuple[str, str | None, dict[str, Any]]:
-        directory, before, changed = choose_directory(found.run, found.name, fresh, start)
-        origin, copied = configs.own_code(found.run, found.origin, found.directory)
+        directory, before, changed = choose_directory(loaded.run, loaded.name, fresh, start)
+        origin, copied = configs.own_code(loaded.run, loaded.origin, loaded.directory)
         edited = [] if before is None else configs.changed_code(before.origin, origin)
-        if before is not None and finished(directory, found.run, why_ended(before, found.run, changed, edited)):
+        ending = "" if before is None else ending_reason(before, loaded.run, changed, edited)
+        if before is not None and report_finished(directory, loaded.run, ending):
             return storage.named(directory), None, {}
-        tracker_factories(found.run.output.trackers)  # what is missing is refused before anything is made or compiled
-        weights = start or found.origin.start
+        tracker_factories(loaded.run.output.trackers)  # what is missing is refused before anything is made or compiled
+        weights = start or loaded.origin.start
         if before is not None or weights is not None:
             weights = first_weights(directory, weights)
-        models = pins.decide(found, directory, before is not None, weights)
+        models = pins.decide(loaded, directory, before is not None, weights)
         origin = dataclasses.replace(origin, start=weights, models=models, copy=1)
         if before is None:
             holder = None if weights is None else weights.directory
-            find_run(configs.located(found.run, origin, holder, pinned=True).model)
+            find_run(configs.located(loaded.run, origin, holder, pinned=True).model)
         else:
             if edited:
-                told = f"{storage.named(directory)} goes on with other code than before ({configs.shown(edited)})"
-                print(f"jaxrl-llm: {told}; --fresh begins a new run", file=sys.stderr)
+                note = f"{storage.named(directory)} goes on with other code than before ({configs.shown(edited)})"
+                print(f"jaxrl-llm: {note}; --fresh begins a new run", file=sys.stderr)
             now: list[Any] = [[max(steps_in(directory / CHECKPOINTS), default=0), [*changed, *edited]]]
             recorded = [*before.origin.changed, *(now if changed or edited else [])]
             origin = dataclasses.replace(origin, changed=recorded, copy=before.origin.copy + bool(edited))
         code.update(copied)
-        return storage.named(directory), day_of(before), origin.to_json()
+        return storage.named(directory), first_day(before), origin.to_json()
 
     name, day, decided = peers.first(choose)
     directory = storage.mirror(name)
     if day is None:
         return directory, None
-    run = configs.dated(found.run, day)
-    return directory, dataclasses.replace(found, run=run, origin=origin_of(decided), code=code)
+    run = configs.dated(loaded.run, day)
+    return directory, dataclasses.replace(loaded, run=run, origin=origin_of(decided), code=code)
 
 
 def choose_directory(
@@ -252,13 +253,13 @@ def choose_directory(
     base = storage.mirror(settings.output.run_dir or f"runs/{name}", "run_dir")
     directory = storage.refreshed(base)
     number = 2
-    while directory.exists() and (fresh or (start is not None and not begun_so(directory, settings, start))):
+    while directory.exists() and (fresh or (start is not None and not same_start(directory, settings, start))):
         directory = storage.refreshed(base.with_name(f"{base.name}-{number}"))
         number = number + 1
     if directory.exists() and not directory.is_dir():
         raise InputError(f"{directory} is a file: give a folder with --run_dir")
     before = begun(directory)
-    changes = [] if before is None else changes_since(before, settings)
+    changes = [] if before is None else settings_changes(before, settings)
     free = configs.FREE_TO_CHANGE + configs.RECORDED_CHANGES
     if fixed := [change for change in changes if not change.startswith(free)]:
         raise InputError(
@@ -268,7 +269,7 @@ def choose_directory(
     return directory, before, [change for change in changes if change.startswith(configs.RECORDED_CHANGES)]
 
 
-def begun_so(directory: Path, settings: configs.Configuration, start: configs.Start) -> bool:
+def same_start(directory: Path, settings: configs.Configuration, start: configs.Start) -> bool:
     """Whether the folder is free, or its run was started with these settings and these first weights.
 
     Another learning rate makes another run here, where it would only be recorded on resume; other measurements do not.
@@ -278,15 +279,16 @@ def begun_so(directory: Path, settings: configs.Configuration, start: configs.St
         return True
     measured = tuple(name for name in configs.RECORDED_CHANGES if name.startswith("evaluation."))
     free = configs.FREE_TO_CHANGE + measured
-    return before.origin.start == start and all(one.startswith(free) for one in changes_since(before, settings))
+    changes = settings_changes(before, settings)
+    return before.origin.start == start and all(change.startswith(free) for change in changes)
 
 
-def changes_since(before: configs.Found, settings: configs.Configuration) -> list[str]:
+def settings_changes(before: configs.Found, settings: configs.Configuration) -> list[str]:
     """Return the settings that differ from those of a run, as ``name: old -> new``."""
-    return configs.changes(before.run, configs.as_read(configs.dated(settings, day_of(before))))
+    return configs.changes(before.run, configs.as_read(configs.dated(settings, first_day(before))))
 
 
-def day_of(before: configs.Found | None) -> str:
+def first_day(before: configs.Found | None) -> str:
     """Return the day of a run's first start (``dated``); today for a new run, and if it recorded none."""
     parts = () if before is None else parts_of(before.run)
     days = [getattr(part, "date", None) for part in parts if hasattr(part, "template")]
@@ -315,9 +317,9 @@ def first_weights(directory: Path, start: configs.Start | None) -> configs.Start
     return start
 
 
-def finished(directory: Path, settings: configs.Configuration, ending: str = "") -> bool:
+def report_finished(directory: Path, settings: configs.Configuration, ending: str = "") -> bool:
     """Whether the run there has a whole last checkpoint, of its last step or of the one after which a rule has ended
-    it; if so, report it. ``ending``: from ``why_ended``."""
+    it; if so, report it. ``ending``: from ``ending_reason``."""
     done = max(steps_in(directory / CHECKPOINTS), default=0)
     place = directory / CHECKPOINTS / str(done)
     if (done < settings.steps and not ending) or fault(place):
@@ -332,7 +334,7 @@ def finished(directory: Path, settings: configs.Configuration, ending: str = "")
     return True
 
 
-def why_ended(
+def ending_reason(
     before: configs.Found, settings: configs.Configuration, changed: Sequence[str], edited: Sequence[str]
 ) -> str:
     """Return why a rule has ended a run as done before its steps were made; empty if none has, or if it would not end
@@ -347,14 +349,14 @@ def why_ended(
         return ""
     rule, reason, number = memory[ENDED]["rule"], memory[ENDED]["reason"], phase_of(place)
     if rule not in (OF_LESSONS, OF_PHASES):  # of the user's own
-        return "" if edited or any(one.startswith("rules.own") for one in changed) else reason
+        return "" if edited or any(change.startswith("rules.own") for change in changed) else reason
     if rule == OF_LESSONS:
         patience = configs.in_phase(settings, number).rollout.collect.patience
         return reason if 0 < patience <= memory[rule][SOLVED] else ""
     until = configs.phases_of(settings)[number].until
     compares = isinstance(until, Stalls) and not until.metric
     restarts = compares and bool(other_tests([(0, changed)]))
-    if not restarts and not any(one.startswith("rules.until") for one in changed):
+    if not restarts and not any(change.startswith("rules.until") for change in changed):
         return reason
     rows = surviving_rows(
         read_rows(directory / "metrics.jsonl"), other_tests(before.origin.changed) if compares else ()
@@ -365,18 +367,20 @@ def why_ended(
 
 
 @contextlib.contextmanager
-def claimed(directory: Path, found: configs.Found) -> Generator[None]:
+def claim_directory(directory: Path, loaded: configs.Found) -> Generator[None]:
     """Create and lock the run's directory with its config.json. A directory made here is removed if the run does not
     begin, except for the traceback of a reward, which the message names.
     """
-    run = found.run
-    if found.directory is not None and run.output.run_dir == str(found.directory):  # a run lies where its directory is
+    run = loaded.run
+    if loaded.directory is not None and run.output.run_dir == str(
+        loaded.directory
+    ):  # a run lies where its directory is
         run = dataclasses.replace(run, output=dataclasses.replace(run.output, run_dir=None))
-    settings = configs.to_json(run) | {"chosen": configs.chosen(found.run)}
-    made = next((p for p in reversed([directory, *directory.parents]) if not p.exists()), None)
+    settings = configs.to_json(run) | {"chosen": configs.chosen(loaded.run)}
+    topmost = next((p for p in reversed([directory, *directory.parents]) if not p.exists()), None)
 
     def remove(*reason: object) -> None:
-        if made is None or has_begun(directory):
+        if topmost is None or has_begun(directory):
             return
         if not (directory / REWARD_ERROR).exists():
             shutil.rmtree(directory, ignore_errors=True)
@@ -384,7 +388,7 @@ def claimed(directory: Path, found: configs.Found) -> Generator[None]:
                 drop_copies(directory, ())
                 lease.upload_last(directory)
             with contextlib.suppress(OSError):  # other runs may lie beside it by now
-                for parent in directory.parents[: len(directory.parts) - len(made.parts)]:
+                for parent in directory.parents[: len(directory.parts) - len(topmost.parts)]:
                     parent.rmdir()
             return
         for path in directory.iterdir():
@@ -402,8 +406,8 @@ def claimed(directory: Path, found: configs.Found) -> Generator[None]:
             if storage.address(directory):  # another machine may have trained it since it was chosen
                 storage.fetch(directory)
             with writable(directory, "--run_dir"):
-                configs.write_code(directory, found.origin, found.code)
-                configs.write(directory / "config.json", settings | found.origin.to_json())
+                configs.write_code(directory, loaded.origin, loaded.code)
+                configs.write(directory / "config.json", settings | loaded.origin.to_json())
             if storage.address(directory):
                 storage.push(directory)
                 stack.callback(lease.upload_last, directory)
@@ -425,7 +429,7 @@ def check_shared(peers: Peers, path: Path) -> None:
       InputError: a process does not see it, or sees other content.
     """
     content = peers.first(path.read_text)
-    limit = time.monotonic() + FILE_SYSTEM_S
+    limit = time.monotonic() + FILE_VISIBLE_S
     seen = peers.leads
     while not seen and time.monotonic() < limit:
         storage.refreshed(path.parent)

@@ -36,18 +36,18 @@ from jaxrl_llm.trainer.state import (
     LoopState,
     RunContext,
     apply_resets,
-    asked_reset,
-    forget_best,
-    forget_settled,
-    go_back,
-    keep_underway,
     load_phase,
     next_phase,
     open_context,
+    read_reset_request,
+    remove_old_best,
+    remove_settled,
+    roll_back,
+    write_step_progress,
 )
 from jaxrl_llm.types import TrainState
 
-AGAIN = "run the same command again to resume"
+RESUME_HINT = "run the same command again to resume"
 
 
 def train(
@@ -97,8 +97,8 @@ def train(
                 break
         context.store.close()
         if peers.leads:
-            forget_settled(directory, cursor.host.memory)
-            forget_best(directory)
+            remove_settled(directory, cursor.host.memory)
+            remove_old_best(directory)
     code, reason = ending
     if reason:
         say(reason)
@@ -121,14 +121,14 @@ def resume_point(
     def look() -> tuple[int, bool, str]:
         phased = start is not None and len(configs.phases_of(run)) > 1
         phase = snapshots.phase_of(snapshots.kept(directory)[start]) if phased else 0
-        begun = (directory / "metrics.jsonl").exists()
-        return phase, begun, configs.changed_since(directory, start)
+        has_rows = (directory / "metrics.jsonl").exists()
+        return phase, has_rows, configs.changed_since(directory, start)
 
-    phase, begun, changed = peers.first(look)
+    phase, has_rows, changed = peers.first(look)
     if passed_over:
         say(passed_over)
     settings = {"event/settings": changed} if changed else {}
-    return start, phase, {"event/resumed": passed_over or True} | settings if start is not None or begun else {}
+    return start, phase, {"event/resumed": passed_over or True} | settings if start is not None or has_rows else {}
 
 
 def begin_steps(context: RunContext, cursor: Cursor) -> None:
@@ -153,15 +153,15 @@ def run_phase(context: RunContext, cursor: Cursor) -> tuple[int, str] | None:
     run, stage, last_save = context.run, cursor.stage, time.monotonic()
     for step in range(cursor.step + 1, run.steps + 1):
         step_began, answers = time.perf_counter(), None
-        host_before, updates_before = dataclasses.replace(cursor.host), updates_of(cursor.state)
+        host_before, updates_before = dataclasses.replace(cursor.host), count_updates(cursor.state)
         try:
-            with profiled(context, step):
+            with profile_step(context, step):
                 cursor.state, cursor.host.carry, row, groups, lines, common = stage.step(
                     cursor.state, cursor.host.carry, cursor.host.coefficients, step, context.must_stop
                 )
                 if row is None:  # it had to stop before its updates
                     save_partial(context, cursor)
-                    return PREEMPTED, f"stopped within step {step}, state and samples saved: {AGAIN}"
+                    return PREEMPTED, f"stopped within step {step}, state and samples saved: {RESUME_HINT}"
                 row |= cursor.host.coefficients | {"step": step} | cursor.row
                 row["time/step_s"] = time.perf_counter() - step_began
                 context.update_s = row["time/update_s"]
@@ -178,18 +178,18 @@ def run_phase(context: RunContext, cursor: Cursor) -> tuple[int, str] | None:
                 record_step(context.writer, step, row, lines, answers)
                 cursor.row, cursor.step = {}, step
                 if better and context.peers.leads:
-                    forget_best(context.directory)
+                    remove_old_best(context.directory)
         except InputError as error:
-            return broken_off(context, cursor, host_before, updates_before, f"step {step}: {error}")
+            return save_after_failure(context, cursor, host_before, updates_before, f"step {step}: {error}")
         stop_requested = agreed_to_stop(context.peers, context.stop, step, common, row)
         if decision.next_phase:
             cursor.state = next_phase(run, stage, cursor.state, cursor.host)
         if save(context, cursor, decision, stop_requested, last_save):
             last_save = time.monotonic()
         if decision.stop is not None:
-            return decision.stop, why_stopped(context.directory, step, decision)
+            return decision.stop, stop_message(context.directory, step, decision)
         if stop_requested and step < run.steps:
-            return PREEMPTED, f"stopped after step {step}, state saved: {AGAIN}"
+            return PREEMPTED, f"stopped after step {step}, state saved: {RESUME_HINT}"
         if decision.next_phase and step < run.steps:
             return None
     return DONE, ""
@@ -218,16 +218,16 @@ def decide_after(context: RunContext, cursor: Cursor, row: dict[str, Any]) -> De
     """Return the decision of the rules after a step, and update their memory; a rollback is made at once."""
 
     def requests() -> dict[str, Any]:
-        findings = [] if context.sight is None else context.sight.found(row)
+        findings = [] if context.tracker is None else context.tracker.found(row)
         by_kind = {f"{FOUND}{finding.kind}": [finding.step, finding.what, finding.remedy] for finding in findings}
-        return asked_reset(context.directory) | by_kind
+        return read_reset_request(context.directory) | by_kind
 
     # The requests and findings of process 0 are those of all.
     decision, cursor.host.memory = decide(cursor.stage.rules, row | context.peers.first(requests), cursor.host.memory)
     if decision.rollback is not None:
-        decision = go_back(context, cursor, decision)
-        if context.sight is not None:
-            context.sight.take(decision.events)
+        decision = roll_back(context, cursor, decision)
+        if context.tracker is not None:
+            context.tracker.take(decision.events)
     if decision.stop == DONE:
         cursor.host.memory[ENDED] = {"step": row["step"], "rule": decision.rule, "reason": decision.reason}
     return decision
@@ -264,7 +264,7 @@ def save(context: RunContext, cursor: Cursor, decision: Decision, stop_requested
         store.wait()  # it is whole before the checkpoint of the step is begun
         snapshots.keep(context.directory, step, cursor.state, cursor.host.phase)
     if context.peers.leads:
-        forget_settled(context.directory, cursor.host.memory)
+        remove_settled(context.directory, cursor.host.memory)
     if decision.next_phase or decision.rollback is not None:
         schedule.moved.add(step)  # which makes a checkpoint due
     due = schedule.saves(step) or decision.stop is not None or stop_requested or overdue
@@ -275,19 +275,19 @@ def save(context: RunContext, cursor: Cursor, decision: Decision, stop_requested
     return due
 
 
-def why_stopped(directory: Path, step: int, decision: Decision) -> str:
+def stop_message(directory: Path, step: int, decision: Decision) -> str:
     """Return why a rule has stopped the run after this step, and the command that may help."""
     name = shlex.quote(str(directory))
     more = f"; resume from it with jaxrl-llm train {name} --from {name} {decision.remedy}" if decision.remedy else ""
     return f"step {step}: {decision.reason}{more}"
 
 
-def updates_of(state: TrainState) -> list[int]:
+def count_updates(state: TrainState) -> list[int]:
     """Return the number of updates of each role."""
     return [int(role.updates) for role in state.roles.values()]
 
 
-def broken_off(
+def save_after_failure(
     context: RunContext, cursor: Cursor, host: LoopState, updates: list[int], reason: str
 ) -> tuple[int, str]:
     """Save the state before a step that failed, if no update has replaced it; return the exit code, and why it ends.
@@ -301,19 +301,19 @@ def broken_off(
     Raises:
       Stopped: the run has several processes, of which the others may not be there to save.
     """
-    there = not any(x.is_deleted() for x in jax.tree.leaves(cursor.state)) and updates == updates_of(cursor.state)
-    lost = f"{reason}; the steps since its last checkpoint are lost: {AGAIN}"
+    intact = not any(x.is_deleted() for x in jax.tree.leaves(cursor.state)) and updates == count_updates(cursor.state)
+    message = f"{reason}; the steps since its last checkpoint are lost: {RESUME_HINT}"
     if context.peers.count > 1:
-        raise Stopped(lost)
-    if not there:
-        return GUARD, lost
+        raise Stopped(message)
+    if not intact:
+        return GUARD, message
     cursor.host = host
     save_partial(context, cursor)
-    return GUARD, f"{reason}; state saved: {AGAIN}"
+    return GUARD, f"{reason}; state saved: {RESUME_HINT}"
 
 
 @contextlib.contextmanager
-def profiled(context: RunContext, step: int) -> Generator[None]:
+def profile_step(context: RunContext, step: int) -> Generator[None]:
     """Write a trace of the step in which JAX's profiler shall run; each host writes its own."""
     if step != context.run.output.profile:
         yield
@@ -330,7 +330,7 @@ def save_partial(context: RunContext, cursor: Cursor) -> None:
     store.wait()
     if context.peers.first(lambda: cursor.step in steps_in(context.directory / snapshots.CHECKPOINTS)):
         if context.peers.leads:
-            keep_underway(context.directory, cursor.step, codec.to_json(vars(cursor.host), records))
+            write_step_progress(context.directory, cursor.step, codec.to_json(vars(cursor.host), records))
     else:
         store.save(cursor.step, cursor.state, vars(cursor.host), records)
 

@@ -97,7 +97,7 @@ class RunContext:
       store: of checkpoints.
       progress: the display for people.
       writer: of the files; None on all processes but the first.
-      sight: the input of guards, on process 0; None without guards.
+      tracker: the input of guards, on process 0; None without guards.
       stop: whether the run was asked to stop.
       update_s: seconds of the last step's updates; infinite before the first one of this process.
     """
@@ -112,7 +112,7 @@ class RunContext:
     store: Checkpoints
     progress: Progress
     writer: RunWriter | None
-    sight: FindingTracker | None
+    tracker: FindingTracker | None
     stop: Preemption
     update_s: float = math.inf
 
@@ -150,7 +150,7 @@ def rows_until(directory: Path, step: int | None, having: tuple[str, ...] = ()) 
     return (row for row in rows if row["step"] <= step)
 
 
-def moved_until(directory: Path, step: int | None, peers: Peers) -> set[int]:
+def steps_moved(directory: Path, step: int | None, peers: Peers) -> set[int]:
     """Return the run's steps up to this one after which it went back or into another phase; none if it is None."""
     rows = rows_until(directory, step, (PHASE, ROLLED_BACK))
     return set(peers.first(lambda: [row["step"] for row in rows if PHASE in row or ROLLED_BACK in row]))
@@ -171,7 +171,7 @@ def open_context(
     The arguments are fields of ``RunContext``; ``resumed``: it has begun before, with a checkpoint or without one.
     """
     mesh = make_mesh(run.mesh)
-    moved = moved_until(directory, start, peers)
+    moved = steps_moved(directory, start, peers)
     schedule = Schedule(run.steps, run.evaluation.every, run.output.checkpoint_every, moved)
     first_step = (start or 0) + 1
     with (
@@ -195,44 +195,44 @@ def open_context(
         yield RunContext(run, directory, start, weights, peers, mesh, schedule, store, progress, writer, sight, stop)
 
 
-UNDERWAY = "underway.json"
+STEP_PROGRESS = "underway.json"
 """A file in the run's folder: the host state of a step that was stopped within its sampling, and the checkpoint that
 the step begins with."""
 
 
-def keep_underway(directory: Path, step: int, host: dict[str, Any]) -> None:
+def write_step_progress(directory: Path, step: int, host: dict[str, Any]) -> None:
     """Write the host state for the step after ``step``, which has a checkpoint without it."""
-    with new_file(directory / UNDERWAY) as part:
-        part.write_text(json.dumps({"checkpoint": _checkpoint(directory, step), "host": host}))
+    with new_file(directory / STEP_PROGRESS) as part:
+        part.write_text(json.dumps({"checkpoint": checkpoint_mark(directory, step), "host": host}))
 
 
-def underway_after(directory: Path, step: int) -> dict[str, Any] | None:
+def read_step_progress(directory: Path, step: int) -> dict[str, Any] | None:
     """Return the host state that was written for the step after this one; None without it.
 
     It belongs to one checkpoint: a run that went back further may have saved this step anew, with other weights.
     """
-    found = _underway(directory)
-    return found.get("host") if found.get("checkpoint") == _checkpoint(directory, step) else None
+    progress = parse_step_progress(directory)
+    return progress.get("host") if progress.get("checkpoint") == checkpoint_mark(directory, step) else None
 
 
-def forget_underway(directory: Path) -> None:
+def remove_step_progress(directory: Path) -> None:
     """Remove the host state of a stopped step once there is a later checkpoint."""
-    step, _ = _underway(directory).get("checkpoint", (math.inf, ""))
+    step, _ = parse_step_progress(directory).get("checkpoint", (math.inf, ""))
     if step < math.inf and max(steps_in(directory / CHECKPOINTS), default=0) > step:
-        (directory / UNDERWAY).unlink(missing_ok=True)
+        (directory / STEP_PROGRESS).unlink(missing_ok=True)
 
 
-def _underway(directory: Path) -> dict[str, Any]:
-    path = directory / UNDERWAY
+def parse_step_progress(directory: Path) -> dict[str, Any]:
+    path = directory / STEP_PROGRESS
     return json.loads(path.read_bytes()) if path.exists() else {}
 
 
-def _checkpoint(directory: Path, step: int) -> list[Any]:
+def checkpoint_mark(directory: Path, step: int) -> list[Any]:
     """Return the step of a checkpoint and what identifies its files."""
     return [step, mark(directory / CHECKPOINTS / str(step))]
 
 
-def forget_best(directory: Path) -> None:
+def remove_old_best(directory: Path) -> None:
     """Remove the models of earlier best evaluations, but for those that were the best as of a checkpoint: a run that
     resumes or rolls back to it still has them."""
     if steps_in(directory / BEST) and recorded_best(directory) in (0, *kept(directory)):
@@ -246,14 +246,14 @@ REQUEST = "reset.json"
 """A file in the run's folder: a request to the run in training, kept until the result is in a checkpoint."""
 
 
-def ask_reset(directory: Path, with_optimiser: bool) -> None:
+def request_reset(directory: Path, with_optimiser: bool) -> None:
     """Request a reset of the reference after the current step of the run, or after its next one once it is resumed."""
     request = {"id": f"{time.time_ns()}-{os.getpid()}", "with_optimiser": with_optimiser}
     with new_file(directory / REQUEST) as part:
         part.write_text(json.dumps(request))
 
 
-def asked_reset(directory: Path) -> dict[str, Any]:
+def read_reset_request(directory: Path) -> dict[str, Any]:
     """Return the pending request, if any, as input of the rules, which know whether it is new."""
     try:
         return {ASKED: json.loads((directory / REQUEST).read_text())}
@@ -261,23 +261,23 @@ def asked_reset(directory: Path) -> dict[str, Any]:
         return {}
 
 
-def forget_settled(directory: Path, memory: Memory) -> None:
+def remove_settled(directory: Path, memory: Memory) -> None:
     """Remove a request and a stopped step's host state that a complete checkpoint has settled."""
-    forget_reset(directory, memory)
-    forget_underway(directory)
+    remove_reset_request(directory, memory)
+    remove_step_progress(directory)
 
 
-def forget_reset(directory: Path, memory: Memory) -> None:
+def remove_reset_request(directory: Path, memory: Memory) -> None:
     """Remove the request once a complete checkpoint has its result.
 
     A run that is killed before that resumes without the result, and finds the file again.
 
     ``memory``: of the run's rules.
     """
-    taken = memory.get(BY_HAND, {})
-    request = asked_reset(directory).get(ASKED)
-    same = request is not None and request["id"] == taken.get("id")
-    if same and max(steps_in(directory / CHECKPOINTS), default=0) >= taken["step"]:
+    done_request = memory.get(BY_HAND, {})
+    request = read_reset_request(directory).get(ASKED)
+    same = request is not None and request["id"] == done_request.get("id")
+    if same and max(steps_in(directory / CHECKPOINTS), default=0) >= done_request["step"]:
         (directory / REQUEST).unlink(missing_ok=True)
 
 
@@ -291,35 +291,37 @@ def load_phase(context: RunContext, number: int, cursor: Cursor | None, resource
       cursor: where the phase before has ended; None for the first one of this process.
       resources: of the phase's stage.
     """
-    whole, mesh, progress, start = context.run, context.mesh, context.progress, context.start
-    run = configs.in_phase(whole, number)
+    all_phases, mesh, progress, start = context.run, context.mesh, context.progress, context.start
+    run = configs.in_phase(all_phases, number)
     if cursor is None:
         progress.status(f"loading {run.model}")
         weights = start is None or needs_base(run, context.directory)
-        first = context.weights if start is None and not run.learner.lora.rank else None
-        name = run.model if first is None or first.step else f"{first.run}@0"
+        first_weights = context.weights if start is None and not run.learner.lora.rank else None
+        name = run.model if first_weights is None or first_weights.step else f"{first_weights.run}@0"
         model, tokenizer = load_model(name, run.learner.dtype, mesh if weights else mesh.abstract_mesh)
         trained = as_trained(run, model)
     else:
-        model, tokenizer = jax.eval_shape(base_of_policy, cursor.state), cursor.tokenizer
+        model, tokenizer = jax.eval_shape(policy_base, cursor.state), cursor.tokenizer
     stage = stage_of(run).prepare(run, model, tokenizer, mesh, resources, progress, context.peers)
-    stage = with_phase(stage, whole, number)
+    stage = add_phase_rule(stage, all_phases, number)
     notes = stage.notes
     if cursor is None:
-        for later in range(number + 1, len(configs.phases_of(whole))):  # it must be able to begin
-            before, after = configs.in_phase(whole, later - 1), configs.in_phase(whole, later)
-            with naming(f"phase {configs.phases_of(whole)[later].name!r}"):
+        for later in range(number + 1, len(configs.phases_of(all_phases))):  # it must be able to begin
+            before, after = configs.in_phase(all_phases, later - 1), configs.in_phase(all_phases, later)
+            with naming(f"phase {configs.phases_of(all_phases)[later].name!r}"):
                 stage_of(after).check_phase(before, after, model.config, tokenizer, progress.status)
         if start is not None:
             progress.status(f"restoring step {start}")
-        parameters = sum(x.size for x in jax.tree.leaves(trained))  # of shapes, or of arrays which are consumed below
-        state, host = begin(run, stage, trained, context.store, start, mesh, context.weights, progress.note)
-        if start is not None and (underway := underway_after(context.directory, start)):
-            host = LoopState.from_json(underway, stage.records)
+        parameters = sum(
+            array.size for array in jax.tree.leaves(trained)
+        )  # of shapes, or of arrays which are consumed below
+        state, host = create_or_restore(run, stage, trained, context.store, start, mesh, context.weights, progress.note)
+        if start is not None and (progress_json := read_step_progress(context.directory, start)):
+            host = LoopState.from_json(progress_json, stage.records)
         check_problems(host.problems, stage.problems, stage.label)
         sizes = parameters, optax.tree.size(state.policy.params), jax.device_count()
         progress.note(model_line(run.model, *sizes, jax.devices()[0].device_kind))
-        notes = (*configs.unreached(whole), *notes)
+        notes = (*configs.unreached(all_phases), *notes)
         cursor = Cursor(run, tokenizer, stage, state, host, start or 0, {})
     cursor.settings, cursor.stage = run, stage
     cursor.host.problems = stage.problems
@@ -329,13 +331,13 @@ def load_phase(context: RunContext, number: int, cursor: Cursor | None, resource
     return cursor
 
 
-def base_of_policy(state: TrainState) -> Any:
+def policy_base(state: TrainState) -> Any:
     """Return the model that a stage is made of: the policy, or the frozen base of its adapter."""
     policy = state.policy
     return policy.params if policy.base is None else policy.base
 
 
-def with_phase(stage: Stage, run: configs.Configuration, number: int) -> Stage:
+def add_phase_rule(stage: Stage, run: configs.Configuration, number: int) -> Stage:
     """Return the stage with the rule that ends its phase, or the run in its last one; if another phase follows, the end
     of a solved run ends only the phase."""
     if not isinstance(run, configs.Run):
@@ -350,12 +352,12 @@ def with_phase(stage: Stage, run: configs.Configuration, number: int) -> Stage:
     )
     deciding = {**stage.rules, rules.OF_PHASES: ends}
     if following is not None and rules.OF_LESSONS in deciding:
-        ended = functools.partial(rules.phase_ended, phase, following)
-        deciding[rules.OF_LESSONS] = functools.partial(deciding[rules.OF_LESSONS], ended=ended)
+        phase_ended = functools.partial(rules.phase_ended, phase, following)
+        deciding[rules.OF_LESSONS] = functools.partial(deciding[rules.OF_LESSONS], ended=phase_ended)
     return dataclasses.replace(stage, rules=deciding)
 
 
-def begin(
+def create_or_restore(
     run: configs.Configuration,
     stage: Stage,
     model: Any,
@@ -368,50 +370,50 @@ def begin(
     """Return a fresh state, or that of step ``start``; ``model`` is consumed, or read for its shapes only."""
     if start is not None:
         like = planned_state(run, model, stage.training, stage.reference)
-        return restored(store, start, like, mesh, split_head(model)[0], stage)
-    others = [one.begins for one in stage.training if one.begins is not None]
+        return restore_state(store, start, like, mesh, split_head(model)[0], stage)
+    others = [role.begins for role in stage.training if role.begins is not None]
     optimiser = build(run.learner.optimiser)
     state = learner.create_state(model, optimiser, stage.reference, mesh, run.learner.lora, run.seed, others)
     if weights is not None:
-        state = borrowed(state, run, weights, mesh, note)
+        state = take_weights(state, run, weights, mesh, note)
         if weights.step:
-            state = with_others(state, others, kept(weights.directory)[weights.step], mesh, note)
-    carry = None if weights is None or not weights.carry else carried(run, stage, weights, note)
+            state = take_other_roles(state, others, kept(weights.directory)[weights.step], mesh, note)
+    carry = None if weights is None or not weights.carry else load_carry(run, stage, weights, note)
     return state, LoopState(carry, coefficients=dict(stage.coefficients))
 
 
-def carried(run: configs.Configuration, stage: Stage, weights: configs.Start, note: Callable[[str], None]) -> Any:
+def load_carry(run: configs.Configuration, stage: Stage, weights: configs.Start, note: Callable[[str], None]) -> Any:
     """Return what the other run's checkpoint leaves to the first step of this one.
 
     Raises:
       InputError: the same task has other problems than it had there.
     """
     host = LoopState.from_json(host_state(weights), stage.records)
-    found = configs.read(weights.directory / "config.json", own=False)
-    before: Any = configs.in_phase(found.pinned, host.phase)
-    shown = f"step {weights.step} of {weights.run}"
+    config = configs.read(weights.directory / "config.json", own=False)
+    before: Any = configs.in_phase(config.pinned, host.phase)
+    origin = f"step {weights.step} of {weights.run}"
     if before.task == getattr(run, "task", None):
-        asked = {"training": stage.problems["training"]}
-        check_problems(host.problems, asked, stage.label, f"of {shown}", "leave --carry out")
-    note(f"continues the data, curriculum and stored successes of {shown} too")
+        training = {"training": stage.problems["training"]}
+        check_problems(host.problems, training, stage.label, f"of {origin}", "leave --carry out")
+    note(f"continues the data, curriculum and stored successes of {origin} too")
     return stage.carry_over(host.carry, before, run, new_run=True)
 
 
-def restored(
+def restore_state(
     store: Checkpoints, step: int, like: TrainState, mesh: Any, base: Any, stage: Stage
 ) -> tuple[TrainState, LoopState]:
     """Return the device state and the host state of a checkpoint; missing coefficients are the stage's own.
 
     The arguments are those of ``Checkpoints.restore``, and the stage of the steps that follow.
     """
-    state, saved = store.restore(step, like, mesh, base)
-    host = LoopState.from_json(saved, stage.records)
+    state, host_values = store.restore(step, like, mesh, base)
+    host = LoopState.from_json(host_values, stage.records)
     host.coefficients = dict(stage.coefficients) | host.coefficients
     host.memory.pop(ENDED, None)
     return state, host
 
 
-def borrowed(
+def take_weights(
     state: TrainState, run: configs.Configuration, weights: configs.Start, mesh: Any, note: Callable[[str], None]
 ) -> TrainState:
     """Return a fresh state with the policy and reference of another run's checkpoint or snapshot.
@@ -423,13 +425,13 @@ def borrowed(
     """
     other = configs.read(weights.directory / "config.json", own=False).run
     old = configs.whole(other.learner)
-    shown = f"step {weights.step} of {weights.run}"
-    kinds = [isinstance(one, configs.RewardModel) for one in (other, run)]
+    origin = f"step {weights.step} of {weights.run}"
+    kinds = [isinstance(config, configs.RewardModel) for config in (other, run)]
     if kinds[0] != kinds[1]:
-        names = [type(one).__name__ for one in (other, run)]
-        raise InputError(f"{shown} is of a {names[0]}, and this is a {names[1]}: give it as --model, not as --from")
+        names = [type(config).__name__ for config in (other, run)]
+        raise InputError(f"{origin} is of a {names[0]}, and this is a {names[1]}: give it as --model, not as --from")
     if old.lora != run.learner.lora:
-        raise InputError(f"{shown} has {old.lora}, this run {run.learner.lora}: set learner.lora to what it is there")
+        raise InputError(f"{origin} has {old.lora}, this run {run.learner.lora}: set learner.lora to what it is there")
     if weights.step == 0:
         base = find_run(f"{weights.run}@0")  # without an adapter loaded in place of the run's model
         other = f"{weights.run} has adapters of another model than {run.model}: give that with --model"
@@ -443,15 +445,15 @@ def borrowed(
     like = jax.eval_shape(parts_of, policy.params, policy.opt_state if same else None)
     for array in jax.tree.leaves((policy.params, policy.opt_state if same else None)):
         array.delete()  # there need not be room for both
-    found = restore_parts(place, like, mesh, policy.base).policy
+    restored = restore_parts(place, like, mesh, policy.base).policy
     why = "a snapshot keeps none" if snapshot else "its settings are"
-    note(f"begins with {shown}: its weights" + (" and its optimiser" if same else f"; the optimiser is new, as {why}"))
+    note(f"begins with {origin}: its weights" + (" and its optimiser" if same else f"; the optimiser is new, as {why}"))
     return reset_reference(
-        state.with_role("policy", params=found.params, opt_state=found.opt_state if same else policy.opt_state)
+        state.with_role("policy", params=restored.params, opt_state=restored.opt_state if same else policy.opt_state)
     )
 
 
-def with_others(
+def take_other_roles(
     state: TrainState, others: Sequence[NewRole], step_directory: Path, mesh: Any, note: Callable[[str], None]
 ) -> TrainState:
     """Return the state with its other roles taken from the same checkpoint as the policy, with fresh optimisers. A role
@@ -459,34 +461,34 @@ def with_others(
     """
     for other in others:
         params = state.roles[other.name].params
-        layout = jax.tree.map(lambda x: x.sharding, params)
-        wanted = jax.eval_shape(lambda p, role=other.name: parts_of(p, role=role), params)
-        if holds(step_directory, wanted):
-            found = restore_parts(step_directory, wanted, mesh, state.policy.base).roles[other.name].params
+        layout = jax.tree.map(lambda array: array.sharding, params)
+        shapes = jax.eval_shape(lambda p, role=other.name: parts_of(p, role=role), params)
+        if holds(step_directory, shapes):
+            role_params = restore_parts(step_directory, shapes, mesh, state.policy.base).roles[other.name].params
             note(f"the {other.name} begins with its weights there too")
         elif other.load is None and state.policy.base is None:
-            found = jax.jit(lambda p, first=other.first: jax.tree.map(jnp.copy, first(p)), out_shardings=layout)(
+            role_params = jax.jit(lambda p, first=other.first: jax.tree.map(jnp.copy, first(p)), out_shardings=layout)(
                 state.policy.params
             )
         else:
             continue
-        state = state.with_role(other.name, params=found)
+        state = state.with_role(other.name, params=role_params)
     return state
 
 
-def go_back(context: RunContext, cursor: Cursor, decision: rules.Decision) -> rules.Decision:
+def roll_back(context: RunContext, cursor: Cursor, decision: rules.Decision) -> rules.Decision:
     """Roll back to the newest whole checkpoint of this phase before the step that a guard names.
 
     Returns the decision with the result, which is to stop if no such checkpoint exists. Data and update counts continue
     from here, so that no two policies share a version. Groups of the abandoned policy are dropped, and the rules'
-    memory is restored (see ``remembered``).
+    memory is restored (see ``memory_after_rollback``).
     """
     host, before = cursor.host, int(decision.rollback or 0)
     context.store.wait()
     folder = context.directory / CHECKPOINTS
     step = context.peers.first(lambda: newest_before(folder, before, host.phase, context.schedule.saves))
     if step is None:
-        why = why_not_back(context.run, context.directory, before, host.phase)
+        why = explain_no_rollback(context.run, context.directory, before, host.phase)
         return rules.Decision(rules.GUARD, f"{decision.reason}; {why}", events={"event/guard": decision.reason})
     updates = {name: role.updates for name, role in cursor.state.roles.items()}
     base = cursor.state.policy.base
@@ -494,26 +496,28 @@ def go_back(context: RunContext, cursor: Cursor, decision: rules.Decision) -> ru
     trained = [(role.params, role.opt_state) for role in cursor.state.roles.values()]
     for array in jax.tree.leaves((trained, cursor.state.frozen)):
         array.delete()  # there need not be room for both
-    state, then = restored(context.store, step, like, context.mesh, base, cursor.stage)
+    state, checkpoint_host = restore_state(context.store, step, like, context.mesh, base, cursor.stage)
     for name, count in updates.items():
         state = state.with_role(name, updates=count)
     cursor.state = state
     cursor.host = dataclasses.replace(
         host,
         carry=cursor.stage.carry_after_rollback(host.carry),
-        memory=remembered(then.memory, host.memory, cursor.step + 1 - step),
-        coefficients=then.coefficients,
+        memory=memory_after_rollback(checkpoint_host.memory, host.memory, cursor.step + 1 - step),
+        coefficients=checkpoint_host.coefficients,
     )
-    said = f"to step {step}, with {decision.coefficients[rules.LR_SCALE]:g} times the learning rate: {decision.reason}"
-    events = decision.events | {"event/rollback": said, ROLLED_BACK: step}
+    message = (
+        f"to step {step}, with {decision.coefficients[rules.LR_SCALE]:g} times the learning rate: {decision.reason}"
+    )
+    events = decision.events | {"event/rollback": message, ROLLED_BACK: step}
     return dataclasses.replace(decision, events=events)
 
 
-def why_not_back(run: configs.Configuration, directory: Path, step: int, phase: int) -> str:
+def explain_no_rollback(run: configs.Configuration, directory: Path, step: int, phase: int) -> str:
     """Explain why no checkpoint before this step is available for a rollback."""
-    begun = min((number for number, found in kept(directory).items() if phase_of(found) == phase), default=0)
-    if phase and step <= begun:
-        return f"this phase began after step {begun}, and no run goes back into an earlier one"
+    first_step = min((number for number, path in kept(directory).items() if phase_of(path) == phase), default=0)
+    if phase and step <= first_step:
+        return f"this phase began after step {first_step}, and no run goes back into an earlier one"
     which = " of this phase" * (len(configs.phases_of(run)) > 1)
     return f"no checkpoint{which} from before it is kept to go back to: set --output.keep higher"
 
@@ -527,7 +531,7 @@ def newest_before(checkpoints: Path, step: int, phase: int, due: Callable[[int],
     return None
 
 
-def remembered(then: rules.Memory, now: rules.Memory, undone: int) -> rules.Memory:
+def memory_after_rollback(then: rules.Memory, now: rules.Memory, undone: int) -> rules.Memory:
     """Return the rules' memory after a rollback of ``undone`` steps: that of the checkpoint, with the current memory of
     guards, phase length and new requests. The reference is as old as at the checkpoint, and later requests are still
     pending."""
@@ -538,9 +542,9 @@ def remembered(then: rules.Memory, now: rules.Memory, undone: int) -> rules.Memo
         memory[rules.OF_PHASES] = then.get(rules.OF_PHASES, {}) | {"steps": now[rules.OF_PHASES]["steps"]}
     last = then.get(rules.LAST, {})
     memory[rules.LAST] = last | {rules.UNDONE: last.get(rules.UNDONE, 0) + undone}
-    asked = now.get(rules.BY_HAND, {})
-    if asked.get("id") != then.get(rules.BY_HAND, {}).get("id"):
-        memory[rules.BY_HAND] = asked | {rules.AGAIN: True}
+    request = now.get(rules.BY_HAND, {})
+    if request.get("id") != then.get(rules.BY_HAND, {}).get("id"):
+        memory[rules.BY_HAND] = request | {rules.AGAIN: True}
     return memory
 
 
@@ -569,7 +573,9 @@ def next_phase(run: configs.Configuration, stage: Stage, state: TrainState, host
     stay = (*KEPT_ACROSS_PHASES, rules.OF_ENTROPY) if same else KEPT_ACROSS_PHASES
     host.memory = {name: memory for name, memory in host.memory.items() if name in stay}
     if not same:
-        host.coefficients = {name: value for name, value in host.coefficients.items() if name == rules.LR_SCALE}
+        host.coefficients = {
+            name: coefficient for name, coefficient in host.coefficients.items() if name == rules.LR_SCALE
+        }
     resets = rules.Decision(reset_reference=phase.reset, reset_optimiser=phase.reset_optimiser)
     return apply_resets(resets, with_reference(state, configs.keeps_reference(after)), after)
 

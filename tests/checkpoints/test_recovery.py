@@ -19,7 +19,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Optimiser, create_state
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.sharding.distributed import Peers
-from jaxrl_llm.trainer.launch import finished
+from jaxrl_llm.trainer.launch import report_finished
 
 
 @pytest.fixture(scope="module")
@@ -174,9 +174,9 @@ def test_what_host_values_cannot_be_read_is_damaged_too(run):
 
 def test_a_run_whose_last_step_is_damaged_is_not_finished(run, capsys):
     settings = dataclasses.replace(load_config("smoke")[1], steps=3)
-    assert finished(run, settings) and "3 of 3 steps" in capsys.readouterr().out
+    assert report_finished(run, settings) and "3 of 3 steps" in capsys.readouterr().out
     flip(run, 3)
-    assert not finished(run, settings)
+    assert not report_finished(run, settings)
 
 
 def test_other_commands_refuse_what_is_damaged(run):

@@ -42,7 +42,7 @@ from jaxrl_llm.rules import (
 from jaxrl_llm.rules.guards import on_finding
 from jaxrl_llm.sharding.distributed import ALONE
 from jaxrl_llm.telemetry.progress import Schedule
-from jaxrl_llm.trainer.state import moved_until, newest_before, remembered, why_not_back
+from jaxrl_llm.trainer.state import explain_no_rollback, memory_after_rollback, newest_before, steps_moved
 
 pytestmark = pytest.mark.slow
 
@@ -140,12 +140,13 @@ def test_what_was_sampled_ahead_is_let_go_with_its_phase_and_its_policy_and_data
 def test_no_run_goes_back_into_an_earlier_phase(folder, answers):
     run = load_config(str(CONFIG.with_name("guarded_phases.py")))[1]
     directory = folder / "phases"
-    assert moved_until(directory, 13, ALONE) == {2, 10, 11}
-    assert moved_until(directory, 10, ALONE) == {2, 10} and moved_until(directory, None, ALONE) == set()
+    assert steps_moved(directory, 13, ALONE) == {2, 10, 11}
+    assert steps_moved(directory, 10, ALONE) == {2, 10} and steps_moved(directory, None, ALONE) == set()
     assert (
-        why_not_back(run, directory, 2, 1) == "this phase began after step 2, and no run goes back into an earlier one"
+        explain_no_rollback(run, directory, 2, 1)
+        == "this phase began after step 2, and no run goes back into an earlier one"
     )
-    assert why_not_back(run, directory, 3, 1).startswith("no checkpoint of this phase from before it is kept")
+    assert explain_no_rollback(run, directory, 3, 1).startswith("no checkpoint of this phase from before it is kept")
 
 
 def test_without_a_checkpoint_to_go_back_to_it_stops_and_says_so(answers):
@@ -228,13 +229,13 @@ def test_a_damaged_checkpoint_is_not_gone_back_to(folder, answers, tmp_path):
 def test_rules_remember_what_they_did_when_the_run_was_where_it_goes_back_to():
     then = {"entropy": {"moved": 0.01}, "phase": {"steps": 2, "times": 1}, "last": {"event/reference_reset": 2}}
     now = {"entropy": {"moved": 0.1}, "phase": {"steps": 8, "times": 3}, "last": {"event/reference_reset": 7}}
-    assert remembered(then, now | {"guard": {"times": 2}}, 5) == {
+    assert memory_after_rollback(then, now | {"guard": {"times": 2}}, 5) == {
         **then,
         "guard": {"times": 2},
         "phase": {"steps": 8, "times": 1},
         "last": {"event/reference_reset": 2, "undone": 5},
     }
-    assert remembered({}, {"guard": {"times": 1}}, 1) == {"guard": {"times": 1}, "last": {"undone": 1}}
+    assert memory_after_rollback({}, {"guard": {"times": 1}}, 1) == {"guard": {"times": 1}, "last": {"undone": 1}}
 
 
 def test_a_reference_is_no_older_for_steps_that_were_undone():
@@ -244,13 +245,13 @@ def test_a_reference_is_no_older_for_steps_that_were_undone():
         lambda m, s: decide(rules, {"step": s, "kl": 0.1}, m)[1], steps, memory
     )
     then = quiet(range(7, 11), {"last": {"event/reference_reset": 6}})
-    memory = remembered(then, quiet(range(11, 21), then), 10)
+    memory = memory_after_rollback(then, quiet(range(11, 21), then), 10)
     ages = lambda step, memory: decide({"age": Aged()}, {"step": step}, memory)[0].coefficients["age"]
     assert ages(21, memory) == 5
     jumped, _ = decide(rules, {"step": 21, "kl": 0.4}, memory)
     assert jumped.reset_reference, "the KLs of before are of the same reference"
     later = quiet([21, 22], memory)
-    assert ages(25, remembered(later, quiet([23, 24], later), 2)) == 7
+    assert ages(25, memory_after_rollback(later, quiet([23, 24], later), 2)) == 7
     reset, after = decide(
         {"by_hand": partial(by_hand, resets=Resets())},
         {"step": 25, ASKED: {"id": "a", "with_optimiser": False}},
@@ -273,9 +274,9 @@ def test_a_reset_by_hand_that_is_undone_is_made_again_once():
         lambda name: {ASKED: {"id": name, "with_optimiser": name == "b"}},
     )
     _, then = decide(rules, {"step": 8} | ask("a"), {})
-    assert remembered(then, then, 3)[BY_HAND] == then[BY_HAND], "this one was before"
+    assert memory_after_rollback(then, then, 3)[BY_HAND] == then[BY_HAND], "this one was before"
     _, now = decide(rules, {"step": 12} | ask("b"), then)
-    memory = json.loads(json.dumps(remembered(then, now, 5)))
+    memory = json.loads(json.dumps(memory_after_rollback(then, now, 5)))
     for asked in ({}, ask("b")):
         decision, after = decide(rules, {"step": 16} | asked, memory)
         assert decision.reset_reference and decision.reset_optimiser and not after[BY_HAND].get("again")
@@ -283,7 +284,9 @@ def test_a_reset_by_hand_that_is_undone_is_made_again_once():
         assert not decide(rules, {"step": 17} | asked, after)[0].reset_reference
     both, _ = decide(rules, {"step": 16} | ask("c"), memory)
     assert both.reset_optimiser and both.events["event/reference_reset"] == "by hand"
-    assert decide(rules, {"step": 16}, remembered(memory, after, 1))[0].reset_reference, "undone a second time"
+    assert decide(rules, {"step": 16}, memory_after_rollback(memory, after, 1))[0].reset_reference, (
+        "undone a second time"
+    )
 
 
 def test_bounds_of_a_rollback_are_refused_with_and_without_one():

@@ -23,7 +23,7 @@ from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.models import load_pretrained, logits
 from jaxrl_llm.rollout.evaluate import TaskEvaluation
 from jaxrl_llm.tasks import Prompts, Table, Task, load
-from jaxrl_llm.trainer.state import ask_reset, asked_reset
+from jaxrl_llm.trainer.state import read_reset_request, request_reset
 from jaxrl_llm.types import Completion
 
 pytestmark = pytest.mark.slow
@@ -147,7 +147,7 @@ def rows(folder):
 def killed_once_asked(folder):
     """A run that was asked to reset, and killed once that was done, before its first checkpoint."""
     (folder / "asked").mkdir()
-    ask_reset(folder / "asked", True)
+    request_reset(folder / "asked", True)
     arguments = f"{BY_HAND} --steps 60 --output.checkpoint_every 59".split()
     process = logged(folder / "log", *arguments, folder=folder)
     while process.poll() is None and not any(row["step"] >= 2 for row in rows(folder / "asked")):
@@ -162,7 +162,7 @@ def gone_on(folder, answers):
     whole one; and the first row of the killed one."""
     killed_once_asked(folder)
     first = rows(folder / "asked")[1]
-    assert asked_reset(folder / "asked") and not steps_in(folder / "asked" / "checkpoints"), "it is not safe yet"
+    assert read_reset_request(folder / "asked") and not steps_in(folder / "asked" / "checkpoints"), "it is not safe yet"
     for name in ("damaged", "lost"):
         shutil.copytree(folder / "run", folder / name)
         for step in (3,) if name == "damaged" else (2, 3):
@@ -189,7 +189,7 @@ def test_a_kill_before_the_next_checkpoint_loses_no_request(folder, gone_on):
     again = rows(folder / "asked")
     assert [row.get("event/reference_reset") for row in again] == [None, "by hand", None, None]
     assert again[1]["loss"] == first["loss"] and again[1]["event/resumed"]
-    assert not asked_reset(folder / "asked") and steps_in(folder / "asked" / "snapshots") == [1]
+    assert not read_reset_request(folder / "asked") and steps_in(folder / "asked" / "snapshots") == [1]
     assert "step 1: reference reset: by hand" in answers["asked"].err
 
 

@@ -39,7 +39,7 @@ from jaxrl_llm.rewards import Accuracy, Format, Function
 from jaxrl_llm.rollout.groups import GROUP_RECORDS
 from jaxrl_llm.rules import Phase, Reaches, Rules, Stalls
 from jaxrl_llm.stages.stage import Stage
-from jaxrl_llm.trainer.state import LoopState, base_of_policy, next_phase
+from jaxrl_llm.trainer.state import LoopState, next_phase, policy_base
 from jaxrl_llm.types import TrainState
 
 pytestmark = pytest.mark.slow
@@ -330,4 +330,4 @@ def test_a_phase_of_an_adapter_is_made_of_what_lies_beside_it():
     model, _ = load_pretrained("tiny-random")
     for lora in (Lora(), Lora(rank=2)):
         state = abstract_state(model, build(RUN.learner.optimiser), True, lora)
-        assert jax.tree.structure(base_of_policy(state)) == jax.tree.structure(model)
+        assert jax.tree.structure(policy_base(state)) == jax.tree.structure(model)

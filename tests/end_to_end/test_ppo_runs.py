@@ -31,7 +31,7 @@ from jaxrl_llm.recipes import RECIPES, Overlong
 from jaxrl_llm.rewards.shaping import RelativeLength
 from jaxrl_llm.stages.taught import RewardFormat
 from jaxrl_llm.tasks.template import template_fingerprint
-from jaxrl_llm.trainer.state import with_others
+from jaxrl_llm.trainer.state import take_other_roles
 
 pytestmark = pytest.mark.slow
 
@@ -175,12 +175,12 @@ def test_a_run_that_begins_with_another_has_its_critic_or_a_new_one_of_its_polic
     model, _ = load_pretrained("tiny-random")
     state = create_state(model, build(RUN.learner.optimiser), False, one_device(), others=[begins])
     said = []
-    found = with_others(state, [begins], folder / "whole" / "checkpoints" / "2", one_device(), said.append)
+    found = take_other_roles(state, [begins], folder / "whole" / "checkpoints" / "2", one_device(), said.append)
     there = part(saved(folder / "whole", 2), "roles/critic/params/")
     assert same(part(jax.device_get(flatten(found)), "roles/critic/params/"), there)
     assert not any(np.any(x) for x in jax.tree.leaves(found.roles["critic"].opt_state)), "its optimiser is new"
     moved = state.with_role("policy", params=jax.tree.map(lambda x: 2 * x, state.policy.params))
-    new = with_others(moved, [begins], folder / "other" / "checkpoints" / "2", one_device(), said.append)
+    new = take_other_roles(moved, [begins], folder / "other" / "checkpoints" / "2", one_device(), said.append)
     assert said == ["the critic begins with its weights there too"], "the other one has fewer layers"
     decoder = new.roles["critic"].params.decoder
     for one, policy in zip(jax.tree.leaves(decoder), jax.tree.leaves(moved.policy.params), strict=True):

@@ -21,7 +21,7 @@ from jaxrl_llm.runs.pins import checking, decide, keep_dependencies, needs_base
 from jaxrl_llm.sharding.distributed import ALONE
 from jaxrl_llm.system.paths import COLLECTED
 from jaxrl_llm.tasks import Table
-from jaxrl_llm.trainer.launch import claimed
+from jaxrl_llm.trainer.launch import claim_directory
 
 SMOKE = configs.dated(configs.resolved(configs.load_config("smoke")[1]), "2025-07-01")
 JUDGED = dataclasses.replace(SMOKE, scoring=configs.Scoring((ModelReward(("rm", "other@3")),)))
@@ -29,7 +29,7 @@ JUDGED = dataclasses.replace(SMOKE, scoring=configs.Scoring((ModelReward(("rm", 
 
 def a_run(folder, run, *steps, **origin):
     """A run in a folder, with checkpoints whose files are told apart by their step."""
-    with claimed(folder, Found(folder.name, run, Origin(str(folder.parent), **origin))):
+    with claim_directory(folder, Found(folder.name, run, Origin(str(folder.parent), **origin))):
         for step in steps:
             place = folder / "checkpoints" / str(step)
             (place / "host").mkdir(parents=True)

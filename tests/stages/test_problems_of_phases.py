@@ -28,7 +28,7 @@ from jaxrl_llm.stages.programs import ingredients_of
 from jaxrl_llm.stages.rl import Reinforcement
 from jaxrl_llm.stages.stage import Stage
 from jaxrl_llm.tasks import Curriculum, EasyToHard
-from jaxrl_llm.trainer.state import with_phase
+from jaxrl_llm.trainer.state import add_phase_rule
 from jaxrl_llm.types import Completion, Group, Problem
 
 RUN = load_config(str(Path(__file__).parents[1] / "fixtures" / "runs" / "phased.py"))[1]
@@ -248,13 +248,13 @@ def test_a_phase_whose_problems_are_solved_gives_way_to_the_next():
     row = {"step": 3, "updates": 0.0, "reward/accuracy": 1.0, "dynamic_sampling/kept_fraction": 0.0}
     row |= {"reward/zero_std_fraction": 1.0, "completions": 0, "completions/mean_length": 3.0}
     memory = {"teaches_nothing": {"empty": 2, "solved": 2}}
-    last, _ = decide(with_phase(stage, run, 1).rules, row, memory)
+    last, _ = decide(add_phase_rule(stage, run, 1).rules, row, memory)
     assert last.stop == DONE and last.reason.startswith("solved: ")
-    goes_on, after = decide(with_phase(stage, run, 0).rules, row, memory)
+    goes_on, after = decide(add_phase_rule(stage, run, 0).rules, row, memory)
     assert goes_on.stop is None and goes_on.next_phase and goes_on.snapshot
     assert goes_on.events["event/phase"].startswith("hard (easy ended since it is solved: ")
     assert goes_on.events["event/reference_reset"] and after["teaches_nothing"] == {"empty": 0}
     row["reward/accuracy"] = 0.5
     alone = dataclasses.replace(run, rules=Rules(until=Reaches("reward/accuracy", above=0.4)))
-    ended, _ = decide(with_phase(stage, alone, 0).rules, row, {})
-    assert ended.stop == DONE and with_phase(stage, run, 1) is stage
+    ended, _ = decide(add_phase_rule(stage, alone, 0).rules, row, {})
+    assert ended.stop == DONE and add_phase_rule(stage, run, 1) is stage

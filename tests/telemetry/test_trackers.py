@@ -16,7 +16,7 @@ from jaxrl_llm.config import Found, Origin, Output, load_config
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.sharding.distributed import ALONE
 from jaxrl_llm.telemetry.records import SAMPLE_COLUMNS, RunWriter, choose_samples, import_extra, tracker_factories
-from jaxrl_llm.trainer.launch import begin
+from jaxrl_llm.trainer.launch import decide_start
 
 FAKE = """
 import json
@@ -171,7 +171,7 @@ def test_an_unknown_tracker_is_refused_before_the_directory_is_claimed(tmp_path)
         load_config("smoke")[1], output=Output(run_dir=str(tmp_path / "run"), trackers=("wandbb",))
     )
     with pytest.raises(InputError, match="'wandbb' is unknown"):
-        begin(ALONE, Found("run", run, Origin(str(tmp_path))), False, None)
+        decide_start(ALONE, Found("run", run, Origin(str(tmp_path))), False, None)
 
 
 @pytest.mark.slow

@@ -25,8 +25,8 @@ from jaxrl_llm.rules import Reaches, Rules, Stalls
 from jaxrl_llm.sharding.distributed import ALONE, Peers
 from jaxrl_llm.system.paths import COLLECTED, InUse, alone
 from jaxrl_llm.system.storage import folder, mirror, system
-from jaxrl_llm.trainer.launch import Result, begin, choose_directory, claimed, first_weights
-from jaxrl_llm.trainer.state import forget_best
+from jaxrl_llm.trainer.launch import Result, choose_directory, claim_directory, decide_start, first_weights
+from jaxrl_llm.trainer.state import remove_old_best
 
 SMOKE = configs.dated(configs.resolved(configs.load_config("smoke")[1]), "2025-07-01")
 HOLD = "import sys\nfrom pathlib import Path\nfrom jaxrl_llm.system.paths import alone\n" \
@@ -46,7 +46,7 @@ def found(directory, **changes):
 def begun(directory, *steps, start=None, **changes):
     """A run in a directory that has some checkpoints."""
     one = found(directory, **changes)
-    with claimed(directory, dataclasses.replace(one, origin=dataclasses.replace(one.origin, start=start))):
+    with claim_directory(directory, dataclasses.replace(one, origin=dataclasses.replace(one.origin, start=start))):
         pass
     for step in steps:
         place = directory / "checkpoints" / str(step)
@@ -71,7 +71,7 @@ def holder(tmp_path):
 def test_a_folder_is_held_by_one_process_until_it_dies(tmp_path, holder):
     config = tmp_path / "config.json"
     config.write_text("theirs")
-    with pytest.raises(InUse) as refusal, claimed(tmp_path, found(tmp_path)):
+    with pytest.raises(InUse) as refusal, claim_directory(tmp_path, found(tmp_path)):
         pass
     who = f"process {holder.pid} on {socket.gethostname()}"
     assert str(refusal.value) == f"{tmp_path} is in use by {who}: wait until it ends, or take --fresh for a new folder"
@@ -79,7 +79,7 @@ def test_a_folder_is_held_by_one_process_until_it_dies(tmp_path, holder):
     holder.send_signal(signal.SIGKILL)
     holder.wait()
     assert (tmp_path / "lock").exists()
-    with claimed(tmp_path, found(tmp_path)):
+    with claim_directory(tmp_path, found(tmp_path)):
         assert (tmp_path / "lock").read_text() == f"process {os.getpid()} on {socket.gethostname()}"
     assert json.loads(config.read_text())["steps"] == SMOKE.steps
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json"]
@@ -98,11 +98,11 @@ def test_a_folder_is_let_go_whatever_happens(tmp_path):
 
 def test_who_comes_second_removes_nothing(tmp_path):
     directory = tmp_path / "runs" / "new"
-    with claimed(directory, found(directory)):
-        with pytest.raises(InUse), claimed(directory, found(directory, seed=3)):
+    with claim_directory(directory, found(directory)):
+        with pytest.raises(InUse), claim_directory(directory, found(directory, seed=3)):
             pass
         assert json.loads((directory / "config.json").read_text())["seed"] == 0
-    with pytest.raises(InputError, match="nothing came of it"), claimed(tmp_path / "other", found(directory)):
+    with pytest.raises(InputError, match="nothing came of it"), claim_directory(tmp_path / "other", found(directory)):
         raise InputError("nothing came of it")
     assert directory.is_dir() and not (tmp_path / "other").exists()
 
@@ -110,7 +110,7 @@ def test_who_comes_second_removes_nothing(tmp_path):
 @pytest.mark.parametrize("name", [COLLECTED, f"{COLLECTED}.part"])
 def test_answers_that_were_collected_are_not_removed(tmp_path, name):
     directory = tmp_path / "new"
-    with pytest.raises(KeyboardInterrupt), claimed(directory, found(directory)):
+    with pytest.raises(KeyboardInterrupt), claim_directory(directory, found(directory)):
         (directory / name).touch()
         raise KeyboardInterrupt
     assert sorted(path.name for path in directory.iterdir()) == [name, "config.json"]
@@ -124,17 +124,17 @@ def test_what_does_not_change_the_past_may_change_and_is_recorded(tmp_path):
     optimiser = dataclasses.replace(SMOKE.learner.optimiser, learning_rate=3e-6)
     rules = dataclasses.replace(SMOKE.rules, guards=("no_signal",))
     changes = {"learner": dataclasses.replace(SMOKE.learner, optimiser=optimiser), "rules": rules}
-    other = begin(ALONE, found(directory, steps=99, **changes), False, None)[1]
+    other = decide_start(ALONE, found(directory, steps=99, **changes), False, None)[1]
     assert [step for step, _ in other.origin.changed] == [4]
-    with claimed(directory, other):
+    with claim_directory(directory, other):
         (directory / "checkpoints" / "7").mkdir()
     rate = f"learner.optimiser.learning_rate: {SMOKE.learner.optimiser.learning_rate} -> 3e-06"
     lines = f"{rate}; rules.guards.0: None -> no_signal"
     assert changed_since(directory, 4) == lines and changed_since(directory, 5) == ""
-    again = begin(ALONE, found(directory, steps=99, **changes), False, None)[1]
+    again = decide_start(ALONE, found(directory, steps=99, **changes), False, None)[1]
     assert again.origin.changed == other.origin.changed, "it is told once"
     with pytest.raises(InputError, match=r"rollout.group: \d+ -> 5"):
-        begin(ALONE, found(directory, rollout=dataclasses.replace(SMOKE.rollout, group=5)), False, None)
+        decide_start(ALONE, found(directory, rollout=dataclasses.replace(SMOKE.rollout, group=5)), False, None)
 
 
 def test_another_runs_weights_begin_a_run_of_their_own(tmp_path):
@@ -208,11 +208,11 @@ def test_the_package_offers_its_names_when_they_are_asked_for(tmp_path):
 
 def test_a_run_of_which_nothing_comes_removes_no_other_beside_it(tmp_path):
     first, second = tmp_path / "runs" / "first", tmp_path / "runs" / "second"
-    with pytest.raises(InputError, match="refused"), claimed(first, found(first)):
+    with pytest.raises(InputError, match="refused"), claim_directory(first, found(first)):
         second.mkdir()
         raise InputError("refused")
     assert not first.exists() and second.is_dir(), "runs was made by the first one"
-    with pytest.raises(InputError, match="refused"), claimed(tmp_path / "a" / "b" / "c", found(first)):
+    with pytest.raises(InputError, match="refused"), claim_directory(tmp_path / "a" / "b" / "c", found(first)):
         raise InputError("refused")
     assert not (tmp_path / "a").exists() and tmp_path.exists()
 
@@ -223,7 +223,7 @@ def test_several_processes_do_not_write_to_s3(tmp_path, resumed):
     one = found(mirror(address) if resumed else tmp_path)
     one = one if resumed else dataclasses.replace(one, run=lying(one.run, address))
     with pytest.raises(InputError, match="only one process writes to s3://; give gs://, or a shared folder"):
-        begin(Peers(0, 2), one, False, None)
+        decide_start(Peers(0, 2), one, False, None)
 
 
 @pytest.mark.slow
@@ -232,13 +232,13 @@ def test_fresh_takes_a_free_address(tmp_path):
     on_another_machine(tmp_path / "one")
     address = f"gs://{BUCKET}/launch/run"
     one = dataclasses.replace(found(tmp_path), run=lying(SMOKE, address))
-    with claimed(mirror(address), one):
+    with claim_directory(mirror(address), one):
         pass
     on_another_machine(tmp_path / "other")
     assert choose_directory(one.run, "x", False)[0] == mirror(address)
     assert choose_directory(one.run, "x", True)[0] == mirror(f"{address}-2")
     assert json.loads((mirror(address) / "config.json").read_text())["output"]["run_dir"] == address
-    with pytest.raises(InputError, match="nothing came of it"), claimed(mirror(f"{address}-2"), one):
+    with pytest.raises(InputError, match="nothing came of it"), claim_directory(mirror(f"{address}-2"), one):
         raise InputError("nothing came of it")
     assert not folder(f"{address}-2").exists() and system(address).find(f"{address}-2") == []
 
@@ -291,7 +291,7 @@ def test_a_run_that_a_rule_has_ended_stays_so_until_the_rule_would_not(tmp_path,
     for step, ended in ((6, stays), (4, False)):
         ending = {"step": step, "rule": rule, "reason": "it is over"}
         (place / "metadata").write_text(json.dumps({"memory": memory | {"ended": ending}, "phase": 0}))
-        assert (begin(ALONE, again, False, None)[1] is None) == bool(ended)
+        assert (decide_start(ALONE, again, False, None)[1] is None) == bool(ended)
     told = capsys.readouterr().out
     line = f"{directory} is finished: it ended at step 6 of {again.run.steps}: it is over. "
     assert told.startswith(line) == bool(stays) and told.count("\n") == stays
@@ -341,7 +341,7 @@ def test_the_best_model_is_that_of_rows_that_last_and_others_go_unless_a_checkpo
     (directory / "config.json").write_text(json.dumps(config))
     for step in there:
         (directory / "best" / str(step)).mkdir(parents=True)
-    forget_best(directory)
+    remove_old_best(directory)
     assert steps_in(directory / "best") == left and len(list((directory / "best").iterdir())) == len(left)
     for number in checkpoints:
         assert case == "not kept" or recorded_best(directory, last=number) in {0, None, *left, *checkpoints}, number

@@ -20,7 +20,7 @@ from jaxrl_llm.models.flops import count_parameters
 from jaxrl_llm.rules import Reaches, Rules
 from jaxrl_llm.sharding.mesh import CHIPS, DEVICE_KINDS
 from jaxrl_llm.system.json_lines import read_rows
-from jaxrl_llm.trainer.state import UNDERWAY, keep_underway, underway_after
+from jaxrl_llm.trainer.state import STEP_PROGRESS, read_step_progress, write_step_progress
 
 pytestmark = pytest.mark.slow
 
@@ -88,7 +88,7 @@ def test_a_run_that_is_stopped_while_it_scores_goes_on_as_if_nobody_had_stopped_
     codes, beside = [], []
     for _ in range(3):
         codes.append(int(train(run)))
-        beside.append((tmp_path / "stopped" / UNDERWAY).exists())
+        beside.append((tmp_path / "stopped" / STEP_PROGRESS).exists())
     assert codes == [75, 75, 0] and beside == [False, every == 1, False]
     assert tuple(re.findall("stopped (within|after) step ", capsys.readouterr().err)) == ends
     assert plain(tmp_path / "stopped") == plain(whole)
@@ -99,10 +99,10 @@ def test_samples_of_a_stopped_step_belong_to_one_checkpoint(tmp_path):
         place = tmp_path / "checkpoints" / str(step)
         place.mkdir(parents=True)
         (place / "checksums.json").write_text(f'{{"{files}": [1, 2]}}')
-    keep_underway(tmp_path, 3, {"left": None})
-    assert underway_after(tmp_path, 3) == {"left": None} and underway_after(tmp_path, 4) is None
+    write_step_progress(tmp_path, 3, {"left": None})
+    assert read_step_progress(tmp_path, 3) == {"left": None} and read_step_progress(tmp_path, 4) is None
     (tmp_path / "checkpoints/3/checksums.json").write_text('{"one": [1, 3]}')  # saved anew, with other weights
-    assert underway_after(tmp_path, 3) is None
+    assert read_step_progress(tmp_path, 3) is None
 
 
 def test_a_checkpoint_is_written_when_the_last_one_is_too_old(tmp_path):

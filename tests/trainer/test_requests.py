@@ -12,7 +12,7 @@ from jaxrl_llm.data import Texts
 from jaxrl_llm.recipes import DAPO, GRPO
 from jaxrl_llm.rules import BY_HAND, Phase, Resets, Rules, by_hand, decide, not_a_number
 from jaxrl_llm.tasks import Table
-from jaxrl_llm.trainer.state import ask_reset, asked_reset, forget_reset
+from jaxrl_llm.trainer.state import read_reset_request, remove_reset_request, request_reset
 
 RUNS = Path(__file__).parents[1] / "fixtures" / "runs"
 
@@ -41,9 +41,9 @@ def test_a_guard_leaves_the_request_for_later():
 
 
 def test_a_request_goes_only_when_a_checkpoint_has_what_it_asked_for(tmp_path):
-    forget_reset(tmp_path, {BY_HAND: {"id": "a", "step": 1}})
-    ask_reset(tmp_path, False)
-    found = asked_reset(tmp_path)["asked/reset"]
+    remove_reset_request(tmp_path, {BY_HAND: {"id": "a", "step": 1}})
+    request_reset(tmp_path, False)
+    found = read_reset_request(tmp_path)["asked/reset"]
     assert not found["with_optimiser"]
     (tmp_path / "checkpoints" / "7").mkdir(parents=True)
     for memory, stays in (
@@ -52,8 +52,8 @@ def test_a_request_goes_only_when_a_checkpoint_has_what_it_asked_for(tmp_path):
         ({BY_HAND: {"id": found["id"], "step": 8}}, True),
         ({BY_HAND: {"id": found["id"], "step": 7}}, False),
     ):
-        forget_reset(tmp_path, memory)
-        assert bool(asked_reset(tmp_path)) == stays
+        remove_reset_request(tmp_path, memory)
+        assert bool(read_reset_request(tmp_path)) == stays
 
 
 def test_what_has_nothing_to_reset_is_refused_and_the_rest_is_asked(tmp_path, capsys):
@@ -81,7 +81,7 @@ def test_what_has_nothing_to_reset_is_refused_and_the_rest_is_asked(tmp_path, ca
     for name in ("run", "watched"):
         assert cli.run(["reset", str(tmp_path / name), "--with_optimiser"]) == 0
         assert "resets its reference and its optimiser after its current step" in capsys.readouterr().out
-        assert asked_reset(tmp_path / name)["asked/reset"]["with_optimiser"]
+        assert read_reset_request(tmp_path / name)["asked/reset"]["with_optimiser"]
     assert cli.run(["reset", "--help"]) == 0 and "usage: jaxrl-llm reset RUN" in capsys.readouterr().out
 
 

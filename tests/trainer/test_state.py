@@ -10,7 +10,7 @@ from jaxrl_llm.checkpoints.store import Checkpoints
 from jaxrl_llm.config import load_config, resolved
 from jaxrl_llm.learner import Layout, Learner
 from jaxrl_llm.stages.stage import Stage
-from jaxrl_llm.trainer.state import begin
+from jaxrl_llm.trainer.state import create_or_restore
 
 
 def test_a_coefficient_that_was_moved_is_that_of_the_run_that_goes_on(tmp_path):
@@ -21,11 +21,11 @@ def test_a_coefficient_that_was_moved_is_that_of_the_run_that_goes_on(tmp_path):
         coefficients={"kl_coef": 0.1, "other": 1.0},
     )  # fmt: skip
     with Checkpoints(tmp_path) as store:
-        state, host = begin(run, stage, tiny("windows"), store, None, mesh, None, print)
+        state, host = create_or_restore(run, stage, tiny("windows"), store, None, mesh, None, print)
         assert host.coefficients == {"kl_coef": 0.1, "other": 1.0} and host.carry is None
         policy = np.asarray(state.policy.params.weights.embed[...])
         host.coefficients = {"kl_coef": 0.4}
         store.save(1, state, vars(host), stage.records)
-        again, found = begin(run, stage, tiny("windows", 5), store, 1, mesh, None, print)
+        again, found = create_or_restore(run, stage, tiny("windows", 5), store, 1, mesh, None, print)
     assert found.coefficients == {"kl_coef": 0.4, "other": 1.0}, "what a new rule moves begins where the stage says"
     np.testing.assert_array_equal(again.policy.params.weights.embed[...], policy)
