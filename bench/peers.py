@@ -32,7 +32,7 @@ from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.models import load_pretrained, logits, save_pretrained
 from jaxrl_llm.models.config import TokenIds
 from jaxrl_llm.models.decoder import Decoder, initialise, to_parameters
-from jaxrl_llm.runs.load import load_model
+from jaxrl_llm.runs import load_model
 from jaxrl_llm.sharding import make_mesh
 
 ROOT = Path(__file__).parents[1]

@@ -30,7 +30,7 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.cli.flags import first, parse_flags, take
 from jaxrl_llm.config.phases import changed
 from jaxrl_llm.errors import InputError, did_you_mean, require
-from jaxrl_llm.runs.load import begun, find_run
+from jaxrl_llm.runs import find_run, read_started_run
 from jaxrl_llm.system.json_lines import read_rows
 from jaxrl_llm.system.paths import prepare_libraries, writable
 from jaxrl_llm.system.signals import PREEMPTED, SIGNALS
@@ -158,7 +158,7 @@ def check(run: configs.Run) -> None:
 
 def check_same(one: Planned) -> None:
     """Refuse what lies there of a run with other settings: it would be told of as if it were this one."""
-    before = begun(one.directory)
+    before = read_started_run(one.directory)
     changes = () if before is None else settings_changes(before, one.run)
     other = [change for change in changes if not change.startswith(MAY_DIFFER)]
     away = "give another --folder, or move it away"

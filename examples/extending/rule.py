@@ -8,7 +8,7 @@ A rule decides after each step: to stop, to reset, to move a coefficient. ``row`
 # jaxrl_llm/rules/guards.py
 from functools import partial
 
-from jaxrl_llm.rules.decision import DONE, Decided, Decision, Own, Row
+from jaxrl_llm.rules.guards import DONE, Decided, Decision, Own, Row
 
 
 def good_enough(row: Row, own: Own, accuracy: float = 0.99) -> Decided:

@@ -22,7 +22,7 @@ class Rules:
 import math
 from functools import partial
 
-from jaxrl_llm.rules.decision import GUARD, Decided, Decision, Own, Row
+from jaxrl_llm.rules.guards import GUARD, Decided, Decision, Own, Row
 
 
 def farthest(row: Row, own: Own, kl: float) -> Decided:

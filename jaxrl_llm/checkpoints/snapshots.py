@@ -20,7 +20,7 @@ from jaxrl_llm.checkpoints.dependents import depended_on, kept_copy
 from jaxrl_llm.checkpoints.integrity import fault, mark
 from jaxrl_llm.checkpoints.store import UNFINISHED, Checkpoints, host_file, steps_in
 from jaxrl_llm.errors import InputError, one_line, require
-from jaxrl_llm.rules.decision import ENDED
+from jaxrl_llm.rules.guards import ENDED
 from jaxrl_llm.sharding.distributed import ALONE, Peers
 from jaxrl_llm.system import storage
 from jaxrl_llm.types import TrainState

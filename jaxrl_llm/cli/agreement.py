@@ -17,7 +17,7 @@ from jaxrl_llm.errors import naming, require
 from jaxrl_llm.rewards.rubric import OF_JUDGES, Pairwise, Rubric, asks_model
 from jaxrl_llm.rewards.scorer import Scorer
 from jaxrl_llm.rewards.shaping import check_reward, name_rewards
-from jaxrl_llm.runs.load import mesh_here, on_this_machine
+from jaxrl_llm.runs import mesh_here, on_this_machine
 from jaxrl_llm.sharding import MeshShape
 from jaxrl_llm.system.setting import Range, check_fields
 from jaxrl_llm.types import Completion, Problem

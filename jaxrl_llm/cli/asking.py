@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.errors import InputError, require
-from jaxrl_llm.runs.load import Trained, find_run, load_trained, mesh_here, on_this_machine
+from jaxrl_llm.runs import Trained, find_run, load_trained, mesh_here, on_this_machine
 from jaxrl_llm.sharding import MeshShape
 from jaxrl_llm.system.signals import on_exit
 from jaxrl_llm.tasks import Task

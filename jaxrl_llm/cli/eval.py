@@ -29,8 +29,7 @@ from jaxrl_llm.cli.flags import first, parse_flags, take
 from jaxrl_llm.codec import jsonable
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.errors import InputError, require
-from jaxrl_llm.runs.load import Trained, find_run, load_base, load_model, load_trained, mesh_here
-from jaxrl_llm.runs.pins import needs_base
+from jaxrl_llm.runs import Trained, find_run, load_base, load_model, load_trained, mesh_here, needs_base
 from jaxrl_llm.sharding import MeshShape
 from jaxrl_llm.stages.taught import DEFAULT_SEPARATOR, RewardModelUse, reward_format
 from jaxrl_llm.system.paths import check_file, new_file, writable

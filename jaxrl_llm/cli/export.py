@@ -23,7 +23,7 @@ from jaxrl_llm.data import Steps
 from jaxrl_llm.errors import InputError, as_input_error, require
 from jaxrl_llm.models.peft import base_model_name, is_adapter
 from jaxrl_llm.models.pretrained import BUILTIN, generation_of, looks_like_hub_id
-from jaxrl_llm.runs.load import Trained, find_run, load_adapter, load_trained, mesh_here
+from jaxrl_llm.runs import Trained, find_run, load_adapter, load_trained, mesh_here
 from jaxrl_llm.sharding import MeshShape
 from jaxrl_llm.system.json_lines import read_rows
 from jaxrl_llm.system.paths import check_file, writable

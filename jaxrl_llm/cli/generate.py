@@ -26,7 +26,7 @@ from jaxrl_llm.environments.factory import Factory
 from jaxrl_llm.environments.world import World
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.models.tokenizer import text_of
-from jaxrl_llm.runs.load import find_run
+from jaxrl_llm.runs import find_run
 from jaxrl_llm.sharding import MeshShape
 from jaxrl_llm.system.setting import check_fields
 from jaxrl_llm.system.signals import answering, on_exit, quit_now

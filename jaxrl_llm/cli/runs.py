@@ -49,7 +49,7 @@ def reset_command(arguments: list[str]) -> int:
     with_optimiser = take(arguments, "--with_optimiser", False)
     require(not arguments, f"reset does not know {' '.join(arguments)}: jaxrl-llm reset RUN [--with_optimiser]")
     from jaxrl_llm import config as configs
-    from jaxrl_llm.runs.load import current_phase
+    from jaxrl_llm.runs import current_phase
     from jaxrl_llm.trainer.state import request_reset
 
     directory = storage.folder(name)

@@ -32,7 +32,7 @@ from typing import Any
 from jaxrl_llm import config as configs
 from jaxrl_llm.cli.flags import first, parse_flags, take
 from jaxrl_llm.errors import InputError, did_you_mean, require
-from jaxrl_llm.runs.load import asked_start
+from jaxrl_llm.runs import parse_start
 from jaxrl_llm.sharding.distributed import Disagreement, Distributed, Peers, join
 from jaxrl_llm.system.signals import let_go, on_exit
 from jaxrl_llm.telemetry import Verbosity
@@ -70,7 +70,7 @@ def train_command(arguments: list[str]) -> int:
     settings = configs.resolved(settings)
     configs.validate(settings)
     loaded = dataclasses.replace(loaded, run=settings)
-    first_weights = None if start is None else asked_start(start, carry)
+    first_weights = None if start is None else parse_start(start, carry)
     with linked_processes(distributed) as peers, row_output(quiet, as_json) as voice:
         return launch(loaded, fresh, first_weights, peers, voice=voice)
 

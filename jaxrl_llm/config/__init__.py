@@ -1,6 +1,13 @@
 """Configurations of runs: frozen dataclasses that validate themselves and round-trip through JSON."""
 
-from jaxrl_llm.config.checks import check_types, resolved, validate_on_devices, validate_on_model, validate_on_processes
+from jaxrl_llm.config.checks import (
+    check_types,
+    notes,
+    resolved,
+    validate_on_devices,
+    validate_on_model,
+    validate_on_processes,
+)
 from jaxrl_llm.config.code import own_code, write_code
 from jaxrl_llm.config.distillation import Context, Distillation, TaskTeacher, samples_groups, without_rewards
 from jaxrl_llm.config.files import (
@@ -42,11 +49,21 @@ from jaxrl_llm.config.mixture import (
     verifies,
     watched,
 )
-from jaxrl_llm.config.notes import notes
-from jaxrl_llm.config.origin import Origin, Pin, Start, changed_code, located, own_modules, split_step, without_step
+from jaxrl_llm.config.origin import (
+    Origin,
+    Pin,
+    Start,
+    changed_code,
+    located,
+    own_modules,
+    split_step,
+    tools_of_others,
+    trusting,
+    with_lost,
+    without_step,
+)
 from jaxrl_llm.config.phases import SHIFT, in_phase, phases_of, unreached, validate
-from jaxrl_llm.config.run import SEED, Evaluation, Output, Run, keeps_reference
-from jaxrl_llm.config.scoring import Scoring
+from jaxrl_llm.config.run import SEED, Evaluation, Output, Run, Scoring, keeps_reference
 from jaxrl_llm.config.texts import (
     Answering,
     BatchSize,
@@ -58,6 +75,5 @@ from jaxrl_llm.config.texts import (
     dated,
     wording,
 )
-from jaxrl_llm.config.trust import tools_of_others, trusting, with_lost
 from jaxrl_llm.errors import require
 from jaxrl_llm.system.paths import config_folder, config_names

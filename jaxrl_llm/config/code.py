@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config.files import to_json
-from jaxrl_llm.config.origin import PREFIX, Origin, copies_of, copy_of, own_modules
-from jaxrl_llm.config.trust import named
+from jaxrl_llm.config.origin import PREFIX, Origin, copies_of, copy_of, named, own_modules
 from jaxrl_llm.errors import require
 from jaxrl_llm.system import storage
 from jaxrl_llm.system.copies import COPIES

@@ -10,20 +10,24 @@ from typing import Any
 from jaxrl_llm.codec import digest, flat
 from jaxrl_llm.config.checks import KINDS, check_types
 from jaxrl_llm.config.origin import (
+    LOST,
+    SIGNED,
     Origin,
     Start,
+    check_trust,
     execute,
     find_class,
     located,
     make_findable,
     origin_of,
     own_modules,
+    signed,
     standing_place,
+    use_copies,
     why_not_found,
 )
 from jaxrl_llm.config.run import Run
 from jaxrl_llm.config.texts import Configuration
-from jaxrl_llm.config.trust import LOST, SIGNED, check_trust, signed, use_copies
 from jaxrl_llm.errors import InputError, did_you_mean, naming, require
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rewards.functions import Local, StepFunction

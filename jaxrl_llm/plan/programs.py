@@ -50,7 +50,7 @@ from jaxrl_llm.models.pretrained import model_config_of
 from jaxrl_llm.plan import hlo
 from jaxrl_llm.plan.hlo import HloLoop, cycles, find_loops
 from jaxrl_llm.plan.machines import Machine
-from jaxrl_llm.runs.load import config_of, find_run
+from jaxrl_llm.runs import architecture_of, find_run
 from jaxrl_llm.sharding.mesh import without_compilation_cache
 from jaxrl_llm.stages import stage_of
 from jaxrl_llm.stages.stage import Architectures, Outline, Pass, PlannedSampler
@@ -270,7 +270,7 @@ def planned_run(
     run: Configuration,
     config: ModelConfig,
     devices: list[Any] | None,
-    find: Architectures = config_of,
+    find: Architectures = architecture_of,
     machine: Machine | None = None,
 ) -> PlannedRun:
     """Return the run's functions and their arguments on these devices.

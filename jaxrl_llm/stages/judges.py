@@ -29,7 +29,7 @@ from jaxrl_llm.rewards.functions import ModelReward, StepReward
 from jaxrl_llm.rewards.rubric import Pairwise, asks_model
 from jaxrl_llm.rewards.scorer import token_index
 from jaxrl_llm.rollout.generation import OpenRequests, generate_all
-from jaxrl_llm.runs.load import load_model
+from jaxrl_llm.runs import load_model
 from jaxrl_llm.stages.stage import SCORING_CHUNK, Architectures, Pass, score_sample, score_samples, scoring_forward
 from jaxrl_llm.stages.taught import check_reward_template, reward_format, reward_model_uses
 from jaxrl_llm.tasks import Prompts

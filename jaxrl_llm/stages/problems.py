@@ -14,7 +14,7 @@ from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.models.tokenizer import text_of
 from jaxrl_llm.rollout.groups import SuccessStore, drop_long_successes, mark_off_policy
 from jaxrl_llm.rollout.settings import Rollout
-from jaxrl_llm.runs.load import find_start, host_state
+from jaxrl_llm.runs import find_start, host_state
 from jaxrl_llm.stages.stage import Fingerprints, read_parts
 from jaxrl_llm.stages.taught import format_notes
 from jaxrl_llm.tasks.chats import OPENS_A_THOUGHT, ChatEncoder

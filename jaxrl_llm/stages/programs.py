@@ -35,11 +35,12 @@ from jaxrl_llm.rules import (
     kl_controlled,
     rules_of,
 )
-from jaxrl_llm.runs.load import config_of
+from jaxrl_llm.runs import architecture_of
 from jaxrl_llm.sharding import compiler_options, platform_of
-from jaxrl_llm.stages.critic import CRITIC, CriticRole
 from jaxrl_llm.stages.ingredients import (
+    CRITIC,
     Constraints,
+    CriticRole,
     Ingredient,
     Observations,
     PretrainingMix,
@@ -179,7 +180,7 @@ def build_training(
     model: Decoder,
     mesh: Any,
     tokenizer: Any,
-    find: Architectures = config_of,
+    find: Architectures = architecture_of,
 ) -> tuple[tuple[Training, ...], Mapping[str, Forward]]:
     """Return how each role is trained, the policy first, and how the learner runs the model of each.
 

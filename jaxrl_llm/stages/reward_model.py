@@ -13,7 +13,7 @@ from jaxrl_llm.learner.objectives import Objective, Ranking, StepEntropy
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.heads import ScalarModel
 from jaxrl_llm.rewards import Scorer
-from jaxrl_llm.runs.load import as_trained
+from jaxrl_llm.runs import as_trained
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.stages.dataset import DatasetStage, build_programs, groups, outline_dataset, read_rows_of, resources
 from jaxrl_llm.stages.stage import PLACEHOLDER, Outline, score_sample, score_samples

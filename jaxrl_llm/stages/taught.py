@@ -10,7 +10,7 @@ from jaxrl_llm.errors import naming, require
 from jaxrl_llm.models.hf import OUR_ATTRIBUTE, is_reward_model
 from jaxrl_llm.models.pretrained import hf_attributes
 from jaxrl_llm.rewards.functions import ModelReward, StepReward
-from jaxrl_llm.runs.load import find_run
+from jaxrl_llm.runs import find_run
 from jaxrl_llm.tasks import Prompts
 from jaxrl_llm.tasks.template import template_fingerprint
 

@@ -22,7 +22,7 @@ from jaxrl_llm.models.decoder import Decoder, initialise
 from jaxrl_llm.models.heads import ScalarModel
 from jaxrl_llm.models.lora import model_of
 from jaxrl_llm.rollout.groups import RolloutBatch
-from jaxrl_llm.runs.load import config_of, load_model
+from jaxrl_llm.runs import architecture_of, load_model
 from jaxrl_llm.sharding import as_shapes, platform_of, shardings
 from jaxrl_llm.stages.ingredients import Ingredient, StageContext
 from jaxrl_llm.stages.stage import Architectures, Pass
@@ -80,13 +80,13 @@ class Teachers(Ingredient):
           InputError: one that is missing, scores texts, has too few positions or other tokens than the policy.
         """
         forward, loaded = context.forwards["policy"], {}
-        forwards = {name: run_teacher(name, self.run, forward, config_of) for name in self.settings.names}
+        forwards = {name: run_teacher(name, self.run, forward, architecture_of) for name in self.settings.names}
         for name, teacher_forward in forwards.items():
             if name is None:
                 continue
             context.progress.status(f"loading {name}")
             loaded[name] = load_teacher(name, self.run, teacher_forward, context.tokenizer)
-        vocab = config_of(self.run.model).vocab_size
+        vocab = architecture_of(self.run.model).vocab_size
         return dataclasses.replace(
             self, loaded=loaded, forwards=forwards, policy=forward, vocab=vocab, prompts=context.prompts,
             others=tuple(name for name in context.objectives if name != DISTILLATION),

@@ -21,8 +21,8 @@ from jaxrl_llm.codec import digest
 from jaxrl_llm.config.origin import origin_of, other_tests, recorded_best, with_step_numbers
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.rules import OF_LESSONS, OF_PHASES, Stalls
-from jaxrl_llm.rules.decision import ENDED
 from jaxrl_llm.rules.guards import (
+    ENDED,
     SOLVED,
     evaluation_result,
     flags_to_continue,
@@ -30,8 +30,17 @@ from jaxrl_llm.rules.guards import (
     surviving_rows,
     would_end,
 )
-from jaxrl_llm.runs import pins
-from jaxrl_llm.runs.load import asked_start, begun, find_run, has_begun, step_of
+from jaxrl_llm.runs import (
+    MODEL_CHECKER,
+    decide_model_versions,
+    find_run,
+    has_started,
+    keep_dependencies,
+    model_checker,
+    parse_start,
+    read_started_run,
+    step_of,
+)
 from jaxrl_llm.sharding.distributed import ALONE, Peers
 from jaxrl_llm.system import lease, storage
 from jaxrl_llm.system.json_lines import read_rows
@@ -130,9 +139,11 @@ def launch(
 
         loaded = dataclasses.replace(loaded, directory=directory)
         notes: list[tuple[Path, str]] = []
-        peers.first(lambda: notes.extend(pins.keep_dependencies(loaded, directory, say)))
-        stack.callback(lambda: None if has_begun(directory) else [write_note(*one, directory, False) for one in notes])
-        stack.callback(pins.PINS.reset, pins.PINS.set(pins.checking(loaded, directory, peers)))
+        peers.first(lambda: notes.extend(keep_dependencies(loaded, directory, say)))
+        stack.callback(
+            lambda: None if has_started(directory) else [write_note(*one, directory, False) for one in notes]
+        )
+        stack.callback(MODEL_CHECKER.reset, MODEL_CHECKER.set(model_checker(loaded, directory, peers)))
         try:
             code = run_training(loaded.pinned, directory, say, peers, loaded.start, voice)
         except InputError as error:
@@ -181,7 +192,7 @@ def train(
     configs.validate(settings)
     loaded = configs.Found(name, settings, configs.Origin(str(Path.cwd())))
     voice = Verbosity(rows=on_step)
-    return launch(loaded, fresh, None if start is None else asked_start(start, carry), voice=voice)
+    return launch(loaded, fresh, None if start is None else parse_start(start, carry), voice=voice)
 
 
 def decide_start(
@@ -197,7 +208,7 @@ def decide_start(
     is_shared = peers.count == 1 or storage.written_directly(storage.mirror(place or ""))
     require(is_shared, f"run_dir {place}: only one process writes to s3://; give gs://, or a shared folder")
     if f"@{BEST}" in json.dumps(configs.to_json(loaded.run)):
-        before = None if fresh else begun(storage.refreshed(storage.mirror(place or f"runs/{loaded.name}")))
+        before = None if fresh else read_started_run(storage.refreshed(storage.mirror(place or f"runs/{loaded.name}")))
         known = {} if before is None else before.origin.models
         loaded = dataclasses.replace(loaded, run=with_step_numbers(loaded.run, loaded.origin, known))
     peers.check_same("settings", digest([configs.to_json(loaded.run), __version__, jax.__version__]))
@@ -216,7 +227,7 @@ def decide_start(
         weights = start or loaded.origin.start
         if before is not None or weights is not None:
             weights = first_weights(directory, weights)
-        models = pins.decide(loaded, directory, before is not None, weights)
+        models = decide_model_versions(loaded, directory, before is not None, weights)
         origin = dataclasses.replace(origin, start=weights, models=models, copy=1)
         if before is None:
             holder = None if weights is None else weights.directory
@@ -258,7 +269,7 @@ def choose_directory(
         number = number + 1
     if directory.exists() and not directory.is_dir():
         raise InputError(f"{directory} is a file: give a folder with --run_dir")
-    before = begun(directory)
+    before = read_started_run(directory)
     changes = [] if before is None else settings_changes(before, settings)
     free = configs.FREE_TO_CHANGE + configs.RECORDED_CHANGES
     if fixed := [change for change in changes if not change.startswith(free)]:
@@ -274,7 +285,7 @@ def same_start(directory: Path, settings: configs.Configuration, start: configs.
 
     Another learning rate makes another run here, where it would only be recorded on resume; other measurements do not.
     """
-    before = begun(directory)
+    before = read_started_run(directory)
     if before is None:
         return True
     measured = tuple(name for name in configs.RECORDED_CHANGES if name.startswith("evaluation."))
@@ -302,7 +313,7 @@ def first_weights(directory: Path, start: configs.Start | None) -> configs.Start
       InputError: it is missing or damaged, and the run has no checkpoint of its own yet.
     """
     here = start
-    if (before := begun(directory)) is not None:
+    if (before := read_started_run(directory)) is not None:
         start, here = before.origin.start, before.start
     if start is None or here is None or steps_in(directory / CHECKPOINTS) or start.step == 0:
         return start
@@ -380,7 +391,7 @@ def claim_directory(directory: Path, loaded: configs.Found) -> Generator[None]:
     topmost = next((p for p in reversed([directory, *directory.parents]) if not p.exists()), None)
 
     def remove(*reason: object) -> None:
-        if topmost is None or has_begun(directory):
+        if topmost is None or has_started(directory):
             return
         if not (directory / REWARD_ERROR).exists():
             shutil.rmtree(directory, ignore_errors=True)

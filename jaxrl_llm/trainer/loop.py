@@ -22,7 +22,7 @@ from jaxrl_llm.config.origin import recorded_best
 from jaxrl_llm.errors import InputError, Stopped
 from jaxrl_llm.models.lora import model_of
 from jaxrl_llm.rules import DONE, FOUND, GUARD, Decision, decide
-from jaxrl_llm.rules.decision import ENDED, EVENT_ENDED
+from jaxrl_llm.rules.guards import ENDED, EVENT_ENDED
 from jaxrl_llm.sharding.distributed import ALONE, Peers
 from jaxrl_llm.sharding.mesh import all_devices
 from jaxrl_llm.stages import stage_of

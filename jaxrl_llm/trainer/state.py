@@ -33,9 +33,8 @@ from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.update import NewRole, reset_optimiser, reset_reference, with_reference
 from jaxrl_llm.models.heads import split_head
 from jaxrl_llm.rules import ASKED, BY_HAND, PHASE, Memory
-from jaxrl_llm.rules.decision import ENDED
-from jaxrl_llm.runs.load import as_trained, find_run, host_state, load_model
-from jaxrl_llm.runs.pins import needs_base
+from jaxrl_llm.rules.guards import ENDED
+from jaxrl_llm.runs import as_trained, find_run, host_state, load_model, needs_base
 from jaxrl_llm.sharding import make_mesh
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.stages import stage_of

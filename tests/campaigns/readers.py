@@ -212,7 +212,7 @@ def read_run(case: Any, folder: Path) -> Any:
     """Read a stranger's run as ``generate`` and as ``eval`` do, and check its settings."""
     from jaxrl_llm import config as configs
     from jaxrl_llm.errors import InputError
-    from jaxrl_llm.runs.load import find_run
+    from jaxrl_llm.runs import find_run
 
     (folder / "evil.py").write_text("open('fuzzed_mark', 'w')")
     run = folder / "run"

@@ -18,7 +18,7 @@ from jaxrl_llm.data import Pairs, Texts
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Learner
 from jaxrl_llm.models.config import Lora
-from jaxrl_llm.runs.load import Trained
+from jaxrl_llm.runs import Trained
 from jaxrl_llm.tasks import Table
 
 ROWS = Table("rows.jsonl")

@@ -11,7 +11,7 @@ from jaxrl_llm.algorithms import PRESETS, PolicyBatch, policy_loss
 from jaxrl_llm.algorithms.ratios import SequenceMask, TruncatedIS
 from jaxrl_llm.algorithms.surrogates import CISPO, SAPO, MiniRL, MirrorDescent, PenaltyKL, PPOClip
 from jaxrl_llm.config import Run, Scoring
-from jaxrl_llm.config.notes import inert
+from jaxrl_llm.config.checks import inert
 from jaxrl_llm.environments import Environment
 from jaxrl_llm.environments.examples import multiply
 from jaxrl_llm.learner import Learner, Moments, Optimiser

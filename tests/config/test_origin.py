@@ -14,7 +14,7 @@ from jaxrl_llm.config import Evaluation, Origin, Scoring, Start
 from jaxrl_llm.config.files import Unsaveable
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards import Function
-from jaxrl_llm.runs.load import find_start
+from jaxrl_llm.runs import find_start
 from jaxrl_llm.tasks import HubDataset, Table, Task
 
 PROJECT = ROOT / "tests" / "fixtures" / "project"

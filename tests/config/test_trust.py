@@ -12,7 +12,8 @@ from commands import ROOT
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.config import Origin, Scoring
-from jaxrl_llm.config.trust import KEY, SHIPPED, SIGNED, named
+from jaxrl_llm.config.code import named
+from jaxrl_llm.config.origin import KEY, SHIPPED, SIGNED
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards import Function, StepFunction
 from jaxrl_llm.rules import Phase, Rules

@@ -22,7 +22,7 @@ from jaxrl_llm.data import Pairs, Steps, Texts, load_texts
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.models.decoder import causal_rows, forward, logits
 from jaxrl_llm.models.heads import random_scalar_head, with_scalar_head
-from jaxrl_llm.runs.load import find_run, load_model, load_trained
+from jaxrl_llm.runs import find_run, load_model, load_trained
 from jaxrl_llm.sharding.distributed import ALONE
 from jaxrl_llm.stages.preference import at_start
 from jaxrl_llm.tasks import Table

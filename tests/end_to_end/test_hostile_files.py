@@ -16,7 +16,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.hf import read_config
 from jaxrl_llm.models.tokenizer import load_tokenizer
 from jaxrl_llm.models.weights import INDEX, open_checkpoint, open_file, read_object
-from jaxrl_llm.runs.load import find_run
+from jaxrl_llm.runs import find_run
 from jaxrl_llm.system.json_lines import number, read_rows
 from jaxrl_llm.tasks import Table, Task, load
 from jaxrl_llm.tasks.tables import clean_row

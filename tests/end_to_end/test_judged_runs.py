@@ -21,7 +21,7 @@ from jaxrl_llm.models.config import Rope
 from jaxrl_llm.models.decoder import initialise
 from jaxrl_llm.models.heads import with_scalar_head
 from jaxrl_llm.models.pretrained import TINY, tiny_tokenizer
-from jaxrl_llm.runs.load import find_run, load_model
+from jaxrl_llm.runs import find_run, load_model
 from jaxrl_llm.stages.taught import format_of_run, reward_format
 from jaxrl_llm.tasks import problem_index
 from jaxrl_llm.tasks.template import CHATML, template_fingerprint

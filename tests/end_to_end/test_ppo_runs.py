@@ -17,7 +17,7 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.algorithms.advantages import GAE, GroupZScore, Whitened
 from jaxrl_llm.checkpoints.store import Checkpoints, flatten
-from jaxrl_llm.config.notes import notes
+from jaxrl_llm.config.checks import notes
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Critic, Optimiser
 from jaxrl_llm.learner.optimiser import build

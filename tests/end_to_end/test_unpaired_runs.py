@@ -14,7 +14,7 @@ from learner.rollouts import one_device
 from jaxrl_llm.algorithms.preference import KTO
 from jaxrl_llm.data import Pairs, Unpaired, load_texts
 from jaxrl_llm.models import load_pretrained
-from jaxrl_llm.runs.load import load_model
+from jaxrl_llm.runs import load_model
 from jaxrl_llm.stages.preference import balance_note
 from jaxrl_llm.tasks import Table
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxrl_llm.learner import Sample
 from jaxrl_llm.rollout import evaluate
-from jaxrl_llm.stages.examples import LOGGED_TOKENS, training_lines
+from jaxrl_llm.stages.rl import LOGGED_TOKENS, training_lines
 from jaxrl_llm.telemetry.records import RunWriter, record_step
 from jaxrl_llm.types import Completion, Group, Problem
 

@@ -12,8 +12,7 @@ from jaxrl_llm.rewards import Accuracy, ModelReward
 from jaxrl_llm.rewards.shaping import Constraint
 from jaxrl_llm.rollout.groups import Carryover, RolloutBatch
 from jaxrl_llm.rollout.settings import Ptx
-from jaxrl_llm.stages.critic import CriticRole
-from jaxrl_llm.stages.ingredients import Constraints, Ingredient, Observations, PretrainingMix, WinRate
+from jaxrl_llm.stages.ingredients import Constraints, CriticRole, Ingredient, Observations, PretrainingMix, WinRate
 from jaxrl_llm.stages.programs import coefficients_of, ingredients_of, policy_objectives
 from jaxrl_llm.tasks import Table
 

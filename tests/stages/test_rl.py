@@ -25,10 +25,9 @@ from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rewards import Format, Scorer
 from jaxrl_llm.rewards.shaping import name_rewards
 from jaxrl_llm.rollout.groups import Carryover, RolloutBatch
-from jaxrl_llm.stages.examples import samples_at, shown_places, with_ratios
 from jaxrl_llm.stages.problems import load_problems, problem_fingerprints
 from jaxrl_llm.stages.programs import coefficients_of, ingredients_of, policy_objectives
-from jaxrl_llm.stages.rl import Reinforcement, split_rewards
+from jaxrl_llm.stages.rl import Reinforcement, samples_at, shown_places, split_rewards, with_ratios
 from jaxrl_llm.stages.stage import Stage, StepOutcome, check_problems
 from jaxrl_llm.tasks import Task
 from jaxrl_llm.telemetry.progress import Progress, Schedule

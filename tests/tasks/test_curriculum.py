@@ -18,7 +18,7 @@ from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.settings import Optimiser
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.rollout.groups import GROUP_RECORDS, Carryover
-from jaxrl_llm.runs.load import find_start
+from jaxrl_llm.runs import find_start
 from jaxrl_llm.stages.problems import load_statistics, task_stream
 from jaxrl_llm.tasks import Curriculum, Dropping, EasyToHard, Prioritised, Scheduled, Shuffled
 from jaxrl_llm.tasks.stream import Interleaved

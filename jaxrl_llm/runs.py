@@ -1,7 +1,12 @@
 """Models by name, including those of runs: the result of one run's training can be the start of the next."""
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +14,20 @@ import jax
 from jax.sharding import Mesh
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.checkpoints.snapshots import BEST, CHECKPOINTS, check_whole, kept, listed, phase_of
+from jaxrl_llm.checkpoints.dependents import DEPENDENTS, NEEDS, drop_copies, keep_copy, kept_copy, noted, write_note
+from jaxrl_llm.checkpoints.integrity import mark
+from jaxrl_llm.checkpoints.snapshots import BEST, CHECKPOINTS, check_whole, kept, listed, phase_of, standing
 from jaxrl_llm.checkpoints.store import read_host, restore_policy, steps_in
-from jaxrl_llm.config import Configuration
-from jaxrl_llm.config.origin import SAVED_RUNS
+from jaxrl_llm.config import Configuration, Found, Pin, Start
+from jaxrl_llm.config.origin import FILES, OF_CRITIC, SAVED_RUNS, models_of, place_of
+from jaxrl_llm.config.texts import FromData
+from jaxrl_llm.data import Collected
 from jaxrl_llm.errors import InputError, naming, require
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.pretrained import check_name, load_either, model_config_of
-from jaxrl_llm.runs.pins import PINS
+from jaxrl_llm.models.pretrained import BUILTIN, check_name, load_either, model_config_of
 from jaxrl_llm.sharding import MeshShape, make_mesh, only_shapes, shardings
+from jaxrl_llm.sharding.distributed import Peers
+from jaxrl_llm.sharding.rules import weights_digest
 from jaxrl_llm.system import storage
 from jaxrl_llm.system.json_lines import read_rows
 from jaxrl_llm.system.paths import COLLECTED, part_of
@@ -160,7 +170,7 @@ def find_start(name: str, carry: bool = False) -> configs.Start:
     return configs.Start(storage.named(directory.absolute()), step, carry)
 
 
-def asked_start(name: str, carry: bool = False) -> configs.Start:
+def parse_start(name: str, carry: bool = False) -> configs.Start:
     """Find the step as ``find_start`` does; ``RUN@STEP`` may be gone, for a run that has begun with it."""
     directory, step = configs.split_step(name)
     if step and step not in kept(directory) and not name.endswith(f"@{BEST}"):
@@ -168,7 +178,7 @@ def asked_start(name: str, carry: bool = False) -> configs.Start:
     return find_start(name, carry)
 
 
-def has_begun(directory: Path) -> bool:
+def has_started(directory: Path) -> bool:
     """Whether the directory has anything to lose: a checkpoint, collected answers, or a row of a training step."""
     answers = directory / COLLECTED
     if steps_in(directory / CHECKPOINTS) or answers.exists() or part_of(answers).exists():
@@ -176,10 +186,10 @@ def has_begun(directory: Path) -> bool:
     return any(row["step"] > 0 for row in read_rows(directory / "metrics.jsonl"))
 
 
-def begun(directory: Path) -> configs.Found | None:
+def read_started_run(directory: Path) -> configs.Found | None:
     """Return the configuration of the run that has begun in a directory; None without one."""
     path = directory / "config.json"
-    return configs.read(path, calls=False) if path.exists() and has_begun(directory) else None
+    return configs.read(path, calls=False) if path.exists() and has_started(directory) else None
 
 
 def host_state(start: configs.Start) -> Any:
@@ -207,7 +217,7 @@ def load_model(name: str, dtype: str, mesh: Any) -> tuple[Any, Any | None]:
     if trained is not None and trained.step:
         return load_trained(trained, mesh, dtype)
     model, tokenizer = load_either(name, dtype, mesh) if trained is None else load_trained(trained, mesh, dtype)
-    if (check := PINS.get()) is not None and not only_shapes(mesh):
+    if (check := MODEL_CHECKER.get()) is not None and not only_shapes(mesh):
         check(name, dtype, model)
     return model, tokenizer
 
@@ -230,14 +240,14 @@ def as_trained(run: Configuration, model: Any) -> Any:
     return model
 
 
-def config_of(name: str) -> ModelConfig:
+def architecture_of(name: str) -> ModelConfig:
     """Return the architecture of the model that ``load_model`` loads by this name; no weights are read.
 
     Raises:
       InputError: the name or the architecture is unknown.
     """
     trained = find_run(configs.without_step(name))  # a resumed role no longer needs its step
-    return model_config_of(name)[0] if trained is None else config_of(trained.run.model)
+    return model_config_of(name)[0] if trained is None else architecture_of(trained.run.model)
 
 
 def load_trained(trained: Trained, mesh: Any, dtype: str | None = None) -> tuple[Any, Any | None]:
@@ -249,7 +259,7 @@ def load_trained(trained: Trained, mesh: Any, dtype: str | None = None) -> tuple
     from jaxrl_llm.models.lora import merge, with_adapter
 
     run = trained.run
-    trained = where_it_began(trained)
+    trained = initial_model_of(trained)
     if run.learner.lora.rank and not only_shapes(mesh):
         base, adapter, tokenizer = load_adapter(trained, mesh)
         policy = with_adapter(base, adapter)
@@ -274,7 +284,7 @@ def load_adapter(trained: Trained, mesh: Any) -> tuple[Any, Any, Any | None]:
     from jaxrl_llm.models.heads import split_head
     from jaxrl_llm.models.lora import create_adapter
 
-    trained = where_it_began(trained)
+    trained = initial_model_of(trained)
     if trained.step:
         check_whole(trained.directory)
     model, tokenizer = load_base(trained, mesh)
@@ -286,7 +296,7 @@ def load_adapter(trained: Trained, mesh: Any) -> tuple[Any, Any, Any | None]:
     return base, restore_policy(trained.directory, adapter, mesh, base), tokenizer
 
 
-def where_it_began(trained: Trained) -> Trained:
+def initial_model_of(trained: Trained) -> Trained:
     """Return a run's step 0 as the step of another run with whose weights it began, if any; other steps unchanged."""
     start = configs.read(trained.directory.parents[1] / "config.json", own=False).start
     if trained.step or start is None:
@@ -294,7 +304,7 @@ def where_it_began(trained: Trained) -> Trained:
     first = find_run(start.name)
     if first is None:
         raise InputError(f"{start.run} is missing, with whose weights {trained.directory.parents[1]} began")
-    return where_it_began(first)
+    return initial_model_of(first)
 
 
 def load_base(trained: Trained, mesh: Any) -> tuple[Any, Any | None]:
@@ -308,3 +318,211 @@ def load_base(trained: Trained, mesh: Any) -> tuple[Any, Any | None]:
     name = configs.without_step(trained.run.model) if only_shapes(mesh) else trained.run.model
     with naming(f"the model that {trained.directory.parents[1]} was trained from"):
         return load_model(name, trained.run.learner.dtype, mesh)
+
+
+def decide_model_versions(loaded: Found, directory: Path, has_started: bool, start: Start | None) -> dict[str, Pin]:
+    """Return the pins of a run at this start, by model name: those of its config.json, and current ones for others.
+
+    Called by one process.
+
+    Args:
+      loaded: the run's settings and their origin.
+      directory: the run's.
+      has_started: whether it has anything to lose: otherwise config.json may have other settings.
+      start: the step of another run with its first weights; None for those of the model.
+
+    Raises:
+      InputError: a model that this start reads has changed or is missing.
+    """
+    path = directory / "config.json"
+    recorded: Mapping[str, Pin] = {}
+    if has_started and path.exists():
+        recorded = configs.read(path, own=False).origin.models
+    elif start is not None and loaded.run.learner.lora.rank:  # the first weights are an adapter of that run's model
+        base = configs.read(start.directory / "config.json", own=False).origin.models
+        recorded = {name: pin for name, pin in base.items() if name == loaded.run.model}
+    needed = dict(models_of(loaded.run)) | ({} if start is None else {start.name: "--from"})
+    if steps := steps_in(directory / CHECKPOINTS):
+        needed = models_read(loaded.run, directory / CHECKPOINTS / str(max(steps)))
+    holders = [directory] if start is None else [directory, start.directory]
+    pins = {}
+    for name, field in (dict(models_of(loaded.run)) | needed).items():
+        pin = recorded.get(name)
+        place = place_of(name, loaded.origin, loaded.directory)
+        if name in BUILTIN and not Path(place).is_dir():
+            continue
+        if pin is None:
+            pin = current_version(place)
+        elif name in needed and path_of_version(pin, place, holders) is None:
+            try:
+                pin = compare_version(pin, place)
+            except ModelChanged as change:
+                if field != "model" or not needs_only_shapes(loaded.run, directory):
+                    since = Path(start.run) if start is not None and not has_started else directory
+                    raise model_changed_error(loaded.run, since, field, place, change) from None
+                note = f"{directory}: {place} is not as it was when the run began ({change})"
+                print(f"jaxrl-llm: {note}; the run's own checkpoint has its weights", file=sys.stderr)
+                pin = current_version(place)
+        pins[name] = pin
+    if start is not None and start.name in recorded:
+        pins[start.name] = recorded[start.name]
+    return pins
+
+
+def keep_dependencies(loaded: Found, directory: Path, say: Callable[[str], None]) -> list[tuple[Path, str]]:
+    """Keep the steps of other runs that a run reads, and those that they were trained from, each once and beside it.
+
+    Called by one process; gives back the runs with a note now, and the step's mark. What cannot be kept is told by
+    ``say``.
+
+    Args:
+      loaded: the run, with the pins from ``decide_model_versions`` in its origin.
+      directory: the run's.
+    """
+    start = loaded.origin.start
+    if not loaded.origin.models and not any(storage.place(directory / name).exists() for name in (NEEDS, DEPENDENTS)):
+        return []
+    holders = [directory] if start is None else [directory, start.directory]
+    marks, seen = noted(directory), set()
+    to_keep = [(loaded, name) for name in loaded.origin.models]
+    notes = []
+    for owner, name in to_keep:  # which grows
+        pin, place = owner.origin.models[name], place_of(name, owner.origin, owner.directory)
+        run, step = pin.of(place)
+        folder = path_of_version(pin, place, holders)
+        if step is None or folder is None or (folder, step) in seen:  # of no run, or not read any more
+            continue
+        seen.add((folder, step))
+        if folder == run and step:
+            write_note(run, pin.mark, directory)
+            notes.append((run, pin.mark))
+        marks.add(pin.mark or str(step))
+        if kept_copy(directory, run, step, pin.mark) is None:
+            source = kept(folder).get(step, folder / BEST / "0")
+            if why := keep_copy(directory, run, source, step, pin.mark):
+                say(f"jaxrl-llm: {place} is not kept in {directory} as well ({why}): leave it where it is")
+        inner = configs.read(folder / "config.json", own=False)
+        first = [inner.origin.start.name] if inner.origin.start is not None and not step else []
+        holders.append(folder)
+        to_keep += [(inner, name) for name in (inner.run.model, *first) if name in inner.origin.models]
+    drop_copies(directory, marks)
+    return notes
+
+
+def path_of_version(pin: Pin, place: str, holders: Sequence[Path]) -> Path | None:
+    """Return the folder in which a pinned step of a run is as it was; None for other models too."""
+    run, step = pin.of(place)
+    return None if step is None else standing(run, step, pin.mark, *holders)
+
+
+def needs_base(run: configs.Configuration, directory: Path) -> bool:
+    """Whether a run with a checkpoint still needs the weights of its model: below an adapter, to compare with, or to
+    collect its data again."""
+    collects = isinstance(run, FromData) and isinstance(run.data.source, Collected)
+    lacks_data = collects and not (directory / COLLECTED).exists()
+    return bool(run.learner.lora.rank) or isinstance(run, configs.Preference) or lacks_data
+
+
+def needs_only_shapes(run: configs.Configuration, directory: Path) -> bool:
+    """Whether a start needs only the shapes of the run's own model."""
+    return not needs_base(run, directory) and bool(steps_in(directory / CHECKPOINTS))
+
+
+def models_read(run: configs.Configuration, checkpoint: Path) -> dict[str, str]:
+    """Return the models that a run reads from a checkpoint on, with the field that names each: without those of past
+    phases, and without the first weights of the policy and its roles."""
+    phases = range(len(configs.phases_of(run)))
+    with contextlib.suppress(OSError, ValueError):  # a damaged checkpoint is passed over later
+        phases = phases[phase_of(checkpoint) :] if len(phases) > 1 else phases
+    pairs = (pair for number in phases for pair in models_of(configs.in_phase(run, number)))
+    return {name: field for name, field in pairs if field != OF_CRITIC}
+
+
+def current_version(place: str) -> Pin:
+    """Return a pin of the current version: the newest checkpoint of ``RUN``; without a step for other models and
+    missing steps."""
+    directory, step = configs.split_step(place)
+    if not configs.is_run(directory / "config.json"):
+        return Pin()
+    steps = kept(directory)
+    step = max(steps_in(directory / CHECKPOINTS), default=None) if step is None else step
+    return Pin(step, {FILES: mark(steps[step])}) if step in steps else Pin()
+
+
+class ModelChanged(Exception):
+    """A model differs from the one that the run began with; the message gives the reason, as part of a sentence."""
+
+
+def compare_version(pin: Pin, place: str) -> Pin:
+    """Return the pin after checking that its model is still there and unchanged.
+
+    Raises:
+      ModelChanged: it is not.
+    """
+    if pin.step is None:
+        now = current_version(place)
+        if now.step is not None and pin.weights:
+            raise ModelChanged("its weights were another model's, and it is a run now")
+        return pin if now.step is None else now
+    run = configs.split_step(place)[0]
+    steps = kept(run) if configs.is_run(run / "config.json") else {}
+    if pin.step not in steps:
+        raise ModelChanged(f"step {pin.step} was read, and " + (f"it keeps {listed(run)}" if steps else "it is gone"))
+    if pin.weights != {FILES: mark(steps[pin.step])}:
+        raise ModelChanged(f"the files of step {pin.step} have changed")
+    return pin
+
+
+def model_changed_error(
+    run: configs.Configuration, directory: Path, field: str, model: str, change: object
+) -> InputError:
+    """Return the error that refuses to resume the run in this directory with a changed model."""
+    begin = "--fresh"
+    adapted = field == "model" and run.learner.lora.rank  # an adapter is nothing without its model
+    with contextlib.suppress(InputError):
+        configs.check_start(run)
+        if steps_in(directory / CHECKPOINTS) and not adapted:
+            begin = f"--from {directory} (on from its weights) or --fresh"
+    return InputError(
+        f"{field}: {model} is not as it was when {directory} began ({change}): put it back, or begin a new run, which "
+        f"reads it as it is now, with {begin}"
+    )
+
+
+def model_checker(loaded: Found, directory: Path, peers: Peers) -> Callable[[str, str, Any], None]:
+    """Return a function that compares the weights of a model with its pin, or records their fingerprint in config.json.
+
+    It takes the place from which a model was loaded, its dtype, and the model; its InputError says that the weights
+    differ from those of the previous start.
+
+    Args:
+      loaded: the run, with the pins from ``decide_model_versions`` in its origin.
+      directory: the run's.
+      peers: its processes; all of them read, and the first one decides and writes.
+    """
+    models = dict(loaded.origin.models)
+    names = {place_of(name, loaded.origin, loaded.directory): name for name in models}
+
+    def settle(name: str, dtype: str, digest: str) -> None:
+        pin = models[name]
+        if pin.weights.get(dtype, digest) != digest:
+            field = dict(models_of(loaded.run)).get(name, "model")
+            raise model_changed_error(loaded.run, directory, field, name, "its weights have changed")
+        if dtype not in pin.weights:
+            models[name] = dataclasses.replace(pin, weights={**pin.weights, dtype: digest})
+            data = json.loads((directory / "config.json").read_text())
+            data["origin"]["models"] = {name: dataclasses.asdict(pin) for name, pin in models.items()}
+            configs.write(directory / "config.json", data)
+
+    def check(place: str, dtype: str, model: Any) -> None:
+        if place in names:
+            digest = weights_digest(model)
+            peers.first(lambda: settle(names[place], dtype, digest))
+
+    return check
+
+
+MODEL_CHECKER: contextvars.ContextVar[Callable[[str, str, Any], None] | None] = contextvars.ContextVar(
+    "pins", default=None
+)
+"""Checks the models of the run in training, in this thread: ``load_model`` calls it with what it reads."""

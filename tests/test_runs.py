@@ -1,4 +1,6 @@
-"""Which weights the models have that a run reads: decided when it begins, and the same at each later start."""
+"""Runs on disk as models for others, and which weights the models have that a run reads: decided when it begins, and
+the same at each later start.
+"""
 
 import dataclasses
 import json
@@ -11,13 +13,13 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.config import Found, Origin, Preference, RewardModel, Start, Supervised
 from jaxrl_llm.data import Collected, Pairs, Texts
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner import Critic
+from jaxrl_llm.learner import Critic, Learner
 from jaxrl_llm.models.config import Lora
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rewards import Accuracy, ModelReward
 from jaxrl_llm.rules import Phase, Rules
-from jaxrl_llm.runs.load import find_run
-from jaxrl_llm.runs.pins import checking, decide, keep_dependencies, needs_base
+from jaxrl_llm.runs import decide_model_versions, find_run, keep_dependencies, mesh_here, model_checker, needs_base
+from jaxrl_llm.sharding import MeshShape
 from jaxrl_llm.sharding.distributed import ALONE
 from jaxrl_llm.system.paths import COLLECTED
 from jaxrl_llm.tasks import Table
@@ -47,7 +49,7 @@ def at(tmp_path):
 
 
 def decided(at, run=JUDGED, start=None, began=True):
-    return decide(Found("run", run, Origin(str(at))), at / "run", began, start)
+    return decide_model_versions(Found("run", run, Origin(str(at))), at / "run", began, start)
 
 
 def begun(at, run=JUDGED, *steps, start=None):
@@ -156,7 +158,7 @@ def test_other_weights_in_a_directory_are_refused_where_they_are_read(at):
 
     def compared(weights):
         found = Found("run", run, Origin(str(at), models=decided(at, run)), at / "run")
-        checking(found, at / "run", ALONE)("base", "float32", weights)
+        model_checker(found, at / "run", ALONE)("base", "float32", weights)
 
     a_run(at / "run", run, models=decided(at, run, began=False))
     compared(first)
@@ -193,6 +195,39 @@ def test_a_step_that_the_run_has_kept_is_read_where_it_is_gone_or_another(at, lo
 
 def test_runs_that_began_from_each_other_are_no_endless_way(at):
     a_run(at / "run", dataclasses.replace(SMOKE, model="run@1"), 1)
-    pins = decide(Found("run", configs.read(at / "run/config.json").run, Origin(str(at))), at / "other", False, None)
+    pins = decide_model_versions(
+        Found("run", configs.read(at / "run/config.json").run, Origin(str(at))), at / "other", False, None
+    )
     a_run(at / "run", dataclasses.replace(SMOKE, model="run@1"), models=pins)
     keep_dependencies(configs.read(at / "run/config.json"), at / "other", lambda line: None)
+
+
+SCORES = RewardModel("tiny-random", Pairs(Table("rm.jsonl")))
+MACHINES = {
+    "fixed sizes": {"mesh": MeshShape(2, 2, 2)},
+    "devices that sample": {"mesh": MeshShape(rollout=4)},
+    "slices": {"mesh": MeshShape(2, slices=4)},
+    "experts divided": {"mesh": MeshShape(fsdp=1, expert=8)},
+    "rows": {"learner": Learner().computing(microbatch_rows=48)},
+    "row's length": {"learner": Learner().computing(row_tokens=4096)},
+    "a TPU's kernel": {"learner": Learner().computing(attention="splash")},
+}
+
+
+@pytest.mark.parametrize("run", [JUDGED, SCORES], ids=["policy", "reward model"])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_model_is_used_on_the_devices_that_are_there(tmp_path, machine, run):
+    plain = dataclasses.replace(run, learner=Learner(), mesh=MeshShape())
+    found = [
+        find_run(str(a_run(tmp_path / name, dataclasses.replace(plain, **changes), 2))).run
+        for name, changes in (("here", {}), ("there", MACHINES[machine]))
+    ]
+    runs = [configs.to_json(dataclasses.replace(one, output=plain.output)) for one in found]
+    assert runs[0] == runs[1] and mesh_here(found[1].mesh).size == 8
+
+
+def test_no_device_is_set_aside_where_nothing_learns():
+    with pytest.raises(InputError, match=r"^--mesh.rollout 2 sets devices aside, and nothing learns: leave it out$"):
+        mesh_here(MeshShape(rollout=2))
+    with pytest.raises(InputError, match="does not fit 8 devices"):
+        mesh_here(MeshShape(3))
