@@ -358,7 +358,7 @@ class Data(Generic[Row]):
         """Name of the data in metrics."""
         return self.name or getattr(self.source, "label", type(self.source).__name__)
 
-    def example(self, row: dict[str, Any], where: str, writer: ChatEncoder) -> Row:
+    def example(self, row: dict[str, Any], where: str, encoder: ChatEncoder) -> Row:
         """Encode one row as token ids."""
         raise NotImplementedError
 
@@ -383,14 +383,14 @@ class Texts(Data[Text]):
 
     learn: Literal["completion", "all", "trl"] = "completion"
 
-    def example(self, row: dict[str, Any], where: str, writer: ChatEncoder) -> Text:
+    def example(self, row: dict[str, Any], where: str, encoder: ChatEncoder) -> Text:
         """Encode one row as token ids; see ``Data``."""
         columns = columns_of(row, TEXTS)
         if flag_of(row, LABEL) is False:
             raise InputError(f"{LABEL} is false, so the text is a bad one, and texts are learned; leave the row out")
         if columns == ("text",):
             text = plain_text(row["text"], "text")
-            tokens = writer.text(text)
+            tokens = encoder.encode_text(text)
             key = prompt_key([{"role": "text", "content": text}])
             return Text(key[:16], tokens[:1], tokens[1:], np.ones(len(tokens) - 1, bool), where)
         if columns == ("messages",):
@@ -402,12 +402,12 @@ class Texts(Data[Text]):
             raise InputError(f"a message has {WEIGHT} 0, and learn {self.learn!r} learns all: take learn 'completion'")
         if self.learn == "trl":
             plain = all(isinstance(row.get(name), str) for name in columns)
-            tokens, begins = writer.joined(prompt, rest, plain)
+            tokens, begins = encoder.encode_as_trl(prompt, rest, plain)
             begins = 1 if columns == ("messages",) else max(begins, 1)
             prompt_tokens, tokens = tokens[:begins], tokens[begins:]
             mask = np.ones(len(tokens), bool)
         else:
-            prompt_tokens, tokens, mask = writer.turns(prompt, rest)
+            prompt_tokens, tokens, mask = encoder.encode_turns(prompt, rest)
         if self.learn == "all":
             tokens = np.concatenate([prompt_tokens[1:], tokens])
             prompt_tokens, mask = prompt_tokens[:1], np.ones(len(tokens), bool)
@@ -426,14 +426,14 @@ class Pairs(Data[Ranked]):
       source, template, system, suffix, holdout, name, date, overlong, bad_rows: as in Texts.
     """
 
-    def example(self, row: dict[str, Any], where: str, writer: ChatEncoder) -> Ranked:
+    def example(self, row: dict[str, Any], where: str, encoder: ChatEncoder) -> Ranked:
         """Encode one row as token ids; see ``Data``."""
         columns = columns_of(row, PAIRS)
         prompt, answers, names = ranking_of(row, columns)
-        prefix, prompt_tokens = writer.prompt(prompt)
-        tokens = tuple(writer.answer(prompt, prefix, answer) for answer in answers)
+        prefix, prompt_tokens = encoder.encode_prompt(prompt)
+        tokens = tuple(encoder.encode_answer(prompt, prefix, answer) for answer in answers)
         if flag_of(row, CUT_OFF):
-            tokens = (*tokens[:-1], tokens[-1][: len(tokens[-1]) - len(writer.ending)])
+            tokens = (*tokens[:-1], tokens[-1][: len(tokens[-1]) - len(encoder.ending_ids)])
         for (name, first), (other_name, second) in itertools.combinations(zip(names, tokens, strict=True), 2):
             if np.array_equal(first, second):
                 raise InputError(f"{name} and {other_name} are equal; leave the row out, it prefers nothing")
@@ -453,17 +453,17 @@ class Unpaired(Data[Judged]):
       source, template, system, suffix, holdout, name, date, overlong, bad_rows: as in Texts.
     """
 
-    def example(self, row: dict[str, Any], where: str, writer: ChatEncoder) -> Judged:
+    def example(self, row: dict[str, Any], where: str, encoder: ChatEncoder) -> Judged:
         """Encode one row as token ids; see ``Data``."""
         columns_of(row, UNPAIRED)
         prompt = prompt_messages(row["prompt"])
-        prefix, prompt_tokens = writer.prompt(prompt)
+        prefix, prompt_tokens = encoder.encode_prompt(prompt)
         answer = answer_messages(row["completion"], "completion")
         if len(answer) > 1:
             raise InputError("completion has several messages, and one answer of the assistant is judged; give one")
-        tokens = writer.answer(prompt, prefix, answer[0])
+        tokens = encoder.encode_answer(prompt, prefix, answer[0])
         if flag_of(row, END_CUT_OFF):
-            tokens = tokens[: len(tokens) - len(writer.ending)]
+            tokens = tokens[: len(tokens) - len(encoder.ending_ids)]
         return Judged(prompt_key(prompt)[:16], prompt_tokens, tokens, bool(flag_of(row, LABEL)), where)
 
 
@@ -478,16 +478,16 @@ class Steps(Data[Stepped]):
 
     separator: str = "\n"
 
-    def example(self, row: dict[str, Any], where: str, writer: ChatEncoder) -> Stepped:
+    def example(self, row: dict[str, Any], where: str, encoder: ChatEncoder) -> Stepped:
         """Encode one row as token ids; see ``Data``."""
         columns_of(row, STEPS)
         prompt = prompt_messages(row["prompt"])
         steps, labels = labelled_steps(row)
-        prefix, prompt_tokens = writer.prompt(prompt)
-        steps[0] = writer.opened(prefix, steps[0], self.separator.join(steps))
-        last = writer.once(steps[-1])
-        pieces = writer.after(prefix, *(step + self.separator for step in steps[:-1]), last)
-        tokens = np.asarray([*itertools.chain(*pieces), *writer.turn], np.int32)
+        prefix, prompt_tokens = encoder.encode_prompt(prompt)
+        steps[0] = encoder.without_opening(prefix, steps[0], self.separator.join(steps))
+        last = encoder.without_end(steps[-1])
+        pieces = encoder.ids_after(prefix, *(step + self.separator for step in steps[:-1]), last)
+        tokens = np.asarray([*itertools.chain(*pieces), *encoder.turn_end], np.int32)
         ends = np.cumsum([len(step) for step in pieces]).astype(np.int32) - np.int32(1)
         return Stepped(prompt_key(prompt)[:16], prompt_tokens, tokens, ends, np.asarray(labels, np.float32), where)
 

@@ -78,14 +78,14 @@ def load_texts(
 
 def _read_rows(data: Data[Row], tokenizer: Any, stop_ids: Sequence[int], closes: bool, bad: list[str]) -> Iterator[Row]:
     """Yield rows as token ids; if the data drops unusable rows, add the reasons to ``bad`` instead of raising."""
-    writer = functools.cache(lambda options: ChatEncoder(data, tokenizer, stop_ids, json.loads(options), closes))
+    encoder = functools.cache(lambda options: ChatEncoder(data, tokenizer, stop_ids, json.loads(options), closes))
     rows = itertools.starmap(clean_row, data.source.read())
     while True:
         try:
             where, row = next(rows)
             try:
                 options = json.dumps(options_of(row))  # templates write schemas in their order
-                yield data.example(row, where, writer(options))
+                yield data.example(row, where, encoder(options))
             except InputError as error:
                 raise BadRow(f"{where}: {error}") from error
         except StopIteration:

@@ -23,14 +23,14 @@ class Syntax:
     """One way to write calls.
 
     Attributes:
-      taught: a template that holds one of these texts teaches this syntax.
+      template_marks: a template that holds one of these texts teaches this syntax.
       opens: text before a call, or before a list of calls.
       closes: text after it; empty if the end of the turn closes it.
       read: ``read(body, types)``, the calls of the text between; ValueError says what is wrong with it.
       around: further marks around the calls; they are part of no content.
     """
 
-    taught: tuple[str, ...]
+    template_marks: tuple[str, ...]
     opens: str
     closes: str
     read: Callable[[str, Types], list[ToolCall]]
@@ -229,7 +229,7 @@ SYNTAXES: Mapping[str, Syntax] = {
     "granite": Syntax(("<|tool_call|>",), "<|tool_call|>", "", read_json_calls),
     "hermes": _HERMES,
     "llama": Syntax(('"parameters": dictionary', '"parameters": '), "", "", read_llama, ("<|python_tag|>",)),
-    "plain": dataclasses.replace(_HERMES, taught=()),
+    "plain": dataclasses.replace(_HERMES, template_marks=()),
 }  # fmt: skip
 """Syntaxes by name, the most special first. ``gpt_oss`` is read apart: its calls are messages of the turn."""
 
@@ -264,7 +264,7 @@ def syntax_of(template: str) -> str:
     if "<|channel|>commentary" in template:
         return HARMONY
     for name, syntax in SYNTAXES.items():
-        if any(text in template for text in syntax.taught):
+        if any(text in template for text in syntax.template_marks):
             return name
     raise InputError(
         "the chat template writes tool calls in a form that is not known here; set --task.template chatml, "

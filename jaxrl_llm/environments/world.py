@@ -172,14 +172,14 @@ class _PendingCall:
             if inspect.isawaitable(result):
                 self.awaitable = result
                 if self.call.apart:
-                    self.wait_for_it()
+                    self.start_awaiting()
             else:
                 self.outcome = CallOutcome("ok", self.finish(result))
         except BaseException as error:  # noqa: BLE001  SystemExit too: a tool must not end the program
             self.outcome = CallOutcome("error", error=error)
         self.ended.set()
 
-    def wait_for_it(self) -> None:
+    def start_awaiting(self) -> None:
         """Begin to wait for what the function returned."""
         if self.awaitable is not None and self.future is None and not self.late:
             self.future = self.loop.submit(self.awaitable, self.limit_s, self.finish)
@@ -214,9 +214,9 @@ class Caller:
 
     def call(self, function: Callable[..., Any], limit_s: float, arguments: Mapping[str, Any] = NOTHING) -> CallOutcome:
         """Call one function."""
-        return self.each([FunctionCall(function, arguments)], limit_s)[0]
+        return self.call_all([FunctionCall(function, arguments)], limit_s)[0]
 
-    def each(
+    def call_all(
         self, calls: Sequence[FunctionCall], limit_s: float, finish: Any = lambda value: value
     ) -> list[CallOutcome]:
         """Make calls, each with a limit in seconds; return their outcomes, with values that ``finish`` made in time."""
@@ -233,7 +233,7 @@ class Caller:
             caller._end(slot, max(0.0, began + limit_s - time.monotonic()))
             caller.close()
         for slot in slots:
-            slot.wait_for_it()
+            slot.start_awaiting()
         return [slot.result() for slot in slots]
 
     def close(self) -> None:
@@ -290,7 +290,7 @@ def make_calls(
         tool = tools.get(tool_name(call))
         if tool is not None:
             pending.append(FunctionCall(tool.function, call.get("function", call).get("arguments") or {}, tool.apart))
-    outcomes = iter(caller.each(pending, limits.tool_timeout_s, lambda value: escape_surrogates(str(value))))
+    outcomes = iter(caller.call_all(pending, limits.tool_timeout_s, lambda value: escape_surrogates(str(value))))
     names = (*step_tools, *tools)
     return [_tool_result(call, next(outcomes) if tool_name(call) in tools else None, names, limits) for call in calls]
 
@@ -486,7 +486,7 @@ class World:
         return error
 
     def _call(self, function: Callable[..., Any], finish: Callable[[Any], Any] = lambda value: value) -> CallOutcome:
-        return self._caller.each([FunctionCall(function)], self._limits.tool_timeout_s, finish)[0]
+        return self._caller.call_all([FunctionCall(function)], self._limits.tool_timeout_s, finish)[0]
 
     def _failure(self, outcome: CallOutcome, what: str, kind: str = "") -> Answer:
         """Return the end of an episode with an environment that failed."""

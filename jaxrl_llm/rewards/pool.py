@@ -231,7 +231,8 @@ class _Worker:
             word, *rest = json.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
             self.state = "dead"
-            return self._all(RewardOutcome("error", message=f"the worker died (exit code {self.kill()})"))
+            died = RewardOutcome("error", message=f"the worker died (exit code {self.kill()})")
+            return [died] * len(job.call.items) if job else []
         if word == "received":
             self.state = "loading"
             return []
@@ -255,10 +256,7 @@ class _Worker:
         running = self.state == "running"
         self.state = "dead"
         message = timeout_message(self.job.call.limit_s) if running else timeout_message(START_TIMEOUT_S, "import")
-        return self._all(RewardOutcome("timeout", message=message))
-
-    def _all(self, outcome: RewardOutcome) -> list[RewardOutcome]:
-        return [outcome] * len(self.job.call.items) if self.job else []
+        return [RewardOutcome("timeout", message=message)] * len(self.job.call.items) if self.job else []
 
     def kill(self) -> int:
         """Kill the process with its children, wait for it, and return its exit code."""

@@ -209,7 +209,7 @@ class ChatEncoder:
         if not re.search(rf"\b{re.escape(name)}\b", text):
             raise InputError(f"{what} {name}, which the chat template does not read; leave it out, or give another one")
 
-    def rendered(self, messages: list[Message], asks: bool = True) -> str:
+    def render(self, messages: list[Message], asks: bool = True) -> str:
         """Return the text of a chat; with ``asks`` up to where the assistant continues."""
         messages = with_tools(messages, self._tools) if self._tools else messages
         return render_chat(messages, self._wording, self.tokenizer, asks, self._options)
@@ -218,7 +218,7 @@ class ChatEncoder:
         """Return the token ids of a text, without further special tokens."""
         return self._guard.ids(text)
 
-    def after(self, prefix: str, *pieces: str) -> list[list[int]]:
+    def ids_after(self, prefix: str, *pieces: str) -> list[list[int]]:
         """Return the ids of each of several pieces of text that follow a prompt's text one after the other."""
         ids_of_pieces = []
         for piece in pieces:
@@ -229,14 +229,14 @@ class ChatEncoder:
         return ids_of_pieces
 
     @functools.cached_property
-    def end(self) -> int:
+    def end_id(self) -> int:
         """Id of the token that ends a text and stops the model's completions."""
         eos = self.tokenizer.eos_token_id
         ends = [eos] if eos is not None and eos in (self._stop_ids or (eos,)) else list(self._stop_ids)
         require(bool(ends), "neither the tokenizer nor the model's configuration names a token that ends a text")
         return ends[0]
 
-    def once(self, text: str) -> str:
+    def without_end(self, text: str) -> str:
         """Return the text without its own end tokens and the white space after them: one end will be added to it."""
         stripped = self._ends.sub("", text)
         if stripped != text and not stripped.strip():
@@ -249,28 +249,28 @@ class ChatEncoder:
 
         None for ``plain``, which writes nothing there, and for a template that does not repeat the text.
         """
-        text = "" if self.plain else self.rendered([*word_prompt(_ASKED, self._wording), _ANSWER], asks=False)
+        text = "" if self.plain else self.render([*word_prompt(_ASKED, self._wording), _ANSWER], asks=False)
         _, content, closing = text.rpartition(_ANSWER["content"])
         return self.ids(closing) if content else None
 
     @property
-    def turn(self) -> list[int]:
+    def turn_end(self) -> list[int]:
         """Ids that end the assistant's turn: the template's up to the first stop token, or the end of a text."""
-        return self._turn_end[1] or [self.end]
+        return self._turn_stop[1] or [self.end_id]
 
     @property
-    def ending(self) -> list[int]:
+    def ending_ids(self) -> list[int]:
         """Ids that end the last turn of an answer or a chat."""
         closing = self.closing if self._closes else None
-        return self.turn if closing is None else closing
+        return self.turn_end if closing is None else closing
 
     @functools.cached_property
-    def _turn_end(self) -> tuple[str, list[int]]:
+    def _turn_stop(self) -> tuple[str, list[int]]:
         """Text and ids up to the first stop token after a turn of the assistant; empty without one."""
         if self.plain:
             return "", []
         prompt = word_prompt(_ASKED, self._wording)
-        prefix, text = self.rendered(prompt), self.rendered([*prompt, _ANSWER, *_ASKED])
+        prefix, text = self.render(prompt), self.render([*prompt, _ANSWER, *_ASKED])
         reply = assistant_text(prefix, _ANSWER, text)
         if reply is None:
             return "", []
@@ -281,12 +281,12 @@ class ChatEncoder:
         ids = ids[: stops[0] + 1]
         return text_of(self.tokenizer, ids), ids
 
-    def prompt(self, messages: Iterable[Message]) -> tuple[str, np.ndarray]:
+    def encode_prompt(self, messages: Iterable[Message]) -> tuple[str, np.ndarray]:
         """Return a prompt's text up to the start of the answer, or to the end of a last message of the assistant, which
         begins it; and its ids, int32[p]: those of ``encode``.
         """
         chat = self._word_prompt(messages)
-        text = self._prefill_text(chat) if chat[-1]["role"] == "assistant" and not self.plain else self.rendered(chat)
+        text = self._prefill_text(chat) if chat[-1]["role"] == "assistant" and not self.plain else self.render(chat)
         begins = bos(text, self.tokenizer) if self.plain else []
         return text, np.asarray(begins + self.ids(text), np.int32)
 
@@ -295,13 +295,12 @@ class ChatEncoder:
         content = chat[-1]["content"]
         begins = bool(content.strip()) and CALLS not in chat[-1]
         require(begins, "the assistant's last message in the prompt begins no text; leave it out")
-        header, stand_in, _ = self.rendered([*chat[:-1], chat[-1] | {"content": _STAND_IN}], asks=False).rpartition(
-            _STAND_IN
-        )
+        chat = [*chat[:-1], chat[-1] | {"content": _STAND_IN}]
+        header, stand_in, _ = self.render(chat, asks=False).rpartition(_STAND_IN)
         require(bool(stand_in), "the chat template leaves out the beginning of the answer; give another template")
         return header + content
 
-    def opened(self, prefix: str, content: str, answer: str = "") -> str:
+    def without_opening(self, prefix: str, content: str, answer: str = "") -> str:
         """Return an answer without the mark that opens its thought if the prompt has it; ``answer``: all of it."""
         opening = OPENS_A_THOUGHT.search(prefix)
         if not opening:
@@ -318,23 +317,23 @@ class ChatEncoder:
         )
         return content
 
-    def text(self, text: str) -> np.ndarray:
+    def encode_text(self, text: str) -> np.ndarray:
         """Encode a plain text with its end, int32[t], after BOS if the tokenizer begins every text with it."""
-        text = self.once(text)
+        text = self.without_end(text)
         begins = bos(text, self.tokenizer)
-        return np.asarray(begins + self.ids(text) + [self.end], np.int32)
+        return np.asarray(begins + self.ids(text) + [self.end_id], np.int32)
 
-    def answer(self, prompt: Sequence[Message], prefix: str, answer: Message) -> np.ndarray:
+    def encode_answer(self, prompt: Sequence[Message], prefix: str, answer: Message) -> np.ndarray:
         """Encode the assistant's answer to a prompt with the text ``prefix``, and the end of its turn, int32[t]."""
         chat = [*self._word_prompt(prompt), *self._without_ends([answer])]
         return np.asarray(self._last(chat, prefix), np.int32)
 
-    def turns(self, prompt: Sequence[Message], rest: Sequence[Message]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def encode_turns(self, prompt: Sequence[Message], rest: Sequence[Message]) -> tuple[np.ndarray, ...]:
         """Encode a chat with the assistant first and last in ``rest``: return the prompt's ids, int32[p], those that
         follow, int32[t], and their mask, bool[t]: True for the assistant's text and the ends of its turns, except in
         messages that are not learned.
         """
-        prefix, prompt_ids = self.prompt(prompt)
+        prefix, prompt_ids = self.encode_prompt(prompt)
         begins = self._word_prompt(prompt)
         chat = [*begins, *self._without_ends(rest)]
         speaks = [at for at in range(len(begins), len(chat)) if chat[at]["role"] == "assistant"]
@@ -342,7 +341,7 @@ class ChatEncoder:
         tokens: list[int] = []
         mask: list[bool] = []
         for at, following in itertools.pairwise(speaks):
-            text = self.rendered(chat[:following])
+            text = self.render(chat[:following])
             reply, stops = self._assistant_text(prefix, chat[: at + 1], text)
             if reply is None:
                 raise InputError(
@@ -350,7 +349,7 @@ class ChatEncoder:
                     "then not be learned in place; give another template, or a row for each turn"
                 )
             glue = text[len(prefix) + len(reply) :]
-            reply_ids, glue_ids = self.after(prefix, reply, glue)
+            reply_ids, glue_ids = self.ids_after(prefix, reply, glue)
             ends = next((place + 1 for place, token in enumerate(glue_ids) if token in self._stop_ids), 0) * stops
             tokens += reply_ids + glue_ids
             mask += [WEIGHT not in chat[at]] * (len(reply_ids) + ends) + [False] * (len(glue_ids) - ends)
@@ -359,7 +358,7 @@ class ChatEncoder:
         mask += [WEIGHT not in chat[-1]] * len(last)
         return prompt_ids, np.asarray(tokens + last, np.int32), np.asarray(mask, bool)
 
-    def joined(self, prompt: Sequence[Message], rest: Sequence[Message], plain: bool) -> tuple[np.ndarray, int]:
+    def encode_as_trl(self, prompt: Sequence[Message], rest: Sequence[Message], plain: bool) -> tuple[np.ndarray, int]:
         """Encode a prompt and its answer as TRL's ``SFTTrainer`` does: return the ids of the whole, tokenised in one
         piece, with the template's text after the last turn, int32[t]; and the number of first ids that are the
         prompt's.
@@ -372,11 +371,11 @@ class ChatEncoder:
             prefix = "\n\n".join(texts)
             text = prefix + "\n\n".join(message["content"] for message in self._without_ends(rest))
             begins = bos(prefix, self.tokenizer)
-            prompt_ids, ids = begins + self._guard.spelled(prefix), [*begins, *self._guard.spelled(text), self.end]
+            prompt_ids, ids = begins + self._guard.spelled(prefix), [*begins, *self._guard.spelled(text), self.end_id]
         else:
             chat = self._word_prompt(prompt)
-            prompt_ids = self._guard.spelled(self.rendered(chat))
-            ids = self._guard.spelled(self.rendered([*chat, *self._without_ends(rest)], asks=False))
+            prompt_ids = self._guard.spelled(self.render(chat))
+            ids = self._guard.spelled(self.render([*chat, *self._without_ends(rest)], asks=False))
         return np.asarray(ids, np.int32), len(common_prefix(prompt_ids, ids))
 
     def _assistant_text(self, prefix: str, chat: list[Message], text: str) -> tuple[str | None, bool]:
@@ -385,10 +384,10 @@ class ChatEncoder:
         """
         if CALLS not in chat[-1]:
             reply = assistant_text(prefix, chat[-1], text)
-            end, _ = self._turn_end
+            end, _ = self._turn_stop
             following = text[len(prefix) + len(reply or "") :]
             return reply, bool(end) and following.lstrip().startswith(end.lstrip())
-        alone = self.rendered(chat, asks=False)
+        alone = self.render(chat, asks=False)
         reply = self._ends.sub("", alone[len(prefix) :])
         if not (alone.startswith(prefix) and text.startswith(prefix + reply)):
             return None, False
@@ -398,15 +397,15 @@ class ChatEncoder:
         """Return the ids of the assistant's last message, after the text before it, and the end of its turn."""
         content = chat[-1]["content"]
         if not self.plain:
-            reply, _ = self._assistant_text(prefix, chat, self.rendered(chat, asks=False))
+            reply, _ = self._assistant_text(prefix, chat, self.render(chat, asks=False))
             thought = thought_of(chat[-1])
             if reply is None and thought:
                 raise InputError(
                     f"the chat template does not write the thought {thought[:40]!r} of the assistant where it answers; "
                     "leave it out, or give another template"
                 )
-            content = self.opened(prefix, content) if reply is None else reply or content
-        return [*self.after(prefix, content)[0], *self.ending]
+            content = self.without_opening(prefix, content) if reply is None else reply or content
+        return [*self.ids_after(prefix, content)[0], *self.ending_ids]
 
     def _word_prompt(self, messages: Iterable[Message]) -> list[Message]:
         return word_prompt(self._without_ends(messages), self._wording)
@@ -421,7 +420,7 @@ class ChatEncoder:
                 if name in message:
                     self._check_read(name, "a message has")
             if message["role"] == "assistant":
-                text = self.once(message["content"])
+                text = self.without_end(message["content"])
                 split = lambda match: f"{match[0][:1]}{_CUT}{match[0][1:]}"  # noqa: E731  an end token inside stays text
                 message["content"] = self._end_token.sub(split, text)
             if CALLS in message:
@@ -434,7 +433,7 @@ class ChatEncoder:
             calls = [tool_call(at, call["name"], write(call["arguments"])) for at, call in enumerate(functions)]
             message: Any = {"role": "assistant", "content": content or no_text, CALLS: calls}
             with contextlib.suppress(InputError):
-                text = self.rendered([*_ASKED, message], asks=False)
+                text = self.render([*_ASKED, message], asks=False)
                 reply = text.partition(_ASKED[0]["content"])[2]
                 if all(call["name"] in reply for call in functions):
                     return message
@@ -481,7 +480,8 @@ def encode(problem: Problem, task: Wording, tokenizer: Any) -> np.ndarray:
     """
     try:
         wording = (task.template, task.system, task.suffix, task.date)
-        return _chat_encoder(wording, type(task), tokenizer, json.dumps(problem.options)).prompt(problem.prompt)[1]
+        encoder = _chat_encoder(wording, type(task), tokenizer, json.dumps(problem.options))
+        return encoder.encode_prompt(problem.prompt)[1]
     except InputError as error:
         row = problem.metadata.get("row")
         raise InputError(f"{row}: {error}" if row else str(error)) from error

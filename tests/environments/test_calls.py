@@ -214,7 +214,9 @@ def test_any_damage_gives_a_message(syntax):
 
 
 def test_a_template_teaches_its_syntax():
-    taught = {"{{ tools }} " + syntax.taught[0]: name for name, syntax in SYNTAXES.items() if syntax.taught}
+    taught = {
+        "{{ tools }} " + syntax.template_marks[0]: name for name, syntax in SYNTAXES.items() if syntax.template_marks
+    }
     assert len(taught) == len(SYNTAXES) - 1
     for template, name in taught.items():
         assert syntax_of(template) == name

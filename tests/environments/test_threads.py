@@ -28,12 +28,12 @@ def test_outcomes_come_in_the_order_of_the_calls():
         FunctionCall(nap, {"seconds": 0.0}),
         FunctionCall(lambda: "d", apart=True),
     ]
-    assert [outcome.value for outcome in Caller().each(calls, 5.0)] == ["a", 0.02, 0.0, "d"]
+    assert [outcome.value for outcome in Caller().call_all(calls, 5.0)] == ["a", 0.02, 0.0, "d"]
 
 
 def test_calls_of_an_episode_share_a_thread_and_those_apart_do_not():
     caller, seen = Caller(), []
-    caller.each(
+    caller.call_all(
         [FunctionCall(lambda: seen.append(threading.get_ident()), apart=apart) for apart in (False, True, False)], 5.0
     )
     caller.call(lambda: seen.append(threading.get_ident()), 5.0)
@@ -45,7 +45,7 @@ def test_calls_apart_and_async_ones_run_at_the_same_time():
     calls = [FunctionCall(lambda: time.sleep(0.2), apart=True) for _ in range(8)]
     calls += [FunctionCall(nap, {"seconds": 0.2}, apart=index % 2 == 0) for index in range(8)]
     began = time.monotonic()
-    assert statuses(Caller().each(calls, 5.0)) == ["ok"] * 16
+    assert statuses(Caller().call_all(calls, 5.0)) == ["ok"] * 16
     assert time.monotonic() - began < 0.9  # one after the other: 3.2
 
 
@@ -58,7 +58,7 @@ def test_a_call_that_hangs_is_left_behind_and_the_next_ones_are_made_once():
         FunctionCall(nap, {"seconds": 9}),
     ]
     began = time.monotonic()
-    assert statuses(caller.each(calls, 0.15)) == ["ok", "timeout", "ok", "timeout"]
+    assert statuses(caller.call_all(calls, 0.15)) == ["ok", "timeout", "ok", "timeout"]
     assert time.monotonic() - began < 1.0
     time.sleep(0.3)  # the late call has ended by now: nothing that it left undone is done twice
     assert made == [1, 2]
@@ -128,7 +128,9 @@ def test_the_value_is_finished_within_the_limit():
             time.sleep(9)
             return ""
 
-    outcomes = Caller().each([FunctionCall(Slow), FunctionCall(lambda: 5), FunctionCall(nap, {"seconds": 0})], 0.1, str)
+    outcomes = Caller().call_all(
+        [FunctionCall(Slow), FunctionCall(lambda: 5), FunctionCall(nap, {"seconds": 0})], 0.1, str
+    )
     assert statuses(outcomes) == ["timeout", "ok", "ok"]
     assert [outcome.value for outcome in outcomes[1:]] == ["5", "0"]
 
