@@ -31,12 +31,7 @@ least queries of a program, those of a tensor core.
 
 @dataclasses.dataclass(frozen=True)
 class ByLength:
-    """Choice of the kernels.
-
-    Attributes:
-      platform: "tpu" or "gpu".
-      interpret: XLA computes what the kernels would, slowly, on any platform: for tests.
-    """
+    """Choice of the kernels: ``platform`` "tpu" or "gpu"; with ``interpret`` XLA computes what they would, in tests."""
 
     platform: str
     interpret: bool = False
@@ -69,10 +64,8 @@ class PartialAttention(NamedTuple):
 
 
 def form_for(config: Attention, slots: int, mesh: Mesh | AbstractMesh | None) -> ByLength | None:
-    """Return the kernels for a model and a mesh; None for the plain form, which reads all columns of every row.
-
-    CPUs have no kernels. A GPU's want heads of a power of two, and no mesh may divide the slots unevenly.
-    """
+    """Return the kernels for a model and a mesh; None for the plain form, which reads all columns of every row: on
+    CPUs, on a mesh that divides the slots unevenly, and on GPUs unless the heads are a power of two wide."""
     platform = jax.default_backend() if mesh is None else platform_of(mesh)
     platform = "gpu" if platform in ("cuda", "rocm") else platform
     if platform not in ("tpu", "gpu") or (mesh is not None and slots % batch_parts(mesh)):
@@ -104,10 +97,7 @@ def _block(form: ByLength, columns: int) -> int:
 
 
 def live_blocks(seen: ColumnRange, block: int) -> tuple[jax.Array, jax.Array]:
-    """Return the first block of each row that any of its queries sees, and the number of blocks from there to the last.
-
-    ``seen``: [B, M].
-    """
+    """Return the first block of each row that any of its queries [B, M] sees, and how many there are up to the last."""
     some = seen.limit > seen.least
     first = jnp.min(jnp.where(some, seen.least, jnp.iinfo(jnp.int32).max), axis=1) // block
     end = -(-jnp.max(jnp.where(some, seen.limit, 0), axis=1) // block)
@@ -254,10 +244,7 @@ def _add_columns(
     config: Attention, q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array, before: PartialAttention,
     turned: bool = False,
 ) -> PartialAttention:  # fmt: skip
-    """Add a block of columns to the attention of queries q [M, H] over k [H, S] and v [S, H]; ``visible`` [M, S].
-
-    ``turned``: v is [H, S].
-    """
+    """Add a block of columns to the attention of queries q [M, H] over k [H, S] and v [S, H] ([H, S] if ``turned``)."""
     scores = softcap(jnp.dot(q, k, preferred_element_type=jnp.float32) * config.factor, config.softcap)
     scores = jnp.where(visible, scores, MASKED)
     top = jnp.maximum(before.top, jnp.max(scores, axis=1, keepdims=True))
@@ -271,8 +258,7 @@ def _add_columns(
 
 class Tile(NamedTuple):
     """Sizes of what a TPU's kernel works on: rows of the cache, blocks of each, columns of a block, queries of a row.
-
-    ``turned``: values lie in memory with their columns last, as those narrower than a TPU's tile do.
+    Values with heads narrower than a TPU's tile are ``turned``: in memory their columns are last.
     """
 
     rows: int
@@ -284,7 +270,6 @@ class Tile(NamedTuple):
 
 def _add_block(config: Attention, tile: Tile, first: jax.Array, inputs: Sequence[Any], sums: Sequence[Any]) -> None:
     """Add the block that begins with column ``first`` to the sums [K, M, ..] of all heads, references of Pallas.
-
     ``inputs``: queries [K, M, H], keys, values, and the bounds of what each query sees.
     """
     q, k, v, least, limit = inputs
@@ -456,10 +441,8 @@ def _gpu_kernel(config: Attention, width: int, count: int, size: int, lane_count
 def _attend_gpu(
     interpret: bool, config: Attention, q: jax.Array, cache: Any, layer: jax.Array, plan: ReadPlan, near: Any
 ) -> list[PartialAttention]:
-    """One program for each row of the cache, head and span of columns, with a loop over the live ones of the span.
-
-    It gathers the queries that read the row, and puts their results where they belong.
-    """
+    """Run one program for each row of the cache, head and span of columns, which gathers the queries that read the row,
+    loops over the live columns of the span, and puts the results where they belong."""
     (count, heads, queries, width) = q.shape
     seen, (first, end), lanes, _ = plan
     columns = cache.v.shape[3]

@@ -105,20 +105,16 @@ def take_rows(cache: Cache, rows: jax.Array) -> Cache:
 
 
 def flush(cache: Cache, chunk: Cache, lengths: jax.Array) -> Cache:
-    """Return the cache with the chunk's C columns written at each row's ``lengths``, where there must be room.
-
-    Rows that the chunk does not have stay as they are.
-    """
+    """Return the cache with the chunk's C columns written at its rows' ``lengths``, where there must be room."""
     # A bound that the compiler cannot see: TPUs' takes a loop over all rows for a copy of whole arrays, and fails.
     rows = jax.lax.optimization_barrier(jnp.int32(chunk.v.shape[1]))
     return _write_rows(cache, rows, lambda i, cache: (_row(chunk, i), i, lengths[i]))
 
 
 def insert(cache: Cache, new: Cache, source: jax.Array, start: jax.Array) -> Cache:
-    """Return the cache with row b overwritten by row ``source[b]`` of ``new``, from its column ``start[b]`` on.
+    """Return the cache with row b overwritten by row ``source[b]`` of ``new``, from column ``start[b]`` on.
 
-    Rows with a negative source stay as they are. Columns beyond those given hold anything: they are invalid until
-    written.
+    Rows with a negative source stay. Columns beyond those given hold anything: they are invalid until written.
     """
     first = jnp.argsort(source < 0, stable=True)
 
@@ -134,16 +130,14 @@ def insert(cache: Cache, new: Cache, source: jax.Array, start: jax.Array) -> Cac
 def insert_divided(
     cache: Cache, new: Cache, source: jax.Array, start: jax.Array, needed: jax.Array, axes: tuple[str, ...]
 ) -> Cache:
-    """Insert inside ``shard_map``, where the rows of ``new`` are divided over mesh axes: see ``insert``.
+    """Insert inside ``shard_map``: ``cache`` has the device's own rows, and ``new`` its part of the given ones.
 
     Args:
-      cache: the device's own rows.
-      new: the part of all given rows that is on this device.
       source: int32[rows of the cache], indices into all given rows.
       start: as in ``insert``.
-      needed: int32[all rows given], those that any device reads, then negative numbers. They are broadcast one after
-        the other, so that no device ever holds all of them.
-      axes: mesh axes.
+      needed: int32[all given rows], those that any device reads, then negative numbers. They are broadcast one by one,
+        so that no device ever holds all of them.
+      axes: mesh axes that divide the given rows.
     """
     here = new.v.shape[1]
     first = jax.lax.axis_index(axes) * here
@@ -159,10 +153,7 @@ def insert_divided(
 
 
 def move_rows(cache: Cache, new: None, source: jax.Array) -> Cache:
-    """Copy rows within the cache: row b becomes row ``source[b]`` where that is not negative.
-
-    No row that is overwritten may be a source of another.
-    """
+    """Copy row ``source[b]`` of the cache to row b if not negative; no row that is overwritten may be a source."""
     first = jnp.argsort(source < 0, stable=True)
     return _write_rows(cache, jnp.sum(source >= 0), lambda i, cache: (_row(cache, source[first[i]]), first[i], 0))
 
@@ -212,10 +203,8 @@ class SharedPrefix(NamedTuple):
 
 
 def shared_prefix(cache: Cache, lengths: jax.Array, lanes: jax.Array, parts: int, width: int) -> SharedPrefix:
-    """Build a SharedPrefix with blocks of ``width`` lanes.
-
-    ``lanes`` is int32[B] as in SharedPrefix; a row without a block has an index beyond the last lane.
-    """
+    """Build a SharedPrefix with blocks of ``width`` lanes; in ``lanes`` int32[B] a row without a block has one beyond
+    all."""
     lanes = lanes.reshape(parts, -1)
     count = cache.v.shape[1] // parts * width
     unused = jnp.zeros(count, jnp.int32)
