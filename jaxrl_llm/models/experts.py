@@ -113,8 +113,8 @@ def expert_backward(
     act: Gating, x: jax.Array, inputs: tuple[jax.Array, ...], g: jax.Array, w: Matrices
 ) -> tuple[jax.Array, Matrices]:
     """Return the gradients of x and, in float32, of the weights of ``expert_forward`` for its result's gradient g."""
-    hidden, back = jax.vjp(act, *inputs)
-    gate, up = back(g @ w.down.T)
+    hidden, act_backward = jax.vjp(act, *inputs)
+    gate, up = act_backward(g @ w.down.T)
     biases = [None if bias is None else jnp.sum(d, 0, dtype=jnp.float32)
               for d, bias in ((gate, w.gate_bias), (up, w.up_bias))]  # fmt: skip
     products = [product("bd,bf->df", a, b) for a, b in ((x, gate), (x, up), (hidden, g))]
