@@ -27,9 +27,6 @@ from jaxrl_llm.sharding import MeshShape
 from jaxrl_llm.system.setting import Count, check_fields
 from jaxrl_llm.system.signals import answering, quit_now
 
-EMPTY = "ask a better model, for more (--samples) or longer answers (--max_new_tokens)"
-STOPPED = "interrupted: run the same command again to resume"
-
 
 @dataclasses.dataclass(frozen=True)
 class CollectOptions:
@@ -77,7 +74,8 @@ def collect_command(arguments: list[str]) -> int:
     from jaxrl_llm.tasks import load
     from jaxrl_llm.telemetry.progress import Progress, Schedule
 
-    with answering(lambda number: quit_now(128 + number, STOPPED)), Progress(Schedule(1)) as progress:
+    remedy = "interrupted: run the same command again to resume"
+    with answering(lambda number: quit_now(128 + number, remedy)), Progress(Schedule(1)) as progress:
         progress.status(f"reading task {task.label}")
         loaded = load(task)
         problems = loaded.train[: data.limit or None]
@@ -114,9 +112,10 @@ def collection_table(name: str, step: int | None, options: CollectOptions, path:
     reader = next(kind.__name__ for kind, kind_name in KINDS.items() if kind_name == options.kind)
     worded = {key: getattr(data.task, key) for key in ("template", "system", "suffix")}
     texts = "".join(f", {key}={value!r}" for key, value in worded.items() if value not in (None, ""))
+    hint = "ask a better model, for more (--samples) or longer answers (--max_new_tokens)"
     return [
         f"{where} on {data.task.label}: {collection.problems} problems, {data.samples} each, "
         f"temperature {data.temperature:g}, top_p {data.top_p:g}",
         *collection.lines(),
-        f"{path} is written: {reader}(Table({str(path)!r}){texts})" if collection.rows else f"{path} is empty: {EMPTY}",
+        f"{path} is written: {reader}(Table({str(path)!r}){texts})" if collection.rows else f"{path} is empty: {hint}",
     ]

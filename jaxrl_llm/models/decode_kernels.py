@@ -31,12 +31,7 @@ least queries of a program, those of a tensor core.
 
 @dataclasses.dataclass(frozen=True)
 class ByLength:
-    """Choice of the kernels.
-
-    Attributes:
-      platform: "tpu" or "gpu".
-      interpret: XLA computes what the kernels would, slowly, on any platform: for tests.
-    """
+    """Choice of the kernels: ``platform`` "tpu" or "gpu"; with ``interpret`` XLA computes what they would, in tests."""
 
     platform: str
     interpret: bool = False
@@ -69,10 +64,8 @@ class PartialAttention(NamedTuple):
 
 
 def form_for(config: Attention, slots: int, mesh: Mesh | AbstractMesh | None) -> ByLength | None:
-    """Return the kernels for a model and a mesh; None for the plain form, which reads all columns of every row.
-
-    CPUs have no kernels. A GPU's want heads of a power of two, and no mesh may divide the slots unevenly.
-    """
+    """Return the kernels for a model and a mesh; None for the plain form, which reads all columns of every row: on
+    CPUs, on a mesh that divides the slots unevenly, and on GPUs unless the heads are a power of two wide."""
     platform = jax.default_backend() if mesh is None else platform_of(mesh)
     platform = "gpu" if platform in ("cuda", "rocm") else platform
     if platform not in ("tpu", "gpu") or (mesh is not None and slots % batch_parts(mesh)):
@@ -104,10 +97,7 @@ def _block(form: ByLength, columns: int) -> int:
 
 
 def live_blocks(seen: ColumnRange, block: int) -> tuple[jax.Array, jax.Array]:
-    """Return the first block of each row that any of its queries sees, and the number of blocks from there to the last.
-
-    ``seen``: [B, M].
-    """
+    """Return the first block of each row that any of its queries [B, M] sees, and how many there are up to the last."""
     some = seen.limit > seen.least
     first = jnp.min(jnp.where(some, seen.least, jnp.iinfo(jnp.int32).max), axis=1) // block
     end = -(-jnp.max(jnp.where(some, seen.limit, 0), axis=1) // block)
@@ -171,11 +161,11 @@ def read_order(seen: ColumnRange, block: int, each: int, sparse: bool = False) -
         ends = jnp.cumsum(steps)
         row = jnp.sum(ends[None] <= places[:, None], axis=1, dtype=jnp.int32)
         row = jnp.minimum(row, rows - 1)
-        inside = places - (ends - steps)[row]
-        live = inside < count[row]
+        step = places - (ends - steps)[row]
+        live = step < count[row]
         nearest = jax.lax.cummax(jnp.where(live, places, -1))
         nearest = jnp.where(nearest < 0, jnp.argmax(live).astype(jnp.int32), nearest)
-        blocks = jnp.minimum(row * each + first[row] + inside, rows * each - 1)
+        blocks = jnp.minimum(row * each + first[row] + step, rows * each - 1)
         return ReadOrder(row, blocks[nearest], live.astype(jnp.int32), jnp.maximum(ends[-1], 1))
 
     halves_read = jax.vmap(half)(first, count)
@@ -213,7 +203,7 @@ def reads_chunk(form: ByLength, columns: int) -> bool:
 
 def attend_by_length(
     form: ByLength, config: Attention, q: jax.Array, cache: Any, layer: jax.Array, plan: ReadPlan,
-    near: Any = None,
+    chunk: Any = None,
 ) -> list[PartialAttention]:  # fmt: skip
     """Attend over live columns of one layer of a cache.
 
@@ -224,14 +214,14 @@ def attend_by_length(
       cache: k [L, E, K, H, S] and v [L, E, K, S, H], S of whole blocks; without lanes its first B rows are read.
       layer: int32[].
       plan: of the cache's rows.
-      near: ``ChunkColumns``, to be read too, where ``reads_chunk``; only without lanes.
+      chunk: ``ChunkColumns``, to be read too, where ``reads_chunk``; only without lanes.
 
     Returns:
       Parts of the result, whose columns are disjoint; ``top`` of a query without a column is ``MASKED``.
     """
     arguments = config, q, cache, layer, plan
     on_tpu = form.platform == "tpu"
-    parts = _attend_tpu(form.interpret, *arguments) if on_tpu else _attend_gpu(form.interpret, *arguments, near)
+    parts = _attend_tpu(form.interpret, *arguments) if on_tpu else _attend_gpu(form.interpret, *arguments, chunk)
     if plan.served is None:
         return parts
     served = plan.served[:, None, None, None]
@@ -254,10 +244,7 @@ def _add_columns(
     config: Attention, q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array, before: PartialAttention,
     turned: bool = False,
 ) -> PartialAttention:  # fmt: skip
-    """Add a block of columns to the attention of queries q [M, H] over k [H, S] and v [S, H]; ``visible`` [M, S].
-
-    ``turned``: v is [H, S].
-    """
+    """Add a block of columns to the attention of queries q [M, H] over k [H, S] and v [S, H] ([H, S] if ``turned``)."""
     scores = softcap(jnp.dot(q, k, preferred_element_type=jnp.float32) * config.factor, config.softcap)
     scores = jnp.where(visible, scores, MASKED)
     top = jnp.maximum(before.top, jnp.max(scores, axis=1, keepdims=True))
@@ -271,8 +258,7 @@ def _add_columns(
 
 class Tile(NamedTuple):
     """Sizes of what a TPU's kernel works on: rows of the cache, blocks of each, columns of a block, queries of a row.
-
-    ``turned``: values lie in memory with their columns last, as those narrower than a TPU's tile do.
+    Values with heads narrower than a TPU's tile are ``turned``: in memory their columns are last.
     """
 
     rows: int
@@ -284,7 +270,6 @@ class Tile(NamedTuple):
 
 def _add_block(config: Attention, tile: Tile, first: jax.Array, inputs: Sequence[Any], sums: Sequence[Any]) -> None:
     """Add the block that begins with column ``first`` to the sums [K, M, ..] of all heads, references of Pallas.
-
     ``inputs``: queries [K, M, H], keys, values, and the bounds of what each query sees.
     """
     q, k, v, least, limit = inputs
@@ -319,7 +304,7 @@ def _row_kernel(config: Attention, tile: Tile, row: Any, blocks: Any, live: Any,
 def _lane_kernel(config: Attention, tile: Tile, row: Any, blocks: Any, live: Any, *refs: Any) -> None:
     """Compute one step for the rows of queries that read the cache's row: its first step gathers their queries, and its
     last one sends the results to their places."""
-    _, lanes, q, k, v, least, limit, *outs, gathered, top, mass, mixed, sent = refs
+    _, lanes, q, k, v, least, limit, *outs, gathered, top, mass, mixed, semaphore = refs
     sums = [top, mass, mixed]
     size = q.shape[2]
     count = tile.queries // size
@@ -333,7 +318,7 @@ def _lane_kernel(config: Attention, tile: Tile, row: Any, blocks: Any, live: Any
     @pl.when((number == 0) | (row[at] != row[jnp.maximum(at - 1, 0)]))
     def _begin() -> None:
         copies = [
-            pltpu.make_async_copy(q.at[jnp.maximum(lanes[base + lane], 0)], gathered.at[:, place], sent)
+            pltpu.make_async_copy(q.at[jnp.maximum(lanes[base + lane], 0)], gathered.at[:, place], semaphore)
             for lane, place in enumerate(places)
         ]
         for copy in copies:
@@ -352,7 +337,7 @@ def _lane_kernel(config: Attention, tile: Tile, row: Any, blocks: Any, live: Any
         @pl.when((live[at] == 1) & last & (lanes[base + lane] >= 0))
         def _() -> None:
             for ref, out in zip(sums, outs, strict=True):
-                act(pltpu.make_async_copy(ref.at[:, places[lane]], out.at[lanes[base + lane]], sent))
+                act(pltpu.make_async_copy(ref.at[:, places[lane]], out.at[lanes[base + lane]], semaphore))
 
     for lane in range(count):
         send(lane, lambda copy: copy.start())
@@ -368,10 +353,10 @@ def _attend_tpu(
     seen, table, lanes, _ = plan
     block = block_columns(cache.v.shape[3])
     size = queries if lanes is None else -(-queries // SUBLANES) * SUBLANES
-    inside = size if lanes is None else size * lanes.shape[1]
-    tile = Tile(len(seen.limit), cache.v.shape[3] // block, block, inside, width < LANES)
+    row_queries = size if lanes is None else size * lanes.shape[1]
+    tile = Tile(len(seen.limit), cache.v.shape[3] // block, block, row_queries, width < LANES)
     values = jnp.swapaxes(cache.v, 3, 4) if tile.turned else cache.v
-    bounds = [jnp.repeat(x, inside // x.shape[1], axis=1)[..., None] for x in seen]
+    bounds = [jnp.repeat(x, row_queries // x.shape[1], axis=1)[..., None] for x in seen]
 
     def where(half: Any, number: Any, *prefetched: Any) -> tuple[Any, Any, Any]:
         return fetch_indices(half, number, ReadOrder(*prefetched[:3]), tile.rows, tile.each)
@@ -386,14 +371,14 @@ def _attend_tpu(
 
         return pl.BlockSpec((1, 1, heads, *((width, block) if turned else (block, width))), at)
 
-    inputs = [columns(True), columns(tile.turned), own(inside, 1), own(inside, 1)]
+    inputs = [columns(True), columns(tile.turned), own(row_queries, 1), own(row_queries, 1)]
     scalars = [*table[:3], layer.reshape(1)]
     if lanes is None:
         kernel, shapes, scratch = _row_kernel, _shapes(count, heads, size, width), []
         ends = own(heads, size, width), [own(*shape.shape[1:]) for shape in shapes]
     else:
         kernel, shapes = _lane_kernel, _shapes(count, heads, size, width, stat=LANES)
-        sums = [pltpu.VMEM((heads, inside, shape.shape[3]), jnp.float32) for shape in (shapes[2], *shapes)]
+        sums = [pltpu.VMEM((heads, row_queries, shape.shape[3]), jnp.float32) for shape in (shapes[2], *shapes)]
         scratch = [*sums, pltpu.SemaphoreType.DMA]
         ends = pl.BlockSpec(memory_space=pl.ANY), [pl.BlockSpec(memory_space=pl.ANY) for _ in shapes]
         scalars.append(lanes.reshape(-1))
@@ -421,7 +406,7 @@ def _gpu_kernel(config: Attention, width: int, count: int, size: int, lane_count
 
     ``width``: columns of a block. ``count``: queries of a row, ``size`` the next power of two, ``total`` of the call.
     """
-    layer, first, end, lanes, q, k, v, least, limit, *near = refs[:-3]
+    layer, first, end, lanes, q, k, v, least, limit, *chunk = refs[:-3]
     row, head, span = (pl.program_id(axis) for axis in range(3))
     each = jnp.arange(lane_count * size, dtype=jnp.int32)
     lane, number = (operation(each, jnp.int32(size)) for operation in (jax.lax.div, jax.lax.rem))
@@ -432,21 +417,21 @@ def _gpu_kernel(config: Attention, width: int, count: int, size: int, lane_count
     lower, upper = (x[row, lane][:, None] for x in (least, limit))
 
     def add(block: jax.Array, before: PartialAttention) -> PartialAttention:
-        there = pl.ds(pl.multiple_of(block * width, width), width)
+        columns = pl.ds(pl.multiple_of(block * width, width), width)
         column = block * width + jax.lax.broadcasted_iota(jnp.int32, (len(each), width), 1)
         visible = (column >= lower) & (column < upper)
-        keys, values = k[layer[0], row, head, :, there], v[layer[0], row, head, there]
+        keys, values = k[layer[0], row, head, :, columns], v[layer[0], row, head, columns]
         return _add_columns(config, queries, keys, values, visible, before)
 
     def add_chunk(before: PartialAttention) -> PartialAttention:
-        column = jax.lax.broadcasted_iota(jnp.int32, (len(each), near[0].shape[3]), 1)
-        visible = (column >= near[2][0]) & (column < near[2][1])
-        return _add_columns(config, queries, near[0][row, head], near[1][row, head], visible, before)
+        column = jax.lax.broadcasted_iota(jnp.int32, (len(each), chunk[0].shape[3]), 1)
+        visible = (column >= chunk[2][0]) & (column < chunk[2][1])
+        return _add_columns(config, queries, chunk[0][row, head], chunk[1][row, head], visible, before)
 
-    inside = GPU_SPAN // width
-    begin, after = jnp.maximum(first[row], span * inside), jnp.minimum(end[row], (span + 1) * inside)
+    blocks = GPU_SPAN // width
+    begin, after = jnp.maximum(first[row], span * blocks), jnp.minimum(end[row], (span + 1) * blocks)
     sums = jax.lax.fori_loop(begin, after, add, _empty(_shapes(len(each), q.shape[1])))
-    if near:
+    if chunk:
         sums = jax.lax.cond(span == 0, add_chunk, lambda before: before, sums)
     place = jnp.where((served >= 0) & (number < count), at, total)
     for ref, value in zip(refs[-3:], sums, strict=True):
@@ -454,12 +439,10 @@ def _gpu_kernel(config: Attention, width: int, count: int, size: int, lane_count
 
 
 def _attend_gpu(
-    interpret: bool, config: Attention, q: jax.Array, cache: Any, layer: jax.Array, plan: ReadPlan, near: Any
+    interpret: bool, config: Attention, q: jax.Array, cache: Any, layer: jax.Array, plan: ReadPlan, chunk: Any
 ) -> list[PartialAttention]:
-    """One program for each row of the cache, head and span of columns, with a loop over the live ones of the span.
-
-    It gathers the queries that read the row, and puts their results where they belong.
-    """
+    """Run one program for each row of the cache, head and span of columns, which gathers the queries that read the row,
+    loops over the live columns of the span, and puts the results where they belong."""
     (count, heads, queries, width) = q.shape
     seen, (first, end), lanes, _ = plan
     columns = cache.v.shape[3]
@@ -479,6 +462,6 @@ def _attend_gpu(
         compiler_params=plgpu.CompilerParams(num_warps=4 if lane_count * size < 64 else 8, num_stages=2),
         interpret=interpret,
         name="attention_by_length",
-    )(layer.reshape(1), first, end, lanes, q.reshape(total, width), *cache, *bounds, *(near or ()))
+    )(layer.reshape(1), first, end, lanes, q.reshape(total, width), *cache, *bounds, *(chunk or ()))
     parts = [x[:, :total].reshape(spans, count, heads, queries, -1) for x in outputs]
     return [PartialAttention(*(x[span] for x in parts)) for span in range(spans)]

@@ -212,8 +212,7 @@ def attend_with_copies(
 ) -> jax.Array:
     """Attend with q [B, S, N, H] over ``copies`` of each head of k and v [B, S, K, H]; returns [B, S, N, H].
 
-    The copies share the queries of their head, and its ``sinks`` [N], evenly. If these do not divide, zeros are added
-    and their results dropped.
+    Copies share the queries of their head, and its ``sinks`` [N], evenly: zeros are added where these do not divide.
     """
     (_, _, heads, width) = k.shape
     q = q.reshape(*q.shape[:2], heads, -1, width)
@@ -303,10 +302,8 @@ def causal_rows(tokens: Any) -> TokenRows:
 
 
 def logits(model: Decoder, tokens: Any) -> jax.Array:
-    """Compute next-token logits of right-padded sequences: array-like int[B, T] -> float32[B, T, V].
-
-    This is for tests and tools: training and sampling never hold an array of this size.
-    """
+    """Compute next-token logits of right-padded sequences, int[B, T] -> float32[B, T, V], for tests and tools alone:
+    training and sampling never hold so large an array."""
     return _logits(model, jnp.asarray(tokens, jnp.int32))
 
 

@@ -105,27 +105,23 @@ def take_rows(cache: Cache, rows: jax.Array) -> Cache:
 
 
 def flush(cache: Cache, chunk: Cache, lengths: jax.Array) -> Cache:
-    """Return the cache with the chunk's C columns written at each row's ``lengths``, where there must be room.
-
-    Rows that the chunk does not have stay as they are.
-    """
+    """Return the cache with the chunk's C columns written at its rows' ``lengths``, where there must be room."""
     # A bound that the compiler cannot see: TPUs' takes a loop over all rows for a copy of whole arrays, and fails.
     rows = jax.lax.optimization_barrier(jnp.int32(chunk.v.shape[1]))
     return _write_rows(cache, rows, lambda i, cache: (_row(chunk, i), i, lengths[i]))
 
 
 def insert(cache: Cache, new: Cache, source: jax.Array, start: jax.Array) -> Cache:
-    """Return the cache with row b overwritten by row ``source[b]`` of ``new``, from its column ``start[b]`` on.
+    """Return the cache with row b overwritten by row ``source[b]`` of ``new``, from column ``start[b]`` on.
 
-    Rows with a negative source stay as they are. Columns beyond those given hold anything: they are invalid until
-    written.
+    Rows with a negative source stay. Columns beyond those given hold anything: they are invalid until written.
     """
     first = jnp.argsort(source < 0, stable=True)
 
     def writing(i: jax.Array, cache: Cache) -> tuple[Cache, Any, Any]:
         row = _row(new, source[first[i]])
-        back = -start[first[i]]
-        shifted = Cache(jnp.roll(row.k, back, axis=4), jnp.roll(row.v, back, axis=3))
+        shift = -start[first[i]]
+        shifted = Cache(jnp.roll(row.k, shift, axis=4), jnp.roll(row.v, shift, axis=3))
         return with_columns(shifted, min(new.columns, cache.columns)), first[i], 0
 
     return _write_rows(cache, jnp.sum(source >= 0), writing)
@@ -134,24 +130,22 @@ def insert(cache: Cache, new: Cache, source: jax.Array, start: jax.Array) -> Cac
 def insert_divided(
     cache: Cache, new: Cache, source: jax.Array, start: jax.Array, needed: jax.Array, axes: tuple[str, ...]
 ) -> Cache:
-    """Insert inside ``shard_map``, where the rows of ``new`` are divided over mesh axes: see ``insert``.
+    """Insert inside ``shard_map``: ``cache`` has the device's own rows, and ``new`` its part of the given ones.
 
     Args:
-      cache: the device's own rows.
-      new: the part of all given rows that is on this device.
       source: int32[rows of the cache], indices into all given rows.
       start: as in ``insert``.
-      needed: int32[all rows given], those that any device reads, then negative numbers. They are broadcast one after
-        the other, so that no device ever holds all of them.
-      axes: mesh axes.
+      needed: int32[all given rows], those that any device reads, then negative numbers. They are broadcast one by one,
+        so that no device ever holds all of them.
+      axes: mesh axes that divide the given rows.
     """
-    here = new.v.shape[1]
-    first = jax.lax.axis_index(axes) * here
+    count = new.v.shape[1]
+    first = jax.lax.axis_index(axes) * count
 
     def bring(i: jax.Array, cache: Cache) -> Cache:
         place = needed[i] - first
-        row = _row(new, jnp.clip(place, 0, here - 1))
-        owned = (place >= 0) & (place < here)
+        row = _row(new, jnp.clip(place, 0, count - 1))
+        owned = (place >= 0) & (place < count)
         row = jax.tree.map(lambda x: jax.lax.psum(jnp.where(owned, x, jnp.zeros_like(x)), axes), row)
         return insert(cache, row, jnp.where(source == needed[i], 0, -1), start)
 
@@ -159,10 +153,7 @@ def insert_divided(
 
 
 def move_rows(cache: Cache, new: None, source: jax.Array) -> Cache:
-    """Copy rows within the cache: row b becomes row ``source[b]`` where that is not negative.
-
-    No row that is overwritten may be a source of another.
-    """
+    """Copy row ``source[b]`` of the cache to row b if not negative; no row that is overwritten may be a source."""
     first = jnp.argsort(source < 0, stable=True)
     return _write_rows(cache, jnp.sum(source >= 0), lambda i, cache: (_row(cache, source[first[i]]), first[i], 0))
 
@@ -212,10 +203,8 @@ class SharedPrefix(NamedTuple):
 
 
 def shared_prefix(cache: Cache, lengths: jax.Array, lanes: jax.Array, parts: int, width: int) -> SharedPrefix:
-    """Build a SharedPrefix with blocks of ``width`` lanes.
-
-    ``lanes`` is int32[B] as in SharedPrefix; a row without a block has an index beyond the last lane.
-    """
+    """Build a SharedPrefix with blocks of ``width`` lanes; in ``lanes`` int32[B] a row without a block has one beyond
+    all."""
     lanes = lanes.reshape(parts, -1)
     count = cache.v.shape[1] // parts * width
     unused = jnp.zeros(count, jnp.int32)
@@ -256,22 +245,22 @@ def extend(
     def layer(x: jax.Array, per_layer: Any) -> tuple[jax.Array, tuple[Cache, jax.Array | None]]:
         w, rotation, window, main = per_layer
         visible = valid & ((window == 0) | (distance < window))
-        written = []
+        new_columns = []
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
-            written.append(Cache(k, v))
-            parts = [main, written[0]] if cache else written
+            new_columns.append(Cache(k, v))
+            parts = [main, new_columns[0]] if cache else new_columns
             s = jnp.concatenate([layers.attention_scores(q, part.k, config.attention) for part in parts], -1)
             weights = layers.attention_weights(s, visible[:, None, :, None], sinks)
-            near = layers.mix(weights[..., len(columns) :], v)
-            return near + layers.mix(weights[..., : len(columns)], main.v) if cache else near
+            mixed = layers.mix(weights[..., len(columns) :], v)
+            return mixed + layers.mix(weights[..., : len(columns)], main.v) if cache else mixed
 
         x, routing = block(w, config, x, layers.rotary_cos_sin(positions, rotation), attend)
-        return constrain(x, BATCH), (written[0], routing)
+        return constrain(x, BATCH), (new_columns[0], routing)
 
     x = constrain(embed(model, tokens), BATCH)
-    written, routing = scan_layers(layer, x, model, *layers.layer_constants(config), cache)[1]
-    return written, None if routing is None else jnp.moveaxis(routing, 0, 2)
+    new_columns, routing = scan_layers(layer, x, model, *layers.layer_constants(config), cache)[1]
+    return new_columns, None if routing is None else jnp.moveaxis(routing, 0, 2)
 
 
 def decode(
@@ -309,16 +298,16 @@ def decode(
 
     def layer(x: jax.Array, per_layer: Any) -> tuple[jax.Array, tuple[Cache, jax.Array | None]]:
         w, rotation, window, new, *place = per_layer
-        written = []
+        new_columns = []
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
             put = jax.lax.dynamic_update_slice
             fresh = Cache(put(new.k, k, (0, 0, 0, step)), put(new.v, v, (0, 0, step, 0)))
-            written.append(fresh)
+            new_columns.append(fresh)
             q = q[:, 0]
             if with_chunk:
-                near = ChunkColumns(*fresh, jnp.stack(decode_kernels.column_range(step + 1, step, window)))
-                parts = read(q, window, *place, near)
+                chunk_columns = ChunkColumns(*fresh, jnp.stack(decode_kernels.column_range(step + 1, step, window)))
+                parts = read(q, window, *place, chunk_columns)
             else:
                 cached, *prefixes = read(q, window, *place)
                 parts = [cached, _attend_chunk(config, q, fresh, step, window), *prefixes]
@@ -329,7 +318,7 @@ def decode(
             return _merge_parts(parts).astype(q.dtype)[:, None]
 
         x, routing = block(w, config, x, layers.rotary_cos_sin(positions[:, None], rotation), attend, compute=FEW)
-        return x, (written[0], routing)
+        return x, (new_columns[0], routing)
 
     x = constrain(embed(model, tokens)[:, None], BATCH)
     sliced = (cache, prefix and prefix.cache) if form is None else (None, None)
@@ -433,9 +422,9 @@ def _attend_live(
     plans_of = functools.partial(_read_plans, form, kinds, cache.columns)
     all_plans = on_own(plans_of, PartitionSpec(None, *by_row), (by_row, *of_blocks), places, *blocks)
 
-    def local(q: jax.Array, layer: jax.Array, cache: Cache, plans: list, near: Any, blocks: Any) -> list:
+    def local(q: jax.Array, layer: jax.Array, cache: Cache, plans: list, chunk: Any, blocks: Any) -> list:
         read = functools.partial(decode_kernels.attend_by_length, form, config.attention, q)
-        parts = read(cache, layer, plans[0], near)
+        parts = read(cache, layer, plans[0], chunk)
         return parts + (read(blocks, layer, plans[1]) if blocks else [])
 
     def attend(
@@ -444,9 +433,9 @@ def _attend_live(
         plans = jax.tree.map(lambda x: x[of_layer[index] if len(kinds) > 1 else 0], all_plans)
         heads = fit_spec(q.shape, (BATCH, "tensor"), mesh)
         chunk = (heads, heads, PartitionSpec()) if near else None
-        shared = prefix and prefix.cache
-        specs = (heads, PartitionSpec(), Cache(spec, spec), by_row, chunk, shared and Cache(spec, spec))
-        return on_own(local, heads, specs, q, jnp.int32(index), cache, plans, near and tuple(near), shared)
+        block_cache = prefix and prefix.cache
+        specs = (heads, PartitionSpec(), Cache(spec, spec), by_row, chunk, block_cache and Cache(spec, spec))
+        return on_own(local, heads, specs, q, jnp.int32(index), cache, plans, near and tuple(near), block_cache)
 
     return attend
 
@@ -462,12 +451,12 @@ def _read_plans(form: ByLength, kinds: Sequence[int], width: int, places: Places
         visible = ColumnRange(*(x[:, None] for x in decode_kernels.column_range(columns, newest, window)))
         plans.append([decode_kernels.read_plan(form, visible, width)])
         if blocks:
-            (shared, (rows,), (lanes,), lengths) = blocks
+            (block_cache, (rows,), (lanes,), lengths) = blocks
             seen = decode_kernels.column_range(lengths, positions, window)
-            used = (lanes[rows] == jnp.arange(len(rows))) & (lengths[rows] > 0)
-            served = jnp.where(used, rows, -1).reshape(shared.v.shape[1], -1)
-            limit = jnp.where(used, seen.limit[rows], 0)
+            has_row = (lanes[rows] == jnp.arange(len(rows))) & (lengths[rows] > 0)
+            served = jnp.where(has_row, rows, -1).reshape(block_cache.v.shape[1], -1)
+            limit = jnp.where(has_row, seen.limit[rows], 0)
             lane_range = ColumnRange(*(x.reshape(served.shape) for x in (seen.least[rows], limit)))
             has_lane = seen.limit > seen.least
-            plans[-1].append(decode_kernels.read_plan(form, lane_range, shared.columns, served, has_lane))
+            plans[-1].append(decode_kernels.read_plan(form, lane_range, block_cache.columns, served, has_lane))
     return jax.tree.map(lambda *each: jnp.stack(each), *plans)

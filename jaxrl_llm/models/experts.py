@@ -27,8 +27,7 @@ Gating = Callable[[jax.Array, jax.Array], jax.Array]
 
 class Matrices(NamedTuple):
     """The weights of a layer's experts: gate and up [E, D, I], down [E, I, D]; biases [E, I], [E, I], [E, D] or None.
-
-    The bias of ``down`` is added by ``experts.mixture``: each device would, where several have parts of a product.
+    ``mixture`` adds the bias of ``down``: each device would, where several have parts of a product.
     """
 
     gate: Any
@@ -82,8 +81,7 @@ def sort_by_expert(ids: jax.Array, count: int, block: int) -> Sorted:
 def gather_rows(x: jax.Array, source: jax.Array, inverse: jax.Array) -> jax.Array:
     """Return rows ``source`` of x, zeros where that is beyond the last.
 
-    ``inverse`` [len(x), n]: the rows of the result that are made of each row of x. The gradient reads them, where JAX's
-    own would scatter.
+    The gradient gathers by ``inverse`` [len(x), n], the rows made of each row of x, where JAX's own would scatter.
     """
     return x.at[source].get(mode="fill", fill_value=0)
 
@@ -97,10 +95,9 @@ gather_rows.defvjp(lambda x, there, back: (gather_rows(x, there, back), back), _
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def grouped_mlp(act: Gating, x: jax.Array, matrices: Matrices, owner: jax.Array, used: jax.Array) -> jax.Array:
-    """Compute the MLP of each block's owner for blocks x [n, b, D]: ``act(x gate, x up) down``.
+    """Compute ``act(x gate, x up) down`` of each block's owner, int32[n], for blocks x [n, b, D].
 
-    ``owner`` int32[n]; blocks from ``used`` on hold zeros, and their results anything. CPUs compute block after block
-    and leave those out; others all at one time.
+    Blocks from ``used`` on hold zeros, and their results anything: CPUs, which go block after block, leave those out.
     """
     return _grouped_mlp(act, x, matrices, owner, used)[0]
 
@@ -116,8 +113,8 @@ def expert_backward(
     act: Gating, x: jax.Array, inputs: tuple[jax.Array, ...], g: jax.Array, w: Matrices
 ) -> tuple[jax.Array, Matrices]:
     """Return the gradients of x and, in float32, of the weights of ``expert_forward`` for its result's gradient g."""
-    hidden, back = jax.vjp(act, *inputs)
-    gate, up = back(g @ w.down.T)
+    hidden, act_backward = jax.vjp(act, *inputs)
+    gate, up = act_backward(g @ w.down.T)
     biases = [None if bias is None else jnp.sum(d, 0, dtype=jnp.float32)
               for d, bias in ((gate, w.gate_bias), (up, w.up_bias))]  # fmt: skip
     products = [product("bd,bf->df", a, b) for a, b in ((x, gate), (x, up), (hidden, g))]
@@ -182,8 +179,8 @@ def batched_backward(
 ) -> tuple[jax.Array, Matrices]:
     """Compute ``loop_backward`` with a copy of the matrices for each block.
 
-    The blocks of an expert are summed by a product: where the order of additions is fixed, a GPU's compiler makes of a
-    scatter many passes over indices as large as all gradients.
+    A product sums the blocks of an expert: where the order of additions is fixed, a GPU's compiler makes of a scatter
+    many passes over indices as large as all gradients.
     """
     back, changes = jax.vmap(functools.partial(expert_backward, act))(x, inputs, g, _select(matrices, owner))
     one_hot = jax.nn.one_hot(owner, len(matrices.gate), dtype=jnp.float32)
@@ -428,8 +425,8 @@ def megablox(
 def few(matrices: Matrices, act: Gating, x: jax.Array, weights: jax.Array, ids: jax.Array) -> jax.Array:
     """Multiply the few tokens x [T, D] of a decode step; float32[T, D].
 
-    Blocks copy an expert's matrices for each block. An accelerator waits for memory there: it reads every expert once
-    and multiplies all tokens by it. A CPU would wait for the products.
+    An accelerator, which waits for memory there, reads every expert once and multiplies all tokens by it, where blocks
+    copy an expert for each block. A CPU would wait for the products.
     """
     forms = {"cpu": lambda m, *arrays: blocks(m, act, *arrays), "default": lambda m, *arrays: dense(m, act, *arrays)}
     return jax.lax.platform_dependent(matrices, x, weights, ids, **forms)

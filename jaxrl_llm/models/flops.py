@@ -8,30 +8,21 @@ from jaxrl_llm.models.experts import Matrices
 from jaxrl_llm.models.layers import layer_windows
 
 
-def count_parameters(config: ModelConfig) -> tuple[int, int]:
-    """Count the parameters of the architecture: all of them, and those in matrix products of one token in the layers.
+def count_parameters(config: ModelConfig) -> tuple[int, int, int]:
+    """Count the parameters of the architecture: all of them, those that one token uses, and of these the ones in matrix
+    products of the layers.
 
-    A token is multiplied by the matrices of its own experts only.
+    A token does not use the experts that it does not take.
     """
     sizes = {path: math.prod(shape) for path, shape in parameter_shapes(config).items()}
     total = sum(sizes.values())
-    sizes = {path: of_one_token(config, path, size) for path, size in sizes.items()}
+    if config.experts is not None:
+        for path in sizes.keys() & {f"blocks.experts.{name}" for name in Matrices._fields}:
+            sizes[path] = sizes[path] * config.experts.active // config.experts.count
     # Norms and biases are added or scaled with: no products.
     elementwise = ("norm", "_bias", "sinks")
     matrices = [path for path in sizes if path.startswith("blocks.") and not any(word in path for word in elementwise)]
-    return total, sum(sizes[path] for path in matrices)
-
-
-def of_one_token(config: ModelConfig, path: str, size: int) -> int:
-    """Return how many of a parameter's ``size`` numbers one token uses: those of its experts, or all."""
-    if config.experts is None or path not in [f"blocks.experts.{name}" for name in Matrices._fields]:
-        return size
-    return size * config.experts.active // config.experts.count
-
-
-def active_parameters(config: ModelConfig) -> int:
-    """Count the parameters that one token uses: all but those of the experts that it does not take."""
-    return sum(of_one_token(config, path, math.prod(shape)) for path, shape in parameter_shapes(config).items())
+    return total, sum(sizes.values()), sum(sizes[path] for path in matrices)
 
 
 def visible_pairs(config: ModelConfig, first: int, last: int) -> float:
@@ -48,7 +39,7 @@ def forward_flops(config: ModelConfig, tokens: float, pairs: float, predictions:
 
     Pairs are those of ``visible_pairs``: attention is causal, so published counts of 6 N S D for it are halved.
     """
-    _, layers = count_parameters(config)
+    *_, layers = count_parameters(config)
     a = config.attention
     head = config.width * config.vocab_size
     return 2.0 * layers * tokens + 2.0 * head * predictions + 4.0 * a.heads * a.head_dim * pairs

@@ -41,10 +41,7 @@ class ScalarModel(nnx.Module):
 
 
 def with_scalar_head(decoder: Decoder, scalar: Any = None) -> ScalarModel:
-    """Return a scalar model with this head [D]; without one the head is zero.
-
-    The arrays are the decoder's, not copies; its LM head is dropped.
-    """
+    """Return a scalar model with this head [D], or zeros, and the decoder's own arrays; its LM head is dropped."""
     weights = decoder.weights
     if scalar is None:
         scalar = jnp.zeros(decoder.config.width, weights.embed.dtype)
@@ -84,13 +81,8 @@ def scalars(model: ScalarModel, hidden: jax.Array) -> jax.Array:
 
 
 def scores(model: ScalarModel, tokens: Any, lengths: Any) -> jax.Array:
-    """Compute a reward model's scores of right-padded sequences: array-like int[B, T], int[B] -> float32[B].
-
-    The score of a sequence is the number at its last token, as in transformers' sequence classifiers. For tests and
-    tools.
-
-    Raises:
-      InputError: a length is outside 1 to T.
+    """Compute a reward model's scores, the numbers at the last tokens, of right-padded sequences: array-like int[B, T],
+    int[B] -> float32[B]. For tests and tools; InputError for a length outside 1 to T.
     """
     tokens = np.asarray(tokens, np.int32)
     lengths = np.asarray(lengths, np.int32)
@@ -297,11 +289,8 @@ def head_gradients(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the gradients to hidden states [P, N, D] and to the head, a chunk of positions at a time.
 
-    Args:
-      aux: arrays [P, N, ...] that the slopes depend on.
-      slopes: maps a chunk's logits over the temperature [P, C, V], and its part of ``aux``, to the derivatives by
-        those.
-      logits: one array of those that the forward pass kept, [P, N, V], or none: they are computed again.
+    ``slopes`` maps a chunk's logits over the temperature [P, C, V], and its part of ``aux`` [P, N, ...], to the
+    derivatives by those. ``logits``: [P, N, V] in a list if the forward pass kept them; else they are computed again.
     """
     letters = static.letters[4:6]
 
@@ -346,21 +335,15 @@ def put_chunk(index: jax.Array, size: int, out: Any, values: Any) -> Any:
 
 
 def unpack_kept(words: jax.Array, vocab: int) -> jax.Array:
-    """Unpack kept sets uint32[..., ceil(V / 32)] to bool[..., V].
-
-    A row of zeros, for a position that no policy sampled, keeps everything.
-    """
+    """Unpack kept sets uint32[..., ceil(V / 32)] to bool[..., V]; zeros alone, of an unsampled position, keep all."""
     places = jnp.arange(32, dtype=jnp.uint32)[(None,) * words.ndim]
     bits = ((words[..., None] >> places) & jnp.uint32(1)) > 0
     return bits.reshape(*words.shape[:-1], -1)[..., :vocab] | jnp.all(words == 0, axis=-1, keepdims=True)
 
 
 class TeacherStates(NamedTuple):
-    """A teacher whose whole distributions are compared.
-
-    Attributes:
-      model: gives the LM head; the tokens that both models have are compared, so that one vocabulary may be padded.
-      hidden: its final hidden states [P, N, D'].
+    """A teacher of whole distributions: its final ``hidden`` states [P, N, D'], and ``model`` with its LM head.
+    Tokens that both models have are compared, so that one vocabulary may be padded.
     """
 
     model: Decoder
@@ -368,11 +351,8 @@ class TeacherStates(NamedTuple):
 
 
 class TopTokens(NamedTuple):
-    """The most likely tokens of a teacher at each position.
-
-    Attributes:
-      ids: int32[P, N, k], different tokens at each position.
-      logp: float32[P, N, k + 1], their log-probabilities, and that of all others together.
+    """A teacher's most likely tokens at each position: different ``ids`` int32[P, N, k]; ``logp`` float32[P, N, k + 1]
+    of these, and of all others together.
     """
 
     ids: Any
@@ -431,10 +411,7 @@ def token_divergence(
 
 
 def top_tokens(model: Decoder, hidden: jax.Array, k: int, temperature: jax.Array | float, limit: int) -> TopTokens:
-    """Return a teacher's k most likely tokens at each position, in chunks of positions.
-
-    ``limit``: tokens from there on, which the student lacks, are left out.
-    """
+    """Return a teacher's k most likely tokens at each position, of those below ``limit`` that the student has too."""
     total = hidden.shape[1]
     (hidden,), size, _ = _pad_to_chunks((hidden,), CHUNK)
     head, static = _head_and_options(model, size)

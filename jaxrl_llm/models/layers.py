@@ -78,9 +78,9 @@ project.defvjp(lambda x, w: (jnp.tensordot(x, w, 1), (x, w)), _project_backward)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, norm: Norm) -> jax.Array:
-    """Compute ``x / rms(x) * weight`` in float32 and return it in x's dtype.
+    """Compute ``x / rms(x) * weight`` in float32 and return it in x's dtype; the mean is over the axes of the weight.
 
-    The mean is over the axes of the weight, x's last ones together: OLMo 2 normalises all heads [N, H] as one vector.
+    OLMo 2 normalises all heads [N, H] as one vector.
     """
     wide = x.reshape(*x.shape[: x.ndim - weight.ndim], -1).astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + norm.eps)
@@ -105,10 +105,8 @@ def softcap(x: jax.Array, cap: float | None) -> jax.Array:
 
 
 def attention_weights(s: jax.Array, seen: jax.Array, sinks: jax.Array | None) -> jax.Array:
-    """Return the softmax of scores s [B, K, S, N / K, Z] where ``seen``, over the keys and the head's sink.
-
-    ``sinks`` [K, N / K]: a score of each head that takes part in the sum and has no value; None for none.
-    """
+    """Return the softmax of scores s [B, K, S, N / K, Z] where ``seen``, over the keys and the head's sink, a score [K,
+    N / K] that has no value."""
     s = jnp.where(seen, s, MASKED)
     if sinks is None:
         return jax.nn.softmax(s, axis=-1)
@@ -196,9 +194,7 @@ def _xla(
     sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attend one part of the queries at a time, with the keys up to the part's end: half of the scores are never made.
-
-    In long rows the backward pass recomputes a part's scores, and a part is split into chunks of few queries.
-    """
+    In long rows parts are chunks of few queries, whose scores the backward pass recomputes."""
     total = q.shape[1]
     part = part_columns(total)
     parts = []
@@ -392,10 +388,8 @@ def rotary_cos_sin(positions: jax.Array, rotation: Rotation) -> tuple[jax.Array,
 
 
 def rotate(x: jax.Array, cos_sin: tuple[jax.Array, jax.Array], interleaved: bool = False) -> jax.Array:
-    """Apply rotary embedding to the first R numbers of heads x [..., heads, H], by their ``rotary_cos_sin``.
-
-    Halves of them are paired as in Hugging Face, or neighbours where ``interleaved``.
-    """
+    """Rotate the first R numbers of heads x [..., heads, H] by their ``rotary_cos_sin``. Pairs are of two halves as in
+    Hugging Face, or neighbours where ``interleaved``."""
     cos, sin = (t[..., None, :] for t in cos_sin)
     dims = 2 * cos.shape[-1]
     rotated = x[..., :dims].astype(jnp.float32)

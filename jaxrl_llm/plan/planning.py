@@ -12,7 +12,7 @@ from jaxrl_llm.config import Configuration
 from jaxrl_llm.learner.platform import compute_for, token_bytes, tokens_in_memory
 from jaxrl_llm.learner.samples import estimator_bytes
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.flops import active_parameters, count_parameters
+from jaxrl_llm.models.flops import count_parameters
 from jaxrl_llm.models.heads import split_head
 from jaxrl_llm.plan import programs, roofline
 from jaxrl_llm.plan.machines import CUDNN, Machine, is_installed
@@ -219,8 +219,8 @@ class Plan:
         policy = self.state.policy
         model = policy.params if policy.base is None else policy.base
         total = sum(x.size for x in jax.tree.leaves(model))
-        config = split_head(model)[0].config
-        return total, total - count_parameters(config)[0] + active_parameters(config)
+        of_decoder, active, _ = count_parameters(split_head(model)[0].config)
+        return total, total - of_decoder + active
 
     @property
     def refused(self) -> tuple[str, ...]:

@@ -188,8 +188,6 @@ def _index_lines(path: Path) -> Iterator[tuple[int, int, tuple[str, int]]]:
             begin += len(line)
 
 
-ASSETS = Path(__file__).with_name("page")
-
 NAME = "report.html"
 
 log = logging.getLogger(__name__)
@@ -219,15 +217,16 @@ def render_page(directories: Sequence[Path]) -> str:
         # Level 4 is a tenth larger than the smallest, at a third of the time, since runs wait for it.
         packed = base64.b64encode(gzip.compress(blob, 4, mtime=0)).decode()
         elements.append(f'<script type="application/octet-stream" id="{name}">{packed}</script>')
+    assets = Path(__file__).with_name("page")
     scripts = ("uplot.js", "values.js", "charts.js", "sections.js", "settings.js", "completions.js", "begin.js")
     parts = {
         "title": html.escape(", ".join(run["name"] for run in data["runs"])),
-        "style": "\n".join((ASSETS / name).read_text("utf-8") for name in ("uplot.css", "style.css")),
-        "script": "\n".join((ASSETS / name).read_text("utf-8") for name in scripts),
-        "licence": (ASSETS / "uplot.LICENSE").read_text("utf-8"),
+        "style": "\n".join((assets / name).read_text("utf-8") for name in ("uplot.css", "style.css")),
+        "script": "\n".join((assets / name).read_text("utf-8") for name in scripts),
+        "licence": (assets / "uplot.LICENSE").read_text("utf-8"),
         "data": "\n".join(elements),
     }
-    return re.sub(r"\[\[(\w+)\]\]", lambda mark: parts[mark[1]], (ASSETS / "page.html").read_text("utf-8"))
+    return re.sub(r"\[\[(\w+)\]\]", lambda mark: parts[mark[1]], (assets / "page.html").read_text("utf-8"))
 
 
 class Reporter:

@@ -149,7 +149,7 @@ def test_six_n_per_token_is_the_known_count():
     from jaxrl_llm.plan.programs import find_model_config
 
     config, _ = find_model_config("Qwen/Qwen2.5-0.5B")
-    (_, layers), head = count_parameters(config), 896 * 151936
+    (*_, layers), head = count_parameters(config), 896 * 151936
     assert layers == 24 * (896 * 896 * 2 + 896 * 128 * 2 + 3 * 896 * 4864)
     assert forward_flops(config, 0, 0, 1) == 2 * head
     assert 3 * forward_flops(config, 1, 0, 1) == 6 * (layers + head)

@@ -64,7 +64,7 @@ def known():
 
 def check_utilisation(rows):
     """It is between what the completions alone need, and thrice that of completions with prompts."""
-    _, layers = count_parameters(load_pretrained(SMOKE.model)[0].config)
+    *_, layers = count_parameters(load_pretrained(SMOKE.model)[0].config)
     completions = SMOKE.rollout.prompts * SMOKE.rollout.group
     for row in rows:
         flops = row["throughput/mfu"] * row["time/update_s"] * jax.device_count() * 1e9
