@@ -64,8 +64,8 @@ def to_json(value: Any, records: Sequence[type] = (), arrays: bytearray | None =
     if kind.__module__.partition(".")[0] == "pandas" and kind.__name__ == "Timestamp":
         name = "timestamp"  # which Parquet readers return for times in nanoseconds; pandas is not imported
     else:
-        wanted = np.generic if issubclass(kind, np.generic) else kind
-        name = next((name for name, (known, _, _) in _KINDS.items() if known is wanted), None)
+        kind_sought = np.generic if issubclass(kind, np.generic) else kind
+        name = next((name for name, (kind_known, _, _) in _KINDS.items() if kind_known is kind_sought), None)
     if name is None:
         raise TypeError(kind.__name__)
     _, write, _ = _KINDS[name]

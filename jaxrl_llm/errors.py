@@ -53,7 +53,7 @@ def one_line(error: BaseException, longest: int | None = None) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:longest]
 
 
-def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", near: float = 0.6) -> str:
+def did_you_mean(name: str, candidates: Iterable[str], otherwise: str = "", near: float = 0.6) -> str:
     """Return a hint for an unknown name: the nearest known one as a question, or ``otherwise`` if no similarity is at
     least ``near``, from 0 to 1.
 
@@ -63,9 +63,9 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", near: flo
     'did you mean grpo?'
     """
     names: dict[str, list[str]] = {}
-    for one in known:
-        names.setdefault(one.lower(), []).append(one)
+    for candidate in candidates:
+        names.setdefault(candidate.lower(), []).append(candidate)
     close = difflib.get_close_matches(name.lower(), names, 3, near)
-    close.sort(key=lambda one: sorted(one) != sorted(name.lower()))
+    close.sort(key=lambda candidate: sorted(candidate) != sorted(name.lower()))
     nearest = difflib.get_close_matches(name, names[close[0]], 1, 0.0) if close else []
     return f"did you mean {nearest[0]}?" if nearest else otherwise

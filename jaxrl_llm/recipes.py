@@ -100,18 +100,22 @@ class Recipe(Setting):
     @property
     def controllers(self) -> tuple[Controller, ...]:
         """The controllers as a tuple, empty for None."""
-        found = self.controller
-        return () if found is None else tuple(found) if isinstance(found, (tuple, list)) else (found,)
+        controller = self.controller
+        return (
+            () if controller is None else tuple(controller) if isinstance(controller, (tuple, list)) else (controller,)
+        )
 
     @property
     def of_entropy(self) -> AdaptiveEntropy | None:
         """The controller of the entropy bonus, or None."""
-        return next((one for one in self.controllers if isinstance(one, AdaptiveEntropy)), None)
+        return next((c for c in self.controllers if isinstance(c, AdaptiveEntropy)), None)
 
     @property
     def of_kl(self) -> AdaptiveKL | ProportionalKL | None:
         """The controller of the KL coefficient, or None."""
-        return next((one for one in self.controllers if not isinstance(one, AdaptiveEntropy)), None)
+        return next(
+            (controller for controller in self.controllers if not isinstance(controller, AdaptiveEntropy)), None
+        )
 
     def check(self, run: Any, where: str) -> None:
         """Refuse pieces that nothing reads, that have nothing to act on, or that act twice on one thing."""
@@ -181,7 +185,7 @@ class Recipe(Setting):
         )
         require(
             len(self.controllers) == (self.of_kl is not None) + (entropy is not None),
-            f"recipe.controller {', '.join(type(one).__name__ for one in self.controllers)} moves one coefficient "
+            f"recipe.controller {', '.join(type(c).__name__ for c in self.controllers)} moves one coefficient "
             "twice: give at most one for the KL and one for the entropy",
         )
         require(

@@ -18,7 +18,7 @@ from jaxrl_llm.checkpoints.dependents import DEPENDENTS, NEEDS, drop_copies, kee
 from jaxrl_llm.checkpoints.integrity import mark
 from jaxrl_llm.checkpoints.snapshots import BEST, CHECKPOINTS, check_whole, kept, listed, phase_of, standing
 from jaxrl_llm.checkpoints.store import read_host, restore_policy, steps_in
-from jaxrl_llm.config import Configuration, Found, Pin, Start
+from jaxrl_llm.config import Configuration, LoadedConfig, Pin, Start
 from jaxrl_llm.config.origin import FILES, OF_CRITIC, SAVED_RUNS, models_of, place_of
 from jaxrl_llm.config.texts import FromData
 from jaxrl_llm.data import Collected
@@ -186,7 +186,7 @@ def has_started(directory: Path) -> bool:
     return any(row["step"] > 0 for row in read_rows(directory / "metrics.jsonl"))
 
 
-def read_started_run(directory: Path) -> configs.Found | None:
+def read_started_run(directory: Path) -> configs.LoadedConfig | None:
     """Return the configuration of the run that has begun in a directory; None without one."""
     path = directory / "config.json"
     return configs.read(path, calls=False) if path.exists() and has_started(directory) else None
@@ -320,7 +320,7 @@ def load_base(trained: Trained, mesh: Any) -> tuple[Any, Any | None]:
         return load_model(name, trained.run.learner.dtype, mesh)
 
 
-def decide_model_versions(loaded: Found, directory: Path, has_started: bool, start: Start | None) -> dict[str, Pin]:
+def decide_model_versions(loaded: LoadedConfig, directory: Path, started: bool, start: Start | None) -> dict[str, Pin]:
     """Return the pins of a run at this start, by model name: those of its config.json, and current ones for others.
 
     Called by one process.
@@ -328,7 +328,7 @@ def decide_model_versions(loaded: Found, directory: Path, has_started: bool, sta
     Args:
       loaded: the run's settings and their origin.
       directory: the run's.
-      has_started: whether it has anything to lose: otherwise config.json may have other settings.
+      started: whether it has anything to lose: otherwise config.json may have other settings.
       start: the step of another run with its first weights; None for those of the model.
 
     Raises:
@@ -336,7 +336,7 @@ def decide_model_versions(loaded: Found, directory: Path, has_started: bool, sta
     """
     path = directory / "config.json"
     recorded: Mapping[str, Pin] = {}
-    if has_started and path.exists():
+    if started and path.exists():
         recorded = configs.read(path, own=False).origin.models
     elif start is not None and loaded.run.learner.lora.rank:  # the first weights are an adapter of that run's model
         base = configs.read(start.directory / "config.json", own=False).origin.models
@@ -358,7 +358,7 @@ def decide_model_versions(loaded: Found, directory: Path, has_started: bool, sta
                 pin = compare_version(pin, place)
             except ModelChanged as change:
                 if field != "model" or not needs_only_shapes(loaded.run, directory):
-                    since = Path(start.run) if start is not None and not has_started else directory
+                    since = Path(start.run) if start is not None and not started else directory
                     raise model_changed_error(loaded.run, since, field, place, change) from None
                 note = f"{directory}: {place} is not as it was when the run began ({change})"
                 print(f"jaxrl-llm: {note}; the run's own checkpoint has its weights", file=sys.stderr)
@@ -369,7 +369,7 @@ def decide_model_versions(loaded: Found, directory: Path, has_started: bool, sta
     return pins
 
 
-def keep_dependencies(loaded: Found, directory: Path, say: Callable[[str], None]) -> list[tuple[Path, str]]:
+def keep_dependencies(loaded: LoadedConfig, directory: Path, say: Callable[[str], None]) -> list[tuple[Path, str]]:
     """Keep the steps of other runs that a run reads, and those that they were trained from, each once and beside it.
 
     Called by one process; gives back the runs with a note now, and the step's mark. What cannot be kept is told by
@@ -489,7 +489,7 @@ def model_changed_error(
     )
 
 
-def model_checker(loaded: Found, directory: Path, peers: Peers) -> Callable[[str, str, Any], None]:
+def model_checker(loaded: LoadedConfig, directory: Path, peers: Peers) -> Callable[[str, str, Any], None]:
     """Return a function that compares the weights of a model with its pin, or records their fingerprint in config.json.
 
     It takes the place from which a model was loaded, its dtype, and the model; its InputError says that the weights

@@ -207,7 +207,7 @@ class Completion:
     @property
     def forks(self) -> dict[int, np.ndarray]:
         """Where new rows begin: by the index of the first token, int32 ids that are read in place of all before it."""
-        return {one.end: np.asarray(one.fork, np.int32) for one in (self.episode or Episode()).turns if one.fork}
+        return {turn.end: np.asarray(turn.fork, np.int32) for turn in (self.episode or Episode()).turns if turn.fork}
 
     @property
     def last_turn(self) -> int:
@@ -226,7 +226,7 @@ class Completion:
         """The text, of an episode that of all its messages, each after its role."""
         if self.episode is None:
             return self.text
-        return "\n\n".join(f"[{one['role']}] {shown_message(one)}" for one in self.messages)
+        return "\n\n".join(f"[{message['role']}] {shown_message(message)}" for message in self.messages)
 
     @property
     def played(self) -> dict[str, Any]:
@@ -237,7 +237,7 @@ class Completion:
         for turn in self.episode.turns:
             more = {"reward": turn.reward} | ({"errors": turn.errors} if turn.errors else {})
             turns.append({"role": "assistant", "text": shown_message(turn.reply)} | more)
-            turns += [{"role": one["role"], "text": shown_message(one)} for one in turn.messages]
+            turns += [{"role": message["role"], "text": shown_message(message)} for message in turn.messages]
         return {"episode": {"end": self.episode.end, "turns": turns}}
 
 

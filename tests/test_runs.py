@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.config import Found, Origin, Preference, RewardModel, Start, Supervised
+from jaxrl_llm.config import LoadedConfig, Origin, Preference, RewardModel, Start, Supervised
 from jaxrl_llm.data import Collected, Pairs, Texts
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Critic, Learner
@@ -31,7 +31,7 @@ JUDGED = dataclasses.replace(SMOKE, scoring=configs.Scoring((ModelReward(("rm", 
 
 def a_run(folder, run, *steps, **origin):
     """A run in a folder, with checkpoints whose files are told apart by their step."""
-    with claim_directory(folder, Found(folder.name, run, Origin(str(folder.parent), **origin))):
+    with claim_directory(folder, LoadedConfig(folder.name, run, Origin(str(folder.parent), **origin))):
         for step in steps:
             place = folder / "checkpoints" / str(step)
             (place / "host").mkdir(parents=True)
@@ -49,7 +49,7 @@ def at(tmp_path):
 
 
 def decided(at, run=JUDGED, start=None, began=True):
-    return decide_model_versions(Found("run", run, Origin(str(at))), at / "run", began, start)
+    return decide_model_versions(LoadedConfig("run", run, Origin(str(at))), at / "run", began, start)
 
 
 def begun(at, run=JUDGED, *steps, start=None):
@@ -157,7 +157,7 @@ def test_other_weights_in_a_directory_are_refused_where_they_are_read(at):
     first, other = ({"w": np.full(2, value, np.float32)} for value in (1, 2))
 
     def compared(weights):
-        found = Found("run", run, Origin(str(at), models=decided(at, run)), at / "run")
+        found = LoadedConfig("run", run, Origin(str(at), models=decided(at, run)), at / "run")
         model_checker(found, at / "run", ALONE)("base", "float32", weights)
 
     a_run(at / "run", run, models=decided(at, run, began=False))
@@ -196,7 +196,7 @@ def test_a_step_that_the_run_has_kept_is_read_where_it_is_gone_or_another(at, lo
 def test_runs_that_began_from_each_other_are_no_endless_way(at):
     a_run(at / "run", dataclasses.replace(SMOKE, model="run@1"), 1)
     pins = decide_model_versions(
-        Found("run", configs.read(at / "run/config.json").run, Origin(str(at))), at / "other", False, None
+        LoadedConfig("run", configs.read(at / "run/config.json").run, Origin(str(at))), at / "other", False, None
     )
     a_run(at / "run", dataclasses.replace(SMOKE, model="run@1"), models=pins)
     keep_dependencies(configs.read(at / "run/config.json"), at / "other", lambda line: None)

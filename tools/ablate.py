@@ -63,7 +63,7 @@ class Asked:
     folder: Path
     draw: bool
     as_json: bool
-    found: configs.Found
+    found: configs.LoadedConfig
 
 
 @dataclasses.dataclass(frozen=True)

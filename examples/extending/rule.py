@@ -8,10 +8,10 @@ A rule decides after each step: to stop, to reset, to move a coefficient. ``row`
 # jaxrl_llm/rules/guards.py
 from functools import partial
 
-from jaxrl_llm.rules.guards import DONE, Decided, Decision, Own, Row
+from jaxrl_llm.rules.guards import DONE, Decided, Decision, Row, RuleMemory
 
 
-def good_enough(row: Row, own: Own, accuracy: float = 0.99) -> Decided:
+def good_enough(row: Row, own: RuleMemory, accuracy: float = 0.99) -> Decided:
     """Stop after two evaluations in a row of at least ``accuracy``: a ``Rule``."""
     found = [value for name, value in row.items() if name.startswith("eval/") and name.endswith("/pass@1")]
     if not found:

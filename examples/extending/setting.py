@@ -22,10 +22,10 @@ class Rules:
 import math
 from functools import partial
 
-from jaxrl_llm.rules.guards import GUARD, Decided, Decision, Own, Row
+from jaxrl_llm.rules.guards import GUARD, Decided, Decision, Row, RuleMemory
 
 
-def farthest(row: Row, own: Own, kl: float) -> Decided:
+def farthest(row: Row, own: RuleMemory, kl: float) -> Decided:
     """Stop after a step whose KL to the reference is above ``kl``, nats per token: a ``Rule``."""
     measured = row.get("kl", math.nan)
     if math.isnan(measured) or measured <= kl:  # a run without a reference measures none

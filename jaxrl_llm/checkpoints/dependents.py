@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from jaxrl_llm.checkpoints import objects
-from jaxrl_llm.checkpoints.integrity import CHECKSUMS, mark, sums, written
+from jaxrl_llm.checkpoints.integrity import CHECKSUMS, file_sums, mark, recorded_sums
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.system import storage
 from jaxrl_llm.system.paths import cache_directory
@@ -54,7 +54,7 @@ def keep_copy(holder: Path, run: Path, source: Path, step: int, was: str, most: 
       most: bytes that may be copied, where there can be no hard links.
     """
     final = _shelf(holder) / _name(run, step, was)
-    needed, stored, uploaded = written(source), storage.address(source), storage.address(final)
+    needed, stored, uploaded = recorded_sums(source), storage.address(source), storage.address(final)
     part = (cache_directory() / final.name if uploaded else final).with_name(f".{final.name}.part")
     there, target = part.joinpath(*source.parts[-2:]), final.joinpath(*source.parts[-2:])
     shutil.rmtree(part, ignore_errors=True)
@@ -75,13 +75,13 @@ def keep_copy(holder: Path, run: Path, source: Path, step: int, was: str, most: 
         if mark(there) != was or not all((there / name).is_file() for name in needed):
             return "it went away meanwhile"
         if stored and step:  # whose checksums are the storage's
-            (there / CHECKSUMS).write_text(json.dumps(sums(there, list(needed))))
+            (there / CHECKSUMS).write_text(json.dumps(file_sums(there, list(needed))))
         if not uploaded:
             part.rename(final)
             return ""
         if step:
             objects.upload(there, target)
-            storage.place(target / CHECKSUMS).write_text(json.dumps(objects.sums(target)))
+            storage.place(target / CHECKSUMS).write_text(json.dumps(objects.object_sums(target)))
             objects.complete(target)
         storage.place(final / "config.json").write_bytes((part / "config.json").read_bytes())  # with which it is whole
         storage.fetch(final)
@@ -92,11 +92,11 @@ def keep_copy(holder: Path, run: Path, source: Path, step: int, was: str, most: 
 
 def _fill(there: Path, step: Path, copy: Callable[[Path, Path], object]) -> None:
     """Copy the files of a step to a new folder."""
-    if found := storage.address(step):
-        with storage.reaching(found):
-            storage.system(found).get(f"{found}/", f"{there}/", recursive=True)
+    if url := storage.address(step):
+        with storage.reaching(url):
+            storage.system(url).get(f"{url}/", f"{there}/", recursive=True)
         (there / objects.MARKER).unlink(missing_ok=True)
-    for path in [path for path in step.rglob("*") if path.is_file() and not found]:
+    for path in [path for path in step.rglob("*") if path.is_file() and not url]:
         (there / path.relative_to(step)).parent.mkdir(parents=True, exist_ok=True)
         copy(path, there / path.relative_to(step))
 
@@ -115,8 +115,8 @@ def write_note(run: Path, was: str, dependent: Path, there: bool = True) -> None
     """Leave a note in a run's folder, where it can be written, that another one depends on the step with this mark; not
     ``there``: take it away again.
     """
-    name, found = storage.named(dependent.absolute()), storage.address(run)
-    with contextlib.suppress(OSError, InputError), storage.reaching(found) if found else contextlib.nullcontext():
+    name, url = storage.named(dependent.absolute()), storage.address(run)
+    with contextlib.suppress(OSError, InputError), storage.reaching(url) if url else contextlib.nullcontext():
         place = storage.place(run / DEPENDENTS / f"{was}-{zlib.crc32(name.encode()):08x}")
         if there:
             (run / DEPENDENTS).mkdir(exist_ok=True)
@@ -129,7 +129,7 @@ def write_note(run: Path, was: str, dependent: Path, there: bool = True) -> None
 def noted(run: Path) -> set[str]:
     """Return the marks of the steps of a run that runs which are still there depend on."""
     place = storage.place(run / DEPENDENTS)
-    notes = [(one.name.partition("-")[0], one.read_text()) for one in place.iterdir()] if place.exists() else ()
+    notes = [(note.name.partition("-")[0], note.read_text()) for note in place.iterdir()] if place.exists() else ()
     # One without a name is being written.
     return {was for was, name in notes if not name or storage.place(storage.mirror(name) / "config.json").exists()}
 

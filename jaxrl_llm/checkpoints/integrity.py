@@ -21,7 +21,7 @@ READERS = 8
 """The number of threads that compute checksums of files, in parallel with each other and with the interpreter."""
 
 
-def sums(step: Path, names: list[str]) -> Sums:
+def file_sums(step: Path, names: list[str]) -> Sums:
     """Compute the sizes and checksums of these files."""
 
     def of_file(name: str) -> list[int]:
@@ -36,12 +36,12 @@ def sums(step: Path, names: list[str]) -> Sums:
         return dict(zip(names, readers.map(of_file, names), strict=True))
 
 
-def written(step: Path) -> Sums:
+def recorded_sums(step: Path) -> Sums:
     """Return the recorded sizes and checksums of a step, by file; {} if the record is missing or unreadable."""
     try:
         text = storage.place(step / CHECKSUMS).read_text()
-        found = {name: [size, crc] for name, (size, crc) in json.loads(text).items()}
-        return found if all(type(size) is int for size, _ in found.values()) else {}
+        recorded = {name: [size, crc] for name, (size, crc) in json.loads(text).items()}
+        return recorded if all(type(size) is int for size, _ in recorded.values()) else {}
     except (FileNotFoundError, ValueError, TypeError, AttributeError, RecursionError):
         return {}
     except OSError:
@@ -52,8 +52,8 @@ def written(step: Path) -> Sums:
 
 def mark(step: Path) -> str:
     """Return 16 hexadecimal digits that identify the files of a step; empty if its checksums are missing."""
-    found = dict(sorted(written(step).items()))
-    return digest(found) if found else ""
+    recorded = dict(sorted(recorded_sums(step).items()))
+    return digest(recorded) if recorded else ""
 
 
 def fault(step: Path, part: int = 0, parts: int = 1) -> str:
@@ -61,26 +61,26 @@ def fault(step: Path, part: int = 0, parts: int = 1) -> str:
 
     Files are read in so many ``parts``, of which this call reads number ``part``; all sizes are compared.
     """
-    wanted = written(step)
-    if not wanted:
+    recorded = recorded_sums(step)
+    if not recorded:
         return f"its {CHECKSUMS} is missing or unreadable"
-    stored = objects.sums(step) if storage.address(step) else None
+    stored = objects.object_sums(step) if storage.address(step) else None
     if stored is None:
-        sizes = {name: os.path.getsize(step / name) for name in wanted if os.path.isfile(step / name)}
+        sizes = {name: os.path.getsize(step / name) for name in recorded if os.path.isfile(step / name)}
     else:
         sizes = {name: size for name, (size, _) in stored.items()}
-    missing = next((name for name in wanted if name not in sizes), None)
+    missing = next((name for name in recorded if name not in sizes), None)
     if missing is not None:
         return f"file {missing} is missing"
-    for name, (was, _) in wanted.items():
+    for name, (was, _) in recorded.items():
         if sizes[name] != was:
             more = "missing" if sizes[name] < was else "too many"
             count = abs(sizes[name] - was)
             return f"file {name}: {count} byte{'s' * (count > 1)} {more}"
-    read = list(wanted)[part::parts]
-    found = sums(step, read) if stored is None else stored
+    read = list(recorded)[part::parts]
+    current = file_sums(step, read) if stored is None else stored
     for name in read:
-        if found[name] != wanted[name]:
+        if current[name] != recorded[name]:
             return f"file {name} is not what was written: its checksum differs"
     return ""
 
@@ -91,10 +91,10 @@ def readable(step: Path) -> Any:
         return storage.place(step)
     target = step.parents[1] / ".steps" / f"{step.parent.name}-{step.name}-{mark(step)}"
     if not target.exists():
-        found = storage.address(step)
+        url = storage.address(step)
         part = target.with_name(f"{target.name}.part")
         shutil.rmtree(part, ignore_errors=True)
-        with storage.reaching(found):
-            storage.system(found).get(f"{found}/", f"{part}/", recursive=True)
+        with storage.reaching(url):
+            storage.system(url).get(f"{url}/", f"{part}/", recursive=True)
         part.rename(target)
     return target

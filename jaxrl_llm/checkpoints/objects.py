@@ -14,21 +14,21 @@ Sums = dict[str, list[Any]]
 the storage's own."""
 
 
-def steps(path: Path) -> list[int]:
+def object_steps(path: Path) -> list[int]:
     """Return the complete steps in a mirror's ``checkpoints`` or ``snapshots``, unsorted.
 
     Raises:
       InputError: the storage cannot be reached.
     """
-    found = storage.address(path)
-    files = storage.system(found)
-    with storage.reaching(found):
+    url = storage.address(path)
+    files = storage.system(url)
+    with storage.reaching(url):
         try:
-            names = [name.rstrip("/").rpartition("/")[2] for name in files.ls(found, detail=False)]
+            names = [name.rstrip("/").rpartition("/")[2] for name in files.ls(url, detail=False)]
         except FileNotFoundError:
             return []
         numbers = [int(name) for name in names if name.isdigit()]
-        marks: Mapping[str, Any] = files.cat([f"{found}/{number}/{MARKER}" for number in numbers], on_error="return")
+        marks: Mapping[str, Any] = files.cat([f"{url}/{number}/{MARKER}" for number in numbers], on_error="return")
         for got in marks.values():
             if isinstance(got, Exception) and not isinstance(got, FileNotFoundError):
                 raise got
@@ -36,28 +36,28 @@ def steps(path: Path) -> list[int]:
         return [number for number in numbers if number in complete]
 
 
-def sums(step: Path) -> Sums:
+def object_sums(step: Path) -> Sums:
     """Return sizes and checksums of the objects in the folders of a step, as the storage knows them.
 
     Raises:
       InputError: the storage cannot be reached.
     """
-    found = storage.address(step)
-    files = storage.system(found)
-    with storage.reaching(found):
-        begin = len(files._strip_protocol(found)) + 1
-        objects = files.find(found, detail=True).items()
-        named = {name[begin:]: [one["size"], one.get("crc32c") or one.get("ETag")] for name, one in objects}
-        return dict(sorted((name, one) for name, one in named.items() if "/" in name))
+    url = storage.address(step)
+    files = storage.system(url)
+    with storage.reaching(url):
+        begin = len(files._strip_protocol(url)) + 1
+        objects = files.find(url, detail=True).items()
+        by_name = {name[begin:]: [entry["size"], entry.get("crc32c") or entry.get("ETag")] for name, entry in objects}
+        return dict(sorted((name, entry) for name, entry in by_name.items() if "/" in name))
 
 
 def upload(source: Path, step: Path) -> None:
     """Copy the files of a step to the address of ``step``, whatever was there; it is complete with ``complete``."""
     remove(step)
-    found = storage.address(step)
+    url = storage.address(step)
     names = [str(local.relative_to(source)) for local in sorted(source.rglob("*")) if local.is_file()]
-    with storage.reaching(found):
-        storage.system(found).put([str(source / name) for name in names], [f"{found}/{name}" for name in names])
+    with storage.reaching(url):
+        storage.system(url).put([str(source / name) for name in names], [f"{url}/{name}" for name in names])
 
 
 def complete(step: Path) -> None:
@@ -77,9 +77,9 @@ def move(step: Path, to: Path) -> None:
 
 def remove(step: Path) -> None:
     """Remove a step, first its marker."""
-    found = storage.address(step)
-    files = storage.system(found)
-    with storage.reaching(found):
-        for name in (f"{found}/{MARKER}", found):
+    url = storage.address(step)
+    files = storage.system(url)
+    with storage.reaching(url):
+        for name in (f"{url}/{MARKER}", url):
             with contextlib.suppress(FileNotFoundError):
-                files.rm(name, recursive=name == found)
+                files.rm(name, recursive=name == url)

@@ -124,23 +124,23 @@ def newest_whole(directory: Path, peers: Peers = ALONE) -> tuple[int | None, str
       InputError: all checkpoints are damaged: they stay where they are.
     """
     damaged = {}
-    whole = None
+    newest = None
     for step in reversed(peers.first(lambda: steps_in(directory / CHECKPOINTS))):
-        found = peers.gather(fault(directory / CHECKPOINTS / str(step), peers.index, peers.count))
-        why = next(filter(None, found), "")
+        faults = peers.gather(fault(directory / CHECKPOINTS / str(step), peers.index, peers.count))
+        why = next(filter(None, faults), "")
         if not why:
-            whole = step
+            newest = step
             break
         damaged[step] = why
     if not damaged:
-        return whole, ""
-    told = "; ".join(f"{CHECKPOINTS}/{step} is damaged ({why})" for step, why in damaged.items())
-    if whole is None:
+        return newest, ""
+    message = "; ".join(f"{CHECKPOINTS}/{step} is damaged ({why})" for step, why in damaged.items())
+    if newest is None:
         snapshots = steps_in(directory / SNAPSHOTS)
         begin = f"--from {directory}@{snapshots[-1]} for a new run from that snapshot, or " if snapshots else ""
-        raise InputError(f"{directory} has no whole checkpoint: {told}; take {begin}--fresh to start over")
+        raise InputError(f"{directory} has no whole checkpoint: {message}; take {begin}--fresh to start over")
     peers.first(lambda: [_put_aside(directory / CHECKPOINTS / str(step)) for step in damaged])
-    return whole, f"{told}; resuming from {whole}"
+    return newest, f"{message}; resuming from {newest}"
 
 
 def _put_aside(place: Path) -> None:
@@ -161,8 +161,8 @@ def check_whole(step: Path) -> None:
     why = fault(step)
     if why:
         run = step.parents[1]
-        others = [f"{run}@{number}" for number, place in kept(run).items() if place != step]
-        remedy = f"give another: {', '.join(others)}" if others else f"{run} keeps no other"
+        other_steps = [f"{run}@{number}" for number, place in kept(run).items() if place != step]
+        remedy = f"give another: {', '.join(other_steps)}" if other_steps else f"{run} keeps no other"
         raise InputError(f"{step} is damaged ({why}): {remedy}")
 
 

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from jaxrl_llm import codec
 from jaxrl_llm.checkpoints import objects
 from jaxrl_llm.checkpoints.dependents import depended_on, set_aside
-from jaxrl_llm.checkpoints.integrity import CHECKSUMS, readable, sums
+from jaxrl_llm.checkpoints.integrity import CHECKSUMS, file_sums, readable
 from jaxrl_llm.errors import InputError, one_line
 from jaxrl_llm.sharding import as_shapes, replicated, shardings
 from jaxrl_llm.sharding.rules import weight_checksums
@@ -81,13 +81,13 @@ class _Newest:
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         """Return which of these checkpoints, the oldest first, are kept."""
-        return self.kept([one.step for one in checkpoints])
+        return self.kept([checkpoint.step for checkpoint in checkpoints])
 
     def kept(self, steps: Sequence[int]) -> list[bool]:
         """Return which of these steps, in rising order, are kept."""
-        kept = {*[step for step in steps if self.counts(step)][-self.keep :], *steps[-1:]}
-        kept |= set() if self.folder is None else depended_on(self.folder, steps)
-        return [step in kept for step in steps]
+        preserved = {*[step for step in steps if self.counts(step)][-self.keep :], *steps[-1:]}
+        preserved |= set() if self.folder is None else depended_on(self.folder, steps)
+        return [step in preserved for step in steps]
 
 
 ARRAYS = "arrays.zlib"
@@ -138,10 +138,10 @@ class Checkpoints(contextlib.AbstractContextManager):
         if step in self._manager.all_steps():
             self._manager.delete(step)
         arrays = bytearray()
-        told = codec.to_json(host, records, arrays)
+        host_json = codec.to_json(host, records, arrays)
         if jax.process_index() == 0:
             self._arrays[step] = bytes(arrays)
-        items = self._args.Composite(state=self._args.StandardSave(flatten(state)), host=self._args.JsonSave(told))
+        items = self._args.Composite(state=self._args.StandardSave(flatten(state)), host=self._args.JsonSave(host_json))
         self._manager.save(step, args=items, force=True)
 
     def wait(self) -> None:
@@ -163,7 +163,8 @@ class Checkpoints(contextlib.AbstractContextManager):
         self.wait()
         place = self._directory / str(step)
         has_base = like.policy.base is not None
-        state = restore_parts(place, like.with_role("policy", base=None), mesh, base if has_base else None, whole=True)
+        roles = like.with_role("policy", base=None)
+        state = restore_parts(place, roles, mesh, base if has_base else None, complete=True)
         if has_base:
             state = state.with_role("policy", base=jax.device_put(base, shardings(base, mesh)))
         return state, read_host(place)
@@ -187,14 +188,14 @@ class Checkpoints(contextlib.AbstractContextManager):
                 continue
             # Files next to the step's folders are Orbax's own.
             names = sorted(str(path.relative_to(step)) for path in step.glob("*/**/*") if path.is_file())
-            (step / CHECKSUMS).write_text(json.dumps(sums(step, names)))
+            (step / CHECKSUMS).write_text(json.dumps(file_sums(step, names)))
 
     def _seal_stored(self, step: Any, final: Path) -> None:
         """Seal a step in object storage, uploading that of ``s3://`` from ``step``; Orbax completes others."""
         lease.before_commit(self._directory.parent)
         if not self._direct:
             objects.upload(step, final)
-        storage.place(final / CHECKSUMS).write_text(json.dumps(objects.sums(final)))
+        storage.place(final / CHECKSUMS).write_text(json.dumps(objects.object_sums(final)))
         if self._direct:
             return
         objects.complete(final)
@@ -242,7 +243,7 @@ def parts_of(params: Any, opt_state: Any = None, role: str = "policy") -> TrainS
     return TrainState({role: Role(params, opt_state, None)}, {})
 
 
-def restore_parts(step_directory: Path, like: TrainState, mesh: Mesh, base: Any = None, whole: bool = False) -> Any:
+def restore_parts(step_directory: Path, like: TrainState, mesh: Mesh, base: Any = None, complete: bool = False) -> Any:
     """Restore parts of the state of a complete step; the arrays of the others are not read.
 
     Args:
@@ -250,30 +251,30 @@ def restore_parts(step_directory: Path, like: TrainState, mesh: Mesh, base: Any 
       like: shapes and dtypes (``jax.eval_shape``) of the parts wanted; None in place of the others.
       mesh: of the restored parts, whichever mesh they were saved from.
       base: the frozen model of the adapter, if there is one.
-      whole: refuse a checkpoint with other parts.
+      complete: refuse a checkpoint with other parts.
 
     Raises:
       InputError: the checkpoint is of another model or another base, or cannot be read.
     """
     import orbax.checkpoint as ocp
 
-    wanted = flatten(as_shapes(like, shardings(like, mesh)))
-    parts = {_part(name) for name in wanted} | {"base"}
+    shapes = flatten(as_shapes(like, shardings(like, mesh)))
+    parts = {_part(name) for name in shapes} | {"base"}
     prints = () if base is None else jax.tree.leaves_with_path(jax.device_get(weight_checksums(base)))
     prints = {_name(path): value for path, value in prints}
     for name, x in prints.items():
-        wanted[f"base/{name}"] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(mesh))
+        shapes[f"base/{name}"] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(mesh))
     saved = _saved(step_directory)
-    for name in sorted(saved.keys() | wanted.keys()):
-        has = saved.get(name) if whole or _part(name) in parts else None
-        wants = wanted[name].shape if name in wanted else None
+    for name in sorted(saved.keys() | shapes.keys()):
+        has = saved.get(name) if complete or _part(name) in parts else None
+        wants = shapes[name].shape if name in shapes else None
         if has != wants:
             remedy = "give the model that it was trained from"
-            if whole:
+            if complete:
                 remedy = "take the settings that it was saved with, or start over with --fresh"
             raise InputError(f"the checkpoint has {name} of shape {has}, this configuration {wants}: {remedy}")
     with ocp.PyTreeCheckpointer() as reader:
-        args = ocp.args.PyTreeRestore(wanted, ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=True)
+        args = ocp.args.PyTreeRestore(shapes, ocp.checkpoint_utils.construct_restore_args(shapes), partial_restore=True)
         arrays = reader.restore(readable(step_directory) / "state", args=args)
     for name, value in prints.items():
         if not np.array_equal(arrays[f"base/{name}"], value):
@@ -306,8 +307,8 @@ def _saved(step_directory: Path) -> dict[str, tuple[int, ...]]:
 
     with ocp.PyTreeCheckpointer() as reader:
         try:
-            found = reader.metadata(readable(step_directory) / "state").item_metadata.tree
-            return {name: tuple(meta.shape) for name, meta in found.items()}
+            tree = reader.metadata(readable(step_directory) / "state").item_metadata.tree
+            return {name: tuple(meta.shape) for name, meta in tree.items()}
         except (OSError, ValueError, AttributeError) as error:
             reason = "it holds no state" if isinstance(error, AttributeError) else str(error).splitlines()[0]
             raise InputError(
@@ -336,7 +337,7 @@ def read_host(step_directory: Path) -> Any:
 def steps_in(directory: Path) -> list[int]:
     """Return the complete steps in a ``checkpoints`` folder, sorted, without starting JAX or Orbax."""
     if storage.address(directory):
-        return sorted(objects.steps(directory))
+        return sorted(objects.object_steps(directory))
     if not directory.is_dir():
         return []
     return sorted(int(p.name) for p in directory.iterdir() if p.name.isascii() and p.name.isdecimal())

@@ -13,7 +13,7 @@ from jaxrl_llm.config.distillation import Context, Distillation, TaskTeacher, sa
 from jaxrl_llm.config.files import (
     FREE_TO_CHANGE,
     RECORDED_CHANGES,
-    Found,
+    LoadedConfig,
     as_read,
     changed_since,
     changes,

@@ -73,11 +73,11 @@ def check_run(run: Configuration) -> None:
     run = resolved(run)
     check_settings(run)
     # Last, since the checks of a field say more. Settings and report of a run are JSON, which holds no infinite number.
-    for name, found, hint in _fields_in(run):
-        numbers = found if isinstance(found, (tuple, list)) else (found,)
-        if any(isinstance(one, Real) and abs(one) == math.inf for one in numbers):
+    for name, setting, hint in _fields_in(run):
+        numbers = setting if isinstance(setting, (tuple, list)) else (setting,)
+        if any(isinstance(number, Real) and abs(number) == math.inf for number in numbers):
             free = types.NoneType in typing.get_args(hint)
-            raise InputError(f"{name} must be finite, got {found}: give a finite number{' or None' if free else ''}")
+            raise InputError(f"{name} must be finite, got {setting}: give a finite number{' or None' if free else ''}")
 
 
 def check_types(value: Any, but: type | tuple[()] = ()) -> None:
@@ -88,10 +88,10 @@ def check_types(value: Any, but: type | tuple[()] = ()) -> None:
     Raises:
       InputError: names the field, its value, and what it takes.
     """
-    for name, found, hint in _fields_in(value):
-        if not _fits(found, hint) and not any(isinstance(part, but) for part in parts_of(found)):
-            shown = f"{type(found).__name__}(...)" if dataclasses.is_dataclass(type(found)) else f"{found!r:.80}"
-            raise InputError(f"{name} is {shown}: give {_described(hint)}")
+    for name, setting, hint in _fields_in(value):
+        if not _fits(setting, hint) and not any(isinstance(part, but) for part in parts_of(setting)):
+            text = f"{type(setting).__name__}(...)" if dataclasses.is_dataclass(type(setting)) else f"{setting!r:.80}"
+            raise InputError(f"{name} is {text}: give {_described(hint)}")
 
 
 def _fields_in(value: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -103,22 +103,22 @@ def _fields_in(value: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         hints = annotations(type(value)) if is_ours(type(value)) else {}
         for field in dataclasses.fields(value):
-            found = getattr(value, field.name)
+            setting = getattr(value, field.name)
             name = f"{where}.{field.name}" if where else field.name
             if field.name in hints:
-                yield name, found, hints[field.name][0]
-            yield from _fields_in(found, name)
+                yield name, setting, hints[field.name][0]
+            yield from _fields_in(setting, name)
 
 
-def _fits(value: Any, wanted: Any) -> bool:
+def _fits(value: Any, hint: Any) -> bool:
     """Whether a value fits an annotation. Functions, protocols and the contents of mappings are not checked."""
-    origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in UNIONS:
-        return any(_fits(value, one) for one in arguments)
+        return any(_fits(value, argument) for argument in arguments)
     if origin is typing.Literal:
         return any(value == choice and type(value) is type(choice) for choice in arguments)
-    if wanted in SIMPLE:
-        return SIMPLE[wanted][1](value)
+    if hint in SIMPLE:
+        return SIMPLE[hint][1](value)
     if origin is tuple:
         if not isinstance(value, (tuple, list)):
             return False
@@ -126,25 +126,25 @@ def _fits(value: Any, wanted: Any) -> bool:
         return len(each) == len(value) and all(_fits(*pair) for pair in zip(value, each, strict=True))
     if origin is Mapping:
         return isinstance(value, Mapping)
-    if dataclasses.is_dataclass(wanted):
-        return isinstance(value, wanted) or not (isinstance(value, PLAIN) or is_ours(type(value)))
+    if dataclasses.is_dataclass(hint):
+        return isinstance(value, hint) or not (isinstance(value, PLAIN) or is_ours(type(value)))
     return True
 
 
-def _described(wanted: Any) -> str:
+def _described(hint: Any) -> str:
     """Describe an annotation for people: ``a whole number or None``."""
-    origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in UNIONS:
-        return " or ".join(dict.fromkeys(_described(one) for one in arguments))
+        return " or ".join(dict.fromkeys(_described(argument) for argument in arguments))
     if origin is typing.Literal:
         return " or ".join(repr(choice) for choice in arguments)
-    if wanted in SIMPLE:
-        return SIMPLE[wanted][0]
+    if hint in SIMPLE:
+        return SIMPLE[hint][0]
     if origin is tuple:
         if arguments[1:] != (...,):
             return f"({', '.join(map(_described, arguments))})"
         return f"a tuple of {_described(arguments[0])}, of one alone as (x,)"
-    return "a dict" if origin is Mapping else f"{wanted.__name__}(...)"
+    return "a dict" if origin is Mapping else f"{hint.__name__}(...)"
 
 
 def validate_on_processes(run: Any, processes: int) -> None:
@@ -196,8 +196,8 @@ USUAL_MINIBATCHES = 4
 def notes(run: Run) -> list[str]:
     """Return all notes on a run to print before it begins, one line each."""
     run = resolved(run)
-    own = [line for setting, _ in settings_in(run) for line in setting.notes(run)]
-    lines = [*inert(run), *_short_memory(run), *_rewards(run), *own]
+    setting_notes = [line for setting, _ in settings_in(run) for line in setting.notes(run)]
+    lines = [*inert(run), *_short_memory(run), *_rewards(run), *setting_notes]
     if run.recipe.overlong.drop and "bootstrap" in run.recipe.algorithm.advantage.needs:
         lines.append(
             "completions that are cut off are left out of the loss: the value of the state after them is never read; "
@@ -222,10 +222,10 @@ def inert(run: Run) -> list[str]:
     for name in ("reference_every", "optimiser_every"):
         if (every := getattr(resets, name)) > run.steps:
             lines.append(f"recipe.resets.{name} {every} never comes in {run.steps} steps")
-    kept = run.steps // resets.reference_every if resets.reference_every else 0
-    if resets.snapshots and kept > 20:
+    count = run.steps // resets.reference_every if resets.reference_every else 0
+    if resets.snapshots and count > 20:
         lines.append(
-            f"recipe.resets.reference_every {resets.reference_every} keeps {kept} snapshots of the models for good; "
+            f"recipe.resets.reference_every {resets.reference_every} keeps {count} snapshots of the models for good; "
             "--recipe.resets.no_snapshots keeps none"
         )
     if recipe.critic is not None and recipe.critic.warmup >= run.steps:
@@ -298,9 +298,9 @@ def _short_memory(run: Run) -> list[str]:
     when = "update" if updates == 1 else f"{updates} updates"
     alone = optimiser.name == "adamw" and updates == 1
     seen = "AdamW's steps are the signs of one gradient" if alone else f"its moments average over {memory}"
-    wanted = math.ceil(memory / every)
-    minibatches = min(wanted, run.rollout.prompts)
-    epochs = math.ceil(wanted / minibatches)
+    needed = math.ceil(memory / every)
+    minibatches = min(needed, run.rollout.prompts)
+    epochs = math.ceil(needed / minibatches)
     flags = [f"--learner.minibatches {minibatches}"] if minibatches != learner.minibatches else []
     flags += [f"--learner.epochs {epochs}"] if epochs != learner.epochs else []
     remedy = f"{' '.join(flags)}, or --recipe.resets.optimiser_every {math.ceil(memory / run.learner.updates)}"
@@ -344,9 +344,9 @@ def _rewards(run: Run) -> list[str]:
             "end of an episode is rewarded"
         )
     if isinstance(estimator, ProcessSupervised):
-        others = [reward.name for reward in rewards if not isinstance(reward, OF_STEPS) and reward.weight]
-        if others:
-            lines.append(f"{kind} reads the rewards of steps alone: {', '.join(others)} is measured only")
+        ignored = [reward.name for reward in rewards if not isinstance(reward, OF_STEPS) and reward.weight]
+        if ignored:
+            lines.append(f"{kind} reads the rewards of steps alone: {', '.join(ignored)} is measured only")
         if recipe.filter_groups:
             lines.append(
                 f"{kind} reads the rewards of steps, and groups are filtered by {recipe.filter_groups}: "

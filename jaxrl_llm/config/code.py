@@ -130,5 +130,5 @@ def _imports(content: bytes, name: str, file: str) -> Iterator[str]:
             if isinstance(node, ast.ImportFrom):
                 base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
                 names = [base, *(f"{base}.{alias}" for alias in names)]
-            for one in names:
-                yield from itertools.accumulate(one.split("."), "{}.{}".format)
+            for imported in names:
+                yield from itertools.accumulate(imported.split("."), "{}.{}".format)

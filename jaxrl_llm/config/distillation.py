@@ -110,14 +110,14 @@ class Distillation(Setting):
     label: ClassVar[str] = "distillation.teacher"
 
     def __post_init__(self) -> None:
-        given: Any = self.divergence
-        if isinstance(given, str):
-            if given not in NAMED:
-                meant = did_you_mean(given, NAMED, f"give one of {', '.join(NAMED)}, or a number: beta")
-                raise InputError(f"distillation.divergence {given!r} is unknown: {meant}")
-            object.__setattr__(self, "divergence", NAMED[given])
-        elif isinstance(given, (int, float)) and not isinstance(given, bool):
-            object.__setattr__(self, "divergence", JensenShannon(float(given)))
+        divergence: Any = self.divergence
+        if isinstance(divergence, str):
+            if divergence not in NAMED:
+                meant = did_you_mean(divergence, NAMED, f"give one of {', '.join(NAMED)}, or a number: beta")
+                raise InputError(f"distillation.divergence {divergence!r} is unknown: {meant}")
+            object.__setattr__(self, "divergence", NAMED[divergence])
+        elif isinstance(divergence, (int, float)) and not isinstance(divergence, bool):
+            object.__setattr__(self, "divergence", JensenShannon(float(divergence)))
         object.__setattr__(self, "by_task", tuple(self.by_task))
 
     @property
@@ -139,7 +139,7 @@ class Distillation(Setting):
     @property
     def names(self) -> tuple[str | None, ...]:
         """The teachers' names, each once; the first is that of tasks without their own."""
-        return tuple(dict.fromkeys((self.teacher, *(one.teacher for one in self.by_task))))
+        return tuple(dict.fromkeys((self.teacher, *(teacher.teacher for teacher in self.by_task))))
 
     def rows_of(self, completions: int) -> int:
         """Return the number of texts of a step with so many completions, or of so many rows if nothing is sampled."""
@@ -147,8 +147,8 @@ class Distillation(Setting):
 
     def number_of(self, task: str) -> int:
         """Return the place in ``names`` of the teacher of a task."""
-        own = {one.task: one.teacher for one in self.by_task}
-        return self.names.index(own.get(task, self.teacher))
+        teacher_by_task = {entry.task: entry.teacher for entry in self.by_task}
+        return self.names.index(teacher_by_task.get(task, self.teacher))
 
     def check(self, run: Any, where: str) -> None:
         """Refuse a missing teacher, teachers of unknown tasks, and settings that wait for a reward where none is
@@ -157,22 +157,22 @@ class Distillation(Setting):
         self._check_context(where)
         self._check_texts(run, where)
         labels = [task.label for task in tasks_in(run.task)]
-        for number, one in enumerate(self.by_task):
+        for number, entry in enumerate(self.by_task):
             field = f"{where}by_task[{number}]"
-            require(bool(one.teacher), f"{field}.teacher is empty: give a model, or leave it out")
-            require(one.task in labels, f"{field}.task {one.task!r} is no task of the run: {', '.join(labels)}")
-        twice = [one.task for one in self.by_task]
+            require(bool(entry.teacher), f"{field}.teacher is empty: give a model, or leave it out")
+            require(entry.task in labels, f"{field}.task {entry.task!r} is no task of the run: {', '.join(labels)}")
+        twice = [entry.task for entry in self.by_task]
         require(len(set(twice)) == len(twice), f"{where}by_task has two teachers of one task: leave one of them out")
         if not without_rewards(run):
             return
-        for field, found, remedy in (
+        for field, is_set, remedy in (
             ("recipe.filter_groups", run.recipe.filter_groups, "False"),
             ("recipe.critic", run.recipe.critic, "None, with another estimator"),
             ("scoring.constraints", run.scoring.constraints, "()"),
             ("scoring.gate", run.scoring.gate, "None"),
         ):
             require(
-                not found,
+                not is_set,
                 f"{field} reads rewards, and scoring.rewards is empty, with a teacher alone: set {field} {remedy}, or "
                 "give a reward",
             )
@@ -233,13 +233,13 @@ class Distillation(Setting):
             require(fine, f"{where}texts {reason}: {remedy}, or leave them out")
         if self.lmbda > 0:
             return
-        for field, found, remedy in (
+        for field, is_set, remedy in (
             ("scoring.rewards", not without_rewards(run), "()"),
             ("recipe.algorithm.kl_coef", run.recipe.algorithm.needs_reference, "0"),
             ("recipe.algorithm.entropy_coef", run.recipe.algorithm.entropy_coef or run.recipe.of_entropy, "0"),
         ):
             require(
-                not found,
+                not is_set,
                 f"{where}lmbda 0 samples nothing that {field} could be about: set {field} {remedy}, or {where}lmbda "
                 "above 0",
             )

@@ -58,7 +58,7 @@ class Unsaveable:
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class LoadedConfig:
     """A configuration and its origin.
 
     Attributes:
@@ -98,11 +98,11 @@ class Found:
 def load_config(name: str) -> tuple[str, Configuration]:
     """Load a configuration, as (name, value): a Python file that sets ``config``, a shipped name, or a run's
     directory."""
-    found = find_config(name)
-    return found.name, found.run
+    loaded = find_config(name)
+    return loaded.name, loaded.run
 
 
-def find_config(name: str) -> Found:
+def find_config(name: str) -> LoadedConfig:
     """Find a configuration by name, as ``load_config`` does, and return it with its origin. A run's directory, or the
     config.json in it, gives that run, with its ``run_dir`` there. The directory may be an address.
 
@@ -117,23 +117,23 @@ def find_config(name: str) -> Found:
     if path.suffix != ".json" and inside.exists() and name not in config_names() and is_run(inside):
         path = path / "config.json"
     if path.suffix == ".json":
-        found = read(path)
-        run = whole(found.run, str(path))
-        own = path.name == "config.json"
+        loaded = read(path)
+        run = whole(loaded.run, str(path))
+        is_run_config = path.name == "config.json"
         here = dataclasses.replace(run.output, run_dir=str(path.parent))
-        return dataclasses.replace(found, run=dataclasses.replace(run, output=here) if own else run)
+        return dataclasses.replace(loaded, run=dataclasses.replace(run, output=here) if is_run_config else run)
     if path.suffix != ".py":
         path = config_folder() / f"{name}.py"
     if not path.is_file():
-        known = config_names()
-        others = f"there are {', '.join(known)}, or give a .py file or a run"
-        raise InputError(f"no configuration {name!r}: {did_you_mean(name, known, others)}")
+        names = config_names()
+        alternatives = f"there are {', '.join(names)}, or give a .py file or a run"
+        raise InputError(f"no configuration {name!r}: {did_you_mean(name, names, alternatives)}")
     module = execute(path)
-    others = "".join(f", or {kind.__name__}(...)" for kind in KINDS[1:])
-    require(isinstance(getattr(module, "config", None), KINDS), f"{path} must set config = Run(...){others}")
+    alternatives = "".join(f", or {kind.__name__}(...)" for kind in KINDS[1:])
+    require(isinstance(getattr(module, "config", None), KINDS), f"{path} must set config = Run(...){alternatives}")
     with naming(path):
         check_types(module.config)
-    return Found(path.stem, module.config, Origin(str(Path.cwd()), str(path.absolute())))
+    return LoadedConfig(path.stem, module.config, Origin(str(Path.cwd()), str(path.absolute())))
 
 
 def with_recipe(run: Configuration, name: str) -> Run:
@@ -239,9 +239,9 @@ def from_json(data: Any, origin: Origin | None = None) -> Any:
 def chosen(run: Configuration) -> list[str]:
     """List the settings that differ from their defaults, by their names in config.json; ``X.type``: another class."""
     usual = {field.name: field.default for field in dataclasses.fields(run) if not has_default(field)}
-    given = {name: getattr(run, name) for name in usual}
-    own = [name for one in given for name in differing(given[one], usual[one], one)]
-    return [*own, *differing(run, type(run)(**given))]
+    current = {name: getattr(run, name) for name in usual}
+    differences = [name for field in current for name in differing(current[field], usual[field], field)]
+    return [*differences, *differing(run, type(run)(**current))]
 
 
 def write(path: Path, data: dict[str, Any]) -> None:
@@ -266,7 +266,7 @@ def _of_this_version(path: Path) -> Generator[None]:
         ) from None
 
 
-def read(path: Path, own: bool = True, calls: bool = True) -> Found:
+def read(path: Path, own: bool = True, calls: bool = True) -> LoadedConfig:
     """Read a config.json; values that cannot be loaded from it are ``Unsaveable``.
 
     Args:
@@ -290,7 +290,7 @@ def read(path: Path, own: bool = True, calls: bool = True) -> Found:
         if isinstance(run, KINDS):
             check_types(run, Unsaveable)
     require(isinstance(run, KINDS), f"{path} does not describe a run")
-    return Found(path.parent.absolute().name, run, origin, path.parent)
+    return LoadedConfig(path.parent.absolute().name, run, origin, path.parent)
 
 
 def is_run(path: Path) -> bool:
@@ -319,19 +319,19 @@ def changes(old: Configuration, new: Configuration) -> list[str]:
     """List the fields that differ, as ``name: old -> new``."""
     before = flat(to_json(old))
     after = flat(to_json(new))
-    found = []
+    lines = []
     for name in sorted(before.keys() | after.keys()):
         values = before.get(name), after.get(name)
         if repr(values[0]) != repr(values[1]):  # as text, since nan is not equal to itself
             texts = [str(value) for value in values]
             then, now = (text if len(text) <= 100 else f"{text[:100]}..." for text in texts)
-            found.append(f"{name}: {then} -> {now}")
-    return found
+            lines.append(f"{name}: {then} -> {now}")
+    return lines
 
 
-def shown(found: Sequence[str]) -> str:
+def shown(changes_found: Sequence[str]) -> str:
     """Format changes in one line: the first three, and the number of others."""
-    return "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
+    return "; ".join(changes_found[:3]) + (f"; and {len(changes_found) - 3} more" if len(changes_found) > 3 else "")
 
 
 def changed_since(directory: Path, step: int | None) -> str:

@@ -48,8 +48,8 @@ class Part:
 
     def __post_init__(self) -> None:
         if self.rewards is not None:
-            given = self.rewards if isinstance(self.rewards, (tuple, list)) else (self.rewards,)
-            object.__setattr__(self, "rewards", tuple(as_reward(reward) for reward in given))
+            rewards = self.rewards if isinstance(self.rewards, (tuple, list)) else (self.rewards,)
+            object.__setattr__(self, "rewards", tuple(as_reward(reward) for reward in rewards))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,9 +123,9 @@ def parts_of_task(task: Task | Mixture | None) -> tuple[Part, ...]:
     return task.parts if isinstance(task, Mixture) else (Part(task),)
 
 
-def tasks_in(*given: Task | Mixture | None) -> list[Task]:
+def tasks_in(*tasks_or_mixtures: Task | Mixture | None) -> list[Task]:
     """Return all single tasks of the given tasks and mixtures."""
-    return [part.task for task in given for part in parts_of_task(task)]
+    return [part.task for task in tasks_or_mixtures for part in parts_of_task(task)]
 
 
 def limits_of(parts: Sequence[Part], most: int) -> dict[str, int]:
@@ -140,15 +140,15 @@ def rewards_of(run: Any, part: Part) -> tuple[Reward, ...]:
 
 def given_rewards(run: Any) -> list[Reward]:
     """Return the rewards of all tasks; one that several tasks share counts once."""
-    found: list[Reward] = []
+    collected: list[Reward] = []
     for part in parts_of_task(run.task):
-        known = list(found)
+        remaining = list(collected)
         for reward in rewards_of(run, part):
-            if reward in known:
-                known.remove(reward)
+            if reward in remaining:
+                remaining.remove(reward)
             else:
-                found.append(reward)
-    return found
+                collected.append(reward)
+    return collected
 
 
 def has_accuracy(rewards: Sequence[Reward]) -> bool:
@@ -179,20 +179,20 @@ def rewards(run: Any) -> tuple[Reward, ...]:
     parts = parts_of_task(run.task)
     limits = limits_of(parts, run.rollout.max_new_tokens)
     weight = overlong_weight(run)
-    found: list[tuple[Reward, list[str]]] = []
+    labelled: list[tuple[Reward, list[str]]] = []
     for part in parts:
         label = part.task.label
         longest = limits[label]
         cache = round(run.recipe.overlong.share * longest)
         punished = (SoftOverlong(longest, cache, weight),) if cache and weight else ()
         for reward in rewards_of(run, part) + punished:
-            same = [having for one, having in found if one == reward and label not in having]
+            same = [having for other, having in labelled if other == reward and label not in having]
             if same:
                 same[0].append(label)
             else:
-                found.append((reward, [label]))
+                labelled.append((reward, [label]))
     every = len(parts)
-    return tuple(reward if len(having) == every else TaskReward(reward, tuple(having)) for reward, having in found)
+    return tuple(reward if len(having) == every else TaskReward(reward, tuple(having)) for reward, having in labelled)
 
 
 def watched(run: Any) -> dict[str, Any]:
@@ -205,8 +205,8 @@ def watched(run: Any) -> dict[str, Any]:
 
 def refusals(run: Any) -> dict[str, Any]:
     """Return the detector of refusals by its part name; {} if the run does not measure refusals."""
-    given = run.scoring.refusals
-    return {} if given is None else {REFUSED: Threshold(given, REFUSES_FROM)}
+    judge = run.scoring.refusals
+    return {} if judge is None else {REFUSED: Threshold(judge, REFUSES_FROM)}
 
 
 def asked(run: Any) -> dict[str, Any]:
@@ -226,8 +226,8 @@ def of_steps(rewards: Sequence[Reward]) -> list[Any]:
 
 def verifies(run: Any, part: Part | None = None) -> bool:
     """Whether a score of the run, or of one task (``part``), compares answers with references."""
-    given = given_rewards(run) if part is None or part.rewards is None else part.rewards
-    return has_accuracy((*given, *watched(run).values(), *asked(run).values()))
+    part_rewards = given_rewards(run) if part is None or part.rewards is None else part.rewards
+    return has_accuracy((*part_rewards, *watched(run).values(), *asked(run).values()))
 
 
 def check_answers(run: Any) -> None:

@@ -199,17 +199,17 @@ def other_tests(changed: Sequence[tuple[int, Sequence[str]]]) -> list[int]:
     return [step for step, names in kinds.items() if any(n.startswith("evaluation.") for n in names - {EVERY})]
 
 
-def with_step_numbers(run: Any, origin: Origin, known: Iterable[str] = ()) -> Any:
+def with_step_numbers(run: Any, origin: Origin, pinned_names: Iterable[str] = ()) -> Any:
     """Return the run with ``RUN@STEP`` in place of each model ``RUN@best``: the step of its pin, or else the best now.
 
-    ``known``: the names of the pinned models of a run that has begun.
+    ``pinned_names``: the names of the pinned models of a run that has begun.
     """
 
     def number(name: str, marks: Sequence[Any]) -> str:
         run, _, step = name.rpartition("@")
         if step != BEST or MODEL not in marks:
             return name
-        pinned = [one for one in known if one.startswith(f"{run}@") and one.rpartition("@")[2].isdecimal()]
+        pinned = [pin for pin in pinned_names if pin.startswith(f"{run}@") and pin.rpartition("@")[2].isdecimal()]
         step = split_step(place_of(name, origin, None))[1] if not pinned else None
         return pinned[0] if pinned else name if step is None else f"{run}@{step}"
 
@@ -233,8 +233,8 @@ def located(run: Any, origin: Origin, directory: Path | None = None, pinned: boo
     """
 
     def placed(name: str, marks: Sequence[Any]) -> str:
-        known = pinned and MODEL in marks and name in origin.models
-        return standing_place(name, origin, directory) if known else place_of(name, origin, directory)
+        is_pinned = pinned and MODEL in marks and name in origin.models
+        return standing_place(name, origin, directory) if is_pinned else place_of(name, origin, directory)
 
     return _with_names(run, placed)
 
@@ -245,8 +245,8 @@ def standing_place(name: str, origin: Origin, directory: Path | None) -> str:
     run, step = pin.of(place)
     if step is None:
         return place
-    found = standing(run, step, pin.mark, *([] if directory is None else [directory]))
-    return f"{numbered_step(place)[0] if found in (None, run) else storage.named(found)}@{step}"
+    path_standing = standing(run, step, pin.mark, *([] if directory is None else [directory]))
+    return f"{numbered_step(place)[0] if path_standing in (None, run) else storage.named(path_standing)}@{step}"
 
 
 def _with_names(run: Any, change: Callable[[str, Sequence[Any]], str]) -> Any:
@@ -255,11 +255,11 @@ def _with_names(run: Any, change: Callable[[str, Sequence[Any]], str]) -> Any:
     def changed(part: Any) -> Any:
         new = {}
         for field, marks in _naming(type(part)).items():
-            named = getattr(part, field)
-            if isinstance(named, (tuple, list)):
-                new[field] = tuple(change(name, marks) for name in named)
-            elif named is not None:
-                new[field] = change(named, marks)
+            field_value = getattr(part, field)
+            if isinstance(field_value, (tuple, list)):
+                new[field] = tuple(change(name, marks) for name in field_value)
+            elif field_value is not None:
+                new[field] = change(field_value, marks)
         return dataclasses.replace(part, **new) if new else part
 
     return with_parts(run, changed)
@@ -292,9 +292,9 @@ def models_of(run: Any) -> Iterator[tuple[str, str]]:
     for part in parts_of(run):
         for field, marks in _naming(type(part)).items():
             if MODEL in marks and part is not run:
-                named = getattr(part, field) or ()
+                names = getattr(part, field) or ()
                 label = OF_CRITIC if isinstance(part, Critic) else getattr(part, "label", None) or f"reward {part.name}"
-                yield from ((name, label) for name in ((named,) if isinstance(named, str) else named))
+                yield from ((name, label) for name in ((names,) if isinstance(names, str) else names))
 
 
 PREFIX = f"{OURS}_config_"
@@ -328,8 +328,8 @@ def execute(path: Path) -> ModuleType:
             where = f"{error.filename}, line {error.lineno}"
         else:  # the last frame in the configuration's folder
             frames = traceback.extract_tb(error.__traceback__)
-            own = [frame for frame in frames if Path(frame.filename).absolute().parent == folder]
-            where = f"{own[-1].filename}, line {own[-1].lineno}" if own else path
+            own_frames = [frame for frame in frames if Path(frame.filename).absolute().parent == folder]
+            where = f"{own_frames[-1].filename}, line {own_frames[-1].lineno}" if own_frames else path
         raise InputError(f"{where}: {type(error).__name__}: {error}; correct the configuration") from error
     return module
 
@@ -374,8 +374,8 @@ def why_not_found(kind: type) -> str:
     if kind.__module__ == "__main__":
         return f"its class {kind.__qualname__} is defined in the program itself or in a notebook: put it into a module"
     module = sys.modules.get(kind.__module__)
-    found = "<locals>" not in kind.__qualname__ and getattr(module, "__file__", None) is not None
-    return "" if found else f"its class {kind.__qualname__} is not at the top of a file: put it there"
+    importable = "<locals>" not in kind.__qualname__ and getattr(module, "__file__", None) is not None
+    return "" if importable else f"its class {kind.__qualname__} is not at the top of a file: put it there"
 
 
 def find_class(name: str, origin: Origin | None) -> type | None:
@@ -392,13 +392,13 @@ def find_class(name: str, origin: Origin | None) -> type | None:
         module = own_module(module_name, origin)
     else:
         return None
-    found: Any = module
+    attribute: Any = module
     for part in path.split("."):
-        found = getattr(found, part, None)
-        if not isinstance(found, type):
+        attribute = getattr(attribute, part, None)
+        if not isinstance(attribute, type):
             return None
-    known = is_ours(found) or (origin is not None and found.__module__ in origin.modules)
-    return found if known and dataclasses.is_dataclass(found) else None
+    allowed = is_ours(attribute) or (origin is not None and attribute.__module__ in origin.modules)
+    return attribute if allowed and dataclasses.is_dataclass(attribute) else None
 
 
 def own_module(name: str, origin: Origin) -> ModuleType:
@@ -409,8 +409,8 @@ def own_module(name: str, origin: Origin) -> ModuleType:
       InputError: the file is missing or another, or whatever it raises.
     """
     file, loaded = origin.modules[name], sys.modules.get(name)
-    known = loaded is not None or name in COPIES or os.path.isfile(file)
-    require(known, f"it has classes of {file}, which is missing: put it back")
+    exists = loaded is not None or name in COPIES or os.path.isfile(file)
+    require(exists, f"it has classes of {file}, which is missing: put it back")
     try:
         alone = loaded is None and name.startswith(PREFIX) and name not in COPIES
         module = execute(Path(file)) if alone else importlib.import_module(name)
@@ -520,18 +520,18 @@ def with_lost(run: Any, path: Path) -> Any:
         return run
     file, name = Path(str(origin.config)), f"{PREFIX}{Path(str(origin.config)).stem}"
     trusted = TRUSTED.get() or is_made_here(data, origin, path.parent)
-    known = {}
+    functions = {}
     if trusted and (name in origin.code or file.is_file()):
         use_copies(path.parent, origin)
         module = own_module(name, origin) if name in origin.code else execute(file)
-        held = (part for part in parts_of(getattr(module, "config", None)) if isinstance(part, UserFunction))
-        known = {part.name: part for part in held}
+        parts = (part for part in parts_of(getattr(module, "config", None)) if isinstance(part, UserFunction))
+        functions = {part.name: part for part in parts}
 
     def found(part: Any) -> Any:
         if not isinstance(part, Lost):
             return part
-        told = part.reason if trusted else f"{part.reason} (read {file}, and add --trust to execute it)"
-        return known.get(part.name, dataclasses.replace(part, reason=told))
+        reason = part.reason if trusted else f"{part.reason} (read {file}, and add --trust to execute it)"
+        return functions.get(part.name, dataclasses.replace(part, reason=reason))
 
     return with_parts(run, found)
 
@@ -588,23 +588,23 @@ def signed(data: Mapping[str, Any], origin: Origin) -> dict[str, Any]:
 def is_made_here(data: Mapping[str, Any], origin: Origin, directory: Path) -> bool:
     """Whether the config.json of a run in a directory has this user's signature, and its code is what it was then."""
     key = _key(make=False)
-    given = data.get(SIGNED)
-    if key is None or not isinstance(given, str):
+    signature = data.get(SIGNED)
+    if key is None or not isinstance(signature, str):
         return False
     bare = {name: value for name, value in data.items() if name != SIGNED}
     if any(copy[2] != origin.code[name] for name, copy in copies_of(directory, origin).items()):
         return False
     expected = _signature(key, bare, named_code(bare, origin) | lost_code(bare, origin))
-    return hmac.compare_digest(expected.encode(), given.encode("utf-8", "backslashreplace"))
+    return hmac.compare_digest(expected.encode(), signature.encode("utf-8", "backslashreplace"))
 
 
 def tools_of_others(task: Any, path: Path) -> list[str]:
     """Return the tools of a task outside this package, if the run's config.json at ``path`` was not made here."""
-    own = [tool for tool in getattr(task, "tools", ()) if isinstance(tool, str) and is_own_function(tool)]
-    if not own or TRUSTED.get():
+    own_tools = [tool for tool in getattr(task, "tools", ()) if isinstance(tool, str) and is_own_function(tool)]
+    if not own_tools or TRUSTED.get():
         return []
     data = json.loads(path.read_text())
-    return [] if is_made_here(data, origin_of(data), path.parent) else own
+    return [] if is_made_here(data, origin_of(data), path.parent) else own_tools
 
 
 def check_trust(path: Path, data: Mapping[str, Any], origin: Origin, calls: bool = True) -> bool:
@@ -622,18 +622,18 @@ def check_trust(path: Path, data: Mapping[str, Any], origin: Origin, calls: bool
     for name, file in sorted(code.items()):
         module = name.partition(":")[0]
         files.setdefault(str(path.parent / file) if module in origin.code else file or "no file", []).append(name)
-    shown = [f"{', '.join(names)} in {file}" for file, names in files.items()]
+    listing = [f"{', '.join(names)} in {file}" for file, names in files.items()]
     if TRUSTED.get():
         before = copies_of(path.parent, dataclasses.replace(origin, copy=origin.copy - 1))
         for name, (copy, _, digest) in copies_of(path.parent, origin).items():
             changed = before[name][2] not in ("", digest)
             if changed or copy not in files:
-                shown.append(f"{copy} (changed since copy {origin.copy - 1})" if changed else copy)
-        print(f"jaxrl-llm: {path.parent} executes code of its own: {'; '.join(shown)}", file=sys.stderr)
+                listing.append(f"{copy} (changed since copy {origin.copy - 1})" if changed else copy)
+        print(f"jaxrl-llm: {path.parent} executes code of its own: {'; '.join(listing)}", file=sys.stderr)
         return True
-    more = f"; and {len(shown) - 3} more files" if len(shown) > 3 else ""
+    more = f"; and {len(listing) - 3} more files" if len(listing) > 3 else ""
     raise InputError(
-        f"{path.parent} uses code of its own ({'; '.join(shown[:3])}{more}), and was not made by you on this "
+        f"{path.parent} uses code of its own ({'; '.join(listing[:3])}{more}), and was not made by you on this "
         "machine: read it, and add --trust to execute it"
     )
 
@@ -643,9 +643,9 @@ def _file_of(package: str, origin: Origin) -> str:
     loaded = getattr(sys.modules.get(package), "__file__", None)
     if loaded and not {os.path.dirname(loaded), os.path.dirname(os.path.dirname(loaded))} & set(FOLDERS):
         return os.path.abspath(loaded)
-    own = [*map(str, reversed(origin.places())), *FOLDERS]
-    others = [place for place in sys.path if place not in own]
-    spec = importlib.machinery.PathFinder.find_spec(package, [*others, *own, os.getcwd()])
+    own_places = [*map(str, reversed(origin.places())), *FOLDERS]
+    other_places = [place for place in sys.path if place not in own_places]
+    spec = importlib.machinery.PathFinder.find_spec(package, [*other_places, *own_places, os.getcwd()])
     if spec is None:
         return "Python itself" if package in sys.builtin_module_names else ""
     return os.path.abspath(spec.origin or next(iter(spec.submodule_search_locations or [""])))

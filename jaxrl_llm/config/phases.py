@@ -38,16 +38,16 @@ def in_phase(run: Kind, number: int) -> Kind:
     """
     if not isinstance(run, Run) or not run.rules.phases:
         return run
-    *_, found = itertools.islice(_by_phase(run), number + 1)
-    return found
+    *_, settings = itertools.islice(_by_phase(run), number + 1)
+    return settings
 
 
 def _by_phase(run: Any) -> Iterator[Any]:
     """Yield the settings of each phase in order; those of one are made from those of the phase before it."""
-    found = dataclasses.replace(run, rules=dataclasses.replace(run.rules, phases=()))
+    settings = dataclasses.replace(run, rules=dataclasses.replace(run.rules, phases=()))
     for number, phase in enumerate(run.rules.phases):
-        found = resolved(changed(found, phase.changes))
-        yield dataclasses.replace(found, seed=(run.seed + number * SHIFT) % MAX_SEED)
+        settings = resolved(changed(settings, phase.changes))
+        yield dataclasses.replace(settings, seed=(run.seed + number * SHIFT) % MAX_SEED)
 
 
 SHIFT = 1 << 16
@@ -70,25 +70,25 @@ def changed(run: Run, changes: Mapping[str, Any]) -> Run:
     follows = before.rollout.temperature == before.recipe.temperature and "rollout.temperature" not in changes
     if follows and run.recipe.temperature != before.recipe.temperature:
         run = _with(run, "rollout.temperature", None)
-    own = {"recipe", "recipe.overlong", "recipe.overlong.weight"} & changes.keys()
+    replaced = {"recipe", "recipe.overlong", "recipe.overlong.weight"} & changes.keys()
     filled_in = overlong_weight(_with(before, "recipe.overlong.weight", None))  # nothing where it is 0
-    if not own and filled_in and before.recipe.overlong.weight == filled_in:
+    if not replaced and filled_in and before.recipe.overlong.weight == filled_in:
         run = _with(run, "recipe.overlong.weight", None)
     return run
 
 
-def _with(value: Any, name: str, new: Any, whole: str = "") -> Any:
+def _with(value: Any, name: str, new: Any, path: str = "") -> Any:
     """Return a dataclass with another value of a field, or of a nested one, by its dotted name.
 
-    ``whole``: the dotted name from the run on, for the message; ``name`` where it is empty.
+    ``path``: the dotted name from the run on, for the message; ``name`` where it is empty.
     """
     field, dot, rest = name.partition(".")
-    known = [field.name for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
-    if field not in known:
-        others = f"there are {', '.join(known)}" if known else "it has no parts"
-        meant = did_you_mean(field, known, others, near=0.5)
-        raise InputError(f"a phase changes {whole or name}, and there is no {field} in {type(value).__name__}: {meant}")
-    inner = _with(getattr(value, field), rest, new, whole or name) if dot else new
+    fields = [field.name for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
+    if field not in fields:
+        alternatives = f"there are {', '.join(fields)}" if fields else "it has no parts"
+        meant = did_you_mean(field, fields, alternatives, near=0.5)
+        raise InputError(f"a phase changes {path or name}, and there is no {field} in {type(value).__name__}: {meant}")
+    inner = _with(getattr(value, field), rest, new, path or name) if dot else new
     return dataclasses.replace(value, **{field: inner})
 
 
@@ -121,11 +121,11 @@ def validate(run: Configuration) -> None:
 def unreached(run: Configuration) -> list[str]:
     """Return a note if the run's steps end before its last phase can begin."""
     phases = phases_of(run)
-    known = 0
+    steps_before = 0
     for number, phase in enumerate(phases[1:], start=1):
-        known += phases[number - 1].steps or 0
-        if known >= run.steps:
-            return [f"phase {phase.name} does not begin in {run.steps} steps: those before it take {known}"]
+        steps_before += phases[number - 1].steps or 0
+        if steps_before >= run.steps:
+            return [f"phase {phase.name} does not begin in {run.steps} steps: those before it take {steps_before}"]
     return []
 
 
@@ -146,12 +146,12 @@ def _check_until(run: Run, until: Until, where: str) -> None:
 def _check_names(run: Run, phase: Phase, where: str) -> None:
     """Refuse changes that name settings that all phases share."""
     fixed = names_marked(type(run), FIXED)
-    whole = {name.rpartition(".")[0] for name in fixed}
+    parents = {name.rpartition(".")[0] for name in fixed}
     for name in phase.changes:
         require(isinstance(name, str), f"{where} changes {name!r}: give a setting by its dotted name, as text")
-        if name in whole:
+        if name in parents:
             continue  # a whole part: what it holds is compared below
-        near = [one for one in fixed if f"{name}.".startswith(f"{one}.") or one.startswith(f"{name}.")]
+        near = [part for part in fixed if f"{name}.".startswith(f"{part}.") or part.startswith(f"{name}.")]
         require(not near, f"{where} changes {name}, which is the same in all phases: set it for the run")
 
 

@@ -56,8 +56,8 @@ class Scoring(Setting):
     def __post_init__(self) -> None:
         rewards = self.rewards if isinstance(self.rewards, (tuple, list)) else (self.rewards,)
         object.__setattr__(self, "rewards", tuple(as_reward(reward) for reward in rewards))
-        given = self.constraints if isinstance(self.constraints, (tuple, list)) else (self.constraints,)
-        object.__setattr__(self, "constraints", tuple(given))
+        constraints = self.constraints if isinstance(self.constraints, (tuple, list)) else (self.constraints,)
+        object.__setattr__(self, "constraints", tuple(constraints))
         if self.refusals is not None:
             object.__setattr__(self, "refusals", as_reward(self.refusals))
 
@@ -82,8 +82,8 @@ class Scoring(Setting):
             "scoring.constraints (), or take another estimator",
         )
         kind = type(estimator).__name__
-        given = mixture.given_rewards(run)
-        steps = of_steps(given)
+        rewards = mixture.given_rewards(run)
+        steps = of_steps(rewards)
         require(
             "step_rewards" not in estimator.needs or bool(steps),
             f"recipe.algorithm.advantage {kind} needs step_rewards, and no reward values steps: add "
@@ -96,7 +96,7 @@ class Scoring(Setting):
                 f"reward {rising[0].name} gives differences between steps, and {kind} is not GAE: centred, they would "
                 "leave a sum that depends on how many steps there are; take GAE (--recipe ppo), or differences False"
             )
-        if estimator.several and len(steps) >= len(given):
+        if estimator.several and len(steps) >= len(rewards):
             raise InputError(f"{kind} looks at rewards of whole completions, and scoring.rewards has none: add one")
         require(not math.isinf(self.on_error), f"{where}on_error must be a finite number or nan, got {self.on_error}")
         plays = all(task.plays for task in tasks_in(run.task))
@@ -216,8 +216,8 @@ class Output(Setting):
         require(self.profile <= run.steps, beyond)
         names = [tracker.partition(":")[0] for tracker in self.trackers]
         for tracker, name in zip(self.trackers, names, strict=True):
-            whole = "" not in tracker.split(":", 1) and "," not in name
-            require(whole, f"{where}trackers has {tracker!r}: write NAME or NAME:PROJECT for each, apart by spaces")
+            is_name = "" not in tracker.split(":", 1) and "," not in name
+            require(is_name, f"{where}trackers has {tracker!r}: write NAME or NAME:PROJECT for each, apart by spaces")
             require(names.count(name) == 1, f"{where}trackers has {name} twice: name it once")
 
 
@@ -279,8 +279,8 @@ class Run(Setting):
     @property
     def outcomes(self) -> int:
         """The number of rewards that score whole completions."""
-        given = mixture.rewards(self)
-        return len(given) - len(of_steps(given))
+        rewards = mixture.rewards(self)
+        return len(rewards) - len(of_steps(rewards))
 
     @property
     def has_accuracy(self) -> bool:

@@ -239,9 +239,9 @@ def check_start(run: Configuration, carry: bool = False) -> None:
     kind = type(run).__name__
     if carry and not isinstance(run, Run):
         raise InputError(f"--carry is for reinforcement learning, and this is a {kind}: leave it out")
-    own = isinstance(getattr(getattr(run, "data", None), "source", None), Collected)
+    collects = isinstance(getattr(getattr(run, "data", None), "source", None), Collected)
     require(
-        not (own or isinstance(run, Preference)),
+        not (collects or isinstance(run, Preference)),
         "--from would begin with other weights than those that the data is made with: give them as --model RUN@STEP",
     )
 
@@ -260,8 +260,8 @@ def wording(run: Any) -> Task | None:
     """Return the wording of the run's prompts (template, system, suffix, date) as a task; None if the run has none."""
     data = getattr(run, "data", None)
     if data is None:
-        found = getattr(run, "task", None)
-        return found if isinstance(found, Task) else None
+        task = getattr(run, "task", None)
+        return task if isinstance(task, Task) else None
     if isinstance(data.source, Collected):
         return data.source.task
     return Task(Rows(InMemory(())), template=data.template, system=data.system, suffix=data.suffix, date=data.date)

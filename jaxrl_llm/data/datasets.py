@@ -554,7 +554,7 @@ class Collected:
     temperature: Annotated[float, Range("(0, inf]", words="above 0, so that answers differ")] = 1.0
     top_p: Annotated[float, Range("(0, 1]")] = 1.0
     limit: Annotated[int, Range("[0, inf]")] = 0
-    keep: Literal["first", "shortest_decimal", "all"] = "first"
+    keep: Literal["first", "shortest", "all"] = "first"
     match_length: bool = False
     cut_off: bool = False
     continuations: Annotated[int, Range("[1, inf]")] = 8

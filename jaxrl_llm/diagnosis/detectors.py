@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.codec import jsonable
-from jaxrl_llm.diagnosis.findings import LOST, Finding, make_finding, of_change
+from jaxrl_llm.diagnosis.findings import LOST, Finding, finding_of_change, make_finding
 from jaxrl_llm.diagnosis.history import (
     EVENT_BROKEN,
     FEW,
@@ -54,15 +54,15 @@ TIMES, MORE = 1.5, 1.0
 def tools_unused(run: History) -> Finding | None:
     """Find episodes with tools that are not called, or hardly any more, while nothing is learned."""
     tools = run["episode/tools"]
-    calls = _where(_tried(run), tools.steps[tools.values > 0])
+    calls = steps_where(_tried(run), tools.steps[tools.values > 0])
     return _idle("tools_unused", run, calls, lambda past: np.maximum(FEW_CALLS, SHARE_LEFT * past), up=False)
 
 
 def tools_failing(run: History) -> Finding | None:
     """Find calls of tools that nearly all fail, or cannot be read, while nothing is learned."""
     tried, errors = _tried(run), run["episode/tool_errors"]
-    tried = _where(tried, np.intersect1d(tried.steps[tried.values > FEW_CALLS], errors.steps))
-    shares = Series(tried.steps, _where(errors, tried.steps).values / tried.values)
+    tried = steps_where(tried, np.intersect1d(tried.steps[tried.values > FEW_CALLS], errors.steps))
+    shares = Series(tried.steps, steps_where(errors, tried.steps).values / tried.values)
     return _idle("tools_failing", run, shares, lambda past: np.full_like(past, MOSTLY), up=True)
 
 
@@ -75,10 +75,10 @@ def turns_growing(run: History) -> Finding | None:
 
 def _idle(kind: str, run: History, series: Series, limit: Limit, up: bool) -> Finding | None:
     """Return the finding of a lasting change in a run that has not learned since."""
-    found = change_point(series, limit, up)
-    if found is None or learned(run) or improved(run, found.step):
+    change = change_point(series, limit, up)
+    if change is None or learned(run) or improved(run, change.step):
         return None
-    return of_change(kind, found.steep, found, run)
+    return finding_of_change(kind, change.steep, change, run)
 
 
 def _tried(run: History) -> Series:
@@ -89,10 +89,10 @@ def _tried(run: History) -> Series:
     return Series(calls.steps, np.array(values, float))
 
 
-def _where(series: Series, steps: np.ndarray) -> Series:
+def steps_where(series: Series, steps: np.ndarray) -> Series:
     """Return the measurements at these steps."""
-    kept = np.isin(series.steps, steps)
-    return Series(series.steps[kept], series.values[kept])
+    at_steps = np.isin(series.steps, steps)
+    return Series(series.steps[at_steps], series.values[at_steps])
 
 
 FEWEST_STEPS, FEWEST_TESTS, FEWEST_SINCE = 20, 5, 3
@@ -182,8 +182,8 @@ def overfitting(run: History) -> Finding | None:
     """Find training that still rises while held-out data no longer rises, or never did; reward hacking has
     precedence.
     """
-    found = next((found for training, tests in _watched(run) if (found := _gap(training, tests))), None)
-    return found if found is not None and reward_hacking(run) is None else None
+    gap = next((gap for training, tests in _watched(run) if (gap := overfitting_gap(training, tests))), None)
+    return gap if gap is not None and reward_hacking(run) is None else None
 
 
 def _watched(run: History) -> Iterator[tuple[Series, Mapping[str, Series]]]:
@@ -205,12 +205,12 @@ def _watched(run: History) -> Iterator[tuple[Series, Mapping[str, Series]]]:
         yield training, {"a token of the held-out texts": tested}
 
 
-def _gap(training: Series, tests: Mapping[str, Series]) -> Finding | None:
+def overfitting_gap(training: Series, tests: Mapping[str, Series]) -> Finding | None:
     """Find learning on training data without learning on held-out data; None without it."""
     if len(training) < FEWEST_STEPS or not tests or min(map(len, tests.values())) < FEWEST_TESTS:
         return None
-    started, _ = _break(Series(-training.steps[::-1], training.values[::-1]))
-    breaks = {name: _break(test) for name, test in tests.items()}
+    started, _ = fit_break(Series(-training.steps[::-1], training.values[::-1]))
+    breaks = {name: fit_break(test) for name, test in tests.items()}
     step = max([-started, *(at for at, _ in breaks.values())])
     last = int(training.steps[-1])
     if last - step < last / 4 or not risen(training, step):
@@ -239,15 +239,15 @@ def _flat(test: Series, step: int, deviation: float, rise: float) -> bool:
     return line(since)[0] + SURE * error < SHARE * rise
 
 
-def _break(series: Series) -> tuple[int, float]:
+def fit_break(series: Series) -> tuple[int, float]:
     """Return the step where a series levels off, and the deviation of one measurement.
 
     It is the break of a line that is constant after it, by least squares; the first step if the line has no slope
     before. For a reversed series, with negative steps, it is the step where the original begins to rise.
     """
-    kept = np.unique(np.linspace(0, len(series) - 1, MOST).astype(int))
-    steps = series.steps[kept].astype(float)
-    values = series.values[kept] - series.values[kept].mean()
+    sampled = np.unique(np.linspace(0, len(series) - 1, MOST).astype(int))
+    steps = series.steps[sampled].astype(float)
+    values = series.values[sampled] - series.values[sampled].mean()
     # One line of ``min(steps, break)`` for each break; the first leaves the constant.
     bent = np.minimum(steps[None, :], steps[:, None])
     bent -= bent.mean(axis=1, keepdims=True)
@@ -285,8 +285,8 @@ def diagnose(rows: Iterable[Mapping[str, Any]], steps: int = 0) -> list[Finding]
     ``steps``: planned steps of an unfinished run; it counts as stalled only after half of them without progress.
     """
     run = history(rows, steps)
-    found = [finding for rule in RULES.values() if (finding := rule(run)) is not None]
-    return sorted(found, key=lambda finding: finding.step)
+    findings = [finding for rule in RULES.values() if (finding := rule(run)) is not None]
+    return sorted(findings, key=lambda finding: finding.step)
 
 
 class FindingTracker:
@@ -369,18 +369,18 @@ def entropy_collapse(run: History) -> Finding | None:
     """Find an entropy near 0, far below its own past, while neither reward nor evaluation rises."""
     # 0.2 of the past up to 0.25 nats, or 0.5 of it up to 0.03 nats.
     near_zero = lambda past: np.maximum(np.minimum(0.2 * past, 0.25), np.minimum(0.5 * past, 0.03))  # noqa: E731
-    found = change_point(run["entropy"], near_zero, False)
-    if found is None or learned(run):
+    change = change_point(run["entropy"], near_zero, False)
+    if change is None or learned(run):
         return None
-    step = found.step
+    step = change.step
     # Texts have no reward: there the loss tells.
     if improved(run, step) if _scored(run) else fallen(run["loss"], step):
         flat = plateau(run)
-        late = max(flat.step, found.reached) if flat else run.last
+        late = max(flat.step, change.reached) if flat else run.last
         if run.last - late < run.last / 3:
             return None
-        step = found.reached
-    return of_change("entropy_collapse", step, found, run)
+        step = change.reached
+    return finding_of_change("entropy_collapse", step, change, run)
 
 
 GROWN: dict[str, tuple[str, Limit, Limit, bool, float]] = {
@@ -397,16 +397,16 @@ def grown(kind: str, run: History) -> Finding | None:
     nothing meanwhile; or there, where the metric is high from the first step and does not fall."""
     name, idle, learning, relative, high = GROWN[kind]
     series = run[name]
-    found = change_point(series, learning, True, relative)
-    if found is None:
-        found = change_point(series, idle, True, relative)
-        if found is not None and (not _lasts(found, series) or _excused(run, found)):
-            found = None
-    if found is None:
-        found = change_point(series, above(high), True)
-        if found is not None and (found.count < 12 or fallen(series, found.step) or _excused(run, found)):
-            found = None
-    return of_change(kind, found.steep, found, run) if found else None
+    change = change_point(series, learning, True, relative)
+    if change is None:
+        change = change_point(series, idle, True, relative)
+        if change is not None and (not still_lasts(change, series) or is_excused(run, change)):
+            change = None
+    if change is None:
+        change = change_point(series, above(high), True)
+        if change is not None and (change.count < 12 or fallen(series, change.step) or is_excused(run, change)):
+            change = None
+    return finding_of_change(kind, change.steep, change, run) if change else None
 
 
 def lengths_off(kind: str, run: History) -> Finding | None:
@@ -414,14 +414,14 @@ def lengths_off(kind: str, run: History) -> Finding | None:
     is learned: to a third or to three times, or for long in a run with rewards or evaluations."""
     up = kind == "length_explosion"
     lengths = run["completions/mean_length"]
-    found = change_point(lengths, above(0.0, 1.8) if up else lambda past: 0.55 * past, up, relative=up)
-    if found is None:
+    change = change_point(lengths, above(0.0, 1.8) if up else lambda past: 0.55 * past, up, relative=up)
+    if change is None:
         return None
-    gross = found.after > 3 * found.before if up else found.after < found.before / 3
-    excused = improved(run, found.step) or (learned(run) and not (up and found.after >= 4 * found.before))
-    if excused or not (gross or (_scored(run) and _lasts(found, lengths))):
+    gross = change.after > 3 * change.before if up else change.after < change.before / 3
+    excused = improved(run, change.step) or (learned(run) and not (up and change.after >= 4 * change.before))
+    if excused or not (gross or (_scored(run) and still_lasts(change, lengths))):
         return None
-    return of_change(kind, found.steep, found, run)
+    return finding_of_change(kind, change.steep, change, run)
 
 
 def no_signal(run: History) -> Finding | None:
@@ -429,14 +429,14 @@ def no_signal(run: History) -> Finding | None:
 
     If almost no group teaches, a rising evaluation does not excuse a flat reward.
     """
-    found = change_point(run["reward/zero_std_fraction"], above(0.8), True)
-    if found is None or learned(run):
+    change = change_point(run["reward/zero_std_fraction"], above(0.8), True)
+    if change is None or learned(run):
         return None
     rewards = run["reward/mean"]
-    none_left = found.after > 0.95 and len(rewards) and not risen(rewards, found.step)
-    if not none_left and improved(run, found.step):
+    none_left = change.after > 0.95 and len(rewards) and not risen(rewards, change.step)
+    if not none_left and improved(run, change.step):
         return None
-    return of_change("no_signal", found.step, found, run)
+    return finding_of_change("no_signal", change.step, change, run)
 
 
 def clip_saturation(run: History) -> Finding | None:
@@ -446,15 +446,15 @@ def clip_saturation(run: History) -> Finding | None:
     clipped = np.zeros(len(steps))
     for series in (low, high):  # an unmeasured value counts as 0
         clipped[np.searchsorted(steps, series.steps)] += series.values
-    found = change_point(Series(steps, clipped), above(0.2, 4.0, 0.1, always=0.3), True)
-    return of_change("clip_saturation", found.step, found, run) if found else None
+    change = change_point(Series(steps, clipped), above(0.2, 4.0, 0.1, always=0.3), True)
+    return finding_of_change("clip_saturation", change.step, change, run) if change else None
 
 
 def sampler_mismatch(run: History) -> Finding | None:
     """Find a disagreement of sampler and learner on the tokens that were just sampled."""
-    found = change_point(run["sampler/logp_abs_diff_mean"], above(0.02, 5.0, always=0.1), True, relative=True)
-    found = found or change_point(run["sampler/logp_abs_diff_max"], above(1.5, 8.0, always=5.0), True, relative=True)
-    return of_change("sampler_mismatch", found.step, found, run) if found else None
+    change = change_point(run["sampler/logp_abs_diff_mean"], above(0.02, 5.0, always=0.1), True, relative=True)
+    change = change or change_point(run["sampler/logp_abs_diff_max"], above(1.5, 8.0, always=5.0), True, relative=True)
+    return finding_of_change("sampler_mismatch", change.step, change, run) if change else None
 
 
 def gradient_spikes(run: History) -> Finding | None:
@@ -464,11 +464,11 @@ def gradient_spikes(run: History) -> Finding | None:
     gradients = Series(measured.steps[measured.values > 0], measured.values[measured.values > 0])
     if len(gradients) < 2 * lasting(len(gradients)):
         return None
-    if found := change_point(gradients, above(SMALL, 10.0), True, relative=True):
+    if change := change_point(gradients, above(SMALL, 10.0), True, relative=True):
         start = np.median(gradients.values[: recent(len(gradients))])
-        if found.after > 5 * start:
-            changed = f"grew from {short(found.before)} to {short(found.after)} and stays there"
-            return make_finding("gradient_spikes", found.step, changed=changed)
+        if change.after > 5 * start:
+            changed = f"grew from {short(change.before)} to {short(change.after)} and stays there"
+            return make_finding("gradient_spikes", change.step, changed=changed)
     values = gradients.values
     # Of every second gradient that is a spike, the median is one, too.
     usual = np.maximum(smoothed(values, 15, 0.35), np.quantile(values, 0.35))
@@ -500,12 +500,12 @@ def stalled(run: History) -> Finding | None:
     """Find a run without a rise of reward or evaluation for at least half of it, far from perfect; or one that lost
     most of its best reward and evaluation.
     """
-    if found := lost(run):
-        return make_finding("stalled", found.step, LOST, best=short(found.best), now=short(found.now))
-    found = plateau(run)
-    if found is None or (run.last < run.planned and run.last - found.step < run.planned / 2):
+    if finding := lost(run):
+        return make_finding("stalled", finding.step, LOST, best=short(finding.best), now=short(finding.now))
+    finding = plateau(run)
+    if finding is None or (run.last < run.planned and run.last - finding.step < run.planned / 2):
         return None
-    return make_finding("stalled", found.step, last=run.last, best=short(found.best), now=short(found.now))
+    return make_finding("stalled", finding.step, last=run.last, best=short(finding.best), now=short(finding.now))
 
 
 RULES: dict[str, Callable[[History], Finding | None]] = {
@@ -555,11 +555,11 @@ def _scored(run: History) -> bool:
     return bool(len(run["reward/mean"]) or run.evaluations)
 
 
-def _excused(run: History, found: ChangePoint) -> bool:
+def is_excused(run: History, change: ChangePoint) -> bool:
     """Whether the run has learned since a change began, or has learned its task."""
-    return improved(run, found.step) or learned(run)
+    return improved(run, change.step) or learned(run)
 
 
-def _lasts(found: ChangePoint, series: Series) -> bool:
+def still_lasts(change: ChangePoint, series: Series) -> bool:
     """Whether a change has lasted long enough."""
-    return found.count >= max(lasting(len(series)), min(max(len(series) // 10, 8), 60))
+    return change.count >= max(lasting(len(series)), min(max(len(series) // 10, 8), 60))

@@ -155,20 +155,20 @@ LOST = (
 """The texts for a run that has stalled because it lost its progress."""
 
 
-def make_finding(kind: str, step: int, words: tuple[str, str, str] | None = None, **told: str | int) -> Finding:
+def make_finding(kind: str, step: int, words: tuple[str, str, str] | None = None, **facts: str | int) -> Finding:
     """Make the finding of a trouble that began at a step.
 
     Args:
       kind: its name.
       step: the step of its beginning.
       words: what, why and remedy, in place of those of ``kind``.
-      told: values for the names in braces.
+      facts: values for the names in braces.
     """
     what, why, remedy = words or WORDS[kind]
-    return Finding(kind, step, what.format(step=step, **told), why, remedy)
+    return Finding(kind, step, what.format(step=step, **facts), why, remedy)
 
 
-def of_change(kind: str, step: int, found: ChangePoint, run: History) -> Finding:
+def finding_of_change(kind: str, step: int, change: ChangePoint, run: History) -> Finding:
     """Make the finding of a lasting change, with the levels before and after: as numbers, and as shares."""
     meanwhile = []
     for name, series in (("reward", run["reward/mean"]), *run.evaluations.items()):
@@ -179,9 +179,9 @@ def of_change(kind: str, step: int, found: ChangePoint, run: History) -> Finding
     return make_finding(
         kind,
         step,
-        before=short(found.before),
-        after=short(found.after),
-        share=percent(found.after),
-        share_before=f", {percent(found.before)} before" if found.after - found.before > 0.01 else "",
+        before=short(change.before),
+        after=short(change.after),
+        share=percent(change.after),
+        share_before=f", {percent(change.before)} before" if change.after - change.before > 0.01 else "",
         meanwhile=f" ({', '.join(meanwhile)})" if meanwhile else "",
     )

@@ -311,7 +311,7 @@ def risen(series: Series, since: int) -> bool:
         return False
     then, error, after = _level_at(series, later, since)
     last = after[-min(recent(len(series)), max(len(after) // 2, 1)) :]
-    changes = [(float(last.mean()) - then, math.hypot(error, _spread(series) / math.sqrt(len(last))))]
+    changes = [(float(last.mean()) - then, math.hypot(error, noise_floor(series) / math.sqrt(len(last))))]
     if len(after) >= 4:
         changes.append(line(after))
     least = NOTICEABLE * scale(series)
@@ -331,7 +331,7 @@ def _level_at(series: Series, later: Series, since: int) -> tuple[float, float, 
     first = int(len(later) > 1)
     after = later.values[first:]
     earlier = series.before(since)
-    spread = _spread(series)
+    spread = noise_floor(series)
     if not len(earlier):
         then = later.values[: max(min(recent(len(series)), len(after) // 2), 1)]
         return float(then.mean()), spread / math.sqrt(len(then)), after
@@ -346,11 +346,11 @@ def _level_at(series: Series, later: Series, since: int) -> tuple[float, float, 
     return float(then.mean()) + max(trend, 0.0), spread * math.sqrt((4 if trend else 1) / len(then)), after
 
 
-def _spread(series: Series) -> float:
+def noise_floor(series: Series) -> float:
     """Return the noise of one measurement; for few it is bounded from one to two times the least noticeable change."""
-    found = noise(series.values)
+    spread = noise(series.values)
     least = NOTICEABLE * scale(series)
-    return found if len(series) >= FEW else min(max(found, least), 2 * least)
+    return spread if len(series) >= FEW else min(max(spread, least), 2 * least)
 
 
 def recent(count: int) -> int:
@@ -365,8 +365,8 @@ def line(values: np.ndarray) -> tuple[float, float]:
     count = len(values)
     x = np.arange(count) - (count - 1) / 2
     slope = float(x @ values / (x @ x))
-    left = values - values.mean() - slope * x
-    deviation = max(math.sqrt(float(left @ left) / (count - 2)), noise(values))
+    residuals = values - values.mean() - slope * x
+    deviation = max(math.sqrt(float(residuals @ residuals) / (count - 2)), noise(values))
     return slope * (count - 1), deviation * (count - 1) / math.sqrt(float(x @ x))
 
 
@@ -424,15 +424,15 @@ def plateau(run: History) -> Plateau | None:
     rewards = run["reward/mean"]
     tests = list(run.evaluations.values())
     enough = len(rewards) >= FEWEST_REWARDS
-    known = [test for test in tests if len(test) >= FEWEST_EVALUATIONS]
-    if not (enough or (known and not len(rewards))) or learned(run, FAR):
+    long_tests = [test for test in tests if len(test) >= FEWEST_EVALUATIONS]
+    if not (enough or (long_tests and not len(rewards))) or learned(run, FAR):
         return None
     half = run.last // 2 + 1
-    told = [rewards] if enough else known
+    evidence = [rewards] if enough else long_tests
     watched = [rewards, *tests] if len(rewards) else tests
-    if any(_rises(series, half) for series in watched) or not all(_flat(series, half) for series in told):
+    if any(_rises(series, half) for series in watched) or not all(is_flat(series, half) for series in evidence):
         return None
-    plateaus = [_plateau(series) for series in told]
+    plateaus = [_plateau(series) for series in evidence]
     latest = max(plateaus, key=lambda plateau: plateau.step)
     if latest.step > half:
         return None
@@ -450,10 +450,10 @@ def lost(run: History) -> Plateau | None:
     any.
     """
     tests = run.evaluations
-    told = [run["reward/mean"], *([tests[MEAN_OF_TASKS]] if MEAN_OF_TASKS in tests else tests.values())]
-    falls = [_fall(series) for series in told if len(series)]
-    known = [fall for fall in falls if fall is not None]
-    return min(known, key=lambda fall: fall.step) if known and len(known) == len(falls) else None
+    evidence = [run["reward/mean"], *([tests[MEAN_OF_TASKS]] if MEAN_OF_TASKS in tests else tests.values())]
+    falls = [_fall(series) for series in evidence if len(series)]
+    seen_falls = [fall for fall in falls if fall is not None]
+    return min(seen_falls, key=lambda fall: fall.step) if seen_falls and len(seen_falls) == len(falls) else None
 
 
 def _fall(series: Series) -> Plateau | None:
@@ -489,7 +489,7 @@ def _rises(series: Series, since: int) -> bool:
     return float(after.max() - before.max()) > max(3 * spread, 3 * NOTICEABLE * scale(series))
 
 
-def _flat(series: Series, since: int) -> bool:
+def is_flat(series: Series, since: int) -> bool:
     """Whether a series has surely gained little since a step."""
     values = series.since(since).values
     if len(values) < 3:
@@ -497,8 +497,8 @@ def _flat(series: Series, since: int) -> bool:
     amount, error = line(values)
     share, _ = perfection(series)
     now = level(series)
-    left = 1 - now if scale(series) <= 1 else abs(now) * max((1 - share) / max(share, 0.05), 1.0)
-    return amount + 1.5 * error < FLAT * max(left, 0.1 * scale(series))
+    room = 1 - now if scale(series) <= 1 else abs(now) * max((1 - share) / max(share, 0.05), 1.0)
+    return amount + 1.5 * error < FLAT * max(room, 0.1 * scale(series))
 
 
 def _plateau(series: Series) -> Plateau:

@@ -76,8 +76,8 @@ def with_replayed_routes(packed: Packed, mode: str, model: Any, compute: Compute
 
 
 @jax.jit
-def routes_of_sampler(experts: jax.Array, known: jax.Array) -> jax.Array:
-    return jnp.where(known[..., None, None], experts.astype(jnp.int16), jnp.int16(-1))
+def routes_of_sampler(experts: jax.Array, is_known: jax.Array) -> jax.Array:
+    return jnp.where(is_known[..., None, None], experts.astype(jnp.int16), jnp.int16(-1))
 
 
 @functools.partial(jax.jit, static_argnames="compute")

@@ -537,9 +537,9 @@ class TeacherDivergence:
         valid = batch.predictions.scatter < batch.mask.size
         divergence = zeros = jnp.zeros(which.shape, jnp.float32)
         for number, of_teacher in enumerate(states):
-            own = valid & (which == number)
-            measured = jax.lax.cond(jnp.any(own), lambda s=of_teacher: measure(s()), lambda: zeros)
-            divergence = jnp.where(own, measured, divergence)
+            rows = valid & (which == number)
+            measured = jax.lax.cond(jnp.any(rows), lambda s=of_teacher: measure(s()), lambda: zeros)
+            divergence = jnp.where(rows, measured, divergence)
         return divergence
 
     @staticmethod

@@ -133,7 +133,7 @@ class Lora(Setting):
       targets: the matrices of each layer that are adapted, of ``ADAPTABLE``; of experts only those named here.
     """
 
-    rank: Annotated[int, Range("[0, inf]", "0 trains the is_finished model")] = 0
+    rank: Annotated[int, Range("[0, inf]", "0 trains the whole model")] = 0
     alpha: Annotated[float, Range("(0, inf]")] = 32.0
     targets: tuple[str, ...] = ADAPTED
 

@@ -22,7 +22,7 @@ from jaxrl_llm.rules.guards import (
     Rule,
     by_hand,
     decide,
-    decide_by_own,
+    decide_by_user_rule,
     entropy_controlled,
     guards_of,
     kl_controlled,

@@ -35,9 +35,9 @@ UNDONE = "undone"
 
 Row = Mapping[str, Any]
 """A step's metrics by name, including ``step``; unmeasured ones are absent or not a number."""
-Own = dict[str, Any]
+RuleMemory = dict[str, Any]
 """The memory of one rule, empty before the first step: JSON values, saved with the run."""
-Memory = dict[str, Own]
+Memory = dict[str, RuleMemory]
 """The memory of each rule, by its name."""
 
 
@@ -74,19 +74,21 @@ class Decision:
     rule: str = dataclasses.field(default="", compare=False)
 
 
-Decided = tuple[Decision, Own]
-Rule = Callable[[Row, Own], Decided]
+Decided = tuple[Decision, RuleMemory]
+Rule = Callable[[Row, RuleMemory], Decided]
 """A pure function of a step's row and of its own memory: it returns the decision and the new memory. Equal rows and
 memories give equal decisions, on every process and after every resume."""
 
 
-def decide_by_own(row: Row, own: Own, rule: Any) -> Decided:
+def decide_by_user_rule(row: Row, own: RuleMemory, rule: Any) -> Decided:
     """Call a user's rule (``Rules.own``): a ``Rule``. If it fails, the run stops with its state saved."""
     try:
-        found = rule.function(dict(row), dict(own))
-        decision, memory = found if isinstance(found, tuple) else (found or Decision(), own)
+        decided = rule.function(dict(row), dict(own))
+        decision, memory = decided if isinstance(decided, tuple) else (decided or Decision(), own)
         if not isinstance(decision, Decision):
-            raise TypeError(f"it returned {found!r:.80} in place of a Decision, of a pair with its memory, or of None")
+            raise TypeError(
+                f"it returned {decided!r:.80} in place of a Decision, of a pair with its memory, or of None"
+            )
         memory = json.loads(json.dumps(memory))
     except Exception as error:  # noqa: BLE001  whatever the user's function raises
         reason = f"rule {rule.name} failed: {type(error).__name__}: {error}"
@@ -103,14 +105,14 @@ def decide(rules: Mapping[str, Rule], row: Row, memory: Memory) -> tuple[Decisio
     kept: a later phase may have them again.
     """
     decisions = []
-    remembered: Memory = {name: own for name, own in memory.items() if name not in rules}
+    remembered: Memory = {name: rule_memory for name, rule_memory in memory.items() if name not in rules}
     last = memory.get(LAST, {})
     since = last.get(REFERENCE_RESET, 0)
     row = {**row, LAST_RESET: since, REFERENCE_AGE: row["step"] - since - last.get(UNDONE, 0)}
     for name, rule in rules.items():
-        decision, own = rule(row, memory.get(name, {}))
+        decision, rule_memory = rule(row, memory.get(name, {}))
         decisions.append(decision)
-        remembered[name] = own
+        remembered[name] = rule_memory
     stopping = [decision for decision in decisions if decision.stop is not None]
     back = [decision for decision in decisions if decision.rollback is not None]
     if stopping or back:
@@ -122,8 +124,8 @@ def decide(rules: Mapping[str, Rule], row: Row, memory: Memory) -> tuple[Decisio
         remembered |= {name: memory.get(name, {}) for name in undone}  # is still to come
         acting = stopping or back
         rule = next(name for name, d in zip(rules, decisions, strict=True) if d is acting[0])
-        return dataclasses.replace(acting[0], events=_merged(d.events for d in acting), rule=rule), remembered
-    events = _merged(d.events for d in decisions)
+        return dataclasses.replace(acting[0], events=merge_events(d.events for d in acting), rule=rule), remembered
+    events = merge_events(d.events for d in decisions)
     if REFERENCE_RESET in events:
         remembered[LAST] = {REFERENCE_RESET: row["step"]}
     acts = ("reset_reference", "reset_optimiser", "snapshot", "next_phase")
@@ -132,18 +134,18 @@ def decide(rules: Mapping[str, Rule], row: Row, memory: Memory) -> tuple[Decisio
         **chosen,
         mix=max((d.mix for d in decisions if d.reset_reference), default=1.0),
         reason="; ".join(d.reason for d in decisions if d.reason),
-        coefficients=_merged(d.coefficients for d in decisions),
+        coefficients=merge_events(d.coefficients for d in decisions),
         events=events,
     ), remembered
 
 
-def _merged(parts: Any) -> dict[str, Any]:
+def merge_events(parts: Any) -> dict[str, Any]:
     """Merge several dicts; their keys do not clash."""
     return {name: value for part in parts for name, value in part.items()}
 
 
 def not_a_number(
-    row: Row, own: Own, learning_rate: float, field: str = "learner.optimiser", prefix: str = ""
+    row: Row, memory: RuleMemory, learning_rate: float, field: str = "learner.optimiser", prefix: str = ""
 ) -> Decided:
     """Stop at a loss, gradient, log-probability, advantage or reward that is not finite: a ``Rule``.
 
@@ -151,42 +153,44 @@ def not_a_number(
 
     Args:
       row: of the step.
-      own: nothing.
+      memory: nothing.
       learning_rate: of the optimiser; the remedy is a tenth of it.
       field: the optimiser's setting, which holds that rate.
       prefix: of the names of its updates' metrics.
     """
-    found = not_finite(row, prefix)
-    found += [name for name, x in row.items() if isinstance(x, float) and math.isinf(x) and name.startswith(MEANS)]
-    if not found:
-        return Decision(), own
+    names = not_finite(row, prefix)
+    names += [name for name, x in row.items() if isinstance(x, float) and math.isinf(x) and name.startswith(MEANS)]
+    if not names:
+        return Decision(), memory
     whose = f" of the {prefix.removesuffix('/')}" if prefix else ""
-    what = f"the gradient{whose}" if found[0].endswith("grad_norm") else found[0]
+    what = f"the gradient{whose}" if names[0].endswith("grad_norm") else names[0]
     side = "before" if row.get(f"{prefix}updates/not_finite") else "after"
     reason = f"{what} is not a number; the state {side} it is saved"
     remedy = f"--{field}.learning_rate {learning_rate / 10:g}"
-    return Decision(GUARD, reason, remedy, events={EVENT_BROKEN: reason}), own
+    return Decision(GUARD, reason, remedy, events={EVENT_BROKEN: reason}), memory
 
 
 MEANS = ("reward/", "task/", "constraint/", "critic/returns", "sampler/", "kl", "controller/")
 """Prefixes of metrics that are not a number where nothing is measured, so that only infinity is told from that."""
 
 
-FAILED = "/failed_fraction"
+REWARD_FAILED = "/failed_fraction"
 """How the metric of a reward's failed calls ends: ``reward/NAME/failed_fraction``."""
 
 
-def reward_fails(row: Row, own: Own) -> Decided:
+def reward_fails(row: Row, memory: RuleMemory) -> Decided:
     """Stop after a step in which all calls of one reward failed, so that its values are placeholders, or no answer of
     an evaluation could be scored; a ``Rule``.
     """
     for name, value in row.items():
-        if name.startswith("eval/") and name.endswith(FAILED) and value == 1:
-            return Decision(GUARD, f"nothing of the evaluation could be scored: {row['event/evaluation_failed']}"), own
-        if name.startswith("reward/") and name.endswith(FAILED) and value == 1:
-            reward = name.removeprefix("reward/").removesuffix(FAILED)
-            return Decision(GUARD, f"reward {reward} failed for all completions: {row['event/reward_failed']}"), own
-    return Decision(), own
+        if name.startswith("eval/") and name.endswith(REWARD_FAILED) and value == 1:
+            return Decision(
+                GUARD, f"nothing of the evaluation could be scored: {row['event/evaluation_failed']}"
+            ), memory
+        if name.startswith("reward/") and name.endswith(REWARD_FAILED) and value == 1:
+            reward = name.removeprefix("reward/").removesuffix(REWARD_FAILED)
+            return Decision(GUARD, f"reward {reward} failed for all completions: {row['event/reward_failed']}"), memory
+    return Decision(), memory
 
 
 OF_LESSONS = "teaches_nothing"
@@ -195,7 +199,7 @@ OF_LESSONS = "teaches_nothing"
 
 def teaches_nothing(
     row: Row,
-    own: Own,
+    memory: RuleMemory,
     patience: int,
     only_advantages: bool,
     filter_reads: str,
@@ -211,33 +215,33 @@ def teaches_nothing(
 
     Args:
       row: of the step.
-      own: the number of ``empty`` steps in a row, and of the last of these that were ``solved``, if there are any.
+      memory: the number of ``empty`` steps in a row, and of the last of these that were ``solved``, if there are any.
       patience: steps; 0 never stops.
       only_advantages: whether the loss has no KL, no entropy term and no texts.
       filter_reads: the value that the filter of groups compares, "accuracy" or "reward"; empty without a filter.
       ended: in a phase before another, maps a reason to the decision that ends the phase once the task is solved.
     """
-    empty = own.get("empty", 0)
+    empty = memory.get("empty", 0)
     if row["step"] == 0:
-        return Decision(), own
+        return Decision(), memory
     if not row.get("updates") and math.isnan(row.get("completions/mean_length", math.nan)):
-        return _told("no group was finished"), own
-    reason = _emptiness(row, only_advantages, filter_reads)
+        return report_no_signal("no group was finished"), memory
+    reason = why_no_signal(row, only_advantages, filter_reads)
     if not reason:
         return Decision(), {"empty": 0}
     empty += 1
-    count = own.get(SOLVED, 0) + 1 if _all_correct(row) else 0
+    count = memory.get(SOLVED, 0) + 1 if _all_correct(row) else 0
     remembered = {"empty": empty} | ({SOLVED: count} if count else {})
     if not patience or empty < patience:
-        return _told(reason), remembered
+        return report_no_signal(reason), remembered
     solved = count >= patience
     lasted = f"{empty} steps in a row taught nothing: {reason}"
     if solved:
         lasted = f"solved: every completion of the last {count} steps that could not teach was correct"
     if solved and ended is not None:
         decision = ended(f"since it is {lasted}")
-        return dataclasses.replace(decision, events=decision.events | _told(reason).events), {"empty": 0}
-    return dataclasses.replace(_told(reason), stop=DONE if solved else GUARD, reason=lasted), remembered
+        return dataclasses.replace(decision, events=decision.events | report_no_signal(reason).events), {"empty": 0}
+    return dataclasses.replace(report_no_signal(reason), stop=DONE if solved else GUARD, reason=lasted), remembered
 
 
 SOLVED = "solved"
@@ -246,35 +250,35 @@ SOLVED = "solved"
 
 def _all_correct(row: Row) -> bool:
     """Whether every completion of a step was verified and correct: ``reward/accuracy`` leaves out those that failed."""
-    failed = any(value for name, value in row.items() if name.startswith("reward/") and name.endswith(FAILED))
-    return row.get("reward/accuracy") == 1 and not failed and not _unscored(row)
+    failed = any(value for name, value in row.items() if name.startswith("reward/") and name.endswith(REWARD_FAILED))
+    return row.get("reward/accuracy") == 1 and not failed and not has_no_score(row)
 
 
-def _emptiness(row: Row, only_advantages: bool, filter_reads: str) -> str:
+def why_no_signal(row: Row, only_advantages: bool, filter_reads: str) -> str:
     """Return why the step taught nothing; empty if it taught."""
     if row.get("critic/updates") and row.get("critic/loss"):
         return ""
     if row.get("updates") or row.get("updates/not_finite"):
-        others = row.get("entropy_coef") or not only_advantages
-        still = _unscored(row) or row.get("grad_norm") == 0
-        if row.get("advantage/nonzero_fraction") != 0 or (others and not still):
+        other_terms = row.get("entropy_coef") or not only_advantages
+        still = has_no_score(row) or row.get("grad_norm") == 0
+        if row.get("advantage/nonzero_fraction") != 0 or (other_terms and not still):
             return ""
-        if _unscored(row):
+        if has_no_score(row):
             return UNSCORED
         if "critic/loss" in row:
             return "all advantages are 0, since the critic predicts every reward"
         return "all advantages are 0, since the rewards of each group are equal"
-    kept = row.get("dynamic_sampling/kept_fraction", 0.0)
+    share_kept = row.get("dynamic_sampling/kept_fraction", 0.0)
     # Nothing went through the filter, or it kept some.
-    if not filter_reads or row.get("completions") or math.isnan(kept):
+    if not filter_reads or row.get("completions") or math.isnan(share_kept):
         return "no token is in the loss"
-    if _unscored(row):
+    if has_no_score(row):
         return UNSCORED
     varies = row.get("reward/zero_std_fraction", 1.0) < 1
     if varies and filter_reads == "accuracy":
-        return f"{100 * kept:.0f} % of groups kept: your reward varies, accuracy does not"
+        return f"{100 * share_kept:.0f} % of groups kept: your reward varies, accuracy does not"
     same = f"within each group {filter_reads} is the same for all completions"
-    return f"{100 * kept:.0f} % of groups kept: {same}"
+    return f"{100 * share_kept:.0f} % of groups kept: {same}"
 
 
 OF_FILTER = "few_kept"
@@ -285,33 +289,33 @@ POOLED = 32
 """The fewest groups over which the share is measured; earlier ones fade."""
 
 
-def few_kept(row: Row, own: Own, filter_reads: str, group: int) -> Decided:
+def few_kept(row: Row, memory: RuleMemory, filter_reads: str, group: int) -> Decided:
     """Report when the filter of groups begins to keep fewer than a tenth of them, with a remedy: a ``Rule``.
 
-    It remembers the groups ``kept`` and ``seen``, and whether the report was made: ``told``.
+    It remembers the groups ``faded_kept`` and ``faded_count``, and whether the report was made: ``reported``.
 
     Args:
       row: of the step.
-      own: its memory.
+      memory: its memory.
       filter_reads: the value that the filter compares, "accuracy" or "reward".
       group: completions of a prompt.
     """
     share, new = row.get("dynamic_sampling/kept_fraction", math.nan), row.get("dynamic_sampling/finished", 0)
     if math.isnan(share) or not new:
-        return Decision(), own
-    fade = min(1.0, POOLED / max(own.get("seen", 0.0), 1.0))
-    kept, seen = fade * own.get("kept", 0.0) + share * new, fade * own.get("seen", 0.0) + new
-    told = own.get("told", False)
-    few = kept < (2 * FEW if told else FEW) * seen and (told or seen >= POOLED)
-    now = {"kept": kept, "seen": seen, "told": few}
-    if told or not few:
+        return Decision(), memory
+    fade = min(1.0, POOLED / max(memory.get("seen", 0.0), 1.0))
+    faded_kept, faded_count = fade * memory.get("kept", 0.0) + share * new, fade * memory.get("seen", 0.0) + new
+    reported = memory.get("told", False)
+    few = faded_kept < (2 * FEW if reported else FEW) * faded_count and (reported or faded_count >= POOLED)
+    now = {"kept": faded_kept, "seen": faded_count, "told": few}
+    if reported or not few:
         return Decision(), now
     differ = 1 - row.get("reward/zero_std_fraction", 1.0)
     helps = f"--rollout.group {2 * group} makes more of them differ, rollout.collect.curriculum asks others"
     if filter_reads == "accuracy" and differ > 0.5:
         helps = f"rewards differ in {100 * differ:.0f} %: --recipe.filter_groups reward keeps those"
     same = f"{filter_reads} is the same for all completions of the others"
-    said = f"{100 * (kept / seen):.1f} % of groups kept: {same}; {helps}"
+    said = f"{100 * (faded_kept / faded_count):.1f} % of groups kept: {same}; {helps}"
     return Decision(events={"event/few_kept": said}), now
 
 
@@ -325,24 +329,24 @@ ALL = "all"
 """A placeholder for all kinds of findings."""
 
 
-def on_finding(row: Row, own: Own, rules: Rules) -> Decided:
+def on_finding(row: Row, memory: RuleMemory, rules: Rules) -> Decided:
     """Stop or roll back, as the settings say, when a finding of one of ``rules.guards`` begins: a ``Rule``.
 
-    It remembers the ``known`` findings, cleared by a rollback, and how many ``times`` it rolled back.
+    It remembers the ``reported`` findings, cleared by a rollback, and how many ``times`` it rolled back.
     """
-    found = {name.removeprefix(FOUND): value for name, value in row.items() if name.startswith(FOUND)}
-    known = own.get("known", [])
-    new = [kind for kind in found if kind not in known and (kind in rules.guards or ALL in rules.guards)]
+    findings = {name.removeprefix(FOUND): value for name, value in row.items() if name.startswith(FOUND)}
+    reported = memory.get("known", [])
+    new = [kind for kind in findings if kind not in reported and (kind in rules.guards or ALL in rules.guards)]
     if not new:
-        return Decision(), own
-    began, what, remedy = found[new[0]]
+        return Decision(), memory
+    began, what, remedy = findings[new[0]]
     reason = f"{new[0].replace('_', ' ')} since step {began}: {what}"
-    times = own.get("times", 0)
+    times = memory.get("times", 0)
     if rules.on_guard == "rollback" and times < rules.rollbacks:
         scale = row.get(LR_SCALE, 1.0) * rules.slower
         return Decision(rollback=began, reason=reason, coefficients={LR_SCALE: scale}), {"times": times + 1}
     stopped = Decision(GUARD, f"{reason}; try {remedy}", events={"event/guard": reason})
-    return stopped, own | {"known": [*known, *new]}
+    return stopped, memory | {"known": [*reported, *new]}
 
 
 OF_PHASES = "phase"
@@ -356,7 +360,7 @@ UNMEASURED = 10
 
 
 def phase_ends(
-    row: Row, own: Own, phase: Phase, following: Phase | None, evaluation_every: int, test: str = ""
+    row: Row, memory: RuleMemory, phase: Phase, following: Phase | None, evaluation_every: int, test: str = ""
 ) -> Decided:
     """End a phase after its steps, or once its condition holds: a ``Rule``.
 
@@ -366,7 +370,7 @@ def phase_ends(
 
     Args:
       row: of the step.
-      own: its memory.
+      memory: its memory.
       phase: that the run is in.
       following: the one after it; None for the last one, which ends the run.
       evaluation_every: steps between evaluations; those of other steps are ignored (see ``on_stall``).
@@ -374,15 +378,15 @@ def phase_ends(
     """
     until = phase.until
     if isinstance(until, Stalls):
-        own = own | stalls(row, own, evaluation_every, test, until)
+        memory = memory | stalls(row, memory, evaluation_every, test, until)
     if row["step"] == 0:
-        return Decision(), own
-    steps = own.get("steps", 0) + 1
-    own = own | {"steps": steps}
+        return Decision(), memory
+    steps = memory.get("steps", 0) + 1
+    memory = memory | {"steps": steps}
     reason = ""
     if phase.steps is not None and steps >= phase.steps:
         reason = f"after {steps} step{'s' * (steps != 1)}"
-    if isinstance(until, Stalls) and own.get("stalled", 0) >= until.evaluations:
+    if isinstance(until, Stalls) and memory.get("stalled", 0) >= until.evaluations:
         several = "s" * (until.evaluations != 1)
         measured = f"measurement{several} of {until.metric}" if until.metric else f"evaluation{several}"
         reason = f"since {until.evaluations} {measured} found nothing better"
@@ -391,14 +395,14 @@ def phase_ends(
         value = row.get(until.metric)
         if value is not None and not math.isnan(value):
             beyond = value > until.above if until.above is not None else value < until.below
-            own["times"] = own.get("times", 0) + 1 if beyond else 0
-        if own.get("times", 0) >= until.times:
+            memory["times"] = memory.get("times", 0) + 1 if beyond else 0
+        if memory.get("times", 0) >= until.times:
             bound = f"above {until.above:g}" if until.above is not None else f"below {until.below:g}"
             again = f" in {until.times} measured steps in a row" if until.times > 1 else ""
             reason = f"since {until.metric} was {bound}{again}"
-        if "times" not in own and steps == max(UNMEASURED, 2 * evaluation_every):
+        if "times" not in memory and steps == max(UNMEASURED, 2 * evaluation_every):
             events[WAITS] = f"{phase.name or 'the run'} waits for {until.metric}, which no step so far has measured"
-    return phase_ended(phase, following, reason) if reason else Decision(events=events), own
+    return phase_ended(phase, following, reason) if reason else Decision(events=events), memory
 
 
 def phase_ended(phase: Phase, following: Phase | None, reason: str) -> Decision:
@@ -412,11 +416,11 @@ def phase_ended(phase: Phase, following: Phase | None, reason: str) -> Decision:
     return Decision(next_phase=True, snapshot=True, events=events)
 
 
-def would_end(until: Until, rows: Sequence[Row], evaluation_every: int, test: str) -> bool:
+def ends_run(until: Until, rows: Sequence[Row], evaluation_every: int, test: str) -> bool:
     """Whether a run with these rows and this condition ends after the last one. ``test``: as in ``phase_ends``."""
-    decision, own = Decision(), {}
+    decision, memory = Decision(), {}
     for row in rows:
-        decision, own = phase_ends(row, own, Phase("", until=until), None, evaluation_every, test)
+        decision, memory = phase_ends(row, memory, Phase("", until=until), None, evaluation_every, test)
     return decision.stop == DONE
 
 
@@ -440,26 +444,31 @@ UNSCORED = "no completion could be scored: the reward is NaN for all"
 """The reason why a step without any reward taught nothing."""
 
 
-def _unscored(row: Row) -> bool:
+def has_no_score(row: Row) -> bool:
     """Whether completions were sampled and all of their rewards are missing."""
     return math.isnan(row.get("reward/mean", 0.0)) and not math.isnan(row.get("completions/mean_length", math.nan))
 
 
-def _told(reason: str) -> Decision:
+def report_no_signal(reason: str) -> Decision:
     return Decision(events={"event/teaches_nothing": reason})
 
 
-def guards_of(run: Any, own: Mapping[str, Rule] = types.MappingProxyType({}), others: bool = False) -> dict[str, Rule]:
+def guards_of(
+    run: Any, more: Mapping[str, Rule] = types.MappingProxyType({}), other_terms: bool = False
+) -> dict[str, Rule]:
     """Return the guards of a run with these settings, by name; if several stop it, the first gives the reason.
 
     Args:
       run: with its settings resolved.
-      own: rules of its ingredients.
-      others: whether the policy has objectives in addition to the algorithm's.
+      more: rules of its ingredients.
+      other_terms: whether the policy has objectives in addition to the algorithm's.
     """
     algorithm = run.recipe.algorithm
-    others = others or bool((algorithm.kl_in_loss and algorithm.kl_coef) or algorithm.entropy_coef)
-    rules = {"not_a_number": partial(not_a_number, learning_rate=run.learner.optimiser.learning_rate), **own}
+    other_terms = other_terms or bool((algorithm.kl_in_loss and algorithm.kl_coef) or algorithm.entropy_coef)
+    rules = {
+        "not_a_number": partial(not_a_number, learning_rate=run.learner.optimiser.learning_rate),
+        **more,
+    }
     if run.rules.guards:
         rules[OF_GUARDS] = partial(on_finding, rules=run.rules)
     reads = run.recipe.filter_groups or ""
@@ -467,7 +476,7 @@ def guards_of(run: Any, own: Mapping[str, Rule] = types.MappingProxyType({}), ot
         rules[OF_FILTER] = partial(few_kept, filter_reads=reads, group=run.rollout.group)
     rules["reward_fails"] = reward_fails
     rules[OF_LESSONS] = partial(
-        teaches_nothing, patience=run.rollout.collect.patience, only_advantages=not others, filter_reads=reads
+        teaches_nothing, patience=run.rollout.collect.patience, only_advantages=not other_terms, filter_reads=reads
     )
     return rules
 
@@ -524,10 +533,10 @@ class Resets(Setting):
         )
         algorithm = run.recipe.algorithm
         resetting = ("reference_every", "on_stall", "on_kl", "on_kl_share", "on_kl_jump")
-        given = [name for name in (*resetting, "ema") if getattr(self, name)]
+        triggers = [name for name in (*resetting, "ema") if getattr(self, name)]
         distillation = run.scoring.distillation
         teaches = distillation is not None and distillation.needs_reference
-        for name in given:
+        for name in triggers:
             require(
                 algorithm.needs_reference or run.output.monitor_kl or teaches,
                 f"{where}{name} {getattr(self, name)} has no reference to reset: set recipe.algorithm.kl_coef above 0, "
@@ -539,7 +548,7 @@ class Resets(Setting):
             f"recipe.algorithm.kl_coef above 0 and kl_in 'loss', or take {where}on_kl",
         )
         require(
-            self.mix == 1 or bool({*given} - {"ema"}),
+            self.mix == 1 or bool({*triggers} - {"ema"}),
             f"{where}mix {self.mix} has no reset to act in: set {where}reference_every, or {where}mix 1",
         )
         for name, off in (("mix", 1.0), ("ema", 0.0)):
@@ -579,28 +588,28 @@ def rules_of(resets: Resets, evaluation_every: int, test: str = "") -> dict[str,
     if resets.on_kl or resets.on_kl_share or resets.on_kl_jump:
         rules["kl"] = partial(on_kl, resets=resets)
     if resets.ema:
-        rules["ema"] = partial(averaged, ema=resets.ema)
+        rules["ema"] = partial(moving_average, ema=resets.ema)
     return rules
 
 
-def on_schedule(row: Row, own: Own, resets: Resets, every: int, reference: bool = True) -> Decided:
+def on_schedule(row: Row, memory: RuleMemory, resets: Resets, every: int, reference: bool = True) -> Decided:
     """Reset after every ``every`` steps: a ``Rule`` for the reference, or without it for the optimiser alone."""
     due = row["step"] > 0 and row["step"] % every == 0
-    return _reset(resets, due and reference, due and (resets.with_optimiser or not reference)), own
+    return reset_decision(resets, due and reference, due and (resets.with_optimiser or not reference)), memory
 
 
-def on_stall(row: Row, own: Own, resets: Resets, every: int, test: str = "") -> Decided:
+def on_stall(row: Row, memory: RuleMemory, resets: Resets, every: int, test: str = "") -> Decided:
     """Reset the reference after ``on_stall`` evaluations in a row not better than the best one: a ``Rule``.
 
     Only evaluations at multiples of ``every`` count: the one at a run's end would be absent in a longer run. Results of
     another ``test`` are not compared. It remembers the result of ``stalls``.
     """
-    found = stalls(row, own, every, test)
-    due = bool(found) and found["stalled"] >= resets.on_stall
-    return _reset(resets, due, due and resets.with_optimiser), own | found | ({"stalled": 0} if due else {})
+    stall = stalls(row, memory, every, test)
+    due = bool(stall) and stall["stalled"] >= resets.on_stall
+    return reset_decision(resets, due, due and resets.with_optimiser), memory | stall | ({"stalled": 0} if due else {})
 
 
-def on_kl(row: Row, own: Own, resets: Resets) -> Decided:
+def on_kl(row: Row, memory: RuleMemory, resets: Resets) -> Decided:
     """Reset the reference if the KL is high, is a large share of the loss, or has jumped: a ``Rule``.
 
     It skips the first ``kl_window`` steps after any reset. It remembers the last KLs ``since`` the last reset,
@@ -608,74 +617,78 @@ def on_kl(row: Row, own: Own, resets: Resets) -> Decided:
     """
     kl = row.get("kl", math.nan)
     if math.isnan(kl):
-        return Decision(), own
+        return Decision(), memory
     since = row[LAST_RESET]
-    before = own["kls"] if own.get("since") == since else []
+    before = memory["kls"] if memory.get("since") == since else []
     pull = row.get("kl_coef", 0.0) * kl
-    whole = pull + row.get("advantage/abs_mean", math.nan)
+    total = pull + row.get("advantage/abs_mean", math.nan)
     usual = statistics.median(before) if len(before) == resets.kl_window else math.inf
     reason = ""
     if row[REFERENCE_AGE] > resets.kl_window:
         if resets.on_kl and kl > resets.on_kl:
             reason = f"the KL, {kl:.4g}, is above {resets.on_kl:g}"
-        elif resets.on_kl_share and pull > resets.on_kl_share * whole:
-            reason = f"the KL is {100 * pull / whole:.0f} % of the total pull, above {100 * resets.on_kl_share:g} %"
+        elif resets.on_kl_share and pull > resets.on_kl_share * total:
+            reason = f"the KL is {100 * pull / total:.0f} % of the total pull, above {100 * resets.on_kl_share:g} %"
         elif resets.on_kl_jump and kl > resets.on_kl_jump * usual > 0:
             reason = f"the KL, {kl:.4g}, is {kl / usual:.1f} times what it was, above {resets.on_kl_jump:g}"
     remembered = {"since": since, "kls": [*before, kl][-resets.kl_window :]}
-    return _reset(resets, bool(reason), bool(reason) and resets.with_optimiser, reason), remembered
+    return reset_decision(resets, bool(reason), bool(reason) and resets.with_optimiser, reason), remembered
 
 
-def by_hand(row: Row, own: Own, resets: Resets) -> Decided:
+def by_hand(row: Row, memory: RuleMemory, resets: Resets) -> Decided:
     """Reset the reference once for each user request, and again after a rollback to before the reset: a ``Rule``.
 
     It remembers the last request's ``id`` and ``with_optimiser``, and the ``step`` of the answer; after a rollback also
     that the request is to be answered ``again``.
     """
     asked = row.get(ASKED)
-    new = asked is not None and asked["id"] != own.get("id")
-    if not new and not own.get(AGAIN):
-        return Decision(), own
-    requests = [asked] * new + [own] * bool(own.get(AGAIN))
+    new = asked is not None and asked["id"] != memory.get("id")
+    if not new and not memory.get(AGAIN):
+        return Decision(), memory
+    requests = [asked] * new + [memory] * bool(memory.get(AGAIN))
     optimiser = any(request.get("with_optimiser", False) for request in requests)
     why = "by hand" if new else "by hand, again after a rollback"
-    return _reset(resets, True, optimiser, why), {
+    return reset_decision(resets, True, optimiser, why), {
         "id": requests[0]["id"],
         "step": row["step"],
         "with_optimiser": optimiser,
     }
 
 
-def averaged(row: Row, own: Own, ema: float) -> Decided:
+def moving_average(row: Row, memory: RuleMemory, ema: float) -> Decided:
     """Make the reference a moving average of the policy with decay ``ema``, without reset events: a ``Rule``.
 
     A step without an update changes nothing.
     """
     moves = row["step"] > 0 and bool(row.get("updates"))
-    return Decision(reset_reference=moves, mix=1 - ema if moves else 1.0), own
+    return Decision(reset_reference=moves, mix=1 - ema if moves else 1.0), memory
 
 
-def kl_controlled(row: Row, own: Own, reads: str, controller: Callable[[float, float, int], float]) -> Decided:
+def kl_controlled(
+    row: Row, memory: RuleMemory, reads: str, controller: Callable[[float, float, int], float]
+) -> Decided:
     """Update the KL coefficient from the KL measured after the step's last update, if there is one: a ``Rule``.
 
     ``reads``: the metric that the controller (``algorithms.kl.AdaptiveKL``) reads.
     """
     measured = row.get(reads, math.nan)
     if math.isnan(measured):
-        return Decision(), own
+        return Decision(), memory
     coefficient = controller(row["kl_coef"], measured, int(row["completions"]))
-    return Decision(coefficients={"kl_coef": float(coefficient)}), own
+    return Decision(coefficients={"kl_coef": float(coefficient)}), memory
 
 
-def entropy_controlled(row: Row, own: Own, controller: Callable[[float, float], tuple[float, float]]) -> Decided:
+def entropy_controlled(
+    row: Row, memory: RuleMemory, controller: Callable[[float, float], tuple[float, float]]
+) -> Decided:
     """Update the coefficient of the entropy bonus from the step's entropy, if it is measured: a ``Rule``.
 
     It remembers the controller's internal coefficient, which is kept while the bonus is off.
     """
     entropy = row.get("entropy", math.nan)
     if math.isnan(entropy):
-        return Decision(), own
-    moved, coefficient = controller(own.get("moved", row["entropy_coef"]), entropy)
+        return Decision(), memory
+    moved, coefficient = controller(memory.get("moved", row["entropy_coef"]), entropy)
     return Decision(coefficients={"entropy_coef": coefficient}), {"moved": moved}
 
 
@@ -693,13 +706,13 @@ def measured_result(row: Row) -> tuple[float | None, int]:
     """Return the number of ``evaluation_result`` as it was measured, and 1 where higher is better, -1 for a loss."""
     tested = [name for name in row if name.startswith("eval/")]
     for ending, sign in (("/pass@1", 1), ("/reward", 1), ("/accuracy", 1), ("/loss", -1)):
-        found = next((name for name in tested if name.endswith(ending)), None)
-        if found is not None:
-            return number(row[found]), sign
+        metric = next((name for name in tested if name.endswith(ending)), None)
+        if metric is not None:
+            return number(row[metric]), sign
     return None, 1
 
 
-def stalls(row: Row, own: Mapping[str, Any], every: int, test: str, until: Stalls | None = None) -> dict[str, Any]:
+def stalls(row: Row, memory: Mapping[str, Any], every: int, test: str, until: Stalls | None = None) -> dict[str, Any]:
     """Return the ``best`` result of a ``test``, that of step 0 included, and the evaluations ``stalled`` since; empty
     without one that counts.
 
@@ -713,12 +726,12 @@ def stalls(row: Row, own: Mapping[str, Any], every: int, test: str, until: Stall
         result = None
     if result is None or math.isnan(result):
         return {}
-    best = own.get("best") if own.get("test", test) == test else None
+    best = memory.get("best") if memory.get("test", test) == test else None
     better = best is None or (result < best if until is not None and until.lower else result > best)
-    return {"best": result if better else best, "stalled": 0 if better else own["stalled"] + 1, "test": test}
+    return {"best": result if better else best, "stalled": 0 if better else memory["stalled"] + 1, "test": test}
 
 
-def _reset(resets: Resets, reference: bool, optimiser: bool, reason: str = "") -> Decision:
+def reset_decision(resets: Resets, reference: bool, optimiser: bool, reason: str = "") -> Decision:
     events: dict[str, bool | str] = {REFERENCE_RESET: reason or True} if reference else {}
     events |= {"event/optimiser_reset": True} if optimiser else {}
     return Decision(
@@ -750,7 +763,7 @@ def surviving_rows(rows: Iterable[Row], tests: Sequence[int] = ()) -> list[list[
         if (back := row.get(ROLLED_BACK)) is None:
             groups[-1].append(row)
         else:  # what this row has measured is of the policy that is undone
-            groups = [[one for one in group if one["step"] <= back] for group in groups]
+            groups = [[row_in_group for row_in_group in group if row_in_group["step"] <= back] for group in groups]
     return groups
 
 

@@ -80,8 +80,8 @@ class Phase(Setting):
 
     def __post_init__(self) -> None:
         if isinstance(self.changes, Mapping):  # what it is else is refused with the other settings
-            made = {name: _with_rewards(value) for name, value in self.changes.items() if name in SCORES}
-            object.__setattr__(self, "changes", {**self.changes, **made})
+            changes = {name: _with_rewards(value) for name, value in self.changes.items() if name in SCORES}
+            object.__setattr__(self, "changes", {**self.changes, **changes})
 
     def check(self, run: Any, where: str) -> None:
         """Refuse a phase without a unique name, one that never ends, and a last one that would end early."""
@@ -110,8 +110,8 @@ def _with_rewards(value: Any) -> Any:
     """Replace functions in the value by rewards; other values are checked where the settings are made."""
     if isinstance(value, (tuple, list)):
         return tuple(_with_rewards(item) for item in value)
-    given = isinstance(value, Function) or (callable(value) and not isinstance(value, type))
-    return as_reward(value) if given else value
+    is_single = isinstance(value, Function) or (callable(value) and not isinstance(value, type))
+    return as_reward(value) if is_single else value
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,7 +36,7 @@ from jaxrl_llm.rollout.episodes import common_lengths, shared_credit
 from jaxrl_llm.rollout.evaluate import TaskEvaluation
 from jaxrl_llm.rollout.groups import RolloutBatch
 from jaxrl_llm.rules import Rule, not_a_number
-from jaxrl_llm.rules.guards import Decided, Decision, Own, Row
+from jaxrl_llm.rules.guards import Decided, Decision, Row, RuleMemory
 from jaxrl_llm.runs import load_model
 from jaxrl_llm.sharding import platform_of
 from jaxrl_llm.sharding.distributed import ALONE, Peers
@@ -153,7 +153,7 @@ class Constraints(Ingredient):
         ]
 
 
-def update_multiplier(row: Row, rule_memory: Own, constraint: Constraint) -> Decided:
+def update_multiplier(row: Row, rule_memory: RuleMemory, constraint: Constraint) -> Decided:
     """Update the multiplier of a constraint, ``lam <- max(0, lam + rate * (mean cost - limit))``: a ``Rule``.
 
     A step without a cost leaves it unchanged.

@@ -29,7 +29,7 @@ from jaxrl_llm.rules import (
     OF_ENTROPY,
     Rule,
     by_hand,
-    decide_by_own,
+    decide_by_user_rule,
     entropy_controlled,
     guards_of,
     kl_controlled,
@@ -101,8 +101,8 @@ def policy_objectives(run: configs.Run, ingredients: Ingredients) -> tuple[Objec
     """Return the training objectives of the policy; its gradient needs completions of its own."""
     algorithm, moves = run.recipe.algorithm, run.recipe.of_entropy is not None
     teacher = run.scoring.distillation
-    others = algorithm.kl_in_loss or algorithm.entropy_coef or moves
-    idle = teacher is not None and configs.without_rewards(run) and not (teacher.by_policy_gradient or others)
+    has_other_terms = algorithm.kl_in_loss or algorithm.entropy_coef or moves
+    idle = teacher is not None and configs.without_rewards(run) and not (teacher.by_policy_gradient or has_other_terms)
     policy = PolicyGradient(algorithm, run.learner.updates > 1, moves, idle)
     policies = (policy,) if configs.samples_groups(run) else ()
     return (*policies, *(objective for ingredient in ingredients for objective in ingredient.objectives))
@@ -132,7 +132,7 @@ def rules_for(run: configs.Run, ingredients: Ingredients) -> dict[str, Rule]:
         rules["controller"] = partial(kl_controlled, reads=run.recipe.of_kl.reads, controller=run.recipe.of_kl)
     if run.recipe.of_entropy is not None:
         rules[OF_ENTROPY] = partial(entropy_controlled, controller=run.recipe.of_entropy)
-    return rules | {f"own/{rule.name}": partial(decide_by_own, rule=rule) for rule in run.rules.own}
+    return rules | {f"own/{rule.name}": partial(decide_by_user_rule, rule=rule) for rule in run.rules.own}
 
 
 def dropped_endings(run: configs.Run) -> tuple[str, ...]:

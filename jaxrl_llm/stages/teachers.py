@@ -295,9 +295,9 @@ def known_facts(group: Group, member: int) -> dict[str, str]:
     facts = row | {"answer": group.problem.answer, "attempt": group.completions[member].text}
     if not np.isnan(group.accuracy[member]):
         facts["verdict"] = "right" if group.accuracy[member] >= MIN_RIGHT_ACCURACY else "wrong"
-    others = [place for place in np.flatnonzero(group.accuracy >= MIN_RIGHT_ACCURACY) if place != member]
-    if others:
-        facts["success"] = group.completions[others[0]].text
+    right_members = [place for place in np.flatnonzero(group.accuracy >= MIN_RIGHT_ACCURACY) if place != member]
+    if right_members:
+        facts["success"] = group.completions[right_members[0]].text
     return facts
 
 

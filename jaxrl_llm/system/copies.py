@@ -34,8 +34,8 @@ class CopyLoader(importlib.machinery.SourceFileLoader):
     def get_data(self, path: str) -> bytes:
         """Return the bytes of a file; those of the copy are the ones that were trusted."""
         code = super().get_data(path)
-        known = COPIES.get(self.name)
-        changed = known and path == known[0] and hashlib.sha256(code).hexdigest() != known[2]
+        copy = COPIES.get(self.name)
+        changed = copy and path == copy[0] and hashlib.sha256(code).hexdigest() != copy[2]
         require(not changed, f"{path} has changed while the run was loaded: run the same command again")
         return code
 

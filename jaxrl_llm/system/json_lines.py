@@ -81,18 +81,18 @@ def cut_after(path: str | Path, step: int) -> None:
     if not path.exists():
         return
     with open_nofollow(path, "r+b") as file:
-        keep, whole = 0, True
-        for start, line in _backwards(file) if step >= 0 else ():
+        keep, complete = 0, True
+        for start, line in lines_backwards(file) if step >= 0 else ():
             row = _parse(line)
             if row is None and line.endswith(b"\n"):
                 file.seek(0)
                 number = file.read(start).count(b"\n") + 1
                 raise InputError(f"{path}: line {number} is not a JSON object; remove that line and run again")
             if row is not None and row["step"] <= step:
-                keep, whole = start + len(line), line.endswith(b"\n")
+                keep, complete = start + len(line), line.endswith(b"\n")
                 break
         file.truncate(keep)
-        if not whole:
+        if not complete:
             file.seek(keep)
             file.write(b"\n")
         file.flush()
@@ -104,10 +104,10 @@ def last_row(path: str | Path) -> dict[str, Any] | None:
     if not Path(path).exists():
         return None
     with open(path, "rb") as file:
-        return next((row for _, line in _backwards(file) if (row := _parse(line)) is not None), None)
+        return next((row for _, line in lines_backwards(file) if (row := _parse(line)) is not None), None)
 
 
-def _backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+def lines_backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
     """Yield the lines of a file with their offsets, the last one first."""
     begin = file.seek(0, os.SEEK_END)
     text = b""
@@ -117,8 +117,8 @@ def _backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         file.seek(begin)
         text = file.read(size) + text
         # The first of these lines may begin further up.
-        while (found := text.rfind(b"\n", 0, len(text) - 1)) >= 0:
-            yield begin + found + 1, text[found + 1 :]
-            text = text[: found + 1]
+        while (at := text.rfind(b"\n", 0, len(text) - 1)) >= 0:
+            yield begin + at + 1, text[at + 1 :]
+            text = text[: at + 1]
     if text:
         yield 0, text

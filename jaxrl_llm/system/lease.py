@@ -32,16 +32,16 @@ class Refused(Exception):
     """The object has another version than the one to be replaced."""
 
 
-def put(found: str, data: bytes, version: str | None) -> str:
+def put(url: str, data: bytes, version: str | None) -> str:
     """Write an object in place of this version, None for none; return its new version.
 
     Raises:
       Refused: there is another version.
     """
-    files = system(found)
-    bucket, _, key = found.partition("://")[2].partition("/")
+    files = system(url)
+    bucket, _, key = url.partition("://")[2].partition("/")
     try:
-        if found.startswith("s3://"):
+        if url.startswith("s3://"):
             condition = {"IfNoneMatch": "*"} if version is None else {"IfMatch": version}
             return files.call_s3("put_object", Bucket=bucket, Key=key, Body=data, **condition)["ETag"]
         path = f"{files._location}/upload/storage/v1/b/{bucket}/o"
@@ -58,12 +58,12 @@ def put(found: str, data: bytes, version: str | None) -> str:
         raise
 
 
-def get(found: str) -> tuple[dict[str, Any], str] | None:
+def get(url: str) -> tuple[dict[str, Any], str] | None:
     """Return the content of a lock and its version; None without one."""
-    files = system(found)
+    files = system(url)
     try:
-        info = files.info(found)
-        content = json.loads(files.cat_file(found))
+        info = files.info(url)
+        content = json.loads(files.cat_file(url))
     except FileNotFoundError:
         return None
     except ValueError:
@@ -73,11 +73,11 @@ def get(found: str) -> tuple[dict[str, Any], str] | None:
 
 def whoami() -> dict[str, Any]:
     """Return what identifies this process on this machine until the machine's next start."""
-    begun = _begun(os.getpid())
+    started = _begun(os.getpid())
     kernel = Path("/proc/sys/kernel/random/boot_id")
     boot = kernel.read_text().strip() if kernel.exists() else ""
     space = os.readlink("/proc/self/ns/pid") if boot else ""
-    return {"pid": os.getpid(), "host": socket.gethostname(), "boot": boot, "space": space, "begun": begun}
+    return {"pid": os.getpid(), "host": socket.gethostname(), "boot": boot, "space": space, "begun": started}
 
 
 def _begun(pid: int) -> str:

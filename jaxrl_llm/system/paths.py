@@ -47,8 +47,8 @@ class InUse(InputError):
 def cache_directory() -> Path:
     """Return the folder of fetched models and compiled programs: ``JAXRL_LLM_CACHE``, or one in the user's cache
     directory."""
-    if given := os.environ.get("JAXRL_LLM_CACHE"):
-        return Path(given).expanduser()
+    if configured := os.environ.get("JAXRL_LLM_CACHE"):
+        return Path(configured).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jaxrl_llm"
 
 

@@ -75,13 +75,13 @@ class Count(Range):
 class Choice:
     """The values that a string may have; with ``unknown`` the refusal shows the value in quotes."""
 
-    def __init__(self, *known: str, unknown: bool = False):
-        self.known, self.unknown = known, unknown
+    def __init__(self, *choices: str, unknown: bool = False):
+        self.known, self.unknown = choices, unknown
 
     def check(self, name: str, value: Any) -> None:
         """Raise InputError for any other value; ``name`` is the field."""
-        known = " or ".join((", ".join(self.known[:-1]), self.known[-1]))
-        said = f"{name} {value!r} is unknown: {known}" if self.unknown else f"{name} must be {known}, got {value}"
+        listing = " or ".join((", ".join(self.known[:-1]), self.known[-1]))
+        said = f"{name} {value!r} is unknown: {listing}" if self.unknown else f"{name} must be {listing}, got {value}"
         require(value in self.known, said)
 
 
@@ -150,26 +150,26 @@ def check_settings(run: Setting) -> None:
     Raises:
       InputError: names field, value and remedy.
     """
-    whole, *parts = settings_in(run)
-    for setting, where in (whole, *parts):
+    root, *parts = settings_in(run)
+    for setting, where in (root, *parts):
         check_fields(setting, where, (Count,))
-    check_fields(*whole)
-    for setting, where in (*parts, whole):
+    check_fields(*root)
+    for setting, where in (*parts, root):
         check_fields(setting, where)
         setting.check(run, where)
 
 
 def names_marked(kind: type, mark: Mark, where: str = "") -> list[str]:
     """Return the dotted names of the fields with this mark, in a settings class and in those of its fields."""
-    found = []
+    names = []
     for name, (hint, marks) in annotations(kind).items():
         if mark in marks:
-            found.append(f"{where}{name}")
+            names.append(f"{where}{name}")
             continue
-        for one in typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,):
-            if isinstance(one, type) and issubclass(one, Setting):
-                found += names_marked(one, mark, f"{where}{name}.")
-    return found
+        for member in typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,):
+            if isinstance(member, type) and issubclass(member, Setting):
+                names += names_marked(member, mark, f"{where}{name}.")
+    return names
 
 
 def parts_of(value: Any) -> Iterator[Any]:
@@ -196,21 +196,21 @@ def differing(value: Any, usual: Any, where: str = "") -> list[str]:
     A value of another class is named ``X.type``, and its fields are compared with the defaults of that class.
     """
     if isinstance(value, (tuple, list)) and any(map(dataclasses.is_dataclass, value)):
-        others = usual if isinstance(usual, (tuple, list)) else ()
-        pairs = itertools.zip_longest(value, others[: len(value)])
+        usual_items = usual if isinstance(usual, (tuple, list)) else ()
+        pairs = itertools.zip_longest(value, usual_items[: len(value)])
         return [name for at, pair in enumerate(pairs) for name in differing(*pair, f"{where}.{at}")]
     if not dataclasses.is_dataclass(value):
         return [where] if usual is dataclasses.MISSING or repr(value) != repr(usual) else []
     alike = type(value) is type(usual)
-    found = [] if alike else [f"{where}.type"]
+    names = [] if alike else [f"{where}.type"]
     for field in dataclasses.fields(value):
         if not field.init:
             continue
-        made = field.default_factory is not dataclasses.MISSING
-        default = field.default_factory() if made else field.default
+        has_factory = field.default_factory is not dataclasses.MISSING
+        default = field.default_factory() if has_factory else field.default
         name = f"{where}.{field.name}" if where else field.name
-        found += differing(getattr(value, field.name), getattr(usual, field.name) if alike else default, name)
-    return found
+        names += differing(getattr(value, field.name), getattr(usual, field.name) if alike else default, name)
+    return names
 
 
 def with_parts(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -221,8 +221,8 @@ def with_parts(value: Any, change: Callable[[Any], Any]) -> Any:
         same = all(new is old for new, old in zip(items, value, strict=True))
         return value if same else type(value)(items)
     if isinstance(value, dict):
-        found = {key: with_parts(item, change) for key, item in value.items()}
-        return value if all(found[key] is value[key] for key in value) else found
+        changed = {key: with_parts(item, change) for key, item in value.items()}
+        return value if all(changed[key] is value[key] for key in value) else changed
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return value
     old = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}

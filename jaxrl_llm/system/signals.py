@@ -57,7 +57,7 @@ def listen() -> None:
 def wanted() -> list[signal.Signals]:
     """Return the signals to handle; not SIGHUP if it is ignored, since a program under ``nohup`` outlives its
     terminal."""
-    return [one for one in SIGNALS if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN]
+    return [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
 
 
 def _heard(number: int, frame: Any) -> None:
@@ -150,11 +150,11 @@ class _WhileRead(io.FileIO):
     _untold = False
 
     def write(self, data: Any, /) -> int:
-        left = memoryview(data)
-        count = len(left)
+        remaining = memoryview(data)
+        count = len(remaining)
         try:
-            while left:
-                left = left[os.write(self.fileno(), left) :]
+            while remaining:
+                remaining = remaining[os.write(self.fileno(), remaining) :]
         except OSError as error:
             # Error numbers of a write to a pipe without a reader, or to a terminal that is gone.
             if error.errno not in (errno.EPIPE, errno.EIO):

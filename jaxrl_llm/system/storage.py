@@ -78,8 +78,8 @@ def split(name: str, field: str = "") -> tuple[str, str] | None:
 
 def mirror(name: str, field: str = "") -> Path:
     """Return the mirror of an address, which need not exist; any other name is a path, and returned as one."""
-    found = split(name, field)
-    return Path(os.path.expanduser(name)) if found is None else _root() / found[0] / found[1]
+    url = split(name, field)
+    return Path(os.path.expanduser(name)) if url is None else _root() / url[0] / url[1]
 
 
 def folder(name: str) -> Path:
@@ -123,12 +123,12 @@ def shown(text: str) -> str:
 
 def place(path: Path) -> Any:
     """Return the path by which a file, perhaps in object storage, is read and written: an epath for a mirror's."""
-    if not (found := address(path)):
+    if not (url := address(path)):
         return Path(path).absolute()
-    system(found)
+    system(url)
     from etils import epath
 
-    return epath.Path(found)
+    return epath.Path(url)
 
 
 def written_directly(path: Path) -> bool:
@@ -136,13 +136,13 @@ def written_directly(path: Path) -> bool:
     return not address(path).startswith("s3://")
 
 
-def system(found: str) -> Any:
+def system(url: str) -> Any:
     """Return fsspec's file system of an address; it caches no listings, as other programs write there too.
 
     Raises:
       InputError: its package is not installed.
     """
-    scheme = found.partition("://")[0]
+    scheme = url.partition("://")[0]
     module, extra = SCHEMES[scheme]
     # Else gcsfs asks another service for the kind of each bucket, which needs a right of its own.
     os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
@@ -150,7 +150,7 @@ def system(found: str) -> Any:
     try:
         importlib.import_module(module)
     except ModuleNotFoundError:
-        raise InputError(f"{found} needs {module}: pip install -e '.[{extra}]' in the checkout") from None
+        raise InputError(f"{url} needs {module}: pip install -e '.[{extra}]' in the checkout") from None
     import fsspec
     from fsspec.config import conf
 
@@ -159,7 +159,7 @@ def system(found: str) -> Any:
 
 
 @contextlib.contextmanager
-def reaching(found: str) -> Generator[None]:
+def reaching(url: str) -> Generator[None]:
     """Turn the errors of a storage's package into one line with the remedy.
 
     Raises:
@@ -170,15 +170,15 @@ def reaching(found: str) -> Generator[None]:
     except InputError:
         raise
     except Exception as error:
-        scheme, _, rest = found.partition("://")
+        scheme, _, rest = url.partition("://")
         words = f"{type(error).__name__}: {error}".replace("\n", " ")
         if isinstance(error, FileNotFoundError):
             bucket = rest.partition("/")[0]
-            raise InputError(f"{found}: there is no bucket {bucket}, or it is not yours: make it first") from error
+            raise InputError(f"{url}: there is no bucket {bucket}, or it is not yours: make it first") from error
         if isinstance(error, PermissionError) or any(mark in words for mark in DENIED):
             remedy = f"give credentials that may use it ({CREDENTIALS[scheme]})"
-            raise InputError(f"{found} cannot be used ({words[:200]}): {remedy}") from error
-        raise InputError(f"{found} cannot be reached ({words[:200]}): run the same command again") from error
+            raise InputError(f"{url} cannot be used ({words[:200]}): {remedy}") from error
+        raise InputError(f"{url} cannot be reached ({words[:200]}): run the same command again") from error
 
 
 @contextlib.contextmanager
@@ -219,10 +219,10 @@ def fetch(path: Path) -> None:
     Raises:
       InputError: the storage cannot be reached.
     """
-    found = address(path)
-    files = system(found)
-    with reaching(found), _index(path) as index:
-        objects = _listing(files, found)
+    url = address(path)
+    files = system(url)
+    with reaching(url), _index(path) as index:
+        objects = _listing(files, url)
         if not objects:
             index.clear()
             _clear(path)
@@ -235,7 +235,7 @@ def fetch(path: Path) -> None:
         for name, local, mark in stale:
             local.parent.mkdir(parents=True, exist_ok=True)
             part = local.with_name(f".{local.name}.part")
-            files.get_file(found if single else f"{found}/{name}", str(part))
+            files.get_file(url if single else f"{url}/{name}", str(part))
             part.replace(local)
             index[name] = [mark, *_state(local)]
         for local in [*path.iterdir(), *(path / CODE).rglob("*")] if objects and not single else ():
@@ -259,32 +259,32 @@ def _clear(path: Path) -> None:
         path.rmdir()
 
 
-def _listing(files: Any, found: str) -> dict[str, str]:
+def _listing(files: Any, url: str) -> dict[str, str]:
     """Return the versions of the files at an address, and in its code, by name; {} if it holds neither a run nor a
     model."""
     try:
-        entries = files.ls(found, detail=True)
+        entries = files.ls(url, detail=True)
     except FileNotFoundError:
         return {}
-    if any(one["name"].rstrip("/").endswith(f"/{CODE}") for one in entries):
-        entries += files.find(f"{found}/{CODE}", detail=True).values()
-    root = found.partition("://")[2].rpartition("/")[0] if found.endswith(".gguf") else found.partition("://")[2]
+    if any(entry["name"].rstrip("/").endswith(f"/{CODE}") for entry in entries):
+        entries += files.find(f"{url}/{CODE}", detail=True).values()
+    root = url.partition("://")[2].rpartition("/")[0] if url.endswith(".gguf") else url.partition("://")[2]
     objects = {
-        one["name"].removeprefix(f"{root}/"): str(one.get("generation") or one["ETag"])
-        for one in entries
-        if one["type"] == "file" and not {"", ".", ".."} & set(one["name"].split("/"))
+        entry["name"].removeprefix(f"{root}/"): str(entry.get("generation") or entry["ETag"])
+        for entry in entries
+        if entry["type"] == "file" and not {"", ".", ".."} & set(entry["name"].split("/"))
     }
     objects.pop(LOCK, None)
-    return objects if found.endswith(".gguf") or objects.keys() & set(BEGINNINGS) else {}
+    return objects if url.endswith(".gguf") or objects.keys() & set(BEGINNINGS) else {}
 
 
 def _state(local: Path) -> list[int]:
     """Return size and time of a file; zeros without one."""
     try:
-        found = local.stat()
+        status = local.stat()
     except FileNotFoundError:
         return [0, 0]
-    return [found.st_size, found.st_mtime_ns]
+    return [status.st_size, status.st_mtime_ns]
 
 
 def push(path: Path) -> None:
@@ -294,20 +294,20 @@ def push(path: Path) -> None:
     Raises:
       InputError: the storage cannot be reached.
     """
-    found = address(path)
-    files = system(found)
-    with reaching(found), _index(path) as index:
+    url = address(path)
+    files = system(url)
+    with reaching(url), _index(path) as index:
         here = {str(local.relative_to(path)): local for local in _own_files(path)}
         for name, local in here.items():
             state = _state(local)
             if index.get(name, [None])[1:] != state and (content := _content(local)) is not None:
-                files.pipe_file(f"{found}/{name}", content)
+                files.pipe_file(f"{url}/{name}", content)
                 index[name] = ["", *state]
         for name in index.keys() - here.keys():
             with contextlib.suppress(FileNotFoundError):
-                files.rm_file(f"{found}/{name}")
+                files.rm_file(f"{url}/{name}")
             del index[name]
-        for name, mark in _listing(files, found).items() if here else ():
+        for name, mark in _listing(files, url).items() if here else ():
             if name in index:
                 index[name][0] = mark
 
@@ -323,14 +323,14 @@ def _content(local: Path) -> bytes | None:
 def _own_files(path: Path) -> list[Path]:
     """Return the files of a run that are uploaded: none of its steps, nothing hidden, and no other run below it."""
     files = sorted(local for local in path.rglob("*") if local.is_file() and not local.is_symlink())
-    others = [local.parent for local in files if local.name in BEGINNINGS and local.parent != path]
+    nested = [local.parent for local in files if local.name in BEGINNINGS and local.parent != path]
     # The folders of a run with steps.
     return [
         local
         for local in files
         if not any(part.startswith(".") for part in local.relative_to(path).parts)
         and local.relative_to(path).parts[0] not in ("checkpoints", "snapshots", "best", LOCK)
-        and not any(local.is_relative_to(other) for other in others)
+        and not any(local.is_relative_to(other) for other in nested)
     ]
 
 

@@ -42,8 +42,8 @@ def tail(text: str, limit: int, mark: str = ELLIPSIS) -> str:
 def _end(text: str, columns: int) -> str:
     """Return as much of the end as fits in ``columns``; a character may take two."""
     begin = len(text)
-    left = columns
-    while begin and (left := left - cell_len(text[begin - 1])) >= 0:
+    room = columns
+    while begin and (room := room - cell_len(text[begin - 1])) >= 0:
         begin -= 1
     return text[begin:]
 

@@ -24,11 +24,11 @@ from jaxrl_llm.rules import OF_LESSONS, OF_PHASES, Stalls
 from jaxrl_llm.rules.guards import (
     ENDED,
     SOLVED,
+    ends_run,
     evaluation_result,
     flags_to_continue,
     measured_result,
     surviving_rows,
-    would_end,
 )
 from jaxrl_llm.runs import (
     MODEL_CHECKER,
@@ -97,7 +97,7 @@ class Result(int):
 
 
 def launch(
-    loaded: configs.Found,
+    loaded: configs.LoadedConfig,
     fresh: bool = False,
     start: configs.Start | None = None,
     peers: Peers = ALONE,
@@ -141,7 +141,7 @@ def launch(
         notes: list[tuple[Path, str]] = []
         peers.first(lambda: notes.extend(keep_dependencies(loaded, directory, say)))
         stack.callback(
-            lambda: None if has_started(directory) else [write_note(*one, directory, False) for one in notes]
+            lambda: None if has_started(directory) else [write_note(*note, directory, False) for note in notes]
         )
         stack.callback(MODEL_CHECKER.reset, MODEL_CHECKER.set(model_checker(loaded, directory, peers)))
         try:
@@ -190,14 +190,14 @@ def train(
     configs.check_types(run)
     settings = configs.resolved(run)
     configs.validate(settings)
-    loaded = configs.Found(name, settings, configs.Origin(str(Path.cwd())))
+    loaded = configs.LoadedConfig(name, settings, configs.Origin(str(Path.cwd())))
     voice = Verbosity(rows=on_step)
     return launch(loaded, fresh, None if start is None else parse_start(start, carry), voice=voice)
 
 
 def decide_start(
-    peers: Peers, loaded: configs.Found, fresh: bool, start: configs.Start | None
-) -> tuple[Path, configs.Found | None]:
+    peers: Peers, loaded: configs.LoadedConfig, fresh: bool, start: configs.Start | None
+) -> tuple[Path, configs.LoadedConfig | None]:
     """Return the run's directory, and the settings with its origin and the choices of its start, as process 0 decides;
     None in place of the settings if the run has finished its steps."""
     import jax
@@ -209,8 +209,8 @@ def decide_start(
     require(is_shared, f"run_dir {place}: only one process writes to s3://; give gs://, or a shared folder")
     if f"@{BEST}" in json.dumps(configs.to_json(loaded.run)):
         before = None if fresh else read_started_run(storage.refreshed(storage.mirror(place or f"runs/{loaded.name}")))
-        known = {} if before is None else before.origin.models
-        loaded = dataclasses.replace(loaded, run=with_step_numbers(loaded.run, loaded.origin, known))
+        models_before = {} if before is None else before.origin.models
+        loaded = dataclasses.replace(loaded, run=with_step_numbers(loaded.run, loaded.origin, models_before))
     peers.check_same("settings", digest([configs.to_json(loaded.run), __version__, jax.__version__]))
     if start is not None:
         configs.check_start(loaded.run, start.carry)
@@ -252,7 +252,7 @@ def decide_start(
 
 def choose_directory(
     settings: configs.Configuration, name: str, fresh: bool, start: configs.Start | None = None
-) -> tuple[Path, configs.Found | None, list[str]]:
+) -> tuple[Path, configs.LoadedConfig | None, list[str]]:
     """Return the run's directory, the run that has begun there, and the changes of its settings that are recorded.
 
     With ``fresh`` it is the first free name; with ``start`` that, or a run that began with these settings and weights.
@@ -294,12 +294,12 @@ def same_start(directory: Path, settings: configs.Configuration, start: configs.
     return before.origin.start == start and all(change.startswith(free) for change in changes)
 
 
-def settings_changes(before: configs.Found, settings: configs.Configuration) -> list[str]:
+def settings_changes(before: configs.LoadedConfig, settings: configs.Configuration) -> list[str]:
     """Return the settings that differ from those of a run, as ``name: old -> new``."""
     return configs.changes(before.run, configs.as_read(configs.dated(settings, first_day(before))))
 
 
-def first_day(before: configs.Found | None) -> str:
+def first_day(before: configs.LoadedConfig | None) -> str:
     """Return the day of a run's first start (``dated``); today for a new run, and if it recorded none."""
     parts = () if before is None else parts_of(before.run)
     days = [getattr(part, "date", None) for part in parts if hasattr(part, "template")]
@@ -346,7 +346,7 @@ def report_finished(directory: Path, settings: configs.Configuration, ending: st
 
 
 def ending_reason(
-    before: configs.Found, settings: configs.Configuration, changed: Sequence[str], edited: Sequence[str]
+    before: configs.LoadedConfig, settings: configs.Configuration, changed: Sequence[str], edited: Sequence[str]
 ) -> str:
     """Return why a rule has ended a run as done before its steps were made; empty if none has, or if it would not end
     the run with its present settings.
@@ -373,12 +373,12 @@ def ending_reason(
         read_rows(directory / "metrics.jsonl"), other_tests(before.origin.changed) if compares else ()
     )[-1]
     test = configs.evaluation_key(settings)
-    holds = until is not None and not restarts and would_end(until, rows, settings.evaluation.every, test)
+    holds = until is not None and not restarts and ends_run(until, rows, settings.evaluation.every, test)
     return reason if holds else ""
 
 
 @contextlib.contextmanager
-def claim_directory(directory: Path, loaded: configs.Found) -> Generator[None]:
+def claim_directory(directory: Path, loaded: configs.LoadedConfig) -> Generator[None]:
     """Create and lock the run's directory with its config.json. A directory made here is removed if the run does not
     begin, except for the traceback of a reward, which the message names.
     """

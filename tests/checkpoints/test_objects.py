@@ -9,7 +9,7 @@ from tiny import tiny
 
 from jaxrl_llm.checkpoints import objects
 from jaxrl_llm.checkpoints.dependents import drop_copies, keep_copy, kept_copy, noted, write_note
-from jaxrl_llm.checkpoints.integrity import fault, mark, written
+from jaxrl_llm.checkpoints.integrity import fault, mark, recorded_sums
 from jaxrl_llm.checkpoints.snapshots import BEST, keep, keep_only, kept, listed, newest_whole, phase_of, standing
 from jaxrl_llm.checkpoints.store import Checkpoints, read_host, steps_in
 from jaxrl_llm.errors import InputError
@@ -78,7 +78,7 @@ def test_the_best_model_is_replaced_once_a_better_one_is_whole(run, elsewhere):
 
 def test_damage_is_found_without_reading_and_put_aside(elsewhere):
     place = elsewhere / "checkpoints/3"
-    names = written(place)
+    names = recorded_sums(place)
     assert {name.partition("/")[0] for name in names} == {"state", "host"} and len(mark(place)) == 16
     files, name = stored.system(stored.address(place)), "host/arrays.zlib"
     where = f"{stored.address(place)}/{name}"

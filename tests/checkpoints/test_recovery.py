@@ -10,7 +10,7 @@ import pytest
 from learner.rollouts import one_device
 from tiny import tiny
 
-from jaxrl_llm.checkpoints.integrity import CHECKSUMS, fault, written
+from jaxrl_llm.checkpoints.integrity import CHECKSUMS, fault, recorded_sums
 from jaxrl_llm.checkpoints.snapshots import check_whole, check_writable, keep, newest_whole
 from jaxrl_llm.checkpoints.store import Checkpoints, steps_in
 from jaxrl_llm.cli import explain
@@ -88,14 +88,14 @@ DAMAGES = {
 def test_every_file_of_a_checkpoint_and_of_a_snapshot_has_a_checksum(run):
     for step in (run / "checkpoints" / "3", run / "snapshots" / "2"):
         files = {str(path.relative_to(step)) for path in step.glob("*/**/*") if path.is_file()}
-        assert written(step).keys() == files and fault(step) == ""
+        assert recorded_sums(step).keys() == files and fault(step) == ""
         assert any(os.path.getsize(step / name) > 10_000 for name in files), "the arrays are among them"
     assert newest_whole(run) == (3, "")
 
 
 def test_processes_read_each_file_of_a_checkpoint_once(run):
     step = run / "checkpoints" / "3"
-    for name in written(step):
+    for name in recorded_sums(step):
         content = (step / name).read_bytes()
         (step / name).write_bytes(bytes([content[0] ^ 4]) + content[1:])
         found = sorted(fault(step, part, 3) for part in range(3))
@@ -115,7 +115,7 @@ class FirstOfTwo(Peers):
 
 
 def test_damage_that_another_process_finds_counts(run):
-    name = list(written(run / "checkpoints" / "3"))[1]
+    name = list(recorded_sums(run / "checkpoints" / "3"))[1]
     path = run / "checkpoints" / "3" / name
     path.write_bytes(bytes([path.read_bytes()[0] ^ 4]) + path.read_bytes()[1:])
     told = f"checkpoints/3 is damaged (file {name} is not what was written: its checksum differs); resuming from 2"

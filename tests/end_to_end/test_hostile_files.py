@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from jaxrl_llm import codec
 from jaxrl_llm import config as configs
-from jaxrl_llm.checkpoints.integrity import CHECKSUMS, fault, sums
+from jaxrl_llm.checkpoints.integrity import CHECKSUMS, fault, file_sums
 from jaxrl_llm.checkpoints.snapshots import phase_of
 from jaxrl_llm.checkpoints.store import read_host, steps_in
 from jaxrl_llm.errors import InputError
@@ -138,7 +138,7 @@ def test_a_strangers_run_is_read_or_refused(tmp_path, change, reason):
     host = tmp_path / "checkpoints" / "1" / "host"
     host.mkdir(parents=True)
     (host / "metadata").write_text("{}")
-    (host.parent / CHECKSUMS).write_text(json.dumps(sums(host.parent, ["host/metadata"])))
+    (host.parent / CHECKSUMS).write_text(json.dumps(file_sums(host.parent, ["host/metadata"])))
     data = configs.to_json(configs.load_config("smoke")[1]) | configs.Origin("").to_json() | change
     (tmp_path / "config.json").write_text(json.dumps(data))
     if reason:

@@ -9,7 +9,7 @@ from tiny import rules_in
 from jaxrl_llm import config as configs
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.functions import as_reward
-from jaxrl_llm.rules import GUARD, Decision, Rules, decide, decide_by_own
+from jaxrl_llm.rules import GUARD, Decision, Rules, decide, decide_by_user_rule
 
 SMOKE = configs.load_config("smoke")[1]
 
@@ -40,7 +40,7 @@ def test_a_rule_of_ones_own_decides_and_remembers():
     ],
 )
 def test_a_rule_of_ones_own_that_fails_stops_the_run_with_its_state_saved(rule, why):
-    rules = {"own": partial(decide_by_own, rule=as_reward(rule))}
+    rules = {"own": partial(decide_by_user_rule, rule=as_reward(rule))}
     decision, memory = decide(rules, {"step": 1}, {"own": {"kept": 1}})
     assert decision.stop == GUARD and f"rule lambda failed: {why}" in decision.reason
     assert decision.events["event/rule_failed"] == decision.reason and memory == {"own": {"kept": 1}}

@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from jaxrl_llm import train
-from jaxrl_llm.config import Found, Origin, Output, load_config
+from jaxrl_llm.config import LoadedConfig, Origin, Output, load_config
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.sharding.distributed import ALONE
 from jaxrl_llm.telemetry.records import SAMPLE_COLUMNS, RunWriter, choose_samples, import_extra, tracker_factories
@@ -171,7 +171,7 @@ def test_an_unknown_tracker_is_refused_before_the_directory_is_claimed(tmp_path)
         load_config("smoke")[1], output=Output(run_dir=str(tmp_path / "run"), trackers=("wandbb",))
     )
     with pytest.raises(InputError, match="'wandbb' is unknown"):
-        decide_start(ALONE, Found("run", run, Origin(str(tmp_path))), False, None)
+        decide_start(ALONE, LoadedConfig("run", run, Origin(str(tmp_path))), False, None)
 
 
 @pytest.mark.slow

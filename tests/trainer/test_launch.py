@@ -15,9 +15,9 @@ from commands import environment
 from storages import BUCKET, on_another_machine, storage
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.checkpoints.integrity import CHECKSUMS, sums
+from jaxrl_llm.checkpoints.integrity import CHECKSUMS, file_sums
 from jaxrl_llm.checkpoints.store import steps_in
-from jaxrl_llm.config import Found, Origin, Scoring, Start, changed_since
+from jaxrl_llm.config import LoadedConfig, Origin, Scoring, Start, changed_since
 from jaxrl_llm.config.origin import recorded_best, with_step_numbers
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards import Function, ModelReward
@@ -40,7 +40,7 @@ def lying(run, place):
 
 def found(directory, **changes):
     """The smoke test's configuration as a run in a directory."""
-    return Found("smoke", dataclasses.replace(lying(SMOKE, directory), **changes), Origin(str(directory.parent)))
+    return LoadedConfig("smoke", dataclasses.replace(lying(SMOKE, directory), **changes), Origin(str(directory.parent)))
 
 
 def begun(directory, *steps, start=None, **changes):
@@ -52,7 +52,7 @@ def begun(directory, *steps, start=None, **changes):
         place = directory / "checkpoints" / str(step)
         place.mkdir(parents=True)
         (place / "empty").touch()
-        (place / CHECKSUMS).write_text(json.dumps(sums(place, ["empty"])))
+        (place / CHECKSUMS).write_text(json.dumps(file_sums(place, ["empty"])))
     return one.run
 
 
