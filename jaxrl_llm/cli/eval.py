@@ -296,7 +296,7 @@ def default_options(run: configs.Run) -> EvalOptions:
     return EvalOptions(e.task or run.task, e.samples, e.temperature, e.top_p, e.limit, longest, slots, run.seed)
 
 
-def check_options(options: EvalOptions, settings: configs.Run, to: str | None) -> None:
+def check_options(options: EvalOptions, settings: configs.Run, to: str | None = None) -> None:
     """Refuse wrong options before anything is loaded; ``to``: of ``--kl_to``, whose estimates must not be biased."""
     from jaxrl_llm.tasks import check as check_task
 
