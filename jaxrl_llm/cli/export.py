@@ -106,7 +106,7 @@ def export_command(arguments: list[str]) -> int:
         check_push(push)
     (export_adapter if adapter else export_model)(name, trained, target, card)
     if push is not None:
-        upload(target, push, f"{trained.directory.parents[1].name}, step {trained.step}")
+        push_to_hub(target, push, f"{trained.directory.parents[1].name}, step {trained.step}")
     return 0
 
 
@@ -212,7 +212,7 @@ def check_push(repository: str) -> None:
         HfApi().whoami()
 
 
-def upload(folder: Path, repository: str, message: str) -> None:
+def push_to_hub(folder: Path, repository: str, message: str) -> None:
     """Upload a folder to the hub; a repository that does not exist is created, private."""
     from huggingface_hub import HfApi
 
