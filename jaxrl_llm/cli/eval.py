@@ -296,7 +296,7 @@ def default_options(run: configs.Run) -> EvalOptions:
     return EvalOptions(e.task or run.task, e.samples, e.temperature, e.top_p, e.limit, longest, slots, run.seed)
 
 
-def check_options(options: EvalOptions, settings: configs.Run, to: str | None) -> None:
+def check_options(options: EvalOptions, settings: configs.Run, to: str | None = None) -> None:
     """Refuse wrong options before anything is loaded; ``to``: of ``--kl_to``, whose estimates must not be biased."""
     from jaxrl_llm.tasks import check as check_task
 
@@ -337,7 +337,7 @@ def evaluate_answers(
     from jaxrl_llm.telemetry.progress import Progress, Schedule
 
     with Progress(Schedule(1)) as progress:
-        problems, notes = load_problems(options, settings, all_problems, progress.status)
+        problems, notes = evaluation_problems(options, settings, all_problems, progress.status)
         require(
             options.rerank is None or problems[0].verifier != "none",
             f"--rerank has nothing to measure on task {options.task.label}, which verifies no answers: give a task "
@@ -366,7 +366,7 @@ def evaluate_answers(
     return policy, results, notes, distances
 
 
-def load_problems(
+def evaluation_problems(
     options: EvalOptions, settings: configs.Run, all_problems: bool, status: Callable[[str], None]
 ) -> tuple[list[Any], list[str]]:
     """Return the problems to test on, task by task, and a note if the run may have learned from them."""

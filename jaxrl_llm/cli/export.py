@@ -106,7 +106,7 @@ def export_command(arguments: list[str]) -> int:
         check_push(push)
     (export_adapter if adapter else export_model)(name, trained, target, card)
     if push is not None:
-        upload(target, push, f"{trained.directory.parents[1].name}, step {trained.step}")
+        push_to_hub(target, push, f"{trained.directory.parents[1].name}, step {trained.step}")
     return 0
 
 
@@ -212,7 +212,7 @@ def check_push(repository: str) -> None:
         HfApi().whoami()
 
 
-def upload(folder: Path, repository: str, message: str) -> None:
+def push_to_hub(folder: Path, repository: str, message: str) -> None:
     """Upload a folder to the hub; a repository that does not exist is created, private."""
     from huggingface_hub import HfApi
 
@@ -253,17 +253,12 @@ def model_card(name: str, trained: Trained, out: str, adapter: bool) -> str:
         metadata=f"base_model: {base}\n" if looks_like_hub_id(base) else "",
         origin=f"`{base}`" if base == run.model or run.model in BUILTIN else f"`{run.model}` (from `{base}`)",
         library="peft" if adapter else "transformers",
-        tags=", ".join(["jaxrl_llm", "reward-model" if scores else "text-generation"]),
-        title=Path(out).name,
-        method=method_of(run),
-        version=jaxrl_llm.__version__,
-        step=trained.step,
-        steps=run.steps,
-        data=(run.task if isinstance(run, configs.Run) else run.data).label,
-        evaluations="\n".join(lines),
+        tags=", ".join(["jaxrl_llm", "reward-model" if scores else "text-generation"]), title=Path(out).name,
+        method=method_of(run), version=jaxrl_llm.__version__, step=trained.step, steps=run.steps,
+        data=(run.task if isinstance(run, configs.Run) else run.data).label, evaluations="\n".join(lines),
         scoring=how_to_score(run, out) if scores else "",
         commands="\n".join([f"jaxrl-llm eval {shlex.quote(name)}", *answers]),
-    )
+    )  # fmt: skip
 
 
 def method_of(run: configs.Configuration) -> str:

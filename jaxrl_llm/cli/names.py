@@ -62,13 +62,9 @@ def format_rows(rows: Rows) -> list[str]:
     for name, text in rows:
         begin = "  " + (f"{name:<{width}}" if name else "")
         wrapped = textwrap.wrap(
-            text,
-            columns,
-            initial_indent=begin,
-            subsequent_indent=" " * len(begin),
-            break_long_words=False,
+            text, columns, initial_indent=begin, subsequent_indent=" " * len(begin), break_long_words=False,
             break_on_hyphens=False,
-        )
+        )  # fmt: skip
         lines += wrapped or [begin.rstrip()]
     return lines
 

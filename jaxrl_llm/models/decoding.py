@@ -264,16 +264,9 @@ def extend(
 
 
 def decode(
-    model: Decoder,
-    cache: Cache,
-    chunk: Cache,
-    step: jax.Array,
-    tokens: jax.Array,
-    lengths: jax.Array,
-    prefix: SharedPrefix | None = None,
-    width: int | None = None,
-    form: ByLength | None = None,
-) -> tuple[jax.Array, Cache, jax.Array | None]:
+    model: Decoder, cache: Cache, chunk: Cache, step: jax.Array, tokens: jax.Array, lengths: jax.Array,
+    prefix: SharedPrefix | None = None, width: int | None = None, form: ByLength | None = None,
+) -> tuple[jax.Array, Cache, jax.Array | None]:  # fmt: skip
     """Decode one token for every row.
 
     Args:

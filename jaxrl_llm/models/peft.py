@@ -117,12 +117,9 @@ def read_adapter(folder: Path, config: ModelConfig) -> Any:
 
 
 def stacked_factor(
-    folder: Path,
-    side: Tensor,
-    config: ModelConfig,
-    ranks: Mapping[int, tuple[int, float]],
+    folder: Path, side: Tensor, config: ModelConfig, ranks: Mapping[int, tuple[int, float]],
     stored: dict[str, StoredTensor],
-) -> np.ndarray:
+) -> np.ndarray:  # fmt: skip
     """Return one factor of all layers, with our axes; its tensors are removed from ``stored``.
 
     ``ranks``: rank and scale of each adapted layer.

@@ -168,7 +168,7 @@ def collectives_of(program: HloProgram, name: str, times: float) -> Iterator[Col
         if kind == "all-reduce" and fused and computation.startswith("all-reduce-scatter"):
             kind = "reduce-scatter"
         groups = _device_groups(op.rest, program.devices)
-        parts = parts_of(op.shapes) if op.operation.endswith("-start") else []
+        parts = split_shapes(op.shapes) if op.operation.endswith("-start") else []
         if kind == "all-reduce" or len(parts) < 2:
             size = bytes_of(op.shapes)
             if op.operation.startswith("reduce-scatter"):
@@ -178,7 +178,7 @@ def collectives_of(program: HloProgram, name: str, times: float) -> Iterator[Col
         yield Collective(kind, size, groups, times)
 
 
-def parts_of(shapes: str) -> list[str]:
+def split_shapes(shapes: str) -> list[str]:
     """Split a tuple's shape into its members, each a shape or a tuple; an empty list if it is not a tuple."""
     if not shapes.startswith("("):
         return []
@@ -388,7 +388,7 @@ def _bytes_read(program: HloProgram, shapes: str, user: Instruction, index: int)
     """Return the bytes that ``user`` reads of its operand at ``index``, which has these shapes."""
     total = in_memory(shapes)
     if user.operation in ("dynamic-slice", "slice", "gather", "slice-start") and index == 0:
-        parts = parts_of(user.shapes)
+        parts = split_shapes(user.shapes)
         sliced = parts[1] if len(parts) > 1 else user.shapes
         return min(total, bytes_of(sliced) * _width(shapes) / _width(sliced))
     if user.operation == "dynamic-update-slice" and index == 0:
@@ -433,7 +433,7 @@ def _width(shapes: str) -> float:
 
 def _bytes_written(program: HloProgram, around: dict[str, Instruction], op: Instruction) -> float:
     """Return the bytes that an op writes; ``around``: the computation that it is in."""
-    parts = parts_of(op.shapes)
+    parts = split_shapes(op.shapes)
     if op.operation.endswith("-start"):  # operands and results, in this order but for a copy, then flags
         at = 0 if op.operation == "copy-start" else 1
         return in_memory(parts[at]) if len(parts) > 1 else in_memory(op.shapes)
@@ -459,7 +459,7 @@ def _written_shapes(program: HloProgram, around: dict[str, Instruction], op: Ins
         members = [kernel[x] for x in root.operands] if root.operation == "tuple" else [root]
         if len(members) == count:
             return [_written_shapes(program, kernel, member, 1)[0] for member in members]
-    return parts_of(op.shapes) or [op.shapes]
+    return split_shapes(op.shapes) or [op.shapes]
 
 
 def in_memory(shapes: str) -> float:

@@ -300,13 +300,9 @@ def plan_run(
         say(f"compiling {name} for {machine.name}")
         compiled[name] = programs.compile_program(target, name)
     planned = _build_plan(
-        target,
-        machine,
-        roofline.device_places(machine, devices and target.mesh.devices.flat),
-        mean,
-        compiled,
+        target, machine, roofline.device_places(machine, devices and target.mesh.devices.flat), mean, compiled,
         (*notes, *assumed),
-    )
+    )  # fmt: skip
     if not more or not compiling:
         return planned
     say(f"compiling update for {machine.name} with other microbatches")

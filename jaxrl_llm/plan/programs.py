@@ -204,13 +204,10 @@ def _with_sampling(arrays: Arrays, sampler: PlannedSampler, model: Decoder, dtyp
     with jax.sharding.use_abstract_mesh(where.abstract_mesh):
         slots = jax.eval_shape(lambda: empty_slots(model.config, shape, dtype, None, sampler.rules.repetition))
     return SamplingArrays(
-        **vars(arrays),
-        sampler=sampler,
+        **vars(arrays), sampler=sampler,
         sampled=sharding.as_shapes(sampled, sharding.sampling_shardings(sampled, where)),
-        slots=sharding.as_shapes(slots, slot_shardings(slots, where)),
-        slot_shape=shape,
-        build=build,
-    )
+        slots=sharding.as_shapes(slots, slot_shardings(slots, where)), slot_shape=shape, build=build,
+    )  # fmt: skip
 
 
 def bytes_per_device(tree: Any) -> int:
@@ -267,12 +264,9 @@ class PlannedRun:
 
 
 def planned_run(
-    run: Configuration,
-    config: ModelConfig,
-    devices: list[Any] | None,
-    find: Architectures = architecture_of,
+    run: Configuration, config: ModelConfig, devices: list[Any] | None, find: Architectures = architecture_of,
     machine: Machine | None = None,
-) -> PlannedRun:
+) -> PlannedRun:  # fmt: skip
     """Return the run's functions and their arguments on these devices.
 
     ``find``: returns the architecture of other models. Without devices the meshes are abstract, of the ``machine``, and
@@ -375,15 +369,10 @@ def compile_program(target: PlannedRun, name: str) -> Compiled:
             repeats = (model.microbatches,) + (chunks,) * model.predicts
     program = hlo.parse_hlo(text, program_meshes(target)[name].size)
     return Compiled(
-        memory.argument_size_in_bytes,
-        memory.output_size_in_bytes - memory.alias_size_in_bytes,
-        memory.temp_size_in_bytes,
-        tuple(find_loops(program, repeats)),
-        cycles(program, unknown=repeats),
-        hlo.count_products(text),
-        time.monotonic() - began,
-        text=text,
-    )
+        memory.argument_size_in_bytes, memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        memory.temp_size_in_bytes, tuple(find_loops(program, repeats)), cycles(program, unknown=repeats),
+        hlo.count_products(text), time.monotonic() - began, text=text,
+    )  # fmt: skip
 
 
 def memory_needed(text: str) -> float:

@@ -300,11 +300,8 @@ def step_parts(
                 compute = program.seconds * moved / program.bytes + cost.kernels / chip.flops
         sends = tuple(program.times(calls) for program in traffic.get(name, ()))
         times = (
-            calls * compute,
-            calls * moved / chip.bandwidth,
-            sum(t.ici_s for t in sends),
-            sum(t.dcn_s for t in sends),
-        )
+            calls * compute, calls * moved / chip.bandwidth, sum(t.ici_s for t in sends), sum(t.dcn_s for t in sends),
+        )  # fmt: skip
         parts.append(StepPart(name, calls, calls * cost.flops, calls * moved, sends, *times, samples, learns, source))
 
     if isinstance(arrays, programs.SamplingArrays):

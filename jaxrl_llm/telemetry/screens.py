@@ -31,14 +31,10 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 PLAIN = "_.-~=+*#"
 """Levels of a curve from the lowest to the highest; ``PLAIN`` is for terminals without block characters."""
 CURVES = (
-    ("reward", "reward/mean"),
-    ("pairs", "pairs/accuracy"),
-    ("entropy", "entropy"),
-    ("length", "completions/mean_length"),
-    ("kl", "kl"),
-    ("critic", "critic/explained_variance_pooled"),
+    ("reward", "reward/mean"), ("pairs", "pairs/accuracy"), ("entropy", "entropy"),
+    ("length", "completions/mean_length"), ("kl", "kl"), ("critic", "critic/explained_variance_pooled"),
     ("loss", "loss"),
-)
+)  # fmt: skip
 """Short names and metrics, the most informative first."""
 
 
