@@ -44,8 +44,6 @@ from jaxrl_llm.sandbox.server import STARVED_TIMES
 from jaxrl_llm.system.setting import Range
 from jaxrl_llm.types import Problem
 
-MOST_TIMEOUTS = 3
-"""Number of tests of a program that may time out; after it, the rest are not run and count as failed."""
 PRELUDE = """
 import bisect, collections, functools, heapq, itertools, math, operator, random, re, string
 from bisect import bisect_left, bisect_right, insort
@@ -141,7 +139,8 @@ def grade(
 ) -> Verdict:  # fmt: skip
     """Run a program's tests; ``timeout_s`` and ``memory_mb`` are for each test, as in ``run_python``.
 
-    ``code`` may be a completion (``extract_program``). ``stop_early`` ends at the first test that fails.
+    ``code`` may be a completion (``extract_program``). ``stop_early`` ends at the first test that fails. After three
+    tests that time out the rest are not run, and count as failed.
 
     Raises:
       InputError: the tests have no known form.
@@ -156,7 +155,7 @@ def grade(
         for test in parsed_tests:
             if test.opaque and not allow_opaque_asserts:
                 results.append("opaque")
-            elif results.count("timeout") >= MOST_TIMEOUTS or (stop_early and {*results} - {"passed", "opaque"}):
+            elif results.count("timeout") >= 3 or (stop_early and {*results} - {"passed", "opaque"}):
                 results.append("not run")
             else:
                 result = run_test(program, test, *limits)

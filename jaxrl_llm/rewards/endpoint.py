@@ -159,12 +159,8 @@ class JudgeModel:
         )
 
 
-MAX_CACHED = 100_000
-"""Number of answers kept in memory; beyond it the oldest are forgotten."""
 MAX_RESPONSE_BYTES = 8 * 1024**2
 """Size of a response beyond which it is no answer."""
-MAX_PAUSE_S = 60.0
-"""Longest pause before another try, unless the endpoint asks for a longer one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,7 +240,7 @@ class Client:
     def _store(self, key: str, answer: JudgeAnswer) -> JudgeAnswer:
         with self._lock:
             self._cached[key] = JudgeAnswer(answer.text, cached=True)
-            if len(self._cached) > MAX_CACHED:
+            if len(self._cached) > 100_000:  # the oldest is forgotten
                 self._cached.pop(next(iter(self._cached)))
             if self._endpoint.cache is not None:
                 path = Path(self._endpoint.cache)
@@ -261,7 +257,7 @@ class Client:
             except EndpointError as error:
                 pause = error.pause_s
                 if pause is None:
-                    pause = min(MAX_PAUSE_S, self._endpoint.backoff_s * 2**tries)
+                    pause = min(60.0, self._endpoint.backoff_s * 2**tries)
                 else:
                     with self._lock:
                         self._next = max(self._next, time.monotonic() + pause)

@@ -15,9 +15,6 @@ from sympy import Expr, Float, N, UnevaluatedExpr
 from jaxrl_llm.tasks.extract import extract, normalise_answer, parse_number, same_answer, same_number, too_large
 from jaxrl_llm.types import Problem
 
-DEEPEST = 40
-"""Brackets within brackets at most: parsing takes minutes for some hundreds."""
-
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeouts are off
 
 
@@ -34,7 +31,8 @@ def score_math(answer: str, problem: Problem) -> float:
     bold = r"(?<![\w)\]}*])(\*\*|__)(?! )([^*\n]{1,200}?)(?<! )\1(?![\w(\[{*])"
     answer = normalise_answer(re.sub(bold, r"\2", answer) if searched else boxed or answer)
     reference = normalise_answer(problem.answer)
-    if any(_depth(text) > DEEPEST or too_large(text) for text in (reference, answer)):
+    # Parsing takes minutes for some hundreds of brackets within brackets.
+    if any(_depth(text) > 40 or too_large(text) for text in (reference, answer)):
         return float(answer == reference)
     if same_answer(answer, reference) or (parse_number(answer) is not None and parse_number(reference) is not None):
         return float(same_answer(answer, reference))

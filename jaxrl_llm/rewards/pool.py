@@ -54,14 +54,10 @@ GRACE_S = 1.0
 _MAX_FAILED_STARTS = 3
 
 
-MOST_WORKERS = 32
-"""Number of worker processes at most, unless it is given: each takes some 50 MB."""
-
-
 def workers_for_cores() -> int:
-    """Return the number of cores that this process may use, from 2 to ``MOST_WORKERS``."""
+    """Return the number of cores that this process may use, from 2 to 32: each worker takes some 50 MB."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
-    return min(max(cores, 2), MOST_WORKERS)
+    return min(max(cores, 2), 32)
 
 
 @dataclasses.dataclass(eq=False)

@@ -371,7 +371,7 @@ class Scorer(contextlib.AbstractContextManager):
     """Rewards with their workers; close it, or use it in a ``with`` block.
 
     ``Function`` rewards and the verifiers ``math`` and ``reasoning_gym`` run in ``workers`` processes (None: as many as
-    this process has cores, up to ``MOST_WORKERS``), started when first needed, each completion for at most
+    this process has cores, up to 32), started when first needed, each completion for at most
     ``timeout_s`` seconds. Functions that other processes cannot import run in this one. A part with a failed call is
     ``on_error`` (NaN makes the completion unscorable), and its traceback goes to ``folder``. With ``peers`` each
     process scores its share, in worker processes of its own, and all get the scores of all.

@@ -204,8 +204,6 @@ TEMPLATES: dict[str, Template] = {
 
 NAME = "solve"
 """The name of the function that a problem asks for."""
-TESTS = "tests"
-"""The column with a problem's tests."""
 LEXICON = ("tree", "a", "moon", "otter", "to", "letters", "sea", "stone", "at", "yellow", "the", "oat", "east", "toe")
 
 
@@ -274,7 +272,7 @@ class Programs:
             f"Write a Python function {signature} that returns {fill_constants(template.returns, constants)}.\n"
             f"For example, {tests[0].removeprefix('assert ')}."
         )
-        metadata = {TESTS: tests, "solution": solution, "level": template.level, "template": name}
+        metadata = {"tests": tests, "solution": solution, "level": template.level, "template": name}
         return problem_of(({"role": "user", "content": text},), "", self.label, metadata)
 
 

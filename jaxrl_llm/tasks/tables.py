@@ -15,10 +15,6 @@ from jaxrl_llm.errors import InputError, one_line, require
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 NOT_UTF8 = "{} has text that is not UTF-8 ({}); write it again in UTF-8"
-LONGEST_SHOWN = 60
-"""Maximum number of characters of a value in a message."""
-DEEPEST = 200
-"""The deepest nesting of a row's values."""
 
 
 class BadRow(InputError):
@@ -53,7 +49,7 @@ def clean_value(value: Any, depth: int = 0) -> Any:
     (NaN), are left out. A number of another precision is the decimal that was written, so a float32 0.1 is 0.1. Bytes
     of UTF-8 are text, and arrays and tuples lists. Other values stay.
     """
-    if depth > DEEPEST:
+    if depth > 200:
         raise RecursionError
     if isinstance(value, dict):
         items = ((name, _without_nan(clean_value(item, depth + 1))) for name, item in value.items())
@@ -80,7 +76,7 @@ def short_repr(value: Any) -> str:
         text = " ".join(repr(value).split())
     except ValueError:  # a whole number of more digits than Python writes
         text = f"{type(value).__name__} of too many digits to show"
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def unwritable(value: Any) -> str:
