@@ -15,8 +15,8 @@ from jax.sharding import Mesh
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.checkpoints.dependents import DEPENDENTS, NEEDS, drop_copies, keep_copy, kept_copy, noted, write_note
-from jaxrl_llm.checkpoints.integrity import mark
 from jaxrl_llm.checkpoints.snapshots import BEST, CHECKPOINTS, check_whole, kept, listed, phase_of, standing
+from jaxrl_llm.checkpoints.step_files import mark
 from jaxrl_llm.checkpoints.store import read_host, restore_policy, steps_in
 from jaxrl_llm.config import Configuration, LoadedConfig, Pin, Start
 from jaxrl_llm.config.origin import FILES, OF_CRITIC, SAVED_RUNS, models_of, place_of

@@ -14,8 +14,17 @@ import zlib
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from jaxrl_llm.checkpoints import objects
-from jaxrl_llm.checkpoints.integrity import CHECKSUMS, file_sums, mark, recorded_sums
+from jaxrl_llm.checkpoints.step_files import (
+    CHECKSUMS,
+    MARKER,
+    complete_step,
+    file_sums,
+    mark,
+    object_sums,
+    recorded_sums,
+    remove_step,
+    upload_step,
+)
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.system import storage
 from jaxrl_llm.system.paths import cache_directory
@@ -80,9 +89,9 @@ def keep_copy(holder: Path, run: Path, source: Path, step: int, was: str, most: 
             part.rename(final)
             return ""
         if step:
-            objects.upload(there, target)
-            storage.place(target / CHECKSUMS).write_text(json.dumps(objects.object_sums(target)))
-            objects.complete(target)
+            upload_step(there, target)
+            storage.place(target / CHECKSUMS).write_text(json.dumps(object_sums(target)))
+            complete_step(target)
         storage.place(final / "config.json").write_bytes((part / "config.json").read_bytes())  # with which it is whole
         storage.fetch(final)
         return ""
@@ -95,7 +104,7 @@ def _fill(there: Path, step: Path, copy: Callable[[Path, Path], object]) -> None
     if url := storage.address(step):
         with storage.reaching(url):
             storage.system(url).get(f"{url}/", f"{there}/", recursive=True)
-        (there / objects.MARKER).unlink(missing_ok=True)
+        (there / MARKER).unlink(missing_ok=True)
     for path in [path for path in step.rglob("*") if path.is_file() and not url]:
         (there / path.relative_to(step)).parent.mkdir(parents=True, exist_ok=True)
         copy(path, there / path.relative_to(step))
@@ -107,7 +116,7 @@ def drop_copies(holder: Path, marks: Collection[str]) -> None:
     for copy in list(place.iterdir()) if place.exists() else ():
         if copy.name.rpartition("-")[2] not in marks:
             if storage.address(holder):
-                objects.remove(holder / NEEDS / copy.name)
+                remove_step(holder / NEEDS / copy.name)
             shutil.rmtree(holder / NEEDS / copy.name, ignore_errors=True)
 
 

@@ -15,9 +15,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.checkpoints import objects
 from jaxrl_llm.checkpoints.dependents import depended_on, kept_copy
-from jaxrl_llm.checkpoints.integrity import fault, mark
+from jaxrl_llm.checkpoints.step_files import fault, mark, move_step, remove_step
 from jaxrl_llm.checkpoints.store import UNFINISHED, Checkpoints, host_file, steps_in
 from jaxrl_llm.errors import InputError, one_line, require
 from jaxrl_llm.rules.guards import ENDED
@@ -47,7 +46,7 @@ def keep_only(folder: Path, needed: Collection[int | None]) -> None:
     for step in set(steps_in(folder)) - set(needed) - depended_on(folder, steps_in(folder)):
         place = folder / str(step)
         if storage.address(place):
-            objects.remove(place)
+            remove_step(place)
         else:
             shutil.rmtree(place.rename(f"{place}{UNFINISHED.replace('*', '-')}"))
 
@@ -147,7 +146,7 @@ def _put_aside(place: Path) -> None:
     names = (f"{place.name}.{DAMAGED}" + (f"-{number}" if number > 1 else "") for number in itertools.count(1))
     aside = next(aside for aside in map(place.with_name, names) if not storage.place(aside).exists())
     if storage.address(place):
-        objects.move(place, aside)
+        move_step(place, aside)
     else:
         place.rename(aside)
 

@@ -19,9 +19,17 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm import codec
-from jaxrl_llm.checkpoints import objects
 from jaxrl_llm.checkpoints.dependents import depended_on, set_aside
-from jaxrl_llm.checkpoints.integrity import CHECKSUMS, file_sums, readable
+from jaxrl_llm.checkpoints.step_files import (
+    CHECKSUMS,
+    complete_step,
+    file_sums,
+    object_steps,
+    object_sums,
+    readable,
+    remove_step,
+    upload_step,
+)
 from jaxrl_llm.errors import InputError, one_line
 from jaxrl_llm.sharding import as_shapes, replicated, shardings
 from jaxrl_llm.sharding.rules import weight_checksums
@@ -194,16 +202,16 @@ class Checkpoints(contextlib.AbstractContextManager):
         """Seal a step in object storage, uploading that of ``s3://`` from ``step``; Orbax completes others."""
         lease.before_commit(self._directory.parent)
         if not self._direct:
-            objects.upload(step, final)
-        storage.place(final / CHECKSUMS).write_text(json.dumps(objects.object_sums(final)))
+            upload_step(step, final)
+        storage.place(final / CHECKSUMS).write_text(json.dumps(object_sums(final)))
         if self._direct:
             return
-        objects.complete(final)
+        complete_step(final)
         steps = steps_in(self._directory)
         keeps = [True] * len(steps) if self._newest is None else self._newest.kept(steps)
         for number, keep in zip(steps, keeps, strict=True):
             if not keep:
-                objects.remove(self._directory / str(number))
+                remove_step(self._directory / str(number))
 
     def close(self) -> None:
         """Wait for pending writes; unfinished ones are removed. Further calls do nothing.
@@ -337,7 +345,7 @@ def read_host(step_directory: Path) -> Any:
 def steps_in(directory: Path) -> list[int]:
     """Return the complete steps in a ``checkpoints`` folder, sorted, without starting JAX or Orbax."""
     if storage.address(directory):
-        return sorted(objects.object_steps(directory))
+        return sorted(object_steps(directory))
     if not directory.is_dir():
         return []
     return sorted(int(p.name) for p in directory.iterdir() if p.name.isascii() and p.name.isdecimal())

@@ -9,7 +9,7 @@ from jaxrl_llm.algorithms.advantages import GAE, ProcessSupervised
 from jaxrl_llm.config import mixture
 from jaxrl_llm.config.distillation import Distillation
 from jaxrl_llm.config.mixture import Mixture, bases, of_steps, tasks_in
-from jaxrl_llm.diagnosis.findings import WORDS
+from jaxrl_llm.diagnosis.detectors import WORDS
 from jaxrl_llm.errors import InputError, did_you_mean, require
 from jaxrl_llm.learner.settings import RL_RATE, Learner, with_usual_rate
 from jaxrl_llm.recipes import DAPO, Recipe

@@ -14,8 +14,8 @@ from typing import Any
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.checkpoints.dependents import drop_copies, write_note
-from jaxrl_llm.checkpoints.integrity import fault
 from jaxrl_llm.checkpoints.snapshots import BEST, CHECKPOINTS, check_whole, ended_at, kept, phase_of
+from jaxrl_llm.checkpoints.step_files import fault
 from jaxrl_llm.checkpoints.store import steps_in
 from jaxrl_llm.codec import digest
 from jaxrl_llm.config.origin import origin_of, other_tests, recorded_best, with_step_numbers

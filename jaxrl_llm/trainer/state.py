@@ -21,8 +21,8 @@ from rich.console import Console
 
 from jaxrl_llm import codec, learner, rules
 from jaxrl_llm import config as configs
-from jaxrl_llm.checkpoints.integrity import fault, mark
 from jaxrl_llm.checkpoints.snapshots import BEST, CHECKPOINTS, SNAPSHOTS, keep_only, kept, phase_of
+from jaxrl_llm.checkpoints.step_files import fault, mark
 from jaxrl_llm.checkpoints.store import Checkpoints, holds, parts_of, restore_parts, steps_in
 from jaxrl_llm.config import Configuration, Start, to_json
 from jaxrl_llm.config.origin import recorded_best

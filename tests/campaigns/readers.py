@@ -249,8 +249,8 @@ def _make_report(draws: random.Random) -> tuple[bytes, ...]:
 def read_checkpoint(case: Any, folder: Path) -> Any:
     """Look at a stranger's checkpoint: its steps, phases, checksums and host state."""
     from jaxrl_llm import codec
-    from jaxrl_llm.checkpoints.integrity import fault
     from jaxrl_llm.checkpoints.snapshots import kept, listed, phase_of
+    from jaxrl_llm.checkpoints.step_files import fault
     from jaxrl_llm.checkpoints.store import read_host
     from jaxrl_llm.rewards.scorer import SCORE_RECORDS
 

@@ -18,8 +18,8 @@ from jaxrl_llm.checkpoints.dependents import (
     set_aside,
     write_note,
 )
-from jaxrl_llm.checkpoints.integrity import fault, mark
 from jaxrl_llm.checkpoints.snapshots import BEST, keep_only, standing
+from jaxrl_llm.checkpoints.step_files import fault, mark
 from jaxrl_llm.checkpoints.store import Checkpoints, _Newest, steps_in
 
 

@@ -7,10 +7,9 @@ from learner.rollouts import one_device
 from storages import BUCKET, on_another_machine, storage
 from tiny import tiny
 
-from jaxrl_llm.checkpoints import objects
 from jaxrl_llm.checkpoints.dependents import drop_copies, keep_copy, kept_copy, noted, write_note
-from jaxrl_llm.checkpoints.integrity import fault, mark, recorded_sums
 from jaxrl_llm.checkpoints.snapshots import BEST, keep, keep_only, kept, listed, newest_whole, phase_of, standing
+from jaxrl_llm.checkpoints.step_files import MARKER, fault, mark, move_step, recorded_sums
 from jaxrl_llm.checkpoints.store import Checkpoints, read_host, steps_in
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Optimiser, create_state
@@ -93,7 +92,7 @@ def test_damage_is_found_without_reading_and_put_aside(elsewhere):
     assert steps_in(elsewhere / "checkpoints") == [2]
     aside = place.with_name("3.damaged")
     files.pipe_file(f"{stored.address(aside)}/{name}", content)
-    objects.move(aside, place)
+    move_step(aside, place)
     assert steps_in(elsewhere / "checkpoints") == [2, 3]
     files.rm_file(where)
     assert fault(place) == f"file {name} is missing"
@@ -102,10 +101,10 @@ def test_damage_is_found_without_reading_and_put_aside(elsewhere):
 
 def test_a_step_without_its_marker_is_not_there(elsewhere):
     place = stored.place(elsewhere / "checkpoints/2")
-    text = (place / objects.MARKER).read_text()
-    (place / objects.MARKER).unlink()
+    text = (place / MARKER).read_text()
+    (place / MARKER).unlink()
     assert steps_in(elsewhere / "checkpoints") == [3] and steps_in(elsewhere / "none") == []
-    (place / objects.MARKER).write_text(text)
+    (place / MARKER).write_text(text)
     record = (place / "checksums.json").read_text()
     (place / "checksums.json").unlink()
     assert fault(elsewhere / "checkpoints/2") == "its checksums.json is missing or unreadable"

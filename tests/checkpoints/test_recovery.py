@@ -10,8 +10,8 @@ import pytest
 from learner.rollouts import one_device
 from tiny import tiny
 
-from jaxrl_llm.checkpoints.integrity import CHECKSUMS, fault, recorded_sums
 from jaxrl_llm.checkpoints.snapshots import check_whole, check_writable, keep, newest_whole
+from jaxrl_llm.checkpoints.step_files import CHECKSUMS, fault, recorded_sums
 from jaxrl_llm.checkpoints.store import Checkpoints, steps_in
 from jaxrl_llm.cli import explain
 from jaxrl_llm.config import load_config

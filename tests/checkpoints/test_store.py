@@ -13,7 +13,7 @@ from learner.rollouts import one_device
 from tiny import tiny
 
 from jaxrl_llm import codec
-from jaxrl_llm.checkpoints.integrity import recorded_sums
+from jaxrl_llm.checkpoints.step_files import recorded_sums
 from jaxrl_llm.checkpoints.store import Checkpoints, flatten, read_host, steps_in, unflatten
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Optimiser, create_state

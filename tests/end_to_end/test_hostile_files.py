@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerFast
 
 from jaxrl_llm import codec
 from jaxrl_llm import config as configs
-from jaxrl_llm.checkpoints.integrity import CHECKSUMS, fault, file_sums
 from jaxrl_llm.checkpoints.snapshots import phase_of
+from jaxrl_llm.checkpoints.step_files import CHECKSUMS, fault, file_sums
 from jaxrl_llm.checkpoints.store import read_host, steps_in
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.hf import read_config

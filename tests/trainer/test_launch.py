@@ -15,7 +15,7 @@ from commands import environment
 from storages import BUCKET, on_another_machine, storage
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.checkpoints.integrity import CHECKSUMS, file_sums
+from jaxrl_llm.checkpoints.step_files import CHECKSUMS, file_sums
 from jaxrl_llm.checkpoints.store import steps_in
 from jaxrl_llm.config import LoadedConfig, Origin, Scoring, Start, changed_since
 from jaxrl_llm.config.origin import recorded_best, with_step_numbers
