@@ -167,9 +167,13 @@ def returns(advantages: FloatBT, values: FloatBT) -> jax.Array:
 
 
 def value_loss(
-    values: FloatBT, targets: FloatBT, mask: FloatBT, old_values: FloatBT | None = None, clip: float | None = None,
+    values: FloatBT,
+    targets: FloatBT,
+    mask: FloatBT,
+    old_values: FloatBT | None = None,
+    clip: float | None = None,
     token_count: ArrayLike | None = None,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """Compute ``0.5 mean_t max((V - Ret)^2, (V_old + clip(V - V_old, -clip, clip) - Ret)^2)``.
 
     The half and the clip are conventions of code; the paper's loss is ``(V - Ret)^2`` (arXiv 1707.06347, eq. 9). PPO's

@@ -160,10 +160,15 @@ def _check_mix(algorithm: Algorithm, estimator: Any) -> None:
 
 
 def policy_loss(
-    algorithm: Algorithm, logp: FloatBT, batch: PolicyBatch, token_count: ArrayLike | None = None,
-    sequence_count: ArrayLike | None = None, entropy: FloatBT | None = None, kl_coef: ArrayLike | None = None,
+    algorithm: Algorithm,
+    logp: FloatBT,
+    batch: PolicyBatch,
+    token_count: ArrayLike | None = None,
+    sequence_count: ArrayLike | None = None,
+    entropy: FloatBT | None = None,
+    kl_coef: ArrayLike | None = None,
     entropy_coef: ArrayLike | None = None,
-) -> tuple[jax.Array, Metrics]:  # fmt: skip
+) -> tuple[jax.Array, Metrics]:
     """Return the scalar loss to minimise, and its metrics.
 
     Args:

@@ -79,9 +79,15 @@ def find_settings(name: str, config: str | None) -> tuple[Trained | None, config
 
 @contextlib.contextmanager
 def open_answerer(
-    name: str, trained: Trained | None, settings: configs.Run, task: Task | configs.Mixture,
-    problems: Sequence[Problem], options: Any, status: Callable[[str], None], refusals: bool = False,
-) -> Generator[tuple[Policy, Any, "Answerer"]]:  # fmt: skip
+    name: str,
+    trained: Trained | None,
+    settings: configs.Run,
+    task: Task | configs.Mixture,
+    problems: Sequence[Problem],
+    options: Any,
+    status: Callable[[str], None],
+    refusals: bool = False,
+) -> Generator[tuple[Policy, Any, "Answerer"]]:
     """Yield the loaded model, the task's prompts as token ids, and an answerer of these problems.
 
     Args:

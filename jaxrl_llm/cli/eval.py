@@ -137,9 +137,14 @@ def reader_of(options: Any) -> RewardModelUse:
 
 
 def load_reranker(
-    options: Any, policy: Policy, prompts: Prompts, problems: Sequence[Problem], longest: int, settings: configs.Run,
+    options: Any,
+    policy: Policy,
+    prompts: Prompts,
+    problems: Sequence[Problem],
+    longest: int,
+    settings: configs.Run,
     status: Callable[[str], None],
-) -> tuple["FallingSteps | None", Callable[["TaskEvaluation"], "TaskEvaluation"]]:  # fmt: skip
+) -> tuple["FallingSteps | None", Callable[["TaskEvaluation"], "TaskEvaluation"]]:
     """Load the reward model; return a watcher that ends hopeless answers (None without ``--give_up_after``), and a
     function that reranks the answers of an evaluation.
 
@@ -202,9 +207,14 @@ class Distance:
 
 
 def measure_distance(
-    to: str, policy: Policy, prompts: Any, settings: configs.Run, options: Any, results: Sequence[Any],
+    to: str,
+    policy: Policy,
+    prompts: Any,
+    settings: configs.Run,
+    options: Any,
+    results: Sequence[Any],
     status: Callable[[str], None],
-) -> tuple[Distance, ...]:  # fmt: skip
+) -> tuple[Distance, ...]:
     """Measure the KL of a policy to the model ``to``, on its fresh answers to each task.
 
     Both are read by the learner's own forward pass at the sampling temperature: a model is at distance 0 from itself,

@@ -353,9 +353,12 @@ class CollectionPlan:
 
 
 def collect_rows(
-    answerer: Answerer, plan: CollectionPlan, path: Path, peers: Peers = ALONE,
+    answerer: Answerer,
+    plan: CollectionPlan,
+    path: Path,
+    peers: Peers = ALONE,
     status: Callable[[str], None] = lambda text: None,
-) -> CollectionCounts:  # fmt: skip
+) -> CollectionCounts:
     """Write the rows of all problems, in their order, as JSON lines; return the total counts.
 
     Until the last problem is done they are in ``PATH.part``, and the same call resumes from there, however the previous
@@ -444,9 +447,14 @@ def collect_batch(answerer: Answerer, plan: CollectionPlan, first: int, status: 
 
 
 def _label_steps(
-    answerer: Answerer, plan: CollectionPlan, first: int, answers: Sequence[Sequence[SampledAnswer]],
-    requests: OpenRequests, completions: dict[Any, Completion], status: Callable[[str], None],
-) -> tuple[list[list[Row]], list[int]]:  # fmt: skip
+    answerer: Answerer,
+    plan: CollectionPlan,
+    first: int,
+    answers: Sequence[Sequence[SampledAnswer]],
+    requests: OpenRequests,
+    completions: dict[Any, Completion],
+    status: Callable[[str], None],
+) -> tuple[list[list[Row]], list[int]]:
     """Return the rows of steps for each problem, and the number of tokens sampled for their labels.
 
     A step's label is the right share of k continuations of the text up to its end (arXiv 2312.08935, the soft
@@ -527,9 +535,16 @@ def _setting_name(setting: Any) -> Any:
 
 
 def collect_data(
-    data: Data, problems: Sequence[Problem], make_answerer: Callable[[], Answerer], max_new_tokens: int, seed: int,
-    directory: Path, peers: Peers, status: Callable[[str], None], episode: Limits = Limits(),
-) -> Data:  # fmt: skip
+    data: Data,
+    problems: Sequence[Problem],
+    make_answerer: Callable[[], Answerer],
+    max_new_tokens: int,
+    seed: int,
+    directory: Path,
+    peers: Peers,
+    status: Callable[[str], None],
+    episode: Limits = Limits(),
+) -> Data:
     """Collect the data of a run before its first step; return it with a table in place of its ``Collected`` source, and
     with the wording of the prompts that the model read.
 

@@ -20,9 +20,12 @@ from jaxrl_llm.tasks.task import Loaded, check, check_split, check_template_name
 
 
 def load_texts(
-    data: Data[Row], tokenizer: Any, stop_ids: Sequence[int], room: Callable[[Row], float] | None = None,
+    data: Data[Row],
+    tokenizer: Any,
+    stop_ids: Sequence[int],
+    room: Callable[[Row], float] | None = None,
     closes: bool = False,
-) -> Loaded[Row]:  # fmt: skip
+) -> Loaded[Row]:
     """Read the rows, merge equal ones, then split by a hash of the prompt; equal on every machine.
 
     Args:

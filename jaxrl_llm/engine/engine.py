@@ -58,9 +58,16 @@ class Engine:
     """
 
     def __init__(
-        self, model: Decoder, slots: int = 16, max_length: int = 512, chunk: int = 16, mesh: Mesh | None = None,
-        strict: bool = False, group: int = 1, form: ByLength | str | None = "auto",
-    ):  # fmt: skip
+        self,
+        model: Decoder,
+        slots: int = 16,
+        max_length: int = 512,
+        chunk: int = 16,
+        mesh: Mesh | None = None,
+        strict: bool = False,
+        group: int = 1,
+        form: ByLength | str | None = "auto",
+    ):
         if slots < 1 or max_length < 2 or group < 1:
             raise InputError(f"slots must be at least 1 and max_length at least 2, got {slots} and {max_length}")
         self.slots = slots

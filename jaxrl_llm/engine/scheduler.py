@@ -24,7 +24,7 @@ from jaxrl_llm.engine.requests import (
     power_of_two,
     requests_by_part,
     with_routes,
-)  # fmt: skip
+)
 from jaxrl_llm.engine.sampling import Draw, draw_options, tail_after, to_traced
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.engine.slots import (
@@ -41,7 +41,7 @@ from jaxrl_llm.engine.slots import (
     run_chunk,
     slot_parts,
     stop_slots,
-)  # fmt: skip
+)
 from jaxrl_llm.models.decode_kernels import ByLength, whole_blocks
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.decoding import Cache, take_rows, with_columns
@@ -435,9 +435,13 @@ class Scheduler:
 
 
 def plan_slots(
-    spec: EngineSpec, sampling: Sampling, running: dict[int, Request], admitted: list[Request],
-    previous: SlotShape | None, unread: bool,
-) -> tuple[SlotShape, dict[int, Request], tuple[np.ndarray, np.ndarray] | None, np.ndarray | None]:  # fmt: skip
+    spec: EngineSpec,
+    sampling: Sampling,
+    running: dict[int, Request],
+    admitted: list[Request],
+    previous: SlotShape | None,
+    unread: bool,
+) -> tuple[SlotShape, dict[int, Request], tuple[np.ndarray, np.ndarray] | None, np.ndarray | None]:
     """Give the requests taken slots and blocks beside those that run, in a batch of the size that all need.
 
     Returns the shape of the next chunk's slots and blocks; its requests by slot, each with its lane; order and source

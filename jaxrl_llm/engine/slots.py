@@ -27,7 +27,7 @@ from jaxrl_llm.models.decoding import (
     shared_prefix,
     take_rows,
     with_columns,
-)  # fmt: skip
+)
 from jaxrl_llm.models.experts import EXPERTS, routes_shape
 from jaxrl_llm.sharding import BATCH, batch_parts, constrain, fit_spec
 
@@ -148,9 +148,13 @@ def empty_admission(shape: SlotShape, prefilled: int, repetition: Repetition | N
 
 @functools.partial(jax.jit, static_argnames=("config", "shape", "dtype", "mesh", "repetition", "cache_shape"))
 def empty_slots(
-    config: Any, shape: SlotShape, dtype: Any, mesh: Mesh | None = None, repetition: Repetition | None = None,
+    config: Any,
+    shape: SlotShape,
+    dtype: Any,
+    mesh: Mesh | None = None,
+    repetition: Repetition | None = None,
     cache_shape: tuple[int, int] | None = None,
-) -> Slots:  # fmt: skip
+) -> Slots:
     """Return inactive slots on the mesh: B and U over data and fsdp, key/value heads over tensor.
 
     ``cache_shape``: rows and columns of the cache, those of the slots unless more are given.
@@ -163,9 +167,16 @@ def empty_slots(
 
 @functools.partial(jax.jit, static_argnames=("steps", "options", "group", "mesh", "columns", "form"), donate_argnums=1)
 def run_chunk(
-    model: Decoder, slots: Slots, rules: TracedSampling, steps: int, options: DrawOptions, group: int = 1,
-    mesh: Mesh | None = None, columns: int | None = None, form: ByLength | None = None,
-) -> tuple[Slots, tuple[Draw, jax.Array]]:  # fmt: skip
+    model: Decoder,
+    slots: Slots,
+    rules: TracedSampling,
+    steps: int,
+    options: DrawOptions,
+    group: int = 1,
+    mesh: Mesh | None = None,
+    columns: int | None = None,
+    form: ByLength | None = None,
+) -> tuple[Slots, tuple[Draw, jax.Array]]:
     """Sample up to ``steps`` tokens for every active slot; end early once none is active.
 
     The cache needs ``steps`` columns beyond the longest active row; ``columns`` of it are read, which must hold all

@@ -68,9 +68,13 @@ class Renderings:
     """Texts of a chat template; ``guard`` makes contents harmless, ``options`` go to the template."""
 
     def __init__(
-        self, wording: Wording, tokenizer: Any, tools: Sequence[Mapping[str, Any]], guard: Guard,
+        self,
+        wording: Wording,
+        tokenizer: Any,
+        tools: Sequence[Mapping[str, Any]],
+        guard: Guard,
         options: Mapping[str, Any] | None = None,
-    ):  # fmt: skip
+    ):
         self.plain_form = bool(tools) and wording.template in ("plain", "chatml")
         self._native = bool(tools) and not self.plain_form
         self._tools = [dict(tool) for tool in tools]
@@ -311,9 +315,14 @@ class EpisodeFormat:
     """
 
     def __init__(
-        self, tokenizer: Any, wording: Wording, tools: Sequence[Mapping[str, Any]] = (), stop_ids: Sequence[int] = (),
-        history: str = "append_only", options: Mapping[str, Any] | None = None,
-    ):  # fmt: skip
+        self,
+        tokenizer: Any,
+        wording: Wording,
+        tools: Sequence[Mapping[str, Any]] = (),
+        stop_ids: Sequence[int] = (),
+        history: str = "append_only",
+        options: Mapping[str, Any] | None = None,
+    ):
         check_tokenizer(tokenizer)
         self.tokenizer = tokenizer
         self.tools = tuple(tools)

@@ -155,9 +155,12 @@ class TextArena(Environment):
     """
 
     def __init__(
-        self, game: str | Callable[[], Any], player: int = 0, players: int = 1,
+        self,
+        game: str | Callable[[], Any],
+        player: int = 0,
+        players: int = 1,
         opponent: Callable[[str], str] | None = None,
-    ):  # fmt: skip
+    ):
         require(
             opponent is not None or players == 1,
             f"TextArena with {players} players needs opponent, a function of a text",
@@ -268,9 +271,12 @@ class GymTries(Environment):
     """
 
     def __init__(
-        self, tries: int = 3, extractor: str = "whole", again: str = "That is not right. Try again.",
+        self,
+        tries: int = 3,
+        extractor: str = "whole",
+        again: str = "That is not right. Try again.",
         score: Callable[[str | None, Mapping[str, Any]], float] | None = None,
-    ):  # fmt: skip
+    ):
         self._tries, self._extractor, self._again = tries, extractor, again
         if score is None:
             import jaxrl_llm.rewards.gym_answer  # noqa: F401  it takes seconds, which no episode's first step has

@@ -372,9 +372,13 @@ class World:
     """
 
     def __init__(
-        self, environment: Environment | Callable[[], Environment], row: Mapping[str, Any], seed: int, limits: Limits,
+        self,
+        environment: Environment | Callable[[], Environment],
+        row: Mapping[str, Any],
+        seed: int,
+        limits: Limits,
         functions: Mapping[str, Tool] = NOTHING,
-    ):  # fmt: skip
+    ):
         self.environment: Any = environment if isinstance(environment, Environment) else None
         self.tools: tuple[Mapping[str, Any], ...] = ()
         self.error = ""

@@ -202,9 +202,14 @@ def reads_chunk(form: ByLength, columns: int) -> bool:
 
 
 def attend_by_length(
-    form: ByLength, config: Attention, q: jax.Array, cache: Any, layer: jax.Array, plan: ReadPlan,
+    form: ByLength,
+    config: Attention,
+    q: jax.Array,
+    cache: Any,
+    layer: jax.Array,
+    plan: ReadPlan,
     chunk: Any = None,
-) -> list[PartialAttention]:  # fmt: skip
+) -> list[PartialAttention]:
     """Attend over live columns of one layer of a cache.
 
     Args:
@@ -241,9 +246,14 @@ def _shapes(*shape: int, stat: int = 1) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 
 def _add_columns(
-    config: Attention, q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array, before: PartialAttention,
+    config: Attention,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    visible: jax.Array,
+    before: PartialAttention,
     turned: bool = False,
-) -> PartialAttention:  # fmt: skip
+) -> PartialAttention:
     """Add a block of columns to the attention of queries q [M, H] over k [H, S] and v [S, H] ([H, S] if ``turned``)."""
     scores = softcap(jnp.dot(q, k, preferred_element_type=jnp.float32) * config.factor, config.softcap)
     scores = jnp.where(visible, scores, MASKED)

@@ -146,9 +146,14 @@ Rotary is already applied. On a mesh K counts the copies of heads.
 
 
 def block(
-    w: Weights, config: ModelConfig, x: jax.Array, cos_sin: tuple[jax.Array, jax.Array], attend: Attend,
-    replayed: jax.Array | None = None, compute: ComputeOptions = ComputeOptions(),
-) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
+    w: Weights,
+    config: ModelConfig,
+    x: jax.Array,
+    cos_sin: tuple[jax.Array, jax.Array],
+    attend: Attend,
+    replayed: jax.Array | None = None,
+    compute: ComputeOptions = ComputeOptions(),
+) -> tuple[jax.Array, jax.Array | None]:
     """Apply one layer to x [B, S, D]; ``attend`` knows mask and cache. ``cos_sin``: see ``layers.rotary_cos_sin``.
 
     Returns x, and the router's own choice of experts, uint8 or uint16[B, S, k]; None for a dense model. ``replayed``

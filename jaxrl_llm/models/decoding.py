@@ -264,9 +264,16 @@ def extend(
 
 
 def decode(
-    model: Decoder, cache: Cache, chunk: Cache, step: jax.Array, tokens: jax.Array, lengths: jax.Array,
-    prefix: SharedPrefix | None = None, width: int | None = None, form: ByLength | None = None,
-) -> tuple[jax.Array, Cache, jax.Array | None]:  # fmt: skip
+    model: Decoder,
+    cache: Cache,
+    chunk: Cache,
+    step: jax.Array,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    prefix: SharedPrefix | None = None,
+    width: int | None = None,
+    form: ByLength | None = None,
+) -> tuple[jax.Array, Cache, jax.Array | None]:
     """Decode one token for every row.
 
     Args:

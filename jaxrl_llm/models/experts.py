@@ -145,9 +145,14 @@ def batched_forward(
 
 
 def loop_backward(
-    act: Gating, x: jax.Array, inputs: tuple[jax.Array, ...], g: jax.Array, matrices: Matrices, owner: jax.Array,
+    act: Gating,
+    x: jax.Array,
+    inputs: tuple[jax.Array, ...],
+    g: jax.Array,
+    matrices: Matrices,
+    owner: jax.Array,
     used: jax.Array,
-) -> tuple[jax.Array, Matrices]:  # fmt: skip
+) -> tuple[jax.Array, Matrices]:
     """Compute ``expert_backward`` each block after the other, and sum the gradients of each expert's weights."""
 
     def body(i: jax.Array, out: tuple[jax.Array, Matrices]) -> tuple[jax.Array, Matrices]:
@@ -164,9 +169,14 @@ def loop_backward(
 
 
 def batched_backward(
-    act: Gating, x: jax.Array, inputs: tuple[jax.Array, ...], g: jax.Array, matrices: Matrices, owner: jax.Array,
+    act: Gating,
+    x: jax.Array,
+    inputs: tuple[jax.Array, ...],
+    g: jax.Array,
+    matrices: Matrices,
+    owner: jax.Array,
     used: jax.Array,
-) -> tuple[jax.Array, Matrices]:  # fmt: skip
+) -> tuple[jax.Array, Matrices]:
     """Compute ``loop_backward`` with a copy of the matrices for each block.
 
     A product sums the blocks of an expert: where the order of additions is fixed, a GPU's compiler makes of a scatter
@@ -271,9 +281,12 @@ def gating(config: ModelConfig) -> Gating:
 
 
 def mixture(
-    w: Any, config: ModelConfig, x: jax.Array, replayed: jax.Array | None = None,
+    w: Any,
+    config: ModelConfig,
+    x: jax.Array,
+    replayed: jax.Array | None = None,
     compute: ComputeOptions = ComputeOptions(),
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+) -> tuple[jax.Array, jax.Array]:
     """Compute the experts of one layer for x [B, S, D].
 
     Args:
@@ -308,10 +321,16 @@ def mixture(
 
 
 def _device_mixture(
-    router: tuple[jax.Array, jax.Array | None], matrices: Matrices, x: jax.Array, replayed: jax.Array | None,
-    settings: Experts, act: Gating, form: Callable[..., jax.Array], rows: str | tuple[str, ...] = (),
+    router: tuple[jax.Array, jax.Array | None],
+    matrices: Matrices,
+    x: jax.Array,
+    replayed: jax.Array | None,
+    settings: Experts,
+    act: Gating,
+    form: Callable[..., jax.Array],
+    rows: str | tuple[str, ...] = (),
     divided: tuple[str | None, str | None] = (None, None),
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+) -> tuple[jax.Array, jax.Array]:
     """Compute one device's part of ``mixture``.
 
     ``rows``: mesh axes that divide the batch. ``divided``: the axis that divides the experts, and the one that divides

@@ -184,11 +184,15 @@ def _packed_forward(kernel: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, se
 
     spec = _specs(tiles, q, k)
     call = _pallas_call(
-        kernel, tiles, body, name="attention", grid=(columns // tiles.queries, heads, rows),
+        kernel,
+        tiles,
+        body,
+        name="attention",
+        grid=(columns // tiles.queries, heads, rows),
         in_specs=[spec[x] for x in ("reach", "spans", "queries", "keys", "keys")],
         out_specs=[spec["queries"], pl.BlockSpec((None, None, tiles.queries), lambda i, n, b: (b, n, i))],
         out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((rows, heads, columns), jnp.float32)],
-    )  # fmt: skip
+    )
     out, logsum = call(reach_of(seen, tiles), seen, q, k, v)
     return out, (q, k, v, seen, out, logsum)
 
@@ -233,9 +237,15 @@ def _query_gradient(kernel: Kernel, reach: jax.Array, seen: jax.Array, *arrays: 
     spec = _specs(tiles, q, k)
     inputs = ("reach", "spans", "queries", "keys", "keys", "queries", "sums")
     call = _pallas_call(
-        kernel, tiles, body, name="attention_queries", grid=(columns // tiles.queries, heads, rows),
-        in_specs=[spec[x] for x in inputs], out_specs=spec["queries"], out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-    )  # fmt: skip
+        kernel,
+        tiles,
+        body,
+        name="attention_queries",
+        grid=(columns // tiles.queries, heads, rows),
+        in_specs=[spec[x] for x in inputs],
+        out_specs=spec["queries"],
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+    )
     return call(reach, seen, *arrays)
 
 
@@ -271,14 +281,23 @@ def _key_gradients(kernel: Kernel, reach: jax.Array, seen: jax.Array, *arrays: j
     queries = pl.BlockSpec((None, columns, share, width), lambda j, n, b: (b, 0, n, 0))
     sums = pl.BlockSpec((None, 2, share, columns), lambda j, n, b: (b, 0, n, 0))
     call = _pallas_call(
-        kernel, tiles, body, name="attention_keys", grid=(columns // tiles.keys, k.shape[2], rows),
+        kernel,
+        tiles,
+        body,
+        name="attention_keys",
+        grid=(columns // tiles.keys, k.shape[2], rows),
         in_specs=[
             pl.BlockSpec((None, None, 2), lambda j, n, b: (b, j, 0)),
             pl.BlockSpec((None, 3, columns), lambda j, n, b: (b, 0, 0)),
-            queries, block, block, queries, sums,
+            queries,
+            block,
+            block,
+            queries,
+            sums,
         ],
-        out_specs=[block, block], out_shape=[jax.ShapeDtypeStruct(k.shape, k.dtype)] * 2,
-    )  # fmt: skip
+        out_specs=[block, block],
+        out_shape=[jax.ShapeDtypeStruct(k.shape, k.dtype)] * 2,
+    )
     return call(readers_of(reach, columns // tiles.keys), seen, *arrays)
 
 

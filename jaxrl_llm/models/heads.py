@@ -139,10 +139,16 @@ class Targets(NamedTuple):
 
 
 def token_logprobs(
-    model: Decoder, hidden: jax.Array, targets: jax.Array, temperature: jax.Array | float, chunk: int = CHUNK,
-    kept_tokens: jax.Array | None = None, count: jax.Array | int | None = None, entropy_gradient: bool = True,
+    model: Decoder,
+    hidden: jax.Array,
+    targets: jax.Array,
+    temperature: jax.Array | float,
+    chunk: int = CHUNK,
+    kept_tokens: jax.Array | None = None,
+    count: jax.Array | int | None = None,
+    entropy_gradient: bool = True,
     keep: int = MAX_SAVED_LOGITS,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+) -> tuple[jax.Array, jax.Array]:
     """Compute the log-probability of each target and the entropy of the full distribution, at the sampling temperature.
 
     Where the sampler truncated its distribution, ``kept_tokens`` marks the tokens it kept: the log-probability is then
@@ -272,9 +278,15 @@ _logprobs.defvjp(_logprobs_forward, _logprobs_back)
 
 
 def head_gradients(
-    static: Head, hidden: jax.Array, head: jax.Array, temperature: jax.Array, chunks: jax.Array, aux: Any,
-    slopes: Callable[[jax.Array, Any], jax.Array], logits: Sequence[jax.Array] = (),
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    static: Head,
+    hidden: jax.Array,
+    head: jax.Array,
+    temperature: jax.Array,
+    chunks: jax.Array,
+    aux: Any,
+    slopes: Callable[[jax.Array, Any], jax.Array],
+    logits: Sequence[jax.Array] = (),
+) -> tuple[jax.Array, jax.Array]:
     """Return the gradients to hidden states [P, N, D] and to the head, a chunk of positions at a time.
 
     ``slopes`` maps a chunk's logits over the temperature [P, C, V], and its part of ``aux`` [P, N, ...], to the
@@ -366,9 +378,14 @@ class _Frozen(NamedTuple):
 
 
 def token_divergence(
-    divergence: JensenShannon, model: Decoder, hidden: jax.Array, teacher: TeacherStates | TopTokens,
-    temperature: jax.Array | float, chunk: int = CHUNK, count: jax.Array | int | None = None,
-) -> jax.Array:  # fmt: skip
+    divergence: JensenShannon,
+    model: Decoder,
+    hidden: jax.Array,
+    teacher: TeacherStates | TopTokens,
+    temperature: jax.Array | float,
+    chunk: int = CHUNK,
+    count: jax.Array | int | None = None,
+) -> jax.Array:
     """Compute the divergence from the teacher at each position, float32[P, N], nats.
 
     Both LM heads run over ``chunk`` positions of each part at a time, and once more in the backward pass: memory does

@@ -432,9 +432,13 @@ def load_directory(directory: Path, dtype: str, mesh: Any) -> tuple[Any, Any | N
 
 
 def save_pretrained(
-    model: Any, tokenizer: Any | None, directory: str | os.PathLike, card: str | None = None,
-    reward_format: Mapping[str, str] | None = None, generation: Mapping[str, Any] | None = None,
-) -> None:  # fmt: skip
+    model: Any,
+    tokenizer: Any | None,
+    directory: str | os.PathLike,
+    card: str | None = None,
+    reward_format: Mapping[str, str] | None = None,
+    generation: Mapping[str, Any] | None = None,
+) -> None:
     """Write a directory that transformers loads: config, generation config, weights, tokenizer.
 
     A ``ScalarModel`` becomes a sequence classifier with one label, for ``AutoModelForSequenceClassification``. It reads
@@ -467,9 +471,12 @@ def save_pretrained(
 
 
 def write_directory(
-    folder: Path, attributes: Mapping[str, Any], stored: Mapping[str, weights.StoredTensor], tokenizer: Any | None,
+    folder: Path,
+    attributes: Mapping[str, Any],
+    stored: Mapping[str, weights.StoredTensor],
+    tokenizer: Any | None,
     generation: Mapping[str, Any] = MappingProxyType({}),
-) -> None:  # fmt: skip
+) -> None:
     """Write every file of a model into an existing folder; ``attributes`` is the content of config.json, which has the
     special ids, and ``generation`` that of generation_config.json without them.
     """

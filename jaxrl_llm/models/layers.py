@@ -185,9 +185,14 @@ def part_columns(columns: int) -> int:
 
 
 def _xla(
-    rows: TokenRows, config: Attention, q: jax.Array, k: jax.Array, v: jax.Array, window: jax.Array,
+    rows: TokenRows,
+    config: Attention,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    window: jax.Array,
     sinks: jax.Array | None = None,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """Attend one part of the queries at a time, with the keys up to the part's end: half of the scores are never made.
     In long rows parts are chunks of few queries, whose scores the backward pass recomputes."""
     total = q.shape[1]
@@ -219,9 +224,15 @@ def _in_chunks(attend: Any, q: jax.Array, seen: jax.Array, k: jax.Array, v: jax.
 
 
 def _dot_product(
-    rows: TokenRows, config: Attention, implementation: Any, q: jax.Array, k: jax.Array, v: jax.Array,
-    window: jax.Array, sinks: None = None,
-) -> jax.Array:  # fmt: skip
+    rows: TokenRows,
+    config: Attention,
+    implementation: Any,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    window: jax.Array,
+    sinks: None = None,
+) -> jax.Array:
     """Apply jax.nn's attention with the whole mask; its fused kernels are for bfloat16 on GPUs."""
     heads = q.reshape(*q.shape[:2], -1, q.shape[-1])
     keys = jnp.moveaxis(k, 3, 1)
@@ -236,9 +247,15 @@ def _dot_product(
 
 
 def _triton(
-    rows: TokenRows, config: Attention, interpret: bool, q: jax.Array, k: jax.Array, v: jax.Array, window: jax.Array,
+    rows: TokenRows,
+    config: Attention,
+    interpret: bool,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    window: jax.Array,
     sinks: None = None,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """Apply the kernels of ``gpu_attention``; shared prompts too are read in place."""
     kernel = gpu_attention.Kernel(config.factor, config.softcap, interpret)
     arrays = q.reshape(*q.shape[:2], -1, q.shape[-1]), jnp.moveaxis(k, 3, 1), jnp.swapaxes(v, 1, 2)
@@ -260,9 +277,15 @@ def _by_device(attend: Callable[..., jax.Array], axis: int, *arrays: jax.Array) 
 
 
 def _splash(
-    rows: TokenRows, config: Attention, interpret: bool, q: jax.Array, k: jax.Array, v: jax.Array, window: jax.Array,
+    rows: TokenRows,
+    config: Attention,
+    interpret: bool,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    window: jax.Array,
     sinks: None = None,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """Apply JAX's splash attention for TPUs to rows without shared prompts: a group is a segment."""
     heads = jnp.moveaxis(q.reshape(*q.shape[:2], -1, q.shape[-1]), 1, 2) * jnp.asarray(config.factor, q.dtype)
     inputs = heads, jnp.swapaxes(k, 2, 3), v, jnp.asarray(rows.group)

@@ -117,9 +117,12 @@ def read_adapter(folder: Path, config: ModelConfig) -> Any:
 
 
 def stacked_factor(
-    folder: Path, side: Tensor, config: ModelConfig, ranks: Mapping[int, tuple[int, float]],
+    folder: Path,
+    side: Tensor,
+    config: ModelConfig,
+    ranks: Mapping[int, tuple[int, float]],
     stored: dict[str, StoredTensor],
-) -> np.ndarray:  # fmt: skip
+) -> np.ndarray:
     """Return one factor of all layers, with our axes; its tensors are removed from ``stored``.
 
     ``ranks``: rank and scale of each adapted layer.

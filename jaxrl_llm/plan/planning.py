@@ -280,9 +280,15 @@ class Plan:
 
 
 def plan_run(
-    run: Configuration, config: ModelConfig, machine: Machine, devices: list[Any] | None, mean: int | None,
-    compiling: bool, more: bool = False, say: Callable[[str], None] = lambda text: None,
-) -> Plan:  # fmt: skip
+    run: Configuration,
+    config: ModelConfig,
+    machine: Machine,
+    devices: list[Any] | None,
+    mean: int | None,
+    compiling: bool,
+    more: bool = False,
+    say: Callable[[str], None] = lambda text: None,
+) -> Plan:
     """Plan a resolved run on a machine, by its compiled programs, or by formula if not ``compiling``.
 
     Args:
@@ -300,9 +306,13 @@ def plan_run(
         say(f"compiling {name} for {machine.name}")
         compiled[name] = programs.compile_program(target, name)
     planned = _build_plan(
-        target, machine, roofline.device_places(machine, devices and target.mesh.devices.flat), mean, compiled,
+        target,
+        machine,
+        roofline.device_places(machine, devices and target.mesh.devices.flat),
+        mean,
+        compiled,
         (*notes, *assumed),
-    )  # fmt: skip
+    )
     if not more or not compiling:
         return planned
     say(f"compiling update for {machine.name} with other microbatches")
@@ -346,9 +356,13 @@ def compilable(run: Any, config: ModelConfig, machine: Machine) -> tuple[Any, tu
 
 
 def _build_plan(
-    target: programs.PlannedRun, machine: Machine, spots: roofline.Places, mean: int | None,
-    compiled: dict[str, programs.Compiled], notes: Sequence[str],
-) -> Plan:  # fmt: skip
+    target: programs.PlannedRun,
+    machine: Machine,
+    spots: roofline.Places,
+    mean: int | None,
+    compiled: dict[str, programs.Compiled],
+    notes: Sequence[str],
+) -> Plan:
     run, outline, arrays = target.run, target.outline, target.arrays
     todo = roofline.step_work(run, outline, arrays.learned, mean)
     sizes = run.mesh.sizes(machine.devices)
@@ -427,9 +441,14 @@ def candidate_runs(run: Any, config: ModelConfig, machine: Machine) -> list[Any]
 
 
 def best_plans(
-    run: Configuration, config: ModelConfig, machine: Machine, devices: list[Any] | None, mean: int | None,
-    quick: bool, say: Callable[[str], None],
-) -> list[Plan]:  # fmt: skip
+    run: Configuration,
+    config: ModelConfig,
+    machine: Machine,
+    devices: list[Any] | None,
+    mean: int | None,
+    quick: bool,
+    say: Callable[[str], None],
+) -> list[Plan]:
     """Return the fastest plans that fit, the best first; compiled where that is possible, until a few fit.
 
     A formula's memory is rough, so plans that exceed it a little are compiled too.

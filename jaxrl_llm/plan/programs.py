@@ -264,9 +264,12 @@ class PlannedRun:
 
 
 def planned_run(
-    run: Configuration, config: ModelConfig, devices: list[Any] | None, find: Architectures = architecture_of,
+    run: Configuration,
+    config: ModelConfig,
+    devices: list[Any] | None,
+    find: Architectures = architecture_of,
     machine: Machine | None = None,
-) -> PlannedRun:  # fmt: skip
+) -> PlannedRun:
     """Return the run's functions and their arguments on these devices.
 
     ``find``: returns the architecture of other models. Without devices the meshes are abstract, of the ``machine``, and

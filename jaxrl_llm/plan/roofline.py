@@ -65,9 +65,15 @@ def completion_lengths(count: int, mean: float, longest: int) -> np.ndarray:
 
 @functools.lru_cache
 def occupancy(
-    completions: int, mean: int, longest: int, slots: int, chunk: int, room: int, parts: int = 1,
+    completions: int,
+    mean: int,
+    longest: int,
+    slots: int,
+    chunk: int,
+    room: int,
+    parts: int = 1,
     form: ByLength | None = None,
-) -> Occupancy:  # fmt: skip
+) -> Occupancy:
     """Run a step's completions through the slots by the engine's rules for the rows and columns of a chunk.
 
     A slot whose completion ends takes the next one of the queue at the next chunk. ``room``: columns of the whole
@@ -279,9 +285,13 @@ class StepPart:
 
 
 def step_parts(
-    run: Configuration, arrays: programs.Arrays, work: Work, chip: Chip,
-    traffic: Mapping[str, tuple[Traffic, ...]], costs: Mapping[str, CompiledCost],
-) -> list[StepPart]:  # fmt: skip
+    run: Configuration,
+    arrays: programs.Arrays,
+    work: Work,
+    chip: Chip,
+    traffic: Mapping[str, tuple[Traffic, ...]],
+    costs: Mapping[str, CompiledCost],
+) -> list[StepPart]:
     """Return the parts of a step on one device; those that a step never calls are left out.
 
     ``traffic``: of one call of each program. ``costs``: of compiled programs; others cost what formulas say.

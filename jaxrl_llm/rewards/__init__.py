@@ -19,5 +19,5 @@ from jaxrl_llm.rewards.shaping import (
     SoftOverlong,
     TaskReward,
     Threshold,
-)  # fmt: skip
+)
 from jaxrl_llm.rewards.verify import accuracy

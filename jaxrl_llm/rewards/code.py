@@ -134,9 +134,13 @@ def _is_python(text: str) -> bool:
 
 
 def grade(
-    code: str, tests: Any, timeout_s: float = 2.0, memory_mb: int = 256, allow_opaque_asserts: bool = False,
+    code: str,
+    tests: Any,
+    timeout_s: float = 2.0,
+    memory_mb: int = 256,
+    allow_opaque_asserts: bool = False,
     stop_early: bool = False,
-) -> Verdict:  # fmt: skip
+) -> Verdict:
     """Run a program's tests; ``timeout_s`` and ``memory_mb`` are for each test, as in ``run_python``.
 
     ``code`` may be a completion (``extract_program``). ``stop_early`` ends at the first test that fails. After three

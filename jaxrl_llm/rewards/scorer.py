@@ -300,9 +300,11 @@ def _failing_programs_note(lost: Sequence[tuple[Problem, float]], count: int, sa
 
 
 def _try_references(
-    tries: Mapping[str, tuple[Problem, RewardCall]], make_notes: Callable[..., list[str]],
-    pool: Pool, path: Path | None,
-) -> tuple[list[str], Callable[..., None]]:  # fmt: skip
+    tries: Mapping[str, tuple[Problem, RewardCall]],
+    make_notes: Callable[..., list[str]],
+    pool: Pool,
+    path: Path | None,
+) -> tuple[list[str], Callable[..., None]]:
     """Try a sample of references; return notes, and a function that tries the rest behind the run and gives its
     argument further notes.
 
@@ -392,10 +394,16 @@ class Scorer(contextlib.AbstractContextManager):
     """
 
     def __init__(
-        self, rewards: Sequence[Reward | Callable[..., Any]], workers: int | None = None, timeout_s: float = 5.0,
-        on_error: float = 0.0, peers: "Peers | None" = None, folder: Path | None = None,
-        watched: Mapping[str, Any] | None = None, on_request: Mapping[str, Any] | None = None,
-    ):  # fmt: skip
+        self,
+        rewards: Sequence[Reward | Callable[..., Any]],
+        workers: int | None = None,
+        timeout_s: float = 5.0,
+        on_error: float = 0.0,
+        peers: "Peers | None" = None,
+        folder: Path | None = None,
+        watched: Mapping[str, Any] | None = None,
+        on_request: Mapping[str, Any] | None = None,
+    ):
         workers = workers_for_cores() if workers is None else workers
         if workers < 1 or not 0 < timeout_s < math.inf or math.isinf(on_error):
             raise InputError(

@@ -255,9 +255,14 @@ class LocalEpisodes:
     """
 
     def __init__(
-        self, prompts: Prompts, limits: Limits, stops: Sequence[int], branching: Branching | None, observed: bool,
+        self,
+        prompts: Prompts,
+        limits: Limits,
+        stops: Sequence[int],
+        branching: Branching | None,
+        observed: bool,
         longest: int,
-    ):  # fmt: skip
+    ):
         self.close_errors: list[str] = []
         self._max_chars = longest * max(map(len, prompts.tokenizer.get_vocab()))
         self.threads = DaemonThreads(MAX_ANSWERING)
@@ -315,9 +320,19 @@ class LocalEpisodes:
         form = self._forms[key]
         prompt = [int(token) for token in form.prompt(messages, num_environment_messages)]
         self._live[spec.key] = LiveEpisode(
-            world, form, word_prompt(messages, task), messages, prompt, num_environment_messages, self._max_chars,
-            self.close_errors, (), restarts, self._branching, self._observed,
-        )  # fmt: skip
+            world,
+            form,
+            word_prompt(messages, task),
+            messages,
+            prompt,
+            num_environment_messages,
+            self._max_chars,
+            self.close_errors,
+            (),
+            restarts,
+            self._branching,
+            self._observed,
+        )
         return EpisodeStart(prompt)
 
     def _start_or_replay(self, spec: EpisodeSpec, partial: Completion) -> EpisodeStart:

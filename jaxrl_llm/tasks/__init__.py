@@ -26,6 +26,6 @@ from jaxrl_llm.tasks.task import (
     check,
     generate_ahead,
     load,
-)  # fmt: skip
+)
 
 __all__ = [name for name in globals() if not name.startswith("_")]

@@ -227,9 +227,13 @@ class Progress:
     """
 
     def __init__(
-        self, schedule: Schedule, first_step: int = 1, console: Console | None = None,
-        tracker: FindingTracker | None = None, quiet: bool = False,
-    ):  # fmt: skip
+        self,
+        schedule: Schedule,
+        first_step: int = 1,
+        console: Console | None = None,
+        tracker: FindingTracker | None = None,
+        quiet: bool = False,
+    ):
         console = console or Console(stderr=True, highlight=False)
         self._schedule = schedule
         self.tracker = tracker

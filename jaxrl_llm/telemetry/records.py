@@ -309,10 +309,14 @@ class RunWriter(contextlib.AbstractContextManager):
     """
 
     def __init__(
-        self, run_dir: str | Path, resumed_at: int | None, trackers: Sequence[str] = (),
-        config: dict[str, Any] | None = None, tell: Callable[[dict[str, Any]], None] | None = None,
+        self,
+        run_dir: str | Path,
+        resumed_at: int | None,
+        trackers: Sequence[str] = (),
+        config: dict[str, Any] | None = None,
+        tell: Callable[[dict[str, Any]], None] | None = None,
         warn: Callable[[str], None] = log.warning,
-    ):  # fmt: skip
+    ):
         self._run_dir = Path(run_dir)
         made_by = tracker_factories(trackers)
         metrics = self._run_dir / "metrics.jsonl"
@@ -397,9 +401,12 @@ def log_to_file(path: Path) -> Generator[None]:
 
 
 def record_step(
-    writer: RunWriter | None, step: int, row: dict[str, Any], training_rows: Sequence[dict[str, Any]] = (),
+    writer: RunWriter | None,
+    step: int,
+    row: dict[str, Any],
+    training_rows: Sequence[dict[str, Any]] = (),
     evaluation_rows: Sequence[dict[str, Any]] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Write a step's metrics and samples, and after an evaluation the report, if there is a writer.
 
     ``training_rows``: of the step's completions; ``evaluation_rows``: of its evaluation, None without one.
