@@ -16,7 +16,7 @@ import yaml
 from jaxrl_llm import config as configs
 from jaxrl_llm.cli.flags import parse_flags
 from jaxrl_llm.cli.train import take_distributed
-from jaxrl_llm.models.flops import count_parameters
+from jaxrl_llm.models.decoder import count_parameters
 from jaxrl_llm.models.hf import read_config
 from jaxrl_llm.rules import DONE, GUARD
 from jaxrl_llm.sharding.distributed import join_arguments

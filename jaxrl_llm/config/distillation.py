@@ -6,8 +6,7 @@ from typing import Annotated, Any, ClassVar
 
 from jaxrl_llm.algorithms.kl import JensenShannon, SampledKL, TeacherSignal
 from jaxrl_llm.config.mixture import tasks_in
-from jaxrl_llm.data.datasets import Collected, Texts
-from jaxrl_llm.data.loading import check_texts
+from jaxrl_llm.data.datasets import Collected, Texts, check_texts
 from jaxrl_llm.errors import InputError, did_you_mean, require
 from jaxrl_llm.system.setting import MODEL, Choice, Range, Setting
 

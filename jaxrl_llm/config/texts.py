@@ -7,8 +7,7 @@ from jaxrl_llm import tasks
 from jaxrl_llm.algorithms.preference import DPO, IPO, KTO, ORPO, SimPO
 from jaxrl_llm.config.mixture import tasks_in
 from jaxrl_llm.config.run import SEED, Evaluation, Output, Run, check_model
-from jaxrl_llm.data.datasets import KINDS, Collected, Pairs, Steps, Texts, Unpaired
-from jaxrl_llm.data.loading import check_collected
+from jaxrl_llm.data.datasets import KINDS, Collected, Pairs, Steps, Texts, Unpaired, check_collected
 from jaxrl_llm.environments.environment import Limits
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.learner.settings import RL_RATE, Learner, UsualRate, with_usual_rate

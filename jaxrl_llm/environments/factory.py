@@ -3,8 +3,7 @@
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxrl_llm.environments.environment import Environment, Limits
-from jaxrl_llm.environments.tools import DuckTyped, Tool, can_copy, tools_of
+from jaxrl_llm.environments.environment import DuckTyped, Environment, Limits, Tool, can_copy, tools_of
 from jaxrl_llm.environments.world import Caller, World
 from jaxrl_llm.errors import InputError, did_you_mean, require
 from jaxrl_llm.tasks.filters import resolve

@@ -21,9 +21,11 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm.environments.calls import ParsedReply
 from jaxrl_llm.environments.environment import (
+    DuckTyped,
     Environment,
     Limits,
     Step,
+    Tool,
     check_copy,
     check_messages,
     check_step,
@@ -31,7 +33,6 @@ from jaxrl_llm.environments.environment import (
     finite,
     overrides,
 )
-from jaxrl_llm.environments.tools import DuckTyped, Tool
 from jaxrl_llm.tasks.messages import join_messages, schema_name
 from jaxrl_llm.types import Message
 

@@ -14,8 +14,7 @@ from jaxrl_llm.learner.batch import Layout, Sample
 from jaxrl_llm.learner.settings import Learner
 from jaxrl_llm.learner.update import Training
 from jaxrl_llm.models.config import ComputeOptions, ModelConfig
-from jaxrl_llm.models.decoder import Adapter, parameter_shapes
-from jaxrl_llm.models.flops import training_flops, visible_pairs
+from jaxrl_llm.models.decoder import Adapter, parameter_shapes, training_flops, visible_pairs
 from jaxrl_llm.models.heads import ScalarModel
 from jaxrl_llm.models.lora import model_of
 from jaxrl_llm.sharding import batch_parts, memory_limit, platform_of

@@ -12,7 +12,7 @@ from jaxrl_llm.config import Configuration
 from jaxrl_llm.learner.platform import compute_for, token_bytes, tokens_in_memory
 from jaxrl_llm.learner.samples import estimator_bytes
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.flops import count_parameters
+from jaxrl_llm.models.decoder import count_parameters
 from jaxrl_llm.models.heads import split_head
 from jaxrl_llm.plan import programs, roofline
 from jaxrl_llm.plan.machines import CUDNN, Machine, is_installed

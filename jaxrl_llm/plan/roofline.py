@@ -19,7 +19,7 @@ from jaxrl_llm.learner.batch import packed_shapes
 from jaxrl_llm.models import gpu_attention
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decode_kernels import ByLength, columns_read
-from jaxrl_llm.models.flops import count_parameters, forward_flops, training_flops, visible_pairs
+from jaxrl_llm.models.decoder import count_parameters, forward_flops, training_flops, visible_pairs
 from jaxrl_llm.models.heads import saves_logits
 from jaxrl_llm.models.layers import BLOCKS, part_columns
 from jaxrl_llm.plan import programs

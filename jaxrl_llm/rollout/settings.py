@@ -3,8 +3,7 @@
 import dataclasses
 from typing import Annotated, Any, Literal
 
-from jaxrl_llm.data.datasets import Collected, Texts
-from jaxrl_llm.data.loading import check_texts
+from jaxrl_llm.data.datasets import Collected, Texts, check_texts
 from jaxrl_llm.engine.settings import Repetition, Sampling
 from jaxrl_llm.environments.environment import Limits
 from jaxrl_llm.errors import require

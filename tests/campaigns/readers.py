@@ -153,7 +153,7 @@ def read_table(case: Any, folder: Path) -> Any:
 def read_data(case: Any, folder: Path) -> Any:
     """Load rows of a supervised stage."""
     from jaxrl_llm.data import datasets
-    from jaxrl_llm.data.loading import load_texts
+    from jaxrl_llm.data.datasets import load_texts
     from jaxrl_llm.tasks import Table
 
     kind, template, data = case
@@ -489,7 +489,7 @@ TARGETS = {
     "gym": Target(_make_gym, verify_gym, _ready(_entries, "jaxrl_llm.rewards.gym_answer"), POOLED_S),
     "calls": Target(lambda draws: text(draws, HARD), parse_calls, _ready("jaxrl_llm.environments.calls")),
     "tables": Target(_make_table, read_table, _ready(_parquet, "jaxrl_llm.tasks")),
-    "data": Target(_make_data, read_data, _ready(byte_tokenizer, "jaxrl_llm.data.loading")),
+    "data": Target(_make_data, read_data, _ready(byte_tokenizer, "jaxrl_llm.data.datasets")),
     "templates": Target(lambda draws: text(draws, TEMPLATES) or "{{", render, byte_tokenizer),
     "models": Target(make_directory, read_directory, import_all),
     "gguf": Target(make_gguf, read_gguf_file, import_all),

@@ -5,7 +5,7 @@ from typing import Literal
 import pytest
 from environments.worlds import Guess, multiply
 
-from jaxrl_llm.environments.tools import methods_of, schema_of, tools_of
+from jaxrl_llm.environments.environment import methods_of, schema_of, tools_of
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.tasks.messages import schema_name
 

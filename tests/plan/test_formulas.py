@@ -21,8 +21,7 @@ from jaxrl_llm.engine.slots import empty_slots, run_chunk
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.samples import estimator_bytes
 from jaxrl_llm.models import experts
-from jaxrl_llm.models.decoder import Weights, initialise
-from jaxrl_llm.models.flops import count_parameters, forward_flops, visible_pairs
+from jaxrl_llm.models.decoder import Weights, count_parameters, forward_flops, initialise, visible_pairs
 from jaxrl_llm.plan import hlo
 from jaxrl_llm.plan.hlo import find_loops
 from jaxrl_llm.plan.planning import memory_of_learning, state_memory

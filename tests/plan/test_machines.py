@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.models.decoder import count_parameters
 from jaxrl_llm.models.families import FAMILIES
-from jaxrl_llm.models.flops import count_parameters
 from jaxrl_llm.plan.machines import EXAMPLES, describe_devices, parse_topology
 from jaxrl_llm.plan.programs import find_model_config, published_configs
 from jaxrl_llm.sharding.mesh import CHIPS, chip_of

@@ -16,7 +16,7 @@ from jaxrl_llm import load_pretrained, train
 from jaxrl_llm.checkpoints.store import steps_in
 from jaxrl_llm.config import Output
 from jaxrl_llm.models import save_pretrained
-from jaxrl_llm.models.flops import count_parameters
+from jaxrl_llm.models.decoder import count_parameters
 from jaxrl_llm.rules import Reaches, Rules
 from jaxrl_llm.sharding.mesh import CHIPS, DEVICE_KINDS
 from jaxrl_llm.system.json_lines import read_rows
