@@ -111,7 +111,7 @@ class Carryover:
       stream_memory: of the stream of prompts.
       texts: number of texts drawn in addition to the groups.
       successes: stored for replay.
-      critic: numbers of the critic's last steps (``learner.samples.pooled``).
+      critic: numbers of the critic's last steps (``learner.samples.pool_explained_variance``).
       tool_failed: whether a call of a tool has failed in the run.
       step_progress: of the next step (``StepCollector.suspend``) if the run was stopped within it; else empty.
     """

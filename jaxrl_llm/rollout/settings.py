@@ -103,7 +103,7 @@ class Branching(Setting):
     """Branches of episodes where the model became less certain by what the environment said: ARPO (arXiv 2507.19849).
 
     After each answer of the environment an episode branches if ``alpha + beta dH > tau``, where dH is the rise of the
-    entropy of the model's next tokens (``rollout.branches``).
+    entropy of the model's next tokens (``rollout.episodes``).
 
     Attributes:
       whole: N, members of a group that begin as whole episodes; the others are left for branches. None for half.

@@ -120,7 +120,7 @@ class Rules(Setting):
 
     Attributes:
       phases: parts of the run with settings of their own, in turn; empty for a run without phases.
-      guards: kinds of findings (``telemetry.diagnose``) that are acted on when they begin; "all" for all of them.
+      guards: kinds of findings (``diagnosis.diagnose``) that are acted on when they begin; "all" for all of them.
         ``--guard KIND`` adds one.
       on_guard: "stop" saves and stops with exit code 3. "rollback" resumes from the newest checkpoint before the
         finding began, with ``slower`` times the learning rate; the data continues at its place.

@@ -1,5 +1,5 @@
 """The problems of a run: the training problems in the order in which they are asked, and the evaluation problems; and
-what a phase of a run leaves to the next one: the place in its problems, and stored successes (``rollout.replay``)."""
+what a phase of a run leaves to the next one: the place in its problems, and stored successes (``rollout.groups``)."""
 
 import contextlib
 import dataclasses
