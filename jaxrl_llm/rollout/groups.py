@@ -340,32 +340,34 @@ class AdmissionPolicy:
         longest = self.longest_of(task)
         return min(length + budget, longest) if budget else longest
 
-    def should_start(self, collected: int, running: int, paused: int, waiting: int, started: int, share: float) -> bool:
+    def should_start(
+        self, collected: int, running: int, unfinished: int, waiting: int, started: int, share: float
+    ) -> bool:
         """Whether to begin one more group, if ``share`` of them are informative.
 
         Groups that are certain to be needed are begun at once. Others are begun while the step is short of groups and
         those under way are not expected to cover it: as many as keep every slot busy, and as many again waiting, so
-        that a slot that ends is filled at once; a group that never ran costs nothing. Paused groups count in the steps
-        to come.
+        that a slot that ends is filled at once; a group that never ran costs nothing. Unfinished groups count in later
+        steps.
 
         Args:
           collected: groups to learn from.
           running: groups with some completion being sampled.
-          paused: groups that have used up their budget for this step.
+          unfinished: groups that have used up their budget for this step.
           waiting: completions that the engine has not returned.
           started: prompts begun in this step.
           share: of informative groups.
         """
         # If the last groups are interrupted, more of them run, so that no slot idles, as far as the next step needs
         # them. If they are finished, more would fill slots too, but with tokens that are learned from a step later.
-        reach = 2 * self.needed if self.collect.interrupt else self.needed
+        target = 2 * self.needed if self.collect.interrupt else self.needed
         if collected >= self.needed or started >= self.collect.max_rounds * self.needed:
             return False
         expected = collected + share * running
-        if expected + share * paused >= self.segments * reach:
+        if expected + share * unfinished >= self.segments * target:
             return False
         certain = not self.filter_groups and collected + running < self.needed
-        return certain or (waiting < 2 * self.slots and expected < reach)
+        return certain or (waiting < 2 * self.slots and expected < target)
 
 
 def replay_successes(

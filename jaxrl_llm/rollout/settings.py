@@ -130,7 +130,7 @@ class Branching(Setting):
         """Return P, which is compared with the threshold; no random number is drawn."""
         return self.base + self.weight * entropy_rise
 
-    def at(self, entropy_rise: float) -> bool:
+    def branches_at(self, entropy_rise: float) -> bool:
         """Whether an episode branches at a turn of this rise."""
         return self.probability(entropy_rise) > self.threshold
 

@@ -44,7 +44,7 @@ RENAMED = {
     "unscored": "pending",
     "asked": "open_groups",
     "returned": "sampled_numbers",
-    "held": "paused",
+    "held": "unfinished",
     "idle": "stalled_stops",
     "$Solved": "$ProblemSuccesses",
     "share": "mean_credit",
