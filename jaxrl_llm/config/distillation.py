@@ -82,8 +82,7 @@ class Distillation(Setting):
     Attributes:
       teacher: any model with the policy's tokens: a run (RUN, RUN@STEP), a directory, a .gguf file, a hub id. Its width
         and family, and the padding of its vocabulary, may differ. It is sharded as the policy; a policy with adapters
-        that is taught by its own base keeps no second copy.
-        None: the policy itself, which is told more (``context``).
+        that is taught by its own base keeps no second copy. None: the policy itself, which is told more (``context``).
       divergence: ``SampledKL()``, an advantage for each sampled token, through the recipe's surrogate; or
         ``JensenShannon(beta)``, a loss over the vocabulary. Also "policy_gradient", "forward_kl", "reverse_kl", "jsd",
         or a number: beta.

@@ -1,6 +1,5 @@
 """Rollouts: admission and collection of groups from prompts, and carryover between steps. Exports the engine's names
-too.
-"""
+too."""
 
 from jaxrl_llm.engine.settings import Repetition, Sampling
 from jaxrl_llm.rollout.settings import Branching, Collect, EngineOptions, Ptx, Replay, Rollout

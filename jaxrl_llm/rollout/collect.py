@@ -1,6 +1,5 @@
 """Dynamic sampling: one step's groups are collected as a stream. Slots stay full, and a group is scored once its last
-completion ends.
-"""
+completion ends."""
 
 import dataclasses
 import math
@@ -314,8 +313,7 @@ class StepCollector:
 
     def abort_surplus(self) -> None:
         """Abort requests once there are enough groups: all with ``interrupt``, else those of groups that have not run
-        yet.
-        """
+        yet."""
         keys = self.requests.keys
         if not self.sampler.admission.collect.interrupt:
             ran = self.sampled_numbers | {number for number, _ in self.requests.running}
@@ -490,8 +488,7 @@ def step_metrics(
     seconds: dict[str, float],
 ) -> dict[str, float]:
     """Compute the metrics of a step: its groups, their durations, and the share of the sampled tokens that is learned
-    from.
-    """
+    from."""
     source, scores = step.sampler.source, step.scores
     useful_tokens = count_sampled_tokens(groups)
     slot_steps = step.sampler.engine.slot_steps

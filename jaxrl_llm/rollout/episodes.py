@@ -371,8 +371,7 @@ class LocalEpisodes:
         self, answering: Iterable[Hashable], preparing: Iterable[Hashable], wait_s: float
     ) -> tuple[list[tuple[Hashable, tuple[Episode, list[int]]]], list[tuple[Hashable, EpisodeStart]]]:
         """Return the answers of environments to these episodes, and the starts of those in preparation; with none, wait
-        so many seconds for the first.
-        """
+        so many seconds for the first."""
         answers = {key: self._answers[key] for key in answering if key in self._answers}
         starts = {key: self._starts[key] for key in preparing if key in self._starts}
         if wait_s and starts:
@@ -596,8 +595,7 @@ class Episodes:
 
     def openings(self, specs: Sequence[EpisodeSpec]) -> list[dict[str, Any]]:
         """Return how these episodes, which are not closed yet, began: ``prompt``, messages without the task's system
-        message and suffix, and ``tools``, JSON schemas.
-        """
+        message and suffix, and ``tools``, JSON schemas."""
         return self._call_on_owners(lambda spec: self._local[spec.key].opening, specs)
 
     def startable(

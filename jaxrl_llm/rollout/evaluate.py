@@ -249,8 +249,7 @@ def start_prompts(
     keys: Sequence[Hashable],
 ) -> tuple[list[Any], list[Completion | None]]:
     """Return the prompt of each completion, with the completion of an episode that is over at once; episodes are begun
-    under their keys, all ``samples`` of one problem, which are adjacent, with the same seed.
-    """
+    under their keys, all ``samples`` of one problem, which are adjacent, with the same seed."""
     episodes = answerer.episodes
     token_ids = [None if episodes and episodes.plays(problem) else prompts[problem] for problem in problems]
     partials: list[Completion | None] = [None] * len(problems)
@@ -431,8 +430,7 @@ TASK_METRICS = {
 
 def task_metrics(labels: Sequence[str], sampled: Sequence[Group], learned: Sequence[Group]) -> dict[str, float]:
     """Compute metrics of each task of a mixture: of its groups finished in the step, before any filter, and the number
-    of its groups that the step learns from.
-    """
+    of its groups that the step learns from."""
     metrics = {}
     for label in labels:
         of_task = group_metrics([group for group in sampled if group.problem.task == label])
@@ -477,8 +475,7 @@ def failed_call(groups: Sequence[Group]) -> str:
 
 def branch_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Compute metrics of the branches of the groups' episodes: how many, what they did not have to sample, and how much
-    less certain the model was after the environment's answers.
-    """
+    less certain the model was after the environment's answers."""
     played = [[c for c in group.completions if c.episode is not None] for group in groups]
     members = [(c, c.episode) for group in played for c in group]
     tokens = sum(c.length for c, _ in members)

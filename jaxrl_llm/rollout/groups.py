@@ -235,8 +235,7 @@ class GroupSource:
 
     def score(self, groups: Sequence[PartialGroup]) -> Callable[[], tuple[dict[int, Group], Failures]]:
         """Start to score finished groups; return a function that waits for them: by number, with texts and scores, and
-        the failures of rewards.
-        """
+        the failures of rewards."""
         completions = [completion for group in groups for completion in group.completions]
         answers = with_texts(dict(enumerate(completions)), self.tokenizer, self.stop_ids)
         wait = self.scorer.begin([(groups[i // self.group].problem, c) for i, c in answers.items()])
@@ -432,8 +431,7 @@ def pick_success(successes: tuple[Success, ...], seed: int, number: int) -> Succ
 
 def drop_long_successes(store: SuccessStore, limits: Mapping[str, int], names: Mapping[str, str]) -> SuccessStore:
     """Return the store's successes of these tasks, by label, in completions of at most so many tokens; stored by the
-    names that the tasks have from here on.
-    """
+    names that the tasks have from here on."""
     shorter = {}
     for key, stored in store.items():
         label, _, problem = key.rpartition("/")

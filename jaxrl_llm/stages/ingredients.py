@@ -118,8 +118,7 @@ class Ingredient:
 @dataclasses.dataclass(frozen=True)
 class Constraints(Ingredient):
     """Limits on a run's mean costs, each with a multiplier that a rule updates, and its gate: a completion that it
-    rejects is never made more likely.
-    """
+    rejects is never made more likely."""
 
     constraints: tuple[Constraint, ...]
     gated: bool = False

@@ -411,8 +411,7 @@ def judge_completions(reward: Any, judge: JudgeEngine, items: Sequence[Item]) ->
 
 def engine_passes(run: configs.Run, samples: Sequence[Sample], where: Any, find: Architectures) -> list[Pass]:
     """Return what judges read in a step that has these completions, for the plan: the weights of each, and passes over
-    questions and answers at their longest, as many as slots at a time.
-    """
+    questions and answers at their longest, as many as slots at a time."""
     passes = []
     dtype = jnp.dtype(run.learner.compute.dtype)
     for number, (judge, questions) in enumerate(judge_questions(run).items(), start=1):

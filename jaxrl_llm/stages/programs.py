@@ -1,6 +1,5 @@
 """The parts of reinforcement learning made from a run's settings, in one place for the trainer and the planner:
-ingredients, objectives, rules, and the programs of the devices.
-"""
+ingredients, objectives, rules, and the programs of the devices."""
 
 import dataclasses
 import functools

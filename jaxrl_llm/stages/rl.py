@@ -115,8 +115,7 @@ def training_lines(
 
 def token_numbers(completion: Completion, sample: Sample | None) -> dict[str, list[Any]]:
     """Return the values of each token by name: numbers of sampler and learner; ``mask``, if the policy did not sample
-    all tokens; ``counted``, if the loss leaves out some of those.
-    """
+    all tokens; ``counted``, if the loss leaves out some of those."""
     arrays = {"sampler_logp": completion.sampler_logp, **completion.extras, **({} if sample is None else sample.arrays)}
     numbers: dict[str, list[Any]] = {}
     for name, array in arrays.items():
@@ -500,8 +499,7 @@ def check_rewards(
     scorer: Scorer, problems_read: Problems, prompts: Prompts, verifies: bool, note: Callable[[str], None] | None = None
 ) -> list[str]:
     """Check that the rewards can judge all problems, and call each once for every task; return notes. ``note`` gets
-    what is found later, see ``Scorer.check``.
-    """
+    what is found later, see ``Scorer.check``."""
     notes = scorer.check([*problems_read.all_train, *problems_read.held_out], verifies, note)
     for problems in problems_read.train:
         task = prompts.task(problems[0].task)

@@ -141,8 +141,7 @@ DEFAULT_SEPARATOR = "\n"
 
 def reward_model_uses(run: configs.Run) -> Iterator[tuple[RewardModelUse, str]]:
     """Yield every use of a reward model in a run, with the model's name: rewards, constraints, a gate, the judge of
-    evaluations.
-    """
+    evaluations."""
     for base in configs.bases(run):
         field = f"reward {getattr(base, 'name', '')}:"
         if isinstance(base, ModelReward):
@@ -155,8 +154,7 @@ def reward_model_uses(run: configs.Run) -> Iterator[tuple[RewardModelUse, str]]:
 
 def format_notes(run: configs.Run) -> list[str]:
     """Return lines for people on how models without a recorded training format are read; includes a critic's initial
-    model.
-    """
+    model."""
     critic = run.recipe.critic
     begins = [] if critic is None or critic.model is None else [(RewardModelUse("recipe.critic.model"), critic.model)]
     return list(dict.fromkeys(line for use, name in (*reward_model_uses(run), *begins) for line in use.untold(name)))
