@@ -97,8 +97,8 @@ def decide(rules: Mapping[str, Rule], row: Row, memory: Memory) -> tuple[Decisio
     ``LAST_RESET``.
 
     The first rule that stops the run gives the reason. A stop by a guard makes no resets. After a rollback no other
-    decision is applied: it would be about the undone policy. Of several resets of the reference the largest ``mix`` wins.
-    The memory of absent rules is kept: a later phase may have them again.
+    decision is applied: it would be about the undone policy. Of several resets of the reference the largest ``mix``
+    wins. The memory of absent rules is kept: a later phase may have them again.
     """
     decisions = []
     remembered: Memory = {name: rule_memory for name, rule_memory in memory.items() if name not in rules}
@@ -145,8 +145,8 @@ def not_a_number(
 ) -> Decided:
     """Stop at a loss, gradient, log-probability, advantage or reward that is not finite: a ``Rule``.
 
-    An update with such a loss or gradient was not applied, so the saved state is the one before it. The remedy is a tenth
-    of ``learning_rate``, set in ``field``; ``prefix`` precedes the names of the optimiser's metrics.
+    An update with such a loss or gradient was not applied, so the saved state is the one before it. The remedy is a
+    tenth of ``learning_rate``, set in ``field``; ``prefix`` precedes the names of the optimiser's metrics.
     """
     names = not_finite(row, prefix)
     names += [name for name, x in row.items() if isinstance(x, float) and math.isinf(x) and name.startswith(MEANS)]
@@ -275,8 +275,8 @@ POOLED = 32
 
 
 def few_kept(row: Row, memory: RuleMemory, filter_reads: str, group: int) -> Decided:
-    """Report when the filter by ``filter_reads`` ("accuracy" or "reward") begins to keep less than a tenth of the groups:
-    a ``Rule``. It remembers the groups ``faded_kept`` and ``faded_count``, and whether it has ``reported``."""
+    """Report when the filter by ``filter_reads`` ("accuracy" or "reward") begins to keep less than a tenth of the
+    groups: a ``Rule``. It remembers the groups ``faded_kept`` and ``faded_count``, and whether it has ``reported``."""
     share, new = row.get("dynamic_sampling/kept_fraction", math.nan), row.get("dynamic_sampling/finished", 0)
     if math.isnan(share) or not new:
         return Decision(), memory
@@ -307,8 +307,8 @@ ALL = "all"
 
 
 def on_finding(row: Row, memory: RuleMemory, rules: Rules) -> Decided:
-    """Stop or roll back, as the settings say, when a finding of one of ``rules.guards`` begins: a ``Rule``. It remembers
-    the ``reported`` findings, cleared by a rollback, and how many ``times`` it rolled back."""
+    """Stop or roll back, as the settings say, when a finding of one of ``rules.guards`` begins: a ``Rule``. It
+    remembers the ``reported`` findings, cleared by a rollback, and how many ``times`` it rolled back."""
     findings = {name.removeprefix(FOUND): value for name, value in row.items() if name.startswith(FOUND)}
     reported = memory.get("known", [])
     new = [kind for kind in findings if kind not in reported and (kind in rules.guards or ALL in rules.guards)]
@@ -463,11 +463,13 @@ class Resets(Setting):
       with_optimiser: reset the optimiser at each reset of the reference.
       optimiser_every: steps after which the optimiser alone is reset; 0 never.
       on_kl: the KL above which the reference becomes the policy; 0 never.
-      on_kl_share: the KL's share of the loss terms at a token, kl_coef kl / (kl_coef kl + mean |advantage|), above which
-        it does; 0 never. Mean |advantage| is the policy term's size where the ratio is 1; its sum is near 0 there.
+      on_kl_share: the KL's share of the loss terms at a token, kl_coef kl / (kl_coef kl + mean |advantage|), above
+        which it does; 0 never. Mean |advantage| is the policy term's size where the ratio is 1; its sum is near 0
+        there.
       on_kl_jump: how many times the median of the last ``kl_window`` KLs since the last reset a KL must be; 0 never.
       kl_window: steps after any reset, and from the run's beginning, in which no KL resets.
-      mix: reference <- (1 - mix) reference + mix policy at a reset; 1 is the policy, TRL's ref_model_mixup_alpha is 0.6.
+      mix: reference <- (1 - mix) reference + mix policy at a reset; 1 is the policy, TRL's ref_model_mixup_alpha is
+        0.6.
       ema: after each step reference <- ema reference + (1 - ema) policy; 0 is off.
       snapshots: keep the models permanently at each reset of the reference.
     """
@@ -552,16 +554,17 @@ def on_schedule(row: Row, memory: RuleMemory, resets: Resets, every: int, refere
 
 
 def on_stall(row: Row, memory: RuleMemory, resets: Resets, every: int, test: str = "") -> Decided:
-    """Reset the reference after ``on_stall`` evaluations in a row not better than the best one: a ``Rule``. It remembers
-    the result of ``stalls``. Only multiples of ``every`` count: a longer run would not evaluate at this run's end."""
+    """Reset the reference after ``on_stall`` evaluations in a row not better than the best one: a ``Rule``. It
+    remembers the result of ``stalls``. Only multiples of ``every`` count: a longer run would not evaluate at this run's
+    end."""
     stall = stalls(row, memory, every, test)
     due = bool(stall) and stall["stalled"] >= resets.on_stall
     return reset_decision(resets, due, due and resets.with_optimiser), memory | stall | ({"stalled": 0} if due else {})
 
 
 def on_kl(row: Row, memory: RuleMemory, resets: Resets) -> Decided:
-    """Reset the reference if the KL is high, is a large share of the loss, or has jumped: a ``Rule``. It skips the first
-    ``kl_window`` steps after any reset, and remembers the last KLs ``since`` then, without unmeasured ones."""
+    """Reset the reference if the KL is high, is a large share of the loss, or has jumped: a ``Rule``. It skips the
+    first ``kl_window`` steps after any reset, and remembers the last KLs ``since`` then, without unmeasured ones."""
     kl = row.get("kl", math.nan)
     if math.isnan(kl):
         return Decision(), memory
@@ -600,7 +603,8 @@ def by_hand(row: Row, memory: RuleMemory, resets: Resets) -> Decided:
 
 
 def moving_average(row: Row, memory: RuleMemory, ema: float) -> Decided:
-    """Make the reference a moving average of the policy with decay ``ema`` after each update, without events: a ``Rule``."""
+    """Make the reference a moving average of the policy with decay ``ema`` after each update, without events: a
+    ``Rule``."""
     moves = row["step"] > 0 and bool(row.get("updates"))
     return Decision(reset_reference=moves, mix=1 - ema if moves else 1.0), memory
 
@@ -608,8 +612,8 @@ def moving_average(row: Row, memory: RuleMemory, ema: float) -> Decided:
 def kl_controlled(
     row: Row, memory: RuleMemory, reads: str, controller: Callable[[float, float, int], float]
 ) -> Decided:
-    """Update the KL coefficient by the controller (``algorithms.kl.AdaptiveKL``) from the metric ``reads`` of the step's
-    last update, if there is one: a ``Rule``."""
+    """Update the KL coefficient by the controller (``algorithms.kl.AdaptiveKL``) from the metric ``reads`` of the
+    step's last update, if there is one: a ``Rule``."""
     measured = row.get(reads, math.nan)
     if math.isnan(measured):
         return Decision(), memory
@@ -631,7 +635,8 @@ def entropy_controlled(
 
 def evaluation_result(row: Row) -> float | None:
     """Return the result of a row's evaluation, higher is better; None without one, or if it is not a number: the share
-    solved, else the mean reward, a reward model's accuracy, or minus the loss on texts. A mixture's average comes first."""
+    solved, else the mean reward, a reward model's accuracy, or minus the loss on texts. A mixture's average comes
+    first."""
     value, sign = measured_result(row)
     return None if value is None else sign * value
 
@@ -678,8 +683,8 @@ OF_RESULTS = ('"eval/', PHASE, ROLLED_BACK)
 
 
 def surviving_rows(rows: Iterable[Row], tests: Sequence[int] = ()) -> list[list[Row]]:
-    """Return the rows of metrics.jsonl that no rollback has undone, for each phase and each of its evaluations. ``tests``:
-    steps after which evaluations were of other settings."""
+    """Return the rows of metrics.jsonl that no rollback has undone, for each phase and each of its evaluations.
+    ``tests``: steps after which evaluations were of other settings."""
     groups: list[list[Row]] = [[]]
     before, moved = 0, False
     for row in rows:
@@ -694,8 +699,8 @@ def surviving_rows(rows: Iterable[Row], tests: Sequence[int] = ()) -> list[list[
 
 
 def best_step(rows: Iterable[Row], tests: Sequence[int] = ()) -> int | None:
-    """Return the step of the best evaluation, the first of equal ones; None without any. Results are compared within the
-    last phase and evaluation with a result; the arguments are those of ``surviving_rows``."""
+    """Return the step of the best evaluation, the first of equal ones; None without any. Results are compared within
+    the last phase and evaluation with a result; the arguments are those of ``surviving_rows``."""
     for group in reversed(surviving_rows(rows, tests)):
         results = {row["step"]: result for row in group if (result := evaluation_result(row)) is not None}
         if results:

@@ -38,7 +38,8 @@ class Reaches(Setting):
 
 @dataclasses.dataclass(frozen=True)
 class Stalls(Setting):
-    """A condition, early stopping: so many evaluations in a row were not better than the phase's best, step 0's included.
+    """A condition, early stopping: so many evaluations in a row were not better than the phase's best, step 0's
+    included.
 
     Attributes:
       evaluations: how many; the patience.
@@ -62,8 +63,8 @@ class Phase(Setting):
       name: for people: in the summary, the report and the event ``event/phase`` at its beginning.
       steps: the most steps of the phase; None for no limit. The last phase lasts until the run's steps are made.
       until: it ends after the step at which this holds, and in the last phase the run does; None for ``steps`` alone.
-      changes: settings by dotted names, as on the command line (``{"rollout.group": 32}``), for this and later phases. A
-        value may be a whole part: ``{"task": Mixture(...)}``. Your own functions among rewards become ``Function``.
+      changes: settings by dotted names, as on the command line (``{"rollout.group": 32}``), for this and later phases.
+        A value may be a whole part: ``{"task": Mixture(...)}``. Your own functions among rewards become ``Function``.
       reset: the reference becomes the policy when it begins.
       reset_optimiser: the optimiser is reset when it begins.
     """
@@ -118,14 +119,14 @@ class Rules(Setting):
     Attributes:
       phases: parts of the run with settings of their own, in turn; empty for a run without phases.
       guards: kinds of findings to act on when they begin; "all" for all of them. ``--guard KIND`` adds one.
-      on_guard: "stop" saves and stops with exit code 3. "rollback" resumes from the newest checkpoint before the finding
-        began, with ``slower`` times the learning rate; the data continues at its place.
+      on_guard: "stop" saves and stops with exit code 3. "rollback" resumes from the newest checkpoint before the
+        finding began, with ``slower`` times the learning rate; the data continues at its place.
       slower: the factor on the learning rate at each rollback, above 0 and at most 1.
       rollbacks: after so many the next finding stops the run.
       until: the run ends, done, after the step at which this holds; None for its steps alone. With phases: in the last.
-      own: your rules: functions ``rule(row, memory)``, or ``Function("module:function")``, that return a ``Decision``, a
-        pair of it and the new memory, or None. ``row``: the step's row of metrics.jsonl; ``memory``: the rule's own dict,
-        empty at first and saved with the run. Every process calls them with equal arguments.
+      own: your rules: functions ``rule(row, memory)``, or ``Function("module:function")``, that return a ``Decision``,
+        a pair of it and the new memory, or None. ``row``: the step's row of metrics.jsonl; ``memory``: the rule's own
+        dict, empty at first and saved with the run. Every process calls them with equal arguments.
     """
 
     phases: tuple[Phase, ...] = ()
