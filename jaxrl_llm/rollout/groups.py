@@ -56,13 +56,11 @@ REPLACED_MEMBER = 0
 
 @dataclasses.dataclass(frozen=True)
 class Success:
-    """A completion that was right, with its scores before any shaping of its group.
-
-    It keeps the log-probabilities of the policy that sampled it, so that its importance ratio is the true one where it
-    is replayed; the code of GUI-ARPO (arXiv 2505.16282) computes them anew, so that its ratio is 1.
+    """A completion that was right, with its scores before any shaping of its group, and its sampler's
+    log-probabilities, for the true importance ratio; the code of GUI-ARPO (arXiv 2505.16282) computes them anew, so
+    that its ratio is 1.
 
     Attributes:
-      completion: as it was sampled.
       reward: the weighted sum.
       accuracy: the verifier's, at least 1.
       parts: each reward by name, unweighted, and the watched scores.
