@@ -42,12 +42,10 @@ UNIONS = (typing.Union, types.UnionType)
 
 
 def resolved(run: Any) -> Any:
-    """Return the run with its open settings filled in; only a ``Run`` has open settings.
-
-    Filled in are the recipe's temperature, the budget as Dr. GRPO's constant, a correction for tokens sampled by an
-    older policy if sampling runs ahead, and the size of the overlong punishment. A filter of groups by accuracy
-    becomes one by reward if a task lacks an ``Accuracy`` reward: it would drop groups that all can teach.
-    """
+    """Return the run with a ``Run``'s open settings filled in: the recipe's temperature, the budget as Dr. GRPO's
+    constant, a correction for samples of an older policy if sampling runs ahead, the size of the overlong punishment,
+    and a filter of groups by reward in place of accuracy if a task lacks ``Accuracy``: it would drop groups that all
+    can teach."""
     if not isinstance(run, Run):
         return run
     rollout = run.rollout
@@ -68,8 +66,7 @@ def resolved(run: Any) -> Any:
 
 
 def check_run(run: Configuration) -> None:
-    """Refuse settings that cannot work, in a run without phases; InputError names the field, its value and the
-    remedy."""
+    """Refuse a run without phases that cannot work; InputError names the field, its value and the remedy."""
     run = resolved(run)
     check_settings(run)
     # Last, since the checks of a field say more. Settings and report of a run are JSON, which holds no infinite number.
@@ -81,12 +78,8 @@ def check_run(run: Configuration) -> None:
 
 
 def check_types(value: Any, but: type | tuple[()] = ()) -> None:
-    """Refuse a field of this dataclass, or of a dataclass inside it, if its value matches none of its annotated types.
-
-    ``but``: a class of placeholders; fields with one in their values are not checked.
-
-    Raises:
-      InputError: names the field, its value, and what it takes.
+    """Refuse a field of this dataclass, or of one inside it, if its value matches none of its annotated types;
+    InputError names the field, its value, and what it takes. ``but``: a class of placeholders, which are not checked.
     """
     for name, setting, hint in _fields_in(value):
         if not _fits(setting, hint) and not any(isinstance(part, but) for part in parts_of(setting)):
@@ -95,8 +88,8 @@ def check_types(value: Any, but: type | tuple[()] = ()) -> None:
 
 
 def _fields_in(value: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield the fields of the package's dataclasses in a value, outer ones first: dotted name, value and annotation.
-    ``where``: the field that has the value."""
+    """Yield the dotted name, value and annotation of the package's dataclasses' fields below ``where``, outer ones
+    first."""
     if isinstance(value, (tuple, list)):
         for index, item in enumerate(value):
             yield from _fields_in(item, f"{where}[{index}]")
@@ -238,11 +231,9 @@ def inert(run: Run) -> list[str]:
 
 
 def _at_ratio_one(run: Run) -> list[str]:
-    """List the pieces that only act once the live policy differs from the policy that it is compared with.
-
-    In a batch of one update the live policy is the old one, token for token, and, unless sampling runs ahead, the one
-    that sampled. Tokens of earlier steps are compared with the policy of their own time.
-    """
+    """List the pieces that only act once the live policy differs from the one that it is compared with: in a batch of
+    one update it is the old one, and, unless sampling runs ahead, the one that sampled. Tokens of earlier steps are
+    compared with the policy of their own time."""
     algorithm = run.recipe.algorithm
     stale = run.rollout.collect.staleness > 0
     surrogate = algorithm.surrogate
@@ -279,8 +270,7 @@ def _at_ratio_one(run: Run) -> list[str]:
 
 
 def _learns_earlier(run: Run) -> bool:
-    """Whether a batch may hold tokens sampled by an earlier policy than its own: surplus groups, parts of completions,
-    or stored successes."""
+    """Whether a batch may hold tokens of an earlier policy: surplus groups, parts of completions, or stored successes."""
     collect = run.rollout.collect
     leaves = bool(run.recipe.filter_groups or collect.token_budget or collect.interrupt or collect.replay)
     return collect.learn_earlier and leaves
@@ -308,8 +298,7 @@ def _short_memory(run: Run) -> list[str]:
 
 
 def _rewards(run: Run) -> list[str]:
-    """Note punishments without effect, group filters that read the reward for lack of ``Accuracy``, and rewards, of
-    steps or of outcomes, that the estimator does not read."""
+    """Note punishments without effect, filters that read the reward for lack of ``Accuracy``, and rewards never read."""
     recipe = run.recipe
     lines = []
     parts = parts_of_task(run.task)

@@ -1,8 +1,6 @@
-"""Copies of a run's own code: ``RUN/code/N`` has the configuration's file and the local modules that it imports.
-
-A file or a name on the command line is executed where it lies, so edits count; what is given a run alone imports these
-modules from the run's newest copy. Modules are found by their imports, those inside functions too; nothing is imported.
-"""
+"""Copies of a run's own code: ``RUN/code/N`` has the configuration's file and the local modules that it imports, inside
+functions too; nothing is imported to find them. A file or a name on the command line is executed where it lies, so
+edits count; a run that is given alone imports its newest copy."""
 
 import ast
 import contextlib
@@ -35,12 +33,7 @@ INSTALLED = ("site-packages", "dist-packages")
 
 def own_code(run: Any, origin: Origin, directory: Path | None) -> tuple[Origin, dict[str, bytes]]:
     """Return the origin with the run's own modules and their fingerprints, and the bytes of those to copy, by name.
-
-    Args:
-      run: its settings.
-      origin: with the configuration's file, if there is one.
-      directory: of a run that was given alone, whose copies are its code; None for what is executed where it lies.
-    """
+    ``directory``: of a run that was given alone, whose copies are its code; None for what is executed where it lies."""
     modules, code = own_modules(run), {}
     names = {name.partition(":")[0] for name, _ in named(to_json(run))}
     if directory is not None:
@@ -83,11 +76,7 @@ def own_code(run: Any, origin: Origin, directory: Path | None) -> tuple[Origin, 
 
 
 def write_code(directory: Path, origin: Origin, code: Mapping[str, bytes]) -> None:
-    """Write the newest copy of a run's own code, unless it is there.
-
-    Raises:
-      InputError: its folder is a link.
-    """
+    """Write the newest copy of a run's own code, unless it is there. InputError: its folder is a link."""
     folder = directory / storage.CODE / str(origin.copy)
     paths = {folder / copy_of(name, origin): content for name, content in code.items()}
     if all(path.is_file() and path.read_bytes() == content for path, content in paths.items()):
@@ -102,8 +91,8 @@ def write_code(directory: Path, origin: Origin, code: Mapping[str, bytes]) -> No
 
 
 def _local_file(name: str, folders: Collection[Path] = ()) -> str:
-    """Return the Python file of a module that is not installed, and lies in one of the ``folders`` if any are given;
-    empty for other modules, for links and for this package. Nothing is imported."""
+    """Return the Python file of a module in one of the ``folders``, if any are given, that is not installed, a link or
+    of this package; else empty."""
     top = name.partition(".")[0]
     spec = inside = None
     file = str(getattr(sys.modules.get(name), "__file__", None) or "")

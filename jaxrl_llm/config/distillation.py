@@ -21,12 +21,7 @@ NAMED = {
 
 @dataclasses.dataclass(frozen=True)
 class TaskTeacher:
-    """A teacher of one task of a mixture.
-
-    Attributes:
-      task: its name.
-      teacher: the model.
-    """
+    """A teacher of one task of a mixture, by the task's name."""
 
     task: str
     teacher: Annotated[str, MODEL]
@@ -38,10 +33,10 @@ class Context(Setting):
     """What a teacher is told that the policy is not: SDFT (arXiv 2601.19897), SDPO (arXiv 2601.20802), OPSD.
 
     Attributes:
-      template: takes the place of the last message before the completion, for the teacher. It names facts in braces:
+      template: replaces the last message before the completion, for the teacher. It names facts in braces:
         ``{prompt}``, that message; ``{answer}``, the problem's reference; ``{attempt}``, the completion itself;
-        ``{verdict}``, the verifier's word on it, "right" or "wrong"; ``{success}``, another completion of the group
-        that is right; or a column of the row, such as a demonstration. A completion without one of them is not taught.
+        ``{verdict}``, the verifier's "right" or "wrong"; ``{success}``, another completion of the group that is right;
+        or a column of the row. A completion without one of them is not taught.
       max_tokens: more than the prompt may have, for the teacher's. Completions with longer ones are not taught.
     """
 
@@ -80,21 +75,19 @@ class Distillation(Setting):
     """A teacher from which the policy learns on its own completions, in addition to rewards or without any.
 
     Attributes:
-      teacher: any model with the policy's tokens: a run (RUN, RUN@STEP), a directory, a .gguf file, a hub id. Its width
-        and family, and the padding of its vocabulary, may differ. It is sharded as the policy; a policy with adapters
-        that is taught by its own base keeps no second copy.
-        None: the policy itself, which is told more (``context``).
+      teacher: a model with the policy's tokens, sharded as the policy: a run (RUN, RUN@STEP), a directory, a .gguf
+        file, a hub id; no second copy of an adapter's own base is kept. None: the policy itself, which is told more
+        (``context``).
       divergence: ``SampledKL()``, an advantage for each sampled token, through the recipe's surrogate; or
         ``JensenShannon(beta)``, a loss over the vocabulary. Also "policy_gradient", "forward_kl", "reverse_kl", "jsd",
-        or a number: beta.
+        or beta.
       weight: of the advantages, or of the loss.
       by_task: other teachers for some tasks of a mixture.
       lmbda: lambda of GKD (arXiv 2306.13649), the policy's completions as a share of all rows that the divergence is
-        computed on; the others are ``texts``. At 0 nothing is sampled, and a step has ``rollout.prompts`` times
-        ``rollout.group`` texts.
+        computed on; the others are ``texts``. At 0 only ``rollout.prompts`` times ``rollout.group`` texts.
       texts: given texts, of which the teacher's distribution is learned at each token of their completions.
       context: what the teacher is told in addition.
-      own: without another teacher, which weights teach: "policy", those that the step begins with; or "reference", the
+      own: the weights that teach without a ``teacher``: "policy", those that the step begins with; or "reference", the
         frozen copy, which ``recipe.resets.ema`` or ``.reference_every`` moves.
     """
 
@@ -150,8 +143,7 @@ class Distillation(Setting):
         return self.names.index(teacher_by_task.get(task, self.teacher))
 
     def check(self, run: Any, where: str) -> None:
-        """Refuse a missing teacher, teachers of unknown tasks, and settings that wait for a reward where none is
-        given."""
+        """Refuse a missing teacher, teachers of unknown tasks, and settings that wait for a reward that is not there."""
         require(self.teacher != "", f"{where}teacher is empty: give a model, or the run that makes it")
         self._check_context(where)
         self._check_texts(run, where)

@@ -48,11 +48,8 @@ ABOUT = ("type", "origin", "from", "chosen", SIGNED)
 
 @dataclasses.dataclass(frozen=True)
 class Unsaveable:
-    """A placeholder in a loaded run for a value that its config.json could not hold, or that is not found again.
-
-    Attributes:
-      why: the reason; a part of a sentence.
-    """
+    """A placeholder in a loaded run for a value that its config.json could not hold, or that is not found again;
+    ``why``: the reason, a part of a sentence."""
 
     why: str
 
@@ -64,7 +61,6 @@ class LoadedConfig:
     Attributes:
       name: of the file or the run's directory; the name of a new run.
       run: its value; as ``read`` returns it, perhaps with ``Unsaveable`` in some places.
-      origin: its file, and the folder in which relative paths start.
       directory: of the run, if it is loaded from a run's config.json.
       code: at a start, the bytes of its own modules, by name.
     """
@@ -96,19 +92,15 @@ class LoadedConfig:
 
 
 def load_config(name: str) -> tuple[str, Configuration]:
-    """Load a configuration, as (name, value): a Python file that sets ``config``, a shipped name, or a run's
-    directory."""
+    """Load a configuration, as (name, value): a Python file that sets ``config``, a shipped name, or a run's directory."""
     loaded = find_config(name)
     return loaded.name, loaded.run
 
 
 def find_config(name: str) -> LoadedConfig:
-    """Find a configuration by name, as ``load_config`` does, and return it with its origin. A run's directory, or the
-    config.json in it, gives that run, with its ``run_dir`` there. The directory may be an address.
-
-    Raises:
-      InputError: it is missing or unreadable; the line names the remedy.
-    """
+    """Find a configuration by name, as ``load_config`` does, and return it with its origin. A run's directory or
+    address, or the config.json in it, gives that run, with its ``run_dir`` there. InputError: missing or unreadable,
+    with the remedy."""
     path = Path(name)
     if storage.split(name):
         path = storage.folder(name.removesuffix("/config.json"))
@@ -137,11 +129,7 @@ def find_config(name: str) -> LoadedConfig:
 
 
 def with_recipe(run: Configuration, name: str) -> Run:
-    """Return the run with another recipe.
-
-    Raises:
-      InputError: unknown recipe, or a kind of run without recipes.
-    """
+    """Return the run with another recipe. InputError: unknown recipe, or a kind of run without recipes."""
     if not isinstance(run, Run):
         kind = type(run).__name__
         raise InputError(
@@ -154,10 +142,8 @@ def with_recipe(run: Configuration, name: str) -> Run:
 
 
 def to_json(value: Any) -> Any:
-    """Convert a value to nested JSON values; a dataclass becomes an object with its class name as ``type``.
-
-    A value that JSON cannot hold becomes ``{"unsaveable": why}``.
-    """
+    """Convert a value to nested JSON values; a dataclass becomes an object with its class name as ``type``, and a value
+    that JSON cannot hold ``{"unsaveable": why}``."""
     if isinstance(value, Unsaveable):
         return {"unsaveable": value.why}
     if isinstance(value, (Local, StepFunction, InMemory)):
@@ -179,11 +165,7 @@ def to_json(value: Any) -> Any:
 
 
 def whole(value: Any, where: str = "config.json") -> Any:
-    """Return the value after checking that no part of it is ``Unsaveable``.
-
-    Raises:
-      InputError: a part is; the line begins with ``where`` and gives the reason.
-    """
+    """Return the value; InputError, which begins with ``where``, gives the reason if a part of it is ``Unsaveable``."""
     for part in parts_of(value):
         if isinstance(part, Unsaveable):
             raise InputError(f"{where}: {part.why}")
@@ -201,14 +183,9 @@ def as_read(run: Configuration) -> Configuration:
 
 
 def from_json(data: Any, origin: Origin | None = None) -> Any:
-    """Rebuild a value from ``to_json``; lists become tuples. Only dataclasses are constructed. A part that was not
-    saved, or has a class that is not allowed or not found, becomes ``Unsaveable``, and so does one that needs such a
-    part.
-
-    Args:
-      data: nested JSON values, such as those of a config.json.
-      origin: classes of its modules and of this package may be named.
-    """
+    """Rebuild a value from the nested JSON of ``to_json``; lists become tuples. Only dataclasses are constructed, of
+    this package and the origin's modules. A part that was not saved, is not found or allowed, or needs such a part
+    becomes ``Unsaveable``."""
     if isinstance(data, list):
         return tuple(from_json(item, origin) for item in data)
     if not isinstance(data, dict):
@@ -294,10 +271,7 @@ def read(path: Path, own: bool = True, calls: bool = True) -> LoadedConfig:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a file is a run's config.json; a model's directory has a file of that name too.
-
-    An unreadable one is a run's if its folder has checkpoints.
-    """
+    """Whether a config.json is a run's, not a model's; an unreadable one is if its folder has checkpoints."""
     try:
         data = json.loads(path.read_text())
     except OSError:
@@ -308,8 +282,7 @@ def is_run(path: Path) -> bool:
 
 
 def reloads(run: Configuration) -> bool:
-    """Whether config.json holds everything the run trains with; functions and large tables exist only in the
-    program."""
+    """Whether config.json holds everything the run trains with; functions and large tables exist only in the program."""
     values = flat(to_json(run)).values()
     lost = any(value == LOST or str(value).startswith(MISSING) for value in values)
     return not lost and is_whole(as_read(run))
@@ -335,8 +308,7 @@ def shown(changes_found: Sequence[str]) -> str:
 
 
 def changed_since(directory: Path, step: int | None) -> str:
-    """Report the settings of the run in a directory that changed at this step or later, in one line; empty if none
-    did."""
+    """Report the settings of the run in a directory that changed at this step or later, in one line; empty if none."""
     path = directory / "config.json"
     if not path.is_file():
         return ""

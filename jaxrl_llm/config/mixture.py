@@ -37,8 +37,7 @@ class Part:
       task: with its own source, template, extractor and verifier.
       weight: its share of the prompts, among the weights of all parts.
       rewards: of its completions; None for ``scoring.rewards``.
-      max_new_tokens: longest completion, the stop token included; None for ``rollout.max_new_tokens``, which is the
-        most that a part may have.
+      max_new_tokens: longest completion, the stop token included, at most and by default ``rollout.max_new_tokens``.
     """
 
     task: Task
@@ -54,10 +53,8 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Mixture(Setting):
-    """Several tasks that a run trains on together.
-
-    After each prompt every part has had its share of all prompts asked so far, to less than one prompt; which of a
-    part's problems is asked is up to that part alone, whatever the others are.
+    """Several tasks that a run trains on together. After each prompt every part has had its share of all prompts asked
+    so far, to less than one prompt; which of its problems is asked is up to that part alone.
 
     Attributes:
       parts: at least one; their tasks have names of their own.
@@ -157,12 +154,9 @@ def has_accuracy(rewards: Sequence[Reward]) -> bool:
 
 
 def overlong_weight(run: Any) -> float:
-    """Return the recipe's punishment of a completion that reaches the end of the token budget; 0 for no punishment.
-
-    By default it is half of the distance between a right answer and a wrong one: in DAPO (arXiv 2503.14476) 1 of
-    the 2 between +1 and -1. Without an ``Accuracy`` that distance is unknown, and it is 0. In a mixture of tasks
-    with rewards of their own, ``scoring.rewards`` decides it.
-    """
+    """Return the recipe's punishment of a completion that reaches the end of the token budget; 0 for none. By default
+    it is half the distance between a right and a wrong answer: in DAPO (arXiv 2503.14476) 1 of the 2 between +1 and -1;
+    0 without an ``Accuracy``. In a mixture ``scoring.rewards`` decides it."""
     overlong = run.recipe.overlong
     if not overlong.share:
         return 0.0
@@ -172,10 +166,8 @@ def overlong_weight(run: Any) -> float:
 
 
 def rewards(run: Any) -> tuple[Reward, ...]:
-    """Return the configured rewards and the recipe's punishment of completions near the length limit of their task.
-
-    A reward of only some tasks of a mixture is wrapped in ``TaskReward``.
-    """
+    """Return the configured rewards, in ``TaskReward`` if of some tasks only, and the recipe's punishment of
+    completions near their task's length limit."""
     parts = parts_of_task(run.task)
     limits = limits_of(parts, run.rollout.max_new_tokens)
     weight = overlong_weight(run)
@@ -231,12 +223,8 @@ def verifies(run: Any, part: Part | None = None) -> bool:
 
 
 def check_answers(run: Any) -> None:
-    """Refuse a task that declares no reference answers while a reward or shaping reads correctness, before it is
-    loaded.
-
-    Raises:
-      InputError: names the task's field, what reads the answers, and the remedy.
-    """
+    """Refuse, before it is loaded, a task without reference answers while a reward or shaping reads correctness.
+    InputError names the task's field, what reads the answers, and the remedy."""
     for name, task in (("task", run.task), ("evaluation.task", run.evaluation.task)):
         for number, part in enumerate(parts_of_task(task)):
             field = f"{name}.parts[{number}].task" if isinstance(task, Mixture) else name
@@ -248,20 +236,12 @@ def check_answers(run: Any) -> None:
 
 def check_environments(tasks: Sequence[Task]) -> list[Factory]:
     """Refuse environments and tools that cannot work, before anything is loaded; return the factories of the tasks that
-    have some.
-
-    Raises:
-      InputError: names the field and the remedy.
-    """
+    have some. InputError names the field and the remedy."""
     return [Factory(task.environment, task.tools) for task in tasks if task.plays]
 
 
 def check_episodes(run: Any) -> None:
-    """Refuse environments and tools that cannot work, and settings that the episodes of a run cannot have.
-
-    Raises:
-      InputError: as ``check_environments``.
-    """
+    """Refuse (InputError) environments and tools that cannot work, and settings that a run's episodes cannot have."""
     check_environments(tasks_in(run.evaluation.task))
     trained = [task for task in tasks_in(run.task) if task.plays]
     factories = check_environments(trained)

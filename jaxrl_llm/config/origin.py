@@ -1,8 +1,7 @@
 """The origin of a run: recorded in config.json next to the settings, so that its files are found from anywhere.
 
-A person's own Python modules next to a configuration stay importable for the life of the process, and config.json
-names them. Reading a run executes none of them unless the run has values of their classes. Then the files that
-config.json records are executed, as the configuration itself was, if this user made the run or trusts it (trust.py).
+A person's own modules next to a configuration stay importable for the life of the process, and config.json names them.
+Reading a run executes them only for values of their classes, if this user made the run or trusts it (trust.py).
 """
 
 import contextlib
@@ -76,8 +75,7 @@ class Pin:
 
     Attributes:
       step: of the checkpoint or snapshot of a run; None for other models.
-      weights: their fingerprints, by the dtype in which they were read; for a run's step that of its files, under
-        ``files``. Empty if unknown.
+      weights: their fingerprints, by the dtype read, or of a run's step's files under ``files``. Empty if unknown.
     """
 
     step: int | None = None
@@ -152,9 +150,8 @@ EVERY = "evaluation.every"
 
 
 def split_step(name: str) -> tuple[Path, int | None]:
-    """Split ``RUN@STEP`` into a directory and a step; the step is None without one, or if a folder has this exact name.
-
-    ``RUN@best`` gives the step of the best evaluation. The directory of an address is its mirror.
+    """Split ``RUN@STEP`` into a directory (of an address its mirror) and a step: None without one, or if a folder has
+    this exact name. ``RUN@best`` gives the step of the best evaluation.
 
     Raises:
       InputError: it is an address that cannot be read; or no evaluation of the run has a result yet.
@@ -179,12 +176,7 @@ def numbered_step(name: str) -> tuple[str, int | None]:
 
 def recorded_best(directory: Path, row: Mapping[str, Any] | None = None, last: float = math.inf) -> int | None:
     """Return the step of a run's best evaluation by its metrics.jsonl; 0 is the model that it began with, None without.
-
-    Args:
-      directory: the run's.
-      row: of the step after those in the file.
-      last: later steps are left out.
-    """
+    ``row`` is of the step after those in the file; steps after ``last`` are left out."""
     try:
         changed = json.loads((directory / "config.json").read_text())["origin"]["changed"]
     except (OSError, ValueError, TypeError, KeyError, RecursionError):  # of a model, or damaged
@@ -201,9 +193,7 @@ def other_tests(changed: Sequence[tuple[int, Sequence[str]]]) -> list[int]:
 
 def with_step_numbers(run: Any, origin: Origin, pinned_names: Iterable[str] = ()) -> Any:
     """Return the run with ``RUN@STEP`` in place of each model ``RUN@best``: the step of its pin, or else the best now.
-
-    ``pinned_names``: the names of the pinned models of a run that has begun.
-    """
+    ``pinned_names``: of the pinned models of a run that has begun."""
 
     def number(name: str, marks: Sequence[Any]) -> str:
         run, _, step = name.rpartition("@")
@@ -223,14 +213,10 @@ def without_step(name: str) -> str:
 
 
 def located(run: Any, origin: Origin, directory: Path | None = None, pinned: bool = False) -> Any:
-    """Return the run with relative paths of data and models expanded if they are not found from the current folder.
-
-    They are looked for in the folder where the run began, next to its configuration, above ``runs/`` where the run's
-    ``directory`` is now, and in the current folder; the first that exists is taken.
-
-    ``pinned``: first put ``RUN@STEP`` in place of each ``RUN`` that is pinned to a step, and the run's copy of it in
-    place of one that is gone or has changed.
-    """
+    """Return the run with relative paths of data and models expanded if they are not found from the current folder. The
+    first is taken that exists in the folder where the run began, next to its configuration, or above ``runs/`` where
+    its ``directory`` is now. ``pinned``: first put ``RUN@STEP`` in place of each ``RUN`` that is pinned to a step, and
+    the run's copy of it in place of one that is gone or has changed."""
 
     def placed(name: str, marks: Sequence[Any]) -> str:
         is_pinned = pinned and MODEL in marks and name in origin.models
@@ -304,11 +290,8 @@ FOLDERS: list[str] = []
 
 
 def execute(path: Path) -> ModuleType:
-    """Execute a configuration's file; it can import the modules next to it.
-
-    Raises:
-      InputError: whatever it raises, with file and line.
-    """
+    """Execute a configuration's file; it can import the modules next to it. InputError: whatever it raises, with file
+    and line."""
     folder = path.absolute().parent
     names, name = make_findable(folder), f"{PREFIX}{path.stem}"
     for other, (_, file, _) in list(COPIES.items()):  # what lies there is executed, not the copy that a run has of it
@@ -335,11 +318,8 @@ def execute(path: Path) -> ModuleType:
 
 
 def make_findable(folder: Path) -> set[str]:
-    """Make the modules in a configuration's folder importable by name, in this process and in those started later;
-    return their names.
-
-    Installed modules are found first; the folders of earlier configurations come after this one.
-    """
+    """Make the modules in a configuration's folder importable in this process and in those started later, after
+    installed ones and before those of earlier configurations; return their names."""
     here = str(folder)
     earlier = [place for place in FOLDERS if place != here]
     names = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/__init__.py")}
@@ -359,8 +339,7 @@ def make_findable(folder: Path) -> set[str]:
 
 
 def own_modules(value: Any) -> dict[str, str]:
-    """Return the files of modules outside this package that define classes of the values in ``value``, by module
-    name."""
+    """Return the files of modules outside this package that define classes of the values in ``value``, by module name."""
     kinds = {type(part) for part in parts_of(value) if dataclasses.is_dataclass(part)}
     names = {kind.__module__ for kind in kinds if not is_ours(kind)}
     files = {name: getattr(sys.modules.get(name), "__file__", None) for name in sorted(names - {"__main__"})}
@@ -380,11 +359,7 @@ def why_not_found(kind: type) -> str:
 
 def find_class(name: str, origin: Origin | None) -> type | None:
     """Return the dataclass that ``module:class`` names, in this package or in the origin's modules; None for others.
-
-    Raises:
-      InputError: the file of such a module is not found, or is another.
-      ImportError: the module raises it.
-    """
+    InputError: the file of such a module is not found, or is another. ImportError: the module raises it."""
     module_name, _, path = name.partition(":")
     if module_name.partition(".")[0] == OURS:
         module = importlib.import_module(module_name)
@@ -403,11 +378,7 @@ def find_class(name: str, origin: Origin | None) -> type | None:
 
 def own_module(name: str, origin: Origin) -> ModuleType:
     """Return an own module of a run: the loaded one, else from the run's copy of it (``import_copies``), else from its
-    file.
-
-    Raises:
-      InputError: the file is missing or another, or whatever it raises.
-    """
+    file. InputError: the file is missing or another, or whatever it raises."""
     file, loaded = origin.modules[name], sys.modules.get(name)
     exists = loaded is not None or name in COPIES or os.path.isfile(file)
     require(exists, f"it has classes of {file}, which is missing: put it back")
@@ -422,8 +393,8 @@ def own_module(name: str, origin: Origin) -> ModuleType:
 
 
 def copies_of(directory: Path, origin: Origin) -> dict[str, tuple[str, str, str]]:
-    """Return the run's copy of each of its own modules, as in ``COPIES``; the SHA-256 is that of its bytes now, empty
-    without a file. The module's own file stands for a missing copy if it is the same; no links are followed."""
+    """Return the run's copy of each own module, as in ``COPIES``, with the SHA-256 of its bytes now, empty without a
+    file. The module's own file stands for a missing copy if it is the same; no links are followed."""
     found = {}
     for name, digest in origin.code.items():
         file, inside = origin.modules.get(name, ""), f"{storage.CODE}/{origin.copy}/{copy_of(name, origin)}"
@@ -484,16 +455,9 @@ def trusting(trusted: bool = True) -> Generator[None]:
 
 
 def named_code(data: Mapping[str, Any], origin: Origin, calls: bool = True) -> dict[str, str]:
-    """Return the code outside this package that a config.json names, ``module:name``, with the file of each.
-
-    A copy's file is below the run's directory; it is empty where there is none. Nothing is imported.
-
-    Args:
-      data: of the config.json.
-      origin: its origin.
-      calls: whether its functions may be called; otherwise only its classes are executed, and those whose file this
-        process has executed already are left out.
-    """
+    """Return the code outside this package that a config.json names, ``module:name``, with the file of each: a copy's
+    is below the run's directory, and empty where there is none. Nothing is imported. ``calls``: whether its functions
+    may be called; otherwise only classes count whose file this process has not executed already."""
     found = {}
     for name, is_class in named({key: value for key, value in data.items() if key not in ("origin", "from", "chosen")}):
         module = name.partition(":")[0]
@@ -510,10 +474,8 @@ def lost_code(data: Mapping[str, Any], origin: Origin) -> dict[str, str]:
 
 
 def with_lost(run: Any, path: Path) -> Any:
-    """Return a run with the rewards that its config.json at ``path`` lacks, taken from its configuration's file.
-
-    The file is executed only if this user made the run or trusts it; otherwise such a reward says how to.
-    """
+    """Return a run with the rewards that its config.json at ``path`` lacks, from its configuration's file, which is
+    executed only if this user made the run or trusts it; otherwise such a reward says how to."""
     data = json.loads(path.read_text())
     origin = origin_of(data)
     if not lost_code(data, origin):
@@ -548,10 +510,8 @@ def use_copies(directory: Path, origin: Origin) -> None:
 
 
 def named(value: Any, changes: bool = False) -> Iterator[tuple[str, bool]]:
-    """Yield each name of code outside this package in the JSON of a configuration, and whether it is a class.
-
-    A text that could be such a name counts, wherever it is: a class of somebody's own may take it for one.
-    """
+    """Yield each name of code outside this package in the JSON of a configuration, and whether it is a class. Any text
+    of this form counts: a class of somebody's own may take it for a name."""
     if isinstance(value, list):
         for item in value:
             yield from named(item)
@@ -575,10 +535,8 @@ def is_own_function(text: str) -> bool:
 
 
 def signed(data: Mapping[str, Any], origin: Origin) -> dict[str, Any]:
-    """Return the data of a config.json with this user's signature if it names code of its own, else without one.
-
-    Without a key that can be made or read it is not signed: the next start then asks.
-    """
+    """Return the data of a config.json with this user's signature if it names code of its own and there is a key, else
+    without one: the next start then asks."""
     bare = json.loads(json.dumps({name: value for name, value in data.items() if name != SIGNED}))  # as it is read
     code = named_code(bare, origin) | lost_code(bare, origin)
     key = _key(make=True) if code else None
@@ -608,13 +566,8 @@ def tools_of_others(task: Any, path: Path) -> list[str]:
 
 
 def check_trust(path: Path, data: Mapping[str, Any], origin: Origin, calls: bool = True) -> bool:
-    """Refuse the config.json of a run that names code of its own and was made by another user or elsewhere.
-
-    Return whether it names any. ``calls``: as in ``named_code``.
-
-    Raises:
-      InputError: the line names the files.
-    """
+    """Refuse the config.json of a run that names code of its own and was made by another user or elsewhere; return
+    whether it names any. ``calls``: as in ``named_code``. InputError names the files."""
     code = named_code(data, origin, calls)
     if not code or is_made_here(data, origin, path.parent):
         return bool(code)

@@ -19,8 +19,8 @@ from jaxrl_llm.system.setting import FIXED, check_fields, names_marked
 Kind = TypeVar("Kind", bound=Configuration)
 
 OF_THE_OPTIMISER = ("name", "moments.dtype", "moments.offload")
-"""Settings of the optimiser that decide the form of its state: they may change where it is reset. So may whether
-adafactor's ``moments.b1`` is 0: then it has no momentum."""
+"""Settings that decide the form of the optimiser's state; where it is reset they, and adafactor's momentum, may change.
+"""
 
 
 def phases_of(run: Configuration) -> tuple[Phase, ...]:
@@ -29,13 +29,9 @@ def phases_of(run: Configuration) -> tuple[Phase, ...]:
 
 
 def in_phase(run: Kind, number: int) -> Kind:
-    """Return the run's settings in one phase, counted from 0: with the changes of all phases up to it, and resolved.
-
-    A phase has random numbers of its own: its seed is the run's, shifted, and below ``MAX_SEED``.
-
-    Raises:
-      InputError: a change names no setting, or one that no phase changes.
-    """
+    """Return the run's settings in one phase, counted from 0: with the changes of all phases up to it, and resolved;
+    its seed is the run's, shifted, and below ``MAX_SEED``. InputError: a change names no setting, or one that no phase
+    changes."""
     if not isinstance(run, Run) or not run.rules.phases:
         return run
     *_, settings = itertools.islice(_by_phase(run), number + 1)
@@ -55,11 +51,8 @@ SHIFT = 1 << 16
 
 
 def changed(run: Run, changes: Mapping[str, Any]) -> Run:
-    """Return the run with new values of some settings, by their dotted names.
-
-    Settings derived from a changed setting are derived again: the temperature of a recipe, the budget as Dr. GRPO's
-    constant, and the weight of an overlong punishment.
-    """
+    """Return the run with new values of some settings, by their dotted names. Settings derived from them are derived
+    again: a recipe's temperature, the budget as Dr. GRPO's constant, the weight of an overlong punishment."""
     before = run
     for name, value in changes.items():
         run = _with(run, name, value)
@@ -78,10 +71,7 @@ def changed(run: Run, changes: Mapping[str, Any]) -> Run:
 
 
 def _with(value: Any, name: str, new: Any, path: str = "") -> Any:
-    """Return a dataclass with another value of a field, or of a nested one, by its dotted name.
-
-    ``path``: the dotted name from the run on, for the message; ``name`` where it is empty.
-    """
+    """Return a dataclass with another value of a field, or of a nested one, by its dotted name; messages name ``path``."""
     field, dot, rest = name.partition(".")
     fields = [field.name for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
     if field not in fields:
@@ -94,10 +84,7 @@ def _with(value: Any, name: str, new: Any, path: str = "") -> Any:
 
 def validate(run: Configuration) -> None:
     """Refuse settings that cannot work, before anything is loaded; all phases are checked before the first begins.
-
-    Raises:
-      InputError: names the phase, the field, its value and the remedy.
-    """
+    InputError names the phase, the field, its value and the remedy."""
     if not isinstance(run, Run) or not run.rules.phases:
         check_run(run)
         if isinstance(run, Run) and run.rules.until is not None:

@@ -30,18 +30,17 @@ class Scoring(Setting):
     """Settings of the scoring of completions.
 
     Attributes:
-      rewards: named parts, or functions of your own (``jaxrl_llm.rewards.functions`` says which); the reward is their
-        weighted sum, without those that value steps (``StepFunction``). Environments of episodes add their own rewards
-        to it, and then it may be empty.
+      rewards: named parts, or your own functions (see ``jaxrl_llm.rewards.functions``); the reward is their weighted
+        sum, without those of steps (``StepFunction``). Environments of episodes add their own; then it may be empty.
       workers: processes for rewards that may hang or crash; None for as many as this machine has cores, up to 32.
       timeout_s: seconds after which one completion's score is given up and its worker killed.
       on_error: the score of such a completion, and of one for which a reward raises an error.
       constraints: limits on the means of costs, each with a multiplier that a rule moves.
       gate: a condition for a completion to be reinforced; None for none.
-      refusals: detects completions that refuse to answer, to be measured: ``Refusals()`` by patterns, or any reward or
-        function, where it is at least 0.5 (``Threshold(reward, at)`` for another bound). None for no such measure.
-      distillation: a teacher that values each token, in addition to the rewards, or in their place if they are empty.
-        None for none.
+      refusals: measures completions that refuse to answer: ``Refusals()`` by patterns, or any reward or function, where
+        it is at least 0.5 (``Threshold(reward, at)`` for another bound). None for no such measure.
+      distillation: a teacher that values each token, in addition to the rewards or in place of none. None for no
+        teacher.
     """
 
     rewards: tuple[Reward, ...] = (Accuracy(),)
@@ -129,8 +128,8 @@ class Evaluation(Setting):
       top_p: keep the smallest set of most likely tokens with at least this mass; 1 keeps all.
       limit: problems at most; 0 for all.
       task: None for the part of the training task, or of each of them, that is held out.
-      judge: a reward or a function; of two answers the one that scores higher wins: each evaluation reports how often
-        today's answers beat those that the first policy gave to the same problems. None for no judge.
+      judge: a reward or a function: each evaluation reports how often it scores today's answers higher than the first
+        policy's to the same problems. None for no judge.
     """
 
     every: Annotated[int, Count(0), RECORDED, FIXED] = 0
@@ -176,23 +175,21 @@ class Output(Setting):
     Attributes:
       checkpoint_every: steps between checkpoints; the last step always has one.
       checkpoint_minutes: minutes after which a step is saved in any case; 0 saves by steps only.
-      grace_s: seconds that the run has from a signal to stop (SIGTERM, Ctrl-C) until it may be killed. A step that
-        would not end in half of them is stopped within its sampling, and resumes there.
+      grace_s: seconds from a signal to stop (SIGTERM, Ctrl-C) until the run may be killed. A step that would not end in
+        half of them is stopped within its sampling, and resumes there.
       keep: checkpoints that stay.
       keep_best: keep the model of the best evaluation too, in RUN/best, as RUN@best; where there are evaluations.
-      samples: groups of each step that are written to samples.jsonl with their completions; in turn, so that all
-        tasks of a mixture are seen.
-      ratios: write how much likelier the step has made each of their tokens, and which of them clipping would cut then;
-        it takes one more forward pass of those.
-      monitor_kl: where the recipe has no KL, keep the policy that the run begins with and measure each step how far the
-        policy is from it (``kl``); takes its memory and two forward passes, and what is learned stays the same bit for
-        bit.
-      profile: the step in which JAX's profiler runs, for a trace in RUN/profile; 0 for none. A process compiles in its
-        first step, so take a later one.
-      trackers: what else shows the metrics, ``NAME`` or ``NAME:PROJECT`` each: tensorboard (curves in
-        RUN/tensorboard), wandb and trackio (some completions of each evaluation too), or one of another package.
-      run_dir: the run's directory, or its address (gs://, s3://); None for runs/NAME below the current folder.
-        ``--run_dir`` is short for ``--output.run_dir``.
+      samples: groups of each step to write to samples.jsonl with their completions, in turn, so that all tasks are
+        seen.
+      ratios: write how much likelier the step has made each of their tokens, and which clipping would cut; takes a
+        forward pass.
+      monitor_kl: where the recipe has no KL, keep the initial policy and measure each step how far the policy is from
+        it (``kl``); takes its memory and two forward passes, and does not change a bit of what is learned.
+      profile: the step in which JAX's profiler writes a trace to RUN/profile; 0 for none. The first step would also
+        compile.
+      trackers: what else shows the metrics, ``NAME`` or ``NAME:PROJECT`` each: tensorboard (curves in RUN/tensorboard),
+        wandb and trackio (some completions of each evaluation too), or one of another package.
+      run_dir: its directory or address (gs://, s3://); None for runs/NAME below the current folder. Also ``--run_dir``.
     """
 
     checkpoint_every: Annotated[int, Count(1), FREE] = 50
@@ -208,8 +205,8 @@ class Output(Setting):
     run_dir: Annotated[str | None, FREE] = None
 
     def check(self, run: Any, where: str) -> None:
-        """Refuse an address without a folder or an empty name as ``run_dir``, a ``profile`` of no step, and trackers
-        that are named twice or not at all."""
+        """Refuse a ``run_dir`` without a folder or name, a ``profile`` of no step, and trackers named twice or not at
+        all."""
         storage.split(self.run_dir or "", "run_dir")
         require(self.run_dir != "", "run_dir is empty: give a folder, or leave it out for runs/NAME")
         beyond = f"{where}profile {self.profile} is after the last step, {run.steps}: name a step of the run"

@@ -59,15 +59,12 @@ class FromData(Setting):
 
     Attributes:
       model: a Hugging Face directory, a .gguf file, a built-in name, a hub id, or RUN[@STEP].
-      data: to learn from.
       batch: the size of each step's batch.
-      learner: how.
       mesh: how devices are arranged.
-      evaluation: when and how the model is tested, in addition to its measures on held-out data; its task
-        defaults to that of collected data.
+      evaluation: tests of the model, besides its measures on held-out data; the task defaults to that of collected
+        data.
       answering: how answers are sampled.
       output: checkpoints and logs.
-      steps: how many.
       seed: decides the order of the data and every other random number.
     """
 
@@ -137,10 +134,9 @@ class FromData(Setting):
 
 @dataclasses.dataclass(frozen=True)
 class Supervised(FromData):
-    """A supervised fine-tuning run: the model learns to continue prompts as the data does.
+    """A supervised fine-tuning run: the model learns to continue prompts as the data does. Fields as in ``FromData``.
 
     Attributes:
-      model, batch, learner, mesh, evaluation, answering, output, steps, seed: as in ``FromData``.
       data: texts; or the model's own right answers (``Texts(Collected(...))``).
     """
 
@@ -150,13 +146,13 @@ class Supervised(FromData):
 
 @dataclasses.dataclass(frozen=True)
 class Preference(FromData):
-    """A preference run: the model learns which of two answers is better, or which answers are good.
+    """A preference run: the model learns which of two answers is better, or which are good. Other fields as in
+    ``FromData``.
 
     Attributes:
       model: as in ``FromData``; it is the reference too, of losses that have one.
-      data: pairs; or a right and a wrong answer of the model's own (``Pairs(Collected(...))``); for KTO ``Unpaired``,
-        answers with labels.
-      batch, learner, mesh, evaluation, answering, output, steps, seed: as in ``FromData``.
+      data: pairs, or a right and a wrong answer of its own (``Pairs(Collected(...))``); for KTO labelled answers,
+        ``Unpaired``.
       loss: of each pair; or ``KTO``, of each answer.
     """
 
@@ -181,18 +177,17 @@ class Preference(FromData):
 
 @dataclasses.dataclass(frozen=True)
 class RewardModel(FromData):
-    """A reward-model run: a model with a scalar head learns to score answers.
+    """A reward-model run: a model with a scalar head learns to score answers. Other fields as in ``FromData``.
 
     Attributes:
       model: as in ``FromData``; the head of a language model is drawn by the seed, normal with a deviation of 0.02.
       data: pairs or rankings (Bradley-Terry), or solutions with labelled steps (a process reward model); either may be
         collected from ``model``, which is a language model then.
       evaluation: when it is tested on the data that is held out (``every``, ``limit``).
-      batch, learner, mesh, answering, output, steps, seed: as in ``FromData``.
       centre: of pairs and rankings: weight of the square of the scores' mean, which keeps them around 0.
-      score_at: of pairs and rankings: where an answer's score is read: "template", at the last token that the chat
-        template writes after it, as by transformers and TRL, or "stop", at the token that ends it. An answer that was
-        cut off is read at its last token.
+      score_at: of pairs and rankings: where a score is read: "template", at the last token that the chat template
+        writes after the answer, as by transformers and TRL; "stop", at the token that ends it. A cut answer is read at
+        its last token.
       bootstrap: learn from as many rows as there are, drawn from them with replacement by the seed: about 63 % of them,
         others in each model of an ensemble.
     """
@@ -230,11 +225,7 @@ Configuration = Run | FromData
 
 def check_start(run: Configuration, carry: bool = False) -> None:
     """Refuse another run's weights as the start of a run that makes its data with its own model, and its place in the
-    data (``carry``) for a run that does not sample.
-
-    Raises:
-      InputError: names the remedy.
-    """
+    data (``carry``) for a run that does not sample. InputError names the remedy."""
     kind = type(run).__name__
     if carry and not isinstance(run, Run):
         raise InputError(f"--carry is for reinforcement learning, and this is a {kind}: leave it out")

@@ -18,8 +18,7 @@ ENDS = (
     "completed", "tool_stopped", "max_turns", "max_tokens", "max_tool_calls", "context_overflow", "parse_error",
     "environment_error", "timeout",
 )  # fmt: skip
-"""Reasons why an episode ends. ``completed``: the model's last reply needs no answer, or the environment is done;
-``tool_stopped``: the environment is done after a reply with tool calls."""
+"""Reasons why an episode ends: with ``tool_stopped`` the environment is done after a reply with tool calls."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +30,8 @@ class Step:
       reward: of this turn; an episode's reward has the sum of them.
       done: whether the episode ends here.
       metrics: numbers by name.
-      state: name of the state that the environment is in now, for estimators that compare turns (``GiGPO``): equal
-        names are equal states of one row and seed. Empty: the state is all that was said so far.
+      state: name of the environment's state now, for estimators that compare turns (``GiGPO``): equal names are equal
+        states of one row and seed. Empty: the state is all that was said so far.
     """
 
     messages: Sequence[Message] = ()
@@ -43,10 +42,8 @@ class Step:
 
 
 class Environment:
-    """Base of environments: each episode has an instance of its own.
-
-    ``reset``, ``step``, ``close`` and ``copy`` run on one thread, and may be ``async``. Their draws should come from
-    ``seed``: an episode is then the same whenever it runs.
+    """Base of environments: each episode has an instance of its own. Its methods run on one thread, and may be
+    ``async``; draws should come from ``seed``, so that an episode is the same whenever it runs.
 
     Attributes:
       tools: JSON schemas, each ``{"type": "function", "function": {...}}``, of the calls that ``step`` answers.
@@ -83,17 +80,16 @@ class Limits(Setting):
 
     Attributes:
       max_turns: replies of the model; the calls of the last one are still made.
-      max_turn_tokens: tokens of one reply; a longer one is cut there, and the environment answers what there is; 0 for
-        no limit but ``rollout.max_new_tokens``.
+      max_turn_tokens: tokens of one reply, which is cut there and answered as it is; 0 for ``rollout.max_new_tokens``
+        alone.
       max_tool_calls: calls in an episode; those beyond it are not made, and the episode ends; 0 for no limit.
       tool_timeout_s: seconds for a call of a tool, and for each call of the environment.
       max_result_chars: characters of a tool's result that the model sees; a mark says how many are missing.
       cut: the part of a longer result that is left out: its end, middle or start.
-      max_parse_errors: replies in an episode that are answered with the reason why their calls cannot be parsed; the
-        next one ends it.
-      history: where the chat template writes earlier turns otherwise than they were sampled, as by dropping their
-        reasoning: "append_only" keeps every token, as no conversation with the template would; "fork" begins a new row
-        with what the template writes by now, and the episode learns from all its rows.
+      max_parse_errors: replies with unreadable calls that are answered with the reason; the next one ends the episode.
+      history: where the chat template writes earlier turns otherwise than sampled, as by dropping reasoning:
+        "append_only" keeps every token; "fork" begins a new row with what the template writes now, and the episode
+        learns from all rows.
     """
 
     max_turns: Annotated[int, Count(1)] = 8
@@ -200,8 +196,8 @@ class Tool:
     Attributes:
       function: called with the arguments by name; it may be ``async``.
       schema: ``{"type": "function", "function": {...}}``, for the chat template.
-      apart: whether calls of one reply run at the same time, each on a thread of its own; methods of an environment
-        share its state, and run one after the other.
+      apart: whether calls of one reply run at the same time, each on a thread; an environment's methods share its
+        state.
     """
 
     function: Callable[..., Any]
@@ -259,10 +255,8 @@ def tools_of(functions: Iterable[Callable[..., Any]]) -> dict[str, Tool]:
 
 
 def methods_of(instance: Any) -> dict[str, Tool]:
-    """Return the tools of an environment after TRL's interface: its public methods but ``reset`` and ``get_reward``.
-
-    Inherited methods count; properties are not looked at, as are attributes that are callable and no methods.
-    """
+    """Return the tools of an environment after TRL's interface: its public methods, inherited ones too, but ``reset``
+    and ``get_reward``. Properties and attributes that are callable and no methods are not looked at."""
     kind = type(instance)
     methods: dict[str, Tool] = {}
     for name, _ in inspect.getmembers(kind, inspect.isfunction):
@@ -282,10 +276,8 @@ def _schema_of_method(function: Callable[..., Any], bound: bool, name: str) -> M
 
 
 class DuckTyped(Environment):
-    """An environment after TRL's interface: any object with ``reset(**row)`` that returns None or text.
-
-    The text is appended to the last user message. Every public method is a tool, ``get_reward()`` is optional.
-    """
+    """An environment after TRL's interface: any object with ``reset(**row)`` that returns None, or text to append to
+    the last user message. Every public method is a tool, ``get_reward()`` is optional."""
 
     joint = ""
 
@@ -324,10 +316,7 @@ class DuckTyped(Environment):
 
 
 def can_copy(environment: Environment) -> bool:
-    """Whether an environment can be copied in the middle of an episode.
-
-    One after TRL's interface may hold what no copy can share: it says by ``__deepcopy__`` that it does not.
-    """
+    """Whether an environment can be copied within an episode; one after TRL's interface refuses by ``__deepcopy__``."""
     if isinstance(environment, DuckTyped):
         return hasattr(type(environment.instance), "__deepcopy__")
     return type(environment) is Environment or overrides(environment, "copy")

@@ -1,8 +1,7 @@
 """Episodes as token ids: the prompt, and what follows each reply; sampled tokens are never made anew.
 
-What follows a reply is a difference of two renderings: the chat template writes a history of the episode's shape, with
-stand-ins for its contents, and the world's messages. The text after the last reply's stand-in follows the sampled
-tokens.
+What follows a reply is a difference of two renderings by the chat template, with stand-ins for the episode's contents:
+the text after the last reply's stand-in follows the sampled tokens.
 """
 
 import dataclasses
@@ -145,12 +144,8 @@ class Renderings:
         return not later.startswith(earlier) or last not in later
 
     def chat(self, prompt: Sequence[Message], turns: Sequence[Message]) -> str:
-        """Return the text of a whole chat, up to the start of the next reply, as the template writes it now.
-
-        Args:
-          prompt: the first messages, ready to be rendered.
-          turns: the replies after them, and what the world said to each.
-        """
+        """Return the text of a whole chat, up to the start of the next reply, as the template writes it now:
+        ``prompt``, ready to be rendered, and ``turns``, the replies and what the world said to each."""
         last = max(index for index, turn in enumerate(turns) if turn["role"] == "assistant") + 1
         shape, _ = self._region([*prompt, *turns[:last]], turns[last:])
         history = list(prompt)
@@ -298,7 +293,6 @@ class EpisodeFormat:
     """Token ids of the episodes of one task.
 
     Args:
-      tokenizer: of the model.
       wording: the task, or other settings of the prompt's text. With ``template`` plain or chatml, tools are described
         in the system message, and calls and results are text.
       tools: JSON schemas.
@@ -356,11 +350,8 @@ class EpisodeFormat:
         self.note = "; ".join(notes)
 
     def prompt(self, messages: Sequence[Message], theirs: int = 0) -> list[int]:
-        """Return the ids of an episode's first messages, up to the start of the first reply.
-
-        Control tokens in the contents of users, of tools, and of the last ``theirs`` messages, which are the
-        environment's, are text.
-        """
+        """Return the ids of an episode's first messages, up to the start of the first reply. Control tokens in the
+        contents of users, of tools, and of the environment's messages, the last ``theirs``, are text."""
         require(
             any(message["role"] == "user" for message in messages),
             "an episode begins without a message of the user; let the row or the environment's reset give one",
@@ -369,14 +360,12 @@ class EpisodeFormat:
         return (bos(text, self.tokenizer) if self._plain else []) + self._guard.ids(text)
 
     def suffix(self, turns: Sequence[Message], messages: Sequence[Message], sampled: Sequence[int]) -> list[int]:
-        """Return the ids between a reply and the next one: the rest of its turn, the messages, the next one's start.
+        """Return the ids between a reply and the next one: the rest of its turn, the world's messages, the next one's
+        start.
 
-        A stop token that the template does not write stays in place of the template's own end of the turn.
-
-        Args:
-          turns: the episode so far; the last is the parsed reply.
-          messages: of the world. Control tokens in their contents are text.
-          sampled: ids of the reply, its stop token included if it has one.
+        A stop token that the template does not write stays in place of the template's own end of the turn. The last of
+        ``turns`` is the parsed reply, ``sampled`` its ids with any stop token. Control tokens in the messages' contents
+        are text.
         """
         guarded = [self._guard.of_world(message) for message in messages]
         last = text_of(self.tokenizer, sampled[-1:]) if len(sampled) and sampled[-1] in self._control else ""
@@ -394,15 +383,9 @@ class EpisodeFormat:
     def fork(
         self, prompt: Sequence[Message], turns: Sequence[Message], messages: Sequence[Message], theirs: int = 0
     ) -> list[int]:
-        """Return the ids of the whole chat up to the next reply, if a new row begins there; none if the row goes on.
-
-        It begins where the template by now writes otherwise what the row holds, if ``history`` is "fork".
-
-        Args:
-          prompt, theirs: what ``prompt`` got.
-          turns: the episode so far, with its first messages; the last is the parsed reply.
-          messages: of the world.
-        """
+        """Return the ids of the whole chat up to the next reply, if a new row begins there: where the template by now
+        writes otherwise what the row holds, if ``history`` is "fork". None if the row goes on. ``prompt`` and
+        ``theirs`` are those of ``prompt``; the last of ``turns`` is the parsed reply; ``messages`` are the world's."""
         guarded = [self._guard.of_world(message) for message in messages]
         if self._history != "fork" or self._plain or not self._renderings.rewrites(turns, guarded):
             return []
@@ -415,10 +398,7 @@ class EpisodeFormat:
         self, turns: Sequence[Message], messages: Sequence[Message], sampled: Sequence[int], suffix: Sequence[int]
     ) -> list[tuple[int, int]]:
         """Return the range ``(begin, end)`` of each message's content among the tokens of their ``suffix``, made of the
-        same ``turns``, ``messages`` and ``sampled``.
-
-        These tokens change with the content; one that joins the end of a content with the template's text counts.
-        """
+        same arguments: those that change with the content, also where one joins its end with the template's text."""
         ranges = []
         for index, message in enumerate(messages):
             text = message["content"].strip()
@@ -431,12 +411,8 @@ class EpisodeFormat:
         return ranges
 
     def parse(self, tokens: Sequence[int], before: Sequence[int] | None = None) -> ParsedReply:
-        """Return the message of a sampled reply.
-
-        Args:
-          tokens: its ids, the stop token included.
-          before: ids that it continues; they tell whether it begins inside reasoning. None means those of a prompt.
-        """
+        """Return the message of a sampled reply, from its ids with the stop token. ``before``: ids that it continues,
+        which tell whether it begins inside reasoning; None means those of a prompt."""
         text = text_of(self.tokenizer, tokens, self._stops)
         start = self._start if before is None else text_of(self.tokenizer, before[-_LAST:])
         opens = ("<think>", "<|channel>thought", "<|channel>", "<|START_THINKING|>", "[THINK]")

@@ -1,7 +1,5 @@
-"""Environments to begin with: a calculator, a table to look up, a Python interpreter, and those of other packages.
-
-TextArena's games, SkyRL-gym's environments, and reasoning-gym's problems in several tries.
-"""
+"""Environments to begin with: a calculator, a table to look up, a Python interpreter, TextArena's games, SkyRL-gym's
+environments, and reasoning-gym's problems in several tries."""
 
 import contextlib
 import copy
@@ -51,13 +49,8 @@ CALCULATOR = in_turns(
 
 @dataclasses.dataclass(frozen=True)
 class Products:
-    """Products of numbers of two digits, to be found with the tool ``multiply``.
-
-    Attributes:
-      size: problems, all different.
-      seed: of the numbers.
-      before: messages before the question; their calls are text, in the form of most chat templates.
-    """
+    """Products of numbers of two digits, to be found with the tool ``multiply``: ``size`` different ones, drawn by
+    ``seed``. ``before``: messages before the question; their calls are text, in the form of most chat templates."""
 
     size: int = 512
     seed: int = 0
@@ -86,12 +79,8 @@ LOOKUP = in_turns(
 
 @dataclasses.dataclass(frozen=True)
 class Keys:
-    """Questions for the table of ``Lookup``.
-
-    Attributes:
-      size: problems: names, or pairs of them once there are more problems than names.
-      seed: of their order.
-    """
+    """Questions for the table of ``Lookup``: ``size`` names in an order by ``seed``, or pairs once the names are used
+    up."""
 
     size: int = 128
     seed: int = 0
@@ -107,10 +96,8 @@ class Keys:
 
 
 class Lookup(Environment):
-    """A table of names and numbers, new in each episode: ``<get>name</get>`` is answered with its number.
-
-    The reward is 1 if the last number of the first reply without a ``<get>`` is that of the row's ``name``.
-    """
+    """A table of names and numbers, new in each episode: ``<get>name</get>`` is answered with its number. The reward is
+    1 if the last number of the first reply without a ``<get>`` is that of the row's ``name``."""
 
     def reset(self, row: Mapping[str, Any], seed: int) -> tuple[()]:
         """Draw the number of the row's name."""
@@ -141,13 +128,12 @@ DRAWING = threading.Lock()
 class TextArena(Environment):
     """A game of TextArena; its reward at the end is the episode's.
 
-    Its numbers come from Python's global random numbers: each episode has a state of its own, and calls of all games
-    are made one after the other.
+    It draws from Python's global random numbers: each episode has a state of its own, and calls of all games are made
+    one after the other.
 
     Args:
       game: id of the game, such as ``GuessTheNumber-v0``, or a callable that makes one without observation wrappers.
       player: the number of the model's player.
-      players: number of players.
       opponent: for several players, returns the move of the others for the text of what they see.
 
     Raises:
@@ -221,14 +207,9 @@ class TextArena(Environment):
 
 
 class SkyRL(Environment):
-    """An environment of SkyRL-gym: ``init(prompt)``, ``step(text)``, ``close()``.
-
-    What it would cut off a reply (``postprocessed_action``) stays: the model's tokens are never changed.
-
-    Args:
-      make: makes the environment of a row, such as
-        ``lambda row: skyrl_gym.make("gsm8k_multi_turn", extras={"reward_spec": {"ground_truth": row["answer"]}})``.
-    """
+    """An environment of SkyRL-gym: ``init(prompt)``, ``step(text)``, ``close()``. What it would cut off a reply
+    (``postprocessed_action``) stays: the model's tokens are never changed. ``make`` returns a row's environment, such
+    as ``lambda row: skyrl_gym.make("gsm8k_multi_turn", extras={"reward_spec": {"ground_truth": row["answer"]}})``."""
 
     def __init__(self, make: Callable[[Mapping[str, Any]], Any]):
         self._make = make
@@ -259,9 +240,7 @@ class SkyRL(Environment):
 
 class GymTries(Environment):
     """Several tries at a problem of a ``ReasoningGym`` source: a wrong answer is answered, the last one's score counts.
-
-    Some data sets evaluate the expression that the model wrote, in this process; one try in a task without environment
-    is scored in a process of its own.
+    Some data sets evaluate the expression that the model wrote, here in this process.
 
     Args:
       tries: replies of the model.
@@ -331,10 +310,8 @@ class PythonTool:
     """The environment ``Task(environment=PythonTool)``: its tool ``python`` runs a program in the sandbox.
 
     An episode's state is the text of its programs: those that ended well are run again, without their output, before
-    the next one. So no process waits for the model, a branch of an episode is a copy of the texts, and programs should
-    be quick: the time of earlier ones counts. What they draw at random is drawn anew, unless they set a seed.
-
-    A subclass may set other limits.
+    the next one. So no process waits for the model and branches copy texts, but the time of earlier programs counts,
+    and their draws are made anew, unless they set a seed. A subclass may set other limits.
 
     Attributes:
       timeout_s: seconds for a program with the earlier ones.

@@ -19,9 +19,8 @@ class Factory:
     """Environments of one task's rows, as its settings ``environment`` and ``tools`` give them.
 
     Args:
-      environment: a class, a callable without parameters, the text ``module:name`` of one, a dict of such by the row's
-        column ``environment``, or None for tools alone. What it makes is an ``Environment``, or an object after TRL's
-        interface.
+      environment: a class, a callable without parameters, its ``module:name``, a dict of such by the row's column
+        ``environment``, or None for tools alone; it makes an ``Environment``, or an object after TRL's interface.
       tools: functions that every row's model may call, or texts that name them.
 
     Raises:
@@ -48,10 +47,7 @@ class Factory:
 
     def world(self, row: Mapping[str, Any], seed: int, limits: Limits) -> World:
         """Return the world of an episode of a row; its environment is made on the episode's own thread, at its reset.
-
-        Raises:
-          InputError: there are several environments, and the row names none of them.
-        """
+        InputError: there are several environments, and the row names none of them."""
         visible_row = {name: value for name, value in row.items() if not (self._by_name and name == COLUMN)}
         return World(self._makers[self._name(row)], visible_row, seed, limits, self.functions)
 

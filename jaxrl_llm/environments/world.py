@@ -75,14 +75,9 @@ def format_error(error: BaseException | None, kind: bool = True) -> str:
 
 
 class EventLoop:
-    """Owner of an event loop on a daemon thread, which all episodes share: ``async`` clients belong to one loop.
-
-    A call that blocks the loop is left with it, and the calls after it get another.
-
-    Args:
-      grace_s: seconds after its limit in which a call must have been cancelled; then it is abandoned. A value that
-        comes until then counts: another call may have held the loop.
-    """
+    """Owner of an event loop on a daemon thread, which all episodes share: ``async`` clients belong to one loop. A call
+    that blocks the loop is left with it, and later ones get another. A call that is late is abandoned ``grace_s`` after
+    its limit if it is not cancelled; a value until then counts: another call may have held the loop."""
 
     def __init__(self, grace_s: float = 1.0):
         self.grace_s = grace_s
@@ -202,9 +197,9 @@ class _PendingCall:
 class Caller:
     """Owner of an episode's thread, started at its first call; used from one thread at a time.
 
-    All calls run there, one after the other, since many resources belong to one thread; those ``apart`` have threads of
-    their own. What they return to await runs at the same time, on the loop. A call that ran out of time keeps its
-    thread, and the next ones get another. No thread blocks the interpreter's exit.
+    All calls run there in turn, since many resources belong to one thread, but those ``apart``; what they return to
+    await runs on the loop. A call that ran out of time keeps its thread, and the next ones get another. No thread
+    blocks the interpreter's exit.
     """
 
     def __init__(self, loop: EventLoop = EVENT_LOOP):
@@ -338,10 +333,8 @@ class Answer:
       reward: of this turn.
       end: empty if the episode goes on, else one of ``ENDS``.
       metrics: of the environment's step, and counts ``tool_errors/unknown``, ``/raised``, ``/timeout``, ``/unparsed``.
-      tool_calls: calls made in this turn.
-      tool_errors: those of them that failed.
+      tool_calls: calls made in this turn, of which ``tool_errors`` failed.
       error: one line about an end that is a failure.
-      state: of the environment's step.
     """
 
     messages: tuple[Message, ...] = ()
@@ -364,7 +357,6 @@ class World:
       environment: an environment, or the callable that makes it.
       row: what its ``reset`` gets; environments get a copy.
       seed: of its draws.
-      limits: of the episode.
       functions: tools in addition to the environment's own, by name.
 
     Attributes:
@@ -389,10 +381,8 @@ class World:
         self._caller = Caller()
 
     def reset(self, messages: Sequence[Message]) -> tuple[list[Message], Answer]:
-        """Begin the episode; return the whole prompt, and an answer that has an end if the environment failed.
-
-        A first user message of the environment is joined to a last user message of the row.
-        """
+        """Begin the episode; return the whole prompt, a first user message of the environment joined to the row's last,
+        and an answer that has an end if the environment failed."""
         prompt = [dict(message) for message in messages]
         if self.environment is None:
             outcome = self._call(self._make)
@@ -408,11 +398,8 @@ class World:
         return join_messages(prompt, outcome.value, self.environment.joint), Answer()
 
     def reply(self, parsed: ParsedReply) -> Answer:
-        """Answer one reply of the model.
-
-        A tool that is unknown, raises or takes too long is answered with the error, and the episode goes on. A reply
-        without calls completes the episode, unless the environment has a ``step``.
-        """
+        """Answer one reply of the model. A tool that is unknown, raises or takes too long is answered with the error,
+        and the episode goes on. A reply without calls completes it, unless the environment has a ``step``."""
         self._turns += 1
         if parsed.error:
             return self._unparsed(parsed.error)
@@ -464,11 +451,7 @@ class World:
         return outcome.value
 
     def copy(self) -> "World":
-        """Return another world in the same state.
-
-        Raises:
-          RuntimeError: the environment failed to copy itself.
-        """
+        """Return another world in the same state. RuntimeError: the environment failed to copy itself."""
         environment = self.environment
         if type(environment) is not Environment:
             outcome = self._call(environment.copy, check_copy)

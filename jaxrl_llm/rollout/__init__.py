@@ -1,6 +1,4 @@
-"""Rollouts: admission and collection of groups from prompts, and carryover between steps. Exports the engine's names
-too.
-"""
+"""Rollouts: groups of completions, sampled from prompts. Exports the engine's names too."""
 
 from jaxrl_llm.engine.settings import Repetition, Sampling
 from jaxrl_llm.rollout.settings import Branching, Collect, EngineOptions, Ptx, Replay, Rollout

@@ -1,6 +1,4 @@
-"""Dynamic sampling: one step's groups are collected as a stream. Slots stay full, and a group is scored once its last
-completion ends.
-"""
+"""Dynamic sampling: a step's groups come as a stream; slots stay full, and a group is scored once it has ended."""
 
 import dataclasses
 import math
@@ -39,13 +37,8 @@ SCORES_STATE = (
 class PendingScores:
     """A step's groups after their completions ended: awaits their scores, and keeps the groups to learn from.
 
-    Scores are taken in the order in which groups ended, whenever they arrive: no decision depends on the clock.
-
-    Args:
-      source: scores the groups.
-      admission: says which groups are informative.
-      version: of the weights.
-      carryover: of the step before, with this step's progress if the run was stopped within it.
+    Scores are taken in the order in which groups ended, whenever they arrive: no decision depends on the clock. Of
+    ``carryover``, from the step before, it takes this step's progress if the run was stopped within it.
 
     Attributes:
       recent_informative, recent_scored, stream_memory, successes: as in ``Carryover``, after the scores taken so far.
@@ -83,11 +76,9 @@ class PendingScores:
         self.seconds += time.perf_counter() - started_at
 
     def decide(self, predicate: Callable[[int, float], bool]) -> bool:
-        """Return ``predicate(kept, share)`` of the groups kept among all that ended, and the share that is informative.
-
-        Waits for scores only while the answer depends on them: while it differs between no pending group being
-        informative and all of them. ``predicate`` must be monotone in both arguments.
-        """
+        """Return ``predicate(kept, share)`` of the groups kept among all that ended, and the share that is informative;
+        monotone in both. Waits for scores only while no pending group being informative, or all, would make a
+        difference."""
         while True:
             pessimistic, optimistic = (predicate(*self.bound(optimistic)) for optimistic in (False, True))
             if pessimistic == optimistic:
@@ -146,10 +137,8 @@ class PendingScores:
 
 
 def informative_share(informative_groups: float, scored: float) -> float:
-    """Estimate the share of informative groups; the prior is four of five, with the weight of two groups.
-
-    A first step that expects less samples more than it needs, and the surplus is learned from in the second, when the
-    policy has moved furthest from the one that sampled it.
+    """Estimate the share of informative groups; the prior is four of five, with the weight of two groups. A lower one
+    would oversample in the first step, and learn from the surplus when the policy has moved furthest from its sampler.
     """
     return (informative_groups + 1.6) / (scored + 2)
 
@@ -164,15 +153,8 @@ def fade_counts(informative_groups: float, scored: float, new_informative: int, 
 
 @dataclasses.dataclass(frozen=True)
 class Sampler:
-    """Parts that fill a step with groups.
-
-    Attributes:
-      engine: the sampler of tokens.
-      source: prompts and scores.
-      sampling: rules.
-      admission: policy that decides which groups to start.
-      status: receives progress texts.
-    """
+    """Parts that fill a step with groups: ``source`` has prompts and scores, ``admission`` decides which groups to
+    start."""
 
     engine: Backend
     source: GroupSource
@@ -188,13 +170,8 @@ COLLECTOR_STATE = ("cursor", "open_groups", "limits", "sampled_numbers", "unfini
 
 
 class StepCollector:
-    """Owner of the requests and groups of one step, by a group's number in the stream of prompts.
-
-    Args:
-      sampler: engine, prompts, scores.
-      version: of the weights.
-      carryover: of the step before; its unfinished groups are requested at once. If the run was stopped within this
-        step, it goes on there.
+    """Owner of the requests and groups of one step, by a group's number in the stream of prompts. Unfinished groups of
+    ``carryover`` are requested at once; if the run was stopped within this step, it goes on there.
 
     Attributes:
       surplus: groups to learn from that an earlier step sampled.
@@ -314,8 +291,7 @@ class StepCollector:
 
     def abort_surplus(self) -> None:
         """Abort requests once there are enough groups: all with ``interrupt``, else those of groups that have not run
-        yet.
-        """
+        yet."""
         keys = self.requests.keys
         if not self.sampler.admission.collect.interrupt:
             ran = self.sampled_numbers | {number for number, _ in self.requests.running}
@@ -337,9 +313,9 @@ class StepCollector:
     def suspend(self) -> dict[str, Any]:
         """Abort all requests, and return the progress, from which another ``StepCollector`` goes on.
 
-        What is being sampled is sampled again then, so that each token comes by one way: decoding and prefill round
-        otherwise. It is kept where what ends first decides which groups are begun, and where nothing has ended between
-        ``MAX_STALLED_STOPS`` stops in a row, so that a run that is stopped again and again moves on.
+        Running turns are sampled again then, since decoding and prefill round differently. They are kept where what
+        ends first decides which groups are begun, and after ``MAX_STALLED_STOPS`` stops without an end, so that the run
+        moves on.
         """
         admission = self.sampler.admission
         order_matters = admission.collect.interrupt or admission.collect.token_budget
@@ -372,25 +348,18 @@ def length(completion: Completion | None) -> int:
 def collect_groups(
     sampler: Sampler, weights: Any, version: int, carryover: Carryover, must_stop: Callable[[], bool] = lambda: False
 ) -> RolloutBatch | Carryover:
-    """Fill a step with groups.
+    """Fill a step with groups; return them, or the carryover with its progress if ``must_stop`` says so and some are
+    missing.
 
-    The carryover of earlier steps comes first: surplus groups, then unfinished ones. New prompts are begun as
-    ``AdmissionPolicy`` decides, with the filter (DAPO's dynamic sampling, arXiv 2503.14476 section 3.2) until there are
-    enough informative groups. Groups are scored while others are sampled. Groups that still run once there are enough
-    are finished, or interrupted and resumed by the next step, up to ``Collect.max_age`` times. Groups are learned from
-    in the order of their prompts; surplus is carried to the next step, and dropped after that. Groups that still wait
-    for a slot are left to the next step in either case. Once ``max_rounds`` is used up the step learns from the groups
-    it has.
+    Surplus of earlier steps comes first, then unfinished groups. New prompts are begun as ``AdmissionPolicy`` decides,
+    with the filter (DAPO's dynamic sampling, arXiv 2503.14476 section 3.2) until enough groups are informative, or
+    ``max_rounds`` is used up. Groups that still run then are finished, or interrupted and resumed by the next step, up
+    to ``Collect.max_age`` times; those that wait for a slot are left to it in either case. Groups are learned from in
+    the order of their prompts; surplus is carried to the next step, and dropped after that.
 
     Args:
-      sampler: engine, prompts, scores.
-      weights: to sample from.
       version: of the weights; every token sampled here is marked with it.
-      carryover: of the step before.
       must_stop: called after each chunk: whether to stop within the step.
-
-    Returns:
-      The groups; if ``must_stop`` says so and groups are missing, the carryover with the progress of the step.
     """
     start = time.perf_counter()
     needed = sampler.admission.needed
@@ -491,9 +460,7 @@ def step_metrics(
     wasted_tokens: int,
     seconds: dict[str, float],
 ) -> dict[str, float]:
-    """Compute the metrics of a step: its groups, their durations, and the share of the sampled tokens that is learned
-    from.
-    """
+    """Compute the metrics of a step: its groups, durations, and the share of the sampled tokens that is learned from."""
     source, scores = step.sampler.source, step.scores
     useful_tokens = count_sampled_tokens(groups)
     slot_steps = step.sampler.engine.slot_steps

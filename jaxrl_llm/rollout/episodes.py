@@ -1,11 +1,9 @@
-"""Episodes: completions of several turns, between which an environment answers.
+"""Episodes: completions of several turns, between which an environment answers on threads, while no slot waits for it.
 
-The sampler never waits for a slow environment: answers are made on threads, and an episode that waits has no slot. What
-the model sampled is never tokenised again; what the environment says follows as tokens with mask False.
-
-An episode is a function of weights, problem, seed and what its environment answers. Answers are saved with the
-completion: after a restart the environment is begun anew and given the same replies. If it then answers otherwise, the
-episode begins anew too, and is counted.
+What the model sampled is never tokenised again; what the environment says follows as tokens with mask False. An episode
+is a function of weights, problem, seed and the environment's answers, which are saved with the completion: after a
+restart the environment is begun anew and given the same replies. If it answers otherwise, the episode begins anew too,
+and is counted.
 """
 
 import concurrent.futures
@@ -42,13 +40,8 @@ SETTLE_S = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class EpisodeSpec:
-    """One episode to play.
-
-    Attributes:
-      key: of its request: whole numbers.
-      problem: its row.
-      seed: of the environment; equal for all members of a group.
-    """
+    """One episode to play, of a problem's row; ``key``: of its request, whole numbers; ``seed``: of the environment,
+    equal for all members of a group."""
 
     key: Hashable
     problem: Problem
@@ -80,7 +73,6 @@ class LiveEpisode:
     """A running episode, on the process that has its environment.
 
     Attributes:
-      world: the environment.
       form: writes and reads its chat.
       messages: the prompt, and all turns so far.
       opening_messages: the prompt of row and environment, without the task's system message and suffix.
@@ -173,12 +165,9 @@ class LiveEpisode:
                 copy.close()
 
     def answer(self, completion: Completion, limit: int) -> tuple[Episode, list[int]]:
-        """Answer a completion's last turn; return the episode with it, and the tokens up to the model's next turn.
-
-        Whatever fails, such as a chat template that refuses the answer, ends the episode.
-
-        ``limit``: tokens of the whole completion at most.
-        """
+        """Answer a completion's last turn; return the episode with it, and the tokens up to the model's next turn,
+        within ``limit`` tokens of the whole completion. Any failure, such as an answer that the chat template refuses,
+        ends it."""
         episode = completion.episode or Episode(tools=len(self.world.tools))
         try:
             return self._answer(completion, episode, limit)
@@ -248,10 +237,6 @@ class LocalEpisodes:
     Args:
       prompts, limits, stops, branching, observed: as ``episodes.Episodes`` gets them.
       longest: maximum number of tokens of a prompt, or of a completion.
-
-    Attributes:
-      threads: on which environments are called.
-      close_errors: lines on environments that failed to close.
     """
 
     def __init__(
@@ -348,10 +333,8 @@ class LocalEpisodes:
         return start
 
     def branch(self, key: Hashable, parent: Hashable, turns: int) -> None:
-        """Begin an episode where another one was after so many turns, by the copy of its environment.
-
-        Without a copy, as after a restart, ``prepare`` gives a new environment the same replies.
-        """
+        """Begin an episode where another one was after so many turns, by the copy of its environment. Without a copy,
+        as after a restart, ``prepare`` gives a new environment the same replies."""
         copy = self._live[parent].copies.pop(turns, None) if parent in self._live else None
         if copy is not None:
             self._live[key] = copy
@@ -370,9 +353,8 @@ class LocalEpisodes:
     def poll(
         self, answering: Iterable[Hashable], preparing: Iterable[Hashable], wait_s: float
     ) -> tuple[list[tuple[Hashable, tuple[Episode, list[int]]]], list[tuple[Hashable, EpisodeStart]]]:
-        """Return the answers of environments to these episodes, and the starts of those in preparation; with none, wait
-        so many seconds for the first.
-        """
+        """Return the answers and starts that there are of these episodes; without any, wait so many seconds for the
+        first."""
         answers = {key: self._answers[key] for key in answering if key in self._answers}
         starts = {key: self._starts[key] for key in preparing if key in self._starts}
         if wait_s and starts:
@@ -419,13 +401,8 @@ LONGEST_WAIT_S = 1.0
 
 
 class ReadyEpisode(NamedTuple):
-    """An episode that can be sampled.
-
-    Attributes:
-      key: of its request.
-      prompt: token ids, int32[p].
-      partial: completion that it goes on from, or the whole one if it is over; None for a new one.
-    """
+    """An episode that can be sampled: ``prompt``, int32[p], and ``partial``, the completion that it goes on from, the
+    whole one if it is over, or None."""
 
     key: Hashable
     prompt: np.ndarray
@@ -441,9 +418,8 @@ class PendingStart(NamedTuple):
 
 
 class Episodes:
-    """Owner of the running episodes and of their environments; an ``EnvironmentClient``.
-
-    With several processes each environment lives on one, and all get its answers.
+    """Owner of the running episodes and of their environments; an ``EnvironmentClient``. With several processes each
+    environment lives on one, and all get its answers.
 
     Args:
       prompts: of the tasks, some of which have environments or tools; gives the tokenizer.
@@ -454,9 +430,6 @@ class Episodes:
       branching: where episodes branch; None for nowhere.
       observed: whether a loss reads what the environments say (``Turn.said``).
       longest: maximum number of tokens of a completion.
-
-    Attributes:
-      max_turn_tokens: tokens of one turn at most; 0 for no limit but that of the episode.
     """
 
     def __init__(
@@ -488,10 +461,8 @@ class Episodes:
 
     def rehearse(self, problems: Sequence[Problem]) -> list[str]:
         """Begin two episodes of the first problem of each task that has episodes, and drop them; return notes for
-        people.
-
-        Later prompts that are too long end their episodes, and so does an environment that fails; the first one says
-        that the settings are wrong, if it fails twice.
+        people. Later failures and too long prompts end their episodes; if the first one fails twice, the settings are
+        wrong.
 
         Raises:
           InputError: the environment fails, the template cannot render its tools, or the prompt is too long.
@@ -537,8 +508,7 @@ class Episodes:
         prompt: np.ndarray | None = None,
     ) -> None:
         """Begin episodes on threads, or bring their environments back to where they were; ``pop_ready`` returns them.
-
-        An environment that is in memory goes on as it is. For others a new one is given the same replies.
+        An environment in memory goes on as it is; for others a new one is given the same replies.
 
         Args:
           specs: the episodes; those of one row and seed have one prompt.
@@ -553,11 +523,9 @@ class Episodes:
                 self._local.prepare(spec, partial)
 
     def pop_ready(self) -> list[list[ReadyEpisode]]:
-        """Return the episodes of each ``prepare`` that have all started; ``pop_answers`` waits for them.
-
-        One whose environment failed, or began with other words than the first of its row and seed, is over. One whose
-        environment answers otherwise than before begins anew.
-        """
+        """Return the episodes of each ``prepare`` that have all started; ``pop_answers`` waits for them. One that
+        failed, or began with other words than the first of its row and seed, is over; one with other answers than
+        before begins anew."""
         ready = [pending for pending in self._pending if all(spec.key in self._started for spec in pending.specs)]
         self._pending = [pending for pending in self._pending if pending not in ready]
         return [self._ready(pending, [self._started.pop(spec.key) for spec in pending.specs]) for pending in ready]
@@ -595,18 +563,15 @@ class Episodes:
         return episodes
 
     def openings(self, specs: Sequence[EpisodeSpec]) -> list[dict[str, Any]]:
-        """Return how these episodes, which are not closed yet, began: ``prompt``, messages without the task's system
-        message and suffix, and ``tools``, JSON schemas.
-        """
+        """Return how these open episodes began: ``prompt``, messages of row and environment alone, and ``tools``, JSON
+        schemas."""
         return self._call_on_owners(lambda spec: self._local[spec.key].opening, specs)
 
     def members_to_request(
         self, number: int, completions: Sequence[Completion | None], missing: Sequence[int]
     ) -> dict[int, Completion | None]:
-        """Return the members of a group that may begin now, of those ``missing``: a branch with its first tokens.
-
-        ``number``: of the group; ``completions``: of its members, as far as they are.
-        """
+        """Return the members of a group, by its number, that may begin now, of those ``missing``: a branch with its
+        first tokens."""
         if self.branching is None:
             return dict.fromkeys(missing)
         points = branch_points([None if c is None else c.episode for c in completions], self.branching)
@@ -631,10 +596,7 @@ class Episodes:
 
     def abort(self, keys: Sequence[Hashable]) -> dict[Hashable, Completion]:
         """Leave the answers to these episodes for later: ``pop_answers`` does not return them until their turns are
-        submitted again.
-
-        Returns those that were in preparation, as they are: all of one ``prepare``, if any key is among them.
-        """
+        submitted again. Returns those in preparation, as they are: all of one ``prepare``, if any key is among them."""
         for key in keys:
             self._answering.pop(key, None)
         aborted = [pending for pending in self._pending if {spec.key for spec in pending.specs} & {*keys}]
@@ -647,10 +609,8 @@ class Episodes:
         return partials
 
     def pop_answers(self, wait_s: float) -> dict[Hashable, Completion]:
-        """Return the episodes answered since the last call, those with an end being over.
-
-        ``wait_s``: seconds to wait if there are none, and none has begun.
-        """
+        """Return the episodes answered since the last call, those with an end being over; ``wait_s``: seconds to wait
+        if there are none, and none has begun."""
         return {key: with_answer(self._answering.pop(key), *answer) for key, answer in self._poll(wait_s)}
 
     def _poll(self, wait_s: float) -> list[tuple[Hashable, tuple[Episode, list[int]]]]:
@@ -665,8 +625,7 @@ class Episodes:
         return answers
 
     def close_metrics(self) -> dict[str, Any]:
-        """Return metrics of environments that failed to close since the last call, and of threads that hang; {} without
-        any."""
+        """Return metrics of environments that failed to close since the last call, and of threads that hang, if any."""
         close_errors, self._local.close_errors[:] = [*self._local.close_errors], []
         by_process = [(close_errors, count_hanging())]
         if self._peers is not None and self._peers.count > 1:
@@ -701,9 +660,7 @@ class Episodes:
 
 def episodes_of(prompts: Prompts, rollout: Any, stops: Sequence[int], *others: Any) -> Episodes | None:
     """Return the owner of the episodes of some tasks, within the limits of ``rollout``; None if no task has any.
-
-    ``others``: the last arguments of ``Episodes``.
-    """
+    ``others``: the last arguments of ``Episodes``."""
     if not any(task.plays for task in prompts.tasks):
         return None
     return Episodes(prompts, rollout.episode, rollout.max_prompt_tokens, stops, *others, longest=rollout.max_new_tokens)
@@ -729,15 +686,8 @@ def with_answer(turn: Completion, episode: Episode, tokens: Sequence[int]) -> Co
 
 
 def entropy_rise(completion: Completion, tokens: int, vocabulary: int) -> float:
-    """Return dH of the last turn, which has ended: 0 for the first.
-
-    Turns with less than ``tokens`` tokens are compared over those that both have.
-
-    Args:
-      completion: with the entropy of each token.
-      tokens: k.
-      vocabulary: V.
-    """
+    """Return dH of the last turn, which has ended, over its first k = ``tokens`` tokens, or those that both turns have;
+    0 for the first. The completion has each token's entropy; V = ``vocabulary``."""
     entropies = completion.extras["entropy"].astype(np.float64)
     last = entropies[completion.last_turn :][:tokens]
     ends = [*np.flatnonzero(~completion.mask)[:1], *completion.forks]
@@ -747,30 +697,27 @@ def entropy_rise(completion: Completion, tokens: int, vocabulary: int) -> float:
 
 
 def branch_points(episodes: Sequence[Episode | None], rule: Branching) -> list[tuple[int, int] | None]:
-    """Return where a group's M members begin, as many as are decided: ARPO, arXiv 2507.19849.
+    """Return where a group's M members begin, as many as are decided: ARPO, arXiv 2507.19849. A branch begins at
+    (parent, turns): the member that it branches from, and how many of the parent's turns it has; a whole episode at
+    None.
 
-    A branch begins at (parent, turns): the member that it branches from, and how many of the parent's turns it has. A
-    whole episode begins at None.
-
-    A group of M members begins with N whole episodes. After each answer of the environment, the entropy of the first k
-    tokens of the model's next turn is compared with that of its first turn,
+    A group begins with N whole episodes. After each answer of the environment, the entropy of the first k tokens of the
+    model's next turn is compared with that of its first turn,
 
         dH = sum_{j <= k} (H_j - H_j of the first turn) / log V,    P = alpha + beta dH,
 
     and if P > tau, another member begins there: a branch. Entropies are the policy's, in nats, at the sampling
     temperature. A branch has its parent's tokens and turns up to the answer, a copy of the environment in that state,
-    and a seed of its own. It samples the whole next turn anew, which is another draw from the distribution at the
-    point of branching; the tokens that were measured stay the parent's.
+    and a seed of its own. It samples the whole next turn anew; the tokens that were measured stay the parent's.
 
-    Members begin in an order that no clock decides. Points of branching are looked at turn by turn, and those of one
-    turn by the number of the member, one branch at each, until M members are there; a branch may branch in its turn,
-    at later turns than that of its own beginning. A point is decided once the turn after the answer has ended, and all
-    points before it are decided. So the start of a member follows from the turns of the others alone, and a run that
-    is stopped finds them again. If all episodes end before there are M members, the others are whole episodes.
+    Points of branching are taken turn by turn, those of one turn by the member's number, one branch at each, until M
+    members are there; a branch may branch at later turns than that of its own beginning. A point is decided once the
+    turn after the answer has ended, and all points before it are decided: so no clock decides, and a run that is
+    stopped finds the same starts again. If all episodes end before there are M members, the others are whole episodes.
 
     Departures: the paper divides by V, its code by log V, as here. The code draws a random number where the paper
-    compares P with tau, and measures the turn before the answer; here it is the paper's. Points that are reached at
-    one time have no order in the paper.
+    compares P with tau, and measures the turn before the answer; here it is the paper's. Points that are reached at one
+    time have no order in the paper.
 
     ``episodes``: of the members, as far as they are; None for one that has no answer yet.
     """
@@ -791,10 +738,8 @@ def branch_points(episodes: Sequence[Episode | None], rule: Branching) -> list[t
 
 
 def begin_branch(parent: Completion, member: int, num_turns: int) -> Completion:
-    """Return a completion that goes on after some turns of its parent and the answer to the last of them.
-
-    ``member``: of the group that the parent is.
-    """
+    """Return a completion that goes on after so many turns of its parent, the group's ``member``, and the answer to
+    them."""
     turns = parent.episode.turns[:num_turns]
     after = int(np.argmax(parent.mask[turns[-1].end :]))
     shared = turns[-1].end + after
@@ -804,10 +749,8 @@ def begin_branch(parent: Completion, member: int, num_turns: int) -> Completion:
 
 
 def common_lengths(completions: Sequence[Completion]) -> np.ndarray:
-    """Return the number of first tokens that each two members of a group have from one beginning, int64[G, G].
-
-    That is what their records say, as far as their tokens are equal: a parent may have begun anew.
-    """
+    """Return the number of first tokens that each two members of a group share, int64[G, G], by their records as far as
+    the tokens are equal: a parent may have begun anew."""
     lengths = np.diag([len(completion.tokens) for completion in completions])
     for member, completion in enumerate(completions):
         parent = None if completion.episode is None else completion.episode.parent
@@ -821,12 +764,8 @@ def common_lengths(completions: Sequence[Completion]) -> np.ndarray:
 
 
 def shared_credit(advantages: Sequence[np.ndarray], common: np.ndarray) -> list[np.ndarray]:
-    """Return each token's advantage, float[T] by member: the mean over the members that share the token, ARPO's "hard".
-
-    Args:
-      advantages: of the tokens of each member, float[T].
-      common: lengths that members share, int[G, G], as of ``common_lengths``.
-    """
+    """Return each token's advantage, float[T] by member: the mean over the members that share it, ARPO's "hard", by the
+    ``common_lengths``, int[G, G]."""
     credit = []
     for member, member_advantages in enumerate(advantages):
         total, count = np.zeros(len(member_advantages)), np.zeros(len(member_advantages))

@@ -40,8 +40,8 @@ class TaskEvaluation:
       refused: float64[n, k], 1 where the model refuses to answer, NaN if unknown; None if it is not measured.
       failed: bool[n, k], where a verifier, a reward or an environment failed: that answer counts nowhere.
       failure: the first of these failures, in one line; empty without one.
-      won: float64[n, k], 1 where a judge finds the answer better than the first policy's, 0.5 for a tie, else 0, and
-        NaN where one of the two is missing; None without a judge, or if these are the first policy's answers.
+      won: float64[n, k], 1 where a judge prefers the answer to the first policy's, 0.5 for a tie, else 0, NaN where one
+        is missing; None without a judge, or for the first policy's own answers.
     """
 
     task: str
@@ -112,12 +112,7 @@ class TaskEvaluation:
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationReport:
-    """Result of a test: numbers of another kind, and the evaluation of each task.
-
-    Attributes:
-      numbers: metrics by name.
-      tasks: evaluation of each task; may be empty.
-    """
+    """Result of a test: ``numbers``, metrics of another kind by name, and the evaluation of each task, if any."""
 
     numbers: Mapping[str, float]
     tasks: tuple[TaskEvaluation, ...] = ()
@@ -131,11 +126,7 @@ class EvaluationReport:
         return dict(self.numbers) | metrics | ({EVENT_FAILED: "; ".join(failures)} if failures else {})
 
     def check(self) -> None:
-        """Refuse the evaluation of a task of which no answer could be scored.
-
-        Raises:
-          InputError: says why.
-        """
+        """Refuse (InputError) the evaluation of a task of which no answer could be scored, and say why."""
         for task in self.tasks:
             require(not task.failed.all(), f"nothing of an evaluation could be scored: {failure_line(task)}")
 
@@ -191,7 +182,6 @@ class EvaluationSet:
       prompts: of the tasks, as token ids.
       problems: at least one; those of one task are adjacent.
       samples: answers to each.
-      seed: determines every random number.
       limits: maximum number of tokens of an answer, by the label of its task; other tasks use the sampling's.
     """
 
@@ -209,10 +199,8 @@ def evaluate(
     status: Status = lambda text: None,
     watch: Watch | None = None,
 ) -> tuple[TaskEvaluation, ...]:
-    """Answer every problem and check the answers, task by task; score them in full if nothing is verified.
-
-    All tasks are sampled together. A completion that ``watch`` aborts is wrong, whatever its text says.
-    """
+    """Answer every problem and check the answers, task by task; score them in full if nothing is verified. All tasks
+    are sampled together. A completion that ``watch`` aborts is wrong, whatever its text says."""
     samples = questions.samples
     problems = [problem for problem in questions.problems for _ in range(samples)]
     seeds = [request_seed(questions.seed, SeedSpace.EVALUATION + n) for n in range(len(problems))]
@@ -248,9 +236,8 @@ def start_prompts(
     samples: int,
     keys: Sequence[Hashable],
 ) -> tuple[list[Any], list[Completion | None]]:
-    """Return the prompt of each completion, with the completion of an episode that is over at once; episodes are begun
-    under their keys, all ``samples`` of one problem, which are adjacent, with the same seed.
-    """
+    """Return each completion's prompt, and the completion of an episode that is over at once. The ``samples`` of a
+    problem are adjacent, and their episodes begin with the same seed."""
     episodes = answerer.episodes
     token_ids = [None if episodes and episodes.plays(problem) else prompts[problem] for problem in problems]
     partials: list[Completion | None] = [None] * len(problems)
@@ -268,10 +255,7 @@ def score_answers(
     scorer: Scorer,
     watched: bool = False,
 ) -> TaskEvaluation:
-    """Verify or score the k answers to each of one task's problems; ``watched``: whether they could be stopped early.
-
-    An aborted completion does not count as an answer.
-    """
+    """Verify or score the k answers to each of one task's problems. If ``watched``, some may be aborted: no answers."""
     items = [(problem, c) for problem, row in zip(problems, rows, strict=True) for c in row]
     unverified = problems[0].verifier == "none"
     scores = scorer.score(items, only=None if unverified else (REFUSED,))
@@ -293,8 +277,8 @@ def score_answers(
 def pass_at(correct: np.ndarray, k: int, failed: np.ndarray | bool = False) -> np.ndarray:
     """Estimate for each problem the chance that one of k completions drawn from the n is correct: bool[P, n] -> [P].
 
-    ``1 - C(n - c, k) / C(n, k)``, the unbiased estimator of arXiv 2107.03374, eq. 1. Those that ``failed`` are left
-    out; a problem with fewer than k others is NaN.
+    ``1 - C(n - c, k) / C(n, k)``, the unbiased estimator of arXiv 2107.03374, eq. 1, without those that ``failed``; NaN
+    for a problem with fewer than k others.
     """
     scorable = np.broadcast_to(~np.asarray(failed), correct.shape)
     counts = zip(scorable.sum(axis=1), (correct & scorable).sum(axis=1), strict=True)
@@ -304,10 +288,8 @@ def pass_at(correct: np.ndarray, k: int, failed: np.ndarray | bool = False) -> n
 def majority(
     problem: Problem, completions: Sequence[Completion], correct: np.ndarray, weights: np.ndarray | None = None
 ) -> float:
-    """Return 1 if the most frequent extracted answer is correct, else 0; ties go to the answer given first.
-
-    With ``weights``, float[k], the answer with the largest sum of weights counts. Aborted completions have no answer.
-    """
+    """Return 1 if the most frequent extracted answer is correct, else 0; ties go to the answer given first. With
+    ``weights``, float[k], the answer with the largest sum of weights counts. Aborted completions have no answer."""
     answers = [None if c.finish_reason == "aborted" else answer_of(c.text, problem.extractor) for c in completions]
     sums: dict[str, float] = collections.defaultdict(float)
     for answer, weight in zip(answers, np.ones(len(answers)) if weights is None else weights, strict=True):
@@ -319,13 +301,8 @@ def majority(
 
 
 def reranked(evaluation: TaskEvaluation, scores: np.ndarray, weights: np.ndarray) -> TaskEvaluation:
-    """Return the evaluation with the results of a reward model: the best of k, and a weighted majority.
-
-    Args:
-      evaluation: of a task with verified answers.
-      scores: float64[n, k], the higher the better; ties go to the first. Aborted completions come last.
-      weights: float64[n, k], at least 0: of each answer's vote.
-    """
+    """Return a verified evaluation with a reward model's results: the best of k by ``scores``, float64[n, k], and the
+    majority by ``weights``, float64[n, k], at least 0. Ties go to the first; aborted completions come last."""
     finished = np.asarray([[c.finish_reason != "aborted" for c in row] for row in evaluation.completions])
     first = np.argmax(np.where(finished & ~evaluation.failed, scores, -np.inf), axis=1)
     best = np.take_along_axis(evaluation.correct, first[:, None], axis=1)[:, 0].astype(np.float64)
@@ -344,11 +321,8 @@ MIN_LOOP_TOKENS = 16
 
 
 def end_in_loops(rows: Sequence[np.ndarray]) -> np.ndarray:
-    """Whether each row of tokens ends in a loop, bool[B].
-
-    The last n tokens, for some n up to ``MAX_PERIOD``, repeat ``MIN_REPEATS`` times in a row exactly if each of the
-    last (``MIN_REPEATS`` - 1) n tokens equals the one n before it; a loop must have ``MIN_LOOP_TOKENS`` tokens in all.
-    """
+    """Whether each row of tokens ends in a loop, bool[B]: its last n tokens, for some n up to ``MAX_PERIOD``, repeat
+    ``MIN_REPEATS`` times in a row, with ``MIN_LOOP_TOKENS`` tokens or more in all."""
     width = MIN_REPEATS * MAX_PERIOD
     # Where a row has no token, nothing equals anything.
     tails = np.repeat(-1 - np.arange(width)[None], len(rows), axis=0)
@@ -430,9 +404,7 @@ TASK_METRICS = {
 
 
 def task_metrics(labels: Sequence[str], sampled: Sequence[Group], learned: Sequence[Group]) -> dict[str, float]:
-    """Compute metrics of each task of a mixture: of its groups finished in the step, before any filter, and the number
-    of its groups that the step learns from.
-    """
+    """Compute metrics of each task of a mixture: its groups finished in the step, and how many the step learns from."""
     metrics = {}
     for label in labels:
         of_task = group_metrics([group for group in sampled if group.problem.task == label])
@@ -476,9 +448,8 @@ def failed_call(groups: Sequence[Group]) -> str:
 
 
 def branch_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Compute metrics of the branches of the groups' episodes: how many, what they did not have to sample, and how much
-    less certain the model was after the environment's answers.
-    """
+    """Compute metrics of the branches of the groups' episodes: their number, tokens saved, and the model's rise in
+    entropy."""
     played = [[c for c in group.completions if c.episode is not None] for group in groups]
     members = [(c, c.episode) for group in played for c in group]
     tokens = sum(c.length for c, _ in members)

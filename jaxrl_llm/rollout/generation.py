@@ -1,8 +1,4 @@
-"""Driver of a backend: turns requests into finished episodes, for all callers.
-
-Training, evaluation, collection, reranking and chat all sample through ``generate_stream``; they differ in their
-requests and in their use of the completions.
-"""
+"""Driver of a backend: turns requests into finished episodes. All callers sample through ``generate_stream``."""
 
 import dataclasses
 import enum
@@ -27,10 +23,7 @@ ENVIRONMENT_WAIT_S = 1.0
 
 class EnvironmentClient(Protocol):
     """The other side of episodes of several turns, such as ``episodes.Episodes``. It answers beside the sampler.
-
-    Attributes:
-      max_turn_tokens: tokens of one turn at most; 0 for no limit but that of the episode.
-    """
+    ``max_turn_tokens``: tokens of one turn at most; 0 for no limit but that of the episode."""
 
     max_turn_tokens: int
 
@@ -48,16 +41,12 @@ class EnvironmentClient(Protocol):
 
     def abort(self, keys: Sequence[Hashable]) -> dict[Hashable, Completion]:
         """Leave the answers to these episodes for later: ``pop_answers`` returns them if they are submitted again.
-
-        Returns those that were in preparation, as they are.
-        """
+        Returns those that were in preparation, as they are."""
         ...
 
     def pop_answers(self, wait_s: float) -> dict[Hashable, Completion]:
-        """Return the episodes answered since the last call: those with an end are over, the others are sampled further.
-
-        ``wait_s``: seconds to wait if there are none.
-        """
+        """Return the episodes answered since the last call (with an end: over), waiting ``wait_s`` seconds if there are
+        none."""
         ...
 
 
@@ -77,15 +66,8 @@ def request_seed(run_seed: int, number: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Answerer:
-    """A model that answers, and the scorer of its answers.
-
-    Attributes:
-      engine: samples.
-      model: weights to sample from.
-      tokenizer: of the model.
-      scorer: verifies, or scores.
-      episodes: of tasks with environments or tools; None without such tasks.
-    """
+    """A model that answers, by its engine and weights, and the scorer of its answers; ``episodes``: of tasks with
+    environments or tools, None without such tasks."""
 
     engine: Backend
     model: Any
@@ -95,15 +77,7 @@ class Answerer:
 
 
 class OpenRequest(NamedTuple):
-    """One open request.
-
-    Attributes:
-      key: of the caller's choice.
-      prompt: token ids.
-      seed: determines its random numbers.
-      limit: maximum number of tokens.
-      partial: completion that it resumes; None for a new one.
-    """
+    """One open request, for ``limit`` tokens at most; ``partial``: the completion that it resumes, None for a new one."""
 
     key: Hashable
     prompt: Any
@@ -116,8 +90,6 @@ class OpenRequest(NamedTuple):
 
         A row that begins anew has a seed of its own, since random numbers follow from the seed and the place in the
         row. What it holds beyond the length of the prompt is given as the first tokens of its completion.
-
-        ``max_turn_tokens``: 0 for any number.
         """
         start, limit = 0, self.limit
         if self.partial is not None:
@@ -146,11 +118,9 @@ class OpenRequests:
 
     Args:
       backend: samples; its earlier requests are dropped.
-      sampling: rules.
       environments: answer the model's turns; None: each completion is one turn.
 
     Attributes:
-      tokens: sampled so far.
       num_ended: completions, and turns of episodes, that have ended by themselves.
       environment_wait_s: seconds in which nothing was sampled, since all requests waited for their environments.
     """
@@ -184,10 +154,8 @@ class OpenRequests:
         partials: Sequence[Completion | None] | None = None,
         **options: bool,
     ) -> None:
-        """Request one completion for each key; the other arguments are those of ``Backend.submit``.
-
-        A turn that has ended waits for the environment first; an episode that is over is returned as it is.
-        """
+        """Request one completion for each key; the other arguments are those of ``Backend.submit``. A turn that has
+        ended waits for the environment first; an episode that is over is returned as it is."""
         limits = [self.sampling.max_new_tokens] * len(prompts) if limits is None else limits
         partials = [None] * len(prompts) if partials is None else partials
         by_kind: dict[bool, list[OpenRequest]] = {False: [], True: []}
@@ -236,11 +204,8 @@ class OpenRequests:
         return self.episodes | sampled | {key: turn for key, (_, turn) in self._at_environment.items()}
 
     def abort(self, keys: Sequence[Hashable], undo: bool = False) -> None:
-        """Abort the requests of these keys; their completions are returned as they are.
-
-        With ``undo`` they are returned as they were requested: a turn that is being sampled loses its tokens, so that
-        all of them are sampled in one way whenever the run is stopped.
-        """
+        """Abort the requests of these keys; their completions are returned as they are. With ``undo`` a turn that is
+        being sampled loses its tokens: all of them are sampled in one way whenever the run is stopped."""
         aborted = set(keys)
         for key in [key for key in self._at_environment if key in aborted]:
             self._finished[key] = suspend_turn(self._at_environment.pop(key)[1])
@@ -257,10 +222,8 @@ class OpenRequests:
             self.tokens += self.backend.step(weights, version)
 
     def pop_finished(self, wait: bool = False) -> dict[Hashable, Completion]:
-        """Return the completions that have ended; an episode that its environment answers continues.
-
-        ``wait``: whether to wait for an environment for a while if all requests do.
-        """
+        """Return the completions that have ended; an episode that its environment answers continues. ``wait``: whether
+        to wait for an environment for a while if all requests do."""
         finished, self._finished = self._finished, {}
         for handle, row in self.backend.collect():
             request = self._at_backend.pop(handle)
@@ -307,15 +270,9 @@ def resume_turn(partial: Completion, episode: Episode) -> Completion:
 
 
 def generate_stream(requests: OpenRequests, weights: Any, version: int = 0) -> Iterator[dict[Hashable, Completion]]:
-    """Sample until no request is open; yield, before each chunk, the completions finished since the last one.
-
-    The first yield is empty. At every yield the caller may submit more requests, or abort some.
-
-    Args:
-      requests: open requests.
-      weights: to sample from.
-      version: of the weights; every token sampled is marked with it.
-    """
+    """Sample until no request is open; yield, before each chunk, the completions finished since the last one. The first
+    yield is empty. At every yield the caller may submit more requests, or abort some. Every token sampled is marked
+    with ``version``, that of the weights."""
     yield {}
     while requests:
         finished = requests.pop_finished()  # what was aborted
@@ -328,11 +285,8 @@ def generate_stream(requests: OpenRequests, weights: Any, version: int = 0) -> I
 def generate_all(
     requests: OpenRequests, weights: Any, tokenizer: Any, status: Status = lambda text: None, watch: Watch | None = None
 ) -> dict[Hashable, Completion]:
-    """Sample all open requests; return the completions with texts, by key in the order of submission.
-
-    ``status`` receives progress texts. ``watch`` is called after each chunk with all running completions, and at the
-    end with all: a completion that it stops has the reason "aborted".
-    """
+    """Sample all open requests; return the completions with texts, by key in the order of submission. ``watch`` gets
+    all running completions after each chunk, and at the end all; those that it stops have the reason "aborted"."""
     keys, stop_ids = requests.keys, requests.sampling.stop_ids
     tokens_before = requests.tokens
     completions: dict[Hashable, Completion] = {}
@@ -351,10 +305,8 @@ def generate_all(
 
 
 def with_texts(completions: Mapping[Any, Any], tokenizer: Any, stop_ids: Sequence[int] = ()) -> dict[Any, Completion]:
-    """Return the completions with the texts that their tokens spell, of episodes those of the last turn.
-
-    The end token is left out: one of ``stop_ids``, or the tokenizer's own without any.
-    """
+    """Return the completions with the texts that their tokens spell, of episodes those of the last turn, without the
+    end token: one of ``stop_ids``, or the tokenizer's own without any."""
     ends = stop_ids or (tokenizer.eos_token_id,)
     turns = {key: c.tokens[c.last_turn if c.episode else 0 :] for key, c in completions.items()}
     return {key: dataclasses.replace(c, text=text_of(tokenizer, turns[key], ends)) for key, c in completions.items()}

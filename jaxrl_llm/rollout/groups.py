@@ -1,7 +1,4 @@
-"""Groups by their number in the stream of prompts: requests, unfinished groups, scores, and the admission of new ones.
-
-Admission is a pure decision from counts, so that all processes of a run decide alike.
-"""
+"""Groups by number in the stream of prompts. Admission decides from counts alone, so that all processes decide alike."""
 
 import dataclasses
 import math
@@ -30,9 +27,8 @@ class PartialGroup:
     Attributes:
       number: of its prompt in the stream, which determines its random numbers.
       completions: G entries; None where no token has been sampled yet.
-      problem: the problem asked.
-      prompt: int32 token ids that the completions follow, kept from the moment they are asked: templates may read the
-        clock, and data may change. None for episodes that have not begun.
+      prompt: int32 token ids, kept from the moment of asking: templates may read the clock, and data may change. None
+        for episodes that have not begun.
       age: steps since the one that sampled its first token.
     """
 
@@ -59,13 +55,11 @@ REPLACED_MEMBER = 0
 
 @dataclasses.dataclass(frozen=True)
 class Success:
-    """A completion that was right, with its scores before any shaping of its group.
-
-    It keeps the log-probabilities of the policy that sampled it, so that its importance ratio is the true one where it
-    is replayed; the code of GUI-ARPO (arXiv 2505.16282) computes them anew, so that its ratio is 1.
+    """A completion that was right, with its scores before any shaping of its group, and its sampler's
+    log-probabilities, for the true importance ratio; the code of GUI-ARPO (arXiv 2505.16282) computes them anew, so
+    that its ratio is 1.
 
     Attributes:
-      completion: as it was sampled.
       reward: the weighted sum.
       accuracy: the verifier's, at least 1.
       parts: each reward by name, unweighted, and the watched scores.
@@ -108,7 +102,6 @@ class Carryover:
       unfinished: groups to resume, by number.
       recent_informative: number of informative groups among the last ones scored.
       recent_scored: number of groups last scored; both fade (see ``collect.fade_counts``).
-      stream_memory: of the stream of prompts.
       texts: number of texts drawn in addition to the groups.
       successes: stored for replay.
       critic: numbers of the critic's last steps (``learner.samples.pool_explained_variance``).
@@ -138,7 +131,6 @@ class RolloutBatch:
       sampled: every group finished in this step, kept or not, by number.
       carryover: for the next step.
       tokens: sampled in this step.
-      version: of the policy that sampled them.
       metrics: seconds, counts, and statistics of the sampled groups.
       texts: to learn from in addition.
     """
@@ -186,10 +178,8 @@ class GroupSource:
     """Prompts and scoring of groups.
 
     Attributes:
-      tokenizer: decodes completions.
       prompts: token ids.
       stream: the training prompts, in their order.
-      scorer: of the completions.
       group: G.
       seed: the run's; with a prompt's number in the stream it determines every random number.
       shaping: changes of a group's rewards, in order.
@@ -234,9 +224,8 @@ class GroupSource:
         return [request_seed(self.seed, first + g) for g in range(self.group)]
 
     def score(self, groups: Sequence[PartialGroup]) -> Callable[[], tuple[dict[int, Group], Failures]]:
-        """Start to score finished groups; return a function that waits for them: by number, with texts and scores, and
-        the failures of rewards.
-        """
+        """Start to score finished groups; return a function that waits for them, by number, and for the rewards'
+        failures."""
         completions = [completion for group in groups for completion in group.completions]
         answers = with_texts(dict(enumerate(completions)), self.tokenizer, self.stop_ids)
         wait = self.scorer.begin([(groups[i // self.group].problem, c) for i, c in answers.items()])
@@ -260,11 +249,8 @@ class GroupSource:
     def shape_rewards(
         self, groups: Mapping[int, Group], version: int, budget: Callable[[str], int]
     ) -> dict[int, Group]:
-        """Return the groups with their rewards shaped.
-
-        ``version``: optimiser updates so far; ``budget``: the longest completion of a task, by its label. Schedules of
-        rewards read both.
-        """
+        """Return the groups with their rewards shaped. Schedules read ``version``, optimiser updates so far, and
+        ``budget``, which maps a task's label to its longest completion."""
         groups = dict(groups)
         for shape in self.shaping:
             groups = {number: shape(group, version, budget(group.problem.task)) for number, group in groups.items()}
@@ -274,18 +260,15 @@ class GroupSource:
 def informative(group: Group, filter_groups: str | bool = "accuracy") -> bool:
     """Whether a group can teach: the scores that the filter reads differ among the members that have any.
 
-    "accuracy": of answers that are right or wrong, some but not all are right (DAPO, arXiv 2503.14476, eq. 11); if a
-    verifier returns the share that is right, the shares differ (verl's ``acc``). "reward": the rewards differ.
+    "accuracy": some answers but not all are right (DAPO, arXiv 2503.14476, eq. 11); if a verifier returns the share
+    that is right, the shares differ (verl's ``acc``). "reward": the rewards differ.
     """
     scores = group.rewards if filter_groups == "reward" else group.accuracy
     return values_differ(scores[~np.isnan(group.rewards)])
 
 
 def is_finished(completion: Completion | None, longest: int) -> bool:
-    """Whether a completion is finished.
-
-    If not, it was interrupted, or reached the budget of a step below ``longest``.
-    """
+    """Whether a completion is finished, not interrupted or at the budget of a step below ``longest``."""
     if completion is None or completion.finish_reason == "aborted":
         return False
     if completion.episode is not None and completion.episode.end:
@@ -307,7 +290,6 @@ class AdmissionPolicy:
       slots: the engine's.
       longest: maximum number of tokens of a completion, of any task.
       filter_groups: values that make a group informative, "accuracy" or "reward"; False if all groups count.
-      collect: the run's settings.
       limits: maximum number of tokens of a completion, by the label of its task; ``longest`` for others.
       left_out: finish reasons of completions that the loss does not count.
     """
@@ -345,10 +327,9 @@ class AdmissionPolicy:
     ) -> bool:
         """Whether to begin one more group, if ``share`` of them are informative.
 
-        Groups that are certain to be needed are begun at once. Others are begun while the step is short of groups and
-        those under way are not expected to cover it: as many as keep every slot busy, and as many again waiting, so
-        that a slot that ends is filled at once; a group that never ran costs nothing. Unfinished groups count in later
-        steps.
+        Groups that are certain to be needed are begun at once. Others are begun while those under way are not expected
+        to cover the step's need: as many as keep every slot busy, and as many again waiting. Unfinished groups count in
+        later steps.
 
         Args:
           collected: groups to learn from.
@@ -356,7 +337,6 @@ class AdmissionPolicy:
           unfinished: groups that have used up their budget for this step.
           waiting: completions that the engine has not returned.
           started: prompts begun in this step.
-          share: of informative groups.
         """
         # If the last groups are interrupted, more of them run, so that no slot idles, as far as the next step needs
         # them. If they are finished, more would fill slots too, but with tokens that are learned from a step later.
@@ -376,7 +356,6 @@ def replay_successes(
     """Return the store with the successes of these groups added, and the failed groups with a member replaced.
 
     Args:
-      settings: limits of the store.
       store: so far; a group is replaced from the successes stored before it.
       scored: groups by their number in the stream, before shaping.
       seed: with the number it determines which success is taken.
@@ -433,9 +412,7 @@ def pick_success(successes: tuple[Success, ...], seed: int, number: int) -> Succ
 
 
 def drop_long_successes(store: SuccessStore, limits: Mapping[str, int], names: Mapping[str, str]) -> SuccessStore:
-    """Return the store's successes of these tasks, by label, in completions of at most so many tokens; stored by the
-    names that the tasks have from here on.
-    """
+    """Return the successes of these tasks, by label, of at most so many tokens, under the tasks' new ``names``."""
     shorter = {}
     for key, stored in store.items():
         label, _, problem = key.rpartition("/")

@@ -15,9 +15,8 @@ from jaxrl_llm.tasks.stream import Curriculum
 class Ptx(Setting):
     """Texts that each step learns from in addition to its groups, to retain their lessons: PPO-ptx.
 
-    ``coef`` times their mean negative log-likelihood is added to the loss (arXiv 2203.02155, eq. 2). InstructGPT's 27.8
-    belongs to its own reduction. Their log-probabilities, like all of the learner's, are at the temperature of the
-    sampling; held-out texts are tested at 1.
+    ``coef`` times their mean negative log-likelihood, at the temperature of the sampling, is added to the loss (arXiv
+    2203.02155, eq. 2). InstructGPT's 27.8 belongs to its own reduction. Held-out texts are tested at temperature 1.
 
     Attributes:
       texts: where they come from; longer plain ones are cut into pieces.
@@ -40,11 +39,9 @@ class Ptx(Setting):
 
 @dataclasses.dataclass(frozen=True)
 class Replay(Setting):
-    """Replay of answers that were right: if a whole group of their problem fails, one replaces its first member,
-    GUI-ARPO (arXiv 2505.16282).
-
-    The loss takes its ratio against the policy that sampled it. A stored token takes about 20 bytes of a checkpoint
-    and 2 microseconds each time one is written.
+    """Replay of answers that were right: if a whole group of their problem fails, one replaces its first member, with
+    its ratio against the policy that sampled it: GUI-ARPO (arXiv 2505.16282). A stored token takes about 20 bytes of a
+    checkpoint.
 
     Attributes:
       per_prompt: answers stored of each problem; the oldest are dropped first.
@@ -111,8 +108,7 @@ class Branching(Setting):
       base: alpha.
       weight: beta.
       threshold: tau.
-      credit: advantage of tokens that branches share: "soft", that of each member in its own row; "hard", the mean over
-        the members that share them.
+      credit: advantage of shared tokens: "soft", each member's in its own row; "hard", the mean over the members.
     """
 
     whole: Annotated[int | None, Range("[1, inf]")] = None
@@ -149,22 +145,19 @@ class Collect(Setting):
     """Collection of the groups of a step.
 
     Attributes:
-      max_rounds: prompts that a step may begin, as a multiple of those that it needs, before it learns from the groups
-        it has (dynamic sampling).
-      token_budget: tokens that one completion may sample in one step; 0 for no limit. A group with a completion that
-        reaches it is resumed in the next step, under that step's policy (partial rollouts: Kimi k1.5, arXiv
-        2501.12599, section 2.6.2).
-      interrupt: stop the groups that still run once the step has enough, and resume them in the next step; if not they
-        are finished, and surplus is carried. Groups that finish early are then learned from first.
-      learn_earlier: whether the loss counts tokens that were sampled in earlier steps. If not, only those of the
-        present policy count, and no finished group is carried. Their ratio is against the policy that sampled them; a
-        loss without a ratio (REINFORCE, RLOO) takes them as they are, unless it has a correction.
-      staleness: 1 samples the next step's groups with the weights from before this step's update, while that runs;
-        every token is then corrected for the one update between. 0 learns from samples of the present policy. Both
-        run at one time on a single device, or where ``mesh.rollout`` gives sampling devices of its own. The last step
-        samples ahead too, for a run that is given more steps later.
-      max_age: steps after its first in which a group may be resumed before it is dropped, unfinished; the steps
-        that a token budget spreads a completion over come on top. 0 for no limit.
+      max_rounds: prompts that a step may begin, as a multiple of those that it needs (dynamic sampling).
+      token_budget: tokens that one completion may sample in one step; 0 for no limit. A longer one is resumed in the
+        next step, under its policy (partial rollouts: Kimi k1.5, arXiv 2501.12599, section 2.6.2).
+      interrupt: stop the groups that still run once the step has enough, and resume them in the next step, so that
+        quick groups are learned from first; if not they are finished, and surplus is carried.
+      learn_earlier: whether the loss counts tokens of earlier steps, their ratio against the policy that sampled them;
+        a loss without a ratio (REINFORCE, RLOO) takes them as they are, unless it has a correction. If not, no finished
+        group is carried.
+      staleness: 1 samples the next step's groups, the last step's too, with the weights from before this step's update,
+        and corrects for that update; both run at one time on a single device, or with ``mesh.rollout``. 0 samples the
+        present policy.
+      max_age: steps after its first in which a group may be resumed before it is dropped, in addition to those that a
+        token budget spreads a completion over. 0 for no limit.
       patience: steps in a row that teach nothing (no update, or all advantages 0) after which the run ends; 0 never.
       ptx: texts that each step learns from in addition to its groups; None for none.
       curriculum: which problems are asked, by how often each was solved; None: all of them, in epochs.
@@ -199,10 +192,9 @@ class EngineOptions(Setting):
     Attributes:
       slots: completions sampled at one time.
       chunk: decode steps in one compiled call.
-      strict: read the whole cache at every step, so that no bit of a completion depends on the length of its
-        neighbours.
-      attention: "auto" reads each slot by its length with kernels on TPUs and GPUs; "xla" is the plain form of CPUs,
-        which reads every slot to the longest one's length.
+      strict: read the whole cache at every step: no bit of a completion depends on the length of its neighbours.
+      attention: "auto" reads each slot by its length with kernels on TPUs and GPUs; "xla" reads all to the longest
+        one's.
       router_bits: of a probability's mantissa by which the sampler's routers choose experts, 7 as in bfloat16; 0 for
         all. It shows what another engine's rounding does, and what routing replay does about it.
     """
@@ -226,7 +218,6 @@ class Rollout(Setting):
       temperature: of the sampling and of every log-probability; above 0. None takes the recipe's.
       top_k: keep the k most likely tokens; 0 keeps all.
       top_p: keep the smallest set of most likely tokens that reaches this mass; 1 keeps all.
-      engine: see ``EngineOptions``.
       repetition: ends completions that repeat themselves, in training only.
       collect: collection of the groups of a step.
       episode: limits of episodes, for tasks with environments or tools.

@@ -26,8 +26,7 @@ LAST_RESET = "reference/last_reset"
 LAST = "last"
 """The key in the memory of the last reset's step, which no single rule knows."""
 ENDED = "ended"
-"""A further key, in the checkpoint of the step after which a rule has ended the run as done: ``step``, ``rule`` and
-``reason``."""
+"""A further key, in the checkpoint at which a rule has ended the run as done: ``step``, ``rule`` and ``reason``."""
 EVENT_ENDED = "event/ended"
 """The event of that step: the reason."""
 UNDONE = "undone"
@@ -43,17 +42,15 @@ Memory = dict[str, RuleMemory]
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """The actions after a step.
+    """The actions after a step; defaults do nothing.
 
     Attributes:
       stop: the exit code to end the run with, after its state is saved; None to continue.
       reason: why it stops, in one line.
       remedy: flags that may help a new run from this state; empty if no flag would.
-      reset_reference: whether the current policy is mixed into the reference.
-      mix: the policy's share in the new reference; the rest is the old reference. 1 makes the policy the reference.
-      reset_optimiser: whether the optimiser is reset.
-      snapshot: whether the models after this step are kept permanently.
-      next_phase: whether the run's next phase begins after this step.
+      mix: the policy's share in a reset reference; the rest is the old reference. 1 makes the policy the reference.
+      snapshot: keep the models after this step permanently.
+      next_phase: begin the run's next phase after this step.
       rollback: resume from the newest checkpoint before this step; None for no rollback.
       coefficients: of the loss, for the next step, by name.
       events: keys of the step's row, ``event/<name>``: True, or a line that says more.
@@ -76,8 +73,7 @@ class Decision:
 
 Decided = tuple[Decision, RuleMemory]
 Rule = Callable[[Row, RuleMemory], Decided]
-"""A pure function of a step's row and of its own memory: it returns the decision and the new memory. Equal rows and
-memories give equal decisions, on every process and after every resume."""
+"""A pure function of a step's row and of its own memory: the decision and the new memory, equal on every process."""
 
 
 def decide_by_user_rule(row: Row, own: RuleMemory, rule: Any) -> Decided:
@@ -97,12 +93,12 @@ def decide_by_user_rule(row: Row, own: RuleMemory, rule: Any) -> Decided:
 
 
 def decide(rules: Mapping[str, Rule], row: Row, memory: Memory) -> tuple[Decision, Memory]:
-    """Combine the decisions of all rules; return the decision and the memory.
+    """Combine the decisions of all rules; return the decision and the memory. Rules also read ``REFERENCE_AGE`` and
+    ``LAST_RESET``.
 
-    The first rule that stops the run gives the reason. A stop by a guard makes no resets, and after a rollback no other
-    decision is applied: it would be about the policy that is undone. Of several resets of the reference the one with
-    the largest ``mix`` is made. Rules also read ``REFERENCE_AGE`` and ``LAST_RESET``. The memory of absent rules is
-    kept: a later phase may have them again.
+    The first rule that stops the run gives the reason. A stop by a guard makes no resets. After a rollback no other
+    decision is applied: it would be about the undone policy. Of several resets of the reference the largest ``mix``
+    wins. The memory of absent rules is kept: a later phase may have them again.
     """
     decisions = []
     remembered: Memory = {name: rule_memory for name, rule_memory in memory.items() if name not in rules}
@@ -149,14 +145,8 @@ def not_a_number(
 ) -> Decided:
     """Stop at a loss, gradient, log-probability, advantage or reward that is not finite: a ``Rule``.
 
-    An update with such a loss or gradient was not applied, so the saved state is the one before it.
-
-    Args:
-      row: of the step.
-      memory: nothing.
-      learning_rate: of the optimiser; the remedy is a tenth of it.
-      field: the optimiser's setting, which holds that rate.
-      prefix: of the names of its updates' metrics.
+    An update with such a loss or gradient was not applied, so the saved state is the one before it. The remedy is a
+    tenth of ``learning_rate``, set in ``field``; ``prefix`` precedes the names of the optimiser's metrics.
     """
     names = not_finite(row, prefix)
     names += [name for name, x in row.items() if isinstance(x, float) and math.isinf(x) and name.startswith(MEANS)]
@@ -179,9 +169,7 @@ REWARD_FAILED = "/failed_fraction"
 
 
 def reward_fails(row: Row, memory: RuleMemory) -> Decided:
-    """Stop after a step in which all calls of one reward failed, so that its values are placeholders, or no answer of
-    an evaluation could be scored; a ``Rule``.
-    """
+    """Stop if all calls of one reward failed in a step, or no answer of an evaluation could be scored: a ``Rule``."""
     for name, value in row.items():
         if name.startswith("eval/") and name.endswith(REWARD_FAILED) and value == 1:
             return Decision(
@@ -205,18 +193,15 @@ def teaches_nothing(
     filter_reads: str,
     ended: Callable[[str], Decision] | None = None,
 ) -> Decided:
-    """Report steps that teach nothing, and stop after ``patience`` of them in a row: a ``Rule``.
+    """Report steps that teach nothing, and stop after ``patience`` of them in a row (0 never): a ``Rule``.
 
     A step teaches nothing if no update was made, or if all advantages are 0 and nothing else moves the policy: the loss
     has no other term, the gradient is exactly 0 (as that of a KL while the policy equals the reference), or every
-    reward is missing. A step in which a critic learns teaches, even while the critic warms up alone. A step without a
-    finished group neither counts nor ends the series. If all completions of ``patience`` of them in a row are correct,
-    the task is solved, and the run is done.
+    reward is missing. A step in which a critic learns teaches, even in its warm-up. A step without a finished group
+    neither counts nor ends the series. If all completions of ``patience`` such steps are correct, the run is done.
 
     Args:
-      row: of the step.
       memory: the number of ``empty`` steps in a row, and of the last of these that were ``solved``, if there are any.
-      patience: steps; 0 never stops.
       only_advantages: whether the loss has no KL, no entropy term and no texts.
       filter_reads: the value that the filter of groups compares, "accuracy" or "reward"; empty without a filter.
       ended: in a phase before another, maps a reason to the decision that ends the phase once the task is solved.
@@ -290,16 +275,8 @@ POOLED = 32
 
 
 def few_kept(row: Row, memory: RuleMemory, filter_reads: str, group: int) -> Decided:
-    """Report when the filter of groups begins to keep fewer than a tenth of them, with a remedy: a ``Rule``.
-
-    It remembers the groups ``faded_kept`` and ``faded_count``, and whether the report was made: ``reported``.
-
-    Args:
-      row: of the step.
-      memory: its memory.
-      filter_reads: the value that the filter compares, "accuracy" or "reward".
-      group: completions of a prompt.
-    """
+    """Report when the filter by ``filter_reads`` ("accuracy" or "reward") begins to keep less than a tenth of the
+    groups: a ``Rule``. It remembers the groups ``faded_kept`` and ``faded_count``, and whether it has ``reported``."""
     share, new = row.get("dynamic_sampling/kept_fraction", math.nan), row.get("dynamic_sampling/finished", 0)
     if math.isnan(share) or not new:
         return Decision(), memory
@@ -330,10 +307,8 @@ ALL = "all"
 
 
 def on_finding(row: Row, memory: RuleMemory, rules: Rules) -> Decided:
-    """Stop or roll back, as the settings say, when a finding of one of ``rules.guards`` begins: a ``Rule``.
-
-    It remembers the ``reported`` findings, cleared by a rollback, and how many ``times`` it rolled back.
-    """
+    """Stop or roll back, as the settings say, when a finding of one of ``rules.guards`` begins: a ``Rule``. It
+    remembers the ``reported`` findings, cleared by a rollback, and how many ``times`` it rolled back."""
     findings = {name.removeprefix(FOUND): value for name, value in row.items() if name.startswith(FOUND)}
     reported = memory.get("known", [])
     new = [kind for kind in findings if kind not in reported and (kind in rules.guards or ALL in rules.guards)]
@@ -365,14 +340,10 @@ def phase_ends(
     """End a phase after its steps, or once its condition holds: a ``Rule``.
 
     It remembers the ``steps`` of the phase and the state of its condition: ``times`` in a row, or the ``best`` result
-    and the ``stalled`` evaluations. A metric that no row contains is reported once: its name may be mistyped, and the
-    phase would never end.
+    and the ``stalled`` evaluations. A metric that no row contains is reported once: its name may be mistyped.
 
     Args:
-      row: of the step.
-      memory: its memory.
-      phase: that the run is in.
-      following: the one after it; None for the last one, which ends the run.
+      following: the next phase; None for the last one, which ends the run.
       evaluation_every: steps between evaluations; those of other steps are ignored (see ``on_stall``).
       test: identifies the evaluation's settings; results of other evaluations are not compared.
     """
@@ -406,8 +377,7 @@ def phase_ends(
 
 
 def phase_ended(phase: Phase, following: Phase | None, reason: str) -> Decision:
-    """Return the decision to begin the next phase, with its resets, or to end the run; ``reason``: why this one has
-    ended."""
+    """Return the decision to begin the next phase, with its resets, or to end the run, for this ``reason``."""
     if following is None:
         return Decision(DONE, f"the {f'phase {phase.name}' if phase.name else 'run'} ends {reason}")
     events: dict[str, bool | str] = {PHASE: f"{following.name} ({phase.name} ended {reason})"}
@@ -425,10 +395,7 @@ def ends_run(until: Until, rows: Sequence[Row], evaluation_every: int, test: str
 
 
 def flags_to_continue(memory: Memory, run: Any) -> str:
-    """Return the flags with which a run continues that a rule has ended; empty if no flag changes the rule.
-
-    ``memory``: of the rules after the run's last step.
-    """
+    """Return the flags that continue a run that a rule has ended, by its last memory; empty if no flag would."""
     rule = memory[ENDED]["rule"]
     if rule == OF_LESSONS:
         return "--rollout.collect.patience 0"
@@ -456,13 +423,8 @@ def report_no_signal(reason: str) -> Decision:
 def guards_of(
     run: Any, more: Mapping[str, Rule] = types.MappingProxyType({}), other_terms: bool = False
 ) -> dict[str, Rule]:
-    """Return the guards of a run with these settings, by name; if several stop it, the first gives the reason.
-
-    Args:
-      run: with its settings resolved.
-      more: rules of its ingredients.
-      other_terms: whether the policy has objectives in addition to the algorithm's.
-    """
+    """Return the guards of a resolved run by name, with ``more`` rules of its ingredients; the first that stops the run
+    gives the reason. ``other_terms``: whether the policy has objectives in addition to the algorithm's."""
     algorithm = run.recipe.algorithm
     other_terms = other_terms or bool((algorithm.kl_in_loss and algorithm.kl_coef) or algorithm.entropy_coef)
     rules = {
@@ -497,18 +459,17 @@ class Resets(Setting):
 
     Attributes:
       reference_every: steps after which the reference becomes the policy; 0 never.
-      on_stall: evaluations in a row not better than the best one, of which the one before training (step 0) is the
-        first, after which it does; 0 never.
+      on_stall: evaluations in a row not better than the best one, step 0's included, after which it does; 0 never.
       with_optimiser: reset the optimiser at each reset of the reference.
       optimiser_every: steps after which the optimiser alone is reset; 0 never.
       on_kl: the KL above which the reference becomes the policy; 0 never.
       on_kl_share: the KL's share of the loss terms at a token, kl_coef kl / (kl_coef kl + mean |advantage|), above
-        which it does; 0 never. The mean |advantage| is the size of the policy's term where the ratio is 1: that term
-        itself is near 0 by construction.
+        which it does; 0 never. Mean |advantage| is the policy term's size where the ratio is 1; its sum is near 0
+        there.
       on_kl_jump: how many times the median of the last ``kl_window`` KLs since the last reset a KL must be; 0 never.
       kl_window: steps after any reset, and from the run's beginning, in which no KL resets.
-      mix: the policy's share in the reference after a reset: reference <- (1 - mix) reference + mix policy. 1 is the
-        policy itself; TRL's ref_model_mixup_alpha is 0.6.
+      mix: reference <- (1 - mix) reference + mix policy at a reset; 1 is the policy, TRL's ref_model_mixup_alpha is
+        0.6.
       ema: after each step reference <- ema reference + (1 - ema) policy; 0 is off.
       snapshots: keep the models permanently at each reset of the reference.
     """
@@ -571,13 +532,7 @@ class Resets(Setting):
 
 
 def rules_of(resets: Resets, evaluation_every: int, test: str = "") -> dict[str, Rule]:
-    """Return the rules that make these resets, by name.
-
-    Args:
-      resets: of the recipe.
-      evaluation_every: steps between evaluations.
-      test: identifies the evaluation's settings; results of other evaluations are not compared.
-    """
+    """Return the rules that make these resets, by name; ``evaluation_every`` and ``test`` as in ``phase_ends``."""
     rules: dict[str, Rule] = {}
     if resets.on_stall:
         rules["stall"] = partial(on_stall, resets=resets, every=evaluation_every, test=test)
@@ -599,22 +554,17 @@ def on_schedule(row: Row, memory: RuleMemory, resets: Resets, every: int, refere
 
 
 def on_stall(row: Row, memory: RuleMemory, resets: Resets, every: int, test: str = "") -> Decided:
-    """Reset the reference after ``on_stall`` evaluations in a row not better than the best one: a ``Rule``.
-
-    Only evaluations at multiples of ``every`` count: the one at a run's end would be absent in a longer run. Results of
-    another ``test`` are not compared. It remembers the result of ``stalls``.
-    """
+    """Reset the reference after ``on_stall`` evaluations in a row not better than the best one: a ``Rule``. It
+    remembers the result of ``stalls``. Only multiples of ``every`` count: a longer run would not evaluate at this run's
+    end."""
     stall = stalls(row, memory, every, test)
     due = bool(stall) and stall["stalled"] >= resets.on_stall
     return reset_decision(resets, due, due and resets.with_optimiser), memory | stall | ({"stalled": 0} if due else {})
 
 
 def on_kl(row: Row, memory: RuleMemory, resets: Resets) -> Decided:
-    """Reset the reference if the KL is high, is a large share of the loss, or has jumped: a ``Rule``.
-
-    It skips the first ``kl_window`` steps after any reset. It remembers the last KLs ``since`` the last reset,
-    without steps that measured none.
-    """
+    """Reset the reference if the KL is high, is a large share of the loss, or has jumped: a ``Rule``. It skips the
+    first ``kl_window`` steps after any reset, and remembers the last KLs ``since`` then, without unmeasured ones."""
     kl = row.get("kl", math.nan)
     if math.isnan(kl):
         return Decision(), memory
@@ -636,11 +586,8 @@ def on_kl(row: Row, memory: RuleMemory, resets: Resets) -> Decided:
 
 
 def by_hand(row: Row, memory: RuleMemory, resets: Resets) -> Decided:
-    """Reset the reference once for each user request, and again after a rollback to before the reset: a ``Rule``.
-
-    It remembers the last request's ``id`` and ``with_optimiser``, and the ``step`` of the answer; after a rollback also
-    that the request is to be answered ``again``.
-    """
+    """Reset the reference once for each user request, and again after a rollback to before the reset: a ``Rule``. It
+    remembers the request's ``id`` and ``with_optimiser``, the ``step`` of the answer, and an answer due ``again``."""
     asked = row.get(ASKED)
     new = asked is not None and asked["id"] != memory.get("id")
     if not new and not memory.get(AGAIN):
@@ -656,10 +603,8 @@ def by_hand(row: Row, memory: RuleMemory, resets: Resets) -> Decided:
 
 
 def moving_average(row: Row, memory: RuleMemory, ema: float) -> Decided:
-    """Make the reference a moving average of the policy with decay ``ema``, without reset events: a ``Rule``.
-
-    A step without an update changes nothing.
-    """
+    """Make the reference a moving average of the policy with decay ``ema`` after each update, without events: a
+    ``Rule``."""
     moves = row["step"] > 0 and bool(row.get("updates"))
     return Decision(reset_reference=moves, mix=1 - ema if moves else 1.0), memory
 
@@ -667,10 +612,8 @@ def moving_average(row: Row, memory: RuleMemory, ema: float) -> Decided:
 def kl_controlled(
     row: Row, memory: RuleMemory, reads: str, controller: Callable[[float, float, int], float]
 ) -> Decided:
-    """Update the KL coefficient from the KL measured after the step's last update, if there is one: a ``Rule``.
-
-    ``reads``: the metric that the controller (``algorithms.kl.AdaptiveKL``) reads.
-    """
+    """Update the KL coefficient by the controller (``algorithms.kl.AdaptiveKL``) from the metric ``reads`` of the
+    step's last update, if there is one: a ``Rule``."""
     measured = row.get(reads, math.nan)
     if math.isnan(measured):
         return Decision(), memory
@@ -681,10 +624,8 @@ def kl_controlled(
 def entropy_controlled(
     row: Row, memory: RuleMemory, controller: Callable[[float, float], tuple[float, float]]
 ) -> Decided:
-    """Update the coefficient of the entropy bonus from the step's entropy, if it is measured: a ``Rule``.
-
-    It remembers the controller's internal coefficient, which is kept while the bonus is off.
-    """
+    """Update the coefficient of the entropy bonus from the step's entropy, if measured: a ``Rule``. It remembers the
+    controller's internal coefficient, which is kept while the bonus is off."""
     entropy = row.get("entropy", math.nan)
     if math.isnan(entropy):
         return Decision(), memory
@@ -693,11 +634,9 @@ def entropy_controlled(
 
 
 def evaluation_result(row: Row) -> float | None:
-    """Return the result of a row's evaluation, higher is better; None without one, or if it is not a number.
-
-    It is the share of problems solved, or the mean reward if nothing is verified, or the accuracy of a reward model, or
-    the negative loss on texts. The average of several tasks comes first.
-    """
+    """Return the result of a row's evaluation, higher is better; None without one, or if it is not a number: the share
+    solved, else the mean reward, a reward model's accuracy, or minus the loss on texts. A mixture's average comes
+    first."""
     value, sign = measured_result(row)
     return None if value is None else sign * value
 
@@ -714,11 +653,7 @@ def measured_result(row: Row) -> tuple[float | None, int]:
 
 def stalls(row: Row, memory: Mapping[str, Any], every: int, test: str, until: Stalls | None = None) -> dict[str, Any]:
     """Return the ``best`` result of a ``test``, that of step 0 included, and the evaluations ``stalled`` since; empty
-    without one that counts.
-
-    A change of the test restarts the count; a memory without a test's name is taken to be of this one. If ``until``
-    names a metric, each of its measurements counts.
-    """
+    without one. Another test restarts the count. If ``until`` names a metric, each of its measurements counts."""
     result = evaluation_result(row)
     if until is not None and until.metric:
         result, test = row.get(until.metric), until.metric
@@ -748,12 +683,8 @@ OF_RESULTS = ('"eval/', PHASE, ROLLED_BACK)
 
 
 def surviving_rows(rows: Iterable[Row], tests: Sequence[int] = ()) -> list[list[Row]]:
-    """Return the rows that no rollback has undone, for each phase and each of its evaluations.
-
-    Args:
-      rows: of metrics.jsonl, in order.
-      tests: steps after which evaluations were of other settings.
-    """
+    """Return the rows of metrics.jsonl that no rollback has undone, for each phase and each of its evaluations.
+    ``tests``: steps after which evaluations were of other settings."""
     groups: list[list[Row]] = [[]]
     before, moved = 0, False
     for row in rows:
@@ -768,11 +699,8 @@ def surviving_rows(rows: Iterable[Row], tests: Sequence[int] = ()) -> list[list[
 
 
 def best_step(rows: Iterable[Row], tests: Sequence[int] = ()) -> int | None:
-    """Return the step of the best evaluation, the first of equal ones; None without any.
-
-    Results are compared within one phase and one evaluation: the last ones with a result. The arguments are those of
-    ``surviving_rows``.
-    """
+    """Return the step of the best evaluation, the first of equal ones; None without any. Results are compared within
+    the last phase and evaluation with a result; the arguments are those of ``surviving_rows``."""
     for group in reversed(surviving_rows(rows, tests)):
         results = {row["step"]: result for row in group if (result := evaluation_result(row)) is not None}
         if results:

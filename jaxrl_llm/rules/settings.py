@@ -18,7 +18,7 @@ class Reaches(Setting):
       metric: a name in the rows of metrics.jsonl.
       above: the bound; None for no such bound.
       below: the other one; exactly one of the two is given.
-      times: consecutive measured steps beyond the bound; steps without a measurement are skipped.
+      times: consecutive measured steps beyond the bound; unmeasured ones are skipped.
     """
 
     metric: str
@@ -38,8 +38,8 @@ class Reaches(Setting):
 
 @dataclasses.dataclass(frozen=True)
 class Stalls(Setting):
-    """A condition: ``evaluations`` in a row were not better than the best one of the phase, of which the one before
-    training (step 0) is the first: early stopping.
+    """A condition, early stopping: so many evaluations in a row were not better than the phase's best, step 0's
+    included.
 
     Attributes:
       evaluations: how many; the patience.
@@ -62,11 +62,9 @@ class Phase(Setting):
     Attributes:
       name: for people: in the summary, the report and the event ``event/phase`` at its beginning.
       steps: the most steps of the phase; None for no limit. The last phase lasts until the run's steps are made.
-      until: it ends after the step at which this condition holds; None for ``steps`` alone. In the last phase this
-        ends the run.
-      changes: settings by their dotted names, as on the command line (``{"rollout.group": 32}``), from here on:
-        settings that a later phase does not change stay. A value may be a whole part: ``{"task": Mixture(...)}``. Your
-        own functions among rewards are converted as ``Scoring`` converts them, and stored in config.json in that form.
+      until: it ends after the step at which this holds, and in the last phase the run does; None for ``steps`` alone.
+      changes: settings by dotted names, as on the command line (``{"rollout.group": 32}``), for this and later phases.
+        A value may be a whole part: ``{"task": Mixture(...)}``. Your own functions among rewards become ``Function``.
       reset: the reference becomes the policy when it begins.
       reset_optimiser: the optimiser is reset when it begins.
     """
@@ -120,17 +118,15 @@ class Rules(Setting):
 
     Attributes:
       phases: parts of the run with settings of their own, in turn; empty for a run without phases.
-      guards: kinds of findings (``diagnosis.diagnose``) that are acted on when they begin; "all" for all of them.
-        ``--guard KIND`` adds one.
+      guards: kinds of findings to act on when they begin; "all" for all of them. ``--guard KIND`` adds one.
       on_guard: "stop" saves and stops with exit code 3. "rollback" resumes from the newest checkpoint before the
         finding began, with ``slower`` times the learning rate; the data continues at its place.
       slower: the factor on the learning rate at each rollback, above 0 and at most 1.
       rollbacks: after so many the next finding stops the run.
-      until: the run ends, done, after the step at which this condition holds; None for its steps alone. A run with
-        phases has it in its last one.
-      own: rules of your own: functions ``rule(row, memory)``, or ``"module:function"`` in a ``Function``. ``row`` is
-        the step's row of metrics.jsonl, and ``memory`` the rule's own dict, empty at first and saved with the run. They
-        return a ``Decision``, a pair of it and the new memory, or None. Every process calls them with equal arguments.
+      until: the run ends, done, after the step at which this holds; None for its steps alone. With phases: in the last.
+      own: your rules: functions ``rule(row, memory)``, or ``Function("module:function")``, that return a ``Decision``,
+        a pair of it and the new memory, or None. ``row``: the step's row of metrics.jsonl; ``memory``: the rule's own
+        dict, empty at first and saved with the run. Every process calls them with equal arguments.
     """
 
     phases: tuple[Phase, ...] = ()

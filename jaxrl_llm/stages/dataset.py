@@ -82,10 +82,8 @@ Exam = Callable[[Decoder], tuple[TaskEvaluation, ...]]
 def build_exam(
     run: FromData, model: Decoder, tokenizer: Any, mesh: Any, scorer: Scorer, progress: Progress, peers: Peers
 ) -> tuple[Exam | None, Any]:
-    """Return the evaluation on a task, None without one, and the run's data.
-
-    Data to collect is sampled from this model, before the run's first step.
-    """
+    """Return the evaluation on a task (None without one) and the run's data; data to collect are sampled from this
+    model."""
     source = run.data.source
     collects = isinstance(source, Collected)
     configs.require(
@@ -145,8 +143,6 @@ class DatasetStage(Stage):
     """A stage that learns from rows of data.
 
     Attributes:
-      rows: training rows.
-      held_out: evaluation rows.
       samples_of: maps a row, its index among all training rows, and its index in the step to the row's samples.
       numbers: returns the metrics ``eval/...`` of a model on at least one row.
       exam: evaluates answers to a task's problems; None without a task.
@@ -188,9 +184,8 @@ class DatasetStage(Stage):
 def read_rows_of(
     run: FromData, model: Any, tokenizer: Any, mesh: Any, scorer: Scorer, progress: Progress, peers: Peers, what: str
 ) -> tuple[tasks.Loaded, dict[str, Any]]:
-    """Collect the data or read it; return its rows, and the fields of a ``DatasetStage`` except how it learns.
-
-    The arguments are those of a stage's ``prepare``, and the plural noun for its rows.
+    """Collect or read the data; return its rows, and the fields of a ``DatasetStage`` except how it learns. The
+    arguments are those of ``prepare``, and the plural noun for its rows.
 
     Raises:
       InputError: a model without a tokenizer or with too few positions, a row that is unusable or too long.
@@ -232,12 +227,9 @@ def read_rows_of(
 
 
 def fit_microbatch(forward: Forward, groups: Iterable[tuple[str, Sequence[Sample]]], rows: int) -> Forward:
-    """Return the forward pass with microbatches large enough for samples that are compared with each other.
-
-    Args:
-      forward: as laid out without them.
-      groups: the location of each row in the data, and its samples.
-      rows: ``learner.compute.microbatch_rows``; 0 takes as many as it needs.
+    """Return the forward pass with microbatches large enough for samples that are compared with each other: ``groups``
+    of them, each with its row's location in the data. ``rows``: ``learner.compute.microbatch_rows``; 0 takes as many as
+    needed.
 
     Raises:
       InputError: they do not fit; names the row and the remedy. Nothing is compiled yet.
@@ -269,15 +261,9 @@ def build_programs(
 def outline_dataset(
     run: FromData, model: Any, mesh: Any, objective: Objective, samples_of: Callable[..., list[Sample]]
 ) -> Outline:
-    """Outline the run's computation for the longest rows, with all but the first token of each learned.
-
-    Args:
-      run: with its settings resolved.
-      model: the trained model, as shapes.
-      mesh: learns; may be abstract.
-      objective: of the model.
-      samples_of: maps a prompt, its continuation and a row's number to the samples of the row.
-    """
+    """Outline the run's computation for the longest rows, with all but the first token of each learned. ``model`` is
+    given as shapes, ``mesh`` may be abstract, and ``samples_of`` maps a prompt, its continuation and a row's number to
+    samples."""
 
     def samples(tokens: int) -> list[Sample]:
         rows = range(-(-run.batch.rows // run.learner.minibatches))
@@ -328,11 +314,7 @@ def evaluate_texts(forward: Any, model: Decoder, texts: Any, status: Callable[[s
 def prepare(
     run: configs.Supervised, model: Decoder, tokenizer: Any, mesh: Any, scorer: Scorer, progress: Progress, peers: Peers
 ) -> DatasetStage:
-    """Read or collect the texts; build training and evaluation.
-
-    Raises:
-      InputError: data that the run cannot use.
-    """
+    """Read or collect the texts; build training and evaluation. InputError: data that the run cannot use."""
     _, fields = read_rows_of(run, model, tokenizer, mesh, scorer, progress, peers, "texts")
     forward, training = build_programs(run, model, mesh, NextToken())
     return DatasetStage(

@@ -61,10 +61,7 @@ class StageContext:
       stops: tokens at which completions end.
       forwards: how the learner runs the model of each role.
       objectives: names of all objectives of the run.
-      scorer: scores completions.
       answers: how answers to the evaluation problems are sampled.
-      peers: the run's processes.
-      progress: receives progress messages.
     """
 
     tokenizer: Any
@@ -86,7 +83,6 @@ class Ingredient:
     Attributes:
       objectives: added to the policy's.
       coefficients: initial values of numbers that a rule updates from step to step.
-      rules: rules between steps.
     """
 
     objectives: Sequence[Objective] = ()
@@ -99,11 +95,7 @@ class Ingredient:
         raise NotImplementedError
 
     def prepared(self, context: StageContext) -> Self:
-        """Load its data and models.
-
-        Raises:
-          InputError: data or models that the run cannot use.
-        """
+        """Load its data and models. InputError: the run cannot use them."""
         return self
 
     def planned_samples(self, samples: list[Sample], updates: int) -> list[Sample]:
@@ -117,9 +109,8 @@ class Ingredient:
 
 @dataclasses.dataclass(frozen=True)
 class Constraints(Ingredient):
-    """Limits on a run's mean costs, each with a multiplier that a rule updates, and its gate: a completion that it
-    rejects is never made more likely.
-    """
+    """Limits on a run's mean costs, each with a multiplier, and its gate: no completion that it rejects is made
+    likelier."""
 
     constraints: tuple[Constraint, ...]
     gated: bool = False
@@ -154,10 +145,8 @@ class Constraints(Ingredient):
 
 
 def update_multiplier(row: Row, rule_memory: RuleMemory, constraint: Constraint) -> Decided:
-    """Update the multiplier of a constraint, ``lam <- max(0, lam + rate * (mean cost - limit))``: a ``Rule``.
-
-    A step without a cost leaves it unchanged.
-    """
+    """Update a constraint's multiplier after a measured cost, ``lam <- max(0, lam + rate * (mean cost - limit))``: a
+    ``Rule``."""
     cost = row.get(constraint.part, math.nan)
     if math.isnan(cost):
         return Decision(), rule_memory
@@ -200,9 +189,6 @@ class ObservationLoss(Objective):
 
     They are the contents of its messages, in completions that the policy's loss leaves out too. Their number is the
     divisor, so that the policy gradient is as it is without them.
-
-    Attributes:
-      coef: lambda.
     """
 
     coef: float
@@ -262,9 +248,8 @@ def observation_mask(completion: Completion) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class PretrainingMix(Ingredient):
-    """Texts that each step learns from in addition to its groups, in a seeded order, and held-out texts.
-
-    They are those of PPO-ptx (arXiv 2203.02155), or those whose completions a teacher values (GKD, arXiv 2306.13649).
+    """Texts that each step learns from in addition to its groups, in a seeded order, and held-out texts: those of
+    PPO-ptx (arXiv 2203.02155), or those whose completions a teacher values (GKD, arXiv 2306.13649).
 
     Attributes:
       texts: training texts. Only ``count``, ``seed`` and ``ptx`` are set before it is prepared.
@@ -275,9 +260,7 @@ class PretrainingMix(Ingredient):
       objective: the name of the one that counts texts.
       others: names of the objectives that count completions.
       forward: how the model is run to evaluate it, at temperature 1.
-      status: receives progress messages.
       source: where the texts come from.
-      fingerprints: of the texts.
       notes: lines for people before the first step.
     """
 
@@ -307,11 +290,7 @@ class PretrainingMix(Ingredient):
         return cls(count=ptx.rows, seed=run.seed, source=ptx.texts, objectives=(NextToken(ptx.coef, "text/"),))
 
     def prepared(self, context: StageContext) -> Self:
-        """Read the texts.
-
-        Raises:
-          InputError: a row that is unusable, or too long for the run's rows.
-        """
+        """Read the texts. InputError: a row that is unusable, or too long for the run's rows."""
         source = self.source
         context.progress.status(f"reading {source.label}")
         forward = context.forwards["policy"]
@@ -364,12 +343,8 @@ def max_text_tokens(text: Text, row_tokens: int, tokens: int) -> float:
 
 
 def split_text(text: Text, row_tokens: int, tokens: int) -> list[Text]:
-    """Return a text that fits a row, or the pieces of one without a prompt, each after the last token of the one
-    before.
-
-    Raises:
-      InputError: a text with a prompt that is longer than a row, or than a completion may be.
-    """
+    """Return a text that fits a row, or pieces of one without a prompt, each after the last token of the one before.
+    InputError: a text with a prompt that is longer than a row, or than a completion may be."""
     size = min(tokens, row_tokens - 1)
     if len(text.tokens) <= tokens and text.length <= row_tokens:
         return [text]
@@ -393,12 +368,11 @@ FIRST_ANSWERS = "first_answers.jsonl"
 
 @dataclasses.dataclass(frozen=True)
 class WinRate(Ingredient):
-    """The win rate: how often a judge prefers the current policy's answers to the first policy's.
-
-    It has a judge of evaluations and the file of the first policy's answers. Fields are set once it is prepared.
+    """The win rate: how often a judge prefers the current policy's answers to the first policy's. Fields are set once
+    it is prepared.
 
     Attributes:
-      path: of the file that holds them.
+      path: of the file with the first policy's answers.
       scorer: asks the judge.
       peers: the run's processes; the first one writes and reads.
       made_from: maps a problem to a digest of its answers' inputs except the weights.
@@ -457,11 +431,9 @@ class WinRate(Ingredient):
     def against(
         self, first_answers: Mapping[tuple[str, str, int], dict[str, Any]], evaluation: TaskEvaluation
     ) -> TaskEvaluation:
-        """Add ``won`` to one task's evaluation: each answer against the first policy's of the same number.
-
-        Equal tokens are a tie, without asking the judge. NaN if the first answer is missing (the problems, their
-        prompts or the sampling were others then, or the file is gone), or if one of the two could not be scored.
-        """
+        """Add ``won`` to one task's evaluation: each answer against the first policy's of the same number. Equal tokens
+        are a tie, without asking the judge. NaN if the first answer is missing (other problems, prompts or sampling, or
+        no file), or if one of the two could not be scored."""
         first = [
             [first_answers.get((evaluation.task, problem.id, number)) for number in range(len(row))]
             for problem, row in zip(evaluation.problems, evaluation.completions, strict=True)
@@ -504,13 +476,7 @@ CRITIC = ValueLoss.role
 
 @dataclasses.dataclass(frozen=True)
 class CriticRole(Ingredient):
-    """The critic of a run.
-
-    Attributes:
-      run: with its settings resolved.
-      critic: its own settings.
-      forward: how it is run; None before it is prepared.
-    """
+    """The critic of a run, with its own settings; ``forward``: how it is run, None before it is prepared."""
 
     run: Run
     critic: Critic
@@ -533,13 +499,8 @@ class CriticRole(Ingredient):
     def role(
         self, policy: ModelConfig, forward: Forward, tokenizer: Any, find: Architectures
     ) -> tuple[Training, Forward]:
-        """Return the critic's training and how it is run: in rows of the policy's shapes.
-
-        Args:
-          policy: the architecture of the policy.
-          forward: how the policy is run.
-          tokenizer: the policy's; None if nothing will be loaded.
-          find: maps the name of a model to its architecture.
+        """Return the critic's training and how it is run: in rows of the policy's shapes, as ``forward`` runs the
+        ``policy``. ``tokenizer``: the policy's; None if nothing will be loaded.
 
         Raises:
           InputError: ``recipe.critic.model`` cannot be found, or cannot read the policy's texts.
@@ -597,11 +558,8 @@ def with_value_head(model: Decoder | ScalarModel) -> ScalarModel:
 
 
 def critic_config(name: str, run: Run, policy: ModelConfig, find: Architectures) -> ModelConfig:
-    """Return the architecture of a critic's initial model.
-
-    Raises:
-      InputError: it is missing, or has fewer positions or another vocabulary than the run needs.
-    """
+    """Return the architecture of a critic's initial model. InputError: it is missing, or has fewer positions or another
+    vocabulary than the run needs."""
     with naming("recipe.critic.model"):
         config = find(name)
     positions = config.attention.rope.max_positions
@@ -619,11 +577,8 @@ def critic_config(name: str, run: Run, policy: ModelConfig, find: Architectures)
 
 
 def load_critic(name: str, run: Run, tokenizer: Any, mesh: Mesh) -> ScalarModel:
-    """Load a critic's initial model, in ``learner.dtype`` on the mesh.
-
-    Raises:
-      InputError: it is unreadable, has other tokens than the policy, or was trained with another chat template.
-    """
+    """Load a critic's initial model, in ``learner.dtype`` on the mesh. InputError: it is unreadable, has other tokens
+    than the policy, or was trained with another chat template."""
     model, critic_tokenizer = load_model(name, run.learner.dtype, mesh)
     require(
         critic_tokenizer is None or critic_tokenizer.get_vocab() == tokenizer.get_vocab(),

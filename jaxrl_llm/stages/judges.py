@@ -1,8 +1,5 @@
-"""Reward models and judges on a run's devices: loading them, and scoring completions, or their steps, with them.
-
-A reward model is loaded once, and run on the devices in packed rows as the learner runs its models. A judge that
-answers in words has an engine of its own.
-"""
+"""Reward models and judges on a run's devices. A reward model is run in packed rows, as the learner runs its models; a
+judge that answers in words has an engine of its own."""
 
 import collections
 import dataclasses
@@ -46,9 +43,7 @@ class DeviceModel:
 
     Attributes:
       model: in the dtype that it computes in.
-      forward: how it is run.
       prompts: of each task, by its label.
-      status: receives progress messages.
       closings: tokens that ``close_completion`` writes where a score is read, by task label.
     """
 
@@ -59,10 +54,8 @@ class DeviceModel:
     closings: Mapping[str, Sequence[int] | None]
 
     def values(self, items: Sequence[Item]) -> list[np.ndarray]:
-        """Return for each completion float32[t + 1]: at place t the value before token t, last the value after all.
-
-        If the model reads on to the end of the chat template, the t tokens include those of the template.
-        """
+        """Return for each completion float32[t + 1]: at place t the value before token t, last the value after all. If
+        the model reads on to the end of the chat template, the t tokens include those of the template."""
         samples = [
             score_sample(
                 self.prompts[problem.task][problem], close_completion(completion, self.closings.get(problem.task)), {}
@@ -82,17 +75,8 @@ def load_judge(
     prompts: Mapping[str, Prompts],
     status: Callable[[str], None],
 ) -> DeviceModel:
-    """Load a reward model for the completions of the run's policy.
-
-    Args:
-      run: gives the policy, the lengths of prompts and completions, and how the learner computes.
-      path: RUN[@STEP] or a directory.
-      field: the setting that names it, for messages.
-      where, tokenizer, prompts, status: as for ``load_judges``.
-
-    Raises:
-      InputError: as ``load_judges``.
-    """
+    """Load the reward model ``path`` (RUN[@STEP] or a directory), which the setting ``field`` names, for the
+    completions of the run's policy; the other arguments and errors are those of ``load_judges``."""
     status(f"loading {path}")
     with naming(field):
         model, model_tokenizer = load_model(path, run.learner.compute.dtype, where)
@@ -125,19 +109,11 @@ def load_judge(
 def load_judges(
     run: configs.Run, where: Mesh, tokenizer: Any, prompts: Mapping[str, Prompts], status: Callable[[str], None]
 ) -> dict[Any, Callable[[Sequence[Item]], Any]]:
-    """Return functions that compute the rewards of models, by reward: ``final_scores``, ``step_scores``, or the
-    answers of a judge; empty without any.
-
-    Args:
-      run: with its settings resolved.
-      where: the mesh that samples.
-      tokenizer: the policy's.
-      prompts: of each task, by its label.
-      status: receives progress messages.
+    """Return functions that compute the rewards of models, by reward: ``final_scores``, ``step_scores``, or the answers
+    of a judge; empty without any. ``where``: the mesh that samples; ``prompts``: of each task, by its label.
 
     Raises:
-      InputError: a model that is missing, is not a reward model, was trained with another format, or has other tokens
-        than the policy.
+      InputError: a model that is missing, no reward model, of another format, or of other tokens than the policy.
     """
     for use, path in reward_model_uses(run):
         use.check(path)
@@ -161,10 +137,8 @@ def final_scores(models: Sequence[DeviceModel], items: Sequence[Item]) -> np.nda
 
 
 def judge_passes(run: configs.Run, samples: Sequence[Sample], where: Any, find: Architectures) -> list[Pass]:
-    """Return the passes of reward models and judges over the completions of a step, for the plan.
-
-    Reward models of one architecture share a program, and score in chunks of completions.
-    """
+    """Return the passes of reward models and judges over the completions of a step, for the plan. Reward models of one
+    architecture share a program, and score in chunks of completions."""
     models = collections.Counter(find(path) for path in dict.fromkeys(path for _, path in reward_model_uses(run)))
     calls = -(-len(samples) // SCORING_CHUNK)
     some = [score_sample(sample.prompt, sample.tokens, {}) for sample in samples[:SCORING_CHUNK]]
@@ -197,10 +171,8 @@ def solution_scores(
     separator: str,
     tokenizer: Any,
 ) -> np.ndarray:
-    """Return one score of each completion, float64[n]: of the whole, or from the probabilities of its steps.
-
-    The latter is their product, the lowest or the last (arXiv 2305.20050, section 2.6); 0 without a step.
-    """
+    """Return one score of each completion, float64[n]: of the whole, or the product, lowest or last of its steps'
+    probabilities (arXiv 2305.20050, section 2.6); 0 without a step."""
     if by == "score":
         return np.asarray([values[-1] for values in model.values(items)], np.float64)
     steps_of_items = step_scores(StepReward("", separator=separator), model, tokenizer, items)
@@ -209,10 +181,8 @@ def solution_scores(
 
 
 def step_ends(completion: Completion, separator: str, tokenizer: Any) -> np.ndarray:
-    """Return the index of each step's last token, int64[k], rising: that of the separator, or of the text's end.
-
-    Steps are those of ``data.datasets.split_steps``: a part of only white space belongs to the step before.
-    """
+    """Return the index of each step's last token, int64[k], rising: that of the separator, or of the text's end. Steps
+    are those of ``data.datasets.split_steps``: a part of only white space belongs to the step before."""
     text = completion.text
     tokens = completion.tokens.tolist()
     ends = step_lengths(split_steps(text, separator), separator)
@@ -223,15 +193,14 @@ def step_ends(completion: Completion, separator: str, tokenizer: Any) -> np.ndar
 class FallingSteps:
     """A stopping rule: a completion ends at the step with which the scores of several steps in a row have fallen.
 
-    A step counts once the next has begun: its end is then fixed, and the last step of a completion that has ended by
-    itself never stops it. So the end of a completion does not depend on when it is checked.
+    A step counts once the next has begun, which fixes its end; the last step of a completion that has ended by itself
+    never stops it. So the end of a completion does not depend on when it is checked.
 
     Attributes:
       model: a process reward model.
       problems: of each completion, by its number.
       separator: ends a step.
       falls: number of consecutive steps, each with a lower score than the one before, that stop it; at least 1.
-      tokenizer: the policy's.
       seen: number of scored steps of each completion, by its number.
       ends: number of tokens that a stopped completion keeps, by its number.
     """
@@ -278,16 +247,8 @@ def first_fall(scores: Sequence[float], falls: int) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class JudgeEngine:
-    """A judge on the devices, with slots of its own.
-
-    Attributes:
-      settings: of the judge.
-      backend: strict, so that an answer does not depend on the questions beside it.
-      weights: to answer with.
-      tokenizer: of the judge.
-      mesh: of the devices.
-      status: receives progress messages.
-    """
+    """A judge on the devices, with slots of its own, and its own tokenizer. ``backend`` is strict, so that an answer
+    does not depend on the questions beside it."""
 
     settings: JudgeModel
     backend: Backend
@@ -326,10 +287,7 @@ class JudgeEngine:
 
     def prompt(self, chat: Sequence[Message]) -> np.ndarray:
         """Return a chat as token ids, int32[T], up to the start of the answer; control tokens that it spells are text.
-
-        Raises:
-          InputError: the chat template refuses it.
-        """
+        InputError: the chat template refuses it."""
         guarded = [self._guard(dict(message)) for message in chat]
         text = render_chat(guarded, self.settings, self.tokenizer, options=self.options)
         return np.asarray(self._guard.ids(text), np.int32)
@@ -351,12 +309,8 @@ class JudgeEngine:
 def load_judge_model(
     judge: JudgeModel, run: configs.Run, field: str, where: Mesh, status: Callable[[str], None]
 ) -> JudgeEngine:
-    """Load a judge with an engine of its own; ``field``: the setting that names it, for messages.
-
-    Raises:
-      InputError: it is missing, scores texts, has too few positions, no tokenizer, or a chat template without a
-        system message.
-    """
+    """Load a judge with an engine of its own; ``field``: the setting that names it, for messages. InputError: it is
+    missing, scores texts, has too few positions, no tokenizer, or a chat template without a system message."""
     status(f"loading {judge.model}")
     field = f"{field}: judge.model"
     with naming(field):
@@ -410,9 +364,7 @@ def judge_completions(reward: Any, judge: JudgeEngine, items: Sequence[Item]) ->
 
 
 def engine_passes(run: configs.Run, samples: Sequence[Sample], where: Any, find: Architectures) -> list[Pass]:
-    """Return what judges read in a step that has these completions, for the plan: the weights of each, and passes over
-    questions and answers at their longest, as many as slots at a time.
-    """
+    """Return what judges read in a step, for the plan: weights, and the longest questions and answers, a slot each."""
     passes = []
     dtype = jnp.dtype(run.learner.compute.dtype)
     for number, (judge, questions) in enumerate(judge_questions(run).items(), start=1):

@@ -37,15 +37,13 @@ Sums = dict[str, np.ndarray]
 
 
 def at_start(path: Path, key: str, peers: Peers, compute: Callable[[], Sums]) -> Sums:
-    """Return the initial model's log-probabilities of the pairs, computed once and kept in the run's directory.
-
-    That model itself need not be kept: its log-probabilities are all that the loss reads of it.
+    """Return the initial model's log-probabilities of the pairs, computed once and kept in the run's directory: all
+    that the loss reads of that model.
 
     Args:
       path: of the file.
       key: of all its inputs; a file with another key is computed anew.
       peers: either all of them compute or none; the first one writes.
-      compute: computes the log-probabilities.
     """
 
     def its_key() -> str | None:
@@ -79,10 +77,8 @@ def paired_metrics(loss: Any, pairs: Sequence[Ranked], logp: np.ndarray, referen
 
 
 def unpaired_metrics(loss: Any, rows: Sequence[Judged], logp: np.ndarray, reference: np.ndarray) -> dict[str, float]:
-    """Return the share of all pairs of a good and a bad answer that the rewards order, and the margin of their means.
-
-    Arguments as in ``paired_metrics``; both numbers are NaN without good or without bad answers.
-    """
+    """Return the share of all pairs of a good and a bad answer that the rewards order, and the margin of their means;
+    NaN without good or without bad answers. Arguments as in ``paired_metrics``."""
     gap = (logp - reference)[:, 0]
     good = np.asarray([row.good for row in rows])
     margins = gap[good][:, None] - gap[~good][None, :]
@@ -100,9 +96,7 @@ def sum_logprobs(
     others: Sequence[np.ndarray] = (),
 ) -> np.ndarray:
     """Return log-probabilities of the two answers of each row, summed over their tokens, nats: float64[n, 2].
-
-    ``others``: of answers with labels, an answer to another prompt for each.
-    """
+    ``others``: of answers with labels, an answer to another prompt for each."""
     groups = [row_samples(row, (0.0, 0.0), place, others[place : place + 1]) for place, row in enumerate(rows)]
     samples = [sample for group in groups for sample in group]
     logprobs = score_samples(forward, model, samples, "logp", lambda text: status(f"comparing: {text}"))
@@ -138,12 +132,8 @@ def unpaired_samples(row: Judged, unrelated: np.ndarray, reference: Sequence[flo
 
 
 def unrelated_answers(rows: Sequence[Judged], max_tokens: int) -> list[np.ndarray]:
-    """Return an answer to another prompt for each row: that of the next row with one, cut to ``max_tokens`` with
-    the row's prompt.
-
-    Raises:
-      InputError: all rows have one prompt.
-    """
+    """Return an answer to another prompt for each row: that of the next row with one, cut to ``max_tokens`` with the
+    row's prompt. InputError: all rows have one prompt."""
     require(
         len({row.id for row in rows}) != 1,
         f"{rows[0].where if rows else ''}: all rows answer one prompt, and KTO compares with answers to other prompts: "
@@ -206,11 +196,7 @@ def needs_reference(run: Preference) -> bool:
 def prepare(
     run: Preference, model: Decoder, tokenizer: Any, mesh: Any, scorer: Scorer, progress: Progress, peers: Peers
 ) -> DatasetStage:
-    """Read or collect the rows; build training and evaluation.
-
-    Raises:
-      InputError: data that the run cannot use.
-    """
+    """Read or collect the rows; build training and evaluation. InputError: data that the run cannot use."""
     unpaired = isinstance(run.data, Unpaired)
     what = "answers" if unpaired else "pairs"
     loaded, fields = read_rows_of(run, model, tokenizer, mesh, scorer, progress, peers, what)

@@ -1,5 +1,4 @@
-"""The problems of a run: the training problems in the order in which they are asked, and the evaluation problems; and
-what a phase of a run leaves to the next one: the place in its problems, and stored successes (``rollout.groups``)."""
+"""The problems of a run, for training in the order of asking and for evaluation, and what a phase leaves to the next."""
 
 import contextlib
 import dataclasses
@@ -62,12 +61,8 @@ class Problems:
 
 
 def load_problems(run: configs.Run, tokenizer: Any, status: Callable[[str], None]) -> Problems:
-    """Read the training problems of the run's tasks, and its evaluation problems; those with prompts that are too long
-    are left out where the task says so.
-
-    Raises:
-      InputError: reference answers are missing, and the run needs them; or no problem is left.
-    """
+    """Read the training problems of the run's tasks, and its evaluation problems, without too long prompts where the
+    task drops them. InputError: reference answers that the run needs are missing, or no problem is left."""
 
     def read(parts: Sequence[configs.Part]) -> list[tasks.Loaded]:
         loaded = read_parts(parts, functools.partial(configs.verifies, run), status)
@@ -91,11 +86,7 @@ def load_problems(run: configs.Run, tokenizer: Any, status: Callable[[str], None
 
 
 def drop_long_prompts(task: tasks.Task, loaded: tasks.Loaded, tokenizer: Any, rollout: Rollout) -> tasks.Loaded:
-    """Return a task's problems without those whose prompts are too long, if the task drops them.
-
-    Raises:
-      InputError: none is left.
-    """
+    """Return a task's problems, without too long prompts if the task drops them. InputError: none is left."""
     if task.overlong == "refuse":
         return loaded
     prompts, limit = tasks.Prompts(task, tokenizer), rollout.max_prompt_tokens
@@ -119,11 +110,7 @@ def problem_fingerprints(run: configs.Run, problems: Problems) -> Fingerprints:
 def encode_prompts(
     run: configs.Run, task: tasks.Task | configs.Mixture, problems: Sequence[Problem], tokenizer: Any
 ) -> tasks.Prompts:
-    """Return the prompts of these problems of a task or mixture.
-
-    Raises:
-      InputError: a prompt is too long.
-    """
+    """Return the prompts of these problems of a task or mixture. InputError: a prompt is too long."""
     prompts = tasks.Prompts(configs.tasks_in(task), tokenizer)
     longest = prompts.longest(problems)
     limit = run.rollout.max_prompt_tokens
@@ -150,9 +137,8 @@ def unstopped_notes(task: tasks.Task, tokenizer: Any, stops: Sequence[int]) -> l
 
 
 def data_notes(run: configs.Run, problems: Problems, prompts: tasks.Prompts, stops: Sequence[int]) -> list[str]:
-    """Return lines for people: tasks with completions that begin within a thought and are judged with it, or that
-    none of ``stops`` ends where the template does; the amount of training data, with each task's share in a mixture;
-    models without a recorded training format; and notes on the settings."""
+    """Return lines for people on thoughts that are judged, ends of turns that none of ``stops`` is, the amount of data
+    with each task's share in a mixture, models without a recorded training format, and settings."""
     lines = []
     for task, of_task in zip(prompts.tasks, problems.train, strict=True):
         lines += unstopped_notes(task, prompts.tokenizer, stops)
@@ -192,11 +178,8 @@ def prompt_stream(run: configs.Run, train: Sequence[Sequence[Problem]]) -> tasks
 
 
 def task_stream(curriculum: Curriculum | None, problems: Sequence[Problem], seed: int) -> PromptStream:
-    """Return the stream of these problems; without a curriculum each epoch is a fresh permutation.
-
-    Raises:
-      InputError: the curriculum needs missing data: right answers, a column, another run's statistics.
-    """
+    """Return the stream of these problems; without a curriculum each epoch is a fresh permutation. InputError: the
+    curriculum needs missing data: right answers, a column, another run's statistics."""
     if curriculum is None:
         return tasks.Shuffled(problems, seed, tasks.Scheduled(Curriculum(), problems, seed))
     require(
@@ -241,10 +224,8 @@ def load_statistics(name: str, problems: Sequence[Problem]) -> Memory:
 
 
 def find_memories(saved: Any, name: str = "") -> list[tuple[str, dict[str, Any]]]:
-    """Return every stream's memory in a checkpoint's host values, as it was written, each with its name.
-
-    The name is the key that holds it: in a mixture its task's.
-    """
+    """Return every stream's memory in a checkpoint's host values, as written, with the key that holds it (a task's
+    name)."""
     if isinstance(saved, dict):
         if {"problems", "tries", "solved", "streak"} <= saved.keys():
             return [(name, saved)]
@@ -272,10 +253,8 @@ def same_task(before: tasks.Task, after: tasks.Task) -> bool:
 
 
 def continued_tasks(before: configs.Run, after: configs.Run) -> list[tuple[tasks.Task, tasks.Task]]:
-    """Pair each task of ``after`` with the task of ``before`` that it continues, old one first.
-
-    Both ask the same rows, alone or in a mixture, under any name; of several candidates the most similar one is taken.
-    """
+    """Pair each task of ``after`` with the most similar one of ``before`` that asks the same rows, old one first;
+    either may be alone or in a mixture, under any name."""
     old_tasks, new_tasks = configs.tasks_in(before.task), configs.tasks_in(after.task)
     pairs = []
     rows = operator.attrgetter(*ROWS)
@@ -291,13 +270,9 @@ def continued_tasks(before: configs.Run, after: configs.Run) -> list[tuple[tasks
 
 
 def carry_stream(memory: Memory, prompts: int, before: configs.Run, after: configs.Run) -> Memory:
-    """Return the prompt stream's memory of the tasks that the next phase keeps, alone or in a mixture.
-
-    A task resumes at its place if it asks the same rows, and keeps the counts of its curriculum if answers are judged
-    as before. If ``easy_to_hard`` changes, it begins with its easiest problems.
-
-    ``prompts``: asked in the run so far.
-    """
+    """Return the prompt stream's memory of the tasks that the next phase keeps, alone or in a mixture; ``prompts``:
+    asked so far. A task resumes at its place if it asks the same rows, and keeps its curriculum's counts if answers are
+    judged as before. If ``easy_to_hard`` changes, it begins with its easiest problems."""
     curricula = [run.rollout.collect.curriculum for run in (before, after)]
     old_order, new_order = (None if curriculum is None else curriculum.easy_to_hard for curriculum in curricula)
     restart = old_order != new_order
@@ -316,11 +291,8 @@ def carry_stream(memory: Memory, prompts: int, before: configs.Run, after: confi
 def carry_successes(
     store: SuccessStore, before: configs.Run, after: configs.Run, new_run: bool = False
 ) -> SuccessStore:
-    """Return the stored successes that are also right in the next phase, and fit into its limits.
-
-    A run without replay keeps those of an earlier phase for a later one. ``new_run``: they are those of another run's
-    policy.
-    """
+    """Return the stored successes that are also right in the next phase, and fit into its limits; those of another
+    policy if ``new_run``. A run without replay keeps those of an earlier phase for a later one."""
     if before.learner.keep_sampling_mask != after.learner.keep_sampling_mask or not same_rewards(before, after):
         return {}
     limits = configs.limits_of(configs.parts_of_task(after.task), after.rollout.max_new_tokens)

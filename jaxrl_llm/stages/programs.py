@@ -1,6 +1,4 @@
-"""The parts of reinforcement learning made from a run's settings, in one place for the trainer and the planner:
-ingredients, objectives, rules, and the programs of the devices.
-"""
+"""Parts of reinforcement learning that trainer and planner share: ingredients, objectives, rules, device programs."""
 
 import dataclasses
 import functools
@@ -60,16 +58,8 @@ INGREDIENTS: list[type[Ingredient]] = [
 
 @dataclasses.dataclass(frozen=True)
 class Ingredients:
-    """The ingredients of a run, in the order of their hooks' calls; None for one that the run does not use.
-
-    Attributes:
-      critic: PPO's.
-      others: of ``INGREDIENTS``.
-      constraints: limits of costs, and the gate.
-      texts: learned from in addition to the groups.
-      teachers: of the policy.
-      win_rate: of evaluations.
-    """
+    """The ingredients of a run, in the order of their hooks' calls (``others``: of ``INGREDIENTS``); None for an unused
+    one."""
 
     critic: CriticRole | None
     others: tuple[Ingredient, ...]
@@ -145,9 +135,7 @@ def planned_minibatch(
     run: configs.Run, ingredients: Ingredients, config: ModelConfig, tokens: int | None = None, updates: int = 0
 ) -> list[Sample]:
     """Return the samples of one optimiser update: groups with prompts and completions (or ``tokens``) at their longest.
-
-    ``updates``: optimiser updates of a step; 0 takes the learner's setting.
-    """
+    ``updates``: optimiser updates of a step; 0 takes the learner's setting."""
     rollout = run.rollout
     updates = updates or run.learner.minibatches
     length = rollout.max_new_tokens if tokens is None else tokens
@@ -182,10 +170,8 @@ def build_training(
     tokenizer: Any,
     find: Architectures = architecture_of,
 ) -> tuple[tuple[Training, ...], Mapping[str, Forward]]:
-    """Return how each role is trained, the policy first, and how the learner runs the model of each.
-
-    ``mesh`` may be abstract; ``tokenizer``: the policy's; ``find``: the architecture of a model that is not loaded yet.
-    """
+    """Return how each role is trained, the policy first, and how the learner runs the model of each. ``mesh`` may be
+    abstract; ``tokenizer``: the policy's; ``find``: the architecture of a model that is not loaded yet."""
     optimiser = run.learner.optimiser
     compute = compute_for(run.learner, model.config, platform_of(mesh), compiler_options(mesh))
     objectives = policy_objectives(run, ingredients)
@@ -209,15 +195,8 @@ def build_training(
 def build_engine(
     run: configs.Run, model: Decoder, dtype: Any, mesh: Mesh, sampling_mesh: Mesh
 ) -> tuple[Backend, Callable[[Any], Any]]:
-    """Return the engine of a run, and the function from the policy to sampling weights; nothing is computed yet.
-
-    Args:
-      run: with its settings resolved.
-      model: may be shapes and dtypes.
-      dtype: that the learner computes in.
-      mesh: learns; its devices may be described only.
-      sampling_mesh: samples.
-    """
+    """Return the engine of a run, and the function from the policy to sampling weights; nothing is computed yet:
+    ``model`` may be shapes, and the devices of ``mesh``, which learns in ``dtype``, described only."""
     rollout, engine = run.rollout, run.rollout.engine
     return backend_for(
         model, dtype, mesh, sampling_mesh, rollout.collect.staleness > 0, slots=engine.slots,
@@ -259,15 +238,8 @@ def groups(run: configs.Run) -> Groups:
 
 
 def outline(run: configs.Run, model: Decoder, mesh: Any, where: Any, find: Architectures) -> Outline:
-    """Outline the run's computation; ``mesh`` and ``where`` may be abstract.
-
-    Args:
-      run: with its settings resolved.
-      model: as shapes.
-      mesh: learns.
-      where: samples.
-      find: maps the name of a model other than the policy to its architecture.
-    """
+    """Outline the run's computation, with ``model`` as shapes; ``mesh`` learns, ``where`` samples, and both may be
+    abstract. ``find`` maps the name of another model to its architecture."""
     ingredients = ingredients_of(run)
     training, forwards = build_training(run, ingredients, model, mesh, None, find)
     policy, rollout = forwards["policy"], run.rollout

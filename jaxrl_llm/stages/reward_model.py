@@ -89,11 +89,7 @@ def prepare(
     progress: Progress,
     peers: Peers,
 ) -> DatasetStage:
-    """Read or collect the rows; build training and evaluation.
-
-    Raises:
-      InputError: data that the run cannot use.
-    """
+    """Read or collect the rows; build training and evaluation. InputError: data that the run cannot use."""
     what = "solutions" if isinstance(run.data, Steps) else "rankings"
     loaded, fields = read_rows_of(run, model, tokenizer, mesh, scorer, progress, peers, what)
     fields["exam"] = None  # what learns gives scores, and no answers

@@ -69,21 +69,15 @@ DIGITS = 4
 
 
 def shown_places(count: int, most: int, step: int) -> list[int]:
-    """Return the places of the groups that a step writes to samples.jsonl, in rotation: the first ones would always
-    show only one task of a mixture with a fixed order."""
+    """Return the places of the groups that a step writes to samples.jsonl, in rotation, so that all tasks are shown."""
     return [(step * most + i) % count for i in range(min(most, count))]
 
 
 def training_lines(
     groups: Sequence[Group], samples: Sequence[Sample], spell: Callable[[Sequence[int]], list[str]]
 ) -> list[dict[str, Any]]:
-    """Return a line for each completion; the first ones, up to ``LOGGED_TOKENS`` tokens, have values of each token.
-
-    Args:
-      groups: the groups to write down.
-      samples: the learner's samples of their completions, each with its place among these groups.
-      spell: returns the text of each token of a completion; if empty, tokens are not written one by one.
-    """
+    """Return a line for each completion of the groups; the first ones, up to ``LOGGED_TOKENS`` tokens, have values of
+    each token. ``samples`` have their places among these groups; an empty ``spell`` writes no text of single tokens."""
     sample_by_place = {sample.place: sample for sample in samples}
     tokens_left = LOGGED_TOKENS
     lines = []
@@ -114,9 +108,7 @@ def training_lines(
 
 
 def token_numbers(completion: Completion, sample: Sample | None) -> dict[str, list[Any]]:
-    """Return the values of each token by name: numbers of sampler and learner; ``mask``, if the policy did not sample
-    all tokens; ``counted``, if the loss leaves out some of those.
-    """
+    """Return the values of each token by name; with ``mask`` or ``counted`` where not all are sampled or in the loss."""
     arrays = {"sampler_logp": completion.sampler_logp, **completion.extras, **({} if sample is None else sample.arrays)}
     numbers: dict[str, list[Any]] = {}
     for name, array in arrays.items():
@@ -141,11 +133,8 @@ def samples_at(places: Sequence[int], samples: Sequence[Sequence[Sample]]) -> li
 
 
 def with_ratios(samples: Sequence[Sample], algorithm: Algorithm, forward: Forward, policy: Any) -> list[Sample]:
-    """Add ``ratio``, of the current policy to the sampler, and ``clipped``, 1 where the surrogate bounds it.
-
-    ``clipped`` is added only for algorithms with bounds on token ratios alone. Both are NaN where the loss does not
-    count a token.
-    """
+    """Add ``ratio``, of the current policy to the sampler, and ``clipped``, 1 where the surrogate bounds it, for
+    algorithms with bounds on token ratios alone. Both are NaN where the loss does not count a token."""
     with_arrays = []
     for sample, logp in zip(samples, forward.by_sample(policy, samples), strict=True):
         ratio = np.exp(np.where(sample.mask, logp - sample.arrays["sampler_logp"], np.nan))
@@ -165,8 +154,6 @@ class Reinforcement(Stage):
     """A run of reinforcement learning, once its files are read.
 
     Attributes:
-      run: its settings.
-      tokenizer: of the policy.
       sampler: fills steps with groups.
       transfer: maps the policy to weights to sample from.
       evaluate_tasks: evaluates such weights, task by task; empty if there is nothing to test on.
@@ -239,10 +226,8 @@ class Reinforcement(Stage):
         weights: Any,
         version: int,
     ) -> StepOutcome:
-        """Learn from the groups of a step, and sample the next one's with the weights from before the update.
-
-        The last step also samples a batch, so that a run that is extended later continues exactly.
-        """
+        """Learn from the groups of a step, and sample the next one's with the weights from before the update; after the
+        last step too, so that a run that is extended later continues exactly."""
         if self.concurrent:
             with ThreadPoolExecutor(1) as thread:
                 learning = thread.submit(self.learn, state, batch, coefficients, number)
@@ -257,10 +242,8 @@ class Reinforcement(Stage):
     def next_batch(
         self, weights: Any, version: int, carry: Carryover | None, must_stop: Callable[[], bool] = lambda: False
     ) -> RolloutBatch | Carryover:
-        """Return the scored groups of one step, or the progress towards them if the run has to stop.
-
-        Of the sampled groups only those to learn from are kept: the others are counted in the metrics already.
-        """
+        """Return the scored groups of one step, or the progress towards them if the run has to stop. Of the sampled
+        groups only those to learn from are kept: the others are counted in the metrics already."""
         self.status("sampling")
         run, carry, texts = self.run, carry or Carryover(), self.ingredients.texts
         batch = RolloutBatch(groups=[], sampled=[], carryover=carry, tokens=0, version=version, metrics={})
@@ -281,9 +264,7 @@ class Reinforcement(Stage):
         self, state: TrainState, batch: RolloutBatch, rewards: np.ndarray, kl_coef: float | None
     ) -> tuple[list[list[Sample]], dict[str, float]]:
         """Return the groups as samples, with each token's advantage and whether the loss counts it, and metrics.
-
-        ``kl_coef``: of the KL penalty in the reward; unused where there is none.
-        """
+        ``kl_coef``: of the KL penalty in the reward; unused without one."""
         run, groups, models = self.run, batch.groups, {}
         if not groups:
             return [], {}
@@ -342,10 +323,8 @@ class Reinforcement(Stage):
         after: configs.Run,
         new_run: bool = False,
     ) -> Carryover | None:
-        """Return the whole carryover if groups are sampled and scored as before, in the same run.
-
-        Otherwise groups that were not learned from are dropped, and so is the memory of tasks that ``after`` lacks.
-        """
+        """Return the whole carryover if groups are sampled and scored as before, in the same run. Otherwise groups that
+        were not learned from are dropped, and so is the memory of tasks that ``after`` lacks."""
         carry = carry.carryover if isinstance(carry, RolloutBatch) else carry
         if carry is None:
             return None
@@ -365,11 +344,8 @@ TASK_METRICS = ("reward", "zero_std_fraction")
 
 
 def group_row(run: configs.Run, metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics of a step's groups, with ``kl`` as NaN until learning measures it.
-
-    Metrics of rewards are left out of a run without rewards. ``reward_model/mean`` is of the first ``ModelReward``, NaN
-    if nothing was scored.
-    """
+    """Return the metrics of a step's groups, with ``kl`` as NaN until learning measures it, and those of rewards if the
+    run has any; ``reward_model/mean`` is of the first ``ModelReward``, NaN if nothing was scored."""
     models = [name for name, reward in name_rewards(configs.rewards(run)).items() if isinstance(reward, ModelReward)]
     left_out: set[str] = set()
     if configs.without_rewards(run):
@@ -382,10 +358,8 @@ def group_row(run: configs.Run, metrics: Mapping[str, Any]) -> dict[str, Any]:
 def split_rewards(
     algorithm: Algorithm, rewards: Mapping[str, Reward], groups: Sequence[Group]
 ) -> tuple[Algorithm, np.ndarray]:
-    """Return the algorithm with the rewards' weights, and the rewards float64[P, G, n], without rewards of steps.
-
-    An estimator that takes several rewards gets them apart in place of their weighted sum.
-    """
+    """Return the algorithm with the rewards' weights, and the rewards float64[P, G, n], without rewards of steps: apart
+    for an estimator that takes several, else their weighted sum."""
     rewards = {name: reward for name, reward in rewards.items() if not isinstance(reward, OF_STEPS)}
     weights = algorithm.advantage.weights or tuple(float(reward.weight) for reward in rewards.values())
     parts = np.stack([np.stack([group.parts[name] for group in groups]) for name in rewards], axis=-1)
@@ -421,11 +395,8 @@ def resources(run: configs.Run, peers: Peers, directory: Path) -> Generator[Scor
 def prepare(
     run: configs.Run, model: Any, tokenizer: Any, mesh: Any, scorer: Scorer, progress: Progress, peers: Peers
 ) -> Reinforcement:
-    """Read the task and build sampling, scoring, learning and evaluation; nothing large is computed yet.
-
-    Raises:
-      InputError: data, rewards or prompts that the run cannot use.
-    """
+    """Read the task and build sampling, scoring, learning and evaluation; nothing large is computed yet. InputError:
+    data, rewards or prompts that the run cannot use."""
     check_tokenizer(tokenizer, run.model)
     configs.validate_on_model(run, model.config.attention.rope.max_positions)
     problems = load_problems(run, tokenizer, progress.status)
@@ -499,9 +470,7 @@ def prepare(
 def check_rewards(
     scorer: Scorer, problems_read: Problems, prompts: Prompts, verifies: bool, note: Callable[[str], None] | None = None
 ) -> list[str]:
-    """Check that the rewards can judge all problems, and call each once for every task; return notes. ``note`` gets
-    what is found later, see ``Scorer.check``.
-    """
+    """Call each reward once for every task, and return notes; ``note`` gets later ones, see ``Scorer.check``."""
     notes = scorer.check([*problems_read.all_train, *problems_read.held_out], verifies, note)
     for problems in problems_read.train:
         task = prompts.task(problems[0].task)
@@ -521,13 +490,8 @@ def rehearse_episodes(episodes: Sequence[Episodes | None], problems_read: Proble
 def check_phase(
     before: configs.Run, run: configs.Run, model: Any, tokenizer: Any, status: Callable[[str], None]
 ) -> None:
-    """Refuse a phase that ``prepare`` would refuse later, before the phases ahead of it are trained.
-
-    Its problems are read, and its rewards called once.
-
-    Raises:
-      InputError: as ``prepare``.
-    """
+    """Read a phase's problems and call its rewards once, to refuse what ``prepare`` would (InputError) before the
+    phases ahead of it are trained."""
     configs.validate_on_model(run, model.attention.rope.max_positions)
     if same_groups(before, run) and before.evaluation.task == run.evaluation.task:
         return

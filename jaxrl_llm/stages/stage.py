@@ -66,7 +66,6 @@ class Stage:
     """A kind of training, ready to make steps; a new kind adds fields and overrides methods.
 
     Attributes:
-      run: its settings.
       training: of each role, the policy first.
       forward: how the learner runs its models.
       label: of its data, for people.
@@ -76,7 +75,6 @@ class Stage:
       rules: rules between steps, by name; if several stop the run, the first gives the reason.
       notes: lines for people before the first step: sizes of the data and of a step, settings without effect.
       measures_kl: whether a rule needs the policy's KL after each step.
-      status: receives progress messages.
       records: the dataclasses of what a step passes to the next; checkpoints save them.
     """
 
@@ -96,13 +94,12 @@ class Stage:
     def step(
         self, state: TrainState, carry: Any, coefficients: Mapping[str, float], number: int, must_stop: MustStop
     ) -> StepOutcome:
-        """Make one step: get its data and learn from them.
+        """Make one step, with this number: get its data and learn from them.
 
         Args:
           state: donated.
           carry: what the step before has passed on; None before the first.
           coefficients: of the objectives, by name.
-          number: of the step.
           must_stop: called before the updates, and now and then while data are made.
         """
         raise NotImplementedError
@@ -116,16 +113,9 @@ class Stage:
         began: float,
         training: Sequence[Training] | None = None,
     ) -> tuple[TrainState, dict[str, Any]]:
-        """Make all updates of a step on its samples, group by group; return the new state and the metrics.
-
-        Args:
-          state: donated.
-          samples: of each group.
-          coefficients: of the objectives, by name.
-          number: of the step.
-          began: time of the performance counter from which ``time/update_s`` is measured.
-          training: of the roles that learn; all by default.
-        """
+        """Make all updates of a step on its samples, group by group; return the new state and the metrics. ``state`` is
+        donated; ``began``: time of the performance counter from which ``time/update_s`` is measured; ``training``: of
+        the roles that learn, all by default."""
         run, training = self.run, self.training if training is None else training
         self.status("updating")
         if not samples:
@@ -155,10 +145,8 @@ class Stage:
         return carry
 
     def carry_over(self, carry: Any, before: Configuration, after: Configuration, new_run: bool = False) -> Any:
-        """Return what a phase with the settings ``before`` passes to one with those of ``after``.
-
-        ``new_run``: the latter is another run, whose policy counts its versions from 0.
-        """
+        """Return what a phase with the settings ``before`` passes to one with those of ``after``; with ``new_run`` to
+        another run, whose policy counts its versions from 0."""
         return carry
 
 
@@ -175,18 +163,9 @@ def check_problems(
     origin: str = "that the run began with",
     otherwise: str = "begin a new run with --from RUN (on from its weights) or --fresh",
 ) -> None:
-    """Refuse problems that are not those that were asked before.
-
-    Args:
-      before: fingerprints of its problems; missing ones are not compared.
-      now: fingerprints of the problems as they are.
-      label: of the data, for people.
-      origin: completes "those", for people.
-      otherwise: what to do without the old problems.
-
-    Raises:
-      InputError: names the change.
-    """
+    """Refuse (InputError) problems that are not those asked before; missing fingerprints are not compared. For the
+    message: ``label``, of the data; ``origin``, which completes "those"; ``otherwise``, what to do without the old
+    problems."""
     for name, fingerprint in now.items():
         changed = tasks.difference(before.get(name, fingerprint), fingerprint)
         require(
@@ -219,16 +198,8 @@ def read_parts(
 def scoring_forward(
     learner: Learner, config: ModelConfig, mesh: Any, longest: int, completion: int, temperature: float = 1.0
 ) -> Forward:
-    """Return how a model that does not learn is run on a mesh, such as the one that samples.
-
-    Args:
-      learner: how the learner computes.
-      config: the model's architecture.
-      mesh: of its devices; may be abstract.
-      longest: tokens of a prompt with its completion.
-      completion: tokens of a completion.
-      temperature: of its log-probabilities.
-    """
+    """Return how a model that does not learn is run on a mesh, which may be abstract. ``longest``: tokens of a prompt
+    with its completion, ``completion``: of that alone; ``temperature``: of its log-probabilities."""
     parts = batch_parts(mesh)
     rows = -(-learner.compute.microbatch_rows // parts) * parts
     settings = learner.computing(microbatch_rows=rows, attention="auto", row_tokens=0)
@@ -284,9 +255,7 @@ class Pass:
 
     Attributes:
       name: unique among a run's.
-      forward: how the model is run.
       samples: of one call, at their longest.
-      output: the output that is read.
       calls: in a step; 0 for a model that reads all data before the first step.
       role: the model's role, if it is part of the state.
       model: as shapes, if it is not part of the state.
@@ -305,13 +274,8 @@ class Pass:
 
 @dataclasses.dataclass(frozen=True)
 class PlannedSampler:
-    """The sampling of completions, as planned.
-
-    Attributes:
-      rollout: lengths and slots.
-      rules: of the sampling.
-      transfer: maps two meshes, of real or described devices, to a function that lays the policy's weights out.
-    """
+    """The sampling of completions, as planned; ``transfer`` maps two meshes, of real or described devices, to a
+    function that lays the policy's weights out."""
 
     rollout: Rollout
     rules: Sampling
@@ -329,7 +293,6 @@ class Outline:
       groups: the size of a step's batch.
       samples: maps a completion's tokens (``groups.longest`` at most) to the samples of one optimiser update.
       coefficients: names of the coefficients that each role's updates are given.
-      passes: gradient-free passes over completions.
       sampler: None if the run's steps sample nothing.
       notes: lines about the limits of the plan.
     """

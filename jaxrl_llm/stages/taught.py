@@ -54,14 +54,9 @@ def format_of_run(run: configs.RewardModel, tokenizer: Any = None) -> RewardForm
 
 
 def reward_format(name: str, tokenizer: Any = None) -> RewardFormat | None:
-    """Return the training format of a reward model, by its run or directory; None for a model without scores.
-
-    A directory that does not record where scores are read is taken to read them at the end of the template, as
-    transformers and TRL do.
-
-    Args:
-      name: ``RUN[@STEP]``, or any name that ``load_pretrained`` accepts.
-      tokenizer: the model's; None if the template does not matter.
+    """Return the training format of a reward model by its name, ``RUN[@STEP]`` or any that ``load_pretrained`` accepts;
+    None for a model without scores. Without a record, scores are read at the end of the template, as transformers and
+    TRL do. ``tokenizer``: the model's; None if the template does not matter.
 
     Raises:
       InputError: nothing has this name, or its config.json has unknown values.
@@ -105,11 +100,7 @@ class RewardModelUse:
     separator: str | None = None
 
     def check(self, name: str) -> None:
-        """Refuse a model with another training format; unrecorded fields are not compared.
-
-        Raises:
-          InputError: it was trained with another format, or does not exist.
-        """
+        """Refuse (InputError) a missing model, or one with another training format; unrecorded fields are not compared."""
         with naming(self.field.removesuffix(":")):
             recorded = reward_format(name)
         if recorded is None or recorded.kind is None:
@@ -140,9 +131,8 @@ DEFAULT_SEPARATOR = "\n"
 
 
 def reward_model_uses(run: configs.Run) -> Iterator[tuple[RewardModelUse, str]]:
-    """Yield every use of a reward model in a run, with the model's name: rewards, constraints, a gate, the judge of
-    evaluations.
-    """
+    """Yield every use of a reward model in a run (reward, constraint, gate, judge of evaluations), with the model's
+    name."""
     for base in configs.bases(run):
         field = f"reward {getattr(base, 'name', '')}:"
         if isinstance(base, ModelReward):
@@ -154,9 +144,8 @@ def reward_model_uses(run: configs.Run) -> Iterator[tuple[RewardModelUse, str]]:
 
 
 def format_notes(run: configs.Run) -> list[str]:
-    """Return lines for people on how models without a recorded training format are read; includes a critic's initial
-    model.
-    """
+    """Return lines for people on how models without a recorded training format are read, a critic's initial one
+    included."""
     critic = run.recipe.critic
     begins = [] if critic is None or critic.model is None else [(RewardModelUse("recipe.critic.model"), critic.model)]
     return list(dict.fromkeys(line for use, name in (*reward_model_uses(run), *begins) for line in use.untold(name)))
@@ -165,17 +154,9 @@ def format_notes(run: configs.Run) -> list[str]:
 def check_reward_template(
     recorded: RewardFormat | None, name: str, prompts: Mapping[str, Prompts], tokenizer: Any
 ) -> None:
-    """Refuse a reward model that was trained with another chat template than those of the tasks.
-
-    Args:
-      recorded: its training format.
-      name: of the model, with the setting that names it.
-      prompts: of each task, by its label.
-      tokenizer: the policy's.
-
-    Raises:
-      InputError: names the task and the remedy.
-    """
+    """Refuse a reward model that was trained with another chat template than the tasks'. ``name``: of the model, with
+    its setting; ``prompts``: by the task's label; ``tokenizer``: the policy's. InputError names the task and the
+    remedy."""
     if recorded is None or recorded.fingerprint is None:
         return
     for label, task_prompts in prompts.items():

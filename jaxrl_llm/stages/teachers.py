@@ -35,7 +35,6 @@ class Teachers(Ingredient):
     """The teachers of a run, and how each is run; the fields after ``run`` are set once it is prepared.
 
     Attributes:
-      run: with its settings resolved.
       loaded: the teachers by name, in the dtype that they compute in; None for the base of the policy's own adapter.
       forwards: how each is run, in rows of the policy's shapes.
       policy: how the policy is run, and so its reference.
@@ -74,11 +73,8 @@ class Teachers(Ingredient):
         return bool(self.objectives) and not self.settings.top_k
 
     def prepared(self, context: StageContext) -> Self:
-        """Load the teachers.
-
-        Raises:
-          InputError: one that is missing, scores texts, has too few positions or other tokens than the policy.
-        """
+        """Load the teachers. InputError: one is missing, scores texts, has too few positions or other tokens than the
+        policy."""
         forward, loaded = context.forwards["policy"], {}
         forwards = {name: run_teacher(name, self.run, forward, architecture_of) for name in self.settings.names}
         for name, teacher_forward in forwards.items():
@@ -93,12 +89,8 @@ class Teachers(Ingredient):
         )  # fmt: skip
 
     def in_update(self, forward: Forward, find: Architectures) -> dict[str, Teacher] | None:
-        """Return the teachers that are run in the policy's update, as shapes; None if none are.
-
-        Args:
-          forward: how the policy is run.
-          find: maps the name of a model to its architecture.
-        """
+        """Return the teachers that are run in the policy's update, as shapes; None if none are. ``forward`` runs the
+        policy."""
         if not self.runs_in_update:
             return None
         teachers = {}
@@ -200,10 +192,8 @@ def teacher_weights(
 
 
 def with_teacher_prompt(sample: Sample, batch: RolloutBatch, run: configs.Run, prompts: Any) -> Sample | None:
-    """Return the sample as its teacher reads it, with its context; None where it has none, or none is taught.
-
-    ``prompts``: writes what a teacher is told.
-    """
+    """Return the sample as its teacher reads it, with its context, which ``prompts`` writes; None without a teacher or
+    one."""
     distillation: Any = run.scoring.distillation
     if sample.place is None:
         is_taught = not distillation.by_policy_gradient and DISTILLATION in (sample.counted_by or (DISTILLATION,))
@@ -221,13 +211,8 @@ def add_teacher_advantages(
     samples: Sequence[Sample], teacher_logps: Sequence[Any], ref: Sequence[Any] | None, distillation: Any
 ) -> tuple[list[Sample], float]:
     """Return the samples with the teacher's advantages added, and how far the policy is from it, nats a token.
-
-    Args:
-      samples: of a step.
-      teacher_logps: log-probabilities of each sample's tokens by its teacher; None where it was not asked.
-      ref: those by the reference; None if the signal reads none.
-      distillation: the run's ``Distillation``.
-    """
+    ``teacher_logps``, of each sample's tokens, are None where it was not asked; ``ref``, by the reference, if the
+    signal reads none."""
     with_advantages, distance, count = [], 0.0, 0
     for sample, teacher_logp, ref_logp in zip(samples, teacher_logps, ref or [None] * len(samples), strict=True):
         if sample.place is None:
@@ -246,8 +231,7 @@ def add_teacher_advantages(
 
 
 def add_teacher_tokens(sample: Sample, top: Any, k: int, others: Sequence[str]) -> Sample:
-    """Return the sample with the teacher's most likely tokens; without them its teacher teaches nothing, and the
-    ``others``, names of objectives, count it."""
+    """Return the sample with its teacher's top tokens; without any, only the ``others`` (names of objectives) count it."""
     if top is None:
         return with_top(sample.counting(others), empty_top(sample, k))
     return with_top(sample, top)
@@ -270,14 +254,8 @@ MIN_RIGHT_ACCURACY = 1.0
 
 
 def teacher_prompt(template: str, group: Group, member: int, prompts: Prompts) -> np.ndarray | None:
-    """Return the teacher's prompt of a completion, int32[T]; None if it lacks one of the facts.
-
-    Args:
-      template: of ``Context``.
-      group: of the completion.
-      member: its place there.
-      prompts: of the policy: the task's chat template writes the teacher's too.
-    """
+    """Return the teacher's prompt of the group's completion at place ``member``, int32[T]; None if it lacks a fact of
+    the ``template`` (of ``Context``). The task's chat template in ``prompts`` writes the teacher's too."""
     problem = group.problem
     before, last = problem.prompt[:-1], problem.prompt[-1]
     facts = known_facts(group, member) | {"prompt": last["content"]}
@@ -308,10 +286,7 @@ def is_base(name: str | None, run: configs.Run) -> bool:
 
 def load_teacher(name: str, run: configs.Run, forward: Forward, tokenizer: Any) -> Decoder | None:
     """Load a teacher in the dtype that it computes in, divided over the mesh as the policy is; None for its own base.
-
-    Raises:
-      InputError: it is missing, scores texts, or has other tokens than the policy, whose ``tokenizer`` this is.
-    """
+    InputError: it is missing, scores texts, or has other tokens than the policy, whose ``tokenizer`` this is."""
     if is_base(name, run):
         return None
     field = teacher_field(name, run)
@@ -327,13 +302,8 @@ def load_teacher(name: str, run: configs.Run, forward: Forward, tokenizer: Any) 
 
 
 def run_teacher(name: str | None, run: configs.Run, forward: Forward, find: Architectures) -> Forward:
-    """Return how a teacher is run: in the rows of the policy, which ``forward`` runs, or in longer ones with a context.
-
-    ``name``: None for the policy itself.
-
-    Raises:
-      InputError: it is missing, or has fewer positions or tokens than the run needs.
-    """
+    """Return how a teacher (None: the policy itself) is run: in the rows of the policy, as ``forward``, or in longer
+    ones with a context. InputError: it is missing, or has fewer positions or tokens than the run needs."""
     settings: Any = run.scoring.distillation
     more = 0 if settings.context is None else settings.context.max_tokens
     longest = run.longest_row + more
