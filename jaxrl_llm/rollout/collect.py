@@ -460,7 +460,7 @@ def step_metrics(
     wasted_tokens: int,
     seconds: dict[str, float],
 ) -> dict[str, float]:
-    """Compute the metrics of a step: its groups, durations, and the share of the sampled tokens that is learned from."""
+    """Compute a step's metrics: its groups, durations, and the share of the sampled tokens that is learned from."""
     source, scores = step.sampler.source, step.scores
     useful_tokens = count_sampled_tokens(groups)
     slot_steps = step.sampler.engine.slot_steps

@@ -1,4 +1,4 @@
-"""Groups by number in the stream of prompts. Admission decides from counts alone, so that all processes decide alike."""
+"""Groups by number in the stream of prompts. Admission decides from counts alone: all processes decide alike."""
 
 import dataclasses
 import math
