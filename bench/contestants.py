@@ -127,8 +127,8 @@ def reward_of(texts: Sequence[str], references: Sequence[str]) -> list[float]:
     place = importlib.util.spec_from_file_location("answers", ROOT / "jaxrl_llm" / "tasks" / "extract.py")
     cut = importlib.util.module_from_spec(place)
     place.loader.exec_module(cut)
-    found = [cut.number(cut.extract(text, "last_number") or "") for text in texts]
-    right = [cut.number(str(reference)) for reference in references]
+    found = [cut.parse_number(cut.extract(text, "last_number") or "") for text in texts]
+    right = [cut.parse_number(str(reference)) for reference in references]
     return [float(value is not None and value == reference) for value, reference in zip(found, right, strict=True)]
 
 
