@@ -19,8 +19,7 @@ from jaxrl_llm.system.setting import FIXED, check_fields, names_marked
 Kind = TypeVar("Kind", bound=Configuration)
 
 OF_THE_OPTIMISER = ("name", "moments.dtype", "moments.offload")
-"""Settings that decide the form of the optimiser's state; where it is reset they, and adafactor's momentum, may change.
-"""
+"""Settings that decide the form of the optimiser's state: they, and adafactor's momentum, may change at its reset."""
 
 
 def phases_of(run: Configuration) -> tuple[Phase, ...]:
@@ -29,9 +28,8 @@ def phases_of(run: Configuration) -> tuple[Phase, ...]:
 
 
 def in_phase(run: Kind, number: int) -> Kind:
-    """Return the run's settings in one phase, counted from 0: with the changes of all phases up to it, and resolved;
-    its seed is the run's, shifted, and below ``MAX_SEED``. InputError: a change names no setting, or one that no phase
-    changes."""
+    """Return the run's settings in one phase, counted from 0: with all changes up to it, resolved, and a seed shifted
+    from the run's, below ``MAX_SEED``. InputError: a change names no setting, or one that no phase changes."""
     if not isinstance(run, Run) or not run.rules.phases:
         return run
     *_, settings = itertools.islice(_by_phase(run), number + 1)
@@ -71,8 +69,7 @@ def changed(run: Run, changes: Mapping[str, Any]) -> Run:
 
 
 def _with(value: Any, name: str, new: Any, path: str = "") -> Any:
-    """Return a dataclass with another value of a field, or of a nested one, by its dotted name; messages name ``path``.
-    """
+    """Return a dataclass with another value of a field, or a nested one, by its dotted name; messages name ``path``."""
     field, dot, rest = name.partition(".")
     fields = [field.name for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
     if field not in fields:

@@ -45,8 +45,8 @@ class EnvironmentClient(Protocol):
         ...
 
     def pop_answers(self, wait_s: float) -> dict[Hashable, Completion]:
-        """Return the episodes answered since the last call (with an end: over), waiting ``wait_s`` seconds if there are
-        none."""
+        """Return the episodes answered since the last call; those with an end are over. Wait ``wait_s`` for the first.
+        """
         ...
 
 
@@ -77,8 +77,7 @@ class Answerer:
 
 
 class OpenRequest(NamedTuple):
-    """One open request, for ``limit`` tokens at most; ``partial``: the completion that it resumes, None for a new one.
-    """
+    """One open request, for ``limit`` tokens at most; ``partial``: the completion that it resumes, None if new."""
 
     key: Hashable
     prompt: Any

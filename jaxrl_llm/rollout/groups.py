@@ -1,5 +1,4 @@
-"""Groups by number in the stream of prompts. Admission decides from counts alone, so that all processes decide alike.
-"""
+"""Groups by number in the stream of prompts. Admission decides from counts alone, so all processes decide alike."""
 
 import dataclasses
 import math
@@ -28,8 +27,7 @@ class PartialGroup:
     Attributes:
       number: of its prompt in the stream, which determines its random numbers.
       completions: G entries; None where no token has been sampled yet.
-      prompt: int32 token ids, kept from the moment of asking: templates may read the clock, and data may change. None
-        for episodes that have not begun.
+      prompt: int32 ids as first asked, since templates and data may change; None for episodes that have not begun.
       age: steps since the one that sampled its first token.
     """
 
@@ -56,9 +54,8 @@ REPLACED_MEMBER = 0
 
 @dataclasses.dataclass(frozen=True)
 class Success:
-    """A completion that was right, with its scores before any shaping of its group, and its sampler's
-    log-probabilities, for the true importance ratio; the code of GUI-ARPO (arXiv 2505.16282) computes them anew, so
-    that its ratio is 1.
+    """A completion that was right, with its scores before any shaping, and its sampler's log-probabilities, for the
+    true importance ratio; the code of GUI-ARPO (arXiv 2505.16282) computes them anew, so that its ratio is 1.
 
     Attributes:
       reward: the weighted sum.
@@ -225,8 +222,7 @@ class GroupSource:
         return [request_seed(self.seed, first + g) for g in range(self.group)]
 
     def score(self, groups: Sequence[PartialGroup]) -> Callable[[], tuple[dict[int, Group], Failures]]:
-        """Start to score finished groups; return a function that waits for them, by number, and for the rewards'
-        failures."""
+        """Start to score finished groups; return a function that waits for them by number, and for the failures."""
         completions = [completion for group in groups for completion in group.completions]
         answers = with_texts(dict(enumerate(completions)), self.tokenizer, self.stop_ids)
         wait = self.scorer.begin([(groups[i // self.group].problem, c) for i, c in answers.items()])
@@ -326,9 +322,8 @@ class AdmissionPolicy:
     def should_start(self, collected: int, running: int, paused: int, waiting: int, started: int, share: float) -> bool:
         """Whether to begin one more group, if ``share`` of them are informative.
 
-        Groups that are certain to be needed are begun at once. Others are begun while those under way are not expected
-        to cover the step's need: as many as keep every slot busy, and as many again waiting. Paused groups count in
-        later steps.
+        Certainly needed groups are begun at once, others while those under way are not expected to cover the step's
+        need: as many as keep every slot busy, and as many again waiting. Paused groups count in later steps.
 
         Args:
           collected: groups to learn from.

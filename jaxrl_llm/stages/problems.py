@@ -1,5 +1,4 @@
-"""The problems of a run, for training in the order of asking and for evaluation, and what a phase leaves to the next.
-"""
+"""The problems of a run, for training in the order of asking and for evaluation; what a phase leaves to the next."""
 
 import contextlib
 import dataclasses
@@ -225,8 +224,7 @@ def load_statistics(name: str, problems: Sequence[Problem]) -> Memory:
 
 
 def find_memories(saved: Any, name: str = "") -> list[tuple[str, dict[str, Any]]]:
-    """Return every stream's memory in a checkpoint's host values, as written, with the key that holds it (a task's
-    name)."""
+    """Return every stream's memory in a checkpoint's host values, as written, with its key (a task's name)."""
     if isinstance(saved, dict):
         if {"problems", "tries", "solved", "streak"} <= saved.keys():
             return [(name, saved)]

@@ -108,8 +108,7 @@ def training_lines(
 
 
 def token_numbers(completion: Completion, sample: Sample | None) -> dict[str, list[Any]]:
-    """Return the values of each token by name; with ``mask`` or ``counted`` where not all are sampled or in the loss.
-    """
+    """Return the values of each token by name; ``mask`` or ``counted`` if not all are sampled or in the loss."""
     arrays = {"sampler_logp": completion.sampler_logp, **completion.extras, **({} if sample is None else sample.arrays)}
     numbers: dict[str, list[Any]] = {}
     for name, array in arrays.items():
@@ -491,8 +490,7 @@ def rehearse_episodes(episodes: Sequence[Episodes | None], problems_read: Proble
 def check_phase(
     before: configs.Run, run: configs.Run, model: Any, tokenizer: Any, status: Callable[[str], None]
 ) -> None:
-    """Read a phase's problems and call its rewards once, to refuse what ``prepare`` would (InputError) before the
-    phases ahead of it are trained."""
+    """Read a phase's problems and call its rewards once: refuse what ``prepare`` would before earlier phases train."""
     configs.validate_on_model(run, model.attention.rope.max_positions)
     if same_groups(before, run) and before.evaluation.task == run.evaluation.task:
         return
