@@ -105,7 +105,7 @@ class Turn:
       calls: tool calls.
       errors: calls that failed: an unknown tool, an error, a time limit, or a call that cannot be parsed.
       metrics: the environment's own numbers.
-      entropy_rise: of an episode that may branch: see ``rollout.branches.entropy_rise``.
+      entropy_rise: of an episode that may branch: see ``rollout.episodes.entropy_rise``.
       state: name that the environment gave the state after it; empty without one.
       said: ranges ``(begin, end)`` of the completion's tokens with the contents of ``messages``, if a loss reads them.
       fork: ids that the model reads before its next turn in place of all before; empty where its row goes on.

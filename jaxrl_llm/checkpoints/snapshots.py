@@ -97,7 +97,7 @@ def phase_of(place: Path) -> int:
 
 
 def ended_at(place: Path) -> dict[str, Any]:
-    """Return the rules' memory in a checkpoint whose step ended its run as done (``rules.ENDED``); {} for others."""
+    """Return the rules' memory in a checkpoint whose step ended its run as done (``ENDED``); {} for others."""
     try:
         memory = json.loads(host_file(place).read_text())["memory"]
         return memory if memory[ENDED]["step"] == int(place.name) else {}

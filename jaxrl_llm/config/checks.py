@@ -267,7 +267,7 @@ def _at_ratio_one(run: Run) -> list[str]:
 
 
 def _learns_earlier(run: Run) -> bool:
-    """Whether a batch may hold tokens of an earlier policy: surplus groups, partial completions, stored successes."""
+    """Whether a batch may hold an earlier policy's tokens: surplus groups, parts of completions, stored successes."""
     collect = run.rollout.collect
     leaves = bool(run.recipe.filter_groups or collect.token_budget or collect.interrupt or collect.replay)
     return collect.learn_earlier and leaves
@@ -295,7 +295,7 @@ def _short_memory(run: Run) -> list[str]:
 
 
 def _rewards(run: Run) -> list[str]:
-    """Note punishments without effect, filters that read the reward for lack of ``Accuracy``, and unread rewards."""
+    """Note punishments without effect, filters on rewards for lack of ``Accuracy``, and rewards never read."""
     recipe = run.recipe
     lines = []
     parts = parts_of_task(run.task)

@@ -141,7 +141,7 @@ class Distillation(Setting):
         return self.names.index(teacher_by_task.get(task, self.teacher))
 
     def check(self, run: Any, where: str) -> None:
-        """Refuse a missing teacher, teachers of unknown tasks, and settings that wait for a reward without any."""
+        """Refuse a missing teacher, teachers of unknown tasks, and settings that wait for a missing reward."""
         require(self.teacher != "", f"{where}teacher is empty: give a model, or the run that makes it")
         self._check_context(where)
         self._check_texts(run, where)

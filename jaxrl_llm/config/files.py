@@ -92,7 +92,7 @@ class LoadedConfig:
 
 
 def load_config(name: str) -> tuple[str, Configuration]:
-    """Load a configuration, as (name, value): a Python file that sets ``config``, a shipped name, or a run's folder."""
+    """Load a configuration, as (name, value), from a Python file that sets ``config``, a shipped name, or a run."""
     loaded = find_config(name)
     return loaded.name, loaded.run
 
@@ -279,7 +279,7 @@ def is_run(path: Path) -> bool:
 
 
 def reloads(run: Configuration) -> bool:
-    """Whether config.json holds everything the run trains with: functions and large tables are only in the program."""
+    """Whether config.json holds all that the run trains with; functions and large tables are only in the program."""
     values = flat(to_json(run)).values()
     lost = any(value == LOST or str(value).startswith(MISSING) for value in values)
     return not lost and is_whole(as_read(run))

@@ -327,7 +327,7 @@ def make_findable(folder: Path) -> set[str]:
 
 
 def own_modules(value: Any) -> dict[str, str]:
-    """Return the files of modules outside this package that define classes of the values in ``value``, by module."""
+    """Return the files of modules outside this package that define classes of ``value``'s parts, by module name."""
     kinds = {type(part) for part in parts_of(value) if dataclasses.is_dataclass(part)}
     names = {kind.__module__ for kind in kinds if not is_ours(kind)}
     files = {name: getattr(sys.modules.get(name), "__file__", None) for name in sorted(names - {"__main__"})}

@@ -69,7 +69,7 @@ def changed(run: Run, changes: Mapping[str, Any]) -> Run:
 
 
 def _with(value: Any, name: str, new: Any, path: str = "") -> Any:
-    """Return a dataclass with another value of a field, or a nested one, by its dotted name; messages name ``path``."""
+    """Return a dataclass with another value of a field, nested ones by dotted name; messages name ``path``."""
     field, dot, rest = name.partition(".")
     fields = [field.name for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
     if field not in fields:

@@ -164,7 +164,7 @@ class Sampler:
 
 MAX_STALLED_STOPS = 2
 """Stops in a row, without anything that ended between them, after which a step keeps what is being sampled."""
-COLLECTOR_STATE = ("cursor", "open_groups", "limits", "sampled_numbers", "paused", "tokens", "stalled_stops")
+COLLECTOR_STATE = ("cursor", "open_groups", "limits", "sampled_numbers", "unfinished", "tokens", "stalled_stops")
 """The attributes of a ``StepCollector`` that change while it is filled; checkpoints hold them."""
 
 
@@ -178,7 +178,7 @@ class StepCollector:
       open_groups: groups with open requests, and the completions that the backend has returned.
       limits: of those groups, by number: the length at which this step ends each completion that it samples.
       sampled_numbers: of the groups with tokens that this step has sampled, and the backend has returned.
-      paused: groups that used up their token budget in this step, or were interrupted.
+      unfinished: groups that used up their token budget in this step, or were interrupted.
       tokens: sampled in this step, in completions that the backend has returned.
       stalled_stops: times in a row that the run was stopped within this step before anything ended.
     """
@@ -193,7 +193,7 @@ class StepCollector:
         self.open_groups: dict[int, PartialGroup] = {}
         self.limits: dict[int, dict[int, int]] = {}
         self.sampled_numbers: set[int] = set()
-        self.paused: list[PartialGroup] = []
+        self.unfinished: list[PartialGroup] = []
         self.tokens = self.stalled_stops = 0
         progress = carryover.step_progress
         vars(self).update({name: progress[name] for name in COLLECTOR_STATE if name in progress})
@@ -216,9 +216,9 @@ class StepCollector:
         admission = self.sampler.admission
 
         def should_start(count: int, share: float) -> bool:
-            running, started, paused = len(self.open_groups), self.cursor - self.first_cursor, len(self.paused)
+            running, started, unfinished = len(self.open_groups), self.cursor - self.first_cursor, len(self.unfinished)
             return admission.should_start(
-                len(self.surplus) + count, running, paused, len(self.requests), started, share
+                len(self.surplus) + count, running, unfinished, len(self.requests), started, share
             )
 
         while self.scores.decide(should_start):
@@ -232,19 +232,19 @@ class StepCollector:
         partial = [i for i, c in enumerate(group.completions) if c is not None and not is_finished(c, longest)]
         self.open_groups[group.number] = group
         self.limits[group.number] = {}
-        members = sorted([*partial, *self.startable(group.number, {})])
+        members = sorted([*partial, *self.members_to_request(group.number, {})])
         self.request(group.number, members)
         if not members:
             self.score_or_pause({group.number})
 
-    def startable(self, number: int, running: Mapping[Any, Completion]) -> list[int]:
+    def members_to_request(self, number: int, running: Mapping[Any, Completion]) -> list[int]:
         """Return the members of a group that may begin now and have not been requested; ``running``: episodes."""
         episodes, group = self.sampler.source.episodes, self.open_groups[number]
         missing = [i for i, c in enumerate(group.completions) if c is None and i not in self.limits[number]]
         if not missing or episodes is None or not episodes.plays(group.problem):
             return missing
         completions = [running.get((number, i), c) for i, c in enumerate(group.completions)]
-        starts = episodes.startable(number, completions, missing)
+        starts = episodes.members_to_request(number, completions, missing)
         self.open_groups[number] = group.with_completions(starts)
         return list(starts)
 
@@ -254,7 +254,7 @@ class StepCollector:
         if episodes and episodes.branching:  # else all members of a group begin together
             running = self.requests.episodes
             for number in self.open_groups:
-                if members := self.startable(number, running):
+                if members := self.members_to_request(number, running):
                     self.request(number, members)
 
     def request(self, number: int, members: list[int]) -> None:
@@ -332,7 +332,7 @@ class StepCollector:
             group = self.open_groups.pop(number)
             del self.limits[number]
             longest = admission.longest_of(group.problem.task)
-            (finished if all(is_finished(c, longest) for c in group.completions) else self.paused).append(group)
+            (finished if all(is_finished(c, longest) for c in group.completions) else self.unfinished).append(group)
         if finished:
             self.scores.start(finished)
 
@@ -378,7 +378,7 @@ def collect_groups(
     if sampler.source.episodes is not None:
         seconds["time/environment_s"] = step.requests.environment_wait_s
         sampler.source.episodes.retain(
-            [(group.number, i) for group in step.paused for i in range(len(group.completions))]
+            [(group.number, i) for group in step.unfinished for i in range(len(group.completions))]
         )
         seconds |= sampler.source.episodes.close_metrics()
     batch = finish_step(step, carryover, seconds)
@@ -394,10 +394,12 @@ def finish_step(step: StepCollector, before: Carryover, seconds: dict[str, float
     surplus, dropped = candidates[admission.needed :], list(before.surplus[admission.needed :])
     if not admission.collect.learn_earlier:  # a surplus group would have no token of the next step's policy
         surplus, dropped = [], surplus + dropped
-    paused = sorted(step.paused, key=lambda group: group.number)
-    paused = [dataclasses.replace(group, age=group.age + 1 if group.has_tokens else 0) for group in paused]
-    unfinished = tuple(group for group in paused if group.age <= admission.oldest)
-    expired = [group for group in paused if group.age > admission.oldest]
+    aged = [
+        dataclasses.replace(group, age=group.age + 1 if group.has_tokens else 0)
+        for group in sorted(step.unfinished, key=lambda group: group.number)
+    ]
+    unfinished = tuple(group for group in aged if group.age <= admission.oldest)
+    expired = [group for group in aged if group.age > admission.oldest]
     sampled = [scores.sampled[number] for number in sorted(scores.sampled)]
     failed = "" if before.tool_failed else failed_call(sampled)
     after = Carryover(
@@ -454,7 +456,7 @@ def step_metrics(
     wasted_tokens: int,
     seconds: dict[str, float],
 ) -> dict[str, float]:
-    """Compute the metrics of a step: its groups, durations, and the share of the sampled tokens that it learns from."""
+    """Compute a step's metrics: its groups, durations, and the share of the sampled tokens that is learned from."""
     source, scores = step.sampler.source, step.scores
     useful_tokens = count_sampled_tokens(groups)
     slot_steps = step.sampler.engine.slot_steps

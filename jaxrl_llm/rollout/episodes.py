@@ -54,16 +54,11 @@ class EpisodeSpec:
 
 @dataclasses.dataclass(frozen=True)
 class EpisodeStart:
-    """The start of an episode, or of its replay after a restart.
-
-    Attributes:
-      prompt: token ids; empty where it failed.
-      same: whether the environment has answered as before.
-      failed: its end, if the environment or the chat template failed.
-    """
+    """The start of an episode, or of its replay after a restart; ``replays_equal``: the environment answers as before;
+    ``failed``: the end if it or the chat template failed, with an empty ``prompt``, else token ids."""
 
     prompt: list[int]
-    same: bool = True
+    replays_equal: bool = True
     failed: Episode | None = None
 
 
@@ -128,7 +123,7 @@ class LiveEpisode:
         if rule is None or not self.turns:
             return 0.0
         rise = entropy_rise(completion, rule.tokens, len(self.form.tokenizer))
-        if rule.at(rise) and not self.copies_closed:
+        if rule.branches_at(rise) and not self.copies_closed:
             try:
                 changes = {"world": self.world.copy(), "messages": list(self.messages), "restarts": 0, "copies": {}}
                 self.copies[len(self.turns)] = dataclasses.replace(self, **changes)
@@ -327,7 +322,7 @@ class LocalEpisodes:
         for number, turn in enumerate(() if start.failed else episode.turns):
             so_far = dataclasses.replace(first_tokens(partial, turn.end), episode=Episode(episode.turns[:number]))
             if self._live[spec.key].play(so_far)[0] != turn:
-                return dataclasses.replace(self._begin(spec, episode.restarts + 1), same=False)
+                return dataclasses.replace(self._begin(spec, episode.restarts + 1), replays_equal=False)
         return start
 
     def branch(self, key: Hashable, parent: Hashable, turns: int) -> None:
@@ -544,7 +539,7 @@ class Episodes:
         episodes = []
         for spec, row, partial, start in zip(pending.specs, rows, pending.partials, starts, strict=True):
             prompt = np.asarray(prompts.get(row, ()), np.int32)
-            continues = partial is not None and start.same
+            continues = partial is not None and start.replays_equal
             if start.failed is not None:
                 partial = broken_off(partial, start.failed)
             elif not continues and start.prompt != prompts[row]:
@@ -562,7 +557,7 @@ class Episodes:
         """Return how these open episodes began: ``prompt``, row and environment alone; ``tools``, JSON schemas."""
         return self._call_on_owners(lambda spec: self._local[spec.key].opening, specs)
 
-    def startable(
+    def members_to_request(
         self, number: int, completions: Sequence[Completion | None], missing: Sequence[int]
     ) -> dict[int, Completion | None]:
         """Return the ``missing`` members of a group that may begin now, by number: a branch with its first tokens."""
@@ -722,7 +717,7 @@ def branch_points(episodes: Sequence[Episode | None], rule: Branching) -> list[t
             episode = episodes[member] or Episode()
             if len(episode.turns) > turn:
                 running = True
-                if rule.at(episode.turns[turn].entropy_rise) and len(points) < len(episodes):
+                if rule.branches_at(episode.turns[turn].entropy_rise) and len(points) < len(episodes):
                     points.append((member, turn))
             elif not episode.end:
                 return points

@@ -84,7 +84,7 @@ class TaskEvaluation:
         metrics["mean_length"] = float(np.mean([c.length for row in self.completions for c in row]))
         return {f"eval/{self.task}/{name}": number for name, number in metrics.items()}
 
-    def worth(self, problem: int, sample: int) -> dict[str, bool | float]:
+    def correct_or_reward(self, problem: int, sample: int) -> dict[str, bool | float]:
         """Return whether an answer is ``correct``, or its ``reward`` if nothing is verified."""
         if self.correct is None:
             return {"reward": float(self.rewards[problem, sample])}
@@ -101,7 +101,7 @@ class TaskEvaluation:
                 "answer": problem.answer,
                 "completion": completion.transcript,
                 **completion.played,
-                **self.worth(i, j),
+                **self.correct_or_reward(i, j),
                 "finish_reason": completion.finish_reason,
                 "tokens": completion.length,
             }
@@ -140,7 +140,7 @@ class EvaluationReport:
                 "prompt": problem.prompt[-1]["content"],
                 "completion": completions[0].transcript,
                 **completions[0].played,
-                **task.worth(i, 0),
+                **task.correct_or_reward(i, 0),
             }
             for task in self.tasks
             for i, (problem, completions) in enumerate(

@@ -77,7 +77,7 @@ class Answerer:
 
 
 class OpenRequest(NamedTuple):
-    """One open request, for ``limit`` tokens at most; ``partial``: the completion that it resumes, None if new."""
+    """An open request, for ``limit`` tokens at most; ``partial``: the completion that it resumes, or None."""
 
     key: Hashable
     prompt: Any

@@ -1,4 +1,4 @@
-"""Groups by number in the stream of prompts. Admission decides from counts alone, so all processes decide alike."""
+"""Groups by number in the stream of prompts. Admission decides from counts alone: all processes decide alike."""
 
 import dataclasses
 import math
@@ -71,14 +71,8 @@ class Success:
 
 @dataclasses.dataclass(frozen=True)
 class ProblemSuccesses:
-    """Stored successes of one problem.
-
-    Attributes:
-      prompt: int32 token ids that its completions follow.
-      successes: the oldest first.
-      number: number, in the stream, of the prompt that was last answered right.
-      mean_credit: of the answers to the latest prompt.
-    """
+    """Stored successes of one problem, the oldest first, with its prompt as int32 token ids. ``number``: that of the
+    prompt, in the stream, that was last answered right; ``mean_credit``: of the answers to the latest prompt."""
 
     prompt: np.ndarray
     successes: tuple[Success, ...]
@@ -102,7 +96,7 @@ class Carryover:
       recent_scored: number of groups last scored; both fade (see ``collect.fade_counts``).
       texts: number of texts drawn in addition to the groups.
       successes: stored for replay.
-      critic: numbers of the critic's last steps (``learner.samples.pooled``).
+      critic: numbers of the critic's last steps (``learner.samples.pool_explained_variance``).
       tool_failed: whether a call of a tool has failed in the run.
       step_progress: of the next step (``StepCollector.suspend``) if the run was stopped within it; else empty.
     """
@@ -127,7 +121,6 @@ class RolloutBatch:
     Attributes:
       groups: the step learns from them; each token is marked with the version of the policy that sampled it.
       sampled: every group finished in this step, kept or not, by number.
-      carryover: for the next step.
       tokens: sampled in this step.
       metrics: seconds, counts, and statistics of the sampled groups.
       texts: to learn from in addition.
@@ -176,7 +169,6 @@ class GroupSource:
     """Prompts and scoring of groups.
 
     Attributes:
-      prompts: token ids.
       stream: the training prompts, in their order.
       group: G.
       seed: the run's; with a prompt's number in the stream it determines every random number.
@@ -319,29 +311,31 @@ class AdmissionPolicy:
         longest = self.longest_of(task)
         return min(length + budget, longest) if budget else longest
 
-    def should_start(self, collected: int, running: int, paused: int, waiting: int, started: int, share: float) -> bool:
+    def should_start(
+        self, collected: int, running: int, unfinished: int, waiting: int, started: int, share: float
+    ) -> bool:
         """Whether to begin one more group, if ``share`` of them are informative.
 
         Certainly needed groups are begun at once, others while those under way are not expected to cover the step's
-        need: as many as keep every slot busy, and as many again waiting. Paused groups count in later steps.
+        need: as many as keep every slot busy, and as many again waiting. Unfinished groups count in later steps.
 
         Args:
           collected: groups to learn from.
           running: groups with some completion being sampled.
-          paused: groups that have used up their budget for this step.
+          unfinished: groups that have used up their budget for this step.
           waiting: completions that the engine has not returned.
           started: prompts begun in this step.
         """
         # If the last groups are interrupted, more of them run, so that no slot idles, as far as the next step needs
         # them. If they are finished, more would fill slots too, but with tokens that are learned from a step later.
-        reach = 2 * self.needed if self.collect.interrupt else self.needed
+        target = 2 * self.needed if self.collect.interrupt else self.needed
         if collected >= self.needed or started >= self.collect.max_rounds * self.needed:
             return False
         expected = collected + share * running
-        if expected + share * paused >= self.segments * reach:
+        if expected + share * unfinished >= self.segments * target:
             return False
         certain = not self.filter_groups and collected + running < self.needed
-        return certain or (waiting < 2 * self.slots and expected < reach)
+        return certain or (waiting < 2 * self.slots and expected < target)
 
 
 def replay_successes(

@@ -99,7 +99,7 @@ class Branching(Setting):
     """Branches of episodes where the model became less certain by what the environment said: ARPO (arXiv 2507.19849).
 
     After each answer of the environment an episode branches if ``alpha + beta dH > tau``, where dH is the rise of the
-    entropy of the model's next tokens (``rollout.branches``).
+    entropy of the model's next tokens (``rollout.episodes``).
 
     Attributes:
       whole: N, members of a group that begin as whole episodes; the others are left for branches. None for half.
@@ -125,7 +125,7 @@ class Branching(Setting):
         """Return P, which is compared with the threshold; no random number is drawn."""
         return self.base + self.weight * entropy_rise
 
-    def at(self, entropy_rise: float) -> bool:
+    def branches_at(self, entropy_rise: float) -> bool:
         """Whether an episode branches at a turn of this rise."""
         return self.probability(entropy_rise) > self.threshold
 

@@ -367,7 +367,7 @@ FIRST_ANSWERS = "first_answers.jsonl"
 
 @dataclasses.dataclass(frozen=True)
 class WinRate(Ingredient):
-    """The win rate: how often a judge prefers the current policy's answers to the first's. Set once it is prepared:
+    """The win rate: how often a judge prefers the current policy's answers to the first's; set when prepared.
 
     Attributes:
       path: of the file with the first policy's answers.

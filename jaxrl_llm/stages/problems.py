@@ -1,4 +1,4 @@
-"""The problems of a run, for training in the order of asking and for evaluation; what a phase leaves to the next."""
+"""The problems of a run, for training in the order of asking, and for evaluation; what a phase leaves to the next."""
 
 import contextlib
 import dataclasses

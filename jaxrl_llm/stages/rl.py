@@ -108,7 +108,7 @@ def training_lines(
 
 
 def token_numbers(completion: Completion, sample: Sample | None) -> dict[str, list[Any]]:
-    """Return the values of each token by name; ``mask`` or ``counted`` if not all are sampled or in the loss."""
+    """Return each token's values by name; with ``mask`` or ``counted`` where not all are sampled or in the loss."""
     arrays = {"sampler_logp": completion.sampler_logp, **completion.extras, **({} if sample is None else sample.arrays)}
     numbers: dict[str, list[Any]] = {}
     for name, array in arrays.items():

@@ -100,7 +100,7 @@ class RewardModelUse:
     separator: str | None = None
 
     def check(self, name: str) -> None:
-        """Refuse (InputError) a missing model, or one with another training format; unrecorded fields may differ."""
+        """Refuse (InputError) a missing model, or one with another training format, by the recorded fields."""
         with naming(self.field.removesuffix(":")):
             recorded = reward_format(name)
         if recorded is None or recorded.kind is None:

@@ -227,8 +227,7 @@ def add_teacher_advantages(
 
 
 def add_teacher_tokens(sample: Sample, top: Any, k: int, others: Sequence[str]) -> Sample:
-    """Return the sample with its teacher's top tokens; without any only the ``others``, names of objectives, count it.
-    """
+    """Return the sample with its teacher's top tokens; without any, only the objectives ``others`` count it."""
     if top is None:
         return with_top(sample.counting(others), empty_top(sample, k))
     return with_top(sample, top)

@@ -44,11 +44,11 @@ RENAMED = {
     "unscored": "pending",
     "asked": "open_groups",
     "returned": "sampled_numbers",
-    "held": "paused",
+    "held": "unfinished",
     "idle": "stalled_stops",
     "$Solved": "$ProblemSuccesses",
     "share": "mean_credit",
-    "evaluation 7e03e15cec7e9213": "evaluation b19deaa1d151ee81",  # by the path of the class that holds its rows
+    "evaluation 7e03e15cec7e9213": "evaluation 5f3c20b90a5276b1",  # by the paths of its classes
 }
 """New names of metrics, arrays and host values by their names at the other revision."""
 CHAINS: dict[str, tuple[str, ...]] = {

@@ -20,7 +20,7 @@ def test_the_rule_is_that_of_the_paper():
     known = NUMBERS["ARPO_branch"]
     rule = Branching()
     np.testing.assert_allclose([rule.probability(rise) for rise in known["dH"]], known["P"])
-    assert [rule.at(rise) for rise in known["dH"]] == known["branch_tau0p5"]
+    assert [rule.branches_at(rise) for rise in known["dH"]] == known["branch_tau0p5"]
     assert ARPO.branch == rule and rule.whole_of(16) == 8 and rule.credit == "soft"
 
 
@@ -49,7 +49,11 @@ def in_step(stories, first, rule):
     for turn in range(1, 9):
         born = []
         for member, begun in active:
-            if begun < turn < len(stories[member]) and rule.at(stories[member][turn]) and len(found) < len(stories):
+            if (
+                begun < turn < len(stories[member])
+                and rule.branches_at(stories[member][turn])
+                and len(found) < len(stories)
+            ):
                 found.append((member, turn))
                 born.append((len(found) - 1, turn))
         active += born
