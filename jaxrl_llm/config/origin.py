@@ -278,8 +278,7 @@ FOLDERS: list[str] = []
 
 
 def execute(path: Path) -> ModuleType:
-    """Execute a configuration's file, which can import modules next to it. InputError: what it raises, with its line.
-    """
+    """Execute a configuration's file; it can import modules next to it. InputError: what it raises, with its line."""
     folder = path.absolute().parent
     names, name = make_findable(folder), f"{PREFIX}{path.stem}"
     for other, (_, file, _) in list(COPIES.items()):  # what lies there is executed, not the copy that a run has of it

@@ -214,7 +214,6 @@ class Output(Setting):
 
 
 def check_model(model: str) -> None:
-    """Refuse an empty model name."""
     require(
         bool(model), "model is empty: give a Hugging Face directory, a .gguf file, a built-in name, a hub id or RUN"
     )

@@ -726,8 +726,7 @@ def branch_points(episodes: Sequence[Episode | None], rule: Branching) -> list[t
 
 
 def begin_branch(parent: Completion, member: int, num_turns: int) -> Completion:
-    """Return a completion that goes on after so many turns, and their answers, of its parent, the group's ``member``.
-    """
+    """Return a completion that goes on after so many answered turns of its parent, the group's ``member``."""
     turns = parent.episode.turns[:num_turns]
     after = int(np.argmax(parent.mask[turns[-1].end :]))
     shared = turns[-1].end + after
