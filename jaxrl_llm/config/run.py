@@ -182,10 +182,10 @@ class Output(Setting):
       ratios: write how much likelier the step made each of their tokens, and which clipping would cut (a forward pass).
       monitor_kl: where the recipe has no KL, keep the initial policy and measure each step how far the policy is from
         it (``kl``); takes its memory and two forward passes, and does not change a bit of what is learned.
-      profile: the step, best not the first, which compiles, in which JAX's profiler fills RUN/profile; 0 for none.
+      profile: the step that JAX's profiler traces into RUN/profile, better not the first, which compiles; 0 for none.
       trackers: what else shows the metrics, ``NAME`` or ``NAME:PROJECT`` each: tensorboard (curves in RUN/tensorboard),
         wandb and trackio (some completions of each evaluation too), or one of another package.
-      run_dir: its directory or address (gs://, s3://); None for runs/NAME below the current folder. Also ``--run_dir``.
+      run_dir: the run's directory or address (gs://, s3://); None for runs/NAME in this folder. Also ``--run_dir``.
     """
 
     checkpoint_every: Annotated[int, Count(1), FREE] = 50

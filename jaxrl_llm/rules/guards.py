@@ -600,7 +600,7 @@ def by_hand(row: Row, memory: RuleMemory, resets: Resets) -> Decided:
 
 
 def moving_average(row: Row, memory: RuleMemory, ema: float) -> Decided:
-    """Make the reference a moving average of the policy with decay ``ema`` at each update: a ``Rule``."""
+    """Move the reference to the policy at each update, with decay ``ema`` and without reset events: a ``Rule``."""
     moves = row["step"] > 0 and bool(row.get("updates"))
     return Decision(reset_reference=moves, mix=1 - ema if moves else 1.0), memory
 
