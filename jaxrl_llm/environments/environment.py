@@ -18,8 +18,7 @@ ENDS = (
     "completed", "tool_stopped", "max_turns", "max_tokens", "max_tool_calls", "context_overflow", "parse_error",
     "environment_error", "timeout",
 )  # fmt: skip
-"""Why an episode ends. ``completed``: no answer needed, or environment done; ``tool_stopped``: done after tool calls.
-"""
+"""Why an episode ends. ``completed``: no answer needed or environment done; ``tool_stopped``: done after calls."""
 
 
 @dataclasses.dataclass(frozen=True)

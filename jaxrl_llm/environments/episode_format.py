@@ -372,7 +372,7 @@ class EpisodeFormat:
         self, prompt: Sequence[Message], turns: Sequence[Message], messages: Sequence[Message], theirs: int = 0
     ) -> list[int]:
         """Return the ids of the whole chat up to the next reply, if a new row begins there: where the template by now
-        writes otherwise what the row holds, if ``history`` is "fork". None if the row goes on. ``prompt`` and
+        writes otherwise what the row holds, if ``history`` is "fork"; empty if the row goes on. ``prompt`` and
         ``theirs`` are those of ``prompt``; the last of ``turns`` is the parsed reply; ``messages`` are the world's."""
         guarded = [self._guard.of_world(message) for message in messages]
         if self._history != "fork" or self._plain or not self._renderings.rewrites(turns, guarded):
