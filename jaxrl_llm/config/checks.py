@@ -43,9 +43,8 @@ UNIONS = (typing.Union, types.UnionType)
 
 def resolved(run: Any) -> Any:
     """Return the run with a ``Run``'s open settings filled in: the recipe's temperature, the budget as Dr. GRPO's
-    constant, a correction for samples of an older policy if sampling runs ahead, the size of the overlong punishment,
-    and a filter of groups by reward in place of accuracy if a task lacks ``Accuracy``: it would drop groups that all
-    can teach."""
+    constant, a correction if sampling runs ahead, the size of the overlong punishment, and a filter of groups by reward
+    in place of accuracy if a task lacks ``Accuracy``: it would drop groups that all can teach."""
     if not isinstance(run, Run):
         return run
     rollout = run.rollout
@@ -79,8 +78,7 @@ def check_run(run: Configuration) -> None:
 
 def check_types(value: Any, but: type | tuple[()] = ()) -> None:
     """Refuse a field of this dataclass, or of one inside it, if its value matches none of its annotated types;
-    InputError names the field, its value, and what it takes. ``but``: a class of placeholders, which are not checked.
-    """
+    InputError names the field, its value, and what it takes. ``but``: a class of unchecked placeholders."""
     for name, setting, hint in _fields_in(value):
         if not _fits(setting, hint) and not any(isinstance(part, but) for part in parts_of(setting)):
             text = f"{type(setting).__name__}(...)" if dataclasses.is_dataclass(type(setting)) else f"{setting!r:.80}"
@@ -88,8 +86,7 @@ def check_types(value: Any, but: type | tuple[()] = ()) -> None:
 
 
 def _fields_in(value: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield the dotted name, value and annotation of the package's dataclasses' fields below ``where``, outer ones
-    first."""
+    """Yield dotted name, value and annotation of the fields of the package's dataclasses, outer ones first."""
     if isinstance(value, (tuple, list)):
         for index, item in enumerate(value):
             yield from _fields_in(item, f"{where}[{index}]")

@@ -1,6 +1,5 @@
-"""Copies of a run's own code: ``RUN/code/N`` has the configuration's file and the local modules that it imports, inside
-functions too; nothing is imported to find them. A file or a name on the command line is executed where it lies, so
-edits count; a run that is given alone imports its newest copy."""
+"""Copies of a run's own code: ``RUN/code/N`` has the configuration's file and the local modules that it imports, found
+without importing them. What the command line names is executed where it lies; a run alone imports its newest copy."""
 
 import ast
 import contextlib

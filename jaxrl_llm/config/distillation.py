@@ -75,12 +75,10 @@ class Distillation(Setting):
     """A teacher from which the policy learns on its own completions, in addition to rewards or without any.
 
     Attributes:
-      teacher: a model with the policy's tokens, sharded as the policy: a run (RUN, RUN@STEP), a directory, a .gguf
-        file, a hub id; no second copy of an adapter's own base is kept. None: the policy itself, which is told more
-        (``context``).
-      divergence: ``SampledKL()``, an advantage for each sampled token, through the recipe's surrogate; or
-        ``JensenShannon(beta)``, a loss over the vocabulary. Also "policy_gradient", "forward_kl", "reverse_kl", "jsd",
-        or beta.
+      teacher: a model with the policy's tokens, of any width and family: a run (RUN, RUN@STEP), a directory, a .gguf
+        file, a hub id. An adapter's own base takes no second copy. None: the policy itself, told more (``context``).
+      divergence: ``SampledKL()``, an advantage for each sampled token, through the recipe's surrogate; or a loss over
+        the vocabulary, ``JensenShannon(beta)``. Also "policy_gradient", "forward_kl", "reverse_kl", "jsd", or beta.
       weight: of the advantages, or of the loss.
       by_task: other teachers for some tasks of a mixture.
       lmbda: lambda of GKD (arXiv 2306.13649), the policy's completions as a share of all rows that the divergence is

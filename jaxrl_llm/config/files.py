@@ -98,9 +98,8 @@ def load_config(name: str) -> tuple[str, Configuration]:
 
 
 def find_config(name: str) -> LoadedConfig:
-    """Find a configuration by name, as ``load_config`` does, and return it with its origin. A run's directory or
-    address, or the config.json in it, gives that run, with its ``run_dir`` there. InputError: missing or unreadable,
-    with the remedy."""
+    """Find a configuration by name, as ``load_config`` does, and return it with its origin. A run's address or
+    config.json also gives that run, with its ``run_dir`` there. InputError: missing or unreadable, with the remedy."""
     path = Path(name)
     if storage.split(name):
         path = storage.folder(name.removesuffix("/config.json"))
@@ -183,9 +182,8 @@ def as_read(run: Configuration) -> Configuration:
 
 
 def from_json(data: Any, origin: Origin | None = None) -> Any:
-    """Rebuild a value from the nested JSON of ``to_json``; lists become tuples. Only dataclasses are constructed, of
-    this package and the origin's modules. A part that was not saved, is not found or allowed, or needs such a part
-    becomes ``Unsaveable``."""
+    """Rebuild a value from the JSON of ``to_json``, with tuples for lists, and dataclasses of this package and the
+    origin's modules alone. A part that is not saved, found or allowed, or needs such a part, becomes ``Unsaveable``."""
     if isinstance(data, list):
         return tuple(from_json(item, origin) for item in data)
     if not isinstance(data, dict):
@@ -247,7 +245,6 @@ def read(path: Path, own: bool = True, calls: bool = True) -> LoadedConfig:
     """Read a config.json; values that cannot be loaded from it are ``Unsaveable``.
 
     Args:
-      path: of the file.
       own: whether files of own classes may be run for it, and modules where it began be found.
       calls: whether the functions that it names will be called; False if the run is only compared.
 

@@ -53,8 +53,8 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Mixture(Setting):
-    """Several tasks that a run trains on together. After each prompt every part has had its share of all prompts asked
-    so far, to less than one prompt; which of its problems is asked is up to that part alone.
+    """Several tasks that a run trains on together. After each prompt every part has had its share of all prompts so
+    far, to less than one prompt; which of its problems is asked is up to that part alone.
 
     Attributes:
       parts: at least one; their tasks have names of their own.

@@ -46,13 +46,8 @@ FILES = "files"
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """The step of another run that gives a run its first weights.
-
-    Attributes:
-      run: its directory, or its address.
-      step: of a checkpoint, or of a snapshot.
-      carry: whether the run also continues the place in the data, the curriculum and the stored successes.
-    """
+    """The step, a checkpoint or a snapshot, of another ``run`` (its directory or address) that gives a run its first
+    weights; ``carry``: whether the place in the data, the curriculum and the stored successes continue too."""
 
     run: str
     step: int
@@ -71,12 +66,8 @@ class Start:
 
 @dataclasses.dataclass(frozen=True)
 class Pin:
-    """The fixed version of a model that a run reads, the same from its first start to its end.
-
-    Attributes:
-      step: of the checkpoint or snapshot of a run; None for other models.
-      weights: their fingerprints, by the dtype read, or of a run's step's files under ``files``. Empty if unknown.
-    """
+    """The fixed version of a model that a run reads, from its first start to its end. ``step``: None if it is no run;
+    ``weights``: fingerprints by the dtype read, or of a run's step's files under ``files``; empty if unknown."""
 
     step: int | None = None
     weights: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -151,11 +142,8 @@ EVERY = "evaluation.every"
 
 def split_step(name: str) -> tuple[Path, int | None]:
     """Split ``RUN@STEP`` into a directory (of an address its mirror) and a step: None without one, or if a folder has
-    this exact name. ``RUN@best`` gives the step of the best evaluation.
-
-    Raises:
-      InputError: it is an address that cannot be read; or no evaluation of the run has a result yet.
-    """
+    this exact name. ``RUN@best`` gives the step of the best evaluation. InputError: an unreadable address, or no result
+    yet."""
     run, step = numbered_step(name)
     if step is not None:
         return storage.folder(run), step
@@ -214,9 +202,9 @@ def without_step(name: str) -> str:
 
 def located(run: Any, origin: Origin, directory: Path | None = None, pinned: bool = False) -> Any:
     """Return the run with relative paths of data and models expanded if they are not found from the current folder. The
-    first is taken that exists in the folder where the run began, next to its configuration, or above ``runs/`` where
-    its ``directory`` is now. ``pinned``: first put ``RUN@STEP`` in place of each ``RUN`` that is pinned to a step, and
-    the run's copy of it in place of one that is gone or has changed."""
+    first is taken that exists in the folder where the run began, next to its configuration, above ``runs/`` where its
+    ``directory`` is now, or in the current folder. ``pinned``: first put ``RUN@STEP`` in place of each ``RUN`` that is
+    pinned to a step, and the run's copy of it in place of one that is gone or has changed."""
 
     def placed(name: str, marks: Sequence[Any]) -> str:
         is_pinned = pinned and MODEL in marks and name in origin.models
@@ -290,8 +278,7 @@ FOLDERS: list[str] = []
 
 
 def execute(path: Path) -> ModuleType:
-    """Execute a configuration's file; it can import the modules next to it. InputError: whatever it raises, with file
-    and line."""
+    """Execute a configuration's file; it can import modules next to it. InputError: what it raises, with its line."""
     folder = path.absolute().parent
     names, name = make_findable(folder), f"{PREFIX}{path.stem}"
     for other, (_, file, _) in list(COPIES.items()):  # what lies there is executed, not the copy that a run has of it

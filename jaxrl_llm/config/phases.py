@@ -19,8 +19,7 @@ from jaxrl_llm.system.setting import FIXED, check_fields, names_marked
 Kind = TypeVar("Kind", bound=Configuration)
 
 OF_THE_OPTIMISER = ("name", "moments.dtype", "moments.offload")
-"""Settings that decide the form of the optimiser's state; where it is reset they, and adafactor's momentum, may change.
-"""
+"""Settings that decide the form of the optimiser's state: they, and adafactor's momentum, may change at its reset."""
 
 
 def phases_of(run: Configuration) -> tuple[Phase, ...]:
@@ -29,9 +28,8 @@ def phases_of(run: Configuration) -> tuple[Phase, ...]:
 
 
 def in_phase(run: Kind, number: int) -> Kind:
-    """Return the run's settings in one phase, counted from 0: with the changes of all phases up to it, and resolved;
-    its seed is the run's, shifted, and below ``MAX_SEED``. InputError: a change names no setting, or one that no phase
-    changes."""
+    """Return the run's settings in one phase, counted from 0: with all changes up to it, resolved, and a seed shifted
+    from the run's, below ``MAX_SEED``. InputError: a change names no setting, or one that no phase changes."""
     if not isinstance(run, Run) or not run.rules.phases:
         return run
     *_, settings = itertools.islice(_by_phase(run), number + 1)

@@ -39,8 +39,7 @@ class Scoring(Setting):
       gate: a condition for a completion to be reinforced; None for none.
       refusals: measures completions that refuse to answer: ``Refusals()`` by patterns, or any reward or function, where
         it is at least 0.5 (``Threshold(reward, at)`` for another bound). None for no such measure.
-      distillation: a teacher that values each token, in addition to the rewards or in place of none. None for no
-        teacher.
+      distillation: a teacher that values each token, with rewards or without any. None for none.
     """
 
     rewards: tuple[Reward, ...] = (Accuracy(),)
@@ -179,17 +178,14 @@ class Output(Setting):
         half of them is stopped within its sampling, and resumes there.
       keep: checkpoints that stay.
       keep_best: keep the model of the best evaluation too, in RUN/best, as RUN@best; where there are evaluations.
-      samples: groups of each step to write to samples.jsonl with their completions, in turn, so that all tasks are
-        seen.
-      ratios: write how much likelier the step has made each of their tokens, and which clipping would cut; takes a
-        forward pass.
+      samples: groups of each step that samples.jsonl shows with their completions, in turn for all tasks.
+      ratios: write how much likelier the step made each of their tokens, and which clipping would cut (a forward pass).
       monitor_kl: where the recipe has no KL, keep the initial policy and measure each step how far the policy is from
         it (``kl``); takes its memory and two forward passes, and does not change a bit of what is learned.
-      profile: the step in which JAX's profiler writes a trace to RUN/profile; 0 for none. The first step would also
-        compile.
+      profile: the step that JAX's profiler traces into RUN/profile, better not the first, which compiles; 0 for none.
       trackers: what else shows the metrics, ``NAME`` or ``NAME:PROJECT`` each: tensorboard (curves in RUN/tensorboard),
         wandb and trackio (some completions of each evaluation too), or one of another package.
-      run_dir: its directory or address (gs://, s3://); None for runs/NAME below the current folder. Also ``--run_dir``.
+      run_dir: the run's directory or address (gs://, s3://); None for runs/NAME in this folder. Also ``--run_dir``.
     """
 
     checkpoint_every: Annotated[int, Count(1), FREE] = 50
@@ -205,8 +201,7 @@ class Output(Setting):
     run_dir: Annotated[str | None, FREE] = None
 
     def check(self, run: Any, where: str) -> None:
-        """Refuse a ``run_dir`` without a folder or name, a ``profile`` of no step, and trackers named twice or not at
-        all."""
+        """Refuse a ``run_dir`` without folder or name, a ``profile`` of no step, and unnamed or repeated trackers."""
         storage.split(self.run_dir or "", "run_dir")
         require(self.run_dir != "", "run_dir is empty: give a folder, or leave it out for runs/NAME")
         beyond = f"{where}profile {self.profile} is after the last step, {run.steps}: name a step of the run"
@@ -219,7 +214,6 @@ class Output(Setting):
 
 
 def check_model(model: str) -> None:
-    """Refuse an empty model name."""
     require(
         bool(model), "model is empty: give a Hugging Face directory, a .gguf file, a built-in name, a hub id or RUN"
     )

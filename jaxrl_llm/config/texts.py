@@ -59,12 +59,14 @@ class FromData(Setting):
 
     Attributes:
       model: a Hugging Face directory, a .gguf file, a built-in name, a hub id, or RUN[@STEP].
+      data: to learn from.
       batch: the size of each step's batch.
+      learner: how it is learned from.
       mesh: how devices are arranged.
-      evaluation: tests of the model, besides its measures on held-out data; the task defaults to that of collected
-        data.
+      evaluation: tests of the model, besides its measures on held-out data; by default on the task of collected data.
       answering: how answers are sampled.
       output: checkpoints and logs.
+      steps: how many.
       seed: decides the order of the data and every other random number.
     """
 
@@ -146,13 +148,11 @@ class Supervised(FromData):
 
 @dataclasses.dataclass(frozen=True)
 class Preference(FromData):
-    """A preference run: the model learns which of two answers is better, or which are good. Other fields as in
-    ``FromData``.
+    """A preference run: the model learns which of two answers is better, or which are good. Else as ``FromData``.
 
     Attributes:
       model: as in ``FromData``; it is the reference too, of losses that have one.
-      data: pairs, or a right and a wrong answer of its own (``Pairs(Collected(...))``); for KTO labelled answers,
-        ``Unpaired``.
+      data: pairs, or a right and a wrong answer of its own (``Pairs(Collected(...))``); for KTO ``Unpaired``, labelled.
       loss: of each pair; or ``KTO``, of each answer.
     """
 

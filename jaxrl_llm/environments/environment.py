@@ -18,7 +18,7 @@ ENDS = (
     "completed", "tool_stopped", "max_turns", "max_tokens", "max_tool_calls", "context_overflow", "parse_error",
     "environment_error", "timeout",
 )  # fmt: skip
-"""Reasons why an episode ends: with ``tool_stopped`` the environment is done after a reply with tool calls."""
+"""Why an episode ends. ``completed``: no answer needed or environment done; ``tool_stopped``: done after calls."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,16 +80,14 @@ class Limits(Setting):
 
     Attributes:
       max_turns: replies of the model; the calls of the last one are still made.
-      max_turn_tokens: tokens of one reply, which is cut there and answered as it is; 0 for ``rollout.max_new_tokens``
-        alone.
+      max_turn_tokens: tokens of one reply; a longer one is cut and answered as it is; 0 for ``rollout.max_new_tokens``.
       max_tool_calls: calls in an episode; those beyond it are not made, and the episode ends; 0 for no limit.
       tool_timeout_s: seconds for a call of a tool, and for each call of the environment.
       max_result_chars: characters of a tool's result that the model sees; a mark says how many are missing.
       cut: the part of a longer result that is left out: its end, middle or start.
       max_parse_errors: replies with unreadable calls that are answered with the reason; the next one ends the episode.
-      history: where the chat template writes earlier turns otherwise than sampled, as by dropping reasoning:
-        "append_only" keeps every token; "fork" begins a new row with what the template writes now, and the episode
-        learns from all rows.
+      history: where the template writes earlier turns otherwise than sampled, as without reasoning: "append_only" keeps
+        every token; "fork" begins a new row as the template writes now, and the episode learns from all rows.
     """
 
     max_turns: Annotated[int, Count(1)] = 8
@@ -114,7 +112,6 @@ class Limits(Setting):
 LARGEST = 1e15
 """Maximum size of a reward, as that of all rewards."""
 WORLD_ROLES = ("user", "tool", "system")
-"""Roles of messages that answer the model."""
 
 
 def escape_surrogates(text: str) -> str:
@@ -183,7 +180,6 @@ def check_step(value: Any) -> Step:
 
 
 def check_copy(value: Any) -> Environment:
-    """Return the result of a ``copy``."""
     if not isinstance(value, Environment):
         raise TypeError(f"it returned a {type(value).__name__}; return an Environment")
     return value
@@ -191,14 +187,9 @@ def check_copy(value: Any) -> Environment:
 
 @dataclasses.dataclass(frozen=True)
 class Tool:
-    """A function that the model may call by name.
-
-    Attributes:
-      function: called with the arguments by name; it may be ``async``.
-      schema: ``{"type": "function", "function": {...}}``, for the chat template.
-      apart: whether calls of one reply run at the same time, each on a thread; an environment's methods share its
-        state.
-    """
+    """A function, maybe ``async``, that the model may call by name; ``schema``, for the chat template, is ``{"type":
+    "function", "function": {...}}``. Calls of one reply run at the same time, each on a thread of its own, if they are
+    ``apart``; methods of an environment share its state."""
 
     function: Callable[..., Any]
     schema: Mapping[str, Any]

@@ -50,13 +50,8 @@ _SHAPES = tuple(
 
 
 class FollowingText(NamedTuple):
-    """Text after a reply, up to the next one.
-
-    Attributes:
-      region: its part up to the first content that follows, which the template alone writes.
-      text: all of it.
-      inside: whether it begins inside the last argument of the reply's last call.
-    """
+    """Text after a reply, up to the next one; ``region``: its part up to the first content that follows, which the
+    template alone writes; ``inside``: whether it begins inside the last argument of the reply's last call."""
 
     region: str
     text: str
@@ -170,7 +165,6 @@ class Renderings:
         return _THOUGHTS[0]
 
     def syntax(self) -> str:
-        """Return the name of the syntax of calls."""
         if not self._native:
             return "plain" if self.plain_form else NO_CALLS
         names = [tool["function"]["name"] for tool in self._tools]
@@ -290,14 +284,12 @@ _LAST = 16  # tokens before a reply that tell whether it continues reasoning
 
 
 class EpisodeFormat:
-    """Token ids of the episodes of one task.
+    """Token ids of the episodes of one task, whose ``history`` is as in ``Limits``.
 
     Args:
       wording: the task, or other settings of the prompt's text. With ``template`` plain or chatml, tools are described
         in the system message, and calls and results are text.
-      tools: JSON schemas.
       stop_ids: tokens at which the model's completions end; empty means the tokenizer's own.
-      history: see ``Limits``.
       options: what the template gets in addition to messages and tools, such as ``enable_thinking``.
 
     Attributes:
@@ -360,13 +352,9 @@ class EpisodeFormat:
         return (bos(text, self.tokenizer) if self._plain else []) + self._guard.ids(text)
 
     def suffix(self, turns: Sequence[Message], messages: Sequence[Message], sampled: Sequence[int]) -> list[int]:
-        """Return the ids between a reply and the next one: the rest of its turn, the world's messages, the next one's
-        start.
-
-        A stop token that the template does not write stays in place of the template's own end of the turn. The last of
-        ``turns`` is the parsed reply, ``sampled`` its ids with any stop token. Control tokens in the messages' contents
-        are text.
-        """
+        """Return the ids between a reply and the next one: the end of its turn, the world's messages, the next start. A
+        stop token that the template does not write stays in place of the template's own end of the turn. The last of
+        ``turns`` is the parsed reply, ``sampled`` its ids with any stop token; control tokens in messages are text."""
         guarded = [self._guard.of_world(message) for message in messages]
         last = text_of(self.tokenizer, sampled[-1:]) if len(sampled) and sampled[-1] in self._control else ""
         if self._plain:
@@ -384,7 +372,7 @@ class EpisodeFormat:
         self, prompt: Sequence[Message], turns: Sequence[Message], messages: Sequence[Message], theirs: int = 0
     ) -> list[int]:
         """Return the ids of the whole chat up to the next reply, if a new row begins there: where the template by now
-        writes otherwise what the row holds, if ``history`` is "fork". None if the row goes on. ``prompt`` and
+        writes otherwise what the row holds, if ``history`` is "fork"; empty if the row goes on. ``prompt`` and
         ``theirs`` are those of ``prompt``; the last of ``turns`` is the parsed reply; ``messages`` are the world's."""
         guarded = [self._guard.of_world(message) for message in messages]
         if self._history != "fork" or self._plain or not self._renderings.rewrites(turns, guarded):
@@ -434,5 +422,4 @@ class EpisodeFormat:
 
     @functools.cached_property
     def _start(self) -> str:
-        """The text of a prompt."""
         return self._renderings.text([USER_MESSAGE], True)

@@ -1,5 +1,4 @@
-"""Environments to begin with: a calculator, a table to look up, a Python interpreter, TextArena's games, SkyRL-gym's
-environments, and reasoning-gym's problems in several tries."""
+"""Environments to begin with: three of our own, and those of TextArena, SkyRL-gym and reasoning-gym."""
 
 import contextlib
 import copy
@@ -58,7 +57,6 @@ class Products:
     label: str = "products"
 
     def problems(self) -> Iterator[Problem]:
-        """Yield the problems."""
         require(self.size <= 90 * 90, f"Products has size {self.size}: numbers of two digits have {90 * 90} products")
         for index in random.Random(self.seed).sample(range(90 * 90), self.size):
             a, b = 10 + index // 90, 10 + index % 90
@@ -74,13 +72,11 @@ LOOKUP = in_turns(
     *("Which number does the table hold for lamp?", "<get>lamp</get>", "The table holds 31.", "The answer is 31."),
     *("Which number does the table hold for sugar?", "<get>sugar</get>", "The table holds 74.", "The answer is 74."),
 )
-"""Three worked examples."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Keys:
-    """Questions for the table of ``Lookup``: ``size`` names in an order by ``seed``, or pairs once the names are used
-    up."""
+    """Questions for the table of ``Lookup``: ``size`` names in an order by ``seed``, or pairs of names beyond these."""
 
     size: int = 128
     seed: int = 0
@@ -115,7 +111,6 @@ class Lookup(Environment):
         return Step([{"role": "user", "content": f"The table holds {answer}."}], metrics={"found": answer.isdigit()})
 
     def copy(self) -> "Lookup":
-        """Return the same table."""
         other = Lookup()
         other._name, other._number = self._name, self._number
         return other
@@ -126,18 +121,14 @@ DRAWING = threading.Lock()
 
 
 class TextArena(Environment):
-    """A game of TextArena; its reward at the end is the episode's.
+    """A game of TextArena; its reward at the end is the episode's. InputError: no such package or game.
 
-    It draws from Python's global random numbers: each episode has a state of its own, and calls of all games are made
-    one after the other.
+    It draws from Python's global random numbers: each episode has a state of its own, and games take turns in calls.
 
     Args:
       game: id of the game, such as ``GuessTheNumber-v0``, or a callable that makes one without observation wrappers.
       player: the number of the model's player.
       opponent: for several players, returns the move of the others for the text of what they see.
-
-    Raises:
-      InputError: the package is missing, or it has no such game.
     """
 
     def __init__(
@@ -226,14 +217,12 @@ class SkyRL(Environment):
         return messages[len(prompt) :]
 
     def step(self, reply: Message) -> Step:
-        """Give the reply's text to the environment."""
         outcome = self._environment.step(reply["content"])
         metadata = (outcome.get("metadata") or {}).items()
         numbers = {name: float(value) for name, value in metadata if isinstance(value, (int, float))}
         return Step(outcome["observations"] or (), float(outcome["reward"]), bool(outcome["done"]), numbers)
 
     def close(self) -> None:
-        """Close the environment."""
         if self._environment is not None:
             self._environment.close()
 
@@ -243,7 +232,6 @@ class GymTries(Environment):
     Some data sets evaluate the expression that the model wrote, here in this process.
 
     Args:
-      tries: replies of the model.
       extractor: cuts the answer out of a reply (see ``Task``).
       again: what the model reads after a wrong answer.
       score: scores an answer to a row, 1 if it is right; None: the data set does.
@@ -262,13 +250,11 @@ class GymTries(Environment):
         self._score = score or gym_score
 
     def reset(self, row: Mapping[str, Any], seed: int) -> tuple[()]:
-        """Begin with the row's problem."""
         require("entry" in row, "GymTries needs rows of a ReasoningGym source: give the task one")
         self._row, self._remaining = row, self._tries
         return ()
 
     def step(self, reply: Message) -> Step:
-        """Score the reply."""
         self._remaining -= 1
         answer = answer_of(reply["content"], self._extractor)
         score = float(self._score(answer, self._row))
@@ -310,12 +296,8 @@ class PythonTool:
     """The environment ``Task(environment=PythonTool)``: its tool ``python`` runs a program in the sandbox.
 
     An episode's state is the text of its programs: those that ended well are run again, without their output, before
-    the next one. So no process waits for the model and branches copy texts, but the time of earlier programs counts,
-    and their draws are made anew, unless they set a seed. A subclass may set other limits.
-
-    Attributes:
-      timeout_s: seconds for a program with the earlier ones.
-      memory_mb: MiB of memory.
+    the next one. So no process waits for the model and branches copy texts, but ``timeout_s`` holds for a program with
+    the earlier ones, and their draws are made anew, unless they set a seed. A subclass may set other limits.
     """
 
     timeout_s: float = 2.0

@@ -55,7 +55,6 @@ class CallOutcome(NamedTuple):
     error: BaseException | None = None
 
     def reason(self, limit_s: float) -> str:
-        """Return one line about a failure."""
         return f"not finished after {limit_s:g} s" if self.error is None else format_error(self.error)
 
 
@@ -85,7 +84,6 @@ class EventLoop:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def submit(self, awaitable: Any, limit_s: float, finish: Callable[[Any], Any]) -> Future[CallOutcome]:
-        """Begin to wait for an awaitable."""
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
@@ -129,7 +127,6 @@ class DaemonThreads:
         self._spare = most
 
     def submit(self, call: Callable[..., Any], *arguments: Any) -> Future:
-        """Begin a call."""
         self._jobs.put((future := Future(), call, arguments))
         if not self._idle.acquire(blocking=False) and self._spare:
             self._spare -= 1
@@ -181,7 +178,6 @@ class _PendingCall:
             self.future = self.loop.submit(self.awaitable, self.limit_s, self.finish)
 
     def result(self) -> CallOutcome:
-        """Return the outcome."""
         if self.late:
             return CallOutcome("timeout")
         if self.future is None:
@@ -209,7 +205,6 @@ class Caller:
         self._finalizer: Any = None
 
     def call(self, function: Callable[..., Any], limit_s: float, arguments: Mapping[str, Any] = NOTHING) -> CallOutcome:
-        """Call one function."""
         return self.call_all([FunctionCall(function, arguments)], limit_s)[0]
 
     def call_all(
@@ -330,7 +325,6 @@ class Answer:
 
     Attributes:
       messages: what the model reads next; at an end they are only shown.
-      reward: of this turn.
       end: empty if the episode goes on, else one of ``ENDS``.
       metrics: of the environment's step, and counts ``tool_errors/unknown``, ``/raised``, ``/timeout``, ``/unparsed``.
       tool_calls: calls made in this turn, of which ``tool_errors`` failed.
@@ -348,16 +342,9 @@ class Answer:
 
 
 class World:
-    """One episode's living side; used from one thread at a time.
-
-    The environment is made, called and closed on a thread of the episode's own. Calls of one reply are answered in
-    their order: functions run at the same time, methods of an environment one after the other.
-
-    Args:
-      environment: an environment, or the callable that makes it.
-      row: what its ``reset`` gets; environments get a copy.
-      seed: of its draws.
-      functions: tools in addition to the environment's own, by name.
+    """One episode's living side; used from one thread at a time. ``environment``, or the callable that makes it, runs
+    on a thread of the episode's own; its ``reset`` gets a copy of ``row``. Calls of one reply are answered in their
+    order: ``functions``, tools besides its own, run at the same time, its methods one after the other.
 
     Attributes:
       tools: schemas for the chat template, known after ``reset``.

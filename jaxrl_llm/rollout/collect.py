@@ -76,9 +76,9 @@ class PendingScores:
         self.seconds += time.perf_counter() - started_at
 
     def decide(self, predicate: Callable[[int, float], bool]) -> bool:
-        """Return ``predicate(kept, share)`` of the groups kept among all that ended, and the share that is informative;
-        monotone in both. Waits for scores only while no pending group being informative, or all, would make a
-        difference."""
+        """Return ``predicate(kept, share)``, monotone in both, of the groups kept among all that ended, and the share
+        that is informative. Waits for scores only while the answer depends on whether pending groups are informative.
+        """
         while True:
             pessimistic, optimistic = (predicate(*self.bound(optimistic)) for optimistic in (False, True))
             if pessimistic == optimistic:
@@ -153,8 +153,7 @@ def fade_counts(informative_groups: float, scored: float, new_informative: int, 
 
 @dataclasses.dataclass(frozen=True)
 class Sampler:
-    """Parts that fill a step with groups: ``source`` has prompts and scores, ``admission`` decides which groups to
-    start."""
+    """Parts that fill a step with groups: ``source`` has prompts and scores, ``admission`` decides which start."""
 
     engine: Backend
     source: GroupSource
@@ -290,8 +289,7 @@ class StepCollector:
         self.requests.submit(keys, prompts, [seeds[i] for i in members], [limits[i] for i in members], partials)
 
     def abort_surplus(self) -> None:
-        """Abort requests once there are enough groups: all with ``interrupt``, else those of groups that have not run
-        yet."""
+        """Abort requests once there are enough groups: all with ``interrupt``, else of groups that have not run yet."""
         keys = self.requests.keys
         if not self.sampler.admission.collect.interrupt:
             ran = self.sampled_numbers | {number for number, _ in self.requests.running}
@@ -313,9 +311,8 @@ class StepCollector:
     def suspend(self) -> dict[str, Any]:
         """Abort all requests, and return the progress, from which another ``StepCollector`` goes on.
 
-        Running turns are sampled again then, since decoding and prefill round differently. They are kept where what
-        ends first decides which groups are begun, and after ``MAX_STALLED_STOPS`` stops without an end, so that the run
-        moves on.
+        Running turns are then sampled again, since decoding and prefill round differently. They are kept where what
+        ends first decides which groups begin, and after ``MAX_STALLED_STOPS`` stops without an end, to move on.
         """
         admission = self.sampler.admission
         order_matters = admission.collect.interrupt or admission.collect.token_budget
@@ -348,8 +345,7 @@ def length(completion: Completion | None) -> int:
 def collect_groups(
     sampler: Sampler, weights: Any, version: int, carryover: Carryover, must_stop: Callable[[], bool] = lambda: False
 ) -> RolloutBatch | Carryover:
-    """Fill a step with groups; return them, or the carryover with its progress if ``must_stop`` says so and some are
-    missing.
+    """Fill a step with groups and return them; the carryover with its progress if ``must_stop`` ends it before.
 
     Surplus of earlier steps comes first, then unfinished groups. New prompts are begun as ``AdmissionPolicy`` decides,
     with the filter (DAPO's dynamic sampling, arXiv 2503.14476 section 3.2) until enough groups are informative, or

@@ -2,8 +2,7 @@
 
 What the model sampled is never tokenised again; what the environment says follows as tokens with mask False. An episode
 is a function of weights, problem, seed and the environment's answers, which are saved with the completion: after a
-restart the environment is begun anew and given the same replies. If it answers otherwise, the episode begins anew too,
-and is counted.
+restart a new environment is given the same replies. If it answers otherwise, the episode begins anew, and is counted.
 """
 
 import concurrent.futures
@@ -55,13 +54,8 @@ class EpisodeSpec:
 
 @dataclasses.dataclass(frozen=True)
 class EpisodeStart:
-    """The start of an episode, or of its replay after a restart.
-
-    Attributes:
-      prompt: token ids; empty where it failed.
-      replays_equal: whether the environment has answered as before.
-      failed: its end, if the environment or the chat template failed.
-    """
+    """The start of an episode, or of its replay after a restart; ``replays_equal``: the environment answers as before;
+    ``failed``: the end if it or the chat template failed, with an empty ``prompt``, else token ids."""
 
     prompt: list[int]
     replays_equal: bool = True
@@ -165,9 +159,8 @@ class LiveEpisode:
                 copy.close()
 
     def answer(self, completion: Completion, limit: int) -> tuple[Episode, list[int]]:
-        """Answer a completion's last turn; return the episode with it, and the tokens up to the model's next turn,
-        within ``limit`` tokens of the whole completion. Any failure, such as an answer that the chat template refuses,
-        ends it."""
+        """Answer a completion's last turn; return the episode with it, and the tokens up to the model's next turn, up
+        to ``limit`` tokens in all. Any failure, such as an answer that the chat template refuses, ends it."""
         episode = completion.episode or Episode(tools=len(self.world.tools))
         try:
             return self._answer(completion, episode, limit)
@@ -353,8 +346,7 @@ class LocalEpisodes:
     def poll(
         self, answering: Iterable[Hashable], preparing: Iterable[Hashable], wait_s: float
     ) -> tuple[list[tuple[Hashable, tuple[Episode, list[int]]]], list[tuple[Hashable, EpisodeStart]]]:
-        """Return the answers and starts that there are of these episodes; without any, wait so many seconds for the
-        first."""
+        """Return the answers and starts that these episodes have; without any, wait so many seconds for the first."""
         answers = {key: self._answers[key] for key in answering if key in self._answers}
         starts = {key: self._starts[key] for key in preparing if key in self._starts}
         if wait_s and starts:
@@ -461,7 +453,7 @@ class Episodes:
 
     def rehearse(self, problems: Sequence[Problem]) -> list[str]:
         """Begin two episodes of the first problem of each task that has episodes, and drop them; return notes for
-        people. Later failures and too long prompts end their episodes; if the first one fails twice, the settings are
+        people. Later failures and too long prompts end their episodes; if the first one fails twice, settings are
         wrong.
 
         Raises:
@@ -524,8 +516,7 @@ class Episodes:
 
     def pop_ready(self) -> list[list[ReadyEpisode]]:
         """Return the episodes of each ``prepare`` that have all started; ``pop_answers`` waits for them. One that
-        failed, or began with other words than the first of its row and seed, is over; one with other answers than
-        before begins anew."""
+        failed, or began otherwise than the first of its row and seed, is over; one with other answers begins anew."""
         ready = [pending for pending in self._pending if all(spec.key in self._started for spec in pending.specs)]
         self._pending = [pending for pending in self._pending if pending not in ready]
         return [self._ready(pending, [self._started.pop(spec.key) for spec in pending.specs]) for pending in ready]
@@ -563,15 +554,13 @@ class Episodes:
         return episodes
 
     def openings(self, specs: Sequence[EpisodeSpec]) -> list[dict[str, Any]]:
-        """Return how these open episodes began: ``prompt``, messages of row and environment alone, and ``tools``, JSON
-        schemas."""
+        """Return how these open episodes began: ``prompt``, row and environment alone; ``tools``, JSON schemas."""
         return self._call_on_owners(lambda spec: self._local[spec.key].opening, specs)
 
     def members_to_request(
         self, number: int, completions: Sequence[Completion | None], missing: Sequence[int]
     ) -> dict[int, Completion | None]:
-        """Return the members of a group, by its number, that may begin now, of those ``missing``: a branch with its
-        first tokens."""
+        """Return the ``missing`` members of a group that may begin now, by number: a branch with its first tokens."""
         if self.branching is None:
             return dict.fromkeys(missing)
         points = branch_points([None if c is None else c.episode for c in completions], self.branching)
@@ -698,8 +687,7 @@ def entropy_rise(completion: Completion, tokens: int, vocabulary: int) -> float:
 
 def branch_points(episodes: Sequence[Episode | None], rule: Branching) -> list[tuple[int, int] | None]:
     """Return where a group's M members begin, as many as are decided: ARPO, arXiv 2507.19849. A branch begins at
-    (parent, turns): the member that it branches from, and how many of the parent's turns it has; a whole episode at
-    None.
+    (parent, turns), the member that it branches from and how many of its turns it has; a whole episode at None.
 
     A group begins with N whole episodes. After each answer of the environment, the entropy of the first k tokens of the
     model's next turn is compared with that of its first turn,
@@ -738,8 +726,7 @@ def branch_points(episodes: Sequence[Episode | None], rule: Branching) -> list[t
 
 
 def begin_branch(parent: Completion, member: int, num_turns: int) -> Completion:
-    """Return a completion that goes on after so many turns of its parent, the group's ``member``, and the answer to
-    them."""
+    """Return a completion that goes on after so many answered turns of its parent, the group's ``member``."""
     turns = parent.episode.turns[:num_turns]
     after = int(np.argmax(parent.mask[turns[-1].end :]))
     shared = turns[-1].end + after

@@ -448,8 +448,7 @@ def failed_call(groups: Sequence[Group]) -> str:
 
 
 def branch_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Compute metrics of the branches of the groups' episodes: their number, tokens saved, and the model's rise in
-    entropy."""
+    """Compute metrics of the branches of the groups' episodes: number, tokens saved, and the rise of the entropy."""
     played = [[c for c in group.completions if c.episode is not None] for group in groups]
     members = [(c, c.episode) for group in played for c in group]
     tokens = sum(c.length for c, _ in members)

@@ -45,8 +45,7 @@ class EnvironmentClient(Protocol):
         ...
 
     def pop_answers(self, wait_s: float) -> dict[Hashable, Completion]:
-        """Return the episodes answered since the last call (with an end: over), waiting ``wait_s`` seconds if there are
-        none."""
+        """Return the episodes answered since the last call; those with an end are over. Wait ``wait_s`` for one."""
         ...
 
 

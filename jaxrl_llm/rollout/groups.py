@@ -27,8 +27,7 @@ class PartialGroup:
     Attributes:
       number: of its prompt in the stream, which determines its random numbers.
       completions: G entries; None where no token has been sampled yet.
-      prompt: int32 token ids, kept from the moment of asking: templates may read the clock, and data may change. None
-        for episodes that have not begun.
+      prompt: int32 ids as first asked, since templates and data may change; None for episodes that have not begun.
       age: steps since the one that sampled its first token.
     """
 
@@ -55,9 +54,8 @@ REPLACED_MEMBER = 0
 
 @dataclasses.dataclass(frozen=True)
 class Success:
-    """A completion that was right, with its scores before any shaping of its group, and its sampler's
-    log-probabilities, for the true importance ratio; the code of GUI-ARPO (arXiv 2505.16282) computes them anew, so
-    that its ratio is 1.
+    """A completion that was right, with its scores before any shaping, and its sampler's log-probabilities, for the
+    true importance ratio; the code of GUI-ARPO (arXiv 2505.16282) computes them anew, so that its ratio is 1.
 
     Attributes:
       reward: the weighted sum.
@@ -73,14 +71,8 @@ class Success:
 
 @dataclasses.dataclass(frozen=True)
 class ProblemSuccesses:
-    """Stored successes of one problem.
-
-    Attributes:
-      prompt: int32 token ids that its completions follow.
-      successes: the oldest first.
-      number: number, in the stream, of the prompt that was last answered right.
-      mean_credit: of the answers to the latest prompt.
-    """
+    """Stored successes of one problem, the oldest first, with its prompt as int32 token ids. ``number``: that of the
+    prompt, in the stream, that was last answered right; ``mean_credit``: of the answers to the latest prompt."""
 
     prompt: np.ndarray
     successes: tuple[Success, ...]
@@ -129,7 +121,6 @@ class RolloutBatch:
     Attributes:
       groups: the step learns from them; each token is marked with the version of the policy that sampled it.
       sampled: every group finished in this step, kept or not, by number.
-      carryover: for the next step.
       tokens: sampled in this step.
       metrics: seconds, counts, and statistics of the sampled groups.
       texts: to learn from in addition.
@@ -178,7 +169,6 @@ class GroupSource:
     """Prompts and scoring of groups.
 
     Attributes:
-      prompts: token ids.
       stream: the training prompts, in their order.
       group: G.
       seed: the run's; with a prompt's number in the stream it determines every random number.
@@ -224,8 +214,7 @@ class GroupSource:
         return [request_seed(self.seed, first + g) for g in range(self.group)]
 
     def score(self, groups: Sequence[PartialGroup]) -> Callable[[], tuple[dict[int, Group], Failures]]:
-        """Start to score finished groups; return a function that waits for them, by number, and for the rewards'
-        failures."""
+        """Start to score finished groups; return a function that waits for them by number, and for the failures."""
         completions = [completion for group in groups for completion in group.completions]
         answers = with_texts(dict(enumerate(completions)), self.tokenizer, self.stop_ids)
         wait = self.scorer.begin([(groups[i // self.group].problem, c) for i, c in answers.items()])
@@ -327,9 +316,8 @@ class AdmissionPolicy:
     ) -> bool:
         """Whether to begin one more group, if ``share`` of them are informative.
 
-        Groups that are certain to be needed are begun at once. Others are begun while those under way are not expected
-        to cover the step's need: as many as keep every slot busy, and as many again waiting. Unfinished groups count in
-        later steps.
+        Certainly needed groups are begun at once, others while those under way are not expected to cover the step's
+        need: as many as keep every slot busy, and as many again waiting. Unfinished groups count in later steps.
 
         Args:
           collected: groups to learn from.

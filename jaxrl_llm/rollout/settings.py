@@ -40,8 +40,7 @@ class Ptx(Setting):
 @dataclasses.dataclass(frozen=True)
 class Replay(Setting):
     """Replay of answers that were right: if a whole group of their problem fails, one replaces its first member, with
-    its ratio against the policy that sampled it: GUI-ARPO (arXiv 2505.16282). A stored token takes about 20 bytes of a
-    checkpoint.
+    its ratio against its sampler: GUI-ARPO (arXiv 2505.16282). A stored token takes about 20 bytes of a checkpoint.
 
     Attributes:
       per_prompt: answers stored of each problem; the oldest are dropped first.
@@ -150,12 +149,11 @@ class Collect(Setting):
         next step, under its policy (partial rollouts: Kimi k1.5, arXiv 2501.12599, section 2.6.2).
       interrupt: stop the groups that still run once the step has enough, and resume them in the next step, so that
         quick groups are learned from first; if not they are finished, and surplus is carried.
-      learn_earlier: whether the loss counts tokens of earlier steps, their ratio against the policy that sampled them;
-        a loss without a ratio (REINFORCE, RLOO) takes them as they are, unless it has a correction. If not, no finished
-        group is carried.
-      staleness: 1 samples the next step's groups, the last step's too, with the weights from before this step's update,
-        and corrects for that update; both run at one time on a single device, or with ``mesh.rollout``. 0 samples the
-        present policy.
+      learn_earlier: count tokens of earlier steps in the loss, their ratio against their sampler; a loss without a
+        ratio (REINFORCE, RLOO) takes them as they are, unless it is corrected. If not, no finished group is carried.
+      staleness: 1 samples the next step's groups while this step's update runs (on one device or with
+        ``mesh.rollout``), with the weights before it, and corrects for it, in the last step too; 0 samples the present
+        policy.
       max_age: steps after its first in which a group may be resumed before it is dropped, in addition to those that a
         token budget spreads a completion over. 0 for no limit.
       patience: steps in a row that teach nothing (no update, or all advantages 0) after which the run ends; 0 never.
@@ -193,8 +191,7 @@ class EngineOptions(Setting):
       slots: completions sampled at one time.
       chunk: decode steps in one compiled call.
       strict: read the whole cache at every step: no bit of a completion depends on the length of its neighbours.
-      attention: "auto" reads each slot by its length with kernels on TPUs and GPUs; "xla" reads all to the longest
-        one's.
+      attention: "auto" reads each slot by its length with kernels on TPUs and GPUs; "xla", all to the longest length.
       router_bits: of a probability's mantissa by which the sampler's routers choose experts, 7 as in bfloat16; 0 for
         all. It shows what another engine's rounding does, and what routing replay does about it.
     """

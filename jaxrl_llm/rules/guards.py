@@ -93,12 +93,12 @@ def decide_by_user_rule(row: Row, own: RuleMemory, rule: Any) -> Decided:
 
 
 def decide(rules: Mapping[str, Rule], row: Row, memory: Memory) -> tuple[Decision, Memory]:
-    """Combine the decisions of all rules; return the decision and the memory. Rules also read ``REFERENCE_AGE`` and
-    ``LAST_RESET``.
+    """Combine the decisions of all rules; return the decision and the memory.
 
     The first rule that stops the run gives the reason. A stop by a guard makes no resets. After a rollback no other
     decision is applied: it would be about the undone policy. Of several resets of the reference the largest ``mix``
-    wins. The memory of absent rules is kept: a later phase may have them again.
+    wins. Rules also read ``REFERENCE_AGE`` and ``LAST_RESET``. Absent rules keep their memory: a later phase may have
+    them.
     """
     decisions = []
     remembered: Memory = {name: rule_memory for name, rule_memory in memory.items() if name not in rules}
@@ -464,12 +464,10 @@ class Resets(Setting):
       optimiser_every: steps after which the optimiser alone is reset; 0 never.
       on_kl: the KL above which the reference becomes the policy; 0 never.
       on_kl_share: the KL's share of the loss terms at a token, kl_coef kl / (kl_coef kl + mean |advantage|), above
-        which it does; 0 never. Mean |advantage| is the policy term's size where the ratio is 1; its sum is near 0
-        there.
+        which it does; 0 never. Mean |advantage| is the policy term's size at ratio 1, where the term itself is near 0.
       on_kl_jump: how many times the median of the last ``kl_window`` KLs since the last reset a KL must be; 0 never.
       kl_window: steps after any reset, and from the run's beginning, in which no KL resets.
-      mix: reference <- (1 - mix) reference + mix policy at a reset; 1 is the policy, TRL's ref_model_mixup_alpha is
-        0.6.
+      mix: m in reference <- (1 - m) reference + m policy at a reset; 1 is the policy, TRL's ref_model_mixup_alpha 0.6.
       ema: after each step reference <- ema reference + (1 - ema) policy; 0 is off.
       snapshots: keep the models permanently at each reset of the reference.
     """
@@ -554,9 +552,8 @@ def on_schedule(row: Row, memory: RuleMemory, resets: Resets, every: int, refere
 
 
 def on_stall(row: Row, memory: RuleMemory, resets: Resets, every: int, test: str = "") -> Decided:
-    """Reset the reference after ``on_stall`` evaluations in a row not better than the best one: a ``Rule``. It
-    remembers the result of ``stalls``. Only multiples of ``every`` count: a longer run would not evaluate at this run's
-    end."""
+    """Reset the reference after ``on_stall`` evaluations in a row not better than the best one: a ``Rule``. It keeps
+    the result of ``stalls``. Only multiples of ``every`` count: a longer run would not evaluate at this run's end."""
     stall = stalls(row, memory, every, test)
     due = bool(stall) and stall["stalled"] >= resets.on_stall
     return reset_decision(resets, due, due and resets.with_optimiser), memory | stall | ({"stalled": 0} if due else {})
@@ -603,8 +600,7 @@ def by_hand(row: Row, memory: RuleMemory, resets: Resets) -> Decided:
 
 
 def moving_average(row: Row, memory: RuleMemory, ema: float) -> Decided:
-    """Make the reference a moving average of the policy with decay ``ema`` after each update, without events: a
-    ``Rule``."""
+    """Move the reference to the policy at each update, with decay ``ema`` and without reset events: a ``Rule``."""
     moves = row["step"] > 0 and bool(row.get("updates"))
     return Decision(reset_reference=moves, mix=1 - ema if moves else 1.0), memory
 
@@ -634,9 +630,8 @@ def entropy_controlled(
 
 
 def evaluation_result(row: Row) -> float | None:
-    """Return the result of a row's evaluation, higher is better; None without one, or if it is not a number: the share
-    solved, else the mean reward, a reward model's accuracy, or minus the loss on texts. A mixture's average comes
-    first."""
+    """Return the result of a row's evaluation, higher is better; None without a number: the share solved, else the mean
+    reward, a reward model's accuracy, or minus the loss on texts. A mixture's average comes first."""
     value, sign = measured_result(row)
     return None if value is None else sign * value
 

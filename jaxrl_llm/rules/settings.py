@@ -38,8 +38,7 @@ class Reaches(Setting):
 
 @dataclasses.dataclass(frozen=True)
 class Stalls(Setting):
-    """A condition, early stopping: so many evaluations in a row were not better than the phase's best, step 0's
-    included.
+    """A condition, early stopping: so many evaluations in a row no better than the phase's best, step 0's included.
 
     Attributes:
       evaluations: how many; the patience.

@@ -82,8 +82,7 @@ Exam = Callable[[Decoder], tuple[TaskEvaluation, ...]]
 def build_exam(
     run: FromData, model: Decoder, tokenizer: Any, mesh: Any, scorer: Scorer, progress: Progress, peers: Peers
 ) -> tuple[Exam | None, Any]:
-    """Return the evaluation on a task (None without one) and the run's data; data to collect are sampled from this
-    model."""
+    """Return the evaluation on a task (None without one) and the run's data; the model samples data to collect."""
     source = run.data.source
     collects = isinstance(source, Collected)
     configs.require(
@@ -228,8 +227,7 @@ def read_rows_of(
 
 def fit_microbatch(forward: Forward, groups: Iterable[tuple[str, Sequence[Sample]]], rows: int) -> Forward:
     """Return the forward pass with microbatches large enough for samples that are compared with each other: ``groups``
-    of them, each with its row's location in the data. ``rows``: ``learner.compute.microbatch_rows``; 0 takes as many as
-    needed.
+    of them, each with its row's location. ``rows``: ``learner.compute.microbatch_rows``; 0 takes as many as needed.
 
     Raises:
       InputError: they do not fit; names the row and the remedy. Nothing is compiled yet.
@@ -261,9 +259,8 @@ def build_programs(
 def outline_dataset(
     run: FromData, model: Any, mesh: Any, objective: Objective, samples_of: Callable[..., list[Sample]]
 ) -> Outline:
-    """Outline the run's computation for the longest rows, with all but the first token of each learned. ``model`` is
-    given as shapes, ``mesh`` may be abstract, and ``samples_of`` maps a prompt, its continuation and a row's number to
-    samples."""
+    """Outline the run's computation for the longest rows, all but the first token of each learned. ``model`` is shapes,
+    ``mesh`` may be abstract, and ``samples_of`` maps a prompt, its continuation and a row's number to samples."""
 
     def samples(tokens: int) -> list[Sample]:
         rows = range(-(-run.batch.rows // run.learner.minibatches))

@@ -109,8 +109,7 @@ class Ingredient:
 
 @dataclasses.dataclass(frozen=True)
 class Constraints(Ingredient):
-    """Limits on a run's mean costs, each with a multiplier, and its gate: no completion that it rejects is made
-    likelier."""
+    """Limits on mean costs, each with a multiplier, and a gate: no completion that it rejects is made likelier."""
 
     constraints: tuple[Constraint, ...]
     gated: bool = False
@@ -145,7 +144,7 @@ class Constraints(Ingredient):
 
 
 def update_multiplier(row: Row, rule_memory: RuleMemory, constraint: Constraint) -> Decided:
-    """Update a constraint's multiplier after a measured cost, ``lam <- max(0, lam + rate * (mean cost - limit))``: a
+    """Update a constraint's multiplier by a measured cost, ``lam <- max(0, lam + rate (mean cost - limit))``: a
     ``Rule``."""
     cost = row.get(constraint.part, math.nan)
     if math.isnan(cost):
@@ -368,8 +367,7 @@ FIRST_ANSWERS = "first_answers.jsonl"
 
 @dataclasses.dataclass(frozen=True)
 class WinRate(Ingredient):
-    """The win rate: how often a judge prefers the current policy's answers to the first policy's. Fields are set once
-    it is prepared.
+    """The win rate: how often a judge prefers the current policy's answers to the first's; set when prepared.
 
     Attributes:
       path: of the file with the first policy's answers.
@@ -558,8 +556,8 @@ def with_value_head(model: Decoder | ScalarModel) -> ScalarModel:
 
 
 def critic_config(name: str, run: Run, policy: ModelConfig, find: Architectures) -> ModelConfig:
-    """Return the architecture of a critic's initial model. InputError: it is missing, or has fewer positions or another
-    vocabulary than the run needs."""
+    """Return the architecture of a critic's initial model. InputError: it is missing, or has too few positions or
+    another vocabulary than the policy."""
     with naming("recipe.critic.model"):
         config = find(name)
     positions = config.attention.rope.max_positions

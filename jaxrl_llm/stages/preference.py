@@ -37,8 +37,7 @@ Sums = dict[str, np.ndarray]
 
 
 def at_start(path: Path, key: str, peers: Peers, compute: Callable[[], Sums]) -> Sums:
-    """Return the initial model's log-probabilities of the pairs, computed once and kept in the run's directory: all
-    that the loss reads of that model.
+    """Return the initial model's log-probabilities of the pairs, computed once and kept in the run's directory.
 
     Args:
       path: of the file.

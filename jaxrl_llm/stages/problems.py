@@ -224,8 +224,7 @@ def load_statistics(name: str, problems: Sequence[Problem]) -> Memory:
 
 
 def find_memories(saved: Any, name: str = "") -> list[tuple[str, dict[str, Any]]]:
-    """Return every stream's memory in a checkpoint's host values, as written, with the key that holds it (a task's
-    name)."""
+    """Return every stream's memory in a checkpoint's host values, as written, with its key (a task's name)."""
     if isinstance(saved, dict):
         if {"problems", "tries", "solved", "streak"} <= saved.keys():
             return [(name, saved)]

@@ -58,8 +58,8 @@ INGREDIENTS: list[type[Ingredient]] = [
 
 @dataclasses.dataclass(frozen=True)
 class Ingredients:
-    """The ingredients of a run, in the order of their hooks' calls (``others``: of ``INGREDIENTS``); None for an unused
-    one."""
+    """The ingredients of a run, in the order of their hooks' calls; None for an unused one. ``others``:
+    ``INGREDIENTS``."""
 
     critic: CriticRole | None
     others: tuple[Ingredient, ...]

@@ -490,8 +490,7 @@ def rehearse_episodes(episodes: Sequence[Episodes | None], problems_read: Proble
 def check_phase(
     before: configs.Run, run: configs.Run, model: Any, tokenizer: Any, status: Callable[[str], None]
 ) -> None:
-    """Read a phase's problems and call its rewards once, to refuse what ``prepare`` would (InputError) before the
-    phases ahead of it are trained."""
+    """Read a phase's problems and call its rewards once: refuse what ``prepare`` would before earlier phases train."""
     configs.validate_on_model(run, model.attention.rope.max_positions)
     if same_groups(before, run) and before.evaluation.task == run.evaluation.task:
         return

@@ -163,8 +163,8 @@ def check_problems(
     origin: str = "that the run began with",
     otherwise: str = "begin a new run with --from RUN (on from its weights) or --fresh",
 ) -> None:
-    """Refuse (InputError) problems that are not those asked before; missing fingerprints are not compared. For the
-    message: ``label``, of the data; ``origin``, which completes "those"; ``otherwise``, what to do without the old
+    """Refuse (InputError) problems that are not those asked before; missing fingerprints are not compared. The message
+    has the data's ``label``, ``origin``, which completes "those", and ``otherwise``: what to do without the old
     problems."""
     for name, fingerprint in now.items():
         changed = tasks.difference(before.get(name, fingerprint), fingerprint)

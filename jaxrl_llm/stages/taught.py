@@ -131,8 +131,7 @@ DEFAULT_SEPARATOR = "\n"
 
 
 def reward_model_uses(run: configs.Run) -> Iterator[tuple[RewardModelUse, str]]:
-    """Yield every use of a reward model in a run (reward, constraint, gate, judge of evaluations), with the model's
-    name."""
+    """Yield every use of a reward model in a run, as reward, constraint, gate or judge, with the model's name."""
     for base in configs.bases(run):
         field = f"reward {getattr(base, 'name', '')}:"
         if isinstance(base, ModelReward):
@@ -144,8 +143,7 @@ def reward_model_uses(run: configs.Run) -> Iterator[tuple[RewardModelUse, str]]:
 
 
 def format_notes(run: configs.Run) -> list[str]:
-    """Return lines for people on how models without a recorded training format are read, a critic's initial one
-    included."""
+    """Return lines for people on how models without a recorded training format are read, an initial critic too."""
     critic = run.recipe.critic
     begins = [] if critic is None or critic.model is None else [(RewardModelUse("recipe.critic.model"), critic.model)]
     return list(dict.fromkeys(line for use, name in (*reward_model_uses(run), *begins) for line in use.untold(name)))
@@ -154,9 +152,8 @@ def format_notes(run: configs.Run) -> list[str]:
 def check_reward_template(
     recorded: RewardFormat | None, name: str, prompts: Mapping[str, Prompts], tokenizer: Any
 ) -> None:
-    """Refuse a reward model that was trained with another chat template than the tasks'. ``name``: of the model, with
-    its setting; ``prompts``: by the task's label; ``tokenizer``: the policy's. InputError names the task and the
-    remedy."""
+    """Refuse (InputError) a reward model that was trained with another chat template than the tasks'. ``name``: of the
+    model, with its setting; ``prompts``: by the task's label; ``tokenizer``: the policy's."""
     if recorded is None or recorded.fingerprint is None:
         return
     for label, task_prompts in prompts.items():

@@ -73,8 +73,7 @@ class Teachers(Ingredient):
         return bool(self.objectives) and not self.settings.top_k
 
     def prepared(self, context: StageContext) -> Self:
-        """Load the teachers. InputError: one is missing, scores texts, has too few positions or other tokens than the
-        policy."""
+        """Load the teachers. InputError: one is missing, scores texts, or has too few positions or other tokens."""
         forward, loaded = context.forwards["policy"], {}
         forwards = {name: run_teacher(name, self.run, forward, architecture_of) for name in self.settings.names}
         for name, teacher_forward in forwards.items():
@@ -89,8 +88,7 @@ class Teachers(Ingredient):
         )  # fmt: skip
 
     def in_update(self, forward: Forward, find: Architectures) -> dict[str, Teacher] | None:
-        """Return the teachers that are run in the policy's update, as shapes; None if none are. ``forward`` runs the
-        policy."""
+        """Return the teachers in the update of the policy, which ``forward`` runs, as shapes; None if none are."""
         if not self.runs_in_update:
             return None
         teachers = {}
@@ -192,8 +190,7 @@ def teacher_weights(
 
 
 def with_teacher_prompt(sample: Sample, batch: RolloutBatch, run: configs.Run, prompts: Any) -> Sample | None:
-    """Return the sample as its teacher reads it, with its context, which ``prompts`` writes; None without a teacher or
-    one."""
+    """Return the sample as its teacher reads it, with the context from ``prompts``; None without context or teacher."""
     distillation: Any = run.scoring.distillation
     if sample.place is None:
         is_taught = not distillation.by_policy_gradient and DISTILLATION in (sample.counted_by or (DISTILLATION,))
@@ -210,9 +207,8 @@ def with_teacher_prompt(sample: Sample, batch: RolloutBatch, run: configs.Run, p
 def add_teacher_advantages(
     samples: Sequence[Sample], teacher_logps: Sequence[Any], ref: Sequence[Any] | None, distillation: Any
 ) -> tuple[list[Sample], float]:
-    """Return the samples with the teacher's advantages added, and how far the policy is from it, nats a token.
-    ``teacher_logps``, of each sample's tokens, are None where it was not asked; ``ref``, by the reference, if the
-    signal reads none."""
+    """Return the samples with the teacher's advantages added, and how far the policy is from it, nats a token. None are
+    ``teacher_logps`` of a sample that was not asked, and ``ref``, the reference's, if the signal reads none."""
     with_advantages, distance, count = [], 0.0, 0
     for sample, teacher_logp, ref_logp in zip(samples, teacher_logps, ref or [None] * len(samples), strict=True):
         if sample.place is None:
