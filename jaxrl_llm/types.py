@@ -137,7 +137,7 @@ class Episode:
       parent: of a branch: the member of the group that it began as; None for a whole episode.
       shared: number of the first tokens, which a branch has from its parent.
       tools: number of tools that the model was offered.
-      pending: finish reason of a last turn that has ended and that the environment has not answered; else empty.
+      unanswered: finish reason of a last turn that has ended and that the environment has not answered; else empty.
     """
 
     turns: tuple[Turn, ...] = ()
@@ -148,7 +148,7 @@ class Episode:
     parent: int | None = None
     shared: int = 0
     tools: int = 0
-    pending: str = ""
+    unanswered: str = ""
 
     @property
     def metrics(self) -> dict[str, float]:

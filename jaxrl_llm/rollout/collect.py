@@ -164,7 +164,10 @@ class Sampler:
 
 MAX_STALLED_STOPS = 2
 """Stops in a row, without anything that ended between them, after which a step keeps what is being sampled."""
-COLLECTOR_STATE = ("cursor", "open_groups", "limits", "sampled_numbers", "unfinished", "tokens", "stalled_stops")
+COLLECTOR_STATE = (
+    *("cursor", "open_groups", "target_lengths", "sampled_numbers"),
+    *("unfinished", "tokens", "stalled_stops"),
+)
 """The attributes of a ``StepCollector`` that change while it is filled; checkpoints hold them."""
 
 
@@ -176,7 +179,7 @@ class StepCollector:
       surplus: groups to learn from that an earlier step sampled.
       scores: of the groups whose completions have all ended.
       open_groups: groups with open requests, and the completions that the backend has returned.
-      limits: of those groups, by number: the length at which this step ends each completion that it samples.
+      target_lengths: of those groups, by number: the length at which this step ends each completion that it samples.
       sampled_numbers: of the groups with tokens that this step has sampled, and the backend has returned.
       unfinished: groups that used up their token budget in this step, or were interrupted.
       tokens: sampled in this step, in completions that the backend has returned.
@@ -191,15 +194,15 @@ class StepCollector:
         self.cursor = self.first_cursor = carryover.cursor
         self.requests = OpenRequests(sampler.engine, sampler.sampling, sampler.source.episodes)
         self.open_groups: dict[int, PartialGroup] = {}
-        self.limits: dict[int, dict[int, int]] = {}
+        self.target_lengths: dict[int, dict[int, int]] = {}
         self.sampled_numbers: set[int] = set()
         self.unfinished: list[PartialGroup] = []
         self.tokens = self.stalled_stops = 0
         progress = carryover.step_progress
         vars(self).update({name: progress[name] for name in COLLECTOR_STATE if name in progress})
-        for number, limits in self.limits.items():
+        for number, lengths in self.target_lengths.items():
             completions = self.open_groups[number].completions
-            self.request(number, [i for i, limit in limits.items() if not is_finished(completions[i], limit)])
+            self.request(number, [i for i, end in lengths.items() if not is_finished(completions[i], end)])
         self.request_branches()
         self.score_or_pause(set(self.open_groups))
         if not progress:
@@ -231,7 +234,7 @@ class StepCollector:
         longest = self.sampler.admission.longest_of(group.problem.task)
         partial = [i for i, c in enumerate(group.completions) if c is not None and not is_finished(c, longest)]
         self.open_groups[group.number] = group
-        self.limits[group.number] = {}
+        self.target_lengths[group.number] = {}
         members = sorted([*partial, *self.members_to_request(group.number, {})])
         self.request(group.number, members)
         if not members:
@@ -240,7 +243,7 @@ class StepCollector:
     def members_to_request(self, number: int, running: Mapping[Any, Completion]) -> list[int]:
         """Return the members of a group that may begin now and have not been requested; ``running``: episodes."""
         episodes, group = self.sampler.source.episodes, self.open_groups[number]
-        missing = [i for i, c in enumerate(group.completions) if c is None and i not in self.limits[number]]
+        missing = [i for i, c in enumerate(group.completions) if c is None and i not in self.target_lengths[number]]
         if not missing or episodes is None or not episodes.plays(group.problem):
             return missing
         completions = [running.get((number, i), c) for i, c in enumerate(group.completions)]
@@ -259,11 +262,11 @@ class StepCollector:
 
     def request(self, number: int, members: list[int]) -> None:
         """Request these completions of a group, episodes once their environments are ready."""
-        source, admission, limits = self.sampler.source, self.sampler.admission, self.limits[number]
+        source, admission, lengths = self.sampler.source, self.sampler.admission, self.target_lengths[number]
         group = self.open_groups[number]
         partials = [group.completions[i] for i in members]
         for i, partial in zip(members, partials, strict=True):
-            limits.setdefault(i, admission.limit(length(partial), group.problem.task))
+            lengths.setdefault(i, admission.limit(length(partial), group.problem.task))
         if members and source.plays(group.problem):
             source.episodes.prepare(source.episode_specs(group, members), partials, group.prompt)
         else:
@@ -281,12 +284,12 @@ class StepCollector:
 
     def submit(self, number: int, members: list[int]) -> None:
         """Submit these completions of a group to the backend."""
-        group, limits = self.open_groups[number], self.limits[number]
+        group, lengths = self.open_groups[number], self.target_lengths[number]
         seeds = self.sampler.source.seeds(number)
         partials = [group.completions[i] for i in members]
         keys = [(number, i) for i in members]
         prompts = [group.prompt] * len(members)
-        self.requests.submit(keys, prompts, [seeds[i] for i in members], [limits[i] for i in members], partials)
+        self.requests.submit(keys, prompts, [seeds[i] for i in members], [lengths[i] for i in members], partials)
 
     def abort_surplus(self) -> None:
         """Abort requests once there are enough groups: all with ``interrupt``, else of groups that have not run yet."""
@@ -330,7 +333,7 @@ class StepCollector:
         finished = []
         for number in sorted(numbers - {number for number, _ in self.requests.keys}):
             group = self.open_groups.pop(number)
-            del self.limits[number]
+            del self.target_lengths[number]
             longest = admission.longest_of(group.problem.task)
             (finished if all(is_finished(c, longest) for c in group.completions) else self.unfinished).append(group)
         if finished:
@@ -398,8 +401,8 @@ def finish_step(step: StepCollector, before: Carryover, seconds: dict[str, float
         dataclasses.replace(group, age=group.age + 1 if group.has_tokens else 0)
         for group in sorted(step.unfinished, key=lambda group: group.number)
     ]
-    unfinished = tuple(group for group in aged if group.age <= admission.oldest)
-    expired = [group for group in aged if group.age > admission.oldest]
+    unfinished = tuple(group for group in aged if group.age <= admission.max_age)
+    expired = [group for group in aged if group.age > admission.max_age]
     sampled = [scores.sampled[number] for number in sorted(scores.sampled)]
     failed = "" if before.tool_failed else failed_call(sampled)
     after = Carryover(

@@ -659,7 +659,7 @@ def broken_off(partial: Completion | None, end: Episode) -> Completion:
     """Return the completion of an episode that cannot begin, or not be brought back."""
     completion = partial or EMPTY
     episode = dataclasses.replace(
-        completion.episode or Episode(), end=end.end, reward=math.nan, error=end.error, pending=""
+        completion.episode or Episode(), end=end.end, reward=math.nan, error=end.error, unanswered=""
     )
     return dataclasses.replace(completion, finish_reason="stop", episode=episode)
 

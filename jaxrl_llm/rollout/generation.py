@@ -163,7 +163,7 @@ class OpenRequests:
             episode = partial.episode or Episode()
             if episode.end:
                 self._finished[request.key] = partial
-            elif episode.pending:
+            elif episode.unanswered:
                 self._submit_turn(request, resume_turn(partial, episode))
             else:
                 by_kind[self._is_episode(request.key)].append(request)
@@ -258,14 +258,15 @@ class OpenRequests:
 
 def suspend_turn(turn: Completion) -> Completion:
     """Return a completion whose last turn has ended and waits for its answer."""
-    episode = dataclasses.replace(turn.episode or Episode(), pending=turn.finish_reason)
+    episode = dataclasses.replace(turn.episode or Episode(), unanswered=turn.finish_reason)
     return dataclasses.replace(turn, finish_reason="aborted", episode=episode)
 
 
 def resume_turn(partial: Completion, episode: Episode) -> Completion:
     """Return a completion of ``suspend_turn`` as it was before."""
-    before = dataclasses.replace(episode, pending="")
-    return dataclasses.replace(partial, finish_reason=episode.pending, episode=None if before == Episode() else before)
+    before = dataclasses.replace(episode, unanswered="")
+    finish_reason = episode.unanswered
+    return dataclasses.replace(partial, finish_reason=finish_reason, episode=None if before == Episode() else before)
 
 
 def generate_stream(requests: OpenRequests, weights: Any, version: int = 0) -> Iterator[dict[Hashable, Completion]]:

@@ -292,14 +292,14 @@ class AdmissionPolicy:
     left_out: tuple[str, ...] = ()
 
     @property
-    def segments(self) -> int:
+    def max_steps(self) -> int:
         """Number of steps that the longest completion takes under the token budget."""
         return -(-self.longest // self.collect.token_budget) if self.collect.token_budget else 1
 
     @property
-    def oldest(self) -> float:
+    def max_age(self) -> float:
         """Maximum number of steps that a group may take after its first one, with those of a token budget."""
-        return self.collect.max_age + self.segments - 1 if self.collect.max_age else math.inf
+        return self.collect.max_age + self.max_steps - 1 if self.collect.max_age else math.inf
 
     def longest_of(self, task: str) -> int:
         """Return the maximum number of tokens of a completion to a problem of this task."""
@@ -332,7 +332,7 @@ class AdmissionPolicy:
         if collected >= self.needed or started >= self.collect.max_rounds * self.needed:
             return False
         expected = collected + share * running
-        if expected + share * unfinished >= self.segments * target:
+        if expected + share * unfinished >= self.max_steps * target:
             return False
         certain = not self.filter_groups and collected + running < self.needed
         return certain or (waiting < 2 * self.slots and expected < target)

@@ -45,6 +45,8 @@ RENAMED = {
     "asked": "open_groups",
     "returned": "sampled_numbers",
     "held": "unfinished",
+    "limits": "target_lengths",
+    "pending": "unanswered",
     "idle": "stalled_stops",
     "$Solved": "$ProblemSuccesses",
     "share": "mean_credit",

@@ -56,24 +56,18 @@ def test_rounds_bound_the_prompts_of_a_step():
 
 def test_what_is_held_counts_for_the_steps_that_it_takes():
     halves = admission(slots=1000, token_budget=50)
-    assert (halves.segments, halves.limit(0, "sums"), halves.limit(50, "sums"), halves.limit(70, "sums")) == (
-        2,
-        50,
-        100,
-        100,
-    )
+    assert halves.max_steps == 2
+    assert [halves.limit(length, "sums") for length in (0, 50, 70)] == [50, 100, 100]
     assert begun(halves, 0.5) == 16 == begun(halves, 0.5, (0, 0, 16, 0, 16))
     assert begun(halves, 0.5, (0, 0, 31, 0, 31)) == 1
     assert begun(halves, 0.5, (0, 0, 32, 0, 32)) == 0
-    assert (admission().segments, admission().limit(0, "sums"), admission(token_budget=30).segments) == (1, LONGEST, 4)
+    assert (admission().max_steps, admission().limit(0, "sums")) == (1, LONGEST)
+    assert admission(token_budget=30).max_steps == 4
 
 
 def test_a_token_budget_adds_its_own_steps_to_the_oldest_that_is_gone_on_with():
-    assert (admission(max_age=3).oldest, admission(max_age=3, token_budget=30).oldest, admission(max_age=0).oldest) == (
-        3,
-        6,
-        math.inf,
-    )
+    ages = [admission(max_age=3), admission(max_age=3, token_budget=30), admission(max_age=0)]
+    assert [rules.max_age for rules in ages] == [3, 6, math.inf]
 
 
 @given(st.integers(0, 7), st.floats(0.01, 1.0), st.integers(1, 64))
