@@ -94,9 +94,9 @@ class Attention:
 
 @dataclasses.dataclass(frozen=True)
 class Norm:
-    """RMS normalisation, ``x / rms(x) * weight``, with ``eps`` added to the mean square; ``plus_one``: the weight is
-    stored as its difference from 1 (Gemma). ``placement``: "pre" (before attention and MLP), "post" (after each, OLMo
-    2) or "both" (Gemma 2 and 3)."""
+    """RMS normalisation, ``x / rms(x) * weight``; ``eps`` is added to the mean square. ``plus_one``: the weight is
+    stored less 1 (Gemma). ``placement``: "pre" (before attention and MLP), "post" (after each, OLMo 2) or "both" (Gemma
+    2 and 3)."""
 
     eps: float = 1e-5
     plus_one: bool = False
@@ -144,9 +144,9 @@ class Lora(Setting):
 
 @dataclasses.dataclass(frozen=True)
 class Embeddings:
-    """Token embeddings and the LM head, which is the embedding if ``tied``. Embeddings are multiplied by ``scale``
-    (Gemma: sqrt(D)), logits divided by ``logit_divisor`` (Granite) and capped to ``softcap * tanh(logits / softcap)``
-    with ``logit_softcap``; None means off."""
+    """Token embeddings, multiplied by ``scale`` (Gemma: sqrt(D)), and the LM head, the same if ``tied``. Logits are
+    divided by ``logit_divisor`` (Granite), and become c * tanh(logits / c) with c = ``logit_softcap``; None means
+    off."""
 
     tied: bool = False
     scale: float = 1.0

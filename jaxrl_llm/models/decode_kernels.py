@@ -118,7 +118,7 @@ class ReadPlan(NamedTuple):
     Attributes:
       seen: [E, lanes], of each lane; [E, 1] without lanes.
       order: ``ReadOrder`` of a TPU; of a GPU the first live block of each row and the end of these, int32[E].
-      lanes: int32[E, lanes], the row of queries that a lane serves, negative if none; None if each reads its own row.
+      lanes: int32[E, lanes], the row of queries that each serves, negative if none; None: row i serves queries i.
       served: bool[B], whether a lane serves the row of queries; None without lanes.
     """
 
@@ -296,8 +296,8 @@ def _row_kernel(config: Attention, tile: Tile, row: Any, blocks: Any, live: Any,
 
 
 def _lane_kernel(config: Attention, tile: Tile, row: Any, blocks: Any, live: Any, *refs: Any) -> None:
-    """Compute one step for the rows of queries that read the cache's row: its first step gathers their queries, and its
-    last one sends the results to their places."""
+    """Compute one step for the rows of queries that read the cache's row: the first gathers, the last sends the
+    results."""
     _, lanes, q, k, v, least, limit, *outs, gathered, top, mass, mixed, semaphore = refs
     sums = [top, mass, mixed]
     size = q.shape[2]
@@ -397,8 +397,7 @@ def _attend_tpu(
 
 def _gpu_kernel(config: Attention, width: int, count: int, size: int, lane_count: int, total: int, *refs: Any) -> None:
     """Attend over one span of columns of one head of a row of the cache, for all rows of queries that read it.
-    ``width``: columns of a block. ``count``: queries of a row, ``size`` the next power of two, ``total`` of the
-    call."""
+    ``width``: columns of a block. ``count``: a row's queries, ``size`` the next power of two, ``total`` the call's."""
     layer, first, end, lanes, q, k, v, least, limit, *chunk = refs[:-3]
     row, head, span = (pl.program_id(axis) for axis in range(3))
     each = jnp.arange(lane_count * size, dtype=jnp.int32)

@@ -75,9 +75,8 @@ def to_parameters(model: Any) -> dict[str, Any]:
 
 
 class Adapter(nnx.Module):
-    """Low-rank factors of some weights: ``a`` [L, in.., r] and ``b`` [L, r, out..] under the path of each weight, and
-    [L, E, in, r] and [L, E, r, out] of experts (models/lora.py). ``scale`` is static: a weight becomes
-    ``W + scale * a @ b``."""
+    """Low-rank factors of weights: ``a`` [L, in.., r] and ``b`` [L, r, out..] under each one's path, [L, E, in, r] and
+    [L, E, r, out] of experts (models/lora.py). ``scale`` is static: a weight becomes ``W + scale * a @ b``."""
 
     def __init__(self, scale: float, parameters: dict[str, Any]):
         self.scale = scale
@@ -144,9 +143,9 @@ def block(
     replayed: jax.Array | None = None,
     compute: ComputeOptions = ComputeOptions(),
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Apply one layer to x [B, S, D]; ``attend`` knows mask and cache. ``cos_sin``: see ``layers.rotary_cos_sin``;
-    ``replayed`` and ``compute``: see ``experts.mixture``. Returns x, and the router's own choice of experts, uint8 or
-    uint16[B, S, k]; None for a dense model."""
+    """Apply one layer to x [B, S, D]; ``attend`` knows mask and cache. Returns x, and the router's own choice of
+    experts, uint8 or uint16[B, S, k], or None. See ``layers.rotary_cos_sin``, and ``experts.mixture`` for ``replayed``
+    and ``compute``."""
     norm = functools.partial(layers.rms_norm, norm=config.norm)
     pre = config.norm.placement != "post"
     post = config.norm.placement != "pre"
@@ -313,7 +312,7 @@ def visible_pairs(config: ModelConfig, first: int, last: int) -> float:
 
 def forward_flops(config: ModelConfig, tokens: float, pairs: float, predictions: float) -> float:
     """Return the FLOPs of a forward pass: ``2 n_layers tokens + 2 D V predictions + 4 N H
-    pairs``. Pairs are those of ``visible_pairs``: attention is causal, so published counts of 6 N S D for it are
+    pairs``, with the pairs of ``visible_pairs``: attention is causal, so published counts of 6 N S D for it are
     halved."""
     *_, layers = count_parameters(config)
     a = config.attention

@@ -39,8 +39,7 @@ class Cache(NamedTuple):
 
 
 def empty_cache(config: ModelConfig, rows: int, columns: int, dtype: Any) -> Cache:
-    """Return a cache of zeros for ``rows`` sequences of up to ``columns`` positions, on the mesh of
-    ``jax.set_mesh``."""
+    """Return a cache of zeros on ``jax.set_mesh``'s mesh, for ``rows`` sequences of up to ``columns`` positions."""
     heads = config.attention.kv_heads
     outer = (config.layers, rows, heads * head_copies(heads))
     width = config.attention.head_dim
@@ -58,8 +57,8 @@ def with_columns(cache: Cache, count: int) -> Cache:
 
 def read_layer(cache: Cache, layer: Cache, index: Any, rows: int, columns: int, parts: int = 1) -> Cache:
     """Return keys [rows, K, H, columns] and values [rows, K, columns, H] of one layer: the first rows of each of the
-    ``parts`` into which the mesh divides the cache's rows. ``layer``: as a loop over layers slices it: CPUs are fastest
-    with a part of that, where TPUs would copy it whole. ``index``: its number; no tracer where every layer is written
+    ``parts`` into which the mesh divides the cache's rows. ``layer``: as a loop over layers slices it, a part of which
+    is fastest on CPUs, where TPUs would copy it whole. ``index``: its number; no tracer where every layer is written
     out."""
     if (rows, columns) == (len(layer.v), layer.v.shape[2]):
         return layer
@@ -186,7 +185,7 @@ class SharedPrefix(NamedTuple):
 
 
 def shared_prefix(cache: Cache, lengths: jax.Array, lanes: jax.Array, parts: int, width: int) -> SharedPrefix:
-    """Build a SharedPrefix with blocks of ``width`` lanes; in ``lanes`` int32[B] a row without a block has one beyond
+    """Build a SharedPrefix with blocks of ``width`` lanes; in ``lanes`` int32[B] rows without a block have one beyond
     all."""
     lanes = lanes.reshape(parts, -1)
     count = cache.v.shape[1] // parts * width

@@ -272,10 +272,10 @@ def mixture(
     replayed: jax.Array | None = None,
     compute: ComputeOptions = ComputeOptions(),
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute the experts of one layer for x [B, S, D]; returns the output [B, S, D], and the router's own choice [B,
-    S, k]. ``w``, the layer's: ``router`` [D, E], perhaps ``router_bias`` [E], and the ``Matrices`` by name.
-    ``replayed``: experts int[B, S, k] to take in place of the router's own, which a negative number takes, or None.
-    ``compute`` has the form."""
+    """Compute the experts of one layer for x [B, S, D]; returns the output [B, S, D], and the router's choice [B, S,
+    k]. ``w`` has ``router`` [D, E], perhaps ``router_bias`` [E], and the ``Matrices`` by name. ``replayed``: experts
+    int[B, S, k] to take in place of the router's, which a negative number takes, or None. ``compute.experts``: the
+    form."""
     mesh = jax.sharding.get_abstract_mesh()
     matrices = Matrices(*(getattr(w, name)[...] if hasattr(w, name) else None for name in Matrices._fields))
     router = (w.router[...], w.router_bias[...] if hasattr(w, "router_bias") else None)
@@ -401,8 +401,7 @@ def megablox(
 
 def few(matrices: Matrices, act: Gating, x: jax.Array, weights: jax.Array, ids: jax.Array) -> jax.Array:
     """Multiply the few tokens x [T, D] of a decode step; float32[T, D]. An accelerator, which waits for memory there,
-    reads every expert once and multiplies all tokens by it, where blocks copy an expert for each block. A CPU would
-    wait for the products."""
+    reads every expert once, for all tokens, where blocks copy an expert for each. A CPU would wait for the products."""
     forms = {"cpu": lambda m, *arrays: blocks(m, act, *arrays), "default": lambda m, *arrays: dense(m, act, *arrays)}
     return jax.lax.platform_dependent(matrices, x, weights, ids, **forms)
 

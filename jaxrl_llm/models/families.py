@@ -376,8 +376,7 @@ def family_of(model_type: Any) -> Family:
 
 
 def tensors_of(config: ModelConfig, scalar: bool = False) -> tuple[Tensor, ...]:
-    """Return the tensors that a checkpoint of this model holds; tied models have no LM head of their own. ``scalar``:
-    it is a reward model."""
+    """Return the tensors that a checkpoint of this model, a reward model if ``scalar``, holds: no LM head if tied."""
     absent = {"head"} if scalar or config.embeddings.tied else set()
     absent |= set() if config.attention.biased else {tensor.path for tensor in BIASES}
     tensors = tuple(tensor for tensor in FAMILIES[config.family].tensors if tensor.path not in absent)

@@ -1,6 +1,5 @@
-"""Read a GGUF file as if it were a Hugging Face directory: attributes, tensors under their names, tokenizer. Formats:
-the ``gguf`` package reads and dequantises; names, keys and the transformations undone here are those of llama.cpp's
-converter."""
+"""Read a GGUF file as if it were a Hugging Face directory: attributes, tensors under their names, tokenizer. The
+``gguf`` package reads and dequantises; names, keys and the changes undone here are those of llama.cpp's converter."""
 
 import contextlib
 import dataclasses
@@ -228,9 +227,9 @@ def _read_tensor(tensor: Any, undo: Change, place: tuple[slice, ...]) -> np.ndar
 
 
 def storage_changes(family: Family, path: str, head_dim: int) -> tuple[Change, Change]:
-    """Return llama.cpp's change of a parameter before storage, and its inverse for whole heads or a part of a norm.
-    Rows of a llama's queries and keys are paired for interleaved rotary; 1 is added to norms stored as their difference
-    from 1."""
+    """Return llama.cpp's change of a parameter before storage, and its inverse for whole heads or a part of a norm. It
+    pairs rows of a llama's queries and keys for interleaved rotary, and adds 1 to norms stored as their difference from
+    1."""
 
     def swapped(rows: np.ndarray, first: int, second: int) -> np.ndarray:
         return rows.reshape(-1, first, second, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)

@@ -62,8 +62,7 @@ def spans(group: jax.Array, branch: jax.Array, positions: jax.Array, window: jax
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def packed_attention(kernel: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> jax.Array:
-    """Attend q [B, S, N, H] over k and v [B, S, K, H], N a multiple of K; a query that sees nothing gives 0. ``seen``:
-    from ``spans``."""
+    """Attend q [B, S, N, H] over k, v [B, S, K, H], K dividing N, by ``spans``; a query that sees nothing gives 0."""
     return _packed_forward(kernel, q, k, v, seen)[0]
 
 

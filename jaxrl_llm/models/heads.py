@@ -1,6 +1,5 @@
-"""The last layers of a model: the LM head, as log-probabilities of chosen tokens, and a scalar head, which a critic or
-a reward model has in its place. Log-probability and entropy are computed without ever holding all logits, with a custom
-backward pass."""
+"""The last layers of a model: the LM head, as log-probabilities of chosen tokens, or a critic's and a reward model's
+scalar head. Log-probability and entropy never hold all logits, by a custom backward pass."""
 
 import dataclasses
 import functools
@@ -51,9 +50,8 @@ def with_scalar_head(decoder: Decoder, scalar: Any = None) -> ScalarModel:
 
 
 def random_scalar_head(decoder: Decoder, seed: int) -> jax.Array:
-    """Draw the first head [D] of a new reward model: normal numbers determined by the seed, with the deviation of
-    transformers, and so of TRL. Scores begin near 0, and models of an ensemble that learn from the same rows in the
-    same order differ."""
+    """Draw the first head [D] of a new reward model by the seed: normal numbers with the deviation of transformers and
+    TRL. Scores begin near 0; models of an ensemble differ, though they learn from the same rows in the same order."""
     key = jax.random.fold_in(jax.random.key(seed), 2)  # a run draws its adapters by the seed itself, and by 1
     head = 0.02 * jax.random.normal(key, (decoder.config.width,), jnp.float32)
     return head.astype(decoder.weights.embed.dtype)
@@ -115,8 +113,8 @@ class Head:
 
 class Targets(NamedTuple):
     """The tokens to compute log-probabilities of, P parts of N positions: ``targets`` int32[P, N]; ``kept_tokens`` as
-    in ``token_logprobs``; ``temperature``, a scalar of the logits' dtype; and ``chunks`` int32[], how many leading
-    chunks of each part are computed."""
+    in ``token_logprobs``; ``temperature``, of the logits' dtype; ``chunks`` int32[], leading ones of each part to
+    compute."""
 
     targets: Any
     kept_tokens: Any

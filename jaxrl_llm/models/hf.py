@@ -111,8 +111,8 @@ def read_config(attributes: Mapping[str, Any]) -> ModelConfig:
 
 
 def is_reward_model(attributes: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of a reward model, that is of a sequence classifier with one label. InputError for a
-    classifier of several labels."""
+    """Whether a config.json is a sequence classifier's with one label, a reward model; InputError for several
+    labels."""
     names = attributes.get("architectures") or ()
     if not any(str(name).endswith("ForSequenceClassification") for name in names):
         return False

@@ -22,8 +22,8 @@ MASKED = -1e30
 
 def product(letters: str, x: jax.Array, y: jax.Array) -> jax.Array:
     """Compute ``einsum`` of two arrays with float32 sums and result (float64 for float64), whatever their dtypes. XLA's
-    CPU programs refuse two bfloat16 operands with a float32 result in some layouts, at run time: there the operands are
-    float32 first, which loses nothing. The choice is made where a program is lowered, so that others keep their mixed
+    CPU programs refuse two bfloat16 operands with a float32 result in some layouts, at run time: there operands are
+    float32 first, which loses nothing. The choice is made at lowering, so that other platforms keep their mixed
     products."""
     return _einsum_bfloat16(letters, x, y) if jnp.bfloat16 in (x.dtype, y.dtype) else _einsum_wide(letters, x, y)
 
@@ -56,8 +56,7 @@ _einsum_bfloat16.defvjp(lambda letters, x, y: (_einsum_bfloat16(letters, x, y), 
 @jax.custom_vjp
 def project(x: jax.Array, w: jax.Array) -> jax.Array:
     """Multiply x [B, S, D] by w [D, ...]. The custom gradient of the weights is the same product with its operands
-    swapped: the gradient that JAX derives made CPUs transpose the wide gradient of an MLP, and compute the activation's
-    twice for it."""
+    swapped: JAX's own made CPUs transpose the wide gradient of an MLP, and compute the activation's twice for it."""
     return jnp.tensordot(x, w, 1)
 
 
@@ -93,8 +92,8 @@ def softcap(x: jax.Array, cap: float | None) -> jax.Array:
 
 
 def attention_weights(s: jax.Array, seen: jax.Array, sinks: jax.Array | None) -> jax.Array:
-    """Return the softmax of scores s [B, K, S, N / K, Z] where ``seen``, over the keys and the head's sink, a score [K,
-    N / K] that has no value."""
+    """Return the softmax of scores s [B, K, S, N / K, Z] where ``seen``, over keys and sinks [K, N / K], which have no
+    value."""
     s = jnp.where(seen, s, MASKED)
     if sinks is None:
         return jax.nn.softmax(s, axis=-1)
@@ -130,9 +129,8 @@ class TokenRows(NamedTuple):
 
 def attention_over(rows: TokenRows, config: Attention, compute: ComputeOptions) -> Callable[..., jax.Array]:
     """Return the attention function of every layer over these rows: (q [B, S, K, N / K, H], k [B, K, H, S], v [B, K, S,
-    H], window int32[], sinks) -> [B, S, K, N / K, H]. Window 0 sees everything; sinks are those of
-    ``attention_weights``, which the plain form alone computes. InputError: rows of a length that splash attention
-    cannot divide."""
+    H], window int32[], sinks) -> [B, S, K, N / K, H]. Window 0 sees everything; sinks (see ``attention_weights``) are
+    for the plain form alone. InputError: rows of a length that splash attention cannot divide."""
     if config.sinks and compute.attention != "xla":
         raise InputError(
             f"learner.compute.attention {compute.attention!r} has no sinks, which this model has: use 'xla'"

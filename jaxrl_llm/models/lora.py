@@ -46,9 +46,8 @@ def create_adapter(config: ModelConfig, lora: Lora, key: jax.Array, scalar: Any 
 
 
 def with_adapter(base: Decoder | None, policy: Any) -> Any:
-    """Return the model of ``policy``: itself without a base, or else the base with this adapter in its layers. It is a
-    ``ScalarModel`` if the adapter has a scalar head. Nothing is computed or copied; ``forward`` adds the two layer by
-    layer."""
+    """Return the model of ``policy``: itself without a base, or else the base with this adapter in its layers, a
+    ``ScalarModel`` if it has a scalar head. Nothing is computed or copied; ``forward`` adds the two layer by layer."""
     if base is None:
         return policy
     parameters = to_parameters(base)

@@ -119,8 +119,8 @@ def stacked_factor(
     ranks: Mapping[int, tuple[int, float]],
     stored: dict[str, StoredTensor],
 ) -> np.ndarray:
-    """Return one factor of all layers, with our axes; its tensors are removed from ``stored``. ``ranks``: rank and
-    scale of each adapted layer."""
+    """Take one factor of all layers, with our axes, out of ``stored``; ``ranks``: rank and scale of each adapted
+    layer."""
     sizes = axis_sizes(config) | {"R": max(rank for rank, scale in ranks.values())}
     out = np.zeros((config.layers, *(sizes[letter] for letter in side.axes)), np.float32)
     for layer, (rank, scale) in ranks.items():
@@ -142,9 +142,8 @@ def save_adapter(
     adapter: Any, config: ModelConfig, lora: Lora, base: str, directory: str | os.PathLike, card: str | None = None
 ) -> None:
     """Write a folder with ``adapter_config.json`` and ``adapter_model.safetensors`` (float32), which PEFT loads.
-    ``base``: the name by which PEFT finds the model. ``card``: the text of README.md. InputError where the directory is
-    not empty, or the format has no names for what is adapted: experts, and matrices that the family's checkpoints
-    fuse."""
+    ``base``: the name by which PEFT finds the model. ``card``: README.md's text. InputError: the directory is not
+    empty, or the format has no names for what is adapted: experts, and matrices that the family's checkpoints fuse."""
     from safetensors.numpy import save_file
 
     from jaxrl_llm.models.decoder import to_parameters

@@ -94,7 +94,7 @@ def _prefix(backend: Any) -> dict[str, bool]:
 def _spells(tokenizer: Any, text: str) -> bool:
     """Whether the decoded ids of a text spell it. A tokenizer with a token for each byte must give the text back, or
     its normal form, and may begin it with a space. Others may leave out characters without a token, change case,
-    accents and spaces, and write compatibility characters plainly; but what they decode must be in the text, in its
+    accents and spaces, and write compatibility characters plainly; but what they decode must be in the text, in
     order."""
     backend = tokenizer.backend_tokenizer
     unknown = backend.token_to_id(getattr(backend.model, "unk_token", None) or "")
