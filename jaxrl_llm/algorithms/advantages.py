@@ -5,8 +5,8 @@ other inputs from an ``AdvantageContext`` of the global batch, which has B = P *
 error names the missing field. Groups are the rows of [P, G], or explicit ``group_ids``; they are never guessed.
 
 The advantage is exactly 0 where all rewards of a group are equal (max == min: in float32 their mean may differ from
-them, and a tiny deviation would make advantages of that residue). An unscorable reward (NaN) is excluded from the
-statistics and gets 0.
+them, and dividing that residue by a tiny deviation would make advantages out of nothing). An unscorable reward (NaN) is
+excluded from the statistics and gets 0.
 
 Estimators that give each turn of an episode its own credit, float[B, T], equal within a turn, read
 ``context.turn_rewards``: the reward of each turn at its last token, NaN everywhere else. A turn's reward is what the

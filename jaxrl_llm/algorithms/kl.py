@@ -151,7 +151,8 @@ class K2:
 @dataclasses.dataclass(frozen=True)
 class K3:
     """``rho - 1 - log rho`` with ``rho = ref / policy``: GRPO (arXiv 2402.03300, eq. 4); never negative. ``clip``
-    bounds the estimate, after clamping the log ratio to ±20, as verl does with 10. ``expm1`` keeps digits near 0."""
+    bounds the estimate, after clamping the log ratio to ±20, as verl does with 10. ``expm1`` keeps the digits that
+    ``exp(d) - d - 1`` loses near 0."""
 
     clip: Annotated[float | None, ABOVE_0] = None
 

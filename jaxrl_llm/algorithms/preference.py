@@ -25,8 +25,8 @@ from jaxrl_llm.system.setting import Range
 
 
 def sequence_logp(logp: FloatBT, mask: FloatBT) -> jax.Array:
-    """Return each completion's log-probability [B]: ``logp`` float[B, T], nats, summed over the tokens of ``mask`` [B,
-    T]."""
+    """Return each completion's log-probability [B]: the sum of ``logp``, float[B, T], nats, where ``mask`` [B, T] is
+    1."""
     logp = as_array(logp, "logp")
     check_rank(2, logp=logp)
     keep = as_mask(mask, logp.shape, "mask")

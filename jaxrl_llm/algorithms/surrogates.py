@@ -102,8 +102,8 @@ class Likelihood(Surrogate):
 @dataclasses.dataclass(frozen=True)
 class Unclipped(Surrogate):
     """``-r A``: the unclipped surrogate objective (arXiv 1707.06347, eq. 6). However old the samples are, its expected
-    gradient is that of ``sum P_old(prefix) pi(token | prefix) A_old``: that of the expected reward at the old policy,
-    and anywhere for completions of one token, but not for longer ones."""
+    gradient is that of ``sum P_old(prefix) pi(token | prefix) A_old``, which equals that of the expected reward at the
+    old policy, and anywhere for completions of one token, but not for longer ones."""
 
     def __call__(self, at: Tokens) -> jax.Array:
         """Return losses [B, T]."""

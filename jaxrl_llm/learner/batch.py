@@ -140,9 +140,9 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """Consecutive ``tokens`` of a sample (by its index), all of them unless it forks, and what the model reads before
-    them: ``prompt`` int32[p], and ``prompt_arrays`` [p, ...], 0 for what a fork reads. Segments of equal ``unit`` are
-    placed at one time, in one microbatch if ``together``."""
+    """Consecutive ``tokens`` of a ``sample`` (its index), all of them unless it forks, and what the model reads before
+    them: ``prompt`` int32[p], and ``prompt_arrays`` [p, ...] each, 0 for what a fork reads. Segments of equal ``unit``
+    are placed at one time, in one microbatch if ``together``."""
 
     sample: int
     tokens: slice

@@ -1,8 +1,8 @@
 """The learner's forward pass: model outputs for objectives, one row for each completion.
 
-Routing replay: the learner's passes take the experts that the sampler, or an earlier pass, took, so that no gap between
-the two is due to the router (arXiv 2507.18071, 2512.01374; DeepSeek-V3.2's Keep Routing, 2512.02556). The sampler's
-travel in ``Packed.by_column``, by token and layer. Experts are weighted by the live router, so that it learns.
+Routing replay: the learner's passes take the experts of an earlier pass, so that no gap between the two is due to the
+router (arXiv 2507.18071, 2512.01374; DeepSeek-V3.2's Keep Routing, 2512.02556). The sampler records them by token and
+layer; they travel in ``Packed.by_column``. Their weights are those of the live router, so that it learns.
 """
 
 import dataclasses
@@ -99,9 +99,9 @@ def without_routes(packed: Packed) -> Packed:
 
 def expert_load(samples: Sequence[Sample], experts: Experts | None) -> dict[str, float]:
     """Return how evenly the sampler's tokens were divided among the experts, a mean over layers; {} without any.
-    ``experts/load_entropy`` is relative to that of equal loads, so 1 at best; ``experts/busiest_share`` is 1 / E at
-    best; ``experts/dead_fraction`` is the share of experts without a token; ``experts/bytes_per_token`` is of a token's
-    record."""
+    ``experts/load_entropy`` is relative to that of equal loads, so 1 at best; ``experts/busiest_share`` is that of the
+    busiest expert, 1 / E at best; ``experts/dead_fraction`` is the share of experts without a token;
+    ``experts/bytes_per_token`` is the size of a token's record."""
     rows = [sample.arrays[EXPERTS][sample.arrays[EXPERTS_KNOWN]] for sample in samples if EXPERTS in sample.arrays]
     if experts is None or not sum(map(len, rows)):
         return {}

@@ -35,8 +35,7 @@ HEAD_CHUNK = {"tpu": 1024, "gpu": 1024}
 """Positions of a chunk of the LM head by platform (``ComputeOptions``' own if not listed). The compiler's cycles of
 8,192 positions, chunks of 512, 1,024 and 2,048: 1.5B on v5e 0.151, 0.117 and 0.125 s; 7B over tensor 2 on v5p 0.062,
 0.054 and 0.052 s; 32B over tensor 8 there 0.021 and 0.017 s for the first two. An H100's bytes: 1.5B 26, 18 and 14 ms,
-with temporaries of 1.0, 1.5 and 2.6 GiB.
-"""
+with temporaries of 1.0, 1.5 and 2.6 GiB."""
 MAX_UNROLLED_LAYERS = 12
 """The most layers that are unrolled in a CPU program."""
 
@@ -137,7 +136,7 @@ def layout_for(
 
 def rows_for_turns(layout: Layout, turns: int, microbatch_rows: int) -> Layout:
     """Return the layout with as many rows as an episode of so many turns can fill, since the loss reads them together.
-    ``microbatch_rows``: ``learner.compute.microbatch_rows``; 0 takes as many as it needs, InputError if it is fewer."""
+    ``microbatch_rows``: ``learner.compute.microbatch_rows``; 0 takes as many as needed. InputError: it sets fewer."""
     require(
         layout.rows >= turns or not microbatch_rows,
         f"learner.compute.microbatch_rows {microbatch_rows} is less than rollout.episode.max_turns {turns}, and with "

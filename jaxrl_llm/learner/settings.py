@@ -158,7 +158,7 @@ class Compute(Setting):
       row_tokens: tokens S of a row, at least the longest prompt with its completion; divided by the mesh's tensor. 0
         chooses.
       remat: what of a layer the backward pass recomputes: "none", "dots" (all but matrix products) or "full" (all).
-      attention: "xla" everywhere, "splash" on TPUs, "triton" or "cudnn" on GPUs; "auto" takes the first that can.
+      attention: "xla" everywhere, "splash" on TPUs, "triton" or "cudnn" on GPUs; "auto": the first that fits the model.
       dtype: of matrix products and activations; sums, softmax and logits are float32.
     """
 

@@ -234,8 +234,8 @@ class ComputeOptions:
       interpret: XLA computes the attention of another platform's kernels on this one, slowly: for tests.
       compiler: options of the device's compiler by name (``sharding.mesh``).
       experts: how experts are computed, of ``experts.FORMS``.
-      head_chunk: positions whose logits are in memory at once; each backward chunk rereads the LM head's whole
-        gradient.
+      head_chunk: positions whose logits are in memory at one time; each such chunk of the backward pass reads and
+        writes the whole gradient of the LM head.
     """
 
     dtype: str = "float32"

@@ -296,8 +296,8 @@ def _row_kernel(config: Attention, tile: Tile, row: Any, blocks: Any, live: Any,
 
 
 def _lane_kernel(config: Attention, tile: Tile, row: Any, blocks: Any, live: Any, *refs: Any) -> None:
-    """Compute one step for the rows of queries that read the cache's row: the first gathers, the last sends the
-    results."""
+    """Compute one step for the rows of queries that read the cache's row: its first step gathers their queries, and its
+    last one sends the results to their places."""
     _, lanes, q, k, v, least, limit, *outs, gathered, top, mass, mixed, semaphore = refs
     sums = [top, mass, mixed]
     size = q.shape[2]
@@ -433,8 +433,8 @@ def _gpu_kernel(config: Attention, width: int, count: int, size: int, lane_count
 def _attend_gpu(
     interpret: bool, config: Attention, q: jax.Array, cache: Any, layer: jax.Array, plan: ReadPlan, chunk: Any
 ) -> list[PartialAttention]:
-    """Run one program for each row of the cache, head and span of columns: it gathers the queries that read the row,
-    loops over the span's live columns, and puts the results where they belong."""
+    """Run one program for each row of the cache, head and span of columns, which gathers the queries that read the row,
+    loops over the live columns of the span, and puts the results where they belong."""
     (count, heads, queries, width) = q.shape
     seen, (first, end), lanes, _ = plan
     columns = cache.v.shape[3]

@@ -144,8 +144,8 @@ def block(
     compute: ComputeOptions = ComputeOptions(),
 ) -> tuple[jax.Array, jax.Array | None]:
     """Apply one layer to x [B, S, D]; ``attend`` knows mask and cache. Returns x, and the router's own choice of
-    experts, uint8 or uint16[B, S, k], or None. See ``layers.rotary_cos_sin``, and ``experts.mixture`` for ``replayed``
-    and ``compute``."""
+    experts, uint8 or uint16[B, S, k]; None for a dense model. ``cos_sin``: see ``layers.rotary_cos_sin``. ``replayed``
+    and ``compute``: see ``experts.mixture``."""
     norm = functools.partial(layers.rms_norm, norm=config.norm)
     pre = config.norm.placement != "post"
     post = config.norm.placement != "pre"
@@ -311,9 +311,8 @@ def visible_pairs(config: ModelConfig, first: int, last: int) -> float:
 
 
 def forward_flops(config: ModelConfig, tokens: float, pairs: float, predictions: float) -> float:
-    """Return the FLOPs of a forward pass: ``2 n_layers tokens + 2 D V predictions + 4 N H
-    pairs``, with the pairs of ``visible_pairs``: attention is causal, so published counts of 6 N S D for it are
-    halved."""
+    """Return the FLOPs of a forward pass: ``2 n_layers tokens + 2 D V predictions + 4 N H pairs``. Pairs are those of
+    ``visible_pairs``: attention is causal, so published counts of 6 N S D for it are halved."""
     *_, layers = count_parameters(config)
     a = config.attention
     head = config.width * config.vocab_size

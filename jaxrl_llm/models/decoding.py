@@ -57,9 +57,9 @@ def with_columns(cache: Cache, count: int) -> Cache:
 
 def read_layer(cache: Cache, layer: Cache, index: Any, rows: int, columns: int, parts: int = 1) -> Cache:
     """Return keys [rows, K, H, columns] and values [rows, K, columns, H] of one layer: the first rows of each of the
-    ``parts`` into which the mesh divides the cache's rows. ``layer``: as a loop over layers slices it, a part of which
-    is fastest on CPUs, where TPUs would copy it whole. ``index``: its number; no tracer where every layer is written
-    out."""
+    ``parts`` into which the mesh divides the cache's rows. ``layer``: as a loop over layers slices it: CPUs are fastest
+    with a part of that, where TPUs would copy all of it to read a part. ``index``: the layer's number; not a tracer in
+    a program with every layer written out."""
     if (rows, columns) == (len(layer.v), layer.v.shape[2]):
         return layer
 

@@ -20,8 +20,8 @@ class Tensor:
     """One named tensor of a checkpoint and its place in our parameters.
 
     Attributes:
-      name: Hugging Face's; a first ``{}`` stands for the layer, a second for the expert: ours are stacked over L, or L
-        and E.
+      name: Hugging Face's; a first ``{}`` stands for the layer, a second one for the expert. Such tensors are stacked
+        over L, or over L and E, in ours.
       path: our dotted path.
       hf_axes: axis letters of the stored tensor, one word per axis; a word of two letters is two merged axes, and ``1``
         an axis of size 1 that ours does not have.

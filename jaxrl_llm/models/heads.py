@@ -98,8 +98,8 @@ class Head:
 
     Attributes:
       letters: of the product with the weights.
-      layout: mesh axes of the weights in use: ``tensor`` alone divides the vocabulary, as ``fsdp`` divides the
-        positions.
+      layout: mesh axes of the weights while they are used: only ``tensor`` divides their vocabulary, gathered once,
+        since ``fsdp`` divides the positions.
       keep: whether all positions are one chunk, whose logits the forward pass keeps for the backward pass.
     """
 

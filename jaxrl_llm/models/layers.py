@@ -24,7 +24,7 @@ def product(letters: str, x: jax.Array, y: jax.Array) -> jax.Array:
     """Compute ``einsum`` of two arrays with float32 sums and result (float64 for float64), whatever their dtypes. XLA's
     CPU programs refuse two bfloat16 operands with a float32 result in some layouts, at run time: there operands are
     float32 first, which loses nothing. The choice is made at lowering, so that other platforms keep their mixed
-    products."""
+    products, and programs compile where they cannot run."""
     return _einsum_bfloat16(letters, x, y) if jnp.bfloat16 in (x.dtype, y.dtype) else _einsum_wide(letters, x, y)
 
 
