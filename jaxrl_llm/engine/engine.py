@@ -41,7 +41,7 @@ class Engine:
       chunk: decode steps in one compiled call; finished slots are refilled between calls.
       mesh: where the weights are; slots are divided over data and fsdp, heads over tensor. None for one device.
       strict: always compute all slots and the whole cache, so that no bit of a completion depends on how many and how
-        long its neighbours are. If not, chunks have the slots and columns they need; rounding may differ.
+        long its neighbours are. If not, chunks have the slots and columns they need, in buckets; rounding may differ.
       group: maximum number of requests that share one stored prompt; a strict engine stores it for each.
       form: kernels of decoding, or None for the plain form; "auto" chooses by platform and model (``form_for``).
 
